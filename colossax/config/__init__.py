@@ -1,0 +1,20 @@
+"""Configuration: the Plan, its presets and its binding to devices."""
+
+from .axes import MESH_AXES as MESH_AXES
+from .axes import MeshAxis as MeshAxis
+from .binding import BoundPlan as BoundPlan
+from .binding import bind as bind
+from .frozen import FrozenDict as FrozenDict
+from .frozen import from_json as from_json
+from .frozen import nearest as nearest
+from .frozen import to_json as to_json
+from .plan import SAVEABLE as SAVEABLE
+from .plan import AttentionConfig as AttentionConfig
+from .plan import BatchConfig as BatchConfig
+from .plan import LossConfig as LossConfig
+from .plan import Plan as Plan
+from .plan import Precision as Precision
+from .plan import Rules as Rules
+from .plan import Segment as Segment
+from .presets import PRESETS as PRESETS
+from .presets import preset as preset

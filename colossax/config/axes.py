@@ -1,0 +1,21 @@
+"""Names of mesh axes and logical dims."""
+
+import enum
+
+
+class MeshAxis(enum.StrEnum):
+    """Mesh axes, outermost (slowest links) first; every one always exists, size 1 is off."""
+
+    STAGE = "stage"
+    DATA = "data"
+    FSDP = "fsdp"
+    EXPERT = "expert"
+    RING = "ring"
+    ULYSSES = "ulysses"
+    TENSOR = "tensor"
+
+
+MESH_AXES: tuple[str, ...] = tuple(axis.value for axis in MeshAxis)
+
+USABLE_AXES: frozenset[str] = frozenset({MeshAxis.DATA, MeshAxis.FSDP, MeshAxis.TENSOR})
+"""Axes that may be larger than 1 today; the others are declared so that meshes keep their shape."""

@@ -1,0 +1,51 @@
+"""A plan on devices."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from colossax.config.axes import MESH_AXES
+from colossax.config.plan import Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class BoundPlan:
+    """A plan and the mesh it runs on; several may live side by side, each on its own devices.
+
+    Attributes:
+        plan: The plan.
+        mesh: Every mesh axis in order, those not in use with size 1, all of axis type Auto.
+    """
+
+    plan: Plan
+    mesh: Mesh
+
+    def size(self, axes: Sequence[str]) -> int:
+        """Devices along these mesh axes together."""
+        return int(np.prod([self.mesh.shape[axis] for axis in axes], initial=1))
+
+    @property
+    def single(self) -> bool:
+        """Whether the mesh is one device, so that every constraint is the identity."""
+        return self.mesh.size == 1
+
+    def replace(self, **changes) -> "BoundPlan":
+        """The same devices under a plan with these fields replaced."""
+        return dataclasses.replace(self, plan=self.plan.replace(**changes))
+
+
+def bind(plan: Plan, devices: Sequence[jax.Device] | None = None) -> BoundPlan:
+    """Build the mesh of `plan` on `devices` (default: all that JAX sees).
+
+    Devices fill the mesh in their order, so the innermost axis (`tensor`) gets neighbours.
+
+    Raises:
+        PlanError: The mesh sizes do not multiply to the number of devices.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    sizes = plan.mesh_sizes(len(devices))
+    grid = np.asarray(devices, dtype=object).reshape([sizes[axis] for axis in MESH_AXES])
+    return BoundPlan(plan, Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES)))

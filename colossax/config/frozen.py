@@ -1,0 +1,122 @@
+"""Immutable mappings and the JSON form of configuration dataclasses."""
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any, Generic, TypeVar
+
+from colossax.errors import InputError
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class FrozenDict(Mapping[K, V], Generic[K, V]):
+    """A hashable mapping; keeps the order of insertion, compares without it."""
+
+    def __init__(self, items: Mapping[K, V] | None = None):
+        self._items = dict(items or {})
+
+    def __getitem__(self, key: K) -> V:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._items.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._items)
+
+    def updated(self, other: Mapping[K, V]) -> "FrozenDict[K, V]":
+        """This mapping with `other`'s items added or replaced."""
+        return FrozenDict({**self._items, **other})
+
+
+def nearest(word: str, choices: typing.Iterable[str]) -> str:
+    """`; did you mean 'x'?` where a choice is close to `word`, else the list of choices."""
+    choices = sorted(choices)
+    close = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
+    if close:
+        return f"; did you mean '{close[0]}'?"
+    return f"; known: {', '.join(choices)}"
+
+
+def to_json(value: Any) -> Any:
+    """A configuration value as plain JSON types."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(k): to_json(v) for k, v in value.items()}
+    if isinstance(value, tuple | list):
+        return [to_json(v) for v in value]
+    return value
+
+
+def non_default_json(value: Any) -> dict[str, Any]:
+    """Like `to_json`, without the fields that equal their defaults: stable as fields are added."""
+    default = type(value)()
+    out: dict[str, Any] = {}
+    for field in dataclasses.fields(value):
+        mine, theirs = getattr(value, field.name), getattr(default, field.name)
+        if mine == theirs:
+            continue
+        nested = dataclasses.is_dataclass(mine) and type(mine) is type(theirs)
+        out[field.name] = non_default_json(mine) if nested else to_json(mine)
+    return out
+
+
+def from_json(cls: type, data: Any, *, where: str, error: type[InputError] = InputError) -> Any:
+    """Build dataclass `cls` from parsed JSON: unknown fields are refused, missing ones default.
+
+    Args:
+        cls: A frozen dataclass; its `__post_init__` normalises and validates.
+        data: What `json.loads` gave.
+        where: Name of the value in messages, e.g. `"plan"`.
+        error: Exception class to raise.
+    """
+    if not isinstance(data, Mapping):
+        raise error(f"{where}: expected an object of fields, found {data!r}; write it as {{...}}")
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    hints = typing.get_type_hints(cls)
+    kwargs = {}
+    for key, value in data.items():
+        if key not in fields:
+            raise error(f"{where}: unknown field '{key}'{nearest(key, fields)}")
+        kwargs[key] = _decode(hints[key], value, f"{where}.{key}", error)
+    try:
+        return cls(**kwargs)
+    except TypeError as problem:
+        raise error(f"{where}: {problem}; check the values given") from problem
+
+
+def _decode(hint: Any, value: Any, where: str, error: type[InputError]) -> Any:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        if value is None and type(None) in args:
+            return None
+        return _decode(next(a for a in args if a is not type(None)), value, where, error)
+    if dataclasses.is_dataclass(hint):
+        return from_json(typing.cast(type, hint), value, where=where, error=error)
+    if origin is tuple and args and dataclasses.is_dataclass(args[0]):
+        if not isinstance(value, list | tuple):
+            raise error(f"{where}: expected a list, found {value!r}; write it as [...]")
+        return tuple(_decode(args[0], v, f"{where}[{i}]", error) for i, v in enumerate(value))
+    if hint in (int, float, bool, str):
+        return _scalar(hint, value, where, error)
+    return value
+
+
+def _scalar(hint: type, value: Any, where: str, error: type[InputError]) -> Any:
+    right = isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not right:
+        raise error(f"{where}: expected {hint.__name__}, found {value!r}; give a {hint.__name__}")
+    return value

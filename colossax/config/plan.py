@@ -1,0 +1,273 @@
+"""The Plan: one frozen value that decides everything a model must not know."""
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from colossax.config.axes import MESH_AXES, USABLE_AXES
+from colossax.config.frozen import FrozenDict, from_json, nearest, non_default_json, to_json
+from colossax.errors import PlanError
+
+if TYPE_CHECKING:
+    import jax
+
+    from colossax.config.binding import BoundPlan
+
+Choice = tuple[str, ...]
+RuleMap = FrozenDict[str, tuple[Choice, ...]]
+
+_BATCH: tuple[Choice, ...] = (("data", "fsdp", "expert"),)
+_SEQ: tuple[Choice, ...] = (("ring", "ulysses"),)
+_TENSOR: tuple[Choice, ...] = (("tensor",),)
+
+TENSOR_RULES: dict[str, tuple[Choice, ...]] = {
+    dim: _TENSOR for dim in ("heads", "kv_heads", "mlp", "vocab")
+}
+ACTIVATION_RULES: dict[str, tuple[Choice, ...]] = {"batch": _BATCH, "seq": _SEQ, **TENSOR_RULES}
+STORAGE_RULES: dict[str, tuple[Choice, ...]] = {"layers": (("stage",),), **TENSOR_RULES}
+FSDP_RULES: dict[str, tuple[Choice, ...]] = {**STORAGE_RULES, "embed": (("fsdp",),)}
+
+
+def _normal_rules(rules: Mapping[str, Any], where: str) -> RuleMap:
+    """Every spelling of a rule (axis, choice, list of choices, None) as a tuple of choices."""
+    return FrozenDict({dim: _normal_rule(rule, f"{where}.{dim}") for dim, rule in rules.items()})
+
+
+def _normal_rule(rule: Any, where: str) -> tuple[Choice, ...]:
+    if rule is None:
+        return ((),)
+    if isinstance(rule, str):
+        rule = (rule,)
+    if all(isinstance(item, str) for item in rule):
+        rule = (rule,)
+    choices = tuple((c,) if isinstance(c, str) else tuple(c or ()) for c in rule)
+    for axis in (axis for choice in choices for axis in choice):
+        if axis not in MESH_AXES:
+            raise PlanError(f"{where}: no mesh axis is called '{axis}'{nearest(axis, MESH_AXES)}")
+    return choices
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rules:
+    """Where each logical dim goes, per role.
+
+    A rule is a tuple of choices, a choice a tuple of mesh axes. The first choice none of whose
+    axes an earlier dim of the same array has taken is used; a dim without a rule, or whose
+    choices are all taken, is replicated. A dim `name:phase` looks up itself, then `name`.
+
+    Attributes:
+        params: Parameters at rest.
+        gradients: Gradients and their accumulators.
+        optimizer: Optimizer state.
+        activations: Everything computed from a batch.
+        cache: Key-value caches of inference.
+    """
+
+    params: RuleMap = FrozenDict(FSDP_RULES)
+    gradients: RuleMap = FrozenDict(FSDP_RULES)
+    optimizer: RuleMap = FrozenDict(FSDP_RULES)
+    activations: RuleMap = FrozenDict(ACTIVATION_RULES)
+    cache: RuleMap = FrozenDict(TENSOR_RULES)
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, Mapping):
+                raise PlanError(f"rules.{field.name}: expected a mapping, found {value!r}")
+            object.__setattr__(self, field.name, _normal_rules(value, f"rules.{field.name}"))
+
+    def updated(self, **roles: Mapping[str, Any]) -> "Rules":
+        """These rules with single dims replaced: `rules.updated(params={"embed": None})`."""
+        merged = {role: {**getattr(self, role), **change} for role, change in roles.items()}
+        return dataclasses.replace(self, **merged)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """Which attention implementation runs: `auto`, or a backend that must serve or be refused."""
+
+    kernel: str = "auto"
+
+    def __post_init__(self):
+        known = ("auto", "cudnn", "xla", "reference")
+        if self.kernel not in known:
+            raise PlanError(f"attention.kernel: unknown '{self.kernel}'{nearest(self.kernel, known)}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchConfig:
+    """How a global batch is cut: `accumulation` microbatches, one after another."""
+
+    accumulation: int = 1
+
+    def __post_init__(self):
+        if self.accumulation < 1:
+            raise PlanError(
+                f"batch.accumulation: found {self.accumulation}; give 1 (off) or more microbatches"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Segment:
+    """A run of layers treated alike.
+
+    Attributes:
+        count: Layers in the segment; -1 takes what the others leave (at most one segment).
+        remat: `none` saves every intermediate, `full` only the layer's input, `dots` the results
+            of matmuls with parameters; else names joined by `+` (`qkv attention mlp`).
+    """
+
+    count: int = -1
+    remat: str = "none"
+
+    def __post_init__(self):
+        if self.count != -1 and self.count < 1:
+            raise PlanError(f"segments: found a count of {self.count}; give 1 or more, or -1")
+        for name in self.remat.split("+"):
+            known = ("none", "full", "dots", *SAVEABLE) if "+" not in self.remat else SAVEABLE
+            if name not in known:
+                raise PlanError(f"segments.remat: unknown policy '{name}'{nearest(name, known)}")
+
+
+SAVEABLE: tuple[str, ...] = ("qkv", "attention", "mlp")
+"""Names a layer gives to intermediates that a remat policy may keep."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Dtype per role, by NumPy name. `compute` is that of matmuls and activations."""
+
+    params: str = "float32"
+    compute: str = "float32"
+    accumulation: str = "float32"
+    cache: str = "float32"
+
+    def __post_init__(self):
+        known = ("float32", "bfloat16", "float16")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value not in known:
+                raise PlanError(f"precision.{field.name}: unknown '{value}'{nearest(value, known)}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """`vocab_chunks` pieces in which logits are made, one at a time; 1 makes them whole."""
+
+    vocab_chunks: int = 1
+
+    def __post_init__(self):
+        if self.vocab_chunks < 1:
+            raise PlanError(f"loss.vocab_chunks: found {self.vocab_chunks}; give 1 or more")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How a model is spread over devices and time; pure data, hashable, JSON both ways.
+
+    Attributes:
+        version: Of the JSON form.
+        mesh: Size per mesh axis; one may be -1 (all remaining devices), absent axes are 1.
+            Empty: `fsdp` takes all devices.
+        rules: Logical dims to mesh axes, per role.
+        attention: Attention implementation.
+        batch: Microbatches.
+        segments: Layer runs and their remat policies; counts sum to the stack's layers.
+        precision: Dtypes per role.
+        loss: Chunks of the vocabulary loss.
+        compiler_options: Passed to XLA as they are.
+    """
+
+    version: int = 1
+    mesh: FrozenDict[str, int] = FrozenDict()
+    rules: Rules = Rules()
+    attention: AttentionConfig = AttentionConfig()
+    batch: BatchConfig = BatchConfig()
+    segments: tuple[Segment, ...] = (Segment(),)
+    precision: Precision = Precision()
+    loss: LossConfig = LossConfig()
+    compiler_options: FrozenDict[str, Any] = FrozenDict()
+
+    def __post_init__(self):
+        if self.version != 1:
+            raise PlanError(f"plan.version: found {self.version}; this library reads version 1")
+        if not isinstance(self.mesh, Mapping):
+            raise PlanError(f"plan.mesh: found {self.mesh!r}; write it as axis=size, e.g. fsdp=4")
+        object.__setattr__(self, "mesh", FrozenDict(dict(self.mesh)))
+        object.__setattr__(self, "compiler_options", FrozenDict(dict(self.compiler_options)))
+        object.__setattr__(self, "segments", tuple(self.segments))
+        _check_mesh(self.mesh)
+        if sum(s.count == -1 for s in self.segments) > 1 or not self.segments:
+            raise PlanError("plan.segments: at most one segment may have count -1, at least one is needed")
+
+    def mesh_sizes(self, devices: int) -> dict[str, int]:
+        """Size of every mesh axis on this many devices.
+
+        Raises:
+            PlanError: The product is not the number of devices.
+        """
+        mesh = dict(self.mesh) or {"fsdp": -1}
+        sizes = {axis: mesh.get(axis, 1) for axis in MESH_AXES}
+        fixed = math.prod(size for size in sizes.values() if size != -1)
+        open_axis = next((axis for axis, size in sizes.items() if size == -1), None)
+        if open_axis is not None and devices % fixed == 0:
+            sizes[open_axis] = devices // fixed
+        if math.prod(sizes.values()) != devices:
+            shown = ",".join(f"{axis}={size}" for axis, size in self.mesh.items())
+            raise PlanError(
+                f"plan.mesh {shown}: the sizes multiply to {fixed}, but there are {devices} devices;"
+                f" choose sizes whose product is {devices}, or set one axis to -1"
+            )
+        return sizes
+
+    def bind(self, devices: "Sequence[jax.Device] | None" = None) -> "BoundPlan":
+        """This plan on these devices (default: all of them); see `BoundPlan`."""
+        from colossax.config.binding import bind
+
+        return bind(self, devices)
+
+    def to_json(self) -> str:
+        """All fields, keys sorted; `Plan.from_json` gives an equal plan."""
+        return json.dumps(to_json(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        """The plan `to_json` wrote.
+
+        Raises:
+            PlanError: Not JSON, an unknown field, or a value that does not fit.
+        """
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as problem:
+            raise PlanError(f"plan: not JSON ({problem}); write it with Plan.to_json") from problem
+        return from_json(cls, data, where="plan", error=PlanError)
+
+    @property
+    def hash(self) -> str:
+        """16 hex digits over the fields that differ from their defaults."""
+        text = json.dumps(non_default_json(self), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def replace(self, **changes: Any) -> "Plan":
+        """A copy with fields replaced."""
+        return dataclasses.replace(self, **changes)
+
+
+def _check_mesh(mesh: Mapping[str, int]) -> None:
+    for axis, size in mesh.items():
+        if axis not in MESH_AXES:
+            raise PlanError(f"plan.mesh: no axis is called '{axis}'{nearest(axis, MESH_AXES)}")
+        if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
+            raise PlanError(f"plan.mesh: axis '{axis}' has size {size!r}; give 1 or more, or -1 once")
+        if size != 1 and axis not in USABLE_AXES:
+            raise PlanError(
+                f"plan.mesh: axis '{axis}' has size {size}, but only"
+                f" {', '.join(sorted(USABLE_AXES))} can be larger than 1 in this version;"
+                f" move its devices to one of those"
+            )
+    if sum(size == -1 for size in mesh.values()) > 1:
+        raise PlanError("plan.mesh: several axes are -1; only one can take the remaining devices")

@@ -1,0 +1,62 @@
+"""Named plans: `ddp zero1 zero2 zero3 megatron megatron_sp` and their mixes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from colossax.config.frozen import nearest
+from colossax.config.plan import FSDP_RULES, STORAGE_RULES, Plan, Rules
+from colossax.errors import PlanError
+
+_SHARDED_STATE = {**STORAGE_RULES, "embed": (("data", "fsdp"),)}
+
+_DATA_PARTS: dict[str, tuple[dict[str, int], Rules]] = {
+    "ddp": (
+        {"data": -1},
+        Rules(params=STORAGE_RULES, gradients=STORAGE_RULES, optimizer=STORAGE_RULES),
+    ),
+    "zero1": (
+        {"fsdp": -1},
+        Rules(params=STORAGE_RULES, gradients=_SHARDED_STATE, optimizer=_SHARDED_STATE),
+    ),
+    "zero2": (
+        {"fsdp": -1},
+        Rules(params=STORAGE_RULES, gradients=_SHARDED_STATE, optimizer=_SHARDED_STATE),
+    ),
+    "zero3": ({"fsdp": -1}, Rules(params=FSDP_RULES, gradients=FSDP_RULES, optimizer=FSDP_RULES)),
+}
+_TENSOR_PARTS: dict[str, dict[str, Any]] = {
+    "megatron": {},
+    "megatron_sp": {"seq:residual": (("ring", "ulysses", "tensor"),)},
+}
+
+PRESETS: tuple[str, ...] = (*_DATA_PARTS, *_TENSOR_PARTS)
+
+
+def preset(name: str, *, mesh: Mapping[str, int] | None = None, **fields: Any) -> Plan:
+    """The plan of this name, with `mesh` and other fields of `Plan` put over it.
+
+    `ddp` replicates parameters; `zero1` and `zero2` split optimizer state and gradients over
+    `data` and `fsdp` (on XLA both reduce-scatter each gradient and gather the new parameters, so
+    they are one plan); `zero3` splits parameters over `fsdp` as well. `megatron` splits heads, mlp
+    and vocab over `tensor`; `megatron_sp` also splits the sequence there between blocks. One of
+    the first and one of the second kind join as `zero3+megatron_sp`. Without a mesh all devices
+    go to the axis of the first part named.
+
+    Raises:
+        PlanError: No such preset, or two of one kind.
+    """
+    parts = name.split("+")
+    for part in parts:
+        if part not in PRESETS:
+            raise PlanError(f"plan.preset: no preset is called '{part}'{nearest(part, PRESETS)}")
+    data = [p for p in parts if p in _DATA_PARTS]
+    tensor = [p for p in parts if p in _TENSOR_PARTS]
+    if len(data) > 1 or len(tensor) > 1:
+        raise PlanError(
+            f"plan.preset: '{name}' names two of one kind;"
+            f" join one of {', '.join(_DATA_PARTS)} with one of {', '.join(_TENSOR_PARTS)}"
+        )
+    default_mesh, rules = _DATA_PARTS[data[0]] if data else ({"tensor": -1}, Rules())
+    if tensor:
+        rules = rules.updated(activations=_TENSOR_PARTS[tensor[0]])
+    return Plan(mesh=mesh or default_mesh, rules=rules, **fields)

@@ -1,0 +1,25 @@
+"""Errors that a user's input can cause.
+
+Every message is one sentence that names the culprit, what was found and a remedy. The command
+line prints it and exits 2; any other exception is a fault of this library and keeps its traceback.
+"""
+
+
+class InputError(ValueError):
+    """The user's input cannot be honoured; the message says which, why and what would work."""
+
+
+class PlanError(InputError):
+    """A plan does not fit its model, its devices or itself."""
+
+
+class DataError(InputError):
+    """A data source cannot be read or holds nothing usable."""
+
+
+class CheckpointError(InputError):
+    """A checkpoint is missing, damaged, or of another model, tokenizer or run."""
+
+
+class WeightsError(InputError):
+    """Foreign weights (safetensors) lack, exceed or contradict what the model declares."""

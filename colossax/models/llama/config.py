@@ -1,0 +1,48 @@
+"""Llama 2, 3, 3.1 and 3.2."""
+
+import dataclasses
+
+from colossax.nn import DecoderConfig, Llama3Scaling, RopeConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LlamaConfig:
+    """`head_dim` None is `embed / heads`. `rope_scaling` is that of Llama 3.1 and later."""
+
+    vocab: int
+    embed: int
+    layers: int
+    heads: int
+    kv_heads: int
+    mlp: int
+    head_dim: int | None = None
+    max_seq: int = 4096
+    norm_eps: float = 1e-5
+    rope_theta: float = 10_000.0
+    rope_scaling: Llama3Scaling | None = None
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    tied: bool = False
+    init_std: float = 0.02
+    eos: int | None = None
+
+    def decoder(self) -> DecoderConfig:
+        """The decoder these sizes describe."""
+        return DecoderConfig(
+            vocab=self.vocab,
+            embed=self.embed,
+            layers=self.layers,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim or self.embed // self.heads,
+            mlp=self.mlp,
+            max_seq=self.max_seq,
+            norm_eps=self.norm_eps,
+            rope=RopeConfig(theta=self.rope_theta, llama3=self.rope_scaling),
+            qkv_bias=self.attention_bias,
+            out_bias=self.attention_bias,
+            mlp_bias=self.mlp_bias,
+            tied=self.tied,
+            init_std=self.init_std,
+            eos=self.eos,
+        )

@@ -1,0 +1,44 @@
+"""Mistral: Llama's parts with a sliding window."""
+
+import dataclasses
+
+from colossax.nn import DecoderConfig, RopeConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MistralConfig:
+    """`head_dim` None is `embed / heads`. `window` counts the keys a query sees, itself included; None sees all."""
+
+    vocab: int
+    embed: int
+    layers: int
+    heads: int
+    kv_heads: int
+    mlp: int
+    head_dim: int | None = None
+    max_seq: int = 32_768
+    norm_eps: float = 1e-5
+    rope_theta: float = 10_000.0
+    window: int | None = 4096
+    tied: bool = False
+    init_std: float = 0.02
+    eos: int | None = None
+
+    def decoder(self) -> DecoderConfig:
+        """The decoder these sizes describe."""
+        return DecoderConfig(
+            vocab=self.vocab,
+            embed=self.embed,
+            layers=self.layers,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim or self.embed // self.heads,
+            mlp=self.mlp,
+            max_seq=self.max_seq,
+            norm_eps=self.norm_eps,
+            rope=RopeConfig(theta=self.rope_theta),
+            window=self.window,
+            tied=self.tied,
+            init_std=self.init_std,
+            eos=self.eos,
+        )

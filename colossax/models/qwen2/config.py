@@ -1,0 +1,43 @@
+"""Qwen 2 and 2.5: Llama's parts with biases on q, k and v."""
+
+import dataclasses
+
+from colossax.nn import DecoderConfig, RopeConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Qwen2Config:
+    """`head_dim` None is `embed / heads`."""
+
+    vocab: int
+    embed: int
+    layers: int
+    heads: int
+    kv_heads: int
+    mlp: int
+    head_dim: int | None = None
+    max_seq: int = 32_768
+    norm_eps: float = 1e-6
+    rope_theta: float = 1_000_000.0
+    tied: bool = False
+    init_std: float = 0.02
+    eos: int | None = None
+
+    def decoder(self) -> DecoderConfig:
+        """The decoder these sizes describe."""
+        return DecoderConfig(
+            vocab=self.vocab,
+            embed=self.embed,
+            layers=self.layers,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim or self.embed // self.heads,
+            mlp=self.mlp,
+            max_seq=self.max_seq,
+            norm_eps=self.norm_eps,
+            rope=RopeConfig(theta=self.rope_theta),
+            qkv_bias=True,
+            tied=self.tied,
+            init_std=self.init_std,
+            eos=self.eos,
+        )

@@ -1,0 +1,43 @@
+"""Qwen 3 (dense): Llama's parts with normed queries and keys."""
+
+import dataclasses
+
+from colossax.nn import DecoderConfig, RopeConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Qwen3Config:
+    """`head_dim` is apart from `embed / heads`."""
+
+    vocab: int
+    embed: int
+    layers: int
+    heads: int
+    kv_heads: int
+    mlp: int
+    head_dim: int = 128
+    max_seq: int = 40_960
+    norm_eps: float = 1e-6
+    rope_theta: float = 1_000_000.0
+    tied: bool = True
+    init_std: float = 0.02
+    eos: int | None = None
+
+    def decoder(self) -> DecoderConfig:
+        """The decoder these sizes describe."""
+        return DecoderConfig(
+            vocab=self.vocab,
+            embed=self.embed,
+            layers=self.layers,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            mlp=self.mlp,
+            max_seq=self.max_seq,
+            norm_eps=self.norm_eps,
+            rope=RopeConfig(theta=self.rope_theta),
+            qk_norm=True,
+            tied=self.tied,
+            init_std=self.init_std,
+            eos=self.eos,
+        )

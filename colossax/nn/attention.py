@@ -1,0 +1,133 @@
+"""The attention block: projections, position encoding, and the plan's attention between."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from colossax.nn.layers import Linear, RMSNorm
+from colossax.nn.rope import rotate
+from colossax.nn.stack import LayerState
+from colossax.pallas.attention import Mask, attend_cache
+from colossax.sharding import attention, constrain
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FlatTokens:
+    """Addresses of the tokens of one inference call, `[t]` int32 each.
+
+    Attributes:
+        seat: Row of the cache; negative is padding.
+        position: Position in the sequence, counted from 0.
+        slot: Place in the seat where keys and values go.
+    """
+
+    seat: Int[Array, " t"]
+    position: Int[Array, " t"]
+    slot: Int[Array, " t"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Side:
+    """What every layer of a decoder shares: the mask or cache addresses, and rope tables."""
+
+    mask: Mask | None = None
+    rope: Any = None
+    flat: FlatTokens | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionShape:
+    """Sizes and switches of an attention block; `head_dim` need not be embed / heads."""
+
+    embed: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: bool = False
+    norm_eps: float = 1e-6
+    alibi: bool = False
+    window: int | None = None
+
+
+class Attention(nnx.Module):
+    """Multi-, grouped- or single-kv-head attention with optional rope, alibi, q/k norms, window."""
+
+    def __init__(self, shape: AttentionShape, *, rngs: nnx.Rngs, std: float, out_std: float):
+        self.shape = shape
+        q = (shape.embed, shape.heads, shape.head_dim)
+        kv = (shape.embed, shape.kv_heads, shape.head_dim)
+        kv_dims = ("embed", "kv_heads", "head_dim")
+        bias = shape.qkv_bias
+        self.q = Linear(q, ("embed", "heads", "head_dim"), rngs=rngs, bias=bias, std=std)
+        self.k = Linear(kv, kv_dims, rngs=rngs, bias=bias, std=std)
+        self.v = Linear(kv, kv_dims, rngs=rngs, bias=bias, std=std)
+        self.o = Linear(
+            (shape.heads, shape.head_dim, shape.embed),
+            ("heads", "head_dim", "embed"),
+            rngs=rngs,
+            contract=2,
+            bias=shape.out_bias,
+            std=out_std,
+        )
+        norm = (
+            (lambda: RMSNorm(shape.head_dim, eps=shape.norm_eps, dim="head_dim"))
+            if shape.qk_norm
+            else (lambda: None)
+        )
+        self.q_norm, self.k_norm = norm(), norm()
+
+    def __call__(
+        self, x: Float[Array, "b s d"], side: Side, state: LayerState
+    ) -> tuple[Float[Array, "b s d"], LayerState]:
+        q = constrain(self.q(x), "batch", "seq", "heads", "head_dim")
+        k = constrain(self.k(x), "batch", "seq", "kv_heads", "head_dim")
+        v = constrain(self.v(x), "batch", "seq", "kv_heads", "head_dim")
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if side.rope is not None:
+            q, k = rotate(q, side.rope), rotate(k, side.rope)
+        q, k, v = (checkpoint_name(a, "qkv") for a in (q, k, v))
+        slopes = jnp.asarray(alibi_slopes(self.shape.heads)) if self.shape.alibi else None
+        if side.flat is None:
+            out = attention(q, k, v, mask=side.mask, alibi_slopes=slopes)
+        else:
+            out, state = self._attend_cache(q, k, v, side.flat, state, slopes)
+        out = checkpoint_name(out, "attention")
+        return self.o(constrain(out, "batch", "seq", "heads", "head_dim")), state
+
+    def _attend_cache(self, q, k, v, flat, state, slopes):
+        out, cache = attend_cache(
+            q[0],
+            k[0],
+            v[0],
+            state.carried,
+            state.index,
+            seat=flat.seat,
+            position=flat.position,
+            slot=flat.slot,
+            window=None if self.shape.window is None else self.shape.window - 1,
+            alibi_slopes=slopes,
+        )
+        return out[None], dataclasses.replace(state, carried=cache)
+
+
+def alibi_slopes(heads: int) -> np.ndarray:
+    """Slope per head, `[heads]` float32: 2^(-8 i / n) for n the largest power of two up to heads.
+
+    The remaining heads take every other slope of 2n. Source: Press et al. 2021, ALiBi.
+    """
+    power = 2 ** math.floor(math.log2(heads))
+    slopes = [2.0 ** (-8 * (i + 1) / power) for i in range(power)]
+    extra = [2.0 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]
+    return np.asarray(slopes + extra, np.float32)

@@ -1,0 +1,266 @@
+"""A decoder-only transformer from parts; the model families choose the parts."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from colossax.errors import InputError
+from colossax.nn.attention import Attention, AttentionShape, FlatTokens, Side
+from colossax.nn.layers import MLP, Embedding, LayerNorm, Linear, RMSNorm, depth_scaled
+from colossax.nn.rope import RopeConfig, rope_tables
+from colossax.nn.stack import LayerStack, LayerState
+from colossax.pallas.attention import Mask
+from colossax.sharding import constrain
+from colossax.typing import Dims
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """Sizes and parts of a decoder.
+
+    Attributes:
+        norm: `rms` or `layer`.
+        activation: A key of `nn.ACTIVATIONS`.
+        gated: Gated MLP (three matrices) or plain (two).
+        rope: Rotary embedding, or None.
+        alibi: Distance penalty per head in place of position embeddings.
+        learned_positions: Rows of a learned position table (0: none), of which the first
+            `position_offset` are never reached.
+        embed_norm: LayerNorm after the token embedding.
+        window: Keys a query sees, itself included; None: all before it.
+        tied: The output head is the embedding table.
+        max_seq: Longest sequence the model was made for.
+        eos: Token that ends a document, where known.
+    """
+
+    vocab: int
+    embed: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    max_seq: int
+    norm: str = "rms"
+    norm_eps: float = 1e-6
+    activation: str = "silu"
+    gated: bool = True
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    rope: RopeConfig | None = None
+    alibi: bool = False
+    learned_positions: int = 0
+    position_offset: int = 0
+    embed_norm: bool = False
+    window: int | None = None
+    tied: bool = False
+    init_std: float = 0.02
+    eos: int | None = None
+
+    def __post_init__(self):
+        if self.heads % self.kv_heads:
+            raise InputError(
+                f"model: {self.heads} heads cannot share {self.kv_heads} kv heads evenly;"
+                f" choose kv_heads that divide heads"
+            )
+        if self.norm not in ("rms", "layer"):
+            raise InputError(f"model: norm '{self.norm}' is unknown; use 'rms' or 'layer'")
+
+    @property
+    def flops_per_token(self) -> int:
+        """Matmul FLOPs of forward and backward per token, attention scores aside: 6 per weight."""
+        attention = self.embed * self.head_dim * 2 * (self.heads + self.kv_heads)
+        mlp = self.embed * self.mlp * (3 if self.gated else 2)
+        return 6 * (self.layers * (attention + mlp) + self.embed * self.vocab)
+
+    def train_flops_per_token(self, seq_len: int) -> int:
+        """`flops_per_token` plus causal attention: 6 head_dim heads per visible key and layer.
+
+        A query sees (seq_len + 1) / 2 keys on average, 2 matmuls of 2 FLOPs, three times for
+        forward and backward. Recomputation is never counted.
+        """
+        keys = (seq_len + 1) / 2 if self.window is None else min(self.window, (seq_len + 1) / 2)
+        return int(self.flops_per_token + 12 * self.layers * self.heads * self.head_dim * keys)
+
+    def attention_shape(self) -> AttentionShape:
+        """The part of this configuration that an attention block needs."""
+        names = {f.name for f in dataclasses.fields(AttentionShape)}
+        return AttentionShape(**{n: getattr(self, n) for n in names})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheSpec:
+    """Shape and dims of each array of a key-value cache, and the type it wants."""
+
+    shape: tuple[int, ...]
+    dims: Dims
+
+    def zeros(self, dtype: Any) -> dict[str, Array]:
+        """An empty cache."""
+        return {name: jnp.zeros(self.shape, dtype) for name in ("k", "v")}
+
+
+class DecoderLayer(nnx.Module):
+    """`x + attention(norm(x))`, then `x + mlp(norm(x))`."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        out_std = depth_scaled(config.init_std, config.layers)
+        self.attn_norm = make_norm(config)
+        self.attn = Attention(
+            config.attention_shape(), rngs=rngs, std=config.init_std, out_std=out_std
+        )
+        self.mlp_norm = make_norm(config)
+        self.mlp = MLP(
+            config.embed,
+            config.mlp,
+            rngs=rngs,
+            activation=config.activation,
+            gated=config.gated,
+            bias=config.mlp_bias,
+            std=config.init_std,
+            out_std=out_std,
+        )
+
+    def __call__(
+        self, x: Float[Array, "b s d"], side: Side, state: LayerState
+    ) -> tuple[Float[Array, "b s d"], LayerState, dict[str, Array]]:
+        x = _residual(x)
+        mixed, state = self.attn(_whole_sequence(self.attn_norm(x)), side, state)
+        x = x + _residual(mixed)
+        x = x + _residual(self.mlp(_whole_sequence(self.mlp_norm(x))))
+        return x, state, {}
+
+
+class Decoder(nnx.Module):
+    """Token embedding, a stack of decoder layers, a norm and a head."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        std = config.init_std
+        self.embed = Embedding(config.vocab, config.embed, rngs=rngs, dim="vocab", std=std)
+        self.positions = (
+            Embedding(config.learned_positions, config.embed, rngs=rngs, dim="positions", std=std)
+            if config.learned_positions
+            else None
+        )
+        self.embed_norm = LayerNorm(config.embed, eps=config.norm_eps) if config.embed_norm else None
+        self.layers = LayerStack(
+            lambda rngs: DecoderLayer(config, rngs=rngs), config.layers, rngs=rngs
+        )
+        self.norm = make_norm(config)
+        self.head = (
+            None
+            if config.tied
+            else Linear((config.embed, config.vocab), ("embed", "vocab"), rngs=rngs, std=std)
+        )
+
+    def __call__(
+        self,
+        tokens: Int[Array, "b s"],
+        *,
+        positions: Int[Array, "b s"] | None = None,
+        segments: Int[Array, "b s"] | None = None,
+    ) -> Float[Array, "b s v"]:
+        """Logits of every token."""
+        return self.logits(self.hidden(tokens, positions=positions, segments=segments))
+
+    def hidden(
+        self,
+        tokens: Int[Array, "b s"] | None = None,
+        *,
+        embeddings: Float[Array, "b s d"] | None = None,
+        positions: Int[Array, "b s"] | None = None,
+        segments: Int[Array, "b s"] | None = None,
+    ) -> Float[Array, "b s d"]:
+        """Final hidden states, normed, in the compute dtype.
+
+        Args:
+            tokens: Token ids; or give `embeddings`.
+            embeddings: Token embeddings in place of tokens.
+            positions: Per token; default 0, 1, ... per row.
+            segments: Documents packed into a row; a token sees its own. Negative is padding.
+
+        Raises:
+            InputError: The sequence is longer than the model's, or both inputs are given.
+        """
+        if (tokens is None) == (embeddings is None):
+            raise InputError("hidden: give either tokens or embeddings, one of them")
+        x = self.embed(tokens) if embeddings is None else embeddings
+        self._check_length(x.shape[1])
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
+        window = None if self.config.window is None else (self.config.window - 1, 0)
+        mask = Mask(causal=True, window=window, q_segments=segments, kv_segments=segments)
+        side = Side(mask=mask, rope=self._rope(positions))
+        return self._run(x, positions, side, None)[0]
+
+    def decode(
+        self, tokens: Int[Array, " t"], cache: dict[str, Array], flat: FlatTokens
+    ) -> tuple[Float[Array, "t d"], dict[str, Array]]:
+        """Final hidden states of flat tokens of any sequences, and the cache with them in it.
+
+        Prompt chunks and single next tokens look alike: each token says where it belongs.
+        """
+        positions = flat.position[None]
+        side = Side(flat=flat, rope=self._rope(positions))
+        hidden, cache = self._run(self.embed(tokens[None]), positions, side, cache)
+        return hidden[0], cache
+
+    def head_weight(self) -> Float[Array, "d v"]:
+        """The output matrix in the compute dtype, whole along the axes that split the batch."""
+        if self.head is None:
+            return self.embed.weight().T
+        return self.head.gathered()
+
+    def logits(self, hidden: Float[Array, "*lead d"]) -> Float[Array, "*lead v"]:
+        """Logits of the hidden states given; pass chosen tokens only where not all are needed."""
+        return hidden @ self.head_weight()
+
+    def cache_spec(self, *, seats: int, slots: int) -> CacheSpec:
+        """Key-value cache for `seats` sequences of up to `slots` tokens."""
+        c = self.config
+        return CacheSpec(
+            shape=(c.layers, seats, slots, c.kv_heads, c.head_dim),
+            dims=("layers", None, None, "kv_heads", "head_dim"),
+        )
+
+    def _run(self, x: Any, positions: Any, side: Side, cache: Any) -> tuple[Any, Any]:
+        if self.positions is not None:
+            x = x + self.positions(positions + self.config.position_offset)
+        if self.embed_norm is not None:
+            x = self.embed_norm(x)
+        out = self.layers(_residual(x), side, carried=cache)
+        return _whole_sequence(self.norm(out.carry)), out.carried
+
+    def _rope(self, positions: Int[Array, "b s"]) -> Any:
+        if self.config.rope is None:
+            return None
+        return rope_tables(positions, self.config.rope, self.config.head_dim)
+
+    def _check_length(self, length: int) -> None:
+        if length > self.config.max_seq:
+            raise InputError(
+                f"sequence length {length} is above the model's {self.config.max_seq};"
+                f" shorten the sequence or raise max_seq"
+            )
+
+
+def make_norm(config: DecoderConfig) -> RMSNorm | LayerNorm:
+    """The norm this configuration names."""
+    make = RMSNorm if config.norm == "rms" else LayerNorm
+    return make(config.embed, eps=config.norm_eps)
+
+
+def _residual(x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
+    """The residual stream between blocks; a plan may split its sequence over `tensor`."""
+    return constrain(x, "batch", "seq:residual", "embed")
+
+
+def _whole_sequence(x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
+    """Input of a block: the sequence as attention and matmuls want it."""
+    return constrain(x, "batch", "seq", "embed")

@@ -1,0 +1,146 @@
+"""Linear maps, norms, embeddings and MLPs."""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from colossax.nn.module import param
+from colossax.sharding import compute_dtype, constrain, gather_weight, linear
+from colossax.typing import Dims
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "relu": jax.nn.relu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+}
+
+
+class Linear(nnx.Module):
+    """`x @ w + b` over the last `contract` dims of x; `w` is `[*in, *out]`.
+
+    Initial weights are normal with standard deviation `std`, biases zero.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        dims: Dims,
+        *,
+        rngs: nnx.Rngs,
+        contract: int = 1,
+        bias: bool = False,
+        std: float = 0.02,
+    ):
+        self.contract = contract
+        self.dims = tuple(dims)
+        self.w = param(jax.random.normal(rngs.params(), shape, jnp.float32) * std, dims)
+        self.b = param(jnp.zeros(shape[contract:], jnp.float32), dims[contract:]) if bias else None
+
+    def __call__(self, x: Float[Array, "*lead_and_in"]) -> Float[Array, "*lead_and_out"]:
+        bias = None if self.b is None else self.b[...]
+        return linear(x, self.w[...], self.dims, contract=self.contract, bias=bias)
+
+    def gathered(self) -> Float[Array, "*in_and_out"]:
+        """The weight in the compute dtype, whole along the axes that split the batch."""
+        w = self.w[...]
+        return gather_weight(w, self.dims, dtype=compute_dtype(w.dtype))
+
+
+class RMSNorm(nnx.Module):
+    """`x / rms(x) * scale` over the last dim, in float32.
+
+    `dim` names the dim that is normalised, `embed` or `head_dim`.
+    """
+
+    def __init__(self, size: int, *, eps: float = 1e-6, dim: str = "embed"):
+        self.eps = eps
+        self.dims = (dim,)
+        self.scale = param(jnp.ones((size,), jnp.float32), self.dims)
+
+    def __call__(self, x: Float[Array, "*lead d"]) -> Float[Array, "*lead d"]:
+        wide = x.astype(jnp.float32)
+        inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
+        scale = gather_weight(self.scale[...], self.dims, dtype=jnp.dtype("float32"))
+        return (wide * inverse * scale).astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """`(x - mean) / std * scale + bias` over the last dim, in float32."""
+
+    def __init__(self, size: int, *, eps: float = 1e-5):
+        self.eps = eps
+        self.scale = param(jnp.ones((size,), jnp.float32), ("embed",))
+        self.bias = param(jnp.zeros((size,), jnp.float32), ("embed",))
+
+    def __call__(self, x: Float[Array, "*lead d"]) -> Float[Array, "*lead d"]:
+        f32 = jnp.dtype("float32")
+        wide = x.astype(f32)
+        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        inverse = jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + self.eps)
+        scale = gather_weight(self.scale[...], ("embed",), dtype=f32)
+        bias = gather_weight(self.bias[...], ("embed",), dtype=f32)
+        return (centred * inverse * scale + bias).astype(x.dtype)
+
+
+class Embedding(nnx.Module):
+    """A table `[rows, embed]` looked up by integers; initially normal with deviation `std`."""
+
+    def __init__(self, rows: int, size: int, *, rngs: nnx.Rngs, dim: str, std: float = 0.02):
+        self.dims = (dim, "embed")
+        self.table = param(
+            jax.random.normal(rngs.params(), (rows, size), jnp.float32) * std, self.dims
+        )
+
+    def weight(self) -> Float[Array, "rows d"]:
+        """The table in the compute dtype, whole along the axes that split the batch."""
+        table = self.table[...]
+        return gather_weight(table, self.dims, dtype=compute_dtype(table.dtype))
+
+    def __call__(self, ids: Int[Array, "b s"]) -> Float[Array, "b s d"]:
+        return self.weight()[ids]
+
+
+class MLP(nnx.Module):
+    """`down(act(up(x)))`, or gated `down(act(gate(x)) * up(x))`."""
+
+    def __init__(
+        self,
+        embed: int,
+        mlp: int,
+        *,
+        rngs: nnx.Rngs,
+        activation: str = "silu",
+        gated: bool = True,
+        bias: bool = False,
+        std: float = 0.02,
+        out_std: float | None = None,
+    ):
+        self.activation = activation
+
+        def make(shape: tuple[int, int], dims: Dims, std: float) -> Linear:
+            return Linear(shape, dims, rngs=rngs, bias=bias, std=std)
+
+        self.gate = make((embed, mlp), ("embed", "mlp"), std) if gated else None
+        self.up = make((embed, mlp), ("embed", "mlp"), std)
+        self.down = make((mlp, embed), ("mlp", "embed"), std if out_std is None else out_std)
+
+    def __call__(self, x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
+        act = ACTIVATIONS[self.activation]
+        up = self._hidden(self.up(x))
+        if self.gate is None:
+            return self.down(act(up))
+        return self.down(act(self._hidden(self.gate(x))) * up)
+
+    def _hidden(self, h: Float[Array, "b s f"]) -> Float[Array, "b s f"]:
+        return checkpoint_name(constrain(h, "batch", "seq", "mlp"), "mlp")
+
+
+def depth_scaled(std: float, layers: int) -> float:
+    """Deviation for a map that adds to the residual stream: `std / sqrt(2 layers)` (GPT-2)."""
+    return std / math.sqrt(2 * layers)

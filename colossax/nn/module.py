@@ -1,0 +1,139 @@
+"""Between NNX modules and plain dicts of arrays.
+
+State crosses `jax.jit` as nested dicts; the graph definition is static. `nnx.State` and `nnx.jit`
+cost several times more per call on the host.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jaxtyping import Array
+
+from colossax.config import BoundPlan
+from colossax.errors import InputError
+from colossax.sharding import param_sharding, use, validate
+from colossax.typing import Dims, ParamInfo, Params
+
+MakeModel = Callable[[nnx.Rngs], nnx.Module]
+
+
+def param(value: Array, dims: Dims) -> nnx.Param:
+    """A parameter with one logical name (or None) per dim.
+
+    The same as `nnx.Param(value, out_sharding=dims, eager_sharding=False)`: our own rules turn
+    the names into shardings, not Flax's.
+    """
+    if value.ndim != len(dims):
+        raise InputError(f"param: shape {value.shape} has {value.ndim} dims but {dims} names others")
+    return nnx.Param(value, out_sharding=tuple(dims), eager_sharding=False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A model without its arrays.
+
+    Attributes:
+        graphdef: Static structure; with parameters it makes the model again.
+        infos: Tree like the parameters, with `ParamInfo` leaves.
+        make_model: The factory, for initialisation.
+    """
+
+    graphdef: Any
+    infos: Any
+    make_model: MakeModel
+
+    def merge(self, params: Params) -> Any:
+        """The model holding these parameters."""
+        return nnx.merge(self.graphdef, params)
+
+    @property
+    def dims(self) -> Any:
+        """Tree like the parameters, with tuples of logical names as leaves."""
+        return jax.tree.map(lambda info: info.dims, self.infos)
+
+    def parameter_count(self) -> int:
+        """Numbers the model learns."""
+        return sum(int(np.prod(info.shape)) for info in jax.tree.leaves(self.infos))
+
+
+def describe(make_model: MakeModel) -> ModelSpec:
+    """Trace the factory for names and shapes; nothing is allocated.
+
+    The plan in force decides the segments of layer stacks.
+
+    Raises:
+        InputError: The model holds variables other than parameters (random state, batch
+            statistics), which a pure step would silently freeze.
+    """
+    with nnx.use_eager_sharding(False):
+        model = nnx.eval_shape(lambda: make_model(nnx.Rngs(params=0)))
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    for path, variable in nnx.to_flat_state(rest):
+        raise InputError(
+            f"model: '{'/'.join(map(str, path))}' is a {type(variable).__name__}, and a model may"
+            f" hold parameters alone; pass random keys and statistics as arguments"
+        )
+    infos = nnx.to_pure_dict(params, lambda variable: variable)
+    flat = {path: _info(path, variable) for path, variable in nnx.to_flat_state(params)}
+    return ModelSpec(
+        graphdef=graphdef, infos=_with_leaves(infos, flat, ()), make_model=make_model
+    )
+
+
+def _with_leaves(tree: Any, flat: dict[tuple, ParamInfo], path: tuple) -> Any:
+    if path in flat:
+        return flat[path]
+    return {key: _with_leaves(value, flat, (*path, key)) for key, value in tree.items()}
+
+
+def _info(path: tuple, variable: Any) -> ParamInfo:
+    metadata = variable.get_metadata()
+    names = metadata.get("out_sharding") or metadata.get("sharding_names")
+    dims = tuple(names) if names else (None,) * len(variable.shape)
+    total = metadata.get("total_layers")
+    if total is not None:
+        at = next(i for i, key in enumerate(path) if key == "segments")
+        path = (*path[:at], *path[at + 2 :])
+    label = "/".join(map(str, path))
+    if len(dims) != len(variable.shape):
+        raise InputError(
+            f"{label}: names {len(dims)} dims {dims} for shape {tuple(variable.shape)};"
+            f" give one name (or None) per dim"
+        )
+    return ParamInfo(
+        path=label,
+        dims=dims,
+        shape=tuple(variable.shape),
+        dtype=np.dtype(variable.dtype),
+        first_layer=metadata.get("first_layer"),
+        total_layers=total,
+    )
+
+
+def pure(model: nnx.Module) -> Params:
+    """The parameters of a model as a plain nested dict."""
+    return nnx.to_pure_dict(nnx.split(model, nnx.Param, ...)[1])
+
+
+def initialise(spec: ModelSpec, bound: BoundPlan, key: Array) -> Params:
+    """Fresh parameters, each made where it lives: no device holds a whole sharded one.
+
+    The values do not depend on the mesh.
+
+    Raises:
+        PlanError: A parameter does not fit the plan.
+    """
+    validate(bound, spec.infos)
+    shardings = jax.tree.map(lambda info: param_sharding(bound, "params", info), spec.infos)
+    dtype = bound.plan.precision.params
+
+    def init(key: Array) -> Params:
+        with use(bound), nnx.use_eager_sharding(False):
+            model = spec.make_model(nnx.Rngs(params=key))
+        return jax.tree.map(lambda leaf: leaf.astype(dtype), pure(model))
+
+    return jax.jit(init, out_shardings=shardings)(key)

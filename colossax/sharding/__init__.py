@@ -1,0 +1,15 @@
+"""The plan in force, and the operations a model calls to be laid out by it."""
+
+from .attention import attention as attention
+from .context import current as current
+from .context import use as use
+from .ops import compute_dtype as compute_dtype
+from .ops import constrain as constrain
+from .ops import gather_weight as gather_weight
+from .ops import linear as linear
+from .rules import activation_sharding as activation_sharding
+from .rules import batch_axes as batch_axes
+from .rules import param_sharding as param_sharding
+from .rules import replicated as replicated
+from .rules import resolve as resolve
+from .rules import validate as validate

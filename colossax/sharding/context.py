@@ -1,0 +1,29 @@
+"""The plan in force while something is traced."""
+
+import contextlib
+from collections.abc import Iterator
+
+import jax
+
+from colossax.config import BoundPlan, Plan
+
+# A JAX user context is part of every trace key: one jitted function called under two plans is
+# traced twice. A plain context variable would let the second plan reuse the first one's program.
+_CURRENT = jax.make_user_context(default_value=None)
+
+
+@contextlib.contextmanager
+def use(plan: Plan | BoundPlan | None) -> Iterator[BoundPlan | None]:
+    """Put a plan in force for everything traced inside; nests, None switches it off.
+
+    Args:
+        plan: A bound plan, or a plan, which is bound to all devices.
+    """
+    bound = plan.bind() if isinstance(plan, Plan) else plan
+    with _CURRENT(bound):
+        yield bound
+
+
+def current() -> BoundPlan | None:
+    """The bound plan in force, or None."""
+    return _CURRENT.value

@@ -1,0 +1,113 @@
+"""Logical dims to PartitionSpecs."""
+
+from collections.abc import Mapping, Sequence
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from colossax.config import BoundPlan
+from colossax.errors import PlanError
+from colossax.typing import Dims, ParamInfo
+
+REPLICABLE_DIMS = frozenset({"kv_heads"})
+"""Dims that are replicated over an axis they are smaller than and divide."""
+
+
+def resolve(
+    bound: BoundPlan, role: str, dims: Dims, shape: Sequence[int], *, name: str = "array"
+) -> PartitionSpec:
+    """Where an array with these dims lives under the plan.
+
+    Each dim takes the first of its rule's choices none of whose axes (of size above 1) an earlier
+    dim has taken; with none left it is replicated.
+
+    Args:
+        bound: Plan and mesh.
+        role: A field of `Rules`, or `weights`: as `params`, without the axes that split the
+            batch, which is how a matmul wants its weight.
+        dims: Logical names.
+        shape: Sizes, one per dim.
+        name: Parameter path for messages.
+
+    Raises:
+        PlanError: A size is not a multiple of the devices of the chosen axes.
+    """
+    if len(dims) != len(shape):
+        raise PlanError(
+            f"{name}: names {len(dims)} dims {dims} for shape {tuple(shape)};"
+            f" give one name (or None) per dim"
+        )
+    drop = batch_axes(bound) if role == "weights" else frozenset()
+    rules = getattr(bound.plan.rules, "params" if role == "weights" else role)
+    taken: set[str] = set()
+    entries = []
+    for dim, size in zip(dims, shape, strict=True):
+        axes = _choose(bound, rules, dim, taken)
+        taken.update(axes)
+        axes = tuple(axis for axis in axes if axis not in drop)
+        entries.append(_fit(bound, axes, dim, size, name))
+    return PartitionSpec(*entries)
+
+
+def _choose(bound: BoundPlan, rules: Mapping, dim: str | None, taken: set[str]) -> tuple[str, ...]:
+    """The axes of size above 1 of the first choice that is free."""
+    if dim is None:
+        return ()
+    choices = rules.get(dim, rules.get(dim.split(":")[0], ()))
+    for choice in choices:
+        axes = tuple(axis for axis in choice if bound.mesh.shape[axis] > 1)
+        if not taken.intersection(axes):
+            return axes
+    return ()
+
+
+def _fit(bound: BoundPlan, axes: tuple[str, ...], dim: str | None, size: int, name: str):
+    devices = bound.size(axes)
+    if size % devices:
+        if dim in REPLICABLE_DIMS and devices % size == 0:
+            return None
+        label = "' x '".join(axes)
+        raise PlanError(
+            f"{name}: dim '{dim}' has size {size}, which mesh axis '{label}' of {devices} devices"
+            f" does not divide; map '{dim}' to None or choose a size of '{label}' that divides {size}"
+        )
+    return axes if len(axes) > 1 else (axes[0] if axes else None)
+
+
+def batch_axes(bound: BoundPlan) -> frozenset[str]:
+    """Mesh axes of size above 1 that split the batch."""
+    return frozenset(_choose(bound, bound.plan.rules.activations, "batch", set()))
+
+
+def param_sharding(bound: BoundPlan, role: str, info: ParamInfo) -> NamedSharding:
+    """Sharding of one parameter leaf (or of what mirrors it: gradient, moment) under a role."""
+    return NamedSharding(
+        bound.mesh, resolve(bound, role, info.dims, info.shape, name=info.path)
+    )
+
+
+def activation_sharding(
+    bound: BoundPlan, dims: Dims, shape: Sequence[int], *, name: str = "activation"
+) -> NamedSharding:
+    """Sharding of an array computed from a batch."""
+    return NamedSharding(bound.mesh, resolve(bound, "activations", dims, shape, name=name))
+
+
+def replicated(bound: BoundPlan) -> NamedSharding:
+    """Whole on every device of the mesh."""
+    return NamedSharding(bound.mesh, PartitionSpec())
+
+
+def validate(bound: BoundPlan, infos) -> None:
+    """Resolve every parameter under every role, before anything is allocated.
+
+    Args:
+        bound: Plan and mesh.
+        infos: Tree with `ParamInfo` leaves.
+
+    Raises:
+        PlanError: The first parameter that does not fit, by path.
+    """
+    for info in jax.tree.leaves(infos, is_leaf=lambda leaf: isinstance(leaf, ParamInfo)):
+        for role in ("params", "weights", "gradients", "optimizer"):
+            resolve(bound, role, info.dims, info.shape, name=info.path)

@@ -1,0 +1,8 @@
+"""Training: losses, the step, the loop."""
+
+from .loss import Loss as Loss
+from .loss import next_token_loss as next_token_loss
+from .step import Step as Step
+from .step import StepOptions as StepOptions
+from .step import boost as boost
+from .step import build_step as build_step

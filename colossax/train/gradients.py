@@ -1,0 +1,192 @@
+"""Loss and gradients of one global batch, whole or in microbatches."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from colossax.compat import inputs_used
+from colossax.config import BoundPlan
+from colossax.errors import InputError, PlanError
+from colossax.sharding import batch_axes, constrain, param_sharding
+from colossax.train.loss import Loss
+from colossax.typing import TEXT_BATCH_DIMS, Batch, Dims, Params
+
+Totals = dict[str, tuple[Array, Array]]
+
+
+@dataclasses.dataclass(frozen=True)
+class LossCall:
+    """A loss with its model's structure: parameters in, numbers out.
+
+    Attributes:
+        merge: Parameters to model.
+        loss: See `Loss`.
+    """
+
+    merge: Callable[[Params], Any]
+    loss: Loss
+
+    def __call__(self, params: Params, batch: Batch, variables: Any, key: Array):
+        """Terms and metrics of one microbatch.
+
+        Raises:
+            InputError: The loss returns something else.
+        """
+        names = inspect.signature(self.loss).parameters
+        given = {"variables": variables, "key": key}
+        wanted = {name: value for name, value in given.items() if name in names}
+        result = self.loss(self.merge(params), batch, **wanted)
+        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Mapping)):
+            raise InputError(
+                "loss: expected ({term: (total, weight, coefficient)}, metrics),"
+                f" found {type(result).__name__}; return totals over tokens and their weights"
+            )
+        return result
+
+
+def batch_dims(batch: Batch, declared: Mapping[str, Dims] | None) -> dict[str, Dims]:
+    """Logical dims of every array of a batch: declared, of text, or batch first and the rest whole."""
+    known = {**TEXT_BATCH_DIMS, **(declared or {})}
+    return {name: known.get(name, ("batch",) + (None,) * (x.ndim - 1)) for name, x in batch.items()}
+
+
+def check_batch(bound: BoundPlan, batch: Batch, dims: Mapping[str, Dims]) -> None:
+    """Refuse a global batch that microbatches and devices do not divide.
+
+    Raises:
+        PlanError: With the sizes and what would divide.
+    """
+    pieces = bound.plan.batch.accumulation
+    devices = bound.size(sorted(batch_axes(bound)))
+    for name, x in batch.items():
+        size = x.shape[dims[name].index("batch")]
+        if size % (pieces * devices):
+            raise PlanError(
+                f"batch '{name}': {size} rows cannot be cut into {pieces} microbatches for"
+                f" {devices} devices along {sorted(batch_axes(bound))};"
+                f" use a multiple of {pieces * devices}"
+            )
+
+
+def loss_and_gradients(
+    call: LossCall,
+    bound: BoundPlan,
+    infos: Any,
+    params: Params,
+    frozen: Params,
+    batch: Batch,
+    dims: Mapping[str, Dims],
+    variables: Any,
+    key: Array,
+) -> tuple[Params, Totals, Totals, Array]:
+    """Gradients of the loss over the whole global batch, laid out by the plan's gradient rules.
+
+    Every term is divided by its own weight summed over all microbatches, so the result does not
+    depend on how the batch is cut. The weights come first, in a pass from which everything that
+    parameters reach has been removed.
+
+    Returns:
+        Gradients (accumulation dtype), terms as (total, weight), metrics as (total, weight), loss.
+
+    Raises:
+        InputError: A weight depends on parameters.
+    """
+    pieces = bound.plan.batch.accumulation
+    micro = _microbatches(batch, dims, pieces)
+    keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(pieces))
+    weigh = _weigh(call, frozen, variables)
+    first = jax.tree.map(lambda x: x[0], micro)
+    _check_weights(weigh, params, first, keys[0])
+    if pieces == 1:
+        weights = None
+    else:
+        every = jax.lax.map(lambda xs: weigh(params, *xs), (micro, keys))
+        weights = jax.tree.map(jnp.sum, every)
+
+    def value(params: Params, piece: Batch, key: Array):
+        terms, metrics = call(_combine(params, frozen), piece, variables, key)
+        own = {name: jax.lax.stop_gradient(weight) for name, (_, weight, _) in terms.items()}
+        over = own if weights is None else weights
+        parts = [
+            coefficient * total / jnp.where(over[name] > 0, over[name], 1.0)
+            for name, (total, _, coefficient) in terms.items()
+        ]
+        totals = {name: (total, own[name]) for name, (total, _, _) in terms.items()}
+        return sum(parts), (totals, dict(metrics))
+
+    def grad(piece: Batch, key: Array):
+        (loss, (totals, metrics)), grads = jax.value_and_grad(value, has_aux=True)(params, piece, key)
+        return _laid_out(bound, infos, grads), (totals, metrics, loss)
+
+    if pieces == 1:
+        grads, (totals, metrics, loss) = grad(first, keys[0])
+        return grads, totals, metrics, loss
+
+    def body(acc: Any, xs: Any):
+        new = grad(*xs)
+        acc = jax.tree.map(lambda a, b: a + b.astype(a.dtype), acc, new)
+        # Without this the accumulator may be kept whole on every device and reduced every time.
+        return (_laid_out(bound, infos, acc[0]), acc[1]), None
+
+    shapes = jax.eval_shape(grad, first, keys[0])
+    dtype = bound.plan.precision.accumulation
+    zeros = (
+        _laid_out(bound, infos, jax.tree.map(lambda s: jnp.zeros(s.shape, dtype), shapes[0])),
+        jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes[1]),
+    )
+    (grads, (totals, metrics, loss)), _ = jax.lax.scan(body, zeros, (micro, keys))
+    return grads, totals, metrics, loss
+
+
+def _microbatches(batch: Batch, dims: Mapping[str, Dims], pieces: int) -> Batch:
+    """Each array as `[pieces, rows, ...]`; microbatch j takes rows j, j + pieces, ...
+
+    Cut this way every device keeps its own rows; consecutive blocks would move them.
+    """
+
+    def cut(name: str, x: Array) -> Array:
+        at = dims[name].index("batch")
+        shape = (*x.shape[:at], x.shape[at] // pieces, pieces, *x.shape[at + 1 :])
+        return constrain(jnp.moveaxis(x.reshape(shape), at + 1, 0), None, *dims[name])
+
+    return {name: cut(name, x) for name, x in batch.items()}
+
+
+def _weigh(call: LossCall, frozen: Params, variables: Any):
+    def weigh(params: Params, piece: Batch, key: Array) -> dict[str, Array]:
+        terms, _ = call(_combine(params, frozen), piece, variables, key)
+        return {name: weight.astype(jnp.float32) for name, (_, weight, _) in terms.items()}
+
+    return weigh
+
+
+def _check_weights(weigh: Callable, params: Params, piece: Batch, key: Array) -> None:
+    used = inputs_used(weigh, params, piece, key)
+    count = len(jax.tree.leaves(params))
+    if any(used[:count]):
+        raise InputError(
+            "loss: the weight of a term depends on parameters, which would make its gradient wrong;"
+            " compute weights from the batch alone"
+        )
+
+
+def _combine(params: Params, frozen: Params) -> Params:
+    """One tree from two that hold None where the other has a leaf."""
+    return jax.tree.map(
+        lambda a, b: b if a is None else a, params, frozen, is_leaf=lambda leaf: leaf is None
+    )
+
+
+def _laid_out(bound: BoundPlan, infos: Any, grads: Params) -> Params:
+    if bound.single:
+        return grads
+
+    def lay(grad: Array, info: Any) -> Array:
+        return jax.lax.with_sharding_constraint(grad, param_sharding(bound, "gradients", info))
+
+    return jax.tree.map(lay, grads, infos)

@@ -1,0 +1,58 @@
+"""What a loss is, and the next-token loss of language models."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from colossax.nn import cross_entropy
+from colossax.sharding import current
+from colossax.typing import Batch
+
+Terms = dict[str, tuple[Array, Array, float]]
+"""Per term: total over tokens, its weight (float32 scalars), coefficient in the loss.
+
+The loss is the sum of `coefficient * total / weight`, each weight summed over the whole global
+batch: over microbatches and devices, before the division.
+"""
+
+Sums = dict[str, tuple[Array, Array]]
+"""Additional metrics as (total, weight), reported as their quotient."""
+
+Loss = Callable[..., tuple[Terms, Sums]]
+"""`loss(model, batch)`, also given `variables=` and `key=` where its signature names them."""
+
+
+def next_token_loss(*, z_loss: float = 0.0) -> Loss:
+    """Cross entropy of the next token over real targets, for models like `nn.Decoder`.
+
+    Args:
+        z_loss: Coefficient of the mean squared log-partition, which keeps logits from drifting
+            (Chowdhery et al. 2022, PaLM, use 1e-4).
+    """
+
+    def loss(model: Any, batch: Batch) -> tuple[Terms, Sums]:
+        bound = current()
+        hidden = model.hidden(
+            batch["tokens"], positions=batch.get("positions"), segments=batch.get("segments")
+        )
+        weights = batch["weights"].astype(jnp.float32)
+        # The head is gathered here, once, not in the loop over chunks, where it would be again
+        # for every chunk and in both directions.
+        ce, z, _, correct = cross_entropy(
+            hidden,
+            model.head_weight(),
+            batch["targets"],
+            weights,
+            chunks=1 if bound is None else bound.plan.loss.vocab_chunks,
+            vocab_sharded=bound is not None and bound.mesh.shape["tensor"] > 1,
+        )
+        # Counted apart from the loss, so that it visibly depends on the batch alone.
+        count = jnp.sum(weights)
+        terms: Terms = {"cross_entropy": (ce, count, 1.0)}
+        if z_loss:
+            terms["z_loss"] = (z, count, z_loss)
+        return terms, {"accuracy": (correct, count)}
+
+    return loss

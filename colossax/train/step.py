@@ -1,0 +1,321 @@
+"""The training step, and `boost`, which makes it from a user's own parts."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+
+from colossax.config import BoundPlan, Plan
+from colossax.errors import InputError
+from colossax.nn import MakeModel, ModelSpec, describe, initialise
+from colossax.sharding import activation_sharding, param_sharding, replicated, use, validate
+from colossax.train.gradients import (
+    LossCall,
+    batch_dims,
+    check_batch,
+    loss_and_gradients,
+)
+from colossax.train.loss import Loss
+from colossax.typing import Batch, Dims, Metrics, ParamInfo, TrainState
+
+Optimizer = optax.GradientTransformation | Callable[[Any], optax.GradientTransformation]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """What a step does beside loss and optimizer.
+
+    Attributes:
+        clip_norm: Gradients are scaled down to this global norm; None leaves them.
+        trainable: Says of a parameter whether it learns; the others get neither gradient nor
+            optimizer state. None: all do.
+        variables: Initial state that changes once per step outside differentiation.
+        after_step: `(variables, sums) -> variables`, with `sums` the metrics' (total, weight).
+        batch_dims: Logical dims of batch arrays that are not text.
+    """
+
+    clip_norm: float | None = None
+    trainable: Callable[[ParamInfo], bool] | None = None
+    variables: Any = dataclasses.field(default_factory=dict)
+    after_step: Callable[[Any, Any], Any] | None = None
+    batch_dims: Mapping[str, Dims] | None = None
+
+
+class Step:
+    """One optimizer step under a plan: `state, metrics = step(state, batch)`.
+
+    The state is donated. Nothing is allocated until `init`. Steps whose loss or gradient norm is
+    not finite leave parameters, optimizer and variables alone and count in `state["skipped"]`.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        bound: BoundPlan,
+        optimizer: Optimizer,
+        loss: Loss,
+        options: StepOptions,
+    ):
+        validate(bound, spec.infos)
+        self.spec = spec
+        self.bound = bound
+        self.options = options
+        self.trainable = _trainable_tree(spec.infos, options.trainable)
+        self.infos = _select(spec.infos, self.trainable)
+        dims = jax.tree.map(lambda info: info.dims, self.infos)
+        self.optimizer = optimizer(dims) if callable(optimizer) else optimizer
+        self.loss_call = LossCall(merge=spec.merge, loss=loss)
+        self._shapes: dict[str, tuple] | None = None
+        self._batch_shardings: dict[str, NamedSharding] = {}
+        self.jitted = jax.jit(
+            self.pure,
+            donate_argnums=0,
+            out_shardings=(self.shardings, replicated(bound)),
+            compiler_options=dict(bound.plan.compiler_options) or None,
+        )
+        self._evaluate = jax.jit(self._losses)
+
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """Run one step; host arrays in the batch are placed first.
+
+        Raises:
+            InputError: The batch's shapes are not those the step was compiled for.
+        """
+        return self.jitted(state, self.place(batch))
+
+    def lower(self, state: TrainState, batch: Batch) -> Any:
+        """The lowered step, for compiling without running; arguments may be abstract."""
+        return self.jitted.lower(state, batch)
+
+    def evaluate(self, state: TrainState, batch: Batch) -> dict[str, Any]:
+        """Terms and metrics of a batch as (total, weight), without a step."""
+        return self._evaluate(state["params"], state["variables"], self.place(batch))
+
+    def model(self, state: TrainState) -> Any:
+        """The NNX model holding the state's parameters (the same arrays)."""
+        return self.spec.merge(state["params"])
+
+    def init(self, seed: int = 0) -> TrainState:
+        """A fresh state, each array made where it lives. The mesh does not change the values."""
+        key = jax.random.key(seed)
+        params = initialise(self.spec, self.bound, jax.random.fold_in(key, 0))
+        return self.init_from(params, seed)
+
+    def init_from(self, params: Any, seed: int = 0) -> TrainState:
+        """A state at step 0 with these parameters, already laid out by the plan."""
+        opt_state = jax.jit(self.optimizer.init, out_shardings=self.shardings["opt_state"])(
+            _select(params, self.trainable)
+        )
+        put = functools.partial(jax.device_put, device=replicated(self.bound))
+        rng = jax.random.key_data(jax.random.fold_in(jax.random.key(seed), 1))
+        return {
+            "step": put(jnp.int32(0)),
+            "params": params,
+            "opt_state": opt_state,
+            "variables": jax.tree.map(put, self.options.variables),
+            "rng": put(rng),
+            "skipped": put(jnp.int32(0)),
+        }
+
+    @functools.cached_property
+    def abstract(self) -> TrainState:
+        """Shapes and dtypes of the state."""
+        dtype = self.bound.plan.precision.params
+        params = jax.tree.map(lambda i: jax.ShapeDtypeStruct(i.shape, dtype), self.spec.infos)
+        scalar = jax.ShapeDtypeStruct((), jnp.int32)
+        return {
+            "step": scalar,
+            "params": params,
+            "opt_state": jax.eval_shape(self.optimizer.init, _select(params, self.trainable)),
+            "variables": jax.eval_shape(lambda: self.options.variables),
+            "rng": jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))),
+            "skipped": scalar,
+        }
+
+    @functools.cached_property
+    def shardings(self) -> TrainState:
+        """Where each array of the state lives."""
+        whole = replicated(self.bound)
+
+        def of_moment(leaf: Any, info: ParamInfo) -> NamedSharding:
+            mirrors = leaf.shape == info.shape
+            return param_sharding(self.bound, "optimizer", info) if mirrors else whole
+
+        return {
+            "step": whole,
+            "params": jax.tree.map(
+                lambda info: param_sharding(self.bound, "params", info), self.spec.infos
+            ),
+            "opt_state": self.map_moments(of_moment, lambda _: whole),
+            "variables": jax.tree.map(lambda _: whole, self.abstract["variables"]),
+            "rng": whole,
+            "skipped": whole,
+        }
+
+    def map_moments(self, of_moment: Callable, of_other: Callable) -> Any:
+        """The optimizer state with `of_moment(leaf, info)` for what mirrors a parameter."""
+        return optax.tree_utils.tree_map_params(
+            self.optimizer,
+            of_moment,
+            self.abstract["opt_state"],
+            self.infos,
+            transform_non_params=of_other,
+        )
+
+    def place(self, batch: Batch) -> Batch:
+        """A global batch on the devices; every process gives the same host arrays, or global ones."""
+        shapes = {name: x.shape for name, x in batch.items()}
+        if shapes != self._shapes:
+            self._declare(batch, shapes)
+        if all(isinstance(x, jax.Array) for x in batch.values()):
+            return batch
+        return {
+            name: x if isinstance(x, jax.Array) else _put(np.asarray(x), self._batch_shardings[name])
+            for name, x in batch.items()
+        }
+
+    def _declare(self, batch: Batch, shapes: dict[str, tuple]) -> None:
+        if self._shapes is not None:
+            raise InputError(
+                f"batch: shapes {shapes} differ from those the step was compiled for"
+                f" ({self._shapes}); pad the batch, or make a second step for the other shape"
+            )
+        dims = batch_dims(batch, self.options.batch_dims)
+        check_batch(self.bound, batch, dims)
+        self._batch_shardings = {
+            name: activation_sharding(self.bound, dims[name], shape, name=f"batch '{name}'")
+            for name, shape in shapes.items()
+        }
+        self._shapes = shapes
+
+    def _losses(self, params: Any, variables: Any, batch: Batch) -> dict[str, Any]:
+        with use(self.bound):
+            terms, metrics = self.loss_call(params, batch, variables, jax.random.key(0))
+        return {**{name: term[:2] for name, term in terms.items()}, **metrics}
+
+    def pure(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """The step as a pure function, to be called inside a jit of your own."""
+        with use(self.bound):
+            return self._pure(state, batch)
+
+    def _pure(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        params = _select(state["params"], self.trainable)
+        frozen = _select(state["params"], jax.tree.map(lambda t: not t, self.trainable))
+        key = jax.random.fold_in(jax.random.wrap_key_data(state["rng"]), state["step"])
+        grads, totals, sums, loss = loss_and_gradients(
+            self.loss_call,
+            self.bound,
+            self.infos,
+            params,
+            frozen,
+            batch,
+            batch_dims(batch, self.options.batch_dims),
+            state["variables"],
+            key,
+        )
+        norm = optax.tree_utils.tree_norm(grads)
+        if self.options.clip_norm is not None:
+            scale = jnp.minimum(1.0, self.options.clip_norm / jnp.maximum(norm, 1e-12))
+            grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
+        updates, opt_state = self.optimizer.update(grads, state["opt_state"], params)
+        new = {
+            "params": _merge(optax.apply_updates(params, updates), frozen),
+            "opt_state": opt_state,
+            "variables": state["variables"],
+        }
+        if self.options.after_step is not None:
+            new["variables"] = self.options.after_step(state["variables"], sums)
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        old = {name: state[name] for name in new}
+        new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+        skipped = state["skipped"] + jnp.where(finite, 0, 1)
+        metrics = {
+            "loss": loss,
+            "grad_norm": norm,
+            "tokens": next(iter(totals.values()))[1],
+            "skipped": skipped.astype(jnp.float32),
+            **{name: _mean(*pair) for name, pair in {**totals, **sums}.items()},
+        }
+        rest = {"step": state["step"] + 1, "rng": state["rng"], "skipped": skipped}
+        return {**new, **rest}, metrics
+
+
+def boost(
+    make_model: MakeModel,
+    optimizer: Optimizer,
+    loss: Loss,
+    plan: Plan,
+    *,
+    devices: Sequence[jax.Device] | None = None,
+    seed: int = 0,
+    **options: Any,
+) -> tuple[TrainState, Step]:
+    """A fresh training state and the step that advances it, laid out by a plan.
+
+    Args:
+        make_model: `rngs -> nnx.Module`, parameters named by logical dims.
+        optimizer: An Optax transformation, or `dims -> transformation` for those of
+            `colossax.optim` that treat layers apart.
+        loss: `(model, batch) -> ({term: (total, weight, coefficient)}, metrics)`; see `Loss`.
+        plan: How to spread it.
+        devices: Default all.
+        seed: Of the parameters and of the step's random keys.
+        **options: Fields of `StepOptions`.
+
+    Returns:
+        `(state, step)`; `state, metrics = step(state, batch)`.
+
+    Raises:
+        PlanError: The plan does not fit model or devices; nothing has been allocated.
+        InputError: The model holds variables that are not parameters.
+    """
+    step = build_step(make_model, optimizer, loss, plan, devices=devices, **options)
+    return step.init(seed), step
+
+
+def build_step(
+    make_model: MakeModel,
+    optimizer: Optimizer,
+    loss: Loss,
+    plan: Plan,
+    *,
+    devices: Sequence[jax.Device] | None = None,
+    **options: Any,
+) -> Step:
+    """The step of `boost` without a state: for restoring one, or compiling ahead."""
+    bound = plan.bind(devices)
+    with use(bound):
+        spec = describe(make_model)
+    return Step(spec, bound, optimizer, loss, StepOptions(**options))
+
+
+def _put(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+
+def _trainable_tree(infos: Any, trainable: Callable[[ParamInfo], bool] | None) -> Any:
+    chosen = jax.tree.map(lambda info: trainable is None or bool(trainable(info)), infos)
+    if not any(jax.tree.leaves(chosen)):
+        raise InputError("trainable: no parameter is left to train; let the filter accept some")
+    return chosen
+
+
+def _select(tree: Any, chosen: Any) -> Any:
+    """`tree` with None in place of the leaves that are not chosen."""
+    return jax.tree.map(lambda leaf, keep: leaf if keep else None, tree, chosen)
+
+
+def _merge(params: Any, frozen: Any) -> Any:
+    return jax.tree.map(
+        lambda a, b: b if a is None else a, params, frozen, is_leaf=lambda leaf: leaf is None
+    )
+
+
+def _mean(total: jax.Array, weight: jax.Array) -> jax.Array:
+    return total / jnp.where(weight > 0, weight, 1.0)

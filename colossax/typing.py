@@ -1,0 +1,59 @@
+"""Types that cross room doors."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+Dims = tuple[str | None, ...]
+"""Logical names of an array's dims, outermost first; None is a dim nobody shards."""
+
+Params = dict[str, Any]
+"""Nested dict of arrays; leaves are `jax.Array`."""
+
+Batch = dict[str, Any]
+"""Named arrays of one global batch; for text see `TEXT_BATCH_DIMS`."""
+
+TrainState = dict[str, Any]
+"""`step params opt_state variables rng skipped`, plain dicts of arrays."""
+
+Metrics = dict[str, jax.Array]
+"""Float32 scalars of one step, still on the device."""
+
+TEXT_BATCH_DIMS: dict[str, Dims] = {
+    name: ("batch", "seq") for name in ("tokens", "targets", "segments", "positions", "weights")
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParamInfo:
+    """What one parameter leaf is, independent of where it lives.
+
+    Attributes:
+        path: Name without segments, `"layers/attn/q/w"`; the key on disk and in errors.
+        dims: One logical name per array dim; a stacked leaf begins with `"layers"`.
+        shape: Shape of the array in memory.
+        dtype: Dtype of the array in memory.
+        first_layer: First global layer the leaf holds; None outside a layer stack.
+        total_layers: Layers of the whole stack; None outside a layer stack.
+    """
+
+    path: str
+    dims: Dims
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    first_layer: int | None = None
+    total_layers: int | None = None
+
+    @property
+    def stacked(self) -> bool:
+        """Whether dim 0 of the array counts layers."""
+        return self.first_layer is not None and bool(self.dims) and self.dims[0] == "layers"
+
+    @property
+    def layer_count(self) -> int:
+        """Layers held by the leaf: 0 outside a stack, 1 for an unstacked layer."""
+        if self.first_layer is None:
+            return 0
+        return self.shape[0] if self.stacked else 1
