@@ -1,10 +1,13 @@
 """The only place that knows framework versions or private parts of JAX."""
 
+import importlib.util
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax._src import clusters
 from jax.interpreters import partial_eval
 
 LOWEST_JAX = (0, 10, 2)
@@ -41,3 +44,34 @@ def varying_axes(x: jax.Array) -> frozenset[str]:
     kind = jax.typeof(x)
     older = getattr(kind, "vma", None)
     return frozenset(older) if older is not None else kind.manual_axis_type.varying
+
+
+class ClusterUnavailable(RuntimeError):
+    """A launcher's environment was found but does not tell where the processes are."""
+
+
+def detect_cluster(timeout_s: float) -> tuple[str, int, int, Sequence[int] | None] | None:
+    """Coordinator, process count, process id and own device ids, as Slurm, Open MPI or an indexed
+    Kubernetes job tell them; None outside of those. Found as `jax.distributed` finds them.
+
+    Raises:
+        ClusterUnavailable: The environment is there but incomplete.
+    """
+    kinds = [clusters.SlurmCluster, clusters.OmpiCluster]
+    # JAX takes every pod for a part of a job; only indexed jobs have this variable.
+    if "JOB_COMPLETION_INDEX" in os.environ and "KUBERNETES_SERVICE_HOST" in os.environ:
+        if importlib.util.find_spec("kubernetes") is None:
+            raise ClusterUnavailable("an indexed Kubernetes job needs the package 'kubernetes'")
+        kinds.append(clusters.K8sCluster)
+    found = next((kind for kind in kinds if kind.is_env_present()), None)
+    if found is None:
+        return None
+    try:
+        port = os.environ.get("JAX_COORDINATOR_PORT")
+        count, index = found.get_process_count(), found.get_process_id()
+        chosen = os.environ.get("JAX_LOCAL_DEVICE_IDS")
+        own = None if chosen else found.get_local_process_id()
+        address = found.get_coordinator_address(int(timeout_s), port) if count > 1 else ""
+    except (RuntimeError, ValueError, KeyError) as problem:
+        raise ClusterUnavailable(f"{found.__name__}: {problem}") from problem
+    return address, count, index, None if own is None else [own]

@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 from colossax.errors import InputError
@@ -39,7 +39,7 @@ class FrozenDict(Mapping[K, V], Generic[K, V]):
         return FrozenDict({**self._items, **other})
 
 
-def nearest(word: str, choices: typing.Iterable[str]) -> str:
+def nearest(word: str, choices: Iterable[str]) -> str:
     """`; did you mean 'x'?` where a choice is close to `word`, else the list of choices."""
     choices = sorted(choices)
     close = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)

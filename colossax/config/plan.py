@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from colossax.config.binding import BoundPlan
 
 Choice = tuple[str, ...]
-RuleMap = FrozenDict[str, tuple[Choice, ...]]
+RuleMap = Mapping[str, Any]
 
 _BATCH: tuple[Choice, ...] = (("data", "fsdp", "expert"),)
 _SEQ: tuple[Choice, ...] = (("ring", "ulysses"),)
@@ -182,14 +182,14 @@ class Plan:
     """
 
     version: int = 1
-    mesh: FrozenDict[str, int] = FrozenDict()
+    mesh: Mapping[str, Any] = FrozenDict()
     rules: Rules = Rules()
     attention: AttentionConfig = AttentionConfig()
     batch: BatchConfig = BatchConfig()
     segments: tuple[Segment, ...] = (Segment(),)
     precision: Precision = Precision()
     loss: LossConfig = LossConfig()
-    compiler_options: FrozenDict[str, Any] = FrozenDict()
+    compiler_options: Mapping[str, Any] = FrozenDict()
 
     def __post_init__(self):
         if self.version != 1:

@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from colossax.nn.module import param
-from colossax.sharding import compute_dtype, constrain, gather_weight, linear
+from colossax.sharding import compute_dtype, constrain, gather_weight, linear, lookup
 from colossax.typing import Dims
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
@@ -103,7 +103,7 @@ class Embedding(nnx.Module):
         return gather_weight(table, self.dims, dtype=compute_dtype(table.dtype))
 
     def __call__(self, ids: Int[Array, "b s"]) -> Float[Array, "b s d"]:
-        return self.weight()[ids]
+        return lookup(self.table[...], ids, self.dims)
 
 
 class MLP(nnx.Module):

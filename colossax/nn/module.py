@@ -70,7 +70,7 @@ def describe(make_model: MakeModel) -> ModelSpec:
             statistics), which a pure step would silently freeze.
     """
     with nnx.use_eager_sharding(False):
-        model = nnx.eval_shape(lambda: make_model(nnx.Rngs(params=0)))
+        model = nnx.eval_shape(lambda: make_model(nnx.Rngs(0)))
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
     for path, variable in nnx.to_flat_state(rest):
         raise InputError(
@@ -133,7 +133,7 @@ def initialise(spec: ModelSpec, bound: BoundPlan, key: Array) -> Params:
 
     def init(key: Array) -> Params:
         with use(bound), nnx.use_eager_sharding(False):
-            model = spec.make_model(nnx.Rngs(params=key))
+            model = spec.make_model(nnx.Rngs(key))
         return jax.tree.map(lambda leaf: leaf.astype(dtype), pure(model))
 
     return jax.jit(init, out_shardings=shardings)(key)

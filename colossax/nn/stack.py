@@ -132,9 +132,9 @@ def segment_counts(segments: Sequence[Segment], layers: int) -> tuple[int, ...]:
 
 def _build_segment(make_layer: MakeLayer, key: Array, first: int, size: int, total: int) -> Any:
     def init_layer(index: Array) -> Any:
-        return pure(make_layer(nnx.Rngs(params=jax.random.fold_in(key, index))))
+        return pure(make_layer(nnx.Rngs(jax.random.fold_in(key, index))))
 
-    template = nnx.eval_shape(lambda: make_layer(nnx.Rngs(params=0)))
+    template = nnx.eval_shape(lambda: make_layer(nnx.Rngs(0)))
     if size == 1:
         values = init_layer(jnp.int32(first))
     else:

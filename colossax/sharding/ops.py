@@ -5,11 +5,12 @@ Without a plan, or on a mesh of one device, each function is its plain mathemati
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from colossax.config import BoundPlan
 from colossax.sharding.context import current
@@ -70,6 +71,43 @@ def _gather_bwd(bound: BoundPlan, dims: Dims, dtype: jnp.dtype, like: Array, dw:
 
 
 _gather.defvjp(_gather_fwd, _gather_bwd)
+
+
+def lookup(
+    table: Float[Array, "rows d"], ids: Int[Array, "b s"], dims: Dims
+) -> Float[Array, "b s d"]:
+    """Rows of a parameter table, in the compute dtype.
+
+    Forward reads the table gathered along the axes that split the batch; backward adds rows up in
+    float32 in that same layout before it lays the gradient out by the plan. Left to itself the
+    compiler lays the output's gradient out like the table's and replicates it on the way.
+
+    Args:
+        table: Parameter at rest.
+        ids: Row numbers; those beyond the table read its last row.
+        dims: Logical dims of the table.
+    """
+    return _lookup(current(), dims, compute_dtype(table.dtype), table, ids)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _lookup(bound, dims: Dims, dtype: jnp.dtype, table: Array, ids: Array) -> Array:
+    return gather_weight(table, dims, dtype=dtype).at[ids].get(mode="clip")
+
+
+def _lookup_fwd(bound, dims: Dims, dtype: jnp.dtype, table: Array, ids: Array):
+    return _lookup(bound, dims, dtype, table, ids), (table, ids)
+
+
+def _lookup_bwd(bound, dims: Dims, dtype: jnp.dtype, residuals: Any, dx: Array):
+    table, ids = residuals
+    total = jnp.zeros(table.shape, jnp.float32).at[ids].add(dx.astype(jnp.float32), mode="clip")
+    if bound is not None and not bound.single:
+        total = _laid_out(bound, "gradients", dims, _laid_out(bound, "weights", dims, total))
+    return total.astype(table.dtype), None
+
+
+_lookup.defvjp(_lookup_fwd, _lookup_bwd)
 
 
 def _laid_out(bound: BoundPlan, role: str, dims: Dims, x: Array) -> Array:

@@ -199,26 +199,36 @@ class Step:
             terms, metrics = self.loss_call(params, batch, variables, jax.random.key(0))
         return {**{name: term[:2] for name, term in terms.items()}, **metrics}
 
+    def gradients(self, state: TrainState, batch: Batch) -> tuple[Any, Any, Any, jax.Array]:
+        """What the optimizer would get for this batch, before clipping; pure.
+
+        Returns:
+            Gradients of the trainable parameters (None elsewhere), terms and metrics as
+            (total, weight) over the whole global batch, and the loss.
+        """
+        with use(self.bound):
+            params = _select(state["params"], self.trainable)
+            frozen = _select(state["params"], jax.tree.map(lambda t: not t, self.trainable))
+            key = jax.random.fold_in(jax.random.wrap_key_data(state["rng"]), state["step"])
+            dims = batch_dims(batch, self.options.batch_dims)
+            check_batch(self.bound, batch, dims)
+            return loss_and_gradients(
+                self.loss_call,
+                self.bound,
+                self.infos,
+                params,
+                frozen,
+                batch,
+                dims,
+                state["variables"],
+                key,
+            )
+
     def pure(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """The step as a pure function, to be called inside a jit of your own."""
-        with use(self.bound):
-            return self._pure(state, batch)
-
-    def _pure(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        grads, totals, sums, loss = self.gradients(state, batch)
         params = _select(state["params"], self.trainable)
         frozen = _select(state["params"], jax.tree.map(lambda t: not t, self.trainable))
-        key = jax.random.fold_in(jax.random.wrap_key_data(state["rng"]), state["step"])
-        grads, totals, sums, loss = loss_and_gradients(
-            self.loss_call,
-            self.bound,
-            self.infos,
-            params,
-            frozen,
-            batch,
-            batch_dims(batch, self.options.batch_dims),
-            state["variables"],
-            key,
-        )
         norm = optax.tree_utils.tree_norm(grads)
         if self.options.clip_norm is not None:
             scale = jnp.minimum(1.0, self.options.clip_norm / jnp.maximum(norm, 1e-12))

@@ -1,0 +1,130 @@
+"""The Plan: JSON, hash, presets, refusals."""
+
+import json
+
+import jax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colossax.config import (
+    MESH_AXES,
+    PRESETS,
+    BatchConfig,
+    FrozenDict,
+    Plan,
+    Precision,
+    Segment,
+    bind,
+    preset,
+)
+from colossax.errors import PlanError
+
+
+@pytest.mark.parametrize("name", [*PRESETS, "zero3+megatron_sp", "ddp+megatron", "zero1+megatron"])
+def test_json_round_trip_keeps_value_and_hash(name):
+    plan = preset(name, batch=BatchConfig(accumulation=2), precision=Precision(compute="bfloat16"))
+    again = Plan.from_json(plan.to_json())
+    assert again == plan
+    assert again.hash == plan.hash
+    assert hash(again) == hash(plan)
+
+
+def test_hash_covers_only_what_differs_from_defaults():
+    assert Plan().hash == Plan(batch=BatchConfig(accumulation=1)).hash
+    assert Plan().hash != Plan(batch=BatchConfig(accumulation=2)).hash
+    assert Plan(mesh={"fsdp": 2, "tensor": 4}).hash == Plan(mesh={"tensor": 4, "fsdp": 2}).hash
+
+
+def test_json_keys_are_sorted_and_missing_fields_take_their_default():
+    keys = list(json.loads(Plan().to_json()))
+    assert keys == sorted(keys)
+    assert Plan.from_json('{"mesh": {"tensor": 2}}') == Plan(mesh={"tensor": 2})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "plan: not JSON"),
+        ("[]", "plan: expected an object"),
+        ('{"attn": 1}', "unknown field 'attn'; did you mean 'attention'"),
+        ('{"batch": {"acumulation": 2}}', "plan.batch: unknown field 'acumulation'"),
+        ('{"batch": {"accumulation": "x"}}', "plan.batch.accumulation: expected int, found 'x'"),
+        ('{"mesh": {"tensr": 2}}', "no axis is called 'tensr'; did you mean 'tensor'"),
+        ('{"mesh": {"tensor": 0}}', "axis 'tensor' has size 0"),
+        ('{"mesh": {"ring": 2}}', "axis 'ring' has size 2, but only"),
+        ('{"mesh": {"data": -1, "fsdp": -1}}', "several axes are -1"),
+        ('{"rules": {"params": {"embed": "fdsp"}}}', "no mesh axis is called 'fdsp'"),
+        ('{"segments": [{"remat": "ful"}]}', "unknown policy 'ful'"),
+        ('{"segments": [{"remat": "qkv+full"}]}', "unknown policy 'full'"),
+        ('{"precision": {"compute": "bf16"}}', "unknown 'bf16'"),
+        ('{"attention": {"kernel": "flash"}}', "unknown 'flash'"),
+        ('{"version": 2}', "this library reads version 1"),
+    ],
+)
+def test_bad_plans_are_refused_in_one_sentence(text, message):
+    with pytest.raises(PlanError, match=message) as caught:
+        Plan.from_json(text)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("zero4", "did you mean 'zero3'"), ("ddp+zero3", "names two of one kind")],
+)
+def test_unknown_presets_are_refused(name, message):
+    with pytest.raises(PlanError, match=message):
+        preset(name)
+
+
+def test_preset_applies_first_then_overrides():
+    assert dict(preset("zero3").mesh) == {"fsdp": -1}
+    assert dict(preset("zero3", mesh={"fsdp": 2, "tensor": 4}).mesh) == {"fsdp": 2, "tensor": 4}
+
+
+@given(st.lists(st.sampled_from([1, 2, 3, 4]), min_size=3, max_size=3), st.integers(0, 2))
+def test_one_axis_takes_the_remaining_devices(sizes, open_axis):
+    devices = sizes[0] * sizes[1] * sizes[2]
+    mesh = dict(zip(("data", "fsdp", "tensor"), sizes, strict=True))
+    wanted = {axis: mesh.get(axis, 1) for axis in MESH_AXES}
+    assert Plan(mesh=mesh).mesh_sizes(devices) == wanted
+    mesh[list(mesh)[open_axis]] = -1
+    assert Plan(mesh=mesh).mesh_sizes(devices) == wanted
+
+
+def test_no_mesh_gives_all_devices_to_fsdp():
+    assert Plan().mesh_sizes(8)["fsdp"] == 8
+
+
+@pytest.mark.parametrize("mesh", [{"fsdp": 3}, {"fsdp": 4, "tensor": 4}, {"fsdp": -1, "tensor": 3}])
+def test_a_mesh_that_is_not_the_device_count_is_refused(mesh):
+    with pytest.raises(PlanError, match=r"multiply to \d+, but there are 8 devices"):
+        Plan(mesh=mesh).bind(jax.devices())
+
+
+def test_binding_has_every_axis_and_several_live_side_by_side(devices):
+    whole = bind(Plan(mesh={"fsdp": 4, "tensor": 2}), devices)
+    half = Plan(mesh={"data": 4}).bind(devices[4:])
+    assert whole.mesh.axis_names == MESH_AXES
+    assert whole.mesh.shape["fsdp"] == 4
+    assert whole.mesh.shape["ring"] == 1
+    assert {d.id for d in half.mesh.devices.flat} == {4, 5, 6, 7}
+    assert whole.size(("fsdp", "tensor")) == 8
+
+
+def test_innermost_axis_gets_neighbouring_devices(devices):
+    mesh = bind(Plan(mesh={"fsdp": 4, "tensor": 2}), devices).mesh
+    rows = mesh.devices.reshape(4, 2)
+    assert [d.id for d in rows[0]] == [0, 1]
+
+
+def test_frozen_dict_hashes_like_it_compares():
+    one, two = FrozenDict({"a": 1, "b": 2}), FrozenDict({"b": 2, "a": 1})
+    assert one == two
+    assert hash(one) == hash(two)
+    assert one.updated({"a": 3}) == {"a": 3, "b": 2}
+
+
+def test_segments_need_a_count():
+    with pytest.raises(PlanError, match="at most one segment may have count -1"):
+        Plan(segments=(Segment(), Segment()))

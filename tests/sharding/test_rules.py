@@ -1,0 +1,77 @@
+"""Names to PartitionSpecs, second choices, refusals by parameter name."""
+
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from colossax.config import Plan, preset
+from colossax.errors import PlanError
+from colossax.sharding import resolve, validate
+from colossax.typing import ParamInfo
+
+
+def info(path, dims, shape):
+    return ParamInfo(path=path, dims=dims, shape=shape, dtype=np.dtype("float32"))
+
+
+@pytest.mark.parametrize(
+    ("name", "role", "dims", "shape", "spec"),
+    [
+        ("zero3+megatron", "params", ("embed", "mlp"), (8, 16), P("fsdp", "tensor")),
+        ("zero3+megatron", "weights", ("embed", "mlp"), (8, 16), P(None, "tensor")),
+        ("zero3+megatron", "optimizer", ("embed", "mlp"), (8, 16), P("fsdp", "tensor")),
+        ("zero1+megatron", "params", ("embed", "mlp"), (8, 16), P(None, "tensor")),
+        ("zero1+megatron", "optimizer", ("embed", "mlp"), (8, 16), P("fsdp", "tensor")),
+        ("ddp+megatron", "gradients", ("embed", "mlp"), (8, 16), P(None, "tensor")),
+        ("zero3+megatron", "params", ("embed", "embed"), (8, 8), P("fsdp", None)),
+        ("zero3+megatron", "activations", ("batch", "seq", "embed"), (4, 6, 8), P("fsdp", None, None)),
+        ("zero3+megatron", "activations", ("batch", "seq:residual"), (4, 6), P("fsdp", None)),
+        ("zero3+megatron_sp", "activations", ("batch", "seq:residual"), (4, 6), P("fsdp", "tensor")),
+        ("zero3+megatron", "params", (None, "unknown"), (3, 5), P(None, None)),
+    ],
+)
+def test_presets_resolve(devices, name, role, dims, shape, spec):
+    bound = preset(name, mesh={"fsdp": 4, "tensor": 2}).bind(devices)
+    assert resolve(bound, role, dims, shape) == spec
+
+
+def test_zero1_splits_state_over_data_and_fsdp(devices):
+    bound = preset("zero1", mesh={"data": 2, "fsdp": 4}).bind(devices)
+    assert resolve(bound, "optimizer", ("embed", "mlp"), (8, 16)) == P(("data", "fsdp"), None)
+
+
+def test_second_choice_when_an_axis_is_taken(devices):
+    rules = Plan().rules.updated(params={"mlp": [["fsdp"], ["tensor"]]})
+    bound = Plan(mesh={"fsdp": 4, "tensor": 2}, rules=rules).bind(devices)
+    assert resolve(bound, "params", ("embed", "mlp"), (8, 8)) == P("fsdp", "tensor")
+    assert resolve(bound, "params", ("mlp",), (8,)) == P("fsdp")
+
+
+@pytest.mark.parametrize(("kv_heads", "entry"), [(8, "tensor"), (4, None), (1, None)])
+def test_few_kv_heads_are_replicated(devices, kv_heads, entry):
+    bound = preset("megatron", mesh={"tensor": 8}).bind(devices)
+    assert resolve(bound, "params", ("embed", "kv_heads"), (8, kv_heads)) == P(None, entry)
+
+
+@pytest.mark.parametrize("kv_heads", [3, 6, 12])
+def test_kv_heads_that_neither_divide_nor_are_divided_are_refused(devices, kv_heads):
+    bound = preset("megatron", mesh={"tensor": 8}).bind(devices)
+    with pytest.raises(PlanError, match="dim 'kv_heads' has size"):
+        resolve(bound, "params", ("embed", "kv_heads"), (8, kv_heads))
+
+
+def test_refusal_names_parameter_dim_size_axis_and_remedy(devices):
+    bound = preset("megatron", mesh={"tensor": 4, "fsdp": 2}).bind(devices)
+    infos = {"layers": {"q": info("layers/attn/q/w", ("embed", "heads"), (8, 6))}}
+    with pytest.raises(
+        PlanError,
+        match="layers/attn/q/w: dim 'heads' has size 6, which mesh axis 'tensor' of 4 devices does"
+        " not divide; map 'heads' to None or choose a size of 'tensor' that divides 6",
+    ):
+        validate(bound, infos)
+
+
+def test_dims_and_shape_must_agree(devices):
+    bound = Plan().bind(devices)
+    with pytest.raises(PlanError, match="names 1 dims"):
+        resolve(bound, "params", ("embed",), (8, 8), name="x")

@@ -1,0 +1,266 @@
+"""The step: weighting, accumulation, skipping, filters, refusals."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from colossax.config import BatchConfig, LossConfig, Plan, Precision, preset
+from colossax.errors import InputError, PlanError
+from colossax.models import LlamaConfig, maker
+from colossax.nn import param
+from colossax.train import boost, build_step, next_token_loss
+from tests.oracle import assert_losses_close, assert_trees_close
+
+CONFIG = LlamaConfig(vocab=64, embed=32, layers=2, heads=4, kv_heads=2, mlp=48, max_seq=32)
+ONE = Plan(mesh={"fsdp": 1})
+
+
+def text_batch(rows=8, seq=16, vocab=64, seed=0):
+    """Packed rows whose share of real targets goes from none to all."""
+    rng = np.random.default_rng(seed)
+    share = np.linspace(0, 1, rows)[:, None] ** 2
+    segments = np.cumsum(rng.random((rows, seq)) < 0.2, axis=1)
+    starts = np.maximum.accumulate(
+        np.where(np.diff(segments, axis=1, prepend=-1) != 0, np.arange(seq), 0), axis=1
+    )
+    return {
+        "tokens": rng.integers(0, vocab, (rows, seq)).astype(np.int32),
+        "targets": rng.integers(0, vocab, (rows, seq)).astype(np.int32),
+        "segments": segments.astype(np.int32),
+        "positions": (np.arange(seq) - starts).astype(np.int32),
+        "weights": (rng.random((rows, seq)) < share).astype(np.float32),
+    }
+
+
+def one_device(optimizer=None, loss=None, plan=ONE, **options):
+    return boost(
+        maker(CONFIG),
+        optimizer or optax.sgd(1.0),
+        loss or next_token_loss(z_loss=1e-3),
+        plan,
+        devices=jax.devices()[:1],
+        **options,
+    )
+
+
+def gradients(plan, batch, loss=None):
+    state, step = one_device(plan=plan, loss=loss)
+    grads, totals, _, value = jax.jit(step.gradients)(state, batch)
+    return grads, float(value), {name: float(weight) for name, (_, weight) in totals.items()}
+
+
+@pytest.mark.parametrize("pieces", [4, 8])
+def test_accumulation_equals_the_whole_batch_whatever_tokens_a_microbatch_has(pieces):
+    batch = text_batch()
+    want, loss, weights = gradients(ONE, batch)
+    plan = ONE.replace(batch=BatchConfig(accumulation=pieces))
+    got, other_loss, other_weights = gradients(plan, batch)
+    assert_trees_close(got, want)
+    assert_losses_close(other_loss, loss)
+    assert weights == other_weights
+    assert weights["cross_entropy"] == batch["weights"].sum()
+
+
+def test_each_term_is_divided_by_its_own_weight():
+    """Two terms with different masks over uneven microbatches: one common weight is far off."""
+    batch = text_batch()
+    batch["other"] = (np.random.default_rng(3).random((8, 16)) < 0.3).astype(np.float32)
+
+    def loss(model, batch):
+        logits = model(batch["tokens"], segments=batch["segments"])
+        ce = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+        size = jnp.mean(jnp.square(logits), axis=-1)
+        first, second = batch["weights"], batch["other"]
+        return {
+            "ce": (jnp.sum(ce * first), first.sum(), 1.0),
+            "size": (jnp.sum(size * second), second.sum(), 0.5),
+        }, {}
+
+    want, value, weights = gradients(ONE, batch, loss)
+    got, again, _ = gradients(ONE.replace(batch=BatchConfig(accumulation=4)), batch, loss)
+    assert_trees_close(got, want)
+    assert_losses_close(again, value)
+    assert weights == {"ce": batch["weights"].sum(), "size": batch["other"].sum()}
+
+
+def test_a_weight_that_depends_on_parameters_is_refused():
+    def loss(model, batch):
+        logits = model(batch["tokens"])
+        weight = jnp.sum(jax.nn.softmax(logits) > 0.01)
+        return {"ce": (jnp.sum(logits), weight, 1.0)}, {}
+
+    state, step = one_device(loss=loss)
+    with pytest.raises(InputError, match="weight of a term depends on parameters"):
+        step(state, text_batch())
+
+
+@pytest.mark.parametrize("result", [1.0, ({"ce": 1.0},), None])
+def test_a_loss_of_another_form_is_refused(result):
+    state, step = one_device(loss=lambda model, batch: result)
+    with pytest.raises(InputError, match="loss: expected"):
+        step(state, text_batch())
+
+
+def test_clipping_is_by_the_global_norm():
+    """Under plain SGD of rate 1000 the parameters' change is the clipped gradient."""
+    batch = text_batch()
+    grads = jax.tree.map(np.asarray, gradients(ONE, batch)[0])
+    norm = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(grads)))
+    state, step = one_device(optax.sgd(1000.0), clip_norm=float(norm) / 4)
+    start = jax.tree.map(np.asarray, state["params"])
+    state, metrics = step(state, batch)
+    np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
+    moved = jax.tree.map(lambda a, b: (a - np.asarray(b)) / 1000, start, state["params"])
+    assert_trees_close(moved, jax.tree.map(lambda g: g / 4, grads), tolerance=1e-4)
+
+
+def test_a_step_that_is_not_finite_changes_nothing_and_is_counted():
+    def loss(model, batch):
+        terms, metrics = next_token_loss()(model, batch)
+        total, weight, one = terms["cross_entropy"]
+        return {"cross_entropy": (total * batch["scale"][0], weight, one)}, metrics
+
+    state, step = one_device(optax.adamw(1e-2), loss)
+    batch = {**text_batch(), "scale": np.ones(8, np.float32)}
+    state, _ = step(state, batch)
+    kept = jax.tree.map(np.asarray, (state["params"], state["opt_state"]))
+    state, metrics = step(state, {**batch, "scale": np.full(8, np.nan, np.float32)})
+    jax.tree.map(np.testing.assert_array_equal, (state["params"], state["opt_state"]), kept)
+    assert float(metrics["skipped"]) == 1
+    assert int(state["step"]) == 2
+    state, metrics = step(state, batch)
+    assert float(metrics["skipped"]) == 1
+    assert np.isfinite(float(metrics["loss"]))
+
+
+def test_frozen_parameters_get_no_gradient_and_no_state():
+    def trainable(info):
+        return info.path.startswith("layers/mlp/")
+
+    state, step = one_device(optax.adamw(1e-2), trainable=trainable)
+    before = jax.tree.map(np.asarray, state["params"])
+    assert len(jax.tree.leaves(state["opt_state"][0].mu)) == 3  # gate, up, down
+    state, _ = step(state, text_batch())
+    moved = jax.tree.map(lambda a, b: bool(np.any(a != np.asarray(b))), before, state["params"])
+    infos = jax.tree.leaves(step.spec.infos)
+    for info, changed in zip(infos, jax.tree.leaves(moved), strict=True):
+        assert changed == trainable(info), info.path
+
+
+def test_a_filter_that_leaves_nothing_is_refused():
+    with pytest.raises(InputError, match="no parameter is left to train"):
+        one_device(trainable=lambda info: False)
+
+
+def test_variables_change_after_a_step_outside_differentiation():
+    def after(variables, sums):
+        return {"seen": variables["seen"] + sums["accuracy"][1]}
+
+    batch = text_batch()
+    state, step = one_device(variables={"seen": jnp.float32(0)}, after_step=after)
+    state, _ = step(state, batch)
+    state, _ = step(state, batch)
+    assert float(state["variables"]["seen"]) == 2 * batch["weights"].sum()
+
+
+def test_the_step_composes_in_a_jit_of_the_users_own():
+    batch = text_batch()
+    state, step = one_device(optax.adamw(1e-2))
+    placed = step.place(batch)
+
+    @jax.jit
+    def two(state):
+        state, _ = step.pure(state, placed)
+        return step.pure(state, placed)
+
+    _, metrics = two(state)
+    state, _ = step(state, batch)
+    _, again = step(state, batch)
+    assert_losses_close(metrics["loss"], again["loss"])
+
+
+def test_the_state_is_donated():
+    state, step = one_device()
+    step(state, text_batch())
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state["params"]))
+
+
+def test_another_batch_shape_is_refused_not_compiled():
+    state, step = one_device()
+    state, _ = step(state, text_batch())
+    with pytest.raises(InputError, match="differ from those the step was compiled for"):
+        step(state, text_batch(rows=4))
+
+
+def test_a_batch_that_devices_and_microbatches_do_not_divide_is_refused(devices):
+    plan = preset("zero3", mesh={"fsdp": 8}, batch=BatchConfig(accumulation=3))
+    step = build_step(maker(CONFIG), optax.sgd(1.0), next_token_loss(), plan, devices=devices)
+    with pytest.raises(PlanError, match="8 rows cannot be cut into 3 microbatches for 8 devices"):
+        step.place(text_batch())
+
+
+def test_a_plan_that_does_not_fit_the_model_is_refused_before_anything_is_allocated(devices):
+    before = len(jax.live_arrays())
+    with pytest.raises(PlanError, match="layers/attn/o/w: dim 'heads' has size 4"):
+        boost(
+            maker(CONFIG),
+            optax.sgd(1.0),
+            next_token_loss(),
+            preset("megatron", mesh={"tensor": 8}),
+            devices=devices,
+        )
+    assert len(jax.live_arrays()) == before
+
+
+def test_a_model_with_random_state_is_refused():
+    class Noisy(nnx.Module):
+        def __init__(self, rngs):
+            self.w = param(jnp.ones((2, 2)), ("embed", "mlp"))
+            self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+    with pytest.raises(InputError, match="a model may hold parameters alone"):
+        build_step(Noisy, optax.sgd(1.0), next_token_loss(), Plan())
+
+
+def test_chunked_loss_equals_whole(devices):
+    batch = text_batch()
+    plan = preset("zero3+megatron", mesh={"fsdp": 4, "tensor": 2})
+    losses = []
+    for chunks in (1, 4):
+        state, step = boost(
+            maker(CONFIG),
+            optax.sgd(1.0),
+            next_token_loss(z_loss=1e-3),
+            plan.replace(loss=LossConfig(vocab_chunks=chunks)),
+            devices=devices,
+        )
+        state, first = step(state, batch)
+        state, second = step(state, batch)
+        losses.append([float(first["loss"]), float(second["loss"]), float(second["accuracy"])])
+    assert_losses_close(losses[1], losses[0])
+
+
+def test_bf16_compute_keeps_float32_master_parameters():
+    batch = text_batch()
+    state, step = one_device(plan=ONE)
+    state, want = step(state, batch)
+    plan = ONE.replace(precision=Precision(compute="bfloat16"))
+    state, step = one_device(plan=plan)
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state["params"]))
+    state, got = step(state, batch)
+    assert_losses_close(got["loss"], want["loss"], tolerance=2e-2)
+    assert_losses_close(got["grad_norm"], want["grad_norm"], tolerance=2e-2)
+    assert float(got["loss"]) != float(want["loss"])
+
+
+def test_evaluate_gives_totals_and_weights():
+    batch = text_batch()
+    state, step = one_device()
+    sums = step.evaluate(state, batch)
+    total, weight = sums["cross_entropy"]
+    _, metrics = step(state, batch)
+    assert float(weight) == batch["weights"].sum()
+    assert_losses_close(total / weight, metrics["cross_entropy"])
