@@ -8,6 +8,7 @@ turns; the other half runs with `-m sweep`.
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -26,44 +27,78 @@ SHAPES = {
         vocab=64, embed=32, layers=2, heads=8, kv_heads=2, head_dim=8, mlp=40, max_seq=32
     ),
 }
-# Unlike all-zero or all-one initial norms and biases, these reach every path of the gradient.
 BATCH = text_batch(rows=16)
 MESHES = factorisations(8, ("data", "fsdp", "tensor"))
 PRESETS = ("zero3+megatron", "zero1+megatron_sp", "zero3+megatron_sp", "ddp+megatron")
 
 
-def optimizers():
-    return {"adamw": optax.adamw(1e-2, eps=1e-5), "lamb": lamb(1e-2)}
+STEPS = 3
+
+
+def both_optimizers(dims):
+    """AdamW for the first three steps, LAMB for the next three; remembers the last gradients.
+
+    One program then runs both, which halves what this file spends in the compiler.
+    """
+    parts = (optax.adamw(1e-2, eps=1e-5), lamb(1e-2)(dims))
+
+    def init(params):
+        states = tuple(part.init(params) for part in parts)
+        return {"states": states, "count": jnp.int32(0), "grads": jax.tree.map(jnp.zeros_like, params)}
+
+    def update(grads, state, params):
+        def through(at):
+            def branch():
+                updates, new = parts[at].update(grads, state["states"][at], params)
+                return updates, (*state["states"][:at], new, *state["states"][at + 1 :])
+
+            return branch
+
+        updates, states = jax.lax.cond(state["count"] < STEPS, through(0), through(1))
+        return updates, {"states": states, "count": state["count"] + 1, "grads": grads}
+
+    return optax.GradientTransformation(init, update)
 
 
 def run(shape, plan, devices):
-    """Loss and gradients at the start, losses of three steps per optimizer, in one program."""
-    make = maker(SHAPES[shape])
-    steps = {
-        name: build_step(make, tx, next_token_loss(z_loss=1e-3), plan, devices=devices, clip_norm=1.0)
-        for name, tx in optimizers().items()
-    }
-    first = next(iter(steps.values()))
-    params = first.init()["params"]
-    params = jax.tree.map(_stirred, params, first.shardings["params"])
-    states = {name: step.init_from(params) for name, step in steps.items()}
+    """Gradients at the start, and losses of three steps per optimizer, both from the start."""
+    step = build_step(
+        maker(SHAPES[shape]), both_optimizers, next_token_loss(z_loss=1e-3), plan, devices=devices
+    )
+    params = step.init()["params"]
+    params = jax.tree.map(_stirred, params, step.spec.infos, step.shardings["params"])
+    state = step.init_from(params)
 
     @jax.jit
-    def program(states, batch):
-        grads, _, _, loss = first.gradients(states["adamw"], batch)
-        losses = {}
-        for name, step in steps.items():
-            _, metrics = jax.lax.scan(
-                lambda state, _, step=step: step.pure(state, batch), states[name], None, length=3
-            )
-            losses[name] = metrics["loss"]
-        return grads, loss, losses
+    def program(state, batch):
+        start = state["params"]
 
-    return jax.tree.map(np.asarray, program(states, first.place(BATCH)))
+        def body(state, at):
+            params = jax.tree.map(lambda a, b: jnp.where(at == STEPS, a, b), start, state["params"])
+            state, metrics = step.pure({**state, "params": params}, batch)
+            return state, (metrics["loss"], state["opt_state"]["grads"])
+
+        _, (losses, grads) = jax.lax.scan(body, state, jnp.arange(2 * STEPS))
+        return jax.tree.map(lambda g: g[0], grads), losses
+
+    grads, losses = jax.tree.map(np.asarray, program(state, step.place(BATCH)))
+    assert losses[0] == losses[STEPS]
+    return grads, {"adamw": losses[:STEPS], "lamb": losses[STEPS:]}
 
 
-def _stirred(leaf, sharding):
-    noise = np.random.default_rng(leaf.size).normal(size=leaf.shape) * 0.05
+def _stirred(leaf, info, sharding):
+    """Norms and biases away from one and zero, so that every path of the gradient matters.
+
+    The noise of a layer does not depend on the segment that holds it.
+    """
+    own = info.shape[1:] if info.stacked else info.shape
+    layers = range(info.first_layer, info.first_layer + info.layer_count) if info.stacked else [0]
+    first = layers[0] if info.stacked else info.first_layer or 0
+    noise = [
+        np.random.default_rng((*info.path.encode(), first + at)).normal(size=own) * 0.05
+        for at in range(len(layers))
+    ]
+    noise = np.stack(noise) if info.stacked else noise[0]
     return jax.device_put(np.asarray(leaf) + noise.astype(np.float32), sharding)
 
 
@@ -87,11 +122,10 @@ def cases():
                 yield pytest.param(shape, plan, id=f"{shape}-{label}-x{pieces}", marks=marks)
 
 
-@pytest.mark.parametrize(("shape", "plan"), cases())
+@pytest.mark.parametrize(("shape", "plan"), list(cases()))
 def test_every_mesh_equals_one_device(devices, shape, plan, capfd):
-    want_grads, want_loss, want_losses = truth(shape)
-    grads, loss, losses = run(shape, plan, devices)
-    assert_losses_close(loss, want_loss)
+    want_grads, want_losses = truth(shape)
+    grads, losses = run(shape, plan, devices)
     assert_trees_close(grads, want_grads)
     for name in want_losses:
         assert_losses_close(losses[name], want_losses[name])
@@ -105,9 +139,8 @@ def test_segments_and_remat_equal_one_device(devices, remat):
         mesh={"fsdp": 2, "tensor": 4},
         segments=(Segment(count=1), Segment(count=1, remat=remat)),
     )
-    want_loss, want_losses = truth("llama")[1:]
-    _, loss, losses = run("llama", plan, devices)
-    assert_losses_close(loss, want_loss)
+    want_losses = truth("llama")[1]
+    _, losses = run("llama", plan, devices)
     assert_losses_close(losses["adamw"], want_losses["adamw"])
     assert_losses_close(losses["lamb"], want_losses["lamb"])
 
@@ -118,9 +151,8 @@ def test_bf16_compute_is_within_its_rounding(devices):
         mesh={"data": 2, "fsdp": 2, "tensor": 2},
         precision=Precision(compute="bfloat16"),
     )
-    want_grads, want_loss, want_losses = truth("llama")
-    grads, loss, losses = run("llama", plan, devices)
-    assert_losses_close(loss, want_loss, tolerance=2e-2)
+    want_grads, want_losses = truth("llama")
+    grads, losses = run("llama", plan, devices)
     assert_trees_close(grads, want_grads, tolerance=2e-2)
     assert_losses_close(losses["adamw"], want_losses["adamw"], tolerance=2e-2)
     assert not np.array_equal(losses["adamw"], want_losses["adamw"])
@@ -128,5 +160,5 @@ def test_bf16_compute_is_within_its_rounding(devices):
 
 def test_three_steps_move_the_loss_far_more_than_the_tolerance():
     """The comparison above would be empty if the optimizers hardly moved."""
-    for losses in truth("llama")[2].values():
+    for losses in truth("llama")[1].values():
         assert np.ptp(losses) > 1e-2

@@ -1,0 +1,178 @@
+"""Families: published sizes, JSON, packed rows, lengths, names of parameters."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from colossax.errors import InputError
+from colossax.models import (
+    FAMILIES,
+    BloomConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    Qwen2Config,
+    Qwen3Config,
+    config_from_json,
+    config_to_json,
+    family_of,
+    maker,
+)
+from colossax.nn import Llama3Scaling, describe, pure
+from tests.oracle import assert_trees_close
+
+TINY = {
+    "llama": LlamaConfig(vocab=64, embed=32, layers=2, heads=4, kv_heads=2, mlp=48, max_seq=24),
+    "llama3": LlamaConfig(
+        vocab=64,
+        embed=32,
+        layers=2,
+        heads=4,
+        kv_heads=1,
+        head_dim=12,
+        mlp=48,
+        max_seq=24,
+        tied=True,
+        rope_scaling=Llama3Scaling(original_max_positions=8),
+    ),
+    "mistral": MistralConfig(
+        vocab=64, embed=32, layers=2, heads=4, kv_heads=2, mlp=48, max_seq=24, window=5
+    ),
+    "qwen2": Qwen2Config(vocab=64, embed=32, layers=2, heads=4, kv_heads=2, mlp=48, max_seq=24),
+    "qwen3": Qwen3Config(
+        vocab=64, embed=32, layers=2, heads=4, kv_heads=2, head_dim=12, mlp=48, max_seq=24
+    ),
+    "gpt2": GPT2Config(vocab=64, embed=32, layers=2, heads=4, mlp=64, max_seq=24),
+    "opt": OPTConfig(vocab=64, embed=32, layers=2, heads=4, mlp=64, max_seq=24),
+    "bloom": BloomConfig(vocab=64, embed=32, layers=2, heads=4, max_seq=24),
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters"),
+    [
+        (
+            LlamaConfig(vocab=32000, embed=4096, layers=32, heads=32, kv_heads=32, mlp=11008),
+            6_738_415_616,
+        ),
+        (
+            LlamaConfig(vocab=128256, embed=4096, layers=32, heads=32, kv_heads=8, mlp=14336),
+            8_030_261_248,
+        ),
+        (
+            LlamaConfig(vocab=128256, embed=8192, layers=80, heads=64, kv_heads=8, mlp=28672),
+            70_553_706_496,
+        ),
+        (
+            MistralConfig(vocab=32000, embed=4096, layers=32, heads=32, kv_heads=8, mlp=14336),
+            7_241_732_096,
+        ),
+        (
+            Qwen2Config(
+                vocab=151936, embed=896, layers=24, heads=14, kv_heads=2, mlp=4864, tied=True
+            ),
+            494_032_768,
+        ),
+        (
+            Qwen3Config(vocab=151936, embed=1024, layers=28, heads=16, kv_heads=8, mlp=3072),
+            596_049_920,
+        ),
+        (GPT2Config(vocab=50257, embed=768, layers=12, heads=12, mlp=3072), 124_439_808),
+        (OPTConfig(vocab=50272, embed=768, layers=12, heads=12, mlp=3072), 125_239_296),
+        (BloomConfig(vocab=250880, embed=1024, layers=24, heads=16), 559_214_592),
+    ],
+    ids=lambda value: type(value).__name__ if not isinstance(value, int) else str(value),
+)
+def test_published_parameter_counts(config, parameters):
+    """Traced only: the largest would not fit this machine."""
+    assert describe(maker(config)).parameter_count() == parameters
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_configuration_round_trips_through_json(name):
+    config = TINY[name]
+    data = config_to_json(config)
+    assert data["family"] == family_of(config).name
+    assert config_from_json(data) == config
+
+
+def test_every_family_has_a_row_here():
+    assert {family_of(config).name for config in TINY.values()} == set(FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"family": "lama"}, "no family is called 'lama'; did you mean 'llama'"),
+        ({"family": "gpt2", "hidden": 3}, "gpt2 config: unknown field 'hidden'"),
+        ({}, "no family is called None"),
+    ],
+)
+def test_bad_configurations_are_refused(data, message):
+    with pytest.raises(InputError, match=message):
+        config_from_json(data)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_packed_documents_do_not_see_each_other(name):
+    """A row of two documents gives each the logits it has alone."""
+    model = maker(TINY[name])(nnx.Rngs(0))
+    tokens = jax.random.randint(jax.random.key(1), (1, 20), 0, 64)
+    segments = jnp.asarray([[0] * 9 + [1] * 11])
+    positions = jnp.asarray([[*range(9), *range(11)]])
+    params, graphdef = pure(model), nnx.split(model)[0]
+    # Twenty times the initial deviation, so that attention is far from uniform.
+    params = jax.tree.map(lambda leaf: leaf * (1 if leaf.ndim < 3 else 20), params)
+    model = nnx.merge(graphdef, params)
+    packed = model(tokens, positions=positions, segments=segments)
+    apart = [model(tokens[:, :9]), model(tokens[:, 9:])]
+    assert_trees_close(packed, jnp.concatenate(apart, axis=1), tolerance=2e-5)
+    joined = model(tokens)
+    assert np.abs(joined[:, 9:] - packed[:, 9:]).max() > 1e-3
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_flat_tokens_with_positions_and_segments_equal_rows(name):
+    model = maker(TINY[name])(nnx.Rngs(0))
+    tokens = jax.random.randint(jax.random.key(1), (2, 10), 0, 64)
+    flat = model(
+        tokens.reshape(1, 20),
+        positions=jnp.tile(jnp.arange(10), 2)[None],
+        segments=jnp.repeat(jnp.arange(2), 10)[None],
+    )
+    assert_trees_close(flat.reshape(2, 10, -1), model(tokens), tolerance=2e-5)
+
+
+def test_embeddings_may_take_the_place_of_tokens():
+    model = maker(TINY["llama"])(nnx.Rngs(0))
+    tokens = jnp.arange(8)[None]
+    got = model.hidden(embeddings=model.embed(tokens))
+    np.testing.assert_allclose(got, model.hidden(tokens), rtol=1e-6)
+    with pytest.raises(InputError, match="give either tokens or embeddings"):
+        model.hidden()
+
+
+def test_a_sequence_above_the_models_is_refused():
+    model = maker(TINY["gpt2"])(nnx.Rngs(0))
+    with pytest.raises(InputError, match="sequence length 25 is above the model's 24"):
+        model.hidden(jnp.zeros((1, 25), jnp.int32))
+
+
+def test_heads_that_kv_heads_do_not_divide_are_refused():
+    with pytest.raises(InputError, match="4 heads cannot share 3 kv heads evenly"):
+        maker(
+            LlamaConfig(vocab=8, embed=8, layers=1, heads=4, kv_heads=3, mlp=8)
+        )(nnx.Rngs(0))
+
+
+def test_names_of_parameters():
+    infos = jax.tree.leaves(describe(maker(TINY["qwen2"])).infos)
+    names = {info.path: info.dims for info in infos}
+    assert names["layers/attn/q/w"] == ("layers", "embed", "heads", "head_dim")
+    assert names["layers/attn/k/b"] == ("layers", "kv_heads", "head_dim")
+    assert names["layers/mlp/down/w"] == ("layers", "mlp", "embed")
+    assert names["embed/table"] == ("vocab", "embed")
+    assert names["head/w"] == ("embed", "vocab")
