@@ -1,0 +1,248 @@
+"""Checkpoints without devices: what importers write and exporters read, one tensor at a time."""
+
+import functools
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from colossax.checkpoint import store
+from colossax.checkpoint.checkpointer import document_texts
+from colossax.checkpoint.folder import (
+    ARRAYS_ITEM,
+    MANIFEST,
+    UNFINISHED,
+    RecordSpec,
+    StepFolder,
+    describe,
+    finished_steps,
+)
+from colossax.checkpoint.layout import Layout, choose_layout, files_within
+from colossax.checkpoint.slots import Box, box_slices, record_folder
+from colossax.checkpoint.writing import MoveJob
+from colossax.errors import CheckpointError
+
+WRITE_BYTES = 64 << 20
+"""Bytes being written at once."""
+
+
+class RecordReader:
+    """One finished step of a checkpoint, read on the host.
+
+    Attributes:
+        step: Which.
+    """
+
+    def __init__(self, path: Path | str, step: int | None = None) -> None:
+        """Open a checkpoint directory, or one step's folder.
+
+        Args:
+            path: The directory.
+            step: Which step of it; None is the latest.
+
+        Raises:
+            CheckpointError: There is no finished step, or it is damaged.
+        """
+        path = Path(path)
+        if step is None and path.name.isdecimal() and (path / ARRAYS_ITEM / MANIFEST).is_file():
+            path, step = path.parent, int(path.name)
+        self._folder = StepFolder(path, step)
+        self.step = self._folder.step
+
+    def records(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+        """Shape and dtype of each record."""
+        found = self._folder.manifest.records
+        return {name: (spec.shape, spec.dtype) for name, spec in found.items()}
+
+    def layered(self, name: str) -> bool:
+        """Whether dim 0 of a record counts the layers of a stack."""
+        return self._spec(name).layered
+
+    def documents(self) -> dict[str, Any]:
+        """All JSON documents by name."""
+        return self._folder.documents()
+
+    def read(self, name: str, layer: int | None = None) -> np.ndarray:
+        """A record, or one layer of it, without the layer dim.
+
+        Raises:
+            CheckpointError: There is no such record, or it is damaged.
+        """
+        shape = self._spec(name).shape
+        whole = tuple((0, size) for size in shape)
+        if layer is None:
+            return self._read_box(name, whole)
+        if not self.layered(name) or not 0 <= layer < shape[0]:
+            raise ValueError(f"record '{name}' {list(shape)} has no layer {layer}")
+        return self._read_box(name, ((layer, layer + 1), *whole[1:]))[0]
+
+    def read_region(self, name: str, region: tuple[slice, ...]) -> np.ndarray:
+        """A region of a record, one slice with step 1 per dim.
+
+        Raises:
+            CheckpointError: There is no such record, or it is damaged.
+        """
+        shape = self._spec(name).shape
+        box = tuple(part.indices(size)[:2] for part, size in zip(region, shape, strict=True))
+        return self._read_box(name, box)
+
+    def _read_box(self, name: str, box: Box) -> np.ndarray:
+        handle = self._folder.open_record(name)
+        try:
+            return store.start_read(handle, box).result()
+        except (OSError, ValueError) as error:
+            raise self._folder.damaged(f"record '{name}'", error) from error
+
+    def _spec(self, name: str) -> RecordSpec:
+        spec = self._folder.manifest.records.get(name)
+        if spec is None:
+            raise CheckpointError(
+                f"{self._folder} has no record '{name}'; it is of another model or kind"
+            )
+        return spec
+
+
+class RecordWriter:
+    """Writes step 0 of a new checkpoint, tensor by tensor, and commits it at the end.
+
+    Holds no more than one tensor and `WRITE_BYTES` of it being encoded. As a context manager it
+    removes what it wrote when it was not finished.
+    """
+
+    def __init__(self, directory: Path | str, *, timeout_s: float = 1200.0) -> None:
+        """Open a directory that holds no checkpoint yet.
+
+        Args:
+            directory: Created where it is missing.
+            timeout_s: Longest that the commit may take.
+
+        Raises:
+            CheckpointError: It holds one, or cannot be written.
+        """
+        from colossax.checkpoint import commit
+
+        self.directory = Path(directory)
+        if steps := finished_steps(self.directory):
+            raise CheckpointError(
+                f"checkpoint directory '{self.directory}' already holds step {steps[-1]}; choose "
+                "another directory"
+            )
+        self._committer = commit.Committer(self.directory, keep=None, timeout_s=timeout_s)
+        self._staging = self.directory / f"import-{os.getpid()}{UNFINISHED}"
+        self._records: dict[str, RecordSpec] = {}
+        self._layouts: dict[str, Layout] = {}
+        self._missing: dict[str, set[int | None]] = {}
+        try:
+            self._staging.mkdir(parents=True)
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def declare(
+        self, name: str, shape: tuple[int, ...], dtype: np.dtype, *, layered: bool = False
+    ) -> None:
+        """Announce a record.
+
+        Args:
+            name: `"<model>/<kind>/<path>"`.
+            shape: Of the whole record, its layers included.
+            dtype: On disk.
+            layered: Whether dim 0 counts layers, which are then written one by one.
+        """
+        if name in self._records:
+            raise ValueError(f"record '{name}' is declared twice")
+        whole = {tuple((0, size) for size in shape): frozenset((0,))}
+        self._layouts[name] = choose_layout(shape, dtype, layered, [whole])
+        self._records[name] = RecordSpec(shape=shape, dtype=dtype, layered=layered)
+        self._missing[name] = set(range(shape[0])) if layered else {None}
+        self._open(name, create=True)
+
+    def write(self, name: str, array: np.ndarray, layer: int | None = None) -> None:
+        """Write a record, or one layer of it, and wait until it is on disk.
+
+        Raises:
+            ValueError: It is not what was declared, or was written already.
+            CheckpointError: It cannot be written.
+        """
+        spec = self._records[name]
+        shape = spec.shape[1:] if spec.layered else spec.shape
+        if (array.shape, array.dtype) != (shape, spec.dtype):
+            raise ValueError(
+                f"record '{name}' was declared {describe(spec)}, given "
+                f"{array.dtype.name}{list(array.shape)} to write"
+            )
+        if layer not in self._missing[name]:
+            raise ValueError(f"record '{name}' has no layer {layer} left to write")
+        box = tuple((0, size) for size in shape)
+        data = array
+        if layer is not None:
+            box, data = ((layer, layer + 1), *box), array[None]
+        self._write_files(name, box, data)
+        self._missing[name].remove(layer)
+
+    def _write_files(self, name: str, box: Box, data: np.ndarray) -> None:
+        handle = self._open(name, create=False)
+        flight = store.InFlight(WRITE_BYTES)
+        try:
+            for part in files_within(box, self._layouts[name].file):
+                content = data if part == box else data[box_slices(part, box)]
+                start = functools.partial(store.start_write, handle, part, content)
+                flight.add(content.nbytes, start)
+            flight.finish()
+        except (OSError, ValueError) as error:
+            raise self._failed(error) from error
+        finally:
+            flight.abandon()
+
+    def _open(self, name: str, *, create: bool) -> Any:
+        spec, folder = self._records[name], self._staging / record_folder(name)
+        try:
+            return store.open_for_writing(
+                folder, spec.shape, spec.dtype, self._layouts[name], create=create
+            )
+        except (OSError, ValueError) as error:
+            raise self._failed(error) from error
+
+    def finish(self, documents: Mapping[str, Any]) -> None:
+        """Commit everything as step 0.
+
+        Raises:
+            CheckpointError: A declared record was not written, or the commit failed.
+        """
+        for name, layers in self._missing.items():
+            if layers:
+                numbers = sorted(layer for layer in layers if layer is not None)
+                what = f"layers {numbers} of record '{name}'" if numbers else f"record '{name}'"
+                raise CheckpointError(
+                    f"checkpoint directory '{self.directory}' cannot be finished: {what} not "
+                    "written; the source lacks it"
+                )
+        job = MoveJob(self._staging, self._records)
+        self._committer.start(0, job, document_texts(documents))
+        self._committer.wait()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Remove what was written and not committed."""
+        shutil.rmtree(self._staging, ignore_errors=True)
+        self._committer.close()
+
+    def __enter__(self) -> "RecordWriter":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.abandon()
+
+    def _failed(self, error: Exception) -> CheckpointError:
+        return CheckpointError(
+            f"checkpoint directory '{self.directory}' cannot be written ({store.reason(error)}); "
+            "make room or choose another directory"
+        )

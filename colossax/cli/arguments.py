@@ -1,0 +1,89 @@
+"""Options of a verb apart from dotted overrides, with refusals of one sentence."""
+
+import argparse
+import re
+from collections.abc import Sequence
+from typing import NoReturn
+
+from colossax.cli.overrides import Override
+from colossax.config.frozen import nearest
+from colossax.errors import InputError
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that raises `InputError` and names the nearest option."""
+
+    def __init__(self, *, prog: str, description: str):
+        super().__init__(
+            prog=prog,
+            description=description,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """Refuse in place of printing the usage and exiting."""
+        raise InputError(f"{message}; see {self.prog} --help")
+
+    def parse(self, words: Sequence[str]) -> argparse.Namespace:
+        """The options in `words`.
+
+        Raises:
+            InputError: An unknown option, or a value that does not fit.
+        """
+        known = set(re.findall(r"--[a-z][a-z-]*", self.format_help()))
+        for word in words:
+            name = word.split("=")[0]
+            if name.startswith("--") and len(name) > 2 and name not in known:
+                raise InputError(f"unknown option {name}{nearest(name, known)}")
+        return self.parse_args(words)
+
+
+def split_overrides(words: Sequence[str]) -> tuple[list[str], list[Override]]:
+    """Words without dotted options, and those as (name, value) in their order.
+
+    Raises:
+        InputError: A dotted option without a value.
+    """
+    plain: list[str] = []
+    overrides: list[Override] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        if not name.startswith("--") or "." not in name:
+            plain.append(word)
+            continue
+        if not equals:
+            if not rest or rest[0].startswith("--"):
+                raise InputError(f"{name}: needs a value, as in {name} VALUE")
+            value = rest.pop(0)
+        overrides.append((name[2:], value))
+    return plain, overrides
+
+
+def number(low: int, high: int | None = None):
+    """An argparse type: a whole number of at least `low` and at most `high`."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"expected a whole number, found '{text}'") from None
+        if value < low or (high is not None and value > high):
+            bound = f"{low} or more" if high is None else f"{low} to {high}"
+            raise argparse.ArgumentTypeError(f"found {value}; give {bound}")
+        return value
+
+    return parse
+
+
+def seconds(text: str) -> float:
+    """An argparse type: seconds above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected seconds, found '{text}'") from None
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"found {value:g}; give more than 0 seconds")
+    return value

@@ -1,0 +1,45 @@
+"""`--devices N`: host devices made before JAX starts, or the first N of the accelerators."""
+
+import os
+import re
+
+import jax
+
+from colossax.errors import InputError
+
+_FORCED = re.compile(r"--xla_force_host_platform_device_count=\S+")
+
+
+def request_host_devices(count: int | None) -> None:
+    """Have JAX's CPU backend show `count` devices; without effect on accelerators.
+
+    Must come before anything asks JAX for devices.
+    """
+    if count is None:
+        return
+    flags = os.environ.get("XLA_FLAGS", "")
+    if _FORCED.search(flags):  # JAX refuses to be told twice
+        os.environ["XLA_FLAGS"] = _FORCED.sub("", flags).strip()
+    jax.config.update("jax_num_cpu_devices", count)
+
+
+def choose_devices(count: int | None) -> list[jax.Device]:
+    """The first `count` devices of each process; all when None.
+
+    Raises:
+        InputError: A process has fewer.
+    """
+    devices = jax.devices()
+    if count is None:
+        return devices
+    by_process: dict[int, list[jax.Device]] = {}
+    for device in devices:
+        by_process.setdefault(device.process_index, []).append(device)
+    for process, own in by_process.items():
+        if len(own) < count:
+            where = f" in process {process}" if len(by_process) > 1 else ""
+            raise InputError(
+                f"--devices {count}: there are {len(own)} {own[0].platform} devices{where};"
+                f" ask for {len(own)} or fewer"
+            )
+    return [device for own in by_process.values() for device in own[:count]]

@@ -1,0 +1,56 @@
+"""From arguments to a verb and its exit code."""
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from colossax.cli.arguments import Parser, split_overrides
+from colossax.config.frozen import nearest
+from colossax.errors import InputError
+
+VERBS = {
+    "train": ("colossax.cli.train", "train a model by a recipe"),
+    "generate": ("colossax.cli.generate", "continue a prompt with a trained model"),
+    "import": ("colossax.cli.convert", "turn a Hugging Face folder into a checkpoint"),
+    "export": ("colossax.cli.convert", "turn a checkpoint into a Hugging Face folder"),
+}
+
+_INTERRUPTED = 130
+_USAGE = "usage: colossax VERB [options]\n\n{verbs}\n\n`colossax VERB --help` tells a verb's options.\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `colossax` and return its exit code.
+
+    0 is success, 2 wrong input (one sentence on standard error, no traceback), 130 and 143 a run
+    stopped by Ctrl-C and SIGTERM. Any other error is ours and keeps its traceback.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _run(words)
+    except InputError as problem:
+        sys.stderr.write(f"colossax: {problem}\n")
+        return 2
+    except KeyboardInterrupt:
+        sys.stderr.write("colossax: interrupted\n")
+        return _INTERRUPTED
+
+
+def _run(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help"):
+        verbs = "\n".join(f"  {verb:10}{summary}" for verb, (_, summary) in VERBS.items())
+        sys.stdout.write(_USAGE.format(verbs=verbs))
+        return 0
+    verb, rest = words[0], words[1:]
+    if verb == "--version":
+        from colossax import __version__
+
+        sys.stdout.write(f"colossax {__version__}\n")
+        return 0
+    if verb not in VERBS:
+        raise InputError(f"no verb is called '{verb}'{nearest(verb, VERBS)}")
+    module = importlib.import_module(VERBS[verb][0])
+    parser = Parser(prog=f"colossax {verb}", description=module.DESCRIPTION[verb])
+    module.add_arguments(parser, verb)
+    plain, overrides = split_overrides(rest)
+    return module.run(verb, parser.parse(plain), overrides)

@@ -1,0 +1,183 @@
+"""`colossax train`."""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, TextIO
+
+from colossax.cli.arguments import number, seconds
+from colossax.cli.devices import choose_devices, request_host_devices
+from colossax.cli.overrides import Override, apply_overrides, override_names
+from colossax.recipes import DEFAULT_RECIPE, RECIPES, recipe
+from colossax.train.config import TrainConfig
+from colossax.train.distributed import find_launch, join, start_jax
+from colossax.train.run import RunOptions, Trained, train
+from colossax.train.run_dir import RunFolder
+from colossax.train.signals import EXIT_CODES
+
+DESCRIPTION = {
+    "train": (
+        "Train a model by a recipe, with any of its values overridden. Checkpoints, metrics.jsonl,\n"
+        "TensorBoard events and loss.png go to --out; a killed run goes on with --resume."
+    )
+}
+
+_FIELDS = {
+    "steps": ("N", "optimizer steps in all"),
+    "seed": ("S", "of parameters and of the data's order"),
+    "checkpoint_every": ("N", "steps between checkpoints; 0: at the end alone"),
+    "validate_every": ("N", "steps between validations; 0: at the end alone"),
+    "keep": ("N", "checkpoints kept"),
+    "clip_norm": ("X", "global norm gradients are scaled down to; none leaves them"),
+    "z_loss": ("X", "coefficient of the squared log-partition"),
+}
+"""Fields of a `TrainConfig` that are options of their own; all others are dotted."""
+
+
+def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
+    """Declare the options of `colossax train`."""
+    names = ", ".join(RECIPES)
+    parser.add_argument(
+        "recipe", metavar="RECIPE", nargs="?", help=f"one of {names}; default {DEFAULT_RECIPE}"
+    )
+    parser.add_argument("--out", metavar="DIR", help="the run's folder; default runs/RECIPE-NNN")
+    parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
+    parser.add_argument("--json", action="store_true", help="one JSON object a step on stdout")
+    parser.add_argument(
+        "--devices", metavar="N", type=number(1), help="devices of this process; on a CPU, N are made"
+    )
+    values = parser.add_argument_group("values of the recipe")
+    for name, (kind, text) in _FIELDS.items():
+        option = f"--{name.replace('_', '-')}"
+        values.add_argument(option, dest=f"field_{name}", metavar=kind, help=text)
+    values.add_argument("--data", metavar="PATH", help="text, JSONL or Parquet, a file or a folder")
+    many = parser.add_argument_group("several processes", "found out under Slurm, Open MPI, Kubernetes")
+    many.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 can be reached")
+    many.add_argument("--processes", metavar="N", type=number(1), help="how many there are")
+    many.add_argument("--process-id", metavar="I", type=number(0), help="which one this is, from 0")
+    many.add_argument(
+        "--timeout-s",
+        metavar="T",
+        type=seconds,
+        default=300.0,
+        help="how long to wait for the others; default %(default)g",
+    )
+    parser.epilog = _overrides_help()
+
+
+def _overrides_help() -> str:
+    names = [name for name, _ in override_names(recipe(DEFAULT_RECIPE)) if "." in name]
+    listed = "\n".join(f"  --{name} VALUE" for name in names)
+    return (
+        "any other value of the recipe, by its dotted name:\n"
+        "  --plan.preset VALUE  (ddp zero1 zero2 zero3 megatron megatron_sp; joined by +)\n"
+        "  --plan.mesh fsdp=4,tensor=2\n"
+        "  --plan.remat VALUE  (none full dots, or names to keep, joined by +)\n"
+        f"{listed}\n"
+        "  --plan.rules.ROLE.DIM VALUE"
+    )
+
+
+def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
+    """Train as asked and return the exit code."""
+    with _terminated_at_once():
+        config = configure(args, overrides)
+        request_host_devices(args.devices)
+        launch = find_launch(
+            args.coordinator, args.processes, args.process_id, timeout_s=args.timeout_s
+        )
+        with _standard_output(protected=launch is not None) as out:
+            group = join(launch, timeout_s=args.timeout_s)
+            start_jax(launch)
+            options = RunOptions(
+                out=args.out,
+                resume=args.resume,
+                devices=lambda: choose_devices(args.devices),
+                emit=_emitter(out) if args.json and group.first else None,
+                complete=_complete,
+            )
+            outcome = train(config, options, group)
+    return 0 if outcome.stopped_by is None else EXIT_CODES[outcome.stopped_by]
+
+
+def configure(args: argparse.Namespace, overrides: list[Override]) -> TrainConfig:
+    """The recipe, or the resumed run's own configuration when none is named, overridden.
+
+    Raises:
+        InputError: Unknown names, or values that do not fit.
+    """
+    folder = RunFolder(path=Path(args.out or ""))
+    if args.recipe is None and args.resume and args.out and folder.holds_run:
+        config = folder.config()
+    else:
+        config = recipe(args.recipe or DEFAULT_RECIPE)
+    plain = [(name, getattr(args, f"field_{name}")) for name in _FIELDS]
+    given = [(name, text) for name, text in plain if text is not None]
+    if args.data is not None:
+        given.append(("data.path", args.data))
+    return apply_overrides(config, [*given, *overrides])
+
+
+def _emitter(out: TextIO) -> Callable[[dict[str, Any]], None]:
+    def emit(record: dict[str, Any]) -> None:
+        out.write(f"{json.dumps(record)}\n")
+        out.flush()
+
+    return emit
+
+
+@contextlib.contextmanager
+def _standard_output(*, protected: bool) -> Iterator[TextIO]:
+    """Standard output; when protected, what libraries write there goes to standard error.
+
+    XLA's collectives between CPU processes print a line for each peer from C++.
+    """
+    if not protected:
+        yield sys.stdout
+        return
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with os.fdopen(os.dup(kept), "w", encoding="utf-8") as out:
+            yield out
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+@contextlib.contextmanager
+def _terminated_at_once() -> Iterator[None]:
+    """Until there is something to save, SIGTERM ends the process with its exit code."""
+
+    def leave(_number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(EXIT_CODES["SIGTERM"])
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _complete(trained: Trained) -> str:
+    """The prompt of the recipe continued by the trained model."""
+    from colossax.inference import Generator
+
+    sample = trained.config.sample
+    prompt = trained.tokenizer.encode(sample.prompt)
+    slots = min(len(prompt) + sample.max_tokens, trained.config.model.decoder().max_seq)
+    generator = Generator(trained.step.spec, trained.step.bound, trained.params, slots=slots)
+    result = generator.generate(
+        prompt,
+        max_tokens=slots - len(prompt),
+        temperature=sample.temperature,
+        seed=trained.config.seed,
+    )
+    return trained.tokenizer.decode([*prompt, *result.tokens])

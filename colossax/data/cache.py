@@ -1,0 +1,83 @@
+"""Where results that take long are kept, and how an entry appears: whole or not at all."""
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from colossax.errors import DataError
+
+
+def cache_folder() -> Path:
+    """`$COLOSSAX_CACHE`, else `$XDG_CACHE_HOME/colossax`, else `~/.cache/colossax`."""
+    own = os.environ.get("COLOSSAX_CACHE")
+    if own:
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "colossax"
+
+
+def built_once(
+    path: Path, build: Callable[[Path], None], *, intact: Callable[[Path], bool]
+) -> Path:
+    """The cache entry at `path`, built first when it is missing or damaged.
+
+    Processes that share the folder wait for the one that builds. It writes beside `path` and renames
+    at the end, so that one killed half-way leaves nothing that could be taken for an entry; the next
+    builder removes what it left.
+
+    Args:
+        path: File or folder of the entry.
+        build: Writes the entry at the path it is given, which does not exist yet.
+        intact: Whether what stands at a path is a whole entry.
+
+    Raises:
+        DataError: The folder cannot be written: no space, no permission, no file locks.
+    """
+    if intact(path):
+        return path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(path.with_name(f"{path.name}.lock")):
+            if not intact(path):
+                _build(path, build)
+    except OSError as problem:
+        raise DataError(
+            f"cache folder {path.parent}: cannot be written ({problem.strerror}); make room there or"
+            f" name another folder in COLOSSAX_CACHE"
+        ) from problem
+    return path
+
+
+def _build(path: Path, build: Callable[[Path], None]) -> None:
+    part = path.with_name(f"{path.name}.part")
+    _remove(part)
+    try:
+        build(part)
+        for file in part.iterdir() if part.is_dir() else (part,):
+            _flush(file)
+        _remove(path)
+        os.replace(part, path)
+    finally:
+        _remove(part)
+
+
+def _flush(file: Path) -> None:
+    # A rename may reach the disk before the bytes do.
+    with file.open("rb") as opened:
+        os.fsync(opened.fileno())
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,193 @@
+"""Batches for the devices of one process, made ahead by Grain's threads."""
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from colossax.data.corpus import Split
+from colossax.data.rows import Rows, RowSource, stack_rows
+
+LocalBatch = dict[str, np.ndarray]
+"""Arrays `[len(wanted), seq_len]`: the rows of a global batch that a process needs."""
+
+_VALIDATION_SEED = 0
+
+
+class BatchLoader:
+    """Endless batches: batch g is the wanted ones of rows `[g B, (g + 1) B)`.
+
+    What it gives depends on rows, B, `wanted` and g alone, never on threads or on where it began.
+
+    Args:
+        rows: Rows by number.
+        global_batch: Rows of a batch over all processes, B.
+        wanted: Rows to make, as numbers within the batch; see `wanted_rows`.
+        start: First batch.
+        threads: Threads that make batches ahead; 0 makes each when it is asked for, without Grain.
+        prefetch: Batches made ahead at most.
+
+    Raises:
+        ValueError: `start` is negative, or `wanted` is empty or leaves the batch.
+    """
+
+    def __init__(
+        self,
+        rows: RowSource,
+        global_batch: int,
+        *,
+        wanted: Sequence[int],
+        start: int = 0,
+        threads: int = 2,
+        prefetch: int = 4,
+    ):
+        if start < 0:
+            raise ValueError(f"start: found {start}; batches are counted from 0")
+        self._batches = _Batches(rows, global_batch, wanted, first=start)
+        self._position = start
+        self._ahead = _read_ahead(self._batches, threads, prefetch) if threads else None
+
+    @property
+    def position(self) -> int:
+        """The next batch to be handed out; those made ahead do not count."""
+        return self._position
+
+    def __iter__(self) -> Iterator[LocalBatch]:
+        return self
+
+    def __next__(self) -> LocalBatch:
+        batch = next(self._ahead) if self._ahead else self._batches.at(self._position)
+        self._position += 1
+        return batch
+
+    def close(self) -> None:
+        """Stop the threads; no batch can be asked for afterwards."""
+        if self._ahead:
+            self._ahead.close()
+
+    def __enter__(self) -> "BatchLoader":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class _Batches:
+    """Local batches by number from `first` on, as Grain wants its sources."""
+
+    def __init__(self, rows: RowSource, global_batch: int, wanted: Sequence[int], *, first: int):
+        outside = [row for row in wanted if not 0 <= row < global_batch]
+        if outside or not wanted:
+            raise ValueError(
+                f"wanted: found {outside or 'no rows'}; name rows of a batch of {global_batch}"
+            )
+        self._rows = rows
+        self._global_batch = global_batch
+        self._wanted = tuple(wanted)
+        self._first = first
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, index: int) -> LocalBatch:
+        return self.at(self._first + index)
+
+    def at(self, batch: int) -> LocalBatch:
+        """Global batch number `batch`."""
+        start = batch * self._global_batch
+        return stack_rows(self._rows, [start + row for row in self._wanted])
+
+
+def _read_ahead(batches: _Batches, threads: int, prefetch: int):
+    # Grain takes most of a second to import, and bare JAX installations lack it.
+    import grain
+
+    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(threads, prefetch))
+    return iter(grain.MapDataset.source(batches).to_iter_dataset(options))
+
+
+class ValidationBatches:
+    """A fixed number of held-out batches, the same for any run seed and process count.
+
+    Every held-out token counts at most once: there are no more batches than the split fills, and rows
+    that begin again within the last one have weight 0.
+
+    Args:
+        split: Held-out documents.
+        seq_len: Tokens per row.
+        global_batch: Rows of a batch over all processes.
+        wanted: Rows this process needs, as numbers within the batch.
+        batches: Batches at most.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        *,
+        seq_len: int,
+        global_batch: int,
+        wanted: Sequence[int],
+        batches: int,
+    ):
+        rows = Rows(split, seq_len=seq_len, seed=_VALIDATION_SEED, epochs=1)
+        self._batches = _Batches(rows, global_batch, wanted, first=0)
+        self._count = min(batches, -(-split.token_count // (global_batch * seq_len)))
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[LocalBatch]:
+        return (self._batches.at(batch) for batch in range(self._count))
+
+
+def wanted_rows(sharding: Sharding, global_shape: tuple[int, ...]) -> list[int]:
+    """Rows (dim 0) of an array that the devices of this process hold, in ascending order."""
+    regions = sharding.addressable_devices_indices_map(global_shape).values()
+    spans = {region[0].indices(global_shape[0]) for region in regions if region is not None}
+    return sorted({row for span in spans for row in range(*span)})
+
+
+def global_arrays(
+    local: LocalBatch,
+    wanted: Sequence[int],
+    shardings: Mapping[str, Sharding],
+    global_batch: int,
+) -> dict[str, jax.Array]:
+    """The global batch as device arrays `[global_batch, ...]`, from the rows of this process.
+
+    Args:
+        local: Arrays `[len(wanted), ...]`.
+        wanted: Row of the global batch that each local row is.
+        shardings: Sharding of each name in `local`.
+        global_batch: Rows over all processes.
+
+    Raises:
+        ValueError: A device of this process holds a row that is not wanted.
+
+    Cost: copies the local rows once per device that holds them; nothing between processes.
+    """
+    place = np.full(global_batch, -1)
+    place[np.asarray(wanted)] = np.arange(len(wanted))
+    return {
+        name: _global_array(name, value, place, shardings[name]) for name, value in local.items()
+    }
+
+
+def _global_array(
+    name: str, value: np.ndarray, place: np.ndarray, sharding: Sharding
+) -> jax.Array:
+    def region(index: tuple[slice, ...]) -> np.ndarray:
+        rows = place[index[0]]
+        if (rows < 0).any():
+            raise ValueError(f"{name}: a device here holds rows that were not made; see wanted_rows")
+        return value[(rows, *index[1:])]
+
+    return jax.make_array_from_callback((len(place), *value.shape[1:]), sharding, region)

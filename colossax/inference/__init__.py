@@ -1,0 +1,7 @@
+"""Inference: continuing a prompt with a cache of keys and values."""
+
+from .generator import Generation as Generation
+from .generator import Generator as Generator
+from .loading import LoadedModel as LoadedModel
+from .loading import load as load
+from .plan import inference_plan as inference_plan

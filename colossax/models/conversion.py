@@ -1,0 +1,401 @@
+"""Tables that say how a family's parameters and configuration are called and laid out elsewhere.
+
+A family's `convert.py` holds one `Conversion`: which foreign tensor holds which of our parameters,
+with its dims in which order, and which foreign setting is which of our fields. Both directions
+follow from it.
+"""
+
+import dataclasses
+import math
+import re
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from colossax.errors import InputError
+from colossax.nn import Llama3Scaling
+from colossax.typing import ParamInfo
+
+PART = "part"
+BLOCK_BYTES = 64_000_000
+REQUIRED = object()
+_LAYER = "{layer}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Order of a foreign tensor's dims, in our dim names: `(heads head_dim) embed`.
+
+    Names in parentheses are merged into one dim. `part` counts parameters that one tensor holds
+    together: `embed (part heads head_dim)` is q, k and v side by side, `(heads part head_dim)
+    embed` has them head by head.
+    """
+
+    text: str
+
+    @property
+    def groups(self) -> tuple[tuple[str, ...], ...]:
+        """Dim names per foreign dim."""
+        found = re.findall(r"\(([^)]*)\)|(\S+)", self.text)
+        return tuple(tuple((merged or single).split()) for merged, single in found)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All dim names in the order in which the foreign tensor stores them."""
+        return tuple(name for group in self.groups for name in group)
+
+    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Shape of the foreign tensor."""
+        return tuple(math.prod(sizes[name] for name in group) for group in self.groups)
+
+    def ours(self, foreign: np.ndarray, dims: Sequence[str], sizes: Mapping[str, int]) -> list:
+        """Our arrays, dims in the order `dims`, as views of a foreign tensor."""
+        spread = foreign.reshape([sizes[name] for name in self.names])
+        if PART not in self.names:
+            return [spread.transpose([self.names.index(dim) for dim in dims])]
+        order = [self.names.index(name) for name in (PART, *dims)]
+        return list(spread.transpose(order))
+
+    def foreign(self, ours: Sequence[np.ndarray], dims: Sequence[str]) -> np.ndarray:
+        """The foreign tensor; copies only when dims must move."""
+        merged = np.stack(ours) if PART in self.names else ours[0]
+        names = (PART, *dims) if PART in self.names else tuple(dims)
+        spread = merged.transpose([names.index(name) for name in self.names])
+        sizes = dict(zip(names, merged.shape, strict=True))
+        return spread.reshape(self.shape(sizes))
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """One foreign tensor and the parameters it holds; `{layer}` in its name counts layers.
+
+    A link whose parameters a model does not have (biases switched off, a tied head) is idle.
+    """
+
+    foreign: str
+    layout: str
+    ours: tuple[str, ...]
+
+
+def link(foreign: str, layout: str, *ours: str) -> Link:
+    """A `Link` from its parts."""
+    return Link(foreign, layout, ours)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tensor:
+    """One foreign tensor of one model, and where its numbers belong.
+
+    Attributes:
+        name: Foreign name, layer number filled in.
+        shape: Foreign shape.
+        layer: Global layer number; None outside the stack.
+        infos: The parameters it holds, as the model declares them.
+        layout: How they lie in it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    layer: int | None
+    infos: tuple[ParamInfo, ...]
+    layout: Layout
+
+    @property
+    def dims(self) -> tuple[str, ...]:
+        """Our dim names of each parameter, `layers` aside."""
+        return _own_dims(self.infos[0])
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Size of each dim of the layout."""
+        return _sizes(self.infos)
+
+    def blocks(self, itemsize: int) -> Iterator["Block"]:
+        """The tensor cut along its outermost dim, in order, into blocks of about 64 MB."""
+        outer, sizes = self.layout.names[0], self.sizes
+        if outer == PART:
+            yield Block(tensor=self, rows=self.shape[0], sizes=sizes)
+            return
+        entry_bytes = itemsize * math.prod(self.shape) // sizes[outer]
+        step = max(1, BLOCK_BYTES // max(1, entry_bytes))
+        entry_rows = self.shape[0] // sizes[outer]
+        for first in range(0, sizes[outer], step):
+            count = min(step, sizes[outer] - first)
+            yield Block(
+                tensor=self,
+                first_row=first * entry_rows,
+                rows=count * entry_rows,
+                sizes={**sizes, outer: count},
+                index=tuple(
+                    slice(first, first + count) if dim == outer else slice(None)
+                    for dim in self.dims
+                ),
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Block:
+    """Some rows of a foreign tensor, which are a slice of each parameter it holds.
+
+    Attributes:
+        first_row, rows: Its rows of the foreign tensor, contiguous in a file.
+        sizes: Size of each dim of the layout within the block.
+        index: Its slice of each parameter; `...` is all.
+    """
+
+    tensor: Tensor
+    rows: int
+    sizes: Mapping[str, int]
+    first_row: int = 0
+    index: Any = ...
+
+    def ours(self, foreign: np.ndarray) -> list[np.ndarray]:
+        """The slice of each parameter, as views of the rows."""
+        return self.tensor.layout.ours(foreign, self.tensor.dims, self.sizes)
+
+    def foreign(self, ours: Sequence[np.ndarray]) -> np.ndarray:
+        """The rows, from whole parameters."""
+        return self.tensor.layout.foreign([a[self.index] for a in ours], self.tensor.dims)
+
+
+def _own_dims(info: ParamInfo) -> tuple[str, ...]:
+    return tuple(str(dim) for dim in info.dims[1 if info.stacked else 0 :])
+
+
+def _sizes(infos: Sequence[ParamInfo]) -> dict[str, int]:
+    shape = infos[0].shape[1 if infos[0].stacked else 0 :]
+    return {**dict(zip(_own_dims(infos[0]), shape, strict=True)), PART: len(infos)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A foreign setting that is one of our fields.
+
+    Attributes:
+        ours: Field of our configuration.
+        foreign: Its name elsewhere, then older names that are read too.
+        default: Value where it is missing; a function of the settings when it depends on others.
+    """
+
+    ours: str
+    foreign: tuple[str, ...]
+    default: Any = REQUIRED
+
+
+def setting(ours: str, *foreign: str, default: Any = REQUIRED) -> Setting:
+    """A `Setting` from its parts."""
+    return Setting(ours, foreign, default)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """A model family's names elsewhere.
+
+    Attributes:
+        model_type: The family's `model_type` in config.json.
+        architecture: Class that reads the export.
+        config: Our configuration class.
+        settings: Settings that are our fields.
+        fixed: Settings with the one value our models have (the first); others are refused.
+        links: Tensors.
+        prefix: Beginning of tensor names that some files leave out.
+        ignored: Patterns of tensors that hold no parameters, such as saved masks.
+        read, write: Settings that are no plain field: `read(settings) -> our fields`,
+            `write(config) -> settings`.
+    """
+
+    model_type: str
+    architecture: str
+    config: type
+    settings: tuple[Setting, ...]
+    links: tuple[Link, ...]
+    fixed: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    prefix: str = ""
+    ignored: tuple[str, ...] = ()
+    read: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda settings: {}
+    write: Callable[[Any], dict[str, Any]] = lambda config: {}
+
+    def config_from(self, settings: Mapping[str, Any]) -> Any:
+        """Our configuration of the settings in config.json.
+
+        Raises:
+            InputError: A setting is missing, of a wrong type, or asks for what the model has not.
+        """
+        for name, allowed in self.fixed.items():
+            if settings.get(name, allowed[0]) not in allowed:
+                raise InputError(
+                    f"config.json: {self.model_type} with {name} = {settings[name]!r} is not"
+                    f" supported; only {' or '.join(map(repr, allowed))} is"
+                )
+        hints = typing.get_type_hints(self.config)
+        fields = {s.ours: _value(s, settings, hints[s.ours]) for s in self.settings}
+        return self.config(**fields, **self.read(settings))
+
+    def settings_of(self, config: Any) -> dict[str, Any]:
+        """What config.json holds for our configuration, its weights' type aside."""
+        own = {s.foreign[0]: getattr(config, s.ours) for s in self.settings}
+        optional = {s.foreign[0] for s in self.settings if s.default is None}
+        own = {name: v for name, v in own.items() if not (v is None and name in optional)}
+        fixed = {name: allowed[0] for name, allowed in self.fixed.items()}
+        head = {"architectures": [self.architecture], "model_type": self.model_type}
+        return {**head, **fixed, **own, **self.write(config)}
+
+    def tensors(self, infos: Mapping[str, ParamInfo]) -> list[Tensor]:
+        """All foreign tensors of a model, in the table's order, layer after layer.
+
+        Args:
+            infos: Parameters by path; the stack as one segment.
+        """
+        active = [entry for entry in self.links if entry.ours[0] in infos]
+        covered = [path for entry in active for path in entry.ours]
+        assert sorted(covered) == sorted(infos), set(covered) ^ set(infos)
+        stacked = [entry for entry in active if _LAYER in entry.foreign]
+        layers = infos[stacked[0].ours[0]].total_layers or 0
+        first = active.index(stacked[0])
+        before = [entry for entry in active[:first]]
+        after = [entry for entry in active[first:] if entry not in stacked]
+        return [
+            *(_tensor(entry, infos, None) for entry in before),
+            *(_tensor(entry, infos, i) for i in range(layers) for entry in stacked),
+            *(_tensor(entry, infos, None) for entry in after),
+        ]
+
+
+def _tensor(entry: Link, infos: Mapping[str, ParamInfo], layer: int | None) -> Tensor:
+    held = tuple(infos[path] for path in entry.ours)
+    layout = Layout(entry.layout)
+    return Tensor(
+        name=entry.foreign.replace(_LAYER, str(layer)),
+        shape=layout.shape(_sizes(held)),
+        layer=layer,
+        infos=held,
+        layout=layout,
+    )
+
+
+def _value(entry: Setting, settings: Mapping[str, Any], hint: Any) -> Any:
+    name = next((name for name in entry.foreign if name in settings), None)
+    if name is None:
+        if entry.default is REQUIRED:
+            raise InputError(f"config.json: '{entry.foreign[0]}' is missing; add it to config.json")
+        return entry.default(settings) if callable(entry.default) else entry.default
+    value = settings[name]
+    if value is None and callable(entry.default):
+        return entry.default(settings)
+    return checked(name, value, hint)
+
+
+def checked(name: str, value: Any, hint: Any) -> Any:
+    """`value` if it is of the type, integers taken for floats too.
+
+    Raises:
+        InputError: It is of another type.
+    """
+    wanted = typing.get_args(hint) if typing.get_origin(hint) is types.UnionType else (hint,)
+    if type(value) is int and int not in wanted and float in wanted:
+        return float(value)
+    if type(value) not in wanted:
+        kinds = " or ".join("null" if kind is type(None) else kind.__name__ for kind in wanted)
+        raise InputError(f"config.json: '{name}' is {value!r}; it must be {kinds}")
+    return value
+
+
+def first_eos(settings: Mapping[str, Any]) -> dict[str, int | None]:
+    """Our `eos`: of several tokens that end a text, the first."""
+    value = settings.get("eos_token_id")
+    if isinstance(value, list):
+        value = value[0] if value else None
+    return {"eos": checked("eos_token_id", value, int | None)}
+
+
+def rope_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The rope settings, `rope_type` and `rope_theta` among them, from either form of config.json.
+
+    Newer files hold one `rope_parameters`, older ones `rope_theta` and `rope_scaling`.
+    """
+    found = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    kind = found.get("rope_type", found.get("type", "default"))
+    theta = found.get("rope_theta", settings.get("rope_theta", 10_000.0))
+    return {**found, "rope_type": kind, "rope_theta": checked("rope_theta", theta, float)}
+
+
+def plain_rope(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Our `rope_theta` of a family without scaling.
+
+    Raises:
+        InputError: The settings scale.
+    """
+    rope = rope_settings(settings)
+    _allow_rope(rope, ("default",))
+    return {"rope_theta": rope["rope_theta"]}
+
+
+def llama_rope(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Our `rope_theta` and `rope_scaling` of Llama.
+
+    Raises:
+        InputError: Another scaling than Llama 3's.
+    """
+    rope = rope_settings(settings)
+    _allow_rope(rope, ("default", "llama3"))
+    if rope["rope_type"] == "default":
+        return {"rope_theta": rope["rope_theta"], "rope_scaling": None}
+    original = rope.get("original_max_position_embeddings", settings["max_position_embeddings"])
+    names = ("factor", "low_freq_factor", "high_freq_factor")
+    missing = [name for name in names if name not in rope]
+    if missing:
+        raise InputError(f"config.json: rope scaling llama3 lacks '{missing[0]}'; add it")
+    scaling = Llama3Scaling(
+        **{name: checked(name, rope[name], float) for name in names},
+        original_max_positions=checked("original_max_position_embeddings", original, int),
+    )
+    return {"rope_theta": rope["rope_theta"], "rope_scaling": scaling}
+
+
+def _allow_rope(rope: Mapping[str, Any], allowed: tuple[str, ...]) -> None:
+    if rope["rope_type"] not in allowed:
+        raise InputError(
+            f"config.json: rope scaling '{rope['rope_type']}' is not supported;"
+            f" only {' or '.join(map(repr, allowed))} is"
+        )
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise InputError(
+            "config.json: a partial_rotary_factor other than 1.0 is not supported;"
+            " only models that rotate whole heads are"
+        )
+
+
+def rope_to_settings(theta: float, scaling: Llama3Scaling | None = None) -> dict[str, Any]:
+    """Rope settings in both forms, for readers of any age."""
+    if scaling is None:
+        rope: dict[str, Any] = {"rope_type": "default"}
+    else:
+        rope = {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_positions,
+        }
+    return {
+        "rope_theta": theta,
+        "rope_scaling": None if scaling is None else rope,
+        "rope_parameters": {**rope, "rope_theta": theta},
+    }
+
+
+def unsupported_window(settings: Mapping[str, Any]) -> None:
+    """Refuse Qwen models that slide a window in some of their layers.
+
+    Raises:
+        InputError: They do.
+    """
+    sliding = "sliding_attention" in (settings.get("layer_types") or ())
+    if settings.get("use_sliding_window") or sliding:
+        raise InputError(
+            "config.json: a sliding window in some layers is not supported; only"
+            " use_sliding_window = false with full attention in all layers is"
+        )

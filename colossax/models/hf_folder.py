@@ -1,0 +1,233 @@
+"""Hugging Face folders as a reader sees them: checked as a whole, read one tensor at a time."""
+
+import dataclasses
+import functools
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from colossax.errors import InputError, WeightsError
+from colossax.models.bloom.convert import CONVERSION as BLOOM
+from colossax.models.conversion import Conversion, Tensor
+from colossax.models.gpt2.convert import CONVERSION as GPT2
+from colossax.models.llama.convert import CONVERSION as LLAMA
+from colossax.models.mistral.convert import CONVERSION as MISTRAL
+from colossax.models.opt.convert import CONVERSION as OPT
+from colossax.models.qwen2.convert import CONVERSION as QWEN2
+from colossax.models.qwen3.convert import CONVERSION as QWEN3
+from colossax.models.registry import maker
+from colossax.models.safetensors import DTYPES, Reader
+from colossax.nn import ModelSpec, describe
+from colossax.typing import ParamInfo
+
+CONVERSIONS: dict[str, Conversion] = {
+    conversion.model_type: conversion
+    for conversion in (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, OPT, BLOOM)
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Source:
+    """A folder whose configuration and tensors fit one of our models.
+
+    Attributes:
+        config: Configuration of our model.
+        spec: Our model, as one segment of layers.
+        tensors: What to read, in the family's order.
+        names: Name in the files, per tensor name.
+        reader: The files.
+    """
+
+    config: Any
+    spec: ModelSpec
+    tensors: list[Tensor]
+    names: Mapping[str, str]
+    reader: Reader
+
+    @property
+    def infos(self) -> dict[str, ParamInfo]:
+        """Our parameters by path."""
+        return by_path(self.spec)
+
+    @functools.cached_property
+    def dtypes(self) -> dict[str, np.dtype]:
+        """Type per path: that of its tensors, the wider where layers differ."""
+        found: dict[str, np.dtype] = {}
+        for tensor in self.tensors:
+            dtype = DTYPES[self.reader.tensors[self.names[tensor.name]].dtype]
+            for info in tensor.infos:
+                found[info.path] = np.promote_types(found.get(info.path, dtype), dtype)
+        return found
+
+    def ours(self, tensor: Tensor) -> list[np.ndarray]:
+        """The parameters a tensor holds. Cost: the bytes of the tensor and of two blocks."""
+        name = self.names[tensor.name]
+        dtype = DTYPES[self.reader.tensors[name].dtype]
+        shape = tuple(tensor.sizes[dim] for dim in tensor.dims)
+        arrays = [np.empty(shape, self.dtypes[info.path]) for info in tensor.infos]
+        for block in tensor.blocks(dtype.itemsize):
+            rows = self.reader.read(name, block.first_row, block.rows)
+            for array, part in zip(arrays, block.ours(rows), strict=True):
+                array[block.index] = part
+        return arrays
+
+
+def open_folder(folder: str | Path) -> Source:
+    """Check a folder against the model it says it holds; reads no numbers but those of a tied head.
+
+    Raises:
+        InputError: config.json is missing, unreadable, or of a model or setting not supported.
+        WeightsError: Tensors are missing, extra, wrongly shaped or typed, or files damaged.
+    """
+    folder = Path(folder)
+    settings = read_settings(folder)
+    conversion = conversion_of(settings)
+    config = conversion.config_from(settings)
+    spec = describe(maker(config))
+    reader = Reader(folder)
+    tensors = conversion.tensors(by_path(spec))
+    names = _match(conversion, tensors, reader)
+    source = Source(config=config, spec=spec, tensors=tensors, names=names, reader=reader)
+    _check_tied(source)
+    return source
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """config.json of a folder.
+
+    Raises:
+        InputError: It is missing or no JSON object.
+    """
+    file = folder / "config.json"
+    if not file.is_file():
+        raise InputError(f"{file}: is missing; name a folder with a model and its config.json")
+    try:
+        settings = json.loads(file.read_text())
+    except ValueError as problem:
+        raise InputError(f"{file}: is no JSON ({problem}); copy the file again") from problem
+    if not isinstance(settings, dict):
+        raise InputError(f"{file}: holds no JSON object; copy the file again")
+    return settings
+
+
+def conversion_of(settings: Mapping[str, Any]) -> Conversion:
+    """The table of the family that config.json names.
+
+    Raises:
+        InputError: No such family here.
+    """
+    name = settings.get("model_type")
+    if name not in CONVERSIONS:
+        known = ", ".join(CONVERSIONS)
+        raise InputError(
+            f"config.json: model_type {name!r} is not among the families here; known: {known}"
+        )
+    return CONVERSIONS[name]
+
+
+def by_path(spec: ModelSpec) -> dict[str, ParamInfo]:
+    """The parameters of a model of one segment, by path."""
+    return {info.path: info for info in jax.tree.leaves(spec.infos)}
+
+
+def _match(conversion: Conversion, tensors: list[Tensor], reader: Reader) -> dict[str, str]:
+    """Name in the files per tensor; every wrong, missing or extra one is refused by name."""
+    names = _names_in_files(conversion, reader)
+    wanted = {tensor.name for tensor in tensors}
+    missing = sorted(wanted - names.keys(), key=_natural)
+    extra = sorted(names.keys() - wanted - {"lm_head.weight"}, key=_natural)
+    extra = [name for name in extra if not any(re.fullmatch(p, name) for p in conversion.ignored)]
+    if missing or extra:
+        parts = [_listed("lacks", missing), _listed("has besides", extra)]
+        raise WeightsError(
+            f"{reader.folder}: a {conversion.model_type} with this config.json"
+            f" {' and '.join(filter(None, parts))}; correct config.json or the weights"
+        )
+    for tensor in tensors:
+        _check_tensor(tensor, names[tensor.name], reader)
+    return {name: names[name] for name in wanted}
+
+
+def _names_in_files(conversion: Conversion, reader: Reader) -> dict[str, str]:
+    """Name in the files per full name: some files leave out the family's prefix."""
+    own = conversion.prefix
+    whole = any(name.startswith(own) for name in reader.tensors)
+    skip = "" if whole else own
+    return {name if name == "lm_head.weight" else skip + name: name for name in reader.tensors}
+
+
+def _natural(name: str) -> list[Any]:
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+
+
+def _listed(verb: str, names: list[str]) -> str:
+    if not names:
+        return ""
+    rest = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"{verb} {', '.join(names[:5])}{rest}"
+
+
+def _check_tensor(tensor: Tensor, name: str, reader: Reader) -> None:
+    stored = reader.tensors[name]
+    if stored.shape != tensor.shape:
+        raise WeightsError(
+            f"{name}: has shape {list(stored.shape)} where config.json gives {list(tensor.shape)};"
+            f" correct config.json or the weights"
+        )
+    if stored.dtype not in DTYPES:
+        raise WeightsError(
+            f"{name}: is stored as {stored.dtype}, which is not supported; convert it to one of"
+            f" {', '.join(DTYPES)}"
+        )
+
+
+def _check_tied(source: Source) -> None:
+    """Some files store a tied head too; then it must be the embedding."""
+    head, reader = "lm_head.weight", source.reader
+    if not source.config.tied or head not in reader.tensors:
+        return
+    table = source.tensors[0]
+    name = source.names[table.name]
+    one, other = reader.tensors[head], reader.tensors[name]
+    same = (one.shape, one.dtype) == (other.shape, other.dtype)
+    if not same or not _equal(reader, table, head, name):
+        raise WeightsError(
+            f"{head}: differs from {name} although config.json ties them; set"
+            f" tie_word_embeddings to false there or drop {head}"
+        )
+
+
+def _equal(reader: Reader, table: Tensor, one: str, other: str) -> bool:
+    itemsize = DTYPES[reader.tensors[one].dtype].itemsize
+    return all(
+        np.array_equal(
+            reader.read(one, b.first_row, b.rows), reader.read(other, b.first_row, b.rows)
+        )
+        for b in table.blocks(itemsize)
+    )
+
+
+def read_params(folder: str | Path) -> tuple[Any, dict[str, Any]]:
+    """Configuration and parameters of a folder, in host memory: for models that fit there.
+
+    Returns:
+        The configuration, and NumPy arrays in the structure of the model as one segment, each in
+        the type of its tensors.
+
+    Raises:
+        InputError: As `open_folder`.
+    """
+    source = open_folder(folder)
+    arrays = {
+        path: np.empty(info.shape, source.dtypes[path]) for path, info in source.infos.items()
+    }
+    for tensor in source.tensors:
+        for info, value in zip(tensor.infos, source.ours(tensor), strict=True):
+            arrays[info.path][tensor.layer if info.stacked else ...] = value
+    params = jax.tree.map(lambda info: arrays[info.path], source.spec.infos)
+    return source.config, params

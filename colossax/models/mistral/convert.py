@@ -1,0 +1,51 @@
+"""Mistral's names and layouts in Hugging Face files."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from colossax.errors import InputError
+from colossax.models.conversion import (
+    Conversion,
+    first_eos,
+    plain_rope,
+    rope_to_settings,
+    setting,
+)
+from colossax.models.llama.convert import IGNORED, LINKS, SETTINGS
+from colossax.models.mistral.config import MistralConfig
+
+
+def _read(settings: Mapping[str, Any]) -> dict[str, Any]:
+    kind = "full_attention" if settings.get("sliding_window", 4096) is None else "sliding_attention"
+    for found in settings.get("layer_types") or ():
+        if found != kind:
+            raise InputError(
+                f"config.json: a layer of type {found!r} among others is not supported;"
+                f" only {kind!r} in all layers is"
+            )
+    return {**plain_rope(settings), **first_eos(settings)}
+
+
+def _write(config: MistralConfig) -> dict[str, Any]:
+    return {
+        **rope_to_settings(config.rope_theta),
+        "eos_token_id": config.eos,
+    }
+
+
+CONVERSION = Conversion(
+    model_type="mistral",
+    architecture="MistralForCausalLM",
+    config=MistralConfig,
+    settings=(
+        *SETTINGS,
+        setting("head_dim", "head_dim", default=None),
+        setting("max_seq", "max_position_embeddings", default=131_072),
+        setting("window", "sliding_window", default=4096),
+    ),
+    fixed={"hidden_act": ("silu",)},
+    links=LINKS,
+    ignored=IGNORED,
+    read=_read,
+    write=_write,
+)

@@ -1,0 +1,44 @@
+"""Qwen 2's names and layouts in Hugging Face files."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from colossax.models.conversion import (
+    Conversion,
+    first_eos,
+    plain_rope,
+    rope_to_settings,
+    setting,
+    unsupported_window,
+)
+from colossax.models.llama.convert import IGNORED, LINKS, SETTINGS
+from colossax.models.qwen2.config import Qwen2Config
+
+
+def _read(settings: Mapping[str, Any]) -> dict[str, Any]:
+    unsupported_window(settings)
+    return {**plain_rope(settings), **first_eos(settings)}
+
+
+def _write(config: Qwen2Config) -> dict[str, Any]:
+    return {
+        **rope_to_settings(config.rope_theta),
+        "eos_token_id": config.eos,
+    }
+
+
+CONVERSION = Conversion(
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    config=Qwen2Config,
+    settings=(
+        *SETTINGS,
+        setting("head_dim", "head_dim", default=None),
+        setting("max_seq", "max_position_embeddings", default=32_768),
+    ),
+    fixed={"hidden_act": ("silu",), "use_sliding_window": (False,)},
+    links=LINKS,
+    ignored=IGNORED,
+    read=_read,
+    write=_write,
+)

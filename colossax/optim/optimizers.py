@@ -1,0 +1,191 @@
+"""The optimizers, each `dims -> optax.GradientTransformation`."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+from jax.typing import DTypeLike
+
+from colossax.errors import InputError
+from colossax.optim.transforms import (
+    add_decay,
+    scale_by_adam,
+    scale_by_lamb_ratio,
+    scale_by_lars_ratio,
+)
+
+LearningRate = float | optax.Schedule
+DimsOptimizer = Callable[[Any], optax.GradientTransformation]
+"""Takes the dims of the parameters (their tree, leaves tuples of names), gives the optimizer."""
+
+
+def adamw(
+    learning_rate: LearningRate,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+    weight_decay: float = 0.1,
+    moment_dtype: DTypeLike = jnp.float32,
+) -> DimsOptimizer:
+    """Adam with decoupled weight decay: `p -= lr (m' / (sqrt(v') + eps) + weight_decay p)`.
+
+    Args:
+        learning_rate: A number, or a schedule of the step count from 0.
+        b1: Decay of the first moment.
+        b2: Decay of the second moment.
+        eps: Added to the denominator.
+        weight_decay: Times the parameter; matrices and tables only, see `decays`.
+        moment_dtype: Of the first moment; the second is float32.
+
+    Raises:
+        InputError: An argument is out of range.
+
+    Cost: 8 bytes of state a parameter, 6 with `moment_dtype` bfloat16.
+    Reference: Loshchilov and Hutter 2019, Decoupled Weight Decay Regularization.
+    """
+    sizes = {"eps": eps, "weight_decay": weight_decay}
+    _check("adamw", learning_rate, shares={"b1": b1, "b2": b2}, sizes=sizes)
+    return lambda dims: optax.chain(
+        scale_by_adam(b1, b2, eps, moment_dtype),
+        add_decay(weight_decay, dims),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+
+
+def sgd(
+    learning_rate: LearningRate,
+    *,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    moment_dtype: DTypeLike = jnp.float32,
+) -> DimsOptimizer:
+    """Stochastic gradient descent: `m = momentum m + g; p -= lr (m + weight_decay p)`.
+
+    Args:
+        learning_rate: A number, or a schedule of the step count from 0.
+        momentum: 0 keeps no moment.
+        nesterov: Steps along `g + momentum m` instead of m.
+        weight_decay: Times the parameter, outside the momentum; see `decays`.
+        moment_dtype: Of the moment.
+
+    Raises:
+        InputError: An argument is out of range.
+
+    Cost: no state without momentum, else one `moment_dtype` a parameter.
+    """
+    sizes = {"weight_decay": weight_decay}
+    _check("sgd", learning_rate, shares={"momentum": momentum}, sizes=sizes)
+    return lambda dims: optax.chain(
+        *([optax.trace(momentum, nesterov, moment_dtype)] if momentum else []),
+        add_decay(weight_decay, dims),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+
+
+def lamb(
+    learning_rate: LearningRate,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-6,
+    weight_decay: float = 0.01,
+    bounds: tuple[float, float] = (0.0, math.inf),
+    adapt_all: bool = False,
+    moment_dtype: DTypeLike = jnp.float32,
+) -> DimsOptimizer:
+    """LAMB: Adam's direction u (with decay), scaled to `phi(|p|) / |u|`, per layer and expert.
+
+    Norms are of one parameter of one layer (and expert), however it is stacked and sharded.
+
+    Args:
+        learning_rate: A number, or a schedule of the step count from 0.
+        b1: Decay of the first moment.
+        b2: Decay of the second moment.
+        eps: Added to Adam's denominator.
+        weight_decay: Times the parameter, inside u; matrices and tables only, see `decays`.
+        bounds: phi clamps the parameter's norm to this range; the default leaves it.
+        adapt_all: Scale norms and biases too; else they take Adam's step, as in the authors' code.
+        moment_dtype: Of the first moment; the second is float32.
+
+    Raises:
+        InputError: An argument is out of range.
+
+    Cost: 8 bytes of state a parameter; communicates as `unit_norms` says, twice a leaf.
+    Reference: You et al. 2019, Large Batch Optimization for Deep Learning: Training BERT in 76
+    minutes, algorithm 2.
+    """
+    sizes = {"eps": eps, "weight_decay": weight_decay}
+    _check("lamb", learning_rate, shares={"b1": b1, "b2": b2}, sizes=sizes)
+    low, high = bounds
+    if not 0 <= low <= high or high == 0:
+        raise InputError(f"lamb: bounds {bounds} hold no norm; give 0 <= low <= high, high above 0")
+    return lambda dims: optax.chain(
+        scale_by_adam(b1, b2, eps, moment_dtype),
+        scale_by_lamb_ratio(weight_decay, dims, bounds=bounds, adapt_all=adapt_all),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+
+
+def lars(
+    learning_rate: LearningRate,
+    *,
+    momentum: float = 0.9,
+    nesterov: bool = False,
+    weight_decay: float = 1e-4,
+    trust_coefficient: float = 0.001,
+    eps: float = 0.0,
+    adapt_all: bool = False,
+    moment_dtype: DTypeLike = jnp.float32,
+) -> DimsOptimizer:
+    """LARS: SGD whose rate is scaled per layer and expert by `|p| / (|g| + weight_decay |p|)`.
+
+    `m = momentum m + lr coefficient |p| / (|g| + weight_decay |p| + eps) (g + weight_decay p)`,
+    then `p -= m`. Norms are of one parameter of one layer (and expert), however it is stacked and
+    sharded.
+
+    Args:
+        learning_rate: A number, or a schedule of the step count from 0.
+        momentum: Of steps, the learning rate included.
+        nesterov: Steps along `step + momentum m` instead of m.
+        weight_decay: Times the parameter; matrices and tables only, see `decays`.
+        trust_coefficient: How far a step may move a parameter, as a share of its norm.
+        eps: Added to the denominator.
+        adapt_all: Scale norms and biases too; else they take the step of SGD with momentum.
+        moment_dtype: Of the moment.
+
+    Raises:
+        InputError: An argument is out of range.
+
+    Cost: 4 bytes of state a parameter; communicates as `unit_norms` says, twice a leaf.
+    Reference: You et al. 2017, Large Batch Training of Convolutional Networks, algorithm 1.
+    """
+    sizes = {"eps": eps, "weight_decay": weight_decay, "trust_coefficient": trust_coefficient}
+    _check("lars", learning_rate, shares={"momentum": momentum}, sizes=sizes)
+    return lambda dims: optax.chain(
+        scale_by_lars_ratio(
+            weight_decay, dims, coefficient=trust_coefficient, eps=eps, adapt_all=adapt_all
+        ),
+        optax.scale_by_learning_rate(learning_rate),
+        optax.trace(momentum, nesterov, moment_dtype),
+    )
+
+
+def _check(
+    optimizer: str,
+    learning_rate: LearningRate,
+    *,
+    shares: dict[str, float],
+    sizes: dict[str, float],
+) -> None:
+    for name, value in shares.items():
+        if not 0 <= value < 1:
+            raise InputError(f"{optimizer}: {name} is {value}; choose 0 <= {name} < 1")
+    if not callable(learning_rate):
+        sizes = {"learning_rate": learning_rate, **sizes}
+    for name, value in sizes.items():
+        if not 0 <= value < math.inf:
+            raise InputError(f"{optimizer}: {name} is {value}; choose a finite number from 0")

@@ -1,0 +1,80 @@
+"""Learning rates as functions of the step, counted from 0; all begin with a linear warmup.
+
+The warmup goes from 0 at step 0 to the peak at step `warmup`; without one, step 0 has the peak. A
+schedule reaches `end` at step `steps` and stays there. A run shorter than its warmup ends within it.
+"""
+
+import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
+
+from colossax.errors import InputError
+
+
+def constant(peak: float, *, warmup: int = 0) -> optax.Schedule:
+    """The peak, for ever."""
+    return _after_warmup(peak, warmup, optax.constant_schedule(peak))
+
+
+def linear(peak: float, *, steps: int, warmup: int = 0, end: float = 0.0) -> optax.Schedule:
+    """A straight line from the peak to `end`."""
+    rest = _rest("linear", steps, warmup)
+    return _after_warmup(peak, warmup, optax.linear_schedule(peak, end, rest))
+
+
+def warmup_cosine(peak: float, *, steps: int, warmup: int = 0, end: float = 0.0) -> optax.Schedule:
+    """Half a cosine from the peak to `end`."""
+    rest = _rest("warmup_cosine", steps, warmup)
+    # As a share of the swing, not of the peak, so that a peak of 0 is no division by it.
+    swing = optax.cosine_decay_schedule(1.0, rest)
+    return _after_warmup(peak, warmup, lambda count: end + (peak - end) * swing(count))
+
+
+def inverse_sqrt(peak: float, *, warmup: int) -> optax.Schedule:
+    """`peak sqrt(warmup / step)` after the warmup; no end need be known.
+
+    Raises:
+        InputError: No warmup, which would make the peak infinite.
+    """
+    if warmup < 1:
+        raise InputError(f"inverse_sqrt: warmup is {warmup}; choose 1 step or more")
+
+    def after(count: ArrayLike) -> ArrayLike:
+        # Joined schedules are evaluated on both sides of the joint; below it the rate is the peak.
+        return peak * jnp.sqrt(warmup / (warmup + jnp.maximum(count, 0)))
+
+    return _after_warmup(peak, warmup, after)
+
+
+def wsd(
+    peak: float, *, steps: int, warmup: int = 0, decay: int, end: float = 0.0
+) -> optax.Schedule:
+    """Warmup, stable, decay: the peak until `decay` steps before the end, then a straight line.
+
+    Raises:
+        InputError: No decay, or one longer than what follows the warmup.
+    """
+    rest = _rest("wsd", steps, warmup)
+    if not 1 <= decay <= rest:
+        raise InputError(
+            f"wsd: a decay of {decay} steps does not fit into the {rest} steps after the warmup;"
+            f" choose from 1 to {rest}"
+        )
+    line = optax.linear_schedule(peak, end, decay, transition_begin=rest - decay)
+    return _after_warmup(peak, warmup, line)
+
+
+def _rest(schedule: str, steps: int, warmup: int) -> int:
+    """Steps after the warmup, at least one."""
+    if steps < 1:
+        raise InputError(f"{schedule}: steps is {steps}; choose 1 or more")
+    return max(steps - warmup, 1)
+
+
+def _after_warmup(peak: float, warmup: int, after: optax.Schedule) -> optax.Schedule:
+    if warmup < 0:
+        raise InputError(f"schedule: warmup is {warmup}; choose 0 steps or more")
+    if warmup == 0:
+        return after
+    ramp = optax.linear_schedule(0.0, peak, warmup)
+    return optax.join_schedules([ramp, after], [warmup])

@@ -1,0 +1,213 @@
+"""One attention, several implementations: the call, its checks and the choice."""
+
+import functools
+import logging
+import math
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from colossax.pallas.target import Target, current_target
+
+from . import cudnn, reference, xla
+from .mask import Mask
+from .spec import AttentionSpec
+
+IMPLEMENTATIONS: dict[str, ModuleType] = {"cudnn": cudnn, "xla": xla, "reference": reference}
+"""Fastest first."""
+
+_LOG = logging.getLogger(__name__)
+
+
+def attention(
+    q: Float[Array, "*b s n h"],
+    k: Float[Array, "*b t k h"],
+    v: Float[Array, "*b t k hv"],
+    *,
+    mask: Mask,
+    biases: Sequence[Array] = (),
+    alibi_slopes: Float[Array, " n"] | None = None,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Array, " n"] | None = None,
+    dropout_key: Array | None = None,
+    return_lse: bool = False,
+    implementation: str = "auto",
+) -> Any:
+    """Exact softmax attention on one device; query head i reads kv head `i // (n / k)`.
+
+        logits = soft_cap * tanh(q . k * scale / soft_cap) + biases - slope * (q_pos - kv_pos)
+        out    = softmax over the keys the mask shows, and the sink, of logits, times v
+
+    A query that sees no key gives 0 and has no gradient.
+
+    Args:
+        q: Queries; any number of leading batch dims, which k and v share.
+        k: Keys; `n` is a multiple of their heads.
+        v: Values; their head size may differ.
+        mask: Who sees whom; leading dims of its arrays are those of q, or 1.
+        biases: Each broadcastable to `[*b, n, s, t]`, with all its dims written out.
+        alibi_slopes: Penalty per head and unit of distance in the mask's positions.
+        scale: Default `1 / sqrt(h)`.
+        soft_cap: Bound of the logits.
+        sinks: One more logit per head, in the denominator only.
+        dropout_key: Reserved; give None.
+        return_lse: Also return the log of the softmax's denominator, sink included.
+        implementation: `auto` takes the first that accepts; or `cudnn`, `xla`, `reference`.
+
+    Returns:
+        Output `[*b, s, n, hv]` in q's dtype; with `return_lse` a pair of it and float32
+        `[*b, n, s]`, natural logarithm, -inf where nothing is visible. Both are differentiable.
+
+    Raises:
+        ValueError: Shapes contradict one another, or `implementation` is no name.
+        NotImplementedError: The implementation named does not take this call, says why.
+        ExceptionGroup: None takes it; holds the reason of each.
+    """
+    if dropout_key is not None:
+        raise NotImplementedError("attention: dropout is not there yet; give dropout_key=None")
+    _check(q, k, v, mask, biases, alibi_slopes, sinks)
+    lead, (s, heads) = q.shape[:-3], q.shape[-3:-1]
+    rows = math.prod(lead)
+    q, k, v = (x.reshape(rows, *x.shape[-3:]) for x in (q, k, v))
+    mask = _flat_mask(mask, lead)
+    biases = tuple(_flat(x, lead, 3) for x in biases)
+    spec = AttentionSpec(
+        batch=rows,
+        q_length=s,
+        kv_length=k.shape[1],
+        heads=heads,
+        kv_heads=k.shape[2],
+        head_dim=q.shape[3],
+        v_head_dim=v.shape[3],
+        dtype=q.dtype,
+        mask=mask,
+        biases=len(biases),
+        alibi=alibi_slopes is not None,
+        soft_cap=soft_cap is not None,
+        sinks=sinks is not None,
+        return_lse=return_lse,
+    )
+    chosen = choose(spec, current_target(), implementation)
+    out, lse = IMPLEMENTATIONS[chosen].attend(
+        q,
+        k,
+        v,
+        mask=mask,
+        biases=biases,
+        alibi_slopes=alibi_slopes,
+        scale=1 / math.sqrt(q.shape[3]) if scale is None else float(scale),
+        soft_cap=None if soft_cap is None else float(soft_cap),
+        sinks=sinks,
+    )
+    out = out.reshape(*lead, s, heads, v.shape[3])
+    return (out, lse.reshape(*lead, heads, s)) if return_lse else out
+
+
+def choose(spec: AttentionSpec, target: Target, implementation: str = "auto") -> str:
+    """Name of the implementation that will run.
+
+    Raises:
+        ValueError: No such name.
+        NotImplementedError: The one named declines.
+        ExceptionGroup: All decline.
+    """
+    names = ("auto", *IMPLEMENTATIONS)
+    if implementation not in names:
+        raise ValueError(
+            f"attention: unknown implementation '{implementation}'; use one of {names}"
+        )
+    reasons = {}
+    for name in IMPLEMENTATIONS if implementation == "auto" else (implementation,):
+        reason = IMPLEMENTATIONS[name].why_not(spec, target)
+        if reason is None:
+            _log_once(name, "; ".join(f"not {n}: {r}" for n, r in reasons.items()))
+            return name
+        reasons[name] = reason
+    if implementation != "auto":
+        raise NotImplementedError(f"attention '{implementation}': {reasons[implementation]}")
+    raise ExceptionGroup(
+        "attention: no implementation takes this call",
+        [NotImplementedError(f"attention '{name}': {why}") for name, why in reasons.items()],
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _log_once(name: str, declined: str) -> None:
+    _LOG.info("attention uses %s%s", name, f" ({declined})" if declined else "")
+
+
+def _check(q: Array, k: Array, v: Array, mask: Mask, biases: Any, slopes: Any, sinks: Any) -> None:
+    lead, (s, n, _), (t, kv_heads, _) = q.shape[:-3], q.shape[-3:], k.shape[-3:]
+    shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
+    if k.shape[:-3] != lead or v.shape[:-1] != k.shape[:-1] or k.shape[-1] != q.shape[-1]:
+        raise ValueError(
+            f"attention: {shapes} do not fit; they are [*b, s, n, h], [*b, t, k, h], [*b, t, k, hv]"
+        )
+    if n % kv_heads:
+        raise ValueError(f"attention: {shapes}: {n} query heads are no multiple of {kv_heads}")
+    if k.dtype != q.dtype or v.dtype != q.dtype:
+        raise ValueError(f"attention: dtypes {q.dtype}, {k.dtype}, {v.dtype} differ; cast first")
+    of_tokens = {
+        "q_positions": (s,),
+        "q_segments": (s,),
+        "kv_positions": (t,),
+        "kv_segments": (t,),
+        "kv_valid": (t,),
+        "prefix": (),
+    }
+    for name, tail in of_tokens.items():
+        found = getattr(mask, name)
+        if found is not None and not _fits(found.shape, (*lead, *tail), len(tail)):
+            raise ValueError(
+                f"attention: mask {name} {found.shape} does not fit {shapes};"
+                f" it is {(*lead, *tail)}, leading dims may be 1"
+            )
+    for bias in biases:
+        if not _fits(bias.shape, (*lead, n, s, t), 0):
+            raise ValueError(
+                f"attention: bias {bias.shape} is not {(*lead, n, s, t)} with any dim 1; {shapes}"
+            )
+    for name, per_head in (("alibi_slopes", slopes), ("sinks", sinks)):
+        if per_head is not None and per_head.shape != (n,):
+            raise ValueError(f"attention: {name} {per_head.shape} is not ({n},), one per head of q")
+
+
+def _fits(found: tuple[int, ...], wanted: tuple[int, ...], exact: int) -> bool:
+    """Whether sizes agree or are 1, the last `exact` of them exactly."""
+    if len(found) != len(wanted):
+        return False
+    split = len(wanted) - exact
+    return found[split:] == wanted[split:] and all(
+        f in (1, w) for f, w in zip(found[:split], wanted[:split], strict=True)
+    )
+
+
+def _flat(x: Any, lead: tuple[int, ...], tail: int) -> Any:
+    """`x` with its leading dims merged into one, of size 1 or the whole batch."""
+    here = x.shape[: x.ndim - tail]
+    rest = x.shape[x.ndim - tail :]
+    if math.prod(here) == 1:
+        return x.reshape(1, *rest)
+    return jnp.broadcast_to(x, (*lead, *rest)).reshape(-1, *rest)
+
+
+def _flat_mask(mask: Mask, lead: tuple[int, ...]) -> Mask:
+    if len(lead) == 1:
+        return mask
+    fields = {
+        name: _flat(getattr(mask, name), lead, tail)
+        for name, tail in (
+            ("prefix", 0),
+            ("q_positions", 1),
+            ("kv_positions", 1),
+            ("q_segments", 1),
+            ("kv_segments", 1),
+            ("kv_valid", 1),
+        )
+        if getattr(mask, name) is not None
+    }
+    return Mask(causal=mask.causal, window=mask.window, **fields)

@@ -1,0 +1,67 @@
+"""Softmax attention as it is written down, in float32: the truth, and slow."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from colossax.pallas.target import Target
+
+from .mask import Mask, dense, positions
+from .spec import AttentionSpec
+
+
+def why_not(spec: AttentionSpec, target: Target) -> str | None:
+    """It takes everything everywhere."""
+    return None
+
+
+def attend(
+    q: Float[Array, "*b s n h"],
+    k: Float[Array, "*b t k h"],
+    v: Float[Array, "*b t k hv"],
+    *,
+    mask: Mask,
+    biases: Sequence[Array] = (),
+    alibi_slopes: Float[Array, " n"] | None = None,
+    scale: float,
+    soft_cap: float | None = None,
+    sinks: Float[Array, " n"] | None = None,
+) -> tuple[Float[Array, "*b s n hv"], Float[Array, "*b n s"]]:
+    """`softmax(cap(q k scale) + biases + alibi) v` and its log-partition, see `api.attention`.
+
+    Cost: several float32 arrays of n s t items per batch row.
+    """
+    heads, kv_heads = q.shape[-2], k.shape[-2]
+    s, t = q.shape[-3], k.shape[-3]
+    wide_q, wide_k, wide_v = (x.astype(jnp.float32) for x in (q, k, v))
+    grouped = wide_q.reshape(*q.shape[:-2], kv_heads, heads // kv_heads, q.shape[-1])
+    exact = jax.lax.Precision.HIGHEST
+    logits = jnp.einsum("...skgh,...tkh->...kgst", grouped, wide_k, precision=exact) * scale
+    logits = logits.reshape(*q.shape[:-3], heads, s, t)
+    if soft_cap is not None:
+        logits = soft_cap * jnp.tanh(logits / soft_cap)
+    for bias in biases:
+        logits = logits + bias.astype(jnp.float32)
+    if alibi_slopes is not None:
+        q_position = positions(mask.q_positions, s)[..., None, :, None]
+        kv_position = positions(mask.kv_positions, t)[..., None, None, :]
+        distance = (q_position - kv_position).astype(jnp.float32)
+        logits = logits - alibi_slopes.astype(jnp.float32)[:, None, None] * distance
+    seen = dense(mask, s, t)
+    # Where nothing is visible the maximum is -inf; shifting by 0 instead keeps NaN out.
+    logits = jnp.where(seen, logits, -jnp.inf)
+    extra = None if sinks is None else sinks.astype(jnp.float32)[:, None, None]
+    top = jnp.max(logits, axis=-1, keepdims=True)
+    top = top if extra is None else jnp.maximum(top, extra)
+    shift = jax.lax.stop_gradient(jnp.where(jnp.isneginf(top), 0.0, top))
+    weights = jnp.where(seen, jnp.exp(logits - shift), 0.0)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    total = total if extra is None else total + jnp.exp(extra - shift)
+    empty = total == 0
+    total = jnp.where(empty, 1.0, total)
+    lse = jnp.where(empty, -jnp.inf, jnp.log(total) + shift)[..., 0]
+    probabilities = (weights / total).reshape(*q.shape[:-3], kv_heads, heads // kv_heads, s, t)
+    out = jnp.einsum("...kgst,...tkh->...skgh", probabilities, wide_v, precision=exact)
+    return out.reshape(*q.shape[:-1], v.shape[-1]).astype(q.dtype), lse

@@ -1,0 +1,27 @@
+"""What an attention call asks for, as far as choosing an implementation needs to know."""
+
+import dataclasses
+
+import numpy as np
+
+from .mask import Mask
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """Static facts of one call; `mask` holds shapes or arrays, of which only presence counts."""
+
+    batch: int
+    q_length: int
+    kv_length: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: np.dtype
+    mask: Mask = dataclasses.field(compare=False)
+    biases: int = 0
+    alibi: bool = False
+    soft_cap: bool = False
+    sinks: bool = False
+    return_lse: bool = False

@@ -1,0 +1,32 @@
+"""Values inside `shard_map` carry the mesh axes along which they may differ; loops check it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from colossax.compat import varying_axes
+
+
+def vary_alike(tree: Any) -> Any:
+    """All leaves marked as different along every mesh axis that any of them differs along.
+
+    Loop carries and hand-written gradients must agree in this with what they are added to. The
+    transpose sums gradients of leaves that were equal on all devices. Outside `shard_map` it does
+    nothing.
+    """
+    axes = frozenset().union(*map(varying_axes, jax.tree.leaves(tree)))
+
+    def vary(x: Any) -> Any:
+        missing = tuple(sorted(axes - varying_axes(x)))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(vary, tree)
+
+
+def zeros_like_varying(shape: tuple[int, ...], like: Array) -> Float[Array, "..."]:
+    """Float32 zeros that may differ along the same mesh axes as `like`: a loop's first carry."""
+    axes = tuple(sorted(varying_axes(like)))
+    zeros = jnp.zeros(shape, jnp.float32)
+    return jax.lax.pcast(zeros, axes, to="varying") if axes else zeros

@@ -1,0 +1,133 @@
+"""Published models at their published sizes, for GPUs.
+
+They train on `--data PATH` with the model's own `--data.tokenizer FILE`, which is asked for: a
+vocabulary of this size is not learnt from the text at hand. To try one out without it, ask for a
+small trained one (`--data.tokenizer_vocab 4096`), which uses the first ids of the vocabulary.
+
+Matmuls run in bfloat16 over float32 parameters, layers are recomputed in backward, and logits
+are made in pieces of the vocabulary.
+"""
+
+from colossax.config import LossConfig, Plan, Precision, Segment, preset
+from colossax.models import GPT2Config, LlamaConfig, MistralConfig, Qwen3Config
+from colossax.train.config import DataConfig, OptimizerConfig, SampleConfig, TrainConfig
+
+_SAMPLE = SampleConfig(prompt="The ")
+
+
+def _gpu_plan(name: str, *, vocab_chunks: int, mesh: dict[str, int] | None = None) -> Plan:
+    return preset(
+        name,
+        mesh=mesh,
+        segments=(Segment(remat="full"),),
+        precision=Precision(compute="bfloat16"),
+        loss=LossConfig(vocab_chunks=vocab_chunks),
+    )
+
+
+def gpt2_124m() -> TrainConfig:
+    """GPT-2 small: half a million tokens per step in four microbatches."""
+    return TrainConfig(
+        recipe="gpt2_124m",
+        model=GPT2Config(vocab=50_257, embed=768, layers=12, heads=12, mlp=3072, eos=50_256),
+        plan=_gpu_plan("zero3", vocab_chunks=1),
+        data=DataConfig(seq_len=1024, global_batch=512),
+        optimizer=OptimizerConfig(peak_lr=6e-4, warmup=700),
+        steps=19_000,
+        checkpoint_every=1000,
+        validate_every=250,
+        sample=_SAMPLE,
+    )
+
+
+def qwen3_0p6b() -> TrainConfig:
+    """Qwen3 0.6B, whose embedding is a quarter of it and also its head."""
+    return TrainConfig(
+        recipe="qwen3_0p6b",
+        model=Qwen3Config(
+            vocab=151_936,
+            embed=1024,
+            layers=28,
+            heads=16,
+            kv_heads=8,
+            mlp=3072,
+            eos=151_645,
+        ),
+        plan=_gpu_plan("zero3", vocab_chunks=16),
+        data=DataConfig(seq_len=4096, global_batch=128),
+        optimizer=OptimizerConfig(peak_lr=1e-3, warmup=1000),
+        steps=50_000,
+        checkpoint_every=1000,
+        validate_every=500,
+        sample=_SAMPLE,
+    )
+
+
+def mistral_7b() -> TrainConfig:
+    """Mistral 7B v0.1: grouped queries and a window of 4096 keys."""
+    return TrainConfig(
+        recipe="mistral_7b",
+        model=MistralConfig(
+            vocab=32_000,
+            embed=4096,
+            layers=32,
+            heads=32,
+            kv_heads=8,
+            mlp=14_336,
+            eos=2,
+        ),
+        plan=_gpu_plan("zero3", vocab_chunks=8),
+        data=DataConfig(seq_len=8192, global_batch=64),
+        optimizer=OptimizerConfig(peak_lr=3e-4, warmup=2000),
+        steps=100_000,
+        checkpoint_every=1000,
+        validate_every=500,
+        sample=_SAMPLE,
+    )
+
+
+def llama3_8b() -> TrainConfig:
+    """Llama 3 8B at its full context of 8192."""
+    return TrainConfig(
+        recipe="llama3_8b",
+        model=LlamaConfig(
+            vocab=128_256,
+            embed=4096,
+            layers=32,
+            heads=32,
+            kv_heads=8,
+            mlp=14_336,
+            max_seq=8192,
+            rope_theta=500_000.0,
+            eos=128_001,
+        ),
+        plan=_gpu_plan("zero3", vocab_chunks=8),
+        data=DataConfig(seq_len=8192, global_batch=64),
+        optimizer=OptimizerConfig(peak_lr=3e-4, warmup=2000),
+        steps=100_000,
+        checkpoint_every=1000,
+        validate_every=500,
+        sample=_SAMPLE,
+    )
+
+
+def llama3_70b() -> TrainConfig:
+    """Llama 3 70B: eight devices share each layer's matmuls, the rest share its storage."""
+    small = llama3_8b()
+    model = LlamaConfig(
+        vocab=128_256,
+        embed=8192,
+        layers=80,
+        heads=64,
+        kv_heads=8,
+        mlp=28_672,
+        max_seq=8192,
+        rope_theta=500_000.0,
+        eos=128_001,
+    )
+    return small.replace(
+        recipe="llama3_70b",
+        model=model,
+        plan=_gpu_plan("zero3+megatron_sp", vocab_chunks=8, mesh={"fsdp": -1, "tensor": 8}),
+        optimizer=OptimizerConfig(peak_lr=1.5e-4, warmup=2000),
+    )

@@ -1,0 +1,41 @@
+"""Recipes by name."""
+
+from collections.abc import Callable
+
+from colossax.config import nearest
+from colossax.errors import InputError
+from colossax.recipes.large import (
+    gpt2_124m,
+    llama3_8b,
+    llama3_70b,
+    mistral_7b,
+    qwen3_0p6b,
+)
+from colossax.recipes.small import llama_stdlib, llama_tiny
+from colossax.train.config import TrainConfig
+
+RECIPES: dict[str, Callable[[], TrainConfig]] = {
+    make.__name__: make
+    for make in (
+        llama_stdlib,
+        llama_tiny,
+        gpt2_124m,
+        qwen3_0p6b,
+        mistral_7b,
+        llama3_8b,
+        llama3_70b,
+    )
+}
+
+DEFAULT_RECIPE = "llama_stdlib"
+
+
+def recipe(name: str) -> TrainConfig:
+    """The configuration of this name.
+
+    Raises:
+        InputError: No such recipe; the nearest is named.
+    """
+    if name not in RECIPES:
+        raise InputError(f"no recipe is called '{name}'{nearest(name, RECIPES)}")
+    return RECIPES[name]()

@@ -1,0 +1,171 @@
+"""What a run is: one frozen value, made by a recipe and overridden on the command line."""
+
+import dataclasses
+from typing import Any
+
+from colossax.config import Plan, from_json, nearest, to_json
+from colossax.errors import InputError
+from colossax.models import config_from_json, config_to_json
+
+SCHEDULES = ("cosine", "linear", "wsd", "constant")
+
+
+def _at_least(config: Any, prefix: str, least: dict[str, float]) -> None:
+    for name, low in least.items():
+        value = getattr(config, name)
+        if value < low:
+            label = f"{prefix}.{name}" if prefix else name
+            raise InputError(f"{label}: found {value}; give {low} or more")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Text in, batches out.
+
+    Attributes:
+        path: File or folder of text, JSONL or Parquet; None is the source of Python's standard
+            library.
+        seq_len: Tokens per row.
+        global_batch: Rows per step, over all devices, processes and microbatches.
+        tokenizer: A `tokenizer.json`; None trains a BPE of `tokenizer_vocab` tokens on the text.
+        tokenizer_vocab: Tokens of the BPE that is trained when no file is given; None trains none.
+        text_field: Field or column that holds the text of JSONL and Parquet.
+        skip_undecodable: Leave out files that are not UTF-8 instead of refusing them.
+        validation_fraction: Share of the documents held out.
+        validation_batches: Held-out batches per validation.
+    """
+
+    path: str | None = None
+    seq_len: int
+    global_batch: int
+    tokenizer: str | None = None
+    tokenizer_vocab: int | None = None
+    text_field: str = "text"
+    skip_undecodable: bool = False
+    validation_fraction: float = 0.02
+    validation_batches: int = 8
+
+    def __post_init__(self):
+        _at_least(self, "data", {"seq_len": 1, "global_batch": 1, "validation_batches": 1})
+        if not 0 < self.validation_fraction < 1:
+            raise InputError(
+                f"data.validation_fraction: found {self.validation_fraction};"
+                f" give a share between 0 and 1, such as 0.02"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """How parameters move.
+
+    The learning rate rises linearly from 0 over `warmup` steps to `peak_lr` and then follows the
+    schedule down to `final_lr_share * peak_lr` at step `schedule_steps`, where it stays.
+
+    Attributes:
+        name: An optimizer of `colossax.optim`.
+        schedule: `cosine`, `linear`, `wsd` (constant, then linear over the last fifth), `constant`.
+        schedule_steps: Length of the schedule. None: the run's steps when it first starts. A run
+            resumed with more steps keeps its schedule and takes the rest at the final rate, so
+            that it equals an uninterrupted run of the same schedule.
+    """
+
+    name: str = "adamw"
+    peak_lr: float = 3e-4
+    warmup: int = 0
+    weight_decay: float = 0.1
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    schedule: str = "cosine"
+    schedule_steps: int | None = None
+    final_lr_share: float = 0.1
+
+    def __post_init__(self):
+        _at_least(self, "optimizer", {"peak_lr": 0, "warmup": 0, "weight_decay": 0})
+        if self.schedule not in SCHEDULES:
+            raise InputError(
+                f"optimizer.schedule: unknown '{self.schedule}'{nearest(self.schedule, SCHEDULES)}"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SampleConfig:
+    """The completion printed after training; an empty prompt prints none."""
+
+    prompt: str = ""
+    max_tokens: int = 100
+    temperature: float = 0.8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Everything that decides a run.
+
+    Attributes:
+        recipe: Name of the recipe it came from.
+        model: Configuration of a family of `colossax.models`.
+        plan: How it is spread over devices.
+        data: Text and batches.
+        optimizer: Optimizer and learning rate.
+        steps: Optimizer steps in all, those before a resumption included.
+        seed: Of the parameters, the step's random keys and the order of the data.
+        clip_norm: Global norm gradients are scaled down to; None leaves them.
+        z_loss: Coefficient of the squared log-partition.
+        checkpoint_every: Steps between checkpoints; 0 saves at the end alone.
+        keep: Checkpoints kept.
+        validate_every: Steps between validations; 0 validates at the end alone.
+        sample: Completion printed at the end.
+    """
+
+    recipe: str
+    model: Any
+    plan: Plan = Plan()
+    data: DataConfig
+    optimizer: OptimizerConfig = OptimizerConfig()
+    steps: int
+    seed: int = 0
+    clip_norm: float | None = 1.0
+    z_loss: float = 0.0
+    checkpoint_every: int = 0
+    keep: int = 2
+    validate_every: int = 0
+    sample: SampleConfig = SampleConfig()
+
+    def __post_init__(self):
+        least = {"steps": 1, "seed": 0, "checkpoint_every": 0, "keep": 1, "validate_every": 0}
+        _at_least(self, "", least)
+        longest = self.model.decoder().max_seq
+        if self.data.seq_len > longest:
+            raise InputError(
+                f"data.seq_len: {self.data.seq_len} is above the model's {longest};"
+                f" shorten the sequence or raise model.max_seq"
+            )
+
+    @property
+    def schedule_steps(self) -> int:
+        """Steps after which the learning rate has reached its end."""
+        return self.optimizer.schedule_steps or self.steps
+
+    def replace(self, **changes: Any) -> "TrainConfig":
+        """A copy with fields replaced."""
+        return dataclasses.replace(self, **changes)
+
+
+def train_config_to_json(config: TrainConfig) -> dict[str, Any]:
+    """A configuration as plain JSON types."""
+    fields = {f.name: to_json(getattr(config, f.name)) for f in dataclasses.fields(config)}
+    return {**fields, "model": config_to_json(config.model)}
+
+
+def train_config_from_json(data: dict[str, Any]) -> TrainConfig:
+    """The configuration `train_config_to_json` wrote.
+
+    Raises:
+        InputError: Unknown field or family, or a value that does not fit.
+    """
+    if not isinstance(data, dict) or not isinstance(data.get("model"), dict):
+        raise InputError(f"run config: expected an object with a model, found {data!r}")
+    model = config_from_json(data["model"])
+    rest = {name: value for name, value in data.items() if name != "model"}
+    # The model has no one type to decode by: it goes in as the object it already is.
+    return from_json(TrainConfig, {**rest, "model": model}, where="run config")

@@ -1,0 +1,386 @@
+"""How the processes of a run find one another and stay in step outside the device program.
+
+Before JAX starts, every process reports to process 0 over TCP at the coordinator's address. So a
+missing one can be named; JAX's own rendezvous only times out, and ends the process from C++. The
+connections stay open for what must be agreed on between steps (see `StopAgreement`).
+"""
+
+import dataclasses
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+
+from colossax.compat import ClusterUnavailable, detect_cluster
+from colossax.errors import InputError
+
+MAX_MESSAGE_BYTES = 64 * 2**20
+_HELLO_TIMEOUT_S = 5.0
+_ANSWER_SLACK_S = 15.0
+_RETRY_S = 0.1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Launch:
+    """Where a process stands among those of its run.
+
+    Attributes:
+        coordinator: `host:port` at which process 0 can be reached.
+        processes: How many there are.
+        process_id: Which one this is, from 0.
+        local_devices: Devices of this machine that belong to this process; None: all.
+    """
+
+    coordinator: str
+    processes: int
+    process_id: int
+    local_devices: tuple[int, ...] | None = None
+
+    def __post_init__(self):
+        if self.processes < 1 or not 0 <= self.process_id < self.processes:
+            raise InputError(
+                f"--process-id: found {self.process_id} of --processes {self.processes};"
+                f" ids run from 0 to the number of processes less 1"
+            )
+        host, _, port = self.coordinator.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65_536:
+            raise InputError(
+                f"--coordinator: found '{self.coordinator}'; write HOST:PORT of process 0"
+            )
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port."""
+        host, _, port = self.coordinator.rpartition(":")
+        return host.strip("[]"), int(port)
+
+
+def find_launch(
+    coordinator: str | None,
+    processes: int | None,
+    process_id: int | None,
+    *,
+    timeout_s: float,
+) -> Launch | None:
+    """What was given, the rest from the launcher's environment; None for a run of one process.
+
+    Slurm, Open MPI and indexed Kubernetes jobs are recognised as `jax.distributed` does.
+
+    Raises:
+        InputError: Some options are given and others neither given nor found.
+    """
+    if processes == 1:
+        return None
+    given = {"coordinator": coordinator, "processes": processes, "process-id": process_id}
+    missing = [name for name, value in given.items() if value is None]
+    found = _detected(timeout_s) if missing else None
+    if found is None and len(missing) == len(given):
+        return None
+    if found is None and missing:
+        raise InputError(
+            f"--{missing[0]}: not given, and no launcher's environment tells it;"
+            f" give --coordinator, --processes and --process-id together"
+        )
+    address, count, index, devices = found or (coordinator, processes, process_id, None)
+    count = count if processes is None else processes
+    if count == 1:
+        return None
+    return Launch(
+        coordinator=coordinator or address,
+        processes=count,
+        process_id=index if process_id is None else process_id,
+        local_devices=None if devices is None else tuple(devices),
+    )
+
+
+def _detected(timeout_s: float) -> tuple | None:
+    try:
+        return detect_cluster(timeout_s)
+    except ClusterUnavailable as problem:
+        raise InputError(
+            f"the launcher's environment is there but unusable ({problem}); give --coordinator,"
+            f" --processes and --process-id, or --processes 1 to run alone"
+        ) from problem
+
+
+class Wire:
+    """JSON messages over one connection, one a line."""
+
+    def __init__(self, connection: socket.socket):
+        self.connection = connection
+        self._buffer = b""
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send one message."""
+        self.connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self, timeout_s: float | None = None) -> dict[str, Any] | None:
+        """The next message; None when the other side is gone or sends something else.
+
+        Raises:
+            TimeoutError: Nothing whole came in time.
+        """
+        self.connection.settimeout(timeout_s)
+        while b"\n" not in self._buffer:
+            if not self._read():
+                return None
+        return self._next()
+
+    def arrived(self) -> list[dict[str, Any] | None]:
+        """Messages that can be read without waiting, None last when the other side is gone."""
+        alive = self._read()
+        return self.buffered() if alive else [*self.buffered(), None]
+
+    def buffered(self) -> list[dict[str, Any] | None]:
+        """Messages that have been read already."""
+        messages = []
+        while b"\n" in self._buffer:
+            messages.append(self._next())
+        return messages
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.connection.close()
+
+    def _read(self) -> bool:
+        try:
+            data = self.connection.recv(65_536)
+        except TimeoutError:
+            raise
+        except OSError:
+            return False
+        self._buffer += data
+        return bool(data) and len(self._buffer) <= MAX_MESSAGE_BYTES
+
+    def _next(self) -> dict[str, Any] | None:
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        try:
+            message = json.loads(line)
+        except ValueError:
+            return None
+        return message if isinstance(message, dict) else None
+
+
+class Group:
+    """The processes of a run, joined through process 0; a run of one has no connections.
+
+    Attributes:
+        process_id: Which process this is.
+        processes: How many there are.
+        wires: To the others, by process id: process 0 has all of them, the others process 0.
+    """
+
+    def __init__(self, launch: Launch | None, wires: dict[int, Wire]):
+        self.launch = launch
+        self.process_id = 0 if launch is None else launch.process_id
+        self.processes = 1 if launch is None else launch.processes
+        self.wires = wires
+
+    @property
+    def first(self) -> bool:
+        """Whether this is process 0, which alone writes and prints."""
+        return self.process_id == 0
+
+    def from_first(self, make: Callable[[], Any]) -> Any:
+        """What `make()` gives on process 0, as JSON, on every process; the others wait.
+
+        Raises:
+            InputError: `make` raised one, with its message everywhere; or a process ended.
+        """
+        value, problem = _attempt(make) if self.first else (None, None)
+        return self._exchange(value, problem)
+
+    def together(self, make: Callable[[], Any]) -> Any:
+        """What `make()` gives here, once it has succeeded on every process.
+
+        Raises:
+            InputError: On every process, when `make` raised one on any.
+        """
+        value, problem = _attempt(make)
+        self._exchange(None, problem)
+        return value
+
+    def _exchange(self, value: Any, problem: InputError | None) -> Any:
+        """Process 0's value on all; or the refusal of the lowest process that has one."""
+        if self.processes == 1:
+            if problem is not None:
+                raise problem
+            return value
+        message = None if problem is None else str(problem)
+        if self.first:
+            answer = self._collect(value, message)
+        else:
+            self.wires[0].send({"refuse": message})
+            answer = self.wires[0].receive()
+            if answer is None:
+                raise InputError("process 0 ended before the run began; see its message")
+        if answer["refuse"] is not None:
+            raise InputError(answer["refuse"])
+        return answer["value"]
+
+    def _collect(self, value: Any, message: str | None) -> dict[str, Any]:
+        refusals = [message] if message else []
+        for process_id, wire in self.wires.items():
+            report = wire.receive()
+            if report is None:
+                refusals.append(f"process {process_id} ended before the run began; see its message")
+            elif report["refuse"]:
+                refusals.append(report["refuse"])
+        answer = {"refuse": refusals[0] if refusals else None, "value": value}
+        for wire in self.wires.values():
+            _send_quietly(wire, answer)
+        return answer
+
+    def close(self) -> None:
+        """Close the connections."""
+        for wire in self.wires.values():
+            wire.close()
+
+
+def _attempt(make: Callable[[], Any]) -> tuple[Any, InputError | None]:
+    try:
+        return make(), None
+    except InputError as problem:
+        return None, problem
+
+
+def join(launch: Launch | None, *, timeout_s: float) -> Group:
+    """Wait until every process of the run has reported to process 0.
+
+    Raises:
+        InputError: Some have not within `timeout_s` (each is named), process 0 cannot be
+            reached, or two processes disagree about the run.
+    """
+    if launch is None:
+        return Group(None, {})
+    if launch.process_id == 0:
+        return Group(launch, _host(launch, timeout_s))
+    return Group(launch, {0: _report(launch, timeout_s)})
+
+
+def start_jax(launch: Launch | None) -> None:
+    """Join JAX's own coordination; every process of the run must be there already."""
+    if launch is None:
+        return
+    # It would take over SIGTERM, which the loop answers by saving.
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.distributed.initialize(
+        launch.coordinator,
+        launch.processes,
+        launch.process_id,
+        local_device_ids=None if launch.local_devices is None else list(launch.local_devices),
+        cluster_detection_method="deactivate",
+    )
+
+
+def _host(launch: Launch, timeout_s: float) -> dict[int, Wire]:
+    deadline = time.monotonic() + timeout_s
+    wires: dict[int, Wire] = {}
+    with _listen(launch.address[1]) as server:
+        while len(wires) < launch.processes - 1:
+            server.settimeout(max(0.01, deadline - time.monotonic()))
+            try:
+                connection, _ = server.accept()
+            except TimeoutError:
+                _refuse_all(wires.values(), _absent(launch, wires, timeout_s))
+            _welcome(launch, wires, Wire(connection))
+    for wire in wires.values():
+        wire.send({"refuse": None})
+    return wires
+
+
+def _listen(port: int) -> socket.socket:
+    try:
+        if socket.has_dualstack_ipv6():
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+        return socket.create_server(("", port))
+    except OSError as problem:
+        raise InputError(
+            f"--coordinator: process 0 cannot listen on port {port} ({os.strerror(problem.errno)});"
+            f" choose a free port"
+        ) from problem
+
+
+def _welcome(launch: Launch, wires: dict[int, Wire], wire: Wire) -> None:
+    """Take in one process; what is no process of a run is hung up on."""
+    try:
+        hello = wire.receive(_HELLO_TIMEOUT_S) or {}
+    except TimeoutError:
+        hello = {}
+    process_id, processes = hello.get("process_id"), hello.get("processes")
+    if not isinstance(process_id, int) or not isinstance(processes, int):
+        return wire.close()
+    if processes != launch.processes:
+        problem = (
+            f"process {process_id} was started for {processes} processes and process 0 for"
+            f" {launch.processes}; give all the same --processes"
+        )
+        _refuse_all([*wires.values(), wire], problem)
+    if process_id in wires or process_id == 0:
+        problem = f"two processes call themselves {process_id}; give each its own --process-id"
+        _refuse_all([*wires.values(), wire], problem)
+    wires[process_id] = wire
+
+
+def _absent(launch: Launch, wires: dict[int, Wire], timeout_s: float) -> str:
+    absent = [i for i in range(1, launch.processes) if i not in wires]
+    noun, ids = "process" if len(absent) == 1 else "processes", ", ".join(map(str, absent))
+    return (
+        f"{noun} {ids} of {launch.processes} did not reach process 0 at {launch.coordinator}"
+        f" within {timeout_s:g} s; start it there with --process-id, or raise --timeout-s"
+    )
+
+
+def _refuse_all(wires: Iterable[Wire], problem: str) -> None:
+    for wire in wires:
+        _send_quietly(wire, {"refuse": problem})
+        wire.close()
+    raise InputError(problem)
+
+
+def _send_quietly(wire: Wire, message: dict[str, Any]) -> None:
+    """Send to a process that may be gone; its absence shows when it is next read from."""
+    try:
+        wire.send(message)
+    except OSError:
+        wire.close()
+
+
+def _report(launch: Launch, timeout_s: float) -> Wire:
+    deadline = time.monotonic() + timeout_s
+    wire = Wire(_connect(launch, deadline, timeout_s))
+    wire.send({"process_id": launch.process_id, "processes": launch.processes})
+    try:
+        # Process 0 may have begun to wait later than this one did.
+        answer = wire.receive(timeout_s + _ANSWER_SLACK_S)
+    except TimeoutError:
+        answer = None
+    if answer is None:
+        raise InputError(
+            f"process 0 at {launch.coordinator} hung up on process {launch.process_id} before all"
+            f" {launch.processes} had come; see its message"
+        )
+    if answer["refuse"] is not None:
+        raise InputError(answer["refuse"])
+    return wire
+
+
+def _connect(launch: Launch, deadline: float, timeout_s: float) -> socket.socket:
+    while True:
+        left = max(0.01, deadline - time.monotonic())
+        try:
+            connection = socket.create_connection(launch.address, timeout=left)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            return connection
+        except OSError as problem:
+            if time.monotonic() + _RETRY_S >= deadline:
+                raise InputError(
+                    f"process 0 of {launch.processes} did not answer at {launch.coordinator} within"
+                    f" {timeout_s:g} s ({problem}); start it with --process-id 0, or check the"
+                    f" address"
+                ) from problem
+        time.sleep(_RETRY_S)

@@ -1,0 +1,53 @@
+"""How much of the devices' arithmetic a run uses."""
+
+import dataclasses
+
+_PEAK_TFLOPS: dict[str, tuple[float, float]] = {
+    "B200": (2250.0, 1125.0),
+    "GH200": (989.0, 494.7),
+    "H200": (989.0, 494.7),
+    "H100 PCIe": (756.0, 378.0),
+    "H100 NVL": (835.0, 417.5),
+    "H100": (989.0, 494.7),
+    "H800": (989.0, 494.7),
+    "H20": (148.0, 74.0),
+    "A100": (312.0, 156.0),
+    "A800": (312.0, 156.0),
+    "L40S": (362.0, 183.0),
+    "L40": (181.0, 90.5),
+    "L4": (121.0, 60.0),
+    "A10G": (70.0, 35.0),
+    "A10": (125.0, 62.5),
+}
+"""Dense peaks by the makers' data sheets: 16-bit, and float32 inputs (which JAX multiplies in
+TF32 by default). The first name found in the device's kind counts, so longer names stand first."""
+
+MFU_FORMULA = (
+    "MFU = tokens/s x FLOPs/token / (devices x peak), FLOPs/token = 6 per matmul weight"
+    " + 12 layers heads head_dim keys for attention; recomputation is not counted"
+)
+
+
+def peak_flops(device_kind: str, compute_dtype: str) -> float | None:
+    """FLOP/s of one device at its best, None where it is not known (CPUs among them)."""
+    for name, (narrow, wide) in _PEAK_TFLOPS.items():
+        if name in device_kind:
+            return 1e12 * (wide if compute_dtype == "float32" else narrow)
+    return None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Yardstick:
+    """What turns tokens per second into a share of the peak.
+
+    Attributes:
+        flops_per_token: Of the model, forward and backward.
+        peak: FLOP/s of all devices together; None when unknown.
+    """
+
+    flops_per_token: int
+    peak: float | None
+
+    def mfu(self, tokens_per_s: float) -> float | None:
+        """Share of the peak, 0 to 1, by `MFU_FORMULA`; None when the peak is unknown."""
+        return None if self.peak is None else tokens_per_s * self.flops_per_token / self.peak

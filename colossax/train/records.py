@@ -1,0 +1,121 @@
+"""What a run leaves behind beside checkpoints: `metrics.jsonl` and TensorBoard events."""
+
+import json
+import math
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+METRICS_FILE = "metrics.jsonl"
+EVENTS_FOLDER = "tensorboard"
+
+Record = dict[str, Any]
+
+
+def finite(record: Record) -> Record:
+    """The record with None for numbers JSON cannot write."""
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in record.items()
+    }
+
+
+def read_records(path: Path) -> Iterator[Record]:
+    """Records of a `metrics.jsonl`; a line that a killed process left half written ends them."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError:
+                return
+
+
+def keep_until(path: Path, step: int) -> None:
+    """Drop the records after `step`, which a resumed run will write again."""
+    kept = [record for record in read_records(path) if record["step"] <= step]
+    part = path.with_suffix(".part")
+    part.write_text("".join(f"{json.dumps(record)}\n" for record in kept), encoding="utf-8")
+    os.replace(part, path)
+
+
+class Records:
+    """Appends to `metrics.jsonl` and to TensorBoard events.
+
+    When the disk is full this is reported once, and the run goes on without records.
+    """
+
+    def __init__(self, folder: Path, *, from_step: int, report: Callable[[str], None]):
+        self._report = report
+        self._broken = False
+        path = folder / METRICS_FILE
+        keep_until(path, from_step)
+        self._lines = path.open("a", encoding="utf-8")
+        self._events = EventFile(folder / EVENTS_FOLDER, from_step=from_step)
+
+    def write(self, record: Record) -> None:
+        """Add one record; numbers other than `step` become TensorBoard scalars."""
+        if self._broken:
+            return
+        clean = finite(record)
+        try:
+            self._lines.write(f"{json.dumps(clean)}\n")
+            self._lines.flush()
+            self._events.write(record["step"], {k: v for k, v in clean.items() if k != "step"})
+        except OSError as problem:
+            self._broken = True
+            self._report(f"metrics are no longer written ({problem.strerror}); training goes on")
+
+    def close(self) -> None:
+        """Flush and close both files."""
+        try:
+            self._lines.close()
+            self._events.close()
+        except OSError as problem:
+            self._report(f"the last metrics were not written ({problem.strerror})")
+
+
+class EventFile:
+    """A TensorBoard event file, written from the caller's thread.
+
+    tensorboardX's own writer hands events to a thread, whose death on a full disk would leave the
+    run waiting on its queue.
+    """
+
+    def __init__(self, folder: Path, *, from_step: int):
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.proto.summary_pb2 import Summary
+        from tensorboardX.record_writer import RecordWriter
+
+        self._event, self._summary = Event, Summary
+        folder.mkdir(exist_ok=True)
+        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}"
+        self._writer = RecordWriter(str(folder / name))
+        self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        if from_step:
+            # TensorBoard drops what an earlier file says about later steps.
+            start = SessionLog(status=SessionLog.START)
+            self._add(Event(wall_time=time.time(), step=from_step + 1, session_log=start))
+
+    def write(self, step: int, scalars: dict[str, Any]) -> None:
+        """One event with all scalars that have a value."""
+        values = [
+            self._summary.Value(tag=tag, simple_value=value)
+            for tag, value in scalars.items()
+            if value is not None
+        ]
+        self._add(
+            self._event(wall_time=time.time(), step=step, summary=self._summary(value=values))
+        )
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._writer.close()
+
+    def _add(self, event: Any) -> None:
+        self._writer.write(event.SerializeToString())
+        self._writer.flush()

@@ -1,0 +1,100 @@
+"""What the tests run in processes of their own: `python -m tests.checkpoint.children NAME ...`."""
+
+import itertools
+import resource
+import sys
+import time
+
+import jax
+import numpy as np
+
+
+def save_forever(directory):
+    """Save step after step, slowly enough to be killed within one; says when each has begun."""
+    from colossax.checkpoint import Checkpointer, store
+    from tests.checkpoint.support import plain
+
+    start_write = store.start_write
+
+    def slow(*args):
+        time.sleep(0.002)
+        return start_write(*args)
+
+    store.start_write = slow
+    checkpointer = Checkpointer(directory, keep=2)
+    begin = (checkpointer.latest() or 0) + 1
+    for step in itertools.count(begin):
+        arrays = [
+            (plain(f"model/params/w{n}", (32, 64)), jax.numpy.full((32, 64), 100.0 * step + n))
+            for n in range(20)
+        ]
+        checkpointer.save(step, arrays, {"position": step})
+        print(step, flush=True)
+
+
+def two_processes(process, port, given, directory):
+    """Restore what one process saved, save it, fail in one process alone, save again."""
+    jax.config.update("jax_num_cpu_devices", 4)
+    jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=int(process))
+    from colossax.checkpoint import Checkpointer, store
+    from tests.checkpoint.support import MODEL, assert_restored, layouts, wants
+
+    mesh, specs = layouts()["fsdp4_tensor2"]
+    asked = wants(MODEL, mesh, specs)
+    arrays = Checkpointer(given).restore(None, asked)
+    assert_restored(arrays, asked)
+    state = list(zip(MODEL, arrays, strict=True))
+
+    checkpointer = Checkpointer(directory, keep=3, timeout_s=60)
+    assert checkpointer.save(1, state, {"position": 1})
+    checkpointer.wait()
+
+    start_write, store_touched = store.start_write, []
+
+    def refuse(*args):
+        store_touched.append(args)
+        raise OSError(28, "No space left on device")
+
+    if process == "1":
+        store.start_write = refuse
+    assert checkpointer.save(2, state, {"position": 2})
+    begin = time.monotonic()
+    try:
+        checkpointer.wait()
+    except ValueError as error:
+        print(f"process {process}: {error}")
+    else:
+        raise AssertionError("the save of step 2 should have failed")
+    assert time.monotonic() - begin < 20, "failed by running into the time limit"
+    assert bool(store_touched) == (process == "1")
+    store.start_write = start_write
+
+    assert checkpointer.save(3, state, {"position": 3})
+    checkpointer.close()
+    assert checkpointer.steps() == [1, 3]
+
+
+def import_layers(directory, layers, rows, columns):
+    """Write a deep model layer by layer; prints how much memory that took beyond one layer."""
+    from colossax.checkpoint import RecordWriter
+
+    shape = (int(rows), int(columns))
+    with RecordWriter(directory) as writer:
+        name, dtype = "model/params/layers/mlp/w", np.dtype("float32")
+        writer.declare(name, (int(layers), *shape), dtype, layered=True)
+        for layer in range(int(layers)):
+            writer.write(name, np.full(shape, layer, dtype), layer)
+            if layer == 1:
+                before = peak_bytes()
+        writer.finish({"model": {"layers": int(layers)}})
+    print(peak_bytes() - before)
+
+
+def peak_bytes():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+if __name__ == "__main__":
+    {f.__name__: f for f in (save_forever, two_processes, import_layers)}[sys.argv[1]](
+        *sys.argv[2:]
+    )

@@ -1,0 +1,124 @@
+"""Overrides: every kind of value, every kind of mistake."""
+
+import re
+
+import pytest
+
+from colossax.cli.arguments import Parser, split_overrides
+from colossax.cli.overrides import apply_overrides, override_names
+from colossax.config import PRESETS, preset
+from colossax.errors import InputError
+from colossax.recipes import RECIPES, recipe
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return recipe("llama_tiny")
+
+
+@pytest.mark.parametrize(
+    "name, text, read, value",
+    [
+        ("plan.mesh", "fsdp=4,tensor=2", lambda c: dict(c.plan.mesh), {"fsdp": 4, "tensor": 2}),
+        ("plan.mesh", "data=-1", lambda c: dict(c.plan.mesh), {"data": -1}),
+        ("plan.batch.accumulation", "4", lambda c: c.plan.batch.accumulation, 4),
+        ("plan.loss.vocab_chunks", "8", lambda c: c.plan.loss.vocab_chunks, 8),
+        ("plan.loss.vocab-chunks", "8", lambda c: c.plan.loss.vocab_chunks, 8),
+        ("plan.remat", "full", lambda c: [s.remat for s in c.plan.segments], ["full"]),
+        ("plan.segments.0.remat", "dots", lambda c: [s.remat for s in c.plan.segments], ["dots"]),
+        ("plan.precision.compute", "bfloat16", lambda c: c.plan.precision.compute, "bfloat16"),
+        ("plan.rules.params.embed", "none", lambda c: c.plan.rules.params["embed"], ((),)),
+        (
+            "plan.rules.params.embed",
+            "data+fsdp,fsdp",
+            lambda c: c.plan.rules.params["embed"],
+            (("data", "fsdp"), ("fsdp",)),
+        ),
+        (
+            "plan.compiler_options",
+            "xla_a=true,xla_b=3",
+            lambda c: dict(c.plan.compiler_options),
+            {"xla_a": True, "xla_b": 3},
+        ),
+        ("optimizer.peak_lr", "1e-2", lambda c: c.optimizer.peak_lr, 0.01),
+        ("optimizer.schedule_steps", "none", lambda c: c.optimizer.schedule_steps, None),
+        ("model.layers", "2", lambda c: c.model.layers, 2),
+        ("data.skip_undecodable", "true", lambda c: c.data.skip_undecodable, True),
+        ("data.path", "here.txt", lambda c: c.data.path, "here.txt"),
+        ("clip_norm", "none", lambda c: c.clip_norm, None),
+    ],
+)
+def test_a_value_is_read_by_its_type(tiny, name, text, read, value):
+    assert read(apply_overrides(tiny, [(name, text)])) == value
+
+
+def test_segments_can_be_added(tiny):
+    overrides = [("plan.segments.0.count", "3"), ("plan.segments.1.count", "1")]
+    changed = apply_overrides(tiny, [*overrides, ("plan.segments.1.remat", "full")])
+    assert [(s.count, s.remat) for s in changed.plan.segments] == [(3, "none"), (1, "full")]
+
+
+@pytest.mark.parametrize(
+    "name, text, message",
+    [
+        ("plan.mash", "fsdp=2", "unknown override --plan.mash; did you mean '--plan.mesh'?"),
+        ("plam.mesh", "fsdp=2", "unknown override --plam.mesh; did you mean '--plan'?"),
+        ("optimizer.peek_lr", "1", "did you mean '--optimizer.peak_lr'?"),
+        ("model.layer", "1", "did you mean '--model.layers'?"),
+        ("steps.many", "1", "unknown override --steps.many; 'steps' has no fields of its own"),
+        ("plan.batch", "4", "--plan.batch: has fields of its own; set one of them"),
+        ("plan.preset", "zero4", "no preset is called 'zero4'; did you mean 'zero3'?"),
+        ("plan.mesh", "fspd=4", "plan.mesh: no axis is called 'fspd'; did you mean 'fsdp'?"),
+        ("plan.mesh", "fsdp", "--plan.mesh: found 'fsdp'; write it as key=value, e.g. fsdp=4"),
+        ("plan.mesh", "fsdp=x", "plan.mesh: axis 'fsdp' has size 'x'; give 1 or more"),
+        ("plan.mesh", "fsdp=2,fsdp=4", "'fsdp' is given twice"),
+        ("plan.segments.2.remat", "full", "items are numbered 0 to 1"),
+        ("plan.remat", "fool", "unknown policy 'fool'; did you mean 'full'?"),
+        ("plan.rules.param.embed", "fsdp", "did you mean 'params'?"),
+        ("plan.rules.params", "fsdp", "name a dim too, as in --plan.rules.params.embed fsdp"),
+        ("plan.batch.accumulation", "0", "batch.accumulation: found 0"),
+        ("model.layers", "two", "--model.layers: expected int, found 'two'; give a number"),
+        ("data.skip_undecodable", "maybe", "expected true or false, found 'maybe'"),
+        ("data.seq_len", "9999", "data.seq_len: 9999 is above the model's 256"),
+        ("model.rope_scaling", "8", "--model.rope_scaling: has fields of its own"),
+    ],
+)
+def test_a_mistake_is_told_in_one_sentence(tiny, name, text, message):
+    with pytest.raises(InputError, match=re.escape(message)):
+        apply_overrides(tiny, [(name, text)])
+
+
+@pytest.mark.parametrize("name", [*PRESETS, "zero3+megatron_sp"])
+def test_a_preset_applies_first_and_keeps_what_it_does_not_decide(name):
+    big = recipe("llama3_8b")
+    changed = apply_overrides(big, [("plan.mesh", "fsdp=2,tensor=4"), ("plan.preset", name)]).plan
+    expected = preset(name, mesh={"fsdp": 2, "tensor": 4})
+    assert (changed.mesh, changed.rules) == (expected.mesh, expected.rules)
+    assert (changed.precision, changed.segments) == (big.plan.precision, big.plan.segments)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_listed_name_can_be_set_to_the_value_it_has(name):
+    config = recipe(name)
+    for key, value in override_names(config):
+        if isinstance(value, str | int | float) or value is None:
+            text = str(value).lower() if value is None or isinstance(value, bool) else str(value)
+            assert apply_overrides(config, [(key, text)]) == config, key
+
+
+def test_overrides_are_told_from_options():
+    words = ["--plan.mesh", "fsdp=4", "llama_tiny", "--steps", "3", "--plan.remat=full"]
+    plain, overrides = split_overrides(words)
+    assert plain == ["llama_tiny", "--steps", "3"]
+    assert overrides == [("plan.mesh", "fsdp=4"), ("plan.remat", "full")]
+    with pytest.raises(InputError, match="--plan.mesh: needs a value"):
+        split_overrides(["--plan.mesh", "--steps"])
+
+
+def test_a_misspelt_option_is_named():
+    parser = Parser(prog="colossax train", description="")
+    parser.add_argument("--steps", type=int)
+    with pytest.raises(InputError, match="unknown option --stepz; did you mean '--steps'?"):
+        parser.parse(["--stepz", "3"])
+    with pytest.raises(InputError, match="argument --steps: invalid int value: 'x'; see colossax"):
+        parser.parse(["--steps", "x"])

@@ -1,0 +1,182 @@
+"""Layouts of foreign tensors and settings of config.json."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colossax.errors import InputError
+from colossax.models import conversion
+from colossax.models.conversion import PART, Layout
+from colossax.models.hf_folder import CONVERSIONS, by_path, conversion_of, open_folder
+from colossax.models.registry import FAMILIES, maker
+from colossax.nn import describe
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+CASES = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))
+
+
+def settings_of(case):
+    return json.loads((GOLDEN / case / "config.json").read_text())
+
+
+def test_layout_splits_side_by_side_and_head_by_head():
+    heads, size, embed = 2, 3, 4
+    sizes = {"embed": embed, "heads": heads, "head_dim": size, PART: 3}
+    dims = ("embed", "heads", "head_dim")
+    beside = np.arange(embed * 3 * heads * size).reshape(embed, -1)
+    by_head = np.arange(3 * heads * size * embed).reshape(-1, embed)
+    first = Layout("embed (part heads head_dim)").ours(beside, dims, sizes)
+    second = Layout("(heads part head_dim) embed").ours(by_head, dims, sizes)
+    for part in range(3):
+        for e in range(embed):
+            for n in range(heads):
+                for h in range(size):
+                    column = part * heads * size + n * size + h
+                    assert first[part][e, n, h] == beside[e, column]
+                    row = n * 3 * size + part * size + h
+                    assert second[part][e, n, h] == by_head[row, e]
+
+
+@given(st.permutations(["embed", "heads", "head_dim"]), st.permutations(["embed", "heads", PART]))
+def test_layout_there_and_back(ours, fused):
+    sizes = {"embed": 2, "heads": 3, "head_dim": 5, PART: 3}
+    for text in ("(heads head_dim) embed", f"({' '.join(fused)}) head_dim"):
+        layout = Layout(text)
+        foreign = np.arange(np.prod(layout.shape(sizes))).reshape(layout.shape(sizes))
+        arrays = layout.ours(foreign, ours, sizes)
+        assert all(a.shape == tuple(sizes[d] for d in ours) for a in arrays)
+        np.testing.assert_array_equal(layout.foreign(arrays, ours), foreign)
+
+
+def test_every_family_has_a_table():
+    assert {type_.config for type_ in CONVERSIONS.values()} == {f.config for f in FAMILIES.values()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_blocks_cover_each_tensor_once(case, monkeypatch):
+    source = open_folder(GOLDEN / case)
+    monkeypatch.setattr(conversion, "BLOCK_BYTES", 700)
+    several = 0
+    for tensor in source.tensors:
+        blocks = list(tensor.blocks(4))
+        several += len(blocks) > 1
+        foreign = np.arange(np.prod(tensor.shape)).reshape(tensor.shape)
+        arrays = [np.zeros([tensor.sizes[d] for d in tensor.dims]) for _ in tensor.infos]
+        for block in blocks:
+            rows = foreign[block.first_row : block.first_row + block.rows]
+            for array, part in zip(arrays, block.ours(rows), strict=True):
+                array[block.index] += part
+        assert [b.first_row for b in blocks[1:]] == list(np.cumsum([b.rows for b in blocks])[:-1])
+        found = np.concatenate([block.foreign(arrays) for block in blocks])
+        np.testing.assert_array_equal(found, foreign)
+    assert several > 5
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_settings_there_and_back(case):
+    settings = settings_of(case)
+    table = conversion_of(settings)
+    config = table.config_from(settings)
+    written = json.loads(json.dumps(table.settings_of(config)))
+    assert table.config_from(written) == config
+    for name in set(written) & set(settings) - {"rope_parameters", "n_inner"}:
+        assert written[name] == settings[name], name
+
+
+def llama(**changes):
+    settings = {**settings_of("llama"), **changes}
+    for name in [name for name, value in settings.items() if value is ...]:
+        del settings[name]
+    return CONVERSIONS["llama"].config_from(settings)
+
+
+def test_both_ages_of_rope_settings():
+    new = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0}
+    new |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    old = {name: value for name, value in new.items() if name != "rope_theta"}
+    modern = llama(rope_parameters=new)
+    assert llama(rope_parameters=..., rope_theta=5e5, rope_scaling=old) == modern
+    assert modern.rope_theta == 5e5
+    assert modern.rope_scaling.original_max_positions == 8192
+    assert llama(rope_parameters=...).rope_theta == 10_000.0
+
+
+def test_missing_settings_take_the_defaults_of_transformers():
+    config = llama(
+        num_key_value_heads=..., head_dim=None, rms_norm_eps=..., tie_word_embeddings=...
+    )
+    assert (config.kv_heads, config.head_dim, config.norm_eps, config.tied) == (
+        4,
+        None,
+        1e-6,
+        False,
+    )
+    gpt2 = CONVERSIONS["gpt2"].config_from(
+        {"vocab_size": 9, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    )
+    assert (gpt2.mlp, gpt2.max_seq, gpt2.tied) == (32, 1024, True)
+    old_bloom = {"vocab_size": 9, "n_embed": 8, "n_layer": 1, "num_attention_heads": 2}
+    assert CONVERSIONS["bloom"].config_from(old_bloom).embed == 8
+    mistral = {k: v for k, v in settings_of("mistral").items() if k != "sliding_window"}
+    assert CONVERSIONS["mistral"].config_from(mistral).window == 4096
+    assert llama(eos_token_id=[7, 8]).eos == 7
+    assert llama(eos_token_id=...).eos is None
+
+
+REFUSED = [
+    (
+        "llama",
+        {"hidden_act": "gelu"},
+        "llama with hidden_act = 'gelu' is not supported; only 'silu'",
+    ),
+    ("llama", {"hidden_size": ...}, "'hidden_size' is missing"),
+    ("llama", {"vocab_size": "128"}, "'vocab_size' is '128'; it must be int"),
+    ("llama", {"tie_word_embeddings": 1}, "'tie_word_embeddings' is 1; it must be bool"),
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}},
+        "rope scaling 'yarn' is not supported; only 'default' or 'llama3' is",
+    ),
+    ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "llama3 lacks 'factor'"),
+    ("qwen2", {"use_sliding_window": True}, "use_sliding_window = True is not supported"),
+    ("qwen3", {"layer_types": ["sliding_attention"] * 2}, "sliding window in some layers"),
+    ("qwen3", {"attention_bias": True}, "attention_bias = True is not supported"),
+    ("mistral", {"layer_types": ["full_attention"] * 2}, "'full_attention' among others"),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
+    ("opt", {"word_embed_proj_dim": 16}, "word_embed_proj_dim = 16 apart from hidden_size = 32"),
+    ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before = False is not supported"),
+    ("bloom", {"apply_residual_connection_post_layernorm": True}, "post_layernorm = True"),
+]
+
+
+@pytest.mark.parametrize(("case", "changes", "message"), REFUSED)
+def test_settings_refused(case, changes, message):
+    settings = {**settings_of(case), **changes}
+    settings = {name: value for name, value in settings.items() if value is not ...}
+    with pytest.raises(InputError, match="config.json: .*" + message):
+        conversion_of(settings).config_from(settings)
+
+
+def test_unknown_model_type_lists_the_known_ones():
+    with pytest.raises(InputError, match="'falcon' is not among .* known: llama, mistral, qwen2"):
+        conversion_of({"model_type": "falcon"})
+
+
+def test_opt_with_another_eps_has_no_place_in_the_format():
+    config = dataclasses.replace(open_folder(GOLDEN / "opt").config, norm_eps=1e-6)
+    with pytest.raises(InputError, match="norm_eps = 1e-06 cannot be exported"):
+        CONVERSIONS["opt"].settings_of(config)
+
+
+def test_one_layer_models_are_not_stacked():
+    config = dataclasses.replace(open_folder(GOLDEN / "llama").config, layers=1)
+    tensors = CONVERSIONS["llama"].tensors(by_path(describe(maker(config))))
+    layers = [tensor for tensor in tensors if ".layers." in tensor.name]
+    assert {tensor.layer for tensor in layers} == {0}
+    assert {t.name: t.shape for t in layers}["model.layers.0.self_attn.q_proj.weight"] == (32, 32)

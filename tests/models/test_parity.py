@@ -1,0 +1,123 @@
+"""Every family gives the logits and greedy tokens of `transformers` (tests/golden)."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from colossax.models.hf_folder import read_params
+from colossax.models.registry import maker
+from colossax.nn import Decoder, describe
+from colossax.nn.rope import RopeConfig
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+FACTS = json.loads((GOLDEN / "golden.json").read_text())["cases"]
+TOLERANCE = 1e-4
+LEAST_MOVED = 1e-2
+
+# Per case: what its decoder must not do without, as the fields that switch it off.
+OFF = {
+    "llama": {
+        "rope": {"rope": None},
+        "rope theta": {"rope": RopeConfig(theta=300.0)},
+        "norm eps": {"norm_eps": 0.1},
+    },
+    "llama3": {
+        "rope scaling": {"rope": RopeConfig(theta=50.0)},
+        "linear scaling": {"rope": RopeConfig(theta=50.0, linear_factor=8.0)},
+    },
+    "llama_head_dim": {
+        "attention bias": {"qkv_bias": False, "out_bias": False},
+        "output bias": {"out_bias": False},
+        "mlp bias": {"mlp_bias": False},
+    },
+    "mistral": {"window": {"window": None}, "window of one more": {"window": 10}},
+    "qwen2": {"qkv bias": {"qkv_bias": False}, "rope theta": {"rope": RopeConfig()}},
+    "qwen3": {"qk norm": {"qk_norm": False}},
+    "gpt2": {
+        "positions": {"learned_positions": 0},
+        "attention bias": {"qkv_bias": False, "out_bias": False},
+        "activation": {"activation": "relu"},
+    },
+    "opt": {
+        "position offset": {"position_offset": 0},
+        "positions": {"learned_positions": 0},
+        "activation": {"activation": "gelu"},
+    },
+    "bloom": {
+        "alibi": {"alibi": False},
+        "embedding norm": {"embed_norm": False},
+        "mlp bias": {"mlp_bias": False},
+    },
+}
+
+
+def expected(case):
+    """Tokens and logits as `transformers` gave them."""
+    return load_file(GOLDEN / case / "expected.safetensors")
+
+
+def logits(make_model, params, tokens):
+    """Logits of a model made anew around the parameters it has a place for."""
+    spec = describe(make_model)
+    return np.asarray(jax.jit(lambda p, t: spec.merge(p)(t))(kept(params, spec.infos), tokens))
+
+
+def kept(params, infos):
+    """The parameters that `infos` names."""
+    if not isinstance(infos, dict):
+        return params
+    return {name: kept(params[name], branch) for name, branch in infos.items()}
+
+
+def test_every_case_is_here():
+    assert set(FACTS) == set(OFF) == {path.parent.name for path in GOLDEN.glob("*/config.json")}
+
+
+@pytest.mark.parametrize("case", FACTS)
+def test_logits_and_greedy_tokens(case):
+    config, params = read_params(GOLDEN / case)
+    want = expected(case)
+    # The greedy text given up to each of its tokens, every token must be the best one.
+    text = np.concatenate([want["prompt"], want["greedy"]])[None, :-1]
+    ids = np.zeros((3, text.shape[1]), np.int32)
+    ids[:2, : want["input_ids"].shape[1]] = want["input_ids"]
+    ids[2:] = text
+    found = logits(maker(config), params, ids)
+    got = found[:2, : want["input_ids"].shape[1]]
+    assert want["logits"].std() >= 1
+    np.testing.assert_allclose(got, want["logits"], rtol=0, atol=TOLERANCE)
+    greedy = found[2, len(want["prompt"]) - 1 :].argmax(-1)
+    assert greedy.tolist() == want["greedy"].tolist()
+    assert len(greedy) == 32
+
+
+@pytest.mark.parametrize(("case", "off"), [(case, off) for case in OFF for off in OFF[case]])
+def test_each_feature_counts(case, off):
+    config, params = read_params(GOLDEN / case)
+    decoder = dataclasses.replace(config.decoder(), **OFF[case][off])
+    want = expected(case)
+    got = logits(lambda rngs: Decoder(decoder, rngs=rngs), params, want["input_ids"])
+    assert np.abs(got - want["logits"]).max() > LEAST_MOVED
+
+
+def test_grouped_queries_share_the_right_head():
+    config, params = read_params(GOLDEN / "llama")
+    want = expected("llama")
+    attn = params["layers"]["segments"][0]["attn"]
+    for name in "kv":
+        attn[name]["w"] = np.roll(attn[name]["w"], 1, axis=2)
+    got = logits(maker(config), params, want["input_ids"])
+    assert np.abs(got - want["logits"]).max() > LEAST_MOVED
+
+
+def test_golden_models_can_tell_right_from_wrong():
+    for facts in FACTS.values():
+        assert facts["logits_std"] >= 1
+        by = {name: moved for name, moved in facts["moved"].items() if name != "gelu by tanh"}
+        assert min(by.values()) > LEAST_MOVED
+        assert facts["rounding"] < TOLERANCE / 10

@@ -1,0 +1,320 @@
+"""One table of optimizers, many contracts: stacked = unrolled, Optax's numbers, sharded = one device."""
+
+import dataclasses
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from colossax.errors import InputError
+from colossax.optim import adamw, constant, lamb, lars, sgd
+
+LAYERS, EXPERTS, STEPS = 3, 2, 4
+SHAPES = {"w": (8, 16), "b": (16,), "norm": (8,)}
+DIMS = {"w": ("embed", "mlp"), "b": ("mlp",), "norm": ("embed",)}
+
+OPTIMIZERS = {
+    "adamw": adamw(0.1),
+    "adamw bf16 moment": adamw(0.1, moment_dtype=jnp.bfloat16),
+    "sgd": sgd(0.1, weight_decay=0.2),
+    "sgd momentum": sgd(0.1, momentum=0.9),
+    "lamb": lamb(0.1),
+    "lamb all": lamb(0.1, adapt_all=True),
+    "lamb clamped": lamb(0.1, bounds=(0.5, 2.0)),
+    "lars": lars(5.0, weight_decay=0.1),
+    "lars all": lars(5.0, adapt_all=True, nesterov=True, eps=1e-3),
+}
+
+
+def draw(seed, shape, scale=1.0):
+    return (np.random.default_rng(seed).normal(size=shape) * scale).astype(np.float32)
+
+
+@functools.cache
+def unit(layer, expert, seed):
+    """Parameters or gradients of one expert of one layer; each of another size."""
+    scale = 1.0 + 3 * layer + 7 * expert
+    return {name: draw([seed, layer, expert], SHAPES[name], scale) for name in SHAPES}
+
+
+def unrolled(seed):
+    return {f"{i}/{j}": unit(i, j, seed) for i in range(LAYERS) for j in range(EXPERTS)}
+
+
+def stacked(tree):
+    """`[layers, experts, ...]` leaves from an unrolled tree."""
+    rows = [
+        jax.tree.map(lambda *x: np.stack(x), *(tree[f"{i}/{j}"] for j in range(EXPERTS)))
+        for i in range(LAYERS)
+    ]
+    return jax.tree.map(lambda *x: np.stack(x), *rows)
+
+
+def run(optimizer, params, gradients):
+    """The parameters after a step for each gradient."""
+    state = optimizer.init(params)
+    update = jax.jit(optimizer.update)
+    for grads in gradients:
+        updates, state = update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+def assert_close(found, wanted, rtol=1e-6):
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True
+    ):
+        message = jax.tree_util.keystr(path)
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol, err_msg=message)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_stacked_equals_unrolled(name):
+    make = OPTIMIZERS[name]
+    stacked_dims = {name: ("layers", "experts", *dims) for name, dims in DIMS.items()}
+    seeds = range(1, 1 + STEPS)
+    apart, _ = run(make(dict.fromkeys(unrolled(0), DIMS)), unrolled(0), map(unrolled, seeds))
+    together, _ = run(
+        make(stacked_dims), stacked(unrolled(0)), [stacked(unrolled(s)) for s in seeds]
+    )
+    assert_close(together, stacked(apart))
+
+
+def test_optax_alone_would_mix_the_layers_of_a_stack():
+    """The contract above can fail: Optax takes one trust ratio for a whole stack."""
+    params, grads = unrolled(0), unrolled(1)
+    apart, _ = run(optax.lamb(0.1), params, [grads])
+    together, _ = run(optax.lamb(0.1), stacked(params), [stacked(grads)])
+    difference = jax.tree.map(lambda a, b: float(abs(a - b).max()), together, stacked(apart))
+    assert difference["w"] > 0.1
+
+
+def decay_w(tree):
+    return {name: name == "w" for name in tree}
+
+
+PEERS = {
+    "adamw": (
+        adamw(0.1, b2=0.99, weight_decay=0.2),
+        optax.adamw(0.1, b2=0.99, weight_decay=0.2, mask=decay_w),
+    ),
+    "adamw, schedule": (
+        adamw(constant(0.1, warmup=2), weight_decay=0.0),
+        optax.adamw(constant(0.1, warmup=2), b2=0.95, weight_decay=0.0),
+    ),
+    "lamb": (
+        lamb(0.1, weight_decay=0.2, adapt_all=True),
+        optax.lamb(0.1, weight_decay=0.2, mask=decay_w),
+    ),
+    "lars": (
+        lars(5.0, weight_decay=0.0, adapt_all=True, eps=1e-3),
+        optax.lars(5.0, weight_decay=0.0, eps=1e-3),
+    ),
+    "lars masked, nesterov": (
+        lars(5.0, weight_decay=0.0, nesterov=True),
+        optax.lars(5.0, weight_decay=0.0, trust_ratio_mask=decay_w, nesterov=True),
+    ),
+    "sgd": (sgd(0.1, momentum=0.9, nesterov=True), optax.sgd(0.1, momentum=0.9, nesterov=True)),
+    "sgd, no momentum": (sgd(0.1), optax.sgd(0.1)),
+}
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_equals_optax_on_unstacked_parameters(name):
+    ours, theirs = PEERS[name]
+    gradients = [unit(1, 0, seed) for seed in range(1, 1 + STEPS)]
+    found, _ = run(ours(DIMS), unit(0, 0, 0), gradients)
+    wanted, _ = run(theirs, unit(0, 0, 0), gradients)
+    assert_close(found, wanted, rtol=2e-6)
+
+
+def test_a_bfloat16_moment_is_rounded_between_steps_not_within():
+    gradients = [unit(1, 0, seed)["w"] for seed in range(1, 1 + STEPS)]
+    make = adamw(0.1, weight_decay=0.0, moment_dtype=jnp.bfloat16)
+    w = unit(0, 0, 0)["w"]
+    found, _ = run(make({"w": DIMS["w"]}), {"w": w}, [{"w": g} for g in gradients])
+    m, v = np.zeros_like(w), np.zeros_like(w)
+    for step, g in enumerate(gradients, 1):
+        m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g**2
+        w = w - 0.1 * (m / (1 - 0.9**step)) / (np.sqrt(v / (1 - 0.95**step)) + 1e-8)
+        m = m.astype(jnp.bfloat16).astype(np.float32)
+    np.testing.assert_allclose(found["w"], w, rtol=1e-5, atol=1e-5)
+
+
+def test_lars_takes_the_papers_sum_of_norms():
+    w, g = unit(0, 0, 0)["w"], unit(1, 0, 1)["w"]
+    found, _ = run(
+        lars(5.0, weight_decay=0.3, trust_coefficient=0.01)({"w": DIMS["w"]}), {"w": w}, [{"w": g}]
+    )
+    weight, gradient = np.linalg.norm(w), np.linalg.norm(g)
+    ratio = 0.01 * weight / (gradient + 0.3 * weight)
+    np.testing.assert_allclose(found["w"], w - 5.0 * ratio * (g + 0.3 * w), rtol=1e-5, atol=1e-6)
+
+
+def test_lamb_clamps_the_norm_of_the_weight():
+    """With bounds (c, c) each matrix moves by lr * c, whatever its norm; vectors take Adam's step."""
+    params = unit(0, 0, 0)
+    found, _ = run(lamb(0.1, bounds=(0.7, 0.7))(DIMS), params, [unit(1, 0, 1)])
+    moved = jax.tree.map(lambda a, b: np.asarray(a - b), found, params)
+    np.testing.assert_allclose(np.linalg.norm(moved["w"]), 0.07, rtol=1e-5)
+    np.testing.assert_allclose(abs(moved["b"]), 0.1, rtol=1e-4)
+
+
+@pytest.mark.parametrize("make", [lamb, lars])
+def test_parameters_that_are_zero_leave_zero(make):
+    """A ratio of 0 would hold them there; a missing gradient must not give NaN either."""
+    params = {"w": jnp.zeros(SHAPES["w"]), "still": jnp.ones(SHAPES["w"])}
+    grads = {"w": jnp.ones(SHAPES["w"]), "still": jnp.zeros(SHAPES["w"])}
+    dims = dict.fromkeys(params, DIMS["w"])
+    found, _ = run(make(0.1, weight_decay=0.0)(dims), params, [grads])
+    np.testing.assert_allclose(found["w"], -0.1, rtol=1e-4)
+    np.testing.assert_array_equal(found["still"], 1.0)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_vectors_do_not_decay(name):
+    """Without gradients, a matrix of a decaying optimizer shrinks, norms and biases stay."""
+    decaying = name not in {"sgd momentum"}
+    params = unit(0, 0, 0)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    found, _ = run(OPTIMIZERS[name](DIMS), params, [zeros])
+    for vector in ("b", "norm"):
+        np.testing.assert_array_equal(found[vector], params[vector])
+    assert bool(jnp.all(abs(found["w"]) < abs(params["w"]))) == decaying
+
+
+@dataclasses.dataclass
+class Mark:
+    """What was found where the state mirrors a parameter."""
+
+    shape: tuple[int, ...]
+    rank: int
+    dtype: str
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_mirrors_the_parameters(name):
+    """Every array of the state but counters is found by `tree_map_params`, in the stated dtype."""
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), unit(0, 0, 0))
+    optimizer = OPTIMIZERS[name](DIMS)
+    state = optimizer.init(params)
+    marked = optax.tree_map_params(
+        optimizer,
+        lambda leaf, dims: Mark(leaf.shape, len(dims), str(leaf.dtype)),
+        state,
+        DIMS,
+        transform_non_params=lambda leaf: None,
+    )
+    entries = jax.tree.leaves(marked, is_leaf=lambda x: isinstance(x, Mark))
+    moments = {"adamw": 2, "lamb": 2, "sgd": 0, "sgd momentum": 1, "lars": 1}
+    kind = name if name in moments else name.split()[0]
+    assert len(entries) == moments[kind] * len(params)
+    assert all(len(mark.shape) == mark.rank for mark in entries)
+    dtypes = {mark.dtype for mark in entries}
+    assert dtypes <= ({"float32", "bfloat16"} if "bf16" in name else {"float32"})
+    _, new = run(optimizer, params, [params])
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), new) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), state
+    )
+
+
+def test_only_the_first_moment_takes_the_other_dtype():
+    state = adamw(0.1, moment_dtype=jnp.bfloat16)(DIMS).init(unit(0, 0, 0))
+    assert {x.dtype for x in jax.tree.leaves(state[0].mu)} == {jnp.dtype("bfloat16")}
+    assert {x.dtype for x in jax.tree.leaves(state[0].nu)} == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_bfloat16_parameters_stay_bfloat16_and_follow_float32(name):
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), unit(0, 0, 0))
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+    gradients = [jax.tree.map(lambda x: x.astype(jnp.bfloat16), unit(1, 0, 1))]
+    found, _ = run(OPTIMIZERS[name](DIMS), params, gradients)
+    wanted, _ = run(OPTIMIZERS[name](DIMS), wide, gradients)
+    assert {x.dtype for x in jax.tree.leaves(found)} == {jnp.dtype("bfloat16")}
+    assert_close(
+        jax.tree.map(lambda x: x.astype(jnp.float32), found),
+        jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), wanted),
+    )
+
+
+def test_frozen_parameters_are_passed_over():
+    dims = {**DIMS, "frozen": None}
+    found, _ = run(
+        lamb(0.1)(dims), {**unit(0, 0, 0), "frozen": None}, [{**unit(1, 0, 1), "frozen": None}]
+    )
+    wanted, _ = run(lamb(0.1)(DIMS), unit(0, 0, 0), [unit(1, 0, 1)])
+    assert found["frozen"] is None
+    assert_close({name: found[name] for name in wanted}, wanted)
+
+
+SPECS = {
+    "w": P(None, None, "fsdp", "tensor"),
+    "b": P(None, "fsdp", "tensor"),
+    "norm": P(None, None, ("fsdp", "tensor")),
+}
+STACKED_DIMS = {name: ("layers", "experts", *dims) for name, dims in DIMS.items()}
+
+
+def sharded_layout():
+    mesh = jax.make_mesh((2, 4), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    return {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_sharded_equals_one_device(name, devices):
+    layout = sharded_layout()
+    optimizer = OPTIMIZERS[name](STACKED_DIMS)
+    params, gradients = stacked(unrolled(0)), [stacked(unrolled(s)) for s in range(1, 1 + STEPS)]
+    wanted, _ = run(optimizer, params, gradients)
+    found, _ = run(
+        optimizer, jax.device_put(params, layout), [jax.device_put(g, layout) for g in gradients]
+    )
+    assert all(x.sharding.num_devices == len(devices) for x in jax.tree.leaves(found))
+    assert_close(found, wanted, rtol=2e-6)
+
+
+ALL_REDUCE = re.compile(r" = (.+?) all-reduce(?:-start)?\(")
+COLLECTIVE = re.compile(r" (all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\(")
+
+
+@pytest.mark.parametrize(("make", "norms"), [(lamb, 2), (lars, 2), (adamw, 0), (sgd, 0)])
+def test_trust_ratios_cost_one_number_per_unit_and_norm(make, norms, devices):
+    """Nothing but all-reduces of `unit_norms`, as its docstring says, is communicated."""
+    layout = sharded_layout()
+    given = {"adapt_all": True} if norms else {}
+    optimizer = make(0.1, **given)(STACKED_DIMS)
+    params = jax.device_put(stacked(unrolled(0)), layout)
+    state = jax.jit(optimizer.init)(params)
+    hlo = jax.jit(optimizer.update, out_shardings=(layout, None)).lower(params, state, params)
+    text = hlo.compile().as_text()
+    assert not COLLECTIVE.findall(text)
+    items = 0
+    for result in ALL_REDUCE.findall(text):
+        for sizes in re.findall(r"f32\[([\d,]*)\]", result):
+            items += math.prod(int(size) for size in sizes.split(",") if size)
+    # Both dims of "w" are split; of "b", whose experts are split too, a device has half the units.
+    units = LAYERS * EXPERTS
+    assert items == norms * (2 * units + units // 2 + units)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: adamw(0.1, b1=1.0), "adamw: b1 is 1.0; choose 0 <= b1 < 1"),
+        (lambda: lamb(0.1, b2=-0.1), "lamb: b2 is -0.1; choose 0 <= b2 < 1"),
+        (lambda: lars(0.1, eps=math.inf), "lars: eps is inf; choose a finite number from 0"),
+        (lambda: sgd(-0.1), "sgd: learning_rate is -0.1; choose a finite number from 0"),
+        (lambda: lamb(0.1, bounds=(2.0, 1.0)), r"lamb: bounds \(2.0, 1.0\) hold no norm; give 0"),
+    ],
+)
+def test_refusals(make, message):
+    with pytest.raises(InputError, match=message):
+        make()
