@@ -21,9 +21,9 @@ TrainState = dict[str, Any]
 Metrics = dict[str, jax.Array]
 """Float32 scalars of one step, still on the device."""
 
-TEXT_BATCH_DIMS: dict[str, Dims] = {
-    name: ("batch", "seq") for name in ("tokens", "targets", "segments", "positions", "weights")
-}
+TEXT_BATCH_DIMS: dict[str, Dims] = dict.fromkeys(
+    ("tokens", "targets", "segments", "positions", "weights"), ("batch", "seq")
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

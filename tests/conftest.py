@@ -15,8 +15,8 @@ import jaxtyping
 _HOOK = jaxtyping.install_import_hook("colossax", "beartype.beartype")
 _HOOK.__enter__()
 
-import jax
-import pytest
+import jax  # noqa: E402 (after the settings above)
+import pytest  # noqa: E402
 
 jax.config.update("jax_default_matmul_precision", "highest")
 

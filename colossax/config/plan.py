@@ -23,9 +23,9 @@ _BATCH: tuple[Choice, ...] = (("data", "fsdp", "expert"),)
 _SEQ: tuple[Choice, ...] = (("ring", "ulysses"),)
 _TENSOR: tuple[Choice, ...] = (("tensor",),)
 
-TENSOR_RULES: dict[str, tuple[Choice, ...]] = {
-    dim: _TENSOR for dim in ("heads", "kv_heads", "mlp", "vocab")
-}
+TENSOR_RULES: dict[str, tuple[Choice, ...]] = dict.fromkeys(
+    ("heads", "kv_heads", "mlp", "vocab"), _TENSOR
+)
 ACTIVATION_RULES: dict[str, tuple[Choice, ...]] = {"batch": _BATCH, "seq": _SEQ, **TENSOR_RULES}
 STORAGE_RULES: dict[str, tuple[Choice, ...]] = {"layers": (("stage",),), **TENSOR_RULES}
 FSDP_RULES: dict[str, tuple[Choice, ...]] = {**STORAGE_RULES, "embed": (("fsdp",),)}
@@ -94,7 +94,9 @@ class AttentionConfig:
     def __post_init__(self):
         known = ("auto", "cudnn", "xla", "reference")
         if self.kernel not in known:
-            raise PlanError(f"attention.kernel: unknown '{self.kernel}'{nearest(self.kernel, known)}")
+            raise PlanError(
+                f"attention.kernel: unknown '{self.kernel}'{nearest(self.kernel, known)}"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -201,7 +203,9 @@ class Plan:
         object.__setattr__(self, "segments", tuple(self.segments))
         _check_mesh(self.mesh)
         if sum(s.count == -1 for s in self.segments) > 1 or not self.segments:
-            raise PlanError("plan.segments: at most one segment may have count -1, at least one is needed")
+            raise PlanError(
+                "plan.segments: at most one segment may have count -1, at least one is needed"
+            )
 
     def mesh_sizes(self, devices: int) -> dict[str, int]:
         """Size of every mesh axis on this many devices.
@@ -218,7 +222,8 @@ class Plan:
         if math.prod(sizes.values()) != devices:
             shown = ",".join(f"{axis}={size}" for axis, size in self.mesh.items())
             raise PlanError(
-                f"plan.mesh {shown}: the sizes multiply to {fixed}, but there are {devices} devices;"
+                f"plan.mesh {shown}: the sizes multiply to {fixed},"
+                f" but there are {devices} devices;"
                 f" choose sizes whose product is {devices}, or set one axis to -1"
             )
         return sizes
@@ -262,7 +267,9 @@ def _check_mesh(mesh: Mapping[str, int]) -> None:
         if axis not in MESH_AXES:
             raise PlanError(f"plan.mesh: no axis is called '{axis}'{nearest(axis, MESH_AXES)}")
         if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
-            raise PlanError(f"plan.mesh: axis '{axis}' has size {size!r}; give 1 or more, or -1 once")
+            raise PlanError(
+                f"plan.mesh: axis '{axis}' has size {size!r}; give 1 or more, or -1 once"
+            )
         if size != 1 and axis not in USABLE_AXES:
             raise PlanError(
                 f"plan.mesh: axis '{axis}' has size {size}, but only"

@@ -69,5 +69,7 @@ def config_from_json(data: dict[str, Any]) -> Any:
     fields = dict(data)
     name = fields.pop("family", None)
     if name not in FAMILIES:
-        raise InputError(f"model config: no family is called {name!r}{nearest(str(name), FAMILIES)}")
+        raise InputError(
+            f"model config: no family is called {name!r}{nearest(str(name), FAMILIES)}"
+        )
     return from_json(FAMILIES[name].config, fields, where=f"{name} config")

@@ -39,7 +39,7 @@ class FlatTokens:
 class Side:
     """What every layer of a decoder shares: the mask or cache addresses, and rope tables."""
 
-    mask: Mask | None = None
+    mask: Mask = Mask(causal=True)
     rope: Any = None
     flat: FlatTokens | None = None
 
@@ -93,7 +93,7 @@ class Attention(nnx.Module):
         q = constrain(self.q(x), "batch", "seq", "heads", "head_dim")
         k = constrain(self.k(x), "batch", "seq", "kv_heads", "head_dim")
         v = constrain(self.v(x), "batch", "seq", "kv_heads", "head_dim")
-        if self.q_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if side.rope is not None:
             q, k = rotate(q, side.rope), rotate(k, side.rope)

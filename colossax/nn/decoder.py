@@ -148,7 +148,9 @@ class Decoder(nnx.Module):
             if config.learned_positions
             else None
         )
-        self.embed_norm = LayerNorm(config.embed, eps=config.norm_eps) if config.embed_norm else None
+        self.embed_norm = (
+            LayerNorm(config.embed, eps=config.norm_eps) if config.embed_norm else None
+        )
         self.layers = LayerStack(
             lambda rngs: DecoderLayer(config, rngs=rngs), config.layers, rngs=rngs
         )
@@ -190,7 +192,7 @@ class Decoder(nnx.Module):
         """
         if (tokens is None) == (embeddings is None):
             raise InputError("hidden: give either tokens or embeddings, one of them")
-        x = self.embed(tokens) if embeddings is None else embeddings
+        x = embeddings if tokens is None else self.embed(tokens)
         self._check_length(x.shape[1])
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])

@@ -28,7 +28,9 @@ def param(value: Array, dims: Dims) -> nnx.Param:
     the names into shardings, not Flax's.
     """
     if value.ndim != len(dims):
-        raise InputError(f"param: shape {value.shape} has {value.ndim} dims but {dims} names others")
+        raise InputError(
+            f"param: shape {value.shape} has {value.ndim} dims but {dims} names others"
+        )
     return nnx.Param(value, out_sharding=tuple(dims), eager_sharding=False)
 
 
@@ -79,9 +81,7 @@ def describe(make_model: MakeModel) -> ModelSpec:
         )
     infos = nnx.to_pure_dict(params, lambda variable: variable)
     flat = {path: _info(path, variable) for path, variable in nnx.to_flat_state(params)}
-    return ModelSpec(
-        graphdef=graphdef, infos=_with_leaves(infos, flat, ()), make_model=make_model
-    )
+    return ModelSpec(graphdef=graphdef, infos=_with_leaves(infos, flat, ()), make_model=make_model)
 
 
 def _with_leaves(tree: Any, flat: dict[tuple, ParamInfo], path: tuple) -> Any:

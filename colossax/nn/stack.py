@@ -92,7 +92,9 @@ class LayerStack(nnx.Module):
         for segment, size, remat in zip(self.segments, self.counts, remats, strict=True):
             part = jax.tree.map(lambda x, a=first, n=size: x[a : a + n], scanned)
             run = _run_one if size == 1 else _run_scan
-            carry, part, carried, sums = run(segment, carry, side, part, carried, first, size, remat)
+            carry, part, carried, sums = run(
+                segment, carry, side, part, carried, first, size, remat
+            )
             scanned_out.append(part)
             sums_out.append(sums)
             first += size
@@ -124,7 +126,8 @@ def segment_counts(segments: Sequence[Segment], layers: int) -> tuple[int, ...]:
     counts = tuple(layers - fixed if s.count == -1 else s.count for s in segments)
     if sum(counts) != layers or min(counts) < 1:
         raise PlanError(
-            f"plan.segments: counts {tuple(s.count for s in segments)} do not cover {layers} layers;"
+            f"plan.segments: counts {tuple(s.count for s in segments)}"
+            f" do not cover {layers} layers;"
             f" make them sum to {layers} or give one of them -1"
         )
     return counts

@@ -1,7 +1,7 @@
 """Learning rates as functions of the step, counted from 0; all begin with a linear warmup.
 
 The warmup goes from 0 at step 0 to the peak at step `warmup`; without one, step 0 has the peak. A
-schedule reaches `end` at step `steps` and stays there. A run shorter than its warmup ends within it.
+schedule reaches `end` at step `steps` and stays there. A run shorter than its warmup ends in it.
 """
 
 import jax.numpy as jnp

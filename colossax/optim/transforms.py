@@ -32,9 +32,9 @@ def scale_by_adam(
             nu=optax.tree.zeros_like(params, dtype=jnp.float32),
         )
 
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, optax.ScaleByAdamState]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, optax.ScaleByAdamState]:
         del params
-        grads = optax.tree.cast(grads, jnp.float32)
+        grads = optax.tree.cast(updates, jnp.float32)
         mu = jax.tree.map(lambda g, m: b1 * m.astype(jnp.float32) + (1 - b1) * g, grads, state.mu)
         nu = jax.tree.map(lambda g, v: b2 * v + (1 - b2) * jnp.square(g), grads, state.nu)
         count = optax.safe_increment(state.count)

@@ -69,7 +69,8 @@ def _fit(bound: BoundPlan, axes: tuple[str, ...], dim: str | None, size: int, na
         label = "' x '".join(axes)
         raise PlanError(
             f"{name}: dim '{dim}' has size {size}, which mesh axis '{label}' of {devices} devices"
-            f" does not divide; map '{dim}' to None or choose a size of '{label}' that divides {size}"
+            f" does not divide; map '{dim}' to None or choose a size of '{label}' that divides"
+            f" {size}"
         )
     return axes if len(axes) > 1 else (axes[0] if axes else None)
 
@@ -81,9 +82,7 @@ def batch_axes(bound: BoundPlan) -> frozenset[str]:
 
 def param_sharding(bound: BoundPlan, role: str, info: ParamInfo) -> NamedSharding:
     """Sharding of one parameter leaf (or of what mirrors it: gradient, moment) under a role."""
-    return NamedSharding(
-        bound.mesh, resolve(bound, role, info.dims, info.shape, name=info.path)
-    )
+    return NamedSharding(bound.mesh, resolve(bound, role, info.dims, info.shape, name=info.path))
 
 
 def activation_sharding(

@@ -50,7 +50,7 @@ class LossCall:
 
 
 def batch_dims(batch: Batch, declared: Mapping[str, Dims] | None) -> dict[str, Dims]:
-    """Logical dims of every array of a batch: declared, of text, or batch first and the rest whole."""
+    """Logical dims of each array: declared, those of text, or batch first and the rest whole."""
     known = {**TEXT_BATCH_DIMS, **(declared or {})}
     return {name: known.get(name, ("batch",) + (None,) * (x.ndim - 1)) for name, x in batch.items()}
 
@@ -120,7 +120,9 @@ def loss_and_gradients(
         return sum(parts), (totals, dict(metrics))
 
     def grad(piece: Batch, key: Array):
-        (loss, (totals, metrics)), grads = jax.value_and_grad(value, has_aux=True)(params, piece, key)
+        (loss, (totals, metrics)), grads = jax.value_and_grad(value, has_aux=True)(
+            params, piece, key
+        )
         return _laid_out(bound, infos, grads), (totals, metrics, loss)
 
     if pieces == 1:

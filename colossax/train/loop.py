@@ -5,7 +5,7 @@ The device never waits for Python: the metrics of a step are read while the next
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -169,7 +169,7 @@ class Loop:
         self.meter.pause()
 
 
-def mean_loss(step: Step, state: TrainState, batches: list[Batch]) -> float:
+def mean_loss(step: Step, state: TrainState, batches: Iterable[Batch]) -> float:
     """Loss over all real target tokens of the batches together, each term by its weight."""
     sums: dict[str, np.ndarray] = {}
     for batch in batches:

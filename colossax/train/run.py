@@ -113,7 +113,7 @@ def _prepare(config: TrainConfig, options: RunOptions, group: Group) -> _Prepare
         config = _keep_schedule(config, folder)
     step = _build(config, options)
     text = open_text(config.data, config.model, seed=config.seed, group=group)
-    who = identity(config, corpus=text.fingerprint, tokenizer=text.tokenizer_fingerprint)
+    who = identity(config, text=text.fingerprint, tokenizer=text.tokenizer.fingerprint)
     if options.resume:
         group.together(lambda: check_identity(folder, who))
     return _Prepared(
@@ -184,7 +184,7 @@ def _checkpoints(run: _Prepared, screen: Screen) -> RunCheckpoints:
         "run": {"identity": run.identity, "config": train_config_to_json(config)},
         "plan": to_json(config.plan),
         "model": config_to_json(config.model),
-        "tokenizer": run.text.tokenizer_json,
+        "tokenizer": run.text.tokenizer.to_json(),
     }
     return RunCheckpoints(
         run.folder.checkpoints,

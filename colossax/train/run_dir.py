@@ -114,23 +114,24 @@ def _next_numbered(parent: Path, recipe: str) -> Path:
     return parent / f"{recipe}-{max(taken, default=0) + 1:03d}"
 
 
-def identity(config: TrainConfig, *, corpus: str, tokenizer: str) -> dict[str, Any]:
+def identity(config: TrainConfig, *, text: str, tokenizer: str) -> dict[str, Any]:
     """What decides a run's losses step by step, as JSON; the mesh does not.
 
     Args:
         config: The run.
-        corpus: Fingerprint of the text and its split.
+        text: Fingerprint of the documents.
         tokenizer: Fingerprint of the tokenizer.
     """
-    as_json = train_config_to_json(config)
+    data = config.data
     return {
         "seed": config.seed,
-        "data.global_batch": config.data.global_batch,
-        "data.seq_len": config.data.seq_len,
-        "model": as_json["model"],
+        "data.global_batch": data.global_batch,
+        "data.seq_len": data.seq_len,
+        "data.validation_fraction": data.validation_fraction,
+        "model": train_config_to_json(config)["model"],
         "optimizer.name": config.optimizer.name,
-        "tokenizer": tokenizer,
-        "data": {"path": config.data.path or "the standard library", "fingerprint": corpus},
+        "data": [data.path or "the standard library", text],
+        "tokenizer": [data.tokenizer or f"one of {data.tokenizer_vocab} tokens", tokenizer],
     }
 
 
@@ -143,12 +144,12 @@ def check_identity(folder: RunFolder, asked: dict[str, Any]) -> None:
     stored = folder.read()["identity"]
     for field, here in asked.items():
         there = stored.get(field)
-        if field == "model":
+        if isinstance(here, list):  # a name and a fingerprint, which alone decides
+            there = there or ["unknown", ""]
+            here, there = (here, there) if here[1] != there[1] else (None, None)
+            here, there = _named(here), _named(there)
+        elif field == "model":
             field, there, here = _first_difference(there or {}, here)
-        elif field == "data" and there and there["fingerprint"] != here["fingerprint"]:
-            there, here = _name_data(there), _name_data(here)
-        elif field == "data":
-            continue
         if there != here:
             raise InputError(
                 f"--resume: {field} is {there} in {folder.path} and {here} here; resume with the"
@@ -156,12 +157,12 @@ def check_identity(folder: RunFolder, asked: dict[str, Any]) -> None:
             )
 
 
+def _named(pair: list[str] | None) -> str | None:
+    return None if pair is None else f"'{pair[0]}' ({pair[1][:12]})"
+
+
 def _first_difference(there: dict[str, Any], here: dict[str, Any]) -> tuple[str, Any, Any]:
     for key in {**here, **there}:
         if there.get(key) != here.get(key):
             return f"model.{key}", there.get(key), here.get(key)
     return "model", None, None
-
-
-def _name_data(data: dict[str, str]) -> str:
-    return f"'{data['path']}' ({data['fingerprint'][:12]})"

@@ -161,7 +161,7 @@ class Step:
     def map_moments(self, of_moment: Callable, of_other: Callable) -> Any:
         """The optimizer state with `of_moment(leaf, info)` for what mirrors a parameter."""
         return optax.tree_utils.tree_map_params(
-            self.optimizer,
+            self.optimizer.init,
             of_moment,
             self.abstract["opt_state"],
             self.infos,
@@ -169,14 +169,16 @@ class Step:
         )
 
     def place(self, batch: Batch) -> Batch:
-        """A global batch on the devices; every process gives the same host arrays, or global ones."""
+        """A global batch on the devices: host arrays whole on every process, or global ones."""
         shapes = {name: x.shape for name, x in batch.items()}
         if shapes != self._shapes:
             self._declare(batch, shapes)
         if all(isinstance(x, jax.Array) for x in batch.values()):
             return batch
         return {
-            name: x if isinstance(x, jax.Array) else _put(np.asarray(x), self._batch_shardings[name])
+            name: x
+            if isinstance(x, jax.Array)
+            else _put(np.asarray(x), self._batch_shardings[name])
             for name, x in batch.items()
         }
 

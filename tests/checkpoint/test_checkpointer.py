@@ -237,6 +237,13 @@ def test_dtypes_and_scalars(devices, tmp_path, dtype, shape):
     assert_restored(checkpointer.restore(7, asked), asked)
 
 
+def test_zeros_are_not_taken_for_missing(devices, tmp_path):
+    slot = stack("model/optimizer/mu/layers/w", (4, 8), 0, 4)
+    checkpointer = saved(tmp_path, [(slot, jnp.zeros((4, 8)))])
+    (back,) = checkpointer.restore(7, wants([slot], mesh_of(x=2), [P("x")]))
+    assert not np.asarray(back).any()
+
+
 def test_nans_and_signed_zeros_keep_their_bits(devices, tmp_path):
     bits = np.array([0x7FC00001, 0xFFC12345, 0x7F800001, 0x80000000, 1, 0xFF800000], np.uint32)
     slot = plain("model/params/w", bits.shape)

@@ -280,8 +280,8 @@ def test_generation_ends_at_the_end_of_sequence_token():
 
 def test_the_model_names_its_end_of_sequence_token():
     tokens = make(CONFIGS["gpt2"]).generate(PROMPT, max_tokens=8).tokens
-    config = GPT2Config(**SIZES, mlp=96, eos=tokens[0])
-    spec, params = build(config, single())
+    spec = describe(maker(GPT2Config(**SIZES, mlp=96, eos=tokens[0])))
+    params = build(CONFIGS["gpt2"], single())[1]
     assert Generator(spec, single(), params).generate(PROMPT, max_tokens=8).tokens == tokens[:1]
 
 

@@ -163,9 +163,7 @@ def test_a_sequence_above_the_models_is_refused():
 
 def test_heads_that_kv_heads_do_not_divide_are_refused():
     with pytest.raises(InputError, match="4 heads cannot share 3 kv heads evenly"):
-        maker(
-            LlamaConfig(vocab=8, embed=8, layers=1, heads=4, kv_heads=3, mlp=8)
-        )(nnx.Rngs(0))
+        maker(LlamaConfig(vocab=8, embed=8, layers=1, heads=4, kv_heads=3, mlp=8))(nnx.Rngs(0))
 
 
 def test_names_of_parameters():

@@ -65,9 +65,9 @@ def test_biases_of_one_row_or_one_head_are_shared(devices):
         out = through(q, k, v, mask=Mask(causal=True), biases=(bias, shared), **options)
         return jnp.sum(jnp.square(out))
 
-    want = jax.grad(
-        lambda a, b: loss(local_attention, a, b, implementation="reference"), (0, 1)
-    )(bias, shared)
+    want = jax.grad(lambda a, b: loss(local_attention, a, b, implementation="reference"), (0, 1))(
+        bias, shared
+    )
     with use(plan.bind(devices)):
         got = jax.jit(jax.grad(lambda a, b: loss(attention, a, b), (0, 1)))(bias, shared)
     assert_trees_close(got, want)

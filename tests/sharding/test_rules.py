@@ -24,9 +24,21 @@ def info(path, dims, shape):
         ("zero1+megatron", "optimizer", ("embed", "mlp"), (8, 16), P("fsdp", "tensor")),
         ("ddp+megatron", "gradients", ("embed", "mlp"), (8, 16), P(None, "tensor")),
         ("zero3+megatron", "params", ("embed", "embed"), (8, 8), P("fsdp", None)),
-        ("zero3+megatron", "activations", ("batch", "seq", "embed"), (4, 6, 8), P("fsdp", None, None)),
+        (
+            "zero3+megatron",
+            "activations",
+            ("batch", "seq", "embed"),
+            (4, 6, 8),
+            P("fsdp", None, None),
+        ),
         ("zero3+megatron", "activations", ("batch", "seq:residual"), (4, 6), P("fsdp", None)),
-        ("zero3+megatron_sp", "activations", ("batch", "seq:residual"), (4, 6), P("fsdp", "tensor")),
+        (
+            "zero3+megatron_sp",
+            "activations",
+            ("batch", "seq:residual"),
+            (4, 6),
+            P("fsdp", "tensor"),
+        ),
         ("zero3+megatron", "params", (None, "unknown"), (3, 5), P(None, None)),
     ],
 )

@@ -44,7 +44,11 @@ def both_optimizers(dims):
 
     def init(params):
         states = tuple(part.init(params) for part in parts)
-        return {"states": states, "count": jnp.int32(0), "grads": jax.tree.map(jnp.zeros_like, params)}
+        return {
+            "states": states,
+            "count": jnp.int32(0),
+            "grads": jax.tree.map(jnp.zeros_like, params),
+        }
 
     def update(grads, state, params):
         def through(at):

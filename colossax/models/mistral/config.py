@@ -7,7 +7,10 @@ from colossax.nn import DecoderConfig, RopeConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MistralConfig:
-    """`head_dim` None is `embed / heads`. `window` counts the keys a query sees, itself included; None sees all."""
+    """Sizes. `head_dim` None is `embed / heads`.
+
+    `window` counts the keys a query sees, itself included; None sees all.
+    """
 
     vocab: int
     embed: int
