@@ -94,11 +94,11 @@ class ArraysJob:
         if not all((tile.array, part) in self._copies for part in tile.parts):
             slot, array = self._arrays[tile.array]
             shards = {slot.box(shard.index): shard.data for shard in array.addressable_shards}
-            for part in tile.parts:
-                shards[part].copy_to_host_async()
-            for part in tile.parts:
-                copy = host_copy(shards[part]).reshape(box_shape(part))
-                self._copies[tile.array, part] = copy
+            handles = [second_handle(shards[part]) for part in tile.parts]
+            for handle in handles:
+                handle.copy_to_host_async()
+            for part, handle in zip(tile.parts, handles, strict=True):
+                self._copies[tile.array, part] = host_copy(handle).reshape(box_shape(part))
         return [(part, self._copies[tile.array, part]) for part in tile.parts]
 
     def write(self, folder: Path) -> None:
@@ -151,11 +151,17 @@ class MoveJob:
         write_orbax_trees(folder, self.records)
 
 
+def second_handle(shard: jax.Array) -> jax.Array:
+    """Another handle on the same buffer of one device.
+
+    JAX keeps what it copies to the host with the handle; here it goes when the handle does.
+    """
+    return jax.make_array_from_single_device_arrays(shard.shape, shard.sharding, [shard])
+
+
 def host_copy(shard: jax.Array) -> np.ndarray:
     """A copy in host memory of an array on one device, which may then be donated."""
-    # A second handle on the same buffer: the copy that JAX caches goes when the handle does.
-    handle = jax.make_array_from_single_device_arrays(shard.shape, shard.sharding, [shard])
-    host = np.asarray(handle)
+    host = np.asarray(shard)
     (device,) = shard.devices()
     on_host = device.platform == "cpu" or "host" in (shard.sharding.memory_kind or "")
     return host.copy() if on_host else host

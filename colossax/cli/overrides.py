@@ -7,7 +7,7 @@ the old one; `none` clears what may be None; items of a tuple are addressed by n
 import dataclasses
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from colossax.config import MESH_AXES, FrozenDict, Plan, Rules, nearest, preset
@@ -26,13 +26,17 @@ def apply_overrides(config: Any, overrides: Sequence[Override]) -> Any:
     Raises:
         InputError: An unknown name (with the nearest), or a value that does not fit.
     """
-    first = [o for o in overrides if o[0] == "plan.preset"]
-    rest = [o for o in overrides if o[0] != "plan.preset"]
-    for name, text in first:
-        config = config.replace(plan=with_preset(config.plan, text))
-    for name, text in rest:
-        config = _set(config, name.split("."), text, name)
-    return config
+    for name, text in overrides:
+        if name == "plan.preset":
+            config = config.replace(plan=with_preset(config.plan, text))
+    return _apply(
+        config,
+        [
+            _Change(path=tuple(name.split(".")), text=text, name=name)
+            for name, text in overrides
+            if name != "plan.preset"
+        ],
+    )
 
 
 def with_preset(plan: Plan, name: str) -> Plan:
@@ -53,27 +57,60 @@ def override_names(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{field.name}", value
 
 
-def _set(owner: Any, path: list[str], text: str, name: str) -> Any:
-    """`owner` with what `path` leads to replaced; `name` is the whole path, for messages."""
-    if isinstance(owner, tuple):
-        return _set_item(owner, path, text, name)
-    if isinstance(owner, Rules):
-        return _set_rule(owner, path, text, name)
-    key, rest = path[0].replace("-", "_"), path[1:]
-    if isinstance(owner, Plan) and path == ["remat"]:
-        segments = tuple(dataclasses.replace(s, remat=text) for s in owner.segments)
-        return owner.replace(segments=segments)
-    if key not in (f.name for f in dataclasses.fields(owner)):
-        raise InputError(f"unknown override --{name}{_nearest(owner, path, name)}")
-    value = getattr(owner, key)
-    nested = _has_fields(value)
-    if rest and not nested:
-        raise InputError(f"unknown override --{name}; '{key}' has no fields of its own")
-    if nested and not rest:
-        raise InputError(f"--{name}: has fields of its own; set one of them, as in --{name}.FIELD")
-    hint = typing.get_type_hints(type(owner))[key]
-    new = _set(value, rest, text, name) if rest else parse(hint, text, f"--{name}")
-    return dataclasses.replace(owner, **{key: new})
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Change:
+    """One override on its way down: what is left of its path, and its whole name for messages."""
+
+    path: tuple[str, ...]
+    text: str
+    name: str
+
+    @property
+    def key(self) -> str:
+        """Next step of the path."""
+        return self.path[0].replace("-", "_")
+
+    def below(self) -> "_Change":
+        """The same change, one level down."""
+        return dataclasses.replace(self, path=self.path[1:])
+
+
+def _apply(owner: Any, changes: Sequence[_Change]) -> Any:
+    """A dataclass with all changes made at once, so that only the result has to be valid."""
+    new: dict[str, Any] = {}
+    below: dict[str, list[_Change]] = {}
+    for change in changes:
+        if isinstance(owner, Plan) and change.path == ("remat",):
+            remat = change.text
+            new["segments"] = tuple(dataclasses.replace(s, remat=remat) for s in owner.segments)
+        elif _is_leaf(owner, change):
+            new[change.key] = parse(_hint(owner, change.key), change.text, f"--{change.name}")
+        else:
+            below.setdefault(change.key, []).append(change.below())
+    for key, deeper in below.items():
+        value = new.get(key, getattr(owner, key))
+        new[key] = _applier(value)(value, deeper)
+    return dataclasses.replace(owner, **new)
+
+
+def _applier(value: Any) -> Callable[[Any, Sequence[_Change]], Any]:
+    if isinstance(value, tuple):
+        return _apply_items
+    return _apply_rules if isinstance(value, Rules) else _apply
+
+
+def _is_leaf(owner: Any, change: _Change) -> bool:
+    """Whether a change ends at a field of `owner`; refuses what leads nowhere."""
+    if change.key not in (f.name for f in dataclasses.fields(owner)):
+        raise InputError(f"unknown override --{change.name}{_nearest(owner, change)}")
+    nested, ends = _has_fields(getattr(owner, change.key)), len(change.path) == 1
+    if not nested and not ends:
+        raise InputError(f"unknown override --{change.name}; '{change.key}' has no fields of its own")
+    if nested and ends:
+        raise InputError(
+            f"--{change.name}: has fields of its own; set one of them, as in --{change.name}.FIELD"
+        )
+    return ends
 
 
 def _has_fields(value: Any) -> bool:
@@ -82,34 +119,50 @@ def _has_fields(value: Any) -> bool:
     )
 
 
-def _nearest(owner: Any, path: list[str], name: str) -> str:
+def _hint(owner: Any, key: str) -> Any:
+    if isinstance(owner, Plan) and key == "mesh":
+        return Mapping[str, int]
+    return typing.get_type_hints(type(owner))[key]
+
+
+def _nearest(owner: Any, change: _Change) -> str:
     fields = [f.name for f in dataclasses.fields(owner)]
     fields += ["preset", "remat"] if isinstance(owner, Plan) else []
-    before = name.removesuffix(".".join(path))
-    return nearest(f"--{before}{path[0]}", [f"--{before}{field}" for field in fields])
+    before = change.name.removesuffix(".".join(change.path))
+    return nearest(f"--{before}{change.path[0]}", [f"--{before}{field}" for field in fields])
 
 
-def _set_item(owner: tuple, path: list[str], text: str, name: str) -> tuple:
-    index, rest = path[0], path[1:]
-    if not index.isdigit() or int(index) > len(owner) or not rest:
-        raise InputError(
-            f"unknown override --{name}; items are numbered 0 to {len(owner)}"
-            f" (the last adds one), as in --plan.segments.0.remat"
-        )
-    at = int(index)
-    # A new item begins as a copy of the last: `count` is what usually differs.
-    items = list(owner) if at < len(owner) else [*owner, owner[-1]]
-    items[at] = _set(items[at], rest, text, name)
+def _apply_items(owner: tuple, changes: Sequence[_Change]) -> tuple:
+    """A tuple with items changed; the number after the last adds a copy of the last."""
+    items = list(owner)
+    by_index: dict[str, list[_Change]] = {}
+    for change in changes:
+        by_index.setdefault(change.path[0], []).append(change)
+    for index, own in sorted(by_index.items()):
+        if not index.isdigit() or int(index) > len(items) or len(own[0].path) < 2:
+            raise InputError(
+                f"unknown override --{own[0].name}; items are numbered 0 to {len(items)}"
+                f" (the last adds one), as in --plan.segments.0.remat"
+            )
+        at = int(index)
+        items += [items[-1]] if at == len(items) else []
+        items[at] = _apply(items[at], [change.below() for change in own])
     return tuple(items)
 
 
-def _set_rule(owner: Rules, path: list[str], text: str, name: str) -> Rules:
+def _apply_rules(owner: Rules, changes: Sequence[_Change]) -> Rules:
     roles = [f.name for f in dataclasses.fields(owner)]
-    if path[0] not in roles:
-        raise InputError(f"unknown override --{name}{nearest(path[0], roles)}")
-    if len(path) != 2:
-        raise InputError(f"--{name}: name a dim too, as in --plan.rules.{path[0]}.embed fsdp")
-    return owner.updated(**{path[0]: {path[1]: parse_rule(text)}})
+    updates: dict[str, dict[str, Any]] = {}
+    for change in changes:
+        role = change.path[0]
+        if role not in roles:
+            raise InputError(f"unknown override --{change.name}{nearest(role, roles)}")
+        if len(change.path) != 2:
+            raise InputError(
+                f"--{change.name}: name a dim too, as in --plan.rules.{role}.embed fsdp"
+            )
+        updates.setdefault(role, {})[change.path[1]] = parse_rule(change.text)
+    return owner.updated(**updates)
 
 
 def parse_rule(text: str) -> tuple[tuple[str, ...], ...] | None:

@@ -14,8 +14,8 @@ from .loader import BatchLoader as BatchLoader
 from .loader import ValidationBatches as ValidationBatches
 from .loader import global_arrays as global_arrays
 from .loader import wanted_rows as wanted_rows
-from .rows import RowSource as RowSource
 from .rows import Rows as Rows
+from .rows import RowSource as RowSource
 from .rows import stack_rows as stack_rows
 from .sources import Documents as Documents
 from .sources import path_documents as path_documents

@@ -23,9 +23,9 @@ def built_once(
 ) -> Path:
     """The cache entry at `path`, built first when it is missing or damaged.
 
-    Processes that share the folder wait for the one that builds. It writes beside `path` and renames
-    at the end, so that one killed half-way leaves nothing that could be taken for an entry; the next
-    builder removes what it left.
+    Processes that share the folder wait for the one that builds. It writes beside `path` and
+    renames at the end, so that one killed half-way leaves nothing that could be taken for an entry;
+    the next builder removes what it left.
 
     Args:
         path: File or folder of the entry.
@@ -44,8 +44,8 @@ def built_once(
                 _build(path, build)
     except OSError as problem:
         raise DataError(
-            f"cache folder {path.parent}: cannot be written ({problem.strerror}); make room there or"
-            f" name another folder in COLOSSAX_CACHE"
+            f"cache folder {path.parent}: cannot be written ({problem.strerror}); make room there"
+            f" or name another folder in COLOSSAX_CACHE"
         ) from problem
     return path
 

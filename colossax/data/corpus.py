@@ -81,9 +81,10 @@ class Corpus:
         """Documents to train on and documents held out.
 
         A document is held out when the hash of its text, as a number in [0, 1), lies below the
-        fraction: the same text falls on the same side in any corpus, copies together. Each side gets
-        at least one document, that with the lowest or the highest hash. Of a corpus that is one
-        document, its last tokens are held out; what is left to train on has no end of text.
+        fraction: the same text falls on the same side in any corpus, copies together. The lowest
+        hash is held out and the highest is not, so that each side gets at least one document. Of a
+        corpus that is one document, its last tokens are held out; what is left to train on has no
+        end of text.
 
         Args:
             validation_fraction: Share of the documents held out, in (0, 1).
@@ -103,9 +104,7 @@ class Corpus:
 
     def _select(self, documents: np.ndarray) -> Split:
         lengths = np.diff(self.offsets)
-        return Split(
-            tokens=self.tokens, starts=self.offsets[documents], lengths=lengths[documents]
-        )
+        return Split(tokens=self.tokens, starts=self.offsets[documents], lengths=lengths[documents])
 
     def _cut(self, validation_fraction: float) -> tuple[Split, Split]:
         total = len(self.tokens)
@@ -147,9 +146,9 @@ def encode_corpus(
     Raises:
         DataError: A document cannot be read, or the cache cannot be written.
 
-    Cost: about 0.3 CPU-seconds per MB of text, 2 or 4 bytes on disk per token. Memory holds one
-    document and the encoding of 1 MB of text, whatever the size of the corpus. Documents longer than
-    that are encoded in pieces cut before a line end, where one exists.
+    Cost: 0.3 to 0.4 CPU-seconds per MB of text, 2 or 4 bytes on disk per token. Memory holds one
+    document and the encoding of 1 MB of text, whatever the size of the corpus. Documents longer
+    than that are encoded in pieces cut before a line end, where one exists.
     """
     traits = (documents.fingerprint, tokenizer.fingerprint, _FORMAT_VERSION)
     fingerprint = hashlib.blake2b(repr(traits).encode(), digest_size=16).hexdigest()

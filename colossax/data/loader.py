@@ -181,13 +181,13 @@ def global_arrays(
     }
 
 
-def _global_array(
-    name: str, value: np.ndarray, place: np.ndarray, sharding: Sharding
-) -> jax.Array:
+def _global_array(name: str, value: np.ndarray, place: np.ndarray, sharding: Sharding) -> jax.Array:
     def region(index: tuple[slice, ...]) -> np.ndarray:
         rows = place[index[0]]
         if (rows < 0).any():
-            raise ValueError(f"{name}: a device here holds rows that were not made; see wanted_rows")
+            raise ValueError(
+                f"{name}: a device here holds rows that were not made; see wanted_rows"
+            )
         return value[(rows, *index[1:])]
 
     return jax.make_array_from_callback((len(place), *value.shape[1:]), sharding, region)

@@ -222,7 +222,7 @@ def _read_jsonl(file: Path, documents: Documents) -> Iterator[str | None]:
 def _text_of_line(line: str, where: str, documents: Documents) -> str | None:
     field = documents.text_field
     try:
-        record = json.loads(line)
+        record = json.loads(line.rstrip())
     except json.JSONDecodeError as problem:
         raise DataError(
             f"{where}: is not JSON ({problem.msg} at column {problem.colno}); write one object per"

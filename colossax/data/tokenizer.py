@@ -5,9 +5,9 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 from colossax.data.cache import built_once, cache_folder
 from colossax.data.sources import Documents
@@ -86,7 +86,7 @@ class Tokenizer:
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Iterable[SupportsIndex]) -> str:
         """Text of token ids, special tokens included; a broken character becomes U+FFFD."""
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
 
@@ -170,11 +170,11 @@ def train_tokenizer(
 ) -> Tokenizer:
     """Byte-level BPE of `vocab_size` tokens, learnt once per text and size and then cached.
 
-    Id 0 ends documents, the bytes follow, then the merges in the order learnt. Any text can be encoded
-    and comes back unchanged. Text with too few distinct words to learn from gives fewer tokens.
+    Id 0 ends documents, the bytes follow, then the merges in the order learnt. Any text can be
+    encoded and comes back unchanged. Text with too few distinct words gives fewer tokens.
 
-    It is learnt from an even sample of all documents, held-out ones included: pieces are taken while
-    those taken make up less than `sample_bytes / documents.size_bytes` of those seen.
+    It is learnt from an even sample of all documents, held-out ones included: pieces are taken
+    while those taken make up less than `sample_bytes / documents.size_bytes` of those seen.
 
     Args:
         documents: Text to learn from.

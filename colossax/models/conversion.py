@@ -255,10 +255,9 @@ class Conversion:
         stacked = [entry for entry in active if _LAYER in entry.foreign]
         layers = infos[stacked[0].ours[0]].total_layers or 0
         first = active.index(stacked[0])
-        before = [entry for entry in active[:first]]
         after = [entry for entry in active[first:] if entry not in stacked]
         return [
-            *(_tensor(entry, infos, None) for entry in before),
+            *(_tensor(entry, infos, None) for entry in active[:first]),
             *(_tensor(entry, infos, i) for i in range(layers) for entry in stacked),
             *(_tensor(entry, infos, None) for entry in after),
         ]

@@ -139,7 +139,7 @@ def _damaged(file: Path, why: str) -> WeightsError:
 
 def _read_into(file: Any, out: np.ndarray, name: Path) -> None:
     """Fill `out`; one read call stops at 2 GB."""
-    rest = memoryview(out.reshape(-1).view(np.uint8))
+    rest = out.reshape(-1).view(np.uint8).data
     while rest:
         count = file.readinto(rest)
         if not count:

@@ -47,10 +47,10 @@ def scale_by_adam(
 
 
 def add_decay(rate: float, dims: Any) -> optax.GradientTransformation:
-    """Adds `rate * parameter` to the updates of parameters that decay; see `decays`."""
+    """Adds `rate * parameter` to the updates of parameters that decay, all in float32."""
 
     def decay(leaf_dims: Dims, step: Array, p: Array) -> Array:
-        return _decayed(step, p, rate) if decays(leaf_dims) else step
+        return _decayed(step, p, rate if decays(leaf_dims) else 0.0)
 
     return _stateless(decay, dims)
 
@@ -65,7 +65,7 @@ def scale_by_lamb_ratio(
 
     def scale(leaf_dims: Dims, step: Array, p: Array) -> Array:
         matrix = decays(leaf_dims)
-        step = _decayed(step, p, rate) if matrix else step.astype(jnp.float32)
+        step = _decayed(step, p, rate if matrix else 0.0)
         if not (matrix or adapt_all):
             return step
         weight = jnp.clip(unit_norms(p, leaf_dims), *bounds)

@@ -10,7 +10,7 @@ from colossax.models import config_from_json, config_to_json
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
 
 
-def _at_least(config: Any, prefix: str, least: dict[str, float]) -> None:
+def _at_least(config: Any, prefix: str, least: dict[str, int]) -> None:
     for name, low in least.items():
         value = getattr(config, name)
         if value < low:

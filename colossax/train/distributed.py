@@ -359,14 +359,15 @@ def _report(launch: Launch, timeout_s: float) -> Wire:
         answer = wire.receive(timeout_s + _ANSWER_SLACK_S)
     except TimeoutError:
         answer = None
-    if answer is None:
-        raise InputError(
-            f"process 0 at {launch.coordinator} hung up on process {launch.process_id} before all"
-            f" {launch.processes} had come; see its message"
-        )
-    if answer["refuse"] is not None:
+    if answer is not None and answer["refuse"] is None:
+        return wire
+    wire.close()
+    if answer is not None:
         raise InputError(answer["refuse"])
-    return wire
+    raise InputError(
+        f"process 0 at {launch.coordinator} hung up on process {launch.process_id} before all"
+        f" {launch.processes} had come; see its message"
+    )
 
 
 def _connect(launch: Launch, deadline: float, timeout_s: float) -> socket.socket:

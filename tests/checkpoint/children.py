@@ -33,7 +33,7 @@ def save_forever(directory):
 
 
 def two_processes(process, port, given, directory):
-    """Restore what one process saved, save it, fail in one process alone, save again."""
+    """Restore what one process saved, save it, fail in either process alone, save again."""
     jax.config.update("jax_num_cpu_devices", 4)
     jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=int(process))
     from colossax.checkpoint import Checkpointer, store
@@ -49,29 +49,34 @@ def two_processes(process, port, given, directory):
     assert checkpointer.save(1, state, {"position": 1})
     checkpointer.wait()
 
-    start_write, store_touched = store.start_write, []
+    start_write, refused = store.start_write, []
 
     def refuse(*args):
-        store_touched.append(args)
+        refused.append(args)
         raise OSError(28, "No space left on device")
 
-    if process == "1":
-        store.start_write = refuse
-    assert checkpointer.save(2, state, {"position": 2})
-    begin = time.monotonic()
-    try:
-        checkpointer.wait()
-    except ValueError as error:
-        print(f"process {process}: {error}")
-    else:
-        raise AssertionError("the save of step 2 should have failed")
-    assert time.monotonic() - begin < 20, "failed by running into the time limit"
-    assert bool(store_touched) == (process == "1")
-    store.start_write = start_write
+    def slow(*args):
+        time.sleep(0.05)
+        return start_write(*args)
 
-    assert checkpointer.save(3, state, {"position": 3})
+    for step, culprit in ((2, "1"), (3, "0")):
+        store.start_write = refuse if process == culprit else start_write
+        refused.clear()
+        assert checkpointer.save(step, state, {"position": step})
+        begin = time.monotonic()
+        try:
+            checkpointer.wait()
+        except ValueError as error:
+            print(error)
+        else:
+            raise AssertionError(f"the save of step {step} should have failed")
+        assert time.monotonic() - begin < 20, "failed by running into the time limit"
+        assert bool(refused) == (process == culprit)
+
+    store.start_write = slow if process == "1" else start_write
+    assert checkpointer.save(4, state, {"position": 4})
     checkpointer.close()
-    assert checkpointer.steps() == [1, 3]
+    assert checkpointer.steps() == [1, 4]
 
 
 def import_layers(directory, layers, rows, columns):

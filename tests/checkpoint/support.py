@@ -117,8 +117,13 @@ def start_child(what, *arguments):
     )
 
 
-def finish_child(child, timeout=120):
-    """Its output, when it ended well."""
-    out, err = child.communicate(timeout=timeout)
-    assert child.returncode == 0, f"{out}\n{err}"
-    return out
+def finish_children(*children, timeout=120):
+    """Their outputs, when all ended well; none is left running."""
+    try:
+        ended = [child.communicate(timeout=timeout) for child in children]
+    finally:
+        for child in children:
+            child.kill()
+    for child, (out, err) in zip(children, ended, strict=True):
+        assert child.returncode == 0, f"{out}\n{err}"
+    return [out for out, _ in ended]

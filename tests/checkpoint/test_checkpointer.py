@@ -56,7 +56,8 @@ def test_any_mesh_to_any_mesh(devices, tmp_path, request, source, target, cuts):
 WHOLE = [stack("model/params/layers/w", (8, 16, 8), 0, 8)]
 THREE_FIVE = [stack("model/params/layers/w", (8, 16, 8), *at) for at in ((0, 3), (3, 5))]
 ONE_SEVEN = [stack("model/params/layers/w", (8, 16, 8), *at) for at in ((0, None), (1, 7))]
-CUTS = {"whole": WHOLE, "three_five": THREE_FIVE, "one_seven": ONE_SEVEN}
+SEVEN_ONE = [stack("model/params/layers/w", (8, 16, 8), *at) for at in ((0, 7), (7, None))]
+CUTS = {"8": WHOLE, "3+5": THREE_FIVE, "1+7": ONE_SEVEN, "7+1": SEVEN_ONE}
 
 
 def specs_of(slots):

@@ -18,7 +18,7 @@ from colossax.errors import CheckpointError
 from tests.checkpoint.support import (
     MODEL,
     assert_restored,
-    finish_child,
+    finish_children,
     layouts,
     mesh_of,
     plain,
@@ -156,7 +156,7 @@ def free_port():
 
 
 def test_two_processes(devices, tmp_path):
-    """One process of eight devices -> two of four -> one, and a failure in one of the two."""
+    """One process of eight devices -> two of four -> one, and a failure in either of the two."""
     mesh, specs = layouts()["fsdp8"]
     with Checkpointer(tmp_path / "one") as checkpointer:
         checkpointer.save(0, put(MODEL, mesh, specs), {})
@@ -165,14 +165,19 @@ def test_two_processes(devices, tmp_path):
         start_child("two_processes", process, port, tmp_path / "one", tmp_path / "two")
         for process in range(2)
     ]
-    first, second = (finish_child(child) for child in children)
-    assert "(process 1 could not write its part)" in first
-    assert "(No space left on device)" in second
+    first, second = finish_children(*children)
+    for output, culprit_step, other_step, hint in (
+        (first, 3, 2, "process 1 could not write its part"),
+        (second, 2, 3, "another process could not write its part"),
+    ):
+        refusal = f"could not be saved in checkpoint directory '{tmp_path / 'two'}'"
+        assert f"step {culprit_step} {refusal} (No space left on device); make room" in output
+        assert f"step {other_step} {refusal} ({hint}); make room" in output
     checkpointer = Checkpointer(tmp_path / "two")
-    assert checkpointer.steps() == [1, 3]
-    assert checkpointer.documents() == {"position": 3}
+    assert checkpointer.steps() == [1, 4]
+    assert checkpointer.documents() == {"position": 4}
     asked = wants(MODEL, mesh, specs)
-    assert_restored(checkpointer.restore(3, asked), asked)
+    assert_restored(checkpointer.restore(4, asked), asked)
     assert not list((tmp_path / "two").rglob("written-by-*"))
 
 

@@ -10,7 +10,7 @@ from tests.checkpoint.support import (
     MODEL,
     assert_restored,
     content,
-    finish_child,
+    finish_children,
     layouts,
     mesh_of,
     put,
@@ -142,7 +142,7 @@ def test_writer_refuses(devices, tmp_path):
 
 
 def test_memory_of_an_import_does_not_grow_with_depth(tmp_path):
-    grown = int(finish_child(start_child("import_layers", tmp_path, 40, 1024, 1024)))
+    (grown,) = map(int, finish_children(start_child("import_layers", tmp_path, 40, 1024, 1024)))
     reader = RecordReader(tmp_path)
     name = "model/params/layers/mlp/w"
     assert reader.records()[name][0] == (40, 1024, 1024)

@@ -58,6 +58,14 @@ def test_segments_can_be_added(tiny):
     assert [(s.count, s.remat) for s in changed.plan.segments] == [(3, "none"), (1, "full")]
 
 
+def test_only_the_result_has_to_be_valid(tiny):
+    """Neither of these can be made alone, in whatever order."""
+    changed = apply_overrides(tiny, [("model.heads", "6"), ("model.kv_heads", "3")])
+    assert (changed.model.heads, changed.model.kv_heads) == (6, 3)
+    with pytest.raises(InputError, match="6 heads cannot share 4 kv heads"):
+        apply_overrides(tiny, [("model.heads", "6")])
+
+
 @pytest.mark.parametrize(
     "name, text, message",
     [
@@ -70,7 +78,7 @@ def test_segments_can_be_added(tiny):
         ("plan.preset", "zero4", "no preset is called 'zero4'; did you mean 'zero3'?"),
         ("plan.mesh", "fspd=4", "plan.mesh: no axis is called 'fspd'; did you mean 'fsdp'?"),
         ("plan.mesh", "fsdp", "--plan.mesh: found 'fsdp'; write it as key=value, e.g. fsdp=4"),
-        ("plan.mesh", "fsdp=x", "plan.mesh: axis 'fsdp' has size 'x'; give 1 or more"),
+        ("plan.mesh", "fsdp=x", "--plan.mesh fsdp: expected int, found 'x'; give a number"),
         ("plan.mesh", "fsdp=2,fsdp=4", "'fsdp' is given twice"),
         ("plan.segments.2.remat", "full", "items are numbered 0 to 1"),
         ("plan.remat", "fool", "unknown policy 'fool'; did you mean 'full'?"),

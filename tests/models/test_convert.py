@@ -268,6 +268,7 @@ print((kilobytes("VmHWM") - before) * 1024)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's memory counters")
 def test_peak_host_memory_of_forty_layers(tmp_path):
     """Import and export need little more than the largest tensor, however deep the model is."""

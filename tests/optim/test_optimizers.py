@@ -223,10 +223,9 @@ def test_state_mirrors_the_parameters(name):
     assert all(len(mark.shape) == mark.rank for mark in entries)
     dtypes = {mark.dtype for mark in entries}
     assert dtypes <= ({"float32", "bfloat16"} if "bf16" in name else {"float32"})
-    _, new = run(optimizer, params, [params])
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), new) == jax.tree.map(
-        lambda x: (x.shape, x.dtype), state
-    )
+    _, new = jax.eval_shape(optimizer.update, params, state, params)
+    kinds = [jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (state, new)]
+    assert kinds[0] == kinds[1]
 
 
 def test_only_the_first_moment_takes_the_other_dtype():

@@ -59,18 +59,18 @@ def no_launcher(monkeypatch):
 
 
 def test_a_run_of_one_needs_nothing(no_launcher):
-    assert find_launch(None, None, None, timeout_s=1) is None
-    group = join(None, timeout_s=1)
+    assert find_launch(None, None, None, timeout_s=1.0) is None
+    group = join(None, timeout_s=1.0)
     assert (group.first, group.processes, group.from_first(lambda: 7)) == (True, 1, 7)
 
 
 def test_half_an_address_is_refused(no_launcher):
     with pytest.raises(InputError, match="--process-id: not given"):
-        find_launch("here:1234", 2, None, timeout_s=1)
+        find_launch("here:1234", 2, None, timeout_s=1.0)
     with pytest.raises(InputError, match="--process-id: found 2 of --processes 2"):
-        find_launch("here:1234", 2, 2, timeout_s=1)
+        find_launch("here:1234", 2, 2, timeout_s=1.0)
     with pytest.raises(InputError, match="--coordinator: found 'here'; write HOST:PORT"):
-        find_launch("here", 2, 1, timeout_s=1)
+        find_launch("here", 2, 1, timeout_s=1.0)
 
 
 @pytest.mark.parametrize(
@@ -101,21 +101,21 @@ def test_half_an_address_is_refused(no_launcher):
 def test_launchers_are_recognised(no_launcher, environment, expected):
     for name, value in environment.items():
         no_launcher.setenv(name, value)
-    assert find_launch(None, None, None, timeout_s=1) == expected
-    assert find_launch(None, 1, None, timeout_s=1) is None, "--processes 1 runs alone"
+    assert find_launch(None, None, None, timeout_s=1.0) == expected
+    assert find_launch(None, 1, None, timeout_s=1.0) is None, "--processes 1 runs alone"
 
 
 def test_a_kubernetes_job_without_its_client_is_refused(no_launcher):
     no_launcher.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
-    assert find_launch(None, None, None, timeout_s=1) is None, "a pod is not yet a job"
+    assert find_launch(None, None, None, timeout_s=1.0) is None, "a pod is not yet a job"
     no_launcher.setenv("JOB_COMPLETION_INDEX", "1")
     with pytest.raises(InputError, match="needs the package 'kubernetes'.*--processes 1"):
-        find_launch(None, None, None, timeout_s=1)
+        find_launch(None, None, None, timeout_s=1.0)
 
 
 def test_values_and_refusals_reach_everyone():
     def work(launch: Launch) -> Any:
-        group = join(launch, timeout_s=10)
+        group = join(launch, timeout_s=10.0)
         value = group.from_first(lambda: {"folder": "runs/x"})
 
         def fail_on_two() -> None:
@@ -136,7 +136,7 @@ def test_values_and_refusals_reach_everyone():
 def test_the_missing_process_is_named_to_all_that_came():
     came = [launch for launch in launches(4) if launch.process_id in (0, 2)]
     start = time.monotonic()
-    first, second = in_threads(lambda launch: join(launch, timeout_s=1), came)
+    first, second = in_threads(lambda launch: join(launch, timeout_s=1.0), came)
     assert first == second
     assert first.startswith("processes 1, 3 of 4 did not reach process 0 at 127.0.0.1:")
     assert time.monotonic() - start < 5
@@ -150,7 +150,7 @@ def test_a_missing_first_process_is_named():
 def test_processes_that_disagree_are_told():
     mine = launches(2)
     other = Launch(coordinator=mine[0].coordinator, processes=3, process_id=1)
-    first, second = in_threads(lambda launch: join(launch, timeout_s=5), [mine[0], other])
+    first, second = in_threads(lambda launch: join(launch, timeout_s=5.0), [mine[0], other])
     assert first == second
     assert first.startswith("process 1 was started for 3 processes and process 0 for 2")
 
@@ -161,7 +161,7 @@ def test_a_taken_port_is_refused():
             coordinator=f"127.0.0.1:{server.getsockname()[1]}", processes=2, process_id=0
         )
         with pytest.raises(InputError, match="--coordinator: process 0 cannot listen on port"):
-            join(launch, timeout_s=1)
+            join(launch, timeout_s=1.0)
 
 
 class Lockstep:
@@ -186,7 +186,7 @@ def test_all_stop_after_the_same_step_without_waiting_for_ever(told):
     lockstep = Lockstep(3, ahead=2)
 
     def work(launch: Launch) -> Any:
-        group = join(launch, timeout_s=10)
+        group = join(launch, timeout_s=10.0)
         signals, gate = StopSignals(), Gate()
         done = 0
         with StopAgreement(group, signals, gate):
@@ -211,7 +211,7 @@ def test_a_wish_after_some_have_finished_stops_nobody():
     left = threading.Event()
 
     def work(launch: Launch) -> Any:
-        group = join(launch, timeout_s=10)
+        group = join(launch, timeout_s=10.0)
         signals, gate = StopSignals(), Gate()
         with StopAgreement(group, signals, gate):
             for index in range(10):

@@ -171,6 +171,7 @@ def row_ranges(mask: Mask, s: int, t: int) -> tuple[Int[Array, "b s"], Int[Array
             kv = jnp.where(padded, _LAST, kv)
         lo = _count_before(kv_segment, kv, segment, first)
         hi = _count_before(kv_segment, kv, segment, last + 1)
+    lo, hi = jnp.broadcast_arrays(lo, hi)
     return lo, jnp.maximum(lo, hi)
 
 

@@ -46,15 +46,13 @@ def packed_row(rng: np.random.Generator, length: int, padding: bool) -> tuple[li
 def masks(draw, ranges: bool):
     """A mask with any of its parts, and sizes; `ranges` leaves out what is none."""
     rng = np.random.default_rng(draw(st.integers(0, 10**6)))
-    batch = draw(st.integers(1, 3))
-    s, t = draw(st.integers(1, 12)), draw(st.integers(1, 12))
+    # Few shapes: each new one compiles every operation again.
+    batch, s, t = draw(st.sampled_from([(1, 7, 7), (2, 7, 7), (2, 10, 4), (2, 4, 10)]))
     fields = {"causal": draw(st.booleans())}
     if draw(st.booleans()):
         side = st.one_of(st.none(), st.integers(0, 5))
         fields["window"] = (draw(side), draw(side))
     if draw(st.booleans()):
-        if draw(st.booleans()):
-            s = t
         rows = [[packed_row(rng, n, True) for n in (s, t)] for _ in range(batch)]
         if s == t and draw(st.booleans()):
             rows = [[q, q] for q, _ in rows]
