@@ -14,6 +14,9 @@ from colossax.checkpoint.slots import ArraySlot
 from colossax.checkpoint.writing import ArraysJob
 from colossax.errors import CheckpointError
 
+RESERVED_NAMES = (ARRAYS_ITEM, "metrics")
+"""Orbax has uses of its own for items named like this."""
+
 
 class Checkpointer:
     """The checkpoints of one run, in one directory.
@@ -41,7 +44,7 @@ class Checkpointer:
             keep: How many of the latest steps to keep; None keeps all.
             asynchronous: Return from `save` once arrays are copied to the host, and write in
                 the background; costs host memory for what this process writes.
-            timeout_s: How long a save waits for other processes.
+            timeout_s: How long a save may take, those of other processes included.
         """
         self.directory = Path(directory)
         self._keep, self._asynchronous, self._timeout_s = keep, asynchronous, timeout_s
@@ -151,10 +154,7 @@ class Checkpointer:
         Raises:
             CheckpointError: As `wait`.
         """
-        self._collect()
-        if self._committer is not None:
-            self._committer.close()
-            self._committer = None
+        self._release()
         self.wait()
 
     def __enter__(self) -> "Checkpointer":
@@ -169,7 +169,13 @@ class Checkpointer:
         if error is None:
             self.close()
         else:
-            self._collect()
+            self._release()
+
+    def _release(self) -> None:
+        self._collect()
+        if self._committer is not None:
+            self._committer.close()
+            self._committer = None
 
     def _open(self) -> Any:
         """The Orbax side, imported when something is saved."""
@@ -197,6 +203,7 @@ def document_texts(documents: Mapping[str, Any]) -> dict[str, bytes]:
     Raises:
         ValueError, TypeError: A name is taken, or a value is not JSON.
     """
-    if ARRAYS_ITEM in documents:
-        raise ValueError(f"no document may be named '{ARRAYS_ITEM}'")
+    for name in documents:
+        if name in RESERVED_NAMES or not name.isidentifier():
+            raise ValueError(f"no document may be named '{name}'")
     return {name: json.dumps(value).encode() for name, value in documents.items()}

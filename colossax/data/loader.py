@@ -117,8 +117,8 @@ def _read_ahead(batches: _Batches, threads: int, prefetch: int):
 class ValidationBatches:
     """A fixed number of held-out batches, the same for any run seed and process count.
 
-    Every held-out token counts at most once: there are no more batches than the split fills, and rows
-    that begin again within the last one have weight 0.
+    Every held-out token counts at most once: there are no more batches than the split fills, and
+    where the last one begins the split again its weights are 0.
 
     Args:
         split: Held-out documents.
@@ -182,7 +182,8 @@ def global_arrays(
 
 
 def _global_array(name: str, value: np.ndarray, place: np.ndarray, sharding: Sharding) -> jax.Array:
-    def region(index: tuple[slice, ...]) -> np.ndarray:
+    def region(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None, "every device holds a region of an array with dims"
         rows = place[index[0]]
         if (rows < 0).any():
             raise ValueError(

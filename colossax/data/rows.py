@@ -1,7 +1,7 @@
 """Rows of equal length cut from shuffled documents; each can be made without those before it.
 
-An epoch is every document of the split once, in an order drawn from the seed and the epoch's number.
-The epochs follow one another as one endless sequence of tokens, and row r is its tokens
+An epoch is every document of the split once, in an order drawn from the seed and the epoch's
+number. The epochs follow one another as one endless sequence of tokens, and row r is its tokens
 `[r s, (r + 1) s)`: a row may end in the middle of a document, which the next goes on with, and may
 reach over the border of two epochs. So no token is padding and none is left out.
 """
@@ -54,8 +54,8 @@ class Rows:
         seed: Of the order of documents.
         epochs: After so many the weights are 0; None: never.
 
-    Cost: O(s + log D) per row of D documents. The first row of an epoch sorts D numbers; the last two
-    epochs are kept, 16 bytes per document each. Several threads may read.
+    Cost: O(s + log D) per row of D documents. The first row of an epoch sorts D numbers; the last
+    two epochs are kept, 16 bytes per document each. Several threads may read.
     """
 
     def __init__(self, split: Split, *, seq_len: int, seed: int, epochs: int | None = None):
@@ -70,7 +70,7 @@ class Rows:
         self._order = functools.lru_cache(maxsize=_EPOCHS_KEPT)(self._make_order)
 
     def __getitem__(self, row: int) -> Row:
-        out = {name: np.empty(self.seq_len, np.int32) for name in _INTEGERS}
+        out: Row = {name: np.empty(self.seq_len, np.int32) for name in _INTEGERS}
         out["weights"] = np.ones(self.seq_len, np.float32)
         epoch, at = divmod(row * self.seq_len, self.epoch_tokens)
         filled = documents = 0

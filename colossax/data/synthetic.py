@@ -9,7 +9,7 @@ from colossax.data.rows import Row
 class SyntheticRows:
     """Row r of uniformly random tokens, one document per row; needs numpy alone.
 
-    `targets` is the next token of the row, of a last token one that is not shown; all weights are 1.
+    `targets` is the next token, for the last of a row one that is not shown; all weights are 1.
 
     Args:
         vocab_size: Tokens lie in `[0, vocab_size)`.

@@ -148,14 +148,7 @@ class Generator:
         return self._cache_spec.zeros(self.bound.plan.precision.cache)
 
     def _check(self, prompt: list[int], max_tokens: int, temperature: float, seed: int) -> None:
-        if not prompt:
-            raise InputError("prompt: it is empty; give at least one token to continue")
-        outside = next((t for t in prompt if not 0 <= t < self.config.vocab), None)
-        if outside is not None:
-            raise InputError(
-                f"prompt: token {outside} is outside the vocabulary of {self.config.vocab};"
-                f" use ids from 0 to {self.config.vocab - 1}"
-            )
+        check_tokens(prompt, self.config.vocab)
         if max_tokens < 1:
             raise InputError(f"max_tokens: found {max_tokens}; give 1 or more")
         if not (0 <= temperature < float("inf")):
@@ -163,6 +156,22 @@ class Generator:
         if not 0 <= seed < 2**32:
             raise InputError(f"seed: found {seed}; give 0 to {2**32 - 1}")
         check_length(len(prompt), max_tokens, self.slots)
+
+
+def check_tokens(prompt: Sequence[int], vocab: int) -> None:
+    """Refuse an empty prompt, or ids outside the vocabulary.
+
+    Raises:
+        InputError: Naming the id.
+    """
+    if not prompt:
+        raise InputError("prompt: it is empty; give at least one token to continue")
+    outside = next((t for t in prompt if not 0 <= t < vocab), None)
+    if outside is not None:
+        raise InputError(
+            f"prompt: token {outside} is outside the vocabulary of {vocab};"
+            f" use ids from 0 to {vocab - 1}"
+        )
 
 
 def check_length(prompt: int, max_tokens: int, limit: int) -> None:

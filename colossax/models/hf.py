@@ -38,21 +38,20 @@ def import_checkpoint(folder: str | Path, out: str | Path, plan: Plan | None = N
         folder: Holds config.json, safetensors and, if the tokenizer is to come along,
             tokenizer.json.
         out: Directory of the new checkpoint.
-        plan: Stored with it for those who load it.
+        plan: Stored with it for those who load it; without one they compute in the type stored.
 
     Raises:
         InputError: The folder's config.json is not one of our models, its tokenizer.json cannot
-            be read, or `out` is taken.
+            be read or has more tokens than the model, or `out` is taken.
         WeightsError: Its tensors do not fit, see `open_folder`.
 
     Cost: host memory of the largest tensor and three blocks of 64 MB.
     """
     source = open_folder(folder)
-    documents: dict[str, Any] = {
-        MODEL_DOCUMENT: config_to_json(source.config),
-        PLAN_DOCUMENT: to_json(Plan() if plan is None else plan),
-    }
-    tokenizer = _read_tokenizer(Path(folder), source.config.eos)
+    documents: dict[str, Any] = {MODEL_DOCUMENT: config_to_json(source.config)}
+    if plan is not None:
+        documents[PLAN_DOCUMENT] = to_json(plan)
+    tokenizer = _read_tokenizer(Path(folder), source.config)
     if tokenizer is not None:
         documents[TOKENIZER_DOCUMENT] = tokenizer.to_json()
     with RecordWriter(out) as writer:
@@ -69,17 +68,23 @@ def _copy_in(source: Source, tensor: Tensor, writer: RecordWriter) -> None:
         writer.write(f"{PARAMS}/{info.path}", array, tensor.layer)
 
 
-def _read_tokenizer(folder: Path, eos: int | None) -> Tokenizer | None:
+def _read_tokenizer(folder: Path, config: Any) -> Tokenizer | None:
     """The folder's tokenizer, ending documents with the model's own token where it names one."""
     file = folder / _TOKENIZER_FILE
     if not file.is_file():
         return None
     try:
         added = json.loads(file.read_text(encoding="utf-8"))["added_tokens"]
-        end = next((token["content"] for token in added if token["id"] == eos), None)
+        end = next((token["content"] for token in added if token["id"] == config.eos), None)
     except (ValueError, KeyError, TypeError):
         end = None
-    return Tokenizer.from_file(file, end=end)
+    tokenizer = Tokenizer.from_file(file, end=end)
+    if tokenizer.vocab_size > config.vocab:
+        raise InputError(
+            f"{file}: has {tokenizer.vocab_size} tokens, but config.json gives the model"
+            f" {config.vocab}; put the model's own tokenizer there, or none"
+        )
+    return tokenizer
 
 
 def export_checkpoint(
@@ -94,7 +99,7 @@ def export_checkpoint(
     The folder appears whole or not at all. Numbers keep the type they have in the checkpoint.
 
     Args:
-        checkpoint: Directory of checkpoints, or one step's folder.
+        checkpoint: Folder of a run, of checkpoints, or of one step.
         folder: To be made.
         step: Which checkpoint; None is the latest.
         max_shard_bytes: Size above which weights are split over several files with an index.
@@ -106,9 +111,10 @@ def export_checkpoint(
 
     Cost: host memory of the largest tensor and two blocks of 64 MB.
     """
-    folder = Path(folder)
+    checkpoint, folder = Path(checkpoint), Path(folder)
     _require_free(folder)
-    reader = RecordReader(checkpoint, step)
+    of_run = checkpoint / "checkpoints"
+    reader = RecordReader(of_run if of_run.is_dir() else checkpoint, step)
     documents = reader.documents()
     config = _model_config(reader, documents)
     conversion = CONVERSIONS[family_of(config).name]

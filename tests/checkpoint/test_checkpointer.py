@@ -216,10 +216,18 @@ def test_documents(devices, tmp_path):
     assert checkpointer.documents(7) == checkpointer.documents() == documents
 
 
-def test_a_document_may_not_take_the_arrays_place(devices, tmp_path):
-    with pytest.raises(ValueError, match="no document may be named 'arrays'"):
-        Checkpointer(tmp_path).save(1, [], {"arrays": 1})
+@pytest.mark.parametrize("name", ["arrays", "metrics", "a/b", ""])
+def test_document_names_that_are_taken(devices, tmp_path, name):
+    with pytest.raises(ValueError, match=f"no document may be named '{name}'"):
+        Checkpointer(tmp_path).save(1, [], {name: 1})
     assert not list(tmp_path.iterdir())
+
+
+def test_leaving_with_an_error_still_finishes_the_save(devices, tmp_path):
+    with pytest.raises(KeyboardInterrupt), Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, put(MODEL[:1], mesh_of(x=8), [P("x")]), {})
+        raise KeyboardInterrupt
+    assert checkpointer.steps() == [1]
 
 
 @pytest.mark.parametrize(

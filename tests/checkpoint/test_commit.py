@@ -2,7 +2,6 @@
 
 import os
 import random
-import resource
 import signal
 import socket
 import time
@@ -26,19 +25,6 @@ from tests.checkpoint.support import (
     start_child,
     wants,
 )
-
-
-@pytest.fixture
-def file_size_limit():
-    """A function that makes the system refuse to write large files, as a full disk does."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def limit(size_bytes=None):
-        soft = before[0] if size_bytes is None else size_bytes
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, before[1]))
-
-    yield limit
-    limit()
 
 
 def big_and_small():

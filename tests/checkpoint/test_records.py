@@ -121,6 +121,23 @@ def test_a_directory_that_cannot_be_written(devices, tmp_path):
         RecordWriter(tmp_path / "file/run")
 
 
+def test_a_full_disk(devices, tmp_path, file_size_limit):
+    array = np.ones((50, 100), np.float32)
+    refusal = r"directory '.*' cannot be written \(File too large\); make room or choose another"
+    with RecordWriter(tmp_path) as writer:
+        writer.declare("model/params/w", array.shape, array.dtype)
+        file_size_limit(5000)
+        with pytest.raises(CheckpointError, match=refusal):
+            writer.write("model/params/w", array)
+        file_size_limit()
+        writer.write("model/params/w", array)
+        file_size_limit(10)
+        with pytest.raises(CheckpointError, match=r"could not be saved .* \(File too large\)"):
+            writer.finish({})
+    file_size_limit()
+    assert not list(tmp_path.iterdir())
+
+
 def test_writer_refuses(devices, tmp_path):
     f32 = np.dtype("float32")
     with RecordWriter(tmp_path) as writer:

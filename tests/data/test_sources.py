@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from colossax.data import path_documents, sources, stdlib_documents
+from colossax.data import files, path_documents, stdlib_documents
 from colossax.errors import DataError
 
 
@@ -249,26 +249,29 @@ def test_a_change_that_keeps_the_size_changes_the_fingerprint(words):
     assert path_documents(words).fingerprint != first
 
 
-def test_unchanged_files_are_hashed_once(words, monkeypatch):
-    # Files younger than the clock can tell apart are read every time.
-    now = time.time()
-    monkeypatch.setattr(sources.time, "time_ns", lambda: int((now + 60) * 1e9))
+@pytest.fixture
+def hashed(monkeypatch):
+    """Names of the files whose content is hashed from here on."""
+    read, real = [], files._hash_file
+    monkeypatch.setattr(files, "_hash_file", lambda file: read.append(file.name) or real(file))
+    return read
+
+
+def test_unchanged_files_are_hashed_once(words, hashed, monkeypatch):
+    # Files too young for the clock to tell a change are read every time: let them age.
+    now_ns = time.time_ns()
+    monkeypatch.setattr(files.time, "time_ns", lambda: now_ns + 60 * 10**9)
     first = path_documents(words).fingerprint
-    read = []
-    real = sources._hash_file
-    monkeypatch.setattr(sources, "_hash_file", lambda file: read.append(file.name) or real(file))
-    assert path_documents(words).fingerprint == first and read == []
+    assert len(hashed) == 12
+    assert path_documents(words).fingerprint == first and len(hashed) == 12
     (words / "05.txt").write_text("new")
-    assert path_documents(words).fingerprint != first and read == ["05.txt"]
+    assert path_documents(words).fingerprint != first and hashed[12:] == ["05.txt"]
 
 
-def test_files_just_written_are_not_trusted_to_their_times(words, monkeypatch):
-    path_documents(words).fingerprint
-    read = []
-    real = sources._hash_file
-    monkeypatch.setattr(sources, "_hash_file", lambda file: read.append(file.name) or real(file))
-    path_documents(words).fingerprint
-    assert len(read) == 12
+def test_files_just_written_are_not_trusted_to_their_times(words, hashed):
+    first = path_documents(words).fingerprint
+    assert path_documents(words).fingerprint == first
+    assert len(hashed) == 24
 
 
 def test_a_cache_that_cannot_be_written_only_costs_time(words, cache):

@@ -118,12 +118,23 @@ def test_documents(tmp_path):
     documents = RecordReader(tmp_path / "checkpoint").documents()
     assert config_from_json(documents["model"]) == read_params(GOLDEN / "mistral")[0]
     assert documents["plan"] == json.loads(plan.to_json()) == to_json(plan)
-    assert "tokenizer" not in documents
+    assert documents.keys() == {"model", "plan"}
+    import_checkpoint(GOLDEN / "mistral", tmp_path / "plain")
+    assert RecordReader(tmp_path / "plain").documents().keys() == {"model"}
 
 
-def small_tokenizer(folder):
+def test_folder_of_a_run_and_of_a_step(tmp_path):
+    import_checkpoint(GOLDEN / "opt", tmp_path / "run" / "checkpoints")
+    export_checkpoint(tmp_path / "run", tmp_path / "one")
+    export_checkpoint(tmp_path / "run" / "checkpoints" / "0", tmp_path / "two", step=0)
+    for name in ("one", "two"):
+        assert_same_weights(weights(tmp_path / name), weights(GOLDEN / "opt"))
+
+
+def small_tokenizer(folder, **words):
     """A tokenizer.json whose token 2, the golden models' end of text, is `<eos>`."""
-    model = tokenizers.models.WordLevel({"a": 0, "b": 1, "<eos>": 2, "</s>": 3}, unk_token="a")
+    words = {"a": 0, "b": 1, "<eos>": 2, "</s>": 3, **words}
+    model = tokenizers.models.WordLevel(words, unk_token="a")
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.add_special_tokens(["</s>", "<eos>"])
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -156,6 +167,13 @@ def test_tokenizer_that_is_none(tmp_path):
     with pytest.raises(InputError, match=r"tokenizer\.json: is no tokenizer\.json"):
         import_checkpoint(source, tmp_path / "checkpoint")
     assert not (tmp_path / "checkpoint").exists()
+
+
+def test_tokenizer_of_a_larger_model(tmp_path):
+    source = variant(tmp_path, "llama", dict)
+    small_tokenizer(source, **{f"word{i}": 4 + i for i in range(125)})
+    with pytest.raises(InputError, match=r"has 129 tokens, but config\.json gives the model 128;"):
+        import_checkpoint(source, tmp_path / "checkpoint")
 
 
 def test_import_over_a_checkpoint(tmp_path):

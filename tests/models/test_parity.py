@@ -5,13 +5,14 @@ import json
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 from colossax.models.hf_folder import read_params
 from colossax.models.registry import maker
-from colossax.nn import Decoder, describe
+from colossax.nn import Decoder, FlatTokens, describe
 from colossax.nn.rope import RopeConfig
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -94,6 +95,36 @@ def test_logits_and_greedy_tokens(case):
     greedy = found[2, len(want["prompt"]) - 1 :].argmax(-1)
     assert greedy.tolist() == want["greedy"].tolist()
     assert len(greedy) == 32
+
+
+@pytest.mark.parametrize("case", FACTS)
+def test_greedy_tokens_with_a_cache(case):
+    """One token at a time, keys and values kept: the same logits and tokens again."""
+    config, params = read_params(GOLDEN / case)
+    want = expected(case)
+    text = np.concatenate([want["prompt"], want["greedy"]])[:-1]
+    found = decoded(describe(maker(config)), params, text)
+    prompt = len(want["prompt"])
+    np.testing.assert_allclose(found[:prompt], want["logits"][0, :prompt], rtol=0, atol=TOLERANCE)
+    assert found[prompt - 1 :].argmax(-1).tolist() == want["greedy"].tolist()
+
+
+def decoded(spec, params, text):
+    """Logits after each token of a text that is fed token by token."""
+
+    def run(params, text):
+        model = spec.merge(params)
+        cache = model.cache_spec(seats=1, slots=len(text)).zeros(jnp.float32)
+
+        def feed(cache, at):
+            place = at[None].astype(jnp.int32)
+            flat = FlatTokens(seat=jnp.zeros_like(place), position=place, slot=place)
+            hidden, cache = model.decode(text[at][None], cache, flat)
+            return cache, model.logits(hidden)[0]
+
+        return jax.lax.scan(feed, cache, jnp.arange(len(text)))[1]
+
+    return np.asarray(jax.jit(run)(params, text))
 
 
 @pytest.mark.parametrize(("case", "off"), [(case, off) for case in OFF for off in OFF[case]])

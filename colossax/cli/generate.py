@@ -1,0 +1,153 @@
+"""`colossax generate`."""
+
+import argparse
+import dataclasses
+import json
+import sys
+from typing import Any
+
+from colossax.cli.arguments import number
+from colossax.cli.devices import choose_devices, request_host_devices
+from colossax.cli.overrides import Override, apply_overrides
+from colossax.config import Plan
+from colossax.errors import InputError
+
+DESCRIPTION = {
+    "generate": (
+        "Continue a prompt with the model of a checkpoint. CHECKPOINT is the folder of a run, of\n"
+        "its checkpoints (the latest is taken), or of one of them."
+    )
+}
+
+_SLOTS_MULTIPLE = 128
+
+
+def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
+    """Declare the options of `colossax generate`."""
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder of a run or a checkpoint")
+    parser.add_argument("--prompt", metavar="TEXT", help="text to continue")
+    parser.add_argument(
+        "--prompt-tokens", metavar="IDS", help="token ids in place of text, as in 1,2,3"
+    )
+    parser.add_argument(
+        "--max-tokens",
+        metavar="N",
+        type=number(1),
+        default=64,
+        help="most tokens to add; default %(default)s",
+    )
+    parser.add_argument(
+        "--temperature",
+        metavar="T",
+        type=_temperature,
+        default=0.0,
+        help="0 takes the likeliest token each time (default); 1 draws as the model says",
+    )
+    parser.add_argument(
+        "--seed",
+        metavar="S",
+        type=number(0, 2**32 - 1),
+        default=0,
+        help="of the draws; default %(default)s",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    parser.add_argument(
+        "--devices", metavar="N", type=number(1), help="devices to use; on a CPU, N are made"
+    )
+    parser.epilog = (
+        "the plan, by dotted names:\n"
+        "  --plan.mesh fsdp=4,tensor=2   --plan.preset zero3   --plan.precision.compute bfloat16\n"
+        "without a mesh all devices split parameters along fsdp"
+    )
+
+
+def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
+    """Generate as asked and return the exit code."""
+    request_host_devices(args.devices)
+    from colossax.inference import open_checkpoint
+    from colossax.inference.generator import check_length, check_tokens
+
+    stored = open_checkpoint(args.checkpoint)
+    prompt = prompt_tokens(args, stored.tokenizer)
+    # All that can be refused is, before parameters are read.
+    check_tokens(prompt, stored.config.vocab)
+    check_length(len(prompt), args.max_tokens, stored.config.max_seq)
+    plan = apply_overrides(_Options(plan=stored.plan), overrides).plan
+    model = stored.load(plan, choose_devices(args.devices))
+    result = model.generator(slots=_slots(len(prompt) + args.max_tokens, model.config.max_seq)).generate(
+        prompt, max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed
+    )
+    added = result.tokens[:-1] if result.ended else result.tokens
+    text = None if model.tokenizer is None else model.tokenizer.decode(added)
+    _show(args, prompt, list(result.tokens), text)
+    return 0
+
+
+def prompt_tokens(args: argparse.Namespace, tokenizer: Any) -> list[int]:
+    """The prompt as token ids.
+
+    Raises:
+        InputError: Neither or both of text and ids are given, text without a tokenizer, nothing
+            in it, or ids that are no numbers.
+    """
+    if (args.prompt is None) == (args.prompt_tokens is None):
+        found = "neither" if args.prompt is None else "both"
+        raise InputError(f"--prompt or --prompt-tokens: found {found}; give one of them")
+    if args.prompt is None:
+        return _ids(args.prompt_tokens)
+    if not args.prompt:
+        raise InputError("--prompt: it is empty; give a word or more to continue")
+    if tokenizer is None:
+        raise InputError(
+            f"--prompt: checkpoint '{args.checkpoint}' holds no tokenizer; give token ids with"
+            f" --prompt-tokens 1,2,3"
+        )
+    return tokenizer.encode(args.prompt)
+
+
+def _ids(text: str) -> list[int]:
+    words = text.split(",")
+    if not all(word.strip().isdecimal() for word in words):
+        raise InputError(
+            f"--prompt-tokens: found '{text}'; give ids divided by commas, as in 1,2,3"
+        )
+    return [int(word) for word in words]
+
+
+def _temperature(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number, found '{text}'") from None
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"found {text}; give 0 (greedy) or more")
+    return value
+
+
+def _slots(tokens: int, max_seq: int) -> int:
+    """Cache slots for this many tokens: a few sizes, so that a compilation cache can serve."""
+    return min(max_seq, -(-tokens // _SLOTS_MULTIPLE) * _SLOTS_MULTIPLE)
+
+
+def _show(args: argparse.Namespace, prompt: list[int], tokens: list[int], text: str | None) -> None:
+    import jax
+
+    if jax.process_index():
+        return
+    if args.json:
+        out = json.dumps({"text": text, "tokens": tokens, "prompt_tokens": prompt})
+    elif text is None:
+        out = ",".join(map(str, tokens))
+    else:
+        out = f"{args.prompt or ''}{text}"
+    sys.stdout.write(f"{out}\n")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Options:
+    """What dotted options reach."""
+
+    plan: Plan
+
+    def replace(self, **changes: Any) -> "_Options":
+        return dataclasses.replace(self, **changes)

@@ -1,0 +1,79 @@
+"""Opening and hashing files, refusals included."""
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from colossax.data.cache import cache_folder
+from colossax.errors import DataError
+
+_RACY_S = 2.0
+
+
+def unreadable(file: Path | str, problem: OSError) -> DataError:
+    """The refusal of a file or folder that the system does not let us read."""
+    return DataError(f"{file}: cannot be read ({problem.strerror}); check its permissions")
+
+
+@contextlib.contextmanager
+def open_bytes(file: Path) -> Iterator[io.BufferedReader]:
+    """A file opened for reading bytes; failures to open and to read it are DataErrors."""
+    try:
+        with file.open("rb") as opened:
+            yield opened
+    except OSError as problem:
+        raise unreadable(file, problem) from problem
+
+
+def stat_of(file: Path) -> os.stat_result:
+    """Size and times of a file; a failure is a DataError."""
+    try:
+        return file.stat()
+    except OSError as problem:
+        raise unreadable(file, problem) from problem
+
+
+def file_hashes(files: Iterable[Path]) -> list[str]:
+    """Content hash per file, from the cache where size and times are those of the last time."""
+    paths = [str(file.resolve()) for file in files]
+    name = hashlib.blake2b("\0".join(paths).encode(), digest_size=16).hexdigest()
+    memory = cache_folder() / "hashes" / f"{name}.json"
+    known, seen = _recall(memory), {}
+    for path in paths:
+        stat = stat_of(Path(path))
+        stamp = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+        entry = known.get(path)
+        seen[path] = entry if entry and entry[:3] == stamp else [*stamp, _hash_file(Path(path))]
+    if seen != known:
+        _remember(memory, seen)
+    return [seen[path][3] for path in paths]
+
+
+def _hash_file(file: Path) -> str:
+    with open_bytes(file) as opened:
+        return hashlib.file_digest(opened, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def _recall(memory: Path) -> dict[str, list]:
+    try:
+        known = json.loads(memory.read_text())
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def _remember(memory: Path, seen: dict[str, list]) -> None:
+    # A file changed again within the clock's tick would keep its times: recent ones stay out.
+    settled_ns = time.time_ns() - int(_RACY_S * 1e9)
+    old = {path: entry for path, entry in seen.items() if max(entry[1:3]) < settled_ns}
+    # Without it the next run only reads the files again.
+    with contextlib.suppress(OSError):
+        memory.parent.mkdir(parents=True, exist_ok=True)
+        part = memory.with_name(f"{memory.name}.{os.getpid()}.part")
+        part.write_text(json.dumps(old))
+        os.replace(part, memory)

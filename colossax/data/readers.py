@@ -1,0 +1,179 @@
+"""The documents of one file: text, JSONL, Parquet or Python source."""
+
+import dataclasses
+import enum
+import io
+import json
+import tokenize
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from colossax.config import nearest
+from colossax.data.files import open_bytes
+from colossax.errors import DataError
+
+_PARQUET_BATCH_ROWS = 1024
+
+
+class Kind(enum.StrEnum):
+    """How the documents lie in a file."""
+
+    TEXT = "text"
+    JSONL = "jsonl"
+    PARQUET = "parquet"
+    PYTHON = "python"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How files are read.
+
+    Attributes:
+        text_field: Field or column that holds the text of JSONL and Parquet.
+        skip_undecodable: Leave out what is not UTF-8 (a text file, a line, a row) instead of
+            refusing it.
+    """
+
+    text_field: str = "text"
+    skip_undecodable: bool = False
+
+    def decode(self, raw: bytes, where: str) -> str | None:
+        """UTF-8 bytes as text without a byte order mark; None for what is to be left out."""
+        try:
+            return raw.decode("utf-8-sig")
+        except UnicodeDecodeError as problem:
+            return self.undecodable(where, f"byte {problem.start} is 0x{raw[problem.start]:02x}")
+
+    def undecodable(self, where: str, why: str) -> None:
+        """Refuse what is not UTF-8 unless it is to be left out."""
+        if not self.skip_undecodable:
+            raise DataError(
+                f"{where}: is not UTF-8 ({why}); convert it, or set skip_undecodable to leave such"
+                f" documents out"
+            )
+
+
+def _read_text(file: Path, reading: Reading) -> Iterator[str | None]:
+    with open_bytes(file) as opened:
+        raw = opened.read()
+    yield reading.decode(raw, str(file))
+
+
+def _read_python(file: Path, reading: Reading) -> Iterator[str | None]:
+    with open_bytes(file) as opened:
+        raw = opened.read()
+    try:
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
+        text = raw.decode(encoding)
+    except (SyntaxError, UnicodeDecodeError) as problem:
+        raise DataError(
+            f"{file}: cannot be decoded as Python source ({problem}); repair this installation of"
+            f" Python or name a path with text of your own"
+        ) from problem
+    yield text
+
+
+def _read_jsonl(file: Path, reading: Reading) -> Iterator[str | None]:
+    with open_bytes(file) as opened:
+        for number, raw in enumerate(opened, start=1):
+            where = f"{file}, line {number}"
+            line = reading.decode(raw, where)
+            if line and not line.isspace():
+                yield _text_of_line(line, where, reading)
+
+
+def _text_of_line(line: str, where: str, reading: Reading) -> str | None:
+    field = reading.text_field
+    try:
+        record = json.loads(line.rstrip())
+    except json.JSONDecodeError as problem:
+        raise DataError(
+            f"{where}: is not JSON ({problem.msg} at column {problem.colno}); write one object per"
+            f" line"
+        ) from problem
+    if not isinstance(record, dict):
+        raise DataError(f"{where}: found {_json_name(record)}; write one object per line")
+    if field not in record:
+        raise DataError(
+            f"{where}: has no field '{field}'{nearest(field, record)}; name the one that holds the"
+            f" text in text_field"
+        )
+    text = record[field]
+    if not isinstance(text, str):
+        raise DataError(f"{where}: field '{field}' is {_json_name(text)}; it must hold a string")
+    if "\\u" in line and not _encodable(text):
+        return reading.undecodable(where, "half a surrogate pair")
+    return text
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _json_name(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a truth value"}
+    return "null" if value is None else names.get(type(value), "a number")
+
+
+def _read_parquet(file: Path, reading: Reading) -> Iterator[str | None]:
+    import pyarrow
+    import pyarrow.parquet
+
+    field, row = reading.text_field, 0
+    with open_bytes(file):
+        pass  # what the system does not let us read is not damaged
+    try:
+        with pyarrow.parquet.ParquetFile(file) as opened:
+            _check_column(opened.schema_arrow, field, file)
+            for batch in opened.iter_batches(_PARQUET_BATCH_ROWS, columns=[field]):
+                for raw in _as_bytes(batch.column(0)):
+                    row += 1
+                    if raw is None:
+                        raise DataError(
+                            f"{file}, row {row}: column '{field}' is null; it must hold a string"
+                        )
+                    yield reading.decode(raw, f"{file}, row {row}")
+    # pyarrow reports damage as either, depending on where it meets it.
+    except (pyarrow.ArrowException, OSError) as problem:
+        reason = str(problem).partition("\n")[0].rstrip(".")
+        raise DataError(
+            f"{file}: is no whole Parquet file ({reason}); copy or write it again"
+        ) from problem
+
+
+def _check_column(schema: Any, field: str, file: Path) -> None:
+    import pyarrow
+
+    if field not in schema.names:
+        raise DataError(
+            f"{file}: has no column '{field}'{nearest(field, schema.names)}; name the one that"
+            f" holds the text in text_field"
+        )
+    found = schema.field(field).type
+    held = found.value_type if pyarrow.types.is_dictionary(found) else found
+    if not (pyarrow.types.is_string(held) or pyarrow.types.is_large_string(held)):
+        raise DataError(f"{file}: column '{field}' holds {found}; it must hold strings")
+
+
+def _as_bytes(column: Any) -> Iterator[bytes | None]:
+    """Parquet promises UTF-8 and does not check it, so the bytes are taken and decoded here."""
+    import pyarrow
+
+    if pyarrow.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    for value in column.cast(pyarrow.large_binary()):
+        yield value.as_py()
+
+
+READERS: dict[Kind, Callable[[Path, Reading], Iterator[str | None]]] = {
+    Kind.TEXT: _read_text,
+    Kind.JSONL: _read_jsonl,
+    Kind.PARQUET: _read_parquet,
+    Kind.PYTHON: _read_python,
+}
+"""How each kind is read: documents in order, None or `""` where one is left out."""

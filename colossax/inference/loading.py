@@ -1,0 +1,195 @@
+"""A checkpoint's parameters, alone, laid out for inference."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from colossax.checkpoint import Checkpointer, RecordReader, slot_of
+from colossax.config import BoundPlan, Plan, Precision, from_json
+from colossax.data import Tokenizer
+from colossax.errors import CheckpointError, PlanError
+from colossax.inference.generator import Generator
+from colossax.models import config_from_json, maker
+from colossax.nn import DecoderConfig, ModelSpec, describe
+from colossax.sharding import param_sharding, use, validate
+from colossax.typing import Params
+
+PARAMS = "model/params"
+"""Prefix of the records that are parameters."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """A model with its parameters on devices, and the tokenizer it was trained with.
+
+    Attributes:
+        spec: The model without arrays, described under `bound`.
+        bound: Plan and devices.
+        params: Laid out by `bound`.
+        config: Sizes of the decoder.
+        tokenizer: None where the checkpoint holds none.
+    """
+
+    spec: ModelSpec
+    bound: BoundPlan
+    params: Params
+    config: DecoderConfig
+    tokenizer: Tokenizer | None
+
+    @property
+    def eos(self) -> int | None:
+        """What ends a sequence: as the model says, else as the tokenizer does."""
+        if self.config.eos is not None or self.tokenizer is None:
+            return self.config.eos
+        return self.tokenizer.eos
+
+    def generator(self, *, slots: int | None = None) -> Generator:
+        """A generator for prompts and continuations of up to `slots` tokens together."""
+        return Generator(self.spec, self.bound, self.params, slots=slots, eos=self.eos)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredModel:
+    """What a checkpoint says of its model, before any parameter is read.
+
+    Attributes:
+        directory: Of the checkpoints.
+        step: Which of them.
+        model: Configuration of its family.
+        precision: How to compute: as the run did; parameters in the type they are stored in.
+        tokenizer: None where the checkpoint holds none.
+    """
+
+    directory: Path
+    step: int
+    model: Any
+    precision: Precision
+    tokenizer: Tokenizer | None
+
+    @functools.cached_property
+    def config(self) -> DecoderConfig:
+        """Sizes of the decoder."""
+        return self.model.decoder()
+
+    @property
+    def plan(self) -> Plan:
+        """The plan used where none is asked for: all devices on `fsdp`."""
+        return Plan(precision=self.precision)
+
+    def load(
+        self, plan: Plan | None = None, devices: Sequence[jax.Device] | None = None
+    ) -> LoadedModel:
+        """Read the parameters onto devices.
+
+        Each device reads its own shards; the optimizer's state stays on disk.
+
+        Args:
+            plan: Default `self.plan`.
+            devices: Default all.
+
+        Raises:
+            PlanError: The plan does not fit model or devices.
+            CheckpointError: Records are missing, of another model, or damaged.
+        """
+        bound = (plan or self.plan).bind(devices)
+        with use(bound):
+            spec = describe(maker(self.model))
+        validate(bound, spec.infos)
+        dtype = np.dtype(bound.plan.precision.params)
+        infos, structure = jax.tree.flatten(spec.infos)
+        wants = [
+            (slot_of(info, PARAMS, dtype=dtype), param_sharding(bound, "params", info))
+            for info in infos
+        ]
+        arrays = Checkpointer(self.directory).restore(self.step, wants, convert=True)
+        return LoadedModel(
+            spec=spec,
+            bound=bound,
+            params=jax.tree.unflatten(structure, arrays),
+            config=self.config,
+            tokenizer=self.tokenizer,
+        )
+
+
+def open_checkpoint(path: str | Path) -> StoredModel:
+    """Read a checkpoint's documents.
+
+    Args:
+        path: Folder of a run, of checkpoints (the latest is taken), or of one step.
+
+    Raises:
+        CheckpointError: There is none, it is damaged, names no model of ours, or its tokenizer
+            does not fit the model.
+    """
+    directory = Path(path)
+    if (directory / "checkpoints").is_dir():
+        directory = directory / "checkpoints"
+    reader = RecordReader(directory)
+    if directory.name == str(reader.step) and not (directory / str(reader.step)).exists():
+        directory = directory.parent
+    documents = reader.documents()
+    where = f"checkpoint '{directory}' step {reader.step}"
+    if "model" not in documents:
+        raise CheckpointError(
+            f"{where} names no model; give one that colossax train or colossax import wrote"
+        )
+    model = config_from_json(documents["model"])
+    tokenizer = _tokenizer(documents.get("tokenizer"), model.decoder().vocab, where)
+    return StoredModel(
+        directory=directory,
+        step=reader.step,
+        model=model,
+        precision=_precision(reader, documents),
+        tokenizer=tokenizer,
+    )
+
+
+def load(
+    path: str | Path,
+    plan: Plan | None = None,
+    devices: Sequence[jax.Device] | None = None,
+) -> LoadedModel:
+    """A checkpoint's model on devices: `open_checkpoint(path).load(plan, devices)`.
+
+    `load(path).generator().generate(prompt)` continues a prompt.
+
+    Raises:
+        InputError: As `open_checkpoint` and `StoredModel.load`.
+    """
+    return open_checkpoint(path).load(plan, devices)
+
+
+def _tokenizer(document: str | None, vocab: int, where: str) -> Tokenizer | None:
+    if document is None:
+        return None
+    tokenizer = Tokenizer.from_json(document)
+    if tokenizer.vocab_size > vocab:
+        raise CheckpointError(
+            f"{where}: its tokenizer has {tokenizer.vocab_size} tokens and its model {vocab};"
+            f" restore it from a copy"
+        )
+    return tokenizer
+
+
+def _precision(reader: RecordReader, documents: dict[str, Any]) -> Precision:
+    """The run's, if a plan is stored, with parameters as they are on disk."""
+    stored = [
+        dtype.name for name, (_, dtype) in reader.records().items() if name.startswith(PARAMS)
+    ]
+    params = _widest(stored)
+    trained = documents.get("plan")
+    if trained is None:
+        return Precision(params=params, compute=params, cache=params)
+    plan = from_json(Plan, trained, where="plan of the checkpoint", error=PlanError)
+    compute = plan.precision.compute
+    return dataclasses.replace(plan.precision, params=params, cache=compute)
+
+
+def _widest(names: Sequence[str]) -> str:
+    order: Callable[[str], int] = ("float16", "bfloat16", "float32").index
+    return max(names, key=order, default="float32")

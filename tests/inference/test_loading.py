@@ -1,0 +1,234 @@
+"""Checkpoints read for inference, onto other meshes than the one that wrote them."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import colossax
+from colossax.checkpoint import Checkpointer, slot_of
+from colossax.cli import main
+from colossax.config import Plan, Precision, Segment, to_json
+from colossax.data import Documents, train_tokenizer
+from colossax.errors import CheckpointError
+from colossax.inference import Generator, inference_plan, load, open_checkpoint
+from colossax.models import LlamaConfig, config_to_json, maker
+from colossax.nn import describe, initialise
+
+CONFIG = LlamaConfig(
+    vocab=300, embed=64, layers=3, heads=8, kv_heads=2, mlp=96, max_seq=64, init_std=0.3
+)
+PROMPT = (5, 17, 250, 3, 99)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "a.txt").write_text("the cat sat on the mat and the dog sat on the log " * 20)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLOSSAX_CACHE", str(folder / "cache"))
+        return train_tokenizer(text_documents(folder), 300)
+
+
+def text_documents(folder) -> Documents:
+    from colossax.data import path_documents
+
+    return path_documents(folder)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """Parameters on one device, and what they continue the prompt with."""
+    bound = Plan().bind(jax.devices()[:1])
+    spec = describe(maker(CONFIG))
+    params = initialise(spec, bound, jax.random.key(1))
+    tokens = Generator(spec, bound, params).generate(PROMPT, max_tokens=8).tokens
+    return spec, params, tokens
+
+
+def write(folder, spec, params, **documents):
+    """A checkpoint as a run writes it, with a record of another kind beside the parameters."""
+    slots = [slot_of(i, "model/params", dtype=p.dtype) for i, p in pairs(spec, params)]
+    moments = [slot_of(i, "model/optimizer/mu", dtype=p.dtype) for i, p in pairs(spec, params)]
+    arrays = [p for _, p in pairs(spec, params)]
+    with Checkpointer(folder) as checkpointer:
+        checkpointer.save(
+            3,
+            [*zip(slots, arrays, strict=True), *zip(moments, arrays, strict=True)],
+            {"model": config_to_json(CONFIG), **documents},
+        )
+
+
+def pairs(spec, params):
+    return list(zip(jax.tree.leaves(spec.infos), jax.tree.leaves(params), strict=True))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, expected, tokenizer):
+    """Folder of a run."""
+    folder = tmp_path_factory.mktemp("run")
+    spec, params, _ = expected
+    write(folder / "checkpoints", spec, params, tokenizer=tokenizer.to_json(), plan=to_json(Plan()))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory, expected):
+    """A checkpoint with neither tokenizer nor plan, in bf16."""
+    folder = tmp_path_factory.mktemp("bare")
+    spec, params, _ = expected
+    write(folder, spec, jax.tree.map(lambda x: x.astype(jnp.bfloat16), params))
+    return folder
+
+
+def test_a_run_a_checkpoint_folder_and_a_step_all_load(run, expected):
+    for path in (run, run / "checkpoints", run / "checkpoints" / "3"):
+        stored = open_checkpoint(path)
+        assert (stored.directory, stored.step) == (run / "checkpoints", 3)
+    model = load(run, devices=jax.devices()[:1])
+    assert model.generator().generate(PROMPT, max_tokens=8).tokens == expected[2]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(mesh={"fsdp": 2, "tensor": 4}),
+        Plan(mesh={"data": 4, "tensor": 2}, segments=(Segment(count=1), Segment())),
+    ],
+)
+def test_another_mesh_gives_the_same_parameters_and_tokens(run, expected, plan, devices):
+    model = load(run, plan, devices)
+    _, params, tokens = expected
+    table = model.params["embed"]["table"]
+    np.testing.assert_array_equal(table, params["embed"]["table"])
+    whole = np.prod(table.shape) // np.prod(table.addressable_shards[0].data.shape)
+    assert whole == model.bound.size(("fsdp", "tensor"))
+    assert model.generator().generate(PROMPT, max_tokens=8).tokens == tokens
+
+
+def test_parameters_keep_the_type_they_are_stored_in(bare, run):
+    half = load(bare, devices=jax.devices()[:1])
+    assert half.params["embed"]["table"].dtype == jnp.bfloat16
+    assert half.bound.plan.precision.compute == "bfloat16"
+    assert half.generator()._empty()["k"].dtype == jnp.bfloat16
+    full = load(bare, Plan(precision=Precision()), jax.devices()[:1])
+    assert full.params["embed"]["table"].dtype == jnp.float32
+    assert open_checkpoint(run).precision == Precision()
+
+
+def test_a_run_computes_as_it_was_trained(tmp_path, expected):
+    plan = Plan(precision=Precision(compute="bfloat16"))
+    write(tmp_path, *expected[:2], plan=to_json(plan))
+    found = open_checkpoint(tmp_path).plan.precision
+    assert (found.params, found.compute, found.cache) == ("float32", "bfloat16", "bfloat16")
+
+
+def test_the_tokenizer_ends_a_sequence_where_the_model_names_no_end(run, bare, tokenizer):
+    devices = jax.devices()[:1]
+    assert load(run, devices=devices).generator().eos == tokenizer.eos
+    assert load(bare, devices=devices).generator().eos is None
+
+
+def test_an_inference_plan_splits_neither_batch_nor_sequence():
+    plan = inference_plan(
+        colossax.preset("zero3+megatron_sp", mesh={"fsdp": 4}, segments=(Segment(remat="full"),))
+    )
+    assert set(plan.rules.activations) == {"heads", "kv_heads", "mlp", "vocab"}
+    assert plan.segments == (Segment(),) and "embed" in plan.rules.params
+
+
+def test_wrong_checkpoints_are_refused(tmp_path, run, expected, tokenizer):
+    with pytest.raises(CheckpointError, match=r"'.*nowhere' does not exist"):
+        load(tmp_path / "nowhere")
+    spec, params, _ = expected
+    slots = [(slot_of(i, "model/params"), p) for i, p in pairs(spec, params)]
+    with Checkpointer(tmp_path / "a") as checkpointer:
+        checkpointer.save(0, slots, {})
+    with pytest.raises(CheckpointError, match=r"step 0 names no model; give one that"):
+        load(tmp_path / "a")
+    text = json.dumps({**json.loads(tokenizer.to_json()), "definition": _wider(tokenizer)})
+    write(tmp_path / "b", spec, params, tokenizer=text)
+    with pytest.raises(CheckpointError, match=r"its tokenizer has 401 tokens and its model 300"):
+        load(tmp_path / "b")
+
+
+def _wider(tokenizer):
+    definition = json.loads(tokenizer.definition)
+    token = {**definition["added_tokens"][0], "id": 400, "content": "<more>"}
+    definition["added_tokens"].append(token)
+    return definition
+
+
+def test_a_damaged_record_is_refused(tmp_path, run):
+    shutil.copytree(run / "checkpoints", tmp_path / "c")
+    files = [f for f in (tmp_path / "c").rglob("*") if f.is_file() and "params" in str(f)]
+    biggest = max(files, key=lambda f: f.stat().st_size)
+    biggest.write_bytes(biggest.read_bytes()[:-50])
+    with pytest.raises(CheckpointError, match=r"is damaged: record 'model/params/.*restore it"):
+        load(tmp_path / "c", devices=jax.devices()[:1])
+
+
+def command(*words, capsys):
+    """Exit code, standard output and standard error of a verb."""
+    code = main([str(word) for word in words])
+    return code, *capsys.readouterr()
+
+
+def test_the_command_line_generates(run, tokenizer, expected, capsys):
+    ids = ",".join(map(str, PROMPT))
+    code, out, _ = command(
+        *("generate", run, "--prompt-tokens", ids, "--max-tokens", 8, "--json"), capsys=capsys
+    )
+    found = json.loads(out)
+    assert code == 0 and found == {
+        "text": tokenizer.decode(expected[2]),
+        "tokens": list(expected[2]),
+        "prompt_tokens": list(PROMPT),
+    }
+    words = ("generate", run, "--prompt", "the cat", "--max-tokens", 4, "--temperature", 2)
+    code, text, _ = command(*words, "--plan.mesh", "fsdp=4,tensor=2", capsys=capsys)
+    code, out, _ = command(*words, "--json", capsys=capsys)
+    found = json.loads(out)
+    assert found["prompt_tokens"] == tokenizer.encode("the cat")
+    assert len(found["tokens"]) == 4 and text == f"the cat{found['text']}\n"
+
+
+def test_ids_are_shown_where_there_is_no_tokenizer(bare, capsys):
+    words = ("generate", bare, "--prompt-tokens", "1,2", "--max-tokens", 3)
+    code, out, _ = command(*words, capsys=capsys)
+    assert code == 0 and len(out.strip().split(",")) == 3
+    _, out, _ = command(*words, "--json", capsys=capsys)
+    assert json.loads(out)["text"] is None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "--prompt or --prompt-tokens: found neither; give one of them"),
+        (["--prompt", "a", "--prompt-tokens", "1"], "found both; give one of them"),
+        (["--prompt", ""], "--prompt: it is empty; give a word or more to continue"),
+        (["--prompt-tokens", "1,x"], "--prompt-tokens: found '1,x'; give ids divided by commas"),
+        (["--prompt-tokens", "300"], "token 300 is outside the vocabulary of 300; use ids from 0"),
+        (
+            ["--prompt-tokens", "1,2", "--max-tokens", "63"],
+            "a prompt of 2 and 63 more make 65 tokens, above the longest sequence of 64; ask for"
+            " at most 62",
+        ),
+        (["--prompt-tokens", "1", "--temperature", "-1"], "found -1; give 0 (greedy) or more"),
+        (["--prompt-tokens", "1", "--plan.mesh", "tensor=3"], "the sizes multiply to 3, but there"),
+        (["--prompt-tokens", "1", "--plan.mash", "a=1"], "unknown override --plan.mash"),
+        (["--prompt-tokens", "1", "--sead", "1"], "unknown option --sead; did you mean '--seed'?"),
+    ],
+)
+def test_wrong_command_lines_exit_2(run, capsys, words, message):
+    code, out, error = command("generate", run, *words, capsys=capsys)
+    assert code == 2 and not out
+    assert error.startswith("colossax: ") and message in error and error.count("\n") == 1
+
+
+def test_text_without_a_tokenizer_names_the_way_out(bare, capsys):
+    code, _, error = command("generate", bare, "--prompt", "a", capsys=capsys)
+    assert code == 2 and "holds no tokenizer; give token ids with --prompt-tokens 1,2,3" in error
