@@ -21,7 +21,7 @@ train:
 
 test:
 	@$(PYTHON) ci/environment.py $(VENV) --extra dev
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest -n auto --maxprocesses 4 $(ARGS)
 
 lint:
 	@$(PYTHON) ci/environment.py $(VENV) --extra dev

@@ -33,12 +33,19 @@ from colossax.errors import CheckpointError
 
 _attempts = itertools.count()
 
+_FAILURES = (CheckpointError, OSError, jax.errors.JaxRuntimeError)
+"""What a save may fail with that is no mistake of ours."""
+
+_MOST_FAILURES = 8
+"""How many failures of one save Orbax may raise one after the other: one per thread and file."""
+
 
 class _OwnFailures(logging.Filter):
     """Drops the tracebacks Orbax logs of failures that we report ourselves."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return not (record.exc_info and isinstance(record.exc_info[1], CheckpointError))
+        error = record.exc_info[1] if record.exc_info else None
+        return not (isinstance(error, _FAILURES) and "orbax" in record.pathname)
 
 
 logging.getLogger("absl").addFilter(_OwnFailures())
@@ -209,20 +216,24 @@ class Committer:
         self._attempt: Attempt | None = None
         try:
             self._probe()
-        except (OSError, CheckpointError) as error:
+        except _FAILURES as error:
             raise self._refusal("a checkpoint", error) from error
         if jax.process_index() == 0:
             remove_unfinished(directory)
+        self._keep = keep
+        self._manager = self._open_manager()
+
+    def _open_manager(self) -> ocp.CheckpointManager:
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep,
+            max_to_keep=self._keep,
             create=False,
             save_root_metadata=False,
             lightweight_initialize=True,
             async_options=ocp.options.AsyncOptions(
-                timeout_secs=int(timeout_s), create_directories_asynchronously=False
+                timeout_secs=int(self._timeout_s), create_directories_asynchronously=False
             ),
         )
-        self._manager = ocp.CheckpointManager(directory.absolute(), options=options)
+        return ocp.CheckpointManager(self._directory.absolute(), options=options)
 
     @property
     def failed(self) -> bool:
@@ -239,7 +250,7 @@ class Committer:
         try:
             self._probe()
             self._manager.save(step, args=attempt.args(), force=True)
-        except (CheckpointError, OSError) as error:
+        except _FAILURES as error:
             raise self._discard(step, error) from error
         self._attempt = attempt
 
@@ -254,18 +265,28 @@ class Committer:
             return
         try:
             self._manager.wait_until_finished()
-        except (CheckpointError, OSError, jax.errors.JaxRuntimeError) as error:
+        except _FAILURES as error:
             raise self._discard(attempt.step, error) from error
 
     def close(self) -> None:
         """Release threads, after `wait`."""
-        self._manager.close()
+        for _ in range(_MOST_FAILURES):
+            try:
+                self._manager.close()
+            except _FAILURES:
+                continue  # of a save that `wait` has reported; each is raised once
+            return
 
     def _discard(self, step: int, error: Exception) -> CheckpointError:
+        """Remove what a failed save left, on disk and in Orbax.
+
+        Orbax may have further failures of that save in store, to raise at the next; and it
+        believes that it has deleted the steps which this save would have replaced.
+        """
+        self.close()
         if jax.process_index() == 0:
             shutil.rmtree(self._directory / f"{step}{UNFINISHED}", ignore_errors=True)
-        # Orbax believes that it has deleted the steps this save would have replaced.
-        self._manager.reload()
+        self._manager = self._open_manager()
         return self._refusal(f"step {step}", error)
 
     def _refusal(self, what: str, error: Exception) -> CheckpointError:

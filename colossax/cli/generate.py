@@ -19,6 +19,7 @@ DESCRIPTION = {
     )
 }
 
+_MAX_TOKENS = 64
 _SLOTS_MULTIPLE = 128
 
 
@@ -33,8 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
         "--max-tokens",
         metavar="N",
         type=number(1),
-        default=64,
-        help="most tokens to add; default %(default)s",
+        help=f"most tokens to add; default {_MAX_TOKENS}, or fewer where the sequence is full then",
     )
     parser.add_argument(
         "--temperature",
@@ -68,14 +68,17 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
     from colossax.inference.generator import check_length, check_tokens
 
     stored = open_checkpoint(args.checkpoint)
-    prompt = prompt_tokens(args, stored.tokenizer)
-    # All that can be refused is, before parameters are read.
-    check_tokens(prompt, stored.config.vocab)
-    check_length(len(prompt), args.max_tokens, stored.config.max_seq)
     plan = apply_overrides(_Options(plan=stored.plan), overrides).plan
+    # All that can be refused is, before parameters are read.
+    prompt = prompt_tokens(args, stored.tokenizer)
+    limit = stored.config.max_seq
+    check_tokens(prompt, stored.config.vocab)
+    max_tokens = args.max_tokens or max(1, min(_MAX_TOKENS, limit - len(prompt)))
+    check_length(len(prompt), max_tokens, limit)
     model = stored.load(plan, choose_devices(args.devices))
-    result = model.generator(slots=_slots(len(prompt) + args.max_tokens, model.config.max_seq)).generate(
-        prompt, max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed
+    generator = model.generator(slots=_slots(len(prompt) + max_tokens, limit))
+    result = generator.generate(
+        prompt, max_tokens=max_tokens, temperature=args.temperature, seed=args.seed
     )
     added = result.tokens[:-1] if result.ended else result.tokens
     text = None if model.tokenizer is None else model.tokenizer.decode(added)

@@ -125,8 +125,8 @@ def test_documents(tmp_path):
 
 def test_folder_of_a_run_and_of_a_step(tmp_path):
     import_checkpoint(GOLDEN / "opt", tmp_path / "run" / "checkpoints")
-    export_checkpoint(tmp_path / "run", tmp_path / "one")
-    export_checkpoint(tmp_path / "run" / "checkpoints" / "0", tmp_path / "two", step=0)
+    export_checkpoint(tmp_path / "run", tmp_path / "one", step=0)
+    export_checkpoint(tmp_path / "run" / "checkpoints" / "0", tmp_path / "two")
     for name in ("one", "two"):
         assert_same_weights(weights(tmp_path / name), weights(GOLDEN / "opt"))
 
@@ -190,6 +190,15 @@ def test_export_over_something(tmp_path):
     with pytest.raises(InputError, match="export: is there already; name a new folder"):
         export_checkpoint(tmp_path / "checkpoint", tmp_path / "export")
     assert (tmp_path / "export" / "notes").read_text() == "mine"
+
+
+def test_export_to_where_nothing_can_be_written(tmp_path):
+    import_checkpoint(GOLDEN / "llama", tmp_path / "checkpoint")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        InputError, match=r"export: cannot be written \(Not a directory\); make room"
+    ):
+        export_checkpoint(tmp_path / "checkpoint", tmp_path / "file" / "export")
 
 
 def test_export_of_nothing(tmp_path):
