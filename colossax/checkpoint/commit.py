@@ -33,6 +33,8 @@ from colossax.errors import CheckpointError
 
 _attempts = itertools.count()
 
+_PROBE = ".writable-"
+
 _FAILURES = (CheckpointError, OSError, jax.errors.JaxRuntimeError)
 """What a save may fail with that is no mistake of ours."""
 
@@ -302,7 +304,7 @@ class Committer:
             CheckpointError, OSError: It cannot.
         """
         number = next(_attempts)
-        probe, error = self._directory / f".writable-{number}", None
+        probe, error = self._directory / f"{_PROBE}{number}", None
         if jax.process_index() == 0:
             error = _try(_touch, probe)
         meet(f"colossax_probe_{number}_made", self._timeout_s)
@@ -317,7 +319,11 @@ class Committer:
 
 def _touch(probe: Path) -> None:
     probe.parent.mkdir(parents=True, exist_ok=True)
-    store.write_durably(probe, b"colossax\n")
+    try:
+        store.write_durably(probe, b"colossax\n")
+    except OSError:
+        probe.unlink(missing_ok=True)
+        raise
 
 
 def remove_unfinished(directory: Path) -> None:
@@ -325,3 +331,5 @@ def remove_unfinished(directory: Path) -> None:
     for entry in list(directory.iterdir()):
         if UNFINISHED in entry.name:
             shutil.rmtree(entry, ignore_errors=True)
+        elif entry.name.startswith(_PROBE):
+            entry.unlink(missing_ok=True)

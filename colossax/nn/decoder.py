@@ -192,7 +192,7 @@ class Decoder(nnx.Module):
         """
         if (tokens is None) == (embeddings is None):
             raise InputError("hidden: give either tokens or embeddings, one of them")
-        x = embeddings if tokens is None else self.embed(tokens)
+        x: Any = embeddings if tokens is None else self.embed(tokens)
         self._check_length(x.shape[1])
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])

@@ -91,6 +91,7 @@ def test_a_save_that_cannot_start(devices, tmp_path, file_size_limit):
         file_size_limit(1)
         assert not checkpointer.save(2, small, {})
         assert "step 2 could not be saved" in str(checkpointer.last_error())
+        assert [path.name for path in (tmp_path / "run").iterdir()] == ["1"]
         file_size_limit()
         assert checkpointer.save(3, small, {})
     assert checkpointer.steps() == [1, 3]

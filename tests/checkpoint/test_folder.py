@@ -157,6 +157,7 @@ def test_the_next_save_clears_what_a_killed_one_left(checkpoint):
     left = checkpoint / "9.orbax-checkpoint-tmp/arrays.orbax-checkpoint-tmp"
     left.mkdir(parents=True)
     (left / "chunk").write_bytes(b"x" * 100)
+    (checkpoint / ".writable-3").write_text("x")
     assert left.exists() and Checkpointer(checkpoint).latest() == 2
     with Checkpointer(checkpoint) as checkpointer:
         checkpointer.save(3, put(MODEL[:1], mesh_of(x=1), [P()]), {})

@@ -7,7 +7,10 @@ from colossax.nn import Decoder
 
 
 class Llama(Decoder):
-    """RMSNorm, rope, gated SiLU MLP, grouped queries. Source: Touvron et al. 2023; Dubey et al. 2024."""
+    """RMSNorm, rope, gated SiLU MLP, grouped queries.
+
+    Source: Touvron et al. 2023; Dubey et al. 2024.
+    """
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         super().__init__(config.decoder(), rngs=rngs)

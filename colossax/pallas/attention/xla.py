@@ -441,6 +441,12 @@ def _forward_loop(
     return out, jnp.moveaxis(lse, 0, 2).reshape(b, n, -1)[:, :, :s]
 
 
+def _add_at(total: Array, j: Array, more: Array) -> Array:
+    """`total.at[j].add(more)` for a j known to be inside, which XLA then updates in place."""
+    here = jax.lax.dynamic_index_in_dim(total, j, keepdims=False)
+    return jax.lax.dynamic_update_index_in_dim(total, here + more, j, 0)
+
+
 def _merge(one: Any, two: Any) -> Any:
     """Two partial softmaxes over disjoint keys as one."""
     top = jnp.maximum(one[0], two[0])
@@ -474,7 +480,7 @@ def _backward_loop(
             more = _tile_backward(static, mask, tuple(query), tile_k, tile_v, slopes, column)
             if slopes is not None:
                 dslopes = dslopes + more[3]
-            return dq + more[0], dk.at[j].add(more[1]), dv.at[j].add(more[2]), dslopes
+            return dq + more[0], _add_at(dk, j, more[1]), _add_at(dv, j, more[2]), dslopes
 
         dq = zeros_like_varying((b, kv_heads, h, query[0].shape[2]), q)
         dq, *totals = jax.lax.fori_loop(first, last, over_keys, (dq, *totals))
