@@ -164,8 +164,6 @@ def _as_bytes(column: Any) -> Iterator[bytes | None]:
     """Parquet promises UTF-8 and does not check it, so the bytes are taken and decoded here."""
     import pyarrow
 
-    if pyarrow.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
     for value in column.cast(pyarrow.large_binary()):
         yield value.as_py()
 

@@ -242,6 +242,12 @@ def test_the_fingerprint_follows_content_and_reading_only(words, tmp_path):
     assert path_documents(copy).fingerprint != first, "the order of documents changed"
 
 
+def test_the_same_bytes_read_in_another_way_have_another_fingerprint(tmp_path):
+    line = '{"text": "x"}'
+    text, jsonl = _write(tmp_path / "a.txt", line), _write(tmp_path / "a.jsonl", line)
+    assert path_documents(text).fingerprint != path_documents(jsonl).fingerprint
+
+
 def test_a_change_that_keeps_the_size_changes_the_fingerprint(words):
     first = path_documents(words).fingerprint
     file = words / "03.txt"

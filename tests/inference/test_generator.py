@@ -256,6 +256,12 @@ def test_a_draw_depends_on_seed_and_position():
     assert rest.tokens == tail
 
 
+def test_every_position_draws_with_another_key():
+    """At this temperature all tokens are alike: one key for all would draw one token for all."""
+    drawn = make(LLAMA).generate(PROMPT, max_tokens=12, temperature=1e6, seed=1).tokens
+    assert len(set(drawn)) > 6
+
+
 def test_draws_follow_the_softmax():
     logits = jnp.asarray([2.0, 0.0, -1.0, 1.0])
     keys = jax.random.split(jax.random.key(0), 20_000)

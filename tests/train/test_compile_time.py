@@ -34,20 +34,22 @@ def compile_step(layers: int, segments: tuple[Segment, ...] = (Segment(),)) -> f
 
 
 def test_80_layers_compile_as_fast_as_8():
-    compile_step(2)  # what only a process's first compilation pays
+    compile_step(8)  # what only a process's first compilation pays
     shallow, deep = [], []
-    for _ in range(3):
+    for _ in range(4):  # on a busy machine the least of a few is what the work itself costs
         jax.clear_caches()
         shallow.append(compile_step(8))
         jax.clear_caches()
         deep.append(compile_step(80))
-    assert min(deep) <= LIMIT * min(shallow), (shallow, deep)
+        if min(deep) <= LIMIT * min(shallow):
+            return
+    raise AssertionError(f"80 layers take {deep} CPU-seconds, 8 layers {shallow}")
 
 
 def test_the_clock_sees_what_unrolling_costs():
-    """Without the loop the test above would fail: 8 layers apart against 2."""
+    """Without the loop the test above would fail: 6 layers apart against 2."""
     jax.clear_caches()
     few = compile_step(2, (Segment(count=1),) * 2)
     jax.clear_caches()
-    many = compile_step(8, (Segment(count=1),) * 8)
+    many = compile_step(6, (Segment(count=1),) * 6)
     assert many > LIMIT * few
