@@ -117,9 +117,7 @@ def choose(spec: AttentionSpec, target: Target, implementation: str = "auto") ->
     """
     names = ("auto", *IMPLEMENTATIONS)
     if implementation not in names:
-        raise ValueError(
-            f"attention: no implementation '{implementation}'; use one of {names}"
-        )
+        raise ValueError(f"attention: no implementation '{implementation}'; use one of {names}")
     reasons = {}
     for name in IMPLEMENTATIONS if implementation == "auto" else (implementation,):
         reason = IMPLEMENTATIONS[name].why_not(spec, target)

@@ -5,9 +5,8 @@ probabilities again from them. Query heads of one kv head are rows of one matrix
 repeated. Shapes inside: b batch, k kv heads, g query heads per kv head, L queries and T keys of a
 tile, m = g L rows.
 
-Two drivers share the arithmetic of a tile. Short sequences unroll a few query tiles, each against
-the static slice of keys that a causal mask or a window leaves it. Long ones loop over query tiles
-and, inside, over the key tiles from the first to the last that any row of the tile can see.
+Both passes loop over query tiles and, inside, over the key tiles from the first to the last that
+any row of the query tile can see.
 """
 
 import dataclasses
@@ -21,21 +20,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from colossax.pallas.target import Target
+from colossax.pallas.target import Target, current_target
 from colossax.pallas.varying import vary_alike, zeros_like_varying
 
 from .mask import Mask, positions, visible
 from .spec import AttentionSpec
 
-UNROLLED_SCORES = 2**20
-"""Up to this many (query, key) pairs the unrolled driver runs, with whole rows of keys."""
+TILE = {"cpu": 64}
+"""Queries and keys of a tile by platform. On a CPU the scores of a tile should stay in its cache:
+8 x 256 tokens, 4 / 2 heads of 64, float32, forward and backward in CPU time: 17 ms in tiles of 64,
+26 of 128, 31 of 256; `jax.nn.dot_product_attention` takes 39."""
 
-UNROLLED_TILES = 4
-SMALLEST_TILE = 128
-# Measured on a CPU, 8 x 256 tokens, 4 / 2 heads of 64, float32, forward and backward: one tile
-# 31 ms, two 24 ms, four 22 ms of CPU time, but 0.7, 1.2 and 2.7 s to compile.
-
-LOOP_TILE = 512
+OTHER_TILE = 512
 
 
 def why_not(spec: AttentionSpec, target: Target) -> str | None:
@@ -47,11 +43,12 @@ def why_not(spec: AttentionSpec, target: Target) -> str | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Static:
-    """What a trace depends on; `tile` is the loops' tile, None to unroll."""
+    """What a trace depends on."""
 
     scale: float
     soft_cap: float | None
-    tile: int | None
+    q_tile: int
+    kv_tile: int
 
 
 @jax.tree_util.register_dataclass
@@ -62,9 +59,6 @@ class _Tokens:
     position: Any
     segment: Any
     valid: Any
-
-    def slice(self, lo: int, hi: int) -> "_Tokens":
-        return jax.tree.map(lambda x: x[:, lo:hi], self)
 
 
 def attend(
@@ -82,19 +76,28 @@ def attend(
     """Attention and its log-partition, see `api.attention`.
 
     Cost: 4 s t n h FLOPs a row forward, 10 backward, less what the mask leaves out by whole tiles;
-    residuals are the inputs, the output and 4 bytes per query and head; scores of one tile are
+    residuals are the inputs, the output and 4 bytes per query and head; the scores of one tile are
     alive at a time. tests/pallas/attention/test_xla.py counts the memory.
     """
     slopes = None if alibi_slopes is None else alibi_slopes.astype(jnp.float32)
     operands = vary_alike((q, k, v, slopes, mask))
-    tile = LOOP_TILE if q.shape[1] * k.shape[1] > UNROLLED_SCORES else None
-    out, lse = _attend(_Static(scale=scale, soft_cap=soft_cap, tile=tile), *operands)
+    tiles = _tile_sizes(q.shape[1], k.shape[1])
+    static = _Static(scale=scale, soft_cap=soft_cap, q_tile=tiles[0], kv_tile=tiles[1])
+    out, lse = _attend(static, *operands)
     if sinks is None:
         return out, lse
     # A sink only scales the output: exp(lse) / (exp(lse) + exp(sink)).
     sink = sinks.astype(jnp.float32)[:, None]
     share = jnp.swapaxes(jax.nn.sigmoid(lse - sink), 1, 2)[..., None]
     return (out * share).astype(q.dtype), jnp.logaddexp(lse, sink)
+
+
+def _tile_sizes(s: int, t: int) -> tuple[int, int]:
+    """Equal tiles of about the platform's size; wider in keys where queries are few."""
+    size = TILE.get(current_target().platform, OTHER_TILE)
+    q_tile = math.ceil(s / math.ceil(s / size))
+    size = max(size, size**2 // q_tile)
+    return q_tile, math.ceil(t / math.ceil(t / size))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -114,19 +117,13 @@ def _attend_bwd(static: _Static, saved: Any, cotangents: Any) -> Any:
     delta = jnp.einsum("bsnh,bsnh->bns", out, dout, preferred_element_type=jnp.float32) - dlse
     # Rows that see nothing: exp(score - inf) = 0, so no gradient and no NaN.
     lse = jnp.where(jnp.isneginf(lse), jnp.inf, lse)
-    backward = _backward_unrolled if static.tile is None else _backward_loop
-    dq, dk, dv, dslopes = backward(static, q, k, v, slopes, mask, dout, lse, delta)
+    dq, dk, dv, dslopes = _backward(static, q, k, v, slopes, mask, dout, lse, delta)
     if slopes is not None:
         dslopes = dslopes.reshape(slopes.shape)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dslopes, None
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
-
-
-def _forward(static: _Static, q: Any, k: Any, v: Any, slopes: Any, mask: Mask) -> Any:
-    forward = _forward_unrolled if static.tile is None else _forward_loop
-    return forward(static, q, k, v, slopes, mask)
 
 
 # ---- one tile ------------------------------------------------------------------------------------
@@ -232,11 +229,6 @@ def _fold(x: Array, kv_heads: int) -> Array:
     return grouped.transpose(0, 2, 3, 1, 4).reshape(b, kv_heads, n // kv_heads * L, h)
 
 
-def _fold_rows(x: Array, kv_heads: int) -> Array:
-    """`[b, n, L]` as `[b, k, g L]`."""
-    return x.reshape(x.shape[0], kv_heads, -1)
-
-
 def _unfold(x: Array) -> Array:
     """`[b, k, g, L, h]` as `[b, L, n, h]`."""
     b, kv_heads, g, L, h = x.shape
@@ -250,92 +242,7 @@ def _unfold_transposed(x: Array, length: int) -> Array:
     return split.transpose(0, 4, 1, 3, 2).reshape(b, length, -1, h)
 
 
-def _describe(mask: Mask, s: int, t: int) -> tuple[_Tokens, _Tokens]:
-    rows = _Tokens(position=positions(mask.q_positions, s), segment=mask.q_segments, valid=None)
-    columns = _Tokens(
-        position=positions(mask.kv_positions, t), segment=mask.kv_segments, valid=mask.kv_valid
-    )
-    return rows, columns
-
-
-# ---- short sequences: a few query tiles, unrolled ------------------------------------------------
-
-
-def _static_tiles(mask: Mask, s: int, t: int) -> list[tuple[int, int, int, int]]:
-    """Per query tile its rows `[lo, hi)` and the keys `[first, last)` that any of them can see."""
-    if not (mask.indexed and mask.ordered):
-        return [(0, s, 0, t)]
-    length = math.ceil(s / max(1, min(UNROLLED_TILES, s // SMALLEST_TILE)))
-    tiles = []
-    for lo in range(0, s, length):
-        hi = min(lo + length, s)
-        first = 0 if mask.left is None else min(max(0, lo - mask.left), t - 1)
-        last = t if mask.right is None else min(t, hi + mask.right)
-        tiles.append((lo, hi, first, max(first + 1, last)))
-    return tiles
-
-
-def _forward_unrolled(
-    static: _Static, q: Array, k: Array, v: Array, slopes: Any, mask: Mask
-) -> tuple[Array, Array]:
-    s, t, kv_heads = q.shape[1], k.shape[1], k.shape[2]
-    k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
-    rows, columns = _describe(mask, s, t)
-    outs, lses = [], []
-    for lo, hi, first, last in _static_tiles(mask, s, t):
-        partial = _tile_forward(
-            static,
-            mask,
-            _fold(q[:, lo:hi], kv_heads),
-            k[:, :, first:last],
-            v[:, :, first:last],
-            slopes,
-            rows.slice(lo, hi),
-            columns.slice(first, last),
-        )
-        out, lse = _tile_finish(*partial)
-        outs.append(_unfold(out).astype(q.dtype))
-        lses.append(lse.reshape(q.shape[0], q.shape[2], hi - lo))
-    return jnp.concatenate(outs, axis=1), jnp.concatenate(lses, axis=2)
-
-
-def _backward_unrolled(
-    static: _Static,
-    q: Array,
-    k: Array,
-    v: Array,
-    slopes: Any,
-    mask: Mask,
-    dout: Array,
-    lse: Array,
-    delta: Array,
-) -> tuple[Array, Array, Array, Any]:
-    s, t, kv_heads = q.shape[1], k.shape[1], k.shape[2]
-    k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
-    rows, columns = _describe(mask, s, t)
-    dqs, dks, dvs, dslopes = [], [], [], []
-    for lo, hi, first, last in _static_tiles(mask, s, t):
-        query = (
-            _fold(q[:, lo:hi], kv_heads),
-            _fold(dout[:, lo:hi], kv_heads),
-            _fold_rows(lse[:, :, lo:hi], kv_heads),
-            _fold_rows(delta[:, :, lo:hi], kv_heads),
-            rows.slice(lo, hi),
-        )
-        keys = k[:, :, first:last], v[:, :, first:last]
-        dq, dk, dv, dslope = _tile_backward(
-            static, mask, query, *keys, slopes, columns.slice(first, last)
-        )
-        outside = [(0, 0), (0, 0), (first, t - last), (0, 0)]
-        dqs.append(_unfold_transposed(dq, hi - lo))
-        dks.append(jnp.pad(dk, outside))
-        dvs.append(jnp.pad(dv, outside))
-        dslopes.append(dslope)
-    dk, dv = (jnp.swapaxes(sum(parts), 1, 2) for parts in (dks, dvs))
-    return jnp.concatenate(dqs, axis=1), dk, dv, None if slopes is None else sum(dslopes)
-
-
-# ---- long sequences: loops over tiles ------------------------------------------------------------
+# ---- loops over tiles ----------------------------------------------------------------------------
 
 
 def _tiled(x: Array, axis: int, tile: int, **how: Any) -> Array:
@@ -347,25 +254,49 @@ def _tiled(x: Array, axis: int, tile: int, **how: Any) -> Array:
     return jnp.moveaxis(cut, axis, 0)
 
 
-def _tiles_of(mask: Mask, tile: int, s: int, t: int) -> tuple[_Tokens, _Tokens]:
-    """The mask's rows and columns as stacks of tiles.
+def _key_tiles(x: Array, tile: int) -> Array:
+    """`[b, t, k, h]` as `[tiles, b, k, T, h]`."""
+    return jnp.swapaxes(_tiled(x, 1, tile), 2, 3)
+
+
+def _query_tiles(x: Array, kv_heads: int, tile: int) -> Array:
+    """`[b, s, n, h]` as `[tiles, b, k, m, h]`."""
+    return jax.vmap(functools.partial(_fold, kv_heads=kv_heads))(_tiled(x, 1, tile))
+
+
+def _row_tiles(x: Array, kv_heads: int, tile: int) -> Array:
+    """`[b, n, s]` as `[tiles, b, k, m]`."""
+    tiles = _tiled(x, 2, tile)
+    return tiles.reshape(*tiles.shape[:2], kv_heads, -1)
+
+
+def _join(tiles: Array, axis: int, length: int) -> Array:
+    """Undoes `_tiled`."""
+    x = jnp.moveaxis(tiles, 0, axis)
+    x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+    return jax.lax.slice_in_dim(x, 0, length, axis=axis)
+
+
+def _describe(static: _Static, mask: Mask, s: int, t: int) -> tuple[_Tokens, _Tokens]:
+    """The mask's rows and columns, tile by tile.
 
     Rows that fill the last tile have the last row's position and no segment; columns are invalid.
     """
-    rows, columns = _describe(mask, s, t)
-    valid = columns.valid
-    if valid is None and t % tile:
-        valid = jnp.ones((1, t), bool)
 
-    def cut(tokens: _Tokens, valid: Any) -> _Tokens:
-        segment = tokens.segment
+    def cut(tile: int, position: Array, segment: Any, valid: Any) -> _Tokens:
         return _Tokens(
-            position=_tiled(tokens.position, 1, tile, mode="edge"),
+            position=_tiled(position, 1, tile, mode="edge"),
             segment=None if segment is None else _tiled(segment, 1, tile, constant_values=-1),
             valid=None if valid is None else _tiled(valid, 1, tile, constant_values=False),
         )
 
-    return cut(rows, None), cut(columns, valid)
+    valid = mask.kv_valid
+    if valid is None and t % static.kv_tile:
+        valid = jnp.ones((1, t), bool)
+    return (
+        cut(static.q_tile, positions(mask.q_positions, s), mask.q_segments, None),
+        cut(static.kv_tile, positions(mask.kv_positions, t), mask.kv_segments, valid),
+    )
 
 
 def _bounds(mask: Mask, rows: _Tokens, columns: _Tokens) -> tuple[Array, Array]:
@@ -389,11 +320,10 @@ def _bounds(mask: Mask, rows: _Tokens, columns: _Tokens) -> tuple[Array, Array]:
         possible &= (kv_low <= q_high) & (kv_high >= q_low)
     if columns.valid is not None:
         possible &= jnp.any(columns.valid, axis=-1)[None]
-    possible = jnp.any(possible, axis=-1)
     count = possible.shape[1]
-    first = jnp.argmax(possible, axis=1)
-    last = count - jnp.argmax(possible[:, ::-1], axis=1)
-    return first, jnp.where(jnp.any(possible, axis=1), last, first)
+    tiles = jnp.arange(count, dtype=jnp.int32)[:, None]
+    first = jnp.min(jnp.where(possible, tiles, count), axis=(1, 2))
+    return first, jnp.max(jnp.where(possible, tiles + 1, 0), axis=(1, 2))
 
 
 def _segment_span(segment: Array) -> tuple[Array, Array]:
@@ -402,49 +332,40 @@ def _segment_span(segment: Array) -> tuple[Array, Array]:
     return jnp.min(above, axis=-1), jnp.max(jnp.maximum(segment, -1), axis=-1)
 
 
-def _key_tiles(x: Array, tile: int) -> Array:
-    """`[b, t, k, h]` as `[tiles, b, k, T, h]`."""
-    return jnp.swapaxes(_tiled(x, 1, tile), 2, 3)
-
-
-def _query_tiles(x: Array, kv_heads: int, tile: int) -> Array:
-    """`[b, s, n, h]` as `[tiles, b, k, m, h]`."""
-    tiles = _tiled(x, 1, tile)
-    return jax.vmap(lambda tile: _fold(tile, kv_heads))(tiles)
-
-
-def _forward_loop(
+def _forward(
     static: _Static, q: Array, k: Array, v: Array, slopes: Any, mask: Mask
 ) -> tuple[Array, Array]:
     b, s, n, _ = q.shape
-    t, kv_heads, tile = k.shape[1], k.shape[2], static.tile
-    rows, columns = _tiles_of(mask, tile, s, t)
-    keys = (_key_tiles(k, tile), _key_tiles(v, tile), columns)
+    kv_heads, length = k.shape[2], static.q_tile
+    rows, columns = _describe(static, mask, s, k.shape[1])
+    keys = (_key_tiles(k, static.kv_tile), _key_tiles(v, static.kv_tile), columns)
+    shape = (b, kv_heads, n // kv_heads, length)
 
-    def over_queries(carry: None, xs: Any) -> tuple[None, Any]:
+    def over_queries(_: None, xs: Any) -> tuple[None, Any]:
         query, row, first, last = xs
 
         def over_keys(j: Array, state: Any) -> Any:
-            tile_k, tile_v, column = jax.tree.map(lambda x: x[j], keys)
+            tile_k, tile_v, column = _at(keys, j)
             found = _tile_forward(static, mask, query, tile_k, tile_v, slopes, row, column)
             return _merge(state, found)
 
-        shape = (b, kv_heads, n // kv_heads, tile)
         zeros = zeros_like_varying(shape, q)
         start = (zeros - jnp.inf, zeros, zeros_like_varying((*shape, v.shape[3]), q))
         out, lse = _tile_finish(*jax.lax.fori_loop(first, last, over_keys, start))
-        return None, (_unfold(out).astype(q.dtype), lse.reshape(b, n, tile))
+        return None, (_unfold(out).astype(q.dtype), lse.reshape(b, n, length))
 
-    xs = (_query_tiles(q, kv_heads, tile), rows, *_bounds(mask, rows, columns))
+    xs = (_query_tiles(q, kv_heads, length), rows, *_bounds(mask, rows, columns))
     _, (out, lse) = jax.lax.scan(over_queries, None, xs)
-    out = jnp.moveaxis(out, 0, 1).reshape(b, -1, n, v.shape[3])[:, :s]
-    return out, jnp.moveaxis(lse, 0, 2).reshape(b, n, -1)[:, :, :s]
+    return _join(out, 1, s), _join(lse, 2, s)
+
+
+def _at(tree: Any, j: Array) -> Any:
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, j, keepdims=False), tree)
 
 
 def _add_at(total: Array, j: Array, more: Array) -> Array:
-    """`total.at[j].add(more)` for a j known to be inside, which XLA then updates in place."""
-    here = jax.lax.dynamic_index_in_dim(total, j, keepdims=False)
-    return jax.lax.dynamic_update_index_in_dim(total, here + more, j, 0)
+    """`total.at[j].add(more)` for a j known to be inside: XLA updates it in place."""
+    return jax.lax.dynamic_update_index_in_dim(total, _at(total, j) + more, j, 0)
 
 
 def _merge(one: Any, two: Any) -> Any:
@@ -455,7 +376,7 @@ def _merge(one: Any, two: Any) -> Any:
     return top, total, one[2] * by_one[..., None] + two[2] * by_two[..., None]
 
 
-def _backward_loop(
+def _backward(
     static: _Static,
     q: Array,
     k: Array,
@@ -467,34 +388,28 @@ def _backward_loop(
     delta: Array,
 ) -> tuple[Array, Array, Array, Any]:
     b, s, n, h = q.shape
-    t, kv_heads, tile = k.shape[1], k.shape[2], static.tile
-    rows, columns = _tiles_of(mask, tile, s, t)
-    keys = (_key_tiles(k, tile), _key_tiles(v, tile), columns)
+    t, kv_heads, length = k.shape[1], k.shape[2], static.q_tile
+    rows, columns = _describe(static, mask, s, t)
+    keys = (_key_tiles(k, static.kv_tile), _key_tiles(v, static.kv_tile), columns)
 
     def over_queries(totals: Any, xs: Any) -> tuple[Any, Array]:
         *query, first, last = xs
 
         def over_keys(j: Array, carry: Any) -> Any:
             dq, dk, dv, dslopes = carry
-            tile_k, tile_v, column = jax.tree.map(lambda x: x[j], keys)
+            tile_k, tile_v, column = _at(keys, j)
             more = _tile_backward(static, mask, tuple(query), tile_k, tile_v, slopes, column)
             if slopes is not None:
                 dslopes = dslopes + more[3]
             return dq + more[0], _add_at(dk, j, more[1]), _add_at(dv, j, more[2]), dslopes
 
-        dq = zeros_like_varying((b, kv_heads, h, query[0].shape[2]), q)
+        dq = zeros_like_varying((b, kv_heads, h, n // kv_heads * length), q)
         dq, *totals = jax.lax.fori_loop(first, last, over_keys, (dq, *totals))
-        return tuple(totals), _unfold_transposed(dq, tile).astype(q.dtype)
-
-    def row_tiles(x: Array) -> Array:
-        tiles = _tiled(x, 2, tile)
-        return tiles.reshape(tiles.shape[0], b, kv_heads, -1)
+        return tuple(totals), _unfold_transposed(dq, length).astype(q.dtype)
 
     xs = (
-        _query_tiles(q, kv_heads, tile),
-        _query_tiles(dout, kv_heads, tile),
-        row_tiles(lse),
-        row_tiles(delta),
+        *(_query_tiles(x, kv_heads, length) for x in (q, dout)),
+        *(_row_tiles(x, kv_heads, length) for x in (lse, delta)),
         rows,
         *_bounds(mask, rows, columns),
     )
@@ -504,9 +419,5 @@ def _backward_loop(
         None if slopes is None else zeros_like_varying((kv_heads, n // kv_heads), q),
     )
     (dk, dv, dslopes), dq = jax.lax.scan(over_queries, start, xs)
-    dq = jnp.moveaxis(dq, 0, 1).reshape(b, -1, n, h)[:, :s]
-
-    def join(x: Array) -> Array:
-        return x.transpose(1, 0, 3, 2, 4).reshape(b, -1, kv_heads, x.shape[-1])[:, :t]
-
-    return dq, join(dk), join(dv), dslopes
+    dk, dv = (_join(jnp.swapaxes(x, 2, 3), 1, t) for x in (dk, dv))
+    return _join(dq, 1, s), dk, dv, dslopes

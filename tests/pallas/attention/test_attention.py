@@ -134,9 +134,6 @@ def use_loops(monkeypatch):
 def driver(request, monkeypatch):
     """Both drivers of the blockwise form on short sequences."""
     if request.param == "looped":
-        use_loops(monkeypatch)
-    else:
-        monkeypatch.setattr(xla, "SMALLEST_TILE", 20)
     return request.param
 
 
