@@ -2,8 +2,12 @@
 
 import contextlib
 import dataclasses
+import functools
+import threading
 from collections.abc import Iterator
 from typing import Any
+
+import numpy as np
 
 from colossax.data import (
     BatchLoader,
@@ -21,13 +25,21 @@ from colossax.data import (
     unigram_entropy_nats,
     wanted_rows,
 )
+from colossax.data.hashing import keyed_permutation
 from colossax.data.loader import LocalBatch
+from colossax.data.rows import Row
 from colossax.errors import DataError, InputError
 from colossax.sharding import activation_sharding
 from colossax.train.config import DataConfig
 from colossax.train.distributed import Group
 from colossax.train.step import Step
 from colossax.typing import TEXT_BATCH_DIMS, Batch
+
+WINDOW_ROWS = 2**16
+"""Rows that are shuffled together at most."""
+
+_ROWS_KEY = 1
+"""Sets the order of rows apart from that of documents, which the same seed decides."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,7 +83,8 @@ class Text:
         """Endless global batches from number `start` on, made ahead by threads."""
         place = _Placement(step, self.config)
         rows = Rows(self.training, seq_len=self.config.seq_len, seed=self.seed)
-        with BatchLoader(rows, place.global_batch, wanted=place.wanted, start=start) as loader:
+        shuffled = ShuffledRows(rows, seed=self.seed)
+        with BatchLoader(shuffled, place.global_batch, wanted=place.wanted, start=start) as loader:
             yield map(place, loader)
 
     def held_out(self, step: Step) -> Iterator[Batch]:
@@ -85,6 +98,34 @@ class Text:
             batches=self.config.validation_batches,
         )
         return map(place, batches)
+
+
+class ShuffledRows:
+    """Rows in an order of their own, so that the rows of a batch come from many documents.
+
+    Neighbouring rows are neighbouring pieces of the same documents; a batch of them tells the
+    optimizer about a document or two. They are dealt out within windows: of an epoch, or of
+    `WINDOW_ROWS` rows where it is longer. Still every row is a function of its number alone.
+
+    Cost: 8 bytes per row of a window, two windows are kept; the first row of one sorts it.
+    """
+
+    def __init__(self, rows: Rows, *, seed: int):
+        self.seq_len = rows.seq_len
+        self._rows = rows
+        self._seed = seed
+        self._window = min(max(1, rows.epoch_tokens // rows.seq_len), WINDOW_ROWS)
+        self._lock = threading.Lock()
+        self._order = functools.lru_cache(maxsize=2)(self._make_order)
+
+    def __getitem__(self, row: int) -> Row:
+        window, at = divmod(row, self._window)
+        with self._lock:  # threads that meet at a new window must not all sort
+            order = self._order(window)
+        return self._rows[window * self._window + int(order[at])]
+
+    def _make_order(self, window: int) -> np.ndarray:
+        return keyed_permutation(self._seed, _ROWS_KEY, window, count=self._window)
 
 
 class _Placement:

@@ -125,16 +125,10 @@ def close(found, expected, tolerance=1e-5):
         assert np.abs(f - e).max() <= tolerance * scale
 
 
-def use_loops(monkeypatch):
-    monkeypatch.setattr(xla, "UNROLLED_SCORES", 0)
-    monkeypatch.setattr(xla, "LOOP_TILE", 16)
-
-
-@pytest.fixture(params=["unrolled", "looped"])
-def driver(request, monkeypatch):
-    """Both drivers of the blockwise form on short sequences."""
-    if request.param == "looped":
-    return request.param
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    """Several tiles, the last one not full, in short sequences."""
+    monkeypatch.setattr(xla, "TILE", {"cpu": 16})
 
 
 def in_float64(arrays, learned, options, mask):
@@ -185,38 +179,31 @@ def test_the_references_gradient_is_the_formulas():
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_blockwise_with_every_mask(mask, driver):
+def test_blockwise_with_every_mask(mask):
     close(run("xla", *prepare("gqa", "everything"), MASKS[mask]), truth(mask, "gqa", "everything"))
 
 
 @pytest.mark.parametrize("heads", ["mha", "mqa"])
-def test_blockwise_with_every_grouping(heads, driver):
+def test_blockwise_with_every_grouping(heads):
     close(run("xla", *prepare(heads, "plain"), MASKS["packed"]), truth("packed", heads, "plain"))
 
 
 @pytest.mark.parametrize("feature", list(FEATURES)[:-1])
-def test_blockwise_with_every_feature(feature, driver):
+def test_blockwise_with_every_feature(feature):
     close(run("xla", *prepare("gqa", feature), MASKS["packed"]), truth("packed", "gqa", feature))
 
 
-@functools.cache
-def truth_of_lengths(s, t, window):
-    return run("reference", operands(s=s, t=t), {}, {}, Mask(causal=True, window=window))
+@pytest.mark.parametrize("s, t, window", [(41, 24, (3, 0)), (24, 41, None), (1, 40, None)])
+def test_lengths_of_queries_and_keys_differ_freely(s, t, window):
+    mask = Mask(causal=True, window=window)
+    found, expected = (run(i, operands(s=s, t=t), {}, {}, mask) for i in ("xla", "reference"))
+    close(found, expected)
 
 
-@pytest.mark.parametrize("s, t, window", [(40, 24, (3, 0)), (24, 40, None), (1, 40, None)])
-def test_lengths_of_queries_and_keys_differ_freely(s, t, window, driver):
-    found = run("xla", operands(s=s, t=t), {}, {}, Mask(causal=True, window=window))
-    close(found, truth_of_lengths(s, t, window))
-
-
-@pytest.mark.parametrize("implementation", ["unrolled", "looped", "reference"])
-def test_a_row_that_sees_nothing_gives_nothing(implementation, monkeypatch):
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_a_row_that_sees_nothing_gives_nothing(implementation):
     mask = MASKS["packed"]
-    if implementation == "looped":
-        use_loops(monkeypatch)
-    name = "reference" if implementation == "reference" else "xla"
-    out, lse, ((dq, dk, dv), _) = run(name, operands(), {}, {}, mask)
+    out, lse, ((dq, dk, dv), _) = run(implementation, operands(), {}, {}, mask)
     hidden = np.asarray(mask.q_segments) < 0
     assert hidden.any()
     assert not np.asarray(out)[hidden].any() and not np.asarray(dq)[hidden].any()
