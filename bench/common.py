@@ -112,7 +112,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Rows as text, columns aligned; numbers to four digits."""
     shown = [list(map(_show, row)) for row in [header, *rows]]
     widths = [max(len(row[i]) for row in shown) for i in range(len(header))]
-    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in shown]
+    lines = [
+        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
+        for row in shown
+    ]
     return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
 
 

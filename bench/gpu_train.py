@@ -53,7 +53,15 @@ CASES: dict[str, dict[str, int]] = {
     },
 }
 SETTINGS = {"G1": ["full:4", "full:8", "qkv+attention:2"], "G2": ["none:2", "qkv+attention+mlp:2"]}
-SMOKE = {"embed": 64, "layers": 2, "heads": 4, "head_dim": 16, "mlp": 96, "vocab": 512, "max_seq": 64}
+SMOKE = {
+    "embed": 64,
+    "layers": 2,
+    "heads": 4,
+    "head_dim": 16,
+    "mlp": 96,
+    "vocab": 512,
+    "max_seq": 64,
+}
 OPTIMIZER = {"learning_rate": 3e-4, "b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 CLIP_NORM = 1.0
 VOCAB_CHUNKS = 8
@@ -91,7 +99,9 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=list(CASES))
     parser.add_argument("--settings", nargs="+", help="REMAT:ROWS, each measured; default per case")
     parser.add_argument("--rounds", type=int, default=2, help="turns of ours and the peer in G2")

@@ -45,7 +45,9 @@ BAR_MS = 1.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=50, help="steps per turn")
     parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--out", type=Path, default=common.HERE / "results" / "host_overhead.json")

@@ -1,13 +1,14 @@
 """Fine-tune a Hugging Face model: import it once, then train the checkpoint on your text.
 
-    python examples/finetune.py HF_FOLDER CHECKPOINT TEXT
+Usage: python examples/finetune.py HF_FOLDER CHECKPOINT TEXT
 """
 
 import sys
 from pathlib import Path
 
-import colossax
 import optax
+
+import colossax
 from colossax.data import BatchLoader, Rows, encode_corpus, path_documents
 from colossax.inference import open_checkpoint
 from colossax.models import maker

@@ -1,15 +1,16 @@
 """A model and a loss of your own, under a Plan: your modules, our step, or your own `jax.jit`.
 
-    python examples/own_model.py
+Usage: python examples/own_model.py
 """
 
-import colossax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from colossax.nn import param
 from flax import nnx
+
+import colossax
+from colossax.nn import param
 
 
 class Block(nnx.Module):

@@ -1,12 +1,13 @@
 """Train a small Llama on text from nothing, then let it speak.
 
-    python examples/train_from_scratch.py [FILE_OR_FOLDER]
+Usage: python examples/train_from_scratch.py [FILE_OR_FOLDER]
 """
 
 import sys
 
-import colossax
 import optax
+
+import colossax
 from colossax.data import (
     BatchLoader,
     Rows,

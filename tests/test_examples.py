@@ -86,7 +86,10 @@ def test_own_model(capsys):
 
 def test_own_model_gives_the_same_losses_on_one_device():
     """As a user starts it: a process of its own, no test settings."""
-    script = "import runpy, json; m = runpy.run_path('examples/own_model.py'); print(json.dumps(m['main'](5)))"
+    script = (
+        "import runpy, json; example = runpy.run_path('examples/own_model.py');"
+        "print(json.dumps(example['main'](5)))"
+    )
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     done = subprocess.run(
         [sys.executable, "-c", script],

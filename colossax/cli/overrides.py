@@ -28,7 +28,7 @@ def apply_overrides(config: Any, overrides: Sequence[Override]) -> Any:
     """
     for name, text in overrides:
         if name == "plan.preset":
-            config = config.replace(plan=with_preset(config.plan, text))
+            config = dataclasses.replace(config, plan=with_preset(config.plan, text))
     return _apply(
         config,
         [

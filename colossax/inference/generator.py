@@ -84,9 +84,7 @@ class Generator:
         layout = dict.fromkeys(("k", "v"), _cache_sharding(self.bound, self._cache_spec))
         self._empty = jax.jit(self._zeros, out_shardings=layout)
         step = functools.partial(decode_step, spec, self.bound)
-        self._step = jax.jit(
-            step, donate_argnums=1, out_shardings=(replicated(self.bound), layout)
-        )
+        self._step = jax.jit(step, donate_argnums=1, out_shardings=(replicated(self.bound), layout))
 
     def generate(
         self,
@@ -110,7 +108,9 @@ class Generator:
                 into `slots` together with `max_tokens`; a temperature or seed below 0.
         """
         prompt = tuple(map(int, prompt))
-        tokens = tuple(self.stream(prompt, max_tokens=max_tokens, temperature=temperature, seed=seed))
+        tokens = tuple(
+            self.stream(prompt, max_tokens=max_tokens, temperature=temperature, seed=seed)
+        )
         ended = tokens[-1] == self.eos
         return Generation(prompt_tokens=prompt, tokens=tokens, ended=ended)
 
@@ -132,17 +132,31 @@ class Generator:
     ) -> Iterator[int]:
         cache, pending, start = self._empty(), prompt, 0
         for _ in range(max_tokens):
-            for chunk in _chunks(pending, self.tokens_per_step):
-                count = len(chunk)
-                ids = np.zeros(self.tokens_per_step, np.int32)
-                ids[:count] = chunk
-                at = np.int32(start), np.int32(count)
-                token, cache = self._step(self._params, cache, ids, *at, temperature, seed)
-                start += count
+            token, cache = self._feed(cache, pending, start, temperature, seed)
+            start += len(pending)
             pending = [int(token)]
             yield pending[0]
             if pending[0] == self.eos:
                 return
+
+    def _feed(
+        self,
+        cache: dict[str, Array],
+        tokens: list[int],
+        start: int,
+        temperature: np.float32,
+        seed: np.uint32,
+    ) -> tuple[Array, dict[str, Array]]:
+        """Put tokens at positions from `start` on, a step's worth at a time; the token after."""
+        width = self.tokens_per_step
+        token: Any = None
+        for i in range(0, len(tokens), width):
+            chunk = tokens[i : i + width]
+            ids = np.zeros(width, np.int32)
+            ids[: len(chunk)] = chunk
+            at = np.int32(start + i), np.int32(len(chunk))
+            token, cache = self._step(self._params, cache, ids, *at, temperature, seed)
+        return token, cache
 
     def _zeros(self) -> dict[str, Array]:
         return self._cache_spec.zeros(self.bound.plan.precision.cache)
@@ -220,17 +234,11 @@ def decode_step(
     return sample(logits, temperature, key), cache
 
 
-def sample(
-    logits: Float[Array, " v"], temperature: Float[Array, ""], key: Array
-) -> Int[Array, ""]:
+def sample(logits: Float[Array, " v"], temperature: Float[Array, ""], key: Array) -> Int[Array, ""]:
     """A token drawn from `softmax(logits / temperature)`; the likeliest at temperature 0."""
     divisor = jnp.where(temperature > 0, temperature, 1.0)
     drawn = jax.random.categorical(key, logits / divisor)
     return jnp.where(temperature > 0, drawn, jnp.argmax(logits)).astype(jnp.int32)
-
-
-def _chunks(tokens: list[int], width: int) -> list[list[int]]:
-    return [tokens[i : i + width] for i in range(0, len(tokens), width)]
 
 
 def _config(spec: ModelSpec, params: Params) -> DecoderConfig:

@@ -15,10 +15,12 @@ from colossax.train.flops import Yardstick
 from colossax.train.progress import Screen
 from colossax.train.records import Record
 from colossax.train.signals import Gate
-from colossax.train.step import Step
 from colossax.typing import Batch, Metrics, TrainState
 
 Reported = tuple[int, Metrics]
+
+StepFunction = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+Evaluate = Callable[[TrainState, Batch], dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,7 +97,7 @@ class Meter:
 class Loop:
     """Runs steps from where a state stands to the end, or to where the gate ends them."""
 
-    def __init__(self, step: Step, schedule: Schedule, hooks: Hooks, gate: Gate, meter: Meter):
+    def __init__(self, step: StepFunction, schedule: Schedule, hooks: Hooks, gate: Gate, meter: Meter):
         self._step = step
         self._schedule = schedule
         self._hooks = hooks
@@ -169,11 +171,11 @@ class Loop:
         self.meter.pause()
 
 
-def mean_loss(step: Step, state: TrainState, batches: Iterable[Batch]) -> float:
+def mean_loss(evaluate: Evaluate, state: TrainState, batches: Iterable[Batch]) -> float:
     """Loss over all real target tokens of the batches together, each term by its weight."""
     sums: dict[str, np.ndarray] = {}
     for batch in batches:
-        for name, pair in jax.device_get(step.evaluate(state, batch)).items():
+        for name, pair in jax.device_get(evaluate(state, batch)).items():
             sums[name] = sums.get(name, 0.0) + np.asarray(pair, np.float64)
     total, weight = sums["cross_entropy"]
     return float(total / weight) if weight else float("nan")

@@ -2,11 +2,26 @@
 
 import sys
 import time
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol, TextIO, cast, runtime_checkable
 
 LINE_EVERY_S = 10.0
 
 
+@runtime_checkable
+class Stream(Protocol):
+    """What is needed of a text stream."""
+
+    def write(self, text: str, /) -> Any:
+        """Write text."""
+
+    def flush(self) -> None:
+        """Let it be seen."""
+
+    def isatty(self) -> bool:
+        """Whether a person sees it at once."""
+
+
+@runtime_checkable
 class Progress(Protocol):
     """Shows where a run is."""
 
@@ -36,7 +51,7 @@ class Silent:
 class Lines:
     """One line now and then, for logs."""
 
-    def __init__(self, steps: int, stream: TextIO):
+    def __init__(self, steps: int, stream: Stream):
         self._steps = steps
         self._stream = stream
         self._next = 0.0
@@ -62,7 +77,7 @@ class Lines:
 class Bar:
     """A live bar with loss, speed, MFU and time left, for terminals."""
 
-    def __init__(self, steps: int, done: int, stream: TextIO):
+    def __init__(self, steps: int, done: int, stream: Stream):
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as RichProgress
@@ -76,7 +91,7 @@ class Bar:
             TextColumn("{task.fields[mfu]}"),
             TimeRemainingColumn(compact=True),
             TextColumn("left"),
-            console=Console(file=stream),
+            console=Console(file=cast(TextIO, stream)),
             expand=True,
             refresh_per_second=4,
         )
@@ -103,7 +118,7 @@ class Bar:
 class Screen:
     """What a run shows: lines before it trains and after, a bar or lines while it does."""
 
-    def __init__(self, *, visible: bool, stream: TextIO | None = None):
+    def __init__(self, *, visible: bool, stream: Stream | None = None):
         self._visible = visible
         self._stream = sys.stderr if stream is None else stream
         self._lines: Progress = Lines(0, self._stream) if visible else Silent()

@@ -72,11 +72,12 @@ class Records:
 
     def close(self) -> None:
         """Flush and close both files."""
-        try:
-            self._lines.close()
-            self._events.close()
-        except OSError as problem:
-            self._report(f"the last metrics were not written ({problem.strerror})")
+        for file in (self._lines, self._events):
+            try:
+                file.close()
+            except OSError as problem:
+                if not self._broken:
+                    self._report(f"the last metrics were not written ({problem.strerror})")
 
 
 class EventFile:

@@ -243,7 +243,7 @@ def _loop(
     )
     hooks = Hooks(
         record=record,
-        validate=lambda state: mean_loss(run.step, state, run.text.held_out(run.step)),
+        validate=lambda state: mean_loss(run.step.evaluate, state, run.text.held_out(run.step)),
         save=checkpoints.save,
         progress=screen,
     )

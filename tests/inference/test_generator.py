@@ -322,7 +322,9 @@ def test_wrong_requests_are_refused(prompt, options, message):
 
 
 def test_wrong_generators_are_refused():
-    with pytest.raises(InputError, match=r"slots: found 65, but the model's longest sequence is 64"):
+    with pytest.raises(
+        InputError, match=r"slots: found 65, but the model's longest sequence is 64"
+    ):
         make(LLAMA, slots=65)
     with pytest.raises(InputError, match=r"tokens_per_step: found 0; give 1 or more"):
         make(LLAMA, tokens_per_step=0)

@@ -1,0 +1,91 @@
+"""`colossax import` and `colossax export`."""
+
+import argparse
+import dataclasses
+import json
+import sys
+from typing import Any
+
+from colossax.cli.arguments import number
+from colossax.cli.overrides import Override, apply_overrides
+from colossax.config import Plan
+from colossax.errors import InputError
+
+DESCRIPTION = {
+    "import": (
+        "Write the model in a Hugging Face folder (config.json, safetensors in one file or in\n"
+        "indexed shards, tokenizer.json) as a checkpoint, one tensor at a time."
+    ),
+    "export": (
+        "Write the parameters of a checkpoint as a Hugging Face folder, one tensor at a time.\n"
+        "CHECKPOINT is the folder of a run, of its checkpoints, or of one of them."
+    ),
+}
+
+_GB = 1_000_000_000
+
+
+def add_arguments(parser: argparse.ArgumentParser, verb: str) -> None:
+    """Declare the options of the verb."""
+    if verb == "import":
+        parser.add_argument("folder", metavar="HF_DIR", help="folder with config.json and weights")
+        parser.add_argument("out", metavar="OUT", help="folder of the new checkpoint")
+        parser.epilog = (
+            "a plan to store with it, by dotted names:\n"
+            "  --plan.preset zero3+megatron   --plan.mesh fsdp=4,tensor=2\n"
+            "it is what `colossax generate` uses where it is given none"
+        )
+    else:
+        parser.add_argument("checkpoint", metavar="CHECKPOINT", help="what to export")
+        parser.add_argument("folder", metavar="HF_DIR", help="new folder to write")
+        parser.add_argument("--step", metavar="N", type=number(0), help="default: the latest")
+        parser.add_argument(
+            "--max-shard-gb",
+            metavar="G",
+            type=number(1),
+            default=5,
+            help="largest safetensors file; default %(default)s",
+        )
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+
+
+def run(verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
+    """Convert as asked and return the exit code."""
+    (_import if verb == "import" else _export)(args, overrides)
+    return 0
+
+
+def _import(args: argparse.Namespace, overrides: list[Override]) -> None:
+    from colossax.models.hf import import_checkpoint
+
+    plan = apply_overrides(_Options(), overrides).plan if overrides else None
+    import_checkpoint(args.folder, args.out, plan)
+    _tell(args, {"imported": args.folder, "checkpoint": args.out})
+
+
+def _export(args: argparse.Namespace, overrides: list[Override]) -> None:
+    from colossax.models.hf import export_checkpoint
+
+    if overrides:
+        raise InputError(
+            f"--{overrides[0][0].lstrip('-')}: an export has no plan; leave the option out"
+        )
+    export_checkpoint(
+        args.checkpoint, args.folder, step=args.step, max_shard_bytes=args.max_shard_gb * _GB
+    )
+    _tell(args, {"exported": args.checkpoint, "folder": args.folder})
+
+
+def _tell(args: argparse.Namespace, facts: dict[str, Any]) -> None:
+    if args.json:
+        sys.stdout.write(f"{json.dumps(facts)}\n")
+    else:
+        (what, source), (_, target) = facts.items()
+        sys.stderr.write(f"{what} {source} into {target}\n")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Options:
+    """What dotted overrides may change."""
+
+    plan: Plan = Plan()

@@ -1,0 +1,104 @@
+"""Two processes of four devices are one of eight; they start and stop together."""
+
+import re
+import signal
+import time
+
+import pytest
+
+from tests.train.launching import Started, free_port, metrics, run, write_text
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return write_text(tmp_path_factory.mktemp("processes") / "text")
+
+
+def pair(*arguments, text, folder, **environment):
+    """Two processes of a run, started together."""
+    address = ("--processes=2", f"--coordinator=127.0.0.1:{free_port()}", "--timeout-s=60")
+    return [
+        Started(
+            *arguments, *address, f"--process-id={i}", text=text, log=folder / f"{i}.log"
+        )
+        for i in range(2)
+    ]
+
+
+@pytest.fixture(scope="module")
+def together(text, tmp_path_factory):
+    """Two processes to the end, four devices each."""
+    folder = tmp_path_factory.mktemp("together")
+    mesh = ("--devices=4", "--plan.mesh=data=2,fsdp=2,tensor=2")
+    started = pair("--steps=5", *mesh, f"--out={folder / 'run'}", text=text, folder=folder)
+    return folder, [process.finish() for process in started]
+
+
+def test_two_processes_are_as_one(together, text, tmp_path):
+    folder, (first, second) = together
+    assert (first.code, second.code) == (0, 0), first.errors + second.errors
+    mesh = ("--devices=8", "--plan.mesh=data=2,fsdp=2,tensor=2")
+    alone = run("--steps=5", *mesh, f"--out={tmp_path / 'run'}", text=text, log=tmp_path / "log")
+    assert list(first.losses) == [1, 2, 3, 4, 5]
+    assert list(first.losses.values()) == pytest.approx(list(alone.losses.values()), rel=1e-5)
+    assert first.final["validation_loss"] == pytest.approx(alone.final["validation_loss"], rel=1e-5)
+
+
+def test_the_first_process_alone_speaks_and_writes(together):
+    folder, (first, second) = together
+    assert second.lines == []
+    own = [line for line in second.errors.splitlines() if not line.startswith("[Gloo]")]
+    assert own == []
+    assert len(list((folder / "run" / "tensorboard").iterdir())) == 1
+    assert len(metrics(folder / "run")) == 6
+
+
+def test_what_two_wrote_one_resumes(together, text, tmp_path):
+    folder, (first, _) = together
+    out = f"--out={folder / 'run'}"
+    done = run("--steps=6", "--resume", out, text=text, log=tmp_path / "log")
+    assert done.code == 0, done.errors
+    assert list(done.losses) == [6]
+
+
+@pytest.mark.parametrize("told", [0, 1])
+def test_told_one_of_them_both_stop_after_one_step(text, tmp_path, told):
+    arguments = ("--steps=100000", "--devices=1", f"--out={tmp_path / 'run'}")
+    started = pair(*arguments, text=text, folder=tmp_path)
+    started[0].until(4)
+    started[told].send(signal.SIGTERM)
+    first, second = (process.finish() for process in started)
+    assert (first.code, second.code) == (143, 143), first.errors + second.errors
+    last = first.final["step"]
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == [str(last)]
+    assert [row[0] for row in metrics(tmp_path / "run")] == list(range(1, last + 1))
+
+
+def test_a_refusal_reaches_both(text, tmp_path):
+    arguments = ("--steps=2", "--devices=1", "--resume", f"--out={tmp_path / 'run'}")
+    for done in [process.finish() for process in pair(*arguments, text=text, folder=tmp_path)]:
+        assert done.code == 2
+        assert "--resume: " in done.errors and "holds no run" in done.errors
+
+
+def test_a_missing_process_is_named_within_the_time(text, tmp_path):
+    address = ("--processes=3", f"--coordinator=127.0.0.1:{free_port()}", "--timeout-s=1")
+    start = time.monotonic()
+    done = run(*address, "--process-id=0", text=text, log=tmp_path / "log")
+    assert time.monotonic() - start < 60
+    assert done.code == 2
+    assert re.fullmatch(
+        r"colossax: processes 1, 2 of 3 did not reach process 0 at 127.0.0.1:\d+ within 1 s;"
+        r"[^\n]*\n",
+        done.errors,
+    )
+
+
+def test_a_process_that_dies_ends_the_others_with_a_sentence(text, tmp_path):
+    arguments = ("--steps=100000", "--devices=1", f"--out={tmp_path / 'run'}")
+    started = pair(*arguments, text=text, folder=tmp_path)
+    started[0].until(3)
+    started[1].send(signal.SIGKILL)
+    first, _ = (process.finish() for process in started)
+    assert first.code == 1
+    assert "process 1 is gone, and the run cannot go on without it" in first.errors
