@@ -32,8 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser, verb: str) -> None:
         parser.add_argument("out", metavar="OUT", help="folder of the new checkpoint")
         parser.epilog = (
             "a plan to store with it, by dotted names:\n"
-            "  --plan.preset zero3+megatron   --plan.mesh fsdp=4,tensor=2\n"
-            "it is what `colossax generate` uses where it is given none"
+            "  --plan.preset zero3+megatron   --plan.precision.compute bfloat16\n"
+            "`colossax generate` computes in its precision; meshes are those of the machine it runs on"
         )
     else:
         parser.add_argument("checkpoint", metavar="CHECKPOINT", help="what to export")

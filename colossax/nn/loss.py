@@ -228,7 +228,7 @@ def _over_chunks(
 
     def one(i: Any) -> tuple[Any, Any]:
         taken = (jax.lax.dynamic_index_in_dim(x, i, axis=2, keepdims=False) for x in parts)
-        return chunk(*(x.reshape(1, b * each, *x.shape[2:]) for x in taken))
+        return chunk(*(x.reshape(shards, b // shards * each, *x.shape[2:]) for x in taken))
 
     def restore(x: Array) -> Array:
         x = jnp.moveaxis(x.reshape(count, b, each, *x.shape[3:]), 0, 2)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
+from colossax.checkpoint import RecordReader
 from colossax.cli import main
-from colossax.config import preset
-from colossax.inference import open_checkpoint
+from colossax.config import Plan, preset
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "llama"
 
@@ -31,7 +31,8 @@ def test_a_plan_travels_with_the_checkpoint(tmp_path):
     options = ["--plan.preset", "zero3+megatron", "--plan.mesh", "fsdp=4,tensor=2"]
     assert main(["import", str(GOLDEN), str(tmp_path / "out"), *options]) == 0
     wanted = preset("zero3+megatron", mesh={"fsdp": 4, "tensor": 2})
-    assert open_checkpoint(str(tmp_path / "out")).plan == wanted
+    stored = RecordReader(tmp_path / "out").documents()["plan"]
+    assert Plan.from_json(json.dumps(stored)) == wanted
 
 
 def without_a_tensor(folder):

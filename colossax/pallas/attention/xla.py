@@ -115,7 +115,6 @@ def _attend_bwd(static: _Static, saved: Any, cotangents: Any) -> Any:
     dout, dlse = cotangents
     # Rows that see nothing: exp(score - inf) = 0, so no gradient, whatever theirs is.
     empty = jnp.isneginf(lse)
-    lse = jnp.where(empty, jnp.inf, lse)
     # d loss / d score = p (dp - delta); the log-partition's own gradient adds p dlse.
     delta = jnp.einsum("bsnh,bsnh->bns", out, dout, preferred_element_type=jnp.float32)
     delta = jnp.where(empty, 0.0, delta - dlse)
