@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser, verb: str) -> None:
         parser.epilog = (
             "a plan to store with it, by dotted names:\n"
             "  --plan.preset zero3+megatron   --plan.precision.compute bfloat16\n"
-            "`colossax generate` computes in its precision; meshes are those of the machine it runs on"
+            "`colossax generate` computes in its precision, on the mesh it is asked for"
         )
     else:
         parser.add_argument("checkpoint", metavar="CHECKPOINT", help="what to export")

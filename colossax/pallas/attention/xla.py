@@ -80,7 +80,7 @@ def attend(
     alive at a time. tests/pallas/attention/test_xla.py counts the memory.
     """
     slopes = None if alibi_slopes is None else alibi_slopes.astype(jnp.float32)
-    operands = vary_alike((q, k, v, slopes, mask))
+    operands = (q, k, v, slopes, mask)
     tiles = _tile_sizes(q.shape[1], k.shape[1])
     static = _Static(scale=scale, soft_cap=soft_cap, q_tile=tiles[0], kv_tile=tiles[1])
     out, lse = _attend(static, *operands)
@@ -115,6 +115,7 @@ def _attend_bwd(static: _Static, saved: Any, cotangents: Any) -> Any:
     dout, dlse = cotangents
     # Rows that see nothing: exp(score - inf) = 0, so no gradient, whatever theirs is.
     empty = jnp.isneginf(lse)
+    lse = jnp.where(empty, jnp.inf, lse)
     # d loss / d score = p (dp - delta); the log-partition's own gradient adds p dlse.
     delta = jnp.einsum("bsnh,bsnh->bns", out, dout, preferred_element_type=jnp.float32)
     delta = jnp.where(empty, 0.0, delta - dlse)
