@@ -57,7 +57,7 @@ def detect_cluster(timeout_s: float) -> tuple[str, int, int, Sequence[int] | Non
     Raises:
         ClusterUnavailable: The environment is there but incomplete.
     """
-    kinds = [clusters.SlurmCluster, clusters.OmpiCluster]
+    kinds: list[Any] = [clusters.SlurmCluster, clusters.OmpiCluster]
     # JAX takes every pod for a part of a job; only indexed jobs have this variable.
     if "JOB_COMPLETION_INDEX" in os.environ and "KUBERNETES_SERVICE_HOST" in os.environ:
         if importlib.util.find_spec("kubernetes") is None:

@@ -16,7 +16,9 @@ VERBS = {
 }
 
 _INTERRUPTED = 130
-_USAGE = "usage: colossax VERB [options]\n\n{verbs}\n\n`colossax VERB --help` tells a verb's options.\n"
+_USAGE = (
+    "usage: colossax VERB [options]\n\n{verbs}\n\n`colossax VERB --help` tells a verb's options.\n"
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -105,7 +105,9 @@ def _is_leaf(owner: Any, change: _Change) -> bool:
         raise InputError(f"unknown override --{change.name}{_nearest(owner, change)}")
     nested, ends = _has_fields(getattr(owner, change.key)), len(change.path) == 1
     if not nested and not ends:
-        raise InputError(f"unknown override --{change.name}; '{change.key}' has no fields of its own")
+        raise InputError(
+            f"unknown override --{change.name}; '{change.key}' has no fields of its own"
+        )
     if nested and ends:
         raise InputError(
             f"--{change.name}: has fields of its own; set one of them, as in --{change.name}.FIELD"
@@ -186,7 +188,9 @@ def parse(hint: Any, text: str, where: str) -> Any:
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return _parse_mapping(args[1] if len(args) == 2 else Any, text, where)
     if dataclasses.is_dataclass(hint):
-        raise InputError(f"{where}: has fields of its own and cannot be set from here; use a recipe")
+        raise InputError(
+            f"{where}: has fields of its own and cannot be set from here; use a recipe"
+        )
     if hint is bool:
         return _parse_bool(text, where)
     if hint in (int, float):

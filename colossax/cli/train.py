@@ -23,8 +23,9 @@ from colossax.train.signals import EXIT_CODES
 
 DESCRIPTION = {
     "train": (
-        "Train a model by a recipe, with any of its values overridden. Checkpoints, metrics.jsonl,\n"
-        "TensorBoard events and loss.png go to --out; a killed run goes on with --resume."
+        "Train a model by a recipe, with any of its values overridden. Checkpoints,\n"
+        "metrics.jsonl, TensorBoard events and loss.png go to --out; a killed run goes on with\n"
+        "--resume."
     )
 }
 
@@ -50,14 +51,19 @@ def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
     parser.add_argument("--json", action="store_true", help="one JSON object a step on stdout")
     parser.add_argument(
-        "--devices", metavar="N", type=number(1), help="devices of this process; on a CPU, N are made"
+        "--devices",
+        metavar="N",
+        type=number(1),
+        help="devices of this process; on a CPU, N are made",
     )
     values = parser.add_argument_group("values of the recipe")
     for name, (kind, text) in _FIELDS.items():
         option = f"--{name.replace('_', '-')}"
         values.add_argument(option, dest=f"field_{name}", metavar=kind, help=text)
     values.add_argument("--data", metavar="PATH", help="text, JSONL or Parquet, a file or a folder")
-    many = parser.add_argument_group("several processes", "found out under Slurm, Open MPI, Kubernetes")
+    many = parser.add_argument_group(
+        "several processes", "found out under Slurm, Open MPI, Kubernetes"
+    )
     many.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 can be reached")
     many.add_argument("--processes", metavar="N", type=number(1), help="how many there are")
     many.add_argument("--process-id", metavar="I", type=number(0), help="which one this is, from 0")

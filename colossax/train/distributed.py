@@ -7,7 +7,6 @@ connections stay open for what must be agreed on between steps (see `StopAgreeme
 
 import dataclasses
 import json
-import os
 import socket
 import time
 from collections.abc import Callable, Iterable
@@ -85,7 +84,8 @@ def find_launch(
             f"--{missing[0]}: not given, and no launcher's environment tells it;"
             f" give --coordinator, --processes and --process-id together"
         )
-    address, count, index, devices = found or (coordinator, processes, process_id, None)
+    fields: tuple[Any, ...] = found or (coordinator, processes, process_id, None)
+    address, count, index, devices = fields
     count = count if processes is None else processes
     if count == 1:
         return None
@@ -287,7 +287,8 @@ def _host(launch: Launch, timeout_s: float) -> dict[int, Wire]:
                 connection, _ = server.accept()
             except TimeoutError:
                 _refuse_all(wires.values(), _absent(launch, wires, timeout_s))
-            _welcome(launch, wires, Wire(connection))
+            else:
+                _welcome(launch, wires, Wire(connection))
     for wire in wires.values():
         wire.send({"refuse": None})
     return wires
@@ -300,7 +301,7 @@ def _listen(port: int) -> socket.socket:
         return socket.create_server(("", port))
     except OSError as problem:
         raise InputError(
-            f"--coordinator: process 0 cannot listen on port {port} ({os.strerror(problem.errno)});"
+            f"--coordinator: process 0 cannot listen on port {port} ({problem.strerror});"
             f" choose a free port"
         ) from problem
 

@@ -97,7 +97,9 @@ class Meter:
 class Loop:
     """Runs steps from where a state stands to the end, or to where the gate ends them."""
 
-    def __init__(self, step: StepFunction, schedule: Schedule, hooks: Hooks, gate: Gate, meter: Meter):
+    def __init__(
+        self, step: StepFunction, schedule: Schedule, hooks: Hooks, gate: Gate, meter: Meter
+    ):
         self._step = step
         self._schedule = schedule
         self._hooks = hooks
@@ -106,7 +108,9 @@ class Loop:
         self.validation_loss: float | None = None
         self.last: Record | None = None
 
-    def run(self, state: TrainState, batches: Iterator[Batch], start: int) -> tuple[TrainState, int]:
+    def run(
+        self, state: TrainState, batches: Iterator[Batch], start: int
+    ) -> tuple[TrainState, int]:
         """Train; the state given is donated.
 
         Args:

@@ -6,7 +6,17 @@ import optax
 
 from colossax.config import nearest
 from colossax.errors import InputError
-from colossax.optim import DimsOptimizer, adamw, constant, lamb, lars, linear, sgd, warmup_cosine, wsd
+from colossax.optim import (
+    DimsOptimizer,
+    adamw,
+    constant,
+    lamb,
+    lars,
+    linear,
+    sgd,
+    warmup_cosine,
+    wsd,
+)
 from colossax.train.config import OptimizerConfig
 
 _WSD_DECAY_SHARE = 0.2
@@ -19,7 +29,9 @@ def make_optimizer(config: OptimizerConfig, schedule_steps: int) -> DimsOptimize
         InputError: No such optimizer, or numbers it cannot take.
     """
     if config.name not in OPTIMIZERS:
-        raise InputError(f"optimizer.name: unknown '{config.name}'{nearest(config.name, OPTIMIZERS)}")
+        raise InputError(
+            f"optimizer.name: unknown '{config.name}'{nearest(config.name, OPTIMIZERS)}"
+        )
     return OPTIMIZERS[config.name](config, make_schedule(config, schedule_steps))
 
 
@@ -38,9 +50,7 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def _adamw(config: OptimizerConfig, rate: optax.Schedule) -> DimsOptimizer:
-    return adamw(
-        rate, b1=config.b1, b2=config.b2, eps=config.eps, weight_decay=config.weight_decay
-    )
+    return adamw(rate, b1=config.b1, b2=config.b2, eps=config.eps, weight_decay=config.weight_decay)
 
 
 def _lamb(config: OptimizerConfig, rate: optax.Schedule) -> DimsOptimizer:

@@ -122,7 +122,7 @@ class Screen:
         self._visible = visible
         self._stream = sys.stderr if stream is None else stream
         self._lines: Progress = Lines(0, self._stream) if visible else Silent()
-        self._now = self._lines
+        self._now: Any = self._lines
 
     def start(self, *, steps: int, done: int) -> None:
         """Training starts, `done` of `steps` are behind it."""

@@ -1,5 +1,6 @@
 """What a run leaves behind beside checkpoints: `metrics.jsonl` and TensorBoard events."""
 
+import importlib
 import json
 import math
 import os
@@ -88,11 +89,13 @@ class EventFile:
     """
 
     def __init__(self, folder: Path, *, from_step: int):
-        from tensorboardX.proto.event_pb2 import Event, SessionLog
-        from tensorboardX.proto.summary_pb2 import Summary
+        # The messages of these modules are made at run time, where no type checker sees them.
+        events: Any = importlib.import_module("tensorboardX.proto.event_pb2")
+        summaries: Any = importlib.import_module("tensorboardX.proto.summary_pb2")
         from tensorboardX.record_writer import RecordWriter
 
-        self._event, self._summary = Event, Summary
+        Event, SessionLog = events.Event, events.SessionLog
+        self._event, self._summary = Event, summaries.Summary
         folder.mkdir(exist_ok=True)
         name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}"
         self._writer = RecordWriter(str(folder / name))

@@ -104,9 +104,7 @@ def _prepare(config: TrainConfig, options: RunOptions, group: Group) -> _Prepare
     """Check everything that can be refused, the quick things first."""
 
     def find() -> str:
-        return str(
-            find_run_folder(options.out, recipe=config.recipe, resume=options.resume).path
-        )
+        return str(find_run_folder(options.out, recipe=config.recipe, resume=options.resume).path)
 
     folder = RunFolder(path=Path(group.from_first(find)))
     if options.resume:
@@ -312,7 +310,9 @@ def _conclude(run: _Prepared, final: Record, screen: Screen) -> None:
         unigram_entropy=run.text.unigram_entropy,
     )
     if final["stopped_by"] is not None:
-        screen.note(f"stopped by {final['stopped_by']} after step {final['step']}; go on with --resume")
+        screen.note(
+            f"stopped by {final['stopped_by']} after step {final['step']}; go on with --resume"
+        )
     elif final["validation_loss"] is not None:
         below = final["unigram_entropy"] - final["validation_loss"]
         screen.note(

@@ -74,7 +74,8 @@ class Text:
         """For people."""
         return (
             f"{self.training.token_count:,} tokens in {self.training.document_count:,} documents,"
-            f" {self.held_out_split.token_count:,} in {self.held_out_split.document_count:,} held out,"
+            f" {self.held_out_split.token_count:,} in"
+            f" {self.held_out_split.document_count:,} held out,"
             f" vocabulary of {self.tokenizer.vocab_size:,}"
         )
 
@@ -204,7 +205,8 @@ def _tokenizer(config: DataConfig, documents: Documents, model: Any) -> str:
         )
     if tokenizer.vocab_size > model.vocab:
         raise InputError(
-            f"data.tokenizer: has {tokenizer.vocab_size} tokens, more than the model's vocabulary of"
+            f"data.tokenizer: has {tokenizer.vocab_size} tokens,"
+            f" more than the model's vocabulary of"
             f" {model.vocab}; give the model's own tokenizer, or raise model.vocab"
         )
     return tokenizer.to_json()

@@ -1,7 +1,10 @@
 """`colossax train` as a user meets it, in this process and on its eight devices."""
 
+import contextlib
+import io
 import json
 import re
+import shutil
 
 import pytest
 
@@ -9,62 +12,100 @@ from colossax.cli import main
 from tests.train.launching import SMALL, metrics, write_text
 
 
+STEPS = 3
+
+
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     return write_text(tmp_path_factory.mktemp("cli") / "text")
 
 
-@pytest.fixture
-def train(text, tmp_path, monkeypatch, capfd):
-    """Runs `colossax train` and gives (exit code, JSON objects, standard error)."""
-    monkeypatch.setenv("COLOSSAX_CACHE", str(text.parent / "cache"))
-    monkeypatch.chdir(tmp_path)
-
-    def train(*arguments, data=text):
-        code = main(["train", *SMALL, "--data", str(data), *arguments])
-        out, errors = capfd.readouterr()
-        return code, [json.loads(line) for line in out.splitlines()], errors
-
-    return train
+@pytest.fixture(scope="module", autouse=True)
+def patched(text):
+    """This process's devices are made already; caches go to a folder that is new."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLOSSAX_CACHE", str(text.parent / "cache"))
+        patch.setattr("colossax.cli.train.request_host_devices", lambda count: None)
+        yield patch
 
 
-def test_a_run_tells_its_steps_and_its_end(train, tmp_path):
-    code, lines, errors = train("--steps=4", "--plan.batch.accumulation=1")
+def train(*arguments, data, devices=1):
+    """Run `colossax train`; gives (exit code, JSON objects, standard error)."""
+    out, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+        code = main(["train", *SMALL, f"--devices={devices}", f"--data={data}", *arguments])
+    return code, [json.loads(line) for line in out.getvalue().splitlines()], errors.getvalue()
+
+
+@pytest.fixture(scope="module")
+def whole(text, tmp_path_factory, patched):
+    """One run to the end, in a folder that is given no name."""
+    folder = tmp_path_factory.mktemp("whole")
+    patched.chdir(folder)
+    code, lines, errors = train(f"--steps={STEPS}", data=text)
     assert code == 0, errors
+    return folder / "runs" / "llama_tiny-001", lines, errors
+
+
+def losses(lines):
+    return [line["loss"] for line in lines if "step" in line]
+
+
+def test_a_run_tells_its_steps_and_its_end(whole):
+    out, lines, errors = whole
     *steps, last = lines
     assert [list(step) for step in steps] == [
         ["step", "loss", "grad_norm", "tokens", "tokens_per_s"]
-    ] * 4
-    assert [step["step"] for step in steps] == [1, 2, 3, 4]
+    ] * STEPS
+    assert [step["step"] for step in steps] == [1, 2, 3]
     assert all(0 < step["tokens"] <= 8 * 64 for step in steps)
     assert list(last) == ["final"]
     final = last["final"]
-    assert (final["step"], final["loss"]) == (4, steps[-1]["loss"])
+    assert (final["step"], final["loss"]) == (STEPS, steps[-1]["loss"])
     assert final["tokens"] == sum(step["tokens"] for step in steps)
     assert (final["stopped_by"], final["skipped"], final["completion"]) == (None, 0, None)
     assert final["out"] == "runs/llama_tiny-001"
-    out = tmp_path / final["out"]
-    recorded = metrics(out)
-    assert [row[1] for row in recorded[:4]] == [step["loss"] for step in steps]
-    assert recorded[4] == (4, None, final["validation_loss"])
-    assert [p.name for p in (out / "checkpoints").iterdir()] == ["4"]
+    assert f"unigram entropy: {final['unigram_entropy']:.4f} nats per token" in errors
+    held_out = (STEPS, None, final["validation_loss"])
+    assert metrics(out) == [(i + 1, loss, None) for i, loss in enumerate(losses(lines))] + [
+        held_out
+    ]
+
+
+def test_a_run_leaves_checkpoint_picture_and_events(whole):
+    out, _, _ = whole
+    assert [p.name for p in (out / "checkpoints").iterdir()] == [str(STEPS)]
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert list((out / "tensorboard").iterdir())
-    assert f"unigram entropy: {final['unigram_entropy']:.4f} nats per token" in errors
-    assert "fsdp=8" in errors
 
 
-def test_losses_depend_on_the_seed_and_not_on_the_mesh(train):
-    def losses(*arguments):
-        code, lines, errors = train("--steps=3", *arguments)
-        assert code == 0, errors
-        return [line["loss"] for line in lines[:-1]]
+def test_losses_depend_on_the_seed_and_not_on_the_mesh(whole, text, tmp_path):
+    _, lines, _ = whole
+    mesh = "--plan.mesh=data=2,fsdp=2,tensor=2"
+    code, other, errors = train(
+        f"--steps={STEPS}", mesh, f"--out={tmp_path / 'mesh'}", data=text, devices=8
+    )
+    assert code == 0, errors
+    assert "on 8 cpu device(s) (data=2, fsdp=2, tensor=2)" in errors
+    assert losses(other) == pytest.approx(losses(lines), rel=1e-5)
+    code, other, errors = train("--steps=1", "--seed=1", f"--out={tmp_path / 'seed'}", data=text)
+    assert code == 0, errors
+    assert losses(other) != losses(lines)[:1]
 
-    first = losses()
-    assert losses("--seed=0") == first
-    assert losses("--plan.mesh=data=2,fsdp=2,tensor=2") == pytest.approx(first, rel=1e-5)
-    other = losses("--seed=1")
-    assert all(a != pytest.approx(b, rel=1e-3) for a, b in zip(first, other, strict=True))
+
+def test_more_steps_keep_the_schedule_and_need_no_recipe(whole, text, tmp_path):
+    """Longer by resuming equals longer from the start with the same schedule."""
+    first, lines, _ = whole
+    out = tmp_path / "run"
+    shutil.copytree(first, out)
+    steps = f"--steps={STEPS + 2}"
+    assert main(["train", "--resume", f"--out={out}", "--devices=1", steps]) == 0
+    code, once, errors = train(
+        steps, f"--optimizer.schedule_steps={STEPS}", f"--out={tmp_path / 'once'}", data=text
+    )
+    assert code == 0, errors
+    assert losses(once)[:STEPS] == losses(lines)
+    assert [loss for _, loss, _ in metrics(out) if loss is not None] == losses(once)
 
 
 MISTAKES = [
@@ -89,12 +130,10 @@ MISTAKES = [
 
 @pytest.mark.parametrize("arguments, message", MISTAKES, ids=[m[0][0] for m in MISTAKES])
 def test_a_mistake_is_one_sentence_and_writes_nothing(
-    train, tmp_path, monkeypatch, arguments, message
+    text, tmp_path, monkeypatch, arguments, message
 ):
-    # The devices of this process are made already.
-    monkeypatch.setattr("colossax.cli.train.request_host_devices", lambda count: None)
-    text_arguments = [] if "--model.heads" in arguments else ["--model.heads=4"]
-    code, lines, errors = train(*text_arguments, *arguments)
+    monkeypatch.chdir(tmp_path)
+    code, lines, errors = train("--model.heads=4", *arguments, data=text, devices=8)
     assert (code, lines) == (2, [])
     assert re.fullmatch(r"colossax: [^\n]*\n", errors), errors
     assert message in errors
@@ -121,45 +160,25 @@ def nothing(folder):
 
 
 @pytest.mark.parametrize("spoil", [bad_utf8, missing_field, torn_parquet, nothing])
-def test_bad_data_is_one_sentence(train, tmp_path, spoil):
+def test_bad_data_is_one_sentence(tmp_path, spoil):
     folder = tmp_path / "data"
     folder.mkdir()
     message = spoil(folder)
-    code, lines, errors = train("--out=run", data=folder)
+    code, lines, errors = train(f"--out={tmp_path / 'run'}", data=folder)
     assert (code, lines) == (2, [])
     assert re.fullmatch(r"colossax: [^\n]*\n", errors), errors
     assert message in errors
     assert not (tmp_path / "run").exists()
 
 
-def test_undecodable_text_is_left_out_when_asked(train, text, tmp_path):
-    folder = write_text(tmp_path / "data")
-    bad_utf8(folder)
-    code, _, errors = train("--steps=1", "--data.skip_undecodable=true", data=folder)
+def test_a_checkpoint_that_cannot_be_written_is_reported_and_training_goes_on(text, tmp_path):
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "checkpoints").write_text("in the way")
+    code, lines, errors = train("--steps=2", "--checkpoint-every=1", f"--out={out}", data=text)
     assert code == 0, errors
-
-
-def test_a_full_disk_ends_the_checkpoint_but_not_the_run(train, tmp_path):
-    """The folder of checkpoints cannot be made; the steps go on and the exit says so."""
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "checkpoints").write_text("in the way")
-    code, lines, errors = train("--steps=3", "--checkpoint-every=1", "--out=run")
-    assert code == 0, errors
-    assert [line["step"] for line in lines[:-1]] == [1, 2, 3]
+    assert len(losses(lines)) == 2
     assert "could not be saved" in errors and "training goes on" in errors
-
-
-def test_a_run_without_a_recipe_is_resumed_as_it_was(train):
-    assert train("--steps=2", "--out=run", "--seed=5")[0] == 0
-    code = main(["train", "--resume", "--out=run", "--steps=3"])
-    assert code == 0
-    assert [row[0] for row in metrics_of("run")] == [1, 2, 2, 3, 3]
-
-
-def metrics_of(out):
-    from pathlib import Path
-
-    return metrics(Path(out))
 
 
 @pytest.mark.parametrize("arguments, code", [([], 0), (["--help"], 0), (["--version"], 0)])

@@ -58,5 +58,7 @@ def test_a_recipe_knows_its_name_and_reaches_its_final_rate(name):
 
 
 def test_a_misspelt_recipe_is_named():
-    with pytest.raises(InputError, match="no recipe is called 'lama_tiny'; did you mean 'llama_tiny'"):
+    with pytest.raises(
+        InputError, match="no recipe is called 'lama_tiny'; did you mean 'llama_tiny'"
+    ):
         recipe("lama_tiny")

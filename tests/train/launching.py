@@ -71,7 +71,16 @@ class Started:
         self._seen: list[str] = []
         with log.open("w") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "colossax", "train", *SMALL, "--data", str(text), *arguments],
+                [
+                    sys.executable,
+                    "-m",
+                    "colossax",
+                    "train",
+                    *SMALL,
+                    "--data",
+                    str(text),
+                    *arguments,
+                ],
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 env=environment,

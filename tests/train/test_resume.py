@@ -1,6 +1,7 @@
 """Killed, told to stop and resumed: the losses are those of the run that nobody touched."""
 
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -36,31 +37,36 @@ def resume(out, text, *more):
     return done
 
 
-def test_killed_at_random_moments_it_ends_as_if_nothing_had_been(text, whole, tmp_path):
-    """A checkpoint is nearly always being written; the moment differs from run to run."""
-    out = tmp_path / "run"
-    started = Started(*RUN, f"--out={out}", text=text, log=tmp_path / "log").until(1)
+@pytest.fixture(scope="module")
+def killed(text, tmp_path_factory):
+    """A run killed at a moment that differs each time, a checkpoint nearly always half written."""
+    folder = tmp_path_factory.mktemp("killed")
+    started = Started(*RUN, f"--out={folder / 'run'}", text=text, log=folder / "log").until(1)
     time.sleep(random.uniform(0, 1.5))
-    killed = started.send(signal.SIGKILL).finish()
-    assert killed.code == -signal.SIGKILL, "it had finished; kill it earlier"
-    first = max(killed.losses)
+    left = started.send(signal.SIGKILL).finish()
+    assert left.code == -signal.SIGKILL, "it had finished; kill it earlier"
+    return folder / "run", max(left.losses)
 
-    again = Started(*RUN, f"--out={out}", "--resume", text=text, log=tmp_path / "log2").until(first + 3)
-    again.send(signal.SIGKILL).finish()
 
+def test_killed_at_random_moments_it_ends_as_if_nothing_had_been(killed, text, whole, tmp_path):
+    folder, last = killed
+    out = tmp_path / "run"
+    shutil.copytree(folder, out)
+    again = Started(*RUN, f"--out={out}", "--resume", text=text, log=tmp_path / "log")
+    again.until(last + 3).send(signal.SIGKILL).finish()
     done = resume(out, text)
-    assert metrics(out) == whole, f"killed after step {first}, resumed at {min(done.losses)}"
+    assert metrics(out) == whole, f"killed after step {last}, resumed at {min(done.losses)}"
     assert not list((out / "checkpoints").glob("*tmp*")), "a half-written checkpoint was left"
 
 
-def test_on_another_mesh_the_losses_agree_to_rounding(text, whole, tmp_path):
+def test_on_another_mesh_the_losses_agree_to_rounding(killed, text, whole, tmp_path):
+    """Also with microbatches, and the layers in two segments."""
+    folder, _ = killed
     out = tmp_path / "run"
-    started = Started(*RUN, f"--out={out}", text=text, log=tmp_path / "log").until(9)
-    started.send(signal.SIGKILL).finish()
+    shutil.copytree(folder, out)
     mesh = ("--devices=4", "--plan.preset=zero3+megatron", "--plan.mesh=fsdp=2,tensor=2")
-    done = resume(out, text, *mesh, "--plan.batch.accumulation=2", "--plan.segments.0.count=1",
-                  "--plan.segments.1.count=1")  # fmt: skip
-    assert "resumed from step" in done.errors
+    segments = ("--plan.segments.0.count=1", "--plan.segments.1.count=1")
+    resume(out, text, *mesh, *segments, "--plan.batch.accumulation=2")
     resumed = metrics(out)
     assert [row[0] for row in resumed] == [row[0] for row in whole]
     numbers = [loss if held_out is None else held_out for _, loss, held_out in resumed]
@@ -68,20 +74,26 @@ def test_on_another_mesh_the_losses_agree_to_rounding(text, whole, tmp_path):
     assert numbers == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_told_to_stop_it_saves_and_goes_on_where_it_was(text, whole, tmp_path, number, code):
-    out = tmp_path / "run"
-    arguments = (f"--steps={STEPS}", "--validate-every=7", f"--out={out}")
-    started = Started(*arguments, text=text, log=tmp_path / "log").until(5)
-    stopped = started.send(number).finish()
-    assert stopped.code == code, stopped.errors
-    assert stopped.final["stopped_by"] == number.name
-    assert [int(p.name) for p in (out / "checkpoints").iterdir()] == [stopped.final["step"]]
-    assert f"stopped by {number.name} after step {stopped.final['step']}" in stopped.errors
-    if number == signal.SIGTERM:
-        done = resume(out, text)
-        assert min(done.losses) == stopped.final["step"] + 1
-        assert metrics(out) == whole
+def test_told_to_stop_it_saves_and_goes_on_where_it_was(text, whole, tmp_path):
+    codes = {signal.SIGTERM: 143, signal.SIGINT: 130}
+    arguments = (f"--steps={STEPS}", "--validate-every=7")
+    started = {
+        number: Started(
+            *arguments, f"--out={tmp_path / number.name}", text=text, log=tmp_path / "log"
+        )
+        for number in codes
+    }
+    for number, code in codes.items():
+        stopped = started[number].until(5).send(number).finish()
+        assert stopped.code == code, stopped.errors
+        last = stopped.final["step"]
+        assert stopped.final["stopped_by"] == number.name
+        assert f"stopped by {number.name} after step {last}" in stopped.errors
+        checkpoints = tmp_path / number.name / "checkpoints"
+        assert [p.name for p in checkpoints.iterdir()] == [str(last)]
+    out = tmp_path / "SIGINT"
+    assert min(resume(out, text).losses) == last + 1
+    assert metrics(out) == whole
 
 
 INTERRUPTED_TWICE = """
@@ -103,14 +115,3 @@ def test_a_second_interrupt_ends_it_at_once():
     assert process.returncode == 130, process.stderr
     assert "interrupted twice; nothing more is saved" in process.stderr
     assert time.monotonic() - start < 60
-
-
-def test_more_steps_keep_the_schedule_unless_another_is_asked(text, tmp_path):
-    """Longer by resuming equals longer from the start with the same schedule."""
-    out, other = tmp_path / "run", tmp_path / "other"
-    short = run("--steps=6", f"--out={out}", text=text, log=tmp_path / "log")
-    longer = run("--steps=9", f"--out={out}", "--resume", text=text, log=tmp_path / "log")
-    assert list(longer.losses) == [7, 8, 9]
-    schedule = "--optimizer.schedule_steps=6"
-    once = run("--steps=9", schedule, f"--out={other}", text=text, log=tmp_path / "log")
-    assert {**short.losses, **longer.losses} == once.losses

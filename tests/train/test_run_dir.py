@@ -77,7 +77,10 @@ def test_an_unwritable_folder_is_refused(tmp_path):
         ({"seed": 3}, "--resume: seed is 0 in {path} and 3 here;"),
         ({"data.global_batch": 12}, "data.global_batch is 24 in {path} and 12 here"),
         ({"data.seq_len": 48}, "data.seq_len is 96 in {path} and 48 here"),
-        ({"data.validation_fraction": 0.1}, "data.validation_fraction is 0.02 in {path} and 0.1 here"),
+        (
+            {"data.validation_fraction": 0.1},
+            "data.validation_fraction is 0.02 in {path} and 0.1 here",
+        ),
         ({"model.layers": 3}, "model.layers is 4 in {path} and 3 here"),
         ({"optimizer.name": "lamb"}, "optimizer.name is adamw in {path} and lamb here"),
     ],
@@ -87,7 +90,9 @@ def test_another_run_is_not_resumed(started, change, message):
     config = CONFIG
     if "." in name:
         part, field = name.split(".")
-        config = config.replace(**{part: dataclasses.replace(getattr(config, part), **{field: value})})
+        config = config.replace(
+            **{part: dataclasses.replace(getattr(config, part), **{field: value})}
+        )
     else:
         config = config.replace(**change)
     with pytest.raises(InputError, match=re.escape(message.format(path=started.path))):

@@ -80,7 +80,7 @@ def attend(
     alive at a time. tests/pallas/attention/test_xla.py counts the memory.
     """
     slopes = None if alibi_slopes is None else alibi_slopes.astype(jnp.float32)
-    operands = (q, k, v, slopes, mask)
+    operands = vary_alike((q, k, v, slopes, mask))
     tiles = _tile_sizes(q.shape[1], k.shape[1])
     static = _Static(scale=scale, soft_cap=soft_cap, q_tile=tiles[0], kv_tile=tiles[1])
     out, lse = _attend(static, *operands)
