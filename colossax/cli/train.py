@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any
 
 from colossax.cli.arguments import number, seconds
 from colossax.cli.devices import choose_devices, request_host_devices
@@ -17,6 +17,7 @@ from colossax.cli.overrides import Override, apply_overrides, override_names
 from colossax.recipes import DEFAULT_RECIPE, RECIPES, recipe
 from colossax.train.config import TrainConfig
 from colossax.train.distributed import find_launch, join, start_jax
+from colossax.train.progress import Stream
 from colossax.train.run import RunOptions, Trained, train
 from colossax.train.run_dir import RunFolder
 from colossax.train.signals import EXIT_CODES
@@ -130,7 +131,7 @@ def configure(args: argparse.Namespace, overrides: list[Override]) -> TrainConfi
     return apply_overrides(config, [*given, *overrides])
 
 
-def _emitter(out: TextIO) -> Callable[[dict[str, Any]], None]:
+def _emitter(out: Stream) -> Callable[[dict[str, Any]], None]:
     def emit(record: dict[str, Any]) -> None:
         out.write(f"{json.dumps(record)}\n")
         out.flush()
@@ -139,7 +140,7 @@ def _emitter(out: TextIO) -> Callable[[dict[str, Any]], None]:
 
 
 @contextlib.contextmanager
-def _standard_output(*, protected: bool) -> Iterator[TextIO]:
+def _standard_output(*, protected: bool) -> Iterator[Stream]:
     """Standard output; when protected, what libraries write there goes to standard error.
 
     XLA's collectives between CPU processes print a line for each peer from C++.

@@ -177,7 +177,7 @@ def row_ranges(mask: Mask, s: int, t: int) -> tuple[Int[Array, "b s"], Int[Array
 
 def _fill_padding(segments: Int[Array, "b t"]) -> tuple[Int[Array, "b t"], Bool[Array, "b t"]]:
     """Segments with padding counted to the segment before it, and where the padding is."""
-    return segments, segments < 0
+    return jax.lax.cummax(jnp.maximum(segments, -1), axis=1), segments < 0
 
 
 def _count_before(

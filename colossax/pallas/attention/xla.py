@@ -113,12 +113,10 @@ def _attend_fwd(static: _Static, q: Any, k: Any, v: Any, slopes: Any, mask: Mask
 def _attend_bwd(static: _Static, saved: Any, cotangents: Any) -> Any:
     q, k, v, slopes, mask, out, lse = saved
     dout, dlse = cotangents
-    # Rows that see nothing: exp(score - inf) = 0, so no gradient, whatever theirs is.
-    empty = jnp.isneginf(lse)
-    lse = jnp.where(empty, jnp.inf, lse)
     # d loss / d score = p (dp - delta); the log-partition's own gradient adds p dlse.
     delta = jnp.einsum("bsnh,bsnh->bns", out, dout, preferred_element_type=jnp.float32)
-    delta = jnp.where(empty, 0.0, delta - dlse)
+    # Rows that see nothing have no gradient, whatever the one of their -inf is.
+    delta = jnp.where(jnp.isneginf(lse), 0.0, delta - dlse)
     dq, dk, dv, dslopes = _backward(static, q, k, v, slopes, mask, dout, lse, delta)
     if slopes is not None:
         dslopes = dslopes.reshape(slopes.shape)
