@@ -34,7 +34,7 @@ def main(hf_folder: str, checkpoint: str, text: str, steps: int = 50) -> list[fl
 
     corpus = encode_corpus(path_documents(text), stored.tokenizer)
     rows = Rows(corpus.whole(), seq_len=SEQ, seed=0)
-    batches = BatchLoader(rows, BATCH, wanted=range(BATCH))
+    batches = BatchLoader(rows, BATCH)
 
     losses = []
     for _ in range(steps):

@@ -28,7 +28,7 @@ def main(path: str | None = None, steps: int = 200) -> list[float]:
     documents = path_documents(path) if path else stdlib_documents()
     tokenizer = train_tokenizer(documents, VOCAB)
     training, held_out = encode_corpus(documents, tokenizer).split(0.02)
-    batches = BatchLoader(Rows(training, seq_len=SEQ, seed=0), BATCH, wanted=range(BATCH))
+    batches = BatchLoader(Rows(training, seq_len=SEQ, seed=0), BATCH)
 
     # A model, an optimizer, a loss, and a plan that spreads them over every device there is.
     config = LlamaConfig(

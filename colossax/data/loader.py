@@ -25,7 +25,7 @@ class BatchLoader:
     Args:
         rows: Rows by number.
         global_batch: Rows of a batch over all processes, B.
-        wanted: Rows to make, as numbers within the batch; see `wanted_rows`.
+        wanted: Rows to make, as numbers within the batch; see `wanted_rows`. None: all.
         start: First batch.
         threads: Threads that make batches ahead; 0 makes each when it is asked for, without Grain.
         prefetch: Batches made ahead at most.
@@ -39,13 +39,14 @@ class BatchLoader:
         rows: RowSource,
         global_batch: int,
         *,
-        wanted: Sequence[int],
+        wanted: Sequence[int] | None = None,
         start: int = 0,
         threads: int = 2,
         prefetch: int = 4,
     ):
         if start < 0:
             raise ValueError(f"start: found {start}; batches are counted from 0")
+        wanted = range(global_batch) if wanted is None else wanted
         self._batches = _Batches(rows, global_batch, wanted, first=start)
         self._position = start
         self._ahead = _read_ahead(self._batches, threads, prefetch) if threads else None

@@ -12,6 +12,7 @@ from typing import Any
 
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FOLDER = "tensorboard"
+_FLUSH_EVERY_S = 2.0
 
 Record = dict[str, Any]
 
@@ -99,6 +100,7 @@ class EventFile:
         folder.mkdir(exist_ok=True)
         name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}"
         self._writer = RecordWriter(str(folder / name))
+        self._flushed = -math.inf
         self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
         if from_step:
             # TensorBoard drops what an earlier file says about later steps.
@@ -122,4 +124,8 @@ class EventFile:
 
     def _add(self, event: Any) -> None:
         self._writer.write(event.SerializeToString())
-        self._writer.flush()
+        # Flushing syncs to the disk, milliseconds that a step should not pay.
+        now = time.monotonic()
+        if now - self._flushed > _FLUSH_EVERY_S:
+            self._writer.flush()
+            self._flushed = now
