@@ -11,7 +11,6 @@ import pytest
 from colossax.cli import main
 from tests.train.launching import SMALL, metrics, write_text
 
-
 STEPS = 3
 
 

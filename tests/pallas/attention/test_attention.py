@@ -62,7 +62,6 @@ HEADS = {"mha": (4, 4), "gqa": (6, 2), "mqa": (4, 1)}
 FEATURES = {
     "plain": {},
     "soft_cap": {"soft_cap": 1.5},
-    "alibi": {"alibi_slopes": True},
     "sinks": {"sinks": True},
     "everything": {
         "soft_cap": 2.0,
