@@ -1,5 +1,6 @@
 """Configuration: the Plan, its presets and its binding to devices."""
 
+from .axes import LOGICAL_DIMS as LOGICAL_DIMS
 from .axes import MESH_AXES as MESH_AXES
 from .axes import MeshAxis as MeshAxis
 from .binding import BoundPlan as BoundPlan

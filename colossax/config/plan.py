@@ -118,8 +118,10 @@ class Segment:
 
     Attributes:
         count: Layers in the segment; -1 takes what the others leave (at most one segment).
-        remat: `none` saves every intermediate, `full` only the layer's input, `dots` the results
-            of matmuls with parameters; else names joined by `+` (`qkv attention mlp`).
+        remat: `none` saves every intermediate, gathered weights among them, so under fsdp every
+            device keeps each layer's weights whole until its backward; `full` saves only the
+            layer's input, `dots` the results of matmuls with parameters; else names joined by `+`
+            (`qkv attention mlp`).
     """
 
     count: int = -1

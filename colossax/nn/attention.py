@@ -103,7 +103,6 @@ class Attention(nnx.Module):
             out = attention(q, k, v, mask=side.mask, alibi_slopes=slopes)
         else:
             out, state = self._attend_cache(q, k, v, side.flat, state, slopes)
-        out = checkpoint_name(out, "attention")
         return self.o(constrain(out, "batch", "seq", "heads", "head_dim")), state
 
     def _attend_cache(self, q, k, v, flat, state, slopes):

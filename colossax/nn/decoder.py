@@ -13,7 +13,7 @@ from colossax.nn.layers import MLP, Embedding, LayerNorm, Linear, RMSNorm, depth
 from colossax.nn.rope import RopeConfig, rope_tables
 from colossax.nn.stack import LayerStack, LayerState
 from colossax.pallas.attention import Mask
-from colossax.sharding import constrain
+from colossax.sharding import compute_dtype, constrain
 from colossax.typing import Dims
 
 
@@ -81,10 +81,12 @@ class DecoderConfig:
     def train_flops_per_token(self, seq_len: int) -> int:
         """`flops_per_token` plus causal attention: 6 head_dim heads per visible key and layer.
 
-        A query sees (seq_len + 1) / 2 keys on average, 2 matmuls of 2 FLOPs, three times for
-        forward and backward. Recomputation is never counted.
+        A query sees (seq_len + 1) / 2 keys on average, or w - w (w - 1) / (2 seq_len) of a window
+        of w; 2 matmuls of 2 FLOPs, three times for forward and backward. Recomputation is never
+        counted.
         """
-        keys = (seq_len + 1) / 2 if self.window is None else min(self.window, (seq_len + 1) / 2)
+        seen = seq_len if self.window is None else min(self.window, seq_len)
+        keys = seen - seen * (seen - 1) / (2 * seq_len)
         return int(self.flops_per_token + 12 * self.layers * self.heads * self.head_dim * keys)
 
     def attention_shape(self) -> AttentionShape:
@@ -184,7 +186,8 @@ class Decoder(nnx.Module):
         Args:
             tokens: Token ids; or give `embeddings`.
             embeddings: Token embeddings in place of tokens.
-            positions: Per token; default 0, 1, ... per row.
+            positions: Per token, for rope and learned positions; default 0, 1, ... per row. Who
+                sees whom goes by the order in the row, so they ascend by one within a segment.
             segments: Documents packed into a row; a token sees its own. Negative is padding.
 
         Raises:
@@ -192,7 +195,8 @@ class Decoder(nnx.Module):
         """
         if (tokens is None) == (embeddings is None):
             raise InputError("hidden: give either tokens or embeddings, one of them")
-        x: Any = embeddings if tokens is None else self.embed(tokens)
+        x: Any = self.embed(tokens) if tokens is not None else embeddings
+        x = x.astype(compute_dtype(x.dtype))
         self._check_length(x.shape[1])
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])

@@ -10,6 +10,7 @@ from .ops import linear as linear
 from .ops import lookup as lookup
 from .rules import activation_sharding as activation_sharding
 from .rules import batch_axes as batch_axes
+from .rules import explain as explain
 from .rules import param_sharding as param_sharding
 from .rules import replicated as replicated
 from .rules import resolve as resolve

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from colossax.compat import varying_axes
 from colossax.config import BoundPlan
+from colossax.errors import PlanError
 from colossax.pallas.attention import Mask
 from colossax.pallas.attention import attention as local_attention
 from colossax.sharding.context import current
@@ -77,7 +78,10 @@ def attention(
 def _local(arrays: dict[str, Any], options: dict[str, Any]) -> Any:
     arrays = dict(arrays)
     q, k, v = arrays.pop("q"), arrays.pop("k"), arrays.pop("v")
-    return local_attention(q, k, v, **arrays, **options)
+    try:
+        return local_attention(q, k, v, **arrays, **options)
+    except NotImplementedError as reason:
+        raise PlanError(f"plan.attention.kernel: {reason}; use 'auto'") from reason
 
 
 def _specs(bound: BoundPlan, arrays: dict[str, Any]) -> dict[str, Any]:
@@ -113,11 +117,14 @@ def _own_kv_heads_local(
     here = heads // bound.size(axes)
     kv_heads = local["k"].shape[2]
     group = heads // kv_heads
-    count = max(1, here // group)
-    first = jax.lax.axis_index(axes) * here // group
+    first = jax.lax.axis_index(axes) * here
+    aligned = here % group == 0 or group % here == 0
 
     def own(x: Array) -> Array:
-        return jax.lax.dynamic_slice_in_dim(x, first, count, axis=2)
+        if aligned:
+            return jax.lax.dynamic_slice_in_dim(x, first // group, max(1, here // group), axis=2)
+        # The groups of query heads do not line up with the devices: one kv head per query head.
+        return jnp.take(x, (first + jnp.arange(here)) // group, axis=2)
 
     return {**local, "k": own(local["k"]), "v": own(local["v"])}
 

@@ -126,15 +126,16 @@ def linear(
     """`x` times `w` over the last `contract` dims of `x` and the first of `w`, plus `bias`.
 
     Args:
-        x: `[*lead, *in]`, in the compute dtype.
+        x: `[*lead, *in]`; cast to the plan's compute dtype.
         w: `[*in, *out]`, at rest; gathered by the plan.
         dims: Logical dims of `w`.
         contract: How many dims are contracted.
         bias: `[*out]`, with dims `dims[contract:]`.
 
     Returns:
-        `[*lead, *out]` in the dtype of `x`.
+        `[*lead, *out]` in the compute dtype.
     """
+    x = x.astype(compute_dtype(x.dtype))
     kernel = gather_weight(w, dims, dtype=x.dtype)
     lead, inner, out = x.shape[: x.ndim - contract], w.shape[:contract], w.shape[contract:]
     if x.shape[x.ndim - contract :] != inner:

@@ -1,11 +1,14 @@
 """Logical dims to PartitionSpecs."""
 
+import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from colossax.config import BoundPlan
+from colossax.config import LOGICAL_DIMS, BoundPlan, nearest
 from colossax.errors import PlanError
 from colossax.typing import Dims, ParamInfo
 
@@ -105,8 +108,56 @@ def validate(bound: BoundPlan, infos) -> None:
         infos: Tree with `ParamInfo` leaves.
 
     Raises:
-        PlanError: The first parameter that does not fit, by path.
+        PlanError: The first parameter that does not fit, by path; a rule about no known dim.
     """
-    for info in jax.tree.leaves(infos, is_leaf=lambda leaf: isinstance(leaf, ParamInfo)):
+    leaves = _leaves(infos)
+    _check_rules(bound, {dim for info in leaves for dim in info.dims if dim is not None})
+    for info in leaves:
         for role in ("params", "weights", "gradients", "optimizer"):
             resolve(bound, role, info.dims, info.shape, name=info.path)
+
+
+def explain(bound: BoundPlan, infos) -> str:
+    """Where every parameter lives, as a table: dims, shape, layout and bytes per device.
+
+    Args:
+        bound: Plan and mesh.
+        infos: Tree with `ParamInfo` leaves.
+    """
+    mesh = ", ".join(f"{axis}={n}" for axis, n in bound.mesh.shape.items() if n > 1) or "1 device"
+    rows: list[tuple[str, ...]] = [
+        ("parameter", "dims", "shape", "params", "weights", "gradients", "optimizer", "bytes")
+    ]
+    for info in _leaves(infos):
+        roles = ("params", "weights", "gradients", "optimizer")
+        specs = [resolve(bound, role, info.dims, info.shape, name=info.path) for role in roles]
+        held = param_sharding(bound, "params", info).shard_shape(info.shape)
+        size = math.prod(held) * np.dtype(bound.plan.precision.params).itemsize
+        dims = " ".join(str(dim) for dim in info.dims)
+        shape = " ".join(map(str, info.shape))
+        rows.append((info.path, dims, shape, *map(_shown, specs), f"{size:,}"))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join([f"plan {bound.plan.hash} on {mesh}", *(line.rstrip() for line in lines)])
+
+
+def _shown(spec: PartitionSpec) -> str:
+    entries = ["x".join(e) if isinstance(e, tuple) else e or "-" for e in spec]
+    return " ".join(entries) if any(e != "-" for e in entries) else "whole"
+
+
+def _leaves(infos) -> list[ParamInfo]:
+    return jax.tree.leaves(infos, is_leaf=lambda leaf: isinstance(leaf, ParamInfo))
+
+
+def _check_rules(bound: BoundPlan, present: set[str]) -> None:
+    """Refuse a rule about a dim that nothing has: most likely a misspelt one."""
+    known = {*LOGICAL_DIMS, *present}
+    for field in dataclasses.fields(bound.plan.rules):
+        if field.name in ("activations", "cache"):
+            continue  # a model's activations may have dims of their own
+        for dim in getattr(bound.plan.rules, field.name):
+            if dim.split(":")[0] not in known:
+                raise PlanError(
+                    f"plan.rules.{field.name}: no parameter has a dim '{dim}'{nearest(dim, known)}"
+                )

@@ -16,6 +16,9 @@ from colossax.sharding import batch_axes, constrain, param_sharding
 from colossax.train.loss import Loss
 from colossax.typing import TEXT_BATCH_DIMS, Batch, Dims, Params
 
+RESERVED = frozenset({"loss", "grad_norm", "tokens", "skipped"})
+"""Names of the step's own metrics."""
+
 Totals = dict[str, tuple[Array, Array]]
 
 
@@ -45,6 +48,13 @@ class LossCall:
             raise InputError(
                 "loss: expected ({term: (total, weight, coefficient)}, metrics),"
                 f" found {type(result).__name__}; return totals over tokens and their weights"
+            )
+        taken = {*RESERVED, *result[0]}
+        clash = sorted(taken.intersection(result[1]) | RESERVED.intersection(result[0]))
+        if clash or not result[0]:
+            raise InputError(
+                f"loss: it names {clash or 'no terms'}; give at least one term, each term and"
+                f" metric a name of its own, none of them in {sorted(RESERVED)}"
             )
         return result
 
@@ -97,6 +107,7 @@ def loss_and_gradients(
         InputError: A weight depends on parameters.
     """
     pieces = bound.plan.batch.accumulation
+    dtype = bound.plan.precision.accumulation
     micro = _microbatches(batch, dims, pieces)
     keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(pieces))
     weigh = _weigh(call, frozen, variables)
@@ -123,6 +134,7 @@ def loss_and_gradients(
         (loss, (totals, metrics)), grads = jax.value_and_grad(value, has_aux=True)(
             params, piece, key
         )
+        grads = jax.tree.map(lambda g: g.astype(dtype), grads)
         return _laid_out(bound, infos, grads), (totals, metrics, loss)
 
     if pieces == 1:
@@ -136,7 +148,6 @@ def loss_and_gradients(
         return (_laid_out(bound, infos, acc[0]), acc[1]), None
 
     shapes = jax.eval_shape(grad, first, keys[0])
-    dtype = bound.plan.precision.accumulation
     zeros = (
         _laid_out(bound, infos, jax.tree.map(lambda s: jnp.zeros(s.shape, dtype), shapes[0])),
         jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes[1]),

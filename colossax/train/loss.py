@@ -6,8 +6,10 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from colossax.config import BoundPlan
+from colossax.errors import PlanError
 from colossax.nn import cross_entropy
-from colossax.sharding import current
+from colossax.sharding import batch_axes, current
 from colossax.typing import Batch
 
 Terms = dict[str, tuple[Array, Array, float]]
@@ -45,8 +47,10 @@ def next_token_loss(*, z_loss: float = 0.0) -> Loss:
             model.head_weight(),
             batch["targets"],
             weights,
-            chunks=1 if bound is None else bound.plan.loss.vocab_chunks,
+            chunks=_chunks(bound, hidden.shape[1]),
+            z_loss=bool(z_loss),
             vocab_sharded=bound is not None and bound.mesh.shape["tensor"] > 1,
+            batch_shards=1 if bound is None else bound.size(sorted(batch_axes(bound))),
         )
         # Counted apart from the loss, so that it visibly depends on the batch alone.
         count = jnp.sum(weights)
@@ -56,3 +60,14 @@ def next_token_loss(*, z_loss: float = 0.0) -> Loss:
         return terms, {"accuracy": (correct, count)}
 
     return loss
+
+
+def _chunks(bound: BoundPlan | None, seq_len: int) -> int:
+    """Pieces of the sequence in which logits are made, by the plan in force."""
+    chunks = 1 if bound is None else bound.plan.loss.vocab_chunks
+    if chunks > seq_len:
+        raise PlanError(
+            f"plan.loss.vocab_chunks: {chunks} is more than the {seq_len} tokens of a row;"
+            f" give at most {seq_len}"
+        )
+    return chunks

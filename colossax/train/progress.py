@@ -138,7 +138,7 @@ class Screen:
         """Something a person should read."""
         self._now.note(text)
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Training is over; a bar stays as it stands."""
         self._now.close()
         self._now = self._lines

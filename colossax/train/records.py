@@ -5,6 +5,7 @@ import json
 import math
 import os
 import socket
+import struct
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +13,6 @@ from typing import Any
 
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FOLDER = "tensorboard"
-_FLUSH_EVERY_S = 2.0
 
 Record = dict[str, Any]
 
@@ -85,22 +85,21 @@ class Records:
 class EventFile:
     """A TensorBoard event file, written from the caller's thread.
 
-    tensorboardX's own writer hands events to a thread, whose death on a full disk would leave the
-    run waiting on its queue.
+    tensorboardX's own writers either hand events to a thread, whose death on a full disk would
+    leave the run waiting on its queue, or wait for the disk at every flush, milliseconds a step.
     """
 
     def __init__(self, folder: Path, *, from_step: int):
         # The messages of these modules are made at run time, where no type checker sees them.
         events: Any = importlib.import_module("tensorboardX.proto.event_pb2")
-        summaries: Any = importlib.import_module("tensorboardX.proto.summary_pb2")
-        from tensorboardX.record_writer import RecordWriter
-
         Event, SessionLog = events.Event, events.SessionLog
-        self._event, self._summary = Event, summaries.Summary
+        Summary: Any = importlib.import_module("tensorboardX.proto.summary_pb2").Summary
+        from tensorboardX.record_writer import masked_crc32c
+
+        self._event, self._summary, self._checksum = Event, Summary, masked_crc32c
         folder.mkdir(exist_ok=True)
         name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}"
-        self._writer = RecordWriter(str(folder / name))
-        self._flushed = -math.inf
+        self._file = (folder / name).open("wb")
         self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
         if from_step:
             # TensorBoard drops what an earlier file says about later steps.
@@ -119,13 +118,16 @@ class EventFile:
         )
 
     def close(self) -> None:
-        """Flush and close."""
-        self._writer.close()
+        """Close the file."""
+        self._file.close()
 
     def _add(self, event: Any) -> None:
-        self._writer.write(event.SerializeToString())
-        # Flushing syncs to the disk, milliseconds that a step should not pay.
-        now = time.monotonic()
-        if now - self._flushed > _FLUSH_EVERY_S:
-            self._writer.flush()
-            self._flushed = now
+        """Length, its checksum, the event, its checksum: the framing of TFRecord files."""
+        data = event.SerializeToString()
+        length = struct.pack("<Q", len(data))
+        parts = (length, self._crc(length), data, self._crc(data))
+        self._file.write(b"".join(parts))
+        self._file.flush()
+
+    def _crc(self, data: bytes) -> bytes:
+        return struct.pack("<I", self._checksum(data))

@@ -156,7 +156,7 @@ def _train(run: _Prepared, signals: StopSignals) -> Outcome:
     gate = Gate(start)
     with contextlib.ExitStack() as stack:
         stack.enter_context(StopAgreement(group, signals, gate))
-        stack.callback(screen.stop)
+        stack.callback(screen.close)
         if group.first:
             run.folder.write(run.config, run.identity)
         record = _recorder(run, start, screen, stack)
@@ -165,7 +165,7 @@ def _train(run: _Prepared, signals: StopSignals) -> Outcome:
         loop = _loop(run, checkpoints, record, gate, screen)
         screen.start(steps=run.config.steps, done=start)
         state, done = loop.run(state, batches, start)
-        screen.stop()
+        screen.close()
         checkpoints.finish()
         stopped_by = gate.reason or signals.wish
         final = _final(run, loop, done, stopped_by)

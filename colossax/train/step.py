@@ -118,7 +118,8 @@ class Step:
             "step": put(jnp.int32(0)),
             "params": params,
             "opt_state": opt_state,
-            "variables": jax.tree.map(put, self.options.variables),
+            # A copy: the first step donates its state.
+            "variables": jax.tree.map(lambda x: put(jnp.array(x)), self.options.variables),
             "rng": put(rng),
             "skipped": put(jnp.int32(0)),
         }
@@ -160,12 +161,18 @@ class Step:
 
     def map_moments(self, of_moment: Callable, of_other: Callable) -> Any:
         """The optimizer state with `of_moment(leaf, info)` for what mirrors a parameter."""
+
+        def of_leaf(leaf: Any, info: ParamInfo) -> Any:
+            # Masked optimizers hold these in place of the parameters they pass over.
+            return leaf if isinstance(leaf, optax.MaskedNode) else of_moment(leaf, info)
+
         return optax.tree_utils.tree_map_params(
             self.optimizer.init,
-            of_moment,
+            of_leaf,
             self.abstract["opt_state"],
             self.infos,
             transform_non_params=of_other,
+            is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode),
         )
 
     def place(self, batch: Batch) -> Batch:
@@ -250,12 +257,18 @@ class Step:
         metrics = {
             "loss": loss,
             "grad_norm": norm,
-            "tokens": next(iter(totals.values()))[1],
+            "tokens": functools.reduce(jnp.maximum, [weight for _, weight in totals.values()]),
             "skipped": skipped.astype(jnp.float32),
             **{name: _mean(*pair) for name, pair in {**totals, **sums}.items()},
         }
         rest = {"step": state["step"] + 1, "rng": state["rng"], "skipped": skipped}
-        return {**new, **rest}, metrics
+        return self._laid_out({**new, **rest}), metrics
+
+    def _laid_out(self, state: TrainState) -> TrainState:
+        """The state where the plan wants it, in a jit of the user's own as well."""
+        if self.bound.single:
+            return state
+        return jax.tree.map(jax.lax.with_sharding_constraint, state, self.shardings)
 
 
 def boost(

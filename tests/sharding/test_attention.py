@@ -80,9 +80,25 @@ def test_heads_that_the_axis_does_not_divide_are_refused(devices):
             attention(q, k, v, mask=Mask(causal=True))
 
 
-@pytest.mark.parametrize(("kernel", "reason"), [("cudnn", "cudnn")])
-def test_a_kernel_that_cannot_serve_is_refused_not_replaced(devices, kernel, reason):
+def test_a_kernel_that_cannot_serve_is_refused_not_replaced(devices):
     q, k, v, _ = inputs(4)
-    plan = preset("zero3", mesh={"fsdp": 8}, attention=AttentionConfig(kernel=kernel))
-    with use(plan.bind(devices)), pytest.raises(NotImplementedError, match=reason):
+    plan = preset("zero3", mesh={"fsdp": 8}, attention=AttentionConfig(kernel="cudnn"))
+    with use(plan.bind(devices)), pytest.raises(PlanError, match="plan.attention.kernel: .*cudnn"):
         attention(q, k, v, mask=Mask(causal=True))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "tensor"), [(6, 3, 2), (12, 6, 4), (8, 4, 2)])
+def test_kv_heads_mapped_to_none_are_right_whether_or_not_groups_line_up(
+    devices, heads, kv_heads, tensor
+):
+    q, k, v, _ = inputs(kv_heads, heads=heads)
+    plan = preset("megatron", mesh={"tensor": tensor, "fsdp": 8 // tensor})
+    rules = plan.rules.updated(activations={"kv_heads": None})
+
+    def loss(through, q, k, v):
+        return jnp.sum(jnp.sin(through(q, k, v, mask=Mask(causal=True)) * 3))
+
+    want = jax.grad(lambda *a: loss(local_attention, *a), (0, 1, 2))(q, k, v)
+    with use(plan.replace(rules=rules).bind(devices)):
+        got = jax.jit(jax.grad(lambda *a: loss(attention, *a), (0, 1, 2)))(q, k, v)
+    assert_trees_close(got, want)

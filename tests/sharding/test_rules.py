@@ -6,7 +6,7 @@ from jax.sharding import PartitionSpec as P
 
 from colossax.config import Plan, preset
 from colossax.errors import PlanError
-from colossax.sharding import resolve, validate
+from colossax.sharding import explain, resolve, validate
 from colossax.typing import ParamInfo
 
 
@@ -87,3 +87,30 @@ def test_dims_and_shape_must_agree(devices):
     bound = Plan().bind(devices)
     with pytest.raises(PlanError, match="names 1 dims"):
         resolve(bound, "params", ("embed",), (8, 8), name="x")
+
+
+def test_a_rule_about_a_misspelt_dim_is_refused(devices):
+    rules = Plan().rules.updated(params={"emebd": None})
+    with pytest.raises(PlanError, match="no parameter has a dim 'emebd'; did you mean 'embed'"):
+        validate(Plan(rules=rules).bind(devices), {"w": info("w", ("embed",), (8,))})
+
+
+def test_explain_is_a_table_of_layouts_and_bytes(devices):
+    bound = preset("zero3+megatron", mesh={"fsdp": 4, "tensor": 2}).bind(devices)
+    infos = {"w": info("mlp/up/w", ("embed", "mlp"), (8, 16)), "b": info("b", (None,), (3,))}
+    head, names, *rows = explain(bound, infos).splitlines()
+    assert head == f"plan {bound.plan.hash} on fsdp=4, tensor=2"
+    assert names.split()[0] == "parameter"
+    cells = {row.split()[0]: row.split("  ") for row in rows}
+    assert [c.strip() for c in cells["mlp/up/w"] if c.strip()] == [
+        "mlp/up/w",
+        "embed mlp",
+        "8 16",
+        "fsdp tensor",
+        "- tensor",
+        "fsdp tensor",
+        "fsdp tensor",
+        "64",
+    ]
+    assert cells["b"][-1].strip() == "12"
+    assert "whole" in " ".join(cells["b"])

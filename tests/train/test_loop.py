@@ -240,7 +240,7 @@ def test_a_hidden_screen_shows_nothing():
     screen.start(steps=3, done=0)
     screen.step(1, 2.0, 3.0, None)
     screen.note("hidden")
-    screen.stop()
+    screen.close()
     assert stream.getvalue() == ""
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from colossax.config import BatchConfig, Plan, Precision, Segment, preset
 from colossax.models import GPT2Config, LlamaConfig, Qwen3Config, maker
-from colossax.optim import lamb
+from colossax.optim import adamw, lamb
 from colossax.train import build_step, next_token_loss
 from tests.oracle import assert_losses_close, assert_trees_close, factorisations
 from tests.train.test_step import text_batch
@@ -40,7 +40,7 @@ def both_optimizers(dims):
 
     One program then runs both, which halves what this file spends in the compiler.
     """
-    parts = (optax.adamw(1e-2, eps=1e-5), lamb(1e-2)(dims))
+    parts = (adamw(1e-2, eps=1e-5)(dims), lamb(1e-2)(dims))
 
     def init(params):
         states = tuple(part.init(params) for part in parts)

@@ -76,23 +76,24 @@ def test_on_another_mesh_the_losses_agree_to_rounding(killed, text, whole, tmp_p
 
 def test_told_to_stop_it_saves_and_goes_on_where_it_was(text, whole, tmp_path):
     codes = {signal.SIGTERM: 143, signal.SIGINT: 130}
-    arguments = (f"--steps={STEPS}", "--validate-every=7")
+    endless = ("--steps=100000", f"--optimizer.schedule_steps={STEPS}", "--validate-every=7")
     started = {
         number: Started(
-            *arguments, f"--out={tmp_path / number.name}", text=text, log=tmp_path / "log"
+            *endless, f"--out={tmp_path / number.name}", text=text, log=tmp_path / f"{code}.log"
         )
-        for number in codes
+        for number, code in codes.items()
     }
+    last = {}
     for number, code in codes.items():
         stopped = started[number].until(5).send(number).finish()
         assert stopped.code == code, stopped.errors
-        last = stopped.final["step"]
+        last[number] = stopped.final["step"]
         assert stopped.final["stopped_by"] == number.name
-        assert f"stopped by {number.name} after step {last}" in stopped.errors
+        assert f"stopped by {number.name} after step {last[number]}" in stopped.errors
         checkpoints = tmp_path / number.name / "checkpoints"
-        assert [p.name for p in checkpoints.iterdir()] == [str(last)]
-    out = tmp_path / "SIGINT"
-    assert min(resume(out, text).losses) == last + 1
+        assert [p.name for p in checkpoints.iterdir()] == [str(last[number])]
+    out = tmp_path / "SIGTERM"
+    assert min(resume(out, text).losses) == last[signal.SIGTERM] + 1
     assert metrics(out) == whole
 
 

@@ -1,5 +1,7 @@
 """The step: weighting, accumulation, skipping, filters, refusals."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import optax
 import pytest
 from flax import nnx
 
-from colossax.config import BatchConfig, LossConfig, Plan, Precision, preset
+from colossax.config import BatchConfig, LossConfig, Plan, Precision, Segment, preset
 from colossax.errors import InputError, PlanError
 from colossax.models import LlamaConfig, maker
 from colossax.nn import param
@@ -264,3 +266,42 @@ def test_evaluate_gives_totals_and_weights():
     _, metrics = step(state, batch)
     assert float(weight) == batch["weights"].sum()
     assert_losses_close(total / weight, metrics["cross_entropy"])
+
+
+@pytest.mark.parametrize("name", ["loss", "tokens", "accuracy"])
+def test_a_name_used_twice_is_refused(name):
+    def loss(model, batch):
+        terms, metrics = next_token_loss()(model, batch)
+        return {name: terms["cross_entropy"]}, metrics
+
+    state, step = one_device(loss=loss)
+    with pytest.raises(InputError, match="a name of its own"):
+        step(state, text_batch())
+
+
+def test_masked_optimizers_work():
+    parts = {"learn": optax.adamw(1e-2), "rest": optax.set_to_zero()}
+
+    def labels(params):
+        return jax.tree.map(lambda p: "learn" if p.ndim > 2 else "rest", params)
+
+    tx = optax.multi_transform(parts, labels)
+    state, step = one_device(tx)
+    before = float(step.evaluate(state, text_batch())["cross_entropy"][0])
+    state, _ = step(state, text_batch())
+    assert float(step.evaluate(state, text_batch())["cross_entropy"][0]) < before
+
+
+def test_full_remat_does_not_keep_gathered_weights(devices):
+    """Temporary memory then grows by a layer's share of the gradient, not by its whole weights."""
+    config = dataclasses.replace(CONFIG, embed=64, mlp=256)
+
+    def temp_bytes(layers):
+        plan = preset("zero3", mesh={"fsdp": 8}, segments=(Segment(remat="full"),))
+        make = maker(dataclasses.replace(config, layers=layers))
+        step = build_step(make, optax.sgd(1.0), next_token_loss(), plan, devices=devices)
+        compiled = step.lower(step.init(), step.place(text_batch(seq=4))).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    layer = 4 * (3 * 64 * 256 + 2 * 64 * 64 + 2 * 64 * 32)
+    assert (temp_bytes(12) - temp_bytes(4)) / 8 < 0.3 * layer

@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from colossax.pallas.target import Target, current_target
@@ -104,6 +105,8 @@ def attention(
         sinks=sinks,
     )
     out = out.reshape(*lead, s, heads, v.shape[3])
+    if chosen != "xla":  # which names what its backward needs
+        out = checkpoint_name(out, "attention")
     return (out, lse.reshape(*lead, heads, s)) if return_lse else out
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from colossax.pallas.target import Target, current_target
@@ -106,7 +107,9 @@ def _attend(static: _Static, q: Any, k: Any, v: Any, slopes: Any, mask: Mask) ->
 
 
 def _attend_fwd(static: _Static, q: Any, k: Any, v: Any, slopes: Any, mask: Mask) -> Any:
-    out, lse = _forward(static, q, k, v, slopes, mask)
+    # Named here, not by the caller: a remat policy that keeps the output must keep lse with it, or
+    # the whole forward pass runs again for lse alone.
+    out, lse = (checkpoint_name(x, "attention") for x in _forward(static, q, k, v, slopes, mask))
     return (out, lse), (q, k, v, slopes, mask, out, lse)
 
 
