@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import json
+import logging
 import os
 import signal
 import sys
@@ -93,6 +94,8 @@ def _overrides_help() -> str:
 
 def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
     """Train as asked and return the exit code."""
+    # Orbax warns of every save that has to wait for the one before.
+    logging.getLogger("absl").setLevel(logging.ERROR)
     with _terminated_at_once():
         config = configure(args, overrides)
         request_host_devices(args.devices)
@@ -119,7 +122,7 @@ def configure(args: argparse.Namespace, overrides: list[Override]) -> TrainConfi
     Raises:
         InputError: Unknown names, or values that do not fit.
     """
-    folder = RunFolder(path=Path(args.out or ""))
+    folder = RunFolder(path=Path(args.out or "").expanduser())
     if args.recipe is None and args.resume and args.out and folder.holds_run:
         config = folder.config()
     else:
@@ -177,10 +180,16 @@ def _complete(trained: Trained) -> str:
     """The prompt of the recipe continued by the trained model."""
     from colossax.inference import Generator
 
-    sample = trained.config.sample
-    prompt = trained.tokenizer.encode(sample.prompt)
-    slots = min(len(prompt) + sample.max_tokens, trained.config.model.decoder().max_seq)
-    generator = Generator(trained.step.spec, trained.step.bound, trained.params, slots=slots)
+    sample, longest = trained.config.sample, trained.config.model.decoder().max_seq
+    prompt = trained.tokenizer.encode(sample.prompt)[: longest - 1]
+    slots = min(len(prompt) + sample.max_tokens, longest)
+    generator = Generator(
+        trained.step.spec,
+        trained.step.bound,
+        trained.params,
+        slots=slots,
+        eos=trained.tokenizer.eos,
+    )
     result = generator.generate(
         prompt,
         max_tokens=slots - len(prompt),

@@ -8,20 +8,23 @@ Matmuls run in bfloat16 over float32 parameters, layers are recomputed in backwa
 are made in pieces of the vocabulary.
 """
 
-from colossax.config import LossConfig, Plan, Precision, Segment, preset
+from colossax.config import BatchConfig, LossConfig, Plan, Precision, Segment, preset
 from colossax.models import GPT2Config, LlamaConfig, MistralConfig, Qwen3Config
 from colossax.train.config import DataConfig, OptimizerConfig, SampleConfig, TrainConfig
 
 _SAMPLE = SampleConfig(prompt="The ")
 
 
-def _gpu_plan(name: str, *, vocab_chunks: int, mesh: dict[str, int] | None = None) -> Plan:
+def _gpu_plan(
+    name: str, *, vocab_chunks: int, accumulation: int = 1, mesh: dict[str, int] | None = None
+) -> Plan:
     return preset(
         name,
         mesh=mesh,
         segments=(Segment(remat="full"),),
         precision=Precision(compute="bfloat16"),
         loss=LossConfig(vocab_chunks=vocab_chunks),
+        batch=BatchConfig(accumulation=accumulation),
     )
 
 
@@ -30,7 +33,7 @@ def gpt2_124m() -> TrainConfig:
     return TrainConfig(
         recipe="gpt2_124m",
         model=GPT2Config(vocab=50_257, embed=768, layers=12, heads=12, mlp=3072, eos=50_256),
-        plan=_gpu_plan("zero3", vocab_chunks=1),
+        plan=_gpu_plan("zero3", vocab_chunks=8, accumulation=4),
         data=DataConfig(seq_len=1024, global_batch=512),
         optimizer=OptimizerConfig(peak_lr=6e-4, warmup=700),
         steps=19_000,

@@ -1,21 +1,39 @@
 """Recipes that train in minutes on a laptop's CPU, on text every machine has."""
 
+from colossax.config import LossConfig, Plan
 from colossax.models import LlamaConfig
 from colossax.train.config import DataConfig, OptimizerConfig, SampleConfig, TrainConfig
 
 
 def llama_stdlib() -> TrainConfig:
-    """10 M parameters on the source of Python's standard library; minutes on two CPU cores."""
+    """10 M parameters on the source of Python's standard library; minutes on two CPU cores.
+
+    Few tokens a step and many steps: so small a budget of tokens is spent best that way.
+    """
     return TrainConfig(
         recipe="llama_stdlib",
         model=LlamaConfig(
-            vocab=4096, embed=320, layers=6, heads=5, kv_heads=5, mlp=864, max_seq=512
+            vocab=4096,
+            embed=384,
+            layers=4,
+            heads=6,
+            kv_heads=6,
+            mlp=1024,
+            max_seq=512,
+            init_std=0.05,
         ),
-        data=DataConfig(seq_len=256, global_batch=8, tokenizer_vocab=4096),
-        optimizer=OptimizerConfig(peak_lr=2e-3, warmup=20, final_lr_share=0.05),
-        steps=180,
-        checkpoint_every=60,
-        validate_every=60,
+        plan=Plan(loss=LossConfig(vocab_chunks=4)),
+        data=DataConfig(
+            seq_len=256,
+            global_batch=4,
+            tokenizer_vocab=4096,
+            validation_fraction=0.05,
+            validation_batches=16,
+        ),
+        optimizer=OptimizerConfig(peak_lr=1e-3, warmup=15, b2=0.98, final_lr_share=0.02),
+        steps=330,
+        checkpoint_every=110,
+        validate_every=110,
         sample=SampleConfig(prompt="def "),
     )
 

@@ -168,7 +168,8 @@ def _train(run: _Prepared, signals: StopSignals) -> Outcome:
         screen.close()
         checkpoints.finish()
         stopped_by = gate.reason or signals.wish
-        final = _final(run, loop, done, stopped_by)
+        latest = checkpoints.latest()
+        final = _final(run, loop, done=done, checkpoint=latest, stopped_by=stopped_by)
         if stopped_by is None:
             final["completion"] = _completion(run, state)
     if group.first:
@@ -268,7 +269,9 @@ def _introduce(run: _Prepared, start: int, screen: Screen) -> None:
     screen.note(f"steps {start + 1} to {config.steps} of {tokens:,} tokens into {run.folder.path}")
 
 
-def _final(run: _Prepared, loop: Loop, done: int, stopped_by: str | None) -> Record:
+def _final(
+    run: _Prepared, loop: Loop, *, done: int, checkpoint: int | None, stopped_by: str | None
+) -> Record:
     last = loop.last or {}
     return {
         "step": done,
@@ -283,6 +286,7 @@ def _final(run: _Prepared, loop: Loop, done: int, stopped_by: str | None) -> Rec
         "parameters": run.step.spec.parameter_count(),
         "plan": run.config.plan.hash,
         "out": str(run.folder.path),
+        "checkpoint": checkpoint,
         "stopped_by": stopped_by,
     }
 
@@ -315,9 +319,10 @@ def _conclude(run: _Prepared, final: Record, screen: Screen) -> None:
         )
     elif final["validation_loss"] is not None:
         below = final["unigram_entropy"] - final["validation_loss"]
+        side = "below" if below >= 0 else "above"
         screen.note(
-            f"validation loss {final['validation_loss']:.4f},"
-            f" {below:.4f} nats below the unigram entropy {final['unigram_entropy']:.4f}"
+            f"validation loss {final['validation_loss']:.4f}, {abs(below):.4f} nats {side} the"
+            f" unigram entropy {final['unigram_entropy']:.4f}"
         )
     if final["mfu"] is not None:
         screen.note(f"MFU {final['mfu']:.1%} ({MFU_FORMULA})")

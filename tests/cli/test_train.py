@@ -60,7 +60,8 @@ def test_a_run_tells_its_steps_and_its_end(whole):
     assert all(0 < step["tokens"] <= 8 * 64 for step in steps)
     assert list(last) == ["final"]
     final = last["final"]
-    assert (final["step"], final["loss"]) == (STEPS, steps[-1]["loss"])
+    assert (final["step"], final["checkpoint"]) == (STEPS, STEPS)
+    assert final["loss"] == steps[-1]["loss"]
     assert final["tokens"] == sum(step["tokens"] for step in steps)
     assert (final["stopped_by"], final["skipped"], final["completion"]) == (None, 0, None)
     assert final["out"] == "runs/llama_tiny-001"
