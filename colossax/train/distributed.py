@@ -331,7 +331,8 @@ def _absent(launch: Launch, wires: dict[int, Wire], timeout_s: float) -> str:
     absent = [i for i in range(1, launch.processes) if i not in wires]
     noun, them = ("process", "it") if len(absent) == 1 else ("processes", "them")
     return (
-        f"{noun} {', '.join(map(str, absent))} of {launch.processes} did not reach process 0 at {launch.coordinator}"
+        f"{noun} {', '.join(map(str, absent))} of {launch.processes}"
+        f" did not reach process 0 at {launch.coordinator}"
         f" within {timeout_s:g} s; start {them} with --process-id, or raise --timeout-s"
     )
 
