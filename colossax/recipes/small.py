@@ -22,6 +22,7 @@ def llama_stdlib() -> TrainConfig:
             max_seq=512,
             init_std=0.05,
         ),
+        plan=Plan(loss=LossConfig(vocab_chunks=4)),
         data=DataConfig(
             seq_len=256,
             global_batch=4,
@@ -30,9 +31,9 @@ def llama_stdlib() -> TrainConfig:
             validation_batches=16,
         ),
         optimizer=OptimizerConfig(peak_lr=1e-3, warmup=15, b2=0.98, final_lr_share=0.02),
-        steps=320,
-        checkpoint_every=80,
-        validate_every=160,
+        steps=330,
+        checkpoint_every=110,
+        validate_every=110,
         sample=SampleConfig(prompt="def "),
     )
 
