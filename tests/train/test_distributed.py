@@ -42,7 +42,7 @@ def in_threads(work: Callable[[Any], Any], items: list[Any]) -> list[Any]:
         except InputError as problem:
             results[index] = str(problem)
 
-    threads = [threading.Thread(target=run, args=pair) for pair in enumerate(items)]
+    threads = [threading.Thread(target=run, args=pair, daemon=True) for pair in enumerate(items)]
     for thread in threads:
         thread.start()
     for thread in threads:
