@@ -1,6 +1,7 @@
 """A plan on devices."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -22,6 +23,13 @@ class BoundPlan:
 
     plan: Plan
     mesh: Mesh
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.plan, self.mesh))
+
+    def __hash__(self) -> int:
+        return self._hash  # asked for at every traced call
 
     def size(self, axes: Sequence[str]) -> int:
         """Devices along these mesh axes together."""

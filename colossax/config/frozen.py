@@ -18,6 +18,7 @@ class FrozenDict(Mapping[K, V], Generic[K, V]):
 
     def __init__(self, items: Mapping[K, V] | None = None):
         self._items = dict(items or {})
+        self._hash: int | None = None
 
     def __getitem__(self, key: K) -> V:
         return self._items[key]
@@ -29,7 +30,9 @@ class FrozenDict(Mapping[K, V], Generic[K, V]):
         return len(self._items)
 
     def __hash__(self) -> int:
-        return hash(frozenset(self._items.items()))
+        if self._hash is None:
+            self._hash = hash(frozenset(self._items.items()))
+        return self._hash
 
     def __repr__(self) -> str:
         return repr(self._items)
@@ -94,6 +97,43 @@ def from_json(cls: type, data: Any, *, where: str, error: type[InputError] = Inp
         return cls(**kwargs)
     except TypeError as problem:
         raise error(f"{where}: {problem}; check the values given") from problem
+
+
+def check_types(value: Any, where: str, *, error: type[InputError] = InputError) -> None:
+    """Refuse a dataclass made in Python whose scalars or nested dataclasses have other types.
+
+    Annotations that JSON cannot tell apart (mappings, `Any`) are left to the class itself.
+
+    Raises:
+        InputError: `error`, with field, expected type and value.
+    """
+    hints = typing.get_type_hints(type(value))
+    for field in dataclasses.fields(value):
+        given = getattr(value, field.name)
+        for hint, item, at in _parts(hints[field.name], given, f"{where}.{field.name}"):
+            if hint in (int, float, bool, str):
+                _scalar(hint, item, at, error)
+            elif not isinstance(item, hint):
+                raise error(
+                    f"{at}: expected {hint.__name__}, found {item!r}; give {hint.__name__}(...)"
+                )
+
+
+def _parts(hint: Any, value: Any, where: str) -> Iterator[tuple[Any, Any, str]]:
+    """(class, value, name) of what an annotation asks for by class."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        inner = [a for a in args if a is not type(None)]
+        if value is not None and len(inner) == 1:
+            yield from _parts(inner[0], value, where)
+    elif origin is tuple and args and dataclasses.is_dataclass(args[0]):
+        if not isinstance(value, tuple):
+            yield tuple, value, where
+            return
+        for i, item in enumerate(value):
+            yield args[0], item, f"{where}[{i}]"
+    elif dataclasses.is_dataclass(hint) or hint in (int, float, bool, str):
+        yield hint, value, where
 
 
 def _decode(hint: Any, value: Any, where: str, error: type[InputError]) -> Any:

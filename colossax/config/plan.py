@@ -4,11 +4,20 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from colossax.config.axes import MESH_AXES, USABLE_AXES
-from colossax.config.frozen import FrozenDict, from_json, nearest, non_default_json, to_json
+from colossax.config.frozen import (
+    FrozenDict,
+    check_types,
+    from_json,
+    nearest,
+    non_default_json,
+    to_json,
+)
 from colossax.errors import PlanError
 
 if TYPE_CHECKING:
@@ -92,6 +101,7 @@ class AttentionConfig:
     kernel: str = "auto"
 
     def __post_init__(self):
+        check_types(self, "attention", error=PlanError)
         known = ("auto", "cudnn", "xla", "reference")
         if self.kernel not in known:
             raise PlanError(
@@ -106,6 +116,7 @@ class BatchConfig:
     accumulation: int = 1
 
     def __post_init__(self):
+        check_types(self, "batch", error=PlanError)
         if self.accumulation < 1:
             raise PlanError(
                 f"batch.accumulation: found {self.accumulation}; give 1 (off) or more microbatches"
@@ -118,16 +129,16 @@ class Segment:
 
     Attributes:
         count: Layers in the segment; -1 takes what the others leave (at most one segment).
-        remat: `none` saves every intermediate, gathered weights among them, so under fsdp every
-            device keeps each layer's weights whole until its backward; `full` saves only the
-            layer's input, `dots` the results of matmuls with parameters; else names joined by `+`
-            (`qkv attention mlp`).
+        remat: `none` saves every intermediate, `full` only the layer's input, `dots` the results
+            of matmuls with parameters; else names joined by `+` (`qkv attention mlp`). Gathered
+            weights are never kept: backward gathers them again.
     """
 
     count: int = -1
     remat: str = "none"
 
     def __post_init__(self):
+        check_types(self, "segments", error=PlanError)
         if self.count != -1 and self.count < 1:
             raise PlanError(f"segments: found a count of {self.count}; give 1 or more, or -1")
         for name in self.remat.split("+"):
@@ -142,7 +153,14 @@ SAVEABLE: tuple[str, ...] = ("qkv", "attention", "mlp")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Precision:
-    """Dtype per role, by NumPy name. `compute` is that of matmuls and activations."""
+    """Dtype per role, by NumPy name or as a dtype: float32 or bfloat16.
+
+    Attributes:
+        params: Parameters at rest.
+        compute: Matmuls and activations.
+        accumulation: Gradients, summed over tokens, devices and microbatches.
+        cache: Keys and values of inference.
+    """
 
     params: str = "float32"
     compute: str = "float32"
@@ -150,11 +168,20 @@ class Precision:
     cache: str = "float32"
 
     def __post_init__(self):
-        known = ("float32", "bfloat16", "float16")
+        known = ("float32", "bfloat16")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if value not in known:
-                raise PlanError(f"precision.{field.name}: unknown '{value}'{nearest(value, known)}")
+            name = value if isinstance(value, str) else _dtype_name(value)
+            if name not in known:
+                raise PlanError(f"precision.{field.name}: unknown '{name}'{nearest(name, known)}")
+            object.__setattr__(self, field.name, name)
+
+
+def _dtype_name(value: Any) -> str:
+    try:
+        return np.dtype(value).name
+    except TypeError:
+        return repr(value)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,6 +191,7 @@ class LossConfig:
     vocab_chunks: int = 1
 
     def __post_init__(self):
+        check_types(self, "loss", error=PlanError)
         if self.vocab_chunks < 1:
             raise PlanError(f"loss.vocab_chunks: found {self.vocab_chunks}; give 1 or more")
 
@@ -202,7 +230,10 @@ class Plan:
             raise PlanError(f"plan.mesh: found {self.mesh!r}; write it as axis=size, e.g. fsdp=4")
         object.__setattr__(self, "mesh", FrozenDict(dict(self.mesh)))
         object.__setattr__(self, "compiler_options", FrozenDict(dict(self.compiler_options)))
+        if not isinstance(self.segments, Iterable):
+            raise PlanError(f"plan.segments: found {self.segments!r}; give a tuple of segments")
         object.__setattr__(self, "segments", tuple(self.segments))
+        check_types(self, "plan", error=PlanError)
         _check_mesh(self.mesh)
         if sum(s.count == -1 for s in self.segments) > 1 or not self.segments:
             raise PlanError(

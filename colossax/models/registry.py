@@ -17,7 +17,7 @@ from colossax.models.qwen3 import Qwen3, Qwen3Config
 from colossax.nn import Decoder, MakeModel
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
     """A model family: its configuration and its module."""
 
@@ -29,20 +29,28 @@ class Family:
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
-        Family("llama", LlamaConfig, Llama),
-        Family("mistral", MistralConfig, Mistral),
-        Family("qwen2", Qwen2Config, Qwen2),
-        Family("qwen3", Qwen3Config, Qwen3),
-        Family("gpt2", GPT2Config, GPT2),
-        Family("opt", OPTConfig, OPT),
-        Family("bloom", BloomConfig, Bloom),
+        Family(name="llama", config=LlamaConfig, model=Llama),
+        Family(name="mistral", config=MistralConfig, model=Mistral),
+        Family(name="qwen2", config=Qwen2Config, model=Qwen2),
+        Family(name="qwen3", config=Qwen3Config, model=Qwen3),
+        Family(name="gpt2", config=GPT2Config, model=GPT2),
+        Family(name="opt", config=OPTConfig, model=OPT),
+        Family(name="bloom", config=BloomConfig, model=Bloom),
     )
 }
 
 
 def family_of(config: Any) -> Family:
-    """The family a configuration belongs to."""
-    return next(family for family in FAMILIES.values() if type(config) is family.config)
+    """The family a configuration belongs to.
+
+    Raises:
+        InputError: It is no family's.
+    """
+    for family in FAMILIES.values():
+        if type(config) is family.config:
+            return family
+    known = ", ".join(family.config.__name__ for family in FAMILIES.values())
+    raise InputError(f"model config: found {config!r}; give one of {known}")
 
 
 def maker(config: Any) -> MakeModel:

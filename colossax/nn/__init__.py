@@ -9,6 +9,7 @@ from .decoder import CacheSpec as CacheSpec
 from .decoder import Decoder as Decoder
 from .decoder import DecoderConfig as DecoderConfig
 from .decoder import DecoderLayer as DecoderLayer
+from .decoder import even_head_dim as even_head_dim
 from .layers import ACTIVATIONS as ACTIVATIONS
 from .layers import MLP as MLP
 from .layers import Embedding as Embedding

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from colossax.config import nearest
 from colossax.errors import InputError
 from colossax.nn.attention import Attention, AttentionShape, FlatTokens, Side
-from colossax.nn.layers import MLP, Embedding, LayerNorm, Linear, RMSNorm, depth_scaled
+from colossax.nn.layers import ACTIVATIONS, MLP, Embedding, LayerNorm, Linear, RMSNorm, depth_scaled
 from colossax.nn.rope import RopeConfig, rope_tables
 from colossax.nn.stack import LayerStack, LayerState
 from colossax.pallas.attention import Mask
@@ -68,6 +69,11 @@ class DecoderConfig:
                 f"model: {self.heads} heads cannot share {self.kv_heads} kv heads evenly;"
                 f" choose kv_heads that divide heads"
             )
+        if self.activation not in ACTIVATIONS:
+            raise InputError(
+                f"model: activation '{self.activation}' is unknown"
+                f"{nearest(self.activation, ACTIVATIONS)}"
+            )
         if self.norm not in ("rms", "layer"):
             raise InputError(f"model: norm '{self.norm}' is unknown; use 'rms' or 'layer'")
 
@@ -93,6 +99,20 @@ class DecoderConfig:
         """The part of this configuration that an attention block needs."""
         names = {f.name for f in dataclasses.fields(AttentionShape)}
         return AttentionShape(**{n: getattr(self, n) for n in names})
+
+
+def even_head_dim(embed: int, heads: int) -> int:
+    """`embed / heads`.
+
+    Raises:
+        InputError: The heads do not divide it.
+    """
+    if embed % heads:
+        raise InputError(
+            f"model: {heads} heads do not divide embed {embed};"
+            f" choose heads that do, or give head_dim where the family has it"
+        )
+    return embed // heads
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

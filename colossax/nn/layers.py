@@ -9,6 +9,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from colossax.config import nearest
+from colossax.errors import InputError
 from colossax.nn.module import param
 from colossax.sharding import compute_dtype, constrain, gather_weight, linear, lookup
 from colossax.typing import Dims
@@ -121,6 +123,10 @@ class MLP(nnx.Module):
         std: float = 0.02,
         out_std: float | None = None,
     ):
+        if activation not in ACTIVATIONS:
+            raise InputError(
+                f"MLP: activation '{activation}' is unknown{nearest(activation, ACTIVATIONS)}"
+            )
         self.activation = activation
 
         def make(shape: tuple[int, int], dims: Dims, std: float) -> Linear:

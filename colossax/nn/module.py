@@ -52,11 +52,6 @@ class ModelSpec:
         """The model holding these parameters."""
         return nnx.merge(self.graphdef, params)
 
-    @property
-    def dims(self) -> Any:
-        """Tree like the parameters, with tuples of logical names as leaves."""
-        return jax.tree.map(lambda info: info.dims, self.infos)
-
     def parameter_count(self) -> int:
         """Numbers the model learns."""
         return sum(int(np.prod(info.shape)) for info in jax.tree.leaves(self.infos))
@@ -73,15 +68,25 @@ def describe(make_model: MakeModel) -> ModelSpec:
     """
     with nnx.use_eager_sharding(False):
         model = nnx.eval_shape(lambda: make_model(nnx.Rngs(0)))
-    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-    for path, variable in nnx.to_flat_state(rest):
-        raise InputError(
-            f"model: '{'/'.join(map(str, path))}' is a {type(variable).__name__}, and a model may"
-            f" hold parameters alone; pass random keys and statistics as arguments"
-        )
+    refuse_others(model, "model")
+    graphdef, params = nnx.split(model)
     infos = nnx.to_pure_dict(params, lambda variable: variable)
     flat = {path: _info(path, variable) for path, variable in nnx.to_flat_state(params)}
     return ModelSpec(graphdef=graphdef, infos=_with_leaves(infos, flat, ()), make_model=make_model)
+
+
+def refuse_others(module: nnx.Module, what: str) -> None:
+    """Refuse a module that holds variables other than parameters.
+
+    Raises:
+        InputError: With the first one's path and type.
+    """
+    _, _, others = nnx.split(module, nnx.Param, ...)
+    for path, variable in nnx.to_flat_state(others):
+        raise InputError(
+            f"{what}: '{'/'.join(map(str, path))}' is a {type(variable).__name__}, and a {what} may"
+            f" hold parameters alone; pass random keys and statistics as arguments"
+        )
 
 
 def _with_leaves(tree: Any, flat: dict[tuple, ParamInfo], path: tuple) -> Any:

@@ -11,7 +11,7 @@ from jaxtyping import Array
 
 from colossax.config import Segment
 from colossax.errors import PlanError
-from colossax.nn.module import pure
+from colossax.nn.module import pure, refuse_others
 from colossax.sharding import current
 
 MakeLayer = Callable[[nnx.Rngs], nnx.Module]
@@ -138,6 +138,7 @@ def _build_segment(make_layer: MakeLayer, key: Array, first: int, size: int, tot
         return pure(make_layer(nnx.Rngs(jax.random.fold_in(key, index))))
 
     template = nnx.eval_shape(lambda: make_layer(nnx.Rngs(0)))
+    refuse_others(template, "layer")
     if size == 1:
         values = init_layer(jnp.int32(first))
     else:

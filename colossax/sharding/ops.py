@@ -49,7 +49,10 @@ def gather_weight(w: Array, dims: Dims, *, dtype: jnp.dtype | None = None) -> Ar
         dtype: Dtype of the result; default the plan's compute dtype, else that of `w`.
     """
     dtype = compute_dtype(w.dtype) if dtype is None else jnp.dtype(dtype)
-    bound = current()
+    return _gathered(current(), dims, dtype, w)
+
+
+def _gathered(bound: BoundPlan | None, dims: Dims, dtype: jnp.dtype, w: Array) -> Array:
     if bound is None or bound.single:
         return w.astype(dtype)
     return _gather(bound, dims, dtype, w)
@@ -67,7 +70,7 @@ def _gather_fwd(bound: BoundPlan, dims: Dims, dtype: jnp.dtype, w: Array):
 
 
 def _gather_bwd(bound: BoundPlan, dims: Dims, dtype: jnp.dtype, like: Array, dw: Array):
-    return (_laid_out(bound, "gradients", dims, dw).astype(like.dtype),)
+    return (_gradient(bound, dims, dw, like),)
 
 
 _gather.defvjp(_gather_fwd, _gather_bwd)
@@ -92,7 +95,7 @@ def lookup(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _lookup(bound, dims: Dims, dtype: jnp.dtype, table: Array, ids: Array) -> Array:
-    return gather_weight(table, dims, dtype=dtype).at[ids].get(mode="clip")
+    return _gathered(bound, dims, dtype, table).at[ids].get(mode="clip")
 
 
 def _lookup_fwd(bound, dims: Dims, dtype: jnp.dtype, table: Array, ids: Array):
@@ -103,8 +106,8 @@ def _lookup_bwd(bound, dims: Dims, dtype: jnp.dtype, residuals: Any, dx: Array):
     table, ids = residuals
     total = jnp.zeros(table.shape, jnp.float32).at[ids].add(dx.astype(jnp.float32), mode="clip")
     if bound is not None and not bound.single:
-        total = _laid_out(bound, "gradients", dims, _laid_out(bound, "weights", dims, total))
-    return total.astype(table.dtype), None
+        total = _laid_out(bound, "weights", dims, total)
+    return _gradient(bound, dims, total, table), None
 
 
 _lookup.defvjp(_lookup_fwd, _lookup_bwd)
@@ -136,7 +139,6 @@ def linear(
         `[*lead, *out]` in the compute dtype.
     """
     x = x.astype(compute_dtype(x.dtype))
-    kernel = gather_weight(w, dims, dtype=x.dtype)
     lead, inner, out = x.shape[: x.ndim - contract], w.shape[:contract], w.shape[contract:]
     if x.shape[x.ndim - contract :] != inner:
         raise ValueError(
@@ -146,11 +148,51 @@ def linear(
     # One dim of tokens: with [b, s] apart, the weight gradient contracts two dims, for which
     # XLA's CPU backend transposes instead of calling its matmul (90 against 129 GFLOP per second).
     flat = (math.prod(lead),) if _tokens_merge(lead) else lead
-    y = jnp.dot(x.reshape(*flat, math.prod(inner)), kernel.reshape(math.prod(inner), -1))
-    y = y.reshape(*lead, *out)
-    if bias is not None:
-        y = y + gather_weight(bias, dims[contract:], dtype=x.dtype)
-    return y
+    y = _matmul(current(), dims, contract, x.reshape(*flat, math.prod(inner)), w, bias)
+    return y.reshape(*lead, *out)
+
+
+# One rule for gather and matmul together: what backward keeps is the weight at rest, which it
+# gathers again. With a rule for the gather alone the matmul would keep every layer's weight whole.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _matmul(bound, dims: Dims, contract: int, x: Array, w: Array, bias: Array | None) -> Array:
+    y = jnp.dot(x, _matrix(bound, dims, w, x))
+    return y if bias is None else y + _gathered(bound, dims[contract:], x.dtype, bias).ravel()
+
+
+def _matrix(bound, dims: Dims, w: Array, x: Array) -> Array:
+    return _gathered(bound, dims, x.dtype, w).reshape(x.shape[-1], -1)
+
+
+def _matmul_fwd(bound, dims: Dims, contract: int, x: Array, w: Array, bias: Array | None):
+    return _matmul(bound, dims, contract, x, w, bias), (x, w, bias)
+
+
+def _matmul_bwd(bound, dims: Dims, contract: int, residuals: Any, dy: Array):
+    x, w, bias = residuals
+    wide = jnp.promote_types(x.dtype, _accumulation_dtype(bound))
+    dx = jnp.dot(dy, _matrix(bound, dims, w, x).T)
+    tokens = tuple(range(x.ndim - 1))
+    dw = jax.lax.dot_general(x, dy, ((tokens, tokens), ((), ())), preferred_element_type=wide)
+    dw = _gradient(bound, dims, dw.reshape(w.shape), w)
+    if bias is None:
+        return dx, dw, None
+    db = jnp.sum(dy, axis=tokens, dtype=wide).reshape(bias.shape)
+    return dx, dw, _gradient(bound, dims[contract:], db, bias)
+
+
+_matmul.defvjp(_matmul_fwd, _matmul_bwd)
+
+
+def _accumulation_dtype(bound: BoundPlan | None) -> str:
+    return "float32" if bound is None else bound.plan.precision.accumulation
+
+
+def _gradient(bound: BoundPlan | None, dims: Dims, grad: Array, like: Array) -> Array:
+    """A parameter's gradient where the plan wants it, summed over devices before it is narrowed."""
+    if bound is not None and not bound.single:
+        grad = _laid_out(bound, "gradients", dims, grad)
+    return grad.astype(like.dtype)
 
 
 def _tokens_merge(lead: tuple[int, ...]) -> bool:

@@ -13,7 +13,7 @@ from colossax.compat import inputs_used
 from colossax.config import BoundPlan
 from colossax.errors import InputError, PlanError
 from colossax.sharding import batch_axes, constrain, param_sharding
-from colossax.train.loss import Loss
+from colossax.train.loss import Loss, Sums, Terms
 from colossax.typing import TEXT_BATCH_DIMS, Batch, Dims, Params
 
 RESERVED = frozenset({"loss", "grad_norm", "tokens", "skipped"})
@@ -22,7 +22,7 @@ RESERVED = frozenset({"loss", "grad_norm", "tokens", "skipped"})
 Totals = dict[str, tuple[Array, Array]]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LossCall:
     """A loss with its model's structure: parameters in, numbers out.
 
@@ -34,8 +34,10 @@ class LossCall:
     merge: Callable[[Params], Any]
     loss: Loss
 
-    def __call__(self, params: Params, batch: Batch, variables: Any, key: Array):
-        """Terms and metrics of one microbatch.
+    def __call__(
+        self, params: Params, batch: Batch, variables: Any, key: Array | None
+    ) -> tuple[Terms, Sums]:
+        """Terms and metrics of one microbatch, all as float32 scalars.
 
         Raises:
             InputError: The loss returns something else.
@@ -49,20 +51,53 @@ class LossCall:
                 "loss: expected ({term: (total, weight, coefficient)}, metrics),"
                 f" found {type(result).__name__}; return totals over tokens and their weights"
             )
-        taken = {*RESERVED, *result[0]}
-        clash = sorted(taken.intersection(result[1]) | RESERVED.intersection(result[0]))
-        if clash or not result[0]:
+        terms, metrics = result
+        taken = {*RESERVED, *terms}
+        clash = sorted(taken.intersection(metrics) | RESERVED.intersection(terms))
+        if clash or not terms:
             raise InputError(
                 f"loss: it names {clash or 'no terms'}; give at least one term, each term and"
                 f" metric a name of its own, none of them in {sorted(RESERVED)}"
             )
-        return result
+        terms = {name: _sums(name, term, 3) for name, term in terms.items()}
+        return terms, {name: _sums(name, pair, 2) for name, pair in metrics.items()}
+
+
+def _sums(name: str, value: Any, length: int) -> Any:
+    """Total and weight as float32 scalars, and what follows."""
+    if not (isinstance(value, tuple) and len(value) == length):
+        form = ("total", "weight", "coefficient")[:length]
+        raise InputError(f"loss: '{name}' is {value!r}; give ({', '.join(form)})")
+    return _scalar(name, value[0]), _scalar(name, value[1]), *value[2:]
+
+
+def _scalar(name: str, value: Any) -> Array:
+    if jnp.shape(value) != ():
+        raise InputError(
+            f"loss: '{name}' has shape {jnp.shape(value)} where one number belongs;"
+            f" sum it over the tokens"
+        )
+    return jnp.asarray(value, jnp.float32)
 
 
 def batch_dims(batch: Batch, declared: Mapping[str, Dims] | None) -> dict[str, Dims]:
-    """Logical dims of each array: declared, those of text, or batch first and the rest whole."""
-    known = {**TEXT_BATCH_DIMS, **(declared or {})}
-    return {name: known.get(name, ("batch",) + (None,) * (x.ndim - 1)) for name, x in batch.items()}
+    """Logical dims of each array: declared, those of text, or batch first and the rest whole.
+
+    Raises:
+        InputError: An array has no batch dim, or other dims than declared.
+    """
+    found = {}
+    for name, x in batch.items():
+        dims = (declared or {}).get(name, TEXT_BATCH_DIMS.get(name, ()))
+        if name not in (declared or {}) and len(dims) != x.ndim:
+            dims = ("batch",) + (None,) * (x.ndim - 1)
+        if len(dims) != x.ndim or "batch" not in dims:
+            raise InputError(
+                f"batch '{name}': shape {x.shape} does not fit dims {dims}; every array needs a"
+                f" dim 'batch', and batch_dims one name (or None) per dim"
+            )
+        found[name] = dims
+    return found
 
 
 def check_batch(bound: BoundPlan, batch: Batch, dims: Mapping[str, Dims]) -> None:
@@ -120,7 +155,7 @@ def loss_and_gradients(
         weights = jax.tree.map(jnp.sum, every)
 
     def value(params: Params, piece: Batch, key: Array):
-        terms, metrics = call(_combine(params, frozen), piece, variables, key)
+        terms, metrics = call(joined(params, frozen), piece, variables, key)
         own = {name: jax.lax.stop_gradient(weight) for name, (_, weight, _) in terms.items()}
         over = own if weights is None else weights
         parts = [
@@ -156,6 +191,29 @@ def loss_and_gradients(
     return grads, totals, metrics, loss
 
 
+def batch_totals(
+    call: LossCall,
+    pieces: int,
+    params: Params,
+    batch: Batch,
+    dims: Mapping[str, Dims],
+    variables: Any,
+) -> Totals:
+    """Terms and metrics of a global batch as (total, weight), microbatch after microbatch.
+
+    The loss gets no random key: it is asked what the model knows, not to train it.
+    """
+
+    def one(piece: Batch) -> Totals:
+        terms, metrics = call(params, piece, variables, None)
+        return {**{name: term[:2] for name, term in terms.items()}, **metrics}
+
+    micro = _microbatches(batch, dims, pieces)
+    if pieces == 1:
+        return one(jax.tree.map(lambda x: x[0], micro))
+    return jax.tree.map(lambda x: jnp.sum(x, axis=0), jax.lax.map(one, micro))
+
+
 def _microbatches(batch: Batch, dims: Mapping[str, Dims], pieces: int) -> Batch:
     """Each array as `[pieces, rows, ...]`; microbatch j takes rows j, j + pieces, ...
 
@@ -172,8 +230,8 @@ def _microbatches(batch: Batch, dims: Mapping[str, Dims], pieces: int) -> Batch:
 
 def _weigh(call: LossCall, frozen: Params, variables: Any):
     def weigh(params: Params, piece: Batch, key: Array) -> dict[str, Array]:
-        terms, _ = call(_combine(params, frozen), piece, variables, key)
-        return {name: weight.astype(jnp.float32) for name, (_, weight, _) in terms.items()}
+        terms, _ = call(joined(params, frozen), piece, variables, key)
+        return {name: weight for name, (_, weight, _) in terms.items()}
 
     return weigh
 
@@ -188,7 +246,12 @@ def _check_weights(weigh: Callable, params: Params, piece: Batch, key: Array) ->
         )
 
 
-def _combine(params: Params, frozen: Params) -> Params:
+def chosen(tree: Any, choice: Any) -> Any:
+    """`tree` with None in place of the leaves that are not chosen."""
+    return jax.tree.map(lambda leaf, keep: leaf if keep else None, tree, choice)
+
+
+def joined(params: Any, frozen: Any) -> Any:
     """One tree from two that hold None where the other has a leaf."""
     return jax.tree.map(
         lambda a, b: b if a is None else a, params, frozen, is_leaf=lambda leaf: leaf is None

@@ -18,7 +18,10 @@ from colossax.sharding import activation_sharding, param_sharding, replicated, u
 from colossax.train.gradients import (
     LossCall,
     batch_dims,
+    batch_totals,
     check_batch,
+    chosen,
+    joined,
     loss_and_gradients,
 )
 from colossax.train.loss import Loss
@@ -67,19 +70,20 @@ class Step:
         self.bound = bound
         self.options = options
         self.trainable = _trainable_tree(spec.infos, options.trainable)
-        self.infos = _select(spec.infos, self.trainable)
+        self.infos = chosen(spec.infos, self.trainable)
         dims = jax.tree.map(lambda info: info.dims, self.infos)
         self.optimizer = optimizer(dims) if callable(optimizer) else optimizer
         self.loss_call = LossCall(merge=spec.merge, loss=loss)
-        self._shapes: dict[str, tuple] | None = None
+        self._declared: dict[str, tuple] | None = None
         self._batch_shardings: dict[str, NamedSharding] = {}
+        options_of_compiler = dict(bound.plan.compiler_options) or None
         self.jitted = jax.jit(
             self.pure,
             donate_argnums=0,
             out_shardings=(self.shardings, replicated(bound)),
-            compiler_options=dict(bound.plan.compiler_options) or None,
+            compiler_options=options_of_compiler,
         )
-        self._evaluate = jax.jit(self._losses)
+        self._evaluate = jax.jit(self._losses, compiler_options=options_of_compiler)
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Run one step; host arrays in the batch are placed first.
@@ -94,7 +98,10 @@ class Step:
         return self.jitted.lower(state, batch)
 
     def evaluate(self, state: TrainState, batch: Batch) -> dict[str, Any]:
-        """Terms and metrics of a batch as (total, weight), without a step."""
+        """Terms and metrics of a batch as (total, weight), without a step.
+
+        Cut into microbatches like a step's batch; a loss that takes a key gets None.
+        """
         return self._evaluate(state["params"], state["variables"], self.place(batch))
 
     def model(self, state: TrainState) -> Any:
@@ -110,7 +117,7 @@ class Step:
     def init_from(self, params: Any, seed: int = 0) -> TrainState:
         """A state at step 0 with these parameters, already laid out by the plan."""
         opt_state = jax.jit(self.optimizer.init, out_shardings=self.shardings["opt_state"])(
-            _select(params, self.trainable)
+            chosen(params, self.trainable)
         )
         put = functools.partial(jax.device_put, device=replicated(self.bound))
         rng = jax.random.key_data(jax.random.fold_in(jax.random.key(seed), 1))
@@ -126,14 +133,22 @@ class Step:
 
     @functools.cached_property
     def abstract(self) -> TrainState:
-        """Shapes and dtypes of the state."""
+        """Shapes, dtypes and shardings of the state."""
+
+        def placed(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+        return jax.tree.map(placed, self._shapes_of_state, self.shardings)
+
+    @functools.cached_property
+    def _shapes_of_state(self) -> TrainState:
         dtype = self.bound.plan.precision.params
         params = jax.tree.map(lambda i: jax.ShapeDtypeStruct(i.shape, dtype), self.spec.infos)
         scalar = jax.ShapeDtypeStruct((), jnp.int32)
         return {
             "step": scalar,
             "params": params,
-            "opt_state": jax.eval_shape(self.optimizer.init, _select(params, self.trainable)),
+            "opt_state": jax.eval_shape(self.optimizer.init, chosen(params, self.trainable)),
             "variables": jax.eval_shape(lambda: self.options.variables),
             "rng": jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))),
             "skipped": scalar,
@@ -154,7 +169,7 @@ class Step:
                 lambda info: param_sharding(self.bound, "params", info), self.spec.infos
             ),
             "opt_state": self.map_moments(of_moment, lambda _: whole),
-            "variables": jax.tree.map(lambda _: whole, self.abstract["variables"]),
+            "variables": jax.tree.map(lambda _: whole, self._shapes_of_state["variables"]),
             "rng": whole,
             "skipped": whole,
         }
@@ -169,44 +184,53 @@ class Step:
         return optax.tree_utils.tree_map_params(
             self.optimizer.init,
             of_leaf,
-            self.abstract["opt_state"],
+            self._shapes_of_state["opt_state"],
             self.infos,
             transform_non_params=of_other,
             is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode),
         )
 
     def place(self, batch: Batch) -> Batch:
-        """A global batch on the devices: host arrays whole on every process, or global ones."""
-        shapes = {name: x.shape for name, x in batch.items()}
-        if shapes != self._shapes:
-            self._declare(batch, shapes)
-        if all(isinstance(x, jax.Array) for x in batch.values()):
-            return batch
+        """A global batch on the devices: host arrays whole on every process, or global ones.
+
+        Raises:
+            InputError: Shapes or dtypes are not those of the first batch.
+            PlanError: Microbatches and devices do not divide it.
+        """
+        if not all(isinstance(x, jax.Array) for x in batch.values()):
+            batch = {n: x if isinstance(x, jax.Array) else _host(x) for n, x in batch.items()}
+        form = {name: (x.shape, str(x.dtype)) for name, x in batch.items()}
+        if form != self._declared:
+            self._declare(batch, form)
         return {
-            name: x
-            if isinstance(x, jax.Array)
-            else _put(np.asarray(x), self._batch_shardings[name])
+            name: x if isinstance(x, jax.Array) else _put(x, self._batch_shardings[name])
             for name, x in batch.items()
         }
 
-    def _declare(self, batch: Batch, shapes: dict[str, tuple]) -> None:
-        if self._shapes is not None:
+    def _declare(self, batch: Batch, form: dict[str, tuple]) -> None:
+        if self._declared is not None:
             raise InputError(
-                f"batch: shapes {shapes} differ from those the step was compiled for"
-                f" ({self._shapes}); pad the batch, or make a second step for the other shape"
+                f"batch: {form} differs from what the step was compiled for ({self._declared});"
+                f" pad or convert the batch, or make a second step for the other form"
             )
         dims = batch_dims(batch, self.options.batch_dims)
         check_batch(self.bound, batch, dims)
         self._batch_shardings = {
-            name: activation_sharding(self.bound, dims[name], shape, name=f"batch '{name}'")
-            for name, shape in shapes.items()
+            name: activation_sharding(self.bound, dims[name], x.shape, name=f"batch '{name}'")
+            for name, x in batch.items()
         }
-        self._shapes = shapes
+        self._declared = form
 
     def _losses(self, params: Any, variables: Any, batch: Batch) -> dict[str, Any]:
+        dims = batch_dims(batch, self.options.batch_dims)
+        pieces = self.bound.plan.batch.accumulation
         with use(self.bound):
-            terms, metrics = self.loss_call(params, batch, variables, jax.random.key(0))
-        return {**{name: term[:2] for name, term in terms.items()}, **metrics}
+            return batch_totals(self.loss_call, pieces, params, batch, dims, variables)
+
+    def _split(self, params: Any) -> tuple[Any, Any]:
+        """Trainable and frozen parameters, None in place of the others."""
+        others = jax.tree.map(lambda t: not t, self.trainable)
+        return chosen(params, self.trainable), chosen(params, others)
 
     def gradients(self, state: TrainState, batch: Batch) -> tuple[Any, Any, Any, jax.Array]:
         """What the optimizer would get for this batch, before clipping; pure.
@@ -216,8 +240,7 @@ class Step:
             (total, weight) over the whole global batch, and the loss.
         """
         with use(self.bound):
-            params = _select(state["params"], self.trainable)
-            frozen = _select(state["params"], jax.tree.map(lambda t: not t, self.trainable))
+            params, frozen = self._split(state["params"])
             key = jax.random.fold_in(jax.random.wrap_key_data(state["rng"]), state["step"])
             dims = batch_dims(batch, self.options.batch_dims)
             check_batch(self.bound, batch, dims)
@@ -236,15 +259,14 @@ class Step:
     def pure(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """The step as a pure function, to be called inside a jit of your own."""
         grads, totals, sums, loss = self.gradients(state, batch)
-        params = _select(state["params"], self.trainable)
-        frozen = _select(state["params"], jax.tree.map(lambda t: not t, self.trainable))
-        norm = optax.tree_utils.tree_norm(grads)
+        params, frozen = self._split(state["params"])
+        norm = optax.tree_utils.tree_norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
         if self.options.clip_norm is not None:
             scale = jnp.minimum(1.0, self.options.clip_norm / jnp.maximum(norm, 1e-12))
             grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
         updates, opt_state = self.optimizer.update(grads, state["opt_state"], params)
         new = {
-            "params": _merge(optax.apply_updates(params, updates), frozen),
+            "params": joined(optax.apply_updates(params, updates), frozen),
             "opt_state": opt_state,
             "variables": state["variables"],
         }
@@ -320,6 +342,12 @@ def build_step(
     return Step(spec, bound, optimizer, loss, StepOptions(**options))
 
 
+def _host(x: Any) -> np.ndarray:
+    """A host array in the dtype it would have on a device (int64 becomes int32)."""
+    x = np.asarray(x)
+    return x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False)
+
+
 def _put(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
@@ -329,17 +357,6 @@ def _trainable_tree(infos: Any, trainable: Callable[[ParamInfo], bool] | None) -
     if not any(jax.tree.leaves(chosen)):
         raise InputError("trainable: no parameter is left to train; let the filter accept some")
     return chosen
-
-
-def _select(tree: Any, chosen: Any) -> Any:
-    """`tree` with None in place of the leaves that are not chosen."""
-    return jax.tree.map(lambda leaf, keep: leaf if keep else None, tree, chosen)
-
-
-def _merge(params: Any, frozen: Any) -> Any:
-    return jax.tree.map(
-        lambda a, b: b if a is None else a, params, frozen, is_leaf=lambda leaf: leaf is None
-    )
 
 
 def _mean(total: jax.Array, weight: jax.Array) -> jax.Array:

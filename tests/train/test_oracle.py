@@ -1,10 +1,12 @@
-"""Sharded equals one device: loss, every gradient, then three steps of AdamW and of LAMB.
+"""Sharded equals one device: loss, every clipped gradient, then three steps of AdamW and of LAMB
+by their losses and by the parameters they lead to.
 
 Every factorisation of eight devices over data, fsdp and tensor, with and without accumulation, for
 three model shapes. Each factorisation meets each shape here once, with or without accumulation by
 turns; the other half runs with `-m sweep`.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -21,6 +23,7 @@ from tests.oracle import assert_losses_close, assert_trees_close, factorisations
 from tests.train.test_step import text_batch
 
 SHAPES = {
+    "deep": LlamaConfig(vocab=64, embed=32, layers=4, heads=8, kv_heads=4, mlp=48, max_seq=32),
     "llama": LlamaConfig(vocab=64, embed=32, layers=2, heads=8, kv_heads=4, mlp=48, max_seq=32),
     "gpt2": GPT2Config(vocab=64, embed=32, layers=2, heads=8, mlp=64, max_seq=32),
     "qwen3": Qwen3Config(
@@ -33,6 +36,8 @@ PRESETS = ("zero3+megatron", "zero1+megatron_sp", "zero3+megatron_sp", "ddp+mega
 
 
 STEPS = 3
+CLIP = 0.5
+"""Below the gradients' norm, so that every case clips."""
 
 
 def both_optimizers(dims):
@@ -64,10 +69,27 @@ def both_optimizers(dims):
     return optax.GradientTransformation(init, update)
 
 
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """Clipped gradients at the start; losses and final parameters of three steps by optimizer.
+
+    Trees are `{path: [layers, ...]}`, whatever the segments.
+    """
+
+    grads: dict
+    losses: dict
+    params: dict
+
+
 def run(shape, plan, devices):
-    """Gradients at the start, and losses of three steps per optimizer, both from the start."""
+    """Three steps of each optimizer, both from the same start."""
     step = build_step(
-        maker(SHAPES[shape]), both_optimizers, next_token_loss(z_loss=1e-3), plan, devices=devices
+        maker(SHAPES[shape]),
+        both_optimizers,
+        next_token_loss(z_loss=1e-3),
+        plan,
+        devices=devices,
+        clip_norm=CLIP,
     )
     params = step.init()["params"]
     params = jax.tree.map(_stirred, params, step.spec.infos, step.shardings["params"])
@@ -80,14 +102,32 @@ def run(shape, plan, devices):
         def body(state, at):
             params = jax.tree.map(lambda a, b: jnp.where(at == STEPS, a, b), start, state["params"])
             state, metrics = step.pure({**state, "params": params}, batch)
-            return state, (metrics["loss"], state["opt_state"]["grads"])
+            return state, (metrics, state["opt_state"]["grads"], state["params"])
 
-        _, (losses, grads) = jax.lax.scan(body, state, jnp.arange(2 * STEPS))
-        return jax.tree.map(lambda g: g[0], grads), losses
+        _, (metrics, grads, params) = jax.lax.scan(body, state, jnp.arange(2 * STEPS))
+        first = jax.tree.map(lambda g: g[0], grads)
+        ends = [jax.tree.map(lambda p, at=at: p[at], params) for at in (STEPS - 1, 2 * STEPS - 1)]
+        return first, ends, metrics
 
-    grads, losses = jax.tree.map(np.asarray, program(state, step.place(BATCH)))
+    grads, ends, metrics = jax.tree.map(np.asarray, program(state, step.place(BATCH)))
+    losses = metrics["loss"]
     assert losses[0] == losses[STEPS]
-    return grads, {"adamw": losses[:STEPS], "lamb": losses[STEPS:]}
+    assert metrics["grad_norm"][0] > CLIP
+    after = (_by_path(step.spec.infos, end) for end in ends)
+    return Found(
+        grads=_by_path(step.spec.infos, grads),
+        losses={"adamw": losses[:STEPS], "lamb": losses[STEPS:]},
+        params=dict(zip(("adamw", "lamb"), after, strict=True)),
+    )
+
+
+def _by_path(infos, tree):
+    parts = {}
+    pairs = zip(jax.tree.leaves(infos), jax.tree.leaves(tree), strict=True)
+    for info, leaf in sorted(pairs, key=lambda pair: pair[0].first_layer or 0):
+        whole = leaf if info.stacked or info.first_layer is None else leaf[None]
+        parts.setdefault(info.path, []).append(whole)
+    return {path: np.concatenate(leaves) for path, leaves in parts.items()}
 
 
 def _stirred(leaf, info, sharding):
@@ -111,8 +151,23 @@ def truth(shape):
     return run(shape, Plan(mesh={"fsdp": 1}), jax.devices()[:1])
 
 
+def assert_equals_one_device(found, shape):
+    want = truth(shape)
+    assert_trees_close(found.grads, want.grads)
+    for name, losses in want.losses.items():
+        assert_losses_close(found.losses[name], losses)
+        # Softmax leaves key biases free: their gradient is rounding, which Adam makes a whole step.
+        # Elsewhere Adam divides a gradient's error (1e-5 of the largest) by the element's own size:
+        # after three steps of 1e-2 it is at most 1e-3 of the way, 1e-4 of the largest parameter.
+        bound = {path for path in want.params[name] if not path.endswith("attn/k/b")}
+        got, right = (
+            {path: tree[path] for path in bound} for tree in (found.params[name], want.params[name])
+        )
+        assert_trees_close(got, right, tolerance=1e-4)
+
+
 def cases():
-    for shape_at, shape in enumerate(SHAPES):
+    for shape_at, shape in enumerate(("llama", "gpt2", "qwen3")):
         for at, mesh in enumerate(MESHES):
             for pieces in (1, 2):
                 plan = preset(
@@ -128,25 +183,18 @@ def cases():
 
 @pytest.mark.parametrize(("shape", "plan"), list(cases()))
 def test_every_mesh_equals_one_device(devices, shape, plan, capfd):
-    want_grads, want_losses = truth(shape)
-    grads, losses = run(shape, plan, devices)
-    assert_trees_close(grads, want_grads)
-    for name in want_losses:
-        assert_losses_close(losses[name], want_losses[name])
+    assert_equals_one_device(run(shape, plan, devices), shape)
     assert "rematerialization" not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("remat", ["full", "qkv+attention"])
+@pytest.mark.parametrize("remat", ["full", "dots", "qkv+attention"])
 def test_segments_and_remat_equal_one_device(devices, remat):
     plan = preset(
         "zero3+megatron_sp",
         mesh={"fsdp": 2, "tensor": 4},
-        segments=(Segment(count=1), Segment(count=1, remat=remat)),
+        segments=(Segment(count=1), Segment(remat=remat)),
     )
-    want_losses = truth("llama")[1]
-    _, losses = run("llama", plan, devices)
-    assert_losses_close(losses["adamw"], want_losses["adamw"])
-    assert_losses_close(losses["lamb"], want_losses["lamb"])
+    assert_equals_one_device(run("deep", plan, devices), "deep")
 
 
 def test_bf16_compute_is_within_its_rounding(devices):
@@ -154,15 +202,15 @@ def test_bf16_compute_is_within_its_rounding(devices):
         "zero3+megatron",
         mesh={"data": 2, "fsdp": 2, "tensor": 2},
         precision=Precision(compute="bfloat16"),
+        batch=BatchConfig(accumulation=2),
     )
-    want_grads, want_losses = truth("llama")
-    grads, losses = run("llama", plan, devices)
-    assert_trees_close(grads, want_grads, tolerance=2e-2)
-    assert_losses_close(losses["adamw"], want_losses["adamw"], tolerance=2e-2)
-    assert not np.array_equal(losses["adamw"], want_losses["adamw"])
+    found, want = run("llama", plan, devices), truth("llama")
+    assert_trees_close(found.grads, want.grads, tolerance=2e-2)
+    assert_losses_close(found.losses["adamw"], want.losses["adamw"], tolerance=2e-2)
+    assert not np.array_equal(found.losses["adamw"], want.losses["adamw"])
 
 
 def test_three_steps_move_the_loss_far_more_than_the_tolerance():
     """The comparison above would be empty if the optimizers hardly moved."""
-    for losses in truth("llama")[1].values():
+    for losses in truth("llama").losses.values():
         assert np.ptp(losses) > 1e-2

@@ -12,7 +12,7 @@ from flax import nnx
 from colossax.config import BatchConfig, LossConfig, Plan, Precision, Segment, preset
 from colossax.errors import InputError, PlanError
 from colossax.models import LlamaConfig, maker
-from colossax.nn import param
+from colossax.nn import LayerStack, param
 from colossax.train import boost, build_step, next_token_loss
 from tests.oracle import assert_losses_close, assert_trees_close
 
@@ -193,8 +193,47 @@ def test_the_state_is_donated():
 def test_another_batch_shape_is_refused_not_compiled():
     state, step = one_device()
     state, _ = step(state, text_batch())
-    with pytest.raises(InputError, match="differ from those the step was compiled for"):
+    with pytest.raises(InputError, match="differs from what the step was compiled for"):
         step(state, text_batch(rows=4))
+
+
+def test_another_batch_dtype_is_refused_not_compiled():
+    state, step = one_device()
+    state, _ = step(state, text_batch())
+    wide = {**text_batch(), "weights": text_batch()["weights"].astype(np.float64)}
+    state, _ = step(state, wide)  # float64 becomes float32, as everywhere in JAX
+    other = {**text_batch(), "weights": text_batch()["weights"].astype(np.int32)}
+    with pytest.raises(InputError, match="differs from what the step was compiled for"):
+        step(state, other)
+
+
+def test_a_batch_array_without_a_batch_dim_is_refused():
+    state, step = one_device()
+    with pytest.raises(InputError, match="batch 'scale': shape .* needs a dim 'batch'"):
+        step(state, {**text_batch(), "scale": np.float32(1.0)})
+
+
+def test_batch_dims_of_another_rank_are_refused():
+    state, step = one_device(batch_dims={"extra": ("batch", "seq")})
+    with pytest.raises(InputError, match="batch 'extra': shape .8,. does not fit"):
+        step(state, {**text_batch(), "extra": np.ones(8, np.float32)})
+
+
+def test_weights_per_row_need_no_declaration():
+    """`weights` are `[batch, seq]` in text; a loss of one's own may have one for each row."""
+
+    def loss(model, batch):
+        ce = optax.softmax_cross_entropy_with_integer_labels(
+            model(batch["tokens"]), batch["targets"]
+        )
+        weight = jnp.sum(batch["weights"]) * ce.shape[1]
+        return {"ce": (jnp.sum(ce * batch["weights"][:, None]), weight, 1.0)}, {}
+
+    batch = {**text_batch(), "weights": np.arange(8, dtype=np.float32)}
+    want, value, _ = gradients(ONE, batch, loss)
+    got, again, _ = gradients(ONE.replace(batch=BatchConfig(accumulation=4)), batch, loss)
+    assert_trees_close(got, want)
+    assert_losses_close(again, value)
 
 
 def test_a_batch_that_devices_and_microbatches_do_not_divide_is_refused(devices):
@@ -225,6 +264,13 @@ def test_a_model_with_random_state_is_refused():
 
     with pytest.raises(InputError, match="a model may hold parameters alone"):
         build_step(Noisy, optax.sgd(1.0), next_token_loss(), Plan())
+
+    class Stacked(nnx.Module):
+        def __init__(self, rngs):
+            self.layers = LayerStack(Noisy, 2, rngs=rngs)
+
+    with pytest.raises(InputError, match="'drop/rngs/count' is a .*, and a layer may hold"):
+        build_step(Stacked, optax.sgd(1.0), next_token_loss(), Plan())
 
 
 def test_chunked_loss_equals_whole(devices):
@@ -268,6 +314,51 @@ def test_evaluate_gives_totals_and_weights():
     assert_losses_close(total / weight, metrics["cross_entropy"])
 
 
+def test_evaluate_cuts_the_batch_as_a_step_does_and_gives_no_key():
+    seen = []
+
+    def loss(model, batch, key):
+        seen.append((batch["tokens"].shape[0], key is None))
+        return next_token_loss(z_loss=1e-3)(model, batch)
+
+    state, whole = one_device()
+    want = whole.evaluate(state, text_batch())
+    state, step = one_device(loss=loss, plan=ONE.replace(batch=BatchConfig(accumulation=4)))
+    got = step.evaluate(state, text_batch())
+    assert set(seen) == {(2, True)}
+    for name in want:
+        assert_losses_close(got[name], want[name])
+
+
+def test_weight_gradients_are_not_rounded_to_the_compute_dtype():
+    plan = ONE.replace(precision=Precision(compute="bfloat16"))
+    grads = gradients(plan, text_batch())[0]
+    layers = grads["layers"]["segments"][0]
+    for part in (layers["attn"]["q"]["w"], layers["mlp"]["down"]["w"]):
+        rounded = part.astype(jnp.bfloat16).astype(jnp.float32)
+        assert jnp.mean(rounded != part) > 0.9
+
+
+def test_the_abstract_state_lowers_to_the_program_that_runs(devices):
+    plan = preset("zero3+megatron", mesh={"fsdp": 4, "tensor": 2})
+    state, step = boost(maker(CONFIG), optax.adamw(1e-2), next_token_loss(), plan, devices=devices)
+    batch = step.place(text_batch())
+    assert step.lower(step.abstract, batch).as_text() == step.lower(state, batch).as_text()
+
+
+@pytest.mark.parametrize(
+    ("term", "sentence"),
+    [
+        ((1.0, 2.0), "give .total, weight, coefficient."),
+        ((np.ones(3), 2.0, 1.0), "'ce' has shape .3,. where one number belongs"),
+    ],
+)
+def test_a_term_of_another_form_is_refused(term, sentence):
+    state, step = one_device(loss=lambda model, batch: ({"ce": term}, {}))
+    with pytest.raises(InputError, match=sentence):
+        step(state, text_batch())
+
+
 @pytest.mark.parametrize("name", ["loss", "tokens", "accuracy"])
 def test_a_name_used_twice_is_refused(name):
     def loss(model, batch):
@@ -292,15 +383,16 @@ def test_masked_optimizers_work():
     assert float(step.evaluate(state, text_batch())["cross_entropy"][0]) < before
 
 
-def test_full_remat_does_not_keep_gathered_weights(devices):
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_no_policy_keeps_gathered_weights(devices, remat):
     """Temporary memory then grows by a layer's share of the gradient, not by its whole weights."""
     config = dataclasses.replace(CONFIG, embed=64, mlp=256)
 
     def temp_bytes(layers):
-        plan = preset("zero3", mesh={"fsdp": 8}, segments=(Segment(remat="full"),))
+        plan = preset("zero3", mesh={"fsdp": 8}, segments=(Segment(remat=remat),))
         make = maker(dataclasses.replace(config, layers=layers))
         step = build_step(make, optax.sgd(1.0), next_token_loss(), plan, devices=devices)
-        compiled = step.lower(step.init(), step.place(text_batch(seq=4))).compile()
+        compiled = step.lower(step.abstract, step.place(text_batch(seq=4))).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     layer = 4 * (3 * 64 * 256 + 2 * 64 * 64 + 2 * 64 * 32)

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from colossax.nn import DecoderConfig
+from colossax.nn import DecoderConfig, even_head_dim
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class BloomConfig:
             layers=self.layers,
             heads=self.heads,
             kv_heads=self.heads,
-            head_dim=self.embed // self.heads,
+            head_dim=even_head_dim(self.embed, self.heads),
             mlp=4 * self.embed,
             max_seq=self.max_seq,
             norm="layer",

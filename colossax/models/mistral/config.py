@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from colossax.nn import DecoderConfig, RopeConfig
+from colossax.nn import DecoderConfig, RopeConfig, even_head_dim
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class MistralConfig:
             layers=self.layers,
             heads=self.heads,
             kv_heads=self.kv_heads,
-            head_dim=self.head_dim or self.embed // self.heads,
+            head_dim=self.head_dim or even_head_dim(self.embed, self.heads),
             mlp=self.mlp,
             max_seq=self.max_seq,
             norm_eps=self.norm_eps,

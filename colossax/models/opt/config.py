@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from colossax.nn import DecoderConfig
+from colossax.nn import DecoderConfig, even_head_dim
 
 POSITION_OFFSET = 2
 
@@ -30,7 +30,7 @@ class OPTConfig:
             layers=self.layers,
             heads=self.heads,
             kv_heads=self.heads,
-            head_dim=self.embed // self.heads,
+            head_dim=even_head_dim(self.embed, self.heads),
             mlp=self.mlp,
             max_seq=self.max_seq,
             norm="layer",
