@@ -49,7 +49,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=50, help="steps per turn")
-    parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--turns", type=int, default=30)
     parser.add_argument("--out", type=Path, default=common.HERE / "results" / "host_overhead.json")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -3,7 +3,7 @@
 import importlib.metadata
 import os
 
-os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # JAX_PLATFORMS=cuda runs what is marked gpu
 # Tests compile far more than they compute: without optimisation they take a third of the time.
 _FLAGS = [
     "--xla_force_host_platform_device_count=8",

@@ -162,10 +162,10 @@ class Precision:
         cache: Keys and values of inference.
     """
 
-    params: str = "float32"
-    compute: str = "float32"
-    accumulation: str = "float32"
-    cache: str = "float32"
+    params: Any = "float32"
+    compute: Any = "float32"
+    accumulation: Any = "float32"
+    cache: Any = "float32"
 
     def __post_init__(self):
         known = ("float32", "bfloat16")

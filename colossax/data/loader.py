@@ -1,5 +1,6 @@
 """Batches for the devices of one process, made ahead by Grain's threads."""
 
+import functools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
@@ -175,21 +176,35 @@ def global_arrays(
 
     Cost: copies the local rows once per device that holds them; nothing between processes.
     """
-    place = np.full(global_batch, -1)
-    place[np.asarray(wanted)] = np.arange(len(wanted))
+    place = _places(tuple(wanted), global_batch)
     return {
-        name: _global_array(name, value, place, shardings[name]) for name, value in local.items()
+        name: _global_array(name, value, global_batch, place, shardings[name])
+        for name, value in local.items()
     }
 
 
-def _global_array(name: str, value: np.ndarray, place: np.ndarray, sharding: Sharding) -> jax.Array:
+@functools.lru_cache(maxsize=8)
+def _places(wanted: tuple[int, ...], global_batch: int) -> np.ndarray | None:
+    """For each row of the global batch its place in a local one, or -1; None: the same place."""
+    if wanted == tuple(range(global_batch)):
+        return None
+    place = np.full(global_batch, -1)
+    place[np.asarray(wanted)] = np.arange(len(wanted))
+    return place
+
+
+def _global_array(
+    name: str, value: np.ndarray, rows: int, place: np.ndarray | None, sharding: Sharding
+) -> jax.Array:
     def region(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None, "every device holds a region of an array with dims"
-        rows = place[index[0]]
-        if (rows < 0).any():
+        if place is None:
+            return value[index]
+        held = place[index[0]]
+        if (held < 0).any():
             raise ValueError(
                 f"{name}: a device here holds rows that were not made; see wanted_rows"
             )
-        return value[(rows, *index[1:])]
+        return value[(held, *index[1:])]
 
-    return jax.make_array_from_callback((len(place), *value.shape[1:]), sharding, region)
+    return jax.make_array_from_callback((rows, *value.shape[1:]), sharding, region)

@@ -18,7 +18,7 @@ from colossax.train.signals import Gate
 from colossax.typing import Batch, Metrics, TrainState
 
 _READ = ("loss", "grad_norm", "tokens", "skipped")
-"""Metrics that are read each step; each costs ten microseconds of Python."""
+"""Metrics that are read each step, by `item`: `float` takes three times as long."""
 
 Reported = tuple[int, Metrics]
 
@@ -73,7 +73,7 @@ class Meter:
 
     def read(self, step: int, metrics: Metrics) -> Record:
         """The numbers of a step; waits until the device has finished it."""
-        values = {name: float(metrics[name]) for name in _READ}
+        values = {name: metrics[name].item() for name in _READ}
         now = time.perf_counter()
         seconds = now - (self._since or now)
         self._since = now

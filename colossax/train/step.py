@@ -197,11 +197,14 @@ class Step:
             InputError: Shapes or dtypes are not those of the first batch.
             PlanError: Microbatches and devices do not divide it.
         """
-        if not all(isinstance(x, jax.Array) for x in batch.values()):
+        placed = all(isinstance(x, jax.Array) for x in batch.values())
+        if not placed:
             batch = {n: x if isinstance(x, jax.Array) else _host(x) for n, x in batch.items()}
-        form = {name: (x.shape, str(x.dtype)) for name, x in batch.items()}
+        form = {name: (x.shape, x.dtype) for name, x in batch.items()}
         if form != self._declared:
             self._declare(batch, form)
+        if placed:
+            return batch
         return {
             name: x if isinstance(x, jax.Array) else _put(x, self._batch_shardings[name])
             for name, x in batch.items()
@@ -209,8 +212,12 @@ class Step:
 
     def _declare(self, batch: Batch, form: dict[str, tuple]) -> None:
         if self._declared is not None:
+            first, other = (
+                {name: f"{dtype}{list(shape)}" for name, (shape, dtype) in each.items()}
+                for each in (self._declared, form)
+            )
             raise InputError(
-                f"batch: {form} differs from what the step was compiled for ({self._declared});"
+                f"batch: {other} differs from what the step was compiled for, {first};"
                 f" pad or convert the batch, or make a second step for the other form"
             )
         dims = batch_dims(batch, self.options.batch_dims)

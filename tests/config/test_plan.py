@@ -3,6 +3,9 @@
 import json
 
 import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -128,3 +131,30 @@ def test_frozen_dict_hashes_like_it_compares():
 def test_segments_need_a_count():
     with pytest.raises(PlanError, match="at most one segment may have count -1"):
         Plan(segments=(Segment(), Segment()))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: Plan(precision="bfloat16"),
+            "plan.precision: expected Precision, found 'bfloat16'",
+        ),
+        (lambda: Plan(segments=(4,)), "plan.segments.0.: expected Segment, found 4"),
+        (lambda: Plan(segments=Segment()), "plan.segments: found Segment"),
+        (lambda: BatchConfig(accumulation=2.5), "batch.accumulation: expected int, found 2.5"),
+        (lambda: Segment(remat=None), "segments.remat: expected str, found None"),
+        (lambda: Precision(compute=5), "precision.compute: unknown '5'"),
+        (lambda: Precision(compute="float16"), "unknown 'float16'"),
+        (lambda: Precision(compute=np.int32), "unknown 'int32'"),
+    ],
+)
+def test_a_plan_made_in_python_is_checked_like_json(make, message, monkeypatch):
+    # As in a user's program, where annotations are not enforced.
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    with pytest.raises(PlanError, match=message):
+        make()
+
+
+def test_a_precision_takes_dtypes():
+    assert Precision(compute=jnp.bfloat16, params=np.float32) == Precision(compute="bfloat16")
