@@ -29,7 +29,7 @@ NAMES = {
         "ACTIVATIONS Attention AttentionShape CacheSpec Decoder DecoderConfig "
         "DecoderLayer Embedding FlatTokens LayerNorm LayerStack LayerState Linear "
         "Llama3Scaling MLP ModelSpec RMSNorm RopeConfig Side StackOutput alibi_slopes "
-        "cross_entropy describe initialise param pure rope_tables rotate"
+        "cross_entropy describe even_head_dim initialise param pure rope_tables rotate"
     ),
     "colossax.models": (
         "Bloom BloomConfig FAMILIES Family GPT2 GPT2Config Llama LlamaConfig Mistral "

@@ -158,12 +158,15 @@ class Precision:
     Attributes:
         params: Parameters at rest.
         compute: Matmuls and activations.
-        accumulation: Gradients, summed over tokens, devices and microbatches.
+        reduction: Parameters' gradients as devices sum them; None: as `compute`, half the bytes
+            of float32.
+        accumulation: Gradients summed over microbatches, and as the optimizer gets them.
         cache: Keys and values of inference.
     """
 
     params: Any = "float32"
     compute: Any = "float32"
+    reduction: Any = None
     accumulation: Any = "float32"
     cache: Any = "float32"
 
@@ -171,6 +174,8 @@ class Precision:
         known = ("float32", "bfloat16")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
+            if value is None and field.default is None:
+                continue
             name = value if isinstance(value, str) else _dtype_name(value)
             if name not in known:
                 raise PlanError(f"precision.{field.name}: unknown '{name}'{nearest(name, known)}")

@@ -20,6 +20,7 @@ class _Static:
     soft_cap: float | None
     vocab_sharded: bool
     batch_shards: int
+    reduction: Any
 
 
 def cross_entropy(
@@ -34,6 +35,7 @@ def cross_entropy(
     bias: Float[Array, " v"] | None = None,
     vocab_sharded: bool = False,
     batch_shards: int = 1,
+    reduction: Any = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
     """Sums over tokens of `w (lse - logit[target])`, `w lse^2`, `w`, and `w` of right guesses.
 
@@ -57,6 +59,7 @@ def cross_entropy(
             gather of a split one, in place of a look-up.
         batch_shards: Devices that the batch dim is split over; the head's gradient is then summed
             over them once, not once for each chunk.
+        reduction: Dtype of that sum; None: the head's.
 
     Returns:
         Four float32 scalars: sums, never means.
@@ -81,6 +84,7 @@ def cross_entropy(
         soft_cap=soft_cap,
         vocab_sharded=vocab_sharded,
         batch_shards=batch_shards,
+        reduction=jnp.dtype(head.dtype if reduction is None else reduction),
     )
     weights = jax.lax.stop_gradient(weights.astype(jnp.float32))
     operands = vary_alike((hidden, head, bias, targets, weights))
@@ -143,7 +147,7 @@ def _first_pass(
         return (sums, (dhead, dbias)), (lse, dx)
 
     (sums, shared), (lse, dx) = _over_chunks(static, chunk, hidden, targets, weights)
-    return sums, lse, None if shared is None else (dx, *_sum_shards(shared))
+    return sums, lse, None if shared is None else (dx, *_sum_shards(static, shared))
 
 
 def _second_pass(
@@ -159,11 +163,15 @@ def _second_pass(
         return (dhead, dbias), dx
 
     shared, dx = _over_chunks(static, chunk, hidden, targets, lse, of_p, of_label)
-    return dx, *_sum_shards(shared)
+    return dx, *_sum_shards(static, shared)
 
 
-def _sum_shards(shared: Any) -> Any:
-    return jax.tree.map(lambda x: jnp.sum(x, axis=0), shared)
+def _sum_shards(static: _Static, shared: Any) -> Any:
+    """Sums over dim 0, which is split over devices; `jnp.sum` would send bfloat16 as float32."""
+    zero = jnp.zeros((), static.reduction)
+    return jax.tree.map(
+        lambda x: jax.lax.reduce(x.astype(static.reduction), zero, jax.lax.add, (0,)), shared
+    )
 
 
 def _logits(static: _Static, x: Array, head: Array, bias: Any) -> tuple[Array, Any]:

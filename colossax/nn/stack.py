@@ -12,7 +12,7 @@ from jaxtyping import Array
 from colossax.config import Segment
 from colossax.errors import PlanError
 from colossax.nn.module import pure, refuse_others
-from colossax.sharding import current
+from colossax.sharding import current, recomputing
 
 MakeLayer = Callable[[nnx.Rngs], nnx.Module]
 
@@ -194,8 +194,13 @@ def _checkpointed(fn: Callable, remat: str, *, in_loop: bool) -> Callable:
         policy = policies.dots_with_no_batch_dims_saveable
     else:
         policy = policies.save_only_these_names(*remat.split("+"))
+
+    def marked(*args: Any) -> Any:
+        with recomputing():
+            return fn(*args)
+
     # A loop body is compiled apart from its backward, so nothing can be merged back across.
-    return jax.checkpoint(fn, policy=policy, prevent_cse=not in_loop)
+    return jax.checkpoint(marked, policy=policy, prevent_cse=not in_loop)
 
 
 def _concatenate(parts: list[Any]) -> Any:

@@ -2,12 +2,13 @@
 
 from .attention import attention as attention
 from .context import current as current
+from .context import recomputing as recomputing
 from .context import use as use
+from .lookup import lookup as lookup
 from .ops import compute_dtype as compute_dtype
 from .ops import constrain as constrain
 from .ops import gather_weight as gather_weight
 from .ops import linear as linear
-from .ops import lookup as lookup
 from .rules import activation_sharding as activation_sharding
 from .rules import batch_axes as batch_axes
 from .rules import explain as explain

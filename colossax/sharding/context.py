@@ -27,3 +27,18 @@ def use(plan: Plan | BoundPlan | None) -> Iterator[BoundPlan | None]:
 def current() -> BoundPlan | None:
     """The bound plan in force, or None."""
     return _CURRENT.value
+
+
+_RECOMPUTED = jax.make_user_context(default_value=False)
+
+
+@contextlib.contextmanager
+def recomputing() -> Iterator[None]:
+    """Mark what is traced inside as recomputed in backward, so that it may keep what it likes."""
+    with _RECOMPUTED(True):
+        yield
+
+
+def recomputed() -> bool:
+    """Whether what is being traced will be recomputed in backward."""
+    return _RECOMPUTED.value

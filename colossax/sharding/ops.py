@@ -3,6 +3,7 @@
 Without a plan, or on a mesh of one device, each function is its plain mathematics.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -10,10 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from colossax.config import BoundPlan
-from colossax.sharding.context import current
+from colossax.sharding.context import current, recomputed
 from colossax.sharding.rules import activation_sharding, resolve
 from colossax.typing import Dims
 
@@ -49,10 +50,10 @@ def gather_weight(w: Array, dims: Dims, *, dtype: jnp.dtype | None = None) -> Ar
         dtype: Dtype of the result; default the plan's compute dtype, else that of `w`.
     """
     dtype = compute_dtype(w.dtype) if dtype is None else jnp.dtype(dtype)
-    return _gathered(current(), dims, dtype, w)
+    return gathered(current(), dims, dtype, w)
 
 
-def _gathered(bound: BoundPlan | None, dims: Dims, dtype: jnp.dtype, w: Array) -> Array:
+def gathered(bound: BoundPlan | None, dims: Dims, dtype: jnp.dtype, w: Array) -> Array:
     if bound is None or bound.single:
         return w.astype(dtype)
     return _gather(bound, dims, dtype, w)
@@ -61,8 +62,8 @@ def _gathered(bound: BoundPlan | None, dims: Dims, dtype: jnp.dtype, w: Array) -
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _gather(bound: BoundPlan, dims: Dims, dtype: jnp.dtype, w: Array) -> Array:
     # Cast before the gather, where the shards are: half the bytes in bf16.
-    shard = _laid_out(bound, "params", dims, w.astype(dtype))
-    return _laid_out(bound, "weights", dims, shard)
+    shard = laid_out(bound, "params", dims, w.astype(dtype))
+    return laid_out(bound, "weights", dims, shard)
 
 
 def _gather_fwd(bound: BoundPlan, dims: Dims, dtype: jnp.dtype, w: Array):
@@ -70,50 +71,13 @@ def _gather_fwd(bound: BoundPlan, dims: Dims, dtype: jnp.dtype, w: Array):
 
 
 def _gather_bwd(bound: BoundPlan, dims: Dims, dtype: jnp.dtype, like: Array, dw: Array):
-    return (_gradient(bound, dims, dw, like),)
+    return (summed_gradient(bound, dims, dw, like),)
 
 
 _gather.defvjp(_gather_fwd, _gather_bwd)
 
 
-def lookup(
-    table: Float[Array, "rows d"], ids: Int[Array, "b s"], dims: Dims
-) -> Float[Array, "b s d"]:
-    """Rows of a parameter table, in the compute dtype.
-
-    Forward reads the table gathered along the axes that split the batch; backward adds rows up in
-    float32 in that same layout before it lays the gradient out by the plan. Left to itself the
-    compiler lays the output's gradient out like the table's and replicates it on the way.
-
-    Args:
-        table: Parameter at rest.
-        ids: Row numbers; those beyond the table read its last row.
-        dims: Logical dims of the table.
-    """
-    return _lookup(current(), dims, compute_dtype(table.dtype), table, ids)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _lookup(bound, dims: Dims, dtype: jnp.dtype, table: Array, ids: Array) -> Array:
-    return _gathered(bound, dims, dtype, table).at[ids].get(mode="clip")
-
-
-def _lookup_fwd(bound, dims: Dims, dtype: jnp.dtype, table: Array, ids: Array):
-    return _lookup(bound, dims, dtype, table, ids), (table, ids)
-
-
-def _lookup_bwd(bound, dims: Dims, dtype: jnp.dtype, residuals: Any, dx: Array):
-    table, ids = residuals
-    total = jnp.zeros(table.shape, jnp.float32).at[ids].add(dx.astype(jnp.float32), mode="clip")
-    if bound is not None and not bound.single:
-        total = _laid_out(bound, "weights", dims, total)
-    return _gradient(bound, dims, total, table), None
-
-
-_lookup.defvjp(_lookup_fwd, _lookup_bwd)
-
-
-def _laid_out(bound: BoundPlan, role: str, dims: Dims, x: Array) -> Array:
+def laid_out(bound: BoundPlan, role: str, dims: Dims, x: Array) -> Array:
     spec = resolve(bound, role, dims, x.shape, name=f"weight {dims}")
     return jax.lax.with_sharding_constraint(x, NamedSharding(bound.mesh, spec))
 
@@ -148,50 +112,70 @@ def linear(
     # One dim of tokens: with [b, s] apart, the weight gradient contracts two dims, for which
     # XLA's CPU backend transposes instead of calling its matmul (90 against 129 GFLOP per second).
     flat = (math.prod(lead),) if _tokens_merge(lead) else lead
-    y = _matmul(current(), dims, contract, x.reshape(*flat, math.prod(inner)), w, bias)
+    static = _Linear(bound=current(), dims=tuple(dims), contract=contract, recomputed=recomputed())
+    y = _matmul(static, x.reshape(*flat, math.prod(inner)), w, bias)
     return y.reshape(*lead, *out)
 
 
-# One rule for gather and matmul together: what backward keeps is the weight at rest, which it
-# gathers again. With a rule for the gather alone the matmul would keep every layer's weight whole.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _matmul(bound, dims: Dims, contract: int, x: Array, w: Array, bias: Array | None) -> Array:
-    y = jnp.dot(x, _matrix(bound, dims, w, x))
-    return y if bias is None else y + _gathered(bound, dims[contract:], x.dtype, bias).ravel()
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Linear:
+    bound: BoundPlan | None
+    dims: Dims
+    contract: int
+    recomputed: bool
 
 
-def _matrix(bound, dims: Dims, w: Array, x: Array) -> Array:
-    return _gathered(bound, dims, x.dtype, w).reshape(x.shape[-1], -1)
+# One rule for gather and matmul together, so that backward can keep the weight at rest and gather
+# it again: with a rule for the gather alone the matmul would keep every layer's weight whole. In
+# a layer that is recomputed the second gather is part of that, and a third would cost its bytes.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _matmul(static: _Linear, x: Array, w: Array, bias: Array | None) -> Array:
+    return _forward(static, x, _matrix(static, w, x), bias)
 
 
-def _matmul_fwd(bound, dims: Dims, contract: int, x: Array, w: Array, bias: Array | None):
-    return _matmul(bound, dims, contract, x, w, bias), (x, w, bias)
+def _forward(static: _Linear, x: Array, matrix: Array, bias: Array | None) -> Array:
+    y = jnp.dot(x, matrix)
+    if bias is None:
+        return y
+    return y + gathered(static.bound, static.dims[static.contract :], x.dtype, bias).ravel()
 
 
-def _matmul_bwd(bound, dims: Dims, contract: int, residuals: Any, dy: Array):
-    x, w, bias = residuals
-    wide = jnp.promote_types(x.dtype, _accumulation_dtype(bound))
-    dx = jnp.dot(dy, _matrix(bound, dims, w, x).T)
+def _matrix(static: _Linear, w: Array, x: Array) -> Array:
+    return gathered(static.bound, static.dims, x.dtype, w).reshape(x.shape[-1], -1)
+
+
+def _matmul_fwd(static: _Linear, x: Array, w: Array, bias: Array | None):
+    matrix = _matrix(static, w, x)
+    return _forward(static, x, matrix, bias), (x, matrix if static.recomputed else None, w, bias)
+
+
+def _matmul_bwd(static: _Linear, residuals: Any, dy: Array):
+    x, matrix, w, bias = residuals
+    bound, dims = static.bound, static.dims
+    summed = reduction_dtype(bound, x.dtype)
+    dx = jnp.dot(dy, (_matrix(static, w, x) if matrix is None else matrix).T)
     tokens = tuple(range(x.ndim - 1))
-    dw = jax.lax.dot_general(x, dy, ((tokens, tokens), ((), ())), preferred_element_type=wide)
-    dw = _gradient(bound, dims, dw.reshape(w.shape), w)
+    dw = jax.lax.dot_general(x, dy, ((tokens, tokens), ((), ())), preferred_element_type=summed)
+    dw = summed_gradient(bound, dims, dw.reshape(w.shape), w)
     if bias is None:
         return dx, dw, None
-    db = jnp.sum(dy, axis=tokens, dtype=wide).reshape(bias.shape)
-    return dx, dw, _gradient(bound, dims[contract:], db, bias)
+    db = jnp.sum(dy, axis=tokens, dtype=jnp.float32).astype(summed).reshape(bias.shape)
+    return dx, dw, summed_gradient(bound, dims[static.contract :], db, bias)
 
 
 _matmul.defvjp(_matmul_fwd, _matmul_bwd)
 
 
-def _accumulation_dtype(bound: BoundPlan | None) -> str:
-    return "float32" if bound is None else bound.plan.precision.accumulation
+def reduction_dtype(bound: BoundPlan | None, compute: jnp.dtype) -> jnp.dtype:
+    """Dtype in which devices sum a parameter's gradient."""
+    chosen = None if bound is None else bound.plan.precision.reduction
+    return jnp.dtype(compute if chosen is None else chosen)
 
 
-def _gradient(bound: BoundPlan | None, dims: Dims, grad: Array, like: Array) -> Array:
-    """A parameter's gradient where the plan wants it, summed over devices before it is narrowed."""
+def summed_gradient(bound: BoundPlan | None, dims: Dims, grad: Array, like: Array) -> Array:
+    """A parameter's gradient where the plan wants it, summed over devices in its own dtype."""
     if bound is not None and not bound.single:
-        grad = _laid_out(bound, "gradients", dims, grad)
+        grad = laid_out(bound, "gradients", dims, grad)
     return grad.astype(like.dtype)
 
 
@@ -201,5 +185,6 @@ def _tokens_merge(lead: tuple[int, ...]) -> bool:
     if bound is None or bound.single:
         return True
     rules = bound.plan.rules.activations
-    axes = {axis for choice in rules.get("seq", ()) for axis in choice}
+    phases = [choices for dim, choices in rules.items() if dim.split(":")[0] == "seq"]
+    axes = {axis for choices in phases for choice in choices for axis in choice}
     return len(lead) == 2 and bound.size(sorted(axes)) == 1

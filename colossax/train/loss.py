@@ -51,6 +51,7 @@ def next_token_loss(*, z_loss: float = 0.0) -> Loss:
             z_loss=bool(z_loss),
             vocab_sharded=bound is not None and bound.mesh.shape["tensor"] > 1,
             batch_shards=1 if bound is None else bound.size(sorted(batch_axes(bound))),
+            reduction=None if bound is None else bound.plan.precision.reduction,
         )
         # Counted apart from the loss, so that it visibly depends on the batch alone.
         count = jnp.sum(weights)

@@ -60,10 +60,12 @@ def test_segments_can_be_added(tiny):
 
 def test_only_the_result_has_to_be_valid(tiny):
     """Neither of these can be made alone, in whatever order."""
-    changed = apply_overrides(tiny, [("model.heads", "6"), ("model.kv_heads", "3")])
+    changed = apply_overrides(
+        tiny, [("model.embed", "96"), ("model.heads", "6"), ("model.kv_heads", "3")]
+    )
     assert (changed.model.heads, changed.model.kv_heads) == (6, 3)
     with pytest.raises(InputError, match="6 heads cannot share 4 kv heads"):
-        apply_overrides(tiny, [("model.heads", "6")])
+        apply_overrides(tiny, [("model.embed", "96"), ("model.heads", "6")])
 
 
 @pytest.mark.parametrize(
