@@ -120,6 +120,9 @@ def _totals_bwd(static: _Static, saved: Any, cotangents: Any) -> Any:
             more = _second_pass(static, operands, targets, lse, of_p, jnp.zeros_like(of_p))
             found = jax.tree.map(jnp.add, found, more)
     typed = jax.tree.map(lambda g, x: g.astype(x.dtype), found, operands)
+    # What comes before the head waits until the head's gradient, the largest of all, is reduced;
+    # else the compiler keeps it in float32 and whole until the end of the backward pass.
+    typed = jax.lax.optimization_barrier(typed)
     return *typed, None, jnp.zeros_like(weights)
 
 
