@@ -6,8 +6,14 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from colossax.quiet import cuda_plugin, import_jax
+
+import_jax()
+
+# ruff: noqa: E402, I001 (what JAX's plugin writes when it is imported is kept back above)
 import jax
 from jax._src import clusters
+from jax.experimental import topologies
 from jax.interpreters import partial_eval
 
 LOWEST_JAX = (0, 10, 2)
@@ -75,3 +81,40 @@ def detect_cluster(timeout_s: float) -> tuple[str, int, int, Sequence[int] | Non
     except (RuntimeError, ValueError, KeyError) as problem:
         raise ClusterUnavailable(f"{found.__name__}: {problem}") from problem
     return address, count, index, None if own is None else [own]
+
+
+class PluginMissing(RuntimeError):
+    """The CUDA compiler plugin of JAX is not installed, or another version than JAX."""
+
+
+def topology_devices(target_config: str, topology: str) -> list[jax.Device]:
+    """Devices of a CUDA topology that is not there.
+
+    Args:
+        target_config: The GPU, in the text form of XLA's target configuration.
+        topology: `slices x hosts x devices`, such as `1x2x8`.
+
+    Raises:
+        PluginMissing: There is no plugin.
+    """
+    if cuda_plugin() is None:
+        raise PluginMissing("none is installed")
+    # The plugin checks for a driver and for CUDA libraries of which compiling needs none.
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    try:
+        found = topologies.get_topology_desc(
+            platform="cuda", target_config=target_config, topology=topology
+        )
+    except (RuntimeError, NotImplementedError) as problem:
+        raise PluginMissing(str(problem).splitlines()[0]) from problem
+    return list(found.devices)
+
+
+def cudnn_installed() -> bool:
+    """Whether JAX's CUDA plugin finds cuDNN, which plans attention kernels when lowering."""
+    try:
+        from jax._src.lib import cuda_versions
+
+        return cuda_versions is not None and cuda_versions.cudnn_get_version() > 0
+    except (ImportError, RuntimeError):
+        return False

@@ -42,7 +42,8 @@ def apply_overrides(config: Any, overrides: Sequence[Override]) -> Any:
 def with_preset(plan: Plan, name: str) -> Plan:
     """The plan with mesh and rules of a preset; precision, remat and the like stay."""
     chosen = preset(name)
-    return plan.replace(mesh=chosen.mesh, rules=chosen.rules)
+    batch = dataclasses.replace(plan.batch, reduce_once=chosen.batch.reduce_once)
+    return plan.replace(mesh=chosen.mesh, rules=chosen.rules, batch=batch)
 
 
 def override_names(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

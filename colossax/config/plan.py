@@ -111,15 +111,32 @@ class AttentionConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchConfig:
-    """How a global batch is cut: `accumulation` microbatches, one after another."""
+    """How a global batch is cut into microbatches, which run one after another.
+
+    Attributes:
+        accumulation: How many.
+        microbatch: Rows of each device at a time instead; how many microbatches follows from the
+            global batch and the devices that split it.
+        reduce_once: Devices sum gradients once per step and not for each microbatch; every device
+            then accumulates them whole. Only where the batch's axes split no parameter.
+    """
 
     accumulation: int = 1
+    microbatch: int | None = None
+    reduce_once: bool = False
 
     def __post_init__(self):
         check_types(self, "batch", error=PlanError)
         if self.accumulation < 1:
             raise PlanError(
                 f"batch.accumulation: found {self.accumulation}; give 1 (off) or more microbatches"
+            )
+        if self.microbatch is not None and self.microbatch < 1:
+            raise PlanError(f"batch.microbatch: found {self.microbatch}; give 1 or more rows")
+        if self.microbatch is not None and self.accumulation != 1:
+            raise PlanError(
+                "batch: both accumulation and microbatch are given; one follows from the other,"
+                " so give one"
             )
 
 

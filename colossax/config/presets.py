@@ -1,10 +1,11 @@
 """Named plans: `ddp zero1 zero2 zero3 megatron megatron_sp` and their mixes."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from colossax.config.frozen import nearest
-from colossax.config.plan import FSDP_RULES, STORAGE_RULES, Plan, Rules
+from colossax.config.plan import FSDP_RULES, STORAGE_RULES, BatchConfig, Plan, Rules
 from colossax.errors import PlanError
 
 _SHARDED_STATE = {**STORAGE_RULES, "embed": (("data", "fsdp"),)}
@@ -35,12 +36,13 @@ PRESETS: tuple[str, ...] = (*_DATA_PARTS, *_TENSOR_PARTS)
 def preset(name: str, *, mesh: Mapping[str, int] | None = None, **fields: Any) -> Plan:
     """The plan of this name, with `mesh` and other fields of `Plan` put over it.
 
-    `ddp` replicates parameters; `zero1` and `zero2` split optimizer state and gradients over
-    `data` and `fsdp` (on XLA both reduce-scatter each gradient and gather the new parameters, so
-    they are one plan); `zero3` splits parameters over `fsdp` as well. `megatron` splits heads, mlp
-    and vocab over `tensor`; `megatron_sp` also splits the sequence there between blocks. One of
-    the first and one of the second kind join as `zero3+megatron_sp`. Without a mesh all devices
-    go to the axis of the first part named.
+    `ddp` replicates parameters; `zero1` and `zero2` split optimizer state over `data` and `fsdp`:
+    gradients are reduce-scattered and the new parameters gathered. With microbatches, `ddp` and
+    `zero1` accumulate whole gradients and reduce them once per step, `zero2` its share of them
+    after each microbatch. `zero3` splits parameters over `fsdp` as well. `megatron` splits heads,
+    mlp and vocab over `tensor`; `megatron_sp` also splits the sequence there between blocks. One
+    of the first and one of the second kind join as `zero3+megatron_sp`. Without a mesh all
+    devices go to the axis of the first part named.
 
     Raises:
         PlanError: No such preset, or two of one kind.
@@ -59,4 +61,6 @@ def preset(name: str, *, mesh: Mapping[str, int] | None = None, **fields: Any) -
     default_mesh, rules = _DATA_PARTS[data[0]] if data else ({"tensor": -1}, Rules())
     if tensor:
         rules = rules.updated(activations=_TENSOR_PARTS[tensor[0]])
-    return Plan(mesh=mesh or default_mesh, rules=rules, **fields)
+    once = bool({"ddp", "zero1"}.intersection(data))
+    batch = dataclasses.replace(fields.pop("batch", BatchConfig()), reduce_once=once)
+    return Plan(mesh=mesh or default_mesh, rules=rules, batch=batch, **fields)

@@ -16,7 +16,7 @@ _SAMPLE = SampleConfig(prompt="The ")
 
 
 def _gpu_plan(
-    name: str, *, vocab_chunks: int, accumulation: int = 1, mesh: dict[str, int] | None = None
+    name: str, *, vocab_chunks: int, microbatch: int, mesh: dict[str, int] | None = None
 ) -> Plan:
     return preset(
         name,
@@ -24,16 +24,16 @@ def _gpu_plan(
         segments=(Segment(remat="full"),),
         precision=Precision(compute="bfloat16"),
         loss=LossConfig(vocab_chunks=vocab_chunks),
-        batch=BatchConfig(accumulation=accumulation),
+        batch=BatchConfig(microbatch=microbatch),
     )
 
 
 def gpt2_124m() -> TrainConfig:
-    """GPT-2 small: half a million tokens per step in four microbatches."""
+    """GPT-2 small: half a million tokens per step, 64 rows of each device at a time."""
     return TrainConfig(
         recipe="gpt2_124m",
         model=GPT2Config(vocab=50_257, embed=768, layers=12, heads=12, mlp=3072, eos=50_256),
-        plan=_gpu_plan("zero3", vocab_chunks=8, accumulation=4),
+        plan=_gpu_plan("zero3", vocab_chunks=8, microbatch=64),
         data=DataConfig(seq_len=1024, global_batch=512),
         optimizer=OptimizerConfig(peak_lr=6e-4, warmup=700),
         steps=19_000,
@@ -56,13 +56,14 @@ def qwen3_0p6b() -> TrainConfig:
             mlp=3072,
             eos=151_645,
         ),
-        plan=_gpu_plan("zero3", vocab_chunks=16),
+        plan=_gpu_plan("zero3", vocab_chunks=16, microbatch=8),
         data=DataConfig(seq_len=4096, global_batch=128),
         optimizer=OptimizerConfig(peak_lr=1e-3, warmup=1000),
         steps=50_000,
         checkpoint_every=1000,
         validate_every=500,
         sample=_SAMPLE,
+        target="h100:1x1",
     )
 
 
@@ -79,13 +80,14 @@ def mistral_7b() -> TrainConfig:
             mlp=14_336,
             eos=2,
         ),
-        plan=_gpu_plan("zero3", vocab_chunks=8),
+        plan=_gpu_plan("zero3", vocab_chunks=8, microbatch=1),
         data=DataConfig(seq_len=8192, global_batch=64),
         optimizer=OptimizerConfig(peak_lr=3e-4, warmup=2000),
         steps=100_000,
         checkpoint_every=1000,
         validate_every=500,
         sample=_SAMPLE,
+        target="h100:1x8",
     )
 
 
@@ -104,13 +106,14 @@ def llama3_8b() -> TrainConfig:
             rope_theta=500_000.0,
             eos=128_001,
         ),
-        plan=_gpu_plan("zero3", vocab_chunks=8),
+        plan=_gpu_plan("zero3", vocab_chunks=8, microbatch=1),
         data=DataConfig(seq_len=8192, global_batch=64),
         optimizer=OptimizerConfig(peak_lr=3e-4, warmup=2000),
         steps=100_000,
         checkpoint_every=1000,
         validate_every=500,
         sample=_SAMPLE,
+        target="h100:1x8",
     )
 
 
@@ -131,6 +134,9 @@ def llama3_70b() -> TrainConfig:
     return small.replace(
         recipe="llama3_70b",
         model=model,
-        plan=_gpu_plan("zero3+megatron_sp", vocab_chunks=8, mesh={"fsdp": -1, "tensor": 8}),
+        plan=_gpu_plan(
+            "zero3+megatron_sp", vocab_chunks=8, microbatch=1, mesh={"fsdp": -1, "tensor": 8}
+        ),
         optimizer=OptimizerConfig(peak_lr=1.5e-4, warmup=2000),
+        target="h100:8x8",
     )

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from colossax.compat import varying_axes
 from colossax.config import BoundPlan
 from colossax.errors import PlanError
 from colossax.pallas.attention import Mask
@@ -69,9 +68,13 @@ def attention(
         heads = specs["q"][2]
         if heads is not None and specs["k"][2] is None:
             local = _own_kv_heads_local(bound, heads, q.shape[2], local)
-        return _local(_vary_local(local, specs), options)
+        return _local(local, options)
 
-    mapped = jax.shard_map(island_local, mesh=bound.mesh, in_specs=(specs,), out_specs=out_spec)
+    # Unchecked, gradients of operands that are whole on several devices are summed over those, and
+    # the island can stand under `vmap` over devices, where the check fails on what it batches.
+    mapped = jax.shard_map(
+        island_local, mesh=bound.mesh, in_specs=(specs,), out_specs=out_spec, check_vma=False
+    )
     return mapped(arrays)
 
 
@@ -127,24 +130,3 @@ def _own_kv_heads_local(
         return jnp.take(x, (first + jnp.arange(here)) // group, axis=2)
 
     return {**local, "k": own(local["k"]), "v": own(local["v"])}
-
-
-def _vary_local(local: dict[str, Any], specs: dict[str, Any]) -> dict[str, Any]:
-    """Mark every operand as different along all axes that any of them is split over.
-
-    A hand-written gradient inside returns gradients that differ along those axes; the transpose
-    of this marking sums them for operands that were whole, such as slopes.
-    """
-    every = {
-        axis
-        for spec in jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
-        for entry in spec
-        if entry is not None
-        for axis in ((entry,) if isinstance(entry, str) else entry)
-    }
-
-    def vary(x: Array) -> Array:
-        missing = tuple(sorted(every - varying_axes(x)))
-        return jax.lax.pcast(x, missing, to="varying") if missing else jnp.asarray(x)
-
-    return jax.tree.map(vary, local)

@@ -115,6 +115,7 @@ class TrainConfig:
         keep: Checkpoints kept.
         validate_every: Steps between validations; 0 validates at the end alone.
         sample: Completion printed at the end.
+        target: The smallest GPUs the run fits on as it stands, as `aot.parse_target` reads them.
     """
 
     recipe: str
@@ -130,6 +131,7 @@ class TrainConfig:
     keep: int = 2
     validate_every: int = 0
     sample: SampleConfig = SampleConfig()
+    target: str = "h100:1x1"
 
     def __post_init__(self):
         least = {"steps": 1, "seed": 0, "checkpoint_every": 0, "keep": 1, "validate_every": 0}

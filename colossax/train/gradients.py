@@ -7,12 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from colossax.compat import inputs_used
-from colossax.config import BoundPlan
+from colossax.config import BoundPlan, Rules
 from colossax.errors import InputError, PlanError
-from colossax.sharding import batch_axes, constrain, param_sharding
+from colossax.sharding import batch_axes, constrain, param_sharding, use
 from colossax.train.loss import Loss, Sums, Terms
 from colossax.typing import TEXT_BATCH_DIMS, Batch, Dims, Params
 
@@ -100,22 +101,33 @@ def batch_dims(batch: Batch, declared: Mapping[str, Dims] | None) -> dict[str, D
     return found
 
 
-def check_batch(bound: BoundPlan, batch: Batch, dims: Mapping[str, Dims]) -> None:
-    """Refuse a global batch that microbatches and devices do not divide.
+def microbatches(bound: BoundPlan, batch: Batch, dims: Mapping[str, Dims]) -> int:
+    """How many microbatches the plan cuts a global batch into.
 
     Raises:
-        PlanError: With the sizes and what would divide.
+        PlanError: They and the devices do not divide it, with the sizes and what would.
     """
-    pieces = bound.plan.batch.accumulation
-    devices = bound.size(sorted(batch_axes(bound)))
+    axes = sorted(batch_axes(bound))
+    devices = bound.size(axes)
+    wanted = bound.plan.batch
+    pieces = wanted.accumulation
     for name, x in batch.items():
-        size = x.shape[dims[name].index("batch")]
-        if size % (pieces * devices):
+        rows = x.shape[dims[name].index("batch")]
+        if wanted.microbatch is not None:
+            if rows % (wanted.microbatch * devices):
+                raise PlanError(
+                    f"batch '{name}': {rows} rows cannot be cut into microbatches of"
+                    f" {wanted.microbatch} for each of {devices} devices along {axes};"
+                    f" use a multiple of {wanted.microbatch * devices}, or another microbatch"
+                )
+            pieces = rows // (wanted.microbatch * devices)
+        elif rows % (pieces * devices):
             raise PlanError(
-                f"batch '{name}': {size} rows cannot be cut into {pieces} microbatches for"
-                f" {devices} devices along {sorted(batch_axes(bound))};"
+                f"batch '{name}': {rows} rows cannot be cut into {pieces} microbatches for"
+                f" {devices} devices along {axes};"
                 f" use a multiple of {pieces * devices}"
             )
+    return pieces
 
 
 def loss_and_gradients(
@@ -141,23 +153,17 @@ def loss_and_gradients(
     Raises:
         InputError: A weight depends on parameters.
     """
-    pieces = bound.plan.batch.accumulation
-    dtype = bound.plan.precision.accumulation
+    pieces = microbatches(bound, batch, dims)
     micro = _microbatches(batch, dims, pieces)
     keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(pieces))
     weigh = _weigh(call, frozen, variables)
     first = jax.tree.map(lambda x: x[0], micro)
     _check_weights(weigh, params, first, keys[0])
-    if pieces == 1:
-        weights = None
-    else:
-        every = jax.lax.map(lambda xs: weigh(params, *xs), (micro, keys))
-        weights = jax.tree.map(jnp.sum, every)
 
-    def value(params: Params, piece: Batch, key: Array):
+    def value(params: Params, piece: Batch, key: Array, over: Any):
         terms, metrics = call(joined(params, frozen), piece, variables, key)
         own = {name: jax.lax.stop_gradient(weight) for name, (_, weight, _) in terms.items()}
-        over = own if weights is None else weights
+        over = own if over is None else over
         parts = [
             coefficient * total / jnp.where(over[name] > 0, over[name], 1.0)
             for name, (total, _, coefficient) in terms.items()
@@ -165,35 +171,123 @@ def loss_and_gradients(
         totals = {name: (total, own[name]) for name, (total, _, _) in terms.items()}
         return sum(parts), (totals, dict(metrics))
 
-    def grad(piece: Batch, key: Array):
-        (loss, (totals, metrics)), grads = jax.value_and_grad(value, has_aux=True)(
-            params, piece, key
-        )
-        grads = jax.tree.map(lambda g: g.astype(dtype), grads)
-        return _laid_out(bound, infos, grads), (totals, metrics, loss)
-
+    differentiate = jax.value_and_grad(value, has_aux=True)
     if pieces == 1:
-        grads, (totals, metrics, loss) = grad(first, keys[0])
-        return grads, totals, metrics, loss
+        (loss, (totals, metrics)), grads = differentiate(params, first, keys[0], None)
+        return _accumulable(bound, infos, grads), totals, metrics, loss
+    every = jax.lax.map(lambda xs: weigh(params, *xs), (micro, keys))
+    over = jax.tree.map(jnp.sum, every)
+    if bound.plan.batch.reduce_once and not bound.single:
+        return _reduced_once(bound, infos, differentiate, params, micro, dims, keys, over)
 
-    def body(acc: Any, xs: Any):
-        new = grad(*xs)
-        acc = jax.tree.map(lambda a, b: a + b.astype(a.dtype), acc, new)
-        # Without this the accumulator may be kept whole on every device and reduced every time.
-        return (_laid_out(bound, infos, acc[0]), acc[1]), None
+    def grad(piece: Batch, key: Array):
+        (loss, (totals, metrics)), grads = differentiate(params, piece, key, over)
+        return _accumulable(bound, infos, grads), (totals, metrics, loss)
 
-    shapes = jax.eval_shape(grad, first, keys[0])
-    zeros = (
-        _laid_out(bound, infos, jax.tree.map(lambda s: jnp.zeros(s.shape, dtype), shapes[0])),
-        jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes[1]),
+    grads, (totals, metrics, loss) = _summed_up(
+        grad, lambda grads: _laid_out(bound, infos, grads), (micro, keys)
     )
-    (grads, (totals, metrics, loss)), _ = jax.lax.scan(body, zeros, (micro, keys))
     return grads, totals, metrics, loss
+
+
+def _summed_up(grad: Callable, lay: Callable, xs: Any) -> tuple[Params, Any]:
+    """`grad(*x) -> (gradients, sums)` added over the microbatches."""
+
+    def body(acc: Any, x: Any):
+        acc = jax.tree.map(jnp.add, acc, grad(*x))
+        # Without this the accumulator may be kept whole on every device and reduced every time.
+        return (lay(acc[0]), acc[1]), None
+
+    shapes = jax.eval_shape(grad, *jax.tree.map(lambda x: x[0], xs))
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    return jax.lax.scan(body, (lay(zeros[0]), zeros[1]), xs)[0]
+
+
+def _reduced_once(
+    bound: BoundPlan,
+    infos: Any,
+    differentiate: Callable,
+    params: Params,
+    micro: Batch,
+    dims: Mapping[str, Dims],
+    keys: Array,
+    over: Any,
+) -> tuple[Params, Totals, Totals, Array]:
+    """Every device accumulates the gradients of its own rows; they are summed at the end.
+
+    The devices along the batch become a dim in front of all arrays, and the plan in force inside
+    does not know of them.
+    """
+    axes = tuple(axis for axis in bound.mesh.axis_names if axis in batch_axes(bound))
+    inside = bound.replace(rules=_without(bound.plan.rules, axes))
+    shards = bound.size(axes)
+
+    def split(name: str, x: Array) -> Array:
+        at = dims[name].index("batch") + 1
+        x = x.reshape(*x.shape[:at], shards, x.shape[at] // shards, *x.shape[at + 1 :])
+        return _along(bound, axes, jnp.moveaxis(x, at, 1), 1)
+
+    def grad(piece: Batch, key: Array):
+        def own(piece: Batch, key: Array):
+            with use(inside):
+                (loss, (totals, metrics)), grads = differentiate(params, piece, key, over)
+            return _accumulable(inside, infos, grads, lay=False), (totals, metrics, loss)
+
+        keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(shards))
+        grads, sums = jax.vmap(own, spmd_axis_name=axes)(piece, keys)
+        return grads, jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
+
+    def lay(grads: Params) -> Params:
+        return jax.tree.map(lambda g, info: _whole(bound, axes, g, info), grads, infos)
+
+    pieces = {name: split(name, x) for name, x in micro.items()}
+    grads, (totals, metrics, loss) = _summed_up(grad, lay, (pieces, keys))
+    dtype = jnp.dtype(bound.plan.precision.reduction or bound.plan.precision.accumulation)
+    summed = jax.tree.map(lambda g: _sum_devices(g, dtype), grads)
+    return _accumulable(bound, infos, summed), totals, metrics, loss
+
+
+def _without(rules: Rules, axes: tuple[str, ...]) -> Rules:
+    """Rules that do not know these mesh axes."""
+
+    def less(choices: Any) -> Any:
+        return tuple(tuple(axis for axis in choice if axis not in axes) for choice in choices)
+
+    return Rules(
+        **{
+            field.name: {d: less(choices) for d, choices in getattr(rules, field.name).items()}
+            for field in dataclasses.fields(rules)
+        }
+    )
+
+
+def _sum_devices(grad: Array, dtype: Any) -> Array:
+    """Sum over dim 0 in this dtype; `jnp.sum` would widen bfloat16 before it is sent."""
+    return jax.lax.reduce(grad.astype(dtype), jnp.zeros((), dtype), jax.lax.add, (0,))
+
+
+def _along(bound: BoundPlan, axes: tuple[str, ...], x: Array, at: int) -> Array:
+    spec = PartitionSpec(*[None] * at, axes)
+    return jax.lax.with_sharding_constraint(x, NamedSharding(bound.mesh, spec))
+
+
+def _whole(bound: BoundPlan, axes: tuple[str, ...], grad: Array, info: Any) -> Array:
+    """`[devices along the batch, *parameter]`: each holds its own, whole but for other axes."""
+    rest = param_sharding(bound, "weights", info).spec
+    spec = PartitionSpec(axes, *rest)
+    return jax.lax.with_sharding_constraint(grad, NamedSharding(bound.mesh, spec))
+
+
+def _accumulable(bound: BoundPlan, infos: Any, grads: Params, *, lay: bool = True) -> Params:
+    """Gradients in the dtype and the layout in which they are accumulated."""
+    dtype = bound.plan.precision.accumulation
+    grads = jax.tree.map(lambda g: g.astype(dtype), grads)
+    return _laid_out(bound, infos, grads) if lay else grads
 
 
 def batch_totals(
     call: LossCall,
-    pieces: int,
+    bound: BoundPlan,
     params: Params,
     batch: Batch,
     dims: Mapping[str, Dims],
@@ -208,6 +302,7 @@ def batch_totals(
         terms, metrics = call(params, piece, variables, None)
         return {**{name: term[:2] for name, term in terms.items()}, **metrics}
 
+    pieces = microbatches(bound, batch, dims)
     micro = _microbatches(batch, dims, pieces)
     if pieces == 1:
         return one(jax.tree.map(lambda x: x[0], micro))

@@ -2,11 +2,12 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from colossax.config import to_json
 from colossax.models import config_to_json, maker
@@ -14,7 +15,7 @@ from colossax.train.checkpointing import RunCheckpoints
 from colossax.train.config import TrainConfig, train_config_to_json
 from colossax.train.distributed import Group
 from colossax.train.flops import MFU_FORMULA, Yardstick, peak_flops
-from colossax.train.gradients import check_batch
+from colossax.train.gradients import microbatches
 from colossax.train.loop import Hooks, Loop, Meter, Schedule, mean_loss
 from colossax.train.loss import next_token_loss
 from colossax.train.optimizer import make_optimizer
@@ -100,6 +101,31 @@ def train(config: TrainConfig, options: RunOptions, group: Group) -> Outcome:
     return outcome
 
 
+def run_step(config: TrainConfig, devices: Sequence[jax.Device]) -> Step:
+    """The step of a run, with its batch checked against the devices.
+
+    Raises:
+        PlanError: Model, batch or devices do not fit the plan.
+    """
+    step = build_step(
+        maker(config.model),
+        make_optimizer(config.optimizer, config.schedule_steps),
+        next_token_loss(z_loss=config.z_loss),
+        config.plan,
+        devices=devices,
+        clip_norm=config.clip_norm,
+    )
+    microbatches(step.bound, batch_shapes(config), TEXT_BATCH_DIMS)
+    return step
+
+
+def batch_shapes(config: TrainConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of a run's global batch."""
+    shape = (config.data.global_batch, config.data.seq_len)
+    dtypes = {name: np.float32 if name == "weights" else np.int32 for name in TEXT_BATCH_DIMS}
+    return {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
+
+
 def _prepare(config: TrainConfig, options: RunOptions, group: Group) -> _Prepared:
     """Check everything that can be refused, the quick things first."""
 
@@ -109,7 +135,7 @@ def _prepare(config: TrainConfig, options: RunOptions, group: Group) -> _Prepare
     folder = RunFolder(path=Path(group.from_first(find)))
     if options.resume:
         config = _keep_schedule(config, folder)
-    step = _build(config, options)
+    step = run_step(config, options.devices())
     text = open_text(config.data, config.model, seed=config.seed, group=group)
     who = identity(config, text=text.fingerprint, tokenizer=text.tokenizer.fingerprint)
     if options.resume:
@@ -131,21 +157,6 @@ def _keep_schedule(config: TrainConfig, folder: RunFolder) -> TrainConfig:
         return config
     length = folder.config().schedule_steps
     return config.replace(optimizer=dataclasses.replace(config.optimizer, schedule_steps=length))
-
-
-def _build(config: TrainConfig, options: RunOptions) -> Step:
-    step = build_step(
-        maker(config.model),
-        make_optimizer(config.optimizer, config.schedule_steps),
-        next_token_loss(z_loss=config.z_loss),
-        config.plan,
-        devices=options.devices(),
-        clip_norm=config.clip_norm,
-    )
-    shape = (config.data.global_batch, config.data.seq_len)
-    batch = {name: jax.ShapeDtypeStruct(shape, "int32") for name in TEXT_BATCH_DIMS}
-    check_batch(step.bound, batch, TEXT_BATCH_DIMS)
-    return step
 
 
 def _train(run: _Prepared, signals: StopSignals) -> Outcome:

@@ -12,17 +12,24 @@ import optax
 from jax.sharding import NamedSharding
 
 from colossax.config import BoundPlan, Plan
-from colossax.errors import InputError
+from colossax.errors import InputError, PlanError
 from colossax.nn import MakeModel, ModelSpec, describe, initialise
-from colossax.sharding import activation_sharding, param_sharding, replicated, use, validate
+from colossax.sharding import (
+    activation_sharding,
+    batch_axes,
+    param_sharding,
+    replicated,
+    use,
+    validate,
+)
 from colossax.train.gradients import (
     LossCall,
     batch_dims,
     batch_totals,
-    check_batch,
     chosen,
     joined,
     loss_and_gradients,
+    microbatches,
 )
 from colossax.train.loss import Loss
 from colossax.typing import Batch, Dims, Metrics, ParamInfo, TrainState
@@ -66,6 +73,7 @@ class Step:
         options: StepOptions,
     ):
         validate(bound, spec.infos)
+        _check_reduce_once(bound, spec.infos)
         self.spec = spec
         self.bound = bound
         self.options = options
@@ -210,6 +218,20 @@ class Step:
             for name, x in batch.items()
         }
 
+    def abstract_batch(self, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> Batch:
+        """A global batch without its numbers, laid out by the plan: for `lower`."""
+        dims = batch_dims(dict(shapes), self.options.batch_dims)
+        return {
+            name: jax.ShapeDtypeStruct(
+                x.shape,
+                x.dtype,
+                sharding=activation_sharding(
+                    self.bound, dims[name], x.shape, name=f"batch '{name}'"
+                ),
+            )
+            for name, x in shapes.items()
+        }
+
     def _declare(self, batch: Batch, form: dict[str, tuple]) -> None:
         if self._declared is not None:
             first, other = (
@@ -221,7 +243,7 @@ class Step:
                 f" pad or convert the batch, or make a second step for the other form"
             )
         dims = batch_dims(batch, self.options.batch_dims)
-        check_batch(self.bound, batch, dims)
+        microbatches(self.bound, batch, dims)
         self._batch_shardings = {
             name: activation_sharding(self.bound, dims[name], x.shape, name=f"batch '{name}'")
             for name, x in batch.items()
@@ -230,9 +252,8 @@ class Step:
 
     def _losses(self, params: Any, variables: Any, batch: Batch) -> dict[str, Any]:
         dims = batch_dims(batch, self.options.batch_dims)
-        pieces = self.bound.plan.batch.accumulation
         with use(self.bound):
-            return batch_totals(self.loss_call, pieces, params, batch, dims, variables)
+            return batch_totals(self.loss_call, self.bound, params, batch, dims, variables)
 
     def _split(self, params: Any) -> tuple[Any, Any]:
         """Trainable and frozen parameters, None in place of the others."""
@@ -250,7 +271,6 @@ class Step:
             params, frozen = self._split(state["params"])
             key = jax.random.fold_in(jax.random.wrap_key_data(state["rng"]), state["step"])
             dims = batch_dims(batch, self.options.batch_dims)
-            check_batch(self.bound, batch, dims)
             return loss_and_gradients(
                 self.loss_call,
                 self.bound,
@@ -357,6 +377,21 @@ def _host(x: Any) -> np.ndarray:
 
 def _put(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+
+def _check_reduce_once(bound: BoundPlan, infos: Any) -> None:
+    """Refuse to accumulate whole gradients of parameters that no device has whole."""
+    held = batch_axes(bound)
+    if not bound.plan.batch.reduce_once or not held:
+        return
+    for info in jax.tree.leaves(infos):
+        entries = param_sharding(bound, "params", info).spec
+        taken = {a for e in entries if e for a in ((e,) if isinstance(e, str) else e)} & held
+        if taken:
+            raise PlanError(
+                f"plan.batch.reduce_once: {info.path} is split over '{min(taken)}',"
+                f" which splits the batch; switch it off, or use a preset such as zero1"
+            )
 
 
 def _trainable_tree(infos: Any, trainable: Callable[[ParamInfo], bool] | None) -> Any:

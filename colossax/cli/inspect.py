@@ -1,0 +1,222 @@
+"""`colossax inspect`."""
+
+import argparse
+import itertools
+import json
+import sys
+from pathlib import Path
+
+import jax
+
+from colossax.aot import Target, gpu_keys, parse_target
+from colossax.cli.overrides import Override, apply_overrides
+from colossax.errors import InputError
+from colossax.recipes import recipe
+from colossax.train.inspection import Inspection, compare, inspect_run, largest_microbatch
+
+DESCRIPTION = {
+    "inspect": (
+        "Compile a recipe's training step for GPUs that are not there, and count: device memory\n"
+        "by term, collectives by mesh axis, time at the roofline. Nothing is run or allocated.\n"
+        "Several targets or presets, divided by commas, are compared in one table."
+    )
+}
+
+_GIB, _GB = 2**30, 1e9
+
+
+def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
+    """Declare the options of `colossax inspect`."""
+    parser.add_argument("recipe", metavar="RECIPE", help="a recipe of `colossax train`")
+    parser.add_argument(
+        "--target",
+        metavar="GPU:NODESxGPUS",
+        help=f"such as h100:1x8; GPUs: {', '.join(gpu_keys())}; default: the recipe's own",
+    )
+    parser.add_argument(
+        "--network",
+        metavar="NAME",
+        default="ib",
+        help="between nodes: ib, roce or ethernet; default %(default)s",
+    )
+    parser.add_argument(
+        "--largest-microbatch",
+        action="store_true",
+        help="find the most rows of each device at a time that fit; compiles several times",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object per inspection")
+    parser.add_argument("--hlo", metavar="FILE", help="write the compiled program's text here")
+    parser.add_argument("--plot", metavar="FILE", help="write a picture (PNG) here")
+    parser.epilog = (
+        "any value of the recipe, by its dotted name:\n"
+        "  --plan.preset zero3,zero1   --plan.mesh fsdp=4,tensor=2   --plan.batch.microbatch 2\n"
+        "  --data.seq_len 4096   --data.global_batch 64"
+    )
+
+
+def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
+    """Inspect as asked and return the exit code."""
+    # What is compiled for is not what is here: a GPU on this machine must not be claimed.
+    jax.config.update("jax_platforms", "cpu")
+    found: dict[str, Inspection] = {}
+    for label, target, changes in _asked(args, overrides):
+        config = apply_overrides(recipe(args.recipe), changes)
+        _tell(f"compiling {label}")
+        one = inspect_run(config, target)
+        if args.largest_microbatch:
+            most = largest_microbatch(config, target, lambda line: _tell(f"  {line}"))
+            one = one.with_largest(most)
+        found[label] = one
+    _write(args, found)
+    if args.json:
+        for one in found.values():
+            sys.stdout.write(json.dumps(one.to_json()) + "\n")
+    elif len(found) == 1:
+        sys.stdout.write(describe(next(iter(found.values()))))
+    else:
+        sys.stdout.write(describe_many(found))
+    return 0
+
+
+def _asked(
+    args: argparse.Namespace, overrides: list[Override]
+) -> list[tuple[str, Target, list[Override]]]:
+    """(label, target, overrides) of each combination."""
+    default = recipe(args.recipe).target
+    targets = [parse_target(t, network=args.network) for t in (args.target or default).split(",")]
+    presets = next((text.split(",") for name, text in overrides if name == "plan.preset"), [""])
+    rest = [(name, text) for name, text in overrides if name != "plan.preset"]
+    return [
+        (
+            " ".join(filter(None, (target.name, preset))),
+            target,
+            [("plan.preset", preset), *rest] if preset else rest,
+        )
+        for target, preset in itertools.product(targets, presets)
+    ]
+
+
+def describe(one: Inspection) -> str:
+    """All facts of one inspection, for people."""
+    memory = one.memory
+    room = f"{one.limit_bytes / _GIB:.1f} GiB"
+    verdict = "fits" if one.fits else "DOES NOT FIT"
+    rows = [
+        f"{one.config.recipe} on {one.target.name}: {one.parameters / 1e9:.2f} B parameters,"
+        f" {one.microbatch} rows per device at a time, {one.microbatches} times a step,"
+        f" attention by {one.attention}",
+        *([f"note: {one.note}"] if one.note else []),
+        "",
+        f"device memory: {memory.total_bytes / _GIB:.2f} GiB of {room}: {verdict}",
+        *_columns(
+            [(name, f"{size / _GIB:.3f} GiB") for name, size in _sorted(memory.terms) if size]
+        ),
+        f"host memory: {memory.host_bytes / _GIB:.2f} GiB",
+        "largest temporaries:",
+        *_columns(
+            [
+                (f"{b.bytes / _GIB:.3f} GiB", b.shape, b.term, _short(b.source))
+                for b in memory.largest
+            ]
+        ),
+        "",
+        "collectives per device and step:",
+        *_collectives(one),
+        "",
+        f"model FLOPs per token: {one.flops_per_token / 1e9:.2f} G (recomputation not counted)",
+        f"at the roofline: {_seconds(one.compute_s)} of matmuls at the GPUs' peak;"
+        f" {one.collective_s:.3f} s of collectives,"
+        f" {one.exposed_s:.3f} s of them beside no compute",
+    ]
+    if one.searched:
+        most = one.largest_microbatch
+        rows.append(f"largest microbatch: {most} rows per device" if most else "not one row fits")
+    rows.append(f"compiled in {one.program.compile_s:.1f} s")
+    return "\n".join(rows) + "\n"
+
+
+def describe_many(found: dict[str, Inspection]) -> str:
+    """One line for each inspection, cheapest first."""
+    head = ("", "GiB", "fits", "ring GB", "compute s", "collectives s", "exposed s")
+    rows: list[tuple[str, ...]] = [head]
+    for name in compare(found):
+        one = found[name]
+        ring = sum(link.totals.ring_bytes for link in one.links) / _GB
+        rows.append(
+            (
+                name,
+                f"{one.memory.total_bytes / _GIB:.2f}",
+                "yes" if one.fits else "no",
+                f"{ring:.2f}",
+                "-" if one.compute_s is None else f"{one.compute_s:.3f}",
+                f"{one.collective_s:.3f}",
+                f"{one.exposed_s:.3f}",
+            )
+        )
+    return "\n".join(_columns(rows, indent="")) + "\n"
+
+
+def _collectives(one: Inspection) -> list[str]:
+    rows: list[tuple[str, ...]] = [
+        ("kind", "axis", "times", "GB", "ring GB", "link", "seconds", "beside compute")
+    ]
+    rows += [
+        (
+            link.totals.kind,
+            link.totals.axis,
+            str(link.totals.count),
+            f"{link.totals.bytes / _GB:.3f}",
+            f"{link.totals.ring_bytes / _GB:.3f}",
+            link.link,
+            f"{link.seconds:.4f}",
+            "yes" if link.totals.overlapped else "no",
+        )
+        for link in one.links
+    ]
+    return _columns(rows) if one.links else ["  none"]
+
+
+def _columns(rows: list[tuple[str, ...]], indent: str = "  ") -> list[str]:
+    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))] if rows else []
+    return [
+        indent + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def _sorted(terms) -> list[tuple[str, int]]:
+    return sorted(terms.items(), key=lambda term: -term[1])
+
+
+def _short(source: str) -> str:
+    """The last two parts of a source position."""
+    return "/".join(Path(source).parts[-2:])
+
+
+def _seconds(value: float | None) -> str:
+    return "unknown time" if value is None else f"{value:.3f} s"
+
+
+def _write(args: argparse.Namespace, found: dict[str, Inspection]) -> None:
+    """The files asked for.
+
+    Raises:
+        InputError: They cannot be written.
+    """
+    try:
+        if args.hlo:
+            Path(args.hlo).write_text("\n".join(i.program.hlo for i in found.values()), "utf-8")
+        if args.plot:
+            from colossax.train.inspection_plot import plot_inspections
+
+            plot_inspections(found, Path(args.plot))
+    except OSError as problem:
+        name = problem.filename or args.hlo or args.plot
+        raise InputError(
+            f"'{name}' cannot be written: {problem.strerror}; choose another"
+        ) from None
+
+
+def _tell(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()

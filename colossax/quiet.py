@@ -1,0 +1,67 @@
+"""Keeps standard error readable where JAX's CUDA plugin is installed for its compiler alone."""
+
+import contextlib
+import ctypes
+import importlib.util
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+_PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
+_DRIVERS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")
+
+
+class Captured:
+    """What was written to standard error meanwhile."""
+
+    text = ""
+
+
+@contextlib.contextmanager
+def captured_stderr() -> Iterator[Captured]:
+    """Keep what is written to the process's standard error, by code that is not Python as well."""
+    found = Captured()
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as file:
+        kept = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield found
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, 2)
+            os.close(kept)
+            file.seek(0)
+            found.text = file.read().decode(errors="replace")
+
+
+def cuda_plugin() -> Path | None:
+    """The CUDA plugin's library, or None where there is no plugin."""
+    for name in _PLUGINS:
+        try:
+            spec = importlib.util.find_spec(name)
+        except ModuleNotFoundError:
+            continue
+        if spec is not None and spec.origin is not None:
+            return Path(spec.origin).parent / "xla_cuda_plugin.so"
+    return None
+
+
+def import_jax() -> None:
+    """Import JAX; where its CUDA plugin has no driver to talk to, tell JAX so in its place.
+
+    JAX would print a traceback and the plugin two lines for each of its libraries, in every
+    program on a machine that has the plugin in order to compile for GPUs that are not there.
+    """
+    library = cuda_plugin()
+    if library is None or any(os.path.exists(path) for path in _DRIVERS):
+        import jax  # noqa: F401
+
+        return
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    with captured_stderr(), contextlib.suppress(OSError):
+        import jax  # noqa: F401
+
+        ctypes.CDLL(str(library))

@@ -1,0 +1,305 @@
+"""What a run would need on GPUs that are not there: bytes, collectives, time at the roofline."""
+
+import dataclasses
+import platform
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jaxlib
+
+from colossax.aot import (
+    MemoryReport,
+    Program,
+    Target,
+    Totals,
+    checkpoint_stacks,
+    collectives,
+    compile_program,
+    memory_report,
+    target_devices,
+    totals,
+)
+from colossax.compat import cudnn_installed
+from colossax.config import AttentionConfig, BatchConfig, Plan
+from colossax.errors import InputError
+from colossax.pallas.target import target as pallas_target
+from colossax.sharding import batch_axes
+from colossax.train.config import TrainConfig
+from colossax.train.flops import peak_flops
+from colossax.train.run import batch_shapes, run_step
+from colossax.train.step import Step
+
+_TOLD = ("bytes", "shape", "term", "op_name", "source")
+
+RESERVE = 0.03
+"""Share of a GPU's memory left free: for workspaces that tuning on the GPU will choose, the CUDA
+context and fragmentation."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Link:
+    """Collectives of one kind along the same axes, with what they would take.
+
+    Attributes:
+        totals: Counts and bytes per device and step.
+        link: Kind of connection that the slowest hop crosses.
+        seconds: In rings at that link's rate.
+    """
+
+    totals: Totals
+    link: str
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """One run on one target; bytes are per device and step.
+
+    Attributes:
+        limit_bytes: The GPU's memory.
+        fits: Whether the program needs at most that, less `RESERVE`.
+        attention: `cudnn` where the compiled program calls it, else `xla`.
+        flops_per_token: Of the model, forward and backward; recomputation is not counted.
+        compute_s: Model FLOPs of a step at the GPUs' peak.
+        microbatch: Rows of each device at a time.
+        microbatches: Per step.
+        searched: Whether the largest microbatch was.
+        largest_microbatch: The most rows that fit; None where not searched, or not one does.
+    """
+
+    config: TrainConfig
+    target: Target
+    plan_hash: str
+    parameters: int
+    program: Program
+    memory: MemoryReport
+    links: tuple[Link, ...]
+    limit_bytes: int
+    fits: bool
+    attention: str
+    flops_per_token: int
+    compute_s: float | None
+    microbatch: int
+    microbatches: int
+    searched: bool = False
+    largest_microbatch: int | None = None
+
+    def with_largest(self, rows: int | None) -> "Inspection":
+        """The same with the result of `largest_microbatch`."""
+        return dataclasses.replace(self, searched=True, largest_microbatch=rows)
+
+    @property
+    def note(self) -> str:
+        """What differs from the program that the GPUs would run, or empty."""
+        if self.config.plan.attention.kernel != "auto" or cudnn_installed():
+            return ""
+        return (
+            "attention is XLA's; on the GPUs 'auto' may take cuDNN's, which is not installed here"
+            " (pip install 'colossax[cudnn]')"
+        )
+
+    @property
+    def collective_s(self) -> float:
+        """Predicted seconds of all collectives."""
+        return sum(link.seconds for link in self.links)
+
+    @property
+    def exposed_s(self) -> float:
+        """Of those, seconds of collectives beside which nothing is computed."""
+        return sum(link.seconds for link in self.links if not link.totals.overlapped)
+
+    def to_json(self) -> dict[str, Any]:
+        """The facts as plain JSON types."""
+        memory = self.memory
+        return {
+            "recipe": self.config.recipe,
+            "target": self.target.name,
+            "plan": self.plan_hash,
+            "fits": self.fits,
+            "limit_bytes": self.limit_bytes,
+            "device_bytes": {
+                "total": memory.total_bytes,
+                "argument": memory.argument_bytes,
+                "temp": memory.temp_bytes,
+                "terms": dict(memory.terms),
+            },
+            "host_bytes": memory.host_bytes,
+            "largest": [
+                {
+                    "bytes": b.bytes,
+                    "shape": b.shape,
+                    "term": b.term,
+                    "op": b.op_name,
+                    "at": b.source,
+                }
+                for b in memory.largest
+            ],
+            "collectives": [
+                {
+                    "axis": link.totals.axis,
+                    "kind": link.totals.kind,
+                    "count": link.totals.count,
+                    "bytes": link.totals.bytes,
+                    "ring_bytes": link.totals.ring_bytes,
+                    "overlapped": link.totals.overlapped,
+                    "link": link.link,
+                    "seconds": link.seconds,
+                }
+                for link in self.links
+            ],
+            "parameters": self.parameters,
+            "flops_per_token": self.flops_per_token,
+            "compute_s": self.compute_s,
+            "microbatch": self.microbatch,
+            "microbatches": self.microbatches,
+            "largest_microbatch": self.largest_microbatch,
+            "attention": self.attention,
+            "note": self.note,
+            "compile_s": self.program.compile_s,
+            "versions": {
+                "python": platform.python_version(),
+                "jax": jax.__version__,
+                "jaxlib": jaxlib.__version__,
+            },
+        }
+
+
+def inspect_run(config: TrainConfig, target: Target) -> Inspection:
+    """Compile a run's step for a target and count.
+
+    Raises:
+        InputError: The run does not fit its plan, or the CUDA compiler plugin is missing.
+    """
+    step, program, names = _compiled(config, target)
+    mesh = step.bound.mesh
+    memory = memory_report(program, names=names)
+    decoder = config.model.decoder()
+    seq_len = config.data.seq_len
+    flops = decoder.train_flops_per_token(seq_len)
+    rows = config.data.global_batch
+    peak = peak_flops(target.gpu.name, str(config.plan.precision.compute))
+    microbatch, pieces = _microbatch(step, rows)
+    return Inspection(
+        config=config,
+        target=target,
+        plan_hash=config.plan.hash,
+        parameters=step.spec.parameter_count(),
+        program=program,
+        memory=memory,
+        links=tuple(_link(t, target, step) for t in totals(collectives(program.hlo, mesh))),
+        limit_bytes=target.gpu.memory_bytes,
+        fits=program.device_bytes <= _usable(target),
+        attention="cudnn" if "__cudnn$fmha" in program.hlo else "xla",
+        flops_per_token=flops,
+        compute_s=None if peak is None else flops * rows * seq_len / (peak * target.size),
+        microbatch=microbatch,
+        microbatches=pieces,
+    )
+
+
+def largest_microbatch(
+    config: TrainConfig, target: Target, tell: Callable[[str], None] = lambda _: None
+) -> int | None:
+    """The most rows of each device at a time that fit, by compiling; None when not even one does.
+
+    Doubles until it does not fit, then halves the interval; a global batch of twice as many rows
+    per device is compiled, so that gradients are accumulated as they would be.
+
+    Args:
+        config: The run; its global batch is replaced.
+        target: Where.
+        tell: Called with a line after each compilation.
+    """
+
+    def fits(rows: int) -> bool:
+        with_rows = _with_microbatch(config, target, rows)
+        found = _compiled(with_rows, target)[1].device_bytes
+        verdict = "fits" if found <= _usable(target) else "does not fit"
+        tell(f"{rows} rows per device: {found / 2**30:.1f} GiB, {verdict}")
+        return found <= _usable(target)
+
+    low, high = 0, 1
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    return low or None
+
+
+def _with_microbatch(config: TrainConfig, target: Target, rows: int) -> TrainConfig:
+    batch = BatchConfig(microbatch=rows, reduce_once=config.plan.batch.reduce_once)
+    plan = config.plan.replace(batch=batch)
+    # Along the batch there are at most as many devices as in all; twice as many make two pieces.
+    sizes = plan.mesh_sizes(target.size)
+    devices = sizes["data"] * sizes["fsdp"] * sizes["expert"]
+    data = dataclasses.replace(config.data, global_batch=2 * rows * devices)
+    return config.replace(plan=plan, data=data)
+
+
+def _compiled(config: TrainConfig, target: Target) -> tuple[Step, Program, Any]:
+    devices = target_devices(target)
+    config = config.replace(plan=_without_cudnn(config.plan, target))
+    with pallas_target("gpu", compute_capability=target.gpu.compute_capability):
+        step = run_step(config, devices)
+        batch = step.abstract_batch(batch_shapes(config))
+        traced = step.jitted.trace(step.abstract, batch)
+        lowered = traced.lower()
+    program = compile_program(lowered, options=step.bound.plan.compiler_options)
+    return step, program, checkpoint_stacks(traced.jaxpr)
+
+
+def _without_cudnn(plan: Plan, target: Target) -> Plan:
+    """The plan with XLA's attention in place of `auto` where cuDNN is not installed.
+
+    Raises:
+        InputError: The plan asks for cuDNN.
+    """
+    kernel = plan.attention.kernel
+    if kernel not in ("auto", "cudnn") or cudnn_installed():
+        return plan
+    if kernel == "cudnn":
+        raise InputError(
+            f"plan.attention.kernel 'cudnn' on '{target.name}': cuDNN is not installed here;"
+            f" run: pip install 'colossax[cudnn]', or give --plan.attention.kernel xla"
+        )
+    return plan.replace(attention=AttentionConfig(kernel="xla"))
+
+
+def _usable(target: Target) -> float:
+    return target.gpu.memory_bytes * (1 - RESERVE)
+
+
+def _microbatch(step: Step, rows: int) -> tuple[int, int]:
+    """Rows of each device at a time, and how many times."""
+    devices = step.bound.size(sorted(batch_axes(step.bound)))
+    batch = step.bound.plan.batch
+    if batch.microbatch is not None:
+        return batch.microbatch, rows // (batch.microbatch * devices)
+    return rows // (batch.accumulation * devices), batch.accumulation
+
+
+def _link(sums: Totals, target: Target, step: Step) -> Link:
+    mesh = step.bound.mesh
+    axes = sums.axis.split(" x ")
+    known = [axis for axis in axes if axis in mesh.axis_names]
+    link = target.link(mesh, known) if len(known) == len(axes) else target.network
+    seconds = target.ring_seconds(sums.ring_bytes, sums.group_size, sums.count, link)
+    return Link(totals=sums, link=link.name, seconds=seconds)
+
+
+def compare(found: Mapping[str, Inspection]) -> list[str]:
+    """Names of the inspections from the cheapest to the dearest; those that fit come first."""
+
+    def cost(name: str) -> tuple[bool, float]:
+        one = found[name]
+        return (
+            not one.fits,
+            max(one.compute_s or 0.0, one.collective_s - one.exposed_s) + one.exposed_s,
+        )
+
+    return sorted(found, key=cost)

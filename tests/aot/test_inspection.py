@@ -1,0 +1,248 @@
+"""Whole training steps compiled for GPUs that are not there: bytes against formulas.
+
+D, V, T: embed, vocabulary, tokens of a device. MATRICES, LAYER_NORMS: parameters of one layer.
+"""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from colossax.aot import assert_collectives, parse_target, target_devices
+from colossax.config import AttentionConfig, BatchConfig, preset
+from colossax.recipes import RECIPES, recipe
+from colossax.train.inspection import inspect_run, largest_microbatch
+
+pytestmark = pytest.mark.aot
+
+GIB, GB = 2**30, 1e9
+LAYERS, D, V, T = 32, 4096, 128_256, 8192
+MATRICES = D * 4096 * 2 + D * 1024 * 2 + 3 * D * 14_336
+LAYER_NORMS = 2 * D
+
+
+def llama(name, mesh, *, rows, batch=None, **changes):
+    config = recipe("llama3_8b")
+    chosen = preset(name, mesh=mesh)
+    batch = batch or BatchConfig(reduce_once=chosen.batch.reduce_once)
+    plan = config.plan.replace(
+        mesh=chosen.mesh,
+        rules=chosen.rules,
+        batch=batch,
+        attention=AttentionConfig(kernel="xla"),
+        **changes,
+    )
+    return config.replace(plan=plan, data=dataclasses.replace(config.data, global_batch=rows))
+
+
+def inspected(config, target="h100:1x8"):
+    return inspect_run(config, parse_target(target))
+
+
+def check(one, expected):
+    config = one.config
+    devices = target_devices(one.target)
+    mesh = config.plan.bind(devices).mesh
+    assert_collectives(one.program.hlo, expected, mesh=mesh, within=0.02, ignore_below=4_000_000)
+    assert "rematerialization" not in one.program.messages
+
+
+GATHERS = LAYERS * 2 * (2 * MATRICES + 4 * LAYER_NORMS) + 2 * V * D
+"""Each layer's matrices in bf16 and norms in float32, forward and backward; the head once."""
+SCATTERS = LAYERS * (2 * MATRICES + 4 * LAYER_NORMS) + 2 * V * D
+LOOKUP = 2 * T * D
+PARAMETERS = LAYERS * (MATRICES + LAYER_NORMS) + 2 * V * D + D
+
+
+def test_zero3_gathers_twice_and_scatters_once():
+    one = inspected(llama("zero3", {"fsdp": 8}, rows=8))
+    check(
+        one,
+        {
+            ("all-gather", "fsdp"): GATHERS,
+            ("reduce-scatter", "fsdp"): SCATTERS,
+            ("all-to-all", "fsdp"): 2 * LOOKUP,
+        },
+    )
+    ring = sum(link.totals.ring_bytes for link in one.links)
+    assert ring <= 39.5 * GB
+    assert one.memory.temp_bytes <= 9.1 * GIB
+    assert all(link.totals.overlapped for link in one.links if link.totals.ring_bytes > 0.2 * GB)
+
+
+def test_zero3_with_microbatches_does_all_of_it_for_each():
+    batch = BatchConfig(accumulation=4)
+    check(
+        inspected(llama("zero3", {"fsdp": 8}, rows=32, batch=batch)),
+        {
+            ("all-gather", "fsdp"): 4 * GATHERS,
+            ("reduce-scatter", "fsdp"): 4 * SCATTERS,
+            ("all-to-all", "fsdp"): 4 * 2 * LOOKUP,
+        },
+    )
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2"])
+def test_zero1_and_zero2_scatter_gradients_and_gather_new_parameters(name):
+    check(
+        inspected(llama(name, {"fsdp": 8}, rows=8)),
+        {
+            ("all-gather", "fsdp"): 4 * PARAMETERS,
+            ("reduce-scatter", "fsdp"): SCATTERS,
+            ("all-to-all", "fsdp"): LOOKUP,
+        },
+    )
+
+
+def test_zero1_with_microbatches_reduces_once():
+    batch = BatchConfig(accumulation=4, reduce_once=True)
+    one = inspected(llama("zero1", {"fsdp": 8}, rows=32, batch=batch), "h200:1x8")
+    check(
+        one,
+        {("all-gather", "fsdp"): 4 * PARAMETERS, ("reduce-scatter", "fsdp"): 4 * PARAMETERS},
+    )
+    scatter = next(link.totals for link in one.links if link.totals.kind == "reduce-scatter")
+    assert scatter.count <= 12  # one for each parameter, norms apart
+
+
+def test_zero2_with_microbatches_reduces_each():
+    batch = BatchConfig(accumulation=4)
+    check(
+        inspected(llama("zero2", {"fsdp": 8}, rows=32, batch=batch)),
+        {
+            ("all-gather", "fsdp"): 4 * PARAMETERS,
+            ("reduce-scatter", "fsdp"): 4 * SCATTERS,
+            ("all-to-all", "fsdp"): 4 * LOOKUP,
+        },
+    )
+
+
+def test_tensor_parallel_layers_all_reduce_five_times():
+    """Twice forward, twice backward, once in what full remat recomputes (the other is not used)."""
+    tokens = 2 * T  # of a device's rows: four groups of two devices share eight rows
+    check(
+        inspected(llama("zero3+megatron", {"fsdp": 4, "tensor": 2}, rows=8)),
+        {
+            ("all-gather", "fsdp"): GATHERS / 2,
+            ("reduce-scatter", "fsdp"): SCATTERS / 2,
+            ("all-to-all", "fsdp"): 2 * 2 * tokens * D,
+            # Beside the layers: the lookup in the split vocabulary, the head's input backward.
+            ("all-reduce", "tensor"): (5 * LAYERS + 2) * 2 * tokens * D,
+        },
+    )
+
+
+def test_data_axes_all_reduce_the_share_of_fsdp():
+    one = inspected(llama("zero3", {"data": 64, "fsdp": 8}, rows=512), "h100:64x8")
+    ring = sum(link.totals.ring_bytes for link in one.links)
+    assert ring <= 44.5 * GB
+    check(
+        one,
+        {
+            ("all-gather", "fsdp"): GATHERS,
+            ("reduce-scatter", "fsdp"): SCATTERS,
+            ("all-to-all", "fsdp"): 2 * LOOKUP,
+            ("all-reduce", "data"): (SCATTERS + 2 * V * D) / 8,
+        },
+    )
+
+
+def test_70b_on_64_devices():
+    config = recipe("llama3_70b")
+    plan = config.plan.replace(
+        mesh={"fsdp": 64},
+        rules=preset("zero3").rules,
+        batch=BatchConfig(),
+        attention=AttentionConfig(kernel="xla"),
+    )
+    one = inspected(config.replace(plan=plan), "h100:8x8")
+    assert one.memory.temp_bytes <= 20 * GIB
+    assert sum(link.totals.ring_bytes for link in one.links) <= 409 * GB
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_each_recipe_fits_the_target_it_names(name):
+    config = recipe(name)
+    one = inspected(config, config.target)
+    assert one.fits
+    assert sum(one.memory.terms.values()) == one.program.device_bytes
+    assert one.memory.terms["unattributed"] <= 0.03 * one.program.device_bytes
+
+
+def test_the_largest_microbatch_is_one_below_what_does_not_fit():
+    config = recipe("gpt2_124m")
+    target = parse_target("a100_40:1x1")
+    lines = []
+    most = largest_microbatch(config, target, lines.append)
+    verdicts = {int(line.split()[0]): line.endswith("GiB, fits") for line in lines}
+    assert verdicts[most]
+    assert not verdicts[most + 1]
+
+
+def colossax(*words):
+    command = [sys.executable, "-m", "colossax", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def test_the_command_line_says_it_in_json_and_in_a_picture(tmp_path: Path):
+    picture, hlo = tmp_path / "out.png", tmp_path / "program.txt"
+    done = colossax(
+        "inspect",
+        "llama_tiny",
+        "--target=h100:1x8",
+        "--json",
+        f"--plot={picture}",
+        f"--hlo={hlo}",
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "compiling h100:1x8\n"
+    found = json.loads(done.stdout)
+    assert {
+        "target",
+        "fits",
+        "device_bytes",
+        "host_bytes",
+        "collectives",
+        "flops_per_token",
+        "compile_s",
+        "versions",
+    } <= set(found)
+    assert sum(found["device_bytes"]["terms"].values()) == found["device_bytes"]["total"]
+    assert {c["axis"] for c in found["collectives"]} == {"fsdp"}
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert hlo.read_text().startswith("HloModule")
+
+
+def test_several_targets_and_presets_are_one_table():
+    done = colossax(
+        "inspect", "llama_tiny", "--target", "h100:1x1,h100:1x2", "--plan.preset", "zero3,ddp"
+    )
+    assert done.returncode == 0, done.stderr
+    names = {" ".join(line.split()[:2]) for line in done.stdout.splitlines()[1:]}
+    assert names == {f"h100:1x{n} {p}" for n in (1, 2) for p in ("zero3", "ddp")}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--target", "h999:1x8"], "no GPU is called 'h999'"),
+        (["--target", "h100:999x8"], "choose 1 to 1024"),
+        (["--target", "h100:1x7"], "rows cannot be cut"),
+        (["--hlo", "/nowhere/file"], "'/nowhere/file' cannot be written"),
+    ],
+)
+def test_what_cannot_be_done_is_one_sentence(words, message):
+    done = colossax("inspect", "llama_tiny", *words)
+    assert done.returncode == 2
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("colossax: ") and message in last
+    assert "Traceback" not in done.stderr
+
+
+def test_the_plugin_is_silent_in_programs_that_do_not_compile_for_gpus():
+    program = "import colossax, jax; print(jax.devices()[0].platform)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("cpu\n", "")
