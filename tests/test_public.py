@@ -14,7 +14,7 @@ NAMES = {
     "colossax.pallas.attention": "Mask attend_cache attention dense row_ranges why_no_ranges",
     "colossax.sharding": (
         "activation_sharding attention batch_axes compute_dtype constrain current explain "
-        "gather_weight linear lookup param_sharding replicated resolve use validate"
+        "gather_weight linear lookup param_sharding recomputing replicated resolve use validate"
     ),
     "colossax.data": (
         "BatchLoader Corpus Documents RowSource Rows Split SyntheticRows Tokenizer "
@@ -24,6 +24,13 @@ NAMES = {
     "colossax.checkpoint": "ArraySlot Checkpointer RecordReader RecordWriter slot_of",
     "colossax.optim": (
         "adamw constant decay_mask decays inverse_sqrt lamb lars linear sgd warmup_cosine wsd"
+    ),
+    "colossax.aot": (
+        "Buffer Collective Gpu Link MemoryReport Module Program Target Totals assert_collectives "
+        "checkpoint_stacks collectives compile_program exposed_collectives exposed_transfers "
+        "full_rematerialisations gpu_keys host_compute host_copies host_sharding memory_report "
+        "parse_module parse_target sync_transfers_in_loops target_devices totals "
+        "unexpected_collectives"
     ),
     "colossax.nn": (
         "ACTIVATIONS Attention AttentionShape CacheSpec Decoder DecoderConfig "

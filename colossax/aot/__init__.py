@@ -9,6 +9,15 @@ from .compile import Program as Program
 from .compile import compile_program as compile_program
 from .compile import host_sharding as host_sharding
 from .compile import target_devices as target_devices
+from .hlo import Module as Module
+from .hlo import parse_module as parse_module
+from .lints import exposed_collectives as exposed_collectives
+from .lints import exposed_transfers as exposed_transfers
+from .lints import full_rematerialisations as full_rematerialisations
+from .lints import host_compute as host_compute
+from .lints import host_copies as host_copies
+from .lints import sync_transfers_in_loops as sync_transfers_in_loops
+from .lints import unexpected_collectives as unexpected_collectives
 from .memory import Buffer as Buffer
 from .memory import MemoryReport as MemoryReport
 from .memory import memory_report as memory_report

@@ -124,7 +124,7 @@ def totals(found: Sequence[Collective]) -> tuple[Totals, ...]:
 
 def assert_collectives(
     compiled: Any,
-    expected: Mapping[tuple[str, str], float],
+    expected: Mapping[tuple[str, str], float | int],
     *,
     mesh: Mesh,
     within: float = 0.02,

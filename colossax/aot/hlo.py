@@ -163,7 +163,7 @@ def _instruction(line: str, number: int) -> Instruction:
     if named is None:
         raise ValueError(f"HLO line {number}: no instruction: {line[:120]!r}")
     rest = line[named.end() :]
-    end = matching(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
+    end = matching(rest, 0) + 1 if rest.startswith("(") else (rest + " ").index(" ")
     opcode, opened, _ = rest[end:].lstrip().partition("(")
     if not opened or not re.fullmatch(r"[a-z][\w\-]*", opcode):
         raise ValueError(f"HLO line {number}: no operation: {line[:120]!r}")

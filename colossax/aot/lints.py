@@ -183,8 +183,7 @@ def _transfer_bytes(start: Instruction) -> int:
     context). A slice is as large as its result on the device, an update as its largest operand
     there.
     """
-    on_host_thread = 'execution_thread="host"' in start.attributes
-    if not start.opcode.endswith("-start") or not start.in_host_memory or on_host_thread:
+    if not start.opcode.endswith("-start") or not start.in_host_memory:
         return 0
     first, second = elements(start.shape)[:2]
     written, read = (first, second) if start.opcode == "copy-start" else (second, first)

@@ -288,7 +288,7 @@ def _link(sums: Totals, target: Target, step: Step) -> Link:
     axes = sums.axis.split(" x ")
     known = [axis for axis in axes if axis in mesh.axis_names]
     link = target.link(mesh, known) if len(known) == len(axes) else target.network
-    seconds = target.ring_seconds(sums.ring_bytes, sums.group_size, sums.count, link)
+    seconds = target.ring_seconds(float(sums.ring_bytes), sums.group_size, sums.count, link)
     return Link(totals=sums, link=link.name, seconds=seconds)
 
 

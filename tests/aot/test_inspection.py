@@ -9,9 +9,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from colossax.aot import assert_collectives, parse_target, target_devices
+from colossax.aot import (
+    assert_collectives,
+    compile_program,
+    full_rematerialisations,
+    host_sharding,
+    parse_target,
+    target_devices,
+)
 from colossax.config import AttentionConfig, BatchConfig, preset
 from colossax.recipes import RECIPES, recipe
 from colossax.train.inspection import inspect_run, largest_microbatch
@@ -47,7 +57,7 @@ def check(one, expected):
     devices = target_devices(one.target)
     mesh = config.plan.bind(devices).mesh
     assert_collectives(one.program.hlo, expected, mesh=mesh, within=0.02, ignore_below=4_000_000)
-    assert "rematerialization" not in one.program.messages
+    assert full_rematerialisations(one.program) == []
 
 
 GATHERS = LAYERS * 2 * (2 * MATRICES + 4 * LAYER_NORMS) + 2 * V * D
@@ -172,6 +182,27 @@ def test_each_recipe_fits_the_target_it_names(name):
     assert one.memory.terms["unattributed"] <= 0.03 * one.program.device_bytes
 
 
+def test_host_memory_is_counted_apart():
+    """On the concrete mesh of devices that are not there the kind would be dropped in silence."""
+    devices = target_devices(parse_target("h100:1x2"))
+    mesh = Mesh(np.array(devices), ("fsdp",), axis_types=(AxisType.Auto,))
+    on_device = NamedSharding(mesh, PartitionSpec("fsdp"))
+    on_host = host_sharding(mesh, PartitionSpec("fsdp"))
+    many, few = 2**20, 2**10
+
+    def add(stored, x):
+        return jax.device_put(stored, jax.memory.Space.Device)[: x.shape[0]] + x
+
+    program = compile_program(
+        jax.jit(add).lower(
+            jax.ShapeDtypeStruct((many,), "float32", sharding=on_host),
+            jax.ShapeDtypeStruct((few,), "float32", sharding=on_device),
+        )
+    )
+    assert program.host_bytes == 4 * many / 2
+    assert program.stats.argument_size_in_bytes == 4 * few / 2
+
+
 def test_the_largest_microbatch_is_one_below_what_does_not_fit():
     config = recipe("gpt2_124m")
     target = parse_target("a100_40:1x1")
@@ -230,7 +261,8 @@ def test_several_targets_and_presets_are_one_table():
     [
         (["--target", "h999:1x8"], "no GPU is called 'h999'"),
         (["--target", "h100:999x8"], "choose 1 to 1024"),
-        (["--target", "h100:1x7"], "rows cannot be cut"),
+        (["--target", "h100:1x7"], "dim 'embed' has size 128"),
+        (["--target", "h100:1x16"], "rows cannot be cut"),
         (["--hlo", "/nowhere/file"], "'/nowhere/file' cannot be written"),
     ],
 )

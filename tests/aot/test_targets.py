@@ -62,5 +62,5 @@ def test_an_axis_crosses_the_network_where_its_devices_do():
 def test_ring_seconds_by_hand():
     target = parse_target("h100:1x8")
     link = target.gpu.nvlink
-    seconds = target.ring_seconds(7 * link.bytes_per_s, 8, 3, link)
+    seconds = target.ring_seconds(7.0 * link.bytes_per_s, 8, 3, link)
     assert seconds == pytest.approx(7 + 3 * 7 * link.latency_s)

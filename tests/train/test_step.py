@@ -243,6 +243,60 @@ def test_a_batch_that_devices_and_microbatches_do_not_divide_is_refused(devices)
         step.place(text_batch())
 
 
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("zero1", {"fsdp": 8}),
+        ("zero1+megatron_sp", {"data": 2, "fsdp": 2, "tensor": 2}),
+        ("ddp", {"data": 4, "fsdp": 2}),
+    ],
+)
+def test_gradients_reduced_once_equal_those_of_one_device(devices, name, mesh):
+    batch = text_batch(rows=16)
+    want, loss, weights = gradients(ONE, batch)
+    plan = preset(name, mesh=mesh, batch=BatchConfig(accumulation=2))
+    assert plan.batch.reduce_once
+    state, step = boost(
+        maker(CONFIG), optax.sgd(1.0), next_token_loss(z_loss=1e-3), plan, devices=devices
+    )
+    got, totals, _, value = jax.jit(step.gradients)(state, step.place(batch))
+    assert_trees_close(got, want)
+    assert_losses_close(value, loss)
+    assert float(totals["cross_entropy"][1]) == weights["cross_entropy"]
+
+
+def test_split_parameters_cannot_be_reduced_once(devices):
+    plan = preset("zero3", mesh={"fsdp": 8}).replace(
+        batch=BatchConfig(accumulation=2, reduce_once=True)
+    )
+    with pytest.raises(PlanError, match="reduce_once: .* is split over 'fsdp'"):
+        build_step(maker(CONFIG), optax.sgd(1.0), next_token_loss(), plan, devices=devices)
+
+
+def test_a_microbatch_of_rows_equals_that_many_pieces(devices):
+    batch = text_batch(rows=16)
+    plan = preset("zero3", mesh={"fsdp": 4})
+    found = [
+        gradients_on(devices[:4], plan.replace(batch=config), batch)
+        for config in (BatchConfig(accumulation=4), BatchConfig(microbatch=1))
+    ]
+    assert_trees_close(found[1], found[0], tolerance=0)
+    step = build_step(
+        maker(CONFIG),
+        optax.sgd(1.0),
+        next_token_loss(),
+        plan.replace(batch=BatchConfig(microbatch=3)),
+        devices=devices[:4],
+    )
+    with pytest.raises(PlanError, match="16 rows cannot be cut into microbatches of 3 for each"):
+        jax.eval_shape(step.gradients, step.abstract, step.place(batch))
+
+
+def gradients_on(devices, plan, batch):
+    state, step = boost(maker(CONFIG), optax.sgd(1.0), next_token_loss(), plan, devices=devices)
+    return jax.jit(step.gradients)(state, step.place(batch))[0]
+
+
 def test_a_plan_that_does_not_fit_the_model_is_refused_before_anything_is_allocated(devices):
     before = len(jax.live_arrays())
     with pytest.raises(PlanError, match="layers/attn/o/w: dim 'heads' has size 4"):
