@@ -120,7 +120,13 @@ def microbatches(bound: BoundPlan, batch: Batch, dims: Mapping[str, Dims]) -> in
                     f" {wanted.microbatch} for each of {devices} devices along {axes};"
                     f" use a multiple of {wanted.microbatch * devices}, or another microbatch"
                 )
-            pieces = rows // (wanted.microbatch * devices)
+            each = rows // (wanted.microbatch * devices)
+            if name != next(iter(batch)) and each != pieces:
+                raise PlanError(
+                    f"batch '{name}': {rows} rows are {each} microbatches, other arrays are"
+                    f" {pieces}; with batch.microbatch give all arrays the same rows"
+                )
+            pieces = each
         elif rows % (pieces * devices):
             raise PlanError(
                 f"batch '{name}': {rows} rows cannot be cut into {pieces} microbatches for"
@@ -177,7 +183,7 @@ def loss_and_gradients(
         return _accumulable(bound, infos, grads), totals, metrics, loss
     every = jax.lax.map(lambda xs: weigh(params, *xs), (micro, keys))
     over = jax.tree.map(jnp.sum, every)
-    if bound.plan.batch.reduce_once and not bound.single:
+    if bound.plan.batch.reduce_once and batch_axes(bound):
         return _reduced_once(bound, infos, differentiate, params, micro, dims, keys, over)
 
     def grad(piece: Batch, key: Array):
