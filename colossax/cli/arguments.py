@@ -87,3 +87,20 @@ def seconds(text: str) -> float:
     if not value > 0:
         raise argparse.ArgumentTypeError(f"found {value:g}; give more than 0 seconds")
     return value
+
+
+def several_processes(parser: argparse.ArgumentParser) -> None:
+    """Declare how a process finds the others it works with."""
+    many = parser.add_argument_group(
+        "several processes", "found out under Slurm, Open MPI, Kubernetes"
+    )
+    many.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 can be reached")
+    many.add_argument("--processes", metavar="N", type=number(1), help="how many there are")
+    many.add_argument("--process-id", metavar="I", type=number(0), help="which one this is, from 0")
+    many.add_argument(
+        "--timeout-s",
+        metavar="T",
+        type=seconds,
+        default=300.0,
+        help="how long to wait for the others; default %(default)g",
+    )

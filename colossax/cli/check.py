@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import jax
 
-from colossax.cli.arguments import number
+from colossax.cli.arguments import number, several_processes
 from colossax.cli.devices import choose_devices, request_host_devices
 from colossax.cli.machine import (
     Devices,
@@ -23,9 +23,11 @@ from colossax.cli.machine import (
     unused,
     versions,
 )
+from colossax.cli.output import standard_output
 from colossax.cli.overrides import Override
 from colossax.cli.trials import Trial, run_trials, within
 from colossax.errors import InputError
+from colossax.train.distributed import find_launch, join, start_jax
 
 DESCRIPTION = {
     "check": (
@@ -64,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
         "--devices", metavar="N", type=number(1), help="devices to use; on a CPU, N are made"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    several_processes(parser)
 
 
 def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
@@ -73,11 +76,17 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
     request_host_devices(args.devices)
     # Room for all of JAX's usual share may not be there while another program runs.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    report, hung = look(args.devices)
+    launch = find_launch(
+        args.coordinator, args.processes, args.process_id, timeout_s=args.timeout_s
+    )
+    with standard_output(protected=launch is not None) as out:
+        join(launch, timeout_s=args.timeout_s)
+        start_jax(launch)
+        report, hung = look(args.devices)
+        if report.devices is None or jax.process_index() == 0:
+            text = json.dumps(dataclasses.asdict(report)) if args.json else "\n".join(lines(report))
+            out.write(f"{text}\n")
     faults = [trial.sentence for trial in report.collectives if trial.fault]
-    if report.devices is None or jax.process_index() == 0:
-        text = json.dumps(dataclasses.asdict(report)) if args.json else "\n".join(lines(report))
-        sys.stdout.write(f"{text}\n")
     sys.stderr.writelines(f"colossax: {fault}\n" for fault in faults)
     if hung:
         _leave(1)

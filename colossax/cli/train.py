@@ -4,16 +4,15 @@ import argparse
 import contextlib
 import json
 import logging
-import os
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from colossax.cli.arguments import number, seconds
+from colossax.cli.arguments import number, several_processes
 from colossax.cli.devices import choose_devices, request_host_devices
+from colossax.cli.output import standard_output
 from colossax.cli.overrides import Override, apply_overrides, override_names
 from colossax.recipes import DEFAULT_RECIPE, RECIPES, recipe
 from colossax.train.config import TrainConfig
@@ -63,19 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
         option = f"--{name.replace('_', '-')}"
         values.add_argument(option, dest=f"field_{name}", metavar=kind, help=text)
     values.add_argument("--data", metavar="PATH", help="text, JSONL or Parquet, a file or a folder")
-    many = parser.add_argument_group(
-        "several processes", "found out under Slurm, Open MPI, Kubernetes"
-    )
-    many.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 can be reached")
-    many.add_argument("--processes", metavar="N", type=number(1), help="how many there are")
-    many.add_argument("--process-id", metavar="I", type=number(0), help="which one this is, from 0")
-    many.add_argument(
-        "--timeout-s",
-        metavar="T",
-        type=seconds,
-        default=300.0,
-        help="how long to wait for the others; default %(default)g",
-    )
+    several_processes(parser)
     parser.epilog = _overrides_help()
 
 
@@ -102,7 +89,7 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
         launch = find_launch(
             args.coordinator, args.processes, args.process_id, timeout_s=args.timeout_s
         )
-        with _standard_output(protected=launch is not None) as out:
+        with standard_output(protected=launch is not None) as out:
             group = join(launch, timeout_s=args.timeout_s)
             start_jax(launch)
             options = RunOptions(
@@ -140,26 +127,6 @@ def _emitter(out: Stream) -> Callable[[dict[str, Any]], None]:
         out.flush()
 
     return emit
-
-
-@contextlib.contextmanager
-def _standard_output(*, protected: bool) -> Iterator[Stream]:
-    """Standard output; when protected, what libraries write there goes to standard error.
-
-    XLA's collectives between CPU processes print a line for each peer from C++.
-    """
-    if not protected:
-        yield sys.stdout
-        return
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        with os.fdopen(os.dup(kept), "w", encoding="utf-8") as out:
-            yield out
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
 
 
 @contextlib.contextmanager

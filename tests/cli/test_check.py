@@ -20,6 +20,7 @@ import pytest
 
 import colossax
 from colossax.cli import check, machine, main, trials
+from tests.train.launching import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -405,3 +406,25 @@ def test_a_mistake_is_one_sentence(capsys, arguments, message):
     assert out == ""
     assert re.fullmatch(r"colossax: [^\n]*\n", errors)
     assert message in errors
+
+
+def test_two_processes_check_the_links_between_them():
+    port = free_port()
+    words = ["--devices", "2", "--json", "--coordinator", f"127.0.0.1:{port}", "--processes", "2"]
+    command = [sys.executable, "-m", "colossax", "check", *words]
+    both = [
+        subprocess.Popen(
+            [*command, "--process-id", str(number)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    out = [process.communicate(timeout=120) for process in both]
+    assert [process.returncode for process in both] == [0, 0], out
+    found = json.loads(out[0][0])
+    assert (found["devices"]["count"], found["devices"]["processes"]) == (4, 2)
+    assert {trial["mesh"] for trial in found["collectives"]} == {"fsdp=4"}
+    assert not any(trial["fault"] for trial in found["collectives"])
+    assert out[1][0] == ""
