@@ -68,15 +68,24 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Totals:
-    """Several collectives of one kind along the same axes."""
+    """Several collectives of one kind along the same axes.
+
+    The exposed ones are those beside which nothing is computed.
+    """
 
     axis: str
     kind: str
     count: int
     bytes: int
     ring_bytes: int
-    overlapped: bool
+    exposed_count: int
+    exposed_ring_bytes: int
     group_size: int
+
+    @property
+    def overlapped(self) -> bool:
+        """Whether compute stands beside all but a hundredth of the bytes."""
+        return self.exposed_ring_bytes <= 0.01 * self.ring_bytes
 
 
 def collectives(program: str | Module, mesh: Mesh) -> tuple[Collective, ...]:
@@ -103,11 +112,12 @@ def collectives(program: str | Module, mesh: Mesh) -> tuple[Collective, ...]:
 
 
 def totals(found: Sequence[Collective]) -> tuple[Totals, ...]:
-    """Sums per kind and axes, most bytes first; `overlapped` where all of them are."""
+    """Sums per kind and axes, most bytes first."""
     keys = dict.fromkeys((c.kind, c.axis) for c in found)
     sums = []
     for kind, axis in keys:
         same = [c for c in found if (c.kind, c.axis) == (kind, axis)]
+        exposed = [c for c in same if not c.overlapped]
         sums.append(
             Totals(
                 axis=axis,
@@ -115,7 +125,8 @@ def totals(found: Sequence[Collective]) -> tuple[Totals, ...]:
                 count=sum(c.count for c in same),
                 bytes=sum(c.bytes for c in same),
                 ring_bytes=round(sum(c.ring_bytes for c in same)),
-                overlapped=all(c.overlapped for c in same),
+                exposed_count=sum(c.count for c in exposed),
+                exposed_ring_bytes=round(sum(c.ring_bytes for c in exposed)),
                 group_size=max(c.group_size for c in same),
             )
         )
@@ -267,10 +278,10 @@ def _ring_share(kind: str, size: int) -> float:
 def _payload(module: Module, instruction: Instruction, kind: str) -> int:
     """Bytes of an all-gather's result, of any other kind's operands."""
     if kind != "all-gather":
-        names = instruction.operand_names
+        shapes = module.operand_shapes(instruction)
         if kind == "ragged-all-to-all":
-            names = names[:1]  # the others are where to write, offsets and sizes
-        return sum(shape_bytes(module.by_name[name].shape) for name in names)
+            shapes = shapes[:1]  # the others are where to write, offsets and sizes
+        return sum(map(shape_bytes, shapes))
     if instruction.opcode == kind:
         return shape_bytes(instruction.shape)
     # A start gives (operands, results, ...), each a tuple of its own where there are several.
@@ -294,7 +305,7 @@ def overlapped(module: Module, start: Instruction) -> bool:
     body = next(b for b in module.computations.values() if start in b)
     names = {start.name}
     for instruction in body[body.index(start) + 1 :]:
-        ours = names.intersection(instruction.operand_names)
+        ours = names.intersection(name.split("#")[0] for name in instruction.operand_names)
         if ours and instruction.opcode.endswith("-done"):
             return False
         if ours and instruction.opcode.endswith("-update"):
@@ -310,5 +321,5 @@ def _computes(module: Module, instruction: Instruction) -> bool:
         return False
     if _kind(instruction) is not None:
         return False
-    read = [module.by_name[name].shape for name in instruction.operand_names]
+    read = module.operand_shapes(instruction)
     return sum(map(shape_bytes, (instruction.shape, *read))) > SCALARS_BYTES

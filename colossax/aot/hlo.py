@@ -66,7 +66,7 @@ class Instruction:
 
     @property
     def operand_names(self) -> tuple[str, ...]:
-        """Instructions it reads."""
+        """What it reads: names of instructions, `name#1` for a part of a tuple (JAX 0.12)."""
         return tuple(word.split()[-1].lstrip("%") for word in split_top(self.operands))
 
     @property
@@ -119,6 +119,17 @@ class Module:
             return f"{written.group(1)}:{written.group(2) or 0}"
         frame = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
         return self.frames.get(int(frame.group(1)), "") if frame else ""
+
+    def operand_shapes(self, instruction: Instruction) -> list[str]:
+        """Shapes of what an instruction reads."""
+        shapes = []
+        for operand in instruction.operand_names:
+            name, *places = operand.split("#")
+            shape = self.by_name[name].shape
+            for place in places:
+                shape = elements(shape)[int(place)]
+            shapes.append(shape)
+        return shapes
 
     @functools.cached_property
     def by_name(self) -> Mapping[str, Instruction]:

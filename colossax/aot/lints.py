@@ -194,7 +194,7 @@ def _transfer_bytes(start: Instruction) -> int:
 
 
 def _operand_arrays(module: Module, instruction: Instruction) -> list[str]:
-    shapes = [module.by_name[name].shape for name in instruction.operand_names]
+    shapes = module.operand_shapes(instruction)
     return [array for shape in shapes for array in elements(shape)]
 
 

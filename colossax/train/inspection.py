@@ -45,11 +45,13 @@ class Link:
         totals: Counts and bytes per device and step.
         link: Kind of connection that the slowest hop crosses.
         seconds: In rings at that link's rate.
+        exposed_s: Of those, of collectives beside which nothing is computed.
     """
 
     totals: Totals
     link: str
     seconds: float
+    exposed_s: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,7 +109,7 @@ class Inspection:
     @property
     def exposed_s(self) -> float:
         """Of those, seconds of collectives beside which nothing is computed."""
-        return sum(link.seconds for link in self.links if not link.totals.overlapped)
+        return sum(link.exposed_s for link in self.links)
 
     def to_json(self) -> dict[str, Any]:
         """The facts as plain JSON types."""
@@ -145,6 +147,7 @@ class Inspection:
                     "overlapped": link.totals.overlapped,
                     "link": link.link,
                     "seconds": link.seconds,
+                    "exposed_s": link.exposed_s,
                 }
                 for link in self.links
             ],
@@ -288,8 +291,16 @@ def _link(sums: Totals, target: Target, step: Step) -> Link:
     axes = sums.axis.split(" x ")
     known = [axis for axis in axes if axis in mesh.axis_names]
     link = target.link(mesh, known) if len(known) == len(axes) else target.network
-    seconds = target.ring_seconds(float(sums.ring_bytes), sums.group_size, sums.count, link)
-    return Link(totals=sums, link=link.name, seconds=seconds)
+
+    def seconds(ring_bytes: int, count: int) -> float:
+        return target.ring_seconds(float(ring_bytes), sums.group_size, count, link)
+
+    return Link(
+        totals=sums,
+        link=link.name,
+        seconds=seconds(sums.ring_bytes, sums.count),
+        exposed_s=seconds(sums.exposed_ring_bytes, sums.exposed_count),
+    )
 
 
 def compare(found: Mapping[str, Inspection]) -> list[str]:
