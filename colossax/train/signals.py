@@ -10,6 +10,7 @@ started is finished by all, and the state is saved at one step.
 """
 
 import contextlib
+import ctypes
 import os
 import selectors
 import signal
@@ -100,6 +101,20 @@ class StopSignals:
         os.close(self._write_end)
 
 
+def hold_aborts() -> None:
+    """Let an abort of this process wait for six seconds.
+
+    A thread of XLA that finds another process gone aborts its own from C++, with a trace. The
+    thread that watches the processes finds it too, and ends this one with a sentence, if it is
+    given the time. SIGABRT is number 6, and a handler gets the number: libc's `sleep` serves as
+    one, and needs neither Python nor its lock.
+    """
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    libc.signal.restype = ctypes.c_void_p
+    libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
+
+
 class StopAgreement:
     """The thread that turns a wish of any process into one last step of all.
 
@@ -120,6 +135,8 @@ class StopAgreement:
         self._thread = threading.Thread(target=self._run, name="colossax-stop", daemon=True)
 
     def __enter__(self) -> "StopAgreement":
+        if self._group.wires:
+            hold_aborts()
         self._thread.start()
         return self
 

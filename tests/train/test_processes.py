@@ -3,6 +3,8 @@
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -97,3 +99,20 @@ def test_a_process_that_dies_ends_the_others_with_a_sentence(text, tmp_path):
     first, _ = (process.finish() for process in started)
     assert first.code == 1
     assert "process 1 is gone, and the run cannot go on without it" in first.errors
+
+
+def test_an_abort_from_below_waits_for_the_sentence():
+    """As when XLA finds the other process gone before the thread that watches it does."""
+    program = """
+import os, sys, threading
+from colossax.train.signals import hold_aborts
+hold_aborts()
+def end():
+    sys.stderr.write("a sentence")
+    sys.stderr.flush()
+    os._exit(1)
+threading.Timer(1.0, end).start()
+os.abort()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "a sentence")
