@@ -104,7 +104,7 @@ def test_a_process_that_dies_ends_the_others_with_a_sentence(text, tmp_path):
 def test_an_abort_from_below_waits_for_the_sentence():
     """As when XLA finds the other process gone before the thread that watches it does."""
     program = """
-import os, sys, threading
+import ctypes, os, sys, threading
 from colossax.train.signals import hold_aborts
 hold_aborts()
 def end():
@@ -112,7 +112,7 @@ def end():
     sys.stderr.flush()
     os._exit(1)
 threading.Timer(1.0, end).start()
-os.abort()
+ctypes.CDLL(None).abort()  # without Python's lock, as XLA
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (1, "a sentence")
