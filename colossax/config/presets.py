@@ -37,9 +37,9 @@ def preset(name: str, *, mesh: Mapping[str, int] | None = None, **fields: Any) -
     """The plan of this name, with `mesh` and other fields of `Plan` put over it.
 
     `ddp` replicates parameters; `zero1` and `zero2` split optimizer state over `data` and `fsdp`:
-    gradients are reduce-scattered and the new parameters gathered. With microbatches, `ddp` and
-    `zero1` accumulate whole gradients and reduce them once per step, `zero2` its share of them
-    after each microbatch. `zero3` splits parameters over `fsdp` as well. `megatron` splits heads,
+    gradients are reduce-scattered and the new parameters gathered. With microbatches, `zero1`
+    accumulates whole gradients and reduces them once per step, `zero2` its share of them after
+    each microbatch. `zero3` splits parameters over `fsdp` as well. `megatron` splits heads,
     mlp and vocab over `tensor`; `megatron_sp` also splits the sequence there between blocks. One
     of the first and one of the second kind join as `zero3+megatron_sp`. Without a mesh all
     devices go to the axis of the first part named.
@@ -61,6 +61,5 @@ def preset(name: str, *, mesh: Mapping[str, int] | None = None, **fields: Any) -
     default_mesh, rules = _DATA_PARTS[data[0]] if data else ({"tensor": -1}, Rules())
     if tensor:
         rules = rules.updated(activations=_TENSOR_PARTS[tensor[0]])
-    once = bool({"ddp", "zero1"}.intersection(data))
-    batch = dataclasses.replace(fields.pop("batch", BatchConfig()), reduce_once=once)
+    batch = dataclasses.replace(fields.pop("batch", BatchConfig()), reduce_once="zero1" in data)
     return Plan(mesh=mesh or default_mesh, rules=rules, batch=batch, **fields)

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from colossax.compat import inputs_used
-from colossax.config import BoundPlan, Rules
+from colossax.config import AttentionConfig, BoundPlan, Rules
 from colossax.errors import InputError, PlanError
 from colossax.sharding import batch_axes, constrain, param_sharding, use
 from colossax.train.loss import Loss, Sums, Terms
@@ -225,7 +225,7 @@ def _reduced_once(
     does not know of them.
     """
     axes = tuple(axis for axis in bound.mesh.axis_names if axis in batch_axes(bound))
-    inside = bound.replace(rules=_without(bound.plan.rules, axes))
+    inside = bound.replace(rules=_without(bound.plan.rules, axes), attention=_batchable(bound))
     shards = bound.size(axes)
 
     def split(name: str, x: Array) -> Array:
@@ -251,6 +251,12 @@ def _reduced_once(
     dtype = jnp.dtype(bound.plan.precision.reduction or bound.plan.precision.accumulation)
     summed = jax.tree.map(lambda g: _sum_devices(g, dtype), grads)
     return _accumulable(bound, infos, summed), totals, metrics, loss
+
+
+def _batchable(bound: BoundPlan) -> AttentionConfig:
+    """An attention that can stand under `vmap`: cuDNN's takes no mask there."""
+    kernel = bound.plan.attention.kernel
+    return AttentionConfig(kernel="xla" if kernel == "auto" else kernel)
 
 
 def _without(rules: Rules, axes: tuple[str, ...]) -> Rules:

@@ -380,10 +380,21 @@ def _put(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
 
 
 def _check_reduce_once(bound: BoundPlan, infos: Any) -> None:
-    """Refuse to accumulate whole gradients of parameters that no device has whole."""
+    """Refuse to accumulate whole gradients of parameters that no device has whole.
+
+    Raises:
+        PlanError: Of them, or of an attention that cannot run on each device's own rows.
+    """
     held = batch_axes(bound)
-    if not bound.plan.batch.reduce_once or not held:
+    batch = bound.plan.batch
+    if not batch.reduce_once or not held:
         return
+    several = batch.accumulation > 1 or batch.microbatch is not None
+    if several and bound.plan.attention.kernel == "cudnn":
+        raise PlanError(
+            "plan.attention.kernel 'cudnn' cannot run under plan.batch.reduce_once with several"
+            " microbatches; give 'auto', or switch reduce_once off as preset zero2 does"
+        )
     for info in jax.tree.leaves(infos):
         entries = param_sharding(bound, "params", info).spec
         taken = {a for e in entries if e for a in ((e,) if isinstance(e, str) else e)} & held

@@ -9,7 +9,15 @@ import optax
 import pytest
 from flax import nnx
 
-from colossax.config import BatchConfig, LossConfig, Plan, Precision, Segment, preset
+from colossax.config import (
+    AttentionConfig,
+    BatchConfig,
+    LossConfig,
+    Plan,
+    Precision,
+    Segment,
+    preset,
+)
 from colossax.errors import InputError, PlanError
 from colossax.models import LlamaConfig, maker
 from colossax.nn import LayerStack, param
@@ -255,7 +263,8 @@ def test_gradients_reduced_once_equal_those_of_one_device(devices, name, mesh):
     batch = text_batch(rows=16)
     want, loss, weights = gradients(ONE, batch)
     plan = preset(name, mesh=mesh, batch=BatchConfig(accumulation=2))
-    assert plan.batch.reduce_once
+    assert plan.batch.reduce_once == name.startswith("zero1")
+    plan = plan.replace(batch=BatchConfig(accumulation=2, reduce_once=True))
     state, step = boost(
         maker(CONFIG), optax.sgd(1.0), next_token_loss(z_loss=1e-3), plan, devices=devices
     )
@@ -263,6 +272,14 @@ def test_gradients_reduced_once_equal_those_of_one_device(devices, name, mesh):
     assert_trees_close(got, want)
     assert_losses_close(value, loss)
     assert float(totals["cross_entropy"][1]) == weights["cross_entropy"]
+
+
+def test_cudnn_cannot_be_asked_for_where_gradients_are_reduced_once(devices):
+    plan = preset("zero1", mesh={"fsdp": 8}, batch=BatchConfig(accumulation=2)).replace(
+        attention=AttentionConfig(kernel="cudnn")
+    )
+    with pytest.raises(PlanError, match="'cudnn' cannot run under plan.batch.reduce_once"):
+        build_step(maker(CONFIG), optax.sgd(1.0), next_token_loss(), plan, devices=devices)
 
 
 def test_split_parameters_cannot_be_reduced_once(devices):
