@@ -60,10 +60,12 @@ def import_jax() -> None:
 
         return
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    with captured_stderr(), contextlib.suppress(OSError):
+    with captured_stderr():
         import jax  # noqa: F401
 
-        ctypes.CDLL(str(library))
+        # Loaded by JAX later, it would write its lines then; what keeps it out, JAX will say.
+        with contextlib.suppress(OSError):
+            ctypes.CDLL(str(library))
 
 
 def _driver_installed() -> bool:

@@ -30,8 +30,6 @@ from colossax.train.flops import peak_flops
 from colossax.train.run import batch_shapes, run_step
 from colossax.train.step import Step
 
-_TOLD = ("bytes", "shape", "term", "op_name", "source")
-
 RESERVE = 0.03
 """Share of a GPU's memory left free: for workspaces that tuning on the GPU will choose, the CUDA
 context and fragmentation."""
