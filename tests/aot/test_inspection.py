@@ -145,6 +145,15 @@ def test_tensor_parallel_layers_all_reduce_five_times():
     )
 
 
+def test_blocks_with_a_split_sequence_end_in_reduce_scatters():
+    """Where tensor-parallel layers all-reduce, these reduce-scatter the same bytes."""
+    one = inspected(llama("zero3+megatron_sp", {"fsdp": 4, "tensor": 2}, rows=8))
+    found = {(link.totals.kind, link.totals.axis): link.totals.bytes for link in one.links}
+    blocks = 5 * LAYERS * 2 * (2 * T) * D
+    assert found["reduce-scatter", "tensor"] == pytest.approx(blocks, rel=0.02)
+    assert found.get(("all-reduce", "tensor"), 0) < 0.1 * blocks
+
+
 def test_data_axes_all_reduce_the_share_of_fsdp():
     one = inspected(llama("zero3", {"data": 64, "fsdp": 8}, rows=512), "h100:64x8")
     ring = sum(link.totals.ring_bytes for link in one.links)
