@@ -2,6 +2,8 @@
 
 from .axes import LOGICAL_DIMS as LOGICAL_DIMS
 from .axes import MESH_AXES as MESH_AXES
+from .axes import RING_AXES as RING_AXES
+from .axes import SEQUENCE_AXES as SEQUENCE_AXES
 from .axes import MeshAxis as MeshAxis
 from .binding import BoundPlan as BoundPlan
 from .binding import bind as bind
@@ -15,7 +17,7 @@ from .plan import BatchConfig as BatchConfig
 from .plan import LossConfig as LossConfig
 from .plan import Plan as Plan
 from .plan import Precision as Precision
-from .plan import Rules as Rules
 from .plan import Segment as Segment
 from .presets import PRESETS as PRESETS
 from .presets import preset as preset
+from .rules import Rules as Rules

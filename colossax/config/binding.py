@@ -10,6 +10,7 @@ from jax.sharding import AxisType, Mesh
 
 from colossax.config.axes import MESH_AXES
 from colossax.config.plan import Plan
+from colossax.config.rules import Rules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +35,11 @@ class BoundPlan:
     def size(self, axes: Sequence[str]) -> int:
         """Devices along these mesh axes together."""
         return int(np.prod([self.mesh.shape[axis] for axis in axes], initial=1))
+
+    @property
+    def rules(self) -> Rules:
+        """The plan's rules as its tensor layout turns them."""
+        return self.plan.laid_rules
 
     @property
     def single(self) -> bool:

@@ -1,6 +1,7 @@
 """The Plan: one frozen value that decides everything a model must not know."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from colossax.config import layouts
 from colossax.config.axes import MESH_AXES, USABLE_AXES
 from colossax.config.frozen import (
     FrozenDict,
@@ -18,6 +20,7 @@ from colossax.config.frozen import (
     non_default_json,
     to_json,
 )
+from colossax.config.rules import Rules
 from colossax.errors import PlanError
 
 if TYPE_CHECKING:
@@ -25,88 +28,35 @@ if TYPE_CHECKING:
 
     from colossax.config.binding import BoundPlan
 
-Choice = tuple[str, ...]
-RuleMap = Mapping[str, Any]
-
-_BATCH: tuple[Choice, ...] = (("data", "fsdp", "expert"),)
-_SEQ: tuple[Choice, ...] = (("ring", "ulysses"),)
-_TENSOR: tuple[Choice, ...] = (("tensor",),)
-
-TENSOR_RULES: dict[str, tuple[Choice, ...]] = dict.fromkeys(
-    ("heads", "kv_heads", "mlp", "vocab"), _TENSOR
-)
-ACTIVATION_RULES: dict[str, tuple[Choice, ...]] = {"batch": _BATCH, "seq": _SEQ, **TENSOR_RULES}
-STORAGE_RULES: dict[str, tuple[Choice, ...]] = {"layers": (("stage",),), **TENSOR_RULES}
-FSDP_RULES: dict[str, tuple[Choice, ...]] = {**STORAGE_RULES, "embed": (("fsdp",),)}
-
-
-def _normal_rules(rules: Mapping[str, Any], where: str) -> RuleMap:
-    """Every spelling of a rule (axis, choice, list of choices, None) as a tuple of choices."""
-    return FrozenDict({dim: _normal_rule(rule, f"{where}.{dim}") for dim, rule in rules.items()})
-
-
-def _normal_rule(rule: Any, where: str) -> tuple[Choice, ...]:
-    if rule is None:
-        return ((),)
-    if isinstance(rule, str):
-        rule = (rule,)
-    if all(isinstance(item, str) for item in rule):
-        rule = (rule,)
-    choices = tuple((c,) if isinstance(c, str) else tuple(c or ()) for c in rule)
-    for axis in (axis for choice in choices for axis in choice):
-        if axis not in MESH_AXES:
-            raise PlanError(f"{where}: no mesh axis is called '{axis}'{nearest(axis, MESH_AXES)}")
-    return choices
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Rules:
-    """Where each logical dim goes, per role.
-
-    A rule is a tuple of choices, a choice a tuple of mesh axes. The first choice none of whose
-    axes an earlier dim of the same array has taken is used; a dim without a rule, or whose
-    choices are all taken, is replicated. A dim `name:phase` looks up itself, then `name`.
-
-    Attributes:
-        params: Parameters at rest.
-        gradients: Gradients and their accumulators.
-        optimizer: Optimizer state.
-        activations: Everything computed from a batch.
-        cache: Key-value caches of inference.
-    """
-
-    params: RuleMap = FrozenDict(FSDP_RULES)
-    gradients: RuleMap = FrozenDict(FSDP_RULES)
-    optimizer: RuleMap = FrozenDict(FSDP_RULES)
-    activations: RuleMap = FrozenDict(ACTIVATION_RULES)
-    cache: RuleMap = FrozenDict(TENSOR_RULES)
-
-    def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if not isinstance(value, Mapping):
-                raise PlanError(f"rules.{field.name}: expected a mapping, found {value!r}")
-            object.__setattr__(self, field.name, _normal_rules(value, f"rules.{field.name}"))
-
-    def updated(self, **roles: Mapping[str, Any]) -> "Rules":
-        """These rules with single dims replaced: `rules.updated(params={"embed": None})`."""
-        merged = {role: {**getattr(self, role), **change} for role, change in roles.items()}
-        return dataclasses.replace(self, **merged)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    """Which attention implementation runs: `auto`, or a backend that must serve or be refused."""
+    """How attention is computed.
+
+    Attributes:
+        kernel: Implementation on a device: `auto`, or a backend that must serve or be refused.
+        scheme: What the devices along the ring axes do when they hold parts of a sequence. `zigzag`
+            sends keys and values around, each device holding two chunks that together see as many
+            keys as any other's (causal attention only); `ring` does so with consecutive tokens;
+            `all_gather` gathers keys and values before the computation, fewer and larger messages
+            for more memory; `self_attention` is the original Ring Self-Attention, which keeps all
+            scores. `auto`: zigzag where attention is causal, ring elsewhere. The axis `ulysses`
+            exchanges sequence for heads inside of any of them.
+    """
 
     kernel: str = "auto"
+    scheme: str = "auto"
 
     def __post_init__(self):
         check_types(self, "attention", error=PlanError)
-        known = ("auto", "cudnn", "xla", "reference")
-        if self.kernel not in known:
-            raise PlanError(
-                f"attention.kernel: unknown '{self.kernel}'{nearest(self.kernel, known)}"
-            )
+        for field, known in (("kernel", KERNELS), ("scheme", SCHEMES)):
+            value = getattr(self, field)
+            if value not in known:
+                raise PlanError(f"attention.{field}: unknown '{value}'{nearest(value, known)}")
+
+
+KERNELS: tuple[str, ...] = ("auto", "cudnn", "xla", "reference")
+SCHEMES: tuple[str, ...] = ("auto", "zigzag", "ring", "all_gather", "self_attention")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -229,7 +179,13 @@ class Plan:
         mesh: Size per mesh axis; one may be -1 (all remaining devices), absent axes are 1.
             Empty: `fsdp` takes all devices.
         rules: Logical dims to mesh axes, per role.
-        attention: Attention implementation.
+        tensor_layout: How matrices are split: `1d` over `tensor`, `2d` over `row` and `col`, `2.5d`
+            also over `depth`, or `3d` over all three.
+        tensor_matmul: How split matmuls communicate. `compiler` leaves it to XLA; `gather` gathers
+            operands in regions of our own; `cannon` (2d, 2.5d, row equal to col) passes blocks
+            around instead; `overlap` (1d with the sequence split between blocks) runs gathers and
+            reductions step by step under the matmuls. `auto`: `compiler` for 1d, `gather` else.
+        attention: Attention kernel and sequence scheme.
         batch: Microbatches.
         segments: Layer runs and their remat policies; counts sum to the stack's layers.
         precision: Dtypes per role.
@@ -240,6 +196,8 @@ class Plan:
     version: int = 1
     mesh: Mapping[str, Any] = FrozenDict()
     rules: Rules = Rules()
+    tensor_layout: str = "1d"
+    tensor_matmul: str = "auto"
     attention: AttentionConfig = AttentionConfig()
     batch: BatchConfig = BatchConfig()
     segments: tuple[Segment, ...] = (Segment(),)
@@ -259,6 +217,7 @@ class Plan:
         object.__setattr__(self, "segments", tuple(self.segments))
         check_types(self, "plan", error=PlanError)
         _check_mesh(self.mesh)
+        layouts.check_names(self.tensor_layout, self.tensor_matmul)
         if sum(s.count == -1 for s in self.segments) > 1 or not self.segments:
             raise PlanError(
                 "plan.segments: at most one segment may have count -1, at least one is needed"
@@ -283,7 +242,13 @@ class Plan:
                 f" but there are {devices} devices;"
                 f" choose sizes whose product is {devices}, or set one axis to -1"
             )
+        layouts.check_sizes(self.tensor_layout, self.tensor_matmul, sizes)
         return sizes
+
+    @functools.cached_property
+    def laid_rules(self) -> Rules:
+        """`rules` as the tensor layout turns them."""
+        return layouts.spread(self.rules, self.tensor_layout)
 
     def bind(self, devices: "Sequence[jax.Device] | None" = None) -> "BoundPlan":
         """This plan on these devices (default: all of them); see `BoundPlan`."""

@@ -4,8 +4,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from colossax.config.axes import SEQUENCE_AXES
 from colossax.config.frozen import nearest
-from colossax.config.plan import FSDP_RULES, STORAGE_RULES, BatchConfig, Plan, Rules
+from colossax.config.plan import BatchConfig, Plan
+from colossax.config.rules import FSDP_RULES, STORAGE_RULES, Rules
 from colossax.errors import PlanError
 
 _SHARDED_STATE = {**STORAGE_RULES, "embed": (("data", "fsdp"),)}
@@ -27,7 +29,7 @@ _DATA_PARTS: dict[str, tuple[dict[str, int], Rules]] = {
 }
 _TENSOR_PARTS: dict[str, dict[str, Any]] = {
     "megatron": {},
-    "megatron_sp": {"seq:residual": (("ring", "ulysses", "tensor"),)},
+    "megatron_sp": {"seq:residual": ((*SEQUENCE_AXES, "tensor"),)},
 }
 
 PRESETS: tuple[str, ...] = (*_DATA_PARTS, *_TENSOR_PARTS)

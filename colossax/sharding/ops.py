@@ -184,7 +184,7 @@ def _tokens_merge(lead: tuple[int, ...]) -> bool:
     bound = current()
     if bound is None or bound.single:
         return True
-    rules = bound.plan.rules.activations
+    rules = bound.rules.activations
     phases = [choices for dim, choices in rules.items() if dim.split(":")[0] == "seq"]
     axes = {axis for choices in phases for choice in choices for axis in choice}
     return len(lead) == 2 and bound.size(sorted(axes)) == 1

@@ -40,8 +40,8 @@ def resolve(
             f"{name}: names {len(dims)} dims {dims} for shape {tuple(shape)};"
             f" give one name (or None) per dim"
         )
-    drop = batch_axes(bound) if role == "weights" else frozenset()
-    rules = getattr(bound.plan.rules, "params" if role == "weights" else role)
+    drop = gathered_axes(bound) if role == "weights" else frozenset()
+    rules = getattr(bound.rules, "params" if role == "weights" else role)
     taken: set[str] = set()
     entries = []
     for dim, size in zip(dims, shape, strict=True):
@@ -80,7 +80,22 @@ def _fit(bound: BoundPlan, axes: tuple[str, ...], dim: str | None, size: int, na
 
 def batch_axes(bound: BoundPlan) -> frozenset[str]:
     """Mesh axes of size above 1 that split the batch."""
-    return frozenset(_choose(bound, bound.plan.rules.activations, "batch", set()))
+    return frozenset(_choose(bound, bound.rules.activations, "batch", set()))
+
+
+def gathered_axes(bound: BoundPlan) -> frozenset[str]:
+    """Mesh axes along which a matmul wants its weight whole: those that split the batch.
+
+    In the 3d layout a weight's own dims are split over `row` and `col` as well, each of which
+    splits the batch on one side of the matmul only; there its weight stays split.
+    """
+    own = {"row", "col"} if bound.plan.tensor_layout == "3d" else set()
+    return batch_axes(bound) - own
+
+
+def seq_axes(bound: BoundPlan, dim: str = "seq") -> tuple[str, ...]:
+    """Mesh axes of size above 1 that split the sequence, outer first."""
+    return _choose(bound, bound.rules.activations, dim, set())
 
 
 def param_sharding(bound: BoundPlan, role: str, info: ParamInfo) -> NamedSharding:

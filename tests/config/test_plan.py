@@ -55,7 +55,7 @@ def test_json_keys_are_sorted_and_missing_fields_take_their_default():
         ('{"batch": {"accumulation": "x"}}', "plan.batch.accumulation: expected int, found 'x'"),
         ('{"mesh": {"tensr": 2}}', "no axis is called 'tensr'; did you mean 'tensor'"),
         ('{"mesh": {"tensor": 0}}', "axis 'tensor' has size 0"),
-        ('{"mesh": {"ring": 2}}', "axis 'ring' has size 2, but only"),
+        ('{"mesh": {"stage": 2}}', "axis 'stage' has size 2, but only"),
         ('{"mesh": {"data": -1, "fsdp": -1}}', "several axes are -1"),
         ('{"rules": {"params": {"embed": "fdsp"}}}', "no mesh axis is called 'fdsp'"),
         ('{"segments": [{"remat": "ful"}]}', "unknown policy 'ful'"),
