@@ -1,4 +1,4 @@
-"""Named plans: `ddp zero1 zero2 zero3 megatron megatron_sp` and their mixes."""
+"""Named plans, `ddp zero1 zero2 zero3 megatron megatron_sp ring ulysses usp`, and their mixes."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -32,7 +32,14 @@ _TENSOR_PARTS: dict[str, dict[str, Any]] = {
     "megatron_sp": {"seq:residual": ((*SEQUENCE_AXES, "tensor"),)},
 }
 
-PRESETS: tuple[str, ...] = (*_DATA_PARTS, *_TENSOR_PARTS)
+_SEQUENCE_PARTS: dict[str, dict[str, int]] = {
+    "ring": {"ring": -1},
+    "ulysses": {"ulysses": -1},
+    "usp": {"ring": -1, "ulysses": 2},
+}
+_KINDS: tuple[Mapping[str, Any], ...] = (_DATA_PARTS, _TENSOR_PARTS, _SEQUENCE_PARTS)
+
+PRESETS: tuple[str, ...] = tuple(name for kind in _KINDS for name in kind)
 
 
 def preset(name: str, *, mesh: Mapping[str, int] | None = None, **fields: Any) -> Plan:
@@ -42,9 +49,9 @@ def preset(name: str, *, mesh: Mapping[str, int] | None = None, **fields: Any) -
     gradients are reduce-scattered and the new parameters gathered. With microbatches, `zero1`
     accumulates whole gradients and reduces them once per step, `zero2` its share of them after
     each microbatch. `zero3` splits parameters over `fsdp` as well. `megatron` splits heads,
-    mlp and vocab over `tensor`; `megatron_sp` also splits the sequence there between blocks. One
-    of the first and one of the second kind join as `zero3+megatron_sp`. Without a mesh all
-    devices go to the axis of the first part named.
+    mlp and vocab over `tensor`; `megatron_sp` also splits the sequence there between blocks.
+    `ring`, `ulysses` and both (`usp`) split the sequence everywhere. One of each kind join, as
+    `zero3+megatron_sp+ring`. Without a mesh all devices go to the axes of the first part named.
 
     Raises:
         PlanError: No such preset, or two of one kind.
@@ -53,15 +60,24 @@ def preset(name: str, *, mesh: Mapping[str, int] | None = None, **fields: Any) -
     for part in parts:
         if part not in PRESETS:
             raise PlanError(f"plan.preset: no preset is called '{part}'{nearest(part, PRESETS)}")
-    data = [p for p in parts if p in _DATA_PARTS]
-    tensor = [p for p in parts if p in _TENSOR_PARTS]
-    if len(data) > 1 or len(tensor) > 1:
+    data, tensor, _ = ([part for part in parts if part in kind] for kind in _KINDS)
+    if len(parts) > len({_kind(part) for part in parts}):
+        kinds = "; ".join(", ".join(kind) for kind in _KINDS)
         raise PlanError(
-            f"plan.preset: '{name}' names two of one kind;"
-            f" join one of {', '.join(_DATA_PARTS)} with one of {', '.join(_TENSOR_PARTS)}"
+            f"plan.preset: '{name}' names two of one kind; join at most one of each: {kinds}"
         )
-    default_mesh, rules = _DATA_PARTS[data[0]] if data else ({"tensor": -1}, Rules())
+    rules = _DATA_PARTS[data[0]][1] if data else Rules()
     if tensor:
         rules = rules.updated(activations=_TENSOR_PARTS[tensor[0]])
     batch = dataclasses.replace(fields.pop("batch", BatchConfig()), reduce_once="zero1" in data)
-    return Plan(mesh=mesh or default_mesh, rules=rules, batch=batch, **fields)
+    return Plan(mesh=mesh or _default_mesh(parts[0]), rules=rules, batch=batch, **fields)
+
+
+def _kind(part: str) -> int:
+    return next(i for i, kind in enumerate(_KINDS) if part in kind)
+
+
+def _default_mesh(part: str) -> dict[str, int]:
+    if part in _DATA_PARTS:
+        return _DATA_PARTS[part][0]
+    return _SEQUENCE_PARTS.get(part, {"tensor": -1})

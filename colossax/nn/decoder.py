@@ -14,7 +14,7 @@ from colossax.nn.layers import ACTIVATIONS, MLP, Embedding, LayerNorm, Linear, R
 from colossax.nn.rope import RopeConfig, rope_tables
 from colossax.nn.stack import LayerStack, LayerState
 from colossax.pallas.attention import Mask
-from colossax.sharding import compute_dtype, constrain
+from colossax.sharding import compute_dtype, constrain, current_order
 from colossax.typing import Dims
 
 
@@ -217,9 +217,9 @@ class Decoder(nnx.Module):
             raise InputError("hidden: give either tokens or embeddings, one of them")
         x: Any = self.embed(tokens) if tokens is not None else embeddings
         x = x.astype(compute_dtype(x.dtype))
-        self._check_length(x.shape[1])
+        self._check_length(x.shape[1] - current_order().padding)
         if positions is None:
-            positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
+            positions = jnp.broadcast_to(current_order().indices(x.shape[1]), x.shape[:2])
         window = None if self.config.window is None else (self.config.window - 1, 0)
         mask = Mask(causal=True, window=window, q_segments=segments, kv_segments=segments)
         side = Side(mask=mask, rope=self._rope(positions))

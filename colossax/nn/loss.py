@@ -20,6 +20,7 @@ class _Static:
     soft_cap: float | None
     vocab_sharded: bool
     batch_shards: int
+    seq_shards: int
     reduction: Any
 
 
@@ -35,6 +36,7 @@ def cross_entropy(
     bias: Float[Array, " v"] | None = None,
     vocab_sharded: bool = False,
     batch_shards: int = 1,
+    seq_shards: int = 1,
     reduction: Any = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
     """Sums over tokens of `w (lse - logit[target])`, `w lse^2`, `w`, and `w` of right guesses.
@@ -59,13 +61,14 @@ def cross_entropy(
             gather of a split one, in place of a look-up.
         batch_shards: Devices that the batch dim is split over; the head's gradient is then summed
             over them once, not once for each chunk.
+        seq_shards: Devices that the sequence is split over; likewise.
         reduction: Dtype of that sum; None: the head's.
 
     Returns:
         Four float32 scalars: sums, never means.
 
     Raises:
-        ValueError: `chunks` exceeds s, or `batch_shards` does not divide b.
+        ValueError: `chunks` exceeds s, or the shards do not divide b and s.
 
     Cost: 6 b s d v FLOPs forward, nothing backward but scaling (with `z_loss`: 2 forward, 6
     backward). Alive: b s v / chunks float32 logits and their gradient; kept: gradients of hidden
@@ -78,12 +81,15 @@ def cross_entropy(
         raise ValueError(f"cross_entropy: {chunks} chunks of {s} tokens; choose 1 to {s}")
     if b % batch_shards:
         raise ValueError(f"cross_entropy: batch {b} is no multiple of batch_shards {batch_shards}")
+    if s % seq_shards:
+        raise ValueError(f"cross_entropy: {s} tokens are no multiple of seq_shards {seq_shards}")
     static = _Static(
         chunks=chunks,
         z_loss=z_loss,
         soft_cap=soft_cap,
         vocab_sharded=vocab_sharded,
         batch_shards=batch_shards,
+        seq_shards=seq_shards,
         reduction=jnp.dtype(head.dtype if reduction is None else reduction),
     )
     weights = jax.lax.stop_gradient(weights.astype(jnp.float32))
@@ -223,27 +229,35 @@ def _over_chunks(
 ) -> tuple[Any, Any]:
     """`chunk(x [g, t, d], *tokens [g, t]) -> (added over chunks, per token)` for every chunk.
 
-    Tokens of a batch shard are one dim: with [b, s] apart, the head's gradient contracts two
-    dims, for which XLA's CPU backend transposes first.
+    g counts the devices that hold tokens, batch by sequence. The tokens of one are one dim: with
+    [b, s] apart, the head's gradient contracts two dims, for which XLA's CPU backend transposes
+    first; and merged across devices they would have to be gathered.
     """
     b, s, _ = hidden.shape
-    count, shards = static.chunks, static.batch_shards
-    each = -(-s // count)
+    count, rows, spans = static.chunks, static.batch_shards, static.seq_shards
+    held = s // spans
+    own = -(-held // count)  # tokens of a row and a chunk that one device holds
 
     def cut(x: Array) -> Array:
-        widths = [(0, 0), (0, each * count - s)] + [(0, 0)] * (x.ndim - 2)
-        x = jnp.pad(x, widths) if each * count != s else x
-        return x.reshape(b, each, count, *x.shape[2:])
+        """`[rows, b / rows, spans, own, count, ...]`: no dim mixes what devices hold apart."""
+        x = x.reshape(rows, b // rows, spans, held, *x.shape[2:])
+        if own * count != held:
+            widths = [(0, own * count - held if i == 3 else 0) for i in range(x.ndim)]
+            x = jnp.pad(x, widths)
+        return x.reshape(*x.shape[:3], own, count, *x.shape[4:])
 
     parts = [cut(x) for x in (hidden, *tokens)]
 
     def one(i: Any) -> tuple[Any, Any]:
-        taken = (jax.lax.dynamic_index_in_dim(x, i, axis=2, keepdims=False) for x in parts)
-        return chunk(*(x.reshape(shards, b // shards * each, *x.shape[2:]) for x in taken))
+        taken = (jax.lax.dynamic_index_in_dim(x, i, axis=4, keepdims=False) for x in parts)
+        merged = (rows * spans, b // rows * own)
+        return chunk(*(jnp.swapaxes(x, 1, 2).reshape(*merged, *x.shape[4:]) for x in taken))
 
     def restore(x: Array) -> Array:
-        x = jnp.moveaxis(x.reshape(count, b, each, *x.shape[3:]), 0, 2)
-        return x.reshape(b, each * count, *x.shape[3:])[:, :s]
+        x = x.reshape(count, rows, spans, b // rows, own, *x.shape[3:])
+        x = x.transpose(1, 3, 2, 4, 0, *range(5, x.ndim))
+        x = x.reshape(b, spans, own * count, *x.shape[5:])
+        return x[:, :, :held].reshape(b, s, *x.shape[3:])
 
     if count == 1:
         added, per_token = one(0)

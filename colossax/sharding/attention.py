@@ -1,6 +1,9 @@
-"""Attention under a plan: the local kernel inside a region manual over the whole mesh."""
+"""Attention under a plan: a region manual over the whole mesh, its scheme chosen by the plan."""
 
-from collections.abc import Sequence
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -8,12 +11,23 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from colossax.config import BoundPlan
+from colossax.config import RING_AXES, BoundPlan, MeshAxis
 from colossax.errors import PlanError
 from colossax.pallas.attention import Mask
 from colossax.pallas.attention import attention as local_attention
 from colossax.sharding.context import current
-from colossax.sharding.rules import resolve
+from colossax.sharding.order import current_order
+from colossax.sharding.rules import check_heads, resolve, seq_axes
+from colossax.sharding.sequence import (
+    Order,
+    RingAxes,
+    balanced_from_contiguous_local,
+    contiguous_from_balanced_local,
+    gather_attention_local,
+    ring_attention_local,
+    ring_self_attention_local,
+    ulysses_local,
+)
 
 
 def attention(
@@ -29,15 +43,22 @@ def attention(
     sinks: Float[Array, " n"] | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """Exact softmax attention, batch and heads split as the plan in force says.
+    """Exact softmax attention; batch, heads and sequence split as the plan in force says.
 
     Arguments and result are those of `colossax.pallas.attention.attention`. Where there are fewer
     kv heads than devices on the heads' axes, every device holds them all and reads its own.
 
-    Cost: no communication forward; backward sums the gradient of replicated kv heads.
+    Along `ulysses` the devices exchange sequence for heads before and after; along the ring axes
+    keys and values travel as `plan.attention.scheme` says. Rows whose length the devices do not
+    divide are filled up by tokens of segment -1. Outside of a step, where rows lie in their
+    natural order, causal attention brings them into a balanced order and back.
+
+    Cost: without a split sequence no communication forward; backward sums the gradient of
+    replicated kv heads. With one, see `colossax.sharding.sequence`.
 
     Raises:
-        PlanError: Heads or batch are not a multiple of their axes.
+        PlanError: Heads or batch are not a multiple of their axes, or the scheme or kernel asked
+            for cannot serve this call.
         ValueError: Shapes contradict one another.
     """
     bound = current()
@@ -59,23 +80,30 @@ def attention(
     }
     if bound is None or bound.single:
         return _local(arrays, options)
-    specs = _specs(bound, arrays)
+    split = _split(bound, arrays)
+    arrays = _filled_up(arrays, split)
+    specs = _specs(bound, arrays, split)
     out_spec: Any = specs["q"]
     if return_lse:
-        out_spec = (out_spec, PartitionSpec(specs["q"][0], specs["q"][2], None))
+        out_spec = (out_spec, PartitionSpec(specs["q"][0], specs["q"][2], specs["q"][1]))
 
     def island_local(local: dict[str, Any]) -> Any:
         heads = specs["q"][2]
         if heads is not None and specs["k"][2] is None:
             local = _own_kv_heads_local(bound, heads, q.shape[2], local)
-        return _local(local, options)
+        return _scheme_local(split, local, options)
 
     # Unchecked, gradients of operands that are whole on several devices are summed over those, and
     # the island can stand under `vmap` over devices, where the check fails on what it batches.
     mapped = jax.shard_map(
         island_local, mesh=bound.mesh, in_specs=(specs,), out_specs=out_spec, check_vma=False
     )
-    return mapped(arrays)
+    found = mapped(arrays)
+    if arrays["q"].shape[1] == q.shape[1]:
+        return found
+    out, lse = found if return_lse else (found, None)
+    out = out[:, : q.shape[1]]
+    return (out, lse[:, :, : q.shape[1]]) if return_lse else out  # type: ignore[index]
 
 
 def _local(arrays: dict[str, Any], options: dict[str, Any]) -> Any:
@@ -87,20 +115,149 @@ def _local(arrays: dict[str, Any], options: dict[str, Any]) -> Any:
         raise PlanError(f"plan.attention.kernel: {reason}; use 'auto'") from reason
 
 
-def _specs(bound: BoundPlan, arrays: dict[str, Any]) -> dict[str, Any]:
-    q_dims = ("batch", None, "heads", None)
-    kv_dims = ("batch", None, "kv_heads", None)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Split:
+    """How the sequence of one call is split, and who does what about it.
+
+    Attributes:
+        axes: All axes that split the sequence, outer first.
+        ring: Those among them around which keys and values travel, with their sizes; or None.
+        ulysses: Devices that exchange sequence for heads.
+        scheme: One of the plan's, `auto` decided.
+        zigzag: Whether rows lie in the balanced order while the ring turns.
+        turned: Whether they must be brought into it and back.
+    """
+
+    axes: tuple[str, ...]
+    ring: RingAxes | None
+    ulysses: int
+    scheme: str
+    zigzag: bool
+    turned: bool
+
+    @property
+    def multiple(self) -> int:
+        """What the length of a row must be a multiple of."""
+        ring = 1 if self.ring is None else self.ring.size
+        return math.lcm((1 + self.zigzag) * ring, ring * self.ulysses)
+
+
+def _split(bound: BoundPlan, arrays: dict[str, Any]) -> _Split:
+    axes = seq_axes(bound)
+    ring = _ring_axes(bound, [axis for axis in axes if axis in RING_AXES])
+    ulysses = bound.mesh.shape[MeshAxis.ULYSSES] if MeshAxis.ULYSSES in axes else 1
+    lies_zigzag = current_order().ranks > 1
+    scheme = bound.plan.attention.scheme
+    turned = False
+    if ring is not None:
+        _check_ring(bound, arrays)
+        balanced = _balances(arrays)
+        if scheme == "zigzag" and not balanced:
+            raise PlanError(
+                "plan.attention.scheme: 'zigzag' balances causal attention of a row to itself, in"
+                " the order of its tokens, and this call is not that; use 'auto' or 'ring'"
+            )
+        windowed = arrays["mask"].left is not None  # distant chunks then never meet
+        wanted = scheme in ("zigzag", "all_gather") or (scheme == "auto" and not windowed)
+        turned = wanted and balanced and not lies_zigzag
+    if scheme == "auto":
+        scheme = "zigzag" if lies_zigzag or turned else "ring"
+    return _Split(
+        axes=axes,
+        ring=ring,
+        ulysses=ulysses,
+        scheme=scheme,
+        zigzag=ring is not None and (lies_zigzag or turned),
+        turned=turned,
+    )
+
+
+def _ring_axes(bound: BoundPlan, used: Sequence[str]) -> RingAxes | None:
+    if not used:
+        return None
+    *outer, inner = used
+    return RingAxes(
+        inner=inner,
+        inner_size=bound.mesh.shape[inner],
+        outer=outer[0] if outer else None,
+        outer_size=bound.size(outer),
+    )
+
+
+def _balances(arrays: dict[str, Any]) -> bool:
+    """Whether this is causal attention of rows to themselves by the order of their tokens."""
+    mask = arrays["mask"]
+    return mask.causal and mask.indexed and arrays["q"].shape[1] == arrays["k"].shape[1]
+
+
+def _check_ring(bound: BoundPlan, arrays: dict[str, Any]) -> None:
+    kernel = bound.plan.attention.kernel
+    if kernel not in ("auto", "xla"):
+        raise PlanError(
+            f"plan.attention.kernel: '{kernel}' cannot compute a row in parts, which a ring of"
+            f" devices needs; use 'auto', or split the sequence over 'ulysses'"
+        )
+    if arrays["biases"]:
+        raise PlanError(
+            "attention: biases of all pairs of tokens cannot travel around a ring of devices;"
+            " split the sequence over 'ulysses', or give alibi_slopes"
+        )
+
+
+def _filled_up(arrays: dict[str, Any], split: _Split) -> dict[str, Any]:
+    """Rows as long as the devices divide, the tokens added marked by segment -1."""
+    s, t = arrays["q"].shape[1], arrays["k"].shape[1]
+    more = -s % split.multiple, -t % split.multiple
+    if more == (0, 0):
+        return arrays
+    mask: Mask = arrays["mask"]
+    if mask.q_segments is None:
+        zeros = (jnp.zeros((1, length), jnp.int32) for length in (s, t))
+        mask = dataclasses.replace(mask, **dict(zip(_SEGMENTS, zeros, strict=True)))
+    fields = {
+        name: _padded(getattr(mask, name), 1, more[name.startswith("kv")], **how)
+        for name, how in _FILLED.items()
+    }
+    filled = {name: _padded(arrays[name], 1, more[name != "q"]) for name in ("q", "k", "v")}
+    biases = (_padded(_padded(x, 2, more[0]), 3, more[1]) for x in arrays["biases"])
+    mask = dataclasses.replace(mask, **fields)
+    return {**arrays, **filled, "mask": mask, "biases": tuple(biases)}
+
+
+_SEGMENTS = ("q_segments", "kv_segments")
+_FILLED: dict[str, dict[str, Any]] = {
+    "q_positions": {"mode": "edge"},
+    "kv_positions": {"mode": "edge"},
+    "q_segments": {"constant_values": -1},
+    "kv_segments": {"constant_values": -1},
+    "kv_valid": {"constant_values": False},
+}
+
+
+def _padded(x: Any, axis: int, more: int, **how: Any) -> Any:
+    if x is None or more == 0 or x.shape[axis] == 1:
+        return x
+    return jnp.pad(x, [(0, more if i == axis else 0) for i in range(x.ndim)], **how)
+
+
+def _specs(bound: BoundPlan, arrays: dict[str, Any], split: _Split) -> dict[str, Any]:
+    q_dims = ("batch:inner", "seq", "heads", None)
+    kv_dims = ("batch:inner", "seq", "kv_heads", None)
     spec_of = {
         name: resolve(bound, "activations", dims, arrays[name].shape, name=f"attention {name}")
         for name, dims in (("q", q_dims), ("k", kv_dims), ("v", kv_dims))
     }
     batch, heads = spec_of["q"][0], spec_of["q"][2]
+    check_heads(bound, arrays["q"].shape[2], name="attention q")
+    ring = None if split.ring is None else split.ring.names
 
     def of_mask(x: Array) -> PartitionSpec:
-        return PartitionSpec(None if x.shape[0] == 1 else batch, *[None] * (x.ndim - 1))
+        # Whole along ulysses, where every device comes to see all of the ring rank's tokens.
+        rows = None if x.shape[0] == 1 else batch
+        return PartitionSpec(rows, *[ring] * (x.ndim - 1))
 
     def of_bias(x: Array) -> PartitionSpec:
-        by_dim = [batch, heads, None, None]
+        by_dim = [batch, (*_names(heads), *split.axes) or None, None, None]
         return PartitionSpec(*[None if n == 1 else s for n, s in zip(x.shape, by_dim, strict=True)])
 
     return {
@@ -110,6 +267,85 @@ def _specs(bound: BoundPlan, arrays: dict[str, Any]) -> dict[str, Any]:
         "alibi_slopes": jax.tree.map(lambda _: PartitionSpec(heads), arrays["alibi_slopes"]),
         "sinks": jax.tree.map(lambda _: PartitionSpec(heads), arrays["sinks"]),
     }
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
+def _scheme_local(split: _Split, local: dict[str, Any], options: dict[str, Any]) -> Any:
+    """What one device does: exchange heads, then turn the ring, or either, or neither."""
+    if not split.axes:
+        return _local(local, options)
+    inner_local = _whole_local if split.ring is None else _ring_local
+    inner = functools.partial(
+        inner_local, split, mask=local["mask"], biases=local["biases"], options=options
+    )
+    out, lse = ulysses_local(
+        inner,
+        local["q"],
+        local["k"],
+        local["v"],
+        axis=MeshAxis.ULYSSES.value,
+        size=split.ulysses,
+        alibi_slopes=local["alibi_slopes"],
+        sinks=local["sinks"],
+    )
+    return (out, lse) if options["return_lse"] else out
+
+
+def _whole_local(
+    _split: _Split, q: Array, k: Array, v: Array, *, options: dict[str, Any], **arrays: Any
+) -> tuple[Array, Array]:
+    """Attention of whole rows; where the log-partition is not asked for, zeros stand for it."""
+    found = _local({"q": q, "k": k, "v": v, **arrays}, options)
+    if options["return_lse"]:
+        return found
+    return found, jnp.zeros((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
+
+
+_SCHEMES: dict[str, Callable[..., tuple[Array, Array]]] = {
+    "zigzag": ring_attention_local,
+    "ring": ring_attention_local,
+    "all_gather": gather_attention_local,
+    "self_attention": ring_self_attention_local,
+}
+
+
+def _ring_local(
+    split: _Split,
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    mask: Mask,
+    biases: Sequence[Array],
+    alibi_slopes: Array | None,
+    sinks: Array | None,
+    options: dict[str, Any],
+) -> tuple[Array, Array]:
+    """Attention of rows that are split over a ring."""
+    assert split.ring is not None and not biases
+    ring, scale = split.ring, options["scale"]
+    if split.turned:
+        turn = functools.partial(balanced_from_contiguous_local, axes=ring)
+        q, k, v, mask = jax.tree.map(turn, (q, k, v, mask))
+    out, lse = _SCHEMES[split.scheme](
+        q,
+        k,
+        v,
+        mask=mask,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        scale=1 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
+        soft_cap=options["soft_cap"],
+        axes=ring,
+        order=Order.ZIGZAG if split.zigzag else Order.CONTIGUOUS,
+    )
+    if not split.turned:
+        return out, lse
+    back = functools.partial(contiguous_from_balanced_local, axes=ring)
+    return back(out), back(lse, dim=2)
 
 
 def _own_kv_heads_local(

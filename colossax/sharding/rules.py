@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from colossax.config import LOGICAL_DIMS, BoundPlan, nearest
+from colossax.config import LOGICAL_DIMS, BoundPlan, MeshAxis, nearest
 from colossax.errors import PlanError
 from colossax.typing import Dims, ParamInfo
 
@@ -130,6 +130,28 @@ def validate(bound: BoundPlan, infos) -> None:
     for info in leaves:
         for role in ("params", "weights", "gradients", "optimizer"):
             resolve(bound, role, info.dims, info.shape, name=info.path)
+        for dim, size in zip(info.dims, info.shape, strict=True):
+            if dim == "heads":
+                check_heads(bound, size, name=info.path)
+
+
+def check_heads(bound: BoundPlan, heads: int, *, name: str) -> None:
+    """Refuse heads that the devices which exchange sequence for heads cannot share.
+
+    Raises:
+        PlanError: With the sizes and a remedy.
+    """
+    if MeshAxis.ULYSSES not in seq_axes(bound):
+        return
+    entry = resolve(bound, "activations", ("heads",), (heads,), name=name)[0]
+    axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
+    axes = (*axes, MeshAxis.ULYSSES.value)
+    if heads % bound.size(axes):
+        shown = " x ".join(f"{axis}={bound.mesh.shape[axis]}" for axis in axes)
+        raise PlanError(
+            f"{name}: {heads} heads cannot be shared by {shown} devices; choose sizes whose"
+            f" product divides {heads}, or move devices from 'ulysses' to 'ring'"
+        )
 
 
 def explain(bound: BoundPlan, infos) -> str:

@@ -9,7 +9,7 @@ from jaxtyping import Array
 from colossax.config import BoundPlan
 from colossax.errors import PlanError
 from colossax.nn import cross_entropy
-from colossax.sharding import batch_axes, current
+from colossax.sharding import batch_axes, current, seq_axes
 from colossax.typing import Batch
 
 Terms = dict[str, tuple[Array, Array, float]]
@@ -26,6 +26,18 @@ Loss = Callable[..., tuple[Terms, Sums]]
 """`loss(model, batch)`, also given `variables=` and `key=` where its signature names them."""
 
 
+def any_order(loss: Loss) -> Loss:
+    """Mark a loss that treats tokens one by one, so that their order in a row is free.
+
+    A plan that passes keys and values around a ring may then lay out rows so that every device
+    has as much of causal attention to do. Arrays of the batch with a dim `seq` are in the same
+    order, positions and segments among them; a sum over tokens does not notice. A loss that
+    compares neighbours (`x[:, 1:]` with `x[:, :-1]`) must not be marked.
+    """
+    loss.any_order = True  # type: ignore[attr-defined]
+    return loss
+
+
 def next_token_loss(*, z_loss: float = 0.0) -> Loss:
     """Cross entropy of the next token over real targets, for models like `nn.Decoder`.
 
@@ -34,6 +46,7 @@ def next_token_loss(*, z_loss: float = 0.0) -> Loss:
             (Chowdhery et al. 2022, PaLM, use 1e-4).
     """
 
+    @any_order
     def loss(model: Any, batch: Batch) -> tuple[Terms, Sums]:
         bound = current()
         hidden = model.hidden(
@@ -51,6 +64,7 @@ def next_token_loss(*, z_loss: float = 0.0) -> Loss:
             z_loss=bool(z_loss),
             vocab_sharded=bound is not None and bound.mesh.shape["tensor"] > 1,
             batch_shards=1 if bound is None else bound.size(sorted(batch_axes(bound))),
+            seq_shards=1 if bound is None else bound.size(seq_axes(bound)),
             reduction=None if bound is None else bound.plan.precision.reduction,
         )
         # Counted apart from the loss, so that it visibly depends on the batch alone.

@@ -15,13 +15,18 @@ from colossax.config import BoundPlan, Plan
 from colossax.errors import InputError, PlanError
 from colossax.nn import MakeModel, ModelSpec, describe, initialise
 from colossax.sharding import (
+    NATURAL,
+    RowOrder,
     activation_sharding,
+    balanced_order,
     batch_axes,
+    in_order,
     param_sharding,
     replicated,
     use,
     validate,
 )
+from colossax.train.arrange import Arranged, arranged, row_length
 from colossax.train.gradients import (
     LossCall,
     batch_dims,
@@ -82,7 +87,8 @@ class Step:
         dims = jax.tree.map(lambda info: info.dims, self.infos)
         self.optimizer = optimizer(dims) if callable(optimizer) else optimizer
         self.loss_call = LossCall(merge=spec.merge, loss=loss)
-        self._declared: dict[str, tuple] | None = None
+        self._any_order = getattr(loss, "any_order", False)
+        self._declared: dict[type, dict[str, tuple]] = {}
         self._batch_shardings: dict[str, NamedSharding] = {}
         options_of_compiler = dict(bound.plan.compiler_options) or None
         self.jitted = jax.jit(
@@ -201,42 +207,64 @@ class Step:
     def place(self, batch: Batch) -> Batch:
         """A global batch on the devices: host arrays whole on every process, or global ones.
 
+        Tokens of host arrays are brought into the order of the plan here, once; those of device
+        arrays inside the step.
+
         Raises:
             InputError: Shapes or dtypes are not those of the first batch.
             PlanError: Microbatches and devices do not divide it.
         """
         placed = all(isinstance(x, jax.Array) for x in batch.values())
         if not placed:
-            batch = {n: x if isinstance(x, jax.Array) else _host(x) for n, x in batch.items()}
+            hosted = {n: x if isinstance(x, jax.Array) else _host(x) for n, x in batch.items()}
+            batch = self.arrange(hosted) if not isinstance(batch, Arranged) else batch
         form = {name: (x.shape, x.dtype) for name, x in batch.items()}
-        if form != self._declared:
+        if form != self._declared.get(type(batch)):
             self._declare(batch, form)
         if placed:
             return batch
-        return {
+        placed_arrays = {
             name: x if isinstance(x, jax.Array) else _put(x, self._batch_shardings[name])
             for name, x in batch.items()
         }
+        return Arranged(placed_arrays, batch.order) if isinstance(batch, Arranged) else placed_arrays
+
+    def order(self, length: int) -> RowOrder:
+        """The order in which the step wants rows of this many tokens.
+
+        A loss that may see tokens in any order (`any_order`) gets them in the one that spreads
+        causal attention evenly over a ring; another one in their own.
+
+        Raises:
+            PlanError: The row is too short for the devices that are to share it.
+        """
+        return balanced_order(self.bound, length) if self._any_order else NATURAL
+
+    def arrange(self, batch: Batch) -> Batch:
+        """Arrays in natural order brought into that of the step, on the host or in a trace."""
+        dims = batch_dims(batch, self.options.batch_dims)
+        length = row_length(batch, dims)
+        order = NATURAL if length is None else self.order(length)
+        return batch if order == NATURAL else arranged(batch, dims, order)
 
     def abstract_batch(self, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> Batch:
-        """A global batch without its numbers, laid out by the plan: for `lower`."""
-        dims = batch_dims(dict(shapes), self.options.batch_dims)
-        return {
-            name: jax.ShapeDtypeStruct(
-                x.shape,
-                x.dtype,
-                sharding=activation_sharding(
-                    self.bound, dims[name], x.shape, name=f"batch '{name}'"
-                ),
-            )
-            for name, x in shapes.items()
-        }
+        """A global batch without its numbers, arranged and laid out by the plan: for `lower`."""
+        batch = jax.eval_shape(self.arrange, dict(shapes))
+        dims = batch_dims(batch, self.options.batch_dims)
+
+        def placed(name: str, x: Any) -> jax.ShapeDtypeStruct:
+            sharding = activation_sharding(self.bound, dims[name], x.shape, name=f"batch '{name}'")
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+        arrays = {name: placed(name, x) for name, x in batch.items()}
+        return Arranged(arrays, batch.order) if isinstance(batch, Arranged) else arrays
 
     def _declare(self, batch: Batch, form: dict[str, tuple]) -> None:
-        if self._declared is not None:
+        first = self._declared.get(type(batch))
+        if first is not None:
             first, other = (
                 {name: f"{dtype}{list(shape)}" for name, (shape, dtype) in each.items()}
-                for each in (self._declared, form)
+                for each in (first, form)
             )
             raise InputError(
                 f"batch: {other} differs from what the step was compiled for, {first};"
@@ -248,11 +276,19 @@ class Step:
             name: activation_sharding(self.bound, dims[name], x.shape, name=f"batch '{name}'")
             for name, x in batch.items()
         }
-        self._declared = form
+        self._declared[type(batch)] = form
+
+    def _in_order(self, batch: Batch) -> tuple[Batch, RowOrder]:
+        """The batch in the order of the step, as a plain dict."""
+        if not isinstance(batch, Arranged):
+            batch = self.arrange(batch)
+        order = batch.order if isinstance(batch, Arranged) else NATURAL
+        return dict(batch), order
 
     def _losses(self, params: Any, variables: Any, batch: Batch) -> dict[str, Any]:
+        batch, order = self._in_order(batch)
         dims = batch_dims(batch, self.options.batch_dims)
-        with use(self.bound):
+        with use(self.bound), in_order(order):
             return batch_totals(self.loss_call, self.bound, params, batch, dims, variables)
 
     def _split(self, params: Any) -> tuple[Any, Any]:
@@ -267,7 +303,8 @@ class Step:
             Gradients of the trainable parameters (None elsewhere), terms and metrics as
             (total, weight) over the whole global batch, and the loss.
         """
-        with use(self.bound):
+        batch, order = self._in_order(batch)
+        with use(self.bound), in_order(order):
             params, frozen = self._split(state["params"])
             key = jax.random.fold_in(jax.random.wrap_key_data(state["rng"]), state["step"])
             dims = batch_dims(batch, self.options.batch_dims)

@@ -30,6 +30,7 @@ from colossax.data.loader import LocalBatch
 from colossax.data.rows import Row
 from colossax.errors import DataError, InputError
 from colossax.sharding import activation_sharding
+from colossax.train.arrange import Arranged, arranged
 from colossax.train.config import DataConfig
 from colossax.train.distributed import Group
 from colossax.train.step import Step
@@ -133,7 +134,8 @@ class _Placement:
     """Puts the rows made in this process on its devices, as parts of a global batch."""
 
     def __init__(self, step: Step, config: DataConfig):
-        shape = (config.global_batch, config.seq_len)
+        self._order = step.order(config.seq_len)
+        shape = (config.global_batch, config.seq_len + self._order.padding)
         self._shardings = {
             name: activation_sharding(step.bound, dims, shape, name=f"batch '{name}'")
             for name, dims in TEXT_BATCH_DIMS.items()
@@ -142,7 +144,9 @@ class _Placement:
         self.wanted = wanted_rows(self._shardings["tokens"], shape)
 
     def __call__(self, local: LocalBatch) -> Batch:
-        return global_arrays(local, self.wanted, self._shardings, self.global_batch)
+        local = arranged(local, TEXT_BATCH_DIMS, self._order)
+        placed = global_arrays(local, self.wanted, self._shardings, self.global_batch)
+        return Arranged(placed, self._order)
 
 
 def open_text(config: DataConfig, model: Any, *, seed: int, group: Group) -> Text:

@@ -1,0 +1,85 @@
+"""The order in which a row's tokens lie on the devices, and what is known of it while tracing."""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+
+from colossax.config import RING_AXES, BoundPlan
+from colossax.errors import PlanError
+from colossax.pallas.target import current_target
+from colossax.sharding.rules import seq_axes
+from colossax.sharding.sequence.order import zigzag_order
+
+SMALLEST_CHUNK = {"cpu": 1}
+"""Tokens of a chunk below which the kernels of a platform have nothing to do."""
+
+OTHER_SMALLEST_CHUNK = 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowOrder:
+    """How the tokens of a row lie.
+
+    Attributes:
+        ranks: Devices around the ring; each holds one chunk from the front of the row and its
+            mirror image from the back. 1: tokens lie in their natural order.
+        padding: Tokens at the natural end of every row that are none.
+    """
+
+    ranks: int = 1
+    padding: int = 0
+
+    def indices(self, length: int) -> np.ndarray:
+        """Natural index of the token at each place of a padded row, `[length]` int32."""
+        if self.ranks == 1:
+            return np.arange(length, dtype=np.int32)
+        return zigzag_order(length, self.ranks)
+
+
+NATURAL = RowOrder()
+
+_ORDER = jax.make_user_context(default_value=NATURAL)
+
+
+@contextlib.contextmanager
+def in_order(order: RowOrder) -> Iterator[None]:
+    """Say that rows traced inside lie in this order."""
+    with _ORDER(order):
+        yield
+
+
+def current_order() -> RowOrder:
+    """The order of rows being traced."""
+    return _ORDER.value
+
+
+def balanced_order(bound: BoundPlan, length: int) -> RowOrder:
+    """The order in which causal attention is equal work for all devices of the ring.
+
+    Raises:
+        PlanError: The row is too short for the devices that are to share it.
+    """
+    axes = seq_axes(bound)
+    ring = bound.size([axis for axis in axes if axis in RING_AXES])
+    zigzag = ring > 1 and bound.plan.attention.scheme in ("auto", "zigzag", "all_gather")
+    chunks = math.lcm(2 * ring if zigzag else ring, _shards(bound))
+    platform = current_target().platform
+    smallest = SMALLEST_CHUNK.get(platform, OTHER_SMALLEST_CHUNK)
+    if chunks > 1 and length < chunks * smallest:
+        shown = ", ".join(f"{axis}={bound.mesh.shape[axis]}" for axis in axes)
+        raise PlanError(
+            f"plan.mesh: a row of {length} tokens is cut into {chunks} chunks ({shown}), and"
+            f" attention on '{platform}' wants at least {smallest} tokens in each; give rows of"
+            f" {chunks * smallest} tokens or more, or fewer devices along {' and '.join(axes)}"
+        )
+    return RowOrder(ranks=ring if zigzag else 1, padding=-length % chunks)
+
+
+def _shards(bound: BoundPlan) -> int:
+    """Devices that a row must be a multiple of, whichever phase of it is split."""
+    phases = [dim for dim in bound.rules.activations if dim.split(":")[0] == "seq"]
+    return math.lcm(*(bound.size(seq_axes(bound, dim)) for dim in phases)) if phases else 1

@@ -1,0 +1,82 @@
+"""A global batch with its tokens in the order that a plan wants them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from colossax.errors import InputError
+from colossax.sharding import RowOrder
+from colossax.typing import Batch, Dims
+
+_FILL = {"segments": -1}
+"""What padding holds; 0 in other arrays."""
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Arranged(dict):
+    """A batch whose rows lie in `order`; it says so wherever it goes, through `jax.jit` too."""
+
+    def __init__(self, arrays: Mapping[str, Any], order: RowOrder):
+        super().__init__(arrays)
+        self.order = order
+
+    def tree_flatten_with_keys(self):
+        names = tuple(sorted(self))
+        children = [(jax.tree_util.DictKey(name), self[name]) for name in names]
+        return children, (names, self.order)
+
+    @classmethod
+    def tree_unflatten(cls, aux, children):
+        names, order = aux
+        return cls(dict(zip(names, children, strict=True)), order)
+
+
+def row_length(batch: Batch, dims: Mapping[str, Dims]) -> int | None:
+    """Tokens of a row; None where no array has a dim `seq`, or they differ in its size."""
+    found = {batch[name].shape[at] for name in batch if (at := _seq_dim(dims[name])) is not None}
+    return found.pop() if len(found) == 1 else None
+
+
+def arranged(batch: Batch, dims: Mapping[str, Dims], order: RowOrder) -> Arranged:
+    """The arrays with their dim `seq` in this order, filled up at its natural end.
+
+    Padding is marked by segment -1, whose array is added to text that has none.
+
+    Args:
+        batch: Host or device arrays, tokens in natural order.
+        dims: Logical dims of each.
+        order: Of the result.
+
+    Raises:
+        InputError: Rows must be filled up and the batch has no way to say where.
+    """
+    batch = dict(batch)
+    dims = dict(dims)
+    if order.padding and "segments" not in batch:
+        if "tokens" not in batch:
+            raise InputError(
+                f"batch: rows need {order.padding} more tokens for this plan's mesh, and there are"
+                f" no 'segments' to mark them by; pad the rows, or add segments (-1 is padding)"
+            )
+        zeros = jnp.zeros if isinstance(batch["tokens"], jax.Array) else np.zeros
+        batch["segments"] = zeros(batch["tokens"].shape, np.int32)
+        dims["segments"] = dims["tokens"]
+    return Arranged({n: _arranged(n, x, dims[n], order) for n, x in batch.items()}, order)
+
+
+def _arranged(name: str, x: Any, dims: Dims, order: RowOrder) -> Any:
+    at = _seq_dim(dims)
+    if at is None or order == RowOrder():
+        return x
+    library = jnp if isinstance(x, jax.Array) else np
+    if order.padding:
+        widths = [(0, order.padding if i == at else 0) for i in range(x.ndim)]
+        x = library.pad(x, widths, constant_values=_FILL.get(name, 0))
+    return library.take(x, order.indices(x.shape[at]), axis=at)
+
+
+def _seq_dim(dims: Dims) -> int | None:
+    return next((i for i, dim in enumerate(dims) if dim and dim.split(":")[0] == "seq"), None)
