@@ -11,10 +11,17 @@ NAMES = {
         "MESH_AXES MeshAxis PRESETS Plan Precision Rules SAVEABLE Segment bind from_json "
         "nearest preset to_json"
     ),
-    "colossax.pallas.attention": "Mask attend_cache attention dense row_ranges why_no_ranges",
+    "colossax.pallas.attention": (
+        "Mask attend_block attend_cache attention block_gradients dense merge_blocks row_delta "
+        "row_ranges why_no_ranges with_sinks"
+    ),
     "colossax.sharding": (
         "activation_sharding attention batch_axes compute_dtype constrain current explain "
         "gather_weight linear lookup param_sharding recomputing replicated resolve use validate"
+    ),
+    "colossax.sharding.sequence": (
+        "Order RingAxes gather_attention_local inverse_order positions_local "
+        "ring_attention_local ring_self_attention_local ulysses_local zigzag_order"
     ),
     "colossax.data": (
         "BatchLoader Corpus Documents RowSource Rows Split SyntheticRows Tokenizer "

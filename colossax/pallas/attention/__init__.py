@@ -1,8 +1,13 @@
-"""Softmax attention on one device: masks, implementations, and attention to a cache."""
+"""Softmax attention on one device: masks, implementations, blocks, and attention to a cache."""
 
 from .api import attention as attention
+from .block import attend_block as attend_block
+from .block import block_gradients as block_gradients
 from .cache import attend_cache as attend_cache
 from .mask import Mask as Mask
 from .mask import dense as dense
 from .mask import row_ranges as row_ranges
 from .mask import why_no_ranges as why_no_ranges
+from .merge import merge_blocks as merge_blocks
+from .merge import row_delta as row_delta
+from .merge import with_sinks as with_sinks

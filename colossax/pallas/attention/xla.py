@@ -6,7 +6,7 @@ repeated. Shapes inside: b batch, k kv heads, g query heads per kv head, L queri
 tile, m = g L rows.
 
 Both passes loop over query tiles and, inside, over the key tiles from the first to the last that
-any row of the query tile can see.
+any row of the query tile can see. Where the mask hides nothing the compiler knows how often.
 """
 
 import dataclasses
@@ -25,6 +25,7 @@ from colossax.pallas.target import Target, current_target
 from colossax.pallas.varying import vary_alike, zeros_like_varying
 
 from .mask import Mask, positions, visible
+from .merge import row_delta, with_sinks
 from .spec import AttentionSpec
 
 TILE = {"cpu": 64}
@@ -80,17 +81,53 @@ def attend(
     residuals are the inputs, the output and 4 bytes per query and head; the scores of one tile are
     alive at a time. tests/pallas/attention/test_xla.py counts the memory.
     """
-    slopes = None if alibi_slopes is None else alibi_slopes.astype(jnp.float32)
-    operands = vary_alike((q, k, v, slopes, mask))
-    tiles = _tile_sizes(q.shape[1], k.shape[1])
-    static = _Static(scale=scale, soft_cap=soft_cap, q_tile=tiles[0], kv_tile=tiles[1])
-    out, lse = _attend(static, *operands)
-    if sinks is None:
-        return out, lse
-    # A sink only scales the output: exp(lse) / (exp(lse) + exp(sink)).
-    sink = sinks.astype(jnp.float32)[:, None]
-    share = jnp.swapaxes(jax.nn.sigmoid(lse - sink), 1, 2)[..., None]
-    return (out * share).astype(q.dtype), jnp.logaddexp(lse, sink)
+    out, lse = _attend(_static(q, k, scale, soft_cap), *_operands((q, k, v), alibi_slopes, mask))
+    return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
+
+
+def attend_block(
+    q: Float[Array, "b s n h"],
+    k: Float[Array, "b t k h"],
+    v: Float[Array, "b t k hv"],
+    *,
+    mask: Mask,
+    alibi_slopes: Float[Array, " n"] | None,
+    scale: float,
+    soft_cap: float | None,
+) -> tuple[Float[Array, "b s n hv"], Float[Array, "b n s"]]:
+    """See `block.attend_block`."""
+    operands = _operands((q, k, v), alibi_slopes, mask)
+    return _forward(_static(q, k, scale, soft_cap), *operands, dtype=jnp.float32)
+
+
+def block_gradients(
+    q: Float[Array, "b s n h"],
+    k: Float[Array, "b t k h"],
+    v: Float[Array, "b t k hv"],
+    *,
+    mask: Mask,
+    alibi_slopes: Float[Array, " n"] | None,
+    scale: float,
+    soft_cap: float | None,
+    dout: Float[Array, "b s n hv"],
+    lse: Float[Array, "b n s"],
+    delta: Float[Array, "b n s"],
+) -> tuple[Array, Array, Array, Any]:
+    """See `block.block_gradients`."""
+    operands = _operands((q, k, v), alibi_slopes, mask, dout, lse, delta)
+    static = _static(q, k, scale, soft_cap)
+    dq, dk, dv, dslopes = _backward(static, *operands, dtype=jnp.float32)
+    return dq, dk, dv, None if dslopes is None else dslopes.reshape(q.shape[2])
+
+
+def _operands(qkv: tuple[Array, ...], slopes: Any, mask: Mask, *others: Array) -> Any:
+    slopes = None if slopes is None else slopes.astype(jnp.float32)
+    return vary_alike((*qkv, slopes, mask, *others))
+
+
+def _static(q: Array, k: Array, scale: float, soft_cap: float | None) -> _Static:
+    q_tile, kv_tile = _tile_sizes(q.shape[1], k.shape[1])
+    return _Static(scale=scale, soft_cap=soft_cap, q_tile=q_tile, kv_tile=kv_tile)
 
 
 def _tile_sizes(s: int, t: int) -> tuple[int, int]:
@@ -103,27 +140,25 @@ def _tile_sizes(s: int, t: int) -> tuple[int, int]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(static: _Static, q: Any, k: Any, v: Any, slopes: Any, mask: Mask) -> Any:
-    return _forward(static, q, k, v, slopes, mask)
+    return _forward(static, q, k, v, slopes, mask, dtype=q.dtype)
 
 
 def _attend_fwd(static: _Static, q: Any, k: Any, v: Any, slopes: Any, mask: Mask) -> Any:
     # Named here, not by the caller: a remat policy that keeps the output must keep lse with it, or
     # the whole forward pass runs again for lse alone.
-    out, lse = (checkpoint_name(x, "attention") for x in _forward(static, q, k, v, slopes, mask))
+    found = _forward(static, q, k, v, slopes, mask, dtype=q.dtype)
+    out, lse = (checkpoint_name(x, "attention") for x in found)
     return (out, lse), (q, k, v, slopes, mask, out, lse)
 
 
 def _attend_bwd(static: _Static, saved: Any, cotangents: Any) -> Any:
     q, k, v, slopes, mask, out, lse = saved
     dout, dlse = cotangents
-    # d loss / d score = p (dp - delta); the log-partition's own gradient adds p dlse.
-    delta = jnp.einsum("bsnh,bsnh->bns", out, dout, preferred_element_type=jnp.float32)
-    # Rows that see nothing have no gradient, whatever the one of their -inf is.
-    delta = jnp.where(jnp.isneginf(lse), 0.0, delta - dlse)
-    dq, dk, dv, dslopes = _backward(static, q, k, v, slopes, mask, dout, lse, delta)
+    delta = row_delta(out, lse, dout, dlse)
+    dq, dk, dv, dslopes = _backward(static, q, k, v, slopes, mask, dout, lse, delta, dtype=q.dtype)
     if slopes is not None:
         dslopes = dslopes.reshape(slopes.shape)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dslopes, None
+    return dq, dk.astype(k.dtype), dv.astype(v.dtype), dslopes, None
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
@@ -302,12 +337,15 @@ def _describe(static: _Static, mask: Mask, s: int, t: int) -> tuple[_Tokens, _To
     )
 
 
-def _bounds(mask: Mask, rows: _Tokens, columns: _Tokens) -> tuple[Array, Array]:
+def _bounds(mask: Mask, rows: _Tokens, columns: _Tokens) -> tuple[Array, Array] | None:
     """Per query tile the key tiles `[first, last)` outside of which no row of it sees a key.
 
-    Decided from the least and greatest position and segment of each tile, so it never leaves a
-    visible key out, whatever the order of tokens; it is tight where they ascend.
+    None for all of them, a number that the compiler knows, where the mask hides nothing. Decided
+    from the least and greatest position and segment of each tile, so it never leaves a visible key
+    out, whatever the order of tokens; it is tight where they ascend.
     """
+    if mask.everything:
+        return None
     q_low, q_high = (f(rows.position, axis=-1)[:, None] for f in (jnp.min, jnp.max))
     kv_low, kv_high = (f(columns.position, axis=-1)[None] for f in (jnp.min, jnp.max))
     possible = jnp.ones(jnp.broadcast_shapes(q_low.shape, kv_low.shape), bool)
@@ -336,8 +374,9 @@ def _segment_span(segment: Array) -> tuple[Array, Array]:
 
 
 def _forward(
-    static: _Static, q: Array, k: Array, v: Array, slopes: Any, mask: Mask
+    static: _Static, q: Array, k: Array, v: Array, slopes: Any, mask: Mask, *, dtype: Any
 ) -> tuple[Array, Array]:
+    """Output in `dtype`, which is rounded to tile by tile, and the log-partition."""
     b, s, n, _ = q.shape
     kv_heads, length = k.shape[2], static.q_tile
     rows, columns = _describe(static, mask, s, k.shape[1])
@@ -345,7 +384,7 @@ def _forward(
     shape = (b, kv_heads, n // kv_heads, length)
 
     def over_queries(_: None, xs: Any) -> tuple[None, Any]:
-        query, row, first, last = xs
+        query, row, bounds = xs
 
         def over_keys(j: Array, state: Any) -> Any:
             tile_k, tile_v, column = _at(keys, j)
@@ -354,10 +393,11 @@ def _forward(
 
         zeros = zeros_like_varying(shape, q)
         start = (zeros - jnp.inf, zeros, zeros_like_varying((*shape, v.shape[3]), q))
+        first, last = bounds or (0, len(keys[0]))
         out, lse = _tile_finish(*jax.lax.fori_loop(first, last, over_keys, start))
-        return None, (_unfold(out).astype(q.dtype), lse.reshape(b, n, length))
+        return None, (_unfold(out).astype(dtype), lse.reshape(b, n, length))
 
-    xs = (_query_tiles(q, kv_heads, length), rows, *_bounds(mask, rows, columns))
+    xs = (_query_tiles(q, kv_heads, length), rows, _bounds(mask, rows, columns))
     _, (out, lse) = jax.lax.scan(over_queries, None, xs)
     return _join(out, 1, s), _join(lse, 2, s)
 
@@ -389,14 +429,17 @@ def _backward(
     dout: Array,
     lse: Array,
     delta: Array,
+    *,
+    dtype: Any,
 ) -> tuple[Array, Array, Array, Any]:
+    """dq in `dtype`, dk and dv in float32, dslopes `[k, g]` or None."""
     b, s, n, h = q.shape
     t, kv_heads, length = k.shape[1], k.shape[2], static.q_tile
     rows, columns = _describe(static, mask, s, t)
     keys = (_key_tiles(k, static.kv_tile), _key_tiles(v, static.kv_tile), columns)
 
     def over_queries(totals: Any, xs: Any) -> tuple[Any, Array]:
-        *query, first, last = xs
+        *query, bounds = xs
 
         def over_keys(j: Array, carry: Any) -> Any:
             dq, dk, dv, dslopes = carry
@@ -407,14 +450,15 @@ def _backward(
             return dq + more[0], _add_at(dk, j, more[1]), _add_at(dv, j, more[2]), dslopes
 
         dq = zeros_like_varying((b, kv_heads, h, n // kv_heads * length), q)
+        first, last = bounds or (0, len(keys[0]))
         dq, *totals = jax.lax.fori_loop(first, last, over_keys, (dq, *totals))
-        return tuple(totals), _unfold_transposed(dq, length).astype(q.dtype)
+        return tuple(totals), _unfold_transposed(dq, length).astype(dtype)
 
     xs = (
         *(_query_tiles(x, kv_heads, length) for x in (q, dout)),
         *(_row_tiles(x, kv_heads, length) for x in (lse, delta)),
         rows,
-        *_bounds(mask, rows, columns),
+        _bounds(mask, rows, columns),
     )
     start = (
         zeros_like_varying(keys[0].shape, q),

@@ -130,7 +130,6 @@ def test_under_vmap():
 @pytest.mark.parametrize(
     "mask, per_row",
     [
-        (Mask(), [4, 4, 4, 4]),
         (Mask(causal=True), [1, 2, 3, 4]),
         (Mask(causal=True, window=(3, 0)), [1, 2, 2, 2]),
         (Mask(causal=True, window=(8, 0)), [1, 2, 2, 2]),

@@ -1,0 +1,105 @@
+"""Ring Self-Attention as it was first written: a ring of keys, a softmax, a ring of values.
+
+The plain form of sequence parallelism that the others are held to. All scores of a rank's queries
+are alive at once, and plain autodiff keeps every block that passes.
+
+Reference: Li et al. 2021, Sequence Parallelism: Long Sequence Training from System Perspective.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from colossax.pallas.attention import Mask, dense, with_sinks
+
+from .axes import RingAxes
+from .order import Order, check_order, positions_local
+
+
+def ring_self_attention_local(
+    q: Float[Array, "b s n h"],
+    k: Float[Array, "b t k h"],
+    v: Float[Array, "b t k hv"],
+    *,
+    mask: Mask,
+    alibi_slopes: Float[Array, " n"] | None = None,
+    scale: float,
+    soft_cap: float | None = None,
+    sinks: Float[Array, " n"] | None = None,
+    axes: RingAxes,
+    order: str = Order.ZIGZAG,
+) -> tuple[Float[Array, "b s n hv"], Float[Array, "b n s"]]:
+    """Exact softmax attention of one rank's queries to the keys of all R ranks.
+
+    Arguments, result and refusals are those of `ring_attention_local`.
+
+    Cost, per device: sends (R - 1) blocks of k and, after them, of v, and backward as much; holds
+    b n s R t scores in float32, several times.
+    """
+    check_order(order, q.shape[1], axes.size)
+    check_order(order, k.shape[1], axes.size)
+    b, s, n, h = q.shape
+    t, kv_heads = k.shape[1:3]
+    grouped = q.astype(jnp.float32).reshape(b, s, kv_heads, n // kv_heads, h)
+    keys = {
+        "k": k,
+        "kv_positions": _given_or_natural_local(mask.kv_positions, t, axes, order),
+        "kv_segments": mask.kv_segments,
+        "kv_valid": mask.kv_valid,
+    }
+    q_positions = _given_or_natural_local(mask.q_positions, s, axes, order)
+
+    def logits(keys: dict[str, Any]) -> Array:
+        k, of_keys = keys["k"], {name: x for name, x in keys.items() if name != "k"}
+        found = jnp.einsum("bskgh,btkh->bkgst", grouped, k.astype(jnp.float32)) * scale
+        found = found.reshape(b, n, s, t)
+        if soft_cap is not None:
+            found = soft_cap * jnp.tanh(found / soft_cap)
+        if alibi_slopes is not None:
+            distance = q_positions[:, None, :, None] - of_keys["kv_positions"][:, None, None]
+            found -= alibi_slopes.astype(jnp.float32)[:, None, None] * distance
+        here = dataclasses.replace(mask, q_positions=q_positions, **of_keys)
+        return jnp.where(dense(here, s, t), found, -jnp.inf)
+
+    def weighted(v: Array, probabilities: Array) -> Array:
+        grouped = probabilities.reshape(b, kv_heads, n // kv_heads, s, t)
+        found = jnp.einsum("bkgst,btkh->bskgh", grouped, v.astype(jnp.float32))
+        return found.reshape(b, s, n, -1)
+
+    scores = _around_local(axes, keys, lambda keys, _: logits(keys), jnp.arange(axes.size))
+    probabilities, lse = _softmax(scores)
+    out = jnp.sum(_around_local(axes, v, weighted, probabilities), axis=0).astype(q.dtype)
+    return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
+
+
+def _given_or_natural_local(given: Any, length: int, axes: RingAxes, order: str) -> Array:
+    if given is not None:
+        return given
+    return positions_local(axes.source_local(), length=length, ranks=axes.size, order=order)
+
+
+def _around_local(axes: RingAxes, block: Any, visit: Any, of_step: Array) -> Array:
+    """`visit(block, of_step[i])` of the block `i` places back, stacked over all R steps."""
+
+    def step(block: Any, of_this: Array) -> tuple[Any, Array]:
+        block = axes.circle.shift_local(block, 1)
+        return block, visit(block, of_this)
+
+    own = visit(block, of_step[0])
+    _, others = jax.lax.scan(step, block, of_step[1:])
+    return jnp.concatenate([own[None], others])
+
+
+def _softmax(scores: Float[Array, "R b n s t"]) -> tuple[Array, Array]:
+    """Over keys of all blocks; 0 and -inf where none is visible."""
+    top = jnp.max(scores, axis=(0, 4), keepdims=True)
+    top = jax.lax.stop_gradient(jnp.where(jnp.isneginf(top), 0.0, top))
+    weights = jnp.exp(scores - top)
+    total = jnp.sum(weights, axis=(0, 4), keepdims=True)
+    empty = total == 0
+    total = jnp.where(empty, 1.0, total)
+    lse = jnp.where(empty, -jnp.inf, jnp.log(total) + top)
+    return weights / total, lse[0, ..., 0]
