@@ -88,8 +88,8 @@ def _local(arrays: dict[str, Any], options: dict[str, Any]) -> Any:
 
 
 def _specs(bound: BoundPlan, arrays: dict[str, Any]) -> dict[str, Any]:
-    q_dims = ("batch", None, "heads", None)
-    kv_dims = ("batch", None, "kv_heads", None)
+    q_dims = ("batch:inner", None, "heads", None)
+    kv_dims = ("batch:inner", None, "kv_heads", None)
     spec_of = {
         name: resolve(bound, "activations", dims, arrays[name].shape, name=f"attention {name}")
         for name, dims in (("q", q_dims), ("k", kv_dims), ("v", kv_dims))
