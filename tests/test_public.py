@@ -17,7 +17,8 @@ NAMES = {
     ),
     "colossax.sharding": (
         "activation_sharding attention batch_axes compute_dtype constrain current explain "
-        "gather_weight linear lookup param_sharding recomputing replicated resolve use validate"
+        "gather_weight linear linears lookup param_sharding recomputing replicated resolve use "
+        "validate"
     ),
     "colossax.sharding.sequence": (
         "Order RingAxes gather_attention_local inverse_order positions_local "

@@ -79,8 +79,11 @@ def _check_ring(sizes: Mapping[str, int]) -> None:
         )
 
 
-def spread(rules: Rules, layout: str) -> Rules:
+def spread(rules: Rules, layout: str, matmul: str) -> Rules:
     """Rules for a tensor layout, from rules that know one tensor axis.
+
+    1d: as they are; where gathers and reductions run under the matmuls, the input of a block stays
+    split as the residual stream is (`seq:block`), for the matmul to gather.
 
     2d and 2.5d: a matrix has its first dim over `row` and its second over `col`; activations have
     rows of the batch over `depth row` and features over `col`. 3d: a matrix from the residual
@@ -91,6 +94,8 @@ def spread(rules: Rules, layout: str) -> Rules:
     Axes that split the batch as well stand last in a choice, so that what is left after a gather
     over them is one block.
     """
+    if matmul == "overlap" and "seq:residual" in rules.activations:
+        return rules.updated(activations={"seq:block": rules.activations["seq:residual"]})
     if layout == "1d":
         return rules
     stored = {

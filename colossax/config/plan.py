@@ -248,7 +248,7 @@ class Plan:
     @functools.cached_property
     def laid_rules(self) -> Rules:
         """`rules` as the tensor layout turns them."""
-        return layouts.spread(self.rules, self.tensor_layout)
+        return layouts.spread(self.rules, self.tensor_layout, self.tensor_matmul)
 
     def bind(self, devices: "Sequence[jax.Device] | None" = None) -> "BoundPlan":
         """This plan on these devices (default: all of them); see `BoundPlan`."""

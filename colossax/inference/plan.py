@@ -11,7 +11,8 @@ def inference_plan(plan: Plan) -> Plan:
     Activations split neither batch nor sequence: the flat tokens of a step are few and every
     device sees them all. Weights stay where they are at rest, hidden states move to them: over
     `fsdp` a matmul sums partial products of `tokens x width` instead of gathering its weight.
-    Nothing is recomputed, because nothing is differentiated.
+    For the same reason the compiler does the communication of matmuls: the library's own regions
+    divide tokens among devices. Nothing is recomputed, because nothing is differentiated.
     """
     activations = {
         dim: rule
@@ -20,4 +21,4 @@ def inference_plan(plan: Plan) -> Plan:
     }
     rules = dataclasses.replace(plan.rules, activations=FrozenDict(activations))
     segments = tuple(dataclasses.replace(segment, remat="none") for segment in plan.segments)
-    return plan.replace(rules=rules, segments=segments)
+    return plan.replace(rules=rules, segments=segments, tensor_matmul="compiler")

@@ -15,7 +15,7 @@ from colossax.nn.layers import Linear, RMSNorm
 from colossax.nn.rope import rotate
 from colossax.nn.stack import LayerState
 from colossax.pallas.attention import Mask, attend_cache
-from colossax.sharding import attention, constrain
+from colossax.sharding import attention, constrain, linears
 
 
 @jax.tree_util.register_dataclass
@@ -90,9 +90,10 @@ class Attention(nnx.Module):
     def __call__(
         self, x: Float[Array, "b s d"], side: Side, state: LayerState
     ) -> tuple[Float[Array, "b s d"], LayerState]:
-        q = constrain(self.q(x), "batch", "seq", "heads", "head_dim")
-        k = constrain(self.k(x), "batch", "seq", "kv_heads", "head_dim")
-        v = constrain(self.v(x), "batch", "seq", "kv_heads", "head_dim")
+        q, k, v = linears(x, (self.q.map, self.k.map, self.v.map))
+        q = constrain(q, "batch:inner", "seq", "heads", "head_dim")
+        k = constrain(k, "batch:inner", "seq", "kv_heads", "head_dim")
+        v = constrain(v, "batch:inner", "seq", "kv_heads", "head_dim")
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if side.rope is not None:
@@ -103,7 +104,7 @@ class Attention(nnx.Module):
             out = attention(q, k, v, mask=side.mask, alibi_slopes=slopes)
         else:
             out, state = self._attend_cache(q, k, v, side.flat, state, slopes)
-        return self.o(constrain(out, "batch", "seq", "heads", "head_dim")), state
+        return self.o(constrain(out, "batch:inner", "seq", "heads", "head_dim")), state
 
     def _attend_cache(self, q, k, v, flat, state, slopes):
         out, cache = attend_cache(

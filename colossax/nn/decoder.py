@@ -152,9 +152,9 @@ class DecoderLayer(nnx.Module):
         self, x: Float[Array, "b s d"], side: Side, state: LayerState
     ) -> tuple[Float[Array, "b s d"], LayerState, dict[str, Array]]:
         x = _residual(x)
-        mixed, state = self.attn(_whole_sequence(self.attn_norm(x)), side, state)
+        mixed, state = self.attn(_block_input(self.attn_norm(x)), side, state)
         x = x + _residual(mixed)
-        x = x + _residual(self.mlp(_whole_sequence(self.mlp_norm(x))))
+        x = x + _residual(self.mlp(_block_input(self.mlp_norm(x))))
         return x, state, {}
 
 
@@ -287,6 +287,11 @@ def _residual(x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
     return constrain(x, "batch", "seq:residual", "embed")
 
 
+def _block_input(x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
+    """Input of a block: the sequence as its first matmuls want it."""
+    return constrain(x, "batch", "seq:block", "embed")
+
+
 def _whole_sequence(x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
-    """Input of a block: the sequence as attention and matmuls want it."""
+    """Input of the head: the sequence as the batch has it."""
     return constrain(x, "batch", "seq", "embed")

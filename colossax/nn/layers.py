@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from colossax.config import nearest
 from colossax.errors import InputError
 from colossax.nn.module import param
-from colossax.sharding import compute_dtype, constrain, gather_weight, linear, lookup
+from colossax.sharding import compute_dtype, constrain, gather_weight, linears, lookup
 from colossax.typing import Dims
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
@@ -45,8 +45,12 @@ class Linear(nnx.Module):
         self.b = param(jnp.zeros(shape[contract:], jnp.float32), dims[contract:]) if bias else None
 
     def __call__(self, x: Float[Array, "*lead_and_in"]) -> Float[Array, "*lead_and_out"]:
-        bias = None if self.b is None else self.b[...]
-        return linear(x, self.w[...], self.dims, contract=self.contract, bias=bias)
+        return linears(x, (self.map,), contract=self.contract)[0]
+
+    @property
+    def map(self) -> tuple[Array, Dims, Array | None]:
+        """Weight, dims and bias, as `colossax.sharding.linears` takes them."""
+        return self.w[...], self.dims, None if self.b is None else self.b[...]
 
     def gathered(self) -> Float[Array, "*in_and_out"]:
         """The weight in the compute dtype, whole along the axes that split the batch."""
@@ -138,13 +142,14 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
         act = ACTIVATIONS[self.activation]
-        up = self._hidden(self.up(x))
         if self.gate is None:
-            return self.down(act(up))
-        return self.down(act(self._hidden(self.gate(x))) * up)
+            return self.down(act(_hidden(self.up(x))))
+        up, gate = map(_hidden, linears(x, (self.up.map, self.gate.map)))
+        return self.down(act(gate) * up)
 
-    def _hidden(self, h: Float[Array, "b s f"]) -> Float[Array, "b s f"]:
-        return checkpoint_name(constrain(h, "batch", "seq", "mlp"), "mlp")
+
+def _hidden(h: Float[Array, "b s f"]) -> Float[Array, "b s f"]:
+    return checkpoint_name(constrain(h, "batch:inner", "seq", "mlp"), "mlp")
 
 
 def depth_scaled(std: float, layers: int) -> float:

@@ -9,6 +9,7 @@ from .ops import compute_dtype as compute_dtype
 from .ops import constrain as constrain
 from .ops import gather_weight as gather_weight
 from .ops import linear as linear
+from .ops import linears as linears
 from .order import NATURAL as NATURAL
 from .order import RowOrder as RowOrder
 from .order import balanced_order as balanced_order

@@ -6,6 +6,7 @@ Without a plan, or on a mesh of one device, each function is its plain mathemati
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jaxtyping import Array, Float
 
 from colossax.config import BoundPlan
 from colossax.sharding.context import current, recomputed
+from colossax.sharding.matmul import Island, layout_of, matmuls
 from colossax.sharding.rules import activation_sharding, resolve
 from colossax.typing import Dims
 
@@ -82,6 +84,10 @@ def laid_out(bound: BoundPlan, role: str, dims: Dims, x: Array) -> Array:
     return jax.lax.with_sharding_constraint(x, NamedSharding(bound.mesh, spec))
 
 
+Map = tuple[Array, Dims, Array | None]
+"""Weight, its dims, and bias of a linear map."""
+
+
 def linear(
     x: Float[Array, "*lead_and_in"],
     w: Float[Array, "*in_and_out"],
@@ -102,13 +108,56 @@ def linear(
     Returns:
         `[*lead, *out]` in the compute dtype.
     """
+    return linears(x, ((w, dims, bias),), contract=contract)[0]
+
+
+def linears(
+    x: Float[Array, "*lead_and_in"], maps: Sequence[Map], *, contract: int = 1
+) -> tuple[Array, ...]:
+    """Several linear maps of one input: what `linear` gives for each, but `x` is moved once.
+
+    With `plan.tensor_matmul` other than `compiler`, an input of two leading dims `[b, s, *in]` is
+    gathered once for all maps, and the sum of their gradients is reduced once; see
+    `colossax.sharding.matmul`. An input of other rank (chosen tokens, pooled rows) is left to the
+    compiler.
+
+    Args:
+        x: `[*lead, *in]`; cast to the plan's compute dtype.
+        maps: Weight `[*in, *out]` at rest, its dims, and its bias `[*out]` or None, of each.
+        contract: How many dims are contracted.
+
+    Raises:
+        ValueError: Input and weight do not meet.
+        PlanError: A size is not a multiple of the devices of its axes.
+    """
     x = x.astype(compute_dtype(x.dtype))
+    for w, dims, _ in maps:
+        inner = w.shape[:contract]
+        if x.shape[x.ndim - contract :] != inner:
+            raise ValueError(
+                f"linear: input {x.shape} ends in {x.shape[x.ndim - contract :]}, weight {w.shape}"
+                f" of dims {dims} begins with {inner}; they must be equal"
+            )
+    bound = current()
+    if bound is None or bound.single or not _own_regions(bound) or x.ndim - contract != 2:
+        return tuple(_by_compiler(x, *one, contract) for one in maps)
+    shapes = tuple((w.shape, tuple(dims)) for w, dims, _ in maps)
+    island = Island(
+        layout=layout_of(bound, x.shape, shapes, contract),
+        summed=reduction_dtype(bound, x.dtype),
+        keep=recomputed(),
+    )
+    return matmuls(island, x, tuple(w for w, _, _ in maps), tuple(bias for _, _, bias in maps))
+
+
+def _own_regions(bound: BoundPlan) -> bool:
+    """Whether matmuls communicate as `colossax.sharding.matmul` says, not as the compiler does."""
+    chosen = bound.plan.tensor_matmul
+    return chosen != "compiler" and (chosen != "auto" or bound.plan.tensor_layout != "1d")
+
+
+def _by_compiler(x: Array, w: Array, dims: Dims, bias: Array | None, contract: int) -> Array:
     lead, inner, out = x.shape[: x.ndim - contract], w.shape[:contract], w.shape[contract:]
-    if x.shape[x.ndim - contract :] != inner:
-        raise ValueError(
-            f"linear: input {x.shape} ends in {x.shape[x.ndim - contract :]}, weight {w.shape} of"
-            f" dims {dims} begins with {inner}; they must be equal"
-        )
     # One dim of tokens: with [b, s] apart, the weight gradient contracts two dims, for which
     # XLA's CPU backend transposes instead of calling its matmul (90 against 129 GFLOP per second).
     flat = (math.prod(lead),) if _tokens_merge(lead) else lead

@@ -227,7 +227,9 @@ class Step:
             name: x if isinstance(x, jax.Array) else _put(x, self._batch_shardings[name])
             for name, x in batch.items()
         }
-        return Arranged(placed_arrays, batch.order) if isinstance(batch, Arranged) else placed_arrays
+        return (
+            Arranged(placed_arrays, batch.order) if isinstance(batch, Arranged) else placed_arrays
+        )
 
     def order(self, length: int) -> RowOrder:
         """The order in which the step wants rows of this many tokens.

@@ -1,0 +1,5 @@
+"""Matmuls in regions of our own: 2d, 2.5d and 3d layouts, and gathers under the multiplication."""
+
+from .island import Island as Island
+from .island import matmuls as matmuls
+from .layout import layout_of as layout_of
