@@ -249,7 +249,7 @@ def _specs(bound: BoundPlan, arrays: dict[str, Any], split: _Split) -> dict[str,
     }
     batch, heads = spec_of["q"][0], spec_of["q"][2]
     check_heads(bound, arrays["q"].shape[2], name="attention q")
-    ring = None if split.ring is None else split.ring.names
+    ring = None if split.ring is None else split.ring.circle.names
 
     def of_mask(x: Array) -> PartitionSpec:
         # Whole along ulysses, where every device comes to see all of the ring rank's tokens.

@@ -18,8 +18,8 @@ def balanced_from_contiguous_local(x: Array, *, axes: RingAxes, dim: int = 1) ->
     Cost: two permutes, each of half of `x`; a chunk that stays at home is not sent.
     """
     even, odd = jnp.split(x, 2, axis=dim)  # chunks 2r and 2r + 1
-    even = jax.lax.ppermute(even, axes.names, _pairs(axes.size, 0))
-    odd = jax.lax.ppermute(odd, axes.names, _pairs(axes.size, 1))
+    even = jax.lax.ppermute(even, axes.circle.names, _pairs(axes.size, 0))
+    odd = jax.lax.ppermute(odd, axes.circle.names, _pairs(axes.size, 1))
     return _by_parity(even, odd, axes, dim)
 
 
@@ -28,8 +28,8 @@ def contiguous_from_balanced_local(x: Array, *, axes: RingAxes, dim: int = 1) ->
     early, late = jnp.split(x, 2, axis=dim)
     even, odd = jnp.split(_by_parity(early, late, axes, dim), 2, axis=dim)
     back = [[(to, source) for source, to in _pairs(axes.size, which)] for which in (0, 1)]
-    even = jax.lax.ppermute(even, axes.names, back[0])
-    odd = jax.lax.ppermute(odd, axes.names, back[1])
+    even = jax.lax.ppermute(even, axes.circle.names, back[0])
+    odd = jax.lax.ppermute(odd, axes.circle.names, back[1])
     return jnp.concatenate([even, odd], axis=dim)
 
 
