@@ -8,21 +8,22 @@ NAMES = {
     "colossax": "Plan attention boost constrain linear preset use",
     "colossax.config": (
         "AttentionConfig BatchConfig BoundPlan FrozenDict LOGICAL_DIMS LossConfig "
-        "MESH_AXES MeshAxis PRESETS Plan Precision Rules SAVEABLE Segment bind from_json "
-        "nearest preset to_json"
+        "MESH_AXES MeshAxis PRESETS Plan Precision RING_AXES Rules SAVEABLE SEQUENCE_AXES Segment "
+        "bind from_json nearest preset to_json"
     ),
     "colossax.pallas.attention": (
         "Mask attend_block attend_cache attention block_gradients dense merge_blocks row_delta "
         "row_ranges why_no_ranges with_sinks"
     ),
     "colossax.sharding": (
-        "activation_sharding attention batch_axes compute_dtype constrain current explain "
-        "gather_weight linear linears lookup param_sharding recomputing replicated resolve use "
-        "validate"
+        "NATURAL RowOrder activation_sharding attention balanced_order batch_axes compute_dtype "
+        "constrain current current_order explain gather_weight in_order linear linears lookup "
+        "param_sharding recomputing replicated resolve seq_axes use validate"
     ),
     "colossax.sharding.sequence": (
-        "Order RingAxes gather_attention_local inverse_order positions_local "
-        "ring_attention_local ring_self_attention_local ulysses_local zigzag_order"
+        "Order RingAxes balanced_from_contiguous_local contiguous_from_balanced_local "
+        "gather_attention_local inverse_order positions_local ring_attention_local "
+        "ring_self_attention_local ulysses_local zigzag_order"
     ),
     "colossax.data": (
         "BatchLoader Corpus Documents RowSource Rows Split SyntheticRows Tokenizer "
@@ -51,7 +52,7 @@ NAMES = {
         "MistralConfig OPT OPTConfig Qwen2 Qwen2Config Qwen3 Qwen3Config config_from_json "
         "config_to_json family_of maker"
     ),
-    "colossax.train": "Step StepOptions boost build_step next_token_loss",
+    "colossax.train": "Step StepOptions any_order boost build_step next_token_loss",
     "colossax.inference": (
         "Generation Generator LoadedModel StoredModel inference_plan load open_checkpoint"
     ),

@@ -1,6 +1,7 @@
 """Training: losses, the step, the loop."""
 
 from .loss import Loss as Loss
+from .loss import any_order as any_order
 from .loss import next_token_loss as next_token_loss
 from .step import Step as Step
 from .step import StepOptions as StepOptions

@@ -1,6 +1,5 @@
 """Dynamic axis parallelism: `constrain` moves a split from one dim of an array to another."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -50,6 +50,60 @@ def test_two_processes_are_as_one(together, text, tmp_path):
     assert list(more.losses.values()) == pytest.approx(expected[5:], rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        ("--plan.mesh=ring=4,ulysses=2",),
+        ("--plan.mesh=row=2,col=4", "--plan.tensor_layout=2d"),
+    ],
+    ids=["usp", "2d"],
+)
+def test_sequences_and_matrices_split_over_two_processes(mesh, text, tmp_path):
+    started = pair("--steps=3", "--devices=4", *mesh, text=text, folder=tmp_path)
+    first, second = (process.finish() for process in started)
+    assert (first.code, second.code) == (0, 0), first.errors + second.errors
+    alone = run("--steps=3", "--devices=8", *mesh, text=text, log=tmp_path / "log")
+    assert alone.code == 0, alone.errors
+    assert list(first.losses.values()) == pytest.approx(list(alone.losses.values()), rel=1e-5)
+
+
+LAYOUTS = (
+    ("--plan.mesh=ring=2,ulysses=2,tensor=2",),
+    ("--plan.mesh=fsdp=2,row=2,col=2", "--plan.tensor_layout=2d"),
+    ("--plan.mesh=depth=2,row=2,col=2", "--plan.tensor_layout=3d"),
+    ("--plan.mesh=ring_out=2,ring_in=2,fsdp=2", "--plan.tensor_layout=1d"),
+)
+
+
+def test_a_checkpoint_of_any_layout_is_read_under_any_other(text, tmp_path):
+    """Each layout goes on with what the one before has written, as if nothing had changed."""
+    out = f"--out={tmp_path / 'run'}"
+    losses = {}
+    for at, mesh in enumerate(LAYOUTS):
+        again = ("--resume",) if at else ()
+        done = run(
+            f"--steps={2 * at + 2}",
+            "--devices=8",
+            *mesh,
+            *again,
+            "--optimizer.schedule_steps=8",
+            out,
+            text=text,
+            log=tmp_path / "log",
+        )
+        assert done.code == 0, done.errors
+        losses |= done.losses
+    alone = run(
+        "--steps=8",
+        "--devices=1",
+        "--optimizer.schedule_steps=8",
+        text=text,
+        log=tmp_path / "log",
+    )
+    assert list(losses) == list(alone.losses)
+    assert list(losses.values()) == pytest.approx(list(alone.losses.values()), rel=1e-4)
+
+
 def test_the_first_process_alone_speaks_and_writes(together):
     folder, (first, second) = together
     assert second.lines == []
