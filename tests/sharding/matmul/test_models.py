@@ -1,0 +1,71 @@
+"""Whole models in every tensor layout equal one device: the loss and every gradient."""
+
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from colossax.config import LossConfig, Plan, Segment
+from colossax.models import GPT2Config, LlamaConfig, Qwen3Config, maker
+from colossax.train import build_step, next_token_loss
+from tests.oracle import assert_losses_close, assert_trees_close
+from tests.sharding.matmul.layouts import flat, sequence_parallel
+from tests.train.test_step import text_batch
+
+SHAPES = {
+    "llama": LlamaConfig(vocab=64, embed=32, layers=2, heads=8, kv_heads=4, mlp=48, max_seq=32),
+    "gpt2": GPT2Config(vocab=64, embed=32, layers=2, heads=8, mlp=64, max_seq=32),
+    "qwen3": Qwen3Config(
+        vocab=64, embed=32, layers=2, heads=8, kv_heads=2, head_dim=8, mlp=48, max_seq=32
+    ),
+}
+PLANS = {
+    "2d-2x4": flat("2d", row=2, col=4),
+    "2d-fsdp2": flat("2d", fsdp=2, row=2, col=2),
+    "2.5d-2x2x2": flat("2.5d", depth=2, row=2, col=2),
+    "3d-2x2x2": flat("3d", depth=2, row=2, col=2),
+    "3d-1x2x4": flat("3d", row=2, col=4),
+    "overlap-4": sequence_parallel({"tensor": 4, "fsdp": 2}),
+}
+
+
+def loss_and_gradients(shape, plan, devices):
+    """Of a model whose norms and biases are away from one and zero, so that all paths matter."""
+    step = build_step(
+        maker(SHAPES[shape]), optax.sgd(1.0), next_token_loss(z_loss=1e-3), plan, devices=devices
+    )
+    params = jax.tree.map(_stirred, step.init()["params"], step.shardings["params"])
+    grads, _, _, loss = jax.jit(step.gradients)(step.init_from(params), step.place(text_batch()))
+    return loss, grads
+
+
+def _stirred(leaf, sharding):
+    noise = np.random.default_rng(leaf.shape).normal(size=leaf.shape) * 0.05
+    return jax.device_put(np.asarray(leaf) + noise.astype(np.float32), sharding)
+
+
+@functools.cache
+def truth(shape):
+    return loss_and_gradients(shape, Plan(mesh={"fsdp": 1}), jax.devices()[:1])
+
+
+def assert_equals_one_device(shape, plan, devices):
+    loss, grads = loss_and_gradients(shape, plan, devices)
+    assert_losses_close(loss, truth(shape)[0])
+    assert_trees_close(grads, truth(shape)[1])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("plan", PLANS)
+def test_models_equal_one_device(devices, plan, shape, capfd):
+    assert_equals_one_device(shape, PLANS[plan], devices)
+    assert "rematerialization" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("remat", ["full", "dots", "qkv+attention"])
+@pytest.mark.parametrize("plan", ["2d-2x4", "3d-2x2x2", "overlap-4"])
+def test_recomputed_layers_equal_one_device(devices, plan, remat):
+    plan = PLANS[plan].replace(segments=(Segment(remat=remat),), loss=LossConfig(vocab_chunks=2))
+    assert_equals_one_device("llama", plan, devices)
