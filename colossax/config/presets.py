@@ -10,7 +10,7 @@ from colossax.config.plan import BatchConfig, Plan
 from colossax.config.rules import FSDP_RULES, STORAGE_RULES, Rules
 from colossax.errors import PlanError
 
-_SHARDED_STATE = {**STORAGE_RULES, "embed": (("data", "fsdp"),)}
+_SHARDED_STATE = {**STORAGE_RULES, "embed": (("data", "fsdp", *SEQUENCE_AXES),)}
 
 _DATA_PARTS: dict[str, tuple[dict[str, int], Rules]] = {
     "ddp": (
@@ -48,7 +48,8 @@ def preset(name: str, *, mesh: Mapping[str, int] | None = None, **fields: Any) -
     `ddp` replicates parameters; `zero1` and `zero2` split optimizer state over `data` and `fsdp`:
     gradients are reduce-scattered and the new parameters gathered. With microbatches, `zero1`
     accumulates whole gradients and reduces them once per step, `zero2` its share of them after
-    each microbatch. `zero3` splits parameters over `fsdp` as well. `megatron` splits heads,
+    each microbatch. `zero3` splits parameters over `fsdp` as well. All three count the devices that
+    share a sequence among those of `fsdp`. `megatron` splits heads,
     mlp and vocab over `tensor`; `megatron_sp` also splits the sequence there between blocks.
     `ring`, `ulysses` and both (`usp`) split the sequence everywhere. One of each kind join, as
     `zero3+megatron_sp+ring`. Without a mesh all devices go to the axes of the first part named.

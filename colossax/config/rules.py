@@ -20,7 +20,11 @@ TENSOR_RULES: dict[str, tuple[Choice, ...]] = dict.fromkeys(
 )
 ACTIVATION_RULES: dict[str, tuple[Choice, ...]] = {"batch": _BATCH, "seq": _SEQ, **TENSOR_RULES}
 STORAGE_RULES: dict[str, tuple[Choice, ...]] = {"layers": (("stage",),), **TENSOR_RULES}
-FSDP_RULES: dict[str, tuple[Choice, ...]] = {**STORAGE_RULES, "embed": (("fsdp",),)}
+FSDP_RULES: dict[str, tuple[Choice, ...]] = {
+    **STORAGE_RULES,
+    # Devices that share a sequence hold other tokens than their neighbours, as those along fsdp do.
+    "embed": (("fsdp", *SEQUENCE_AXES),),
+}
 
 
 def _normal_rules(rules: Mapping[str, Any], where: str) -> RuleMap:

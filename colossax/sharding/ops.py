@@ -202,6 +202,7 @@ def _matmul_bwd(static: _Linear, residuals: Any, dy: Array):
     x, matrix, w, bias = residuals
     bound, dims = static.bound, static.dims
     summed = reduction_dtype(bound, x.dtype)
+    dy = _whole_rows(bound, dims[static.contract :], dy)
     dx = jnp.dot(dy, (_matrix(static, w, x) if matrix is None else matrix).T)
     tokens = tuple(range(x.ndim - 1))
     dw = jax.lax.dot_general(x, dy, ((tokens, tokens), ((), ())), preferred_element_type=summed)
@@ -215,6 +216,18 @@ def _matmul_bwd(static: _Linear, residuals: Any, dy: Array):
 _matmul.defvjp(_matmul_fwd, _matmul_bwd)
 
 
+def _whole_rows(bound: BoundPlan | None, out: Dims, dy: Array) -> Array:
+    """The gradient of a block's output with the sequence as inside the block.
+
+    Both matmuls of backward need it so. Left to choose, the compiler may instead split it along
+    the features, as the weight's gradient will be, by replicating it first.
+    """
+    if bound is None or bound.single or out != ("embed",) or dy.ndim != 3:
+        return dy
+    sharding = activation_sharding(bound, ("batch", "seq", "embed"), dy.shape)
+    return jax.lax.with_sharding_constraint(dy, sharding)
+
+
 def reduction_dtype(bound: BoundPlan | None, compute: jnp.dtype) -> jnp.dtype:
     """Dtype in which devices sum a parameter's gradient."""
     chosen = None if bound is None else bound.plan.precision.reduction
@@ -224,6 +237,10 @@ def reduction_dtype(bound: BoundPlan | None, compute: jnp.dtype) -> jnp.dtype:
 def summed_gradient(bound: BoundPlan | None, dims: Dims, grad: Array, like: Array) -> Array:
     """A parameter's gradient where the plan wants it, summed over devices in its own dtype."""
     if bound is not None and not bound.single:
+        if grad.ndim == 1:
+            # Of a vector the sum comes first: wanted in parts from the start, its split reaches
+            # back into the activations it is a sum over, which are then replicated.
+            grad = laid_out(bound, "weights", dims, grad)
         grad = laid_out(bound, "gradients", dims, grad)
     return grad.astype(like.dtype)
 

@@ -26,8 +26,8 @@ def resolve(
 
     Args:
         bound: Plan and mesh.
-        role: A field of `Rules`, or `weights`: as `params`, without the axes that split the
-            batch, which is how a matmul wants its weight.
+        role: A field of `Rules`, or `weights`: as `params`, without the axes that split tokens,
+            which is how a matmul wants its weight.
         dims: Logical names.
         shape: Sizes, one per dim.
         name: Parameter path for messages.
@@ -84,13 +84,13 @@ def batch_axes(bound: BoundPlan) -> frozenset[str]:
 
 
 def gathered_axes(bound: BoundPlan) -> frozenset[str]:
-    """Mesh axes along which a matmul wants its weight whole: those that split the batch.
+    """Mesh axes along which a matmul wants its weight whole: those that split tokens.
 
     In the 3d layout a weight's own dims are split over `row` and `col` as well, each of which
     splits the batch on one side of the matmul only; there its weight stays split.
     """
     own = {"row", "col"} if bound.plan.tensor_layout == "3d" else set()
-    return batch_axes(bound) - own
+    return batch_axes(bound).union(seq_axes(bound)) - own
 
 
 def seq_axes(bound: BoundPlan, dim: str = "seq") -> tuple[str, ...]:
