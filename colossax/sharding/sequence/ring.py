@@ -72,16 +72,6 @@ class _Keys:
     valid: Any = None
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Gradients:
-    """What a visit adds; `dkv` belongs to the keys and travels with them, packed."""
-
-    dq: Any
-    dkv: Any
-    dslopes: Any
-
-
 def ring_attention_local(
     q: Float[Array, "b s n h"],
     k: Float[Array, "b t k h"],
@@ -186,38 +176,50 @@ def _backward(
     """All in float32.
 
     Gradients of keys follow one hop behind them, as the sum of what the visited devices added, and
-    a last hop takes them home. What a device adds to its own keys does not travel: it is computed
-    last, under that hop.
+    a last hop takes them home. What a device adds to the keys with which a ring starts does not
+    travel along it: that is computed under the last hop, so that something hides it.
     """
     axes, keys = static.axes, _keys(k, v, mask)
+    inner, outer = axes.inner_circle, axes.outer_circle
     queries = _queries(q, mask, dout=dout, lse=lse, delta=delta)
     block = _Block(static=static, mask=mask, slopes=slopes, queries=queries)
     packing = Packing.of(keys)
 
-    def visit(state: Any, packed: Any, a: Any, b: Any, hop: int) -> _Gradients:
-        moved = _move_keys_local(axes.inner_circle, state, hop)
-        found = block.backward_local(packing.unpack(packed), axes.source_local(a, b))
-        return _add(moved, found)
+    def visit(of_queries: Any, packed: Any, a: Any, b: Any) -> tuple[Any, Any]:
+        found, dkv = block.backward_local(packing.unpack(packed), axes.source_local(a, b))
+        return _add(of_queries, found), dkv
 
-    def sweep(packed: Any, a: Any, offsets: Sequence[int]) -> Any:
-        """Along the inner ring: gradients of the keys it meets, back where those came from."""
-        state = _travel(
-            axes.inner_circle, packed, offsets, lambda s, p, b, hop: visit(s, p, a, b, hop), None
-        )
-        home = axes.inner_size - max(offsets, default=0)
-        return _move_keys_local(axes.inner_circle, state, home)
+    def sweep(of_queries: Any, packed: Any, a: Any, offsets: Sequence[int]) -> tuple[Any, Any]:
+        """Along the inner ring, with keys from `a` places back on the outer one."""
 
-    def outer_visit(state: Any, packed: Any, a: Any, hop: int) -> _Gradients:
-        moved = _move_keys_local(axes.outer_circle, state, hop)
-        travelled = sweep(packed, a, range(1, axes.inner_size))
-        return _add(moved, _add(travelled, visit(None, packed, a, 0, 0)))
+        def inner_visit(state: Any, packed: Any, b: Any, hop: int) -> tuple[Any, Any]:
+            of_queries, dkv = state
+            moved = inner.shift_local(dkv, hop)
+            of_queries, found = visit(of_queries, packed, a, b)
+            return of_queries, _add(moved, found)
 
-    packed = packing.pack(keys)
-    state = _travel(axes.outer_circle, packed, range(1, axes.outer_size), outer_visit, None)
-    state = _move_keys_local(axes.outer_circle, state, 1)
-    state = _add(state, sweep(packed, 0, block.inner_offsets(keys)))
-    total = _add(state, block.own_backward_local(keys))
-    return total.dq, *Packing.of((k, v)).unpack(total.dkv), total.dslopes
+        state = (of_queries, None)
+        of_queries, dkv = _travel(inner, packed, offsets, inner_visit, state, first_alone=True)
+        return of_queries, inner.shift_local(dkv, axes.inner_size - max(offsets, default=0))
+
+    def outer_visit(state: Any, packed: Any, a: Any, hop: int) -> tuple[Any, Any]:
+        of_queries, dkv = state
+        moved = outer.shift_local(dkv, hop)
+        of_queries, travelled = sweep(of_queries, packed, a, range(1, axes.inner_size))
+        of_queries, first = visit(of_queries, packed, a, 0)
+        return of_queries, _add(moved, _add(travelled, first))
+
+    packed, state = packing.pack(keys), (None, None)
+    if axes.outer_size > 1:
+        offsets = range(1, axes.outer_size)
+        state = _travel(outer, packed, offsets, outer_visit, state, first_alone=True)
+        state, packed = jax.lax.optimization_barrier((state, packed))
+    of_queries, dkv = state
+    dkv = outer.shift_local(dkv, 1)
+    of_queries, travelled = sweep(of_queries, packed, 0, block.inner_offsets(keys))
+    found, own = block.own_backward_local(keys)
+    (dq, dslopes), dkv = _add(of_queries, found), _add(_add(dkv, travelled), own)
+    return dq, *Packing.of((k, v)).unpack(dkv), dslopes
 
 
 def _travel(
@@ -226,19 +228,21 @@ def _travel(
     offsets: Sequence[int],
     visit: Callable[[Any, Any, Any, int], Any],
     state: Any,
+    *,
+    first_alone: bool = False,
 ) -> Any:
     """Visit what lies `offset` places back, for each offset in ascending order.
 
     `visit(state, packed, offset, hop)` sees the arrays `hop` places after the visit before. Their
     next hop depends on no visit, so the compiler can hide it behind one. Visits between equal hops
-    are the iterations of a loop.
+    are the iterations of a loop; `first_alone` keeps the first out of it, for a state that only
+    visits complete.
     """
     if not offsets:
         return state
     hops = np.diff([0, *offsets]).tolist()
     stops = list(zip(offsets, hops, [*hops[1:], 0], strict=True))
-    # A first visit without a state makes one, of another structure than a loop could carry.
-    alone = stops[0] if state is None else None
+    alone = stops[0] if first_alone else None
 
     def stop(carry: Any, offset: Any, came: int, goes: int) -> Any:
         state, packed = carry
@@ -247,6 +251,8 @@ def _travel(
 
     carry = state, circle.shift_local(packed, hops[0])
     for (_, came, goes), group in itertools.groupby(stops, lambda s: (s == alone, *s[1:])):
+        # Else XLA would combine hops of several visits and wait for all of them at the first.
+        carry = jax.lax.optimization_barrier(carry)
         places = [offset for offset, _, _ in group]
         if len(places) == 1:
             carry = stop(carry, places[0], came, goes)
@@ -260,16 +266,11 @@ def _scanned(stop: Callable[..., Any], came: int, goes: int, carry: Any, offset:
     return stop(carry, offset, came, goes), None
 
 
-def _add(one: _Gradients | None, two: _Gradients | None) -> Any:
+def _add(one: Any, two: Any) -> Any:
+    """The sum of two trees, None being nothing."""
     if one is None or two is None:
         return two if one is None else one
     return jax.tree.map(jnp.add, one, two)
-
-
-def _move_keys_local(circle: Circle, gradients: _Gradients | None, hop: int) -> Any:
-    if gradients is None:
-        return None
-    return dataclasses.replace(gradients, dkv=circle.shift_local(gradients.dkv, hop))
 
 
 # ---- one step ------------------------------------------------------------------------------------
@@ -315,14 +316,15 @@ class _Block:
         queries, keys = _pair_queries(queries, early), _pair_keys(keys, early)
         return _forward_of_pairs(*self._attend(queries, keys, _past(self.mask)), early)
 
-    def own_backward_local(self, keys: _Keys) -> _Gradients:
-        """Gradients through this rank's own keys."""
+    def own_backward_local(self, keys: _Keys) -> tuple[Any, Any]:
+        """Gradients through this rank's own keys: of q and slopes, and of k and v, packed."""
         placed = self._placed_local(keys, self.static.axes.source_local())
         return self._gradients(*placed, self.mask, lambda x: x, lambda x: x)
 
-    def backward_local(self, keys: _Keys, source: Int[Array, ""]) -> _Gradients:
-        """Gradients through the keys of rank `source`, not one's own."""
+    def backward_local(self, keys: _Keys, source: Int[Array, ""]) -> tuple[Any, Any]:
+        """Gradients through the keys of rank `source`, not one's own, likewise."""
         queries, keys = self._placed_local(keys, source)
+        queries, keys = jax.lax.optimization_barrier((queries, keys))
         if not self._uniform(keys):
             return self._gradients(queries, keys, self.mask, lambda x: x, lambda x: x)
         early = source < self.static.axes.source_local()
@@ -360,7 +362,7 @@ class _Block:
 
     def _gradients(
         self, queries: _Queries, keys: _Keys, mask: Mask, of_queries: Any, of_keys: Any
-    ) -> _Gradients:
+    ) -> tuple[Any, Any]:
         dq, dk, dv, dslopes = block_gradients(
             queries.q,
             keys.k,
@@ -371,7 +373,7 @@ class _Block:
             delta=queries.delta,
         )
         dkv = of_keys(dk), of_keys(dv)
-        return _Gradients(dq=of_queries(dq), dkv=Packing.of(dkv).pack(dkv), dslopes=dslopes)
+        return (of_queries(dq), dslopes), Packing.of(dkv).pack(dkv)
 
     def _options(self, queries: _Queries, keys: _Keys, mask: Mask) -> dict[str, Any]:
         return {

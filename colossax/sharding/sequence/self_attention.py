@@ -46,14 +46,21 @@ def ring_self_attention_local(
     grouped = q.astype(jnp.float32).reshape(b, s, kv_heads, n // kv_heads, h)
     keys = {
         "k": k,
-        "kv_positions": _given_or_natural_local(mask.kv_positions, t, axes, order),
+        "kv_positions": mask.kv_positions,
         "kv_segments": mask.kv_segments,
         "kv_valid": mask.kv_valid,
     }
-    q_positions = _given_or_natural_local(mask.q_positions, s, axes, order)
 
-    def logits(keys: dict[str, Any]) -> Array:
+    def natural(offset: Any, length: int) -> Array:
+        source = (axes.source_local() - offset) % axes.size
+        return positions_local(source, length=length, ranks=axes.size, order=order)
+
+    q_positions = natural(0, s) if mask.q_positions is None else mask.q_positions
+
+    def logits(keys: dict[str, Any], offset: Array) -> Array:
         k, of_keys = keys["k"], {name: x for name, x in keys.items() if name != "k"}
+        if of_keys["kv_positions"] is None:
+            of_keys["kv_positions"] = natural(offset, t)
         found = jnp.einsum("bskgh,btkh->bkgst", grouped, k.astype(jnp.float32)) * scale
         found = found.reshape(b, n, s, t)
         if soft_cap is not None:
@@ -69,16 +76,10 @@ def ring_self_attention_local(
         found = jnp.einsum("bkgst,btkh->bskgh", grouped, v.astype(jnp.float32))
         return found.reshape(b, s, n, -1)
 
-    scores = _around_local(axes, keys, lambda keys, _: logits(keys), jnp.arange(axes.size))
+    scores = _around_local(axes, keys, logits, jnp.arange(axes.size, dtype=jnp.int32))
     probabilities, lse = _softmax(scores)
     out = jnp.sum(_around_local(axes, v, weighted, probabilities), axis=0).astype(q.dtype)
     return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
-
-
-def _given_or_natural_local(given: Any, length: int, axes: RingAxes, order: str) -> Array:
-    if given is not None:
-        return given
-    return positions_local(axes.source_local(), length=length, ranks=axes.size, order=order)
 
 
 def _around_local(axes: RingAxes, block: Any, visit: Any, of_step: Array) -> Array:
