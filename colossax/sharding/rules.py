@@ -21,8 +21,8 @@ def resolve(
 ) -> PartitionSpec:
     """Where an array with these dims lives under the plan.
 
-    Each dim takes the first of its rule's choices none of whose axes (of size above 1) an earlier
-    dim has taken; with none left it is replicated.
+    Each dim takes the first of its rule's choices none of whose axes an earlier dim has taken, be
+    they of size 1, so that the choice does not depend on sizes; with none left it is replicated.
 
     Args:
         bound: Plan and mesh.
@@ -45,23 +45,24 @@ def resolve(
     taken: set[str] = set()
     entries = []
     for dim, size in zip(dims, shape, strict=True):
-        axes = _choose(bound, rules, dim, taken)
-        taken.update(axes)
-        axes = tuple(axis for axis in axes if axis not in drop)
+        choice = _choose(rules, dim, taken)
+        taken.update(choice)
+        axes = tuple(axis for axis in _used(bound, choice) if axis not in drop)
         entries.append(_fit(bound, axes, dim, size, name))
     return PartitionSpec(*entries)
 
 
-def _choose(bound: BoundPlan, rules: Mapping, dim: str | None, taken: set[str]) -> tuple[str, ...]:
-    """The axes of size above 1 of the first choice that is free."""
+def _choose(rules: Mapping, dim: str | None, taken: set[str]) -> tuple[str, ...]:
+    """The first choice that is free."""
     if dim is None:
         return ()
     choices = rules.get(dim, rules.get(dim.split(":")[0], ()))
-    for choice in choices:
-        axes = tuple(axis for axis in choice if bound.mesh.shape[axis] > 1)
-        if not taken.intersection(axes):
-            return axes
-    return ()
+    return next((choice for choice in choices if not taken.intersection(choice)), ())
+
+
+def _used(bound: BoundPlan, axes: Sequence[str]) -> tuple[str, ...]:
+    """Those of size above 1."""
+    return tuple(axis for axis in axes if bound.mesh.shape[axis] > 1)
 
 
 def _fit(bound: BoundPlan, axes: tuple[str, ...], dim: str | None, size: int, name: str):
@@ -80,7 +81,7 @@ def _fit(bound: BoundPlan, axes: tuple[str, ...], dim: str | None, size: int, na
 
 def batch_axes(bound: BoundPlan) -> frozenset[str]:
     """Mesh axes of size above 1 that split the batch."""
-    return frozenset(_choose(bound, bound.rules.activations, "batch", set()))
+    return frozenset(activation_axes(bound, "batch"))
 
 
 def gathered_axes(bound: BoundPlan) -> frozenset[str]:
@@ -95,7 +96,12 @@ def gathered_axes(bound: BoundPlan) -> frozenset[str]:
 
 def seq_axes(bound: BoundPlan, dim: str = "seq") -> tuple[str, ...]:
     """Mesh axes of size above 1 that split the sequence, outer first."""
-    return _choose(bound, bound.rules.activations, dim, set())
+    return activation_axes(bound, dim)
+
+
+def activation_axes(bound: BoundPlan, dim: str) -> tuple[str, ...]:
+    """Mesh axes of size above 1 that split a dim of an activation which has no dim before it."""
+    return _used(bound, _choose(bound.rules.activations, dim, set()))
 
 
 def param_sharding(bound: BoundPlan, role: str, info: ParamInfo) -> NamedSharding:

@@ -59,6 +59,13 @@ def test_second_choice_when_an_axis_is_taken(devices):
     assert resolve(bound, "params", ("mlp",), (8,)) == P("fsdp")
 
 
+def test_choices_do_not_depend_on_sizes(devices):
+    """Else a matrix with one row of devices would lie whole on all columns."""
+    bound = Plan(mesh={"row": 1, "col": 8}, tensor_layout="2d").bind(devices)
+    assert resolve(bound, "params", ("embed", "mlp"), (8, 8)) == P(None, "col")
+    assert resolve(bound, "params", ("mlp", "embed"), (8, 8)) == P(None, "col")
+
+
 @pytest.mark.parametrize(("kv_heads", "entry"), [(8, "tensor"), (4, None), (1, None)])
 def test_few_kv_heads_are_replicated(devices, kv_heads, entry):
     bound = preset("megatron", mesh={"tensor": 8}).bind(devices)

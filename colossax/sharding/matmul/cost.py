@@ -1,0 +1,85 @@
+"""What a layer's matmuls send in each tensor layout, by formula.
+
+With p devices in all, of these t along `tensor` or d, r, c along `depth row col`, f along `fsdp`
+and g along `data`; M tokens of all devices; widths e (inputs of the maps into blocks, each input
+once), i (their outputs), o (inputs of the maps out of blocks), u (their outputs); W parameters.
+Items sent per device, forward and backward, operands gathered again in backward:
+
+| layout | activations, M/p times | weights |
+|---|---|---|
+| 1d | `2 (t-1) (e + u)` | `3 (f-1) W/p' + 2 (g-1)/g W/p'`, p' = f t |
+| 1d, sequence split | `(t-1) (3e + 2u)` | the same |
+| 2d, 2.5d | `3 (c-1) (e + o)` | `3 (rf-1) W/p' + 2 (gd-1)/(gd) W/p'`, p' = f r c |
+| 2d, 2.5d, cannon | `3 r (e + o)` | `3 (rf + f-1) W/p' + 2 (gd-1)/(gd) W/p'` |
+| 3d | `(r-1) (3e + 2u) + (c-1) (2i + 3o)` | `3 (df-1) W/p' + 2 (g-1)/g W/p'`, p' = f d r c |
+
+A GPT layer of width H, F = 4H, has e = 2H, i = 7H, o = 5H, u = 2H, W = 12 H^2. Then 1d sends `8 M H
+(p-1)/p`, with the sequence split 10, 2d on q x q devices `3 (q-1)/p (7 M H + 12 H^2)`. Where layers
+are recomputed the second gather is part of that and a third is saved.
+tests/sharding/matmul/test_bytes.py counts all of them in compiled programs.
+"""
+
+import dataclasses
+
+from colossax.config import BoundPlan
+from colossax.sharding.rules import seq_axes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Widths:
+    """Sums over a layer's matmuls.
+
+    Attributes:
+        into_in: Widths of the inputs of the maps into a block; q, k and v share one.
+        into_out: Widths of their outputs.
+        out_in: Widths of the inputs of the maps out of a block.
+        out_out: Widths of their outputs.
+        weights: Parameters.
+    """
+
+    into_in: int
+    into_out: int
+    out_in: int
+    out_out: int
+    weights: int
+
+
+def sent_items(bound: BoundPlan, tokens: int, widths: Widths) -> float:
+    """Items that a device sends for the matmuls of a layer, forward and backward.
+
+    Rings and ulysses hold parts of the sequence and count as `data` does: their devices sum the
+    gradients of the weights.
+
+    Args:
+        bound: Plan and mesh; its rules are those of a preset.
+        tokens: Of all devices together.
+        widths: Of the layer's matmuls, biases apart.
+    """
+    moved = _activations(bound, widths) * tokens / bound.mesh.size
+    size = bound.mesh.shape
+    cannon = bound.plan.tensor_matmul == "cannon"
+    matrix = ("tensor",) if bound.plan.tensor_layout == "1d" else ("row", "col")
+    gathered = ("fsdp",) if cannon else ("fsdp", "row")
+    if bound.plan.tensor_layout == "3d":
+        matrix, gathered = ("depth", "row", "col"), ("fsdp", "depth")
+    held = widths.weights / bound.size(("fsdp", *matrix))
+    summed = bound.mesh.size // bound.size(("fsdp", *matrix))
+    moved += 3 * (bound.size(gathered) - 1) * held
+    if cannon:
+        moved += 3 * size["row"] * size["fsdp"] * held
+    return moved + 2 * (summed - 1) / summed * held
+
+
+def _activations(bound: BoundPlan, widths: Widths) -> int:
+    """Items sent per token that a device holds."""
+    size, layout = bound.mesh.shape, bound.plan.tensor_layout
+    ends = 3 * widths.into_in + 2 * widths.out_out
+    if layout == "1d":
+        if "tensor" in seq_axes(bound, "seq:residual"):
+            return (size["tensor"] - 1) * ends
+        return (size["tensor"] - 1) * 2 * (widths.into_in + widths.out_out)
+    if layout == "3d":
+        within = 2 * widths.into_out + 3 * widths.out_in
+        return (size["row"] - 1) * ends + (size["col"] - 1) * within
+    passed = size["row"] if bound.plan.tensor_matmul == "cannon" else size["col"] - 1
+    return 3 * passed * (widths.into_in + widths.out_in)

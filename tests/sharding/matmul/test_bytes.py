@@ -1,0 +1,46 @@
+"""What the matmuls of a layer send, counted in compiled programs, equals the formulas."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from colossax.aot import collectives
+from colossax.sharding import linear, linears, use
+from colossax.sharding.matmul.cost import Widths, sent_items
+from tests.sharding.matmul.layouts import PLANS
+
+B, S, H = 16, 32, 64
+HEAD = ("heads", "head_dim")
+WIDTHS = Widths(into_in=2 * H, into_out=7 * H, out_in=5 * H, out_out=2 * H, weights=12 * H * H)
+SHAPES = {"q": (H, 8, H // 8), "o": (8, H // 8, H), "up": (H, 4 * H), "down": (4 * H, H)}
+SHAPES |= {"k": SHAPES["q"], "v": SHAPES["q"]}
+
+
+def layer(x, w):
+    """The matmuls of a GPT layer, with something cheap in place of attention."""
+    q, k, v = linears(x, [(w[name], ("embed", *HEAD), None) for name in "qkv"])
+    x = x + linear(q * k + v, w["o"], (*HEAD, "embed"), contract=2)
+    return x + linear(
+        jax.nn.relu(linear(x, w["up"], ("embed", "mlp"))), w["down"], ("mlp", "embed")
+    )
+
+
+def sent(bound):
+    """Items a device sends forward and backward, which are compiled apart.
+
+    In one program the compiler would find that both gather the same and gather once.
+    """
+    x = jax.ShapeDtypeStruct((B, S, H), jnp.float32)
+    w = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
+    with use(bound):
+        forward = jax.jit(lambda x, w: jax.vjp(layer, x, w))
+        y, pull = jax.eval_shape(forward, x, w)
+        programs = [forward.lower(x, w), jax.jit(lambda pull, dy: pull(dy)).lower(pull, y)]
+    texts = [program.compile().as_text() for program in programs]
+    return sum(one.ring_bytes for text in texts for one in collectives(text, bound.mesh)) / 4
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_layouts_send_what_the_formula_says(devices, name):
+    bound = PLANS[name].bind(devices)
+    assert sent(bound) == pytest.approx(sent_items(bound, B * S, WIDTHS), rel=1e-6)
