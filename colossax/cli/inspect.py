@@ -13,6 +13,7 @@ from colossax.cli.overrides import Override, apply_overrides
 from colossax.errors import InputError
 from colossax.recipes import recipe
 from colossax.train.inspection import Inspection, compare, inspect_run, largest_microbatch
+from colossax.train.layouts import LayoutCost, compare_layouts
 
 DESCRIPTION = {
     "inspect": (
@@ -44,6 +45,15 @@ def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
         action="store_true",
         help="find the most rows of each device at a time that fit; compiles several times",
     )
+    parser.add_argument(
+        "--compare-layouts",
+        metavar="N",
+        nargs="?",
+        type=int,
+        const=0,
+        help="what a layer sends and keeps in every legal layout and sequence scheme, cheapest"
+        " first; with N only the N that send least by formula are compiled",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object per inspection")
     parser.add_argument("--hlo", metavar="FILE", help="write the compiled program's text here")
     parser.add_argument("--plot", metavar="FILE", help="write a picture (PNG) here")
@@ -58,6 +68,8 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
     """Inspect as asked and return the exit code."""
     # What is compiled for is not what is here: a GPU on this machine must not be claimed.
     jax.config.update("jax_platforms", "cpu")
+    if args.compare_layouts is not None:
+        return _compare_layouts(args, overrides)
     found: dict[str, Inspection] = {}
     for label, target, changes in _asked(args, overrides):
         config = apply_overrides(recipe(args.recipe), changes)
@@ -154,6 +166,47 @@ def describe_many(found: dict[str, Inspection]) -> str:
             )
         )
     return "\n".join(_columns(rows, indent="")) + "\n"
+
+
+def _compare_layouts(args: argparse.Namespace, overrides: list[Override]) -> int:
+    if args.compare_layouts < 0:
+        raise InputError(
+            f"--compare-layouts: found {args.compare_layouts}; give how many to compile, or nothing"
+        )
+    for _, target, changes in _asked(args, overrides):
+        config = apply_overrides(recipe(args.recipe), changes)
+        found = compare_layouts(config, target, compiled=args.compare_layouts or None, tell=_tell)
+        if args.json:
+            for one in found:
+                facts = {"recipe": config.recipe, "target": target.name, **one.to_json()}
+                sys.stdout.write(json.dumps(facts) + "\n")
+        else:
+            sys.stdout.write(describe_layouts(config.recipe, target.name, found))
+    return 0
+
+
+def describe_layouts(name: str, target: str, found: list[LayoutCost]) -> str:
+    """One line for each layout; bytes are of one layer, per device and step."""
+    rows: list[tuple[str, ...]] = [
+        ("layout", "sent MB, formula", "compiled", "ms", "memory MiB a layer", "GiB in all", "fits")
+    ]
+    for one in found:
+        cells = [one.label, f"{one.predicted_bytes / 1e6:.1f}"]
+        if one.compiled_bytes is None:
+            cells += [one.refused or "not compiled", "", "", "", ""]
+        else:
+            assert one.seconds is not None and one.layer_bytes is not None
+            assert one.device_bytes is not None
+            cells += [
+                f"{one.compiled_bytes / 1e6:.1f}",
+                f"{one.seconds * 1e3:.2f}",
+                f"{one.layer_bytes / 2**20:.1f}",
+                f"{one.device_bytes / _GIB:.2f}",
+                "yes" if one.fits else "no",
+            ]
+        rows.append(tuple(cells))
+    head = f"{name} on {target}: one layer, per device and step"
+    return "\n".join([head, *_columns(rows, indent="")]) + "\n"
 
 
 def _collectives(one: Inspection) -> list[str]:

@@ -251,12 +251,12 @@ def _specs(bound: BoundPlan, arrays: dict[str, Any], split: _Split) -> dict[str,
     check_heads(bound, arrays["q"].shape[2], name="attention q")
     ring = None if split.ring is None else split.ring.circle.names
 
-    def of_mask(x: Array) -> PartitionSpec:
+    def of_mask(x: Any) -> PartitionSpec:
         # Whole along ulysses, where every device comes to see all of the ring rank's tokens.
         rows = None if x.shape[0] == 1 else batch
         return PartitionSpec(rows, *[ring] * (x.ndim - 1))
 
-    def of_bias(x: Array) -> PartitionSpec:
+    def of_bias(x: Any) -> PartitionSpec:
         by_dim = [batch, (*_names(heads), *split.axes) or None, None, None]
         return PartitionSpec(*[None if n == 1 else s for n, s in zip(x.shape, by_dim, strict=True)])
 

@@ -172,7 +172,7 @@ def inspect_run(config: TrainConfig, target: Target) -> Inspection:
     Raises:
         InputError: The run does not fit its plan, or the CUDA compiler plugin is missing.
     """
-    step, program, names = _compiled(config, target)
+    step, program, names = compiled_step(config, target)
     mesh = step.bound.mesh
     memory = memory_report(program, names=names)
     decoder = config.model.decoder()
@@ -188,7 +188,7 @@ def inspect_run(config: TrainConfig, target: Target) -> Inspection:
         parameters=step.spec.parameter_count(),
         program=program,
         memory=memory,
-        links=tuple(_link(t, target, step) for t in totals(collectives(program.hlo, mesh))),
+        links=tuple(link_of(t, target, step) for t in totals(collectives(program.hlo, mesh))),
         limit_bytes=target.gpu.memory_bytes,
         fits=program.device_bytes <= _usable(target),
         attention="cudnn" if "__cudnn$fmha" in program.hlo else "xla",
@@ -215,7 +215,7 @@ def largest_microbatch(
 
     def fits(rows: int) -> bool:
         with_rows = _with_microbatch(config, target, rows)
-        found = _compiled(with_rows, target)[1].device_bytes
+        found = compiled_step(with_rows, target)[1].device_bytes
         verdict = "fits" if found <= _usable(target) else "does not fit"
         tell(f"{rows} rows per device: {found / 2**30:.1f} GiB, {verdict}")
         return found <= _usable(target)
@@ -236,13 +236,14 @@ def _with_microbatch(config: TrainConfig, target: Target, rows: int) -> TrainCon
     batch = BatchConfig(microbatch=rows, reduce_once=config.plan.batch.reduce_once)
     plan = config.plan.replace(batch=batch)
     # Along the batch there are at most as many devices as in all; twice as many make two pieces.
-    sizes = plan.mesh_sizes(target.size)
-    devices = sizes["data"] * sizes["fsdp"] * sizes["expert"]
+    bound = plan.bind(target_devices(target))
+    devices = bound.size(sorted(batch_axes(bound)))
     data = dataclasses.replace(config.data, global_batch=2 * rows * devices)
     return config.replace(plan=plan, data=data)
 
 
-def _compiled(config: TrainConfig, target: Target) -> tuple[Step, Program, Any]:
+def compiled_step(config: TrainConfig, target: Target) -> tuple[Step, Program, Any]:
+    """A run's step, the program compiled for a target, and the names of what it saves."""
     devices = target_devices(target)
     config = config.replace(plan=_without_cudnn(config.plan, target))
     with pallas_target("gpu", compute_capability=target.gpu.compute_capability):
@@ -284,7 +285,8 @@ def _microbatch(step: Step, rows: int) -> tuple[int, int]:
     return rows // (batch.accumulation * devices), batch.accumulation
 
 
-def _link(sums: Totals, target: Target, step: Step) -> Link:
+def link_of(sums: Totals, target: Target, step: Step) -> Link:
+    """Collectives with the link that they cross and what they take on it."""
     mesh = step.bound.mesh
     axes = sums.axis.split(" x ")
     known = [axis for axis in axes if axis in mesh.axis_names]

@@ -1,0 +1,163 @@
+"""Attention called by itself under plans that split the sequence: rows in natural order."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from colossax.config import AttentionConfig, Plan
+from colossax.errors import PlanError
+from colossax.pallas.attention import Mask
+from colossax.pallas.attention import attention as on_one_device
+from colossax.sharding import RowOrder, attention, in_order, use
+from tests.oracle import assert_trees_close
+
+MESHES = {
+    "ring": {"ring": 4, "tensor": 2},
+    "ulysses": {"ulysses": 4, "data": 2},
+    "usp": {"ring": 2, "ulysses": 2, "fsdp": 2},
+    "double": {"ring_out": 2, "ring_in": 2, "ulysses": 2},
+}
+
+
+def drawn(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def arguments(*, s=32, t=32, heads=8, kv_heads=4, head_dim=4, v_dim=4, rows=2):
+    return {
+        "q": drawn(0, rows, s, heads, head_dim),
+        "k": drawn(1, rows, t, kv_heads, head_dim),
+        "v": drawn(2, rows, t, kv_heads, v_dim),
+    }
+
+
+def segments(length, seed=5):
+    ids = np.cumsum(np.random.default_rng(seed).random((2, length)) < 0.15, axis=1)
+    return jnp.asarray(np.where(ids > 3, -1, ids), jnp.int32)
+
+
+def value_and_grads(function, arrays, **fixed):
+    """Output, log-partition, and gradients of a sum that weighs both unevenly."""
+
+    def total(arrays):
+        out, lse = function(**arrays, **fixed, return_lse=True)
+        lse = jnp.where(jnp.isneginf(lse), 0.0, lse)
+        weights = jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)
+        return jnp.sum(out * weights) + jnp.sum(jnp.sin(lse)), (out, lse)
+
+    (_, values), grads = jax.jit(jax.value_and_grad(total, has_aux=True))(arrays)
+    return values, grads
+
+
+def assert_equal(arrays, plan, **fixed):
+    want = value_and_grads(on_one_device, arrays, implementation="reference", **fixed)
+    with use(plan):
+        found = value_and_grads(attention, arrays, **fixed)
+    assert_trees_close(found, want)
+
+
+SEGMENTS = segments(32)
+MASKS = {
+    "causal": Mask(causal=True),
+    "all": Mask(),
+    "window": Mask(causal=True, window=(5, 0)),
+    "both sides": Mask(window=(6, 3)),
+    "packed": Mask(causal=True, q_segments=SEGMENTS, kv_segments=SEGMENTS),
+    "prefix": Mask(causal=True, prefix=jnp.array([5, 20], jnp.int32)),
+    "holes": Mask(kv_valid=jnp.arange(32)[None] % 3 > 0),
+    "positions": Mask(
+        causal=True,
+        q_positions=jnp.arange(31, -1, -1, dtype=jnp.int32)[None],
+        kv_positions=jnp.arange(31, -1, -1, dtype=jnp.int32)[None],
+    ),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("mesh", ["ring", "usp"])
+def test_every_mask(devices, mesh, mask):
+    assert_equal(arguments(), Plan(mesh=MESHES[mesh]), mask=mask)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(("s", "t"), [(30, 30), (17, 40)])
+def test_lengths_that_divide_nothing(devices, mesh, s, t):
+    mask = Mask(causal=s == t)
+    assert_equal(arguments(s=s, t=t), Plan(mesh=MESHES[mesh]), mask=mask)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_slopes_sinks_caps_and_other_value_heads(devices, mesh):
+    arrays = {
+        **arguments(kv_heads=1, v_dim=6),
+        "alibi_slopes": jnp.abs(drawn(3, 8)),
+        "sinks": drawn(4, 8),
+    }
+    plan = Plan(mesh=MESHES[mesh])
+    assert_equal(arrays, plan, mask=Mask(causal=True), soft_cap=2.0, scale=0.3)
+
+
+def test_biases_under_ulysses(devices):
+    biases = (drawn(7, 1, 8, 30, 30), drawn(8, 2, 1, 30, 1))
+    plan = Plan(mesh=MESHES["ulysses"])
+    arrays = arguments(s=30, t=30)
+    want = jax.jit(lambda a, b: on_one_device(**a, biases=b, mask=Mask(causal=True)))(
+        arrays, biases
+    )
+    with use(plan):
+        found = jax.jit(lambda a, b: attention(**a, biases=b, mask=Mask(causal=True)))(
+            arrays, biases
+        )
+    assert_trees_close(found, want)
+
+
+@pytest.mark.parametrize("scheme", ["zigzag", "ring", "all_gather", "self_attention"])
+def test_every_scheme(devices, scheme):
+    plan = Plan(mesh=MESHES["usp"], attention=AttentionConfig(scheme=scheme))
+    assert_equal(arguments(), plan, mask=MASKS["packed"])
+
+
+def test_a_row_in_balanced_order_stays_in_it(devices):
+    """Inside a step nothing is moved: tokens lie so that each device has as much to do."""
+    order = RowOrder(ranks=4)
+    place = order.indices(32)
+    arrays = arguments()
+    want = on_one_device(**arrays, mask=Mask(causal=True))[:, place]
+    with use(Plan(mesh=MESHES["ring"])), in_order(order):
+        moved = {name: x[:, place] for name, x in arrays.items()}
+        found = jax.jit(lambda a: attention(**a, mask=Mask(causal=True)))(moved)
+    np.testing.assert_allclose(found, want, atol=1e-5)
+
+
+def refusal(mesh, mask=MASKS["causal"], kernel="auto", scheme="auto", **more):
+    heads = more.pop("heads", 8)
+    kv_heads = 2 if heads == 6 else 4
+    attending = AttentionConfig(kernel=kernel, scheme=scheme)
+    with use(Plan(mesh=mesh, attention=attending)), pytest.raises(PlanError) as caught:
+        attention(**arguments(heads=heads, kv_heads=kv_heads), mask=mask, **more)
+    message = str(caught.value)
+    assert message.count("\n") == 0
+    return message
+
+
+def test_what_cannot_be_split_is_refused_in_a_sentence(devices):
+    message = refusal({"ulysses": 4, "data": 2}, heads=6)
+    assert "6 heads cannot be shared by ulysses=4 devices" in message
+    assert "'ring'" in message
+    message = refusal({"ulysses": 4, "tensor": 2}, heads=4)
+    assert "4 heads cannot be shared by tensor=2 x ulysses=4 devices" in message
+    assert "whose product divides 4" in message
+    message = refusal(MESHES["ring"], biases=(drawn(0, 1, 8, 32, 32),))
+    assert "biases of all pairs" in message and "'ulysses'" in message
+    message = refusal(MESHES["ring"], kernel="cudnn")
+    assert "plan.attention.kernel: 'cudnn'" in message and "use 'auto'" in message
+    message = refusal(MESHES["ring"], mask=MASKS["all"], scheme="zigzag")
+    assert "'zigzag' balances causal attention" in message
+
+
+def test_a_mask_of_one_row_serves_all(devices):
+    one = dataclasses.replace(MASKS["packed"], q_segments=SEGMENTS[:1], kv_segments=SEGMENTS[:1])
+    assert_equal(arguments(), Plan(mesh=MESHES["usp"]), mask=one)
