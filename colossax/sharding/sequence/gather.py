@@ -17,16 +17,7 @@ from colossax.pallas.attention import Mask, attend_block, block_gradients, row_d
 
 from .axes import Packing, RingAxes
 from .order import Order, check_order, positions_local
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Static:
-    """What a trace depends on."""
-
-    axes: RingAxes
-    order: str
-    scale: float
-    soft_cap: float | None
+from .step import Settings
 
 
 def gather_attention_local(
@@ -53,37 +44,37 @@ def gather_attention_local(
     """
     check_order(order, q.shape[1], axes.size)
     check_order(order, k.shape[1], axes.size)
-    static = _Static(axes=axes, order=str(order), scale=scale, soft_cap=soft_cap)
+    settings = Settings(axes=axes, order=str(order), scale=scale, soft_cap=soft_cap)
     slopes = None if alibi_slopes is None else alibi_slopes.astype(jnp.float32)
-    out, lse = _attend(static, q, k, v, slopes, mask)
+    out, lse = _attend(settings, q, k, v, slopes, mask)
     return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(static: _Static, q: Any, k: Any, v: Any, slopes: Any, mask: Mask) -> Any:
-    k, v, options = _whole_local(static, q, k, v, slopes, mask)
+def _attend(settings: Settings, q: Any, k: Any, v: Any, slopes: Any, mask: Mask) -> Any:
+    k, v, options = _whole_local(settings, q, k, v, slopes, mask)
     out, lse = attend_block(q, k, v, **options)
     return out.astype(q.dtype), lse
 
 
-def _attend_fwd(static: _Static, q: Any, k: Any, v: Any, slopes: Any, mask: Mask) -> Any:
-    out, lse = (checkpoint_name(x, "attention") for x in _attend(static, q, k, v, slopes, mask))
+def _attend_fwd(settings: Settings, q: Any, k: Any, v: Any, slopes: Any, mask: Mask) -> Any:
+    out, lse = (checkpoint_name(x, "attention") for x in _attend(settings, q, k, v, slopes, mask))
     return (out, lse), (q, k, v, slopes, mask, out, lse)
 
 
-def _attend_bwd(static: _Static, saved: Any, cotangents: Any) -> Any:
+def _attend_bwd(settings: Settings, saved: Any, cotangents: Any) -> Any:
     q, k, v, slopes, mask, out, lse = saved
     dout, dlse = cotangents
     delta = row_delta(out, lse, dout, dlse)
-    all_k, all_v, options = _whole_local(static, q, k, v, slopes, mask)
+    all_k, all_v, options = _whole_local(settings, q, k, v, slopes, mask)
     dq, dk, dv, dslopes = block_gradients(
         q, all_k, all_v, **options, dout=dout, lse=lse, delta=delta
     )
     packing = Packing.of((k, v))
-    ranks = (_by_rank(x, static.axes.size, static.order) for x in (dk, dv))
+    ranks = (_by_rank(x, settings.axes.size, settings.order) for x in (dk, dv))
     dk, dv = packing.unpack(
         tuple(
-            jax.lax.psum_scatter(x, static.axes.circle.names, scatter_dimension=0)
+            jax.lax.psum_scatter(x, settings.axes.circle.names, scatter_dimension=0)
             for x in jax.vmap(packing.pack)(tuple(ranks))
         )
     )
@@ -94,25 +85,25 @@ _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
 def _whole_local(
-    static: _Static, q: Array, k: Array, v: Array, slopes: Any, mask: Mask
+    settings: Settings, q: Array, k: Array, v: Array, slopes: Any, mask: Mask
 ) -> tuple[Array, Array, dict[str, Any]]:
     """Keys and values of the whole sequence in natural order, and how to attend to them."""
-    axes = static.axes
+    axes = settings.axes
     names = ("kv_positions", "kv_segments", "kv_valid")
     shards = k, v, {name: getattr(mask, name) for name in names}
     packing = Packing.of(shards)
     gathered = (jax.lax.all_gather(x, axes.circle.names) for x in packing.pack(shards))
     by_rank = jax.vmap(packing.unpack)(tuple(gathered))
-    k, v, of_keys = jax.tree.map(functools.partial(_natural, order=static.order), by_rank)
+    k, v, of_keys = jax.tree.map(functools.partial(_natural, order=settings.order), by_rank)
     if mask.q_positions is None and (mask.ordered or slopes is not None):
         of_keys["q_positions"] = positions_local(
-            axes.source_local(), length=q.shape[1], ranks=axes.size, order=static.order
+            axes.source_local(), length=q.shape[1], ranks=axes.size, order=settings.order
         )
     options = {
         "mask": dataclasses.replace(mask, **of_keys),
         "alibi_slopes": slopes,
-        "scale": static.scale,
-        "soft_cap": static.soft_cap,
+        "scale": settings.scale,
+        "soft_cap": settings.soft_cap,
     }
     return k, v, options
 

@@ -3,16 +3,13 @@
 One engine serves the single and the double ring, zigzag and contiguous order, every mask. Shapes
 are those of one rank of R = O I: s queries and t keys, their natural indices given by the order.
 
-A step is attention to one block of keys; its parts of the softmax are merged in float32. Under a
-causal mask in zigzag order all steps but the first have the same work on every rank and no mask:
-the later half of the queries sees the early half of the keys, and one of (early, early) and
-(later, later) is wholly visible.
+Every step is attention to the keys of one rank (step.py); the parts of the softmax are merged in
+float32.
 
 Reference: Liu et al. 2023, Ring Attention with Blockwise Transformers; the double ring is that of
 Gu et al. 2024, LoongTrain.
 """
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -22,54 +19,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
-from colossax.pallas.attention import (
-    Mask,
-    attend_block,
-    block_gradients,
-    merge_blocks,
-    row_delta,
-    with_sinks,
-)
+from colossax.pallas.attention import Mask, merge_blocks, row_delta, with_sinks
 
 from .axes import Circle, Packing, RingAxes
-from .order import Order, check_order, offsets_seen, positions_local
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Static:
-    """What a trace depends on."""
-
-    axes: RingAxes
-    order: str
-    scale: float
-    soft_cap: float | None
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Queries:
-    """What stays on its device; the last three only backward."""
-
-    q: Any
-    positions: Any = None
-    segments: Any = None
-    dout: Any = None
-    lse: Any = None
-    delta: Any = None
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Keys:
-    """What travels."""
-
-    k: Any
-    v: Any
-    positions: Any = None
-    segments: Any = None
-    valid: Any = None
+from .order import Order, check_order
+from .step import Keys, Queries, Settings, Step
 
 
 def ring_attention_local(
@@ -105,46 +61,43 @@ def ring_attention_local(
     """
     check_order(order, q.shape[1], axes.size)
     check_order(order, k.shape[1], axes.size)
-    static = _Static(axes=axes, order=str(order), scale=scale, soft_cap=soft_cap)
+    settings = Settings(axes=axes, order=str(order), scale=scale, soft_cap=soft_cap)
     slopes = None if alibi_slopes is None else alibi_slopes.astype(jnp.float32)
-    out, lse = _ring(static, q, k, v, slopes, mask)
+    out, lse = _ring(settings, q, k, v, slopes, mask)
     return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring(static: _Static, q: Any, k: Any, v: Any, slopes: Any, mask: Mask) -> Any:
-    return _forward(static, q, k, v, slopes, mask)
+def _ring(settings: Settings, q: Any, k: Any, v: Any, slopes: Any, mask: Mask) -> Any:
+    return _forward(settings, q, k, v, slopes, mask)
 
 
-def _ring_fwd(static: _Static, q: Any, k: Any, v: Any, slopes: Any, mask: Mask) -> Any:
-    found = _forward(static, q, k, v, slopes, mask)
+def _ring_fwd(settings: Settings, q: Any, k: Any, v: Any, slopes: Any, mask: Mask) -> Any:
+    found = _forward(settings, q, k, v, slopes, mask)
     out, lse = (checkpoint_name(x, "attention") for x in found)
     return (out, lse), (q, k, v, slopes, mask, out, lse)
 
 
-def _ring_bwd(static: _Static, saved: Any, cotangents: Any) -> Any:
+def _ring_bwd(settings: Settings, saved: Any, cotangents: Any) -> Any:
     q, k, v, slopes, mask, out, lse = saved
     dout, dlse = cotangents
     delta = row_delta(out, lse, dout, dlse)
-    dq, dk, dv, dslopes = _backward(static, q, k, v, slopes, mask, dout, lse, delta)
+    dq, dk, dv, dslopes = _backward(settings, q, k, v, slopes, mask, dout, lse, delta)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dslopes, None
 
 
 _ring.defvjp(_ring_fwd, _ring_bwd)
 
 
-# ---- around the ring -----------------------------------------------------------------------------
-
-
 def _forward(
-    static: _Static, q: Array, k: Array, v: Array, slopes: Any, mask: Mask
+    settings: Settings, q: Array, k: Array, v: Array, slopes: Any, mask: Mask
 ) -> tuple[Array, Array]:
-    axes, keys = static.axes, _keys(k, v, mask)
-    block = _Block(static=static, mask=mask, slopes=slopes, queries=_queries(q, mask))
+    axes, keys = settings.axes, Keys.of(k, v, mask)
+    step = Step(settings=settings, mask=mask, slopes=slopes, queries=Queries.of(q, mask))
     packing = Packing.of(keys)
 
     def visit(state: Any, packed: Any, a: Any, b: Any) -> Any:
-        out, lse = block.forward_local(packing.unpack(packed), axes.source_local(a, b))
+        out, lse = step.forward_local(packing.unpack(packed), axes.source_local(a, b))
         return merge_blocks(state[0], state[1], out, lse)
 
     def sweep(state: Any, packed: Any, a: Any, offsets: Sequence[int]) -> Any:
@@ -157,13 +110,13 @@ def _forward(
         return sweep(visit(state, packed, a, 0), packed, a, range(1, axes.inner_size))
 
     packed = packing.pack(keys)
-    state = sweep(block.own_forward_local(keys), packed, 0, block.inner_offsets(keys))
+    state = sweep(step.own_forward_local(keys), packed, 0, step.inner_offsets(keys))
     out, lse = _travel(axes.outer_circle, packed, range(1, axes.outer_size), outer_visit, state)
     return out.astype(q.dtype), lse
 
 
 def _backward(
-    static: _Static,
+    settings: Settings,
     q: Array,
     k: Array,
     v: Array,
@@ -179,14 +132,14 @@ def _backward(
     a last hop takes them home. What a device adds to the keys with which a ring starts does not
     travel along it: that is computed under the last hop, so that something hides it.
     """
-    axes, keys = static.axes, _keys(k, v, mask)
+    axes, keys = settings.axes, Keys.of(k, v, mask)
     inner, outer = axes.inner_circle, axes.outer_circle
-    queries = _queries(q, mask, dout=dout, lse=lse, delta=delta)
-    block = _Block(static=static, mask=mask, slopes=slopes, queries=queries)
+    queries = Queries.of(q, mask, dout=dout, lse=lse, delta=delta)
+    step = Step(settings=settings, mask=mask, slopes=slopes, queries=queries)
     packing = Packing.of(keys)
 
     def visit(of_queries: Any, packed: Any, a: Any, b: Any) -> tuple[Any, Any]:
-        found, dkv = block.backward_local(packing.unpack(packed), axes.source_local(a, b))
+        found, dkv = step.backward_local(packing.unpack(packed), axes.source_local(a, b))
         return _add(of_queries, found), dkv
 
     def sweep(of_queries: Any, packed: Any, a: Any, offsets: Sequence[int]) -> tuple[Any, Any]:
@@ -216,8 +169,8 @@ def _backward(
         state, packed = jax.lax.optimization_barrier((state, packed))
     of_queries, dkv = state
     dkv = outer.shift_local(dkv, 1)
-    of_queries, travelled = sweep(of_queries, packed, 0, block.inner_offsets(keys))
-    found, own = block.own_backward_local(keys)
+    of_queries, travelled = sweep(of_queries, packed, 0, step.inner_offsets(keys))
+    found, own = step.own_backward_local(keys)
     (dq, dslopes), dkv = _add(of_queries, found), _add(_add(dkv, travelled), own)
     return dq, *Packing.of((k, v)).unpack(dkv), dslopes
 
@@ -271,191 +224,3 @@ def _add(one: Any, two: Any) -> Any:
     if one is None or two is None:
         return two if one is None else one
     return jax.tree.map(jnp.add, one, two)
-
-
-# ---- one step ------------------------------------------------------------------------------------
-
-
-def _queries(q: Array, mask: Mask, **of_gradients: Array) -> _Queries:
-    return _Queries(q=q, positions=mask.q_positions, segments=mask.q_segments, **of_gradients)
-
-
-def _keys(k: Array, v: Array, mask: Mask) -> _Keys:
-    return _Keys(
-        k=k, v=v, positions=mask.kv_positions, segments=mask.kv_segments, valid=mask.kv_valid
-    )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Block:
-    """Attention of this rank's queries to the keys of one rank."""
-
-    static: _Static
-    mask: Mask
-    slopes: Any
-    queries: _Queries
-
-    def inner_offsets(self, keys: _Keys) -> tuple[int, ...]:
-        """Places along the inner ring that hold keys anybody sees."""
-        axes = self.static.axes
-        if axes.outer_size > 1:
-            return tuple(range(1, axes.inner_size))
-        s, t = self.queries.q.shape[1], keys.k.shape[1]
-        return offsets_seen(self.mask, s, t, axes.size, self.static.order)
-
-    def own_forward_local(self, keys: _Keys) -> tuple[Array, Array]:
-        """Output and log-partition over this rank's own keys."""
-        return self._attend(*self._placed_local(keys, self.static.axes.source_local()), self.mask)
-
-    def forward_local(self, keys: _Keys, source: Int[Array, ""]) -> tuple[Array, Array]:
-        """Output and log-partition over the keys of rank `source`, not one's own."""
-        queries, keys = self._placed_local(keys, source)
-        if not self._uniform(keys):
-            return self._attend(queries, keys, self.mask)
-        early = source < self.static.axes.source_local()
-        queries, keys = _pair_queries(queries, early), _pair_keys(keys, early)
-        return _forward_of_pairs(*self._attend(queries, keys, _past(self.mask)), early)
-
-    def own_backward_local(self, keys: _Keys) -> tuple[Any, Any]:
-        """Gradients through this rank's own keys: of q and slopes, and of k and v, packed."""
-        placed = self._placed_local(keys, self.static.axes.source_local())
-        return self._gradients(*placed, self.mask, lambda x: x, lambda x: x)
-
-    def backward_local(self, keys: _Keys, source: Int[Array, ""]) -> tuple[Any, Any]:
-        """Gradients through the keys of rank `source`, not one's own, likewise."""
-        queries, keys = self._placed_local(keys, source)
-        queries, keys = jax.lax.optimization_barrier((queries, keys))
-        if not self._uniform(keys):
-            return self._gradients(queries, keys, self.mask, lambda x: x, lambda x: x)
-        early = source < self.static.axes.source_local()
-        return self._gradients(
-            _pair_queries(queries, early),
-            _pair_keys(keys, early),
-            _past(self.mask),
-            functools.partial(_queries_of_pairs, early=early),
-            functools.partial(_keys_of_pairs, early=early),
-        )
-
-    def _uniform(self, keys: _Keys) -> bool:
-        """Whether all steps but the first have the same work on each rank, see above."""
-        same = self.queries.q.shape[1] == keys.k.shape[1]
-        zigzag = self.static.order == Order.ZIGZAG
-        return zigzag and same and self.mask.causal and self.mask.indexed
-
-    def _placed_local(self, keys: _Keys, source: Array) -> tuple[_Queries, _Keys]:
-        """With natural indices for the positions that are needed and not given."""
-        if not self.mask.ordered and self.slopes is None:
-            return self.queries, keys
-        axes, order, queries = self.static.axes, self.static.order, self.queries
-        if queries.positions is None:
-            found = positions_local(
-                axes.source_local(), length=queries.q.shape[1], ranks=axes.size, order=order
-            )
-            queries = dataclasses.replace(queries, positions=found)
-        if keys.positions is None:
-            found = positions_local(source, length=keys.k.shape[1], ranks=axes.size, order=order)
-            keys = dataclasses.replace(keys, positions=found)
-        return queries, keys
-
-    def _attend(self, queries: _Queries, keys: _Keys, mask: Mask) -> tuple[Array, Array]:
-        return attend_block(queries.q, keys.k, keys.v, **self._options(queries, keys, mask))
-
-    def _gradients(
-        self, queries: _Queries, keys: _Keys, mask: Mask, of_queries: Any, of_keys: Any
-    ) -> tuple[Any, Any]:
-        dq, dk, dv, dslopes = block_gradients(
-            queries.q,
-            keys.k,
-            keys.v,
-            **self._options(queries, keys, mask),
-            dout=queries.dout,
-            lse=queries.lse,
-            delta=queries.delta,
-        )
-        dkv = of_keys(dk), of_keys(dv)
-        return (of_queries(dq), dslopes), Packing.of(dkv).pack(dkv)
-
-    def _options(self, queries: _Queries, keys: _Keys, mask: Mask) -> dict[str, Any]:
-        return {
-            "mask": dataclasses.replace(
-                mask,
-                q_positions=queries.positions,
-                kv_positions=keys.positions,
-                q_segments=queries.segments,
-                kv_segments=keys.segments,
-                kv_valid=keys.valid,
-            ),
-            "alibi_slopes": self.slopes,
-            "scale": self.static.scale,
-            "soft_cap": self.static.soft_cap,
-        }
-
-
-# ---- two halves in zigzag order ------------------------------------------------------------------
-#
-# A pair of blocks is one block of twice the batch: first (later queries, early keys), which is
-# always visible, then (early, early) where the keys' rank comes before this one, else (later,
-# later). A rank's first half is early, its second is late.
-
-
-def _past(mask: Mask) -> Mask:
-    """The mask where all keys come before all queries."""
-    window = None if mask.left is None else (mask.left, None)
-    return dataclasses.replace(mask, causal=False, window=window)
-
-
-def _pair_queries(queries: _Queries, early: Bool[Array, ""]) -> _Queries:
-    rows = queries.q.shape[0]
-
-    def pair(x: Any, axis: int = 1) -> Any:
-        first, second = _halves(x, rows, axis)
-        return jnp.concatenate([second, jnp.where(early, first, second)])
-
-    return _Queries(
-        q=pair(queries.q),
-        positions=_unless_none(pair, queries.positions),
-        segments=_unless_none(pair, queries.segments),
-        dout=_unless_none(pair, queries.dout),
-        lse=_unless_none(functools.partial(pair, axis=2), queries.lse),
-        delta=_unless_none(functools.partial(pair, axis=2), queries.delta),
-    )
-
-
-def _pair_keys(keys: _Keys, early: Bool[Array, ""]) -> _Keys:
-    rows = keys.k.shape[0]
-
-    def pair(x: Array) -> Array:
-        first, second = _halves(x, rows, 1)
-        return jnp.concatenate([first, jnp.where(early, first, second)])
-
-    return jax.tree.map(pair, keys)
-
-
-def _unless_none(f: Callable[[Any], Any], x: Any) -> Any:
-    return None if x is None else f(x)
-
-
-def _halves(x: Array, rows: int, axis: int) -> list[Array]:
-    return jnp.split(jnp.broadcast_to(x, (rows, *x.shape[1:])), 2, axis)
-
-
-def _forward_of_pairs(out: Array, lse: Array, early: Bool[Array, ""]) -> tuple[Array, Array]:
-    """A pair's two results as one over all queries of the rank."""
-    (late_out, other_out), (late_lse, other_lse) = jnp.split(out, 2), jnp.split(lse, 2)
-    for_early = jnp.where(early, other_lse, -jnp.inf)
-    for_late = jnp.where(early, -jnp.inf, other_lse)
-    late_out, late_lse = merge_blocks(late_out, late_lse, other_out, for_late)
-    return (
-        jnp.concatenate([other_out, late_out], axis=1),
-        jnp.concatenate([for_early, late_lse], axis=2),
-    )
-
-
-def _queries_of_pairs(dq: Array, *, early: Bool[Array, ""]) -> Array:
-    late, other = jnp.split(dq, 2)
-    return jnp.concatenate([jnp.where(early, other, 0), late + jnp.where(early, 0, other)], axis=1)
-
-
-def _keys_of_pairs(dk: Array, *, early: Bool[Array, ""]) -> Array:
-    first, other = jnp.split(dk, 2)
-    return jnp.concatenate([first + jnp.where(early, other, 0), jnp.where(early, 0, other)], axis=1)

@@ -1,5 +1,9 @@
 """Every scheme gives the values and all gradients of plain attention on one device."""
 
+import functools
+import itertools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -7,9 +11,12 @@ import pytest
 from colossax.pallas.attention import Mask
 from tests.sharding.sequence.support import Layout, assert_close, operands, results, truth
 
+CAUSAL = Mask(causal=True)
 
-def check(layout, arrays, mask=None):
-    assert_close(results(layout, *arrays, mask=mask), results(truth, *arrays, mask=mask))
+
+def check(layout, arrays, mask=CAUSAL, **options):
+    found = results(layout, *arrays, mask=mask, **options)
+    assert_close(found, results(truth, *arrays, mask=mask, **options))
 
 
 @pytest.mark.parametrize(
@@ -32,53 +39,133 @@ def test_ring_and_ulysses(ring, ulysses, tensor, kv_heads):
 
 
 @pytest.mark.parametrize(("outer", "ring"), [(2, 4), (4, 2), (8, 1), (1, 8)])
-@pytest.mark.parametrize("order", ["zigzag", "contiguous"])
-def test_double_ring(outer, ring, order):
-    check(Layout(outer=outer, ring=ring, order=order), operands(s=48, kv_heads=1))
+def test_double_ring(outer, ring):
+    check(Layout(outer=outer, ring=ring), operands(kv_heads=1))
 
 
-def ids(b, length, seed=0):
-    found = np.sort(np.random.default_rng(seed).integers(0, 4, (b, length)), axis=1)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(outer=4, ring=2, order="contiguous"),
+        Layout(outer=2, ring=2, ulysses=2, scheme="gather"),
+        Layout(outer=2, ring=4, scheme="gather", order="contiguous"),
+        Layout(outer=2, ring=2, tensor=2, scheme="rsa"),
+    ],
+    ids=str,
+)
+def test_double_ring_of_other_kinds(layout):
+    check(layout, operands(slopes=True, sinks=True), Mask(causal=True, window=(11, 0)))
+
+
+S = 48
+
+
+def ids(b, length=S):
+    found = np.sort(np.random.default_rng(0).integers(0, 4, (b, length)), axis=1)
     found[:, -5:] = -1
     return jnp.asarray(found, jnp.int32)
 
 
-S = 48
+INDEX = jnp.arange(S, dtype=jnp.int32)[None]
 MASKS = {
     "everything": Mask(),
-    "causal": Mask(causal=True),
+    "causal": CAUSAL,
     "left window": Mask(causal=True, window=(7, 0)),
     "long window": Mask(causal=True, window=(20, None)),
     "both windows": Mask(window=(5, 9)),
     "right window": Mask(window=(None, 3)),
     "prefix": Mask(causal=True, prefix=jnp.asarray([13, 0], jnp.int32)),
-    "prefix in a window": Mask(causal=True, window=(4, 0), prefix=jnp.asarray([3, 30], jnp.int32)),
-    "packed": Mask(causal=True, q_segments=ids(2, S), kv_segments=ids(2, S)),
-    "packed, both ways": Mask(q_segments=ids(1, S), kv_segments=ids(1, S)),
+    "prefix and window": Mask(causal=True, window=(4, 0), prefix=jnp.asarray([3, 30], jnp.int32)),
+    "packed": Mask(causal=True, q_segments=ids(2), kv_segments=ids(2)),
+    "packed, both ways": Mask(q_segments=ids(1), kv_segments=ids(1)),
     "packed in a window": Mask(
-        causal=True, window=(9, 0), q_segments=ids(2, S), kv_segments=ids(2, S)
+        causal=True, window=(9, 0), q_segments=ids(2), kv_segments=ids(2), kv_valid=INDEX % 7 > 0
     ),
     "positions": Mask(
         causal=True,
-        q_positions=jnp.arange(S, dtype=jnp.int32)[None] % 20,
-        kv_positions=jnp.arange(S, dtype=jnp.int32)[None] % 20,
+        q_positions=INDEX % 20,
+        kv_positions=INDEX % 20,
+        q_segments=INDEX // 20,
+        kv_segments=INDEX // 20,
     ),
-    "query positions": Mask(causal=True, q_positions=5 + jnp.arange(S, dtype=jnp.int32)[None]),
-    "holes": Mask(causal=True, kv_valid=jnp.arange(S)[None] % 3 > 0),
-    "nothing for the first": Mask(causal=True, kv_valid=jnp.arange(S)[None] > 17),
+    "query positions": Mask(causal=True, q_positions=5 + INDEX),
+    "nothing for the first": Mask(causal=True, kv_valid=INDEX > 17),
 }
+RING = Layout(ring=4)
+OTHERS = [
+    (Layout(ring=4, order="contiguous"), "everything"),
+    (Layout(ring=4, order="contiguous"), "causal"),
+    (Layout(ring=4, order="contiguous"), "both windows"),
+    (Layout(ring=4, order="contiguous"), "prefix and window"),
+    (Layout(ring=4, order="contiguous"), "packed in a window"),
+    *((Layout(ring=4, scheme="gather"), name) for name in list(MASKS)[::2]),
+    *((Layout(ring=4, scheme="rsa"), name) for name in list(MASKS)[1::2]),
+]
 
 
-@pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize(
-    "layout",
-    [
-        Layout(ring=4, ulysses=2),
-        Layout(ring=4, ulysses=2, order="contiguous"),
-        Layout(ring=8, scheme="gather"),
-        Layout(ring=4, scheme="rsa", ulysses=2),
-    ],
-    ids=str,
-)
+@functools.cache
+def true_results(name):
+    return results(truth, *of_masks(name), mask=MASKS[name])
+
+
+def of_masks(name):
+    return operands(s=S, h=2, slopes=name in ("both windows", "packed in a window", "positions"))
+
+
+@pytest.mark.parametrize(("layout", "name"), [*((RING, n) for n in MASKS), *OTHERS], ids=str)
 def test_masks(layout, name):
-    check(layout, operands(s=S, slopes=name in ("causal", "positions")), MASKS[name])
+    assert_close(results(layout, *of_masks(name), mask=MASKS[name]), true_results(name))
+
+
+@pytest.mark.parametrize("scheme", ["ring", "gather", "rsa"])
+def test_cross_attention_with_another_head_size(scheme):
+    arrays = operands(s=32, t=48, hv=6, kv_heads=4)
+    check(Layout(ring=2, ulysses=2, tensor=2, scheme=scheme), arrays, Mask(window=(20, None)))
+
+
+@pytest.mark.parametrize("scheme", ["ring", "gather", "rsa"])
+def test_soft_cap(scheme):
+    check(Layout(ring=2, scheme=scheme), operands(), soft_cap=1.5)
+
+
+@pytest.mark.parametrize("scheme", ["ring", "gather"])
+def test_bfloat16_travels_and_is_merged_in_float32(scheme):
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), operands())
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), narrow)
+    found = results(Layout(ring=4, scheme=scheme), *narrow, mask=CAUSAL)
+    assert [found[x].dtype for x in ("out", "lse")] == [jnp.bfloat16, jnp.float32]
+    assert {x.dtype for x in jax.tree.leaves(found["gradients"])} == {jnp.dtype(jnp.bfloat16)}
+    assert_close(found, results(truth, *wide, mask=CAUSAL), tolerance=2e-2)
+
+
+def odd_combination(seed):
+    """One of many: sizes that divide eight devices, any mask with any scheme."""
+    pick = np.random.default_rng(seed)
+    sizes = itertools.product((1, 2, 4), (1, 2, 4), (1, 2), (1, 2))
+    outer, ring, ulysses, tensor = pick.choice([x for x in sizes if 2 <= np.prod(x) <= 8])
+    layout = Layout(
+        outer=int(outer),
+        ring=int(ring),
+        ulysses=int(ulysses),
+        tensor=int(tensor),
+        scheme=str(pick.choice(["ring", "ring", "gather", "rsa"])),
+        order=str(pick.choice(["zigzag", "zigzag", "contiguous"])),
+    )
+    arrays = operands(
+        heads=8,
+        kv_heads=int(pick.choice([x for x in (1, 2, 4, 8) if x % tensor == 0])),
+        s=S,
+        hv=int(pick.choice([2, 5])),
+        h=2,
+        slopes=bool(pick.integers(2)),
+        sinks=bool(pick.integers(2)),
+    )
+    return layout, arrays, MASKS[str(pick.choice(list(MASKS)))]
+
+
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(n, marks=pytest.mark.sweep) for n in range(2, 24))]
+)
+def test_odd_combinations(seed):
+    layout, arrays, mask = odd_combination(seed)
+    check(layout, arrays, mask)
