@@ -144,6 +144,7 @@ def linears(
     shapes = tuple((w.shape, tuple(dims)) for w, dims, _ in maps)
     island = Island(
         layout=layout_of(bound, x.shape, shapes, contract),
+        way=bound.plan.tensor_matmul,
         summed=reduction_dtype(bound, x.dtype),
         keep=recomputed(),
     )
