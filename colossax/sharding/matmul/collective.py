@@ -152,7 +152,8 @@ def gathering_backward_local(
         return tuple(map(jnp.add, dws, more)), around
 
     def both(found: Any, block: Array, step: Any) -> Any:
-        dws, around = multiply(found, block, step)
+        # The block of x goes under its own products, the sum under those that are added to it.
+        (dws, around), step = jax.lax.optimization_barrier((multiply(found, block, step), step))
         return dws, [(ring.shift(dx) + sums(step + 1)).astype(x.dtype) for dx in around]
 
     start = (
@@ -199,8 +200,7 @@ def _passed_around(ring: Ring, x: Array, use: Use, start: Any, *, last: Use | No
 
     def body(carry: Any, step: Array) -> tuple[Any, None]:
         block, found = carry
-        following = ring.shift(block)
-        return (following, use(found, block, step)), None
+        return (ring.shift(block), use(found, block, step)), None
 
     steps = ring.size - 1
     # Two devices need one step, whose loop is inlined: the barriers keep its products from being
