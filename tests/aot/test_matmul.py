@@ -20,7 +20,9 @@ from colossax.sharding import activation_sharding, constrain, linear, linears, r
 
 pytestmark = pytest.mark.aot
 
-B, S, H, F = 1, 8192, 4096, 16384
+LARGE, SMALL = (8192, 4096, 16384), (2048, 1024, 4096)
+"""Sequence, width, inner width. Of small products XLA merges those that share an operand."""
+
 HALF = Precision(params="bfloat16", compute="bfloat16")
 
 
@@ -59,27 +61,29 @@ def compiled(plan, f, x, maps, cotangents):
 RESIDUAL, HIDDEN = ("batch", "seq:residual", "embed"), ("batch:inner", "seq", "mlp")
 
 
-def into(plan, *, count=2, rows=B):
+def into(plan, *, rows=1, sizes=LARGE):
     """`gate` and `up`: from the residual stream into the block."""
     dims = ("embed", "mlp")
+    s, h, f = sizes
 
-    def f(x, weights):
+    def both(x, weights):
         ys = linears(constrain(x, *RESIDUAL), [(w, dims, None) for w in weights])
         return tuple(constrain(y, *HIDDEN) for y in ys)
 
-    maps = [(dims, (H, F))] * count
-    return compiled(plan, f, (RESIDUAL, (rows, S, H)), maps, [(HIDDEN, (rows, S, F))] * count)
+    maps = [(dims, (h, f))] * 2
+    return compiled(plan, both, (RESIDUAL, (rows, s, h)), maps, [(HIDDEN, (rows, s, f))] * 2)
 
 
-def out_of(plan, *, rows=B):
+def out_of(plan, *, rows=1, sizes=LARGE):
     """`down`: from the block into the residual stream."""
     dims = ("mlp", "embed")
+    s, h, f = sizes
 
-    def f(x, weights):
+    def one(x, weights):
         y = linear(constrain(x, *HIDDEN), weights[0], dims)
         return (constrain(y, *RESIDUAL),)
 
-    return compiled(plan, f, (HIDDEN, (rows, S, F)), [(dims, (F, H))], [(RESIDUAL, (rows, S, H))])
+    return compiled(plan, one, (HIDDEN, (rows, s, f)), [(dims, (f, h))], [(RESIDUAL, (rows, s, h))])
 
 
 def permutes(program):
@@ -111,11 +115,12 @@ def _multiplies(module, instruction):
     return any(one.opcode == "dot" for computation in called for one in computation)
 
 
-@pytest.mark.parametrize("tensor", [2, 4, 8])
+@pytest.mark.parametrize("sizes", [SMALL, LARGE])
+@pytest.mark.parametrize("tensor", [2, 8])
 @pytest.mark.parametrize("layer", [into, out_of])
-def test_every_step_of_a_collective_matmul_hides_under_a_matmul(layer, tensor):
+def test_every_step_of_a_collective_matmul_hides_under_a_matmul(layer, tensor, sizes):
     plan = sequence_parallel("overlap", tensor=tensor, data=8 // tensor)
-    for program in layer(plan, rows=8 // tensor):
+    for program in layer(plan, rows=8 // tensor, sizes=sizes):
         assert full_rematerialisations(program) == []
         found = permutes(program)
         assert found and all(hidden for _, hidden in found)
