@@ -13,9 +13,9 @@ NAMES = {
     ),
     "colossax.pallas.attention": "Mask attend_cache attention dense row_ranges why_no_ranges",
     "colossax.sharding": (
-        "activation_sharding attention batch_axes compute_dtype constrain current explain "
-        "gather_weight linear linears lookup param_sharding recomputing replicated resolve use "
-        "validate"
+        "activation_axes activation_sharding attention batch_axes compute_dtype constrain current "
+        "explain gather_weight linear linears lookup param_sharding recomputing replicated resolve "
+        "use validate"
     ),
     "colossax.data": (
         "BatchLoader Corpus Documents RowSource Rows Split SyntheticRows Tokenizer "

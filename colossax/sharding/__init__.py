@@ -10,6 +10,7 @@ from .ops import constrain as constrain
 from .ops import gather_weight as gather_weight
 from .ops import linear as linear
 from .ops import linears as linears
+from .rules import activation_axes as activation_axes
 from .rules import activation_sharding as activation_sharding
 from .rules import batch_axes as batch_axes
 from .rules import explain as explain
