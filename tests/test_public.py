@@ -16,9 +16,9 @@ NAMES = {
         "row_ranges why_no_ranges with_sinks"
     ),
     "colossax.sharding": (
-        "NATURAL RowOrder activation_sharding attention balanced_order batch_axes compute_dtype "
-        "constrain current current_order explain gather_weight in_order linear linears lookup "
-        "param_sharding recomputing replicated resolve seq_axes use validate"
+        "NATURAL RowOrder activation_axes activation_sharding attention balanced_order batch_axes "
+        "compute_dtype constrain current current_order explain gather_weight in_order linear "
+        "linears lookup param_sharding recomputing replicated resolve seq_axes use validate"
     ),
     "colossax.sharding.sequence": (
         "Order RingAxes balanced_from_contiguous_local contiguous_from_balanced_local "

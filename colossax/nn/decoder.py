@@ -238,10 +238,14 @@ class Decoder(nnx.Module):
         return hidden[0], cache
 
     def head_weight(self) -> Float[Array, "d v"]:
-        """The output matrix in the compute dtype, whole along the axes that split the batch."""
+        """The output matrix in the compute dtype, its vocabulary split as that of logits.
+
+        Its width is whole on every device: logits are far larger than hidden states, so those are
+        gathered, not these summed up.
+        """
         if self.head is None:
-            return self.embed.weight().T
-        return self.head.gathered()
+            return self.embed.weight(to=("vocab", None)).T
+        return self.head.gathered(to=(None, "vocab"))
 
     def logits(self, hidden: Float[Array, "*lead d"]) -> Float[Array, "*lead v"]:
         """Logits of the hidden states given; pass chosen tokens only where not all are needed."""

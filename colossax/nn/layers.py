@@ -52,10 +52,14 @@ class Linear(nnx.Module):
         """Weight, dims and bias, as `colossax.sharding.linears` takes them."""
         return self.w[...], self.dims, None if self.b is None else self.b[...]
 
-    def gathered(self) -> Float[Array, "*in_and_out"]:
-        """The weight in the compute dtype, whole along the axes that split the batch."""
+    def gathered(self, *, to: Dims | None = None) -> Float[Array, "*in_and_out"]:
+        """The weight in the compute dtype, whole along the axes that split the batch.
+
+        Args:
+            to: See `colossax.sharding.gather_weight`.
+        """
         w = self.w[...]
-        return gather_weight(w, self.dims, dtype=compute_dtype(w.dtype))
+        return gather_weight(w, self.dims, dtype=compute_dtype(w.dtype), to=to)
 
 
 class RMSNorm(nnx.Module):
@@ -103,10 +107,14 @@ class Embedding(nnx.Module):
             jax.random.normal(rngs.params(), (rows, size), jnp.float32) * std, self.dims
         )
 
-    def weight(self) -> Float[Array, "rows d"]:
-        """The table in the compute dtype, whole along the axes that split the batch."""
+    def weight(self, *, to: Dims | None = None) -> Float[Array, "rows d"]:
+        """The table in the compute dtype, whole along the axes that split the batch.
+
+        Args:
+            to: See `colossax.sharding.gather_weight`.
+        """
         table = self.table[...]
-        return gather_weight(table, self.dims, dtype=compute_dtype(table.dtype))
+        return gather_weight(table, self.dims, dtype=compute_dtype(table.dtype), to=to)
 
     def __call__(self, ids: Int[Array, "b s"]) -> Float[Array, "b s d"]:
         return lookup(self.table[...], ids, self.dims)

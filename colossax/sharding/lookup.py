@@ -3,16 +3,15 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from colossax.config import BoundPlan
 from colossax.sharding.context import current
+from colossax.sharding.matmul.splits import Axes, Split, axes_of, spec_of, split_of, turn_local
 from colossax.sharding.ops import (
     compute_dtype,
     gathered,
@@ -20,17 +19,8 @@ from colossax.sharding.ops import (
     reduction_dtype,
     summed_gradient,
 )
-from colossax.sharding.rules import batch_axes, resolve
+from colossax.sharding.rules import activation_axes, resolve
 from colossax.typing import Dims
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Table:
-    bound: BoundPlan | None
-    dims: Dims
-    rows: int
-    width: int
-    dtype: Any
 
 
 def lookup(
@@ -38,122 +28,206 @@ def lookup(
 ) -> Float[Array, "b s d"]:
     """Rows of a parameter table, in the compute dtype.
 
-    Where a device's tokens are fewer than the rows and d is split along axes of the batch, rows
+    Where a device's tokens are fewer than the rows and d is split along axes of the tokens, rows
     move and the table stays: each device looks up its part of d for the tokens of all devices
-    along those axes, and one all-to-all hands the parts over; backward goes the same way and
-    needs no reduction along them. Else the table is gathered, and its gradient summed up in
-    float32 before it is reduced. Left to itself the compiler replicates one or the other.
+    along those axes, and one all-to-all hands the parts over. Where the rows are split, each
+    device looks up those it has, for the tokens of all devices along the axes, and the parts are
+    summed up, reduce-scattered if the axes split tokens. Backward goes the same ways and needs no
+    reduction along these axes. Else the table is gathered, and its gradient, summed up in float32,
+    reduce-scattered. Left to itself the compiler replicates one or the other.
 
     Args:
         table: Parameter at rest.
         ids: Row numbers; those beyond the table read its last row.
         dims: Logical dims of the table.
 
-    Cost: sends `b s d` items per device forward and backward, or `rows d`, whichever is less.
+    Cost: with t tokens and d items per device, over g devices: `(g-1)/g t d` forward and as much
+    backward where d is split, `(g-1) t d` where rows are split along tokens' axes, `2 (g-1)/g t d`
+    forward and nothing backward where along others; or for each axis `(g-1)/g rows d`, if less.
     """
-    rows, width = table.shape
-    static = _Table(
-        bound=current(), dims=tuple(dims), rows=rows, width=width, dtype=compute_dtype(table.dtype)
+    bound, dtype = current(), compute_dtype(table.dtype)
+    place = _placed(bound, table.shape, ids.shape, tuple(dims), dtype)
+    if place is None:
+        return _by_compiler(_Table(bound=bound, dims=tuple(dims), dtype=dtype), table, ids)
+    return _lookup(place, table, ids)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Splits of the table `[rows, d]`, of its gradient, and of the result `[b, s, d]`."""
+
+    bound: BoundPlan
+    rows: int
+    tokens: int
+    rest: Split
+    grad: Split
+    out: Split
+    dtype: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Exchange:
+    """What moves for a table that is split as `held` while it is looked up.
+
+    Attributes:
+        held: The table's split.
+        whole: Axes of its rows and of its width along which a device sees all tokens, each with
+            the dim of the tokens that it splits; widths first.
+        widths: How many of them are of the width.
+        summed: Axes of its rows that split no tokens.
+    """
+
+    held: Split
+    whole: tuple[tuple[Axes, int], ...]
+    widths: int
+    summed: Axes
+
+
+def _placed(
+    bound: BoundPlan | None, shape: tuple[int, ...], ids: tuple[int, ...], dims: Dims, dtype: Any
+) -> _Place | None:
+    """Splits by the plan's rules; None where no tokens are split, or not evenly."""
+    if bound is None or bound.single:
+        return None
+    sizes = [bound.size(activation_axes(bound, dim)) for dim in ("batch", "seq:residual")]
+    if math.prod(sizes) == 1 or any(n % size for n, size in zip(ids, sizes, strict=True)):
+        return None
+    name = f"table {dims}"
+    lead = ("batch", "seq:residual", dims[1])
+    return _Place(
+        bound=bound,
+        rows=shape[0],
+        tokens=math.prod(ids) // math.prod(sizes),
+        rest=split_of(resolve(bound, "params", dims, shape, name=name)),
+        grad=split_of(resolve(bound, "gradients", dims, shape, name=name)),
+        out=split_of(resolve(bound, "activations", lead, (*ids, shape[1]), name=name)),
+        dtype=dtype,
     )
-    return _lookup(static, table, ids)
+
+
+def _exchange(place: _Place, split: Split) -> _Exchange:
+    """What moves for a table of this split, by which is less: its rows, or their numbers."""
+    of_rows, of_width = split
+    width = place.out[2]
+    inside = [axis for axis in of_rows if axis in axes_of(place.out[:2])]
+    # A sum over axes that split no tokens is an all-reduce, else a reduce-scatter of all tokens.
+    times = 2 if len(of_rows) > len(inside) else place.bound.size(of_rows)
+    if times * place.tokens >= place.rows:
+        of_rows, inside = (), []
+    more = of_width[len(width) :] if of_width[: len(width)] == width else ()
+    if place.tokens >= place.rows or any(axis not in axes_of(place.out[:2]) for axis in more):
+        more = ()
+    widths, whole = _by_dim(place, more), _by_dim(place, inside)
+    return _Exchange(
+        held=(of_rows, (*width, *more)),
+        whole=(*widths, *whole),
+        widths=len(widths),
+        summed=tuple(axis for axis in of_rows if axis not in inside),
+    )
+
+
+def _by_dim(place: _Place, axes: Any) -> tuple[tuple[Axes, int], ...]:
+    """Axes that split the same dim of the tokens together."""
+    groups = ((tuple(a for a in axes if a in place.out[dim]), dim) for dim in (0, 1))
+    return tuple((group, dim) for group, dim in groups if group)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _lookup(static: _Table, table: Array, ids: Array) -> Array:
-    axes = _split(static, "params")
-    if not axes or not _moves(static, ids):
-        whole = gathered(static.bound, static.dims, static.dtype, table)
-        return whole.at[ids].get(mode="clip")
+def _lookup(place: _Place, table: Array, ids: Array) -> Array:
+    plan = _exchange(place, place.rest)
 
     def rows_local(table: Array, ids: Array) -> Array:
-        ids = jax.lax.all_gather(ids, axes, axis=0, tiled=True)
-        part = table.astype(static.dtype).at[ids].get(mode="clip")
-        return jax.lax.all_to_all(part, axes, split_axis=0, concat_axis=2, tiled=True)
+        table = turn_local(table.astype(place.dtype), place.rest, plan.held)
+        found = _own_rows_local(plan, place, ids, table.shape[0])
+        part = table.at[found].get(mode="fill", fill_value=0)
+        for at, (axes, dim) in reversed(list(enumerate(plan.whole))):
+            if at < plan.widths:
+                part = jax.lax.all_to_all(part, axes, split_axis=dim, concat_axis=2, tiled=True)
+            else:
+                part = jax.lax.psum_scatter(part, axes, scatter_dimension=dim, tiled=True)
+        return jax.lax.psum(part, plan.summed) if plan.summed else part
 
-    batch = PartitionSpec(_batch(static.bound))
-    return _mapped(static, rows_local, (PartitionSpec(None, axes), batch), batch)(table, ids)
+    return _mapped(place, rows_local, (place.rest, place.out[:2]), place.out)(table, ids)
 
 
-def _lookup_fwd(static: _Table, table: Array, ids: Array):
-    return _lookup(static, table, ids), (table, ids)
+def _lookup_fwd(place: _Place, table: Array, ids: Array):
+    return _lookup(place, table, ids), (ids, jnp.zeros((0,), table.dtype))
 
 
-def _lookup_bwd(static: _Table, residuals: Any, dx: Array):
-    table, ids = residuals
-    if not _even(static, ids):
-        total = _added(static.rows, ids, dx)
-        if static.bound is not None and not static.bound.single:
-            total = laid_out(static.bound, "weights", static.dims, total)
-        return summed_gradient(static.bound, static.dims, total, table), None
-    axes = _split(static, "gradients")
-    rest = tuple(axis for axis in _batch(static.bound) if axis not in axes)
-    moves = _moves(static, ids)
-    # XLA's CPU backend dies of a bfloat16 sum inside a partly manual region, and would widen it.
-    on_cpu = static.bound.mesh.devices.flat[0].platform == "cpu"  # type: ignore[union-attr]
-    summed = jnp.float32 if on_cpu else reduction_dtype(static.bound, static.dtype)
+def _lookup_bwd(place: _Place, residuals: Any, dx: Array):
+    ids, like = residuals
+    plan = _exchange(place, place.grad)
+    summed = reduction_dtype(place.bound, place.dtype)
+    rows = place.rows // place.bound.size(plan.held[0])
+    seen = [axis for axes, _ in plan.whole for axis in axes]
+    partial = tuple(axis for axis in axes_of(place.out[:2]) if axis not in seen)
 
     def sums_local(ids: Array, dx: Array) -> Array:
-        if axes and moves:
-            ids = jax.lax.all_gather(ids, axes, axis=0, tiled=True)
-            dx = jax.lax.all_to_all(dx, axes, split_axis=2, concat_axis=0, tiled=True)
-        total = _added(static.rows, ids, dx).astype(summed)
-        if axes and not moves:
-            total = jax.lax.psum_scatter(total, axes, scatter_dimension=1, tiled=True)
-        return jax.lax.psum(total, rest) if rest else total
+        for at, (axes, dim) in enumerate(plan.whole):
+            if at < plan.widths:
+                dx = jax.lax.all_to_all(dx, axes, split_axis=2, concat_axis=dim, tiled=True)
+            else:
+                dx = jax.lax.all_gather(dx, axes, axis=dim, tiled=True)
+        total = _added(rows, _own_rows_local(plan, place, ids, rows), dx, mode="drop")
+        return turn_local(total.astype(summed), plan.held, place.grad, partial=partial)
 
-    batch = PartitionSpec(_batch(static.bound))
-    total = _mapped(static, sums_local, (batch, batch), PartitionSpec(None, axes or None))(ids, dx)
-    return summed_gradient(static.bound, static.dims, total, table), None
+    total = _mapped(place, sums_local, (place.out[:2], place.out), place.grad)(ids, dx)
+    return total.astype(like.dtype), None
 
 
 _lookup.defvjp(_lookup_fwd, _lookup_bwd)
 
 
-def _added(rows: int, ids: Array, dx: Array) -> Array:
-    zeros = jnp.zeros((rows, dx.shape[-1]), jnp.float32)
-    return zeros.at[ids].add(dx.astype(jnp.float32), mode="clip")
+def _own_rows_local(plan: _Exchange, place: _Place, ids: Array, rows: int) -> Array:
+    """Numbers of all tokens among the rows that are here; those of others as one too large."""
+    ids = jnp.clip(ids, 0, place.rows - 1)
+    for axes, dim in plan.whole:
+        ids = jax.lax.all_gather(ids, axes, axis=dim, tiled=True)
+    if not plan.held[0]:
+        return ids
+    ids = ids - jax.lax.axis_index(plan.held[0]) * rows
+    return jnp.where((ids >= 0) & (ids < rows), ids, rows)
 
 
-def _batch(bound: BoundPlan | None) -> tuple[str, ...]:
-    """Axes that split the batch, outer first."""
-    if bound is None:
-        return ()
-    held = batch_axes(bound)
-    return tuple(axis for axis in bound.mesh.axis_names if axis in held)
-
-
-def _split(static: _Table, role: str) -> tuple[str, ...]:
-    """Axes of the batch that split the table's width under a role."""
-    if static.bound is None:
-        return ()
-    shape = (static.rows, static.width)
-    entry = resolve(static.bound, role, static.dims, shape, name=f"table {static.dims}")[1]
-    axes = (entry,) if isinstance(entry, str) else entry or ()
-    held = batch_axes(static.bound)
-    return tuple(axes) if all(axis in held for axis in axes) else ()
-
-
-def _even(static: _Table, ids: Array) -> bool:
-    """Whether the devices along the batch divide it, more than one of them."""
-    axes = _batch(static.bound)
-    return bool(axes) and ids.shape[0] % static.bound.size(axes) == 0  # type: ignore[union-attr]
-
-
-def _moves(static: _Table, ids: Array) -> bool:
-    """Whether a device's tokens are fewer than the rows of the table it would gather."""
-    if not _even(static, ids):
-        return False
-    return math.prod(ids.shape) < static.rows * static.bound.size(_batch(static.bound))  # type: ignore[union-attr]
-
-
-def _mapped(static: _Table, local: Callable, in_specs: Any, out_specs: Any) -> Callable:
-    """`local` on every device along the batch; other axes stay with the compiler."""
+def _mapped(place: _Place, local: Any, splits: tuple[Split, ...], out: Split) -> Any:
     return jax.shard_map(
         local,
-        mesh=static.bound.mesh,  # type: ignore[union-attr]
-        in_specs=in_specs,
-        out_specs=out_specs,
-        axis_names=set(_batch(static.bound)),
+        mesh=place.bound.mesh,
+        in_specs=tuple(map(spec_of, splits)),
+        out_specs=spec_of(out),
         # Derivatives are written by hand.
         check_vma=False,
     )
+
+
+def _added(rows: int, ids: Array, dx: Array, *, mode: Any) -> Array:
+    """Sums in float32 of what belongs to each row."""
+    zeros = jnp.zeros((rows, dx.shape[-1]), jnp.float32)
+    return zeros.at[ids].add(dx.astype(jnp.float32), mode=mode)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Table:
+    bound: BoundPlan | None
+    dims: Dims
+    dtype: Any
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _by_compiler(static: _Table, table: Array, ids: Array) -> Array:
+    return gathered(static.bound, static.dims, static.dtype, table).at[ids].get(mode="clip")
+
+
+def _by_compiler_fwd(static: _Table, table: Array, ids: Array):
+    return _by_compiler(static, table, ids), (table, ids)
+
+
+def _by_compiler_bwd(static: _Table, residuals: Any, dx: Array):
+    table, ids = residuals
+    total = _added(table.shape[0], ids, dx, mode="clip")
+    if static.bound is not None and not static.bound.single:
+        total = laid_out(static.bound, "weights", static.dims, total)
+    return summed_gradient(static.bound, static.dims, total, table), None
+
+
+_by_compiler.defvjp(_by_compiler_fwd, _by_compiler_bwd)

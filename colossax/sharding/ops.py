@@ -39,7 +39,9 @@ def compute_dtype(default: jnp.dtype) -> jnp.dtype:
     return jnp.dtype(default if bound is None else bound.plan.precision.compute)
 
 
-def gather_weight(w: Array, dims: Dims, *, dtype: jnp.dtype | None = None) -> Array:
+def gather_weight(
+    w: Array, dims: Dims, *, dtype: jnp.dtype | None = None, to: Dims | None = None
+) -> Array:
     """A parameter as a matmul wants it: in the compute dtype, whole along the batch's axes.
 
     Forward all-gathers the compute-dtype copy over the axes that split the batch (fsdp);
@@ -50,29 +52,36 @@ def gather_weight(w: Array, dims: Dims, *, dtype: jnp.dtype | None = None) -> Ar
         w: Parameter in its dtype at rest.
         dims: Its logical dims (of one layer, without `layers`).
         dtype: Dtype of the result; default the plan's compute dtype, else that of `w`.
+        to: Dims as which it is laid out in the end like an activation; under a plan without
+            rules for a batch (of inference) not, there weights stay where they are.
     """
     dtype = compute_dtype(w.dtype) if dtype is None else jnp.dtype(dtype)
-    return gathered(current(), dims, dtype, w)
+    return gathered(current(), dims, dtype, w, to=to)
 
 
-def gathered(bound: BoundPlan | None, dims: Dims, dtype: jnp.dtype, w: Array) -> Array:
+def gathered(
+    bound: BoundPlan | None, dims: Dims, dtype: jnp.dtype, w: Array, *, to: Dims | None = None
+) -> Array:
     if bound is None or bound.single:
         return w.astype(dtype)
-    return _gather(bound, dims, dtype, w)
+    return _gather(bound, dims, dtype, to if "batch" in bound.rules.activations else None, w)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _gather(bound: BoundPlan, dims: Dims, dtype: jnp.dtype, w: Array) -> Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _gather(bound: BoundPlan, dims: Dims, dtype: jnp.dtype, to: Dims | None, w: Array) -> Array:
     # Cast before the gather, where the shards are: half the bytes in bf16.
     shard = laid_out(bound, "params", dims, w.astype(dtype))
-    return laid_out(bound, "weights", dims, shard)
+    whole = laid_out(bound, "weights", dims, shard)
+    return whole if to is None else laid_out(bound, "activations", to, whole)
 
 
-def _gather_fwd(bound: BoundPlan, dims: Dims, dtype: jnp.dtype, w: Array):
-    return _gather(bound, dims, dtype, w), jnp.zeros((0,), w.dtype)
+def _gather_fwd(bound: BoundPlan, dims: Dims, dtype: jnp.dtype, to: Dims | None, w: Array):
+    return _gather(bound, dims, dtype, to, w), jnp.zeros((0,), w.dtype)
 
 
-def _gather_bwd(bound: BoundPlan, dims: Dims, dtype: jnp.dtype, like: Array, dw: Array):
+def _gather_bwd(
+    bound: BoundPlan, dims: Dims, dtype: jnp.dtype, to: Dims | None, like: Array, dw: Array
+):
     return (summed_gradient(bound, dims, dw, like),)
 
 
@@ -144,6 +153,7 @@ def linears(
     shapes = tuple((w.shape, tuple(dims)) for w, dims, _ in maps)
     island = Island(
         layout=layout_of(bound, x.shape, shapes, contract),
+        way=bound.plan.tensor_matmul,
         summed=reduction_dtype(bound, x.dtype),
         keep=recomputed(),
     )

@@ -9,7 +9,7 @@ from jaxtyping import Array
 from colossax.config import BoundPlan
 from colossax.errors import PlanError
 from colossax.nn import cross_entropy
-from colossax.sharding import batch_axes, current, seq_axes
+from colossax.sharding import activation_axes, constrain, current
 from colossax.typing import Batch
 
 Terms = dict[str, tuple[Array, Array, float]]
@@ -53,18 +53,19 @@ def next_token_loss(*, z_loss: float = 0.0) -> Loss:
             batch["tokens"], positions=batch.get("positions"), segments=batch.get("segments")
         )
         weights = batch["weights"].astype(jnp.float32)
+        hidden, targets, weights = _at_the_head(hidden, batch["targets"], weights)
         # The head is gathered here, once, not in the loop over chunks, where it would be again
         # for every chunk and in both directions.
         ce, z, _, correct = cross_entropy(
             hidden,
             model.head_weight(),
-            batch["targets"],
+            targets,
             weights,
             chunks=_chunks(bound, hidden.shape[1]),
             z_loss=bool(z_loss),
-            vocab_sharded=bound is not None and bound.mesh.shape["tensor"] > 1,
-            batch_shards=1 if bound is None else bound.size(sorted(batch_axes(bound))),
-            seq_shards=1 if bound is None else bound.size(seq_axes(bound)),
+            vocab_sharded=_devices(bound, "vocab") > 1,
+            batch_shards=_devices(bound, "batch:inner"),
+            seq_shards=_devices(bound, "seq"),
             reduction=None if bound is None else bound.plan.precision.reduction,
         )
         # Counted apart from the loss, so that it visibly depends on the batch alone.
@@ -75,6 +76,18 @@ def next_token_loss(*, z_loss: float = 0.0) -> Loss:
         return terms, {"accuracy": (correct, count)}
 
     return loss
+
+
+def _at_the_head(hidden: Array, targets: Array, weights: Array) -> tuple[Array, Array, Array]:
+    """As the head multiplies: hidden states whole, rows where they leave the vocabulary split."""
+    rows = ("batch:inner", "seq")
+    hidden = constrain(hidden, *rows, None)
+    return hidden, constrain(targets, *rows), constrain(weights, *rows)
+
+
+def _devices(bound: BoundPlan | None, dim: str) -> int:
+    """Devices that a dim of an activation is split over."""
+    return 1 if bound is None else bound.size(activation_axes(bound, dim))
 
 
 def _chunks(bound: BoundPlan | None, seq_len: int) -> int:

@@ -2,13 +2,12 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 from colossax.config import Plan, Precision, preset
 from colossax.errors import PlanError
-from colossax.sharding import constrain, current, gather_weight, linear, lookup, use
+from colossax.sharding import constrain, current, gather_weight, linear, use
 from tests.oracle import assert_trees_close
 
 
@@ -88,20 +87,3 @@ def test_weights_are_gathered_in_the_compute_dtype_and_gradients_scattered(devic
     assert gathered.sharding.is_fully_replicated
     assert grad.dtype == jnp.float32
     assert grad.sharding.spec == P("fsdp")
-
-
-@pytest.mark.parametrize("mesh", [{"fsdp": 8}, {"fsdp": 2, "tensor": 4}, {"data": 4, "tensor": 2}])
-def test_lookup_equals_indexing_without_rematerialisation(devices, mesh, capfd):
-    table = jax.random.normal(jax.random.key(0), (32, 16))
-    ids = jax.random.randint(jax.random.key(1), (8, 6), 0, 32)
-    scale = jax.random.normal(jax.random.key(2), (8, 6, 16))
-
-    def through(table):
-        out = lookup(table, ids, ("vocab", "embed"))
-        return jnp.sum(constrain(out, "batch", "seq", "embed") * scale)
-
-    want = jax.grad(lambda table: jnp.sum(table[ids] * scale))(table)
-    with use(preset("zero3+megatron", mesh=mesh).bind(devices)):
-        got = jax.jit(jax.grad(through))(table)
-    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
-    assert "rematerialization" not in capfd.readouterr().err

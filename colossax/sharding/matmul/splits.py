@@ -85,6 +85,14 @@ def move_local(x: Array, have: Split, want: Split, *, partial: Collection[str] =
     return x
 
 
+def turn_local(x: Array, have: Split, want: Split, *, partial: Collection[str] = ()) -> Array:
+    """`move_local` of something small, by way of all of it where blocks do not nest."""
+    if nested(have, want):
+        return move_local(x, have, want, partial=partial)
+    whole = ((),) * len(have)
+    return move_local(move_local(x, have, whole), whole, want, partial=partial)
+
+
 def _scatter_local(x: Array, axes: Axes, dim: int) -> Array:
     return jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
 

@@ -18,8 +18,8 @@ def tensor_parallel(mesh, **fields):
     return preset("zero3+megatron", mesh=mesh, tensor_matmul="overlap", **fields)
 
 
-def flat(layout, **mesh):
-    return Plan(mesh=mesh, tensor_layout=layout)
+def flat(layout, matmul="auto", **mesh):
+    return Plan(mesh=mesh, tensor_layout=layout, tensor_matmul=matmul)
 
 
 PLANS = {
@@ -31,6 +31,9 @@ PLANS = {
     "2d-fsdp2": flat("2d", fsdp=2, row=2, col=2),
     "2d-ring2": flat("2d", ring=2, row=2, col=2),
     "2d-ulysses2": flat("2d", ulysses=2, row=1, col=4),
+    "cannon-fsdp2": flat("2d", "cannon", fsdp=2, row=2, col=2),
+    "cannon-ring2": flat("2d", "cannon", ring=2, row=2, col=2),
+    "cannon-2x2x2": flat("2.5d", "cannon", depth=2, row=2, col=2),
     "2.5d-2x2x2": flat("2.5d", depth=2, row=2, col=2),
     "2.5d-4x1x2": flat("2.5d", depth=4, row=1, col=2),
     "2.5d-fsdp2": flat("2.5d", fsdp=2, depth=2, row=2, col=1),
