@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -14,7 +15,7 @@ from colossax.nn.layers import ACTIVATIONS, MLP, Embedding, LayerNorm, Linear, R
 from colossax.nn.rope import RopeConfig, rope_tables
 from colossax.nn.stack import LayerStack, LayerState
 from colossax.pallas.attention import Mask
-from colossax.sharding import compute_dtype, constrain, current_order
+from colossax.sharding import activation_axes, compute_dtype, constrain, current, current_order
 from colossax.typing import Dims
 
 
@@ -293,7 +294,18 @@ def _residual(x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
 
 def _block_input(x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
     """Input of a block: the sequence as its first matmuls want it."""
+    if _moves_tokens():
+        # Else the compiler may gather what the norm computes in float32 before it is rounded.
+        x = jax.lax.optimization_barrier(_residual(x))
     return constrain(x, "batch", "seq:block", "embed")
+
+
+def _moves_tokens() -> bool:
+    """Whether the plan splits the sequence between blocks more than at their first matmuls."""
+    bound = current()
+    if bound is None:
+        return False
+    return activation_axes(bound, "seq:residual") != activation_axes(bound, "seq:block")
 
 
 def _whole_sequence(x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:

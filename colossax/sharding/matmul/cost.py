@@ -1,9 +1,9 @@
 """What a layer's matmuls send in each tensor layout, by formula.
 
-With p devices in all, of these t along `tensor` or d, r, c along `depth row col`, f along `fsdp`
-and g along `data`; M tokens of all devices; widths e (inputs of the maps into blocks, each input
-once), i (their outputs), o (inputs of the maps out of blocks), u (their outputs); W parameters.
-Items sent per device, forward and backward, operands gathered again in backward:
+With p devices in all, of these t along `tensor` or d, r, c along `depth row col`, f over which
+weights are stored and g others; M tokens of all devices; widths e (inputs of the maps into blocks,
+each input once), i (their outputs), o (inputs of the maps out of blocks), u (their outputs); W
+parameters. Items sent per device, forward and backward, operands gathered again in backward:
 
 | layout | activations, M/p times | weights |
 |---|---|---|
@@ -22,7 +22,7 @@ tests/sharding/matmul/test_bytes.py counts all of them in compiled programs.
 import dataclasses
 
 from colossax.config import BoundPlan
-from colossax.sharding.rules import seq_axes
+from colossax.sharding.rules import resolve, seq_axes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,8 +47,8 @@ class Widths:
 def sent_items(bound: BoundPlan, tokens: int, widths: Widths) -> float:
     """Items that a device sends for the matmuls of a layer, forward and backward.
 
-    Rings and ulysses hold parts of the sequence and count as `data` does: their devices sum the
-    gradients of the weights.
+    Devices that share a sequence count as those along `fsdp` where the plan splits weights over
+    them, else as those along `data`: they sum the gradients of the weights.
 
     Args:
         bound: Plan and mesh; its rules are those of a preset.
@@ -59,15 +59,23 @@ def sent_items(bound: BoundPlan, tokens: int, widths: Widths) -> float:
     size = bound.mesh.shape
     cannon = bound.plan.tensor_matmul == "cannon"
     matrix = ("tensor",) if bound.plan.tensor_layout == "1d" else ("row", "col")
-    gathered = ("fsdp",) if cannon else ("fsdp", "row")
+    gathered = () if cannon else ("row",)
     if bound.plan.tensor_layout == "3d":
-        matrix, gathered = ("depth", "row", "col"), ("fsdp", "depth")
-    held = widths.weights / bound.size(("fsdp", *matrix))
-    summed = bound.mesh.size // bound.size(("fsdp", *matrix))
-    moved += 3 * (bound.size(gathered) - 1) * held
+        matrix, gathered = ("depth", "row", "col"), ("depth",)
+    stored = tuple(axis for axis in _stored(bound) if axis not in ("row", "col", "depth"))
+    f = bound.size(stored)
+    held = widths.weights / (f * bound.size(matrix))
+    summed = bound.mesh.size // (f * bound.size(matrix))
+    moved += 3 * (f * bound.size(gathered) - 1) * held
     if cannon:
-        moved += 3 * size["row"] * size["fsdp"] * held
+        moved += 3 * size["row"] * f * held
     return moved + 2 * (summed - 1) / summed * held
+
+
+def _stored(bound: BoundPlan) -> tuple[str, ...]:
+    """Axes of size above 1 over which the plan stores the width of the residual stream."""
+    entry = resolve(bound, "params", ("embed",), (bound.mesh.size,))[0]
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
 def _activations(bound: BoundPlan, widths: Widths) -> int:
