@@ -20,7 +20,7 @@ NAMES = {
         "gather_weight linear lookup param_sharding recomputing replicated resolve use validate"
     ),
     "colossax.sharding.sequence": (
-        "Order RingAxes gather_attention_local inverse_order positions_local "
+        "DOUBLE_RING_OPTIONS Order RingAxes gather_attention_local inverse_order positions_local "
         "ring_attention_local ring_self_attention_local ulysses_local zigzag_order"
     ),
     "colossax.data": (
