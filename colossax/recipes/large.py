@@ -8,6 +8,8 @@ Matmuls run in bfloat16 over float32 parameters, layers are recomputed in backwa
 are made in pieces of the vocabulary.
 """
 
+import dataclasses
+
 from colossax.config import BatchConfig, LossConfig, Plan, Precision, Segment, preset
 from colossax.models import GPT2Config, LlamaConfig, MistralConfig, Qwen3Config
 from colossax.train.config import DataConfig, OptimizerConfig, SampleConfig, TrainConfig
@@ -114,6 +116,18 @@ def llama3_8b() -> TrainConfig:
         validate_every=500,
         sample=_SAMPLE,
         target="h100:1x8",
+    )
+
+
+def llama3_8b_1m() -> TrainConfig:
+    """Llama 3 8B on rows of 1,048,576 tokens: eight devices exchange heads, eight form a ring."""
+    small = llama3_8b()
+    return small.replace(
+        recipe="llama3_8b_1m",
+        model=dataclasses.replace(small.model, max_seq=2**20),
+        plan=_gpu_plan("zero3+usp", vocab_chunks=8, microbatch=1, mesh={"ring": -1, "ulysses": 8}),
+        data=DataConfig(seq_len=2**20, global_batch=4),
+        target="h100:8x8",
     )
 
 

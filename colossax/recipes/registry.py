@@ -7,6 +7,7 @@ from colossax.errors import InputError
 from colossax.recipes.large import (
     gpt2_124m,
     llama3_8b,
+    llama3_8b_1m,
     llama3_70b,
     mistral_7b,
     qwen3_0p6b,
@@ -23,6 +24,7 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {
         qwen3_0p6b,
         mistral_7b,
         llama3_8b,
+        llama3_8b_1m,
         llama3_70b,
     )
 }

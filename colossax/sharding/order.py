@@ -17,7 +17,7 @@ from colossax.sharding.sequence.order import zigzag_order
 SMALLEST_CHUNK = {"cpu": 1}
 """Tokens of a chunk below which the kernels of a platform have nothing to do."""
 
-OTHER_SMALLEST_CHUNK = 16
+OTHER_SMALLEST_CHUNK = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -215,7 +215,10 @@ def _attention_bytes(
     kv_heads = max(1, decoder.kv_heads // size[split])
     repeated = math.lcm(kv_heads, ulysses)
     travelling = 2 * tokens / (ways * ring) * repeated / ulysses * decoder.head_dim
-    sent = (ring - 1) * travelling * ((2 + again) * compute + 4)
+    # Recomputed, forward and backward are one program, which sends once what both begin with: the
+    # first hop of a ring, all of a gather.
+    shared = (ring - 1 if bound.plan.attention.scheme == "all_gather" else min(1, ring - 1)) * again
+    sent = travelling * ((ring - 1) * ((2 + again) * compute + 4) - shared * compute)
     own = tokens / (ways * ring * ulysses)
     exchanged = (ulysses - 1) / ulysses * own * decoder.head_dim * 2 * (heads + repeated)
     return sent + exchanged * (2 + again) * compute

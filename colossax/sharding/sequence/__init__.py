@@ -11,6 +11,7 @@ from .order import Order as Order
 from .order import inverse_order as inverse_order
 from .order import positions_local as positions_local
 from .order import zigzag_order as zigzag_order
+from .ring import DOUBLE_RING_OPTIONS as DOUBLE_RING_OPTIONS
 from .ring import ring_attention_local as ring_attention_local
 from .self_attention import ring_self_attention_local as ring_self_attention_local
 from .turn import balanced_from_contiguous_local as balanced_from_contiguous_local

@@ -27,6 +27,11 @@ from .axes import Circle, Packing, RingAxes
 from .order import Order, check_order
 from .step import Keys, Queries, Settings, Step
 
+DOUBLE_RING_OPTIONS = {"xla_gpu_experimental_parallel_collective_overlap_limit": 2}
+"""Compiler options of a program with a double ring. XLA has one collective in flight otherwise, and
+then hides a hop along the outer axis behind a step or two, or one along the inner axis behind none;
+with two it hides the outer hop behind a whole turn of the inner ring."""
+
 
 def ring_attention_local(
     q: Float[Array, "b s n h"],

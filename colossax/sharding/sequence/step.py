@@ -86,11 +86,11 @@ class Step:
 
     def own_forward_local(self, keys: Keys) -> tuple[Array, Array]:
         """Output and log-partition over this rank's own keys."""
-        return self._attend(*self._placed_local(keys, self.settings.axes.source_local()), self.mask)
+        return self._attend(*self._own_local(keys), self.mask)
 
     def forward_local(self, keys: Keys, source: Int[Array, ""]) -> tuple[Array, Array]:
         """Output and log-partition over the keys of rank `source`, not one's own."""
-        queries, keys = self._placed_local(keys, source)
+        queries, keys = self._arrived_local(keys, source)
         if not self._uniform(keys):
             return self._attend(queries, keys, self.mask)
         early = source < self.settings.axes.source_local()
@@ -99,13 +99,11 @@ class Step:
 
     def own_backward_local(self, keys: Keys) -> tuple[Any, Any]:
         """Gradients through this rank's own keys: of q and slopes, and of k and v, packed."""
-        placed = self._placed_local(keys, self.settings.axes.source_local())
-        return self._gradients(*placed, self.mask, lambda x: x, lambda x: x)
+        return self._gradients(*self._own_local(keys), self.mask, lambda x: x, lambda x: x)
 
     def backward_local(self, keys: Keys, source: Int[Array, ""]) -> tuple[Any, Any]:
         """Gradients through the keys of rank `source`, not one's own, likewise."""
-        queries, keys = self._placed_local(keys, source)
-        queries, keys = jax.lax.optimization_barrier((queries, keys))
+        queries, keys = self._arrived_local(keys, source)
         if not self._uniform(keys):
             return self._gradients(queries, keys, self.mask, lambda x: x, lambda x: x)
         early = source < self.settings.axes.source_local()
@@ -119,9 +117,29 @@ class Step:
 
     def _uniform(self, keys: Keys) -> bool:
         """Whether all steps but the first have the same work on each rank, see above."""
-        same = self.queries.q.shape[1] == keys.k.shape[1]
         zigzag = self.settings.order == Order.ZIGZAG
-        return zigzag and same and self.mask.causal and self.mask.indexed
+        return zigzag and self.mask.causal and self._aligned(keys)
+
+    def _aligned(self, keys: Keys) -> bool:
+        """Whether queries and keys of a rank are the same tokens, without positions given."""
+        return self.mask.indexed and self.queries.q.shape[1] == keys.k.shape[1]
+
+    def _own_local(self, keys: Keys) -> tuple[Queries, Keys]:
+        """Placed queries and own keys; without positions where those along the shard do as well.
+
+        A mask that needs no data leaves its kernel more to know beforehand.
+        """
+        only_order = self.mask.left is None and not self.mask.right and self.slopes is None
+        if self._aligned(keys) and (self.settings.order == Order.CONTIGUOUS or only_order):
+            return self.queries, keys
+        return self._placed_local(keys, self.settings.axes.source_local())
+
+    def _arrived_local(self, keys: Keys, source: Array) -> tuple[Queries, Keys]:
+        """Placed queries and keys, none before the keys are here.
+
+        Else XLA would prepare the queries of all steps outside of loops at once, and hold them.
+        """
+        return jax.lax.optimization_barrier(self._placed_local(keys, source))
 
     def _placed_local(self, keys: Keys, source: Array) -> tuple[Queries, Keys]:
         """With natural indices for the positions that are needed and not given."""
