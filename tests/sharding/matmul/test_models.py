@@ -73,7 +73,7 @@ QUICK = {
 } - {("2d-fsdp2", "gpt2"), ("3d-1x2x4", "gpt2"), ("cannon-2x2x2", "gpt2")}
 
 
-@pytest.mark.parametrize(("plan", "shape"), grid(SHAPES, QUICK))
+@pytest.mark.parametrize(("plan", "shape"), list(grid(SHAPES, QUICK)))
 def test_models_equal_one_device(devices, plan, shape, capfd):
     assert_equals_one_device(shape, PLANS[plan], devices)
     assert "rematerialization" not in capfd.readouterr().err
@@ -83,7 +83,7 @@ REMATS = ("full", "dots", "qkv+attention")
 QUICK_REMATS = {("2d-2x4", "full"), ("3d-2x2x2", "dots"), ("overlap-4", "qkv+attention")}
 
 
-@pytest.mark.parametrize(("plan", "remat"), grid(REMATS, QUICK_REMATS))
+@pytest.mark.parametrize(("plan", "remat"), list(grid(REMATS, QUICK_REMATS)))
 def test_recomputed_layers_equal_one_device(devices, plan, remat):
     plan = PLANS[plan].replace(segments=(Segment(remat=remat),), loss=LossConfig(vocab_chunks=2))
     assert_equals_one_device("llama", plan, devices)
