@@ -21,14 +21,9 @@ NAMES = {
         "linears lookup param_sharding recomputing replicated resolve seq_axes use validate"
     ),
     "colossax.sharding.sequence": (
-<<<<<<< HEAD
-        "Order RingAxes balanced_from_contiguous_local contiguous_from_balanced_local "
-        "gather_attention_local inverse_order positions_local ring_attention_local "
-        "ring_self_attention_local ulysses_local zigzag_order"
-=======
-        "DOUBLE_RING_OPTIONS Order RingAxes gather_attention_local inverse_order positions_local "
+        "DOUBLE_RING_OPTIONS Order RingAxes balanced_from_contiguous_local "
+        "contiguous_from_balanced_local gather_attention_local inverse_order positions_local "
         "ring_attention_local ring_self_attention_local ulysses_local zigzag_order"
->>>>>>> seq
     ),
     "colossax.data": (
         "BatchLoader Corpus Documents RowSource Rows Split SyntheticRows Tokenizer "

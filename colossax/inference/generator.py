@@ -78,7 +78,7 @@ class Generator:
         self.slots = _slots(self.config, slots)
         self.eos = self.config.eos if eos is None else eos
         self.tokens_per_step = tokens_per_step
-        self.bound = bound.replace(**_changes(bound))
+        self.bound = BoundPlan(inference_plan(bound.plan), bound.mesh)
         self._params = params
         self._cache_spec: CacheSpec = spec.merge(params).cache_spec(seats=1, slots=self.slots)
         layout = dict.fromkeys(("k", "v"), _cache_sharding(self.bound, self._cache_spec))
@@ -261,11 +261,6 @@ def _slots(config: DecoderConfig, slots: int | None) -> int:
             f" give 2 to {config.max_seq}"
         )
     return slots
-
-
-def _changes(bound: BoundPlan) -> dict[str, Any]:
-    plan = inference_plan(bound.plan)
-    return {"rules": plan.rules, "segments": plan.segments}
 
 
 def _cache_sharding(bound: BoundPlan, spec: CacheSpec) -> NamedSharding:

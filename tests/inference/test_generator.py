@@ -41,6 +41,9 @@ PLANS = {
     "fsdp2 tensor4": Plan(mesh={"fsdp": 2, "tensor": 4}),
     "tensor8": Plan(mesh={"tensor": 8}),
     "data2 fsdp4": Plan(mesh={"data": 2, "fsdp": 4}),
+    "2d": Plan(mesh={"row": 2, "col": 4}, tensor_layout="2d"),
+    "3d": Plan(mesh={"depth": 2, "row": 2, "col": 2}, tensor_layout="3d"),
+    "overlap": preset("zero3+megatron_sp", mesh={"fsdp": 2, "tensor": 4}, tensor_matmul="overlap"),
     "sequence split": preset("zero3+megatron_sp", mesh={"fsdp": 2, "tensor": 4}),
     "two segments": Plan(
         mesh={"fsdp": 4, "tensor": 2}, segments=(Segment(count=1), Segment(remat="full"))

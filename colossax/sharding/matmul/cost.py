@@ -14,8 +14,7 @@ parameters. Items sent per device, forward and backward, operands gathered again
 | 3d | `(r-1) (3e + 2u) + (c-1) (2i + 3o)` | `3 (df-1) W/p' + 2 (g-1)/g W/p'`, p' = f d r c |
 
 A GPT layer of width H, F = 4H, has e = 2H, i = 7H, o = 5H, u = 2H, W = 12 H^2. Then 1d sends `8 M H
-(p-1)/p`, with the sequence split 10, 2d on q x q devices `3 (q-1)/p (7 M H + 12 H^2)`. Where layers
-are recomputed the second gather is part of that and a third is saved.
+(p-1)/p`, with the sequence split 10, 2d on q x q devices `3 (q-1)/p (7 M H + 12 H^2)`.
 tests/sharding/matmul/test_bytes.py counts all of them in compiled programs.
 """
 
@@ -44,7 +43,7 @@ class Widths:
     weights: int
 
 
-def sent_items(bound: BoundPlan, tokens: int, widths: Widths) -> float:
+def sent_items(bound: BoundPlan, tokens: int, widths: Widths, *, kept: bool = False) -> float:
     """Items that a device sends for the matmuls of a layer, forward and backward.
 
     Devices that share a sequence count as those along `fsdp` where the plan splits weights over
@@ -54,8 +53,11 @@ def sent_items(bound: BoundPlan, tokens: int, widths: Widths) -> float:
         bound: Plan and mesh; its rules are those of a preset.
         tokens: Of all devices together.
         widths: Of the layer's matmuls, biases apart.
+        kept: Backward gets what forward gathered; all 3 of the table are then 2, but for the
+            rings of Cannon's algorithm, which keep nothing.
     """
-    moved = _activations(bound, widths) * tokens / bound.mesh.size
+    again = 2 if kept else 3
+    moved = _activations(bound, widths, again) * tokens / bound.mesh.size
     size = bound.mesh.shape
     cannon = bound.plan.tensor_matmul == "cannon"
     matrix = ("tensor",) if bound.plan.tensor_layout == "1d" else ("row", "col")
@@ -66,7 +68,7 @@ def sent_items(bound: BoundPlan, tokens: int, widths: Widths) -> float:
     f = bound.size(stored)
     held = widths.weights / (f * bound.size(matrix))
     summed = bound.mesh.size // (f * bound.size(matrix))
-    moved += 3 * (f * bound.size(gathered) - 1) * held
+    moved += again * (f * bound.size(gathered) - 1) * held
     if cannon:
         moved += 3 * size["row"] * f * held
     return moved + 2 * (summed - 1) / summed * held
@@ -78,16 +80,17 @@ def _stored(bound: BoundPlan) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
-def _activations(bound: BoundPlan, widths: Widths) -> int:
-    """Items sent per token that a device holds."""
+def _activations(bound: BoundPlan, widths: Widths, again: int) -> int:
+    """Items sent per token that a device holds, by a scheme that gathers `again` times less one."""
     size, layout = bound.mesh.shape, bound.plan.tensor_layout
-    ends = 3 * widths.into_in + 2 * widths.out_out
+    ends = again * widths.into_in + 2 * widths.out_out
     if layout == "1d":
         if "tensor" in seq_axes(bound, "seq:residual"):
             return (size["tensor"] - 1) * ends
         return (size["tensor"] - 1) * 2 * (widths.into_in + widths.out_out)
     if layout == "3d":
-        within = 2 * widths.into_out + 3 * widths.out_in
+        within = 2 * widths.into_out + again * widths.out_in
         return (size["row"] - 1) * ends + (size["col"] - 1) * within
-    passed = size["row"] if bound.plan.tensor_matmul == "cannon" else size["col"] - 1
-    return 3 * passed * (widths.into_in + widths.out_in)
+    if bound.plan.tensor_matmul == "cannon":
+        return 3 * size["row"] * (widths.into_in + widths.out_in)
+    return again * (size["col"] - 1) * (widths.into_in + widths.out_in)

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from colossax.config import LossConfig, Plan, Segment
+from colossax.config import BatchConfig, LossConfig, Plan, Segment, preset
 from colossax.models import GPT2Config, LlamaConfig, Qwen3Config, maker
 from colossax.train import build_step, next_token_loss
 from tests.oracle import assert_losses_close, assert_trees_close
@@ -25,6 +25,7 @@ PLANS = {
     "2d-2x4": flat("2d", row=2, col=4),
     "2d-fsdp2": flat("2d", fsdp=2, row=2, col=2),
     "2.5d-2x2x2": flat("2.5d", depth=2, row=2, col=2),
+    "cannon-2x2x2": flat("2.5d", "cannon", depth=2, row=2, col=2),
     "3d-2x2x2": flat("3d", depth=2, row=2, col=2),
     "3d-1x2x4": flat("3d", row=2, col=4),
     "overlap-4": sequence_parallel({"tensor": 4, "fsdp": 2}),
@@ -57,15 +58,48 @@ def assert_equals_one_device(shape, plan, devices):
     assert_trees_close(grads, truth(shape)[1])
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("plan", PLANS)
+def grid(columns, chosen):
+    """Every pair of a plan and one of the columns; those not chosen run with `-m sweep`."""
+    for plan in PLANS:
+        for one in columns:
+            marks = [] if (plan, one) in chosen else [pytest.mark.sweep]
+            yield pytest.param(plan, one, id=f"{plan}-{one}", marks=marks)
+
+
+QUICK = {
+    *((plan, shape) for plan in PLANS for shape in ("llama", "gpt2")),
+    ("2d-2x4", "qwen3"),  # fewer kv heads than columns
+    ("3d-1x2x4", "qwen3"),
+} - {("2d-fsdp2", "gpt2"), ("3d-1x2x4", "gpt2"), ("cannon-2x2x2", "gpt2")}
+
+
+@pytest.mark.parametrize(("plan", "shape"), list(grid(SHAPES, QUICK)))
 def test_models_equal_one_device(devices, plan, shape, capfd):
     assert_equals_one_device(shape, PLANS[plan], devices)
     assert "rematerialization" not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("remat", ["full", "dots", "qkv+attention"])
-@pytest.mark.parametrize("plan", ["2d-2x4", "3d-2x2x2", "overlap-4"])
+REMATS = ("full", "dots", "qkv+attention")
+QUICK_REMATS = {("2d-2x4", "full"), ("3d-2x2x2", "dots"), ("overlap-4", "qkv+attention")}
+
+
+@pytest.mark.parametrize(("plan", "remat"), list(grid(REMATS, QUICK_REMATS)))
 def test_recomputed_layers_equal_one_device(devices, plan, remat):
     plan = PLANS[plan].replace(segments=(Segment(remat=remat),), loss=LossConfig(vocab_chunks=2))
+    assert_equals_one_device("llama", plan, devices)
+
+
+def test_regions_stand_under_vmap_where_gradients_are_reduced_once(devices):
+    plan = preset(
+        "zero1+megatron_sp",
+        mesh={"fsdp": 2, "tensor": 4},
+        tensor_matmul="overlap",
+        batch=BatchConfig(accumulation=2),
+    )
+    assert plan.batch.reduce_once
+    assert_equals_one_device("llama", plan, devices)
+
+
+def test_microbatches_in_two_dimensions(devices):
+    plan = PLANS["2.5d-2x2x2"].replace(batch=BatchConfig(accumulation=2))
     assert_equals_one_device("llama", plan, devices)
