@@ -4,9 +4,9 @@
 
 Two published comparisons, compiled for GPUs that are not there (needs the extra `aot`):
 
-- Ring Self-Attention (Li et al. 2021) against tensor parallel layers: BERT-base shapes, the vocabulary a multiple of 64. Tensor
-  parallelism is given its largest legal degree (a power of two that divides 12 heads) and data
-  parallelism over the rest, so that both sides use all 64 devices.
+- Ring Self-Attention (Li et al. 2021) against tensor parallel layers: BERT-base shapes, the
+  vocabulary a multiple of 64. Tensor parallelism is given its largest legal degree (a power of two
+  that divides 12 heads) and data parallelism over the rest, so that both sides use all 64 devices.
 - Optimus (Xu et al. 2021), matrices split in two dims, against tensor parallel layers of degree 64.
 
 Each row of a table differs in the plan alone: same model, loss, optimizer, blockwise attention and

@@ -1,6 +1,7 @@
 """The plan in force, and the operations a model calls to be laid out by it."""
 
 from .attention import attention as attention
+from .compiling import compiler_options as compiler_options
 from .context import current as current
 from .context import recomputing as recomputing
 from .context import use as use

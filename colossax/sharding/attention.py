@@ -212,8 +212,8 @@ def _filled_up(arrays: dict[str, Any], split: _Split) -> dict[str, Any]:
         return arrays
     mask: Mask = arrays["mask"]
     if mask.q_segments is None:
-        zeros = (jnp.zeros((1, length), jnp.int32) for length in (s, t))
-        mask = dataclasses.replace(mask, **dict(zip(_SEGMENTS, zeros, strict=True)))
+        one, other = (jnp.zeros((1, length), jnp.int32) for length in (s, t))
+        mask = dataclasses.replace(mask, q_segments=one, kv_segments=other)
     fields = {
         name: _padded(getattr(mask, name), 1, more[name.startswith("kv")], **how)
         for name, how in _FILLED.items()
@@ -224,7 +224,6 @@ def _filled_up(arrays: dict[str, Any], split: _Split) -> dict[str, Any]:
     return {**arrays, **filled, "mask": mask, "biases": tuple(biases)}
 
 
-_SEGMENTS = ("q_segments", "kv_segments")
 _FILLED: dict[str, dict[str, Any]] = {
     "q_positions": {"mode": "edge"},
     "kv_positions": {"mode": "edge"},

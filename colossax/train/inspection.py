@@ -24,7 +24,7 @@ from colossax.compat import cudnn_installed
 from colossax.config import AttentionConfig, BatchConfig, Plan
 from colossax.errors import InputError
 from colossax.pallas.target import target as pallas_target
-from colossax.sharding import batch_axes
+from colossax.sharding import batch_axes, compiler_options
 from colossax.train.config import TrainConfig
 from colossax.train.flops import peak_flops
 from colossax.train.run import batch_shapes, run_step
@@ -251,7 +251,7 @@ def compiled_step(config: TrainConfig, target: Target) -> tuple[Step, Program, A
         batch = step.abstract_batch(batch_shapes(config))
         traced = step.jitted.trace(step.abstract, batch)
         lowered = traced.lower()
-    program = compile_program(lowered, options=step.bound.plan.compiler_options)
+    program = compile_program(lowered, options=compiler_options(step.bound))
     return step, program, checkpoint_stacks(traced.jaxpr)
 
 

@@ -20,6 +20,7 @@ from colossax.sharding import (
     activation_sharding,
     balanced_order,
     batch_axes,
+    compiler_options,
     in_order,
     param_sharding,
     replicated,
@@ -90,7 +91,7 @@ class Step:
         self._any_order = getattr(loss, "any_order", False)
         self._declared: dict[type, dict[str, tuple]] = {}
         self._batch_shardings: dict[str, NamedSharding] = {}
-        options_of_compiler = dict(bound.plan.compiler_options) or None
+        options_of_compiler = compiler_options(bound) or None
         self.jitted = jax.jit(
             self.pure,
             donate_argnums=0,
