@@ -18,7 +18,8 @@ NAMES = {
     "colossax.sharding": (
         "NATURAL RowOrder activation_axes activation_sharding attention balanced_order batch_axes "
         "compiler_options compute_dtype constrain current current_order explain gather_weight "
-        "in_order linear linears lookup param_sharding recomputing replicated resolve seq_axes use validate"
+        "in_order linear linears lookup param_sharding recomputing replicated resolve seq_axes use "
+        "validate"
     ),
     "colossax.sharding.sequence": (
         "DOUBLE_RING_OPTIONS Order RingAxes balanced_from_contiguous_local "
