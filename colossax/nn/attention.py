@@ -90,7 +90,7 @@ class Attention(nnx.Module):
     def __call__(
         self, x: Float[Array, "b s d"], side: Side, state: LayerState
     ) -> tuple[Float[Array, "b s d"], LayerState]:
-        q, k, v = linears(x, (self.q.map, self.v.map, self.k.map))
+        q, k, v = linears(x, (self.q.map, self.k.map, self.v.map))
         q = constrain(q, "batch:inner", "seq", "heads", "head_dim")
         k = constrain(k, "batch:inner", "seq", "kv_heads", "head_dim")
         v = constrain(v, "batch:inner", "seq", "kv_heads", "head_dim")

@@ -1,5 +1,6 @@
 """Matmul regions compiled for eight H100: what is hidden, what stays alive."""
 
+import dataclasses
 import math
 
 import jax
@@ -14,9 +15,12 @@ from colossax.aot import (
     parse_module,
     parse_target,
     target_devices,
+    totals,
 )
-from colossax.config import Plan, Precision, preset
+from colossax.config import AttentionConfig, BatchConfig, Plan, Precision, preset
+from colossax.recipes import recipe
 from colossax.sharding import activation_sharding, constrain, linear, linears, resolve, use
+from colossax.train.inspection import inspect_run
 
 pytestmark = pytest.mark.aot
 
@@ -154,3 +158,28 @@ def test_cannon_hides_all_but_skew_and_way_home_under_matmuls(layer, target):
         assert any(looped for looped, _ in found) is (target == "h100:2x8")
         assert sum(not hidden for _, hidden in found) <= moves * (1 + weights)
         assert {one.kind for one in collectives(program.hlo, plan.mesh)} == {"collective-permute"}
+
+
+def test_a_whole_step_hides_what_it_moves_along_tensor():
+    """Llama 3 8B, 8 x 8192 tokens: 168.6 GB of rings in place of 198.7, 0.001 exposed of 30.1."""
+    ours, theirs = (tensor_rings(matmul) for matmul in ("overlap", "compiler"))
+    assert ours[0] <= 0.86 * theirs[0]
+    assert ours[1] <= 0.01e9 < 20e9 <= theirs[1]
+
+
+def tensor_rings(matmul):
+    """Ring bytes of a training step, and how many of them stand beside no compute."""
+    config = recipe("llama3_8b")
+    plan = config.plan.replace(
+        mesh={"tensor": 8},
+        rules=preset("zero3+megatron_sp").rules,
+        tensor_matmul=matmul,
+        batch=BatchConfig(),
+        attention=AttentionConfig(kernel="xla"),
+    )
+    data = dataclasses.replace(config.data, global_batch=8)
+    target = parse_target("h100:1x8")
+    one = inspect_run(config.replace(plan=plan, data=data), target)
+    assert full_rematerialisations(one.program) == []
+    found = totals(collectives(one.program.hlo, plan.bind(target_devices(target)).mesh))
+    return sum(t.ring_bytes for t in found), sum(t.exposed_ring_bytes for t in found)

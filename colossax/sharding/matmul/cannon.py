@@ -9,7 +9,8 @@ gradient: to that of x(i, k) device (i, j) adds dy(i, j) w(k, j)^T while both ar
 Source: Cannon 1969, A Cellular Computer to Implement the Kalman Filter Algorithm.
 
 Cost: sends q blocks of each operand forward and 2q backward, one block more each time than the
-gathers (the skew and the way home). Alive: two blocks of each operand in place of q.
+gathers: the skew and the way home, the only sends that no product hides. Alive: two blocks of each
+operand in place of q, beside the outputs, or the sums of the gradients, in float32.
 """
 
 import itertools
