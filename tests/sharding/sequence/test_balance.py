@@ -5,6 +5,7 @@ import collections
 import jax
 import pytest
 
+from colossax.aot import parse_module
 from colossax.pallas.attention import Mask, xla
 from tests.sharding.sequence.support import Layout, operands
 
@@ -44,6 +45,18 @@ def test_zigzag_is_balanced(monkeypatch, layout):
     assert len(set(pairs)) == 1
     assert sum(pairs) >= S**2 / 2
     check_balanced(pairs)
+
+
+@pytest.mark.parametrize(("order", "unknown"), [("zigzag", 1), ("contiguous", 3)])
+def test_only_own_keys_are_masked(monkeypatch, order, unknown):
+    """Steps under a mask have a loop over tiles whose length is not known: own, middle, last."""
+    monkeypatch.setattr(xla, "TILE", {"cpu": 8})
+    layout, mask = Layout(ring=4, order=order), Mask(causal=True)
+    arrays = operands(b=1, s=S)
+    island = layout.island((*arrays, mask))
+    text = jax.jit(island).lower(*arrays, mask).compile().as_text()
+    loops = [one for one in parse_module(text).by_name.values() if one.opcode == "while"]
+    assert sum(loop.trip_count is None for loop in loops) == unknown
 
 
 def test_contiguous_order_is_not(monkeypatch):
