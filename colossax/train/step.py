@@ -441,7 +441,7 @@ def _check_reduce_once(bound: BoundPlan, infos: Any) -> None:
         if taken:
             raise PlanError(
                 f"plan.batch.reduce_once: {info.path} is split over '{min(taken)}',"
-                f" which splits the batch; switch it off, or use a preset such as zero1"
+                f" which splits the batch; switch it off, or use a preset such as zero2"
             )
 
 
