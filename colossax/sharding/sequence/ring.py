@@ -29,8 +29,8 @@ from .step import Keys, Queries, Settings, Step
 
 DOUBLE_RING_OPTIONS = {"xla_gpu_experimental_parallel_collective_overlap_limit": 2}
 """Compiler options of a program with a double ring. XLA has one collective in flight otherwise, and
-then hides a hop along the outer axis behind a step or two, or one along the inner axis behind none;
-with two it hides the outer hop behind a whole turn of the inner ring."""
+hides a hop between nodes behind one step at most; with two it hides it, forward, behind a whole
+turn of the inner ring. tests/aot/test_sequence.py looks at the schedules for nodes of 8 H100."""
 
 
 def ring_attention_local(
@@ -62,7 +62,9 @@ def ring_attention_local(
     (R - 1) KV again and (R - 1) KV of float32 gradients; in a double ring O - 1 of the R - 1 hops
     run along the outer axis. Residuals are q, k, v, the output and 4 bytes per query and head.
     XLA may keep the forward pass's first hop for the backward pass where both are in one
-    computation. tests/sharding/sequence/test_bytes.py counts all of it.
+    computation. tests/sharding/sequence/test_bytes.py counts all of it. On GPUs attention hides
+    every hop, but for one inner hop of KV a turn in the backward pass of a double ring, which wants
+    `DOUBLE_RING_OPTIONS`.
     """
     check_order(order, q.shape[1], axes.size)
     check_order(order, k.shape[1], axes.size)
