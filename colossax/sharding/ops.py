@@ -82,7 +82,19 @@ def _gather_fwd(bound: BoundPlan, dims: Dims, dtype: jnp.dtype, to: Dims | None,
 def _gather_bwd(
     bound: BoundPlan, dims: Dims, dtype: jnp.dtype, to: Dims | None, like: Array, dw: Array
 ):
+    if to is not None and _crosses(bound, dims, to, dw):
+        dw = laid_out(bound, "weights", dims, dw)
     return (summed_gradient(bound, dims, dw, like),)
+
+
+def _crosses(bound: BoundPlan, dims: Dims, to: Dims, dw: Array) -> bool:
+    """Whether a split goes to another dim on the way home, which the compiler takes in steps only:
+
+    a dim that is split here and whole at rest gives its axes to one that is split further.
+    """
+    here = resolve(bound, "activations", to, dw.shape, name=f"weight {dims}")
+    home = resolve(bound, "gradients", dims, dw.shape, name=f"weight {dims}")
+    return any(a is not None and b is None for a, b in zip(here, home, strict=True))
 
 
 _gather.defvjp(_gather_fwd, _gather_bwd)
