@@ -7,6 +7,9 @@ import jax
 
 from colossax.errors import InputError
 
+THREADS_PER_DEVICE = 4
+"""Threads of XLA's pool for each host device."""
+
 _FORCED = re.compile(r"--xla_force_host_platform_device_count=\S+")
 
 
@@ -20,6 +23,9 @@ def request_host_devices(count: int | None) -> None:
     flags = os.environ.get("XLA_FLAGS", "")
     if _FORCED.search(flags):  # JAX refuses to be told twice
         os.environ["XLA_FLAGS"] = _FORCED.sub("", flags).strip()
+    # A collective that waits for others holds a thread of XLA's pool, which by default has as many
+    # as there are devices; two at once on one device can then keep a third from ever beginning.
+    os.environ.setdefault("NPROC", str(THREADS_PER_DEVICE * count))
     jax.config.update("jax_num_cpu_devices", count)
 
 
