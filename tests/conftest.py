@@ -4,8 +4,9 @@ import importlib.metadata
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # JAX_PLATFORMS=cuda runs what is marked gpu
-# Threads of XLA's pool: with only as many as devices, collectives that run side by side may take them
-# all while each waits for one that has none (six of eighteen runs of one case, on two busy cores).
+# Threads of XLA's pool: with only as many as devices, collectives that run side by side may take
+# all of them while each waits for one that has none (six of eighteen runs of one case, on two
+# busy cores; none of fifteen with these).
 os.environ.setdefault("NPROC", "32")
 # Tests compile far more than they compute: without optimisation they take a third of the time.
 _FLAGS = [

@@ -43,7 +43,7 @@ def test_all_kinds_of_axes_at_once(preset, mesh, layout):
         devices *= size
     program = PROGRAM.format(preset=preset, mesh=mesh, layout=layout, devices=devices)
     flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
-    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "NPROC": "128"}
     done = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,

@@ -33,7 +33,7 @@ def test_longer_rings_equal_plain_mathematics():
     flags = "--xla_force_host_platform_device_count=16 --xla_backend_optimization_level=0"
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "NPROC": "64"},
         capture_output=True,
         text=True,
     )
