@@ -212,6 +212,7 @@ def test_host_memory_is_counted_apart():
     assert program.stats.argument_size_in_bytes == 4 * few / 2
 
 
+@pytest.mark.timeout(900)  # compiles nine programs, on a busy machine in more than five minutes
 def test_the_largest_microbatch_is_one_below_what_does_not_fit():
     config = recipe("gpt2_124m")
     target = parse_target("a100_40:1x1")
