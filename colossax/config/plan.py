@@ -40,8 +40,9 @@ class AttentionConfig:
             keys as any other's (causal attention only); `ring` does so with consecutive tokens;
             `all_gather` gathers keys and values before the computation, fewer and larger messages
             for more memory; `self_attention` is the original Ring Self-Attention, which keeps all
-            scores. `auto`: zigzag where attention is causal, ring elsewhere. The axis `ulysses`
-            exchanges sequence for heads inside of any of them.
+            scores. `auto`: zigzag where attention is causal, ring elsewhere; where windows are much
+            shorter than a row, `ring` sends less, because distant devices never meet. The axis
+            `ulysses` exchanges sequence for heads inside of any of them.
     """
 
     kernel: str = "auto"

@@ -99,11 +99,12 @@ def attention(
         island_local, mesh=bound.mesh, in_specs=(specs,), out_specs=out_spec, check_vma=False
     )
     found = mapped(arrays)
-    if arrays["q"].shape[1] == q.shape[1]:
+    length = q.shape[1]
+    if arrays["q"].shape[1] == length:
         return found
-    out, lse = found if return_lse else (found, None)
-    out = out[:, : q.shape[1]]
-    return (out, lse[:, :, : q.shape[1]]) if return_lse else out  # type: ignore[index]
+    if return_lse:
+        return found[0][:, :length], found[1][:, :, :length]
+    return found[:, :length]
 
 
 def _local(arrays: dict[str, Any], options: dict[str, Any]) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 from colossax.config import RING_AXES, BoundPlan
 from colossax.errors import PlanError
 from colossax.pallas.target import current_target
-from colossax.sharding.rules import seq_axes
+from colossax.sharding.rules import activation_axes, seq_axes
 from colossax.sharding.sequence.order import zigzag_order
 
 SMALLEST_CHUNK = {"cpu": 1}
@@ -82,4 +82,4 @@ def balanced_order(bound: BoundPlan, length: int) -> RowOrder:
 def _shards(bound: BoundPlan) -> int:
     """Devices that a row must be a multiple of, whichever phase of it is split."""
     phases = [dim for dim in bound.rules.activations if dim.split(":")[0] == "seq"]
-    return math.lcm(*(bound.size(seq_axes(bound, dim)) for dim in phases)) if phases else 1
+    return math.lcm(*(bound.size(activation_axes(bound, dim)) for dim in phases)) if phases else 1

@@ -94,9 +94,9 @@ def gathered_axes(bound: BoundPlan) -> frozenset[str]:
     return batch_axes(bound).union(seq_axes(bound)) - own
 
 
-def seq_axes(bound: BoundPlan, dim: str = "seq") -> tuple[str, ...]:
+def seq_axes(bound: BoundPlan) -> tuple[str, ...]:
     """Mesh axes of size above 1 that split the sequence, outer first."""
-    return activation_axes(bound, dim)
+    return activation_axes(bound, "seq")
 
 
 def activation_axes(bound: BoundPlan, dim: str) -> tuple[str, ...]:

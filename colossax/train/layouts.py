@@ -11,7 +11,7 @@ from colossax.config import BatchConfig, BoundPlan, MeshAxis, Plan, Segment, pre
 from colossax.errors import InputError, PlanError
 from colossax.nn import DecoderConfig
 from colossax.pallas.target import target as pallas_target
-from colossax.sharding import batch_axes, seq_axes
+from colossax.sharding import activation_axes, batch_axes
 from colossax.sharding.matmul import Widths, sent_items
 from colossax.train.config import TrainConfig
 from colossax.train.inspection import RESERVE, compiled_step, link_of
@@ -196,7 +196,7 @@ def _sent_again(bound: BoundPlan, tokens: int, decoder: DecoderConfig) -> float:
     """
     size, held = bound.mesh.shape, tokens / bound.mesh.size
     if bound.plan.tensor_layout == "1d":
-        sums = 1 if "tensor" in seq_axes(bound, "seq:residual") else 2
+        sums = 1 if "tensor" in activation_axes(bound, "seq:residual") else 2
         return sums * (size["tensor"] - 1) * decoder.embed * held
     if bound.plan.tensor_layout == "3d":
         into = _widths(decoder).into_out

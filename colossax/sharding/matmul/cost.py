@@ -21,7 +21,7 @@ tests/sharding/matmul/test_bytes.py counts all of them in compiled programs.
 import dataclasses
 
 from colossax.config import BoundPlan
-from colossax.sharding.rules import resolve, seq_axes
+from colossax.sharding.rules import activation_axes, resolve
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ def _activations(bound: BoundPlan, widths: Widths, again: int) -> int:
     size, layout = bound.mesh.shape, bound.plan.tensor_layout
     ends = again * widths.into_in + 2 * widths.out_out
     if layout == "1d":
-        if "tensor" in seq_axes(bound, "seq:residual"):
+        if "tensor" in activation_axes(bound, "seq:residual"):
             return (size["tensor"] - 1) * ends
         return (size["tensor"] - 1) * 2 * (widths.into_in + widths.out_out)
     if layout == "3d":
