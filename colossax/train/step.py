@@ -273,11 +273,13 @@ class Step:
                 f"batch: {other} differs from what the step was compiled for, {first};"
                 f" pad or convert the batch, or make a second step for the other form"
             )
-        dims = batch_dims(batch, self.options.batch_dims)
-        microbatches(self.bound, batch, dims)
+        # Device arrays are arranged, and filled up, inside the step.
+        inside = batch if isinstance(batch, Arranged) else jax.eval_shape(self.arrange, batch)
+        dims = batch_dims(inside, self.options.batch_dims)
+        microbatches(self.bound, inside, dims)
         self._batch_shardings = {
             name: activation_sharding(self.bound, dims[name], x.shape, name=f"batch '{name}'")
-            for name, x in batch.items()
+            for name, x in inside.items()
         }
         self._declared[type(batch)] = form
 

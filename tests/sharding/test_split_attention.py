@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from colossax.aot import collectives
 from colossax.config import AttentionConfig, Plan
 from colossax.errors import PlanError
 from colossax.pallas.attention import Mask
@@ -161,3 +162,25 @@ def test_what_cannot_be_split_is_refused_in_a_sentence(devices):
 def test_a_mask_of_one_row_serves_all(devices):
     one = dataclasses.replace(MASKS["packed"], q_segments=SEGMENTS[:1], kv_segments=SEGMENTS[:1])
     assert_equal(arguments(), Plan(mesh=MESHES["usp"]), mask=one)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "mask", "turns"),
+    [
+        ("auto", MASKS["causal"], True),
+        ("zigzag", MASKS["window"], True),
+        ("auto", MASKS["window"], False),  # distant chunks never meet in either order
+        ("auto", MASKS["all"], False),
+        ("ring", MASKS["causal"], False),
+    ],
+)
+def test_rows_in_natural_order_are_balanced_where_that_helps(devices, scheme, mask, turns):
+    """Two half shards each of q, k, v and the output then move, beside the ring's own hops."""
+    plan = Plan(mesh={"ring": 4, "tensor": 2}, attention=AttentionConfig(scheme=scheme)).bind()
+    with use(plan):
+        compiled = jax.jit(lambda a: attention(**a, mask=mask)).lower(arguments()).compile()
+    found = collectives(compiled.as_text(), plan.mesh)
+    shard = 4 * 2 * 8 * 4 * 4  # bytes of q: rows, tokens, heads of one device, head size, float32
+    halves = [one for one in found if one.bytes == shard // 2 and one.count == 1]
+    assert len([one for one in halves if one.axis == "ring"]) >= (4 if turns else 0)
+    assert turns or not halves

@@ -216,7 +216,8 @@ def test_a_loss_of_ones_own_sees_natural_order(devices):
     assert_losses_close(loss, right)
 
 
-def test_device_arrays_are_arranged_inside_the_step(devices):
+@pytest.mark.parametrize("seq", [32, 29])
+def test_device_arrays_are_arranged_inside_the_step(devices, seq):
     plan = preset("zero3", mesh={"ring": 8})
-    given = jax.tree.map(jax.numpy.asarray, batch("packed"))
+    given = jax.tree.map(jax.numpy.asarray, batch("packed", seq=seq))
     assert_equals_one_device("packed", plan, devices, given=given)
