@@ -255,8 +255,8 @@ def _reduced_once(
 
 def _batchable(bound: BoundPlan) -> AttentionConfig:
     """An attention that can stand under `vmap`: cuDNN's takes no mask there."""
-    kernel = bound.plan.attention.kernel
-    return AttentionConfig(kernel="xla" if kernel == "auto" else kernel)
+    attention = bound.plan.attention
+    return dataclasses.replace(attention, kernel="xla") if attention.kernel == "auto" else attention
 
 
 def _without(rules: Rules, axes: tuple[str, ...]) -> Rules:

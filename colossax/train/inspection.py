@@ -21,7 +21,7 @@ from colossax.aot import (
     totals,
 )
 from colossax.compat import cudnn_installed
-from colossax.config import AttentionConfig, BatchConfig, Plan
+from colossax.config import BatchConfig, Plan
 from colossax.errors import InputError
 from colossax.pallas.target import target as pallas_target
 from colossax.sharding import batch_axes, compiler_options
@@ -269,7 +269,7 @@ def _without_cudnn(plan: Plan, target: Target) -> Plan:
             f"plan.attention.kernel 'cudnn' on '{target.name}': cuDNN is not installed here;"
             f" run: pip install 'colossax[cudnn]', or give --plan.attention.kernel xla"
         )
-    return plan.replace(attention=AttentionConfig(kernel="xla"))
+    return plan.replace(attention=dataclasses.replace(plan.attention, kernel="xla"))
 
 
 def _usable(target: Target) -> float:

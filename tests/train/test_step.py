@@ -274,6 +274,17 @@ def test_gradients_reduced_once_equal_those_of_one_device(devices, name, mesh):
     assert float(totals["cross_entropy"][1]) == weights["cross_entropy"]
 
 
+@pytest.mark.parametrize(("scheme", "sends"), [("ring", "ppermute"), ("all_gather", "all_gather")])
+def test_gradients_reduced_once_keep_the_scheme_of_attention(devices, scheme, sends):
+    plan = preset("zero1", mesh={"fsdp": 2, "ring": 4}, batch=BatchConfig(accumulation=2))
+    plan = plan.replace(attention=AttentionConfig(scheme=scheme))
+    step = build_step(maker(CONFIG), optax.sgd(1.0), next_token_loss(), plan, devices=devices)
+    batch = step.place(text_batch(rows=4))
+    program = str(jax.make_jaxpr(step.gradients)(step.abstract, batch))
+    assert sends in program
+    assert ("ppermute" in program) == (scheme == "ring")
+
+
 def test_cudnn_cannot_be_asked_for_where_gradients_are_reduced_once(devices):
     plan = preset("zero1", mesh={"fsdp": 8}, batch=BatchConfig(accumulation=2)).replace(
         attention=AttentionConfig(kernel="cudnn")
