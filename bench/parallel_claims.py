@@ -7,6 +7,8 @@ Two published comparisons, compiled for GPUs that are not there (needs the extra
 - Ring Self-Attention (Li et al. 2021) against tensor parallel layers: BERT-base shapes, the
   vocabulary a multiple of 64. Tensor parallelism is given its largest legal degree (a power of two
   that divides 12 heads) and data parallelism over the rest, so that both sides use all 64 devices.
+  The paper compared 64 devices with the 12 that its tensor parallelism could use; so does the last
+  row of each of these tables.
 - Optimus (Xu et al. 2021), matrices split in two dims, against tensor parallel layers of degree 64.
 
 Each row of a table differs in the plan alone: same model, loss, optimizer, blockwise attention and
@@ -16,6 +18,7 @@ it is then compiled, and so is the next one, which must not fit.
 
 import argparse
 import dataclasses
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -39,6 +42,7 @@ def cases() -> dict[str, dict[str, Any]]:
             "ddp+megatron_sp", mesh={"data": 16, "tensor": 4}
         ),
         "ring=64": ring.replace(attention=dataclasses.replace(ring.attention, scheme="ring")),
+        "1d tensor=12, 12 devices": preset("megatron", mesh={"tensor": 12}),
     }
     return {
         "rsa_batch": {"model": bert, "seq": 512, "plans": plans, "vary": "rows", "granule": 16},
@@ -82,21 +86,30 @@ def config_of(case: dict[str, Any], plan: Any, size: int, remat: str) -> Any:
     return base.replace(model=model, plan=plan, data=data)
 
 
-def device_bytes(case: dict[str, Any], plan: Any, size: int, remat: str, target: Any) -> int:
+def target_of(plan: Any) -> Any:
+    """As many H100s as the plan's mesh has devices: eight nodes, or one."""
+    from colossax.aot import parse_target
+
+    devices = math.prod(plan.mesh.values())
+    return parse_target("h100:8x8" if devices == 64 else f"h100:1x{devices}")
+
+
+def device_bytes(case: dict[str, Any], plan: Any, size: int, remat: str) -> int:
     from colossax.train.inspection import compiled_step
 
+    target = target_of(plan)
     return compiled_step(config_of(case, plan, size, remat), target)[1].device_bytes
 
 
-def largest(case: dict[str, Any], plan: Any, remat: str, target: Any) -> dict[str, Any]:
+def largest(case: dict[str, Any], plan: Any, remat: str) -> dict[str, Any]:
     """The largest size that fits, and what it and the next one take."""
     step = case["granule"]
-    room = target.gpu.memory_bytes * (1 - RESERVE)
+    room = target_of(plan).gpu.memory_bytes * (1 - RESERVE)
     taken: dict[int, int] = {}
 
     def takes(size: int) -> int:
         if size not in taken:
-            taken[size] = device_bytes(case, plan, size, remat, target)
+            taken[size] = device_bytes(case, plan, size, remat)
         return taken[size]
 
     low, high = step, 2 * step
@@ -132,12 +145,9 @@ def main() -> None:
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    from colossax.aot import parse_target
 
-    target = parse_target("h100:8x8")
     result: dict[str, Any] = {
         "benchmark": "parallel_claims",
-        "target": target.name,
         "hardware": common.hardware(),
         "versions": common.versions(),
         "rows": [],
@@ -149,10 +159,17 @@ def main() -> None:
             first = None
             for label, plan in case["plans"].items():
                 print(f"{name} remat={remat} {label}", file=sys.stderr, flush=True)
-                found = largest(case, plan, remat, target)
+                found = largest(case, plan, remat)
                 first = found["largest"] if first is None else first
                 ratio = found["largest"] / first if first else None
-                row = {"case": name, "remat": remat, "layout": label, **found, "ratio": ratio}
+                row = {
+                    "case": name,
+                    "remat": remat,
+                    "layout": label,
+                    "target": target_of(plan).name,
+                    **found,
+                    "ratio": ratio,
+                }
                 result["rows"].append(row)
                 common.write_json(arguments.out, result)
     names = ["case", "remat", "layout", "largest", "bytes", "next_bytes", "ratio"]
