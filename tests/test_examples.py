@@ -11,6 +11,10 @@ from pathlib import Path
 import jax
 import pytest
 
+from colossax.cli.arguments import Parser, split_overrides
+from colossax.cli.train import add_arguments, configure
+from colossax.train.run import run_step
+
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 LLAMA = ROOT / "tests" / "golden" / "llama"
@@ -39,6 +43,23 @@ def text(tmp_path, monkeypatch):
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
 def test_an_example_has_fewer_than_60_lines(path):
     assert len(path.read_text().splitlines()) < 60
+
+
+def readme_runs():
+    """The words behind `colossax train` in each line of the README that has them."""
+    lines = (line.split("#")[0].split() for line in (ROOT / "README.md").read_text().splitlines())
+    return [line[2:] for line in lines if line[:2] == ["colossax", "train"]]
+
+
+@pytest.mark.parametrize("words", readme_runs(), ids=" ".join)
+def test_the_plans_of_the_readme_fit_their_models(words, devices):
+    plain, overrides = split_overrides(words)
+    parser = Parser(prog="train", description="")
+    add_arguments(parser, "train")
+    config = configure(parser.parse(plain), overrides)
+    step = run_step(config, devices)
+    assert step.bound.mesh.size == 8
+    step.order(config.data.seq_len)
 
 
 def test_there_are_three_examples():
