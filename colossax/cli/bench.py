@@ -1,0 +1,158 @@
+"""`colossax bench`."""
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from colossax.cli.machine import versions
+from colossax.cli.output import standard_output
+from colossax.cli.overrides import Override
+from colossax.errors import InputError
+from colossax.pallas import current_target
+from colossax.pallas.attention import bench as attention
+from colossax.pallas.bench import Case, Effort, Limits, Row, measure, measure_limits
+
+DESCRIPTION = {
+    "bench": (
+        "Measure what is there. kernels: each kernel's implementations on the device of this\n"
+        "machine, checked against float64 and then timed by turns, beside a matmul and a copy of\n"
+        "the same run. A CPU takes smaller shapes, in float32."
+    )
+}
+
+_MEASURED = {"attention": attention.cases}
+"""What can be measured, by name: cases for a target, a scale and a dtype."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Setting:
+    """What a kind of device is measured with."""
+
+    scale: int
+    dtype: Any
+    matmul: int
+    copy_bytes: int
+    effort: Effort
+
+
+_GPU = _Setting(scale=1, dtype=jnp.bfloat16, matmul=8192, copy_bytes=2**30, effort=Effort())
+_CPU = _Setting(
+    scale=32,
+    dtype=jnp.float32,
+    matmul=1024,
+    copy_bytes=2**27,
+    effort=Effort(seconds=0.05, repeats=3),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
+    """Declare the options of `colossax bench`."""
+    parser.add_argument("what", metavar="WHAT", choices=("kernels",), help="kernels")
+    parser.add_argument(
+        "--only", metavar="TEXT", help="cases whose kernel and shape contain it, such as 'backward'"
+    )
+    parser.add_argument("--out", metavar="FILE", type=Path, help="write JSON there, row by row")
+    parser.add_argument("--json", action="store_true", help="one JSON object a row on stdout")
+
+
+def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
+    """Measure, print a table, and return the exit code: 1 when a kernel is wrong or fails."""
+    if overrides:
+        raise InputError(
+            f"--{overrides[0][0]}: a benchmark has no recipe and no plan; leave it out"
+        )
+    if args.out is not None and not args.out.parent.is_dir():
+        raise InputError(f"--out {args.out}: there is no folder {args.out.parent}; make it first")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    with standard_output(protected=False) as out:
+        setting = _CPU if current_target().platform == "cpu" else _GPU
+        cases = [case for case in _cases(setting) if (args.only or "") in _name(case)]
+        if not cases:
+            raise InputError(f"--only '{args.only}': no case of that name; leave it out to see all")
+        limits = measure_limits(
+            setting.effort,
+            dtype=setting.dtype,
+            size=setting.matmul,
+            copy_bytes=setting.copy_bytes,
+        )
+        rows = []
+        if not args.json:
+            out.write("\n".join(_head(limits, setting)) + "\n")
+        for case in cases:
+            for row in measure(case, limits, setting.effort):
+                rows.append(row)
+                out.write((json.dumps(dataclasses.asdict(row)) if args.json else _line(row)) + "\n")
+                out.flush()
+                if args.out is not None:
+                    _write(args.out, limits, rows)
+    wrong = [row for row in rows if row.failed or row.right is False]
+    for row in wrong:
+        sys.stderr.write(f"colossax: {_complaint(row)}\n")
+    return 1 if wrong else 0
+
+
+def _cases(setting: _Setting) -> Iterator[Case]:
+    for cases in _MEASURED.values():
+        yield from cases(current_target(), scale=setting.scale, dtype=setting.dtype)
+
+
+def _name(case: Case) -> str:
+    return f"{case.kernel} {case.shape}"
+
+
+def _head(limits: Limits, setting: _Setting) -> Iterator[str]:
+    device, dtype = jax.devices()[0], jnp.dtype(setting.dtype).name
+    yield f"{device.device_kind}, JAX {jax.__version__}, {dtype}"
+    yield (
+        f"limits of this run: matmul {limits.matmul_flops / 1e12:.3g} TFLOP/s,"
+        f" copy {limits.copy_bytes / 1e9:.3g} GB/s"
+    )
+    yield _ROW.format("kernel", "shape", "by", "us", "+-%", "TFLOP/s", "limit", "anchor", "error")
+
+
+_ROW = "{:19} {:46} {:9} {:>9} {:>4} {:>8} {:>6} {:>6} {:>8}"
+
+
+def _line(row: Row) -> str:
+    if row.failed or row.us is None:
+        return _ROW.format(row.kernel, row.shape, row.implementation, "failed", *[""] * 5)
+    return _ROW.format(
+        row.kernel,
+        row.shape,
+        row.implementation,
+        f"{row.us:.4g}",
+        f"{100 * (row.spread or 0):.0f}",
+        f"{row.tflops:.3g}",
+        f"{row.of_limit:.2f}",
+        "" if row.of_anchor is None else f"{row.of_anchor:.2f}",
+        f"{row.error:.1e}",
+    )
+
+
+def _complaint(row: Row) -> str:
+    named = f"{row.kernel}, {row.shape}, {row.implementation}"
+    if row.failed:
+        return f"{named}: {row.failed}"
+    return f"{named}: {row.error:.1e} from float64, more than 1.5 times its anchor; do not use it"
+
+
+def _write(path: Path, limits: Limits, rows: list[Row]) -> None:
+    device = jax.devices()[0]
+    found = {
+        "benchmark": "kernels",
+        "device": device.device_kind,
+        "versions": versions(),
+        "limits": dataclasses.asdict(limits),
+        "rows": [dataclasses.asdict(row) for row in rows],
+    }
+    partial = path.with_suffix(path.suffix + ".part")
+    partial.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+    partial.replace(path)

@@ -1,0 +1,235 @@
+"""Shapes on which attention is measured, and how far from float64 it is there."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from colossax.pallas.bench import Case, relative_error
+from colossax.pallas.target import Target
+
+from .api import IMPLEMENTATIONS, attention
+from .block import attend_block
+from .mask import Mask, row_ranges
+from .spec import AttentionSpec
+
+ANCHOR = "cudnn"
+ROWS_CHECKED = 64
+ALL_ROWS_UP_TO = 2048
+TOKENS = 16_384
+WIDTH = 2048
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape:
+    """One shape of attention; `documents` packed in each row, `offset` a ring's."""
+
+    tokens: int
+    rows: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    causal: bool
+    window: int | None = None
+    documents: int = 1
+    offset: int = 0
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        heads = f"{self.heads}/{self.kv_heads}" if self.heads != self.kv_heads else str(self.heads)
+        kind = "causal" if self.causal else "full"
+        more = [f"window {self.window}"] if self.window else []
+        more += [f"{self.documents} documents"] if self.documents > 1 else []
+        more += [f"offset {self.offset}"] if self.offset else []
+        return " ".join([f"{self.rows} x {self.tokens}, {heads} of {self.head_dim}, {kind}", *more])
+
+    def mask(self) -> Mask:
+        """Who sees whom."""
+        window = None if self.window is None else (self.window - 1, None)
+        fields = {}
+        if self.documents > 1:
+            segments = jnp.asarray(document_of(self.tokens, self.documents)[None])
+            fields = {"q_segments": segments, "kv_segments": segments}
+        if self.offset:
+            places = jnp.arange(self.tokens, dtype=jnp.int32)[None]
+            fields = {"q_positions": places + self.offset, "kv_positions": places}
+        return Mask(causal=self.causal, window=window, **fields)
+
+    def pairs(self) -> int:
+        """Visible pairs of a query and a key, of all rows and heads."""
+        lo, hi = row_ranges(self.mask(), self.tokens, self.tokens)
+        return int(np.sum(np.asarray(hi - lo, np.int64))) * self.rows * self.heads
+
+    def inputs(self, seed: int, dtype: Any) -> tuple[Any, ...]:
+        """q, k, v and the gradient of the output."""
+        keys = jax.random.split(jax.random.key(seed), 4)
+        q, k = ((self.rows, self.tokens, n, self.head_dim) for n in (self.heads, self.kv_heads))
+        return tuple(
+            jax.random.normal(key, size, dtype)
+            for key, size in zip(keys, (q, k, k, q), strict=True)
+        )
+
+
+def document_of(tokens: int, documents: int) -> np.ndarray:
+    """Documents of uneven lengths, the same in every run: shares drawn once."""
+    shares = np.random.default_rng(0).dirichlet(np.full(documents, 4.0))
+    ends = np.round(np.cumsum(shares) * tokens).astype(int)
+    return (
+        np.searchsorted(ends, np.arange(tokens), side="right")
+        .clip(0, documents - 1)
+        .astype(np.int32)
+    )
+
+
+def shapes(scale: int) -> Iterator[Shape]:
+    """The shapes measured; tokens are divided by `scale`, heads too, for slower devices."""
+    tokens, width = TOKENS // scale, max(128, WIDTH // scale)
+    for length in (1024, 4096, 16_384):
+        for size in (64, 128):
+            for causal in (False, True):
+                yield Shape(
+                    tokens=max(64, length // scale),
+                    rows=max(1, tokens // max(64, length // scale)),
+                    heads=width // size,
+                    kv_heads=width // size,
+                    head_dim=size,
+                    causal=causal,
+                )
+    long = {"tokens": 32_768 // scale, "rows": 1, "head_dim": 128, "causal": True}
+    many = max(4, 32 // scale)
+    yield Shape(**{**long, "tokens": 8192 // scale}, heads=many, kv_heads=many // 4)
+    heads = {"heads": max(2, 16 // scale), "kv_heads": max(2, 16 // scale)}
+    yield Shape(**long, **heads, window=max(16, 1024 // scale))
+    yield Shape(**long, **heads, documents=16)
+    yield Shape(**{**long, "tokens": 8192 // scale}, **heads, offset=8192 // scale)
+
+
+def cases(target: Target, *, scale: int, dtype: Any) -> Iterator[Case]:
+    """Forward and backward of each shape, in every implementation that takes it."""
+    for shape in shapes(scale):
+        names = [n for n in IMPLEMENTATIONS if _takes(n, shape, target, dtype)]
+        names = [n for n in names if n not in ("interpret", "reference")]
+        forward = {name: jax.jit(functools.partial(_forward, shape, name)) for name in names}
+        anchor = ANCHOR if ANCHOR in names else None
+        flops = shape.pairs() * shape.head_dim
+        common = {"shape": shape.label, "anchor": anchor}
+        inputs = functools.partial(shape.inputs, dtype=dtype)
+        yield Case(
+            kernel="attention forward",
+            flops=4.0 * flops,
+            inputs=lambda seed, inputs=inputs: inputs(seed)[:3],
+            functions=forward,
+            error=functools.partial(_forward_error, shape),
+            **common,
+        )
+        if shape.offset:
+            step = {"step": jax.jit(functools.partial(_step, shape)), **forward}
+            yield Case(
+                kernel="ring step",
+                flops=4.0 * flops,
+                inputs=lambda seed, inputs=inputs: inputs(seed)[:3],
+                functions=step,
+                error=lambda given, out, shape=shape: _forward_error(shape, given, out),
+                **{**common, "anchor": names[0]},
+            )
+        yield Case(
+            kernel="attention backward",
+            flops=10.0 * flops,
+            inputs=functools.partial(_with_residuals, shape, inputs, names),
+            functions={name: _backward(name) for name in names},
+            error=functools.partial(_backward_error, shape),
+            **common,
+        )
+
+
+def _takes(name: str, shape: Shape, target: Target, dtype: Any) -> bool:
+    spec = AttentionSpec(
+        batch=shape.rows,
+        q_length=shape.tokens,
+        kv_length=shape.tokens,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        v_head_dim=shape.head_dim,
+        dtype=jnp.dtype(dtype),
+        mask=shape.mask(),
+    )
+    return IMPLEMENTATIONS[name].why_not(spec, target) is None
+
+
+def _forward(shape: Shape, name: str, q: Any, k: Any, v: Any) -> Any:
+    return attention(q, k, v, mask=shape.mask(), implementation=name)
+
+
+def _step(shape: Shape, q: Any, k: Any, v: Any) -> Any:
+    """One step of a ring as the sequence schemes take it."""
+    scale = 1 / math.sqrt(shape.head_dim)
+    return attend_block(q, k, v, mask=shape.mask(), scale=scale)[0]
+
+
+def _with_residuals(
+    shape: Shape, inputs: Callable[[int], Any], names: list[str], seed: int
+) -> tuple[Any, ...]:
+    """q, k, v, the output's gradient, and what each implementation keeps for its backward pass."""
+    q, k, v, dout = inputs(seed)
+    kept = {}
+    for name in names:
+        forward = functools.partial(_forward, shape, name)
+        _, kept[name] = jax.jit(functools.partial(jax.vjp, forward))(q, k, v)
+    return q, k, v, dout, kept
+
+
+def _backward(name: str) -> Callable[..., Any]:
+    pull = jax.jit(lambda kept, dout: kept(dout))
+    return lambda q, k, v, dout, kept: pull(kept[name], dout)
+
+
+def _scores(shape: Shape, given: Any, row: int, head: int, rows: np.ndarray) -> tuple[Any, ...]:
+    """Queries, keys, values in float64, probabilities and output of some rows of one head."""
+    q, k, v = (np.asarray(x[row].astype(jnp.float32), np.float64) for x in given[:3])
+    group = shape.heads // shape.kv_heads
+    q, k, v = q[rows, head], k[:, head // group], v[:, head // group]
+    lo, hi = (np.asarray(x)[0][rows] for x in row_ranges(shape.mask(), shape.tokens, shape.tokens))
+    keys = np.arange(shape.tokens)
+    seen = (keys >= lo[:, None]) & (keys < hi[:, None])
+    logits = np.where(seen, q @ k.T / math.sqrt(shape.head_dim), -np.inf)
+    top = logits.max(axis=1, keepdims=True)
+    weights = np.where(seen, np.exp(logits - np.where(np.isfinite(top), top, 0)), 0)
+    p = weights / np.maximum(weights.sum(axis=1, keepdims=True), 1e-300)
+    return q, k, v, p, p @ v
+
+
+def _sample(shape: Shape) -> np.ndarray:
+    if shape.tokens <= ALL_ROWS_UP_TO:
+        return np.arange(shape.tokens)
+    return np.sort(np.random.default_rng(1).choice(shape.tokens, ROWS_CHECKED, replace=False))
+
+
+def _forward_error(shape: Shape, given: Any, out: Any) -> float:
+    rows, head = _sample(shape), shape.heads - 1
+    *_, truth = _scores(shape, given, 0, head, rows)
+    return relative_error(out[0, rows, head].astype(jnp.float32), truth)
+
+
+def _backward_error(shape: Shape, given: Any, gradients: Any) -> float:
+    """The worst of dq in sampled rows and, where all rows are sampled, of dk and dv."""
+    rows, group = _sample(shape), shape.heads // shape.kv_heads
+    heads = range(shape.heads - group, shape.heads)
+    dk, dv, errors = 0.0, 0.0, []
+    for head in heads:
+        q, k, v, p, out = _scores(shape, given, 0, head, rows)
+        dout = np.asarray(given[3][0, rows, head].astype(jnp.float32), np.float64)
+        ds = p * (dout @ v.T - np.sum(dout * out, axis=1, keepdims=True))
+        ds = ds / math.sqrt(shape.head_dim)
+        errors.append(relative_error(gradients[0][0, rows, head].astype(jnp.float32), ds @ k))
+        dk, dv = dk + ds.T @ q, dv + p.T @ dout
+    if len(rows) == shape.tokens:
+        for found, truth in ((gradients[1], dk), (gradients[2], dv)):
+            errors.append(relative_error(found[0, :, -1].astype(jnp.float32), truth))
+    return max(errors)

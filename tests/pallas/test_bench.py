@@ -1,0 +1,122 @@
+"""Measuring says what is right, what is wrong and what fails, and counts what it should."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from colossax.pallas import Target
+from colossax.pallas.attention import dense
+from colossax.pallas.attention.bench import Shape, cases
+from colossax.pallas.bench import (
+    Case,
+    Effort,
+    Limits,
+    measure,
+    measure_limits,
+    relative_error,
+    time_calls,
+)
+
+BRIEF = Effort(seconds=0.001, repeats=2)
+LIMITS = Limits(matmul_flops=1e12, copy_bytes=1e12)
+
+
+def doubling(functions, anchor="exact"):
+    def error(given, out):
+        return relative_error(out, 2 * np.asarray(given[0], np.float64))
+
+    return Case(
+        kernel="doubling",
+        shape="64",
+        flops=64.0,
+        inputs=lambda seed: (jax.random.normal(jax.random.key(seed), (64,)),),
+        functions=functions,
+        anchor=anchor,
+        error=error,
+    )
+
+
+def fails(x):
+    raise NotImplementedError("not on this device")
+
+
+def test_each_implementation_is_checked_and_held_against_the_anchor():
+    case = doubling(
+        {
+            "exact": jax.jit(lambda x: 2 * x + 1e-4),
+            "better": jax.jit(lambda x: 2 * x),
+            "wrong": jax.jit(lambda x: 2 * x + 2e-4),
+            "nan": jax.jit(lambda x: x + jnp.nan),
+            "absent": fails,
+        }
+    )
+    rows = {row.implementation: row for row in measure(case, LIMITS, BRIEF)}
+    right = {name: row.right for name, row in rows.items()}
+    assert right == {"exact": True, "better": True, "wrong": False, "nan": False, "absent": None}
+    assert rows["absent"].failed == "NotImplementedError: not on this device"
+    assert rows["absent"].us is None
+    assert rows["exact"].of_anchor is None
+    found = rows["better"]
+    assert found.of_anchor == pytest.approx(rows["exact"].us / found.us)
+    assert found.tflops == pytest.approx(64 / (found.us * 1e-6) / 1e12)
+    assert found.of_limit == pytest.approx(found.tflops * 1e12 / LIMITS.matmul_flops)
+
+
+def test_a_slower_function_takes_longer():
+    def work(count):
+        return jax.jit(lambda x: jax.lax.fori_loop(0, count, lambda _, x: jnp.sin(x) + x, x))
+
+    x = jnp.ones((4096,))
+    times = time_calls({"long": work(400), "short": work(4)}, [(x,)], BRIEF)
+    assert [len(seconds) for seconds in times.values()] == [2, 2]
+    assert min(times["long"]) > 3 * max(times["short"])
+
+
+def test_limits_count_what_is_multiplied_and_moved():
+    limits = measure_limits(BRIEF, dtype=jnp.float32, size=128, copy_bytes=2**20)
+    assert 1e6 < limits.matmul_flops < 1e15
+    assert 1e6 < limits.copy_bytes < 1e14
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"causal": False}, {"window": 9}, {"documents": 5}, {"offset": 64, "window": 80}],
+    ids=str,
+)
+def test_pairs_are_those_that_the_mask_shows(changes):
+    shape = Shape(
+        **{
+            "tokens": 64,
+            "rows": 3,
+            "heads": 4,
+            "kv_heads": 2,
+            "head_dim": 8,
+            "causal": True,
+            **changes,
+        }
+    )
+    seen = int(jnp.sum(dense(shape.mask(), 64, 64)[0, 0]))
+    assert shape.pairs() == 12 * seen
+
+
+def test_attention_is_right_on_shapes_that_are_measured():
+    """And its truth would notice another mask."""
+    chosen = [
+        case
+        for case in cases(Target(platform="cpu"), scale=128, dtype=jnp.float32)
+        if any(kind in case.shape for kind in ("4/1", "window", "documents", "offset"))
+    ]
+    assert {case.kernel for case in chosen} == {
+        "attention forward",
+        "attention backward",
+        "ring step",
+    }
+    for case in chosen:
+        given = case.inputs(0)
+        for function in case.functions.values():
+            assert case.error(given, function(*given)) < 1e-5
+    windowed = next(c for c in chosen if "window" in c.shape and c.kernel == "attention forward")
+    plain = next(c for c in chosen if "document" in c.shape and c.kernel == "attention forward")
+    given = windowed.inputs(0)
+    assert windowed.error(given, plain.functions["xla"](*given)) > 1e-2
