@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from colossax.pallas.attention import Mask, attention, xla
 
@@ -180,6 +181,29 @@ def test_under_vmap_and_checkpoint_of_a_scan():
     found = jax.vmap(lambda b: gradient(arrays(), b, "xla"))(many)
     one_by_one = [gradient(arrays(), b, "xla") for b in (biases, tuple(0.5 * x for x in biases))]
     close(found, jax.tree.map(lambda *x: jnp.stack(x), *one_by_one))
+
+
+def test_inside_shard_map(devices):
+    """Rows and heads over devices: gradients of what devices share are summed over them."""
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    heads = PartitionSpec("data", None, "tensor")
+    of_biases = (PartitionSpec(None, "tensor"), PartitionSpec("data"))
+
+    def loss(through, arrays, biases):
+        return jnp.sum(jnp.sin(through(arrays, biases)))
+
+    def local(arrays, biases, **options):
+        return attention(*arrays, mask=Mask(causal=True), biases=biases, **options)
+
+    split = jax.shard_map(
+        local, mesh=mesh, in_specs=((heads,) * 3, of_biases), out_specs=heads, check_vma=True
+    )
+    alone = functools.partial(local, implementation="reference")
+    found, expected = (
+        jax.jit(jax.grad(functools.partial(loss, through), (0, 1)))(arrays(), biases_of(PAIR))
+        for through in (split, alone)
+    )
+    close(found, expected)
 
 
 # ---- memory --------------------------------------------------------------------------------------
