@@ -291,11 +291,11 @@ def _tile_backward(
     biases: Sequence[Array],
     columns: _Tokens,
 ) -> tuple[Array, Array, Array, Any, Array]:
-    """Gradients of one tile: dq `[b, k, h, m]`, dk, dv `[b, k, T, h]`, dslopes `[k, g]`, and
-    that of the logits after the cap, `[b, k, T, g, L]`.
+    """Gradients of one tile: dq `[b, k, h, m]`, dk, dv `[b, k, T, h]`, dslopes `[k, g]`, dlogits.
 
-    Scores stand transposed, keys first: four of the five matmuls then have operands as they lie
-    in memory, for which XLA's CPU matmul is fastest.
+    The last is `[b, k, T, g, L]`, that of the final logits. Scores stand transposed, keys first:
+    four of the five matmuls then have operands as they lie in memory, for which XLA's CPU matmul
+    is fastest.
     """
     q, dout, lse, delta, rows = query
     b, kv_heads, m, _ = q.shape
