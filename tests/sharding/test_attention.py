@@ -6,7 +6,7 @@ import pytest
 
 from colossax.config import AttentionConfig, preset
 from colossax.errors import PlanError
-from colossax.pallas.attention import Mask
+from colossax.pallas.attention import Mask, xla
 from colossax.pallas.attention import attention as local_attention
 from colossax.sharding import attention, use
 from tests.oracle import assert_trees_close
@@ -51,14 +51,15 @@ def test_slopes_lse_and_shared_masks(devices):
     assert_trees_close(got, want)
 
 
-def test_biases_of_one_row_or_one_head_are_shared(devices):
+def test_biases_of_one_row_or_one_head_are_shared(devices, monkeypatch):
+    monkeypatch.setattr(xla, "TILE", {"cpu": 8})
     q, k, v, _ = inputs(8)
     bias = jax.random.normal(jax.random.key(9), (1, 8, 12, 12))
     shared = jax.random.normal(jax.random.key(8), (8, 1, 12, 12))
     plan = preset(
         "zero3+megatron",
         mesh={"fsdp": 2, "tensor": 4},
-        attention=AttentionConfig(kernel="reference"),
+        attention=AttentionConfig(kernel="xla"),
     )
 
     def loss(through, bias, shared, **options):

@@ -50,7 +50,9 @@ def attention(
         k: Keys; `n` is a multiple of their heads.
         v: Values; their head size may differ.
         mask: Who sees whom; leading dims of its arrays are those of q, or 1.
-        biases: Each broadcastable to `[*b, n, s, t]`, with all its dims written out.
+        biases: Each broadcastable to `[*b, n, s, t]`, with all its dims written out. -inf hides a
+            key. A huge finite number does it worse: where all keys of a row have -1e30, the
+            log-partition, which gradients are made from, has no digits left for the differences.
         alibi_slopes: Penalty per head and unit of distance in the mask's positions.
         scale: Default `1 / sqrt(h)`.
         soft_cap: Bound of the logits.

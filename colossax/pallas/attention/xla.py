@@ -7,6 +7,7 @@ tile, m = g L rows.
 
 Both passes loop over query tiles and, inside, over the key tiles from the first to the last that
 any row of the query tile can see. Where the mask hides nothing the compiler knows how often.
+Biases are read tile by tile, and their gradients added up at their own shape (`bias.py`).
 """
 
 import dataclasses
@@ -19,11 +20,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jaxtyping import Array, Float
 
 from colossax.pallas.target import Target, current_target
 from colossax.pallas.varying import vary_alike, zeros_like_varying
 
+from . import bias as pair_bias
 from .mask import Mask, positions, visible
 from .merge import row_delta, with_sinks
 from .spec import AttentionSpec
@@ -37,9 +40,7 @@ OTHER_TILE = 512
 
 
 def why_not(spec: AttentionSpec, target: Target) -> str | None:
-    """Biases are all it lacks: their gradient is an array of the size that it avoids."""
-    if spec.biases:
-        return "biases have no blockwise form here; implementation 'reference' takes them"
+    """It takes everything everywhere."""
     return None
 
 
@@ -79,9 +80,13 @@ def attend(
 
     Cost: 4 s t n h FLOPs a row forward, 10 backward, less what the mask leaves out by whole tiles;
     residuals are the inputs, the output and 4 bytes per query and head; the scores of one tile are
-    alive at a time. tests/pallas/attention/test_xla.py counts the memory.
+    alive at a time. A bias is read once per visible tile in each pass; its gradient takes the
+    bias's size in float32, summed over what shares an item, and nothing where nobody asks for it;
+    a length that its tiles do not divide costs a copy of the bias, filled up.
+    tests/pallas/attention/test_xla.py and test_bias.py count the memory.
     """
-    out, lse = _attend(_static(q, k, scale, soft_cap), *_operands((q, k, v), alibi_slopes, mask))
+    operands = _operands((q, k, v), alibi_slopes, tuple(biases), mask)
+    out, lse = _attend(_static(q, k, scale, soft_cap), *operands)
     return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
 
 
@@ -96,7 +101,7 @@ def attend_block(
     soft_cap: float | None,
 ) -> tuple[Float[Array, "b s n hv"], Float[Array, "b n s"]]:
     """See `block.attend_block`."""
-    operands = _operands((q, k, v), alibi_slopes, mask)
+    operands = _operands((q, k, v), alibi_slopes, (), mask)
     return _forward(_static(q, k, scale, soft_cap), *operands, dtype=jnp.float32)
 
 
@@ -114,15 +119,15 @@ def block_gradients(
     delta: Float[Array, "b n s"],
 ) -> tuple[Array, Array, Array, Any]:
     """See `block.block_gradients`."""
-    operands = _operands((q, k, v), alibi_slopes, mask, dout, lse, delta)
+    operands = _operands((q, k, v), alibi_slopes, (), mask, dout, lse, delta)
     static = _static(q, k, scale, soft_cap)
-    dq, dk, dv, dslopes = _backward(static, *operands, dtype=jnp.float32)
+    dq, dk, dv, dslopes, _ = _backward(static, *operands, asked=(), dtype=jnp.float32)
     return dq, dk, dv, None if dslopes is None else dslopes.reshape(q.shape[2])
 
 
-def _operands(qkv: tuple[Array, ...], slopes: Any, mask: Mask, *others: Array) -> Any:
+def _operands(qkv: tuple[Array, ...], slopes: Any, biases: Any, mask: Mask, *others: Array) -> Any:
     slopes = None if slopes is None else slopes.astype(jnp.float32)
-    return vary_alike((*qkv, slopes, mask, *others))
+    return vary_alike((*qkv, slopes, biases, mask, *others))
 
 
 def _static(q: Array, k: Array, scale: float, soft_cap: float | None) -> _Static:
@@ -139,43 +144,85 @@ def _tile_sizes(s: int, t: int) -> tuple[int, int]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(static: _Static, q: Any, k: Any, v: Any, slopes: Any, mask: Mask) -> Any:
-    return _forward(static, q, k, v, slopes, mask, dtype=q.dtype)
+def _attend(static: _Static, q: Any, k: Any, v: Any, slopes: Any, biases: Any, mask: Mask) -> Any:
+    return _forward(static, q, k, v, slopes, biases, mask, dtype=q.dtype)
 
 
-def _attend_fwd(static: _Static, q: Any, k: Any, v: Any, slopes: Any, mask: Mask) -> Any:
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """Whether somebody wants the gradient of each bias; among residuals, a bool is an array."""
+
+    biases: tuple[bool, ...]
+
+
+def _attend_fwd(static: _Static, *marked: Any) -> Any:
+    asked = _Asked(tuple(x.perturbed for x in marked[4]))
+    operands = custom_vjp_primal_tree_values(marked)
     # Named here, not by the caller: a remat policy that keeps the output must keep lse with it, or
     # the whole forward pass runs again for lse alone.
-    found = _forward(static, q, k, v, slopes, mask, dtype=q.dtype)
+    found = _forward(static, *operands, dtype=operands[0].dtype)
     out, lse = (checkpoint_name(x, "attention") for x in found)
-    return (out, lse), (q, k, v, slopes, mask, out, lse)
+    return (out, lse), (operands, asked, out, lse)
 
 
 def _attend_bwd(static: _Static, saved: Any, cotangents: Any) -> Any:
-    q, k, v, slopes, mask, out, lse = saved
-    dout, dlse = cotangents
+    operands, asked, out, lse = saved
+    q, k, v, slopes, biases, mask = operands
+    dout, dlse = map(_instantiated, cotangents, (out, lse))
     delta = row_delta(out, lse, dout, dlse)
-    dq, dk, dv, dslopes = _backward(static, q, k, v, slopes, mask, dout, lse, delta, dtype=q.dtype)
+    dq, dk, dv, dslopes, dbiases = _backward(
+        static,
+        q,
+        k,
+        v,
+        slopes,
+        biases,
+        mask,
+        dout,
+        lse,
+        delta,
+        asked=asked.biases,
+        dtype=q.dtype,
+    )
     if slopes is not None:
         dslopes = dslopes.reshape(slopes.shape)
-    return dq, dk.astype(k.dtype), dv.astype(v.dtype), dslopes, None
+    dbiases = (
+        None if total is None else pair_bias.cut_back(total, bias)
+        for total, bias in zip(dbiases, biases, strict=True)
+    )
+    return dq, dk.astype(k.dtype), dv.astype(v.dtype), dslopes, tuple(dbiases), None
 
 
-_attend.defvjp(_attend_fwd, _attend_bwd)
+def _instantiated(cotangent: Any, like: Array) -> Array:
+    if isinstance(cotangent, SymbolicZero):
+        return zeros_like_varying(like.shape, like).astype(like.dtype)
+    return cotangent
+
+
+# With symbolic zeros, to know which biases are constant: XLA drops nothing from nested loops.
+_attend.defvjp(_attend_fwd, _attend_bwd, symbolic_zeros=True)
 
 
 # ---- one tile ------------------------------------------------------------------------------------
 
 
 def _logits(
-    static: _Static, raw: Array, slopes: Any, rows: _Tokens, columns: _Tokens, transposed: bool
+    static: _Static,
+    raw: Array,
+    slopes: Any,
+    biases: Sequence[Array],
+    rows: _Tokens,
+    columns: _Tokens,
+    transposed: bool,
 ) -> tuple[Array, Array, Any]:
     """Scores `[b, k, g, L, T]` (transposed: `[b, k, T, g, L]`): final, capped, and distances."""
     capped = raw * static.scale
     if static.soft_cap is not None:
         capped = static.soft_cap * jnp.tanh(capped / static.soft_cap)
+    logits = sum(biases, start=capped)
     if slopes is None:
-        return capped, capped, None
+        return logits, capped, None
     if transposed:
         distance = rows.position[:, None, None, None, :] - columns.position[:, None, :, None, None]
         slope = slopes.reshape(1, raw.shape[1], 1, raw.shape[3], 1)
@@ -183,7 +230,7 @@ def _logits(
         distance = rows.position[:, None, None, :, None] - columns.position[:, None, None, None, :]
         slope = slopes.reshape(1, raw.shape[1], raw.shape[2], 1, 1)
     distance = distance.astype(jnp.float32)
-    return capped - slope * distance, capped, distance
+    return logits - slope * distance, capped, distance
 
 
 def _seen(mask: Mask, rows: _Tokens, columns: _Tokens) -> Any:
@@ -196,14 +243,22 @@ def _seen(mask: Mask, rows: _Tokens, columns: _Tokens) -> Any:
 
 
 def _tile_forward(
-    static: _Static, mask: Mask, q: Array, k: Array, v: Array, slopes: Any, rows: Any, columns: Any
+    static: _Static,
+    mask: Mask,
+    q: Array,
+    k: Array,
+    v: Array,
+    slopes: Any,
+    biases: Sequence[Array],
+    rows: _Tokens,
+    columns: _Tokens,
 ) -> tuple[Array, Array, Array]:
     """Maximum and sum of `exp(logit - maximum)` `[b, k, g, L]`, and that sum over v, float32."""
     b, kv_heads, m, _ = q.shape
     L, T = rows.position.shape[1], columns.position.shape[1]
     raw = jnp.einsum("bkmh,bkth->bkmt", q, k, preferred_element_type=jnp.float32)
     raw = raw.reshape(b, kv_heads, m // L, L, T)
-    logits, _, _ = _logits(static, raw, slopes, rows, columns, transposed=False)
+    logits, _, _ = _logits(static, raw, slopes, biases, rows, columns, transposed=False)
     seen = _seen(mask, rows, columns)
     if seen is not None:
         logits = jnp.where(seen[:, None, None], logits, -jnp.inf)
@@ -227,12 +282,20 @@ def _tile_finish(top: Array, total: Array, summed: Array) -> tuple[Array, Array]
 
 
 def _tile_backward(
-    static: _Static, mask: Mask, query: Any, k: Array, v: Array, slopes: Any, columns: _Tokens
-) -> tuple[Array, Array, Array, Any]:
-    """Gradients of one tile: dq `[b, k, h, m]`, dk, dv `[b, k, T, h]`, dslopes `[k, g]`.
+    static: _Static,
+    mask: Mask,
+    query: Any,
+    k: Array,
+    v: Array,
+    slopes: Any,
+    biases: Sequence[Array],
+    columns: _Tokens,
+) -> tuple[Array, Array, Array, Any, Array]:
+    """Gradients of one tile: dq `[b, k, h, m]`, dk, dv `[b, k, T, h]`, dslopes `[k, g]`, dlogits.
 
-    Scores stand transposed, keys first: four of the five matmuls then have operands as they lie
-    in memory, for which XLA's CPU matmul is fastest.
+    The last is `[b, k, T, g, L]`, that of the final logits. Scores stand transposed, keys first:
+    four of the five matmuls then have operands as they lie in memory, for which XLA's CPU matmul
+    is fastest.
     """
     q, dout, lse, delta, rows = query
     b, kv_heads, m, _ = q.shape
@@ -240,7 +303,7 @@ def _tile_backward(
     tall = (b, kv_heads, T, m // L, L)
     f32 = {"preferred_element_type": jnp.float32}
     raw = jnp.einsum("bkth,bkmh->bktm", k, q, **f32).reshape(tall)
-    logits, capped, distance = _logits(static, raw, slopes, rows, columns, transposed=True)
+    logits, capped, distance = _logits(static, raw, slopes, biases, rows, columns, transposed=True)
     exponent = logits - lse.reshape(b, kv_heads, 1, m // L, L)
     seen = _seen(mask, rows, columns)
     if seen is not None:
@@ -249,6 +312,7 @@ def _tile_backward(
     p = jnp.exp(exponent)
     dp = jnp.einsum("bkth,bkmh->bktm", v, dout, **f32).reshape(tall)
     ds = p * (dp - delta.reshape(b, kv_heads, 1, m // L, L))
+    dlogits = ds
     dslopes = None if slopes is None else -jnp.sum(ds * distance, axis=(0, 2, 4))
     if static.soft_cap is not None:
         ds = ds * (1 - jnp.square(capped / static.soft_cap))
@@ -257,7 +321,7 @@ def _tile_backward(
     dq = jnp.einsum("bkth,bktm->bkhm", k, ds, **f32)
     dk = jnp.einsum("bktm,bkmh->bkth", ds, q, **f32)
     dv = jnp.einsum("bktm,bkmh->bkth", p, dout, **f32)
-    return dq, dk, dv, dslopes
+    return dq, dk, dv, dslopes, dlogits
 
 
 def _fold(x: Array, kv_heads: int) -> Array:
@@ -302,9 +366,9 @@ def _query_tiles(x: Array, kv_heads: int, tile: int) -> Array:
     return jax.vmap(functools.partial(_fold, kv_heads=kv_heads))(_tiled(x, 1, tile))
 
 
-def _row_tiles(x: Array, kv_heads: int, tile: int) -> Array:
+def _row_tiles(x: Array, kv_heads: int, tile: int, **how: Any) -> Array:
     """`[b, n, s]` as `[tiles, b, k, m]`."""
-    tiles = _tiled(x, 2, tile)
+    tiles = _tiled(x, 2, tile, **how)
     return tiles.reshape(*tiles.shape[:2], kv_heads, -1)
 
 
@@ -374,7 +438,15 @@ def _segment_span(segment: Array) -> tuple[Array, Array]:
 
 
 def _forward(
-    static: _Static, q: Array, k: Array, v: Array, slopes: Any, mask: Mask, *, dtype: Any
+    static: _Static,
+    q: Array,
+    k: Array,
+    v: Array,
+    slopes: Any,
+    biases: Sequence[Array],
+    mask: Mask,
+    *,
+    dtype: Any,
 ) -> tuple[Array, Array]:
     """Output in `dtype`, which is rounded to tile by tile, and the log-partition."""
     b, s, n, _ = q.shape
@@ -382,13 +454,16 @@ def _forward(
     rows, columns = _describe(static, mask, s, k.shape[1])
     keys = (_key_tiles(k, static.kv_tile), _key_tiles(v, static.kv_tile), columns)
     shape = (b, kv_heads, n // kv_heads, length)
+    biases = [pair_bias.fill_up(x, length, static.kv_tile) for x in biases]
 
     def over_queries(_: None, xs: Any) -> tuple[None, Any]:
-        query, row, bounds = xs
+        i, query, row, bounds = xs
 
         def over_keys(j: Array, state: Any) -> Any:
             tile_k, tile_v, column = _at(keys, j)
-            found = _tile_forward(static, mask, query, tile_k, tile_v, slopes, row, column)
+            place = pair_bias.Place(i=i, j=j, q_tile=length, kv_tile=static.kv_tile)
+            added = [pair_bias.read(x, place, kv_heads, transposed=False) for x in biases]
+            found = _tile_forward(static, mask, query, tile_k, tile_v, slopes, added, row, column)
             return _merge(state, found)
 
         zeros = zeros_like_varying(shape, q)
@@ -397,9 +472,14 @@ def _forward(
         out, lse = _tile_finish(*jax.lax.fori_loop(first, last, over_keys, start))
         return None, (_unfold(out).astype(dtype), lse.reshape(b, n, length))
 
-    xs = (_query_tiles(q, kv_heads, length), rows, _bounds(mask, rows, columns))
+    queries = _query_tiles(q, kv_heads, length)
+    xs = (_numbers(queries), queries, rows, _bounds(mask, rows, columns))
     _, (out, lse) = jax.lax.scan(over_queries, None, xs)
     return _join(out, 1, s), _join(lse, 2, s)
+
+
+def _numbers(tiles: Array) -> Array:
+    return jnp.arange(len(tiles), dtype=jnp.int32)
 
 
 def _at(tree: Any, j: Array) -> Any:
@@ -425,38 +505,52 @@ def _backward(
     k: Array,
     v: Array,
     slopes: Any,
+    biases: Sequence[Array],
     mask: Mask,
     dout: Array,
     lse: Array,
     delta: Array,
     *,
+    asked: Sequence[bool],
     dtype: Any,
-) -> tuple[Array, Array, Array, Any]:
-    """dq in `dtype`, dk and dv in float32, dslopes `[k, g]` or None."""
+) -> tuple[Array, Array, Array, Any, Any]:
+    """dq in `dtype`; float32 dk, dv, dslopes `[k, g]` or None, and filled up per bias asked for."""
     b, s, n, h = q.shape
     t, kv_heads, length = k.shape[1], k.shape[2], static.q_tile
     rows, columns = _describe(static, mask, s, t)
     keys = (_key_tiles(k, static.kv_tile), _key_tiles(v, static.kv_tile), columns)
+    filled = [pair_bias.fill_up(x, length, static.kv_tile) for x in biases]
 
     def over_queries(totals: Any, xs: Any) -> tuple[Any, Array]:
-        *query, bounds = xs
+        i, *query, bounds = xs
 
         def over_keys(j: Array, carry: Any) -> Any:
-            dq, dk, dv, dslopes = carry
+            dq, dk, dv, dslopes, dbiases = carry
             tile_k, tile_v, column = _at(keys, j)
-            more = _tile_backward(static, mask, tuple(query), tile_k, tile_v, slopes, column)
+            place = pair_bias.Place(i=i, j=j, q_tile=length, kv_tile=static.kv_tile)
+            added = [pair_bias.read(x, place, kv_heads, transposed=True) for x in filled]
+            more = _tile_backward(static, mask, tuple(query), tile_k, tile_v, slopes, added, column)
+            dq, dk, dv = dq + more[0], _add_at(dk, j, more[1]), _add_at(dv, j, more[2])
             if slopes is not None:
                 dslopes = dslopes + more[3]
-            return dq + more[0], _add_at(dk, j, more[1]), _add_at(dv, j, more[2]), dslopes
+            dbiases = jax.tree.map(lambda x: pair_bias.add(x, place, more[4]), dbiases)
+            return dq, dk, dv, dslopes, dbiases
 
         dq = zeros_like_varying((b, kv_heads, h, n // kv_heads * length), q)
         first, last = bounds or (0, len(keys[0]))
         dq, *totals = jax.lax.fori_loop(first, last, over_keys, (dq, *totals))
         return tuple(totals), _unfold_transposed(dq, length).astype(dtype)
 
+    # Probabilities are 0 in rows that see nothing, be it by -inf in a bias, and in rows that fill
+    # up: a logit less +inf. Less -inf or 0 it might be NaN or overflow.
+    lse = jnp.where(jnp.isneginf(lse), jnp.inf, lse)
+    queries = _query_tiles(q, kv_heads, length)
     xs = (
-        *(_query_tiles(x, kv_heads, length) for x in (q, dout)),
-        *(_row_tiles(x, kv_heads, length) for x in (lse, delta)),
+        _numbers(queries),
+        queries,
+        _query_tiles(dout, kv_heads, length),
+        _row_tiles(lse, kv_heads, length, constant_values=jnp.inf),
+        _row_tiles(delta, kv_heads, length),
         rows,
         _bounds(mask, rows, columns),
     )
@@ -464,7 +558,8 @@ def _backward(
         zeros_like_varying(keys[0].shape, q),
         zeros_like_varying(keys[1].shape, q),
         None if slopes is None else zeros_like_varying((kv_heads, n // kv_heads), q),
+        [zeros_like_varying(x.shape, q) if a else None for x, a in zip(filled, asked, strict=True)],
     )
-    (dk, dv, dslopes), dq = jax.lax.scan(over_queries, start, xs)
+    (dk, dv, dslopes, dbiases), dq = jax.lax.scan(over_queries, start, xs)
     dk, dv = (_join(jnp.swapaxes(x, 2, 3), 1, t) for x in (dk, dv))
-    return _join(dq, 1, s), dk, dv, dslopes
+    return _join(dq, 1, s), dk, dv, dslopes, dbiases

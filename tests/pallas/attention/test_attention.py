@@ -323,9 +323,6 @@ def test_an_implementation_named_declines_with_its_reason():
     q, k, v = operands()
     with pytest.raises(NotImplementedError, match="'cudnn': cuDNN needs an NVIDIA GPU"):
         attention(q, k, v, mask=Mask(), implementation="cudnn")
-    with pytest.raises(NotImplementedError, match="biases have no blockwise form"):
-        bias = jnp.zeros((1, 1, S, S))
-        attention(q, k, v, mask=Mask(), biases=(bias,), implementation="xla")
     with pytest.raises(NotImplementedError, match="dropout is not there yet"):
         attention(q, k, v, mask=Mask(), dropout_key=jax.random.key(0))
 
