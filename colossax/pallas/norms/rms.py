@@ -52,10 +52,7 @@ def _rms_norm_fwd(eps: float, x: Any, scale: Any) -> Any:
 
 def _rms_norm_bwd(eps: float, saved: Any, dy: Any) -> Any:
     x, scale = saved
-    # Where forward is computed again beside this, the compiler would find the mean square in both,
-    # share it, and so split the one kernel that forward is.
-    wide = jax.lax.optimization_barrier(x).astype(jnp.float32)
-    dy = dy.astype(jnp.float32)
+    wide, dy = x.astype(jnp.float32), dy.astype(jnp.float32)
     scaled = dy * along_rows(scale, x)
     square, product = row_mean(jnp.square(wide)), row_mean(scaled * wide)
     inverse = jax.lax.rsqrt(square + eps)
