@@ -27,3 +27,5 @@ from .targets import Link as Link
 from .targets import Target as Target
 from .targets import gpu_keys as gpu_keys
 from .targets import parse_target as parse_target
+from .traffic import Traffic as Traffic
+from .traffic import traffic as traffic

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 from colossax.config import nearest
 from colossax.errors import InputError
 from colossax.nn.module import param
+from colossax.pallas.norms import layer_norm, rms_norm
 from colossax.sharding import compute_dtype, constrain, gather_weight, linears, lookup
 from colossax.typing import Dims
 
@@ -74,10 +75,8 @@ class RMSNorm(nnx.Module):
         self.scale = param(jnp.ones((size,), jnp.float32), self.dims)
 
     def __call__(self, x: Float[Array, "*lead d"]) -> Float[Array, "*lead d"]:
-        wide = x.astype(jnp.float32)
-        inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
         scale = gather_weight(self.scale[...], self.dims, dtype=jnp.dtype("float32"))
-        return (wide * inverse * scale).astype(x.dtype)
+        return rms_norm(x, scale, eps=self.eps)
 
 
 class LayerNorm(nnx.Module):
@@ -90,12 +89,9 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*lead d"]) -> Float[Array, "*lead d"]:
         f32 = jnp.dtype("float32")
-        wide = x.astype(f32)
-        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        inverse = jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + self.eps)
         scale = gather_weight(self.scale[...], ("embed",), dtype=f32)
         bias = gather_weight(self.bias[...], ("embed",), dtype=f32)
-        return (centred * inverse * scale + bias).astype(x.dtype)
+        return layer_norm(x, scale, bias, eps=self.eps)
 
 
 class Embedding(nnx.Module):
