@@ -1,0 +1,82 @@
+"""What differs between hardware and the interpreter, so that a kernel is written once."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from colossax.compat import load_vector, transposed_ref
+
+LAYOUT = plgpu.Layout.WGMMA
+"""Of a matrix in the registers of one warpgroup, as `wgmma` leaves and takes it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ops:
+    """Matmuls of one warpgroup, and the layouts of what it holds in registers.
+
+    On hardware these are `wgmma` and conversions between register layouts. The interpreter knows
+    neither layouts nor operands in registers; there they are matmuls in float32, followed by the
+    fence that `wgmma` implies and that the interpreter's race detector asks for.
+
+    Attributes:
+        interpret: Whether the kernel is interpreted.
+    """
+
+    interpret: bool
+
+    def matmul(self, a: Any, b: Any, *, transpose_b: bool = False) -> jax.Array:
+        """`a @ b` (`a @ b.T`) of two matrices in shared memory; float32, in registers."""
+        if self.interpret:
+            return self._dot(a, b, transpose_b)
+
+        def multiply(acc: Any) -> jax.Array:
+            plgpu.wgmma(acc, a, transposed_ref(b) if transpose_b else b)
+            return acc[...]
+
+        columns = b.shape[0] if transpose_b else b.shape[1]
+        return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], columns), jnp.float32))
+
+    def accumulate(self, acc: jax.Array, a: Any, b: Any, *, transpose_b: bool = False) -> jax.Array:
+        """`acc + a @ b` (`a @ b.T`): b in shared memory, a there or in registers."""
+        if self.interpret:
+            return acc + self._dot(a, b, transpose_b)
+
+        def multiply(ref: Any) -> None:
+            plgpu.wgmma(ref, a, transposed_ref(b) if transpose_b else b)
+
+        found: Any = pl.run_state(multiply)(plgpu.ACC.init(acc))
+        return found
+
+    def _dot(self, a: Any, b: Any, transpose_b: bool) -> jax.Array:
+        right = b[...].T if transpose_b else b[...]
+        found = jnp.dot(a[...], right, preferred_element_type=jnp.float32)
+        plgpu.commit_smem()
+        return found
+
+    def full(self, shape: tuple[int, ...], value: float, *, along: int = 0) -> jax.Array:
+        """A constant float32 matrix, or vector: per row of a matrix (`along` 0) or column (1)."""
+        found = jnp.full(shape, value, jnp.float32)
+        if self.interpret:
+            return found
+        return plgpu.layout_cast(found, LAYOUT if len(shape) == 2 else LAYOUT.reduce(1 - along))
+
+    def iota(self, shape: tuple[int, int], dim: int) -> jax.Array:
+        """int32 indices of a matrix along `dim`."""
+        if self.interpret:
+            return jax.lax.broadcasted_iota(jnp.int32, shape, dim)
+        return plgpu.broadcasted_iota(jnp.int32, shape, dim, layout=LAYOUT)
+
+    def vector(self, ref: Any, *, along: int = 0) -> jax.Array:
+        """What shared or global memory holds per row (`along` 0) or column (1) of a matrix."""
+        if self.interpret:
+            return ref[...]
+        return load_vector(ref, LAYOUT.reduce(1 - along))
+
+
+def spread(vector: jax.Array, shape: tuple[int, int], *, along: int = 0) -> jax.Array:
+    """A value per row (`along` 0) or column (1) as a whole matrix."""
+    return jax.lax.broadcast_in_dim(vector, shape, [along])
