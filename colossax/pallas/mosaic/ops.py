@@ -1,6 +1,7 @@
 """What differs between hardware and the interpreter, so that a kernel is written once."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -51,9 +52,58 @@ class Ops:
         found: Any = pl.run_state(multiply)(plgpu.ACC.init(acc))
         return found
 
-    def _dot(self, a: Any, b: Any, transpose_b: bool) -> jax.Array:
+    def sum_of_products(
+        self,
+        shape: tuple[int, int],
+        steps: Any,
+        operands: Callable[[Any], tuple[Any, Any]],
+        release: Callable[[Any], None],
+        *,
+        transpose_a: bool = False,
+        transpose_b: bool = False,
+    ) -> jax.Array:
+        """Sum of `a @ b` over `steps` pairs of matrices in shared memory; float32, in registers.
+
+        Args:
+            shape: Of the sum.
+            steps: How many, known when the kernel runs.
+            operands: Waits for those of a step and gives references to them.
+            release: Says that a step's operands may be overwritten; one product is still under
+                way while the next is issued.
+            transpose_a: Whether it is `a.T`.
+            transpose_b: Whether it is `b.T`.
+        """
+        if self.interpret:
+
+            def add(i: Any, acc: jax.Array) -> jax.Array:
+                found = acc + self._dot(*operands(i), transpose_b, transpose_a)
+                release(i)
+                return found
+
+            return jax.lax.fori_loop(0, steps, add, jnp.zeros(shape, jnp.float32))
+
+        def multiply(acc: Any) -> jax.Array:
+            def issue(i: Any, _: None) -> None:
+                a, b = operands(i)
+                plgpu.wgmma(
+                    acc,
+                    transposed_ref(a) if transpose_a else a,
+                    transposed_ref(b) if transpose_b else b,
+                )
+                plgpu.wgmma_wait(1)
+                pl.when(i > 0)(lambda: release(i - 1))
+
+            jax.lax.fori_loop(0, steps, issue, None)
+            plgpu.wgmma_wait(0)
+            pl.when(steps > 0)(lambda: release(steps - 1))
+            return acc[...]
+
+        return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+
+    def _dot(self, a: Any, b: Any, transpose_b: bool, transpose_a: bool = False) -> jax.Array:
+        left = a[...].T if transpose_a else a[...]
         right = b[...].T if transpose_b else b[...]
-        found = jnp.dot(a[...], right, preferred_element_type=jnp.float32)
+        found = jnp.dot(left, right, preferred_element_type=jnp.float32)
         plgpu.commit_smem()
         return found
 
