@@ -44,7 +44,9 @@ def choose(
             _log_once(operation, name, declined)
             return name
         reasons[name] = reason
-    declines = [NotImplementedError(f"{operation} '{name}': {why}") for name, why in reasons.items()]
+    declines = [
+        NotImplementedError(f"{operation} '{name}': {why}") for name, why in reasons.items()
+    ]
     if implementation != "auto":
         raise declines[0]
     raise ExceptionGroup(f"{operation}: no implementation takes this call", declines)

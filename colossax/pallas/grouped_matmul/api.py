@@ -61,9 +61,7 @@ def grouped_matmul(
         features_out=w.shape[2],
         dtype=x.dtype,
     )
-    chosen = choose(
-        "grouped_matmul", IMPLEMENTATIONS, spec, current_target(), implementation
-    )
+    chosen = choose("grouped_matmul", IMPLEMENTATIONS, spec, current_target(), implementation)
     # The hand-written gradients vary over a mesh as all operands together do.
     return _multiply(chosen, *vary_alike((x, w, group_sizes)))
 
@@ -98,4 +96,6 @@ def _check(x: Array, w: Array, group_sizes: Array) -> None:
     if 0 in (*x.shape, *w.shape):
         raise ValueError(f"grouped_matmul: {shapes}: no dim may be 0")
     if w.dtype != x.dtype:
-        raise ValueError(f"grouped_matmul: dtypes {x.dtype} of x, {w.dtype} of w differ; cast first")
+        raise ValueError(
+            f"grouped_matmul: dtypes {x.dtype} of x, {w.dtype} of w differ; cast first"
+        )
