@@ -277,7 +277,7 @@ def _store_whole(found: Array, out: Any, pieces: Any) -> None:
         plgpu.copy_smem_to_gmem(pieces.at[i % 2], out.at[:, columns])
 
 
-def _in_strips(index: Array, down: Array, across: int, strip: int) -> tuple[Array, Array]:
+def _in_strips(index: Array, down: Array | int, across: int, strip: int) -> tuple[Array, Array]:
     """Row and column of the tile at `index`: strips of columns, each row by row."""
     strip = min(strip, across)
     which = jax.lax.div(index, down * strip)
