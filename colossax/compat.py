@@ -144,3 +144,12 @@ def load_vector(ref: Any, layout: Any) -> jax.Array:
     """All of a vector, in registers laid out as told."""
     load: Any = plgpu.load
     return load(ref, layout=layout) if _JAX >= (0, 11) else load(ref, (), layout=layout)
+
+
+def store_plain(ref: Any, value: jax.Array) -> None:
+    """A matrix from registers to plain shared memory, however slow its layout makes that."""
+    store: Any = getattr(plgpu, "store", None)  # since 0.12, where `=` refuses bank conflicts
+    if store is None:
+        ref[...] = value
+    else:
+        store(ref, value, optimized=False)

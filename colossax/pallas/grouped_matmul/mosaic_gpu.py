@@ -216,6 +216,7 @@ def _multiply(
             )
             start = wg * WARPGROUP_ROWS
             _store(
+                ops,
                 acc.astype(x.dtype),
                 out.at[pl.ds(first[visit] + start, WARPGROUP_ROWS), pl.ds(column, tiles.columns)],
                 pieces.at[wg],
@@ -238,7 +239,9 @@ def _drain(done: Any, empty: Any, stages: int) -> None:
             plgpu.barrier_wait(empty.at[slot])
 
 
-def _store(found: Array, out: Any, pieces: Any, edge: Any, low: Array, high: Array) -> None:
+def _store(
+    ops: Ops, found: Array, out: Any, pieces: Any, edge: Any, low: Array, high: Array
+) -> None:
     """Rows `[low, high)` of what one warpgroup holds to global memory, through shared memory."""
     everything = (low == 0) & (high == WARPGROUP_ROWS)
 
@@ -253,7 +256,7 @@ def _store(found: Array, out: Any, pieces: Any, edge: Any, low: Array, high: Arr
         for i in range(found.shape[1] // EDGE):
             columns = slice(i * EDGE, (i + 1) * EDGE)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            edge[...] = found[:, columns]
+            ops.store(edge, found[:, columns])
             plgpu.commit_smem()
             row, size = low, WARPGROUP_ROWS // 2
             while size:

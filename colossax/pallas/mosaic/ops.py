@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from colossax.compat import load_vector, transposed_ref
+from colossax.compat import load_vector, store_plain, transposed_ref
 
 LAYOUT = plgpu.Layout.WGMMA
 """Of a matrix in the registers of one warpgroup, as `wgmma` leaves and takes it."""
@@ -119,6 +119,13 @@ class Ops:
         if self.interpret:
             return jax.lax.broadcasted_iota(jnp.int32, shape, dim)
         return plgpu.broadcasted_iota(jnp.int32, shape, dim, layout=LAYOUT)
+
+    def store(self, ref: Any, value: jax.Array) -> None:
+        """A matrix to shared memory that is no `matrix` (`launch.vector`): slow, any row alone."""
+        if self.interpret:
+            ref[...] = value
+        else:
+            store_plain(ref, value)
 
     def vector(self, ref: Any, *, along: int = 0) -> jax.Array:
         """What shared or global memory holds per row (`along` 0) or column (1) of a matrix."""
