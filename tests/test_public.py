@@ -15,6 +15,7 @@ NAMES = {
         "Mask attend_block attend_cache attention block_gradients dense merge_blocks row_delta "
         "row_ranges why_no_ranges with_sinks"
     ),
+    "colossax.pallas.grouped_matmul": "grouped_matmul",
     "colossax.sharding": (
         "NATURAL RowOrder activation_axes activation_sharding attention balanced_order batch_axes "
         "compiler_options compute_dtype constrain current current_order explain gather_weight "
