@@ -1,6 +1,7 @@
 """Grouped matmul on an H100 that is not there: what the assembler says, and memory."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from colossax.aot import kernel_reports, parse_target, target_devices
+from colossax.aot import collectives, kernel_reports, parse_target, target_devices
 from colossax.pallas import target
 from colossax.pallas.grouped_matmul import grouped_matmul
 from colossax.pallas.grouped_matmul import mosaic_gpu as kernels
@@ -94,3 +95,35 @@ def test_no_operand_is_laid_out_per_group():
     # A float32 sum of w's gradient.
     by_loop = temporary_bytes(functools.partial(grouped_matmul, implementation="xla"))
     assert by_loop < 1.05 * E * D * F * 4
+
+
+def test_each_device_runs_the_kernels_on_rows_of_its_own():
+    mesh = Mesh(np.asarray(target_devices(parse_target("h100:1x2"))), ("data",))
+
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(PartitionSpec("data"), PartitionSpec(), *[PartitionSpec("data")] * 2),
+        out_specs=(*[PartitionSpec("data")] * 2, PartitionSpec()),
+    )
+    def step(x, w, dy, sizes):
+        out, transposed = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes), x, w)
+        return out, *transposed(dy)
+
+    with target("gpu", compute_capability=(9, 0)):
+        traced = jax.jit(step).trace(
+            *(
+                jax.ShapeDtypeStruct(z.shape, z.dtype, sharding=NamedSharding(mesh, spec))
+                for z, spec in (
+                    (shape(T, D), PartitionSpec("data")),
+                    (shape(E, D, F), PartitionSpec()),
+                    (shape(T, F), PartitionSpec("data")),
+                    (shape(2 * E, dtype=jnp.int32), PartitionSpec("data")),
+                )
+            )
+        )
+    program = traced.lower().compile().as_text()
+    assert len(re.findall(r" custom-call\(.*mosaic_gpu", program)) == 3
+    # The gradient of w alone is summed.
+    (summed,) = collectives(program, mesh)
+    assert (summed.kind, summed.axis) == ("all-reduce", "data")

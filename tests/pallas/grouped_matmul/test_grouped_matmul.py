@@ -1,7 +1,6 @@
 """Grouped matmul and its gradients without kernels; refusals; who is chosen where."""
 
 import functools
-import logging
 
 import jax
 import jax.numpy as jnp
@@ -174,15 +173,3 @@ def test_a_choice_that_cannot_be_honoured_says_why():
         grouped_matmul(x, w, sizes, implementation="mosaic")
     with pytest.raises(ValueError, match="no implementation 'cutlass'; use one of"):
         grouped_matmul(x, w, sizes, implementation="cutlass")
-
-
-def test_the_choice_is_logged_once(caplog):
-    x, w, sizes = jnp.zeros((8, 8)), jnp.zeros((2, 8, 8)), jnp.zeros(2, jnp.int32)
-    from colossax.pallas import choice
-
-    choice._log_once.cache_clear()
-    with caplog.at_level(logging.INFO, "colossax.pallas.choice"):
-        grouped_matmul(x, w, sizes)
-        grouped_matmul(x, w, sizes)
-    (said,) = (r.getMessage() for r in caplog.records)
-    assert said.startswith("grouped_matmul uses xla (not mosaic: the kernel needs an NVIDIA GPU")
