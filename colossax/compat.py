@@ -13,7 +13,9 @@ import_jax()
 # ruff: noqa: E402, I001 (what JAX's plugin writes when it is imported is kept back above)
 import jax
 from jax._src import clusters
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, params as interpret_params
 from jax.experimental import topologies
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.interpreters import partial_eval
 
 LOWEST_JAX = (0, 10, 2)
@@ -22,6 +24,9 @@ LOWEST_JAX = (0, 10, 2)
 def version_tuple(text: str) -> tuple[int, ...]:
     """`"0.12.0.1rc1"` as (0, 12, 0, 1)."""
     return tuple(int(re.match(r"\d*", part).group() or 0) for part in text.split(".")[:4])  # type: ignore[union-attr]
+
+
+_JAX = version_tuple(jax.__version__)
 
 
 def require_supported_jax() -> None:
@@ -118,3 +123,33 @@ def cudnn_installed() -> bool:
         return cuda_versions is not None and cuda_versions.cudnn_get_version() > 0
     except (ImportError, RuntimeError):
         return False
+
+
+def interpreter() -> Any:
+    """Parameters that make Mosaic GPU kernels run on the CPU and races be looked for."""
+    return interpret_params.InterpretGPUParams(detect_races=True)
+
+
+def races_found() -> bool:
+    """Whether the kernel interpreted last had a race; a newer JAX raises in its place."""
+    return gpu_callbacks.get_races().races_found
+
+
+def transposed_ref(ref: Any) -> Any:
+    """A view of a matrix in shared memory, rows and columns exchanged."""
+    return ref.T if _JAX >= (0, 11) else plgpu.transpose_ref(ref, (1, 0))
+
+
+def load_vector(ref: Any, layout: Any) -> jax.Array:
+    """All of a vector, in registers laid out as told."""
+    load: Any = plgpu.load
+    return load(ref, layout=layout) if _JAX >= (0, 11) else load(ref, (), layout=layout)
+
+
+def store_plain(ref: Any, value: jax.Array) -> None:
+    """A matrix from registers to plain shared memory, however slow its layout makes that."""
+    store: Any = getattr(plgpu, "store", None)  # since 0.12, where `=` refuses bank conflicts
+    if store is None:
+        ref[...] = value
+    else:
+        store(ref, value, optimized=False)

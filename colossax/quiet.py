@@ -8,29 +8,42 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 _PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 
 
 class Captured:
-    """What was written to standard error meanwhile."""
+    """What was written meanwhile."""
 
     text = ""
 
 
-@contextlib.contextmanager
-def captured_stderr() -> Iterator[Captured]:
+def captured_stderr() -> contextlib.AbstractContextManager[Captured]:
     """Keep what is written to the process's standard error, by code that is not Python as well."""
+    return _captured(2, sys.stderr)
+
+
+def captured_stdout() -> contextlib.AbstractContextManager[Captured]:
+    """Keep what is written to the process's standard output, likewise."""
+    return _captured(1, sys.stdout)
+
+
+@contextlib.contextmanager
+def _captured(descriptor: int, stream: TextIO) -> Iterator[Captured]:
     found = Captured()
-    sys.stderr.flush()
+    libc = ctypes.CDLL(None)
+    stream.flush()
+    libc.fflush(None)
     with tempfile.TemporaryFile() as file:
-        kept = os.dup(2)
-        os.dup2(file.fileno(), 2)
+        kept = os.dup(descriptor)
+        os.dup2(file.fileno(), descriptor)
         try:
             yield found
         finally:
-            sys.stderr.flush()
-            os.dup2(kept, 2)
+            stream.flush()
+            libc.fflush(None)
+            os.dup2(kept, descriptor)
             os.close(kept)
             file.seek(0)
             found.text = file.read().decode(errors="replace")

@@ -16,6 +16,7 @@ NAMES = {
         "row_ranges why_no_ranges with_sinks"
     ),
     "colossax.pallas.norms": "layer_norm rms_norm",
+    "colossax.pallas.grouped_matmul": "grouped_matmul",
     "colossax.sharding": (
         "NATURAL RowOrder activation_axes activation_sharding attention balanced_order batch_axes "
         "compiler_options compute_dtype constrain current current_order explain gather_weight "
@@ -37,10 +38,10 @@ NAMES = {
         "adamw constant decay_mask decays inverse_sqrt lamb lars linear sgd warmup_cosine wsd"
     ),
     "colossax.aot": (
-        "Buffer Collective Gpu Link MemoryReport Module Program Target Totals Traffic "
+        "Buffer Collective Gpu KernelReport Link MemoryReport Module Program Target Totals Traffic "
         "assert_collectives checkpoint_stacks collectives compile_program exposed_collectives "
         "exposed_transfers full_rematerialisations gpu_keys host_compute host_copies host_sharding "
-        "memory_report parse_module parse_target sync_transfers_in_loops target_devices totals "
+        "kernel_reports memory_report parse_module parse_target sync_transfers_in_loops target_devices totals "
         "traffic unexpected_collectives"
     ),
     "colossax.nn": (

@@ -11,6 +11,8 @@ from .compile import host_sharding as host_sharding
 from .compile import target_devices as target_devices
 from .hlo import Module as Module
 from .hlo import parse_module as parse_module
+from .kernels import KernelReport as KernelReport
+from .kernels import kernel_reports as kernel_reports
 from .lints import exposed_collectives as exposed_collectives
 from .lints import exposed_transfers as exposed_transfers
 from .lints import full_rematerialisations as full_rematerialisations

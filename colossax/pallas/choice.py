@@ -1,0 +1,57 @@
+"""Which of several implementations of an operation runs."""
+
+import functools
+import logging
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+from .target import Target
+
+_LOG = logging.getLogger(__name__)
+
+
+def choose(
+    operation: str,
+    implementations: Mapping[str, ModuleType],
+    spec: Any,
+    target: Target,
+    implementation: str = "auto",
+) -> str:
+    """Name of the implementation that will run.
+
+    Args:
+        operation: What it is called in messages.
+        implementations: By name, fastest first; each has `why_not(spec, target)`, None or the
+            reason why it declines.
+        spec: Static facts of the call.
+        target: The hardware.
+        implementation: `auto` for the first that accepts, or a name.
+
+    Raises:
+        ValueError: No such name.
+        NotImplementedError: The one named declines.
+        ExceptionGroup: All decline.
+    """
+    names = ("auto", *implementations)
+    if implementation not in names:
+        raise ValueError(f"{operation}: no implementation '{implementation}'; use one of {names}")
+    reasons = {}
+    for name in implementations if implementation == "auto" else (implementation,):
+        reason = implementations[name].why_not(spec, target)
+        if reason is None:
+            declined = "; ".join(f"not {n}: {r}" for n, r in reasons.items())
+            _log_once(operation, name, declined)
+            return name
+        reasons[name] = reason
+    declines = [
+        NotImplementedError(f"{operation} '{name}': {why}") for name, why in reasons.items()
+    ]
+    if implementation != "auto":
+        raise declines[0]
+    raise ExceptionGroup(f"{operation}: no implementation takes this call", declines)
+
+
+@functools.lru_cache(maxsize=256)
+def _log_once(operation: str, name: str, declined: str) -> None:
+    _LOG.info("%s uses %s%s", operation, name, f" ({declined})" if declined else "")

@@ -1,0 +1,101 @@
+"""One grouped matmul, several implementations: the call, its checks, its gradients."""
+
+import functools
+from types import ModuleType
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from colossax.pallas.choice import choose
+from colossax.pallas.target import current_target
+from colossax.pallas.varying import vary_alike
+
+from . import interpret, mosaic_gpu, reference, xla
+from .spec import GroupedSpec
+
+IMPLEMENTATIONS: dict[str, ModuleType] = {
+    "mosaic": mosaic_gpu,
+    "xla": xla,
+    "interpret": interpret,
+    "reference": reference,
+}
+"""Fastest first; `xla` takes everything, so `auto` never comes to those behind it."""
+
+
+def grouped_matmul(
+    x: Float[Array, "t d"],
+    w: Float[Array, "e d f"],
+    group_sizes: Int[Array, " e"],
+    *,
+    implementation: str = "auto",
+) -> Float[Array, "t f"]:
+    """Every group of rows times a matrix of its own: the experts of a mixture, on one device.
+
+        out[r] = x[r] @ w[i]    for sum(group_sizes[:i]) <= r < sum(group_sizes[:i + 1])
+
+    Rows behind the last group give 0 and have no gradient. Groups may be empty.
+
+    Args:
+        x: Rows in the order of their groups.
+        w: A matrix per group, in x's dtype.
+        group_sizes: Not negative; they sum to t or less.
+        implementation: `auto` takes the first that accepts; or `mosaic`, `xla`, `interpret`,
+            `reference`.
+
+    Returns:
+        In x's dtype, summed in float32. The gradients by x and w are grouped matmuls too, in the
+        dtype of x; none reads a transposed copy.
+
+    Raises:
+        ValueError: Shapes or dtypes contradict one another, or `implementation` is no name.
+        NotImplementedError: The implementation named does not take this call, says why.
+
+    Cost: 2 t d f FLOPs forward, the same for each gradient, and up to e tiles of rows more.
+    """
+    _check(x, w, group_sizes)
+    spec = GroupedSpec(
+        rows=x.shape[0],
+        groups=w.shape[0],
+        features_in=x.shape[1],
+        features_out=w.shape[2],
+        dtype=x.dtype,
+    )
+    chosen = choose("grouped_matmul", IMPLEMENTATIONS, spec, current_target(), implementation)
+    # The hand-written gradients vary over a mesh as all operands together do.
+    return _multiply(chosen, *vary_alike((x, w, group_sizes)))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _multiply(chosen: str, x: Array, w: Array, group_sizes: Array) -> Array:
+    out = IMPLEMENTATIONS[chosen].multiply(x, w, group_sizes)
+    return vary_alike((out, x))[0]
+
+
+def _forward(chosen: str, x: Array, w: Array, group_sizes: Array) -> tuple[Array, Any]:
+    return _multiply(chosen, x, w, group_sizes), (x, w, group_sizes)
+
+
+def _backward(chosen: str, saved: Any, dy: Array) -> tuple[Array, Array, None]:
+    x, w, group_sizes = saved
+    implementation = IMPLEMENTATIONS[chosen]
+    dx = implementation.multiply(dy, w, group_sizes, transposed=True)
+    dw = implementation.weight_gradient(x, dy, group_sizes)
+    return *vary_alike((dx, dw, x))[:2], None
+
+
+_multiply.defvjp(_forward, _backward)
+
+
+def _check(x: Array, w: Array, group_sizes: Array) -> None:
+    shapes = f"x {x.shape}, w {w.shape}, group_sizes {group_sizes.shape}"
+    if x.ndim != 2 or w.ndim != 3 or w.shape[1] != x.shape[1]:
+        raise ValueError(f"grouped_matmul: {shapes} do not fit; they are [t, d], [e, d, f], [e]")
+    if group_sizes.shape != w.shape[:1]:
+        raise ValueError(f"grouped_matmul: {shapes}: give one size for each of {w.shape[0]} groups")
+    if 0 in (*x.shape, *w.shape):
+        raise ValueError(f"grouped_matmul: {shapes}: no dim may be 0")
+    if w.dtype != x.dtype:
+        raise ValueError(
+            f"grouped_matmul: dtypes {x.dtype} of x, {w.dtype} of w differ; cast first"
+        )

@@ -1,0 +1,435 @@
+"""Grouped matmul as kernels for Hopper GPUs.
+
+A block has three warpgroups: one copies tiles of both operands into a ring of stages, two multiply
+them, 64 rows of the output each. Row tiles start with their group, so no tile mixes groups; a tile
+that ends with its group stores its own rows only (`schedule.Visits`), as neighbours may be written
+by other blocks at the same time.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from colossax.pallas.mosaic import SHARED_BYTES, WARPGROUP_ROWS, Ops, launch, matrix, shared_bytes
+from colossax.pallas.mosaic import vector as plain
+from colossax.pallas.target import Target
+
+from .schedule import row_visits
+from .spec import GroupedSpec
+
+ROWS = 2 * WARPGROUP_ROWS
+"""Of a tile of the output: one `wgmma` for each of two warpgroups."""
+
+DEPTH = 64
+"""Summed over per stage: 128 bytes, the widest swizzle."""
+
+FEATURES = 128
+"""Sizes of features are padded to a multiple of this."""
+
+PIECE = 32
+"""Columns stored at once; two pieces per warpgroup are on their way."""
+
+EDGE = 64
+"""Columns of a piece of which only some rows are stored."""
+
+MULTIPROCESSORS = 132
+"""Of an H100 SXM and an H200: as many blocks stay while there are tiles."""
+
+COPIER = 2
+"""The warpgroup that loads."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """How the work is cut.
+
+    Attributes:
+        columns: Of a tile of the output, a multiple of `FEATURES`.
+        stages: Of the ring of operands.
+        strip: Column tiles that are visited for one row tile before the next row tile's, so that
+            the blocks running at one time read few distinct rows and columns.
+        blocks: That run at one time.
+    """
+
+    columns: int
+    stages: int
+    strip: int = 8
+    blocks: int = MULTIPROCESSORS
+
+
+WIDE = Tiles(columns=256, stages=4)
+NARROW = Tiles(columns=128, stages=5)
+
+
+def default_tiles(columns: int) -> Tiles:
+    """For an output with so many columns, a multiple of `FEATURES`."""
+    return WIDE if columns % WIDE.columns == 0 else NARROW
+
+
+def why_not(spec: GroupedSpec, target: Target) -> str | None:
+    """The first thing about this call that the kernels cannot do."""
+    if target.platform != "gpu":
+        return f"the kernel needs an NVIDIA GPU, the target is '{target.platform}'"
+    if target.compute_capability != (9, 0):
+        found = target.compute_capability
+        said = "unknown" if found is None else f"{found[0]}.{found[1]}"
+        return f"the kernel is for compute capability 9.0, the target's is {said}"
+    return why_no_shape(spec)
+
+
+def why_no_shape(spec: GroupedSpec) -> str | None:
+    """What about sizes and dtype the kernels cannot do, wherever they run."""
+    if spec.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"the kernel takes bfloat16 and float16, found {spec.dtype}"
+    for name, size in (("d", spec.features_in), ("f", spec.features_out)):
+        if size % 8:
+            return f"{name} = {size} is not a multiple of 8"
+    return None
+
+
+def multiply(
+    x: Float[Array, "t k"],
+    w: Float[Array, "e _ _"],
+    group_sizes: Int[Array, " e"],
+    *,
+    transposed: bool = False,
+    tiles: Tiles | None = None,
+    interpret: bool = False,
+) -> Float[Array, "t n"]:
+    """`x_i @ w[i]` (`x_i @ w[i].T`) for every group i, zeros after the last.
+
+    Cost: 2 v ROWS k n FLOPs, v <= t / ROWS + e row tiles of groups. Features that are no multiple
+    of `FEATURES` cost a padded copy of both operands, fewer than `ROWS` rows one of x.
+    """
+    rows, columns = x.shape[0], w.shape[1 if transposed else 2]
+    x = _padded(x, (ROWS, None), (1, FEATURES))
+    w = _padded(w, (None, None, None), (1, FEATURES, FEATURES))
+    wide = w.shape[1 if transposed else 2]
+    tiles = tiles or default_tiles(wide)
+    visits = row_visits(group_sizes, x.shape[0], ROWS)
+    stages = tiles.stages
+    block = (tiles.columns, DEPTH) if transposed else (DEPTH, tiles.columns)
+    scratch = [
+        matrix((stages, ROWS, DEPTH), x.dtype),
+        matrix((stages, *block), x.dtype),
+        matrix((2, 2, WARPGROUP_ROWS, PIECE), x.dtype),
+        plain((2, WARPGROUP_ROWS, EDGE), x.dtype),
+        plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+    ]
+    assert shared_bytes(scratch) <= SHARED_BYTES, tiles
+    most = visits.group.shape[0] * (wide // tiles.columns)
+    run = launch(
+        functools.partial(_multiply, Ops(interpret=interpret), tiles, transposed),
+        out=(jax.ShapeDtypeStruct((x.shape[0], wide), x.dtype),),
+        scratch=scratch,
+        grid={"block": min(tiles.blocks, most)},
+        warpgroups=3,
+        interpret=interpret,
+    )
+    (out,) = run(visits.group, visits.first, visits.low, visits.high, visits.count, x, w)
+    return out[:rows, :columns]
+
+
+def _multiply(
+    ops: Ops,
+    tiles: Tiles,
+    transposed: bool,
+    group,
+    first,
+    low,
+    high,
+    count,
+    x,
+    w,
+    out,
+    xs,
+    ws,
+    pieces,
+    edges,
+    full,
+    empty,
+):
+    """Body: tiles of the output dealt out in turn, the copier ahead of the others."""
+    groups, stages = w.shape[0], tiles.stages
+    across = out.shape[1] // tiles.columns
+    block, blocks = jax.lax.axis_index("block"), jax.lax.axis_size("block")
+    wg = jax.lax.axis_index("wg")
+    visits = count[0]
+    mine = jax.lax.div(visits * across - block + blocks - 1, blocks)
+
+    def place(i):
+        visit, column = _in_strips(block + i * blocks, visits, across, tiles.strip)
+        steps = jnp.where(group[visit] < groups, x.shape[1] // DEPTH, 0)
+        return visit, column * tiles.columns, steps
+
+    @pl.when(wg == COPIER)
+    def _copy():
+        plgpu.set_max_registers(40, action="decrease")
+
+        def tile(i, done):
+            visit, column, steps = place(i)
+            rows, which = pl.ds(first[visit], ROWS), jnp.minimum(group[visit], groups - 1)
+            columns = pl.ds(column, tiles.columns)
+
+            def stage(k, done):
+                slot = jax.lax.rem(done, stages)
+
+                @pl.when(done >= stages)
+                def _():
+                    plgpu.barrier_wait(empty.at[slot])
+
+                depth = pl.ds(k * DEPTH, DEPTH)
+                source = w.at[which, columns, depth] if transposed else w.at[which, depth, columns]
+                plgpu.copy_gmem_to_smem(x.at[rows, depth], xs.at[slot], full.at[slot])
+                plgpu.copy_gmem_to_smem(source, ws.at[slot], full.at[slot])
+                return done + 1
+
+            return jax.lax.fori_loop(0, steps, stage, done)
+
+        _drain(jax.lax.fori_loop(0, mine, tile, jnp.int32(0)), empty, stages)
+
+    @pl.when(wg != COPIER)
+    def _compute():
+        plgpu.set_max_registers(232, action="increase")
+        my_rows = pl.ds(wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
+
+        def tile(i, done):
+            visit, column, steps = place(i)
+
+            def operands(k):
+                slot = jax.lax.rem(done + k, stages)
+                plgpu.barrier_wait(full.at[slot])
+                return xs.at[slot, my_rows], ws.at[slot]
+
+            def release(k):
+                plgpu.barrier_arrive(empty.at[jax.lax.rem(done + k, stages)])
+
+            acc = ops.sum_of_products(
+                (WARPGROUP_ROWS, tiles.columns), steps, operands, release, transpose_b=transposed
+            )
+            start = wg * WARPGROUP_ROWS
+            _store(
+                ops,
+                acc.astype(x.dtype),
+                out.at[pl.ds(first[visit] + start, WARPGROUP_ROWS), pl.ds(column, tiles.columns)],
+                pieces.at[wg],
+                edges.at[wg],
+                jnp.clip(low[visit] - start, 0, WARPGROUP_ROWS),
+                jnp.clip(high[visit] - start, 0, WARPGROUP_ROWS),
+            )
+            return done + steps
+
+        jax.lax.fori_loop(0, mine, tile, jnp.int32(0))
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _drain(done: Any, empty: Any, stages: int) -> None:
+    """Wait for the last release of every stage that was used."""
+    for slot in range(stages):
+
+        @pl.when(slot < done)
+        def _(slot=slot):
+            plgpu.barrier_wait(empty.at[slot])
+
+
+def _store(
+    ops: Ops, found: Array, out: Any, pieces: Any, edge: Any, low: Array, high: Array
+) -> None:
+    """Rows `[low, high)` of what one warpgroup holds to global memory, through shared memory."""
+    everything = (low == 0) & (high == WARPGROUP_ROWS)
+
+    @pl.when(everything)
+    def _whole():
+        _store_whole(found, out, pieces)
+
+    @pl.when(jnp.logical_not(everything) & (low < high))
+    def _some():
+        # A bulk copy has a fixed size, so powers of two add up to the rows; between swizzled rows
+        # it could not begin everywhere, so these are plain.
+        for i in range(found.shape[1] // EDGE):
+            columns = slice(i * EDGE, (i + 1) * EDGE)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            ops.store(edge, found[:, columns])
+            plgpu.commit_smem()
+            row, size = low, WARPGROUP_ROWS // 2
+            while size:
+                part = (high - low) & size
+
+                @pl.when(part != 0)
+                def _(row=row, size=size, columns=columns):
+                    rows = pl.ds(row, size)
+                    plgpu.copy_smem_to_gmem(edge.at[rows], out.at[rows, columns])
+
+                row, size = row + part, size // 2
+
+
+def _store_whole(found: Array, out: Any, pieces: Any) -> None:
+    """What one warpgroup holds to global memory, piece after piece, one of them on its way."""
+    for i in range(found.shape[1] // PIECE):
+        columns = slice(i * PIECE, (i + 1) * PIECE)
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        pieces[i % 2] = found[:, columns]
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(pieces.at[i % 2], out.at[:, columns])
+
+
+def _in_strips(index: Array, down: Array | int, across: int, strip: int) -> tuple[Array, Array]:
+    """Row and column of the tile at `index`: strips of columns, each row by row."""
+    strip = min(strip, across)
+    which = jax.lax.div(index, down * strip)
+    left = which * strip
+    width = jnp.minimum(strip, across - left)
+    within = index - left * down
+    return jax.lax.div(within, width), left + jax.lax.rem(within, width)
+
+
+def _padded(x: Array, least: tuple[int | None, ...], multiples: tuple[int, ...]) -> Array:
+    """With zeros up to sizes of at least `least` that are multiples."""
+    sizes = [
+        max(pl.cdiv(size, multiple) * multiple, low or 0)
+        for size, low, multiple in zip(x.shape, least, multiples, strict=True)
+    ]
+    if tuple(sizes) == x.shape:
+        return x
+    return jnp.pad(x, [(0, new - old) for new, old in zip(sizes, x.shape, strict=True)])
+
+
+def weight_gradient(
+    x: Float[Array, "t d"],
+    dy: Float[Array, "t f"],
+    group_sizes: Int[Array, " e"],
+    *,
+    tiles: Tiles | None = None,
+    interpret: bool = False,
+) -> Float[Array, "e d f"]:
+    """`x_i.T @ dy_i` for every group i, summed in float32.
+
+    Longest groups first, as blocks are many and each takes as long as its group.
+
+    Cost: 2 (t + e DEPTH) d f FLOPs or less; padded copies as in `multiply`.
+    """
+    groups = group_sizes.shape[0]
+    d, f = x.shape[1], dy.shape[1]
+    x, dy = (_padded(z, (DEPTH, None), (1, FEATURES)) for z in (x, dy))
+    wide_d, wide_f = x.shape[1], dy.shape[1]
+    tiles = tiles or default_tiles(wide_f)
+    ends = jnp.minimum(jnp.cumsum(group_sizes.astype(jnp.int32)), x.shape[0])
+    starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends[:-1]])
+    order = jnp.argsort(starts - ends).astype(jnp.int32)
+    stages = tiles.stages
+    scratch = [
+        matrix((stages, DEPTH, ROWS), x.dtype),
+        matrix((stages, DEPTH, tiles.columns), x.dtype),
+        matrix((2, 2, WARPGROUP_ROWS, PIECE), x.dtype),
+        plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=2),
+    ]
+    assert shared_bytes(scratch) <= SHARED_BYTES, tiles
+    run = launch(
+        functools.partial(_weight_gradient, Ops(interpret=interpret), tiles),
+        out=(jax.ShapeDtypeStruct((groups, wide_d, wide_f), x.dtype),),
+        scratch=scratch,
+        grid={"group": groups, "tile": (wide_d // ROWS) * (wide_f // tiles.columns)},
+        warpgroups=3,
+        interpret=interpret,
+    )
+    (out,) = run(order, starts, ends, x, dy)
+    return out[:, :d, :f]
+
+
+def _weight_gradient(
+    ops: Ops,
+    tiles: Tiles,
+    order,
+    starts,
+    ends,
+    x,
+    dy,
+    out,
+    xs,
+    dys,
+    pieces,
+    full,
+    empty,
+    masked,
+):
+    """Body: one tile of one group's matrix, summed over the rows of the group."""
+    stages, wg = tiles.stages, jax.lax.axis_index("wg")
+    group = order[jax.lax.axis_index("group")]
+    start, end = starts[group], ends[group]
+    steps = jax.lax.div(end - start + DEPTH - 1, DEPTH)
+    down, across = x.shape[1] // ROWS, dy.shape[1] // tiles.columns
+    row, column = _in_strips(jax.lax.axis_index("tile"), down, across, tiles.strip)
+    row, column = row * ROWS, column * tiles.columns
+
+    def first(k):
+        return jnp.minimum(start + k * DEPTH, x.shape[0] - DEPTH)
+
+    @pl.when(wg == COPIER)
+    def _copy():
+        plgpu.set_max_registers(40, action="decrease")
+
+        def stage(k, _):
+            slot = jax.lax.rem(k, stages)
+
+            @pl.when(k >= stages)
+            def _():
+                plgpu.barrier_wait(empty.at[slot])
+
+            rows = pl.ds(first(k), DEPTH)
+            plgpu.copy_gmem_to_smem(x.at[rows, pl.ds(row, ROWS)], xs.at[slot], full.at[slot])
+            columns = pl.ds(column, tiles.columns)
+            plgpu.copy_gmem_to_smem(dy.at[rows, columns], dys.at[slot], full.at[slot])
+
+        jax.lax.fori_loop(0, steps, stage, None)
+        _drain(steps, empty, stages)
+
+    @pl.when(wg != COPIER)
+    def _compute():
+        plgpu.set_max_registers(232, action="increase")
+        half = tiles.columns // 2
+        mine = pl.ds(wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
+
+        def operands(k):
+            slot = jax.lax.rem(k, stages)
+            plgpu.barrier_wait(full.at[slot])
+            own = start + k * DEPTH
+            low, high = own - first(k), jnp.minimum(end, own + DEPTH) - first(k)
+
+            # Both operands, as a row of another group may be infinite.
+            @pl.when((low > 0) | (high < DEPTH))
+            def _():
+                _keep_rows(ops, xs.at[slot, :, mine], low, high)
+                for i in range(half // WARPGROUP_ROWS):
+                    columns = pl.ds(wg * half + i * WARPGROUP_ROWS, WARPGROUP_ROWS)
+                    _keep_rows(ops, dys.at[slot, :, columns], low, high)
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(masked)
+                plgpu.barrier_wait(masked)
+
+            return xs.at[slot, :, mine], dys.at[slot]
+
+        def release(k):
+            plgpu.barrier_arrive(empty.at[jax.lax.rem(k, stages)])
+
+        acc = ops.sum_of_products(
+            (WARPGROUP_ROWS, tiles.columns), steps, operands, release, transpose_a=True
+        )
+        rows = pl.ds(row + wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        there = out.at[group, rows, pl.ds(column, tiles.columns)]
+        _store_whole(acc.astype(x.dtype), there, pieces.at[wg])
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _keep_rows(ops: Ops, ref: Any, low: Array, high: Array) -> None:
+    """Zeros in all rows of a square but `[low, high)`."""
+    row = ops.iota(ref.shape, 0)
+    ref[...] = jnp.where((row >= low) & (row < high), ref[...], jnp.zeros((), ref.dtype))

@@ -1,0 +1,11 @@
+"""The workshop of Mosaic GPU kernels: one source for hardware and for the interpreter."""
+
+from .launch import SHARED_BYTES as SHARED_BYTES
+from .launch import WARPGROUP_ROWS as WARPGROUP_ROWS
+from .launch import launch as launch
+from .launch import matrix as matrix
+from .launch import shared_bytes as shared_bytes
+from .launch import vector as vector
+from .ops import LAYOUT as LAYOUT
+from .ops import Ops as Ops
+from .ops import spread as spread

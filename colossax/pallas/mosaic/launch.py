@@ -1,0 +1,91 @@
+"""Starting a kernel, and the shared memory of one."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from colossax.compat import interpreter
+
+WARPGROUP_ROWS = 64
+"""Rows of a matrix that one `wgmma` of one warpgroup multiplies."""
+
+SHARED_BYTES = 227 * 1024
+"""Shared memory of a block on compute capability 9.0."""
+
+
+def launch(
+    body: Callable[..., None],
+    *,
+    out: Any,
+    scratch: Sequence[Any],
+    grid: Mapping[str, int],
+    warpgroups: int,
+    interpret: bool,
+) -> Callable[..., Any]:
+    """A function of arrays that runs `body` on every point of `grid`.
+
+    Args:
+        body: Takes references to inputs, outputs and scratch. `jax.lax.axis_index` gives places by
+            the names of `grid` and, as `wg`, the warpgroup.
+        out: Shapes and dtypes of the outputs, a tuple.
+        scratch: Shared memory and barriers of each block.
+        grid: Names and sizes, the fastest last.
+        warpgroups: Of 128 threads each, which run `body` side by side.
+        interpret: Whether to interpret it on the CPU, races looked for (`compat.races_found`).
+    """
+    options = {"interpret": interpreter()} if interpret else {}
+    run = plgpu.kernel(
+        body,
+        out_type=out,
+        scratch_types=list(scratch),
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        num_threads=warpgroups,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+        **options,
+    )
+    return lambda *arrays: tuple(run(*arrays))
+
+
+def matrix(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory for matrices `[..., rows, columns]` that `wgmma` can multiply.
+
+    Columns are a multiple of 32 bytes; the widest swizzle that divides them is taken.
+    """
+    itemsize = jnp.dtype(dtype).itemsize
+    swizzle = next(n for n in (128, 64, 32) if shape[-1] * itemsize % n == 0)
+    return plgpu.SMEM(
+        shape,
+        dtype,
+        transforms=(
+            plgpu.TilingTransform((8, swizzle // itemsize)),
+            plgpu.SwizzleTransform(swizzle),
+        ),
+    )
+
+
+def vector(shape: tuple[int, ...], dtype: Any = jnp.float32) -> Any:
+    """Shared memory for plain vectors."""
+    return plgpu.SMEM(shape, dtype)
+
+
+def shared_bytes(scratch: Sequence[Any]) -> int:
+    """What the arrays of a scratch take, barriers aside."""
+    arrays = (x for x in jax.tree.leaves(scratch) if hasattr(x, "dtype"))
+    found = 0
+    for x in arrays:
+        try:
+            itemsize = jnp.dtype(x.dtype).itemsize
+        except TypeError:
+            continue  # a barrier
+        size = itemsize
+        for n in x.shape:
+            size *= n
+        found += size
+    return found

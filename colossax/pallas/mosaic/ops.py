@@ -1,0 +1,139 @@
+"""What differs between hardware and the interpreter, so that a kernel is written once."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from colossax.compat import load_vector, store_plain, transposed_ref
+
+LAYOUT = plgpu.Layout.WGMMA
+"""Of a matrix in the registers of one warpgroup, as `wgmma` leaves and takes it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ops:
+    """Matmuls of one warpgroup, and the layouts of what it holds in registers.
+
+    On hardware these are `wgmma` and conversions between register layouts. The interpreter knows
+    neither layouts nor operands in registers; there they are matmuls in float32, followed by the
+    fence that `wgmma` implies and that the interpreter's race detector asks for.
+
+    Attributes:
+        interpret: Whether the kernel is interpreted.
+    """
+
+    interpret: bool
+
+    def matmul(self, a: Any, b: Any, *, transpose_b: bool = False) -> jax.Array:
+        """`a @ b` (`a @ b.T`) of two matrices in shared memory; float32, in registers."""
+        if self.interpret:
+            return self._dot(a, b, transpose_b)
+
+        def multiply(acc: Any) -> jax.Array:
+            plgpu.wgmma(acc, a, transposed_ref(b) if transpose_b else b)
+            return acc[...]
+
+        columns = b.shape[0] if transpose_b else b.shape[1]
+        return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], columns), jnp.float32))
+
+    def accumulate(self, acc: jax.Array, a: Any, b: Any, *, transpose_b: bool = False) -> jax.Array:
+        """`acc + a @ b` (`a @ b.T`): b in shared memory, a there or in registers."""
+        if self.interpret:
+            return acc + self._dot(a, b, transpose_b)
+
+        def multiply(ref: Any) -> None:
+            plgpu.wgmma(ref, a, transposed_ref(b) if transpose_b else b)
+
+        found: Any = pl.run_state(multiply)(plgpu.ACC.init(acc))
+        return found
+
+    def sum_of_products(
+        self,
+        shape: tuple[int, int],
+        steps: Any,
+        operands: Callable[[Any], tuple[Any, Any]],
+        release: Callable[[Any], None],
+        *,
+        transpose_a: bool = False,
+        transpose_b: bool = False,
+    ) -> jax.Array:
+        """Sum of `a @ b` over `steps` pairs of matrices in shared memory; float32, in registers.
+
+        Args:
+            shape: Of the sum.
+            steps: How many, known when the kernel runs.
+            operands: Waits for those of a step and gives references to them.
+            release: Says that a step's operands may be overwritten; one product is still under
+                way while the next is issued.
+            transpose_a: Whether it is `a.T`.
+            transpose_b: Whether it is `b.T`.
+        """
+        if self.interpret:
+
+            def add(i: Any, acc: jax.Array) -> jax.Array:
+                found = acc + self._dot(*operands(i), transpose_b, transpose_a)
+                release(i)
+                return found
+
+            return jax.lax.fori_loop(0, steps, add, jnp.zeros(shape, jnp.float32))
+
+        def multiply(acc: Any) -> jax.Array:
+            def issue(i: Any, _: None) -> None:
+                a, b = operands(i)
+                plgpu.wgmma(
+                    acc,
+                    transposed_ref(a) if transpose_a else a,
+                    transposed_ref(b) if transpose_b else b,
+                )
+                plgpu.wgmma_wait(1)
+                pl.when(i > 0)(lambda: release(i - 1))
+
+            jax.lax.fori_loop(0, steps, issue, None)
+            plgpu.wgmma_wait(0)
+            pl.when(steps > 0)(lambda: release(steps - 1))
+            return acc[...]
+
+        return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+
+    def _dot(self, a: Any, b: Any, transpose_b: bool, transpose_a: bool = False) -> jax.Array:
+        left = a[...].T if transpose_a else a[...]
+        right = b[...].T if transpose_b else b[...]
+        found = jnp.dot(left, right, preferred_element_type=jnp.float32)
+        plgpu.commit_smem()
+        return found
+
+    def full(self, shape: tuple[int, ...], value: float, *, along: int = 0) -> jax.Array:
+        """A constant float32 matrix, or vector: per row of a matrix (`along` 0) or column (1)."""
+        found = jnp.full(shape, value, jnp.float32)
+        if self.interpret:
+            return found
+        return plgpu.layout_cast(found, LAYOUT if len(shape) == 2 else LAYOUT.reduce(1 - along))
+
+    def iota(self, shape: tuple[int, int], dim: int) -> jax.Array:
+        """int32 indices of a matrix along `dim`."""
+        if self.interpret:
+            return jax.lax.broadcasted_iota(jnp.int32, shape, dim)
+        return plgpu.broadcasted_iota(jnp.int32, shape, dim, layout=LAYOUT)
+
+    def store(self, ref: Any, value: jax.Array) -> None:
+        """A matrix to shared memory that is no `matrix` (`launch.vector`): slow, any row alone."""
+        if self.interpret:
+            ref[...] = value
+        else:
+            store_plain(ref, value)
+
+    def vector(self, ref: Any, *, along: int = 0) -> jax.Array:
+        """What shared or global memory holds per row (`along` 0) or column (1) of a matrix."""
+        if self.interpret:
+            return ref[...]
+        return load_vector(ref, LAYOUT.reduce(1 - along))
+
+
+def spread(vector: jax.Array, shape: tuple[int, int], *, along: int = 0) -> jax.Array:
+    """A value per row (`along` 0) or column (1) as a whole matrix."""
+    return jax.lax.broadcast_in_dim(vector, shape, [along])

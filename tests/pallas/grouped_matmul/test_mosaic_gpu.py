@@ -1,0 +1,93 @@
+"""The kernels in the interpreter, races looked for, against float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from colossax.compat import races_found
+from colossax.pallas.grouped_matmul import grouped_matmul
+from colossax.pallas.grouped_matmul import mosaic_gpu as kernels
+from tests.pallas.grouped_matmul.cases import SIZES, error, operands, truth
+
+D, F = 128, 128
+# Two blocks share the tiles, two stages the steps, so that both are used again and again.
+TILES = kernels.Tiles(columns=128, stages=2, blocks=2)
+
+
+@functools.partial(jax.jit, static_argnames="tiles")
+def forward(x, w, sizes, tiles=TILES):
+    return kernels.multiply(x, w, sizes, tiles=tiles, interpret=True)
+
+
+@functools.partial(jax.jit, static_argnames="tiles")
+def by_x(dy, w, sizes, tiles=TILES):
+    return kernels.multiply(dy, w, sizes, transposed=True, tiles=tiles, interpret=True)
+
+
+@functools.partial(jax.jit, static_argnames="tiles")
+def by_w(x, dy, sizes, tiles=TILES):
+    return kernels.weight_gradient(x, dy, sizes, tiles=tiles, interpret=True)
+
+
+def arrays(d=D, f=F, dtype=jnp.bfloat16, **kind):
+    return tuple(jnp.asarray(z, dtype) for z in operands(d, f, **kind))
+
+
+def check(found, want, tolerance):
+    assert error(found, want) < tolerance
+    assert not races_found()
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_groups_of_every_kind(sizes):
+    x, w, dy = arrays()
+    out, dx, dw = truth(x, w, dy, sizes)
+    counts = jnp.asarray(sizes, jnp.int32)
+    check(forward(x, w, counts), out, 3e-3)
+    check(by_x(dy, w, counts), dx, 3e-3)
+    check(by_w(x, dy, counts), dw, 5e-3)
+
+
+def test_wide_tiles_as_shipped_with_float16():
+    tiles = kernels.WIDE
+    x, w, dy = arrays(f=tiles.columns, dtype=jnp.float16, rows=160, groups=2)
+    sizes = [97, 63]
+    out, _, dw = truth(x, w, dy, sizes)
+    counts = jnp.asarray(sizes, jnp.int32)
+    check(forward(x, w, counts, tiles), out, 1e-3)
+    check(by_w(x, dy, counts, tiles), dw, 1e-3)
+
+
+def test_sizes_that_are_no_multiple_of_a_tile_are_padded():
+    # Through the call, with narrow tiles as shipped; fewer rows than those of a tile.
+    x, w, dy = arrays(d=72, f=136, rows=40, groups=2)
+    sizes = jnp.asarray([30, 9], jnp.int32)
+    call = functools.partial(grouped_matmul, group_sizes=sizes, implementation="interpret")
+    out, transposed = jax.vjp(jax.jit(call), x, w)
+    found = (out, *transposed(dy))
+    for one, want in zip(found, truth(x, w, dy, [30, 9]), strict=True):
+        check(one, want, 5e-3)
+
+
+def test_infinite_rows_behind_the_groups_stay_there():
+    x, _, dy = arrays(rows=100, groups=2)
+    counts, behind = [30, 40], jnp.arange(100)[:, None] >= 70
+    dw = truth(x, np.zeros((2, D, F)), dy, counts)[2]
+    x, dy = jnp.where(behind, jnp.inf, x), jnp.where(behind, jnp.nan, dy)
+    check(by_w(x, dy, jnp.asarray(counts, jnp.int32)), dw, 5e-3)
+
+
+@pytest.mark.parametrize("down, across, strip", [(1, 1, 8), (3, 5, 2), (4, 8, 8), (2, 9, 4)])
+def test_strips_hold_every_tile_once(down, across, strip):
+    found = [
+        tuple(map(int, kernels._in_strips(jnp.int32(i), jnp.int32(down), across, strip)))
+        for i in range(down * across)
+    ]
+    assert sorted(found) == [(row, column) for row in range(down) for column in range(across)]
+    # The first tiles are of few columns: those of one strip.
+    assert {column for _, column in found[: down * min(strip, across)]} == set(
+        range(min(strip, across))
+    )
