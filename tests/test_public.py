@@ -41,8 +41,8 @@ NAMES = {
         "Buffer Collective Gpu KernelReport Link MemoryReport Module Program Target Totals Traffic "
         "assert_collectives checkpoint_stacks collectives compile_program exposed_collectives "
         "exposed_transfers full_rematerialisations gpu_keys host_compute host_copies host_sharding "
-        "kernel_reports memory_report parse_module parse_target sync_transfers_in_loops target_devices totals "
-        "traffic unexpected_collectives"
+        "kernel_reports memory_report parse_module parse_target sync_transfers_in_loops "
+        "target_devices totals traffic unexpected_collectives"
     ),
     "colossax.nn": (
         "ACTIVATIONS Attention AttentionShape CacheSpec Decoder DecoderConfig "

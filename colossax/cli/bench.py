@@ -19,6 +19,7 @@ from colossax.errors import InputError
 from colossax.pallas import current_target
 from colossax.pallas.attention import bench as attention
 from colossax.pallas.bench import Case, Effort, Limits, Row, measure, measure_limits
+from colossax.pallas.grouped_matmul import bench as grouped_matmul
 
 DESCRIPTION = {
     "bench": (
@@ -28,8 +29,8 @@ DESCRIPTION = {
     )
 }
 
-_MEASURED = {"attention": attention.cases}
-"""What can be measured, by name: cases for a target, a scale and a dtype."""
+_MEASURED = (attention.cases, grouped_matmul.cases)
+"""What is measured: cases for a target, a scale and a dtype."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,7 +101,7 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
 
 
 def _cases(setting: _Setting) -> Iterator[Case]:
-    for cases in _MEASURED.values():
+    for cases in _MEASURED:
         yield from cases(current_target(), scale=setting.scale, dtype=setting.dtype)
 
 

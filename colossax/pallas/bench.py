@@ -48,7 +48,8 @@ class Case:
         inputs: Arrays from a seed.
         functions: By implementation; each takes the inputs. The first is the one proven.
         anchor: Which of them the others are held against, or None.
-        error: Of an output for the inputs: norm of the difference from float64 over its norm.
+        error: Of an implementation's output for the inputs: norm of the difference from float64
+            over the norm of that.
     """
 
     kernel: str
@@ -57,7 +58,7 @@ class Case:
     inputs: Callable[[int], tuple[Any, ...]]
     functions: Mapping[str, Callable[..., Any]]
     anchor: str | None
-    error: Callable[[tuple[Any, ...], Any], float]
+    error: Callable[[str, tuple[Any, ...], Any], float]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,7 +149,7 @@ def measure(case: Case, limits: Limits, effort: Effort) -> Iterator[Row]:
     errors, failed = {}, {}
     for name, function in case.functions.items():
         try:
-            errors[name] = case.error(sets[0], jax.block_until_ready(function(*sets[0])))
+            errors[name] = case.error(name, sets[0], jax.block_until_ready(function(*sets[0])))
         except Exception as problem:  # noqa: BLE001 (a row that says why is the result)
             failed[name] = f"{type(problem).__name__}: {problem}".splitlines()[0][:300]
     times = time_calls({name: case.functions[name] for name in errors}, sets, effort)

@@ -17,13 +17,14 @@ from colossax.pallas.bench import (
     relative_error,
     time_calls,
 )
+from colossax.pallas.grouped_matmul import bench as grouped
 
 BRIEF = Effort(seconds=0.001, repeats=2)
 LIMITS = Limits(matmul_flops=1e12, copy_bytes=1e12)
 
 
 def doubling(functions, anchor="exact"):
-    def error(given, out):
+    def error(_name, given, out):
         return relative_error(out, 2 * np.asarray(given[0], np.float64))
 
     return Case(
@@ -114,9 +115,22 @@ def test_attention_is_right_on_shapes_that_are_measured():
     }
     for case in chosen:
         given = case.inputs(0)
-        for function in case.functions.values():
-            assert case.error(given, function(*given)) < 1e-5
+        for name, function in case.functions.items():
+            assert case.error(name, given, function(*given)) < 1e-5
     windowed = next(c for c in chosen if "window" in c.shape and c.kernel == "attention forward")
     plain = next(c for c in chosen if "document" in c.shape and c.kernel == "attention forward")
     given = windowed.inputs(0)
-    assert windowed.error(given, plain.functions["xla"](*given)) > 1e-2
+    assert windowed.error("xla", given, plain.functions["xla"](*given)) > 1e-2
+
+
+def test_grouped_matmuls_are_right_on_every_shape_that_is_measured():
+    """And their truth would notice rows and matrices in another order."""
+    chosen = list(grouped.cases(Target(platform="cpu"), scale=128, dtype=jnp.float32))
+    assert {case.kernel for case in chosen} == {"grouped forward", "grouped dx", "grouped dw"}
+    for case in chosen:
+        given = case.inputs(0)
+        for name, function in case.functions.items():
+            assert case.error(name, given, function(*given)) < 1e-5
+        x, w, dy, sizes = given
+        turned = case.functions["xla"](x[::-1], w[::-1], dy, sizes)
+        assert case.error("xla", given, turned) > 1e-2

@@ -135,7 +135,7 @@ def cases(target: Target, *, scale: int, dtype: Any) -> Iterator[Case]:
                 flops=4.0 * flops,
                 inputs=lambda seed, inputs=inputs: inputs(seed)[:3],
                 functions=step,
-                error=lambda given, out, shape=shape: _forward_error(shape, given, out),
+                error=functools.partial(_forward_error, shape),
                 **{**common, "anchor": names[0]},
             )
         yield Case(
@@ -211,13 +211,13 @@ def _sample(shape: Shape) -> np.ndarray:
     return np.sort(np.random.default_rng(1).choice(shape.tokens, ROWS_CHECKED, replace=False))
 
 
-def _forward_error(shape: Shape, given: Any, out: Any) -> float:
+def _forward_error(shape: Shape, _name: str, given: Any, out: Any) -> float:
     rows, head = _sample(shape), shape.heads - 1
     *_, truth = _scores(shape, given, 0, head, rows)
     return relative_error(out[0, rows, head].astype(jnp.float32), truth)
 
 
-def _backward_error(shape: Shape, given: Any, gradients: Any) -> float:
+def _backward_error(shape: Shape, _name: str, given: Any, gradients: Any) -> float:
     """The worst of dq in sampled rows and, where all rows are sampled, of dk and dv."""
     rows, group = _sample(shape), shape.heads // shape.kv_heads
     heads = range(shape.heads - group, shape.heads)
