@@ -11,6 +11,7 @@ import jax
 
 from colossax.cli.arguments import number, several_processes
 from colossax.cli.devices import choose_devices, request_host_devices
+from colossax.cli.kernels import Choice, kernel_choices
 from colossax.cli.machine import (
     Devices,
     Extra,
@@ -27,13 +28,14 @@ from colossax.cli.output import standard_output
 from colossax.cli.overrides import Override
 from colossax.cli.trials import Trial, run_trials, within
 from colossax.errors import InputError
+from colossax.pallas import current_target
 from colossax.train.distributed import find_launch, join, start_jax
 
 DESCRIPTION = {
     "check": (
-        "Say what this machine has and what is missing: versions, devices, links, extras; and,\n"
-        "where there are several devices, whether collectives along each mesh axis give the right\n"
-        "values, and how fast. Exit code 1 when devices or a collective fail."
+        "Say what this machine has and what is missing: versions, devices, links, kernels and\n"
+        "extras; and, where there are several devices, whether collectives along each mesh axis\n"
+        "give the right values, and how fast. Exit code 1 when devices or a collective fail."
     )
 }
 
@@ -53,6 +55,7 @@ class Report:
     devices: Devices | None
     nvidia: Nvidia | None
     links: str
+    kernels: dict[str, Choice]
     extras: dict[str, Extra]
     limit_s: float
     collectives_measure: str
@@ -110,6 +113,7 @@ def look(count: int | None) -> tuple[Report, bool]:
         devices=devices,
         nvidia=nvidia,
         links=links(devices, nvidia),
+        kernels=kernel_choices(current_target()) if found else {},
         extras=extras(),
         limit_s=LIMIT_S,
         collectives_measure=_measured(devices),
@@ -176,6 +180,10 @@ def _rows(report: Report) -> Iterator[tuple[str, str]]:
     yield from report.versions.items()
     yield from _device_rows(report.devices)
     yield "links", report.links
+    for name, choice in report.kernels.items():
+        yield name, choice.chosen
+        for other, why in choice.declined.items():
+            yield "", f"not {other}: {why}"
     yield "nvidia driver", report.nvidia.driver if report.nvidia else "nvidia-smi does not answer"
     if not report.extras:
         yield "extras", "not known, colossax is not installed as a package"

@@ -52,6 +52,13 @@ def choose(
     raise ExceptionGroup(f"{operation}: no implementation takes this call", declines)
 
 
+def reasons(
+    implementations: Mapping[str, ModuleType], spec: Any, target: Target
+) -> dict[str, str | None]:
+    """Why each implementation declines this call, None where it accepts; fastest first."""
+    return {name: one.why_not(spec, target) for name, one in implementations.items()}
+
+
 @functools.lru_cache(maxsize=256)
 def _log_once(operation: str, name: str, declined: str) -> None:
     _LOG.info("%s uses %s%s", operation, name, f" ({declined})" if declined else "")

@@ -20,6 +20,8 @@ import pytest
 
 import colossax
 from colossax.cli import check, machine, main, trials
+from colossax.cli.kernels import kernel_choices
+from colossax.pallas import Target
 from tests.train.launching import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -428,3 +430,20 @@ def test_two_processes_check_the_links_between_them():
     assert {trial["mesh"] for trial in found["collectives"]} == {"fsdp=4"}
     assert not any(trial["fault"] for trial in found["collectives"])
     assert out[1][0] == ""
+
+
+def test_the_kernels_of_a_machine_are_those_that_would_run(capsys):
+    assert main(["check", "--devices", "1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["kernels"]
+    assert {name: one["chosen"] for name, one in found.items()} == {
+        "attention": "xla",
+        "grouped matmul": "xla",
+    }
+    assert "the target is 'cpu'" in found["attention"]["declined"]["cudnn"]
+    assert "the target is 'cpu'" in found["grouped matmul"]["declined"]["mosaic"]
+    ampere = kernel_choices(Target(platform="gpu", compute_capability=(8, 0)))
+    assert ampere["attention"].chosen == "cudnn"
+    assert "compute capability 9.0" in ampere["grouped matmul"].declined["mosaic"]
+    hopper = kernel_choices(Target(platform="gpu", compute_capability=(9, 0)))
+    assert hopper["grouped matmul"].chosen == "mosaic"
+    assert not hopper["grouped matmul"].declined
