@@ -221,7 +221,7 @@ def _filled_up(arrays: dict[str, Any], split: _Split) -> dict[str, Any]:
     }
     filled = {name: _padded(arrays[name], 1, more[name != "q"]) for name in ("q", "k", "v")}
     biases = (_padded(_padded(x, 2, more[0]), 3, more[1]) for x in arrays["biases"])
-    mask = dataclasses.replace(mask, **fields)
+    mask = dataclasses.replace(mask, ascending=arrays["mask"].ascends, **fields)
     return {**arrays, **filled, "mask": mask, "biases": tuple(biases)}
 
 

@@ -1,5 +1,6 @@
 """One attention, several implementations: the call, its checks and the choice."""
 
+import dataclasses
 import functools
 import logging
 import math
@@ -7,6 +8,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
@@ -15,10 +17,22 @@ from colossax.pallas.target import Target, current_target
 
 from . import cudnn, reference, xla
 from .mask import Mask
+from .mosaic_gpu import attend as mosaic
+from .mosaic_gpu import interpreted
 from .spec import AttentionSpec
 
-IMPLEMENTATIONS: dict[str, ModuleType] = {"cudnn": cudnn, "xla": xla, "reference": reference}
-"""Fastest first."""
+IMPLEMENTATIONS: dict[str, ModuleType] = {
+    "mosaic": mosaic,
+    "cudnn": cudnn,
+    "xla": xla,
+    "reference": reference,
+    "interpret": interpreted,
+}
+"""Fastest first; the last one only if named."""
+
+_AUTO = tuple(name for name in IMPLEMENTATIONS if name != "interpret")
+_NAME_THEIR_OWN = ("mosaic", "xla", "interpret")
+"""They name for remat policies what their backward passes need."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -57,7 +71,8 @@ def attention(
         sinks: One more logit per head, in the denominator only.
         dropout_key: Reserved; give None.
         return_lse: Also return the log of the softmax's denominator, sink included.
-        implementation: `auto` takes the first that accepts; or `cudnn`, `xla`, `reference`.
+        implementation: `auto` takes the first that accepts of `mosaic`, `cudnn`, `xla` and
+            `reference`; or one of them; or `interpret`, the source of `mosaic` run on a CPU, slow.
 
     Returns:
         Output `[*b, s, n, hv]` in q's dtype; with `return_lse` a pair of it and float32
@@ -86,7 +101,7 @@ def attention(
         v_head_dim=v.shape[3],
         dtype=q.dtype,
         mask=mask,
-        biases=len(biases),
+        biases=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in biases),
         alibi=alibi_slopes is not None,
         soft_cap=soft_cap is not None,
         sinks=sinks is not None,
@@ -105,7 +120,7 @@ def attention(
         sinks=sinks,
     )
     out = out.reshape(*lead, s, heads, v.shape[3])
-    if chosen != "xla":  # which names what its backward needs
+    if chosen not in _NAME_THEIR_OWN:
         out = checkpoint_name(out, "attention")
     return (out, lse.reshape(*lead, heads, s)) if return_lse else out
 
@@ -122,7 +137,7 @@ def choose(spec: AttentionSpec, target: Target, implementation: str = "auto") ->
     if implementation not in names:
         raise ValueError(f"attention: no implementation '{implementation}'; use one of {names}")
     reasons = {}
-    for name in IMPLEMENTATIONS if implementation == "auto" else (implementation,):
+    for name in _AUTO if implementation == "auto" else (implementation,):
         reason = IMPLEMENTATIONS[name].why_not(spec, target)
         if reason is None:
             _log_once(name, "; ".join(f"not {n}: {r}" for n, r in reasons.items()))
@@ -211,4 +226,4 @@ def _flat_mask(mask: Mask, lead: tuple[int, ...]) -> Mask:
         )
         if getattr(mask, name) is not None
     }
-    return Mask(causal=mask.causal, window=mask.window, **fields)
+    return dataclasses.replace(mask, **fields)

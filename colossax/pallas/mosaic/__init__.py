@@ -9,3 +9,4 @@ from .launch import vector as vector
 from .ops import LAYOUT as LAYOUT
 from .ops import Ops as Ops
 from .ops import spread as spread
+from .ops import tanh as tanh

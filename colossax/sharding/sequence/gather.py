@@ -100,7 +100,7 @@ def _whole_local(
             axes.source_local(), length=q.shape[1], ranks=axes.size, order=settings.order
         )
     options = {
-        "mask": dataclasses.replace(mask, **of_keys),
+        "mask": dataclasses.replace(mask, ascending=mask.ascends, **of_keys),
         "alibi_slopes": slopes,
         "scale": settings.scale,
         "soft_cap": settings.soft_cap,

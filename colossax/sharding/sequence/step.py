@@ -183,6 +183,8 @@ class Step:
                 q_segments=queries.segments,
                 kv_segments=keys.segments,
                 kv_valid=keys.valid,
+                # Positions found here ascend: a shard is one or two pieces of the row, in order.
+                ascending=self.mask.ascends,
             ),
             "alibi_slopes": self.slopes,
             "scale": self.settings.scale,
