@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -30,7 +30,6 @@ IMPLEMENTATIONS: dict[str, ModuleType] = {
 }
 """Fastest first; the last one only if named."""
 
-_AUTO = tuple(name for name in IMPLEMENTATIONS if name != "interpret")
 _NAME_THEIR_OWN = ("mosaic", "xla", "interpret")
 """They name for remat policies what their backward passes need."""
 
@@ -125,20 +124,26 @@ def attention(
     return (out, lse.reshape(*lead, heads, s)) if return_lse else out
 
 
-def choose(spec: AttentionSpec, target: Target, implementation: str = "auto") -> str:
-    """Name of the implementation that will run.
+def choose(
+    spec: AttentionSpec,
+    target: Target,
+    implementation: str = "auto",
+    known: Mapping[str, ModuleType] = IMPLEMENTATIONS,
+) -> str:
+    """Name of the implementation that will run, of those known.
 
     Raises:
         ValueError: No such name.
         NotImplementedError: The one named declines.
         ExceptionGroup: All decline.
     """
-    names = ("auto", *IMPLEMENTATIONS)
+    names = ("auto", *known)
     if implementation not in names:
         raise ValueError(f"attention: no implementation '{implementation}'; use one of {names}")
     reasons = {}
-    for name in _AUTO if implementation == "auto" else (implementation,):
-        reason = IMPLEMENTATIONS[name].why_not(spec, target)
+    automatic = (name for name in known if name != "interpret")
+    for name in automatic if implementation == "auto" else (implementation,):
+        reason = known[name].why_not(spec, target)
         if reason is None:
             _log_once(name, "; ".join(f"not {n}: {r}" for n, r in reasons.items()))
             return name

@@ -28,6 +28,7 @@ class Settings:
     order: str
     scale: float
     soft_cap: float | None
+    implementation: str = "auto"
 
 
 @jax.tree_util.register_dataclass
@@ -189,6 +190,7 @@ class Step:
             "alibi_slopes": self.slopes,
             "scale": self.settings.scale,
             "soft_cap": self.settings.soft_cap,
+            "implementation": self.settings.implementation,
         }
 
 

@@ -140,3 +140,41 @@ def _attend_bwd(static: _Static, saved: Any, cotangents: Any) -> Any:
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+def attend_block(
+    q: Float[Array, "b s n h"],
+    k: Float[Array, "b t k h"],
+    v: Float[Array, "b t k hv"],
+    *,
+    mask: Mask,
+    alibi_slopes: None = None,
+    scale: float,
+    soft_cap: float | None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "b s n hv"], Float[Array, "b n s"]]:
+    """See `block.attend_block`."""
+    lo, hi = row_ranges(mask, q.shape[1], k.shape[1])
+    static = _Static(scale=scale, soft_cap=soft_cap, interpret=interpret)
+    return forward(q, k, v, lo=lo, hi=hi, dtype=jnp.float32, **static.options)
+
+
+def block_gradients(
+    q: Float[Array, "b s n h"],
+    k: Float[Array, "b t k h"],
+    v: Float[Array, "b t k hv"],
+    *,
+    mask: Mask,
+    alibi_slopes: None = None,
+    scale: float,
+    soft_cap: float | None,
+    dout: Float[Array, "b s n hv"],
+    lse: Float[Array, "b n s"],
+    delta: Float[Array, "b n s"],
+    interpret: bool = False,
+) -> tuple[Array, Array, Array, None]:
+    """See `block.block_gradients`."""
+    lo, hi = row_ranges(mask, q.shape[1], k.shape[1])
+    given = {"lo": lo, "hi": hi, "dout": dout, "lse": lse, "delta": delta}
+    static = _Static(scale=scale, soft_cap=soft_cap, interpret=interpret)
+    return *gradients(q, k, v, **given, dtype=jnp.float32, **static.options)[:3], None

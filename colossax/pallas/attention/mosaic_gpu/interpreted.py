@@ -22,3 +22,13 @@ def why_not(spec: AttentionSpec, target: Target) -> str | None:
 def attend(*arrays: Any, **options: Any) -> Any:
     """See `attend.attend`."""
     return kernels.attend(*arrays, **options, interpret=True)
+
+
+def attend_block(*arrays: Any, **options: Any) -> Any:
+    """See `block.attend_block`."""
+    return kernels.attend_block(*arrays, **options, interpret=True)
+
+
+def block_gradients(*arrays: Any, **options: Any) -> Any:
+    """See `block.block_gradients`."""
+    return kernels.block_gradients(*arrays, **options, interpret=True)
