@@ -143,4 +143,6 @@ def transposed_ref(ref: Any) -> Any:
 def load_vector(ref: Any, layout: Any) -> jax.Array:
     """All of a vector, in registers laid out as told."""
     load: Any = plgpu.load
-    return load(ref, layout=layout) if _JAX >= (0, 11) else load(ref, (), layout=layout)
+    # "Optimized" loads read shared memory only.
+    where: Any = () if _JAX >= (0, 11) else ((),)
+    return load(ref, *where, layout=layout, optimized=False)
