@@ -53,13 +53,52 @@ def packed(*lengths, padding=0):
     return np.concatenate([*segments, np.full(padding, -1)])[None].astype(np.int32)
 
 
-def two_rows(first, second):
-    return jnp.asarray(np.concatenate([first, second]))
+def segments(*rows):
+    """Of queries and keys alike."""
+    found = jnp.asarray(np.concatenate(rows))
+    return {"q_segments": found, "kv_segments": found}
 
 
 CASES = {
-    "full": {},
-    "causal, another type out": {"mask": Mask(causal=True), "s": 192, "dtype": jnp.float32},
+    "full, grouped heads": {"n": 4, "k": 2, "t": 64},
+    # More tiles than stages, with a mask and without.
+    "causal, behind other keys": {
+        "mask": Mask(causal=True, q_positions=jnp.arange(120, 248)[None]),
+        "t": 256,
+    },
+    "a window, one kv head, in float32": {
+        "mask": Mask(causal=True, window=(70, 0)),
+        "n": 2,
+        "dtype": jnp.float32,
+    },
+    "documents and padding, two rows": {
+        "mask": Mask(causal=True, **segments(packed(50, 78), packed(20, 70, padding=38))),
+        "b": 2,
+    },
+    "chunks of a zigzag, soft cap": {
+        "mask": Mask(
+            causal=True,
+            q_positions=jnp.concatenate([jnp.arange(64, 128), jnp.arange(384, 448)])[None],
+            kv_positions=jnp.concatenate([jnp.arange(64), jnp.arange(400, 464)])[None],
+        ),
+        "soft_cap": 2.0,
+    },
+    "odd lengths, rows that see nothing": {
+        "mask": Mask(
+            causal=True,
+            q_segments=jnp.asarray(packed(69, padding=52)),
+            kv_segments=jnp.asarray(packed(87)),
+        ),
+        "s": 121,
+        "t": 87,
+    },
+    "a bias of all heads, soft cap": {"bias": (1, 1), "n": 2, "t": 64, "soft_cap": 3.0},
+    "a bias of all rows": {
+        "bias": (1, 1),
+        "b": 2,
+        "mask": Mask(causal=True, **segments(packed(128), packed(64, padding=64))),
+    },
+    "float16, values narrower than keys": {"half": jnp.float16, "h": 192, "hv": 128, "t": 64},
 }
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from .backward_bias import bias_gradient
 from .backward_keys import key_gradients
 from .backward_operands import LOG2_E, Operands
 from .backward_queries import query_gradient
@@ -57,8 +58,9 @@ def gradients(
         ValueError: There are no tiles for these head sizes.
 
     Cost, for P pairs of a query and a key in tiles that are visited: 2 P n (4 h + 3 hv) FLOPs for
-    the 5 matmuls of the formulas, as dq and dk/dv compute scores and dp each. Lengths that tiles
-    do not divide are filled up by a copy, and a bias is copied transposed.
+    the 5 matmuls of the formulas, as dq and dk/dv compute scores and dp each; a bias adds
+    2 P n (h + hv) and is copied transposed. Lengths that tiles do not divide are filled up by a
+    copy.
     Source: Dao 2023, FlashAttention-2.
     """
     if tiles is None:
@@ -88,7 +90,10 @@ def gradients(
     )
     dq = query_gradient(operands, tiles.of_queries)
     dk, dv = key_gradients(operands, tiles.of_keys)
-    return dq[:, :s], dk[:, :t], dv[:, :t], None
+    dbias = None
+    if bias is not None:
+        dbias = bias_gradient(operands, tiles.of_bias)[..., :s, :t]
+    return dq[:, :s], dk[:, :t], dv[:, :t], dbias
 
 
 def _filled(x: Array, dim: int, multiple: int) -> Array:

@@ -51,22 +51,45 @@ class KeyTiles:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class BiasTiles:
+    """Blocks of one tile of the bias each, that loop over what shares it.
+
+    Attributes:
+        warpgroups: That compute, with 64 queries each.
+        keys: Of a tile.
+        stages: Tiles of q, dout, k and v in shared memory.
+    """
+
+    warpgroups: int = 2
+    keys: int
+    stages: int = 2
+
+    @property
+    def rows(self) -> int:
+        """Queries of a tile."""
+        return self.warpgroups * WARPGROUP_ROWS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class BackwardTiles:
     """Of the kernels of one backward pass."""
 
     of_queries: QueryTiles
     of_keys: KeyTiles
+    of_bias: BiasTiles
 
     @property
     def s_multiple(self) -> int:
         """What the number of queries is filled up to."""
-        return math.lcm(self.of_queries.rows, self.of_keys.queries)
+        return math.lcm(self.of_queries.rows, self.of_keys.queries, self.of_bias.rows)
 
     @property
     def t_multiple(self) -> int:
         """What the number of keys is filled up to."""
-        return math.lcm(self.of_queries.keys, self.of_keys.keys)
+        return math.lcm(self.of_queries.keys, self.of_keys.keys, self.of_bias.keys)
 
 
 def tiles_for(h: int, hv: int, bias_bytes: int, soft_cap: bool) -> BackwardTiles:
-    return BackwardTiles(of_queries=QueryTiles(keys=64), of_keys=KeyTiles(queries=64))
+    return BackwardTiles(
+        of_queries=QueryTiles(keys=64), of_keys=KeyTiles(queries=64), of_bias=BiasTiles(keys=64)
+    )
