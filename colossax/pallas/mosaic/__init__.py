@@ -10,3 +10,5 @@ from .ops import LAYOUT as LAYOUT
 from .ops import Ops as Ops
 from .ops import spread as spread
 from .ops import tanh as tanh
+from .stages import Stages as Stages
+from .stages import stage_barriers as stage_barriers

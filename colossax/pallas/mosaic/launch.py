@@ -53,13 +53,15 @@ def launch(
     return lambda *arrays: tuple(run(*arrays))
 
 
-def matrix(shape: tuple[int, ...], dtype: Any) -> Any:
+def matrix(shape: tuple[int, ...], dtype: Any, *, rows_summed: int = 0) -> Any:
     """Shared memory for matrices `[..., rows, columns]` that `wgmma` can multiply.
 
-    Columns are a multiple of 32 bytes; the widest swizzle that divides them is taken.
+    Columns are a multiple of 32 bytes; the widest swizzle that divides them is taken. Where
+    a product sums over rows, give their number: it is a multiple of the columns of a swizzle.
     """
     itemsize = jnp.dtype(dtype).itemsize
-    swizzle = next(n for n in (128, 64, 32) if shape[-1] * itemsize % n == 0)
+    sizes = (shape[-1] * itemsize, rows_summed * itemsize)
+    swizzle = next(n for n in (128, 64, 32) if all(size % n == 0 for size in sizes))
     return plgpu.SMEM(
         shape,
         dtype,

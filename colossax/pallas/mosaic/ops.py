@@ -66,6 +66,31 @@ class Ops:
         found: Any = pl.run_state(multiply)(plgpu.ACC.init(acc))
         return found
 
+    def matmuls(self, *pairs: tuple[Any, Any], transpose_b: bool = False) -> tuple[jax.Array, ...]:
+        """`matmul` of each pair, all started before the first is waited for."""
+        if self.interpret:
+            return tuple(self._dot(a, b, transpose_b) for a, b in pairs)
+
+        def multiply(*accs: Any) -> tuple[jax.Array, ...]:
+            for acc, (a, b) in zip(accs, pairs, strict=True):
+                plgpu.wgmma(acc, a, transposed_ref(b) if transpose_b else b)
+            return tuple(acc[...] for acc in accs)
+
+        shapes = ((a.shape[0], b.shape[0 if transpose_b else 1]) for a, b in pairs)
+        return pl.run_scoped(multiply, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
+
+    def accumulates(self, *triples: tuple[jax.Array, Any, Any]) -> tuple[jax.Array, ...]:
+        """`accumulate` of each `(acc, a, b)`, all started before the first is waited for."""
+        if self.interpret:
+            return tuple(acc + self._dot(a, b, False) for acc, a, b in triples)
+
+        def multiply(refs: Any) -> None:
+            for ref, (_, a, b) in zip(refs, triples, strict=True):
+                plgpu.wgmma(ref, a, b)
+
+        found: Any = pl.run_state(multiply)(tuple(plgpu.ACC.init(acc) for acc, _, _ in triples))
+        return tuple(found)
+
     def _dot(self, a: Any, b: Any, transpose_b: bool) -> jax.Array:
         right = b[...].T if transpose_b else b[...]
         found = jnp.dot(a[...], right, preferred_element_type=jnp.float32)
@@ -90,6 +115,10 @@ class Ops:
         if self.interpret:
             return ref[...]
         return load_vector(ref, LAYOUT.reduce(1 - along))
+
+    def tile(self, ref: Any) -> jax.Array:
+        """A matrix in shared memory as float32 in registers."""
+        return ref[...].astype(jnp.float32)
 
 
 def spread(vector: jax.Array, shape: tuple[int, int], *, along: int = 0) -> jax.Array:
