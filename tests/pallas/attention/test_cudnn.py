@@ -16,6 +16,11 @@ BLACKWELL = Target(platform="gpu", compute_capability=(10, 0))
 IDS = jnp.asarray(np.repeat([[0, 1, 2, -1], [0, 0, 1, 1]], 4, axis=1), jnp.int32)
 
 
+@pytest.fixture(autouse=True)
+def installed(monkeypatch):
+    monkeypatch.setattr("colossax.pallas.attention.cudnn.cudnn_installed", lambda: True)
+
+
 def spec(**changes):
     fields = {
         "batch": 2,
@@ -70,6 +75,13 @@ def test_what_it_declines_goes_to_the_blockwise_form(changes, reason):
     with pytest.raises(NotImplementedError, match=reason):
         choose(spec(**changes), BLACKWELL, "cudnn")
     assert choose(spec(**changes), BLACKWELL) == "xla"
+
+
+def test_where_cudnn_is_not_installed_the_blockwise_form_serves(monkeypatch):
+    monkeypatch.setattr("colossax.pallas.attention.cudnn.cudnn_installed", lambda: False)
+    assert choose(spec(), BLACKWELL) == "xla"
+    with pytest.raises(NotImplementedError, match="is not installed: pip install"):
+        choose(spec(), BLACKWELL, "cudnn")
 
 
 def test_hardware_too_old_is_declined():

@@ -134,6 +134,7 @@ def _attend_bwd(static: _Static, saved: Any, cotangents: Any) -> Any:
     delta = row_delta(out, lse, dout, dlse)
     given = {"lo": lo, "hi": hi, "bias": bias, "dout": dout, "lse": lse, "delta": delta}
     dq, dk, dv, dbias = gradients(q, k, v, **given, dtype=q.dtype, **static.options)
+    assert (dbias is None) == (bias is None)
     if dbias is not None:
         dbias = dbias.astype(bias.dtype)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dbias, None, None

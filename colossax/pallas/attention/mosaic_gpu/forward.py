@@ -23,6 +23,9 @@ from .shapes import BLOCK_ROWS, WARPGROUPS, Tile, padded, tile_for
 
 LOG2_E = math.log2(math.e)
 
+KERNEL_NAME = "flash_attention"
+"""Part of the name of the operation in compiled programs."""
+
 
 def forward(
     q: Float[Array, "b s n h"],
@@ -94,7 +97,8 @@ def forward(
         warpgroups=WARPGROUPS + 1,
         interpret=interpret,
     )
-    out, lse = run(*given)
+    with jax.named_scope(KERNEL_NAME):
+        out, lse = run(*given)
     return out[:, :s], lse[:, :, :s]
 
 
