@@ -24,6 +24,8 @@ Metrics = dict[str, jax.Array]
 TEXT_BATCH_DIMS: dict[str, Dims] = dict.fromkeys(
     ("tokens", "targets", "segments", "positions", "weights"), ("batch", "seq")
 )
+"""Segments number the documents of a row from its start, so they never fall along it; -1, padding,
+may stand anywhere."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -56,7 +56,9 @@ class AttentionConfig:
                 raise PlanError(f"attention.{field}: unknown '{value}'{nearest(value, known)}")
 
 
-KERNELS: tuple[str, ...] = ("auto", "cudnn", "xla", "reference")
+KERNELS: tuple[str, ...] = ("auto", "mosaic", "cudnn", "xla", "reference")
+"""Not `interpret`: it runs on one device, and not inside `jax.checkpoint`, as layers do."""
+
 SCHEMES: tuple[str, ...] = ("auto", "zigzag", "ring", "all_gather", "self_attention")
 
 

@@ -209,7 +209,8 @@ class Decoder(nnx.Module):
             embeddings: Token embeddings in place of tokens.
             positions: Per token, for rope and learned positions; default 0, 1, ... per row. Who
                 sees whom goes by the order in the row, so they ascend by one within a segment.
-            segments: Documents packed into a row; a token sees its own. Negative is padding.
+            segments: Documents packed into a row, numbered in their order there; a token sees its
+                own. Negative is padding.
 
         Raises:
             InputError: The sequence is longer than the model's, or both inputs are given.
@@ -222,7 +223,13 @@ class Decoder(nnx.Module):
         if positions is None:
             positions = jnp.broadcast_to(current_order().indices(x.shape[1]), x.shape[:2])
         window = None if self.config.window is None else (self.config.window - 1, 0)
-        mask = Mask(causal=True, window=window, q_segments=segments, kv_segments=segments)
+        mask = Mask(
+            causal=True,
+            window=window,
+            q_segments=segments,
+            kv_segments=segments,
+            ascending=True,
+        )
         side = Side(mask=mask, rope=self._rope(positions))
         return self._run(x, positions, side, None)[0]
 

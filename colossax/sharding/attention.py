@@ -1,9 +1,10 @@
 """Attention under a plan: a region manual over the whole mesh, its scheme chosen by the plan."""
 
+import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -110,8 +111,15 @@ def attention(
 def _local(arrays: dict[str, Any], options: dict[str, Any]) -> Any:
     arrays = dict(arrays)
     q, k, v = arrays.pop("q"), arrays.pop("k"), arrays.pop("v")
-    try:
+    with _told_by_plan():
         return local_attention(q, k, v, **arrays, **options)
+
+
+@contextlib.contextmanager
+def _told_by_plan() -> Iterator[None]:
+    """Blames the plan for a kernel that declines."""
+    try:
+        yield
     except NotImplementedError as reason:
         raise PlanError(f"plan.attention.kernel: {reason}; use 'auto'") from reason
 
@@ -193,7 +201,8 @@ def _balances(arrays: dict[str, Any]) -> bool:
 
 def _check_ring(bound: BoundPlan, arrays: dict[str, Any]) -> None:
     kernel = bound.plan.attention.kernel
-    if kernel not in ("auto", "xla"):
+    whole = bound.plan.attention.scheme == "self_attention"  # it computes its own scores
+    if kernel not in ("auto", "xla") and (kernel != "mosaic" or whole):
         raise PlanError(
             f"plan.attention.kernel: '{kernel}' cannot compute a row in parts, which a ring of"
             f" devices needs; use 'auto', or split the sequence over 'ulysses'"
@@ -221,7 +230,7 @@ def _filled_up(arrays: dict[str, Any], split: _Split) -> dict[str, Any]:
     }
     filled = {name: _padded(arrays[name], 1, more[name != "q"]) for name in ("q", "k", "v")}
     biases = (_padded(_padded(x, 2, more[0]), 3, more[1]) for x in arrays["biases"])
-    mask = dataclasses.replace(mask, **fields)
+    mask = dataclasses.replace(mask, ascending=arrays["mask"].ascends, **fields)
     return {**arrays, **filled, "mask": mask, "biases": tuple(biases)}
 
 
@@ -330,18 +339,22 @@ def _ring_local(
     if split.turned:
         turn = functools.partial(balanced_from_contiguous_local, axes=ring)
         q, k, v, mask = jax.tree.map(turn, (q, k, v, mask))
-    out, lse = _SCHEMES[split.scheme](
-        q,
-        k,
-        v,
-        mask=mask,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        scale=1 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
-        soft_cap=options["soft_cap"],
-        axes=ring,
-        order=Order.ZIGZAG if split.zigzag else Order.CONTIGUOUS,
-    )
+    attend = _SCHEMES[split.scheme]
+    if split.scheme != "self_attention":
+        attend = functools.partial(attend, implementation=options["implementation"])
+    with _told_by_plan():
+        out, lse = attend(
+            q,
+            k,
+            v,
+            mask=mask,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            scale=1 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
+            soft_cap=options["soft_cap"],
+            axes=ring,
+            order=Order.ZIGZAG if split.zigzag else Order.CONTIGUOUS,
+        )
     if not split.turned:
         return out, lse
     back = functools.partial(contiguous_from_balanced_local, axes=ring)

@@ -23,6 +23,7 @@ from colossax.aot import (
 from colossax.compat import cudnn_installed
 from colossax.config import BatchConfig, Plan
 from colossax.errors import InputError
+from colossax.pallas.attention.mosaic_gpu.forward import KERNEL_NAME
 from colossax.pallas.target import target as pallas_target
 from colossax.sharding import batch_axes, compiler_options
 from colossax.train.config import TrainConfig
@@ -92,7 +93,8 @@ class Inspection:
     @property
     def note(self) -> str:
         """What differs from the program that the GPUs would run, or empty."""
-        if self.config.plan.attention.kernel != "auto" or cudnn_installed():
+        searched = self.config.plan.attention.kernel == "auto" and self.attention == "xla"
+        if not searched or cudnn_installed():
             return ""
         return (
             "attention is XLA's; on the GPUs 'auto' may take cuDNN's, which is not installed here"
@@ -191,7 +193,7 @@ def inspect_run(config: TrainConfig, target: Target) -> Inspection:
         links=tuple(link_of(t, target, step) for t in totals(collectives(program.hlo, mesh))),
         limit_bytes=target.gpu.memory_bytes,
         fits=program.device_bytes <= _usable(target),
-        attention="cudnn" if "__cudnn$fmha" in program.hlo else "xla",
+        attention=_attention_in(program.hlo),
         flops_per_token=flops,
         compute_s=None if peak is None else flops * rows * seq_len / (peak * target.size),
         microbatch=microbatch,
@@ -245,7 +247,7 @@ def _with_microbatch(config: TrainConfig, target: Target, rows: int) -> TrainCon
 def compiled_step(config: TrainConfig, target: Target) -> tuple[Step, Program, Any]:
     """A run's step, the program compiled for a target, and the names of what it saves."""
     devices = target_devices(target)
-    config = config.replace(plan=_without_cudnn(config.plan, target))
+    _check_cudnn(config.plan, target)
     with pallas_target("gpu", compute_capability=target.gpu.compute_capability):
         step = run_step(config, devices)
         batch = step.abstract_batch(batch_shapes(config))
@@ -255,21 +257,24 @@ def compiled_step(config: TrainConfig, target: Target) -> tuple[Step, Program, A
     return step, program, checkpoint_stacks(traced.jaxpr)
 
 
-def _without_cudnn(plan: Plan, target: Target) -> Plan:
-    """The plan with XLA's attention in place of `auto` where cuDNN is not installed.
+def _check_cudnn(plan: Plan, target: Target) -> None:
+    """Refuse a plan that asks for cuDNN where it is not installed; `auto` does without.
 
     Raises:
-        InputError: The plan asks for cuDNN.
+        InputError: It does.
     """
-    kernel = plan.attention.kernel
-    if kernel not in ("auto", "cudnn") or cudnn_installed():
-        return plan
-    if kernel == "cudnn":
+    if plan.attention.kernel == "cudnn" and not cudnn_installed():
         raise InputError(
             f"plan.attention.kernel 'cudnn' on '{target.name}': cuDNN is not installed here;"
             f" run: pip install 'colossax[cudnn]', or give --plan.attention.kernel xla"
         )
-    return plan.replace(attention=dataclasses.replace(plan.attention, kernel="xla"))
+
+
+def _attention_in(hlo: str) -> str:
+    """Which implementation of attention a program has."""
+    if any(KERNEL_NAME in line for line in hlo.splitlines() if "mosaic_gpu" in line):
+        return "mosaic"
+    return "cudnn" if "__cudnn$fmha" in hlo else "xla"
 
 
 def _usable(target: Target) -> float:

@@ -432,9 +432,10 @@ def _check_reduce_once(bound: BoundPlan, infos: Any) -> None:
     if not batch.reduce_once or not held:
         return
     several = batch.accumulation > 1 or batch.microbatch is not None
-    if several and bound.plan.attention.kernel == "cudnn":
+    kernel = bound.plan.attention.kernel
+    if several and kernel in ("cudnn", "mosaic"):
         raise PlanError(
-            "plan.attention.kernel 'cudnn' cannot run under plan.batch.reduce_once with several"
+            f"plan.attention.kernel '{kernel}' cannot run under plan.batch.reduce_once with several"
             " microbatches; give 'auto', or switch reduce_once off as preset zero2 does"
         )
     for info in jax.tree.leaves(infos):

@@ -169,6 +169,13 @@ def test_data_axes_all_reduce_the_share_of_fsdp():
     )
 
 
+def test_attention_on_hopper_is_by_our_kernel_without_being_asked_for():
+    config = llama("zero3", {"fsdp": 8}, rows=8)
+    plan = config.plan.replace(attention=AttentionConfig())
+    one = inspected(config.replace(plan=plan))
+    assert (one.attention, one.note) == ("mosaic", "")
+
+
 def test_70b_on_64_devices():
     config = recipe("llama3_70b")
     plan = config.plan.replace(

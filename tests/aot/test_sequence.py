@@ -98,17 +98,25 @@ def test_messages_are_in_the_dtype_of_storage():
     check(program().hlo, {("collective-permute", "ring"): (2 * hops - 1) * KV + hops * 2 * KV})
 
 
-def loops_under_hops(module):
-    """For each permute (its first pair of devices, how many loops of attention it runs under)."""
+def steps_under_hops(module):
+    """For each permute (its first pair of devices, how many kernels or loops it runs under)."""
     found = []
     for body in module.computations.values():
         for place, start in enumerate(body):
             pair = first_pair(module, start)
             if pair:
                 end = next(n for n in range(place + 1, len(body)) if reads(body[n], start))
-                found.append((pair, sum(one.opcode == "while" for one in body[place:end])))
+                found.append((pair, sum(map(is_step, body[place:end]))))
     assert found
     return found
+
+
+def is_step(instruction):
+    return instruction.opcode == "while" or is_kernel(instruction)
+
+
+def is_kernel(instruction):
+    return instruction.opcode == "custom-call" and "mosaic_gpu" in instruction.attributes
 
 
 def first_pair(module, start):
@@ -130,14 +138,28 @@ def reads(instruction, other):
 def test_every_hop_is_hidden_behind_attention(order, backward):
     module = parse_module(program(1, order, backward).hlo)
     assert exposed_collectives(module, Ring().mesh) == []
-    assert all(loops for _, loops in loops_under_hops(module))
+    assert all(steps for _, steps in steps_under_hops(module))
+
+
+@pytest.mark.parametrize("order", ["zigzag", "contiguous"])
+def test_a_turn_of_the_ring_is_one_permute_around_one_kernel(order):
+    """Forward: the loop's body has one start, then the kernel, then its end, and no other loop."""
+    module = parse_module(program(1, order, backward=False).hlo)
+    (body,) = (
+        body
+        for body in module.computations.values()
+        if any(map(is_kernel, body)) and not any(one.opcode == "while" for one in body)
+    )
+    starts = [one for one in body if first_pair(module, one)]
+    assert len(starts) == sum(map(is_kernel, body)) == sum(map(is_step, body)) == 1
+    assert [count for _, count in steps_under_hops(module)] == [1, 1]
 
 
 @pytest.mark.parametrize("outer", [2, 4])
 def test_a_double_ring_hides_outer_hops_behind_turns_of_the_inner_ring(outer):
     module = parse_module(program(outer, backward=False).hlo)
     assert exposed_collectives(module, Ring(outer).mesh) == []
-    loops = loops_under_hops(module)
+    loops = steps_under_hops(module)
     assert all(count for _, count in loops)
     # A turn is a first step, a loop of steps, and a last one.
     assert {count for pair, count in loops if pair == f"0,{RANKS}"} == {3}
@@ -150,13 +172,15 @@ def test_backward_a_double_ring_leaves_bare_one_inner_hop_of_keys_a_turn(outer):
     bare = [c for c in collectives(module, mesh) if not c.overlapped]
     assert {c.axis for c in bare} <= {"ring"}
     assert sum(c.bytes for c in bare) <= (outer - 1) * KV
-    along_outer = [count for pair, count in loops_under_hops(module) if pair == f"0,{RANKS}"]
+    along_outer = [count for pair, count in steps_under_hops(module) if pair == f"0,{RANKS}"]
     assert all(along_outer)
 
 
 def plain_ring(*qkv, mask, scale, axes, order):
     """The forward pass without its gradient's rule."""
-    settings = ring.Settings(axes=axes, order=order, scale=scale, soft_cap=None)
+    settings = ring.Settings(
+        axes=axes, order=order, scale=scale, soft_cap=None, implementation="xla"
+    )
     return ring._forward(settings, *qkv, None, mask)
 
 
@@ -172,7 +196,7 @@ def test_its_own_backward_pass_saves_memory(monkeypatch):
 def test_it_saves_memory_where_only_the_ring_is_differentiated_plainly(monkeypatch):
     """Blocks that have a backward pass of their own, in a ring that has none."""
 
-    def block(q, k, v, *, alibi_slopes, **options):
+    def block(q, k, v, *, alibi_slopes, implementation, **options):
         out, lse = xla.attend(q, k, v, alibi_slopes=alibi_slopes, **options)
         return out.astype(jnp.float32), lse
 

@@ -148,6 +148,10 @@ def test_what_cannot_be_split_is_refused_in_a_sentence(devices):
     assert "biases of all pairs" in message and "'ulysses'" in message
     message = refusal(MESHES["ring"], kernel="cudnn")
     assert "plan.attention.kernel: 'cudnn'" in message and "use 'auto'" in message
+    message = refusal(MESHES["ring"], kernel="mosaic")
+    assert "'mosaic': Mosaic kernels need an NVIDIA GPU" in message and "use 'auto'" in message
+    message = refusal(MESHES["ring"], kernel="mosaic", scheme="self_attention")
+    assert "'mosaic' cannot compute a row in parts" in message
     message = refusal(MESHES["ring"], mask=MASKS["all"], scheme="zigzag")
     assert "'zigzag' balances causal attention" in message
 

@@ -1,12 +1,14 @@
 """One attention, several implementations: the call, its checks and the choice."""
 
+import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
@@ -15,10 +17,21 @@ from colossax.pallas.target import Target, current_target
 
 from . import cudnn, reference, xla
 from .mask import Mask
+from .mosaic_gpu import attend as mosaic
+from .mosaic_gpu import interpreted
 from .spec import AttentionSpec
 
-IMPLEMENTATIONS: dict[str, ModuleType] = {"cudnn": cudnn, "xla": xla, "reference": reference}
-"""Fastest first."""
+IMPLEMENTATIONS: dict[str, ModuleType] = {
+    "mosaic": mosaic,
+    "cudnn": cudnn,
+    "xla": xla,
+    "reference": reference,
+    "interpret": interpreted,
+}
+"""Fastest first; the last one only if named."""
+
+_NAME_THEIR_OWN = ("mosaic", "xla", "interpret")
+"""They name for remat policies what their backward passes need."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -59,7 +72,8 @@ def attention(
         sinks: One more logit per head, in the denominator only.
         dropout_key: Reserved; give None.
         return_lse: Also return the log of the softmax's denominator, sink included.
-        implementation: `auto` takes the first that accepts; or `cudnn`, `xla`, `reference`.
+        implementation: `auto` takes the first that accepts of `mosaic`, `cudnn`, `xla` and
+            `reference`; or one of them; or `interpret`, the source of `mosaic` run on a CPU, slow.
 
     Returns:
         Output `[*b, s, n, hv]` in q's dtype; with `return_lse` a pair of it and float32
@@ -88,7 +102,7 @@ def attention(
         v_head_dim=v.shape[3],
         dtype=q.dtype,
         mask=mask,
-        biases=len(biases),
+        biases=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in biases),
         alibi=alibi_slopes is not None,
         soft_cap=soft_cap is not None,
         sinks=sinks is not None,
@@ -107,25 +121,31 @@ def attention(
         sinks=sinks,
     )
     out = out.reshape(*lead, s, heads, v.shape[3])
-    if chosen != "xla":  # which names what its backward needs
+    if chosen not in _NAME_THEIR_OWN:
         out = checkpoint_name(out, "attention")
     return (out, lse.reshape(*lead, heads, s)) if return_lse else out
 
 
-def choose(spec: AttentionSpec, target: Target, implementation: str = "auto") -> str:
-    """Name of the implementation that will run.
+def choose(
+    spec: AttentionSpec,
+    target: Target,
+    implementation: str = "auto",
+    known: Mapping[str, ModuleType] = IMPLEMENTATIONS,
+) -> str:
+    """Name of the implementation that will run, of those known.
 
     Raises:
         ValueError: No such name.
         NotImplementedError: The one named declines.
         ExceptionGroup: All decline.
     """
-    names = ("auto", *IMPLEMENTATIONS)
+    names = ("auto", *known)
     if implementation not in names:
         raise ValueError(f"attention: no implementation '{implementation}'; use one of {names}")
     reasons = {}
-    for name in IMPLEMENTATIONS if implementation == "auto" else (implementation,):
-        reason = IMPLEMENTATIONS[name].why_not(spec, target)
+    automatic = (name for name in known if name != "interpret")
+    for name in automatic if implementation == "auto" else (implementation,):
+        reason = known[name].why_not(spec, target)
         if reason is None:
             _log_once(name, "; ".join(f"not {n}: {r}" for n, r in reasons.items()))
             return name
@@ -213,4 +233,4 @@ def _flat_mask(mask: Mask, lead: tuple[int, ...]) -> Mask:
         )
         if getattr(mask, name) is not None
     }
-    return Mask(causal=mask.causal, window=mask.window, **fields)
+    return dataclasses.replace(mask, **fields)

@@ -52,14 +52,14 @@ class Shape:
     def mask(self) -> Mask:
         """Who sees whom."""
         window = None if self.window is None else (self.window - 1, None)
-        fields = {}
+        fields: dict[str, Any] = {}
         if self.documents > 1:
             segments = jnp.asarray(document_of(self.tokens, self.documents)[None])
             fields = {"q_segments": segments, "kv_segments": segments}
         if self.offset:
             places = jnp.arange(self.tokens, dtype=jnp.int32)[None]
             fields = {"q_positions": places + self.offset, "kv_positions": places}
-        return Mask(causal=self.causal, window=window, **fields)
+        return Mask(causal=self.causal, window=window, ascending=True, **fields)
 
     def pairs(self) -> int:
         """Visible pairs of a query and a key, of all rows and heads."""

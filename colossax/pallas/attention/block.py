@@ -1,13 +1,24 @@
 """Attention to some of the keys, and its gradients: the two steps of every ring.
 
-Neither is differentiated: who moves the blocks writes the backward pass. A kernel replaces both or
-neither.
+Neither is differentiated: who moves the blocks writes the backward pass. Both are computed alike,
+by the kernels or by XLA: what a block asks for is the same in both directions.
 """
+
+from types import ModuleType
+from typing import Any
 
 from jaxtyping import Array, Float
 
+from colossax.pallas.target import current_target
+
 from . import xla
+from .api import choose
 from .mask import Mask
+from .mosaic_gpu import attend as mosaic
+from .mosaic_gpu import interpreted
+from .spec import AttentionSpec
+
+_FORMS: dict[str, ModuleType] = {"mosaic": mosaic, "xla": xla, "interpret": interpreted}
 
 
 def attend_block(
@@ -19,15 +30,20 @@ def attend_block(
     alibi_slopes: Float[Array, " n"] | None = None,
     scale: float,
     soft_cap: float | None = None,
+    implementation: str = "auto",
 ) -> tuple[Float[Array, "b s n hv"], Float[Array, "b n s"]]:
     """Attention to this block alone, as the first or second part of `merge_blocks`.
 
     Returns:
         Output and log-partition in float32, 0 and -inf where a query sees none of these keys.
 
+    Raises:
+        NotImplementedError: The implementation named does not take this block, says why.
+
     Cost: 4 s t n h FLOPs a row, less what the mask leaves out.
     """
-    return xla.attend_block(
+    form = _form(q, k, v, mask, alibi_slopes, soft_cap, implementation)
+    return form.attend_block(
         q, k, v, mask=mask, alibi_slopes=alibi_slopes, scale=scale, soft_cap=soft_cap
     )
 
@@ -44,6 +60,7 @@ def block_gradients(
     dout: Float[Array, "b s n hv"],
     lse: Float[Array, "b n s"],
     delta: Float[Array, "b n s"],
+    implementation: str = "auto",
 ) -> tuple[
     Float[Array, "b s n h"],
     Float[Array, "b t k h"],
@@ -65,10 +82,15 @@ def block_gradients(
         dout: Gradient of the output over all blocks.
         lse: Log-partition over all blocks, without sinks.
         delta: `row_delta` over all blocks.
+        implementation: As forward.
 
-    Cost: 10 s t n h FLOPs a row, less what the mask leaves out.
+    Raises:
+        NotImplementedError: The implementation named does not take this block, says why.
+
+    Cost: 10 s t n h FLOPs a row, less what the mask leaves out; 14 in the kernels.
     """
-    return xla.block_gradients(
+    form = _form(q, k, v, mask, alibi_slopes, soft_cap, implementation)
+    return form.block_gradients(
         q,
         k,
         v,
@@ -80,3 +102,23 @@ def block_gradients(
         lse=lse,
         delta=delta,
     )
+
+
+def _form(
+    q: Array, k: Array, v: Array, mask: Mask, slopes: Any, soft_cap: Any, implementation: str
+) -> Any:
+    spec = AttentionSpec(
+        batch=q.shape[0],
+        q_length=q.shape[1],
+        kv_length=k.shape[1],
+        heads=q.shape[2],
+        kv_heads=k.shape[2],
+        head_dim=q.shape[3],
+        v_head_dim=v.shape[3],
+        dtype=q.dtype,
+        mask=mask,
+        alibi=slopes is not None,
+        soft_cap=soft_cap is not None,
+        return_lse=True,
+    )
+    return _FORMS[choose(spec, current_target(), implementation, _FORMS)]

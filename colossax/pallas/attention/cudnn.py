@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from colossax.compat import cudnn_installed
 from colossax.pallas.target import Target
 
 from .mask import Mask, dense
@@ -31,6 +32,10 @@ def _hardware(spec: AttentionSpec, target: Target) -> str | None:
     capability = target.compute_capability
     if capability is not None and capability < (8, 0):
         return f"cuDNN's fused attention needs compute capability 8.0, found {capability}"
+    if not cudnn_installed():
+        return (
+            "cuDNN, which plans its kernels here, is not installed: pip install 'colossax[cudnn]'"
+        )
     if spec.dtype not in (jnp.bfloat16, jnp.float16):
         return f"cuDNN takes bfloat16 and float16, found {spec.dtype}"
     largest = 256 if capability is not None and capability >= (9, 0) else 128

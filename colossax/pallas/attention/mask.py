@@ -39,6 +39,9 @@ class Mask:
             padding: it sees nothing and nobody sees it.
         kv_segments: int `[b, t]`; given if and only if `q_segments` is.
         kv_valid: bool `[b, t]`: keys that exist.
+        ascending: Declares that segments and positions are in the order that `row_ranges` asks
+            for. Values of arrays are not known when a kernel is chosen: without this, kernels that
+            read masks as ranges decline segments and positions, for they would compute nonsense.
     """
 
     causal: bool = _static(False)
@@ -49,6 +52,7 @@ class Mask:
     q_segments: Any = None
     kv_segments: Any = None
     kv_valid: Any = None
+    ascending: bool = _static(False)
 
     def __post_init__(self):
         if self.window is not None and any(w is not None and w < 0 for w in self.window):
@@ -82,6 +86,12 @@ class Mask:
     def indexed(self) -> bool:
         """Whether positions are the indices along the row, hence known without data."""
         return self.q_positions is None and self.kv_positions is None and self.prefix is None
+
+    @property
+    def ascends(self) -> bool:
+        """Whether rows are known to be in the order of `row_ranges`."""
+        placed = self.ordered and (self.q_positions is not None or self.kv_positions is not None)
+        return self.ascending or not (placed or self.q_segments is not None)
 
     @property
     def everything(self) -> bool:

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 
 from .mask import Mask
@@ -20,7 +21,7 @@ class AttentionSpec:
     v_head_dim: int
     dtype: np.dtype
     mask: Mask = dataclasses.field(compare=False)
-    biases: int = 0
+    biases: tuple[jax.ShapeDtypeStruct, ...] = ()
     alibi: bool = False
     soft_cap: bool = False
     sinks: bool = False

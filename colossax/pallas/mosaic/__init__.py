@@ -9,3 +9,6 @@ from .launch import vector as vector
 from .ops import LAYOUT as LAYOUT
 from .ops import Ops as Ops
 from .ops import spread as spread
+from .ops import tanh as tanh
+from .stages import Stages as Stages
+from .stages import stage_barriers as stage_barriers

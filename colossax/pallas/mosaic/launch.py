@@ -20,7 +20,7 @@ def launch(
     body: Callable[..., None],
     *,
     out: Any,
-    scratch: Sequence[Any],
+    scratch: Sequence[Any] | Mapping[str, Any],
     grid: Mapping[str, int],
     warpgroups: int,
     interpret: bool,
@@ -31,7 +31,7 @@ def launch(
         body: Takes references to inputs, outputs and scratch. `jax.lax.axis_index` gives places by
             the names of `grid` and, as `wg`, the warpgroup.
         out: Shapes and dtypes of the outputs, a tuple.
-        scratch: Shared memory and barriers of each block.
+        scratch: Shared memory and barriers of each block; by names, `body` takes one dict.
         grid: Names and sizes, the fastest last.
         warpgroups: Of 128 threads each, which run `body` side by side.
         interpret: Whether to interpret it on the CPU, races looked for (`compat.races_found`).
@@ -40,7 +40,7 @@ def launch(
     run = plgpu.kernel(
         body,
         out_type=out,
-        scratch_types=list(scratch),
+        scratch_types=[dict(scratch)] if isinstance(scratch, Mapping) else list(scratch),
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
         num_threads=warpgroups,
@@ -53,13 +53,15 @@ def launch(
     return lambda *arrays: tuple(run(*arrays))
 
 
-def matrix(shape: tuple[int, ...], dtype: Any) -> Any:
+def matrix(shape: tuple[int, ...], dtype: Any, *, rows_summed: int = 0) -> Any:
     """Shared memory for matrices `[..., rows, columns]` that `wgmma` can multiply.
 
-    Columns are a multiple of 32 bytes; the widest swizzle that divides them is taken.
+    Columns are a multiple of 32 bytes; the widest swizzle that divides them is taken. Where
+    a product sums over rows, give their number: it is a multiple of the columns of a swizzle.
     """
     itemsize = jnp.dtype(dtype).itemsize
-    swizzle = next(n for n in (128, 64, 32) if shape[-1] * itemsize % n == 0)
+    sizes = (shape[-1] * itemsize, rows_summed * itemsize)
+    swizzle = next(n for n in (128, 64, 32) if all(size % n == 0 for size in sizes))
     return plgpu.SMEM(
         shape,
         dtype,
@@ -75,7 +77,7 @@ def vector(shape: tuple[int, ...], dtype: Any = jnp.float32) -> Any:
     return plgpu.SMEM(shape, dtype)
 
 
-def shared_bytes(scratch: Sequence[Any]) -> int:
+def shared_bytes(scratch: Any) -> int:
     """What the arrays of a scratch take, barriers aside."""
     arrays = (x for x in jax.tree.leaves(scratch) if hasattr(x, "dtype"))
     found = 0

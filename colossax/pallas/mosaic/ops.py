@@ -1,6 +1,7 @@
 """What differs between hardware and the interpreter, so that a kernel is written once."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -29,13 +30,26 @@ class Ops:
 
     interpret: bool
 
-    def matmul(self, a: Any, b: Any, *, transpose_b: bool = False) -> jax.Array:
-        """`a @ b` (`a @ b.T`) of two matrices in shared memory; float32, in registers."""
+    def matmul(
+        self,
+        a: Any,
+        b: Any,
+        *,
+        transpose_b: bool = False,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> jax.Array:
+        """`a @ b` (`a @ b.T`) of two matrices in shared memory; float32, in registers.
+
+        `meanwhile` is traced once, to run while the tensor cores multiply.
+        """
         if self.interpret:
-            return self._dot(a, b, transpose_b)
+            found = self._dot(a, b, transpose_b)
+            meanwhile()
+            return found
 
         def multiply(acc: Any) -> jax.Array:
             plgpu.wgmma(acc, a, transposed_ref(b) if transpose_b else b)
+            meanwhile()
             return acc[...]
 
         columns = b.shape[0] if transpose_b else b.shape[1]
@@ -51,6 +65,31 @@ class Ops:
 
         found: Any = pl.run_state(multiply)(plgpu.ACC.init(acc))
         return found
+
+    def matmuls(self, *pairs: tuple[Any, Any], transpose_b: bool = False) -> tuple[jax.Array, ...]:
+        """`matmul` of each pair, all started before the first is waited for."""
+        if self.interpret:
+            return tuple(self._dot(a, b, transpose_b) for a, b in pairs)
+
+        def multiply(*accs: Any) -> tuple[jax.Array, ...]:
+            for acc, (a, b) in zip(accs, pairs, strict=True):
+                plgpu.wgmma(acc, a, transposed_ref(b) if transpose_b else b)
+            return tuple(acc[...] for acc in accs)
+
+        shapes = ((a.shape[0], b.shape[0 if transpose_b else 1]) for a, b in pairs)
+        return pl.run_scoped(multiply, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
+
+    def accumulates(self, *triples: tuple[jax.Array, Any, Any]) -> tuple[jax.Array, ...]:
+        """`accumulate` of each `(acc, a, b)`, all started before the first is waited for."""
+        if self.interpret:
+            return tuple(acc + self._dot(a, b, False) for acc, a, b in triples)
+
+        def multiply(refs: Any) -> None:
+            for ref, (_, a, b) in zip(refs, triples, strict=True):
+                plgpu.wgmma(ref, a, b)
+
+        found: Any = pl.run_state(multiply)(tuple(plgpu.ACC.init(acc) for acc, _, _ in triples))
+        return tuple(found)
 
     def sum_of_products(
         self,
@@ -133,7 +172,21 @@ class Ops:
             return ref[...]
         return load_vector(ref, LAYOUT.reduce(1 - along))
 
+    def tile(self, ref: Any) -> jax.Array:
+        """A matrix in shared memory as float32 in registers."""
+        return ref[...].astype(jnp.float32)
+
 
 def spread(vector: jax.Array, shape: tuple[int, int], *, along: int = 0) -> jax.Array:
     """A value per row (`along` 0) or column (1) as a whole matrix."""
     return jax.lax.broadcast_in_dim(vector, shape, [along])
+
+
+def tanh(x: jax.Array) -> jax.Array:
+    """The hyperbolic tangent to 3e-7; the instruction of that name knows 11 bits.
+
+    tanh(x) = 1 - 2 / (1 + exp(2 x)), the reciprocal as the square of an inverse root: two
+    instructions of the special function unit, and no overflow.
+    """
+    inverse_root = jax.lax.rsqrt(1 + jnp.exp2(x * (2 * math.log2(math.e))))
+    return 1 - 2 * inverse_root * inverse_root

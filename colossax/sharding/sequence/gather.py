@@ -32,6 +32,7 @@ def gather_attention_local(
     sinks: Float[Array, " n"] | None = None,
     axes: RingAxes,
     order: str = Order.ZIGZAG,
+    implementation: str = "auto",
 ) -> tuple[Float[Array, "b s n hv"], Float[Array, "b n s"]]:
     """Exact softmax attention of one rank's queries to the keys of all R ranks, gathered.
 
@@ -44,7 +45,13 @@ def gather_attention_local(
     """
     check_order(order, q.shape[1], axes.size)
     check_order(order, k.shape[1], axes.size)
-    settings = Settings(axes=axes, order=str(order), scale=scale, soft_cap=soft_cap)
+    settings = Settings(
+        axes=axes,
+        order=str(order),
+        scale=scale,
+        soft_cap=soft_cap,
+        implementation=implementation,
+    )
     slopes = None if alibi_slopes is None else alibi_slopes.astype(jnp.float32)
     out, lse = _attend(settings, q, k, v, slopes, mask)
     return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
@@ -100,10 +107,11 @@ def _whole_local(
             axes.source_local(), length=q.shape[1], ranks=axes.size, order=settings.order
         )
     options = {
-        "mask": dataclasses.replace(mask, **of_keys),
+        "mask": dataclasses.replace(mask, ascending=mask.ascends, **of_keys),
         "alibi_slopes": slopes,
         "scale": settings.scale,
         "soft_cap": settings.soft_cap,
+        "implementation": settings.implementation,
     }
     return k, v, options
 

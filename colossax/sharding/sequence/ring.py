@@ -45,18 +45,21 @@ def ring_attention_local(
     sinks: Float[Array, " n"] | None = None,
     axes: RingAxes,
     order: str = Order.ZIGZAG,
+    implementation: str = "auto",
 ) -> tuple[Float[Array, "b s n hv"], Float[Array, "b n s"]]:
     """Exact softmax attention of one rank's queries to the keys of all R ranks.
 
     Positions that the mask leaves out are natural indices, which follow from rank and order. Arrays
     of the mask are this rank's part, those of keys travel along. Steps in which no rank sees a key
     through a window of natural indices are left out with their hops (single ring).
+    `implementation` is that of each step, see `attend_block`.
 
     Returns:
         Output in q's dtype and the float32 log-partition, sinks included; both differentiable.
 
     Raises:
         ValueError: The order is unknown or cannot be had with these lengths.
+        NotImplementedError: The implementation named does not take a step, says why.
 
     Cost, per device: KV = b t k (h + hv) items of k's dtype. Forward sends (R - 1) KV; backward
     (R - 1) KV again and (R - 1) KV of float32 gradients; in a double ring O - 1 of the R - 1 hops
@@ -68,7 +71,13 @@ def ring_attention_local(
     """
     check_order(order, q.shape[1], axes.size)
     check_order(order, k.shape[1], axes.size)
-    settings = Settings(axes=axes, order=str(order), scale=scale, soft_cap=soft_cap)
+    settings = Settings(
+        axes=axes,
+        order=str(order),
+        scale=scale,
+        soft_cap=soft_cap,
+        implementation=implementation,
+    )
     slopes = None if alibi_slopes is None else alibi_slopes.astype(jnp.float32)
     out, lse = _ring(settings, q, k, v, slopes, mask)
     return (out, lse) if sinks is None else with_sinks(out, lse, sinks)

@@ -28,6 +28,7 @@ class Settings:
     order: str
     scale: float
     soft_cap: float | None
+    implementation: str = "auto"
 
 
 @jax.tree_util.register_dataclass
@@ -183,10 +184,13 @@ class Step:
                 q_segments=queries.segments,
                 kv_segments=keys.segments,
                 kv_valid=keys.valid,
+                # Positions found here ascend: a shard is one or two pieces of the row, in order.
+                ascending=self.mask.ascends,
             ),
             "alibi_slopes": self.slopes,
             "scale": self.settings.scale,
             "soft_cap": self.settings.soft_cap,
+            "implementation": self.settings.implementation,
         }
 
 

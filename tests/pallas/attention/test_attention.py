@@ -335,7 +335,7 @@ def test_all_reasons_are_told_when_none_is_left(monkeypatch):
     with pytest.raises(ExceptionGroup) as found:
         attention(*operands(), mask=Mask())
     assert [str(e) for e in found.value.exceptions] == [
-        f"attention '{name}': it is Sunday" for name in ("cudnn", "xla", "reference")
+        f"attention '{name}': it is Sunday" for name in ("mosaic", "cudnn", "xla", "reference")
     ]
 
 

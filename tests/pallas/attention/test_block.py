@@ -1,11 +1,14 @@
 """Blocks of keys, merged, are attention to all of them; so are the gradients added up."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from colossax.aot import parse_module
+from colossax.pallas import target
 from colossax.pallas.attention import (
     Mask,
     attend_block,
@@ -133,3 +136,29 @@ def test_where_nothing_is_hidden_nothing_is_compared_and_loops_have_a_known_leng
     assert (None in trips) is not known
     compared = [line for line in lowered.as_text().splitlines() if "x8x8xi1>" in line]
     assert bool(compared) is not known
+
+
+@pytest.mark.parametrize(
+    ("capability", "implementation", "kernel"),
+    [((9, 0), "auto", True), ((9, 0), "xla", False), ((8, 0), "auto", False)],
+)
+def test_both_steps_take_the_kernel_on_hopper(capability, implementation, kernel):
+    q, k, v = (jnp.zeros((1, 128, n, 64), jnp.bfloat16) for n in (2, 1, 1))
+    rows = jnp.zeros((1, 2, 128))
+    options = {"mask": Mask(causal=True), "scale": 1.0, "implementation": implementation}
+    with target("gpu", compute_capability=capability):
+        forward = jax.make_jaxpr(functools.partial(attend_block, **options))(q, k, v)
+        backward = jax.make_jaxpr(functools.partial(block_gradients, **options))(
+            q, k, v, dout=q, lse=rows, delta=rows
+        )
+    assert [("wgmma" in str(x)) for x in (forward, backward)] == [kernel] * 2
+    assert [x.dtype for x in forward.out_avals] == [jnp.float32] * 2
+    assert {x.dtype for x in backward.out_avals} == {jnp.dtype(jnp.float32)}
+
+
+def test_a_step_named_declines_with_its_reason():
+    q, k, v, _ = operands()
+    with pytest.raises(NotImplementedError, match="'mosaic': Mosaic kernels need an NVIDIA GPU"):
+        attend_block(q, k, v, mask=Mask(), scale=1.0, implementation="mosaic")
+    with pytest.raises(ValueError, match="no implementation 'cudnn'"):
+        attend_block(q, k, v, mask=Mask(), scale=1.0, implementation="cudnn")

@@ -11,8 +11,14 @@ from colossax.pallas.attention.api import choose
 from colossax.pallas.attention.spec import AttentionSpec
 from colossax.pallas.target import Target
 
-HOPPER = Target(platform="gpu", compute_capability=(9, 0))
+# Where there is no kernel of ours.
+BLACKWELL = Target(platform="gpu", compute_capability=(10, 0))
 IDS = jnp.asarray(np.repeat([[0, 1, 2, -1], [0, 0, 1, 1]], 4, axis=1), jnp.int32)
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch):
+    monkeypatch.setattr("colossax.pallas.attention.cudnn.cudnn_installed", lambda: True)
 
 
 def spec(**changes):
@@ -41,7 +47,7 @@ def spec(**changes):
     ],
 )
 def test_auto_takes_it_on_a_gpu(mask):
-    assert choose(spec(mask=mask), HOPPER) == "cudnn"
+    assert choose(spec(mask=mask), BLACKWELL) == "cudnn"
 
 
 @pytest.mark.parametrize(
@@ -67,8 +73,15 @@ def test_auto_takes_it_on_a_gpu(mask):
 )
 def test_what_it_declines_goes_to_the_blockwise_form(changes, reason):
     with pytest.raises(NotImplementedError, match=reason):
-        choose(spec(**changes), HOPPER, "cudnn")
-    assert choose(spec(**changes), HOPPER) == "xla"
+        choose(spec(**changes), BLACKWELL, "cudnn")
+    assert choose(spec(**changes), BLACKWELL) == "xla"
+
+
+def test_where_cudnn_is_not_installed_the_blockwise_form_serves(monkeypatch):
+    monkeypatch.setattr("colossax.pallas.attention.cudnn.cudnn_installed", lambda: False)
+    assert choose(spec(), BLACKWELL) == "xla"
+    with pytest.raises(NotImplementedError, match="is not installed: pip install"):
+        choose(spec(), BLACKWELL, "cudnn")
 
 
 def test_hardware_too_old_is_declined():

@@ -1,0 +1,181 @@
+"""Attention by Mosaic GPU kernels: which calls they take, and the rule of their gradient."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
+
+from colossax.pallas.attention.mask import Mask, row_ranges, why_no_ranges
+from colossax.pallas.attention.merge import row_delta, with_sinks
+from colossax.pallas.attention.spec import AttentionSpec
+from colossax.pallas.target import Target
+
+from .backward import gradients
+from .forward import forward
+from .shapes import HEAD_SIZES
+
+
+def why_not(spec: AttentionSpec, target: Target) -> str | None:
+    """The first thing about this call that the kernels cannot do.
+
+    Nothing else may be tried on other hardware: where `wgmma` does not exist the assembler refuses
+    the kernel, and below compute capability 9.0 the compiler ends the process.
+    """
+    if target.platform != "gpu":
+        return f"Mosaic kernels need an NVIDIA GPU, the target is '{target.platform}'"
+    if target.compute_capability is None:
+        return "Mosaic kernels need compute capability 9.0, and the target's is not known"
+    if target.compute_capability != (9, 0):
+        found = ".".join(map(str, target.compute_capability))
+        return f"Mosaic kernels need compute capability 9.0, found {found}"
+    return why_not_call(spec)
+
+
+def why_not_call(spec: AttentionSpec) -> str | None:
+    """The same, the hardware aside."""
+    reasons = (_operands(spec), _bias(spec), _mask(spec))
+    return next((r for r in reasons if r is not None), None)
+
+
+def _operands(spec: AttentionSpec) -> str | None:
+    if spec.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"the kernels take bfloat16 and float16, found {spec.dtype}"
+    sizes = spec.head_dim, spec.v_head_dim
+    if sizes not in HEAD_SIZES:
+        known = ", ".join(str(h) if h == hv else f"{h}/{hv}" for h, hv in HEAD_SIZES)
+        return f"head sizes {sizes[0]} of keys and {sizes[1]} of values; there are {known}"
+    if 0 in (spec.batch, spec.q_length, spec.kv_length):
+        return "there are no tokens"
+    if spec.alibi:
+        return "alibi_slopes are not available in the kernels"
+    return None
+
+
+def _bias(spec: AttentionSpec) -> str | None:
+    if len(spec.biases) > 1:
+        return f"{len(spec.biases)} biases; the kernels take one, add them up"
+    for bias in spec.biases:
+        if bias.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+            return f"a bias of {bias.dtype}; the kernels take float32, bfloat16 and float16"
+        if bias.shape[2:] != (spec.q_length, spec.kv_length):
+            return f"bias {bias.shape} is not an array over all queries and keys"
+    return None
+
+
+def _mask(spec: AttentionSpec) -> str | None:
+    reason = why_no_ranges(spec.mask)
+    if reason is None and not spec.mask.ascends:
+        return (
+            "segments and positions must ascend along a row, which is not known of these; give"
+            " Mask(ascending=True) where they do"
+        )
+    return reason
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Static:
+    """What a trace depends on."""
+
+    scale: float
+    soft_cap: float | None
+    interpret: bool
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def attend(
+    q: Float[Array, "b s n h"],
+    k: Float[Array, "b t k h"],
+    v: Float[Array, "b t k hv"],
+    *,
+    mask: Mask,
+    biases: Sequence[Array] = (),
+    alibi_slopes: Float[Array, " n"] | None = None,
+    scale: float,
+    soft_cap: float | None = None,
+    sinks: Float[Array, " n"] | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "b s n hv"], Float[Array, "b n s"]]:
+    """Attention and its log-partition for the calls that `why_not` accepts, see `api.attention`.
+
+    Cost: see `forward.forward` and `backward.gradients`; residuals are the inputs, two integers per
+    query, the output and 4 bytes per query and head.
+    """
+    assert alibi_slopes is None and len(biases) <= 1
+    lo, hi = row_ranges(mask, q.shape[1], k.shape[1])
+    bias = biases[0] if biases else None
+    static = _Static(scale=scale, soft_cap=soft_cap, interpret=interpret)
+    out, lse = _attend(static, q, k, v, bias, lo, hi)
+    return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(static: _Static, q: Any, k: Any, v: Any, bias: Any, lo: Any, hi: Any) -> Any:
+    return forward(q, k, v, lo=lo, hi=hi, bias=bias, dtype=q.dtype, **static.options)
+
+
+def _attend_fwd(static: _Static, q: Any, k: Any, v: Any, bias: Any, lo: Any, hi: Any) -> Any:
+    found = _attend(static, q, k, v, bias, lo, hi)
+    # Both, or a policy that keeps the output runs the kernel again for lse alone.
+    out, lse = (checkpoint_name(x, "attention") for x in found)
+    return (out, lse), (q, k, v, bias, lo, hi, out, lse)
+
+
+def _attend_bwd(static: _Static, saved: Any, cotangents: Any) -> Any:
+    q, k, v, bias, lo, hi, out, lse = saved
+    dout, dlse = cotangents
+    delta = row_delta(out, lse, dout, dlse)
+    given = {"lo": lo, "hi": hi, "bias": bias, "dout": dout, "lse": lse, "delta": delta}
+    dq, dk, dv, dbias = gradients(q, k, v, **given, dtype=q.dtype, **static.options)
+    assert (dbias is None) == (bias is None)
+    if dbias is not None:
+        dbias = dbias.astype(bias.dtype)
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dbias, None, None
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+def attend_block(
+    q: Float[Array, "b s n h"],
+    k: Float[Array, "b t k h"],
+    v: Float[Array, "b t k hv"],
+    *,
+    mask: Mask,
+    alibi_slopes: None = None,
+    scale: float,
+    soft_cap: float | None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "b s n hv"], Float[Array, "b n s"]]:
+    """See `block.attend_block`."""
+    lo, hi = row_ranges(mask, q.shape[1], k.shape[1])
+    static = _Static(scale=scale, soft_cap=soft_cap, interpret=interpret)
+    return forward(q, k, v, lo=lo, hi=hi, dtype=jnp.float32, **static.options)
+
+
+def block_gradients(
+    q: Float[Array, "b s n h"],
+    k: Float[Array, "b t k h"],
+    v: Float[Array, "b t k hv"],
+    *,
+    mask: Mask,
+    alibi_slopes: None = None,
+    scale: float,
+    soft_cap: float | None,
+    dout: Float[Array, "b s n hv"],
+    lse: Float[Array, "b n s"],
+    delta: Float[Array, "b n s"],
+    interpret: bool = False,
+) -> tuple[Array, Array, Array, None]:
+    """See `block.block_gradients`."""
+    lo, hi = row_ranges(mask, q.shape[1], k.shape[1])
+    given = {"lo": lo, "hi": hi, "dout": dout, "lse": lse, "delta": delta}
+    static = _Static(scale=scale, soft_cap=soft_cap, interpret=interpret)
+    return *gradients(q, k, v, **given, dtype=jnp.float32, **static.options)[:3], None

@@ -1,0 +1,146 @@
+"""What the kernels of the backward pass share: their operands and one tile of probabilities."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from colossax.pallas.mosaic import Ops, tanh
+
+LOG2_E = math.log2(math.e)
+
+COPY_REGISTERS = 24
+"""Of a thread of the warpgroup that only starts copies; the others share what it leaves."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Operands:
+    """Arrays padded to whole tiles, and what a trace depends on.
+
+    Attributes:
+        q, k, v, dout: `[b s n h]`, `[b t k h]`, `[b t k hv]`, `[b s n hv]`.
+        rows: float32 `[b n 2 s]`: the log-partition in base 2, infinite where a row sees nothing,
+            and `delta`.
+        ranges: int32 `[b or 1, 2, s]`: `lo` and `hi`.
+        bias: `[b or 1, n or 1, s, t]` or None.
+        scale: Of the scores.
+        soft_cap: See `api.attention`.
+        dtype: Of the gradients.
+        interpret: Whether kernels are interpreted.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+    rows: Any
+    ranges: Any
+    bias: Any
+    scale: float
+    soft_cap: float | None
+    dtype: Any
+    interpret: bool
+
+    @property
+    def ops(self) -> Ops:
+        return Ops(interpret=self.interpret)
+
+    @property
+    def group(self) -> int:
+        """Query heads of a kv head."""
+        return self.q.shape[2] // self.k.shape[2]
+
+    @property
+    def arrays(self) -> tuple[jax.Array, ...]:
+        """Those that every kernel takes, in order."""
+        return self.q, self.k, self.v, self.dout, self.rows, self.ranges
+
+    @property
+    def biases(self) -> tuple[jax.Array, ...]:
+        """The bias, if there is one."""
+        return () if self.bias is None else (self.bias,)
+
+
+def weigh(
+    operands: Operands, scores: jax.Array, bias: jax.Array | None, lse: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    """`exp(logit - lse)`, and d(capped)/d(score) without its scale, None where that is 1.
+
+    The logit is `cap tanh(scale score / cap) + bias`; `lse` is in base 2, one per score.
+    """
+    if operands.soft_cap is None:
+        slope, logits = None, scores * (operands.scale * LOG2_E)
+    else:
+        capped = tanh(scores * (operands.scale / operands.soft_cap))
+        slope, logits = 1.0 - capped * capped, capped * (operands.soft_cap * LOG2_E)
+    if bias is not None:
+        logits = logits + bias * LOG2_E
+    return jnp.exp2(logits - lse), slope
+
+
+def pull_back(
+    weights: jax.Array, dweights: jax.Array, delta: jax.Array, slope: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Gradients of the bias, and of the scores without their scale."""
+    dbias = weights * (dweights - delta)
+    return dbias, dbias if slope is None else dbias * slope
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Walk:
+    """The tiles that one block visits: first the `edges`, which need a mask, then the others.
+
+    Two loops in place of three: where sums of all registers of a warpgroup pass from loop to loop,
+    each loop more costs copies, and at head size 256 spills.
+    """
+
+    first: Any
+    inner_first: Any
+    inner_last: Any
+    last: Any
+
+    @classmethod
+    def of(cls, visits: Any, *index: Any) -> "Walk":
+        """Of the block at `index` of `Visits.packed`, in global memory."""
+        first, inner_first, inner_last, last = (visits[*index, i] for i in range(4))
+        return cls(first=first, inner_first=inner_first, inner_last=inner_last, last=last)
+
+    @property
+    def steps(self) -> Any:
+        """Tiles."""
+        return self.last - self.first
+
+    @property
+    def edges(self) -> Any:
+        """Tiles that need a mask."""
+        return self.steps - (self.inner_last - self.inner_first)
+
+    def tile(self, step: Any) -> Any:
+        """Which tile a step visits."""
+        before = self.inner_first - self.first
+        edge = jnp.where(step < before, self.first, self.inner_last - before)
+        return step + jnp.where(step < self.edges, edge, self.inner_first - self.edges)
+
+
+def compute_registers(warpgroups: int) -> int:
+    """What a thread gets where `warpgroups` compute and one copies: a multiple of 8."""
+    return min(240, (512 - COPY_REGISTERS) // warpgroups // 8 * 8)
+
+
+def place(ref: Any, *index: Any) -> tuple[Any, ...]:
+    """`index` into the first dims of `ref`, those of size 1 always at 0."""
+    return tuple(0 if size == 1 else i for size, i in zip(ref.shape, index, strict=False))
+
+
+def store(value: jax.Array, staging: Any, out: Any) -> None:
+    """Registers to global memory: float32 as it is, half precision through shared memory."""
+    if out.dtype == jnp.float32:
+        out[...] = value
+        return
+    staging[...] = value.astype(out.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(staging, out)
+    plgpu.wait_smem_to_gmem(0)

@@ -1,0 +1,325 @@
+"""The forward pass of flash attention on compute capability 9.0.
+
+A block has 128 queries of one head. One warpgroup fetches tiles of keys and values into a ring in
+shared memory; two warpgroups compute 64 rows each, taking turns, so that the tensor cores multiply
+for one while the other computes its softmax.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from colossax.pallas.attention.tiles import visits_of_queries
+from colossax.pallas.mosaic import WARPGROUP_ROWS, Ops, launch, matrix, spread, tanh
+
+from .shapes import BLOCK_ROWS, WARPGROUPS, Tile, padded, tile_for
+
+LOG2_E = math.log2(math.e)
+
+KERNEL_NAME = "flash_attention"
+"""Part of the name of the operation in compiled programs."""
+
+
+def forward(
+    q: Float[Array, "b s n h"],
+    k: Float[Array, "b t k h"],
+    v: Float[Array, "b t k hv"],
+    *,
+    lo: Int[Array, "_ s"],
+    hi: Int[Array, "_ s"],
+    bias: Float[Array, "_ _ s t"] | None = None,
+    scale: float,
+    soft_cap: float | None = None,
+    dtype: Any,
+    interpret: bool = False,
+) -> tuple[Float[Array, "b s n hv"], Float[Array, "b n s"]]:
+    """Softmax attention of each query to its range of keys, and the log-partition.
+
+        logits = soft_cap * tanh(q . k * scale / soft_cap) + bias
+        lse    = log(sum of exp(logits) over keys in [lo, hi));  out = sum of exp(logits - lse) v
+
+    Args:
+        q: Queries in bfloat16 or float16; head i reads kv head `i // (n / k)`.
+        k: Keys.
+        v: Values.
+        lo: First key that a query sees, `[b or 1, s]`.
+        hi: One behind the last, likewise; where `hi <= lo` the output is 0 and lse -inf.
+        bias: `[b or 1, n or 1, s, t]`, float32, bfloat16 or float16.
+        scale: Factor of the products.
+        soft_cap: Bound of the logits before the bias.
+        dtype: Of the output: that of q, or float32.
+        interpret: Whether to run it on the CPU.
+
+    Returns:
+        Output, and lse in float32 with the natural logarithm.
+
+    Cost: 2 P n (h + hv) FLOPs for P pairs of a query and a key in tiles that are visited; keys and
+    values are read once per block of 128 queries and head, `s t n (h + hv) / 128` items a row, most
+    of it from the L2 cache. Lengths that tiles do not divide are filled up by a copy.
+    Source: Dao 2023, FlashAttention-2; Shah et al. 2024, FlashAttention-3 (the turns).
+    """
+    s = q.shape[1]
+    tile = tile_for(q.shape[3], v.shape[3], None if bias is None else bias.dtype)
+    q = padded(q, 1, BLOCK_ROWS)
+    k, v = (padded(x, 1, tile.keys) for x in (k, v))
+    # Rows that are filled up see what the last one sees: they widen no range.
+    lo, hi = (padded(x, 1, BLOCK_ROWS, mode="edge") for x in (lo, hi))
+    if bias is not None:
+        bias = padded(padded(bias, 2, BLOCK_ROWS), 3, tile.keys)
+    kernel = _Forward(
+        ops=Ops(interpret=interpret),
+        tile=tile,
+        group=q.shape[2] // k.shape[2],
+        scale=scale,
+        soft_cap=soft_cap,
+        dtype=jnp.dtype(dtype),
+        biased=bias is not None,
+    )
+    plan = _plan(lo, hi, tile.keys)
+    given = (q, k, v, lo, hi, plan) if bias is None else (q, k, v, lo, hi, plan, bias)
+    b, rows, n, _ = q.shape
+    run = launch(
+        kernel.body,
+        out=(
+            jax.ShapeDtypeStruct((b, rows, n, v.shape[3]), dtype),
+            jax.ShapeDtypeStruct((b, n, rows), jnp.float32),
+        ),
+        scratch=kernel.scratch(q, v, bias),
+        # Blocks that run side by side share the keys of a head in the L2 cache.
+        grid={"batch": b, "kv_heads": k.shape[2], "rows": rows // BLOCK_ROWS * kernel.group},
+        warpgroups=WARPGROUPS + 1,
+        interpret=interpret,
+    )
+    with jax.named_scope(KERNEL_NAME):
+        out, lse = run(*given)
+    return out[:, :s], lse[:, :, :s]
+
+
+def _plan(lo: Array, hi: Array, kv_tile: int) -> Int[Array, "b tiles 5"]:
+    """For each block, the longest first: its place along the row, and its four visits.
+
+    The last blocks of a grid then are short ones, and the device idles little at the end.
+    """
+    visits = visits_of_queries(lo, hi, BLOCK_ROWS, kv_tile)
+    order = jnp.argsort(visits.first - visits.last, axis=1).astype(jnp.int32)
+    by_length = jnp.take_along_axis(visits.packed, order[..., None], axis=1)
+    return jnp.concatenate([order[..., None], by_length], axis=2)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Forward:
+    """The kernel; what its code depends on."""
+
+    ops: Ops
+    tile: Tile
+    group: int
+    scale: float
+    soft_cap: float | None
+    dtype: Any
+    biased: bool
+
+    def scratch(self, q: Array, v: Array, bias: Array | None) -> dict[str, Any]:
+        """Shared memory of a block."""
+        tile, h, hv = self.tile, q.shape[3], v.shape[3]
+        arrived = functools.partial(plgpu.Barrier, num_arrivals=1)
+        consumed = functools.partial(plgpu.Barrier, num_arrivals=WARPGROUPS)
+        found = {
+            "q": matrix((WARPGROUPS, WARPGROUP_ROWS, h), q.dtype),
+            "k": matrix((tile.stages, tile.keys, h), q.dtype),
+            "v": matrix((tile.stages, tile.keys, hv), q.dtype),
+            "q_arrived": arrived(num_barriers=WARPGROUPS),
+            "k_arrived": arrived(num_barriers=tile.stages),
+            "v_arrived": arrived(num_barriers=tile.stages),
+            "k_consumed": consumed(num_barriers=tile.stages),
+            "v_consumed": consumed(num_barriers=tile.stages),
+            "turn": plgpu.Barrier(num_arrivals=WARPGROUPS),
+        }
+        if bias is not None:
+            shape = (tile.bias_stages, WARPGROUPS, WARPGROUP_ROWS, tile.keys)
+            found["bias"] = matrix(shape, bias.dtype)
+            found["bias_arrived"] = plgpu.Barrier(
+                num_arrivals=WARPGROUPS, num_barriers=tile.bias_stages
+            )
+            found["bias_consumed"] = consumed(num_barriers=tile.bias_stages)
+        return found
+
+    def body(self, q, k, v, lo, hi, plan, *rest):
+        bias, (out, lse, shared) = (rest[0], rest[1:]) if self.biased else (None, rest)
+        batch = jax.lax.axis_index("batch")
+        kv_head = jax.lax.axis_index("kv_heads")
+        place = jax.lax.axis_index("rows")
+        head = kv_head * self.group + jax.lax.rem(place, self.group)
+        of_plan = plan.at[_at(plan, 0, batch), jax.lax.div(place, self.group)]
+        row, *bounds = (of_plan[i] for i in range(5))
+        row = row * BLOCK_ROWS
+        wg = jax.lax.axis_index("wg")
+
+        @pl.when(wg == WARPGROUPS)
+        def _memory():
+            plgpu.set_max_registers(24, action="decrease")
+            self.fetch(q, k, v, bias, shared, bounds[0], bounds[3], batch, head, kv_head, row)
+
+        @pl.when(wg < WARPGROUPS)
+        def _compute():
+            plgpu.set_max_registers(240, action="increase")
+            mine = pl.ds(row + wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
+            of_rows = (x.at[_at(x, 0, batch), mine] for x in (lo, hi))
+            seen = tuple(self.ops.vector(x) for x in of_rows)
+            found, total = self.attend(shared, wg, seen, bounds, v.shape[3])
+            rows = lse.at[batch, head, mine]
+            rows[...] = total
+            target = out.at[batch, mine, head]
+            if self.dtype == q.dtype and v.shape[3] == q.shape[3]:
+                staged = shared["q"].at[wg]
+                staged[...] = found.astype(self.dtype)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(staged, target)
+                plgpu.wait_smem_to_gmem(0)
+            else:
+                # No room for it in shared memory: straight from the registers.
+                target[...] = found.astype(self.dtype)
+
+    def fetch(self, q, k, v, bias, shared, first, last, batch, head, kv_head, row):
+        """What the memory warpgroup does: queries, then tiles into the rings as they fall free."""
+
+        def rows(wg):
+            return pl.ds(row + wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
+
+        for wg in range(WARPGROUPS):
+            arrived = shared["q_arrived"].at[wg]
+            plgpu.copy_gmem_to_smem(q.at[batch, rows(wg), head], shared["q"].at[wg], arrived)
+
+        @pl.loop(first, last)
+        def _tile(j):
+            keys = pl.ds(j * self.tile.keys, self.tile.keys)
+            slot = _free_slot(shared["k_consumed"], j - first, self.tile.stages)
+            where = (batch, keys, kv_head)
+            plgpu.copy_gmem_to_smem(k.at[where], shared["k"].at[slot], shared["k_arrived"].at[slot])
+            if bias is not None:
+                place = _free_slot(shared["bias_consumed"], j - first, self.tile.bias_stages)
+                arrived = _slot(shared["bias_arrived"], place, self.tile.bias_stages)
+                for wg in range(WARPGROUPS):
+                    plgpu.copy_gmem_to_smem(
+                        bias.at[_at(bias, 0, batch), _at(bias, 1, head), rows(wg), keys],
+                        shared["bias"].at[place, wg],
+                        arrived,
+                    )
+            _free_slot(shared["v_consumed"], j - first, self.tile.stages)
+            plgpu.copy_gmem_to_smem(v.at[where], shared["v"].at[slot], shared["v_arrived"].at[slot])
+
+        # Whoever waits for a barrier observes all its phases: the interpreter wants it so.
+        rings = {"k_consumed": self.tile.stages, "v_consumed": self.tile.stages}
+        if bias is not None:
+            rings["bias_consumed"] = self.tile.bias_stages
+        for name, stages in rings.items():
+            for ahead in range(stages):
+                _free_slot(shared[name], last - first + ahead, stages)
+
+    def attend(self, shared, wg, seen, bounds, columns):
+        """What a computing warpgroup does: output of its 64 rows, and their lse."""
+        ops, (first, inner_first, inner_last, last) = self.ops, bounds
+        carry = (
+            ops.full((WARPGROUP_ROWS, columns), 0.0),
+            ops.full((WARPGROUP_ROWS,), -jnp.inf),
+            ops.full((WARPGROUP_ROWS,), 0.0),
+        )
+
+        def turn():
+            plgpu.barrier_arrive(shared["turn"])
+            plgpu.barrier_wait(shared["turn"])
+
+        plgpu.barrier_wait(shared["q_arrived"].at[wg])
+        # Half a step behind the other warpgroup, from here on.
+        pl.when(wg == 1)(turn)
+        masked, whole = (
+            functools.partial(self.step, shared, wg, first, turn, x) for x in (seen, None)
+        )
+        carry = jax.lax.fori_loop(first, inner_first, masked, carry)
+        carry = jax.lax.fori_loop(inner_first, inner_last, whole, carry)
+        acc, top, total = jax.lax.fori_loop(inner_last, last, masked, carry)
+        pl.when(wg == 0)(turn)
+        empty = total == 0
+        share = 1 / jnp.where(empty, 1.0, total)
+        lse = jnp.where(empty, -jnp.inf, top / LOG2_E + jnp.log(total))
+        return acc * spread(share, acc.shape), lse
+
+    def step(self, shared, wg, first, turn, seen, j, carry):
+        """One tile of keys into the running softmax; `top` in units of log 2."""
+        acc, top, total = carry
+        slot = jax.lax.rem(j - first, self.tile.stages)
+        plgpu.barrier_wait(shared["k_arrived"].at[slot])
+        scores = self.ops.matmul(
+            shared["q"].at[wg], shared["k"].at[slot], transpose_b=True, meanwhile=turn
+        )
+        plgpu.barrier_arrive(shared["k_consumed"].at[slot])
+        scores, factor = self.logits(scores)
+        if self.biased:
+            stages = self.tile.bias_stages
+            place = jax.lax.rem(j - first, stages)
+            plgpu.barrier_wait(_slot(shared["bias_arrived"], place, stages))
+            scores = scores + shared["bias"].at[place, wg][...].astype(jnp.float32) * LOG2_E
+            plgpu.commit_smem()  # read before the next copy writes
+            plgpu.barrier_arrive(_slot(shared["bias_consumed"], place, stages))
+        if seen is not None:
+            key = self.ops.iota(scores.shape, 1) + j * self.tile.keys
+            lo, hi = (spread(x, scores.shape) for x in seen)
+            scores = jnp.where((key >= lo) & (key < hi), scores, -jnp.inf)
+        higher = jnp.maximum(top, jnp.max(scores, axis=1) * factor)
+        # Rows that saw nothing yet; a bias may hide what the mask does not.
+        shift = higher
+        if seen is not None or self.biased:
+            shift = jnp.where(higher == -jnp.inf, 0.0, higher)
+        before = jnp.exp2(top - shift)
+        weights = jnp.exp2(scores * factor - spread(shift, scores.shape))
+        total = total * before + jnp.sum(weights, axis=1)
+        acc = acc * spread(before, acc.shape)
+        narrow = weights.astype(shared["v"].dtype)
+        # Else the compiler moves the softmax behind the turn.
+        acc, total, higher, narrow = jax.lax.optimization_barrier((acc, total, higher, narrow))
+        plgpu.barrier_arrive(shared["turn"])
+        plgpu.barrier_wait(shared["v_arrived"].at[slot])
+        plgpu.barrier_wait(shared["turn"])
+        acc = self.ops.accumulate(acc, narrow, shared["v"].at[slot])
+        plgpu.barrier_arrive(shared["v_consumed"].at[slot])
+        return acc, higher, total
+
+    def logits(self, scores):
+        """Scores, and the factor yet to come that makes them logits in units of log 2."""
+        if self.soft_cap is not None:
+            capped = tanh(scores * (self.scale / self.soft_cap))
+            scores, factor = capped, self.soft_cap * LOG2_E
+        else:
+            factor = self.scale * LOG2_E
+        # A factor left for later is one instruction less per score, but the greatest score must
+        # stay the greatest, and a bias comes in between.
+        if self.biased or factor <= 0:
+            return scores * factor, 1.0
+        return scores, factor
+
+
+def _at(x: Any, dim: int, index: Any) -> Any:
+    """Where along a dim that may be 1 for all."""
+    return 0 if x.shape[dim] == 1 else index
+
+
+def _free_slot(consumed: Any, count: Any, stages: int) -> Any:
+    """The slot of a ring for its `count`-th tile, once both warpgroups are done with the last."""
+    slot = jax.lax.rem(count, stages)
+
+    @pl.when(count >= stages)
+    def _wait():
+        plgpu.barrier_wait(_slot(consumed, slot, stages))
+
+    return slot
+
+
+def _slot(barriers: Any, slot: Any, stages: int) -> Any:
+    """One of several barriers, or the only one, which has no index."""
+    return barriers if stages == 1 else barriers.at[slot]
