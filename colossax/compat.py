@@ -128,6 +128,17 @@ def cudnn_installed() -> bool:
         return False
 
 
+def cuda_runtime_version() -> tuple[int, int, int] | None:
+    """Version of the CUDA runtime that JAX's plugin has loaded, None where there is none."""
+    try:
+        from jax._src.lib import cuda_versions
+
+        number = 0 if cuda_versions is None else cuda_versions.cuda_runtime_get_version()
+    except (ImportError, RuntimeError):
+        return None
+    return (number // 1000, number % 1000 // 10, number % 10) if number else None
+
+
 def interpreter() -> Any:
     """Parameters that make Mosaic GPU kernels run on the CPU and races be looked for."""
     if _JAX < (0, 11):

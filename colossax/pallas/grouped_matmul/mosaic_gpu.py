@@ -16,7 +16,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from colossax.pallas.mosaic import SHARED_BYTES, WARPGROUP_ROWS, Ops, launch, matrix, shared_bytes
+from colossax.pallas.mosaic import (
+    SHARED_BYTES,
+    WARPGROUP_ROWS,
+    Ops,
+    launch,
+    matrix,
+    shared_bytes,
+    why_not_hardware,
+)
 from colossax.pallas.mosaic import vector as plain
 from colossax.pallas.target import Target
 
@@ -74,13 +82,7 @@ def default_tiles(columns: int) -> Tiles:
 
 def why_not(spec: GroupedSpec, target: Target) -> str | None:
     """The first thing about this call that the kernels cannot do."""
-    if target.platform != "gpu":
-        return f"the kernel needs an NVIDIA GPU, the target is '{target.platform}'"
-    if target.compute_capability != (9, 0):
-        found = target.compute_capability
-        said = "unknown" if found is None else f"{found[0]}.{found[1]}"
-        return f"the kernel is for compute capability 9.0, the target's is {said}"
-    return why_no_shape(spec)
+    return why_not_hardware(target) or why_no_shape(spec)
 
 
 def why_no_shape(spec: GroupedSpec) -> str | None:

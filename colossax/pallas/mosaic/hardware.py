@@ -1,0 +1,27 @@
+"""Which hardware and which assembler Mosaic kernels are for."""
+
+from colossax.compat import cuda_runtime_version
+from colossax.pallas.target import Target
+
+_WRONG_FROM, _WRONG_BEFORE = (12, 8, 0), (12, 9, 1)
+
+
+def why_not_hardware(target: Target) -> str | None:
+    """Why a kernel with `wgmma` cannot run on a target, or None.
+
+    Nothing may be tried there instead: without `wgmma` the assembler refuses the kernel, and below
+    compute capability 9.0 the compiler ends the process. JAX's own kernels refuse the assemblers of
+    CUDA 12.8.0 up to 12.9.1, which miscompile masks, so ours do too.
+    """
+    if target.platform != "gpu":
+        return f"Mosaic kernels need an NVIDIA GPU, the target is '{target.platform}'"
+    if target.compute_capability is None:
+        return "Mosaic kernels need compute capability 9.0, and the target's is not known"
+    if target.compute_capability != (9, 0):
+        found = ".".join(map(str, target.compute_capability))
+        return f"Mosaic kernels need compute capability 9.0, found {found}"
+    version = cuda_runtime_version()
+    if version is not None and _WRONG_FROM <= version < _WRONG_BEFORE:
+        found = ".".join(map(str, version))
+        return f"CUDA {found} miscompiles masks of Mosaic kernels; install 12.9.1 or later"
+    return None
