@@ -25,6 +25,11 @@ def vary_alike(tree: Any) -> Any:
     return jax.tree.map(vary, tree)
 
 
+def varies(tree: Any) -> bool:
+    """Whether any leaf is marked as different along a mesh axis."""
+    return any(map(varying_axes, jax.tree.leaves(tree)))
+
+
 def zeros_like_varying(shape: tuple[int, ...], like: Array) -> Float[Array, "..."]:
     """Float32 zeros that may differ along the same mesh axes as `like`: a loop's first carry."""
     axes = tuple(sorted(varying_axes(like)))

@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from colossax.pallas.target import Target, current_target
+from colossax.pallas.varying import varies
 
 from . import cudnn, reference, xla
 from .mask import Mask
@@ -107,6 +108,7 @@ def attention(
         soft_cap=soft_cap is not None,
         sinks=sinks is not None,
         return_lse=return_lse,
+        checked=varies((q, k, v, mask, biases)),
     )
     chosen = choose(spec, current_target(), implementation)
     out, lse = IMPLEMENTATIONS[chosen].attend(

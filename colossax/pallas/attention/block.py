@@ -10,6 +10,7 @@ from typing import Any
 from jaxtyping import Array, Float
 
 from colossax.pallas.target import current_target
+from colossax.pallas.varying import varies
 
 from . import xla
 from .api import choose
@@ -120,5 +121,6 @@ def _form(
         alibi=slopes is not None,
         soft_cap=soft_cap is not None,
         return_lse=True,
+        checked=varies((q, k, v, mask)),
     )
     return _FORMS[choose(spec, current_target(), implementation, _FORMS)]

@@ -10,7 +10,11 @@ from .mask import Mask
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """Static facts of one call; `mask` holds shapes or arrays, of which only presence counts."""
+    """Static facts of one call.
+
+    `mask` holds shapes or arrays, of which only presence counts; `checked` is whether the call
+    stands in a `shard_map` that checks along which mesh axes its operands differ.
+    """
 
     batch: int
     q_length: int
@@ -26,3 +30,4 @@ class AttentionSpec:
     soft_cap: bool = False
     sinks: bool = False
     return_lse: bool = False
+    checked: bool = False

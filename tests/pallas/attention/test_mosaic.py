@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from colossax.compat import races_found
+from colossax.pallas import target
 from colossax.pallas.attention import Mask, attention, dense, row_ranges
 from colossax.pallas.attention.api import choose
 from colossax.pallas.attention.mosaic_gpu.forward import forward
@@ -166,16 +167,16 @@ TARGETS = {
 @pytest.mark.parametrize("name", TARGETS)
 def test_only_hopper_ever_sees_a_kernel(name):
     platform, capability, reason = TARGETS[name]
-    target = Target(platform=platform, compute_capability=capability)
+    there = Target(platform=platform, compute_capability=capability)
     if reason is None:
-        assert choose(spec(), target) == choose(spec(), target, "mosaic") == "mosaic"
+        assert choose(spec(), there) == choose(spec(), there, "mosaic") == "mosaic"
     else:
-        assert choose(spec(), target) != "mosaic"
+        assert choose(spec(), there) != "mosaic"
         with pytest.raises(NotImplementedError, match=reason):
-            choose(spec(), target, "mosaic")
+            choose(spec(), there, "mosaic")
     if platform != "cpu":
         with pytest.raises(NotImplementedError, match="interpreted on a CPU"):
-            choose(spec(), target, "interpret")
+            choose(spec(), there, "interpret")
 
 
 HOPPER = Target(platform="gpu", compute_capability=(9, 0))
@@ -207,6 +208,7 @@ def test_on_hopper_auto_takes_the_kernel(changes):
         ({"v_head_dim": 64}, "there are 64, 96, 128, 192/128, 192, 256"),
         ({"kv_length": 0}, "there are no tokens"),
         ({"alibi": True}, "alibi_slopes are not available"),
+        ({"checked": True}, "give check_vma=False"),
         ({"biases": (bias(1, 1, 1024, 1024),) * 2}, "2 biases; the kernels take one"),
         ({"biases": (bias(1, 8, 1, 1024),)}, "not an array over all queries and keys"),
         ({"biases": (bias(1, 8, 1024, 1),)}, "not an array over all queries and keys"),
@@ -221,6 +223,22 @@ def test_what_the_kernels_cannot_do_is_said(changes, reason):
     with pytest.raises(NotImplementedError, match=reason):
         choose(spec(**changes), HOPPER, "mosaic")
     assert choose(spec(**changes), HOPPER) != "mosaic"
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_a_checked_shard_map_is_left_to_others(devices, checked):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = jax.shard_map(
+        lambda q, k, v: attention(q, k, v, mask=Mask(causal=True)),
+        mesh=mesh,
+        in_specs=jax.sharding.PartitionSpec("data"),
+        out_specs=jax.sharding.PartitionSpec("data"),
+        check_vma=checked,
+    )
+    arrays = (jnp.zeros((2, 128, 1, 64), jnp.bfloat16),) * 3
+    with target("gpu", compute_capability=(9, 0)):
+        traced = str(jax.make_jaxpr(split)(*arrays))
+    assert ("wgmma" in traced) is not checked
 
 
 def test_auto_never_interprets():

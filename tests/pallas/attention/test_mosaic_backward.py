@@ -8,6 +8,12 @@ import pytest
 from colossax.compat import races_found
 from colossax.pallas.attention import Mask, row_ranges
 from colossax.pallas.attention.mosaic_gpu.backward import gradients
+from colossax.pallas.attention.mosaic_gpu.backward_keys import APART_REGISTERS
+from colossax.pallas.attention.mosaic_gpu.backward_operands import (
+    COPY_REGISTERS,
+    compute_registers,
+)
+from colossax.pallas.attention.mosaic_gpu.backward_tiles import tiles_for
 
 TOLERANCE = 5e-3
 
@@ -141,3 +147,17 @@ def test_gradients_are_those_of_dense_float64(name):
         assert got.shape == exact.shape
         error = np.linalg.norm(np.asarray(got, np.float64) - exact) / np.linalg.norm(exact)
         assert error < TOLERANCE, (name, error)
+
+
+def test_head_sizes_without_tiles_are_refused():
+    with pytest.raises(ValueError, match=r"no tiles for head sizes 80 of keys and 80 of values"):
+        tiles_for(80, 80, biased=False, soft_cap=False)
+
+
+def test_warpgroups_ask_for_no_more_registers_than_a_block_starts_with():
+    # More would never be granted, and the kernel never end.
+    for warpgroups in (1, 2, 3):
+        start = 65536 // (128 * (warpgroups + 1)) // 8 * 8 * (warpgroups + 1)
+        asked = COPY_REGISTERS + warpgroups * compute_registers(warpgroups)
+        assert asked <= start
+    assert sum(APART_REGISTERS.values()) <= 3 * (65536 // (128 * 3) // 8 * 8)

@@ -64,8 +64,8 @@ def gradients(
     Source: Dao 2023, FlashAttention-2.
     """
     if tiles is None:
-        laden = 0 if bias is None else bias.dtype.itemsize
-        tiles = tiles_for(q.shape[-1], v.shape[-1], laden, soft_cap is not None)
+        laden = {"biased": bias is not None, "soft_cap": soft_cap is not None}
+        tiles = tiles_for(q.shape[-1], v.shape[-1], **laden)
     s, t = q.shape[1], k.shape[1]
     empty = jnp.isneginf(lse)
     # exp2(x - inf) is 0 for every finite x.

@@ -22,6 +22,7 @@ from .backward_operands import (
     COPY_REGISTERS,
     Operands,
     compute_registers,
+    named,
     place,
     pull_back,
     weigh,
@@ -43,7 +44,7 @@ def bias_gradient(operands: Operands, tiles: BiasTiles) -> jax.Array:
     lo, hi = operands.ranges[:, 0], operands.ranges[:, 1]
     visits = visits_of_queries(lo, hi, tiles.rows, tiles.keys).packed
     run = launch(
-        functools.partial(_body, operands, tiles),
+        named(attention_dbias, operands, tiles),
         out=(jax.ShapeDtypeStruct(operands.bias.shape, jnp.float32),),
         scratch=[_scratch(operands, tiles)],
         grid={
@@ -74,7 +75,7 @@ def _scratch(operands: Operands, tiles: BiasTiles) -> dict[str, Any]:
     }
 
 
-def _body(operands, tiles, q, k, v, dout, rows, ranges, visits, bias, dbias, held):
+def attention_dbias(operands, tiles, q, k, v, dout, rows, ranges, visits, bias, dbias, held):
     ops = operands.ops
     wg, of_batch, of_head, row, key = (
         jax.lax.axis_index(name) for name in ("wg", "batch", "heads", "rows", "keys")

@@ -24,12 +24,16 @@ from .backward_operands import (
     Operands,
     Walk,
     compute_registers,
+    named,
     place,
     pull_back,
     store,
     weigh,
 )
 from .backward_tiles import KeyTiles
+
+APART_REGISTERS = {"copy": 48, "dk": 256, "dv": 200}
+"""Of a thread where dk and dv are made apart; together 3 times the 168 of the start."""
 
 
 def key_gradients(operands: Operands, tiles: KeyTiles) -> tuple[jax.Array, jax.Array]:
@@ -48,7 +52,7 @@ def key_gradients(operands: Operands, tiles: KeyTiles) -> tuple[jax.Array, jax.A
     visits = visits_of_keys(of_queries, t // tiles.keys).packed
     biases = tuple(x.swapaxes(-1, -2) for x in operands.biases)
     run = launch(
-        functools.partial(_body, operands, tiles),
+        named(attention_dk_dv, operands, tiles),
         out=tuple(jax.ShapeDtypeStruct(x.shape, operands.dtype) for x in (operands.k, operands.v)),
         scratch=[_scratch(operands, tiles)],
         # Under a causal mask the first tiles have most to do, and start first.
@@ -81,13 +85,15 @@ def _scratch(operands: Operands, tiles: KeyTiles) -> dict[str, Any]:
     return found
 
 
-def _body(operands, tiles, q, k, v, dout, rows, ranges, visits, *others):
+def attention_dk_dv(operands, tiles, q, k, v, dout, rows, ranges, visits, *others):
     *biases, dk, dv, held = others
     ops, queries, dtype = operands.ops, tiles.queries, q.dtype
     wg, batch, kv_head, tile = (
         jax.lax.axis_index(name) for name in ("wg", "batch", "kv_heads", "tiles")
     )
     parts = tiles.keys // WARPGROUP_ROWS
+    alike = {"copy": COPY_REGISTERS, "both": compute_registers(tiles.warpgroups)}
+    registers = APART_REGISTERS if tiles.apart else alike
     masked_as = place(ranges, batch)
     walk = Walk.of(visits, *masked_as, tile)
     stages = Stages(held["stages"], tiles.stages)
@@ -96,46 +102,44 @@ def _body(operands, tiles, q, k, v, dout, rows, ranges, visits, *others):
     def keys(part):
         return pl.ds(tile * tiles.keys + part * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
+    def place_of(step):
+        """Step of the walk and head: the heads of a group in turn, for each tile of queries."""
+        group = jnp.int32(operands.group)
+        return jax.lax.div(step, group), kv_head * group + jax.lax.rem(step, group)
+
     @pl.when(wg == tiles.warpgroups)
     def _copy():
-        plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
+        plgpu.set_max_registers(registers["copy"], action="decrease")
         for part in range(parts):
             mine = (batch, keys(part), kv_head)
             plgpu.copy_gmem_to_smem(k.at[mine], held["k"].at[part], held["loaded"])
             plgpu.copy_gmem_to_smem(v.at[mine], held["v"].at[part], held["loaded"])
 
-        def of_head(of_group, _):
-            head = kv_head * operands.group + of_group
+        def fill(step, _):
+            i, head = place_of(step)
+            slot, seen = stages.slot(step), pl.ds(walk.tile(i) * queries, queries)
+            copies = [
+                (q.at[batch, seen, head], held["q"].at[slot]),
+                (dout.at[batch, seen, head], held["dout"].at[slot]),
+                (rows.at[batch, head, :, seen], held["rows"].at[slot]),
+                (ranges.at[*masked_as, :, seen], held["ranges"].at[slot]),
+            ]
+            for bias in biases:
+                for part in range(parts):
+                    source = bias.at[*place(bias, batch, head), keys(part), seen]
+                    copies.append((source, held["bias"].at[slot * parts + part]))
+            stages.fill(step, copies)
 
-            def fill(i, _):
-                step = of_group * walk.steps + i
-                slot, seen = stages.slot(step), pl.ds(walk.tile(i) * queries, queries)
-                copies = [
-                    (q.at[batch, seen, head], held["q"].at[slot]),
-                    (dout.at[batch, seen, head], held["dout"].at[slot]),
-                    (rows.at[batch, head, :, seen], held["rows"].at[slot]),
-                    (ranges.at[*masked_as, :, seen], held["ranges"].at[slot]),
-                ]
-                for bias in biases:
-                    for part in range(parts):
-                        source = bias.at[*place(bias, batch, head), keys(part), seen]
-                        copies.append((source, held["bias"].at[slot * parts + part]))
-                stages.fill(step, copies)
-
-            jax.lax.fori_loop(0, walk.steps, fill, None)
-
-        jax.lax.fori_loop(0, operands.group, of_head, None)
+        jax.lax.fori_loop(0, operands.group * walk.steps, fill, None)
         stages.drain(operands.group * walk.steps)
 
-    def scores_and_more(slot, part, i, masked, second):
-        """`p^T`, d(capped)/d(score), and `dp^T` where it is wanted."""
-        pairs = [(held["k"].at[part], held["q"].at[slot])]
-        if second:
-            pairs.append((held["v"].at[part], held["dout"].at[slot]))
-        scores, *dweights = ops.matmuls(*pairs, transpose_b=True)
+    def weights_of(slot, part, masked, *more):
+        """`p^T`, d(capped)/d(score), and the products of `more` pairs."""
+        pairs = (held["k"].at[part], held["q"].at[slot]), *more
+        scores, *products = ops.matmuls(*pairs, transpose_b=True)
         bias = ops.tile(held["bias"].at[slot * parts + part]) if biases else None
-        lse = ops.vector(held["rows"].at[slot, 0], along=1)
-        weights, slope = weigh(operands, scores, bias, spread(lse, shape, along=1))
+        lse = spread(ops.vector(held["rows"].at[slot, 0], along=1), shape, along=1)
+        weights, slope = weigh(operands, scores, bias, lse)
         if masked:
             key = ops.iota(shape, 0) + (tile * tiles.keys + part * WARPGROUP_ROWS)
             low, high = (
@@ -143,80 +147,64 @@ def _body(operands, tiles, q, k, v, dout, rows, ranges, visits, *others):
                 for bound in range(2)
             )
             weights = jnp.where((key >= low) & (key < high), weights, 0.0)
-        return weights, slope, dweights
+        return weights, slope, *products
 
-    def dscores(weights, slope, dweights, slot):
+    def with_dscores(slot, part, masked):
+        """`p^T` and `ds^T`, as operands."""
+        pair = held["v"].at[part], held["dout"].at[slot]
+        weights, slope, dweights = weights_of(slot, part, masked, pair)
         delta = spread(ops.vector(held["rows"].at[slot, 1], along=1), shape, along=1)
-        return pull_back(weights, dweights, delta, slope)[1].astype(dtype)
+        return weights.astype(dtype), pull_back(weights, dweights, delta, slope)[1].astype(dtype)
 
-    def both(slot, i, sums, *, masked):
-        weights, slope, (dweights,) = scores_and_more(slot, wg, i, masked, True)
-        narrow = weights.astype(dtype)
-        of_scores = dscores(weights, slope, dweights, slot)
+    def add_both(slot, sums, masked):
+        weights, dscores = with_dscores(slot, wg, masked)
+        of_k, of_v = sums
         return ops.accumulates(
-            (sums[0], of_scores, held["q"].at[slot]), (sums[1], narrow, held["dout"].at[slot])
+            (of_k, dscores, held["q"].at[slot]), (of_v, weights, held["dout"].at[slot])
         )
 
-    def only_dk(slot, i, sums, *, masked):
-        weights, slope, (dweights,) = scores_and_more(slot, 0, i, masked, True)
-        of_scores = dscores(weights, slope, dweights, slot)
-        return (ops.accumulate(sums[0], of_scores, held["q"].at[slot]),)
+    def add_dk(slot, of_k, masked):
+        _, dscores = with_dscores(slot, 0, masked)
+        return ops.accumulate(of_k, dscores, held["q"].at[slot])
 
-    def only_dv(slot, i, sums, *, masked):
-        weights, _, _ = scores_and_more(slot, 0, i, masked, False)
-        return (ops.accumulate(sums[0], weights.astype(dtype), held["dout"].at[slot]),)
+    def add_dv(slot, of_v, masked):
+        weights, _ = weights_of(slot, 0, masked)
+        return ops.accumulate(of_v, weights.astype(dtype), held["dout"].at[slot])
 
-    def sum_over(add, *widths):
-        def visit(of_group, i, sums, masked):
-            step = of_group * walk.steps + i
-            sums = add(stages.arrived(step), i, sums, masked=masked)
-            stages.leave(step)
-            return sums
-
-        def of_head(of_group, sums):
-            edge, inner = (
-                lambda i, sums, masked=masked: visit(of_group, i, sums, masked)
-                for masked in (True, False)
-            )
-            sums = jax.lax.fori_loop(0, walk.edges, edge, sums)
-            return jax.lax.fori_loop(walk.edges, walk.steps, inner, sums)
-
-        zeros = tuple(ops.full((WARPGROUP_ROWS, width), 0.0) for width in widths)
-        return jax.lax.fori_loop(0, operands.group, of_head, zeros)
-
-    def start():
-        plgpu.set_max_registers(compute_registers(tiles.warpgroups), action="increase")
+    def sum_over_steps(add, role, zeros):
+        plgpu.set_max_registers(registers[role], action="increase")
         stages.open()
         plgpu.barrier_wait(held["loaded"])
 
-    def finish(sum_of, scale, staging, out, part):
-        store(
-            sum_of if scale is None else sum_of * scale, staging, out.at[batch, keys(part), kv_head]
-        )
+        def visit(step, sums, *, masked):
+            sums = add(stages.arrived(step), sums, masked)
+            stages.leave(step)
+            return sums
 
-    h, hv = k.shape[-1], v.shape[-1]
-    if not tiles.apart:
+        edges, steps = operands.group * walk.edges, operands.group * walk.steps
+        sums = jax.lax.fori_loop(0, edges, functools.partial(visit, masked=True), zeros)
+        sums = jax.lax.fori_loop(edges, steps, functools.partial(visit, masked=False), sums)
+        # Where both warpgroups read the same keys: neither may store over them before.
+        plgpu.barrier_arrive(held["finished"])
+        plgpu.barrier_wait(held["finished"])
+        return sums
 
-        @pl.when(wg < tiles.warpgroups)
-        def _compute():
-            start()
-            of_k, of_v = sum_over(both, h, hv)
-            finish(of_k, operands.scale, held["k"].at[wg], dk, wg)
-            finish(of_v, None, held["v"].at[wg], dv, wg)
-    else:
+    def zeros(of):
+        return ops.full((WARPGROUP_ROWS, of.shape[-1]), 0.0)
 
-        @pl.when(wg == 0)
-        def _compute_dk():
-            start()
-            (found,) = sum_over(only_dk, h)
-            plgpu.barrier_arrive(held["finished"])
-            plgpu.barrier_wait(held["finished"])
-            finish(found, operands.scale, held["k"].at[0], dk, 0)
+    def finish_dk(found, part):
+        store(found * operands.scale, held["k"].at[part], dk.at[batch, keys(part), kv_head])
 
-        @pl.when(wg == 1)
-        def _compute_dv():
-            start()
-            (found,) = sum_over(only_dv, hv)
-            plgpu.barrier_arrive(held["finished"])
-            plgpu.barrier_wait(held["finished"])
-            finish(found, None, held["v"].at[0], dv, 0)
+    def finish_dv(found, part):
+        store(found, held["v"].at[part], dv.at[batch, keys(part), kv_head])
+
+    if tiles.apart:
+        pl.when(wg == 0)(lambda: finish_dk(sum_over_steps(add_dk, "dk", zeros(k)), 0))
+        pl.when(wg == 1)(lambda: finish_dv(sum_over_steps(add_dv, "dv", zeros(v)), 0))
+        return
+
+    @pl.when(wg < tiles.warpgroups)
+    def _compute():
+        of_k, of_v = sum_over_steps(add_both, "both", (zeros(k), zeros(v)))
+        finish_dk(of_k, wg)
+        finish_dv(of_v, wg)

@@ -1,7 +1,9 @@
 """What the kernels of the backward pass share: their operands and one tile of probabilities."""
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -125,9 +127,19 @@ class Walk:
         return step + jnp.where(step < self.edges, edge, self.inner_first - self.edges)
 
 
+def named(body: Callable[..., None], *given: Any) -> Callable[..., None]:
+    """`body` with its first arguments given, under its name: profiles show it."""
+    return functools.update_wrapper(functools.partial(body, *given), body)
+
+
 def compute_registers(warpgroups: int) -> int:
-    """What a thread gets where `warpgroups` compute and one copies: a multiple of 8."""
-    return min(240, (512 - COPY_REGISTERS) // warpgroups // 8 * 8)
+    """What a thread gets where `warpgroups` compute and one copies: a multiple of 8.
+
+    All together get what they start with, 65536 in equal multiples of 8 per thread: whoever
+    asked for more would wait for ever.
+    """
+    parts = warpgroups + 1
+    return min(240, (512 // parts // 8 * 8 * parts - COPY_REGISTERS) // warpgroups // 8 * 8)
 
 
 def place(ref: Any, *index: Any) -> tuple[Any, ...]:

@@ -23,6 +23,7 @@ from .backward_operands import (
     Operands,
     Walk,
     compute_registers,
+    named,
     place,
     pull_back,
     store,
@@ -43,7 +44,7 @@ def query_gradient(operands: Operands, tiles: QueryTiles) -> jax.Array:
     lo, hi = operands.ranges[:, 0], operands.ranges[:, 1]
     visits = visits_of_queries(lo, hi, tiles.rows, tiles.keys).packed
     run = launch(
-        functools.partial(_body, operands, tiles),
+        named(attention_dq, operands, tiles),
         out=(jax.ShapeDtypeStruct(operands.q.shape, operands.dtype),),
         scratch=[_scratch(operands, tiles)],
         grid={"batch": b, "heads": n, "tiles": s // tiles.rows},
@@ -72,7 +73,7 @@ def _scratch(operands: Operands, tiles: QueryTiles) -> dict[str, Any]:
     return found
 
 
-def _body(operands, tiles, q, k, v, dout, rows, ranges, visits, *others):
+def attention_dq(operands, tiles, q, k, v, dout, rows, ranges, visits, *others):
     *biases, dq, held = others
     ops, keys = operands.ops, tiles.keys
     wg, batch, head = (jax.lax.axis_index(name) for name in ("wg", "batch", "heads"))

@@ -89,7 +89,71 @@ class BackwardTiles:
         return math.lcm(self.of_queries.keys, self.of_keys.keys, self.of_bias.keys)
 
 
-def tiles_for(h: int, hv: int, bias_bytes: int, soft_cap: bool) -> BackwardTiles:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Shapes:
+    """What fits the registers and shared memory at one pair of head sizes.
+
+    Attributes:
+        keys: Of a tile of blocks of queries.
+        laden_keys: Likewise where a soft cap or a bias needs registers of its own.
+        queries: Of a tile of blocks of keys.
+        biased_queries: Likewise where there is a bias.
+        apart: See `KeyTiles`.
+        bias_keys: Of a tile of the bias.
+        bias_warpgroups: See `BiasTiles`.
+    """
+
+    keys: int
+    laden_keys: int
+    queries: int
+    biased_queries: int
+    apart: bool = False
+    bias_keys: int = 64
+    bias_warpgroups: int = 2
+
+
+_SHAPES = {
+    (64, 64): _Shapes(keys=128, laden_keys=128, queries=128, biased_queries=64),
+    (96, 96): _Shapes(keys=128, laden_keys=64, queries=64, biased_queries=64),
+    (128, 128): _Shapes(keys=128, laden_keys=64, queries=64, biased_queries=32),
+    (192, 128): _Shapes(
+        keys=64, laden_keys=64, queries=64, biased_queries=32, apart=True, bias_warpgroups=1
+    ),
+    (192, 192): _Shapes(
+        keys=64, laden_keys=32, queries=64, biased_queries=32, apart=True, bias_warpgroups=1
+    ),
+    (256, 256): _Shapes(
+        keys=32,
+        laden_keys=32,
+        queries=32,
+        biased_queries=32,
+        apart=True,
+        bias_keys=32,
+        bias_warpgroups=1,
+    ),
+}
+"""By head sizes of keys and values; tests/aot/test_attention_backward_kernels.py compiles each."""
+
+HEAD_SIZES = tuple(_SHAPES)
+"""Pairs of head sizes, of keys and of values, that there are tiles for."""
+
+
+def tiles_for(h: int, hv: int, *, biased: bool, soft_cap: bool) -> BackwardTiles:
+    """Tile shapes that the assembler takes without a spill.
+
+    Raises:
+        ValueError: There are none for these head sizes.
+    """
+    found = _SHAPES.get((h, hv))
+    if found is None:
+        raise ValueError(
+            f"attention's backward kernels have no tiles for head sizes {h} of keys and {hv} of"
+            f" values; they have {', '.join(f'{a}/{b}' for a, b in HEAD_SIZES)}"
+        )
     return BackwardTiles(
-        of_queries=QueryTiles(keys=64), of_keys=KeyTiles(queries=64), of_bias=BiasTiles(keys=64)
+        of_queries=QueryTiles(keys=found.laden_keys if biased or soft_cap else found.keys),
+        of_keys=KeyTiles(
+            queries=found.biased_queries if biased else found.queries, apart=found.apart
+        ),
+        of_bias=BiasTiles(keys=found.bias_keys, warpgroups=found.bias_warpgroups),
     )

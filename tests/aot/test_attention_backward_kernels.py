@@ -1,0 +1,110 @@
+"""What the assembler says of the kernels of attention's backward pass, in every shipped shape."""
+
+import dataclasses
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from colossax.aot import kernel_reports, parse_target
+from colossax.pallas.attention.mosaic_gpu.backward import gradients
+from colossax.pallas.attention.mosaic_gpu.backward_tiles import HEAD_SIZES, tiles_for
+
+pytestmark = pytest.mark.aot
+
+# One head and row each: loops over them are unrolled, which would count copies twice.
+B, S, N = 1, 1920, 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    half: type = jnp.bfloat16
+    dtype: type = jnp.bfloat16
+    bias: type | None = None
+    soft_cap: float | None = None
+
+
+CASES = {
+    "plain": Case(),
+    "float32 out": Case(half=jnp.float16, dtype=jnp.float32),
+    "soft cap": Case(soft_cap=50.0),
+    "bias": Case(bias=jnp.bfloat16),
+    "all": Case(dtype=jnp.float32, bias=jnp.float32, soft_cap=50.0),
+}
+
+
+def expected(h, hv, case):
+    """Instructions by kernel; every loop over tiles is there with a mask and without."""
+    tiles = tiles_for(h, hv, biased=case.bias is not None, soft_cap=case.soft_cap is not None)
+    biased, stored = case.bias is not None, case.dtype != jnp.float32
+    rows, columns, both = tiles.of_queries, tiles.of_keys, h // 16 + hv // 16
+    found = {
+        "attention_dq": {
+            "wgmma": 2 * (both + rows.keys // 16),
+            "tma": (2 + biased) * rows.warpgroups + 2 + stored,
+            "setmaxnreg": 2,
+        }
+    }
+    of_scores = both + (h // 16 if columns.apart else 0)
+    parts = columns.keys // 64
+    found["attention_dk_dv"] = {
+        "wgmma": 2 * (of_scores + 2 * columns.queries // 16),
+        "tma": (2 + biased) * parts + 4 + 2 * stored,
+        "setmaxnreg": 3 if columns.apart else 2,
+    }
+    if biased:
+        found["attention_dbias"] = {
+            "wgmma": 2 * both,
+            "tma": 3 * tiles.of_bias.warpgroups + 2,
+            "setmaxnreg": 2,
+        }
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("h", "hv"), HEAD_SIZES)
+def test_kernels_fit_the_registers_and_shared_memory_of_hopper(h, hv, name):
+    case = CASES[name]
+
+    def shape(*sizes, dtype=case.half):
+        return jax.ShapeDtypeStruct(sizes, dtype)
+
+    def run(q, k, v, dout, lo, hi, lse, delta, *bias):
+        return gradients(
+            q,
+            k,
+            v,
+            lo=lo,
+            hi=hi,
+            bias=bias[0] if bias else None,
+            dout=dout,
+            lse=lse,
+            delta=delta,
+            scale=0.1,
+            soft_cap=case.soft_cap,
+            dtype=case.dtype,
+        )
+
+    wide, narrow = shape(B, S, N, h), shape(B, S, N, hv)
+    bound, row = shape(1, S, dtype=jnp.int32), shape(B, N, S, dtype=jnp.float32)
+    arguments = [wide, wide, narrow, narrow, bound, bound, row, row]
+    if case.bias is not None:
+        arguments.append(shape(B, N, S, S, dtype=case.bias))
+    # More shared memory than there is fails to compile.
+    reports = kernel_reports(run, parse_target("h100:1x1"), *arguments)
+    found = {}
+    for report in reports:
+        found[next(x for x in expected(h, hv, case) if report.name.startswith(x))] = report
+    counts = {kernel: report.instructions for kernel, report in found.items()}
+    assert counts == expected(h, hv, case)
+    for kernel, report in found.items():
+        assert report.architecture == "sm_90a"
+        if "C7504" in report.warnings and jax.__version_info__ >= (0, 12):
+            warnings.warn(
+                f"{kernel}: register limits ignored, {report.spill_bytes} bytes spilled",
+                stacklevel=1,
+            )
+            continue
+        assert report.warnings == (), kernel
+        assert report.spill_bytes == 0, kernel
