@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 from colossax.pallas.attention.mask import Mask, row_ranges, why_no_ranges
 from colossax.pallas.attention.merge import row_delta, with_sinks
 from colossax.pallas.attention.spec import AttentionSpec
+from colossax.pallas.mosaic import why_not_hardware
 from colossax.pallas.target import Target
 
 from .backward import gradients
@@ -21,19 +22,8 @@ from .shapes import HEAD_SIZES
 
 
 def why_not(spec: AttentionSpec, target: Target) -> str | None:
-    """The first thing about this call that the kernels cannot do.
-
-    Nothing else may be tried on other hardware: where `wgmma` does not exist the assembler refuses
-    the kernel, and below compute capability 9.0 the compiler ends the process.
-    """
-    if target.platform != "gpu":
-        return f"Mosaic kernels need an NVIDIA GPU, the target is '{target.platform}'"
-    if target.compute_capability is None:
-        return "Mosaic kernels need compute capability 9.0, and the target's is not known"
-    if target.compute_capability != (9, 0):
-        found = ".".join(map(str, target.compute_capability))
-        return f"Mosaic kernels need compute capability 9.0, found {found}"
-    return why_not_call(spec)
+    """The first thing about this call that the kernels cannot do."""
+    return why_not_hardware(target) or why_not_call(spec)
 
 
 def why_not_call(spec: AttentionSpec) -> str | None:
