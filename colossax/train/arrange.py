@@ -34,6 +34,28 @@ class Arranged(dict):
         return cls(dict(zip(names, children, strict=True)), order)
 
 
+def check_segments(batch: Batch) -> None:
+    """Refuse host arrays whose documents are not numbered in their order: kernels need it.
+
+    Cost: one pass over an array of small integers.
+
+    Raises:
+        InputError: A segment stands behind a greater one of its row.
+    """
+    segments = batch.get("segments")
+    if not isinstance(segments, np.ndarray) or segments.ndim == 0 or 0 in segments.shape:
+        return
+    highest = np.maximum.accumulate(segments, axis=-1)
+    wrong = (segments >= 0) & (segments < highest)
+    if wrong.any():
+        *row, place = np.argwhere(wrong)[0].tolist()
+        found, before = segments[(*row, place)], highest[(*row, place)]
+        raise InputError(
+            f"batch 'segments': row {row} has segment {found} behind segment {before}, at token"
+            f" {place}; number the documents of a row in their order, and mark padding by -1"
+        )
+
+
 def row_length(batch: Batch, dims: Mapping[str, Dims]) -> int | None:
     """Tokens of a row; None where no array has a dim `seq`, or they differ in its size."""
     found = {batch[name].shape[at] for name in batch if (at := _seq_dim(dims[name])) is not None}

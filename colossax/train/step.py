@@ -27,7 +27,7 @@ from colossax.sharding import (
     use,
     validate,
 )
-from colossax.train.arrange import Arranged, arranged, row_length
+from colossax.train.arrange import Arranged, arranged, check_segments, row_length
 from colossax.train.gradients import (
     LossCall,
     batch_dims,
@@ -212,13 +212,16 @@ class Step:
         arrays inside the step.
 
         Raises:
-            InputError: Shapes or dtypes are not those of the first batch.
+            InputError: Shapes or dtypes are not those of the first batch, or documents are not
+                numbered in their order.
             PlanError: Microbatches and devices do not divide it.
         """
         placed = all(isinstance(x, jax.Array) for x in batch.values())
         if not placed:
             hosted = {n: x if isinstance(x, jax.Array) else _host(x) for n, x in batch.items()}
-            batch = self.arrange(hosted) if not isinstance(batch, Arranged) else batch
+            if not isinstance(batch, Arranged):
+                check_segments(hosted)
+                batch = self.arrange(hosted)
         form = {name: (x.shape, x.dtype) for name, x in batch.items()}
         if form != self._declared.get(type(batch)):
             self._declare(batch, form)

@@ -215,6 +215,16 @@ def test_another_batch_dtype_is_refused_not_compiled():
         step(state, other)
 
 
+def test_documents_out_of_their_order_are_refused():
+    _, step = one_device()
+    batch = text_batch()
+    batch["segments"][3] = [0] * 4 + [2] * 4 + [-1] * 2 + [1] * 6
+    with pytest.raises(InputError, match=r"row \[3\] has segment 1 behind segment 2, at token 10"):
+        step.place(batch)
+    batch["segments"][3] = [0] * 4 + [-1] * 4 + [2] * 2 + [-1] * 6
+    step.place(batch)
+
+
 def test_a_batch_array_without_a_batch_dim_is_refused():
     state, step = one_device()
     with pytest.raises(InputError, match="batch 'scale': shape .* needs a dim 'batch'"):
