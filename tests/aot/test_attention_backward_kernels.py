@@ -1,7 +1,6 @@
 """What the assembler says of the kernels of attention's backward pass, in every shipped shape."""
 
 import dataclasses
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -101,10 +100,6 @@ def test_kernels_fit_the_registers_and_shared_memory_of_hopper(h, hv, name):
     for kernel, report in found.items():
         assert report.architecture == "sm_90a"
         if "C7504" in report.warnings and jax.__version_info__ >= (0, 12):
-            warnings.warn(
-                f"{kernel}: register limits ignored, {report.spill_bytes} bytes spilled",
-                stacklevel=1,
-            )
-            continue
+            pytest.xfail(f"{kernel}: register limits ignored, {report.spill_bytes} bytes spilled")
         assert report.warnings == (), kernel
         assert report.spill_bytes == 0, kernel
