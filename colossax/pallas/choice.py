@@ -23,8 +23,8 @@ def choose(
     Args:
         operation: What it is called in messages.
         implementations: By name, fastest first; each has `why_not(spec, target)`, None or the
-            reason why it declines.
-        spec: Static facts of the call.
+            reason why it declines. One called `interpret` runs only if named.
+        spec: Static facts of the call; its text is what the log calls it.
         target: The hardware.
         implementation: `auto` for the first that accepts, or a name.
 
@@ -37,11 +37,12 @@ def choose(
     if implementation not in names:
         raise ValueError(f"{operation}: no implementation '{implementation}'; use one of {names}")
     reasons = {}
-    for name in implementations if implementation == "auto" else (implementation,):
+    automatic = [name for name in implementations if name != "interpret"]
+    for name in automatic if implementation == "auto" else (implementation,):
         reason = implementations[name].why_not(spec, target)
         if reason is None:
             declined = "; ".join(f"not {n}: {r}" for n, r in reasons.items())
-            _log_once(operation, name, declined)
+            _log_once(operation, str(spec), name, declined)
             return name
         reasons[name] = reason
     declines = [
@@ -59,6 +60,6 @@ def reasons(
     return {name: one.why_not(spec, target) for name, one in implementations.items()}
 
 
-@functools.lru_cache(maxsize=256)
-def _log_once(operation: str, name: str, declined: str) -> None:
-    _LOG.info("%s uses %s%s", operation, name, f" ({declined})" if declined else "")
+@functools.lru_cache(maxsize=1024)
+def _log_once(operation: str, call: str, name: str, declined: str) -> None:
+    _LOG.info("%s of %s: %s%s", operation, call, name, f" ({declined})" if declined else "")

@@ -1,8 +1,6 @@
 """One attention, several implementations: the call, its checks and the choice."""
 
 import dataclasses
-import functools
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from types import ModuleType
@@ -13,6 +11,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from colossax.pallas import choice
 from colossax.pallas.target import Target, current_target
 from colossax.pallas.varying import varies
 
@@ -33,8 +32,6 @@ IMPLEMENTATIONS: dict[str, ModuleType] = {
 
 _NAME_THEIR_OWN = ("mosaic", "xla", "interpret")
 """They name for remat policies what their backward passes need."""
-
-_LOG = logging.getLogger(__name__)
 
 
 def attention(
@@ -141,28 +138,7 @@ def choose(
         NotImplementedError: The one named declines.
         ExceptionGroup: All decline.
     """
-    names = ("auto", *known)
-    if implementation not in names:
-        raise ValueError(f"attention: no implementation '{implementation}'; use one of {names}")
-    reasons = {}
-    automatic = (name for name in known if name != "interpret")
-    for name in automatic if implementation == "auto" else (implementation,):
-        reason = known[name].why_not(spec, target)
-        if reason is None:
-            _log_once(name, "; ".join(f"not {n}: {r}" for n, r in reasons.items()))
-            return name
-        reasons[name] = reason
-    if implementation != "auto":
-        raise NotImplementedError(f"attention '{implementation}': {reasons[implementation]}")
-    raise ExceptionGroup(
-        "attention: no implementation takes this call",
-        [NotImplementedError(f"attention '{name}': {why}") for name, why in reasons.items()],
-    )
-
-
-@functools.lru_cache(maxsize=256)
-def _log_once(name: str, declined: str) -> None:
-    _LOG.info("attention uses %s%s", name, f" ({declined})" if declined else "")
+    return choice.choose("attention", known, spec, target, implementation)
 
 
 def _check(q: Array, k: Array, v: Array, mask: Mask, biases: Any, slopes: Any, sinks: Any) -> None:

@@ -31,3 +31,24 @@ class AttentionSpec:
     sinks: bool = False
     return_lse: bool = False
     checked: bool = False
+
+    def __str__(self) -> str:
+        sizes = f"{self.batch} x {self.q_length} x {self.kv_length}"
+        dims = {self.head_dim, self.v_head_dim}
+        heads = f"{self.heads}/{self.kv_heads} heads of {'/'.join(map(str, sorted(dims)))}"
+        mask = self.mask
+        asked = {
+            "causal": mask.causal,
+            f"window {mask.window}": mask.window is not None,
+            "prefix": mask.prefix is not None,
+            "segments": mask.q_segments is not None,
+            "positions": not mask.indexed,
+            "kv_valid": mask.kv_valid is not None,
+            f"{len(self.biases)} biases": self.biases,
+            "alibi": self.alibi,
+            "soft cap": self.soft_cap,
+            "sinks": self.sinks,
+        }
+        return ", ".join(
+            [sizes, heads, str(self.dtype), *(name for name, yes in asked.items() if yes)]
+        )

@@ -14,3 +14,7 @@ class GroupedSpec:
     features_in: int
     features_out: int
     dtype: np.dtype
+
+    def __str__(self) -> str:
+        sizes = f"{self.rows} x {self.features_in} x {self.features_out}"
+        return f"{sizes} in {self.groups} groups, {self.dtype}"
