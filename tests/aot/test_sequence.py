@@ -157,8 +157,9 @@ def test_a_turn_of_the_ring_is_one_permute_around_one_kernel(order):
     assert len(starts) == sum(map(is_kernel, body)) == sum(map(is_step, body)) == 1
     assert [count for _, count in steps_under_hops(module)] == [1, 1]
     output = f"f32[1,{TOKENS},{HEADS},{H}]"
-    touching = [one.opcode for one in body if output in one.shape]
-    assert sorted(set(touching)) == ["custom-call", "get-tuple-element", "parameter", "tuple"]
+    touching = {one.opcode for one in body if output in one.shape}
+    assert "custom-call" in touching
+    assert touching <= {"custom-call", "get-tuple-element", "parameter", "tuple"}
 
 
 def test_kernels_take_zigzag_order_as_it_lies():
