@@ -178,8 +178,8 @@ def transposed_ref(ref: Any) -> Any:
     return ref.T if _JAX >= (0, 11) else plgpu.transpose_ref(ref, (1, 0))
 
 
-def load_vector(ref: Any, layout: Any) -> jax.Array:
-    """All of a vector, in registers laid out as told."""
+def load_laid_out(ref: Any, layout: Any) -> jax.Array:
+    """All of a vector or matrix, in registers laid out as told."""
     load: Any = plgpu.load
     # "Optimized" loads read shared memory only.
     where: Any = () if _JAX >= (0, 11) else ((),)

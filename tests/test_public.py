@@ -12,8 +12,8 @@ NAMES = {
         "bind from_json nearest preset to_json"
     ),
     "colossax.pallas.attention": (
-        "Mask attend_block attend_cache attention block_gradients dense merge_blocks row_delta "
-        "row_ranges why_no_ranges with_sinks"
+        "Mask attend_block attend_cache attention block_gradients block_implementation dense "
+        "merge_blocks row_delta row_ranges why_no_ranges with_sinks"
     ),
     "colossax.pallas.norms": "layer_norm rms_norm",
     "colossax.pallas.grouped_matmul": "grouped_matmul",

@@ -31,6 +31,8 @@ VARIANTS = {
     "plain": (jnp.bfloat16, jnp.bfloat16, None, None),
     "float16, soft cap": (jnp.float16, jnp.float16, None, 30.0),
     "block of a ring": (jnp.bfloat16, jnp.float32, None, None),
+    "later block of a ring": (jnp.bfloat16, jnp.float32, None, None),
+    "later block, soft cap": (jnp.float16, jnp.float32, None, 30.0),
     "bias, soft cap": (jnp.bfloat16, jnp.bfloat16, jnp.float32, 30.0),
     "narrow bias": (jnp.bfloat16, jnp.bfloat16, jnp.bfloat16, None),
 }
@@ -43,6 +45,11 @@ def test_every_shape_is_assembled_without_spills(name, sizes):
     ranges = {name: shaped(B, S, dtype=jnp.int32) for name in ("lo", "hi")}
     if bias is not None:
         ranges["bias"] = shaped(1, N, S, S, dtype=bias)
+    if "later" in name:
+        ranges["carried"] = (
+            shaped(B, S, N, hv, dtype=jnp.float32),
+            shaped(B, N, S, dtype=jnp.float32),
+        )
     run = functools.partial(forward, scale=0.1, soft_cap=soft_cap, dtype=out)
     (report,) = kernel_reports(
         lambda arrays, ranges: run(*arrays, **ranges), HOPPER, operands(h, hv, dtype), ranges

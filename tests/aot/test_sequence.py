@@ -21,7 +21,7 @@ from colossax.aot import (
     parse_target,
     target_devices,
 )
-from colossax.pallas.attention import Mask, xla
+from colossax.pallas.attention import Mask, merge_blocks, xla
 from colossax.pallas.target import target
 from colossax.sharding.sequence import DOUBLE_RING_OPTIONS, RingAxes, ring, ring_attention_local
 
@@ -143,7 +143,10 @@ def test_every_hop_is_hidden_behind_attention(order, backward):
 
 @pytest.mark.parametrize("order", ["zigzag", "contiguous"])
 def test_a_turn_of_the_ring_is_one_permute_around_one_kernel(order):
-    """Forward: the loop's body has one start, then the kernel, then its end, and no other loop."""
+    """Forward: the loop's body has one start, then the kernel, then its end, and no other loop.
+
+    Nothing but the kernel touches its float32 output: it is merged where it is made, in place.
+    """
     module = parse_module(program(1, order, backward=False).hlo)
     (body,) = (
         body
@@ -153,6 +156,18 @@ def test_a_turn_of_the_ring_is_one_permute_around_one_kernel(order):
     starts = [one for one in body if first_pair(module, one)]
     assert len(starts) == sum(map(is_kernel, body)) == sum(map(is_step, body)) == 1
     assert [count for _, count in steps_under_hops(module)] == [1, 1]
+    output = f"f32[1,{TOKENS},{HEADS},{H}]"
+    touching = {one.opcode for one in body if output in one.shape}
+    assert "custom-call" in touching
+    assert touching <= {"custom-call", "get-tuple-element", "parameter", "tuple"}
+
+
+def test_kernels_take_zigzag_order_as_it_lies():
+    """Forward and backward: no array is cut into halves and stacked as a pair."""
+    for order in ("zigzag", "contiguous"):
+        text = program(1, order).hlo
+        assert f"[1,{TOKENS},{HEADS},{H}]" in text
+        assert f",{TOKENS // 2},{HEADS},{H}]" not in text
 
 
 @pytest.mark.parametrize("outer", [2, 4])
@@ -196,9 +211,10 @@ def test_its_own_backward_pass_saves_memory(monkeypatch):
 def test_it_saves_memory_where_only_the_ring_is_differentiated_plainly(monkeypatch):
     """Blocks that have a backward pass of their own, in a ring that has none."""
 
-    def block(q, k, v, *, alibi_slopes, implementation, **options):
+    def block(q, k, v, *, alibi_slopes, implementation, carried, **options):
         out, lse = xla.attend(q, k, v, alibi_slopes=alibi_slopes, **options)
-        return out.astype(jnp.float32), lse
+        found = out.astype(jnp.float32), lse
+        return found if carried is None else merge_blocks(*carried, *found)
 
     monkeypatch.setattr("colossax.sharding.sequence.step.attend_block", block)
     plain = Ring().compiled(True, plain_ring).stats.temp_size_in_bytes

@@ -3,6 +3,7 @@
 from .api import attention as attention
 from .block import attend_block as attend_block
 from .block import block_gradients as block_gradients
+from .block import block_implementation as block_implementation
 from .cache import attend_cache as attend_cache
 from .mask import Mask as Mask
 from .mask import dense as dense

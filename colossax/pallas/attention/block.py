@@ -31,12 +31,25 @@ def attend_block(
     alibi_slopes: Float[Array, " n"] | None = None,
     scale: float,
     soft_cap: float | None = None,
+    carried: tuple[Float[Array, "b s n hv"], Float[Array, "b n s"]] | None = None,
     implementation: str = "auto",
 ) -> tuple[Float[Array, "b s n hv"], Float[Array, "b n s"]]:
-    """Attention to this block alone, as the first or second part of `merge_blocks`.
+    """Attention to this block, and to those before it whose result is `carried`.
+
+    Args:
+        q: Queries.
+        k: Keys of this block.
+        v: Values of this block.
+        mask: Who sees whom in this block.
+        alibi_slopes: As of `attention`.
+        scale: As of `attention`.
+        soft_cap: As of `attention`.
+        carried: Result for the same queries and other keys, in float32. `merge_blocks` of it and of
+            this block alone is the same; the kernels start from it and need no second pass.
+        implementation: `auto`, `mosaic`, `xla` or `interpret`.
 
     Returns:
-        Output and log-partition in float32, 0 and -inf where a query sees none of these keys.
+        Output and log-partition in float32, 0 and -inf where a query sees no key.
 
     Raises:
         NotImplementedError: The implementation named does not take this block, says why.
@@ -45,7 +58,14 @@ def attend_block(
     """
     form = _form(q, k, v, mask, alibi_slopes, soft_cap, implementation)
     return form.attend_block(
-        q, k, v, mask=mask, alibi_slopes=alibi_slopes, scale=scale, soft_cap=soft_cap
+        q,
+        k,
+        v,
+        mask=mask,
+        alibi_slopes=alibi_slopes,
+        scale=scale,
+        soft_cap=soft_cap,
+        carried=carried,
     )
 
 
@@ -105,9 +125,21 @@ def block_gradients(
     )
 
 
-def _form(
-    q: Array, k: Array, v: Array, mask: Mask, slopes: Any, soft_cap: Any, implementation: str
-) -> Any:
+def block_implementation(
+    q: Float[Array, "b s n h"],
+    k: Float[Array, "b t k h"],
+    v: Float[Array, "b t k hv"],
+    *,
+    mask: Mask,
+    alibi_slopes: Float[Array, " n"] | None = None,
+    soft_cap: float | None = None,
+    implementation: str = "auto",
+) -> str:
+    """Name of what will compute this block in both directions: `mosaic`, `xla` or `interpret`.
+
+    Raises:
+        NotImplementedError: The implementation named does not take this block, says why.
+    """
     spec = AttentionSpec(
         batch=q.shape[0],
         q_length=q.shape[1],
@@ -118,9 +150,16 @@ def _form(
         v_head_dim=v.shape[3],
         dtype=q.dtype,
         mask=mask,
-        alibi=slopes is not None,
+        alibi=alibi_slopes is not None,
         soft_cap=soft_cap is not None,
         return_lse=True,
         checked=varies((q, k, v, mask)),
     )
-    return _FORMS[choose(spec, current_target(), implementation, _FORMS)]
+    return choose(spec, current_target(), implementation, _FORMS)
+
+
+def _form(
+    q: Array, k: Array, v: Array, mask: Mask, slopes: Any, soft_cap: Any, implementation: str
+) -> Any:
+    options = {"alibi_slopes": slopes, "soft_cap": soft_cap, "implementation": implementation}
+    return _FORMS[block_implementation(q, k, v, mask=mask, **options)]

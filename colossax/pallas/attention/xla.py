@@ -28,7 +28,7 @@ from colossax.pallas.varying import vary_alike, zeros_like_varying
 
 from . import bias as pair_bias
 from .mask import Mask, positions, visible
-from .merge import row_delta, with_sinks
+from .merge import merge_blocks, row_delta, with_sinks
 from .spec import AttentionSpec
 
 TILE = {"cpu": 64}
@@ -99,10 +99,12 @@ def attend_block(
     alibi_slopes: Float[Array, " n"] | None,
     scale: float,
     soft_cap: float | None,
+    carried: tuple[Float[Array, "b s n hv"], Float[Array, "b n s"]] | None = None,
 ) -> tuple[Float[Array, "b s n hv"], Float[Array, "b n s"]]:
     """See `block.attend_block`."""
     operands = _operands((q, k, v), alibi_slopes, (), mask)
-    return _forward(_static(q, k, scale, soft_cap), *operands, dtype=jnp.float32)
+    found = _forward(_static(q, k, scale, soft_cap), *operands, dtype=jnp.float32)
+    return found if carried is None else merge_blocks(*carried, *found)
 
 
 def block_gradients(

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from colossax.compat import interpreter
@@ -24,6 +25,7 @@ def launch(
     grid: Mapping[str, int],
     warpgroups: int,
     interpret: bool,
+    in_place: bool = False,
 ) -> Callable[..., Any]:
     """A function of arrays that runs `body` on every point of `grid`.
 
@@ -35,22 +37,65 @@ def launch(
         grid: Names and sizes, the fastest last.
         warpgroups: Of 128 threads each, which run `body` side by side.
         interpret: Whether to interpret it on the CPU, races looked for (`compat.races_found`).
+        in_place: Whether outputs take the memory of the last inputs, one for one: in a loop that
+            carries them nothing is copied. Every item is read before it is written, by one block.
+            The interpreter, which cannot, has them apart.
     """
-    options = {"interpret": interpreter()} if interpret else {}
-    run = plgpu.kernel(
-        body,
-        out_type=out,
-        scratch_types=[dict(scratch)] if isinstance(scratch, Mapping) else list(scratch),
-        grid=tuple(grid.values()),
-        grid_names=tuple(grid),
-        num_threads=warpgroups,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
+    where: dict[str, Any] = {
+        "grid": tuple(grid.values()),
+        "grid_names": tuple(grid),
+        "num_threads": warpgroups,
+        "thread_name": "wg",
+    }
+    how: dict[str, Any] = {
+        "compiler_params": plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
-        **options,
-    )
-    return lambda *arrays: tuple(run(*arrays))
+        )
+    }
+    if interpret:
+        how["interpret"] = interpreter()
+    scratch = [dict(scratch)] if isinstance(scratch, Mapping) else list(scratch)
+    run = plgpu.kernel(body, out_type=out, scratch_types=scratch, **where, **how)
+
+    def apart(*arrays: Any) -> tuple[Any, ...]:
+        return tuple(run(*arrays))
+
+    if in_place and not interpret:
+        return _in_place(body, len(out), scratch, where, how, apart)
+    return apart
+
+
+def _in_place(
+    body: Callable[..., None],
+    outputs: int,
+    scratch: Sequence[Any],
+    where: Mapping[str, Any],
+    how: Mapping[str, Any],
+    apart: Callable[..., Any],
+) -> Callable[..., Any]:
+    """The same kernel, whose last inputs are its outputs; under `vmap` it is `apart`."""
+
+    def with_scratch(*refs: Any) -> None:
+        pl.run_scoped(
+            lambda *shared: body(*refs, *refs[-outputs:], *shared), *scratch, collective_axes="wg"
+        )
+
+    def update(refs: Any) -> None:
+        given = (ref[...] for ref in refs[:-outputs])
+        mesh, name = plgpu.Mesh(**where), getattr(body, "__name__", None)
+        kernel = pl.kernel(with_scratch, out_type=(), mesh=mesh, name=name, **how)
+        kernel(*given, *refs[-outputs:])
+
+    @jax.custom_batching.custom_vmap
+    def run(*arrays: Any) -> tuple[Any, ...]:
+        return tuple(pl.run_state(update)(arrays)[-outputs:])
+
+    @run.def_vmap
+    def _apart(size: int, batched: Any, *arrays: Any) -> tuple[Any, Any]:
+        axes = [0 if one else None for one in batched]
+        return jax.vmap(apart, axes, axis_size=size)(*arrays), (True,) * outputs
+
+    return run
 
 
 def matrix(shape: tuple[int, ...], dtype: Any, *, rows_summed: int = 0) -> Any:

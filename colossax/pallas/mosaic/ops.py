@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from colossax.compat import load_vector, store_plain, transposed_ref
+from colossax.compat import load_laid_out, store_plain, transposed_ref
 
 LAYOUT = plgpu.Layout.WGMMA
 """Of a matrix in the registers of one warpgroup, as `wgmma` leaves and takes it."""
@@ -170,7 +170,11 @@ class Ops:
         """What shared or global memory holds per row (`along` 0) or column (1) of a matrix."""
         if self.interpret:
             return ref[...]
-        return load_vector(ref, LAYOUT.reduce(1 - along))
+        return load_laid_out(ref, LAYOUT.reduce(1 - along))
+
+    def plain(self, ref: Any) -> jax.Array:
+        """A matrix in global memory, straight into registers: 32 bytes of a row at a time."""
+        return ref[...] if self.interpret else load_laid_out(ref, LAYOUT)
 
     def tile(self, ref: Any) -> jax.Array:
         """A matrix in shared memory as float32 in registers."""

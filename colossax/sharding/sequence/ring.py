@@ -3,8 +3,8 @@
 One engine serves the single and the double ring, zigzag and contiguous order, every mask. Shapes
 are those of one rank of R = O I: s queries and t keys, their natural indices given by the order.
 
-Every step is attention to the keys of one rank (step.py); the parts of the softmax are merged in
-float32.
+Every step is attention to the keys of one rank (step.py), merged in float32 into what the steps
+before it found: by the kernels as they go, else by a pass of its own.
 
 Reference: Liu et al. 2023, Ring Attention with Blockwise Transformers; the double ring is that of
 Gu et al. 2024, LoongTrain.
@@ -21,7 +21,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from colossax.pallas.attention import Mask, merge_blocks, row_delta, with_sinks
+from colossax.pallas.attention import Mask, row_delta, with_sinks
 
 from .axes import Circle, Packing, RingAxes
 from .order import Order, check_order
@@ -113,8 +113,7 @@ def _forward(
     packing = Packing.of(keys)
 
     def visit(state: Any, packed: Any, a: Any, b: Any) -> Any:
-        out, lse = step.forward_local(packing.unpack(packed), axes.source_local(a, b))
-        return merge_blocks(state[0], state[1], out, lse)
+        return step.forward_local(packing.unpack(packed), axes.source_local(a, b), state)
 
     def sweep(state: Any, packed: Any, a: Any, offsets: Sequence[int]) -> Any:
         """Along the inner ring, with keys from `a` places back on the outer one."""

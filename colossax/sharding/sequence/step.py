@@ -2,7 +2,8 @@
 
 Under a causal mask in zigzag order all steps but a rank's own have the same work on every rank and
 no mask: the later half of the queries sees the early half of the keys, and one of (early, early)
-and (later, later) is wholly visible.
+and (later, later) is wholly visible. XLA computes these two as a pair of blocks, for its loops then
+have a length that is known; the kernels leave the other two out by themselves.
 """
 
 import dataclasses
@@ -14,7 +15,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from colossax.pallas.attention import Mask, attend_block, block_gradients, merge_blocks
+from colossax.pallas.attention import (
+    Mask,
+    attend_block,
+    block_gradients,
+    block_implementation,
+    merge_blocks,
+)
 
 from .axes import Packing, RingAxes
 from .order import Order, offsets_seen, positions_local
@@ -87,16 +94,19 @@ class Step:
 
     def own_forward_local(self, keys: Keys) -> tuple[Array, Array]:
         """Output and log-partition over this rank's own keys."""
-        return self._attend(*self._own_local(keys), self.mask)
+        return self._attend(*self._own_local(keys), self.mask, None)
 
-    def forward_local(self, keys: Keys, source: Int[Array, ""]) -> tuple[Array, Array]:
-        """Output and log-partition over the keys of rank `source`, not one's own."""
+    def forward_local(
+        self, keys: Keys, source: Int[Array, ""], carried: tuple[Array, Array]
+    ) -> tuple[Array, Array]:
+        """What is carried with the keys of rank `source`, not one's own, merged in."""
         queries, keys = self._arrived_local(keys, source)
-        if not self._uniform(keys):
-            return self._attend(queries, keys, self.mask)
+        if not self._paired(queries, keys):
+            return self._attend(queries, keys, self.mask, carried)
         early = source < self.settings.axes.source_local()
         queries, keys = _pair_queries(queries, early), _pair_keys(keys, early)
-        return _forward_of_pairs(*self._attend(queries, keys, _past(self.mask)), early)
+        found = self._attend(queries, keys, _past(self.mask), None)
+        return merge_blocks(*carried, *_forward_of_pairs(*found, early))
 
     def own_backward_local(self, keys: Keys) -> tuple[Any, Any]:
         """Gradients through this rank's own keys: of q and slopes, and of k and v, packed."""
@@ -105,7 +115,7 @@ class Step:
     def backward_local(self, keys: Keys, source: Int[Array, ""]) -> tuple[Any, Any]:
         """Gradients through the keys of rank `source`, not one's own, likewise."""
         queries, keys = self._arrived_local(keys, source)
-        if not self._uniform(keys):
+        if not self._paired(queries, keys):
             return self._gradients(queries, keys, self.mask, lambda x: x, lambda x: x)
         early = source < self.settings.axes.source_local()
         return self._gradients(
@@ -116,10 +126,14 @@ class Step:
             functools.partial(_keys_of_pairs, early=early),
         )
 
-    def _uniform(self, keys: Keys) -> bool:
-        """Whether all steps but the first have the same work on each rank, see above."""
+    def _paired(self, queries: Queries, keys: Keys) -> bool:
+        """Whether a step, but for the first, is two blocks without a mask, see above."""
         zigzag = self.settings.order == Order.ZIGZAG
-        return zigzag and self.mask.causal and self._aligned(keys)
+        if not (zigzag and self.mask.causal and self._aligned(keys)):
+            return False
+        options = self._options(queries, keys, self.mask)
+        del options["scale"]
+        return block_implementation(queries.q, keys.k, keys.v, **options) == "xla"
 
     def _aligned(self, keys: Keys) -> bool:
         """Whether queries and keys of a rank are the same tokens, without positions given."""
@@ -157,8 +171,11 @@ class Step:
             keys = dataclasses.replace(keys, positions=found)
         return queries, keys
 
-    def _attend(self, queries: Queries, keys: Keys, mask: Mask) -> tuple[Array, Array]:
-        return attend_block(queries.q, keys.k, keys.v, **self._options(queries, keys, mask))
+    def _attend(
+        self, queries: Queries, keys: Keys, mask: Mask, carried: tuple[Array, Array] | None
+    ) -> tuple[Array, Array]:
+        options = self._options(queries, keys, mask)
+        return attend_block(queries.q, keys.k, keys.v, **options, carried=carried)
 
     def _gradients(
         self, queries: Queries, keys: Keys, mask: Mask, of_queries: Any, of_keys: Any

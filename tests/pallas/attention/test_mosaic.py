@@ -1,5 +1,6 @@
 """The forward kernel in the interpreter, races looked for, against float64; and who may use it."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 
 from colossax.compat import races_found
 from colossax.pallas import target
-from colossax.pallas.attention import Mask, attention, dense, row_ranges
+from colossax.pallas.attention import Mask, attend_block, attention, dense, row_ranges
 from colossax.pallas.attention.api import choose
 from colossax.pallas.attention.mosaic_gpu.forward import forward
 from colossax.pallas.attention.spec import AttentionSpec
@@ -125,6 +126,96 @@ def exact(q, k, v, seen, bias, *, scale, soft_cap):
         lse = np.log(total)
     weights = weights / np.where(total == 0, 1, total)[..., None]
     return np.einsum("bnst,btnh->bsnh", weights, v), lse
+
+
+CAUSAL = Mask(causal=True)
+# Positions of the queries, of two sets of keys, and how many rows see none of the first, none of
+# the second, neither; then what else differs.
+STEPS = {
+    "causal, own keys and then those before": (
+        places(64, 128),
+        (places(64, 128), places(0)),
+        CAUSAL,
+        (0, 0, 0),
+        {"kv_heads": 1, "n": 2},
+    ),
+    "zigzag: own keys, then a later rank's": (
+        places(64, 384),
+        (places(64, 384), places(128, 320)),
+        CAUSAL,
+        (0, 64, 0),
+        {"b": 2},
+    ),
+    "rows that see nothing in either": (
+        places(40, 200, length=50),
+        (places(100, length=70), places(70, 210, length=40)),
+        Mask(causal=True, window=(70, 0)),
+        (60, 40, 30),
+        {"h": 192, "hv": 128, "soft_cap": 3.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_what_is_carried_is_merged(name):
+    """A block after another is attention to the keys of both; empty rows in each."""
+    rows, columns, mask, empty, other = STEPS[name]
+    b, n, h, s = other.get("b", 1), other.get("n", 1), other.get("h", 64), rows.shape[1]
+    cut = columns[0].shape[1]
+    t = cut + columns[1].shape[1]
+    rng = np.random.default_rng(2)
+    shapes = (b, s, n, h), (b, t, 1, h), (b, t, 1, other.get("hv", h))
+    q, k, v = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes)
+    options = {"scale": h**-0.5, "soft_cap": other.get("soft_cap")}
+    parts = [dataclasses.replace(mask, q_positions=rows, kv_positions=x) for x in columns]
+    seen = [dense(part, s, x.shape[1]) for part, x in zip(parts, columns, strict=True)]
+    first = exact(q, k[:, :cut], v[:, :cut], seen[0], None, **options)
+    expected, expected_lse = exact(q, k, v, jnp.concatenate(seen, axis=-1), None, **options)
+    nothing = np.isneginf(expected_lse)
+    per_row = b * n
+    hidden = [per_row * int((~x.any(-1)).sum()) for x in seen]
+    assert (*hidden, nothing.sum()) == tuple(per_row * x for x in empty)
+
+    @jax.jit
+    def step(q, k, v, out, lse):
+        return attend_block(
+            q,
+            k,
+            v,
+            mask=dataclasses.replace(parts[1], ascending=True),
+            carried=(out, lse),
+            implementation="interpret",
+            **options,
+        )
+
+    carried = (jnp.asarray(x, jnp.float32) for x in first)
+    out, lse = step(q, k[:, cut:], v[:, cut:], *carried)
+    assert not races_found()
+    assert out.dtype == lse.dtype == jnp.float32
+    np.testing.assert_array_equal(np.isneginf(lse), nothing)
+    np.testing.assert_allclose(
+        np.where(nothing, 0, lse), np.where(nothing, 0, expected_lse), rtol=1e-5, atol=1e-5
+    )
+    found = np.asarray(out, np.float64)
+    assert not found[np.swapaxes(nothing, 1, 2)].any()
+    assert np.linalg.norm(found - expected) / np.linalg.norm(expected) < 3e-3
+
+
+def test_under_vmap_what_is_carried_is_kept_apart():
+    rng = np.random.default_rng(3)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, 1, 128, 1, 64)), jnp.bfloat16) for _ in range(3))
+    out = jnp.asarray(rng.normal(size=q.shape), jnp.float32)
+    lse = jnp.asarray(rng.normal(size=(2, 1, 1, 128)), jnp.float32)
+
+    def step(q, k, v, out, lse, implementation):
+        options = {"scale": 0.1, "implementation": implementation}
+        return attend_block(q, k, v, mask=Mask(), carried=(out, lse), **options)
+
+    run = jax.jit(jax.vmap(step, (0, None, 0, 0, 0, None)), static_argnums=5)
+    found, expected = (run(q, k[0], v, out, lse, name) for name in ("interpret", "xla"))
+    assert not races_found()
+    for one, other in zip(found, expected, strict=True):
+        assert jnp.linalg.norm(one - other) < 3e-3 * jnp.linalg.norm(other)
 
 
 # ---- choice --------------------------------------------------------------------------------------

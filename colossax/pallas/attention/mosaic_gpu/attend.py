@@ -144,12 +144,14 @@ def attend_block(
     alibi_slopes: None = None,
     scale: float,
     soft_cap: float | None,
+    carried: tuple[Float[Array, "b s n hv"], Float[Array, "b n s"]] | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "b s n hv"], Float[Array, "b n s"]]:
     """See `block.attend_block`."""
     lo, hi = row_ranges(mask, q.shape[1], k.shape[1])
     static = _Static(scale=scale, soft_cap=soft_cap, interpret=interpret)
-    return forward(q, k, v, lo=lo, hi=hi, dtype=jnp.float32, **static.options)
+    given = {"lo": lo, "hi": hi, "carried": carried}
+    return forward(q, k, v, **given, dtype=jnp.float32, **static.options)
 
 
 def block_gradients(

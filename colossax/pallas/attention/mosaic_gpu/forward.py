@@ -35,6 +35,7 @@ def forward(
     lo: Int[Array, "_ s"],
     hi: Int[Array, "_ s"],
     bias: Float[Array, "_ _ s t"] | None = None,
+    carried: tuple[Float[Array, "b s n hv"], Float[Array, "b n s"]] | None = None,
     scale: float,
     soft_cap: float | None = None,
     dtype: Any,
@@ -52,6 +53,9 @@ def forward(
         lo: First key that a query sees, `[b or 1, s]`.
         hi: One behind the last, likewise; where `hi <= lo` the output is 0 and lse -inf.
         bias: `[b or 1, n or 1, s, t]`, float32, bfloat16 or float16.
+        carried: Output and lse of the same queries over other keys, in float32, 0 and -inf where
+            they saw none. The result then is attention to both: the running softmax starts from
+            these in place of nothing, as `merge_blocks` of two results without its pass over them.
         scale: Factor of the products.
         soft_cap: Bound of the logits before the bias.
         dtype: Of the output: that of q, or float32.
@@ -62,7 +66,8 @@ def forward(
 
     Cost: 2 P n (h + hv) FLOPs for P pairs of a query and a key in tiles that are visited; keys and
     values are read once per block of 128 queries and head, `s t n (h + hv) / 128` items a row, most
-    of it from the L2 cache. Lengths that tiles do not divide are filled up by a copy.
+    of it from the L2 cache. What is carried is read once, 4 s n (hv + 1) bytes a row, and
+    a float32 output takes its memory. Lengths that tiles do not divide are filled up by a copy.
     Source: Dao 2023, FlashAttention-2; Shah et al. 2024, FlashAttention-3 (the turns).
     """
     s = q.shape[1]
@@ -73,6 +78,8 @@ def forward(
     lo, hi = (padded(x, 1, BLOCK_ROWS, mode="edge") for x in (lo, hi))
     if bias is not None:
         bias = padded(padded(bias, 2, BLOCK_ROWS), 3, tile.keys)
+    if carried is not None:
+        carried = padded(carried[0], 1, BLOCK_ROWS), padded(carried[1], 2, BLOCK_ROWS)
     kernel = _Forward(
         ops=Ops(interpret=interpret),
         tile=tile,
@@ -81,9 +88,10 @@ def forward(
         soft_cap=soft_cap,
         dtype=jnp.dtype(dtype),
         biased=bias is not None,
+        carries=carried is not None,
     )
     plan = _plan(lo, hi, tile.keys)
-    given = (q, k, v, lo, hi, plan) if bias is None else (q, k, v, lo, hi, plan, bias)
+    given = (q, k, v, lo, hi, plan, *(() if bias is None else (bias,)), *(carried or ()))
     b, rows, n, _ = q.shape
     run = launch(
         kernel.body,
@@ -96,6 +104,7 @@ def forward(
         grid={"batch": b, "kv_heads": k.shape[2], "rows": rows // BLOCK_ROWS * kernel.group},
         warpgroups=WARPGROUPS + 1,
         interpret=interpret,
+        in_place=carried is not None and kernel.dtype == jnp.float32,
     )
     with jax.named_scope(KERNEL_NAME):
         out, lse = run(*given)
@@ -124,6 +133,7 @@ class _Forward:
     soft_cap: float | None
     dtype: Any
     biased: bool
+    carries: bool
 
     def scratch(self, q: Array, v: Array, bias: Array | None) -> dict[str, Any]:
         """Shared memory of a block."""
@@ -151,7 +161,9 @@ class _Forward:
         return found
 
     def body(self, q, k, v, lo, hi, plan, *rest):
-        bias, (out, lse, shared) = (rest[0], rest[1:]) if self.biased else (None, rest)
+        *given, out, lse, shared = rest
+        bias = given[0] if self.biased else None
+        carried = given[-2:] if self.carries else None
         batch = jax.lax.axis_index("batch")
         kv_head = jax.lax.axis_index("kv_heads")
         place = jax.lax.axis_index("rows")
@@ -172,10 +184,14 @@ class _Forward:
             mine = pl.ds(row + wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
             of_rows = (x.at[_at(x, 0, batch), mine] for x in (lo, hi))
             seen = tuple(self.ops.vector(x) for x in of_rows)
-            found, total = self.attend(shared, wg, seen, bounds, v.shape[3])
-            rows = lse.at[batch, head, mine]
+            rows, target = lse.at[batch, head, mine], out.at[batch, mine, head]
+            start = self.nothing(v.shape[3])
+            if carried is not None:
+                start = self.resumed(
+                    carried[0].at[batch, mine, head], carried[1].at[batch, head, mine]
+                )
+            found, total = self.attend(shared, wg, seen, bounds, start)
             rows[...] = total
-            target = out.at[batch, mine, head]
             if self.dtype == q.dtype and v.shape[3] == q.shape[3]:
                 staged = shared["q"].at[wg]
                 staged[...] = found.astype(self.dtype)
@@ -222,14 +238,27 @@ class _Forward:
             for ahead in range(stages):
                 _free_slot(shared[name], last - first + ahead, stages)
 
-    def attend(self, shared, wg, seen, bounds, columns):
-        """What a computing warpgroup does: output of its 64 rows, and their lse."""
-        ops, (first, inner_first, inner_last, last) = self.ops, bounds
-        carry = (
-            ops.full((WARPGROUP_ROWS, columns), 0.0),
-            ops.full((WARPGROUP_ROWS,), -jnp.inf),
-            ops.full((WARPGROUP_ROWS,), 0.0),
+    def nothing(self, columns):
+        """The running softmax of 64 rows over no keys: sum, greatest logit in log 2, total."""
+        full = self.ops.full
+        return (
+            full((WARPGROUP_ROWS, columns), 0.0),
+            full((WARPGROUP_ROWS,), -jnp.inf),
+            full((WARPGROUP_ROWS,), 0.0),
         )
+
+    def resumed(self, out, lse):
+        """The running softmax where its output and log-partition are known.
+
+        Any logit may be the greatest, as long as the total fits it: for lse itself that is 1.
+        """
+        top = self.ops.vector(lse) * LOG2_E
+        full = functools.partial(self.ops.full, (WARPGROUP_ROWS,))
+        return self.ops.plain(out), top, jnp.where(top == -jnp.inf, full(0.0), full(1.0))
+
+    def attend(self, shared, wg, seen, bounds, carry):
+        """What a computing warpgroup does: output of its 64 rows, and their lse."""
+        first, inner_first, inner_last, last = bounds
 
         def turn():
             plgpu.barrier_arrive(shared["turn"])
