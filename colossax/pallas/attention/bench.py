@@ -129,12 +129,15 @@ def cases(target: Target, *, scale: int, dtype: Any) -> Iterator[Case]:
             **common,
         )
         if shape.offset:
-            step = {"step": jax.jit(functools.partial(_step, shape)), **forward}
+            plain = forward[names[0]]
             yield Case(
                 kernel="ring step",
                 flops=4.0 * flops,
-                inputs=lambda seed, inputs=inputs: inputs(seed)[:3],
-                functions=step,
+                inputs=functools.partial(_with_carried, shape, inputs),
+                functions={
+                    "step": jax.jit(functools.partial(_step, shape)),
+                    names[0]: lambda q, k, v, *_, plain=plain: plain(q, k, v),
+                },
                 error=functools.partial(_forward_error, shape),
                 **{**common, "anchor": names[0]},
             )
@@ -167,10 +170,17 @@ def _forward(shape: Shape, name: str, q: Any, k: Any, v: Any) -> Any:
     return attention(q, k, v, mask=shape.mask(), implementation=name)
 
 
-def _step(shape: Shape, q: Any, k: Any, v: Any) -> Any:
-    """One step of a ring as the sequence schemes take it."""
+def _with_carried(shape: Shape, inputs: Callable[[int], Any], seed: int) -> tuple[Any, ...]:
+    """q, k, v and what a ring has found before, of too little weight to change the result."""
+    q, k, v, dout = inputs(seed)
+    lse = jnp.full((shape.rows, shape.heads, shape.tokens), -100.0)
+    return q, k, v, dout.astype(jnp.float32), lse
+
+
+def _step(shape: Shape, q: Any, k: Any, v: Any, out: Any, lse: Any) -> Any:
+    """One step of a ring as the sequence schemes take it, merged with those before."""
     scale = 1 / math.sqrt(shape.head_dim)
-    return attend_block(q, k, v, mask=shape.mask(), scale=scale)[0]
+    return attend_block(q, k, v, mask=shape.mask(), scale=scale, carried=(out, lse))[0]
 
 
 def _with_residuals(
