@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 
@@ -23,6 +24,7 @@ class Target:
 # A JAX user context is part of every trace key, so that one jitted function traced for two
 # targets does not reuse the first one's choice of kernels.
 _TARGET = jax.make_user_context(default_value=None)
+_DEVICE = jax.make_user_context(default_value=None)
 
 
 @contextlib.contextmanager
@@ -36,12 +38,31 @@ def target(platform: str, *, compute_capability: tuple[int, int] | None = None) 
         yield chosen
 
 
+@contextlib.contextmanager
+def on_device(device: Any) -> Iterator[None]:
+    """Choose implementations for this `jax.Device`, where `target` says nothing else."""
+    with _DEVICE(target_of(device)):
+        yield
+
+
+def target_of(device: Any) -> Target:
+    """What a `jax.Device` is, of a machine or of a topology that is not there."""
+    platform = "gpu" if device.platform == "cuda" else device.platform
+    capability = getattr(device, "compute_capability", None)
+    if capability is None:
+        return Target(platform=platform)
+    major, minor = str(capability).split(".")
+    return Target(platform=platform, compute_capability=(int(major), int(minor)))
+
+
 def current_target() -> Target:
-    """The target in force, else the default backend's first device."""
+    """The target in force, else what the devices of the plan in force are, else JAX's default."""
     if _TARGET.value is not None:
         return _TARGET.value
-    capability = getattr(jax.devices()[0], "compute_capability", None)
-    if capability is None:
-        return Target(platform=jax.default_backend())
-    major, minor = str(capability).split(".")
-    return Target(platform=jax.default_backend(), compute_capability=(int(major), int(minor)))
+    if _DEVICE.value is not None:
+        return _DEVICE.value
+    config: Any = jax.config
+    chosen = config.jax_default_device
+    if isinstance(chosen, str):
+        return target_of(jax.local_devices(backend=chosen)[0])
+    return target_of(jax.devices()[0] if chosen is None else chosen)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import jax
 
 from colossax.config import BoundPlan, Plan
+from colossax.pallas.target import on_device
 
 # A JAX user context is part of every trace key: one jitted function called under two plans is
 # traced twice. A plain context variable would let the second plan reuse the first one's program.
@@ -16,11 +17,14 @@ _CURRENT = jax.make_user_context(default_value=None)
 def use(plan: Plan | BoundPlan | None) -> Iterator[BoundPlan | None]:
     """Put a plan in force for everything traced inside; nests, None switches it off.
 
+    Kernels are chosen for the devices of its mesh, unless a `colossax.pallas.target` is in force.
+
     Args:
         plan: A bound plan, or a plan, which is bound to all devices.
     """
     bound = plan.bind() if isinstance(plan, Plan) else plan
-    with _CURRENT(bound):
+    devices = contextlib.nullcontext() if bound is None else on_device(bound.mesh.devices.flat[0])
+    with _CURRENT(bound), devices:
         yield bound
 
 

@@ -35,12 +35,14 @@ class Arranged(dict):
 
 
 def check_segments(batch: Batch) -> None:
-    """Refuse host arrays whose documents are not numbered in their order: kernels need it.
+    """Refuse host arrays whose documents are not in one piece and numbered in their order.
 
-    Cost: one pass over an array of small integers.
+    Kernels need it: what a token sees is then one range.
+
+    Cost: a few passes over an array of small integers.
 
     Raises:
-        InputError: A segment stands behind a greater one of its row.
+        InputError: A segment stands behind a greater one of its row, or has padding inside.
     """
     segments = batch.get("segments")
     if not isinstance(segments, np.ndarray) or segments.ndim == 0 or 0 in segments.shape:
@@ -53,6 +55,14 @@ def check_segments(batch: Batch) -> None:
         raise InputError(
             f"batch 'segments': row {row} has segment {found} behind segment {before}, at token"
             f" {place}; number the documents of a row in their order, and mark padding by -1"
+        )
+    real = segments[..., 1:] >= 0
+    parted = real & (segments[..., :-1] < 0) & (segments[..., 1:] == highest[..., :-1])
+    if parted.any():
+        *row, place = np.argwhere(parted)[0].tolist()
+        raise InputError(
+            f"batch 'segments': row {row} has padding inside segment {segments[(*row, place + 1)]},"
+            f" before token {place + 1}; put padding before, between or behind documents"
         )
 
 

@@ -221,7 +221,10 @@ def test_documents_out_of_their_order_are_refused():
     batch["segments"][3] = [0] * 4 + [2] * 4 + [-1] * 2 + [1] * 6
     with pytest.raises(InputError, match=r"row \[3\] has segment 1 behind segment 2, at token 10"):
         step.place(batch)
-    batch["segments"][3] = [0] * 4 + [-1] * 4 + [2] * 2 + [-1] * 6
+    batch["segments"][3] = [0] * 4 + [2] * 4 + [-1] * 2 + [2] * 6
+    with pytest.raises(InputError, match=r"\[3\] has padding inside segment 2, before token 10"):
+        step.place(batch)
+    batch["segments"][3] = [-1] * 2 + [0] * 2 + [-1] * 4 + [2] * 2 + [3] * 2 + [-1] * 4
     step.place(batch)
 
 

@@ -151,10 +151,10 @@ def why_no_ranges(mask: Mask) -> str | None:
 def row_ranges(mask: Mask, s: int, t: int) -> tuple[Int[Array, "b s"], Int[Array, "b s"]]:
     """The keys `[lo, hi)` that each query sees, as local indices.
 
-    A row must be in order: segments ascend along queries and along keys, padding aside, and
-    positions ascend within a segment (they restart in each: the order is of pairs of segment and
-    position). Then neither `lo` nor `hi` ever falls along a row. A query that sees
-    nothing has `lo == hi`.
+    A row must be in order: segments ascend along queries and along keys, padding aside, which
+    stands before, between or behind documents and never inside one; and positions ascend within
+    a segment (they restart in each: the order is of pairs of segment and position). Then neither
+    `lo` nor `hi` ever falls along a row. A query that sees nothing has `lo == hi`.
 
     Cost: 8 bytes and about 2 log2(t) look-ups per query; no look-up without array fields.
 
