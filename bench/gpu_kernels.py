@@ -1,27 +1,62 @@
 """Speed of the kernels on one GPU, beside cuDNN, a matmul and a copy of the same run.
 
-What `colossax bench kernels` measures, kept in results/gpu_kernels.json; written after every row,
-so a run cut short keeps what it had. Under ten minutes on one GPU; `--only` takes a part.
-Elsewhere it measures what is there, with smaller shapes, and writes nothing unless `--out` says so.
+What `colossax bench kernels` measures, each kind of kernel in a process of its own, so that one
+that hangs or fails leaves the others; kept in results/gpu_kernels.json after each of them and,
+while one runs, row by row beside it. A part that is measured anew replaces itself. On a CPU shapes
+are smaller, and nothing is written unless `--out` says so.
 
-    python bench/gpu_kernels.py [--only TEXT] [--out FILE]
+    python bench/gpu_kernels.py [--kinds KIND ...] [--out FILE]
 """
 
+import argparse
+import json
+import os
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
+from typing import Any
 
 import common
 
+KINDS = ("grouped", "attention forward", "attention backward", "ring step")
+
 
 def main() -> int:
-    sys.path.insert(0, str(common.REPOSITORY))
-    import jax
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), help=", ".join(KINDS))
+    parser.add_argument("--out", type=Path, help="default on a GPU: results/gpu_kernels.json")
+    arguments = parser.parse_args()
+    hardware = common.hardware()
+    out = arguments.out
+    if out is None and "gpu" in hardware:
+        out = common.HERE / "results" / "gpu_kernels.json"
+    result: dict[str, Any] = {"benchmark": "gpu_kernels", "kinds": {}}
+    if out is not None and out.exists():
+        result = json.loads(out.read_text())
+    result |= {"hardware": hardware, "versions": common.versions()}
+    failed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        for kind in arguments.kinds:
+            part = (out.parent if out else Path(folder)) / f"{kind.replace(' ', '_')}.part.json"
+            code = _measure(kind, part, folder)
+            failed += code != 0
+            found = json.loads(part.read_text()) if part.exists() else {}
+            result["kinds"][kind] = {"exit_code": code, **found}
+            if out is not None:
+                common.write_json(out, result)
+            part.unlink(missing_ok=True)
+    return 1 if failed else 0
 
-    from colossax.cli import main as colossax
 
-    words = sys.argv[1:]
-    if jax.default_backend() == "gpu" and not any(word.startswith("--out") for word in words):
-        words += ["--out", str(common.HERE / "results" / "gpu_kernels.json")]
-    return colossax(["bench", "kernels", *words])
+def _measure(kind: str, part: Path, cache: str) -> int:
+    words = ["-m", "colossax", "bench", "kernels", "--only", kind, "--out", str(part)]
+    paths = [str(common.REPOSITORY), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    environment["JAX_COMPILATION_CACHE_DIR"] = cache
+    return subprocess.run([sys.executable, *words], env=environment, check=False).returncode
 
 
 if __name__ == "__main__":

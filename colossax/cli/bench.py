@@ -1,10 +1,12 @@
 """`colossax bench`."""
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,9 @@ DESCRIPTION = {
         "the same run. A CPU takes smaller shapes, in float32."
     )
 }
+
+LIMIT_S = 180.0
+"""Longest wait for one case, compilation included."""
 
 _MEASURED = (attention.cases, grouped_matmul.cases)
 """What is measured: cases for a target, a scale and a dtype."""
@@ -88,16 +93,39 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
         if not args.json:
             out.write("\n".join(_head(limits, setting)) + "\n")
         for case in cases:
-            for row in measure(case, limits, setting.effort):
-                rows.append(row)
+            with _watched(case):
+                found = list(measure(case, limits, setting.effort))
+            rows += found
+            for row in found:
                 out.write((json.dumps(dataclasses.asdict(row)) if args.json else _line(row)) + "\n")
-                out.flush()
-                if args.out is not None:
-                    _write(args.out, limits, rows)
+            out.flush()
+            if args.out is not None:
+                _write(args.out, limits, rows)
     wrong = [row for row in rows if row.failed or row.right is False]
     for row in wrong:
         sys.stderr.write(f"colossax: {_complaint(row)}\n")
     return 1 if wrong else 0
+
+
+@contextlib.contextmanager
+def _watched(case: Case) -> Iterator[None]:
+    """End the process where a case takes too long: a kernel that hangs cannot be stopped else."""
+
+    def leave() -> None:
+        sys.stderr.write(
+            f"colossax: {_name(case)}: no result within {LIMIT_S:g} s, one of"
+            f" {list(case.functions)} hangs; the cases before are measured, --only takes others\n"
+        )
+        sys.stderr.flush()
+        os._exit(1)
+
+    timer = threading.Timer(LIMIT_S, leave)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _cases(setting: _Setting) -> Iterator[Case]:

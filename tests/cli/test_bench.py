@@ -1,6 +1,8 @@
 """`colossax bench` on a CPU."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -34,3 +36,22 @@ def test_what_cannot_be_measured_is_one_sentence(words, sentence, capsys):
     said = capsys.readouterr().err
     assert sentence in said
     assert said.count("\n") == 1
+
+
+HANGS = """
+import time
+from colossax.cli import bench, main
+bench.LIMIT_S = 0.5
+bench.measure = lambda *given: time.sleep(60)
+main(["bench", "kernels", "--only", "ring step"])
+"""
+
+
+def test_a_kernel_that_hangs_is_named():
+    done = subprocess.run(
+        [sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 1
+    (said,) = [line for line in done.stderr.splitlines() if line.startswith("colossax: ")]
+    assert said.startswith("colossax: ring step 2 x 59, 4/2 of 128")
+    assert "no result within 0.5 s, one of ['step', 'xla'] hangs" in said

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from colossax.pallas.bench import Case, relative_error
+from colossax.pallas.bench import Case, relative_error, tolerance
 from colossax.pallas.target import Target
 
 from .api import IMPLEMENTATIONS, attention
@@ -110,22 +111,37 @@ def shapes(scale: int) -> Iterator[Shape]:
     yield Shape(**{**long, "tokens": 8192 // scale}, **heads, offset=8192 // scale)
 
 
+def checks(scale: int) -> Iterator[Shape]:
+    """Shapes of uneven length, short enough for float64 gradients of all keys."""
+    base = {"tokens": 1900 // scale, "rows": 2, "heads": 4, "kv_heads": 2, "causal": True}
+    for size in (64, 96, 128, 192, 256):
+        yield Shape(**base, head_dim=size)
+    yield Shape(**base, head_dim=128, window=max(8, 300 // scale))
+    yield Shape(**base, head_dim=128, documents=5)
+    yield Shape(**base, head_dim=128, offset=700 // scale)
+
+
 def cases(target: Target, *, scale: int, dtype: Any) -> Iterator[Case]:
     """Forward and backward of each shape, in every implementation that takes it."""
-    for shape in shapes(scale):
+    for shape in itertools.chain(checks(scale), shapes(scale)):
         names = [n for n in IMPLEMENTATIONS if _takes(n, shape, target, dtype)]
         names = [n for n in names if n not in ("interpret", "reference")]
         forward = {name: jax.jit(functools.partial(_forward, shape, name)) for name in names}
         anchor = ANCHOR if ANCHOR in names else None
         flops = shape.pairs() * shape.head_dim
-        common = {"shape": shape.label, "anchor": anchor}
+        common = {
+            "shape": shape.label,
+            "anchor": anchor,
+            "tolerance": tolerance(dtype),
+            "truth": functools.partial(_truth, shape),
+        }
         inputs = functools.partial(shape.inputs, dtype=dtype)
         yield Case(
             kernel="attention forward",
             flops=4.0 * flops,
             inputs=lambda seed, inputs=inputs: inputs(seed)[:3],
             functions=forward,
-            error=functools.partial(_forward_error, shape),
+            error=_forward_error,
             **common,
         )
         if shape.offset:
@@ -138,7 +154,7 @@ def cases(target: Target, *, scale: int, dtype: Any) -> Iterator[Case]:
                     "step": jax.jit(functools.partial(_step, shape)),
                     names[0]: lambda q, k, v, *_, plain=plain: plain(q, k, v),
                 },
-                error=functools.partial(_forward_error, shape),
+                error=_forward_error,
                 **{**common, "anchor": names[0]},
             )
         yield Case(
@@ -146,7 +162,7 @@ def cases(target: Target, *, scale: int, dtype: Any) -> Iterator[Case]:
             flops=10.0 * flops,
             inputs=functools.partial(_with_residuals, shape, inputs, names),
             functions={name: _backward(name) for name in names},
-            error=functools.partial(_backward_error, shape),
+            error=_backward_error,
             **common,
         )
 
@@ -200,19 +216,43 @@ def _backward(name: str) -> Callable[..., Any]:
     return lambda q, k, v, dout, kept: pull(kept[name], dout)
 
 
-def _scores(shape: Shape, given: Any, row: int, head: int, rows: np.ndarray) -> tuple[Any, ...]:
-    """Queries, keys, values in float64, probabilities and output of some rows of one head."""
-    q, k, v = (np.asarray(x[row].astype(jnp.float32), np.float64) for x in given[:3])
+@dataclasses.dataclass(frozen=True)
+class _Truth:
+    """Of the last row of the batch and the query heads of its last kv head, in float64.
+
+    dk and dv only where all queries are sampled.
+    """
+
+    rows: np.ndarray
+    out: list[np.ndarray]
+    dq: list[np.ndarray]
+    dk: Any = None
+    dv: Any = None
+
+
+def _truth(shape: Shape, given: Any) -> _Truth:
     group = shape.heads // shape.kv_heads
-    q, k, v = q[rows, head], k[:, head // group], v[:, head // group]
-    lo, hi = (np.asarray(x)[0][rows] for x in row_ranges(shape.mask(), shape.tokens, shape.tokens))
+    found = _Truth(_sample(shape), [], [], 0.0, 0.0)
+    k, v = (_wide(x[-1, :, -1]) for x in given[1:3])
+    lo, hi = (np.asarray(x)[0] for x in row_ranges(shape.mask(), shape.tokens, shape.tokens))
     keys = np.arange(shape.tokens)
-    seen = (keys >= lo[:, None]) & (keys < hi[:, None])
-    logits = np.where(seen, q @ k.T / math.sqrt(shape.head_dim), -np.inf)
-    top = logits.max(axis=1, keepdims=True)
-    weights = np.where(seen, np.exp(logits - np.where(np.isfinite(top), top, 0)), 0)
-    p = weights / np.maximum(weights.sum(axis=1, keepdims=True), 1e-300)
-    return q, k, v, p, p @ v
+    seen = (keys >= lo[found.rows, None]) & (keys < hi[found.rows, None])
+    scale = 1 / math.sqrt(shape.head_dim)
+    dk, dv = 0.0, 0.0
+    for head in range(shape.heads - group, shape.heads):
+        q = _wide(given[0][-1, found.rows, head])
+        logits = np.where(seen, q @ k.T * scale, -np.inf)
+        weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+        p = weights / weights.sum(axis=1, keepdims=True)
+        found.out.append(p @ v)
+        if len(given) < 4:
+            continue
+        dout = _wide(given[3][-1, found.rows, head])
+        ds = p * (dout @ v.T - np.sum(dout * found.out[-1], axis=1, keepdims=True)) * scale
+        found.dq.append(ds @ k)
+        dk, dv = dk + ds.T @ q, dv + p.T @ dout
+    whole = len(found.rows) == shape.tokens
+    return dataclasses.replace(found, dk=dk if whole else None, dv=dv if whole else None)
 
 
 def _sample(shape: Shape) -> np.ndarray:
@@ -221,25 +261,24 @@ def _sample(shape: Shape) -> np.ndarray:
     return np.sort(np.random.default_rng(1).choice(shape.tokens, ROWS_CHECKED, replace=False))
 
 
-def _forward_error(shape: Shape, _name: str, given: Any, out: Any) -> float:
-    rows, head = _sample(shape), shape.heads - 1
-    *_, truth = _scores(shape, given, 0, head, rows)
-    return relative_error(out[0, rows, head].astype(jnp.float32), truth)
+def _of_heads(x: Any, truth: _Truth) -> np.ndarray:
+    """Sampled rows of the heads that are checked, head by head."""
+    heads = len(truth.out)
+    return np.swapaxes(_wide(x[-1, truth.rows, -heads:]), 0, 1)
 
 
-def _backward_error(shape: Shape, _name: str, given: Any, gradients: Any) -> float:
+def _forward_error(_name: str, truth: _Truth, out: Any) -> float:
+    return relative_error(_of_heads(out, truth), np.stack(truth.out))
+
+
+def _backward_error(_name: str, truth: _Truth, gradients: Any) -> float:
     """The worst of dq in sampled rows and, where all rows are sampled, of dk and dv."""
-    rows, group = _sample(shape), shape.heads // shape.kv_heads
-    heads = range(shape.heads - group, shape.heads)
-    dk, dv, errors = 0.0, 0.0, []
-    for head in heads:
-        q, k, v, p, out = _scores(shape, given, 0, head, rows)
-        dout = np.asarray(given[3][0, rows, head].astype(jnp.float32), np.float64)
-        ds = p * (dout @ v.T - np.sum(dout * out, axis=1, keepdims=True))
-        ds = ds / math.sqrt(shape.head_dim)
-        errors.append(relative_error(gradients[0][0, rows, head].astype(jnp.float32), ds @ k))
-        dk, dv = dk + ds.T @ q, dv + p.T @ dout
-    if len(rows) == shape.tokens:
-        for found, truth in ((gradients[1], dk), (gradients[2], dv)):
-            errors.append(relative_error(found[0, :, -1].astype(jnp.float32), truth))
+    errors = [relative_error(_of_heads(gradients[0], truth), np.stack(truth.dq))]
+    for found, wanted in ((gradients[1], truth.dk), (gradients[2], truth.dv)):
+        if wanted is not None:
+            errors.append(relative_error(_wide(found[-1, :, -1]), wanted))
     return max(errors)
+
+
+def _wide(x: Any) -> np.ndarray:
+    return np.asarray(x.astype(jnp.float32), np.float64)

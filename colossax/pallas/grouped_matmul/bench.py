@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from colossax.pallas.bench import Case, relative_error
+from colossax.pallas.bench import Case, relative_error, tolerance
 from colossax.pallas.target import Target
 
 from .api import IMPLEMENTATIONS, grouped_matmul
@@ -46,11 +46,11 @@ class Shape:
         return np.diff(ends, prepend=0).astype(np.int32)
 
     def inputs(self, seed: int, dtype: Any) -> tuple[Any, ...]:
-        """x, w, the gradient of the output, and the sizes."""
+        """x, w, the gradient of the output, the sizes, and w's first matrix."""
         keys = jax.random.split(jax.random.key(seed), 3)
         shapes = (self.t, self.d), (self.e, self.d, self.f), (self.t, self.f)
         x, w, dy = (jax.random.normal(k, s, dtype) for k, s in zip(keys, shapes, strict=True))
-        return x, w, dy, jnp.asarray(self.sizes())
+        return x, w, dy, jnp.asarray(self.sizes()), w[0]
 
 
 def cases(target: Target, *, scale: int, dtype: Any) -> Iterator[Case]:
@@ -79,11 +79,13 @@ def cases(target: Target, *, scale: int, dtype: Any) -> Iterator[Case]:
                     inputs=functools.partial(shape.inputs, dtype=dtype),
                     functions=functions,
                     anchor=ANCHOR,
+                    truth=functools.partial(_truths, shape, one),
                     error=functools.partial(_error, shape, one),
+                    tolerance=tolerance(dtype),
                 )
 
 
-def _grouped(one: str, name: str, x: Any, w: Any, dy: Any, sizes: Any) -> Any:
+def _grouped(one: str, name: str, x: Any, w: Any, dy: Any, sizes: Any, _first: Any) -> Any:
     if one == "forward":
         return grouped_matmul(x, w, sizes, implementation=name)
     place = PASSES.index(one) - 1
@@ -96,37 +98,58 @@ def _grouped(one: str, name: str, x: Any, w: Any, dy: Any, sizes: Any) -> Any:
     return jax.vjp(by_one, (x, w)[place])[1](dy)[0]
 
 
-def _dense(one: str, x: Any, w: Any, dy: Any, sizes: Any) -> Any:
+def _dense(one: str, x: Any, _w: Any, dy: Any, _sizes: Any, first: Any) -> Any:
     left, right, rule = {
-        "forward": (x, w[0], "td,df->tf"),
-        "dx": (dy, w[0], "tf,df->td"),
+        "forward": (x, first, "td,df->tf"),
+        "dx": (dy, first, "tf,df->td"),
         "dw": (x, dy, "td,tf->df"),
     }[one]
     found = jnp.einsum(rule, left, right, preferred_element_type=jnp.float32)
     return found.astype(x.dtype)
 
 
-def _error(shape: Shape, one: str, name: str, given: Any, out: Any) -> float:
-    """Over some rows; of dw over some columns of the first, a middle and the last matrix."""
-    x, w, dy, sizes = given
-    sizes = np.asarray(sizes) if name != ANCHOR else np.asarray([shape.t])
+def _truths(shape: Shape, one: str, given: Any) -> dict[bool, np.ndarray]:
+    """Of the grouped matmul and, under True, of the dense one."""
+    x, w, dy, sizes, first = given
+    alone = np.asarray([shape.t])
+    return {
+        False: _truth(shape, one, x, w, dy, np.asarray(sizes)),
+        True: _truth(shape, one, x, first[None], dy, alone),
+    }
+
+
+def _truth(shape: Shape, one: str, x: Any, w: Any, dy: Any, sizes: np.ndarray) -> np.ndarray:
     ends = np.cumsum(sizes)
     if one == "dw":
-        columns = slice(0, min(CHECKED, shape.f))
-        found, truth = [], []
-        for group in sorted({0, len(sizes) // 2, len(sizes) - 1}):
+        found = []
+        for group in _groups_checked(len(sizes)):
             rows = slice(ends[group] - sizes[group], ends[group])
-            truth.append(_wide(x[rows]).T @ _wide(dy[rows, columns]))
-            found.append(_wide((out if name == ANCHOR else out[group])[:, columns]))
-        return relative_error(np.stack(found), np.stack(truth))
-    rows = np.sort(np.random.default_rng(2).choice(shape.t, min(CHECKED, shape.t), replace=False))
-    groups = np.searchsorted(ends, rows, side="right")
+            found.append(_wide(x[rows]).T @ _wide(dy[rows, :CHECKED]))
+        return np.stack(found)
+    rows = _rows_checked(shape)
     left = _wide((x if one == "forward" else dy)[rows])
-    truth = []
-    for row, group in zip(left, groups, strict=True):
-        matrix = _wide(w[group])
-        truth.append(row @ (matrix if one == "forward" else matrix.T))
-    return relative_error(_wide(out[rows]), np.stack(truth))
+    groups = np.searchsorted(ends, rows, side="right")
+    matrices = {group: _wide(w[group]) for group in np.unique(groups)}
+    turned = {g: m if one == "forward" else m.T for g, m in matrices.items()}
+    return np.stack([row @ turned[group] for row, group in zip(left, groups, strict=True)])
+
+
+def _error(shape: Shape, one: str, name: str, truths: Any, out: Any) -> float:
+    """Over some rows; of dw over some columns of the first, a middle and the last matrix."""
+    dense = name == ANCHOR
+    if one != "dw":
+        return relative_error(_wide(out[_rows_checked(shape)]), truths[dense])
+    matrices = out[None] if dense else out[np.asarray(_groups_checked(shape.e))]
+    return relative_error(_wide(matrices[:, :, :CHECKED]), truths[dense])
+
+
+def _rows_checked(shape: Shape) -> np.ndarray:
+    chosen = np.random.default_rng(2).choice(shape.t, min(CHECKED, shape.t), replace=False)
+    return np.sort(chosen)
+
+
+def _groups_checked(groups: int) -> list[int]:
+    return sorted({0, groups // 2, groups - 1})
 
 
 def _wide(x: Any) -> np.ndarray:
