@@ -17,6 +17,7 @@ import jax
 from jax._src import clusters
 from jax._src.pallas.mosaic.interpret import thread_map
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, params as interpret_params
+from jax.experimental import pallas as pl
 from jax.experimental import topologies
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.interpreters import partial_eval
@@ -176,6 +177,24 @@ def races_found() -> bool:
 def transposed_ref(ref: Any) -> Any:
     """A view of a matrix in shared memory, rows and columns exchanged."""
     return ref.T if _JAX >= (0, 11) else plgpu.transpose_ref(ref, (1, 0))
+
+
+def tile_of(ref: Any) -> tuple[int, ...] | None:
+    """The tile that shared memory is laid out in, None where it is plain."""
+    return next((x.tiling for x in getattr(ref, "transforms", ()) if hasattr(x, "tiling")), None)
+
+
+def window(ref: Any) -> list[tuple[int, Any]]:
+    """Of each dim of a view of global memory: the size of the array there, and where it starts."""
+    views = getattr(ref, "transforms", ())
+    dims: list[tuple[int, Any]] = [(size, 0) for size in (ref.ref if views else ref).shape]
+    for view in views:
+        dims = [
+            (size, start + index.start)
+            for (size, start), index in zip(dims, view.indices, strict=True)
+            if isinstance(index, pl.Slice)
+        ]
+    return dims
 
 
 def load_laid_out(ref: Any, layout: Any) -> jax.Array:

@@ -69,6 +69,18 @@ def test_shipped_tiles_are_assembled_without_spills(kind, tiles, dtype):
         assert not SLOW & set(report.warnings)
 
 
+@pytest.mark.parametrize("kind", OPERANDS)
+def test_any_number_of_rows_and_features_is_assembled(kind):
+    # No multiple of a tile of shared memory; features that are padded.
+    run, *_ = OPERANDS[kind]
+    x, dy, w = shape(1001, 200), shape(1001, 328), shape(E, 200, 328)
+    a, b = {"forward": (x, w), "by x": (dy, w), "by w": (x, dy)}[kind]
+    (report,) = kernel_reports(run, H100, a, b, SIZES)
+    assert report.instructions["wgmma"] and report.instructions["tma"]
+    if jax.__version_info__ < (0, 12):
+        assert report.spill_bytes == 0
+
+
 def temporary_bytes(fn):
     """Of output and gradients together."""
     mesh = Mesh(np.asarray(target_devices(H100)[:1]), ("one",))

@@ -1,9 +1,9 @@
 """Grouped matmul as kernels for Hopper GPUs.
 
 A block has three warpgroups: one copies tiles of both operands into a ring of stages, two multiply
-them, 64 rows of the output each. Row tiles start with their group, so no tile mixes groups; a tile
-that ends with its group stores its own rows only (`schedule.Visits`), as neighbours may be written
-by other blocks at the same time.
+them, 64 rows of the output each. Row tiles start with their group, or up to 7 rows before it where
+copies could not start (`ALIGN`), so none serves two groups; a tile with rows of other groups stores
+its own alone (`schedule.Visits`), as other blocks may write theirs at the same time.
 """
 
 import dataclasses
@@ -33,6 +33,9 @@ from .spec import GroupedSpec
 
 ROWS = 2 * WARPGROUP_ROWS
 """Of a tile of the output: one `wgmma` for each of two warpgroups."""
+
+ALIGN = 8
+"""Row tiles start at multiples of it, and rows are padded to one: see `mosaic.copies`."""
 
 DEPTH = 64
 """Summed over per stage: 128 bytes, the widest swizzle."""
@@ -107,14 +110,15 @@ def multiply(
     """`x_i @ w[i]` (`x_i @ w[i].T`) for every group i, zeros after the last.
 
     Cost: 2 v ROWS k n FLOPs, v <= t / ROWS + e row tiles of groups. Features that are no multiple
-    of `FEATURES` cost a padded copy of both operands, fewer than `ROWS` rows one of x.
+    of `FEATURES` cost a padded copy of both operands and one of the output; rows that are no
+    multiple of `ALIGN`, or fewer than `ROWS`, one of x and the output.
     """
     rows, columns = x.shape[0], w.shape[1 if transposed else 2]
-    x = _padded(x, (ROWS, None), (1, FEATURES))
+    x = _padded(x, (ROWS, None), (ALIGN, FEATURES))
     w = _padded(w, (None, None, None), (1, FEATURES, FEATURES))
     wide = w.shape[1 if transposed else 2]
     tiles = tiles or default_tiles(wide)
-    visits = row_visits(group_sizes, x.shape[0], ROWS)
+    visits = row_visits(group_sizes, x.shape[0], ROWS, align=ALIGN)
     stages = tiles.stages
     block = (tiles.columns, DEPTH) if transposed else (DEPTH, tiles.columns)
     scratch = [
@@ -189,8 +193,8 @@ def _multiply(
 
                 depth = pl.ds(k * DEPTH, DEPTH)
                 source = w.at[which, columns, depth] if transposed else w.at[which, depth, columns]
-                plgpu.copy_gmem_to_smem(x.at[rows, depth], xs.at[slot], full.at[slot])
-                plgpu.copy_gmem_to_smem(source, ws.at[slot], full.at[slot])
+                ops.copy_in(x.at[rows, depth], xs.at[slot], full.at[slot])
+                ops.copy_in(source, ws.at[slot], full.at[slot])
                 return done + 1
 
             return jax.lax.fori_loop(0, steps, stage, done)
@@ -249,7 +253,7 @@ def _store(
 
     @pl.when(everything)
     def _whole():
-        _store_whole(found, out, pieces)
+        _store_whole(ops, found, out, pieces)
 
     @pl.when(jnp.logical_not(everything) & (low < high))
     def _some():
@@ -267,19 +271,19 @@ def _store(
                 @pl.when(part != 0)
                 def _(row=row, size=size, columns=columns):
                     rows = pl.ds(row, size)
-                    plgpu.copy_smem_to_gmem(edge.at[rows], out.at[rows, columns])
+                    ops.copy_out(edge.at[rows], out.at[rows, columns])
 
                 row, size = row + part, size // 2
 
 
-def _store_whole(found: Array, out: Any, pieces: Any) -> None:
+def _store_whole(ops: Ops, found: Array, out: Any, pieces: Any) -> None:
     """What one warpgroup holds to global memory, piece after piece, one of them on its way."""
     for i in range(found.shape[1] // PIECE):
         columns = slice(i * PIECE, (i + 1) * PIECE)
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
         pieces[i % 2] = found[:, columns]
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(pieces.at[i % 2], out.at[:, columns])
+        ops.copy_out(pieces.at[i % 2], out.at[:, columns])
 
 
 def _in_strips(index: Array, down: Array | int, across: int, strip: int) -> tuple[Array, Array]:
@@ -319,7 +323,7 @@ def weight_gradient(
     """
     groups = group_sizes.shape[0]
     d, f = x.shape[1], dy.shape[1]
-    x, dy = (_padded(z, (DEPTH, None), (1, FEATURES)) for z in (x, dy))
+    x, dy = (_padded(z, (DEPTH, None), (ALIGN, FEATURES)) for z in (x, dy))
     wide_d, wide_f = x.shape[1], dy.shape[1]
     tiles = tiles or default_tiles(wide_f)
     ends = jnp.minimum(jnp.cumsum(group_sizes.astype(jnp.int32)), x.shape[0])
@@ -367,13 +371,14 @@ def _weight_gradient(
     stages, wg = tiles.stages, jax.lax.axis_index("wg")
     group = order[jax.lax.axis_index("group")]
     start, end = starts[group], ends[group]
-    steps = jax.lax.div(end - start + DEPTH - 1, DEPTH)
+    aligned = start - jax.lax.rem(start, ALIGN)
+    steps = jnp.where(start < end, jax.lax.div(end - aligned + DEPTH - 1, DEPTH), 0)
     down, across = x.shape[1] // ROWS, dy.shape[1] // tiles.columns
     row, column = _in_strips(jax.lax.axis_index("tile"), down, across, tiles.strip)
     row, column = row * ROWS, column * tiles.columns
 
     def first(k):
-        return jnp.minimum(start + k * DEPTH, x.shape[0] - DEPTH)
+        return jnp.minimum(aligned + k * DEPTH, x.shape[0] - DEPTH)
 
     @pl.when(wg == COPIER)
     def _copy():
@@ -387,9 +392,9 @@ def _weight_gradient(
                 plgpu.barrier_wait(empty.at[slot])
 
             rows = pl.ds(first(k), DEPTH)
-            plgpu.copy_gmem_to_smem(x.at[rows, pl.ds(row, ROWS)], xs.at[slot], full.at[slot])
+            ops.copy_in(x.at[rows, pl.ds(row, ROWS)], xs.at[slot], full.at[slot])
             columns = pl.ds(column, tiles.columns)
-            plgpu.copy_gmem_to_smem(dy.at[rows, columns], dys.at[slot], full.at[slot])
+            ops.copy_in(dy.at[rows, columns], dys.at[slot], full.at[slot])
 
         jax.lax.fori_loop(0, steps, stage, None)
         _drain(steps, empty, stages)
@@ -403,8 +408,9 @@ def _weight_gradient(
         def operands(k):
             slot = jax.lax.rem(k, stages)
             plgpu.barrier_wait(full.at[slot])
-            own = start + k * DEPTH
-            low, high = own - first(k), jnp.minimum(end, own + DEPTH) - first(k)
+            own = aligned + k * DEPTH
+            low = jnp.maximum(own, start) - first(k)
+            high = jnp.minimum(own + DEPTH, end) - first(k)
 
             # Both operands, as a row of another group may be infinite.
             @pl.when((low > 0) | (high < DEPTH))
@@ -427,7 +433,7 @@ def _weight_gradient(
         )
         rows = pl.ds(row + wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
         there = out.at[group, rows, pl.ds(column, tiles.columns)]
-        _store_whole(acc.astype(x.dtype), there, pieces.at[wg])
+        _store_whole(ops, acc.astype(x.dtype), there, pieces.at[wg])
         plgpu.wait_smem_to_gmem(0)
 
 

@@ -12,9 +12,9 @@ from jaxtyping import Array, Int
 class Visits:
     """Row tiles, group after group; those from `count` on are surplus.
 
-    Every tile lies inside the rows there are: the last of a group may read rows of the next, and
-    the last of all starts early. `low` and `high` tell which rows of a tile are of its group and
-    of no other tile.
+    Every tile lies inside the rows there are: the first of a group may read rows of the group
+    before, the last rows of the next, and the last of all starts early. `low` and `high` tell which
+    rows of a tile are of its group and of no other tile.
 
     Attributes:
         group: Index of the group; e for the rows behind the last one.
@@ -31,36 +31,43 @@ class Visits:
     count: Int[Array, " 1"]
 
 
-def most_visits(rows: int, groups: int, tile: int) -> int:
+def most_visits(rows: int, groups: int, tile: int, align: int = 1) -> int:
     """No group sizes that sum to at most `rows` need more tiles, the rows behind them included.
 
-    `ceil(s / tile) <= (s + tile - 1) / tile` summed over `groups + 1`.
+    With r_i in `[1, tile]` rows of the last tile of group i used and m_i rows of its first not its
+    own, the sizes sum to `rows = tile sum_i (c_i - 1) + sum_i (r_i - m_i)` for c_i tiles each. The
+    next group starts where this one ends, `m_(i+1) = r_i mod align`: the last sum is least with all
+    r_i = 1, and is then the number of groups without alignment, and with it 1.
     """
-    return (rows + (groups + 1) * (tile - 1)) // tile
+    least = groups + 1 if align == 1 else 1
+    return groups + 1 + (rows - least) // tile
 
 
-def row_visits(group_sizes: Int[Array, " e"], rows: int, tile: int) -> Visits:
+def row_visits(group_sizes: Int[Array, " e"], rows: int, tile: int, *, align: int = 1) -> Visits:
     """Tiles of `tile` rows, each starting where its group or the tile before it leaves off.
 
     Args:
         group_sizes: They sum to `rows` or less; what exceeds it is cut off.
         rows: Of the matrix, at least `tile`.
         tile: Rows of a tile.
+        align: Tiles start at multiples of it, the first of a group before the group if need be; it
+            divides `rows` and `tile`.
 
     Cost: O(v log e) with v = `most_visits`; 16 v bytes.
     """
+    assert rows % align == 0 and tile % align == 0, (rows, tile, align)
     groups = group_sizes.shape[0]
     ends = jnp.minimum(jnp.cumsum(group_sizes.astype(jnp.int32)), rows)
     ends = jnp.concatenate([ends, jnp.full((1,), rows, jnp.int32)])
     starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends[:-1]])
-    tiles = (ends - starts + tile - 1) // tile
+    aligned = starts // align * align
+    tiles = jnp.where(ends > starts, (ends - aligned + tile - 1) // tile, 0)
     tile_ends = jnp.cumsum(tiles)
-    visit = jnp.arange(most_visits(rows, groups, tile), dtype=jnp.int32)
+    visit = jnp.arange(most_visits(rows, groups, tile, align), dtype=jnp.int32)
     group = jnp.searchsorted(tile_ends, visit, side="right").astype(jnp.int32)
     group = jnp.minimum(group, groups)
-    own = starts[group] + (visit - (tile_ends - tiles)[group]) * tile
-    own_end = jnp.minimum(own + tile, ends[group])
-    first = jnp.clip(own, 0, rows - tile)
-    low = jnp.clip(own - first, 0, tile)
-    high = jnp.clip(own_end - first, low, tile)
+    start = aligned[group] + (visit - (tile_ends - tiles)[group]) * tile
+    first = jnp.clip(start, 0, rows - tile)
+    low = jnp.clip(jnp.maximum(start, starts[group]) - first, 0, tile)
+    high = jnp.clip(jnp.minimum(start + tile, ends[group]) - first, low, tile)
     return Visits(group, first, low, high, tile_ends[-1:])

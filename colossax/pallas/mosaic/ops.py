@@ -1,6 +1,7 @@
 """What differs between hardware and the interpreter, so that a kernel is written once."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from colossax.compat import load_laid_out, store_plain, transposed_ref
+
+from .copies import Box
 
 LAYOUT = plgpu.Layout.WGMMA
 """Of a matrix in the registers of one warpgroup, as `wgmma` leaves and takes it."""
@@ -29,6 +32,45 @@ class Ops:
     """
 
     interpret: bool
+
+    def copy_in(self, source: Any, target: Any, barrier: Any) -> None:
+        """Start a bulk copy of global to shared memory; it arrives at `barrier`.
+
+        To a `matrix` it starts at multiples of 8 rows and of the columns of a swizzle: of any
+        other, hardware reads parts as zeros (`copies`), and so does the interpreter.
+        """
+
+        def copy() -> None:
+            plgpu.copy_gmem_to_smem(source, target, barrier)  # noqa: TID251
+
+        def copy_cut(box: Box) -> None:
+            target[...] = jnp.where(box.copied(), source[...], jnp.zeros((), target.dtype))
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(barrier)
+
+        box = Box.of(source, target) if self.interpret else None
+        if box is None:
+            copy()
+        else:
+            jax.lax.cond(box.is_cut(), functools.partial(copy_cut, box), copy)
+
+    def copy_out(self, source: Any, target: Any) -> None:
+        """Start a bulk copy of shared to global memory, to where `copy_in` could start.
+
+        Of any other, hardware leaves out parts, and so does the interpreter.
+        """
+
+        def copy() -> None:
+            plgpu.copy_smem_to_gmem(source, target)  # noqa: TID251
+
+        def copy_cut(box: Box) -> None:
+            target[...] = jnp.where(box.copied(), source[...], target[...])
+
+        box = Box.of(target, source) if self.interpret else None
+        if box is None:
+            copy()
+        else:
+            jax.lax.cond(box.is_cut(), functools.partial(copy_cut, box), copy)
 
     def matmul(
         self,

@@ -8,16 +8,20 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from .ops import Ops
+
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
     """Step `i` of a loop uses stage `i % count`; both sides number their steps alike.
 
     Attributes:
+        ops: Of the kernel.
         barriers: As `stage_barriers` describes them, in the kernel.
         count: How many there are.
     """
 
+    ops: Ops
     barriers: Any
     count: int
 
@@ -39,7 +43,7 @@ class Stages:
         slot = self.slot(step)
         plgpu.barrier_wait(self._barrier("left", slot))
         for source, target in copies:
-            plgpu.copy_gmem_to_smem(source, target, self._barrier("filled", slot))
+            self.ops.copy_in(source, target, self._barrier("filled", slot))
 
     def arrived(self, step: Any) -> Any:
         """Wait for the copies of a step; its stage."""

@@ -12,6 +12,7 @@ SIZES = {
     "one has all, last empty": [0, 0, 200, 0],
     "all empty": [0, 0, 0, 0],
     "fewer than rows": [3, 64, 0, 70],
+    "three in eight rows": [3, 2, 1, 190],
 }
 
 

@@ -6,6 +6,7 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,35 +14,51 @@ from colossax.pallas.grouped_matmul.schedule import most_visits, row_visits
 from tests.pallas.grouped_matmul.cases import GROUPS, ROWS
 
 TILE = 32
-VISITS = jax.jit(lambda sizes: dataclasses.asdict(row_visits(sizes, ROWS, TILE)))
+ALIGNED = {
+    align: jax.jit(
+        lambda sizes, align=align: dataclasses.asdict(row_visits(sizes, ROWS, TILE, align=align))
+    )
+    for align in (1, 8)
+}
 CUTS = st.lists(st.integers(0, ROWS), min_size=GROUPS, max_size=GROUPS).map(sorted)
 
 
+@pytest.mark.parametrize("align", ALIGNED)
 @settings(deadline=None, max_examples=60)
 @given(CUTS)
-def test_every_row_is_owned_once_by_a_tile_of_its_group(cuts):
+def test_every_row_is_owned_once_by_a_tile_of_its_group(align, cuts):
     sizes = np.diff([0, *cuts]).astype(np.int32)
-    visits = types.SimpleNamespace(**jax.device_get(VISITS(jnp.asarray(sizes))))
+    visits = types.SimpleNamespace(**jax.device_get(ALIGNED[align](jnp.asarray(sizes))))
     count = int(visits.count[0])
     owners = np.full(ROWS, -1)
     for i in range(count):
         first, low, high = (int(z[i]) for z in (visits.first, visits.low, visits.high))
         assert 0 <= first <= ROWS - TILE
+        assert first % align == 0
         assert 0 <= low < high <= TILE
         own = owners[first + low : first + high]
         assert (own == -1).all()
         own[:] = visits.group[i]
     assert (owners == np.repeat(np.arange(GROUPS + 1), [*sizes, ROWS - cuts[-1]])).all()
     # No fewer would do, and rows multiplied exceed those there by less than a tile per group.
-    assert count == sum(-(-int(n) // TILE) for n in (*sizes, ROWS - cuts[-1]))
+    bounds = zip((0, *cuts), (*cuts, ROWS), strict=True)
+    assert count == sum(-((a // align * align - b) // TILE) for a, b in bounds if a < b)
     of_groups = int(np.sum(visits.group[:count] < GROUPS))
-    assert of_groups * TILE <= cuts[-1] + GROUPS * (TILE - 1)
+    assert of_groups <= most_visits(cuts[-1], GROUPS - 1, TILE, align)
 
 
-def test_the_most_visits_are_needed_by_some_sizes():
-    # Every group one row into a new tile, the rows behind them too.
-    sizes = jnp.asarray([33, 33, 33, 1], jnp.int32)
-    assert most_visits(132, GROUPS, TILE) == int(row_visits(sizes, 132, TILE).count[0])
+@pytest.mark.parametrize(
+    ("align", "sizes", "rows"),
+    [
+        # Every group one row into a new tile, the rows behind them too.
+        (1, [33, 33, 33, 1], 132),
+        # As many rows as a tile has, of two tiles; the last seven are of another.
+        (8, [1, 32, 32, 32], 104),
+    ],
+)
+def test_the_most_visits_are_needed_by_some_sizes(align, sizes, rows):
+    visits = row_visits(jnp.asarray(sizes, jnp.int32), rows, TILE, align=align)
+    assert most_visits(rows, GROUPS, TILE, align) == int(visits.count[0])
 
 
 def test_sizes_beyond_the_rows_are_cut_off():

@@ -39,10 +39,10 @@ def _body(ops: Ops, forget: str, q, k, v, w, out, qs, ks, vs, ws, arrived):
 
     @pl.when(jax.lax.axis_index("wg") == 0)
     def _load():
-        plgpu.copy_gmem_to_smem(q.at[mine], qs, arrived)
-        plgpu.copy_gmem_to_smem(k, ks, arrived)
-        plgpu.copy_gmem_to_smem(v, vs, arrived)
-        plgpu.copy_gmem_to_smem(w.at[mine], ws, arrived)
+        ops.copy_in(q.at[mine], qs, arrived)
+        ops.copy_in(k, ks, arrived)
+        ops.copy_in(v, vs, arrived)
+        ops.copy_in(w.at[mine], ws, arrived)
 
     @pl.when(jax.lax.axis_index("wg") == 1)
     def _compute():
@@ -54,5 +54,5 @@ def _body(ops: Ops, forget: str, q, k, v, w, out, qs, ks, vs, ws, arrived):
         qs[...] = acc.astype(q.dtype)
         if forget != "commit":
             plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(qs, out.at[mine])
+        ops.copy_out(qs, out.at[mine])
         plgpu.wait_smem_to_gmem(0)

@@ -83,7 +83,7 @@ def attention_dbias(operands, tiles, q, k, v, dout, rows, ranges, visits, bias, 
     # What the loops go over: all that share this tile of the bias.
     batches = q.shape[0] if bias.shape[0] == 1 else 1
     heads = q.shape[2] if bias.shape[1] == 1 else 1
-    stages = Stages(held["stages"], tiles.stages)
+    stages = Stages(ops, held["stages"], tiles.stages)
     shape = (WARPGROUP_ROWS, tiles.keys)
     keys = pl.ds(key * tiles.keys, tiles.keys)
 
@@ -108,7 +108,7 @@ def attention_dbias(operands, tiles, q, k, v, dout, rows, ranges, visits, bias, 
         plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
         for of in range(tiles.warpgroups):
             source = bias.at[of_batch, of_head, queries(of), keys]
-            plgpu.copy_gmem_to_smem(source, held["bias"].at[of], held["loaded"])
+            ops.copy_in(source, held["bias"].at[of], held["loaded"])
 
         def of_row(i, step):
             batch = of_batch + i

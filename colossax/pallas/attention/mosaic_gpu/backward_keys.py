@@ -96,7 +96,7 @@ def attention_dk_dv(operands, tiles, q, k, v, dout, rows, ranges, visits, *other
     registers = APART_REGISTERS if tiles.apart else alike
     masked_as = place(ranges, batch)
     walk = Walk.of(visits, *masked_as, tile)
-    stages = Stages(held["stages"], tiles.stages)
+    stages = Stages(ops, held["stages"], tiles.stages)
     shape = (WARPGROUP_ROWS, queries)
 
     def keys(part):
@@ -112,8 +112,8 @@ def attention_dk_dv(operands, tiles, q, k, v, dout, rows, ranges, visits, *other
         plgpu.set_max_registers(registers["copy"], action="decrease")
         for part in range(parts):
             mine = (batch, keys(part), kv_head)
-            plgpu.copy_gmem_to_smem(k.at[mine], held["k"].at[part], held["loaded"])
-            plgpu.copy_gmem_to_smem(v.at[mine], held["v"].at[part], held["loaded"])
+            ops.copy_in(k.at[mine], held["k"].at[part], held["loaded"])
+            ops.copy_in(v.at[mine], held["v"].at[part], held["loaded"])
 
         def fill(step, _):
             i, head = place_of(step)
@@ -193,10 +193,10 @@ def attention_dk_dv(operands, tiles, q, k, v, dout, rows, ranges, visits, *other
         return ops.full((WARPGROUP_ROWS, of.shape[-1]), 0.0)
 
     def finish_dk(found, part):
-        store(found * operands.scale, held["k"].at[part], dk.at[batch, keys(part), kv_head])
+        store(ops, found * operands.scale, held["k"].at[part], dk.at[batch, keys(part), kv_head])
 
     def finish_dv(found, part):
-        store(found, held["v"].at[part], dv.at[batch, keys(part), kv_head])
+        store(ops, found, held["v"].at[part], dv.at[batch, keys(part), kv_head])
 
     if tiles.apart:
         pl.when(wg == 0)(lambda: finish_dk(sum_over_steps(add_dk, "dk", zeros(k)), 0))

@@ -147,12 +147,12 @@ def place(ref: Any, *index: Any) -> tuple[Any, ...]:
     return tuple(0 if size == 1 else i for size, i in zip(ref.shape, index, strict=False))
 
 
-def store(value: jax.Array, staging: Any, out: Any) -> None:
+def store(ops: Ops, value: jax.Array, staging: Any, out: Any) -> None:
     """Registers to global memory: float32 as it is, half precision through shared memory."""
     if out.dtype == jnp.float32:
         out[...] = value
         return
     staging[...] = value.astype(out.dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(staging, out)
+    ops.copy_out(staging, out)
     plgpu.wait_smem_to_gmem(0)

@@ -82,8 +82,8 @@ def attention_dq(operands, tiles, q, k, v, dout, rows, ranges, visits, *others):
     kv_head = jax.lax.div(head, jnp.int32(operands.group))
     masked_as = place(ranges, batch)
     walk = Walk.of(visits, *masked_as, tile)
-    k_stages = Stages(held["k_stages"], tiles.stages)
-    v_stages = Stages(held["v_stages"], tiles.v_stages)
+    k_stages = Stages(ops, held["k_stages"], tiles.stages)
+    v_stages = Stages(ops, held["v_stages"], tiles.v_stages)
 
     def queries(of):
         return pl.ds(tile * tiles.rows + of * WARPGROUP_ROWS, WARPGROUP_ROWS)
@@ -93,8 +93,8 @@ def attention_dq(operands, tiles, q, k, v, dout, rows, ranges, visits, *others):
         plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
         for i in range(tiles.warpgroups):
             mine = (batch, queries(i), head)
-            plgpu.copy_gmem_to_smem(q.at[mine], held["q"].at[i], held["loaded"])
-            plgpu.copy_gmem_to_smem(dout.at[mine], held["dout"].at[i], held["loaded"])
+            ops.copy_in(q.at[mine], held["q"].at[i], held["loaded"])
+            ops.copy_in(dout.at[mine], held["dout"].at[i], held["loaded"])
 
         def fill(step, _):
             seen, slot = pl.ds(walk.tile(step) * keys, keys), k_stages.slot(step)
@@ -146,4 +146,4 @@ def attention_dq(operands, tiles, q, k, v, dout, rows, ranges, visits, *others):
         acc = jax.lax.fori_loop(0, walk.edges, functools.partial(visit, masked=True), acc)
         inner = functools.partial(visit, masked=False)
         acc = jax.lax.fori_loop(walk.edges, walk.steps, inner, acc)
-        store(acc * operands.scale, q_held, dq.at[batch, mine, head])
+        store(ops, acc * operands.scale, q_held, dq.at[batch, mine, head])

@@ -196,7 +196,7 @@ class _Forward:
                 staged = shared["q"].at[wg]
                 staged[...] = found.astype(self.dtype)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(staged, target)
+                self.ops.copy_out(staged, target)
                 plgpu.wait_smem_to_gmem(0)
             else:
                 # No room for it in shared memory: straight from the registers.
@@ -210,25 +210,25 @@ class _Forward:
 
         for wg in range(WARPGROUPS):
             arrived = shared["q_arrived"].at[wg]
-            plgpu.copy_gmem_to_smem(q.at[batch, rows(wg), head], shared["q"].at[wg], arrived)
+            self.ops.copy_in(q.at[batch, rows(wg), head], shared["q"].at[wg], arrived)
 
         @pl.loop(first, last)
         def _tile(j):
             keys = pl.ds(j * self.tile.keys, self.tile.keys)
             slot = _free_slot(shared["k_consumed"], j - first, self.tile.stages)
             where = (batch, keys, kv_head)
-            plgpu.copy_gmem_to_smem(k.at[where], shared["k"].at[slot], shared["k_arrived"].at[slot])
+            self.ops.copy_in(k.at[where], shared["k"].at[slot], shared["k_arrived"].at[slot])
             if bias is not None:
                 place = _free_slot(shared["bias_consumed"], j - first, self.tile.bias_stages)
                 arrived = _slot(shared["bias_arrived"], place, self.tile.bias_stages)
                 for wg in range(WARPGROUPS):
-                    plgpu.copy_gmem_to_smem(
+                    self.ops.copy_in(
                         bias.at[_at(bias, 0, batch), _at(bias, 1, head), rows(wg), keys],
                         shared["bias"].at[place, wg],
                         arrived,
                     )
             _free_slot(shared["v_consumed"], j - first, self.tile.stages)
-            plgpu.copy_gmem_to_smem(v.at[where], shared["v"].at[slot], shared["v_arrived"].at[slot])
+            self.ops.copy_in(v.at[where], shared["v"].at[slot], shared["v_arrived"].at[slot])
 
         # Whoever waits for a barrier observes all its phases: the interpreter wants it so.
         rings = {"k_consumed": self.tile.stages, "v_consumed": self.tile.stages}
