@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import Any
 
 _PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 
@@ -30,7 +30,7 @@ def captured_stdout() -> contextlib.AbstractContextManager[Captured]:
 
 
 @contextlib.contextmanager
-def _captured(descriptor: int, stream: TextIO) -> Iterator[Captured]:
+def _captured(descriptor: int, stream: Any) -> Iterator[Captured]:
     found = Captured()
     libc = ctypes.CDLL(None)
     stream.flush()

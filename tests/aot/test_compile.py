@@ -32,6 +32,14 @@ def test_standard_error_is_kept_whoever_writes(capfd):
     assert "from below" not in capfd.readouterr().err
 
 
+def test_standard_output_is_kept_likewise(capfd):
+    with quiet.captured_stdout() as found:
+        os.write(1, b"from below\n")
+    sys.stdout.write("after\n")
+    assert "from below\n" in found.text
+    assert capfd.readouterr().out == "after\n"
+
+
 def test_a_plugin_without_a_driver_is_told_from_one_with(monkeypatch):
     monkeypatch.setattr(quiet.ctypes, "CDLL", lambda name: None)
     assert quiet._driver_installed()
