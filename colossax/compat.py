@@ -15,8 +15,6 @@ import_jax()
 # ruff: noqa: E402, I001 (what JAX's plugin writes when it is imported is kept back above)
 import jax
 from jax._src import clusters
-from jax._src.pallas.mosaic.interpret import thread_map
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, params as interpret_params
 from jax.experimental import pallas as pl
 from jax.experimental import topologies
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -142,6 +140,9 @@ def cuda_runtime_version() -> tuple[int, int, int] | None:
 
 def interpreter() -> Any:
     """Parameters that make Mosaic GPU kernels run on the CPU and races be looked for."""
+    from jax._src.pallas.mosaic.interpret import thread_map
+    from jax._src.pallas.mosaic_gpu.interpret import params as interpret_params
+
     if _JAX < (0, 11):
         thread_map._run_jaxpr = _run_compiled
     return interpret_params.InterpretGPUParams(detect_races=True)
@@ -171,6 +172,8 @@ def _run_compiled(jaxpr: Any, consts: Any, *args: Any) -> None:
 
 def races_found() -> bool:
     """Whether the kernel interpreted last had a race; a newer JAX raises in its place."""
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
     return gpu_callbacks.get_races().races_found
 
 

@@ -6,14 +6,12 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from colossax.pallas import choice
 from colossax.pallas.target import Target, current_target
-from colossax.pallas.varying import varies
 
 from . import cudnn, reference, xla
 from .mask import Mask
@@ -90,22 +88,16 @@ def attention(
     q, k, v = (x.reshape(rows, *x.shape[-3:]) for x in (q, k, v))
     mask = _flat_mask(mask, lead)
     biases = tuple(_flat(x, lead, 3) for x in biases)
-    spec = AttentionSpec(
-        batch=rows,
-        q_length=s,
-        kv_length=k.shape[1],
-        heads=heads,
-        kv_heads=k.shape[2],
-        head_dim=q.shape[3],
-        v_head_dim=v.shape[3],
-        dtype=q.dtype,
+    spec = AttentionSpec.of(
+        q,
+        k,
+        v,
         mask=mask,
-        biases=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in biases),
+        biases=biases,
         alibi=alibi_slopes is not None,
         soft_cap=soft_cap is not None,
         sinks=sinks is not None,
         return_lse=return_lse,
-        checked=varies((q, k, v, mask, biases)),
     )
     chosen = choose(spec, current_target(), implementation)
     out, lse = IMPLEMENTATIONS[chosen].attend(

@@ -10,7 +10,6 @@ from typing import Any
 from jaxtyping import Array, Float
 
 from colossax.pallas.target import current_target
-from colossax.pallas.varying import varies
 
 from . import xla
 from .api import choose
@@ -140,20 +139,14 @@ def block_implementation(
     Raises:
         NotImplementedError: The implementation named does not take this block, says why.
     """
-    spec = AttentionSpec(
-        batch=q.shape[0],
-        q_length=q.shape[1],
-        kv_length=k.shape[1],
-        heads=q.shape[2],
-        kv_heads=k.shape[2],
-        head_dim=q.shape[3],
-        v_head_dim=v.shape[3],
-        dtype=q.dtype,
+    spec = AttentionSpec.of(
+        q,
+        k,
+        v,
         mask=mask,
         alibi=alibi_slopes is not None,
         soft_cap=soft_cap is not None,
         return_lse=True,
-        checked=varies((q, k, v, mask)),
     )
     return choose(spec, current_target(), implementation, _FORMS)
 

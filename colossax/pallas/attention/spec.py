@@ -1,9 +1,12 @@
 """What an attention call asks for, as far as choosing an implementation needs to know."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
+
+from colossax.pallas.varying import varies
 
 from .mask import Mask
 
@@ -31,6 +34,26 @@ class AttentionSpec:
     sinks: bool = False
     return_lse: bool = False
     checked: bool = False
+
+    @classmethod
+    def of(
+        cls, q: Any, k: Any, v: Any, *, mask: Mask, biases: Any = (), **asked: bool
+    ) -> "AttentionSpec":
+        """Of `[b s n h]`, `[b t k h]`, `[b t k hv]` arrays; `asked` are the fields left."""
+        return cls(
+            batch=q.shape[0],
+            q_length=q.shape[1],
+            kv_length=k.shape[1],
+            heads=q.shape[2],
+            kv_heads=k.shape[2],
+            head_dim=q.shape[3],
+            v_head_dim=v.shape[3],
+            dtype=q.dtype,
+            mask=mask,
+            biases=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in biases),
+            checked=varies((q, k, v, mask, biases)),
+            **asked,
+        )
 
     def __str__(self) -> str:
         sizes = f"{self.batch} x {self.q_length} x {self.kv_length}"

@@ -1,5 +1,6 @@
 """Starting a kernel, and the shared memory of one."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -124,15 +125,5 @@ def vector(shape: tuple[int, ...], dtype: Any = jnp.float32) -> Any:
 
 def shared_bytes(scratch: Any) -> int:
     """What the arrays of a scratch take, barriers aside."""
-    arrays = (x for x in jax.tree.leaves(scratch) if hasattr(x, "dtype"))
-    found = 0
-    for x in arrays:
-        try:
-            itemsize = jnp.dtype(x.dtype).itemsize
-        except TypeError:
-            continue  # a barrier
-        size = itemsize
-        for n in x.shape:
-            size *= n
-        found += size
-    return found
+    arrays = (x for x in jax.tree.leaves(scratch) if not isinstance(x, plgpu.Barrier))
+    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in arrays)

@@ -218,7 +218,9 @@ def test_used_twice_with_the_input_given_away(name):
     x, *vectors, _ = operands(name, (4, 24))
 
     def step(x, vectors):
-        loss = lambda x, v: jnp.sum(jnp.sin(norm(name)(x, *v)) + norm(name)(x * 2, *v))  # noqa: E731
+        def loss(x, v):
+            return jnp.sum(jnp.sin(norm(name)(x, *v)) + norm(name)(x * 2, *v))
+
         dx, dv = jax.grad(loss, (0, 1))(x, vectors)
         return x - 0.1 * dx, dv
 
