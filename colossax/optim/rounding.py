@@ -2,7 +2,8 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, BFloat16, Float32, Integer, UInt32
+from jax.typing import ArrayLike
+from jaxtyping import Array, BFloat16, Float32, UInt32
 
 _LOW_HALF = 0xFFFF
 _MAGNITUDE = 0x7FFFFFFF
@@ -30,7 +31,7 @@ def stochastic_round(
 
 
 def update_entropy(
-    old: BFloat16[Array, "*shape"], grad: Float32[Array, "*shape"], step: Integer[Array, ""]
+    old: BFloat16[Array, "*shape"], grad: Float32[Array, "*shape"], step: ArrayLike
 ) -> UInt32[Array, "*shape"]:
     """Random bits for each element of a moment, a hash of what makes its new value.
 
@@ -46,7 +47,7 @@ def update_entropy(
     """
     upper = jax.lax.bitcast_convert_type(grad, jnp.uint32) >> 16
     word = (jax.lax.bitcast_convert_type(old, jnp.uint16).astype(jnp.uint32) << 16) | upper
-    return _mixed(word ^ _mixed(step.astype(jnp.uint32)))
+    return _mixed(word ^ _mixed(jnp.asarray(step).astype(jnp.uint32)))
 
 
 def _mixed(x: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
