@@ -35,7 +35,8 @@ NAMES = {
     ),
     "colossax.checkpoint": "ArraySlot Checkpointer RecordReader RecordWriter slot_of",
     "colossax.optim": (
-        "adamw constant decay_mask decays inverse_sqrt lamb lars linear sgd warmup_cosine wsd"
+        "adamw constant decay_mask decays inverse_sqrt is_layerwise lamb lars layerwise linear sgd "
+        "stochastic_round warmup_cosine wsd"
     ),
     "colossax.aot": (
         "Buffer Collective Gpu KernelReport Link MemoryReport Module Program Target Totals Traffic "

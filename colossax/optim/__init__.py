@@ -9,9 +9,12 @@ from .dims import decay_mask as decay_mask
 from .dims import decays as decays
 from .optimizers import DimsOptimizer as DimsOptimizer
 from .optimizers import adamw as adamw
+from .optimizers import is_layerwise as is_layerwise
 from .optimizers import lamb as lamb
 from .optimizers import lars as lars
+from .optimizers import layerwise as layerwise
 from .optimizers import sgd as sgd
+from .rounding import stochastic_round as stochastic_round
 from .schedules import constant as constant
 from .schedules import inverse_sqrt as inverse_sqrt
 from .schedules import linear as linear

@@ -21,6 +21,25 @@ DimsOptimizer = Callable[[Any], optax.GradientTransformation]
 """Takes the dims of the parameters (their tree, leaves tuples of names), gives the optimizer."""
 
 
+def layerwise(optimizer: DimsOptimizer) -> DimsOptimizer:
+    """Mark an optimizer that treats every layer and expert on its own.
+
+    A step may then update one layer of a stack at a time, each with its slice of the state, and
+    get what updating the whole stack gives. The contract: state that mirrors a parameter has its
+    shape, or one number for each unit, and nothing in it depends on other layers or parameters;
+    all other state is scalar counters, which move alike whichever parameters an update is given.
+    An optimizer with a norm over all parameters or a factored moment across layers must not be
+    marked.
+    """
+    optimizer.layerwise = True  # type: ignore[attr-defined]
+    return optimizer
+
+
+def is_layerwise(optimizer: DimsOptimizer) -> bool:
+    """Whether an optimizer is marked as treating every layer and expert on its own."""
+    return bool(getattr(optimizer, "layerwise", False))
+
+
 def adamw(
     learning_rate: LearningRate,
     *,
@@ -29,6 +48,7 @@ def adamw(
     eps: float = 1e-8,
     weight_decay: float = 0.1,
     moment_dtype: DTypeLike = jnp.float32,
+    second_moment_dtype: DTypeLike = jnp.float32,
 ) -> DimsOptimizer:
     """Adam with decoupled weight decay: `p -= lr (m' / (sqrt(v') + eps) + weight_decay p)`.
 
@@ -38,20 +58,24 @@ def adamw(
         b2: Decay of the second moment.
         eps: Added to the denominator.
         weight_decay: Times the parameter; matrices and tables only, see `decays`.
-        moment_dtype: Of the first moment; the second is float32.
+        moment_dtype: Of the first moment.
+        second_moment_dtype: Of the second: float32, or bfloat16, which is rounded at random.
 
     Raises:
         InputError: An argument is out of range.
 
-    Cost: 8 bytes of state a parameter, 6 with `moment_dtype` bfloat16.
+    Cost: 8 bytes of state a parameter, 6 with one moment in bfloat16, 4 with both.
     Reference: Loshchilov and Hutter 2019, Decoupled Weight Decay Regularization.
     """
     sizes = {"eps": eps, "weight_decay": weight_decay}
     _check("adamw", learning_rate, shares={"b1": b1, "b2": b2}, sizes=sizes)
-    return lambda dims: optax.chain(
-        scale_by_adam(b1, b2, eps, moment_dtype),
-        add_decay(weight_decay, dims),
-        optax.scale_by_learning_rate(learning_rate),
+    _check_second_moment("adamw", second_moment_dtype)
+    return layerwise(
+        lambda dims: optax.chain(
+            scale_by_adam(b1, b2, eps, moment_dtype, second_moment_dtype),
+            add_decay(weight_decay, dims),
+            optax.scale_by_learning_rate(learning_rate),
+        )
     )
 
 
@@ -79,10 +103,12 @@ def sgd(
     """
     sizes = {"weight_decay": weight_decay}
     _check("sgd", learning_rate, shares={"momentum": momentum}, sizes=sizes)
-    return lambda dims: optax.chain(
-        *([optax.trace(momentum, nesterov, moment_dtype)] if momentum else []),
-        add_decay(weight_decay, dims),
-        optax.scale_by_learning_rate(learning_rate),
+    return layerwise(
+        lambda dims: optax.chain(
+            *([optax.trace(momentum, nesterov, moment_dtype)] if momentum else []),
+            add_decay(weight_decay, dims),
+            optax.scale_by_learning_rate(learning_rate),
+        )
     )
 
 
@@ -96,6 +122,7 @@ def lamb(
     bounds: tuple[float, float] = (0.0, math.inf),
     adapt_all: bool = False,
     moment_dtype: DTypeLike = jnp.float32,
+    second_moment_dtype: DTypeLike = jnp.float32,
 ) -> DimsOptimizer:
     """LAMB: Adam's direction u (with decay), scaled to `phi(|p|) / |u|`, per layer and expert.
 
@@ -109,24 +136,28 @@ def lamb(
         weight_decay: Times the parameter, inside u; matrices and tables only, see `decays`.
         bounds: phi clamps the parameter's norm to this range; the default leaves it.
         adapt_all: Scale norms and biases too; else they take Adam's step, as in the authors' code.
-        moment_dtype: Of the first moment; the second is float32.
+        moment_dtype: Of the first moment.
+        second_moment_dtype: Of the second: float32, or bfloat16, which is rounded at random.
 
     Raises:
         InputError: An argument is out of range.
 
-    Cost: 8 bytes of state a parameter; communicates as `unit_norms` says, twice a leaf.
+    Cost: state as `adamw`; communicates as `unit_norms` says, twice a leaf.
     Reference: You et al. 2019, Large Batch Optimization for Deep Learning: Training BERT in 76
     minutes, algorithm 2.
     """
     sizes = {"eps": eps, "weight_decay": weight_decay}
     _check("lamb", learning_rate, shares={"b1": b1, "b2": b2}, sizes=sizes)
+    _check_second_moment("lamb", second_moment_dtype)
     low, high = bounds
     if not 0 <= low <= high or high == 0:
         raise InputError(f"lamb: bounds {bounds} hold no norm; give 0 <= low <= high, high above 0")
-    return lambda dims: optax.chain(
-        scale_by_adam(b1, b2, eps, moment_dtype),
-        scale_by_lamb_ratio(weight_decay, dims, bounds=bounds, adapt_all=adapt_all),
-        optax.scale_by_learning_rate(learning_rate),
+    return layerwise(
+        lambda dims: optax.chain(
+            scale_by_adam(b1, b2, eps, moment_dtype, second_moment_dtype),
+            scale_by_lamb_ratio(weight_decay, dims, bounds=bounds, adapt_all=adapt_all),
+            optax.scale_by_learning_rate(learning_rate),
+        )
     )
 
 
@@ -165,12 +196,14 @@ def lars(
     """
     sizes = {"eps": eps, "weight_decay": weight_decay, "trust_coefficient": trust_coefficient}
     _check("lars", learning_rate, shares={"momentum": momentum}, sizes=sizes)
-    return lambda dims: optax.chain(
-        scale_by_lars_ratio(
-            weight_decay, dims, coefficient=trust_coefficient, eps=eps, adapt_all=adapt_all
-        ),
-        optax.scale_by_learning_rate(learning_rate),
-        optax.trace(momentum, nesterov, moment_dtype),
+    return layerwise(
+        lambda dims: optax.chain(
+            scale_by_lars_ratio(
+                weight_decay, dims, coefficient=trust_coefficient, eps=eps, adapt_all=adapt_all
+            ),
+            optax.scale_by_learning_rate(learning_rate),
+            optax.trace(momentum, nesterov, moment_dtype),
+        )
     )
 
 
@@ -189,3 +222,12 @@ def _check(
     for name, value in sizes.items():
         if not 0 <= value < math.inf:
             raise InputError(f"{optimizer}: {name} is {value}; choose a finite number from 0")
+
+
+def _check_second_moment(optimizer: str, dtype: DTypeLike) -> None:
+    name = jnp.dtype(dtype).name
+    if name not in ("float32", "bfloat16"):
+        raise InputError(
+            f"{optimizer}: second_moment_dtype is {name}; choose float32, or bfloat16, which is"
+            f" rounded at random"
+        )

@@ -13,33 +13,44 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from colossax.optim.dims import decays, map_with_dims, unit_norms
+from colossax.optim.rounding import stochastic_round, update_entropy
 from colossax.typing import Dims
 
 
 def scale_by_adam(
-    b1: float, b2: float, eps: float, moment_dtype: DTypeLike
+    b1: float,
+    b2: float,
+    eps: float,
+    moment_dtype: DTypeLike,
+    second_moment_dtype: DTypeLike = jnp.float32,
 ) -> optax.GradientTransformation:
     """Adam's direction, `m' / (sqrt(v') + eps)` with bias-corrected moments, in float32.
 
-    The first moment is kept in `moment_dtype`. The second is always float32: in bfloat16, with
-    eight bits, `b2 v + (1 - b2) g^2` returns v unchanged once b2 is above 0.99.
+    The moments are kept in `moment_dtype` and `second_moment_dtype`; a step uses them as they are
+    before they are rounded. In bfloat16 the second is rounded at random: to the nearest of eight
+    bits, `b2 v + (1 - b2) g^2` would return v unchanged once b2 is above 0.99.
     """
+    at_random = jnp.dtype(second_moment_dtype) == jnp.bfloat16
 
     def init(params: Any) -> optax.ScaleByAdamState:
         return optax.ScaleByAdamState(
             count=jnp.zeros((), jnp.int32),
             mu=optax.tree.zeros_like(params, dtype=moment_dtype),
-            nu=optax.tree.zeros_like(params, dtype=jnp.float32),
+            nu=optax.tree.zeros_like(params, dtype=second_moment_dtype),
         )
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, optax.ScaleByAdamState]:
         del params
         grads = optax.tree.cast(updates, jnp.float32)
+        wide = optax.tree.cast(state.nu, jnp.float32)
         mu = jax.tree.map(lambda g, m: b1 * m.astype(jnp.float32) + (1 - b1) * g, grads, state.mu)
-        nu = jax.tree.map(lambda g, v: b2 * v + (1 - b2) * jnp.square(g), grads, state.nu)
+        nu = jax.tree.map(lambda g, v: b2 * v + (1 - b2) * jnp.square(g), grads, wide)
         count = optax.safe_increment(state.count)
         first, second = 1 - b1**count, 1 - b2**count
         steps = jax.tree.map(lambda m, v: (m / first) / (jnp.sqrt(v / second) + eps), mu, nu)
+        if at_random:
+            entropy = jax.tree.map(lambda v, g: update_entropy(v, g, count), state.nu, grads)
+            nu = jax.tree.map(stochastic_round, nu, entropy)
         new = optax.ScaleByAdamState(count=count, mu=optax.tree.cast(mu, moment_dtype), nu=nu)
         return steps, new
 

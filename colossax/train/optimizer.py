@@ -1,6 +1,7 @@
 """The optimizer a configuration asks for."""
 
 from collections.abc import Callable
+from typing import Any
 
 import optax
 
@@ -50,19 +51,43 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def _adamw(config: OptimizerConfig, rate: optax.Schedule) -> DimsOptimizer:
-    return adamw(rate, b1=config.b1, b2=config.b2, eps=config.eps, weight_decay=config.weight_decay)
+    return adamw(rate, **_adam_options(config))
 
 
 def _lamb(config: OptimizerConfig, rate: optax.Schedule) -> DimsOptimizer:
-    return lamb(rate, b1=config.b1, b2=config.b2, eps=config.eps, weight_decay=config.weight_decay)
+    return lamb(rate, **_adam_options(config))
 
 
 def _lars(config: OptimizerConfig, rate: optax.Schedule) -> DimsOptimizer:
-    return lars(rate, momentum=config.b1, weight_decay=config.weight_decay)
+    return lars(rate, **_momentum_options(config))
 
 
 def _sgd(config: OptimizerConfig, rate: optax.Schedule) -> DimsOptimizer:
-    return sgd(rate, momentum=config.b1, weight_decay=config.weight_decay)
+    return sgd(rate, **_momentum_options(config))
+
+
+def _adam_options(config: OptimizerConfig) -> dict[str, Any]:
+    return {
+        "b1": config.b1,
+        "b2": config.b2,
+        "eps": config.eps,
+        "weight_decay": config.weight_decay,
+        "moment_dtype": "float32" if config.state == "float32" else "bfloat16",
+        "second_moment_dtype": "bfloat16" if config.state == "bfloat16" else "float32",
+    }
+
+
+def _momentum_options(config: OptimizerConfig) -> dict[str, Any]:
+    if config.state == "mixed":
+        raise InputError(
+            f"optimizer.state: 'mixed' tells two moments apart, {config.name} has only one;"
+            f" choose float32 or bfloat16"
+        )
+    return {
+        "momentum": config.b1,
+        "weight_decay": config.weight_decay,
+        "moment_dtype": config.state,
+    }
 
 
 OPTIMIZERS: dict[str, Callable[[OptimizerConfig, optax.Schedule], DimsOptimizer]] = {

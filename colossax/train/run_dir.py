@@ -130,6 +130,7 @@ def identity(config: TrainConfig, *, text: str, tokenizer: str) -> dict[str, Any
         "data.validation_fraction": data.validation_fraction,
         "model": train_config_to_json(config)["model"],
         "optimizer.name": config.optimizer.name,
+        "optimizer.state": config.optimizer.state,
         "data": [data.path or "the standard library", text],
         "tokenizer": [data.tokenizer or f"one of {data.tokenizer_vocab} tokens", tokenizer],
     }
@@ -141,7 +142,8 @@ def check_identity(folder: RunFolder, asked: dict[str, Any]) -> None:
     Raises:
         InputError: Naming the first field that differs, and both values.
     """
-    stored = folder.read()["identity"]
+    # A run that was begun before there was a choice has what was then the only one.
+    stored: dict[str, Any] = {"optimizer.state": "float32", **folder.read()["identity"]}
     for field, here in asked.items():
         there = stored.get(field)
         if isinstance(here, list):  # a name and a fingerprint, which alone decides

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from colossax.errors import InputError
-from colossax.optim import adamw, constant, lamb, lars, sgd
+from colossax.optim import adamw, constant, is_layerwise, lamb, lars, layerwise, sgd
 
 LAYERS, EXPERTS, STEPS = 2, 2, 4
 SHAPES = {"w": (8, 16), "b": (16,), "norm": (8,)}
@@ -23,10 +23,12 @@ DIMS = {"w": ("embed", "mlp"), "b": ("mlp",), "norm": ("embed",)}
 OPTIMIZERS = {
     "adamw": adamw(0.1),
     "adamw bf16 moment": adamw(0.1, moment_dtype=jnp.bfloat16),
+    "adamw bf16 moments": adamw(0.1, moment_dtype=jnp.bfloat16, second_moment_dtype=jnp.bfloat16),
     "sgd": sgd(0.1, weight_decay=0.2),
     "sgd momentum": sgd(0.1, momentum=0.9),
     "lamb": lamb(0.1),
     "lamb all": lamb(0.1, adapt_all=True),
+    "lamb bf16 moments": lamb(0.1, second_moment_dtype=jnp.bfloat16),
     "lamb clamped": lamb(0.1, bounds=(0.5, 2.0)),
     "lars": lars(5.0, weight_decay=0.1),
     "lars all": lars(5.0, adapt_all=True, nesterov=True, eps=1e-3),
@@ -228,10 +230,62 @@ def test_state_mirrors_the_parameters(name):
     assert kinds[0] == kinds[1]
 
 
-def test_only_the_first_moment_takes_the_other_dtype():
-    state = adamw(0.1, moment_dtype=jnp.bfloat16)(DIMS).init(unit(0, 0, 0))
-    assert {x.dtype for x in jax.tree.leaves(state[0].mu)} == {jnp.dtype("bfloat16")}
-    assert {x.dtype for x in jax.tree.leaves(state[0].nu)} == {jnp.dtype("float32")}
+@pytest.mark.parametrize("make", [adamw, lamb])
+@pytest.mark.parametrize(
+    ("dtypes", "total"),
+    [
+        (("float32", "float32"), 12),
+        (("bfloat16", "float32"), 10),
+        (("float32", "bfloat16"), 10),
+        (("bfloat16", "bfloat16"), 8),
+    ],
+)
+def test_each_moment_takes_its_dtype(make, dtypes, total):
+    """Bytes per parameter, the float32 parameter among them, before a step and after."""
+    first, second = dtypes
+    params = unit(0, 0, 0)
+    optimizer = make(0.1, moment_dtype=first, second_moment_dtype=second)(DIMS)
+    state = optimizer.init(params)
+    _, new = jax.jit(optimizer.update)(unit(1, 0, 1), state, params)
+    for adam in (state[0], new[0]):
+        assert {x.dtype for x in jax.tree.leaves(adam.mu)} == {jnp.dtype(first)}
+        assert {x.dtype for x in jax.tree.leaves(adam.nu)} == {jnp.dtype(second)}
+        kept = jax.tree.leaves((params, adam.mu, adam.nu))
+        assert sum(x.nbytes for x in kept) == total * sum(x.size for x in params.values())
+
+
+def sliced(tree, layer):
+    """What belongs to one layer; counters belong to all."""
+    return jax.tree.map(lambda x: x[layer] if jnp.ndim(x) else x, tree)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_layer_at_a_time_equals_the_stack(name):
+    """The contract of `layerwise`: to the bit, where no norm is taken."""
+    assert is_layerwise(OPTIMIZERS[name])
+    stack_dims = {name: ("layers", *dims) for name, dims in DIMS.items()}
+    one, whole = OPTIMIZERS[name](DIMS), OPTIMIZERS[name](stack_dims)
+
+    def layers_of(seed):
+        return jax.tree.map(lambda *x: np.stack(x), *(unit(i, 0, seed) for i in range(LAYERS)))
+
+    gradients = [layers_of(seed) for seed in range(1, 9)]
+    together = run(whole, layers_of(0), gradients)
+    for layer in range(LAYERS):
+        apart = run(one, unit(layer, 0, 0), [sliced(g, layer) for g in gradients])
+        wanted = sliced(together, layer)
+        if name.startswith(("lamb", "lars")):
+            assert_close(apart, wanted)
+        else:
+            jax.tree.map(np.testing.assert_array_equal, apart, wanted)
+
+
+def test_only_what_is_marked_is_layerwise():
+    assert not is_layerwise(lambda dims: optax.adafactor(0.1))
+    assert not is_layerwise(functools.partial(adamw, 0.1))
+    own = layerwise(lambda dims: optax.sgd(0.1))
+    assert is_layerwise(own)
+    assert own(DIMS).init(unit(0, 0, 0)) is not None
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -287,6 +341,18 @@ def test_sharded_equals_one_device(name, devices):
     assert_close(found, wanted, rtol=2e-6)
 
 
+def test_rounding_at_random_knows_no_mesh(devices):
+    """To the bit: the same parameters and second moments on eight devices and on one."""
+    layout = sharded_layout()
+    optimizer = OPTIMIZERS["adamw bf16 moments"](STACKED_DIMS)
+    params, gradients = stacked(unrolled(0)), [stacked(unrolled(s)) for s in range(1, 9)]
+    wanted = run(optimizer, params, gradients)
+    found = run(
+        optimizer, jax.device_put(params, layout), [jax.device_put(g, layout) for g in gradients]
+    )
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
 ALL_REDUCE = re.compile(r" = (.+?) all-reduce(?:-start)?\(")
 COLLECTIVE = re.compile(r" (all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\(")
 
@@ -317,6 +383,11 @@ def test_trust_ratios_cost_one_number_per_unit_and_norm(make, norms, devices):
         (lambda: adamw(0.1, b1=1.0), "adamw: b1 is 1.0; choose 0 <= b1 < 1"),
         (lambda: lamb(0.1, b2=-0.1), "lamb: b2 is -0.1; choose 0 <= b2 < 1"),
         (lambda: lars(0.1, eps=math.inf), "lars: eps is inf; choose a finite number from 0"),
+        (
+            lambda: adamw(0.1, second_moment_dtype="float16"),
+            "adamw: second_moment_dtype is float16; choose float32, or bfloat16, which is rounded",
+        ),
+        (lambda: lamb(0.1, second_moment_dtype=jnp.int8), "lamb: second_moment_dtype is int8;"),
         (lambda: sgd(-0.1), "sgd: learning_rate is -0.1; choose a finite number from 0"),
         (lambda: lamb(0.1, bounds=(2.0, 1.0)), r"lamb: bounds \(2.0, 1.0\) hold no norm; give 0"),
     ],

@@ -83,6 +83,7 @@ def test_an_unwritable_folder_is_refused(tmp_path):
         ),
         ({"model.layers": 3}, "model.layers is 4 in {path} and 3 here"),
         ({"optimizer.name": "lamb"}, "optimizer.name is adamw in {path} and lamb here"),
+        ({"optimizer.state": "mixed"}, "optimizer.state is float32 in {path} and mixed here"),
     ],
 )
 def test_another_run_is_not_resumed(started, change, message):
@@ -97,6 +98,12 @@ def test_another_run_is_not_resumed(started, change, message):
         config = config.replace(**change)
     with pytest.raises(InputError, match=re.escape(message.format(path=started.path))):
         check_identity(started, who(config))
+
+
+def test_a_run_without_a_named_state_has_float32(started):
+    stored = {k: v for k, v in who().items() if k != "optimizer.state"}
+    RunFolder(path=started.path).write(CONFIG, stored)
+    check_identity(started, who())
 
 
 def test_other_text_or_another_tokenizer_is_named(started):
