@@ -27,12 +27,12 @@ class Update:
 
     Attributes:
         shared: Optimizer state that belongs to no parameter.
-        scale: Gradients are multiplied by it.
+        scale: Gradients are multiplied by it; None: as they are.
         ok: Whether to update at all.
     """
 
     shared: list[Array]
-    scale: Float[Array, ""]
+    scale: Float[Array, ""] | None
     ok: Bool[Array, ""]
 
 
@@ -132,10 +132,11 @@ class Part:
             grads: Like the parameters.
             update: Scale and shared state.
         """
-        scaled = [(g * update.scale).astype(g.dtype) for g in grads]
+        if update.scale is not None:
+            grads = [(g * update.scale).astype(g.dtype) for g in grads]
         whole = self._joined(state, update.shared)
         named = self._named(params)
-        steps, new = self._optimizer.update(self._named(scaled), whole, named)
+        steps, new = self._optimizer.update(self._named(grads), whole, named)
         moved = list(optax.apply_updates(named, steps).values())
         own, shared = self._split(new)
         params, own, shared = jax.tree.map(

@@ -392,8 +392,6 @@ class _Job:
     def scale(self, found: Found) -> tuple[Array, Array]:
         """What gradients of this norm are multiplied by, and whether all is finite."""
         ok = jnp.isfinite(found.loss) & jnp.isfinite(found.norm)
-        if self.all.clip_norm is None:
-            return jnp.float32(1), ok
         return _scale(found.norm, self.all.clip_norm), ok
 
 
@@ -484,11 +482,11 @@ def _at_once(job: _Job, stacks: dict[Key, Stacks], shared: list[Array]) -> Any:
     stacks, before = job.before_last(stacks)
     most = job.all.clip_norm
     visit = functools.partial(_updating, job.all.parts, most)
-    update = Update(shared=shared, scale=jnp.float32(1), ok=jnp.bool(True))
+    update = Update(shared=shared, scale=None, ok=jnp.bool(True))
     moving, fixed = _divided(stacks, "params", "state")
     stacks, rest, found = job.on_last(visit, moving, fixed, update, before)
     ok = jnp.isfinite(found.loss) & jnp.isfinite(found.norm)
-    scale = jnp.float32(1) if most is None else _scale(jnp.sqrt(squares(rest)), most)
+    scale = None if most is None else _scale(jnp.sqrt(squares(rest)), most)
     return stacks, rest, found, scale, ok
 
 
