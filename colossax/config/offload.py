@@ -25,6 +25,8 @@ class OffloadConfig:
         parameters: Share of the layers whose parameters live in host memory.
         optimizer: Share of the layers whose optimizer state does.
         activations: Share of the layers of which what backward keeps does.
+        fused: Update each layer during backward, so that gradients are never whole, though nothing
+            need be in host memory. Shares above 0 imply it.
         device_gb: With `auto`, memory of a device that may be used, in units of 1e9 bytes; None:
             93 % of what it has.
         host_gb: Likewise of the host's memory, for each device; None: what is free, less 16 GiB,
@@ -41,6 +43,7 @@ class OffloadConfig:
     parameters: float = 0.0
     optimizer: float = 0.0
     activations: float = 0.0
+    fused: bool = False
     device_gb: float | None = None
     host_gb: float | None = None
     clipping: str = "stack"
@@ -95,8 +98,8 @@ class OffloadConfig:
 
     @property
     def wanted(self) -> bool:
-        """Whether any share is above 0, or to be found."""
-        return self.auto or any(getattr(self, field) for field in HOST_KINDS)
+        """Whether layers are updated during backward: any share is above 0, or to be found."""
+        return self.auto or self.fused or any(getattr(self, field) for field in HOST_KINDS)
 
     def layers(self, kind: str, total: int) -> int:
         """Layers, of a stack of `total`, whose arrays of this kind live in host memory."""
