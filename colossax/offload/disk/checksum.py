@@ -33,7 +33,7 @@ def checksum(data: np.ndarray) -> bytes:
     words = data.view(np.uint64)
     digest = hashlib.blake2b(len(words).to_bytes(8, "little"), digest_size=DIGEST_BYTES)
     for lanes in LANES:
-        digest.update(_lane_sums(words, lanes))
+        digest.update(_lane_sums(words, lanes).data)
     return digest.digest()
 
 

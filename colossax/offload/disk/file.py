@@ -124,7 +124,8 @@ class BlockFile:
             if not count:
                 raise DamagedStoreError(
                     f"disk store '{self.path}' ends at byte {self.size_bytes}, before "
-                    f"{offset + done} which belongs to it; delete it and restore from the last checkpoint",
+                    f"{offset + done} which belongs to it; delete it and restore from the last "
+                    "checkpoint",
                     path=str(self.path),
                 )
             done += count
