@@ -61,7 +61,9 @@ def main() -> int:
 def arguments() -> argparse.Namespace:
     """What the command line says."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--path", default=tempfile.gettempdir(), help="folder on the disk to measure")
+    parser.add_argument(
+        "--path", default=tempfile.gettempdir(), help="folder on the disk to measure"
+    )
     parser.add_argument("--records", type=int, default=16)
     parser.add_argument("--record-mib", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5)
@@ -91,7 +93,11 @@ def measure(path: Path, args: argparse.Namespace) -> dict[str, Any]:
                 seconds = timed(way)
                 if turn:  # the first touches buffers and unwritten parts of the file
                     samples[name].append(moved / seconds / 1e9)
-        facts = {"direct": store.direct, "file_bytes": store.bytes, "held_bytes": store.memory_bytes}
+        facts = {
+            "direct": store.direct,
+            "file_bytes": store.bytes,
+            "held_bytes": store.memory_bytes,
+        }
     ratios = [p / r for p, r in zip(samples["pipeline"], samples["raw"], strict=True)]
     return {
         **facts,
@@ -109,7 +115,9 @@ def fill(store: RecordStore) -> None:
     shape, dtype = store.layout.arrays["w"]
     zeros = np.zeros(shape, dtype)
     for record in range(store.records):
-        store.fill(record, {"w": noise.standard_normal(shape, np.float32), "m": zeros, "v": zeros}, 0)
+        store.fill(
+            record, {"w": noise.standard_normal(shape, np.float32), "m": zeros, "v": zeros}, 0
+        )
     store.commit(0)
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import struct
 import zlib
-from typing import Any, Self
+from typing import Any
 
 from colossax.offload.disk.checksum import DIGEST_BYTES
 from colossax.offload.disk.layout import BLOCK_BYTES, in_blocks
@@ -57,7 +57,7 @@ class FileBlock:
         return in_blocks(_FILE.size + text_bytes + _CRC.size)
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Self | None:
+    def from_bytes(cls, data: bytes) -> "FileBlock | None":
         """What `to_bytes` gave, None where a byte of it changed."""
         _, _, text_bytes = _FILE.unpack_from(data)
         if not _intact(data, _FILE.size + text_bytes):
@@ -80,7 +80,7 @@ class RecordBlock:
         return _sealed(_RECORD.pack(_RECORD_MAGIC, VERSION, *fields))
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Self | None:
+    def from_bytes(cls, data: bytes) -> "RecordBlock | None":
         """What `to_bytes` gave, None where a byte of it changed or nothing was written yet."""
         magic, version, *fields = _RECORD.unpack_from(data)
         if (magic, version) != (_RECORD_MAGIC, VERSION) or not _intact(data, _RECORD.size):
@@ -105,7 +105,7 @@ class CommitBlock:
         return in_blocks(_COMMIT.size + tail_bytes + _CRC.size)
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Self | None:
+    def from_bytes(cls, data: bytes) -> "CommitBlock | None":
         """What `to_bytes` gave, None where a byte of it changed or nothing was written yet."""
         magic, version, epoch, tail_bytes = _COMMIT.unpack_from(data)
         if (magic, version) != (_COMMIT_MAGIC, VERSION):

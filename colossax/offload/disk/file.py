@@ -6,7 +6,6 @@ import mmap
 import os
 from pathlib import Path
 from types import TracebackType
-from typing import Self
 
 import numpy as np
 
@@ -195,7 +194,7 @@ class BlockFile:
             os.close(self._fd)
             self._fd = -1
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "BlockFile":
         return self
 
     def __exit__(

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -37,7 +37,7 @@ class RecordLayout:
                 raise OffloadError(f"array '{name}' has shape {shape}; sizes must not be negative")
 
     @classmethod
-    def of(cls, arrays: Mapping[str, Any]) -> Self:
+    def of(cls, arrays: Mapping[str, Any]) -> "RecordLayout":
         """Layout of arrays, or of anything else with a shape and a dtype."""
         return cls({name: (tuple(x.shape), np.dtype(x.dtype)) for name, x in arrays.items()})
 
@@ -84,7 +84,7 @@ class RecordLayout:
             return f"array '{name}' {_shown(row)} is not in the file"
         return None
 
-    def in_order_of(self, stored: list[list[Any]]) -> Self:
+    def in_order_of(self, stored: list[list[Any]]) -> "RecordLayout":
         """The same arrays in the order of a stored layout without a difference."""
         return type(self)({name: self.arrays[name] for name, _, _ in stored})
 

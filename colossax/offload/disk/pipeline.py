@@ -6,8 +6,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 RING = 4
 """Buffers: two being read or waiting for their turn, one computed on, one being written."""
 
-AHEAD = RING - 2
-"""How many items are asked for beyond the one computed on."""
+AHEAD = RING - 1
+"""How many items are asked for beyond the one computed on; the last waits for a buffer."""
 
 
 def run_ring(

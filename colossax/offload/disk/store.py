@@ -15,7 +15,7 @@ there. (The second rests on a disk that keeps the order which fdatasync asks for
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -65,7 +65,7 @@ class RecordStore:
         *,
         tail_bytes: int = 1 << 20,
         direct: bool = True,
-    ) -> Self:
+    ) -> "RecordStore":
         """Create a file and take all the disk space it will ever need.
 
         A file that appears is complete: until then it is called `<path>.unfinished`, and what a
@@ -108,7 +108,7 @@ class RecordStore:
     @classmethod
     def open(
         cls, path: Path | str, layout: RecordLayout, records: int, *, direct: bool = True
-    ) -> Self:
+    ) -> "RecordStore":
         """Open a file that `create` made for the same layout and number of records.
 
         Raises:
@@ -413,7 +413,7 @@ class RecordStore:
         self._ring.clear()
         self._file.close()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "RecordStore":
         return self
 
     def __exit__(
