@@ -147,7 +147,9 @@ def result_bytes(module: Module, one: Instruction) -> list[tuple[str, int]]:
     """Shape of each result and the bytes written; of an update in place those of the update."""
     inside = {i.name: i for i in _fused(module, one)}
     if not inside:
-        return [(one.shape, _update_bytes(module, one) or shape_bytes(one.shape))]
+        update = _update_bytes(module, one)
+        parts = elements(one.shape)
+        return [(one.shape, update)] if update else [(part, shape_bytes(part)) for part in parts]
     root = next(reversed(inside.values()))
     results = root.operand_names if root.opcode == "tuple" else (root.name,)
     written = []

@@ -113,7 +113,7 @@ def transfers(program: str | Module) -> tuple[Transfer, ...]:
 
 
 def transfer_totals(found: Sequence[Transfer]) -> tuple[TransferTotals, ...]:
-    """Sums per direction, in the order of `DIRECTIONS`; a direction without transfers is left out."""
+    """Sums per direction, in the order of `DIRECTIONS`; one without transfers is left out."""
     sums = []
     for direction in DIRECTIONS:
         same = [t for t in found if t.direction == direction]
