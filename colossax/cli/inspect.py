@@ -239,7 +239,7 @@ def _collectives(one: Inspection) -> list[str]:
 
 def _host_traffic(found: HostTraffic) -> list[str]:
     """Copies between GPU and host, and how many tokens hide them."""
-    rows = [
+    rows: list[tuple[str, ...]] = [
         ("direction", "times", "GB", "seconds", "beside a matmul", "synchronous in loops"),
         *(
             (

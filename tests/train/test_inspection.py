@@ -11,6 +11,7 @@ from colossax.recipes import recipe
 from colossax.train.inspection import (
     ASSUMED_EFFICIENCY,
     HIDING_FORMULA,
+    HostTraffic,
     Inspection,
     host_traffic,
 )
@@ -28,8 +29,8 @@ def traffic(hlo=STREAMED, *, flops_per_token=6, peak=PEAK, target=TARGET):
     return host_traffic(hlo, target, flops_per_token=flops_per_token, peak=peak)
 
 
-def inspection(**changes) -> Inspection:
-    fields = dict(
+def inspection(host_traffic: HostTraffic | None) -> Inspection:
+    return Inspection(
         config=recipe("llama_tiny"),
         target=TARGET,
         plan_hash="0",
@@ -53,8 +54,8 @@ def inspection(**changes) -> Inspection:
         compute_s=1.0,
         microbatch=1,
         microbatches=1,
+        host_traffic=host_traffic,
     )
-    return Inspection(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 def test_bytes_and_seconds_by_direction():
@@ -89,17 +90,17 @@ def test_14_bytes_each_way_take_20_thousand_tokens_of_an_h200():
 
 def test_an_unknown_peak_leaves_the_tokens_unknown():
     assert traffic(peak=None).hiding_tokens is None
-    text = describe(inspection(host_traffic=traffic(peak=None)))
+    text = describe(inspection(traffic(peak=None)))
     assert "hidden by an unknown number of tokens per step" in text
 
 
 def test_a_program_that_copies_nothing_says_nothing_of_it():
     none = traffic(program(ADD))
     assert none is None
-    text = describe(inspection(host_traffic=none))
+    text = describe(inspection(none))
     assert "host memory: 2.00 GiB\nlargest temporaries:" in text
     assert "copies between" not in text
-    assert "host_traffic" not in inspection(host_traffic=none).to_json()
+    assert "host_traffic" not in inspection(none).to_json()
 
 
 def test_the_table_for_people():
@@ -107,7 +108,7 @@ def test_the_table_for_people():
         traffic(), up_s=1.5, down_s=3.0, hiding_tokens=12_345.6, up_bytes=10**9
     )
     totals = tuple(dataclasses.replace(t, bytes=t.bytes * 10**9) for t in found.totals)
-    text = describe(inspection(host_traffic=dataclasses.replace(found, totals=totals)))
+    text = describe(inspection(dataclasses.replace(found, totals=totals)))
     start = text.index("copies between")
     assert text[start : text.index("largest temporaries")].splitlines() == [
         "copies between device and host, per device and step, at the PCIe rate:",
@@ -120,7 +121,7 @@ def test_the_table_for_people():
 
 def test_the_same_facts_as_json():
     found = traffic()
-    said = json.loads(json.dumps(inspection(host_traffic=found).to_json()))["host_traffic"]
+    said = json.loads(json.dumps(inspection(found).to_json()))["host_traffic"]
     assert said["to_device_bytes"] == 6 * 128
     assert said["to_host_bytes"] == 12 * 128
     assert said["to_host_s"] == found.down_s
