@@ -81,30 +81,117 @@ def head(y):
     return jnp.mean(y.astype(jnp.float32) ** 2)
 
 
+def forward(mesh, w, x):
+    """Result of all layers, and a host stack of what each got."""
+
+    def body(i, carry):
+        x, inputs = carry
+        return layer(fetch(w, i), x), store(inputs, x, i)
+
+    inputs = empty_stack(mesh, (LAYERS, TOKENS, WIDTH))
+    return jax.lax.fori_loop(0, LAYERS, body, (x, inputs))
+
+
+def backward(stacks, w, inputs, dy, change):
+    """Stacks changed layer by layer by `change(stacks, gradients, index)`, last layer first."""
+
+    def body(step, carry):
+        stacks, dy = carry
+        i = LAYERS - 1 - step
+        _, pullback = jax.vjp(layer, fetch(w(stacks), i), fetch(inputs, i))
+        gradients, dy = pullback(dy)
+        return change(stacks, gradients, i), dy
+
+    return jax.lax.fori_loop(0, LAYERS, body, (stacks, dy))
+
+
+def update(state, gradients, i):
+    return store(state, updated(fetch(state, i), gradients), i)
+
+
 def fused(mesh):
     """Backward pass and update in one loop; what `colossax.aot` should find nothing wrong with."""
 
     def step(state, x):
-        def forward(i, carry):
-            x, inputs = carry
-            return layer(fetch(state[0], i), x), store(inputs, x, i)
-
-        inputs = empty_stack(mesh, (LAYERS, TOKENS, WIDTH))
-        y, inputs = jax.lax.fori_loop(0, LAYERS, forward, (x, inputs))
+        y, inputs = forward(mesh, state[0], x)
         loss, dy = jax.value_and_grad(head)(y)
-
-        def backward(step, carry):
-            state, dy = carry
-            i = LAYERS - 1 - step
-            here = fetch(state, i)
-            _, pullback = jax.vjp(layer, here[0], fetch(inputs, i))
-            gradients, dy = pullback(dy)
-            return store(state, updated(here, gradients), i), dy
-
-        state, _ = jax.lax.fori_loop(0, LAYERS, backward, (state, dy))
+        state, _ = backward(state, lambda state: state[0], inputs, dy, update)
         return state, loss
 
     return step
+
+
+def overwriting(mesh):
+    """The same, with the new state as what differentiation gives for the old."""
+
+    @jax.custom_vjp
+    def layers(state, x):
+        return forward(mesh, state[0], x)[0]
+
+    def keep(state, x):
+        y, inputs = forward(mesh, state[0], x)
+        return y, (state, inputs)
+
+    def change(kept, dy):
+        state, inputs = kept
+        return backward(state, lambda state: state[0], inputs, dy, update)
+
+    layers.defvjp(keep, change)
+
+    def step(state, x):
+        loss, state = jax.value_and_grad(lambda state: head(layers(state, x)))(state)
+        return state, loss
+
+    return step
+
+
+MICROBATCHES = 3
+
+
+def accumulated(mesh):
+    """Gradients of three microbatches added up in a bf16 stack on the host, then one update."""
+    split = NamedSharding(mesh, PartitionSpec(AXIS))
+
+    def piece(w, gradients, x, combine):
+        y, inputs = forward(mesh, w, x)
+        dy = jax.grad(head)(y)
+
+        def change(stacks, new, i):
+            new = tuple(
+                jax.lax.with_sharding_constraint(leaf.astype(jnp.bfloat16), split) for leaf in new
+            )
+            return store(stacks, combine(stacks, new, i), i)
+
+        return backward(gradients, lambda _: w, inputs, dy, change)[0]
+
+    def add(stacks, new, i):
+        return jax.tree.map(jnp.add, fetch(stacks, i), new)
+
+    def step(state, x):
+        empty = tuple(empty_stack(mesh, (LAYERS, *sizes)) for sizes in MATRICES)
+        gradients = piece(state[0], empty, x, lambda _stacks, new, _i: new)
+        gradients = jax.lax.fori_loop(
+            1, MICROBATCHES, lambda _, gradients: piece(state[0], gradients, x, add), gradients
+        )
+        state = jax.lax.fori_loop(
+            0, LAYERS, lambda i, state: update(state, fetch(gradients, i), i), state
+        )
+        return state, jnp.zeros(())
+
+    return step
+
+
+def made(make):
+    """A step that fills a bf16 host stack made by `make()` by adding to each layer of it."""
+
+    def step(state, x):
+        def body(i, stack):
+            return store(stack, fetch(stack, i) + x, i)
+
+        stack = jax.lax.fori_loop(0, LAYERS, body, make())
+        return state, fetch(stack, 1).astype(jnp.float32).sum()
+
+    return lambda _mesh: step
 
 
 def whole(_):
@@ -189,10 +276,16 @@ def arguments(mesh, *, gradients: bool):
     return state, other
 
 
-def compiled(make, target: str = "h200:1x1") -> tuple[Program, object]:
-    """A step's program for a target that is not there, and its jaxpr."""
+def compiled(make, target: str = "h200:1x1", *, gradients: bool = False) -> tuple[Program, object]:
+    """A step's program for a target that is not there, and its jaxpr.
+
+    Args:
+        make: Gives the step for a mesh.
+        target: Name of the target.
+        gradients: Whether the step gets stacks of gradients in place of tokens.
+    """
     mesh = mesh_of(target)
-    state, other = arguments(mesh, gradients=make is not fused)
+    state, other = arguments(mesh, gradients=gradients)
     placed = jax.tree.map(lambda leaf: leaf.sharding, state)
     loss = NamedSharding(mesh, PartitionSpec())
     jitted = jax.jit(make(mesh), donate_argnums=0, out_shardings=(placed, loss))

@@ -2,6 +2,8 @@
 
 import functools
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from colossax.aot import (
@@ -15,11 +17,31 @@ from colossax.aot import (
     transfers,
 )
 from tests.aot import offloaded
-from tests.aot.offloaded import INPUTS_BYTES, LAYERS, PARAMETERS, STACK_BYTES
+from tests.aot.offloaded import (
+    INPUTS_BYTES,
+    LAYERS,
+    MICROBATCHES,
+    PARAMETERS,
+    STACK_BYTES,
+    TOKENS,
+    WIDTH,
+)
 
 pytestmark = pytest.mark.aot
 
-compiled = functools.cache(offloaded.compiled)
+UPDATES = (
+    offloaded.whole,
+    offloaded.scanned,
+    offloaded.double_buffered,
+    offloaded.streamed,
+    offloaded.decayed_on_host,
+)
+"""Steps that get gradients."""
+
+
+@functools.cache
+def compiled(make, target="h200:1x1"):
+    return offloaded.compiled(make, target, gradients=make in UPDATES)
 
 
 def totals_of(make, target="h200:1x1"):
@@ -47,9 +69,10 @@ def test_the_fused_step_moves_what_the_formula_says(target, devices):
     assert 0 < up.exposed_bytes < up.bytes
 
 
+@pytest.mark.parametrize("make", [offloaded.fused, offloaded.overwriting])
 @pytest.mark.parametrize("target", ["h200:1x1", "h200:1x8"])
-def test_the_fused_step_is_clean(target):
-    program, jaxpr = compiled(offloaded.fused, target)
+def test_the_fused_step_is_clean(make, target):
+    program, jaxpr = compiled(make, target)
     module = parse_module(program.hlo)
     devices = offloaded.mesh_of(target).size
     assert host_arguments(module) == (STACK_BYTES // devices,) * 6
@@ -59,6 +82,64 @@ def test_the_fused_step_is_clean(target):
     assert sync_transfers_in_loops(module) == []
     assert host_arithmetic(jaxpr) == []
     assert program.host_bytes == (6 * STACK_BYTES + INPUTS_BYTES) // devices
+
+
+@pytest.mark.parametrize("target", ["h200:1x1", "h200:1x8"])
+def test_new_state_in_the_place_of_gradients_compiles_to_the_same_program(target):
+    def instructions(make):
+        found = module_of(make, target).computations.values()
+        return [[(one.opcode, one.shape) for one in body] for body in found]
+
+    assert instructions(offloaded.overwriting) == instructions(offloaded.fused)
+
+
+@pytest.mark.parametrize(("target", "devices"), [("h200:1x1", 1), ("h200:1x8", 8)])
+def test_microbatches_add_up_on_the_host(target, devices):
+    """Each fetches w twice, stores 2 bytes per gradient, and all but the first fetch those."""
+    program, jaxpr = compiled(offloaded.accumulated, target)
+    found = totals_of(offloaded.accumulated, target)
+    inputs = MICROBATCHES * INPUTS_BYTES
+    up = 8 * MICROBATCHES + 2 * (MICROBATCHES - 1) + 12 + 2
+    down = 2 * MICROBATCHES + 12
+    assert {name: one.bytes for name, one in found.items()} == {
+        "to_device": (up * PARAMETERS + inputs) // devices,
+        "to_host": (down * PARAMETERS + inputs) // devices,
+    }
+    assert all(one.sync_in_loops == 0 for one in found.values())
+    module = parse_module(program.hlo)
+    stacks = [*host_arguments(module), INPUTS_BYTES // devices, STACK_BYTES // 2 // devices]
+    assert full_stack_copies(module, stacks) == []
+    assert host_compute(module) == host_arithmetic(jaxpr) == []
+    host_bytes = 6 * STACK_BYTES + INPUTS_BYTES + 2 * PARAMETERS
+    assert program.host_bytes == host_bytes // devices
+
+
+SHAPE = (LAYERS, TOKENS, WIDTH)
+
+
+def _empty():
+    return offloaded.to_host(jax.lax.empty(SHAPE, jnp.bfloat16))
+
+
+def _zeros():
+    return offloaded.to_host(jnp.zeros(SHAPE, jnp.bfloat16))
+
+
+def _broadcast():
+    return jnp.broadcast_to(offloaded.to_host(jnp.zeros((), jnp.bfloat16)), SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("make", "whole_copies", "arithmetic"), [(_empty, 0, 0), (_zeros, 1, 0), (_broadcast, 0, 1)]
+)
+def test_host_stacks_made_inside_a_program(make, whole_copies, arithmetic):
+    """Only zeros of the device arrive: a broadcast on the host is compiled to no fill at all."""
+    program, jaxpr = compiled(offloaded.made(make))
+    module = parse_module(program.hlo)
+    assert len(full_stack_copies(module, [INPUTS_BYTES])) == whole_copies
+    assert (program.stats.temp_size_in_bytes >= INPUTS_BYTES) == bool(whole_copies)
+    assert program.hlo.count('custom_call_target="AllocateBuffer"') == 1 - whole_copies
+    assert len(host_arithmetic(jaxpr)) == arithmetic
 
 
 def test_the_streamed_update_moves_each_state_once():
