@@ -9,7 +9,7 @@ NAMES = {
     "colossax.config": (
         "AttentionConfig BatchConfig BoundPlan FrozenDict LOGICAL_DIMS LossConfig "
         "MESH_AXES MeshAxis PRESETS Plan Precision RING_AXES Rules SAVEABLE SEQUENCE_AXES Segment "
-        "bind from_json nearest preset to_json"
+        "bind cache_folder from_json nearest preset to_json"
     ),
     "colossax.pallas.attention": (
         "Mask attend_block attend_cache attention block_gradients block_implementation dense "
@@ -27,6 +27,10 @@ NAMES = {
         "DOUBLE_RING_OPTIONS Order RingAxes balanced_from_contiguous_local "
         "contiguous_from_balanced_local gather_attention_local inverse_order positions_local "
         "ring_attention_local ring_self_attention_local ulysses_local zigzag_order"
+    ),
+    "colossax.offload": (
+        "Rates Setting Update UpdateRate balanced_share cpu_share hiding_tokens load_rates "
+        "measure_rates rates_path save_rates update_seconds"
     ),
     "colossax.data": (
         "BatchLoader Corpus Documents RowSource Rows Split SyntheticRows Tokenizer "
