@@ -29,8 +29,8 @@ NAMES = {
         "ring_attention_local ring_self_attention_local ulysses_local zigzag_order"
     ),
     "colossax.offload": (
-        "Rates Setting Update UpdateRate balanced_share cpu_share hiding_tokens load_rates "
-        "measure_rates rates_path save_rates update_seconds"
+        "Rates Setting Update UpdateRate balanced_share cpu_rows cpu_share hiding_tokens "
+        "load_rates measure_rates rates_path save_rates split_update update_seconds"
     ),
     "colossax.data": (
         "BatchLoader Corpus Documents RowSource Rows Split SyntheticRows Tokenizer "

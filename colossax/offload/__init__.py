@@ -1,5 +1,7 @@
 """Host memory as a second tier: what measured rates say about moving and updating states there."""
 
+from .cpu_update import cpu_rows as cpu_rows
+from .cpu_update import split_update as split_update
 from .rates import Rates as Rates
 from .rates import Setting as Setting
 from .rates import Update as Update
