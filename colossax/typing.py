@@ -39,6 +39,8 @@ class ParamInfo:
         dtype: Dtype of the array in memory.
         first_layer: First global layer the leaf holds; None outside a layer stack.
         total_layers: Layers of the whole stack; None outside a layer stack.
+        segment: Path of the layer stack and number of its segment; None outside a layer stack.
+        host: Kinds of its arrays that live in host memory: of `parameters optimizer`.
     """
 
     path: str
@@ -47,6 +49,8 @@ class ParamInfo:
     dtype: np.dtype
     first_layer: int | None = None
     total_layers: int | None = None
+    segment: tuple[str, int] | None = None
+    host: frozenset[str] = frozenset()
 
     @property
     def stacked(self) -> bool:

@@ -29,8 +29,10 @@ NAMES = {
         "ring_attention_local ring_self_attention_local ulysses_local zigzag_order"
     ),
     "colossax.offload": (
-        "Rates Setting Update UpdateRate balanced_share cpu_rows cpu_share hiding_tokens "
-        "load_rates measure_rates rates_path save_rates split_update update_seconds"
+        "Rates Run Setting Stacks Stream Update UpdateRate balanced_share build_stack cpu_rows "
+        "cpu_share current_stream fetch hiding_tokens load_rates measure_rates new_stack on_host "
+        "rates_path resolved_segments run_streamed save_rates segment_counts split_update store "
+        "streaming update_seconds"
     ),
     "colossax.data": (
         "BatchLoader Corpus Documents RowSource Rows Split SyntheticRows Tokenizer "

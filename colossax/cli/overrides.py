@@ -84,6 +84,8 @@ def _apply(owner: Any, changes: Sequence[_Change]) -> Any:
         if isinstance(owner, Plan) and change.path == ("remat",):
             remat = change.text
             new["segments"] = tuple(dataclasses.replace(s, remat=remat) for s in owner.segments)
+        elif (whole := _from_text(owner, change)) is not None:
+            new[change.key] = whole
         elif _is_leaf(owner, change):
             new[change.key] = parse(_hint(owner, change.key), change.text, f"--{change.name}")
         else:
@@ -92,6 +94,14 @@ def _apply(owner: Any, changes: Sequence[_Change]) -> Any:
         value = new.get(key, getattr(owner, key))
         new[key] = _applier(value)(value, deeper)
     return dataclasses.replace(owner, **new)
+
+
+def _from_text(owner: Any, change: _Change) -> Any:
+    """A nested configuration that has a text form of its own, set from it, else None."""
+    value = getattr(owner, change.key, None)
+    if len(change.path) != 1 or not hasattr(value, "with_text"):
+        return None
+    return value.with_text(change.text)
 
 
 def _applier(value: Any) -> Callable[[Any, Sequence[_Change]], Any]:

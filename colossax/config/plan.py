@@ -20,6 +20,7 @@ from colossax.config.frozen import (
     non_default_json,
     to_json,
 )
+from colossax.config.offload import HOST_KINDS, OffloadConfig
 from colossax.config.rules import Rules
 from colossax.errors import PlanError
 
@@ -104,10 +105,18 @@ class Segment:
         remat: `none` saves every intermediate, `full` only the layer's input, `dots` the results
             of matmuls with parameters; else names joined by `+` (`qkv attention mlp`). Gathered
             weights are never kept: backward gathers them again.
+        offload: What of these layers lives in host memory, joined by `+`: `parameters`,
+            `optimizer` (its state), `activations` (all that backward keeps), or of those only
+            `input` (what a layer gets from the one before), `qkv`, `attention`, `mlp`, which are
+            then kept there beside what `remat` keeps on the device. `none`: nothing.
+        mlp_share: Of the tokens, those whose `mlp` is kept, the first of each row; that of the
+            others is recomputed.
     """
 
     count: int = -1
     remat: str = "none"
+    offload: str = "none"
+    mlp_share: float = 1.0
 
     def __post_init__(self):
         check_types(self, "segments", error=PlanError)
@@ -117,6 +126,33 @@ class Segment:
             known = ("none", "full", "dots", *SAVEABLE) if "+" not in self.remat else SAVEABLE
             if name not in known:
                 raise PlanError(f"segments.remat: unknown policy '{name}'{nearest(name, known)}")
+        self._check_offload()
+
+    def _check_offload(self) -> None:
+        known = (*HOST_KINDS, "input", *SAVEABLE)
+        for name in self.host:
+            if name not in known:
+                raise PlanError(f"segments.offload: unknown '{name}'{nearest(name, known)}")
+        named = self.host.intersection(SAVEABLE)
+        if named and self.remat in ("none", "dots"):
+            raise PlanError(
+                f"segments.offload: '{min(named)}' is kept by name, and remat '{self.remat}' keeps"
+                " more than names; use remat 'full', or names, or offload 'activations'"
+            )
+        if not 0 < self.mlp_share <= 1:
+            raise PlanError(
+                f"segments.mlp_share: found {self.mlp_share}; give a share of the tokens, above 0"
+            )
+        if self.mlp_share < 1 and "mlp" not in (*self.remat.split("+"), *named):
+            raise PlanError(
+                f"segments.mlp_share: {self.mlp_share} is a share of the tokens whose 'mlp' is"
+                " kept, and neither remat nor offload names it; add 'mlp' to one of them"
+            )
+
+    @property
+    def host(self) -> frozenset[str]:
+        """Names in `offload`."""
+        return frozenset() if self.offload == "none" else frozenset(self.offload.split("+"))
 
 
 SAVEABLE: tuple[str, ...] = ("qkv", "attention", "mlp")
@@ -193,6 +229,7 @@ class Plan:
         segments: Layer runs and their remat policies; counts sum to the stack's layers.
         precision: Dtypes per role.
         loss: Chunks of the vocabulary loss.
+        offload: Host memory as a second tier.
         compiler_options: Passed to XLA as they are.
     """
 
@@ -206,6 +243,7 @@ class Plan:
     segments: tuple[Segment, ...] = (Segment(),)
     precision: Precision = Precision()
     loss: LossConfig = LossConfig()
+    offload: OffloadConfig = OffloadConfig()
     compiler_options: Mapping[str, Any] = FrozenDict()
 
     def __post_init__(self):

@@ -69,10 +69,23 @@ def describe(make_model: MakeModel) -> ModelSpec:
     with nnx.use_eager_sharding(False):
         model = nnx.eval_shape(lambda: make_model(nnx.Rngs(0)))
     refuse_others(model, "model")
+    for path, node in nnx.iter_graph(model):
+        if isinstance(node, Located):
+            node.path = "/".join(map(str, path))
     graphdef, params = nnx.split(model)
     infos = nnx.to_pure_dict(params, lambda variable: variable)
     flat = {path: _info(path, variable) for path, variable in nnx.to_flat_state(params)}
     return ModelSpec(graphdef=graphdef, infos=_with_leaves(infos, flat, ()), make_model=make_model)
+
+
+class Located(nnx.Module):
+    """A module that is told its place in the model.
+
+    Attributes:
+        path: Names from the model down, as in `ParamInfo.path`; empty in a model not described.
+    """
+
+    path: str = ""
 
 
 def refuse_others(module: nnx.Module, what: str) -> None:
@@ -100,8 +113,10 @@ def _info(path: tuple, variable: Any) -> ParamInfo:
     names = metadata.get("out_sharding") or metadata.get("sharding_names")
     dims = tuple(names) if names else (None,) * len(variable.shape)
     total = metadata.get("total_layers")
+    segment = None
     if total is not None:
         at = next(i for i, key in enumerate(path) if key == "segments")
+        segment = ("/".join(map(str, path[:at])), int(path[at + 1]))
         path = (*path[:at], *path[at + 2 :])
     label = "/".join(map(str, path))
     if len(dims) != len(variable.shape):
@@ -116,6 +131,8 @@ def _info(path: tuple, variable: Any) -> ParamInfo:
         dtype=np.dtype(variable.dtype),
         first_layer=metadata.get("first_layer"),
         total_layers=total,
+        segment=segment,
+        host=metadata.get("host", frozenset()),
     )
 
 

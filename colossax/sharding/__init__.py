@@ -11,6 +11,7 @@ from .ops import constrain as constrain
 from .ops import gather_weight as gather_weight
 from .ops import linear as linear
 from .ops import linears as linears
+from .ops import reduction_dtype as reduction_dtype
 from .order import NATURAL as NATURAL
 from .order import RowOrder as RowOrder
 from .order import balanced_order as balanced_order

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from colossax.aot.compile import host_sharding
 from colossax.config import LOGICAL_DIMS, BoundPlan, MeshAxis, nearest
 from colossax.errors import PlanError
 from colossax.typing import Dims, ParamInfo
@@ -104,9 +105,19 @@ def activation_axes(bound: BoundPlan, dim: str) -> tuple[str, ...]:
     return _used(bound, _choose(bound.rules.activations, dim, set()))
 
 
+_HOST_ROLES = {"params": "parameters", "optimizer": "optimizer"}
+"""Roles that may live in host memory, as `ParamInfo.host` names them."""
+
+
 def param_sharding(bound: BoundPlan, role: str, info: ParamInfo) -> NamedSharding:
-    """Sharding of one parameter leaf (or of what mirrors it: gradient, moment) under a role."""
-    return NamedSharding(bound.mesh, resolve(bound, role, info.dims, info.shape, name=info.path))
+    """Sharding of one parameter leaf (or of what mirrors it: gradient, moment) under a role.
+
+    In host memory where the leaf's role lives there.
+    """
+    spec = resolve(bound, role, info.dims, info.shape, name=info.path)
+    if _HOST_ROLES.get(role) in info.host:
+        return host_sharding(bound.mesh, spec)
+    return NamedSharding(bound.mesh, spec)
 
 
 def activation_sharding(

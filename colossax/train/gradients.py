@@ -160,29 +160,17 @@ def loss_and_gradients(
         InputError: A weight depends on parameters.
     """
     pieces = microbatches(bound, batch, dims)
-    micro = _microbatches(batch, dims, pieces)
-    keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(pieces))
-    weigh = _weigh(call, frozen, variables)
-    first = jax.tree.map(lambda x: x[0], micro)
-    _check_weights(weigh, params, first, keys[0])
+    micro, keys, first = cut_up(batch, dims, key, pieces)
+    weigh = checked_weights(call, params, frozen, variables, first, keys[0])
 
     def value(params: Params, piece: Batch, key: Array, over: Any):
-        terms, metrics = call(joined(params, frozen), piece, variables, key)
-        own = {name: jax.lax.stop_gradient(weight) for name, (_, weight, _) in terms.items()}
-        over = own if over is None else over
-        parts = [
-            coefficient * total / jnp.where(over[name] > 0, over[name], 1.0)
-            for name, (total, _, coefficient) in terms.items()
-        ]
-        totals = {name: (total, own[name]) for name, (total, _, _) in terms.items()}
-        return sum(parts), (totals, dict(metrics))
+        return objective(*call(joined(params, frozen), piece, variables, key), over)
 
     differentiate = jax.value_and_grad(value, has_aux=True)
     if pieces == 1:
         (loss, (totals, metrics)), grads = differentiate(params, first, keys[0], None)
         return _accumulable(bound, infos, grads), totals, metrics, loss
-    every = jax.lax.map(lambda xs: weigh(params, *xs), (micro, keys))
-    over = jax.tree.map(jnp.sum, every)
+    over = whole_weights(weigh, micro, keys)
     if bound.plan.batch.reduce_once and batch_axes(bound):
         return _reduced_once(bound, infos, differentiate, params, micro, dims, keys, over)
 
@@ -194,6 +182,33 @@ def loss_and_gradients(
         grad, lambda grads: _laid_out(bound, infos, grads), (micro, keys)
     )
     return grads, totals, metrics, loss
+
+
+def cut_up(
+    batch: Batch, dims: Mapping[str, Dims], key: Array, pieces: int
+) -> tuple[Batch, Array, Batch]:
+    """Microbatches `[pieces, rows, ...]`, a key for each, and the first of them."""
+    micro = _microbatches(batch, dims, pieces)
+    keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(pieces))
+    return micro, keys, jax.tree.map(lambda x: x[0], micro)
+
+
+def objective(terms: Terms, metrics: Sums, over: Any) -> tuple[Any, tuple[Totals, Totals]]:
+    """The loss of a microbatch, and its terms and metrics as (total, weight).
+
+    Args:
+        terms: What the loss gave.
+        metrics: Likewise.
+        over: Weights of the terms in the whole global batch; None: this is all of it.
+    """
+    own = {name: jax.lax.stop_gradient(weight) for name, (_, weight, _) in terms.items()}
+    over = own if over is None else over
+    parts = [
+        coefficient * total / jnp.where(over[name] > 0, over[name], 1.0)
+        for name, (total, _, coefficient) in terms.items()
+    ]
+    totals = {name: (total, own[name]) for name, (total, _, _) in terms.items()}
+    return sum(parts), (totals, dict(metrics))
 
 
 def _summed_up(grad: Callable, lay: Callable, xs: Any) -> tuple[Params, Any]:
@@ -335,15 +350,19 @@ def _microbatches(batch: Batch, dims: Mapping[str, Dims], pieces: int) -> Batch:
     return {name: cut(name, x) for name, x in batch.items()}
 
 
-def _weigh(call: LossCall, frozen: Params, variables: Any):
+def checked_weights(
+    call: LossCall, params: Params, frozen: Params, variables: Any, piece: Batch, key: Array
+) -> Callable[[Batch, Array], dict[str, Array]]:
+    """`(piece, key) -> {term: weight}`, from a forward pass that needs no parameter.
+
+    Raises:
+        InputError: A weight depends on parameters.
+    """
+
     def weigh(params: Params, piece: Batch, key: Array) -> dict[str, Array]:
         terms, _ = call(joined(params, frozen), piece, variables, key)
         return {name: weight for name, (_, weight, _) in terms.items()}
 
-    return weigh
-
-
-def _check_weights(weigh: Callable, params: Params, piece: Batch, key: Array) -> None:
     used = inputs_used(weigh, params, piece, key)
     count = len(jax.tree.leaves(params))
     if any(used[:count]):
@@ -351,6 +370,12 @@ def _check_weights(weigh: Callable, params: Params, piece: Batch, key: Array) ->
             "loss: the weight of a term depends on parameters, which would make its gradient wrong;"
             " compute weights from the batch alone"
         )
+    return lambda piece, key: weigh(params, piece, key)
+
+
+def whole_weights(weigh: Callable, micro: Batch, keys: Array) -> dict[str, Array]:
+    """Weights of the terms, summed over the microbatches."""
+    return jax.tree.map(jnp.sum, jax.lax.map(lambda xs: weigh(*xs), (micro, keys)))
 
 
 def chosen(tree: Any, choice: Any) -> Any:

@@ -30,6 +30,7 @@ from colossax.sharding import (
 from colossax.train.arrange import Arranged, arranged, check_segments, row_length
 from colossax.train.gradients import (
     LossCall,
+    Totals,
     batch_dims,
     batch_totals,
     chosen,
@@ -38,6 +39,7 @@ from colossax.train.gradients import (
     microbatches,
 )
 from colossax.train.loss import Loss
+from colossax.train.streaming import Streaming, check_streamable
 from colossax.typing import Batch, Dims, Metrics, ParamInfo, TrainState
 
 Optimizer = optax.GradientTransformation | Callable[[Any], optax.GradientTransformation]
@@ -88,6 +90,7 @@ class Step:
         dims = jax.tree.map(lambda info: info.dims, self.infos)
         self.optimizer = optimizer(dims) if callable(optimizer) else optimizer
         self.loss_call = LossCall(merge=spec.merge, loss=loss)
+        self.streaming = self._streaming(optimizer)
         self._any_order = getattr(loss, "any_order", False)
         self._declared: dict[type, dict[str, tuple]] = {}
         self._batch_shardings: dict[str, NamedSharding] = {}
@@ -99,6 +102,22 @@ class Step:
             compiler_options=options_of_compiler,
         )
         self._evaluate = jax.jit(self._losses, compiler_options=options_of_compiler)
+
+    def _streaming(self, optimizer: Optimizer) -> Streaming | None:
+        """How layers are updated during backward, where the plan puts any of them elsewhere."""
+        plan = self.bound.plan
+        if not plan.offload.wanted and all(segment.offload == "none" for segment in plan.segments):
+            return None
+        check_streamable(self.bound, self.spec.infos, self.infos, optimizer)
+        return Streaming(
+            self.loss_call,
+            self.bound,
+            self.spec.infos,
+            self.trainable,
+            optimizer,  # type: ignore[arg-type]
+            self.map_moments,
+            self.options.clip_norm,
+        )
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Run one step; host arrays in the batch are placed first.
@@ -131,9 +150,7 @@ class Step:
 
     def init_from(self, params: Any, seed: int = 0) -> TrainState:
         """A state at step 0 with these parameters, already laid out by the plan."""
-        opt_state = jax.jit(self.optimizer.init, out_shardings=self.shardings["opt_state"])(
-            chosen(params, self.trainable)
-        )
+        opt_state = self._init_optimizer(params)
         put = functools.partial(jax.device_put, device=replicated(self.bound))
         rng = jax.random.key_data(jax.random.fold_in(jax.random.key(seed), 1))
         return {
@@ -145,6 +162,14 @@ class Step:
             "rng": put(rng),
             "skipped": put(jnp.int32(0)),
         }
+
+    def _init_optimizer(self, params: Any) -> Any:
+        shardings = self.shardings["opt_state"]
+        if self.streaming is not None:
+            return self.streaming.init_state(params, shardings)
+        return jax.jit(self.optimizer.init, out_shardings=shardings)(
+            chosen(params, self.trainable)
+        )
 
     @functools.cached_property
     def abstract(self) -> TrainState:
@@ -314,8 +339,12 @@ class Step:
         batch, order = self._in_order(batch)
         with use(self.bound), in_order(order):
             params, frozen = self._split(state["params"])
-            key = jax.random.fold_in(jax.random.wrap_key_data(state["rng"]), state["step"])
+            key = _step_key(state)
             dims = batch_dims(batch, self.options.batch_dims)
+            if self.streaming is not None:
+                leaves, found = self.streaming.gradients(state, batch, dims, key)
+                grads = jax.tree.unflatten(jax.tree.structure(state["params"]), leaves)
+                return grads, found.totals, found.sums, found.loss
             return loss_and_gradients(
                 self.loss_call,
                 self.bound,
@@ -330,6 +359,8 @@ class Step:
 
     def pure(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """The step as a pure function, to be called inside a jit of your own."""
+        if self.streaming is not None:
+            return self._pure_streamed(self.streaming, state, batch)
         grads, totals, sums, loss = self.gradients(state, batch)
         params, frozen = self._split(state["params"])
         norm = optax.tree_utils.tree_norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
@@ -337,16 +368,40 @@ class Step:
             scale = jnp.minimum(1.0, self.options.clip_norm / jnp.maximum(norm, 1e-12))
             grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
         updates, opt_state = self.optimizer.update(grads, state["opt_state"], params)
-        new = {
-            "params": joined(optax.apply_updates(params, updates), frozen),
-            "opt_state": opt_state,
-            "variables": state["variables"],
-        }
-        if self.options.after_step is not None:
-            new["variables"] = self.options.after_step(state["variables"], sums)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        old = {name: state[name] for name in new}
-        new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+        new = {"params": joined(optax.apply_updates(params, updates), frozen), "opt_state": opt_state}
+        new = jax.tree.map(
+            lambda a, b: jnp.where(finite, a, b), new, {name: state[name] for name in new}
+        )
+        return self._concluded(state, new, finite, totals, sums, loss, norm)
+
+    def _pure_streamed(
+        self, streaming: Streaming, state: TrainState, batch: Batch
+    ) -> tuple[TrainState, Metrics]:
+        batch, order = self._in_order(batch)
+        with use(self.bound), in_order(order):
+            dims = batch_dims(batch, self.options.batch_dims)
+            params, opt_state, found, ok = streaming.step(state, batch, dims, _step_key(state))
+        new = {"params": params, "opt_state": opt_state}
+        return self._concluded(state, new, ok, found.totals, found.sums, found.loss, found.norm)
+
+    def _concluded(
+        self,
+        state: TrainState,
+        new: dict[str, Any],
+        finite: jax.Array,
+        totals: Totals,
+        sums: Totals,
+        loss: jax.Array,
+        norm: jax.Array,
+    ) -> tuple[TrainState, Metrics]:
+        """The whole state after a step, and its metrics."""
+        new["variables"] = state["variables"]
+        if self.options.after_step is not None:
+            changed = self.options.after_step(state["variables"], sums)
+            new["variables"] = jax.tree.map(
+                lambda a, b: jnp.where(finite, a, b), changed, state["variables"]
+            )
         skipped = state["skipped"] + jnp.where(finite, 0, 1)
         metrics = {
             "loss": loss,
@@ -362,7 +417,13 @@ class Step:
         """The state where the plan wants it, in a jit of the user's own as well."""
         if self.bound.single:
             return state
-        return jax.tree.map(jax.lax.with_sharding_constraint, state, self.shardings)
+
+
+        def lay(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+            host = sharding.memory_kind == "pinned_host"
+            return x if host else jax.lax.with_sharding_constraint(x, sharding)
+
+        return jax.tree.map(lay, state, self.shardings)
 
 
 def boost(
@@ -456,6 +517,10 @@ def _trainable_tree(infos: Any, trainable: Callable[[ParamInfo], bool] | None) -
     if not any(jax.tree.leaves(chosen)):
         raise InputError("trainable: no parameter is left to train; let the filter accept some")
     return chosen
+
+
+def _step_key(state: TrainState) -> jax.Array:
+    return jax.random.fold_in(jax.random.wrap_key_data(state["rng"]), state["step"])
 
 
 def _mean(total: jax.Array, weight: jax.Array) -> jax.Array:

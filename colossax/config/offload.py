@@ -1,0 +1,106 @@
+"""Which layers' arrays live in host memory."""
+
+import dataclasses
+import math
+from typing import Any
+
+from colossax.config.frozen import check_types, nearest
+from colossax.errors import PlanError
+
+HOST_KINDS: tuple[str, ...] = ("parameters", "optimizer", "activations")
+"""What of a layer may live in host memory; `activations` is all that backward keeps of it."""
+
+CLIPPING: tuple[str, ...] = ("stack", "two_pass", "layer", "speculate")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    """Host memory as a second tier under the devices', for models with layer stacks.
+
+    Shares count layers of each stack, from its first one on; the others stay on the device. A
+    layer's vectors (norms, biases) stay there always, as does what is in no stack.
+
+    Attributes:
+        auto: Find the shares by compiling: as many layers stay on the device as fit its budget.
+        parameters: Share of the layers whose parameters live in host memory.
+        optimizer: Share of the layers whose optimizer state does.
+        activations: Share of the layers of which what backward keeps does.
+        fused: Update each layer during backward, so that gradients are never whole, though nothing
+            need be in host memory. Shares above 0 imply it.
+        device_gb: With `auto`, memory of a device that may be used, in units of 1e9 bytes; None:
+            93 % of what it has.
+        host_gb: Likewise of the host's memory, for each device; None: what is free, less 16 GiB,
+            divided by the devices of this host.
+        clipping: How the global norm is known before layers are updated. `stack` keeps every
+            gradient until then, beside the optimizer's state. `two_pass` computes gradients twice.
+            `speculate` updates as if nothing had to be scaled, into a second copy of the state,
+            and repeats the step if it had. These three are exact. `layer` scales each layer's
+            gradient by its own norm: another optimizer, which needs neither memory nor time.
+        pipelined: Let XLA move what is kept on the host while it computes, one layer ahead.
+    """
+
+    auto: bool = False
+    parameters: float = 0.0
+    optimizer: float = 0.0
+    activations: float = 0.0
+    fused: bool = False
+    device_gb: float | None = None
+    host_gb: float | None = None
+    clipping: str = "stack"
+    pipelined: bool = False
+
+    def __post_init__(self):
+        for field in HOST_KINDS:
+            if type(getattr(self, field)) is int:
+                object.__setattr__(self, field, float(getattr(self, field)))
+        check_types(self, "offload", error=PlanError)
+        for field in HOST_KINDS:
+            share = getattr(self, field)
+            if not 0 <= share <= 1:
+                raise PlanError(
+                    f"plan.offload.{field}: found {share}; give the share of the layers, 0 to 1"
+                )
+        for field in ("device_gb", "host_gb"):
+            size = getattr(self, field)
+            if size is not None and not 0 < size < math.inf:
+                raise PlanError(f"plan.offload.{field}: found {size}; give gigabytes above 0")
+        if self.clipping not in CLIPPING:
+            raise PlanError(
+                f"plan.offload.clipping: unknown '{self.clipping}'"
+                f"{nearest(self.clipping, CLIPPING)}"
+            )
+        if self.auto and any(getattr(self, field) for field in HOST_KINDS):
+            raise PlanError(
+                "plan.offload: 'auto' finds the shares, and some are given as well; give one"
+            )
+
+    def with_text(self, text: str) -> "OffloadConfig":
+        """These settings with `auto`, `none`, or shares as `parameters=1,activations=0.5`.
+
+        Raises:
+            PlanError: The text is none of these.
+        """
+        placed: dict[str, Any] = {"auto": text == "auto", **dict.fromkeys(HOST_KINDS, 0.0)}
+        for item in text.split(",") if text not in ("auto", "none") else ():
+            kind, equals, share = item.partition("=")
+            if not equals or kind not in HOST_KINDS:
+                raise PlanError(
+                    f"plan.offload: found '{item}'; write auto, none, or shares of the layers, as"
+                    " parameters=1,optimizer=1,activations=0.5"
+                )
+            try:
+                placed[kind] = float(share)
+            except ValueError:
+                raise PlanError(
+                    f"plan.offload.{kind}: found '{share}'; give the share of the layers, 0 to 1"
+                ) from None
+        return dataclasses.replace(self, **placed)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether layers are updated during backward: any share is above 0, or to be found."""
+        return self.auto or self.fused or any(getattr(self, field) for field in HOST_KINDS)
+
+    def layers(self, kind: str, total: int) -> int:
+        """Layers, of a stack of `total`, whose arrays of this kind live in host memory."""
+        return math.ceil(getattr(self, kind) * total - 1e-6)

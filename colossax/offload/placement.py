@@ -1,0 +1,63 @@
+"""Shares of layers as explicit runs of them."""
+
+import dataclasses
+
+from colossax.config import HOST_KINDS, Plan, Segment
+from colossax.errors import PlanError
+
+
+def resolved_segments(plan: Plan, layers: int) -> tuple[Segment, ...]:
+    """The plan's segments of a stack, cut where its offload shares begin and end.
+
+    The layers of a share are the first ones: what forward leaves last, backward wants first.
+
+    Raises:
+        PlanError: The counts do not cover the layers, or shares are still to be found.
+    """
+    if plan.offload.auto:
+        raise PlanError(
+            "plan.offload 'auto': the shares are not known yet; find them with"
+            " colossax.fit_offload(...), or give parameters, optimizer and activations"
+        )
+    runs = [
+        dataclasses.replace(segment, count=count)
+        for segment, count in zip(
+            plan.segments, segment_counts(plan.segments, layers), strict=True
+        )
+    ]
+    for kind in HOST_KINDS:
+        runs = _offloaded(runs, kind, plan.offload.layers(kind, layers))
+    return tuple(runs)
+
+
+def segment_counts(segments: tuple[Segment, ...], layers: int) -> tuple[int, ...]:
+    """Layers per segment.
+
+    Raises:
+        PlanError: They do not sum to `layers`.
+    """
+    fixed = sum(s.count for s in segments if s.count != -1)
+    counts = tuple(layers - fixed if s.count == -1 else s.count for s in segments)
+    if sum(counts) != layers or min(counts) < 1:
+        raise PlanError(
+            f"plan.segments: counts {tuple(s.count for s in segments)}"
+            f" do not cover {layers} layers;"
+            f" make them sum to {layers} or give one of them -1"
+        )
+    return counts
+
+
+def _offloaded(runs: list[Segment], kind: str, first: int) -> list[Segment]:
+    """The runs with `kind` of the first so many layers in host memory."""
+    out: list[Segment] = []
+    for run in runs:
+        there = min(max(first, 0), run.count)
+        first -= run.count
+        if there:
+            names = "+".join(sorted(run.host | {kind}))
+            out.append(dataclasses.replace(run, count=there, offload=names))
+        if run.count > there:
+            out.append(dataclasses.replace(run, count=run.count - there))
+    return out
+
+

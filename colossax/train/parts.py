@@ -1,0 +1,268 @@
+"""Parameters that are updated together: a layer's, or those in no layer stack."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Float
+
+from colossax.config import BoundPlan
+from colossax.offload import Key, Stacks, build_stack, fetch, new_stack, on_host, store
+from colossax.optim import DimsOptimizer, decays
+from colossax.sharding import param_sharding, reduction_dtype
+from colossax.typing import ParamInfo
+
+SHARED = -1
+"""Owner of optimizer state that belongs to no parameter: counters."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Update:
+    """What the update of every parameter needs beside its own arrays.
+
+    Attributes:
+        shared: Optimizer state that belongs to no parameter.
+        scale: Gradients are multiplied by it; None: as they are.
+        ok: Whether to update at all.
+    """
+
+    shared: list[Array]
+    scale: Float[Array, ""] | None
+    ok: Bool[Array, ""]
+
+
+jax.tree_util.register_dataclass(Update, ["shared", "scale", "ok"], [])
+
+
+class Part:
+    """Parameters that are updated together: a layer of a segment, or all outside of segments.
+
+    Its arrays are lists in the order of the parameters' tree.
+
+    Attributes:
+        key: The segment; None outside.
+        at: Numbers of its parameters among all, and `trained` of those that learn.
+        infos: Of those that learn, as of one layer.
+        count: Layers.
+        stacked: Whether arrays have a dim of layers in front.
+        slots: Numbers of its leaves among those of the optimizer's state, without the shared.
+    """
+
+    def __init__(
+        self,
+        key: Key | None,
+        infos: Sequence[ParamInfo],
+        learns: Sequence[bool],
+        owners: Sequence[int],
+        bound: BoundPlan,
+        optimizer: DimsOptimizer,
+    ):
+        self.key = key
+        self.bound = bound
+        self.at = [i for i, info in enumerate(infos) if info.segment == key]
+        self.trained = [i for i in self.at if learns[i]]
+        own = infos[self.at[0]] if self.at and key is not None else None
+        self.count = 1 if own is None else own.layer_count
+        self.stacked = own is not None and own.stacked
+        self.infos = [_of_layer(infos[i]) if self.stacked else infos[i] for i in self.trained]
+        self.hosts = [infos[i].host for i in self.trained]
+        self.slots = [j for j, owner in enumerate(owners) if owner in self.trained]
+        self._owners = owners
+        self._order = [j for j, owner in enumerate(owners) if owner in (SHARED, *self.trained)]
+        self._optimizer = optimizer(self._named([info.dims for info in self.infos]))
+
+    def init(self, dtype: Any) -> list[Array]:
+        """Optimizer state of one layer, without the shared."""
+        return self._split(self._initial(dtype))[0]
+
+    def init_shared(self, dtype: Any) -> list[Array]:
+        """Optimizer state that belongs to no parameter."""
+        return self._split(self._initial(dtype))[1]
+
+    def _initial(self, dtype: Any) -> Any:
+        return self._optimizer.init(self._named([jnp.zeros(i.shape, dtype) for i in self.infos]))
+
+    def pick(self, leaves: Any) -> list[Array]:
+        """Those that learn, of a tree of its parameters."""
+        every = dict(zip(self.at, jax.tree.leaves(leaves), strict=True))
+        return [every[i] for i in self.trained]
+
+    def stored(self, stacks: Any, rows: list[Array], row: Any) -> Any:
+        """A tree of its parameters' stacks with this row of those that learn replaced."""
+        leaves, structure = jax.tree.flatten(stacks)
+        new = store(self.pick(stacks), rows, row, stacked=self.stacked)
+        for i, stack in zip(self.trained, new, strict=True):
+            leaves[self.at.index(i)] = stack
+        return jax.tree.unflatten(structure, leaves)
+
+    def init_stacks(self, dtype: Any, where: Sequence[NamedSharding]) -> list[Array]:
+        """Optimizer state of all layers, made where it lives.
+
+        Args:
+            dtype: Of the parameters.
+            where: Shardings of its stacks.
+        """
+        if not self.stacked:
+            return self.init(dtype)
+        hosts = [sharding.memory_kind == "pinned_host" for sharding in where]
+        rows = None
+        if not self.bound.single:
+            mesh = self.bound.mesh
+            rows = [NamedSharding(mesh, PartitionSpec(*each.spec[1:])) for each in where]
+        return build_stack(lambda _: self.init(dtype), self.count, hosts, rows)
+
+    def gradients(self, found: Sequence[Array]) -> list[Array]:
+        """Gradients in the dtype in which they are accumulated, laid out by the plan."""
+        dtype = self.bound.plan.precision.accumulation
+        return self._laid_out([g.astype(dtype) for g in found], "gradients")
+
+    def update(
+        self, params: list[Array], state: list[Array], grads: list[Array], update: Update
+    ) -> tuple[list[Array], list[Array], list[Array]]:
+        """New parameters, state and shared state; the old ones where it may not update.
+
+        Args:
+            params: Of those that learn.
+            state: Without the shared.
+            grads: Like the parameters.
+            update: Scale and shared state.
+        """
+        if update.scale is not None:
+            grads = [(g * update.scale).astype(g.dtype) for g in grads]
+        whole = self._joined(state, update.shared)
+        named = self._named(params)
+        steps, new = self._optimizer.update(self._named(grads), whole, named)
+        moved = list(optax.apply_updates(named, steps).values())
+        own, shared = self._split(new)
+        params, own, shared = jax.tree.map(
+            lambda a, b: jnp.where(update.ok, a, b),
+            (moved, own, shared),
+            (params, state, update.shared),
+        )
+        return self._laid_out(params, "params"), self._state_laid_out(own), shared
+
+    def _moment_shardings(self) -> list[NamedSharding | None]:
+        """Of what mirrors each parameter of a layer in the optimizer's state."""
+        if self.bound.single:
+            return [None] * len(self.infos)
+        infos = [dataclasses.replace(info, host=frozenset()) for info in self.infos]
+        return [param_sharding(self.bound, "optimizer", info) for info in infos]
+
+    def _named(self, leaves: Sequence[Any]) -> dict[str, Any]:
+        # Numbered so that the tree's order, which sorts keys, is that of the lists.
+        return {f"{i:06}": leaf for i, leaf in zip(self.trained, leaves, strict=True)}
+
+    @functools.cached_property
+    def _structure(self) -> Any:
+        return jax.tree.structure(jax.eval_shape(lambda: self._initial(jnp.float32)))
+
+    def _joined(self, own: Sequence[Array], shared: Sequence[Array]) -> Any:
+        mine, others = iter(own), iter(shared)
+        slots = set(self.slots)
+        leaves = [next(mine) if j in slots else next(others) for j in self._order]
+        return jax.tree.unflatten(self._structure, leaves)
+
+    def _split(self, state: Any) -> tuple[list[Array], list[Array]]:
+        slots = set(self.slots)
+        pairs = list(zip(self._order, jax.tree.leaves(state), strict=True))
+        return [x for j, x in pairs if j in slots], [x for j, x in pairs if j not in slots]
+
+    def _state_laid_out(self, state: list[Array]) -> list[Array]:
+        """As its stacks are: else they may be laid out anew, in host memory, by the host."""
+        if self.bound.single:
+            return state
+        where = dict(zip(self.trained, zip(self.infos, self._moment_shardings(), strict=True), strict=True))
+        laid = []
+        for j, x in zip(self.slots, state, strict=True):
+            info, sharding = where[self._owners[j]]
+            mirrors = x.shape == info.shape
+            laid.append(jax.lax.with_sharding_constraint(x, sharding) if mirrors else x)
+        return laid
+
+    def _laid_out(self, leaves: list[Array], role: str) -> list[Array]:
+        if self.bound.single:
+            return leaves
+        infos = [dataclasses.replace(info, host=frozenset()) for info in self.infos]
+        return [
+            jax.lax.with_sharding_constraint(x, param_sharding(self.bound, role, info))
+            for x, info in zip(leaves, infos, strict=True)
+        ]
+
+    def gradient_stacks(self, *, summed: bool) -> list[Array]:
+        """Room for the gradients of all layers, beside the optimizer's state.
+
+        Args:
+            summed: Whether several are added up. Else they keep the dtype they are computed in.
+        """
+        precision = self.bound.plan.precision
+        kept = jnp.dtype(precision.accumulation)
+        own = reduction_dtype(self.bound, jnp.dtype(precision.compute))
+        # Vectors are few, and their gradients may be sums in float32.
+        narrow = own.itemsize < kept.itemsize and not summed
+        dtypes = [own if narrow and decays(info.dims) else kept for info in self.infos]
+        return [
+            new_stack(
+                self.count,
+                jax.ShapeDtypeStruct(info.shape, dtype),
+                host="optimizer" in host,
+                stacked=self.stacked,
+                sharding=None if self.bound.single else param_sharding(self.bound, "gradients", info),
+            )
+            for info, dtype, host in zip(self.infos, dtypes, self.hosts, strict=True)
+        ]
+
+    def visit_all(self, stacks: Stacks, update: Update) -> Stacks:
+        """Every layer updated with the gradients in `stacks.grads`."""
+
+        def step(i: Any, loop: Any) -> Any:
+            params, state = loop
+            grads = fetch(stacks.grads, i, stacked=self.stacked)
+            moved, own, _ = self.update(
+                fetch(params, i, stacked=self.stacked),
+                fetch(state, i, stacked=self.stacked),
+                self.gradients(grads),
+                update,
+            )
+            return (
+                store(params, moved, i, stacked=self.stacked),
+                store(state, own, i, stacked=self.stacked),
+            )
+
+        start = (stacks.params, stacks.state)
+        loop = jax.lax.fori_loop(0, self.count, step, start) if self.stacked else step(0, start)
+        return dataclasses.replace(stacks, params=loop[0], state=loop[1])
+
+
+    def copies(self, stacks: Stacks) -> tuple[list[Array], list[Array]]:
+        """Room for a second copy of parameters and state, each beside the first."""
+        infos = [dataclasses.replace(i, host=frozenset()) for i in self.infos]
+        where = [None if self.bound.single else param_sharding(self.bound, "params", i) for i in infos]
+
+        def like(stack: Array, sharding: Any) -> Array:
+            row = jax.ShapeDtypeStruct(stack.shape[self.stacked :], stack.dtype)
+            return new_stack(
+                self.count, row, host=on_host(stack), stacked=self.stacked, sharding=sharding
+            )
+
+        params = [like(*pair) for pair in zip(stacks.params, where, strict=True)]
+        owner = {i: sharding for i, sharding in zip(self.trained, self._moment_shardings(), strict=True)}
+        state = [like(x, owner[self._owners[j]]) for j, x in zip(self.slots, stacks.state, strict=True)]
+        return params, state
+
+
+def squares(grads: Sequence[Array]) -> Float[Array, ""]:
+    """Sum of the squares of all, in float32."""
+    sums = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in grads]
+    return functools.reduce(jnp.add, sums, jnp.float32(0))
+
+
+def _of_layer(info: ParamInfo) -> ParamInfo:
+    """One layer's part of a stacked parameter, as the device gets it."""
+    return dataclasses.replace(info, dims=info.dims[1:], shape=info.shape[1:], host=frozenset())
+
+

@@ -1,0 +1,561 @@
+"""The training step of a model whose layers are updated during backward, one after another.
+
+Stacked parameters and their optimizer state are rows in host or device memory, which
+`colossax.offload` brings to the device layer by layer; what is in no layer stack is updated as in
+the ordinary step. Losses, metrics and states are those of the ordinary step.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from colossax.config import BoundPlan
+from colossax.errors import PlanError
+from colossax.offload import Key, Stacks, Stream, fetch, store, streaming
+from colossax.optim import DimsOptimizer, is_layerwise
+from colossax.sharding import batch_axes
+from colossax.train.gradients import (
+    LossCall,
+    Totals,
+    checked_weights,
+    cut_up,
+    microbatches,
+    objective,
+    whole_weights,
+)
+from colossax.train.parts import SHARED, Part, Update, squares
+from colossax.typing import Batch, Dims, ParamInfo, TrainState
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Found:
+    """What passes over a batch found.
+
+    Attributes:
+        loss: Of the batch.
+        totals: Terms as (total, weight).
+        sums: Metrics as (total, weight).
+        norm: Of all gradients; squared, and without what is in no layer stack, of a single pass.
+    """
+
+    loss: Array
+    totals: Totals
+    sums: Totals
+    norm: Array
+
+
+jax.tree_util.register_dataclass(Found, ["loss", "totals", "sums", "norm"], [])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Owner:
+    """The parameter that a leaf of the optimizer's state mirrors, or `SHARED`."""
+
+    number: int
+
+
+def check_streamable(bound: BoundPlan, infos: Any, learning: Any, optimizer: Any) -> None:
+    """Refuse what cannot be updated layer by layer.
+
+    Args:
+        bound: Plan and devices.
+        infos: Of all parameters.
+        learning: Of those that learn, None elsewhere.
+        optimizer: As it was given.
+
+    Raises:
+        PlanError: With the reason and a remedy.
+    """
+    segments = {info.segment for info in jax.tree.leaves(infos)} - {None}
+    if not segments:
+        raise PlanError(
+            "plan.offload: the model has no layer stack, and only stacked layers can be moved one"
+            " by one; build its repeated layers with colossax.nn.LayerStack, or drop the offload"
+        )
+    for segment in sorted(segments - {info.segment for info in jax.tree.leaves(learning)}):
+        raise PlanError(
+            f"plan.offload: no parameter in segment {segment[1]} of the layer stack"
+            f" '{segment[0]}' learns; let the filter accept some, or drop the offload"
+        )
+    if not is_layerwise(optimizer):
+        raise PlanError(
+            "plan.offload: layers are updated one by one, and this optimizer does not say that it"
+            " can be; give one of colossax.optim, or mark your `dims -> transformation` with"
+            " colossax.optim.layerwise"
+        )
+    cut = bound.plan.batch
+    several = cut.accumulation > 1 or cut.microbatch is not None
+    if cut.reduce_once and several and batch_axes(bound):
+        raise PlanError(
+            "plan.batch.reduce_once: whole gradients cannot be kept while layers are updated one"
+            " by one; switch it off, as preset zero2 does"
+        )
+
+
+class Streaming:
+    """How a step visits its parameters: the layers' in backward, all others afterwards."""
+
+    def __init__(
+        self,
+        call: LossCall,
+        bound: BoundPlan,
+        infos: Any,
+        trainable: Any,
+        optimizer: DimsOptimizer,
+        map_moments: Callable,
+        clip_norm: float | None,
+    ):
+        """Divide the parameters.
+
+        Args:
+            call: The loss.
+            bound: Plan and devices.
+            infos: Of all parameters.
+            trainable: Tree of booleans.
+            optimizer: For dims of any of them.
+            map_moments: See `Step.map_moments`.
+            clip_norm: Global norm that gradients are scaled down to, or None.
+        """
+        self.call = call
+        self.bound = bound
+        self.clip_norm = clip_norm
+        self.clipping = "none" if clip_norm is None else bound.plan.offload.clipping
+        leaves, self._structure = jax.tree.flatten(infos)
+        learns = jax.tree.leaves(trainable)
+        owners = _owners(leaves, map_moments)
+
+        def part(key: Key | None) -> Part:
+            return Part(key, leaves, learns, owners, bound, optimizer)
+
+        keys = dict.fromkeys(info.segment for info in leaves if info.segment is not None)
+        self.parts = {key: part(key) for key in keys}
+        self.rest = part(None)
+        self._shared = [j for j, owner in enumerate(owners) if owner == SHARED]
+        self._moments = len(owners)
+
+    # Between the state's trees and the parts' lists
+
+    def stacks(self, params: Any, opt_state: Any) -> dict[Key, Stacks]:
+        """Of every run: its trained parameters and their optimizer state."""
+        leaves, moments = jax.tree.leaves(params), jax.tree.leaves(opt_state)
+        return {
+            key: Stacks(
+                params=[leaves[i] for i in part.trained], state=[moments[j] for j in part.slots]
+            )
+            for key, part in self.parts.items()
+        }
+
+    def params(self, old: Any, stacks: dict[Key, Stacks], rest: list[Array]) -> Any:
+        """The tree of all parameters with these in it."""
+        leaves = jax.tree.leaves(old)
+        for part, values in self._values(stacks, rest, "params"):
+            for i, value in zip(part.trained, values, strict=True):
+                leaves[i] = value
+        return jax.tree.unflatten(self._structure, leaves)
+
+    def opt_state(
+        self, old: Any, stacks: dict[Key, Stacks], rest: list[Array], shared: list[Array]
+    ) -> Any:
+        """The optimizer's state with these in it."""
+        leaves, structure = jax.tree.flatten(old)
+        for part, values in self._values(stacks, rest, "state"):
+            for j, value in zip(part.slots, values, strict=True):
+                leaves[j] = value
+        for j, value in zip(self._shared, shared, strict=True):
+            leaves[j] = value
+        return jax.tree.unflatten(structure, leaves)
+
+    def _values(self, stacks: dict[Key, Stacks], rest: list[Array], field: str) -> Any:
+        yield self.rest, rest
+        for key, part in self.parts.items():
+            yield part, getattr(stacks[key], field)
+
+    def init_state(self, params: Any, shardings: Any) -> Any:
+        """Optimizer state, each array made where it lives.
+
+        Args:
+            params: Parameters, laid out by the plan.
+            shardings: Of the optimizer's state.
+        """
+        dtype = jax.tree.leaves(params)[0].dtype
+        where, structure = jax.tree.flatten(shardings)
+        found: list[Any] = [None] * self._moments
+        jobs: list[tuple[list[int], Callable]] = [
+            (self.rest.slots, functools.partial(self.rest.init, dtype)),
+            (self._shared, functools.partial(self.rest.init_shared, dtype)),
+        ]
+        for part in self.parts.values():
+            own = [where[j] for j in part.slots]
+            jobs.append((part.slots, functools.partial(part.init_stacks, dtype, own)))
+        for slots, make in jobs:
+            leaves = jax.jit(make, out_shardings=[where[j] for j in slots])() if slots else []
+            for j, leaf in zip(slots, leaves, strict=True):
+                found[j] = leaf
+        return jax.tree.unflatten(structure, found)
+
+    # A step
+
+    def step(
+        self, state: TrainState, batch: Batch, dims: dict[str, Dims], key: Array
+    ) -> tuple[Any, Any, Found, Array]:
+        """New parameters and optimizer state, what was found, and whether all of it was finite."""
+        params, opt_state = state["params"], state["opt_state"]
+        pieces = microbatches(self.bound, batch, dims)
+        job = _Job(self, params, state["variables"], *cut_up(batch, dims, key, pieces), pieces)
+        stacks = self.stacks(params, opt_state)
+        moments = jax.tree.leaves(opt_state)
+        shared = [moments[j] for j in self._shared]
+        how = _HOW[self.clipping]
+        stacks, rest_grads, found, scale, ok = how(job, stacks, shared)
+        update = Update(shared=shared, scale=scale, ok=ok)
+        leaves = jax.tree.leaves(params)
+        moved, own, shared = self.rest.update(
+            [leaves[i] for i in self.rest.trained],
+            [moments[j] for j in self.rest.slots],
+            rest_grads,
+            update,
+        )
+        new_params = self.params(params, stacks, moved)
+        return new_params, self.opt_state(opt_state, stacks, own, shared), found, ok
+
+    def gradients(
+        self, state: TrainState, batch: Batch, dims: dict[str, Dims], key: Array
+    ) -> tuple[list[Any], Found]:
+        """Gradients of all parameters as a list (None of those that do not learn), whole."""
+        pieces = microbatches(self.bound, batch, dims)
+        job = _Job(
+            self, state["params"], state["variables"], *cut_up(batch, dims, key, pieces), pieces
+        )
+        stacks, rest, found = job.gathered(self.stacks(state["params"], state["opt_state"]))
+        grads: list[Any] = [None] * self._structure.num_leaves
+        for part, values in self._values(stacks, rest, "grads"):
+            for i, value in zip(part.trained, values, strict=True):
+                grads[i] = value
+        return grads, found
+
+
+def _owners(infos: Sequence[ParamInfo], map_moments: Callable) -> list[int]:
+    """Number of the parameter that each leaf of the optimizer's state mirrors, or `SHARED`."""
+    numbers = {(info.path, info.first_layer): i for i, info in enumerate(infos)}
+    marks = map_moments(
+        lambda leaf, info: _Owner(numbers[info.path, info.first_layer]), lambda leaf: _Owner(SHARED)
+    )
+    leaves = jax.tree.leaves(marks, is_leaf=lambda leaf: isinstance(leaf, _Owner))
+    return [mark.number for mark in leaves]
+
+
+class _Job:
+    """A global batch and the passes over it."""
+
+    def __init__(
+        self,
+        streaming: Streaming,
+        params: Any,
+        variables: Any,
+        micro: Batch,
+        keys: Array,
+        first: Batch,
+        pieces: int,
+    ):
+        self.all = streaming
+        self.leaves = jax.tree.leaves(params)
+        self.variables = variables
+        self.micro, self.keys, self.first, self.pieces = micro, keys, first, pieces
+        nothing = jax.tree.map(lambda _: None, params)
+        weigh = checked_weights(streaming.call, params, nothing, variables, first, keys[0])
+        self.over = whole_weights(weigh, micro, keys) if pieces > 1 else None
+
+    @property
+    def last(self) -> tuple[Batch, Array]:
+        """The last microbatch and its key."""
+        return jax.tree.map(lambda x: x[-1], (self.micro, self.keys))
+
+    def backward(
+        self,
+        visit: Callable,
+        moving: dict[Key, Stacks],
+        fixed: dict[Key, Stacks],
+        scalars: Any,
+        piece: Batch,
+        key: Array,
+    ) -> tuple[dict[Key, Stacks], list[Array], Found]:
+        """One pass over a microbatch.
+
+        Args:
+            visit: What to do with a layer's gradient.
+            moving: The stacks that it changes.
+            fixed: The others; the parameters, where it changes them not.
+            scalars: For `visit`.
+            piece: The microbatch.
+            key: Its random key.
+
+        Returns:
+            The changed stacks, gradients of what is in no layer stack, and what was found; the norm
+            squared.
+        """
+        rest_at = self.all.rest.trained
+
+        def value(moving: dict[Key, Stacks], tap: Array, rest: list[Array]) -> Any:
+            stacks = {name: _merged(moving[name], fixed[name]) for name in moving}
+            leaves = list(self.leaves)
+            for i, x in zip(rest_at, rest, strict=True):
+                leaves[i] = x
+            for name, part in self.all.parts.items():
+                for i, x in zip(part.trained, stacks[name].params, strict=True):
+                    leaves[i] = x
+            stream = Stream(stacks=stacks, tap=tap, scalars=scalars, visit=visit)
+            params = jax.tree.unflatten(self.all._structure, leaves)
+            with streaming(stream):
+                result = self.all.call(params, piece, self.variables, key)
+            stream.check()
+            return objective(*result, self.over)
+
+        differentiate = jax.value_and_grad(value, argnums=(0, 1, 2), has_aux=True)
+        rest = [self.leaves[i] for i in rest_at]
+        (loss, (totals, sums)), (changed, tap, rest) = differentiate(moving, jnp.zeros(2), rest)
+        # A stack called in a loop would have been changed as often as the loop turned.
+        loss = jnp.where(tap[1] == len(self.all.parts), loss, jnp.nan)
+        rest = self.all.rest.gradients(rest)
+        return changed, rest, Found(loss=loss, totals=totals, sums=sums, norm=tap[0])
+
+    def gathered(
+        self, stacks: dict[Key, Stacks], pieces: int | None = None
+    ) -> tuple[dict[Key, Stacks], list[Array], Found]:
+        """Gradients of this many microbatches (default: all) summed into stacks of their own."""
+        pieces = self.pieces if pieces is None else pieces
+        summed = self.pieces > 1
+        start = {
+            key: Stacks(grads=part.gradient_stacks(summed=summed))
+            for key, part in self.all.parts.items()
+        }
+        fixed = {key: Stacks(params=each.params) for key, each in stacks.items()}
+        visit = functools.partial(_summing, self.all.parts)
+        if not summed:
+            grads, rest, found = self.backward(visit, start, fixed, None, self.first, self.keys[0])
+        else:
+            grads, rest, found = self._summed(visit, start, fixed, pieces)
+        joined = {key: _merged(stacks[key], grads[key]) for key in stacks}
+        return joined, rest, found
+
+    def _summed(
+        self, visit: Callable, start: dict[Key, Stacks], fixed: dict[Key, Stacks], pieces: int
+    ) -> tuple[dict[Key, Stacks], list[Array], Found]:
+        def one(grads: dict[Key, Stacks], number: Any, piece: Batch, key: Array) -> Any:
+            grads, rest, found = self.backward(visit, grads, fixed, number > 0, piece, key)
+            return grads, (rest, found)
+
+        def body(loop: Any, xs: Any) -> Any:
+            grads, sums = loop
+            grads, (rest, found) = one(grads, *xs)
+            before, (rest_before, found_before) = found.norm, sums
+            total = jax.tree.map(jnp.add, (rest_before, found_before), (rest, found))
+            # The norm is of the sum so far, not a sum of norms.
+            return (grads, (total[0], dataclasses.replace(total[1], norm=before))), None
+
+        micro, keys = jax.tree.map(lambda x: x[:pieces], (self.micro, self.keys))
+        shapes = jax.eval_shape(lambda: one(start, jnp.int32(0), self.first, self.keys[0])[1])
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        xs = (jnp.arange(pieces, dtype=jnp.int32), micro, keys)
+        (grads, (rest, found)), _ = jax.lax.scan(body, (start, zeros), xs)
+        return grads, rest, found
+
+    def before_last(self, stacks: dict[Key, Stacks]) -> tuple[dict[Key, Stacks], Any]:
+        """The stacks with gradients of all microbatches but the last; their rest, what was found.
+
+        None for both of the latter where there is one microbatch.
+        """
+        if self.pieces == 1:
+            return stacks, None
+        stacks, rest, found = self.gathered(stacks, self.pieces - 1)
+        return stacks, (rest, found)
+
+    def on_last(
+        self,
+        visit: Callable,
+        moving: dict[Key, Stacks],
+        fixed: dict[Key, Stacks],
+        scalars: Any,
+        before: Any,
+    ) -> tuple[dict[Key, Stacks], list[Array], Found]:
+        """A pass over the last microbatch, after what `before_last` found."""
+        changed, rest, found = self.backward(visit, moving, fixed, scalars, *self.last)
+        if before is not None:
+            rest, sums = jax.tree.map(jnp.add, (rest, found), before)
+            found = dataclasses.replace(sums, norm=found.norm)
+        norm = jnp.sqrt(found.norm + squares(rest))
+        return changed, rest, dataclasses.replace(found, norm=norm)
+
+    def scale(self, found: Found) -> tuple[Array, Array]:
+        """What gradients of this norm are multiplied by, and whether all is finite."""
+        ok = jnp.isfinite(found.loss) & jnp.isfinite(found.norm)
+        return _scale(found.norm, self.all.clip_norm), ok
+
+
+def _scale(norm: Float[Array, ""], most: float) -> Float[Array, ""]:
+    return jnp.minimum(1.0, most / jnp.maximum(norm, 1e-12))
+
+
+def _merged(one: Stacks, other: Stacks) -> Stacks:
+    """Fields of the first where it has them, else of the other."""
+    names = [field.name for field in dataclasses.fields(Stacks)]
+    pairs = {name: (getattr(one, name), getattr(other, name)) for name in names}
+    return Stacks(**{name: b if a is None else a for name, (a, b) in pairs.items()})
+
+
+Parts = dict[Key, Part]
+
+
+def _summing(
+    parts: Parts, key: Key, i: Any, stacks: Stacks, row: Any, drow: Any, more: Any
+) -> tuple[Stacks, Array]:
+    """Store a layer's gradient, added to what is there where `more` is not None and true."""
+    part = parts[key]
+    grads = part.gradients(part.pick(drow))
+    if more is not None:
+        # Before the first one the stacks hold anything.
+        sums = fetch(stacks.grads, i, stacked=part.stacked)
+        grads = [jnp.where(more, s, 0) + g for s, g in zip(sums, grads, strict=True)]
+    rows = [g.astype(stack.dtype) for g, stack in zip(grads, stacks.grads, strict=True)]
+    stored = store(stacks.grads, rows, i, stacked=part.stacked)
+    return dataclasses.replace(stacks, grads=stored), squares(grads)
+
+
+def _measuring(
+    parts: Parts, key: Key, i: Any, stacks: Stacks, row: Any, drow: Any, _: Any
+) -> tuple[Stacks, Array]:
+    """Only the norm."""
+    return stacks, squares(_whole_gradient(parts[key], i, stacks, drow))
+
+
+def _updating(
+    parts: Parts,
+    clip_layer: float | None,
+    key: Key,
+    i: Any,
+    stacks: Stacks,
+    row: Any,
+    drow: Any,
+    update: Update,
+) -> tuple[Stacks, Array]:
+    """Update a layer where all of its gradient is finite."""
+    part = parts[key]
+    grads = _whole_gradient(part, i, stacks, drow)
+    square = squares(grads)
+    if clip_layer is not None:
+        update = dataclasses.replace(update, scale=_scale(jnp.sqrt(square), clip_layer))
+    update = dataclasses.replace(update, ok=update.ok & jnp.isfinite(square))
+    state = fetch(stacks.state, i, stacked=part.stacked)
+    moved, own, _ = part.update(part.pick(row), state, grads, update)
+    if stacks.new is None:
+        params = part.stored(stacks.params, moved, i)
+        state = store(stacks.state, own, i, stacked=part.stacked)
+        return dataclasses.replace(stacks, params=params, state=state), square
+    new = store(stacks.new, (moved, own), i, stacked=part.stacked)
+    return dataclasses.replace(stacks, new=new), square
+
+
+def _whole_gradient(part: Part, i: Any, stacks: Stacks, drow: Any) -> list[Array]:
+    """A layer's gradient, with those of earlier microbatches."""
+    grads = part.gradients(part.pick(drow))
+    if stacks.grads is None:
+        return grads
+    sums = fetch(stacks.grads, i, stacked=part.stacked)
+    return [s.astype(g.dtype) + g for s, g in zip(sums, grads, strict=True)]
+
+
+def _known_norm(job: _Job, stacks: dict[Key, Stacks], shared: list[Array]) -> Any:
+    """All gradients are kept until their norm is known."""
+    stacks, rest, found = job.gathered(stacks)
+    found = dataclasses.replace(found, norm=jnp.sqrt(found.norm + squares(rest)))
+    scale, ok = job.scale(found)
+    update = Update(shared=shared, scale=scale, ok=ok)
+    stacks = {key: part.visit_all(stacks[key], update) for key, part in job.all.parts.items()}
+    return stacks, rest, found, scale, ok
+
+
+def _at_once(job: _Job, stacks: dict[Key, Stacks], shared: list[Array]) -> Any:
+    """One pass, each layer updated with its gradient as it is, or scaled by its own norm."""
+    stacks, before = job.before_last(stacks)
+    most = job.all.clip_norm
+    visit = functools.partial(_updating, job.all.parts, most)
+    update = Update(shared=shared, scale=None, ok=jnp.bool(True))
+    moving, fixed = _divided(stacks, "params", "state")
+    stacks, rest, found = job.on_last(visit, moving, fixed, update, before)
+    ok = jnp.isfinite(found.loss) & jnp.isfinite(found.norm)
+    scale = None if most is None else _scale(jnp.sqrt(squares(rest)), most)
+    return stacks, rest, found, scale, ok
+
+
+def _two_passes(job: _Job, stacks: dict[Key, Stacks], shared: list[Array]) -> Any:
+    """One pass for the norm, and one that updates."""
+    stacks, before = job.before_last(stacks)
+    measure = functools.partial(_measuring, job.all.parts)
+    nothing = {key: Stacks() for key in stacks}
+    _, _, found = job.on_last(measure, nothing, stacks, None, before)
+    scale, ok = job.scale(found)
+    # Else the compiler may see that both passes begin alike, and keep all of the first.
+    scale, ok = jax.lax.optimization_barrier((scale, ok))
+    visit = functools.partial(_updating, job.all.parts, None)
+    update = Update(shared=shared, scale=scale, ok=ok)
+    moving, fixed = _divided(stacks, "params", "state")
+    stacks, rest, found = job.on_last(visit, moving, fixed, update, before)
+    return stacks, rest, found, scale, ok
+
+
+def _speculating(job: _Job, stacks: dict[Key, Stacks], shared: list[Array]) -> Any:
+    """One pass into a second copy; a second one from the first copy if gradients must be scaled."""
+    stacks, before = job.before_last(stacks)
+    visit = functools.partial(_updating, job.all.parts, None)
+    parts = job.all.parts
+
+    def once(new: dict[Key, Stacks], scale: Array, ok: Array) -> Any:
+        update = Update(shared=shared, scale=scale, ok=ok)
+        return job.on_last(visit, new, stacks, update, before)
+
+    start = {key: Stacks(new=part.copies(stacks[key])) for key, part in parts.items()}
+    shapes = jax.eval_shape(lambda: once(start, jnp.float32(1), jnp.bool(True))[1:])
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+    def body(loop: Any) -> Any:
+        turn, new, _, scale, ok = loop
+        new, rest, found = once(new, scale, ok)
+        scale, ok = job.scale(found)
+        return turn + 1, new, (rest, found), scale, ok
+
+    def again(loop: Any) -> Array:
+        turn, _, _, scale, ok = loop
+        return (turn == 0) | ((turn == 1) & ((scale < 1) | ~ok))
+
+    first = (jnp.int32(0), start, zeros, jnp.float32(1), jnp.bool(True))
+    _, new, (rest, found), scale, ok = jax.lax.while_loop(again, body, first)
+    changed = {key: Stacks(params=each.new[0], state=each.new[1]) for key, each in new.items()}
+    return changed, rest, found, scale, ok
+
+
+def _divided(
+    stacks: dict[Key, Stacks], *moving: str
+) -> tuple[dict[Key, Stacks], dict[Key, Stacks]]:
+    """The stacks with these fields, and with the others."""
+    names = [field.name for field in dataclasses.fields(Stacks)]
+
+    def only(chosen: Sequence[str]) -> dict[Key, Stacks]:
+        return {
+            key: Stacks(**{name: getattr(each, name) for name in chosen})
+            for key, each in stacks.items()
+        }
+
+    return only(moving), only([name for name in names if name not in moving])
+
+
+_HOW: dict[str, Callable] = {
+    "none": _at_once,
+    "layer": _at_once,
+    "stack": _known_norm,
+    "two_pass": _two_passes,
+    "speculate": _speculating,
+}
+"""By `OffloadConfig.clipping`."""
