@@ -9,7 +9,7 @@ NAMES = {
     "colossax.config": (
         "AttentionConfig BatchConfig BoundPlan FrozenDict LOGICAL_DIMS LossConfig "
         "MESH_AXES MeshAxis PRESETS Plan Precision RING_AXES Rules SAVEABLE SEQUENCE_AXES Segment "
-        "bind from_json nearest preset to_json"
+        "bind cache_folder from_json nearest preset to_json"
     ),
     "colossax.pallas.attention": (
         "Mask attend_block attend_cache attention block_gradients block_implementation dense "
@@ -27,6 +27,12 @@ NAMES = {
         "DOUBLE_RING_OPTIONS Order RingAxes balanced_from_contiguous_local "
         "contiguous_from_balanced_local gather_attention_local inverse_order positions_local "
         "ring_attention_local ring_self_attention_local ulysses_local zigzag_order"
+    ),
+    "colossax.offload": (
+        "Rates Run Setting Stacks Stream Update UpdateRate balanced_share build_stack cpu_rows "
+        "cpu_share current_stream fetch hiding_tokens load_rates measure_rates new_stack on_host "
+        "rates_path resolved_segments run_streamed save_rates segment_counts split_update store "
+        "streaming update_seconds"
     ),
     "colossax.data": (
         "BatchLoader Corpus Documents RowSource Rows Split SyntheticRows Tokenizer "
