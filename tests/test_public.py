@@ -34,6 +34,7 @@ NAMES = {
         "stack_rows stdlib_documents train_tokenizer unigram_entropy_nats wanted_rows"
     ),
     "colossax.checkpoint": "ArraySlot Checkpointer RecordReader RecordWriter slot_of",
+    "colossax.offload.disk": "RecordLayout RecordStore disk_bytes",
     "colossax.optim": (
         "adamw constant decay_mask decays inverse_sqrt lamb lars linear sgd warmup_cosine wsd"
     ),
