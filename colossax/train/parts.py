@@ -137,7 +137,8 @@ class Part:
         whole = self._joined(state, update.shared)
         named = self._named(params)
         steps, new = self._optimizer.update(self._named(grads), whole, named)
-        moved = list(optax.apply_updates(named, steps).values())
+        applied: Any = optax.apply_updates(named, steps)
+        moved = list(applied.values())
         own, shared = self._split(new)
         params, own, shared = jax.tree.map(
             lambda a, b: jnp.where(update.ok, a, b),
@@ -150,8 +151,11 @@ class Part:
         """Of each leaf of a layer's optimizer state; None on a single device."""
         shapes = jax.eval_shape(lambda: self.init(jnp.float32))
         of = dict(
-            zip(self.trained, zip(self.infos, self._row_shardings("optimizer"), strict=True),
-                strict=True)
+            zip(
+                self.trained,
+                zip(self.infos, self._row_shardings("optimizer"), strict=True),
+                strict=True,
+            )
         )
 
         def sharding(slot: int, leaf: Any) -> NamedSharding | None:
@@ -260,7 +264,6 @@ class Part:
         loop = jax.lax.fori_loop(0, self.count, step, start) if self.stacked else step(0, start)
         return dataclasses.replace(stacks, params=loop[0], state=loop[1])
 
-
     def copies(self, stacks: Stacks) -> tuple[list[Array], list[Array]]:
         """Room for a second copy of parameters and state, each beside the first."""
         params = self._row_shardings("params")
@@ -293,5 +296,3 @@ def squares(grads: Sequence[Array]) -> Float[Array, ""]:
 def _of_layer(info: ParamInfo) -> ParamInfo:
     """One layer's part of a stacked parameter, as the device gets it."""
     return dataclasses.replace(info, dims=info.dims[1:], shape=info.shape[1:], host=frozenset())
-
-

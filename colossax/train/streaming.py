@@ -32,6 +32,7 @@ from colossax.train.gradients import (
 from colossax.train.parts import SHARED, Part, Update, squares
 from colossax.typing import Batch, Dims, ParamInfo, TrainState
 
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Found:
     """What passes over a batch found.
