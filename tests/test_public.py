@@ -9,7 +9,7 @@ NAMES = {
     "colossax.config": (
         "AttentionConfig BatchConfig BoundPlan FrozenDict LOGICAL_DIMS LossConfig "
         "MESH_AXES MeshAxis PRESETS Plan Precision RING_AXES Rules SAVEABLE SEQUENCE_AXES Segment "
-        "bind from_json nearest preset to_json"
+        "bind cache_folder from_json nearest preset to_json"
     ),
     "colossax.pallas.attention": (
         "Mask attend_block attend_cache attention block_gradients block_implementation dense "
@@ -28,6 +28,12 @@ NAMES = {
         "contiguous_from_balanced_local gather_attention_local inverse_order positions_local "
         "ring_attention_local ring_self_attention_local ulysses_local zigzag_order"
     ),
+    "colossax.offload": (
+        "Rates Run Setting Stacks Stream Update UpdateRate balanced_share build_stack cpu_rows "
+        "cpu_share current_stream fetch hiding_tokens load_rates measure_rates new_stack on_host "
+        "rates_path resolved_segments run_streamed save_rates segment_counts split_update store "
+        "streaming update_seconds"
+    ),
     "colossax.data": (
         "BatchLoader Corpus Documents RowSource Rows Split SyntheticRows Tokenizer "
         "ValidationBatches cache_folder encode_corpus global_arrays path_documents "
@@ -40,10 +46,11 @@ NAMES = {
     ),
     "colossax.aot": (
         "Buffer Collective Gpu KernelReport Link MemoryReport Module Program Target Totals Traffic "
-        "assert_collectives checkpoint_stacks collectives compile_program exposed_collectives "
-        "exposed_transfers full_rematerialisations gpu_keys host_compute host_copies host_sharding "
-        "kernel_reports memory_report parse_module parse_target sync_transfers_in_loops "
-        "target_devices totals traffic unexpected_collectives"
+        "Transfer TransferTotals assert_collectives checkpoint_stacks collectives compile_program "
+        "exposed_collectives exposed_transfers full_rematerialisations full_stack_copies gpu_keys "
+        "host_arguments host_arithmetic host_compute host_copies host_sharding kernel_reports "
+        "memory_report parse_module parse_target sync_transfers_in_loops target_devices totals "
+        "traffic transfer_totals transfers unexpected_collectives"
     ),
     "colossax.nn": (
         "ACTIVATIONS Attention AttentionShape CacheSpec Decoder DecoderConfig "

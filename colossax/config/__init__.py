@@ -7,6 +7,7 @@ from .axes import SEQUENCE_AXES as SEQUENCE_AXES
 from .axes import MeshAxis as MeshAxis
 from .binding import BoundPlan as BoundPlan
 from .binding import bind as bind
+from .cache import cache_folder as cache_folder
 from .frozen import FrozenDict as FrozenDict
 from .frozen import from_json as from_json
 from .frozen import nearest as nearest

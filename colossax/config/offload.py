@@ -36,7 +36,6 @@ class OffloadConfig:
             `speculate` updates as if nothing had to be scaled, into a second copy of the state,
             and repeats the step if it had. These three are exact. `layer` scales each layer's
             gradient by its own norm: another optimizer, which needs neither memory nor time.
-        pipelined: Let XLA move what is kept on the host while it computes, one layer ahead.
     """
 
     auto: bool = False
@@ -47,7 +46,6 @@ class OffloadConfig:
     device_gb: float | None = None
     host_gb: float | None = None
     clipping: str = "stack"
-    pipelined: bool = False
 
     def __post_init__(self):
         for field in HOST_KINDS:

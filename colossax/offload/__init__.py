@@ -1,5 +1,7 @@
 """Host memory as a second tier: stacked layers stream through the device, one after another."""
 
+from .cpu_update import cpu_rows as cpu_rows
+from .cpu_update import split_update as split_update
 from .memory import build_stack as build_stack
 from .memory import fetch as fetch
 from .memory import new_stack as new_stack
@@ -7,6 +9,18 @@ from .memory import on_host as on_host
 from .memory import store as store
 from .placement import resolved_segments as resolved_segments
 from .placement import segment_counts as segment_counts
+from .rates import Rates as Rates
+from .rates import Setting as Setting
+from .rates import Update as Update
+from .rates import UpdateRate as UpdateRate
+from .rates import load_rates as load_rates
+from .rates import measure_rates as measure_rates
+from .rates import rates_path as rates_path
+from .rates import save_rates as save_rates
+from .share import balanced_share as balanced_share
+from .share import cpu_share as cpu_share
+from .share import hiding_tokens as hiding_tokens
+from .share import update_seconds as update_seconds
 from .stream import Key as Key
 from .stream import Run as Run
 from .stream import Stacks as Stacks
