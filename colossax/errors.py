@@ -23,3 +23,23 @@ class CheckpointError(InputError):
 
 class WeightsError(InputError):
     """Foreign weights (safetensors) lack, exceed or contradict what the model declares."""
+
+
+class OffloadError(InputError):
+    """The host or the disk cannot hold, keep or move the state it was given."""
+
+
+class DamagedStoreError(OffloadError):
+    """What a disk store holds is not what was written; restore from the last checkpoint.
+
+    Attributes:
+        path: File of the store.
+        record: Index of the damaged record, which is its layer; None where it is not one record.
+        epoch: Epoch that the record should have been of; None where it is not one epoch.
+    """
+
+    def __init__(
+        self, message: str, *, path: str, record: int | None = None, epoch: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.path, self.record, self.epoch = path, record, epoch

@@ -40,10 +40,11 @@ NAMES = {
     ),
     "colossax.aot": (
         "Buffer Collective Gpu KernelReport Link MemoryReport Module Program Target Totals Traffic "
-        "assert_collectives checkpoint_stacks collectives compile_program exposed_collectives "
-        "exposed_transfers full_rematerialisations gpu_keys host_compute host_copies host_sharding "
-        "kernel_reports memory_report parse_module parse_target sync_transfers_in_loops "
-        "target_devices totals traffic unexpected_collectives"
+        "Transfer TransferTotals assert_collectives checkpoint_stacks collectives compile_program "
+        "exposed_collectives exposed_transfers full_rematerialisations full_stack_copies gpu_keys "
+        "host_arguments host_arithmetic host_compute host_copies host_sharding kernel_reports "
+        "memory_report parse_module parse_target sync_transfers_in_loops target_devices totals "
+        "traffic transfer_totals transfers unexpected_collectives"
     ),
     "colossax.nn": (
         "ACTIVATIONS Attention AttentionShape CacheSpec Decoder DecoderConfig "

@@ -13,11 +13,13 @@ from .compile import host_sharding as host_sharding
 from .compile import target_devices as target_devices
 from .hlo import Module as Module
 from .hlo import parse_module as parse_module
+from .host_arithmetic import host_arithmetic as host_arithmetic
 from .kernels import KernelReport as KernelReport
 from .kernels import kernel_reports as kernel_reports
 from .lints import exposed_collectives as exposed_collectives
 from .lints import exposed_transfers as exposed_transfers
 from .lints import full_rematerialisations as full_rematerialisations
+from .lints import full_stack_copies as full_stack_copies
 from .lints import host_compute as host_compute
 from .lints import host_copies as host_copies
 from .lints import sync_transfers_in_loops as sync_transfers_in_loops
@@ -33,3 +35,8 @@ from .targets import gpu_keys as gpu_keys
 from .targets import parse_target as parse_target
 from .traffic import Traffic as Traffic
 from .traffic import traffic as traffic
+from .transfers import Transfer as Transfer
+from .transfers import TransferTotals as TransferTotals
+from .transfers import host_arguments as host_arguments
+from .transfers import transfer_totals as transfer_totals
+from .transfers import transfers as transfers

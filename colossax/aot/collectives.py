@@ -302,16 +302,25 @@ def overlapped(module: Module, start: Instruction) -> bool:
     Raises:
         ValueError: Nothing in its computation ends it.
     """
+    return next(computed_beside(module, start), None) is not None
+
+
+def computed_beside(module: Module, start: Instruction) -> Iterator[Instruction]:
+    """What computes between a start and its done, in the order of the schedule.
+
+    Raises:
+        ValueError: Nothing in its computation ends it.
+    """
     body = next(b for b in module.computations.values() if start in b)
     names = {start.name}
     for instruction in body[body.index(start) + 1 :]:
         ours = names.intersection(name.split("#")[0] for name in instruction.operand_names)
         if ours and instruction.opcode.endswith("-done"):
-            return False
+            return
         if ours and instruction.opcode.endswith("-update"):
             names.add(instruction.name)
         if _computes(module, instruction):
-            return True
+            yield instruction
     raise ValueError(f"HLO line {start.line}: nothing ends '{start.name}'")
 
 

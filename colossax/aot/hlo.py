@@ -29,6 +29,9 @@ ITEM_BITS = {
     "opaque": 0,
 }
 
+HOST_SPACE = "S(5)"
+"""Host memory in the layout of a shape."""
+
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .*)?\{$")
 _NAMED = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
 _ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([\d,<=]*)\]")
@@ -95,7 +98,7 @@ class Instruction:
     @property
     def in_host_memory(self) -> bool:
         """Whether any part of the result lives in host memory."""
-        return "S(5)" in self.shape
+        return HOST_SPACE in self.shape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -246,6 +249,15 @@ def shape_bytes(shape: str) -> int:
         count = math.prod(int(d.replace("<=", "")) for d in dims.split(",") if d)
         total += (count * ITEM_BITS[dtype] + 7) // 8
     return total
+
+
+def runs_on_host(instruction: Instruction) -> bool:
+    """Whether an instruction is annotated as host computation or calls one."""
+    return bool(
+        re.search(
+            r'custom_call_target="HostExecute"|_xla_compute_type="?host"?', instruction.attributes
+        )
+    )
 
 
 def _frames(text: str) -> dict[int, str]:

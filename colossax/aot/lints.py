@@ -5,16 +5,15 @@ Each function returns one sentence per finding and an empty list for a clean pro
 """
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from jax.sharding import Mesh
 
 from colossax.aot.collectives import SCALARS_BYTES, collectives, overlapped
 from colossax.aot.compile import Program
-from colossax.aot.hlo import Instruction, Module, elements, shape_bytes
-
-HOST_SPACE = "S(5)"
-"""Host memory in the layout of a shape."""
+from colossax.aot.hlo import HOST_SPACE, Instruction, Module, elements, runs_on_host, shape_bytes
+from colossax.aot.traffic import operand_bytes
+from colossax.aot.transfers import host_arguments, transfers
 
 _REMATERIALISED = re.compile(
     r"involuntary full rematerialization\.\s*(.*?)(?:, metadata=|\. |\n|$)", re.I
@@ -23,6 +22,8 @@ _WHERE = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 
 _CALLS = ("while", "call", "conditional")
 _PLUMBING = (*_CALLS, "constant", *"parameter tuple get-tuple-element bitcast opt-barrier".split())
+_COPIES = (*_PLUMBING, *"copy slice dynamic-slice dynamic-update-slice reshape".split())
+"""What a kernel may do with host memory and yet compute nothing there."""
 
 
 def full_rematerialisations(program: Program) -> list[str]:
@@ -54,6 +55,28 @@ def host_copies(module: Module, *, larger_than: int = 0) -> list[str]:
         if size > larger_than and HOST_SPACE in written and all(HOST_SPACE in a for a in read):
             findings.append(f"{_named(module, one)} copies {size:,} bytes within host memory")
     return findings
+
+
+def full_stack_copies(module: Module, stacks: Collection[int] | None = None) -> list[str]:
+    """Copies of a whole stack of layers, in or out of loops and in any direction.
+
+    A stack in host memory should move layer by layer; a copy of all of it takes as much memory
+    again, on the device or on the host, and in a loop as often as the loop runs.
+
+    Args:
+        module: A compiled program.
+        stacks: Bytes per device of each stack; by default of every argument in host memory.
+
+    Raises:
+        ValueError: A loop with transfers whose trip count is not known.
+    """
+    sizes = set(host_arguments(module) if stacks is None else stacks)
+    return [
+        f"'{one.name}'{_origin(one.op_name, one.source)} copies a whole stack of {one.bytes:,}"
+        f" bytes, {one.direction.replace('_', ' ')}, {one.times} times"
+        for one in transfers(module)
+        if one.whole and one.bytes in sizes
+    ]
 
 
 def sync_transfers_in_loops(module: Module) -> list[str]:
@@ -133,13 +156,33 @@ def unexpected_collectives(
 
 
 def host_compute(module: Module) -> list[str]:
-    """Operations that run on the host: annotated regions, callbacks, infeeds and outfeeds."""
+    """Operations that run on the host, and kernels that compute with host memory as operand.
+
+    The former are annotated regions, callbacks, infeeds and outfeeds. The latter wait for the bus
+    at each access.
+    """
     findings = []
+    scheduled = {one.name for one in _reached(module, [module.entry])}
     for one in module.by_name.values():
         reason = _host_reason(one)
         if reason:
             findings.append(f"{_named(module, one)} runs on the host: {reason}")
+        elif one.name in scheduled and (opcode := _computes_from_host(module, one)):
+            findings.append(f"{_named(module, one)} computes from host memory: {opcode}")
     return findings
+
+
+def _computes_from_host(module: Module, one: Instruction) -> str:
+    """What a scheduled instruction computes with an operand in host memory, or nothing."""
+    if one.opcode in _COPIES or one.opcode.endswith(("-start", "-update", "-done")):
+        return ""
+    read = operand_bytes(module, one).values()
+    if not any(HOST_SPACE in shape and size > SCALARS_BYTES for shape, size in read):
+        return ""
+    called = dict(one.called).get("calls") if one.opcode == "fusion" else None
+    inside = module.computations[called] if called else (one,)
+    computing = (i for i in inside if i.opcode not in _COPIES)
+    return next((i.opcode for i in computing if shape_bytes(i.shape) > SCALARS_BYTES), "")
 
 
 def _host_reason(instruction: Instruction) -> str:
@@ -157,14 +200,14 @@ def _host_reason(instruction: Instruction) -> str:
 
 
 def _in_loops(module: Module) -> Iterator[Instruction]:
-    """Instructions of loop bodies and of what they call; fusions and async parts are not opened."""
-    waiting = [
-        called
-        for one in module.by_name.values()
-        if one.opcode == "while"
-        for _, called in one.called
-    ]
-    seen: set[str] = set()
+    """Instructions of loop bodies and of what they call."""
+    loops = (one for one in module.by_name.values() if one.opcode == "while")
+    return _reached(module, [called for one in loops for _, called in one.called])
+
+
+def _reached(module: Module, names: Iterable[str]) -> Iterator[Instruction]:
+    """Instructions of computations and what they call; fusions and async parts are not opened."""
+    waiting, seen = list(names), set()
     while waiting:
         name = waiting.pop()
         if name in seen:
@@ -172,7 +215,7 @@ def _in_loops(module: Module) -> Iterator[Instruction]:
         seen.add(name)
         for one in module.computations[name]:
             yield one
-            if one.opcode in _CALLS:
+            if one.opcode in _CALLS and not runs_on_host(one):
                 waiting += [called for _, called in one.called]
 
 

@@ -29,22 +29,23 @@ def checkpoint_stacks(jaxpr: Any) -> Mapping[Stack, str]:
         jaxpr: Of the whole program, `jax.jit(f).trace(...).jaxpr`.
     """
     found: dict[Stack, str] = {}
-    for scope in _scopes(jaxpr):
+    for scope in scopes(jaxpr):
         makers = {id(var): eqn for eqn in scope.eqns for var in eqn.outvars}
         for eqn in scope.eqns:
             if eqn.primitive.name == "name":
-                for stack in (_stack(eqn), *_making(eqn.invars[0], makers)):
+                for stack in (call_stack(eqn), *_making(eqn.invars[0], makers)):
                     found.setdefault(stack, eqn.params["name"])
     found.pop((), None)
     return found
 
 
-def _scopes(jaxpr: Any) -> Iterator[Any]:
+def scopes(jaxpr: Any) -> Iterator[Any]:
+    """A jaxpr and all those inside its equations."""
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     yield jaxpr
     for eqn in jaxpr.eqns:
         for inner in _inner(eqn):
-            yield from _scopes(inner)
+            yield from scopes(inner)
 
 
 def _inner(eqn: Any) -> Iterator[Any]:
@@ -59,7 +60,7 @@ def _making(var: Any, makers: Mapping[int, Any]) -> Iterator[Stack]:
     eqn = makers.get(id(var))
     if eqn is None:
         return
-    yield _stack(eqn)
+    yield call_stack(eqn)
     place = next(i for i, out in enumerate(eqn.outvars) if out is var)
     for inner in _inner(eqn):
         if len(inner.outvars) == len(eqn.outvars):
@@ -69,7 +70,8 @@ def _making(var: Any, makers: Mapping[int, Any]) -> Iterator[Stack]:
         yield from _making(eqn.invars[0], makers)
 
 
-def _stack(eqn: Any) -> Stack:
+def call_stack(eqn: Any) -> Stack:
+    """Positions outside JAX from which an equation was traced, innermost first."""
     traceback = eqn.source_info.traceback
     frames = traceback.frames if traceback else ()
     return tuple(

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 
-from colossax.aot.hlo import Instruction, Module, parse_module, shape_bytes
+from colossax.aot.hlo import Instruction, Module, elements, parse_module, shape_bytes
 
 _FREE = (
     "parameter constant tuple get-tuple-element bitcast after-all opt-barrier partition-id"
@@ -93,9 +93,16 @@ def _trips(one: Instruction, role: str) -> int:
 
 
 def _read(module: Module, one: Instruction) -> int:
-    """Bytes of the operands, each once however often it is named."""
+    return sum(size for _, size in operand_bytes(module, one).values())
+
+
+def operand_bytes(module: Module, one: Instruction) -> dict[str, tuple[str, int]]:
+    """Shape of each operand and the bytes looked at, once however often it is named.
+
+    Of what is only sliced those are the slices, of what is updated in place none.
+    """
     inside = _fused(module, one)
-    most: dict[str, int] = {}
+    most: dict[str, tuple[str, int]] = {}
     places = zip(one.operand_names, module.operand_shapes(one), strict=True)
     for place, (name, shape) in enumerate(places):
         whole = shape_bytes(shape)
@@ -106,8 +113,8 @@ def _read(module: Module, one: Instruction) -> int:
             size = min(whole, _used(inside, parameter, whole))
         else:
             size = min(whole, _used((one,), name, whole))
-        most[name] = max(most.get(name, 0), size)
-    return sum(most.values())
+        most[name] = (shape, max(most.get(name, (shape, 0))[1], size))
+    return most
 
 
 def _fused(module: Module, one: Instruction) -> tuple[Instruction, ...]:
@@ -133,19 +140,25 @@ def _used(users: tuple[Instruction, ...], name: str, whole: int) -> int:
 
 
 def _written(module: Module, one: Instruction) -> int:
-    """Bytes of the result; of an update in place those of the update."""
+    return sum(size for _, size in result_bytes(module, one))
+
+
+def result_bytes(module: Module, one: Instruction) -> list[tuple[str, int]]:
+    """Shape of each result and the bytes written; of an update in place those of the update."""
     inside = {i.name: i for i in _fused(module, one)}
     if not inside:
-        return _update_bytes(module, one) or shape_bytes(one.shape)
+        update = _update_bytes(module, one)
+        parts = elements(one.shape)
+        return [(one.shape, update)] if update else [(part, shape_bytes(part)) for part in parts]
     root = next(reversed(inside.values()))
     results = root.operand_names if root.opcode == "tuple" else (root.name,)
-    total = 0
-    for name in results:
+    written = []
+    for name, shape in zip(results, elements(one.shape), strict=True):
         made = inside[name]
         while made.opcode == "bitcast":
             made = inside[made.operand_names[0]]
-        total += _update_bytes(module, made) or shape_bytes(made.shape)
-    return total
+        written.append((shape, _update_bytes(module, made) or shape_bytes(made.shape)))
+    return written
 
 
 def _update_bytes(module: Module, one: Instruction) -> int:

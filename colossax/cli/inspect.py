@@ -12,7 +12,14 @@ from colossax.aot import Target, gpu_keys, parse_target
 from colossax.cli.overrides import Override, apply_overrides
 from colossax.errors import InputError
 from colossax.recipes import recipe
-from colossax.train.inspection import Inspection, compare, inspect_run, largest_microbatch
+from colossax.train.inspection import (
+    HIDING_FORMULA,
+    HostTraffic,
+    Inspection,
+    compare,
+    inspect_run,
+    largest_microbatch,
+)
 from colossax.train.layouts import LayoutCost, compare_layouts
 
 DESCRIPTION = {
@@ -124,6 +131,7 @@ def describe(one: Inspection) -> str:
             [(name, f"{size / _GIB:.3f} GiB") for name, size in _sorted(memory.terms) if size]
         ),
         f"host memory: {memory.host_bytes / _GIB:.2f} GiB",
+        *(_host_traffic(one.host_traffic) if one.host_traffic else []),
         "largest temporaries:",
         *_columns(
             [
@@ -227,6 +235,36 @@ def _collectives(one: Inspection) -> list[str]:
         for link in one.links
     ]
     return _columns(rows) if one.links else ["  none"]
+
+
+def _host_traffic(found: HostTraffic) -> list[str]:
+    """Copies between GPU and host, and how many tokens hide them."""
+    rows: list[tuple[str, ...]] = [
+        ("direction", "times", "GB", "seconds", "beside a matmul", "synchronous in loops"),
+        *(
+            (
+                one.direction.replace("_", " "),
+                str(one.executions),
+                f"{one.bytes / _GB:.3f}",
+                _host_seconds(found, one.direction),
+                str(one.beside_matmul),
+                str(one.sync_in_loops),
+            )
+            for one in found.totals
+        ),
+    ]
+    tokens = found.hiding_tokens
+    hidden = "an unknown number of" if tokens is None else f"{tokens:,.0f}"
+    return [
+        "copies between device and host, per device and step, at the PCIe rate:",
+        *_columns(rows),
+        f"hidden by {hidden} tokens per step of all devices ({HIDING_FORMULA})",
+    ]
+
+
+def _host_seconds(found: HostTraffic, direction: str) -> str:
+    seconds = {"to_device": found.up_s, "to_host": found.down_s}.get(direction)
+    return "-" if seconds is None else f"{seconds:.4f}"
 
 
 def _columns(rows: list[tuple[str, ...]], indent: str = "  ") -> list[str]:

@@ -25,6 +25,8 @@ class OffloadConfig:
         parameters: Share of the layers whose parameters live in host memory.
         optimizer: Share of the layers whose optimizer state does.
         activations: Share of the layers of which what backward keeps does.
+        fused: Update each layer during backward, so that gradients are never whole, though nothing
+            need be in host memory. Shares above 0 imply it.
         device_gb: With `auto`, memory of a device that may be used, in units of 1e9 bytes; None:
             93 % of what it has.
         host_gb: Likewise of the host's memory, for each device; None: what is free, less 16 GiB,
@@ -34,17 +36,16 @@ class OffloadConfig:
             `speculate` updates as if nothing had to be scaled, into a second copy of the state,
             and repeats the step if it had. These three are exact. `layer` scales each layer's
             gradient by its own norm: another optimizer, which needs neither memory nor time.
-        pipelined: Let XLA move what is kept on the host while it computes, one layer ahead.
     """
 
     auto: bool = False
     parameters: float = 0.0
     optimizer: float = 0.0
     activations: float = 0.0
+    fused: bool = False
     device_gb: float | None = None
     host_gb: float | None = None
     clipping: str = "stack"
-    pipelined: bool = False
 
     def __post_init__(self):
         for field in HOST_KINDS:
@@ -95,8 +96,8 @@ class OffloadConfig:
 
     @property
     def wanted(self) -> bool:
-        """Whether any share is above 0, or to be found."""
-        return self.auto or any(getattr(self, field) for field in HOST_KINDS)
+        """Whether layers are updated during backward: any share is above 0, or to be found."""
+        return self.auto or self.fused or any(getattr(self, field) for field in HOST_KINDS)
 
     def layers(self, kind: str, total: int) -> int:
         """Layers, of a stack of `total`, whose arrays of this kind live in host memory."""

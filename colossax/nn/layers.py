@@ -10,10 +10,19 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from colossax.config import nearest
-from colossax.errors import InputError
+from colossax.errors import InputError, PlanError
 from colossax.nn.module import param
 from colossax.pallas.norms import layer_norm, rms_norm
-from colossax.sharding import compute_dtype, constrain, gather_weight, linears, lookup
+from colossax.sharding import (
+    compute_dtype,
+    constrain,
+    current,
+    gather_weight,
+    kept_share,
+    linears,
+    lookup,
+    seq_axes,
+)
 from colossax.typing import Dims
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
@@ -145,15 +154,43 @@ class MLP(nnx.Module):
         self.down = make((mlp, embed), ("mlp", "embed"), std if out_std is None else out_std)
 
     def __call__(self, x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
+        parts = [
+            self._tokens(tokens, name)
+            for tokens, name in zip(_split_tokens(x), ("mlp", "mlp_recomputed"), strict=False)
+        ]
+        return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+
+    def _tokens(self, x: Float[Array, "b s d"], name: str) -> Float[Array, "b s d"]:
         act = ACTIVATIONS[self.activation]
         if self.gate is None:
-            return self.down(act(_hidden(self.up(x))))
-        up, gate = map(_hidden, linears(x, (self.up.map, self.gate.map)))
+            return self.down(act(_hidden(self.up(x), name)))
+        maps = (self.up.map, self.gate.map)
+        up, gate = (_hidden(h, name) for h in linears(x, maps))
         return self.down(act(gate) * up)
 
 
-def _hidden(h: Float[Array, "b s f"]) -> Float[Array, "b s f"]:
-    return checkpoint_name(constrain(h, "batch:inner", "seq", "mlp"), "mlp")
+def _split_tokens(x: Float[Array, "b s d"]) -> list[Float[Array, "b s d"]]:
+    """All tokens, or those whose hidden states are kept for backward and the others.
+
+    They part before the matmuls: a slice of the hidden states would keep all of them alive.
+
+    Raises:
+        PlanError: Several devices hold parts of the sequence.
+    """
+    share, bound = kept_share(), current()
+    if share == 1 or x.shape[1] < 2:
+        return [x]
+    if bound is not None and seq_axes(bound):
+        raise PlanError(
+            f"segments.mlp_share: {share} parts the tokens of a row, which several devices"
+            f" hold along {list(seq_axes(bound))}; keep the 'mlp' of all tokens or of none"
+        )
+    first = min(max(round(share * x.shape[1]), 1), x.shape[1] - 1)
+    return [x[:, :first], x[:, first:]]
+
+
+def _hidden(h: Float[Array, "b s f"], name: str) -> Float[Array, "b s f"]:
+    return checkpoint_name(constrain(h, "batch:inner", "seq", "mlp"), name)
 
 
 def depth_scaled(std: float, layers: int) -> float:

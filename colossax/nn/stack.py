@@ -23,7 +23,14 @@ from colossax.offload import (
     segment_counts,
 )
 from colossax.optim import decays
-from colossax.sharding import activation_sharding, current, recomputing, replicated, resolve
+from colossax.sharding import (
+    activation_sharding,
+    current,
+    keeping,
+    recomputing,
+    replicated,
+    resolve,
+)
 
 MakeLayer = Callable[[nnx.Rngs], nnx.Module]
 
@@ -305,7 +312,7 @@ def _checkpointed(fn: Callable, segment: Segment, *, in_loop: bool) -> Callable:
         return fn
 
     def marked(*args: Any) -> Any:
-        with recomputing():
+        with recomputing(), keeping(segment.mlp_share):
             return fn(*args)
 
     # A loop body is compiled apart from its backward, so nothing can be merged back across.

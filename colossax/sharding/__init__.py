@@ -3,6 +3,8 @@
 from .attention import attention as attention
 from .compiling import compiler_options as compiler_options
 from .context import current as current
+from .context import keeping as keeping
+from .context import kept_share as kept_share
 from .context import recomputing as recomputing
 from .context import use as use
 from .lookup import lookup as lookup

@@ -46,3 +46,18 @@ def recomputing() -> Iterator[None]:
 def recomputed() -> bool:
     """Whether what is being traced will be recomputed in backward."""
     return _RECOMPUTED.value
+
+
+_KEPT_SHARE = jax.make_user_context(default_value=1.0)
+
+
+@contextlib.contextmanager
+def keeping(share: float) -> Iterator[None]:
+    """Of what is traced inside, a block may keep its hidden states for this share of the tokens."""
+    with _KEPT_SHARE(share):
+        yield
+
+
+def kept_share() -> float:
+    """Share of the tokens whose hidden states are kept for backward; see `Segment.mlp_share`."""
+    return _KEPT_SHARE.value

@@ -13,12 +13,15 @@ from colossax.aot import (
     Program,
     Target,
     Totals,
+    TransferTotals,
     checkpoint_stacks,
     collectives,
     compile_program,
     memory_report,
     target_devices,
     totals,
+    transfer_totals,
+    transfers,
 )
 from colossax.compat import cudnn_installed
 from colossax.config import BatchConfig, Plan
@@ -53,6 +56,89 @@ class Link:
     exposed_s: float
 
 
+ASSUMED_EFFICIENCY = 0.4
+"""Share of the GPUs' peak that steps are taken to reach, recomputation counted as work, where
+nothing was measured."""
+
+RECOMPUTED = 4 / 3
+"""FLOPs that run per FLOP of the model when every layer's forward pass is run twice."""
+
+HIDING_FORMULA = (
+    "tokens = GPUs x seconds of the slower direction x peak x efficiency / (4/3 x FLOPs/token);"
+    f" 4/3 for recomputation, efficiency {ASSUMED_EFFICIENCY} assumed, bytes as in this step"
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostTraffic:
+    """What a step copies between a GPU and its host; bytes and executions per device and step.
+
+    Attributes:
+        totals: By direction.
+        up_bytes: To the device.
+        down_bytes: To the host.
+        sync_in_loops: Executions that stop a loop until they are done.
+        up_s: At the target's PCIe rate, which both directions have at the same time.
+        down_s: Likewise.
+        hiding_tokens: Tokens of all devices per step whose compute takes as long as the slower
+            direction, by `HIDING_FORMULA`; None where the GPU's peak is not known.
+    """
+
+    totals: tuple[TransferTotals, ...]
+    up_bytes: int
+    down_bytes: int
+    sync_in_loops: int
+    up_s: float
+    down_s: float
+    hiding_tokens: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        """The facts as plain JSON types."""
+        return {
+            "to_device_bytes": self.up_bytes,
+            "to_host_bytes": self.down_bytes,
+            "to_device_s": self.up_s,
+            "to_host_s": self.down_s,
+            "sync_in_loops": self.sync_in_loops,
+            "hiding_tokens": self.hiding_tokens,
+            "hiding_formula": HIDING_FORMULA,
+            "by_direction": [dataclasses.asdict(one) for one in self.totals],
+        }
+
+
+def host_traffic(
+    hlo: str, target: Target, *, flops_per_token: int, peak: float | None
+) -> HostTraffic | None:
+    """Transfers of a compiled step, and what would hide them; None where it has none.
+
+    Args:
+        hlo: Text of the program.
+        target: What it was compiled for.
+        flops_per_token: Of the model, forward and backward, without recomputation.
+        peak: FLOP/s of one GPU.
+
+    Raises:
+        ValueError: A loop with transfers whose trip count is not known.
+    """
+    sums = transfer_totals(transfers(hlo))
+    if not sums:
+        return None
+    moved = {one.direction: one.bytes for one in sums}
+    up, down = moved.get("to_device", 0), moved.get("to_host", 0)
+    rate = target.gpu.pcie_bytes_per_s
+    work = RECOMPUTED * flops_per_token
+    done = None if peak is None else target.size * peak * ASSUMED_EFFICIENCY
+    return HostTraffic(
+        totals=sums,
+        up_bytes=up,
+        down_bytes=down,
+        sync_in_loops=sum(one.sync_in_loops for one in sums),
+        up_s=up / rate,
+        down_s=down / rate,
+        hiding_tokens=None if done is None else max(up, down) / rate * done / work,
+    )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inspection:
     """One run on one target; bytes are per device and step.
@@ -65,6 +151,7 @@ class Inspection:
         compute_s: Model FLOPs of a step at the GPUs' peak.
         microbatch: Rows of each device at a time.
         microbatches: Per step.
+        host_traffic: Copies between GPU and host; None where there are none.
         searched: Whether the largest microbatch was.
         largest_microbatch: The most rows that fit; None where not searched, or not one does.
     """
@@ -83,6 +170,7 @@ class Inspection:
     compute_s: float | None
     microbatch: int
     microbatches: int
+    host_traffic: HostTraffic | None = None
     searched: bool = False
     largest_microbatch: int | None = None
 
@@ -104,12 +192,12 @@ class Inspection:
     @property
     def collective_s(self) -> float:
         """Predicted seconds of all collectives."""
-        return sum(link.seconds for link in self.links)
+        return sum((link.seconds for link in self.links), 0.0)
 
     @property
     def exposed_s(self) -> float:
         """Of those, seconds of collectives beside which nothing is computed."""
-        return sum(link.exposed_s for link in self.links)
+        return sum((link.exposed_s for link in self.links), 0.0)
 
     def to_json(self) -> dict[str, Any]:
         """The facts as plain JSON types."""
@@ -127,6 +215,7 @@ class Inspection:
                 "terms": dict(memory.terms),
             },
             "host_bytes": memory.host_bytes,
+            **({"host_traffic": self.host_traffic.to_json()} if self.host_traffic else {}),
             "largest": [
                 {
                     "bytes": b.bytes,
@@ -198,6 +287,7 @@ def inspect_run(config: TrainConfig, target: Target) -> Inspection:
         compute_s=None if peak is None else flops * rows * seq_len / (peak * target.size),
         microbatch=microbatch,
         microbatches=pieces,
+        host_traffic=host_traffic(program.hlo, target, flops_per_token=flops, peak=peak),
     )
 
 

@@ -1,0 +1,5 @@
+"""State below host memory: one file of equal records, a layer each, updated in one pass."""
+
+from .layout import RecordLayout as RecordLayout
+from .store import RecordStore as RecordStore
+from .store import disk_bytes as disk_bytes

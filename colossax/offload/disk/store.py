@@ -1,0 +1,478 @@
+"""A file of equal records in two epochs: one that is whole, and one that is being written.
+
+    block 0...       FileBlock: records, arrays, largest tail
+    2 commit areas   CommitBlock of even epochs, of odd epochs
+    slots of even    record 0, record 1, ...: a RecordBlock, then the arrays, each from a block on
+    slots of odd     the same
+
+An epoch is what all records hold after one update. Updating epoch e writes e + 1 into the slots of
+the other parity, so that e stays whole; committing e + 1 waits until its records are on the disk
+and then writes its commit, so that from the disk's point of view the epochs change in one moment.
+A process may be killed, and the machine lose its power, at any time: what was committed last is
+there. (The second rests on a disk that keeps the order which fdatasync asks for.)
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from colossax.errors import DamagedStoreError, OffloadError
+from colossax.offload.disk.blocks import VERSION, CommitBlock, FileBlock, RecordBlock
+from colossax.offload.disk.checksum import checksum
+from colossax.offload.disk.file import BlockFile, aligned_buffer
+from colossax.offload.disk.layout import BLOCK_BYTES, RecordLayout, in_blocks
+from colossax.offload.disk.pipeline import RING, run_ring
+from colossax.offload.disk.slots import Places, SlotBuffer
+
+Arrays = dict[str, np.ndarray]
+
+UNFINISHED = ".unfinished"
+"""Ends the name of a file that is being created."""
+
+
+class RecordStore:
+    """Records of one file, each the arrays of one layer, under two epochs.
+
+    One thread at a time may call it. Every process needs a file of its own.
+
+    Attributes:
+        path: The file.
+        layout: Arrays of a record.
+        records: How many.
+        bytes: Disk bytes in all, taken when the file was created.
+    """
+
+    def __init__(self, file: BlockFile, block: FileBlock, layout: RecordLayout) -> None:
+        """Use `create` or `open`."""
+        self._file, self._tail_bytes = file, block.tail_bytes
+        self.path, self.records, self.layout = file.path, block.records, layout
+        self._places = _places(block, layout)
+        self.bytes = self._places.end
+        self._ring: list[SlotBuffer] = []
+        self._written: dict[int, int] = {}
+        self._updating = False
+        self._epoch: int | None = None
+
+    @classmethod
+    def create(
+        cls,
+        path: Path | str,
+        layout: RecordLayout,
+        records: int,
+        *,
+        tail_bytes: int = 1 << 20,
+        direct: bool = True,
+    ) -> "RecordStore":
+        """Create a file and take all the disk space it will ever need.
+
+        A file that appears is complete: until then it is called `<path>.unfinished`, and what a
+        killed process left under that name is replaced.
+
+        Args:
+            path: In an existing folder.
+            layout: Arrays of a record.
+            records: How many.
+            tail_bytes: Largest tail that `commit` will be given.
+            direct: Whether to try to go past the page cache.
+
+        Raises:
+            OffloadError: It exists, cannot be written, or the disk has not the bytes; nothing is
+                left behind.
+        """
+        path, block = Path(path), FileBlock(records, tail_bytes, layout.rows())
+        if records < 1:
+            raise OffloadError(
+                f"disk store '{path}' was asked for {records} records; give 1 or more"
+            )
+        file = BlockFile(path.with_name(path.name + UNFINISHED), create=True, direct=direct)
+        try:
+            if path.exists():
+                raise OffloadError(
+                    f"disk store '{path}' exists already; open it, delete it or choose another name"
+                )
+            store = cls(file, block, layout)
+            file.allocate(store.bytes)
+            file.write(_padded(block.to_bytes()), 0)
+            file.sync()
+            file.rename(path)
+        except BaseException:
+            file.path.unlink(missing_ok=True)
+            file.close()
+            raise
+        store.path = path
+        return store
+
+    @classmethod
+    def open(
+        cls, path: Path | str, layout: RecordLayout, records: int, *, direct: bool = True
+    ) -> "RecordStore":
+        """Open a file that `create` made for the same layout and number of records.
+
+        Raises:
+            OffloadError: It is missing, in use, or made for something else; the message names the
+                first difference.
+            DamagedStoreError: It is cut short, or its first block is damaged.
+        """
+        file = BlockFile(Path(path), create=False, direct=direct)
+        try:
+            block = _read_file_block(file)
+            difference = layout.difference(block.rows)
+            if block.records != records:
+                difference = f"it has {block.records} records, {records} were asked for"
+            if difference:
+                raise OffloadError(
+                    f"disk store '{path}' was made for another state: {difference}; delete it and "
+                    "restore from a checkpoint"
+                )
+            store = cls(file, block, layout.in_order_of(block.rows))
+            if file.size_bytes < store.bytes:
+                raise DamagedStoreError(
+                    f"disk store '{path}' has {file.size_bytes} of its {store.bytes} bytes; delete "
+                    "it and restore from the last checkpoint",
+                    path=str(path),
+                )
+            store._epoch = store.consistent_epoch()
+        except BaseException:
+            file.close()
+            raise
+        return store
+
+    @property
+    def direct(self) -> bool:
+        """Whether reads and writes go past the page cache (O_DIRECT)."""
+        return self._file.direct
+
+    @property
+    def memory_bytes(self) -> int:
+        """Host bytes that updates hold, from the first one until the store is closed."""
+        return RING * self._places.slot_bytes
+
+    def consistent_epoch(self) -> int | None:
+        """Newest committed epoch that every record is of, as the disk now has it; None if none.
+
+        The checksums of the arrays are compared when they are read (`read`, `update`, `verify`).
+        Cost: one read of 4 KiB per record, and the tails.
+        """
+        for commit in self._commits():
+            if all(self._is_of(record, commit.epoch) for record in range(self.records)):
+                return commit.epoch
+        return None
+
+    def _commits(self) -> list[CommitBlock]:
+        """The commits on the disk, newest first."""
+        found = []
+        for parity in (0, 1):
+            area = aligned_buffer(self._places.commit_bytes)
+            self._file.read(area, self._places.commit(parity))
+            found.append(CommitBlock.from_bytes(area.tobytes()))
+        return sorted((c for c in found if c is not None), key=lambda c: c.epoch, reverse=True)
+
+    def _is_of(self, record: int, epoch: int) -> bool:
+        block = aligned_buffer(BLOCK_BYTES)
+        self._file.read(block, self._places.slot(record, epoch))
+        found = RecordBlock.from_bytes(block.tobytes())
+        return found is not None and (found.record, found.epoch) == (record, epoch)
+
+    def tail(self) -> bytes:
+        """What the caller gave with the commit of the consistent epoch.
+
+        Raises:
+            OffloadError: There is no such epoch.
+        """
+        epoch = self._whole_epoch()
+        return next(commit.tail for commit in self._commits() if commit.epoch == epoch)
+
+    def read(self, record: int, epoch: int | None = None) -> Arrays:
+        """The arrays of one record, in memory of their own.
+
+        Args:
+            record: Its index.
+            epoch: Of which epoch; the consistent one by default.
+
+        Raises:
+            DamagedStoreError: They are not what was written.
+            OffloadError: There is no consistent epoch, or the disk cannot be read.
+        """
+        epoch = self._whole_epoch() if epoch is None else epoch
+        self._check_record(record)
+        buffer = SlotBuffer(self.layout)
+        self._read(record, epoch, buffer)
+        return buffer.arrays
+
+    def verify(self) -> int | None:
+        """Read all of the newest committed epoch and compare checksums; return that epoch.
+
+        Raises:
+            DamagedStoreError: A record is not what was written; it names the first.
+        """
+        newest = next(iter(self._commits()), None)
+        if newest is None:
+            return None
+        buffer = SlotBuffer(self.layout)
+        for record in range(self.records):
+            self._read(record, newest.epoch, buffer)
+        return newest.epoch
+
+    def fill(self, record: int, arrays: Mapping[str, Any], epoch: int) -> None:
+        """Write one record of a new epoch, as when state is initialised or restored.
+
+        Args:
+            record: Its index.
+            arrays: Exactly those of the layout.
+            epoch: One that leaves the consistent epoch whole: newer and of the other parity.
+
+        Raises:
+            OffloadError: It does not, the arrays do not fit, or the disk refuses.
+        """
+        self._check_idle()
+        self._check_record(record)
+        self._check_new(epoch)
+        buffer = self._buffers(1)[0]
+        buffer.offer(record, arrays)
+        buffer.settle()
+        self._write(record, epoch, buffer)
+
+    def commit(self, epoch: int, tail: bytes = b"") -> None:
+        """Make an epoch the consistent one, once all its records are on the disk.
+
+        Args:
+            epoch: One whose records were all written, by `fill` or `update`.
+            tail: What belongs to the epoch and is in no record: step, random key, small leaves.
+
+        Raises:
+            OffloadError: Records are missing, the tail has no room, or the disk refuses; the
+                consistent epoch is what it was.
+        """
+        self._check_idle()
+        self._check_new(epoch)
+        missing = [i for i in range(self.records) if self._written.get(i) != epoch]
+        if missing:
+            raise OffloadError(
+                f"disk store '{self.path}' cannot commit epoch {epoch}: {len(missing)} of "
+                f"{self.records} records were not written, the first is {missing[0]}; fill or "
+                "update them all"
+            )
+        if len(tail) > self._tail_bytes:
+            raise OffloadError(
+                f"disk store '{self.path}' has room for a tail of {self._tail_bytes} bytes, given "
+                f"{len(tail)}; create it with more tail_bytes"
+            )
+        written, self._written = self._written, {}  # after a failed sync all must be written again
+        self._file.sync()
+        self._written = written
+        block = CommitBlock(epoch, tail).to_bytes()
+        self._file.write(_padded(block), self._places.commit(epoch))
+        self._file.sync()
+        self._epoch = epoch
+
+    def reset(self) -> None:
+        """Forget every epoch, so that any may be filled next, as from a checkpoint.
+
+        Raises:
+            OffloadError: The disk refuses.
+        """
+        self._check_idle()
+        self._epoch = None
+        self._written = {}
+        for parity in (0, 1):
+            self._file.write(aligned_buffer(BLOCK_BYTES), self._places.commit(parity))
+        self._file.sync()
+
+    def update(
+        self,
+        epoch: int,
+        fn: Callable[[int, Arrays], Mapping[str, Any]],
+        order: Sequence[int] | None = None,
+    ) -> None:
+        """Write epoch + 1 of every record, computed from this one; `commit` it afterwards.
+
+        A thread reads the records to come and another writes those done, while `fn` computes.
+
+        Args:
+            epoch: The consistent epoch.
+            fn: Called in this thread with a record's index and its arrays, which lie in a buffer of
+                the pass: it may change them in place, and must not keep them. Returns the new
+                arrays, any of them those it was given. JAX arrays are waited for in the writing
+                thread, so that `fn` may return before the device is done.
+            order: Every record once; first to last by default.
+
+        Raises:
+            DamagedStoreError: A record is not what was written.
+            OffloadError: Another epoch is consistent, results do not fit the layout, or the disk
+                refuses. In every case, and where `fn` raises, this epoch stays as it is, and the
+                update may be tried again.
+
+        Cost: reads and writes every record once, and keeps `memory_bytes` of the host.
+        """
+        self._check_idle()
+        order = range(self.records) if order is None else order
+        self._check_update(epoch, order)
+        ring = self._buffers(RING)
+
+        def read(record: int, turn: int) -> None:
+            self._read(record, epoch, ring[turn])
+
+        def compute(record: int, turn: int) -> None:
+            ring[turn].offer(record, fn(record, dict(ring[turn].arrays)))
+
+        def write(record: int, turn: int) -> None:
+            ring[turn].settle()
+            self._write(record, epoch + 1, ring[turn])
+
+        self._updating, self._written = True, {}
+        try:
+            run_ring(order, read=read, compute=compute, write=write)
+        finally:
+            self._updating = False
+            for buffer in ring:
+                buffer.drop()
+
+    def _check_update(self, epoch: int, order: Sequence[int]) -> None:
+        if epoch != self._epoch:
+            raise OffloadError(
+                f"disk store '{self.path}' cannot update epoch {epoch}: its consistent epoch is "
+                f"{self._epoch}; commit or restore the one before updating it"
+            )
+        if sorted(order) != list(range(self.records)):
+            raise OffloadError(
+                f"the order of an update of disk store '{self.path}' is {list(order)}; give each "
+                f"of its {self.records} records once"
+            )
+
+    def _check_new(self, epoch: int) -> None:
+        current = self._epoch
+        if epoch < 0 or (current is not None and (epoch <= current or (epoch - current) % 2 == 0)):
+            raise OffloadError(
+                f"disk store '{self.path}' cannot write epoch {epoch} while epoch {current} is its "
+                f"consistent one; write {0 if current is None else current + 1}, or reset the store"
+            )
+
+    def _check_record(self, record: int) -> None:
+        if not 0 <= record < self.records:
+            raise OffloadError(
+                f"disk store '{self.path}' has no record {record}; it has 0 to {self.records - 1}"
+            )
+
+    def _check_idle(self) -> None:
+        if self._updating:
+            raise OffloadError(
+                f"disk store '{self.path}' is being updated; call it when update has returned"
+            )
+
+    def _whole_epoch(self) -> int:
+        if self._epoch is None:
+            raise OffloadError(
+                f"disk store '{self.path}' holds no whole epoch; fill it from a checkpoint"
+            )
+        return self._epoch
+
+    def _buffers(self, count: int) -> list[SlotBuffer]:
+        """The first buffers of the ring, made when first needed."""
+        while len(self._ring) < count:
+            self._ring.append(SlotBuffer(self.layout))
+        return self._ring[:count]
+
+    def _read(self, record: int, epoch: int, buffer: SlotBuffer) -> None:
+        self._file.read(buffer.slot, self._places.slot(record, epoch))
+        found = RecordBlock.from_bytes(buffer.slot[:BLOCK_BYTES].tobytes())
+        if found is None:
+            what = "its header is damaged or was never written"
+        elif (found.record, found.epoch) != (record, epoch):
+            what = f"record {found.record} of epoch {found.epoch} lies there"
+        elif found.payload_bytes != len(buffer.payload):
+            what = f"it has {found.payload_bytes} bytes, not {len(buffer.payload)}"
+        elif found.checksum != checksum(buffer.payload):
+            what = "the checksum of its arrays is wrong"
+        else:
+            return
+        raise DamagedStoreError(
+            f"record {record} of epoch {epoch} in disk store '{self.path}' cannot be used: {what}; "
+            "restore from the last checkpoint",
+            path=str(self.path),
+            record=record,
+            epoch=epoch,
+        )
+
+    def _write(self, record: int, epoch: int, buffer: SlotBuffer) -> None:
+        self._written.pop(record, None)
+        block = RecordBlock(record, epoch, len(buffer.payload), checksum(buffer.payload))
+        buffer.slot[:BLOCK_BYTES] = np.frombuffer(block.to_bytes(), np.uint8)
+        self._file.write(buffer.slot, self._places.slot(record, epoch))
+        self._written[record] = epoch
+
+    def close(self) -> None:
+        """Close the file and let go of the buffers; again is nothing.
+
+        Raises:
+            OffloadError: An update is under way.
+        """
+        self._check_idle()
+        self._ring.clear()
+        self._file.close()
+
+    def __enter__(self) -> "RecordStore":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def disk_bytes(layout: RecordLayout, records: int, *, tail_bytes: int = 1 << 20) -> int:
+    """Bytes of the file that `RecordStore.create` would make: two epochs of every record."""
+    return _places(FileBlock(records, tail_bytes, layout.rows()), layout).end
+
+
+def _places(block: FileBlock, layout: RecordLayout) -> Places:
+    return Places.of(len(block.to_bytes()), block.records, block.tail_bytes, layout)
+
+
+def _read_file_block(file: BlockFile) -> FileBlock:
+    """The first blocks of a store's file.
+
+    Raises:
+        OffloadError: It is no store, or one of another version.
+        DamagedStoreError: A byte of it changed.
+    """
+    damaged = DamagedStoreError(
+        f"the first block of disk store '{file.path}' is damaged; delete it and restore from the "
+        "last checkpoint",
+        path=str(file.path),
+    )
+    if file.size_bytes < BLOCK_BYTES:
+        raise damaged
+    try:
+        size_bytes = FileBlock.size_bytes(_first(file, BLOCK_BYTES))
+    except NotImplementedError as error:
+        raise OffloadError(
+            f"disk store '{file.path}' is of version {error}, this colossax reads version "
+            f"{VERSION}; delete it and restore from a checkpoint"
+        ) from error
+    if size_bytes is None:
+        raise OffloadError(f"'{file.path}' is not a disk store; choose another name")
+    block = (
+        FileBlock.from_bytes(_first(file, size_bytes)) if size_bytes <= file.size_bytes else None
+    )
+    if block is None:
+        raise damaged
+    return block
+
+
+def _first(file: BlockFile, size_bytes: int) -> bytes:
+    buffer = aligned_buffer(size_bytes)
+    file.read(buffer, 0)
+    return buffer.tobytes()
+
+
+def _padded(data: bytes) -> np.ndarray:
+    """Bytes in a buffer that a disk can be given, zeros to the next whole block."""
+    buffer = aligned_buffer(in_blocks(len(data)))
+    buffer[: len(data)] = np.frombuffer(data, np.uint8)
+    return buffer
