@@ -219,6 +219,10 @@ class Streaming:
             rest_grads,
             update,
         )
+        if self.clipping == "stack":
+            # Only then: or the others' gradients are there while layers' states come and go.
+            moved, own, update = jax.lax.optimization_barrier((moved, own, update))
+            stacks = {key: part.visit_all(stacks[key], update) for key, part in self.parts.items()}
         new_params = self.params(params, stacks, moved)
         return new_params, self.opt_state(opt_state, stacks, own, shared), found, ok
 
@@ -472,8 +476,6 @@ def _known_norm(job: _Job, stacks: dict[Key, Stacks], shared: list[Array]) -> An
     stacks, rest, found = job.gathered(stacks)
     found = dataclasses.replace(found, norm=jnp.sqrt(found.norm + squares(rest)))
     scale, ok = job.scale(found)
-    update = Update(shared=shared, scale=scale, ok=ok)
-    stacks = {key: part.visit_all(stacks[key], update) for key, part in job.all.parts.items()}
     return stacks, rest, found, scale, ok
 
 
