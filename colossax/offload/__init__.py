@@ -7,6 +7,7 @@ from .budget import Placement as Placement
 from .budget import check_host_bytes as check_host_bytes
 from .budget import default_host_bytes as default_host_bytes
 from .budget import free_host_bytes as free_host_bytes
+from .budget import host_shares as host_shares
 from .budget import place as place
 from .memory import build_stack as build_stack
 from .memory import fetch as fetch

@@ -38,15 +38,12 @@ class Demand:
         layers: Of the deepest layer stack.
         device_bytes: With every layer in host memory.
         host_bytes: Likewise.
-        ordinary_bytes: Of the device with every layer on it: another step then runs, which keeps
-            all gradients.
         kinds: What a layer has.
     """
 
     layers: int
     device_bytes: int
     host_bytes: int
-    ordinary_bytes: int
     kinds: tuple[Kind, ...]
 
     @property
@@ -58,13 +55,10 @@ class Demand:
         """What is needed with so many layers of each kind on the device."""
         moved = sum(kind.layer_bytes * resident[kind.name] for kind in self.kinds)
         saved = sum(kind.layer_traffic * resident[kind.name] for kind in self.kinds)
-        device = self.device_bytes + moved
-        if all(count == self.layers for count in resident.values()):
-            device = max(device, self.ordinary_bytes)
         return Placement(
             layers=self.layers,
             resident=dict(resident),
-            device_bytes=device,
+            device_bytes=self.device_bytes + moved,
             host_bytes=self.host_bytes - moved,
             saved_traffic=saved,
         )
@@ -91,16 +85,21 @@ class Placement:
     @property
     def shares(self) -> dict[str, float]:
         """Share of the layers in host memory, by kind, for `OffloadConfig`."""
-        return {name: 1 - count / self.layers for name, count in self.resident.items()}
+        return host_shares(self.resident, self.layers)
+
+
+def host_shares(resident: Mapping[str, int], layers: int) -> dict[str, float]:
+    """Share of the layers in host memory, of these on the device, by kind."""
+    return {name: 1 - count / layers for name, count in resident.items()}
 
 
 def place(demand: Demand, *, device_bytes: int, host_bytes: int) -> Placement:
     """The placement that saves most traffic and is within both budgets.
 
     Bytes go where they save most: parameters are fetched twice and stored once, all else moves
-    twice, so parameters come first, then the states of whole layers, then activations (Fang et
-    al. 2022, Elixir, weighs cached against moved chunks alike). What is left of the budget below a
-    layer of one kind goes to the next kind; tests compare with a search through all placements.
+    twice, so parameters come first, then whole layers' states, then activations (Elixir weighs
+    chunks that stay against chunks that move alike). What is left of the budget below a layer of
+    one kind goes to the next kind.
 
     Args:
         demand: What the step needs.
@@ -119,17 +118,18 @@ def place(demand: Demand, *, device_bytes: int, host_bytes: int) -> Placement:
             " much, or make the step smaller: fewer tokens at a time (plan.batch), or more chunks"
             " of the vocabulary (plan.loss.vocab_chunks)"
         )
-    fitting = [p for p in _fullest(demand, device_bytes) if p.device_bytes <= device_bytes]
+    fitting = list(_fullest(demand, device_bytes))
     within = [p for p in fitting if p.host_bytes <= host_bytes]
     if within:
         return max(within, key=lambda p: (p.saved_traffic, -p.device_bytes))
     least = min(p.host_bytes for p in fitting)
-    enough = demand.device_bytes + max(0, demand.host_bytes - host_bytes)
+    most = max(kind.layer_bytes for kind in demand.kinds)
+    enough = demand.device_bytes + demand.host_bytes - host_bytes + most
     raise PlanError(
         f"plan.offload.host_gb: {_gb_up(least - host_bytes)} GB are missing: with"
         f" {_gb(device_bytes)} GB of each device in use, {_gb_up(least)} GB for each of them stay"
         f" in host memory and {_gb(host_bytes)} GB are given; give host_gb {_gb_up(least)}, or"
-        f" about {_gb_up(enough)} GB of a device (device_gb), or use more devices"
+        f" device_gb {_gb_up(enough)}, or use more devices"
     )
 
 
@@ -140,13 +140,9 @@ def _fullest(demand: Demand, device_bytes: int) -> Iterator[Placement]:
     for counts in itertools.product(range(demand.layers + 1), repeat=len(first)):
         resident = dict(zip(names, counts, strict=True))
         left = device_bytes - demand.placed({**resident, last.name: 0}).device_bytes
-        most = min(demand.layers, left // last.layer_bytes if last.layer_bytes else demand.layers)
-        if most < 0:
-            continue
-        yield demand.placed({**resident, last.name: most})
-        # With every layer on the device another step runs, which may need more.
-        if most == demand.layers:
-            yield demand.placed({**resident, last.name: most - 1})
+        if left >= 0:
+            most = min(demand.layers, left // max(1, last.layer_bytes))
+            yield demand.placed({**resident, last.name: most})
 
 
 def free_host_bytes(source: Path = _MEMINFO) -> int:
@@ -205,9 +201,9 @@ def check_host_bytes(wanted: int, free: int, devices: int) -> None:
 
 
 def _gb(size: float) -> str:
-    return f"{math.floor(size / GB * 100) / 100:.2f}"
+    return f"{math.floor(size / GB * 1000) / 1000:.3f}"
 
 
 def _gb_up(size: float) -> str:
     """Never less than the size."""
-    return f"{math.ceil(size / GB * 100) / 100:.2f}"
+    return f"{math.ceil(size / GB * 1000) / 1000:.3f}"

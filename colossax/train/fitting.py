@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jaxlib
-import numpy as np
 
 from colossax.aot import Target, compile_program, device_bytes, host_bytes
 from colossax.config import HOST_KINDS, SAVEABLE, OffloadConfig, Plan, to_json
@@ -26,6 +25,7 @@ from colossax.offload import (
     check_host_bytes,
     default_host_bytes,
     free_host_bytes,
+    host_shares,
     place,
     recording_kept,
 )
@@ -172,7 +172,9 @@ def _kinds(plan: Plan) -> tuple[str, ...]:
 
 
 def _with_shares(plan: Plan, shares: Mapping[str, float]) -> Plan:
-    return plan.replace(offload=dataclasses.replace(plan.offload, auto=False, **shares))
+    """With these shares, and layers updated during backward even if all stay on the device."""
+    offload = dataclasses.replace(plan.offload, auto=False, fused=True, **shares)
+    return plan.replace(offload=offload)
 
 
 class _Trial:
@@ -262,15 +264,10 @@ class _Trial:
             )
             for name in _kinds(self.step.bound.plan)
         )
-        itemsize = np.dtype(self.step.bound.plan.precision.accumulation).itemsize
-        params = _host_bytes_of(self.step.abstract["params"])
-        whole = params * itemsize // np.dtype(self.step.bound.plan.precision.params).itemsize
-        resident = sum(kind.layer_bytes * layers for kind in kinds)
         return Demand(
             layers=layers,
             device_bytes=found.device,
             host_bytes=found.host,
-            ordinary_bytes=found.device + resident - self.gradient_bytes + whole,
             kinds=kinds,
         )
 
@@ -322,8 +319,6 @@ def _search(make_step: MakeStep, plan: Plan, everything: _Trial, budget: Budget)
 
 def _corrected(demand: Demand, chosen: Placement, found: _Bytes) -> Demand:
     """The demand as this placement showed it to be."""
-    if all(count == demand.layers for count in chosen.resident.values()):
-        return dataclasses.replace(demand, ordinary_bytes=max(found.device, demand.ordinary_bytes))
     return dataclasses.replace(
         demand,
         device_bytes=demand.device_bytes + max(0, found.device - chosen.device_bytes),
@@ -344,9 +339,8 @@ def _record(chosen: Placement, found: _Bytes) -> dict[str, Any]:
 
 def _fitted(plan: Plan, record: Mapping[str, Any], *, compiles: int) -> Fitted:
     layers = record["layers"]
-    shares = {name: 1 - count / layers for name, count in record["resident"].items()}
     return Fitted(
-        plan=_with_shares(plan, shares),
+        plan=_with_shares(plan, host_shares(record["resident"], layers)),
         layers=layers,
         resident=record["resident"],
         device_bytes=record["device_bytes"],
