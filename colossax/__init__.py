@@ -12,5 +12,6 @@ from colossax.sharding import constrain as constrain
 from colossax.sharding import linear as linear
 from colossax.sharding import use as use
 from colossax.train import boost as boost
+from colossax.train import fit_offload as fit_offload
 
 __version__ = "0.1.0"

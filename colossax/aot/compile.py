@@ -59,28 +59,36 @@ class Program:
 
     @property
     def device_bytes(self) -> int:
-        """Device memory the program needs: arguments, outputs that are not aliases, temporaries.
-
-        The compiler's own `peak_memory_in_bytes` counts host memory as well.
-        """
-        s = self.stats
-        return (
-            s.argument_size_in_bytes
-            + s.output_size_in_bytes
-            - s.alias_size_in_bytes
-            + s.temp_size_in_bytes
-        )
+        """Device memory the program needs; see `device_bytes`."""
+        return device_bytes(self.stats)
 
     @property
     def host_bytes(self) -> int:
         """Host memory it needs, counted in the same way."""
-        s = self.stats
-        return (
-            s.host_argument_size_in_bytes
-            + s.host_output_size_in_bytes
-            - s.host_alias_size_in_bytes
-            + s.host_temp_size_in_bytes
-        )
+        return host_bytes(self.stats)
+
+
+def device_bytes(stats: Any) -> int:
+    """Device memory by `memory_analysis()`: arguments, outputs that are no aliases, temporaries.
+
+    The compiler's own `peak_memory_in_bytes` counts host memory as well.
+    """
+    return (
+        stats.argument_size_in_bytes
+        + stats.output_size_in_bytes
+        - stats.alias_size_in_bytes
+        + stats.temp_size_in_bytes
+    )
+
+
+def host_bytes(stats: Any) -> int:
+    """Host memory, counted in the same way."""
+    return (
+        stats.host_argument_size_in_bytes
+        + stats.host_output_size_in_bytes
+        - stats.host_alias_size_in_bytes
+        + stats.host_temp_size_in_bytes
+    )
 
 
 def target_devices(target: Target) -> list[jax.Device]:

@@ -17,6 +17,7 @@ from colossax.train.inspection import (
     HostTraffic,
     Inspection,
     compare,
+    fit_to_target,
     inspect_run,
     largest_microbatch,
 )
@@ -67,7 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
     parser.epilog = (
         "any value of the recipe, by its dotted name:\n"
         "  --plan.preset zero3,zero1   --plan.mesh fsdp=4,tensor=2   --plan.batch.microbatch 2\n"
-        "  --data.seq_len 4096   --data.global_batch 64"
+        "  --data.seq_len 4096   --data.global_batch 64\n"
+        "  --plan.offload auto --plan.offload.host_gb 96  (per GPU; --plan.offload.device_gb: of it)"
     )
 
 
@@ -81,6 +83,9 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
     for label, target, changes in _asked(args, overrides):
         config = apply_overrides(recipe(args.recipe), changes)
         _tell(f"compiling {label}")
+        config, fitted = fit_to_target(config, target)
+        if fitted is not None:
+            _tell(fitted.line)
         one = inspect_run(config, target)
         if args.largest_microbatch:
             most = largest_microbatch(config, target, lambda line: _tell(f"  {line}"))

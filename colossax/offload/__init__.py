@@ -2,6 +2,15 @@
 
 from .cpu_update import cpu_rows as cpu_rows
 from .cpu_update import split_update as split_update
+from .budget import GB as GB
+from .budget import Demand as Demand
+from .budget import Kind as Kind
+from .budget import Placement as Placement
+from .budget import check_host_bytes as check_host_bytes
+from .budget import default_host_bytes as default_host_bytes
+from .budget import free_host_bytes as free_host_bytes
+from .budget import host_shares as host_shares
+from .budget import place as place
 from .memory import build_stack as build_stack
 from .memory import fetch as fetch
 from .memory import new_stack as new_stack
@@ -26,5 +35,6 @@ from .stream import Run as Run
 from .stream import Stacks as Stacks
 from .stream import Stream as Stream
 from .stream import current_stream as current_stream
+from .stream import recording_kept as recording_kept
 from .stream import run_streamed as run_streamed
 from .stream import streaming as streaming

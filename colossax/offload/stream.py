@@ -7,7 +7,8 @@ that gradients are never whole. What JAX calls the cotangent of a stack is then 
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -125,6 +126,23 @@ def current_stream() -> Stream | None:
     return _STREAM[-1] if _STREAM else None
 
 
+_KEPT: list[dict[Key, int]] = []
+
+
+@contextlib.contextmanager
+def recording_kept() -> Iterator[dict[Key, int]]:
+    """Bytes that runs keep in host memory for their backward pass, by run, found as they are traced.
+
+    Of each device; of all layers of the run.
+    """
+    found: dict[Key, int] = {}
+    _KEPT.append(found)
+    try:
+        yield found
+    finally:
+        _KEPT.pop()
+
+
 def run_streamed(stream: Stream, run: Run, params: Any, carry: Any, side: Any) -> tuple[Any, Any]:
     """Carry after the run's last layer, and the sums of its layers.
 
@@ -177,6 +195,8 @@ def _forward(
     where = [
         run.sharding_of(leaf) if host else None for leaf, host in zip(kept, hosts, strict=True)
     ]
+    for found in _KEPT:
+        found[run.key] = run.count * _host_row_bytes(kept, hosts, where)
     stacks = [
         new_stack(run.count, leaf, host=host, stacked=run.stacked, sharding=sharding)
         for leaf, host, sharding in zip(kept, hosts, where, strict=True)
@@ -192,6 +212,18 @@ def _forward(
 
     carry, totals, stacks = _loop(run, step, (carry, totals, stacks))
     return (carry, totals), stacks
+
+
+def _host_row_bytes(
+    rows: Sequence[Any], hosts: Sequence[bool], where: Sequence[NamedSharding | None]
+) -> int:
+    """Bytes of a device's part of the rows that go to host memory."""
+    return sum(
+        math.prod(row.shape if sharding is None else sharding.shard_shape(row.shape))
+        * row.dtype.itemsize
+        for row, host, sharding in zip(rows, hosts, where, strict=True)
+        if host
+    )
 
 
 def _layer(

@@ -1,5 +1,7 @@
 """Training: losses, the step, the loop."""
 
+from .fitting import Fitted as Fitted
+from .fitting import fit_offload as fit_offload
 from .loss import Loss as Loss
 from .loss import any_order as any_order
 from .loss import next_token_loss as next_token_loss

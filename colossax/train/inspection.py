@@ -31,7 +31,8 @@ from colossax.pallas.target import target as pallas_target
 from colossax.sharding import batch_axes, compiler_options
 from colossax.train.config import TrainConfig
 from colossax.train.flops import peak_flops
-from colossax.train.run import batch_shapes, run_step
+from colossax.train.fitting import Fitted
+from colossax.train.run import batch_shapes, fit_run, run_step
 from colossax.train.step import Step
 
 RESERVE = 0.03
@@ -257,12 +258,27 @@ class Inspection:
         }
 
 
+def fit_to_target(config: TrainConfig, target: Target) -> tuple[TrainConfig, Fitted | None]:
+    """The run with shares in place of `plan.offload.auto`, found for a target; see `fit_run`.
+
+    Raises:
+        InputError: A budget does not do, or the CUDA compiler plugin is missing.
+    """
+    if not config.plan.offload.auto:
+        return config, None
+    _check_cudnn(config.plan, target)
+    return fit_run(config, target_devices(target), target=target)
+
+
 def inspect_run(config: TrainConfig, target: Target) -> Inspection:
     """Compile a run's step for a target and count.
+
+    A plan that leaves its offload to `auto` is fitted first.
 
     Raises:
         InputError: The run does not fit its plan, or the CUDA compiler plugin is missing.
     """
+    config, _ = fit_to_target(config, target)
     step, program, names = compiled_step(config, target)
     mesh = step.bound.mesh
     memory = memory_report(program, names=names)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -242,6 +243,16 @@ class Part:
             away = "optimizer" in host
             found.append(host_sharding(mesh, spec) if away else NamedSharding(mesh, spec))
         return found
+
+    def gradient_stack_bytes(self, *, summed: bool) -> int:
+        """Bytes of a device's part of `gradient_stacks` in host memory."""
+        stacks = jax.eval_shape(lambda: self.gradient_stacks(summed=summed))
+        total = 0
+        for stack, info, host in zip(stacks, self.infos, self.hosts, strict=True):
+            if "optimizer" in host:
+                row = param_sharding(self.bound, "gradients", info).shard_shape(info.shape)
+                total += self.count * math.prod(row) * stack.dtype.itemsize
+        return total
 
     def visit_all(self, stacks: Stacks, update: Update) -> Stacks:
         """Every layer updated with the gradients in `stacks.grads`."""

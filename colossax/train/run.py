@@ -9,12 +9,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from colossax.config import to_json
+from colossax.aot import Target
+from colossax.config import Plan, to_json
 from colossax.errors import DamagedStoreError
 from colossax.models import config_to_json, maker
 from colossax.train.checkpointing import RunCheckpoints
 from colossax.train.config import TrainConfig, train_config_to_json
 from colossax.train.distributed import Group
+from colossax.train.fitting import Agree, Fitted, fit_offload
 from colossax.train.flops import MFU_FORMULA, Yardstick, peak_flops
 from colossax.train.gradients import microbatches
 from colossax.train.loop import Hooks, Loop, Meter, Schedule, mean_loss
@@ -89,6 +91,7 @@ class _Prepared:
     folder: RunFolder
     text: Text
     identity: dict[str, Any]
+    fitted: Fitted | None
 
 
 def train(config: TrainConfig, options: RunOptions, group: Group) -> Outcome:
@@ -131,6 +134,30 @@ def run_step(
     return step
 
 
+def fit_run(
+    config: TrainConfig,
+    devices: Sequence[jax.Device],
+    *,
+    target: Target | None = None,
+    agree: Agree = lambda make: make(),
+) -> tuple[TrainConfig, Fitted | None]:
+    """The run with shares in place of `plan.offload.auto`, and how they were found.
+
+    Unchanged, and None, where the plan has shares already. Arguments are those of `fit_offload`.
+
+    Raises:
+        PlanError: A budget does not do, or model, batch or devices do not fit the plan.
+    """
+    if not config.plan.offload.auto:
+        return config, None
+
+    def make_step(plan: Plan) -> Step:
+        return run_step(config.replace(plan=plan), devices)
+
+    fitted = fit_offload(make_step, config.plan, batch_shapes(config), target=target, agree=agree)
+    return config.replace(plan=fitted.plan), fitted
+
+
 def batch_shapes(config: TrainConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes and dtypes of a run's global batch."""
     shape = (config.data.global_batch, config.data.seq_len)
@@ -147,7 +174,9 @@ def _prepare(config: TrainConfig, options: RunOptions, group: Group) -> _Prepare
     folder = RunFolder(path=Path(group.from_first(find)))
     if options.resume:
         config = _keep_schedule(config, folder)
-    step = run_step(config, options.devices(), disk=folder.path / OFFLOADED)
+    devices = options.devices()
+    config, fitted = fit_run(config, devices, agree=group.from_first)
+    step = run_step(config, devices, disk=folder.path / OFFLOADED)
     text = open_text(config.data, config.model, seed=config.seed, group=group)
     who = identity(config, text=text.fingerprint, tokenizer=text.tokenizer.fingerprint)
     if options.resume:
@@ -160,6 +189,7 @@ def _prepare(config: TrainConfig, options: RunOptions, group: Group) -> _Prepare
         folder=folder,
         text=text,
         identity=who,
+        fitted=fitted,
     )
 
 
@@ -307,6 +337,8 @@ def _introduce(run: _Prepared, start: int, screen: Screen) -> None:
         f" {bound.mesh.devices.flat[0].platform} device(s)"
         f"{' (' + ', '.join(axes) + ')' if axes else ''}"
     )
+    if run.fitted is not None:
+        screen.note(run.fitted.line)
     screen.note(f"text: {run.text.description}")
     screen.note(f"unigram entropy: {run.text.unigram_entropy:.4f} nats per token")
     tokens = config.data.global_batch * config.data.seq_len

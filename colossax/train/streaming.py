@@ -62,7 +62,7 @@ class Pending:
         update: What every update needs.
     """
 
-    grads: dict[Key, list[Array]]
+    grads: dict[Key, list[Any]]
     update: Update
 
 
@@ -264,6 +264,13 @@ class Streaming:
             rest_grads,
             update,
         )
+        if how is _known_norm:
+            # Only then: or the others' gradients are there while layers' states come and go.
+            moved, own, update = jax.lax.optimization_barrier((moved, own, update))
+            stacks = {
+                key: stacks[key] if part.on_disk else part.visit_all(stacks[key], update)
+                for key, part in self.parts.items()
+            }
         new_params = self.params(params, stacks, moved)
         new_state = self.opt_state(opt_state, stacks, own, new_shared)
         pending = None
@@ -525,11 +532,6 @@ def _known_norm(job: _Job, stacks: dict[Key, Stacks], shared: list[Array]) -> An
     stacks, rest, found = job.gathered(stacks)
     found = dataclasses.replace(found, norm=jnp.sqrt(found.norm + squares(rest)))
     scale, ok = job.scale(found)
-    update = Update(shared=shared, scale=scale, ok=ok)
-    stacks = {
-        key: stacks[key] if part.on_disk else part.visit_all(stacks[key], update)
-        for key, part in job.all.parts.items()
-    }
     return stacks, rest, found, scale, ok
 
 
