@@ -40,6 +40,7 @@ NAMES = {
         "stack_rows stdlib_documents train_tokenizer unigram_entropy_nats wanted_rows"
     ),
     "colossax.checkpoint": "ArraySlot Checkpointer RecordReader RecordWriter slot_of",
+    "colossax.offload.disk": "RecordLayout RecordStore disk_bytes",
     "colossax.optim": (
         "adamw constant decay_mask decays inverse_sqrt is_layerwise lamb lars layerwise linear sgd "
         "stochastic_round warmup_cosine wsd"

@@ -202,9 +202,12 @@ def _is_kinds(x: Any) -> bool:
 
 
 def _host_kinds(variable: Any, host: frozenset[str]) -> frozenset[str]:
-    """What of a parameter lives in host memory: of vectors nothing, they are small."""
+    """What of a parameter lives in host memory: of vectors nothing, they are small.
+
+    On disk a layer's state is one record, vectors and all.
+    """
     dims = variable.get_metadata().get("out_sharding") or (None,) * variable.ndim
-    return host.intersection(HOST_KINDS[:2]) if decays(dims) else frozenset()
+    return host.intersection(HOST_KINDS[:2] if decays(dims) else ()) | host.intersection({"disk"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,9 +226,7 @@ class _Call:
         if stream is not None and self.key in stream.stacks:
             return self._streamed(stream, carry, side, scanned, carried)
         run = _run_one if self.size == 1 else _run_scan
-        return run(
-            self.segment, carry, side, scanned, carried, self.first, self.size, self.policy
-        )
+        return run(self.segment, carry, side, scanned, carried, self.first, self.size, self.policy)
 
     def _streamed(self, stream: Any, carry: Any, side: Any, scanned: Any, carried: Any) -> Any:
         if jax.tree.leaves((scanned, carried)):

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from colossax.config import HOST_KINDS, Plan, Segment
+from colossax.config import SHARES, Plan, Segment
 from colossax.errors import PlanError
 
 
@@ -21,11 +21,9 @@ def resolved_segments(plan: Plan, layers: int) -> tuple[Segment, ...]:
         )
     runs = [
         dataclasses.replace(segment, count=count)
-        for segment, count in zip(
-            plan.segments, segment_counts(plan.segments, layers), strict=True
-        )
+        for segment, count in zip(plan.segments, segment_counts(plan.segments, layers), strict=True)
     ]
-    for kind in HOST_KINDS:
+    for kind in SHARES:
         runs = _offloaded(runs, kind, plan.offload.layers(kind, layers))
     return tuple(runs)
 
@@ -59,5 +57,3 @@ def _offloaded(runs: list[Segment], kind: str, first: int) -> list[Segment]:
         if run.count > there:
             out.append(dataclasses.replace(run, count=run.count - there))
     return out
-
-
