@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from colossax.aot import host_sharding
 from colossax.config import BoundPlan
@@ -29,13 +29,14 @@ class Update:
 
     Attributes:
         shared: Optimizer state that belongs to no parameter.
-        scale: Gradients are multiplied by it; None: as they are.
-        ok: Whether to update at all.
+        scale: Gradients are multiplied by it, a float32 scalar; None: as they are.
+        ok: Whether to update at all, a boolean scalar.
     """
 
-    shared: list[Array]
-    scale: Float[Array, ""] | None
-    ok: Bool[Array, ""]
+    # While JAX takes it apart, its leaves are other things than arrays.
+    shared: list[Any]
+    scale: Any
+    ok: Any
 
 
 jax.tree_util.register_dataclass(Update, ["shared", "scale", "ok"], [])

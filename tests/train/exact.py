@@ -1,8 +1,9 @@
 """Steps with layers updated during backward and ordinary ones, compared bit for bit.
 
 `python -m tests.train.exact FILE NAME ...` writes what was found of the named cases as JSON. A
-process of its own, because the compiler must not contract multiplications and additions: it does so
-within a fusion, and where those begin and end is the one thing in which the programs may differ.
+process of its own, because the compiler must neither contract multiplications and additions nor leave
+out a rounding to bfloat16: it does so within a fusion, and where those begin and end is the one thing
+in which the programs may differ.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from colossax.config import BatchConfig, Segment
+from colossax.config import BatchConfig, OffloadConfig, Precision, Segment
 from colossax.optim import adamw, lamb, sgd
 from tests.train import streamed
 
@@ -31,7 +32,8 @@ OPTIMIZERS: dict[str, Callable] = {
     "momentum": lambda: sgd(0.1, momentum=0.9),
     "lamb": lambda: lamb(1e-2),
 }
-PLACEMENTS = {
+PLACEMENTS: dict[str, dict] = {
+    "none": {},
     "host": streamed.HOST,
     "shares": streamed.SHARED,
     "optimizer": {"optimizer": 1.0},
@@ -50,6 +52,8 @@ class Case:
     devices: int = 1
     pieces: int = 1
     segments: str = "whole"
+    compute: str = "float32"
+    clip_norm: float | None = None
 
     @property
     def name(self) -> str:
@@ -67,6 +71,8 @@ QUICK = (
     Case("sgd", "optimizer"),
     Case("momentum", "shares"),
     Case("lamb", "host"),
+    Case("adamw", "host", compute="bfloat16"),
+    Case("sgd", "host", compute="bfloat16", clip_norm=0.5),
 )
 
 
@@ -75,7 +81,7 @@ def _rest() -> Iterator[Case]:
     whole = itertools.product(OPTIMIZERS, (1, 8), (1, 2))
     for at, (optimizer, devices, pieces) in enumerate(whole):
         for turn in (0, 1):
-            placement = list(PLACEMENTS)[(at + 2 * turn) % 4]
+            placement = list(PLACEMENTS)[1 + (at + 2 * turn) % 4]
             segments = list(SEGMENTS)[(at // 4 + at + turn) % 2]
             yield Case(optimizer, placement, devices, pieces, segments)
 
@@ -85,9 +91,8 @@ REST = tuple(case for case in _rest() if case not in QUICK)
 
 def compare(case: Case) -> dict:
     """Losses of both, the largest relative difference of each array, and those that never moved."""
-    run = functools.partial(_run, case.optimizer, case.devices, case.pieces, case.segments)
-    start, want, wanted = run(None)
-    other, got, losses = run(case.placement)
+    start, want, wanted = _run(dataclasses.replace(case, placement="none"))
+    other, got, losses = _run(case)
     assert start.keys() == want.keys() == other.keys() == got.keys()
     return {
         "losses": losses,
@@ -104,17 +109,22 @@ def _off(got, want) -> float:
 
 
 @functools.lru_cache(maxsize=4)
-def _run(optimizer: str, devices: int, pieces: int, segments: str, placement: str | None):
+def _run(case: Case):
     """(arrays at the start, at the end, losses)."""
     plan = streamed.FULL.replace(
-        segments=SEGMENTS[segments], batch=BatchConfig(accumulation=pieces)
+        segments=SEGMENTS[case.segments],
+        batch=BatchConfig(accumulation=case.pieces),
+        precision=Precision(compute=case.compute),
+        offload=OffloadConfig(**PLACEMENTS[case.placement]),
     )
-    if placement is not None:
-        plan = streamed.offloaded(plan, **PLACEMENTS[placement])
-    settings = {"devices": jax.devices()[:devices]}
-    state, step = streamed.started(plan, OPTIMIZERS[optimizer](), **settings)
+    state, step = streamed.started(
+        plan,
+        OPTIMIZERS[case.optimizer](),
+        devices=jax.devices()[: case.devices],
+        clip_norm=case.clip_norm,
+    )
     start = _arrays(state, step)
-    state, found = streamed.stepped(state, step, rows=8 * pieces)
+    state, found = streamed.stepped(state, step, rows=8 * case.pieces)
     return start, _arrays(state, step), [one["loss"] for one in found]
 
 
@@ -124,7 +134,8 @@ def _arrays(state, step):
 
 def compared(cases: tuple[Case, ...], file: Path) -> dict[str, dict]:
     """What a process of its own found."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_max_isa=AVX"  # without FMA instructions
+    exactly = "--xla_cpu_max_isa=AVX --xla_allow_excess_precision=false"  # AVX: no FMA instruction
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {exactly}"
     done = subprocess.run(
         [sys.executable, "-m", "tests.train.exact", str(file), *(case.name for case in cases)],
         env={**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags},

@@ -17,7 +17,7 @@ from colossax.nn import LayerStack, param
 from colossax.optim import adamw, sgd
 from colossax.sharding import use
 from colossax.train import next_token_loss
-from tests.oracle import assert_losses_close, assert_trees_close
+from tests.oracle import assert_trees_close
 from tests.train.streamed import (
     CONFIG,
     FULL,
@@ -106,7 +106,7 @@ def test_so_it_is_with_some_layers_on_the_device(devices, clipping, pieces, plac
 
 
 def test_layers_may_be_clipped_by_their_own_norms():
-    """Under plain SGD of rate 1 the parameters' change is each layer's clipped gradient."""
+    """Under plain SGD of rate 1000 the parameters' change is each layer's clipped gradient."""
     state, step = started(FULL, sgd(1.0))
     grads = by_path(step, jax.jit(step.gradients)(state, batch())[0])
     layers = {name for name in grads if "layers" in name}
@@ -120,10 +120,10 @@ def test_layers_may_be_clipped_by_their_own_norms():
         name: g * (scale.reshape(-1, *[1] * (g.ndim - 1)) if name in layers else clip / rest)
         for name, g in grads.items()
     }
-    state, step = started(host(clipping="layer"), sgd(1.0), clip_norm=clip)
+    state, step = started(host(clipping="layer"), sgd(1000.0), clip_norm=clip)
     start = by_path(step, state["params"])
     state, [metrics] = stepped(state, step, steps=1)
-    moved = {name: start[name] - p for name, p in by_path(step, state["params"]).items()}
+    moved = {name: (start[name] - p) / 1000 for name, p in by_path(step, state["params"]).items()}
     assert_trees_close(moved, wanted, tolerance=1e-4)
     np.testing.assert_allclose(metrics["grad_norm"], np.hypot(rest, np.sqrt(sum(norms**2))), 1e-5)
 
@@ -146,15 +146,6 @@ def test_gradients_are_kept_as_computed_unless_they_are_added_up(precision, piec
     assert found["layers/attn_norm/scale"] == "float32"
 
 
-def test_clipping_in_bfloat16_equals_the_ordinary_step():
-    plan = FULL.replace(precision=Precision(compute="bfloat16"))
-    found = []
-    for each in (plan, host(plan)):
-        state, step = started(each, adamw(1e-2), clip_norm=CLIP)
-        found.append([one["loss"] for one in stepped(state, step)[1]])
-    assert_losses_close(*found, tolerance=1e-6)
-
-
 @pytest.mark.parametrize("clip", [None, CLIP])
 def test_without_a_second_pass_a_loss_that_is_not_finite_changes_nothing(clip):
     """Though no gradient shows it."""
@@ -162,20 +153,20 @@ def test_without_a_second_pass_a_loss_that_is_not_finite_changes_nothing(clip):
     def loss(model, batch):
         terms, metrics = next_token_loss()(model, batch)
         count = terms["cross_entropy"][1]
-        return {**terms, "constant": (batch["scale"][0], count, 1.0)}, metrics
+        return {**terms, "constant": (jnp.sum(batch["scale"]), count, 1.0)}, metrics
 
     plan = host(cut(2), clipping="layer")
     state, step = started(plan, adamw(1e-2), loss=loss, clip_norm=clip)
-    for scale in (np.nan, np.inf):
-        for rows in (slice(0, 4), slice(4, 8)):
+    for scale, skipped in ((np.nan, 8), (np.inf, 16)):
+        for row in range(8):
             before = arrays(state)
             each = scaled(0, 1.0)
-            each["scale"][rows] = scale
+            each["scale"][row] = scale
             state, [metrics] = stepped(state, step, batches=[each])
             jax.tree.map(np.testing.assert_array_equal, arrays(state), before)
-    assert metrics["skipped"] == 4
+    assert metrics["skipped"] == skipped
     state, [metrics] = stepped(state, step, batches=[scaled(0, 1.0)])
-    assert metrics["skipped"] == 4
+    assert metrics["skipped"] == skipped
     assert not np.array_equal(jax.tree.leaves(before)[0], jax.tree.leaves(arrays(state))[0])
 
 

@@ -18,12 +18,14 @@ def rest(tmp_path_factory):
 
 
 def assert_exact(case, found):
-    assert found["losses"] == found["wanted"]
     assert len(set(found["losses"])) == len(found["losses"])
     assert found["still"] == []
     assert set(found["start"].values()) == {0}
+    # The global norm adds up layers apart, and then them; scaled gradients differ by its rounding.
+    tolerance = 0 if case.clip_norm is None else 1e-6
+    assert found["losses"] == pytest.approx(found["wanted"], rel=tolerance, abs=0)
     if case.optimizer != "lamb":
-        assert set(found["off"].values()) == {0}
+        assert max(found["off"].values()) <= tolerance
         return
     # LAMB takes a norm of each layer's matrix, and the compiler adds up a matrix in another order
     # than a stack of them: the trust ratio may be off by one unit in the last place, and so the
