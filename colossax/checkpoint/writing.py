@@ -61,8 +61,8 @@ class ArraysJob:
         Args:
             arrays: With their slots; the same on every process, in the same order.
             copy_now: Copy what this process owns to the host now, so that the arrays may be
-                donated; rows are read when they are written all the same. Costs that many bytes of host memory until they are written; else
-                `WRITE_BYTES` and one shard.
+                donated; rows are read when they are written all the same. Costs that many bytes of
+                host memory until they are written; else `WRITE_BYTES` and one shard.
 
         Raises:
             ValueError: An array is not what its slot says, or a record is not whole.

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from colossax.checkpoint import Checkpointer, RecordReader, slot_of
+from colossax.checkpoint import Checkpointer, RecordReader, find_checkpoint, slot_of
 from colossax.config import BoundPlan, Plan, Precision, from_json
 from colossax.data import Tokenizer
 from colossax.errors import CheckpointError, PlanError
@@ -126,12 +126,8 @@ def open_checkpoint(path: str | Path) -> StoredModel:
         CheckpointError: There is none, it is damaged, names no model of ours, or its tokenizer
             does not fit the model.
     """
-    directory = Path(path)
-    if (directory / "checkpoints").is_dir():
-        directory = directory / "checkpoints"
-    reader = RecordReader(directory)
-    if directory.name == str(reader.step) and not (directory / str(reader.step)).exists():
-        directory = directory.parent
+    reader = find_checkpoint(path)
+    directory = reader.directory
     documents = reader.documents()
     where = f"checkpoint '{directory}' step {reader.step}"
     if "model" not in documents:

@@ -33,7 +33,6 @@ from colossax.pallas.target import target as pallas_target
 from colossax.sharding import compiler_options
 from colossax.train.gradients import batch_dims, microbatches
 from colossax.train.step import Step
-from colossax.typing import Batch
 
 DEVICE_SHARE = 0.93
 """Of a device's memory, where no budget is given."""

@@ -1,25 +1,18 @@
 """Layers updated during backward: clipping, skipped steps, evaluation, refusals."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from flax import nnx
 
-from colossax.config import BatchConfig, OffloadConfig, Plan, Precision, Segment
-from colossax.errors import PlanError
-from colossax.models import LlamaConfig
-from colossax.nn import LayerStack, param
+from colossax.config import BatchConfig, Precision
 from colossax.optim import adamw, sgd
 from colossax.sharding import use
 from colossax.train import next_token_loss
 from tests.oracle import assert_trees_close
 from tests.train.streamed import (
-    CONFIG,
     FULL,
     HOST,
     SHARED,
