@@ -62,8 +62,8 @@ def test_the_plans_of_the_readme_fit_their_models(words, devices):
     step.order(config.data.seq_len)
 
 
-def test_there_are_three_examples():
-    assert len(list(EXAMPLES.glob("*.py"))) == 3
+def test_there_are_four_examples():
+    assert len(list(EXAMPLES.glob("*.py"))) == 4
 
 
 def test_train_from_scratch(text, capsys):
@@ -82,6 +82,17 @@ def test_finetune(text, tmp_path, capsys):
     # The checkpoint is there already and the start is the imported model's, whatever the mesh.
     again = load("finetune").main(*arguments, steps=1)
     assert again[0] == pytest.approx(losses[0], rel=1e-6)
+
+
+def test_finetune_offload(text, tmp_path, capsys):
+    folder = tmp_path / "hf"
+    shutil.copytree(LLAMA, folder)
+    write_tokenizer(folder)
+    arguments = [str(folder), str(tmp_path / "checkpoint"), str(text)]
+    losses = load("finetune_offload").main(*arguments, device_gb=0.0011, steps=12)
+    assert losses[-1] < losses[0] - 0.3
+    line = capsys.readouterr().out.splitlines()[0]
+    assert "optimizer of 0" in line and "parameters of 2" not in line, line
 
 
 def write_tokenizer(folder):
