@@ -40,7 +40,8 @@ class ParamInfo:
         first_layer: First global layer the leaf holds; None outside a layer stack.
         total_layers: Layers of the whole stack; None outside a layer stack.
         segment: Path of the layer stack and number of its segment; None outside a layer stack.
-        host: Kinds of its arrays that live in host memory: of `parameters optimizer`.
+        host: Kinds of its arrays that live in host memory, of `parameters optimizer`; with `disk`,
+            its optimizer state is in a file.
     """
 
     path: str

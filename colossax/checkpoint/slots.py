@@ -1,8 +1,10 @@
 """Names and regions: which part of which record on disk an array in memory is."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 
 from colossax.typing import ParamInfo
@@ -79,6 +81,31 @@ class ArraySlot:
             return ((self.first, self.first + 1), *bounds)
         start, stop = bounds[0]
         return ((self.first + start, self.first + stop), *bounds[1:])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowSource:
+    """Layers that are read one by one when they are saved, in place of an array.
+
+    Attributes:
+        shape: Of the array, its dim of layers first if it has one.
+        dtype: Of the array.
+        sharding: As an array's, of a single device.
+        read: Layer, counted from the first here, to its values.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    sharding: jax.sharding.Sharding
+    read: Callable[[int], np.ndarray]
+
+    def content(self, slot: ArraySlot, box: Box) -> np.ndarray:
+        """A region of the record that holds it."""
+        assert slot.first is not None
+        (start, stop), *rest = box
+        rows = [self.read(layer - slot.first)[box_slices(tuple(rest))] for layer in
+                range(start, stop)]
+        return np.stack(rows)
 
 
 def slot_of(

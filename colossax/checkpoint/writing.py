@@ -14,6 +14,7 @@ from colossax.checkpoint.layout import RecordPlan, Tile, files_within, plan_reco
 from colossax.checkpoint.slots import (
     ArraySlot,
     Box,
+    RowSource,
     box_shape,
     box_slices,
     intersect,
@@ -53,14 +54,14 @@ class ArraysJob:
     """
 
     def __init__(
-        self, arrays: Sequence[tuple[ArraySlot, jax.Array]], *, copy_now: bool = False
+        self, arrays: Sequence[tuple[ArraySlot, jax.Array | RowSource]], *, copy_now: bool = False
     ) -> None:
         """Plan the save.
 
         Args:
             arrays: With their slots; the same on every process, in the same order.
             copy_now: Copy what this process owns to the host now, so that the arrays may be
-                donated. Costs that many bytes of host memory until they are written; else
+                donated; rows are read when they are written all the same. Costs that many bytes of host memory until they are written; else
                 `WRITE_BYTES` and one shard.
 
         Raises:
@@ -78,13 +79,20 @@ class ArraysJob:
             for plan in self.plans
         }
         self._process = jax.process_index()
-        self._arrays = list(arrays)
+        self._arrays: dict[int, tuple[ArraySlot, jax.Array]] = {}
+        self._sources: dict[int, tuple[ArraySlot, RowSource]] = {}
+        for number, (slot, array) in enumerate(arrays):
+            if isinstance(array, RowSource):
+                self._sources[number] = slot, array
+            else:
+                self._arrays[number] = slot, array
         self._copies: dict[tuple[int, Box], np.ndarray] = {}
         if copy_now:
             for plan in self.plans:
                 for tile in self._owned(plan):
-                    self._fetch(tile)
-            self._arrays = []
+                    if tile.array in self._arrays:
+                        self._fetch(tile)
+            self._arrays = {}
 
     def _owned(self, plan: RecordPlan) -> Iterator[Tile]:
         return (tile for tile in plan.tiles if tile.owner == self._process)
@@ -125,12 +133,13 @@ class ArraysJob:
             create=self._process == 0,
         )
         for tile in tiles:
-            parts = self._fetch(tile)
+            source = self._sources.get(tile.array)
+            parts = [] if source else self._fetch(tile)
             for box in files_within(tile.box, plan.layout.file):
-                data = _file_content(box, parts)
+                data = source[1].content(source[0], box) if source else _file_content(box, parts)
                 flight.add(data.nbytes, functools.partial(store.start_write, handle, box, data))
             for part in tile.parts:
-                del self._copies[tile.array, part]
+                self._copies.pop((tile.array, part), None)
 
 
 class MoveJob:

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from colossax.cli import bench_offload
 from colossax.cli.machine import versions
 from colossax.cli.output import standard_output
 from colossax.cli.overrides import Override
@@ -27,7 +28,9 @@ DESCRIPTION = {
     "bench": (
         "Measure what is there. kernels: each kernel's implementations on the device of this\n"
         "machine, checked against float64 and then timed by turns, beside a matmul and a copy of\n"
-        "the same run. A CPU takes smaller shapes, in float32."
+        "the same run. A CPU takes smaller shapes, in float32.\n"
+        "offload: copies between host and device memory, optimizer updates on CPU and device, and\n"
+        "a matmul; kept in the cache folder, for plans that put states in host memory."
     )
 }
 
@@ -61,11 +64,14 @@ _CPU = _Setting(
 
 def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
     """Declare the options of `colossax bench`."""
-    parser.add_argument("what", metavar="WHAT", choices=("kernels",), help="kernels")
+    what = ("kernels", "offload")
+    parser.add_argument("what", metavar="WHAT", choices=what, help=" or ".join(what))
     parser.add_argument(
         "--only", metavar="TEXT", help="cases whose kernel and shape contain it, such as 'backward'"
     )
-    parser.add_argument("--out", metavar="FILE", type=Path, help="write JSON there, row by row")
+    parser.add_argument(
+        "--out", metavar="FILE", type=Path, help="write JSON there; offload: not in the cache"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object a row on stdout")
 
 
@@ -78,6 +84,8 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
     if args.out is not None and not args.out.parent.is_dir():
         raise InputError(f"--out {args.out}: there is no folder {args.out.parent}; make it first")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if args.what == "offload":
+        return bench_offload.run(args)
     with standard_output(protected=False) as out:
         setting = _CPU if current_target().platform == "cpu" else _GPU
         cases = [case for case in _cases(setting) if (args.only or "") in _name(case)]

@@ -14,7 +14,10 @@ VERBS = {
     "generate": ("colossax.cli.generate", "continue a prompt with a trained model"),
     "import": ("colossax.cli.convert", "turn a Hugging Face folder into a checkpoint"),
     "export": ("colossax.cli.convert", "turn a checkpoint into a Hugging Face folder"),
-    "bench": ("colossax.cli.bench", "measure kernels on this machine's device"),
+    "bench": (
+        "colossax.cli.bench",
+        "measure kernels, or copies and updates, on this machine's device",
+    ),
     "check": ("colossax.cli.check", "say what this machine has and what is missing"),
 }
 

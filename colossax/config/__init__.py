@@ -7,11 +7,13 @@ from .axes import SEQUENCE_AXES as SEQUENCE_AXES
 from .axes import MeshAxis as MeshAxis
 from .binding import BoundPlan as BoundPlan
 from .binding import bind as bind
+from .cache import cache_folder as cache_folder
 from .frozen import FrozenDict as FrozenDict
 from .frozen import from_json as from_json
 from .frozen import nearest as nearest
 from .frozen import to_json as to_json
 from .offload import HOST_KINDS as HOST_KINDS
+from .offload import SHARES as SHARES
 from .offload import OffloadConfig as OffloadConfig
 from .plan import SAVEABLE as SAVEABLE
 from .plan import AttentionConfig as AttentionConfig

@@ -10,6 +10,9 @@ from colossax.errors import PlanError
 HOST_KINDS: tuple[str, ...] = ("parameters", "optimizer", "activations")
 """What of a layer may live in host memory; `activations` is all that backward keeps of it."""
 
+SHARES: tuple[str, ...] = (*HOST_KINDS, "disk")
+"""Fields that count layers."""
+
 CLIPPING: tuple[str, ...] = ("stack", "two_pass", "layer", "speculate")
 
 
@@ -25,6 +28,8 @@ class OffloadConfig:
         parameters: Share of the layers whose parameters live in host memory.
         optimizer: Share of the layers whose optimizer state does.
         activations: Share of the layers of which what backward keeps does.
+        disk: Share of the layers whose optimizer state lies in a file instead: of those in host
+            memory, the first ones.
         fused: Update each layer during backward, so that gradients are never whole, though nothing
             need be in host memory. Shares above 0 imply it.
         device_gb: With `auto`, memory of a device that may be used, in units of 1e9 bytes; None:
@@ -42,17 +47,18 @@ class OffloadConfig:
     parameters: float = 0.0
     optimizer: float = 0.0
     activations: float = 0.0
+    disk: float = 0.0
     fused: bool = False
     device_gb: float | None = None
     host_gb: float | None = None
     clipping: str = "stack"
 
     def __post_init__(self):
-        for field in HOST_KINDS:
+        for field in SHARES:
             if type(getattr(self, field)) is int:
                 object.__setattr__(self, field, float(getattr(self, field)))
         check_types(self, "offload", error=PlanError)
-        for field in HOST_KINDS:
+        for field in SHARES:
             share = getattr(self, field)
             if not 0 <= share <= 1:
                 raise PlanError(
@@ -67,7 +73,17 @@ class OffloadConfig:
                 f"plan.offload.clipping: unknown '{self.clipping}'"
                 f"{nearest(self.clipping, CLIPPING)}"
             )
-        if self.auto and any(getattr(self, field) for field in HOST_KINDS):
+        if self.disk > self.optimizer:
+            raise PlanError(
+                f"plan.offload.disk: {self.disk} is above plan.offload.optimizer {self.optimizer},"
+                " and only what has left the device can lie on disk; raise optimizer to it"
+            )
+        if self.disk and self.clipping != "stack":
+            raise PlanError(
+                f"plan.offload.clipping '{self.clipping}': state on disk is updated after backward,"
+                " from gradients that are kept; give clipping stack"
+            )
+        if self.auto and any(getattr(self, field) for field in SHARES):
             raise PlanError(
                 "plan.offload: 'auto' finds the shares, and some are given as well; give one"
             )
@@ -78,10 +94,10 @@ class OffloadConfig:
         Raises:
             PlanError: The text is none of these.
         """
-        placed: dict[str, Any] = {"auto": text == "auto", **dict.fromkeys(HOST_KINDS, 0.0)}
+        placed: dict[str, Any] = {"auto": text == "auto", **dict.fromkeys(SHARES, 0.0)}
         for item in text.split(",") if text not in ("auto", "none") else ():
             kind, equals, share = item.partition("=")
-            if not equals or kind not in HOST_KINDS:
+            if not equals or kind not in SHARES:
                 raise PlanError(
                     f"plan.offload: found '{item}'; write auto, none, or shares of the layers, as"
                     " parameters=1,optimizer=1,activations=0.5"
@@ -97,7 +113,7 @@ class OffloadConfig:
     @property
     def wanted(self) -> bool:
         """Whether layers are updated during backward: any share is above 0, or to be found."""
-        return self.auto or self.fused or any(getattr(self, field) for field in HOST_KINDS)
+        return self.auto or self.fused or any(getattr(self, field) for field in SHARES)
 
     def layers(self, kind: str, total: int) -> int:
         """Layers, of a stack of `total`, whose arrays of this kind live in host memory."""

@@ -20,7 +20,7 @@ from colossax.config.frozen import (
     non_default_json,
     to_json,
 )
-from colossax.config.offload import HOST_KINDS, OffloadConfig
+from colossax.config.offload import SHARES, OffloadConfig
 from colossax.config.rules import Rules
 from colossax.errors import PlanError
 
@@ -106,8 +106,8 @@ class Segment:
             of matmuls with parameters; else names joined by `+` (`qkv attention mlp`). Gathered
             weights are never kept: backward gathers them again.
         offload: What of these layers lives in host memory, joined by `+`: `parameters`,
-            `optimizer` (its state), `activations` (all that backward keeps), or of those only
-            `input` (what a layer gets from the one before), `qkv`, `attention`, `mlp`, which are
+            `optimizer` (its state; with `disk` beside it, in a file), `activations` (all that
+            backward keeps), or of those only `input` (what a layer gets from the one before), `qkv`, `attention`, `mlp`, which are
             then kept there beside what `remat` keeps on the device. `none`: nothing.
         mlp_share: Of the tokens, those whose `mlp` is kept, the first of each row; that of the
             others is recomputed.
@@ -129,7 +129,7 @@ class Segment:
         self._check_offload()
 
     def _check_offload(self) -> None:
-        known = (*HOST_KINDS, "input", *SAVEABLE)
+        known = (*SHARES, "input", *SAVEABLE)
         for name in self.host:
             if name not in known:
                 raise PlanError(f"segments.offload: unknown '{name}'{nearest(name, known)}")
@@ -138,6 +138,11 @@ class Segment:
             raise PlanError(
                 f"segments.offload: '{min(named)}' is kept by name, and remat '{self.remat}' keeps"
                 " more than names; use remat 'full', or names, or offload 'activations'"
+            )
+        if "disk" in self.host and "optimizer" not in self.host:
+            raise PlanError(
+                "segments.offload: 'disk' says where the optimizer's state lies that is not on the"
+                " device; write optimizer+disk"
             )
         if not 0 < self.mlp_share <= 1:
             raise PlanError(

@@ -5,7 +5,8 @@
 first needed: random rows (`SyntheticRows`) need none of them.
 """
 
-from .cache import cache_folder as cache_folder
+from colossax.config import cache_folder as cache_folder
+
 from .corpus import Corpus as Corpus
 from .corpus import Split as Split
 from .corpus import encode_corpus as encode_corpus

@@ -1,4 +1,4 @@
-"""Where results that take long are kept, and how an entry appears: whole or not at all."""
+"""How an entry of the cache folder appears: whole or not at all."""
 
 import contextlib
 import fcntl
@@ -8,14 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from colossax.errors import DataError
-
-
-def cache_folder() -> Path:
-    """`$COLOSSAX_CACHE`, else `$XDG_CACHE_HOME/colossax`, else `~/.cache/colossax`."""
-    own = os.environ.get("COLOSSAX_CACHE")
-    if own:
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "colossax"
 
 
 def built_once(

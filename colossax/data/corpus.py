@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from colossax.data.cache import built_once, cache_folder
+from colossax.config import cache_folder
+from colossax.data.cache import built_once
 from colossax.data.sources import Documents
 from colossax.data.tokenizer import Tokenizer
 from colossax.errors import DataError

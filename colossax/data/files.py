@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from colossax.data.cache import cache_folder
+from colossax.config import cache_folder
 from colossax.errors import DataError
 
 _RACY_S = 2.0

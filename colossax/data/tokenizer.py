@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, SupportsIndex
 
-from colossax.data.cache import built_once, cache_folder
+from colossax.config import cache_folder
+from colossax.data.cache import built_once
 from colossax.data.sources import Documents
 from colossax.errors import DataError
 

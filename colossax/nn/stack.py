@@ -202,9 +202,12 @@ def _is_kinds(x: Any) -> bool:
 
 
 def _host_kinds(variable: Any, host: frozenset[str]) -> frozenset[str]:
-    """What of a parameter lives in host memory: of vectors nothing, they are small."""
+    """What of a parameter lives in host memory: of vectors nothing, they are small.
+
+    On disk a layer's state is one record, vectors and all.
+    """
     dims = variable.get_metadata().get("out_sharding") or (None,) * variable.ndim
-    return host.intersection(HOST_KINDS[:2]) if decays(dims) else frozenset()
+    return host.intersection(HOST_KINDS[:2] if decays(dims) else ()) | host.intersection({"disk"})
 
 
 @dataclasses.dataclass(frozen=True)

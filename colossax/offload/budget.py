@@ -145,6 +145,47 @@ def _fullest(demand: Demand, device_bytes: int) -> Iterator[Placement]:
             yield demand.placed({**resident, last.name: most})
 
 
+def working_set_bytes(
+    *,
+    vocab: int,
+    embed: int,
+    layers: int,
+    layer_params: int,
+    largest_matrix: int,
+    tokens: int,
+    vocab_chunks: int,
+) -> dict[str, int]:
+    """Device bytes of a step with every layer in host memory, by term, from formulas.
+
+    Of a decoder with a head of its own, float32 parameters under AdamW with float32 moments (12
+    bytes a parameter), bfloat16 compute, full recomputation, one microbatch, and clipping that
+    keeps gradients (2 bytes a parameter). The temporaries are those of the larger of two moments:
+
+    - while layers are updated: one layer's parameters and moments as fetched, with its gradients
+      (14 bytes a parameter), and the largest matrix' new parameters and moments on their way back
+      (12 bytes); the other matrices' are stored before or made later;
+    - in the loss: the head as it is multiplied by (2 bytes), its gradient in float32 (4), the
+      embedding's (4), and a chunk of logits with its gradient (6 bytes each).
+
+    Args:
+        vocab: Rows of embedding and head.
+        embed: Width.
+        layers: Layers.
+        layer_params: Parameters in a layer's matrices.
+        largest_matrix: Parameters in its largest one.
+        tokens: Of a device in a step.
+        vocab_chunks: Pieces in which logits are made.
+    """
+    update = {"layer": 14 * layer_params, "new matrix": 12 * largest_matrix}
+    table = vocab * embed
+    loss = {"head": 2 * table, "gradients": 8 * table, "logits": 6 * tokens * vocab // vocab_chunks}
+    return {
+        "embedding and head": 12 * 2 * table,
+        "vectors": 12 * (2 * layers + 1) * embed,
+        **max(update, loss, key=lambda terms: sum(terms.values())),
+    }
+
+
 def free_host_bytes(source: Path = _MEMINFO) -> int:
     """Memory of this host that can be allocated without swapping.
 

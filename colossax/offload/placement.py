@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from colossax.config import HOST_KINDS, Plan, Segment
+from colossax.config import SHARES, Plan, Segment
 from colossax.errors import PlanError
 
 
@@ -25,7 +25,7 @@ def resolved_segments(plan: Plan, layers: int) -> tuple[Segment, ...]:
             plan.segments, segment_counts(plan.segments, layers), strict=True
         )
     ]
-    for kind in HOST_KINDS:
+    for kind in SHARES:
         runs = _offloaded(runs, kind, plan.offload.layers(kind, layers))
     return tuple(runs)
 

@@ -47,12 +47,20 @@ class _Mark:
     info: ParamInfo | None
 
 
-def _optimizer_slots(step: Step) -> Any:
+def _disk_slots(step: Step) -> list[ArraySlot]:
+    """Of the optimizer state on disk, in the order of its part."""
+    if step.disk is None:
+        return []
+    slots = jax.tree.leaves(_optimizer_slots(step, on_disk=True))
+    return [slots[j] for j in step.disk.part.slots]
+
+
+def _optimizer_slots(step: Step, *, on_disk: bool = False) -> Any:
     depths = {
         (info.path, info.first_layer): len(path)
         for path, info in jax.tree_util.tree_flatten_with_path(step.infos)[0]
     }
-    marks = step.map_moments(_Mark, lambda leaf: _Mark(leaf, None))
+    marks = step.map_moments(_Mark, lambda leaf: _Mark(leaf, None), on_disk=on_disk)
 
     def slot(path: tuple, mark: _Mark) -> ArraySlot:
         leaf, info = mark.leaf, mark.info
@@ -109,6 +117,7 @@ class RunCheckpoints:
         """
         self._step = step
         self._slots = state_slots(step)
+        self._on_disk = _disk_slots(step)
         self._documents = documents
         self._report = report
         self._checkpointer = Checkpointer(folder, keep=keep)
@@ -121,7 +130,9 @@ class RunCheckpoints:
         slots = jax.tree.leaves(self._slots)
         # Batch g is rows g * global_batch and following, so the count of batches is the position.
         documents = {**self._documents, "position": {"batch": done}}
-        pairs = list(zip(slots, jax.tree.leaves(state), strict=True))
+        pairs: list[Any] = list(zip(slots, jax.tree.leaves(state), strict=True))
+        if self._step.disk is not None:
+            pairs += zip(self._on_disk, self._step.disk.sources(), strict=True)
         self._checkpointer.save(done, pairs, documents)
         self._tell()
 
@@ -137,8 +148,22 @@ class RunCheckpoints:
         """
         slots, structure = jax.tree.flatten(self._slots)
         shardings = jax.tree.leaves(self._step.shardings)
-        arrays = self._checkpointer.restore(done, list(zip(slots, shardings, strict=True)))
-        return jax.tree.unflatten(structure, arrays)
+        wants = list(zip(slots, shardings, strict=True))
+        disk = self._step.disk
+        arrays = self._checkpointer.restore(done, wants, exact=disk is None)
+        state = jax.tree.unflatten(structure, arrays)
+        if disk is not None:
+            disk.fill(state, lambda layer: self._restored_row(done, layer))
+        return state
+
+    def _restored_row(self, done: int, layer: int) -> list[jax.Array]:
+        """Optimizer state of one layer on disk."""
+        where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        rows = [
+            dataclasses.replace(slot, first=(slot.first or 0) + layer, layers=None)
+            for slot in self._on_disk
+        ]
+        return self._checkpointer.restore(done, [(slot, where) for slot in rows], exact=False)
 
     def finish(self) -> None:
         """Wait until everything is on disk, or reported not to be."""

@@ -14,8 +14,7 @@ import jax
 import jaxlib
 
 from colossax.aot import Target, compile_program, device_bytes, host_bytes
-from colossax.config import HOST_KINDS, SAVEABLE, OffloadConfig, Plan, to_json
-from colossax.data import cache_folder
+from colossax.config import HOST_KINDS, SAVEABLE, OffloadConfig, Plan, cache_folder, to_json
 from colossax.errors import PlanError
 from colossax.offload import (
     GB,

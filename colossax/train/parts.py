@@ -12,6 +12,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
+from colossax.aot import host_sharding
 from colossax.config import BoundPlan
 from colossax.offload import Key, Stacks, build_stack, fetch, new_stack, on_host, store
 from colossax.optim import DimsOptimizer, decays
@@ -51,6 +52,7 @@ class Part:
         infos: Of those that learn, as of one layer.
         count: Layers.
         stacked: Whether arrays have a dim of layers in front.
+        on_disk: Whether its optimizer state is in a file.
         slots: Numbers of its leaves among those of the optimizer's state, without the shared.
     """
 
@@ -72,6 +74,7 @@ class Part:
         self.stacked = own is not None and own.stacked
         self.infos = [_of_layer(infos[i]) if self.stacked else infos[i] for i in self.trained]
         self.hosts = [infos[i].host for i in self.trained]
+        self.on_disk = any("disk" in host for host in self.hosts)
         self.slots = [j for j, owner in enumerate(owners) if owner in self.trained]
         self._owners = owners
         self._order = [j for j, owner in enumerate(owners) if owner in (SHARED, *self.trained)]
@@ -111,10 +114,7 @@ class Part:
         if not self.stacked:
             return self.init(dtype)
         hosts = [sharding.memory_kind == "pinned_host" for sharding in where]
-        rows = None
-        if not self.bound.single:
-            mesh = self.bound.mesh
-            rows = [NamedSharding(mesh, PartitionSpec(*each.spec[1:])) for each in where]
+        rows = None if self.bound.single else [self.row_sharding(each) for each in where]
         return build_stack(lambda _: self.init(dtype), self.count, hosts, rows)
 
     def gradients(self, found: Sequence[Array]) -> list[Array]:
@@ -147,12 +147,35 @@ class Part:
         )
         return self._laid_out(params, "params"), self._state_laid_out(own), shared
 
-    def _moment_shardings(self) -> list[NamedSharding | None]:
-        """Of what mirrors each parameter of a layer in the optimizer's state."""
+    def state_shardings(self) -> list[NamedSharding | None]:
+        """Of each leaf of a layer's optimizer state; None on a single device."""
+        shapes = jax.eval_shape(lambda: self.init(jnp.float32))
+        of = dict(
+            zip(self.trained, zip(self.infos, self._row_shardings("optimizer"), strict=True),
+                strict=True)
+        )
+
+        def sharding(slot: int, leaf: Any) -> NamedSharding | None:
+            info, like = of[self._owners[slot]]
+            if like is None or leaf.shape == info.shape:
+                return like
+            return NamedSharding(self.bound.mesh, PartitionSpec())
+
+        return [sharding(*pair) for pair in zip(self.slots, shapes, strict=True)]
+
+    def _row_shardings(self, role: str) -> list[NamedSharding | None]:
+        """On the device, of a layer's parameters or what mirrors them; None on a single device."""
         if self.bound.single:
             return [None] * len(self.infos)
         infos = [dataclasses.replace(info, host=frozenset()) for info in self.infos]
-        return [param_sharding(self.bound, "optimizer", info) for info in infos]
+        return [param_sharding(self.bound, role, info) for info in infos]
+
+    def row_sharding(self, stack: Any) -> NamedSharding | None:
+        """Of a row of a stack that is laid out like this; None on a single device."""
+        if self.bound.single:
+            return None
+        spec = stack.spec[1:] if self.stacked else stack.spec
+        return NamedSharding(self.bound.mesh, PartitionSpec(*spec))
 
     def _named(self, leaves: Sequence[Any]) -> dict[str, Any]:
         # Numbered so that the tree's order, which sorts keys, is that of the lists.
@@ -175,24 +198,10 @@ class Part:
 
     def _state_laid_out(self, state: list[Array]) -> list[Array]:
         """As its stacks are: else they may be laid out anew, in host memory, by the host."""
-        if self.bound.single:
-            return state
-        where = dict(zip(self.trained, zip(self.infos, self._moment_shardings(), strict=True), strict=True))
-        laid = []
-        for j, x in zip(self.slots, state, strict=True):
-            info, sharding = where[self._owners[j]]
-            mirrors = x.shape == info.shape
-            laid.append(jax.lax.with_sharding_constraint(x, sharding) if mirrors else x)
-        return laid
+        return _constrained(state, self.state_shardings())
 
     def _laid_out(self, leaves: list[Array], role: str) -> list[Array]:
-        if self.bound.single:
-            return leaves
-        infos = [dataclasses.replace(info, host=frozenset()) for info in self.infos]
-        return [
-            jax.lax.with_sharding_constraint(x, param_sharding(self.bound, role, info))
-            for x, info in zip(leaves, infos, strict=True)
-        ]
+        return _constrained(leaves, self._row_shardings(role))
 
     def gradient_stacks(self, *, summed: bool) -> list[Array]:
         """Room for the gradients of all layers, beside the optimizer's state.
@@ -212,20 +221,33 @@ class Part:
                 jax.ShapeDtypeStruct(info.shape, dtype),
                 host="optimizer" in host,
                 stacked=self.stacked,
-                sharding=None if self.bound.single else param_sharding(self.bound, "gradients", info),
+                sharding=sharding,
             )
-            for info, dtype, host in zip(self.infos, dtypes, self.hosts, strict=True)
+            for info, dtype, host, sharding in zip(
+                self.infos, dtypes, self.hosts, self._row_shardings("gradients"), strict=True
+            )
         ]
 
     def gradient_stack_bytes(self, *, summed: bool) -> int:
         """Bytes of a device's part of `gradient_stacks` in host memory."""
         stacks = jax.eval_shape(lambda: self.gradient_stacks(summed=summed))
-        total = 0
-        for stack, info, host in zip(stacks, self.infos, self.hosts, strict=True):
-            if "optimizer" in host:
-                row = param_sharding(self.bound, "gradients", info).shard_shape(info.shape)
-                total += self.count * math.prod(row) * stack.dtype.itemsize
-        return total
+        return sum(
+            math.prod(sharding.shard_shape(stack.shape)) * stack.dtype.itemsize
+            for stack, sharding in zip(stacks, self.gradient_shardings(), strict=True)
+            if sharding.memory_kind == "pinned_host"
+        )
+
+    def gradient_shardings(self) -> list[NamedSharding]:
+        """Of `gradient_stacks`."""
+        found = []
+        for info, host in zip(self.infos, self.hosts, strict=True):
+            lead = (None,) if self.stacked else ()
+            plain = dataclasses.replace(info, host=frozenset())
+            spec = PartitionSpec(*lead, *param_sharding(self.bound, "gradients", plain).spec)
+            mesh = self.bound.mesh
+            away = "optimizer" in host
+            found.append(host_sharding(mesh, spec) if away else NamedSharding(mesh, spec))
+        return found
 
     def visit_all(self, stacks: Stacks, update: Update) -> Stacks:
         """Every layer updated with the gradients in `stacks.grads`."""
@@ -251,19 +273,25 @@ class Part:
 
     def copies(self, stacks: Stacks) -> tuple[list[Array], list[Array]]:
         """Room for a second copy of parameters and state, each beside the first."""
-        infos = [dataclasses.replace(i, host=frozenset()) for i in self.infos]
-        where = [None if self.bound.single else param_sharding(self.bound, "params", i) for i in infos]
+        params = self._row_shardings("params")
+        return self._like(stacks.params, params), self._like(stacks.state, self.state_shardings())
 
-        def like(stack: Array, sharding: Any) -> Array:
-            row = jax.ShapeDtypeStruct(stack.shape[self.stacked :], stack.dtype)
-            return new_stack(
-                self.count, row, host=on_host(stack), stacked=self.stacked, sharding=sharding
+    def _like(self, stacks: list[Array], shardings: Sequence[Any]) -> list[Array]:
+        return [
+            new_stack(
+                self.count,
+                jax.ShapeDtypeStruct(stack.shape[self.stacked :], stack.dtype),
+                host=on_host(stack),
+                stacked=self.stacked,
+                sharding=sharding,
             )
+            for stack, sharding in zip(stacks, shardings, strict=True)
+        ]
 
-        params = [like(*pair) for pair in zip(stacks.params, where, strict=True)]
-        owner = {i: sharding for i, sharding in zip(self.trained, self._moment_shardings(), strict=True)}
-        state = [like(x, owner[self._owners[j]]) for j, x in zip(self.slots, stacks.state, strict=True)]
-        return params, state
+
+def _constrained(leaves: list[Array], shardings: Sequence[NamedSharding | None]) -> list[Array]:
+    pairs = zip(leaves, shardings, strict=True)
+    return [x if s is None else jax.lax.with_sharding_constraint(x, s) for x, s in pairs]
 
 
 def squares(grads: Sequence[Array]) -> Float[Array, ""]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from colossax.aot import Target
 from colossax.config import Plan, to_json
+from colossax.errors import DamagedStoreError
 from colossax.models import config_to_json, maker
 from colossax.train.checkpointing import RunCheckpoints
 from colossax.train.config import TrainConfig, train_config_to_json
@@ -29,6 +30,9 @@ from colossax.train.signals import Gate, StopAgreement, StopSignals
 from colossax.train.step import Step, build_step
 from colossax.train.text import Text, open_text
 from colossax.typing import TEXT_BATCH_DIMS, Params, TrainState
+
+OFFLOADED = "offload"
+"""Folder of a run's optimizer state on disk, in that of the run."""
 
 STEP_FIELDS = ("step", "loss", "grad_norm", "tokens", "tokens_per_s")
 """What is emitted of each step."""
@@ -104,8 +108,15 @@ def train(config: TrainConfig, options: RunOptions, group: Group) -> Outcome:
     return outcome
 
 
-def run_step(config: TrainConfig, devices: Sequence[jax.Device]) -> Step:
+def run_step(
+    config: TrainConfig, devices: Sequence[jax.Device], *, disk: Path | None = None
+) -> Step:
     """The step of a run, with its batch checked against the devices.
+
+    Args:
+        config: The run.
+        devices: Where it would run.
+        disk: Folder for optimizer state on disk; without one nothing can be run that has any.
 
     Raises:
         PlanError: Model, batch or devices do not fit the plan.
@@ -117,6 +128,7 @@ def run_step(config: TrainConfig, devices: Sequence[jax.Device]) -> Step:
         config.plan,
         devices=devices,
         clip_norm=config.clip_norm,
+        disk=disk,
     )
     microbatches(step.bound, batch_shapes(config), TEXT_BATCH_DIMS)
     return step
@@ -166,7 +178,7 @@ def _prepare(config: TrainConfig, options: RunOptions, group: Group) -> _Prepare
         config = _keep_schedule(config, folder)
     devices = options.devices()
     config, fitted = fit_run(config, devices, agree=group.from_first)
-    step = run_step(config, devices)
+    step = run_step(config, devices, disk=folder.path / OFFLOADED)
     text = open_text(config.data, config.model, seed=config.seed, group=group)
     who = identity(config, text=text.fingerprint, tokenizer=text.tokenizer.fingerprint)
     if options.resume:
@@ -242,6 +254,8 @@ def _first_state(
 ) -> tuple[int, TrainState]:
     """Steps done and the state after them: restored, or fresh."""
     start = run.group.from_first(lambda: checkpoints.latest() if run.options.resume else None)
+    if run.options.resume and (kept := _kept_on_disk(run, start, screen)) is not None:
+        return kept
     if start is None:
         if run.options.resume:
             screen.note(f"{run.folder.path} holds no checkpoint yet; starting from the beginning")
@@ -249,6 +263,25 @@ def _first_state(
     state = run.group.together(lambda: checkpoints.restore(start))
     screen.note(f"resumed from step {start} of {run.folder.path}")
     return start, state
+
+
+def _kept_on_disk(
+    run: _Prepared, start: int | None, screen: Screen
+) -> tuple[int, TrainState] | None:
+    """Steps done and the state in the disk tier's file, where it is whole and newer."""
+    disk = run.step.disk
+    if disk is None:
+        return None
+    kept = disk.latest()
+    if kept is None or kept <= (start or 0):
+        return None
+    try:
+        state = disk.restore()
+    except DamagedStoreError as problem:
+        screen.note(f"{problem}; resuming from the last checkpoint")
+        return None
+    screen.note(f"resumed from step {kept}, which {disk.path} holds")
+    return kept, state
 
 
 def _recorder(

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,6 +29,7 @@ from colossax.sharding import (
     validate,
 )
 from colossax.train.arrange import Arranged, arranged, check_segments, row_length
+from colossax.train.disk import DiskTier
 from colossax.train.gradients import (
     LossCall,
     Totals,
@@ -39,7 +41,7 @@ from colossax.train.gradients import (
     microbatches,
 )
 from colossax.train.loss import Loss
-from colossax.train.streaming import Streaming, check_streamable
+from colossax.train.streaming import Pending, Streaming, check_streamable
 from colossax.typing import Batch, Dims, Metrics, ParamInfo, TrainState
 
 Optimizer = optax.GradientTransformation | Callable[[Any], optax.GradientTransformation]
@@ -56,6 +58,7 @@ class StepOptions:
         variables: Initial state that changes once per step outside differentiation.
         after_step: `(variables, sums) -> variables`, with `sums` the metrics' (total, weight).
         batch_dims: Logical dims of batch arrays that are not text.
+        disk: Folder for the optimizer state that the plan puts on disk.
     """
 
     clip_norm: float | None = None
@@ -63,6 +66,7 @@ class StepOptions:
     variables: Any = dataclasses.field(default_factory=dict)
     after_step: Callable[[Any, Any], Any] | None = None
     batch_dims: Mapping[str, Dims] | None = None
+    disk: Path | None = None
 
 
 class Step:
@@ -95,12 +99,14 @@ class Step:
         self._declared: dict[type, dict[str, tuple]] = {}
         self._batch_shardings: dict[str, NamedSharding] = {}
         options_of_compiler = compiler_options(bound) or None
+        whole, pure, out = replicated(bound), self.pure, (self.shardings, replicated(bound))
+        if self.streaming is not None and self.streaming.on_disk:
+            pure = functools.partial(self._pure_streamed, self.streaming)
+            out = (*out, self.streaming.pending_shardings(whole))
         self.jitted = jax.jit(
-            self.pure,
-            donate_argnums=0,
-            out_shardings=(self.shardings, replicated(bound)),
-            compiler_options=options_of_compiler,
+            pure, donate_argnums=0, out_shardings=out, compiler_options=options_of_compiler
         )
+        self.disk = self._disk()
         self._evaluate = jax.jit(self._losses, compiler_options=options_of_compiler)
 
     def _streaming(self, optimizer: Optimizer) -> Streaming | None:
@@ -119,13 +125,22 @@ class Step:
             self.options.clip_norm,
         )
 
+    def _disk(self) -> DiskTier | None:
+        streaming = self.streaming
+        if streaming is None or not streaming.on_disk or self.options.disk is None:
+            return None
+        return DiskTier(streaming, self.abstract, Path(self.options.disk))
+
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Run one step; host arrays in the batch are placed first.
 
         Raises:
             InputError: The batch's shapes are not those the step was compiled for.
         """
-        return self.jitted(state, self.place(batch))
+        if self.disk is None:
+            return self.jitted(state, self.place(batch))
+        state, metrics, pending = self.jitted(state, self.place(batch))
+        return self.disk.update(state, pending), metrics
 
     def lower(self, state: TrainState, batch: Batch) -> Any:
         """The lowered step, for compiling without running; arguments may be abstract."""
@@ -151,9 +166,14 @@ class Step:
     def init_from(self, params: Any, seed: int = 0) -> TrainState:
         """A state at step 0 with these parameters, already laid out by the plan."""
         opt_state = self._init_optimizer(params)
+        if self.disk is None and self.streaming is not None and self.streaming.on_disk:
+            raise PlanError(
+                "plan.offload.disk: it is not said where; give a folder as disk=FOLDER, or put the"
+                " optimizer's state in host memory"
+            )
         put = functools.partial(jax.device_put, device=replicated(self.bound))
         rng = jax.random.key_data(jax.random.fold_in(jax.random.key(seed), 1))
-        return {
+        state = {
             "step": put(jnp.int32(0)),
             "params": params,
             "opt_state": opt_state,
@@ -162,6 +182,9 @@ class Step:
             "rng": put(rng),
             "skipped": put(jnp.int32(0)),
         }
+        if self.disk is not None:
+            self.disk.fill(state)
+        return state
 
     def _init_optimizer(self, params: Any) -> Any:
         shardings = self.shardings["opt_state"]
@@ -188,7 +211,7 @@ class Step:
         return {
             "step": scalar,
             "params": params,
-            "opt_state": jax.eval_shape(self.optimizer.init, chosen(params, self.trainable)),
+            "opt_state": self.map_moments(lambda leaf, _: leaf, lambda leaf: leaf),
             "variables": jax.eval_shape(lambda: self.options.variables),
             "rng": jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))),
             "skipped": scalar,
@@ -214,21 +237,35 @@ class Step:
             "skipped": whole,
         }
 
-    def map_moments(self, of_moment: Callable, of_other: Callable) -> Any:
-        """The optimizer state with `of_moment(leaf, info)` for what mirrors a parameter."""
+    def map_moments(
+        self, of_moment: Callable, of_other: Callable, *, on_disk: bool = False
+    ) -> Any:
+        """The optimizer state with `of_moment(leaf, info)` for what mirrors a parameter.
+
+        What lies on disk is no part of it, unless asked for.
+        """
 
         def of_leaf(leaf: Any, info: ParamInfo) -> Any:
+            if "disk" in info.host and not on_disk:
+                return optax.MaskedNode()
             # Masked optimizers hold these in place of the parameters they pass over.
             return leaf if isinstance(leaf, optax.MaskedNode) else of_moment(leaf, info)
 
         return optax.tree_utils.tree_map_params(
             self.optimizer.init,
             of_leaf,
-            self._shapes_of_state["opt_state"],
+            self._whole_opt_state,
             self.infos,
             transform_non_params=of_other,
             is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode),
         )
+
+    @functools.cached_property
+    def _whole_opt_state(self) -> Any:
+        """Shapes of the optimizer's state, what lies on disk included."""
+        dtype = self.bound.plan.precision.params
+        params = jax.tree.map(lambda i: jax.ShapeDtypeStruct(i.shape, dtype), self.infos)
+        return jax.eval_shape(self.optimizer.init, params)
 
     def place(self, batch: Batch) -> Batch:
         """A global batch on the devices: host arrays whole on every process, or global ones.
@@ -360,7 +397,12 @@ class Step:
     def pure(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """The step as a pure function, to be called inside a jit of your own."""
         if self.streaming is not None:
-            return self._pure_streamed(self.streaming, state, batch)
+            if self.streaming.on_disk:
+                raise PlanError(
+                    "plan.offload.disk: a step whose optimizer state lies on disk is no pure"
+                    " function; call the step itself, or keep the state in host memory"
+                )
+            return self._pure_streamed(self.streaming, state, batch)[:2]
         grads, totals, sums, loss = self.gradients(state, batch)
         params, frozen = self._split(state["params"])
         norm = optax.tree_utils.tree_norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
@@ -377,13 +419,16 @@ class Step:
 
     def _pure_streamed(
         self, streaming: Streaming, state: TrainState, batch: Batch
-    ) -> tuple[TrainState, Metrics]:
+    ) -> tuple[TrainState, Metrics, Pending | None]:
         batch, order = self._in_order(batch)
         with use(self.bound), in_order(order):
             dims = batch_dims(batch, self.options.batch_dims)
-            params, opt_state, found, ok = streaming.step(state, batch, dims, _step_key(state))
+            params, opt_state, found, ok, pending = streaming.step(
+                state, batch, dims, _step_key(state)
+            )
         new = {"params": params, "opt_state": opt_state}
-        return self._concluded(state, new, ok, found.totals, found.sums, found.loss, found.norm)
+        done = self._concluded(state, new, ok, found.totals, found.sums, found.loss, found.norm)
+        return *done, pending
 
     def _concluded(
         self,

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
 from colossax.config import BoundPlan
@@ -49,6 +50,22 @@ class Found:
 
 
 jax.tree_util.register_dataclass(Found, ["loss", "totals", "sums", "norm"], [])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pending:
+    """Updates that are left to do once a step's program has ended.
+
+    Attributes:
+        grads: Of parts whose optimizer state is on disk, stacks of all layers' gradients.
+        update: What every update needs.
+    """
+
+    grads: dict[Key, list[Array]]
+    update: Update
+
+
+jax.tree_util.register_dataclass(Pending, ["grads", "update"], [])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,19 +152,44 @@ class Streaming:
         self.parts = {key: part(key) for key in keys}
         self.rest = part(None)
         self._shared = [j for j, owner in enumerate(owners) if owner == SHARED]
-        self._moments = len(owners)
+        away = {j for each in self.parts.values() if each.on_disk for j in each.slots}
+        self._present = [j for j in range(len(owners)) if j not in away]
+
+    @property
+    def on_disk(self) -> dict[Key, Part]:
+        """The parts whose optimizer state is in a file."""
+        return {key: part for key, part in self.parts.items() if part.on_disk}
 
     # Between the state's trees and the parts' lists
 
     def stacks(self, params: Any, opt_state: Any) -> dict[Key, Stacks]:
         """Of every run: its trained parameters and their optimizer state."""
-        leaves, moments = jax.tree.leaves(params), jax.tree.leaves(opt_state)
+        leaves, moments = jax.tree.leaves(params), self.moments(opt_state)
+
+        def state(part: Part) -> list[Array] | None:
+            return None if part.on_disk else [moments[j] for j in part.slots]
+
         return {
-            key: Stacks(
-                params=[leaves[i] for i in part.trained], state=[moments[j] for j in part.slots]
-            )
+            key: Stacks(params=[leaves[i] for i in part.trained], state=state(part))
             for key, part in self.parts.items()
         }
+
+    def pending_shardings(self, whole: NamedSharding) -> Pending:
+        """Where what is left to do lies.
+
+        Args:
+            whole: Of what every device has.
+        """
+        shared = [whole for _ in self._shared]
+        scale = None if self.clip_norm is None else whole
+        return Pending(
+            grads={key: part.gradient_shardings() for key, part in self.on_disk.items()},
+            update=Update(shared=shared, scale=scale, ok=whole),
+        )
+
+    def moments(self, opt_state: Any) -> dict[int, Any]:
+        """Leaves of the optimizer's state by number; those on disk are not there."""
+        return dict(zip(self._present, jax.tree.leaves(opt_state), strict=True))
 
     def params(self, old: Any, stacks: dict[Key, Stacks], rest: list[Array]) -> Any:
         """The tree of all parameters with these in it."""
@@ -161,13 +203,11 @@ class Streaming:
         self, old: Any, stacks: dict[Key, Stacks], rest: list[Array], shared: list[Array]
     ) -> Any:
         """The optimizer's state with these in it."""
-        leaves, structure = jax.tree.flatten(old)
+        moments = self.moments(old)
         for part, values in self._values(stacks, rest, "state"):
-            for j, value in zip(part.slots, values, strict=True):
-                leaves[j] = value
-        for j, value in zip(self._shared, shared, strict=True):
-            leaves[j] = value
-        return jax.tree.unflatten(structure, leaves)
+            moments.update(zip(part.slots, values or (), strict=values is not None))
+        moments.update(zip(self._shared, shared, strict=True))
+        return jax.tree.unflatten(jax.tree.structure(old), [moments[j] for j in self._present])
 
     def _values(self, stacks: dict[Key, Stacks], rest: list[Array], field: str) -> Any:
         yield self.rest, rest
@@ -182,49 +222,61 @@ class Streaming:
             shardings: Of the optimizer's state.
         """
         dtype = jax.tree.leaves(params)[0].dtype
-        where, structure = jax.tree.flatten(shardings)
-        found: list[Any] = [None] * self._moments
+        where = self.moments(shardings)
+        found: dict[int, Array] = {}
         jobs: list[tuple[list[int], Callable]] = [
             (self.rest.slots, functools.partial(self.rest.init, dtype)),
             (self._shared, functools.partial(self.rest.init_shared, dtype)),
         ]
         for part in self.parts.values():
+            if part.on_disk:
+                continue
             own = [where[j] for j in part.slots]
             jobs.append((part.slots, functools.partial(part.init_stacks, dtype, own)))
         for slots, make in jobs:
             leaves = jax.jit(make, out_shardings=[where[j] for j in slots])() if slots else []
-            for j, leaf in zip(slots, leaves, strict=True):
-                found[j] = leaf
-        return jax.tree.unflatten(structure, found)
+            found.update(zip(slots, leaves, strict=True))
+        return jax.tree.unflatten(jax.tree.structure(shardings), [found[j] for j in self._present])
 
     # A step
 
     def step(
         self, state: TrainState, batch: Batch, dims: dict[str, Dims], key: Array
-    ) -> tuple[Any, Any, Found, Array]:
-        """New parameters and optimizer state, what was found, and whether all of it was finite."""
+    ) -> tuple[Any, Any, Found, Array, Pending | None]:
+        """New parameters and optimizer state, what was found, and whether all of it was finite.
+
+        Last, what is left to do for parts whose optimizer state is on disk.
+        """
         params, opt_state = state["params"], state["opt_state"]
         pieces = microbatches(self.bound, batch, dims)
         job = _Job(self, params, state["variables"], *cut_up(batch, dims, key, pieces), pieces)
         stacks = self.stacks(params, opt_state)
-        moments = jax.tree.leaves(opt_state)
+        moments = self.moments(opt_state)
         shared = [moments[j] for j in self._shared]
-        how = _HOW[self.clipping]
+        how = _known_norm if self.on_disk else _HOW[self.clipping]
         stacks, rest_grads, found, scale, ok = how(job, stacks, shared)
         update = Update(shared=shared, scale=scale, ok=ok)
         leaves = jax.tree.leaves(params)
-        moved, own, shared = self.rest.update(
+        moved, own, new_shared = self.rest.update(
             [leaves[i] for i in self.rest.trained],
             [moments[j] for j in self.rest.slots],
             rest_grads,
             update,
         )
-        if self.clipping == "stack":
+        if how is _known_norm:
             # Only then: or the others' gradients are there while layers' states come and go.
             moved, own, update = jax.lax.optimization_barrier((moved, own, update))
-            stacks = {key: part.visit_all(stacks[key], update) for key, part in self.parts.items()}
+            stacks = {
+                key: stacks[key] if part.on_disk else part.visit_all(stacks[key], update)
+                for key, part in self.parts.items()
+            }
         new_params = self.params(params, stacks, moved)
-        return new_params, self.opt_state(opt_state, stacks, own, shared), found, ok
+        new_state = self.opt_state(opt_state, stacks, own, new_shared)
+        pending = None
+        if self.on_disk:
+            grads = {key: stacks[key].grads for key in self.on_disk}
+            pending = Pending(grads=grads, update=update)
+        return new_params, new_state, found, ok, pending
 
     def gradients(
         self, state: TrainState, batch: Batch, dims: dict[str, Dims], key: Array
@@ -246,7 +298,9 @@ def _owners(infos: Sequence[ParamInfo], map_moments: Callable) -> list[int]:
     """Number of the parameter that each leaf of the optimizer's state mirrors, or `SHARED`."""
     numbers = {(info.path, info.first_layer): i for i, info in enumerate(infos)}
     marks = map_moments(
-        lambda leaf, info: _Owner(numbers[info.path, info.first_layer]), lambda leaf: _Owner(SHARED)
+        lambda leaf, info: _Owner(numbers[info.path, info.first_layer]),
+        lambda leaf: _Owner(SHARED),
+        on_disk=True,
     )
     leaves = jax.tree.leaves(marks, is_leaf=lambda leaf: isinstance(leaf, _Owner))
     return [mark.number for mark in leaves]
@@ -393,10 +447,11 @@ class _Job:
         norm = jnp.sqrt(found.norm + squares(rest))
         return changed, rest, dataclasses.replace(found, norm=norm)
 
-    def scale(self, found: Found) -> tuple[Array, Array]:
-        """What gradients of this norm are multiplied by, and whether all is finite."""
+    def scale(self, found: Found) -> tuple[Any, Array]:
+        """What gradients of this norm are multiplied by, if at all, and whether all is finite."""
         ok = jnp.isfinite(found.loss) & jnp.isfinite(found.norm)
-        return _scale(found.norm, self.all.clip_norm), ok
+        most = self.all.clip_norm
+        return None if most is None else _scale(found.norm, most), ok
 
 
 def _scale(norm: Float[Array, ""], most: float) -> Float[Array, ""]:

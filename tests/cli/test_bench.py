@@ -1,12 +1,17 @@
 """`colossax bench` on a CPU."""
 
+import dataclasses
 import json
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from colossax.cli import main
+from colossax.cli.bench_offload import updates
+from colossax.offload import rates
+from colossax.pallas.bench import Effort
 
 
 def test_kernels_are_measured_and_written(tmp_path, capsys):
@@ -22,12 +27,66 @@ def test_kernels_are_measured_and_written(tmp_path, capsys):
         assert f"{row['us']:.4g}" in printed
 
 
+@pytest.fixture
+def quick(tmp_path, monkeypatch):
+    """`bench offload` on small arrays; the cache folder."""
+    monkeypatch.setenv("COLOSSAX_CACHE", str(tmp_path))
+    small = dataclasses.replace(
+        rates.CPU_SETTING,
+        copy_bytes=2**20,
+        cpu_parameters=2**16,
+        matmul=128,
+        effort=Effort(seconds=0.01, repeats=3),
+    )
+    monkeypatch.setattr(rates, "CPU_SETTING", small)
+    return tmp_path
+
+
+def test_offload_rates_are_printed_and_kept(quick, capsys):
+    assert main(["bench", "offload"]) == 0
+    printed = capsys.readouterr().out
+    kept = rates.load_rates("cpu")
+    assert printed.rstrip().endswith(f"written to {quick / 'rates' / 'cpu.json'}")
+    assert "the device is the CPU" in printed
+    assert f"to host {kept.to_host_bytes_per_s / 1e9:.3g}" in printed
+    assert [update.bytes_per_direction for update in kept.updates] == [12, 10, 8, 4]
+    for update in kept.updates:
+        assert f"{update.name:22} " in printed
+        assert f"{update.cpu_parameters_per_s / 1e9:.3g} G/s" in printed
+
+
+def test_offload_says_the_same_as_json(quick, capsys):
+    path = quick / "mine.json"
+    assert main(["bench", "offload", "--json", "--out", str(path)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["rates"] == json.loads(path.read_text())
+    assert found["file"] == str(path)
+    assert rates.load_rates("cpu") is None
+    for row, update in zip(found["updates"], found["rates"]["updates"], strict=True):
+        moved = row["bytes_per_direction"]
+        assert row["optimizer"] == update["name"]
+        assert row["cpu_share"] == 0.0
+        per_s = found["rates"]["both_ways_bytes_per_s"]
+        tokens = moved * found["rates"]["matmul_flops_per_s"] / (8 * per_s)
+        assert row["hiding_tokens"] == pytest.approx(tokens)
+
+
+@pytest.mark.parametrize("update", updates(), ids=lambda update: update.name)
+def test_what_is_measured_moves_the_bytes_it_says(update):
+    """Parameters and states: the gradient of an update is made where it runs."""
+    kept = jax.eval_shape(update.start, jax.ShapeDtypeStruct((1024,), "float32"))
+    arrays = [x for x in jax.tree.leaves(kept) if x.ndim]
+    assert sum(x.size * x.dtype.itemsize for x in arrays) == 1024 * update.bytes_per_direction
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
         (["kernels", "--only", "no such"], "--only 'no such': no case of that name"),
         (["kernels", "--out", "/nowhere/x.json"], "there is no folder /nowhere"),
         (["kernels", "--plan.mesh", "fsdp=2"], "has no recipe and no plan"),
+        (["offload", "--only", "adamw"], "--only 'adamw': it chooses among kernels; leave it out"),
+        (["offload", "--out", "/nowhere/x.json"], "there is no folder /nowhere"),
         (["engines"], "invalid choice: 'engines'"),
     ],
 )

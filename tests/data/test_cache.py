@@ -2,27 +2,15 @@
 
 import errno
 import threading
-from pathlib import Path
 
 import pytest
 
-from colossax.data.cache import built_once, cache_folder
+from colossax.data.cache import built_once
 from colossax.errors import DataError
 
 
 def _intact(path):
     return path.is_file() and path.read_text().endswith(".")
-
-
-def test_the_folder_comes_from_the_environment(monkeypatch):
-    monkeypatch.setenv("COLOSSAX_CACHE", "/own")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
-    assert cache_folder() == Path("/own")
-    monkeypatch.delenv("COLOSSAX_CACHE")
-    assert cache_folder() == Path("/xdg/colossax")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/home/someone")
-    assert cache_folder() == Path("/home/someone/.cache/colossax")
 
 
 def test_an_entry_is_built_once_even_by_several_at_a_time(cache):

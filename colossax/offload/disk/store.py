@@ -12,6 +12,7 @@ A process may be killed, and the machine lose its power, at any time: what was c
 there. (The second rests on a disk that keeps the order which fdatasync asks for.)
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -201,6 +202,22 @@ class RecordStore:
         buffer = SlotBuffer(self.layout)
         self._read(record, epoch, buffer)
         return buffer.arrays
+
+    def read_array(self, record: int, name: str) -> np.ndarray:
+        """One array of one record of the consistent epoch, its checksum not compared: `verify`.
+
+        Raises:
+            OffloadError: There is no consistent epoch, or the disk cannot be read.
+        """
+        epoch = self._whole_epoch()
+        self._check_record(record)
+        shape, dtype = self.layout.arrays[name]
+        if not math.prod(shape):
+            return np.empty(shape, dtype)
+        buffer = aligned_buffer(in_blocks(math.prod(shape) * dtype.itemsize))
+        start = self._places.slot(record, epoch) + BLOCK_BYTES + self.layout.offsets()[name]
+        self._file.read(buffer, start)
+        return np.ndarray(shape, dtype, buffer=buffer.data)
 
     def verify(self) -> int | None:
         """Read all of the newest committed epoch and compare checksums; return that epoch.

@@ -7,12 +7,22 @@ that has imported everything starts in a millisecond, where a new interpreter ta
 import itertools
 import os
 import sys
+import time
 
+from colossax.offload.disk.file import BlockFile
 from tests.offload.disk.support import open_store, step
 
 
 def update_forever(path):
-    """Epoch after epoch; says each that is committed."""
+    """Epoch after epoch; says what is written and which epoch is committed."""
+    write = BlockFile.write
+
+    def told(*args):
+        write(*args)
+        os.write(1, b"write\n")
+        time.sleep(0.001)  # so that a kill comes before the next
+
+    BlockFile.write = told
     with open_store(path) as store:
         begin = store.consistent_epoch()
         os.write(1, f"open {os.getpid()}\n".encode())

@@ -340,6 +340,7 @@ def test_what_a_killed_creation_left_is_replaced(tmp_path):
     with new_store(tmp_path / "store") as store:
         assert_epoch(store, 0)
         assert [path.name for path in tmp_path.iterdir()] == ["store"]
+        assert store.path.stat().st_size == store.bytes
 
 
 def test_no_records_are_refused(tmp_path):

@@ -82,8 +82,26 @@ def test_an_error_of_any_stage_reaches_the_caller(stage, at, error):
     with pytest.raises(error, match=f"{stage} {at}"):
         run_ring(range(12), **{name: make(name) for name in calls})
     assert set(threading.enumerate()) == before, "a thread is left"
-    assert calls["write"] == [i for i in range(len(calls["write"]))]
+    assert calls["write"] == list(range(len(calls["write"])))
     assert max(calls["compute"], default=0) <= at + RING, "went on after the error"
+
+
+def test_what_is_not_under_way_when_it_fails_is_left_out():
+    begun, second = [], threading.Event()
+
+    def read(item, buffer):
+        begun.append(item)
+        if item == 1:
+            second.set()
+            time.sleep(0.3)
+
+    def compute(item, buffer):
+        assert second.wait(20)
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        run_ring(range(12), read=read, compute=compute, write=ignore)
+    assert begun == [0, 1]
 
 
 def test_slow_work_is_waited_for():
