@@ -235,16 +235,16 @@ def check_host_bytes(wanted: int, free: int, devices: int) -> None:
     """
     if wanted * devices > free:
         raise PlanError(
-            f"plan.offload.host_gb: {_gb(wanted)} GB for each of {devices} device(s) of this host,"
+            f"plan.offload.host_gb: {_gb_up(wanted)} GB for each of {devices} device(s) of this host,"
             f" which has {_gb(free)} GB of free memory; give {_gb(free // devices)} or less, or end"
             " what else uses it"
         )
 
 
-def _gb(size: float) -> str:
+def _gb(size: int) -> str:
     return f"{math.floor(size / GB * 1000) / 1000:.3f}"
 
 
-def _gb_up(size: float) -> str:
+def _gb_up(size: int) -> str:
     """Never less than the size."""
     return f"{math.ceil(size / GB * 1000) / 1000:.3f}"
