@@ -141,7 +141,8 @@ def _fullest(demand: Demand, device_bytes: int) -> Iterator[Placement]:
         resident = dict(zip(names, counts, strict=True))
         left = device_bytes - demand.placed({**resident, last.name: 0}).device_bytes
         if left >= 0:
-            most = min(demand.layers, left // max(1, last.layer_bytes))
+            room = left // last.layer_bytes if last.layer_bytes else demand.layers
+            most = min(demand.layers, room)
             yield demand.placed({**resident, last.name: most})
 
 
