@@ -103,8 +103,9 @@ class RowSource:
         """A region of the record that holds it."""
         assert slot.first is not None
         (start, stop), *rest = box
-        rows = [self.read(layer - slot.first)[box_slices(tuple(rest))] for layer in
-                range(start, stop)]
+        rows = [
+            self.read(layer - slot.first)[box_slices(tuple(rest))] for layer in range(start, stop)
+        ]
         return np.stack(rows)
 
 

@@ -226,9 +226,7 @@ class _Call:
         if stream is not None and self.key in stream.stacks:
             return self._streamed(stream, carry, side, scanned, carried)
         run = _run_one if self.size == 1 else _run_scan
-        return run(
-            self.segment, carry, side, scanned, carried, self.first, self.size, self.policy
-        )
+        return run(self.segment, carry, side, scanned, carried, self.first, self.size, self.policy)
 
     def _streamed(self, stream: Any, carry: Any, side: Any, scanned: Any, carried: Any) -> Any:
         if jax.tree.leaves((scanned, carried)):

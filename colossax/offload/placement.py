@@ -21,9 +21,7 @@ def resolved_segments(plan: Plan, layers: int) -> tuple[Segment, ...]:
         )
     runs = [
         dataclasses.replace(segment, count=count)
-        for segment, count in zip(
-            plan.segments, segment_counts(plan.segments, layers), strict=True
-        )
+        for segment, count in zip(plan.segments, segment_counts(plan.segments, layers), strict=True)
     ]
     for kind in SHARES:
         runs = _offloaded(runs, kind, plan.offload.layers(kind, layers))
@@ -59,5 +57,3 @@ def _offloaded(runs: list[Segment], kind: str, first: int) -> list[Segment]:
         if run.count > there:
             out.append(dataclasses.replace(run, count=run.count - there))
     return out
-
-

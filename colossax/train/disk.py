@@ -18,7 +18,7 @@ from colossax.checkpoint import RowSource
 from colossax.errors import DamagedStoreError, OffloadError, PlanError
 from colossax.offload import fetch, new_stack, store
 from colossax.offload.disk import RecordLayout, RecordStore
-from colossax.train.parts import Part, Update
+from colossax.train.parts import Update
 from colossax.train.streaming import Pending, Streaming
 from colossax.typing import TrainState
 
@@ -78,9 +78,7 @@ class DiskTier:
         )
         self._init_row = jax.jit(lambda: self.part.init(dtype))
         self._fetch = jax.jit(functools.partial(fetch, stacked=self.part.stacked))
-        self._store = jax.jit(
-            functools.partial(store, stacked=self.part.stacked), donate_argnums=0
-        )
+        self._store = jax.jit(functools.partial(store, stacked=self.part.stacked), donate_argnums=0)
         self._update = jax.jit(self._update_row, donate_argnums=0)
 
     # Between states and records

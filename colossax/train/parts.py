@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from colossax.aot import host_sharding
 from colossax.config import BoundPlan
@@ -29,13 +29,14 @@ class Update:
 
     Attributes:
         shared: Optimizer state that belongs to no parameter.
-        scale: Gradients are multiplied by it; None: as they are.
-        ok: Whether to update at all.
+        scale: Gradients are multiplied by it, a float32 scalar; None: as they are.
+        ok: Whether to update at all, a boolean scalar.
     """
 
-    shared: list[Array]
-    scale: Float[Array, ""] | None
-    ok: Bool[Array, ""]
+    # While JAX takes it apart, its leaves are other things than arrays.
+    shared: list[Any]
+    scale: Any
+    ok: Any
 
 
 jax.tree_util.register_dataclass(Update, ["shared", "scale", "ok"], [])
@@ -138,7 +139,8 @@ class Part:
         whole = self._joined(state, update.shared)
         named = self._named(params)
         steps, new = self._optimizer.update(self._named(grads), whole, named)
-        moved = list(optax.apply_updates(named, steps).values())
+        applied: Any = optax.apply_updates(named, steps)
+        moved = list(applied.values())
         own, shared = self._split(new)
         params, own, shared = jax.tree.map(
             lambda a, b: jnp.where(update.ok, a, b),
@@ -151,8 +153,11 @@ class Part:
         """Of each leaf of a layer's optimizer state; None on a single device."""
         shapes = jax.eval_shape(lambda: self.init(jnp.float32))
         of = dict(
-            zip(self.trained, zip(self.infos, self._row_shardings("optimizer"), strict=True),
-                strict=True)
+            zip(
+                self.trained,
+                zip(self.infos, self._row_shardings("optimizer"), strict=True),
+                strict=True,
+            )
         )
 
         def sharding(slot: int, leaf: Any) -> NamedSharding | None:
@@ -270,7 +275,6 @@ class Part:
         loop = jax.lax.fori_loop(0, self.count, step, start) if self.stacked else step(0, start)
         return dataclasses.replace(stacks, params=loop[0], state=loop[1])
 
-
     def copies(self, stacks: Stacks) -> tuple[list[Array], list[Array]]:
         """Room for a second copy of parameters and state, each beside the first."""
         params = self._row_shardings("params")
@@ -303,5 +307,3 @@ def squares(grads: Sequence[Array]) -> Float[Array, ""]:
 def _of_layer(info: ParamInfo) -> ParamInfo:
     """One layer's part of a stacked parameter, as the device gets it."""
     return dataclasses.replace(info, dims=info.dims[1:], shape=info.shape[1:], host=frozenset())
-
-

@@ -154,9 +154,7 @@ def fit_run(
     def make_step(plan: Plan) -> Step:
         return run_step(config.replace(plan=plan), devices)
 
-    fitted = fit_offload(
-        make_step, config.plan, batch_shapes(config), target=target, agree=agree
-    )
+    fitted = fit_offload(make_step, config.plan, batch_shapes(config), target=target, agree=agree)
     return config.replace(plan=fitted.plan), fitted
 
 

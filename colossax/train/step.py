@@ -190,9 +190,7 @@ class Step:
         shardings = self.shardings["opt_state"]
         if self.streaming is not None:
             return self.streaming.init_state(params, shardings)
-        return jax.jit(self.optimizer.init, out_shardings=shardings)(
-            chosen(params, self.trainable)
-        )
+        return jax.jit(self.optimizer.init, out_shardings=shardings)(chosen(params, self.trainable))
 
     @functools.cached_property
     def abstract(self) -> TrainState:
@@ -237,9 +235,7 @@ class Step:
             "skipped": whole,
         }
 
-    def map_moments(
-        self, of_moment: Callable, of_other: Callable, *, on_disk: bool = False
-    ) -> Any:
+    def map_moments(self, of_moment: Callable, of_other: Callable, *, on_disk: bool = False) -> Any:
         """The optimizer state with `of_moment(leaf, info)` for what mirrors a parameter.
 
         What lies on disk is no part of it, unless asked for.
@@ -411,7 +407,10 @@ class Step:
             grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
         updates, opt_state = self.optimizer.update(grads, state["opt_state"], params)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        new = {"params": joined(optax.apply_updates(params, updates), frozen), "opt_state": opt_state}
+        new = {
+            "params": joined(optax.apply_updates(params, updates), frozen),
+            "opt_state": opt_state,
+        }
         new = jax.tree.map(
             lambda a, b: jnp.where(finite, a, b), new, {name: state[name] for name in new}
         )
@@ -462,7 +461,6 @@ class Step:
         """The state where the plan wants it, in a jit of the user's own as well."""
         if self.bound.single:
             return state
-
 
         def lay(x: jax.Array, sharding: NamedSharding) -> jax.Array:
             host = sharding.memory_kind == "pinned_host"

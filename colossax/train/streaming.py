@@ -32,6 +32,7 @@ from colossax.train.gradients import (
 from colossax.train.parts import SHARED, Part, Update, squares
 from colossax.typing import Batch, Dims, ParamInfo, TrainState
 
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Found:
     """What passes over a batch found.
@@ -43,10 +44,11 @@ class Found:
         norm: Of all gradients; squared, and without what is in no layer stack, of a single pass.
     """
 
-    loss: Array
-    totals: Totals
-    sums: Totals
-    norm: Array
+    # While JAX takes it apart, its leaves are other things than arrays.
+    loss: Any
+    totals: Any
+    sums: Any
+    norm: Any
 
 
 jax.tree_util.register_dataclass(Found, ["loss", "totals", "sums", "norm"], [])
@@ -61,7 +63,7 @@ class Pending:
         update: What every update needs.
     """
 
-    grads: dict[Key, list[Array]]
+    grads: dict[Key, list[Any]]
     update: Update
 
 
@@ -370,7 +372,10 @@ class _Job:
             with streaming(stream):
                 result = self.all.call(params, piece, self.variables, key)
             stream.check()
-            return objective(*result, self.over)
+            loss, found = objective(*result, self.over)
+            # Layers are updated before anything else can tell that they should not be.
+            sound = jnp.isfinite(jax.lax.stop_gradient(loss))
+            return loss * jnp.where(sound, 1.0, jnp.nan), found
 
         differentiate = jax.value_and_grad(value, argnums=(0, 1, 2), has_aux=True)
         rest = [self.leaves[i] for i in rest_at]
@@ -539,7 +544,8 @@ def _at_once(job: _Job, stacks: dict[Key, Stacks], shared: list[Array]) -> Any:
     stacks, before = job.before_last(stacks)
     most = job.all.clip_norm
     visit = functools.partial(_updating, job.all.parts, most)
-    update = Update(shared=shared, scale=None, ok=jnp.bool(True))
+    sound = jnp.bool(True) if before is None else jnp.isfinite(before[1].loss)
+    update = Update(shared=shared, scale=None, ok=sound)
     moving, fixed = _divided(stacks, "params", "state")
     stacks, rest, found = job.on_last(visit, moving, fixed, update, before)
     ok = jnp.isfinite(found.loss) & jnp.isfinite(found.norm)

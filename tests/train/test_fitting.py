@@ -1,6 +1,7 @@
 """Shares found by compiling, on host devices: budgets, refusals, what is known from before."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -16,20 +17,40 @@ from colossax.train.run import batch_shapes, run_step
 from tests.train.launching import run, write_text
 
 LAYERS = 4
+ROOM_GB = 0.0029
 
 
 def tiny(**changes):
-    """A run of `llama_tiny` with few tokens, and its offload to be found."""
+    """A run of `llama_tiny` with few tokens, and its offload to be found.
+
+    With room for parameters and what backward keeps, not for all of the optimizer's state.
+    """
+    if not {"device_gb", "parameters"} & set(changes):
+        changes["device_gb"] = ROOM_GB + least_gb()
     config = recipe("llama_tiny")
-    budgets = {"auto": True, "device_gb": 0.0105, "host_gb": 1.0, **changes}
-    plan = config.plan.replace(
-        mesh={}, segments=(Segment(remat="full"),), offload=OffloadConfig(**budgets)
-    )
+    offload = OffloadConfig(**{"auto": "parameters" not in changes, "host_gb": 1.0, **changes})
+    plan = config.plan.replace(mesh={}, segments=(Segment(remat="full"),), offload=offload)
     return config.replace(
         model=dataclasses.replace(config.model, layers=LAYERS, vocab=512, embed=64, mlp=512),
         data=dataclasses.replace(config.data, seq_len=64, global_batch=8),
         plan=plan,
     )
+
+
+@functools.cache
+def least_gb():
+    """What a device needs with every layer in host memory."""
+    config = tiny(parameters=1, optimizer=1, activations=1)
+    return needs(jax.devices()[:1], config.plan, config)[0] / GB
+
+
+def needs(devices, plan, config):
+    """Bytes of a device and of the host that a plan with shares needs."""
+    trial = fitting._Trial(
+        lambda p: run_step(config.replace(plan=p), devices), plan, batch_shapes(config), None
+    )
+    found = trial.compiled()
+    return found.device, found.host
 
 
 class Fitting:
@@ -69,22 +90,13 @@ def entries(tmp_path):
     return lambda: sorted((tmp_path / "cache" / "offload").glob("*"))
 
 
-def needs(fit, plan, config):
-    """Bytes of a device and of the host that a plan with shares needs."""
-    trial = fitting._Trial(
-        lambda p: run_step(config.replace(plan=p), fit.devices), plan, batch_shapes(config), None
-    )
-    found = trial.compiled()
-    return found.device, found.host
-
-
 def test_the_plan_found_is_within_the_budgets_and_keeps_layers_on_the_device(fit):
     config = tiny()
-    found = fit(config)
+    found, room = fit(config), config.plan.offload.device_gb * GB
     offload = found.plan.offload
-    assert not offload.auto and (offload.device_gb, offload.host_gb) == (0.0105, 1.0)
-    assert needs(fit, found.plan, config) == (found.device_bytes, found.host_bytes)
-    assert found.device_bytes <= 0.0105 * GB and found.compiles <= fitting.MAX_COMPILES
+    assert not offload.auto and offload.device_gb == config.plan.offload.device_gb
+    assert needs(fit.devices, found.plan, config) == (found.device_bytes, found.host_bytes)
+    assert found.device_bytes <= room and found.compiles <= fitting.MAX_COMPILES
     assert 0 < found.resident["parameters"] and sum(found.resident.values()) < 3 * LAYERS
     shares = {name: 1 - count / LAYERS for name, count in found.resident.items()}
     assert shares == {name: getattr(offload, name) for name in shares}
@@ -119,7 +131,7 @@ CHANGES = {
     "clipping": lambda c: c.replace(clip_norm=None),
     "optimizer": lambda c: c.replace(optimizer=dataclasses.replace(c.optimizer, state="mixed")),
     "remat": lambda c: c.replace(plan=c.plan.replace(segments=(Segment(remat="none"),))),
-    "device": lambda c: with_offload(c, device_gb=0.02),
+    "device": lambda c: with_offload(c, device_gb=0.6),
     "options": lambda c: c.replace(
         plan=c.plan.replace(compiler_options={"xla_cpu_enable_fast_math": False})
     ),
@@ -133,7 +145,7 @@ def with_offload(config, **changes):
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_matters_is_looked_for_again(fit, name):
-    config = tiny(device_gb=0.019)
+    config = tiny(device_gb=0.5)
     fit(config)
     assert fit(CHANGES[name](config)).compiles > 0
 
@@ -205,7 +217,7 @@ def test_a_choice_that_turns_out_too_large_is_corrected(fit, monkeypatch):
 
     monkeypatch.setattr(fitting._Trial, "compiled", compiled)
     found = fit(tiny())
-    assert found.compiles == 3 and found.device_bytes <= 0.0105 * GB
+    assert found.compiles == 3 and found.device_bytes <= (ROOM_GB + least_gb()) * GB
     assert found.plan.offload.parameters > surprise[0].parameters
 
 
@@ -219,7 +231,7 @@ def test_when_nothing_else_fits_all_layers_go_to_the_host(fit, monkeypatch):
 
     monkeypatch.setattr(fitting._Trial, "compiled", compiled)
     found = fit(tiny())
-    assert set(found.resident.values()) == {0} and found.device_bytes <= 0.0105 * GB
+    assert set(found.resident.values()) == {0} and found.device_bytes <= (ROOM_GB + least_gb()) * GB
     with pytest.raises(PlanError, match=r"no placement of 4 layers|GB are missing"):
         fit(with_offload(tiny(), host_gb=(found.host_bytes - 1000) / GB))
 

@@ -1,0 +1,154 @@
+"""Steps with layers updated during backward and ordinary ones, compared bit for bit.
+
+`python -m tests.train.exact FILE NAME ...` writes what was found of the named cases as JSON. A
+process of its own, because the compiler must neither contract multiplications and additions nor leave
+out a rounding to bfloat16: it does so within a fusion, and where those begin and end is the one thing
+in which the programs may differ.
+"""
+
+import dataclasses
+import functools
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from colossax.config import BatchConfig, OffloadConfig, Precision, Segment
+from colossax.optim import adamw, lamb, sgd
+from tests.train import streamed
+
+ROOT = Path(__file__).resolve().parents[2]
+
+OPTIMIZERS: dict[str, Callable] = {
+    "adamw": lambda: adamw(1e-2),
+    "bf16": lambda: adamw(1e-2, moment_dtype="bfloat16", second_moment_dtype="bfloat16"),
+    "sgd": lambda: sgd(0.1),
+    "momentum": lambda: sgd(0.1, momentum=0.9),
+    "lamb": lambda: lamb(1e-2),
+}
+PLACEMENTS: dict[str, dict] = {
+    "none": {},
+    "host": streamed.HOST,
+    "shares": streamed.SHARED,
+    "optimizer": {"optimizer": 1.0},
+    "fused": {"fused": True},
+}
+SEGMENTS = {"whole": (Segment(remat="full"),)}
+SEGMENTS["single"] = (Segment(count=1, remat="full"), Segment(remat="full"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One comparison."""
+
+    optimizer: str
+    placement: str
+    devices: int = 1
+    pieces: int = 1
+    segments: str = "whole"
+    compute: str = "float32"
+    clip_norm: float | None = None
+
+    @property
+    def name(self) -> str:
+        """Every field."""
+        return "-".join(str(value) for value in dataclasses.astuple(self))
+
+
+QUICK = (
+    Case("adamw", "host"),
+    Case("adamw", "shares", segments="single"),
+    Case("adamw", "fused"),
+    Case("adamw", "shares", pieces=2),
+    Case("adamw", "host", devices=8),
+    Case("bf16", "host"),
+    Case("sgd", "optimizer"),
+    Case("momentum", "shares"),
+    Case("lamb", "host"),
+    Case("adamw", "host", compute="bfloat16"),
+    Case("sgd", "host", compute="bfloat16", clip_norm=0.5),
+)
+
+
+def _rest() -> Iterator[Case]:
+    """Every optimizer, number of devices and microbatches; placements and segments by turns."""
+    whole = itertools.product(OPTIMIZERS, (1, 8), (1, 2))
+    for at, (optimizer, devices, pieces) in enumerate(whole):
+        for turn in (0, 1):
+            placement = list(PLACEMENTS)[1 + (at + 2 * turn) % 4]
+            segments = list(SEGMENTS)[(at // 4 + at + turn) % 2]
+            yield Case(optimizer, placement, devices, pieces, segments)
+
+
+REST = tuple(case for case in _rest() if case not in QUICK)
+
+
+def compare(case: Case) -> dict:
+    """Losses of both, the largest relative difference of each array, and those that never moved."""
+    start, want, wanted = _run(dataclasses.replace(case, placement="none"))
+    other, got, losses = _run(case)
+    assert start.keys() == want.keys() == other.keys() == got.keys()
+    return {
+        "losses": losses,
+        "wanted": wanted,
+        "off": {name: _off(got[name], want[name]) for name in want},
+        "start": {name: _off(other[name], start[name]) for name in want},
+        "still": [name for name in want if _off(want[name], start[name]) == 0],
+    }
+
+
+def _off(got, want) -> float:
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    return float(np.max(np.abs(got - want)) / max(np.max(np.abs(want)), 1e-30))
+
+
+@functools.lru_cache(maxsize=4)
+def _run(case: Case):
+    """(arrays at the start, at the end, losses)."""
+    plan = streamed.FULL.replace(
+        segments=SEGMENTS[case.segments],
+        batch=BatchConfig(accumulation=case.pieces),
+        precision=Precision(compute=case.compute),
+        offload=OffloadConfig(**PLACEMENTS[case.placement]),
+    )
+    state, step = streamed.started(
+        plan,
+        OPTIMIZERS[case.optimizer](),
+        devices=jax.devices()[: case.devices],
+        clip_norm=case.clip_norm,
+    )
+    start = _arrays(state, step)
+    state, found = streamed.stepped(state, step, rows=8 * case.pieces)
+    return start, _arrays(state, step), [one["loss"] for one in found]
+
+
+def _arrays(state, step):
+    return streamed.by_path(step, {kind: state[kind] for kind in ("params", "opt_state")})
+
+
+def compared(cases: tuple[Case, ...], file: Path) -> dict[str, dict]:
+    """What a process of its own found."""
+    exactly = "--xla_cpu_max_isa=AVX --xla_allow_excess_precision=false"  # AVX: no FMA instruction
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {exactly}"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.train.exact", str(file), *(case.name for case in cases)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(file.read_text())
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_default_matmul_precision", "highest")
+    known = {case.name: case for case in (*QUICK, *REST)}
+    results = {name: compare(known[name]) for name in sys.argv[2:]}
+    Path(sys.argv[1]).write_text(json.dumps(results))

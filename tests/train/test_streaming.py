@@ -1,0 +1,184 @@
+"""Layers updated during backward: clipping, skipped steps, evaluation, refusals."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from colossax.config import BatchConfig, OffloadConfig, Plan, Precision, Segment
+from colossax.errors import PlanError
+from colossax.models import LlamaConfig
+from colossax.nn import LayerStack, param
+from colossax.optim import adamw, sgd
+from colossax.sharding import use
+from colossax.train import next_token_loss
+from tests.oracle import assert_trees_close
+from tests.train.streamed import (
+    CONFIG,
+    FULL,
+    HOST,
+    SHARED,
+    batch,
+    by_path,
+    host,
+    offloaded,
+    started,
+    stepped,
+)
+
+CLIP = 0.5
+EXACT = ("stack", "two_pass", "speculate")
+SCALES = (1.0, 0.05, float("nan"), 1.0, 0.05)
+"""Times the loss: steps that clip, that do not, and one that is skipped."""
+
+
+def scaled_loss(model, batch):
+    """The next-token loss times a number from the batch."""
+    terms, metrics = next_token_loss(z_loss=1e-3)(model, batch)
+    scale = batch["scale"][0]
+    return {name: (scale * t, *rest) for name, (t, *rest) in terms.items()}, metrics
+
+
+def scaled(number, scale, rows=8):
+    return {**batch(number, rows), "scale": np.full(rows, scale, np.float32)}
+
+
+BATCHES = [scaled(number, scale) for number, scale in enumerate(SCALES)]
+
+
+def arrays(state):
+    return jax.tree.map(np.asarray, (state["params"], state["opt_state"]))
+
+
+def run(plan, devices=None):
+    """Metrics by step of a run that is checked to leave skipped steps' state alone, and its end."""
+    state, step = started(
+        plan, adamw(1e-2, eps=1e-5), loss=scaled_loss, clip_norm=CLIP, devices=devices
+    )
+    found = []
+    for scale, each in zip(SCALES, BATCHES, strict=True):
+        before = arrays(state)
+        state, [metrics] = stepped(state, step, batches=[each])
+        found.append(metrics)
+        if np.isnan(scale):
+            jax.tree.map(np.testing.assert_array_equal, arrays(state), before)
+    return found, by_path(step, state["params"])
+
+
+def cut(pieces):
+    return FULL.replace(batch=BatchConfig(accumulation=pieces))
+
+
+@functools.cache
+def truth(pieces):
+    return run(cut(pieces))
+
+
+def assert_as_ordinary(found, pieces):
+    (metrics, params), (want, wanted) = found, truth(pieces)
+    clipped = [one["grad_norm"] > CLIP for one in want]
+    assert clipped == [scale == 1 for scale in SCALES]
+    assert [one["skipped"] for one in metrics] == [0, 0, 1, 1, 1]
+    for name in ("loss", "grad_norm"):
+        values = [[one[name] for one in each] for each in (metrics, want)]
+        np.testing.assert_allclose(*values, rtol=1e-6)
+    assert_trees_close(params, wanted)
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+@pytest.mark.parametrize("clipping", EXACT)
+def test_clipping_is_exact_and_steps_that_are_not_finite_change_nothing(clipping, pieces):
+    assert_as_ordinary(run(host(cut(pieces), clipping=clipping)), pieces)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("placement", [SHARED, {"optimizer": 1.0}, {"fused": True}])
+@pytest.mark.parametrize("pieces", [1, 2])
+@pytest.mark.parametrize("clipping", EXACT)
+def test_so_it_is_with_some_layers_on_the_device(devices, clipping, pieces, placement):
+    plan = offloaded(cut(pieces), clipping=clipping, **placement)
+    assert_as_ordinary(run(plan, devices), pieces)
+
+
+def test_layers_may_be_clipped_by_their_own_norms():
+    """Under plain SGD of rate 1000 the parameters' change is each layer's clipped gradient."""
+    state, step = started(FULL, sgd(1.0))
+    grads = by_path(step, jax.jit(step.gradients)(state, batch())[0])
+    layers = {name for name in grads if "layers" in name}
+    square = {name: np.square(g).reshape(len(g), -1).sum(1) for name, g in grads.items()}
+    norms = np.sqrt(sum(square[name] for name in layers))
+    rest = np.sqrt(sum(square[name].sum() for name in grads.keys() - layers))
+    clip = float(np.sort(norms)[1:3].mean())
+    assert rest > clip
+    scale = np.minimum(1, clip / norms)
+    wanted = {
+        name: g * (scale.reshape(-1, *[1] * (g.ndim - 1)) if name in layers else clip / rest)
+        for name, g in grads.items()
+    }
+    state, step = started(host(clipping="layer"), sgd(1000.0), clip_norm=clip)
+    start = by_path(step, state["params"])
+    state, [metrics] = stepped(state, step, steps=1)
+    moved = {name: (start[name] - p) / 1000 for name, p in by_path(step, state["params"]).items()}
+    assert_trees_close(moved, wanted, tolerance=1e-4)
+    np.testing.assert_allclose(metrics["grad_norm"], np.hypot(rest, np.sqrt(sum(norms**2))), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("precision", "pieces", "matrices"),
+    [
+        (Precision(compute="bfloat16"), 1, "bfloat16"),
+        (Precision(compute="bfloat16"), 2, "float32"),
+        (Precision(compute="bfloat16", reduction="float32"), 1, "float32"),
+        (Precision(), 1, "float32"),
+    ],
+)
+def test_gradients_are_kept_as_computed_unless_they_are_added_up(precision, pieces, matrices):
+    _, step = started(host(cut(pieces).replace(precision=precision)), sgd(1.0), clip_norm=CLIP)
+    part = step.streaming.parts["layers", 0]
+    stacks = jax.eval_shape(lambda: part.gradient_stacks(summed=pieces > 1))
+    found = {info.path: str(x.dtype) for info, x in zip(part.infos, stacks, strict=True)}
+    assert found["layers/mlp/down/w"] == matrices
+    assert found["layers/attn_norm/scale"] == "float32"
+
+
+@pytest.mark.parametrize("clip", [None, CLIP])
+def test_without_a_second_pass_a_loss_that_is_not_finite_changes_nothing(clip):
+    """Though no gradient shows it."""
+
+    def loss(model, batch):
+        terms, metrics = next_token_loss()(model, batch)
+        count = terms["cross_entropy"][1]
+        return {**terms, "constant": (jnp.sum(batch["scale"]), count, 1.0)}, metrics
+
+    plan = host(cut(2), clipping="layer")
+    state, step = started(plan, adamw(1e-2), loss=loss, clip_norm=clip)
+    for scale, skipped in ((np.nan, 8), (np.inf, 16)):
+        for row in range(8):
+            before = arrays(state)
+            each = scaled(0, 1.0)
+            each["scale"][row] = scale
+            state, [metrics] = stepped(state, step, batches=[each])
+            jax.tree.map(np.testing.assert_array_equal, arrays(state), before)
+    assert metrics["skipped"] == skipped
+    state, [metrics] = stepped(state, step, batches=[scaled(0, 1.0)])
+    assert metrics["skipped"] == skipped
+    assert not np.array_equal(jax.tree.leaves(before)[0], jax.tree.leaves(arrays(state))[0])
+
+
+@pytest.mark.parametrize("settings", [HOST, SHARED])
+def test_evaluation_and_the_model_are_those_of_the_ordinary_plan(settings):
+    found = []
+    for plan in (FULL, offloaded(**settings)):
+        state, step = started(plan, sgd(1.0))
+        totals = jax.tree.map(float, step.evaluate(state, batch()))
+        with use(step.bound):
+            model = step.model(state)
+            found.append((totals, np.asarray(jax.jit(model)(jnp.asarray(batch()["tokens"])))))
+    (totals, logits), (want, wanted) = found[1], found[0]
+    assert totals == want
+    np.testing.assert_allclose(logits, wanted, rtol=1e-6, atol=1e-6)
