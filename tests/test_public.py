@@ -5,7 +5,7 @@ import importlib
 import pytest
 
 NAMES = {
-    "colossax": "Plan attention boost constrain linear preset use",
+    "colossax": "Plan attention boost constrain fit_offload linear preset use",
     "colossax.config": (
         "AttentionConfig BatchConfig BoundPlan FrozenDict LOGICAL_DIMS LossConfig "
         "MESH_AXES MeshAxis PRESETS Plan Precision RING_AXES Rules SAVEABLE SEQUENCE_AXES Segment "
@@ -29,10 +29,11 @@ NAMES = {
         "ring_attention_local ring_self_attention_local ulysses_local zigzag_order"
     ),
     "colossax.offload": (
-        "Rates Run Setting Stacks Stream Update UpdateRate balanced_share build_stack cpu_rows "
-        "cpu_share current_stream fetch hiding_tokens load_rates measure_rates new_stack on_host "
-        "rates_path resolved_segments run_streamed save_rates segment_counts split_update store "
-        "streaming update_seconds"
+        "Demand GB Kind Placement Rates Run Setting Stacks Stream Update UpdateRate "
+        "balanced_share build_stack check_host_bytes cpu_rows cpu_share current_stream "
+        "default_host_bytes fetch free_host_bytes hiding_tokens host_shares load_rates "
+        "measure_rates new_stack on_host place rates_path recording_kept resolved_segments "
+        "run_streamed save_rates segment_counts split_update store streaming update_seconds working_set_bytes"
     ),
     "colossax.data": (
         "BatchLoader Corpus Documents RowSource Rows Split SyntheticRows Tokenizer "
@@ -46,12 +47,13 @@ NAMES = {
         "stochastic_round warmup_cosine wsd"
     ),
     "colossax.aot": (
-        "Buffer Collective Gpu KernelReport Link MemoryReport Module Program Target Totals Traffic "
-        "Transfer TransferTotals assert_collectives checkpoint_stacks collectives compile_program "
-        "exposed_collectives exposed_transfers full_rematerialisations full_stack_copies gpu_keys "
-        "host_arguments host_arithmetic host_compute host_copies host_sharding kernel_reports "
-        "memory_report parse_module parse_target sync_transfers_in_loops target_devices totals "
-        "traffic transfer_totals transfers unexpected_collectives"
+        "Buffer Collective Gpu KernelReport Link MemoryReport Module Program Target Totals "
+        "Traffic Transfer TransferTotals assert_collectives checkpoint_stacks collectives "
+        "compile_program device_bytes exposed_collectives exposed_transfers "
+        "full_rematerialisations full_stack_copies gpu_keys host_arguments host_arithmetic "
+        "host_bytes host_compute host_copies host_sharding kernel_reports memory_report "
+        "parse_module parse_target sync_transfers_in_loops target_devices totals traffic "
+        "transfer_totals transfers unexpected_collectives"
     ),
     "colossax.nn": (
         "ACTIVATIONS Attention AttentionShape CacheSpec Decoder DecoderConfig "
@@ -64,7 +66,9 @@ NAMES = {
         "MistralConfig OPT OPTConfig Qwen2 Qwen2Config Qwen3 Qwen3Config config_from_json "
         "config_to_json family_of maker"
     ),
-    "colossax.train": "Step StepOptions any_order boost build_step next_token_loss",
+    "colossax.train": (
+        "Fitted Step StepOptions any_order boost build_step fit_offload next_token_loss"
+    ),
     "colossax.inference": (
         "Generation Generator LoadedModel StoredModel inference_plan load open_checkpoint"
     ),

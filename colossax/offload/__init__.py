@@ -9,6 +9,7 @@ from .budget import default_host_bytes as default_host_bytes
 from .budget import free_host_bytes as free_host_bytes
 from .budget import host_shares as host_shares
 from .budget import place as place
+from .budget import working_set_bytes as working_set_bytes
 from .cpu_update import cpu_rows as cpu_rows
 from .cpu_update import split_update as split_update
 from .memory import build_stack as build_stack

@@ -14,8 +14,7 @@ import jax
 import jaxlib
 
 from colossax.aot import Target, compile_program, device_bytes, host_bytes
-from colossax.config import HOST_KINDS, SAVEABLE, OffloadConfig, Plan, to_json
-from colossax.data import cache_folder
+from colossax.config import HOST_KINDS, SAVEABLE, OffloadConfig, Plan, cache_folder, to_json
 from colossax.errors import PlanError
 from colossax.offload import (
     GB,
@@ -105,7 +104,7 @@ class _Bytes:
 def fit_offload(
     make_step: MakeStep,
     plan: Plan,
-    shapes: Mapping[str, jax.ShapeDtypeStruct],
+    shapes: Mapping[str, Any],
     *,
     target: Target | None = None,
     agree: Agree = lambda make: make(),
@@ -126,7 +125,7 @@ def fit_offload(
             plan)`.
         plan: With `offload.auto`, and budgets where the defaults (93 % of a device's memory, the
             host's free memory less 16 GiB) do not do.
-        shapes: Of the global batch's arrays.
+        shapes: A global batch, or the shapes of its arrays.
         target: GPUs to compile for that are not there; `make_step` uses their devices.
         agree: With several processes, `Group.from_first`.
 
@@ -137,6 +136,7 @@ def fit_offload(
     Cost: two compilations, at most three; none where the result is known from before.
     """
     _check_findable(plan)
+    shapes = jax.eval_shape(lambda batch: batch, dict(shapes))
     everything = _with_shares(plan, dict.fromkeys(_kinds(plan), 1.0))
     trial = _Trial(make_step, everything, shapes, target)
     budget = _budget(plan.offload, trial.step, target, agree)
