@@ -89,10 +89,16 @@ def test_finetune_offload(text, tmp_path, capsys):
     shutil.copytree(LLAMA, folder)
     write_tokenizer(folder)
     arguments = [str(folder), str(tmp_path / "checkpoint"), str(text)]
-    losses = load("finetune_offload").main(*arguments, device_gb=0.0011, steps=12)
-    assert losses[-1] < losses[0] - 0.3
+    example = load("finetune_offload")
+    whole = example.main(*arguments, device_gb=1.0, steps=3)
     line = capsys.readouterr().out.splitlines()[0]
-    assert "optimizer of 0" in line and "parameters of 2" not in line, line
+    assert "parameters of 2, optimizer of 2" in line, line
+    needed_mb = float(line.split(" MB of a device")[0].split()[-1])
+    losses = example.main(*arguments, device_gb=0.9 * needed_mb / 1e3, steps=12)
+    line = capsys.readouterr().out.splitlines()[0]
+    assert "parameters of 2, optimizer of 2" not in line, line
+    assert losses[:3] == pytest.approx(whole, rel=1e-6)
+    assert losses[-1] < losses[0] - 0.3
 
 
 def write_tokenizer(folder):

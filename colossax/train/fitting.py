@@ -77,9 +77,13 @@ class Fitted:
         how = f"{self.compiles} compilations" if self.compiles else "cached"
         return (
             f"plan.offload auto: of {self.layers} layers the device keeps {kept};"
-            f" {self.device_bytes / GB:.2f} GB of a device,"
-            f" {self.host_bytes / GB:.2f} GB of the host for each ({how})"
+            f" {_shown(self.device_bytes)} of a device,"
+            f" {_shown(self.host_bytes)} of the host for each ({how})"
         )
+
+
+def _shown(count: int) -> str:
+    return f"{count / GB:.2f} GB" if count >= GB else f"{count / 1e6:.2f} MB"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -172,7 +176,8 @@ def _kinds(plan: Plan) -> tuple[str, ...]:
 
 def _with_shares(plan: Plan, shares: Mapping[str, float]) -> Plan:
     """With these shares, and layers updated during backward even if all stay on the device."""
-    offload = dataclasses.replace(plan.offload, auto=False, fused=True, **shares)
+    placed: dict[str, Any] = {"auto": False, "fused": True, **shares}
+    offload = dataclasses.replace(plan.offload, **placed)
     return plan.replace(offload=offload)
 
 
@@ -375,6 +380,7 @@ def _device_budget(given_gb: float | None, memory: int | None) -> int:
             " much of it a step may use, as in --plan.offload.device_gb 8"
         )
     if given_gb is None:
+        assert memory is not None
         return int(DEVICE_SHARE * memory)
     if memory is not None and given_gb * GB > memory:
         raise PlanError(
