@@ -9,6 +9,10 @@ from .budget import default_host_bytes as default_host_bytes
 from .budget import free_host_bytes as free_host_bytes
 from .budget import host_shares as host_shares
 from .budget import place as place
+from .limits import Agree as Agree
+from .limits import device_budget as device_budget
+from .limits import device_memory as device_memory
+from .limits import host_budget as host_budget
 from .memory import build_stack as build_stack
 from .memory import fetch as fetch
 from .memory import new_stack as new_stack
