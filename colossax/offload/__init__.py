@@ -12,6 +12,10 @@ from .budget import place as place
 from .budget import working_set_bytes as working_set_bytes
 from .cpu_update import cpu_rows as cpu_rows
 from .cpu_update import split_update as split_update
+from .limits import Agree as Agree
+from .limits import device_budget as device_budget
+from .limits import device_memory as device_memory
+from .limits import host_budget as host_budget
 from .memory import build_stack as build_stack
 from .memory import fetch as fetch
 from .memory import new_stack as new_stack

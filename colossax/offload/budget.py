@@ -242,10 +242,10 @@ def check_host_bytes(wanted: int, free: int, devices: int) -> None:
         )
 
 
-def _gb(size: int) -> str:
+def _gb(size: int | float) -> str:
     return f"{math.floor(size / GB * 1000) / 1000:.3f}"
 
 
-def _gb_up(size: int) -> str:
+def _gb_up(size: int | float) -> str:
     """Never less than the size."""
     return f"{math.ceil(size / GB * 1000) / 1000:.3f}"

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,13 @@ from colossax.config import HOST_KINDS, SAVEABLE, OffloadConfig, Plan, cache_fol
 from colossax.errors import PlanError
 from colossax.offload import (
     GB,
+    Agree,
     Demand,
     Kind,
     Placement,
-    check_host_bytes,
-    default_host_bytes,
-    free_host_bytes,
+    device_budget,
+    device_memory,
+    host_budget,
     host_shares,
     place,
     recording_kept,
@@ -33,21 +34,12 @@ from colossax.sharding import compiler_options
 from colossax.train.gradients import batch_dims, microbatches
 from colossax.train.step import Step
 
-DEVICE_SHARE = 0.93
-"""Of a device's memory, where no budget is given."""
-
 MAX_COMPILES = 3
-
-_PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-_PINNED_DEFAULT_GIB = 64
-"""Host memory that XLA gives out to GPUs at most, unless the environment says otherwise."""
 
 _FORMAT = 1
 """Of what is kept in the cache folder."""
 
 MakeStep = Callable[[Plan], Step]
-Agree = Callable[[Callable[[], Any]], Any]
-"""Calls a function on one of several processes and gives its JSON result on all."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -359,74 +351,10 @@ def _fitted(plan: Plan, record: Mapping[str, Any], *, compiles: int) -> Fitted:
 def _budget(wanted: OffloadConfig, step: Step, target: Target | None, agree: Agree) -> Budget:
     """What may be used; refused here if it is not there."""
     devices = step.bound.mesh.devices.flat
-    memory = _device_memory(devices[0], target)
     return Budget(
-        device_bytes=_device_budget(wanted.device_gb, memory),
-        host_bytes=_host_budget(wanted.host_gb, list(devices), target, agree),
+        device_bytes=device_budget(wanted.device_gb, device_memory(devices[0], target)),
+        host_bytes=host_budget(wanted.host_gb, list(devices), target, agree),
     )
-
-
-def _device_memory(device: jax.Device, target: Target | None) -> int | None:
-    """Bytes that programs can allocate; None where they share the host's."""
-    if target is not None:
-        return target.gpu.memory_bytes
-    return (device.memory_stats() or {}).get("bytes_limit")
-
-
-def _device_budget(given_gb: float | None, memory: int | None) -> int:
-    if given_gb is None and memory is None:
-        raise PlanError(
-            "plan.offload.device_gb: these devices do not say how much memory they have; give how"
-            " much of it a step may use, as in --plan.offload.device_gb 8"
-        )
-    if given_gb is None:
-        assert memory is not None
-        return int(DEVICE_SHARE * memory)
-    if memory is not None and given_gb * GB > memory:
-        raise PlanError(
-            f"plan.offload.device_gb: {given_gb:g} GB are given, and a device has"
-            f" {memory / GB:.1f} GB; give less, or leave it out"
-        )
-    return int(given_gb * GB)
-
-
-def _host_budget(
-    given_gb: float | None, devices: Sequence[jax.Device], target: Target | None, agree: Agree
-) -> int:
-    if target is not None:
-        if given_gb is None:
-            raise PlanError(
-                f"plan.offload.host_gb: how much memory the hosts of '{target.name}' have is not"
-                " known here; give how much of it there is for each GPU, as in"
-                " --plan.offload.host_gb 96"
-            )
-        return int(given_gb * GB)
-    own = [device for device in devices if device.process_index == jax.process_index()]
-    here = max(1, len(own))
-    if given_gb is None:
-        limit = _pinned_limit() if own and own[0].platform != "cpu" else None
-        budget = agree(lambda: default_host_bytes(free_host_bytes(), here))
-        return budget if limit is None else min(budget, limit // here)
-    wanted = int(given_gb * GB)
-    check_host_bytes(wanted, free_host_bytes(), here)
-    if own and own[0].platform != "cpu":
-        _check_pinned(wanted * here)
-    return wanted
-
-
-def _pinned_limit() -> int:
-    """Bytes of host memory that XLA gives out to GPUs of this process."""
-    given = os.environ.get(_PINNED_LIMIT, "")
-    return (int(given) if given.isdigit() else _PINNED_DEFAULT_GIB) * 2**30
-
-
-def _check_pinned(wanted: int) -> None:
-    if wanted > _pinned_limit():
-        raise PlanError(
-            f"plan.offload.host_gb: {wanted / GB:.0f} GB in all, and XLA gives GPUs"
-            f" {_pinned_limit() / GB:.0f} GB of host memory at most; start with {_PINNED_LIMIT}="
-            f"{math.ceil(wanted / 2**30)} in the environment"
-        )
 
 
 # Results known from before
@@ -444,7 +372,7 @@ def _key(plan: Plan, trial: _Trial, budget: Budget, target: Target | None) -> st
         "program": trial.lowered.as_text(),
         "plan": to_json(_with_shares(plan, dict.fromkeys(HOST_KINDS, 0.0))),
         "devices": target.name if target is not None else device.device_kind,
-        "memory": _device_memory(device, target),
+        "memory": device_memory(device, target),
         "device_bytes": budget.device_bytes,
         "versions": [_FORMAT, jax.__version__, jaxlib.__version__],
     }
