@@ -337,9 +337,7 @@ AUTO = ("--plan.offload=auto", "--plan.segments.0.remat=full", "--plan.offload.h
 def test_a_run_trains_resumes_and_says_what_it_chose(text, tmp_path):
     out = tmp_path / "run"
     words = ("--steps=4", f"--out={out}", *AUTO)
-    first = run(
-        *words, "--plan.offload.device_gb=0.0115", text=text, log=tmp_path / "log"
-    )
+    first = run(*words, "--plan.offload.device_gb=0.0115", text=text, log=tmp_path / "log")
     assert first.code == 0, first.errors
     assert "plan.offload auto: of 2 layers the device keeps parameters of" in first.errors
     stored = json.loads((out / "run.json").read_text())["config"]["plan"]["offload"]
@@ -350,8 +348,11 @@ def test_a_run_trains_resumes_and_says_what_it_chose(text, tmp_path):
     assert "resumed from step 4" in again.errors and sorted(again.losses) == [5, 6]
     assert "parameters of 2, optimizer of 2, activations of 2" in again.errors
     plain = run(
-        "--steps=6", "--optimizer.schedule_steps=4", f"--out={tmp_path / 'plain'}",
-        text=text, log=tmp_path / "plain.log",
+        "--steps=6",
+        "--optimizer.schedule_steps=4",
+        f"--out={tmp_path / 'plain'}",
+        text=text,
+        log=tmp_path / "plain.log",
     )
     losses = {**first.losses, **again.losses}
     assert losses == pytest.approx(plain.losses, rel=1e-5)
