@@ -14,7 +14,7 @@ from colossax.checkpoint.layout import RecordPlan, Tile, files_within, plan_reco
 from colossax.checkpoint.slots import (
     ArraySlot,
     Box,
-    RowSource,
+    LayerSource,
     box_shape,
     box_slices,
     intersect,
@@ -54,7 +54,7 @@ class ArraysJob:
     """
 
     def __init__(
-        self, arrays: Sequence[tuple[ArraySlot, jax.Array | RowSource]], *, copy_now: bool = False
+        self, arrays: Sequence[tuple[ArraySlot, jax.Array | LayerSource]], *, copy_now: bool = False
     ) -> None:
         """Plan the save.
 
@@ -80,9 +80,9 @@ class ArraysJob:
         }
         self._process = jax.process_index()
         self._arrays: dict[int, tuple[ArraySlot, jax.Array]] = {}
-        self._sources: dict[int, tuple[ArraySlot, RowSource]] = {}
+        self._sources: dict[int, tuple[ArraySlot, LayerSource]] = {}
         for number, (slot, array) in enumerate(arrays):
-            if isinstance(array, RowSource):
+            if isinstance(array, LayerSource):
                 self._sources[number] = slot, array
             else:
                 self._arrays[number] = slot, array
