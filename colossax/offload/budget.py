@@ -237,8 +237,8 @@ def check_host_bytes(wanted: int, free: int, devices: int) -> None:
     if wanted * devices > free:
         raise PlanError(
             f"plan.offload.host_gb: {_gb_up(wanted)} GB for each of {devices} device(s) of this"
-            f" host, which has {_gb(free)} GB of free memory; give {_gb(free // devices)} or less, or end"
-            " what else uses it"
+            f" host, which has {_gb(free)} GB of free memory; give {_gb(free // devices)} or less,"
+            " or end what else uses it"
         )
 
 

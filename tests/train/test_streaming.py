@@ -11,7 +11,6 @@ from flax import nnx
 
 from colossax.config import BatchConfig, OffloadConfig, Precision, preset
 from colossax.errors import PlanError
-from colossax.models import LlamaConfig
 from colossax.nn import LayerStack, param
 from colossax.optim import adamw, sgd
 from colossax.sharding import use
@@ -156,7 +155,7 @@ def test_without_a_second_pass_a_loss_that_is_not_finite_changes_nothing(clip):
 
     plan = host(cut(2), clipping="layer")
     state, step = started(plan, adamw(1e-2), loss=loss, clip_norm=clip)
-    for scale, skipped in ((np.nan, 8), (np.inf, 16)):
+    for scale in (np.nan, np.inf):
         for row in range(8):
             before = arrays(state)
             each = scaled(0, 1.0)
