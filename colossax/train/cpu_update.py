@@ -261,10 +261,9 @@ def _memory(x: jax.Array) -> np.ndarray:
     """The memory of an array of one device's, in host memory, row by row; it must be kept alive."""
     if not x.size:
         return np.empty(x.shape, x.dtype)
-    held = (ctypes.c_uint8 * (math.prod(x.shape) * x.dtype.itemsize)).from_address(
-        x.unsafe_buffer_pointer()
-    )
-    return np.frombuffer(held, x.dtype).reshape(x.shape)
+    size = math.prod(x.shape) * x.dtype.itemsize
+    held = (ctypes.c_uint8 * size).from_address(x.unsafe_buffer_pointer())
+    return np.ctypeslib.as_array(held).view(x.dtype).reshape(x.shape)
 
 
 @contextlib.contextmanager

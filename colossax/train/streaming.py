@@ -165,8 +165,8 @@ class Streaming:
         """How gradients are clipped that are kept anyway."""
         if wanted == "layer":
             raise PlanError(
-                "plan.offload.clipping 'layer': layers on disk, or that the CPU updates, are updated"
-                " after backward, from gradients that are kept; give clipping stack"
+                "plan.offload.clipping 'layer': layers on disk, or that the CPU updates, are"
+                " updated after backward, from gradients that are kept; give clipping stack"
             )
         return "stack"
 
