@@ -205,7 +205,7 @@ class Streaming:
         """Of every run: its trained parameters and their optimizer state."""
         leaves, moments = jax.tree.leaves(params), self.moments(opt_state)
 
-        def state(part: Part) -> list[Array] | None:
+        def state(part: Part) -> list[Any] | None:
             return None if part.on_disk else [moments[j] for j in part.slots]
 
         return {

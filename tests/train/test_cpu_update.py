@@ -18,6 +18,8 @@ from tests.train.exact import CPU, compared
 from tests.train.streamed import FULL, HOST, by_path, host, offloaded, started, stepped
 from tests.train.test_streaming import assert_as_ordinary, cut, run
 
+HALVES = (Segment(count=2), Segment())
+
 RATES = Rates(
     device_kind="cpu",
     platform="gpu",  # on a CPU the share is 0
@@ -190,7 +192,7 @@ def test_a_row_that_one_device_holds_is_not_copied():
 # Which layers
 
 
-def cpu_layers(layers=4, segments=(Segment(),), **settings):
+def cpu_layers(layers=4, segments=FULL.segments, **settings):
     """Whether the CPU updates each layer."""
     plan = FULL.replace(segments=segments, offload=OffloadConfig(**settings))
     found = resolved_segments(plan, layers)
@@ -209,7 +211,7 @@ def cpu_layers(layers=4, segments=(Segment(),), **settings):
         ({"parameters": 0.5, "optimizer": 1.0, "cpu_update": 1.0}, [1, 1, 0, 0]),
         ({**HOST, "disk": 0.25, "cpu_update": 1.0}, [0, 1, 1, 1]),
         ({**HOST, "disk": 0.5, "cpu_update": 0.5}, [0, 0, 1, 0]),
-        ({**HOST, "cpu_update": 0.75, "segments": (Segment(count=2), Segment())}, [1, 1, 1, 0]),
+        ({**HOST, "cpu_update": 0.75, "segments": HALVES}, [1, 1, 1, 0]),
     ],
 )
 def test_the_cpu_gets_whole_layers_of_those_in_host_memory(settings, expected):
