@@ -30,7 +30,7 @@ NAMES = {
     ),
     "colossax.offload": (
         "Demand GB Kind Placement Rates Run Setting Stacks Stream Update UpdateRate "
-        "balanced_share build_stack check_host_bytes cpu_rows cpu_share current_stream "
+        "balanced_share build_stack check_host_bytes cpu_device cpu_rows cpu_share current_stream "
         "default_host_bytes device_budget device_memory fetch free_host_bytes hiding_tokens "
         "host_budget host_shares load_rates measure_rates new_stack on_host place rates_path "
         "recording_kept resolved_segments run_streamed save_rates segment_counts split_update "

@@ -199,7 +199,8 @@ def parse(hint: Any, text: str, where: str) -> Any:
     if origin in (types.UnionType, typing.Union):
         if type(None) in args and text.lower() == "none":
             return None
-        return parse(next(a for a in args if a is not type(None)), text, where)
+        inner = [a for a in args if a is not type(None)]
+        return parse(inner[0], text, where) if len(inner) == 1 else parse_plain(text)
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return _parse_mapping(args[1] if len(args) == 2 else Any, text, where)
     if dataclasses.is_dataclass(hint):

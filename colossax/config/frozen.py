@@ -141,7 +141,9 @@ def _decode(hint: Any, value: Any, where: str, error: type[InputError]) -> Any:
     if origin in (types.UnionType, typing.Union):
         if value is None and type(None) in args:
             return None
-        return _decode(next(a for a in args if a is not type(None)), value, where, error)
+        inner = [a for a in args if a is not type(None)]
+        # Of several the class itself says which it takes.
+        return _decode(inner[0], value, where, error) if len(inner) == 1 else value
     if dataclasses.is_dataclass(hint):
         return from_json(typing.cast(type, hint), value, where=where, error=error)
     if origin is tuple and args and dataclasses.is_dataclass(args[0]):

@@ -13,6 +13,8 @@ HOST_KINDS: tuple[str, ...] = ("parameters", "optimizer", "activations")
 SHARES: tuple[str, ...] = (*HOST_KINDS, "disk")
 """Fields that count layers."""
 
+CPU_UPDATE: tuple[str, ...] = ("off", "auto")
+
 CLIPPING: tuple[str, ...] = ("stack", "two_pass", "layer", "speculate")
 
 
@@ -41,6 +43,11 @@ class OffloadConfig:
             `speculate` updates as if nothing had to be scaled, into a second copy of the state,
             and repeats the step if it had. These three are exact. `layer` scales each layer's
             gradient by its own norm: another optimizer, which needs neither memory nor time.
+        cpu_update: Share of the layers, of those whose parameters and optimizer state are in host
+            memory, that the CPU updates while the devices update the others, to the nearest number
+            of layers. `auto`: what `colossax bench offload` measured decides, 0 where nothing was
+            or where it does not pay. Gradients are kept for it, as with clipping `stack`. Too few
+            cores, and the step waits for them.
     """
 
     auto: bool = False
@@ -52,9 +59,10 @@ class OffloadConfig:
     device_gb: float | None = None
     host_gb: float | None = None
     clipping: str = "stack"
+    cpu_update: float | str = "off"
 
     def __post_init__(self):
-        for field in SHARES:
+        for field in (*SHARES, "cpu_update"):
             if type(getattr(self, field)) is int:
                 object.__setattr__(self, field, float(getattr(self, field)))
         check_types(self, "offload", error=PlanError)
@@ -83,9 +91,23 @@ class OffloadConfig:
                 f"plan.offload.clipping '{self.clipping}': state on disk is updated after backward,"
                 " from gradients that are kept; give clipping stack"
             )
+        self._check_cpu_update()
         if self.auto and any(getattr(self, field) for field in SHARES):
             raise PlanError(
                 "plan.offload: 'auto' finds the shares, and some are given as well; give one"
+            )
+
+    def _check_cpu_update(self) -> None:
+        share = self.cpu_update
+        if share not in CPU_UPDATE and not (isinstance(share, float) and 0 <= share <= 1):
+            raise PlanError(
+                f"plan.offload.cpu_update: found {share!r}; give off, auto, or the share of the"
+                " layers in host memory, 0 to 1"
+            )
+        if share != "off" and self.clipping != "stack":
+            raise PlanError(
+                f"plan.offload.clipping '{self.clipping}': what the CPU updates is updated after"
+                " backward, from gradients that are kept; give clipping stack, or cpu_update off"
             )
 
     def with_text(self, text: str) -> "OffloadConfig":
@@ -118,3 +140,7 @@ class OffloadConfig:
     def layers(self, kind: str, total: int) -> int:
         """Layers, of a stack of `total`, whose arrays of this kind live in host memory."""
         return math.ceil(getattr(self, kind) * total - 1e-6)
+
+    def cpu_layers(self, total: int) -> int:
+        """Layers that the CPU updates, of `total` in host memory; `auto` has yet to be decided."""
+        return round(self.cpu_update * total) if isinstance(self.cpu_update, float) else 0

@@ -20,7 +20,7 @@ from colossax.config.frozen import (
     non_default_json,
     to_json,
 )
-from colossax.config.offload import SHARES, OffloadConfig
+from colossax.config.offload import HOST_KINDS, SHARES, OffloadConfig
 from colossax.config.rules import Rules
 from colossax.errors import PlanError
 
@@ -106,8 +106,8 @@ class Segment:
             of matmuls with parameters; else names joined by `+` (`qkv attention mlp`). Gathered
             weights are never kept: backward gathers them again.
         offload: What of these layers lives in host memory, joined by `+`: `parameters`,
-            `optimizer` (its state; with `disk` beside it, in a file), `activations` (all that
-            backward keeps), or of those only `input` (what a layer gets from the one before),
+            `optimizer` (its state; with `disk` beside it, in a file; with `parameters+cpu`, the
+            CPU updates them), `activations` (all that backward keeps), or of those only `input` (what a layer gets from the one before),
             `qkv`, `attention`, `mlp`, which are then kept there beside what `remat` keeps on the
             device. `none`: nothing.
         mlp_share: Of the tokens, those whose `mlp` is kept, the first of each row; that of the
@@ -130,7 +130,7 @@ class Segment:
         self._check_offload()
 
     def _check_offload(self) -> None:
-        known = (*SHARES, "input", *SAVEABLE)
+        known = (*SHARES, "cpu", "input", *SAVEABLE)
         for name in self.host:
             if name not in known:
                 raise PlanError(f"segments.offload: unknown '{name}'{nearest(name, known)}")
@@ -144,6 +144,11 @@ class Segment:
             raise PlanError(
                 "segments.offload: 'disk' says where the optimizer's state lies that is not on the"
                 " device; write optimizer+disk"
+            )
+        if "cpu" in self.host and ("disk" in self.host or not self.host.issuperset(HOST_KINDS[:2])):
+            raise PlanError(
+                f"segments.offload: '{self.offload}' lets the CPU update what is not in its memory;"
+                " write parameters+optimizer+cpu"
             )
         if not 0 < self.mlp_share <= 1:
             raise PlanError(

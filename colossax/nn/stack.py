@@ -209,10 +209,11 @@ def _is_kinds(x: Any) -> bool:
 def _host_kinds(variable: Any, host: frozenset[str]) -> frozenset[str]:
     """What of a parameter lives in host memory: of vectors nothing, they are small.
 
-    On disk a layer's state is one record, vectors and all.
+    On disk a layer's state is one record, vectors and all; the CPU updates all of a layer.
     """
     dims = variable.get_metadata().get("out_sharding") or (None,) * variable.ndim
-    return host.intersection(HOST_KINDS[:2] if decays(dims) else ()) | host.intersection({"disk"})
+    kinds = HOST_KINDS[:2] if decays(dims) else ()
+    return host.intersection({*kinds, "disk", "cpu"})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,6 +27,7 @@ from .rates import Rates as Rates
 from .rates import Setting as Setting
 from .rates import Update as Update
 from .rates import UpdateRate as UpdateRate
+from .rates import cpu_device as cpu_device
 from .rates import load_rates as load_rates
 from .rates import measure_rates as measure_rates
 from .rates import rates_path as rates_path

@@ -1,15 +1,18 @@
 """Shares of layers as explicit runs of them."""
 
 import dataclasses
+from collections.abc import Callable
 
-from colossax.config import SHARES, Plan, Segment
+from colossax.config import HOST_KINDS, SHARES, Plan, Segment
 from colossax.errors import PlanError
 
 
 def resolved_segments(plan: Plan, layers: int) -> tuple[Segment, ...]:
     """The plan's segments of a stack, cut where its offload shares begin and end.
 
-    The layers of a share are the first ones: what forward leaves last, backward wants first.
+    The layers of a share are the first ones: what forward leaves last, backward wants first. Those
+    that the CPU updates are the first of those that it can: segments of their own, with stacks of
+    their own.
 
     Raises:
         PlanError: The counts do not cover the layers, or shares are still to be found.
@@ -25,6 +28,8 @@ def resolved_segments(plan: Plan, layers: int) -> tuple[Segment, ...]:
     ]
     for kind in SHARES:
         runs = _offloaded(runs, kind, plan.offload.layers(kind, layers))
+    reachable = sum(run.count for run in runs if _in_host_memory(run))
+    runs = _offloaded(runs, "cpu", plan.offload.cpu_layers(reachable), _in_host_memory)
     return tuple(runs)
 
 
@@ -45,12 +50,22 @@ def segment_counts(segments: tuple[Segment, ...], layers: int) -> tuple[int, ...
     return counts
 
 
-def _offloaded(runs: list[Segment], kind: str, first: int) -> list[Segment]:
-    """The runs with `kind` of the first so many layers in host memory."""
+def _in_host_memory(run: Segment) -> bool:
+    """Whether all that an update changes is."""
+    return run.host.issuperset(HOST_KINDS[:2]) and "disk" not in run.host
+
+
+def _offloaded(
+    runs: list[Segment],
+    kind: str,
+    first: int,
+    fits: Callable[[Segment], bool] = lambda _: True,
+) -> list[Segment]:
+    """The runs with `kind` of the first so many layers that fit in host memory."""
     out: list[Segment] = []
     for run in runs:
-        there = min(max(first, 0), run.count)
-        first -= run.count
+        there = min(first, run.count) if fits(run) else 0
+        first -= there
         if there:
             names = "+".join(sorted(run.host | {kind}))
             out.append(dataclasses.replace(run, count=there, offload=names))

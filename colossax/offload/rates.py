@@ -140,7 +140,7 @@ def measure_rates(updates: Sequence[Update], setting: Setting | None = None) -> 
     Cost: ten seconds or so; on the device, three copies of `setting.copy_bytes` and the states
     of `setting.device_parameters`.
     """
-    device, cpu, platform = jax.local_devices()[0], _cpu(), current_target().platform
+    device, cpu, platform = jax.local_devices()[0], cpu_device(), current_target().platform
     if setting is None:
         setting = CPU_SETTING if platform == "cpu" else GPU_SETTING
     limits = measure_limits(
@@ -206,13 +206,18 @@ def load_rates(device_kind: str) -> Rates | None:
     return from_json(Rates, found, where=f"rates {path}")
 
 
-def _cpu() -> jax.Device:
+def cpu_device() -> jax.Device:
+    """The CPU, beside whatever devices JAX computes on.
+
+    Raises:
+        InputError: JAX was told to leave it alone.
+    """
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError as problem:
         raise InputError(
-            f"JAX_PLATFORMS: '{os.environ.get('JAX_PLATFORMS', '')}' leaves out the CPU, whose rate"
-            f" is wanted; add ',cpu' or unset it"
+            f"JAX_PLATFORMS: '{os.environ.get('JAX_PLATFORMS', '')}' leaves out the CPU, which is"
+            f" wanted; add ',cpu' or unset it"
         ) from problem
 
 

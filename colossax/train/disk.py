@@ -58,7 +58,7 @@ class DiskTier:
                 "plan.offload.disk: several processes hold parts of each layer, and a file belongs"
                 " to one; keep the optimizer's state in host memory"
             )
-        (self.part,) = streaming.on_disk.values()
+        ((self._key, self.part),) = streaming.on_disk.items()
         self.whole = all(part.on_disk for part in streaming.parts.values())
         self.path = folder / FILE
         self._abstract = abstract
@@ -182,7 +182,7 @@ class DiskTier:
                 f"disk store '{self.path}' is not there; make the state with step.init or restore"
                 " it, which fills the file"
             )
-        (grads,) = pending.grads.values()
+        grads = pending.grads[self._key]
         stacks = self._stacks(state)
         epoch = int(state["step"]) - 1
 

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from colossax.aot import host_sharding
-from colossax.config import BoundPlan
+from colossax.config import HOST_KINDS, BoundPlan
 from colossax.offload import Key, Stacks, build_stack, fetch, new_stack, on_host, store
 from colossax.optim import DimsOptimizer, decays
 from colossax.sharding import param_sharding, reduction_dtype
@@ -54,6 +54,9 @@ class Part:
         count: Layers.
         stacked: Whether arrays have a dim of layers in front.
         on_disk: Whether its optimizer state is in a file.
+        on_cpu: Whether the CPU updates it.
+        state_on_host: Whether any of its optimizer state is in host memory.
+        on_host: Whether that and any parameters are.
         slots: Numbers of its leaves among those of the optimizer's state, without the shared.
     """
 
@@ -76,6 +79,11 @@ class Part:
         self.infos = [_of_layer(infos[i]) if self.stacked else infos[i] for i in self.trained]
         self.hosts = [infos[i].host for i in self.trained]
         self.on_disk = any("disk" in host for host in self.hosts)
+        self.on_cpu = any("cpu" in host for host in self.hosts)
+        self.state_on_host = any("optimizer" in host for host in self.hosts)
+        self.on_host = any(
+            host.issuperset(HOST_KINDS[:2]) and "disk" not in host for host in self.hosts
+        )
         self.slots = [j for j, owner in enumerate(owners) if owner in self.trained]
         self._owners = owners
         self._order = [j for j, owner in enumerate(owners) if owner in (SHARED, *self.trained)]

@@ -356,6 +356,8 @@ def _introduce(run: _Prepared, start: int, screen: Screen) -> None:
     )
     if run.fitted is not None:
         screen.note(run.fitted.line)
+    if run.step.note is not None:
+        screen.note(run.step.note)
     screen.note(f"text: {run.text.description}")
     screen.note(f"unigram entropy: {run.text.unigram_entropy:.4f} nats per token")
     tokens = config.data.global_batch * config.data.seq_len

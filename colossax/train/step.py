@@ -29,6 +29,7 @@ from colossax.sharding import (
     validate,
 )
 from colossax.train.arrange import Arranged, arranged, check_segments, row_length
+from colossax.train.cpu_update import CpuUpdate, with_cpu_share
 from colossax.train.disk import DiskTier
 from colossax.train.gradients import (
     LossCall,
@@ -83,12 +84,24 @@ class Step:
         optimizer: Optimizer,
         loss: Loss,
         options: StepOptions,
+        note: str | None = None,
     ):
+        """Check and divide; nothing is compiled.
+
+        Args:
+            spec: The model.
+            bound: Plan and devices.
+            optimizer: See `boost`.
+            loss: See `boost`.
+            options: The rest.
+            note: What was decided for the step by itself, for people.
+        """
         validate(bound, spec.infos)
         _check_reduce_once(bound, spec.infos)
         self.spec = spec
         self.bound = bound
         self.options = options
+        self.note = note
         self.trainable = _trainable_tree(spec.infos, options.trainable)
         self.infos = chosen(spec.infos, self.trainable)
         dims = jax.tree.map(lambda info: info.dims, self.infos)
@@ -100,12 +113,13 @@ class Step:
         self._batch_shardings: dict[str, NamedSharding] = {}
         options_of_compiler = compiler_options(bound) or None
         whole, pure, out = replicated(bound), self.pure, (self.shardings, replicated(bound))
-        if self.streaming is not None and self.streaming.on_disk:
+        if self.streaming is not None and self.streaming.later:
             pure = functools.partial(self._pure_streamed, self.streaming)
             out = (*out, self.streaming.pending_shardings(whole))
         self.jitted = jax.jit(
             pure, donate_argnums=0, out_shardings=out, compiler_options=options_of_compiler
         )
+        self.cpu = self._cpu(options_of_compiler)
         self.disk = self._disk()
         self._evaluate = jax.jit(self._losses, compiler_options=options_of_compiler)
 
@@ -131,16 +145,35 @@ class Step:
             return None
         return DiskTier(streaming, self.abstract, Path(self.options.disk))
 
+    def _cpu(self, options: Any) -> CpuUpdate | None:
+        """How the CPU takes its share, where the plan gives it any."""
+        if self.streaming is not None and self.streaming.on_cpu:
+            return CpuUpdate(self.streaming, self.shardings, options)
+        share = self.bound.plan.offload.cpu_update
+        there = self.streaming is not None and any(
+            part.on_host for part in self.streaming.parts.values()
+        )
+        if self.note is None and isinstance(share, float) and share > 0 and not there:
+            raise PlanError(
+                f"plan.offload.cpu_update: found {share}, and no layer has parameters and optimizer"
+                " state in host memory; put layers there, or give off or auto"
+            )
+        return None
+
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """Run one step; host arrays in the batch are placed first.
 
         Raises:
             InputError: The batch's shapes are not those the step was compiled for.
+            OffloadError: Disk or CPU failed to update what is theirs.
         """
-        if self.disk is None:
-            return self.jitted(state, self.place(batch))
-        state, metrics, pending = self.jitted(state, self.place(batch))
-        return self.disk.update(state, pending), metrics
+        state, metrics, *rest = self.jitted(state, self.place(batch))
+        for pending in rest:
+            if self.cpu is not None:
+                state = self.cpu.update(state, pending)
+            if self.disk is not None:
+                state = self.disk.update(state, pending)
+        return state, metrics
 
     def lower(self, state: TrainState, batch: Batch) -> Any:
         """The lowered step, for compiling without running; arguments may be abstract."""
@@ -393,10 +426,11 @@ class Step:
     def pure(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """The step as a pure function, to be called inside a jit of your own."""
         if self.streaming is not None:
-            if self.streaming.on_disk:
+            if self.streaming.later:
                 raise PlanError(
-                    "plan.offload.disk: a step whose optimizer state lies on disk is no pure"
-                    " function; call the step itself, or keep the state in host memory"
+                    "plan.offload: a step whose optimizer state lies on disk, or of which the CPU"
+                    " updates a share, is no pure function; call the step itself, or give disk=0"
+                    " and cpu_update off"
                 )
             return self._pure_streamed(self.streaming, state, batch)[:2]
         grads, totals, sums, loss = self.gradients(state, batch)
@@ -512,10 +546,11 @@ def build_step(
     **options: Any,
 ) -> Step:
     """The step of `boost` without a state: for restoring one, or compiling ahead."""
+    plan, note = with_cpu_share(plan, optimizer, jax.devices() if devices is None else devices)
     bound = plan.bind(devices)
     with use(bound):
         spec = describe(make_model)
-    return Step(spec, bound, optimizer, loss, StepOptions(**options))
+    return Step(spec, bound, optimizer, loss, StepOptions(**options), note)
 
 
 def _host(x: Any) -> np.ndarray:

@@ -7,7 +7,7 @@ the ordinary step. Losses, metrics and states are those of the ordinary step.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -58,7 +58,7 @@ class Pending:
     """Updates that are left to do once a step's program has ended.
 
     Attributes:
-        grads: Of parts whose optimizer state is on disk, stacks of all layers' gradients.
+        grads: Of `Streaming.later`, stacks of all layers' gradients.
         update: What every update needs.
     """
 
@@ -141,25 +141,62 @@ class Streaming:
         self.call = call
         self.bound = bound
         self.clip_norm = clip_norm
-        self.clipping = "none" if clip_norm is None else bound.plan.offload.clipping
         leaves, self._structure = jax.tree.flatten(infos)
         learns = jax.tree.leaves(trainable)
         owners = _owners(leaves, map_moments)
 
-        def part(key: Key | None) -> Part:
+        def part(key: Key | None, bound: BoundPlan = bound) -> Part:
             return Part(key, leaves, learns, owners, bound, optimizer)
 
+        self._part = part
         keys = dict.fromkeys(info.segment for info in leaves if info.segment is not None)
         self.parts = {key: part(key) for key in keys}
         self.rest = part(None)
         self._shared = [j for j, owner in enumerate(owners) if owner == SHARED]
         away = {j for each in self.parts.values() if each.on_disk for j in each.slots}
         self._present = [j for j in range(len(owners)) if j not in away]
+        self.clipping = "none" if clip_norm is None else bound.plan.offload.clipping
+        if self.later:
+            self.clipping = self._clipping_of_kept(self.clipping)
+
+    @staticmethod
+    def _clipping_of_kept(wanted: str) -> str:
+        """How gradients are clipped that are kept anyway."""
+        if wanted == "layer":
+            raise PlanError(
+                "plan.offload.clipping 'layer': layers on disk, or that the CPU updates, are"
+                " updated after backward, from gradients that are kept; give clipping stack"
+            )
+        return "stack"
 
     @property
     def on_disk(self) -> dict[Key, Part]:
         """The parts whose optimizer state is in a file."""
         return {key: part for key, part in self.parts.items() if part.on_disk}
+
+    @property
+    def on_cpu(self) -> dict[Key, Part]:
+        """The parts that the CPU updates."""
+        return {key: part for key, part in self.parts.items() if part.on_cpu}
+
+    @property
+    def beside_cpu(self) -> dict[Key, Part]:
+        """The parts that devices update meanwhile: those of the others that take long."""
+        away = {**self.on_disk, **self.on_cpu}
+        return {
+            key: part
+            for key, part in self.parts.items()
+            if self.on_cpu and part.state_on_host and key not in away
+        }
+
+    @property
+    def later(self) -> dict[Key, Part]:
+        """The parts that are updated once a step's program has ended."""
+        return {**self.on_disk, **self.on_cpu, **self.beside_cpu}
+
+    def parts_for(self, keys: Iterable[Key], bound: BoundPlan) -> dict[Key, Part]:
+        """These parts, as updated on other devices than the step's."""
+        return {key: self._part(key, bound) for key in keys}
 
     # Between the state's trees and the parts' lists
 
@@ -167,12 +204,27 @@ class Streaming:
         """Of every run: its trained parameters and their optimizer state."""
         leaves, moments = jax.tree.leaves(params), self.moments(opt_state)
 
-        def state(part: Part) -> list[Array] | None:
+        def state(part: Part) -> list[Any] | None:
             return None if part.on_disk else [moments[j] for j in part.slots]
 
         return {
             key: Stacks(params=[leaves[i] for i in part.trained], state=state(part))
             for key, part in self.parts.items()
+        }
+
+    def with_stacks(self, state: TrainState, changed: dict[Key, Stacks]) -> TrainState:
+        """The state with parameters and optimizer state of these runs."""
+        leaves, structure = jax.tree.flatten(state["params"])
+        moments = self.moments(state["opt_state"])
+        for key, stacks in changed.items():
+            for i, stack in zip(self.parts[key].trained, stacks.params, strict=True):
+                leaves[i] = stack
+            moments.update(zip(self.parts[key].slots, stacks.state, strict=True))
+        own = [moments[j] for j in self._present]
+        return {
+            **state,
+            "params": jax.tree.unflatten(structure, leaves),
+            "opt_state": jax.tree.unflatten(jax.tree.structure(state["opt_state"]), own),
         }
 
     def pending_shardings(self, whole: NamedSharding) -> Pending:
@@ -184,7 +236,7 @@ class Streaming:
         shared = [whole for _ in self._shared]
         scale = None if self.clip_norm is None else whole
         return Pending(
-            grads={key: part.gradient_shardings() for key, part in self.on_disk.items()},
+            grads={key: part.gradient_shardings() for key, part in self.later.items()},
             update=Update(shared=shared, scale=scale, ok=whole),
         )
 
@@ -246,7 +298,7 @@ class Streaming:
     ) -> tuple[Any, Any, Found, Array, Pending | None]:
         """New parameters and optimizer state, what was found, and whether all of it was finite.
 
-        Last, what is left to do for parts whose optimizer state is on disk.
+        Last, what is left to do for `later`.
         """
         params, opt_state = state["params"], state["opt_state"]
         pieces = microbatches(self.bound, batch, dims)
@@ -254,7 +306,7 @@ class Streaming:
         stacks = self.stacks(params, opt_state)
         moments = self.moments(opt_state)
         shared = [moments[j] for j in self._shared]
-        how = _known_norm if self.on_disk else _HOW[self.clipping]
+        how = _HOW[self.clipping]
         stacks, rest_grads, found, scale, ok = how(job, stacks, shared)
         update = Update(shared=shared, scale=scale, ok=ok)
         leaves = jax.tree.leaves(params)
@@ -268,14 +320,14 @@ class Streaming:
             # Only then: or the others' gradients are there while layers' states come and go.
             moved, own, update = jax.lax.optimization_barrier((moved, own, update))
             stacks = {
-                key: stacks[key] if part.on_disk else part.visit_all(stacks[key], update)
+                key: stacks[key] if key in self.later else part.visit_all(stacks[key], update)
                 for key, part in self.parts.items()
             }
         new_params = self.params(params, stacks, moved)
         new_state = self.opt_state(opt_state, stacks, own, new_shared)
         pending = None
-        if self.on_disk:
-            grads = {key: stacks[key].grads for key in self.on_disk}
+        if self.later:
+            grads = {key: stacks[key].grads for key in self.later}
             pending = Pending(grads=grads, update=update)
         return new_params, new_state, found, ok, pending
 

@@ -182,8 +182,8 @@ def test_a_missing_cpu_backend_is_named(monkeypatch):
         raise RuntimeError("Unknown backend cpu")
 
     monkeypatch.setattr(jax, "local_devices", none)
-    with pytest.raises(InputError, match="leaves out the CPU, whose rate is wanted; add ',cpu'"):
-        module._cpu()
+    with pytest.raises(InputError, match="leaves out the CPU, which is wanted; add ',cpu'"):
+        module.cpu_device()
 
 
 def test_a_device_without_host_memory_is_named(devices):

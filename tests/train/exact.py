@@ -40,9 +40,13 @@ PLACEMENTS: dict[str, dict] = {
     "shares": streamed.SHARED,
     "optimizer": {"optimizer": 1.0},
     "fused": {"fused": True},
+    "cpu": {**streamed.HOST, "cpu_update": 1.0},
+    "cpu_half": {**streamed.HOST, "cpu_update": 0.5},
+    "cpu_some": {"parameters": 0.75, "optimizer": 1.0, "cpu_update": 0.5},
 }
 SEGMENTS = {"whole": (Segment(remat="full"),)}
 SEGMENTS["single"] = (Segment(count=1, remat="full"), Segment(remat="full"))
+SEGMENTS["halves"] = (Segment(count=2, remat="full"), Segment(remat="full"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +60,7 @@ class Case:
     segments: str = "whole"
     compute: str = "float32"
     clip_norm: float | None = None
+    against: str = "none"
 
     @property
     def name(self) -> str:
@@ -83,17 +88,29 @@ def _rest() -> Iterator[Case]:
     whole = itertools.product(tuple(OPTIMIZERS)[:5], (1, 8), (1, 2))
     for at, (optimizer, devices, pieces) in enumerate(whole):
         for turn in (0, 1):
-            placement = list(PLACEMENTS)[1 + (at + 2 * turn) % 4]
+            placement = list(PLACEMENTS)[1:5][(at + 2 * turn) % 4]
             segments = list(SEGMENTS)[(at // 4 + at + turn) % 2]
             yield Case(optimizer, placement, devices, pieces, segments)
 
+
+CPU = (
+    Case("adamw", "cpu_half"),
+    Case("adamw", "cpu", pieces=2),
+    Case("adamw", "cpu_some", devices=8, segments="single"),
+    Case("bf16", "cpu_some", segments="single"),
+    Case("momentum", "cpu_half", compute="bfloat16"),
+    Case("adamw", "cpu_half", segments="halves", clip_norm=0.5, against="host"),
+    Case("adamw", "cpu", segments="halves", clip_norm=0.5, against="host", pieces=2),
+)
+"""Part of the update by the CPU. Clipped, against the same segments without it: the norm adds up
+segments apart."""
 
 REST = tuple(case for case in _rest() if case not in QUICK)
 
 
 def compare(case: Case) -> dict:
     """Losses of both, the largest relative difference of each array, and those that never moved."""
-    start, want, wanted = _run(dataclasses.replace(case, placement="none"))
+    start, want, wanted = _run(dataclasses.replace(case, placement=case.against))
     other, got, losses = _run(case)
     assert start.keys() == want.keys() == other.keys() == got.keys()
     return {
@@ -151,6 +168,6 @@ def compared(cases: tuple[Case, ...], file: Path) -> dict[str, dict]:
 
 if __name__ == "__main__":
     jax.config.update("jax_default_matmul_precision", "highest")
-    known = {case.name: case for case in (*QUICK, *REST)}
+    known = {case.name: case for case in (*QUICK, *CPU, *REST)}
     results = {name: compare(known[name]) for name in sys.argv[2:]}
     Path(sys.argv[1]).write_text(json.dumps(results))
