@@ -74,21 +74,19 @@ def test_the_working_set_is_what_the_formula_says(everything):
         tokens=T,
         vocab_chunks=CHUNKS,
     )
-    assert 0.8 <= everything.device_bytes / sum(formula.values()) <= 1.05
+    assert 0.95 <= everything.device_bytes / sum(formula.values()) <= 1.05
     assert everything.host_bytes == pytest.approx(LAYERS * (BYTES * N + 2 * T * D), rel=0.001)
 
 
 def test_a_budget_is_filled_and_kept(target, everything):
-    """Room for a third of the layers: the compiled program is within a layer of the budget."""
-    device = everything.device_bytes + LAYERS // 3 * BYTES * N
-    host = LAYERS * (BYTES * N + 2 * T * D) - LAYERS // 3 * BYTES * N + BYTES * N
-    offload = {"auto": True, "device_gb": device / GB, "host_gb": host / GB}
+    """Once layers stay, gradients of embedding and head may be alive at once: room lost."""
+    device = everything.device_bytes + LAYERS // 2 * BYTES * N
+    offload = {"auto": True, "device_gb": device / GB, "host_gb": 3.0}
     config, fitted = fit_to_target(run(**offload), target)
     assert fitted.compiles in (2, 3)
     program = compiled_step(config, target)[1]
     assert (program.device_bytes, program.host_bytes) == (fitted.device_bytes, fitted.host_bytes)
-    assert device - BYTES * N <= program.device_bytes <= device
-    assert program.host_bytes <= host
+    assert device - BYTES * N - 6 * V * D <= program.device_bytes <= device
     again, known = fit_to_target(run(**offload), target)
     assert again == config and known == dataclasses.replace(fitted, compiles=0)
 
