@@ -165,8 +165,8 @@ def working_set_bytes(
     - while layers are updated: one layer's parameters and moments as fetched, with its gradients
       (14 bytes a parameter), and the largest matrix' new parameters and moments on their way back
       (12 bytes); the other matrices' are stored before or made later;
-    - in the loss: the head as it is multiplied by (2 bytes), its gradient in float32 (4), the
-      embedding's (4), and a chunk of logits with its gradient (6 bytes each).
+    - in the loss: the head as it is multiplied by (2 bytes), its gradient in float32 (4), and a
+      chunk of logits with their gradient (6 bytes each).
 
     Args:
         vocab: Rows of embedding and head.
@@ -179,7 +179,7 @@ def working_set_bytes(
     """
     update = {"layer": 14 * layer_params, "new matrix": 12 * largest_matrix}
     table = vocab * embed
-    loss = {"head": 2 * table, "gradients": 8 * table, "logits": 6 * tokens * vocab // vocab_chunks}
+    loss = {"head": 2 * table, "gradient": 4 * table, "logits": 6 * tokens * vocab // vocab_chunks}
     return {
         "embedding and head": 12 * 2 * table,
         "vectors": 12 * (2 * layers + 1) * embed,

@@ -288,29 +288,41 @@ def _host_bytes_of(tree: Any) -> int:
 
 
 def _search(make_step: MakeStep, plan: Plan, everything: _Trial, budget: Budget) -> Fitted:
-    """Choose, compile, correct; the placement with every layer on the host is known to fit."""
+    """Choose, compile, correct; where nothing else does, every layer on the host, if that fits."""
     base = everything.compiled()
     demand = everything.demand(base)
-    tried: list[Placement] = []
-    for compiles in range(2, MAX_COMPILES + 1):
-        chosen = place(demand, device_bytes=budget.device_bytes, host_bytes=budget.host_bytes)
-        if not any(chosen.resident.values()):
-            break
+    compiles, chosen = 1, _choose(demand, budget)
+    while chosen is not None and any(chosen.resident.values()) and compiles < MAX_COMPILES:
         moved = _with_shares(plan, chosen.shares)
         found = _Trial(make_step, moved, everything.shapes, everything.target).compiled()
+        compiles += 1
         if found.within(budget):
             return _fitted(plan, _record(chosen, found), compiles=compiles)
-        tried.append(chosen)
         demand = _corrected(demand, chosen, found)
+        chosen = _choose(demand, budget, again=True)
     if base.within(budget):
         nothing = demand.placed(dict.fromkeys(demand.names, 0))
-        return _fitted(plan, _record(nothing, base), compiles=len(tried) + 1)
+        return _fitted(plan, _record(nothing, base), compiles=compiles)
     raise PlanError(
-        f"plan.offload: no placement of {demand.layers} layers was within"
-        f" {budget.device_bytes / GB:.2f} GB of a device and {budget.host_bytes / GB:.2f} GB of the"
-        f" host after {MAX_COMPILES} compilations; give host_gb {math.ceil(base.host / GB)}, with"
-        " which every layer can live there"
+        f"plan.offload: of {demand.layers} layers as many as have to stay on the device take more"
+        f" of it, compiled, than {budget.device_bytes / GB:.3f} GB; give"
+        f" host_gb {math.ceil(base.host / GB * 1000) / 1000:.3f}, with which every layer can live in"
+        " host memory, or more of the device (device_gb)"
     )
+
+
+def _choose(demand: Demand, budget: Budget, *, again: bool = False) -> Placement | None:
+    """The best placement; a second time None where there is none.
+
+    Raises:
+        PlanError: The first time there is none.
+    """
+    try:
+        return place(demand, device_bytes=budget.device_bytes, host_bytes=budget.host_bytes)
+    except PlanError:
+        if not again:
+            raise
+        return None
 
 
 def _corrected(demand: Demand, chosen: Placement, found: _Bytes) -> Demand:

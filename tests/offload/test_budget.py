@@ -189,5 +189,5 @@ def test_the_working_set_is_the_larger_of_two_moments():
         "new matrix": 3600,
     }
     many = working_set_bytes(vocab=64_000, embed=8, vocab_chunks=1, **sizes)
-    assert list(many)[2:] == ["head", "gradients", "logits"]
+    assert list(many)[2:] == ["head", "gradient", "logits"]
     assert many["logits"] == 6 * 16 * 64_000
