@@ -55,7 +55,9 @@ def test_shares_cut_a_segment():
     )
 
 
-@pytest.mark.parametrize(("share", "layers", "wanted"), [(0.45, 40, 18), (1 / 3, 3, 1), (0.1, 3, 1)])
+@pytest.mark.parametrize(
+    ("share", "layers", "wanted"), [(0.45, 40, 18), (1 / 3, 3, 1), (0.1, 3, 1)]
+)
 def test_a_share_is_rounded_up_to_whole_layers(share, layers, wanted):
     assert OffloadConfig(parameters=share).layers("parameters", layers) == wanted
 

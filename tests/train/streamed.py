@@ -67,6 +67,8 @@ def by_path(step, tree):
         whole = leaf if first is None or info.stacked else leaf[None]
         parts.setdefault(name, {})[first or 0] = whole
     return {
-        name: np.concatenate([of[k] for k in sorted(of)]) if len(of) > 1 else next(iter(of.values()))
+        name: np.concatenate([of[k] for k in sorted(of)])
+        if len(of) > 1
+        else next(iter(of.values()))
         for name, of in parts.items()
     }

@@ -14,7 +14,17 @@ from colossax.optim import adamw, sgd
 from colossax.train import next_token_loss
 from tests.models.test_families import TINY
 from tests.oracle import assert_trees_close
-from tests.train.streamed import CONFIG, FULL, HOST, SHARED, batch, by_path, host, offloaded, started
+from tests.train.streamed import (
+    CONFIG,
+    FULL,
+    HOST,
+    SHARED,
+    batch,
+    by_path,
+    host,
+    offloaded,
+    started,
+)
 
 QUICK = ("llama3", "gpt2")
 """One with tied heads, one with biases."""
