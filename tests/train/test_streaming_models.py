@@ -1,4 +1,4 @@
-"""Every kind of model and loss with layers updated during backward: gradients of the ordinary plan."""
+"""Every kind of model and loss, layers updated during backward: the ordinary plan's gradients."""
 
 import functools
 
