@@ -12,7 +12,7 @@ _SHARES = st.floats(0, 1, allow_nan=False)
 
 
 @given(
-    st.fixed_dictionaries({kind: _SHARES for kind in HOST_KINDS}),
+    st.fixed_dictionaries(dict.fromkeys(HOST_KINDS, _SHARES)),
     st.sampled_from(CLIPPING),
 )
 def test_a_plan_round_trips_through_json(shares, clipping):

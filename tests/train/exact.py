@@ -1,9 +1,9 @@
 """Steps with layers updated during backward and ordinary ones, compared bit for bit.
 
 `python -m tests.train.exact FILE NAME ...` writes what was found of the named cases as JSON. A
-process of its own, because the compiler must neither contract multiplications and additions nor leave
-out a rounding to bfloat16: it does so within a fusion, and where those begin and end is the one thing
-in which the programs may differ.
+process of its own, because the compiler must neither contract multiplications and additions nor
+leave out a rounding to bfloat16: it does so within a fusion, and where those begin and end is the
+one thing in which the programs may differ.
 """
 
 import dataclasses

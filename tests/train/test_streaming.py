@@ -11,7 +11,6 @@ from flax import nnx
 
 from colossax.config import BatchConfig, OffloadConfig, Precision, preset
 from colossax.errors import PlanError
-from colossax.models import LlamaConfig
 from colossax.nn import LayerStack, param
 from colossax.optim import adamw, sgd
 from colossax.sharding import use
@@ -156,16 +155,16 @@ def test_without_a_second_pass_a_loss_that_is_not_finite_changes_nothing(clip):
 
     plan = host(cut(2), clipping="layer")
     state, step = started(plan, adamw(1e-2), loss=loss, clip_norm=clip)
-    for scale, skipped in ((np.nan, 8), (np.inf, 16)):
+    for scale in (np.nan, np.inf):
         for row in range(8):
             before = arrays(state)
             each = scaled(0, 1.0)
             each["scale"][row] = scale
             state, [metrics] = stepped(state, step, batches=[each])
             jax.tree.map(np.testing.assert_array_equal, arrays(state), before)
-    assert metrics["skipped"] == skipped
+    assert metrics["skipped"] == 16
     state, [metrics] = stepped(state, step, batches=[scaled(0, 1.0)])
-    assert metrics["skipped"] == skipped
+    assert metrics["skipped"] == 16
     assert not np.array_equal(jax.tree.leaves(before)[0], jax.tree.leaves(arrays(state))[0])
 
 
