@@ -1,4 +1,4 @@
-"""Every kind of model and loss, layers updated during backward: gradients as ordinary."""
+"""Every kind of model and loss, layers updated during backward: the ordinary plan's gradients."""
 
 import functools
 
