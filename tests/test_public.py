@@ -30,7 +30,7 @@ NAMES = {
     ),
     "colossax.offload": (
         "Rates Run Setting Stacks Stream Update UpdateRate balanced_share build_stack cpu_rows "
-        "cpu_device cpu_share current_stream fetch hiding_tokens load_rates measure_rates new_stack on_host "
+        "cpu_share current_stream fetch hiding_tokens load_rates measure_rates new_stack on_host "
         "rates_path resolved_segments run_streamed save_rates segment_counts split_update store "
         "streaming update_seconds"
     ),
