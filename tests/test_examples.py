@@ -46,9 +46,13 @@ def test_an_example_has_fewer_than_60_lines(path):
 
 
 def readme_runs():
-    """The words behind `colossax train` in each line of the README that has them."""
+    """The words behind `colossax train` in each line of the README that has them.
+
+    Those that begin with another run's checkpoint are tried in tests/cli/test_train.py.
+    """
     lines = (line.split("#")[0].split() for line in (ROOT / "README.md").read_text().splitlines())
-    return [line[2:] for line in lines if line[:2] == ["colossax", "train"]]
+    runs = [line[2:] for line in lines if line[:2] == ["colossax", "train"]]
+    return [words for words in runs if "--init" not in words]
 
 
 @pytest.mark.parametrize("words", readme_runs(), ids=" ".join)
@@ -62,8 +66,8 @@ def test_the_plans_of_the_readme_fit_their_models(words, devices):
     step.order(config.data.seq_len)
 
 
-def test_there_are_three_examples():
-    assert len(list(EXAMPLES.glob("*.py"))) == 3
+def test_there_are_four_examples():
+    assert len(list(EXAMPLES.glob("*.py"))) == 4
 
 
 def test_train_from_scratch(text, capsys):
@@ -82,6 +86,23 @@ def test_finetune(text, tmp_path, capsys):
     # The checkpoint is there already and the start is the imported model's, whatever the mesh.
     again = load("finetune").main(*arguments, steps=1)
     assert again[0] == pytest.approx(losses[0], rel=1e-6)
+
+
+def test_finetune_offload(text, tmp_path, capsys):
+    folder = tmp_path / "hf"
+    shutil.copytree(LLAMA, folder)
+    write_tokenizer(folder)
+    arguments = [str(folder), str(tmp_path / "checkpoint"), str(text)]
+    example = load("finetune_offload")
+    whole = example.main(*arguments, device_gb=1.0, steps=3)
+    line = capsys.readouterr().out.splitlines()[0]
+    assert "parameters of 2, optimizer of 2" in line, line
+    needed_mb = float(line.split(" MB of a device")[0].split()[-1])
+    losses = example.main(*arguments, device_gb=0.9 * needed_mb / 1e3, steps=12)
+    line = capsys.readouterr().out.splitlines()[0]
+    assert "parameters of 2, optimizer of 2" not in line, line
+    assert losses[:3] == pytest.approx(whole, rel=1e-6)
+    assert losses[-1] < losses[0] - 0.3
 
 
 def write_tokenizer(folder):

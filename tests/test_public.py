@@ -5,11 +5,11 @@ import importlib
 import pytest
 
 NAMES = {
-    "colossax": "Plan attention boost constrain linear preset use",
+    "colossax": "Plan attention boost constrain fit_offload linear preset use",
     "colossax.config": (
-        "AttentionConfig BatchConfig BoundPlan FrozenDict LOGICAL_DIMS LossConfig "
-        "MESH_AXES MeshAxis PRESETS Plan Precision RING_AXES Rules SAVEABLE SEQUENCE_AXES Segment "
-        "bind cache_folder from_json nearest preset to_json"
+        "AttentionConfig BatchConfig BoundPlan FrozenDict HOST_KINDS LOGICAL_DIMS LossConfig "
+        "MESH_AXES MeshAxis OffloadConfig PRESETS Plan Precision RING_AXES Rules SAVEABLE "
+        "SEQUENCE_AXES SHARES Segment bind cache_folder from_json nearest preset to_json"
     ),
     "colossax.pallas.attention": (
         "Mask attend_block attend_cache attention block_gradients block_implementation dense "
@@ -20,8 +20,8 @@ NAMES = {
     "colossax.sharding": (
         "NATURAL RowOrder activation_axes activation_sharding attention balanced_order batch_axes "
         "compiler_options compute_dtype constrain current current_order explain gather_weight "
-        "in_order linear linears lookup param_sharding recomputing replicated resolve seq_axes use "
-        "validate"
+        "in_order keeping kept_share linear linears lookup param_sharding recomputing "
+        "reduction_dtype replicated resolve seq_axes use validate"
     ),
     "colossax.sharding.sequence": (
         "DOUBLE_RING_OPTIONS Order RingAxes balanced_from_contiguous_local "
@@ -29,44 +29,52 @@ NAMES = {
         "ring_attention_local ring_self_attention_local ulysses_local zigzag_order"
     ),
     "colossax.offload": (
-        "Rates Run Setting Stacks Stream Update UpdateRate balanced_share build_stack cpu_rows "
-        "cpu_share current_stream fetch hiding_tokens load_rates measure_rates new_stack on_host "
-        "rates_path resolved_segments run_streamed save_rates segment_counts split_update store "
-        "streaming update_seconds"
+        "Demand GB Kind Placement Rates Run Setting Stacks Stream Update UpdateRate "
+        "balanced_share build_stack check_host_bytes cpu_device cpu_rows cpu_share current_stream "
+        "default_host_bytes device_budget device_memory fetch free_host_bytes hiding_tokens "
+        "host_budget host_shares load_rates measure_rates new_stack on_host place rates_path "
+        "recording_kept resolved_segments run_streamed save_rates segment_counts split_update "
+        "store streaming update_seconds working_set_bytes"
     ),
     "colossax.data": (
         "BatchLoader Corpus Documents RowSource Rows Split SyntheticRows Tokenizer "
-        "ValidationBatches cache_folder encode_corpus global_arrays path_documents "
-        "stack_rows stdlib_documents train_tokenizer unigram_entropy_nats wanted_rows"
+        "ValidationBatches cache_folder encode_corpus global_arrays path_documents stack_rows "
+        "stdlib_documents train_tokenizer unigram_entropy_nats wanted_rows"
     ),
-    "colossax.checkpoint": "ArraySlot Checkpointer RecordReader RecordWriter slot_of",
+    "colossax.checkpoint": (
+        "ArraySlot Checkpointer LayerSource RecordReader RecordWriter find_checkpoint slot_of"
+    ),
     "colossax.offload.disk": "RecordLayout RecordStore disk_bytes",
     "colossax.optim": (
-        "adamw constant decay_mask decays inverse_sqrt is_layerwise lamb lars layerwise linear sgd "
-        "stochastic_round warmup_cosine wsd"
+        "adamw constant decay_mask decays inverse_sqrt is_layerwise lamb lars layerwise linear "
+        "sgd stochastic_round warmup_cosine wsd"
     ),
     "colossax.aot": (
-        "Buffer Collective Gpu KernelReport Link MemoryReport Module Program Target Totals Traffic "
-        "Transfer TransferTotals assert_collectives checkpoint_stacks collectives compile_program "
-        "exposed_collectives exposed_transfers full_rematerialisations full_stack_copies gpu_keys "
-        "host_arguments host_arithmetic host_compute host_copies host_sharding kernel_reports "
-        "memory_report parse_module parse_target sync_transfers_in_loops target_devices totals "
-        "traffic transfer_totals transfers unexpected_collectives"
+        "Buffer Collective Gpu KernelReport Link MemoryReport Module Program Target Totals "
+        "Traffic Transfer TransferTotals assert_collectives checkpoint_stacks collectives "
+        "compile_program device_bytes exposed_collectives exposed_transfers "
+        "full_rematerialisations full_stack_copies gpu_keys host_arguments host_arithmetic "
+        "host_bytes host_compute host_copies host_sharding kernel_reports memory_report "
+        "parse_module parse_target sync_transfers_in_loops target_devices totals traffic "
+        "transfer_totals transfers unexpected_collectives"
     ),
     "colossax.nn": (
-        "ACTIVATIONS Attention AttentionShape CacheSpec Decoder DecoderConfig "
-        "DecoderLayer Embedding FlatTokens LayerNorm LayerStack LayerState Linear "
-        "Llama3Scaling MLP ModelSpec RMSNorm RopeConfig Side StackOutput alibi_slopes "
-        "cross_entropy describe even_head_dim initialise param pure rope_tables rotate"
+        "ACTIVATIONS Attention AttentionShape CacheSpec Decoder DecoderConfig DecoderLayer "
+        "Embedding FlatTokens LayerNorm LayerStack LayerState Linear Llama3Scaling MLP ModelSpec "
+        "RMSNorm RopeConfig Side StackOutput alibi_slopes cross_entropy describe even_head_dim "
+        "initialise param pure rope_tables rotate"
     ),
     "colossax.models": (
         "Bloom BloomConfig FAMILIES Family GPT2 GPT2Config Llama LlamaConfig Mistral "
         "MistralConfig OPT OPTConfig Qwen2 Qwen2Config Qwen3 Qwen3Config config_from_json "
         "config_to_json family_of maker"
     ),
-    "colossax.train": "Step StepOptions any_order boost build_step next_token_loss",
+    "colossax.train": (
+        "Fitted Step StepOptions any_order boost build_step fit_offload next_token_loss"
+    ),
     "colossax.inference": (
-        "Generation Generator LoadedModel StoredModel inference_plan load open_checkpoint"
+        "Fitted Generation Generator LoadedModel StoredModel fit_layers inference_plan load "
+        "open_checkpoint"
     ),
     "colossax.recipes": "DEFAULT_RECIPE RECIPES recipe",
 }

@@ -3,6 +3,7 @@
 from .checkpointer import Checkpointer as Checkpointer
 from .records import RecordReader as RecordReader
 from .records import RecordWriter as RecordWriter
+from .records import find_checkpoint as find_checkpoint
 from .slots import ArraySlot as ArraySlot
-from .slots import RowSource as RowSource
+from .slots import LayerSource as LayerSource
 from .slots import slot_of as slot_of

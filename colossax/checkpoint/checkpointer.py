@@ -10,7 +10,7 @@ import jax
 
 from colossax.checkpoint import reading
 from colossax.checkpoint.folder import ARRAYS_ITEM, StepFolder, finished_steps
-from colossax.checkpoint.slots import ArraySlot, RowSource
+from colossax.checkpoint.slots import ArraySlot, LayerSource
 from colossax.checkpoint.writing import ArraysJob
 from colossax.errors import CheckpointError
 
@@ -70,7 +70,7 @@ class Checkpointer:
     def save(
         self,
         step: int,
-        arrays: Sequence[tuple[ArraySlot, jax.Array | RowSource]],
+        arrays: Sequence[tuple[ArraySlot, jax.Array | LayerSource]],
         documents: Mapping[str, Any],
     ) -> bool:
         """Save a step, after waiting for the save before it.
@@ -100,7 +100,7 @@ class Checkpointer:
         except CheckpointError as error:
             self._error = error
             return False
-        if self._asynchronous and not any(isinstance(x, RowSource) for _, x in arrays):
+        if self._asynchronous and not any(isinstance(x, LayerSource) for _, x in arrays):
             return True
         return self._collect()
 

@@ -34,6 +34,7 @@ class RecordReader:
     """One finished step of a checkpoint, read on the host.
 
     Attributes:
+        directory: Of the checkpoints.
         step: Which.
     """
 
@@ -51,7 +52,7 @@ class RecordReader:
         if step is None and path.name.isdecimal() and (path / ARRAYS_ITEM / MANIFEST).is_file():
             path, step = path.parent, int(path.name)
         self._folder = StepFolder(path, step)
-        self.step = self._folder.step
+        self.directory, self.step = path, self._folder.step
 
     def records(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         """Shape and dtype of each record."""
@@ -104,6 +105,20 @@ class RecordReader:
                 f"{self._folder} has no record '{name}'; it is of another model or kind"
             )
         return spec
+
+
+def find_checkpoint(path: Path | str) -> RecordReader:
+    """The checkpoint in a folder.
+
+    Args:
+        path: Folder of a run, of checkpoints (the latest is taken), or of one step.
+
+    Raises:
+        CheckpointError: There is no finished step, or it is damaged.
+    """
+    directory = Path(path)
+    inside = directory / "checkpoints"
+    return RecordReader(inside if inside.is_dir() else directory)
 
 
 class RecordWriter:

@@ -84,7 +84,7 @@ class ArraySlot:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RowSource:
+class LayerSource:
     """Layers that are read one by one when they are saved, in place of an array.
 
     Attributes:

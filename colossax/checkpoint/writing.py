@@ -14,7 +14,7 @@ from colossax.checkpoint.layout import RecordPlan, Tile, files_within, plan_reco
 from colossax.checkpoint.slots import (
     ArraySlot,
     Box,
-    RowSource,
+    LayerSource,
     box_shape,
     box_slices,
     intersect,
@@ -54,15 +54,15 @@ class ArraysJob:
     """
 
     def __init__(
-        self, arrays: Sequence[tuple[ArraySlot, jax.Array | RowSource]], *, copy_now: bool = False
+        self, arrays: Sequence[tuple[ArraySlot, jax.Array | LayerSource]], *, copy_now: bool = False
     ) -> None:
         """Plan the save.
 
         Args:
             arrays: With their slots; the same on every process, in the same order.
             copy_now: Copy what this process owns to the host now, so that the arrays may be
-                donated; rows are read when they are written all the same. Costs that many bytes of host memory until they are written; else
-                `WRITE_BYTES` and one shard.
+                donated; rows are read when they are written all the same. Costs that many bytes of
+                host memory until they are written; else `WRITE_BYTES` and one shard.
 
         Raises:
             ValueError: An array is not what its slot says, or a record is not whole.
@@ -80,9 +80,9 @@ class ArraysJob:
         }
         self._process = jax.process_index()
         self._arrays: dict[int, tuple[ArraySlot, jax.Array]] = {}
-        self._sources: dict[int, tuple[ArraySlot, RowSource]] = {}
+        self._sources: dict[int, tuple[ArraySlot, LayerSource]] = {}
         for number, (slot, array) in enumerate(arrays):
-            if isinstance(array, RowSource):
+            if isinstance(array, LayerSource):
                 self._sources[number] = slot, array
             else:
                 self._arrays[number] = slot, array

@@ -57,7 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
     parser.epilog = (
         "the plan, by dotted names:\n"
         "  --plan.mesh fsdp=4,tensor=2   --plan.preset zero3   --plan.precision.compute bfloat16\n"
-        "without a mesh all devices split parameters along fsdp"
+        "without a mesh all devices split parameters along fsdp\n"
+        "a model larger than the devices' memory keeps layers in the host's:\n"
+        "  --plan.offload auto   --plan.offload.device_gb 2   --plan.offload parameters=0.5\n"
     )
 
 
@@ -75,13 +77,17 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
     check_tokens(prompt, stored.config.vocab)
     max_tokens = args.max_tokens or max(1, min(_MAX_TOKENS, limit - len(prompt)))
     check_length(len(prompt), max_tokens, limit)
-    model = stored.load(plan, choose_devices(args.devices))
-    generator = model.generator(slots=_slots(len(prompt) + max_tokens, limit))
+    slots, devices = _slots(len(prompt) + max_tokens, limit), choose_devices(args.devices)
+    if plan.offload.auto:
+        fitted = stored.fit(plan, devices, slots=slots)
+        sys.stderr.write(f"{fitted.line}\n")
+        plan = fitted.plan
+    generator = stored.load(plan, devices).generator(slots=slots)
     result = generator.generate(
         prompt, max_tokens=max_tokens, temperature=args.temperature, seed=args.seed
     )
     added = result.tokens[:-1] if result.ended else result.tokens
-    text = None if model.tokenizer is None else model.tokenizer.decode(added)
+    text = None if stored.tokenizer is None else stored.tokenizer.decode(added)
     _show(args, prompt, list(result.tokens), text)
     return 0
 

@@ -12,6 +12,8 @@ from typing import Any
 
 from colossax.config import MESH_AXES, FrozenDict, Plan, Rules, nearest, preset
 from colossax.errors import InputError
+from colossax.train.config import TrainConfig
+from colossax.train.initial import with_initial_model
 
 Override = tuple[str, str]
 """Dotted name without dashes in front, and the text of its value."""
@@ -21,12 +23,14 @@ _FALSE = ("false", "no", "off", "0")
 
 
 def apply_overrides(config: Any, overrides: Sequence[Override]) -> Any:
-    """`config` with every override put over it, a `plan.preset` before all others.
+    """`config` with every override put over it, `init` and `plan.preset` before all others.
 
     Raises:
         InputError: An unknown name (with the nearest), or a value that does not fit.
     """
     for name, text in overrides:
+        if name == "init" and isinstance(config, TrainConfig):
+            config = with_initial_model(config, text)
         if name == "plan.preset":
             config = dataclasses.replace(config, plan=with_preset(config.plan, text))
     return _apply(
@@ -34,7 +38,7 @@ def apply_overrides(config: Any, overrides: Sequence[Override]) -> Any:
         [
             _Change(path=tuple(name.split(".")), text=text, name=name)
             for name, text in overrides
-            if name != "plan.preset"
+            if name not in ("init", "plan.preset")
         ],
     )
 

@@ -61,6 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
     for name, (kind, text) in _FIELDS.items():
         option = f"--{name.replace('_', '-')}"
         values.add_argument(option, dest=f"field_{name}", metavar=kind, help=text)
+    values.add_argument(
+        "--init",
+        dest="field_init",
+        metavar="CHECKPOINT",
+        help="start from the parameters, with the model and the tokenizer, of a checkpoint",
+    )
     values.add_argument("--data", metavar="PATH", help="text, JSONL or Parquet, a file or a folder")
     several_processes(parser)
     parser.epilog = _overrides_help()
@@ -74,7 +80,7 @@ def _overrides_help() -> str:
         "  --plan.preset VALUE  (ddp zero1 zero2 zero3 megatron megatron_sp; joined by +)\n"
         "  --plan.mesh fsdp=4,tensor=2\n"
         "  --plan.remat VALUE  (none full dots, or names to keep, joined by +)\n"
-        "  --plan.offload VALUE  (auto, none, or shares: parameters=1,optimizer=1,activations=0.5)\n"
+        "  --plan.offload VALUE  (auto, none, or shares: parameters=1,optimizer=1,disk=0.5)\n"
         f"{listed}\n"
         "  --plan.rules.ROLE.DIM VALUE"
     )
@@ -115,7 +121,7 @@ def configure(args: argparse.Namespace, overrides: list[Override]) -> TrainConfi
         config = folder.config()
     else:
         config = recipe(args.recipe or DEFAULT_RECIPE)
-    plain = [(name, getattr(args, f"field_{name}")) for name in _FIELDS]
+    plain = [(name, getattr(args, f"field_{name}")) for name in ("init", *_FIELDS)]
     given = [(name, text) for name, text in plain if text is not None]
     if args.data is not None:
         given.append(("data.path", args.data))

@@ -107,9 +107,9 @@ class Segment:
             weights are never kept: backward gathers them again.
         offload: What of these layers lives in host memory, joined by `+`: `parameters`,
             `optimizer` (its state; with `disk` beside it, in a file; with `parameters+cpu`, the
-            CPU updates them), `activations` (all that backward keeps), or of those only `input`
-            (what a layer gets from the one before), `qkv`, `attention`, `mlp`, which are then kept
-            there beside what `remat` keeps on the device. `none`: nothing.
+            CPU updates the layers), `activations` (all that backward keeps), or of those only
+            `input` (what a layer gets from the one before), `qkv`, `attention`, `mlp`, which are
+            then kept there beside what `remat` keeps on the device. `none`: nothing.
         mlp_share: Of the tokens, those whose `mlp` is kept, the first of each row; that of the
             others is recomputed.
     """

@@ -64,7 +64,8 @@ class Generator:
                 `colossax.models`, or any model with their `decode`, `logits`, `cache_spec`
                 and `config`.
             bound: Where the parameters live.
-            params: Laid out by `bound`; kept, not donated.
+            params: Laid out by `bound`; kept, not donated. Layers in host memory are fetched one
+                after another. Shapes with shardings do for `lowered`.
             slots: Longest prompt and continuation together; default the model's `max_seq`.
             eos: Token that ends a continuation; default the model's, if it names one.
             tokens_per_step: Flat tokens of a step.
@@ -81,10 +82,11 @@ class Generator:
         self.bound = BoundPlan(inference_plan(bound.plan), bound.mesh)
         self._params = params
         self._cache_spec: CacheSpec = spec.merge(params).cache_spec(seats=1, slots=self.slots)
-        layout = dict.fromkeys(("k", "v"), _cache_sharding(self.bound, self._cache_spec))
-        self._empty = jax.jit(self._zeros, out_shardings=layout)
+        self._layout = dict.fromkeys(("k", "v"), _cache_sharding(self.bound, self._cache_spec))
+        self._empty = jax.jit(self._zeros, out_shardings=self._layout)
         step = functools.partial(decode_step, spec, self.bound)
-        self._step = jax.jit(step, donate_argnums=1, out_shardings=(replicated(self.bound), layout))
+        out = (replicated(self.bound), self._layout)
+        self._step = jax.jit(step, donate_argnums=1, out_shardings=out)
 
     def generate(
         self,
@@ -126,6 +128,33 @@ class Generator:
         prompt = [int(token) for token in prompt]
         self._check(prompt, max_tokens, temperature, seed)
         return self._tokens(prompt, max_tokens, np.float32(temperature), np.uint32(seed))
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """Shapes and shardings of what a step gets: parameters, cache, tokens and numbers."""
+        whole = replicated(self.bound)
+        params = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self._params
+        )
+        cache = {
+            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._layout[name])
+            for name, x in jax.eval_shape(self._zeros).items()
+        }
+        numbers = [
+            jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
+            for shape, dtype in (
+                ((self.tokens_per_step,), np.int32),
+                ((), np.int32),
+                ((), np.int32),
+                ((), np.float32),
+                ((), np.uint32),
+            )
+        ]
+        return (params, cache, *numbers)
+
+    def lowered(self) -> Any:
+        """The step as `generate` runs it, traced and not compiled."""
+        return self._step.lower(*self.arguments)
 
     def _tokens(
         self, prompt: list[int], max_tokens: int, temperature: np.float32, seed: np.uint32

@@ -9,11 +9,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from colossax.checkpoint import Checkpointer, RecordReader, slot_of
+from colossax.checkpoint import Checkpointer, RecordReader, find_checkpoint, slot_of
 from colossax.config import BoundPlan, Plan, Precision, from_json
 from colossax.data import Tokenizer
 from colossax.errors import CheckpointError, PlanError
+from colossax.inference.fitting import Fitted, fit_layers
 from colossax.inference.generator import Generator
+from colossax.inference.plan import parameters_alone
 from colossax.models import config_from_json, maker
 from colossax.nn import DecoderConfig, ModelSpec, describe
 from colossax.sharding import param_sharding, use, validate
@@ -82,29 +84,35 @@ class StoredModel:
         return Plan(precision=self.precision)
 
     def load(
-        self, plan: Plan | None = None, devices: Sequence[jax.Device] | None = None
+        self,
+        plan: Plan | None = None,
+        devices: Sequence[jax.Device] | None = None,
+        *,
+        slots: int | None = None,
     ) -> LoadedModel:
-        """Read the parameters onto devices.
+        """Read the parameters onto devices, and into host memory as `plan.offload` says.
 
-        Each device reads its own shards; the optimizer's state stays on disk.
+        Each device reads its own shards; the optimizer's state stays on disk. What goes to host
+        memory passes through no device; while it is read, the largest stack is there twice.
 
         Args:
-            plan: Default `self.plan`.
+            plan: Default `self.plan`. With `offload.auto`, `fit` finds the shares.
             devices: Default all.
+            slots: For `fit`.
 
         Raises:
             PlanError: The plan does not fit model or devices.
             CheckpointError: Records are missing, of another model, or damaged.
         """
-        bound = (plan or self.plan).bind(devices)
-        with use(bound):
-            spec = describe(maker(self.model))
-        validate(bound, spec.infos)
-        dtype = np.dtype(bound.plan.precision.params)
+        plan = parameters_alone(plan or self.plan)
+        if plan.offload.auto:
+            plan = self.fit(plan, devices, slots=slots).plan
+        bound, spec = self._described(plan, devices)
         infos, structure = jax.tree.flatten(spec.infos)
+        shapes = jax.tree.leaves(_shapes(bound, spec))
         wants = [
-            (slot_of(info, PARAMS, dtype=dtype), param_sharding(bound, "params", info))
-            for info in infos
+            (slot_of(info, PARAMS, dtype=shape.dtype), shape.sharding)
+            for info, shape in zip(infos, shapes, strict=True)
         ]
         arrays = Checkpointer(self.directory).restore(self.step, wants, convert=True)
         return LoadedModel(
@@ -114,6 +122,53 @@ class StoredModel:
             config=self.config,
             tokenizer=self.tokenizer,
         )
+
+    def fit(
+        self,
+        plan: Plan,
+        devices: Sequence[jax.Device] | None = None,
+        *,
+        slots: int | None = None,
+    ) -> Fitted:
+        """The plan with as many layers on the devices as fit, in place of `offload.auto`.
+
+        Args:
+            plan: With `offload.auto`, and budgets.
+            devices: Default all.
+            slots: Of the cache that shall fit beside them; default the model's `max_seq`.
+
+        Raises:
+            PlanError: A budget is too small, more than there is, or not known.
+
+        Cost: one compilation of the step that generates where nothing fits, two as a rule, at
+        most three. Nothing is read.
+        """
+
+        def generator(plan: Plan) -> Generator:
+            bound, spec = self._described(plan, devices)
+            return Generator(spec, bound, _shapes(bound, spec), slots=slots)
+
+        return fit_layers(generator, parameters_alone(plan), self.config.layers)
+
+    def _described(
+        self, plan: Plan, devices: Sequence[jax.Device] | None
+    ) -> tuple[BoundPlan, ModelSpec]:
+        bound = plan.bind(devices)
+        with use(bound):
+            spec = describe(maker(self.model))
+        validate(bound, spec.infos)
+        return bound, spec
+
+
+def _shapes(bound: BoundPlan, spec: ModelSpec) -> Params:
+    """Parameters as shapes, each with where it will lie."""
+    dtype = np.dtype(bound.plan.precision.params)
+    return jax.tree.map(
+        lambda info: jax.ShapeDtypeStruct(
+            info.shape, dtype, sharding=param_sharding(bound, "params", info)
+        ),
+        spec.infos,
+    )
 
 
 def open_checkpoint(path: str | Path) -> StoredModel:
@@ -126,12 +181,8 @@ def open_checkpoint(path: str | Path) -> StoredModel:
         CheckpointError: There is none, it is damaged, names no model of ours, or its tokenizer
             does not fit the model.
     """
-    directory = Path(path)
-    if (directory / "checkpoints").is_dir():
-        directory = directory / "checkpoints"
-    reader = RecordReader(directory)
-    if directory.name == str(reader.step) and not (directory / str(reader.step)).exists():
-        directory = directory.parent
+    reader = find_checkpoint(path)
+    directory = reader.directory
     documents = reader.documents()
     where = f"checkpoint '{directory}' step {reader.step}"
     if "model" not in documents:

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from colossax.config import FrozenDict, Plan
+from colossax.config import FrozenDict, Plan, Segment
 
 
 def inference_plan(plan: Plan) -> Plan:
@@ -12,7 +12,10 @@ def inference_plan(plan: Plan) -> Plan:
     device sees them all. Weights stay where they are at rest, hidden states move to them: over
     `fsdp` a matmul sums partial products of `tokens x width` instead of gathering its weight.
     For the same reason the compiler does the communication of matmuls: the library's own regions
-    divide tokens among devices. Nothing is recomputed, because nothing is differentiated.
+    divide tokens among devices. Nothing is recomputed, because nothing is differentiated, and of
+    what may live in host memory there are parameters alone. Shares of the others
+    (`plan.offload.optimizer`, `activations`) move nothing; they stay, because a model built under
+    `plan` has its layer stacks cut where they end. `parameters_alone` drops them.
     """
     activations = {
         dim: rule
@@ -20,5 +23,19 @@ def inference_plan(plan: Plan) -> Plan:
         if dim.split(":")[0] not in ("batch", "seq")
     }
     rules = dataclasses.replace(plan.rules, activations=FrozenDict(activations))
-    segments = tuple(dataclasses.replace(segment, remat="none") for segment in plan.segments)
+    segments = tuple(_forward_only(segment) for segment in plan.segments)
     return plan.replace(rules=rules, segments=segments, tensor_matmul="compiler")
+
+
+def parameters_alone(plan: Plan) -> Plan:
+    """`plan` without shares of what only training has, for a model not yet built.
+
+    Its layer stacks are cut in fewer segments then; parameters lie where `plan` has them.
+    """
+    offload = dataclasses.replace(plan.offload, optimizer=0.0, activations=0.0)
+    return plan.replace(segments=tuple(map(_forward_only, plan.segments)), offload=offload)
+
+
+def _forward_only(segment: Segment) -> Segment:
+    host = "parameters" if "parameters" in segment.host else "none"
+    return dataclasses.replace(segment, remat="none", offload=host, mlp_share=1.0)

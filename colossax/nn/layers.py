@@ -169,7 +169,7 @@ class MLP(nnx.Module):
         return self.down(act(gate) * up)
 
 
-def _split_tokens(x: Float[Array, "b s d"]) -> list[Float[Array, "b s d"]]:
+def _split_tokens(x: Float[Array, "b s d"]) -> list[Float[Array, "b _ d"]]:
     """All tokens, or those whose hidden states are kept for backward and the others.
 
     They part before the matmuls: a slice of the hidden states would keep all of them alive.

@@ -132,14 +132,19 @@ class LayerStack(Located):
                 for size, offload in zip(self.counts, self.offloads, strict=True)
             )
         wanted = resolved_segments(bound.plan, sum(self.counts))
-        found = tuple(zip(self.counts, self.offloads, strict=True))
-        if tuple((segment.count, segment.offload) for segment in wanted) != found:
+        built = tuple(map(_shown, self.counts, self.offloads))
+        asked = tuple(_shown(segment.count, segment.offload) for segment in wanted)
+        if asked != built:
             raise PlanError(
-                f"plan.segments: the plan in force wants layers"
-                f" {tuple(segment.count for segment in wanted)}, the model was built with"
-                f" {self.counts}; build the model under the plan that runs it"
+                f"plan.segments: the plan in force wants layers {', '.join(asked)}, the model was"
+                f" built with {', '.join(built)}; build the model under the plan that runs it"
             )
         return wanted
+
+
+def _shown(count: int, offload: str) -> str:
+    """Layers of a segment and where their parameters live, which cannot change once it is built."""
+    return f"{count} in host memory" if "parameters" in offload.split("+") else str(count)
 
 
 def _build_segment(

@@ -1,7 +1,5 @@
 """Host memory as a second tier: stacked layers stream through the device, one after another."""
 
-from .cpu_update import cpu_rows as cpu_rows
-from .cpu_update import split_update as split_update
 from .budget import GB as GB
 from .budget import Demand as Demand
 from .budget import Kind as Kind
@@ -11,6 +9,13 @@ from .budget import default_host_bytes as default_host_bytes
 from .budget import free_host_bytes as free_host_bytes
 from .budget import host_shares as host_shares
 from .budget import place as place
+from .budget import working_set_bytes as working_set_bytes
+from .cpu_update import cpu_rows as cpu_rows
+from .cpu_update import split_update as split_update
+from .limits import Agree as Agree
+from .limits import device_budget as device_budget
+from .limits import device_memory as device_memory
+from .limits import host_budget as host_budget
 from .memory import build_stack as build_stack
 from .memory import fetch as fetch
 from .memory import new_stack as new_stack

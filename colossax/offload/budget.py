@@ -141,8 +141,50 @@ def _fullest(demand: Demand, device_bytes: int) -> Iterator[Placement]:
         resident = dict(zip(names, counts, strict=True))
         left = device_bytes - demand.placed({**resident, last.name: 0}).device_bytes
         if left >= 0:
-            most = min(demand.layers, left // max(1, last.layer_bytes))
+            room = left // last.layer_bytes if last.layer_bytes else demand.layers
+            most = min(demand.layers, room)
             yield demand.placed({**resident, last.name: most})
+
+
+def working_set_bytes(
+    *,
+    vocab: int,
+    embed: int,
+    layers: int,
+    layer_params: int,
+    largest_matrix: int,
+    tokens: int,
+    vocab_chunks: int,
+) -> dict[str, int]:
+    """Device bytes of a step with every layer in host memory, by term, from formulas.
+
+    Of a decoder with a head of its own, float32 parameters under AdamW with float32 moments (12
+    bytes a parameter), bfloat16 compute, full recomputation, one microbatch, and clipping that
+    keeps gradients (2 bytes a parameter). The temporaries are those of the larger of two moments:
+
+    - while layers are updated: one layer's parameters and moments as fetched, with its gradients
+      (14 bytes a parameter), and the largest matrix' new parameters and moments on their way back
+      (12 bytes); the other matrices' are stored before or made later;
+    - in the loss: the head as it is multiplied by (2 bytes), its gradient in float32 (4), the
+      embedding's (4), and a chunk of logits with its gradient (6 bytes each).
+
+    Args:
+        vocab: Rows of embedding and head.
+        embed: Width.
+        layers: Layers.
+        layer_params: Parameters in a layer's matrices.
+        largest_matrix: Parameters in its largest one.
+        tokens: Of a device in a step.
+        vocab_chunks: Pieces in which logits are made.
+    """
+    update = {"layer": 14 * layer_params, "new matrix": 12 * largest_matrix}
+    table = vocab * embed
+    loss = {"head": 2 * table, "gradients": 8 * table, "logits": 6 * tokens * vocab // vocab_chunks}
+    return {
+        "embedding and head": 12 * 2 * table,
+        "vectors": 12 * (2 * layers + 1) * embed,
+        **max(update, loss, key=lambda terms: sum(terms.values())),
+    }
 
 
 def free_host_bytes(source: Path = _MEMINFO) -> int:
@@ -194,16 +236,16 @@ def check_host_bytes(wanted: int, free: int, devices: int) -> None:
     """
     if wanted * devices > free:
         raise PlanError(
-            f"plan.offload.host_gb: {_gb(wanted)} GB for each of {devices} device(s) of this host,"
-            f" which has {_gb(free)} GB of free memory; give {_gb(free // devices)} or less, or end"
-            " what else uses it"
+            f"plan.offload.host_gb: {_gb_up(wanted)} GB for each of {devices} device(s) of this"
+            f" host, which has {_gb(free)} GB of free memory; give {_gb(free // devices)} or less,"
+            " or end what else uses it"
         )
 
 
-def _gb(size: float) -> str:
+def _gb(size: int | float) -> str:
     return f"{math.floor(size / GB * 1000) / 1000:.3f}"
 
 
-def _gb_up(size: float) -> str:
+def _gb_up(size: int | float) -> str:
     """Never less than the size."""
     return f"{math.ceil(size / GB * 1000) / 1000:.3f}"

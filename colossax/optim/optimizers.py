@@ -35,7 +35,7 @@ def layerwise(optimizer: DimsOptimizer) -> DimsOptimizer:
     return optimizer
 
 
-def is_layerwise(optimizer: DimsOptimizer) -> bool:
+def is_layerwise(optimizer: Any) -> bool:
     """Whether an optimizer is marked as treating every layer and expert on its own."""
     return bool(getattr(optimizer, "layerwise", False))
 

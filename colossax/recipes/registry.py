@@ -12,7 +12,7 @@ from colossax.recipes.large import (
     mistral_7b,
     qwen3_0p6b,
 )
-from colossax.recipes.small import llama_stdlib, llama_tiny
+from colossax.recipes.small import finetune, llama_stdlib, llama_tiny
 from colossax.train.config import TrainConfig
 
 RECIPES: dict[str, Callable[[], TrainConfig]] = {
@@ -20,6 +20,7 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {
     for make in (
         llama_stdlib,
         llama_tiny,
+        finetune,
         gpt2_124m,
         qwen3_0p6b,
         mistral_7b,

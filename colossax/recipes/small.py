@@ -1,6 +1,6 @@
 """Recipes that train in minutes on a laptop's CPU, on text every machine has."""
 
-from colossax.config import LossConfig, Plan
+from colossax.config import LossConfig, OffloadConfig, Plan, Precision, Segment
 from colossax.models import LlamaConfig
 from colossax.train.config import DataConfig, OptimizerConfig, SampleConfig, TrainConfig
 
@@ -49,4 +49,26 @@ def llama_tiny() -> TrainConfig:
         optimizer=OptimizerConfig(peak_lr=3e-3, warmup=10),
         steps=100,
         sample=SampleConfig(prompt="def ", max_tokens=60),
+    )
+
+
+def finetune() -> TrainConfig:
+    """Go on with the model of a checkpoint (`--init`) on your text (`--data`), whatever its size.
+
+    Layers that do not fit `--plan.offload.device_gb` stream from host memory. The model here only
+    stands for the checkpoint's.
+    """
+    return llama_tiny().replace(
+        recipe="finetune",
+        plan=Plan(
+            segments=(Segment(remat="full"),),
+            precision=Precision(compute="bfloat16"),
+            loss=LossConfig(vocab_chunks=8),
+            offload=OffloadConfig(auto=True),
+        ),
+        data=DataConfig(seq_len=256, global_batch=8, validation_batches=8),
+        optimizer=OptimizerConfig(peak_lr=1e-5, warmup=20, final_lr_share=0.1),
+        steps=200,
+        validate_every=50,
+        sample=SampleConfig(),
     )

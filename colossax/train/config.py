@@ -125,6 +125,9 @@ class TrainConfig:
         validate_every: Steps between validations; 0 validates at the end alone.
         sample: Completion printed at the end.
         target: The smallest GPUs the run fits on as it stands, as `aot.parse_target` reads them.
+        init: Checkpoint whose parameters a new run starts from, in place of random ones: folder of
+            a run, of checkpoints or of one step; of a model of the same sizes. Its tokenizer is
+            used where `data` names none.
     """
 
     recipe: str
@@ -141,6 +144,7 @@ class TrainConfig:
     validate_every: int = 0
     sample: SampleConfig = SampleConfig()
     target: str = "h100:1x1"
+    init: str | None = None
 
     def __post_init__(self):
         least = {"steps": 1, "seed": 0, "checkpoint_every": 0, "keep": 1, "validate_every": 0}

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from colossax.checkpoint import RowSource
+from colossax.checkpoint import LayerSource
 from colossax.errors import DamagedStoreError, OffloadError, PlanError
 from colossax.offload import fetch, new_stack, store
 from colossax.offload.disk import RecordLayout, RecordStore
@@ -273,7 +273,7 @@ class DiskTier:
 
         return jax.jit(make, out_shardings=[x.sharding for x in like])()
 
-    def sources(self) -> list[RowSource]:
+    def sources(self) -> list[LayerSource]:
         """Optimizer state of all layers, each leaf read from the file layer by layer.
 
         Raises:
@@ -284,10 +284,10 @@ class DiskTier:
         opened.verify()
         where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
-        def source(name: str, row: Any) -> RowSource:
+        def source(name: str, row: Any) -> LayerSource:
             shape = (self.part.count, *row.shape) if self.part.stacked else tuple(row.shape)
             read = functools.partial(opened.read_array, name=name)
-            return RowSource(shape=shape, dtype=np.dtype(row.dtype), sharding=where, read=read)
+            return LayerSource(shape=shape, dtype=np.dtype(row.dtype), sharding=where, read=read)
 
         pairs = zip(self._state_names, self._state_rows, strict=True)
         return [source(name, row) for name, row in pairs]

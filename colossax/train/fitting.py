@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +14,17 @@ import jax
 import jaxlib
 
 from colossax.aot import Target, compile_program, device_bytes, host_bytes
-from colossax.config import HOST_KINDS, SAVEABLE, OffloadConfig, Plan, to_json
-from colossax.data import cache_folder
+from colossax.config import HOST_KINDS, SAVEABLE, OffloadConfig, Plan, cache_folder, to_json
 from colossax.errors import PlanError
 from colossax.offload import (
     GB,
+    Agree,
     Demand,
     Kind,
     Placement,
-    check_host_bytes,
-    default_host_bytes,
-    free_host_bytes,
+    device_budget,
+    device_memory,
+    host_budget,
     host_shares,
     place,
     recording_kept,
@@ -33,23 +33,13 @@ from colossax.pallas.target import target as pallas_target
 from colossax.sharding import compiler_options
 from colossax.train.gradients import batch_dims, microbatches
 from colossax.train.step import Step
-from colossax.typing import Batch
-
-DEVICE_SHARE = 0.93
-"""Of a device's memory, where no budget is given."""
 
 MAX_COMPILES = 3
-
-_PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-_PINNED_DEFAULT_GIB = 64
-"""Host memory that XLA gives out to GPUs at most, unless the environment says otherwise."""
 
 _FORMAT = 1
 """Of what is kept in the cache folder."""
 
 MakeStep = Callable[[Plan], Step]
-Agree = Callable[[Callable[[], Any]], Any]
-"""Calls a function on one of several processes and gives its JSON result on all."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,9 +69,13 @@ class Fitted:
         how = f"{self.compiles} compilations" if self.compiles else "cached"
         return (
             f"plan.offload auto: of {self.layers} layers the device keeps {kept};"
-            f" {self.device_bytes / GB:.2f} GB of a device,"
-            f" {self.host_bytes / GB:.2f} GB of the host for each ({how})"
+            f" {_shown(self.device_bytes)} of a device,"
+            f" {_shown(self.host_bytes)} of the host for each ({how})"
         )
+
+
+def _shown(count: int) -> str:
+    return f"{count / GB:.2f} GB" if count >= GB else f"{count / 1e6:.2f} MB"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,7 +100,7 @@ class _Bytes:
 def fit_offload(
     make_step: MakeStep,
     plan: Plan,
-    shapes: Mapping[str, jax.ShapeDtypeStruct],
+    shapes: Mapping[str, Any],
     *,
     target: Target | None = None,
     agree: Agree = lambda make: make(),
@@ -127,7 +121,7 @@ def fit_offload(
             plan)`.
         plan: With `offload.auto`, and budgets where the defaults (93 % of a device's memory, the
             host's free memory less 16 GiB) do not do.
-        shapes: Of the global batch's arrays.
+        shapes: A global batch, or the shapes of its arrays.
         target: GPUs to compile for that are not there; `make_step` uses their devices.
         agree: With several processes, `Group.from_first`.
 
@@ -138,6 +132,7 @@ def fit_offload(
     Cost: two compilations, at most three; none where the result is known from before.
     """
     _check_findable(plan)
+    shapes = jax.eval_shape(lambda batch: batch, dict(shapes))
     everything = _with_shares(plan, dict.fromkeys(_kinds(plan), 1.0))
     trial = _Trial(make_step, everything, shapes, target)
     budget = _budget(plan.offload, trial.step, target, agree)
@@ -173,7 +168,8 @@ def _kinds(plan: Plan) -> tuple[str, ...]:
 
 def _with_shares(plan: Plan, shares: Mapping[str, float]) -> Plan:
     """With these shares, and layers updated during backward even if all stay on the device."""
-    offload = dataclasses.replace(plan.offload, auto=False, fused=True, **shares)
+    placed: dict[str, Any] = {"auto": False, "fused": True, **shares}
+    offload = dataclasses.replace(plan.offload, **placed)
     return plan.replace(offload=offload)
 
 
@@ -355,73 +351,10 @@ def _fitted(plan: Plan, record: Mapping[str, Any], *, compiles: int) -> Fitted:
 def _budget(wanted: OffloadConfig, step: Step, target: Target | None, agree: Agree) -> Budget:
     """What may be used; refused here if it is not there."""
     devices = step.bound.mesh.devices.flat
-    memory = _device_memory(devices[0], target)
     return Budget(
-        device_bytes=_device_budget(wanted.device_gb, memory),
-        host_bytes=_host_budget(wanted.host_gb, list(devices), target, agree),
+        device_bytes=device_budget(wanted.device_gb, device_memory(devices[0], target)),
+        host_bytes=host_budget(wanted.host_gb, list(devices), target, agree),
     )
-
-
-def _device_memory(device: jax.Device, target: Target | None) -> int | None:
-    """Bytes that programs can allocate; None where they share the host's."""
-    if target is not None:
-        return target.gpu.memory_bytes
-    return (device.memory_stats() or {}).get("bytes_limit")
-
-
-def _device_budget(given_gb: float | None, memory: int | None) -> int:
-    if given_gb is None and memory is None:
-        raise PlanError(
-            "plan.offload.device_gb: these devices do not say how much memory they have; give how"
-            " much of it a step may use, as in --plan.offload.device_gb 8"
-        )
-    if given_gb is None:
-        return int(DEVICE_SHARE * memory)
-    if memory is not None and given_gb * GB > memory:
-        raise PlanError(
-            f"plan.offload.device_gb: {given_gb:g} GB are given, and a device has"
-            f" {memory / GB:.1f} GB; give less, or leave it out"
-        )
-    return int(given_gb * GB)
-
-
-def _host_budget(
-    given_gb: float | None, devices: Sequence[jax.Device], target: Target | None, agree: Agree
-) -> int:
-    if target is not None:
-        if given_gb is None:
-            raise PlanError(
-                f"plan.offload.host_gb: how much memory the hosts of '{target.name}' have is not"
-                " known here; give how much of it there is for each GPU, as in"
-                " --plan.offload.host_gb 96"
-            )
-        return int(given_gb * GB)
-    own = [device for device in devices if device.process_index == jax.process_index()]
-    here = max(1, len(own))
-    if given_gb is None:
-        limit = _pinned_limit() if own and own[0].platform != "cpu" else None
-        budget = agree(lambda: default_host_bytes(free_host_bytes(), here))
-        return budget if limit is None else min(budget, limit // here)
-    wanted = int(given_gb * GB)
-    check_host_bytes(wanted, free_host_bytes(), here)
-    if own and own[0].platform != "cpu":
-        _check_pinned(wanted * here)
-    return wanted
-
-
-def _pinned_limit() -> int:
-    """Bytes of host memory that XLA gives out to GPUs of this process."""
-    given = os.environ.get(_PINNED_LIMIT, "")
-    return (int(given) if given.isdigit() else _PINNED_DEFAULT_GIB) * 2**30
-
-
-def _check_pinned(wanted: int) -> None:
-    if wanted > _pinned_limit():
-        raise PlanError(
-            f"plan.offload.host_gb: {wanted / GB:.0f} GB in all, and XLA gives GPUs"
-            f" {_pinned_limit() / GB:.0f} GB of host memory at most; start with {_PINNED_LIMIT}="
-            f"{math.ceil(wanted / 2**30)} in the environment"
-        )
 
 
 # Results known from before
@@ -439,7 +372,7 @@ def _key(plan: Plan, trial: _Trial, budget: Budget, target: Target | None) -> st
         "program": trial.lowered.as_text(),
         "plan": to_json(_with_shares(plan, dict.fromkeys(HOST_KINDS, 0.0))),
         "devices": target.name if target is not None else device.device_kind,
-        "memory": _device_memory(device, target),
+        "memory": device_memory(device, target),
         "device_bytes": budget.device_bytes,
         "versions": [_FORMAT, jax.__version__, jaxlib.__version__],
     }

@@ -30,8 +30,8 @@ from colossax.pallas.attention.mosaic_gpu.forward import KERNEL_NAME
 from colossax.pallas.target import target as pallas_target
 from colossax.sharding import batch_axes, compiler_options
 from colossax.train.config import TrainConfig
-from colossax.train.flops import peak_flops
 from colossax.train.fitting import Fitted
+from colossax.train.flops import peak_flops
 from colossax.train.run import batch_shapes, fit_run, run_step
 from colossax.train.step import Step
 

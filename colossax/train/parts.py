@@ -241,6 +241,15 @@ class Part:
             )
         ]
 
+    def gradient_stack_bytes(self, *, summed: bool) -> int:
+        """Bytes of a device's part of `gradient_stacks` in host memory."""
+        stacks = jax.eval_shape(lambda: self.gradient_stacks(summed=summed))
+        return sum(
+            math.prod(sharding.shard_shape(stack.shape)) * stack.dtype.itemsize
+            for stack, sharding in zip(stacks, self.gradient_shardings(), strict=True)
+            if sharding.memory_kind == "pinned_host"
+        )
+
     def gradient_shardings(self) -> list[NamedSharding]:
         """Of `gradient_stacks`."""
         found = []
@@ -252,16 +261,6 @@ class Part:
             away = "optimizer" in host
             found.append(host_sharding(mesh, spec) if away else NamedSharding(mesh, spec))
         return found
-
-    def gradient_stack_bytes(self, *, summed: bool) -> int:
-        """Bytes of a device's part of `gradient_stacks` in host memory."""
-        stacks = jax.eval_shape(lambda: self.gradient_stacks(summed=summed))
-        total = 0
-        for stack, info, host in zip(stacks, self.infos, self.hosts, strict=True):
-            if "optimizer" in host:
-                row = param_sharding(self.bound, "gradients", info).shard_shape(info.shape)
-                total += self.count * math.prod(row) * stack.dtype.itemsize
-        return total
 
     def visit_all(self, stacks: Stacks, update: Update) -> Stacks:
         """Every layer updated with the gradients in `stacks.grads`."""

@@ -19,6 +19,7 @@ from colossax.train.distributed import Group
 from colossax.train.fitting import Agree, Fitted, fit_offload
 from colossax.train.flops import MFU_FORMULA, Yardstick, peak_flops
 from colossax.train.gradients import microbatches
+from colossax.train.initial import initial_params, initial_tokenizer
 from colossax.train.loop import Hooks, Loop, Meter, Schedule, mean_loss
 from colossax.train.loss import next_token_loss
 from colossax.train.optimizer import make_optimizer
@@ -177,7 +178,13 @@ def _prepare(config: TrainConfig, options: RunOptions, group: Group) -> _Prepare
     devices = options.devices()
     config, fitted = fit_run(config, devices, agree=group.from_first)
     step = run_step(config, devices, disk=folder.path / OFFLOADED)
-    text = open_text(config.data, config.model, seed=config.seed, group=group)
+    text = open_text(
+        config.data,
+        config.model,
+        seed=config.seed,
+        group=group,
+        tokenizer=initial_tokenizer(config),
+    )
     who = identity(config, text=text.fingerprint, tokenizer=text.tokenizer.fingerprint)
     if options.resume:
         group.together(lambda: check_identity(folder, who))
@@ -257,10 +264,20 @@ def _first_state(
     if start is None:
         if run.options.resume:
             screen.note(f"{run.folder.path} holds no checkpoint yet; starting from the beginning")
-        return 0, run.step.init(run.config.seed)
+        return 0, _fresh_state(run, screen)
     state = run.group.together(lambda: checkpoints.restore(start))
     screen.note(f"resumed from step {start} of {run.folder.path}")
     return start, state
+
+
+def _fresh_state(run: _Prepared, screen: Screen) -> TrainState:
+    """The state of a new run, its parameters random or those of a checkpoint."""
+    config = run.config
+    if config.init is None:
+        return run.step.init(config.seed)
+    params = run.group.together(lambda: initial_params(config, run.step))
+    screen.note(f"parameters from {config.init}")
+    return run.step.init_from(params, config.seed)
 
 
 def _kept_on_disk(

@@ -22,7 +22,6 @@ from colossax.optim import DimsOptimizer, is_layerwise
 from colossax.sharding import batch_axes
 from colossax.train.gradients import (
     LossCall,
-    Totals,
     checked_weights,
     cut_up,
     microbatches,

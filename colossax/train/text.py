@@ -149,7 +149,9 @@ class _Placement:
         return Arranged(placed, self._order)
 
 
-def open_text(config: DataConfig, model: Any, *, seed: int, group: Group) -> Text:
+def open_text(
+    config: DataConfig, model: Any, *, seed: int, group: Group, tokenizer: str | None = None
+) -> Text:
     """Find the text, learn or read the tokenizer, encode.
 
     With several processes the first learns the tokenizer and encodes; the others wait, take its
@@ -160,19 +162,22 @@ def open_text(config: DataConfig, model: Any, *, seed: int, group: Group) -> Tex
         model: Configuration of the model, for the size of its vocabulary.
         seed: Of the order of documents.
         group: The processes.
+        tokenizer: As JSON, where `config` names none.
 
     Raises:
         InputError: The text or the tokenizer cannot be read or does not fit the model, or the
             processes read different text.
     """
     documents = group.together(lambda: _documents(config))
-    first = group.from_first(lambda: [documents.fingerprint, _tokenizer(config, documents, model)])
+    first = group.from_first(
+        lambda: [documents.fingerprint, _tokenizer(config, documents, model, tokenizer)]
+    )
     fingerprint, tokenizer_json = first
-    tokenizer = Tokenizer.from_json(tokenizer_json)
+    reader = Tokenizer.from_json(tokenizer_json)
     group.together(lambda: _check_same(documents, fingerprint, group.process_id))
 
     def encode() -> tuple[Corpus, tuple[Split, Split]]:
-        corpus = encode_corpus(documents, tokenizer)
+        corpus = encode_corpus(documents, reader)
         return corpus, corpus.split(config.validation_fraction)
 
     group.from_first(lambda: encode() and None)
@@ -181,7 +186,7 @@ def open_text(config: DataConfig, model: Any, *, seed: int, group: Group) -> Tex
         config=config,
         seed=seed,
         fingerprint=fingerprint,
-        tokenizer=tokenizer,
+        tokenizer=reader,
         corpus=corpus,
         training=training,
         held_out_split=held_out,
@@ -196,10 +201,12 @@ def _documents(config: DataConfig) -> Documents:
     )
 
 
-def _tokenizer(config: DataConfig, documents: Documents, model: Any) -> str:
+def _tokenizer(config: DataConfig, documents: Documents, model: Any, given: str | None) -> str:
     """The tokenizer as JSON, learnt or read."""
     if config.tokenizer is not None:
         tokenizer = Tokenizer.from_file(config.tokenizer)
+    elif given is not None:
+        tokenizer = Tokenizer.from_json(given)
     elif config.tokenizer_vocab is not None:
         tokenizer = train_tokenizer(documents, config.tokenizer_vocab)
     else:

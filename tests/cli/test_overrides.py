@@ -6,7 +6,7 @@ import pytest
 
 from colossax.cli.arguments import Parser, split_overrides
 from colossax.cli.overrides import apply_overrides, override_names
-from colossax.config import PRESETS, preset
+from colossax.config import HOST_KINDS, PRESETS, preset
 from colossax.errors import InputError
 from colossax.recipes import RECIPES, recipe
 
@@ -40,6 +40,15 @@ def tiny():
             lambda c: dict(c.plan.compiler_options),
             {"xla_a": True, "xla_b": 3},
         ),
+        ("plan.offload", "auto", lambda c: c.plan.offload.auto, True),
+        (
+            "plan.offload",
+            "parameters=1,activations=0.5",
+            lambda c: [getattr(c.plan.offload, kind) for kind in HOST_KINDS],
+            [1.0, 0.0, 0.5],
+        ),
+        ("plan.offload.clipping", "two_pass", lambda c: c.plan.offload.clipping, "two_pass"),
+        ("plan.segments.0.offload", "input", lambda c: c.plan.segments[0].offload, "input"),
         ("optimizer.peak_lr", "1e-2", lambda c: c.optimizer.peak_lr, 0.01),
         ("optimizer.schedule_steps", "none", lambda c: c.optimizer.schedule_steps, None),
         ("model.layers", "2", lambda c: c.model.layers, 2),

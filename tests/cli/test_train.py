@@ -199,3 +199,41 @@ def test_the_options_of_train_are_listed(capsys):
 def test_a_misspelt_verb_is_named(capsys):
     assert main(["trian"]) == 2
     assert capsys.readouterr().err == "colossax: no verb is called 'trian'; did you mean 'train'?\n"
+
+
+def finetune(run, *arguments, data):
+    """`colossax train finetune` from a run's checkpoint."""
+    out, errors = io.StringIO(), io.StringIO()
+    words = ["train", "finetune", f"--init={run}", "--json", "--devices=1", f"--data={data}"]
+    small = ("--data.seq_len=64", "--steps=2", "--plan.offload.host_gb=1")
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+        code = main([*words, *small, *arguments])
+    return code, [json.loads(line) for line in out.getvalue().splitlines()], errors.getvalue()
+
+
+def test_a_checkpoint_is_fine_tuned_within_a_memory_budget(whole, text, tmp_path):
+    run, _, _ = whole
+    budget = "--plan.offload.device_gb=1"
+    code, lines, errors = finetune(run, budget, f"--out={tmp_path / 'all'}", data=text)
+    assert code == 0, errors
+    assert f"parameters from {run}" in errors
+    needed_mb = float(re.search(r"([\d.]+) MB of a device", errors)[1])
+    less = f"--plan.offload.device_gb={0.8 * needed_mb / 1e3}"
+    code, tight, errors = finetune(run, less, f"--out={tmp_path / 'some'}", data=text)
+    assert code == 0, errors
+    assert float(re.search(r"([\d.]+) MB of a device", errors)[1]) <= 0.8 * needed_mb + 0.01
+    assert losses(tight) == pytest.approx(losses(lines), rel=1e-6)
+    # What is begun with is the run's model: its loss is below that of random parameters.
+    assert losses(lines)[0] < lines[-1]["final"]["unigram_entropy"] + 0.5
+
+
+def test_a_budget_that_is_missing_or_too_small_is_one_sentence(whole, text, tmp_path):
+    run, _, _ = whole
+    out = tmp_path / "out"
+    code, _, errors = finetune(run, f"--out={out}", data=text)
+    assert code == 2 and "give how much of it a step may use" in errors
+    code, _, errors = finetune(run, "--plan.offload.device_gb=0.001", f"--out={out}", data=text)
+    assert code == 2 and "even with every layer in host memory" in errors
+    code, _, errors = finetune(tmp_path / "none", f"--out={out}", data=text)
+    assert code == 2 and "none" in errors
+    assert not out.exists()

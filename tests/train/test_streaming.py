@@ -1,7 +1,6 @@
 """Layers updated during backward: clipping, skipped steps, evaluation, refusals."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +9,8 @@ import optax
 import pytest
 from flax import nnx
 
-from colossax.config import BatchConfig, OffloadConfig, Plan, Precision, Segment
+from colossax.config import BatchConfig, OffloadConfig, Precision, preset
 from colossax.errors import PlanError
-from colossax.models import LlamaConfig
 from colossax.nn import LayerStack, param
 from colossax.optim import adamw, sgd
 from colossax.sharding import use
@@ -157,7 +155,7 @@ def test_without_a_second_pass_a_loss_that_is_not_finite_changes_nothing(clip):
 
     plan = host(cut(2), clipping="layer")
     state, step = started(plan, adamw(1e-2), loss=loss, clip_norm=clip)
-    for scale, skipped in ((np.nan, 8), (np.inf, 16)):
+    for scale in (np.nan, np.inf):
         for row in range(8):
             before = arrays(state)
             each = scaled(0, 1.0)
@@ -182,3 +180,108 @@ def test_evaluation_and_the_model_are_those_of_the_ordinary_plan(settings):
     (totals, logits), (want, wanted) = found[1], found[0]
     assert totals == want
     np.testing.assert_allclose(logits, wanted, rtol=1e-6, atol=1e-6)
+
+
+class Plain(nnx.Module):
+    """A model without a layer stack."""
+
+    def __init__(self, rngs):
+        self.w = param(jax.random.normal(rngs.params(), (8, 8)), ("embed", "mlp"))
+
+
+class Chained(nnx.Module):
+    """A layer that hands state to the next one."""
+
+    def __init__(self, rngs):
+        self.layers = LayerStack(lambda rngs: Link(rngs=rngs), 3, rngs=rngs)
+
+
+class Link(nnx.Module):
+    def __init__(self, *, rngs):
+        self.w = param(jax.random.normal(rngs.params(), (8, 8)), ("embed", "mlp"))
+
+    def __call__(self, x, side, state):
+        return x @ self.w[...], state, {}
+
+
+def chained_loss(model, batch):
+    out = model.layers(batch["x"], carried=jnp.zeros(3))
+    return {"size": (jnp.sum(out.carry**2), jnp.float32(8), 1.0)}, {}
+
+
+def twice_loss(model, batch):
+    first, _ = next_token_loss()(model, batch)
+    second, _ = next_token_loss()(model, batch)
+    return {**first, "again": second["cross_entropy"]}, {}
+
+
+def looped_loss(model, batch):
+    """The model runs in a loop, which a trace cannot tell from once."""
+
+    def body(total, rows):
+        terms, _ = next_token_loss()(model, rows)
+        return total + terms["cross_entropy"][0], None
+
+    halves = jax.tree.map(lambda x: x.reshape(2, 4, *x.shape[1:]), dict(batch))
+    total, _ = jax.lax.scan(body, jnp.float32(0), halves)
+    return {"ce": (total, jnp.sum(batch["weights"]), 1.0)}, {}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model": Plain}, "the model has no layer stack"),
+        ({"optimizer": optax.adamw(1e-3)}, "this optimizer does not say that it can be"),
+        ({"optimizer": lambda dims: optax.adamw(1e-3)}, "does not say that it can be"),
+        ({"plan": FULL.replace(offload=OffloadConfig(auto=True))}, "shares are not known yet"),
+        (
+            {"trainable": lambda info: info.segment is None},
+            "no parameter in segment 0 of the layer stack 'layers' learns",
+        ),
+    ],
+)
+def test_what_cannot_be_updated_layer_by_layer_is_refused(settings, message):
+    given = {"plan": host(), "optimizer": adamw(1e-3), **settings}
+    with pytest.raises(PlanError, match=message):
+        started(**given)
+
+
+def test_whole_gradients_for_several_microbatches_are_refused(devices):
+    cut = BatchConfig(accumulation=2)
+    plan = preset("zero1", segments=FULL.segments, batch=cut)
+    with pytest.raises(PlanError, match="reduce_once: whole gradients cannot be kept"):
+        started(host(plan), sgd(1.0), devices=devices)
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "message"),
+    [
+        (CONFIG, twice_loss, "the loss calls the layer stack 'layers' 2 times"),
+        (
+            CONFIG,
+            lambda model, batch: (
+                {"size": (jnp.sum(model.head.w[...] ** 2), jnp.float32(1), 1.0)},
+                {},
+            ),
+            "the loss calls the layer stack 'layers' 0 times",
+        ),
+        (Chained, chained_loss, "the layer stack 'layers' hands state from layer to layer"),
+    ],
+)
+def test_a_loss_that_calls_a_stack_in_another_way_is_refused(model, loss, message):
+    state, step = started(host(), sgd(1.0), model=model, loss=loss)
+    given = batch() if model is CONFIG else {"x": np.ones((8, 8), np.float32)}
+    with pytest.raises(PlanError, match=message):
+        step(state, given)
+
+
+def test_a_stack_called_in_a_loop_makes_the_loss_nan():
+    state, step = started(FULL, sgd(1.0), loss=looped_loss)
+    assert np.isfinite(stepped(state, step, steps=1)[1][0]["loss"])
+    plan = offloaded(fused=True)  # JAX itself refuses to add up gradients in host memory
+    state, step = started(plan, sgd(1.0), loss=looped_loss, clip_norm=CLIP)
+    before = arrays(state)
+    state, [metrics] = stepped(state, step, steps=1)
+    assert np.isnan(metrics["loss"])
+    assert metrics["skipped"] == 1
+    jax.tree.map(np.testing.assert_array_equal, arrays(state), before)

@@ -1,0 +1,100 @@
+"""How much memory of devices and host may be used: what is given, held against what is there."""
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from colossax.aot import Target
+from colossax.errors import PlanError
+from colossax.offload.budget import GB, check_host_bytes, default_host_bytes, free_host_bytes
+
+DEVICE_SHARE = 0.93
+"""Of a device's memory, where no budget is given."""
+
+_PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+_PINNED_DEFAULT_GIB = 64
+"""Host memory that XLA gives out to GPUs at most, unless the environment says otherwise."""
+
+Agree = Callable[[Callable[[], Any]], Any]
+"""Calls a function on one of several processes and gives its JSON result on all."""
+
+
+def device_memory(device: jax.Device, target: Target | None) -> int | None:
+    """Bytes that programs can allocate; None where they share the host's."""
+    if target is not None:
+        return target.gpu.memory_bytes
+    return (device.memory_stats() or {}).get("bytes_limit")
+
+
+def device_budget(given_gb: float | None, memory: int | None) -> int:
+    """Bytes of a device that may be used: what is given, or 93 % of its memory.
+
+    Raises:
+        PlanError: More is given than there is, or neither is known.
+    """
+    if given_gb is None and memory is not None:
+        return int(DEVICE_SHARE * memory)
+    if given_gb is None:
+        raise PlanError(
+            "plan.offload.device_gb: these devices do not say how much memory they have; give how"
+            " much of it may be used, as in --plan.offload.device_gb 8"
+        )
+    if memory is not None and given_gb * GB > memory:
+        raise PlanError(
+            f"plan.offload.device_gb: {given_gb:g} GB are given, and a device has"
+            f" {memory / GB:.1f} GB; give less, or leave it out"
+        )
+    return int(given_gb * GB)
+
+
+def host_budget(
+    given_gb: float | None, devices: Sequence[jax.Device], target: Target | None, agree: Agree
+) -> int:
+    """Bytes of the host that may be used for each device.
+
+    Args:
+        given_gb: None: what is free, less 16 GiB, divided by the devices.
+        devices: All of a mesh; those of this process count.
+        target: GPUs that are not there, of whose host nothing is known.
+        agree: With several processes, calls a function on one and gives its result on all.
+
+    Raises:
+        PlanError: More is given than is free or than XLA gives out, or nothing is known.
+    """
+    if target is not None:
+        if given_gb is None:
+            raise PlanError(
+                f"plan.offload.host_gb: how much memory the hosts of '{target.name}' have is not"
+                " known here; give how much of it there is for each GPU, as in"
+                " --plan.offload.host_gb 96"
+            )
+        return int(given_gb * GB)
+    own = [device for device in devices if device.process_index == jax.process_index()]
+    here = max(1, len(own))
+    if given_gb is None:
+        limit = _pinned_limit() if own and own[0].platform != "cpu" else None
+        budget = agree(lambda: default_host_bytes(free_host_bytes(), here))
+        return budget if limit is None else min(budget, limit // here)
+    wanted = int(given_gb * GB)
+    check_host_bytes(wanted, free_host_bytes(), here)
+    if own and own[0].platform != "cpu":
+        _check_pinned(wanted * here)
+    return wanted
+
+
+def _pinned_limit() -> int:
+    """Bytes of host memory that XLA gives out to GPUs of this process."""
+    given = os.environ.get(_PINNED_LIMIT, "")
+    return (int(given) if given.isdigit() else _PINNED_DEFAULT_GIB) * 2**30
+
+
+def _check_pinned(wanted: int) -> None:
+    if wanted > _pinned_limit():
+        raise PlanError(
+            f"plan.offload.host_gb: {wanted / GB:.0f} GB in all, and XLA gives GPUs"
+            f" {_pinned_limit() / GB:.0f} GB of host memory at most; start with {_PINNED_LIMIT}="
+            f"{math.ceil(wanted / 2**30)} in the environment"
+        )

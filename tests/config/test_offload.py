@@ -1,0 +1,101 @@
+"""Settings of host memory: text, JSON, hash, refusals."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colossax.config import HOST_KINDS, OffloadConfig, Plan, Segment
+from colossax.config.offload import CLIPPING
+from colossax.errors import PlanError
+
+_SHARES = st.floats(0, 1, allow_nan=False)
+
+
+@given(
+    st.fixed_dictionaries(dict.fromkeys(HOST_KINDS, _SHARES)),
+    st.sampled_from(CLIPPING),
+)
+def test_a_plan_round_trips_through_json(shares, clipping):
+    offload = OffloadConfig(**shares, clipping=clipping, host_gb=12.5)
+    plan = Plan(offload=offload, segments=(Segment(offload="input+optimizer"),))
+    again = Plan.from_json(plan.to_json())
+    assert again == plan
+    assert again.hash == plan.hash
+    assert plan.hash != Plan().hash
+
+
+def test_a_plan_without_offload_has_the_hash_it_had():
+    """Checkpoints and caches of plans from before know it by this."""
+    assert Plan().hash == "44136fa355b3678a"
+    assert Plan(offload=OffloadConfig()).hash == Plan().hash
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("auto", OffloadConfig(auto=True, clipping="two_pass")),
+        ("none", OffloadConfig(clipping="two_pass")),
+        ("parameters=1", OffloadConfig(parameters=1.0, clipping="two_pass")),
+        (
+            "optimizer=1,activations=0.5",
+            OffloadConfig(optimizer=1.0, activations=0.5, clipping="two_pass"),
+        ),
+    ],
+)
+def test_text_replaces_the_shares_and_nothing_else(text, wanted):
+    given_ = OffloadConfig(parameters=0.5, clipping="two_pass")
+    assert given_.with_text(text) == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("all", "found 'all'; write auto, none, or shares"),
+        ("params=1", "found 'params=1'; write auto, none, or shares"),
+        ("parameters=half", "offload.parameters: found 'half'; give the share"),
+        ("parameters=2", "offload.parameters: found 2.0; give the share of the layers, 0 to 1"),
+    ],
+)
+def test_text_that_says_something_else_is_refused(text, message):
+    with pytest.raises(PlanError, match=message):
+        OffloadConfig().with_text(text)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"optimizer": -0.1}, "offload.optimizer: found -0.1"),
+        ({"activations": 1.5}, "offload.activations: found 1.5"),
+        ({"parameters": float("nan")}, "offload.parameters: found nan"),
+        ({"device_gb": 0.0}, "offload.device_gb: found 0.0; give gigabytes above 0"),
+        ({"host_gb": float("inf")}, "offload.host_gb: found inf"),
+        ({"clipping": "stacks"}, "clipping: unknown 'stacks'; did you mean 'stack'"),
+        ({"auto": True, "optimizer": 1.0}, "'auto' finds the shares, and some are given as well"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings, message):
+    with pytest.raises(PlanError, match=message):
+        OffloadConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"offload": "weights"}, "segments.offload: unknown 'weights'"),
+        ({"offload": "paramters"}, "unknown 'paramters'; did you mean 'parameters'"),
+        ({"offload": "mlp"}, "'mlp' is kept by name, and remat 'none' keeps more than names"),
+        ({"mlp_share": 0.0}, "mlp_share: found 0.0"),
+        ({"mlp_share": 0.5, "remat": "full"}, "neither remat nor offload names it"),
+    ],
+)
+def test_segments_that_cannot_be_are_refused(settings, message):
+    with pytest.raises(PlanError, match=message):
+        Segment(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [({}, False), ({"auto": True}, True), ({"fused": True}, True), ({"activations": 0.1}, True)],
+)
+def test_layers_are_updated_during_backward_where_anything_asks_for_it(settings, wanted):
+    assert OffloadConfig(**settings).wanted == wanted
