@@ -59,7 +59,7 @@ class OffloadConfig:
     device_gb: float | None = None
     host_gb: float | None = None
     clipping: str = "stack"
-    cpu_update: float | str = "off"
+    cpu_update: float | int | str = "off"
 
     def __post_init__(self):
         for field in (*SHARES, "cpu_update"):

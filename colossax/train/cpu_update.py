@@ -148,8 +148,7 @@ class CpuUpdate:
         beside = self._stacks_of(state)
         grads = {key: pending.grads[key] for key in beside}
         # Started first, and not waited for: it runs while the CPU works.
-        changed = self._on_devices(beside, grads, pending.update) if beside else {}
-        changed = {**changed}
+        changed = dict(self._on_devices(beside, grads, pending.update)) if beside else {}
         with _explained():
             for key in self._parts:
                 own = dataclasses.replace(stacks[key], grads=pending.grads[key])

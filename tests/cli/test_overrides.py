@@ -55,6 +55,9 @@ def tiny():
         ("data.skip_undecodable", "true", lambda c: c.data.skip_undecodable, True),
         ("data.path", "here.txt", lambda c: c.data.path, "here.txt"),
         ("clip_norm", "none", lambda c: c.clip_norm, None),
+        ("plan.offload.cpu_update", "auto", lambda c: c.plan.offload.cpu_update, "auto"),
+        ("plan.offload.cpu_update", "0.5", lambda c: c.plan.offload.cpu_update, 0.5),
+        ("plan.offload.cpu_update", "1", lambda c: c.plan.offload.cpu_update, 1.0),
     ],
 )
 def test_a_value_is_read_by_its_type(tiny, name, text, read, value):

@@ -79,7 +79,7 @@ def test_another_device_is_measured_beside_the_cpu(monkeypatch, devices):
         seen.append(grads.shape)
         return kept - grads
 
-    monkeypatch.setattr(module, "_cpu", lambda: devices[1])
+    monkeypatch.setattr(module, "cpu_device", lambda: devices[1])
     update = Update(name="sgd", bytes_per_direction=4.0, start=lambda p: p, step=step)
     measure_rates([update], SETTING)
     assert seen == [(2**16,), (2**17,)]
