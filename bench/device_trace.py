@@ -13,6 +13,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+_UNREADABLE = (ImportError, AttributeError, RuntimeError, OSError, ValueError, KeyError)
+"""What readers raise on a damaged trace, or where JAX has no reader."""
+
 TO_DEVICE, TO_HOST, ON_DEVICE, OTHER, KERNEL = "h2d", "d2h", "d2d", "other copy", "kernel"
 
 
@@ -64,7 +67,7 @@ def summary(folder: Path) -> dict[str, Any]:
         for path in sorted(folder.rglob(f"*{ending}")):
             try:
                 events = list(read(path))
-            except (ImportError, AttributeError, OSError, ValueError, KeyError) as problem:
+            except _UNREADABLE as problem:
                 reasons.append(f"{path.name}: {type(problem).__name__}: {problem}")
                 continue
             if events:

@@ -330,10 +330,10 @@ def environment(part: str, tiny: bool) -> dict[str, str]:
 # Bytes and seconds, counted beforehand
 
 
-def weights_of(case: Case) -> tuple[int, int]:
-    """Numbers in the matrices of a layer, and in embedding and head together."""
-    attention = case.embed * HEAD_DIM * 2 * (case.embed // HEAD_DIM + KV_HEADS)
-    return attention + 3 * case.embed * case.mlp, 2 * VOCAB * case.embed
+def weights_of(sizes: dict[str, int]) -> int:
+    """Numbers in the matrices of a layer."""
+    heads = sizes["heads"] + sizes["kv_heads"]
+    return sizes["embed"] * (2 * sizes["head_dim"] * heads + 3 * sizes["mlp"])
 
 
 def bytes_per_parameter(case: Case) -> int:
@@ -342,20 +342,24 @@ def bytes_per_parameter(case: Case) -> int:
     return own + (STATE_BYTES[case.state] if case.optimizer == "adamw" else 0)
 
 
-def host_layers(case: Case) -> int:
-    """Layers in host memory."""
-    return math.ceil(case.share * case.layers - 1e-6)
+def host_layers(case: Case, layers: int) -> int:
+    """Of so many layers, those in host memory."""
+    return math.ceil(case.share * layers - 1e-6)
+
+
+def state_host_bytes(case: Case, sizes: dict[str, int]) -> int:
+    """Of the training state: matrices of the host's layers, and what AdamW keeps of them."""
+    return host_layers(case, sizes["layers"]) * weights_of(sizes) * bytes_per_parameter(case)
 
 
 def host_bytes(case: Case) -> int:
-    """Pinned memory: matrices with their state, and each layer's input.
+    """Pinned memory in all: the state, and each layer's input.
 
     `two_pass` keeps inputs for each of its passes.
     """
-    layer, _ = weights_of(case)
     passes = 2 if any(clipping == "two_pass" for clipping, _ in case.runs) else 1
     inputs = 2 * case.rows * SEQ * case.embed * passes
-    return host_layers(case) * (layer * bytes_per_parameter(case) + inputs)
+    return state_host_bytes(case, case.sizes) + host_layers(case, case.layers) * inputs
 
 
 def pool_gib(part: str) -> int:
@@ -390,7 +394,7 @@ def _step_s(case: Case, clipping: str) -> float:
     flops = 4 / 3 * passes * gpu_train.flops_per_token(case.sizes) * case.rows * SEQ
     own = 4 if case.params == "float32" else 2
     fetched = own * (2 * passes - 1) + bytes_per_parameter(case)
-    copied = host_layers(case) * weights_of(case)[0] * fetched
+    copied = host_layers(case, case.layers) * weights_of(case.sizes) * fetched
     return max(flops / ASSUMED["flops_per_s"], copied / ASSUMED["copy_bytes_per_s"])
 
 
@@ -534,23 +538,20 @@ def _loop_rates(
     )
     compiled = jitted.lower(stacks, jnp.float32(1)).compile()
     seconds = []
-    turns = repeats + 2
-    for turn in range(turns):
-        profiled = turn == turns - 1
-        with _profiled(profiled) as folder:
-            clock = common.Clock()
-            stacks, total = jax.block_until_ready(compiled(stacks, jnp.float32(1)))
-            seconds.append(clock.read()["wall_s"])
-        if profiled:
-            found = device_trace.summary(folder())
+    for _ in range(repeats + 1):
+        clock = common.Clock()
+        stacks, total = jax.block_until_ready(compiled(stacks, jnp.float32(1)))
+        seconds.append(clock.read()["wall_s"])
+    with _profiled() as found:
+        stacks, total = jax.block_until_ready(compiled(stacks, jnp.float32(1)))
     moved = rows * row_bytes
-    best = min(seconds[1:-1])  # the first warms up, the last is profiled
+    best = min(seconds[1:])
     ways = {"fetch": ("h2d",), "store": ("d2h",), "both": ("h2d", "d2h")}[kind]
     return {
         "seconds": seconds,
         **dict.fromkeys(ways, moved / best),
         "bytes_each_way": moved,
-        "right": _right(kind, stacks, total, rows=rows, turns=turns),
+        "right": _right(kind, stacks, total, rows=rows, turns=repeats + 2),
         "profile": found,
         "copy_engines": device_trace.carried(
             found,
@@ -604,13 +605,23 @@ def _right(kind: str, stacks: list[Any], total: Any, *, rows: int, turns: int) -
 
 
 @contextlib.contextmanager
-def _profiled(wanted: bool) -> Iterator[Callable[[], Path]]:
-    """Where the trace lies, once the body is done; the folder goes with the process."""
+def _profiled() -> Iterator[dict[str, Any]]:
+    """What the body did on the GPU, filled in at its end; `failed` where no profiler could start.
+
+    The body has to wait for the device itself.
+    """
     import jax
 
-    folder = Path(tempfile.mkdtemp()) if wanted else Path()
-    with jax.profiler.trace(str(folder)) if wanted else contextlib.nullcontext():
-        yield lambda: folder
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            jax.profiler.start_trace(folder)
+        except (RuntimeError, ValueError) as problem:
+            found["failed"] = gpu_train._last_words(str(problem) or type(problem).__name__)
+        yield found
+        if "failed" not in found:
+            jax.profiler.stop_trace()
+            found.update(device_trace.summary(Path(folder)))
 
 
 def _rates(fragment: Fragment, tiny: bool) -> None:
@@ -664,10 +675,13 @@ def _offloaded(part: str, fragment: Fragment, arguments: argparse.Namespace) -> 
         init_peak_bytes=_peak_bytes(devices[0]),
         parameters=first.spec.parameter_count(),
         **_bytes_by_memory(state),
+        state_host_bytes_counted=state_host_bytes(case, sizes_of(case, tiny)),
     )
     runs: list[dict[str, Any]] = []
     for clipping, count in case.runs:
         row, state = _steps(case, steps[clipping], state, count, tiny)
+        before = runs[-1]["losses"][-1] if runs else row["losses"][0]
+        row |= {"loss_before": before, "falls": row["losses"][-1] < before}
         runs.append({"clipping": clipping, "aot_gib": case.aot_gib.get(clipping), **row})
         fragment.add(runs=runs)
         print(f"{part} {clipping}: {_said(row)}", flush=True)
@@ -723,7 +737,6 @@ def _steps(case: Case, step: Any, state: Any, count: int, tiny: bool) -> tuple[d
         "flops_per_s": flops,
         "mfu": _mfu(flops, device.device_kind),
         "losses": losses,
-        "falls": losses[-1] < losses[0],
         "skipped": float(metrics["skipped"]),
         "attention": _attention(compiled.as_text()),
         **_bytes_of(compiled.memory_analysis()),
@@ -879,18 +892,18 @@ def _of_copies(facts: dict[str, Any]) -> list[dict[str, Any]]:
     moved = loop["copy_engines"]
     return [
         _verdict(bar, share, wanted, share >= wanted and loop["right"]),
-        _verdict("bytes of the loop moved by copy engines", moved, True, moved),
+        _verdict("loop's bytes moved by copy engines", moved, True, moved),
     ]
 
 
 def _of_runs(parts: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for part in CASES:
         highest = 0
+        yield from _of_placement(part, parts.get(part, {}))
         for run in parts.get(part, {}).get("runs", []):
             label = f"{part} {run['clipping']}"
-            yield _verdict(
-                f"{label}: loss falls", run["losses"][-1], run["losses"][0], run["falls"]
-            )
+            before, last = run["loss_before"], run["losses"][-1]
+            yield _verdict(f"{label}: loss falls", last, before, run["falls"])
             # The allocator's peak is of the process, so of the largest program so far.
             highest = max(highest, run["device_bytes"] or 0)
             if run["peak_bytes"] and highest:
@@ -900,6 +913,12 @@ def _of_runs(parts: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 yield _verdict(f"{label}: compiled bytes off the peak", off, wanted, met)
             if run["clipping"] == "none":
                 yield from _of_speed(part, run, parts)
+
+
+def _of_placement(part: str, facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    if "state_host_bytes" in facts:
+        off = facts["state_host_bytes"] / facts["state_host_bytes_counted"] - 1
+        yield _verdict(f"{part}: state in host memory off the count", off, 0.0, off == 0)
 
 
 def _of_speed(part: str, run: dict[str, Any], parts: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -916,13 +935,15 @@ def _of_speed(part: str, run: dict[str, Any], parts: dict[str, Any]) -> Iterator
 def layer_ratio(layers: int, step_s: float, pair: list[dict[str, Any]]) -> float | None:
     """Seconds of a layer in memory over those of a layer of the offloaded step.
 
-    None where the peer was not measured at both depths.
+    None where the peer was not measured at both depths, or depth made no difference.
     """
     if len(pair) != 2:
         return None
     (few, few_s), (many, many_s) = [(row["layers"], row["step_s"]) for row in pair]
     layer_s = (many_s - few_s) / (many - few)
     rest_s = few_s - few * layer_s
+    if layer_s <= 0 or step_s <= rest_s:
+        return None
     return layers * layer_s / (step_s - rest_s)
 
 
