@@ -40,44 +40,39 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
-import math
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import common
-import device_trace
 import gpu_train
+import offload_copies
+from offload_cases import (
+    ASSUMED,
+    CASES,
+    GIB,
+    PEER_LAYERS,
+    PEER_OF,
+    PEER_STEPS,
+    PEERS,
+    TINY_PEERS,
+    Case,
+    batch_of,
+    build,
+    host_bytes,
+    planned_s,
+    pool_gib,
+    sizes_of,
+    state_host_bytes,
+)
 
-GIB = 2**30
-VOCAB, SEQ, HEAD_DIM, KV_HEADS = 32_000, 4096, 128, 8
-VOCAB_CHUNKS = 8
-LEARNABLE = 64
-"""Different tokens that the batch holds."""
-
-RATES = {"adamw": 3e-4, "sgd": 0.2}
-STATE_BYTES = {"float32": 8, "mixed": 6, "bfloat16": 4}
-PEER_LAYERS = (4, 12)
-PEER_STEPS = 3
 WARM_UP = 1
-
-ASSUMED = {
-    "copy_bytes_per_s": 50e9,
-    "flops_per_s": 400e12,
-    "pin_bytes_per_s": 2.5e9,
-    "start_s": 10.0,
-    "compile_s": 10.0,
-}
-"""What planned times are made of: a direction of PCIe, executed FLOP/s, pinning of host memory, a
-process up to JAX's devices, one compilation."""
-
-FIXED_S = {"copies": 40.0, "rates": 30.0}
 LIMIT_S = 590.0
 PATIENCE = 2.0
 """A part is ended after this many times its planned seconds."""
@@ -90,94 +85,7 @@ BARS = {
     "model_tflops_14b": 350.0,
 }
 PUBLIC = "Elixir: 0.84 of in-memory throughput on one A100-40GB"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
-    """A model that trains with layers in host memory.
-
-    Attributes:
-        embed: Width; heads are of `HEAD_DIM`.
-        layers: How many.
-        mlp: Width of the hidden layer.
-        rows: Of `SEQ` tokens.
-        share: Of the layers, how many have parameters, optimizer state and inputs on the host.
-        runs: Clipping and steps, one after another.
-        optimizer: `adamw` or `sgd`.
-        state: Of AdamW's moments.
-        params: Dtype of parameters.
-        aot_gib: Device and host GiB per run, compiled for an H200 by JAX 0.10.2 (`--aot`).
-    """
-
-    embed: int
-    layers: int
-    mlp: int
-    rows: int = 8
-    share: float
-    runs: tuple[tuple[str, int], ...]
-    optimizer: str = "adamw"
-    state: str = "float32"
-    params: str = "float32"
-    aot_gib: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Fields of a `LlamaConfig`."""
-        return {
-            "vocab": VOCAB,
-            "embed": self.embed,
-            "layers": self.layers,
-            "heads": self.embed // HEAD_DIM,
-            "kv_heads": KV_HEADS,
-            "head_dim": HEAD_DIM,
-            "mlp": self.mlp,
-            "max_seq": SEQ,
-        }
-
-
-CASES = {
-    "adamw4b": Case(
-        embed=3072,
-        layers=38,
-        mlp=8192,
-        share=1.0,
-        runs=(("none", 5), ("two_pass", 2)),
-        aot_gib={"none": (7.00, 49.88), "two_pass": (7.37, 57.00)},
-    ),
-    "adamw14b": Case(
-        embed=5120,
-        layers=50,
-        mlp=13_824,
-        share=0.5,
-        runs=(("none", 4), ("two_pass", 1)),
-        aot_gib={"none": (96.03, 84.72), "two_pass": (103.81, 92.53)},
-    ),
-    "adamw16b": Case(
-        embed=5120,
-        layers=57,
-        mlp=13_824,
-        share=0.5,
-        state="mixed",
-        runs=(("none", 4),),
-        aot_gib={"none": (91.23, 83.40)},
-    ),
-    "lomo65b": Case(
-        embed=8192,
-        layers=76,
-        mlp=28_672,
-        rows=1,
-        share=0.5,
-        runs=(("two_pass", 4),),
-        aot_gib={"two_pass": (71.45, 65.31)},
-        optimizer="sgd",
-        params="bfloat16",
-    ),
-}
-PEERS = {"adamw4b": CASES["adamw4b"], "adamw14b": CASES["adamw14b"]}
-PEER_OF = {"adamw4b": "adamw4b", "adamw14b": "adamw14b", "adamw16b": "adamw14b"}
 PARTS = ("copies", "rates", "adamw4b", "peers", "adamw14b", "lomo65b", "adamw16b")
-TINY = {"vocab": 256, "embed": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "mlp": 96}
-TINY_SEQ, TINY_LAYERS, TINY_PEERS = 32, 4, (1, 3)
 
 
 def main() -> int:
@@ -307,7 +215,7 @@ def _run_part(part: str, arguments: argparse.Namespace, out: Path, limit_s: floa
         return f"no end within {limit_s:.0f} s"
     if done.returncode:
         sys.stderr.write(done.stderr[-3000:])
-        return f"exit code {done.returncode}: {gpu_train._last_words(done.stderr or 'no message')}"
+        return f"exit code {done.returncode}: {gpu_train.last_words(done.stderr or 'no message')}"
     return None
 
 
@@ -325,77 +233,6 @@ def environment(part: str, tiny: bool) -> dict[str, str]:
     if platforms and "cpu" not in platforms.split(","):
         found["JAX_PLATFORMS"] = f"{platforms},cpu"  # its rate is measured as well
     return found
-
-
-# Bytes and seconds, counted beforehand
-
-
-def weights_of(sizes: dict[str, int]) -> int:
-    """Numbers in the matrices of a layer."""
-    heads = sizes["heads"] + sizes["kv_heads"]
-    return sizes["embed"] * (2 * sizes["head_dim"] * heads + 3 * sizes["mlp"])
-
-
-def bytes_per_parameter(case: Case) -> int:
-    """Of a parameter and its optimizer state."""
-    own = 4 if case.params == "float32" else 2
-    return own + (STATE_BYTES[case.state] if case.optimizer == "adamw" else 0)
-
-
-def host_layers(case: Case, layers: int) -> int:
-    """Of so many layers, those in host memory."""
-    return math.ceil(case.share * layers - 1e-6)
-
-
-def state_host_bytes(case: Case, sizes: dict[str, int]) -> int:
-    """Of the training state: matrices of the host's layers, and what AdamW keeps of them."""
-    return host_layers(case, sizes["layers"]) * weights_of(sizes) * bytes_per_parameter(case)
-
-
-def host_bytes(case: Case) -> int:
-    """Pinned memory in all: the state, and each layer's input.
-
-    `two_pass` keeps inputs for each of its passes.
-    """
-    passes = 2 if any(clipping == "two_pass" for clipping, _ in case.runs) else 1
-    inputs = 2 * case.rows * SEQ * case.embed * passes
-    return state_host_bytes(case, case.sizes) + host_layers(case, case.layers) * inputs
-
-
-def pool_gib(part: str) -> int:
-    """Limit of the pool of pinned memory: what the part needs and 1 GiB."""
-    return math.ceil(host_bytes(CASES[part]) / GIB + 1) if part in CASES else 24
-
-
-def planned_s(part: str) -> float:
-    """Seconds that a part takes where `ASSUMED` holds."""
-    a = ASSUMED
-    if part in FIXED_S:
-        return FIXED_S[part]
-    if part == "peers":
-        steps = [
-            PEER_STEPS * _step_s(dataclasses.replace(case, layers=layers, share=0.0), "none")
-            for case in PEERS.values()
-            for layers in PEER_LAYERS
-        ]
-        return a["start_s"] + len(steps) * a["compile_s"] + sum(steps)
-    case = CASES[part]
-    pinned = pool_gib(part) * GIB / a["pin_bytes_per_s"]
-    filled = host_bytes(case) / a["copy_bytes_per_s"]
-    # Initialising compiles as well.
-    compiled = (len(case.runs) + 1) * a["compile_s"]
-    steps = sum(count * _step_s(case, clipping) for clipping, count in case.runs)
-    return a["start_s"] + pinned + filled + compiled + steps
-
-
-def _step_s(case: Case, clipping: str) -> float:
-    """The longer of computing, forward passes run again included, and of copying to the device."""
-    passes = 2 if clipping == "two_pass" else 1
-    flops = 4 / 3 * passes * gpu_train.flops_per_token(case.sizes) * case.rows * SEQ
-    own = 4 if case.params == "float32" else 2
-    fetched = own * (2 * passes - 1) + bytes_per_parameter(case)
-    copied = host_layers(case, case.layers) * weights_of(case.sizes) * fetched
-    return max(flops / ASSUMED["flops_per_s"], copied / ASSUMED["copy_bytes_per_s"])
 
 
 def memory_of_host() -> dict[str, float]:
@@ -419,7 +256,7 @@ def _measure(part: str, fragment: Fragment, arguments: argparse.Namespace) -> No
         raise RuntimeError("jax is imported already, and takes no limit of host memory now")
     fragment.add(host_pool_gb=os.environ["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"])
     if part == "copies":
-        _copies(fragment, arguments.tiny)
+        offload_copies.measure(fragment, arguments.tiny)
     elif part == "rates":
         _rates(fragment, arguments.tiny)
     elif part == "peers":
@@ -427,201 +264,6 @@ def _measure(part: str, fragment: Fragment, arguments: argparse.Namespace) -> No
     else:
         _offloaded(part, fragment, arguments)
     fragment.add(process_s=time.perf_counter() - started, planned_s=planned_s(part))
-
-
-def _copies(fragment: Fragment, tiny: bool) -> None:
-    """Bandwidth of `device_put`, then of the loops, in bytes per second of each direction."""
-    import jax
-
-    fragment.add(device=jax.devices()[0].device_kind)
-    sizes = [2**20, 2**22] if tiny else [2**26, 2**28, 2**30, 2**32]
-    rows = []
-    for size in sizes:
-        rows.append({"bytes": size, **_device_put_rates(size, repeats=2 if tiny else 5)})
-        fragment.add(device_put=rows)
-        print(f"device_put {size / 2**20:.0f} MiB: {_gb(rows[-1])}", flush=True)
-    peak = {way: max(row[way] for row in rows) for way in ("h2d", "d2h", "both")}
-    fragment.add(peak=peak)
-    stack = (4, 2**20) if tiny else (16, 2**28)
-    pipelined = {"xla_gpu_enable_pipelined_host_offloading": True}
-    forms: dict[str, dict[str, Any]] = {
-        "both": {"kind": "both", "leaves": 8},
-        "fetch": {"kind": "fetch", "leaves": 8},
-        "store": {"kind": "store", "leaves": 8},
-        "both, one array": {"kind": "both", "leaves": 1},
-        "both, pipelined": {"kind": "both", "leaves": 8, "options": None if tiny else pipelined},
-    }
-    loops: dict[str, Any] = {}
-    for name, form in forms.items():
-        try:
-            loops[name] = _loop_rates(*stack, **form, repeats=2 if tiny else 5)
-        except (RuntimeError, ValueError) as problem:
-            loops[name] = {"failed": gpu_train._last_words(str(problem) or type(problem).__name__)}
-        fragment.add(loops=loops)
-        print(f"loop {name}: {loops[name].get('failed') or _gb(loops[name])}", flush=True)
-
-
-def _gb(row: dict[str, Any]) -> str:
-    shown = [f"{way} {row[way] / 1e9:.1f}" for way in ("h2d", "d2h", "both") if row.get(way)]
-    return f"{', '.join(shown)} GB/s"
-
-
-def _memories() -> tuple[Any, Any]:
-    """Shardings of device memory and of pinned host memory."""
-    import jax
-    from jax.sharding import SingleDeviceSharding
-
-    device = jax.devices()[0]
-    return (
-        SingleDeviceSharding(device, memory_kind="device"),
-        SingleDeviceSharding(device, memory_kind="pinned_host"),
-    )
-
-
-def _device_put_rates(size: int, *, repeats: int) -> dict[str, float]:
-    """Bytes per second to the device, to the host, and each way at once: the best of some calls."""
-    import jax
-    import jax.numpy as jnp
-
-    there, here = _memories()
-    on_device = jax.device_put(jnp.arange(size // 4, dtype=jnp.float32), there)
-    on_host = jax.device_put(on_device, here)
-    calls = {
-        "h2d": lambda: jax.device_put(on_host, there),
-        "d2h": lambda: jax.device_put(on_device, here),
-        "both": lambda: (jax.device_put(on_host, there), jax.device_put(on_device, here)),
-    }
-    return {way: size / _best_s(call, repeats) for way, call in calls.items()}
-
-
-def _best_s(call: Callable[[], Any], repeats: int) -> float:
-    import jax
-
-    jax.block_until_ready(call())
-    seconds = []
-    for _ in range(repeats):
-        clock = common.Clock()
-        done = jax.block_until_ready(call())
-        seconds.append(clock.read()["wall_s"])
-        del done
-    return min(seconds)
-
-
-def _loop_rates(
-    rows: int,
-    row_bytes: int,
-    *,
-    kind: str,
-    leaves: int,
-    repeats: int,
-    options: dict[str, Any] | None = None,
-) -> dict[str, Any]:
-    """A loop over the rows of stacks in host memory, as the training step has them.
-
-    Args:
-        rows: Of each stack.
-        row_bytes: Of a row of all stacks together.
-        kind: `fetch` reads rows, `store` writes them, `both` reads, adds 1 and writes.
-        leaves: Stacks.
-        repeats: Of the loop.
-        options: For the compiler.
-    """
-    import jax
-    import jax.numpy as jnp
-
-    there, here = _memories()
-    shape = (rows, row_bytes // 4 // leaves // 256, 256)
-    stacks = [jax.device_put(jnp.full(shape, i, jnp.float32), here) for i in range(leaves)]
-    loop = _loop(kind, rows)
-    jitted = jax.jit(
-        loop, donate_argnums=0, out_shardings=([here] * leaves, there), compiler_options=options
-    )
-    compiled = jitted.lower(stacks, jnp.float32(1)).compile()
-    seconds = []
-    for _ in range(repeats + 1):
-        clock = common.Clock()
-        stacks, total = jax.block_until_ready(compiled(stacks, jnp.float32(1)))
-        seconds.append(clock.read()["wall_s"])
-    with _profiled() as found:
-        stacks, total = jax.block_until_ready(compiled(stacks, jnp.float32(1)))
-    moved = rows * row_bytes
-    best = min(seconds[1:])
-    ways = {"fetch": ("h2d",), "store": ("d2h",), "both": ("h2d", "d2h")}[kind]
-    return {
-        "seconds": seconds,
-        **dict.fromkeys(ways, moved / best),
-        "bytes_each_way": moved,
-        "right": _right(kind, stacks, total, rows=rows, turns=repeats + 2),
-        "profile": found,
-        "copy_engines": device_trace.carried(
-            found,
-            to_device=moved if "h2d" in ways else 0,
-            to_host=moved if "d2h" in ways else 0,
-        ),
-    }
-
-
-def _loop(kind: str, rows: int) -> Callable[[Any, Any], Any]:
-    import jax
-    import jax.numpy as jnp
-
-    from colossax.offload import fetch, store
-
-    def step(i: Any, carry: Any, one: Any) -> Any:
-        stacks, total = carry
-        if kind == "store":
-            shapes = [stack.shape[1:] for stack in stacks]
-            value = i.astype(jnp.float32) + one
-            return store(stacks, [jnp.full(shape, value) for shape in shapes], i), total
-        row = fetch(stacks, i)
-        if kind == "fetch":
-            return stacks, total + sum(jnp.mean(x) for x in row)
-        return store(stacks, [x + one for x in row], i), total
-
-    def loop(stacks: Any, one: Any) -> Any:
-        def body(i: Any, carry: Any) -> Any:
-            return step(i, carry, one)
-
-        return jax.lax.fori_loop(0, rows, body, (stacks, jnp.float32(0)))
-
-    return loop
-
-
-def _right(kind: str, stacks: list[Any], total: Any, *, rows: int, turns: int) -> bool:
-    """Whether the last loop left what it should have."""
-    import jax
-    import jax.numpy as jnp
-
-    there, _ = _memories()
-    if kind == "fetch":
-        return bool(jnp.allclose(total, rows * sum(range(len(stacks))), rtol=1e-4))
-    good = True
-    for i, stack in enumerate(stacks):
-        here = jax.device_put(stack, there)
-        steps = jnp.arange(rows, dtype=jnp.float32)[:, None, None]
-        wanted = i + turns if kind == "both" else steps + 1
-        good = good and bool(jnp.all(here == wanted))
-    return good
-
-
-@contextlib.contextmanager
-def _profiled() -> Iterator[dict[str, Any]]:
-    """What the body did on the GPU, filled in at its end; `failed` where no profiler could start.
-
-    The body has to wait for the device itself.
-    """
-    import jax
-
-    found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            jax.profiler.start_trace(folder)
-        except (RuntimeError, ValueError) as problem:
-            found["failed"] = gpu_train._last_words(str(problem) or type(problem).__name__)
-        yield found
-        if "failed" not in found:
-            jax.profiler.stop_trace()
-            found.update(device_trace.summary(Path(folder)))
 
 
 def _rates(fragment: Fragment, tiny: bool) -> None:
@@ -699,14 +341,14 @@ def _pin(size: int) -> dict[str, Any]:
 
     from colossax.offload import new_stack
 
-    _, here = _memories()
+    _, here = offload_copies.memories()
     row = jax.ShapeDtypeStruct((2**20,), jnp.uint8)
     clock = common.Clock()
     try:
         taken = jax.jit(lambda: new_stack(size >> 20, row, host=True), out_shardings=here)()
         jax.block_until_ready(taken).delete()
     except (RuntimeError, ValueError) as problem:
-        return {"failed": gpu_train._last_words(str(problem) or type(problem).__name__)}
+        return {"failed": gpu_train.last_words(str(problem) or type(problem).__name__)}
     return {"bytes": size, "seconds": clock.read()["wall_s"]}
 
 
@@ -804,70 +446,6 @@ def _peers(fragment: Fragment, tiny: bool) -> None:
             fragment.add(device=devices[0].device_kind, peers=found)
             print(f"peer of {name}, {layers} layers: {_said(row)}", flush=True)
             del state, step
-
-
-# Models
-
-
-def sizes_of(case: Case, tiny: bool) -> dict[str, int]:
-    """Sizes of a case, or toy ones of the same form."""
-    if not tiny:
-        return case.sizes
-    layers = min(case.layers, TINY_LAYERS)
-    return {**TINY, "layers": layers, "max_seq": TINY_SEQ}
-
-
-def build(case: Case, clipping: str, devices: Any, tiny: bool) -> Any:
-    """The step of a case; clipping `none` and `in memory` leave gradients as they are."""
-    import colossax
-    from colossax.config import LossConfig, OffloadConfig, Precision, Segment
-    from colossax.models import LlamaConfig, maker
-    from colossax.train import build_step, next_token_loss
-
-    clipped = clipping not in ("none", "in memory")
-    offload = OffloadConfig(
-        parameters=case.share,
-        optimizer=case.share,
-        activations=case.share,
-        clipping=clipping if clipped else "stack",
-    )
-    plan = colossax.Plan(
-        segments=(Segment(remat="full"),),
-        precision=Precision(params=case.params, compute="bfloat16"),
-        loss=LossConfig(vocab_chunks=1 if tiny else VOCAB_CHUNKS),
-        offload=offload,
-    )
-    return build_step(
-        maker(LlamaConfig(**sizes_of(case, tiny))),
-        _optimizer(case),
-        next_token_loss(),
-        plan,
-        devices=devices,
-        clip_norm=1.0 if clipped else None,
-    )
-
-
-def _optimizer(case: Case) -> Any:
-    from colossax.optim import adamw, sgd
-
-    rate = RATES[case.optimizer]
-    if case.optimizer == "sgd":
-        return sgd(rate)
-    low = {"float32": (), "mixed": ("moment_dtype",)}.get(
-        case.state, ("moment_dtype", "second_moment_dtype")
-    )
-    return adamw(rate, weight_decay=0.0, **dict.fromkeys(low, "bfloat16"))
-
-
-def batch_of(case: Case, tiny: bool) -> dict[str, Any]:
-    """Rows of tokens that count up from different numbers, again and again."""
-    import numpy as np
-
-    rows, seq = (2, TINY_SEQ) if tiny else (case.rows, SEQ)
-    text = (7 * np.arange(rows)[:, None] + np.arange(seq + 1)[None]) % LEARNABLE
-    tokens = text.astype(np.int32)
-    weights = np.ones((rows, seq), np.float32)
-    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
 
 
 # What follows
