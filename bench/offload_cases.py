@@ -147,8 +147,8 @@ def host_bytes(case: Case) -> int:
 
 
 def pool_gib(part: str) -> int:
-    """Limit of the pool of pinned memory: what the part needs and 1 GiB."""
-    return math.ceil(host_bytes(CASES[part]) / GIB + 1) if part in CASES else 24
+    """Limit of the pool of pinned memory: what the part needs, and 1 % and 2 GiB for odd ends."""
+    return math.ceil(1.01 * host_bytes(CASES[part]) / GIB + 2) if part in CASES else 24
 
 
 def planned_s(part: str) -> float:
