@@ -160,7 +160,7 @@ def _measure(
     try:
         row = common.run_worker(script, words, python=python, **environment)
     except RuntimeError as problem:
-        row = {"failed": _last_words(str(problem))}
+        row = {"failed": last_words(str(problem))}
     row = {"name": name, "words": words, "process_s": time.perf_counter() - started, **row}
     result["limits" if name == "limit" else "runs"].append(row)
     common.write_json(arguments.out, result)
@@ -168,7 +168,7 @@ def _measure(
     print(f"{' '.join(words)}: {shown}", file=sys.stderr, flush=True)
 
 
-def _last_words(text: str) -> str:
+def last_words(text: str) -> str:
     """The line that says why, of a traceback."""
     lines = [line for line in text.splitlines() if line.strip()]
     telling = [line for line in lines if "RESOURCE_EXHAUSTED" in line or "Error" in line]
