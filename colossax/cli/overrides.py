@@ -29,7 +29,7 @@ def apply_overrides(config: Any, overrides: Sequence[Override]) -> Any:
         InputError: An unknown name (with the nearest), or a value that does not fit.
     """
     for name, text in overrides:
-        if name == "init" and isinstance(config, TrainConfig):
+        if name == "init" and isinstance(config, TrainConfig) and text.lower() != "none":
             config = with_initial_model(config, text)
         if name == "plan.preset":
             config = dataclasses.replace(config, plan=with_preset(config.plan, text))

@@ -231,7 +231,7 @@ def test_a_budget_that_is_missing_or_too_small_is_one_sentence(whole, text, tmp_
     run, _, _ = whole
     out = tmp_path / "out"
     code, _, errors = finetune(run, f"--out={out}", data=text)
-    assert code == 2 and "give how much of it a step may use" in errors
+    assert code == 2 and "give how much of it may be used" in errors
     code, _, errors = finetune(run, "--plan.offload.device_gb=0.001", f"--out={out}", data=text)
     assert code == 2 and "even with every layer in host memory" in errors
     code, _, errors = finetune(tmp_path / "none", f"--out={out}", data=text)
