@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
         "any value of the recipe, by its dotted name:\n"
         "  --plan.preset zero3,zero1   --plan.mesh fsdp=4,tensor=2   --plan.batch.microbatch 2\n"
         "  --data.seq_len 4096   --data.global_batch 64\n"
-        "  --plan.offload auto --plan.offload.host_gb 96  (per GPU; --plan.offload.device_gb: of it)"
+        "  --plan.offload auto --plan.offload.host_gb 96  (per GPU)"
     )
 
 

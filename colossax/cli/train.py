@@ -74,7 +74,7 @@ def _overrides_help() -> str:
         "  --plan.preset VALUE  (ddp zero1 zero2 zero3 megatron megatron_sp; joined by +)\n"
         "  --plan.mesh fsdp=4,tensor=2\n"
         "  --plan.remat VALUE  (none full dots, or names to keep, joined by +)\n"
-        "  --plan.offload VALUE  (auto, none, or shares: parameters=1,optimizer=1,activations=0.5)\n"
+        "  --plan.offload VALUE  (auto, none, or parameters=1,optimizer=1,activations=0.5)\n"
         f"{listed}\n"
         "  --plan.rules.ROLE.DIM VALUE"
     )

@@ -235,10 +235,11 @@ def check_host_bytes(wanted: int, free: int, devices: int) -> None:
         PlanError: There is less.
     """
     if wanted * devices > free:
+        most = _gb(free // devices)
         raise PlanError(
-            f"plan.offload.host_gb: {_gb_up(wanted)} GB for each of {devices} device(s) of this host,"
-            f" which has {_gb(free)} GB of free memory; give {_gb(free // devices)} or less, or end"
-            " what else uses it"
+            f"plan.offload.host_gb: {_gb_up(wanted)} GB for each of {devices} device(s) of this"
+            f" host, which has {_gb(free)} GB of free memory; give {most} or less, or end what else"
+            " uses it"
         )
 
 

@@ -131,7 +131,7 @@ _KEPT: list[dict[Key, int]] = []
 
 @contextlib.contextmanager
 def recording_kept() -> Iterator[dict[Key, int]]:
-    """Bytes that runs keep in host memory for their backward pass, by run, found as they are traced.
+    """Bytes that runs keep in host memory for backward, by run, found as they are traced.
 
     Of each device; of all layers of the run.
     """

@@ -308,8 +308,8 @@ def _search(make_step: MakeStep, plan: Plan, everything: _Trial, budget: Budget)
     raise PlanError(
         f"plan.offload: of {demand.layers} layers as many as have to stay on the device take more"
         f" of it, compiled, than {budget.device_bytes / GB:.3f} GB; give"
-        f" host_gb {math.ceil(base.host / GB * 1000) / 1000:.3f}, with which every layer can live in"
-        " host memory, or more of the device (device_gb)"
+        f" host_gb {math.ceil(base.host / GB * 1000) / 1000:.3f}, with which every layer can live"
+        " in host memory, or more of the device (device_gb)"
     )
 
 
