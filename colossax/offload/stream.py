@@ -80,6 +80,8 @@ class Stream:
 
     Attributes:
         stacks: By run. Differentiate by those that `visit` changes.
+        changing: Fields of them that it does. Backward carries no others: a loop that carries what
+            it only reads may be given a copy of it.
         tap: Two zeros; their cotangents are the sum of squared norms, and the number of runs.
         scalars: Passed to `visit`.
         visit: See `Visit`.
@@ -87,6 +89,7 @@ class Stream:
     """
 
     stacks: dict[Key, Stacks]
+    changing: tuple[str, ...]
     tap: Float[Array, "2"]
     scalars: Any
     visit: Visit
@@ -167,7 +170,7 @@ def run_streamed(stream: Stream, run: Run, params: Any, carry: Any, side: Any) -
 
     def backward(residuals: Any, cotangents: Any) -> Any:
         saved, moving = forms[-1]
-        return _backward(run, stream.visit, saved, moving, residuals, cotangents)
+        return _backward(run, stream, saved, moving, residuals, cotangents)
 
     forms: list[tuple[_Saved, Any]] = []
     call.defvjp(forward, backward, symbolic_zeros=True)
@@ -256,16 +259,17 @@ def _layer(
 
 
 def _backward(
-    run: Run, visit: Visit, saved: _Saved, moving: Any, residuals: Any, cotangents: Any
+    run: Run, stream: Stream, saved: _Saved, moving: Any, residuals: Any, cotangents: Any
 ) -> Any:
     stacks, scalars, kept, side = residuals
     dcarry, dsums = jax.tree.map(_zero, cotangents, is_leaf=_is_zero)
     dside = [jnp.zeros_like(x) for x in _picked(side, moving)]
 
     def step(k: Any, loop: Any) -> Any:
-        stacks, dcarry, dside, norm = loop
+        changed, dcarry, dside, norm = loop
+        now = dataclasses.replace(stacks, **changed)
         i = run.count - 1 - jnp.int32(k)
-        row = fetch(stacks.params, i, stacked=run.stacked)
+        row = fetch(now.params, i, stacked=run.stacked)
         sources = {
             "params": jax.tree.leaves(row),
             "side": jax.tree.leaves(side),
@@ -279,13 +283,16 @@ def _backward(
         vjp = jax.tree.unflatten(saved.treedef, leaves)
         drow, dcarry, more = vjp((dcarry, fetch(dsums, i)))
         dside = jax.tree.map(jnp.add, dside, more)
-        stacks, square = visit(run.key, i, stacks, row, drow, scalars)
-        return stacks, dcarry, dside, norm + square
+        now, square = stream.visit(run.key, i, now, row, drow, scalars)
+        return fields(now), dcarry, dside, norm + square
 
-    start = (stacks, dcarry, dside, jnp.float32(0))
+    def fields(stacks: Stacks) -> dict[str, Any]:
+        return {name: getattr(stacks, name) for name in stream.changing}
+
+    start = (fields(stacks), dcarry, dside, jnp.float32(0))
     changed, dcarry, dside, norm = _loop(run, step, start)
     tap = jnp.stack([norm, jnp.float32(1)])
-    return changed, tap, None, dcarry, _spread(side, moving, dside)
+    return Stacks(**changed), tap, None, dcarry, _spread(side, moving, dside)
 
 
 def _laid_out(x: Array, sharding: NamedSharding | None) -> Array:

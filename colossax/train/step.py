@@ -75,6 +75,9 @@ class Step:
 
     The state is donated. Nothing is allocated until `init`. Steps whose loss or gradient norm is
     not finite leave parameters, optimizer and variables alone and count in `state["skipped"]`.
+    Where layers are updated during backward and their norm is not known before (`plan.offload`
+    without clipping, or with clipping `layer`), a gradient that is first infinite in layer k comes
+    too late for the layers above it: they have moved.
     """
 
     def __init__(

@@ -409,6 +409,9 @@ class _Job:
             squared.
         """
         rest_at = self.all.rest.trained
+        first = next(iter(moving.values()))
+        names = [field.name for field in dataclasses.fields(Stacks)]
+        changing = tuple(name for name in names if getattr(first, name) is not None)
 
         def value(moving: dict[Key, Stacks], tap: Array, rest: list[Array]) -> Any:
             stacks = {name: _merged(moving[name], fixed[name]) for name in moving}
@@ -418,7 +421,7 @@ class _Job:
             for name, part in self.all.parts.items():
                 for i, x in zip(part.trained, stacks[name].params, strict=True):
                     leaves[i] = x
-            stream = Stream(stacks=stacks, tap=tap, scalars=scalars, visit=visit)
+            stream = Stream(stacks=stacks, changing=changing, tap=tap, scalars=scalars, visit=visit)
             params = jax.tree.unflatten(self.all._structure, leaves)
             with streaming(stream):
                 result = self.all.call(params, piece, self.variables, key)
