@@ -7,6 +7,7 @@ one thing in which the programs may differ.
 """
 
 import dataclasses
+import fcntl
 import functools
 import itertools
 import json
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 
 from colossax.config import BatchConfig, OffloadConfig, Precision, Segment
 from colossax.optim import adamw, lamb, sgd
@@ -84,13 +86,11 @@ QUICK = (
 
 
 def _rest() -> Iterator[Case]:
-    """Every optimizer, number of devices and microbatches; placements and segments by turns."""
-    whole = itertools.product(tuple(OPTIMIZERS)[:5], (1, 8), (1, 2))
-    for at, (optimizer, devices, pieces) in enumerate(whole):
-        for turn in (0, 1):
-            placement = list(PLACEMENTS)[1:5][(at + 2 * turn) % 4]
-            segments = list(SEGMENTS)[(at // 4 + at + turn) % 2]
-            yield Case(optimizer, placement, devices, pieces, segments)
+    """Every optimizer on one and eight devices; microbatches, placements and segments by turns."""
+    for at, (optimizer, devices) in enumerate(itertools.product(tuple(OPTIMIZERS)[:5], (1, 8))):
+        placement = list(PLACEMENTS)[1:5][(at + at // 4) % 4]
+        segments = list(SEGMENTS)[at % 2]
+        yield Case(optimizer, placement, devices, 1 + (at // 2 + at) % 2, segments)
 
 
 CPU = (
@@ -151,8 +151,19 @@ def _arrays(state, step):
     return streamed.by_path(step, {kind: state[kind] for kind in ("params", "opt_state")})
 
 
-def compared(cases: tuple[Case, ...], file: Path) -> dict[str, dict]:
-    """What a process of its own found."""
+def compared(cases: tuple[Case, ...], factory: pytest.TempPathFactory, name: str) -> dict:
+    """What a process of its own found; one for all workers of a test run, which wait for it."""
+    folder = factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    file = folder / f"exact-{name}.json"
+    with (folder / f"exact-{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not file.exists():
+            _compare_apart(cases, file)
+    return json.loads(file.read_text())
+
+
+def _compare_apart(cases: tuple[Case, ...], file: Path) -> None:
     exactly = "--xla_cpu_max_isa=AVX --xla_allow_excess_precision=false"  # AVX: no FMA instruction
     flags = f"{os.environ.get('XLA_FLAGS', '')} {exactly}"
     done = subprocess.run(
@@ -163,7 +174,6 @@ def compared(cases: tuple[Case, ...], file: Path) -> dict[str, dict]:
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(file.read_text())
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ RATES = Rates(
 
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory):
-    return compared(CPU, tmp_path_factory.mktemp("exact") / "cpu.json")
+    return compared(CPU, tmp_path_factory, "cpu")
 
 
 @pytest.fixture

@@ -9,12 +9,12 @@ EPS = 2.0**-23
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory):
-    return compared(QUICK, tmp_path_factory.mktemp("exact") / "quick.json")
+    return compared(QUICK, tmp_path_factory, "quick")
 
 
 @pytest.fixture(scope="module")
 def rest(tmp_path_factory):
-    return compared(REST, tmp_path_factory.mktemp("exact") / "rest.json")
+    return compared(REST, tmp_path_factory, "rest")
 
 
 def assert_exact(case, found):
