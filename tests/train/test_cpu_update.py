@@ -49,6 +49,7 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("COLOSSAX_CACHE", str(tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("case", CPU, ids=lambda case: case.name)
 def test_not_a_bit_changes(case, exact):

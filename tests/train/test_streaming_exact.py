@@ -34,6 +34,7 @@ def assert_exact(case, found):
         assert off <= (2 if "'params'" in name else 8) * EPS, name
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
 def test_it_equals_the_ordinary_step_bit_for_bit(case, quick):
