@@ -36,8 +36,8 @@ class OffloadConfig:
             need be in host memory. Shares above 0 imply it.
         device_gb: With `auto`, memory of a device that may be used, in units of 1e9 bytes; None:
             93 % of what it has.
-        host_gb: Likewise of the host's memory, for each device; None: what is free, less 16 GiB,
-            divided by the devices of this host.
+        host_gb: Likewise of the host's memory, for each device; None: what is free, less 16 GiB
+            or half of it, divided by the devices of this host.
         clipping: How the global norm is known before layers are updated. `stack` keeps every
             gradient until then, beside the optimizer's state. `two_pass` computes gradients twice.
             `speculate` updates as if nothing had to be scaled, into a second copy of the state,

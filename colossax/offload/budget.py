@@ -10,7 +10,7 @@ from colossax.errors import PlanError
 
 GB = 10**9
 HOST_RESERVE_BYTES = 16 * 2**30
-"""Of the host's memory, left to the system and to what feeds the devices."""
+"""Of the host's free memory, left to the system and to what feeds the devices, at most half."""
 
 _MEMINFO = Path("/proc/meminfo")
 
@@ -205,22 +205,13 @@ def free_host_bytes(source: Path = _MEMINFO) -> int:
 
 
 def default_host_bytes(free: int, devices: int) -> int:
-    """Budget of each device in host memory: what is free, less 16 GiB, divided by the devices.
+    """Budget of each device in host memory: what is free, less 16 GiB or half of it.
 
     Args:
         free: Bytes.
-        devices: Of this host.
-
-    Raises:
-        PlanError: Nothing is left.
+        devices: Of this host, which share it evenly.
     """
-    left = free - HOST_RESERVE_BYTES
-    if left <= 0:
-        raise PlanError(
-            f"plan.offload.host_gb: {_gb(free)} GB of this host's memory are free, of which 17.2 GB"
-            " are left to the system; give how much may be used, or make more room"
-        )
-    return left // devices
+    return (free - min(HOST_RESERVE_BYTES, free // 2)) // devices
 
 
 def check_host_bytes(wanted: int, free: int, devices: int) -> None:

@@ -56,7 +56,7 @@ def host_budget(
     """Bytes of the host that may be used for each device.
 
     Args:
-        given_gb: None: what is free, less 16 GiB, divided by the devices.
+        given_gb: None: what is free, less 16 GiB or half of it, divided by the devices.
         devices: All of a mesh; those of this process count.
         target: GPUs that are not there, of whose host nothing is known.
         agree: With several processes, calls a function on one and gives its result on all.

@@ -173,10 +173,9 @@ def test_more_of_the_host_than_is_free_is_refused():
     )
 
 
-def test_by_default_16_gib_are_left_to_the_system():
+def test_by_default_16_gib_are_left_to_the_system_and_half_of_a_small_host():
     assert default_host_bytes(96 * GIB, 8) == 10 * GIB
-    with pytest.raises(PlanError, match=r"17\.179 GB of this host's memory are free, of which 17"):
-        default_host_bytes(16 * GIB, 1)
+    assert default_host_bytes(24 * GIB, 1) == 12 * GIB
 
 
 def test_the_working_set_is_the_larger_of_two_moments():
