@@ -98,9 +98,9 @@ def test_clipping_is_exact_and_steps_that_are_not_finite_change_nothing(clipping
 @pytest.mark.parametrize("placement", [SHARED, {"optimizer": 1.0}, {"fused": True}])
 @pytest.mark.parametrize("pieces", [1, 2])
 @pytest.mark.parametrize("clipping", EXACT)
-def test_so_it_is_with_some_layers_on_the_device(devices, clipping, pieces, placement):
+def test_so_it_is_with_some_layers_on_the_device(clipping, pieces, placement):
     plan = offloaded(cut(pieces), clipping=clipping, **placement)
-    assert_as_ordinary(run(plan, devices), pieces)
+    assert_as_ordinary(run(plan), pieces)
 
 
 def test_layers_may_be_clipped_by_their_own_norms():
