@@ -9,12 +9,11 @@ one thing in which the programs may differ.
 import dataclasses
 import fcntl
 import functools
-import itertools
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -85,14 +84,6 @@ QUICK = (
 )
 
 
-def _rest() -> Iterator[Case]:
-    """Every optimizer on one and eight devices; microbatches, placements and segments by turns."""
-    for at, (optimizer, devices) in enumerate(itertools.product(tuple(OPTIMIZERS)[:5], (1, 8))):
-        placement = list(PLACEMENTS)[1:5][(at + at // 4) % 4]
-        segments = list(SEGMENTS)[at % 2]
-        yield Case(optimizer, placement, devices, 1 + (at // 2 + at) % 2, segments)
-
-
 CPU = (
     Case("adamw", "cpu_half"),
     Case("adamw", "cpu", pieces=2),
@@ -104,8 +95,6 @@ CPU = (
 )
 """Part of the update by the CPU. Clipped, against the same segments without it: the norm adds up
 segments apart."""
-
-REST = tuple(case for case in _rest() if case not in QUICK)
 
 
 def compare(case: Case) -> dict:
@@ -178,6 +167,6 @@ def _compare_apart(cases: tuple[Case, ...], file: Path) -> None:
 
 if __name__ == "__main__":
     jax.config.update("jax_default_matmul_precision", "highest")
-    known = {case.name: case for case in (*QUICK, *CPU, *REST)}
+    known = {case.name: case for case in (*QUICK, *CPU)}
     results = {name: compare(known[name]) for name in sys.argv[2:]}
     Path(sys.argv[1]).write_text(json.dumps(results))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.train.exact import QUICK, REST, compared
+from tests.train.exact import QUICK, compared
 
 EPS = 2.0**-23
 
@@ -10,11 +10,6 @@ EPS = 2.0**-23
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory):
     return compared(QUICK, tmp_path_factory, "quick")
-
-
-@pytest.fixture(scope="module")
-def rest(tmp_path_factory):
-    return compared(REST, tmp_path_factory, "rest")
 
 
 def assert_exact(case, found):
@@ -39,10 +34,3 @@ def assert_exact(case, found):
 @pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
 def test_it_equals_the_ordinary_step_bit_for_bit(case, quick):
     assert_exact(case, quick[case.name])
-
-
-@pytest.mark.sweep
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("case", REST, ids=lambda case: case.name)
-def test_so_it_does_wherever_layers_are(case, rest):
-    assert_exact(case, rest[case.name])
