@@ -32,9 +32,9 @@ NAMES = {
         "Demand GB Kind Placement Rates Run Setting Stacks Stream Update UpdateRate "
         "balanced_share build_stack check_host_bytes cpu_device cpu_rows cpu_share current_stream "
         "default_host_bytes device_budget device_memory fetch free_host_bytes hiding_tokens "
-        "host_budget host_shares load_rates measure_rates new_stack on_host place rates_path "
-        "recording_kept resolved_segments run_streamed save_rates segment_counts split_update "
-        "store streaming update_seconds working_set_bytes"
+        "host_budget host_shares kept_token_share load_rates measure_rates new_stack on_host place "
+        "rates_path recording_kept resolved_segments run_streamed save_rates segment_counts "
+        "split_update store streaming update_seconds working_set_bytes"
     ),
     "colossax.data": (
         "BatchLoader Corpus Documents RowSource Rows Split SyntheticRows Tokenizer "

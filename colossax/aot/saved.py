@@ -44,11 +44,12 @@ def scopes(jaxpr: Any) -> Iterator[Any]:
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     yield jaxpr
     for eqn in jaxpr.eqns:
-        for inner in _inner(eqn):
+        for inner in inner_jaxprs(eqn):
             yield from scopes(inner)
 
 
-def _inner(eqn: Any) -> Iterator[Any]:
+def inner_jaxprs(eqn: Any) -> Iterator[Any]:
+    """Jaxprs among an equation's parameters."""
     for leaf in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
         jaxpr = getattr(leaf, "jaxpr", leaf)
         if hasattr(jaxpr, "eqns"):
@@ -62,7 +63,7 @@ def _making(var: Any, makers: Mapping[int, Any]) -> Iterator[Stack]:
         return
     yield call_stack(eqn)
     place = next(i for i, out in enumerate(eqn.outvars) if out is var)
-    for inner in _inner(eqn):
+    for inner in inner_jaxprs(eqn):
         if len(inner.outvars) == len(eqn.outvars):
             insides = {id(out): made for made in inner.eqns for out in made.outvars}
             yield from _making(inner.outvars[place], insides)

@@ -111,15 +111,19 @@ class Segment:
             `input` (what a layer gets from the one before), `qkv`, `attention`, `mlp`, which are
             then kept there beside what `remat` keeps on the device. `none`: nothing.
         mlp_share: Of the tokens, those whose `mlp` is kept, the first of each row; that of the
-            others is recomputed.
+            others is recomputed. `auto`, where `offload` names `mlp`: as many as reach host memory
+            while a layer is computed, by what `colossax bench offload` measured; 0 where nothing
+            was.
     """
 
     count: int = -1
     remat: str = "none"
     offload: str = "none"
-    mlp_share: float = 1.0
+    mlp_share: float | int | str = 1.0
 
     def __post_init__(self):
+        if type(self.mlp_share) is int:
+            object.__setattr__(self, "mlp_share", float(self.mlp_share))
         check_types(self, "segments", error=PlanError)
         if self.count != -1 and self.count < 1:
             raise PlanError(f"segments: found a count of {self.count}; give 1 or more, or -1")
@@ -128,6 +132,7 @@ class Segment:
             if name not in known:
                 raise PlanError(f"segments.remat: unknown policy '{name}'{nearest(name, known)}")
         self._check_offload()
+        self._check_mlp_share()
 
     def _check_offload(self) -> None:
         known = (*SHARES, "cpu", "input", *SAVEABLE)
@@ -150,13 +155,24 @@ class Segment:
                 f"segments.offload: '{self.offload}' lets the CPU update what is not in its memory;"
                 " write parameters+optimizer+cpu"
             )
-        if not 0 < self.mlp_share <= 1:
+
+    def _check_mlp_share(self) -> None:
+        share = self.mlp_share
+        if share == "auto":
+            if "mlp" not in self.host:
+                raise PlanError(
+                    f"segments.mlp_share 'auto': it is found for an 'mlp' that goes to host memory,"
+                    f" and offload '{self.offload}' does not name it; add 'mlp' there, or give a"
+                    " number"
+                )
+            return
+        if not isinstance(share, float) or not 0 <= share <= 1:
             raise PlanError(
-                f"segments.mlp_share: found {self.mlp_share}; give a share of the tokens, above 0"
+                f"segments.mlp_share: found {share!r}; give a share of the tokens, 0 to 1, or auto"
             )
-        if self.mlp_share < 1 and "mlp" not in (*self.remat.split("+"), *named):
+        if share < 1 and "mlp" not in (*self.remat.split("+"), *self.host):
             raise PlanError(
-                f"segments.mlp_share: {self.mlp_share} is a share of the tokens whose 'mlp' is"
+                f"segments.mlp_share: {share} is a share of the tokens whose 'mlp' is"
                 " kept, and neither remat nor offload names it; add 'mlp' to one of them"
             )
 

@@ -154,10 +154,7 @@ class MLP(nnx.Module):
         self.down = make((mlp, embed), ("mlp", "embed"), std if out_std is None else out_std)
 
     def __call__(self, x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
-        parts = [
-            self._tokens(tokens, name)
-            for tokens, name in zip(_split_tokens(x), ("mlp", "mlp_recomputed"), strict=False)
-        ]
+        parts = [self._tokens(tokens, name) for name, tokens in _split_tokens(x).items()]
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
 
     def _tokens(self, x: Float[Array, "b s d"], name: str) -> Float[Array, "b s d"]:
@@ -169,8 +166,8 @@ class MLP(nnx.Module):
         return self.down(act(gate) * up)
 
 
-def _split_tokens(x: Float[Array, "b s d"]) -> list[Float[Array, "b _ d"]]:
-    """All tokens, or those whose hidden states are kept for backward and the others.
+def _split_tokens(x: Float[Array, "b s d"]) -> dict[str, Float[Array, "b _ d"]]:
+    """By name, the tokens whose hidden states are kept for backward and the others, if any.
 
     They part before the matmuls: a slice of the hidden states would keep all of them alive.
 
@@ -178,15 +175,17 @@ def _split_tokens(x: Float[Array, "b s d"]) -> list[Float[Array, "b _ d"]]:
         PlanError: Several devices hold parts of the sequence.
     """
     share, bound = kept_share(), current()
+    if share == 0:
+        return {"mlp_recomputed": x}
     if share == 1 or x.shape[1] < 2:
-        return [x]
+        return {"mlp": x}
     if bound is not None and seq_axes(bound):
         raise PlanError(
             f"segments.mlp_share: {share} parts the tokens of a row, which several devices"
             f" hold along {list(seq_axes(bound))}; keep the 'mlp' of all tokens or of none"
         )
     first = min(max(round(share * x.shape[1]), 1), x.shape[1] - 1)
-    return [x[:, :first], x[:, first:]]
+    return {"mlp": x[:, :first], "mlp_recomputed": x[:, first:]}
 
 
 def _hidden(h: Float[Array, "b s f"], name: str) -> Float[Array, "b s f"]:

@@ -257,13 +257,13 @@ class _Call:
             stacked=stacked,
             host_inputs="input" in self.policy.host,
             host_saved="activations" in self.policy.host,
-            sharding_of=_kept_sharding,
+            sharding_of=kept_sharding,
         )
         carry, sums = run_streamed(stream, run, nnx.to_pure_dict(params), carry, side)
         return carry, scanned, carried, sums
 
 
-def _kept_sharding(leaf: Any) -> NamedSharding | None:
+def kept_sharding(leaf: Any) -> NamedSharding | None:
     """Of what a layer keeps for backward: batch and sequence first, as all it computes."""
     bound = current()
     if bound is None or bound.single:
@@ -317,9 +317,15 @@ def _checkpointed(fn: Callable, segment: Segment, *, in_loop: bool) -> Callable:
     offloaded = sorted(segment.host.intersection(SAVEABLE))
     if segment.remat == "none":
         return fn
+    share = segment.mlp_share
+    if not isinstance(share, float):
+        raise PlanError(
+            f"segments.mlp_share {share!r}: the share is not known yet; train with"
+            " colossax.boost(..., shapes=batch), which finds it, or give a number"
+        )
 
     def marked(*args: Any) -> Any:
-        with recomputing(), keeping(segment.mlp_share):
+        with recomputing(), keeping(share):
             return fn(*args)
 
     # A loop body is compiled apart from its backward, so nothing can be merged back across.

@@ -35,6 +35,7 @@ from .rates import save_rates as save_rates
 from .share import balanced_share as balanced_share
 from .share import cpu_share as cpu_share
 from .share import hiding_tokens as hiding_tokens
+from .share import kept_token_share as kept_token_share
 from .share import update_seconds as update_seconds
 from .stream import Key as Key
 from .stream import Run as Run

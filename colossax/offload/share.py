@@ -1,4 +1,5 @@
-"""What measured rates decide: the CPU's share of an update, and the tokens that hide the traffic.
+"""What measured rates decide: the CPU's share of an update, the share of the tokens whose hidden
+states go to host memory, and the tokens that hide the traffic.
 
 The states lie in host memory. Per parameter that the device updates, `s` bytes go to it and `s`
 come back; per parameter that the CPU updates, the gradient comes to it and the new parameter goes
@@ -10,6 +11,7 @@ seconds: U_c and U_g parameters a second on CPU and device, B bytes a second eac
 """
 
 import itertools
+import math
 
 from colossax.offload.rates import Rates
 
@@ -78,6 +80,33 @@ def _lines(rates: Rates, bytes_per_direction: int | float) -> list[tuple[float, 
         (bytes_per_direction * byte_s, (GRADIENT_BYTES - bytes_per_direction) * byte_s),
         (device_s, -device_s),
     ]
+
+
+def kept_token_share(
+    *,
+    bytes_per_s: int | float,
+    layer_s: int | float,
+    fixed_bytes: int | float,
+    mlp_bytes: int | float,
+    host_bytes: int | float = math.inf,
+) -> float:
+    """Share of the tokens whose MLP's hidden states host memory should keep, 0 to 1.
+
+    `min(1, (B t - s_fixed) / s_mlp, (M - s_fixed) / s_mlp)`, never below 0: as many as travel while
+    a layer is computed, and as many as fit.
+
+    Args:
+        bytes_per_s: B, from the device to host memory.
+        layer_s: t, seconds of a layer's forward pass.
+        fixed_bytes: s_fixed, what else of a layer goes to host memory in that time.
+        mlp_bytes: s_mlp, of the hidden states of all tokens, above 0.
+        host_bytes: M, host memory for what a layer keeps.
+
+    Reference: Zhao et al. 2025, MEMO: Fine-grained Tensor Management For Ultra-long Context LLM
+    Training (SIGMOD); there, M is the host's memory over the number of layers.
+    """
+    room = min(bytes_per_s * layer_s, host_bytes) - fixed_bytes
+    return min(1.0, max(0.0, room / mlp_bytes))
 
 
 def hiding_tokens(

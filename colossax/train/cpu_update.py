@@ -28,6 +28,9 @@ from colossax.train.parts import Part, Update
 from colossax.train.streaming import Pending, Streaming
 from colossax.typing import TrainState
 
+CPU_UPDATE = "plan.offload.cpu_update auto"
+"""How lines of what was decided begin."""
+
 _LOG = logging.getLogger(__name__)
 
 Row = tuple[list[Any], list[Any]]
@@ -50,7 +53,7 @@ def with_cpu_share(
     if plan.offload.cpu_update != "auto":
         return plan, None
     share, line = _measured_share(plan, optimizer, devices[0])
-    line = f"plan.offload.cpu_update auto: {line}"
+    line = f"{CPU_UPDATE}: {line}"
     _LOG.info(line)
     return plan.replace(offload=dataclasses.replace(plan.offload, cpu_update=share)), line
 

@@ -32,6 +32,7 @@ from colossax.offload import (
 from colossax.pallas.target import target as pallas_target
 from colossax.sharding import compiler_options
 from colossax.train.gradients import batch_dims, microbatches
+from colossax.train.host_arrays import gradient_bytes, host_bytes_of, state_bytes
 from colossax.train.step import Step
 
 MAX_COMPILES = 3
@@ -217,35 +218,18 @@ class _Trial:
 
     def host_arrays(self) -> dict[str, int]:
         """Bytes of a device's arrays in host memory by kind, from their shapes."""
-        arguments = self.step.abstract
-        state = _host_bytes_of(arguments["opt_state"])
-        params = _host_bytes_of(arguments["params"])
-        if self._clipping == "speculate":
-            state, params = 2 * state, 2 * params
-        return {
-            "parameters": params,
-            "optimizer": state + self.gradient_bytes,
-            "activations": self.kept_bytes,
-        }
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Of stacks of gradients in host memory."""
-        streaming, several = self.step.streaming, self.microbatches > 1
-        if streaming is None or (self._clipping != "stack" and not several):
-            return 0
-        parts = streaming.parts.values()
-        return sum(part.gradient_stack_bytes(summed=several) for part in parts)
+        return {**state_bytes(self.step, self.microbatches), "activations": self.kept_bytes}
 
     def traffic(self) -> dict[str, int]:
         """Bytes that cross the bus in a step by kind: parameters and what backward keeps in every
         pass, the optimizer's state once each way, and gradients each time they are added to."""
         passes = self.microbatches + (self._clipping == "two_pass")
         visits = 2 * passes + 1 + (self._clipping == "stack")
-        state = _host_bytes_of(self.step.abstract["opt_state"])
+        state = host_bytes_of(self.step.abstract["opt_state"])
+        gradients = gradient_bytes(self.step, self.microbatches)
         return {
-            "parameters": visits * _host_bytes_of(self.step.abstract["params"]),
-            "optimizer": 2 * state + 2 * self.microbatches * self.gradient_bytes,
+            "parameters": visits * host_bytes_of(self.step.abstract["params"]),
+            "optimizer": 2 * state + 2 * self.microbatches * gradients,
             "activations": 2 * passes * self.kept_bytes,
         }
 
@@ -276,15 +260,6 @@ def _choosing_for(target: Target | None) -> contextlib.AbstractContextManager[An
     if target is None:
         return contextlib.nullcontext()
     return pallas_target("gpu", compute_capability=target.gpu.compute_capability)
-
-
-def _host_bytes_of(tree: Any) -> int:
-    """Bytes of a device's part of the arrays that lie in host memory."""
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(tree)
-        if leaf.sharding.memory_kind == "pinned_host"
-    )
 
 
 def _search(make_step: MakeStep, plan: Plan, everything: _Trial, budget: Budget) -> Fitted:

@@ -130,6 +130,7 @@ def run_step(
         devices=devices,
         clip_norm=config.clip_norm,
         disk=disk,
+        shapes=batch_shapes(config),
     )
     microbatches(step.bound, batch_shapes(config), TEXT_BATCH_DIMS)
     return step

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -29,7 +30,7 @@ from colossax.sharding import (
     validate,
 )
 from colossax.train.arrange import Arranged, arranged, check_segments, row_length
-from colossax.train.cpu_update import CpuUpdate, with_cpu_share
+from colossax.train.cpu_update import CPU_UPDATE, CpuUpdate, with_cpu_share
 from colossax.train.disk import DiskTier
 from colossax.train.gradients import (
     LossCall,
@@ -42,6 +43,7 @@ from colossax.train.gradients import (
     microbatches,
 )
 from colossax.train.loss import Loss
+from colossax.train.mlp_share import MLP_SHARE, wants_mlp_share, with_mlp_share
 from colossax.train.streaming import Pending, Streaming, check_streamable
 from colossax.typing import Batch, Dims, Metrics, ParamInfo, TrainState
 
@@ -60,6 +62,7 @@ class StepOptions:
         after_step: `(variables, sums) -> variables`, with `sums` the metrics' (total, weight).
         batch_dims: Logical dims of batch arrays that are not text.
         disk: Folder for the optimizer state that the plan puts on disk.
+        shapes: A global batch, or the shapes of its arrays: what a `mlp_share` of `auto` is for.
     """
 
     clip_norm: float | None = None
@@ -68,6 +71,7 @@ class StepOptions:
     after_step: Callable[[Any, Any], Any] | None = None
     batch_dims: Mapping[str, Dims] | None = None
     disk: Path | None = None
+    shapes: Mapping[str, Any] | None = None
 
 
 class Step:
@@ -87,7 +91,7 @@ class Step:
         optimizer: Optimizer,
         loss: Loss,
         options: StepOptions,
-        note: str | None = None,
+        decided: Mapping[str, str] = MappingProxyType({}),
     ):
         """Check and divide; nothing is compiled.
 
@@ -97,14 +101,16 @@ class Step:
             optimizer: See `boost`.
             loss: See `boost`.
             options: The rest.
-            note: What was decided for the step by itself, for people.
+            decided: What was decided for the step by itself, a line for people by setting.
         """
         validate(bound, spec.infos)
         _check_reduce_once(bound, spec.infos)
         self.spec = spec
         self.bound = bound
         self.options = options
-        self.note = note
+        self.note = "\n".join(decided.values()) or None
+        """What was decided for the step by itself, a line each."""
+        self._decided = decided
         self.trainable = _trainable_tree(spec.infos, options.trainable)
         self.infos = chosen(spec.infos, self.trainable)
         dims = jax.tree.map(lambda info: info.dims, self.infos)
@@ -156,7 +162,7 @@ class Step:
         there = self.streaming is not None and any(
             part.on_host for part in self.streaming.parts.values()
         )
-        if self.note is None and isinstance(share, float) and share > 0 and not there:
+        if CPU_UPDATE not in self._decided and isinstance(share, float) and share > 0 and not there:
             raise PlanError(
                 f"plan.offload.cpu_update: found {share}, and no layer has parameters and optimizer"
                 " state in host memory; put layers there, or give off or auto"
@@ -549,11 +555,22 @@ def build_step(
     **options: Any,
 ) -> Step:
     """The step of `boost` without a state: for restoring one, or compiling ahead."""
-    plan, note = with_cpu_share(plan, optimizer, jax.devices() if devices is None else devices)
+    plan, line = with_cpu_share(plan, optimizer, jax.devices() if devices is None else devices)
+    decided = {} if line is None else {CPU_UPDATE: line}
     bound = plan.bind(devices)
     with use(bound):
         spec = describe(make_model)
-    return Step(spec, bound, optimizer, loss, StepOptions(**options), note)
+    step = Step(spec, bound, optimizer, loss, StepOptions(**options), decided)
+    if not wants_mlp_share(plan):
+        return step
+
+    def build(plain: Plan) -> Step:
+        one = [bound.mesh.devices.flat[0]]
+        return build_step(make_model, optimizer, loss, plain, devices=one, **options)
+
+    plan, line = with_mlp_share(step, build)
+    decided = {**decided, MLP_SHARE: line}
+    return Step(spec, plan.bind(devices), optimizer, loss, step.options, decided)
 
 
 def _host(x: Any) -> np.ndarray:

@@ -64,6 +64,13 @@ def test_a_value_is_read_by_its_type(tiny, name, text, read, value):
     assert read(apply_overrides(tiny, [(name, text)])) == value
 
 
+@pytest.mark.parametrize(("text", "share"), [("auto", "auto"), ("0.5", 0.5), ("1", 1.0)])
+def test_the_share_of_the_tokens_is_a_number_or_auto(tiny, text, share):
+    settings = {"remat": "full", "offload": "mlp+input", "mlp_share": text}
+    overrides = [(f"plan.segments.0.{name}", value) for name, value in settings.items()]
+    assert apply_overrides(tiny, overrides).plan.segments[0].mlp_share == share
+
+
 def test_segments_can_be_added(tiny):
     overrides = [("plan.segments.0.count", "3"), ("plan.segments.1.count", "1")]
     changed = apply_overrides(tiny, [*overrides, ("plan.segments.1.remat", "full")])

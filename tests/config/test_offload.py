@@ -84,13 +84,30 @@ def test_settings_that_cannot_be_are_refused(settings, message):
         ({"offload": "weights"}, "segments.offload: unknown 'weights'"),
         ({"offload": "paramters"}, "unknown 'paramters'; did you mean 'parameters'"),
         ({"offload": "mlp"}, "'mlp' is kept by name, and remat 'none' keeps more than names"),
-        ({"mlp_share": 0.0}, "mlp_share: found 0.0"),
+        ({"mlp_share": -0.1}, "mlp_share: found -0.1; give a share of the tokens, 0 to 1, or auto"),
+        ({"mlp_share": 1.1}, "mlp_share: found 1.1"),
+        ({"mlp_share": True}, "mlp_share: found True"),
+        ({"mlp_share": "half"}, "mlp_share: found 'half'"),
         ({"mlp_share": 0.5, "remat": "full"}, "neither remat nor offload names it"),
+        ({"mlp_share": "auto"}, "offload 'none' does not name it; add 'mlp' there, or give a num"),
+        (
+            {"mlp_share": "auto", "remat": "mlp", "offload": "activations"},
+            "offload 'activations' does not name it",
+        ),
     ],
 )
 def test_segments_that_cannot_be_are_refused(settings, message):
     with pytest.raises(PlanError, match=message):
         Segment(**settings)
+
+
+@pytest.mark.parametrize("share", ["auto", 0.25, 0.0, 1])
+def test_the_share_of_the_tokens_survives_json(share):
+    plan = Plan(segments=(Segment(remat="full", offload="mlp", mlp_share=share),))
+    again = Plan.from_json(plan.to_json())
+    assert again == plan and again.hash == plan.hash
+    found = again.segments[0].mlp_share
+    assert found == share and type(found) is (str if share == "auto" else float)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The share of the CPU and the tokens that hide traffic, against brute force and by hand."""
 
 import functools
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from colossax.offload import (
     balanced_share,
     cpu_share,
     hiding_tokens,
+    kept_token_share,
     update_seconds,
 )
 
@@ -103,6 +105,58 @@ def test_the_nearest_measured_update_counts():
     r = Rates(**{**vars(r), "updates": (*r.updates, slow)})
     assert cpu_share(r, 14) > 0
     assert cpu_share(r, 9) == 0.0
+
+
+sizes = st.integers(0, 10**12)
+amounts = {
+    "bytes_per_s": st.integers(1, 10**12),
+    "layer_s": st.integers(0, 10),
+    "fixed_bytes": sizes,
+    "mlp_bytes": st.integers(1, 10**12),
+    "host_bytes": sizes,
+}
+
+
+@given(st.fixed_dictionaries(amounts))
+def test_as_many_tokens_are_kept_as_travel_and_fit(given):
+    """In exact numbers: one token more would do neither, unless it is all or none."""
+    share = Fraction(kept_token_share(**given))
+    assert 0 <= share <= 1
+    room = min(given["bytes_per_s"] * given["layer_s"], given["host_bytes"])
+    wanted = given["fixed_bytes"] + share * given["mlp_bytes"]
+    close = Fraction(given["mlp_bytes"], 2**50)
+    if share > 0:
+        assert wanted <= room + close
+    else:
+        assert given["fixed_bytes"] >= room - close
+    if share < 1:
+        assert wanted >= room - close
+
+
+@given(st.fixed_dictionaries(amounts), st.sampled_from(sorted(amounts)), st.integers(2, 100))
+def test_the_share_of_the_tokens_goes_with_what_allows_it(given, name, factor):
+    more = kept_token_share(**{**given, name: factor * given[name]})
+    now = kept_token_share(**given)
+    assert more >= now if name in ("bytes_per_s", "layer_s", "host_bytes") else more <= now
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, 0.5),  # 100 bytes travel: 40 are fixed, 60 of 120
+        ({"mlp_bytes": 60}, 1.0),
+        ({"mlp_bytes": 10}, 1.0),
+        ({"fixed_bytes": 100}, 0.0),
+        ({"fixed_bytes": 400}, 0.0),  # not even what is fixed travels in that time
+        ({"host_bytes": 70}, 0.25),
+        ({"host_bytes": 0}, 0.0),
+        ({"host_bytes": 1e18}, 0.5),
+        ({"layer_s": 0}, 0.0),
+    ],
+)
+def test_the_share_of_the_tokens_in_closed_form(settings, expected):
+    given = {"bytes_per_s": 50, "layer_s": 2, "fixed_bytes": 40, "mlp_bytes": 120, **settings}
+    assert kept_token_share(**given) == expected
 
 
 @pytest.mark.parametrize(

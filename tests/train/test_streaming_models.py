@@ -73,6 +73,7 @@ REMAT = {
     "activations": Segment(remat="attention", offload="activations"),
     "mlp": Segment(remat="attention", offload="mlp"),
     "half mlp": Segment(remat="full", offload="mlp+input", mlp_share=0.5),
+    "no mlp": Segment(remat="full", offload="mlp+input", mlp_share=0.0),
     "single": Segment(count=1, offload="activations+optimizer+parameters"),
 }
 LATER = ("full", "dots", "activations", "input")
