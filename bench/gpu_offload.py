@@ -15,6 +15,9 @@ adamw14b   14 B, half of the layers in host memory, state float32.
 adamw16b   16 B, half of the layers, state mixed (10 bytes).
 lomo65b    65 B in bfloat16 by SGD without momentum, updated during backward, half of the layers.
 peers      layers of 4 B and 14 B, fewer of them, wholly in device memory, the ordinary step.
+pipelined  losses of a small stack in host memory, without and with transfers that the compiler
+           moves across iterations (`plan.offload.pipelined`): whether they are the same. Only
+           where `--parts` names it.
 
 Models have Llama's form: heads of 128, 8 of keys and values, vocabulary 32000, rows of 4096 tokens,
 bf16 matmuls, every layer recomputed. Tokens count up in one fixed batch, so that they can be learnt
@@ -86,6 +89,8 @@ BARS = {
 }
 PUBLIC = "Elixir: 0.84 of in-memory throughput on one A100-40GB"
 PARTS = ("copies", "rates", "adamw4b", "peers", "adamw14b", "lomo65b", "adamw16b")
+KNOWN = (*PARTS, "pipelined")
+"""The last only where `--parts` names it: the others take ten minutes."""
 
 
 def main() -> int:
@@ -110,22 +115,22 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--parts", type=_parts, default=PARTS, help=",".join(PARTS))
+    parser.add_argument("--parts", type=_parts, default=PARTS, help=",".join(KNOWN))
     parser.add_argument("--out", type=Path, help="default: results/gpu_offload beside this script")
     parser.add_argument("--again", action="store_true", help="also parts that are complete")
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="of all parts together")
     parser.add_argument("--host-gib", type=float, default=HOST_GIB, help="that may be pinned")
     parser.add_argument("--tiny", action="store_true", help="toy sizes, any device")
     parser.add_argument("--aot", action="store_true", help="count bytes for an H200, run nothing")
-    parser.add_argument("--worker", choices=PARTS, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", choices=KNOWN, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def _parts(text: str) -> tuple[str, ...]:
     names = tuple(text.split(","))
     for name in names:
-        if name not in PARTS:
-            raise argparse.ArgumentTypeError(f"unknown part '{name}'; choose from {PARTS}")
+        if name not in KNOWN:
+            raise argparse.ArgumentTypeError(f"unknown part '{name}'; choose from {KNOWN}")
     return names
 
 
@@ -175,7 +180,7 @@ def _run_parts(arguments: argparse.Namespace, out: Path) -> int:
             failed += 1
             common.write_json(path, {"part": part, **_read(path), "failed": problem})
             print(f"{part}: {problem}", flush=True)
-    found = {part: _read(out / f"{part}.json") for part in PARTS}
+    found = {part: _read(out / f"{part}.json") for part in KNOWN}
     found = {part: facts for part, facts in found.items() if facts}
     result = {
         "benchmark": "gpu_offload",
@@ -259,6 +264,8 @@ def _measure(part: str, fragment: Fragment, arguments: argparse.Namespace) -> No
         offload_copies.measure(fragment, arguments.tiny)
     elif part == "rates":
         _rates(fragment, arguments.tiny)
+    elif part == "pipelined":
+        _pipelined(fragment, arguments.tiny)
     elif part == "peers":
         _peers(fragment, arguments.tiny)
     else:
@@ -294,6 +301,20 @@ def _rates(fragment: Fragment, tiny: bool) -> None:
         hiding_tokens={name: hiding_tokens(found, size) for name, size in moved.items()},
     )
     print(f"rates: matmul {found.matmul_flops_per_s / 1e12:.0f} TFLOP/s", flush=True)
+
+
+def _pipelined(fragment: Fragment, tiny: bool) -> None:
+    """The test that `colossax bench offload` runs on a GPU."""
+    import jax
+
+    from colossax.train.loss_equality import MODEL, STEPS, TOLERANCE, check_pipelined
+
+    device = jax.devices()[0]
+    small = dataclasses.replace(MODEL, embed=32, layers=2, heads=2, kv_heads=2, mlp=48, max_seq=16)
+    found = check_pipelined(device, model=small if tiny else MODEL, steps=3 if tiny else STEPS)
+    facts = dataclasses.asdict(found)
+    fragment.add(device=device.device_kind, test=facts, tolerance=TOLERANCE)
+    print(f"pipelined: {'passed' if found.passed else 'FAILED'}, {found.shown}", flush=True)
 
 
 def _offloaded(part: str, fragment: Fragment, arguments: argparse.Namespace) -> None:
@@ -453,7 +474,7 @@ def _peers(fragment: Fragment, tiny: bool) -> None:
 
 def verdicts(parts: dict[str, Any]) -> list[dict[str, Any]]:
     """Each bar with what was found; `met` is None where nothing was."""
-    return [*_of_copies(parts.get("copies", {})), *_of_runs(parts)]
+    return [*_of_copies(parts.get("copies", {})), *_of_pipelined(parts), *_of_runs(parts)]
 
 
 def _verdict(bar: str, found: float | None, wanted: float, met: bool | None) -> dict[str, Any]:
@@ -472,6 +493,14 @@ def _of_copies(facts: dict[str, Any]) -> list[dict[str, Any]]:
         _verdict(bar, share, wanted, share >= wanted and loop["right"]),
         _verdict("loop's bytes moved by copy engines", moved, True, moved),
     ]
+
+
+def _of_pipelined(parts: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    facts = parts.get("pipelined", {})
+    if "test" in facts:
+        found = facts["test"]
+        bar = "pipelined transfers: losses off those without"
+        yield _verdict(bar, found["largest_difference"], facts["tolerance"], found["passed"])
 
 
 def _of_runs(parts: dict[str, Any]) -> Iterator[dict[str, Any]]:

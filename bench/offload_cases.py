@@ -24,7 +24,7 @@ ASSUMED = {
 }
 """What planned times are made of: a direction of PCIe, executed FLOP/s, pinning of host memory, a
 process up to JAX's devices, one compilation."""
-FIXED_S = {"copies": 40.0, "rates": 30.0}
+FIXED_S = {"copies": 40.0, "rates": 30.0, "pipelined": 120.0}
 TINY = {"vocab": 256, "embed": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "mlp": 96}
 TINY_SEQ, TINY_LAYERS, TINY_PEERS = 32, 4, (1, 3)
 

@@ -8,8 +8,8 @@ NAMES = {
     "colossax": "Plan attention boost constrain fit_offload linear preset use",
     "colossax.config": (
         "AttentionConfig BatchConfig BoundPlan FrozenDict HOST_KINDS LOGICAL_DIMS LossConfig "
-        "MESH_AXES MeshAxis OffloadConfig PRESETS Plan Precision RING_AXES Rules SAVEABLE "
-        "SEQUENCE_AXES SHARES Segment bind cache_folder from_json nearest preset to_json"
+        "MESH_AXES MeshAxis OffloadConfig PIPELINED_OPTION PRESETS Plan Precision RING_AXES Rules "
+        "SAVEABLE SEQUENCE_AXES SHARES Segment bind cache_folder from_json nearest preset to_json"
     ),
     "colossax.pallas.attention": (
         "Mask attend_block attend_cache attention block_gradients block_implementation dense "
@@ -29,7 +29,7 @@ NAMES = {
         "ring_attention_local ring_self_attention_local ulysses_local zigzag_order"
     ),
     "colossax.offload": (
-        "Demand GB Kind Placement Rates Run Setting Stacks Stream Update UpdateRate "
+        "Demand GB Kind PipelinedTest Placement Rates Run Setting Stacks Stream Update UpdateRate "
         "balanced_share build_stack check_host_bytes cpu_device cpu_rows cpu_share current_stream "
         "default_host_bytes device_budget device_memory fetch free_host_bytes hiding_tokens "
         "host_budget host_shares kept_token_share load_rates measure_rates new_stack on_host place "

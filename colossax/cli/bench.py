@@ -30,7 +30,8 @@ DESCRIPTION = {
         "machine, checked against float64 and then timed by turns, beside a matmul and a copy of\n"
         "the same run. A CPU takes smaller shapes, in float32.\n"
         "offload: copies between host and device memory, optimizer updates on CPU and device, and\n"
-        "a matmul; kept in the cache folder, for plans that put states in host memory."
+        "a matmul; on a GPU, whether pipelined transfers change losses; kept in the cache folder,\n"
+        "for plans that put states in host memory."
     )
 }
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import optax
 from jaxtyping import Array
 
@@ -22,6 +23,7 @@ from colossax.offload import (
     update_seconds,
 )
 from colossax.optim import DimsOptimizer, adamw, sgd
+from colossax.train.loss_equality import check_pipelined
 
 BILLION = 1e9
 
@@ -48,6 +50,8 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"--only '{args.only}': it chooses among kernels; leave it out")
     with standard_output(protected=False) as out:
         rates = measure_rates(updates())
+        if rates.platform == "gpu":
+            rates = dataclasses.replace(rates, pipelined=check_pipelined(jax.local_devices()[0]))
         path = save_rates(rates, args.out)
         rows = [_row(rates, update.bytes_per_direction) for update in rates.updates]
         text = _as_json(rates, rows, path) if args.json else "\n".join(_table(rates, rows, path))
@@ -135,4 +139,7 @@ def _table(rates: Rates, rows: list[_Row], path: Path) -> Iterator[str]:
         "bytes: each way per parameter; s per 1e9: parameters in host memory, with the CPU's share;"
         "\ntokens: per device and step, from which computing hides the traffic"
     )
+    if rates.pipelined is not None:
+        verdict = "may be used" if rates.pipelined.passed else "stay off"
+        yield f"pipelined transfers {verdict}: with and without them {rates.pipelined.shown}"
     yield f"written to {path}"

@@ -13,6 +13,7 @@ from .frozen import from_json as from_json
 from .frozen import nearest as nearest
 from .frozen import to_json as to_json
 from .offload import HOST_KINDS as HOST_KINDS
+from .offload import PIPELINED_OPTION as PIPELINED_OPTION
 from .offload import SHARES as SHARES
 from .offload import OffloadConfig as OffloadConfig
 from .plan import SAVEABLE as SAVEABLE

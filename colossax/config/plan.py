@@ -20,7 +20,7 @@ from colossax.config.frozen import (
     non_default_json,
     to_json,
 )
-from colossax.config.offload import HOST_KINDS, SHARES, OffloadConfig
+from colossax.config.offload import HOST_KINDS, PIPELINED_OPTION, SHARES, OffloadConfig
 from colossax.config.rules import Rules
 from colossax.errors import PlanError
 
@@ -289,6 +289,11 @@ class Plan:
         if sum(s.count == -1 for s in self.segments) > 1 or not self.segments:
             raise PlanError(
                 "plan.segments: at most one segment may have count -1, at least one is needed"
+            )
+        if self.offload.pipelined == "auto" and PIPELINED_OPTION in self.compiler_options:
+            raise PlanError(
+                f"plan.compiler_options: sets {PIPELINED_OPTION}, and plan.offload.pipelined 'auto'"
+                " decides on it; drop one of them"
             )
 
     def mesh_sizes(self, devices: int) -> dict[str, int]:

@@ -23,6 +23,7 @@ from .memory import on_host as on_host
 from .memory import store as store
 from .placement import resolved_segments as resolved_segments
 from .placement import segment_counts as segment_counts
+from .rates import PipelinedTest as PipelinedTest
 from .rates import Rates as Rates
 from .rates import Setting as Setting
 from .rates import Update as Update

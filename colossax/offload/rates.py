@@ -42,6 +42,31 @@ class UpdateRate:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class PipelinedTest:
+    """Losses with and without pipelined transfers; see `plan.offload.pipelined`.
+
+    Attributes:
+        jaxlib: Version whose compiler was tested.
+        losses: How many were compared.
+        largest_difference: Relative, of any of them; 0 where all bits are the same, None where one
+            is not finite.
+        passed: Whether it is small enough.
+    """
+
+    jaxlib: str
+    losses: int
+    largest_difference: float | None
+    passed: bool
+
+    @property
+    def shown(self) -> str:
+        """For people."""
+        if self.largest_difference is None:
+            return f"of {self.losses} losses not all are finite"
+        return f"{self.losses} losses differ by {self.largest_difference:.2g} of them at most"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Rates:
     """What a machine with one kind of device does.
 
@@ -54,6 +79,7 @@ class Rates:
         both_ways_bytes_per_s: Each way, while as many bytes move the other.
         matmul_flops_per_s: A large matmul alone: bfloat16, on a CPU float32.
         updates: At least one.
+        pipelined: None where it was not tested.
     """
 
     device_kind: str
@@ -64,6 +90,7 @@ class Rates:
     both_ways_bytes_per_s: float
     matmul_flops_per_s: float
     updates: tuple[UpdateRate, ...]
+    pipelined: PipelinedTest | None = None
 
     def __post_init__(self):
         _check_positive(self, "rates")

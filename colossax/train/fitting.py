@@ -360,6 +360,7 @@ def _key(plan: Plan, trial: _Trial, budget: Budget, target: Target | None) -> st
     facts = {
         "program": trial.lowered.as_text(),
         "plan": to_json(placeless.replace(offload=unbudgeted)),
+        "options": compiler_options(trial.step.bound),
         "devices": target.name if target is not None else device.device_kind,
         "memory": device_memory(device, target),
         "device_bytes": budget.device_bytes,

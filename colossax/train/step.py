@@ -44,6 +44,7 @@ from colossax.train.gradients import (
 )
 from colossax.train.loss import Loss
 from colossax.train.mlp_share import MLP_SHARE, wants_mlp_share, with_mlp_share
+from colossax.train.pipelined import PIPELINED, with_pipelined
 from colossax.train.streaming import Pending, Streaming, check_streamable
 from colossax.typing import Batch, Dims, Metrics, ParamInfo, TrainState
 
@@ -555,8 +556,11 @@ def build_step(
     **options: Any,
 ) -> Step:
     """The step of `boost` without a state: for restoring one, or compiling ahead."""
-    plan, line = with_cpu_share(plan, optimizer, jax.devices() if devices is None else devices)
-    decided = {} if line is None else {CPU_UPDATE: line}
+    first = (jax.devices() if devices is None else devices)[0]
+    plan, line = with_cpu_share(plan, optimizer, [first])
+    plan, pipelined = with_pipelined(plan, first.platform, first.device_kind)
+    decided = {CPU_UPDATE: line, PIPELINED: pipelined}
+    decided = {setting: line for setting, line in decided.items() if line is not None}
     bound = plan.bind(devices)
     with use(bound):
         spec = describe(make_model)

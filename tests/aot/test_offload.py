@@ -17,8 +17,17 @@ from colossax.aot import (
     parse_target,
     sync_transfers_in_loops,
     target_devices,
+    transfers,
 )
-from colossax.config import BatchConfig, LossConfig, OffloadConfig, Plan, Precision, Segment
+from colossax.config import (
+    PIPELINED_OPTION,
+    BatchConfig,
+    LossConfig,
+    OffloadConfig,
+    Plan,
+    Precision,
+    Segment,
+)
 from colossax.models import LlamaConfig
 from colossax.pallas.target import target as pallas_target
 from colossax.train.config import DataConfig, OptimizerConfig, TrainConfig
@@ -246,3 +255,37 @@ def test_seventy_billion_parameters_fit_one_gpu():
         optimizer=SGD,
     )
     assert device <= 140
+
+
+@functools.cache
+def loops_of_activations(*, pipelined):
+    """Transfers of a step whose layers' inputs alone are in host memory."""
+    config = Case(None).config
+    plan = config.plan.replace(offload=OffloadConfig(activations=1.0))
+    target = parse_target("h200:1x1")
+    with pallas_target("gpu", compute_capability=target.gpu.compute_capability):
+        step = run_step(config.replace(plan=plan), target_devices(target))
+        lowered = step.jitted.lower(step.abstract, step.abstract_batch(batch_shapes(config)))
+    program = compile_program(lowered, options={PIPELINED_OPTION: True} if pipelined else None)
+    return {
+        direction: [one for one in transfers(program.hlo) if one.direction == direction]
+        for direction in ("to_device", "to_host")
+    }
+
+
+def test_pipelined_transfers_move_across_iterations():
+    """The same bytes. One execution of each leaves its loop; a fetch then runs beside the matmuls
+    of the layer before its own, a store at the start of the next iteration beside none."""
+    off, on = (loops_of_activations(pipelined=each) for each in (False, True))
+    for direction in off:
+        (plain,), moved = off[direction], sorted(on[direction], key=lambda one: one.times)
+        assert (plain.times, plain.in_loop) == (LAYERS, True)
+        assert [(one.times, one.in_loop) for one in moved] == [(1, False), (LAYERS - 1, True)]
+        assert {one.bytes for one in moved} == {plain.bytes}
+        assert all(one.asynchronous for one in (plain, *moved))
+    matmuls = {
+        direction: (off[direction][0].matmuls, max(one.matmuls for one in on[direction]))
+        for direction in off
+    }
+    assert matmuls["to_device"][1] > matmuls["to_device"][0] >= 1
+    assert matmuls["to_host"][0] > matmuls["to_host"][1] == 0

@@ -89,6 +89,16 @@ def test_rates_are_kept(tmp_path, bare):
     assert len(found["hiding_tokens"]) == len(found["rates"]["updates"])
 
 
+@pytest.mark.slow
+def test_pipelined_transfers_are_tested(tmp_path, bare, bench):
+    """On a CPU the option changes nothing."""
+    found = in_parts("pipelined", tmp_path, bare)
+    assert found["test"]["losses"] == 6
+    assert found["test"]["largest_difference"] == 0
+    (verdict,) = bench._of_pipelined({"pipelined": found})
+    assert verdict["met"] and verdict["wanted"] == 1e-6
+
+
 def test_a_complete_part_is_left_out_and_a_broken_one_is_not(tmp_path, bench, monkeypatch, capsys):
     ran = []
     monkeypatch.setattr(bench, "_run_part", lambda part, *_: ran.append(part))

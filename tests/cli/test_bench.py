@@ -8,10 +8,11 @@ import sys
 import jax
 import pytest
 
-from colossax.cli import main
+from colossax.cli import bench_offload, main
 from colossax.cli.bench_offload import updates
 from colossax.offload import rates
 from colossax.pallas.bench import Effort
+from colossax.train.loss_equality import compared
 
 
 def test_kernels_are_measured_and_written(tmp_path, capsys):
@@ -69,6 +70,25 @@ def test_offload_says_the_same_as_json(quick, capsys):
         per_s = found["rates"]["both_ways_bytes_per_s"]
         tokens = moved * found["rates"]["matmul_flops_per_s"] / (8 * per_s)
         assert row["hiding_tokens"] == pytest.approx(tokens)
+
+
+def test_pipelined_transfers_are_tested_on_a_gpu(quick, monkeypatch, capsys):
+    """And on nothing else."""
+    verdict = compared([1.0, 0.5], [1.0, 0.6])
+    measure = bench_offload.measure_rates
+    monkeypatch.setattr(bench_offload, "check_pipelined", lambda device: verdict)
+    assert main(["bench", "offload"]) == 0
+    assert "pipelined transfers" not in capsys.readouterr().out
+    assert rates.load_rates("cpu").pipelined is None
+    monkeypatch.setattr(
+        bench_offload,
+        "measure_rates",
+        lambda updates: dataclasses.replace(measure(updates), platform="gpu"),
+    )
+    assert main(["bench", "offload"]) == 0
+    assert rates.load_rates("cpu").pipelined == verdict
+    said = "pipelined transfers stay off: with and without them 2 losses differ by 0.2 of them"
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("update", updates(), ids=lambda update: update.name)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossax.config import HOST_KINDS, OffloadConfig, Plan, Segment
+from colossax.config import HOST_KINDS, PIPELINED_OPTION, OffloadConfig, Plan, Segment
 from colossax.config.offload import CLIPPING
 from colossax.errors import PlanError
 
@@ -70,6 +70,7 @@ def test_text_that_says_something_else_is_refused(text, message):
         ({"device_gb": 0.0}, "offload.device_gb: found 0.0; give gigabytes above 0"),
         ({"host_gb": float("inf")}, "offload.host_gb: found inf"),
         ({"clipping": "stacks"}, "clipping: unknown 'stacks'; did you mean 'stack'"),
+        ({"pipelined": "yes"}, "offload.pipelined: unknown 'yes'; known: auto, off"),
         ({"auto": True, "optimizer": 1.0}, "'auto' finds the shares, and some are given as well"),
     ],
 )
@@ -99,6 +100,19 @@ def test_settings_that_cannot_be_are_refused(settings, message):
 def test_segments_that_cannot_be_are_refused(settings, message):
     with pytest.raises(PlanError, match=message):
         Segment(**settings)
+
+
+def test_who_sets_the_compilers_option_decides_on_it_alone():
+    options = {PIPELINED_OPTION: False}
+    with pytest.raises(PlanError, match="pipelined 'auto' decides on it; drop one of them"):
+        Plan(offload=OffloadConfig(pipelined="auto"), compiler_options=options)
+    assert dict(Plan(compiler_options=options).compiler_options) == options
+
+
+def test_pipelined_survives_json_and_off_does_not_change_the_hash():
+    plan = Plan(offload=OffloadConfig(pipelined="auto"))
+    assert Plan.from_json(plan.to_json()) == plan
+    assert plan.hash != Plan().hash == Plan(offload=OffloadConfig(pipelined="off")).hash
 
 
 @pytest.mark.parametrize("share", ["auto", 0.25, 0.0, 1])

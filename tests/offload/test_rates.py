@@ -1,6 +1,7 @@
 """Rates: measured in the right units, kept, found again, and refused when damaged."""
 
 import dataclasses
+import json
 import re
 import time
 
@@ -10,6 +11,7 @@ import pytest
 
 from colossax.errors import InputError
 from colossax.offload import (
+    PipelinedTest,
     Rates,
     Setting,
     Update,
@@ -123,6 +125,22 @@ def test_a_copy_moves_its_bytes(devices):
         moved = jax.device_put(source, module._memory(devices[0], other))
         assert moved.sharding.memory_kind == other
         assert moved.unsafe_buffer_pointer() != source.unsafe_buffer_pointer()
+
+
+TESTED = PipelinedTest(jaxlib="0.10.2", losses=40, largest_difference=1e-8, passed=True)
+
+
+@pytest.mark.parametrize(
+    "tested", [TESTED, dataclasses.replace(TESTED, largest_difference=None, passed=False)]
+)
+def test_the_verdict_on_pipelined_transfers_is_kept_with_rates(tested):
+    rates = dataclasses.replace(RATES, pipelined=tested)
+    path = save_rates(rates)
+    assert load_rates("NVIDIA H200") == rates
+    found = json.loads(path.read_text())
+    del found["pipelined"]
+    path.write_text(json.dumps(found))
+    assert load_rates("NVIDIA H200") == RATES, "as files without a verdict are read"
 
 
 def test_rates_are_found_again_by_kind_of_device(cache):
