@@ -209,9 +209,9 @@ def test_two_lines_are_one_note():
     assert [line.startswith(start) for line, start in zip(lines, starts, strict=True)] == [True] * 2
 
 
-def test_a_cpu_update_given_by_hand_is_still_checked_beside_it():
+def test_a_cpu_update_given_by_hand_is_checked_beside_what_was_decided():
     with pytest.raises(PlanError, match="found 0.5, and no layer has parameters and optimizer"):
-        built(plan_of(offload=OffloadConfig(cpu_update=0.5)))
+        built(plan_of(offload=OffloadConfig(cpu_update=0.5, pipelined="auto")))
 
 
 def test_without_a_batch_it_is_refused():

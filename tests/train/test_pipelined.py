@@ -148,18 +148,18 @@ def test_the_same_program_passes_bit_for_bit():
 
 
 def test_a_program_that_computes_otherwise_fails(monkeypatch):
-    """Where the option is on, the learning rate is a thousandth higher."""
+    """Where the option is on, the learning rate is a hundredth higher."""
     build = loss_equality.build_step
 
     def other(make_model, optimizer, loss, plan, **settings):
         if PIPELINED_OPTION in plan.compiler_options:
-            optimizer = loss_equality.adamw(1.001e-3)
+            optimizer = loss_equality.adamw(1.01e-3)
         return build(make_model, optimizer, loss, plan, **settings)
 
     monkeypatch.setattr(loss_equality, "build_step", other)
     found = check_pipelined(jax.devices()[0], model=SMALL, steps=3)
     assert not found.passed
-    assert 1e-6 < found.largest_difference < 1e-2
+    assert 1e-5 < found.largest_difference < 1e-2
 
 
 def test_what_is_tested_has_layers_in_host_memory():
