@@ -72,6 +72,10 @@ def test_where_every_layer_is_on_disk_its_file_holds_the_whole_state(tmp_path):
     state, step = started(on_disk(ALL), adamw(1e-3), disk=tmp_path)
     state, losses = losses_of(state, step)
     assert step.disk.latest() == len(losses)
+    cost = step.disk.cost()
+    assert cost.file_bytes == step.disk.path.stat().st_size
+    assert cost.layers == len(state["params"]["layers"]["segments"][0]["attn"]["q"]["w"])
+    assert 2 * cost.read_bytes < cost.file_bytes < 2.2 * cost.read_bytes
     held = step.disk.restore()
     for (path, wanted), found in zip(
         jax.tree_util.tree_flatten_with_path(state)[0], jax.tree.leaves(held), strict=True
