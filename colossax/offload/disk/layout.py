@@ -56,7 +56,7 @@ class RecordLayout:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one record of one epoch in a file: its payload, and a block that describes it."""
+        """Bytes of one record of one epoch in a file: a block that describes it, its payload."""
         return BLOCK_BYTES + self.payload_bytes
 
     def views(self, payload: np.ndarray) -> dict[str, np.ndarray]:
