@@ -128,8 +128,8 @@ def place(demand: Demand, *, device_bytes: int, host_bytes: int) -> Placement:
     raise PlanError(
         f"plan.offload.host_gb: {gb_up(least - host_bytes)} GB are missing: with"
         f" {gb_down(device_bytes)} GB of each device in use, {gb_up(least)} GB for each of them"
-        f" stay in host memory and {gb_down(host_bytes)} GB are given; give host_gb {gb_up(least)}, or"
-        f" device_gb {gb_up(enough)}, or use more devices"
+        f" stay in host memory and {gb_down(host_bytes)} GB are given; give host_gb"
+        f" {gb_up(least)}, or device_gb {gb_up(enough)}, or use more devices"
     )
 
 
