@@ -1,5 +1,6 @@
 """One session on eight host devices, annotations enforced, warnings as errors."""
 
+import collections
 import importlib.metadata
 import os
 
@@ -36,3 +37,26 @@ def devices():
     found = jax.devices()
     assert len(found) == 8, "tests need eight host devices; XLA_FLAGS was set elsewhere"
     return found
+
+
+def pytest_addoption(parser):
+    """Options of this project's tests."""
+    parser.addoption(
+        "--every",
+        type=int,
+        default=1,
+        metavar="N",
+        help="of each parametrised test, run the first case and every Nth after it",
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave out cases as `--every` says."""
+    seen, kept, left_out = collections.Counter(), [], []
+    for item in items:
+        test = (item.path, item.cls, getattr(item, "originalname", item.name))
+        (left_out if seen[test] % config.getoption("--every") else kept).append(item)
+        seen[test] += 1
+    if left_out:
+        items[:] = kept
+        config.hook.pytest_deselected(items=left_out)

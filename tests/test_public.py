@@ -30,11 +30,11 @@ NAMES = {
     ),
     "colossax.offload": (
         "Demand GB Kind PipelinedTest Placement Rates Run Setting Stacks Stream Update UpdateRate "
-        "balanced_share build_stack check_host_bytes cpu_device cpu_rows cpu_share current_stream "
-        "default_host_bytes device_budget device_memory fetch free_host_bytes hiding_tokens "
-        "host_budget host_shares kept_token_share load_rates measure_rates new_stack on_host place "
-        "rates_path recording_kept resolved_segments run_streamed save_rates segment_counts "
-        "split_update store streaming update_seconds working_set_bytes"
+        "balanced_share build_stack check_host_bytes cpu_device cpu_share current_stream "
+        "default_host_bytes device_budget device_memory fetch free_host_bytes gb_down gb_up "
+        "hiding_tokens host_budget host_shares kept_token_share load_rates measure_rates new_stack "
+        "on_host place rates_path recording_kept resolved_segments run_streamed save_rates "
+        "segment_counts store streaming update_seconds working_set_bytes"
     ),
     "colossax.data": (
         "BatchLoader Corpus Documents RowSource Rows Split SyntheticRows Tokenizer "
@@ -44,7 +44,7 @@ NAMES = {
     "colossax.checkpoint": (
         "ArraySlot Checkpointer LayerSource RecordReader RecordWriter find_checkpoint slot_of"
     ),
-    "colossax.offload.disk": "RecordLayout RecordStore disk_bytes",
+    "colossax.offload.disk": "RING RecordLayout RecordStore disk_bytes",
     "colossax.optim": (
         "adamw constant decay_mask decays inverse_sqrt is_layerwise lamb lars layerwise linear "
         "sgd stochastic_round warmup_cosine wsd"

@@ -137,6 +137,7 @@ def describe(one: Inspection) -> str:
         ),
         f"host memory: {memory.host_bytes / _GIB:.2f} GiB",
         *(_host_traffic(one.host_traffic) if one.host_traffic else []),
+        *_later(one),
         "largest temporaries:",
         *_columns(
             [
@@ -265,6 +266,23 @@ def _host_traffic(found: HostTraffic) -> list[str]:
         *_columns(rows),
         f"hidden by {hidden} tokens per step of all devices ({HIDING_FORMULA})",
     ]
+
+
+def _later(one: Inspection) -> list[str]:
+    """What is done once the step's program has ended."""
+    rows = []
+    if one.disk is not None:
+        disk, moved = one.disk, f"{one.disk.read_bytes / _GB:.3f} GB"
+        rows += [
+            f"disk: {disk.file_bytes / _GIB:.2f} GiB in one file for {disk.layers} layers,"
+            f" {moved} read and {moved} written per step,"
+            f" through {disk.memory_bytes / _GIB:.2f} GiB more of host memory"
+        ]
+    if one.cpu_layers:
+        rows.append(f"the CPU updates {one.cpu_layers} layers")
+    if rows:
+        rows.append("these layers are updated after the program above: no computing hides that")
+    return rows
 
 
 def _host_seconds(found: HostTraffic, direction: str) -> str:

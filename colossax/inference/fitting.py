@@ -10,7 +10,14 @@ import jax
 from colossax.config import Plan
 from colossax.errors import PlanError
 from colossax.inference.generator import Generator
-from colossax.offload import GB, Agree, device_budget, device_memory, host_budget
+from colossax.offload import (
+    Agree,
+    device_budget,
+    device_memory,
+    gb_down,
+    gb_up,
+    host_budget,
+)
 
 MAX_COMPILES = 3
 
@@ -42,8 +49,8 @@ class Fitted:
         """For people."""
         return (
             f"plan.offload auto: {self.resident} of {self.layers} layers stay on the device;"
-            f" {_gb_up(self.device_bytes)} GB of a device,"
-            f" {_gb_up(self.host_bytes)} GB of the host for each"
+            f" {gb_up(self.device_bytes)} GB of a device,"
+            f" {gb_up(self.host_bytes)} GB of the host for each"
         )
 
 
@@ -80,8 +87,8 @@ def fit_layers(
     base = needs = everything.needs()
     if needs.device_bytes > budget:
         raise PlanError(
-            f"plan.offload.device_gb: {_gb(budget)} GB may be used, and a device needs"
-            f" {_gb_up(needs.device_bytes)} GB to generate even with every layer in host memory;"
+            f"plan.offload.device_gb: {gb_down(budget)} GB may be used, and a device needs"
+            f" {gb_up(needs.device_bytes)} GB to generate even with every layer in host memory;"
             " give that much, use more devices, or ask for fewer tokens, which need less cache"
         )
     found, compiles, resident = base, 1, 0
@@ -196,17 +203,8 @@ def _check_host_bytes(host_bytes: int, budget: int, device_bytes: int, layer_byt
         return
     missing = math.ceil((host_bytes - budget) / layer_bytes) * layer_bytes
     raise PlanError(
-        f"plan.offload.host_gb: {_gb(budget)} GB of the host may be used for each device, and"
-        f" {_gb_up(host_bytes)} GB stay there when {_gb(device_bytes)} GB of a device are in use;"
-        f" give host_gb {_gb_up(host_bytes)}, or device_gb {_gb_up(device_bytes + missing)}, or"
+        f"plan.offload.host_gb: {gb_down(budget)} GB of the host may be used for each device, and"
+        f" {gb_up(host_bytes)} GB stay there when {gb_down(device_bytes)} GB of a device are in"
+        f" use; give host_gb {gb_up(host_bytes)}, or device_gb {gb_up(device_bytes + missing)}, or"
         " use more devices"
     )
-
-
-def _gb(size: int | float) -> str:
-    return f"{math.floor(size / GB * 1000) / 1000:.3f}"
-
-
-def _gb_up(size: int | float) -> str:
-    """Never less than the size."""
-    return f"{math.ceil(size / GB * 1000) / 1000:.3f}"

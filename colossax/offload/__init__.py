@@ -7,11 +7,11 @@ from .budget import Placement as Placement
 from .budget import check_host_bytes as check_host_bytes
 from .budget import default_host_bytes as default_host_bytes
 from .budget import free_host_bytes as free_host_bytes
+from .budget import gb_down as gb_down
+from .budget import gb_up as gb_up
 from .budget import host_shares as host_shares
 from .budget import place as place
 from .budget import working_set_bytes as working_set_bytes
-from .cpu_update import cpu_rows as cpu_rows
-from .cpu_update import split_update as split_update
 from .limits import Agree as Agree
 from .limits import device_budget as device_budget
 from .limits import device_memory as device_memory

@@ -113,8 +113,8 @@ def place(demand: Demand, *, device_bytes: int, host_bytes: int) -> Placement:
     """
     if demand.device_bytes > device_bytes:
         raise PlanError(
-            f"plan.offload.device_gb: {_gb(device_bytes)} GB are given, and a device needs"
-            f" {_gb_up(demand.device_bytes)} GB even with every layer in host memory; give that"
+            f"plan.offload.device_gb: {gb_down(device_bytes)} GB are given, and a device needs"
+            f" {gb_up(demand.device_bytes)} GB even with every layer in host memory; give that"
             " much, or make the step smaller: fewer tokens at a time (plan.batch), or more chunks"
             " of the vocabulary (plan.loss.vocab_chunks)"
         )
@@ -126,10 +126,10 @@ def place(demand: Demand, *, device_bytes: int, host_bytes: int) -> Placement:
     most = max(kind.layer_bytes for kind in demand.kinds)
     enough = demand.device_bytes + demand.host_bytes - host_bytes + most
     raise PlanError(
-        f"plan.offload.host_gb: {_gb_up(least - host_bytes)} GB are missing: with"
-        f" {_gb(device_bytes)} GB of each device in use, {_gb_up(least)} GB for each of them stay"
-        f" in host memory and {_gb(host_bytes)} GB are given; give host_gb {_gb_up(least)}, or"
-        f" device_gb {_gb_up(enough)}, or use more devices"
+        f"plan.offload.host_gb: {gb_up(least - host_bytes)} GB are missing: with"
+        f" {gb_down(device_bytes)} GB of each device in use, {gb_up(least)} GB for each of them"
+        f" stay in host memory and {gb_down(host_bytes)} GB are given; give host_gb"
+        f" {gb_up(least)}, or device_gb {gb_up(enough)}, or use more devices"
     )
 
 
@@ -227,16 +227,17 @@ def check_host_bytes(wanted: int, free: int, devices: int) -> None:
     """
     if wanted * devices > free:
         raise PlanError(
-            f"plan.offload.host_gb: {_gb_up(wanted)} GB for each of {devices} device(s) of this"
-            f" host, which has {_gb(free)} GB of free memory; give {_gb(free // devices)} or less,"
-            " or end what else uses it"
+            f"plan.offload.host_gb: {gb_up(wanted)} GB for each of {devices} device(s) of this"
+            f" host, which has {gb_down(free)} GB of free memory; give"
+            f" {gb_down(free // devices)} or less, or end what else uses it"
         )
 
 
-def _gb(size: int | float) -> str:
+def gb_down(size: int | float) -> str:
+    """Bytes for people, to the megabyte; never more than the size."""
     return f"{math.floor(size / GB * 1000) / 1000:.3f}"
 
 
-def _gb_up(size: int | float) -> str:
-    """Never less than the size."""
+def gb_up(size: int | float) -> str:
+    """Likewise, never less than the size."""
     return f"{math.ceil(size / GB * 1000) / 1000:.3f}"

@@ -4,6 +4,7 @@ A record holds a layer's parameters and optimizer state, so that what the last c
 holds is the whole training state where every layer is on disk: an epoch is a step.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,7 +18,7 @@ from jax.sharding import NamedSharding
 from colossax.checkpoint import LayerSource
 from colossax.errors import DamagedStoreError, OffloadError, PlanError
 from colossax.offload import fetch, new_stack, store
-from colossax.offload.disk import RecordLayout, RecordStore
+from colossax.offload.disk import RING, RecordLayout, RecordStore, disk_bytes
 from colossax.train.parts import Update
 from colossax.train.streaming import Pending, Streaming
 from colossax.typing import TrainState
@@ -26,6 +27,23 @@ FILE = "layers.state"
 """Name of the file in its folder."""
 
 Rows = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DiskCost:
+    """What layers on disk take; nothing of it is hidden, as it comes after a step's program.
+
+    Attributes:
+        layers: How many of them.
+        file_bytes: Of two epochs.
+        read_bytes: Per step; as many are written.
+        memory_bytes: Of the host, for the records on their way.
+    """
+
+    layers: int
+    file_bytes: int
+    read_bytes: int
+    memory_bytes: int
 
 
 class DiskTier:
@@ -80,6 +98,16 @@ class DiskTier:
         self._fetch = jax.jit(functools.partial(fetch, stacked=self.part.stacked))
         self._store = jax.jit(functools.partial(store, stacked=self.part.stacked), donate_argnums=0)
         self._update = jax.jit(self._update_row, donate_argnums=0)
+
+    def cost(self) -> DiskCost:
+        """Bytes of the file and of a step, before there is any."""
+        layers, slot_bytes = self.part.count, self.layout.slot_bytes
+        return DiskCost(
+            layers=layers,
+            file_bytes=disk_bytes(self.layout, layers, tail_bytes=max(self._tail_bytes(), 1)),
+            read_bytes=layers * slot_bytes,
+            memory_bytes=RING * slot_bytes,
+        )
 
     # Between states and records
 

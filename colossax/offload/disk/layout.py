@@ -54,6 +54,11 @@ class RecordLayout:
         """Bytes of one record, every array padded to whole blocks."""
         return sum(in_blocks(math.prod(s) * d.itemsize) for s, d in self.arrays.values())
 
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one record of one epoch in a file: a block that describes it, its payload."""
+        return BLOCK_BYTES + self.payload_bytes
+
     def views(self, payload: np.ndarray) -> dict[str, np.ndarray]:
         """The arrays within a payload, uint8[payload_bytes], by name; nothing is copied."""
         offsets = self.offsets()

@@ -31,8 +31,7 @@ class Places:
     @classmethod
     def of(cls, start: int, records: int, tail_bytes: int, layout: RecordLayout) -> "Places":
         """Places for so many records of a layout."""
-        slot_bytes = BLOCK_BYTES + layout.payload_bytes
-        return cls(start, records, CommitBlock.room_bytes(tail_bytes), slot_bytes)
+        return cls(start, records, CommitBlock.room_bytes(tail_bytes), layout.slot_bytes)
 
     def commit(self, epoch: int) -> int:
         """Where an epoch's commit lies."""
@@ -60,7 +59,7 @@ class SlotBuffer:
 
     def __init__(self, layout: RecordLayout) -> None:
         self.layout = layout
-        self.slot = aligned_buffer(BLOCK_BYTES + layout.payload_bytes)
+        self.slot = aligned_buffer(layout.slot_bytes)
         self.payload = self.slot[BLOCK_BYTES:]
         self.arrays = layout.views(self.payload)
         self._results: Mapping[str, Any] = {}
