@@ -422,6 +422,7 @@ class _Job:
                 for i, x in zip(part.trained, stacks[name].params, strict=True):
                     leaves[i] = x
             stream = Stream(stacks=stacks, changing=changing, tap=tap, scalars=scalars, visit=visit)
+            streams.append(stream)
             params = jax.tree.unflatten(self.all._structure, leaves)
             with streaming(stream):
                 result = self.all.call(params, piece, self.variables, key)
@@ -431,9 +432,10 @@ class _Job:
             sound = jnp.isfinite(jax.lax.stop_gradient(loss))
             return loss * jnp.where(sound, 1.0, jnp.nan), found
 
-        differentiate = jax.value_and_grad(value, argnums=(0, 1, 2), has_aux=True)
+        streams: list[Stream] = []
         rest = [self.leaves[i] for i in rest_at]
-        (loss, (totals, sums)), (changed, tap, rest) = differentiate(moving, jnp.zeros(2), rest)
+        loss, vjp, (totals, sums) = jax.vjp(value, moving, jnp.zeros(2), rest, has_aux=True)
+        changed, tap, rest = streams[-1].transposed(vjp, jnp.ones_like(loss))
         # A stack called in a loop would have been changed as often as the loop turned.
         loss = jnp.where(tap[1] == len(self.all.parts), loss, jnp.nan)
         rest = self.all.rest.gradients(rest)
