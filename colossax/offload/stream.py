@@ -79,8 +79,11 @@ what backward does with a layer's gradient."""
 class Stream:
     """What the runs called while it is in force do in backward.
 
+    Backward reads `visit`, `changing` and, but for runs `inside`, `scalars` when it is traced, so
+    that a second backward pass after the same forward pass may have others.
+
     Attributes:
-        stacks: By run. Differentiate by those that `visit` changes.
+        stacks: By run. Differentiate by those that any `visit` changes.
         changing: Fields of them that it does. Backward carries no others: a loop that carries what
             it only reads may be given a copy of it.
         tap: Two zeros; their cotangents are the sum of squared norms, and the number of runs.
@@ -198,6 +201,9 @@ def run_streamed(stream: Stream, run: Run, params: Any, carry: Any, side: Any) -
 
     def backward(residuals: Any, cotangents: Any) -> Any:
         saved, moving = forms[-1]
+        if run.key not in stream.inside:
+            stacks, _, *others = residuals
+            residuals = (stacks, stream.scalars, *others)
         return _backward(run, stream, saved, moving, residuals, cotangents)
 
     forms: list[tuple[_Saved, Any]] = []
@@ -320,7 +326,8 @@ def _backward(
     start = (fields(stacks), dcarry, dside, jnp.float32(0))
     changed, dcarry, dside, norm = _loop(run, step, start)
     tap = jnp.stack([norm, jnp.float32(1)])
-    return Stacks(**changed), tap, None, dcarry, _spread(side, moving, dside)
+    found = dataclasses.replace(stacks, **changed)
+    return found, tap, None, dcarry, _spread(side, moving, dside)
 
 
 def _laid_out(x: Array, sharding: NamedSharding | None) -> Array:

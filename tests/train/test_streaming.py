@@ -53,11 +53,9 @@ def arrays(state):
     return jax.tree.map(np.asarray, (state["params"], state["opt_state"]))
 
 
-def run(plan, devices=None):
+def run(plan, devices=None, loss=scaled_loss):
     """Metrics by step of a run that is checked to leave skipped steps' state alone, and its end."""
-    state, step = started(
-        plan, adamw(1e-2, eps=1e-5), loss=scaled_loss, clip_norm=CLIP, devices=devices
-    )
+    state, step = started(plan, adamw(1e-2, eps=1e-5), loss=loss, clip_norm=CLIP, devices=devices)
     found = []
     for scale, each in zip(SCALES, BATCHES, strict=True):
         before = arrays(state)
@@ -92,6 +90,24 @@ def assert_as_ordinary(found, pieces):
 @pytest.mark.parametrize("clipping", EXACT)
 def test_clipping_is_exact_and_steps_that_are_not_finite_change_nothing(clipping, pieces):
     assert_as_ordinary(run(host(cut(pieces), clipping=clipping)), pieces)
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint])
+@pytest.mark.parametrize("clipping", EXACT)
+def test_so_it_is_where_the_loss_wraps_the_model(clipping, wrap):
+    """JAX traces what is inside once, forward and backward."""
+    coefficients = {}
+
+    def wrapped(model, batch):
+        def arrays(batch):
+            terms, metrics = scaled_loss(model, batch)
+            coefficients.update({name: term[2] for name, term in terms.items()})
+            return {name: term[:2] for name, term in terms.items()}, metrics
+
+        terms, metrics = wrap(arrays)(batch)
+        return {name: (*term, coefficients[name]) for name, term in terms.items()}, metrics
+
+    assert_as_ordinary(run(host(cut(1), clipping=clipping), loss=wrapped), 1)
 
 
 @pytest.mark.sweep
