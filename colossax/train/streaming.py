@@ -523,9 +523,9 @@ class _Pass:
             the norm squared.
         """
         changing = _names(self._moving) if changing is None else changing
-        if self._stream is None or self._stream.inside:
-            self._forward(visit, scalars, changing)
         stream = self._stream
+        if stream is None or stream.inside:
+            stream = self._stream = self._forward(visit, scalars, changing)
         stream.visit, stream.scalars, stream.changing = visit, scalars, changing
         changed, tap, rest = stream.transposed(self._vjp, jnp.ones_like(self._loss))
         # A stack called in a loop would have been changed as often as the loop turned.
@@ -534,19 +534,19 @@ class _Pass:
         totals, sums = self._sums
         return changed, rest, Found(loss=loss, totals=totals, sums=sums, norm=tap[0])
 
-    def _forward(self, visit: Callable, scalars: Any, changing: tuple[str, ...]) -> None:
+    def _forward(self, visit: Callable, scalars: Any, changing: tuple[str, ...]) -> Stream:
         job = self._job
+        made: list[Stream] = []
         rest = [job.leaves[i] for i in job.all.rest.trained]
 
         def value(moving: dict[Key, Stacks], tap: Array, rest: list[Array]) -> Any:
             stacks = {name: _merged(moving[name], self._fixed[name]) for name in moving}
-            self._stream = Stream(
-                stacks=stacks, changing=changing, tap=tap, scalars=scalars, visit=visit
-            )
-            with streaming(self._stream):
+            stream = Stream(stacks=stacks, changing=changing, tap=tap, scalars=scalars, visit=visit)
+            made.append(stream)
+            with streaming(stream):
                 params = job.all.params(job.leaves, stacks, rest)
                 result = job.all.call(params, self._piece, job.variables, self._key)
-            self._stream.check()
+            stream.check()
             loss, found = objective(*result, job.over)
             # Layers are updated before anything else can tell that they should not be.
             sound = jnp.isfinite(jax.lax.stop_gradient(loss))
@@ -555,6 +555,7 @@ class _Pass:
         self._loss, self._vjp, self._sums = jax.vjp(
             value, self._moving, jnp.zeros(2), rest, has_aux=True
         )
+        return made[-1]
 
 
 def _names(stacks: dict[Key, Stacks]) -> tuple[str, ...]:
