@@ -18,6 +18,7 @@ from jax._src import clusters
 from jax.experimental import pallas as pl
 from jax.experimental import topologies
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend import core as extend_core
 from jax.interpreters import partial_eval
 
 LOWEST_JAX = (0, 10, 2)
@@ -50,6 +51,11 @@ def inputs_used(fn: Callable[..., Any], *args: Any) -> tuple[bool, ...]:
     closed = jax.make_jaxpr(fn)(*args)
     _, used = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
     return tuple(used)
+
+
+def trace_state() -> Any:
+    """The trace in force: equal to another one where no transformation begins between them."""
+    return extend_core.get_opaque_trace_state(convention="nnx")
 
 
 def varying_axes(x: jax.Array) -> frozenset[str]:

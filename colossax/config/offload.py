@@ -44,7 +44,7 @@ class OffloadConfig:
         host_gb: Likewise of the host's memory, for each device; None: what is free, less 16 GiB
             or half of it, divided by the devices of this host.
         clipping: How the global norm is known before layers are updated. `stack` keeps every
-            gradient until then, beside the optimizer's state. `two_pass` computes gradients twice.
+            gradient until then, beside the optimizer's state. `two_pass` runs backward twice.
             `speculate` updates as if nothing had to be scaled, into a second copy of the state,
             and repeats the step if it had. These three are exact. `layer` scales each layer's
             gradient by its own norm: another optimizer, which needs neither memory nor time.

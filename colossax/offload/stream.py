@@ -17,6 +17,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
+from colossax.compat import trace_state
 from colossax.errors import PlanError
 from colossax.offload.memory import fetch, new_stack, on_host, store
 
@@ -78,14 +79,18 @@ what backward does with a layer's gradient."""
 class Stream:
     """What the runs called while it is in force do in backward.
 
+    Backward reads `visit`, `changing` and, but for runs `inside`, `scalars` when it is traced, so
+    that a second backward pass after the same forward pass may have others.
+
     Attributes:
-        stacks: By run. Differentiate by those that `visit` changes.
+        stacks: By run. Differentiate by those that any `visit` changes.
         changing: Fields of them that it does. Backward carries no others: a loop that carries what
             it only reads may be given a copy of it.
         tap: Two zeros; their cotangents are the sum of squared norms, and the number of runs.
         scalars: Passed to `visit`.
         visit: See `Visit`.
         called: Runs called so far.
+        inside: Those of them called inside a transformation that the loss applies.
     """
 
     stacks: dict[Key, Stacks]
@@ -94,6 +99,14 @@ class Stream:
     scalars: Any
     visit: Visit
     called: list[Key] = dataclasses.field(default_factory=list)
+    inside: list[Key] = dataclasses.field(default_factory=list)
+    _trace: Any = dataclasses.field(default_factory=trace_state)
+
+    def call(self, key: Key) -> None:
+        """Note that a run is called."""
+        self.called.append(key)
+        if trace_state() != self._trace:
+            self.inside.append(key)
 
     def check(self) -> None:
         """Refuse a loss that did not call every run exactly once.
@@ -109,6 +122,24 @@ class Stream:
                     " stack whose layers are updated during backward must be called once; call it"
                     " once, or train without offload"
                 )
+
+    def transposed(self, vjp: Callable, cotangent: Any) -> Any:
+        """What `vjp` makes of the cotangent.
+
+        Raises:
+            PlanError: JAX cannot where stacks in host memory are in a loop, naming one.
+        """
+        try:
+            return vjp(cotangent)
+        except (TypeError, ValueError) as problem:
+            # It says so in the types it shows; what else is wrong is the loss's own mistake.
+            if not self.inside or "<host>" not in str(problem):
+                raise
+            raise PlanError(
+                f"plan.offload: the loss calls the layer stack '{self.inside[0][0]}' inside a loop,"
+                " a branch or vmap, where arrays in host memory cannot be changed; call it outside"
+                " of them, or train without offload"
+            ) from problem
 
 
 _STREAM: list[Stream] = []
@@ -153,7 +184,7 @@ def run_streamed(stream: Stream, run: Run, params: Any, carry: Any, side: Any) -
     layer's parameters once, backward once more, beside what `visit` moves.
     """
     stacks = stream.stacks[run.key]
-    stream.called.append(run.key)
+    stream.call(run.key)
     stacks = dataclasses.replace(stacks, params=params)
 
     @jax.custom_vjp
@@ -170,6 +201,9 @@ def run_streamed(stream: Stream, run: Run, params: Any, carry: Any, side: Any) -
 
     def backward(residuals: Any, cotangents: Any) -> Any:
         saved, moving = forms[-1]
+        if run.key not in stream.inside:
+            stacks, _, *others = residuals
+            residuals = (stacks, stream.scalars, *others)
         return _backward(run, stream, saved, moving, residuals, cotangents)
 
     forms: list[tuple[_Saved, Any]] = []
@@ -292,7 +326,8 @@ def _backward(
     start = (fields(stacks), dcarry, dside, jnp.float32(0))
     changed, dcarry, dside, norm = _loop(run, step, start)
     tap = jnp.stack([norm, jnp.float32(1)])
-    return Stacks(**changed), tap, None, dcarry, _spread(side, moving, dside)
+    found = dataclasses.replace(stacks, **changed)
+    return found, tap, None, dcarry, _spread(side, moving, dside)
 
 
 def _laid_out(x: Array, sharding: NamedSharding | None) -> Array:

@@ -222,15 +222,16 @@ class _Trial:
 
     def traffic(self) -> dict[str, int]:
         """Bytes that cross the bus in a step by kind: parameters and what backward keeps in every
-        pass, the optimizer's state once each way, and gradients each time they are added to."""
-        passes = self.microbatches + (self._clipping == "two_pass")
-        visits = 2 * passes + 1 + (self._clipping == "stack")
+        pass, forward or backward, the optimizer's state once each way, and gradients each time they
+        are added to."""
+        passes = 2 * self.microbatches + (self._clipping == "two_pass")
+        visits = passes + 1 + (self._clipping == "stack")
         state = host_bytes_of(self.step.abstract["opt_state"])
         gradients = gradient_bytes(self.step, self.microbatches)
         return {
             "parameters": visits * host_bytes_of(self.step.abstract["params"]),
             "optimizer": 2 * state + 2 * self.microbatches * gradients,
-            "activations": 2 * passes * self.kept_bytes,
+            "activations": passes * self.kept_bytes,
         }
 
     def demand(self, found: _Bytes) -> Demand:

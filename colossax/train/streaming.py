@@ -408,36 +408,7 @@ class _Job:
             The changed stacks, gradients of what is in no layer stack, and what was found; the norm
             squared.
         """
-        rest_at = self.all.rest.trained
-        first = next(iter(moving.values()))
-        names = [field.name for field in dataclasses.fields(Stacks)]
-        changing = tuple(name for name in names if getattr(first, name) is not None)
-
-        def value(moving: dict[Key, Stacks], tap: Array, rest: list[Array]) -> Any:
-            stacks = {name: _merged(moving[name], fixed[name]) for name in moving}
-            leaves = list(self.leaves)
-            for i, x in zip(rest_at, rest, strict=True):
-                leaves[i] = x
-            for name, part in self.all.parts.items():
-                for i, x in zip(part.trained, stacks[name].params, strict=True):
-                    leaves[i] = x
-            stream = Stream(stacks=stacks, changing=changing, tap=tap, scalars=scalars, visit=visit)
-            params = jax.tree.unflatten(self.all._structure, leaves)
-            with streaming(stream):
-                result = self.all.call(params, piece, self.variables, key)
-            stream.check()
-            loss, found = objective(*result, self.over)
-            # Layers are updated before anything else can tell that they should not be.
-            sound = jnp.isfinite(jax.lax.stop_gradient(loss))
-            return loss * jnp.where(sound, 1.0, jnp.nan), found
-
-        differentiate = jax.value_and_grad(value, argnums=(0, 1, 2), has_aux=True)
-        rest = [self.leaves[i] for i in rest_at]
-        (loss, (totals, sums)), (changed, tap, rest) = differentiate(moving, jnp.zeros(2), rest)
-        # A stack called in a loop would have been changed as often as the loop turned.
-        loss = jnp.where(tap[1] == len(self.all.parts), loss, jnp.nan)
-        rest = self.all.rest.gradients(rest)
-        return changed, rest, Found(loss=loss, totals=totals, sums=sums, norm=tap[0])
+        return _Pass(self, moving, fixed, piece, key).backward(visit, scalars)
 
     def gathered(
         self, stacks: dict[Key, Stacks], pieces: int | None = None
@@ -499,18 +470,110 @@ class _Job:
         before: Any,
     ) -> tuple[dict[Key, Stacks], list[Array], Found]:
         """A pass over the last microbatch, after what `before_last` found."""
-        changed, rest, found = self.backward(visit, moving, fixed, scalars, *self.last)
-        if before is not None:
-            rest, sums = jax.tree.map(jnp.add, (rest, found), before)
-            found = dataclasses.replace(sums, norm=found.norm)
-        norm = jnp.sqrt(found.norm + squares(rest))
-        return changed, rest, dataclasses.replace(found, norm=norm)
+        return _with_earlier(*self.backward(visit, moving, fixed, scalars, *self.last), before)
 
     def scale(self, found: Found) -> tuple[Any, Array]:
         """What gradients of this norm are multiplied by, if at all, and whether all is finite."""
         ok = jnp.isfinite(found.loss) & jnp.isfinite(found.norm)
         most = self.all.clip_norm
         return None if most is None else _scale(found.norm, most), ok
+
+
+class _Pass:
+    """A forward pass over a microbatch, and backward passes after it.
+
+    Cost: where the loss calls a stack inside a transformation of its own, each backward pass runs
+    forward anew: JAX traces once what is in there.
+    """
+
+    def __init__(
+        self,
+        job: _Job,
+        moving: dict[Key, Stacks],
+        fixed: dict[Key, Stacks],
+        piece: Batch,
+        key: Array,
+    ):
+        """Run nothing yet.
+
+        Args:
+            job: Of which the microbatch is a part.
+            moving: The stacks that any backward pass changes.
+            fixed: The others; the parameters, where none changes them.
+            piece: The microbatch.
+            key: Its random key.
+        """
+        self._job = job
+        self._moving, self._fixed = moving, fixed
+        self._piece, self._key = piece, key
+        self._stream: Stream | None = None
+
+    def backward(
+        self, visit: Callable, scalars: Any, *, changing: tuple[str, ...] | None = None
+    ) -> tuple[dict[Key, Stacks], list[Array], Found]:
+        """One backward pass.
+
+        Args:
+            visit: What to do with a layer's gradient.
+            scalars: For `visit`.
+            changing: Fields of the moving stacks that it changes; None: all.
+
+        Returns:
+            The moving stacks, changed, gradients of what is in no layer stack, and what was found;
+            the norm squared.
+        """
+        changing = _names(self._moving) if changing is None else changing
+        stream = self._stream
+        if stream is None or stream.inside:
+            stream = self._stream = self._forward(visit, scalars, changing)
+        stream.visit, stream.scalars, stream.changing = visit, scalars, changing
+        changed, tap, rest = stream.transposed(self._vjp, jnp.ones_like(self._loss))
+        # A stack called in a loop would have been changed as often as the loop turned.
+        loss = jnp.where(tap[1] == len(self._moving), self._loss, jnp.nan)
+        rest = self._job.all.rest.gradients(rest)
+        totals, sums = self._sums
+        return changed, rest, Found(loss=loss, totals=totals, sums=sums, norm=tap[0])
+
+    def _forward(self, visit: Callable, scalars: Any, changing: tuple[str, ...]) -> Stream:
+        job = self._job
+        made: list[Stream] = []
+        rest = [job.leaves[i] for i in job.all.rest.trained]
+
+        def value(moving: dict[Key, Stacks], tap: Array, rest: list[Array]) -> Any:
+            stacks = {name: _merged(moving[name], self._fixed[name]) for name in moving}
+            stream = Stream(stacks=stacks, changing=changing, tap=tap, scalars=scalars, visit=visit)
+            made.append(stream)
+            with streaming(stream):
+                params = job.all.params(job.leaves, stacks, rest)
+                result = job.all.call(params, self._piece, job.variables, self._key)
+            stream.check()
+            loss, found = objective(*result, job.over)
+            # Layers are updated before anything else can tell that they should not be.
+            sound = jnp.isfinite(jax.lax.stop_gradient(loss))
+            return loss * jnp.where(sound, 1.0, jnp.nan), found
+
+        self._loss, self._vjp, self._sums = jax.vjp(
+            value, self._moving, jnp.zeros(2), rest, has_aux=True
+        )
+        return made[-1]
+
+
+def _names(stacks: dict[Key, Stacks]) -> tuple[str, ...]:
+    """Fields that these have."""
+    first = next(iter(stacks.values()))
+    names = [field.name for field in dataclasses.fields(Stacks)]
+    return tuple(name for name in names if getattr(first, name) is not None)
+
+
+def _with_earlier(
+    changed: dict[Key, Stacks], rest: list[Array], found: Found, before: Any
+) -> tuple[dict[Key, Stacks], list[Array], Found]:
+    """What the last microbatch's pass found, after what `before_last` did; the norm of all."""
+    if before is not None:
+        rest, sums = jax.tree.map(jnp.add, (rest, found), before)
+        found = dataclasses.replace(sums, norm=found.norm)
+    norm = jnp.sqrt(found.norm + squares(rest))
+    return changed, rest, dataclasses.replace(found, norm=norm)
 
 
 def _scale(norm: Float[Array, ""], most: float) -> Float[Array, ""]:
@@ -608,18 +671,15 @@ def _at_once(job: _Job, stacks: dict[Key, Stacks], shared: list[Array]) -> Any:
 
 
 def _two_passes(job: _Job, stacks: dict[Key, Stacks], shared: list[Array]) -> Any:
-    """One pass for the norm, and one that updates."""
+    """One backward pass for the norm, and one that updates."""
     stacks, before = job.before_last(stacks)
+    both = _Pass(job, *_divided(stacks, "params", "state"), *job.last)
     measure = functools.partial(_measuring, job.all.parts)
-    nothing = {key: Stacks() for key in stacks}
-    _, _, found = job.on_last(measure, nothing, stacks, None, before)
+    _, _, found = _with_earlier(*both.backward(measure, None, changing=()), before)
     scale, ok = job.scale(found)
-    # Else the compiler may see that both passes begin alike, and keep all of the first.
-    scale, ok = jax.lax.optimization_barrier((scale, ok))
     visit = functools.partial(_updating, job.all.parts, None)
     update = Update(shared=shared, scale=scale, ok=ok)
-    moving, fixed = _divided(stacks, "params", "state")
-    stacks, rest, found = job.on_last(visit, moving, fixed, update, before)
+    stacks, rest, found = _with_earlier(*both.backward(visit, update), before)
     return stacks, rest, found, scale, ok
 
 

@@ -136,8 +136,7 @@ LOMO = Case(None, optimizer=SGD, precision=HALF)
 HOST_BYTES = {
     "no clipping": (Case(None), ADAM + INPUTS),
     "stack": (Case("stack"), ADAM + INPUTS + 2 * LAYERS * MATRICES),
-    # Each pass has room of its own for what the layers get.
-    "two passes": (Case("two_pass"), ADAM + 2 * INPUTS),
+    "two passes": (Case("two_pass"), ADAM + INPUTS),
     "by layer": (Case("layer"), ADAM + INPUTS),
     "speculation": (Case("speculate"), 2 * ADAM + INPUTS),
     "microbatches": (Case("stack", pieces=2), ADAM + INPUTS + 4 * LAYERS * MATRICES),

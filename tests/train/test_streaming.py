@@ -53,11 +53,9 @@ def arrays(state):
     return jax.tree.map(np.asarray, (state["params"], state["opt_state"]))
 
 
-def run(plan, devices=None):
+def run(plan, devices=None, loss=scaled_loss):
     """Metrics by step of a run that is checked to leave skipped steps' state alone, and its end."""
-    state, step = started(
-        plan, adamw(1e-2, eps=1e-5), loss=scaled_loss, clip_norm=CLIP, devices=devices
-    )
+    state, step = started(plan, adamw(1e-2, eps=1e-5), loss=loss, clip_norm=CLIP, devices=devices)
     found = []
     for scale, each in zip(SCALES, BATCHES, strict=True):
         before = arrays(state)
@@ -92,6 +90,24 @@ def assert_as_ordinary(found, pieces):
 @pytest.mark.parametrize("clipping", EXACT)
 def test_clipping_is_exact_and_steps_that_are_not_finite_change_nothing(clipping, pieces):
     assert_as_ordinary(run(host(cut(pieces), clipping=clipping)), pieces)
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint])
+@pytest.mark.parametrize("clipping", EXACT)
+def test_so_it_is_where_the_loss_wraps_the_model(clipping, wrap):
+    """JAX traces what is inside once, forward and backward."""
+    coefficients = {}
+
+    def wrapped(model, batch):
+        def arrays(batch):
+            terms, metrics = scaled_loss(model, batch)
+            coefficients.update({name: term[2] for name, term in terms.items()})
+            return {name: term[:2] for name, term in terms.items()}, metrics
+
+        terms, metrics = wrap(arrays)(batch)
+        return {name: (*term, coefficients[name]) for name, term in terms.items()}, metrics
+
+    assert_as_ordinary(run(host(cut(1), clipping=clipping), loss=wrapped), 1)
 
 
 @pytest.mark.sweep
@@ -215,16 +231,31 @@ def twice_loss(model, batch):
     return {**first, "again": second["cross_entropy"]}, {}
 
 
-def looped_loss(model, batch):
-    """The model runs in a loop, which a trace cannot tell from once."""
+def wrapped_loss(wrap):
+    """A loss that gives `wrap` the total of some rows, a function, and the rows."""
 
-    def body(total, rows):
-        terms, _ = next_token_loss()(model, rows)
-        return total + terms["cross_entropy"][0], None
+    def loss(model, batch):
+        def total(rows):
+            return next_token_loss()(model, rows)[0]["cross_entropy"][0]
 
-    halves = jax.tree.map(lambda x: x.reshape(2, 4, *x.shape[1:]), dict(batch))
-    total, _ = jax.lax.scan(body, jnp.float32(0), halves)
-    return {"ce": (total, jnp.sum(batch["weights"]), 1.0)}, {}
+        return {"ce": (wrap(total, dict(batch)), jnp.sum(batch["weights"]), 1.0)}, {}
+
+    return loss
+
+
+def looped(total, rows):
+    """In a loop, which a trace cannot tell from once."""
+    halves = jax.tree.map(lambda x: x.reshape(2, 4, *x.shape[1:]), rows)
+    return jax.lax.scan(lambda sum_, half: (sum_ + total(half), None), jnp.float32(0), halves)[0]
+
+
+def mapped(total, rows):
+    halves = jax.tree.map(lambda x: x.reshape(2, 4, *x.shape[1:]), rows)
+    return jnp.sum(jax.vmap(total)(halves))
+
+
+def branched(total, rows):
+    return jax.lax.cond(jnp.sum(rows["weights"]) > 0, total, lambda _: jnp.float32(0), rows)
 
 
 @pytest.mark.parametrize(
@@ -275,10 +306,33 @@ def test_a_loss_that_calls_a_stack_in_another_way_is_refused(model, loss, messag
         step(state, given)
 
 
+@pytest.mark.parametrize("wrap", [looped, mapped, branched])
+@pytest.mark.parametrize("clip", [None, CLIP])
+def test_a_stack_in_host_memory_is_called_in_no_loop_and_no_branch(wrap, clip):
+    state, step = started(host(), sgd(1.0), loss=wrapped_loss(wrap), clip_norm=clip)
+    with pytest.raises(PlanError, match="'layers' inside a loop, a branch or vmap"):
+        step(state, batch())
+
+
+def test_a_mistake_in_a_loss_is_shown_as_it_is():
+    """Though the stack is called inside a transformation."""
+
+    @jax.custom_vjp
+    def wrong(x):
+        return x
+
+    wrong.defvjp(lambda x: (x, None), lambda _, g: (g, g))
+    loss = wrapped_loss(lambda total, rows: wrong(jax.jit(total)(rows)))
+    state, step = started(host(), sgd(1.0), loss=loss)
+    with pytest.raises(TypeError, match="Custom VJP bwd rule"):
+        step(state, batch())
+
+
 def test_a_stack_called_in_a_loop_makes_the_loss_nan():
+    looped_loss = wrapped_loss(looped)
     state, step = started(FULL, sgd(1.0), loss=looped_loss)
     assert np.isfinite(stepped(state, step, steps=1)[1][0]["loss"])
-    plan = offloaded(fused=True)  # JAX itself refuses to add up gradients in host memory
+    plan = offloaded(fused=True)  # in host memory it is refused
     state, step = started(plan, sgd(1.0), loss=looped_loss, clip_norm=CLIP)
     before = arrays(state)
     state, [metrics] = stepped(state, step, steps=1)
