@@ -272,11 +272,11 @@ def _later(one: Inspection) -> list[str]:
     """What is done once the step's program has ended."""
     rows = []
     if one.disk is not None:
-        disk, moved = one.disk, f"{one.disk.read_bytes / _GB:.3f} GB"
+        disk = one.disk
         rows += [
             f"disk: {disk.file_bytes / _GIB:.2f} GiB in one file for {disk.layers} layers,"
-            f" {moved} read and {moved} written per step,"
-            f" through {disk.memory_bytes / _GIB:.2f} GiB more of host memory"
+            f" {disk.read_bytes / _GB:.3f} GB read and {disk.written_bytes / _GB:.3f} GB written"
+            f" per step, through {disk.memory_bytes / _GIB:.2f} GiB more of host memory"
         ]
     if one.cpu_layers:
         rows.append(f"the CPU updates {one.cpu_layers} layers")

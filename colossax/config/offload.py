@@ -44,10 +44,12 @@ class OffloadConfig:
         host_gb: Likewise of the host's memory, for each device; None: what is free, less 16 GiB
             or half of it, divided by the devices of this host.
         clipping: How the global norm is known before layers are updated. `stack` keeps every
-            gradient until then, beside the optimizer's state. `two_pass` runs backward twice.
-            `speculate` updates as if nothing had to be scaled, into a second copy of the state,
-            and repeats the step if it had. These three are exact. `layer` scales each layer's
-            gradient by its own norm: another optimizer, which needs neither memory nor time.
+            gradient until then, beside the optimizer's state, those of matrices in the plan's
+            compute or reduction dtype, in which the library's layers give them. `two_pass` runs
+            backward twice. `speculate` updates as if nothing had to be scaled, into a second copy
+            of the state, and repeats the step if it had. These three are exact. `layer` scales
+            each layer's gradient by its own norm: another optimizer, which needs neither memory
+            nor time.
         cpu_update: Share of the layers, of those whose parameters and optimizer state are in host
             memory, that the CPU updates while the devices update the others, to the nearest number
             of layers. `auto`: what `colossax bench offload` measured decides, 0 where nothing was
@@ -125,6 +127,8 @@ class OffloadConfig:
             PlanError: The text is none of these.
         """
         placed: dict[str, Any] = {"auto": text == "auto", **dict.fromkeys(SHARES, 0.0)}
+        if text == "none":
+            placed.update(fused=False, cpu_update="off")
         for item in text.split(",") if text not in ("auto", "none") else ():
             kind, equals, share = item.partition("=")
             if not equals or kind not in SHARES:

@@ -11,7 +11,6 @@ from colossax.config import Plan
 from colossax.errors import PlanError
 from colossax.inference.generator import Generator
 from colossax.offload import (
-    Agree,
     device_budget,
     device_memory,
     gb_down,
@@ -58,8 +57,6 @@ def fit_layers(
     make_generator: MakeGenerator,
     plan: Plan,
     layers: int,
-    *,
-    agree: Agree = lambda make: make(),
 ) -> Fitted:
     """The plan with as many layers on the device as its budget allows, instead of `auto`.
 
@@ -73,7 +70,6 @@ def fit_layers(
         plan: With budgets where the defaults (93 % of a device's memory, the host's free memory
             less 16 GiB or half of it) do not do.
         layers: Of the model's layer stack.
-        agree: With several processes, `Group.from_first`.
 
     Raises:
         PlanError: A budget is too small, larger than what there is, or unknown; the message says
@@ -81,9 +77,9 @@ def fit_layers(
     """
     everything = _Trial(make_generator, plan, layers, 0)
     devices = everything.devices
-    budget = device_budget(plan.offload.device_gb, device_memory(devices[0], None))
+    budget = device_budget(plan.offload.device_gb, device_memory(devices, None))
     if plan.offload.host_gb is not None:
-        host_budget(plan.offload.host_gb, devices, None, agree)  # refused before it is needed
+        host_budget(plan.offload.host_gb, devices, None)  # refused before it is needed
     base = needs = everything.needs()
     if needs.device_bytes > budget:
         raise PlanError(
@@ -103,7 +99,7 @@ def fit_layers(
         needs = needs.corrected(resident, found)
         found, resident = base, 0
     if resident < layers:
-        given = host_budget(plan.offload.host_gb, devices, None, agree)
+        given = host_budget(plan.offload.host_gb, devices, None)
         _check_host_bytes(found.host_bytes, given, budget, base.layer_bytes)
     return Fitted(
         plan=_placed(plan, layers, resident),

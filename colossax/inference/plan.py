@@ -13,9 +13,9 @@ def inference_plan(plan: Plan) -> Plan:
     `fsdp` a matmul sums partial products of `tokens x width` instead of gathering its weight.
     For the same reason the compiler does the communication of matmuls: the library's own regions
     divide tokens among devices. Nothing is recomputed, because nothing is differentiated, and of
-    what may live in host memory there are parameters alone. Shares of the others
-    (`plan.offload.optimizer`, `activations`) move nothing; they stay, because a model built under
-    `plan` has its layer stacks cut where they end. `parameters_alone` drops them.
+    what may live in host memory there are parameters alone. That the optimizer's state lives there
+    moves nothing; it stays, as do all shares of `plan.offload`, because a model built under `plan`
+    has its layer stacks cut where they end. `parameters_alone` drops them.
     """
     activations = {
         dim: rule
@@ -23,7 +23,9 @@ def inference_plan(plan: Plan) -> Plan:
         if dim.split(":")[0] not in ("batch", "seq")
     }
     rules = dataclasses.replace(plan.rules, activations=FrozenDict(activations))
-    segments = tuple(_forward_only(segment) for segment in plan.segments)
+    segments = tuple(
+        _forward_only(segment, ("parameters", "optimizer")) for segment in plan.segments
+    )
     return plan.replace(rules=rules, segments=segments, tensor_matmul="compiler")
 
 
@@ -32,10 +34,14 @@ def parameters_alone(plan: Plan) -> Plan:
 
     Its layer stacks are cut in fewer segments then; parameters lie where `plan` has them.
     """
-    offload = dataclasses.replace(plan.offload, optimizer=0.0, activations=0.0)
-    return plan.replace(segments=tuple(map(_forward_only, plan.segments)), offload=offload)
+    offload = dataclasses.replace(
+        plan.offload, optimizer=0.0, activations=0.0, disk=0.0, cpu_update="off"
+    )
+    segments = tuple(_forward_only(segment, ("parameters",)) for segment in plan.segments)
+    return plan.replace(segments=segments, offload=offload)
 
 
-def _forward_only(segment: Segment) -> Segment:
-    host = "parameters" if "parameters" in segment.host else "none"
+def _forward_only(segment: Segment, kinds: tuple[str, ...]) -> Segment:
+    """Nothing recomputed, and of what lives in host memory these kinds."""
+    host = "+".join(kind for kind in kinds if kind in segment.host) or "none"
     return dataclasses.replace(segment, remat="none", offload=host, mlp_share=1.0)

@@ -13,6 +13,7 @@ HOST_RESERVE_BYTES = 16 * 2**30
 """Of the host's free memory, left to the system and to what feeds the devices, at most half."""
 
 _MEMINFO = Path("/proc/meminfo")
+_GROUP = Path("/sys/fs/cgroup")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -187,8 +188,12 @@ def working_set_bytes(
     }
 
 
-def free_host_bytes(source: Path = _MEMINFO) -> int:
-    """Memory of this host that can be allocated without swapping.
+def free_host_bytes(source: Path = _MEMINFO, group: Path = _GROUP) -> int:
+    """Memory of this host that can be allocated without swapping, within the container's limit.
+
+    Args:
+        source: Linux's account of the host's memory.
+        group: Folder of the process's control group (version 2), the container's.
 
     Raises:
         PlanError: The system does not say.
@@ -201,7 +206,22 @@ def free_host_bytes(source: Path = _MEMINFO) -> int:
             f"plan.offload.host_gb: {source} does not say how much memory is free; give how much"
             " may be used"
         ) from None
-    return int(found.split()[1]) * 1024
+    free = int(found.split()[1]) * 1024
+    left = _left_in_group(group)
+    return free if left is None else min(free, left)
+
+
+def _left_in_group(group: Path) -> int | None:
+    """Bytes left until the limit of a control group, whose cached files can be dropped."""
+    try:
+        limit, used, stat = (
+            (group / name).read_text(encoding="ascii")
+            for name in ("memory.max", "memory.current", "memory.stat")
+        )
+        cached = next(line for line in stat.splitlines() if line.startswith("inactive_file "))
+        return max(0, int(limit) - int(used) + int(cached.split()[1]))
+    except (OSError, ValueError, StopIteration):  # no such group, or "max": no limit
+        return None
 
 
 def default_host_bytes(free: int, devices: int) -> int:

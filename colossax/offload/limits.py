@@ -22,11 +22,15 @@ Agree = Callable[[Callable[[], Any]], Any]
 """Calls a function on one of several processes and gives its JSON result on all."""
 
 
-def device_memory(device: jax.Device, target: Target | None) -> int | None:
-    """Bytes that programs can allocate; None where they share the host's."""
+def device_memory(devices: Sequence[jax.Device], target: Target | None) -> int | None:
+    """Bytes that programs can allocate on each of equal devices; None where they share the host's.
+
+    Only this process's devices say.
+    """
     if target is not None:
         return target.gpu.memory_bytes
-    return (device.memory_stats() or {}).get("bytes_limit")
+    here = [device for device in devices if device.process_index == jax.process_index()]
+    return (here[0].memory_stats() or {}).get("bytes_limit") if here else None
 
 
 def device_budget(given_gb: float | None, memory: int | None) -> int:
@@ -51,15 +55,15 @@ def device_budget(given_gb: float | None, memory: int | None) -> int:
 
 
 def host_budget(
-    given_gb: float | None, devices: Sequence[jax.Device], target: Target | None, agree: Agree
+    given_gb: float | None, devices: Sequence[jax.Device], target: Target | None
 ) -> int:
     """Bytes of the host that may be used for each device.
 
     Args:
-        given_gb: None: what is free, less 16 GiB or half of it, divided by the devices.
+        given_gb: None: what is free, less 16 GiB or half of it, divided by the devices; several
+            processes have to be told, as some may share a host.
         devices: All of a mesh; those of this process count.
         target: GPUs that are not there, of whose host nothing is known.
-        agree: With several processes, calls a function on one and gives its result on all.
 
     Raises:
         PlanError: More is given than is free or than XLA gives out, or nothing is known.
@@ -75,8 +79,13 @@ def host_budget(
     own = [device for device in devices if device.process_index == jax.process_index()]
     here = max(1, len(own))
     if given_gb is None:
+        if jax.process_count() > 1:
+            raise PlanError(
+                "plan.offload.host_gb: how many of the processes share a host is not known; give"
+                " how much of its memory there is for each device, as in --plan.offload.host_gb 96"
+            )
         limit = _pinned_limit() if own and own[0].platform != "cpu" else None
-        budget = agree(lambda: default_host_bytes(free_host_bytes(), here))
+        budget = default_host_bytes(free_host_bytes(), here)
         return budget if limit is None else min(budget, limit // here)
     wanted = int(given_gb * GB)
     check_host_bytes(wanted, free_host_bytes(), here)

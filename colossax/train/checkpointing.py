@@ -94,6 +94,12 @@ def _key_name(key: Any) -> str:
     raise TypeError(f"a state with keys of type {type(key).__name__} cannot be saved")
 
 
+def _on_host(step: Step) -> bool:
+    """Whether any of the state lives in host memory or on disk."""
+    kinds = {sharding.memory_kind for sharding in jax.tree.leaves(step.shardings)}
+    return "pinned_host" in kinds or step.disk is not None
+
+
 class RunCheckpoints:
     """The checkpoints of a run: a whole state each, and what is needed to go on or to serve it."""
 
@@ -120,12 +126,18 @@ class RunCheckpoints:
         self._on_disk = _disk_slots(step)
         self._documents = documents
         self._report = report
-        self._checkpointer = Checkpointer(folder, keep=keep)
+        # A copy of what host memory holds, to go on beside the writing, is room that nobody has.
+        self._checkpointer = Checkpointer(folder, keep=keep, asynchronous=not _on_host(step))
 
     def save(self, state: TrainState, done: int) -> None:
         """Start saving the state after `done` steps; it may be donated when this returns.
 
-        A failure, of this save or of an earlier one, is reported, and training goes on.
+        It is written when this returns where any of the state lives in host memory or on disk, and
+        while training goes on elsewhere. A failure to write, of this save or of an earlier one, is
+        reported, and training goes on.
+
+        Raises:
+            OffloadError: The optimizer's state cannot be read from disk.
         """
         slots = jax.tree.leaves(self._slots)
         # Batch g is rows g * global_batch and following, so the count of batches is the position.

@@ -28,6 +28,9 @@ FILE = "layers.state"
 
 Rows = Mapping[str, Any]
 
+_TAIL_COPIES = 4
+"""Of what is in no record, while it is committed: as arrays, joined, as a block, and aligned."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DiskCost:
@@ -36,13 +39,15 @@ class DiskCost:
     Attributes:
         layers: How many of them.
         file_bytes: Of two epochs.
-        read_bytes: Per step; as many are written.
-        memory_bytes: Of the host, for the records on their way.
+        read_bytes: Per step.
+        written_bytes: Per step: as many, and what else the state has, where the file holds it all.
+        memory_bytes: Of the host, for the records on their way and the rest while it is written.
     """
 
     layers: int
     file_bytes: int
     read_bytes: int
+    written_bytes: int
     memory_bytes: int
 
 
@@ -50,7 +55,8 @@ class DiskTier:
     """The file that holds the optimizer state of a step's layers.
 
     Cost: disk bytes of two epochs, each parameters and optimizer state of the layers; per step it
-    reads one and writes the other. Host memory for four records.
+    reads one and writes the other. Host memory for four records, and four times what is in no
+    record where every layer is on disk (embedding and head with their moments).
     """
 
     def __init__(self, streaming: Streaming, abstract: TrainState, folder: Path):
@@ -68,8 +74,10 @@ class DiskTier:
         if len(streaming.on_disk) > 1:
             names = sorted({key[0] for key in streaming.on_disk})
             raise PlanError(
-                f"plan.offload.disk: {len(streaming.on_disk)} runs of layers (of {names}) would"
-                " lie on disk, and a file holds one; use one layer stack and equal segments"
+                f"plan.offload.disk: the layers of {names} that would lie on disk are"
+                f" {len(streaming.on_disk)} runs that differ, and a file holds one; give"
+                " parameters and activations 0 or at least the share of disk, equal segments, and"
+                " one layer stack"
             )
         if jax.process_count() > 1:
             raise PlanError(
@@ -106,7 +114,8 @@ class DiskTier:
             layers=layers,
             file_bytes=disk_bytes(self.layout, layers, tail_bytes=max(self._tail_bytes(), 1)),
             read_bytes=layers * slot_bytes,
-            memory_bytes=RING * slot_bytes,
+            written_bytes=layers * slot_bytes + self._tail_bytes(),
+            memory_bytes=RING * slot_bytes + _TAIL_COPIES * self._tail_bytes(),
         )
 
     # Between states and records

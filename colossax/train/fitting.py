@@ -136,7 +136,7 @@ def fit_offload(
     shapes = jax.eval_shape(lambda batch: batch, dict(shapes))
     everything = _with_shares(plan, dict.fromkeys(_kinds(plan), 1.0))
     trial = _Trial(make_step, everything, shapes, target)
-    budget = _budget(plan.offload, trial.step, target, agree)
+    budget = _budget(plan.offload, trial.step, target)
     entry = cache_folder() / "offload" / f"{_key(plan, trial, budget, target)}.json"
     known = agree(lambda: _known(entry, trial.layers, budget))
     if known is not None:
@@ -336,12 +336,12 @@ def _fitted(plan: Plan, record: Mapping[str, Any], *, compiles: int) -> Fitted:
 # Budgets
 
 
-def _budget(wanted: OffloadConfig, step: Step, target: Target | None, agree: Agree) -> Budget:
+def _budget(wanted: OffloadConfig, step: Step, target: Target | None) -> Budget:
     """What may be used; refused here if it is not there."""
-    devices = step.bound.mesh.devices.flat
+    devices = list(step.bound.mesh.devices.flat)
     return Budget(
-        device_bytes=device_budget(wanted.device_gb, device_memory(devices[0], target)),
-        host_bytes=host_budget(wanted.host_gb, list(devices), target, agree),
+        device_bytes=device_budget(wanted.device_gb, device_memory(devices, target)),
+        host_bytes=host_budget(wanted.host_gb, devices, target),
     )
 
 
@@ -363,7 +363,7 @@ def _key(plan: Plan, trial: _Trial, budget: Budget, target: Target | None) -> st
         "plan": to_json(placeless.replace(offload=unbudgeted)),
         "options": compiler_options(trial.step.bound),
         "devices": target.name if target is not None else device.device_kind,
-        "memory": device_memory(device, target),
+        "memory": device_memory(list(trial.step.bound.mesh.devices.flat), target),
         "device_bytes": budget.device_bytes,
         "versions": [_FORMAT, jax.__version__, jaxlib.__version__],
     }

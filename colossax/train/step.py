@@ -62,7 +62,8 @@ class StepOptions:
         variables: Initial state that changes once per step outside differentiation.
         after_step: `(variables, sums) -> variables`, with `sums` the metrics' (total, weight).
         batch_dims: Logical dims of batch arrays that are not text.
-        disk: Folder for the optimizer state that the plan puts on disk.
+        disk: Folder for the optimizer state that the plan puts on disk. `init` overwrites what is
+            there; `step.disk.restore()` goes on from it.
         shapes: A global batch, or the shapes of its arrays: what a `mlp_share` of `auto` is for.
     """
 

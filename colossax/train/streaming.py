@@ -661,7 +661,9 @@ def _at_once(job: _Job, stacks: dict[Key, Stacks], shared: list[Array]) -> Any:
     stacks, before = job.before_last(stacks)
     most = job.all.clip_norm
     visit = functools.partial(_updating, job.all.parts, most)
-    sound = jnp.bool(True) if before is None else jnp.isfinite(before[1].loss)
+    sound = jnp.bool(True)
+    if before is not None:
+        sound = jnp.isfinite(before[1].loss) & jnp.isfinite(before[1].norm)
     update = Update(shared=shared, scale=None, ok=sound)
     moving, fixed = _divided(stacks, "params", "state")
     stacks, rest, found = job.on_last(visit, moving, fixed, update, before)

@@ -47,6 +47,12 @@ def test_text_replaces_the_shares_and_nothing_else(text, wanted):
     assert given_.with_text(text) == wanted
 
 
+def test_none_leaves_an_ordinary_step():
+    found = OffloadConfig(fused=True, parameters=1.0, optimizer=1.0, cpu_update=0.5)
+    assert found.with_text("none") == OffloadConfig()
+    assert found.with_text("parameters=1,optimizer=1") == found
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

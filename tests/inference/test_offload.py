@@ -20,6 +20,7 @@ from colossax.inference.fitting import _Trial
 from colossax.inference.plan import parameters_alone
 from colossax.models import LlamaConfig, config_to_json, maker
 from colossax.nn import FlatTokens, describe, initialise
+from colossax.offload import resolved_segments
 from colossax.sharding import param_sharding, replicated
 from tests.inference.test_generator import CONFIGS, LLAMA, PROMPT
 
@@ -125,10 +126,36 @@ def test_of_what_is_offloaded_only_parameters_are_served():
     served = inference_plan(plan)
     assert served.segments == (Segment(),) and served.offload == plan.offload
     named = Segment(remat="full", offload="optimizer+parameters+activations")
-    assert inference_plan(Plan(segments=(named,))).segments == (Segment(offload="parameters"),)
+    assert inference_plan(Plan(segments=(named,))).segments == (
+        Segment(offload="parameters+optimizer"),
+    )
     alone = parameters_alone(plan)
     assert alone.segments == (Segment(),)
     assert alone.offload == OffloadConfig(parameters=0.3)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(
+            segments=(Segment(remat="full", offload="parameters+optimizer"),),
+            offload=OffloadConfig(cpu_update=0.5),
+        ),
+        Plan(offload=OffloadConfig(parameters=1.0, optimizer=1.0, disk=0.5)),
+        Plan(offload=OffloadConfig(parameters=0.75, optimizer=1.0, cpu_update=0.5)),
+    ],
+)
+def test_a_trained_model_is_served_as_it_was_cut(plan):
+    def cuts(found):
+        runs = resolved_segments(found, 6)
+        return [(run.count, "parameters" in run.host) for run in runs]
+
+    assert cuts(inference_plan(plan)) == cuts(plan)
+    alone = parameters_alone(plan)
+    assert sum(count for count, there in cuts(alone) if there) == sum(
+        count for count, there in cuts(plan) if there
+    )
+    assert alone.offload.disk == 0 and alone.offload.cpu_update == "off"
 
 
 def test_a_model_on_the_device_is_not_run_by_a_plan_with_host_memory():

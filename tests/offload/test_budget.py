@@ -190,3 +190,19 @@ def test_the_working_set_is_the_larger_of_two_moments():
     many = working_set_bytes(vocab=64_000, embed=8, vocab_chunks=1, **sizes)
     assert list(many)[2:] == ["head", "gradient", "logits"]
     assert many["logits"] == 6 * 16 * 64_000
+
+
+def test_a_container_has_less_than_its_host(tmp_path):
+    source, group = tmp_path / "meminfo", tmp_path / "group"
+    source.write_text("MemAvailable:   31250 kB\n")
+    group.mkdir()
+    (group / "memory.current").write_text("900\n")
+    (group / "memory.stat").write_text("anon 500\ninactive_file 300\nactive_file 100\n")
+    (group / "memory.max").write_text("1000\n")
+    assert free_host_bytes(source, group) == 1000 - 900 + 300
+    (group / "memory.max").write_text("max\n")
+    assert free_host_bytes(source, group) == 31_250 * 1024
+    (group / "memory.max").write_text("99999999999999\n")
+    assert free_host_bytes(source, group) == 31_250 * 1024
+    (group / "memory.max").write_text("100\n")
+    assert free_host_bytes(source, group) == 0

@@ -10,12 +10,13 @@ import jax
 import numpy as np
 import pytest
 
+from colossax.checkpoint import Checkpointer
 from colossax.config import OffloadConfig
 from colossax.errors import OffloadError, PlanError
 from colossax.optim import adamw
 from colossax.train.checkpointing import RunCheckpoints
 from tests.train.launching import Started, metrics, run, write_text
-from tests.train.streamed import FULL, batch, by_path, started, stepped
+from tests.train.streamed import FULL, batch, by_path, host, started, stepped
 
 ALL = {"parameters": 1.0, "optimizer": 1.0, "disk": 1.0}
 HALF = {"parameters": 0.5, "optimizer": 0.75, "disk": 0.5}
@@ -82,6 +83,20 @@ def test_where_every_layer_is_on_disk_its_file_holds_the_whole_state(tmp_path):
     ):
         assert found.sharding == wanted.sharding, path
         np.testing.assert_array_equal(found, wanted, err_msg=str(path))
+
+
+def test_no_copy_of_what_left_the_device_is_made_for_a_checkpoint(tmp_path, monkeypatch):
+    found = []
+    original = Checkpointer.__init__
+
+    def init(self, folder, **settings):
+        found.append(settings["asynchronous"])
+        original(self, folder, **settings)
+
+    monkeypatch.setattr(Checkpointer, "__init__", init)
+    for plan, disk in ((FULL, None), (host(), None), (on_disk(ALL), tmp_path / "disk")):
+        checkpoints(tmp_path / "saved", started(plan, adamw(1e-3), disk=disk)[1])
+    assert found == [True, False, False]
 
 
 def test_so_it_does_on_several_devices(devices, tmp_path):

@@ -134,12 +134,18 @@ def test_the_same_facts_as_json():
 
 
 def test_what_is_updated_after_the_program_is_said():
-    disk = DiskCost(layers=40, file_bytes=2**33, read_bytes=3 * 10**9, memory_bytes=2**29)
+    disk = DiskCost(
+        layers=40,
+        file_bytes=2**33,
+        read_bytes=3 * 10**9,
+        written_bytes=4 * 10**9,
+        memory_bytes=2**29,
+    )
     one = dataclasses.replace(inspection(traffic()), disk=disk, cpu_layers=8)
     text = describe(one)
     start = text.index("disk: ")
     assert text[start : text.index("largest temporaries")].splitlines() == [
-        "disk: 8.00 GiB in one file for 40 layers, 3.000 GB read and 3.000 GB written per step,"
+        "disk: 8.00 GiB in one file for 40 layers, 3.000 GB read and 4.000 GB written per step,"
         " through 0.50 GiB more of host memory",
         "the CPU updates 8 layers",
         "these layers are updated after the program above: no computing hides that",
