@@ -80,32 +80,41 @@ class _Change:
         return dataclasses.replace(self, path=self.path[1:])
 
 
-def _apply(owner: Any, changes: Sequence[_Change]) -> Any:
-    """A dataclass with all changes made at once, so that only the result has to be valid."""
-    new: dict[str, Any] = {}
+def _apply(owner: Any, changes: Sequence[_Change], fields: Mapping[str, Any] | None = None) -> Any:
+    """A dataclass with all changes made at once, so that only the result has to be valid.
+
+    Args:
+        owner: The dataclass.
+        changes: Of fields of it, or below.
+        fields: Values that changes override.
+    """
+    new: dict[str, Any] = dict(fields or {})
     below: dict[str, list[_Change]] = {}
+    texts: dict[str, Mapping[str, Any]] = {}
     for change in changes:
         if isinstance(owner, Plan) and change.path == ("remat",):
             remat = change.text
             new["segments"] = tuple(dataclasses.replace(s, remat=remat) for s in owner.segments)
         elif (whole := _from_text(owner, change)) is not None:
-            new[change.key] = whole
+            texts[change.key] = whole
+            below.setdefault(change.key, [])
         elif _is_leaf(owner, change):
             new[change.key] = parse(_hint(owner, change.key), change.text, f"--{change.name}")
         else:
             below.setdefault(change.key, []).append(change.below())
     for key, deeper in below.items():
         value = new.get(key, getattr(owner, key))
-        new[key] = _applier(value)(value, deeper)
+        whole = texts.get(key)
+        new[key] = _applier(value)(value, deeper) if whole is None else _apply(value, deeper, whole)
     return dataclasses.replace(owner, **new)
 
 
-def _from_text(owner: Any, change: _Change) -> Any:
-    """A nested configuration that has a text form of its own, set from it, else None."""
+def _from_text(owner: Any, change: _Change) -> Mapping[str, Any] | None:
+    """Fields of a nested configuration that has a text form of its own, else None."""
     value = getattr(owner, change.key, None)
-    if len(change.path) != 1 or not hasattr(value, "with_text"):
+    if len(change.path) != 1 or not hasattr(value, "fields_from_text"):
         return None
-    return value.with_text(change.text)
+    return value.fields_from_text(change.text)
 
 
 def _applier(value: Any) -> Callable[[Any, Sequence[_Change]], Any]:

@@ -124,6 +124,14 @@ class OffloadConfig:
         """These settings with `auto`, `none`, or shares as `parameters=1,activations=0.5`.
 
         Raises:
+            PlanError: The text is none of these, or does not go with the other settings.
+        """
+        return dataclasses.replace(self, **self.fields_from_text(text))
+
+    def fields_from_text(self, text: str) -> dict[str, Any]:
+        """The fields that `with_text` sets.
+
+        Raises:
             PlanError: The text is none of these.
         """
         placed: dict[str, Any] = {"auto": text == "auto", **dict.fromkeys(SHARES, 0.0)}
@@ -142,7 +150,7 @@ class OffloadConfig:
                 raise PlanError(
                     f"plan.offload.{kind}: found '{share}'; give the share of the layers, 0 to 1"
                 ) from None
-        return dataclasses.replace(self, **placed)
+        return placed
 
     @property
     def wanted(self) -> bool:

@@ -6,8 +6,8 @@ import pytest
 
 from colossax.cli.arguments import Parser, split_overrides
 from colossax.cli.overrides import apply_overrides, override_names
-from colossax.config import HOST_KINDS, PRESETS, preset
-from colossax.errors import InputError
+from colossax.config import HOST_KINDS, PRESETS, OffloadConfig, Plan, preset
+from colossax.errors import InputError, PlanError
 from colossax.recipes import RECIPES, recipe
 
 
@@ -151,3 +151,18 @@ def test_a_misspelt_option_is_named():
         parser.parse(["--stepz", "3"])
     with pytest.raises(InputError, match="argument --steps: invalid int value: 'x'; see colossax"):
         parser.parse(["--steps", "x"])
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_settings_beside_a_text_are_judged_with_it(turned):
+    """Neither goes with the plan as it was."""
+    config = recipe("llama_tiny")
+    config = config.replace(plan=Plan(offload=OffloadConfig(fused=True, clipping="two_pass")))
+    pair = [
+        ("plan.offload", "parameters=1,optimizer=1,disk=1"),
+        ("plan.offload.clipping", "stack"),
+    ]
+    found = apply_overrides(config, pair[::-1] if turned else pair).plan.offload
+    assert (found.disk, found.clipping) == (1.0, "stack")
+    with pytest.raises(PlanError, match="'auto' finds the shares, and some are given"):
+        apply_overrides(config, [("plan.offload", "auto"), ("plan.offload.parameters", "1")])
