@@ -6,7 +6,7 @@ holds is the whole training state where every layer is on disk: an epoch is a st
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,8 @@ FILE = "layers.state"
 
 Rows = Mapping[str, Any]
 
-_TAIL_COPIES = 4
-"""Of what is in no record, while it is committed: as arrays, joined, as a block, and aligned."""
+_TAIL_COPIES = 2
+"""Of what is in no record, while it is committed: as arrays, which JAX keeps, and as a block."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class DiskTier:
     """The file that holds the optimizer state of a step's layers.
 
     Cost: disk bytes of two epochs, each parameters and optimizer state of the layers; per step it
-    reads one and writes the other. Host memory for four records, and four times what is in no
+    reads one and writes the other. Host memory for four records, and twice what is in no
     record where every layer is on disk (embedding and head with their moments).
     """
 
@@ -145,12 +145,11 @@ class DiskTier:
             leaves[i] = stack
         return {**state, "params": jax.tree.unflatten(self._structure(), leaves)}
 
-    def _tail(self, state: TrainState) -> bytes:
-        """All of the state that is in no record; empty where other layers are not on disk."""
-        if not self.whole:
-            return b""
-        leaves = jax.tree.leaves(state)
-        return b"".join(np.asarray(leaves[at]).tobytes() for at in self._numbers()[1])
+    def _tail(self, state: TrainState) -> Iterator[np.ndarray]:
+        """All of the state that is in no record; nothing where other layers are not on disk."""
+        if self.whole:
+            leaves = jax.tree.leaves(state)
+            yield from (np.ascontiguousarray(leaves[at]) for at in self._numbers()[1])
 
     def _tail_bytes(self) -> int:
         if not self.whole:

@@ -7,7 +7,10 @@ import dataclasses
 import json
 import struct
 import zlib
+from collections.abc import Iterable
 from typing import Any
+
+import numpy as np
 
 from colossax.offload.disk.checksum import DIGEST_BYTES
 from colossax.offload.disk.layout import BLOCK_BYTES, in_blocks
@@ -95,9 +98,29 @@ class CommitBlock:
     epoch: int
     tail: bytes
 
-    def to_bytes(self) -> bytes:
-        """Whole blocks."""
-        return _sealed(_COMMIT.pack(_COMMIT_MAGIC, VERSION, self.epoch, len(self.tail)) + self.tail)
+    @staticmethod
+    def fill(buffer: np.ndarray, epoch: int, tail: Iterable[np.ndarray], most: int) -> int:
+        """Write one into uint8[room_bytes(most)]; how many bytes of it are taken, whole blocks.
+
+        Args:
+            buffer: Of zeros.
+            epoch: Which.
+            tail: Parts of it, one of which is in memory at a time.
+            most: Bytes that it may have.
+
+        Raises:
+            BufferError: It has more; the message is its bytes so far.
+        """
+        end = _COMMIT.size
+        for part in tail:
+            start, end = end, end + part.nbytes
+            if end - _COMMIT.size > most:
+                raise BufferError(str(end - _COMMIT.size))
+            buffer[start:end] = part.reshape(-1).view(np.uint8)
+        view = buffer.data
+        _COMMIT.pack_into(view, 0, _COMMIT_MAGIC, VERSION, epoch, end - _COMMIT.size)
+        _CRC.pack_into(view, end, zlib.crc32(view[:end]))
+        return in_blocks(end + _CRC.size)
 
     @staticmethod
     def room_bytes(tail_bytes: int) -> int:

@@ -13,7 +13,7 @@ there. (The second rests on a disk that keeps the order which fdatasync asks for
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -252,12 +252,13 @@ class RecordStore:
         buffer.settle()
         self._write(record, epoch, buffer)
 
-    def commit(self, epoch: int, tail: bytes = b"") -> None:
+    def commit(self, epoch: int, tail: bytes | Iterable[np.ndarray] = b"") -> None:
         """Make an epoch the consistent one, once all its records are on the disk.
 
         Args:
             epoch: One whose records were all written, by `fill` or `update`.
-            tail: What belongs to the epoch and is in no record: step, random key, small leaves.
+            tail: What belongs to the epoch and is in no record, such as step and random key;
+                arrays one after another are its bytes, too.
 
         Raises:
             OffloadError: Records are missing, the tail has no room, or the disk refuses; the
@@ -272,16 +273,19 @@ class RecordStore:
                 f"{self.records} records were not written, the first is {missing[0]}; fill or "
                 "update them all"
             )
-        if len(tail) > self._tail_bytes:
+        room = aligned_buffer(CommitBlock.room_bytes(self._tail_bytes))
+        parts = (np.frombuffer(tail, np.uint8),) if isinstance(tail, bytes) else tail
+        try:
+            taken = CommitBlock.fill(room, epoch, parts, self._tail_bytes)
+        except BufferError as error:
             raise OffloadError(
                 f"disk store '{self.path}' has room for a tail of {self._tail_bytes} bytes, given "
-                f"{len(tail)}; create it with more tail_bytes"
-            )
+                f"{error}; create it with more tail_bytes"
+            ) from None
         written, self._written = self._written, {}  # after a failed sync all must be written again
         self._file.sync()
         self._written = written
-        block = CommitBlock(epoch, tail).to_bytes()
-        self._file.write(_padded(block), self._places.commit(epoch))
+        self._file.write(room[:taken], self._places.commit(epoch))
         self._file.sync()
         self._epoch = epoch
 

@@ -1,5 +1,6 @@
 """Every flipped byte of what describes the file is seen."""
 
+import numpy as np
 import pytest
 
 from colossax.offload.disk.blocks import CommitBlock, FileBlock, RecordBlock
@@ -13,9 +14,19 @@ BLOCKS = [
 ]
 
 
+def written(block):
+    """Its bytes in the file."""
+    if not isinstance(block, CommitBlock):
+        return block.to_bytes()
+    room = np.zeros(CommitBlock.room_bytes(len(block.tail)), np.uint8)
+    parts = np.array_split(np.frombuffer(block.tail, np.uint8), 3)
+    taken = CommitBlock.fill(room, block.epoch, parts, len(block.tail))
+    return room[:taken].tobytes()
+
+
 @pytest.mark.parametrize("block", BLOCKS, ids=repr)
 def test_round_trip_and_every_flipped_byte(block):
-    data = block.to_bytes()
+    data = written(block)
     assert len(data) % BLOCK_BYTES == 0
     assert type(block).from_bytes(data) == block
     used = len(data.rstrip(b"\0"))
@@ -30,15 +41,25 @@ def test_round_trip_and_every_flipped_byte(block):
 def test_zeros_and_one_kind_for_another_are_nothing():
     for kind in (RecordBlock, CommitBlock):
         assert kind.from_bytes(bytes(BLOCK_BYTES)) is None
-    assert RecordBlock.from_bytes(BLOCKS[2].to_bytes()) is None
+    assert RecordBlock.from_bytes(written(BLOCKS[2])) is None
     assert CommitBlock.from_bytes(BLOCKS[1].to_bytes()) is None
     assert FileBlock.size_bytes(BLOCKS[1].to_bytes()) is None
 
 
 def test_a_tail_has_the_room_that_was_kept_for_it():
     for tail_bytes in (0, 1, 4068, 4069, 4070, 10_000):
-        data = CommitBlock(1, bytes(tail_bytes)).to_bytes()
+        data = written(CommitBlock(1, bytes(tail_bytes)))
         assert len(data) == CommitBlock.room_bytes(tail_bytes)
+
+
+def test_a_tail_is_the_bytes_of_its_arrays():
+    arrays = [np.arange(6, dtype=np.int32).reshape(2, 3), np.float32(0.5).reshape(()), np.zeros(0)]
+    room = np.zeros(BLOCK_BYTES, np.uint8)
+    taken = CommitBlock.fill(room, 4, iter(arrays), 28)
+    found = CommitBlock.from_bytes(room[:taken].tobytes())
+    assert found == CommitBlock(4, b"".join(array.tobytes() for array in arrays))
+    with pytest.raises(BufferError, match="28"):
+        CommitBlock.fill(room, 4, arrays, 27)
 
 
 def test_a_large_description_takes_several_blocks():
