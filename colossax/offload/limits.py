@@ -63,19 +63,13 @@ def host_budget(
         given_gb: None: what is free, less 16 GiB or half of it, divided by the devices; several
             processes have to be told, as some may share a host.
         devices: All of a mesh; those of this process count.
-        target: GPUs that are not there, of whose host nothing is known.
+        target: GPUs that are not there, of whose host nothing is known: it has what is given.
 
     Raises:
         PlanError: More is given than is free or than XLA gives out, or nothing is known.
     """
     if target is not None:
-        if given_gb is None:
-            raise PlanError(
-                f"plan.offload.host_gb: how much memory the hosts of '{target.name}' have is not"
-                " known here; give how much of it there is for each GPU, as in"
-                " --plan.offload.host_gb 96"
-            )
-        return int(given_gb * GB)
+        return int((given_gb or 0) * GB)
     own = [device for device in devices if device.process_index == jax.process_index()]
     here = max(1, len(own))
     if given_gb is None:

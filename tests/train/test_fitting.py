@@ -297,7 +297,9 @@ def test_devices_without_memory_of_their_own_need_a_budget(fit):
 
 def test_of_a_target_the_host_is_not_known_and_the_device_is(fit):
     target = parse_target("h200:1x1")
-    with pytest.raises(PlanError, match=r"hosts of 'h200:1x1' have is not known"):
+    found = fit(tiny(host_gb=None, device_gb=1.0), target=target)
+    assert set(found.resident.values()) == {LAYERS} and found.host_bytes == 0
+    with pytest.raises(PlanError, match=r"stay in host memory and 0\.000 GB are given; give host"):
         fit(tiny(host_gb=None), target=target)
     with pytest.raises(PlanError, match=r"200 GB are given, and a device has 151\.4 GB"):
         fit(tiny(device_gb=200.0), target=target)
