@@ -22,8 +22,11 @@ TOLERANCE = 1e-6
 
 MODEL = LlamaConfig(vocab=256, embed=256, layers=6, heads=4, kv_heads=4, mlp=512, max_seq=256)
 
-PLACED = ({"activations": 1.0}, {"parameters": 1.0, "optimizer": 1.0, "activations": 1.0})
-"""Shares of the layers in host memory: stacks that loops fill and read, and that they change."""
+PLACED = (
+    OffloadConfig(activations=1.0),
+    OffloadConfig(parameters=1.0, optimizer=1.0, activations=1.0),
+)
+"""What is in host memory: stacks that loops fill and read, and that they change."""
 
 
 def check_pipelined(
@@ -58,7 +61,7 @@ def compared(plain: Sequence[float], pipelined: Sequence[float]) -> PipelinedTes
 
 def losses(
     device: jax.Device,
-    placed: dict[str, float],
+    placed: OffloadConfig,
     options: dict[str, Any],
     *,
     model: LlamaConfig = MODEL,
@@ -68,7 +71,7 @@ def losses(
     plan = Plan(
         segments=(Segment(remat="full"),),
         attention=AttentionConfig(kernel="xla"),
-        offload=OffloadConfig(**placed),  # type: ignore[arg-type]
+        offload=placed,
         compiler_options=options,
     )
     found = []

@@ -70,31 +70,6 @@ class Job:
         """The last microbatch and its key."""
         return jax.tree.map(lambda x: x[-1], (self.micro, self.keys))
 
-    def backward(
-        self,
-        visit: Callable,
-        moving: dict[Key, Stacks],
-        fixed: dict[Key, Stacks],
-        scalars: Any,
-        piece: Batch,
-        key: Array,
-    ) -> tuple[dict[Key, Stacks], list[Array], Found]:
-        """One pass over a microbatch.
-
-        Args:
-            visit: What to do with a layer's gradient.
-            moving: The stacks that it changes.
-            fixed: The others; the parameters, where it changes them not.
-            scalars: For `visit`.
-            piece: The microbatch.
-            key: Its random key.
-
-        Returns:
-            The changed stacks, gradients of what is in no layer stack, and what was found; the norm
-            squared.
-        """
-        return _Pass(self, moving, fixed, piece, key).backward(visit, scalars)
-
     def gathered(
         self, stacks: dict[Key, Stacks], pieces: int | None = None
     ) -> tuple[dict[Key, Stacks], list[Array], Found]:
@@ -108,7 +83,8 @@ class Job:
         fixed = {key: Stacks(params=each.params) for key, each in stacks.items()}
         visit = functools.partial(_summing, self.all.parts)
         if not summed:
-            grads, rest, found = self.backward(visit, start, fixed, None, self.first, self.keys[0])
+            only = _Pass(self, start, fixed, self.first, self.keys[0])
+            grads, rest, found = only.backward(visit, None)
         else:
             grads, rest, found = self._summed(visit, start, fixed, pieces)
         joined = {key: _merged(stacks[key], grads[key]) for key in stacks}
@@ -118,7 +94,7 @@ class Job:
         self, visit: Callable, start: dict[Key, Stacks], fixed: dict[Key, Stacks], pieces: int
     ) -> tuple[dict[Key, Stacks], list[Array], Found]:
         def one(grads: dict[Key, Stacks], number: Any, piece: Batch, key: Array) -> Any:
-            grads, rest, found = self.backward(visit, grads, fixed, number > 0, piece, key)
+            grads, rest, found = _Pass(self, grads, fixed, piece, key).backward(visit, number > 0)
             return grads, (rest, found)
 
         def body(loop: Any, xs: Any) -> Any:
@@ -155,7 +131,8 @@ class Job:
         before: Any,
     ) -> tuple[dict[Key, Stacks], list[Array], Found]:
         """A pass over the last microbatch, after what `before_last` found."""
-        return _with_earlier(*self.backward(visit, moving, fixed, scalars, *self.last), before)
+        found = _Pass(self, moving, fixed, *self.last).backward(visit, scalars)
+        return _with_earlier(*found, before)
 
     def scale(self, found: Found) -> tuple[Any, Array]:
         """What gradients of this norm are multiplied by, if at all, and whether all is finite."""

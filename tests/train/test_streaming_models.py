@@ -244,6 +244,45 @@ def test_a_model_of_ones_own_on_several_devices(devices):
     assert_gradients_equal(host(plan), plan, **settings)
 
 
+@jax.custom_vjp
+def spoiling(x, much):
+    """x; its gradient is not finite where `much` is."""
+    return x
+
+
+spoiling.defvjp(
+    lambda x, much: (x, much), lambda much, dx: (dx * (1 + jnp.max(much)), jnp.zeros_like(much))
+)
+
+
+class Spoiled(Two):
+    """The gradient of the first stack, which backward reaches last, is not finite."""
+
+    def __call__(self, x, mask, ids, much):
+        first = self.first({"x": x, "seen": x[..., 0]}, (self.bias[...], mask, ids))
+        carry = {**first.carry, "x": spoiling(first.carry["x"], much)}
+        return self.second(carry, (self.bias[...], mask, ids)).carry["x"]
+
+
+def spoiled_loss(model, batch):
+    x = model(*(batch[name] for name in ("x", "mask", "ids", "much")))
+    return {"fit": (jnp.sum(x**2), jnp.float32(len(x)), 1.0)}, {}
+
+
+def test_nothing_moves_when_an_earlier_microbatch_was_not_finite():
+    plan = host(Plan(segments=FULL.segments, batch=BatchConfig(accumulation=2)))
+    state, step = started(plan, sgd(0.1), model=Spoiled, loss=spoiled_loss)
+    many = {**two_batch(), "much": np.zeros((8, 1), np.float32)}
+    state, metrics = step(state, many)
+    assert np.isfinite(metrics["grad_norm"]) and int(state["skipped"]) == 0
+    before = jax.tree.map(np.array, by_path(step, state["params"]))
+    many["much"][:4] = np.inf
+    state, metrics = step(state, many)
+    assert np.isfinite(metrics["loss"]) and int(state["skipped"]) == 1
+    for name, leaf in by_path(step, state["params"]).items():
+        np.testing.assert_array_equal(leaf, before[name], err_msg=name)
+
+
 def test_layers_of_float32_vectors_only_stay_on_the_device():
     _, step = started(host(), sgd(1.0))
     kinds = {
