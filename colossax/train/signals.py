@@ -16,6 +16,7 @@ import selectors
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -24,6 +25,7 @@ from colossax.train.distributed import Group, Wire
 
 EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
 _LOST_EXIT_CODE = 1
+_ABORT_WAITS_S = 6.0
 
 
 class Gate:
@@ -101,18 +103,23 @@ class StopSignals:
         os.close(self._write_end)
 
 
+@ctypes.CFUNCTYPE(None, ctypes.c_int)
+def _wait(_number: int) -> None:
+    time.sleep(_ABORT_WAITS_S)
+
+
 def hold_aborts() -> None:
     """Let an abort of this process wait for six seconds.
 
     A thread of XLA that finds another process gone aborts its own from C++, with a trace. The
     thread that watches the processes finds it too, and ends this one with a sentence, if it is
-    given the time. SIGABRT is number 6, and a handler gets the number: libc's `sleep` serves as
-    one, and needs neither Python nor its lock.
+    given the time and Python's lock. The thread that aborts may hold that lock, so what waits is
+    Python's `sleep`, which lets go of it, and not libc's.
     """
     libc = ctypes.CDLL(None)
     libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
     libc.signal.restype = ctypes.c_void_p
-    libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
+    libc.signal(signal.SIGABRT, ctypes.cast(_wait, ctypes.c_void_p))
 
 
 class StopAgreement:

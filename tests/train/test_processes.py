@@ -155,10 +155,19 @@ def test_a_process_that_dies_ends_the_others_with_a_sentence(text, tmp_path):
     assert "process 1 is gone, and the run cannot go on without it" in first.errors
 
 
-def test_an_abort_from_below_waits_for_the_sentence():
+@pytest.mark.parametrize(
+    "abort",
+    [
+        "ctypes.CDLL(None).abort()",
+        "ctypes.PyDLL(None).abort()",
+        "c.pthread_create(ctypes.byref(ctypes.c_ulong()), None, c.abort, None); time.sleep(30)",
+    ],
+    ids=["without-lock", "with-lock", "foreign-thread"],
+)
+def test_an_abort_from_below_waits_for_the_sentence(abort):
     """As when XLA finds the other process gone before the thread that watches it does."""
-    program = """
-import ctypes, os, sys, threading
+    program = f"""
+import ctypes, os, sys, threading, time
 from colossax.train.signals import hold_aborts
 hold_aborts()
 def end():
@@ -166,7 +175,20 @@ def end():
     sys.stderr.flush()
     os._exit(1)
 threading.Timer(1.0, end).start()
-ctypes.CDLL(None).abort()  # without Python's lock, as XLA
+c = ctypes.CDLL(None)
+{abort}
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (1, "a sentence")
+
+
+def test_an_abort_that_nothing_explains_ends_the_process():
+    program = """
+import ctypes
+from colossax.train import signals
+signals._ABORT_WAITS_S = 0.1
+signals.hold_aborts()
+ctypes.PyDLL(None).abort()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGABRT
