@@ -115,6 +115,23 @@ class Module:
     computations: Mapping[str, tuple[Instruction, ...]]
     frames: Mapping[int, str]
 
+    def with_trip_count(self, trips: int) -> "Module":
+        """The program, with this many turns of each loop that says when it runs how many."""
+        known = f', backend_config={{"known_trip_count":{{"n":"{trips}"}}}}'
+
+        def counted(one: Instruction) -> Instruction:
+            if one.opcode != "while" or one.trip_count is not None:
+                return one
+            return dataclasses.replace(one, attributes=one.attributes + known)
+
+        return dataclasses.replace(
+            self,
+            computations={
+                name: tuple(counted(one) for one in body)
+                for name, body in self.computations.items()
+            },
+        )
+
     def source(self, instruction: Instruction) -> str:
         """`file.py:line` of the operation, or empty."""
         written = re.search(r'source_file="([^"]*)"(?: source_line=(\d+))?', instruction.attributes)

@@ -135,6 +135,8 @@ class OffloadConfig:
             PlanError: The text is none of these.
         """
         placed: dict[str, Any] = {"auto": text == "auto", **dict.fromkeys(SHARES, 0.0)}
+        if self.auto and text != "auto":  # the budgets were for it
+            placed.update(device_gb=None, host_gb=None)
         if text == "none":
             placed.update(fused=False, cpu_update="off")
         for item in text.split(",") if text not in ("auto", "none") else ():
@@ -156,6 +158,11 @@ class OffloadConfig:
     def wanted(self) -> bool:
         """Whether layers are updated during backward: any share is above 0, or to be found."""
         return self.auto or self.fused or any(getattr(self, field) for field in SHARES)
+
+    @property
+    def settled(self) -> "OffloadConfig":
+        """Without budgets, once nothing is left to be found within them."""
+        return self if self.auto else dataclasses.replace(self, device_gb=None, host_gb=None)
 
     def layers(self, kind: str, total: int) -> int:
         """Layers, of a stack of `total`, whose arrays of this kind live in host memory."""

@@ -295,6 +295,31 @@ class Plan:
                 f"plan.compiler_options: sets {PIPELINED_OPTION}, and plan.offload.pipelined 'auto'"
                 " decides on it; drop one of them"
             )
+        self._check_budgets()
+
+    def _check_budgets(self) -> None:
+        offload = self.offload
+        unread = {"device_gb": not offload.auto, "host_gb": not (offload.auto or self._finds_mlp)}
+        for field in [field for field, unused in unread.items() if unused]:
+            size = getattr(offload, field)
+            if size is not None:
+                raise PlanError(
+                    f"plan.offload.{field}: found {size:g}, and only plan.offload auto keeps within"
+                    " it; give auto in place of shares, or leave it out"
+                )
+
+    @property
+    def _finds_mlp(self) -> bool:
+        return any(segment.mlp_share == "auto" for segment in self.segments)
+
+    def placed(self, shares: Mapping[str, Any]) -> "Plan":
+        """With these offload settings, found within a budget, in place of `auto` and the budget.
+
+        An `mlp_share` that is yet to be found keeps the budget of the host.
+        """
+        host_gb = self.offload.host_gb if self._finds_mlp else None
+        found: dict[str, Any] = {"auto": False, "device_gb": None, "host_gb": host_gb, **shares}
+        return self.replace(offload=dataclasses.replace(self.offload, **found))
 
     def mesh_sizes(self, devices: int) -> dict[str, int]:
         """Size of every mesh axis on this many devices.

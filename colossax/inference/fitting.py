@@ -181,7 +181,7 @@ class _Trial:
 
 def _placed(plan: Plan, layers: int, resident: int) -> Plan:
     share = (layers - resident) / layers
-    return plan.replace(offload=dataclasses.replace(plan.offload, auto=False, parameters=share))
+    return plan.placed({"parameters": share})
 
 
 def argument_bytes(arguments: Any) -> tuple[int, int]:

@@ -169,9 +169,7 @@ def _kinds(plan: Plan) -> tuple[str, ...]:
 
 def _with_shares(plan: Plan, shares: Mapping[str, float]) -> Plan:
     """With these shares, and layers updated during backward even if all stay on the device."""
-    placed: dict[str, Any] = {"auto": False, "fused": True, **shares}
-    offload = dataclasses.replace(plan.offload, **placed)
-    return plan.replace(offload=offload)
+    return plan.placed({"fused": True, **shares})
 
 
 class _Trial:
@@ -356,7 +354,7 @@ def _key(plan: Plan, trial: _Trial, budget: Budget, target: Target | None) -> st
     every time.
     """
     placeless = _with_shares(plan, dict.fromkeys(HOST_KINDS, 0.0))
-    unbudgeted = dataclasses.replace(placeless.offload, device_gb=None, host_gb=None)
+    unbudgeted = dataclasses.replace(placeless.offload, host_gb=None)
     device = trial.step.bound.mesh.devices.flat[0]
     facts = {
         "program": trial.lowered.as_text(),

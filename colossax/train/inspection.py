@@ -11,6 +11,7 @@ import jaxlib
 
 from colossax.aot import (
     MemoryReport,
+    Module,
     Program,
     Target,
     Totals,
@@ -19,6 +20,7 @@ from colossax.aot import (
     collectives,
     compile_program,
     memory_report,
+    parse_module,
     target_devices,
     totals,
     transfer_totals,
@@ -110,12 +112,12 @@ class HostTraffic:
 
 
 def host_traffic(
-    hlo: str, target: Target, *, flops_per_token: int, peak: float | None
+    hlo: str | Module, target: Target, *, flops_per_token: int, peak: float | None
 ) -> HostTraffic | None:
     """Transfers of a compiled step, and what would hide them; None where it has none.
 
     Args:
-        hlo: Text of the program.
+        hlo: The program.
         target: What it was compiled for.
         flops_per_token: Of the model, forward and backward, without recomputation.
         peak: FLOP/s of one GPU.
@@ -157,6 +159,7 @@ class Inspection:
         host_traffic: Copies between GPU and host; None where there are none.
         disk: What layers on disk take; None where there are none.
         cpu_layers: Layers that the CPU updates.
+        one_pass_counted: Whether what is moved is that of one pass, of which a step may take two.
         searched: Whether the largest microbatch was.
         largest_microbatch: The most rows that fit; None where not searched, or not one does.
     """
@@ -178,6 +181,7 @@ class Inspection:
     host_traffic: HostTraffic | None = None
     disk: DiskCost | None = None
     cpu_layers: int = 0
+    one_pass_counted: bool = False
     searched: bool = False
     largest_microbatch: int | None = None
 
@@ -188,13 +192,19 @@ class Inspection:
     @property
     def note(self) -> str:
         """What differs from the program that the GPUs would run, or empty."""
+        notes = []
+        if self.one_pass_counted:
+            notes.append(
+                "copies and collectives are those of a step that need not scale its gradients; one"
+                " that does runs forward and backward once more (plan.offload.clipping speculate)"
+            )
         searched = self.config.plan.attention.kernel == "auto" and self.attention == "xla"
-        if not searched or cudnn_installed():
-            return ""
-        return (
-            "attention is XLA's; on the GPUs 'auto' may take cuDNN's, which is not installed here"
-            " (pip install 'colossax[cudnn]')"
-        )
+        if searched and not cudnn_installed():
+            notes.append(
+                "attention is XLA's; on the GPUs 'auto' may take cuDNN's, which is not installed"
+                " here (pip install 'colossax[cudnn]')"
+            )
+        return "; ".join(notes)
 
     @property
     def collective_s(self) -> float:
@@ -296,6 +306,10 @@ def inspect_run(config: TrainConfig, target: Target) -> Inspection:
     rows = config.data.global_batch
     peak = peak_flops(target.gpu.name, str(config.plan.precision.compute))
     microbatch, pieces = _microbatch(step, rows)
+    module = parse_module(program.hlo)
+    once = step.streaming is not None and step.streaming.clipping == "speculate"
+    if once:
+        module = module.with_trip_count(1)
     return Inspection(
         config=config,
         target=target,
@@ -303,7 +317,7 @@ def inspect_run(config: TrainConfig, target: Target) -> Inspection:
         parameters=step.spec.parameter_count(),
         program=program,
         memory=memory,
-        links=tuple(link_of(t, target, step) for t in totals(collectives(program.hlo, mesh))),
+        links=tuple(link_of(t, target, step) for t in totals(collectives(module, mesh))),
         limit_bytes=target.gpu.memory_bytes,
         fits=program.device_bytes <= _usable(target),
         attention=_attention_in(program.hlo),
@@ -311,9 +325,10 @@ def inspect_run(config: TrainConfig, target: Target) -> Inspection:
         compute_s=None if peak is None else flops * rows * seq_len / (peak * target.size),
         microbatch=microbatch,
         microbatches=pieces,
-        host_traffic=host_traffic(program.hlo, target, flops_per_token=flops, peak=peak),
+        host_traffic=host_traffic(module, target, flops_per_token=flops, peak=peak),
         disk=_disk_cost(step),
         cpu_layers=_cpu_layers(step),
+        one_pass_counted=once,
     )
 
 

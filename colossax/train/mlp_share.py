@@ -79,7 +79,7 @@ def with_mlp_share(step: "Step", build: Callable[[Plan], "Step"]) -> tuple[Plan,
     )
     line = f"{MLP_SHARE}: {line}"
     _LOG.info(line)
-    return plan.replace(segments=segments), line
+    return plan.replace(segments=segments, offload=plan.offload.settled), line
 
 
 def _measured_shares(

@@ -32,6 +32,7 @@ from colossax.sharding import (
 from colossax.train.arrange import Arranged, arranged, check_segments, row_length
 from colossax.train.cpu_update import CPU_UPDATE, CpuUpdate, with_cpu_share
 from colossax.train.disk import DiskTier
+from colossax.train.donation import PartlyDonated
 from colossax.train.gradients import (
     LossCall,
     Totals,
@@ -127,12 +128,17 @@ class Step:
         if self.streaming is not None and self.streaming.later:
             pure = functools.partial(self._pure_streamed, self.streaming)
             out = (*out, self.streaming.pending_shardings(whole))
-        self.jitted = jax.jit(
-            pure, donate_argnums=0, out_shardings=out, compiler_options=options_of_compiler
-        )
+        compiled: dict[str, Any] = {"out_shardings": out, "compiler_options": options_of_compiler}
+        self.jitted = self._jitted(pure, **compiled)
         self.cpu = self._cpu(options_of_compiler)
         self.disk = self._disk()
         self._evaluate = jax.jit(self._losses, compiler_options=options_of_compiler)
+
+    def _jitted(self, pure: Callable, **options: Any) -> Any:
+        """The step compiled, its old state given up."""
+        if self.streaming is None or self.streaming.clipping != "speculate":
+            return jax.jit(pure, donate_argnums=0, **options)
+        return PartlyDonated(pure, self.streaming.of_stacks(self.shardings), **options)
 
     def _streaming(self, optimizer: Optimizer) -> Streaming | None:
         """How layers are updated during backward, where the plan puts any of them elsewhere."""

@@ -199,6 +199,12 @@ class Streaming:
             "opt_state": jax.tree.unflatten(jax.tree.structure(state["opt_state"]), own),
         }
 
+    def of_stacks(self, state: TrainState) -> TrainState:
+        """Of each leaf of the state, whether it is trained, or optimizer state, of a layer."""
+        nothing = jax.tree.map(lambda _: False, state)
+        stacks = self.stacks(state["params"], state["opt_state"])
+        return self.with_stacks(nothing, jax.tree.map(lambda _: True, stacks))
+
     def pending_shardings(self, whole: NamedSharding) -> Pending:
         """Where what is left to do lies.
 

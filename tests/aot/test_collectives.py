@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
+from colossax.aot import parse_module
 from colossax.aot.collectives import assert_collectives, collectives, totals
 
 
@@ -265,6 +266,13 @@ def test_loop_with_collectives_and_unknown_trips_is_refused(outer, inner, loop, 
     message = rf"HLO line \d+: loop '{loop}' has no known trip count and runs {sent}"
     with pytest.raises(ValueError, match=message):
         collectives(loop_text(outer, inner), mesh(data=2, fsdp=4))
+
+
+def test_unknown_trips_may_be_said():
+    found = collectives(
+        parse_module(loop_text("", trips(3))).with_trip_count(2), mesh(data=2, fsdp=4)
+    )
+    assert [one.count for one in found] == [2, 6]
 
 
 def test_a_condition_runs_once_more_than_its_body():

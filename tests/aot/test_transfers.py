@@ -291,6 +291,12 @@ def test_an_unknown_trip_count_is_refused_only_where_something_moves():
         transfers(program(FETCH, FETCHED, trips="backend_config={}"))
 
 
+@pytest.mark.parametrize(("trips", "times"), [("backend_config={}", 2), (TRIPS, 6)])
+def test_an_unknown_trip_count_may_be_said(trips, times):
+    module = parse_module(program(FETCH, FETCHED, trips=trips)).with_trip_count(2)
+    assert [one.times for one in transfers(module)] == [times]
+
+
 def test_where_a_transfer_comes_from():
     where = 'metadata={op_name="jit(step)/slice" source_file="/src/a.py" source_line=3}'
     found = only(f"{FETCH}, {where}", FETCHED)

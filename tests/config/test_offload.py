@@ -1,5 +1,7 @@
 """Settings of host memory: text, JSON, hash, refusals."""
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +19,8 @@ _SHARES = st.floats(0, 1, allow_nan=False)
 )
 def test_a_plan_round_trips_through_json(shares, clipping):
     offload = OffloadConfig(**shares, clipping=clipping, host_gb=12.5)
-    plan = Plan(offload=offload, segments=(Segment(offload="input+optimizer"),))
+    found_later = Segment(remat="full", offload="mlp+optimizer", mlp_share="auto")
+    plan = Plan(offload=offload, segments=(found_later,))
     again = Plan.from_json(plan.to_json())
     assert again == plan
     assert again.hash == plan.hash
@@ -45,6 +48,13 @@ def test_a_plan_without_offload_has_the_hash_it_had():
 def test_text_replaces_the_shares_and_nothing_else(text, wanted):
     given_ = OffloadConfig(parameters=0.5, clipping="two_pass")
     assert given_.with_text(text) == wanted
+
+
+@pytest.mark.parametrize("text", ["none", "parameters=0.5"])
+def test_text_in_place_of_auto_replaces_its_budgets_too(text):
+    auto = OffloadConfig(auto=True, device_gb=8.0, host_gb=16.0)
+    assert auto.with_text(text) == OffloadConfig().with_text(text)
+    assert auto.with_text("auto") == auto
 
 
 def test_none_leaves_an_ordinary_step():
@@ -136,3 +146,26 @@ def test_the_share_of_the_tokens_survives_json(share):
 )
 def test_layers_are_updated_during_backward_where_anything_asks_for_it(settings, wanted):
     assert OffloadConfig(**settings).wanted == wanted
+
+
+def test_a_budget_that_nothing_keeps_within_is_refused():
+    found_later = (Segment(remat="full", offload="mlp", mlp_share="auto"),)
+    for field in ("device_gb", "host_gb"):
+        budget = OffloadConfig(parameters=1.0, **{field: 8.0})
+        with pytest.raises(
+            PlanError, match=rf"offload\.{field}: found 8, and only plan\.offload a"
+        ):
+            Plan(offload=budget)
+        assert Plan(offload=dataclasses.replace(budget, auto=True, parameters=0.0))
+    assert Plan(offload=OffloadConfig(host_gb=8.0), segments=found_later)
+    with pytest.raises(PlanError, match=r"offload\.device_gb: found 8"):
+        Plan(offload=OffloadConfig(device_gb=8.0), segments=found_later)
+
+
+def test_shares_found_within_a_budget_stand_without_it():
+    auto = OffloadConfig(auto=True, device_gb=8.0, host_gb=16.0, clipping="layer")
+    plan = Plan(offload=auto).placed({"parameters": 0.5})
+    assert plan == Plan(offload=OffloadConfig(parameters=0.5, clipping="layer"))
+    found_later = (Segment(remat="full", offload="mlp", mlp_share="auto"),)
+    plan = Plan(offload=auto, segments=found_later).placed({"parameters": 0.5})
+    assert (plan.offload.device_gb, plan.offload.host_gb) == (None, 16.0)

@@ -25,10 +25,10 @@ def tiny(**changes):
 
     With room for parameters and what backward keeps, not for all of the optimizer's state.
     """
-    if not {"device_gb", "parameters"} & set(changes):
-        changes["device_gb"] = ROOM_GB + LEAST_GB
+    if "parameters" not in changes:
+        changes = {"auto": True, "device_gb": ROOM_GB + LEAST_GB, "host_gb": 1.0, **changes}
     config = recipe("llama_tiny")
-    offload = OffloadConfig(**{"auto": "parameters" not in changes, "host_gb": 1.0, **changes})
+    offload = OffloadConfig(**changes)
     plan = config.plan.replace(mesh={}, segments=(Segment(remat="full"),), offload=offload)
     return config.replace(
         model=dataclasses.replace(config.model, layers=LAYERS, vocab=512, embed=64, mlp=512),
@@ -110,7 +110,7 @@ def test_the_plan_found_is_within_the_budgets_and_keeps_layers_on_the_device(fit
     config = tiny()
     found, room = fit(config), config.plan.offload.device_gb * GB
     offload = found.plan.offload
-    assert not offload.auto and offload.device_gb == config.plan.offload.device_gb
+    assert (offload.auto, offload.device_gb, offload.host_gb) == (False, None, None)
     assert found.device_bytes <= room and found.compiles <= fitting.MAX_COMPILES
     assert 0 < found.resident["parameters"] and sum(found.resident.values()) < 3 * LAYERS
     shares = {name: 1 - count / LAYERS for name, count in found.resident.items()}
@@ -331,7 +331,7 @@ def test_named_activations_stay_where_segments_put_them(fit):
 
 def test_a_plan_with_shares_has_nothing_to_find(fit):
     with pytest.raises(PlanError, match="'auto' is off, so there is nothing to find"):
-        fit(with_offload(tiny(), auto=False, parameters=1.0))
+        fit(tiny(parameters=1.0))
 
 
 def test_of_what_several_devices_hold_each_counts_its_part(fit, devices):
@@ -339,7 +339,7 @@ def test_of_what_several_devices_hold_each_counts_its_part(fit, devices):
     whole, parts = (
         fitting._Trial(
             lambda plan, n=n: run_step(config.replace(plan=plan), devices[:n]),
-            with_offload(config, auto=False, **EVERYTHING).plan,
+            tiny(**EVERYTHING).plan,
             batch_shapes(config),
             None,
         )

@@ -92,6 +92,21 @@ def test_clipping_is_exact_and_steps_that_are_not_finite_change_nothing(clipping
     assert_as_ordinary(run(host(cut(pieces), clipping=clipping)), pieces)
 
 
+def test_speculation_gives_up_the_old_layers_without_lending_their_memory():
+    """They are read until the end, so the new ones lie elsewhere; else XLA copies whole stacks."""
+    lent, layers = {}, {}
+    for clipping in ("speculate", "stack"):
+        plan = host(clipping=clipping)
+        state, step = started(plan, adamw(1e-2), loss=scaled_loss, clip_norm=CLIP)
+        stats = step.lower(state, step.place(BATCHES[0])).compile().memory_analysis()
+        lent[clipping] = stats.alias_size_in_bytes + stats.host_alias_size_in_bytes
+        stacks = step.streaming.stacks(state["params"], state["opt_state"])
+        layers[clipping] = sum(x.nbytes for x in jax.tree.leaves(stacks))
+        step(state, BATCHES[0])
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    assert layers["speculate"] == layers["stack"] == lent["stack"] - lent["speculate"]
+
+
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint])
 @pytest.mark.parametrize("clipping", EXACT)
 def test_so_it_is_where_the_loss_wraps_the_model(clipping, wrap):

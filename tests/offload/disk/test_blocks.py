@@ -53,7 +53,7 @@ def test_a_tail_has_the_room_that_was_kept_for_it():
 
 
 def test_a_tail_is_the_bytes_of_its_arrays():
-    arrays = [np.arange(6, dtype=np.int32).reshape(2, 3), np.float32(0.5).reshape(()), np.zeros(0)]
+    arrays = [np.arange(6, dtype=np.int32).reshape(2, 3), np.array(0.5, np.float32), np.zeros(0)]
     room = np.zeros(BLOCK_BYTES, np.uint8)
     taken = CommitBlock.fill(room, 4, iter(arrays), 28)
     found = CommitBlock.from_bytes(room[:taken].tobytes())
