@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+import pathlib
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # JAX_PLATFORMS=cuda runs what is marked gpu
 # Threads of XLA's pool: with only as many as devices, collectives that run side by side may take
@@ -21,7 +22,15 @@ os.environ.setdefault("XLA_FLAGS", " ".join(_FLAGS))
 
 import jaxtyping  # noqa: E402 (after the settings above)
 
-_HOOK = jaxtyping.install_import_hook("colossax", "beartype.beartype")
+# The plan in force and its mappings are asked at every traced call: checking them too takes a tenth
+# of the time of all tests.
+_UNCHECKED = ("colossax.config.binding", "colossax.config.frozen")
+_ROOT = pathlib.Path(__file__).parents[1]
+_FILES = [path.relative_to(_ROOT) for path in (_ROOT / "colossax").rglob("*.py")]
+_MODULES = [".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in _FILES]
+_HOOK = jaxtyping.install_import_hook(
+    [m for m in _MODULES if not any(u.startswith(m) for u in _UNCHECKED)], "beartype.beartype"
+)
 _HOOK.__enter__()
 
 import jax  # noqa: E402 (after the settings above)

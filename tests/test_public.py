@@ -30,8 +30,8 @@ NAMES = {
     ),
     "colossax.offload": (
         "Demand GB Kind PipelinedTest Placement Rates Run Setting Stacks Stream Update UpdateRate "
-        "balanced_share build_stack check_host_bytes cpu_device cpu_share current_stream "
-        "default_host_bytes device_budget device_memory fetch free_host_bytes gb_down gb_up "
+        "build_stack cpu_device cpu_share current_stream "
+        "device_budget device_memory fetch gb_down gb_up "
         "hiding_tokens host_budget host_shares kept_token_share load_rates measure_rates new_stack "
         "on_host place rates_path recording_kept resolved_segments run_streamed save_rates "
         "segment_counts store streaming update_seconds working_set_bytes"

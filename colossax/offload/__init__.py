@@ -4,9 +4,6 @@ from .budget import GB as GB
 from .budget import Demand as Demand
 from .budget import Kind as Kind
 from .budget import Placement as Placement
-from .budget import check_host_bytes as check_host_bytes
-from .budget import default_host_bytes as default_host_bytes
-from .budget import free_host_bytes as free_host_bytes
 from .budget import gb_down as gb_down
 from .budget import gb_up as gb_up
 from .budget import host_shares as host_shares
@@ -33,7 +30,6 @@ from .rates import load_rates as load_rates
 from .rates import measure_rates as measure_rates
 from .rates import rates_path as rates_path
 from .rates import save_rates as save_rates
-from .share import balanced_share as balanced_share
 from .share import cpu_share as cpu_share
 from .share import hiding_tokens as hiding_tokens
 from .share import kept_token_share as kept_token_share

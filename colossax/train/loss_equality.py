@@ -11,8 +11,8 @@ from colossax.config import PIPELINED_OPTION, AttentionConfig, OffloadConfig, Pl
 from colossax.models import LlamaConfig, maker
 from colossax.offload import PipelinedTest
 from colossax.optim import adamw
+from colossax.train.building import build_step
 from colossax.train.loss import next_token_loss
-from colossax.train.step import build_step
 from colossax.typing import Batch
 
 STEPS = 20

@@ -13,6 +13,7 @@ from colossax.aot import Target
 from colossax.config import Plan, to_json
 from colossax.errors import DamagedStoreError
 from colossax.models import config_to_json, maker
+from colossax.train.building import build_step
 from colossax.train.checkpointing import RunCheckpoints
 from colossax.train.config import TrainConfig, train_config_to_json
 from colossax.train.distributed import Group
@@ -28,7 +29,7 @@ from colossax.train.progress import Screen
 from colossax.train.records import Record, Records, finite, read_records
 from colossax.train.run_dir import RunFolder, check_identity, find_run_folder, identity
 from colossax.train.signals import Gate, StopAgreement, StopSignals
-from colossax.train.step import Step, build_step
+from colossax.train.step import Step
 from colossax.train.text import Text, open_text
 from colossax.typing import TEXT_BATCH_DIMS, Params, TrainState
 

@@ -1,27 +1,22 @@
-"""The training step, and `boost`, which makes it from a user's own parts."""
+"""The training step."""
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
-from colossax.config import BoundPlan, Plan
+from colossax.config import BoundPlan
 from colossax.errors import InputError, PlanError
-from colossax.nn import MakeModel, ModelSpec, describe, initialise
+from colossax.nn import ModelSpec, initialise
 from colossax.sharding import (
-    NATURAL,
     RowOrder,
-    activation_sharding,
-    balanced_order,
-    batch_axes,
     compiler_options,
     in_order,
     param_sharding,
@@ -29,8 +24,8 @@ from colossax.sharding import (
     use,
     validate,
 )
-from colossax.train.arrange import Arranged, arranged, check_segments, row_length
-from colossax.train.cpu_update import CPU_UPDATE, CpuUpdate, with_cpu_share
+from colossax.train.batches import BatchPlacer
+from colossax.train.cpu_update import CPU_UPDATE, CpuUpdate
 from colossax.train.disk import DiskTier
 from colossax.train.donation import PartlyDonated
 from colossax.train.gradients import (
@@ -41,11 +36,9 @@ from colossax.train.gradients import (
     chosen,
     joined,
     loss_and_gradients,
-    microbatches,
 )
 from colossax.train.loss import Loss
-from colossax.train.mlp_share import MLP_SHARE, wants_mlp_share, with_mlp_share
-from colossax.train.pipelined import PIPELINED, with_pipelined
+from colossax.train.reduce_once import check_reduce_once
 from colossax.train.streaming import Pending, Streaming, check_streamable
 from colossax.typing import Batch, Dims, Metrics, ParamInfo, TrainState
 
@@ -107,7 +100,7 @@ class Step:
             decided: What was decided for the step by itself, a line for people by setting.
         """
         validate(bound, spec.infos)
-        _check_reduce_once(bound, spec.infos)
+        check_reduce_once(bound, spec.infos)
         self.spec = spec
         self.bound = bound
         self.options = options
@@ -120,9 +113,9 @@ class Step:
         self.optimizer = optimizer(dims) if callable(optimizer) else optimizer
         self.loss_call = LossCall(merge=spec.merge, loss=loss)
         self.streaming = self._streaming(optimizer)
-        self._any_order = getattr(loss, "any_order", False)
-        self._declared: dict[type, dict[str, tuple]] = {}
-        self._batch_shardings: dict[str, NamedSharding] = {}
+        self.batches = BatchPlacer(
+            bound, options.batch_dims, any_order=getattr(loss, "any_order", False)
+        )
         options_of_compiler = compiler_options(bound) or None
         whole, pure, out = replicated(bound), self.pure, (self.shardings, replicated(bound))
         if self.streaming is not None and self.streaming.later:
@@ -314,95 +307,23 @@ class Step:
         return jax.eval_shape(self.optimizer.init, params)
 
     def place(self, batch: Batch) -> Batch:
-        """A global batch on the devices: host arrays whole on every process, or global ones.
-
-        Tokens of host arrays are brought into the order of the plan here, once; those of device
-        arrays inside the step.
-
-        Raises:
-            InputError: Shapes or dtypes are not those of the first batch, or documents are not
-                numbered in their order.
-            PlanError: Microbatches and devices do not divide it.
-        """
-        placed = all(isinstance(x, jax.Array) for x in batch.values())
-        if not placed:
-            hosted = {n: x if isinstance(x, jax.Array) else _host(x) for n, x in batch.items()}
-            if not isinstance(batch, Arranged):
-                check_segments(hosted)
-                batch = self.arrange(hosted)
-        form = {name: (x.shape, x.dtype) for name, x in batch.items()}
-        if form != self._declared.get(type(batch)):
-            self._declare(batch, form)
-        if placed:
-            return batch
-        placed_arrays = {
-            name: x if isinstance(x, jax.Array) else _put(x, self._batch_shardings[name])
-            for name, x in batch.items()
-        }
-        return (
-            Arranged(placed_arrays, batch.order) if isinstance(batch, Arranged) else placed_arrays
-        )
+        """A global batch on the devices; see `BatchPlacer.place`."""
+        return self.batches.place(batch)
 
     def order(self, length: int) -> RowOrder:
-        """The order in which the step wants rows of this many tokens.
-
-        A loss that may see tokens in any order (`any_order`) gets them in the one that spreads
-        causal attention evenly over a ring; another one in their own.
-
-        Raises:
-            PlanError: The row is too short for the devices that are to share it.
-        """
-        return balanced_order(self.bound, length) if self._any_order else NATURAL
+        """The order in which the step wants rows of this many tokens; see `BatchPlacer.order`."""
+        return self.batches.order(length)
 
     def arrange(self, batch: Batch) -> Batch:
         """Arrays in natural order brought into that of the step, on the host or in a trace."""
-        dims = batch_dims(batch, self.options.batch_dims)
-        length = row_length(batch, dims)
-        order = NATURAL if length is None else self.order(length)
-        return batch if order == NATURAL else arranged(batch, dims, order)
+        return self.batches.arrange(batch)
 
     def abstract_batch(self, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> Batch:
         """A global batch without its numbers, arranged and laid out by the plan: for `lower`."""
-        batch = jax.eval_shape(self.arrange, dict(shapes))
-        dims = batch_dims(batch, self.options.batch_dims)
-
-        def placed(name: str, x: Any) -> jax.ShapeDtypeStruct:
-            sharding = activation_sharding(self.bound, dims[name], x.shape, name=f"batch '{name}'")
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-        arrays = {name: placed(name, x) for name, x in batch.items()}
-        return Arranged(arrays, batch.order) if isinstance(batch, Arranged) else arrays
-
-    def _declare(self, batch: Batch, form: dict[str, tuple]) -> None:
-        first = self._declared.get(type(batch))
-        if first is not None:
-            first, other = (
-                {name: f"{dtype}{list(shape)}" for name, (shape, dtype) in each.items()}
-                for each in (first, form)
-            )
-            raise InputError(
-                f"batch: {other} differs from what the step was compiled for, {first};"
-                f" pad or convert the batch, or make a second step for the other form"
-            )
-        # Device arrays are arranged, and filled up, inside the step.
-        inside = batch if isinstance(batch, Arranged) else jax.eval_shape(self.arrange, batch)
-        dims = batch_dims(inside, self.options.batch_dims)
-        microbatches(self.bound, inside, dims)
-        self._batch_shardings = {
-            name: activation_sharding(self.bound, dims[name], x.shape, name=f"batch '{name}'")
-            for name, x in inside.items()
-        }
-        self._declared[type(batch)] = form
-
-    def _in_order(self, batch: Batch) -> tuple[Batch, RowOrder]:
-        """The batch in the order of the step, as a plain dict."""
-        if not isinstance(batch, Arranged):
-            batch = self.arrange(batch)
-        order = batch.order if isinstance(batch, Arranged) else NATURAL
-        return dict(batch), order
+        return self.batches.abstract(shapes)
 
     def _losses(self, params: Any, variables: Any, batch: Batch) -> dict[str, Any]:
-        batch, order = self._in_order(batch)
+        batch, order = self.batches.in_order(batch)
         dims = batch_dims(batch, self.options.batch_dims)
         with use(self.bound), in_order(order):
             return batch_totals(self.loss_call, self.bound, params, batch, dims, variables)
@@ -419,7 +340,7 @@ class Step:
             Gradients of the trainable parameters (None elsewhere), terms and metrics as
             (total, weight) over the whole global batch, and the loss.
         """
-        batch, order = self._in_order(batch)
+        batch, order = self.batches.in_order(batch)
         with use(self.bound), in_order(order):
             params, frozen = self._split(state["params"])
             key = _step_key(state)
@@ -470,7 +391,7 @@ class Step:
     def _pure_streamed(
         self, streaming: Streaming, state: TrainState, batch: Batch
     ) -> tuple[TrainState, Metrics, Pending | None]:
-        batch, order = self._in_order(batch)
+        batch, order = self.batches.in_order(batch)
         with use(self.bound), in_order(order):
             dims = batch_dims(batch, self.options.batch_dims)
             params, opt_state, found, ok, pending = streaming.step(
@@ -518,107 +439,6 @@ class Step:
             return x if host else jax.lax.with_sharding_constraint(x, sharding)
 
         return jax.tree.map(lay, state, self.shardings)
-
-
-def boost(
-    make_model: MakeModel,
-    optimizer: Optimizer,
-    loss: Loss,
-    plan: Plan,
-    *,
-    devices: Sequence[jax.Device] | None = None,
-    seed: int = 0,
-    **options: Any,
-) -> tuple[TrainState, Step]:
-    """A fresh training state and the step that advances it, laid out by a plan.
-
-    Args:
-        make_model: `rngs -> nnx.Module`, parameters named by logical dims.
-        optimizer: An Optax transformation, or `dims -> transformation` for those of
-            `colossax.optim` that treat layers apart.
-        loss: `(model, batch) -> ({term: (total, weight, coefficient)}, metrics)`; see `Loss`.
-        plan: How to spread it.
-        devices: Default all.
-        seed: Of the parameters and of the step's random keys.
-        **options: Fields of `StepOptions`.
-
-    Returns:
-        `(state, step)`; `state, metrics = step(state, batch)`.
-
-    Raises:
-        PlanError: The plan does not fit model or devices; nothing has been allocated.
-        InputError: The model holds variables that are not parameters.
-    """
-    step = build_step(make_model, optimizer, loss, plan, devices=devices, **options)
-    return step.init(seed), step
-
-
-def build_step(
-    make_model: MakeModel,
-    optimizer: Optimizer,
-    loss: Loss,
-    plan: Plan,
-    *,
-    devices: Sequence[jax.Device] | None = None,
-    **options: Any,
-) -> Step:
-    """The step of `boost` without a state: for restoring one, or compiling ahead."""
-    first = (jax.devices() if devices is None else devices)[0]
-    plan, line = with_cpu_share(plan, optimizer, [first])
-    plan, pipelined = with_pipelined(plan, first.platform, first.device_kind)
-    decided = {CPU_UPDATE: line, PIPELINED: pipelined}
-    decided = {setting: line for setting, line in decided.items() if line is not None}
-    bound = plan.bind(devices)
-    with use(bound):
-        spec = describe(make_model)
-    step = Step(spec, bound, optimizer, loss, StepOptions(**options), decided)
-    if not wants_mlp_share(plan):
-        return step
-
-    def build(plain: Plan) -> Step:
-        one = [bound.mesh.devices.flat[0]]
-        return build_step(make_model, optimizer, loss, plain, devices=one, **options)
-
-    plan, line = with_mlp_share(step, build)
-    decided = {**decided, MLP_SHARE: line}
-    return Step(spec, plan.bind(devices), optimizer, loss, step.options, decided)
-
-
-def _host(x: Any) -> np.ndarray:
-    """A host array in the dtype it would have on a device (int64 becomes int32)."""
-    x = np.asarray(x)
-    return x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False)
-
-
-def _put(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
-
-
-def _check_reduce_once(bound: BoundPlan, infos: Any) -> None:
-    """Refuse to accumulate whole gradients of parameters that no device has whole.
-
-    Raises:
-        PlanError: Of them, or of an attention that cannot run on each device's own rows.
-    """
-    held = batch_axes(bound)
-    batch = bound.plan.batch
-    if not batch.reduce_once or not held:
-        return
-    several = batch.accumulation > 1 or batch.microbatch is not None
-    kernel = bound.plan.attention.kernel
-    if several and kernel in ("cudnn", "mosaic"):
-        raise PlanError(
-            f"plan.attention.kernel '{kernel}' cannot run under plan.batch.reduce_once with several"
-            " microbatches; give 'auto', or switch reduce_once off as preset zero2 does"
-        )
-    for info in jax.tree.leaves(infos):
-        entries = param_sharding(bound, "params", info).spec
-        taken = {a for e in entries if e for a in ((e,) if isinstance(e, str) else e)} & held
-        if taken:
-            raise PlanError(
-                f"plan.batch.reduce_once: {info.path} is split over '{min(taken)}',"
-                f" which splits the batch; switch it off, or use a preset such as zero2"
-            )
 
 
 def _trainable_tree(infos: Any, trainable: Callable[[ParamInfo], bool] | None) -> Any:

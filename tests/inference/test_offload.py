@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 
@@ -22,6 +23,7 @@ from colossax.models import LlamaConfig, config_to_json, maker
 from colossax.nn import FlatTokens, describe, initialise
 from colossax.offload import resolved_segments
 from colossax.sharding import param_sharding, replicated
+from tests.cases import quick_first
 from tests.inference.test_generator import CONFIGS, LLAMA, PROMPT
 
 AUTO = OffloadConfig(auto=True)
@@ -94,7 +96,18 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "mesh", "placement"), CASES)
+QUICK = (
+    ("llama", "one", "all"),
+    ("gpt2", "one", "half"),
+    ("gpt2", "tensor2 fsdp4", "all"),
+    ("qwen3", "fsdp8", "half"),
+    ("llama", "fsdp8", "layer by layer"),
+    ("bloom", "tensor2 fsdp4", "segments"),
+    ("llama", "tensor2 fsdp4", "trained"),
+)
+
+
+@pytest.mark.parametrize(("name", "mesh", "placement"), quick_first(CASES, QUICK))
 def test_logits_and_draws_are_those_of_the_model_on_the_devices(name, mesh, placement, devices):
     spec, bound, params = build(name, mesh, placement)
     logits, tokens = expected(name, mesh)
@@ -177,8 +190,10 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("placement", ["all", "segments", "trained"])
+@pytest.mark.parametrize(
+    ("placement", "mesh"),
+    quick_first(itertools.product(["all", "segments", "trained"], MESHES), 4),
+)
 def test_a_checkpoint_is_read_into_host_memory(mesh, placement, checkpoint, devices, monkeypatch):
     placed = []
     original = jax.device_put

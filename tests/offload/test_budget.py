@@ -11,12 +11,10 @@ from colossax.offload import (
     GB,
     Demand,
     Kind,
-    check_host_bytes,
-    default_host_bytes,
-    free_host_bytes,
     place,
     working_set_bytes,
 )
+from colossax.offload.budget import check_host_bytes, default_host_bytes, free_host_bytes
 
 GIB = 2**30
 

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from colossax.offload import (
     Rates,
     UpdateRate,
-    balanced_share,
     cpu_share,
     hiding_tokens,
     kept_token_share,
     update_seconds,
 )
+from colossax.offload.share import balanced_share
 
 GRID = np.linspace(0, 1, 2001)
 

@@ -69,24 +69,24 @@ class Case:
         return "-".join(str(value) for value in dataclasses.astuple(self))
 
 
-QUICK = (
+CASES = (
     Case("adamw", "host"),
     Case("adamw", "shares", segments="single"),
-    Case("adamw", "fused"),
     Case("adamw", "shares", pieces=2),
+    Case("adamw", "fused"),
     Case("adamw", "host", devices=8),
     Case("bf16", "host"),
-    Case("sgd", "optimizer"),
-    Case("momentum", "shares"),
     Case("lamb", "host"),
+    Case("momentum", "shares"),
+    Case("sgd", "optimizer"),
     Case("adamw", "host", compute="bfloat16"),
     Case("slow", "host", compute="bfloat16", clip_norm=0.5),
 )
 
 
 CPU = (
-    Case("adamw", "cpu_half"),
     Case("adamw", "cpu", pieces=2),
+    Case("adamw", "cpu_half"),
     Case("adamw", "cpu_some", devices=8, segments="single"),
     Case("bf16", "cpu_some", segments="single"),
     Case("momentum", "cpu_half", compute="bfloat16"),
@@ -140,8 +140,14 @@ def _arrays(state, step):
     return streamed.by_path(step, {kind: state[kind] for kind in ("params", "opt_state")})
 
 
-def compared(cases: tuple[Case, ...], factory: pytest.TempPathFactory, name: str) -> dict:
-    """What a process of its own found; one for all workers of a test run, which wait for it."""
+def compared(request: pytest.FixtureRequest, factory: pytest.TempPathFactory, name: str) -> dict:
+    """What a process of its own found of the cases that the tests of this module will ask for.
+
+    One for all workers of a test run, which wait for it.
+    """
+    of_module = [item for item in request.session.items if item.path == request.path]
+    params = [item.callspec.params for item in of_module if hasattr(item, "callspec")]
+    cases = [one["case"] for one in params if "case" in one]
     folder = factory.getbasetemp()
     folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
     file = folder / f"exact-{name}.json"
@@ -152,7 +158,7 @@ def compared(cases: tuple[Case, ...], factory: pytest.TempPathFactory, name: str
     return json.loads(file.read_text())
 
 
-def _compare_apart(cases: tuple[Case, ...], file: Path) -> None:
+def _compare_apart(cases: list[Case], file: Path) -> None:
     exactly = "--xla_cpu_max_isa=AVX --xla_allow_excess_precision=false"  # AVX: no FMA instruction
     flags = f"{os.environ.get('XLA_FLAGS', '')} {exactly}"
     done = subprocess.run(
@@ -167,6 +173,6 @@ def _compare_apart(cases: tuple[Case, ...], file: Path) -> None:
 
 if __name__ == "__main__":
     jax.config.update("jax_default_matmul_precision", "highest")
-    known = {case.name: case for case in (*QUICK, *CPU)}
+    known = {case.name: case for case in (*CASES, *CPU)}
     results = {name: compare(known[name]) for name in sys.argv[2:]}
     Path(sys.argv[1]).write_text(json.dumps(results))

@@ -45,7 +45,9 @@ def ordinary():
     return losses, by_path(step, state["params"])
 
 
-@pytest.mark.parametrize("shares", [ALL, HALF], ids=["all", "half"])
+@pytest.mark.parametrize(
+    "shares", [pytest.param(ALL, marks=pytest.mark.sweep), HALF], ids=["all", "half"]
+)
 def test_it_trains_as_the_ordinary_step_and_its_checkpoints_are_the_same(
     shares, ordinary, tmp_path
 ):

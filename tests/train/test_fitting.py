@@ -14,6 +14,7 @@ from colossax.offload import GB, limits
 from colossax.recipes import recipe
 from colossax.train import fit_offload, fitting
 from colossax.train.run import batch_shapes, run_step
+from tests.cases import quick_first
 from tests.train.launching import run, write_text
 
 LAYERS = 4
@@ -176,7 +177,7 @@ def quick(fit, monkeypatch):
     return fit
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", quick_first(CHANGES, 3))
 def test_what_matters_is_looked_for_again(quick, name):
     config = tiny(device_gb=0.5)
     quick(config)
@@ -210,7 +211,7 @@ def changed(text, **fields):
     return json.dumps({**json.loads(text), **fields})
 
 
-@pytest.mark.parametrize("how", DAMAGED)
+@pytest.mark.parametrize("how", quick_first(DAMAGED, 3))
 def test_a_damaged_entry_is_ignored_and_written_again(quick, entries, how):
     first = quick(tiny(device_gb=0.5))
     (entry,) = entries()

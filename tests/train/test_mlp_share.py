@@ -1,6 +1,7 @@
 """`mlp_share` auto: what layers compute and keep by hand, rates that decide, the same losses."""
 
 import dataclasses
+import itertools
 from types import SimpleNamespace
 
 import jax
@@ -13,6 +14,7 @@ from colossax.nn import Decoder, describe
 from colossax.offload import GB, kept_token_share, recording_kept, save_rates
 from colossax.optim import adamw, sgd
 from colossax.train import mlp_share
+from tests.cases import quick_first
 from tests.train.streamed import CONFIG, batch, started, stepped
 from tests.train.test_cpu_update import RATES
 
@@ -89,8 +91,10 @@ def test_host_memory_holds_what_the_share_says():
     assert kept_bytes(step) == 4 * (INPUT + kept * MLP)
 
 
-@pytest.mark.parametrize("pieces", [1, 2])
-@pytest.mark.parametrize("names", ["mlp", "mlp+input", "mlp+input+qkv"])
+@pytest.mark.parametrize(
+    ("names", "pieces"),
+    quick_first(itertools.product(["mlp", "mlp+input", "mlp+input+qkv"], [2, 1]), 5),
+)
 def test_bytes_of_a_layer_are_those_that_streaming_counts(devices, names, pieces):
     segment = Segment(remat="full", offload=names, mlp_share=1.0)
     settings = {"mesh": {"fsdp": 4, "tensor": 2}, "batch": BatchConfig(accumulation=pieces)}

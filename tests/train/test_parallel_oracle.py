@@ -90,24 +90,17 @@ LAYOUT_MESHES = [
 ]
 
 QUICK_SEQUENCES = {
-    ("llama", "ring8"),
     ("gpt2", "ulysses8"),
     ("bloom", "ring4-ulysses2"),
     ("mistral", "ring4-tensor2"),
-    ("packed", "fsdp2-ring2-ulysses2"),
     ("packed", "ring2-ulysses2-tensor2"),
     ("llama", "data2-ring4"),
-    ("mistral", "data2-fsdp2-ulysses2"),
 }
 QUICK_LAYOUTS = {
     ("llama", "2d", "row2-col4"),
-    ("gpt2", "2d", "row4-col2"),
-    ("bloom", "2d", "data2-row2-col2"),
     ("packed", "2.5d", "depth2-row2-col2"),
     ("gpt2", "3d", "depth2-row2-col2"),
-    ("llama", "3d", "depth2-row2-col2"),
     ("mistral", "2.5d", "fsdp2-depth2-col2"),
-    ("packed", "2d", "fsdp2-row2-col2"),
 }
 PRESETS = ("zero3+megatron", "zero3+megatron_sp", "zero2+megatron", "ddp+megatron_sp")
 

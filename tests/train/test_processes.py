@@ -54,7 +54,9 @@ def test_two_processes_are_as_one(together, text, tmp_path):
     "mesh",
     [
         ("--plan.mesh=ring=4,ulysses=2",),
-        ("--plan.mesh=row=2,col=4", "--plan.tensor_layout=2d"),
+        pytest.param(
+            ("--plan.mesh=row=2,col=4", "--plan.tensor_layout=2d"), marks=pytest.mark.sweep
+        ),
     ],
     ids=["usp", "2d"],
 )
@@ -75,6 +77,7 @@ LAYOUTS = (
 )
 
 
+@pytest.mark.sweep
 def test_a_checkpoint_of_any_layout_is_read_under_any_other(text, tmp_path):
     """Each layout goes on with what the one before has written, as if nothing had changed."""
     out = f"--out={tmp_path / 'run'}"

@@ -1,6 +1,7 @@
 """Layers updated during backward: clipping, skipped steps, evaluation, refusals."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from colossax.nn import LayerStack, param
 from colossax.optim import adamw, sgd
 from colossax.sharding import use
 from colossax.train import next_token_loss
+from tests.cases import quick_first
 from tests.oracle import assert_trees_close
 from tests.train.streamed import (
     CONFIG,
@@ -86,8 +88,12 @@ def assert_as_ordinary(found, pieces):
     assert_trees_close(params, wanted)
 
 
-@pytest.mark.parametrize("pieces", [1, 2])
-@pytest.mark.parametrize("clipping", EXACT)
+@pytest.mark.parametrize(
+    ("clipping", "pieces"),
+    quick_first(
+        itertools.product(EXACT, [2, 1]), (("stack", 2), ("two_pass", 1), ("speculate", 2))
+    ),
+)
 def test_clipping_is_exact_and_steps_that_are_not_finite_change_nothing(clipping, pieces):
     assert_as_ordinary(run(host(cut(pieces), clipping=clipping)), pieces)
 
@@ -107,8 +113,9 @@ def test_speculation_gives_up_the_old_layers_without_lending_their_memory():
     assert layers["speculate"] == layers["stack"] == lent["stack"] - lent["speculate"]
 
 
-@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint])
-@pytest.mark.parametrize("clipping", EXACT)
+@pytest.mark.parametrize(
+    ("clipping", "wrap"), quick_first(itertools.product(EXACT, [jax.jit, jax.checkpoint]), 3)
+)
 def test_so_it_is_where_the_loss_wraps_the_model(clipping, wrap):
     """JAX traces what is inside once, forward and backward."""
     coefficients = {}

@@ -23,7 +23,7 @@ MOVES = [("host", other) for other in PLANS] + [
     ("eight", "segments"),
     ("shares", "host"),
 ]
-QUICK = {("host", "ordinary"), ("ordinary", "shares"), ("eight", "segments"), ("host", "eight")}
+QUICK = {("ordinary", "shares"), ("host", "eight")}
 
 
 def made(name):

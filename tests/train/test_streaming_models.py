@@ -76,7 +76,7 @@ REMAT = {
     "no mlp": Segment(remat="full", offload="mlp+input", mlp_share=0.0),
     "single": Segment(count=1, offload="activations+optimizer+parameters"),
 }
-LATER = ("full", "dots", "activations", "input")
+LATER = ("none", "full", "dots", "activations", "input", "mlp", "single")
 
 
 @pytest.mark.parametrize(
