@@ -116,7 +116,10 @@ class Module:
     frames: Mapping[int, str]
 
     def with_trip_count(self, trips: int) -> "Module":
-        """The program, with this many turns of each loop that says when it runs how many."""
+        """The program, with this many turns of its outermost loops of an unknown number.
+
+        Of loops within computations that the program calls nothing is said.
+        """
         known = f', backend_config={{"known_trip_count":{{"n":"{trips}"}}}}'
 
         def counted(one: Instruction) -> Instruction:
@@ -124,13 +127,8 @@ class Module:
                 return one
             return dataclasses.replace(one, attributes=one.attributes + known)
 
-        return dataclasses.replace(
-            self,
-            computations={
-                name: tuple(counted(one) for one in body)
-                for name, body in self.computations.items()
-            },
-        )
+        body = tuple(counted(one) for one in self.computations[self.entry])
+        return dataclasses.replace(self, computations={**self.computations, self.entry: body})
 
     def source(self, instruction: Instruction) -> str:
         """`file.py:line` of the operation, or empty."""

@@ -25,12 +25,11 @@ def argument_term(path: str) -> str:
     """Term of an argument of a training step `(state, batch)`.
 
     `state['params']...` are parameters, `state['opt_state']...` optimizer, `batch...` input, all
-    else state.
+    else state. The state may come in several arguments, as `state_read` and `state_given_up`.
     """
-    if path.startswith("state['params']"):
-        return PARAMETERS
-    if path.startswith("state['opt_state']"):
-        return OPTIMIZER
+    kind = re.match(r"state\w*\['(params|opt_state)'\]", path)
+    if kind is not None:
+        return PARAMETERS if kind.group(1) == "params" else OPTIMIZER
     return INPUT if path.startswith("batch") else STATE
 
 

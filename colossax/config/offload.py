@@ -41,8 +41,9 @@ class OffloadConfig:
             need be in host memory. Shares above 0 imply it.
         device_gb: With `auto`, memory of a device that may be used, in units of 1e9 bytes; None:
             93 % of what it has.
-        host_gb: Likewise of the host's memory, for each device; None: what is free, less 16 GiB
-            or half of it, divided by the devices of this host.
+        host_gb: Likewise of the host's memory, for each device, and with a segment's `mlp_share`
+            of `auto`; None: what is free, less 16 GiB or half of it, divided by the devices of
+            this host.
         clipping: How the global norm is known before layers are updated. `stack` keeps every
             gradient until then, beside the optimizer's state, those of matrices in the plan's
             compute or reduction dtype, in which the library's layers give them. `two_pass` runs

@@ -295,22 +295,29 @@ class Plan:
                 f"plan.compiler_options: sets {PIPELINED_OPTION}, and plan.offload.pipelined 'auto'"
                 " decides on it; drop one of them"
             )
-        self._check_budgets()
-
-    def _check_budgets(self) -> None:
-        offload = self.offload
-        unread = {"device_gb": not offload.auto, "host_gb": not (offload.auto or self._finds_mlp)}
-        for field in [field for field, unused in unread.items() if unused]:
-            size = getattr(offload, field)
-            if size is not None:
-                raise PlanError(
-                    f"plan.offload.{field}: found {size:g}, and only plan.offload auto keeps within"
-                    " it; give auto in place of shares, or leave it out"
-                )
 
     @property
     def _finds_mlp(self) -> bool:
         return any(segment.mlp_share == "auto" for segment in self.segments)
+
+    def check_budgets(self) -> None:
+        """Refuse an `offload.device_gb` or `host_gb` that nothing would keep within.
+
+        Raises:
+            PlanError: With the remedy.
+        """
+        offload = self.offload
+        if offload.device_gb is not None and not offload.auto:
+            raise PlanError(
+                f"plan.offload.device_gb: found {offload.device_gb:g}, and only plan.offload auto"
+                " keeps within it; give auto, or leave the budget out (none)"
+            )
+        if offload.host_gb is not None and not (offload.auto or self._finds_mlp):
+            raise PlanError(
+                f"plan.offload.host_gb: found {offload.host_gb:g}, and only plan.offload auto and"
+                " a segment's mlp_share auto keep within it; give one of them, or leave the budget"
+                " out (none)"
+            )
 
     def placed(self, shares: Mapping[str, Any]) -> "Plan":
         """With these offload settings, found within a budget, in place of `auto` and the budget.

@@ -101,10 +101,12 @@ class StoredModel:
             slots: For `fit`.
 
         Raises:
-            PlanError: The plan does not fit model or devices.
+            PlanError: The plan does not fit model or devices, or has a budget for nothing.
             CheckpointError: Records are missing, of another model, or damaged.
         """
-        plan = parameters_alone(plan or self.plan)
+        plan = plan or self.plan
+        plan.check_budgets()
+        plan = parameters_alone(plan)
         if plan.offload.auto:
             plan = self.fit(plan, devices, slots=slots).plan
         bound, spec = self._described(plan, devices)

@@ -26,9 +26,7 @@ def inference_plan(plan: Plan) -> Plan:
     segments = tuple(
         _forward_only(segment, ("parameters", "optimizer")) for segment in plan.segments
     )
-    return plan.replace(
-        rules=rules, segments=segments, offload=plan.offload.settled, tensor_matmul="compiler"
-    )
+    return plan.replace(rules=rules, segments=segments, tensor_matmul="compiler")
 
 
 def parameters_alone(plan: Plan) -> Plan:
@@ -37,7 +35,7 @@ def parameters_alone(plan: Plan) -> Plan:
     Its layer stacks are cut in fewer segments then; parameters lie where `plan` has them.
     """
     offload = dataclasses.replace(
-        plan.offload.settled, optimizer=0.0, activations=0.0, disk=0.0, cpu_update="off"
+        plan.offload, optimizer=0.0, activations=0.0, disk=0.0, cpu_update="off"
     )
     segments = tuple(_forward_only(segment, ("parameters",)) for segment in plan.segments)
     return plan.replace(segments=segments, offload=offload)

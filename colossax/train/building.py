@@ -59,6 +59,7 @@ def build_step(
     **options: Any,
 ) -> Step:
     """The step of `boost` without a state: for restoring one, or compiling ahead."""
+    plan.check_budgets()
     first = (jax.devices() if devices is None else devices)[0]
     plan, line = with_cpu_share(plan, optimizer, [first])
     plan, pipelined = with_pipelined(plan, first.platform, first.device_kind)

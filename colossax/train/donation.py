@@ -13,8 +13,7 @@ class PartlyDonated:
 
     Donated, such an array would lend its buffer to the new one, which XLA would have to write
     elsewhere and copy. So it is not, and is deleted once the step is under way: memory holds two
-    of it during a step and one between steps. Called like any jitted step, and the old state is
-    gone afterwards all the same.
+    of it during a step and one between steps. The old state is gone afterwards all the same.
     """
 
     def __init__(self, pure: Callable, read: TrainState, **options: Any):
@@ -27,31 +26,43 @@ class PartlyDonated:
         """
         self._read = read
 
-        def joined(kept: Any, donated: Any, batch: Batch) -> Any:
-            leaves = jax.tree.map(lambda r, k, d: k if r else d, read, kept, donated)
-            return pure(leaves, batch)
+        # The memory report knows arguments by their names.
+        def joined(state_read: Any, state_given_up: Any, batch: Batch) -> Any:
+            state = jax.tree.map(
+                lambda r, one, other: one if r else other, read, state_read, state_given_up
+            )
+            return pure(state, batch)
 
         self._jitted = jax.jit(joined, donate_argnums=1, **options)
 
     def __call__(self, state: TrainState, batch: Batch) -> Any:
-        """Run the step, once the one before has ended: its old arrays are freed by then."""
-        jax.block_until_ready(state["step"])
-        kept, donated = self._divided(state)
-        results = self._jitted(kept, donated, batch)
-        for array in jax.tree.leaves(kept):
+        """Run the step, once the one before has ended: its old arrays are freed by then.
+
+        Within a trace it is traced, and nothing is deleted.
+        """
+        parts = self.divided(state)
+        old = [x for x in jax.tree.leaves(parts[0]) if _is_there(x)]
+        if _is_there(state["step"]):
+            jax.block_until_ready(state["step"])
+        results = self._jitted(*parts, batch)
+        for array in old:
             array.delete()  # held by the running step until it ends
         return results
 
     def lower(self, state: TrainState, batch: Batch) -> Any:
-        """As `lower` of `jax.jit`."""
-        return self._jitted.lower(*self._divided(state), batch)
+        """As `lower` of `jax.jit`; compiled, it takes `(*divided(state), batch)`."""
+        return self._jitted.lower(*self.divided(state), batch)
 
     def trace(self, state: TrainState, batch: Batch) -> Any:
         """As `trace` of `jax.jit`."""
-        return self._jitted.trace(*self._divided(state), batch)
+        return self._jitted.trace(*self.divided(state), batch)
 
-    def _divided(self, state: TrainState) -> tuple[Any, Any]:
+    def divided(self, state: TrainState) -> tuple[Any, Any]:
         """The arrays read until the end, and the others; None in place of those left out."""
-        kept = jax.tree.map(lambda r, x: x if r else None, self._read, state)
-        donated = jax.tree.map(lambda r, x: None if r else x, self._read, state)
-        return kept, donated
+        read = jax.tree.map(lambda r, x: x if r else None, self._read, state)
+        given_up = jax.tree.map(lambda r, x: None if r else x, self._read, state)
+        return read, given_up
+
+
+def _is_there(x: Any) -> bool:
+    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)

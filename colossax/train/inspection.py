@@ -191,7 +191,7 @@ class Inspection:
 
     @property
     def note(self) -> str:
-        """What differs from the program that the GPUs would run, or empty."""
+        """What is not as on the GPUs, or not in every step; or empty."""
         notes = []
         if self.one_pass_counted:
             notes.append(

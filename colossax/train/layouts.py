@@ -101,7 +101,9 @@ def _one_pass(config: TrainConfig, target: Target) -> TrainConfig:
                 f" {target.size} devices of '{target.name}'; give another --data.global_batch"
             )
     plan = config.plan.replace(
-        batch=BatchConfig(), segments=(Segment(remat=config.plan.segments[-1].remat),)
+        batch=BatchConfig(),
+        segments=(Segment(remat=config.plan.segments[-1].remat),),
+        offload=config.plan.offload.settled,
     )
     data = dataclasses.replace(config.data, global_batch=rows * target.size)
     return config.replace(plan=plan, data=data)

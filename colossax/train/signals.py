@@ -109,17 +109,27 @@ def _wait(_number: int) -> None:
 
 
 def hold_aborts() -> None:
-    """Let an abort of this process wait for six seconds.
+    """Let an abort of this process wait for six seconds, once it has Python's lock.
 
     A thread of XLA that finds another process gone aborts its own from C++, with a trace. The
     thread that watches the processes finds it too, and ends this one with a sentence, if it is
     given the time and Python's lock. The thread that aborts may hold that lock, so what waits is
     Python's `sleep`, which lets go of it, and not libc's.
     """
+    _on_abort(_wait)
+
+
+def hold_last_aborts() -> None:
+    """Let an abort wait without Python, which may be gone by then; see `hold_aborts`."""
+    _on_abort(ctypes.CDLL(None).sleep)
+
+
+def _on_abort(handler: Any) -> None:
+    """SIGABRT is number 6, and a handler gets the number: libc's `sleep` can be one."""
     libc = ctypes.CDLL(None)
     libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
     libc.signal.restype = ctypes.c_void_p
-    libc.signal(signal.SIGABRT, ctypes.cast(_wait, ctypes.c_void_p))
+    libc.signal(signal.SIGABRT, ctypes.cast(handler, ctypes.c_void_p))
 
 
 class StopAgreement:
@@ -152,6 +162,8 @@ class StopAgreement:
         if kind is None:
             os.write(self._leave_write, b"!")
             self._thread.join()
+        if self._group.wires:
+            hold_last_aborts()
         self._group.close()
 
     def _run(self) -> None:

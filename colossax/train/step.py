@@ -73,8 +73,8 @@ class StepOptions:
 class Step:
     """One optimizer step under a plan: `state, metrics = step(state, batch)`.
 
-    The state is donated. Nothing is allocated until `init`. Steps whose loss or gradient norm is
-    not finite leave parameters, optimizer and variables alone and count in `state["skipped"]`.
+    The old state is given up. Nothing is allocated until `init`. Steps whose loss or gradient norm
+    is not finite leave parameters, optimizer and variables alone and count in `state["skipped"]`.
     Where layers are updated during backward and their norm is not known before (`plan.offload`
     without clipping, or with clipping `layer`), a gradient that is first infinite in layer k comes
     too late for the layers above it: they have moved.

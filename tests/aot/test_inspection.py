@@ -22,7 +22,7 @@ from colossax.aot import (
     parse_target,
     target_devices,
 )
-from colossax.config import AttentionConfig, BatchConfig, preset
+from colossax.config import AttentionConfig, BatchConfig, OffloadConfig, preset
 from colossax.recipes import RECIPES, recipe
 from colossax.train.inspection import inspect_run, largest_microbatch
 
@@ -217,6 +217,27 @@ def test_host_memory_is_counted_apart():
     )
     assert program.host_bytes == 4 * many / 2
     assert program.stats.argument_size_in_bytes == 4 * few / 2
+
+
+def test_a_step_that_speculates_is_counted_for_one_pass():
+    """And what it reads until the end is parameters and optimizer state all the same."""
+    config = recipe("llama_stdlib")
+    everything = {"parameters": 1.0, "optimizer": 1.0, "activations": 1.0}
+    found = {}
+    for clipping in ("stack", "speculate"):
+        offload = OffloadConfig(**everything, clipping=clipping)
+        plan = config.plan.replace(offload=offload, attention=AttentionConfig(kernel="xla"))
+        found[clipping] = inspected(config.replace(plan=plan), "h200:1x1")
+    for name in ("parameters", "optimizer"):
+        sizes = [one.memory.terms[name] for one in found.values()]
+        assert sizes[0] == sizes[1] > 0
+    assert found["stack"].note == "" and "need not scale its gradients" in found["speculate"].note
+    moved = {clipping: one.host_traffic for clipping, one in found.items()}
+    ups, downs = ([getattr(m, f"{way}_bytes") for m in moved.values()] for way in ("up", "down"))
+    # Gradients that are kept go down and up, and parameters up once more.
+    model = config.model
+    matrices = model.layers * (4 * model.embed**2 + 3 * model.embed * model.mlp)
+    assert (ups[0] - ups[1], downs[0] - downs[1]) == (8 * matrices, 4 * matrices)
 
 
 @pytest.mark.timeout(900)  # compiles nine programs, on a busy machine in more than five minutes

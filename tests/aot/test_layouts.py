@@ -6,7 +6,9 @@ import json
 import pytest
 
 from colossax.aot import parse_target
+from colossax.config import OffloadConfig, Segment
 from colossax.recipes import recipe
+from colossax.train import layouts
 from colossax.train.inspection import inspect_run
 from colossax.train.layouts import compare_layouts, legal_layouts
 from tests.aot.test_inspection import GIB, colossax
@@ -53,6 +55,15 @@ def test_every_factorisation_that_divides_is_legal():
     # col and the rest, of which depth, row and col stand for 2.5d and 3d.
     assert sum("=" in label and not label.startswith(("2", "3")) for label in labels) == 30
     assert {label.split()[0] for label in labels if label[0] in "23"} == {"2d", "2.5d", "3d"}
+
+
+def test_a_budget_for_shares_to_be_found_does_not_stand_in_the_way():
+    """The pass that is compared has none of them."""
+    config, target = recipe("llama_stdlib"), parse_target("h100:1x2")
+    kept = Segment(remat="full", offload="input+mlp", mlp_share="auto")
+    plan = config.plan.replace(segments=(kept,), offload=OffloadConfig(host_gb=64.0))
+    one = layouts._one_pass(config.replace(plan=plan), target)
+    assert list(legal_layouts(one, target))
 
 
 def test_a_million_tokens_on_64_devices():

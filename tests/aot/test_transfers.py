@@ -1,5 +1,7 @@
 """Transfers between host and device memory, on text whose numbers can be done in the head."""
 
+import dataclasses
+
 import pytest
 
 from colossax.aot.hlo import parse_module
@@ -289,6 +291,14 @@ def test_an_unknown_trip_count_is_refused_only_where_something_moves():
     assert transfers(program(ADD, trips="backend_config={}")) == ()
     with pytest.raises(ValueError, match=r"'s' copies .* loop without a known trip count"):
         transfers(program(FETCH, FETCHED, trips="backend_config={}"))
+
+
+def test_of_loops_in_loops_nothing_can_be_said():
+    module = parse_module(program(FETCH, FETCHED, trips="backend_config={}"))
+    called = {**module.computations, "all": ()}
+    nested = dataclasses.replace(module, computations=called, entry="all").with_trip_count(2)
+    loops = [one for one in nested.computations[module.entry] if one.opcode == "while"]
+    assert [one.trip_count for one in loops] == [None]
 
 
 @pytest.mark.parametrize(("trips", "times"), [("backend_config={}", 2), (TRIPS, 6)])

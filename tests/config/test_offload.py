@@ -155,11 +155,12 @@ def test_a_budget_that_nothing_keeps_within_is_refused():
         with pytest.raises(
             PlanError, match=rf"offload\.{field}: found 8, and only plan\.offload a"
         ):
-            Plan(offload=budget)
-        assert Plan(offload=dataclasses.replace(budget, auto=True, parameters=0.0))
-    assert Plan(offload=OffloadConfig(host_gb=8.0), segments=found_later)
+            Plan(offload=budget).check_budgets()
+        Plan(offload=budget.settled).check_budgets()
+        Plan(offload=dataclasses.replace(budget, auto=True, parameters=0.0)).check_budgets()
+    Plan(offload=OffloadConfig(host_gb=8.0), segments=found_later).check_budgets()
     with pytest.raises(PlanError, match=r"offload\.device_gb: found 8"):
-        Plan(offload=OffloadConfig(device_gb=8.0), segments=found_later)
+        Plan(offload=OffloadConfig(device_gb=8.0), segments=found_later).check_budgets()
 
 
 def test_shares_found_within_a_budget_stand_without_it():

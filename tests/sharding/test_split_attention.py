@@ -92,7 +92,10 @@ def test_every_mask(devices, mesh, mask):
 
 @pytest.mark.parametrize(
     ("s", "t", "mesh"),
-    quick_first(((s, t, mesh) for s, t in [(30, 30), (17, 40)] for mesh in MESHES), 3),
+    [
+        *quick_first(((30, 30, mesh) for mesh in MESHES), 2),
+        *quick_first(((17, 40, mesh) for mesh in reversed(MESHES)), 2),
+    ],
 )
 def test_lengths_that_divide_nothing(devices, mesh, s, t):
     mask = Mask(causal=s == t)

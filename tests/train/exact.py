@@ -85,9 +85,9 @@ CASES = (
 
 
 CPU = (
-    Case("adamw", "cpu", pieces=2),
-    Case("adamw", "cpu_half"),
     Case("adamw", "cpu_some", devices=8, segments="single"),
+    Case("adamw", "cpu_half"),
+    Case("adamw", "cpu", pieces=2),
     Case("bf16", "cpu_some", segments="single"),
     Case("momentum", "cpu_half", compute="bfloat16"),
     Case("adamw", "cpu_half", segments="halves", clip_norm=0.5, against="host"),

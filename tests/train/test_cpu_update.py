@@ -52,7 +52,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("case", quick_first(CPU, 4), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", quick_first(CPU, [CPU[0], CPU[-1]]), ids=lambda case: case.name)
 def test_not_a_bit_changes(case, exact):
     found = exact[case.name]
     assert len(set(found["losses"])) == len(found["losses"])

@@ -1,9 +1,8 @@
 """What becomes of a step's old state."""
 
-import gc
-
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from colossax.train.donation import PartlyDonated
@@ -41,12 +40,29 @@ def test_what_is_read_lends_no_buffer(step):
     assert traced.alias_size_in_bytes == stats.alias_size_in_bytes
 
 
-def test_steps_that_are_not_waited_for_leave_one_state(step):
-    first = state = fresh()
-    for _ in range(5):
+def test_a_step_waits_for_the_one_before(step, monkeypatch):
+    """Its old arrays are held until then; with them there would be three."""
+    waited, plain = [], jax.block_until_ready
+    monkeypatch.setattr(jax, "block_until_ready", lambda x: waited.append(x) or plain(x))
+    state = fresh()
+    for number in range(3):
+        given = state["step"]
         state, _ = step(state, {"add": jnp.int32(1)})
-    gc.collect()
-    alive = [x for x in jax.live_arrays() if x.shape == (SIZE,)]
-    assert len(alive) == 2
-    assert first["stack"].is_deleted()
-    assert float(state["stack"][-1]) == 6.0
+        assert [x is given for x in waited] == [False] * number + [True]
+    assert float(state["stack"][-1]) == 4.0
+
+
+def test_host_arrays_and_traces_are_taken_too(step):
+    state = {name: np.asarray(x) for name, x in fresh().items()}
+    new, total = step(state, {"add": jnp.int32(2)})
+    assert (float(new["stack"][0]), total) == (3.0, 3 * SIZE)
+    shapes, _ = jax.eval_shape(step, new, {"add": jnp.int32(2)})
+    assert shapes["stack"].shape == (SIZE,) and not new["stack"].is_deleted()
+    again, _ = jax.jit(step)(new, {"add": jnp.int32(2)})
+    assert float(again["stack"][0]) == 5.0
+
+
+def test_the_compiled_form_takes_the_parts(step):
+    state, batch = fresh(), {"add": jnp.int32(2)}
+    new, _ = step.lower(state, batch).compile()(*step.divided(state), batch)
+    assert float(new["stack"][0]) == 3.0

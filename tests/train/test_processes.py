@@ -158,21 +158,25 @@ def test_a_process_that_dies_ends_the_others_with_a_sentence(text, tmp_path):
     assert "process 1 is gone, and the run cannot go on without it" in first.errors
 
 
+FOREIGN = "c.pthread_create(ctypes.byref(ctypes.c_ulong()), None, c.abort, None); time.sleep(30)"
+
+
 @pytest.mark.parametrize(
-    "abort",
+    ("hold", "abort"),
     [
-        "ctypes.CDLL(None).abort()",
-        "ctypes.PyDLL(None).abort()",
-        "c.pthread_create(ctypes.byref(ctypes.c_ulong()), None, c.abort, None); time.sleep(30)",
+        ("hold_aborts", "c.abort()"),
+        ("hold_aborts", "ctypes.PyDLL(None).abort()"),
+        ("hold_aborts", FOREIGN),
+        ("hold_last_aborts", FOREIGN),
     ],
-    ids=["without-lock", "with-lock", "foreign-thread"],
+    ids=["without-lock", "with-lock", "foreign-thread", "at-the-end"],
 )
-def test_an_abort_from_below_waits_for_the_sentence(abort):
+def test_an_abort_from_below_waits_for_the_sentence(hold, abort):
     """As when XLA finds the other process gone before the thread that watches it does."""
     program = f"""
 import ctypes, os, sys, threading, time
-from colossax.train.signals import hold_aborts
-hold_aborts()
+from colossax.train.signals import {hold}
+{hold}()
 def end():
     sys.stderr.write("a sentence")
     sys.stderr.flush()

@@ -78,7 +78,11 @@ def truth(pieces):
 
 
 def assert_as_ordinary(found, pieces):
-    (metrics, params), (want, wanted) = found, truth(pieces)
+    assert_same(found, truth(pieces))
+
+
+def assert_same(found, truth):
+    (metrics, params), (want, wanted) = found, truth
     clipped = [one["grad_norm"] > CLIP for one in want]
     assert clipped == [scale == 1 for scale in SCALES]
     assert [one["skipped"] for one in metrics] == [0, 0, 1, 1, 1]
@@ -98,6 +102,11 @@ def test_clipping_is_exact_and_steps_that_are_not_finite_change_nothing(clipping
     assert_as_ordinary(run(host(cut(pieces), clipping=clipping)), pieces)
 
 
+def test_speculation_is_exact_on_several_devices(devices):
+    found, wanted = (run(plan, devices) for plan in (host(cut(1), clipping="speculate"), cut(1)))
+    assert_same(found, wanted)
+
+
 def test_speculation_gives_up_the_old_layers_without_lending_their_memory():
     """They are read until the end, so the new ones lie elsewhere; else XLA copies whole stacks."""
     lent, layers = {}, {}
@@ -114,7 +123,11 @@ def test_speculation_gives_up_the_old_layers_without_lending_their_memory():
 
 
 @pytest.mark.parametrize(
-    ("clipping", "wrap"), quick_first(itertools.product(EXACT, [jax.jit, jax.checkpoint]), 3)
+    ("clipping", "wrap"),
+    quick_first(
+        itertools.product(EXACT, [jax.jit, jax.checkpoint]),
+        [("two_pass", jax.jit), ("speculate", jax.checkpoint)],
+    ),
 )
 def test_so_it_is_where_the_loss_wraps_the_model(clipping, wrap):
     """JAX traces what is inside once, forward and backward."""
