@@ -125,6 +125,10 @@ MISTAKES = [
     (["--resume", "--out=new"], "--resume: new holds no run"),
     (["--devices=9"], "--devices 9: there are 8 cpu devices; ask for 8 or fewer"),
     (["--process-id=0"], "--coordinator: not given"),
+    (
+        ["--plan.offload.device_gb=8"],
+        "plan.offload.device_gb: found 8, and only plan.offload auto keeps within it",
+    ),
 ]
 
 
