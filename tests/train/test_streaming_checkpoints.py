@@ -7,6 +7,7 @@ import pytest
 from colossax.config import Plan, Segment
 from colossax.optim import adamw
 from colossax.train.checkpointing import RunCheckpoints
+from tests.cases import quick_first
 from tests.train.streamed import FULL, SHARED, by_path, host, offloaded, started, stepped
 
 PLANS = {
@@ -64,10 +65,7 @@ def assert_lives_where_the_plan_says(step, state):
     return found
 
 
-@pytest.mark.parametrize(
-    ("source", "target"),
-    [pytest.param(*m, marks=[] if m in QUICK else [pytest.mark.sweep]) for m in MOVES],
-)
+@pytest.mark.parametrize(("source", "target"), quick_first(MOVES, QUICK))
 def test_a_state_moves_bit_for_bit_and_training_goes_on(devices, tmp_path, source, target):
     state, step = made(source)
     state, _ = stepped(state, step, steps=2)

@@ -1,6 +1,7 @@
 """Every kind of model and loss, layers updated during backward: the ordinary plan's gradients."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from colossax.config import BatchConfig, OffloadConfig, Plan, Segment
 from colossax.nn import LayerStack, param
 from colossax.optim import adamw, sgd
 from colossax.train import next_token_loss
+from tests.cases import quick_first
 from tests.models.test_families import TINY
 from tests.oracle import assert_trees_close
 from tests.train.streamed import (
@@ -55,10 +57,7 @@ def assert_gradients_equal(plan, other, **settings):
     return grads
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.sweep]) for n in TINY],
-)
+@pytest.mark.parametrize("name", quick_first(TINY, QUICK))
 def test_families(name):
     """Packed rows of several documents, with padding and the z-loss."""
     assert_gradients_equal(host(), FULL, model=TINY[name])
@@ -76,13 +75,9 @@ REMAT = {
     "no mlp": Segment(remat="full", offload="mlp+input", mlp_share=0.0),
     "single": Segment(count=1, offload="activations+optimizer+parameters"),
 }
-LATER = ("none", "full", "dots", "activations", "input", "mlp", "single")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[pytest.mark.sweep] if n in LATER else []) for n in REMAT],
-)
+@pytest.mark.parametrize("name", quick_first(REMAT, ("names", "half mlp", "no mlp")))
 def test_what_backward_keeps_and_where(name):
     segments = (REMAT[name],) if name != "single" else (REMAT[name], Segment(remat="full"))
     plan = Plan(segments=segments)
@@ -221,11 +216,7 @@ SEGMENTS = ((Segment(),), FULL.segments, (Segment(count=1), Segment(remat="full"
 
 @pytest.mark.parametrize(
     ("segments", "settings"),
-    [
-        pytest.param(segments, settings, marks=[] if i == j else [pytest.mark.sweep])
-        for i, segments in enumerate(SEGMENTS)
-        for j, settings in enumerate(PLACED)
-    ],
+    quick_first(itertools.product(SEGMENTS, PLACED), list(zip(SEGMENTS, PLACED, strict=True))),
 )
 def test_a_model_of_ones_own(segments, settings):
     """Side inputs that parameters reach, sums in the loss, a pytree carried, two stacks."""
