@@ -142,6 +142,8 @@ class Part:
             grads: Like the parameters.
             update: Scale and shared state.
         """
+        # Else norms may be of parameters as gathered for the layer, on every device whole.
+        params = self._laid_out(params, "params")
         if update.scale is not None:
             grads = [(g * update.scale).astype(g.dtype) for g in grads]
         whole = self._joined(state, update.shared)
