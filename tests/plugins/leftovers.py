@@ -33,7 +33,7 @@ def pytest_handlecrashitem(crashitem):
 
 
 def end_children_of(test, stage=None):
-    """Kill what a test of this run started, in one stage or in any; where there is no /proc, nothing."""
+    """Kill what a test of this run started, in one stage or in any; without /proc, nothing."""
     stages = [stage] if stage else ["setup", "call", "teardown"]
     wanted = {os.fsencode(f"PYTEST_CURRENT_TEST={test} ({one})") for one in stages}
     run = os.fsencode(f"{_RUN}={os.environ[_RUN]}")
