@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 RECIPE ?= llama_stdlib
 ARGS   ?=
-PYTEST  = $(VENV)/bin/python -m pytest -n auto --maxprocesses 4
+PYTEST  = $(VENV)/bin/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 # Several workers that each compile the whole library before their first test take minutes.
 export PYTHONDONTWRITEBYTECODE =
