@@ -239,8 +239,14 @@ LAYER_BYTES = 4 * (3 * 64 * 512 + 64 * 64 * 2 + 2 * 64 * 16)
 
 
 def generator_of(plan: Plan, mesh: str = "one") -> Generator:
-    """Of shapes alone."""
-    bound = plan.replace(mesh=MESHES[mesh]).bind(jax.devices()[: 1 if mesh == "one" else 8])
+    """Of shapes alone; plans that differ in budgets alone share one, which is compiled once."""
+    offload = dataclasses.replace(plan.offload, device_gb=None, host_gb=None)
+    plan = plan.replace(mesh=MESHES[mesh], offload=offload)
+    return shared_generator(plan.bind(jax.devices()[: 1 if mesh == "one" else 8]))
+
+
+@functools.cache
+def shared_generator(bound: BoundPlan) -> Generator:
     with colossax.use(bound):
         spec = describe(maker(SMALL))
     params = jax.tree.map(
@@ -249,7 +255,9 @@ def generator_of(plan: Plan, mesh: str = "one") -> Generator:
         ),
         spec.infos,
     )
-    return Generator(spec, bound, params)
+    generator = Generator(spec, bound, params)
+    generator.lowered = functools.cache(generator.lowered)
+    return generator
 
 
 def fit(mesh: str = "one", **offload):
