@@ -20,10 +20,11 @@ from colossax.inference import Generator, fit_layers, inference_plan, open_check
 from colossax.inference.fitting import _Trial
 from colossax.inference.plan import parameters_alone
 from colossax.models import LlamaConfig, config_to_json, maker
-from colossax.nn import FlatTokens, describe, initialise
+from colossax.nn import FlatTokens, describe
 from colossax.offload import resolved_segments
 from colossax.sharding import param_sharding, replicated
 from tests.cases import quick_first
+from tests.fresh import fresh_params
 from tests.inference.test_generator import CONFIGS, LLAMA, PROMPT
 
 AUTO = OffloadConfig(auto=True)
@@ -55,7 +56,7 @@ def build(name: str, mesh: str, placement: str | None = None):
     bound = bound_to(mesh, placement)
     with colossax.use(bound):
         spec = describe(maker(CONFIGS[name]))
-    return spec, bound, initialise(spec, bound, jax.random.key(1))
+    return spec, bound, fresh_params(CONFIGS[name], spec, bound, jax.random.key(1))
 
 
 def found_by(spec, bound, params) -> tuple[np.ndarray, tuple[int, ...]]:

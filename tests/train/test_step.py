@@ -22,6 +22,7 @@ from colossax.errors import InputError, PlanError
 from colossax.models import LlamaConfig, maker
 from colossax.nn import LayerStack, param
 from colossax.train import boost, build_step, next_token_loss
+from tests.fresh import fresh_state
 from tests.oracle import assert_losses_close, assert_trees_close
 
 CONFIG = LlamaConfig(vocab=64, embed=32, layers=2, heads=4, kv_heads=2, mlp=48, max_seq=32)
@@ -45,15 +46,22 @@ def text_batch(rows=8, seq=16, vocab=64, seed=0):
     }
 
 
-def one_device(optimizer=None, loss=None, plan=ONE, **options):
-    return boost(
+def started(plan, optimizer=None, loss=None, *, devices, **options):
+    """(state, step) of the small model."""
+    step = build_step(
         maker(CONFIG),
         optimizer or optax.sgd(1.0),
-        loss or next_token_loss(z_loss=1e-3),
+        loss or next_token_loss(),
         plan,
-        devices=jax.devices()[:1],
+        devices=devices,
         **options,
     )
+    return fresh_state(CONFIG, step), step
+
+
+def one_device(optimizer=None, loss=None, plan=ONE, **options):
+    loss = loss or next_token_loss(z_loss=1e-3)
+    return started(plan, optimizer, loss, devices=jax.devices()[:1], **options)
 
 
 def gradients(plan, batch, loss=None):
@@ -278,9 +286,7 @@ def test_gradients_reduced_once_equal_those_of_one_device(devices, name, mesh):
     plan = preset(name, mesh=mesh, batch=BatchConfig(accumulation=2))
     assert plan.batch.reduce_once == name.startswith("zero1")
     plan = plan.replace(batch=BatchConfig(accumulation=2, reduce_once=True))
-    state, step = boost(
-        maker(CONFIG), optax.sgd(1.0), next_token_loss(z_loss=1e-3), plan, devices=devices
-    )
+    state, step = started(plan, loss=next_token_loss(z_loss=1e-3), devices=devices)
     got, totals, _, value = jax.jit(step.gradients)(state, step.place(batch))
     assert_trees_close(got, want)
     assert_losses_close(value, loss)
@@ -334,7 +340,7 @@ def test_a_microbatch_of_rows_equals_that_many_pieces(devices):
 
 
 def gradients_on(devices, plan, batch):
-    state, step = boost(maker(CONFIG), optax.sgd(1.0), next_token_loss(), plan, devices=devices)
+    state, step = started(plan, devices=devices)
     return jax.jit(step.gradients)(state, step.place(batch))[0]
 
 
@@ -373,13 +379,8 @@ def test_chunked_loss_equals_whole(devices):
     plan = preset("zero3+megatron", mesh={"fsdp": 4, "tensor": 2})
     losses = []
     for chunks in (1, 4):
-        state, step = boost(
-            maker(CONFIG),
-            optax.sgd(1.0),
-            next_token_loss(z_loss=1e-3),
-            plan.replace(loss=LossConfig(vocab_chunks=chunks)),
-            devices=devices,
-        )
+        chunked = plan.replace(loss=LossConfig(vocab_chunks=chunks))
+        state, step = started(chunked, loss=next_token_loss(z_loss=1e-3), devices=devices)
         state, first = step(state, batch)
         state, second = step(state, batch)
         losses.append([float(first["loss"]), float(second["loss"]), float(second["accuracy"])])
@@ -435,7 +436,7 @@ def test_weight_gradients_keep_the_precision_of_their_reduction():
 
 def test_the_abstract_state_lowers_to_the_program_that_runs(devices):
     plan = preset("zero3+megatron", mesh={"fsdp": 4, "tensor": 2})
-    state, step = boost(maker(CONFIG), optax.adamw(1e-2), next_token_loss(), plan, devices=devices)
+    state, step = started(plan, optax.adamw(1e-2), devices=devices)
     batch = step.place(text_batch())
     assert step.lower(step.abstract, batch).as_text() == step.lower(state, batch).as_text()
 
