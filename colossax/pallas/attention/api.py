@@ -28,6 +28,9 @@ IMPLEMENTATIONS: dict[str, ModuleType] = {
 }
 """Fastest first; the last one only if named."""
 
+UNPROVEN = "mosaic"
+"""What `auto` takes only once it has proved itself on the device that is there."""
+
 _NAME_THEIR_OWN = ("mosaic", "xla", "interpret")
 """They name for remat policies what their backward passes need."""
 
@@ -130,7 +133,7 @@ def choose(
         NotImplementedError: The one named declines.
         ExceptionGroup: All decline.
     """
-    return choice.choose("attention", known, spec, target, implementation)
+    return choice.choose("attention", known, spec, target, implementation, unproven=UNPROVEN)
 
 
 def _check(q: Array, k: Array, v: Array, mask: Mask, biases: Any, slopes: Any, sinks: Any) -> None:
