@@ -25,9 +25,6 @@ SOFT_CAP = 5.0
 BIAS_TOKENS = 2048
 """Of the larger case with a bias, which is an array of their square."""
 
-NOTHING_SEEN = 100.0
-"""Stands for a log-partition of -inf, so that those found and expected can be subtracted."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
@@ -153,8 +150,8 @@ def _whole_call(
         return _named(("out", "dq", "dk", "dv"), (found, *pull(dout)))
     out, lse = found
     gradients = pull((dout, jnp.cos(jnp.arange(lse.size, dtype=lse.dtype)).reshape(lse.shape)))
-    names = ("out", "lse", "dq", "dk", "dv", "dbias")
-    return _named(names, (out, _finite(lse), *gradients))
+    named = _named(("out", "dq", "dk", "dv", "dbias"), (out, *gradients))
+    return {**named, **_log_partition("lse", lse)}
 
 
 def _block_call(
@@ -179,17 +176,19 @@ def _block_call(
     whole, whole_lse = attend_block(q, k, v, carried=(out, lse), **given)
     delta = row_delta(whole, whole_lse, dout, jnp.zeros_like(lse))
     *gradients, _ = block_gradients(q, k, v, dout=dout, lse=whole_lse, delta=delta, **given)
-    names = ("out", "lse", "out of both", "lse of both", "dq", "dk", "dv")
-    found = (alone, _finite(alone_lse), whole, _finite(whole_lse), *gradients)
-    return _named(names, found)
+    named = _named(("out", "out of both", "dq", "dk", "dv"), (alone, whole, *gradients))
+    both = _log_partition("lse of both", whole_lse)
+    return {**named, **_log_partition("lse", alone_lse), **both}
 
 
 def _named(names: tuple[str, ...], found: tuple[Any, ...]) -> dict[str, Any]:
     return dict(zip(names, found, strict=False))
 
 
-def _finite(lse: Any) -> Any:
-    return jnp.where(jnp.isneginf(lse), NOTHING_SEEN, lse)
+def _log_partition(name: str, lse: Any) -> dict[str, Any]:
+    """Where it is finite, and where: -inf cannot be subtracted."""
+    seen = ~jnp.isneginf(lse)
+    return {name: jnp.where(seen, lse, 0.0), f"-inf in {name}": seen.astype(jnp.float32)}
 
 
 def _peers(variant: AttentionVariant, sizes: tuple[int, ...]) -> dict[str, Any]:

@@ -93,6 +93,7 @@ def _environment() -> dict[str, str]:
     """Of a child that shares one device with this process, which may hold most of its memory."""
     found = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     found["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_ROOT), found.get("PYTHONPATH"))))
+    found["JAX_TRACEBACK_FILTERING"] = "off"  # else JAX's notice follows the exception
     found.pop("JAX_CUDA_VISIBLE_DEVICES", None)
     place = getattr(jax.local_devices()[0], "local_hardware_id", None)
     if isinstance(place, int) and place >= 0:

@@ -11,7 +11,7 @@ from colossax.pallas.bench import Effort, relative_error, time_calls
 
 from .verdict import Outcome, Verdict
 
-ROW_RATIO = 5.0
+ROW_RATIO = 3.0
 """A row may be this much further off than all together: what is wrong may be one row."""
 
 _EFFORT = Effort(seconds=0.05, repeats=5)
