@@ -1,6 +1,7 @@
 """A child whose Mosaic kernels are XLA's attention with a fault.
 
-`children.py FAULT LOG REQUEST RESULTS` leaves the fault as a line in the log. Cases, comparison, results and the end of the process are those of `colossax.pallas.proof`.
+`children.py FAULT LOG REQUEST RESULTS` leaves the fault as a line in the log. Cases, comparison,
+results and the end of the process are those of `colossax.pallas.proof`.
 """
 
 import functools

@@ -69,9 +69,9 @@ def started(log):
 def call(fault, log, monkeypatch, **how):
     """What the public call says it does on a simulated Hopper GPU."""
     monkeypatch.setattr(choice, "PROVER", Prover(command=command(fault, log), **how))
-    q = jnp.ones((2, 64, 2, 64), jnp.bfloat16)
+    q = jax.ShapeDtypeStruct((2, 64, 2, 64), jnp.bfloat16)
     with on_device(hopper()):
-        return attention(q, q, q, mask=Mask(causal=True))
+        jax.eval_shape(lambda q: attention(q, q, q, mask=Mask(causal=True)), q)
 
 
 FAULTS = {
@@ -297,6 +297,9 @@ def test_steps_of_a_ring_and_grouped_matmuls_go_through_the_same_door(told, monk
     out = q.astype(jnp.float32)
     x, w = jnp.ones((16, 120), jnp.bfloat16), jnp.ones((2, 120, 256), jnp.bfloat16)
 
+    def step(q, *carried):
+        return attend_block(q, q, q, mask=Mask(causal=True), scale=1.0, carried=carried)
+
     def declined(variants, device_kind, **how):
         told.asked.append(str(variants[0]))
         return {variants[0]: Verdict.declined("wrong")}
@@ -304,8 +307,8 @@ def test_steps_of_a_ring_and_grouped_matmuls_go_through_the_same_door(told, monk
     monkeypatch.setattr(prover, "try_variants", declined)
     monkeypatch.setattr(choice, "PROVER", Prover())
     with on_device(hopper()):
-        attend_block(q, q, q, mask=Mask(causal=True), scale=1.0, carried=(out, lse))
-        grouped_matmul(x, w, jnp.asarray([3, 9]))
+        jax.eval_shape(step, q, out, lse)
+        jax.eval_shape(grouped_matmul, x, w, jnp.asarray([3, 9]))
     assert told.asked == [
         "attention, heads of 64, bfloat16, steps of a ring",
         "grouped matmul, bfloat16, narrow to wide tiles",
