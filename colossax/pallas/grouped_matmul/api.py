@@ -43,7 +43,8 @@ def grouped_matmul(
         x: Rows in the order of their groups.
         w: A matrix per group, in x's dtype.
         group_sizes: Not negative; they sum to t or less.
-        implementation: `auto` takes the first that accepts; or `mosaic`, `xla`, `interpret`,
+        implementation: `auto` takes the first that accepts, `mosaic` only once proved on the
+            device that is there; or `mosaic`, `xla`, `interpret`,
             `reference`.
 
     Returns:
