@@ -72,7 +72,8 @@ def attention(
         dropout_key: Reserved; give None.
         return_lse: Also return the log of the softmax's denominator, sink included.
         implementation: `auto` takes the first that accepts of `mosaic`, `cudnn`, `xla` and
-            `reference`, the first only once proved on the device that is there; or one of them; or `interpret`, the source of `mosaic` run on a CPU, slow.
+            `reference`, the first only once proved on the device that is there; or one of them; or
+            `interpret`, the source of `mosaic` run on a CPU, slow.
 
     Returns:
         Output `[*b, s, n, hv]` in q's dtype; with `return_lse` a pair of it and float32
