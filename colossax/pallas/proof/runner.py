@@ -55,33 +55,41 @@ def try_variants(
     Returns:
         Of those that were begun; undecided for the first where the child did not begin.
     """
-    with tempfile.TemporaryDirectory(prefix="colossax-proof-") as folder:
-        request, results, errors = (Path(folder, name) for name in ("request", "results", "errors"))
-        request.write_text(json.dumps(_request(variants, device_kind, limit_s)), "utf-8")
-        results.touch()
-        try:
-            with errors.open("wb") as stderr:
-                child = subprocess.Popen(
-                    [*command, str(request), str(results)],
-                    stdin=subprocess.DEVNULL,
-                    stdout=stderr,
-                    stderr=stderr,
-                    env=_environment(),
-                    start_new_session=True,
-                )
-        except OSError as problem:
-            return {variants[0]: Verdict.undecided(f"no child process starts ({problem})")}
-        try:
-            heard, in_time = _listen(child, results, limit_s)
-        finally:
-            _end(child)
-        said = errors.read_text("utf-8", errors="replace")
+    request = _request(variants, device_kind, limit_s)
+    try:
+        heard, in_time, code, said = _run(command, request, limit_s)
+    except OSError as problem:
+        return {variants[0]: Verdict.undecided(f"no child process starts ({problem})")}
     if in_time:
-        last = _verdict_of_end(child, said)
+        last = _verdict_of_end(code, said)
     else:
         how = Verdict.declined if decisive else Verdict.undecided
         last = how(f"the child process did not end within {limit_s:.0f} s")
     return _verdicts(variants, heard, last)
+
+
+def _run(
+    command: Sequence[str], asked: dict[str, Any], limit_s: float
+) -> tuple[_Heard, bool, int, str]:
+    """What a child has told, whether it ended in time, its exit code, and what it wrote."""
+    with tempfile.TemporaryDirectory(prefix="colossax-proof-") as folder:
+        request, results, errors = (Path(folder, name) for name in ("request", "results", "errors"))
+        request.write_text(json.dumps(asked), "utf-8")
+        results.touch()
+        with errors.open("wb") as stderr:
+            child = subprocess.Popen(
+                [*command, str(request), str(results)],
+                stdin=subprocess.DEVNULL,
+                stdout=stderr,
+                stderr=stderr,
+                env=_environment(),
+                start_new_session=True,
+            )
+        try:
+            heard, in_time = _listen(child, results, limit_s)
+        finally:
+            _end(child)
+        return heard, in_time, child.returncode or 0, errors.read_text("utf-8", errors="replace")
 
 
 def _request(variants: Sequence[Variant], device_kind: str, limit_s: float) -> dict[str, Any]:
@@ -134,15 +142,15 @@ def _note(heard: _Heard, line: dict[str, Any]) -> bool:
 def _end(child: subprocess.Popen) -> None:
     """Kill the child and what it has started, where it still runs."""
     if child.poll() is None:
-        os.killpg(child.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
         # A process that waits for a broken device may not even die: it is left behind.
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(timeout=_DIE_S)
 
 
-def _verdict_of_end(child: subprocess.Popen, said: str) -> Verdict:
+def _verdict_of_end(code: int, said: str) -> Verdict:
     """What it means for the variant under way that the child ended by itself."""
-    code = child.returncode
     if of_memory(said):
         return Verdict.undecided(f"memory was short in the child process ({_last_line(said)})")
     if -code in _FROM_OUTSIDE:
