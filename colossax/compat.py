@@ -6,6 +6,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from colossax.quiet import cuda_plugin, import_jax
@@ -14,7 +15,7 @@ import_jax()
 
 # ruff: noqa: E402, I001 (what JAX's plugin writes when it is imported is kept back above)
 import jax
-from jax._src import clusters
+from jax._src import clusters, distributed, xla_bridge
 from jax.experimental import pallas as pl
 from jax.experimental import topologies
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -142,6 +143,54 @@ def cuda_runtime_version() -> tuple[int, int, int] | None:
     except (ImportError, RuntimeError):
         return None
     return (number // 1000, number % 1000 // 10, number % 10) if number else None
+
+
+def ptxas_path() -> Path | None:
+    """The assembler in NVIDIA's package, which XLA takes before any other; None without it."""
+    try:
+        spec = importlib.util.find_spec("nvidia")
+    except ValueError:
+        return None
+    folders = [] if spec is None else list(spec.submodule_search_locations or ())
+    # By the extras cuda12 and cuda13.
+    places = ("cuda_nvcc/bin/ptxas", "cu13/bin/ptxas")
+    found = (Path(folder) / place for folder in folders for place in places)
+    return next((path for path in found if path.is_file()), None)
+
+
+def is_attached(device: Any) -> bool:
+    """Whether programs can run on a device, of this process or another; not on a topology's."""
+    client = getattr(device, "client", None)
+    return client is not None and any(client is one for one in xla_bridge.backends().values())
+
+
+def place_in_job() -> tuple[int, int]:
+    """Number of this process and how many there are, as `jax.distributed` was told; else 0, 1."""
+    state = distributed.global_state
+    return (0, 1) if state.client is None else (state.process_id, state.num_processes)
+
+
+def tell_job(key: str, value: str) -> str:
+    """Give a key of the job's store a value, where it has none; the value that it has then."""
+    client: Any = distributed.global_state.client
+    try:
+        client.key_value_set(key, value, allow_overwrite=False)
+    except jax.errors.JaxRuntimeError as problem:
+        if "ALREADY_EXISTS" not in str(problem):
+            raise
+        return client.blocking_key_value_get(key, 10_000)
+    return value
+
+
+def hear_job(key: str, timeout_s: float) -> str | None:
+    """The value of a key of the job's store, waited for; None where it comes too late."""
+    client: Any = distributed.global_state.client
+    try:
+        return client.blocking_key_value_get(key, round(timeout_s * 1000))
+    except jax.errors.JaxRuntimeError as problem:
+        if "DEADLINE_EXCEEDED" not in str(problem):
+            raise
+        return None
 
 
 def interpreter() -> Any:

@@ -11,7 +11,14 @@ import jax
 
 from colossax.cli.arguments import number, several_processes
 from colossax.cli.devices import choose_devices, request_host_devices
-from colossax.cli.kernels import Choice, kernel_choices
+from colossax.cli.kernels import (
+    Choice,
+    Proof,
+    kernel_choices,
+    proofs,
+    prove_kernels,
+    why_nothing_to_prove,
+)
 from colossax.cli.machine import (
     Devices,
     Extra,
@@ -34,13 +41,18 @@ from colossax.train.distributed import find_launch, join, start_jax
 DESCRIPTION = {
     "check": (
         "Say what this machine has and what is missing: versions, devices, links, kernels and\n"
-        "extras; and, where there are several devices, whether collectives along each mesh axis\n"
-        "give the right values, and how fast. Exit code 1 when devices or a collective fail."
+        "extras; where there are several devices, whether collectives along each mesh axis\n"
+        "give the right values, and how fast; on a GPU that our kernels are for, which of them\n"
+        "prove themselves there, which takes minutes once. Exit code 1 when devices or a\n"
+        "collective fail."
     )
 }
 
 LIMIT_S = 25.0
 """Longest wait for one collective. XLA ends the process, without a name, after 30 s or more."""
+
+PROOF_LIMIT_S = 900.0
+"""Longest that kernels are tried; where that is too short, another check goes on."""
 
 _FIND_LIMIT_S = 60.0
 _MISSING_SHOWN = 3
@@ -56,6 +68,8 @@ class Report:
     nvidia: Nvidia | None
     links: str
     kernels: dict[str, Choice]
+    nothing_to_prove: str | None
+    proofs: tuple[Proof, ...]
     extras: dict[str, Extra]
     limit_s: float
     collectives_measure: str
@@ -102,6 +116,11 @@ def look(count: int | None) -> tuple[Report, bool]:
     found, failure, hung = _find_devices(count)
     devices = describe(found) if found else None
     trials = run_trials(found, limit_s=LIMIT_S) if found else ()
+    target = current_target() if found else None
+    verdicts = {}
+    if target is not None and not any(trial.hung for trial in trials):
+        alone = jax.process_count() == 1
+        verdicts = prove_kernels(target, alone=alone, limit_s=PROOF_LIMIT_S)
     problems = [*outdated()]
     if failure is not None:
         problems.append(failure)
@@ -113,7 +132,9 @@ def look(count: int | None) -> tuple[Report, bool]:
         devices=devices,
         nvidia=nvidia,
         links=links(devices, nvidia),
-        kernels=kernel_choices(current_target()) if found else {},
+        kernels=kernel_choices(target, verdicts) if target else {},
+        nothing_to_prove=why_nothing_to_prove(target) if target else "there are no devices",
+        proofs=proofs(verdicts),
         extras=extras(),
         limit_s=LIMIT_S,
         collectives_measure=_measured(devices),
@@ -184,6 +205,10 @@ def _rows(report: Report) -> Iterator[tuple[str, str]]:
         yield name, choice.chosen
         for other, why in choice.declined.items():
             yield "", f"not {other}: {why}"
+    if report.nothing_to_prove is not None:
+        yield "proof of kernels", f"nothing to prove: {report.nothing_to_prove}"
+    for proof in report.proofs:
+        yield "proof of", f"{proof.kernel}: {proof.text}"
     yield "nvidia driver", report.nvidia.driver if report.nvidia else "nvidia-smi does not answer"
     if not report.extras:
         yield "extras", "not known, colossax is not installed as a package"

@@ -31,6 +31,10 @@ DESCRIPTION = {
     )
 }
 
+_PROOF_ASSUMED = (
+    "kernels: proof assumed; on the GPUs 'auto' takes them once they have proved themselves there"
+)
+
 _GIB, _GB = 2**30, 1e9
 
 
@@ -130,6 +134,7 @@ def describe(one: Inspection) -> str:
         f" {one.microbatch} rows per device at a time, {one.microbatches} times a step,"
         f" attention by {one.attention}",
         *([f"note: {one.note}"] if one.note else []),
+        *([_PROOF_ASSUMED] if one.proof_assumed else []),
         "",
         f"device memory: {memory.total_bytes / _GIB:.2f} GiB of {room}: {verdict}",
         *_columns(
@@ -179,7 +184,8 @@ def describe_many(found: dict[str, Inspection]) -> str:
                 f"{one.exposed_s:.3f}",
             )
         )
-    return "\n".join(_columns(rows, indent="")) + "\n"
+    assumed = [_PROOF_ASSUMED] if any(one.proof_assumed for one in found.values()) else []
+    return "\n".join(_columns(rows, indent="") + assumed) + "\n"
 
 
 def _compare_layouts(args: argparse.Namespace, overrides: list[Override]) -> int:

@@ -1,16 +1,26 @@
-"""Which implementation of each kernel runs on this machine's device, and why not the others."""
+"""Which kernels have proved themselves on this machine's device, and which ones run on it."""
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 import jax.numpy as jnp
 
 from colossax.pallas import Target
 from colossax.pallas.attention import Mask
+from colossax.pallas.attention import proof as attention_proof
 from colossax.pallas.attention.api import IMPLEMENTATIONS as ATTENTION
+from colossax.pallas.attention.api import UNPROVEN
 from colossax.pallas.attention.spec import AttentionSpec
 from colossax.pallas.choice import reasons
+from colossax.pallas.grouped_matmul import proof as grouped_proof
 from colossax.pallas.grouped_matmul.api import IMPLEMENTATIONS as GROUPED
 from colossax.pallas.grouped_matmul.spec import GroupedSpec
+from colossax.pallas.mosaic import why_not_hardware
+from colossax.pallas.proof import PROVER, Outcome, Prover, Variant, Verdict
+
+_OUT_OF_TIME = "the check ran out of time, or a child process could not try it; check again"
+_SEVERAL = "run colossax check in one process"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,8 +31,73 @@ class Choice:
     declined: dict[str, str]
 
 
-def kernel_choices(target: Target) -> dict[str, Choice]:
-    """Choices by call: bfloat16, shapes of a model of 8 B parameters."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Proof:
+    """What is known of one kernel on this machine.
+
+    Attributes:
+        kernel: With what selects it.
+        outcome: `proved`, `declined` or `not tried`.
+        text: The same with why, and the rates of what is proved over its peers'.
+    """
+
+    kernel: str
+    outcome: str
+    text: str
+
+
+Verdicts = Mapping[Variant, Verdict]
+
+
+def why_nothing_to_prove(target: Target) -> str | None:
+    """Why there are no kernels for a target that could be tried, or None."""
+    if target.device_kind is None:
+        return "the device is not there"
+    return why_not_hardware(target)
+
+
+def prove_kernels(
+    target: Target, *, alone: bool, limit_s: float, prover: Prover = PROVER
+) -> Verdicts:
+    """Verdicts on all kernels for a device that is there, tried where they are not proved yet.
+
+    Args:
+        target: The device.
+        alone: Whether this is the only process; of several none tries, what is kept is told.
+        limit_s: When to stop.
+        prover: Who tries.
+    """
+    kind = target.device_kind
+    if kind is None or why_nothing_to_prove(target) is not None:
+        return {}
+    every = [*attention_proof.variants(), *grouped_proof.variants()]
+    found = {one: prover.kept(one, kind) for one in every}
+    known = {one: verdict for one, verdict in found.items() if verdict is not None}
+    if alone:
+        known |= dict(prover.prove_all(every, kind, total_s=limit_s))
+    untried = Verdict.undecided("not tried here: " + (_OUT_OF_TIME if alone else _SEVERAL))
+    return {one: known.get(one, untried) for one in every}
+
+
+def proofs(verdicts: Verdicts) -> tuple[Proof, ...]:
+    """A row for each kernel."""
+    return tuple(
+        Proof(
+            kernel=str(one),
+            outcome="not tried" if found.outcome is Outcome.UNDECIDED else str(found.outcome),
+            text=found.reason if found.outcome is Outcome.UNDECIDED else found.text,
+        )
+        for one, found in verdicts.items()
+    )
+
+
+def kernel_choices(target: Target, verdicts: Verdicts | None = None) -> dict[str, Choice]:
+    """Choices by call: bfloat16, shapes of a model of 8 B parameters.
+
+    Args:
+        target: The hardware; where it is there, kernels without a verdict are not chosen.
+        verdicts: On kernels.
+    """
     bf16 = jnp.dtype("bfloat16")
     attention = AttentionSpec(
         batch=1,
@@ -40,7 +115,12 @@ def kernel_choices(target: Target) -> dict[str, Choice]:
         "attention": (ATTENTION, attention),
         "grouped matmul": (GROUPED, grouped),
     }
-    return {name: _choice(reasons(*call, target)) for name, call in calls.items()}
+
+    def told(variant: Variant, _kind: str) -> Verdict:
+        return (verdicts or {}).get(variant) or Verdict.undecided("not tried here")
+
+    how: Any = {"unproven": UNPROVEN, "verdicts": told}
+    return {name: _choice(reasons(*call, target, **how)) for name, call in calls.items()}
 
 
 def _choice(found: dict[str, str | None]) -> Choice:

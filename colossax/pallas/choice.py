@@ -2,13 +2,17 @@
 
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
+from .proof import PROVER, Variant, Verdict
 from .target import Target
 
 _LOG = logging.getLogger(__name__)
+
+Verdicts = Callable[[Variant, str], Verdict]
+"""On a variant of a kernel, and a kind of device."""
 
 
 def choose(
@@ -17,6 +21,9 @@ def choose(
     spec: Any,
     target: Target,
     implementation: str = "auto",
+    *,
+    unproven: str | None = None,
+    verdicts: Verdicts | None = None,
 ) -> str:
     """Name of the implementation that will run.
 
@@ -27,6 +34,9 @@ def choose(
         spec: Static facts of the call; its text is what the log calls it.
         target: The hardware.
         implementation: `auto` for the first that accepts, or a name.
+        unproven: The one that `auto` takes on a device that is there only once the kernels for
+            `spec.variant` have proved themselves on it.
+        verdicts: Who says so; by default this process's `proof.PROVER`.
 
     Raises:
         ValueError: No such name.
@@ -36,28 +46,40 @@ def choose(
     names = ("auto", *implementations)
     if implementation not in names:
         raise ValueError(f"{operation}: no implementation '{implementation}'; use one of {names}")
-    reasons = {}
-    automatic = [name for name in implementations if name != "interpret"]
-    for name in automatic if implementation == "auto" else (implementation,):
-        reason = implementations[name].why_not(spec, target)
-        if reason is None:
-            declined = "; ".join(f"not {n}: {r}" for n, r in reasons.items())
-            _log_once(operation, str(spec), name, declined)
-            return name
-        reasons[name] = reason
-    declines = [
-        NotImplementedError(f"{operation} '{name}': {why}") for name, why in reasons.items()
-    ]
+    if implementation == "auto":
+        automatic = {n: one for n, one in implementations.items() if n != "interpret"}
+        found = reasons(automatic, spec, target, unproven=unproven, verdicts=verdicts)
+    else:
+        found = {implementation: implementations[implementation].why_not(spec, target)}
+    chosen = next((name for name, why in found.items() if why is None), None)
+    if chosen is not None:
+        faster = list(found.items())[: list(found).index(chosen)]
+        _log_once(operation, str(spec), chosen, "; ".join(f"not {n}: {why}" for n, why in faster))
+        return chosen
+    declines = [NotImplementedError(f"{operation} '{name}': {why}") for name, why in found.items()]
     if implementation != "auto":
         raise declines[0]
     raise ExceptionGroup(f"{operation}: no implementation takes this call", declines)
 
 
 def reasons(
-    implementations: Mapping[str, ModuleType], spec: Any, target: Target
+    implementations: Mapping[str, ModuleType],
+    spec: Any,
+    target: Target,
+    *,
+    unproven: str | None = None,
+    verdicts: Verdicts | None = None,
 ) -> dict[str, str | None]:
-    """Why each implementation declines this call, None where it accepts; fastest first."""
-    return {name: one.why_not(spec, target) for name, one in implementations.items()}
+    """Why `auto` would not take each implementation, None where it accepts; fastest first.
+
+    Arguments are those of `choose`.
+    """
+    found = {name: one.why_not(spec, target) for name, one in implementations.items()}
+    if unproven in found and found[unproven] is None and target.device_kind is not None:
+        verdict = (verdicts or PROVER.verdict)(spec.variant, target.device_kind)
+        peers = (name for name, why in found.items() if name != unproven and why is None)
+        found[unproven] = verdict.why_not(next(peers, None))
+    return found
 
 
 @functools.lru_cache(maxsize=1024)

@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 
+from colossax.compat import is_attached
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Target:
@@ -15,10 +17,13 @@ class Target:
     Attributes:
         platform: `cpu`, `gpu` or `tpu`.
         compute_capability: Of an NVIDIA GPU, `(9, 0)` for a Hopper; None where not known.
+        device_kind: Of a device that is there, as JAX names it: its kernels are chosen once they
+            have proved themselves on it. None for one that may not be; there they count as proved.
     """
 
     platform: str
     compute_capability: tuple[int, int] | None = None
+    device_kind: str | None = None
 
 
 # A JAX user context is part of every trace key, so that one jitted function traced for two
@@ -32,6 +37,7 @@ def target(platform: str, *, compute_capability: tuple[int, int] | None = None) 
     """Choose implementations for this hardware, be it there or not.
 
     For compiling on a machine without the device, whose own default backend would say `cpu`.
+    Kernels count as proved.
     """
     chosen = Target(platform=platform, compute_capability=compute_capability)
     with _TARGET(chosen):
@@ -49,10 +55,11 @@ def target_of(device: Any) -> Target:
     """What a `jax.Device` is, of a machine or of a topology that is not there."""
     platform = "gpu" if device.platform == "cuda" else device.platform
     capability = getattr(device, "compute_capability", None)
+    kind = device.device_kind if is_attached(device) else None
     if capability is None:
-        return Target(platform=platform)
-    major, minor = str(capability).split(".")
-    return Target(platform=platform, compute_capability=(int(major), int(minor)))
+        return Target(platform=platform, device_kind=kind)
+    major, minor = map(int, str(capability).split("."))
+    return Target(platform=platform, compute_capability=(major, minor), device_kind=kind)
 
 
 def current_target() -> Target:

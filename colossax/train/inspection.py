@@ -68,6 +68,9 @@ nothing was measured."""
 RECOMPUTED = 4 / 3
 """FLOPs that run per FLOP of the model when every layer's forward pass is run twice."""
 
+_KERNEL_CALL = "mosaic_gpu"
+"""Part of the name of what calls a Mosaic kernel, in a compiled program."""
+
 HIDING_FORMULA = (
     "tokens = GPUs x seconds of the slower direction x peak x efficiency / (4/3 x FLOPs/token);"
     f" 4/3 for recomputation, efficiency {ASSUMED_EFFICIENCY} assumed, bytes as in this step"
@@ -152,6 +155,8 @@ class Inspection:
         limit_bytes: The GPU's memory.
         fits: Whether the program needs at most that, less `RESERVE`.
         attention: `cudnn` where the compiled program calls it, else `xla`.
+        proof_assumed: Whether the program has Mosaic kernels that `auto` took: on the GPUs it will,
+            once they have proved themselves there.
         flops_per_token: Of the model, forward and backward; recomputation is not counted.
         compute_s: Model FLOPs of a step at the GPUs' peak.
         microbatch: Rows of each device at a time.
@@ -178,6 +183,7 @@ class Inspection:
     compute_s: float | None
     microbatch: int
     microbatches: int
+    proof_assumed: bool = False
     host_traffic: HostTraffic | None = None
     disk: DiskCost | None = None
     cpu_layers: int = 0
@@ -266,6 +272,7 @@ class Inspection:
             "microbatches": self.microbatches,
             "largest_microbatch": self.largest_microbatch,
             "attention": self.attention,
+            "kernel_proof": "assumed" if self.proof_assumed else None,
             "note": self.note,
             "compile_s": self.program.compile_s,
             "versions": {
@@ -321,6 +328,7 @@ def inspect_run(config: TrainConfig, target: Target) -> Inspection:
         limit_bytes=target.gpu.memory_bytes,
         fits=program.device_bytes <= _usable(target),
         attention=_attention_in(program.hlo),
+        proof_assumed=config.plan.attention.kernel == "auto" and _KERNEL_CALL in program.hlo,
         flops_per_token=flops,
         compute_s=None if peak is None else flops * rows * seq_len / (peak * target.size),
         microbatch=microbatch,
@@ -414,7 +422,7 @@ def _check_cudnn(plan: Plan, target: Target) -> None:
 
 def _attention_in(hlo: str) -> str:
     """Which implementation of attention a program has."""
-    if any(KERNEL_NAME in line for line in hlo.splitlines() if "mosaic_gpu" in line):
+    if any(KERNEL_NAME in line for line in hlo.splitlines() if _KERNEL_CALL in line):
         return "mosaic"
     return "cudnn" if "__cudnn$fmha" in hlo else "xla"
 

@@ -22,6 +22,7 @@ from colossax.aot import (
     parse_target,
     target_devices,
 )
+from colossax.cli.inspect import describe
 from colossax.config import AttentionConfig, BatchConfig, OffloadConfig, preset
 from colossax.recipes import RECIPES, recipe
 from colossax.train.inspection import inspect_run, largest_microbatch
@@ -174,6 +175,8 @@ def test_attention_on_hopper_is_by_our_kernel_without_being_asked_for():
     plan = config.plan.replace(attention=AttentionConfig())
     one = inspected(config.replace(plan=plan))
     assert (one.attention, one.note) == ("mosaic", "")
+    assert one.to_json()["kernel_proof"] == "assumed"
+    assert "\nkernels: proof assumed; on the GPUs 'auto' takes them once" in describe(one)
 
 
 def test_70b_on_64_devices():

@@ -22,6 +22,9 @@ import colossax
 from colossax.cli import check, machine, main, trials
 from colossax.cli.kernels import kernel_choices
 from colossax.pallas import Target
+from colossax.pallas.attention import proof as attention_proof
+from colossax.pallas.grouped_matmul import proof as grouped_proof
+from colossax.pallas.proof import Outcome, Verdict, prover
 from tests.train.launching import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -448,3 +451,53 @@ def test_the_kernels_of_a_machine_are_those_that_would_run(capsys, monkeypatch):
     hopper = kernel_choices(Target(platform="gpu", compute_capability=(9, 0)))
     assert {one.chosen for one in hopper.values()} == {"mosaic"}
     assert not hopper["grouped matmul"].declined
+
+
+def test_a_cpu_has_nothing_to_prove(capsys):
+    _, report, _ = run(capsys, "--devices=1")
+    assert report["proofs"] == []
+    assert report["nothing_to_prove"] == "Mosaic kernels need an NVIDIA GPU, the target is 'cpu'"
+
+
+@pytest.fixture
+def hopper(monkeypatch, tmp_path):
+    """A Hopper GPU that is there, as far as kernels are asked; what its children would find."""
+    monkeypatch.setenv("COLOSSAX_CACHE", str(tmp_path / "cache"))
+    found = []
+
+    def try_variants(variants, device_kind, **how):
+        found.extend(variants)
+        wrong = Verdict.declined("wrong numbers")
+        right = Verdict(outcome=Outcome.PROVED, seconds=(1.0,), peers={"xla": (4.0,)})
+        return {one: wrong if getattr(one, "soft_cap", False) else right for one in variants}
+
+    monkeypatch.setattr(prover, "try_variants", try_variants)
+    there = Target(platform="gpu", compute_capability=(9, 0), device_kind="NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(check, "current_target", lambda: there)
+    return found
+
+
+def test_a_check_proves_every_kernel_and_says_what_it_found(capsys, hopper):
+    every = [*attention_proof.variants(), *grouped_proof.variants()]
+    _, report, _ = run(capsys, "--devices=1")
+    assert hopper == every
+    assert [row["kernel"] for row in report["proofs"]] == [str(one) for one in every]
+    outcomes = {row["outcome"] for row in report["proofs"] if "soft cap" in row["kernel"]}
+    assert outcomes == {"declined"}
+    assert report["kernels"]["attention"]["chosen"] == "mosaic"
+    hopper.clear()
+    assert main(["check", "--devices=1"]) == 0
+    assert {one.soft_cap for one in hopper} == {True}, "only what is not proved is tried again"
+    out = capsys.readouterr().out
+    assert "proof of           attention, heads of 64, bfloat16: proved, rate 4.00 of xla\n" in out
+    capped = "attention, heads of 64, bfloat16, soft cap: declined: wrong numbers"
+    assert f"proof of           {capped}\n" in out
+
+
+def test_a_check_of_several_processes_tries_nothing(capsys, hopper, monkeypatch):
+    monkeypatch.setattr(check.jax, "process_count", lambda: 2)
+    _, report, _ = run(capsys, "--devices=1")
+    assert hopper == []
+    told = {(row["outcome"], row["text"]) for row in report["proofs"]}
+    assert told == {("not tried", "not tried here: run colossax check in one process")}
+    assert "not proved on this device" in report["kernels"]["attention"]["declined"]["mosaic"]

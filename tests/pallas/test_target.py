@@ -16,7 +16,7 @@ HOPPER = types.SimpleNamespace(platform="cuda", compute_capability="9.0")
 def test_a_device_says_what_it_is():
     assert target_of(HOPPER) == Target(platform="gpu", compute_capability=(9, 0))
     assert target_of(types.SimpleNamespace(platform="tpu")) == Target(platform="tpu")
-    assert target_of(jax.devices()[0]) == Target(platform="cpu")
+    assert target_of(jax.devices()[0]) == Target(platform="cpu", device_kind="cpu")
 
 
 def test_what_is_asked_for_comes_before_the_mesh_and_that_before_the_default(devices):

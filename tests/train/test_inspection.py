@@ -6,7 +6,7 @@ import json
 import pytest
 
 from colossax.aot import MemoryReport, Program, parse_target
-from colossax.cli.inspect import describe
+from colossax.cli.inspect import describe, describe_many
 from colossax.recipes import recipe
 from colossax.train.disk import DiskCost
 from colossax.train.inspection import (
@@ -153,3 +153,13 @@ def test_what_is_updated_after_the_program_is_said():
     assert one.to_json()["disk"] == dataclasses.asdict(disk)
     assert one.to_json()["cpu_layers"] == 8
     assert "disk: " not in describe(inspection(traffic()))
+
+
+def test_kernels_whose_proof_is_assumed_are_named():
+    plain = inspection(None)
+    assert plain.to_json()["kernel_proof"] is None
+    assert "proof assumed" not in describe(plain) + describe_many({"a": plain})
+    assumed = dataclasses.replace(plain, attention="mosaic", proof_assumed=True)
+    assert assumed.to_json()["kernel_proof"] == "assumed"
+    for text in (describe(assumed), describe_many({"a": plain, "b": assumed})):
+        assert text.count("kernels: proof assumed; on the GPUs 'auto' takes them once") == 1

@@ -28,6 +28,9 @@ IMPLEMENTATIONS: dict[str, ModuleType] = {
 }
 """Fastest first; the last one only if named."""
 
+UNPROVEN = "mosaic"
+"""What `auto` takes only once it has proved itself on the device that is there."""
+
 _NAME_THEIR_OWN = ("mosaic", "xla", "interpret")
 """They name for remat policies what their backward passes need."""
 
@@ -69,7 +72,8 @@ def attention(
         dropout_key: Reserved; give None.
         return_lse: Also return the log of the softmax's denominator, sink included.
         implementation: `auto` takes the first that accepts of `mosaic`, `cudnn`, `xla` and
-            `reference`; or one of them; or `interpret`, the source of `mosaic` run on a CPU, slow.
+            `reference`, the first only once proved on the device that is there; or one of them; or
+            `interpret`, the source of `mosaic` run on a CPU, slow.
 
     Returns:
         Output `[*b, s, n, hv]` in q's dtype; with `return_lse` a pair of it and float32
@@ -130,7 +134,7 @@ def choose(
         NotImplementedError: The one named declines.
         ExceptionGroup: All decline.
     """
-    return choice.choose("attention", known, spec, target, implementation)
+    return choice.choose("attention", known, spec, target, implementation, unproven=UNPROVEN)
 
 
 def _check(q: Array, k: Array, v: Array, mask: Mask, biases: Any, slopes: Any, sinks: Any) -> None:

@@ -147,6 +147,7 @@ def block_implementation(
         alibi=alibi_slopes is not None,
         soft_cap=soft_cap is not None,
         return_lse=True,
+        block=True,
     )
     return choose(spec, current_target(), implementation, _FORMS)
 

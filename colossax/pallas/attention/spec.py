@@ -1,11 +1,12 @@
 """What an attention call asks for, as far as choosing an implementation needs to know."""
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
 
+from colossax.pallas.proof import Variant
 from colossax.pallas.varying import varies
 
 from .mask import Mask
@@ -16,7 +17,8 @@ class AttentionSpec:
     """Static facts of one call.
 
     `mask` holds shapes or arrays, of which only presence counts; `checked` is whether the call
-    stands in a `shard_map` that checks along which mesh axes its operands differ.
+    stands in a `shard_map` that checks along which mesh axes its operands differ; `block` whether
+    it is a step of a ring.
     """
 
     batch: int
@@ -34,6 +36,7 @@ class AttentionSpec:
     sinks: bool = False
     return_lse: bool = False
     checked: bool = False
+    block: bool = False
 
     @classmethod
     def of(
@@ -71,7 +74,47 @@ class AttentionSpec:
             "alibi": self.alibi,
             "soft cap": self.soft_cap,
             "sinks": self.sinks,
+            "block": self.block,
         }
         return ", ".join(
             [sizes, heads, str(self.dtype), *(name for name, yes in asked.items() if yes)]
         )
+
+    @property
+    def variant(self) -> "AttentionVariant":
+        """Of the kernels that the call would take."""
+        return AttentionVariant(
+            head_dim=self.head_dim,
+            v_head_dim=self.v_head_dim,
+            dtype=self.dtype.name,
+            bias=self.biases[0].dtype.name if self.biases else "",
+            soft_cap=self.soft_cap,
+            block=self.block,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionVariant(Variant):
+    """What selects compiled kernels, forward and backward; masks and sizes are their operands.
+
+    `bias` is its dtype or empty. A block has its output in float32 and may start from what others
+    have found.
+    """
+
+    operation: ClassVar[str] = "attention"
+    head_dim: int
+    v_head_dim: int
+    dtype: str
+    bias: str = ""
+    soft_cap: bool = False
+    block: bool = False
+
+    def __str__(self) -> str:
+        sizes = dict.fromkeys((self.head_dim, self.v_head_dim))
+        asked = {
+            f"bias of {self.bias}": self.bias,
+            "soft cap": self.soft_cap,
+            "steps of a ring": self.block,
+        }
+        more = (name for name, yes in asked.items() if yes)
+        return ", ".join(["attention", f"heads of {'/'.join(map(str, sizes))}", self.dtype, *more])

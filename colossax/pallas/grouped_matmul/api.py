@@ -22,6 +22,9 @@ IMPLEMENTATIONS: dict[str, ModuleType] = {
 }
 """Fastest first; `xla` takes everything, so `auto` never comes to those behind it."""
 
+UNPROVEN = "mosaic"
+"""What `auto` takes only once it has proved itself on the device that is there."""
+
 
 def grouped_matmul(
     x: Float[Array, "t d"],
@@ -40,7 +43,8 @@ def grouped_matmul(
         x: Rows in the order of their groups.
         w: A matrix per group, in x's dtype.
         group_sizes: Not negative; they sum to t or less.
-        implementation: `auto` takes the first that accepts; or `mosaic`, `xla`, `interpret`,
+        implementation: `auto` takes the first that accepts, `mosaic` only once proved on the
+            device that is there; or `mosaic`, `xla`, `interpret`,
             `reference`.
 
     Returns:
@@ -61,7 +65,8 @@ def grouped_matmul(
         features_out=w.shape[2],
         dtype=x.dtype,
     )
-    chosen = choose("grouped_matmul", IMPLEMENTATIONS, spec, current_target(), implementation)
+    given = ("grouped_matmul", IMPLEMENTATIONS, spec, current_target(), implementation)
+    chosen = choose(*given, unproven=UNPROVEN)
     # The hand-written gradients vary over a mesh as all operands together do.
     return _multiply(chosen, *vary_alike((x, w, group_sizes)))
 
