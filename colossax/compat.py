@@ -147,11 +147,18 @@ def cuda_runtime_version() -> tuple[int, int, int] | None:
 def interpreter() -> Any:
     """Parameters that make Mosaic GPU kernels run on the CPU and races be looked for."""
     from jax._src.pallas.mosaic.interpret import thread_map
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
     from jax._src.pallas.mosaic_gpu.interpret import params as interpret_params
 
     if _JAX < (0, 11):
         thread_map._run_jaxpr = _run_compiled
+        gpu_callbacks.is_gmem_memory_space = _is_global_memory
     return interpret_params.InterpretGPUParams(detect_races=True)
+
+
+def _is_global_memory(space: Any) -> bool:
+    """Also of references that name no memory: those of `pl.run_state`, as hardware takes them."""
+    return space is None or space == plgpu.GMEM
 
 
 @functools.lru_cache(maxsize=8)
