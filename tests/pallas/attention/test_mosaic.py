@@ -31,6 +31,14 @@ PACKED = ids((-1, 5), (0, 70), (1, 53), (-1, 9), (3, 63))
 # Queries, keys, heads, kv heads, mask; then what else differs.
 CASES = {
     "full, s != t, lengths no tile divides": (70, 210, 2, 2, Mask(), {}),
+    "head size 128, causal, grouped heads": (
+        100,
+        150,
+        2,
+        1,
+        Mask(causal=True, q_positions=places(50, length=100)),
+        {"h": 128},
+    ),
     "causal, grouped heads": (128, 256, 4, 2, Mask(causal=True), {"b": 2, "h": 64}),
     "window: tiles with an end, whole, with an end": (
         128,
@@ -137,7 +145,7 @@ STEPS = {
         (places(64, 128), places(0)),
         CAUSAL,
         (0, 0, 0),
-        {"kv_heads": 1, "n": 2},
+        {"n": 2, "h": 128},
     ),
     "zigzag: own keys, then a later rank's": (
         places(64, 384),

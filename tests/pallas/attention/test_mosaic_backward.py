@@ -67,6 +67,21 @@ def segments(*rows):
 
 
 CASES = {
+    "head size 128, causal, grouped heads": {
+        "mask": Mask(causal=True, q_positions=jnp.arange(50, 150)[None]),
+        "s": 100,
+        "t": 150,
+        "n": 2,
+        "h": 128,
+    },
+    "head size 128, a window, a bias, soft cap, in float32": {
+        "mask": Mask(causal=True, window=(40, 0)),
+        "s": 72,
+        "h": 128,
+        "bias": (1, 1),
+        "soft_cap": 3.0,
+        "dtype": jnp.float32,
+    },
     "full, grouped heads": {"n": 4, "k": 2, "t": 64},
     # More tiles than stages, with a mask and without.
     "causal, behind other keys": {
