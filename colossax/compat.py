@@ -1,5 +1,6 @@
 """The only place that knows framework versions or private parts of JAX."""
 
+import ctypes
 import functools
 import importlib.util
 import os
@@ -142,6 +143,28 @@ def cuda_runtime_version() -> tuple[int, int, int] | None:
     except (ImportError, RuntimeError):
         return None
     return (number // 1000, number % 1000 // 10, number % 10) if number else None
+
+
+@functools.cache
+def linked_by_nvjitlink() -> bool:
+    """Whether JAX assembles Mosaic kernels with nvJitLink: as relocatable code.
+
+    JAX 0.12 does, without a setting, wherever its plugin finds nvJitLink 12.5 or newer.
+    """
+    plugin = cuda_plugin()
+    if _JAX < (0, 12) or plugin is None:
+        return False
+    newest = "13" in plugin.parent.name
+    name = f"libnvJitLink.so.{13 if newest else 12}"
+    package = plugin.parents[2] / "nvidia" / ("cu13" if newest else "nvjitlink") / "lib"
+    for place in (str(package / name), name):
+        major, minor = ctypes.c_uint(), ctypes.c_uint()
+        try:
+            failed = ctypes.CDLL(place).nvJitLinkVersion(ctypes.byref(major), ctypes.byref(minor))
+        except (OSError, AttributeError):
+            continue
+        return not failed and (major.value, minor.value) >= (12, 5)
+    return False
 
 
 def interpreter() -> Any:

@@ -23,7 +23,8 @@ def choose(
     Args:
         operation: What it is called in messages.
         implementations: By name, fastest first; each has `why_not(spec, target)`, None or the
-            reason why it declines. One called `interpret` runs only if named.
+            reason why it declines. One called `interpret` runs only if named, and so does one with
+            a reason from `why_slow(target)`, where it has that function.
         spec: Static facts of the call; its text is what the log calls it.
         target: The hardware.
         implementation: `auto` for the first that accepts, or a name.
@@ -39,7 +40,8 @@ def choose(
     reasons = {}
     automatic = [name for name in implementations if name != "interpret"]
     for name in automatic if implementation == "auto" else (implementation,):
-        reason = implementations[name].why_not(spec, target)
+        named = implementation != "auto"
+        reason = _why_not(implementations[name], spec, target, named=named)
         if reason is None:
             declined = "; ".join(f"not {n}: {r}" for n, r in reasons.items())
             _log_once(operation, str(spec), name, declined)
@@ -56,8 +58,13 @@ def choose(
 def reasons(
     implementations: Mapping[str, ModuleType], spec: Any, target: Target
 ) -> dict[str, str | None]:
-    """Why each implementation declines this call, None where it accepts; fastest first."""
-    return {name: one.why_not(spec, target) for name, one in implementations.items()}
+    """Why `auto` leaves each implementation, None where it accepts; fastest first."""
+    return {name: _why_not(one, spec, target) for name, one in implementations.items()}
+
+
+def _why_not(one: Any, spec: Any, target: Target, *, named: bool = False) -> str | None:
+    slow = None if named else getattr(one, "why_slow", None)
+    return one.why_not(spec, target) or (slow and slow(target))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -144,7 +144,7 @@ def test_a_ring_step_that_ignores_what_is_carried_is_wrong(dtype):
     assert len(steps) == 2
     for case in steps:
         ignores = dataclasses.replace(
-            case, functions={name: case.functions["xla"] for name in case.functions}
+            case, functions=dict.fromkeys(case.functions, case.functions["xla"])
         )
         for one, right in ((case, [True, True]), (ignores, [False, True])):
             assert [row.right for row in measure(one, LIMITS, BRIEF)] == right

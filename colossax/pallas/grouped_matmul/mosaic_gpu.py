@@ -26,6 +26,7 @@ from colossax.pallas.mosaic import (
     why_not_hardware,
 )
 from colossax.pallas.mosaic import vector as plain
+from colossax.pallas.mosaic import why_slow as why_slow
 from colossax.pallas.target import Target
 
 from .schedule import row_visits

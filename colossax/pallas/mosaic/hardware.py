@@ -1,6 +1,6 @@
 """Which hardware and which assembler Mosaic kernels are for."""
 
-from colossax.compat import cuda_runtime_version
+from colossax.compat import cuda_runtime_version, linked_by_nvjitlink
 from colossax.pallas.target import Target
 
 _WRONG_FROM, _WRONG_BEFORE = (12, 8, 0), (12, 9, 1)
@@ -24,4 +24,19 @@ def why_not_hardware(target: Target) -> str | None:
     if version is not None and _WRONG_FROM <= version < _WRONG_BEFORE:
         found = ".".join(map(str, version))
         return f"CUDA {found} miscompiles masks of Mosaic kernels; install 12.9.1 or later"
+    return None
+
+
+def why_slow(target: Target) -> str | None:
+    """Why a kernel that is right on a target would be slow there, or None.
+
+    Relocatable code ignores `setmaxnreg` (the assembler's C7504): warpgroups that compute get no
+    more registers than the one that copies, and where those are too few they spill, and matmuls
+    wait for one another (C7512). No directive of PTX changes that.
+    """
+    if target.platform == "gpu" and linked_by_nvjitlink():
+        return (
+            "this JAX links kernels with nvJitLink, which ignores their register limits; install"
+            " a JAX before 0.12, or name the kernels, to run them as slow as they are"
+        )
     return None
