@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from colossax.compat import races_found
 from colossax.pallas.attention import Mask, row_ranges
 from colossax.pallas.attention.mosaic_gpu.backward import gradients
 from colossax.pallas.attention.mosaic_gpu.backward_keys import APART_REGISTERS
@@ -15,6 +14,7 @@ from colossax.pallas.attention.mosaic_gpu.backward_operands import (
 )
 from colossax.pallas.attention.mosaic_gpu.backward_tiles import tiles_for
 from tests.cases import quick_first
+from tests.pallas.places import everywhere, no_races
 
 TOLERANCE = 5e-3
 
@@ -124,8 +124,9 @@ CASES = {
 }
 
 
+@everywhere
 @pytest.mark.parametrize("name", quick_first(CASES, 2))
-def test_gradients_are_those_of_dense_float64(name):
+def test_gradients_are_those_of_dense_float64(name, place):
     case = {"mask": Mask(), "s": 128, "t": None, "b": 1, "n": 1, "k": 1, "h": 64, "hv": None}
     case |= {"half": jnp.bfloat16, "dtype": None, "bias": None, "soft_cap": None} | CASES[name]
     b, s, n, h, half = (case[x] for x in ("b", "s", "n", "h", "half"))
@@ -154,10 +155,10 @@ def test_gradients_are_those_of_dense_float64(name):
         scale=scale,
         soft_cap=case["soft_cap"],
         dtype=case["dtype"] or half,
-        interpret=True,
+        interpret=place == "interpret",
     )
     jax.block_until_ready(found)
-    assert not races_found()
+    assert no_races(place)
     assert len([x for x in found if x is not None]) == len(want)
     for name, got, exact in zip(("dq", "dk", "dv", "dbias"), found, want, strict=False):
         assert got.shape == exact.shape
