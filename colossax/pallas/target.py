@@ -15,10 +15,12 @@ class Target:
     Attributes:
         platform: `cpu`, `gpu` or `tpu`.
         compute_capability: Of an NVIDIA GPU, `(9, 0)` for a Hopper; None where not known.
+        multiprocessors: Of a GPU; None where not known.
     """
 
     platform: str
     compute_capability: tuple[int, int] | None = None
+    multiprocessors: int | None = None
 
 
 # A JAX user context is part of every trace key, so that one jitted function traced for two
@@ -52,7 +54,11 @@ def target_of(device: Any) -> Target:
     if capability is None:
         return Target(platform=platform)
     major, minor = str(capability).split(".")
-    return Target(platform=platform, compute_capability=(int(major), int(minor)))
+    return Target(
+        platform=platform,
+        compute_capability=(int(major), int(minor)),
+        multiprocessors=getattr(device, "core_count", None),
+    )
 
 
 def current_target() -> Target:

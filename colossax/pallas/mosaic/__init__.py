@@ -1,5 +1,6 @@
 """The workshop of Mosaic GPU kernels: one source for hardware and for the interpreter."""
 
+from .hardware import multiprocessors as multiprocessors
 from .hardware import why_not_hardware as why_not_hardware
 from .hardware import why_slow as why_slow
 from .launch import SHARED_BYTES as SHARED_BYTES

@@ -1,7 +1,10 @@
 """Which hardware and which assembler Mosaic kernels are for."""
 
 from colossax.compat import cuda_runtime_version, linked_by_nvjitlink
-from colossax.pallas.target import Target
+from colossax.pallas.target import Target, current_target
+
+MULTIPROCESSORS = 132
+"""Of an H100 SXM and an H200: taken where a target does not say how many it has."""
 
 _WRONG_FROM, _WRONG_BEFORE = (12, 8, 0), (12, 9, 1)
 
@@ -40,3 +43,8 @@ def why_slow(target: Target) -> str | None:
             " a JAX before 0.12, or name the kernels, to run them as slow as they are"
         )
     return None
+
+
+def multiprocessors() -> int:
+    """How many the target in force has, as its device says."""
+    return current_target().multiprocessors or MULTIPROCESSORS

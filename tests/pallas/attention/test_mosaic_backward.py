@@ -1,5 +1,7 @@
 """Mosaic's gradients of attention, interpreted, against dense float64; races are looked for."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,12 +9,13 @@ import pytest
 
 from colossax.pallas.attention import Mask, row_ranges
 from colossax.pallas.attention.mosaic_gpu.backward import gradients
-from colossax.pallas.attention.mosaic_gpu.backward_keys import APART_REGISTERS
+from colossax.pallas.attention.mosaic_gpu.backward_keys import APART_REGISTERS, _split
 from colossax.pallas.attention.mosaic_gpu.backward_operands import (
     COPY_REGISTERS,
     compute_registers,
 )
 from colossax.pallas.attention.mosaic_gpu.backward_tiles import tiles_for
+from colossax.pallas.target import on_device
 from tests.cases import quick_first
 from tests.pallas.places import everywhere, no_races
 
@@ -66,6 +69,7 @@ def segments(*rows):
     return {"q_segments": found, "kv_segments": found}
 
 
+# On many multiprocessors each query head of a group has a block of its own, unless said otherwise.
 CASES = {
     "head size 128, causal, grouped heads": {
         "mask": Mask(causal=True, q_positions=jnp.arange(50, 150)[None]),
@@ -82,7 +86,7 @@ CASES = {
         "soft_cap": 3.0,
         "dtype": jnp.float32,
     },
-    "full, grouped heads": {"n": 4, "k": 2, "t": 64},
+    "full, grouped heads": {"n": 4, "k": 2, "t": 64, "multiprocessors": 2},
     # More tiles than stages, with a mask and without.
     "causal, behind other keys": {
         "mask": Mask(causal=True, q_positions=jnp.arange(120, 248)[None]),
@@ -121,6 +125,7 @@ CASES = {
         "mask": Mask(causal=True, **segments(packed(128), packed(64, padding=64))),
     },
     "float16, values narrower than keys": {"half": jnp.float16, "h": 192, "hv": 128, "t": 64},
+    "two heads of a group in a block": {"n": 4, "t": 100, "multiprocessors": 2},
 }
 
 
@@ -156,6 +161,7 @@ def test_gradients_are_those_of_dense_float64(name, place):
         soft_cap=case["soft_cap"],
         dtype=case["dtype"] or half,
         interpret=place == "interpret",
+        multiprocessors=case.get("multiprocessors"),
     )
     jax.block_until_ready(found)
     assert no_races(place)
@@ -164,6 +170,30 @@ def test_gradients_are_those_of_dense_float64(name, place):
         assert got.shape == exact.shape
         error = np.linalg.norm(np.asarray(got, np.float64) - exact) / np.linalg.norm(exact)
         assert error < TOLERANCE, (name, error)
+
+
+@pytest.mark.parametrize(
+    ("group", "blocks", "parts"),
+    [(1, 4, 1), (8, 132, 1), (8, 131, 2), (8, 64, 4), (12, 50, 3), (4, 1, 4), (7, 100, 7)],
+)
+def test_heads_of_a_group_are_split_until_no_multiprocessor_is_idle(group, blocks, parts):
+    assert _split(group, blocks, 132) == parts
+
+
+def test_one_kv_head_fills_the_multiprocessors_that_a_device_has():
+    wide = [jnp.zeros((1, 8192, heads, 128), jnp.bfloat16) for heads in (32, 1, 1, 32)]
+    bounds = [jnp.zeros((1, 8192), jnp.int32)] * 2
+    row = jnp.zeros((1, 32, 8192))
+
+    def run(q, k, v, dout, lo, hi, row):
+        given = {"lo": lo, "hi": hi, "dout": dout, "lse": row, "delta": row}
+        return gradients(q, k, v, **given, scale=0.1, dtype=jnp.bfloat16)
+
+    for count, parts in ((132, 4), (64, 1)):
+        hopper = {"platform": "cuda", "compute_capability": "9.0", "core_count": count}
+        with on_device(types.SimpleNamespace(**hopper)):
+            text = str(jax.make_jaxpr(run)(*wide, *bounds, row))
+        assert f"grid=(1, {parts}, 64)" in text
 
 
 def test_head_sizes_without_tiles_are_refused():

@@ -1,6 +1,8 @@
 """The kernels in the interpreter, races looked for, against float64."""
 
 import functools
+import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ import pytest
 
 from colossax.pallas.grouped_matmul import grouped_matmul
 from colossax.pallas.grouped_matmul import mosaic_gpu as kernels
+from colossax.pallas.target import on_device
 from tests.pallas.grouped_matmul.cases import SIZES, error, operands, truth
 from tests.pallas.places import everywhere, no_races
 
@@ -89,6 +92,33 @@ def test_infinite_rows_of_others_stay_there(place):
     others = (row < 30) | (row >= 70)
     x, dy = jnp.where(others, jnp.inf, x), jnp.where(others, jnp.nan, dy)
     check(by_w(x, dy, jnp.asarray(counts, jnp.int32), place)[1], dw[1], 5e-3, place)
+
+
+@pytest.mark.parametrize(
+    ("multiprocessors", "spared", "blocks"),
+    [(None, 0, 132), (114, 0, 114), (132, 8, 124), (4, 9, 1)],
+)
+def test_a_block_stays_on_each_multiprocessor_that_is_not_spared(multiprocessors, spared, blocks):
+    x, w = jnp.zeros((8192, 1024), jnp.bfloat16), jnp.zeros((2, 1024, 1024), jnp.bfloat16)
+    sizes = jnp.asarray([4096, 4096], jnp.int32)
+    hopper = types.SimpleNamespace(
+        platform="cuda", compute_capability="9.0", core_count=multiprocessors
+    )
+
+    def both(x, w):
+        out, pull = jax.vjp(lambda x: grouped_matmul(x, w, sizes, spare_multiprocessors=spared), x)
+        return pull(out)
+
+    with on_device(hopper):
+        text = str(jax.make_jaxpr(both)(x, w))
+    # Forward and by x; the gradient by w has a block for each tile.
+    assert re.findall(r"grid=\((\d+),\)", text) == [str(blocks)] * 2
+
+
+def test_as_many_as_nobody_has_are_not_spared():
+    with pytest.raises(ValueError, match="spare_multiprocessors is -1; give 0 or more"):
+        arrays = jnp.zeros((8, 8)), jnp.zeros((1, 8, 8)), jnp.asarray([8])
+        grouped_matmul(*arrays, spare_multiprocessors=-1)
 
 
 @pytest.mark.parametrize("down, across, strip", [(1, 1, 8), (3, 5, 2), (4, 8, 8), (2, 9, 4)])
