@@ -1,5 +1,6 @@
 """The only place that knows framework versions or private parts of JAX."""
 
+import ctypes
 import functools
 import importlib.util
 import os
@@ -193,14 +194,43 @@ def hear_job(key: str, timeout_s: float) -> str | None:
         return None
 
 
+@functools.cache
+def linked_by_nvjitlink() -> bool:
+    """Whether JAX assembles Mosaic kernels with nvJitLink: as relocatable code.
+
+    JAX 0.12 does, without a setting, wherever its plugin finds nvJitLink 12.5 or newer.
+    """
+    plugin = cuda_plugin()
+    if _JAX < (0, 12) or plugin is None:
+        return False
+    newest = "13" in plugin.parent.name
+    name = f"libnvJitLink.so.{13 if newest else 12}"
+    package = plugin.parents[2] / "nvidia" / ("cu13" if newest else "nvjitlink") / "lib"
+    for place in (str(package / name), name):
+        major, minor = ctypes.c_uint(), ctypes.c_uint()
+        try:
+            failed = ctypes.CDLL(place).nvJitLinkVersion(ctypes.byref(major), ctypes.byref(minor))
+        except (OSError, AttributeError):
+            continue
+        return not failed and (major.value, minor.value) >= (12, 5)
+    return False
+
+
 def interpreter() -> Any:
     """Parameters that make Mosaic GPU kernels run on the CPU and races be looked for."""
     from jax._src.pallas.mosaic.interpret import thread_map
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
     from jax._src.pallas.mosaic_gpu.interpret import params as interpret_params
 
     if _JAX < (0, 11):
         thread_map._run_jaxpr = _run_compiled
+        gpu_callbacks.is_gmem_memory_space = _is_global_memory
     return interpret_params.InterpretGPUParams(detect_races=True)
+
+
+def _is_global_memory(space: Any) -> bool:
+    """Also of references that name no memory: those of `pl.run_state`, as hardware takes them."""
+    return space is None or space == plgpu.GMEM
 
 
 @functools.lru_cache(maxsize=8)

@@ -30,7 +30,8 @@ def choose(
     Args:
         operation: What it is called in messages.
         implementations: By name, fastest first; each has `why_not(spec, target)`, None or the
-            reason why it declines. One called `interpret` runs only if named.
+            reason why it declines. One called `interpret` runs only if named, and so does one with
+            a reason from `why_slow(target)`, where it has that function.
         spec: Static facts of the call; its text is what the log calls it.
         target: The hardware.
         implementation: `auto` for the first that accepts, or a name.
@@ -74,12 +75,17 @@ def reasons(
 
     Arguments are those of `choose`.
     """
-    found = {name: one.why_not(spec, target) for name, one in implementations.items()}
+    found = {name: _why_left(one, spec, target) for name, one in implementations.items()}
     if unproven in found and found[unproven] is None and target.device_kind is not None:
         verdict = (verdicts or PROVER.verdict)(spec.variant, target.device_kind)
         peers = (name for name, why in found.items() if name != unproven and why is None)
         found[unproven] = verdict.why_not(next(peers, None))
     return found
+
+
+def _why_left(one: Any, spec: Any, target: Target) -> str | None:
+    slow = getattr(one, "why_slow", None)
+    return one.why_not(spec, target) or (slow and slow(target))
 
 
 @functools.lru_cache(maxsize=1024)

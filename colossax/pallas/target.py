@@ -19,11 +19,13 @@ class Target:
         compute_capability: Of an NVIDIA GPU, `(9, 0)` for a Hopper; None where not known.
         device_kind: Of a device that is there, as JAX names it: its kernels are chosen once they
             have proved themselves on it. None for one that may not be; there they count as proved.
+        multiprocessors: Of a GPU; None where not known.
     """
 
     platform: str
     compute_capability: tuple[int, int] | None = None
     device_kind: str | None = None
+    multiprocessors: int | None = None
 
 
 # A JAX user context is part of every trace key, so that one jitted function traced for two
@@ -59,7 +61,12 @@ def target_of(device: Any) -> Target:
     if capability is None:
         return Target(platform=platform, device_kind=kind)
     major, minor = map(int, str(capability).split("."))
-    return Target(platform=platform, compute_capability=(major, minor), device_kind=kind)
+    return Target(
+        platform=platform,
+        compute_capability=(major, minor),
+        device_kind=kind,
+        multiprocessors=getattr(device, "core_count", None),
+    )
 
 
 def current_target() -> Target:

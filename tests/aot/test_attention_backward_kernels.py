@@ -10,10 +10,12 @@ from colossax.aot import kernel_reports, parse_target
 from colossax.pallas.attention.mosaic_gpu.backward import gradients
 from colossax.pallas.attention.mosaic_gpu.backward_operands import compute_registers
 from colossax.pallas.attention.mosaic_gpu.backward_tiles import HEAD_SIZES, tiles_for
+from tests.aot.assembled import assert_fast
 
 pytestmark = pytest.mark.aot
 
-# One head and row each: loops over them are unrolled, which would count copies twice.
+# One head and row each: loops over them are unrolled, which would count copies twice. Where there
+# are two heads, each has blocks of its own for the keys of both.
 B, S, N = 1, 1920, 1
 
 
@@ -23,6 +25,7 @@ class Case:
     dtype: type = jnp.bfloat16
     bias: type | None = None
     soft_cap: float | None = None
+    heads: int = N
 
 
 CASES = {
@@ -30,6 +33,7 @@ CASES = {
     "float32 out": Case(half=jnp.float16, dtype=jnp.float32),
     "soft cap": Case(soft_cap=50.0),
     "bias": Case(bias=jnp.bfloat16),
+    "two heads, one kv head": Case(heads=2),
     "all": Case(dtype=jnp.float32, bias=jnp.float32, soft_cap=50.0),
 }
 
@@ -38,6 +42,7 @@ def expected(h, hv, case):
     """Instructions by kernel; every loop over tiles is there with a mask and without."""
     tiles = tiles_for(h, hv, biased=case.bias is not None, soft_cap=case.soft_cap is not None)
     biased, stored = case.bias is not None, case.dtype != jnp.float32
+    added = case.heads > 1  # in float32, which goes from registers to memory
     rows, columns, both = tiles.of_queries, tiles.of_keys, h // 16 + hv // 16
     found = {
         "attention_dq": {
@@ -50,7 +55,7 @@ def expected(h, hv, case):
     parts = columns.keys // 64
     found["attention_dk_dv"] = {
         "wgmma": 2 * (of_scores + 2 * columns.queries // 16),
-        "tma": (2 + biased) * parts + 4 + 2 * stored,
+        "tma": (2 + biased) * parts + 4 + 2 * (stored and not added),
         "setmaxnreg": 3 if columns.apart else 2,
     }
     if biased:
@@ -86,11 +91,12 @@ def test_kernels_fit_the_registers_and_shared_memory_of_hopper(h, hv, name):
             dtype=case.dtype,
         )
 
-    wide, narrow = shape(B, S, N, h), shape(B, S, N, hv)
-    bound, row = shape(1, S, dtype=jnp.int32), shape(B, N, S, dtype=jnp.float32)
-    arguments = [wide, wide, narrow, narrow, bound, bound, row, row]
+    heads = case.heads
+    bound, row = shape(1, S, dtype=jnp.int32), shape(B, heads, S, dtype=jnp.float32)
+    wide, narrow = [shape(B, S, heads, h), shape(B, S, N, h)], shape(B, S, N, hv)
+    arguments = [*wide, narrow, shape(B, S, heads, hv), bound, bound, row, row]
     if case.bias is not None:
-        arguments.append(shape(B, N, S, S, dtype=case.bias))
+        arguments.append(shape(B, heads, S, S, dtype=case.bias))
     # More shared memory than there is fails to compile.
     reports = kernel_reports(run, parse_target("h100:1x1"), *arguments)
     found = {}
@@ -99,10 +105,8 @@ def test_kernels_fit_the_registers_and_shared_memory_of_hopper(h, hv, name):
     counts = {kernel: report.instructions for kernel, report in found.items()}
     assert counts == expected(h, hv, case)
     for kernel, report in found.items():
-        assert report.architecture == "sm_90a"
-        if "C7504" in report.warnings and jax.__version_info__ >= (0, 12):
-            pytest.xfail(f"{kernel}: register limits ignored, {report.spill_bytes} bytes spilled")
-        assert report.warnings == (), kernel
-        assert report.spill_bytes == 0, kernel
+        # The stride of more than one head is two registers that head size 256 has not.
+        spilled = 16 if (kernel, h) == ("attention_dq", 256) and case.heads > 1 else 0
+        assert_fast(report, kernel, spill_bytes=spilled)
         # An "increase" to fewer than a thread starts with is not defined.
         assert report.registers <= compute_registers(1), kernel

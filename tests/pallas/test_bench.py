@@ -1,5 +1,7 @@
 """Measuring says what is right, what is wrong and what fails, and counts what it should."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -133,6 +135,19 @@ def test_attention_is_right_on_shapes_that_are_measured():
     plain = next(c for c in chosen if "document" in c.shape and c.kernel == "attention forward")
     given = windowed.inputs(0)
     assert windowed.error("xla", windowed.truth(given), plain.functions["xla"](*given)) > 1e-2
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_ring_step_that_ignores_what_is_carried_is_wrong(dtype):
+    found = cases(Target(platform="cpu"), scale=128, dtype=dtype)
+    steps = [case for case in found if case.kernel == "ring step"]
+    assert len(steps) == 2
+    for case in steps:
+        ignores = dataclasses.replace(
+            case, functions=dict.fromkeys(case.functions, case.functions["xla"])
+        )
+        for one, right in ((case, [True, True]), (ignores, [False, True])):
+            assert [row.right for row in measure(one, LIMITS, BRIEF)] == right
 
 
 def test_grouped_matmuls_are_right_on_every_shape_that_is_measured():

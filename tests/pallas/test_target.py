@@ -15,6 +15,8 @@ HOPPER = types.SimpleNamespace(platform="cuda", compute_capability="9.0")
 
 def test_a_device_says_what_it_is():
     assert target_of(HOPPER) == Target(platform="gpu", compute_capability=(9, 0))
+    small = types.SimpleNamespace(platform="cuda", compute_capability="9.0", core_count=114)
+    assert target_of(small).multiprocessors == 114
     assert target_of(types.SimpleNamespace(platform="tpu")) == Target(platform="tpu")
     assert target_of(jax.devices()[0]) == Target(platform="cpu", device_kind="cpu")
 

@@ -36,6 +36,8 @@ def _part(text):
 def pytest_collection_modifyitems(config, items):
     """Leave out tests as the options say, after marks and names have chosen."""
     kept, costs = items[:], Costs.read()
+    if "gpu" not in config.getoption("markexpr"):  # cases of lists that a quick run leaves out, too
+        kept = [item for item in kept if item.get_closest_marker("gpu") is None]
     if config.getoption("--core"):
         kept = core(kept, costs)
     if config.getoption("--rest"):

@@ -20,6 +20,9 @@ from .mask import Mask, row_ranges
 from .spec import AttentionSpec
 
 ANCHOR = "cudnn"
+STEP = "step"
+"""The one implementation of a ring step; beside it stands attention to its block alone."""
+
 ROWS_CHECKED = 64
 ALL_ROWS_UP_TO = 2048
 TOKENS = 16_384
@@ -151,11 +154,15 @@ def cases(target: Target, *, scale: int, dtype: Any) -> Iterator[Case]:
                 flops=4.0 * flops,
                 inputs=functools.partial(_with_carried, shape, inputs),
                 functions={
-                    "step": jax.jit(functools.partial(_step, shape)),
+                    STEP: jax.jit(functools.partial(_step, shape)),
                     names[0]: lambda q, k, v, *_, plain=plain: plain(q, k, v),
                 },
-                error=_forward_error,
-                **{**common, "anchor": names[0]},
+                error=_step_error,
+                **{
+                    **common,
+                    "anchor": names[0],
+                    "truth": functools.partial(_step_truths, shape),
+                },
             )
         yield Case(
             kernel="attention backward",
@@ -187,10 +194,12 @@ def _forward(shape: Shape, name: str, q: Any, k: Any, v: Any) -> Any:
 
 
 def _with_carried(shape: Shape, inputs: Callable[[int], Any], seed: int) -> tuple[Any, ...]:
-    """q, k, v and what a ring has found before, of too little weight to change the result."""
-    q, k, v, dout = inputs(seed)
-    lse = jnp.full((shape.rows, shape.heads, shape.tokens), -100.0)
-    return q, k, v, dout.astype(jnp.float32), lse
+    """q, k, v and a result as random keys of one block more would leave it, of equal weight."""
+    q, k, v, out = inputs(seed)
+    # Of T keys with logits of variance 1, lse is log T + 1/2, and the output's variance e / T.
+    out = out.astype(jnp.float32) * math.sqrt(math.e / shape.tokens)
+    noise = jax.random.normal(jax.random.key(seed), (shape.rows, shape.heads, shape.tokens))
+    return q, k, v, out, math.log(shape.tokens) + 0.5 + noise
 
 
 def _step(shape: Shape, q: Any, k: Any, v: Any, out: Any, lse: Any) -> Any:
@@ -225,6 +234,7 @@ class _Truth:
 
     rows: np.ndarray
     out: list[np.ndarray]
+    lse: list[np.ndarray]
     dq: list[np.ndarray]
     dk: Any = None
     dv: Any = None
@@ -232,7 +242,7 @@ class _Truth:
 
 def _truth(shape: Shape, given: Any) -> _Truth:
     group = shape.heads // shape.kv_heads
-    found = _Truth(_sample(shape), [], [], 0.0, 0.0)
+    found = _Truth(_sample(shape), [], [], [])
     k, v = (_wide(x[-1, :, -1]) for x in given[1:3])
     lo, hi = (np.asarray(x)[0] for x in row_ranges(shape.mask(), shape.tokens, shape.tokens))
     keys = np.arange(shape.tokens)
@@ -242,9 +252,12 @@ def _truth(shape: Shape, given: Any) -> _Truth:
     for head in range(shape.heads - group, shape.heads):
         q = _wide(given[0][-1, found.rows, head])
         logits = np.where(seen, q @ k.T * scale, -np.inf)
-        weights = np.exp(logits - logits.max(axis=1, keepdims=True))
-        p = weights / weights.sum(axis=1, keepdims=True)
+        top = logits.max(axis=1, keepdims=True)
+        weights = np.exp(logits - top)
+        total = weights.sum(axis=1, keepdims=True)
+        p = weights / total
         found.out.append(p @ v)
+        found.lse.append((top + np.log(total))[:, 0])
         if len(given) < 4:
             continue
         dout = _wide(given[3][-1, found.rows, head])
@@ -253,6 +266,18 @@ def _truth(shape: Shape, given: Any) -> _Truth:
         dk, dv = dk + ds.T @ q, dv + p.T @ dout
     whole = len(found.rows) == shape.tokens
     return dataclasses.replace(found, dk=dk if whole else None, dv=dv if whole else None)
+
+
+def _step_truths(shape: Shape, given: Any) -> dict[bool, _Truth]:
+    """Of attention to the block alone and, under True, merged with what is carried."""
+    alone = _truth(shape, given[:3])
+    merged, heads = [], range(shape.heads - len(alone.out), shape.heads)
+    for head, out, lse in zip(heads, alone.out, alone.lse, strict=True):
+        before, before_lse = _wide(given[3][-1, alone.rows, head]), given[4][-1, head, alone.rows]
+        # Of the whole softmax; every query sees a key here.
+        share = 1 / (1 + np.exp(_wide(before_lse) - lse))[:, None]
+        merged.append(share * out + (1 - share) * before)
+    return {False: alone, True: dataclasses.replace(alone, out=merged)}
 
 
 def _sample(shape: Shape) -> np.ndarray:
@@ -269,6 +294,10 @@ def _of_heads(x: Any, truth: _Truth) -> np.ndarray:
 
 def _forward_error(_name: str, truth: _Truth, out: Any) -> float:
     return relative_error(_of_heads(out, truth), np.stack(truth.out))
+
+
+def _step_error(name: str, truths: dict[bool, _Truth], out: Any) -> float:
+    return _forward_error(name, truths[name == STEP], out)
 
 
 def _backward_error(_name: str, truth: _Truth, gradients: Any) -> float:

@@ -25,6 +25,8 @@ IMPLEMENTATIONS: dict[str, ModuleType] = {
 UNPROVEN = "mosaic"
 """What `auto` takes only once it has proved itself on the device that is there."""
 
+_PERSISTENT = ("mosaic", "interpret")
+
 
 def grouped_matmul(
     x: Float[Array, "t d"],
@@ -32,6 +34,7 @@ def grouped_matmul(
     group_sizes: Int[Array, " e"],
     *,
     implementation: str = "auto",
+    spare_multiprocessors: int = 0,
 ) -> Float[Array, "t f"]:
     """Every group of rows times a matrix of its own: the experts of a mixture, on one device.
 
@@ -46,6 +49,8 @@ def grouped_matmul(
         implementation: `auto` takes the first that accepts, `mosaic` only once proved on the
             device that is there; or `mosaic`, `xla`, `interpret`,
             `reference`.
+        spare_multiprocessors: That kernels whose blocks stay until all is done leave to what runs
+            beside them, such as collectives; the others' blocks make room one after the other.
 
     Returns:
         In x's dtype, summed in float32. The gradients by x and w are grouped matmuls too, in the
@@ -57,7 +62,7 @@ def grouped_matmul(
 
     Cost: 2 t d f FLOPs forward, the same for each gradient, and up to e tiles of rows more.
     """
-    _check(x, w, group_sizes)
+    _check(x, w, group_sizes, spare_multiprocessors)
     spec = GroupedSpec(
         rows=x.shape[0],
         groups=w.shape[0],
@@ -68,23 +73,26 @@ def grouped_matmul(
     given = ("grouped_matmul", IMPLEMENTATIONS, spec, current_target(), implementation)
     chosen = choose(*given, unproven=UNPROVEN)
     # The hand-written gradients vary over a mesh as all operands together do.
-    return _multiply(chosen, *vary_alike((x, w, group_sizes)))
+    options = {"spared": spare_multiprocessors} if chosen in _PERSISTENT else {}
+    return _multiply(chosen, tuple(options.items()), *vary_alike((x, w, group_sizes)))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _multiply(chosen: str, x: Array, w: Array, group_sizes: Array) -> Array:
-    out = IMPLEMENTATIONS[chosen].multiply(x, w, group_sizes)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _multiply(chosen: str, options: Any, x: Array, w: Array, group_sizes: Array) -> Array:
+    out = IMPLEMENTATIONS[chosen].multiply(x, w, group_sizes, **dict(options))
     return vary_alike((out, x))[0]
 
 
-def _forward(chosen: str, x: Array, w: Array, group_sizes: Array) -> tuple[Array, Any]:
-    return _multiply(chosen, x, w, group_sizes), (x, w, group_sizes)
+def _forward(
+    chosen: str, options: Any, x: Array, w: Array, group_sizes: Array
+) -> tuple[Array, Any]:
+    return _multiply(chosen, options, x, w, group_sizes), (x, w, group_sizes)
 
 
-def _backward(chosen: str, saved: Any, dy: Array) -> tuple[Array, Array, None]:
+def _backward(chosen: str, options: Any, saved: Any, dy: Array) -> tuple[Array, Array, None]:
     x, w, group_sizes = saved
     implementation = IMPLEMENTATIONS[chosen]
-    dx = implementation.multiply(dy, w, group_sizes, transposed=True)
+    dx = implementation.multiply(dy, w, group_sizes, transposed=True, **dict(options))
     dw = implementation.weight_gradient(x, dy, group_sizes)
     return *vary_alike((dx, dw, x))[:2], None
 
@@ -92,7 +100,7 @@ def _backward(chosen: str, saved: Any, dy: Array) -> tuple[Array, Array, None]:
 _multiply.defvjp(_forward, _backward)
 
 
-def _check(x: Array, w: Array, group_sizes: Array) -> None:
+def _check(x: Array, w: Array, group_sizes: Array, spared: int) -> None:
     shapes = f"x {x.shape}, w {w.shape}, group_sizes {group_sizes.shape}"
     if x.ndim != 2 or w.ndim != 3 or w.shape[1] != x.shape[1]:
         raise ValueError(f"grouped_matmul: {shapes} do not fit; they are [t, d], [e, d, f], [e]")
@@ -100,6 +108,8 @@ def _check(x: Array, w: Array, group_sizes: Array) -> None:
         raise ValueError(f"grouped_matmul: {shapes}: give one size for each of {w.shape[0]} groups")
     if 0 in (*x.shape, *w.shape):
         raise ValueError(f"grouped_matmul: {shapes}: no dim may be 0")
+    if spared < 0:
+        raise ValueError(f"grouped_matmul: spare_multiprocessors is {spared}; give 0 or more")
     if w.dtype != x.dtype:
         raise ValueError(
             f"grouped_matmul: dtypes {x.dtype} of x, {w.dtype} of w differ; cast first"

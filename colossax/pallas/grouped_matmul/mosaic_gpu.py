@@ -22,10 +22,12 @@ from colossax.pallas.mosaic import (
     Ops,
     launch,
     matrix,
+    multiprocessors,
     shared_bytes,
     why_not_hardware,
 )
 from colossax.pallas.mosaic import vector as plain
+from colossax.pallas.mosaic import why_slow as why_slow
 from colossax.pallas.target import Target
 
 from .schedule import row_visits
@@ -49,9 +51,6 @@ PIECE = 32
 EDGE = 64
 """Columns of a piece of which only some rows are stored."""
 
-MULTIPROCESSORS = 132
-"""Of an H100 SXM and an H200: as many blocks stay while there are tiles."""
-
 COPIER = 2
 """The warpgroup that loads."""
 
@@ -65,13 +64,14 @@ class Tiles:
         stages: Of the ring of operands.
         strip: Column tiles that are visited for one row tile before the next row tile's, so that
             the blocks running at one time read few distinct rows and columns.
-        blocks: That run at one time.
+        blocks: That run at one time, and stay while there are tiles; None for one on each
+            multiprocessor of the target that is not spared.
     """
 
     columns: int
     stages: int
     strip: int = 8
-    blocks: int = MULTIPROCESSORS
+    blocks: int | None = None
 
 
 WIDE = Tiles(columns=256, stages=4)
@@ -105,9 +105,13 @@ def multiply(
     *,
     transposed: bool = False,
     tiles: Tiles | None = None,
+    spared: int = 0,
     interpret: bool = False,
 ) -> Float[Array, "t n"]:
     """`x_i @ w[i]` (`x_i @ w[i].T`) for every group i, zeros after the last.
+
+    Its blocks take nearly all shared memory and stay until the end: beside them nothing runs but on
+    the multiprocessors that are `spared`.
 
     Cost: 2 v ROWS k n FLOPs, v <= t / ROWS + e row tiles of groups. Features that are no multiple
     of `FEATURES` cost a padded copy of both operands and one of the output; rows that are no
@@ -135,7 +139,7 @@ def multiply(
         functools.partial(_multiply, Ops(interpret=interpret), tiles, transposed),
         out=(jax.ShapeDtypeStruct((x.shape[0], wide), x.dtype),),
         scratch=scratch,
-        grid={"block": min(tiles.blocks, most)},
+        grid={"block": min(tiles.blocks or max(1, multiprocessors() - spared), most)},
         warpgroups=3,
         interpret=interpret,
     )

@@ -1,6 +1,8 @@
 """The workshop of Mosaic GPU kernels: one source for hardware and for the interpreter."""
 
+from .hardware import multiprocessors as multiprocessors
 from .hardware import why_not_hardware as why_not_hardware
+from .hardware import why_slow as why_slow
 from .launch import SHARED_BYTES as SHARED_BYTES
 from .launch import WARPGROUP_ROWS as WARPGROUP_ROWS
 from .launch import launch as launch

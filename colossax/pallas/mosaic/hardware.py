@@ -1,7 +1,10 @@
 """Which hardware and which assembler Mosaic kernels are for."""
 
-from colossax.compat import cuda_runtime_version
-from colossax.pallas.target import Target
+from colossax.compat import cuda_runtime_version, linked_by_nvjitlink
+from colossax.pallas.target import Target, current_target
+
+MULTIPROCESSORS = 132
+"""Of an H100 SXM and an H200: taken where a target does not say how many it has."""
 
 _WRONG_FROM, _WRONG_BEFORE = (12, 8, 0), (12, 9, 1)
 
@@ -25,3 +28,23 @@ def why_not_hardware(target: Target) -> str | None:
         found = ".".join(map(str, version))
         return f"CUDA {found} miscompiles masks of Mosaic kernels; install 12.9.1 or later"
     return None
+
+
+def why_slow(target: Target) -> str | None:
+    """Why a kernel that is right on a target would be slow there, or None.
+
+    Relocatable code ignores `setmaxnreg` (the assembler's C7504): warpgroups that compute get no
+    more registers than the one that copies, and where those are too few they spill, and matmuls
+    wait for one another (C7512). No directive of PTX changes that.
+    """
+    if target.platform == "gpu" and linked_by_nvjitlink():
+        return (
+            "this JAX links kernels with nvJitLink, which ignores their register limits; install"
+            " a JAX before 0.12, or name the kernels, to run them as slow as they are"
+        )
+    return None
+
+
+def multiprocessors() -> int:
+    """How many the target in force has, as its device says."""
+    return current_target().multiprocessors or MULTIPROCESSORS

@@ -40,7 +40,7 @@ def launch(
         interpret: Whether to interpret it on the CPU, races looked for (`compat.races_found`).
         in_place: Whether outputs take the memory of the last inputs, one for one: in a loop that
             carries them nothing is copied. Every item is read before it is written, by one block.
-            The interpreter, which cannot, has them apart.
+            So it is in the interpreter too; under `vmap` alone they are apart.
     """
     where: dict[str, Any] = {
         "grid": tuple(grid.values()),
@@ -61,7 +61,7 @@ def launch(
     def apart(*arrays: Any) -> tuple[Any, ...]:
         return tuple(run(*arrays))
 
-    if in_place and not interpret:
+    if in_place:
         return _in_place(body, len(out), scratch, where, how, apart)
     return apart
 

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from colossax.compat import races_found
 from colossax.pallas import target
 from colossax.pallas.attention import Mask, attend_block, attention, dense, row_ranges
 from colossax.pallas.attention.api import choose
 from colossax.pallas.attention.mosaic_gpu.forward import forward
 from colossax.pallas.attention.spec import AttentionSpec
 from colossax.pallas.target import Target
+from tests.pallas.places import everywhere, no_races
 
 
 def ids(*runs):
@@ -31,6 +31,14 @@ PACKED = ids((-1, 5), (0, 70), (1, 53), (-1, 9), (3, 63))
 # Queries, keys, heads, kv heads, mask; then what else differs.
 CASES = {
     "full, s != t, lengths no tile divides": (70, 210, 2, 2, Mask(), {}),
+    "head size 128, causal, grouped heads": (
+        100,
+        150,
+        2,
+        1,
+        Mask(causal=True, q_positions=places(50, length=100)),
+        {"h": 128},
+    ),
     "causal, grouped heads": (128, 256, 4, 2, Mask(causal=True), {"b": 2, "h": 64}),
     "window: tiles with an end, whole, with an end": (
         128,
@@ -82,8 +90,9 @@ CASES = {
 }
 
 
+@everywhere
 @pytest.mark.parametrize("name", CASES)
-def test_it_is_attention(name):
+def test_it_is_attention(name, place):
     s, t, n, kv_heads, mask, other = CASES[name]
     b, h, dtype = other.get("b", 1), other.get("h", 64), other.get("dtype", jnp.bfloat16)
     rng = np.random.default_rng(0)
@@ -95,9 +104,10 @@ def test_it_is_attention(name):
         bias = jnp.asarray(of_pairs, other.get("bias_dtype", jnp.float32))
     options = {"scale": other.get("scale", h**-0.5), "soft_cap": other.get("soft_cap")}
     lo, hi = row_ranges(mask, s, t)
-    run = functools.partial(forward, **options, dtype=other.get("out", dtype), interpret=True)
+    run = functools.partial(forward, **options, dtype=other.get("out", dtype))
+    run = functools.partial(run, interpret=place == "interpret")
     out, lse = jax.jit(run)(q, k, v, lo=lo, hi=hi, bias=bias)
-    assert not races_found()
+    assert no_races(place)
     assert out.dtype == other.get("out", dtype)
     expected, expected_lse = exact(q, k, v, dense(mask, s, t), bias, **options)
     nothing = np.isneginf(expected_lse)
@@ -137,7 +147,7 @@ STEPS = {
         (places(64, 128), places(0)),
         CAUSAL,
         (0, 0, 0),
-        {"kv_heads": 1, "n": 2},
+        {"n": 2, "h": 128},
     ),
     "zigzag: own keys, then a later rank's": (
         places(64, 384),
@@ -156,8 +166,9 @@ STEPS = {
 }
 
 
+@everywhere
 @pytest.mark.parametrize("name", STEPS)
-def test_what_is_carried_is_merged(name):
+def test_what_is_carried_is_merged(name, place):
     """A block after another is attention to the keys of both; empty rows in each."""
     rows, columns, mask, empty, other = STEPS[name]
     b, n, h, s = other.get("b", 1), other.get("n", 1), other.get("h", 64), rows.shape[1]
@@ -184,13 +195,13 @@ def test_what_is_carried_is_merged(name):
             v,
             mask=dataclasses.replace(parts[1], ascending=True),
             carried=(out, lse),
-            implementation="interpret",
+            implementation=place,
             **options,
         )
 
     carried = (jnp.asarray(x, jnp.float32) for x in first)
     out, lse = step(q, k[:, cut:], v[:, cut:], *carried)
-    assert not races_found()
+    assert no_races(place)
     assert out.dtype == lse.dtype == jnp.float32
     np.testing.assert_array_equal(np.isneginf(lse), nothing)
     np.testing.assert_allclose(
@@ -201,7 +212,8 @@ def test_what_is_carried_is_merged(name):
     assert np.linalg.norm(found - expected) / np.linalg.norm(expected) < 3e-3
 
 
-def test_under_vmap_what_is_carried_is_kept_apart():
+@everywhere
+def test_under_vmap_what_is_carried_is_kept_apart(place):
     rng = np.random.default_rng(3)
     q, k, v = (jnp.asarray(rng.normal(size=(2, 1, 128, 1, 64)), jnp.bfloat16) for _ in range(3))
     out = jnp.asarray(rng.normal(size=q.shape), jnp.float32)
@@ -212,8 +224,8 @@ def test_under_vmap_what_is_carried_is_kept_apart():
         return attend_block(q, k, v, mask=Mask(), carried=(out, lse), **options)
 
     run = jax.jit(jax.vmap(step, (0, None, 0, 0, 0, None)), static_argnums=5)
-    found, expected = (run(q, k[0], v, out, lse, name) for name in ("interpret", "xla"))
-    assert not races_found()
+    found, expected = (run(q, k[0], v, out, lse, name) for name in (place, "xla"))
+    assert no_races(place)
     for one, other in zip(found, expected, strict=True):
         assert jnp.linalg.norm(one - other) < 3e-3 * jnp.linalg.norm(other)
 
@@ -338,7 +350,8 @@ def test_auto_never_interprets():
     assert choose(spec(), cpu, "interpret") == "interpret"
 
 
-def test_the_call_differentiates():
+@everywhere
+def test_the_call_differentiates(place):
     """Output, lse, sinks and gradients through the public call, leading dims and all."""
     rng = np.random.default_rng(1)
     q, k, v = (jnp.asarray(rng.normal(size=(1, 1, 100, n, 64)), jnp.bfloat16) for n in (2, 1, 1))
@@ -364,8 +377,8 @@ def test_the_call_differentiates():
 
     given = (q, k, v, of_pairs, sinks)
     gradient = jax.jit(jax.value_and_grad(loss, range(5)), static_argnums=5)
-    found = gradient(*given, "interpret")
-    assert not races_found()
+    found = gradient(*given, place)
+    assert no_races(place)
     wide = [x.astype(jnp.float32) for x in given]
     expected = gradient(*wide, "reference")
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):

@@ -1,20 +1,23 @@
 """Mosaic's gradients of attention, interpreted, against dense float64; races are looked for."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from colossax.compat import races_found
 from colossax.pallas.attention import Mask, row_ranges
 from colossax.pallas.attention.mosaic_gpu.backward import gradients
-from colossax.pallas.attention.mosaic_gpu.backward_keys import APART_REGISTERS
+from colossax.pallas.attention.mosaic_gpu.backward_keys import APART_REGISTERS, _split
 from colossax.pallas.attention.mosaic_gpu.backward_operands import (
     COPY_REGISTERS,
     compute_registers,
 )
 from colossax.pallas.attention.mosaic_gpu.backward_tiles import tiles_for
+from colossax.pallas.target import on_device
 from tests.cases import quick_first
+from tests.pallas.places import everywhere, no_races
 
 TOLERANCE = 5e-3
 
@@ -66,8 +69,24 @@ def segments(*rows):
     return {"q_segments": found, "kv_segments": found}
 
 
+# On many multiprocessors each query head of a group has a block of its own, unless said otherwise.
 CASES = {
-    "full, grouped heads": {"n": 4, "k": 2, "t": 64},
+    "head size 128, causal, grouped heads": {
+        "mask": Mask(causal=True, q_positions=jnp.arange(50, 150)[None]),
+        "s": 100,
+        "t": 150,
+        "n": 2,
+        "h": 128,
+    },
+    "head size 128, a window, a bias, soft cap, in float32": {
+        "mask": Mask(causal=True, window=(40, 0)),
+        "s": 72,
+        "h": 128,
+        "bias": (1, 1),
+        "soft_cap": 3.0,
+        "dtype": jnp.float32,
+    },
+    "full, grouped heads": {"n": 4, "k": 2, "t": 64, "multiprocessors": 2},
     # More tiles than stages, with a mask and without.
     "causal, behind other keys": {
         "mask": Mask(causal=True, q_positions=jnp.arange(120, 248)[None]),
@@ -106,11 +125,13 @@ CASES = {
         "mask": Mask(causal=True, **segments(packed(128), packed(64, padding=64))),
     },
     "float16, values narrower than keys": {"half": jnp.float16, "h": 192, "hv": 128, "t": 64},
+    "two heads of a group in a block": {"n": 4, "t": 100, "multiprocessors": 2},
 }
 
 
+@everywhere
 @pytest.mark.parametrize("name", quick_first(CASES, 2))
-def test_gradients_are_those_of_dense_float64(name):
+def test_gradients_are_those_of_dense_float64(name, place):
     case = {"mask": Mask(), "s": 128, "t": None, "b": 1, "n": 1, "k": 1, "h": 64, "hv": None}
     case |= {"half": jnp.bfloat16, "dtype": None, "bias": None, "soft_cap": None} | CASES[name]
     b, s, n, h, half = (case[x] for x in ("b", "s", "n", "h", "half"))
@@ -139,15 +160,40 @@ def test_gradients_are_those_of_dense_float64(name):
         scale=scale,
         soft_cap=case["soft_cap"],
         dtype=case["dtype"] or half,
-        interpret=True,
+        interpret=place == "interpret",
+        multiprocessors=case.get("multiprocessors"),
     )
     jax.block_until_ready(found)
-    assert not races_found()
+    assert no_races(place)
     assert len([x for x in found if x is not None]) == len(want)
     for name, got, exact in zip(("dq", "dk", "dv", "dbias"), found, want, strict=False):
         assert got.shape == exact.shape
         error = np.linalg.norm(np.asarray(got, np.float64) - exact) / np.linalg.norm(exact)
         assert error < TOLERANCE, (name, error)
+
+
+@pytest.mark.parametrize(
+    ("group", "blocks", "parts"),
+    [(1, 4, 1), (8, 132, 1), (8, 131, 2), (8, 64, 4), (12, 50, 3), (4, 1, 4), (7, 100, 7)],
+)
+def test_heads_of_a_group_are_split_until_no_multiprocessor_is_idle(group, blocks, parts):
+    assert _split(group, blocks, 132) == parts
+
+
+def test_one_kv_head_fills_the_multiprocessors_that_a_device_has():
+    wide = [jnp.zeros((1, 8192, heads, 128), jnp.bfloat16) for heads in (32, 1, 1, 32)]
+    bounds = [jnp.zeros((1, 8192), jnp.int32)] * 2
+    row = jnp.zeros((1, 32, 8192))
+
+    def run(q, k, v, dout, lo, hi, row):
+        given = {"lo": lo, "hi": hi, "dout": dout, "lse": row, "delta": row}
+        return gradients(q, k, v, **given, scale=0.1, dtype=jnp.bfloat16)
+
+    for count, parts in ((132, 4), (64, 1)):
+        hopper = {"platform": "cuda", "compute_capability": "9.0", "core_count": count}
+        with on_device(types.SimpleNamespace(**hopper)):
+            text = str(jax.make_jaxpr(run)(*wide, *bounds, row))
+        assert f"grid=(1, {parts}, 64)" in text
 
 
 def test_head_sizes_without_tiles_are_refused():

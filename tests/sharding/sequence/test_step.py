@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from colossax.compat import races_found
 from colossax.pallas.attention import Mask, row_delta
 from colossax.sharding.sequence.axes import RingAxes
 from colossax.sharding.sequence.step import Keys, Queries, Settings, Step
+from tests.pallas.places import everywhere, no_races
 
 RANKS, RANK, TOKENS, HEADS, H = 4, 1, 128, 1, 64
 MASK = Mask(causal=True)
@@ -44,8 +44,9 @@ def both_directions(implementation, source, arrays):
     return out, lse, dq, dkv
 
 
+@everywhere
 @pytest.mark.parametrize("source", [0, 3])
-def test_it_is_that_of_pairs_of_halves(source):
+def test_it_is_that_of_pairs_of_halves(source, place):
     """Keys from before this rank, which all queries see in part, and from behind it."""
     rng = np.random.default_rng(0)
     arrays = jax.tree.map(
@@ -53,9 +54,9 @@ def test_it_is_that_of_pairs_of_halves(source):
         (0, (0, 0), (0, 0), 0),
     )
     run = jax.jit(both_directions, static_argnums=(0, 1))
-    text = str(jax.make_jaxpr(run, static_argnums=(0, 1))("interpret", source, arrays))
+    text = str(jax.make_jaxpr(run, static_argnums=(0, 1))(place, source, arrays))
     assert f"[2,{TOKENS // 2},{HEADS},{H}]" not in text
-    found, expected = (run(name, source, arrays) for name in ("interpret", "xla"))
-    assert not races_found()
+    found, expected = (run(name, source, arrays) for name in (place, "xla"))
+    assert no_races(place)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert jnp.linalg.norm(one - other) < 5e-3 * jnp.linalg.norm(other)

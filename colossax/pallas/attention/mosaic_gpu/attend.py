@@ -14,6 +14,7 @@ from colossax.pallas.attention.mask import Mask, row_ranges, why_no_ranges
 from colossax.pallas.attention.merge import row_delta, with_sinks
 from colossax.pallas.attention.spec import AttentionSpec
 from colossax.pallas.mosaic import why_not_hardware
+from colossax.pallas.mosaic import why_slow as why_slow
 from colossax.pallas.target import Target
 
 from .backward import gradients

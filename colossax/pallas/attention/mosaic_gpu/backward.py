@@ -5,6 +5,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from colossax.pallas.mosaic import multiprocessors as target_multiprocessors
+
 from .backward_bias import bias_gradient
 from .backward_keys import key_gradients
 from .backward_operands import LOG2_E, Operands
@@ -28,6 +30,7 @@ def gradients(
     dtype: Any,
     interpret: bool = False,
     tiles: BackwardTiles | None = None,
+    multiprocessors: int | None = None,
 ) -> tuple[Array, Array, Array, Array | None]:
     """Gradients of softmax attention of each query to its range of keys.
 
@@ -50,6 +53,7 @@ def gradients(
         dtype: Of dq, dk and dv: that of q, or float32.
         interpret: Whether to run it on the CPU.
         tiles: Shapes of tiles, where those of the table are not wanted.
+        multiprocessors: That blocks should fill, where not those of the target in force.
 
     Returns:
         dq, dk, dv, and the gradient of the bias in float32 and its shape, None without one.
@@ -89,7 +93,7 @@ def gradients(
         interpret=interpret,
     )
     dq = query_gradient(operands, tiles.of_queries)
-    dk, dv = key_gradients(operands, tiles.of_keys)
+    dk, dv = key_gradients(operands, tiles.of_keys, multiprocessors or target_multiprocessors())
     dbias = None
     if bias is not None:
         dbias = bias_gradient(operands, tiles.of_bias)[..., :s, :t]

@@ -36,31 +36,51 @@ APART_REGISTERS = {"copy": 48, "dk": 256, "dv": 200}
 """Of a thread where dk and dv are made apart; together 3 times the 168 of the start."""
 
 
-def key_gradients(operands: Operands, tiles: KeyTiles) -> tuple[jax.Array, jax.Array]:
+def key_gradients(
+    operands: Operands, tiles: KeyTiles, multiprocessors: int
+) -> tuple[jax.Array, jax.Array]:
     """`dk = scale ds^T q` and `dv = p^T dout`, `[b t k h]` and `[b t k hv]`.
 
     A block of `tiles.keys` keys of one kv head visits the queries that see them, of all query
     heads of its group, and sums in float32: nothing is left to add. Scores are transposed, keys
     along rows, so that `p^T` and `ds^T` are in registers as the tensor cores take them.
 
+    Where so many blocks would leave multiprocessors idle (few kv heads, few keys), each takes only
+    some query heads of the group, and XLA adds up what they found, in float32 and in their order.
+
     Cost: 4 matmuls, 4 (h + hv) FLOPs per query, key and head in the tiles visited (`apart`: the
-    scores once more); reads q and dout once per block and head, k and v once.
+    scores once more); reads q and dout once per block and head, k and v once per block. Split in p,
+    writes and reads 4 p b t k (h + hv) bytes more.
     """
     b, t, kv_heads, _ = operands.k.shape
+    split = _split(operands.group, b * kv_heads * (t // tiles.keys), multiprocessors)
+    dtype = operands.dtype if split == 1 else jnp.float32
     lo, hi = operands.ranges[:, 0], operands.ranges[:, 1]
     of_queries = visits_of_queries(lo, hi, tiles.queries, tiles.keys)
     visits = visits_of_keys(of_queries, t // tiles.keys).packed
     biases = tuple(x.swapaxes(-1, -2) for x in operands.biases)
     run = launch(
-        named(attention_dk_dv, operands, tiles),
-        out=tuple(jax.ShapeDtypeStruct(x.shape, operands.dtype) for x in (operands.k, operands.v)),
+        named(attention_dk_dv, operands, tiles, split),
+        out=tuple(
+            jax.ShapeDtypeStruct((b, t, kv_heads * split, x.shape[-1]), dtype)
+            for x in (operands.k, operands.v)
+        ),
         scratch=[_scratch(operands, tiles)],
         # Under a causal mask the first tiles have most to do, and start first.
-        grid={"batch": b, "kv_heads": kv_heads, "tiles": t // tiles.keys},
+        grid={"batch": b, "parts": kv_heads * split, "tiles": t // tiles.keys},
         warpgroups=tiles.warpgroups + 1,
         interpret=operands.interpret,
     )
-    return run(*operands.arrays, visits, *biases)
+    dk, dv = run(*operands.arrays, visits, *biases)
+    if split > 1:
+        dk, dv = (x.reshape(b, t, kv_heads, split, -1).sum(3) for x in (dk, dv))
+    return dk.astype(operands.dtype), dv.astype(operands.dtype)
+
+
+def _split(group: int, blocks: int, multiprocessors: int) -> int:
+    """Into how many parts query heads of a group are split: the fewest that leave none idle."""
+    parts = (p for p in range(1, group + 1) if group % p == 0)
+    return next((p for p in parts if blocks * p >= multiprocessors), group)
 
 
 def _scratch(operands: Operands, tiles: KeyTiles) -> dict[str, Any]:
@@ -85,12 +105,13 @@ def _scratch(operands: Operands, tiles: KeyTiles) -> dict[str, Any]:
     return found
 
 
-def attention_dk_dv(operands, tiles, q, k, v, dout, rows, ranges, visits, *others):
+def attention_dk_dv(operands, tiles, split, q, k, v, dout, rows, ranges, visits, *others):
     *biases, dk, dv, held = others
     ops, queries, dtype = operands.ops, tiles.queries, q.dtype
-    wg, batch, kv_head, tile = (
-        jax.lax.axis_index(name) for name in ("wg", "batch", "kv_heads", "tiles")
+    wg, batch, part_of_head, tile = (
+        jax.lax.axis_index(name) for name in ("wg", "batch", "parts", "tiles")
     )
+    kv_head, group = jax.lax.div(part_of_head, jnp.int32(split)), operands.group // split
     parts = tiles.keys // WARPGROUP_ROWS
     alike = {"copy": COPY_REGISTERS, "both": compute_registers(tiles.warpgroups)}
     registers = APART_REGISTERS if tiles.apart else alike
@@ -103,9 +124,9 @@ def attention_dk_dv(operands, tiles, q, k, v, dout, rows, ranges, visits, *other
         return pl.ds(tile * tiles.keys + part * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
     def place_of(step):
-        """Step of the walk and head: the heads of a group in turn, for each tile of queries."""
-        group = jnp.int32(operands.group)
-        return jax.lax.div(step, group), kv_head * group + jax.lax.rem(step, group)
+        """Step of the walk and head: the block's heads in turn, for each tile of queries."""
+        heads = jnp.int32(group)
+        return jax.lax.div(step, heads), part_of_head * heads + jax.lax.rem(step, heads)
 
     @pl.when(wg == tiles.warpgroups)
     def _copy():
@@ -130,8 +151,8 @@ def attention_dk_dv(operands, tiles, q, k, v, dout, rows, ranges, visits, *other
                     copies.append((source, held["bias"].at[slot * parts + part]))
             stages.fill(step, copies)
 
-        jax.lax.fori_loop(0, operands.group * walk.steps, fill, None)
-        stages.drain(operands.group * walk.steps)
+        jax.lax.fori_loop(0, group * walk.steps, fill, None)
+        stages.drain(group * walk.steps)
 
     def weights_of(slot, part, masked, *more):
         """`p^T`, d(capped)/d(score), and the products of `more` pairs."""
@@ -181,7 +202,7 @@ def attention_dk_dv(operands, tiles, q, k, v, dout, rows, ranges, visits, *other
             stages.leave(step)
             return sums
 
-        edges, steps = operands.group * walk.edges, operands.group * walk.steps
+        edges, steps = group * walk.edges, group * walk.steps
         sums = jax.lax.fori_loop(0, edges, functools.partial(visit, masked=True), zeros)
         sums = jax.lax.fori_loop(edges, steps, functools.partial(visit, masked=False), sums)
         # Where both warpgroups read the same keys: neither may store over them before.
@@ -193,10 +214,12 @@ def attention_dk_dv(operands, tiles, q, k, v, dout, rows, ranges, visits, *other
         return ops.full((WARPGROUP_ROWS, of.shape[-1]), 0.0)
 
     def finish_dk(found, part):
-        store(ops, found * operands.scale, held["k"].at[part], dk.at[batch, keys(part), kv_head])
+        out = dk.at[batch, keys(part), part_of_head]
+        store(ops, found * operands.scale, held["k"].at[part], out)
 
     def finish_dv(found, part):
-        store(ops, found, held["v"].at[part], dv.at[batch, keys(part), kv_head])
+        out = dv.at[batch, keys(part), part_of_head]
+        store(ops, found, held["v"].at[part], out)
 
     if tiles.apart:
         pl.when(wg == 0)(lambda: finish_dk(sum_over_steps(add_dk, "dk", zeros(k)), 0))
