@@ -1,14 +1,15 @@
-# make train | test | lint | clean: each makes or updates .venv first and needs only a Python.
+# make train | test | breaks | lint | clean: each makes or updates .venv first and needs only a Python.
 PYTHON ?= python3
 VENV   ?= .venv
 RECIPE ?= llama_stdlib
 ARGS   ?=
 
-.PHONY: help train test lint clean
+.PHONY: help train test breaks lint clean
 
 help:
 	@echo "make train   train a language model on Python's own standard library (runs/001, runs/002, ...)"
 	@echo "make test    run the tests"
+	@echo "make breaks  break the package on purpose, see that tests notice"
 	@echo "make lint    check format, lint, types and which room imports which"
 	@echo "make clean   delete $(VENV) and caches, never runs/"
 	@echo "PYTHON=python3.12 picks the Python; RECIPE=llama_tiny another recipe;"
@@ -22,6 +23,10 @@ train:
 test:
 	@$(PYTHON) ci/environment.py $(VENV) --extra dev
 	$(VENV)/bin/python -m pytest -n auto --maxprocesses 4 $(ARGS)
+
+breaks:
+	@$(PYTHON) ci/environment.py $(VENV) --extra dev
+	$(VENV)/bin/python ci/breaks.py $(ARGS)
 
 lint:
 	@$(PYTHON) ci/environment.py $(VENV) --extra dev

@@ -37,6 +37,8 @@ _HOOK.__enter__()
 import jax  # noqa: E402 (after the settings above)
 import pytest  # noqa: E402
 
+pytest_plugins = ("tests.catches",)
+
 jax.config.update("jax_default_matmul_precision", "highest")
 
 

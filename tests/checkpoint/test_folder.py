@@ -119,6 +119,14 @@ def test_damaged_document(checkpoint, damage):
     restore(checkpoint)
 
 
+@pytest.mark.catches("checkpoint-document-checksum")
+def test_a_document_that_is_still_json_is_damaged_all_the_same(checkpoint):
+    path = checkpoint / "2/plan/metadata"
+    path.write_bytes(path.read_bytes().replace(b"2", b"3"))
+    with pytest.raises(CheckpointError, match="document 'plan' cannot be read .its checksum does"):
+        Checkpointer(checkpoint).documents(2)
+
+
 def test_missing_directory(devices, tmp_path):
     with pytest.raises(CheckpointError, match=r"directory '.*none' does not exist; give the dir"):
         restore(tmp_path / "none")

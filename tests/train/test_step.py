@@ -146,6 +146,61 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted():
     assert np.isfinite(float(metrics["loss"]))
 
 
+def head_loss(extra):
+    """A loss of the head alone, which compiles in no time: its mean square and `extra`."""
+
+    def loss(model, batch, key):
+        head = model.head_weight()
+        total = jnp.sum(jnp.square(head)) + extra(head, batch)
+        return {"head": (total, jnp.float32(head.size), 1.0)}, drawn(batch, key)
+
+    return loss
+
+
+def drawn(batch, key):
+    """A random number of each microbatch, and its square, of those that are `seen`."""
+    number, seen = jax.random.uniform(key), batch["seen"][0]
+    return {"number": (number * seen, seen), "square": (number**2 * seen, seen)}
+
+
+def steep(head, batch):
+    """Zero, with a gradient that is the square of the batch's number."""
+    slope = batch["slope"][0]
+    return jnp.sum(head - jax.lax.stop_gradient(head)) * slope * slope
+
+
+@pytest.mark.catches("gradient-norm-infinite")
+@pytest.mark.catches("skipped-step-changes-variables")
+def test_an_infinite_gradient_of_a_finite_loss_is_skipped_by_parameters_and_variables():
+    state, step = one_device(
+        optax.adamw(1e-2),
+        head_loss(steep),
+        variables={"count": jnp.float32(0)},
+        after_step=lambda variables, sums: {"count": variables["count"] + 1},
+    )
+    batch = {name: np.ones(8, np.float32) for name in ("seen", "slope")}
+    state, _ = step(state, batch)
+    changing = ("params", "opt_state", "variables")
+    kept = jax.tree.map(np.asarray, {name: state[name] for name in changing})
+    state, metrics = step(state, {**batch, "slope": np.full(8, 1e30, np.float32)})
+    assert np.isfinite(float(metrics["loss"])) and np.isinf(float(metrics["grad_norm"]))
+    assert float(metrics["skipped"]) == 1
+    found = {name: state[name] for name in changing}
+    jax.tree.map(np.testing.assert_array_equal, found, kept)
+    assert float(found["variables"]["count"]) == 1
+
+
+@pytest.mark.catches("reduce-once-one-key")
+def test_each_device_draws_random_numbers_of_its_own_where_gradients_are_reduced_once(devices):
+    plan = preset("zero1", mesh={"fsdp": 4}, batch=BatchConfig(accumulation=2, reduce_once=True))
+    loss = head_loss(lambda head, batch: 0.0)
+    state, step = boost(maker(CONFIG), optax.sgd(1.0), loss, plan, devices=devices[:4])
+    # Of two microbatches the first, whose rows are 0, 2, ...: one number of each device.
+    _, metrics = step(state, {"seen": np.arange(8, dtype=np.float32) % 2 == 0})
+    variance = float(metrics["square"]) - float(metrics["number"]) ** 2
+    assert variance > 1e-3
+
+
 def test_frozen_parameters_get_no_gradient_and_no_state():
     def trainable(info):
         return info.path.startswith("layers/mlp/")
