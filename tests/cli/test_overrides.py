@@ -77,6 +77,7 @@ def test_segments_can_be_added(tiny):
     assert [(s.count, s.remat) for s in changed.plan.segments] == [(3, "none"), (1, "full")]
 
 
+@pytest.mark.catches("overrides-one-by-one")
 def test_only_the_result_has_to_be_valid(tiny):
     """Neither of these can be made alone, in whatever order."""
     changed = apply_overrides(
@@ -87,6 +88,7 @@ def test_only_the_result_has_to_be_valid(tiny):
         apply_overrides(tiny, [("model.embed", "96"), ("model.heads", "6")])
 
 
+@pytest.mark.catches("override-twice")
 @pytest.mark.parametrize(
     "name, text, message",
     [
@@ -117,6 +119,7 @@ def test_a_mistake_is_told_in_one_sentence(tiny, name, text, message):
         apply_overrides(tiny, [(name, text)])
 
 
+@pytest.mark.catches("preset-drops-precision")
 @pytest.mark.parametrize("name", [*PRESETS, "zero3+megatron_sp"])
 def test_a_preset_applies_first_and_keeps_what_it_does_not_decide(name):
     big = recipe("llama3_8b")
@@ -126,6 +129,7 @@ def test_a_preset_applies_first_and_keeps_what_it_does_not_decide(name):
     assert (changed.precision, changed.segments) == (big.plan.precision, big.plan.segments)
 
 
+@pytest.mark.catches("false-is-true")
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_listed_name_can_be_set_to_the_value_it_has(name):
     config = recipe(name)

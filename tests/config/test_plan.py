@@ -94,6 +94,7 @@ def test_json_keys_are_sorted_and_missing_fields_take_their_default():
     assert Plan.from_json('{"mesh": {"tensor": 2}}') == Plan(mesh={"tensor": 2})
 
 
+@pytest.mark.catches("plan-version")
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -164,6 +165,7 @@ def test_binding_has_every_axis_and_several_live_side_by_side(devices):
     assert whole.size(("fsdp", "tensor")) == 8
 
 
+@pytest.mark.catches("mesh-order")
 def test_innermost_axis_gets_neighbouring_devices(devices):
     mesh = bind(Plan(mesh={"fsdp": 4, "tensor": 2}), devices).mesh
     rows = mesh.devices.reshape(4, 2)

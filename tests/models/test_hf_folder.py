@@ -53,12 +53,14 @@ def assert_same_params(found, wanted):
         np.testing.assert_array_equal(found[path], value, err_msg=str(path))
 
 
+@pytest.mark.catches("rows-of-a-tensor")
 def test_blocks_do_not_show(monkeypatch):
     _, whole = read_params(GOLDEN / "bloom")
     monkeypatch.setattr(conversion, "BLOCK_BYTES", 700)
     assert_same_params(read_params(GOLDEN / "bloom")[1], whole)
 
 
+@pytest.mark.catches("gpt2-transposed")
 @pytest.mark.parametrize(("case", "prefix"), [("gpt2", "transformer."), ("opt", "model.")])
 def test_names_without_prefix(folder, case, prefix):
     bare = folder(case, lambda tensors: {k.removeprefix(prefix): v for k, v in tensors.items()})
@@ -112,6 +114,7 @@ def test_types_are_kept_and_the_wider_wins(folder):
     np.testing.assert_array_equal(stacked[0], wanted[0].astype(ml_dtypes.bfloat16))
 
 
+@pytest.mark.catches("tensors-extra")
 def test_missing_and_extra_tensors_are_named(folder):
     missing = "model.layers.1.mlp.up_proj.weight"
 
@@ -158,6 +161,7 @@ def test_type_not_supported(folder):
         open_folder(folder("llama", edit))
 
 
+@pytest.mark.catches("tied-head-differs")
 def test_tied_head_that_differs(folder):
     def edit(tensors):
         return {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] * 2}

@@ -67,6 +67,8 @@ def expected(z, soft_cap=None, bias=True):
     return combined(functools.partial(plain, soft_cap=soft_cap), z)(*arrays)
 
 
+@pytest.mark.catches("loss-z-slope")
+@pytest.mark.catches("loss-of-wrong-guess")
 @pytest.mark.parametrize("chunks", [1, 2, 3, 7])
 @pytest.mark.parametrize(
     "z, z_loss", [(0.0, False), (0.01, True), (0.01, False)], ids=["no_z", "z", "unannounced_z"]
@@ -76,6 +78,7 @@ def test_chunks_change_nothing(chunks, z, z_loss):
     close(found, expected(z))
 
 
+@pytest.mark.catches("loss-cap-slope")
 @pytest.mark.parametrize(
     "options",
     [
@@ -102,6 +105,7 @@ def test_sums_without_differentiation():
     close(jax.jit(functools.partial(ours, chunks=3))(*inputs()), expected(0.01)[0][1])
 
 
+@pytest.mark.catches("loss-padding-has-gradient")
 @pytest.mark.parametrize("z_loss", [False, True])
 def test_padding_has_exactly_no_gradient(z_loss):
     arrays = inputs()

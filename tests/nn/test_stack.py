@@ -76,12 +76,14 @@ def test_equals_a_plain_loop_with_gradients(segments):
     assert_trees_close(np.concatenate(grads), want_grad)
 
 
+@pytest.mark.catches("layers-alike")
 def test_segments_do_not_show_in_the_values():
     reference = weights(build(*SEGMENTS[0]))
     for segments in SEGMENTS[1:]:
         np.testing.assert_array_equal(weights(build(*segments)), reference)
 
 
+@pytest.mark.catches("layer-numbers")
 @pytest.mark.parametrize("segments", SEGMENTS)
 def test_state_and_sums_are_per_layer(segments):
     out = build(*segments).layers(X, 0.0, scanned=jnp.zeros(8), carried=jnp.zeros(8))
@@ -129,6 +131,7 @@ def test_a_policy_keeps_what_it_names_beside_the_layer_inputs():
     assert more == {"qkv": 0, "mlp": one, "qkv+mlp": one, "none": 2 * one}
 
 
+@pytest.mark.catches("single-layer-stacked")
 def test_paths_and_layers_of_parameters():
     with use(Plan(segments=SEGMENTS[3]).bind(jax.devices())):
         infos = jax.tree.leaves(describe(Model).infos)

@@ -40,6 +40,7 @@ def wide_normals(seed, shape):
     return jax.random.normal(keys[0], shape) * 2.0 ** jax.random.randint(keys[1], shape, -60, 60)
 
 
+@pytest.mark.catches("rounding-never-up")
 def test_it_is_one_of_the_two_neighbours_and_right_on_average():
     x = wide_normals(0, (1 << 16,))
     found = stochastic_round(x, draws(1, x.shape))
@@ -61,6 +62,7 @@ def test_each_share_of_the_way_is_kept():
         assert abs(ups - share) <= STANDARD_ERRORS * np.sqrt(share * (1 - share) / x.size)
 
 
+@pytest.mark.catches("rounding-overflows")
 @pytest.mark.parametrize(
     ("word", "expected"),
     [

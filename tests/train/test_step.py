@@ -74,6 +74,7 @@ def test_accumulation_equals_the_whole_batch_whatever_tokens_a_microbatch_has(pi
     assert weights["cross_entropy"] == batch["weights"].sum()
 
 
+@pytest.mark.catches("microbatch-weight")
 def test_each_term_is_divided_by_its_own_weight():
     """Two terms with different masks over uneven microbatches: one common weight is far off."""
     batch = text_batch()
@@ -96,6 +97,8 @@ def test_each_term_is_divided_by_its_own_weight():
     assert weights == {"ce": batch["weights"].sum(), "size": batch["other"].sum()}
 
 
+@pytest.mark.catches("inputs-used")
+@pytest.mark.catches("weight-depends-on-parameters")
 def test_a_weight_that_depends_on_parameters_is_refused():
     def loss(model, batch):
         logits = model(batch["tokens"])
@@ -114,6 +117,7 @@ def test_a_loss_of_another_form_is_refused(result):
         step(state, text_batch())
 
 
+@pytest.mark.catches("clip-by-half")
 def test_clipping_is_by_the_global_norm():
     """Under plain SGD of rate 1000 the parameters' change is the clipped gradient."""
     batch = text_batch()
@@ -201,6 +205,7 @@ def test_each_device_draws_random_numbers_of_its_own_where_gradients_are_reduced
     assert variance > 1e-3
 
 
+@pytest.mark.catches("frozen-parameters-learn")
 def test_frozen_parameters_get_no_gradient_and_no_state():
     def trainable(info):
         return info.path.startswith("layers/mlp/")
@@ -247,12 +252,14 @@ def test_the_step_composes_in_a_jit_of_the_users_own():
     assert_losses_close(metrics["loss"], again["loss"])
 
 
+@pytest.mark.catches("state-not-donated")
 def test_the_state_is_donated():
     state, step = one_device()
     step(state, text_batch())
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state["params"]))
 
 
+@pytest.mark.catches("batch-form-changes")
 def test_another_batch_shape_is_refused_not_compiled():
     state, step = one_device()
     state, _ = step(state, text_batch())
@@ -270,6 +277,7 @@ def test_another_batch_dtype_is_refused_not_compiled():
         step(state, other)
 
 
+@pytest.mark.catches("padding-inside-document")
 def test_documents_out_of_their_order_are_refused():
     _, step = one_device()
     batch = text_batch()
