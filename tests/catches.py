@@ -1,4 +1,4 @@
-"""Picks the tests that catch a break: `--catches NAME[,NAME]`, see `tests/breaks` and `ci/breaks.py`."""
+"""`--catches NAME[,NAME]` runs the tests that catch breaks of these names; see `ci/breaks.py`."""
 
 
 def pytest_addoption(parser):
@@ -18,7 +18,9 @@ def pytest_collection_modifyitems(config, items):
     if not names:
         return
     wanted = set(names.split(","))
-    caught = [{name for mark in item.iter_markers("catches") for name in mark.args} for item in items]
+    caught = [
+        {name for mark in item.iter_markers("catches") for name in mark.args} for item in items
+    ]
     left_out = [item for item, found in zip(items, caught, strict=True) if not found & wanted]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item, found in zip(items, caught, strict=True) if found & wanted]
