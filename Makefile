@@ -1,14 +1,20 @@
-# make train | test | breaks | lint | clean: each makes or updates .venv first and needs only a Python.
+# make train | test | lint | clean: each makes or updates .venv first and needs only a Python.
 PYTHON ?= python3
 VENV   ?= .venv
 RECIPE ?= llama_stdlib
 ARGS   ?=
+PYTEST  = $(VENV)/bin/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: help train test breaks lint clean
+# Several workers that each compile the whole library before their first test take minutes.
+export PYTHONDONTWRITEBYTECODE =
+
+.PHONY: help train test test-quick test-all costs breaks lint clean
 
 help:
 	@echo "make train   train a language model on Python's own standard library (runs/001, runs/002, ...)"
-	@echo "make test    run the tests"
+	@echo "make test    run the core of the tests: some minutes, every file of them represented"
+	@echo "make test-quick  the same and what is dearer; make test-all  everything, two hours"
+	@echo "make costs   measure what tests cost, which decides what is in the core"
 	@echo "make breaks  break the package on purpose, see that tests notice"
 	@echo "make lint    check format, lint, types and which room imports which"
 	@echo "make clean   delete $(VENV) and caches, never runs/"
@@ -22,7 +28,18 @@ train:
 
 test:
 	@$(PYTHON) ci/environment.py $(VENV) --extra dev
-	$(VENV)/bin/python -m pytest -n auto --maxprocesses 4 $(ARGS)
+	$(PYTEST) --core $(ARGS)
+
+test-quick:
+	@$(PYTHON) ci/environment.py $(VENV) --extra dev
+	$(PYTEST) $(ARGS)
+
+test-all:
+	bash .ci/run all
+
+costs:
+	@$(PYTHON) ci/environment.py $(VENV) --extra dev
+	$(PYTEST) --renew-costs $(ARGS)
 
 breaks:
 	@$(PYTHON) ci/environment.py $(VENV) --extra dev

@@ -86,23 +86,16 @@ def carriers(root: Path) -> dict[str, list[str]]:
     return found
 
 
-def environment(root: Path) -> dict[str, str]:
-    """Bytecode and compiled programs are kept, annotations are not enforced: it saves most time."""
+def environment() -> dict[str, str]:
+    """Bytecode is kept and annotations are not enforced: most of a break's time would go there."""
     found = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "PYTEST"))}
-    found.setdefault("JAX_COMPILATION_CACHE_DIR", str(root / ".cache" / "jax"))
-    found["COLOSSAX_UNCHECKED"] = "1"
-    found["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    found["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-    return found
+    return {**found, "COLOSSAX_UNCHECKED": "1"}
 
 
 def pytest_in(tree: Path, env: dict[str, str], marks: Sequence[str], files: Sequence[str], *more):
     """Run the tests of these marks; (exit status or None if it took too long, output)."""
     names = ("--catches", ",".join(marks), *files)
-    # A compiled program that was half written when it was read is no failure of a test.
-    quiet = ("-W", "ignore:Error reading persistent", "-W", "ignore:Error writing persistent")
-    options = ("-x", "-q", "-p", "no:cacheprovider", *quiet)
-    command = (sys.executable, "-m", "pytest", *options, *more, *names)
+    command = (sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *more, *names)
     try:
         done = subprocess.run(
             command,
@@ -220,7 +213,7 @@ def listed(every: Sequence[Break], held: dict[str, list[str]]) -> None:
 
 def run(root: Path, some: Sequence[Break], held: dict[str, list[str]], jobs: int) -> int:
     """Try them; 1 if any is not caught."""
-    env, start = environment(root), time.monotonic()
+    env, start = environment(), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="breaks-") as folder:
         trees = [Path(folder, str(i)) for i in range(min(jobs, len(some)))]
         shutil.copytree(root, trees[0], ignore=_LEFT_BEHIND)

@@ -4,6 +4,8 @@ import importlib.metadata
 import os
 import pathlib
 
+from tests.plugins import programs
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # JAX_PLATFORMS=cuda runs what is marked gpu
 # Threads of XLA's pool: with only as many as devices, collectives that run side by side may take
 # all of them while each waits for one that has none (six of eighteen runs of one case, on two
@@ -19,6 +21,7 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
     # Its newer code generator takes most of the compiler's time; JAX 0.12 does not know the flag.
     _FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ.setdefault("XLA_FLAGS", " ".join(_FLAGS))
+programs.keep()
 
 import jaxtyping  # noqa: E402 (after the settings above)
 
@@ -37,9 +40,14 @@ if "COLOSSAX_UNCHECKED" not in os.environ:  # set by ci/breaks.py: half of its t
 import jax  # noqa: E402 (after the settings above)
 import pytest  # noqa: E402
 
-pytest_plugins = ("tests.catches",)
-
 jax.config.update("jax_default_matmul_precision", "highest")
+
+pytest_plugins = [
+    "tests.plugins.catches",
+    "tests.plugins.costs",
+    "tests.plugins.lanes",
+    "tests.plugins.leftovers",
+]
 
 
 @pytest.fixture
@@ -48,23 +56,3 @@ def devices():
     found = jax.devices()
     assert len(found) == 8, "tests need eight host devices; XLA_FLAGS was set elsewhere"
     return found
-
-
-def pytest_addoption(parser):
-    """Options of this project's tests."""
-    parser.addoption(
-        "--every",
-        type=int,
-        default=1,
-        metavar="N",
-        help="run the first test and every Nth after it",
-    )
-
-
-def pytest_collection_modifyitems(config, items):
-    """Leave out tests as `--every` says."""
-    nth = config.getoption("--every")
-    left_out = [item for number, item in enumerate(items) if number % nth]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = items[::nth]

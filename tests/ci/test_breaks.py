@@ -44,7 +44,7 @@ FILES = {
     "pyproject.toml": "[tool.pytest.ini_options]\n"
     'pythonpath = ["."]\naddopts = ["--strict-markers", "-m", "not far"]\n'
     'markers = ["catches(name): see ci/breaks.py", "far: left out"]\n',
-    "tests/conftest.py": 'pytest_plugins = ("tests.catches",)\n',
+    "tests/conftest.py": 'pytest_plugins = ("tests.plugins.catches",)\n',
     "tests/test_room.py": """
 import pytest
 
@@ -88,9 +88,11 @@ def small(tmp_path):
     def make(*entries):
         for name, text in FILES.items():
             file = tmp_path / name
-            file.parent.mkdir(exist_ok=True)
+            file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text.replace("CATCHES", "pytest.mark.catches"))
-        shutil.copy(ROOT / "tests" / "catches.py", tmp_path / "tests")
+        plugin = Path("tests", "plugins", "catches.py")
+        (tmp_path / plugin).parent.mkdir()
+        shutil.copy(ROOT / plugin, tmp_path / plugin)
         (tmp_path / "tests" / "breaks").mkdir()
         (tmp_path / "tests" / "breaks" / "room.toml").write_text("\n".join(entries))
         return tmp_path
