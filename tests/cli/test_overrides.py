@@ -77,7 +77,6 @@ def test_segments_can_be_added(tiny):
     assert [(s.count, s.remat) for s in changed.plan.segments] == [(3, "none"), (1, "full")]
 
 
-@pytest.mark.catches("overrides-one-by-one")
 def test_only_the_result_has_to_be_valid(tiny):
     """Neither of these can be made alone, in whatever order."""
     changed = apply_overrides(
@@ -157,6 +156,7 @@ def test_a_misspelt_option_is_named():
         parser.parse(["--steps", "x"])
 
 
+@pytest.mark.catches("overrides-one-by-one")
 @pytest.mark.parametrize("turned", [False, True])
 def test_settings_beside_a_text_are_judged_with_it(turned):
     """Neither goes with the plan as it was."""
