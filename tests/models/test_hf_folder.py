@@ -114,7 +114,6 @@ def test_types_are_kept_and_the_wider_wins(folder):
     np.testing.assert_array_equal(stacked[0], wanted[0].astype(ml_dtypes.bfloat16))
 
 
-@pytest.mark.catches("tensors-extra")
 def test_missing_and_extra_tensors_are_named(folder):
     missing = "model.layers.1.mlp.up_proj.weight"
 
@@ -131,6 +130,7 @@ def test_many_missing_tensors_are_counted(folder):
         open_folder(folder("llama", num_hidden_layers=3))
 
 
+@pytest.mark.catches("tensors-extra")
 def test_biases_nobody_asked_for(folder):
     with pytest.raises(WeightsError, match=r"has besides model\.layers\.0\.mlp\.down_proj\.bias"):
         open_folder(folder("llama_head_dim", mlp_bias=False))
