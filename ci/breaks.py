@@ -1,6 +1,6 @@
 """Breaks the package on purpose, one break after another, and fails where no test notices.
 
-`tests/breaks/<room>.toml` lists the breaks of a room: a text that the room has exactly once, what
+`tests/breaks/<room>.toml` lists the breaks of a room: a text that the package has exactly once, what
 replaces it, and a mark. A break is caught when a test with `@pytest.mark.catches("<mark>")` fails
 in a copy of the tree that has it; an error, of collection or of a fixture, catches nothing.
 
@@ -48,9 +48,8 @@ class Break:
     needs: str | None = None
 
     def holder(self, root: Path) -> Path:
-        """The one file of its room that has the old text."""
-        room = root / "colossax" / self.room
-        files = sorted(room.rglob("*.py")) or [room.with_suffix(".py")]
+        """The one file of the package that has the old text."""
+        files = (root / "colossax").rglob("*.py")
         counts = {file: file.read_text().count(self.old) for file in files}
         found = sum(counts.values())
         if found != 1:
@@ -92,7 +91,9 @@ def environment() -> dict[str, str]:
     return {**found, "COLOSSAX_UNCHECKED": "1"}
 
 
-def pytest_in(tree: Path, env: dict[str, str], marks: Sequence[str], files: Sequence[str], *more):
+def pytest_in(
+    tree: Path, env: dict[str, str], marks: Sequence[str], files: Sequence[str], *more: str
+) -> tuple[int | None, str]:
     """Run the tests of these marks; (exit status or None if it took too long, output)."""
     names = ("--catches", ",".join(marks), *files)
     command = (sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *more, *names)
@@ -116,14 +117,18 @@ def verdict(status: int | None, output: str) -> str:
     """`caught`, or what came instead."""
     if status is None:
         return f"no verdict after {LONGEST_S} s"
-    summary = output.rstrip().rpartition("\n")[2]
-    if status == 1 and re.search(r"\d+ failed", summary):
+    if status == 1 and re.search(r"\d+ failed", summary(output)):
         return "caught"
     if status == 0:
         return "not caught: its tests pass"
     if status == 5:
         return "nobody catches it: no test carries its mark"
-    return f"not caught: pytest ended with {status} ({summary})\n{tail(output)}"
+    return f"not caught: pytest ended with {status} ({summary(output)})\n{tail(output)}"
+
+
+def summary(output: str) -> str:
+    """What pytest says last: `1 failed, 2 passed in 3.45s`."""
+    return output.rstrip().rpartition("\n")[2]
 
 
 def tail(output: str) -> str:
@@ -176,7 +181,7 @@ def whole_passes(tree: Path, env: dict[str, str], held: dict[str, list[str]], jo
     files = sorted({file for files in held.values() for file in files})
     several = ("-n", str(jobs)) if jobs > 1 and len(files) > 1 else ()
     status, output = pytest_in(tree, env, sorted(held), files, *several)
-    print(f"{time.monotonic() - start:6.1f} s  unbroken: {output.rstrip().rpartition(chr(10))[2]}")
+    print(f"{time.monotonic() - start:6.1f} s  unbroken: {summary(output)}")
     if status:
         print(tail(output))
     return status == 0

@@ -29,9 +29,8 @@ def test_every_room_has_some():
 
 @pytest.mark.parametrize("one", EVERY, ids=lambda one: one.mark)
 def test_a_break_applies_once_and_compiles(one):
-    files = [path for path in (ROOT / "colossax").rglob("*.py") if one.old in path.read_text()]
     file, broken = one.applied(ROOT)
-    assert files == [file]
+    assert file.relative_to(ROOT / "colossax").with_suffix("").parts[0] == one.room
     assert broken != file.read_text()
     assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", one.mark)
     assert 0 < len(one.why) <= 100 and "\n" not in one.why
