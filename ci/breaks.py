@@ -1,8 +1,8 @@
 """Breaks the package on purpose, one break after another, and fails where no test notices.
 
-`tests/breaks/<room>.toml` lists the breaks of a room: a text that the package has exactly once, what
-replaces it, and a mark. A break is caught when a test with `@pytest.mark.catches("<mark>")` fails
-in a copy of the tree that has it; an error, of collection or of a fixture, catches nothing.
+`tests/breaks/<room>.toml` lists the breaks of a room: a text that the package has exactly once,
+what replaces it, and a mark. A break is caught when a test with `@pytest.mark.catches("<mark>")`
+fails in a copy of the tree that has it; an error, of collection or of a fixture, catches nothing.
 
     python ci/breaks.py --part 1/4 | --only MARK[,MARK] | --list
 """
