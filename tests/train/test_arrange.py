@@ -69,7 +69,8 @@ def test_host_arrays_are_arranged_once_and_only_for_losses_that_say_so(devices):
     assert isinstance(placed, Arranged)
     assert step_of(plan).place(placed) is placed
     place = placed.order.indices(16)
-    np.testing.assert_array_equal(placed["tokens"], batch["tokens"][:, place])
+    for name, values in batch.items():
+        np.testing.assert_array_equal(placed[name], values[:, place], err_msg=name)
 
     def own(model, batch):
         return next_token_loss()(model, batch)
