@@ -61,8 +61,8 @@ def test_merged_blocks_weigh_what_their_partitions_do():
     lses = np.log([[3.0, 2.0, 1.0, 1.0], [1.0, 2.0, 1.0, 1.0]]).astype(np.float32)
     lses[0, 3] = lses[1, 2:] = nothing
     outs[0, :, 3] = outs[1, :, 2:] = 0.0
-    lse = jnp.asarray(lses)[:, None, None]
-    out, total = merge_blocks(outs[0], lse[0], outs[1], lse[1])
+    out, lse = jnp.asarray(outs), jnp.asarray(lses)[:, None, None]
+    out, total = merge_blocks(out[0], lse[0], out[1], lse[1])
     np.testing.assert_allclose(out[0, :, 0], [[2.0] * 2, [3.0] * 2, [1.0] * 2, [0.0] * 2])
     np.testing.assert_allclose(total[0, 0], [*np.log([4.0, 4.0, 1.0]), nothing], rtol=1e-6)
 
