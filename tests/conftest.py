@@ -39,6 +39,7 @@ if "COLOSSAX_UNCHECKED" not in os.environ:  # set by ci/breaks.py: half of its t
 
 import jax  # noqa: E402 (after the settings above)
 import pytest  # noqa: E402
+from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
 jax.config.update("jax_default_matmul_precision", "highest")
 
@@ -56,3 +57,13 @@ def devices():
     found = jax.devices()
     assert len(found) == 8, "tests need eight host devices; XLA_FLAGS was set elsewhere"
     return found
+
+
+@pytest.fixture
+def nothing_kept():
+    """No program of an earlier run: what compiling takes is the subject."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()

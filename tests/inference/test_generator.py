@@ -25,6 +25,7 @@ from colossax.models import (
 )
 from colossax.nn import FlatTokens, describe, initialise
 from tests.cases import quick_first
+from tests.fresh import fresh_params
 
 SIZES = {"vocab": 128, "embed": 64, "layers": 3, "heads": 8, "max_seq": 64, "init_std": 0.3}
 GROUPED = {**SIZES, "kv_heads": 2, "mlp": 96}
@@ -58,7 +59,7 @@ def build(config, bound: BoundPlan):
     """Model description and parameters whose values do not depend on the plan."""
     with colossax.use(bound):
         spec = describe(maker(config))
-    return spec, initialise(spec, bound, jax.random.key(1))
+    return spec, fresh_params(config, spec, bound, jax.random.key(1))
 
 
 @functools.cache

@@ -20,10 +20,11 @@ from colossax.inference import Generator, fit_layers, inference_plan, open_check
 from colossax.inference.fitting import _Trial
 from colossax.inference.plan import parameters_alone
 from colossax.models import LlamaConfig, config_to_json, maker
-from colossax.nn import FlatTokens, describe, initialise
+from colossax.nn import FlatTokens, describe
 from colossax.offload import resolved_segments
 from colossax.sharding import param_sharding, replicated
 from tests.cases import quick_first
+from tests.fresh import fresh_params
 from tests.inference.test_generator import CONFIGS, LLAMA, PROMPT
 
 AUTO = OffloadConfig(auto=True)
@@ -55,7 +56,7 @@ def build(name: str, mesh: str, placement: str | None = None):
     bound = bound_to(mesh, placement)
     with colossax.use(bound):
         spec = describe(maker(CONFIGS[name]))
-    return spec, bound, initialise(spec, bound, jax.random.key(1))
+    return spec, bound, fresh_params(CONFIGS[name], spec, bound, jax.random.key(1))
 
 
 def found_by(spec, bound, params) -> tuple[np.ndarray, tuple[int, ...]]:
@@ -239,8 +240,14 @@ LAYER_BYTES = 4 * (3 * 64 * 512 + 64 * 64 * 2 + 2 * 64 * 16)
 
 
 def generator_of(plan: Plan, mesh: str = "one") -> Generator:
-    """Of shapes alone."""
-    bound = plan.replace(mesh=MESHES[mesh]).bind(jax.devices()[: 1 if mesh == "one" else 8])
+    """Of shapes alone; plans that differ in budgets alone share one, which is compiled once."""
+    offload = dataclasses.replace(plan.offload, device_gb=None, host_gb=None)
+    plan = plan.replace(mesh=MESHES[mesh], offload=offload)
+    return shared_generator(plan.bind(jax.devices()[: 1 if mesh == "one" else 8]))
+
+
+@functools.cache
+def shared_generator(bound: BoundPlan) -> Generator:
     with colossax.use(bound):
         spec = describe(maker(SMALL))
     params = jax.tree.map(
@@ -249,7 +256,9 @@ def generator_of(plan: Plan, mesh: str = "one") -> Generator:
         ),
         spec.infos,
     )
-    return Generator(spec, bound, params)
+    generator = Generator(spec, bound, params)
+    generator.lowered = functools.cache(generator.lowered)
+    return generator
 
 
 def fit(mesh: str = "one", **offload):

@@ -1,5 +1,7 @@
 """Families: published sizes, JSON, packed rows, lengths, names of parameters."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -116,34 +118,45 @@ def test_bad_configurations_are_refused(data, message):
         config_from_json(data)
 
 
+@functools.cache
+def built(name):
+    """Parameters and forward pass of a family; both tests below give it the same shapes."""
+    model = maker(TINY[name])(nnx.Rngs(0))
+    graphdef, params = nnx.split(model)[0], pure(model)
+    run = jax.jit(lambda params, tokens, **where: nnx.merge(graphdef, params)(tokens, **where))
+    return params, run
+
+
+def as_rows(tokens, cut, length=11):
+    """Two documents as rows of one length: what fills them up comes after all that counts."""
+    rows = [tokens[0, :cut], tokens[0, cut:]]
+    return jnp.stack([jnp.pad(row, (0, length - len(row))) for row in rows])
+
+
 @pytest.mark.parametrize("name", TINY)
 def test_packed_documents_do_not_see_each_other(name):
     """A row of two documents gives each the logits it has alone."""
-    model = maker(TINY[name])(nnx.Rngs(0))
+    params, run = built(name)
     tokens = jax.random.randint(jax.random.key(1), (1, 20), 0, 64)
     segments = jnp.asarray([[0] * 9 + [1] * 11])
     positions = jnp.asarray([[*range(9), *range(11)]])
-    params, graphdef = pure(model), nnx.split(model)[0]
     # Twenty times the initial deviation, so that attention is far from uniform.
     params = jax.tree.map(lambda leaf: leaf * (1 if leaf.ndim < 3 else 20), params)
-    model = nnx.merge(graphdef, params)
-    packed = model(tokens, positions=positions, segments=segments)
-    apart = [model(tokens[:, :9]), model(tokens[:, 9:])]
-    assert_trees_close(packed, jnp.concatenate(apart, axis=1), tolerance=2e-5)
-    joined = model(tokens)
+    packed = run(params, tokens, positions=positions, segments=segments)
+    apart = run(params, as_rows(tokens, 9))
+    assert_trees_close(packed[0], jnp.concatenate([apart[0, :9], apart[1]]), tolerance=2e-5)
+    joined = run(params, tokens)
     assert np.abs(joined[:, 9:] - packed[:, 9:]).max() > 1e-3
 
 
 @pytest.mark.parametrize("name", TINY)
 def test_flat_tokens_with_positions_and_segments_equal_rows(name):
-    model = maker(TINY[name])(nnx.Rngs(0))
-    tokens = jax.random.randint(jax.random.key(1), (2, 10), 0, 64)
-    flat = model(
-        tokens.reshape(1, 20),
-        positions=jnp.tile(jnp.arange(10), 2)[None],
-        segments=jnp.repeat(jnp.arange(2), 10)[None],
-    )
-    assert_trees_close(flat.reshape(2, 10, -1), model(tokens), tolerance=2e-5)
+    params, run = built(name)
+    tokens = jax.random.randint(jax.random.key(1), (1, 20), 0, 64)
+    positions = jnp.tile(jnp.arange(10), 2)[None]
+    flat = run(params, tokens, positions=positions, segments=jnp.repeat(jnp.arange(2), 10)[None])
+    rows = run(params, as_rows(tokens, 10))[:, :10]
+    assert_trees_close(flat.reshape(2, 10, -1), rows, tolerance=2e-5)
 
 
 def test_embeddings_may_take_the_place_of_tokens():

@@ -74,9 +74,15 @@ class Costs:
 
     def write(self):
         """Replace the file of this tree."""
-        FILE.write_text(
-            json.dumps(self.listed, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-        )
+        FILE.write_text(_text(self.listed) + "\n", encoding="utf-8")
+
+
+def _text(tree, indent=""):
+    """JSON with a line for each entry."""
+    if not isinstance(tree, dict):
+        return json.dumps(tree)
+    lines = (f"{indent} {json.dumps(k)}: {_text(v, indent + ' ')}" for k, v in tree.items())
+    return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
 
 
 def function_of(name):

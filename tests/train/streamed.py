@@ -7,7 +7,8 @@ import numpy as np
 
 from colossax.config import OffloadConfig, Plan, Segment
 from colossax.models import LlamaConfig, maker
-from colossax.train import boost, next_token_loss
+from colossax.train import build_step, next_token_loss
+from tests.fresh import fresh_state
 from tests.train.test_step import text_batch
 
 CONFIG = LlamaConfig(vocab=64, embed=32, layers=4, heads=4, kv_heads=2, mlp=48, max_seq=32)
@@ -38,11 +39,16 @@ def batch(seed=0, rows=8):
 
 def started(plan, optimizer, *, model=CONFIG, loss=None, devices=None, **options):
     """(state, step) of a small model; on one device unless told."""
-    make = maker(model) if hasattr(model, "vocab") else model
-    devices = jax.devices()[:1] if devices is None else devices
-    return boost(
-        make, optimizer, loss or next_token_loss(z_loss=1e-3), plan, devices=devices, **options
+    of_family = hasattr(model, "vocab")
+    step = build_step(
+        maker(model) if of_family else model,
+        optimizer,
+        loss or next_token_loss(z_loss=1e-3),
+        plan,
+        devices=jax.devices()[:1] if devices is None else devices,
+        **options,
     )
+    return (fresh_state(model, step) if of_family else step.init()), step
 
 
 def stepped(state, step, *, steps=STEPS, rows=8, batches=None):

@@ -5,6 +5,7 @@ import time
 import jax
 import numpy as np
 import optax
+import pytest
 
 from colossax.config import Plan, Segment
 from colossax.models import LlamaConfig, maker
@@ -12,6 +13,8 @@ from colossax.train import build_step, next_token_loss
 from colossax.typing import TEXT_BATCH_DIMS
 
 LIMIT = 1.2
+
+pytestmark = pytest.mark.usefixtures("nothing_kept")
 
 
 def compile_step(layers: int, segments: tuple[Segment, ...] = (Segment(),)) -> float:

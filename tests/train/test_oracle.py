@@ -19,6 +19,7 @@ from colossax.config import BatchConfig, Plan, Precision, Segment, preset
 from colossax.models import GPT2Config, LlamaConfig, Qwen3Config, maker
 from colossax.optim import adamw, lamb
 from colossax.train import build_step, next_token_loss
+from tests.fresh import fresh_state
 from tests.oracle import assert_losses_close, assert_trees_close, factorisations
 from tests.train.test_step import text_batch
 
@@ -91,7 +92,7 @@ def run(shape, plan, devices):
         devices=devices,
         clip_norm=CLIP,
     )
-    params = step.init()["params"]
+    params = fresh_state(SHAPES[shape], step)["params"]
     params = jax.tree.map(_stirred, params, step.spec.infos, step.shardings["params"])
     state = step.init_from(params)
 

@@ -1,6 +1,7 @@
 """The step: weighting, accumulation, skipping, filters, refusals."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from colossax.errors import InputError, PlanError
 from colossax.models import LlamaConfig, maker
 from colossax.nn import LayerStack, param
 from colossax.train import boost, build_step, next_token_loss
+from tests.fresh import fresh_state
 from tests.oracle import assert_losses_close, assert_trees_close
 
 CONFIG = LlamaConfig(vocab=64, embed=32, layers=2, heads=4, kv_heads=2, mlp=48, max_seq=32)
@@ -45,15 +47,32 @@ def text_batch(rows=8, seq=16, vocab=64, seed=0):
     }
 
 
-def one_device(optimizer=None, loss=None, plan=ONE, **options):
-    return boost(
+def started(plan, optimizer=None, loss=None, *, devices, **options):
+    """(state, step) of the small model."""
+    step = build_step(
         maker(CONFIG),
         optimizer or optax.sgd(1.0),
-        loss or next_token_loss(z_loss=1e-3),
+        loss or next_token_loss(),
         plan,
-        devices=jax.devices()[:1],
+        devices=devices,
         **options,
     )
+    return fresh_state(CONFIG, step), step
+
+
+def one_device(optimizer=None, loss=None, plan=ONE, **options):
+    loss = loss or next_token_loss(z_loss=1e-3)
+    return started(plan, optimizer, loss, devices=jax.devices()[:1], **options)
+
+
+@functools.cache
+def ordinary_step():
+    return one_device()[1]
+
+
+def ordinary():
+    """`one_device()` with a step that several tests share, so that it is compiled once."""
+    return fresh_state(CONFIG, ordinary_step()), ordinary_step()
 
 
 def gradients(plan, batch, loss=None):
@@ -62,10 +81,16 @@ def gradients(plan, batch, loss=None):
     return grads, float(value), {name: float(weight) for name, (_, weight) in totals.items()}
 
 
+@functools.cache
+def truth(rows=8):
+    """Of the plain plan."""
+    return gradients(ONE, text_batch(rows=rows))
+
+
 @pytest.mark.parametrize("pieces", [4, 8])
 def test_accumulation_equals_the_whole_batch_whatever_tokens_a_microbatch_has(pieces):
     batch = text_batch()
-    want, loss, weights = gradients(ONE, batch)
+    want, loss, weights = truth()
     plan = ONE.replace(batch=BatchConfig(accumulation=pieces))
     got, other_loss, other_weights = gradients(plan, batch)
     assert_trees_close(got, want)
@@ -121,7 +146,7 @@ def test_a_loss_of_another_form_is_refused(result):
 def test_clipping_is_by_the_global_norm():
     """Under plain SGD of rate 1000 the parameters' change is the clipped gradient."""
     batch = text_batch()
-    grads = jax.tree.map(np.asarray, gradients(ONE, batch)[0])
+    grads = jax.tree.map(np.asarray, truth()[0])
     norm = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(grads)))
     state, step = one_device(optax.sgd(1000.0), clip_norm=float(norm) / 4)
     start = jax.tree.map(np.asarray, state["params"])
@@ -254,21 +279,21 @@ def test_the_step_composes_in_a_jit_of_the_users_own():
 
 @pytest.mark.catches("state-not-donated")
 def test_the_state_is_donated():
-    state, step = one_device()
+    state, step = ordinary()
     step(state, text_batch())
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state["params"]))
 
 
 @pytest.mark.catches("batch-form-changes")
 def test_another_batch_shape_is_refused_not_compiled():
-    state, step = one_device()
+    state, step = ordinary()
     state, _ = step(state, text_batch())
     with pytest.raises(InputError, match="differs from what the step was compiled for"):
         step(state, text_batch(rows=4))
 
 
 def test_another_batch_dtype_is_refused_not_compiled():
-    state, step = one_device()
+    state, step = ordinary()
     state, _ = step(state, text_batch())
     wide = {**text_batch(), "weights": text_batch()["weights"].astype(np.float64)}
     state, _ = step(state, wide)  # float64 becomes float32, as everywhere in JAX
@@ -279,7 +304,7 @@ def test_another_batch_dtype_is_refused_not_compiled():
 
 @pytest.mark.catches("padding-inside-document")
 def test_documents_out_of_their_order_are_refused():
-    _, step = one_device()
+    _, step = ordinary()
     batch = text_batch()
     batch["segments"][3] = [0] * 4 + [2] * 4 + [-1] * 2 + [1] * 6
     with pytest.raises(InputError, match=r"row \[3\] has segment 1 behind segment 2, at token 10"):
@@ -292,7 +317,7 @@ def test_documents_out_of_their_order_are_refused():
 
 
 def test_a_batch_array_without_a_batch_dim_is_refused():
-    state, step = one_device()
+    state, step = ordinary()
     with pytest.raises(InputError, match="batch 'scale': shape .* needs a dim 'batch'"):
         step(state, {**text_batch(), "scale": np.float32(1.0)})
 
@@ -337,13 +362,11 @@ def test_a_batch_that_devices_and_microbatches_do_not_divide_is_refused(devices)
 )
 def test_gradients_reduced_once_equal_those_of_one_device(devices, name, mesh):
     batch = text_batch(rows=16)
-    want, loss, weights = gradients(ONE, batch)
+    want, loss, weights = truth(rows=16)
     plan = preset(name, mesh=mesh, batch=BatchConfig(accumulation=2))
     assert plan.batch.reduce_once == name.startswith("zero1")
     plan = plan.replace(batch=BatchConfig(accumulation=2, reduce_once=True))
-    state, step = boost(
-        maker(CONFIG), optax.sgd(1.0), next_token_loss(z_loss=1e-3), plan, devices=devices
-    )
+    state, step = started(plan, loss=next_token_loss(z_loss=1e-3), devices=devices)
     got, totals, _, value = jax.jit(step.gradients)(state, step.place(batch))
     assert_trees_close(got, want)
     assert_losses_close(value, loss)
@@ -397,7 +420,7 @@ def test_a_microbatch_of_rows_equals_that_many_pieces(devices):
 
 
 def gradients_on(devices, plan, batch):
-    state, step = boost(maker(CONFIG), optax.sgd(1.0), next_token_loss(), plan, devices=devices)
+    state, step = started(plan, devices=devices)
     return jax.jit(step.gradients)(state, step.place(batch))[0]
 
 
@@ -436,13 +459,8 @@ def test_chunked_loss_equals_whole(devices):
     plan = preset("zero3+megatron", mesh={"fsdp": 4, "tensor": 2})
     losses = []
     for chunks in (1, 4):
-        state, step = boost(
-            maker(CONFIG),
-            optax.sgd(1.0),
-            next_token_loss(z_loss=1e-3),
-            plan.replace(loss=LossConfig(vocab_chunks=chunks)),
-            devices=devices,
-        )
+        chunked = plan.replace(loss=LossConfig(vocab_chunks=chunks))
+        state, step = started(chunked, loss=next_token_loss(z_loss=1e-3), devices=devices)
         state, first = step(state, batch)
         state, second = step(state, batch)
         losses.append([float(first["loss"]), float(second["loss"]), float(second["accuracy"])])
@@ -451,7 +469,7 @@ def test_chunked_loss_equals_whole(devices):
 
 def test_bf16_compute_keeps_float32_master_parameters():
     batch = text_batch()
-    state, step = one_device(plan=ONE)
+    state, step = ordinary()
     state, want = step(state, batch)
     plan = ONE.replace(precision=Precision(compute="bfloat16"))
     state, step = one_device(plan=plan)
@@ -464,7 +482,7 @@ def test_bf16_compute_keeps_float32_master_parameters():
 
 def test_evaluate_gives_totals_and_weights():
     batch = text_batch()
-    state, step = one_device()
+    state, step = ordinary()
     sums = step.evaluate(state, batch)
     total, weight = sums["cross_entropy"]
     _, metrics = step(state, batch)
@@ -479,7 +497,7 @@ def test_evaluate_cuts_the_batch_as_a_step_does_and_gives_no_key():
         seen.append((batch["tokens"].shape[0], key is None))
         return next_token_loss(z_loss=1e-3)(model, batch)
 
-    state, whole = one_device()
+    state, whole = ordinary()
     want = whole.evaluate(state, text_batch())
     state, step = one_device(loss=loss, plan=ONE.replace(batch=BatchConfig(accumulation=4)))
     got = step.evaluate(state, text_batch())
@@ -498,7 +516,7 @@ def test_weight_gradients_keep_the_precision_of_their_reduction():
 
 def test_the_abstract_state_lowers_to_the_program_that_runs(devices):
     plan = preset("zero3+megatron", mesh={"fsdp": 4, "tensor": 2})
-    state, step = boost(maker(CONFIG), optax.adamw(1e-2), next_token_loss(), plan, devices=devices)
+    state, step = started(plan, optax.adamw(1e-2), devices=devices)
     batch = step.place(text_batch())
     assert step.lower(step.abstract, batch).as_text() == step.lower(state, batch).as_text()
 

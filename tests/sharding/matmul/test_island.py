@@ -1,5 +1,6 @@
 """Matmuls in our own regions equal plain ones, values and gradients, in every layout."""
 
+import functools
 import itertools
 
 import jax
@@ -38,50 +39,49 @@ def outputs_and_gradients(run, maps, arrays):
     return jax.jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True))(x, weights, biases)
 
 
+@functools.cache
+def drawn_and_truth(kind, *, bias=True):
+    """Arrays of the maps, and what plain mathematics makes of them."""
+    arrays = MAPS[kind].arrays(bias=bias)
+    return arrays, outputs_and_gradients(plainly, MAPS[kind], arrays)
+
+
 @pytest.mark.parametrize(("plan", "kind"), quick_first(itertools.product(PLANS, MAPS), 3))
 def test_every_layout_equals_plain_mathematics_with_gradients(devices, plan, kind):
-    maps = MAPS[kind]
-    arrays = maps.arrays()
-    want = outputs_and_gradients(plainly, maps, arrays)
+    arrays, want = drawn_and_truth(kind)
     with use(PLANS[plan].bind(devices)):
-        got = outputs_and_gradients(by_plan, maps, arrays)
+        got = outputs_and_gradients(by_plan, MAPS[kind], arrays)
     assert_trees_close(got, want)
 
 
 @pytest.mark.parametrize("plan", ["2d-2x4", "2.5d-2x2x2", "3d-2x2x2", "1d-sp4"])
 def test_recomputed_layers_keep_gathered_operands(devices, plan):
-    maps = MAPS["qkv"]
-    arrays = maps.arrays(bias=False)
-    want = outputs_and_gradients(plainly, maps, arrays)
+    arrays, want = drawn_and_truth("qkv", bias=False)
 
     def marked(*args):
         with recomputing():
             return by_plan(*args)
 
     with use(PLANS[plan].bind(devices)):
-        got = outputs_and_gradients(marked, maps, arrays)
+        got = outputs_and_gradients(marked, MAPS["qkv"], arrays)
     assert_trees_close(got, want)
 
 
 @pytest.mark.parametrize("plan", ["2d-fsdp2", "2.5d-2x2x2", "3d-2x2x2", "1d-sp2"])
 def test_gradients_of_another_layout_than_the_parameters(devices, plan):
     """As zero1 and zero2 want them: split over axes that the weights are whole along."""
-    maps = MAPS["gate-up"]
-    arrays = maps.arrays()
-    want = outputs_and_gradients(plainly, maps, arrays)
+    arrays, want = drawn_and_truth("gate-up")
     rules = PLANS[plan].rules.updated(params={"embed": None})
     with use(PLANS[plan].replace(rules=rules).bind(devices)):
-        got = outputs_and_gradients(by_plan, maps, arrays)
+        got = outputs_and_gradients(by_plan, MAPS["gate-up"], arrays)
     assert_trees_close(got, want)
 
 
 def test_bfloat16_sums_in_the_reduction_dtype(devices):
-    maps = MAPS["qkv"]
-    arrays = maps.arrays()
-    want = outputs_and_gradients(plainly, maps, arrays)
+    arrays, want = drawn_and_truth("qkv")
     plan = PLANS["2.5d-2x2x2"].replace(precision=Precision(compute="bfloat16", reduction="float32"))
     with use(plan.bind(devices)):
-        (_, ys), grads = outputs_and_gradients(by_plan, maps, arrays)
+        (_, ys), grads = outputs_and_gradients(by_plan, MAPS["qkv"], arrays)
     assert {y.dtype for y in ys} == {jnp.dtype("bfloat16")}
     assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
     assert_trees_close(grads, want[1], tolerance=2e-2)
@@ -128,9 +128,7 @@ def test_the_plan_chooses_who_communicates(devices, plan, own):
 
 @pytest.mark.parametrize("layout", ["2d", "2.5d", "3d"])
 def test_the_compiler_may_communicate_in_any_layout(devices, layout):
-    maps = MAPS["gate-up"]
-    arrays = maps.arrays()
-    want = outputs_and_gradients(plainly, maps, arrays)
+    arrays, want = drawn_and_truth("gate-up")
     mesh = {"row": 2, "col": 4} if layout == "2d" else {"depth": 2, "row": 2, "col": 2}
     plan = Plan(mesh=mesh, tensor_layout=layout, tensor_matmul="compiler")
 
@@ -139,5 +137,5 @@ def test_the_compiler_may_communicate_in_any_layout(devices, layout):
         return tuple(constrain(y, "batch:inner", "seq", "mlp") for y in ys)
 
     with use(plan.bind(devices)):
-        got = outputs_and_gradients(constrained, maps, arrays)
+        got = outputs_and_gradients(constrained, MAPS["gate-up"], arrays)
     assert_trees_close(got, want)

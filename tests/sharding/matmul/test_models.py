@@ -11,6 +11,7 @@ import pytest
 from colossax.config import BatchConfig, LossConfig, Plan, Segment, preset
 from colossax.models import GPT2Config, LlamaConfig, Qwen3Config, maker
 from colossax.train import build_step, next_token_loss
+from tests.fresh import fresh_state
 from tests.oracle import assert_losses_close, assert_trees_close
 from tests.sharding.matmul.layouts import flat, sequence_parallel
 from tests.train.test_step import text_batch
@@ -38,7 +39,8 @@ def loss_and_gradients(shape, plan, devices):
     step = build_step(
         maker(SHAPES[shape]), optax.sgd(1.0), next_token_loss(z_loss=1e-3), plan, devices=devices
     )
-    params = jax.tree.map(_stirred, step.init()["params"], step.shardings["params"])
+    start = fresh_state(SHAPES[shape], step)["params"]
+    params = jax.tree.map(_stirred, start, step.shardings["params"])
     grads, _, _, loss = jax.jit(step.gradients)(step.init_from(params), step.place(text_batch()))
     return loss, grads
 

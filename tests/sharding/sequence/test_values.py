@@ -13,11 +13,26 @@ from tests.cases import quick_first
 from tests.sharding.sequence.support import Layout, assert_close, operands, results, truth
 
 CAUSAL = Mask(causal=True)
+WINDOW = Mask(causal=True, window=(11, 0))
+WIDE = Mask(window=(20, None))
 
 
 def check(layout, arrays, mask=CAUSAL, **options):
     found = results(layout, *arrays, mask=mask, **options)
     assert_close(found, results(truth, *arrays, mask=mask, **options))
+
+
+@functools.cache
+def plain(mask=CAUSAL, options=(), **sizes):
+    """Operands of these sizes, and what one device makes of them."""
+    arrays = operands(**sizes)
+    return arrays, results(truth, *arrays, mask=mask, **dict(options))
+
+
+def check_sizes(layout, mask=CAUSAL, options=(), **sizes):
+    """`check` of layouts that share their operands and the truth."""
+    arrays, wanted = plain(mask, options, **sizes)
+    assert_close(results(layout, *arrays, mask=mask, **dict(options)), wanted)
 
 
 @pytest.mark.parametrize(
@@ -35,13 +50,13 @@ def check(layout, arrays, mask=CAUSAL, **options):
     ],
 )
 def test_ring_and_ulysses(ring, ulysses, tensor, kv_heads):
-    arrays = operands(kv_heads=kv_heads, slopes=True, sinks=True)
-    check(Layout(ring=ring, ulysses=ulysses, tensor=tensor), arrays)
+    layout = Layout(ring=ring, ulysses=ulysses, tensor=tensor)
+    check_sizes(layout, kv_heads=kv_heads, slopes=True, sinks=True)
 
 
 @pytest.mark.parametrize(("outer", "ring"), [(2, 4), (4, 2), (8, 1)])
 def test_double_ring(outer, ring):
-    check(Layout(outer=outer, ring=ring), operands(kv_heads=1))
+    check_sizes(Layout(outer=outer, ring=ring), kv_heads=1)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +70,7 @@ def test_double_ring(outer, ring):
     ids=str,
 )
 def test_double_ring_of_other_kinds(layout):
-    check(layout, operands(slopes=True, sinks=True), Mask(causal=True, window=(11, 0)))
+    check_sizes(layout, WINDOW, slopes=True, sinks=True)
 
 
 S = 48
@@ -126,13 +141,13 @@ def test_masks(layout, name):
 
 @pytest.mark.parametrize("scheme", ["ring", "gather", "rsa"])
 def test_cross_attention_with_another_head_size(scheme):
-    arrays = operands(s=32, t=48, hv=6, kv_heads=4)
-    check(Layout(ring=2, ulysses=2, tensor=2, scheme=scheme), arrays, Mask(window=(20, None)))
+    layout = Layout(ring=2, ulysses=2, tensor=2, scheme=scheme)
+    check_sizes(layout, WIDE, s=32, t=48, hv=6, kv_heads=4)
 
 
 @pytest.mark.parametrize("scheme", ["ring", "gather", "rsa"])
 def test_soft_cap(scheme):
-    check(Layout(ring=2, scheme=scheme), operands(), soft_cap=1.5)
+    check_sizes(Layout(ring=2, scheme=scheme), options=(("soft_cap", 1.5),))
 
 
 @pytest.mark.parametrize("scheme", ["ring", "gather"])
