@@ -15,6 +15,7 @@ help:
 	@echo "make test    run the core of the tests: some minutes, every file of them represented"
 	@echo "make test-quick  the same and what is dearer; make test-all  everything, two hours"
 	@echo "make costs   measure what tests cost, which decides what is in the core"
+	@echo "make breaks  break the package on purpose, see that tests notice"
 	@echo "make lint    check format, lint, types and which room imports which"
 	@echo "make clean   delete $(VENV) and caches, never runs/"
 	@echo "PYTHON=python3.12 picks the Python; RECIPE=llama_tiny another recipe;"
@@ -39,6 +40,10 @@ test-all:
 costs:
 	@$(PYTHON) ci/environment.py $(VENV) --extra dev
 	$(PYTEST) --renew-costs $(ARGS)
+
+breaks:
+	@$(PYTHON) ci/environment.py $(VENV) --extra dev
+	$(VENV)/bin/python ci/breaks.py $(ARGS)
 
 lint:
 	@$(PYTHON) ci/environment.py $(VENV) --extra dev

@@ -29,11 +29,11 @@ _UNCHECKED = ("colossax.config.binding", "colossax.config.frozen")
 _ROOT = pathlib.Path(__file__).parents[1]
 _FILES = [path.relative_to(_ROOT) for path in (_ROOT / "colossax").rglob("*.py")]
 _MODULES = [".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in _FILES]
-_HOOK = jaxtyping.install_import_hook(
-    [m for m in _MODULES if not any(f"{u}.".startswith(f"{m}.") for u in _UNCHECKED)],
-    "beartype.beartype",
-)
-_HOOK.__enter__()
+if "COLOSSAX_UNCHECKED" not in os.environ:  # set by ci/breaks.py: half of its time would go there
+    jaxtyping.install_import_hook(
+        [m for m in _MODULES if not any(f"{u}.".startswith(f"{m}.") for u in _UNCHECKED)],
+        "beartype.beartype",
+    )
 
 import jax  # noqa: E402 (after the settings above)
 import pytest  # noqa: E402
@@ -41,7 +41,12 @@ from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
 jax.config.update("jax_default_matmul_precision", "highest")
 
-pytest_plugins = ["tests.plugins.costs", "tests.plugins.lanes", "tests.plugins.leftovers"]
+pytest_plugins = [
+    "tests.plugins.catches",
+    "tests.plugins.costs",
+    "tests.plugins.lanes",
+    "tests.plugins.leftovers",
+]
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -100,6 +100,11 @@ def _on_host(step: Step) -> bool:
     return "pinned_host" in kinds or step.disk is not None
 
 
+def _position(done: int) -> dict[str, int]:
+    """Where the data goes on after `done` steps: batch g is rows g * global_batch and following."""
+    return {"batch": done}
+
+
 class RunCheckpoints:
     """The checkpoints of a run: a whole state each, and what is needed to go on or to serve it."""
 
@@ -140,8 +145,7 @@ class RunCheckpoints:
             OffloadError: The optimizer's state cannot be read from disk.
         """
         slots = jax.tree.leaves(self._slots)
-        # Batch g is rows g * global_batch and following, so the count of batches is the position.
-        documents = {**self._documents, "position": {"batch": done}}
+        documents = {**self._documents, "position": _position(done)}
         pairs: list[Any] = list(zip(slots, jax.tree.leaves(state), strict=True))
         if self._step.disk is not None:
             pairs += zip(self._on_disk, self._step.disk.sources(), strict=True)
@@ -156,8 +160,10 @@ class RunCheckpoints:
         """The state after `done` steps, laid out by the step's plan.
 
         Raises:
-            CheckpointError: It is damaged, or of another model or optimizer.
+            CheckpointError: It is damaged, of another model or optimizer, or holds a data position
+                that is not that of this step.
         """
+        self._check_position(done)
         slots, structure = jax.tree.flatten(self._slots)
         shardings = jax.tree.leaves(self._step.shardings)
         wants = list(zip(slots, shardings, strict=True))
@@ -167,6 +173,16 @@ class RunCheckpoints:
         if disk is not None:
             disk.fill(state, lambda layer: self._restored_row(done, layer))
         return state
+
+    def _check_position(self, done: int) -> None:
+        """Refuse to go on with other data than the run would have seen next."""
+        found = self._checkpointer.documents(done).get("position")
+        if found != _position(done):
+            raise CheckpointError(
+                f"checkpoint '{self._checkpointer.directory}' step {done}: found the data position"
+                f" {found}, and after {done} steps it is {_position(done)}; resume from another"
+                " checkpoint, by deleting this one"
+            )
 
     def _restored_row(self, done: int, layer: int) -> list[jax.Array]:
         """Optimizer state of one layer on disk."""

@@ -118,6 +118,7 @@ def test_live_ranges_that_cannot_be_read_are_refused():
         parse_live_ranges(LIVE.replace("BufferLiveRange", "Ranges"))
 
 
+@pytest.mark.catches("storage-shared")
 def test_storage_that_two_values_share_counts_once():
     values = _values((0, 100), (0, 100), (100, 50))
     peak = find_peak(values, _ranges((0, 5), (5, 9), (5, 6)))
@@ -139,6 +140,7 @@ _SPAN = st.tuples(st.integers(0, 30), st.integers(1, 12))
 _LIFE = st.tuples(st.integers(0, 12), st.integers(0, 6)).map(lambda x: (x[0], x[0] + x[1]))
 
 
+@pytest.mark.catches("peak-live-range")
 @given(st.lists(st.tuples(_SPAN, _LIFE), min_size=1, max_size=12))
 def test_the_peak_is_that_of_a_count_byte_by_byte(cases):
     spans, lives = zip(*cases, strict=True)

@@ -44,6 +44,7 @@ PAIRS = "channel_id=1, source_target_pairs={{0,1},{1,2},{2,3},{3,0},{4,5},{5,6},
 KIB = 1024
 
 
+@pytest.mark.catches("ring-share")
 @pytest.mark.parametrize(
     ("line", "kind", "payload", "ring"),
     [
@@ -190,6 +191,7 @@ def test_generic_start_with_an_update_between():
     assert only(text).overlapped is False
 
 
+@pytest.mark.catches("counter-hides")
 @pytest.mark.parametrize(
     ("between", "busy"),
     [
@@ -251,6 +253,7 @@ def trips(count: int) -> str:
     return f', backend_config={{"known_trip_count":{{"n":"{count}"}},"known_init_step":{{}}}}'
 
 
+@pytest.mark.catches("loops-once")
 def test_bodies_of_nested_loops_are_multiplied():
     reduced, permuted = collectives(loop_text(trips(5), trips(3)), mesh(data=2, fsdp=4))
     assert (reduced.kind, reduced.count, reduced.bytes) == ("all-reduce", 5, 5 * KIB)

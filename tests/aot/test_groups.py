@@ -29,6 +29,7 @@ ROWS = ((0, 1, 2, 3), (4, 5, 6, 7))
 COLUMNS = ((0, 4), (1, 5), (2, 6), (3, 7))
 
 
+@pytest.mark.catches("groups-transposed")
 @pytest.mark.parametrize(
     ("text", "groups"),
     [

@@ -49,6 +49,7 @@ def mesh(**sizes):
     return Mesh(grid, tuple(sizes))
 
 
+@pytest.mark.catches("network-crossed")
 def test_an_axis_crosses_the_network_where_its_devices_do():
     target = parse_target("h100:4x2")
     grid = mesh(data=2, fsdp=2, tensor=2)

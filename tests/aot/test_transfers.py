@@ -110,6 +110,7 @@ def only(*lines: str, **how) -> Transfer:
     return found
 
 
+@pytest.mark.catches("transfer-direction")
 @pytest.mark.parametrize(
     ("lines", "direction", "size", "asynchronous"),
     [

@@ -68,6 +68,7 @@ def specs_of(slots):
     ]
 
 
+@pytest.mark.catches("layer-of-segment")
 @pytest.mark.parametrize("source, target", list(itertools.permutations(CUTS, 2)))
 def test_segments_do_not_show_on_disk(devices, tmp_path, small_files, source, target):
     mesh = mesh_of(x=8)
@@ -261,6 +262,7 @@ def test_nans_and_signed_zeros_keep_their_bits(devices, tmp_path):
     assert np.asarray(back).view(np.uint32).tolist() == bits.tolist()
 
 
+@pytest.mark.catches("dtype-converted-unasked")
 def test_another_dtype_only_when_asked(devices, tmp_path):
     checkpointer = saved(tmp_path, put(MODEL[:1], mesh_of(x=8), [P("x")]))
     half = [plain(MODEL[0].name, MODEL[0].shape, "bfloat16")]

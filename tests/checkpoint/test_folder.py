@@ -86,6 +86,7 @@ def test_damaged_metadata_of_a_record(checkpoint, damage):
         restore(checkpoint)
 
 
+@pytest.mark.catches("record-shape")
 def test_a_record_of_another_shape_than_the_manifest_says(checkpoint):
     folder = checkpoint / "2/arrays/model/params"
     other = (folder / "layers.norm.scale/zarr.json").read_bytes()
@@ -94,6 +95,7 @@ def test_a_record_of_another_shape_than_the_manifest_says(checkpoint):
         restore(checkpoint)
 
 
+@pytest.mark.catches("manifest-checksum")
 @pytest.mark.parametrize("damage", [truncate, empty, flip(0.5), flip(0.9)])
 def test_damaged_manifest(checkpoint, damage):
     damage(checkpoint / "2/arrays/manifest.json")
@@ -119,6 +121,14 @@ def test_damaged_document(checkpoint, damage):
     restore(checkpoint)
 
 
+@pytest.mark.catches("checkpoint-document-checksum")
+def test_a_document_that_is_still_json_is_damaged_all_the_same(checkpoint):
+    path = checkpoint / "2/plan/metadata"
+    path.write_bytes(path.read_bytes().replace(b"2", b"3"))
+    with pytest.raises(CheckpointError, match="document 'plan' cannot be read .its checksum does"):
+        Checkpointer(checkpoint).documents(2)
+
+
 def test_missing_directory(devices, tmp_path):
     with pytest.raises(CheckpointError, match=r"directory '.*none' does not exist; give the dir"):
         restore(tmp_path / "none")
@@ -135,6 +145,7 @@ def test_directory_without_checkpoint(devices, tmp_path):
         restore(tmp_path, step=None)
 
 
+@pytest.mark.catches("half-written-step")
 def test_half_written_steps_are_no_steps(checkpoint):
     (checkpoint / "1").rename(checkpoint / "1.orbax-checkpoint-tmp")
     (checkpoint / "3.orbax-checkpoint-tmp").mkdir()

@@ -137,6 +137,7 @@ def members_of(*slots):
     ]
 
 
+@pytest.mark.catches("layers-left-out")
 @pytest.mark.parametrize(
     "slots, message",
     [

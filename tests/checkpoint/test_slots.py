@@ -23,6 +23,7 @@ def test_slot_of_a_segment():
     assert slot.box((slice(1, 2), slice(None), slice(3, 6))) == ((6, 7), (0, 4), (3, 6))
 
 
+@pytest.mark.catches("layer-of-segment")
 def test_slot_of_one_unstacked_layer():
     slot = slot_of(info(dims=("embed", "mlp"), shape=(4, 6), first_layer=7), "model/params")
     assert (slot.shape, slot.array_shape, slot.stacked) == ((8, 4, 6), (4, 6), False)

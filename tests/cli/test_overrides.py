@@ -87,6 +87,7 @@ def test_only_the_result_has_to_be_valid(tiny):
         apply_overrides(tiny, [("model.embed", "96"), ("model.heads", "6")])
 
 
+@pytest.mark.catches("override-twice")
 @pytest.mark.parametrize(
     "name, text, message",
     [
@@ -117,6 +118,7 @@ def test_a_mistake_is_told_in_one_sentence(tiny, name, text, message):
         apply_overrides(tiny, [(name, text)])
 
 
+@pytest.mark.catches("preset-drops-precision")
 @pytest.mark.parametrize("name", [*PRESETS, "zero3+megatron_sp"])
 def test_a_preset_applies_first_and_keeps_what_it_does_not_decide(name):
     big = recipe("llama3_8b")
@@ -126,6 +128,7 @@ def test_a_preset_applies_first_and_keeps_what_it_does_not_decide(name):
     assert (changed.precision, changed.segments) == (big.plan.precision, big.plan.segments)
 
 
+@pytest.mark.catches("false-is-true")
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_listed_name_can_be_set_to_the_value_it_has(name):
     config = recipe(name)
@@ -153,6 +156,7 @@ def test_a_misspelt_option_is_named():
         parser.parse(["--steps", "x"])
 
 
+@pytest.mark.catches("overrides-one-by-one")
 @pytest.mark.parametrize("turned", [False, True])
 def test_settings_beside_a_text_are_judged_with_it(turned):
     """Neither goes with the plan as it was."""

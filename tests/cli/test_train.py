@@ -200,6 +200,7 @@ def test_the_options_of_train_are_listed(capsys):
         assert part in shown, part
 
 
+@pytest.mark.catches("usage-error-code")
 def test_a_misspelt_verb_is_named(capsys):
     assert main(["trian"]) == 2
     assert capsys.readouterr().err == "colossax: no verb is called 'trian'; did you mean 'train'?\n"

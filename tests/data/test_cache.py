@@ -35,6 +35,7 @@ def test_an_entry_is_built_once_even_by_several_at_a_time(cache):
     assert (cache / "entry").read_text() == "half and half."
 
 
+@pytest.mark.catches("cache-entry-half-written")
 def test_a_builder_that_fails_leaves_no_entry(cache):
     def build(path):
         path.mkdir()

@@ -168,6 +168,7 @@ def test_the_share_held_out_is_about_that_asked_for():
     assert train.token_count + held_out.token_count == 60_000
 
 
+@pytest.mark.catches("held-out-by-position")
 def test_a_text_stays_on_its_side_when_others_come_and_go(words):
     (words / "copy.txt").write_bytes((words / "04.txt").read_bytes())
     made, _, tokenizer = _encoded(words)
@@ -207,5 +208,6 @@ def test_unigram_entropy_is_that_of_all_tokens(words):
     assert unigram_entropy_nats(made) == pytest.approx(plain, rel=1e-12)
 
 
+@pytest.mark.catches("entropy-in-bits")
 def test_unigram_entropy_of_known_distributions():
     assert unigram_entropy_nats(_made([8, 8])) == pytest.approx(math.log(16))

@@ -56,6 +56,7 @@ def _stream(split, order):
 lengths_of_documents = st.lists(st.integers(1, 9), min_size=1, max_size=12)
 
 
+@pytest.mark.catches("target-beyond-document")
 @given(lengths_of_documents, st.integers(1, 12), st.integers(0, 99))
 def test_rows_equal_a_plain_reading_of_the_epochs(lengths, seq_len, seed):
     split = _split(lengths)
@@ -153,6 +154,7 @@ def test_an_epoch_is_ordered_once(monkeypatch):
     assert made == [(1, 0), (1, 1), (1, 2)]
 
 
+@pytest.mark.catches("order-without-epoch")
 def test_seeds_and_epochs_have_orders_of_their_own():
     split = _split([1] * 50)
     orders = {
@@ -185,6 +187,7 @@ def test_after_the_last_epoch_weights_are_0(lengths, seq_len):
         np.testing.assert_equal(row, full)
 
 
+@pytest.mark.catches("last-token-weighs")
 def test_the_last_token_of_the_file_needs_none_after_it():
     tokens = np.arange(6, dtype=np.uint16)
     split = Split(tokens=tokens, starts=np.array([0]), lengths=np.array([6]))

@@ -35,6 +35,7 @@ def test_every_text_comes_back(trained, text):
     assert trained.eos not in ids and all(0 < i < trained.vocab_size for i in ids)
 
 
+@pytest.mark.catches("special-token-in-text")
 @pytest.mark.parametrize(
     "text", ["<|endoftext|>", "a<|endoftext|>b", "\x00\r\n\t \ufeff", "漢字😀"]
 )
@@ -127,6 +128,7 @@ def test_the_config_beside_it_names_the_end(trained, tmp_path, form):
     assert Tokenizer.from_file(folder, end="<|endoftext|>").eos == 0
 
 
+@pytest.mark.catches("tokenizer-adds-tokens")
 def test_nothing_is_added_cut_or_padded(trained, tmp_path):
     raw = json.loads(trained.definition)
     raw["truncation"] = {

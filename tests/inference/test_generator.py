@@ -222,6 +222,7 @@ def count_traces(generator: Generator, monkeypatch) -> collections.Counter:
     return traces
 
 
+@pytest.mark.catches("cache-not-donated")
 def test_the_cache_is_donated():
     generator = make(LLAMA)
     cache = generator._empty()
@@ -262,12 +263,14 @@ def test_a_draw_depends_on_seed_and_position():
     assert rest.tokens == tail
 
 
+@pytest.mark.catches("draw-key")
 def test_every_position_draws_with_another_key():
     """At this temperature all tokens are alike: one key for all would draw one token for all."""
     drawn = make(LLAMA).generate(PROMPT, max_tokens=12, temperature=1e6, seed=1).tokens
     assert len(set(drawn)) > 6
 
 
+@pytest.mark.catches("temperature")
 def test_draws_follow_the_softmax():
     logits = jnp.asarray([2.0, 0.0, -1.0, 1.0])
     keys = jax.random.split(jax.random.key(0), 20_000)
@@ -283,6 +286,7 @@ def test_a_small_temperature_is_nearly_greedy():
     assert cold.tokens == generator.generate(PROMPT, max_tokens=8).tokens
 
 
+@pytest.mark.catches("end-of-sequence")
 def test_generation_ends_at_the_end_of_sequence_token():
     tokens = make(LLAMA).generate(PROMPT, max_tokens=8).tokens
     found = make(LLAMA, eos=tokens[4]).generate(PROMPT, max_tokens=8)
@@ -297,6 +301,8 @@ def test_the_model_names_its_end_of_sequence_token():
     assert Generator(spec, single(), params).generate(PROMPT, max_tokens=8).tokens == tokens[:1]
 
 
+@pytest.mark.catches("last-slot")
+@pytest.mark.catches("position-in-cache")
 def test_the_last_slot_is_used():
     generator = make(LLAMA, slots=24)
     found = generator.generate(PROMPT, max_tokens=3)

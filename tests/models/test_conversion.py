@@ -95,6 +95,7 @@ def llama(**changes):
     return CONVERSIONS["llama"].config_from(settings)
 
 
+@pytest.mark.catches("rope-theta-forgotten")
 def test_both_ages_of_rope_settings():
     new = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0}
     new |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -155,6 +156,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.catches("rope-partial")
 @pytest.mark.parametrize(("case", "changes", "message"), REFUSED)
 def test_settings_refused(case, changes, message):
     settings = {**settings_of(case), **changes}

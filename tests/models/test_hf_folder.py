@@ -53,12 +53,14 @@ def assert_same_params(found, wanted):
         np.testing.assert_array_equal(found[path], value, err_msg=str(path))
 
 
+@pytest.mark.catches("rows-of-a-tensor")
 def test_blocks_do_not_show(monkeypatch):
     _, whole = read_params(GOLDEN / "bloom")
     monkeypatch.setattr(conversion, "BLOCK_BYTES", 700)
     assert_same_params(read_params(GOLDEN / "bloom")[1], whole)
 
 
+@pytest.mark.catches("gpt2-transposed")
 @pytest.mark.parametrize(("case", "prefix"), [("gpt2", "transformer."), ("opt", "model.")])
 def test_names_without_prefix(folder, case, prefix):
     bare = folder(case, lambda tensors: {k.removeprefix(prefix): v for k, v in tensors.items()})
@@ -128,6 +130,7 @@ def test_many_missing_tensors_are_counted(folder):
         open_folder(folder("llama", num_hidden_layers=3))
 
 
+@pytest.mark.catches("tensors-extra")
 def test_biases_nobody_asked_for(folder):
     with pytest.raises(WeightsError, match=r"has besides model\.layers\.0\.mlp\.down_proj\.bias"):
         open_folder(folder("llama_head_dim", mlp_bias=False))
@@ -158,6 +161,7 @@ def test_type_not_supported(folder):
         open_folder(folder("llama", edit))
 
 
+@pytest.mark.catches("tied-head-differs")
 def test_tied_head_that_differs(folder):
     def edit(tensors):
         return {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] * 2}

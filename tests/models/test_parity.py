@@ -79,6 +79,8 @@ def test_every_case_is_here():
     assert set(FACTS) == set(OFF) == {path.parent.name for path in GOLDEN.glob("*/config.json")}
 
 
+@pytest.mark.catches("bloom-heads-side-by-side")
+@pytest.mark.catches("llama-heads-inside-out")
 @pytest.mark.parametrize("case", FACTS)
 def test_logits_and_greedy_tokens(case):
     config, params = read_params(GOLDEN / case)

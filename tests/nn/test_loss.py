@@ -67,6 +67,7 @@ def expected(z, soft_cap=None, bias=True):
     return combined(functools.partial(plain, soft_cap=soft_cap), z)(*arrays)
 
 
+@pytest.mark.catches("loss-z-slope")
 @pytest.mark.parametrize("chunks", [1, 2, 3, 7])
 @pytest.mark.parametrize(
     "z, z_loss", [(0.0, False), (0.01, True), (0.01, False)], ids=["no_z", "z", "unannounced_z"]
@@ -76,6 +77,7 @@ def test_chunks_change_nothing(chunks, z, z_loss):
     close(found, expected(z))
 
 
+@pytest.mark.catches("loss-cap-slope")
 @pytest.mark.parametrize(
     "options",
     [
@@ -92,6 +94,19 @@ def test_options_keep_the_formula(options):
     close(found, expected(0.01, options.get("soft_cap")))
 
 
+@pytest.mark.catches("loss-of-wrong-guess")
+def test_a_guess_is_right_where_no_token_is_likelier():
+    """The likeliest of many, though unlikely, is; one that another just beats is not."""
+    logits = np.zeros((1, 3, 24), np.float32)
+    logits[0, 0, 5] = 0.01
+    logits[0, 1, [5, 6]] = 9.0, 9.01
+    logits[0, 2, [5, 6]] = 9.0  # alike
+    found = cross_entropy(
+        jnp.asarray(logits), jnp.eye(24), jnp.full((1, 3), 5), jnp.asarray([[1.0, 2.0, 4.0]])
+    )
+    assert float(found[3]) == 5.0
+
+
 def test_without_a_bias():
     hidden, head, _, targets, weights = inputs()
     found = combined(functools.partial(ours, chunks=2), 0.0)(hidden, head, None, targets, weights)
@@ -102,6 +117,7 @@ def test_sums_without_differentiation():
     close(jax.jit(functools.partial(ours, chunks=3))(*inputs()), expected(0.01)[0][1])
 
 
+@pytest.mark.catches("loss-padding-has-gradient")
 @pytest.mark.parametrize("z_loss", [False, True])
 def test_padding_has_exactly_no_gradient(z_loss):
     arrays = inputs()

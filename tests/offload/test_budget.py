@@ -115,6 +115,7 @@ def test_room_below_a_layer_of_one_kind_goes_to_the_next():
     assert found.resident == {"parameters": 0, "optimizer": 0, "activations": 4}
 
 
+@pytest.mark.catches("host-budget")
 def test_a_small_host_decides_what_leaves_it():
     """Parameters save more traffic, but only states in place of them bring the host under."""
     need = demand(layers=1, host=127)
@@ -190,6 +191,7 @@ def test_the_working_set_is_the_larger_of_two_moments():
     assert many["logits"] == 6 * 16 * 64_000
 
 
+@pytest.mark.catches("container-limit")
 def test_a_container_has_less_than_its_host(tmp_path):
     source, group = tmp_path / "meminfo", tmp_path / "group"
     source.write_text("MemAvailable:   31250 kB\n")

@@ -76,6 +76,7 @@ def test_a_share_is_taken_where_it_pays_and_only_there(cpu, both, device, moved)
     assert share == (balanced_share(r, moved) if pays else 0.0)
 
 
+@pytest.mark.catches("balance-gradient-bytes")
 def test_the_balance_of_cpu_and_traffic_in_closed_form():
     """f of the device = (1/U - 2/B) / (1/U + (s - 2)/B): 0.8, and 17 % less time."""
     share = cpu_share(rates(), 12)

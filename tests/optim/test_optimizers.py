@@ -132,6 +132,7 @@ PEERS = {
 }
 
 
+@pytest.mark.catches("adam-bias-correction")
 @pytest.mark.parametrize("name", PEERS)
 def test_equals_optax_on_unstacked_parameters(name):
     ours, theirs = PEERS[name]
@@ -154,6 +155,7 @@ def test_a_bfloat16_moment_is_rounded_between_steps_not_within():
     np.testing.assert_allclose(found["w"], w, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.catches("lars-norm-sum")
 def test_lars_takes_the_papers_sum_of_norms():
     w, g = unit(0, 0, 0)["w"], unit(1, 0, 1)["w"]
     found, _ = run(
@@ -164,6 +166,7 @@ def test_lars_takes_the_papers_sum_of_norms():
     np.testing.assert_allclose(found["w"], w - 5.0 * ratio * (g + 0.3 * w), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.catches("lamb-clamps-norms")
 def test_lamb_clamps_the_norm_of_the_weight():
     """With bounds (c, c) a matrix moves by lr * c, whatever its norm; vectors take Adam's step."""
     params = unit(0, 0, 0)
@@ -184,6 +187,7 @@ def test_parameters_that_are_zero_leave_zero(make):
     np.testing.assert_array_equal(found["still"], 1.0)
 
 
+@pytest.mark.catches("decay-of-vectors")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_vectors_do_not_decay(name):
     """Without gradients, a matrix of a decaying optimizer shrinks, norms and biases stay."""

@@ -40,6 +40,7 @@ def wide_normals(seed, shape):
     return jax.random.normal(keys[0], shape) * 2.0 ** jax.random.randint(keys[1], shape, -60, 60)
 
 
+@pytest.mark.catches("rounding-never-up")
 def test_it_is_one_of_the_two_neighbours_and_right_on_average():
     x = wide_normals(0, (1 << 16,))
     found = stochastic_round(x, draws(1, x.shape))
@@ -61,6 +62,7 @@ def test_each_share_of_the_way_is_kept():
         assert abs(ups - share) <= STANDARD_ERRORS * np.sqrt(share * (1 - share) / x.size)
 
 
+@pytest.mark.catches("rounding-overflows")
 @pytest.mark.parametrize(
     ("word", "expected"),
     [
@@ -114,6 +116,21 @@ def test_a_moment_is_right_on_average_over_elements_and_steps(b2):
     scores = sums[inner] / np.sqrt(steps * (share * (1 - share))[inner])
     spread = STANDARD_ERRORS * np.sqrt(2 / inner.sum())
     assert abs(np.mean(scores**2) - 1) < spread
+
+
+@pytest.mark.catches("rounding-ignores-step")
+def test_the_optimizer_rounds_each_step_by_other_bits():
+    """With b2 = 1/2, v = 1 and g^2 = 1 + 2^-7 the new v lies midway between two bfloat16."""
+    old = jnp.ones((), jnp.bfloat16)
+    grad = jnp.sqrt(jnp.float32(1 + 2.0**-7))
+    optimizer = transforms.scale_by_adam(0.9, 0.5, 1e-8, jnp.float32, jnp.bfloat16)
+    start = optimizer.init(old)
+
+    def rounded(count):
+        return optimizer.update(grad, start._replace(count=count, nu=old))[1].nu
+
+    ups = jax.vmap(rounded)(jnp.arange(256)) > 1
+    assert abs(np.sum(2.0 * np.asarray(ups) - 1)) < STANDARD_ERRORS * np.sqrt(256)
 
 
 def test_elements_are_rounded_independently_of_their_neighbours():

@@ -55,6 +55,7 @@ def test_a_log_names_the_call(caplog):
     assert "grouped_matmul of 48 x 8 x 16 in 3 groups, float32: xla" in said[1]
 
 
+@pytest.mark.catches("named-implementation")
 def test_a_name_is_honoured_or_refused():
     assert choose("cut", SOME, "paper", CPU, "slow") == "slow"
     with pytest.raises(NotImplementedError, match="^cut 'fast': not made for paper on cpu$"):

@@ -20,6 +20,8 @@ PUBLISHED = {
 """Parameter counts of the published checkpoints."""
 
 
+@pytest.mark.catches("recipe-precision")
+@pytest.mark.catches("llama-kv-heads")
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameter_counts_are_those_published(name, devices):
     config = recipe(name)
@@ -46,6 +48,7 @@ def test_llama_tiny_is_as_documented():
     assert config.plan.precision.compute == "float32"
 
 
+@pytest.mark.catches("recipe-name")
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_knows_its_name_and_reaches_its_final_rate(name):
     config = recipe(name)
@@ -57,6 +60,7 @@ def test_a_recipe_knows_its_name_and_reaches_its_final_rate(name):
     assert end == pytest.approx(config.optimizer.peak_lr * config.optimizer.final_lr_share)
 
 
+@pytest.mark.catches("recipe-nearest")
 def test_a_misspelt_recipe_is_named():
     with pytest.raises(
         InputError, match="no recipe is called 'lama_tiny'; did you mean 'llama_tiny'"

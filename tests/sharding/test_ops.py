@@ -45,6 +45,7 @@ def test_constrain_refuses_what_does_not_divide(devices):
             constrain(jnp.ones((6, 4)), "batch", "embed")
 
 
+@pytest.mark.catches("bias-of-linear")
 @pytest.mark.parametrize("mesh", [{"fsdp": 8}, {"fsdp": 2, "tensor": 4}, {"data": 2, "tensor": 4}])
 @pytest.mark.parametrize("contract", [1, 2])
 def test_linear_equals_plain_mathematics_with_gradients(devices, mesh, contract):

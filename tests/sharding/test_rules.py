@@ -14,6 +14,7 @@ def info(path, dims, shape):
     return ParamInfo(path=path, dims=dims, shape=shape, dtype=np.dtype("float32"))
 
 
+@pytest.mark.catches("weights-stay-split")
 @pytest.mark.parametrize(
     ("name", "role", "dims", "shape", "spec"),
     [
@@ -52,6 +53,7 @@ def test_zero1_splits_state_over_data_and_fsdp(devices):
     assert resolve(bound, "optimizer", ("embed", "mlp"), (8, 16)) == P(("data", "fsdp"), None)
 
 
+@pytest.mark.catches("rule-second-choice")
 def test_second_choice_when_an_axis_is_taken(devices):
     rules = Plan().rules.updated(params={"mlp": [["fsdp"], ["tensor"]]})
     bound = Plan(mesh={"fsdp": 4, "tensor": 2}, rules=rules).bind(devices)
@@ -72,6 +74,7 @@ def test_few_kv_heads_are_replicated(devices, kv_heads, entry):
     assert resolve(bound, "params", ("embed", "kv_heads"), (8, kv_heads)) == P(None, entry)
 
 
+@pytest.mark.catches("kv-heads-uneven")
 @pytest.mark.parametrize("kv_heads", [3, 6, 12])
 def test_kv_heads_that_neither_divide_nor_are_divided_are_refused(devices, kv_heads):
     bound = preset("megatron", mesh={"tensor": 8}).bind(devices)

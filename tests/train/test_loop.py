@@ -76,6 +76,7 @@ def test_metrics_are_read_one_step_late_and_in_order():
     assert (loop.meter.tokens, loop.validation_loss) == (300, 0.5)
 
 
+@pytest.mark.catches("records-late")
 def test_records_come_before_the_checkpoint_that_follows_them():
     _, log, _, _ = looped(5, checkpoint_every=2)
     for done in (2, 4, 5):
@@ -112,6 +113,7 @@ def test_skipped_steps_are_told():
     assert "step 4 was skipped: its loss or gradient norm is not finite (2 so far)" in screen
 
 
+@pytest.mark.catches("validation-by-batch")
 def test_validation_weighs_tokens_not_batches():
     def evaluate(state, batch):
         return {"cross_entropy": (jnp.float32(batch["total"]), jnp.float32(batch["weight"]))}

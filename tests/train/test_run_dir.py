@@ -71,6 +71,7 @@ def test_an_unwritable_folder_is_refused(tmp_path):
         RunFolder(path=tmp_path / "file" / "run").write(CONFIG, who())
 
 
+@pytest.mark.catches("resume-other-run")
 @pytest.mark.parametrize(
     "change, message",
     [

@@ -196,6 +196,8 @@ def test_missing_folders_and_files(tmp_path):
         open_store(tmp_path / "store")
 
 
+@pytest.mark.catches("store-names-its-record")
+@pytest.mark.catches("record-checksum")
 @pytest.mark.parametrize("record", range(RECORDS))
 @pytest.mark.parametrize("place", [BLOCK_BYTES, BLOCK_BYTES + 5999, BLOCK_BYTES + 8192 + 59])
 def test_a_flipped_byte_of_an_array_is_named(store, record, place):
@@ -349,6 +351,7 @@ def test_no_records_are_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.catches("two-processes-one-store")
 def test_one_process_at_a_time(store):
     program = (
         "import sys\n"

@@ -147,6 +147,7 @@ def test_jax_results_are_waited_for_in_the_writing_thread(store):
     assert_epoch(store, 1)
 
 
+@pytest.mark.catches("epochs-in-one-place")
 def test_an_epoch_that_was_not_committed_is_not_there(store):
     store.update(0, advance)
     assert_epoch(store, 0)
@@ -186,6 +187,7 @@ def test_a_later_epoch_may_be_filled_over_an_older_one(store):
     assert_epoch(store, 7)
 
 
+@pytest.mark.catches("commit-without-records")
 def test_a_failed_update_does_not_help_the_next_to_be_complete(store):
     """What one update wrote and did not commit is not mixed with another's records."""
     store.update(0, lambda i, a: {**a, "x": np.zeros_like(a["x"])})

@@ -53,6 +53,20 @@ def part(mask, keys):
     return Mask(causal=mask.causal, window=mask.window, q_segments=mask.q_segments, **cut)
 
 
+@pytest.mark.catches("merge-log-partition")
+def test_merged_blocks_weigh_what_their_partitions_do():
+    """Three to one, alike, one over nothing and both over nothing."""
+    outs = np.stack([np.full((1, 4, 1, 2), 1.0), np.full((1, 4, 1, 2), 5.0)]).astype(np.float32)
+    nothing = -np.inf
+    lses = np.log([[3.0, 2.0, 1.0, 1.0], [1.0, 2.0, 1.0, 1.0]]).astype(np.float32)
+    lses[0, 3] = lses[1, 2:] = nothing
+    outs[0, :, 3] = outs[1, :, 2:] = 0.0
+    out, lse = jnp.asarray(outs), jnp.asarray(lses)[:, None, None]
+    out, total = merge_blocks(out[0], lse[0], out[1], lse[1])
+    np.testing.assert_allclose(out[0, :, 0], [[2.0] * 2, [3.0] * 2, [1.0] * 2, [0.0] * 2])
+    np.testing.assert_allclose(total[0, 0], [*np.log([4.0, 4.0, 1.0]), nothing], rtol=1e-6)
+
+
 @pytest.mark.parametrize("name", MASKS)
 def test_two_blocks_are_the_whole(name):
     q, k, v, dout = operands()
@@ -91,6 +105,7 @@ def test_two_blocks_are_the_whole(name):
     assert_trees_close(gradients, pull((dout, dlse)))
 
 
+@pytest.mark.catches("sink-adds-output")
 def test_a_sink_is_one_more_logit():
     q, k, v, _ = operands()
     sinks = jnp.asarray([0.5, -1.0, 3.0, 0.0])

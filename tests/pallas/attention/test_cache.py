@@ -46,6 +46,7 @@ def calls(rng):
         yield [tokens[i] for i in rng.permutation(len(tokens))]
 
 
+@pytest.mark.catches("cache-sees-next")
 @pytest.mark.parametrize(
     "option, bytes_at_once", [*((option, 2**26) for option in OPTIONS), ("window", 1)]
 )
@@ -90,6 +91,7 @@ def test_one_seat_is_a_case_of_many():
     np.testing.assert_allclose(alone, among, atol=1e-6)
 
 
+@pytest.mark.catches("cache-padding-writes")
 def test_tokens_outside_of_the_cache_write_nothing():
     q, k, v = (x[0, :3] for x in sequences())
     _, state = attend_cache(

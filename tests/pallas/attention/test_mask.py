@@ -72,6 +72,7 @@ def masks(draw, ranges: bool):
     return Mask(**fields), batch, s, t
 
 
+@pytest.mark.catches("mask-padding-sees")
 @settings(max_examples=60, deadline=None)
 @given(masks(ranges=False))
 def test_dense_is_the_definition(case):
@@ -80,6 +81,7 @@ def test_dense_is_the_definition(case):
     np.testing.assert_array_equal(found, by_loops(mask, batch, s, t))
 
 
+@pytest.mark.catches("mask-range-end")
 @settings(max_examples=120, deadline=None)
 @given(masks(ranges=True))
 def test_ranges_are_the_dense_mask(case):
@@ -125,6 +127,7 @@ def test_positions_restart_in_each_document():
     assert hi.tolist() == [[1, 2, 3, 4, 5, 5]]
 
 
+@pytest.mark.catches("mask-window-left")
 def test_a_window_counts_the_query_itself():
     """A sliding window of 3 keys is (2, 0): the query and the two before it."""
     seen = dense(Mask(causal=True, window=(2, 0)), 6, 6)[0, 0]
