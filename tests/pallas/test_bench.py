@@ -137,6 +137,7 @@ def test_attention_is_right_on_shapes_that_are_measured():
     assert windowed.error("xla", windowed.truth(given), plain.functions["xla"](*given)) > 1e-2
 
 
+@pytest.mark.catches("bench-ignores-carried")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_ring_step_that_ignores_what_is_carried_is_wrong(dtype):
     found = cases(Target(platform="cpu"), scale=128, dtype=dtype)

@@ -17,6 +17,7 @@ QUERIES, KEYS, HEADS, KV_HEADS = 100, 70, 4, 2
 
 
 @everywhere
+@pytest.mark.catches("kernel-split-heads")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("sizes", quick_first([(sizes,) for sizes in HEAD_SIZES], [((96, 96),)]))
 def test_it_is_the_formula(sizes, dtype, place):

@@ -85,6 +85,7 @@ def test_sizes_that_are_no_multiple_of_a_tile_are_padded(rows, counts, place):
 
 
 @everywhere
+@pytest.mark.catches("grouped-rows-of-others")
 def test_infinite_rows_of_others_stay_there(place):
     x, _, dy = arrays(rows=100, groups=2)
     counts, row = [30, 40], jnp.arange(100)[:, None]

@@ -33,6 +33,7 @@ def twice_added(added, x, *, in_place):
     return run(added, x)[0]
 
 
+@pytest.mark.catches("launch-in-place")
 @pytest.mark.parametrize("in_place", [False, True])
 def test_outputs_take_the_memory_of_inputs_where_told(in_place):
     found = jax.jit(lambda *a: twice_added(*a, in_place=in_place))(X[::-1].copy(), X)

@@ -101,6 +101,7 @@ def test_a_kernel_that_hangs_is_declined_in_time(log, monkeypatch):
     assert Prover().kept(VARIANT, KIND).outcome is Outcome.DECLINED
 
 
+@pytest.mark.catches("verdict-of-short-memory")
 def test_short_memory_is_no_verdict(log, caplog):
     own = Prover(command=command("memory", log))
     for _ in range(2):
@@ -125,6 +126,7 @@ ENDS = {
 }
 
 
+@pytest.mark.catches("verdict-of-killed-child")
 @pytest.mark.parametrize("end", ENDS)
 def test_how_a_child_ends_tells_whose_fault_it_was(end):
     command = (sys.executable, "-c", BEGIN + end)
@@ -149,6 +151,7 @@ def finish(process):
     return json.loads(out.splitlines()[-1])
 
 
+@pytest.mark.catches("verdict-of-another-source")
 def test_a_verdict_outlives_the_process(log, cache, monkeypatch):
     """A right kernel is taken, by the next process without a child, until the source changes."""
     own = Prover(command=command("none", log))
@@ -196,6 +199,7 @@ def job(monkeypatch):
     return found
 
 
+@pytest.mark.catches("verdict-told-to-nobody")
 def test_a_process_that_has_waited_too_long_decides_for_all(job, told):
     """Else it and process 0, which comes later, would run different programs."""
     job.number = 1
@@ -258,6 +262,7 @@ def test_the_assembler_is_asked_for_its_version(tmp_path, monkeypatch):
     store._ptxas_version.cache_clear()
 
 
+@pytest.mark.catches("verdict-of-short-time")
 def test_a_program_waits_a_minute_in_all(told, monkeypatch):
     """What later kernels lack in time is no fault of theirs."""
     clock = iter([0.0, 40.0, 40.0, 58.0])
@@ -271,6 +276,7 @@ def test_a_program_waits_a_minute_in_all(told, monkeypatch):
     assert "have taken their 60 s" in found[2].reason
 
 
+@pytest.mark.catches("proof-of-absent-device")
 def test_only_a_choice_of_auto_on_a_device_that_is_there_asks(told, monkeypatch):
     monkeypatch.setattr(choice, "PROVER", Prover())
     there = target_of(hopper())

@@ -14,6 +14,7 @@ def proved(own, **peers):
     return Verdict(outcome=Outcome.PROVED, seconds=own, peers=peers)
 
 
+@pytest.mark.catches("slow-kernel-taken")
 @pytest.mark.parametrize(
     "own, theirs, taken",
     [
@@ -80,6 +81,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.catches("wrong-row-passes")
 @pytest.mark.parametrize("name", FAULTS)
 def test_values_are_held_to_the_truth(name):
     kernel, outcome, reason = FAULTS[name]
