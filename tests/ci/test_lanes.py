@@ -69,10 +69,14 @@ def test_parts_are_disjoint_whole_and_of_like_cost():
     assert {"test_both[cheap]", "test_both[dear]"} <= set(names(parts[0]))
 
 
-def test_measurements_take_the_place_of_what_was_listed_of_their_file():
-    measured = {"quick": {"tests/a/test_a.py": {"test_x[1]": 0.4, "test_x[2]": 0.4, "test_y": 0.1}}}
-    renewed = COSTS.renewed(measured)
-    assert renewed.listed["quick"]["tests/a/test_a.py"] == {"test_x": [2, 0.8]}
+def test_measurements_take_the_place_of_what_was_listed_of_their_tests():
+    tests = {"test_both[dear]": 0.4, "test_both[1]": 0.4, "test_new": 2.5, "test_small": 0.1}
+    renewed = COSTS.renewed({"quick": {"tests/a/test_a.py": tests}})
+    assert renewed.listed["quick"]["tests/a/test_a.py"] == {
+        "test_both": [2, 0.8],
+        "test_dear": 3.0,
+        "test_new": 2.5,
+    }
     for lane, file in (("quick", "tests/b/test_b.py"), ("sweep", "tests/a/test_a.py")):
         assert renewed.listed[lane][file] == COSTS.listed[lane][file]
 

@@ -56,18 +56,16 @@ class Costs:
         return self.of(item) > DEAR_S
 
     def renewed(self, measured):
-        """The list with new measurements in place of the old ones of their lane and file."""
+        """The list with new measurements in place of the old ones of the same tests."""
         lanes = {lane: dict(files) for lane, files in self.listed.items()}
         for lane, files in measured.items():
             for file, tests in files.items():
-                lanes.setdefault(lane, {})[file] = _listed(tests)
+                known = lanes.setdefault(lane, {}).get(file, {})
+                kept = {name: value for name, value in known.items() if name not in tests}
+                lanes[lane][file] = dict(sorted((kept | _listed(tests)).items()))
         return Costs(
             {
-                lane: {
-                    file: dict(sorted(tests.items()))
-                    for file, tests in sorted(files.items())
-                    if tests
-                }
+                lane: {file: tests for file, tests in sorted(files.items()) if tests}
                 for lane, files in sorted(lanes.items())
             }
         )
