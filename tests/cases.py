@@ -24,7 +24,7 @@ def quick_first(
             *(case if isinstance(case, tuple) else (case,)),
             marks=[
                 *([] if case in chosen else [pytest.mark.sweep]),
-                *([marks[case]] if case in marks else []),
+                *([marks[case]] if marks and case in marks else []),
             ],
         )
         for case in cases

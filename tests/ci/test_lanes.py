@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.plugins.costs import Budgets, Costs, Meter
-from tests.plugins.lanes import core, part
+from tests.plugins.lanes import core, is_sentinel, part
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,16 +27,17 @@ class Item:
     """As much of a collected test as is asked for."""
 
     def __init__(self, nodeid, *marks):
-        self.nodeid, self.marks, self.name = nodeid, marks, nodeid.partition("::")[2]
+        self.nodeid, self.name = nodeid, nodeid.partition("::")[2]
+        self.marks = [mark.mark for mark in marks]
 
     def get_closest_marker(self, name):
-        return name if name in self.marks else None
+        return next((mark for mark in self.marks if mark.name == name), None)
 
 
 ITEMS = [
     Item("tests/a/test_a.py::test_both[cheap]"),
     Item("tests/a/test_a.py::test_both[dear]"),
-    Item("tests/a/test_a.py::test_dear", "sentinel"),
+    Item("tests/a/test_a.py::test_dear", pytest.mark.sentinel),
     Item("tests/a/test_a.py::test_unlisted"),
     Item("tests/b/test_b.py::test_one"),
     Item("tests/b/test_b.py::test_other"),
@@ -49,7 +50,7 @@ def names(items):
 
 def test_a_cost_is_a_cases_own_or_its_share_of_the_functions():
     assert [COSTS.of(item) for item in ITEMS] == [0.5, 9.0, 3.0, 0.05, 8.0, 5.0]
-    assert COSTS.of(Item("tests/a/test_a.py::test_both[dear]", "sweep")) == 1.0
+    assert COSTS.of(Item("tests/a/test_a.py::test_both[dear]", pytest.mark.sweep)) == 1.0
 
 
 def test_the_core_is_what_is_cheap_sentinels_and_one_test_of_every_file():
@@ -59,6 +60,13 @@ def test_the_core_is_what_is_cheap_sentinels_and_one_test_of_every_file():
         "test_unlisted",
         "test_other",
     ]
+
+
+def test_a_sentinel_may_be_one_case_of_many():
+    mark = pytest.mark.sentinel("dear")
+    cases = [Item(f"tests/c/test_c.py::test_both[{case}]", mark) for case in ("dear", "dearer")]
+    assert [is_sentinel(case) for case in cases] == [True, False]
+    assert not is_sentinel(Item("tests/c/test_c.py::test_both[dear]"))
 
 
 def test_parts_are_disjoint_whole_and_of_like_cost():

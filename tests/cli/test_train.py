@@ -50,6 +50,7 @@ def losses(lines):
     return [line["loss"] for line in lines if "step" in line]
 
 
+@pytest.mark.sentinel
 def test_a_run_tells_its_steps_and_its_end(whole):
     out, lines, errors = whole
     *steps, last = lines

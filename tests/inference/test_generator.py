@@ -126,6 +126,7 @@ def decode_logits(config, chunks, *, width: int) -> np.ndarray:
     return np.concatenate(rows)
 
 
+@pytest.mark.sentinel("opt")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_cached_logits_equal_those_of_the_full_forward_pass(name):
     expected = forward(CONFIGS[name])(PROMPT)

@@ -1,8 +1,8 @@
 """Which of the selected tests run: the core, the rest, a part of them.
 
 The core is what people run without thinking: every test that costs no more than `costs.DEAR_S`,
-and of each file that has none of those its cheapest test, so that all files are represented; and
-tests marked `sentinel`, which alone catch something that matters.
+and of each file that has none of those its cheapest test, so that all files are represented, but
+for one beyond `LARGEST_S`; and tests marked `sentinel`, which alone catch something that matters.
 """
 
 import itertools
@@ -10,6 +10,8 @@ import itertools
 import pytest
 
 from tests.plugins.costs import Costs, function_of
+
+LARGEST_S = 10.0
 
 
 def pytest_addoption(parser):
@@ -54,12 +56,20 @@ def pytest_collection_modifyitems(config, items):
 
 def core(items, costs):
     """The items of the core, in their order."""
-    chosen = {i for i in items if not costs.is_dear(i) or i.get_closest_marker("sentinel")}
+    chosen = {item for item in items if not costs.is_dear(item) or is_sentinel(item)}
     for _, of_file in itertools.groupby(items, _file):
         tests = list(of_file)
-        if chosen.isdisjoint(tests):
-            chosen.add(min(tests, key=costs.of))
+        cheapest = min(tests, key=costs.of)
+        if chosen.isdisjoint(tests) and costs.of(cheapest) <= LARGEST_S:
+            chosen.add(cheapest)
     return [item for item in items if item in chosen]
+
+
+def is_sentinel(item):
+    """Whether a test is marked so, as a whole or by the case of its parameters."""
+    mark = item.get_closest_marker("sentinel")
+    case = item.name.partition("[")[2].removesuffix("]")
+    return mark is not None and (not mark.args or case in mark.args)
 
 
 def part(items, costs, index, count):

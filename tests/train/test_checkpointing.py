@@ -27,6 +27,7 @@ def checkpoints(folder, step, problems):
     return RunCheckpoints(folder, step, keep=2, documents={"run": 1}, report=problems.append)
 
 
+@pytest.mark.sentinel
 @pytest.mark.catches("checkpoint-position-off-by-one")
 def test_a_checkpoint_says_where_its_data_goes_on(made, tmp_path):
     state, step = made

@@ -190,6 +190,7 @@ def test_a_quick_run_sees_every_preset_mesh_and_both_numbers_of_microbatches():
         assert any(plan == preset(name, mesh=plan.mesh, batch=plan.batch) for plan in quick), name
 
 
+@pytest.mark.sentinel("llama-data2-tensor4-x1")
 @pytest.mark.parametrize(("shape", "plan"), list(cases()))
 def test_every_mesh_equals_one_device(devices, shape, plan, capfd):
     assert_equals_one_device(run(shape, plan, devices), shape)

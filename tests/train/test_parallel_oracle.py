@@ -135,6 +135,7 @@ def test_every_sequence_mesh_equals_one_device(devices, model, plan, capfd):
     assert "rematerialization" not in capfd.readouterr().err
 
 
+@pytest.mark.sentinel("mistral-2.5d-fsdp2-depth2-col2")
 @pytest.mark.parametrize(("model", "plan"), list(layout_cases()))
 def test_every_tensor_layout_equals_one_device(devices, model, plan, capfd):
     assert_equals_one_device(model, plan, devices)

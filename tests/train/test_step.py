@@ -99,6 +99,7 @@ def test_accumulation_equals_the_whole_batch_whatever_tokens_a_microbatch_has(pi
     assert weights["cross_entropy"] == batch["weights"].sum()
 
 
+@pytest.mark.sentinel
 @pytest.mark.catches("microbatch-weight")
 def test_each_term_is_divided_by_its_own_weight():
     """Two terms with different masks over uneven microbatches: one common weight is far off."""
@@ -142,6 +143,7 @@ def test_a_loss_of_another_form_is_refused(result):
         step(state, text_batch())
 
 
+@pytest.mark.sentinel
 @pytest.mark.catches("clip-by-half")
 def test_clipping_is_by_the_global_norm():
     """Under plain SGD of rate 1000 the parameters' change is the clipped gradient."""
@@ -219,6 +221,7 @@ def test_an_infinite_gradient_of_a_finite_loss_is_skipped_by_parameters_and_vari
     assert float(found["variables"]["count"]) == 1
 
 
+@pytest.mark.sentinel
 @pytest.mark.catches("reduce-once-one-key")
 def test_each_device_draws_random_numbers_of_its_own_where_gradients_are_reduced_once(devices):
     plan = preset("zero1", mesh={"fsdp": 4}, batch=BatchConfig(accumulation=2, reduce_once=True))
@@ -277,6 +280,7 @@ def test_the_step_composes_in_a_jit_of_the_users_own():
     assert_losses_close(metrics["loss"], again["loss"])
 
 
+@pytest.mark.sentinel
 @pytest.mark.catches("state-not-donated")
 def test_the_state_is_donated():
     state, step = ordinary()

@@ -154,6 +154,7 @@ def test_so_it_is_with_some_layers_on_the_device(clipping, pieces, placement):
     assert_as_ordinary(run(plan), pieces)
 
 
+@pytest.mark.sentinel
 def test_layers_may_be_clipped_by_their_own_norms():
     """Under plain SGD of rate 1000 the parameters' change is each layer's clipped gradient."""
     state, step = started(FULL, sgd(1.0))

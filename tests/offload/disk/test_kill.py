@@ -105,6 +105,7 @@ class Log:
         return bytes(kept)
 
 
+@pytest.mark.sentinel
 @pytest.mark.catches("commit-order")
 def test_whatever_blocks_a_power_loss_takes_the_last_committed_epoch_is_whole(
     tmp_path, monkeypatch

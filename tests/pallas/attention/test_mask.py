@@ -72,6 +72,7 @@ def masks(draw, ranges: bool):
     return Mask(**fields), batch, s, t
 
 
+@pytest.mark.sentinel
 @pytest.mark.catches("mask-padding-sees")
 @settings(max_examples=60, deadline=None)
 @given(masks(ranges=False))
@@ -81,6 +82,7 @@ def test_dense_is_the_definition(case):
     np.testing.assert_array_equal(found, by_loops(mask, batch, s, t))
 
 
+@pytest.mark.sentinel
 @pytest.mark.catches("mask-range-end")
 @settings(max_examples=120, deadline=None)
 @given(masks(ranges=True))

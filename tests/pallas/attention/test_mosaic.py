@@ -180,6 +180,7 @@ STEP_CATCHES = {
 }
 
 
+@pytest.mark.sentinel("causal, own keys and then those before-interpret")
 @everywhere
 @pytest.mark.parametrize("name", quick_first(STEPS, 1, STEP_CATCHES))
 def test_what_is_carried_is_merged(name, place):

@@ -136,6 +136,7 @@ CATCHES = {
 }
 
 
+@pytest.mark.sentinel("head size 128, causal, grouped heads-interpret")
 @everywhere
 @pytest.mark.parametrize("name", quick_first(CASES, 2, CATCHES))
 def test_gradients_are_those_of_dense_float64(name, place):

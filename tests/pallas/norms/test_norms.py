@@ -106,6 +106,7 @@ def test_gradients_have_the_dtypes_of_what_they_belong_to(name):
     assert [g.dtype for g in gradients[1:]] == [jnp.float16] * len(vectors)
 
 
+@pytest.mark.sentinel
 @pytest.mark.catches("norm-variance")
 def test_large_mean_costs_no_precision():
     """Mean 1000, deviation 1: a variance from mean squares would be wrong in its first digits."""
