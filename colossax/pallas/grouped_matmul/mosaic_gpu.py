@@ -20,10 +20,12 @@ from colossax.pallas.mosaic import (
     SHARED_BYTES,
     WARPGROUP_ROWS,
     Ops,
+    Stages,
     launch,
     matrix,
     multiprocessors,
     shared_bytes,
+    stage_barriers,
     why_not_hardware,
 )
 from colossax.pallas.mosaic import vector as plain
@@ -123,15 +125,13 @@ def multiply(
     wide = w.shape[1 if transposed else 2]
     tiles = tiles or default_tiles(wide)
     visits = row_visits(group_sizes, x.shape[0], ROWS, align=ALIGN)
-    stages = tiles.stages
     block = (tiles.columns, DEPTH) if transposed else (DEPTH, tiles.columns)
     scratch = [
-        matrix((stages, ROWS, DEPTH), x.dtype),
-        matrix((stages, *block), x.dtype),
+        matrix((tiles.stages, ROWS, DEPTH), x.dtype),
+        matrix((tiles.stages, *block), x.dtype),
         matrix((2, 2, WARPGROUP_ROWS, PIECE), x.dtype),
         plain((2, WARPGROUP_ROWS, EDGE), x.dtype),
-        plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        stage_barriers(tiles.stages, copies=2, readers=2),
     ]
     assert shared_bytes(scratch) <= SHARED_BYTES, tiles
     most = visits.group.shape[0] * (wide // tiles.columns)
@@ -163,11 +163,11 @@ def _multiply(
     ws,
     pieces,
     edges,
-    full,
-    empty,
+    barriers,
 ):
     """Body: tiles of the output dealt out in turn, the copier ahead of the others."""
-    groups, stages = w.shape[0], tiles.stages
+    stages = Stages(ops, {"x": xs, "w": ws}, barriers, tiles.stages)
+    groups = w.shape[0]
     across = out.shape[1] // tiles.columns
     block, blocks = jax.lax.axis_index("block"), jax.lax.axis_size("block")
     wg = jax.lax.axis_index("wg")
@@ -189,21 +189,14 @@ def _multiply(
             columns = pl.ds(column, tiles.columns)
 
             def stage(k, done):
-                slot = jax.lax.rem(done, stages)
-
-                @pl.when(done >= stages)
-                def _():
-                    plgpu.barrier_wait(empty.at[slot])
-
                 depth = pl.ds(k * DEPTH, DEPTH)
-                source = w.at[which, columns, depth] if transposed else w.at[which, depth, columns]
-                ops.copy_in(x.at[rows, depth], xs.at[slot], full.at[slot])
-                ops.copy_in(source, ws.at[slot], full.at[slot])
+                of_w = (columns, depth) if transposed else (depth, columns)
+                stages.fill(done, {"x": x.at[rows, depth], "w": w.at[which, *of_w]})
                 return done + 1
 
             return jax.lax.fori_loop(0, steps, stage, done)
 
-        _drain(jax.lax.fori_loop(0, mine, tile, jnp.int32(0)), empty, stages)
+        stages.drain(jax.lax.fori_loop(0, mine, tile, jnp.int32(0)))
 
     @pl.when(wg != COPIER)
     def _compute():
@@ -214,12 +207,11 @@ def _multiply(
             visit, column, steps = place(i)
 
             def operands(k):
-                slot = jax.lax.rem(done + k, stages)
-                plgpu.barrier_wait(full.at[slot])
+                slot = stages.arrived(done + k)
                 return xs.at[slot, my_rows], ws.at[slot]
 
             def release(k):
-                plgpu.barrier_arrive(empty.at[jax.lax.rem(done + k, stages)])
+                stages.leave(done + k)
 
             acc = ops.sum_of_products(
                 (WARPGROUP_ROWS, tiles.columns), steps, operands, release, transpose_b=transposed
@@ -238,15 +230,6 @@ def _multiply(
 
         jax.lax.fori_loop(0, mine, tile, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
-
-
-def _drain(done: Any, empty: Any, stages: int) -> None:
-    """Wait for the last release of every stage that was used."""
-    for slot in range(stages):
-
-        @pl.when(slot < done)
-        def _(slot=slot):
-            plgpu.barrier_wait(empty.at[slot])
 
 
 def _store(
@@ -333,13 +316,11 @@ def weight_gradient(
     ends = jnp.minimum(jnp.cumsum(group_sizes.astype(jnp.int32)), x.shape[0])
     starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends[:-1]])
     order = jnp.argsort(starts - ends).astype(jnp.int32)
-    stages = tiles.stages
     scratch = [
-        matrix((stages, DEPTH, ROWS), x.dtype),
-        matrix((stages, DEPTH, tiles.columns), x.dtype),
+        matrix((tiles.stages, DEPTH, ROWS), x.dtype),
+        matrix((tiles.stages, DEPTH, tiles.columns), x.dtype),
         matrix((2, 2, WARPGROUP_ROWS, PIECE), x.dtype),
-        plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        stage_barriers(tiles.stages, copies=2, readers=2),
         plgpu.Barrier(num_arrivals=2),
     ]
     assert shared_bytes(scratch) <= SHARED_BYTES, tiles
@@ -367,12 +348,12 @@ def _weight_gradient(
     xs,
     dys,
     pieces,
-    full,
-    empty,
+    barriers,
     masked,
 ):
     """Body: one tile of one group's matrix, summed over the rows of the group."""
-    stages, wg = tiles.stages, jax.lax.axis_index("wg")
+    stages = Stages(ops, {"x": xs, "dy": dys}, barriers, tiles.stages)
+    wg = jax.lax.axis_index("wg")
     group = order[jax.lax.axis_index("group")]
     start, end = starts[group], ends[group]
     aligned = start - jax.lax.rem(start, ALIGN)
@@ -389,19 +370,11 @@ def _weight_gradient(
         plgpu.set_max_registers(40, action="decrease")
 
         def stage(k, _):
-            slot = jax.lax.rem(k, stages)
-
-            @pl.when(k >= stages)
-            def _():
-                plgpu.barrier_wait(empty.at[slot])
-
-            rows = pl.ds(first(k), DEPTH)
-            ops.copy_in(x.at[rows, pl.ds(row, ROWS)], xs.at[slot], full.at[slot])
-            columns = pl.ds(column, tiles.columns)
-            ops.copy_in(dy.at[rows, columns], dys.at[slot], full.at[slot])
+            rows, columns = pl.ds(first(k), DEPTH), pl.ds(column, tiles.columns)
+            stages.fill(k, {"x": x.at[rows, pl.ds(row, ROWS)], "dy": dy.at[rows, columns]})
 
         jax.lax.fori_loop(0, steps, stage, None)
-        _drain(steps, empty, stages)
+        stages.drain(steps)
 
     @pl.when(wg != COPIER)
     def _compute():
@@ -410,8 +383,7 @@ def _weight_gradient(
         mine = pl.ds(wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
         def operands(k):
-            slot = jax.lax.rem(k, stages)
-            plgpu.barrier_wait(full.at[slot])
+            slot = stages.arrived(k)
             own = aligned + k * DEPTH
             low = jnp.maximum(own, start) - first(k)
             high = jnp.minimum(own + DEPTH, end) - first(k)
@@ -429,11 +401,8 @@ def _weight_gradient(
 
             return xs.at[slot, :, mine], dys.at[slot]
 
-        def release(k):
-            plgpu.barrier_arrive(empty.at[jax.lax.rem(k, stages)])
-
         acc = ops.sum_of_products(
-            (WARPGROUP_ROWS, tiles.columns), steps, operands, release, transpose_a=True
+            (WARPGROUP_ROWS, tiles.columns), steps, operands, stages.leave, transpose_a=True
         )
         rows = pl.ds(row + wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
         there = out.at[group, rows, pl.ds(column, tiles.columns)]

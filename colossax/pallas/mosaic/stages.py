@@ -1,11 +1,12 @@
 """Shared memory that one warpgroup fills while others read it, a few steps ahead of them."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .ops import Ops
@@ -15,50 +16,86 @@ from .ops import Ops
 class Stages:
     """Step `i` of a loop uses stage `i % count`; both sides number their steps alike.
 
+    One warpgroup calls `fill` for every step, then `drain`. Each reader calls `open` if stages are
+    `opened`, and for every step `arrived`, then `leave`.
+
     Attributes:
         ops: Of the kernel.
+        arrays: Shared memory by names, the stage its first dim; whatever else is there too.
         barriers: As `stage_barriers` describes them, in the kernel.
         count: How many there are.
+        opened: Whether readers say at the start that all stages are free, so that every step that
+            is filled waits for them. Else the first `count` do not wait, and the compiler may take
+            these out of the loop.
     """
 
     ops: Ops
+    arrays: Mapping[str, Any]
     barriers: Any
     count: int
-
-    def slot(self, step: Any) -> Any:
-        """Which stage a step uses."""
-        return jax.lax.rem(step, jnp.int32(self.count))
-
-    def _barrier(self, name: str, slot: Any) -> Any:
-        barrier = self.barriers[name]
-        return barrier if self.count == 1 else barrier.at[slot]
+    opened: bool = False
 
     def open(self) -> None:
-        """Every reader says so first: all stages are free."""
+        """Every reader of `opened` stages says so first: all are free."""
         for slot in range(self.count):
             plgpu.barrier_arrive(self._barrier("left", slot))
 
-    def fill(self, step: Any, copies: Iterable[tuple[Any, Any]]) -> None:
-        """Start copies from global to shared memory when all readers have left the stage."""
-        slot = self.slot(step)
-        plgpu.barrier_wait(self._barrier("left", slot))
-        for source, target in copies:
-            self.ops.copy_in(source, target, self._barrier("filled", slot))
+    def fill(self, step: Any, sources: Mapping[str, Any]) -> None:
+        """Start copies from global to shared memory when all readers have left the stage.
+
+        Args:
+            step: Which.
+            sources: By the names of `arrays`; where their second dim is one of parts, each part's.
+        """
+        slot = self._free(step)
+        filled = self._barrier("filled", slot)
+        for name, source in sources.items():
+            array = self.arrays[name]
+            if isinstance(source, Sequence):
+                for part, one in enumerate(source):
+                    self.ops.copy_in(one, array.at[slot, part], filled)
+            else:
+                self.ops.copy_in(source, array.at[slot], filled)
 
     def arrived(self, step: Any) -> Any:
         """Wait for the copies of a step; its stage."""
-        slot = self.slot(step)
+        slot = self._slot(step)
         plgpu.barrier_wait(self._barrier("filled", slot))
         return slot
 
     def leave(self, step: Any) -> None:
         """Say that one reader has read all it needs of a step."""
-        plgpu.barrier_arrive(self._barrier("left", self.slot(step)))
+        plgpu.barrier_arrive(self._barrier("left", self._slot(step)))
 
     def drain(self, steps: Any) -> None:
-        """After `steps` steps were filled: wait until the readers have left them all."""
-        for i in range(self.count):
-            plgpu.barrier_wait(self._barrier("left", self.slot(steps + i)))
+        """After `steps` steps were filled: wait until the readers have left them all.
+
+        Whoever waits for a barrier observes all its phases: the interpreter wants it so.
+        """
+        for ahead in range(self.count):
+            self._free(steps + ahead)
+
+    def _free(self, step: Any) -> Any:
+        """Wait until all readers have left the stage that a step is to use; that stage."""
+        slot = self._slot(step)
+
+        def wait() -> None:
+            plgpu.barrier_wait(self._barrier("left", slot))
+
+        if self.opened:
+            wait()
+        else:
+            pl.when(step >= self.count)(wait)
+        return slot
+
+    def _slot(self, step: Any) -> Any:
+        """Which stage a step uses."""
+        return jax.lax.rem(step, jnp.int32(self.count))
+
+    def _barrier(self, name: str, slot: Any) -> Any:
+        """One of several barriers, or the only one, which has no index."""
+        barrier = self.barriers[name]
+        return barrier if self.count == 1 else barrier.at[slot]
 
 
 def stage_barriers(count: int, *, copies: int, readers: int) -> dict[str, Any]:

@@ -61,12 +61,12 @@ def bias_gradient(operands: Operands, tiles: BiasTiles) -> jax.Array:
 
 def _scratch(operands: Operands, tiles: BiasTiles) -> dict[str, Any]:
     h, hv, dtype = operands.q.shape[-1], operands.v.shape[-1], operands.q.dtype
-    parts = tiles.stages * tiles.warpgroups
+    parts = (tiles.stages, tiles.warpgroups, WARPGROUP_ROWS)
     return {
         "bias": matrix((tiles.warpgroups, WARPGROUP_ROWS, tiles.keys), operands.bias.dtype),
         "loaded": plgpu.Barrier(num_arrivals=tiles.warpgroups),
-        "q": matrix((parts, WARPGROUP_ROWS, h), dtype),
-        "dout": matrix((parts, WARPGROUP_ROWS, hv), dtype),
+        "q": matrix((*parts, h), dtype),
+        "dout": matrix((*parts, hv), dtype),
         "k": matrix((tiles.stages, tiles.keys, h), dtype),
         "v": matrix((tiles.stages, tiles.keys, hv), dtype),
         "stages": stage_barriers(
@@ -83,7 +83,7 @@ def attention_dbias(operands, tiles, q, k, v, dout, rows, ranges, visits, bias, 
     # What the loops go over: all that share this tile of the bias.
     batches = q.shape[0] if bias.shape[0] == 1 else 1
     heads = q.shape[2] if bias.shape[1] == 1 else 1
-    stages = Stages(ops, held["stages"], tiles.stages)
+    stages = Stages(ops, held, held["stages"], tiles.stages, opened=True)
     shape = (WARPGROUP_ROWS, tiles.keys)
     keys = pl.ds(key * tiles.keys, tiles.keys)
 
@@ -115,16 +115,15 @@ def attention_dbias(operands, tiles, q, k, v, dout, rows, ranges, visits, bias, 
 
             def fill(j, step):
                 head = of_head + j
-                kv_head, slot = jax.lax.div(head, jnp.int32(operands.group)), stages.slot(step)
-                copies = [
-                    (k.at[batch, keys, kv_head], held["k"].at[slot]),
-                    (v.at[batch, keys, kv_head], held["v"].at[slot]),
-                ]
-                for of in range(tiles.warpgroups):
-                    part = slot * tiles.warpgroups + of
-                    copies.append((q.at[batch, queries(of), head], held["q"].at[part]))
-                    copies.append((dout.at[batch, queries(of), head], held["dout"].at[part]))
-                stages.fill(step, copies)
+                of_keys = (batch, keys, jax.lax.div(head, jnp.int32(operands.group)))
+                parts = [(batch, queries(of), head) for of in range(tiles.warpgroups)]
+                sources = {
+                    "k": k.at[of_keys],
+                    "v": v.at[of_keys],
+                    "q": [q.at[part] for part in parts],
+                    "dout": [dout.at[part] for part in parts],
+                }
+                stages.fill(step, sources)
                 return step + 1
 
             return jax.lax.fori_loop(0, sum(seen(batch)), fill, step)
@@ -144,10 +143,9 @@ def attention_dbias(operands, tiles, q, k, v, dout, rows, ranges, visits, bias, 
             head = of_head + j
             lse, delta = (ops.vector(rows.at[batch, head, i, mine]) for i in range(2))
             slot = stages.arrived(step)
-            part = slot * tiles.warpgroups + wg
             scores, dweights = ops.matmuls(
-                (held["q"].at[part], held["k"].at[slot]),
-                (held["dout"].at[part], held["v"].at[slot]),
+                (held["q"].at[slot, wg], held["k"].at[slot]),
+                (held["dout"].at[slot, wg], held["v"].at[slot]),
                 transpose_b=True,
             )
             stages.leave(step)

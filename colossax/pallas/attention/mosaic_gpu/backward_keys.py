@@ -99,7 +99,7 @@ def _scratch(operands: Operands, tiles: KeyTiles) -> dict[str, Any]:
     copies = 4
     if operands.bias is not None:
         copies += parts
-        shape = (tiles.stages * parts, WARPGROUP_ROWS, tiles.queries)
+        shape = (tiles.stages, parts, WARPGROUP_ROWS, tiles.queries)
         found["bias"] = matrix(shape, operands.bias.dtype)
     found["stages"] = stage_barriers(tiles.stages, copies=copies, readers=tiles.warpgroups)
     return found
@@ -117,7 +117,7 @@ def attention_dk_dv(operands, tiles, split, q, k, v, dout, rows, ranges, visits,
     registers = APART_REGISTERS if tiles.apart else alike
     masked_as = place(ranges, batch)
     walk = Walk.of(visits, *masked_as, tile)
-    stages = Stages(ops, held["stages"], tiles.stages)
+    stages = Stages(ops, held, held["stages"], tiles.stages, opened=True)
     shape = (WARPGROUP_ROWS, queries)
 
     def keys(part):
@@ -138,18 +138,17 @@ def attention_dk_dv(operands, tiles, split, q, k, v, dout, rows, ranges, visits,
 
         def fill(step, _):
             i, head = place_of(step)
-            slot, seen = stages.slot(step), pl.ds(walk.tile(i) * queries, queries)
-            copies = [
-                (q.at[batch, seen, head], held["q"].at[slot]),
-                (dout.at[batch, seen, head], held["dout"].at[slot]),
-                (rows.at[batch, head, :, seen], held["rows"].at[slot]),
-                (ranges.at[*masked_as, :, seen], held["ranges"].at[slot]),
-            ]
+            seen = pl.ds(walk.tile(i) * queries, queries)
+            sources = {
+                "q": q.at[batch, seen, head],
+                "dout": dout.at[batch, seen, head],
+                "rows": rows.at[batch, head, :, seen],
+                "ranges": ranges.at[*masked_as, :, seen],
+            }
             for bias in biases:
-                for part in range(parts):
-                    source = bias.at[*place(bias, batch, head), keys(part), seen]
-                    copies.append((source, held["bias"].at[slot * parts + part]))
-            stages.fill(step, copies)
+                of_head = place(bias, batch, head)
+                sources["bias"] = [bias.at[*of_head, keys(part), seen] for part in range(parts)]
+            stages.fill(step, sources)
 
         jax.lax.fori_loop(0, group * walk.steps, fill, None)
         stages.drain(group * walk.steps)
@@ -158,7 +157,7 @@ def attention_dk_dv(operands, tiles, split, q, k, v, dout, rows, ranges, visits,
         """`p^T`, d(capped)/d(score), and the products of `more` pairs."""
         pairs = (held["k"].at[part], held["q"].at[slot]), *more
         scores, *products = ops.matmuls(*pairs, transpose_b=True)
-        bias = ops.tile(held["bias"].at[slot * parts + part]) if biases else None
+        bias = ops.tile(held["bias"].at[slot, part]) if biases else None
         lse = spread(ops.vector(held["rows"].at[slot, 0], along=1), shape, along=1)
         weights, slope = weigh(operands, scores, bias, lse)
         if masked:

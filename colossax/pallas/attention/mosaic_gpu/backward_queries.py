@@ -67,7 +67,7 @@ def _scratch(operands: Operands, tiles: QueryTiles) -> dict[str, Any]:
     copies = 1
     if operands.bias is not None:
         copies += tiles.warpgroups
-        shape = (tiles.stages * tiles.warpgroups, WARPGROUP_ROWS, tiles.keys)
+        shape = (tiles.stages, tiles.warpgroups, WARPGROUP_ROWS, tiles.keys)
         found["bias"] = matrix(shape, operands.bias.dtype)
     found["k_stages"] = stage_barriers(tiles.stages, copies=copies, readers=tiles.warpgroups)
     return found
@@ -82,8 +82,8 @@ def attention_dq(operands, tiles, q, k, v, dout, rows, ranges, visits, *others):
     kv_head = jax.lax.div(head, jnp.int32(operands.group))
     masked_as = place(ranges, batch)
     walk = Walk.of(visits, *masked_as, tile)
-    k_stages = Stages(ops, held["k_stages"], tiles.stages)
-    v_stages = Stages(ops, held["v_stages"], tiles.v_stages)
+    k_stages = Stages(ops, held, held["k_stages"], tiles.stages, opened=True)
+    v_stages = Stages(ops, held, held["v_stages"], tiles.v_stages, opened=True)
 
     def queries(of):
         return pl.ds(tile * tiles.rows + of * WARPGROUP_ROWS, WARPGROUP_ROWS)
@@ -97,15 +97,14 @@ def attention_dq(operands, tiles, q, k, v, dout, rows, ranges, visits, *others):
             ops.copy_in(dout.at[mine], held["dout"].at[i], held["loaded"])
 
         def fill(step, _):
-            seen, slot = pl.ds(walk.tile(step) * keys, keys), k_stages.slot(step)
-            copies = [(k.at[batch, seen, kv_head], held["k"].at[slot])]
+            seen = pl.ds(walk.tile(step) * keys, keys)
+            sources = {"k": k.at[batch, seen, kv_head]}
             for bias in biases:
-                for of in range(tiles.warpgroups):
-                    part = bias.at[*place(bias, batch, head), queries(of), seen]
-                    copies.append((part, held["bias"].at[slot * tiles.warpgroups + of]))
-            k_stages.fill(step, copies)
-            slot = v_stages.slot(step)
-            v_stages.fill(step, [(v.at[batch, seen, kv_head], held["v"].at[slot])])
+                parts = (queries(of) for of in range(tiles.warpgroups))
+                of_head = place(bias, batch, head)
+                sources["bias"] = [bias.at[*of_head, part, seen] for part in parts]
+            k_stages.fill(step, sources)
+            v_stages.fill(step, {"v": v.at[batch, seen, kv_head]})
 
         jax.lax.fori_loop(0, walk.steps, fill, None)
         k_stages.drain(walk.steps)
@@ -130,7 +129,7 @@ def attention_dq(operands, tiles, q, k, v, dout, rows, ranges, visits, *others):
             pairs = (q_held, k_held), (dout_held, v_held)
             scores, dweights = ops.matmuls(*pairs, transpose_b=True)
             v_stages.leave(step)
-            bias = ops.tile(held["bias"].at[slot * tiles.warpgroups + wg]) if biases else None
+            bias = ops.tile(held["bias"].at[slot, wg]) if biases else None
             weights, slope = weigh(operands, scores, bias, spread(lse, shape))
             if masked:
                 # Not `lo - tile * keys`: indices that no step changes are kept in registers.

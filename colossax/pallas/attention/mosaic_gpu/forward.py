@@ -17,7 +17,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from colossax.pallas.attention.tiles import visits_of_queries
-from colossax.pallas.mosaic import WARPGROUP_ROWS, Ops, launch, matrix, spread, tanh
+from colossax.pallas.mosaic import (
+    WARPGROUP_ROWS,
+    Ops,
+    Stages,
+    launch,
+    matrix,
+    spread,
+    stage_barriers,
+    tanh,
+)
 
 from .shapes import BLOCK_ROWS, WARPGROUPS, Tile, padded, tile_for
 
@@ -138,27 +147,28 @@ class _Forward:
     def scratch(self, q: Array, v: Array, bias: Array | None) -> dict[str, Any]:
         """Shared memory of a block."""
         tile, h, hv = self.tile, q.shape[3], v.shape[3]
-        arrived = functools.partial(plgpu.Barrier, num_arrivals=1)
-        consumed = functools.partial(plgpu.Barrier, num_arrivals=WARPGROUPS)
+        barriers = functools.partial(stage_barriers, readers=WARPGROUPS)
         found = {
             "q": matrix((WARPGROUPS, WARPGROUP_ROWS, h), q.dtype),
             "k": matrix((tile.stages, tile.keys, h), q.dtype),
             "v": matrix((tile.stages, tile.keys, hv), q.dtype),
-            "q_arrived": arrived(num_barriers=WARPGROUPS),
-            "k_arrived": arrived(num_barriers=tile.stages),
-            "v_arrived": arrived(num_barriers=tile.stages),
-            "k_consumed": consumed(num_barriers=tile.stages),
-            "v_consumed": consumed(num_barriers=tile.stages),
+            "q_arrived": plgpu.Barrier(num_arrivals=1, num_barriers=WARPGROUPS),
+            "k_stages": barriers(tile.stages, copies=1),
+            "v_stages": barriers(tile.stages, copies=1),
             "turn": plgpu.Barrier(num_arrivals=WARPGROUPS),
         }
         if bias is not None:
             shape = (tile.bias_stages, WARPGROUPS, WARPGROUP_ROWS, tile.keys)
             found["bias"] = matrix(shape, bias.dtype)
-            found["bias_arrived"] = plgpu.Barrier(
-                num_arrivals=WARPGROUPS, num_barriers=tile.bias_stages
-            )
-            found["bias_consumed"] = consumed(num_barriers=tile.bias_stages)
+            found["bias_stages"] = barriers(tile.bias_stages, copies=WARPGROUPS)
         return found
+
+    def stages(self, shared: dict[str, Any]) -> tuple[Stages, ...]:
+        """Of keys, of values and, if there is one, of the bias."""
+        counts = {"k_stages": self.tile.stages, "v_stages": self.tile.stages}
+        if self.biased:
+            counts["bias_stages"] = self.tile.bias_stages
+        return tuple(Stages(self.ops, shared, shared[name], n) for name, n in counts.items())
 
     def body(self, q, k, v, lo, hi, plan, *rest):
         *given, out, lse, shared = rest
@@ -212,31 +222,20 @@ class _Forward:
             arrived = shared["q_arrived"].at[wg]
             self.ops.copy_in(q.at[batch, rows(wg), head], shared["q"].at[wg], arrived)
 
+        keys, values, *biases = self.stages(shared)
+
         @pl.loop(first, last)
         def _tile(j):
-            keys = pl.ds(j * self.tile.keys, self.tile.keys)
-            slot = _free_slot(shared["k_consumed"], j - first, self.tile.stages)
-            where = (batch, keys, kv_head)
-            self.ops.copy_in(k.at[where], shared["k"].at[slot], shared["k_arrived"].at[slot])
-            if bias is not None:
-                place = _free_slot(shared["bias_consumed"], j - first, self.tile.bias_stages)
-                arrived = _slot(shared["bias_arrived"], place, self.tile.bias_stages)
-                for wg in range(WARPGROUPS):
-                    self.ops.copy_in(
-                        bias.at[_at(bias, 0, batch), _at(bias, 1, head), rows(wg), keys],
-                        shared["bias"].at[place, wg],
-                        arrived,
-                    )
-            _free_slot(shared["v_consumed"], j - first, self.tile.stages)
-            self.ops.copy_in(v.at[where], shared["v"].at[slot], shared["v_arrived"].at[slot])
+            seen = pl.ds(j * self.tile.keys, self.tile.keys)
+            keys.fill(j - first, {"k": k.at[batch, seen, kv_head]})
+            for stages in biases:
+                of_head = bias.at[_at(bias, 0, batch), _at(bias, 1, head)]
+                parts = [of_head.at[rows(wg), seen] for wg in range(WARPGROUPS)]
+                stages.fill(j - first, {"bias": parts})
+            values.fill(j - first, {"v": v.at[batch, seen, kv_head]})
 
-        # Whoever waits for a barrier observes all its phases: the interpreter wants it so.
-        rings = {"k_consumed": self.tile.stages, "v_consumed": self.tile.stages}
-        if bias is not None:
-            rings["bias_consumed"] = self.tile.bias_stages
-        for name, stages in rings.items():
-            for ahead in range(stages):
-                _free_slot(shared[name], last - first + ahead, stages)
+        for stages in (keys, values, *biases):
+            stages.drain(last - first)
 
     def nothing(self, columns):
         """The running softmax of 64 rows over no keys: sum, greatest logit in log 2, total."""
@@ -282,20 +281,16 @@ class _Forward:
     def step(self, shared, wg, first, turn, seen, j, carry):
         """One tile of keys into the running softmax; `top` in units of log 2."""
         acc, top, total = carry
-        slot = jax.lax.rem(j - first, self.tile.stages)
-        plgpu.barrier_wait(shared["k_arrived"].at[slot])
-        scores = self.ops.matmul(
-            shared["q"].at[wg], shared["k"].at[slot], transpose_b=True, meanwhile=turn
-        )
-        plgpu.barrier_arrive(shared["k_consumed"].at[slot])
+        keys, values, *biases = self.stages(shared)
+        k = shared["k"].at[keys.arrived(j - first)]
+        scores = self.ops.matmul(shared["q"].at[wg], k, transpose_b=True, meanwhile=turn)
+        keys.leave(j - first)
         scores, factor = self.logits(scores)
-        if self.biased:
-            stages = self.tile.bias_stages
-            place = jax.lax.rem(j - first, stages)
-            plgpu.barrier_wait(_slot(shared["bias_arrived"], place, stages))
-            scores = scores + shared["bias"].at[place, wg][...].astype(jnp.float32) * LOG2_E
+        for stages in biases:
+            bias = shared["bias"].at[stages.arrived(j - first), wg]
+            scores = scores + self.ops.tile(bias) * LOG2_E
             plgpu.commit_smem()  # read before the next copy writes
-            plgpu.barrier_arrive(_slot(shared["bias_consumed"], place, stages))
+            stages.leave(j - first)
         if seen is not None:
             key = self.ops.iota(scores.shape, 1) + j * self.tile.keys
             lo, hi = (spread(x, scores.shape) for x in seen)
@@ -313,10 +308,10 @@ class _Forward:
         # Else the compiler moves the softmax behind the turn.
         acc, total, higher, narrow = jax.lax.optimization_barrier((acc, total, higher, narrow))
         plgpu.barrier_arrive(shared["turn"])
-        plgpu.barrier_wait(shared["v_arrived"].at[slot])
+        v = shared["v"].at[values.arrived(j - first)]
         plgpu.barrier_wait(shared["turn"])
-        acc = self.ops.accumulate(acc, narrow, shared["v"].at[slot])
-        plgpu.barrier_arrive(shared["v_consumed"].at[slot])
+        acc = self.ops.accumulate(acc, narrow, v)
+        values.leave(j - first)
         return acc, higher, total
 
     def logits(self, scores):
@@ -336,19 +331,3 @@ class _Forward:
 def _at(x: Any, dim: int, index: Any) -> Any:
     """Where along a dim that may be 1 for all."""
     return 0 if x.shape[dim] == 1 else index
-
-
-def _free_slot(consumed: Any, count: Any, stages: int) -> Any:
-    """The slot of a ring for its `count`-th tile, once both warpgroups are done with the last."""
-    slot = jax.lax.rem(count, stages)
-
-    @pl.when(count >= stages)
-    def _wait():
-        plgpu.barrier_wait(_slot(consumed, slot, stages))
-
-    return slot
-
-
-def _slot(barriers: Any, slot: Any, stages: int) -> Any:
-    """One of several barriers, or the only one, which has no index."""
-    return barriers if stages == 1 else barriers.at[slot]
