@@ -51,6 +51,7 @@ def names(items):
 def test_a_cost_is_a_cases_own_or_its_share_of_the_functions():
     assert [COSTS.of(item) for item in ITEMS] == [0.5, 9.0, 3.0, 0.05, 8.0, 5.0]
     assert COSTS.of(Item("tests/a/test_a.py::test_both[dear]", pytest.mark.sweep)) == 1.0
+    assert COSTS.of(Item("tests/a/test_a.py::test_both[cheap]", pytest.mark.slow)) == 10.0
 
 
 def test_the_core_is_what_is_cheap_sentinels_and_one_test_of_every_file():
@@ -60,6 +61,11 @@ def test_the_core_is_what_is_cheap_sentinels_and_one_test_of_every_file():
         "test_unlisted",
         "test_other",
     ]
+
+
+def test_of_a_file_that_is_all_slow_there_is_none_in_the_core():
+    slow = [Item(f"tests/c/test_c.py::test_{n}", pytest.mark.slow) for n in (1, 2)]
+    assert core(slow, COSTS) == []
 
 
 def test_a_sentinel_may_be_one_case_of_many():

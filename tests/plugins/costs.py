@@ -17,6 +17,10 @@ BUDGETS = FILE.with_name("budgets.toml")
 DEAR_S = 2.0
 """Tests above this are not in the core (`lanes.py`)."""
 
+SLOW_S = 10.0
+"""What the mark `slow` stands for at least. The first test that needs a shared fixture pays for it,
+so the others of a dear one look cheap, and have to carry the mark."""
+
 SMALL_S = 0.5
 """Functions whose cheap cases take less than this together are not listed."""
 
@@ -43,13 +47,14 @@ class Costs:
 
     def of(self, item):
         """Seconds of one test; what is not listed costs next to nothing."""
+        slow = item.get_closest_marker("slow") is not None
+        return max(self._listed(item), SLOW_S if slow else 0.0)
+
+    def _listed(self, item):
         file, _, name = item.nodeid.partition("::")
         listed = self.listed.get(lane_of(item), {}).get(file, {})
-        if name in listed:
-            found = listed[name]
-            return found[1] / found[0] if isinstance(found, list) else found
-        count, seconds = listed.get(function_of(name), (1, 0.05))
-        return seconds / count
+        found = listed.get(name, listed.get(function_of(name), 0.05))
+        return found[1] / found[0] if isinstance(found, list) else found
 
     def is_dear(self, item):
         """Whether a test is too dear for the core."""

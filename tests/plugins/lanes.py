@@ -2,16 +2,14 @@
 
 The core is what people run without thinking: every test that costs no more than `costs.DEAR_S`,
 and of each file that has none of those its cheapest test, so that all files are represented, but
-for one beyond `LARGEST_S`; and tests marked `sentinel`, which alone catch something that matters.
+for slow ones; and tests marked `sentinel`, which alone catch something that matters.
 """
 
 import itertools
 
 import pytest
 
-from tests.plugins.costs import Costs, function_of
-
-LARGEST_S = 10.0
+from tests.plugins.costs import SLOW_S, Costs, function_of
 
 
 def pytest_addoption(parser):
@@ -60,7 +58,7 @@ def core(items, costs):
     for _, of_file in itertools.groupby(items, _file):
         tests = list(of_file)
         cheapest = min(tests, key=costs.of)
-        if chosen.isdisjoint(tests) and costs.of(cheapest) <= LARGEST_S:
+        if chosen.isdisjoint(tests) and costs.of(cheapest) < SLOW_S:
             chosen.add(cheapest)
     return [item for item in items if item in chosen]
 

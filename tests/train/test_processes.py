@@ -35,6 +35,7 @@ def together(text, tmp_path_factory):
     return folder, [process.finish() for process in started]
 
 
+@pytest.mark.slow
 def test_two_processes_are_as_one(together, text, tmp_path):
     """Also when one process, with one device, goes on with what two have written."""
     folder, (first, second) = together
@@ -107,6 +108,7 @@ def test_a_checkpoint_of_any_layout_is_read_under_any_other(text, tmp_path):
     assert list(losses.values()) == pytest.approx(list(alone.losses.values()), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_the_first_process_alone_speaks_and_writes(together):
     folder, (first, second) = together
     assert second.lines == []
