@@ -35,11 +35,18 @@ if "COLOSSAX_UNCHECKED" not in os.environ:  # set by ci/breaks.py: half of its t
         "beartype.beartype",
     )
 
-import jax  # noqa: E402 (after the settings above)
+import hypothesis  # noqa: E402 (after the settings above)
+import jax  # noqa: E402
 import pytest  # noqa: E402
 from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
 jax.config.update("jax_default_matmul_precision", "highest")
+
+# Examples are drawn by each test's own code, the same in every run: what one commit passes it
+# passes again. `--hypothesis-profile search` draws others.
+hypothesis.settings.register_profile("search", deadline=None)
+hypothesis.settings.register_profile("same", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("same")
 
 pytest_plugins = [
     "tests.plugins.catches",

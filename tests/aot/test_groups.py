@@ -121,7 +121,7 @@ AXES = "abc"
 
 
 @given(SIZES.filter(lambda sizes: math.prod(sizes) <= 8), st.data())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_named_axes_come_back_by_name(sizes, data):
     """Groups of a set of axes, written in two forms, are those axes again."""
     names = AXES[: len(sizes)]

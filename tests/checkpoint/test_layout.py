@@ -54,7 +54,7 @@ def dims(draw):
     return cuts * draw(st.sampled_from([1, 2, 3])), cuts
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     inner=st.lists(dims(), min_size=1, max_size=3),
     layers=st.lists(st.sampled_from([1, 2, 3]), max_size=3),

@@ -32,7 +32,7 @@ def test_it_is_its_definition(words):
     assert len(checksum(data)) == DIGEST_BYTES
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.integers(0, 80_000 * 8 - 1), st.integers(1, 255))
 def test_any_changed_byte_is_seen(place, change):
     data = noise(80_000)
@@ -41,7 +41,7 @@ def test_any_changed_byte_is_seen(place, change):
     assert checksum(data) != before
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.integers(0, 79_999), st.integers(0, 79_999))
 def test_two_flipped_signs_are_seen(one, other):
     data = noise(80_000)

@@ -59,9 +59,7 @@ def test_disk_and_host_bytes_are_what_they_were_said_to_be(store):
     assert store.path.stat().st_size == store.bytes
 
 
-@settings(
-    deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(
         st.tuples(

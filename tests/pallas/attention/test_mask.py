@@ -74,7 +74,7 @@ def masks(draw, ranges: bool):
 
 @pytest.mark.sentinel
 @pytest.mark.catches("mask-padding-sees")
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(masks(ranges=False))
 def test_dense_is_the_definition(case):
     mask, batch, s, t = case
@@ -84,7 +84,7 @@ def test_dense_is_the_definition(case):
 
 @pytest.mark.sentinel
 @pytest.mark.catches("mask-range-end")
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(masks(ranges=True))
 def test_ranges_are_the_dense_mask(case):
     mask, _, s, t = case

@@ -44,7 +44,7 @@ def test_groups_of_every_kind(sizes, implementation):
     check(sizes, implementation, 1e-5)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.lists(st.integers(0, ROWS), min_size=GROUPS, max_size=GROUPS).map(sorted))
 def test_random_groups(cuts):
     check([int(n) for n in np.diff([0, *cuts])], "xla", 1e-5)

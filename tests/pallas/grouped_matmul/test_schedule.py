@@ -24,7 +24,7 @@ CUTS = st.lists(st.integers(0, ROWS), min_size=GROUPS, max_size=GROUPS).map(sort
 
 
 @pytest.mark.parametrize("align", ALIGNED)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(CUTS)
 def test_every_row_is_owned_once_by_a_tile_of_its_group(align, cuts):
     sizes = np.diff([0, *cuts]).astype(np.int32)

@@ -49,7 +49,7 @@ def offsets_of_the_dense_mask(mask, s, t, ranks, order):
 
 
 @pytest.mark.catches("window-one-short")
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     causal=st.booleans(),
     left=st.none() | st.integers(0, 12),
