@@ -27,13 +27,24 @@ def test_every_room_has_some():
     assert {one.room for one in EVERY} == ROOMS - WITHOUT
 
 
-@pytest.mark.parametrize("one", EVERY, ids=lambda one: one.mark)
-def test_a_break_applies_once_and_compiles(one):
-    file, broken = one.applied(ROOT)
-    assert file.relative_to(ROOT / "colossax").with_suffix("").parts[0] == one.room
-    assert broken != file.read_text()
-    assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", one.mark)
-    assert 0 < len(one.why) <= 100 and "\n" not in one.why
+def test_every_break_applies_once_and_compiles():
+    found = {one.mark: usable(one) for one in EVERY}
+    assert found == dict.fromkeys(found, True)
+
+
+def usable(one: breaks.Break) -> bool | str:
+    """Whether it says what it breaks and can be applied; else why not."""
+    try:
+        file, broken = one.applied(ROOT)
+    except breaks.UnusableError as problem:
+        return str(problem)
+    return (
+        file.relative_to(ROOT / "colossax").with_suffix("").parts[0] == one.room
+        and broken != file.read_text()
+        and re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", one.mark) is not None
+        and 0 < len(one.why) <= 100
+        and "\n" not in one.why
+    )
 
 
 # A package of one room with two promises, one of them tested. Marks are spelt out when it is

@@ -1,40 +1,25 @@
-"""Every scheme on a mesh of fake devices, as a function of whole arrays in natural order."""
+"""Attention under a plan that splits the sequence, as a function of whole arrays."""
 
 import dataclasses
-import functools
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh
-from jax.sharding import PartitionSpec as P
 
-from colossax.pallas.attention import attention
-from colossax.sharding.sequence import (
-    RingAxes,
-    gather_attention_local,
-    inverse_order,
-    ring_attention_local,
-    ring_self_attention_local,
-    ulysses_local,
-    zigzag_order,
-)
+from colossax.config import AttentionConfig, MeshAxis, Plan
+from colossax.pallas.attention import attention as on_one_device
+from colossax.sharding import RowOrder, attention, in_order, use
+from colossax.sharding.sequence import RingAxes, inverse_order
 from tests.oracle import assert_trees_close
-
-SCHEMES = {
-    "ring": ring_attention_local,
-    "gather": gather_attention_local,
-    "rsa": ring_self_attention_local,
-}
-AXES = ("ring_out", "ring", "ulysses", "tensor")
-RING = ("ring_out", "ring")
-SEQ = (*RING, "ulysses")
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Devices along each axis, and what runs there."""
+    """Devices along each axis, what runs there, and how the tokens of a row lie meanwhile.
+
+    In `natural` order the island itself may bring rows into a balanced one and back.
+    """
 
     ring: int = 1
     outer: int = 1
@@ -44,47 +29,34 @@ class Layout:
     order: str = "zigzag"
 
     @property
-    def mesh(self):
-        shape = (self.outer, self.ring, self.ulysses, self.tensor)
-        devices = np.array(jax.devices()[: math.prod(shape)]).reshape(shape)
-        return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    def sizes(self):
+        double = {MeshAxis.RING_OUT: self.outer, MeshAxis.RING_IN: self.ring}
+        ring = {MeshAxis.RING: self.ring} if self.outer == 1 else double
+        return ring | {MeshAxis.ULYSSES: self.ulysses, MeshAxis.TENSOR: self.tensor}
+
+    @property
+    def plan(self):
+        plan = Plan(mesh=self.sizes, attention=AttentionConfig(scheme=self.scheme))
+        return plan.bind(jax.devices()[: math.prod(self.sizes.values())])
 
     @property
     def axes(self):
         if self.outer == 1:
             return RingAxes(inner="ring", inner_size=self.ring)
-        return RingAxes(inner="ring", inner_size=self.ring, outer="ring_out", outer_size=self.outer)
-
-    def local(self, q, k, v, slopes, sinks, mask, **options):
-        """The scheme on one device's parts; returns output and log-partition."""
-        inner = functools.partial(
-            SCHEMES[self.scheme],
-            mask=mask,
-            scale=q.shape[-1] ** -0.5,
-            axes=self.axes,
-            order=self.order,
-            **options,
-        )
-        return ulysses_local(
-            inner, q, k, v, axis="ulysses", size=self.ulysses, alibi_slopes=slopes, sinks=sinks
+        return RingAxes(
+            inner="ring_in", inner_size=self.ring, outer="ring_out", outer_size=self.outer
         )
 
-    def island(self, operands, **options):
-        """`shard_map` of it over arrays laid out in this order."""
-        tokens = P(None, SEQ, "tensor")
+    @property
+    def row_order(self):
+        return RowOrder(ranks=self.outer * self.ring if self.order == "zigzag" else 1)
 
-        def of_mask(x):
-            return P() if x.ndim == 1 else P(None, RING)
-
-        q, k, v, slopes, sinks, mask = operands
-        per_head = (None if x is None else P("tensor") for x in (slopes, sinks))
-        return jax.shard_map(
-            functools.partial(self.local, **options),
-            mesh=self.mesh,
-            in_specs=(tokens, tokens, tokens, *per_head, jax.tree.map(of_mask, mask)),
-            out_specs=(tokens, P(None, "tensor", SEQ)),
-            check_vma=False,
-        )
+    def island(self, q, k, v, slopes, sinks, mask, **options):
+        """Output and log-partition of arrays laid out in this order."""
+        with use(self.plan), in_order(self.row_order):
+            return attention(
+                q, k, v, alibi_slopes=slopes, sinks=sinks, mask=mask, return_lse=True, **options
+            )
 
     def __str__(self):
         ring = self.ring if self.outer == 1 else f"{self.outer}x{self.ring}"
@@ -92,25 +64,21 @@ class Layout:
 
     def __call__(self, q, k, v, slopes, sinks, mask, **options):
         """Output and log-partition of whole arrays in natural order."""
-        ranks = self.outer * self.ring
 
         def lay_out(x):
-            return x if x.ndim == 1 else jnp.take(x, _places(self.order, x.shape[1], ranks), axis=1)
+            if x.ndim == 1:
+                return x
+            return jnp.take(x, self.row_order.indices(x.shape[1]), axis=1)
 
         operands = (lay_out(q), lay_out(k), lay_out(v), slopes, sinks, jax.tree.map(lay_out, mask))
-        out, lse = self.island(operands, **options)(*operands)
-        back = inverse_order(_places(self.order, q.shape[1], ranks))
+        out, lse = self.island(*operands, **options)
+        back = inverse_order(self.row_order.indices(q.shape[1]))
         return jnp.take(out, back, axis=1), jnp.take(lse, back, axis=2)
-
-
-def _places(order, length, ranks):
-    """Natural index of the token at each place."""
-    return zigzag_order(length, ranks) if order == "zigzag" else np.arange(length)
 
 
 def truth(q, k, v, slopes, sinks, mask, **options):
     """One device, as it is written down."""
-    return attention(
+    return on_one_device(
         q,
         k,
         v,

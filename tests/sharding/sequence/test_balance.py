@@ -1,4 +1,4 @@
-"""Zigzag order gives every rank the same work under a causal mask; contiguous order does not."""
+"""Zigzag order gives every rank the same work under a causal mask; natural order does not."""
 
 import collections
 
@@ -47,20 +47,19 @@ def test_zigzag_is_balanced(monkeypatch, layout):
     check_balanced(pairs)
 
 
-@pytest.mark.parametrize(("order", "unknown"), [("zigzag", 1), ("contiguous", 3)])
+@pytest.mark.parametrize(("order", "unknown"), [("zigzag", 1), ("natural", 3)])
 def test_only_own_keys_are_masked(monkeypatch, order, unknown):
     """Steps under a mask have a loop over tiles whose length is not known: own, middle, last."""
     monkeypatch.setattr(xla, "TILE", {"cpu": 8})
     layout, mask = Layout(ring=4, order=order), Mask(causal=True)
     arrays = operands(b=1, s=S)
-    island = layout.island((*arrays, mask))
-    text = jax.jit(island).lower(*arrays, mask).compile().as_text()
+    text = jax.jit(layout.island).lower(*arrays, mask).compile().as_text()
     loops = [one for one in parse_module(text).by_name.values() if one.opcode == "while"]
     assert sum(loop.trip_count is None for loop in loops) == unknown
 
 
-def test_contiguous_order_is_not(monkeypatch):
-    pairs = pairs_by_rank(monkeypatch, Layout(ring=4, order="contiguous"))
+def test_natural_order_is_not(monkeypatch):
+    pairs = pairs_by_rank(monkeypatch, Layout(ring=4, order="natural"))
     assert pairs == sorted(pairs)
     with pytest.raises(AssertionError, match="at most 10240 wanted"):
         check_balanced(pairs)

@@ -30,8 +30,8 @@ def key_bytes(layout):
 def island_of(layout, mask=CAUSAL, hv=H):
     """Output and log-partition as a function of q, k, v, and their shapes."""
     arrays = operands(b=B, s=S, heads=HEADS, kv_heads=KV_HEADS, h=H, hv=hv)
-    island = layout.island((*arrays, mask))
-    return lambda *qkv: island(*qkv, None, None, mask), jax.eval_shape(lambda: arrays[:3])
+    shapes = jax.eval_shape(lambda: arrays[:3])
+    return lambda *qkv: layout.island(*qkv, None, None, mask), shapes
 
 
 def texts(layout, **options):
@@ -47,26 +47,23 @@ def texts(layout, **options):
 def check(layout, forward, backward, **options):
     for text, expected in zip(texts(layout, **options), (forward, backward), strict=True):
         expected = {pair: size for pair, size in expected.items() if size}
-        assert_collectives(text, expected, mesh=layout.mesh, within=0.0)
+        assert_collectives(text, expected, mesh=layout.plan.mesh, within=0.0)
 
 
 def ring(layout, kv, inner=None):
     """Expected permutes of `inner` hops along the ring and O - 1 between rings."""
     hops = layout.ring - 1 if inner is None else inner
     hops *= layout.outer
-    return (
-        {("collective-permute", "ring"): hops * kv}
-        | {("collective-permute", "ring_out"): (layout.outer - 1) * kv},
-        {("collective-permute", "ring"): hops * 2 * kv}
-        | {("collective-permute", "ring_out"): (layout.outer - 1) * 2 * kv},
-    )
+    sent = {("collective-permute", layout.axes.inner): hops * kv}
+    sent |= {("collective-permute", "ring_out"): (layout.outer - 1) * kv}
+    return sent, {pair: 2 * size for pair, size in sent.items()}
 
 
 @pytest.mark.parametrize(
     "layout",
     [
         Layout(ring=8),
-        Layout(ring=4, order="contiguous"),
+        Layout(ring=4, order="natural"),
         Layout(outer=2, ring=4),
         Layout(outer=4, ring=2),
         Layout(outer=8),
@@ -85,7 +82,7 @@ def test_ring(layout):
     ("order", "window", "hops"),
     [
         ("zigzag", (3, 0), 2),  # to the neighbour's, and on to the one on the other side
-        ("contiguous", (9, 0), 2),
+        ("natural", (9, 0), 2),
     ],
 )
 def test_a_window_leaves_hops_out(order, window, hops):
@@ -97,7 +94,7 @@ def test_keys_and_values_are_one_message_where_their_shapes_agree():
     layout = Layout(ring=2)
     for hv, messages in ((H, [2]), (2 * H, [1, 2])):
         sent = [B * S // 2 * KV_HEADS * H * 4 * part for part in messages]
-        forward, backward = (collectives(text, layout.mesh) for text in texts(layout, hv=hv))
+        forward, backward = (collectives(text, layout.plan.mesh) for text in texts(layout, hv=hv))
         assert sorted(c.bytes for c in forward) == sent
         assert sorted(c.bytes for c in backward) == sorted(2 * sent)
 
@@ -114,16 +111,16 @@ def test_masks_of_keys_travel_and_natural_positions_do_not():
 
 
 def test_gather():
-    layout = Layout(ring=8, scheme="gather")
+    layout = Layout(ring=8, scheme="all_gather")
     ranks, kv = 8, key_bytes(layout)
     gathered = {("all-gather", "ring"): ranks * kv}
     check(layout, gathered, gathered | {("reduce-scatter", "ring"): ranks * kv})
-    sent = [c.ring_bytes for c in collectives(texts(layout)[1], layout.mesh)]
+    sent = [c.ring_bytes for c in collectives(texts(layout)[1], layout.plan.mesh)]
     assert sent == 2 * [(ranks - 1) * kv]
 
 
 def test_ring_self_attention():
-    layout = Layout(ring=4, scheme="rsa")
+    layout = Layout(ring=4, scheme="self_attention")
     expected = {("collective-permute", "ring"): 3 * key_bytes(layout)}
     check(layout, expected, expected)
 
@@ -150,7 +147,9 @@ def test_an_output_alone_exchanges_no_log_partition():
 
     text = jax.jit(both).lower(shapes[0], *shapes).compile().as_text()
     sent = B * S // 2 * (2 * HEADS + 2 * KV_HEADS) * H * 4
-    assert_collectives(text, {("all-to-all", "ulysses"): 2 * sent}, mesh=layout.mesh, within=0.0)
+    assert_collectives(
+        text, {("all-to-all", "ulysses"): 2 * sent}, mesh=layout.plan.mesh, within=0.0
+    )
 
 
 @pytest.mark.parametrize(("saved", "hops"), [("attention", 3 + 6), ("nothing", 3 + 2 + 6)])
@@ -167,5 +166,5 @@ def test_layers_that_save_attention_by_name_do_not_run_it_again(saved, hops):
         return jnp.sum(jax.lax.scan(layer, x, jnp.ones((layers,)))[0])
 
     text = jax.jit(jax.grad(loss)).lower(shapes[0]).compile().as_text()
-    found = [c for c in collectives(text, layout.mesh) if c.kind == "collective-permute"]
+    found = [c for c in collectives(text, layout.plan.mesh) if c.kind == "collective-permute"]
     assert sum(c.count for c in found) == layers * hops

@@ -1,4 +1,4 @@
-"""Every scheme gives the values and all gradients of plain attention on one device."""
+"""Every scheme under a plan gives the values and all gradients of attention on one device."""
 
 import functools
 import itertools
@@ -15,6 +15,7 @@ from tests.sharding.sequence.support import Layout, assert_close, operands, resu
 CAUSAL = Mask(causal=True)
 WINDOW = Mask(causal=True, window=(11, 0))
 WIDE = Mask(window=(20, None))
+SCHEMES = ("ring", "all_gather", "self_attention")
 
 
 def check(layout, arrays, mask=CAUSAL, **options):
@@ -62,10 +63,10 @@ def test_double_ring(outer, ring):
 @pytest.mark.parametrize(
     "layout",
     [
-        Layout(outer=2, ring=2, order="contiguous"),
-        Layout(outer=2, ring=2, ulysses=2, scheme="gather"),
-        Layout(outer=2, ring=4, scheme="gather", order="contiguous"),
-        Layout(outer=2, ring=2, tensor=2, scheme="rsa"),
+        Layout(outer=2, ring=2, order="natural"),
+        Layout(outer=2, ring=2, ulysses=2, scheme="all_gather"),
+        Layout(outer=2, ring=4, scheme="all_gather", order="natural"),
+        Layout(outer=2, ring=2, tensor=2, scheme="self_attention"),
     ],
     ids=str,
 )
@@ -104,19 +105,19 @@ MASKS = {
         q_segments=INDEX // 20,
         kv_segments=INDEX // 20,
     ),
+    "positions that fall": Mask(causal=True, q_positions=S - 1 - INDEX, kv_positions=S - 1 - INDEX),
     "query positions": Mask(causal=True, q_positions=5 + INDEX),
     "nothing for the first": Mask(causal=True, kv_valid=INDEX > 17),
 }
-RING = Layout(ring=4)
-OTHERS = [
-    (Layout(ring=4, order="contiguous"), "everything"),
-    (Layout(ring=4, order="contiguous"), "causal"),
-    (Layout(ring=4, order="contiguous"), "both windows"),
-    (Layout(ring=4, order="contiguous"), "prefix and window"),
-    (Layout(ring=4, order="contiguous"), "packed in a window"),
-    *((Layout(ring=4, scheme="gather"), name) for name in list(MASKS)[::2]),
-    *((Layout(ring=4, scheme="rsa"), name) for name in list(MASKS)[1::2]),
-]
+LAYOUTS = (
+    Layout(ring=4),
+    Layout(ring=4, order="natural"),
+    Layout(ring=4, scheme="all_gather"),
+    Layout(ring=4, scheme="self_attention"),
+    Layout(ring=2, ulysses=2, tensor=2, scheme="auto", order="natural"),
+)
+# Each mask in one layout, and of the sweep in two others.
+TURNS = [[(LAYOUTS[(i + n) % 5], name) for i, name in enumerate(MASKS)] for n in range(3)]
 
 
 @functools.cache
@@ -128,29 +129,25 @@ def of_masks(name):
     return operands(s=S, h=2, slopes=name in ("both windows", "packed in a window", "positions"))
 
 
-# Each mask in one layout; those of every second one gather.
-QUICK = [*((RING, n) for n in list(MASKS)[1::2]), OTHERS[0], *OTHERS[5 : 5 + len(MASKS) // 2]]
-
-
 @pytest.mark.parametrize(
-    ("layout", "name"), quick_first([*((RING, n) for n in MASKS), *OTHERS], QUICK), ids=str
+    ("layout", "name"), quick_first(itertools.chain(*TURNS), TURNS[0]), ids=str
 )
 def test_masks(layout, name):
     assert_close(results(layout, *of_masks(name), mask=MASKS[name]), true_results(name))
 
 
-@pytest.mark.parametrize("scheme", ["ring", "gather", "rsa"])
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_cross_attention_with_another_head_size(scheme):
     layout = Layout(ring=2, ulysses=2, tensor=2, scheme=scheme)
     check_sizes(layout, WIDE, s=32, t=48, hv=6, kv_heads=4)
 
 
-@pytest.mark.parametrize("scheme", ["ring", "gather", "rsa"])
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_soft_cap(scheme):
     check_sizes(Layout(ring=2, scheme=scheme), options=(("soft_cap", 1.5),))
 
 
-@pytest.mark.parametrize("scheme", ["ring", "gather"])
+@pytest.mark.parametrize("scheme", ["ring", "all_gather"])
 def test_bfloat16_travels_and_is_merged_in_float32(scheme):
     narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), operands())
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), narrow)
@@ -170,8 +167,8 @@ def odd_combination(seed):
         ring=int(ring),
         ulysses=int(ulysses),
         tensor=int(tensor),
-        scheme=str(pick.choice(["ring", "ring", "gather", "rsa"])),
-        order=str(pick.choice(["zigzag", "zigzag", "contiguous"])),
+        scheme=str(pick.choice(["ring", *SCHEMES])),
+        order=str(pick.choice(["zigzag", "zigzag", "natural"])),
     )
     arrays = operands(
         heads=8,
