@@ -171,7 +171,7 @@ def _boosted(plan, batch):
 
     import colossax
     from colossax.models import LlamaConfig, maker
-    from colossax.train import next_token_loss
+    from colossax.tasks import next_token_loss
 
     make = maker(LlamaConfig(**MODEL, max_seq=SEQ))
     optimizer = optax.adamw(**OPTIMIZER)

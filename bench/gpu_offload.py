@@ -307,7 +307,7 @@ def _pipelined(fragment: Fragment, tiny: bool) -> None:
     """The test that `colossax bench offload` runs on a GPU."""
     import jax
 
-    from colossax.train.loss_equality import MODEL, STEPS, TOLERANCE, check_pipelined
+    from colossax.planner.loss_equality import MODEL, STEPS, TOLERANCE, check_pipelined
 
     device = jax.devices()[0]
     small = dataclasses.replace(MODEL, embed=32, layers=2, heads=2, kv_heads=2, mlp=48, max_seq=16)
@@ -409,7 +409,7 @@ def _steps(case: Case, step: Any, state: Any, count: int, tiny: bool) -> tuple[d
 
 
 def _mfu(flops_per_s: float, device_kind: str) -> float | None:
-    from colossax.train.flops import peak_flops
+    from colossax.planner.flops import peak_flops
 
     peak = peak_flops(device_kind, "bfloat16")
     return None if peak is None else flops_per_s / peak

@@ -225,7 +225,7 @@ def _train(arguments: argparse.Namespace) -> dict[str, Any]:
     import colossax
     from colossax.config import LossConfig, Precision, Segment
     from colossax.models import LlamaConfig, maker
-    from colossax.train import next_token_loss
+    from colossax.tasks import next_token_loss
 
     sizes = sizes_of(arguments.case, arguments.smoke)
     remat, rows = arguments.setting.rsplit(":", 1)

@@ -30,13 +30,13 @@ import optax
 import colossax
 from colossax.data import BatchLoader, SyntheticRows, global_arrays, wanted_rows
 from colossax.models import LlamaConfig, maker
+from colossax.planner.flops import Yardstick
+from colossax.processes.agreement import Gate
+from colossax.run.loop import Hooks, Loop, Meter, Schedule
+from colossax.run.progress import Silent
+from colossax.run.records import Records
 from colossax.sharding import activation_sharding
-from colossax.train import next_token_loss
-from colossax.train.flops import Yardstick
-from colossax.train.loop import Hooks, Loop, Meter, Schedule
-from colossax.train.progress import Silent
-from colossax.train.records import Records
-from colossax.train.signals import Gate
+from colossax.tasks import next_token_loss
 from colossax.typing import TEXT_BATCH_DIMS
 
 MODEL = {"vocab": 512, "embed": 128, "layers": 1, "heads": 4, "kv_heads": 2, "mlp": 384}

@@ -191,7 +191,8 @@ def build(case: Case, clipping: str, devices: Any, tiny: bool) -> Any:
     import colossax
     from colossax.config import LossConfig, OffloadConfig, Precision, Segment
     from colossax.models import LlamaConfig, maker
-    from colossax.train import build_step, next_token_loss
+    from colossax.planner import build_step
+    from colossax.tasks import next_token_loss
 
     clipped = clipping not in ("none", "in memory")
     offload = OffloadConfig(

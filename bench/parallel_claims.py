@@ -95,7 +95,7 @@ def target_of(plan: Any) -> Any:
 
 
 def device_bytes(case: dict[str, Any], plan: Any, size: int, remat: str) -> int:
-    from colossax.train.inspection import compiled_step
+    from colossax.planner.compiled import compiled_step
 
     target = target_of(plan)
     return compiled_step(config_of(case, plan, size, remat), target)[1].device_bytes

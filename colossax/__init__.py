@@ -11,7 +11,9 @@ from colossax.sharding import attention as attention
 from colossax.sharding import constrain as constrain
 from colossax.sharding import linear as linear
 from colossax.sharding import use as use
-from colossax.train import boost as boost
-from colossax.train import fit_offload as fit_offload
+from colossax.planner import boost as boost
+from colossax.planner import build_step as build_step
+from colossax.planner import fit_offload as fit_offload
+from colossax.tasks import next_token_loss as next_token_loss
 
 __version__ = "0.1.0"

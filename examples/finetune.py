@@ -13,7 +13,6 @@ from colossax.data import BatchLoader, Rows, encode_corpus, path_documents
 from colossax.inference import open_checkpoint
 from colossax.models import maker
 from colossax.models.hf import import_checkpoint
-from colossax.train import build_step, next_token_loss
 
 BATCH, SEQ = 8, 64
 
@@ -27,8 +26,8 @@ def main(hf_folder: str, checkpoint: str, text: str, steps: int = 50) -> list[fl
     # Each device reads the shards the plan gives it, as float32 masters whatever the file holds.
     plan = colossax.preset("zero3")
     params = stored.load(plan).params
-    step = build_step(
-        maker(stored.model), optax.adamw(3e-4), next_token_loss(), plan, clip_norm=1.0
+    step = colossax.build_step(
+        maker(stored.model), optax.adamw(3e-4), colossax.next_token_loss(), plan, clip_norm=1.0
     )
     state = step.init_from(params)
 

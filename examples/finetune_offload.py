@@ -13,7 +13,6 @@ from colossax.inference import open_checkpoint
 from colossax.models import maker
 from colossax.models.hf import import_checkpoint
 from colossax.optim import adamw
-from colossax.train import build_step, next_token_loss
 
 BATCH, SEQ = 8, 64
 
@@ -30,7 +29,9 @@ def main(
 
     def make_step(plan: Plan):
         # Layers are updated one by one, so the optimizer must treat them one by one, as ours do.
-        return build_step(maker(stored.model), adamw(3e-4), next_token_loss(), plan, clip_norm=1.0)
+        return colossax.build_step(
+            maker(stored.model), adamw(3e-4), colossax.next_token_loss(), plan, clip_norm=1.0
+        )
 
     # Compiled at most three times, nothing allocated: how many layers stay on the device.
     wanted = Plan(

@@ -18,7 +18,6 @@ from colossax.data import (
 )
 from colossax.inference import Generator
 from colossax.models import LlamaConfig, maker
-from colossax.train import next_token_loss
 
 BATCH, SEQ, VOCAB = 24, 96, 512
 
@@ -36,7 +35,9 @@ def main(path: str | None = None, steps: int = 200) -> list[float]:
     )
     plan = colossax.preset("zero3")
     optimizer = optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 3e-3, 20, steps))
-    state, step = colossax.boost(maker(config), optimizer, next_token_loss(), plan, clip_norm=1.0)
+    state, step = colossax.boost(
+        maker(config), optimizer, colossax.next_token_loss(), plan, clip_norm=1.0
+    )
 
     losses = []
     for _ in range(steps):

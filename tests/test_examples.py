@@ -13,7 +13,7 @@ import pytest
 
 from colossax.cli.arguments import Parser, split_overrides
 from colossax.cli.train import add_arguments, configure
-from colossax.train.run import run_step
+from colossax.planner.run_step import run_step
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"

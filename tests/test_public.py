@@ -5,7 +5,9 @@ import importlib
 import pytest
 
 NAMES = {
-    "colossax": "Plan attention boost constrain fit_offload linear preset use",
+    "colossax": (
+        "Plan attention boost build_step constrain fit_offload linear next_token_loss preset use"
+    ),
     "colossax.config": (
         "AttentionConfig BatchConfig BoundPlan FrozenDict HOST_KINDS LOGICAL_DIMS LossConfig "
         "MESH_AXES MeshAxis OffloadConfig PIPELINED_OPTION PRESETS Plan Precision RING_AXES Rules "
@@ -69,9 +71,9 @@ NAMES = {
         "MistralConfig OPT OPTConfig Qwen2 Qwen2Config Qwen3 Qwen3Config config_from_json "
         "config_to_json family_of maker"
     ),
-    "colossax.train": (
-        "Fitted Step StepOptions any_order boost build_step fit_offload next_token_loss"
-    ),
+    "colossax.planner": "Fitted boost build_step fit_offload",
+    "colossax.step": "Step StepOptions any_order",
+    "colossax.tasks": "next_token_loss",
     "colossax.inference": (
         "Fitted Generation Generator LoadedModel StoredModel fit_layers inference_plan load "
         "open_checkpoint"

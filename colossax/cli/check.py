@@ -36,7 +36,8 @@ from colossax.cli.overrides import Override
 from colossax.cli.trials import Trial, run_trials, within
 from colossax.errors import InputError
 from colossax.pallas import current_target
-from colossax.train.distributed import find_launch, join, start_jax
+from colossax.processes.group import join
+from colossax.processes.launch import find_launch, start_jax
 
 DESCRIPTION = {
     "check": (

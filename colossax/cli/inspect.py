@@ -11,17 +11,12 @@ import jax
 from colossax.aot import Target, gpu_keys, parse_target
 from colossax.cli.overrides import Override, apply_overrides
 from colossax.errors import InputError
+from colossax.planner.candidates import LayoutCost, compare_layouts
+from colossax.planner.compiled import fit_to_target
+from colossax.planner.inspection import Inspection, compare, inspect_run
+from colossax.planner.largest import largest_microbatch
+from colossax.planner.traffic import HIDING_FORMULA, HostTraffic
 from colossax.recipes import recipe
-from colossax.train.inspection import (
-    HIDING_FORMULA,
-    HostTraffic,
-    Inspection,
-    compare,
-    fit_to_target,
-    inspect_run,
-    largest_microbatch,
-)
-from colossax.train.layouts import LayoutCost, compare_layouts
 
 DESCRIPTION = {
     "inspect": (
@@ -327,7 +322,7 @@ def _write(args: argparse.Namespace, found: dict[str, Inspection]) -> None:
         if args.hlo:
             Path(args.hlo).write_text("\n".join(i.program.hlo for i in found.values()), "utf-8")
         if args.plot:
-            from colossax.train.inspection_plot import plot_inspections
+            from colossax.planner.inspection_plot import plot_inspections
 
             plot_inspections(found, Path(args.plot))
     except OSError as problem:

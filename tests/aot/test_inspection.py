@@ -24,8 +24,9 @@ from colossax.aot import (
 )
 from colossax.cli.inspect import describe
 from colossax.config import AttentionConfig, BatchConfig, OffloadConfig, preset
+from colossax.planner.inspection import inspect_run
+from colossax.planner.largest import largest_microbatch
 from colossax.recipes import RECIPES, recipe
-from colossax.train.inspection import inspect_run, largest_microbatch
 
 pytestmark = pytest.mark.aot
 

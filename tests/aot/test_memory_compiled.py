@@ -17,10 +17,11 @@ from colossax.aot.targets import parse_target
 from colossax.config import AttentionConfig, Segment, preset
 from colossax.models import maker
 from colossax.pallas.target import target
+from colossax.planner import build_step
 from colossax.recipes.large import llama3_8b
 from colossax.sharding import activation_sharding
-from colossax.train import build_step, next_token_loss
-from colossax.train.optimizer import make_optimizer
+from colossax.tasks import next_token_loss
+from colossax.tasks.optimizer import make_optimizer
 from colossax.typing import TEXT_BATCH_DIMS
 
 pytestmark = [pytest.mark.aot, pytest.mark.slow]

@@ -30,9 +30,9 @@ from colossax.config import (
 )
 from colossax.models import LlamaConfig
 from colossax.pallas.target import target as pallas_target
-from colossax.train.config import DataConfig, OptimizerConfig, TrainConfig
-from colossax.train.inspection import compiled_step
-from colossax.train.run import batch_shapes, run_step
+from colossax.planner.compiled import compiled_step
+from colossax.planner.run_step import batch_shapes, run_step
+from colossax.tasks.config import DataConfig, OptimizerConfig, TrainConfig
 
 pytestmark = [pytest.mark.aot, pytest.mark.timeout(900)]
 

@@ -12,10 +12,10 @@ from colossax.config import LossConfig, OffloadConfig, Plan, Precision, Segment
 from colossax.errors import PlanError
 from colossax.models import LlamaConfig
 from colossax.offload import GB, working_set_bytes
-from colossax.train import fitting
-from colossax.train.config import DataConfig, TrainConfig
-from colossax.train.inspection import compiled_step, fit_to_target
-from colossax.train.run import batch_shapes, run_step
+from colossax.planner import fitting
+from colossax.planner.compiled import compiled_step, fit_to_target
+from colossax.planner.run_step import batch_shapes, run_step
+from colossax.tasks.config import DataConfig, TrainConfig
 
 pytestmark = pytest.mark.aot
 
@@ -94,7 +94,7 @@ def test_a_budget_is_filled_and_kept(target, everything):
 def test_formulas_of_host_arrays_are_what_the_compiler_counts(target, everything):
     """They stand in for it where it does not count, on CPUs."""
     config = run(parameters=1.0, optimizer=1.0, activations=1.0)
-    trial = fitting._Trial(
+    trial = fitting.Trial(
         lambda plan: run_step(config.replace(plan=plan), target_devices(target)),
         config.plan,
         batch_shapes(config),

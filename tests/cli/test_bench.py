@@ -12,7 +12,7 @@ from colossax.cli import bench_offload, main
 from colossax.cli.bench_offload import updates
 from colossax.offload import rates
 from colossax.pallas.bench import Effort
-from colossax.train.loss_equality import compared
+from colossax.planner.loss_equality import compared
 
 
 def test_kernels_are_measured_and_written(tmp_path, capsys):

@@ -25,7 +25,7 @@ from colossax.pallas import Target
 from colossax.pallas.attention import proof as attention_proof
 from colossax.pallas.grouped_matmul import proof as grouped_proof
 from colossax.pallas.proof import Outcome, Verdict, prover
-from tests.train.launching import free_port
+from tests.launching import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 

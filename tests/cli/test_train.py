@@ -9,7 +9,7 @@ import shutil
 import pytest
 
 from colossax.cli import main
-from tests.train.launching import SMALL, metrics, write_text
+from tests.launching import SMALL, metrics, write_text
 
 STEPS = 3
 

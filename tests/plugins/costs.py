@@ -153,7 +153,7 @@ class Meter:
 
 
 def folder_of(test):
-    """`train` of `tests/train/test_step.py::test_a`, and of a file in `tests/` its own name."""
+    """`train` of `tests/step/test_step.py::test_a`, and of a file in `tests/` its own name."""
     return Path(test.partition("::")[0]).parts[1].removesuffix(".py")
 
 

@@ -8,7 +8,7 @@ from colossax.models import maker
 from colossax.nn import describe
 from colossax.recipes import DEFAULT_RECIPE, RECIPES, recipe
 from colossax.sharding import use, validate
-from colossax.train.optimizer import make_schedule
+from colossax.tasks.optimizer import make_schedule
 
 PUBLISHED = {
     "llama3_8b": 8_030_261_248,

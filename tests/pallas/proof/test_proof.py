@@ -23,9 +23,9 @@ from colossax.pallas.attention.api import choose
 from colossax.pallas.grouped_matmul import grouped_matmul
 from colossax.pallas.proof import Outcome, Prover, Verdict, prover, runner, store
 from colossax.pallas.target import on_device, target_of
+from tests.launching import free_port
 from tests.pallas.proof.asking import SPEC, command, hopper
 from tests.pallas.proof.children import KIND
-from tests.train.launching import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 VARIANT = SPEC.variant

@@ -10,11 +10,12 @@ import pytest
 
 from colossax.config import BatchConfig, LossConfig, Plan, Segment, preset
 from colossax.models import GPT2Config, LlamaConfig, Qwen3Config, maker
-from colossax.train import build_step, next_token_loss
+from colossax.planner import build_step
+from colossax.tasks import next_token_loss
 from tests.fresh import fresh_state
 from tests.oracle import assert_losses_close, assert_trees_close
 from tests.sharding.matmul.layouts import flat, sequence_parallel
-from tests.train.test_step import text_batch
+from tests.step.test_step import text_batch
 
 SHAPES = {
     "llama": LlamaConfig(vocab=64, embed=32, layers=2, heads=8, kv_heads=4, mlp=48, max_seq=32),

@@ -1,0 +1,82 @@
+"""Placements found before, kept in the cache folder."""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib
+
+from colossax.aot import Target
+from colossax.config import HOST_KINDS, Plan, to_json
+from colossax.offload import (
+    device_memory,
+)
+from colossax.planner.trial import Budget, StepBytes, Trial, with_shares
+from colossax.sharding import compiler_options
+
+FORMAT = 1
+"""Of what is kept in the cache folder."""
+
+
+def fit_key(plan: Plan, trial: Trial, budget: Budget, target: Target | None) -> str:
+    """Hash of all that decides a result.
+
+    The program with every layer on the host stands for model, loss, optimizer, batch and clipping:
+    a change of any that moves a byte shows in it. Free host memory does not count, it is different
+    every time.
+    """
+    placeless = with_shares(plan, dict.fromkeys(HOST_KINDS, 0.0))
+    unbudgeted = dataclasses.replace(placeless.offload, host_gb=None)
+    device = trial.step.bound.mesh.devices.flat[0]
+    facts = {
+        "program": trial.lowered.as_text(),
+        "plan": to_json(placeless.replace(offload=unbudgeted)),
+        "options": compiler_options(trial.step.bound),
+        "devices": target.name if target is not None else device.device_kind,
+        "memory": device_memory(list(trial.step.bound.mesh.devices.flat), target),
+        "device_bytes": budget.device_bytes,
+        "versions": [FORMAT, jax.__version__, jaxlib.__version__],
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def known_fit(entry: Path, layers: int, budget: Budget) -> dict[str, Any] | None:
+    """What was kept, if it is whole and within the budgets."""
+    try:
+        record = json.loads(entry.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return record if _is_whole(record, layers) and _bytes_of(record).within(budget) else None
+
+
+def _is_whole(record: Any, layers: int) -> bool:
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
+        return False
+    counts = record.get("resident")
+    numbers = [record.get("layers"), record.get("device_bytes"), record.get("host_bytes")]
+    return (
+        isinstance(counts, dict)
+        and set(HOST_KINDS[:2]) <= set(counts) <= set(HOST_KINDS)
+        and all(type(number) is int for number in [*numbers, *counts.values()])
+        and record["layers"] == layers
+        and all(0 <= count <= layers for count in counts.values())
+    )
+
+
+def _bytes_of(record: Mapping[str, Any]) -> StepBytes:
+    return StepBytes(device=record["device_bytes"], host=record["host_bytes"])
+
+
+def keep_fit(entry: Path, record: Mapping[str, Any]) -> None:
+    """Write a result whole or not at all; without room for it the next run looks again."""
+    part = entry.with_suffix(f".{os.getpid()}.part")
+    with contextlib.suppress(OSError):
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps({"format": FORMAT, **record}), encoding="utf-8")
+        os.replace(part, entry)

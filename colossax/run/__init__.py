@@ -1,0 +1,1 @@
+"""The life of a run: from its folder to its last checkpoint."""

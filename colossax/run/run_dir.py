@@ -1,0 +1,170 @@
+"""The folder of a run: what it holds, who may write into it, what may not change in it."""
+
+import dataclasses
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from colossax.errors import InputError
+from colossax.tasks.config import TrainConfig, train_config_from_json, train_config_to_json
+
+RUN_FILE = "run.json"
+_FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunFolder:
+    """Places inside a run's folder."""
+
+    path: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints are."""
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object per step and per validation."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def picture(self) -> Path:
+        """The plot of the losses."""
+        return self.path / "loss.png"
+
+    @property
+    def holds_run(self) -> bool:
+        """Whether a run has been started here."""
+        return (self.path / RUN_FILE).is_file()
+
+    def read(self) -> dict[str, Any]:
+        """What `write` wrote: `config` and `identity`.
+
+        Raises:
+            InputError: The file is damaged, or of a later format.
+        """
+        try:
+            data = json.loads((self.path / RUN_FILE).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as problem:
+            raise InputError(
+                f"{self.path / RUN_FILE}: cannot be read ({problem}); start a new run elsewhere"
+            ) from problem
+        if not isinstance(data, dict) or data.get("format") != _FORMAT:
+            raise InputError(
+                f"{self.path / RUN_FILE}: written by another version of colossax; resume with that"
+            )
+        return data
+
+    def config(self) -> TrainConfig:
+        """The configuration the run was started with."""
+        return train_config_from_json(self.read()["config"])
+
+    def write(self, config: TrainConfig, identity: dict[str, Any]) -> None:
+        """Create the folder and say what run it holds; whole or not at all.
+
+        Raises:
+            InputError: The folder cannot be written.
+        """
+        data = {
+            "format": _FORMAT,
+            "config": train_config_to_json(config),
+            "identity": identity,
+        }
+        part = self.path / f"{RUN_FILE}.part"
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            part.write_text(json.dumps(data, indent=1, sort_keys=True), encoding="utf-8")
+            os.replace(part, self.path / RUN_FILE)
+        except OSError as problem:
+            raise InputError(
+                f"--out {self.path}: cannot be written ({problem.strerror}); choose another folder"
+            ) from problem
+
+
+def find_run_folder(out: str | None, *, recipe: str, resume: bool) -> RunFolder:
+    """The folder a run may use; without `out`, the next number under `runs/`. Writes nothing.
+
+    Raises:
+        InputError: It holds a run and is not to be resumed, or the other way round.
+    """
+    if out is None:
+        if resume:
+            raise InputError("--resume: which run is not said; name its folder with --out DIR")
+        return RunFolder(path=_next_numbered(Path("runs"), recipe))
+    folder = RunFolder(path=Path(out).expanduser())
+    if folder.path.exists() and not folder.path.is_dir():
+        raise InputError(f"--out {out}: is a file; choose a folder")
+    if resume and not folder.holds_run:
+        raise InputError(f"--resume: {out} holds no run; drop --resume to start one there")
+    if folder.holds_run and not resume:
+        raise InputError(
+            f"--out {out}: already holds a run; continue it with --resume or choose another folder"
+        )
+    return folder
+
+
+def _next_numbered(parent: Path, recipe: str) -> Path:
+    """`recipe-001`, or the number after the highest there is."""
+    pattern = re.compile(re.escape(recipe) + r"-(\d+)$")
+    names = [entry.name for entry in parent.iterdir()] if parent.is_dir() else []
+    taken = [int(match[1]) for name in names if (match := pattern.match(name))]
+    return parent / f"{recipe}-{max(taken, default=0) + 1:03d}"
+
+
+def identity(config: TrainConfig, *, text: str, tokenizer: str) -> dict[str, Any]:
+    """What decides a run's losses step by step, as JSON; the mesh does not.
+
+    Args:
+        config: The run.
+        text: Fingerprint of the documents.
+        tokenizer: Fingerprint of the tokenizer.
+    """
+    data = config.data
+    return {
+        "seed": config.seed,
+        "data.global_batch": data.global_batch,
+        "data.seq_len": data.seq_len,
+        "data.validation_fraction": data.validation_fraction,
+        "model": train_config_to_json(config)["model"],
+        "optimizer.name": config.optimizer.name,
+        "optimizer.state": config.optimizer.state,
+        "data": [data.path or "the standard library", text],
+        "tokenizer": [data.tokenizer or f"one of {data.tokenizer_vocab} tokens", tokenizer],
+    }
+
+
+def check_identity(folder: RunFolder, asked: dict[str, Any]) -> None:
+    """Refuse to resume as a different run.
+
+    Raises:
+        InputError: Naming the first field that differs, and both values.
+    """
+    # A run that was begun before there was a choice has what was then the only one.
+    stored: dict[str, Any] = {"optimizer.state": "float32", **folder.read()["identity"]}
+    for field, here in asked.items():
+        there = stored.get(field)
+        if isinstance(here, list):  # a name and a fingerprint, which alone decides
+            there = there or ["unknown", ""]
+            here, there = (here, there) if here[1] != there[1] else (None, None)
+            here, there = _named(here), _named(there)
+        elif field == "model":
+            field, there, here = _first_difference(there or {}, here)
+        if there != here:
+            raise InputError(
+                f"--resume: {field} is {there} in {folder.path} and {here} here; resume with the"
+                f" run's own value, or start a new run in another folder"
+            )
+
+
+def _named(pair: list[str] | None) -> str | None:
+    return None if pair is None else f"'{pair[0]}' ({pair[1][:12]})"
+
+
+def _first_difference(there: dict[str, Any], here: dict[str, Any]) -> tuple[str, Any, Any]:
+    for key in {**here, **there}:
+        if there.get(key) != here.get(key):
+            return f"model.{key}", there.get(key), here.get(key)
+    return "model", None, None

@@ -1,0 +1,6 @@
+"""The training step: a pure program of a settled plan."""
+
+from .loss import Loss as Loss
+from .loss import any_order as any_order
+from .step import Step as Step
+from .step import StepOptions as StepOptions

@@ -1,0 +1,131 @@
+"""How a step takes its batches: in its order, checked, and on its devices."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from colossax.config import BoundPlan
+from colossax.errors import InputError
+from colossax.sharding import NATURAL, RowOrder, activation_sharding, balanced_order
+from colossax.step.arrange import Arranged, arranged, check_segments, row_length
+from colossax.step.microbatches import batch_dims, microbatches
+from colossax.typing import Batch, Dims
+
+
+class BatchPlacer:
+    """Brings batches of one form, that of the first, to a step's devices."""
+
+    def __init__(self, bound: BoundPlan, dims: Mapping[str, Dims] | None, *, any_order: bool):
+        """Place nothing yet.
+
+        Args:
+            bound: Plan and devices.
+            dims: Logical dims of arrays that are not text.
+            any_order: Whether the loss may see tokens in any order.
+        """
+        self._bound = bound
+        self._dims = dims
+        self._any_order = any_order
+        self._declared: dict[type, dict[str, tuple]] = {}
+        self._batch_shardings: dict[str, NamedSharding] = {}
+
+    def place(self, batch: Batch) -> Batch:
+        """A global batch on the devices: host arrays whole on every process, or global ones.
+
+        Tokens of host arrays are brought into the order of the plan here, once; those of device
+        arrays inside the step.
+
+        Raises:
+            InputError: Shapes or dtypes are not those of the first batch, or documents are not
+                numbered in their order.
+            PlanError: Microbatches and devices do not divide it.
+        """
+        placed = all(isinstance(x, jax.Array) for x in batch.values())
+        if not placed:
+            hosted = {n: x if isinstance(x, jax.Array) else _host(x) for n, x in batch.items()}
+            if not isinstance(batch, Arranged):
+                check_segments(hosted)
+                batch = self.arrange(hosted)
+        form = {name: (x.shape, x.dtype) for name, x in batch.items()}
+        if form != self._declared.get(type(batch)):
+            self._declare(batch, form)
+        if placed:
+            return batch
+        placed_arrays = {
+            name: x if isinstance(x, jax.Array) else _put(x, self._batch_shardings[name])
+            for name, x in batch.items()
+        }
+        return (
+            Arranged(placed_arrays, batch.order) if isinstance(batch, Arranged) else placed_arrays
+        )
+
+    def order(self, length: int) -> RowOrder:
+        """The order in which the step wants rows of this many tokens.
+
+        A loss that may see tokens in any order (`any_order`) gets them in the one that spreads
+        causal attention evenly over a ring; another one in their own.
+
+        Raises:
+            PlanError: The row is too short for the devices that are to share it.
+        """
+        return balanced_order(self._bound, length) if self._any_order else NATURAL
+
+    def arrange(self, batch: Batch) -> Batch:
+        """Arrays in natural order brought into the step's, on the host or in a trace."""
+        dims = batch_dims(batch, self._dims)
+        length = row_length(batch, dims)
+        order = NATURAL if length is None else self.order(length)
+        return batch if order == NATURAL else arranged(batch, dims, order)
+
+    def abstract(self, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> Batch:
+        """A global batch without its numbers, in order and laid out: for `Step.lower`."""
+        batch = jax.eval_shape(self.arrange, dict(shapes))
+        dims = batch_dims(batch, self._dims)
+
+        def placed(name: str, x: Any) -> jax.ShapeDtypeStruct:
+            sharding = activation_sharding(self._bound, dims[name], x.shape, name=f"batch '{name}'")
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+        arrays = {name: placed(name, x) for name, x in batch.items()}
+        return Arranged(arrays, batch.order) if isinstance(batch, Arranged) else arrays
+
+    def _declare(self, batch: Batch, form: dict[str, tuple]) -> None:
+        first = self._declared.get(type(batch))
+        if first is not None:
+            first, other = (
+                {name: f"{dtype}{list(shape)}" for name, (shape, dtype) in each.items()}
+                for each in (first, form)
+            )
+            raise InputError(
+                f"batch: {other} differs from what the step was compiled for, {first};"
+                f" pad or convert the batch, or make a second step for the other form"
+            )
+        # Device arrays are arranged, and filled up, inside the step.
+        inside = batch if isinstance(batch, Arranged) else jax.eval_shape(self.arrange, batch)
+        dims = batch_dims(inside, self._dims)
+        microbatches(self._bound, inside, dims)
+        self._batch_shardings = {
+            name: activation_sharding(self._bound, dims[name], x.shape, name=f"batch '{name}'")
+            for name, x in inside.items()
+        }
+        self._declared[type(batch)] = form
+
+    def in_order(self, batch: Batch) -> tuple[Batch, RowOrder]:
+        """The batch in the order of the step, as a plain dict."""
+        if not isinstance(batch, Arranged):
+            batch = self.arrange(batch)
+        order = batch.order if isinstance(batch, Arranged) else NATURAL
+        return dict(batch), order
+
+
+def _host(x: Any) -> np.ndarray:
+    """A host array in the dtype it would have on a device (int64 becomes int32)."""
+    x = np.asarray(x)
+    return x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False)
+
+
+def _put(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])

@@ -1,0 +1,36 @@
+"""Terms and metrics of a batch, without a step."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from colossax.config import BoundPlan
+from colossax.step.loss import LossCall, Totals
+from colossax.step.microbatches import divided, microbatches
+from colossax.typing import Batch, Dims, Params
+
+
+def batch_totals(
+    call: LossCall,
+    bound: BoundPlan,
+    params: Params,
+    batch: Batch,
+    dims: Mapping[str, Dims],
+    variables: Any,
+) -> Totals:
+    """Terms and metrics of a global batch as (total, weight), microbatch after microbatch.
+
+    The loss gets no random key: it is asked what the model knows, not to train it.
+    """
+
+    def one(piece: Batch) -> Totals:
+        terms, metrics = call(params, piece, variables, None)
+        return {**{name: term[:2] for name, term in terms.items()}, **metrics}
+
+    pieces = microbatches(bound, batch, dims)
+    micro = divided(batch, dims, pieces)
+    if pieces == 1:
+        return one(jax.tree.map(lambda x: x[0], micro))
+    return jax.tree.map(lambda x: jnp.sum(x, axis=0), jax.lax.map(one, micro))

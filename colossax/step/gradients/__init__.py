@@ -1,0 +1,1 @@
+"""Ways to get the gradients of a global batch."""

@@ -1,0 +1,125 @@
+"""Gradients that are summed over devices once per step, not for each microbatch."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from colossax.config import AttentionConfig, BoundPlan, Rules
+from colossax.errors import PlanError
+from colossax.sharding import batch_axes, param_sharding, use
+from colossax.step.gradients.sums import accumulable, summed_up
+from colossax.step.loss import Totals
+from colossax.typing import Batch, Dims, Params
+
+
+def check_reduce_once(bound: BoundPlan, infos: Any) -> None:
+    """Refuse to accumulate whole gradients of parameters that no device has whole.
+
+    Raises:
+        PlanError: Of them, or of an attention that cannot run on each device's own rows.
+    """
+    held = batch_axes(bound)
+    batch = bound.plan.batch
+    if not batch.reduce_once or not held:
+        return
+    several = batch.accumulation > 1 or batch.microbatch is not None
+    kernel = bound.plan.attention.kernel
+    if several and kernel in ("cudnn", "mosaic"):
+        raise PlanError(
+            f"plan.attention.kernel '{kernel}' cannot run under plan.batch.reduce_once with several"
+            " microbatches; give 'auto', or switch reduce_once off as preset zero2 does"
+        )
+    for info in jax.tree.leaves(infos):
+        entries = param_sharding(bound, "params", info).spec
+        taken = {a for e in entries if e for a in ((e,) if isinstance(e, str) else e)} & held
+        if taken:
+            raise PlanError(
+                f"plan.batch.reduce_once: {info.path} is split over '{min(taken)}',"
+                f" which splits the batch; switch it off, or use a preset such as zero2"
+            )
+
+
+def reduced_once(
+    bound: BoundPlan,
+    infos: Any,
+    differentiate: Callable,
+    params: Params,
+    micro: Batch,
+    dims: Mapping[str, Dims],
+    keys: Array,
+    over: Any,
+) -> tuple[Params, Totals, Totals, Array]:
+    """Every device accumulates the gradients of its own rows; they are summed at the end.
+
+    The devices along the batch become a dim in front of all arrays, and the plan in force inside
+    does not know of them.
+    """
+    axes = tuple(axis for axis in bound.mesh.axis_names if axis in batch_axes(bound))
+    inside = bound.replace(rules=_without(bound.plan.rules, axes), attention=_batchable(bound))
+    shards = bound.size(axes)
+
+    def split(name: str, x: Array) -> Array:
+        at = dims[name].index("batch") + 1
+        x = x.reshape(*x.shape[:at], shards, x.shape[at] // shards, *x.shape[at + 1 :])
+        return _along(bound, axes, jnp.moveaxis(x, at, 1), 1)
+
+    def grad(piece: Batch, key: Array):
+        def own(piece: Batch, key: Array):
+            with use(inside):
+                (loss, (totals, metrics)), grads = differentiate(params, piece, key, over)
+            return accumulable(inside, infos, grads, lay=False), (totals, metrics, loss)
+
+        keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(shards))
+        grads, sums = jax.vmap(own, spmd_axis_name=axes)(piece, keys)
+        return grads, jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
+
+    def lay(grads: Params) -> Params:
+        return jax.tree.map(lambda g, info: _whole(bound, axes, g, info), grads, infos)
+
+    pieces = {name: split(name, x) for name, x in micro.items()}
+    grads, (totals, metrics, loss) = summed_up(grad, lay, (pieces, keys))
+    dtype = jnp.dtype(bound.plan.precision.reduction or bound.plan.precision.accumulation)
+    summed = jax.tree.map(lambda g: _sum_devices(g, dtype), grads)
+    return accumulable(bound, infos, summed), totals, metrics, loss
+
+
+def _batchable(bound: BoundPlan) -> AttentionConfig:
+    """An attention that can stand under `vmap`: cuDNN's takes no mask there."""
+    attention = bound.plan.attention
+    return dataclasses.replace(attention, kernel="xla") if attention.kernel == "auto" else attention
+
+
+def _without(rules: Rules, axes: tuple[str, ...]) -> Rules:
+    """Rules that do not know these mesh axes."""
+
+    def less(choices: Any) -> Any:
+        return tuple(tuple(axis for axis in choice if axis not in axes) for choice in choices)
+
+    return Rules(
+        **{
+            field.name: {d: less(choices) for d, choices in getattr(rules, field.name).items()}
+            for field in dataclasses.fields(rules)
+        }
+    )
+
+
+def _sum_devices(grad: Array, dtype: Any) -> Array:
+    """Sum over dim 0 in this dtype; `jnp.sum` would widen bfloat16 before it is sent."""
+    return jax.lax.reduce(grad.astype(dtype), jnp.zeros((), dtype), jax.lax.add, (0,))
+
+
+def _along(bound: BoundPlan, axes: tuple[str, ...], x: Array, at: int) -> Array:
+    spec = PartitionSpec(*[None] * at, axes)
+    return jax.lax.with_sharding_constraint(x, NamedSharding(bound.mesh, spec))
+
+
+def _whole(bound: BoundPlan, axes: tuple[str, ...], grad: Array, info: Any) -> Array:
+    """`[devices along the batch, *parameter]`: each holds its own, whole but for other axes."""
+    rest = param_sharding(bound, "weights", info).spec
+    spec = PartitionSpec(axes, *rest)
+    return jax.lax.with_sharding_constraint(grad, NamedSharding(bound.mesh, spec))

@@ -1,0 +1,399 @@
+"""Passes over a global batch that visit each layer in backward, and how the norm clips them.
+
+A visit is what is done with a layer's gradient there: it is kept, measured, or updates the layer.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from colossax.offload import Key, Stacks, Stream, fetch, store, streaming
+from colossax.step.loss import checked_weights, objective, whole_weights
+from colossax.step.offloaded.parameter_groups import Part, Update, squares
+from colossax.typing import Batch
+
+if TYPE_CHECKING:
+    from colossax.step.offloaded.streaming import Streaming
+
+Parts = dict[Key, Part]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Found:
+    """What passes over a batch found.
+
+    Attributes:
+        loss: Of the batch.
+        totals: Terms as (total, weight).
+        sums: Metrics as (total, weight).
+        norm: Of all gradients; squared, and without what is in no layer stack, of a single pass.
+    """
+
+    # While JAX takes it apart, its leaves are other things than arrays.
+    loss: Any
+    totals: Any
+    sums: Any
+    norm: Any
+
+
+jax.tree_util.register_dataclass(Found, ["loss", "totals", "sums", "norm"], [])
+
+
+class Job:
+    """A global batch and the passes over it."""
+
+    def __init__(
+        self,
+        owner: "Streaming",
+        params: Any,
+        variables: Any,
+        micro: Batch,
+        keys: Array,
+        first: Batch,
+        pieces: int,
+    ):
+        self.all = owner
+        self.leaves = jax.tree.leaves(params)
+        self.variables = variables
+        self.micro, self.keys, self.first, self.pieces = micro, keys, first, pieces
+        nothing = jax.tree.map(lambda _: None, params)
+        weigh = checked_weights(owner.call, params, nothing, variables, first, keys[0])
+        self.over = whole_weights(weigh, micro, keys) if pieces > 1 else None
+
+    @property
+    def last(self) -> tuple[Batch, Array]:
+        """The last microbatch and its key."""
+        return jax.tree.map(lambda x: x[-1], (self.micro, self.keys))
+
+    def gathered(
+        self, stacks: dict[Key, Stacks], pieces: int | None = None
+    ) -> tuple[dict[Key, Stacks], list[Array], Found]:
+        """Gradients of this many microbatches (default: all) summed into stacks of their own."""
+        pieces = self.pieces if pieces is None else pieces
+        summed = self.pieces > 1
+        start = {
+            key: Stacks(grads=part.gradient_stacks(summed=summed))
+            for key, part in self.all.parts.items()
+        }
+        fixed = {key: Stacks(params=each.params) for key, each in stacks.items()}
+        visit = functools.partial(_summing, self.all.parts)
+        if not summed:
+            only = _Pass(self, start, fixed, self.first, self.keys[0])
+            grads, rest, found = only.backward(visit, None)
+        else:
+            grads, rest, found = self._summed(visit, start, fixed, pieces)
+        joined = {key: _merged(stacks[key], grads[key]) for key in stacks}
+        return joined, rest, found
+
+    def _summed(
+        self, visit: Callable, start: dict[Key, Stacks], fixed: dict[Key, Stacks], pieces: int
+    ) -> tuple[dict[Key, Stacks], list[Array], Found]:
+        def one(grads: dict[Key, Stacks], number: Any, piece: Batch, key: Array) -> Any:
+            grads, rest, found = _Pass(self, grads, fixed, piece, key).backward(visit, number > 0)
+            return grads, (rest, found)
+
+        def body(loop: Any, xs: Any) -> Any:
+            grads, sums = loop
+            grads, (rest, found) = one(grads, *xs)
+            before, (rest_before, found_before) = found.norm, sums
+            total = jax.tree.map(jnp.add, (rest_before, found_before), (rest, found))
+            # The norm is of the sum so far, not a sum of norms.
+            return (grads, (total[0], dataclasses.replace(total[1], norm=before))), None
+
+        micro, keys = jax.tree.map(lambda x: x[:pieces], (self.micro, self.keys))
+        shapes = jax.eval_shape(lambda: one(start, jnp.int32(0), self.first, self.keys[0])[1])
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        xs = (jnp.arange(pieces, dtype=jnp.int32), micro, keys)
+        (grads, (rest, found)), _ = jax.lax.scan(body, (start, zeros), xs)
+        return grads, rest, found
+
+    def before_last(self, stacks: dict[Key, Stacks]) -> tuple[dict[Key, Stacks], Any]:
+        """The stacks with gradients of all microbatches but the last; their rest, what was found.
+
+        None for both of the latter where there is one microbatch.
+        """
+        if self.pieces == 1:
+            return stacks, None
+        stacks, rest, found = self.gathered(stacks, self.pieces - 1)
+        return stacks, (rest, found)
+
+    def on_last(
+        self,
+        visit: Callable,
+        moving: dict[Key, Stacks],
+        fixed: dict[Key, Stacks],
+        scalars: Any,
+        before: Any,
+    ) -> tuple[dict[Key, Stacks], list[Array], Found]:
+        """A pass over the last microbatch, after what `before_last` found."""
+        found = _Pass(self, moving, fixed, *self.last).backward(visit, scalars)
+        return _with_earlier(*found, before)
+
+    def scale(self, found: Found) -> tuple[Any, Array]:
+        """What gradients of this norm are multiplied by, if at all, and whether all is finite."""
+        ok = jnp.isfinite(found.loss) & jnp.isfinite(found.norm)
+        most = self.all.clip_norm
+        return None if most is None else _scale(found.norm, most), ok
+
+
+class _Pass:
+    """A forward pass over a microbatch, and backward passes after it.
+
+    Cost: where the loss calls a stack inside a transformation of its own, each backward pass runs
+    forward anew: JAX traces once what is in there.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        moving: dict[Key, Stacks],
+        fixed: dict[Key, Stacks],
+        piece: Batch,
+        key: Array,
+    ):
+        """Run nothing yet.
+
+        Args:
+            job: Of which the microbatch is a part.
+            moving: The stacks that any backward pass changes.
+            fixed: The others; the parameters, where none changes them.
+            piece: The microbatch.
+            key: Its random key.
+        """
+        self._job = job
+        self._moving, self._fixed = moving, fixed
+        self._piece, self._key = piece, key
+        self._stream: Stream | None = None
+
+    def backward(
+        self, visit: Callable, scalars: Any, *, changing: tuple[str, ...] | None = None
+    ) -> tuple[dict[Key, Stacks], list[Array], Found]:
+        """One backward pass.
+
+        Args:
+            visit: What to do with a layer's gradient.
+            scalars: For `visit`.
+            changing: Fields of the moving stacks that it changes; None: all.
+
+        Returns:
+            The moving stacks, changed, gradients of what is in no layer stack, and what was found;
+            the norm squared.
+        """
+        changing = _names(self._moving) if changing is None else changing
+        stream = self._stream
+        if stream is None or stream.inside:
+            stream = self._stream = self._forward(visit, scalars, changing)
+        stream.visit, stream.scalars, stream.changing = visit, scalars, changing
+        changed, tap, rest = stream.transposed(self._vjp, jnp.ones_like(self._loss))
+        # A stack called in a loop would have been changed as often as the loop turned.
+        loss = jnp.where(tap[1] == len(self._moving), self._loss, jnp.nan)
+        rest = self._job.all.rest.gradients(rest)
+        totals, sums = self._sums
+        return changed, rest, Found(loss=loss, totals=totals, sums=sums, norm=tap[0])
+
+    def _forward(self, visit: Callable, scalars: Any, changing: tuple[str, ...]) -> Stream:
+        job = self._job
+        made: list[Stream] = []
+        rest = [job.leaves[i] for i in job.all.rest.trained]
+
+        def value(moving: dict[Key, Stacks], tap: Array, rest: list[Array]) -> Any:
+            stacks = {name: _merged(moving[name], self._fixed[name]) for name in moving}
+            stream = Stream(stacks=stacks, changing=changing, tap=tap, scalars=scalars, visit=visit)
+            made.append(stream)
+            with streaming(stream):
+                params = job.all.params(job.leaves, stacks, rest)
+                result = job.all.call(params, self._piece, job.variables, self._key)
+            stream.check()
+            loss, found = objective(*result, job.over)
+            # Layers are updated before anything else can tell that they should not be.
+            sound = jnp.isfinite(jax.lax.stop_gradient(loss))
+            return loss * jnp.where(sound, 1.0, jnp.nan), found
+
+        self._loss, self._vjp, self._sums = jax.vjp(
+            value, self._moving, jnp.zeros(2), rest, has_aux=True
+        )
+        return made[-1]
+
+
+def _names(stacks: dict[Key, Stacks]) -> tuple[str, ...]:
+    """Fields that these have."""
+    first = next(iter(stacks.values()))
+    names = [field.name for field in dataclasses.fields(Stacks)]
+    return tuple(name for name in names if getattr(first, name) is not None)
+
+
+def _with_earlier(
+    changed: dict[Key, Stacks], rest: list[Array], found: Found, before: Any
+) -> tuple[dict[Key, Stacks], list[Array], Found]:
+    """What the last microbatch's pass found, after what `before_last` did; the norm of all."""
+    if before is not None:
+        rest, sums = jax.tree.map(jnp.add, (rest, found), before)
+        found = dataclasses.replace(sums, norm=found.norm)
+    norm = jnp.sqrt(found.norm + squares(rest))
+    return changed, rest, dataclasses.replace(found, norm=norm)
+
+
+def _scale(norm: Float[Array, ""], most: float) -> Float[Array, ""]:
+    return jnp.minimum(1.0, most / jnp.maximum(norm, 1e-12))
+
+
+def _merged(one: Stacks, other: Stacks) -> Stacks:
+    """Fields of the first where it has them, else of the other."""
+    names = [field.name for field in dataclasses.fields(Stacks)]
+    pairs = {name: (getattr(one, name), getattr(other, name)) for name in names}
+    return Stacks(**{name: b if a is None else a for name, (a, b) in pairs.items()})
+
+
+def _summing(
+    parts: Parts, key: Key, i: Any, stacks: Stacks, row: Any, drow: Any, more: Any
+) -> tuple[Stacks, Array]:
+    """Store a layer's gradient, added to what is there where `more` is not None and true."""
+    part = parts[key]
+    grads = part.gradients(part.pick(drow))
+    if more is not None:
+        # Before the first one the stacks hold anything.
+        sums = fetch(stacks.grads, i, stacked=part.stacked)
+        grads = [jnp.where(more, s, 0) + g for s, g in zip(sums, grads, strict=True)]
+    rows = [g.astype(stack.dtype) for g, stack in zip(grads, stacks.grads, strict=True)]
+    stored = store(stacks.grads, rows, i, stacked=part.stacked)
+    return dataclasses.replace(stacks, grads=stored), squares(grads)
+
+
+def _measuring(
+    parts: Parts, key: Key, i: Any, stacks: Stacks, row: Any, drow: Any, _: Any
+) -> tuple[Stacks, Array]:
+    """Only the norm."""
+    return stacks, squares(_whole_gradient(parts[key], i, stacks, drow))
+
+
+def _updating(
+    parts: Parts,
+    clip_layer: float | None,
+    key: Key,
+    i: Any,
+    stacks: Stacks,
+    row: Any,
+    drow: Any,
+    update: Update,
+) -> tuple[Stacks, Array]:
+    """Update a layer where all of its gradient is finite."""
+    part = parts[key]
+    grads = _whole_gradient(part, i, stacks, drow)
+    square = squares(grads)
+    if clip_layer is not None:
+        update = dataclasses.replace(update, scale=_scale(jnp.sqrt(square), clip_layer))
+    update = dataclasses.replace(update, ok=update.ok & jnp.isfinite(square))
+    state = fetch(stacks.state, i, stacked=part.stacked)
+    moved, own, _ = part.update(part.pick(row), state, grads, update)
+    if stacks.new is None:
+        params = part.stored(stacks.params, moved, i)
+        state = store(stacks.state, own, i, stacked=part.stacked)
+        return dataclasses.replace(stacks, params=params, state=state), square
+    new = store(stacks.new, (moved, own), i, stacked=part.stacked)
+    return dataclasses.replace(stacks, new=new), square
+
+
+def _whole_gradient(part: Part, i: Any, stacks: Stacks, drow: Any) -> list[Array]:
+    """A layer's gradient, with those of earlier microbatches."""
+    grads = part.gradients(part.pick(drow))
+    if stacks.grads is None:
+        return grads
+    sums = fetch(stacks.grads, i, stacked=part.stacked)
+    return [s.astype(g.dtype) + g for s, g in zip(sums, grads, strict=True)]
+
+
+def known_norm(job: Job, stacks: dict[Key, Stacks], shared: list[Array]) -> Any:
+    """All gradients are kept until their norm is known."""
+    stacks, rest, found = job.gathered(stacks)
+    found = dataclasses.replace(found, norm=jnp.sqrt(found.norm + squares(rest)))
+    scale, ok = job.scale(found)
+    return stacks, rest, found, scale, ok
+
+
+def _at_once(job: Job, stacks: dict[Key, Stacks], shared: list[Array]) -> Any:
+    """One pass, each layer updated with its gradient as it is, or scaled by its own norm."""
+    stacks, before = job.before_last(stacks)
+    most = job.all.clip_norm
+    visit = functools.partial(_updating, job.all.parts, most)
+    sound = jnp.bool(True)
+    if before is not None:
+        sound = jnp.isfinite(before[1].loss) & jnp.isfinite(before[1].norm)
+    update = Update(shared=shared, scale=None, ok=sound)
+    moving, fixed = _divided(stacks, "params", "state")
+    stacks, rest, found = job.on_last(visit, moving, fixed, update, before)
+    ok = jnp.isfinite(found.loss) & jnp.isfinite(found.norm)
+    scale = None if most is None else _scale(jnp.sqrt(squares(rest)), most)
+    return stacks, rest, found, scale, ok
+
+
+def _two_passes(job: Job, stacks: dict[Key, Stacks], shared: list[Array]) -> Any:
+    """One backward pass for the norm, and one that updates."""
+    stacks, before = job.before_last(stacks)
+    both = _Pass(job, *_divided(stacks, "params", "state"), *job.last)
+    measure = functools.partial(_measuring, job.all.parts)
+    _, _, found = _with_earlier(*both.backward(measure, None, changing=()), before)
+    scale, ok = job.scale(found)
+    visit = functools.partial(_updating, job.all.parts, None)
+    update = Update(shared=shared, scale=scale, ok=ok)
+    stacks, rest, found = _with_earlier(*both.backward(visit, update), before)
+    return stacks, rest, found, scale, ok
+
+
+def _speculating(job: Job, stacks: dict[Key, Stacks], shared: list[Array]) -> Any:
+    """One pass into a second copy; a second one from the first copy if gradients must be scaled."""
+    stacks, before = job.before_last(stacks)
+    visit = functools.partial(_updating, job.all.parts, None)
+    parts = job.all.parts
+
+    def once(new: dict[Key, Stacks], scale: Array, ok: Array) -> Any:
+        update = Update(shared=shared, scale=scale, ok=ok)
+        return job.on_last(visit, new, stacks, update, before)
+
+    start = {key: Stacks(new=part.copies(stacks[key])) for key, part in parts.items()}
+    shapes = jax.eval_shape(lambda: once(start, jnp.float32(1), jnp.bool(True))[1:])
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+    def body(loop: Any) -> Any:
+        turn, new, _, scale, ok = loop
+        new, rest, found = once(new, scale, ok)
+        scale, ok = job.scale(found)
+        return turn + 1, new, (rest, found), scale, ok
+
+    def again(loop: Any) -> Array:
+        turn, _, _, scale, ok = loop
+        return (turn == 0) | ((turn == 1) & ((scale < 1) | ~ok))
+
+    first = (jnp.int32(0), start, zeros, jnp.float32(1), jnp.bool(True))
+    _, new, (rest, found), scale, ok = jax.lax.while_loop(again, body, first)
+    changed = {key: Stacks(params=each.new[0], state=each.new[1]) for key, each in new.items()}
+    return changed, rest, found, scale, ok
+
+
+def _divided(
+    stacks: dict[Key, Stacks], *moving: str
+) -> tuple[dict[Key, Stacks], dict[Key, Stacks]]:
+    """The stacks with these fields, and with the others."""
+    names = [field.name for field in dataclasses.fields(Stacks)]
+
+    def only(chosen: Sequence[str]) -> dict[Key, Stacks]:
+        return {
+            key: Stacks(**{name: getattr(each, name) for name in chosen})
+            for key, each in stacks.items()
+        }
+
+    return only(moving), only([name for name in names if name not in moving])
+
+
+HOW: dict[str, Callable] = {
+    "none": _at_once,
+    "layer": _at_once,
+    "stack": known_norm,
+    "two_pass": _two_passes,
+    "speculate": _speculating,
+}
+"""By `OffloadConfig.clipping`."""

@@ -1,0 +1,42 @@
+"""Gradients added over microbatches, in the dtype and layout of the plan."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from colossax.config import BoundPlan
+from colossax.sharding import param_sharding
+from colossax.typing import Params
+
+
+def summed_up(grad: Callable, lay: Callable, xs: Any) -> tuple[Params, Any]:
+    """`grad(*x) -> (gradients, sums)` added over the microbatches."""
+
+    def body(acc: Any, x: Any):
+        acc = jax.tree.map(jnp.add, acc, grad(*x))
+        # Without this the accumulator may be kept whole on every device and reduced every time.
+        return (lay(acc[0]), acc[1]), None
+
+    shapes = jax.eval_shape(grad, *jax.tree.map(lambda x: x[0], xs))
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    return jax.lax.scan(body, (lay(zeros[0]), zeros[1]), xs)[0]
+
+
+def accumulable(bound: BoundPlan, infos: Any, grads: Params, *, lay: bool = True) -> Params:
+    """Gradients in the dtype and the layout in which they are accumulated."""
+    dtype = bound.plan.precision.accumulation
+    grads = jax.tree.map(lambda g: g.astype(dtype), grads)
+    return laid_out(bound, infos, grads) if lay else grads
+
+
+def laid_out(bound: BoundPlan, infos: Any, grads: Params) -> Params:
+    if bound.single:
+        return grads
+
+    def lay(grad: Array, info: Any) -> Array:
+        return jax.lax.with_sharding_constraint(grad, param_sharding(bound, "gradients", info))
+
+    return jax.tree.map(lay, grads, infos)

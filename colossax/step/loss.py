@@ -1,0 +1,153 @@
+"""What a loss is, and how the step calls it."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from colossax.compat import inputs_used
+from colossax.errors import InputError
+from colossax.step.trainable import joined
+from colossax.typing import Batch, Params
+
+Terms = dict[str, tuple[Array, Array, float]]
+"""Per term: total over tokens, its weight (float32 scalars), coefficient in the loss.
+
+The loss is the sum of `coefficient * total / weight`, each weight summed over the whole global
+batch: over microbatches and devices, before the division.
+"""
+
+
+Sums = dict[str, tuple[Array, Array]]
+"""Additional metrics as (total, weight), reported as their quotient."""
+
+
+Loss = Callable[..., tuple[Terms, Sums]]
+"""`loss(model, batch)`, also given `variables=` and `key=` where its signature names them."""
+
+
+def any_order(loss: Loss) -> Loss:
+    """Mark a loss that treats tokens one by one, so that their order in a row is free.
+
+    A plan that passes keys and values around a ring may then lay out rows so that every device
+    has as much of causal attention to do. Arrays of the batch with a dim `seq` are in the same
+    order, positions and segments among them; a sum over tokens does not notice. A loss that
+    compares neighbours (`x[:, 1:]` with `x[:, :-1]`) must not be marked.
+    """
+    loss.any_order = True  # type: ignore[attr-defined]
+    return loss
+
+
+RESERVED = frozenset({"loss", "grad_norm", "tokens", "skipped"})
+"""Names of the step's own metrics."""
+
+
+Totals = dict[str, tuple[Array, Array]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossCall:
+    """A loss with its model's structure: parameters in, numbers out.
+
+    Attributes:
+        merge: Parameters to model.
+        loss: See `Loss`.
+    """
+
+    merge: Callable[[Params], Any]
+    loss: Loss
+
+    def __call__(
+        self, params: Params, batch: Batch, variables: Any, key: Array | None
+    ) -> tuple[Terms, Sums]:
+        """Terms and metrics of one microbatch, all as float32 scalars.
+
+        Raises:
+            InputError: The loss returns something else.
+        """
+        names = inspect.signature(self.loss).parameters
+        given = {"variables": variables, "key": key}
+        wanted = {name: value for name, value in given.items() if name in names}
+        result = self.loss(self.merge(params), batch, **wanted)
+        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Mapping)):
+            raise InputError(
+                "loss: expected ({term: (total, weight, coefficient)}, metrics),"
+                f" found {type(result).__name__}; return totals over tokens and their weights"
+            )
+        terms, metrics = result
+        taken = {*RESERVED, *terms}
+        clash = sorted(taken.intersection(metrics) | RESERVED.intersection(terms))
+        if clash or not terms:
+            raise InputError(
+                f"loss: it names {clash or 'no terms'}; give at least one term, each term and"
+                f" metric a name of its own, none of them in {sorted(RESERVED)}"
+            )
+        terms = {name: _sums(name, term, 3) for name, term in terms.items()}
+        return terms, {name: _sums(name, pair, 2) for name, pair in metrics.items()}
+
+
+def _sums(name: str, value: Any, length: int) -> Any:
+    """Total and weight as float32 scalars, and what follows."""
+    if not (isinstance(value, tuple) and len(value) == length):
+        form = ("total", "weight", "coefficient")[:length]
+        raise InputError(f"loss: '{name}' is {value!r}; give ({', '.join(form)})")
+    return _scalar(name, value[0]), _scalar(name, value[1]), *value[2:]
+
+
+def _scalar(name: str, value: Any) -> Array:
+    if jnp.shape(value) != ():
+        raise InputError(
+            f"loss: '{name}' has shape {jnp.shape(value)} where one number belongs;"
+            f" sum it over the tokens"
+        )
+    return jnp.asarray(value, jnp.float32)
+
+
+def objective(terms: Terms, metrics: Sums, over: Any) -> tuple[Any, tuple[Totals, Totals]]:
+    """The loss of a microbatch, and its terms and metrics as (total, weight).
+
+    Args:
+        terms: What the loss gave.
+        metrics: Likewise.
+        over: Weights of the terms in the whole global batch; None: this is all of it.
+    """
+    own = {name: jax.lax.stop_gradient(weight) for name, (_, weight, _) in terms.items()}
+    over = own if over is None else over
+    parts = [
+        coefficient * total / jnp.where(over[name] > 0, over[name], 1.0)
+        for name, (total, _, coefficient) in terms.items()
+    ]
+    totals = {name: (total, own[name]) for name, (total, _, _) in terms.items()}
+    return sum(parts), (totals, dict(metrics))
+
+
+def checked_weights(
+    call: LossCall, params: Params, frozen: Params, variables: Any, piece: Batch, key: Array
+) -> Callable[[Batch, Array], dict[str, Array]]:
+    """`(piece, key) -> {term: weight}`, from a forward pass that needs no parameter.
+
+    Raises:
+        InputError: A weight depends on parameters.
+    """
+
+    def weigh(params: Params, piece: Batch, key: Array) -> dict[str, Array]:
+        terms, _ = call(joined(params, frozen), piece, variables, key)
+        return {name: weight for name, (_, weight, _) in terms.items()}
+
+    used = inputs_used(weigh, params, piece, key)
+    count = len(jax.tree.leaves(params))
+    if any(used[:count]):
+        raise InputError(
+            "loss: the weight of a term depends on parameters, which would make its gradient wrong;"
+            " compute weights from the batch alone"
+        )
+    return lambda piece, key: weigh(params, piece, key)
+
+
+def whole_weights(weigh: Callable, micro: Batch, keys: Array) -> dict[str, Array]:
+    """Weights of the terms, summed over the microbatches."""
+    return jax.tree.map(jnp.sum, jax.lax.map(lambda xs: weigh(*xs), (micro, keys)))

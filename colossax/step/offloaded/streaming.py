@@ -1,0 +1,338 @@
+"""The training step of a model whose layers are updated during backward, one after another.
+
+Stacked parameters and their optimizer state are rows in host or device memory, which
+`colossax.offload` brings to the device layer by layer; what is in no layer stack is updated as in
+the ordinary step. Losses, metrics and states are those of the ordinary step.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+from jaxtyping import Array
+
+from colossax.config import BoundPlan
+from colossax.errors import PlanError
+from colossax.offload import Key, Stacks
+from colossax.optim import DimsOptimizer, is_layerwise
+from colossax.sharding import batch_axes
+from colossax.step.gradients.streamed import HOW, Found, Job, known_norm
+from colossax.step.loss import LossCall
+from colossax.step.microbatches import cut_up, microbatches
+from colossax.step.offloaded.parameter_groups import SHARED, Part, Update
+from colossax.typing import Batch, Dims, ParamInfo, TrainState
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pending:
+    """Updates that are left to do once a step's program has ended.
+
+    Attributes:
+        grads: Of `Streaming.later`, stacks of all layers' gradients.
+        update: What every update needs.
+    """
+
+    grads: dict[Key, list[Any]]
+    update: Update
+
+
+jax.tree_util.register_dataclass(Pending, ["grads", "update"], [])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Owner:
+    """The parameter that a leaf of the optimizer's state mirrors, or `SHARED`."""
+
+    number: int
+
+
+def check_streamable(bound: BoundPlan, infos: Any, learning: Any, optimizer: Any) -> None:
+    """Refuse what cannot be updated layer by layer.
+
+    Args:
+        bound: Plan and devices.
+        infos: Of all parameters.
+        learning: Of those that learn, None elsewhere.
+        optimizer: As it was given.
+
+    Raises:
+        PlanError: With the reason and a remedy.
+    """
+    segments = {info.segment for info in jax.tree.leaves(infos)} - {None}
+    if not segments:
+        raise PlanError(
+            "plan.offload: the model has no layer stack, and only stacked layers can be moved one"
+            " by one; build its repeated layers with colossax.nn.LayerStack, or drop the offload"
+        )
+    for segment in sorted(segments - {info.segment for info in jax.tree.leaves(learning)}):
+        raise PlanError(
+            f"plan.offload: no parameter in segment {segment[1]} of the layer stack"
+            f" '{segment[0]}' learns; let the filter accept some, or drop the offload"
+        )
+    if not is_layerwise(optimizer):
+        raise PlanError(
+            "plan.offload: layers are updated one by one, and this optimizer does not say that it"
+            " can be; give one of colossax.optim, or mark your `dims -> transformation` with"
+            " colossax.optim.layerwise"
+        )
+    cut = bound.plan.batch
+    several = cut.accumulation > 1 or cut.microbatch is not None
+    if cut.reduce_once and several and batch_axes(bound):
+        raise PlanError(
+            "plan.batch.reduce_once: whole gradients cannot be kept while layers are updated one"
+            " by one; switch it off, as preset zero2 does"
+        )
+
+
+class Streaming:
+    """How a step visits its parameters: the layers' in backward, all others afterwards."""
+
+    def __init__(
+        self,
+        call: LossCall,
+        bound: BoundPlan,
+        infos: Any,
+        trainable: Any,
+        optimizer: DimsOptimizer,
+        map_moments: Callable,
+        clip_norm: float | None,
+    ):
+        """Divide the parameters.
+
+        Args:
+            call: The loss.
+            bound: Plan and devices.
+            infos: Of all parameters.
+            trainable: Tree of booleans.
+            optimizer: For dims of any of them.
+            map_moments: See `Step.map_moments`.
+            clip_norm: Global norm that gradients are scaled down to, or None.
+        """
+        self.call = call
+        self.bound = bound
+        self.clip_norm = clip_norm
+        leaves, self._structure = jax.tree.flatten(infos)
+        learns = jax.tree.leaves(trainable)
+        owners = _owners(leaves, map_moments)
+
+        def part(key: Key | None, bound: BoundPlan = bound) -> Part:
+            return Part(key, leaves, learns, owners, bound, optimizer)
+
+        self._part = part
+        keys = dict.fromkeys(info.segment for info in leaves if info.segment is not None)
+        self.parts = {key: part(key) for key in keys}
+        self.rest = part(None)
+        self._shared = [j for j, owner in enumerate(owners) if owner == SHARED]
+        away = {j for each in self.parts.values() if each.on_disk for j in each.slots}
+        self._present = [j for j in range(len(owners)) if j not in away]
+        self.clipping = "none" if clip_norm is None else bound.plan.offload.clipping
+        if self.later:
+            self.clipping = self._clipping_of_kept(self.clipping)
+
+    @staticmethod
+    def _clipping_of_kept(wanted: str) -> str:
+        """How gradients are clipped that are kept anyway."""
+        if wanted == "layer":
+            raise PlanError(
+                "plan.offload.clipping 'layer': layers on disk, or that the CPU updates, are"
+                " updated after backward, from gradients that are kept; give clipping stack"
+            )
+        return "stack"
+
+    @property
+    def on_disk(self) -> dict[Key, Part]:
+        """The parts whose optimizer state is in a file."""
+        return {key: part for key, part in self.parts.items() if part.on_disk}
+
+    @property
+    def on_cpu(self) -> dict[Key, Part]:
+        """The parts that the CPU updates."""
+        return {key: part for key, part in self.parts.items() if part.on_cpu}
+
+    @property
+    def beside_cpu(self) -> dict[Key, Part]:
+        """The parts that devices update meanwhile: those of the others that take long."""
+        away = {**self.on_disk, **self.on_cpu}
+        return {
+            key: part
+            for key, part in self.parts.items()
+            if self.on_cpu and part.state_on_host and key not in away
+        }
+
+    @property
+    def later(self) -> dict[Key, Part]:
+        """The parts that are updated once a step's program has ended."""
+        return {**self.on_disk, **self.on_cpu, **self.beside_cpu}
+
+    def parts_for(self, keys: Iterable[Key], bound: BoundPlan) -> dict[Key, Part]:
+        """These parts, as updated on other devices than the step's."""
+        return {key: self._part(key, bound) for key in keys}
+
+    # Between the state's trees and the parts' lists
+
+    def stacks(self, params: Any, opt_state: Any) -> dict[Key, Stacks]:
+        """Of every run: its trained parameters and their optimizer state."""
+        leaves, moments = jax.tree.leaves(params), self.moments(opt_state)
+
+        def state(part: Part) -> list[Any] | None:
+            return None if part.on_disk else [moments[j] for j in part.slots]
+
+        return {
+            key: Stacks(params=[leaves[i] for i in part.trained], state=state(part))
+            for key, part in self.parts.items()
+        }
+
+    def with_stacks(self, state: TrainState, changed: dict[Key, Stacks]) -> TrainState:
+        """The state with parameters and optimizer state of these runs."""
+        leaves, structure = jax.tree.flatten(state["params"])
+        moments = self.moments(state["opt_state"])
+        for key, stacks in changed.items():
+            for i, stack in zip(self.parts[key].trained, stacks.params, strict=True):
+                leaves[i] = stack
+            moments.update(zip(self.parts[key].slots, stacks.state, strict=True))
+        own = [moments[j] for j in self._present]
+        return {
+            **state,
+            "params": jax.tree.unflatten(structure, leaves),
+            "opt_state": jax.tree.unflatten(jax.tree.structure(state["opt_state"]), own),
+        }
+
+    def of_stacks(self, state: TrainState) -> TrainState:
+        """Of each leaf of the state, whether it is trained, or optimizer state, of a layer."""
+        nothing = jax.tree.map(lambda _: False, state)
+        stacks = self.stacks(state["params"], state["opt_state"])
+        return self.with_stacks(nothing, jax.tree.map(lambda _: True, stacks))
+
+    def pending_shardings(self, whole: NamedSharding) -> Pending:
+        """Where what is left to do lies.
+
+        Args:
+            whole: Of what every device has.
+        """
+        shared = [whole for _ in self._shared]
+        scale = None if self.clip_norm is None else whole
+        return Pending(
+            grads={key: part.gradient_shardings() for key, part in self.later.items()},
+            update=Update(shared=shared, scale=scale, ok=whole),
+        )
+
+    def moments(self, opt_state: Any) -> dict[int, Any]:
+        """Leaves of the optimizer's state by number; those on disk are not there."""
+        return dict(zip(self._present, jax.tree.leaves(opt_state), strict=True))
+
+    def params(self, old: Any, stacks: dict[Key, Stacks], rest: list[Array]) -> Any:
+        """The tree of all parameters with these in it."""
+        leaves = jax.tree.leaves(old)
+        for part, values in self._values(stacks, rest, "params"):
+            for i, value in zip(part.trained, values, strict=True):
+                leaves[i] = value
+        return jax.tree.unflatten(self._structure, leaves)
+
+    def opt_state(
+        self, old: Any, stacks: dict[Key, Stacks], rest: list[Array], shared: list[Array]
+    ) -> Any:
+        """The optimizer's state with these in it."""
+        moments = self.moments(old)
+        for part, values in self._values(stacks, rest, "state"):
+            moments.update(zip(part.slots, values or (), strict=values is not None))
+        moments.update(zip(self._shared, shared, strict=True))
+        return jax.tree.unflatten(jax.tree.structure(old), [moments[j] for j in self._present])
+
+    def _values(self, stacks: dict[Key, Stacks], rest: list[Array], field: str) -> Any:
+        yield self.rest, rest
+        for key, part in self.parts.items():
+            yield part, getattr(stacks[key], field)
+
+    def init_state(self, params: Any, shardings: Any) -> Any:
+        """Optimizer state, each array made where it lives.
+
+        Args:
+            params: Parameters, laid out by the plan.
+            shardings: Of the optimizer's state.
+        """
+        dtype = jax.tree.leaves(params)[0].dtype
+        where = self.moments(shardings)
+        found: dict[int, Array] = {}
+        jobs: list[tuple[list[int], Callable]] = [
+            (self.rest.slots, functools.partial(self.rest.init, dtype)),
+            (self._shared, functools.partial(self.rest.init_shared, dtype)),
+        ]
+        for part in self.parts.values():
+            if part.on_disk:
+                continue
+            own = [where[j] for j in part.slots]
+            jobs.append((part.slots, functools.partial(part.init_stacks, dtype, own)))
+        for slots, make in jobs:
+            leaves = jax.jit(make, out_shardings=[where[j] for j in slots])() if slots else []
+            found.update(zip(slots, leaves, strict=True))
+        return jax.tree.unflatten(jax.tree.structure(shardings), [found[j] for j in self._present])
+
+    # A step
+
+    def step(
+        self, state: TrainState, batch: Batch, dims: dict[str, Dims], key: Array
+    ) -> tuple[Any, Any, Found, Array, Pending | None]:
+        """New parameters and optimizer state, what was found, and whether all of it was finite.
+
+        Last, what is left to do for `later`.
+        """
+        params, opt_state = state["params"], state["opt_state"]
+        pieces = microbatches(self.bound, batch, dims)
+        job = Job(self, params, state["variables"], *cut_up(batch, dims, key, pieces), pieces)
+        stacks = self.stacks(params, opt_state)
+        moments = self.moments(opt_state)
+        shared = [moments[j] for j in self._shared]
+        how = HOW[self.clipping]
+        stacks, rest_grads, found, scale, ok = how(job, stacks, shared)
+        update = Update(shared=shared, scale=scale, ok=ok)
+        leaves = jax.tree.leaves(params)
+        moved, own, new_shared = self.rest.update(
+            [leaves[i] for i in self.rest.trained],
+            [moments[j] for j in self.rest.slots],
+            rest_grads,
+            update,
+        )
+        if how is known_norm:
+            # Only then: or the others' gradients are there while layers' states come and go.
+            moved, own, update = jax.lax.optimization_barrier((moved, own, update))
+            stacks = {
+                key: stacks[key] if key in self.later else part.visit_all(stacks[key], update)
+                for key, part in self.parts.items()
+            }
+        new_params = self.params(params, stacks, moved)
+        new_state = self.opt_state(opt_state, stacks, own, new_shared)
+        pending = None
+        if self.later:
+            grads = {key: stacks[key].grads for key in self.later}
+            pending = Pending(grads=grads, update=update)
+        return new_params, new_state, found, ok, pending
+
+    def gradients(
+        self, state: TrainState, batch: Batch, dims: dict[str, Dims], key: Array
+    ) -> tuple[list[Any], Found]:
+        """Gradients of all parameters as a list (None of those that do not learn), whole."""
+        pieces = microbatches(self.bound, batch, dims)
+        job = Job(
+            self, state["params"], state["variables"], *cut_up(batch, dims, key, pieces), pieces
+        )
+        stacks, rest, found = job.gathered(self.stacks(state["params"], state["opt_state"]))
+        grads: list[Any] = [None] * self._structure.num_leaves
+        for part, values in self._values(stacks, rest, "grads"):
+            for i, value in zip(part.trained, values, strict=True):
+                grads[i] = value
+        return grads, found
+
+
+def _owners(infos: Sequence[ParamInfo], map_moments: Callable) -> list[int]:
+    """Number of the parameter that each leaf of the optimizer's state mirrors, or `SHARED`."""
+    numbers = {(info.path, info.first_layer): i for i, info in enumerate(infos)}
+    marks = map_moments(
+        lambda leaf, info: _Owner(numbers[info.path, info.first_layer]),
+        lambda leaf: _Owner(SHARED),
+        on_disk=True,
+    )
+    leaves = jax.tree.leaves(marks, is_leaf=lambda leaf: isinstance(leaf, _Owner))
+    return [mark.number for mark in leaves]

@@ -1,0 +1,28 @@
+"""Parameters that learn, and the others."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from colossax.errors import InputError
+from colossax.typing import ParamInfo
+
+
+def chosen(tree: Any, choice: Any) -> Any:
+    """`tree` with None in place of the leaves that are not chosen."""
+    return jax.tree.map(lambda leaf, keep: leaf if keep else None, tree, choice)
+
+
+def joined(params: Any, frozen: Any) -> Any:
+    """One tree from two that hold None where the other has a leaf."""
+    return jax.tree.map(
+        lambda a, b: b if a is None else a, params, frozen, is_leaf=lambda leaf: leaf is None
+    )
+
+
+def trainable_tree(infos: Any, trainable: Callable[[ParamInfo], bool] | None) -> Any:
+    chosen = jax.tree.map(lambda info: trainable is None or bool(trainable(info)), infos)
+    if not any(jax.tree.leaves(chosen)):
+        raise InputError("trainable: no parameter is left to train; let the filter accept some")
+    return chosen

@@ -1,0 +1,76 @@
+"""The next-token loss of language models."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from colossax.config import BoundPlan
+from colossax.errors import PlanError
+from colossax.nn import cross_entropy
+from colossax.sharding import activation_axes, constrain, current
+from colossax.step.loss import Loss, Sums, Terms, any_order
+from colossax.typing import Batch
+
+
+def next_token_loss(*, z_loss: float = 0.0) -> Loss:
+    """Cross entropy of the next token over real targets, for models like `nn.Decoder`.
+
+    Args:
+        z_loss: Coefficient of the mean squared log-partition, which keeps logits from drifting
+            (Chowdhery et al. 2022, PaLM, use 1e-4).
+    """
+
+    @any_order
+    def loss(model: Any, batch: Batch) -> tuple[Terms, Sums]:
+        bound = current()
+        hidden = model.hidden(
+            batch["tokens"], positions=batch.get("positions"), segments=batch.get("segments")
+        )
+        weights = batch["weights"].astype(jnp.float32)
+        hidden, targets, weights = _at_the_head(hidden, batch["targets"], weights)
+        # The head is gathered here, once, not in the loop over chunks, where it would be again
+        # for every chunk and in both directions.
+        ce, z, _, correct = cross_entropy(
+            hidden,
+            model.head_weight(),
+            targets,
+            weights,
+            chunks=_chunks(bound, hidden.shape[1]),
+            z_loss=bool(z_loss),
+            vocab_sharded=_devices(bound, "vocab") > 1,
+            batch_shards=_devices(bound, "batch:inner"),
+            seq_shards=_devices(bound, "seq"),
+            reduction=None if bound is None else bound.plan.precision.reduction,
+        )
+        # Counted apart from the loss, so that it visibly depends on the batch alone.
+        count = jnp.sum(weights)
+        terms: Terms = {"cross_entropy": (ce, count, 1.0)}
+        if z_loss:
+            terms["z_loss"] = (z, count, z_loss)
+        return terms, {"accuracy": (correct, count)}
+
+    return loss
+
+
+def _at_the_head(hidden: Array, targets: Array, weights: Array) -> tuple[Array, Array, Array]:
+    """As the head multiplies: hidden states whole, rows where they leave the vocabulary split."""
+    rows = ("batch:inner", "seq")
+    hidden = constrain(hidden, *rows, None)
+    return hidden, constrain(targets, *rows), constrain(weights, *rows)
+
+
+def _devices(bound: BoundPlan | None, dim: str) -> int:
+    """Devices that a dim of an activation is split over."""
+    return 1 if bound is None else bound.size(activation_axes(bound, dim))
+
+
+def _chunks(bound: BoundPlan | None, seq_len: int) -> int:
+    """Pieces of the sequence in which logits are made, by the plan in force."""
+    chunks = 1 if bound is None else bound.plan.loss.vocab_chunks
+    if chunks > seq_len:
+        raise PlanError(
+            f"plan.loss.vocab_chunks: {chunks} is more than the {seq_len} tokens of a row;"
+            f" give at most {seq_len}"
+        )
+    return chunks

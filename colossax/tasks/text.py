@@ -1,0 +1,231 @@
+"""The text of a run: from a configuration to global batches on the devices."""
+
+import contextlib
+import dataclasses
+import functools
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from colossax.data import (
+    BatchLoader,
+    Corpus,
+    Documents,
+    Rows,
+    Split,
+    Tokenizer,
+    ValidationBatches,
+    encode_corpus,
+    global_arrays,
+    path_documents,
+    stdlib_documents,
+    train_tokenizer,
+    unigram_entropy_nats,
+    wanted_rows,
+)
+from colossax.data.hashing import keyed_permutation
+from colossax.data.loader import LocalBatch
+from colossax.data.rows import Row
+from colossax.errors import DataError, InputError
+from colossax.processes.group import Group
+from colossax.sharding import activation_sharding
+from colossax.step.arrange import Arranged, arranged
+from colossax.step.step import Step
+from colossax.tasks.config import DataConfig
+from colossax.typing import TEXT_BATCH_DIMS, Batch
+
+WINDOW_ROWS = 2**16
+"""Rows that are shuffled together at most."""
+
+_ROWS_KEY = 1
+"""Sets the order of rows apart from that of documents, which the same seed decides."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Text:
+    """Encoded text, split into what is trained on and what is held out.
+
+    Attributes:
+        config: What was asked for.
+        seed: Of the order of documents.
+        fingerprint: Hash of the documents, whatever they are called.
+        tokenizer: Text to tokens and back.
+        corpus: All documents.
+        training: Those to train on.
+        held_out_split: Those held out.
+    """
+
+    config: DataConfig
+    seed: int
+    fingerprint: str
+    tokenizer: Tokenizer
+    corpus: Corpus
+    training: Split
+    held_out_split: Split
+
+    @property
+    def unigram_entropy(self) -> float:
+        """Loss, in nats per token, of the best model that knows token frequencies alone."""
+        return unigram_entropy_nats(self.corpus)
+
+    @property
+    def description(self) -> str:
+        """For people."""
+        return (
+            f"{self.training.token_count:,} tokens in {self.training.document_count:,} documents,"
+            f" {self.held_out_split.token_count:,} in"
+            f" {self.held_out_split.document_count:,} held out,"
+            f" vocabulary of {self.tokenizer.vocab_size:,}"
+        )
+
+    @contextlib.contextmanager
+    def batches(self, step: Step, start: int) -> Iterator[Iterator[Batch]]:
+        """Endless global batches from number `start` on, made ahead by threads."""
+        place = _Placement(step, self.config)
+        rows = Rows(self.training, seq_len=self.config.seq_len, seed=self.seed)
+        shuffled = ShuffledRows(rows, seed=self.seed)
+        with BatchLoader(shuffled, place.global_batch, wanted=place.wanted, start=start) as loader:
+            yield map(place, loader)
+
+    def held_out(self, step: Step) -> Iterator[Batch]:
+        """The held-out batches, the same for every seed."""
+        place = _Placement(step, self.config)
+        batches = ValidationBatches(
+            self.held_out_split,
+            seq_len=self.config.seq_len,
+            global_batch=place.global_batch,
+            wanted=place.wanted,
+            batches=self.config.validation_batches,
+        )
+        return map(place, batches)
+
+
+class ShuffledRows:
+    """Rows in an order of their own, so that the rows of a batch come from many documents.
+
+    Neighbouring rows are neighbouring pieces of the same documents; a batch of them tells the
+    optimizer about a document or two. They are dealt out within windows: of an epoch, or of
+    `WINDOW_ROWS` rows where it is longer. Still every row is a function of its number alone.
+
+    Cost: 8 bytes per row of a window, two windows are kept; the first row of one sorts it.
+    """
+
+    def __init__(self, rows: Rows, *, seed: int):
+        self.seq_len = rows.seq_len
+        self._rows = rows
+        self._seed = seed
+        self._window = min(max(1, rows.epoch_tokens // rows.seq_len), WINDOW_ROWS)
+        self._lock = threading.Lock()
+        self._order = functools.lru_cache(maxsize=2)(self._make_order)
+
+    def __getitem__(self, row: int) -> Row:
+        window, at = divmod(row, self._window)
+        with self._lock:  # threads that meet at a new window must not all sort
+            order = self._order(window)
+        return self._rows[window * self._window + int(order[at])]
+
+    def _make_order(self, window: int) -> np.ndarray:
+        return keyed_permutation(self._seed, _ROWS_KEY, window, count=self._window)
+
+
+class _Placement:
+    """Puts the rows made in this process on its devices, as parts of a global batch."""
+
+    def __init__(self, step: Step, config: DataConfig):
+        self._order = step.order(config.seq_len)
+        shape = (config.global_batch, config.seq_len + self._order.padding)
+        self._shardings = {
+            name: activation_sharding(step.bound, dims, shape, name=f"batch '{name}'")
+            for name, dims in TEXT_BATCH_DIMS.items()
+        }
+        self.global_batch = config.global_batch
+        self.wanted = wanted_rows(self._shardings["tokens"], shape)
+
+    def __call__(self, local: LocalBatch) -> Batch:
+        local = arranged(local, TEXT_BATCH_DIMS, self._order)
+        placed = global_arrays(local, self.wanted, self._shardings, self.global_batch)
+        return Arranged(placed, self._order)
+
+
+def open_text(
+    config: DataConfig, model: Any, *, seed: int, group: Group, tokenizer: str | None = None
+) -> Text:
+    """Find the text, learn or read the tokenizer, encode.
+
+    With several processes the first learns the tokenizer and encodes; the others wait, take its
+    tokenizer, and read its encoding where they share its cache.
+
+    Args:
+        config: What to read and how.
+        model: Configuration of the model, for the size of its vocabulary.
+        seed: Of the order of documents.
+        group: The processes.
+        tokenizer: As JSON, where `config` names none.
+
+    Raises:
+        InputError: The text or the tokenizer cannot be read or does not fit the model, or the
+            processes read different text.
+    """
+    documents = group.together(lambda: _documents(config))
+    first = group.from_first(
+        lambda: [documents.fingerprint, _tokenizer(config, documents, model, tokenizer)]
+    )
+    fingerprint, tokenizer_json = first
+    reader = Tokenizer.from_json(tokenizer_json)
+    group.together(lambda: _check_same(documents, fingerprint, group.process_id))
+
+    def encode() -> tuple[Corpus, tuple[Split, Split]]:
+        corpus = encode_corpus(documents, reader)
+        return corpus, corpus.split(config.validation_fraction)
+
+    group.from_first(lambda: encode() and None)
+    corpus, (training, held_out) = group.together(encode)
+    return Text(
+        config=config,
+        seed=seed,
+        fingerprint=fingerprint,
+        tokenizer=reader,
+        corpus=corpus,
+        training=training,
+        held_out_split=held_out,
+    )
+
+
+def _documents(config: DataConfig) -> Documents:
+    if config.path is None:
+        return stdlib_documents()
+    return path_documents(
+        config.path, text_field=config.text_field, skip_undecodable=config.skip_undecodable
+    )
+
+
+def _tokenizer(config: DataConfig, documents: Documents, model: Any, given: str | None) -> str:
+    """The tokenizer as JSON, learnt or read."""
+    if config.tokenizer is not None:
+        tokenizer = Tokenizer.from_file(config.tokenizer)
+    elif given is not None:
+        tokenizer = Tokenizer.from_json(given)
+    elif config.tokenizer_vocab is not None:
+        tokenizer = train_tokenizer(documents, config.tokenizer_vocab)
+    else:
+        raise InputError(
+            "data.tokenizer: this recipe has none; give the model's own with --data.tokenizer"
+            " FILE, or learn a small one from the text with --data.tokenizer_vocab 4096"
+        )
+    if tokenizer.vocab_size > model.vocab:
+        raise InputError(
+            f"data.tokenizer: has {tokenizer.vocab_size} tokens,"
+            f" more than the model's vocabulary of"
+            f" {model.vocab}; give the model's own tokenizer, or raise model.vocab"
+        )
+    return tokenizer.to_json()
+
+
+def _check_same(documents: Documents, fingerprint: str, process_id: int) -> None:
+    if documents.fingerprint != fingerprint:
+        raise DataError(
+            f"{documents.origin}: process {process_id} reads other text there than process 0;"
+            f" give all processes the same files"
+        )

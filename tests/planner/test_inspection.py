@@ -1,0 +1,160 @@
+"""What an inspection says of copies between GPU and host; the programs are written by hand."""
+
+import dataclasses
+import json
+
+import pytest
+
+from colossax.aot import MemoryReport, Program, parse_target
+from colossax.cli.inspect import describe, describe_many
+from colossax.planner.inspection import Inspection
+from colossax.planner.traffic import ASSUMED_EFFICIENCY, HIDING_FORMULA, HostTraffic, host_traffic
+from colossax.recipes import recipe
+from colossax.step.offloaded.disk import DiskCost
+from tests.aot.test_transfers import ADD, DOT, FETCH, FETCHED, ON_HOST, program
+
+TARGET = parse_target("h200:1x8")
+PEAK = 989e12
+STREAMED = program(
+    FETCH, DOT, FETCHED, f"%out = {ON_HOST} copy(%x)", f"%again = {ON_HOST} copy(%x)"
+)
+"""Six times 128 bytes up beside a matmul, twelve times 128 bytes down."""
+
+
+def traffic(hlo=STREAMED, *, flops_per_token=6, peak=PEAK, target=TARGET):
+    return host_traffic(hlo, target, flops_per_token=flops_per_token, peak=peak)
+
+
+def inspection(host_traffic: HostTraffic | None) -> Inspection:
+    return Inspection(
+        config=recipe("llama_tiny"),
+        target=TARGET,
+        plan_hash="0",
+        parameters=10**9,
+        program=Program(
+            hlo="", assignment="", live_ranges="", stats=None, messages="", compile_s=1.0
+        ),
+        memory=MemoryReport(
+            total_bytes=2**30,
+            argument_bytes=2**30,
+            temp_bytes=0,
+            host_bytes=2**31,
+            terms={"parameters": 2**30},
+            largest=(),
+        ),
+        links=(),
+        limit_bytes=2**37,
+        fits=True,
+        attention="xla",
+        flops_per_token=6 * 10**9,
+        compute_s=1.0,
+        microbatch=1,
+        microbatches=1,
+        host_traffic=host_traffic,
+    )
+
+
+def test_bytes_and_seconds_by_direction():
+    found = traffic()
+    assert (found.up_bytes, found.down_bytes, found.sync_in_loops) == (6 * 128, 12 * 128, 12)
+    assert found.up_s == 6 * 128 / TARGET.gpu.pcie_bytes_per_s
+    assert found.down_s == 2 * found.up_s
+
+
+def test_tokens_that_hide_the_copies():
+    """h · bytes · F / (8 B) of one GPU, with 6 FLOPs per parameter and token as the model's own."""
+    one = parse_target("h200:1x1")
+    parameters = 1000
+    per_parameter = 12 * 128 / parameters
+    achieved = PEAK * ASSUMED_EFFICIENCY
+    expected = per_parameter * achieved / (8 * one.gpu.pcie_bytes_per_s)
+    found = traffic(flops_per_token=6 * parameters, target=one)
+    assert found.hiding_tokens == pytest.approx(expected)
+    eight = traffic(flops_per_token=6 * parameters)  # of eight GPUs, each with the same bytes
+    assert eight.hiding_tokens == pytest.approx(8 * expected)
+
+
+def test_14_bytes_each_way_take_20_thousand_tokens_of_an_h200():
+    scale = 10**9
+    text = STREAMED.replace("[6,8,4]", f"[6,{scale},4]").replace("[1,8,4]", f"[1,{scale},4]")
+    found = traffic(
+        text, target=parse_target("h200:1x1"), flops_per_token=6 * 12 * 16 * scale // 14
+    )
+    assert found.down_bytes == 12 * 16 * scale
+    assert found.hiding_tokens == pytest.approx(20_000, rel=0.02)
+
+
+def test_an_unknown_peak_leaves_the_tokens_unknown():
+    assert traffic(peak=None).hiding_tokens is None
+    text = describe(inspection(traffic(peak=None)))
+    assert "hidden by an unknown number of tokens per step" in text
+
+
+def test_a_program_that_copies_nothing_says_nothing_of_it():
+    none = traffic(program(ADD))
+    assert none is None
+    text = describe(inspection(none))
+    assert "host memory: 2.00 GiB\nlargest temporaries:" in text
+    assert "copies between" not in text
+    assert "host_traffic" not in inspection(none).to_json()
+
+
+def test_the_table_for_people():
+    found = dataclasses.replace(
+        traffic(), up_s=1.5, down_s=3.0, hiding_tokens=12_345.6, up_bytes=10**9
+    )
+    totals = tuple(dataclasses.replace(t, bytes=t.bytes * 10**9) for t in found.totals)
+    text = describe(inspection(dataclasses.replace(found, totals=totals)))
+    start = text.index("copies between")
+    assert text[start : text.index("largest temporaries")].splitlines() == [
+        "copies between device and host, per device and step, at the PCIe rate:",
+        "  direction  times  GB        seconds  beside a matmul  synchronous in loops",
+        "  to device  6      768.000   1.5000   6                0",
+        "  to host    12     1536.000  3.0000   0                12",
+        f"hidden by 12,346 tokens per step of all devices ({HIDING_FORMULA})",
+    ]
+
+
+def test_the_same_facts_as_json():
+    found = traffic()
+    said = json.loads(json.dumps(inspection(found).to_json()))["host_traffic"]
+    assert said["to_device_bytes"] == 6 * 128
+    assert said["to_host_bytes"] == 12 * 128
+    assert said["to_host_s"] == found.down_s
+    assert said["sync_in_loops"] == 12
+    assert said["hiding_tokens"] == found.hiding_tokens
+    assert said["hiding_formula"] == HIDING_FORMULA
+    assert [one["direction"] for one in said["by_direction"]] == ["to_device", "to_host"]
+    assert said["by_direction"][0]["beside_matmul"] == 6
+
+
+def test_what_is_updated_after_the_program_is_said():
+    disk = DiskCost(
+        layers=40,
+        file_bytes=2**33,
+        read_bytes=3 * 10**9,
+        written_bytes=4 * 10**9,
+        memory_bytes=2**29,
+    )
+    one = dataclasses.replace(inspection(traffic()), disk=disk, cpu_layers=8)
+    text = describe(one)
+    start = text.index("disk: ")
+    assert text[start : text.index("largest temporaries")].splitlines() == [
+        "disk: 8.00 GiB in one file for 40 layers, 3.000 GB read and 4.000 GB written per step,"
+        " through 0.50 GiB more of host memory",
+        "the CPU updates 8 layers",
+        "these layers are updated after the program above: no computing hides that",
+    ]
+    assert one.to_json()["disk"] == dataclasses.asdict(disk)
+    assert one.to_json()["cpu_layers"] == 8
+    assert "disk: " not in describe(inspection(traffic()))
+
+
+def test_kernels_whose_proof_is_assumed_are_named():
+    plain = inspection(None)
+    assert plain.to_json()["kernel_proof"] is None
+    assert "proof assumed" not in describe(plain) + describe_many({"a": plain})
+    assumed = dataclasses.replace(plain, attention="mosaic", proof_assumed=True)
+    assert assumed.to_json()["kernel_proof"] == "assumed"
+    for text in (describe(assumed), describe_many({"a": plain, "b": assumed})):
+        assert text.count("kernels: proof assumed; on the GPUs 'auto' takes them once") == 1

@@ -1,0 +1,56 @@
+"""What a run's checkpoints hold beside arrays, and what is refused of it."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from colossax.checkpoint import Checkpointer
+from colossax.config import Plan
+from colossax.errors import CheckpointError
+from colossax.models import LlamaConfig, maker
+from colossax.planner import boost
+from colossax.run.checkpointing import RunCheckpoints, state_slots
+from colossax.tasks import next_token_loss
+
+CONFIG = LlamaConfig(vocab=16, embed=8, layers=1, heads=2, kv_heads=1, mlp=8, max_seq=8)
+
+
+@pytest.fixture(scope="module")
+def made():
+    """A state and its step."""
+    one = jax.devices()[:1]
+    plan = Plan(mesh={"fsdp": 1})
+    return boost(maker(CONFIG), optax.sgd(1.0), next_token_loss(), plan, devices=one)
+
+
+def checkpoints(folder, step, problems):
+    return RunCheckpoints(folder, step, keep=2, documents={"run": 1}, report=problems.append)
+
+
+@pytest.mark.sentinel
+@pytest.mark.catches("checkpoint-position-off-by-one")
+def test_a_checkpoint_says_where_its_data_goes_on(made, tmp_path):
+    state, step = made
+    problems = []
+    run = checkpoints(tmp_path, step, problems)
+    run.save(state, 3)
+    run.finish()
+    assert not problems
+    assert Checkpointer(tmp_path).documents(3) == {"run": 1, "position": {"batch": 3}}
+    restored = run.restore(3)
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
+
+
+@pytest.mark.catches("checkpoint-position-not-read")
+@pytest.mark.parametrize("documents", [{"position": {"batch": 2}}, {}])
+def test_a_position_that_is_not_that_of_the_step_is_refused(made, tmp_path, documents):
+    state, step = made
+    pairs = list(zip(jax.tree.leaves(state_slots(step)), jax.tree.leaves(state), strict=True))
+    with Checkpointer(tmp_path) as other:
+        other.save(3, pairs, documents)
+    found = documents.get("position")
+    with pytest.raises(CheckpointError, match=f"step 3: found the data position {found}") as caught:
+        checkpoints(tmp_path, step, []).restore(3)
+    assert "after 3 steps it is {'batch': 3}; resume from another checkpoint" in str(caught.value)
+    assert "\n" not in str(caught.value)

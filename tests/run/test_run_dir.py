@@ -1,0 +1,119 @@
+"""Folders of runs: who may write where, and what may not change."""
+
+import dataclasses
+import re
+
+import pytest
+
+from colossax.errors import InputError
+from colossax.recipes import RECIPES, recipe
+from colossax.run.run_dir import RunFolder, check_identity, find_run_folder, identity
+from colossax.tasks.config import train_config_from_json, train_config_to_json
+
+CONFIG = recipe("llama_tiny")
+
+
+def who(config=CONFIG, text="t" * 32, tokenizer="k" * 32):
+    return identity(config, text=text, tokenizer=tokenizer)
+
+
+@pytest.fixture
+def started(tmp_path):
+    """A folder that holds a run."""
+    folder = RunFolder(path=tmp_path / "run")
+    folder.write(CONFIG, who())
+    return folder
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_configuration_survives_json(name):
+    config = recipe(name)
+    assert train_config_from_json(train_config_to_json(config)) == config
+
+
+def test_a_damaged_configuration_is_refused(started):
+    data = train_config_to_json(CONFIG)
+    with pytest.raises(InputError, match="run config: unknown field 'stepz'; did you mean 'steps'"):
+        train_config_from_json({**data, "stepz": 3})
+    (started.path / "run.json").write_text("{")
+    with pytest.raises(InputError, match="run.json: cannot be read"):
+        started.config()
+    (started.path / "run.json").write_text('{"format": 9}')
+    with pytest.raises(InputError, match="written by another version"):
+        started.read()
+
+
+def test_folders_are_numbered(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert str(find_run_folder(None, recipe="r", resume=False).path) == "runs/r-001"
+    for name in ("r-001", "r-012", "r-x", "rr-044", "other-099"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+    assert str(find_run_folder(None, recipe="r", resume=False).path) == "runs/r-013"
+
+
+def test_a_run_is_not_overwritten_and_none_is_not_resumed(started, tmp_path):
+    there, empty = str(started.path), str(tmp_path / "empty")
+    assert find_run_folder(there, recipe="r", resume=True).config() == CONFIG
+    assert not find_run_folder(empty, recipe="r", resume=False).path.exists(), "nothing is written"
+    for out, resume, message in [
+        (there, False, f"--out {there}: already holds a run; continue it with --resume"),
+        (empty, True, f"--resume: {empty} holds no run; drop --resume"),
+        (None, True, "--resume: which run is not said; name its folder with --out DIR"),
+        (str(started.path / "run.json"), False, "is a file; choose a folder"),
+    ]:
+        with pytest.raises(InputError, match=re.escape(message)):
+            find_run_folder(out, recipe="r", resume=resume)
+
+
+def test_an_unwritable_folder_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"--out .*: cannot be written \(Not a directory\)"):
+        RunFolder(path=tmp_path / "file" / "run").write(CONFIG, who())
+
+
+@pytest.mark.catches("resume-other-run")
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"seed": 3}, "--resume: seed is 0 in {path} and 3 here;"),
+        ({"data.global_batch": 12}, "data.global_batch is 24 in {path} and 12 here"),
+        ({"data.seq_len": 48}, "data.seq_len is 96 in {path} and 48 here"),
+        (
+            {"data.validation_fraction": 0.1},
+            "data.validation_fraction is 0.02 in {path} and 0.1 here",
+        ),
+        ({"model.layers": 3}, "model.layers is 4 in {path} and 3 here"),
+        ({"optimizer.name": "lamb"}, "optimizer.name is adamw in {path} and lamb here"),
+        ({"optimizer.state": "mixed"}, "optimizer.state is float32 in {path} and mixed here"),
+    ],
+)
+def test_another_run_is_not_resumed(started, change, message):
+    ((name, value),) = change.items()
+    config = CONFIG
+    if "." in name:
+        part, field = name.split(".")
+        config = config.replace(
+            **{part: dataclasses.replace(getattr(config, part), **{field: value})}
+        )
+    else:
+        config = config.replace(**change)
+    with pytest.raises(InputError, match=re.escape(message.format(path=started.path))):
+        check_identity(started, who(config))
+
+
+def test_a_run_without_a_named_state_has_float32(started):
+    stored = {k: v for k, v in who().items() if k != "optimizer.state"}
+    RunFolder(path=started.path).write(CONFIG, stored)
+    check_identity(started, who())
+
+
+def test_other_text_or_another_tokenizer_is_named(started):
+    with pytest.raises(InputError, match=r"data is 'the standard library' \(tttttttttttt\) in"):
+        check_identity(started, who(text="u" * 32))
+    with pytest.raises(InputError, match=r"tokenizer is 'one of 512 tokens' \(kkkkkkkkkkkk\) in"):
+        check_identity(started, who(tokenizer="l" * 32))
+
+
+def test_what_does_not_decide_the_losses_may_change(started):
+    moved = dataclasses.replace(CONFIG.data, path="the same text elsewhere", validation_batches=2)
+    check_identity(started, who(CONFIG.replace(data=moved, steps=7, keep=9, checkpoint_every=1)))
