@@ -19,7 +19,7 @@ from colossax.errors import PlanError
 from colossax.nn.stack import kept_sharding
 from colossax.offload import GB, Rates, kept_token_share, load_rates
 from colossax.sharding import seq_axes, use
-from colossax.step.microbatches import batch_dims, microbatches
+from colossax.step.microbatches import batch_dims, num_microbatches
 from colossax.step.offloaded.host_arrays import state_bytes
 
 if TYPE_CHECKING:
@@ -126,10 +126,10 @@ def _share(
 def _layers(step: "Step", build: Callable[[Plan], "Step"]) -> tuple[list[_Layer], float]:
     """Layers that differ, and bytes of host memory for what each of all keeps."""
     bound, shapes = step.bound, jax.eval_shape(lambda x: x, dict(step.options.shapes or {}))
-    pieces = microbatches(bound, shapes, batch_dims(shapes, step.options.batch_dims))
+    pieces = num_microbatches(bound, shapes, batch_dims(shapes, step.options.batch_dims))
     plain = build(_plain(bound.plan))
     state = plain.abstract
-    traced = plain._evaluate.trace(
+    traced = plain.evaluation.trace(
         state["params"], state["variables"], plain.abstract_batch(shapes)
     )
     found = list(_bodies(traced.jaxpr))

@@ -12,7 +12,7 @@ from colossax.models import maker
 from colossax.offload import Agree
 from colossax.planner.building import build_step
 from colossax.planner.fitting import Fitted, fit_offload
-from colossax.step.microbatches import microbatches
+from colossax.step.microbatches import num_microbatches
 from colossax.step.step import Step
 from colossax.tasks.config import TrainConfig
 from colossax.tasks.next_token import next_token_loss
@@ -43,7 +43,7 @@ def run_step(
         disk=disk,
         shapes=batch_shapes(config),
     )
-    microbatches(step.bound, batch_shapes(config), TEXT_BATCH_DIMS)
+    num_microbatches(step.bound, batch_shapes(config), TEXT_BATCH_DIMS)
     return step
 
 

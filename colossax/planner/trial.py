@@ -16,7 +16,7 @@ from colossax.offload import (
 )
 from colossax.pallas.target import target as pallas_target
 from colossax.sharding import compiler_options
-from colossax.step.microbatches import batch_dims, microbatches
+from colossax.step.microbatches import batch_dims, num_microbatches
 from colossax.step.offloaded.host_arrays import gradient_bytes, host_bytes_of, state_bytes
 from colossax.step.step import Step
 
@@ -80,7 +80,7 @@ class Trial:
     @property
     def microbatches(self) -> int:
         dims = batch_dims(self.batch, self.step.options.batch_dims)
-        return microbatches(self.step.bound, self.batch, dims)
+        return num_microbatches(self.step.bound, self.batch, dims)
 
     def compiled(self) -> StepBytes:
         """What the compiler says it needs."""

@@ -60,7 +60,7 @@ def _optimizer_slots(step: Step, *, on_disk: bool = False) -> Any:
         (info.path, info.first_layer): len(path)
         for path, info in jax.tree_util.tree_flatten_with_path(step.infos)[0]
     }
-    marks = step.map_moments(_Mark, lambda leaf: _Mark(leaf, None), on_disk=on_disk)
+    marks = step.layout.map_moments(_Mark, lambda leaf: _Mark(leaf, None), on_disk=on_disk)
 
     def slot(path: tuple, mark: _Mark) -> ArraySlot:
         leaf, info = mark.leaf, mark.info

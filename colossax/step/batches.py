@@ -11,7 +11,7 @@ from colossax.config import BoundPlan
 from colossax.errors import InputError
 from colossax.sharding import NATURAL, RowOrder, activation_sharding, balanced_order
 from colossax.step.arrange import Arranged, arranged, check_segments, row_length
-from colossax.step.microbatches import batch_dims, microbatches
+from colossax.step.microbatches import batch_dims, num_microbatches
 from colossax.typing import Batch, Dims
 
 
@@ -106,7 +106,7 @@ class BatchPlacer:
         # Device arrays are arranged, and filled up, inside the step.
         inside = batch if isinstance(batch, Arranged) else jax.eval_shape(self.arrange, batch)
         dims = batch_dims(inside, self._dims)
-        microbatches(self._bound, inside, dims)
+        num_microbatches(self._bound, inside, dims)
         self._batch_shardings = {
             name: activation_sharding(self._bound, dims[name], x.shape, name=f"batch '{name}'")
             for name, x in inside.items()

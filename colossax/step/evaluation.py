@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from colossax.config import BoundPlan
 from colossax.step.loss import LossCall, Totals
-from colossax.step.microbatches import divided, microbatches
+from colossax.step.microbatches import num_microbatches, strided
 from colossax.typing import Batch, Dims, Params
 
 
@@ -29,8 +29,8 @@ def batch_totals(
         terms, metrics = call(params, piece, variables, None)
         return {**{name: term[:2] for name, term in terms.items()}, **metrics}
 
-    pieces = microbatches(bound, batch, dims)
-    micro = divided(batch, dims, pieces)
-    if pieces == 1:
-        return one(jax.tree.map(lambda x: x[0], micro))
-    return jax.tree.map(lambda x: jnp.sum(x, axis=0), jax.lax.map(one, micro))
+    count = num_microbatches(bound, batch, dims)
+    arrays = strided(batch, dims, count)
+    if count == 1:
+        return one(jax.tree.map(lambda x: x[0], arrays))
+    return jax.tree.map(lambda x: jnp.sum(x, axis=0), jax.lax.map(one, arrays))

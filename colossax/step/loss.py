@@ -11,6 +11,7 @@ from jaxtyping import Array
 
 from colossax.compat import inputs_used
 from colossax.errors import InputError
+from colossax.step.microbatches import Microbatches
 from colossax.step.trainable import joined
 from colossax.typing import Batch, Params
 
@@ -125,10 +126,19 @@ def objective(terms: Terms, metrics: Sums, over: Any) -> tuple[Any, tuple[Totals
     return sum(parts), (totals, dict(metrics))
 
 
-def checked_weights(
-    call: LossCall, params: Params, frozen: Params, variables: Any, piece: Batch, key: Array
-) -> Callable[[Batch, Array], dict[str, Array]]:
-    """`(piece, key) -> {term: weight}`, from a forward pass that needs no parameter.
+def with_term_weights(
+    call: LossCall, params: Params, frozen: Params, variables: Any, micro: Microbatches
+) -> Microbatches:
+    """The microbatches with the weights of the loss's terms in all of them.
+
+    They come from a forward pass of which nothing that parameters reach remains.
+
+    Args:
+        call: The loss.
+        params: Those that learn, None elsewhere.
+        frozen: The others.
+        variables: See `TrainState`.
+        micro: Without weights.
 
     Raises:
         InputError: A weight depends on parameters.
@@ -138,16 +148,14 @@ def checked_weights(
         terms, _ = call(joined(params, frozen), piece, variables, key)
         return {name: weight for name, (_, weight, _) in terms.items()}
 
-    used = inputs_used(weigh, params, piece, key)
+    used = inputs_used(weigh, params, *micro.first)
     count = len(jax.tree.leaves(params))
     if any(used[:count]):
         raise InputError(
             "loss: the weight of a term depends on parameters, which would make its gradient wrong;"
             " compute weights from the batch alone"
         )
-    return lambda piece, key: weigh(params, piece, key)
-
-
-def whole_weights(weigh: Callable, micro: Batch, keys: Array) -> dict[str, Array]:
-    """Weights of the terms, summed over the microbatches."""
-    return jax.tree.map(jnp.sum, jax.lax.map(lambda xs: weigh(*xs), (micro, keys)))
+    if micro.count == 1:
+        return micro
+    each = jax.lax.map(lambda xs: weigh(params, *xs), (micro.arrays, micro.keys))
+    return dataclasses.replace(micro, term_weights=jax.tree.map(jnp.sum, each))

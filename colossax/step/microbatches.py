@@ -1,5 +1,6 @@
 """A global batch cut into microbatches."""
 
+import dataclasses
 from collections.abc import Mapping
 
 import jax
@@ -10,6 +11,36 @@ from colossax.config import BoundPlan
 from colossax.errors import InputError, PlanError
 from colossax.sharding import batch_axes, constrain
 from colossax.typing import TEXT_BATCH_DIMS, Batch, Dims
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Microbatches:
+    """A global batch cut up.
+
+    Attributes:
+        arrays: Each `[count, rows, ...]`.
+        keys: A random key for each, `[count]`.
+        count: How many there are.
+        dims: Logical dims of each array, that of the count left out.
+        term_weights: Weight of each term of the loss in the whole global batch; None where there
+            is one microbatch, whose own they are.
+    """
+
+    arrays: Batch
+    keys: Array
+    count: int
+    dims: Mapping[str, Dims]
+    term_weights: dict[str, Array] | None = None
+
+    @property
+    def first(self) -> tuple[Batch, Array]:
+        """The first microbatch and its key."""
+        return jax.tree.map(lambda x: x[0], (self.arrays, self.keys))
+
+    @property
+    def last(self) -> tuple[Batch, Array]:
+        """The last microbatch and its key."""
+        return jax.tree.map(lambda x: x[-1], (self.arrays, self.keys))
 
 
 def batch_dims(batch: Batch, declared: Mapping[str, Dims] | None) -> dict[str, Dims]:
@@ -32,7 +63,7 @@ def batch_dims(batch: Batch, declared: Mapping[str, Dims] | None) -> dict[str, D
     return found
 
 
-def microbatches(bound: BoundPlan, batch: Batch, dims: Mapping[str, Dims]) -> int:
+def num_microbatches(bound: BoundPlan, batch: Batch, dims: Mapping[str, Dims]) -> int:
     """How many microbatches the plan cuts a global batch into.
 
     Raises:
@@ -41,7 +72,7 @@ def microbatches(bound: BoundPlan, batch: Batch, dims: Mapping[str, Dims]) -> in
     axes = sorted(batch_axes(bound))
     devices = bound.size(axes)
     wanted = bound.plan.batch
-    pieces = wanted.accumulation
+    count = wanted.accumulation
     for name, x in batch.items():
         rows = x.shape[dims[name].index("batch")]
         if wanted.microbatch is not None:
@@ -52,39 +83,41 @@ def microbatches(bound: BoundPlan, batch: Batch, dims: Mapping[str, Dims]) -> in
                     f" use a multiple of {wanted.microbatch * devices}, or another microbatch"
                 )
             each = rows // (wanted.microbatch * devices)
-            if name != next(iter(batch)) and each != pieces:
+            if name != next(iter(batch)) and each != count:
                 raise PlanError(
                     f"batch '{name}': {rows} rows are {each} microbatches, other arrays are"
-                    f" {pieces}; with batch.microbatch give all arrays the same rows"
+                    f" {count}; with batch.microbatch give all arrays the same rows"
                 )
-            pieces = each
-        elif rows % (pieces * devices):
+            count = each
+        elif rows % (count * devices):
             raise PlanError(
-                f"batch '{name}': {rows} rows cannot be cut into {pieces} microbatches for"
+                f"batch '{name}': {rows} rows cannot be cut into {count} microbatches for"
                 f" {devices} devices along {axes};"
-                f" use a multiple of {pieces * devices}"
+                f" use a multiple of {count * devices}"
             )
-    return pieces
+    return count
 
 
-def cut_up(
-    batch: Batch, dims: Mapping[str, Dims], key: Array, pieces: int
-) -> tuple[Batch, Array, Batch]:
-    """Microbatches `[pieces, rows, ...]`, a key for each, and the first of them."""
-    micro = divided(batch, dims, pieces)
-    keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(pieces))
-    return micro, keys, jax.tree.map(lambda x: x[0], micro)
+def cut_up(bound: BoundPlan, batch: Batch, dims: Mapping[str, Dims], key: Array) -> Microbatches:
+    """A global batch as microbatches with a key for each; weights of terms are still to be found.
+
+    Raises:
+        PlanError: The plan's microbatches and the devices do not divide it.
+    """
+    count = num_microbatches(bound, batch, dims)
+    keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(count))
+    return Microbatches(arrays=strided(batch, dims, count), keys=keys, count=count, dims=dims)
 
 
-def divided(batch: Batch, dims: Mapping[str, Dims], pieces: int) -> Batch:
-    """Each array as `[pieces, rows, ...]`; microbatch j takes rows j, j + pieces, ...
+def strided(batch: Batch, dims: Mapping[str, Dims], count: int) -> Batch:
+    """Each array as `[count, rows, ...]`; microbatch j takes rows j, j + count, ...
 
     Cut this way every device keeps its own rows; consecutive blocks would move them.
     """
 
     def cut(name: str, x: Array) -> Array:
         at = dims[name].index("batch")
-        shape = (*x.shape[:at], x.shape[at] // pieces, pieces, *x.shape[at + 1 :])
+        shape = (*x.shape[:at], x.shape[at] // count, count, *x.shape[at + 1 :])
         return constrain(jnp.moveaxis(x.reshape(shape), at + 1, 0), None, *dims[name])
 
     return {name: cut(name, x) for name, x in batch.items()}

@@ -14,6 +14,12 @@ def chosen(tree: Any, choice: Any) -> Any:
     return jax.tree.map(lambda leaf, keep: leaf if keep else None, tree, choice)
 
 
+def split(params: Any, trainable: Any) -> tuple[Any, Any]:
+    """Trainable and frozen parameters, None in place of the others."""
+    frozen = jax.tree.map(lambda t: not t, trainable)
+    return chosen(params, trainable), chosen(params, frozen)
+
+
 def joined(params: Any, frozen: Any) -> Any:
     """One tree from two that hold None where the other has a leaf."""
     return jax.tree.map(

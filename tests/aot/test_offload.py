@@ -104,7 +104,7 @@ def compiled(case: Case, *, evaluation: bool = False) -> tuple[Program, Any]:
         batch = step.abstract_batch(batch_shapes(case.config))
         state = step.abstract
         if evaluation:
-            traced = step._evaluate.trace(state["params"], state["variables"], batch)
+            traced = step.evaluation.trace(state["params"], state["variables"], batch)
         else:
             traced = step.jitted.trace(state, batch)
         return compile_program(traced.lower()), traced.jaxpr

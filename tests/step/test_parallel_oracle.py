@@ -64,8 +64,8 @@ def loss_and_gradients(model, plan, devices, *, given=None, loss=None):
     )
     state = step.init_from(jax.device_put(start(model), step.shardings["params"]))
     placed = step.place(batch(model) if given is None else given)
-    grads, _, _, value = jax.jit(step.gradients)(state, placed)
-    return jax.tree.map(np.asarray, grads), float(value)
+    found = jax.jit(step.gradients)(state, placed)
+    return jax.tree.map(np.asarray, found.grads), float(found.loss)
 
 
 @functools.cache

@@ -78,8 +78,9 @@ def ordinary():
 
 def gradients(plan, batch, loss=None):
     state, step = one_device(plan=plan, loss=loss)
-    grads, totals, _, value = jax.jit(step.gradients)(state, batch)
-    return grads, float(value), {name: float(weight) for name, (_, weight) in totals.items()}
+    found = jax.jit(step.gradients)(state, batch)
+    weights = {name: float(weight) for name, (_, weight) in found.totals.items()}
+    return found.grads, float(found.loss), weights
 
 
 @functools.cache
@@ -372,10 +373,10 @@ def test_gradients_reduced_once_equal_those_of_one_device(devices, name, mesh):
     assert plan.batch.reduce_once == name.startswith("zero1")
     plan = plan.replace(batch=BatchConfig(accumulation=2, reduce_once=True))
     state, step = started(plan, loss=next_token_loss(z_loss=1e-3), devices=devices)
-    got, totals, _, value = jax.jit(step.gradients)(state, step.place(batch))
-    assert_trees_close(got, want)
-    assert_losses_close(value, loss)
-    assert float(totals["cross_entropy"][1]) == weights["cross_entropy"]
+    got = jax.jit(step.gradients)(state, step.place(batch))
+    assert_trees_close(got.grads, want)
+    assert_losses_close(got.loss, loss)
+    assert float(got.totals["cross_entropy"][1]) == weights["cross_entropy"]
 
 
 @pytest.mark.parametrize(("scheme", "sends"), [("ring", "ppermute"), ("all_gather", "all_gather")])
@@ -426,7 +427,7 @@ def test_a_microbatch_of_rows_equals_that_many_pieces(devices):
 
 def gradients_on(devices, plan, batch):
     state, step = started(plan, devices=devices)
-    return jax.jit(step.gradients)(state, step.place(batch))[0]
+    return jax.jit(step.gradients)(state, step.place(batch)).grads
 
 
 def test_a_plan_that_does_not_fit_the_model_is_refused_before_anything_is_allocated(devices):

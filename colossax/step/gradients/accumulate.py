@@ -1,64 +1,59 @@
-"""Loss and gradients of one global batch, whole or in microbatches."""
+"""Gradients of a global batch, whole or added up over its microbatches."""
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jaxtyping import Array
 
 from colossax.config import BoundPlan
-from colossax.sharding import batch_axes
-from colossax.step.gradients.reduce_once import reduced_once
-from colossax.step.gradients.sums import accumulable, laid_out, summed_up
-from colossax.step.loss import LossCall, Totals, checked_weights, objective, whole_weights
-from colossax.step.microbatches import cut_up, microbatches
-from colossax.step.trainable import joined
-from colossax.typing import Batch, Dims, Params
+from colossax.step.gradients.method import GradientMethod, Gradients
+from colossax.step.gradients.sums import accumulable, laid_out, square_norm, summed_up
+from colossax.step.loss import LossCall, objective
+from colossax.step.microbatches import Microbatches
+from colossax.step.trainable import joined, split
+from colossax.typing import Batch, Params
 
 
-def loss_and_gradients(
-    call: LossCall,
-    bound: BoundPlan,
-    infos: Any,
-    params: Params,
-    frozen: Params,
-    batch: Batch,
-    dims: Mapping[str, Dims],
-    variables: Any,
-    key: Array,
-) -> tuple[Params, Totals, Totals, Array]:
-    """Gradients of the loss over the whole global batch, laid out by the plan's gradient rules.
+def accumulate(call: LossCall, bound: BoundPlan, infos: Any, trainable: Any) -> GradientMethod:
+    """One microbatch after another; each reduces its gradients over the devices.
 
-    Every term is divided by its own weight summed over all microbatches, so the result does not
-    depend on how the batch is cut. The weights come first, in a pass from which everything that
-    parameters reach has been removed.
-
-    Returns:
-        Gradients (accumulation dtype), terms as (total, weight), metrics as (total, weight), loss.
-
-    Raises:
-        InputError: A weight depends on parameters.
+    Args:
+        call: The loss.
+        bound: Plan and devices.
+        infos: Of the parameters that learn, None elsewhere.
+        trainable: Tree of booleans.
     """
-    pieces = microbatches(bound, batch, dims)
-    micro, keys, first = cut_up(batch, dims, key, pieces)
-    weigh = checked_weights(call, params, frozen, variables, first, keys[0])
 
-    def value(params: Params, piece: Batch, key: Array, over: Any):
+    def gradients(params: Params, variables: Any, micro: Microbatches) -> Gradients:
+        params, frozen = split(params, trainable)
+        differentiate = differentiated(call, frozen, variables)
+
+        def one(piece: Batch, key: Array) -> tuple[Params, Any]:
+            sums, grads = differentiate(params, piece, key, micro.term_weights)
+            return accumulable(bound, infos, grads), sums
+
+        if micro.count == 1:
+            return summarised(*one(*micro.first))
+        return summarised(
+            *summed_up(one, lambda grads: laid_out(bound, infos, grads), (micro.arrays, micro.keys))
+        )
+
+    return gradients
+
+
+def differentiated(call: LossCall, frozen: Params, variables: Any) -> Callable:
+    """`(params, piece, key, term weights) -> ((loss, (totals, sums)), gradients)`."""
+
+    def value(params: Params, piece: Batch, key: Array, over: Any) -> Any:
         return objective(*call(joined(params, frozen), piece, variables, key), over)
 
-    differentiate = jax.value_and_grad(value, has_aux=True)
-    if pieces == 1:
-        (loss, (totals, metrics)), grads = differentiate(params, first, keys[0], None)
-        return accumulable(bound, infos, grads), totals, metrics, loss
-    over = whole_weights(weigh, micro, keys)
-    if bound.plan.batch.reduce_once and batch_axes(bound):
-        return reduced_once(bound, infos, differentiate, params, micro, dims, keys, over)
+    return jax.value_and_grad(value, has_aux=True)
 
-    def grad(piece: Batch, key: Array):
-        (loss, (totals, metrics)), grads = differentiate(params, piece, key, over)
-        return accumulable(bound, infos, grads), (totals, metrics, loss)
 
-    grads, (totals, metrics, loss) = summed_up(
-        grad, lambda grads: laid_out(bound, infos, grads), (micro, keys)
+def summarised(grads: Params, sums: Any) -> Gradients:
+    """The gradients of all microbatches with what was added up beside them."""
+    loss, (totals, metrics) = sums
+    return Gradients(
+        grads=grads, loss=loss, totals=totals, sums=metrics, square_norm=square_norm(grads)
     )
-    return grads, totals, metrics, loss

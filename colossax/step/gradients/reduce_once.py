@@ -1,7 +1,6 @@
 """Gradients that are summed over devices once per step, not for each microbatch."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -12,9 +11,13 @@ from jaxtyping import Array
 from colossax.config import AttentionConfig, BoundPlan, Rules
 from colossax.errors import PlanError
 from colossax.sharding import batch_axes, param_sharding, use
+from colossax.step.gradients.accumulate import accumulate, differentiated, summarised
+from colossax.step.gradients.method import GradientMethod, Gradients
 from colossax.step.gradients.sums import accumulable, summed_up
-from colossax.step.loss import Totals
-from colossax.typing import Batch, Dims, Params
+from colossax.step.loss import LossCall
+from colossax.step.microbatches import Microbatches
+from colossax.step.trainable import split
+from colossax.typing import Batch, Params
 
 
 def check_reduce_once(bound: BoundPlan, infos: Any) -> None:
@@ -44,48 +47,48 @@ def check_reduce_once(bound: BoundPlan, infos: Any) -> None:
             )
 
 
-def reduced_once(
-    bound: BoundPlan,
-    infos: Any,
-    differentiate: Callable,
-    params: Params,
-    micro: Batch,
-    dims: Mapping[str, Dims],
-    keys: Array,
-    over: Any,
-) -> tuple[Params, Totals, Totals, Array]:
+def reduce_once(call: LossCall, bound: BoundPlan, infos: Any, trainable: Any) -> GradientMethod:
     """Every device accumulates the gradients of its own rows; they are summed at the end.
 
     The devices along the batch become a dim in front of all arrays, and the plan in force inside
-    does not know of them.
+    does not know of them. Arguments are those of `accumulate`, which serves a single microbatch.
     """
     axes = tuple(axis for axis in bound.mesh.axis_names if axis in batch_axes(bound))
     inside = bound.replace(rules=_without(bound.plan.rules, axes), attention=_batchable(bound))
     shards = bound.size(axes)
+    at_once = accumulate(call, bound, infos, trainable)
 
-    def split(name: str, x: Array) -> Array:
-        at = dims[name].index("batch") + 1
-        x = x.reshape(*x.shape[:at], shards, x.shape[at] // shards, *x.shape[at + 1 :])
-        return _along(bound, axes, jnp.moveaxis(x, at, 1), 1)
+    def gradients(params: Params, variables: Any, micro: Microbatches) -> Gradients:
+        if micro.count == 1:
+            return at_once(params, variables, micro)
+        params, frozen = split(params, trainable)
+        differentiate = differentiated(call, frozen, variables)
 
-    def grad(piece: Batch, key: Array):
-        def own(piece: Batch, key: Array):
+        def of_device(piece: Batch, key: Array) -> tuple[Params, Any]:
             with use(inside):
-                (loss, (totals, metrics)), grads = differentiate(params, piece, key, over)
-            return accumulable(inside, infos, grads, lay=False), (totals, metrics, loss)
+                sums, grads = differentiate(params, piece, key, micro.term_weights)
+            return accumulable(inside, infos, grads, lay=False), sums
 
-        keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(shards))
-        grads, sums = jax.vmap(own, spmd_axis_name=axes)(piece, keys)
-        return grads, jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
+        def of_all(piece: Batch, key: Array) -> tuple[Params, Any]:
+            keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(shards))
+            grads, sums = jax.vmap(of_device, spmd_axis_name=axes)(piece, keys)
+            return grads, jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
 
-    def lay(grads: Params) -> Params:
-        return jax.tree.map(lambda g, info: _whole(bound, axes, g, info), grads, infos)
+        def by_device(name: str, x: Array) -> Array:
+            at = micro.dims[name].index("batch") + 1
+            x = x.reshape(*x.shape[:at], shards, x.shape[at] // shards, *x.shape[at + 1 :])
+            return _along(bound, axes, jnp.moveaxis(x, at, 1), 1)
 
-    pieces = {name: split(name, x) for name, x in micro.items()}
-    grads, (totals, metrics, loss) = summed_up(grad, lay, (pieces, keys))
-    dtype = jnp.dtype(bound.plan.precision.reduction or bound.plan.precision.accumulation)
-    summed = jax.tree.map(lambda g: _sum_devices(g, dtype), grads)
-    return accumulable(bound, infos, summed), totals, metrics, loss
+        def lay(grads: Params) -> Params:
+            return jax.tree.map(lambda g, info: _whole(bound, axes, g, info), grads, infos)
+
+        arrays = {name: by_device(name, x) for name, x in micro.arrays.items()}
+        grads, sums = summed_up(of_all, lay, (arrays, micro.keys))
+        dtype = jnp.dtype(bound.plan.precision.reduction or bound.plan.precision.accumulation)
+        grads = jax.tree.map(lambda g: _sum_devices(g, dtype), grads)
+        return summarised(accumulable(bound, infos, grads), sums)
+
+    return gradients
 
 
 def _batchable(bound: BoundPlan) -> AttentionConfig:

@@ -13,7 +13,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from colossax.offload import Key, Stacks, Stream, fetch, store, streaming
-from colossax.step.loss import checked_weights, objective, whole_weights
+from colossax.step.gradients.method import Gradients
+from colossax.step.loss import objective
+from colossax.step.microbatches import Microbatches
 from colossax.step.offloaded.parameter_groups import Part, Update, squares
 from colossax.typing import Batch
 
@@ -23,59 +25,24 @@ if TYPE_CHECKING:
 Parts = dict[Key, Part]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Found:
-    """What passes over a batch found.
+class Job:
+    """A global batch and the passes over it.
 
-    Attributes:
-        loss: Of the batch.
-        totals: Terms as (total, weight).
-        sums: Metrics as (total, weight).
-        norm: Of all gradients; squared, and without what is in no layer stack, of a single pass.
+    What a pass gives has in `grads` a list, of what is in no layer stack, and until the last pass
+    has ended a `square_norm` of the layers alone.
     """
 
-    # While JAX takes it apart, its leaves are other things than arrays.
-    loss: Any
-    totals: Any
-    sums: Any
-    norm: Any
-
-
-jax.tree_util.register_dataclass(Found, ["loss", "totals", "sums", "norm"], [])
-
-
-class Job:
-    """A global batch and the passes over it."""
-
-    def __init__(
-        self,
-        owner: "Streaming",
-        params: Any,
-        variables: Any,
-        micro: Batch,
-        keys: Array,
-        first: Batch,
-        pieces: int,
-    ):
+    def __init__(self, owner: "Streaming", params: Any, variables: Any, micro: Microbatches):
         self.all = owner
         self.leaves = jax.tree.leaves(params)
         self.variables = variables
-        self.micro, self.keys, self.first, self.pieces = micro, keys, first, pieces
-        nothing = jax.tree.map(lambda _: None, params)
-        weigh = checked_weights(owner.call, params, nothing, variables, first, keys[0])
-        self.over = whole_weights(weigh, micro, keys) if pieces > 1 else None
-
-    @property
-    def last(self) -> tuple[Batch, Array]:
-        """The last microbatch and its key."""
-        return jax.tree.map(lambda x: x[-1], (self.micro, self.keys))
+        self.micro = micro
 
     def gathered(
-        self, stacks: dict[Key, Stacks], pieces: int | None = None
-    ) -> tuple[dict[Key, Stacks], list[Array], Found]:
+        self, stacks: dict[Key, Stacks], count: int | None = None
+    ) -> tuple[dict[Key, Stacks], Gradients]:
         """Gradients of this many microbatches (default: all) summed into stacks of their own."""
-        pieces = self.pieces if pieces is None else pieces
-        summed = self.pieces > 1
+        summed = self.micro.count > 1
         start = {
             key: Stacks(grads=part.gradient_stacks(summed=summed))
             for key, part in self.all.parts.items()
@@ -83,44 +50,36 @@ class Job:
         fixed = {key: Stacks(params=each.params) for key, each in stacks.items()}
         visit = functools.partial(_summing, self.all.parts)
         if not summed:
-            only = _Pass(self, start, fixed, self.first, self.keys[0])
-            grads, rest, found = only.backward(visit, None)
+            changed, found = _Pass(self, start, fixed, *self.micro.first).backward(visit, None)
         else:
-            grads, rest, found = self._summed(visit, start, fixed, pieces)
-        joined = {key: _merged(stacks[key], grads[key]) for key in stacks}
-        return joined, rest, found
+            changed, found = self._summed(visit, start, fixed, count or self.micro.count)
+        return {key: _merged(stacks[key], changed[key]) for key in stacks}, found
 
     def _summed(
-        self, visit: Callable, start: dict[Key, Stacks], fixed: dict[Key, Stacks], pieces: int
-    ) -> tuple[dict[Key, Stacks], list[Array], Found]:
-        def one(grads: dict[Key, Stacks], number: Any, piece: Batch, key: Array) -> Any:
-            grads, rest, found = _Pass(self, grads, fixed, piece, key).backward(visit, number > 0)
-            return grads, (rest, found)
+        self, visit: Callable, start: dict[Key, Stacks], fixed: dict[Key, Stacks], count: int
+    ) -> tuple[dict[Key, Stacks], Gradients]:
+        def one(stacks: dict[Key, Stacks], number: Any, piece: Batch, key: Array) -> Any:
+            return _Pass(self, stacks, fixed, piece, key).backward(visit, number > 0)
 
         def body(loop: Any, xs: Any) -> Any:
-            grads, sums = loop
-            grads, (rest, found) = one(grads, *xs)
-            before, (rest_before, found_before) = found.norm, sums
-            total = jax.tree.map(jnp.add, (rest_before, found_before), (rest, found))
-            # The norm is of the sum so far, not a sum of norms.
-            return (grads, (total[0], dataclasses.replace(total[1], norm=before))), None
+            stacks, before = loop
+            stacks, found = one(stacks, *xs)
+            return (stacks, _added(before, found)), None
 
-        micro, keys = jax.tree.map(lambda x: x[:pieces], (self.micro, self.keys))
-        shapes = jax.eval_shape(lambda: one(start, jnp.int32(0), self.first, self.keys[0])[1])
+        arrays, keys = jax.tree.map(lambda x: x[:count], (self.micro.arrays, self.micro.keys))
+        shapes = jax.eval_shape(lambda: one(start, jnp.int32(0), *self.micro.first)[1])
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-        xs = (jnp.arange(pieces, dtype=jnp.int32), micro, keys)
-        (grads, (rest, found)), _ = jax.lax.scan(body, (start, zeros), xs)
-        return grads, rest, found
+        xs = (jnp.arange(count, dtype=jnp.int32), arrays, keys)
+        return jax.lax.scan(body, (start, zeros), xs)[0]
 
-    def before_last(self, stacks: dict[Key, Stacks]) -> tuple[dict[Key, Stacks], Any]:
-        """The stacks with gradients of all microbatches but the last; their rest, what was found.
+    def before_last(self, stacks: dict[Key, Stacks]) -> tuple[dict[Key, Stacks], Gradients | None]:
+        """The stacks with gradients of all microbatches but the last, and what is in no stack.
 
-        None for both of the latter where there is one microbatch.
+        None for the latter where there is one microbatch.
         """
-        if self.pieces == 1:
+        if self.micro.count == 1:
             return stacks, None
-        stacks, rest, found = self.gathered(stacks, self.pieces - 1)
-        return stacks, (rest, found)
+        return self.gathered(stacks, self.micro.count - 1)
 
     def on_last(
         self,
@@ -128,17 +87,16 @@ class Job:
         moving: dict[Key, Stacks],
         fixed: dict[Key, Stacks],
         scalars: Any,
-        before: Any,
-    ) -> tuple[dict[Key, Stacks], list[Array], Found]:
+        before: Gradients | None,
+    ) -> tuple[dict[Key, Stacks], Gradients]:
         """A pass over the last microbatch, after what `before_last` found."""
-        found = _Pass(self, moving, fixed, *self.last).backward(visit, scalars)
-        return _with_earlier(*found, before)
+        stacks, found = _Pass(self, moving, fixed, *self.micro.last).backward(visit, scalars)
+        return stacks, _whole(before, found)
 
-    def scale(self, found: Found) -> tuple[Any, Array]:
+    def scale(self, found: Gradients) -> tuple[Any, Array]:
         """What gradients of this norm are multiplied by, if at all, and whether all is finite."""
-        ok = jnp.isfinite(found.loss) & jnp.isfinite(found.norm)
         most = self.all.clip_norm
-        return None if most is None else _scale(found.norm, most), ok
+        return None if most is None else _scale(found.norm, most), found.finite
 
 
 class _Pass:
@@ -172,7 +130,7 @@ class _Pass:
 
     def backward(
         self, visit: Callable, scalars: Any, *, changing: tuple[str, ...] | None = None
-    ) -> tuple[dict[Key, Stacks], list[Array], Found]:
+    ) -> tuple[dict[Key, Stacks], Gradients]:
         """One backward pass.
 
         Args:
@@ -181,8 +139,8 @@ class _Pass:
             changing: Fields of the moving stacks that it changes; None: all.
 
         Returns:
-            The moving stacks, changed, gradients of what is in no layer stack, and what was found;
-            the norm squared.
+            The moving stacks, changed, and the gradients of what is in no layer stack; their
+            `square_norm` is that of the layers.
         """
         changing = _names(self._moving) if changing is None else changing
         stream = self._stream
@@ -194,7 +152,8 @@ class _Pass:
         loss = jnp.where(tap[1] == len(self._moving), self._loss, jnp.nan)
         rest = self._job.all.rest.gradients(rest)
         totals, sums = self._sums
-        return changed, rest, Found(loss=loss, totals=totals, sums=sums, norm=tap[0])
+        found = Gradients(grads=rest, loss=loss, totals=totals, sums=sums, square_norm=tap[0])
+        return changed, found
 
     def _forward(self, visit: Callable, scalars: Any, changing: tuple[str, ...]) -> Stream:
         job = self._job
@@ -209,7 +168,7 @@ class _Pass:
                 params = job.all.params(job.leaves, stacks, rest)
                 result = job.all.call(params, self._piece, job.variables, self._key)
             stream.check()
-            loss, found = objective(*result, job.over)
+            loss, found = objective(*result, job.micro.term_weights)
             # Layers are updated before anything else can tell that they should not be.
             sound = jnp.isfinite(jax.lax.stop_gradient(loss))
             return loss * jnp.where(sound, 1.0, jnp.nan), found
@@ -227,15 +186,16 @@ def _names(stacks: dict[Key, Stacks]) -> tuple[str, ...]:
     return tuple(name for name in names if getattr(first, name) is not None)
 
 
-def _with_earlier(
-    changed: dict[Key, Stacks], rest: list[Array], found: Found, before: Any
-) -> tuple[dict[Key, Stacks], list[Array], Found]:
-    """What the last microbatch's pass found, after what `before_last` did; the norm of all."""
-    if before is not None:
-        rest, sums = jax.tree.map(jnp.add, (rest, found), before)
-        found = dataclasses.replace(sums, norm=found.norm)
-    norm = jnp.sqrt(found.norm + squares(rest))
-    return changed, rest, dataclasses.replace(found, norm=norm)
+def _added(before: Gradients, found: Gradients) -> Gradients:
+    """Of both; the layers' norm is of the sum so far already, not one to be added."""
+    both = jax.tree.map(jnp.add, before, found)
+    return dataclasses.replace(both, square_norm=found.square_norm)
+
+
+def _whole(before: Gradients | None, found: Gradients) -> Gradients:
+    """Of all microbatches, the last one's after the others', with the norm of all gradients."""
+    found = found if before is None else _added(before, found)
+    return dataclasses.replace(found, square_norm=found.square_norm + squares(found.grads))
 
 
 def _scale(norm: Float[Array, ""], most: float) -> Float[Array, ""]:
@@ -307,12 +267,16 @@ def _whole_gradient(part: Part, i: Any, stacks: Stacks, drow: Any) -> list[Array
     return [s.astype(g.dtype) + g for s, g in zip(sums, grads, strict=True)]
 
 
+def gathered(job: Job, stacks: dict[Key, Stacks]) -> tuple[dict[Key, Stacks], Gradients]:
+    """The stacks with all gradients of their layers, and the others."""
+    stacks, found = job.gathered(stacks)
+    return stacks, _whole(None, found)
+
+
 def known_norm(job: Job, stacks: dict[Key, Stacks], shared: list[Array]) -> Any:
     """All gradients are kept until their norm is known."""
-    stacks, rest, found = job.gathered(stacks)
-    found = dataclasses.replace(found, norm=jnp.sqrt(found.norm + squares(rest)))
-    scale, ok = job.scale(found)
-    return stacks, rest, found, scale, ok
+    stacks, found = gathered(job, stacks)
+    return stacks, found, *job.scale(found)
 
 
 def _at_once(job: Job, stacks: dict[Key, Stacks], shared: list[Array]) -> Any:
@@ -322,26 +286,25 @@ def _at_once(job: Job, stacks: dict[Key, Stacks], shared: list[Array]) -> Any:
     visit = functools.partial(_updating, job.all.parts, most)
     sound = jnp.bool(True)
     if before is not None:
-        sound = jnp.isfinite(before[1].loss) & jnp.isfinite(before[1].norm)
+        sound = jnp.isfinite(before.loss) & jnp.isfinite(before.square_norm)
     update = Update(shared=shared, scale=None, ok=sound)
     moving, fixed = _divided(stacks, "params", "state")
-    stacks, rest, found = job.on_last(visit, moving, fixed, update, before)
-    ok = jnp.isfinite(found.loss) & jnp.isfinite(found.norm)
-    scale = None if most is None else _scale(jnp.sqrt(squares(rest)), most)
-    return stacks, rest, found, scale, ok
+    stacks, found = job.on_last(visit, moving, fixed, update, before)
+    scale = None if most is None else _scale(jnp.sqrt(squares(found.grads)), most)
+    return stacks, found, scale, found.finite
 
 
 def _two_passes(job: Job, stacks: dict[Key, Stacks], shared: list[Array]) -> Any:
     """One backward pass for the norm, and one that updates."""
     stacks, before = job.before_last(stacks)
-    both = _Pass(job, *_divided(stacks, "params", "state"), *job.last)
+    both = _Pass(job, *_divided(stacks, "params", "state"), *job.micro.last)
     measure = functools.partial(_measuring, job.all.parts)
-    _, _, found = _with_earlier(*both.backward(measure, None, changing=()), before)
-    scale, ok = job.scale(found)
+    _, found = both.backward(measure, None, changing=())
+    scale, ok = job.scale(_whole(before, found))
     visit = functools.partial(_updating, job.all.parts, None)
     update = Update(shared=shared, scale=scale, ok=ok)
-    stacks, rest, found = _with_earlier(*both.backward(visit, update), before)
-    return stacks, rest, found, scale, ok
+    stacks, found = both.backward(visit, update)
+    return stacks, _whole(before, found), scale, ok
 
 
 def _speculating(job: Job, stacks: dict[Key, Stacks], shared: list[Array]) -> Any:
@@ -355,23 +318,22 @@ def _speculating(job: Job, stacks: dict[Key, Stacks], shared: list[Array]) -> An
         return job.on_last(visit, new, stacks, update, before)
 
     start = {key: Stacks(new=part.copies(stacks[key])) for key, part in parts.items()}
-    shapes = jax.eval_shape(lambda: once(start, jnp.float32(1), jnp.bool(True))[1:])
+    shapes = jax.eval_shape(lambda: once(start, jnp.float32(1), jnp.bool(True))[1])
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
     def body(loop: Any) -> Any:
         turn, new, _, scale, ok = loop
-        new, rest, found = once(new, scale, ok)
-        scale, ok = job.scale(found)
-        return turn + 1, new, (rest, found), scale, ok
+        new, found = once(new, scale, ok)
+        return turn + 1, new, found, *job.scale(found)
 
     def again(loop: Any) -> Array:
         turn, _, _, scale, ok = loop
         return (turn == 0) | ((turn == 1) & ((scale < 1) | ~ok))
 
     first = (jnp.int32(0), start, zeros, jnp.float32(1), jnp.bool(True))
-    _, new, (rest, found), scale, ok = jax.lax.while_loop(again, body, first)
+    _, new, found, scale, ok = jax.lax.while_loop(again, body, first)
     changed = {key: Stacks(params=each.new[0], state=each.new[1]) for key, each in new.items()}
-    return changed, rest, found, scale, ok
+    return changed, found, scale, ok
 
 
 def _divided(

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jaxtyping import Array
 
 from colossax.config import BoundPlan
@@ -30,6 +31,12 @@ def accumulable(bound: BoundPlan, infos: Any, grads: Params, *, lay: bool = True
     dtype = bound.plan.precision.accumulation
     grads = jax.tree.map(lambda g: g.astype(dtype), grads)
     return laid_out(bound, infos, grads) if lay else grads
+
+
+def square_norm(grads: Params) -> Array:
+    """Sum of the squares of all, in float32."""
+    wide = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+    return optax.tree_utils.tree_norm(wide, squared=True)
 
 
 def laid_out(bound: BoundPlan, infos: Any, grads: Params) -> Params:

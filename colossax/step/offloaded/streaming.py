@@ -19,11 +19,14 @@ from colossax.errors import PlanError
 from colossax.offload import Key, Stacks
 from colossax.optim import DimsOptimizer, is_layerwise
 from colossax.sharding import batch_axes
-from colossax.step.gradients.streamed import HOW, Found, Job, known_norm
+from colossax.step.donation import PartlyDonated
+from colossax.step.gradients.method import Gradients
+from colossax.step.gradients.streamed import HOW, Job, gathered, known_norm
 from colossax.step.loss import LossCall
-from colossax.step.microbatches import cut_up, microbatches
+from colossax.step.microbatches import Microbatches
 from colossax.step.offloaded.parameter_groups import SHARED, Part, Update
-from colossax.typing import Batch, Dims, ParamInfo, TrainState
+from colossax.step.updaters import Updated
+from colossax.typing import ParamInfo, TrainState
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,7 +111,7 @@ class Streaming:
             infos: Of all parameters.
             trainable: Tree of booleans.
             optimizer: For dims of any of them.
-            map_moments: See `Step.map_moments`.
+            map_moments: See `StateLayout.map_moments`.
             clip_norm: Global norm that gradients are scaled down to, or None.
         """
         self.call = call
@@ -206,17 +209,19 @@ class Streaming:
         stacks = self.stacks(state["params"], state["opt_state"])
         return self.with_stacks(nothing, jax.tree.map(lambda _: True, stacks))
 
-    def pending_shardings(self, whole: NamedSharding) -> Pending:
-        """Where what is left to do lies.
+    def pending_shardings(self, replicated: NamedSharding) -> Pending | None:
+        """Where what is left to do lies; None where nothing is.
 
         Args:
-            whole: Of what every device has.
+            replicated: Of what every device has.
         """
-        shared = [whole for _ in self._shared]
-        scale = None if self.clip_norm is None else whole
+        if not self.later:
+            return None
+        shared = [replicated for _ in self._shared]
+        scale = None if self.clip_norm is None else replicated
         return Pending(
             grads={key: part.gradient_shardings() for key, part in self.later.items()},
-            update=Update(shared=shared, scale=scale, ok=whole),
+            update=Update(shared=shared, scale=scale, ok=replicated),
         )
 
     def moments(self, opt_state: Any) -> dict[int, Any]:
@@ -272,27 +277,27 @@ class Streaming:
 
     # A step
 
-    def step(
-        self, state: TrainState, batch: Batch, dims: dict[str, Dims], key: Array
-    ) -> tuple[Any, Any, Found, Array, Pending | None]:
-        """New parameters and optimizer state, what was found, and whether all of it was finite.
+    def jitted(self, pure: Callable, shardings: TrainState, **options: Any) -> Any:
+        """`pure` compiled, its old state given up."""
+        if self.clipping != "speculate":
+            return jax.jit(pure, donate_argnums=0, **options)
+        return PartlyDonated(pure, self.of_stacks(shardings), **options)
 
-        Last, what is left to do for `later`.
-        """
+    def update(self, state: TrainState, micro: Microbatches) -> Updated:
+        """New parameters and optimizer state, and what is left to do for `later`."""
         params, opt_state = state["params"], state["opt_state"]
-        pieces = microbatches(self.bound, batch, dims)
-        job = Job(self, params, state["variables"], *cut_up(batch, dims, key, pieces), pieces)
+        job = Job(self, params, state["variables"], micro)
         stacks = self.stacks(params, opt_state)
         moments = self.moments(opt_state)
         shared = [moments[j] for j in self._shared]
         how = HOW[self.clipping]
-        stacks, rest_grads, found, scale, ok = how(job, stacks, shared)
+        stacks, found, scale, ok = how(job, stacks, shared)
         update = Update(shared=shared, scale=scale, ok=ok)
         leaves = jax.tree.leaves(params)
         moved, own, new_shared = self.rest.update(
             [leaves[i] for i in self.rest.trained],
             [moments[j] for j in self.rest.slots],
-            rest_grads,
+            found.grads,
             update,
         )
         if how is known_norm:
@@ -302,28 +307,31 @@ class Streaming:
                 key: stacks[key] if key in self.later else part.visit_all(stacks[key], update)
                 for key, part in self.parts.items()
             }
-        new_params = self.params(params, stacks, moved)
-        new_state = self.opt_state(opt_state, stacks, own, new_shared)
         pending = None
         if self.later:
             grads = {key: stacks[key].grads for key in self.later}
             pending = Pending(grads=grads, update=update)
-        return new_params, new_state, found, ok, pending
-
-    def gradients(
-        self, state: TrainState, batch: Batch, dims: dict[str, Dims], key: Array
-    ) -> tuple[list[Any], Found]:
-        """Gradients of all parameters as a list (None of those that do not learn), whole."""
-        pieces = microbatches(self.bound, batch, dims)
-        job = Job(
-            self, state["params"], state["variables"], *cut_up(batch, dims, key, pieces), pieces
+        return Updated(
+            params=self.params(params, stacks, moved),
+            opt_state=self.opt_state(opt_state, stacks, own, new_shared),
+            gradients=found,
+            finite=ok,
+            pending=pending,
         )
-        stacks, rest, found = job.gathered(self.stacks(state["params"], state["opt_state"]))
+
+    def gradients(self, params: Any, variables: Any, micro: Microbatches) -> Gradients:
+        """Gradients of the whole batch, all of them kept; see `GradientMethod`."""
+        leaves = jax.tree.leaves(params)
+        stacks = {
+            key: Stacks(params=[leaves[i] for i in part.trained])
+            for key, part in self.parts.items()
+        }
+        stacks, found = gathered(Job(self, params, variables, micro), stacks)
         grads: list[Any] = [None] * self._structure.num_leaves
-        for part, values in self._values(stacks, rest, "grads"):
+        for part, values in self._values(stacks, found.grads, "grads"):
             for i, value in zip(part.trained, values, strict=True):
                 grads[i] = value
-        return grads, found
+        return dataclasses.replace(found, grads=jax.tree.unflatten(self._structure, grads))
 
 
 def _owners(infos: Sequence[ParamInfo], map_moments: Callable) -> list[int]:

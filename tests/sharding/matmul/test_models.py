@@ -42,8 +42,8 @@ def loss_and_gradients(shape, plan, devices):
     )
     start = fresh_state(SHAPES[shape], step)["params"]
     params = jax.tree.map(_stirred, start, step.shardings["params"])
-    grads, _, _, loss = jax.jit(step.gradients)(step.init_from(params), step.place(text_batch()))
-    return loss, grads
+    found = jax.jit(step.gradients)(step.init_from(params), step.place(text_batch()))
+    return found.loss, found.grads
 
 
 def _stirred(leaf, sharding):

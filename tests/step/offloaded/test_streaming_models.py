@@ -36,9 +36,9 @@ def gradients(plan, *, model=CONFIG, loss=None, batch_=None, devices=None, **opt
     """(loss, totals and metrics, `{path: gradient}`) of one batch."""
     state, step = started(plan, sgd(1.0), model=model, loss=loss, devices=devices, **options)
     given = step.place(batch() if batch_ is None else batch_)
-    grads, totals, sums, value = jax.jit(step.gradients)(state, given)
-    found = jax.tree.map(np.asarray, (totals, sums))
-    return float(value), found, by_path(step, grads)
+    gradients = jax.jit(step.gradients)(state, given)
+    found = jax.tree.map(np.asarray, (gradients.totals, gradients.sums))
+    return float(gradients.loss), found, by_path(step, gradients.grads)
 
 
 @functools.cache

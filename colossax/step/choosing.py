@@ -1,0 +1,69 @@
+"""Who updates the state under a plan, and who follows the program."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from colossax.errors import PlanError
+from colossax.sharding import batch_axes
+from colossax.step.gradients.accumulate import accumulate
+from colossax.step.gradients.reduce_once import reduce_once
+from colossax.step.offloaded.cpu_update import CpuUpdate
+from colossax.step.offloaded.disk import DiskTier
+from colossax.step.offloaded.streaming import Streaming, check_streamable
+from colossax.step.updaters import Follower, Updater, WholeUpdate
+
+if TYPE_CHECKING:
+    from colossax.step.step import Step
+
+
+def updater_of(step: "Step", optimizer: Any) -> Updater:
+    """Layer by layer during backward where the plan puts any layer elsewhere, else all at once.
+
+    Args:
+        step: Its plan, model, loss and state layout are there.
+        optimizer: As it was given.
+
+    Raises:
+        PlanError: Layers cannot be updated one by one.
+    """
+    plan, parts = step.bound.plan, (step.loss_call, step.bound)
+    if not plan.offload.wanted and all(segment.offload == "none" for segment in plan.segments):
+        once = plan.batch.reduce_once and batch_axes(step.bound)
+        method = (reduce_once if once else accumulate)(*parts, step.infos, step.trainable)
+        return WholeUpdate(method, step.optimizer, step.trainable, step.options.clip_norm)
+    check_streamable(step.bound, step.spec.infos, step.infos, optimizer)
+    return Streaming(
+        *parts,
+        step.spec.infos,
+        step.trainable,
+        optimizer,
+        step.layout.map_moments,
+        step.options.clip_norm,
+    )
+
+
+def followers_of(step: "Step", compiler_options: Any, *, share_decided: bool) -> list[Follower]:
+    """What the CPU and the disk do once the program has ended, in this order.
+
+    Args:
+        step: With its updater.
+        compiler_options: For the devices' compiler.
+        share_decided: Whether the CPU's share was found and not asked for.
+
+    Raises:
+        PlanError: The CPU is given a share of layers that are not there.
+    """
+    streaming = step.streaming
+    share = step.bound.plan.offload.cpu_update
+    followers: list[Follower] = []
+    if streaming is not None and streaming.on_cpu:
+        followers.append(CpuUpdate(streaming, step.layout.shardings, compiler_options))
+    elif not share_decided and isinstance(share, float) and share > 0:
+        if streaming is None or not any(part.on_host for part in streaming.parts.values()):
+            raise PlanError(
+                f"plan.offload.cpu_update: found {share}, and no layer has parameters and optimizer"
+                " state in host memory; put layers there, or give off or auto"
+            )
+    if streaming is not None and streaming.on_disk and step.options.disk is not None:
+        followers.append(DiskTier(streaming, step.layout.abstract, Path(step.options.disk)))
+    return followers

@@ -1,0 +1,123 @@
+"""The arrays of a training state: their shapes and where they live."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding
+
+from colossax.config import BoundPlan
+from colossax.sharding import param_sharding, replicated
+from colossax.typing import ParamInfo, TrainState
+
+
+class StateLayout:
+    """Shapes, dtypes and shardings of a state under a plan."""
+
+    def __init__(
+        self,
+        bound: BoundPlan,
+        infos: Any,
+        learning: Any,
+        optimizer: optax.GradientTransformation,
+        variables: Any,
+    ):
+        """Compute nothing yet.
+
+        Args:
+            bound: Plan and devices.
+            infos: Of all parameters.
+            learning: Of those that learn, None elsewhere.
+            optimizer: Of those.
+            variables: Initial ones.
+        """
+        self._bound = bound
+        self._infos = infos
+        self._learning = learning
+        self._optimizer = optimizer
+        self._variables = variables
+
+    @functools.cached_property
+    def abstract(self) -> TrainState:
+        """Shapes, dtypes and shardings."""
+
+        def placed(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+        return jax.tree.map(placed, self._shapes, self.shardings)
+
+    @functools.cached_property
+    def _shapes(self) -> TrainState:
+        dtype = self._bound.plan.precision.params
+        params = jax.tree.map(lambda i: jax.ShapeDtypeStruct(i.shape, dtype), self._infos)
+        scalar = jax.ShapeDtypeStruct((), jnp.int32)
+        return {
+            "step": scalar,
+            "params": params,
+            "opt_state": self.map_moments(lambda leaf, _: leaf, lambda leaf: leaf),
+            "variables": jax.eval_shape(lambda: self._variables),
+            "rng": jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))),
+            "skipped": scalar,
+        }
+
+    @functools.cached_property
+    def shardings(self) -> TrainState:
+        """Where each array lives."""
+        everywhere = replicated(self._bound)
+
+        def of_moment(leaf: Any, info: ParamInfo) -> NamedSharding:
+            mirrors = leaf.shape == info.shape
+            return param_sharding(self._bound, "optimizer", info) if mirrors else everywhere
+
+        return {
+            "step": everywhere,
+            "params": jax.tree.map(
+                lambda info: param_sharding(self._bound, "params", info), self._infos
+            ),
+            "opt_state": self.map_moments(of_moment, lambda _: everywhere),
+            "variables": jax.tree.map(lambda _: everywhere, self._shapes["variables"]),
+            "rng": everywhere,
+            "skipped": everywhere,
+        }
+
+    def map_moments(self, of_moment: Callable, of_other: Callable, *, on_disk: bool = False) -> Any:
+        """The optimizer state with `of_moment(leaf, info)` for what mirrors a parameter.
+
+        What lies on disk is no part of it, unless asked for.
+        """
+
+        def of_leaf(leaf: Any, info: ParamInfo) -> Any:
+            if "disk" in info.host and not on_disk:
+                return optax.MaskedNode()
+            # Masked optimizers hold these in place of the parameters they pass over.
+            return leaf if isinstance(leaf, optax.MaskedNode) else of_moment(leaf, info)
+
+        return optax.tree_utils.tree_map_params(
+            self._optimizer.init,
+            of_leaf,
+            self._opt_state,
+            self._learning,
+            transform_non_params=of_other,
+            is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode),
+        )
+
+    @functools.cached_property
+    def _opt_state(self) -> Any:
+        """Shapes of the optimizer's state, what lies on disk included."""
+        dtype = self._bound.plan.precision.params
+        params = jax.tree.map(lambda i: jax.ShapeDtypeStruct(i.shape, dtype), self._learning)
+        return jax.eval_shape(self._optimizer.init, params)
+
+    def constrain(self, state: TrainState) -> TrainState:
+        """The state where the plan wants it, in a jit of the user's own as well."""
+        if self._bound.single:
+            return state
+
+        def lay(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+            host = sharding.memory_kind == "pinned_host"
+            return x if host else jax.lax.with_sharding_constraint(x, sharding)
+
+        return jax.tree.map(lay, state, self.shardings)
