@@ -189,13 +189,14 @@ def test_a_killed_run_goes_on_from_the_step_that_its_file_holds(killed, text, tm
     assert [row for row in rows if row[0] <= last or row[0] > step] == told
 
 
-def test_with_a_damaged_record_it_goes_on_from_the_last_checkpoint(killed, text, tmp_path):
+@pytest.mark.parametrize("share", [0, 0.25], ids=["commits too", "records"])
+def test_with_damaged_records_it_goes_on_from_the_last_checkpoint(killed, text, tmp_path, share):
     folder, _, whole = killed
     damaged = tmp_path / "damaged"
     shutil.copytree(folder, damaged)
     file = damaged / "offload" / "layers.state"
     data = bytearray(file.read_bytes())
-    for at in range(len(data) // 4 + 2000, len(data), 4096):  # every record of both epochs
+    for at in range(4096 + int(share * len(data)) + 2000, len(data), 4096):  # of both epochs
         data[at] ^= 1
     file.write_bytes(data)
     done, rows = resumed(damaged, text, tmp_path)
