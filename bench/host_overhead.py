@@ -31,7 +31,7 @@ import colossax
 from colossax.data import BatchLoader, SyntheticRows, global_arrays, wanted_rows
 from colossax.models import LlamaConfig, maker
 from colossax.planner.flops import Yardstick
-from colossax.processes.agreement import Gate
+from colossax.processes import Gate
 from colossax.run.loop import Hooks, Loop, Meter, Schedule
 from colossax.run.progress import Silent
 from colossax.run.records import Records

@@ -41,7 +41,7 @@ def config_of(embed: int, layers: int, offload: Any) -> Any:
     """The run with these layers."""
     from colossax.config import LossConfig, Plan, Precision, Segment
     from colossax.models import LlamaConfig
-    from colossax.tasks.config import DataConfig, TrainConfig
+    from colossax.tasks import DataConfig, TrainConfig
 
     heads = embed // 128
     return TrainConfig(
@@ -97,7 +97,7 @@ def fitted(embed: int, layers: int, device_gb: int) -> Any:
     from colossax.aot import parse_target
     from colossax.config import OffloadConfig
     from colossax.errors import PlanError
-    from colossax.planner.compiled import fit_to_target
+    from colossax.planner import fit_to_target
 
     offload = OffloadConfig(auto=True, device_gb=device_gb, host_gb=4 * device_gb)
     try:

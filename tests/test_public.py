@@ -22,8 +22,8 @@ NAMES = {
     "colossax.sharding": (
         "NATURAL RowOrder activation_axes activation_sharding attention balanced_order batch_axes "
         "compiler_options compute_dtype constrain current current_order explain gather_weight "
-        "in_order keeping kept_share linear linears lookup param_sharding recomputing "
-        "reduction_dtype replicated resolve seq_axes use validate"
+        "host_sharding in_order keeping kept_share linear linears lookup param_sharding "
+        "recomputing reduction_dtype replicated resolve seq_axes use validate"
     ),
     "colossax.sharding.sequence": (
         "DOUBLE_RING_OPTIONS Order RingAxes balanced_from_contiguous_local "
@@ -56,7 +56,7 @@ NAMES = {
         "Traffic Transfer TransferTotals assert_collectives checkpoint_stacks collectives "
         "compile_program device_bytes exposed_collectives exposed_transfers "
         "full_rematerialisations full_stack_copies gpu_keys host_arguments host_arithmetic "
-        "host_bytes host_compute host_copies host_sharding kernel_reports memory_report "
+        "host_bytes host_compute host_copies kernel_reports memory_report "
         "parse_module parse_target sync_transfers_in_loops target_devices totals traffic "
         "transfer_totals transfers unexpected_collectives"
     ),
@@ -71,9 +71,16 @@ NAMES = {
         "MistralConfig OPT OPTConfig Qwen2 Qwen2Config Qwen3 Qwen3Config config_from_json "
         "config_to_json family_of maker"
     ),
-    "colossax.planner": "Fitted boost build_step fit_offload",
+    "colossax.planner": (
+        "Fitted HIDING_FORMULA HostTraffic Inspection LayoutCost boost build_step check_pipelined "
+        "compare compare_layouts fit_offload fit_to_target inspect_run largest_microbatch"
+    ),
     "colossax.step": "Step StepOptions any_order",
-    "colossax.tasks": "next_token_loss",
+    "colossax.tasks": "DataConfig OptimizerConfig SampleConfig TrainConfig next_token_loss",
+    "colossax.run": "RunFolder RunOptions Stream Trained train with_initial_model",
+    "colossax.processes": (
+        "EXIT_CODES Gate Group Launch StopAgreement StopSignals find_launch join start_jax"
+    ),
     "colossax.inference": (
         "Fitted Generation Generator LoadedModel StoredModel fit_layers inference_plan load "
         "open_checkpoint"

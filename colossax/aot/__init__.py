@@ -9,7 +9,6 @@ from .compile import Program as Program
 from .compile import compile_program as compile_program
 from .compile import device_bytes as device_bytes
 from .compile import host_bytes as host_bytes
-from .compile import host_sharding as host_sharding
 from .compile import target_devices as target_devices
 from .hlo import Module as Module
 from .hlo import parse_module as parse_module

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from colossax.cli.overrides import Override
-from colossax.config.frozen import nearest
+from colossax.config import nearest
 from colossax.errors import InputError
 
 

@@ -23,7 +23,7 @@ from colossax.offload import (
     update_seconds,
 )
 from colossax.optim import DimsOptimizer, adamw, sgd
-from colossax.planner.loss_equality import check_pipelined
+from colossax.planner import check_pipelined
 
 BILLION = 1e9
 

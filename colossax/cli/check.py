@@ -36,8 +36,7 @@ from colossax.cli.overrides import Override
 from colossax.cli.trials import Trial, run_trials, within
 from colossax.errors import InputError
 from colossax.pallas import current_target
-from colossax.processes.group import join
-from colossax.processes.launch import find_launch, start_jax
+from colossax.processes import find_launch, join, start_jax
 
 DESCRIPTION = {
     "check": (

@@ -11,11 +11,17 @@ import jax
 from colossax.aot import Target, gpu_keys, parse_target
 from colossax.cli.overrides import Override, apply_overrides
 from colossax.errors import InputError
-from colossax.planner.candidates import LayoutCost, compare_layouts
-from colossax.planner.compiled import fit_to_target
-from colossax.planner.inspection import Inspection, compare, inspect_run
-from colossax.planner.largest import largest_microbatch
-from colossax.planner.traffic import HIDING_FORMULA, HostTraffic
+from colossax.planner import (
+    HIDING_FORMULA,
+    HostTraffic,
+    Inspection,
+    LayoutCost,
+    compare,
+    compare_layouts,
+    fit_to_target,
+    inspect_run,
+    largest_microbatch,
+)
 from colossax.recipes import recipe
 
 DESCRIPTION = {

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from colossax.cli.arguments import Parser, split_overrides
-from colossax.config.frozen import nearest
+from colossax.config import nearest
 from colossax.errors import InputError
 
 VERBS = {

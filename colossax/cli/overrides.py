@@ -12,8 +12,8 @@ from typing import Any
 
 from colossax.config import MESH_AXES, FrozenDict, Plan, Rules, nearest, preset
 from colossax.errors import InputError
-from colossax.run.initial import with_initial_model
-from colossax.tasks.config import TrainConfig
+from colossax.run import with_initial_model
+from colossax.tasks import TrainConfig
 
 Override = tuple[str, str]
 """Dotted name without dashes in front, and the text of its value."""

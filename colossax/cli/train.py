@@ -14,14 +14,10 @@ from colossax.cli.arguments import number, several_processes
 from colossax.cli.devices import choose_devices, request_host_devices
 from colossax.cli.output import standard_output
 from colossax.cli.overrides import Override, apply_overrides, override_names
-from colossax.processes.group import join
-from colossax.processes.launch import find_launch, start_jax
-from colossax.processes.signals import EXIT_CODES
+from colossax.processes import EXIT_CODES, find_launch, join, start_jax
 from colossax.recipes import DEFAULT_RECIPE, RECIPES, recipe
-from colossax.run.progress import Stream
-from colossax.run.run import RunOptions, Trained, train
-from colossax.run.run_dir import RunFolder
-from colossax.tasks.config import TrainConfig
+from colossax.run import RunFolder, RunOptions, Stream, Trained, train
+from colossax.tasks import TrainConfig
 
 DESCRIPTION = {
     "train": (

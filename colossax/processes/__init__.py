@@ -1,1 +1,11 @@
 """The processes of a run: how they meet, and what they agree on."""
+
+from .agreement import Gate as Gate
+from .agreement import StopAgreement as StopAgreement
+from .group import Group as Group
+from .group import join as join
+from .launch import Launch as Launch
+from .launch import find_launch as find_launch
+from .launch import start_jax as start_jax
+from .signals import EXIT_CODES as EXIT_CODES
+from .signals import StopSignals as StopSignals

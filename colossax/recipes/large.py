@@ -12,7 +12,7 @@ import dataclasses
 
 from colossax.config import BatchConfig, LossConfig, Plan, Precision, Segment, preset
 from colossax.models import GPT2Config, LlamaConfig, MistralConfig, Qwen3Config
-from colossax.tasks.config import DataConfig, OptimizerConfig, SampleConfig, TrainConfig
+from colossax.tasks import DataConfig, OptimizerConfig, SampleConfig, TrainConfig
 
 _SAMPLE = SampleConfig(prompt="The ")
 

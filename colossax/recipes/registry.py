@@ -13,7 +13,7 @@ from colossax.recipes.large import (
     qwen3_0p6b,
 )
 from colossax.recipes.small import finetune, llama_stdlib, llama_tiny
-from colossax.tasks.config import TrainConfig
+from colossax.tasks import TrainConfig
 
 RECIPES: dict[str, Callable[[], TrainConfig]] = {
     make.__name__: make

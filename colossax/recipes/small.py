@@ -2,7 +2,7 @@
 
 from colossax.config import LossConfig, OffloadConfig, Plan, Precision, Segment
 from colossax.models import LlamaConfig
-from colossax.tasks.config import DataConfig, OptimizerConfig, SampleConfig, TrainConfig
+from colossax.tasks import DataConfig, OptimizerConfig, SampleConfig, TrainConfig
 
 
 def llama_stdlib() -> TrainConfig:

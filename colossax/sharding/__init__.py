@@ -7,6 +7,7 @@ from .context import keeping as keeping
 from .context import kept_share as kept_share
 from .context import recomputing as recomputing
 from .context import use as use
+from .host import host_sharding as host_sharding
 from .lookup import lookup as lookup
 from .ops import compute_dtype as compute_dtype
 from .ops import constrain as constrain

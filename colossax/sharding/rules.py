@@ -8,9 +8,9 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from colossax.aot.compile import host_sharding
 from colossax.config import LOGICAL_DIMS, BoundPlan, MeshAxis, nearest
 from colossax.errors import PlanError
+from colossax.sharding.host import host_sharding
 from colossax.typing import Dims, ParamInfo
 
 REPLICABLE_DIMS = frozenset({"kv_heads"})

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from colossax.aot import Program, compile_program, host_sharding, parse_target, target_devices
+from colossax.aot import Program, compile_program, parse_target, target_devices
+from colossax.sharding import host_sharding
 
 LAYERS, WIDTH, HIDDEN, TOKENS = 6, 1024, 2048, 2048
 MATRICES = ((WIDTH, HIDDEN), (HIDDEN, WIDTH))

@@ -18,15 +18,14 @@ from colossax.aot import (
     assert_collectives,
     compile_program,
     full_rematerialisations,
-    host_sharding,
     parse_target,
     target_devices,
 )
 from colossax.cli.inspect import describe
 from colossax.config import AttentionConfig, BatchConfig, OffloadConfig, preset
-from colossax.planner.inspection import inspect_run
-from colossax.planner.largest import largest_microbatch
+from colossax.planner import inspect_run, largest_microbatch
 from colossax.recipes import RECIPES, recipe
+from colossax.sharding import host_sharding
 
 pytestmark = pytest.mark.aot
 

@@ -8,8 +8,8 @@ import pytest
 from colossax.aot import parse_target
 from colossax.config import OffloadConfig, Segment
 from colossax.planner import candidates as layouts
+from colossax.planner import inspect_run
 from colossax.planner.candidates import compare_layouts, legal_layouts
-from colossax.planner.inspection import inspect_run
 from colossax.recipes import recipe
 from tests.aot.test_inspection import GIB, colossax
 

@@ -18,7 +18,7 @@ from colossax.aot import (
     totals,
 )
 from colossax.config import AttentionConfig, BatchConfig, Plan, Precision, preset
-from colossax.planner.inspection import inspect_run
+from colossax.planner import inspect_run
 from colossax.recipes import recipe
 from colossax.sharding import activation_sharding, constrain, linear, linears, resolve, use
 

@@ -32,7 +32,7 @@ from colossax.models import LlamaConfig
 from colossax.pallas.target import target as pallas_target
 from colossax.planner.compiled import compiled_step
 from colossax.planner.run_step import batch_shapes, run_step
-from colossax.tasks.config import DataConfig, OptimizerConfig, TrainConfig
+from colossax.tasks import DataConfig, OptimizerConfig, TrainConfig
 
 pytestmark = [pytest.mark.aot, pytest.mark.timeout(900)]
 

@@ -15,7 +15,7 @@ from colossax.offload import GB, working_set_bytes
 from colossax.planner import fitting
 from colossax.planner.compiled import compiled_step, fit_to_target
 from colossax.planner.run_step import batch_shapes, run_step
-from colossax.tasks.config import DataConfig, TrainConfig
+from colossax.tasks import DataConfig, TrainConfig
 
 pytestmark = pytest.mark.aot
 

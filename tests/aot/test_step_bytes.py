@@ -5,9 +5,9 @@ import pytest
 from colossax.aot import assert_collectives, parse_target, target_devices
 from colossax.config import AttentionConfig, BatchConfig, Plan, Precision
 from colossax.models import LlamaConfig
-from colossax.planner.inspection import inspect_run
+from colossax.planner import inspect_run
 from colossax.recipes import recipe
-from colossax.tasks.config import DataConfig
+from colossax.tasks import DataConfig
 
 pytestmark = pytest.mark.aot
 

@@ -7,7 +7,7 @@ import pytest
 
 from colossax.aot import MemoryReport, Program, parse_target
 from colossax.cli.inspect import describe, describe_many
-from colossax.planner.inspection import Inspection
+from colossax.planner import Inspection
 from colossax.planner.traffic import ASSUMED_EFFICIENCY, HIDING_FORMULA, HostTraffic, host_traffic
 from colossax.recipes import recipe
 from colossax.step.offloaded.disk import DiskCost

@@ -9,10 +9,7 @@ from typing import Any
 import pytest
 
 from colossax.errors import InputError
-from colossax.processes.agreement import Gate, StopAgreement
-from colossax.processes.group import Group, join
-from colossax.processes.launch import Launch, find_launch
-from colossax.processes.signals import StopSignals
+from colossax.processes import Gate, Group, Launch, StopAgreement, StopSignals, find_launch, join
 
 LAUNCHERS = (
     "SLURM_JOB_ID",

@@ -12,7 +12,7 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 
 from colossax.planner.flops import Yardstick, peak_flops
-from colossax.processes.agreement import Gate
+from colossax.processes import Gate
 from colossax.run.loop import Hooks, Loop, Meter, Schedule, mean_loss
 from colossax.run.plot import plot_losses, smooth
 from colossax.run.progress import Bar, Lines, Screen

@@ -99,7 +99,7 @@ def test_told_to_stop_it_saves_and_goes_on_where_it_was(text, whole, tmp_path):
 
 INTERRUPTED_TWICE = """
 import os, signal, time
-from colossax.processes.signals import StopSignals
+from colossax.processes import StopSignals
 with StopSignals().installed() as signals:
     os.kill(os.getpid(), signal.SIGINT)
     assert signals.wish == "SIGINT"

@@ -12,11 +12,10 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from colossax.aot import host_sharding
 from colossax.config import HOST_KINDS, BoundPlan
 from colossax.offload import Key, Stacks, build_stack, fetch, new_stack, on_host, store
 from colossax.optim import DimsOptimizer, decays
-from colossax.sharding import param_sharding, reduction_dtype
+from colossax.sharding import host_sharding, param_sharding, reduction_dtype
 from colossax.typing import ParamInfo
 
 SHARED = -1
