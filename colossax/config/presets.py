@@ -6,7 +6,8 @@ from typing import Any
 
 from colossax.config.axes import SEQUENCE_AXES
 from colossax.config.frozen import nearest
-from colossax.config.plan import BatchConfig, Plan
+from colossax.config.parts import BatchConfig
+from colossax.config.plan import Plan
 from colossax.config.rules import FSDP_RULES, STORAGE_RULES, Rules
 from colossax.errors import PlanError
 

@@ -15,7 +15,7 @@ S, RANKS = 256, 4
 def pairs_by_rank(monkeypatch, layout):
     """(query, key) pairs of all tiles that each rank computes in a forward pass, per head."""
     counts = collections.Counter()
-    tile_forward = xla._tile_forward
+    tile_forward = xla.tile_forward
 
     def counted(settings, mask, q, k, v, slopes, biases, rows, columns):
         pairs = q.shape[0] * rows.position.shape[1] * columns.position.shape[1]
@@ -26,7 +26,7 @@ def pairs_by_rank(monkeypatch, layout):
         jax.debug.callback(count, layout.axes.source_local())
         return tile_forward(settings, mask, q, k, v, slopes, biases, rows, columns)
 
-    monkeypatch.setattr(xla, "_tile_forward", counted)
+    monkeypatch.setattr(xla, "tile_forward", counted)
     monkeypatch.setattr(xla, "TILE", {"cpu": 8})
     arrays, mask = operands(b=1, s=S), Mask(causal=True)
     jax.block_until_ready(jax.jit(layout)(*arrays, mask))

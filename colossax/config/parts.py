@@ -1,0 +1,214 @@
+"""Parts of a plan, each checked by itself."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from colossax.config.frozen import check_types, nearest
+from colossax.config.offload import HOST_KINDS, SHARES
+from colossax.errors import PlanError
+
+KERNELS: tuple[str, ...] = ("auto", "mosaic", "cudnn", "xla", "reference")
+"""Not `interpret`: it runs on one device, and not inside `jax.checkpoint`, as layers do."""
+
+SCHEMES: tuple[str, ...] = ("auto", "zigzag", "ring", "all_gather", "self_attention")
+
+SAVEABLE: tuple[str, ...] = ("qkv", "attention", "mlp")
+"""Names a layer gives to intermediates that a remat policy may keep."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """How attention is computed.
+
+    Attributes:
+        kernel: Implementation on a device: `auto`, or a backend that must serve or be refused.
+        scheme: What the devices along the ring axes do when they hold parts of a sequence. `zigzag`
+            sends keys and values around, each device holding two chunks that together see as many
+            keys as any other's (causal attention only); `ring` does so with consecutive tokens;
+            `all_gather` gathers keys and values before the computation, fewer and larger messages
+            for more memory; `self_attention` is the original Ring Self-Attention, which keeps all
+            scores. `auto`: zigzag where attention is causal, ring elsewhere; where windows are much
+            shorter than a row, `ring` sends less, because distant devices never meet. The axis
+            `ulysses` exchanges sequence for heads inside of any of them.
+    """
+
+    kernel: str = "auto"
+    scheme: str = "auto"
+
+    def __post_init__(self):
+        check_types(self, "attention", error=PlanError)
+        for field, known in (("kernel", KERNELS), ("scheme", SCHEMES)):
+            value = getattr(self, field)
+            if value not in known:
+                raise PlanError(f"attention.{field}: unknown '{value}'{nearest(value, known)}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchConfig:
+    """How a global batch is cut into microbatches, which run one after another.
+
+    Attributes:
+        accumulation: How many.
+        microbatch: Rows of each device at a time instead; how many microbatches follows from the
+            global batch and the devices that split it.
+        reduce_once: Devices sum gradients once per step and not for each microbatch; every device
+            then accumulates them whole. Only where the batch's axes split no parameter. Attention
+            is then XLA's, not cuDNN's, whose rule for `vmap` takes no mask; a loss that draws
+            random numbers gets a key of its own on each device.
+    """
+
+    accumulation: int = 1
+    microbatch: int | None = None
+    reduce_once: bool = False
+
+    def __post_init__(self):
+        check_types(self, "batch", error=PlanError)
+        if self.accumulation < 1:
+            raise PlanError(
+                f"batch.accumulation: found {self.accumulation}; give 1 (off) or more microbatches"
+            )
+        if self.microbatch is not None and self.microbatch < 1:
+            raise PlanError(f"batch.microbatch: found {self.microbatch}; give 1 or more rows")
+        if self.microbatch is not None and self.accumulation != 1:
+            raise PlanError(
+                "batch: both accumulation and microbatch are given; one follows from the other,"
+                " so give one"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Segment:
+    """A run of layers treated alike.
+
+    Attributes:
+        count: Layers in the segment; -1 takes what the others leave (at most one segment).
+        remat: `none` saves every intermediate, `full` only the layer's input, `dots` the results
+            of matmuls with parameters; else names joined by `+` (`qkv attention mlp`). Gathered
+            weights are never kept: backward gathers them again.
+        offload: What of these layers lives in host memory, joined by `+`: `parameters`,
+            `optimizer` (its state; with `disk` beside it, in a file; with `parameters+cpu`, the
+            CPU updates the layers), `activations` (all that backward keeps), or of those only
+            `input` (what a layer gets from the one before), `qkv`, `attention`, `mlp`, which are
+            then kept there beside what `remat` keeps on the device. `none`: nothing.
+        mlp_share: Of the tokens, those whose `mlp` is kept, the first of each row; that of the
+            others is recomputed. `auto`, where `offload` names `mlp`: as many as reach host memory
+            while a layer is computed, by what `colossax bench offload` measured; 0 where nothing
+            was.
+    """
+
+    count: int = -1
+    remat: str = "none"
+    offload: str = "none"
+    mlp_share: float | int | str = 1.0
+
+    def __post_init__(self):
+        if type(self.mlp_share) is int:
+            object.__setattr__(self, "mlp_share", float(self.mlp_share))
+        check_types(self, "segments", error=PlanError)
+        if self.count != -1 and self.count < 1:
+            raise PlanError(f"segments: found a count of {self.count}; give 1 or more, or -1")
+        for name in self.remat.split("+"):
+            known = ("none", "full", "dots", *SAVEABLE) if "+" not in self.remat else SAVEABLE
+            if name not in known:
+                raise PlanError(f"segments.remat: unknown policy '{name}'{nearest(name, known)}")
+        self._check_offload()
+        self._check_mlp_share()
+
+    def _check_offload(self) -> None:
+        known = (*SHARES, "cpu", "input", *SAVEABLE)
+        for name in self.host:
+            if name not in known:
+                raise PlanError(f"segments.offload: unknown '{name}'{nearest(name, known)}")
+        named = self.host.intersection(SAVEABLE)
+        if named and self.remat in ("none", "dots"):
+            raise PlanError(
+                f"segments.offload: '{min(named)}' is kept by name, and remat '{self.remat}' keeps"
+                " more than names; use remat 'full', or names, or offload 'activations'"
+            )
+        if "disk" in self.host and "optimizer" not in self.host:
+            raise PlanError(
+                "segments.offload: 'disk' says where the optimizer's state lies that is not on the"
+                " device; write optimizer+disk"
+            )
+        if "cpu" in self.host and ("disk" in self.host or not self.host.issuperset(HOST_KINDS[:2])):
+            raise PlanError(
+                f"segments.offload: '{self.offload}' lets the CPU update what is not in its memory;"
+                " write parameters+optimizer+cpu"
+            )
+
+    def _check_mlp_share(self) -> None:
+        share = self.mlp_share
+        if share == "auto":
+            if "mlp" not in self.host:
+                raise PlanError(
+                    f"segments.mlp_share 'auto': it is found for an 'mlp' that goes to host memory,"
+                    f" and offload '{self.offload}' does not name it; add 'mlp' there, or give a"
+                    " number"
+                )
+            return
+        if not isinstance(share, float) or not 0 <= share <= 1:
+            raise PlanError(
+                f"segments.mlp_share: found {share!r}; give a share of the tokens, 0 to 1, or auto"
+            )
+        if share < 1 and "mlp" not in (*self.remat.split("+"), *self.host):
+            raise PlanError(
+                f"segments.mlp_share: {share} is a share of the tokens whose 'mlp' is"
+                " kept, and neither remat nor offload names it; add 'mlp' to one of them"
+            )
+
+    @property
+    def host(self) -> frozenset[str]:
+        """Names in `offload`."""
+        return frozenset() if self.offload == "none" else frozenset(self.offload.split("+"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Dtype per role, by NumPy name or as a dtype: float32 or bfloat16.
+
+    Attributes:
+        params: Parameters at rest.
+        compute: Matmuls and activations.
+        reduction: Parameters' gradients as devices sum them; None: as `compute`, half the bytes
+            of float32.
+        accumulation: Gradients summed over microbatches, and as the optimizer gets them.
+        cache: Keys and values of inference.
+    """
+
+    params: Any = "float32"
+    compute: Any = "float32"
+    reduction: Any = None
+    accumulation: Any = "float32"
+    cache: Any = "float32"
+
+    def __post_init__(self):
+        known = ("float32", "bfloat16")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is None and field.default is None:
+                continue
+            name = value if isinstance(value, str) else _dtype_name(value)
+            if name not in known:
+                raise PlanError(f"precision.{field.name}: unknown '{name}'{nearest(name, known)}")
+            object.__setattr__(self, field.name, name)
+
+
+def _dtype_name(value: Any) -> str:
+    try:
+        return np.dtype(value).name
+    except TypeError:
+        return repr(value)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """`vocab_chunks` pieces in which logits are made, one at a time; 1 makes them whole."""
+
+    vocab_chunks: int = 1
+
+    def __post_init__(self):
+        check_types(self, "loss", error=PlanError)
+        if self.vocab_chunks < 1:
+            raise PlanError(f"loss.vocab_chunks: found {self.vocab_chunks}; give 1 or more")
