@@ -1,10 +1,5 @@
 """A file of equal records in two epochs: one that is whole, and one that is being written.
 
-    block 0...       FileBlock: records, arrays, largest tail
-    2 commit areas   CommitBlock of even epochs, of odd epochs
-    slots of even    record 0, record 1, ...: a RecordBlock, then the arrays, each from a block on
-    slots of odd     the same
-
 An epoch is what all records hold after one update. Updating epoch e writes e + 1 into the slots of
 the other parity, so that e stays whole; committing e + 1 waits until its records are on the disk
 and then writes its commit, so that from the disk's point of view the epochs change in one moment.
@@ -21,12 +16,13 @@ from typing import Any
 import numpy as np
 
 from colossax.errors import DamagedStoreError, OffloadError
-from colossax.offload.disk.blocks import VERSION, CommitBlock, FileBlock, RecordBlock
-from colossax.offload.disk.checksum import checksum
+from colossax.offload.disk.blocks import CommitBlock, FileBlock
+from colossax.offload.disk.epochs import commits, holds, read_record, write_record
 from colossax.offload.disk.file import BlockFile, aligned_buffer
+from colossax.offload.disk.header import matching_file_block, padded, places_of
 from colossax.offload.disk.layout import BLOCK_BYTES, RecordLayout, in_blocks
 from colossax.offload.disk.pipeline import RING, run_ring
-from colossax.offload.disk.slots import Places, SlotBuffer
+from colossax.offload.disk.slots import SlotBuffer
 
 Arrays = dict[str, np.ndarray]
 
@@ -50,7 +46,7 @@ class RecordStore:
         """Use `create` or `open`."""
         self._file, self._tail_bytes = file, block.tail_bytes
         self.path, self.records, self.layout = file.path, block.records, layout
-        self._places = _places(block, layout)
+        self._places = places_of(block, layout)
         self.bytes = self._places.end
         self._ring: list[SlotBuffer] = []
         self._written: dict[int, int] = {}
@@ -96,7 +92,7 @@ class RecordStore:
                 )
             store = cls(file, block, layout)
             file.allocate(store.bytes)
-            file.write(_padded(block.to_bytes()), 0)
+            file.write(padded(block.to_bytes()), 0)
             file.sync()
             file.rename(path)
         except BaseException:
@@ -119,15 +115,7 @@ class RecordStore:
         """
         file = BlockFile(Path(path), create=False, direct=direct)
         try:
-            block = _read_file_block(file)
-            difference = layout.difference(block.rows)
-            if block.records != records:
-                difference = f"it has {block.records} records, {records} were asked for"
-            if difference:
-                raise OffloadError(
-                    f"disk store '{path}' was made for another state: {difference}; delete it and "
-                    "restore from a checkpoint"
-                )
+            block = matching_file_block(file, layout, records)
             store = cls(file, block, layout.in_order_of(block.rows))
             if file.size_bytes < store.bytes:
                 raise DamagedStoreError(
@@ -157,25 +145,11 @@ class RecordStore:
         The checksums of the arrays are compared when they are read (`read`, `update`, `verify`).
         Cost: one read of 4 KiB per record, and the tails.
         """
-        for commit in self._commits():
-            if all(self._is_of(record, commit.epoch) for record in range(self.records)):
+        for commit in commits(self._file, self._places):
+            whole = (holds(self._file, self._places, i, commit.epoch) for i in range(self.records))
+            if all(whole):
                 return commit.epoch
         return None
-
-    def _commits(self) -> list[CommitBlock]:
-        """The commits on the disk, newest first."""
-        found = []
-        for parity in (0, 1):
-            area = aligned_buffer(self._places.commit_bytes)
-            self._file.read(area, self._places.commit(parity))
-            found.append(CommitBlock.from_bytes(area.tobytes()))
-        return sorted((c for c in found if c is not None), key=lambda c: c.epoch, reverse=True)
-
-    def _is_of(self, record: int, epoch: int) -> bool:
-        block = aligned_buffer(BLOCK_BYTES)
-        self._file.read(block, self._places.slot(record, epoch))
-        found = RecordBlock.from_bytes(block.tobytes())
-        return found is not None and (found.record, found.epoch) == (record, epoch)
 
     def tail(self) -> bytes:
         """What the caller gave with the commit of the consistent epoch.
@@ -184,7 +158,9 @@ class RecordStore:
             OffloadError: There is no such epoch.
         """
         epoch = self._whole_epoch()
-        return next(commit.tail for commit in self._commits() if commit.epoch == epoch)
+        return next(
+            commit.tail for commit in commits(self._file, self._places) if commit.epoch == epoch
+        )
 
     def read(self, record: int, epoch: int | None = None) -> Arrays:
         """The arrays of one record, in memory of their own.
@@ -200,7 +176,7 @@ class RecordStore:
         epoch = self._whole_epoch() if epoch is None else epoch
         self._check_record(record)
         buffer = SlotBuffer(self.layout)
-        self._read(record, epoch, buffer)
+        read_record(self._file, self._places, record, epoch, buffer)
         return buffer.arrays
 
     def read_array(self, record: int, name: str) -> np.ndarray:
@@ -225,12 +201,12 @@ class RecordStore:
         Raises:
             DamagedStoreError: A record is not what was written; it names the first.
         """
-        newest = next(iter(self._commits()), None)
+        newest = next(iter(commits(self._file, self._places)), None)
         if newest is None:
             return None
         buffer = SlotBuffer(self.layout)
         for record in range(self.records):
-            self._read(record, newest.epoch, buffer)
+            read_record(self._file, self._places, record, newest.epoch, buffer)
         return newest.epoch
 
     def fill(self, record: int, arrays: Mapping[str, Any], epoch: int) -> None:
@@ -334,7 +310,7 @@ class RecordStore:
         ring = self._buffers(RING)
 
         def read(record: int, turn: int) -> None:
-            self._read(record, epoch, ring[turn])
+            read_record(self._file, self._places, record, epoch, ring[turn])
 
         def compute(record: int, turn: int) -> None:
             ring[turn].offer(record, fn(record, dict(ring[turn].arrays)))
@@ -396,32 +372,9 @@ class RecordStore:
             self._ring.append(SlotBuffer(self.layout))
         return self._ring[:count]
 
-    def _read(self, record: int, epoch: int, buffer: SlotBuffer) -> None:
-        self._file.read(buffer.slot, self._places.slot(record, epoch))
-        found = RecordBlock.from_bytes(buffer.slot[:BLOCK_BYTES].tobytes())
-        if found is None:
-            what = "its header is damaged or was never written"
-        elif (found.record, found.epoch) != (record, epoch):
-            what = f"record {found.record} of epoch {found.epoch} lies there"
-        elif found.payload_bytes != len(buffer.payload):
-            what = f"it has {found.payload_bytes} bytes, not {len(buffer.payload)}"
-        elif found.checksum != checksum(buffer.payload):
-            what = "the checksum of its arrays is wrong"
-        else:
-            return
-        raise DamagedStoreError(
-            f"record {record} of epoch {epoch} in disk store '{self.path}' cannot be used: {what}; "
-            "restore from the last checkpoint",
-            path=str(self.path),
-            record=record,
-            epoch=epoch,
-        )
-
     def _write(self, record: int, epoch: int, buffer: SlotBuffer) -> None:
         self._written.pop(record, None)
-        block = RecordBlock(record, epoch, len(buffer.payload), checksum(buffer.payload))
-        buffer.slot[:BLOCK_BYTES] = np.frombuffer(block.to_bytes(), np.uint8)
-        self._file.write(buffer.slot, self._places.slot(record, epoch))
+        write_record(self._file, self._places, record, epoch, buffer)
         self._written[record] = epoch
 
     def close(self) -> None:
@@ -444,56 +397,3 @@ class RecordStore:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def disk_bytes(layout: RecordLayout, records: int, *, tail_bytes: int = 1 << 20) -> int:
-    """Bytes of the file that `RecordStore.create` would make: two epochs of every record."""
-    return _places(FileBlock(records, tail_bytes, layout.rows()), layout).end
-
-
-def _places(block: FileBlock, layout: RecordLayout) -> Places:
-    return Places.of(len(block.to_bytes()), block.records, block.tail_bytes, layout)
-
-
-def _read_file_block(file: BlockFile) -> FileBlock:
-    """The first blocks of a store's file.
-
-    Raises:
-        OffloadError: It is no store, or one of another version.
-        DamagedStoreError: A byte of it changed.
-    """
-    damaged = DamagedStoreError(
-        f"the first block of disk store '{file.path}' is damaged; delete it and restore from the "
-        "last checkpoint",
-        path=str(file.path),
-    )
-    if file.size_bytes < BLOCK_BYTES:
-        raise damaged
-    try:
-        size_bytes = FileBlock.size_bytes(_first(file, BLOCK_BYTES))
-    except NotImplementedError as error:
-        raise OffloadError(
-            f"disk store '{file.path}' is of version {error}, this colossax reads version "
-            f"{VERSION}; delete it and restore from a checkpoint"
-        ) from error
-    if size_bytes is None:
-        raise OffloadError(f"'{file.path}' is not a disk store; choose another name")
-    block = (
-        FileBlock.from_bytes(_first(file, size_bytes)) if size_bytes <= file.size_bytes else None
-    )
-    if block is None:
-        raise damaged
-    return block
-
-
-def _first(file: BlockFile, size_bytes: int) -> bytes:
-    buffer = aligned_buffer(size_bytes)
-    file.read(buffer, 0)
-    return buffer.tobytes()
-
-
-def _padded(data: bytes) -> np.ndarray:
-    """Bytes in a buffer that a disk can be given, zeros to the next whole block."""
-    buffer = aligned_buffer(in_blocks(len(data)))
-    buffer[: len(data)] = np.frombuffer(data, np.uint8)
-    return buffer

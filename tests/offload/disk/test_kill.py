@@ -17,6 +17,7 @@ import time
 import numpy as np
 import pytest
 
+from colossax.offload.disk.epochs import holds
 from colossax.offload.disk.file import BlockFile
 from colossax.offload.disk.layout import BLOCK_BYTES
 from tests.offload.disk.support import (
@@ -65,7 +66,7 @@ def kill_one(maker, path, last, generator):
         found = store.consistent_epoch()
         assert found in (reported, reported + 1), f"{found} found, {reported} was reported"
         assert_epoch(store, found)
-        begun = [store._is_of(record, found + 1) for record in range(RECORDS)]
+        begun = [holds(store._file, store._places, record, found + 1) for record in range(RECORDS)]
     return found, any(begun) and not all(begun)
 
 
