@@ -19,6 +19,7 @@ from colossax.cli.machine import versions
 from colossax.cli.output import standard_output
 from colossax.cli.overrides import Override
 from colossax.errors import InputError
+from colossax.files import write_whole
 from colossax.pallas import current_target
 from colossax.pallas.attention import bench as attention
 from colossax.pallas.bench import Case, Effort, Limits, Row, measure, measure_limits
@@ -191,6 +192,4 @@ def _write(path: Path, limits: Limits, rows: list[Row]) -> None:
         "limits": dataclasses.asdict(limits),
         "rows": [dataclasses.asdict(row) for row in rows],
     }
-    partial = path.with_suffix(path.suffix + ".part")
-    partial.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
-    partial.replace(path)
+    write_whole(path, json.dumps(found, indent=1, sort_keys=True) + "\n")

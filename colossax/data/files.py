@@ -11,6 +11,7 @@ from pathlib import Path
 
 from colossax.config import cache_folder
 from colossax.errors import DataError
+from colossax.files import write_whole
 
 _RACY_S = 2.0
 
@@ -73,7 +74,4 @@ def _remember(memory: Path, seen: dict[str, list]) -> None:
     old = {path: entry for path, entry in seen.items() if max(entry[1:3]) < settled_ns}
     # Without it the next run only reads the files again.
     with contextlib.suppress(OSError):
-        memory.parent.mkdir(parents=True, exist_ok=True)
-        part = memory.with_name(f"{memory.name}.{os.getpid()}.part")
-        part.write_text(json.dumps(old))
-        os.replace(part, memory)
+        write_whole(memory, json.dumps(old))

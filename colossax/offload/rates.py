@@ -17,6 +17,7 @@ from jaxtyping import Array
 
 from colossax.config import cache_folder, from_json, to_json
 from colossax.errors import InputError
+from colossax.files import write_whole
 from colossax.pallas import current_target
 from colossax.pallas.bench import Effort, measure_limits, time_calls
 
@@ -202,11 +203,8 @@ def save_rates(rates: Rates, path: Path | None = None) -> Path:
         InputError: The folder cannot be written.
     """
     path = rates_path(rates.device_kind) if path is None else path
-    partial = path.with_suffix(f"{path.suffix}.part")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(to_json(rates), indent=1, sort_keys=True) + "\n")
-        partial.replace(path)
+        write_whole(path, json.dumps(to_json(rates), indent=1, sort_keys=True) + "\n")
     except OSError as problem:
         raise InputError(
             f"rates {path}: cannot be written ({problem.strerror}); make room there or name"

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import jaxlib
 
 from colossax.aot import Target
 from colossax.config import HOST_KINDS, Plan, to_json
+from colossax.files import write_whole
 from colossax.offload import (
     device_memory,
 )
@@ -75,8 +75,5 @@ def _bytes_of(record: Mapping[str, Any]) -> StepBytes:
 
 def keep_fit(entry: Path, record: Mapping[str, Any]) -> None:
     """Write a result whole or not at all; without room for it the next run looks again."""
-    part = entry.with_suffix(f".{os.getpid()}.part")
     with contextlib.suppress(OSError):
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps({"format": FORMAT, **record}), encoding="utf-8")
-        os.replace(part, entry)
+        write_whole(entry, json.dumps({"format": FORMAT, **record}))

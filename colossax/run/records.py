@@ -3,13 +3,14 @@
 import importlib
 import json
 import math
-import os
 import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from colossax.files import write_whole
 
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FOLDER = "tensorboard"
@@ -40,9 +41,7 @@ def read_records(path: Path) -> Iterator[Record]:
 def keep_until(path: Path, step: int) -> None:
     """Drop the records after `step`, which a resumed run will write again."""
     kept = [record for record in read_records(path) if record["step"] <= step]
-    part = path.with_suffix(".part")
-    part.write_text("".join(f"{json.dumps(record)}\n" for record in kept), encoding="utf-8")
-    os.replace(part, path)
+    write_whole(path, "".join(f"{json.dumps(record)}\n" for record in kept))
 
 
 class Records:

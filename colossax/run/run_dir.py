@@ -2,12 +2,12 @@
 
 import dataclasses
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
 
 from colossax.errors import InputError
+from colossax.files import write_whole
 from colossax.tasks.config import TrainConfig, train_config_from_json, train_config_to_json
 
 RUN_FILE = "run.json"
@@ -73,11 +73,8 @@ class RunFolder:
             "config": train_config_to_json(config),
             "identity": identity,
         }
-        part = self.path / f"{RUN_FILE}.part"
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps(data, indent=1, sort_keys=True), encoding="utf-8")
-            os.replace(part, self.path / RUN_FILE)
+            write_whole(self.path / RUN_FILE, json.dumps(data, indent=1, sort_keys=True))
         except OSError as problem:
             raise InputError(
                 f"--out {self.path}: cannot be written ({problem.strerror}); choose another folder"

@@ -5,7 +5,6 @@ import functools
 import hashlib
 import json
 import logging
-import os
 import re
 import shutil
 import subprocess
@@ -17,6 +16,7 @@ import jaxlib
 
 from colossax.compat import ptxas_path
 from colossax.config import cache_folder
+from colossax.files import write_whole
 
 from .verdict import Variant, Verdict
 
@@ -92,11 +92,8 @@ def save(variant: Variant, where: Circumstances, verdict: Verdict) -> None:
         "circumstances": dataclasses.asdict(where),
         "verdict": verdict.to_json(),
     }
-    part = path.with_suffix(f".{os.getpid()}.part")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(facts, indent=1) + "\n", "utf-8")
-        part.replace(path)
+        write_whole(path, json.dumps(facts, indent=1) + "\n")
     except OSError as problem:
         _say_unwritable(path.parent, str(problem))
 
