@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
+from colossax.pallas.padding import pad_to_multiple
 from colossax.pallas.varying import vary_alike, zeros_like_varying
 
 
@@ -241,9 +242,7 @@ def _over_chunks(
     def cut(x: Array) -> Array:
         """`[rows, b / rows, spans, own, count, ...]`: no dim mixes what devices hold apart."""
         x = x.reshape(rows, b // rows, spans, held, *x.shape[2:])
-        if own * count != held:
-            widths = [(0, own * count - held if i == 3 else 0) for i in range(x.ndim)]
-            x = jnp.pad(x, widths)
+        x = pad_to_multiple(x, {3: count})
         return x.reshape(*x.shape[:3], own, count, *x.shape[4:])
 
     parts = [cut(x) for x in (hidden, *tokens)]

@@ -16,6 +16,7 @@ from colossax.config import RING_AXES, BoundPlan, MeshAxis
 from colossax.errors import PlanError
 from colossax.pallas.attention import Mask
 from colossax.pallas.attention import attention as local_attention
+from colossax.pallas.padding import pad_to_multiple
 from colossax.sharding.context import current
 from colossax.sharding.order import current_order
 from colossax.sharding.rules import check_heads, resolve, seq_axes
@@ -217,19 +218,18 @@ def _check_ring(bound: BoundPlan, arrays: dict[str, Any]) -> None:
 def _filled_up(arrays: dict[str, Any], split: _Split) -> dict[str, Any]:
     """Rows as long as the devices divide, the tokens added marked by segment -1."""
     s, t = arrays["q"].shape[1], arrays["k"].shape[1]
-    more = -s % split.multiple, -t % split.multiple
-    if more == (0, 0):
+    if s % split.multiple == t % split.multiple == 0:
         return arrays
     mask: Mask = arrays["mask"]
     if mask.q_segments is None:
         one, other = (jnp.zeros((1, length), jnp.int32) for length in (s, t))
         mask = dataclasses.replace(mask, q_segments=one, kv_segments=other)
     fields = {
-        name: _padded(getattr(mask, name), 1, more[name.startswith("kv")], **how)
+        name: _padded(getattr(mask, name), [1], split.multiple, **how)
         for name, how in _FILLED.items()
     }
-    filled = {name: _padded(arrays[name], 1, more[name != "q"]) for name in ("q", "k", "v")}
-    biases = (_padded(_padded(x, 2, more[0]), 3, more[1]) for x in arrays["biases"])
+    filled = {name: _padded(arrays[name], [1], split.multiple) for name in ("q", "k", "v")}
+    biases = (_padded(x, [2, 3], split.multiple) for x in arrays["biases"])
     mask = dataclasses.replace(mask, ascending=arrays["mask"].ascends, **fields)
     return {**arrays, **filled, "mask": mask, "biases": tuple(biases)}
 
@@ -243,10 +243,11 @@ _FILLED: dict[str, dict[str, Any]] = {
 }
 
 
-def _padded(x: Any, axis: int, more: int, **how: Any) -> Any:
-    if x is None or more == 0 or x.shape[axis] == 1:
-        return x
-    return jnp.pad(x, [(0, more if i == axis else 0) for i in range(x.ndim)], **how)
+def _padded(x: Any, axes: Sequence[int], multiple: int, **how: Any) -> Any:
+    """An array that may not be there, its axes of more than 1 filled up."""
+    if x is None:
+        return None
+    return pad_to_multiple(x, {axis: multiple for axis in axes if x.shape[axis] > 1}, **how)
 
 
 def _specs(bound: BoundPlan, arrays: dict[str, Any], split: _Split) -> dict[str, Any]:

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from colossax.pallas.padding import pad_to_multiple
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Place:
@@ -41,9 +43,8 @@ def fill_up(bias: Array, q_tile: int, kv_tile: int) -> Array:
 
     Cost: a copy where there is something to fill up.
     """
-    tiles = (1, 1, q_tile, kv_tile)
-    more = [0 if n == 1 else -n % tile for n, tile in zip(bias.shape, tiles, strict=True)]
-    return jnp.pad(bias, [(0, n) for n in more]) if any(more) else bias
+    tiles = {2: q_tile, 3: kv_tile}
+    return pad_to_multiple(bias, {at: tile for at, tile in tiles.items() if bias.shape[at] > 1})
 
 
 def cut_back(total: Array, bias: Array) -> Array:

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array
 
 from colossax.pallas.attention.xla_tile import Static, Tokens
+from colossax.pallas.padding import pad_to_multiple
 
 from .mask import Mask, positions
 
@@ -35,9 +36,7 @@ def unfold_transposed(x: Array, length: int) -> Array:
 
 def tiled(x: Array, axis: int, tile: int, **how: Any) -> Array:
     """`x` with `axis` cut into tiles, their number first; the last is filled up as `how` says."""
-    missing = -x.shape[axis] % tile
-    if missing:
-        x = jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)], **how)
+    x = pad_to_multiple(x, {axis: tile}, **how)
     cut = x.reshape(*x.shape[:axis], -1, tile, *x.shape[axis + 1 :])
     return jnp.moveaxis(cut, axis, 0)
 

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from colossax.pallas.mosaic import multiprocessors as target_multiprocessors
+from colossax.pallas.padding import pad_to_multiple
 
 from .backward_bias import bias_gradient
 from .backward_keys import key_gradients
@@ -77,16 +78,16 @@ def gradients(
         [jnp.where(empty, jnp.inf, lse * LOG2_E), jnp.where(empty, 0.0, delta)], axis=2
     )
     operands = Operands(
-        q=_filled(q, 1, tiles.s_multiple),
-        k=_filled(k, 1, tiles.t_multiple),
-        v=_filled(v, 1, tiles.t_multiple),
-        dout=_filled(dout.astype(q.dtype), 1, tiles.s_multiple),
-        rows=_filled(rows.astype(jnp.float32), 3, tiles.s_multiple),
+        q=pad_to_multiple(q, {1: tiles.s_multiple}),
+        k=pad_to_multiple(k, {1: tiles.t_multiple}),
+        v=pad_to_multiple(v, {1: tiles.t_multiple}),
+        dout=pad_to_multiple(dout.astype(q.dtype), {1: tiles.s_multiple}),
+        rows=pad_to_multiple(rows.astype(jnp.float32), {3: tiles.s_multiple}),
         # Rows filled in have an empty range, which widens none.
-        ranges=_filled(jnp.stack([lo, hi], axis=1), 2, tiles.s_multiple),
+        ranges=pad_to_multiple(jnp.stack([lo, hi], axis=1), {2: tiles.s_multiple}),
         bias=None
         if bias is None
-        else _filled(_filled(bias, 2, tiles.s_multiple), 3, tiles.t_multiple),
+        else pad_to_multiple(bias, {2: tiles.s_multiple, 3: tiles.t_multiple}),
         scale=scale,
         soft_cap=soft_cap,
         dtype=jnp.dtype(dtype),
@@ -98,11 +99,3 @@ def gradients(
     if bias is not None:
         dbias = bias_gradient(operands, tiles.of_bias)[..., :s, :t]
     return dq[:, :s], dk[:, :t], dv[:, :t], dbias
-
-
-def _filled(x: Array, dim: int, multiple: int) -> Array:
-    """Zeros behind a dim until it is a multiple."""
-    lacking = -x.shape[dim] % multiple
-    if not lacking:
-        return x
-    return jnp.pad(x, [(0, lacking if i == dim else 0) for i in range(x.ndim)])

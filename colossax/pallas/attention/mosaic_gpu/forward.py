@@ -27,8 +27,9 @@ from colossax.pallas.mosaic import (
     stage_barriers,
     tanh,
 )
+from colossax.pallas.padding import pad_to_multiple
 
-from .shapes import BLOCK_ROWS, WARPGROUPS, Tile, padded, tile_for
+from .shapes import BLOCK_ROWS, WARPGROUPS, Tile, tile_for
 
 LOG2_E = math.log2(math.e)
 
@@ -81,14 +82,17 @@ def forward(
     """
     s = q.shape[1]
     tile = tile_for(q.shape[3], v.shape[3], None if bias is None else bias.dtype)
-    q = padded(q, 1, BLOCK_ROWS)
-    k, v = (padded(x, 1, tile.keys) for x in (k, v))
+    q = pad_to_multiple(q, {1: BLOCK_ROWS})
+    k, v = (pad_to_multiple(x, {1: tile.keys}) for x in (k, v))
     # Rows that are filled up see what the last one sees: they widen no range.
-    lo, hi = (padded(x, 1, BLOCK_ROWS, mode="edge") for x in (lo, hi))
+    lo, hi = (pad_to_multiple(x, {1: BLOCK_ROWS}, mode="edge") for x in (lo, hi))
     if bias is not None:
-        bias = padded(padded(bias, 2, BLOCK_ROWS), 3, tile.keys)
+        bias = pad_to_multiple(bias, {2: BLOCK_ROWS, 3: tile.keys})
     if carried is not None:
-        carried = padded(carried[0], 1, BLOCK_ROWS), padded(carried[1], 2, BLOCK_ROWS)
+        carried = (
+            pad_to_multiple(carried[0], {1: BLOCK_ROWS}),
+            pad_to_multiple(carried[1], {2: BLOCK_ROWS}),
+        )
     kernel = _Forward(
         ops=Ops(interpret=interpret),
         tile=tile,

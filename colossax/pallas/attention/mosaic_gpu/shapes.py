@@ -3,8 +3,6 @@
 import dataclasses
 from typing import Any
 
-import jax.numpy as jnp
-
 from colossax.pallas.mosaic import WARPGROUP_ROWS
 
 WARPGROUPS = 2
@@ -56,11 +54,3 @@ HEAD_SIZES = tuple(_PLAIN)
 def tile_for(head_dim: int, v_head_dim: int, bias: Any = None) -> Tile:
     """The tile for these head sizes, and a bias of this dtype or none."""
     return (_PLAIN if bias is None else _BIASED)[head_dim, v_head_dim]
-
-
-def padded(x: Any, axis: int, multiple: int, **how: Any) -> Any:
-    """`x` filled up to a multiple along `axis`, with zeros or as told."""
-    more = -x.shape[axis] % multiple
-    if not more:
-        return x
-    return jnp.pad(x, [(0, more if i == axis else 0) for i in range(x.ndim)], **how)
