@@ -227,7 +227,7 @@ class Step:
         """What the optimizer would get for this batch, before clipping; pure."""
         batch, order = self.batches.in_order(batch)
         with use(self.bound), in_order(order):
-            micro = self._microbatches(state, batch)
+            micro = self.microbatches(state, batch)
             return self.updater.gradients(state["params"], state["variables"], micro)
 
     def pure(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -244,10 +244,11 @@ class Step:
         """The step's program, and what it leaves to its followers."""
         batch, order = self.batches.in_order(batch)
         with use(self.bound), in_order(order):
-            updated = self.updater.update(state, self._microbatches(state, batch))
+            updated = self.updater.update(state, self.microbatches(state, batch))
         return *self._concluded(state, updated), updated.pending
 
-    def _microbatches(self, state: TrainState, batch: Batch) -> Microbatches:
+    def microbatches(self, state: TrainState, batch: Batch) -> Microbatches:
+        """The batch, in the order of the step, cut up as the plan says; with the plan in force."""
         dims = batch_dims(batch, self.options.batch_dims)
         key = jax.random.fold_in(jax.random.wrap_key_data(state["rng"]), state["step"])
         micro = cut_up(self.bound, batch, dims, key)

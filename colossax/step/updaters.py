@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from colossax.step.gradients.method import GradientMethod, Gradients
+from colossax.step.gradients.method import GradientMethod
 from colossax.step.microbatches import Microbatches
 from colossax.step.trainable import chosen, joined, split
 from colossax.typing import Params, TrainState
@@ -21,16 +21,22 @@ class Updated:
     Attributes:
         params: New, or the old ones where the gradients are not finite.
         opt_state: Likewise.
-        gradients: Of the batch; `grads` may be left out.
+        gradients: `Gradients` of the batch; `grads` may be left out.
         finite: Whether loss and norm are.
         pending: For what follows the program; None where nothing does.
     """
 
-    params: Params
+    # While JAX takes it apart, its leaves are other things than arrays.
+    params: Any
     opt_state: Any
-    gradients: Gradients
-    finite: jax.Array
+    gradients: Any
+    finite: Any
     pending: Any = None
+
+
+jax.tree_util.register_dataclass(
+    Updated, ["params", "opt_state", "gradients", "finite", "pending"], []
+)
 
 
 @runtime_checkable
