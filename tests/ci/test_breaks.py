@@ -11,7 +11,9 @@ from ci import breaks
 ROOT = Path(breaks.__file__).parents[1]
 EVERY = breaks.breaks_of(ROOT)
 LEAST = 80
-ROOMS = {path.stem for path in (ROOT / "colossax").iterdir() if not path.name.startswith("__")}
+PACKAGE = ROOT / "colossax"
+FILES_OF_ROOMS = [path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py")]
+ROOMS = {path.with_suffix("").parts[0] for path in FILES_OF_ROOMS if path.name[0] != "_"}
 WITHOUT = {"quiet"}
 """Rooms without a promise of their own."""
 
