@@ -6,7 +6,7 @@ import importlib.util
 import os
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import_jax()
 
 # ruff: noqa: E402, I001 (what JAX's plugin writes when it is imported is kept back above)
 import jax
+import numpy as np
 from jax._src import clusters, distributed, xla_bridge
 from jax.experimental import pallas as pl
 from jax.experimental import topologies
@@ -53,6 +54,78 @@ def inputs_used(fn: Callable[..., Any], *args: Any) -> tuple[bool, ...]:
     closed = jax.make_jaxpr(fn)(*args)
     _, used = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
     return tuple(used)
+
+
+class Equations:
+    """A traced program, equation by equation: run as a whole, or in two parts.
+
+    Attributes:
+        inputs: Its variables.
+        outputs: Variables and literals.
+    """
+
+    def __init__(self, traced: Any):
+        """Take what `jax.make_jaxpr` gave."""
+        self.jaxpr = traced.jaxpr
+        self.constants = dict(zip(self.jaxpr.constvars, traced.consts, strict=True))
+        self.inputs: list[Any] = self.jaxpr.invars
+        self.outputs: list[Any] = self.jaxpr.outvars
+
+    def __call__(self, *inputs: Any) -> list[Any]:
+        """Its outputs."""
+        return jax.core.eval_jaxpr(self.jaxpr, list(self.constants.values()), *inputs)
+
+    def value(self, atom: Any) -> Any:
+        """Of a literal, or of a constant that is known while tracing; else None."""
+        if isinstance(atom, extend_core.Literal):
+            aval: Any = atom.aval
+            return np.asarray(atom.val, aval.dtype)
+        found = self.constants.get(atom)
+        return None if isinstance(found, jax.core.Tracer) else found
+
+    @staticmethod
+    def on_host(atom: Any) -> bool:
+        """Whether it is an array in host memory."""
+        return atom.aval.memory_space == jax.memory.Space.Host
+
+    def needed(self, atoms: Iterable[Any]) -> list[Any]:
+        """Equations that these depend on, in order."""
+        wanted, found = set(_variables(atoms)), []
+        for eqn in reversed(self.jaxpr.eqns):
+            if wanted.intersection(eqn.outvars):
+                found.append(eqn)
+                wanted.update(_variables(eqn.invars))
+        return found[::-1]
+
+    def part(
+        self, eqns: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]
+    ) -> Callable[..., list[Any]]:
+        """A program of some equations; constants need not be given."""
+        jaxpr = self.jaxpr.replace(eqns=list(eqns), invars=list(inputs), outvars=list(outputs))
+        constants = list(self.constants.values())
+        return lambda *values: jax.core.eval_jaxpr(jaxpr, constants, *values)
+
+    def split(
+        self, first: Sequence[Any], second: Sequence[Any]
+    ) -> tuple[Callable[..., list[Any]], Callable[..., list[Any]]]:
+        """Two programs: from the inputs to `first` and what crosses, from that to `second`."""
+        early = self.needed(first)
+        late = [eqn for eqn in self.needed(second) if not any(eqn is one for one in early)]
+        crossing = self.crossing(late, second)
+        return (
+            self.part(early, self.inputs, [*first, *crossing]),
+            self.part(late, crossing, second),
+        )
+
+    def crossing(self, eqns: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+        """Variables that these equations and outputs read and do not make; no constants."""
+        made = {variable for eqn in eqns for variable in eqn.outvars}
+        read = [*(v for eqn in eqns for v in _variables(eqn.invars)), *_variables(outputs)]
+        return [v for v in dict.fromkeys(read) if v not in made and v not in self.constants]
+
+
+def _variables(atoms: Iterable[Any]) -> list[Any]:
+    return [atom for atom in atoms if not isinstance(atom, extend_core.Literal)]
 
 
 def trace_state() -> Any:

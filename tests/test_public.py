@@ -31,12 +31,16 @@ NAMES = {
         "ring_attention_local ring_self_attention_local ulysses_local zigzag_order"
     ),
     "colossax.offload": (
-        "Demand GB Kind PipelinedTest Placement Rates Run Setting Stacks Stream Update UpdateRate "
-        "build_stack cpu_device cpu_share current_stream "
+        "Demand GB Kind PipelinedTest Placement Rates Setting Update UpdateRate "
+        "build_stack cpu_device cpu_share "
         "device_budget device_memory fetch gb_down gb_up "
         "hiding_tokens host_budget host_shares kept_token_share load_rates measure_rates new_stack "
-        "on_host place rates_path recording_kept resolved_segments run_streamed save_rates "
-        "segment_counts store streaming update_seconds working_set_bytes"
+        "on_host place rates_path resolved_segments save_rates "
+        "segment_counts store update_seconds working_set_bytes"
+    ),
+    "colossax.layerwise": (
+        "CutLoss CutRun Layer LayerRun LayerState Residual Scanned StackRunner Stacks Stream "
+        "Transposed checkpointed current_runner cut_loss kept_sharding recording_kept running"
     ),
     "colossax.data": (
         "BatchLoader Corpus Documents RowSource Rows Split SyntheticRows Tokenizer "

@@ -1,5 +1,7 @@
 """Parts of models in Flax NNX: layers, stacks, the decoder, losses."""
 
+from colossax.layerwise import LayerState as LayerState
+
 from .attention import Attention as Attention
 from .attention import AttentionShape as AttentionShape
 from .attention import FlatTokens as FlatTokens
@@ -28,5 +30,4 @@ from .rope import RopeConfig as RopeConfig
 from .rope import rope_tables as rope_tables
 from .rope import rotate as rotate
 from .stack import LayerStack as LayerStack
-from .stack import LayerState as LayerState
 from .stack import StackOutput as StackOutput

@@ -11,9 +11,9 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from colossax.layerwise import LayerState
 from colossax.nn.layers import Linear, RMSNorm
 from colossax.nn.rope import rotate
-from colossax.nn.stack import LayerState
 from colossax.pallas.attention import Mask, attend_cache
 from colossax.sharding import attention, constrain, linears
 
@@ -112,7 +112,7 @@ class Attention(nnx.Module):
             k[0],
             v[0],
             state.carried,
-            state.index,
+            state.row,
             seat=flat.seat,
             position=flat.position,
             slot=flat.slot,

@@ -10,10 +10,11 @@ from jaxtyping import Array, Float, Int
 
 from colossax.config import nearest
 from colossax.errors import InputError
+from colossax.layerwise import LayerState
 from colossax.nn.attention import Attention, AttentionShape, FlatTokens, Side
 from colossax.nn.layers import ACTIVATIONS, MLP, Embedding, LayerNorm, Linear, RMSNorm, depth_scaled
 from colossax.nn.rope import RopeConfig, rope_tables
-from colossax.nn.stack import LayerStack, LayerState
+from colossax.nn.stack import LayerStack
 from colossax.pallas.attention import Mask
 from colossax.sharding import activation_axes, compute_dtype, constrain, current, current_order
 from colossax.typing import Dims

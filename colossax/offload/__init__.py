@@ -34,11 +34,3 @@ from .share import cpu_share as cpu_share
 from .share import hiding_tokens as hiding_tokens
 from .share import kept_token_share as kept_token_share
 from .share import update_seconds as update_seconds
-from .stream import Key as Key
-from .stream import Run as Run
-from .stream import Stacks as Stacks
-from .stream import Stream as Stream
-from .stream import current_stream as current_stream
-from .stream import recording_kept as recording_kept
-from .stream import run_streamed as run_streamed
-from .stream import streaming as streaming

@@ -16,7 +16,7 @@ import jax
 from colossax.aot.saved import inner_jaxprs, scopes
 from colossax.config import AttentionConfig, Plan, Segment
 from colossax.errors import PlanError
-from colossax.nn.stack import kept_sharding
+from colossax.layerwise import kept_sharding
 from colossax.offload import GB, Rates, kept_token_share, load_rates
 from colossax.sharding import seq_axes, use
 from colossax.step.microbatches import batch_dims, num_microbatches

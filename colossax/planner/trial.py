@@ -9,11 +9,8 @@ import jax
 
 from colossax.aot import Target, compile_program, device_bytes, host_bytes
 from colossax.config import HOST_KINDS, SAVEABLE, Plan
-from colossax.offload import (
-    Demand,
-    Kind,
-    recording_kept,
-)
+from colossax.layerwise import recording_kept
+from colossax.offload import Demand, Kind
 from colossax.pallas.target import target as pallas_target
 from colossax.sharding import compiler_options
 from colossax.step.microbatches import batch_dims, num_microbatches

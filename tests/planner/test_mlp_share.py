@@ -10,8 +10,9 @@ import pytest
 import colossax
 from colossax.config import BatchConfig, OffloadConfig, Plan, Precision, Segment
 from colossax.errors import PlanError
+from colossax.layerwise import recording_kept
 from colossax.nn import Decoder, describe
-from colossax.offload import GB, kept_token_share, recording_kept, save_rates
+from colossax.offload import GB, kept_token_share, save_rates
 from colossax.optim import adamw, sgd
 from colossax.planner import mlp_share
 from tests.cases import quick_first

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from colossax.offload import Key, Stacks, Stream, fetch, store, streaming
+from colossax.layerwise import Key, Stacks, Stream, running
+from colossax.offload import fetch, store
 from colossax.step.gradients.method import Gradients
 from colossax.step.loss import objective
 from colossax.step.microbatches import Microbatches
@@ -164,7 +165,7 @@ class _Pass:
             stacks = {name: _merged(moving[name], self._fixed[name]) for name in moving}
             stream = Stream(stacks=stacks, changing=changing, tap=tap, scalars=scalars, visit=visit)
             made.append(stream)
-            with streaming(stream):
+            with running(stream):
                 params = job.all.params(job.leaves, stacks, rest)
                 result = job.all.call(params, self._piece, job.variables, self._key)
             stream.check()

@@ -21,7 +21,8 @@ from jax.sharding import AxisType, Mesh
 
 from colossax.config import BoundPlan
 from colossax.errors import OffloadError, PlanError
-from colossax.offload import Key, Stacks, cpu_device
+from colossax.layerwise import Key, Stacks
+from colossax.offload import cpu_device
 from colossax.step.offloaded.parameter_groups import Part, Update
 from colossax.step.offloaded.streaming import Pending, Streaming
 from colossax.typing import TrainState

@@ -13,7 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from colossax.config import HOST_KINDS, BoundPlan
-from colossax.offload import Key, Stacks, build_stack, fetch, new_stack, on_host, store
+from colossax.layerwise import Key, Stacks
+from colossax.offload import build_stack, fetch, new_stack, on_host, store
 from colossax.optim import DimsOptimizer, decays
 from colossax.sharding import host_sharding, param_sharding, reduction_dtype
 from colossax.typing import ParamInfo

@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from colossax.config import BoundPlan
 from colossax.errors import PlanError
-from colossax.offload import Key, Stacks
+from colossax.layerwise import Key, Stacks
 from colossax.optim import DimsOptimizer, is_layerwise
 from colossax.sharding import batch_axes
 from colossax.step.donation import PartlyDonated

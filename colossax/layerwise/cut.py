@@ -1,0 +1,163 @@
+"""A loss cut at its layer stack, as it is written: for who runs the layers in his own order."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jaxtyping import Array
+
+from colossax.compat import Equations
+from colossax.errors import PlanError
+from colossax.layerwise.runs import LayerRun, Scanned, running
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class CutRun:
+    """One run of the stack that a loss was cut at.
+
+    Attributes:
+        layers: How its layers are applied; see `Layer`.
+        params: The loss's arguments to the run's stacked parameters.
+    """
+
+    layers: LayerRun
+    params: Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class CutLoss:
+    """A loss in three: `after(args, runs(before(args)))` is the loss, in value and gradients.
+
+    Attributes:
+        before: `(*args) -> (carry, side, crossing)`: input of the first layer, side inputs of all,
+            and arrays that only `after` reads.
+        runs: In order; the carry of one is the input of the next.
+        after: `(args, outputs, crossing) -> result of the loss`, `outputs` being of each run
+            its last layer's carry and its sums `[layers, ...]`.
+    """
+
+    before: Callable[..., tuple[Any, Any, list[Array]]]
+    runs: tuple[CutRun, ...]
+    after: Callable[[Sequence[Any], Sequence[Any], Sequence[Array]], Any]
+
+
+_RUN = Primitive("layer_run")
+_RUN.multiple_results = True
+
+
+@_RUN.def_abstract_eval
+def _outputs(*_: Any, call: "_Call") -> list[Any]:
+    return [jax.core.ShapedArray(x.shape, x.dtype) for x in jax.tree.leaves(call.out)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class _Call:
+    """A run as it was called: which, with what structure of inputs, and shapes of its outputs."""
+
+    layers: LayerRun
+    inputs: Any
+    out: Any
+
+
+class _Marking:
+    """Runs nothing: each run becomes one equation of the loss."""
+
+    def __init__(self) -> None:
+        self.calls: list[_Call] = []
+
+    def run(
+        self, layers: LayerRun, params: Any, carry: Any, side: Any, scanned: Any, carried: Any
+    ) -> tuple[Any, Any, Any, dict[str, Any]]:
+        """See `StackRunner.run`."""
+        if jax.tree.leaves((scanned, carried)):
+            raise PlanError(
+                f"layer stack '{layers.key[0]}': it hands state from layer to layer, so the loss"
+                " cannot be cut there; keep such state in the carry"
+            )
+
+        def plain(params: Any, carry: Any, side: Any) -> Any:
+            carry, _, _, sums = Scanned().run(layers, params, carry, side, scanned, carried)
+            return carry, sums
+
+        inputs = (params, carry, side)
+        leaves, structure = jax.tree.flatten(inputs)
+        call = _Call(layers=layers, inputs=structure, out=jax.eval_shape(plain, *inputs))
+        self.calls.append(call)
+        found = _RUN.bind(*leaves, call=call)
+        carry, sums = jax.tree.unflatten(jax.tree.structure(call.out), found)
+        return carry, scanned, carried, sums
+
+
+def cut_loss(loss: Callable[..., Any], *args: Any) -> CutLoss:
+    """Cut a loss at the one layer stack that it calls.
+
+    Args:
+        loss: Any function that calls a `LayerStack` once.
+        args: Its arguments, or their shapes.
+
+    Raises:
+        PlanError: It calls none, several, or one inside a transformation of its own.
+
+    Cost: the loss is traced once. What the layers' input and the rest of the loss both need (a tied
+    embedding, gathered) is computed in `before` and crosses.
+    """
+    marking = _Marking()
+    with running(marking):
+        traced, out = jax.make_jaxpr(loss, return_shape=True)(*args)
+    equations = Equations(traced)
+    calls = [eqn for eqn in traced.jaxpr.eqns if eqn.primitive is _RUN]
+    _check(marking.calls, calls)
+    parts = [jax.tree.unflatten(eqn.params["call"].inputs, eqn.invars) for eqn in calls]
+    _, carry, side = parts[0]
+    start = jax.tree.leaves((carry, side))
+    early = equations.needed(start)
+    gone = {id(eqn) for eqn in (*early, *calls)}
+    late = [eqn for eqn in equations.needed(equations.outputs) if id(eqn) not in gone]
+    made = [variable for eqn in calls for variable in eqn.outvars]
+    known = {*equations.inputs, *made}
+    crossing = [v for v in equations.crossing(late, equations.outputs) if v not in known]
+    first = equations.part(early, equations.inputs, [*start, *crossing])
+    last = equations.part(late, [*equations.inputs, *made, *crossing], equations.outputs)
+    at = jax.tree.structure((carry, side))
+
+    def before(*args: Any) -> tuple[Any, Any, list[Array]]:
+        found = first(*jax.tree.leaves(args))
+        return *jax.tree.unflatten(at, found[: at.num_leaves]), found[at.num_leaves :]
+
+    def after(args: Sequence[Any], outputs: Sequence[Any], crossing: Sequence[Array]) -> Any:
+        values = [*jax.tree.leaves(tuple(args)), *jax.tree.leaves(list(outputs)), *crossing]
+        return jax.tree.unflatten(jax.tree.structure(out), last(*values))
+
+    runs = tuple(
+        CutRun(layers=eqn.params["call"].layers, params=_params(equations, own))
+        for eqn, (own, _, _) in zip(calls, parts, strict=True)
+    )
+    return CutLoss(before=before, runs=runs, after=after)
+
+
+def _params(equations: Equations, variables: Any) -> Callable[..., Any]:
+    leaves, structure = jax.tree.flatten(variables)
+    part = equations.part(equations.needed(leaves), equations.inputs, leaves)
+    return lambda *args: jax.tree.unflatten(structure, part(*jax.tree.leaves(args)))
+
+
+def _check(called: Sequence[_Call], calls: Sequence[Any]) -> None:
+    """One stack, called once, outside of transformations, its runs handing on the carry."""
+    if not called:
+        raise PlanError("loss: it calls no layer stack, so there is nothing to cut it at")
+    path = called[0].layers.key[0]
+    if len(called) != len(calls):
+        raise PlanError(
+            f"loss: it calls the layer stack '{path}' inside a transformation of its own (a loop, a"
+            " branch, vmap, jit or checkpoint), where it cannot be cut; call it outside of them"
+        )
+    if len({call.layers.key for call in called}) != len(called):
+        raise PlanError(f"loss: it calls the layer stack '{path}' more than once; call it once")
+    others = sorted({call.layers.key[0] for call in called} - {path})
+    if others:
+        raise PlanError(
+            f"loss: it calls the layer stacks '{path}' and '{others[0]}', and can be cut at one;"
+            " make them one stack of several kinds"
+        )

@@ -1,0 +1,249 @@
+"""How the layers of a block are called: their part of parameters and state, what they give back."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array
+
+from colossax.layerwise import Apply, Key, LayerRun, LayerState, checkpointed
+from colossax.nn.kinds import Block
+
+
+class CallsOfOne:
+    """Of a stack whose layers are all of one kind.
+
+    Attributes:
+        params: Of its layers, stacked.
+    """
+
+    def __init__(self, segment: Any, block: Block):
+        self._graphdef, params = nnx.split(segment)
+        self._block = block
+        self.params = nnx.to_pure_dict(params)
+
+    def run(self, key: Key) -> LayerRun:
+        """What a runner is told of them."""
+        block = self._block
+        return LayerRun(
+            key=key,
+            apply=_apply(self._graphdef),
+            first=block.first,
+            first_row=block.first,
+            count=block.count,
+            stacked=block.count > 1,
+            policy=block.policy,
+        )
+
+    def rows(self, scanned: Any) -> Any:
+        """Their part of the stack's scanned state."""
+        first, count = self._block.first, self._block.count
+        return jax.tree.map(lambda x: x[first : first + count], scanned)
+
+    def flat(self, rows: Any) -> Any:
+        """Scanned state that came back, `[layers, ...]`."""
+        return rows
+
+    def flat_sums(self, sums: dict[str, Array]) -> dict[str, Array]:
+        """Sums, `[layers, ...]`."""
+        return sums
+
+
+class CallsByKind:
+    """Of a stack with several kinds: all of a block's layers of one, or groups of them.
+
+    Attributes:
+        params: Stacked, of a group by kind, `[groups, layers of the kind in one, ...]`.
+    """
+
+    def __init__(self, segment: Any, block: Block):
+        split = {kind: nnx.split(layers) for kind, layers in segment.items()}
+        self._graphdefs = {kind: graphdef for kind, (graphdef, _) in split.items()}
+        self._block = block
+        params = {kind: nnx.to_pure_dict(params) for kind, (_, params) in split.items()}
+        self.params = self._grouped(params) if self._alternates else params[self._only]
+
+    @property
+    def _alternates(self) -> bool:
+        return len(self._block.group) > 1
+
+    @property
+    def _only(self) -> str:
+        """The kind of a block that does not alternate."""
+        return self._block.group[0][0]
+
+    def run(self, key: Key) -> LayerRun:
+        """What a runner is told of them."""
+        block = self._block
+        if self._alternates:
+            return LayerRun(
+                key=key,
+                apply=self._apply_group,
+                first=block.first,
+                count=block.repeats,
+                group=block.group_size,
+                stacked=True,
+                policy=block.policy,
+            )
+        return LayerRun(
+            key=key,
+            apply=_of_kind(self._only, _apply(self._graphdefs[self._only])),
+            first=block.first,
+            first_row=block.first_row(self._only),
+            count=block.count,
+            stacked=block.count > 1,
+            policy=block.policy,
+        )
+
+    def rows(self, scanned: Any) -> Any:
+        """Their part of the stack's scanned state, by kind."""
+        if scanned is None:
+            return None
+        own = {}
+        for kind in self._graphdefs:
+            first, count = self._block.first_row(kind), len(self._block.numbers(kind))
+            own[kind] = jax.tree.map(lambda x, a=first, n=count: x[a : a + n], scanned.get(kind))
+        return self._grouped(own) if self._alternates else own[self._only]
+
+    def flat(self, rows: Any) -> Any:
+        """Scanned state that came back, by kind `[layers of it, ...]`."""
+        if rows is None:
+            return None
+        if not self._alternates:
+            return {self._only: rows}
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows)
+
+    def flat_sums(self, sums: dict[str, Array]) -> dict[str, Array]:
+        """Sums, `[layers, ...]`."""
+        if not self._alternates:
+            return sums
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), sums)
+
+    def _grouped(self, by_kind: dict[str, Any]) -> dict[str, Any]:
+        groups = self._block.repeats
+        return jax.tree.map(lambda x: x.reshape(groups, -1, *x.shape[1:]), by_kind)
+
+    def _apply_group(
+        self, rows: Any, carry: Any, side: Any, state: LayerState
+    ) -> tuple[Any, LayerState, dict[str, Array]]:
+        """One group: its layers in order, each under the segment's policy."""
+        scanned, sums, carried = [], [], state.carried
+        for part in self._parts():
+            row = jax.tree.map(part.cut, rows[part.kind])
+            own = None if state.scanned is None else state.scanned[part.kind]
+            first = part.first(self._block, state)
+            carry, given, carried, found = self._in_a_row(
+                part, row, carry, side, dataclasses.replace(first, carried=carried), own
+            )
+            scanned.append(None if given is None else {part.kind: given})
+            sums.append(found)
+        sizes = [size for _, size in self._block.group]
+        done = dataclasses.replace(state, scanned=joined(scanned), carried=carried)
+        return carry, done, joined_sums(sums, sizes)
+
+    def _parts(self) -> Iterator["_Part"]:
+        seen = dict.fromkeys(self._graphdefs, 0)
+        offset = 0
+        for kind, size in self._block.group:
+            yield _Part(kind, offset, seen[kind], size)
+            offset += size
+            seen[kind] += size
+
+    def _in_a_row(
+        self, part: "_Part", rows: Any, carry: Any, side: Any, first: LayerState, scanned: Any
+    ) -> Any:
+        """Layers of one kind that stand in a row in a group."""
+        apply = _of_kind(part.kind, _apply(self._graphdefs[part.kind]))
+
+        def body(loop: Any, xs: Any) -> Any:
+            carry, carried = loop
+            i, row, own = xs
+            state = LayerState(
+                index=first.index + i, row=first.row + i, scanned=own, carried=carried
+            )
+            carry, state, sums = apply(row, carry, side, state)
+            return (carry, state.carried), (state.scanned, sums)
+
+        body = checkpointed(body, self._block.policy, in_loop=True)
+        own = jax.tree.map(part.cut, scanned)
+        numbers = jnp.arange(part.size, dtype=jnp.int32)
+        loop, (given, sums) = jax.lax.scan(
+            body, (carry, first.carried), (numbers, rows, own), unroll=part.size == 1
+        )
+        return *_reordered(loop, given), sums
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """Layers of one kind in a row: where they begin in a group, and among its others."""
+
+    kind: str
+    offset: int
+    row: int
+    size: int
+
+    def cut(self, x: Array) -> Array:
+        return x[self.row : self.row + self.size]
+
+    def first(self, block: Block, state: LayerState) -> LayerState:
+        """Of the first of them, in the group that `state` is of."""
+        row = block.first_row(self.kind) + state.row * block.per_group(self.kind) + self.row
+        return dataclasses.replace(state, index=state.index + self.offset, row=row)
+
+
+def _reordered(loop: Any, scanned: Any) -> tuple[Any, Any, Any]:
+    carry, carried = loop
+    return carry, scanned, carried
+
+
+def _apply(graphdef: Any) -> Apply:
+    def apply(row: Any, carry: Any, side: Any, state: LayerState) -> Any:
+        return nnx.merge(graphdef, row)(carry, side, state)
+
+    return apply
+
+
+def _of_kind(kind: str, apply: Callable) -> Apply:
+    """With the kind's part of what travels whole."""
+
+    def with_own(row: Any, carry: Any, side: Any, state: LayerState) -> Any:
+        if state.carried is None:
+            return apply(row, carry, side, state)
+        own = dataclasses.replace(state, carried=state.carried.get(kind))
+        carry, own, sums = apply(row, carry, side, own)
+        if kind not in state.carried:
+            return carry, dataclasses.replace(own, carried=state.carried), sums
+        return carry, dataclasses.replace(own, carried={**state.carried, kind: own.carried}), sums
+
+    return with_own
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """State of consecutive layers; by kind where it is a mapping."""
+    if len(parts) == 1:
+        return parts[0]
+    if all(isinstance(part, dict) for part in parts):
+        kinds = dict.fromkeys(kind for part in parts for kind in part)
+        return {kind: joined([p[kind] for p in parts if kind in p]) for kind in kinds}
+    return jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts)
+
+
+def joined_sums(parts: Sequence[dict[str, Array]], counts: Sequence[int]) -> dict[str, Array]:
+    """Sums of consecutive layers; 0 of those that do not give one.
+
+    Args:
+        parts: By name, `[layers, ...]`.
+        counts: Layers of each.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    shapes = {name: x.shape[1:] for part in parts for name, x in part.items()}
+
+    def of(part: dict[str, Array], count: int, name: str) -> Array:
+        return part[name] if name in part else jnp.zeros((count, *shapes[name]), jnp.float32)
+
+    pairs = list(zip(parts, counts, strict=True))
+    return {name: jnp.concatenate([of(*pair, name) for pair in pairs]) for name in shapes}

@@ -1,0 +1,108 @@
+"""Layers of one kind, their parameters stacked, each array made where it lives."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import NamedSharding
+from jaxtyping import Array
+
+from colossax.config import HOST_KINDS
+from colossax.nn.module import pure, refuse_others
+from colossax.offload import build_stack
+from colossax.optim import decays
+from colossax.sharding import current, resolve
+
+MakeLayer = Callable[[nnx.Rngs], nnx.Module]
+
+
+def stacked_layers(
+    make_layer: MakeLayer,
+    key: Array,
+    numbers: Sequence[int],
+    *,
+    first_row: int,
+    total: int,
+    host: frozenset[str],
+    dtype: Any,
+) -> Any:
+    """Layers of one kind as one module, whose parameters have a dim of layers in front.
+
+    Args:
+        make_layer: `rngs -> layer`.
+        key: Of the stack; layer i is made with `fold_in(key, i)`.
+        numbers: Of the layers in their stack, ascending; a single one gets no dim of layers.
+        first_row: Number of the first one among all of its kind.
+        total: Layers of that kind in the stack.
+        host: What of them lives in host memory.
+        dtype: At rest, None as made.
+
+    Raises:
+        InputError: A layer holds other variables than parameters.
+    """
+    size = len(numbers)
+
+    def init_layer(index: Array) -> Any:
+        return pure(make_layer(nnx.Rngs(jax.random.fold_in(key, index))))
+
+    def number(i: Any) -> Any:
+        run = numbers[-1] - numbers[0] + 1 == size
+        return numbers[0] + i if run else jnp.asarray(numbers, jnp.int32)[i]
+
+    template = nnx.eval_shape(lambda: make_layer(nnx.Rngs(0)))
+    refuse_others(template, "layer")
+    graphdef, leaves = nnx.split(template)
+    kinds = nnx.to_pure_dict(leaves, lambda leaf: _host_kinds(leaf, host))
+    if size == 1:
+        values = init_layer(jnp.int32(numbers[0]))
+    elif "parameters" in host:
+        # In the dtype at rest from the start: a stack in host memory cannot be cast.
+        values = build_stack(
+            lambda i: jax.tree.map(lambda x: x.astype(dtype or x.dtype), init_layer(number(i))),
+            size,
+            jax.tree.map(lambda kind: "parameters" in kind, kinds, is_leaf=_is_kinds),
+            _row_shardings(leaves),
+        )
+    else:
+        values = jax.vmap(init_layer)(jnp.asarray(numbers, jnp.int32))
+    segment = nnx.merge(graphdef, values)
+    for _, variable in nnx.to_flat_state(nnx.state(segment, nnx.Param)):
+        dims = variable.get_metadata().get("out_sharding") or (None,) * (variable.ndim - (size > 1))
+        stacked = dims if size == 1 else ("layers", *dims)
+        variable.set_metadata(
+            out_sharding=stacked,
+            first_layer=first_row,
+            total_layers=total,
+            host=_host_kinds(variable, host),
+        )
+    return segment
+
+
+def _row_shardings(leaves: Any) -> Any:
+    """Shardings of one layer's parameters at rest; None on a single device."""
+    bound = current()
+    if bound is None or bound.single:
+        return None
+
+    def of(variable: Any) -> NamedSharding:
+        dims = variable.get_metadata().get("out_sharding") or (None,) * variable.ndim
+        spec = resolve(bound, "params", dims, variable.shape, name="layer")
+        return NamedSharding(bound.mesh, spec)
+
+    return nnx.to_pure_dict(leaves, of)
+
+
+def _is_kinds(x: Any) -> bool:
+    return isinstance(x, frozenset)
+
+
+def _host_kinds(variable: Any, host: frozenset[str]) -> frozenset[str]:
+    """What of a parameter lives in host memory: of vectors nothing, they are small.
+
+    On disk a layer's state is one record, vectors and all; the CPU updates all of a layer.
+    """
+    dims = variable.get_metadata().get("out_sharding") or (None,) * variable.ndim
+    kinds = HOST_KINDS[:2] if decays(dims) else ()
+    return host.intersection({*kinds, "disk", "cpu"})
