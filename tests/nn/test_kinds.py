@@ -80,7 +80,9 @@ def loop(order, x, side, key):
     return x, jnp.stack(sums), rows
 
 
-@pytest.mark.catches("kinds-rows", "kinds-numbers", "kinds-carried")
+@pytest.mark.catches("kinds-rows")
+@pytest.mark.catches("kinds-numbers")
+@pytest.mark.catches("kinds-carried")
 @pytest.mark.parametrize("segments", SEGMENTS)
 @pytest.mark.parametrize("order", ORDERS)
 def test_layers_of_several_kinds_are_those_of_a_plain_loop(order, segments):
