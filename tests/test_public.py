@@ -39,8 +39,9 @@ NAMES = {
         "segment_counts store update_seconds working_set_bytes"
     ),
     "colossax.layerwise": (
-        "CutLoss CutRun Layer LayerRun LayerState Residual Scanned StackRunner Stacks Stream "
-        "Transposed checkpointed current_runner cut_loss kept_sharding recording_kept running"
+        "CutLoss CutRun Layer LayerRun LayerState Maximum Residual Scanned StackRunner Stacks "
+        "Stream Transposed added checkpointed current_runner cut_loss kept_sharding nothing "
+        "recording_kept running summed"
     ),
     "colossax.data": (
         "BatchLoader Corpus Documents RowSource Rows Split SyntheticRows Tokenizer "

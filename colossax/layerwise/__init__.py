@@ -19,3 +19,7 @@ from .runs import running as running
 from .streamed import Stacks as Stacks
 from .streamed import Stream as Stream
 from .streamed import recording_kept as recording_kept
+from .sums import Maximum as Maximum
+from .sums import added as added
+from .sums import nothing as nothing
+from .sums import summed as summed

@@ -240,10 +240,12 @@ def joined_sums(parts: Sequence[dict[str, Array]], counts: Sequence[int]) -> dic
     """
     if len(parts) == 1:
         return parts[0]
-    shapes = {name: x.shape[1:] for part in parts for name, x in part.items()}
+    samples = {name: x for part in parts for name, x in part.items()}
 
-    def of(part: dict[str, Array], count: int, name: str) -> Array:
-        return part[name] if name in part else jnp.zeros((count, *shapes[name]), jnp.float32)
+    def of(part: dict[str, Any], count: int, name: str) -> Any:
+        empty = jax.tree.map(lambda x: jnp.zeros((count, *x.shape[1:]), x.dtype), samples[name])
+        return part.get(name, empty)
 
     pairs = list(zip(parts, counts, strict=True))
-    return {name: jnp.concatenate([of(*pair, name) for pair in pairs]) for name in shapes}
+    found = {name: [of(*pair, name) for pair in pairs] for name in samples}
+    return {name: jax.tree.map(lambda *xs: jnp.concatenate(xs), *x) for name, x in found.items()}

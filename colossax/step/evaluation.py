@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from colossax.config import BoundPlan
+from colossax.layerwise import summed
 from colossax.step.loss import LossCall, Totals
 from colossax.step.microbatches import num_microbatches, strided
 from colossax.typing import Batch, Dims, Params
@@ -33,4 +33,4 @@ def batch_totals(
     arrays = strided(batch, dims, count)
     if count == 1:
         return one(jax.tree.map(lambda x: x[0], arrays))
-    return jax.tree.map(lambda x: jnp.sum(x, axis=0), jax.lax.map(one, arrays))
+    return summed(jax.lax.map(one, arrays))

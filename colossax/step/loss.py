@@ -11,6 +11,7 @@ from jaxtyping import Array
 
 from colossax.compat import inputs_used
 from colossax.errors import InputError
+from colossax.layerwise import Maximum
 from colossax.step.microbatches import Microbatches
 from colossax.step.trainable import joined
 from colossax.typing import Batch, Params
@@ -23,8 +24,11 @@ batch: over microbatches and devices, before the division.
 """
 
 
-Sums = dict[str, tuple[Array, Array]]
-"""Additional metrics as (total, weight), reported as their quotient."""
+Sums = dict[str, tuple[Array, Array] | Maximum]
+"""Additional metrics as (total, weight), reported as their quotient, or as a `Maximum`.
+
+Totals and maxima may be arrays, such as one number for each layer; weights are scalars.
+"""
 
 
 Loss = Callable[..., tuple[Terms, Sums]]
@@ -47,7 +51,8 @@ RESERVED = frozenset({"loss", "grad_norm", "tokens", "skipped"})
 """Names of the step's own metrics."""
 
 
-Totals = dict[str, tuple[Array, Array]]
+Totals = dict[str, Any]
+"""As `Sums`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,7 +70,7 @@ class LossCall:
     def __call__(
         self, params: Params, batch: Batch, variables: Any, key: Array | None
     ) -> tuple[Terms, Sums]:
-        """Terms and metrics of one microbatch, all as float32 scalars.
+        """Terms and metrics of one microbatch, in float32.
 
         Raises:
             InputError: The loss returns something else.
@@ -87,16 +92,24 @@ class LossCall:
                 f"loss: it names {clash or 'no terms'}; give at least one term, each term and"
                 f" metric a name of its own, none of them in {sorted(RESERVED)}"
             )
-        terms = {name: _sums(name, term, 3) for name, term in terms.items()}
-        return terms, {name: _sums(name, pair, 2) for name, pair in metrics.items()}
+        terms = {name: _term(name, term) for name, term in terms.items()}
+        return terms, {name: _metric(name, value) for name, value in metrics.items()}
 
 
-def _sums(name: str, value: Any, length: int) -> Any:
-    """Total and weight as float32 scalars, and what follows."""
-    if not (isinstance(value, tuple) and len(value) == length):
-        form = ("total", "weight", "coefficient")[:length]
-        raise InputError(f"loss: '{name}' is {value!r}; give ({', '.join(form)})")
-    return _scalar(name, value[0]), _scalar(name, value[1]), *value[2:]
+def _term(name: str, value: Any) -> Any:
+    """Total and weight as float32 scalars, and the coefficient."""
+    if not (isinstance(value, tuple) and len(value) == 3):
+        raise InputError(f"loss: '{name}' is {value!r}; give (total, weight, coefficient)")
+    return _scalar(name, value[0]), _scalar(name, value[1]), value[2]
+
+
+def _metric(name: str, value: Any) -> Any:
+    """Total and weight, or a maximum, in float32."""
+    if isinstance(value, Maximum):
+        return Maximum(jnp.asarray(value.value, jnp.float32))
+    if not (isinstance(value, tuple) and len(value) == 2):
+        raise InputError(f"loss: '{name}' is {value!r}; give (total, weight), or a Maximum")
+    return jnp.asarray(value[0], jnp.float32), _scalar(name, value[1])
 
 
 def _scalar(name: str, value: Any) -> Array:

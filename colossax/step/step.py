@@ -13,6 +13,7 @@ import optax
 
 from colossax.config import BoundPlan
 from colossax.errors import PlanError
+from colossax.layerwise import Maximum
 from colossax.nn import ModelSpec, initialise
 from colossax.sharding import RowOrder, compiler_options, in_order, replicated, use, validate
 from colossax.step.batches import BatchPlacer
@@ -42,7 +43,8 @@ class StepOptions:
         trainable: Says of a parameter whether it learns; the others get neither gradient nor
             optimizer state. None: all do.
         variables: Initial state that changes once per step outside differentiation.
-        after_step: `(variables, sums) -> variables`, with `sums` the metrics' (total, weight).
+        after_step: `(variables, sums) -> variables`, with `sums` the loss's metrics over the
+            global batch: `(total, weight)` or `Maximum`.
         batch_dims: Logical dims of batch arrays that are not text.
         disk: Folder for the optimizer state that the plan puts on disk. `init` overwrites what is
             there; `step.disk.restore()` goes on from it.
@@ -269,7 +271,7 @@ class Step:
             "grad_norm": gradients.norm,
             "tokens": functools.reduce(jnp.maximum, weights),
             "skipped": skipped.astype(jnp.float32),
-            **{name: _mean(*x) for name, x in {**gradients.totals, **gradients.sums}.items()},
+            **{name: _shown(x) for name, x in {**gradients.totals, **gradients.sums}.items()},
         }
         new = {
             "params": updated.params,
@@ -282,5 +284,9 @@ class Step:
         return self.layout.constrain(new), metrics
 
 
-def _mean(total: jax.Array, weight: jax.Array) -> jax.Array:
+def _shown(value: Any) -> jax.Array:
+    """A metric: the mean of what was added up, or the maximum."""
+    if isinstance(value, Maximum):
+        return value.value
+    total, weight = value
     return total / jnp.where(weight > 0, weight, 1.0)

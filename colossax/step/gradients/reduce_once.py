@@ -10,6 +10,7 @@ from jaxtyping import Array
 
 from colossax.config import AttentionConfig, BoundPlan, Rules
 from colossax.errors import PlanError
+from colossax.layerwise import summed
 from colossax.sharding import batch_axes, param_sharding, use
 from colossax.step.gradients.accumulate import accumulate, differentiated, summarised
 from colossax.step.gradients.method import GradientMethod, Gradients
@@ -72,7 +73,7 @@ def reduce_once(call: LossCall, bound: BoundPlan, infos: Any, trainable: Any) ->
         def of_all(piece: Batch, key: Array) -> tuple[Params, Any]:
             keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(shards))
             grads, sums = jax.vmap(of_device, spmd_axis_name=axes)(piece, keys)
-            return grads, jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
+            return grads, summed(sums)
 
         def by_device(name: str, x: Array) -> Array:
             at = micro.dims[name].index("batch") + 1

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from colossax.layerwise import Key, Stacks, Stream, running
+from colossax.layerwise import Key, Stacks, Stream, added, nothing, running
 from colossax.offload import fetch, store
 from colossax.step.gradients.method import Gradients
 from colossax.step.loss import objective
@@ -69,7 +69,7 @@ class Job:
 
         arrays, keys = jax.tree.map(lambda x: x[:count], (self.micro.arrays, self.micro.keys))
         shapes = jax.eval_shape(lambda: one(start, jnp.int32(0), *self.micro.first)[1])
-        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        zeros = nothing(shapes)
         xs = (jnp.arange(count, dtype=jnp.int32), arrays, keys)
         return jax.lax.scan(body, (start, zeros), xs)[0]
 
@@ -189,7 +189,7 @@ def _names(stacks: dict[Key, Stacks]) -> tuple[str, ...]:
 
 def _added(before: Gradients, found: Gradients) -> Gradients:
     """Of both; the layers' norm is of the sum so far already, not one to be added."""
-    both = jax.tree.map(jnp.add, before, found)
+    both = added(before, found)
     return dataclasses.replace(both, square_norm=found.square_norm)
 
 

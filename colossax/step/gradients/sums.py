@@ -9,6 +9,7 @@ import optax
 from jaxtyping import Array
 
 from colossax.config import BoundPlan
+from colossax.layerwise import added, nothing
 from colossax.sharding import param_sharding
 from colossax.typing import Params
 
@@ -17,12 +18,12 @@ def summed_up(grad: Callable, lay: Callable, xs: Any) -> tuple[Params, Any]:
     """`grad(*x) -> (gradients, sums)` added over the microbatches."""
 
     def body(acc: Any, x: Any):
-        acc = jax.tree.map(jnp.add, acc, grad(*x))
+        acc = added(acc, grad(*x))
         # Without this the accumulator may be kept whole on every device and reduced every time.
         return (lay(acc[0]), acc[1]), None
 
     shapes = jax.eval_shape(grad, *jax.tree.map(lambda x: x[0], xs))
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    zeros = nothing(shapes)
     return jax.lax.scan(body, (lay(zeros[0]), zeros[1]), xs)[0]
 
 
