@@ -66,14 +66,15 @@ NAMES = {
         "transfer_totals transfers unexpected_collectives"
     ),
     "colossax.nn": (
-        "ACTIVATIONS Attention AttentionShape CacheSpec Decoder DecoderConfig DecoderLayer "
-        "Embedding FlatTokens LayerNorm LayerStack LayerState Linear Llama3Scaling MLP ModelSpec "
-        "RMSNorm RopeConfig Side StackOutput alibi_slopes cross_entropy describe even_head_dim "
+        "ACTIVATIONS Attention AttentionShape Block CacheSpec Decoder DecoderConfig "
+        "Embedding FlatTokens LanguageModel LayerNorm LayerStack LayerState Layers Linear "
+        "Llama3Scaling MLP ModelSpec RMSNorm RopeConfig Side StackOutput Sublayer Wiring "
+        "alibi_slopes cross_entropy decoder_layer describe even_head_dim "
         "initialise param pure rope_tables rotate"
     ),
     "colossax.models": (
-        "Bloom BloomConfig FAMILIES Family GPT2 GPT2Config Llama LlamaConfig Mistral "
-        "MistralConfig OPT OPTConfig Qwen2 Qwen2Config Qwen3 Qwen3Config config_from_json "
+        "BloomConfig FAMILIES Family GPT2Config LlamaConfig MistralConfig OPTConfig Qwen2Config "
+        "Qwen3Config config_from_json "
         "config_to_json family_of maker"
     ),
     "colossax.planner": (

@@ -1,18 +1,11 @@
 """Model families, from shared parts."""
 
-from .bloom import Bloom as Bloom
 from .bloom import BloomConfig as BloomConfig
-from .gpt2 import GPT2 as GPT2
 from .gpt2 import GPT2Config as GPT2Config
-from .llama import Llama as Llama
 from .llama import LlamaConfig as LlamaConfig
-from .mistral import Mistral as Mistral
 from .mistral import MistralConfig as MistralConfig
-from .opt import OPT as OPT
 from .opt import OPTConfig as OPTConfig
-from .qwen2 import Qwen2 as Qwen2
 from .qwen2 import Qwen2Config as Qwen2Config
-from .qwen3 import Qwen3 as Qwen3
 from .qwen3 import Qwen3Config as Qwen3Config
 from .registry import FAMILIES as FAMILIES
 from .registry import Family as Family

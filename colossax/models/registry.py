@@ -1,41 +1,54 @@
 """Model families by name."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from flax import nnx
 
 from colossax.config import from_json, nearest, to_json
 from colossax.errors import InputError
-from colossax.models.bloom import Bloom, BloomConfig
-from colossax.models.gpt2 import GPT2, GPT2Config
-from colossax.models.llama import Llama, LlamaConfig
-from colossax.models.mistral import Mistral, MistralConfig
-from colossax.models.opt import OPT, OPTConfig
-from colossax.models.qwen2 import Qwen2, Qwen2Config
-from colossax.models.qwen3 import Qwen3, Qwen3Config
-from colossax.nn import Decoder, MakeModel
+from colossax.models.bloom import BloomConfig
+from colossax.models.gpt2 import GPT2Config
+from colossax.models.llama import LlamaConfig
+from colossax.models.mistral import MistralConfig
+from colossax.models.opt import OPTConfig
+from colossax.models.qwen2 import Qwen2Config
+from colossax.models.qwen3 import Qwen3Config
+from colossax.nn import Decoder, LanguageModel, MakeModel
+
+
+def decoder_of(config: Any, rngs: nnx.Rngs) -> LanguageModel:
+    """The decoder that a family's configuration describes."""
+    return Decoder(config.decoder(), rngs=rngs)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """A model family: its configuration and its module."""
+    """A model family.
+
+    Attributes:
+        name: In files and on the command line.
+        config: Type of its configuration; has `decoder()`, the sizes that planning counts with.
+        make: `(configuration, rngs) -> model`; default the decoder that it describes. A family with
+            layers of its own builds one from parts, `Decoder(config, rngs=rngs, layers=...)`.
+    """
 
     name: str
     config: type
-    model: type[Decoder]
+    make: Callable[[Any, nnx.Rngs], LanguageModel] = decoder_of
 
 
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
-        Family(name="llama", config=LlamaConfig, model=Llama),
-        Family(name="mistral", config=MistralConfig, model=Mistral),
-        Family(name="qwen2", config=Qwen2Config, model=Qwen2),
-        Family(name="qwen3", config=Qwen3Config, model=Qwen3),
-        Family(name="gpt2", config=GPT2Config, model=GPT2),
-        Family(name="opt", config=OPTConfig, model=OPT),
-        Family(name="bloom", config=BloomConfig, model=Bloom),
+        Family(name="llama", config=LlamaConfig),
+        Family(name="mistral", config=MistralConfig),
+        Family(name="qwen2", config=Qwen2Config),
+        Family(name="qwen3", config=Qwen3Config),
+        Family(name="gpt2", config=GPT2Config),
+        Family(name="opt", config=OPTConfig),
+        Family(name="bloom", config=BloomConfig),
     )
 }
 
@@ -58,7 +71,7 @@ def maker(config: Any) -> MakeModel:
     family = family_of(config)
 
     def make(rngs: nnx.Rngs) -> nnx.Module:
-        return family.model(config, rngs=rngs)
+        return family.make(config, rngs)  # type: ignore[return-value]
 
     return make
 

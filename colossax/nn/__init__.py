@@ -7,11 +7,16 @@ from .attention import AttentionShape as AttentionShape
 from .attention import FlatTokens as FlatTokens
 from .attention import Side as Side
 from .attention import alibi_slopes as alibi_slopes
+from .block import Block as Block
+from .block import Sublayer as Sublayer
+from .block import Wiring as Wiring
 from .decoder import CacheSpec as CacheSpec
 from .decoder import Decoder as Decoder
 from .decoder import DecoderConfig as DecoderConfig
-from .decoder import DecoderLayer as DecoderLayer
+from .decoder import Layers as Layers
+from .decoder import decoder_layer as decoder_layer
 from .decoder import even_head_dim as even_head_dim
+from .language_model import LanguageModel as LanguageModel
 from .layers import ACTIVATIONS as ACTIVATIONS
 from .layers import MLP as MLP
 from .layers import Embedding as Embedding

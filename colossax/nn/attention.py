@@ -87,9 +87,10 @@ class Attention(nnx.Module):
         )
         self.q_norm, self.k_norm = norm(), norm()
 
-    def __call__(
+    def mix(
         self, x: Float[Array, "b s d"], side: Side, state: LayerState
-    ) -> tuple[Float[Array, "b s d"], LayerState]:
+    ) -> tuple[Float[Array, "b s d"], LayerState, dict]:
+        """See `Sublayer`."""
         q, k, v = linears(x, (self.q.map, self.k.map, self.v.map))
         q = constrain(q, "batch:inner", "seq", "heads", "head_dim")
         k = constrain(k, "batch:inner", "seq", "kv_heads", "head_dim")
@@ -104,7 +105,7 @@ class Attention(nnx.Module):
             out = attention(q, k, v, mask=side.mask, alibi_slopes=slopes)
         else:
             out, state = self._attend_cache(q, k, v, side.flat, state, slopes)
-        return self.o(constrain(out, "batch:inner", "seq", "heads", "head_dim")), state
+        return self.o(constrain(out, "batch:inner", "seq", "heads", "head_dim")), state, {}
 
     def _attend_cache(self, q, k, v, flat, state, slopes):
         out, cache = attend_cache(

@@ -1,22 +1,23 @@
 """A decoder-only transformer from parts; the model families choose the parts."""
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from colossax.config import nearest
 from colossax.errors import InputError
-from colossax.layerwise import LayerState
 from colossax.nn.attention import Attention, AttentionShape, FlatTokens, Side
+from colossax.nn.block import Block, residual
 from colossax.nn.layers import ACTIVATIONS, MLP, Embedding, LayerNorm, Linear, RMSNorm, depth_scaled
 from colossax.nn.rope import RopeConfig, rope_tables
-from colossax.nn.stack import LayerStack
+from colossax.nn.stack import LayerStack, StackOutput
+from colossax.nn.stacked import MakeLayer
 from colossax.pallas.attention import Mask
-from colossax.sharding import activation_axes, compute_dtype, constrain, current, current_order
+from colossax.sharding import compute_dtype, constrain, current_order
 from colossax.typing import Dims
 
 
@@ -129,41 +130,48 @@ class CacheSpec:
         return {name: jnp.zeros(self.shape, dtype) for name in ("k", "v")}
 
 
-class DecoderLayer(nnx.Module):
-    """`x + attention(norm(x))`, then `x + mlp(norm(x))`."""
+def decoder_layer(config: DecoderConfig, *, rngs: nnx.Rngs) -> Block:
+    """`x + attention(norm(x))`, then `x + mlp(norm(x))`, as a configuration describes them."""
+    std, out_std = config.init_std, depth_scaled(config.init_std, config.layers)
+    attention = Attention(config.attention_shape(), rngs=rngs, std=std, out_std=out_std)
+    mlp = MLP(
+        config.embed,
+        config.mlp,
+        rngs=rngs,
+        activation=config.activation,
+        gated=config.gated,
+        bias=config.mlp_bias,
+        std=std,
+        out_std=out_std,
+    )
+    return Block({"attn": attention, "mlp": mlp}, lambda: make_norm(config))
 
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
-        out_std = depth_scaled(config.init_std, config.layers)
-        self.attn_norm = make_norm(config)
-        self.attn = Attention(
-            config.attention_shape(), rngs=rngs, std=config.init_std, out_std=out_std
-        )
-        self.mlp_norm = make_norm(config)
-        self.mlp = MLP(
-            config.embed,
-            config.mlp,
-            rngs=rngs,
-            activation=config.activation,
-            gated=config.gated,
-            bias=config.mlp_bias,
-            std=config.init_std,
-            out_std=out_std,
-        )
 
-    def __call__(
-        self, x: Float[Array, "b s d"], side: Side, state: LayerState
-    ) -> tuple[Float[Array, "b s d"], LayerState, dict[str, Array]]:
-        x = _residual(x)
-        mixed, state = self.attn(_block_input(self.attn_norm(x)), side, state)
-        x = x + _residual(mixed)
-        x = x + _residual(self.mlp(_block_input(self.mlp_norm(x))))
-        return x, state, {}
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layers:
+    """The layers of a model that brings its own.
+
+    Attributes:
+        make: `rngs -> layer`, or one of each kind by name; see `LayerStack`.
+        order: How many, or the kind of each.
+    """
+
+    make: MakeLayer | Mapping[str, MakeLayer]
+    order: int | Sequence[str]
 
 
 class Decoder(nnx.Module):
-    """Token embedding, a stack of decoder layers, a norm and a head."""
+    """Token embedding, a stack of layers, a norm and a head: a `LanguageModel`."""
 
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, layers: Layers | None = None):
+        """Build it.
+
+        Args:
+            config: Sizes, and the parts where none are given.
+            rngs: Keys of the parameters.
+            layers: In place of `config.layers` times `decoder_layer(config)`: `Block`s of other
+                sublayers or wiring, or of several kinds.
+        """
         self.config = config
         std = config.init_std
         self.embed = Embedding(config.vocab, config.embed, rngs=rngs, dim="vocab", std=std)
@@ -175,9 +183,9 @@ class Decoder(nnx.Module):
         self.embed_norm = (
             LayerNorm(config.embed, eps=config.norm_eps) if config.embed_norm else None
         )
-        self.layers = LayerStack(
-            lambda rngs: DecoderLayer(config, rngs=rngs), config.layers, rngs=rngs
-        )
+        if layers is None:
+            layers = Layers(make=lambda rngs: decoder_layer(config, rngs=rngs), order=config.layers)
+        self.layers = LayerStack(layers.make, layers.order, rngs=rngs)
         self.norm = make_norm(config)
         self.head = (
             None
@@ -193,7 +201,12 @@ class Decoder(nnx.Module):
         segments: Int[Array, "b s"] | None = None,
     ) -> Float[Array, "b s v"]:
         """Logits of every token."""
-        return self.logits(self.hidden(tokens, positions=positions, segments=segments))
+        return self.logits(self.hidden(tokens, positions=positions, segments=segments)[0])
+
+    @property
+    def stacks(self) -> dict[str, LayerStack]:
+        """Its layer stacks by name, in the order in which they run."""
+        return {"layers": self.layers}
 
     def hidden(
         self,
@@ -202,8 +215,9 @@ class Decoder(nnx.Module):
         embeddings: Float[Array, "b s d"] | None = None,
         positions: Int[Array, "b s"] | None = None,
         segments: Int[Array, "b s"] | None = None,
-    ) -> Float[Array, "b s d"]:
-        """Final hidden states, normed, in the compute dtype.
+        mask: Mask | None = None,
+    ) -> tuple[Float[Array, "b s d"], dict[str, Any]]:
+        """Final hidden states, normed, in the compute dtype, and the sums of the layers.
 
         Args:
             tokens: Token ids; or give `embeddings`.
@@ -212,6 +226,11 @@ class Decoder(nnx.Module):
                 sees whom goes by the order in the row, so they ascend by one within a segment.
             segments: Documents packed into a row, numbered in their order there; a token sees its
                 own. Negative is padding.
+            mask: Who sees whom; default causal, within the configuration's window. Of a mask
+                without segments those given are taken.
+
+        Returns:
+            Hidden states `[b, s, d]`, and by name what the layers counted, `[layers, ...]`.
 
         Raises:
             InputError: The sequence is longer than the model's, or both inputs are given.
@@ -223,16 +242,9 @@ class Decoder(nnx.Module):
         self._check_length(x.shape[1] - current_order().padding)
         if positions is None:
             positions = jnp.broadcast_to(current_order().indices(x.shape[1]), x.shape[:2])
-        window = None if self.config.window is None else (self.config.window - 1, 0)
-        mask = Mask(
-            causal=True,
-            window=window,
-            q_segments=segments,
-            kv_segments=segments,
-            ascending=True,
-        )
-        side = Side(mask=mask, rope=self._rope(positions))
-        return self._run(x, positions, side, None)[0]
+        side = Side(mask=self._mask(mask, segments), rope=self._rope(positions))
+        hidden, out = self._run(x, positions, side, None)
+        return hidden, out.sums
 
     def decode(
         self, tokens: Int[Array, " t"], cache: dict[str, Array], flat: FlatTokens
@@ -243,8 +255,8 @@ class Decoder(nnx.Module):
         """
         positions = flat.position[None]
         side = Side(flat=flat, rope=self._rope(positions))
-        hidden, cache = self._run(self.embed(tokens[None]), positions, side, cache)
-        return hidden[0], cache
+        hidden, out = self._run(self.embed(tokens[None]), positions, side, cache)
+        return hidden[0], out.carried
 
     def head_weight(self) -> Float[Array, "d v"]:
         """The output matrix in the compute dtype, its vocabulary split as that of logits.
@@ -268,13 +280,21 @@ class Decoder(nnx.Module):
             dims=("layers", None, None, "kv_heads", "head_dim"),
         )
 
-    def _run(self, x: Any, positions: Any, side: Side, cache: Any) -> tuple[Any, Any]:
+    def _mask(self, mask: Mask | None, segments: Any) -> Mask:
+        if mask is None:
+            window = None if self.config.window is None else (self.config.window - 1, 0)
+            mask = Mask(causal=True, window=window, ascending=True)
+        if segments is None or mask.q_segments is not None:
+            return mask
+        return dataclasses.replace(mask, q_segments=segments, kv_segments=segments, ascending=True)
+
+    def _run(self, x: Any, positions: Any, side: Side, cache: Any) -> tuple[Any, StackOutput]:
         if self.positions is not None:
             x = x + self.positions(positions + self.config.position_offset)
         if self.embed_norm is not None:
             x = self.embed_norm(x)
-        out = self.layers(_residual(x), side, carried=cache)
-        return _whole_sequence(self.norm(out.carry)), out.carried
+        out = self.layers(residual(x), side, carried=cache)
+        return _whole_sequence(self.norm(out.carry)), out
 
     def _rope(self, positions: Int[Array, "b s"]) -> Any:
         if self.config.rope is None:
@@ -293,27 +313,6 @@ def make_norm(config: DecoderConfig) -> RMSNorm | LayerNorm:
     """The norm this configuration names."""
     make = RMSNorm if config.norm == "rms" else LayerNorm
     return make(config.embed, eps=config.norm_eps)
-
-
-def _residual(x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
-    """The residual stream between blocks; a plan may split its sequence over `tensor`."""
-    return constrain(x, "batch", "seq:residual", "embed")
-
-
-def _block_input(x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
-    """Input of a block: the sequence as its first matmuls want it."""
-    if _moves_tokens():
-        # Else the compiler may gather what the norm computes in float32 before it is rounded.
-        x = jax.lax.optimization_barrier(_residual(x))
-    return constrain(x, "batch", "seq:block", "embed")
-
-
-def _moves_tokens() -> bool:
-    """Whether the plan splits the sequence between blocks more than at their first matmuls."""
-    bound = current()
-    if bound is None:
-        return False
-    return activation_axes(bound, "seq:residual") != activation_axes(bound, "seq:block")
 
 
 def _whole_sequence(x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:

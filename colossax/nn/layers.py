@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from colossax.config import nearest
 from colossax.errors import InputError, PlanError
+from colossax.layerwise import LayerState
 from colossax.nn.module import param
 from colossax.pallas.norms import layer_norm, rms_norm
 from colossax.sharding import (
@@ -156,6 +158,12 @@ class MLP(nnx.Module):
     def __call__(self, x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
         parts = [self._tokens(tokens, name) for name, tokens in _split_tokens(x).items()]
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+
+    def mix(
+        self, x: Float[Array, "b s d"], side: Any, state: LayerState
+    ) -> tuple[Float[Array, "b s d"], LayerState, dict]:
+        """See `Sublayer`."""
+        return self(x), state, {}
 
     def _tokens(self, x: Float[Array, "b s d"], name: str) -> Float[Array, "b s d"]:
         act = ACTIVATIONS[self.activation]

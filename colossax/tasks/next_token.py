@@ -7,6 +7,7 @@ from jaxtyping import Array
 
 from colossax.config import BoundPlan
 from colossax.errors import PlanError
+from colossax.layerwise import Maximum
 from colossax.nn import cross_entropy
 from colossax.sharding import activation_axes, constrain, current
 from colossax.step.loss import Loss, Sums, Terms, any_order
@@ -16,6 +17,9 @@ from colossax.typing import Batch
 def next_token_loss(*, z_loss: float = 0.0) -> Loss:
     """Cross entropy of the next token over real targets, for models like `nn.Decoder`.
 
+    What the model's layers count is reported beside it, `[layers, ...]` each: sums per real token,
+    maxima as they are.
+
     Args:
         z_loss: Coefficient of the mean squared log-partition, which keeps logits from drifting
             (Chowdhery et al. 2022, PaLM, use 1e-4).
@@ -24,7 +28,7 @@ def next_token_loss(*, z_loss: float = 0.0) -> Loss:
     @any_order
     def loss(model: Any, batch: Batch) -> tuple[Terms, Sums]:
         bound = current()
-        hidden = model.hidden(
+        hidden, sums = model.hidden(
             batch["tokens"], positions=batch.get("positions"), segments=batch.get("segments")
         )
         weights = batch["weights"].astype(jnp.float32)
@@ -48,7 +52,10 @@ def next_token_loss(*, z_loss: float = 0.0) -> Loss:
         terms: Terms = {"cross_entropy": (ce, count, 1.0)}
         if z_loss:
             terms["z_loss"] = (z, count, z_loss)
-        return terms, {"accuracy": (correct, count)}
+        metrics: Sums = {"accuracy": (correct, count)}
+        for name, value in sums.items():
+            metrics[name] = value if isinstance(value, Maximum) else (value, count)
+        return terms, metrics
 
     return loss
 

@@ -194,7 +194,7 @@ def test_gradients_reduced_once_around_a_ring(devices):
 
 def shifted_loss(model, batch):
     """A loss that compares neighbours, and so must see rows in their natural order."""
-    hidden = model.hidden(batch["tokens"])
+    hidden, _ = model.hidden(batch["tokens"])
     logits = model.logits(hidden)[:, :-1]
     picked = jax.nn.log_softmax(logits)
     labels = batch["tokens"][:, 1:, None]

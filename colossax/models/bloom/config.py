@@ -7,7 +7,12 @@ from colossax.nn import DecoderConfig, even_head_dim
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BloomConfig:
-    """`max_seq` bounds a sequence only: ALiBi itself has no longest position."""
+    """Sizes of a BLOOM: ALiBi, LayerNorm also after the embedding, GELU MLP of 4 embed, tied head.
+
+    `max_seq` bounds a sequence only: ALiBi itself has no longest position.
+
+    Source: Le Scao et al. 2022.
+    """
 
     vocab: int
     embed: int

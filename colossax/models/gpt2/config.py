@@ -7,7 +7,12 @@ from colossax.nn import DecoderConfig, even_head_dim
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GPT2Config:
-    """`max_seq` is also the size of the position table; the head is the embedding."""
+    """Sizes of a GPT-2: LayerNorm, learned positions, GELU MLP, biases, tied head.
+
+    `max_seq` is also the size of the position table.
+
+    Source: Radford et al. 2019.
+    """
 
     vocab: int
     embed: int

@@ -1,4 +1,3 @@
 """Llama 2, 3, 3.1 and 3.2."""
 
 from .config import LlamaConfig as LlamaConfig
-from .model import Llama as Llama

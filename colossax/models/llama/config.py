@@ -7,7 +7,12 @@ from colossax.nn import DecoderConfig, Llama3Scaling, RopeConfig, even_head_dim
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
-    """`head_dim` None is `embed / heads`. `rope_scaling` is that of Llama 3.1 and later."""
+    """Sizes of a Llama: RMSNorm, rope, gated SiLU MLP, grouped queries.
+
+    `head_dim` None is `embed / heads`. `rope_scaling` is that of Llama 3.1 and later.
+
+    Source: Touvron et al. 2023; Dubey et al. 2024.
+    """
 
     vocab: int
     embed: int

@@ -1,4 +1,3 @@
 """Mistral: Llama's parts with a sliding window."""
 
 from .config import MistralConfig as MistralConfig
-from .model import Mistral as Mistral

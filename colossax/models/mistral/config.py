@@ -7,9 +7,11 @@ from colossax.nn import DecoderConfig, RopeConfig, even_head_dim
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MistralConfig:
-    """Sizes. `head_dim` None is `embed / heads`.
+    """Sizes of a Mistral: as Llama, each query seeing the last `window` keys.
 
-    `window` counts the keys a query sees, itself included; None sees all.
+    `head_dim` None is `embed / heads`. `window` counts the query's own key; None sees all.
+
+    Source: Jiang et al. 2023.
     """
 
     vocab: int

@@ -9,7 +9,12 @@ POSITION_OFFSET = 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OPTConfig:
-    """The position table has two rows more than `max_seq`, which are never reached."""
+    """Sizes of an OPT: as GPT-2 with ReLU and a position offset of 2.
+
+    The position table has two rows more than `max_seq`, which are never reached.
+
+    Source: Zhang et al. 2022.
+    """
 
     vocab: int
     embed: int

@@ -1,4 +1,3 @@
 """Qwen 2 and 2.5: Llama's parts with biases on q, k and v."""
 
 from .config import Qwen2Config as Qwen2Config
-from .model import Qwen2 as Qwen2

@@ -7,7 +7,10 @@ from colossax.nn import DecoderConfig, RopeConfig, even_head_dim
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen2Config:
-    """`head_dim` None is `embed / heads`."""
+    """Sizes of a Qwen 2: as Llama, q, k and v with biases. `head_dim` None is `embed / heads`.
+
+    Source: Yang et al. 2024, Qwen2 technical report.
+    """
 
     vocab: int
     embed: int

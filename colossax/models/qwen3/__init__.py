@@ -1,4 +1,3 @@
 """Qwen 3 (dense): Llama's parts with normed queries and keys."""
 
 from .config import Qwen3Config as Qwen3Config
-from .model import Qwen3 as Qwen3

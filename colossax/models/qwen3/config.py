@@ -7,7 +7,12 @@ from colossax.nn import DecoderConfig, RopeConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen3Config:
-    """`head_dim` is apart from `embed / heads`."""
+    """Sizes of a Qwen 3: as Llama, an RMSNorm over each head of q and k.
+
+    `head_dim` is apart from `embed / heads`.
+
+    Source: Yang et al. 2025, Qwen3.
+    """
 
     vocab: int
     embed: int

@@ -1,0 +1,138 @@
+"""One layer of a model: sublayers around a residual stream, and where the norms stand."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float
+
+from colossax.errors import InputError
+from colossax.layerwise import LayerState
+from colossax.sharding import activation_axes, constrain, current
+
+Hidden = Float[Array, "b s d"]
+
+
+@runtime_checkable
+class Sublayer(Protocol):
+    """What mixes tokens, or transforms each: attention, an MLP, experts, a recurrence."""
+
+    def mix(self, x: Array, side: Any, state: LayerState) -> tuple[Array, LayerState, dict]:
+        """What is added to the residual stream.
+
+        Args:
+            x: `[b, s, d]`, normed where the block norms its inputs.
+            side: What all layers share.
+            state: The layer's number and what travels with it.
+
+        Returns:
+            `[b, s, d]`, the state, and sums over tokens by name (float32 arrays, or `Maximum`).
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wiring:
+    """Where a block's norms stand, and how what a sublayer gives joins the residual stream.
+
+    Attributes:
+        norm_input: `f(norm(x))`: pre-norm.
+        norm_output: `norm(f(x))` before it is added: with `norm_input` a sandwich (Gemma 2), alone
+            the form of OLMo 2.
+        norm_sum: `norm(x + f(x))`: post-norm, as in Vaswani et al. 2017.
+        parallel: Every sublayer reads the block's input (GPT-NeoX); else the sum so far.
+        scale: What a sublayer gives is multiplied by.
+    """
+
+    norm_input: bool = True
+    norm_output: bool = False
+    norm_sum: bool = False
+    parallel: bool = False
+    scale: float = 1.0
+
+    def __post_init__(self):
+        if self.parallel and self.norm_sum:
+            raise InputError(
+                "Wiring: parallel sublayers share one sum, which norm_sum would norm once for each;"
+                " give norm_input or norm_output"
+            )
+
+
+class Block(nnx.Module):
+    """A layer from named sublayers, in order, each added to the residual stream.
+
+    Sublayer `attn` stands in the block under its name, norms beside it as `attn_norm` (of its
+    input), `attn_output_norm` and `attn_sum_norm`: so they are named in checkpoints.
+    """
+
+    def __init__(
+        self,
+        sublayers: Mapping[str, Sublayer],
+        make_norm: Callable[[], nnx.Module],
+        wiring: Wiring | None = None,
+    ):
+        """Put it together.
+
+        Args:
+            sublayers: By name, in the order in which they run.
+            make_norm: A norm of the residual stream.
+            wiring: Default pre-norm.
+        """
+        self.wiring = Wiring() if wiring is None else wiring
+        self.names = tuple(sublayers)
+        for name, sublayer in sublayers.items():
+            setattr(self, name, sublayer)
+            for which, wanted in (
+                ("norm", self.wiring.norm_input),
+                ("output_norm", self.wiring.norm_output),
+                ("sum_norm", self.wiring.norm_sum),
+            ):
+                if wanted:
+                    setattr(self, f"{name}_{which}", make_norm())
+
+    def __call__(self, x: Hidden, side: Any, state: LayerState) -> tuple[Hidden, LayerState, dict]:
+        """See `LayerStack`. Sums of several sublayers under one name are refused."""
+        x = residual(x)
+        start, sums = x, {}
+        for name in self.names:
+            read = start if self.wiring.parallel else x
+            y, state, found = getattr(self, name).mix(
+                _block_input(self._normed(name, "norm", read)), side, state
+            )
+            y = residual(self._normed(name, "output_norm", y))
+            x = x + (y if self.wiring.scale == 1 else y * self.wiring.scale)
+            x = self._normed(name, "sum_norm", x)
+            if clash := sorted(sums.keys() & found):
+                raise InputError(
+                    f"Block: sublayer '{name}' counts {clash}, and so does one before it; give each"
+                    " count a name of its own"
+                )
+            sums |= found
+        return x, state, sums
+
+    def _normed(self, name: str, which: str, x: Array) -> Array:
+        norm = getattr(self, f"{name}_{which}", None)
+        return x if norm is None else norm(x)
+
+
+def residual(x: Hidden) -> Hidden:
+    """The residual stream between blocks; a plan may split its sequence over `tensor`."""
+    return constrain(x, "batch", "seq:residual", "embed")
+
+
+def _block_input(x: Hidden) -> Hidden:
+    """Input of a block: the sequence as its first matmuls want it."""
+    if _moves_tokens():
+        # Else the compiler may gather what the norm computes in float32 before it is rounded.
+        x = jax.lax.optimization_barrier(residual(x))
+    return constrain(x, "batch", "seq:block", "embed")
+
+
+def _moves_tokens() -> bool:
+    """Whether the plan splits the sequence between blocks more than at their first matmuls."""
+    bound = current()
+    if bound is None:
+        return False
+    return activation_axes(bound, "seq:residual") != activation_axes(bound, "seq:block")

@@ -1,0 +1,42 @@
+"""What training and generation ask of a language model, whatever it is made of."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from jaxtyping import Array, Float
+
+
+@runtime_checkable
+class LanguageModel(Protocol):
+    """A model of tokens: embedding, layer stacks, head.
+
+    `Decoder` is one; a model of one's own that has these is trained, cut into stages and served as
+    the library's are.
+    """
+
+    @property
+    def embed(self) -> Callable[..., Array]:
+        """Token ids `[b, s]` to embeddings `[b, s, d]`."""
+        ...
+
+    @property
+    def stacks(self) -> Mapping[str, Any]:
+        """Its layer stacks by name, in the order in which they run."""
+        ...
+
+    def hidden(self, tokens: Any = None, **more: Any) -> tuple[Array, dict[str, Any]]:
+        """Final hidden states `[b, s, d]`, and what the layers counted, `[layers, ...]` each.
+
+        Args:
+            tokens: Ids `[b, s]`.
+            more: `embeddings` in place of tokens, `positions`, `segments`, `mask`.
+        """
+        ...
+
+    def logits(self, hidden: Float[Array, "*lead d"]) -> Float[Array, "*lead v"]:
+        """Logits of the hidden states given."""
+        ...
+
+    def cache_spec(self, *, seats: int, slots: int) -> Any:
+        """What a cache for `seats` sequences of up to `slots` tokens holds."""
+        ...
