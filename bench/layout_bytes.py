@@ -205,7 +205,7 @@ WEIGHTS = {
 
 
 def layer(x: Any, w: dict[str, Any]) -> Any:
-    """The matmuls of a layer as `nn.DecoderLayer` has them, something cheap for attention."""
+    """The matmuls of a layer as `nn.decoder_layer` has them, something cheap for attention."""
     import jax
 
     from colossax.sharding import constrain, linears

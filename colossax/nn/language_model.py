@@ -24,12 +24,23 @@ class LanguageModel(Protocol):
         """Its layer stacks by name, in the order in which they run."""
         ...
 
-    def hidden(self, tokens: Any = None, **more: Any) -> tuple[Array, dict[str, Any]]:
+    def hidden(
+        self,
+        tokens: Any = None,
+        *,
+        embeddings: Any = None,
+        positions: Any = None,
+        segments: Any = None,
+        mask: Any = None,
+    ) -> tuple[Array, dict[str, Any]]:
         """Final hidden states `[b, s, d]`, and what the layers counted, `[layers, ...]` each.
 
         Args:
-            tokens: Ids `[b, s]`.
-            more: `embeddings` in place of tokens, `positions`, `segments`, `mask`.
+            tokens: Ids `[b, s]`; or give `embeddings` in their place.
+            embeddings: `[b, s, d]`.
+            positions: `[b, s]`; default 0, 1, ... per row.
+            segments: `[b, s]`, documents packed into a row; negative is padding.
+            mask: Who sees whom; default causal.
         """
         ...
 
