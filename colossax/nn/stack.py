@@ -13,6 +13,7 @@ from jaxtyping import Array
 from colossax.config import HOST_KINDS, SAVEABLE, Segment
 from colossax.errors import PlanError
 from colossax.nn.module import Located, pure, refuse_others
+from colossax.nn.weights import layer_with_weights
 from colossax.offload import (
     Run,
     build_stack,
@@ -87,6 +88,7 @@ class LayerStack(Located):
         if segments is None:
             segments = (Segment(),) if bound is None else resolved_segments(bound.plan, count)
         key = rngs.params()
+        make_layer = layer_with_weights(make_layer)
         self.counts = segment_counts(tuple(segments), count)
         self.offloads = tuple(segment.offload for segment in segments)
         dtype = None if bound is None else bound.plan.precision.params
