@@ -20,7 +20,8 @@ NAMES = {
     "colossax.pallas.norms": "layer_norm rms_norm",
     "colossax.pallas.grouped_matmul": "grouped_matmul",
     "colossax.sharding": (
-        "NATURAL RowOrder activation_axes activation_sharding attention balanced_order batch_axes "
+        "Dense NATURAL RowOrder Weight activation_axes activation_sharding attention "
+        "balanced_order batch_axes "
         "compiler_options compute_dtype constrain current current_order explain gather_weight "
         "host_sharding in_order keeping kept_share linear linears lookup param_sharding "
         "recomputing reduction_dtype replicated resolve seq_axes use validate"
@@ -68,9 +69,9 @@ NAMES = {
     "colossax.nn": (
         "ACTIVATIONS Attention AttentionShape Block CacheSpec Decoder DecoderConfig "
         "Embedding FlatTokens LanguageModel LayerNorm LayerStack LayerState Layers Linear "
-        "Llama3Scaling MLP ModelSpec RMSNorm RopeConfig Side StackOutput Sublayer Wiring "
-        "alibi_slopes cross_entropy decoder_layer describe even_head_dim "
-        "initialise param pure rope_tables rotate"
+        "Llama3Scaling MLP ModelSpec RMSNorm RopeConfig Side StackOutput Sublayer Weighted Wiring "
+        "alibi_slopes cross_entropy decoder_layer describe even_head_dim initialise param pure "
+        "rope_tables rotate weight_of with_weights"
     ),
     "colossax.models": (
         "BloomConfig FAMILIES Family GPT2Config LlamaConfig MistralConfig OPTConfig Qwen2Config "

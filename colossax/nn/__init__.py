@@ -36,3 +36,7 @@ from .rope import rope_tables as rope_tables
 from .rope import rotate as rotate
 from .stack import LayerStack as LayerStack
 from .stack import StackOutput as StackOutput
+from .weights import MakeWeight as MakeWeight
+from .weights import Weighted as Weighted
+from .weights import weight_of as weight_of
+from .weights import with_weights as with_weights

@@ -1,4 +1,4 @@
-"""How the layers of a block are called: their part of parameters and state, what they give back."""
+"""How the layers of a stretch are called, with their part of parameters and state."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from colossax.layerwise import Apply, Key, LayerRun, LayerState, checkpointed
-from colossax.nn.kinds import Block
+from colossax.nn.kinds import Stretch
 
 
 class CallsOfOne:
@@ -20,27 +20,27 @@ class CallsOfOne:
         params: Of its layers, stacked.
     """
 
-    def __init__(self, segment: Any, block: Block):
+    def __init__(self, segment: Any, stretch: Stretch):
         self._graphdef, params = nnx.split(segment)
-        self._block = block
+        self._stretch = stretch
         self.params = nnx.to_pure_dict(params)
 
     def run(self, key: Key) -> LayerRun:
         """What a runner is told of them."""
-        block = self._block
+        stretch = self._stretch
         return LayerRun(
             key=key,
             apply=_apply(self._graphdef),
-            first=block.first,
-            first_row=block.first,
-            count=block.count,
-            stacked=block.count > 1,
-            policy=block.policy,
+            first=stretch.first,
+            first_row=stretch.first,
+            count=stretch.count,
+            stacked=stretch.count > 1,
+            policy=stretch.policy,
         )
 
     def rows(self, scanned: Any) -> Any:
         """Their part of the stack's scanned state."""
-        first, count = self._block.first, self._block.count
+        first, count = self._stretch.first, self._stretch.count
         return jax.tree.map(lambda x: x[first : first + count], scanned)
 
     def flat(self, rows: Any) -> Any:
@@ -53,49 +53,49 @@ class CallsOfOne:
 
 
 class CallsByKind:
-    """Of a stack with several kinds: all of a block's layers of one, or groups of them.
+    """Of a stack with several kinds: all of a stretch's layers of one, or groups of them.
 
     Attributes:
         params: Stacked, of a group by kind, `[groups, layers of the kind in one, ...]`.
     """
 
-    def __init__(self, segment: Any, block: Block):
+    def __init__(self, segment: Any, stretch: Stretch):
         split = {kind: nnx.split(layers) for kind, layers in segment.items()}
         self._graphdefs = {kind: graphdef for kind, (graphdef, _) in split.items()}
-        self._block = block
+        self._stretch = stretch
         params = {kind: nnx.to_pure_dict(params) for kind, (_, params) in split.items()}
         self.params = self._grouped(params) if self._alternates else params[self._only]
 
     @property
     def _alternates(self) -> bool:
-        return len(self._block.group) > 1
+        return len(self._stretch.group) > 1
 
     @property
     def _only(self) -> str:
-        """The kind of a block that does not alternate."""
-        return self._block.group[0][0]
+        """The kind of a stretch that does not alternate."""
+        return self._stretch.group[0][0]
 
     def run(self, key: Key) -> LayerRun:
         """What a runner is told of them."""
-        block = self._block
+        stretch = self._stretch
         if self._alternates:
             return LayerRun(
                 key=key,
                 apply=self._apply_group,
-                first=block.first,
-                count=block.repeats,
-                group=block.group_size,
+                first=stretch.first,
+                count=stretch.repeats,
+                group=stretch.group_size,
                 stacked=True,
-                policy=block.policy,
+                policy=stretch.policy,
             )
         return LayerRun(
             key=key,
             apply=_of_kind(self._only, _apply(self._graphdefs[self._only])),
-            first=block.first,
-            first_row=block.first_row(self._only),
-            count=block.count,
-            stacked=block.count > 1,
-            policy=block.policy,
+            first=stretch.first,
+            first_row=stretch.first_row(self._only),
+            count=stretch.count,
+            stacked=stretch.count > 1,
+            policy=stretch.policy,
         )
 
     def rows(self, scanned: Any) -> Any:
@@ -104,7 +104,7 @@ class CallsByKind:
             return None
         own = {}
         for kind in self._graphdefs:
-            first, count = self._block.first_row(kind), len(self._block.numbers(kind))
+            first, count = self._stretch.first_row(kind), len(self._stretch.numbers(kind))
             own[kind] = jax.tree.map(lambda x, a=first, n=count: x[a : a + n], scanned.get(kind))
         return self._grouped(own) if self._alternates else own[self._only]
 
@@ -123,7 +123,7 @@ class CallsByKind:
         return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), sums)
 
     def _grouped(self, by_kind: dict[str, Any]) -> dict[str, Any]:
-        groups = self._block.repeats
+        groups = self._stretch.repeats
         return jax.tree.map(lambda x: x.reshape(groups, -1, *x.shape[1:]), by_kind)
 
     def _apply_group(
@@ -134,20 +134,20 @@ class CallsByKind:
         for part in self._parts():
             row = jax.tree.map(part.cut, rows[part.kind])
             own = None if state.scanned is None else state.scanned[part.kind]
-            first = part.first(self._block, state)
+            first = part.first(self._stretch, state)
             carry, given, carried, found = self._in_a_row(
                 part, row, carry, side, dataclasses.replace(first, carried=carried), own
             )
             scanned.append(None if given is None else {part.kind: given})
             sums.append(found)
-        sizes = [size for _, size in self._block.group]
+        sizes = [size for _, size in self._stretch.group]
         done = dataclasses.replace(state, scanned=joined(scanned), carried=carried)
         return carry, done, joined_sums(sums, sizes)
 
     def _parts(self) -> Iterator["_Part"]:
         seen = dict.fromkeys(self._graphdefs, 0)
         offset = 0
-        for kind, size in self._block.group:
+        for kind, size in self._stretch.group:
             yield _Part(kind, offset, seen[kind], size)
             offset += size
             seen[kind] += size
@@ -167,7 +167,7 @@ class CallsByKind:
             carry, state, sums = apply(row, carry, side, state)
             return (carry, state.carried), (state.scanned, sums)
 
-        body = checkpointed(body, self._block.policy, in_loop=True)
+        body = checkpointed(body, self._stretch.policy, in_loop=True)
         own = jax.tree.map(part.cut, scanned)
         numbers = jnp.arange(part.size, dtype=jnp.int32)
         loop, (given, sums) = jax.lax.scan(
@@ -188,9 +188,9 @@ class _Part:
     def cut(self, x: Array) -> Array:
         return x[self.row : self.row + self.size]
 
-    def first(self, block: Block, state: LayerState) -> LayerState:
+    def first(self, stretch: Stretch, state: LayerState) -> LayerState:
         """Of the first of them, in the group that `state` is of."""
-        row = block.first_row(self.kind) + state.row * block.per_group(self.kind) + self.row
+        row = stretch.first_row(self.kind) + state.row * stretch.per_group(self.kind) + self.row
         return dataclasses.replace(state, index=state.index + self.offset, row=row)
 
 

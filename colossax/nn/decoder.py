@@ -265,8 +265,8 @@ class Decoder(nnx.Module):
         gathered, not these summed up.
         """
         if self.head is None:
-            return self.embed.weight(to=("vocab", None)).T
-        return self.head.gathered(to=(None, "vocab"))
+            return self.embed.weight.gathered(to=("vocab", None)).T
+        return self.head.weight.gathered(to=(None, "vocab"))
 
     def logits(self, hidden: Float[Array, "*lead d"]) -> Float[Array, "*lead v"]:
         """Logits of the hidden states given; pass chosen tokens only where not all are needed."""

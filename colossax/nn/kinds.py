@@ -8,7 +8,7 @@ from colossax.offload import segment_counts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Block:
+class Stretch:
     """Layers that are kept and run together: some of one kind, or groups that repeat.
 
     Attributes:
@@ -16,7 +16,7 @@ class Block:
         group: Kinds in the order of one group, each with how many of it stand in a row.
         repeats: How often the group comes.
         rows: By kind, the number of its first layer here among all of its kind.
-        policy: What the plan says of the segment that the block is a part of.
+        policy: What the plan says of the segment that the stretch is a part of.
     """
 
     first: int
@@ -32,7 +32,7 @@ class Block:
 
     @property
     def count(self) -> int:
-        """Layers of the block."""
+        """Layers of the stretch."""
         return self.repeats * self.group_size
 
     def first_row(self, kind: str) -> int:
@@ -54,8 +54,8 @@ class Block:
         return self.count, "parameters" in self.policy.host
 
 
-def blocks(order: Sequence[str], segments: tuple[Segment, ...]) -> tuple[Block, ...]:
-    """A stack's layers as blocks, none of which crosses the end of a segment.
+def stretches(order: Sequence[str], segments: tuple[Segment, ...]) -> tuple[Stretch, ...]:
+    """A stack's layers as stretches, none of which crosses the end of a segment.
 
     Args:
         order: The kind of each layer.
@@ -71,13 +71,13 @@ def blocks(order: Sequence[str], segments: tuple[Segment, ...]) -> tuple[Block, 
         end = first + count
         while first < end:
             group, repeats = _repeating(order[first:end])
-            block = Block(
+            stretch = Stretch(
                 first=first, group=group, repeats=repeats, rows=tuple(rows.items()), policy=segment
             )
             for kind in rows:
-                rows[kind] += repeats * block.per_group(kind)
-            found.append(block)
-            first += block.count
+                rows[kind] += repeats * stretch.per_group(kind)
+            found.append(stretch)
+            first += stretch.count
     return tuple(found)
 
 

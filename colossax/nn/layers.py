@@ -14,15 +14,15 @@ from colossax.config import nearest
 from colossax.errors import InputError, PlanError
 from colossax.layerwise import LayerState
 from colossax.nn.module import param
+from colossax.nn.weights import Weighted
 from colossax.pallas.norms import layer_norm, rms_norm
 from colossax.sharding import (
-    compute_dtype,
+    Weight,
     constrain,
     current,
     gather_weight,
     kept_share,
     linears,
-    lookup,
     seq_axes,
 )
 from colossax.typing import Dims
@@ -35,10 +35,11 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 }
 
 
-class Linear(nnx.Module):
+class Linear(Weighted):
     """`x @ w + b` over the last `contract` dims of x; `w` is `[*in, *out]`.
 
-    Initial weights are normal with standard deviation `std`, biases zero.
+    `w` is a parameter, or a module that has a `weight` (see `with_weights`). Initial weights are
+    normal with standard deviation `std`, biases zero.
     """
 
     def __init__(
@@ -60,18 +61,9 @@ class Linear(nnx.Module):
         return linears(x, (self.map,), contract=self.contract)[0]
 
     @property
-    def map(self) -> tuple[Array, Dims, Array | None]:
-        """Weight, dims and bias, as `colossax.sharding.linears` takes them."""
-        return self.w[...], self.dims, None if self.b is None else self.b[...]
-
-    def gathered(self, *, to: Dims | None = None) -> Float[Array, "*in_and_out"]:
-        """The weight in the compute dtype, whole along the axes that split the batch.
-
-        Args:
-            to: See `colossax.sharding.gather_weight`.
-        """
-        w = self.w[...]
-        return gather_weight(w, self.dims, dtype=compute_dtype(w.dtype), to=to)
+    def map(self) -> tuple[Weight, Array | None]:
+        """Weight and bias, as `colossax.sharding.linears` takes them."""
+        return self.weight, None if self.b is None else self.b[...]
 
 
 class RMSNorm(nnx.Module):
@@ -105,8 +97,13 @@ class LayerNorm(nnx.Module):
         return layer_norm(x, scale, bias, eps=self.eps)
 
 
-class Embedding(nnx.Module):
-    """A table `[rows, embed]` looked up by integers; initially normal with deviation `std`."""
+class Embedding(Weighted):
+    """A table `[rows, embed]` looked up by integers; initially normal with deviation `std`.
+
+    `table` is a parameter, or a module that has a `weight` (see `with_weights`).
+    """
+
+    held_as = "table"
 
     def __init__(self, rows: int, size: int, *, rngs: nnx.Rngs, dim: str, std: float = 0.02):
         self.dims = (dim, "embed")
@@ -114,17 +111,8 @@ class Embedding(nnx.Module):
             jax.random.normal(rngs.params(), (rows, size), jnp.float32) * std, self.dims
         )
 
-    def weight(self, *, to: Dims | None = None) -> Float[Array, "rows d"]:
-        """The table in the compute dtype, whole along the axes that split the batch.
-
-        Args:
-            to: See `colossax.sharding.gather_weight`.
-        """
-        table = self.table[...]
-        return gather_weight(table, self.dims, dtype=compute_dtype(table.dtype), to=to)
-
     def __call__(self, ids: Int[Array, "b s"]) -> Float[Array, "b s d"]:
-        return lookup(self.table[...], ids, self.dims)
+        return self.weight.rows(ids)
 
 
 class MLP(nnx.Module):

@@ -11,9 +11,10 @@ from colossax.config import Segment
 from colossax.errors import InputError, PlanError
 from colossax.layerwise import current_runner
 from colossax.nn.calls import CallsByKind, CallsOfOne, joined, joined_sums
-from colossax.nn.kinds import Block, blocks
+from colossax.nn.kinds import Stretch, stretches
 from colossax.nn.module import Located
 from colossax.nn.stacked import MakeLayer, stacked_layers
+from colossax.nn.weights import layer_with_weights
 from colossax.offload import resolved_segments
 from colossax.sharding import current
 
@@ -83,21 +84,21 @@ class LayerStack(Located):
         bound, count = current(), len(self.order)
         if segments is None:
             segments = (Segment(),) if bound is None else resolved_segments(bound.plan, count)
-        self.blocks = blocks(self.order, tuple(segments))
+        self.stretches = stretches(self.order, tuple(segments))
         key, dtype = rngs.params(), None if bound is None else bound.plan.precision.params
 
-        def build(block: Block, kind: str) -> Any:
+        def build(stretch: Stretch, kind: str) -> Any:
             return stacked_layers(
-                kinds[kind],
+                layer_with_weights(kinds[kind]),
                 key,
-                block.numbers(kind),
-                first_row=block.first_row(kind),
+                stretch.numbers(kind),
+                first_row=stretch.first_row(kind),
                 total=self.order.count(kind),
-                host=block.policy.host,
+                host=stretch.policy.host,
                 dtype=dtype,
             )
 
-        self.segments = nnx.List([_by_kind(block, build) for block in self.blocks])
+        self.segments = nnx.List([_by_kind(stretch, build) for stretch in self.stretches])
 
     def __call__(
         self, carry: Any, side: Any = None, *, scanned: Any = None, carried: Any = None
@@ -112,10 +113,10 @@ class LayerStack(Located):
         """
         runner = current_runner()
         scanned_out, sums_out = [], []
-        for number, block in enumerate(self._planned()):
+        for number, stretch in enumerate(self._planned()):
             segment = self.segments[number]
             made = CallsByKind if isinstance(segment, nnx.Dict) else CallsOfOne
-            calls = made(segment, block)
+            calls = made(segment, stretch)
             carry, rows, carried, sums = runner.run(
                 calls.run((self.path, number)),
                 calls.params,
@@ -130,20 +131,20 @@ class LayerStack(Located):
             carry=carry,
             scanned=joined(scanned_out),
             carried=carried,
-            sums=joined_sums(sums_out, [block.count for block in self.blocks]),
+            sums=joined_sums(sums_out, [stretch.count for stretch in self.stretches]),
         )
 
-    def _planned(self) -> tuple[Block, ...]:
-        """The blocks as the plan in force wants them run."""
+    def _planned(self) -> tuple[Stretch, ...]:
+        """The stretches as the plan in force wants them run."""
         bound = current()
         if bound is None:
             return tuple(
                 dataclasses.replace(b, policy=Segment(count=b.count, offload=b.policy.offload))
-                for b in self.blocks
+                for b in self.stretches
             )
-        wanted = blocks(self.order, resolved_segments(bound.plan, len(self.order)))
-        if [block.place for block in wanted] != [block.place for block in self.blocks]:
-            asked, built = (", ".join(_shown(b) for b in each) for each in (wanted, self.blocks))
+        wanted = stretches(self.order, resolved_segments(bound.plan, len(self.order)))
+        if [stretch.place for stretch in wanted] != [stretch.place for stretch in self.stretches]:
+            asked, built = (", ".join(_shown(b) for b in each) for each in (wanted, self.stretches))
             raise PlanError(
                 f"plan.segments: the plan in force wants layers {asked}, the model was"
                 f" built with {built}; build the model under the plan that runs it"
@@ -164,14 +165,14 @@ def _kinds(make_layer: Any, layers: Any) -> tuple[dict[str, MakeLayer], tuple[st
     return dict(make_layer), order
 
 
-def _by_kind(block: Block, build: Callable[[Block, str], Any]) -> Any:
-    names = dict.fromkeys(name for name, _ in block.group)
+def _by_kind(stretch: Stretch, build: Callable[[Stretch, str], Any]) -> Any:
+    names = dict.fromkeys(name for name, _ in stretch.group)
     if ONLY in names:
-        return build(block, ONLY)
-    return nnx.Dict({name: build(block, name) for name in names})
+        return build(stretch, ONLY)
+    return nnx.Dict({name: build(stretch, name) for name in names})
 
 
-def _shown(block: Block) -> str:
-    """Layers of a block and where their parameters live, which cannot change once it is built."""
-    count, hosted = block.place
+def _shown(stretch: Stretch) -> str:
+    """Layers of a stretch and where their parameters live, which cannot change once it is built."""
+    count, hosted = stretch.place
     return f"{count} in host memory" if hosted else str(count)

@@ -12,8 +12,6 @@ from .lookup import lookup as lookup
 from .ops import compute_dtype as compute_dtype
 from .ops import constrain as constrain
 from .ops import gather_weight as gather_weight
-from .ops import linear as linear
-from .ops import linears as linears
 from .ops import reduction_dtype as reduction_dtype
 from .order import NATURAL as NATURAL
 from .order import RowOrder as RowOrder
@@ -29,3 +27,7 @@ from .rules import replicated as replicated
 from .rules import resolve as resolve
 from .rules import seq_axes as seq_axes
 from .rules import validate as validate
+from .weights import Dense as Dense
+from .weights import Weight as Weight
+from .weights import linear as linear
+from .weights import linears as linears

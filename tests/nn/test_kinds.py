@@ -11,7 +11,7 @@ from flax import nnx
 from colossax.config import Plan, Segment
 from colossax.errors import InputError, PlanError
 from colossax.nn import LayerStack, StackOutput, describe, initialise, param, pure
-from colossax.nn.kinds import blocks
+from colossax.nn.kinds import stretches
 from colossax.sharding import use
 from tests.oracle import assert_trees_close
 
@@ -119,14 +119,14 @@ def test_gradients_are_those_of_a_plain_loop(order):
         return jnp.sum(x**2)
 
     def by_kind(params):
-        blocks = [params["segments"][number] for number in sorted(params["segments"])]
+        stretches = [params["segments"][number] for number in sorted(params["segments"])]
         return {
             kind: [
                 jnp.concatenate(
                     [
-                        block[kind][name].reshape(-1, *block[kind][name].shape[-2:])
-                        for block in blocks
-                        if kind in block
+                        stretch[kind][name].reshape(-1, *stretch[kind][name].shape[-2:])
+                        for stretch in stretches
+                        if kind in stretch
                     ]
                 )
                 for name in ("up", "down")
@@ -141,10 +141,10 @@ def test_gradients_are_those_of_a_plain_loop(order):
 
 def test_what_repeats_is_one_scan():
     made = stack(["thin"] * 5 + ["wide"])
-    assert [block.count for block in made.blocks] == [5, 1]
+    assert [stretch.count for stretch in made.stretches] == [5, 1]
     made = stack((["thin"] * 5 + ["wide"]) * 4)
-    (block,) = made.blocks
-    assert (block.group, block.repeats) == ((("thin", 5), ("wide", 1)), 4)
+    (stretch,) = made.stretches
+    assert (stretch.group, stretch.repeats) == ((("thin", 5), ("wide", 1)), 4)
     program = str(jax.make_jaxpr(lambda x: made(x, 0.1).carry)(X))
     assert program.count("tanh") == 2  # one layer of each kind, however many there are
 
@@ -152,7 +152,7 @@ def test_what_repeats_is_one_scan():
 @pytest.mark.parametrize("order", ["aaab", "abababc", "aabaabb", "abcabcd", "a"])
 def test_blocks_are_all_layers_in_order(order):
     segments = (Segment(),) if len(order) == 1 else (Segment(count=1), Segment())
-    found = blocks(order, segments)
+    found = stretches(order, segments)
     numbers = {n: kind for b in found for kind, _ in b.group for n in b.numbers(kind)}
     assert "".join(numbers[n] for n in range(len(order))) == order
     assert [b.first for b in found] == [sum(b.count for b in found[:i]) for i in range(len(found))]
