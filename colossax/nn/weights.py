@@ -1,7 +1,6 @@
 """Weights of another kind in a model that is built by others."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -65,7 +64,7 @@ def with_weights(make_model: MakeModel, make: MakeWeight) -> MakeModel:
     """
 
     def built(rngs: nnx.Rngs) -> nnx.Module:
-        with _putting((*_MAKERS.value, make)):
+        with _MAKERS((*_MAKERS.value, make)):
             model = make_model(rngs)
         return _put(model, make, rngs)
 
@@ -87,12 +86,6 @@ def layer_with_weights(make_layer: MakeModel) -> MakeModel:
 
 # A user context, as the plan: a function that is traced inside and outside is traced twice.
 _MAKERS = jax.make_user_context(default_value=())
-
-
-@contextlib.contextmanager
-def _putting(makers: tuple[MakeWeight, ...]) -> Iterator[None]:
-    with _MAKERS(makers):
-        yield
 
 
 def _put(model: nnx.Module, make: MakeWeight, rngs: nnx.Rngs) -> nnx.Module:
