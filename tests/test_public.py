@@ -82,7 +82,8 @@ NAMES = {
         "EXIT_CODES Gate Group Launch StopAgreement StopSignals find_launch join start_jax"
     ),
     "colossax.inference": (
-        "Fitted Generation Generator LoadedModel StoredModel fit_layers inference_plan load "
+        "CacheLayout Call Chunk Continuation DecodeProgram Fitted Generation Generator InOrder "
+        "LoadedModel Request Sampling Scheduler StoredModel fit_layers inference_plan load "
         "open_checkpoint"
     ),
     "colossax.recipes": "DEFAULT_RECIPE RECIPES recipe",
