@@ -48,8 +48,8 @@ NAMES = {
     ),
     "colossax.offload.disk": "RING RecordLayout RecordStore disk_bytes",
     "colossax.optim": (
-        "adamw constant decay_mask decays inverse_sqrt is_layerwise lamb lars layerwise linear "
-        "sgd stochastic_round warmup_cosine wsd"
+        "ByModel adamw constant decay_mask decays inverse_sqrt is_layerwise lamb lars layerwise "
+        "linear map_moments sgd stochastic_round transformation warmup_cosine wsd"
     ),
     "colossax.aot": (
         "Buffer Collective Gpu KernelReport Link MemoryReport Module Program Target Totals "
@@ -63,8 +63,8 @@ NAMES = {
     "colossax.nn": (
         "ACTIVATIONS Attention AttentionShape CacheSpec Decoder DecoderConfig DecoderLayer "
         "Embedding FlatTokens LayerNorm LayerStack LayerState Linear Llama3Scaling MLP ModelSpec "
-        "RMSNorm RopeConfig Side StackOutput alibi_slopes cross_entropy describe even_head_dim "
-        "initialise param pure rope_tables rotate"
+        "Models RMSNorm RopeConfig Side StackOutput alibi_slopes cross_entropy describe "
+        "even_head_dim initialise param pure rope_tables rotate"
     ),
     "colossax.models": (
         "Bloom BloomConfig FAMILIES Family GPT2 GPT2Config Llama LlamaConfig Mistral "

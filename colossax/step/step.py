@@ -9,11 +9,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from colossax.config import BoundPlan
 from colossax.errors import PlanError
 from colossax.nn import ModelSpec, initialise
+from colossax.optim import Optimizer, transformation
 from colossax.sharding import RowOrder, compiler_options, in_order, replicated, use, validate
 from colossax.step.batches import BatchPlacer
 from colossax.step.choosing import followers_of, updater_of
@@ -29,8 +29,6 @@ from colossax.step.state import StateLayout
 from colossax.step.trainable import chosen, split, trainable_tree
 from colossax.step.updaters import Updated
 from colossax.typing import Batch, Dims, Metrics, ParamInfo, TrainState
-
-Optimizer = optax.GradientTransformation | Callable[[Any], optax.GradientTransformation]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,7 +95,7 @@ class Step:
         self.trainable = trainable_tree(spec.infos, options.trainable)
         self.infos = chosen(spec.infos, self.trainable)
         dims = jax.tree.map(lambda info: info.dims, self.infos)
-        self.optimizer = optimizer(dims) if callable(optimizer) else optimizer
+        self.optimizer = transformation(optimizer, dims)
         self.loss_call = LossCall(merge=spec.merge, loss=loss)
         self.layout = StateLayout(bound, spec.infos, self.infos, self.optimizer, options.variables)
         self.updater = updater_of(self, optimizer)
@@ -168,7 +166,7 @@ class Step:
         return self.evaluation(state["params"], state["variables"], self.place(batch))
 
     def model(self, state: TrainState) -> Any:
-        """The NNX model holding the state's parameters (the same arrays)."""
+        """The NNX model, or the `Models`, holding the state's parameters (the same arrays)."""
         return self.spec.merge(state["params"])
 
     def init(self, seed: int = 0) -> TrainState:
