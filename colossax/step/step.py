@@ -25,6 +25,7 @@ from colossax.step.microbatches import Microbatches, batch_dims, cut_up
 from colossax.step.offloaded.cpu_update import CPU_UPDATE, CpuUpdate
 from colossax.step.offloaded.disk import DiskTier
 from colossax.step.offloaded.streaming import Streaming
+from colossax.step.prepare import Prepare, preparation
 from colossax.step.state import StateLayout
 from colossax.step.trainable import chosen, split, trainable_tree
 from colossax.step.updaters import Updated
@@ -41,7 +42,10 @@ class StepOptions:
             optimizer state. None: all do.
         variables: Initial state that changes once per step outside differentiation.
         after_step: `(variables, sums) -> variables`, with `sums` the metrics' (total, weight).
-        batch_dims: Logical dims of batch arrays that are not text.
+        prepare: `(model, batch) -> batch` with more arrays for the loss, such as what a frozen
+            reference says of it. It runs once per global batch, before that is cut into
+            microbatches, in the step's program and without gradients; of an evaluated batch too.
+        batch_dims: Logical dims of batch arrays that are not text, those of `prepare` among them.
         disk: Folder for the optimizer state that the plan puts on disk. `init` overwrites what is
             there; `step.disk.restore()` goes on from it.
         shapes: A global batch, or the shapes of its arrays: what a `mlp_share` of `auto` is for.
@@ -51,6 +55,7 @@ class StepOptions:
     trainable: Callable[[ParamInfo], bool] | None = None
     variables: Any = dataclasses.field(default_factory=dict)
     after_step: Callable[[Any, Any], Any] | None = None
+    prepare: Prepare | None = None
     batch_dims: Mapping[str, Dims] | None = None
     disk: Path | None = None
     shapes: Mapping[str, Any] | None = None
@@ -97,6 +102,7 @@ class Step:
         dims = jax.tree.map(lambda info: info.dims, self.infos)
         self.optimizer = transformation(optimizer, dims)
         self.loss_call = LossCall(merge=spec.merge, loss=loss)
+        self.prepared = preparation(spec.merge, options.prepare)
         self.layout = StateLayout(bound, spec.infos, self.infos, self.optimizer, options.variables)
         self.updater = updater_of(self, optimizer)
         self.batches = BatchPlacer(
@@ -217,8 +223,9 @@ class Step:
 
     def _totals(self, params: Any, variables: Any, batch: Batch) -> dict[str, Any]:
         batch, order = self.batches.in_order(batch)
-        dims = batch_dims(batch, self.options.batch_dims)
         with use(self.bound), in_order(order):
+            batch = self.prepared(params, variables, batch)
+            dims = batch_dims(batch, self.options.batch_dims)
             return batch_totals(self.loss_call, self.bound, params, batch, dims, variables)
 
     def gradients(self, state: TrainState, batch: Batch) -> Gradients:
@@ -246,7 +253,8 @@ class Step:
         return *self._concluded(state, updated), updated.pending
 
     def microbatches(self, state: TrainState, batch: Batch) -> Microbatches:
-        """The batch, in the order of the step, cut up as the plan says; with the plan in force."""
+        """The batch, in the order of the step, prepared and cut up; with the plan in force."""
+        batch = self.prepared(state["params"], state["variables"], batch)
         dims = batch_dims(batch, self.options.batch_dims)
         key = jax.random.fold_in(jax.random.wrap_key_data(state["rng"]), state["step"])
         micro = cut_up(self.bound, batch, dims, key)
