@@ -20,10 +20,11 @@ NAMES = {
     "colossax.pallas.norms": "layer_norm rms_norm",
     "colossax.pallas.grouped_matmul": "grouped_matmul",
     "colossax.sharding": (
-        "NATURAL RowOrder activation_axes activation_sharding attention balanced_order batch_axes "
-        "compiler_options compute_dtype constrain current current_order explain gather_weight "
-        "host_sharding in_order keeping kept_share linear linears lookup param_sharding "
-        "recomputing reduction_dtype replicated resolve seq_axes use validate"
+        "Layout NATURAL RowOrder activation_axes activation_sharding attention balanced_order "
+        "batch_axes compiler_options compute_dtype constrain current current_order explain "
+        "gather_weight host_sharding in_order keeping kept_share linear linears lookup "
+        "param_sharding recomputing reduction_dtype replicated resolve seq_axes transfer use "
+        "validate"
     ),
     "colossax.sharding.sequence": (
         "DOUBLE_RING_OPTIONS Order RingAxes balanced_from_contiguous_local "
