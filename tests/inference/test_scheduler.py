@@ -8,9 +8,11 @@ import jax
 import pytest
 
 import colossax
+from colossax.config import Segment
 from colossax.inference import Continuation, Generator, InOrder, Request
 from colossax.models import LlamaConfig, maker
 from colossax.nn import describe
+from colossax.sharding import Layout, transfer
 from tests.fresh import fresh_params
 
 CONFIG = LlamaConfig(vocab=64, embed=32, layers=2, heads=4, kv_heads=2, mlp=48, max_seq=32)
@@ -45,6 +47,27 @@ def test_two_sets_of_parameters_share_one_program(model, generator):
     assert other.program is generator.program
     assert found[0] == found[2] != found[1]
     assert found[1] == continued(Generator(spec, bound, second), PROMPTS[0])
+
+
+def test_parameters_in_training_are_served_elsewhere_by_one_program(model, generator, devices):
+    """Trained as one stack over four devices, served layer by layer by two others."""
+    training = colossax.Plan(mesh={"fsdp": 4}).bind(devices[:4])
+    single = colossax.Plan(mesh={"tensor": 2}, segments=(Segment(count=1), Segment(count=1)))
+    serving = single.bind(devices[4:6])
+    specs = []
+    for bound in (training, serving):
+        with colossax.use(bound):
+            specs.append(describe(maker(CONFIG)))
+    source, target = (
+        Layout(bound=bound, infos=spec.infos)
+        for bound, spec in zip((training, serving), specs, strict=True)
+    )
+    served = Generator(specs[1], serving, {})
+    for seed, params in zip((1, 2), model[2], strict=True):
+        trained = fresh_params(CONFIG, specs[0], training, jax.random.key(seed))
+        synced = served.with_params(transfer(trained, source, target, donate=True))
+        assert continued(synced, PROMPTS[1]) == continued(generator.with_params(params), PROMPTS[1])
+    assert served.program.jitted._cache_size() == 1
 
 
 class ByTurns:
