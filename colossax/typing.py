@@ -42,6 +42,7 @@ class ParamInfo:
         segment: Path of the layer stack and number of its segment; None outside a layer stack.
         host: Kinds of its arrays that live in host memory, of `parameters optimizer`; with `disk`,
             its optimizer state is in a file.
+        model: Name of its model where there are several, the first part of `path`.
     """
 
     path: str
@@ -52,6 +53,12 @@ class ParamInfo:
     total_layers: int | None = None
     segment: tuple[str, int] | None = None
     host: frozenset[str] = frozenset()
+    model: str | None = None
+
+    @property
+    def own_path(self) -> str:
+        """Path within its model."""
+        return self.path if self.model is None else self.path[len(self.model) + 1 :]
 
     @property
     def stacked(self) -> bool:

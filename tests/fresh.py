@@ -19,7 +19,7 @@ def fresh_params(config, spec, bound, key):
     drawn = _drawn(config, tuple(np.asarray(jax.random.key_data(key)).tolist()))
 
     def placed(info):
-        found = drawn[info.path]
+        found = drawn[info.own_path]
         if info.first_layer is not None:
             layers = slice(info.first_layer, info.first_layer + info.layer_count)
             found = found[layers] if info.stacked else found[info.first_layer]

@@ -20,11 +20,11 @@ NAMES = {
     "colossax.pallas.norms": "layer_norm rms_norm",
     "colossax.pallas.grouped_matmul": "grouped_matmul",
     "colossax.sharding": (
-        "Dense NATURAL RowOrder Weight activation_axes activation_sharding attention "
-        "balanced_order batch_axes "
-        "compiler_options compute_dtype constrain current current_order explain gather_weight "
-        "host_sharding in_order keeping kept_share linear linears lookup param_sharding "
-        "recomputing reduction_dtype replicated resolve seq_axes use validate"
+        "Dense Layout NATURAL RowOrder Weight activation_axes activation_sharding attention "
+        "balanced_order batch_axes compiler_options compute_dtype constrain current "
+        "current_order explain gather_weight host_sharding in_order keeping kept_share "
+        "linear linears lookup param_sharding recomputing reduction_dtype replicated resolve "
+        "seq_axes transfer use validate"
     ),
     "colossax.sharding.sequence": (
         "DOUBLE_RING_OPTIONS Order RingAxes balanced_from_contiguous_local "
@@ -54,8 +54,8 @@ NAMES = {
     ),
     "colossax.offload.disk": "RING RecordLayout RecordStore disk_bytes",
     "colossax.optim": (
-        "adamw constant decay_mask decays inverse_sqrt is_layerwise lamb lars layerwise linear "
-        "sgd stochastic_round warmup_cosine wsd"
+        "ByModel adamw constant decay_mask decays inverse_sqrt is_layerwise lamb lars layerwise "
+        "linear map_moments sgd stochastic_round transformation warmup_cosine wsd"
     ),
     "colossax.aot": (
         "Buffer Collective Gpu KernelReport Link MemoryReport Module Program Target Totals "
@@ -69,9 +69,9 @@ NAMES = {
     "colossax.nn": (
         "ACTIVATIONS Attention AttentionShape Block CacheSpec Decoder DecoderConfig "
         "Embedding FlatTokens LanguageModel LayerNorm LayerStack LayerState Layers Linear "
-        "Llama3Scaling MLP ModelSpec RMSNorm RopeConfig Side StackOutput Sublayer Weighted Wiring "
-        "alibi_slopes cross_entropy decoder_layer describe even_head_dim initialise param pure "
-        "rope_tables rotate weight_of with_weights"
+        "Llama3Scaling MLP ModelSpec Models RMSNorm RopeConfig Side StackOutput Sublayer "
+        "Weighted Wiring alibi_slopes cross_entropy decoder_layer describe even_head_dim "
+        "initialise param pure rope_tables rotate weight_of with_weights"
     ),
     "colossax.models": (
         "BloomConfig FAMILIES Family GPT2Config LlamaConfig MistralConfig OPTConfig Qwen2Config "
@@ -89,7 +89,8 @@ NAMES = {
         "EXIT_CODES Gate Group Launch StopAgreement StopSignals find_launch join start_jax"
     ),
     "colossax.inference": (
-        "Fitted Generation Generator LoadedModel StoredModel fit_layers inference_plan load "
+        "CacheLayout Call Chunk Continuation DecodeProgram Fitted Generation Generator InOrder "
+        "LoadedModel Request Sampling Scheduler StoredModel fit_layers inference_plan load "
         "open_checkpoint"
     ),
     "colossax.recipes": "DEFAULT_RECIPE RECIPES recipe",

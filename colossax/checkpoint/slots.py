@@ -126,7 +126,7 @@ def slot_of(
         dtype: Dtype in memory where it is not the parameter's.
     """
     shape = info.shape if shape is None else shape
-    name, dtype = f"{prefix}/{info.path}", info.dtype if dtype is None else dtype
+    name, dtype = f"{prefix}/{info.own_path}", info.dtype if dtype is None else dtype
     if info.first_layer is None or info.total_layers is None:
         return ArraySlot(name=name, shape=shape, dtype=dtype)
     each = shape[1:] if info.stacked else shape

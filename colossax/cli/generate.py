@@ -67,7 +67,7 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
     """Generate as asked and return the exit code."""
     request_host_devices(args.devices)
     from colossax.inference import open_checkpoint
-    from colossax.inference.generator import check_length, check_tokens
+    from colossax.inference.scheduler import check_length, check_tokens
 
     stored = open_checkpoint(args.checkpoint)
     plan = apply_overrides(_Options(plan=stored.plan), overrides).plan

@@ -1,5 +1,9 @@
 """Inference: continuing a prompt with a cache of keys and values."""
 
+from .cache import CacheLayout as CacheLayout
+from .decode import Chunk as Chunk
+from .decode import DecodeProgram as DecodeProgram
+from .decode import Sampling as Sampling
 from .fitting import Fitted as Fitted
 from .fitting import fit_layers as fit_layers
 from .generator import Generation as Generation
@@ -9,3 +13,8 @@ from .loading import StoredModel as StoredModel
 from .loading import load as load
 from .loading import open_checkpoint as open_checkpoint
 from .plan import inference_plan as inference_plan
+from .scheduler import Call as Call
+from .scheduler import Continuation as Continuation
+from .scheduler import InOrder as InOrder
+from .scheduler import Request as Request
+from .scheduler import Scheduler as Scheduler

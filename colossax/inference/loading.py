@@ -21,8 +21,8 @@ from colossax.nn import DecoderConfig, ModelSpec, describe
 from colossax.sharding import param_sharding, use, validate
 from colossax.typing import Params
 
-PARAMS = "model/params"
-"""Prefix of the records that are parameters."""
+MODEL = "model"
+"""Name of a model that is alone in its checkpoint."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,6 +65,7 @@ class StoredModel:
         model: Configuration of its family.
         precision: How to compute: as the run did; parameters in the type they are stored in.
         tokenizer: None where the checkpoint holds none.
+        name: Of the model, where the checkpoint holds several.
     """
 
     directory: Path
@@ -72,6 +73,7 @@ class StoredModel:
     model: Any
     precision: Precision
     tokenizer: Tokenizer | None
+    name: str = MODEL
 
     @functools.cached_property
     def config(self) -> DecoderConfig:
@@ -113,7 +115,7 @@ class StoredModel:
         infos, structure = jax.tree.flatten(spec.infos)
         shapes = jax.tree.leaves(_shapes(bound, spec))
         wants = [
-            (slot_of(info, PARAMS, dtype=shape.dtype), shape.sharding)
+            (slot_of(info, f"{self.name}/params", dtype=shape.dtype), shape.sharding)
             for info, shape in zip(infos, shapes, strict=True)
         ]
         arrays = Checkpointer(self.directory).restore(self.step, wants, convert=True)
@@ -173,11 +175,13 @@ def _shapes(bound: BoundPlan, spec: ModelSpec) -> Params:
     )
 
 
-def open_checkpoint(path: str | Path) -> StoredModel:
+def open_checkpoint(path: str | Path, name: str = MODEL) -> StoredModel:
     """Read a checkpoint's documents.
 
     Args:
         path: Folder of a run, of checkpoints (the latest is taken), or of one step.
+        name: Which model, where it holds several: its configuration is then in the document
+            `models` under this name.
 
     Raises:
         CheckpointError: There is none, it is damaged, names no model of ours, or its tokenizer
@@ -187,18 +191,15 @@ def open_checkpoint(path: str | Path) -> StoredModel:
     directory = reader.directory
     documents = reader.documents()
     where = f"checkpoint '{directory}' step {reader.step}"
-    if "model" not in documents:
-        raise CheckpointError(
-            f"{where} names no model; give one that colossax train or colossax import wrote"
-        )
-    model = config_from_json(documents["model"])
+    model = config_from_json(_configuration(documents, name, where))
     tokenizer = _tokenizer(documents.get("tokenizer"), model.decoder().vocab, where)
     return StoredModel(
         directory=directory,
         step=reader.step,
         model=model,
-        precision=_precision(reader, documents),
+        precision=_precision(reader, documents, name),
         tokenizer=tokenizer,
+        name=name,
     )
 
 
@@ -217,6 +218,22 @@ def load(
     return open_checkpoint(path).load(plan, devices)
 
 
+def _configuration(documents: dict[str, Any], name: str, where: str) -> Any:
+    several = documents.get("models", {})
+    if name in several:
+        return several[name]
+    if name != MODEL:
+        raise CheckpointError(
+            f"{where} names no model '{name}'; it has"
+            f" {', '.join(repr(one) for one in sorted(several)) or 'one without a name'}"
+        )
+    if "model" not in documents:
+        raise CheckpointError(
+            f"{where} names no model; give one that colossax train or colossax import wrote"
+        )
+    return documents["model"]
+
+
 def _tokenizer(document: str | None, vocab: int, where: str) -> Tokenizer | None:
     if document is None:
         return None
@@ -229,10 +246,11 @@ def _tokenizer(document: str | None, vocab: int, where: str) -> Tokenizer | None
     return tokenizer
 
 
-def _precision(reader: RecordReader, documents: dict[str, Any]) -> Precision:
+def _precision(reader: RecordReader, documents: dict[str, Any], name: str) -> Precision:
     """The run's, if a plan is stored, with parameters as they are on disk."""
+    prefix = f"{name}/params/"
     stored = [
-        dtype.name for name, (_, dtype) in reader.records().items() if name.startswith(PARAMS)
+        dtype.name for record, (_, dtype) in reader.records().items() if record.startswith(prefix)
     ]
     params = _widest(stored)
     trained = documents.get("plan")

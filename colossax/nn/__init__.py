@@ -30,6 +30,7 @@ from .module import describe as describe
 from .module import initialise as initialise
 from .module import param as param
 from .module import pure as pure
+from .named_models import Models as Models
 from .rope import Llama3Scaling as Llama3Scaling
 from .rope import RopeConfig as RopeConfig
 from .rope import rope_tables as rope_tables

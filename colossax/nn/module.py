@@ -5,7 +5,7 @@ cost several times more per call on the host.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -15,10 +15,9 @@ from jaxtyping import Array
 
 from colossax.config import BoundPlan
 from colossax.errors import InputError
+from colossax.nn.named_models import MakeModel, make_models
 from colossax.sharding import param_sharding, use, validate
 from colossax.typing import Dims, ParamInfo, Params
-
-MakeModel = Callable[[nnx.Rngs], nnx.Module]
 
 
 def param(value: Array, dims: Dims) -> nnx.Param:
@@ -57,15 +56,22 @@ class ModelSpec:
         return sum(int(np.prod(info.shape)) for info in jax.tree.leaves(self.infos))
 
 
-def describe(make_model: MakeModel) -> ModelSpec:
+def describe(make_model: MakeModel | Mapping[str, MakeModel]) -> ModelSpec:
     """Trace the factory for names and shapes; nothing is allocated.
 
     The plan in force decides the segments of layer stacks.
+
+    Args:
+        make_model: A factory, or several by name: `Models`, whose parameters are `{name: ...}` and
+            whose paths begin with the name.
 
     Raises:
         InputError: The model holds variables other than parameters (random state, batch
             statistics), which a pure step would silently freeze.
     """
+    named = isinstance(make_model, Mapping)
+    if isinstance(make_model, Mapping):
+        make_model = make_models(make_model)
     with nnx.use_eager_sharding(False):
         model = nnx.eval_shape(lambda: make_model(nnx.Rngs(0)))
     refuse_others(model, "model")
@@ -74,7 +80,10 @@ def describe(make_model: MakeModel) -> ModelSpec:
             node.path = "/".join(map(str, path))
     graphdef, params = nnx.split(model)
     infos = nnx.to_pure_dict(params, lambda variable: variable)
-    flat = {path: _info(path, variable) for path, variable in nnx.to_flat_state(params)}
+    flat = {
+        path: _info(path, variable, str(path[0]) if named else None)
+        for path, variable in nnx.to_flat_state(params)
+    }
     return ModelSpec(graphdef=graphdef, infos=_with_leaves(infos, flat, ()), make_model=make_model)
 
 
@@ -108,7 +117,7 @@ def _with_leaves(tree: Any, flat: dict[tuple, ParamInfo], path: tuple) -> Any:
     return {key: _with_leaves(value, flat, (*path, key)) for key, value in tree.items()}
 
 
-def _info(path: tuple, variable: Any) -> ParamInfo:
+def _info(path: tuple, variable: Any, model: str | None) -> ParamInfo:
     metadata = variable.get_metadata()
     names = metadata.get("out_sharding") or metadata.get("sharding_names")
     dims = tuple(names) if names else (None,) * len(variable.shape)
@@ -133,6 +142,7 @@ def _info(path: tuple, variable: Any) -> ParamInfo:
         total_layers=total,
         segment=segment,
         host=metadata.get("host", frozenset()),
+        model=model,
     )
 
 

@@ -5,6 +5,10 @@ parameters and tuples of dim names as leaves: what must be done per layer of a s
 to matrices alone is decided by names, so that a stacked and an unrolled model train alike.
 """
 
+from .by_model import ByModel as ByModel
+from .by_model import Optimizer as Optimizer
+from .by_model import map_moments as map_moments
+from .by_model import transformation as transformation
 from .dims import decay_mask as decay_mask
 from .dims import decays as decays
 from .optimizers import DimsOptimizer as DimsOptimizer

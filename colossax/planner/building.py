@@ -1,24 +1,25 @@
 """`boost`: a training step from a user's own parts."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
 from colossax.config import Plan
 from colossax.nn import MakeModel, describe
+from colossax.optim import Optimizer
 from colossax.planner.cpu_share import with_cpu_share
 from colossax.planner.mlp_share import MLP_SHARE, wants_mlp_share, with_mlp_share
 from colossax.planner.pipelined import PIPELINED, with_pipelined
 from colossax.sharding import use
 from colossax.step.loss import Loss
 from colossax.step.offloaded.cpu_update import CPU_UPDATE
-from colossax.step.step import Optimizer, Step, StepOptions
+from colossax.step.step import Step, StepOptions
 from colossax.typing import TrainState
 
 
 def boost(
-    make_model: MakeModel,
+    make_model: MakeModel | Mapping[str, MakeModel],
     optimizer: Optimizer,
     loss: Loss,
     plan: Plan,
@@ -30,9 +31,12 @@ def boost(
     """A fresh training state and the step that advances it, laid out by a plan.
 
     Args:
-        make_model: `rngs -> nnx.Module`, parameters named by logical dims.
+        make_model: `rngs -> nnx.Module`, parameters named by logical dims; or several such by
+            name, `{"actor": ..., "critic": ...}`: the loss gets `Models`, and the state's
+            `params` are `{"actor": ..., "critic": ...}`.
         optimizer: An Optax transformation, or `dims -> transformation` for those of
-            `colossax.optim` that treat layers apart.
+            `colossax.optim` that treat layers apart; or one for each model by name, whose
+            `opt_state` is by name then. Gradients are clipped together.
         loss: `(model, batch) -> ({term: (total, weight, coefficient)}, metrics)`; see `Loss`.
         plan: How to spread it.
         devices: Default all.
@@ -51,7 +55,7 @@ def boost(
 
 
 def build_step(
-    make_model: MakeModel,
+    make_model: MakeModel | Mapping[str, MakeModel],
     optimizer: Optimizer,
     loss: Loss,
     plan: Plan,

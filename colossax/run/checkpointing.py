@@ -10,23 +10,27 @@ import numpy as np
 
 from colossax.checkpoint import ArraySlot, Checkpointer, slot_of
 from colossax.errors import CheckpointError
+from colossax.optim import ByModel
 from colossax.step.step import Step
 from colossax.typing import ParamInfo, TrainState
 
 MODEL = "model"
-"""Name of the one model a run trains; records are `model/<kind>/<path>`."""
+"""Name of a model that is alone, and of what belongs to no one model."""
 
 
 def state_slots(step: Step) -> TrainState:
     """The state's structure with an `ArraySlot` for each array.
 
-    Parameters are `model/params/<path>`, what mirrors them in the optimizer's state is
-    `model/optimizer/<field>/<path>`, by layer of the whole stack: neither segments nor mesh show.
+    Parameters are `<model>/params/<path>`, what mirrors them in the optimizer's state is
+    `<model>/optimizer/<field>/<path>`, by layer of the whole stack: neither segments nor mesh show.
+    A model that is alone is `model`; so a named one is stored as if it were alone.
     """
     abstract = step.abstract
     return {
         "params": jax.tree.map(
-            lambda info, leaf: slot_of(info, f"{MODEL}/params", dtype=np.dtype(leaf.dtype)),
+            lambda info, leaf: slot_of(
+                info, f"{info.model or MODEL}/params", dtype=np.dtype(leaf.dtype)
+            ),
             step.spec.infos,
             abstract["params"],
         ),
@@ -61,13 +65,16 @@ def _optimizer_slots(step: Step, *, on_disk: bool = False) -> Any:
         for path, info in jax.tree_util.tree_flatten_with_path(step.infos)[0]
     }
     marks = step.layout.map_moments(_Mark, lambda leaf: _Mark(leaf, None), on_disk=on_disk)
+    apart = isinstance(step.optimizer, ByModel)
 
     def slot(path: tuple, mark: _Mark) -> ArraySlot:
         leaf, info = mark.leaf, mark.info
+        model = _key_name(path[0]) if apart else MODEL
+        path = path[apart:]
         if info is None or (info.stacked and leaf.shape[:1] != info.shape[:1]):
-            return _plain_slot(leaf, f"{MODEL}/optimizer", path)
-        field = path[: len(path) - depths[info.path, info.first_layer]]
-        prefix = "/".join([f"{MODEL}/optimizer", *map(_key_name, field)])
+            return _plain_slot(leaf, f"{model}/optimizer", path)
+        field = path[: len(path) - depths[info.path, info.first_layer] + apart]
+        prefix = "/".join([f"{info.model or model}/optimizer", *map(_key_name, field)])
         return slot_of(info, prefix, shape=leaf.shape, dtype=np.dtype(leaf.dtype))
 
     return jax.tree_util.tree_map_with_path(

@@ -27,6 +27,8 @@ from .rules import replicated as replicated
 from .rules import resolve as resolve
 from .rules import seq_axes as seq_axes
 from .rules import validate as validate
+from .transfer import Layout as Layout
+from .transfer import transfer as transfer
 from .weights import Dense as Dense
 from .weights import Weight as Weight
 from .weights import linear as linear

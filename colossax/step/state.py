@@ -10,6 +10,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from colossax.config import BoundPlan
+from colossax.optim import map_moments
 from colossax.sharding import param_sharding, replicated
 from colossax.typing import ParamInfo, TrainState
 
@@ -95,14 +96,7 @@ class StateLayout:
             # Masked optimizers hold these in place of the parameters they pass over.
             return leaf if isinstance(leaf, optax.MaskedNode) else of_moment(leaf, info)
 
-        return optax.tree_utils.tree_map_params(
-            self._optimizer.init,
-            of_leaf,
-            self._opt_state,
-            self._learning,
-            transform_non_params=of_other,
-            is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode),
-        )
+        return map_moments(self._optimizer, of_leaf, of_other, self._opt_state, self._learning)
 
     @functools.cached_property
     def _opt_state(self) -> Any:

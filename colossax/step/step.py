@@ -9,12 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from colossax.config import BoundPlan
 from colossax.errors import PlanError
 from colossax.layerwise import Maximum
 from colossax.nn import ModelSpec, initialise
+from colossax.optim import Optimizer, transformation
 from colossax.sharding import RowOrder, compiler_options, in_order, replicated, use, validate
 from colossax.step.batches import BatchPlacer
 from colossax.step.choosing import followers_of, updater_of
@@ -26,12 +26,11 @@ from colossax.step.microbatches import Microbatches, batch_dims, cut_up
 from colossax.step.offloaded.cpu_update import CPU_UPDATE, CpuUpdate
 from colossax.step.offloaded.disk import DiskTier
 from colossax.step.offloaded.streaming import Streaming
+from colossax.step.prepare import Prepare, preparation
 from colossax.step.state import StateLayout
 from colossax.step.trainable import chosen, split, trainable_tree
 from colossax.step.updaters import Updated
 from colossax.typing import Batch, Dims, Metrics, ParamInfo, TrainState
-
-Optimizer = optax.GradientTransformation | Callable[[Any], optax.GradientTransformation]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +44,10 @@ class StepOptions:
         variables: Initial state that changes once per step outside differentiation.
         after_step: `(variables, sums) -> variables`, with `sums` the loss's metrics over the
             global batch: `(total, weight)` or `Maximum`.
-        batch_dims: Logical dims of batch arrays that are not text.
+        prepare: `(model, batch) -> batch` with more arrays for the loss, such as what a frozen
+            reference says of it. It runs once per global batch, before that is cut into
+            microbatches, in the step's program and without gradients; of an evaluated batch too.
+        batch_dims: Logical dims of batch arrays that are not text, those of `prepare` among them.
         disk: Folder for the optimizer state that the plan puts on disk. `init` overwrites what is
             there; `step.disk.restore()` goes on from it.
         shapes: A global batch, or the shapes of its arrays: what a `mlp_share` of `auto` is for.
@@ -55,6 +57,7 @@ class StepOptions:
     trainable: Callable[[ParamInfo], bool] | None = None
     variables: Any = dataclasses.field(default_factory=dict)
     after_step: Callable[[Any, Any], Any] | None = None
+    prepare: Prepare | None = None
     batch_dims: Mapping[str, Dims] | None = None
     disk: Path | None = None
     shapes: Mapping[str, Any] | None = None
@@ -99,8 +102,9 @@ class Step:
         self.trainable = trainable_tree(spec.infos, options.trainable)
         self.infos = chosen(spec.infos, self.trainable)
         dims = jax.tree.map(lambda info: info.dims, self.infos)
-        self.optimizer = optimizer(dims) if callable(optimizer) else optimizer
+        self.optimizer = transformation(optimizer, dims)
         self.loss_call = LossCall(merge=spec.merge, loss=loss)
+        self.prepared = preparation(spec.merge, options.prepare)
         self.layout = StateLayout(bound, spec.infos, self.infos, self.optimizer, options.variables)
         self.updater = updater_of(self, optimizer)
         self.batches = BatchPlacer(
@@ -170,7 +174,7 @@ class Step:
         return self.evaluation(state["params"], state["variables"], self.place(batch))
 
     def model(self, state: TrainState) -> Any:
-        """The NNX model holding the state's parameters (the same arrays)."""
+        """The NNX model, or the `Models`, holding the state's parameters (the same arrays)."""
         return self.spec.merge(state["params"])
 
     def init(self, seed: int = 0) -> TrainState:
@@ -221,8 +225,9 @@ class Step:
 
     def _totals(self, params: Any, variables: Any, batch: Batch) -> dict[str, Any]:
         batch, order = self.batches.in_order(batch)
-        dims = batch_dims(batch, self.options.batch_dims)
         with use(self.bound), in_order(order):
+            batch = self.prepared(params, variables, batch)
+            dims = batch_dims(batch, self.options.batch_dims)
             return batch_totals(self.loss_call, self.bound, params, batch, dims, variables)
 
     def gradients(self, state: TrainState, batch: Batch) -> Gradients:
@@ -250,7 +255,8 @@ class Step:
         return *self._concluded(state, updated), updated.pending
 
     def microbatches(self, state: TrainState, batch: Batch) -> Microbatches:
-        """The batch, in the order of the step, cut up as the plan says; with the plan in force."""
+        """The batch, in the order of the step, prepared and cut up; with the plan in force."""
+        batch = self.prepared(state["params"], state["variables"], batch)
         dims = batch_dims(batch, self.options.batch_dims)
         key = jax.random.fold_in(jax.random.wrap_key_data(state["rng"]), state["step"])
         micro = cut_up(self.bound, batch, dims, key)

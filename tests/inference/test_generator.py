@@ -12,7 +12,7 @@ import colossax
 from colossax.config import BoundPlan, Plan, Segment, preset
 from colossax.errors import InputError
 from colossax.inference import Generator
-from colossax.inference.generator import decode_step, sample
+from colossax.inference.decode import Chunk, Sampling, decode, sample
 from colossax.models import (
     BloomConfig,
     GPT2Config,
@@ -178,7 +178,7 @@ def test_the_cache_is_split_over_kv_heads(mesh, kv_heads, devices):
     config = LlamaConfig(**{**GROUPED, "kv_heads": kv_heads})
     bound = Plan(mesh=mesh).bind(devices)
     spec, params = build(config, bound)
-    cache = Generator(spec, bound, params, slots=32)._empty()
+    cache = Generator(spec, bound, params, slots=32).program.cache.empty()
     each = (3, 1, 32, kv_heads // mesh["tensor"], 8)
     assert {shard.data.shape for shard in cache["k"].addressable_shards} == {each}
 
@@ -186,7 +186,7 @@ def test_the_cache_is_split_over_kv_heads(mesh, kv_heads, devices):
 def test_fewer_kv_heads_than_devices_are_replicated(devices):
     bound = Plan(mesh={"fsdp": 2, "tensor": 4}).bind(devices)
     spec, params = build(LLAMA, bound)
-    cache = Generator(spec, bound, params)._empty()
+    cache = Generator(spec, bound, params).program.cache.empty()
     assert cache["v"].sharding.is_fully_replicated
 
 
@@ -226,19 +226,21 @@ def count_traces(generator: Generator, monkeypatch) -> collections.Counter:
 @pytest.mark.catches("cache-not-donated")
 def test_the_cache_is_donated():
     generator = make(LLAMA)
-    cache = generator._empty()
+    cache = generator.program.cache.empty()
     tokens = np.zeros(16, np.int32)
-    numbers = np.int32(0), np.int32(1), np.float32(0), np.uint32(0)
-    generator._step(generator._params, cache, tokens, *numbers)
+    chunk = Chunk(ids=tokens, start=np.int32(0), count=np.int32(1))
+    sampling = Sampling(temperature=np.float32(0), seed=np.uint32(0))
+    generator.program(generator._params, cache, chunk, sampling)
     assert cache["k"].is_deleted() and cache["v"].is_deleted()
 
 
 def test_the_head_runs_on_the_chosen_token_alone():
     spec, params = build(LLAMA, single())
     cache = spec.merge(params).cache_spec(seats=1, slots=32).zeros("float32")
-    numbers = jnp.int32(0), jnp.int32(1), jnp.float32(0), jnp.uint32(0)
-    step = lambda *args: decode_step(spec, single(), *args)  # noqa: E731
-    jaxpr = str(jax.make_jaxpr(step)(params, cache, jnp.zeros(16, jnp.int32), *numbers))
+    chunk = Chunk(ids=jnp.zeros(16, jnp.int32), start=jnp.int32(0), count=jnp.int32(1))
+    sampling = Sampling(temperature=jnp.float32(0), seed=jnp.uint32(0))
+    step = lambda *args: decode(spec, single(), *args)  # noqa: E731
+    jaxpr = str(jax.make_jaxpr(step)(params, cache, chunk, sampling))
     assert "f32[1,128]" in jaxpr and "f32[16,128]" not in jaxpr
 
 

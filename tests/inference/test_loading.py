@@ -113,7 +113,7 @@ def test_parameters_keep_the_type_they_are_stored_in(bare, run):
     half = load(bare, devices=jax.devices()[:1])
     assert half.params["embed"]["table"].dtype == jnp.bfloat16
     assert half.bound.plan.precision.compute == "bfloat16"
-    assert half.generator()._empty()["k"].dtype == jnp.bfloat16
+    assert half.generator().program.cache.empty()["k"].dtype == jnp.bfloat16
     full = load(bare, Plan(precision=Precision()), jax.devices()[:1])
     assert full.params["embed"]["table"].dtype == jnp.float32
     assert open_checkpoint(run).precision == Precision()

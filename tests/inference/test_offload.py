@@ -16,7 +16,14 @@ from colossax.checkpoint import Checkpointer, reading, slot_of
 from colossax.cli import main
 from colossax.config import BoundPlan, OffloadConfig, Plan, Precision, Segment
 from colossax.errors import PlanError
-from colossax.inference import Generator, fit_layers, inference_plan, open_checkpoint
+from colossax.inference import (
+    Chunk,
+    Generator,
+    Sampling,
+    fit_layers,
+    inference_plan,
+    open_checkpoint,
+)
 from colossax.inference.fitting import _Trial
 from colossax.inference.plan import parameters_alone
 from colossax.models import LlamaConfig, config_to_json, maker
@@ -72,7 +79,7 @@ def found_by(spec, bound, params) -> tuple[np.ndarray, tuple[int, ...]]:
             return model.logits(hidden)
 
     run = jax.jit(logits, out_shardings=replicated(bound))
-    logits = np.asarray(run(params, generator._empty(), np.asarray(PROMPT, np.int32)))
+    logits = np.asarray(run(params, generator.program.cache.empty(), np.asarray(PROMPT, np.int32)))
     return logits, generator.generate(PROMPT, max_tokens=8, temperature=2.0, seed=3).tokens
 
 
@@ -127,10 +134,11 @@ def test_logits_and_draws_are_those_of_the_model_on_the_devices(name, mesh, plac
 def test_the_cache_stays_on_the_device():
     spec, bound, params = build("llama", "one", "all")
     generator = Generator(spec, bound, params)
-    cache = generator._empty()
+    cache = generator.program.cache.empty()
     assert {x.sharding.memory_kind for x in cache.values()} == {"device"}
-    numbers = np.int32(0), np.int32(1), np.float32(0), np.uint32(0)
-    _, after = generator._step(params, cache, np.zeros(16, np.int32), *numbers)
+    chunk = Chunk(ids=np.zeros(16, np.int32), start=np.int32(0), count=np.int32(1))
+    sampling = Sampling(temperature=np.float32(0), seed=np.uint32(0))
+    _, after = generator.program(params, cache, chunk, sampling)
     assert {x.sharding.memory_kind for x in after.values()} == {"device"}
     assert cache["k"].is_deleted()
 
@@ -390,7 +398,7 @@ def test_stacks_in_host_memory_need_no_copy_in_another_precision():
     """Parameters at rest in float32, computed with in bfloat16: cast on the device, row by row."""
     plan = Plan(offload=ALL, precision=Precision(compute="bfloat16", cache="bfloat16"))
     generator = generator_of(plan)
-    jaxpr = generator._step.trace(*generator.arguments).jaxpr
+    jaxpr = generator.program.jitted.trace(*generator.arguments).jaxpr
     stacks = [v.aval for v in jaxpr.jaxpr.invars if "host" in str(v.aval)]
     assert len(stacks) == 7
     assert "f32<host>[6,64,512]" in str(jaxpr) and "bf16<host>" not in str(jaxpr)

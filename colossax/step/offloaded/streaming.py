@@ -7,7 +7,7 @@ the ordinary step. Losses, metrics and states are those of the ordinary step.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -74,6 +74,11 @@ def check_streamable(bound: BoundPlan, infos: Any, learning: Any, optimizer: Any
         raise PlanError(
             f"plan.offload: no parameter in segment {segment[1]} of the layer stack"
             f" '{segment[0]}' learns; let the filter accept some, or drop the offload"
+        )
+    if isinstance(optimizer, Mapping):
+        raise PlanError(
+            "plan.offload: layers are updated one by one, and models with optimizers of their own"
+            " are not; give all of them one optimizer of colossax.optim, or drop the offload"
         )
     if not is_layerwise(optimizer):
         raise PlanError(

@@ -1,0 +1,46 @@
+"""The cache of one sequence: a value, given up to each call and given back by it."""
+
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+from jaxtyping import Array
+
+from colossax.config import BoundPlan
+from colossax.nn import CacheSpec
+from colossax.sharding import resolve
+
+Cache = dict[str, Array]
+"""Arrays of keys and values by name."""
+
+
+class CacheLayout:
+    """Shapes of a cache and where its arrays live; it holds none."""
+
+    def __init__(self, bound: BoundPlan, spec: CacheSpec):
+        """Allocate nothing.
+
+        Args:
+            bound: Plan and devices.
+            spec: What the model asks for.
+        """
+        self._spec = spec
+        self._dtype = bound.plan.precision.cache
+        where = resolve(bound, "cache", spec.dims, spec.shape, name="key-value cache")
+        self.shardings = dict.fromkeys(("k", "v"), NamedSharding(bound.mesh, where))
+        self._empty = jax.jit(self._zeros, out_shardings=self.shardings)
+
+    @property
+    def abstract(self) -> Any:
+        """Shapes, dtypes and shardings."""
+        return {
+            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.shardings[name])
+            for name, x in jax.eval_shape(self._zeros).items()
+        }
+
+    def empty(self) -> Cache:
+        """A cache before the first token, each array made where it lives."""
+        return self._empty()
+
+    def _zeros(self) -> Cache:
+        return self._spec.zeros(self._dtype)

@@ -1,0 +1,178 @@
+"""Which tokens go into the model next. No arrays, no devices: it knows numbers of tokens alone."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+from colossax.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """A prompt and how to continue it.
+
+    Attributes:
+        prompt: Token ids, at least one.
+        max_tokens: Most tokens to add.
+        temperature: Logits are divided by it before sampling; 0 takes the likeliest token.
+        seed: The token at position p is drawn with `fold_in(key(seed), p)`.
+    """
+
+    prompt: tuple[int, ...]
+    max_tokens: int = 64
+    temperature: float = 0.0
+    seed: int = 0
+
+    def check(self, *, vocab: int, slots: int) -> None:
+        """Refuse what no model of this vocabulary can continue in a sequence of `slots` tokens.
+
+        Raises:
+            InputError: Naming what is wrong and what would do.
+        """
+        check_tokens(self.prompt, vocab)
+        if self.max_tokens < 1:
+            raise InputError(f"max_tokens: found {self.max_tokens}; give 1 or more")
+        if not (0 <= self.temperature < float("inf")):
+            raise InputError(f"temperature: found {self.temperature}; give 0 (greedy) or more")
+        if not 0 <= self.seed < 2**32:
+            raise InputError(f"seed: found {self.seed}; give 0 to {2**32 - 1}")
+        check_length(len(self.prompt), self.max_tokens, slots)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+    """Tokens of one sequence for one run of the decode program.
+
+    Attributes:
+        sequence: Whose they are; a scheduler's own number.
+        request: What it continues.
+        tokens: At most as many as the program is wide.
+        start: Position of the first.
+        emits: Whether the token that comes out continues the sequence; behind a part of a prompt
+            it is what the model would have said, and is left where it is.
+    """
+
+    sequence: int
+    request: Request
+    tokens: tuple[int, ...]
+    start: int
+    emits: bool
+
+
+@runtime_checkable
+class Scheduler(Protocol):
+    """Says what to run next, and is told what came of it."""
+
+    def next(self) -> Call | None:
+        """The next call; None when every sequence has ended."""
+        ...
+
+    def took(self, sequence: int, token: int) -> bool:
+        """Note the token that a call which emits has given; whether it was the sequence's last."""
+        ...
+
+
+class Continuation:
+    """One sequence on its way: first its prompt in chunks, then token after token."""
+
+    def __init__(self, request: Request, *, sequence: int, width: int, eos: int | None = None):
+        """Begin before the prompt.
+
+        Args:
+            request: What to continue.
+            sequence: Its number.
+            width: Most tokens of a call.
+            eos: Token that ends it.
+        """
+        self._request, self._sequence = request, sequence
+        self._width, self._eos = width, eos
+        self._pending = request.prompt
+        self._start = 0
+        self._left = request.max_tokens
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is a call to make: not before the token of the last one is known."""
+        return bool(self._pending)
+
+    def next(self) -> Call:
+        """The next call; only when `ready`."""
+        tokens, self._pending = self._pending[: self._width], self._pending[self._width :]
+        start = self._start
+        self._start += len(tokens)
+        return Call(
+            sequence=self._sequence,
+            request=self._request,
+            tokens=tokens,
+            start=start,
+            emits=not self._pending,
+        )
+
+    def took(self, token: int) -> bool:
+        """Go on with this token; whether it was the last."""
+        self._left -= 1
+        ended = token == self._eos or self._left == 0
+        self._pending = () if ended else (token,)
+        return ended
+
+
+class InOrder:
+    """One sequence after another, each to its end."""
+
+    def __init__(self, requests: Sequence[Request], *, width: int, eos: int | None = None):
+        """Number the requests from 0.
+
+        Args:
+            requests: What to continue.
+            width: Most tokens of a call.
+            eos: Token that ends a sequence.
+        """
+        self._waiting = [
+            Continuation(request, sequence=i, width=width, eos=eos)
+            for i, request in enumerate(requests)
+        ]
+
+    def next(self) -> Call | None:
+        """See `Scheduler`."""
+        return self._waiting[0].next() if self._waiting else None
+
+    def took(self, sequence: int, token: int) -> bool:
+        """See `Scheduler`."""
+        ended = self._waiting[0].took(token)
+        if ended:
+            del self._waiting[0]
+        return ended
+
+
+def check_tokens(prompt: Sequence[int], vocab: int) -> None:
+    """Refuse an empty prompt, or ids outside the vocabulary.
+
+    Raises:
+        InputError: Naming the id.
+    """
+    if not prompt:
+        raise InputError("prompt: it is empty; give at least one token to continue")
+    outside = next((t for t in prompt if not 0 <= t < vocab), None)
+    if outside is not None:
+        raise InputError(
+            f"prompt: token {outside} is outside the vocabulary of {vocab};"
+            f" use ids from 0 to {vocab - 1}"
+        )
+
+
+def check_length(prompt: int, max_tokens: int, limit: int) -> None:
+    """Refuse a prompt, or a prompt with its continuation, above `limit` tokens.
+
+    Raises:
+        InputError: With the numbers.
+    """
+    if prompt >= limit:
+        raise InputError(
+            f"prompt: it has {prompt} tokens, and at most {limit - 1} leave room for a next one"
+            f" in a sequence of {limit}; shorten it"
+        )
+    if prompt + max_tokens > limit:
+        raise InputError(
+            f"max_tokens: a prompt of {prompt} and {max_tokens} more make {prompt + max_tokens}"
+            f" tokens, above the longest sequence of {limit}; ask for at most {limit - prompt}"
+        )

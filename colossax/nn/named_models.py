@@ -1,0 +1,47 @@
+"""Several named models as one."""
+
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+
+from colossax.errors import InputError
+
+MakeModel = Callable[[nnx.Rngs], nnx.Module]
+
+
+class Models(nnx.Module):
+    """Models by name: `models.actor`, or `models["actor"]`.
+
+    Each is initialised from a key that its name alone decides, so that it does not matter which
+    others there are.
+    """
+
+    def __init__(self, makers: Mapping[str, MakeModel], *, rngs: nnx.Rngs):
+        key = rngs.params()
+        for name, make in makers.items():
+            own = jax.random.fold_in(key, zlib.crc32(name.encode()))
+            setattr(self, name, make(nnx.Rngs(own)))
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, name)
+
+
+def make_models(makers: Mapping[str, MakeModel]) -> MakeModel:
+    """A factory of `Models`.
+
+    Raises:
+        InputError: There is none, or a name is none that an attribute may have.
+    """
+    if not makers:
+        raise InputError("models: the mapping is empty; give at least one factory by name")
+    for name in makers:
+        if not name.isidentifier() or name == "segments" or hasattr(Models, name):
+            raise InputError(
+                f"models: '{name}' cannot be a model's name; give one such as 'actor', of letters,"
+                " digits and '_', that means nothing to a module"
+            )
+    makers = dict(makers)
+    return lambda rngs: Models(makers, rngs=rngs)

@@ -1,0 +1,101 @@
+"""Several named models in one state, each with an optimizer of its own."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import optax
+
+from colossax.errors import InputError
+from colossax.optim.optimizers import DimsOptimizer
+
+Optimizer = optax.GradientTransformation | DimsOptimizer | Mapping[str, Any]
+"""An Optax transformation, `dims -> transformation`, or one of the two for each model by name."""
+
+
+class ByModel(optax.GradientTransformation):
+    """`{model: transformation}` as one; its state is `{model: state}`, each as if it were alone.
+
+    Attributes:
+        parts: The transformations by name. A model without one learns nothing.
+    """
+
+    parts: dict[str, optax.GradientTransformation]
+
+    def __new__(cls, parts: dict[str, optax.GradientTransformation]) -> "ByModel":
+        def init(params: Any) -> Any:
+            return {name: part.init(params[name]) for name, part in parts.items()}
+
+        def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+            updates, new = dict(updates), {}
+            for name, part in parts.items():
+                own = None if params is None else params[name]
+                updates[name], new[name] = part.update(updates[name], state[name], own)
+            return updates, new
+
+        self = super().__new__(cls, init, update)
+        self.parts = parts
+        return self
+
+
+def transformation(optimizer: Optimizer, dims: Any) -> optax.GradientTransformation:
+    """The optimizer for parameters with these dims.
+
+    Args:
+        optimizer: See `Optimizer`.
+        dims: Tree like the parameters, leaves tuples of names; None where nothing learns.
+
+    Raises:
+        InputError: Optimizers are named otherwise than the models that learn.
+    """
+    if not isinstance(optimizer, Mapping):
+        return optimizer(dims) if callable(optimizer) else optimizer
+    unknown = sorted(set(optimizer) - set(dims))
+    if unknown:
+        raise InputError(
+            f"optimizer: it names '{unknown[0]}', and there are"
+            f" {', '.join(repr(name) for name in sorted(dims))}; give an optimizer by the name of"
+            " each model, or one for all"
+        )
+    for name, own in dims.items():
+        if name not in optimizer and jax.tree.leaves(own, is_leaf=_is_dims):
+            raise InputError(
+                f"optimizer: model '{name}' has none and learns; give it one, or freeze the model"
+                f" with trainable="
+            )
+    return ByModel({name: transformation(one, dims[name]) for name, one in optimizer.items()})
+
+
+def map_moments(
+    optimizer: optax.GradientTransformation,
+    of_moment: Callable,
+    of_other: Callable,
+    state: Any,
+    infos: Any,
+) -> Any:
+    """The state with `of_moment(leaf, info)` for what mirrors a parameter, `of_other` elsewhere.
+
+    Args:
+        optimizer: Whose state it is.
+        of_moment: Also given what masked optimizers hold in place of parameters they pass over.
+        of_other: Of a leaf alone.
+        state: A tree of anything.
+        infos: Of the parameters that learn, None elsewhere.
+    """
+    if isinstance(optimizer, ByModel):
+        return {
+            name: map_moments(part, of_moment, of_other, state[name], infos[name])
+            for name, part in optimizer.parts.items()
+        }
+    return optax.tree_utils.tree_map_params(
+        optimizer.init,
+        of_moment,
+        state,
+        infos,
+        transform_non_params=of_other,
+        is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode),
+    )
+
+
+def _is_dims(leaf: Any) -> bool:
+    return isinstance(leaf, tuple)
