@@ -31,8 +31,8 @@ NAMES = {
         "ring_attention_local ring_self_attention_local ulysses_local zigzag_order"
     ),
     "colossax.offload": (
-        "Demand GB Kind PipelinedTest Placement Rates Run Setting Stacks Stream Update UpdateRate "
-        "build_stack cpu_device cpu_share current_stream "
+        "DEVICE_SHARE Demand GB Kind PipelinedTest Placement Rates Run Setting Stacks Stream "
+        "Update UpdateRate build_stack cpu_device cpu_share current_stream "
         "device_budget device_memory fetch gb_down gb_up "
         "hiding_tokens host_budget host_shares kept_token_share load_rates measure_rates new_stack "
         "on_host place rates_path recording_kept resolved_segments run_streamed save_rates "
@@ -72,8 +72,9 @@ NAMES = {
         "config_to_json family_of maker"
     ),
     "colossax.planner": (
-        "Fitted HIDING_FORMULA HostTraffic Inspection LayoutCost boost build_step check_pipelined "
-        "compare compare_layouts fit_offload fit_to_target inspect_run largest_microbatch"
+        "Facts Fitted HIDING_FORMULA HostTraffic Inspection LayoutCost Settled boost build_step "
+        "check_pipelined compare compare_layouts fit_offload inspect_run largest_microbatch settle "
+        "settle_for_target"
     ),
     "colossax.step": "Step StepOptions any_order",
     "colossax.tasks": "DataConfig OptimizerConfig SampleConfig TrainConfig next_token_loss",

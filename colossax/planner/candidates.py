@@ -11,8 +11,8 @@ from colossax.config import BatchConfig, BoundPlan, MeshAxis, Plan, Segment, pre
 from colossax.errors import InputError, PlanError
 from colossax.nn import DecoderConfig
 from colossax.pallas.target import target as pallas_target
-from colossax.planner.compiled import RESERVE, compiled_step
-from colossax.planner.run_step import run_step
+from colossax.planner.compiled import compiled_step, usable_bytes
+from colossax.planner.run_step import run_step, settle_run
 from colossax.planner.traffic import link_of
 from colossax.sharding import activation_axes, batch_axes
 from colossax.sharding.matmul import Widths, sent_items
@@ -116,7 +116,10 @@ def legal_layouts(config: TrainConfig, target: Target) -> Iterator[LayoutCost]:
     with pallas_target("gpu", compute_capability=target.gpu.compute_capability):
         for label, plan in _plans(config.plan, target.size):
             try:
-                step = run_step(config.replace(plan=plan), devices)
+                wanted = config.replace(plan=plan)
+                if not plan.offload.auto:  # shares are not searched for every layout
+                    wanted, _ = settle_run(wanted, devices, target=target)
+                step = run_step(wanted, devices)
                 step.order(config.data.seq_len)
             except PlanError:
                 continue
@@ -251,5 +254,5 @@ def _measured(config: TrainConfig, target: Target, one: LayoutCost) -> LayoutCos
         layer_bytes=(held - half[1]) / between,
         seconds=(seconds - half[2]) / between,
         device_bytes=held,
-        fits=held <= target.gpu.memory_bytes * (1 - RESERVE),
+        fits=held <= usable_bytes(target),
     )

@@ -11,9 +11,8 @@ import jax
 from colossax.config import to_json
 from colossax.errors import DamagedStoreError
 from colossax.models import config_to_json
-from colossax.planner.fitting import Fitted
 from colossax.planner.flops import MFU_FORMULA, Yardstick, peak_flops
-from colossax.planner.run_step import fit_run, run_step
+from colossax.planner.run_step import run_step, settle_run
 from colossax.processes.agreement import Gate, StopAgreement
 from colossax.processes.group import Group
 from colossax.processes.signals import StopSignals
@@ -81,7 +80,11 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Prepared:
-    """A run about to start: all checks passed, nothing written but caches."""
+    """A run about to start: all checks passed, nothing written but caches.
+
+    Attributes:
+        config: With the plan that runs, whatever was left to `auto` decided.
+    """
 
     config: TrainConfig
     options: RunOptions
@@ -90,7 +93,6 @@ class _Prepared:
     folder: RunFolder
     text: Text
     identity: dict[str, Any]
-    fitted: Fitted | None
 
 
 def train(config: TrainConfig, options: RunOptions, group: Group) -> Outcome:
@@ -117,8 +119,8 @@ def _prepare(config: TrainConfig, options: RunOptions, group: Group) -> _Prepare
     if options.resume:
         config = _keep_schedule(config, folder)
     devices = options.devices()
-    config, fitted = fit_run(config, devices, agree=group.from_first)
-    step = run_step(config, devices, disk=folder.path / OFFLOADED)
+    config, settled = settle_run(config, devices, agree=group.from_first)
+    step = run_step(config, devices, disk=folder.path / OFFLOADED, reasons=settled.reasons)
     text = open_text(
         config.data,
         config.model,
@@ -137,7 +139,6 @@ def _prepare(config: TrainConfig, options: RunOptions, group: Group) -> _Prepare
         folder=folder,
         text=text,
         identity=who,
-        fitted=fitted,
     )
 
 
@@ -297,8 +298,6 @@ def _introduce(run: _Prepared, start: int, screen: Screen) -> None:
         f" {bound.mesh.devices.flat[0].platform} device(s)"
         f"{' (' + ', '.join(axes) + ')' if axes else ''}"
     )
-    if run.fitted is not None:
-        screen.note(run.fitted.line)
     if run.step.note is not None:
         screen.note(run.step.note)
     screen.note(f"text: {run.text.description}")

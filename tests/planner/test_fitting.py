@@ -8,12 +8,14 @@ import jax
 import pytest
 
 from colossax.aot import parse_target
-from colossax.config import OffloadConfig, Segment
+from colossax.checkpoint import Checkpointer
+from colossax.config import OffloadConfig, Segment, to_json
 from colossax.errors import PlanError
 from colossax.offload import GB, limits
 from colossax.planner import fit_offload, fitting
 from colossax.planner.run_step import batch_shapes, run_step
 from colossax.recipes import recipe
+from colossax.run import RunFolder
 from tests.cases import quick_first
 from tests.launching import run, write_text
 
@@ -366,6 +368,9 @@ def test_a_run_trains_resumes_and_says_what_it_chose(text, tmp_path):
     assert "plan.offload auto: of 2 layers the device keeps parameters of" in first.errors
     stored = json.loads((out / "run.json").read_text())["config"]["plan"]["offload"]
     assert stored["auto"] is False and stored["fused"] is True
+    ran = RunFolder(path=out).config().plan
+    assert first.final["plan"] == ran.hash
+    assert Checkpointer(out / "checkpoints").documents(4)["plan"] == to_json(ran)
     more = ("--steps=6", "--optimizer.schedule_steps=4", "--resume", f"--out={out}", *AUTO)
     again = run(*more, "--plan.offload.device_gb=1", text=text, log=tmp_path / "again")
     assert again.code == 0, again.errors
