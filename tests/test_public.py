@@ -77,8 +77,11 @@ NAMES = {
         "settle_for_target"
     ),
     "colossax.step": "Step StepOptions any_order",
-    "colossax.tasks": "DataConfig OptimizerConfig SampleConfig TrainConfig next_token_loss",
-    "colossax.run": "RunFolder RunOptions Stream Trained train with_initial_model",
+    "colossax.tasks": (
+        "DataConfig OptimizerConfig SampleConfig Task TrainConfig next_token_loss task_of "
+        "with_initial_model"
+    ),
+    "colossax.run": "Outcome RunConfig RunFolder RunOptions Stream train",
     "colossax.processes": (
         "EXIT_CODES Gate Group Launch StopAgreement StopSignals find_launch join start_jax"
     ),

@@ -13,12 +13,12 @@ from colossax.compat import cudnn_installed
 from colossax.config import Plan
 from colossax.errors import InputError
 from colossax.offload import DEVICE_SHARE
-from colossax.planner.run_step import batch_shapes, run_step, settle_run
 from colossax.planner.settling import Settled
+from colossax.planner.task_step import settle_task, task_step
 from colossax.planner.trial import choosing_for
 from colossax.sharding import compiler_options
 from colossax.step.step import Step
-from colossax.tasks.config import TrainConfig
+from colossax.tasks import TrainConfig, task_of
 
 
 def settle_for_target(config: TrainConfig, target: Target) -> tuple[TrainConfig, Settled]:
@@ -29,7 +29,9 @@ def settle_for_target(config: TrainConfig, target: Target) -> tuple[TrainConfig,
     """
     check_cudnn(config.plan, target)
     with choosing_for(target):
-        return settle_run(config, target_devices(target), target=target)
+        devices = target_devices(target)
+        settled = settle_task(task_of(config), config.plan, devices, target=target)
+    return config.replace(plan=settled.plan), settled
 
 
 def compiled_step(config: TrainConfig, target: Target) -> tuple[Step, Program, Any]:
@@ -37,11 +39,11 @@ def compiled_step(config: TrainConfig, target: Target) -> tuple[Step, Program, A
 
     What the plan leaves open is settled for the target.
     """
-    config, _ = settle_for_target(config, target)
-    devices = target_devices(target)
+    _, settled = settle_for_target(config, target)
+    task = task_of(config)
     with choosing_for(target):
-        step = run_step(config, devices)
-        batch = step.abstract_batch(batch_shapes(config))
+        step = task_step(task, settled, target_devices(target))
+        batch = step.abstract_batch(task.shapes)
         traced = step.jitted.trace(step.abstract, batch)
         lowered = traced.lower()
     program = compile_program(lowered, options=compiler_options(step.bound))

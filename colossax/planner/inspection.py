@@ -26,7 +26,7 @@ from colossax.planner.traffic import HostTraffic, Link, host_traffic, link_of
 from colossax.sharding import batch_axes
 from colossax.step.offloaded.disk import DiskCost, DiskTier
 from colossax.step.step import Step
-from colossax.tasks.config import TrainConfig
+from colossax.tasks import TrainConfig
 
 _KERNEL_CALL = "mosaic_gpu"
 """Part of the name of what calls a Mosaic kernel, in a compiled program."""

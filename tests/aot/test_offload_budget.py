@@ -14,8 +14,8 @@ from colossax.models import LlamaConfig
 from colossax.offload import GB, working_set_bytes
 from colossax.planner import fitting
 from colossax.planner.compiled import compiled_step, settle_for_target
-from colossax.planner.run_step import batch_shapes, run_step
-from colossax.tasks import DataConfig, TrainConfig
+from colossax.planner.task_step import task_step
+from colossax.tasks import DataConfig, TrainConfig, task_of
 
 pytestmark = pytest.mark.aot
 
@@ -96,9 +96,9 @@ def test_formulas_of_host_arrays_are_what_the_compiler_counts(target, everything
     """They stand in for it where it does not count, on CPUs."""
     config = run(parameters=1.0, optimizer=1.0, activations=1.0)
     trial = fitting.Trial(
-        lambda plan: run_step(config.replace(plan=plan), target_devices(target)),
+        lambda plan: task_step(task_of(config), plan, target_devices(target)),
         config.plan,
-        batch_shapes(config),
+        task_of(config).shapes,
         target,
     )
     arrays = trial.host_arrays()
