@@ -11,7 +11,7 @@ from colossax.errors import PlanError
 from colossax.models import maker
 from colossax.offload import device_budget
 from colossax.optim import adamw
-from colossax.planner import Facts, Fitted, build_step, settle, settling
+from colossax.planner import Facts, Fitted, boost, build_step, settle, settling
 from colossax.planner.compiled import usable_bytes
 from colossax.planner.settling import ORDER
 from colossax.step import StepOptions
@@ -84,6 +84,14 @@ def test_the_answer_is_a_plan_like_any_other(search):
     assert step.note == "\n".join(settled.reasons.values())
     plain = build_step(*PARTS, again, **options)
     assert plain.note is None and plain.bound.plan == step.bound.plan == settled.plan
+
+
+def test_boost_settles_with_a_batch(search, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLOSSAX_CACHE", str(tmp_path))
+    state, step = boost(*PARTS, OPEN, devices=jax.devices()[:1], shapes=batch())
+    assert step.bound.plan == search[1] and step.note.startswith("plan.offload auto: of 4 layers")
+    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state["params"])}
+    assert "pinned_host" in kinds
 
 
 def test_a_share_that_nothing_is_there_for_is_off():
