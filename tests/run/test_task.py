@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 from colossax.checkpoint import Checkpointer
-from colossax.config import Plan, to_json
+from colossax.config import OffloadConfig, Plan, to_json
 from colossax.errors import InputError
 from colossax.nn import param
 from colossax.planner.task_step import task_step
@@ -27,6 +27,7 @@ from colossax.step import StepOptions
 from colossax.tasks import Task
 
 ROWS, WIDTH, STEPS = 8, 4, 6
+PLAN = Plan(mesh={"fsdp": 2})
 
 
 class TwoLayers(nnx.Module):
@@ -85,8 +86,8 @@ def toy(*, stop_at=None, **changes):
     return dataclasses.replace(task, **changes)
 
 
-def trained(task, out, *, steps=STEPS, **options):
-    config = RunConfig(plan=Plan(mesh={"fsdp": 2}), steps=steps, validate_every=2)
+def trained(task, out, *, steps=STEPS, plan=PLAN, **options):
+    config = RunConfig(plan=plan, steps=steps, validate_every=2)
     emitted = []
     where = RunOptions(
         out=str(out), devices=lambda: jax.devices()[:2], emit=emitted.append, **options
@@ -118,6 +119,7 @@ def test_any_loss_is_trained_evaluated_stopped_resumed_and_drawn(tmp_path, capsy
     assert resumed.final["r2"] == whole.final["r2"]
 
 
+@pytest.mark.catches("question-recorded")
 def test_a_run_writes_down_what_its_task_says_and_the_plan_that_ran(tmp_path):
     task = toy(
         documents=lambda: {"units": "metres"},
@@ -125,8 +127,9 @@ def test_a_run_writes_down_what_its_task_says_and_the_plan_that_ran(tmp_path):
         conclusion=lambda final: [f"explained {final['r2']:.0%}"],
         complete=lambda step, params: f"out {params['out'].shape}",
     )
-    done, _ = trained(task, tmp_path, steps=1)
-    plan = Plan(mesh={"fsdp": 2})
+    question = PLAN.replace(offload=OffloadConfig(cpu_update="auto", pipelined="auto"))
+    done, _ = trained(task, tmp_path, steps=1, plan=question)
+    plan = PLAN.replace(offload=OffloadConfig(cpu_update=0.0))
     documents = Checkpointer(tmp_path / "checkpoints").documents(1)
     assert documents["units"] == "metres" and documents["plan"] == to_json(plan)
     written = json.loads((tmp_path / "run.json").read_text())
