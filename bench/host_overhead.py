@@ -89,7 +89,7 @@ def measure(folder: Path, steps: int, turns: int) -> dict[str, Any]:
     records = Records(folder, from_step=0, report=print)
     hooks = Hooks(
         record=records.write,
-        validate=lambda state: 0.0,
+        validate=lambda state: {},
         save=lambda state, done: None,
         progress=Silent(),
     )

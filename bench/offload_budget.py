@@ -97,11 +97,11 @@ def fitted(embed: int, layers: int, device_gb: int) -> Any:
     from colossax.aot import parse_target
     from colossax.config import OffloadConfig
     from colossax.errors import PlanError
-    from colossax.planner import fit_to_target
+    from colossax.planner import settle_for_target
 
     offload = OffloadConfig(auto=True, device_gb=device_gb, host_gb=4 * device_gb)
     try:
-        return fit_to_target(config_of(embed, layers, offload), parse_target(TARGET))[1]
+        return settle_for_target(config_of(embed, layers, offload), parse_target(TARGET))[1].fitted
     except PlanError as refusal:
         return str(refusal)
 

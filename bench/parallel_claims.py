@@ -25,8 +25,6 @@ from typing import Any
 
 import common
 
-RESERVE = 0.03
-
 
 def cases() -> dict[str, dict[str, Any]]:
     """The comparisons: model, sequence, and the plans by name with the batch's granule."""
@@ -103,8 +101,10 @@ def device_bytes(case: dict[str, Any], plan: Any, size: int, remat: str) -> int:
 
 def largest(case: dict[str, Any], plan: Any, remat: str) -> dict[str, Any]:
     """The largest size that fits, and what it and the next one take."""
+    from colossax.planner.compiled import usable_bytes
+
     step = case["granule"]
-    room = target_of(plan).gpu.memory_bytes * (1 - RESERVE)
+    room = usable_bytes(target_of(plan))
     taken: dict[int, int] = {}
 
     def takes(size: int) -> int:

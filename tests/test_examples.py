@@ -13,7 +13,8 @@ import pytest
 
 from colossax.cli.arguments import Parser, split_overrides
 from colossax.cli.train import add_arguments, configure
-from colossax.planner.run_step import run_step
+from colossax.planner.task_step import settle_task, task_step
+from colossax.tasks import task_of
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -62,7 +63,8 @@ def test_the_plans_of_the_readme_fit_their_models(words, devices):
     add_arguments(parser, "train")
     given = parser.parse(plain)
     config = configure(given, overrides)
-    step = run_step(config, devices[: given.devices or 1])
+    task, used = task_of(config), devices[: given.devices or 1]
+    step = task_step(task, settle_task(task, config.plan, used), used)
     assert step.bound.mesh.size == (given.devices or 1)
     step.order(config.data.seq_len)
 

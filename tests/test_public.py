@@ -32,7 +32,7 @@ NAMES = {
         "ring_attention_local ring_self_attention_local ulysses_local zigzag_order"
     ),
     "colossax.offload": (
-        "Demand GB Kind PipelinedTest Placement Rates Setting Update UpdateRate "
+        "DEVICE_SHARE Demand GB Kind PipelinedTest Placement Rates Setting Update UpdateRate "
         "build_stack cpu_device cpu_share "
         "device_budget device_memory fetch gb_down gb_up "
         "hiding_tokens host_budget host_shares kept_token_share load_rates measure_rates new_stack "
@@ -79,12 +79,16 @@ NAMES = {
         "config_to_json family_of maker"
     ),
     "colossax.planner": (
-        "Fitted HIDING_FORMULA HostTraffic Inspection LayoutCost boost build_step check_pipelined "
-        "compare compare_layouts fit_offload fit_to_target inspect_run largest_microbatch"
+        "Facts Fitted HIDING_FORMULA HostTraffic Inspection LayoutCost Settled boost build_step "
+        "check_pipelined compare compare_layouts fit_offload inspect_run largest_microbatch settle "
+        "settle_for_target"
     ),
     "colossax.step": "Step StepOptions any_order",
-    "colossax.tasks": "DataConfig OptimizerConfig SampleConfig TrainConfig next_token_loss",
-    "colossax.run": "RunFolder RunOptions Stream Trained train with_initial_model",
+    "colossax.tasks": (
+        "DataConfig OptimizerConfig SampleConfig Task TrainConfig next_token_loss task_of "
+        "with_initial_model"
+    ),
+    "colossax.run": "Outcome RunConfig RunFolder RunOptions Stream train",
     "colossax.processes": (
         "EXIT_CODES Gate Group Launch StopAgreement StopSignals find_launch join start_jax"
     ),

@@ -18,9 +18,9 @@ from colossax.planner import (
     LayoutCost,
     compare,
     compare_layouts,
-    fit_to_target,
     inspect_run,
     largest_microbatch,
+    settle_for_target,
 )
 from colossax.recipes import recipe
 
@@ -88,9 +88,9 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
     for label, target, changes in _asked(args, overrides):
         config = apply_overrides(recipe(args.recipe), changes)
         _tell(f"compiling {label}")
-        config, fitted = fit_to_target(config, target)
-        if fitted is not None:
-            _tell(fitted.line)
+        config, settled = settle_for_target(config, target)
+        if settled.fitted is not None:
+            _tell(settled.fitted.line)
         one = inspect_run(config, target)
         if args.largest_microbatch:
             most = largest_microbatch(config, target, lambda line: _tell(f"  {line}"))

@@ -12,8 +12,7 @@ from typing import Any
 
 from colossax.config import MESH_AXES, FrozenDict, Plan, Rules, nearest, preset
 from colossax.errors import InputError
-from colossax.run import with_initial_model
-from colossax.tasks import TrainConfig
+from colossax.tasks import TrainConfig, with_initial_model
 
 Override = tuple[str, str]
 """Dotted name without dashes in front, and the text of its value."""

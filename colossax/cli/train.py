@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import logging
 import signal
@@ -16,8 +17,9 @@ from colossax.cli.output import standard_output
 from colossax.cli.overrides import Override, apply_overrides, override_names
 from colossax.processes import EXIT_CODES, find_launch, join, start_jax
 from colossax.recipes import DEFAULT_RECIPE, RECIPES, recipe
-from colossax.run import RunFolder, RunOptions, Stream, Trained, train
-from colossax.tasks import TrainConfig
+from colossax.run import RunConfig, RunFolder, RunOptions, Stream, train
+from colossax.tasks import TrainConfig, task_of
+from colossax.tasks.config import train_config_from_json
 
 DESCRIPTION = {
     "train": (
@@ -101,9 +103,8 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
                 resume=args.resume,
                 devices=lambda: choose_devices(args.devices),
                 emit=_emitter(out) if args.json and group.first else None,
-                complete=_complete,
             )
-            outcome = train(config, options, group)
+            outcome = train(task_of(config, group), run_config(config), options, group)
     return 0 if outcome.stopped_by is None else EXIT_CODES[outcome.stopped_by]
 
 
@@ -114,15 +115,32 @@ def configure(args: argparse.Namespace, overrides: list[Override]) -> TrainConfi
         InputError: Unknown names, or values that do not fit.
     """
     folder = RunFolder(path=Path(args.out or "").expanduser())
-    if args.recipe is None and args.resume and args.out and folder.holds_run:
-        config = folder.config()
+    resumed = args.resume and args.out and folder.holds_run
+    before = train_config_from_json(folder.config()) if resumed else None
+    if args.recipe is None and before is not None:
+        config = before
     else:
         config = recipe(args.recipe or DEFAULT_RECIPE)
     plain = [(name, getattr(args, f"field_{name}")) for name in ("init", *_FIELDS)]
     given = [(name, text) for name, text in plain if text is not None]
     if args.data is not None:
         given.append(("data.path", args.data))
-    return apply_overrides(config, [*given, *overrides])
+    config = apply_overrides(config, [*given, *overrides])
+    return config if before is None else _keep_schedule(config, before)
+
+
+def _keep_schedule(config: TrainConfig, before: TrainConfig) -> TrainConfig:
+    """With the learning-rate schedule's length of the run that is resumed, unless one is asked."""
+    if config.optimizer.schedule_steps is not None:
+        return config
+    length = before.schedule_steps
+    return config.replace(optimizer=dataclasses.replace(config.optimizer, schedule_steps=length))
+
+
+def run_config(config: TrainConfig) -> RunConfig:
+    """What of a configuration says how its task is run."""
+    names = [field.name for field in dataclasses.fields(RunConfig)]
+    return RunConfig(**{name: getattr(config, name) for name in names})
 
 
 def _emitter(out: Stream) -> Callable[[dict[str, Any]], None]:
@@ -145,26 +163,3 @@ def _terminated_at_once() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _complete(trained: Trained) -> str:
-    """The prompt of the recipe continued by the trained model."""
-    from colossax.inference import Generator
-
-    sample, longest = trained.config.sample, trained.config.model.decoder().max_seq
-    prompt = trained.tokenizer.encode(sample.prompt)[: longest - 1]
-    slots = min(len(prompt) + sample.max_tokens, longest)
-    generator = Generator(
-        trained.step.spec,
-        trained.step.bound,
-        trained.params,
-        slots=slots,
-        eos=trained.tokenizer.eos,
-    )
-    result = generator.generate(
-        prompt,
-        max_tokens=slots - len(prompt),
-        temperature=sample.temperature,
-        seed=trained.config.seed,
-    )
-    return trained.tokenizer.decode([*prompt, *result.tokens])

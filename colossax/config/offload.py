@@ -40,7 +40,7 @@ class OffloadConfig:
         fused: Update each layer during backward, so that gradients are never whole, though nothing
             need be in host memory. Shares above 0 imply it.
         device_gb: With `auto`, memory of a device that may be used, in units of 1e9 bytes; None:
-            93 % of what it has.
+            97 % of what it has.
         host_gb: Likewise of the host's memory, for each device, and with a segment's `mlp_share`
             of `auto`; None: what is free, less 16 GiB or half of it, divided by the devices of
             this host.

@@ -67,7 +67,7 @@ def fit_layers(
 
     Args:
         make_generator: Of a plan without `auto`; its parameters may be shapes with shardings.
-        plan: With budgets where the defaults (93 % of a device's memory, the host's free memory
+        plan: With budgets where the defaults (97 % of a device's memory, the host's free memory
             less 16 GiB or half of it) do not do.
         layers: Of the model's layer stack.
 

@@ -25,6 +25,7 @@ from .layers import Linear as Linear
 from .layers import RMSNorm as RMSNorm
 from .loss import cross_entropy as cross_entropy
 from .module import MakeModel as MakeModel
+from .module import MakeModels as MakeModels
 from .module import ModelSpec as ModelSpec
 from .module import describe as describe
 from .module import initialise as initialise

@@ -15,7 +15,7 @@ from jaxtyping import Array
 
 from colossax.config import BoundPlan
 from colossax.errors import InputError
-from colossax.nn.named_models import MakeModel, make_models
+from colossax.nn.named_models import MakeModel, MakeModels, make_models
 from colossax.sharding import param_sharding, use, validate
 from colossax.typing import Dims, ParamInfo, Params
 
@@ -56,7 +56,7 @@ class ModelSpec:
         return sum(int(np.prod(info.shape)) for info in jax.tree.leaves(self.infos))
 
 
-def describe(make_model: MakeModel | Mapping[str, MakeModel]) -> ModelSpec:
+def describe(make_model: MakeModels) -> ModelSpec:
     """Trace the factory for names and shapes; nothing is allocated.
 
     The plan in force decides the segments of layer stacks.

@@ -11,6 +11,9 @@ from colossax.errors import InputError
 
 MakeModel = Callable[[nnx.Rngs], nnx.Module]
 
+MakeModels = MakeModel | Mapping[str, MakeModel]
+"""A model's factory, or those of several by name."""
+
 
 class Models(nnx.Module):
     """Models by name: `models.actor`, or `models["actor"]`.

@@ -11,8 +11,9 @@ from colossax.aot import Target
 from colossax.errors import PlanError
 from colossax.offload.budget import GB, check_host_bytes, default_host_bytes, free_host_bytes
 
-DEVICE_SHARE = 0.93
-"""Of a device's memory, where no budget is given."""
+DEVICE_SHARE = 0.97
+"""Of a device's memory, what a step may take where no budget is given. The rest is for workspaces
+that tuning on the GPU will choose, the CUDA context and fragmentation."""
 
 _PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 _PINNED_DEFAULT_GIB = 64
@@ -34,7 +35,7 @@ def device_memory(devices: Sequence[jax.Device], target: Target | None) -> int |
 
 
 def device_budget(given_gb: float | None, memory: int | None) -> int:
-    """Bytes of a device that may be used: what is given, or 93 % of its memory.
+    """Bytes of a device that may be used: what is given, or `DEVICE_SHARE` of its memory.
 
     Raises:
         PlanError: More is given than there is, or neither is known.

@@ -4,7 +4,7 @@ from .building import boost as boost
 from .building import build_step as build_step
 from .candidates import LayoutCost as LayoutCost
 from .candidates import compare_layouts as compare_layouts
-from .compiled import fit_to_target as fit_to_target
+from .compiled import settle_for_target as settle_for_target
 from .fitting import Fitted as Fitted
 from .fitting import fit_offload as fit_offload
 from .inspection import Inspection as Inspection
@@ -12,5 +12,8 @@ from .inspection import compare as compare
 from .inspection import inspect_run as inspect_run
 from .largest import largest_microbatch as largest_microbatch
 from .loss_equality import check_pipelined as check_pipelined
+from .settling import Facts as Facts
+from .settling import Settled as Settled
+from .settling import settle as settle
 from .traffic import HIDING_FORMULA as HIDING_FORMULA
 from .traffic import HostTraffic as HostTraffic

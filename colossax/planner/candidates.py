@@ -11,12 +11,13 @@ from colossax.config import BatchConfig, BoundPlan, MeshAxis, Plan, Segment, pre
 from colossax.errors import InputError, PlanError
 from colossax.nn import DecoderConfig
 from colossax.pallas.target import target as pallas_target
-from colossax.planner.compiled import RESERVE, compiled_step
-from colossax.planner.run_step import run_step
+from colossax.planner.compiled import compiled_step, usable_bytes
+from colossax.planner.settling import Settled
+from colossax.planner.task_step import settle_task, task_step
 from colossax.planner.traffic import link_of
 from colossax.sharding import activation_axes, batch_axes
 from colossax.sharding.matmul import Widths, sent_items
-from colossax.tasks.config import TrainConfig
+from colossax.tasks import TrainConfig, task_of
 
 _FLAT = (MeshAxis.FSDP, MeshAxis.RING, MeshAxis.ULYSSES, MeshAxis.TENSOR)
 _SPREAD = (MeshAxis.FSDP, MeshAxis.DEPTH, MeshAxis.ROW, MeshAxis.COL)
@@ -112,11 +113,14 @@ def _one_pass(config: TrainConfig, target: Target) -> TrainConfig:
 
 def legal_layouts(config: TrainConfig, target: Target) -> Iterator[LayoutCost]:
     """Every layout over `fsdp` and either `ring ulysses tensor` or `depth row col`."""
-    devices = target_devices(target)
+    task, devices = task_of(config), target_devices(target)
     with pallas_target("gpu", compute_capability=target.gpu.compute_capability):
         for label, plan in _plans(config.plan, target.size):
             try:
-                step = run_step(config.replace(plan=plan), devices)
+                settled = Settled(plan=plan)
+                if not plan.offload.auto:  # shares are not searched for every layout
+                    settled = settle_task(task, plan, devices, target=target)
+                step = task_step(task, settled, devices)
                 step.order(config.data.seq_len)
             except PlanError:
                 continue
@@ -251,5 +255,5 @@ def _measured(config: TrainConfig, target: Target, one: LayoutCost) -> LayoutCos
         layer_bytes=(held - half[1]) / between,
         seconds=(seconds - half[2]) / between,
         device_bytes=held,
-        fits=held <= target.gpu.memory_bytes * (1 - RESERVE),
+        fits=held <= usable_bytes(target),
     )

@@ -12,37 +12,38 @@ from colossax.aot import (
 from colossax.compat import cudnn_installed
 from colossax.config import Plan
 from colossax.errors import InputError
-from colossax.pallas.target import target as pallas_target
-from colossax.planner.fitting import Fitted
-from colossax.planner.run_step import batch_shapes, fit_run, run_step
+from colossax.offload import DEVICE_SHARE
+from colossax.planner.settling import Settled
+from colossax.planner.task_step import settle_task, task_step
+from colossax.planner.trial import choosing_for
 from colossax.sharding import compiler_options
 from colossax.step.step import Step
-from colossax.tasks.config import TrainConfig
-
-RESERVE = 0.03
-"""Share of a GPU's memory left free: for workspaces that tuning on the GPU will choose, the CUDA
-context and fragmentation."""
+from colossax.tasks import TrainConfig, task_of
 
 
-def fit_to_target(config: TrainConfig, target: Target) -> tuple[TrainConfig, Fitted | None]:
-    """The run with shares in place of `plan.offload.auto`, found for a target; see `fit_run`.
+def settle_for_target(config: TrainConfig, target: Target) -> tuple[TrainConfig, Settled]:
+    """The run with its plan settled for a target, and how; see `settle`.
 
     Raises:
         InputError: A budget does not do, or the CUDA compiler plugin is missing.
     """
-    if not config.plan.offload.auto:
-        return config, None
     check_cudnn(config.plan, target)
-    return fit_run(config, target_devices(target), target=target)
+    with choosing_for(target):
+        devices = target_devices(target)
+        settled = settle_task(task_of(config), config.plan, devices, target=target)
+    return config.replace(plan=settled.plan), settled
 
 
 def compiled_step(config: TrainConfig, target: Target) -> tuple[Step, Program, Any]:
-    """A run's step, the program compiled for a target, and the names of what it saves."""
-    devices = target_devices(target)
-    check_cudnn(config.plan, target)
-    with pallas_target("gpu", compute_capability=target.gpu.compute_capability):
-        step = run_step(config, devices)
-        batch = step.abstract_batch(batch_shapes(config))
+    """A run's step, the program compiled for a target, and the names of what it saves.
+
+    What the plan leaves open is settled for the target.
+    """
+    _, settled = settle_for_target(config, target)
+    task = task_of(config)
+    with choosing_for(target):
+        step = task_step(task, settled, target_devices(target))
+        batch = step.abstract_batch(task.shapes)
         traced = step.jitted.trace(step.abstract, batch)
         lowered = traced.lower()
     program = compile_program(lowered, options=compiler_options(step.bound))
@@ -63,4 +64,5 @@ def check_cudnn(plan: Plan, target: Target) -> None:
 
 
 def usable_bytes(target: Target) -> float:
-    return target.gpu.memory_bytes * (1 - RESERVE)
+    """Of a GPU's memory, what a step may take."""
+    return target.gpu.memory_bytes * DEVICE_SHARE

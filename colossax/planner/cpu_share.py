@@ -2,21 +2,28 @@
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from colossax.config import Plan
-from colossax.offload import cpu_share, load_rates
+from colossax.offload import Rates, cpu_share, load_rates
 from colossax.optim import DimsOptimizer, is_layerwise
-from colossax.step.offloaded.cpu_update import CPU_UPDATE
+
+CPU_UPDATE = "plan.offload.cpu_update auto"
+"""How lines of what was decided begin."""
 
 _LOG = logging.getLogger(__name__)
 
 
 def with_cpu_share(
-    plan: Plan, optimizer: Any, devices: Sequence[jax.Device]
+    plan: Plan,
+    optimizer: Any,
+    devices: Sequence[jax.Device],
+    *,
+    reachable: Callable[[], bool] = lambda: True,
+    rates: Callable[[str], Rates | None] = load_rates,
 ) -> tuple[Plan, str | None]:
     """The plan with a share in place of `offload.cpu_update` auto, and why, in one line.
 
@@ -24,24 +31,30 @@ def with_cpu_share(
         plan: Unchanged, without a line, where the share is given.
         optimizer: What it keeps of a parameter decides how much would travel.
         devices: Rates are those of their kind.
+        reachable: Whether there is any layer that the CPU could update.
+        rates: What was measured of a kind of device.
 
     Raises:
         InputError: The file of rates is damaged.
     """
     if plan.offload.cpu_update != "auto":
         return plan, None
-    share, line = _measured_share(plan, optimizer, devices[0])
+    share, line = _measured_share(plan, optimizer, rates, devices[0])
+    if share and not reachable():
+        share, line = 0.0, "off, no layer has parameters and optimizer state in host memory"
     line = f"{CPU_UPDATE}: {line}"
     _LOG.info(line)
     return plan.replace(offload=dataclasses.replace(plan.offload, cpu_update=share)), line
 
 
-def _measured_share(plan: Plan, optimizer: Any, device: jax.Device) -> tuple[float, str]:
+def _measured_share(
+    plan: Plan, optimizer: Any, rates_of: Callable[[str], Rates | None], device: jax.Device
+) -> tuple[float, str]:
     if jax.process_count() > 1:
         return 0.0, "off, several processes hold parts of each layer"
     if not is_layerwise(optimizer):
         return 0.0, "off, the optimizer does not update layers one by one"
-    rates = load_rates(device.device_kind)
+    rates = rates_of(device.device_kind)
     if rates is None:
         return 0.0, (
             f"off, nothing was measured for '{device.device_kind}'; colossax bench offload does it"

@@ -86,7 +86,7 @@ def fit_offload(
     Args:
         make_step: A plan's step, such as `lambda plan: build_step(make_model, optimizer, loss,
             plan)`.
-        plan: With `offload.auto`, and budgets where the defaults (93 % of a device's memory, the
+        plan: With `offload.auto`, and budgets where the defaults (97 % of a device's memory, the
             host's free memory less 16 GiB or half of it) do not do.
         shapes: A global batch, or the shapes of its arrays.
         target: GPUs to compile for that are not there; `make_step` uses their devices.

@@ -22,11 +22,6 @@ _PEAK_TFLOPS: dict[str, tuple[float, float]] = {
 """Dense peaks by the makers' data sheets: 16-bit, and float32 inputs (which JAX multiplies in
 TF32 by default). The first name found in the device's kind counts, so longer names stand first."""
 
-MFU_FORMULA = (
-    "MFU = tokens/s x FLOPs/token / (devices x peak), FLOPs/token = 6 per matmul weight"
-    " + 12 layers heads head_dim keys for attention; recomputation is not counted"
-)
-
 
 def peak_flops(device_kind: str, compute_dtype: str) -> float | None:
     """FLOP/s of one device at its best, None where it is not known (CPUs among them)."""
@@ -49,5 +44,5 @@ class Yardstick:
     peak: float | None
 
     def mfu(self, tokens_per_s: float) -> float | None:
-        """Share of the peak, 0 to 1, by `MFU_FORMULA`; None when the peak is unknown."""
+        """Share of the peak, 0 to 1; None when the peak is unknown."""
         return None if self.peak is None else tokens_per_s * self.flops_per_token / self.peak

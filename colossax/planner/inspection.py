@@ -20,13 +20,13 @@ from colossax.aot import (
 )
 from colossax.compat import cudnn_installed
 from colossax.pallas.attention.mosaic_gpu.forward import KERNEL_NAME
-from colossax.planner.compiled import compiled_step, fit_to_target, usable_bytes
+from colossax.planner.compiled import compiled_step, settle_for_target, usable_bytes
 from colossax.planner.flops import peak_flops
 from colossax.planner.traffic import HostTraffic, Link, host_traffic, link_of
 from colossax.sharding import batch_axes
 from colossax.step.offloaded.disk import DiskCost, DiskTier
 from colossax.step.step import Step
-from colossax.tasks.config import TrainConfig
+from colossax.tasks import TrainConfig
 
 _KERNEL_CALL = "mosaic_gpu"
 """Part of the name of what calls a Mosaic kernel, in a compiled program."""
@@ -38,7 +38,7 @@ class Inspection:
 
     Attributes:
         limit_bytes: The GPU's memory.
-        fits: Whether the program needs at most that, less `RESERVE`.
+        fits: Whether the program needs at most that, but for `DEVICE_SHARE`.
         attention: `cudnn` where the compiled program calls it, else `xla`.
         proof_assumed: Whether the program has Mosaic kernels that `auto` took: on the GPUs it will,
             once they have proved themselves there.
@@ -171,12 +171,12 @@ class Inspection:
 def inspect_run(config: TrainConfig, target: Target) -> Inspection:
     """Compile a run's step for a target and count.
 
-    A plan that leaves its offload to `auto` is fitted first.
+    What the plan leaves open is settled for the target first.
 
     Raises:
         InputError: The run does not fit its plan, or the CUDA compiler plugin is missing.
     """
-    config, _ = fit_to_target(config, target)
+    config, _ = settle_for_target(config, target)
     step, program, names = compiled_step(config, target)
     mesh = step.bound.mesh
     memory = memory_report(program, names=names)

@@ -10,7 +10,7 @@ from colossax.aot import (
 from colossax.config import BatchConfig
 from colossax.planner.compiled import compiled_step, usable_bytes
 from colossax.sharding import batch_axes
-from colossax.tasks.config import TrainConfig
+from colossax.tasks import TrainConfig
 
 
 def largest_microbatch(

@@ -44,12 +44,12 @@ class _Layer:
     kept_bytes: dict[str, float]
 
 
-def wants_mlp_share(plan: Plan) -> bool:
-    """Whether a share is to be found."""
-    return any(segment.mlp_share == "auto" for segment in plan.segments)
-
-
-def with_mlp_share(step: "Step", build: Callable[[Plan], "Step"]) -> tuple[Plan, str]:
+def with_mlp_share(
+    step: "Step",
+    build: Callable[[Plan], "Step"],
+    *,
+    rates: Callable[[str], Rates | None] = load_rates,
+) -> tuple[Plan, str]:
     """The step's plan with shares in place of `auto`, and why, in one line.
 
     All hidden states are recomputed where nothing was measured, and in several processes, which
@@ -59,6 +59,7 @@ def with_mlp_share(step: "Step", build: Callable[[Plan], "Step"]) -> tuple[Plan,
     Args:
         step: Of that plan; none of its layers has been traced.
         build: The step of another plan, on one device.
+        rates: What was measured of a kind of device.
 
     Raises:
         PlanError: The batch is not known, or no layer names what its MLP keeps.
@@ -72,7 +73,7 @@ def with_mlp_share(step: "Step", build: Callable[[Plan], "Step"]) -> tuple[Plan,
             f"{MLP_SHARE}: it depends on the tokens of a batch, and they are not known; give a"
             " batch or its shapes, as in boost(..., shapes=batch), or a number"
         )
-    shares, line = _measured_shares(step, build)
+    shares, line = _measured_shares(step, build, rates)
     segments = tuple(
         dataclasses.replace(segment, mlp_share=shares.get(segment, segment.mlp_share))
         for segment in plan.segments
@@ -83,14 +84,16 @@ def with_mlp_share(step: "Step", build: Callable[[Plan], "Step"]) -> tuple[Plan,
 
 
 def _measured_shares(
-    step: "Step", build: Callable[[Plan], "Step"]
+    step: "Step",
+    build: Callable[[Plan], "Step"],
+    rates_of: Callable[[str], Rates | None] = load_rates,
 ) -> tuple[dict[Segment, float], str]:
     wanted = [segment for segment in step.bound.plan.segments if segment.mlp_share == "auto"]
     none = dict.fromkeys(wanted, 0.0)
     kind = step.bound.mesh.devices.flat[0].device_kind
     if jax.process_count() > 1:
         return none, "0%, several processes may have measured different rates"
-    rates = load_rates(kind)
+    rates = rates_of(kind)
     if rates is None:
         return none, f"0%, nothing was measured for '{kind}'; colossax bench offload does it"
     layers, memory = _layers(step, build)

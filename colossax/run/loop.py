@@ -5,16 +5,12 @@ The device never waits for Python: the metrics of a step are read while the next
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
-
-import jax
-import numpy as np
+from collections.abc import Callable, Iterator, Mapping
 
 from colossax.planner.flops import Yardstick
 from colossax.processes.agreement import Gate
 from colossax.run.progress import Progress, Screen
-from colossax.run.records import Record
+from colossax.run.records import Record, spelt
 from colossax.typing import Batch, Metrics, TrainState
 
 _READ = ("loss", "grad_norm", "tokens", "skipped")
@@ -23,7 +19,6 @@ _READ = ("loss", "grad_norm", "tokens", "skipped")
 Reported = tuple[int, Metrics]
 
 StepFunction = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
-Evaluate = Callable[[TrainState, Batch], dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,13 +27,13 @@ class Hooks:
 
     Attributes:
         record: Takes each step's and each validation's numbers; of use on process 0 alone.
-        validate: Mean held-out loss of a state.
+        validate: Metrics of a state, by name.
         save: Starts saving a state; the state may be donated once it returns.
         progress: For people.
     """
 
     record: Callable[[Record], None]
-    validate: Callable[[TrainState], float]
+    validate: Callable[[TrainState], Mapping[str, float]]
     save: Callable[[TrainState, int], None]
     progress: Progress | Screen
 
@@ -108,7 +103,8 @@ class Loop:
         self._hooks = hooks
         self._gate = gate
         self.meter = meter
-        self.validation_loss: float | None = None
+        self.evaluated: Mapping[str, float] = {}
+        """What the last validation found."""
         self.last: Record | None = None
 
     def run(
@@ -168,21 +164,13 @@ class Loop:
             )
 
     def _validate(self, state: TrainState, done: int) -> None:
-        self.validation_loss = self._hooks.validate(state)
-        self._hooks.record({"step": done, "validation_loss": self.validation_loss})
-        self._hooks.progress.note(f"step {done}: validation loss {self.validation_loss:.4f}")
+        self.evaluated = self._hooks.validate(state)
+        if self.evaluated:
+            self._hooks.record({"step": done, **self.evaluated})
+            shown = [f"{spelt(name)} {value:.4f}" for name, value in self.evaluated.items()]
+            self._hooks.progress.note(f"step {done}: {', '.join(shown)}")
         self.meter.pause()
 
     def _save(self, state: TrainState, done: int) -> None:
         self._hooks.save(state, done)
         self.meter.pause()
-
-
-def mean_loss(evaluate: Evaluate, state: TrainState, batches: Iterable[Batch]) -> float:
-    """Loss over all real target tokens of the batches together, each term by its weight."""
-    sums: dict[str, np.ndarray] = {}
-    for batch in batches:
-        for name, pair in jax.device_get(evaluate(state, batch)).items():
-            sums[name] = sums.get(name, 0.0) + np.asarray(pair, np.float64)
-    total, weight = sums["cross_entropy"]
-    return float(total / weight) if weight else float("nan")

@@ -1,21 +1,35 @@
 """The picture of a run's losses."""
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
-from colossax.run.records import Record
+from colossax.run.records import Record, spelt
 
 _INK = "#1f2933"
 _GRID = "#e4e7eb"
 _TRAIN = "#9fb3c8"
 _SMOOTH = "#2f6fde"
-_VALIDATION = "#d64545"
+_EVALUATED = ("#d64545", "#2f9e6e", "#8a4fd6", "#c98a1b")
 
 
 def plot_losses(
-    records: Iterable[Record], path: Path, *, title: str, unigram_entropy: float | None
+    records: Iterable[Record],
+    path: Path,
+    *,
+    title: str,
+    unit: str = "",
+    baselines: Mapping[str, float] = MappingProxyType({}),
 ) -> None:
-    """Draw training and validation loss over steps, and the unigram entropy as a line, to a PNG.
+    """Draw the training loss and what evaluators gave over steps, to a PNG.
+
+    Args:
+        records: Of steps, which have a `loss`, and of evaluations, which have metrics instead.
+        path: Of the PNG.
+        title: Above it.
+        unit: Of the loss.
+        baselines: Drawn as lines across.
 
     Cost: importing matplotlib, about half a second.
     """
@@ -24,9 +38,6 @@ def plot_losses(
 
     rows = list(records)
     train = [(r["step"], r["loss"]) for r in rows if r.get("loss") is not None]
-    held_out = [
-        (r["step"], r["validation_loss"]) for r in rows if r.get("validation_loss") is not None
-    ]
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
@@ -34,31 +45,47 @@ def plot_losses(
         steps, losses = zip(*train, strict=True)
         axes.plot(steps, losses, color=_TRAIN, linewidth=0.8, label="training loss")
         axes.plot(steps, smooth(losses), color=_SMOOTH, linewidth=1.8, label="training, smoothed")
-    if held_out:
-        steps, losses = zip(*held_out, strict=True)
-        axes.plot(steps, losses, "o-", color=_VALIDATION, markersize=5, label="validation loss")
+    for color, (name, points) in zip(
+        itertools.cycle(_EVALUATED), metrics_of(rows).items(), strict=False
+    ):
+        _plot_metric(axes, name, points, color)
+    for name, value in baselines.items():
+        axes.axhline(value, color=_INK, linestyle="--", linewidth=1)
         axes.annotate(
-            f"{losses[-1]:.3f}",
-            (steps[-1], losses[-1]),
-            xytext=(-4, 8),
-            textcoords="offset points",
-            ha="right",
-            color=_VALIDATION,
-            fontweight="bold",
-        )
-    if unigram_entropy is not None:
-        axes.axhline(unigram_entropy, color=_INK, linestyle="--", linewidth=1)
-        axes.annotate(
-            f"unigram entropy {unigram_entropy:.3f}",
-            (0.99, unigram_entropy),
+            f"{spelt(name)} {value:.3f}",
+            (0.99, value),
             xycoords=("axes fraction", "data"),
             xytext=(0, 4),
             textcoords="offset points",
             ha="right",
             color=_INK,
         )
-    _dress(axes, title)
+    _dress(axes, title, unit)
     figure.savefig(path)
+
+
+def metrics_of(records: Iterable[Record]) -> dict[str, list[tuple[int, float]]]:
+    """(step, value) of each metric of the evaluations."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for record in records:
+        for name, value in record.items():
+            if "loss" not in record and name != "step" and value is not None:
+                found.setdefault(name, []).append((record["step"], value))
+    return found
+
+
+def _plot_metric(axes, name: str, points: Sequence[tuple[int, float]], color: str) -> None:
+    steps, values = zip(*points, strict=True)
+    axes.plot(steps, values, "o-", color=color, markersize=5, label=spelt(name))
+    axes.annotate(
+        f"{values[-1]:.3f}",
+        (steps[-1], values[-1]),
+        xytext=(-4, 8),
+        textcoords="offset points",
+        ha="right",
+        color=color,
+        fontweight="bold",
+    )
 
 
 def smooth(values: Iterable[float], weight: float = 0.9) -> list[float]:
@@ -71,10 +98,10 @@ def smooth(values: Iterable[float], weight: float = 0.9) -> list[float]:
     return out
 
 
-def _dress(axes, title: str) -> None:
+def _dress(axes, title: str, unit: str) -> None:
     axes.set_title(title, loc="left", color=_INK, fontsize=11)
     axes.set_xlabel("step", color=_INK)
-    axes.set_ylabel("nats per token", color=_INK)
+    axes.set_ylabel(unit, color=_INK)
     axes.grid(color=_GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(colors=_INK, length=0)

@@ -26,6 +26,11 @@ def finite(record: Record) -> Record:
     }
 
 
+def spelt(name: str) -> str:
+    """The name of a metric, for people."""
+    return name.replace("_", " ")
+
+
 def read_records(path: Path) -> Iterator[Record]:
     """Records of a `metrics.jsonl`; a line that a killed process left half written ends them."""
     if not path.exists():

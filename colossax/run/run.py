@@ -1,4 +1,4 @@
-"""One run from its configuration to its last checkpoint, picture and completion."""
+"""One run of a task, from its plan to its last checkpoint, picture and completion."""
 
 import contextlib
 import dataclasses
@@ -8,26 +8,24 @@ from typing import Any
 
 import jax
 
-from colossax.config import to_json
-from colossax.errors import DamagedStoreError
-from colossax.models import config_to_json
-from colossax.planner.fitting import Fitted
-from colossax.planner.flops import MFU_FORMULA, Yardstick, peak_flops
-from colossax.planner.run_step import fit_run, run_step
+from colossax.config import Plan, to_json
+from colossax.errors import DamagedStoreError, InputError
+from colossax.planner.flops import Yardstick, peak_flops
+from colossax.planner.settling import Settled
+from colossax.planner.task_step import settle_task, task_step
 from colossax.processes.agreement import Gate, StopAgreement
 from colossax.processes.group import Group
 from colossax.processes.signals import StopSignals
 from colossax.run.checkpointing import RunCheckpoints
-from colossax.run.initial import initial_params, initial_tokenizer
-from colossax.run.loop import Hooks, Loop, Meter, Schedule, mean_loss
+from colossax.run.initial import initial_params
+from colossax.run.loop import Hooks, Loop, Meter, Schedule
 from colossax.run.plot import plot_losses
 from colossax.run.progress import Screen
-from colossax.run.records import Record, Records, finite, read_records
-from colossax.run.run_dir import RunFolder, check_identity, find_run_folder, identity
+from colossax.run.records import Record, Records, finite, read_records, spelt
+from colossax.run.run_dir import RunFolder, check_identity, find_run_folder
 from colossax.step.step import Step
-from colossax.tasks.config import TrainConfig, train_config_to_json
-from colossax.tasks.text import Text, open_text
-from colossax.typing import Params, TrainState
+from colossax.tasks import Task
+from colossax.typing import TrainState
 
 OFFLOADED = "offload"
 """Folder of a run's optimizer state on disk, in that of the run."""
@@ -38,13 +36,32 @@ STEP_FIELDS = ("step", "loss", "grad_norm", "tokens", "tokens_per_s")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Trained:
-    """A model at the end of a run, for whoever completes the sample prompt."""
+class RunConfig:
+    """How a task is run.
 
-    config: TrainConfig
-    step: Step
-    params: Params
-    tokenizer: Any
+    Attributes:
+        plan: How it is spread over devices; what it leaves to `auto` is settled first.
+        steps: Optimizer steps in all, those before a resumption included.
+        seed: Of the parameters and the step's random keys.
+        validate_every: Steps between evaluations; 0 evaluates at the end alone.
+        checkpoint_every: Steps between checkpoints; 0 saves at the end alone.
+        keep: Checkpoints kept.
+        init: Checkpoint whose parameters a new run starts from, in place of random ones.
+    """
+
+    plan: Plan = Plan()
+    steps: int
+    seed: int = 0
+    validate_every: int = 0
+    checkpoint_every: int = 0
+    keep: int = 2
+    init: str | None = None
+
+    def __post_init__(self):
+        least = {"steps": 1, "seed": 0, "validate_every": 0, "checkpoint_every": 0, "keep": 1}
+        for name, low in least.items():
+            if getattr(self, name) < low:
+                raise InputError(f"{name}: found {getattr(self, name)}; give {low} or more")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,14 +73,12 @@ class RunOptions:
         resume: Go on with the run in `out`.
         devices: Gives the devices; called when JAX may be asked.
         emit: Takes one record per step and the final one; None on all processes but the first.
-        complete: Continues the sample prompt; called on every process.
     """
 
     out: str | None = None
     resume: bool = False
     devices: Callable[[], list[jax.Device]] = jax.devices
     emit: Callable[[Record], None] | None = None
-    complete: Callable[[Trained], str] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,23 +98,33 @@ class Outcome:
 class _Prepared:
     """A run about to start: all checks passed, nothing written but caches."""
 
-    config: TrainConfig
+    task: Task
+    config: RunConfig
     options: RunOptions
     group: Group
+    settled: Settled
     step: Step
     folder: RunFolder
-    text: Text
     identity: dict[str, Any]
-    fitted: Fitted | None
+
+    @property
+    def plan(self) -> Plan:
+        """The one that runs."""
+        return self.settled.plan
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """How the run was asked for, with the plan that runs."""
+        return self.task.asked(self.plan)
 
 
-def train(config: TrainConfig, options: RunOptions, group: Group) -> Outcome:
-    """Train a model; every process of the group calls this alike.
+def train(task: Task, config: RunConfig, options: RunOptions, group: Group) -> Outcome:
+    """Train a task's model; every process of the group calls this alike.
 
     Raises:
         InputError: Something asked for cannot be done. Nothing has been written then.
     """
-    run = _prepare(config, options, group)
+    run = _prepare(task, config, options, group)
     signals = StopSignals()
     with signals.installed():
         outcome = _train(run, signals)
@@ -107,46 +132,29 @@ def train(config: TrainConfig, options: RunOptions, group: Group) -> Outcome:
     return outcome
 
 
-def _prepare(config: TrainConfig, options: RunOptions, group: Group) -> _Prepared:
+def _prepare(task: Task, config: RunConfig, options: RunOptions, group: Group) -> _Prepared:
     """Check everything that can be refused, the quick things first."""
 
     def find() -> str:
-        return str(find_run_folder(options.out, recipe=config.recipe, resume=options.resume).path)
+        return str(find_run_folder(options.out, recipe=task.name, resume=options.resume).path)
 
     folder = RunFolder(path=Path(group.from_first(find)))
-    if options.resume:
-        config = _keep_schedule(config, folder)
     devices = options.devices()
-    config, fitted = fit_run(config, devices, agree=group.from_first)
-    step = run_step(config, devices, disk=folder.path / OFFLOADED)
-    text = open_text(
-        config.data,
-        config.model,
-        seed=config.seed,
-        group=group,
-        tokenizer=initial_tokenizer(config),
-    )
-    who = identity(config, text=text.fingerprint, tokenizer=text.tokenizer.fingerprint)
+    settled = settle_task(task, config.plan, devices, agree=group.from_first)
+    step = task_step(task, settled, devices, disk=folder.path / OFFLOADED)
+    who = task.identity()
     if options.resume:
         group.together(lambda: check_identity(folder, who))
     return _Prepared(
+        task=task,
         config=config,
         options=options,
         group=group,
+        settled=settled,
         step=step,
         folder=folder,
-        text=text,
         identity=who,
-        fitted=fitted,
     )
-
-
-def _keep_schedule(config: TrainConfig, folder: RunFolder) -> TrainConfig:
-    """With the learning-rate schedule's length of the run that is resumed, unless one is asked."""
-    if config.optimizer.schedule_steps is not None:
-        return config
-    length = folder.config().schedule_steps
-    return config.replace(optimizer=dataclasses.replace(config.optimizer, schedule_steps=length))
 
 
 def _train(run: _Prepared, signals: StopSignals) -> Outcome:
@@ -159,10 +167,10 @@ def _train(run: _Prepared, signals: StopSignals) -> Outcome:
         stack.enter_context(StopAgreement(group, signals, gate))
         stack.callback(screen.close)
         if group.first:
-            run.folder.write(run.config, run.identity)
+            run.folder.write(run.asked, run.identity)
         record = _recorder(run, start, screen, stack)
         _introduce(run, start, screen)
-        batches = stack.enter_context(run.text.batches(run.step, start))
+        batches = stack.enter_context(run.task.batches(run.step, start))
         loop = _loop(run, checkpoints, record, gate, screen)
         screen.start(steps=run.config.steps, done=start)
         state, done = loop.run(state, batches, start)
@@ -171,25 +179,23 @@ def _train(run: _Prepared, signals: StopSignals) -> Outcome:
         stopped_by = gate.reason or signals.wish
         latest = checkpoints.latest()
         final = _final(run, loop, done=done, checkpoint=latest, stopped_by=stopped_by)
-        if stopped_by is None:
-            final["completion"] = _completion(run, state)
+        if stopped_by is None and run.task.complete is not None:
+            final["completion"] = run.task.complete(run.step, state["params"])
     if group.first:
         _conclude(run, final, screen)
     return Outcome(final=final, stopped_by=stopped_by)
 
 
 def _checkpoints(run: _Prepared, screen: Screen) -> RunCheckpoints:
-    config = run.config
     documents = {
-        "run": {"identity": run.identity, "config": train_config_to_json(config)},
-        "plan": to_json(config.plan),
-        "model": config_to_json(config.model),
-        "tokenizer": run.text.tokenizer.to_json(),
+        "run": {"identity": run.identity, "config": run.asked},
+        "plan": to_json(run.plan),
+        **run.task.documents(),
     }
     return RunCheckpoints(
         run.folder.checkpoints,
         run.step,
-        keep=config.keep,
+        keep=run.config.keep,
         documents=documents,
         report=screen.note,
     )
@@ -213,12 +219,12 @@ def _first_state(
 
 def _fresh_state(run: _Prepared, screen: Screen) -> TrainState:
     """The state of a new run, its parameters random or those of a checkpoint."""
-    config = run.config
-    if config.init is None:
-        return run.step.init(config.seed)
-    params = run.group.together(lambda: initial_params(config, run.step))
-    screen.note(f"parameters from {config.init}")
-    return run.step.init_from(params, config.seed)
+    path, seed = run.config.init, run.config.seed
+    if path is None:
+        return run.step.init(seed)
+    params = run.group.together(lambda: initial_params(path, run.step))
+    screen.note(f"parameters from {path}")
+    return run.step.init_from(params, seed)
 
 
 def _kept_on_disk(
@@ -267,16 +273,16 @@ def _loop(
     gate: Gate,
     screen: Screen,
 ) -> Loop:
-    config, bound = run.config, run.step.bound
+    config, task, bound = run.config, run.task, run.step.bound
     device = bound.mesh.devices.flat[0]
-    peak = peak_flops(device.device_kind, config.plan.precision.compute)
+    peak = peak_flops(device.device_kind, run.plan.precision.compute)
     yardstick = Yardstick(
-        flops_per_token=config.model.decoder().train_flops_per_token(config.data.seq_len),
+        flops_per_token=task.flops // task.tokens,
         peak=None if peak is None else peak * bound.mesh.size,
     )
     hooks = Hooks(
         record=record,
-        validate=lambda state: mean_loss(run.step.evaluate, state, run.text.held_out(run.step)),
+        validate=lambda state: task.evaluated(run.step, state),
         save=checkpoints.save,
         progress=screen,
     )
@@ -289,22 +295,23 @@ def _loop(
 
 
 def _introduce(run: _Prepared, start: int, screen: Screen) -> None:
-    config, bound = run.config, run.step.bound
+    task, bound = run.task, run.step.bound
     axes = [f"{axis}={size}" for axis, size in bound.mesh.shape.items() if size > 1]
     count = run.step.spec.parameter_count()
     screen.note(
-        f"{config.recipe}: {count / 1e6:.2f} M parameters on {bound.mesh.size}"
+        f"{task.name}: {count / 1e6:.2f} M parameters on {bound.mesh.size}"
         f" {bound.mesh.devices.flat[0].platform} device(s)"
         f"{' (' + ', '.join(axes) + ')' if axes else ''}"
     )
-    if run.fitted is not None:
-        screen.note(run.fitted.line)
     if run.step.note is not None:
         screen.note(run.step.note)
-    screen.note(f"text: {run.text.description}")
-    screen.note(f"unigram entropy: {run.text.unigram_entropy:.4f} nats per token")
-    tokens = config.data.global_batch * config.data.seq_len
-    screen.note(f"steps {start + 1} to {config.steps} of {tokens:,} tokens into {run.folder.path}")
+    for line in task.introduction():
+        screen.note(line)
+    for name, value in task.baselines().items():
+        screen.note(f"{spelt(name)}: {value:.4f} {task.unit}".rstrip())
+    screen.note(
+        f"steps {start + 1} to {run.config.steps} of {task.tokens:,} tokens into {run.folder.path}"
+    )
 
 
 def _final(
@@ -314,33 +321,19 @@ def _final(
     return {
         "step": done,
         "loss": last.get("loss"),
-        "validation_loss": loop.validation_loss,
-        "unigram_entropy": run.text.unigram_entropy,
+        **(loop.evaluated or dict.fromkeys(run.task.evaluators)),
+        **run.task.baselines(),
         "tokens": int(loop.meter.tokens),
         "tokens_per_s": round(loop.meter.tokens_per_s, 1),
         "mfu": loop.meter.mfu,
         "seconds": round(loop.meter.seconds, 3),
         "skipped": loop.meter.skipped,
         "parameters": run.step.spec.parameter_count(),
-        "plan": run.config.plan.hash,
+        "plan": run.plan.hash,
         "out": str(run.folder.path),
         "checkpoint": checkpoint,
         "stopped_by": stopped_by,
     }
-
-
-def _completion(run: _Prepared, state: TrainState) -> str | None:
-    """The sample prompt continued, on every process alike."""
-    if run.options.complete is None or not run.config.sample.prompt:
-        return None
-    return run.options.complete(
-        Trained(
-            config=run.config,
-            step=run.step,
-            params=state["params"],
-            tokenizer=run.text.tokenizer,
-        )
-    )
 
 
 def _conclude(run: _Prepared, final: Record, screen: Screen) -> None:
@@ -348,22 +341,20 @@ def _conclude(run: _Prepared, final: Record, screen: Screen) -> None:
     plot_losses(
         read_records(run.folder.metrics),
         run.folder.picture,
-        title=f"{run.config.recipe}: {final['parameters'] / 1e6:.2f} M parameters",
-        unigram_entropy=run.text.unigram_entropy,
+        title=f"{run.task.name}: {final['parameters'] / 1e6:.2f} M parameters",
+        unit=run.task.unit,
+        baselines=run.task.baselines(),
     )
     if final["stopped_by"] is not None:
         screen.note(
             f"stopped by {final['stopped_by']} after step {final['step']}; go on with --resume"
         )
-    elif final["validation_loss"] is not None:
-        below = final["unigram_entropy"] - final["validation_loss"]
-        side = "below" if below >= 0 else "above"
-        screen.note(
-            f"validation loss {final['validation_loss']:.4f}, {abs(below):.4f} nats {side} the"
-            f" unigram entropy {final['unigram_entropy']:.4f}"
-        )
+    else:
+        for line in run.task.conclusion(final):
+            screen.note(line)
     if final["mfu"] is not None:
-        screen.note(f"MFU {final['mfu']:.1%} ({MFU_FORMULA})")
+        formula = f" ({run.task.flops_formula})" if run.task.flops_formula else ""
+        screen.note(f"MFU {final['mfu']:.1%}{formula}")
     if final.get("completion"):
         screen.note(f"\n{final['completion']}\n")
     screen.note(f"checkpoints, metrics and loss.png are in {run.folder.path}")

@@ -8,7 +8,6 @@ from typing import Any
 
 from colossax.errors import InputError
 from colossax.files import write_whole
-from colossax.tasks.config import TrainConfig, train_config_from_json, train_config_to_json
 
 RUN_FILE = "run.json"
 _FORMAT = 1
@@ -58,19 +57,23 @@ class RunFolder:
             )
         return data
 
-    def config(self) -> TrainConfig:
-        """The configuration the run was started with."""
-        return train_config_from_json(self.read()["config"])
+    def config(self) -> dict[str, Any]:
+        """How the run was asked for, as its task wrote it, with the plan that ran."""
+        return self.read()["config"]
 
-    def write(self, config: TrainConfig, identity: dict[str, Any]) -> None:
+    def write(self, config: dict[str, Any], identity: dict[str, Any]) -> None:
         """Create the folder and say what run it holds; whole or not at all.
+
+        Args:
+            config: How it was asked for, as JSON.
+            identity: What decides its losses step by step, as JSON.
 
         Raises:
             InputError: The folder cannot be written.
         """
         data = {
             "format": _FORMAT,
-            "config": train_config_to_json(config),
+            "config": config,
             "identity": identity,
         }
         try:
@@ -111,28 +114,6 @@ def _next_numbered(parent: Path, recipe: str) -> Path:
     return parent / f"{recipe}-{max(taken, default=0) + 1:03d}"
 
 
-def identity(config: TrainConfig, *, text: str, tokenizer: str) -> dict[str, Any]:
-    """What decides a run's losses step by step, as JSON; the mesh does not.
-
-    Args:
-        config: The run.
-        text: Fingerprint of the documents.
-        tokenizer: Fingerprint of the tokenizer.
-    """
-    data = config.data
-    return {
-        "seed": config.seed,
-        "data.global_batch": data.global_batch,
-        "data.seq_len": data.seq_len,
-        "data.validation_fraction": data.validation_fraction,
-        "model": train_config_to_json(config)["model"],
-        "optimizer.name": config.optimizer.name,
-        "optimizer.state": config.optimizer.state,
-        "data": [data.path or "the standard library", text],
-        "tokenizer": [data.tokenizer or f"one of {data.tokenizer_vocab} tokens", tokenizer],
-    }
-
-
 def check_identity(folder: RunFolder, asked: dict[str, Any]) -> None:
     """Refuse to resume as a different run.
 
@@ -147,8 +128,8 @@ def check_identity(folder: RunFolder, asked: dict[str, Any]) -> None:
             there = there or ["unknown", ""]
             here, there = (here, there) if here[1] != there[1] else (None, None)
             here, there = _named(here), _named(there)
-        elif field == "model":
-            field, there, here = _first_difference(there or {}, here)
+        elif isinstance(here, dict):
+            field, there, here = _first_difference(field, there or {}, here)
         if there != here:
             raise InputError(
                 f"--resume: {field} is {there} in {folder.path} and {here} here; resume with the"
@@ -160,8 +141,10 @@ def _named(pair: list[str] | None) -> str | None:
     return None if pair is None else f"'{pair[0]}' ({pair[1][:12]})"
 
 
-def _first_difference(there: dict[str, Any], here: dict[str, Any]) -> tuple[str, Any, Any]:
+def _first_difference(
+    field: str, there: dict[str, Any], here: dict[str, Any]
+) -> tuple[str, Any, Any]:
     for key in {**here, **there}:
         if there.get(key) != here.get(key):
-            return f"model.{key}", there.get(key), here.get(key)
-    return "model", None, None
+            return f"{field}.{key}", there.get(key), here.get(key)
+    return field, None, None

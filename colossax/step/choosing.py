@@ -42,13 +42,12 @@ def updater_of(step: "Step", optimizer: Any) -> Updater:
     )
 
 
-def followers_of(step: "Step", compiler_options: Any, *, share_decided: bool) -> list[Follower]:
+def followers_of(step: "Step", compiler_options: Any) -> list[Follower]:
     """What the CPU and the disk do once the program has ended, in this order.
 
     Args:
         step: With its updater.
         compiler_options: For the devices' compiler.
-        share_decided: Whether the CPU's share was found and not asked for.
 
     Raises:
         PlanError: The CPU is given a share of layers that are not there.
@@ -58,7 +57,7 @@ def followers_of(step: "Step", compiler_options: Any, *, share_decided: bool) ->
     followers: list[Follower] = []
     if streaming is not None and streaming.on_cpu:
         followers.append(CpuUpdate(streaming, step.layout.shardings, compiler_options))
-    elif not share_decided and isinstance(share, float) and share > 0:
+    elif isinstance(share, float) and share > 0:
         if streaming is None or not any(part.on_host for part in streaming.parts.values()):
             raise PlanError(
                 f"plan.offload.cpu_update: found {share}, and no layer has parameters and optimizer"

@@ -23,7 +23,7 @@ from colossax.step.gradients.method import Gradients
 from colossax.step.gradients.reduce_once import check_reduce_once
 from colossax.step.loss import Loss, LossCall, with_term_weights
 from colossax.step.microbatches import Microbatches, batch_dims, cut_up
-from colossax.step.offloaded.cpu_update import CPU_UPDATE, CpuUpdate
+from colossax.step.offloaded.cpu_update import CpuUpdate
 from colossax.step.offloaded.disk import DiskTier
 from colossax.step.offloaded.streaming import Streaming
 from colossax.step.prepare import Prepare, preparation
@@ -50,7 +50,7 @@ class StepOptions:
         batch_dims: Logical dims of batch arrays that are not text, those of `prepare` among them.
         disk: Folder for the optimizer state that the plan puts on disk. `init` overwrites what is
             there; `step.disk.restore()` goes on from it.
-        shapes: A global batch, or the shapes of its arrays: what a `mlp_share` of `auto` is for.
+        shapes: A global batch, or the shapes of its arrays: what `auto` in a plan is for.
     """
 
     clip_norm: float | None = None
@@ -80,7 +80,7 @@ class Step:
         optimizer: Optimizer,
         loss: Loss,
         options: StepOptions,
-        decided: Mapping[str, str] = MappingProxyType({}),
+        reasons: Mapping[str, str] = MappingProxyType({}),
     ):
         """Check and divide; nothing is compiled.
 
@@ -90,15 +90,15 @@ class Step:
             optimizer: See `boost`.
             loss: See `boost`.
             options: The rest.
-            decided: What was decided for the step by itself, a line for people by setting.
+            reasons: Why the plan is as it is: by setting that was decided, a line for people.
         """
         validate(bound, spec.infos)
         check_reduce_once(bound, spec.infos)
         self.spec = spec
         self.bound = bound
         self.options = options
-        self.note = "\n".join(decided.values()) or None
-        """What was decided for the step by itself, a line each."""
+        self.note = "\n".join(reasons.values()) or None
+        """What of the plan was decided and not given, a line each."""
         self.trainable = trainable_tree(spec.infos, options.trainable)
         self.infos = chosen(spec.infos, self.trainable)
         dims = jax.tree.map(lambda info: info.dims, self.infos)
@@ -121,7 +121,7 @@ class Step:
             out_shardings=(*out, pending) if self._leaves_work else out,
             compiler_options=compiler,
         )
-        self.followers = followers_of(self, compiler, share_decided=CPU_UPDATE in decided)
+        self.followers = followers_of(self, compiler)
         self.evaluation = jax.jit(self._totals, compiler_options=compiler)
 
     @property

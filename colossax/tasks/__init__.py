@@ -4,4 +4,8 @@ from .config import DataConfig as DataConfig
 from .config import OptimizerConfig as OptimizerConfig
 from .config import SampleConfig as SampleConfig
 from .config import TrainConfig as TrainConfig
+from .initial import with_initial_model as with_initial_model
 from .next_token import next_token_loss as next_token_loss
+from .task import Evaluator as Evaluator
+from .task import Task as Task
+from .text_task import task_of as task_of

@@ -1,8 +1,11 @@
 """The next-token loss of language models."""
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 from colossax.config import BoundPlan
@@ -11,7 +14,9 @@ from colossax.layerwise import Maximum
 from colossax.nn import cross_entropy
 from colossax.sharding import activation_axes, constrain, current
 from colossax.step.loss import Loss, Sums, Terms, any_order
-from colossax.typing import Batch
+from colossax.typing import Batch, TrainState
+
+Evaluate = Callable[[TrainState, Batch], dict[str, Any]]
 
 
 def next_token_loss(*, z_loss: float = 0.0) -> Loss:
@@ -58,6 +63,16 @@ def next_token_loss(*, z_loss: float = 0.0) -> Loss:
         return terms, metrics
 
     return loss
+
+
+def mean_loss(evaluate: Evaluate, state: TrainState, batches: Iterable[Batch]) -> float:
+    """Loss over all real target tokens of the batches together, each term by its weight."""
+    sums: dict[str, np.ndarray] = {}
+    for batch in batches:
+        for name, pair in jax.device_get(evaluate(state, batch)).items():
+            sums[name] = sums.get(name, 0.0) + np.asarray(pair, np.float64)
+    total, weight = sums["cross_entropy"]
+    return float(total / weight) if weight else float("nan")
 
 
 def _at_the_head(hidden: Array, targets: Array, weights: Array) -> tuple[Array, Array, Array]:

@@ -31,8 +31,8 @@ from colossax.config import (
 from colossax.models import LlamaConfig
 from colossax.pallas.target import target as pallas_target
 from colossax.planner.compiled import compiled_step
-from colossax.planner.run_step import batch_shapes, run_step
-from colossax.tasks import DataConfig, OptimizerConfig, TrainConfig
+from colossax.planner.task_step import task_step
+from colossax.tasks import DataConfig, OptimizerConfig, TrainConfig, task_of
 
 pytestmark = [pytest.mark.aot, pytest.mark.timeout(900)]
 
@@ -100,8 +100,8 @@ def compiled(case: Case, *, evaluation: bool = False) -> tuple[Program, Any]:
     """The program and its jaxpr; of the step, or of evaluation."""
     target = parse_target(case.target)
     with pallas_target("gpu", compute_capability=target.gpu.compute_capability):
-        step = run_step(case.config, target_devices(target))
-        batch = step.abstract_batch(batch_shapes(case.config))
+        step = task_step(task_of(case.config), case.config.plan, target_devices(target))
+        batch = step.abstract_batch(task_of(case.config).shapes)
         state = step.abstract
         if evaluation:
             traced = step.evaluation.trace(state["params"], state["variables"], batch)
@@ -260,8 +260,8 @@ def loops_of_activations(*, pipelined):
     plan = config.plan.replace(offload=OffloadConfig(activations=1.0))
     target = parse_target("h200:1x1")
     with pallas_target("gpu", compute_capability=target.gpu.compute_capability):
-        step = run_step(config.replace(plan=plan), target_devices(target))
-        lowered = step.jitted.lower(step.abstract, step.abstract_batch(batch_shapes(config)))
+        step = task_step(task_of(config), plan, target_devices(target))
+        lowered = step.jitted.lower(step.abstract, step.abstract_batch(task_of(config).shapes))
     program = compile_program(lowered, options={PIPELINED_OPTION: True} if pipelined else None)
     return {
         direction: [one for one in transfers(program.hlo) if one.direction == direction]

@@ -13,9 +13,9 @@ from colossax.errors import PlanError
 from colossax.models import LlamaConfig
 from colossax.offload import GB, working_set_bytes
 from colossax.planner import fitting
-from colossax.planner.compiled import compiled_step, fit_to_target
-from colossax.planner.run_step import batch_shapes, run_step
-from colossax.tasks import DataConfig, TrainConfig
+from colossax.planner.compiled import compiled_step, settle_for_target
+from colossax.planner.task_step import task_step
+from colossax.tasks import DataConfig, TrainConfig, task_of
 
 pytestmark = pytest.mark.aot
 
@@ -82,22 +82,23 @@ def test_a_budget_is_filled_and_kept(target, everything):
     """Once layers stay, gradients of embedding and head may be alive at once: room lost."""
     device = everything.device_bytes + LAYERS // 2 * BYTES * N
     offload = {"auto": True, "device_gb": device / GB, "host_gb": 3.0}
-    config, fitted = fit_to_target(run(**offload), target)
+    config, settled = settle_for_target(run(**offload), target)
+    fitted = settled.fitted
     assert fitted.compiles in (2, 3)
     program = compiled_step(config, target)[1]
     assert (program.device_bytes, program.host_bytes) == (fitted.device_bytes, fitted.host_bytes)
     assert device - BYTES * N - 6 * V * D <= program.device_bytes <= device
-    again, known = fit_to_target(run(**offload), target)
-    assert again == config and known == dataclasses.replace(fitted, compiles=0)
+    again, known = settle_for_target(run(**offload), target)
+    assert again == config and known.fitted == dataclasses.replace(fitted, compiles=0)
 
 
 def test_formulas_of_host_arrays_are_what_the_compiler_counts(target, everything):
     """They stand in for it where it does not count, on CPUs."""
     config = run(parameters=1.0, optimizer=1.0, activations=1.0)
     trial = fitting.Trial(
-        lambda plan: run_step(config.replace(plan=plan), target_devices(target)),
+        lambda plan: task_step(task_of(config), plan, target_devices(target)),
         config.plan,
-        batch_shapes(config),
+        task_of(config).shapes,
         target,
     )
     arrays = trial.host_arrays()
@@ -111,7 +112,7 @@ def test_formulas_of_host_arrays_are_what_the_compiler_counts(target, everything
 
 def test_a_model_that_both_memories_cannot_hold_is_refused(target):
     with pytest.raises(PlanError, match=r"plan\.offload\.host_gb: \d\.\d+ GB are missing"):
-        fit_to_target(run(auto=True, device_gb=2.0, host_gb=0.5), target)
+        settle_for_target(run(auto=True, device_gb=2.0, host_gb=0.5), target)
 
 
 def test_inspect_says_what_was_chosen():

@@ -9,6 +9,12 @@ import shutil
 import pytest
 
 from colossax.cli import main
+from colossax.cli.arguments import Parser, split_overrides
+from colossax.cli.train import add_arguments, configure
+from colossax.config import OffloadConfig, Segment
+from colossax.recipes import recipe
+from colossax.run import RunFolder
+from colossax.tasks.config import train_config_to_json
 from tests.launching import SMALL, metrics, write_text
 
 STEPS = 3
@@ -243,3 +249,23 @@ def test_a_budget_that_is_missing_or_too_small_is_one_sentence(whole, text, tmp_
     code, _, errors = finetune(tmp_path / "none", f"--out={out}", data=text)
     assert code == 2 and "none" in errors
     assert not out.exists()
+
+
+def configured(*words):
+    plain, overrides = split_overrides(list(words))
+    parser = Parser(prog="train", description="")
+    add_arguments(parser, "train")
+    return configure(parser.parse(plain), overrides)
+
+
+@pytest.mark.catches("resumed-with-a-longer-schedule")
+def test_resumed_by_its_folder_alone_a_run_goes_on_with_the_plan_that_ran(tmp_path):
+    offload = OffloadConfig(parameters=0.5, optimizer=0.5, fused=True, cpu_update=0.25)
+    config = recipe("llama_tiny")
+    ran = config.plan.replace(segments=(Segment(remat="full"),), offload=offload)
+    RunFolder(path=tmp_path).write(train_config_to_json(config.replace(plan=ran)), {})
+    words = ("--resume", f"--out={tmp_path}", "--steps=10000")
+    found = configured(*words)
+    assert (found.plan, found.steps, found.schedule_steps) == (ran, 10000, config.steps)
+    assert configured("llama_tiny", *words).schedule_steps == config.steps
+    assert configured(*words, "--plan.offload=auto").plan.offload.auto, "decided again"

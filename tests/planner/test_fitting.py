@@ -8,12 +8,16 @@ import jax
 import pytest
 
 from colossax.aot import parse_target
-from colossax.config import OffloadConfig, Segment
+from colossax.checkpoint import Checkpointer
+from colossax.config import OffloadConfig, Segment, to_json
 from colossax.errors import PlanError
 from colossax.offload import GB, limits
 from colossax.planner import fit_offload, fitting
-from colossax.planner.run_step import batch_shapes, run_step
+from colossax.planner.task_step import task_step
 from colossax.recipes import recipe
+from colossax.run import RunFolder
+from colossax.tasks import task_of
+from colossax.tasks.config import train_config_from_json
 from tests.cases import quick_first
 from tests.launching import run, write_text
 
@@ -41,7 +45,7 @@ def tiny(**changes):
 def needs(devices, plan, config):
     """Bytes of a device and of the host that a plan with shares needs."""
     trial = fitting.Trial(
-        lambda p: run_step(config.replace(plan=p), devices), plan, batch_shapes(config), None
+        lambda p: task_step(task_of(config), p, devices), plan, task_of(config).shapes, None
     )
     found = trial.compiled()
     return found.device, found.host
@@ -59,8 +63,8 @@ def whole_bytes(segments):
     """What layers have in host memory where all is there."""
     config = tiny(parameters=1.0, optimizer=1.0, activations=1.0)
     plan = config.plan.replace(segments=segments)
-    shapes, devices = batch_shapes(config), jax.devices()[:1]
-    trial = fitting.Trial(lambda p: run_step(config.replace(plan=p), devices), plan, shapes, None)
+    shapes, devices = task_of(config).shapes, jax.devices()[:1]
+    trial = fitting.Trial(lambda p: task_step(task_of(config), p, devices), plan, shapes, None)
     return sum(trial.host_arrays().values())
 
 
@@ -80,9 +84,9 @@ class Fitting:
     def __call__(self, config, **options):
         before = self.compiled
         found = fit_offload(
-            lambda plan: run_step(config.replace(plan=plan), self.devices),
+            lambda plan: task_step(task_of(config), plan, self.devices),
             config.plan,
-            batch_shapes(config),
+            task_of(config).shapes,
             **options,
         )
         assert self.compiled - before == found.compiles
@@ -340,9 +344,9 @@ def test_of_what_several_devices_hold_each_counts_its_part(fit, devices):
     config = tiny(device_gb=1.0)
     whole, parts = (
         fitting.Trial(
-            lambda plan, n=n: run_step(config.replace(plan=plan), devices[:n]),
+            lambda plan, n=n: task_step(task_of(config), plan, devices[:n]),
             tiny(**EVERYTHING).plan,
-            batch_shapes(config),
+            task_of(config).shapes,
             None,
         )
         for n in (1, 2)
@@ -366,6 +370,9 @@ def test_a_run_trains_resumes_and_says_what_it_chose(text, tmp_path):
     assert "plan.offload auto: of 2 layers the device keeps parameters of" in first.errors
     stored = json.loads((out / "run.json").read_text())["config"]["plan"]["offload"]
     assert stored["auto"] is False and stored["fused"] is True
+    ran = train_config_from_json(RunFolder(path=out).config()).plan
+    assert first.final["plan"] == ran.hash
+    assert Checkpointer(out / "checkpoints").documents(4)["plan"] == to_json(ran)
     more = ("--steps=6", "--optimizer.schedule_steps=4", "--resume", f"--out={out}", *AUTO)
     again = run(*more, "--plan.offload.device_gb=1", text=text, log=tmp_path / "again")
     assert again.code == 0, again.errors

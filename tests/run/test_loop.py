@@ -13,10 +13,11 @@ from tensorboardX.proto.event_pb2 import Event
 
 from colossax.planner.flops import Yardstick, peak_flops
 from colossax.processes import Gate
-from colossax.run.loop import Hooks, Loop, Meter, Schedule, mean_loss
+from colossax.run.loop import Hooks, Loop, Meter, Schedule
 from colossax.run.plot import plot_losses, smooth
 from colossax.run.progress import Bar, Lines, Screen
 from colossax.run.records import Records, finite, keep_until, read_records
+from colossax.tasks.next_token import mean_loss
 
 
 class Counting:
@@ -45,7 +46,9 @@ def looped(steps, *, validate_every=0, checkpoint_every=0, start=0, gate=None, s
     step, screen = Counting(skip), io.StringIO()
     hooks = Hooks(
         record=lambda record: step.log.append(f"record {record['step']} {sorted(record)[0]}"),
-        validate=lambda state: step.log.append(f"validate {state['done']}") or 0.5,
+        validate=lambda state: (
+            step.log.append(f"validate {state['done']}") or {"validation_loss": 0.5}
+        ),
         save=lambda state, done: step.log.append(f"save {done}"),
         progress=Screen(visible=True, stream=screen),
     )
@@ -73,7 +76,7 @@ def test_metrics_are_read_one_step_late_and_in_order():
         "save 3",
     ]
     assert loop.last["loss"] == pytest.approx(10 / 3)
-    assert (loop.meter.tokens, loop.validation_loss) == (300, 0.5)
+    assert (loop.meter.tokens, loop.evaluated["validation_loss"]) == (300, 0.5)
 
 
 @pytest.mark.catches("records-late")
@@ -128,7 +131,7 @@ def test_python_costs_less_than_a_millisecond_a_step(tmp_path):
     records = Records(tmp_path, from_step=0, report=pytest.fail)
     screen = Screen(visible=True, stream=io.StringIO())
     screen.start(steps=steps, done=0)
-    hooks = Hooks(record=records.write, validate=lambda s: 0.0, save=print, progress=screen)
+    hooks = Hooks(record=records.write, validate=lambda s: {}, save=print, progress=screen)
     meter = Meter(Yardstick(flops_per_token=6, peak=1e12))
     metrics = Counting()({"done": 0}, {"number": 0})[1]
     schedule = Schedule(steps=steps, validate_every=0, checkpoint_every=0)
@@ -207,9 +210,9 @@ def test_the_picture_is_drawn_from_whatever_there_is(tmp_path):
     path = tmp_path / "loss.png"
     rows = [{"step": s, "loss": 5.0 / s} for s in range(1, 50)]
     rows += [{"step": 20, "loss": None}, {"step": 49, "validation_loss": 1.0}]
-    plot_losses(rows, path, title="a run", unigram_entropy=4.0)
+    plot_losses(rows, path, title="a run", baselines={"unigram_entropy": 4.0})
     assert path.read_bytes().startswith(b"\x89PNG")
-    plot_losses([], path, title="nothing yet", unigram_entropy=None)
+    plot_losses([], path, title="nothing yet")
     assert smooth([2.0, 2.0, 2.0]) == pytest.approx([2.0] * 3), "no drift at the start"
     assert smooth([0.0, 1.0], weight=0.5) == pytest.approx([0.0, 2 / 3])
 

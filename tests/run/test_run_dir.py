@@ -7,8 +7,9 @@ import pytest
 
 from colossax.errors import InputError
 from colossax.recipes import RECIPES, recipe
-from colossax.run.run_dir import RunFolder, check_identity, find_run_folder, identity
+from colossax.run.run_dir import RunFolder, check_identity, find_run_folder
 from colossax.tasks.config import train_config_from_json, train_config_to_json
+from colossax.tasks.text_task import identity
 
 CONFIG = recipe("llama_tiny")
 
@@ -21,7 +22,7 @@ def who(config=CONFIG, text="t" * 32, tokenizer="k" * 32):
 def started(tmp_path):
     """A folder that holds a run."""
     folder = RunFolder(path=tmp_path / "run")
-    folder.write(CONFIG, who())
+    folder.write(train_config_to_json(CONFIG), who())
     return folder
 
 
@@ -53,7 +54,8 @@ def test_folders_are_numbered(tmp_path, monkeypatch):
 
 def test_a_run_is_not_overwritten_and_none_is_not_resumed(started, tmp_path):
     there, empty = str(started.path), str(tmp_path / "empty")
-    assert find_run_folder(there, recipe="r", resume=True).config() == CONFIG
+    found = find_run_folder(there, recipe="r", resume=True).config()
+    assert train_config_from_json(found) == CONFIG
     assert not find_run_folder(empty, recipe="r", resume=False).path.exists(), "nothing is written"
     for out, resume, message in [
         (there, False, f"--out {there}: already holds a run; continue it with --resume"),
@@ -68,7 +70,7 @@ def test_a_run_is_not_overwritten_and_none_is_not_resumed(started, tmp_path):
 def test_an_unwritable_folder_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"--out .*: cannot be written \(Not a directory\)"):
-        RunFolder(path=tmp_path / "file" / "run").write(CONFIG, who())
+        RunFolder(path=tmp_path / "file" / "run").write(train_config_to_json(CONFIG), who())
 
 
 @pytest.mark.catches("resume-other-run")
@@ -103,7 +105,7 @@ def test_another_run_is_not_resumed(started, change, message):
 
 def test_a_run_without_a_named_state_has_float32(started):
     stored = {k: v for k, v in who().items() if k != "optimizer.state"}
-    RunFolder(path=started.path).write(CONFIG, stored)
+    RunFolder(path=started.path).write(train_config_to_json(CONFIG), stored)
     check_identity(started, who())
 
 

@@ -27,10 +27,6 @@ from colossax.step.offloaded.parameter_groups import Part, Update
 from colossax.step.offloaded.streaming import Pending, Streaming
 from colossax.typing import TrainState
 
-CPU_UPDATE = "plan.offload.cpu_update auto"
-"""How lines of what was decided begin."""
-
-
 Row = tuple[list[Any], list[Any]]
 """Parameters and optimizer state of a layer."""
 

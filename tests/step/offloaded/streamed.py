@@ -7,7 +7,8 @@ import numpy as np
 
 from colossax.config import OffloadConfig, Plan, Segment
 from colossax.models import LlamaConfig, maker
-from colossax.planner import build_step
+from colossax.planner import Facts, build_step, settle
+from colossax.step import StepOptions
 from colossax.tasks import next_token_loss
 from tests.fresh import fresh_state
 from tests.step.test_step import text_batch
@@ -41,14 +42,18 @@ def batch(seed=0, rows=8):
 def started(plan, optimizer, *, model=CONFIG, loss=None, devices=None, **options):
     """(state, step) of a small model; on one device unless told."""
     of_family = hasattr(model, "vocab")
-    step = build_step(
-        maker(model) if of_family else model,
-        optimizer,
-        loss or next_token_loss(z_loss=1e-3),
-        plan,
-        devices=jax.devices()[:1] if devices is None else devices,
-        **options,
+    make_model = maker(model) if of_family else model
+    loss = loss or next_token_loss(z_loss=1e-3)
+    devices = jax.devices()[:1] if devices is None else devices
+    facts = Facts(
+        make_model=make_model,
+        optimizer=optimizer,
+        loss=loss,
+        options=StepOptions(**options),
+        devices=devices,
     )
+    settled = settle(plan, facts)
+    step = build_step(make_model, optimizer, loss, settled, devices=devices, **options)
     return (fresh_state(model, step) if of_family else step.init()), step
 
 

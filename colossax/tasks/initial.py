@@ -1,0 +1,39 @@
+"""What a new run of a text takes from a checkpoint: model and tokenizer."""
+
+from typing import Any
+
+from colossax.checkpoint import find_checkpoint
+from colossax.errors import CheckpointError
+from colossax.models import config_from_json
+from colossax.tasks.config import TrainConfig
+
+
+def with_initial_model(config: TrainConfig, path: str) -> TrainConfig:
+    """`config` with a checkpoint's model, to start from its parameters.
+
+    Args:
+        config: Whatever its model is.
+        path: Folder of a run, of checkpoints, or of one step.
+
+    Raises:
+        CheckpointError: There is no checkpoint, or it names no model.
+    """
+    model = config_from_json(_document(path, "model"))
+    return config.replace(init=path, model=model)
+
+
+def initial_tokenizer(config: TrainConfig) -> str | None:
+    """The tokenizer, as JSON, of the checkpoint that the run starts from, if it has one."""
+    if config.init is None:
+        return None
+    return find_checkpoint(config.init).documents().get("tokenizer")
+
+
+def _document(path: str, name: str) -> Any:
+    documents = find_checkpoint(path).documents()
+    if name not in documents:
+        raise CheckpointError(
+            f"checkpoint '{path}' names no {name}; give one that colossax train or colossax import"
+            " wrote"
+        )
+    return documents[name]

@@ -1,0 +1,93 @@
+"""What a run trains, without saying what it is."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+
+from colossax.config import Plan, to_json
+from colossax.errors import InputError
+from colossax.nn import MakeModels
+from colossax.optim import Optimizer
+from colossax.step.loss import Loss
+from colossax.step.step import Step, StepOptions
+from colossax.typing import Batch, Params, TrainState
+
+Batches = Callable[[Step, int], AbstractContextManager[Iterator[Batch]]]
+"""`(step, start)`: a context that gives endless global batches from number `start` on."""
+
+Evaluator = Callable[[Step, TrainState], Mapping[str, Any]]
+"""`(step, state) -> {metric: number}`, on every process alike."""
+
+TAKEN = frozenset({"step", "loss", "grad_norm", "tokens", "tokens_per_s", "mfu"})
+"""What a run records by itself; no metric of an evaluator has these names."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is trained: a model, its loss, batches, and what is said of a state beside its loss.
+
+    A run asks for nothing of the data before model, plan and devices are known to fit: what takes
+    long to read may be read when `identity` is first called, which every process does alike.
+
+    Attributes:
+        name: For folders, titles and people.
+        make_model: See `boost`.
+        optimizer: See `boost`.
+        loss: See `boost`.
+        shapes: Of a global batch's arrays.
+        batches: From any number on, the same whenever they are asked for; see `Batches`.
+        evaluators: Of a state, by name; their metrics are recorded, shown and drawn.
+        tokens: What a full global batch weighs: the step's metric of that name.
+        flops: Of the model for such a batch, forward and backward; recomputation is not counted.
+        flops_formula: How they are counted, for people.
+        options: Of the step beside its batch's shapes and its disk.
+        unit: Of the loss, for people.
+        baselines: Numbers to hold metrics against, drawn as lines and part of the final record.
+        identity: What decides the losses step by step, as JSON: a run is not resumed as another.
+        documents: JSON values stored in each checkpoint beside `run`, `plan` and `position`.
+        asked: How the run was asked for, as JSON, with the plan that runs.
+        introduction: Lines for people before training.
+        conclusion: Lines for people about the final record of a run that was not stopped.
+        complete: Something that the trained model makes, for people; called on every process.
+    """
+
+    name: str
+    make_model: MakeModels
+    optimizer: Optimizer
+    loss: Loss
+    shapes: Mapping[str, jax.ShapeDtypeStruct]
+    batches: Batches
+    evaluators: Mapping[str, Evaluator] = dataclasses.field(default_factory=dict)
+    tokens: int
+    flops: int
+    flops_formula: str = ""
+    options: StepOptions = StepOptions()
+    unit: str = ""
+    baselines: Callable[[], Mapping[str, float]] = dict
+    identity: Callable[[], dict[str, Any]] = dict
+    documents: Callable[[], dict[str, Any]] = dict
+    asked: Callable[[Plan], dict[str, Any]] = lambda plan: {"plan": to_json(plan)}
+    introduction: Callable[[], Sequence[str]] = tuple
+    conclusion: Callable[[Mapping[str, Any]], Sequence[str]] = lambda final: ()
+    complete: Callable[[Step, Params], str | None] | None = None
+
+    def evaluated(self, step: Step, state: TrainState) -> dict[str, float]:
+        """The metrics of all evaluators.
+
+        Raises:
+            InputError: Two metrics have one name, or one has a name that a run records itself.
+        """
+        found: dict[str, float] = {}
+        for name, evaluate in self.evaluators.items():
+            metrics = {metric: float(value) for metric, value in evaluate(step, state).items()}
+            clash = sorted((found.keys() | TAKEN) & metrics.keys())
+            if clash:
+                raise InputError(
+                    f"evaluator '{name}': gives a metric '{clash[0]}', which there is already; give"
+                    " it a name of its own"
+                )
+            found |= metrics
+        return found

@@ -1,0 +1,141 @@
+"""Text as a task: the next token's loss on what a configuration says, and what is told of it."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from colossax.models import config_to_json, maker
+from colossax.processes.group import Group
+from colossax.step.step import Step, StepOptions
+from colossax.tasks.config import TrainConfig, train_config_to_json
+from colossax.tasks.initial import initial_tokenizer
+from colossax.tasks.next_token import mean_loss, next_token_loss
+from colossax.tasks.optimizer import make_optimizer
+from colossax.tasks.task import Task
+from colossax.tasks.text import Text, open_text
+from colossax.typing import TEXT_BATCH_DIMS, Params, TrainState
+
+FLOPS_FORMULA = (
+    "MFU = tokens/s x FLOPs/token / (devices x peak), FLOPs/token = 6 per matmul weight"
+    " + 12 layers heads head_dim keys for attention; recomputation is not counted"
+)
+
+VALIDATION_LOSS, UNIGRAM_ENTROPY = "validation_loss", "unigram_entropy"
+"""Mean loss of held-out text, and what it is held against, in nats per token."""
+
+
+def task_of(config: TrainConfig, group: Group | None = None) -> Task:
+    """The task that a configuration asks for; its text is opened when it is first needed.
+
+    Args:
+        config: The run.
+        group: The processes that train; a single one by default.
+
+    Raises:
+        InputError: No such optimizer, or numbers that it cannot take.
+    """
+    text = functools.cache(lambda: _opened(config, group or Group(None, {})))
+    tokens = config.data.global_batch * config.data.seq_len
+
+    def validate(step: Step, state: TrainState) -> dict[str, float]:
+        return {VALIDATION_LOSS: mean_loss(step.evaluate, state, text().held_out(step))}
+
+    return Task(
+        name=config.recipe,
+        make_model=maker(config.model),
+        optimizer=make_optimizer(config.optimizer, config.schedule_steps),
+        loss=next_token_loss(z_loss=config.z_loss),
+        shapes=batch_shapes(config),
+        options=StepOptions(clip_norm=config.clip_norm),
+        batches=lambda step, start: text().batches(step, start),
+        evaluators={VALIDATION_LOSS: validate},
+        tokens=tokens,
+        flops=config.model.decoder().train_flops_per_token(config.data.seq_len) * tokens,
+        flops_formula=FLOPS_FORMULA,
+        unit="nats per token",
+        baselines=lambda: {UNIGRAM_ENTROPY: text().unigram_entropy},
+        identity=lambda: identity(
+            config, text=text().fingerprint, tokenizer=text().tokenizer.fingerprint
+        ),
+        documents=lambda: {
+            "model": config_to_json(config.model),
+            "tokenizer": text().tokenizer.to_json(),
+        },
+        asked=lambda plan: train_config_to_json(config.replace(plan=plan)),
+        introduction=lambda: [f"text: {text().description}"],
+        conclusion=_conclusion,
+        complete=lambda step, params: _completion(config, text(), step, params),
+    )
+
+
+def batch_shapes(config: TrainConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of a run's global batch."""
+    shape = (config.data.global_batch, config.data.seq_len)
+    dtypes = {name: np.float32 if name == "weights" else np.int32 for name in TEXT_BATCH_DIMS}
+    return {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
+
+
+def identity(config: TrainConfig, *, text: str, tokenizer: str) -> dict[str, Any]:
+    """What decides a run's losses step by step, as JSON; the mesh does not.
+
+    Args:
+        config: The run.
+        text: Fingerprint of the documents.
+        tokenizer: Fingerprint of the tokenizer.
+    """
+    data = config.data
+    return {
+        "seed": config.seed,
+        "data.global_batch": data.global_batch,
+        "data.seq_len": data.seq_len,
+        "data.validation_fraction": data.validation_fraction,
+        "model": train_config_to_json(config)["model"],
+        "optimizer.name": config.optimizer.name,
+        "optimizer.state": config.optimizer.state,
+        "data": [data.path or "the standard library", text],
+        "tokenizer": [data.tokenizer or f"one of {data.tokenizer_vocab} tokens", tokenizer],
+    }
+
+
+def _opened(config: TrainConfig, group: Group) -> Text:
+    return open_text(
+        config.data,
+        config.model,
+        seed=config.seed,
+        group=group,
+        tokenizer=initial_tokenizer(config),
+    )
+
+
+def _conclusion(final: Mapping[str, Any]) -> list[str]:
+    found, entropy = final[VALIDATION_LOSS], final[UNIGRAM_ENTROPY]
+    if found is None:
+        return []
+    below = entropy - found
+    side = "below" if below >= 0 else "above"
+    return [
+        f"validation loss {found:.4f}, {abs(below):.4f} nats {side} the unigram entropy"
+        f" {entropy:.4f}"
+    ]
+
+
+def _completion(config: TrainConfig, text: Text, step: Step, params: Params) -> str | None:
+    """The prompt of the recipe continued by the trained model."""
+    from colossax.inference import Generator
+
+    sample, longest, tokenizer = config.sample, config.model.decoder().max_seq, text.tokenizer
+    if not sample.prompt:
+        return None
+    prompt = tokenizer.encode(sample.prompt)[: longest - 1]
+    slots = min(len(prompt) + sample.max_tokens, longest)
+    generator = Generator(step.spec, step.bound, params, slots=slots, eos=tokenizer.eos)
+    result = generator.generate(
+        prompt,
+        max_tokens=slots - len(prompt),
+        temperature=sample.temperature,
+        seed=config.seed,
+    )
+    return tokenizer.decode([*prompt, *result.tokens])
