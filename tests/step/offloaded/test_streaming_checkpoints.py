@@ -69,9 +69,11 @@ def assert_lives_where_the_plan_says(step, state):
 def test_a_state_moves_bit_for_bit_and_training_goes_on(devices, tmp_path, source, target):
     state, step = made(source)
     state, _ = stepped(state, step, steps=2)
-    kept(tmp_path, step).save(state, 2)
+    saving = kept(tmp_path, step)
+    saving.save(state, 2)
     wanted = arrays(step, state)
     state, losses = stepped(state, step, steps=3)
+    saving.finish()
 
     _, other = made(target)
     checkpoints = kept(tmp_path, other)
