@@ -14,8 +14,9 @@ NAMES = {
         "SAVEABLE SEQUENCE_AXES SHARES Segment bind cache_folder from_json nearest preset to_json"
     ),
     "colossax.pallas.attention": (
-        "Mask attend_block attend_cache attention block_gradients block_implementation dense "
-        "merge_blocks row_delta row_ranges why_no_ranges with_sinks"
+        "Mask Operands Scoring attend attend_block attend_cache attention backward_block "
+        "block_gradients block_implementation dense forward_block merge_blocks row_delta "
+        "row_ranges why_no_ranges with_sinks"
     ),
     "colossax.pallas.norms": "layer_norm rms_norm",
     "colossax.pallas.grouped_matmul": "grouped_matmul",
@@ -26,7 +27,7 @@ NAMES = {
         "recomputing reduction_dtype replicated resolve seq_axes use validate"
     ),
     "colossax.sharding.sequence": (
-        "DOUBLE_RING_OPTIONS Order RingAxes balanced_from_contiguous_local "
+        "DOUBLE_RING_OPTIONS Order RingAxes Settings balanced_from_contiguous_local "
         "contiguous_from_balanced_local gather_attention_local inverse_order positions_local "
         "ring_attention_local ring_self_attention_local ulysses_local zigzag_order"
     ),

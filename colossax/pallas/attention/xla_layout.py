@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from colossax.pallas.attention.xla_tile import Static, Tokens
+from colossax.pallas.attention.xla_tile import Tiles, Tokens
 from colossax.pallas.padding import pad_to_multiple
 
 from .mask import Mask, positions
@@ -64,7 +64,7 @@ def join(tiles: Array, axis: int, length: int) -> Array:
     return jax.lax.slice_in_dim(x, 0, length, axis=axis)
 
 
-def describe(static: Static, mask: Mask, s: int, t: int) -> tuple[Tokens, Tokens]:
+def describe(tiles: Tiles, mask: Mask, s: int, t: int) -> tuple[Tokens, Tokens]:
     """The mask's rows and columns, tile by tile.
 
     Rows that fill the last tile have the last row's position and no segment; columns are invalid.
@@ -78,11 +78,11 @@ def describe(static: Static, mask: Mask, s: int, t: int) -> tuple[Tokens, Tokens
         )
 
     valid = mask.kv_valid
-    if valid is None and t % static.kv_tile:
+    if valid is None and t % tiles.kv_tile:
         valid = jnp.ones((1, t), bool)
     return (
-        cut(static.q_tile, positions(mask.q_positions, s), mask.q_segments, None),
-        cut(static.kv_tile, positions(mask.kv_positions, t), mask.kv_segments, valid),
+        cut(tiles.q_tile, positions(mask.q_positions, s), mask.q_segments, None),
+        cut(tiles.kv_tile, positions(mask.kv_positions, t), mask.kv_segments, valid),
     )
 
 

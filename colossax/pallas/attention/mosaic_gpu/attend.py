@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,8 +9,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from colossax.pallas.attention.mask import Mask, row_ranges, why_no_ranges
+from colossax.pallas.attention.mask import row_ranges, why_no_ranges
 from colossax.pallas.attention.merge import row_delta, with_sinks
+from colossax.pallas.attention.operands import Operands, Scoring
 from colossax.pallas.attention.spec import AttentionSpec
 from colossax.pallas.mosaic import why_not_hardware
 from colossax.pallas.mosaic import why_slow as why_slow
@@ -78,35 +78,29 @@ class _Static:
     soft_cap: float | None
     interpret: bool
 
+    @classmethod
+    def of(cls, scoring: Scoring, interpret: bool) -> "_Static":
+        return cls(scale=scoring.scale, soft_cap=scoring.soft_cap, interpret=interpret)
+
     @property
     def options(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
 
 def attend(
-    q: Float[Array, "b s n h"],
-    k: Float[Array, "b t k h"],
-    v: Float[Array, "b t k hv"],
-    *,
-    mask: Mask,
-    biases: Sequence[Array] = (),
-    alibi_slopes: Float[Array, " n"] | None = None,
-    scale: float,
-    soft_cap: float | None = None,
-    sinks: Float[Array, " n"] | None = None,
-    interpret: bool = False,
+    operands: Operands, scoring: Scoring, *, interpret: bool = False
 ) -> tuple[Float[Array, "b s n hv"], Float[Array, "b n s"]]:
     """Attention and its log-partition for the calls that `why_not` accepts, see `api.attention`.
 
     Cost: see `forward.forward` and `backward.gradients`; residuals are the inputs, two integers per
     query, the output and 4 bytes per query and head.
     """
-    assert alibi_slopes is None and len(biases) <= 1
-    lo, hi = row_ranges(mask, q.shape[1], k.shape[1])
-    bias = biases[0] if biases else None
-    static = _Static(scale=scale, soft_cap=soft_cap, interpret=interpret)
-    out, lse = _attend(static, q, k, v, bias, lo, hi)
-    return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
+    assert scoring.alibi_slopes is None and len(scoring.biases) <= 1
+    lo, hi = row_ranges(operands.masked, *operands.lengths)
+    bias = scoring.biases[0] if scoring.biases else None
+    static = _Static.of(scoring, interpret)
+    out, lse = _attend(static, operands.q, operands.k, operands.v, bias, lo, hi)
+    return (out, lse) if scoring.sinks is None else with_sinks(out, lse, scoring.sinks)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -137,40 +131,33 @@ _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
 def attend_block(
-    q: Float[Array, "b s n h"],
-    k: Float[Array, "b t k h"],
-    v: Float[Array, "b t k hv"],
+    operands: Operands,
+    scoring: Scoring,
     *,
-    mask: Mask,
-    alibi_slopes: None = None,
-    scale: float,
-    soft_cap: float | None,
     carried: tuple[Float[Array, "b s n hv"], Float[Array, "b n s"]] | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "b s n hv"], Float[Array, "b n s"]]:
-    """See `block.attend_block`."""
-    lo, hi = row_ranges(mask, q.shape[1], k.shape[1])
-    static = _Static(scale=scale, soft_cap=soft_cap, interpret=interpret)
-    given = {"lo": lo, "hi": hi, "carried": carried}
-    return forward(q, k, v, **given, dtype=jnp.float32, **static.options)
+    """See `block.forward_block`."""
+    lo, hi = row_ranges(operands.masked, *operands.lengths)
+    given = {"lo": lo, "hi": hi, "carried": carried, "dtype": jnp.float32}
+    options = _Static.of(scoring, interpret).options
+    return forward(operands.q, operands.k, operands.v, **given, **options)
 
 
 def block_gradients(
-    q: Float[Array, "b s n h"],
-    k: Float[Array, "b t k h"],
-    v: Float[Array, "b t k hv"],
+    operands: Operands,
+    scoring: Scoring,
     *,
-    mask: Mask,
-    alibi_slopes: None = None,
-    scale: float,
-    soft_cap: float | None,
     dout: Float[Array, "b s n hv"],
     lse: Float[Array, "b n s"],
     delta: Float[Array, "b n s"],
     interpret: bool = False,
-) -> tuple[Array, Array, Array, None]:
-    """See `block.block_gradients`."""
-    lo, hi = row_ranges(mask, q.shape[1], k.shape[1])
-    given = {"lo": lo, "hi": hi, "dout": dout, "lse": lse, "delta": delta}
-    static = _Static(scale=scale, soft_cap=soft_cap, interpret=interpret)
-    return *gradients(q, k, v, **given, dtype=jnp.float32, **static.options)[:3], None
+) -> tuple[Operands, Scoring]:
+    """See `block.backward_block`."""
+    lo, hi = row_ranges(operands.masked, *operands.lengths)
+    given = {"lo": lo, "hi": hi, "dout": dout, "lse": lse, "delta": delta, "dtype": jnp.float32}
+    options = _Static.of(scoring, interpret).options
+    dq, dk, dv, _ = gradients(operands.q, operands.k, operands.v, **given, **options)
+    return Operands(q=dq, k=dk, v=dv, mask=None), Scoring(
+        scale=scoring.scale, soft_cap=scoring.soft_cap
+    )
