@@ -16,7 +16,7 @@ NAMES = {
     "colossax.pallas.attention": (
         "Mask Operands Scoring attend attend_block attend_cache attention backward_block "
         "block_gradients block_implementation dense forward_block merge_blocks row_delta "
-        "row_ranges why_no_ranges with_sinks"
+        "row_ranges why_no_ranges with_ranges with_sinks"
     ),
     "colossax.pallas.norms": "layer_norm rms_norm",
     "colossax.pallas.grouped_matmul": "grouped_matmul",
@@ -24,7 +24,7 @@ NAMES = {
         "NATURAL RowOrder activation_axes activation_sharding attention balanced_order batch_axes "
         "compiler_options compute_dtype constrain current current_order explain gather_weight "
         "host_sharding in_order keeping kept_share linear linears lookup param_sharding "
-        "recomputing reduction_dtype replicated resolve seq_axes use validate"
+        "recomputing reduction_dtype replicated resolve seq_axes use validate with_ranges"
     ),
     "colossax.sharding.sequence": (
         "DOUBLE_RING_OPTIONS Order RingAxes Settings balanced_from_contiguous_local "

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from colossax.nn.layers import Linear, RMSNorm
 from colossax.nn.rope import rotate
 from colossax.nn.stack import LayerState
-from colossax.pallas.attention import Mask, attend_cache
+from colossax.pallas.attention import Mask, Operands, Scoring, attend_cache
 from colossax.sharding import attention, constrain, linears
 
 
@@ -58,6 +58,15 @@ class AttentionShape:
     norm_eps: float = 1e-6
     alibi: bool = False
     window: int | None = None
+
+    def call(self, mask: Mask, x: Float[Array, "b s d"]) -> tuple[Operands, Scoring]:
+        """What `sharding.attention` will be given for this input, in shapes, but for the mask."""
+        q, kv = (
+            jax.ShapeDtypeStruct((*x.shape[:2], heads, self.head_dim), x.dtype)
+            for heads in (self.heads, self.kv_heads)
+        )
+        slopes = jax.ShapeDtypeStruct((self.heads,), jnp.float32) if self.alibi else None
+        return Operands(q=q, k=kv, v=kv, mask=mask), Scoring.of(q, alibi_slopes=slopes)
 
 
 class Attention(nnx.Module):

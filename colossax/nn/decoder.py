@@ -15,7 +15,14 @@ from colossax.nn.layers import ACTIVATIONS, MLP, Embedding, LayerNorm, Linear, R
 from colossax.nn.rope import RopeConfig, rope_tables
 from colossax.nn.stack import LayerStack, LayerState
 from colossax.pallas.attention import Mask
-from colossax.sharding import activation_axes, compute_dtype, constrain, current, current_order
+from colossax.sharding import (
+    activation_axes,
+    compute_dtype,
+    constrain,
+    current,
+    current_order,
+    with_ranges,
+)
 from colossax.typing import Dims
 
 
@@ -230,6 +237,8 @@ class Decoder(nnx.Module):
             kv_segments=segments,
             ascending=True,
         )
+        # Once here, not in every layer.
+        mask = with_ranges(*self.config.attention_shape().call(mask, x))
         side = Side(mask=mask, rope=self._rope(positions))
         return self._run(x, positions, side, None)[0]
 

@@ -2,6 +2,7 @@
 
 from .api import attend as attend
 from .api import attention as attention
+from .api import with_ranges as with_ranges
 from .block import attend_block as attend_block
 from .block import backward_block as backward_block
 from .block import block_gradients as block_gradients

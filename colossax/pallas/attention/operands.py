@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
 
 from .mask import Mask
 
@@ -77,7 +76,7 @@ class Scoring:
     @classmethod
     def of(
         cls,
-        q: Array,
+        q: Any,
         *,
         scale: float | None = None,
         soft_cap: float | None = None,

@@ -23,6 +23,7 @@ from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jaxtyping import Array, Float
 
 from colossax.pallas.attention.xla_layout import (
+    TileRanges,
     bounds,
     describe,
     join,
@@ -43,6 +44,7 @@ from colossax.pallas.target import Target, current_target
 from colossax.pallas.varying import vary_alike, zeros_like_varying
 
 from . import bias as pair_bias
+from .mask import RANGES, Mask
 from .merge import merge_blocks, row_delta, with_sinks
 from .operands import Operands, Scoring
 from .spec import AttentionSpec
@@ -105,9 +107,30 @@ def block_gradients(
     return Operands(q=dq, k=dk, v=dv, mask=None), scoring.replace(alibi_slopes=dslopes)
 
 
+def ranges_of(mask: Mask, spec: AttentionSpec) -> TileRanges:
+    """What `attend` reads of the mask, see `api.with_ranges`."""
+    lengths = spec.q_length, spec.kv_length
+    return _ranges(_tiles(*lengths), mask, lengths)
+
+
+def _ranges(tiles: Tiles, mask: Mask, lengths: tuple[int, int]) -> TileRanges:
+    """Those that the mask carries, if they are of these lengths in these tiles."""
+    carried = mask.ranges
+    if isinstance(carried, TileRanges) and (carried.tiles, carried.lengths) == (tiles, lengths):
+        return carried
+    with jax.named_scope(RANGES):
+        rows, columns = describe(tiles, mask, *lengths)
+        limits = bounds(mask, rows, columns)
+    return TileRanges(rows=rows, columns=columns, bounds=limits, tiles=tiles, lengths=lengths)
+
+
 def tiles_of(operands: Operands) -> Tiles:
     """Of these lengths on the platform of the target."""
-    q_tile, kv_tile = _tile_sizes(*operands.lengths)
+    return _tiles(*operands.lengths)
+
+
+def _tiles(s: int, t: int) -> Tiles:
+    q_tile, kv_tile = _tile_sizes(s, t)
     return Tiles(q_tile=q_tile, kv_tile=kv_tile)
 
 
@@ -175,8 +198,8 @@ def _forward(
     q, k, v, mask = operands.q, operands.k, operands.v, operands.masked
     b, s, n, _ = q.shape
     kv_heads, length = k.shape[2], tiles.q_tile
-    rows, columns = describe(tiles, mask, *operands.lengths)
-    keys = (key_tiles(k, tiles.kv_tile), key_tiles(v, tiles.kv_tile), columns)
+    found = _ranges(tiles, mask, operands.lengths)
+    keys = (key_tiles(k, tiles.kv_tile), key_tiles(v, tiles.kv_tile), found.columns)
     shape = (b, kv_heads, n // kv_heads, length)
     biases = [pair_bias.fill_up(x, length, tiles.kv_tile) for x in scoring.biases]
 
@@ -197,7 +220,7 @@ def _forward(
         return None, (unfold(out).astype(dtype), lse.reshape(b, n, length))
 
     queries = query_tiles(q, kv_heads, length)
-    xs = (_numbers(queries), queries, rows, bounds(mask, rows, columns))
+    xs = (_numbers(queries), queries, found.rows, found.bounds)
     _, (out, lse) = jax.lax.scan(over_queries, None, xs)
     return join(out, 1, s), join(lse, 2, s)
 
@@ -238,8 +261,8 @@ def _backward(
     q, k, v, mask = operands.q, operands.k, operands.v, operands.masked
     b, s, n, h = q.shape
     t, kv_heads, length = k.shape[1], k.shape[2], tiles.q_tile
-    rows, columns = describe(tiles, mask, s, t)
-    keys = (key_tiles(k, tiles.kv_tile), key_tiles(v, tiles.kv_tile), columns)
+    found = _ranges(tiles, mask, operands.lengths)
+    keys = (key_tiles(k, tiles.kv_tile), key_tiles(v, tiles.kv_tile), found.columns)
     filled = [pair_bias.fill_up(x, length, tiles.kv_tile) for x in scoring.biases]
 
     def over_queries(totals: Any, xs: Any) -> tuple[Any, Array]:
@@ -274,8 +297,8 @@ def _backward(
         query_tiles(dout, kv_heads, length),
         row_tiles(lse, kv_heads, length, constant_values=jnp.inf),
         row_tiles(delta, kv_heads, length),
-        rows,
-        bounds(mask, rows, columns),
+        found.rows,
+        found.bounds,
     )
     start = (
         zeros_like_varying(keys[0].shape, q),

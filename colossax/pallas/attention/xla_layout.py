@@ -1,5 +1,6 @@
 """Arrays and masks cut into tiles, and which tiles see one another."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -12,6 +13,26 @@ from colossax.pallas.attention.xla_tile import Tiles, Tokens
 from colossax.pallas.padding import pad_to_multiple
 
 from .mask import Mask, positions
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TileRanges:
+    """What a mask says of every tile of queries and keys.
+
+    Attributes:
+        rows: `Tokens` of the queries, tile by tile.
+        columns: Those of the keys.
+        bounds: Of `bounds`: the key tiles that each query tile visits, or None.
+        tiles: The tiles.
+        lengths: Queries and keys of a row.
+    """
+
+    rows: Any
+    columns: Any
+    bounds: Any
+    tiles: Tiles = dataclasses.field(metadata={"static": True})
+    lengths: tuple[int, int] = dataclasses.field(metadata={"static": True})
 
 
 def fold(x: Array, kv_heads: int) -> Array:

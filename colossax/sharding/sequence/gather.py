@@ -4,7 +4,6 @@ Cheap to start and simple to schedule; it holds the keys of the whole sequence f
 few kv heads or a short sequence allow.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -96,7 +95,7 @@ def _whole_local(settings: Settings, operands: Operands, scoring: Scoring) -> Op
             ranks=axes.size,
             order=settings.order,
         )
-    mask = dataclasses.replace(mask, ascending=mask.ascends, **of_keys)
+    mask = mask.changed(ascending=mask.ascends, **of_keys)
     return operands.replace(k=k, v=v, mask=mask)
 
 

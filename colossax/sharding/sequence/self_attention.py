@@ -6,7 +6,6 @@ are alive at once, and plain autodiff keeps every block that passes.
 Reference: Li et al. 2021, Sequence Parallelism: Long Sequence Training from System Perspective.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -61,7 +60,7 @@ def ring_self_attention_local(
         if scoring.alibi_slopes is not None:
             distance = q_positions[:, None, :, None] - of_keys["kv_positions"][:, None, None]
             found -= scoring.alibi_slopes.astype(jnp.float32)[:, None, None] * distance
-        here = dataclasses.replace(mask, q_positions=q_positions, **of_keys)
+        here = mask.changed(q_positions=q_positions, **of_keys)
         return jnp.where(dense(here, s, t), found, -jnp.inf)
 
     def weighted(v: Array, probabilities: Array) -> Array:

@@ -229,8 +229,7 @@ class Step:
         return (of_queries(found.q), of_scoring), Packing.of(dkv).pack(dkv)
 
     def _operands(self, queries: Queries, keys: Keys, mask: Mask) -> Operands:
-        mask = dataclasses.replace(
-            mask,
+        mask = mask.changed(
             q_positions=queries.positions,
             kv_positions=keys.positions,
             q_segments=queries.segments,
@@ -252,7 +251,7 @@ class Step:
 def _past(mask: Mask) -> Mask:
     """The mask where all keys come before all queries."""
     window = None if mask.left is None else (mask.left, None)
-    return dataclasses.replace(mask, causal=False, window=window)
+    return mask.changed(causal=False, window=window)
 
 
 def _pair_queries(queries: Queries, early: Bool[Array, ""]) -> Queries:
