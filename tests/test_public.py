@@ -21,7 +21,8 @@ NAMES = {
     "colossax.pallas.norms": "layer_norm rms_norm",
     "colossax.pallas.grouped_matmul": "grouped_matmul",
     "colossax.sharding": (
-        "NATURAL RowOrder activation_axes activation_sharding attention balanced_order batch_axes "
+        "CACHE_DIMS NATURAL RowOrder activation_axes activation_sharding attend_cache attention "
+        "balanced_order batch_axes cache_spec "
         "compiler_options compute_dtype constrain current current_order explain gather_weight "
         "host_sharding in_order keeping kept_share linear linears lookup param_sharding "
         "recomputing reduction_dtype replicated resolve seq_axes use validate with_ranges"
@@ -62,10 +63,10 @@ NAMES = {
         "transfer_totals transfers unexpected_collectives"
     ),
     "colossax.nn": (
-        "ACTIVATIONS Attention AttentionShape CacheSpec Decoder DecoderConfig DecoderLayer "
-        "Embedding FlatTokens LayerNorm LayerStack LayerState Linear Llama3Scaling MLP ModelSpec "
-        "RMSNorm RopeConfig Side StackOutput alibi_slopes cross_entropy describe even_head_dim "
-        "initialise param pure rope_tables rotate"
+        "ACTIVATIONS Attention AttentionShape CacheArray CacheSpec Decoder DecoderConfig "
+        "DecoderLayer Embedding FlatTokens LayerNorm LayerStack LayerState Linear Llama3Scaling "
+        "MLP ModelSpec RMSNorm RopeConfig Side StackOutput alibi_slopes cross_entropy describe "
+        "even_head_dim initialise param pure rope_tables rotate"
     ),
     "colossax.models": (
         "Bloom BloomConfig FAMILIES Family GPT2 GPT2Config Llama LlamaConfig Mistral "

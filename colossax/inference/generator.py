@@ -15,7 +15,7 @@ from colossax.config import BoundPlan
 from colossax.errors import InputError
 from colossax.inference.plan import inference_plan
 from colossax.nn import CacheSpec, DecoderConfig, FlatTokens, ModelSpec
-from colossax.sharding import replicated, resolve, use
+from colossax.sharding import cache_spec, replicated, use
 from colossax.typing import Params
 
 TOKENS_PER_STEP = 16
@@ -82,7 +82,7 @@ class Generator:
         self.bound = BoundPlan(inference_plan(bound.plan), bound.mesh)
         self._params = params
         self._cache_spec: CacheSpec = spec.merge(params).cache_spec(seats=1, slots=self.slots)
-        self._layout = dict.fromkeys(("k", "v"), _cache_sharding(self.bound, self._cache_spec))
+        self._layout = _cache_layout(self.bound, self._cache_spec)
         self._empty = jax.jit(self._zeros, out_shardings=self._layout)
         step = functools.partial(decode_step, spec, self.bound)
         out = (replicated(self.bound), self._layout)
@@ -188,7 +188,7 @@ class Generator:
         return token, cache
 
     def _zeros(self) -> dict[str, Array]:
-        return self._cache_spec.zeros(self.bound.plan.precision.cache)
+        return self._cache_spec.zeros(self.bound.plan.precision)
 
     def _check(self, prompt: list[int], max_tokens: int, temperature: float, seed: int) -> None:
         check_tokens(prompt, self.config.vocab)
@@ -292,7 +292,8 @@ def _slots(config: DecoderConfig, slots: int | None) -> int:
     return slots
 
 
-def _cache_sharding(bound: BoundPlan, spec: CacheSpec) -> NamedSharding:
-    return NamedSharding(
-        bound.mesh, resolve(bound, "cache", spec.dims, spec.shape, name="key-value cache")
-    )
+def _cache_layout(bound: BoundPlan, spec: CacheSpec) -> dict[str, NamedSharding]:
+    return {
+        name: NamedSharding(bound.mesh, cache_spec(bound, one.shape, one.dims))
+        for name, one in spec.arrays.items()
+    }

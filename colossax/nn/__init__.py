@@ -5,7 +5,8 @@ from .attention import AttentionShape as AttentionShape
 from .attention import FlatTokens as FlatTokens
 from .attention import Side as Side
 from .attention import alibi_slopes as alibi_slopes
-from .decoder import CacheSpec as CacheSpec
+from .cache import CacheArray as CacheArray
+from .cache import CacheSpec as CacheSpec
 from .decoder import Decoder as Decoder
 from .decoder import DecoderConfig as DecoderConfig
 from .decoder import DecoderLayer as DecoderLayer

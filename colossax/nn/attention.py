@@ -14,8 +14,8 @@ from jaxtyping import Array, Float, Int
 from colossax.nn.layers import Linear, RMSNorm
 from colossax.nn.rope import rotate
 from colossax.nn.stack import LayerState
-from colossax.pallas.attention import Mask, Operands, Scoring, attend_cache
-from colossax.sharding import attention, constrain, linears
+from colossax.pallas.attention import Mask, Operands, Scoring
+from colossax.sharding import attend_cache, attention, constrain, linears
 
 
 @jax.tree_util.register_dataclass
@@ -46,7 +46,10 @@ class Side:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionShape:
-    """Sizes and switches of an attention block; `head_dim` need not be embed / heads."""
+    """Sizes and switches of an attention block; `head_dim` need not be embed / heads.
+
+    `window` is `(left, right)`, as of `Mask`: keys strictly before and after a query.
+    """
 
     embed: int
     heads: int
@@ -57,7 +60,7 @@ class AttentionShape:
     qk_norm: bool = False
     norm_eps: float = 1e-6
     alibi: bool = False
-    window: int | None = None
+    window: tuple[int | None, int | None] | None = None
 
     def call(self, mask: Mask, x: Float[Array, "b s d"]) -> tuple[Operands, Scoring]:
         """What `sharding.attention` will be given for this input, in shapes, but for the mask."""
@@ -125,7 +128,7 @@ class Attention(nnx.Module):
             seat=flat.seat,
             position=flat.position,
             slot=flat.slot,
-            window=None if self.shape.window is None else self.shape.window - 1,
+            window=self.shape.window,
             alibi_slopes=slopes,
         )
         return out[None], dataclasses.replace(state, carried=cache)

@@ -11,11 +11,13 @@ from jaxtyping import Array, Float, Int
 from colossax.config import nearest
 from colossax.errors import InputError
 from colossax.nn.attention import Attention, AttentionShape, FlatTokens, Side
+from colossax.nn.cache import CacheArray, CacheSpec
 from colossax.nn.layers import ACTIVATIONS, MLP, Embedding, LayerNorm, Linear, RMSNorm, depth_scaled
 from colossax.nn.rope import RopeConfig, rope_tables
 from colossax.nn.stack import LayerStack, LayerState
 from colossax.pallas.attention import Mask
 from colossax.sharding import (
+    CACHE_DIMS,
     activation_axes,
     compute_dtype,
     constrain,
@@ -23,7 +25,6 @@ from colossax.sharding import (
     current_order,
     with_ranges,
 )
-from colossax.typing import Dims
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,8 @@ class DecoderConfig:
         learned_positions: Rows of a learned position table (0: none), of which the first
             `position_offset` are never reached.
         embed_norm: LayerNorm after the token embedding.
-        window: Keys a query sees, itself included; None: all before it.
+        window: Keys a query sees, itself included, as the families' files count them; None: all
+            before it. Nothing below this type counts so: see `sides`.
         tied: The output head is the embedding table.
         max_seq: Longest sequence the model was made for.
         eos: Token that ends a document, where known.
@@ -86,6 +88,11 @@ class DecoderConfig:
             raise InputError(f"model: norm '{self.norm}' is unknown; use 'rms' or 'layer'")
 
     @property
+    def sides(self) -> tuple[int, int] | None:
+        """The window as all below has it: keys strictly before a query, and strictly after it."""
+        return None if self.window is None else (self.window - 1, 0)
+
+    @property
     def flops_per_token(self) -> int:
         """Matmul FLOPs of forward and backward per token, attention scores aside: 6 per weight."""
         attention = self.embed * self.head_dim * 2 * (self.heads + self.kv_heads)
@@ -105,8 +112,8 @@ class DecoderConfig:
 
     def attention_shape(self) -> AttentionShape:
         """The part of this configuration that an attention block needs."""
-        names = {f.name for f in dataclasses.fields(AttentionShape)}
-        return AttentionShape(**{n: getattr(self, n) for n in names})
+        names = {f.name for f in dataclasses.fields(AttentionShape)} - {"window"}
+        return AttentionShape(**{n: getattr(self, n) for n in names}, window=self.sides)
 
 
 def even_head_dim(embed: int, heads: int) -> int:
@@ -121,18 +128,6 @@ def even_head_dim(embed: int, heads: int) -> int:
             f" choose heads that do, or give head_dim where the family has it"
         )
     return embed // heads
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CacheSpec:
-    """Shape and dims of each array of a key-value cache, and the type it wants."""
-
-    shape: tuple[int, ...]
-    dims: Dims
-
-    def zeros(self, dtype: Any) -> dict[str, Array]:
-        """An empty cache."""
-        return {name: jnp.zeros(self.shape, dtype) for name in ("k", "v")}
 
 
 class DecoderLayer(nnx.Module):
@@ -229,10 +224,9 @@ class Decoder(nnx.Module):
         self._check_length(x.shape[1] - current_order().padding)
         if positions is None:
             positions = jnp.broadcast_to(current_order().indices(x.shape[1]), x.shape[:2])
-        window = None if self.config.window is None else (self.config.window - 1, 0)
         mask = Mask(
             causal=True,
-            window=window,
+            window=self.config.sides,
             q_segments=segments,
             kv_segments=segments,
             ascending=True,
@@ -271,10 +265,9 @@ class Decoder(nnx.Module):
     def cache_spec(self, *, seats: int, slots: int) -> CacheSpec:
         """Key-value cache for `seats` sequences of up to `slots` tokens."""
         c = self.config
-        return CacheSpec(
-            shape=(c.layers, seats, slots, c.kv_heads, c.head_dim),
-            dims=("layers", None, None, "kv_heads", "head_dim"),
-        )
+        shape = (c.layers, seats, slots, c.kv_heads, c.head_dim)
+        one = CacheArray(shape=shape, dims=CACHE_DIMS)
+        return CacheSpec(arrays={"k": one, "v": one})
 
     def _run(self, x: Any, positions: Any, side: Side, cache: Any) -> tuple[Any, Any]:
         if self.positions is not None:

@@ -1,6 +1,9 @@
 """The plan in force, and the operations a model calls to be laid out by it."""
 
 from .attention import attention as attention
+from .cache import CACHE_DIMS as CACHE_DIMS
+from .cache import attend_cache as attend_cache
+from .cache import cache_spec as cache_spec
 from .compiling import compiler_options as compiler_options
 from .context import current as current
 from .context import keeping as keeping

@@ -88,7 +88,8 @@ def attention(
     def island_local(local: Operands, scoring: Scoring) -> Any:
         local, heads = local.replace(mask=own_ranges_local(local.masked)), specs.q[2]
         if heads is not None and specs.k[2] is None:
-            local = own_kv_heads_local(bound, heads, q.shape[2], local)
+            own = own_kv_heads_local(bound, heads, q.shape[2], local.k.shape[2])
+            local = local.replace(k=own(local.k), v=own(local.v))
         return _scheme_local(split, call, local, scoring)
 
     # Unchecked, gradients of operands that are whole on several devices are summed over those, and

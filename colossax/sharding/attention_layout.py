@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -217,20 +217,20 @@ def _aligned(group: int, here: int) -> bool:
 
 
 def own_kv_heads_local(
-    bound: BoundPlan, heads_axes: str | tuple[str, ...], heads: int, local: Operands
-) -> Operands:
-    """Of replicated kv heads, those that this device's query heads read."""
-    axes = (heads_axes,) if isinstance(heads_axes, str) else heads_axes
+    bound: BoundPlan, heads_axes: str | tuple[str, ...], heads: int, kv_heads: int
+) -> Callable[[Array], Array]:
+    """Picks, of replicated kv heads `[..., k, h]`, those that this device's query heads read."""
+    axes = names_of(heads_axes)
     here = heads // bound.size(axes)
-    kv_heads = local.k.shape[2]
     group = heads // kv_heads
     first = jax.lax.axis_index(axes) * here
 
     def own(x: Array) -> Array:
+        dim = x.ndim - 2
         if _aligned(group, here):
             count = own_kv_heads(heads, kv_heads, here)
-            return jax.lax.dynamic_slice_in_dim(x, first // group, count, axis=2)
+            return jax.lax.dynamic_slice_in_dim(x, first // group, count, axis=dim)
         # The groups of query heads do not line up with the devices: one kv head per query head.
-        return jnp.take(x, (first + jnp.arange(here)) // group, axis=2)
+        return jnp.take(x, (first + jnp.arange(here)) // group, axis=dim)
 
-    return local.replace(k=own(local.k), v=own(local.v))
+    return own
