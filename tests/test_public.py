@@ -14,20 +14,21 @@ NAMES = {
         "SAVEABLE SEQUENCE_AXES SHARES Segment bind cache_folder from_json nearest preset to_json"
     ),
     "colossax.pallas.attention": (
-        "Mask attend_block attend_cache attention block_gradients block_implementation dense "
-        "merge_blocks row_delta row_ranges why_no_ranges with_sinks"
+        "Mask Operands Scoring attend attend_block attend_cache attention backward_block "
+        "block_gradients block_implementation dense forward_block merge_blocks row_delta "
+        "row_ranges why_no_ranges with_ranges with_sinks"
     ),
     "colossax.pallas.norms": "layer_norm rms_norm",
     "colossax.pallas.grouped_matmul": "grouped_matmul",
     "colossax.sharding": (
-        "Dense Layout NATURAL RowOrder Weight activation_axes activation_sharding attention "
-        "balanced_order batch_axes compiler_options compute_dtype constrain current "
-        "current_order explain gather_weight host_sharding in_order keeping kept_share "
-        "linear linears lookup param_sharding recomputing reduction_dtype replicated resolve "
-        "seq_axes transfer use validate"
+        "CACHE_DIMS Dense Layout NATURAL RowOrder Weight activation_axes activation_sharding "
+        "attend_cache attention balanced_order batch_axes cache_spec compiler_options "
+        "compute_dtype constrain current current_order explain gather_weight host_sharding "
+        "in_order keeping kept_share linear linears lookup param_sharding recomputing "
+        "reduction_dtype replicated resolve seq_axes transfer use validate with_ranges"
     ),
     "colossax.sharding.sequence": (
-        "DOUBLE_RING_OPTIONS Order RingAxes balanced_from_contiguous_local "
+        "DOUBLE_RING_OPTIONS Order RingAxes Settings balanced_from_contiguous_local "
         "contiguous_from_balanced_local gather_attention_local inverse_order positions_local "
         "ring_attention_local ring_self_attention_local ulysses_local zigzag_order"
     ),
@@ -67,11 +68,12 @@ NAMES = {
         "transfer_totals transfers unexpected_collectives"
     ),
     "colossax.nn": (
-        "ACTIVATIONS Attention AttentionShape Block CacheSpec Decoder DecoderConfig "
-        "Embedding FlatTokens LanguageModel LayerNorm LayerStack LayerState Layers Linear "
-        "Llama3Scaling MLP ModelSpec Models RMSNorm RopeConfig Side StackOutput Sublayer "
-        "Weighted Wiring alibi_slopes cross_entropy decoder_layer describe even_head_dim "
-        "initialise param pure rope_tables rotate weight_of with_weights"
+        "ACTIVATIONS Attention AttentionShape Block CacheArray CacheSpec Decoder "
+        "DecoderConfig Embedding FlatTokens LanguageModel LayerNorm LayerStack LayerState "
+        "Layers Linear Llama3Scaling MLP ModelSpec Models RMSNorm RopeConfig Side "
+        "StackOutput Sublayer Weighted Wiring alibi_slopes cross_entropy decoder_layer "
+        "describe even_head_dim initialise param pure rope_tables rotate weight_of "
+        "with_weights"
     ),
     "colossax.models": (
         "BloomConfig FAMILIES Family GPT2Config LlamaConfig MistralConfig OPTConfig Qwen2Config "

@@ -8,10 +8,10 @@ from jaxtyping import Array
 
 from colossax.config import BoundPlan
 from colossax.nn import CacheSpec
-from colossax.sharding import resolve
+from colossax.sharding import cache_spec
 
 Cache = dict[str, Array]
-"""Arrays of keys and values by name."""
+"""Arrays by name, such as keys and values."""
 
 
 class CacheLayout:
@@ -25,9 +25,11 @@ class CacheLayout:
             spec: What the model asks for.
         """
         self._spec = spec
-        self._dtype = bound.plan.precision.cache
-        where = resolve(bound, "cache", spec.dims, spec.shape, name="key-value cache")
-        self.shardings = dict.fromkeys(("k", "v"), NamedSharding(bound.mesh, where))
+        self._precision = bound.plan.precision
+        self.shardings = {
+            name: NamedSharding(bound.mesh, cache_spec(bound, one.shape, one.dims))
+            for name, one in spec.arrays.items()
+        }
         self._empty = jax.jit(self._zeros, out_shardings=self.shardings)
 
     @property
@@ -43,4 +45,4 @@ class CacheLayout:
         return self._empty()
 
     def _zeros(self) -> Cache:
-        return self._spec.zeros(self._dtype)
+        return self._spec.zeros(self._precision)

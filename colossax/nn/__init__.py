@@ -10,7 +10,8 @@ from .attention import alibi_slopes as alibi_slopes
 from .block import Block as Block
 from .block import Sublayer as Sublayer
 from .block import Wiring as Wiring
-from .decoder import CacheSpec as CacheSpec
+from .cache import CacheArray as CacheArray
+from .cache import CacheSpec as CacheSpec
 from .decoder import Decoder as Decoder
 from .decoder import DecoderConfig as DecoderConfig
 from .decoder import Layers as Layers

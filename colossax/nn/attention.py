@@ -14,8 +14,11 @@ from jaxtyping import Array, Float, Int
 from colossax.layerwise import LayerState
 from colossax.nn.layers import Linear, RMSNorm
 from colossax.nn.rope import rotate
-from colossax.pallas.attention import Mask, attend_cache
-from colossax.sharding import attention, constrain, linears
+from colossax.pallas.attention import Mask, Operands, Scoring
+from colossax.sharding import attend_cache, attention, constrain, linears
+
+Window = tuple[int | None, int | None] | None
+"""Keys seen strictly before and after a query, None for all: as of `Mask`."""
 
 
 @jax.tree_util.register_dataclass
@@ -37,16 +40,31 @@ class FlatTokens:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Side:
-    """What every layer of a decoder shares: the mask or cache addresses, and rope tables."""
+    """What every layer of a decoder shares.
 
-    mask: Mask = Mask(causal=True)
+    Attributes:
+        masks: Who sees whom: one for all layers, or one for each window that layers have.
+        rope: Tables of the rotary embedding, or None.
+        flat: Addresses in the cache, where there is one.
+    """
+
+    masks: Any = (Mask(causal=True),)
     rope: Any = None
-    flat: FlatTokens | None = None
+    flat: Any = None
+
+    def mask(self, window: Window) -> Mask:
+        """That of layers with this window."""
+        if len(self.masks) == 1:
+            return self.masks[0]
+        return next(mask for mask in self.masks if mask.window == window)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionShape:
-    """Sizes and switches of an attention block; `head_dim` need not be embed / heads."""
+    """Sizes and switches of an attention block; `head_dim` need not be embed / heads.
+
+    `window` is `(left, right)`, as of `Mask`: keys strictly before and after a query.
+    """
 
     embed: int
     heads: int
@@ -57,7 +75,16 @@ class AttentionShape:
     qk_norm: bool = False
     norm_eps: float = 1e-6
     alibi: bool = False
-    window: int | None = None
+    window: Window = None
+
+    def call(self, mask: Mask, x: Float[Array, "b s d"]) -> tuple[Operands, Scoring]:
+        """What `sharding.attention` will be given for this input, in shapes, but for the mask."""
+        q, kv = (
+            jax.ShapeDtypeStruct((*x.shape[:2], heads, self.head_dim), x.dtype)
+            for heads in (self.heads, self.kv_heads)
+        )
+        slopes = jax.ShapeDtypeStruct((self.heads,), jnp.float32) if self.alibi else None
+        return Operands(q=q, k=kv, v=kv, mask=mask), Scoring.of(q, alibi_slopes=slopes)
 
 
 class Attention(nnx.Module):
@@ -102,7 +129,7 @@ class Attention(nnx.Module):
         q, k, v = (checkpoint_name(a, "qkv") for a in (q, k, v))
         slopes = jnp.asarray(alibi_slopes(self.shape.heads)) if self.shape.alibi else None
         if side.flat is None:
-            out = attention(q, k, v, mask=side.mask, alibi_slopes=slopes)
+            out = attention(q, k, v, mask=side.mask(self.shape.window), alibi_slopes=slopes)
         else:
             out, state = self._attend_cache(q, k, v, side.flat, state, slopes)
         return self.o(constrain(out, "batch:inner", "seq", "heads", "head_dim")), state, {}
@@ -117,7 +144,7 @@ class Attention(nnx.Module):
             seat=flat.seat,
             position=flat.position,
             slot=flat.slot,
-            window=None if self.shape.window is None else self.shape.window - 1,
+            window=self.shape.window,
             alibi_slopes=slopes,
         )
         return out[None], dataclasses.replace(state, carried=cache)

@@ -10,15 +10,15 @@ from jaxtyping import Array, Float, Int
 
 from colossax.config import nearest
 from colossax.errors import InputError
-from colossax.nn.attention import Attention, AttentionShape, FlatTokens, Side
+from colossax.nn.attention import Attention, AttentionShape, FlatTokens, Side, Window
 from colossax.nn.block import Block, residual
+from colossax.nn.cache import CacheArray, CacheSpec
 from colossax.nn.layers import ACTIVATIONS, MLP, Embedding, LayerNorm, Linear, RMSNorm, depth_scaled
 from colossax.nn.rope import RopeConfig, rope_tables
 from colossax.nn.stack import LayerStack, StackOutput
 from colossax.nn.stacked import MakeLayer
 from colossax.pallas.attention import Mask
-from colossax.sharding import compute_dtype, constrain, current_order
-from colossax.typing import Dims
+from colossax.sharding import CACHE_DIMS, compute_dtype, constrain, current_order, with_ranges
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,8 @@ class DecoderConfig:
         learned_positions: Rows of a learned position table (0: none), of which the first
             `position_offset` are never reached.
         embed_norm: LayerNorm after the token embedding.
-        window: Keys a query sees, itself included; None: all before it.
+        window: Keys a query sees, itself included, as the families' files count them; None: all
+            before it. Nothing below this type counts so: see `sides`.
         tied: The output head is the embedding table.
         max_seq: Longest sequence the model was made for.
         eos: Token that ends a document, where known.
@@ -81,6 +82,11 @@ class DecoderConfig:
             raise InputError(f"model: norm '{self.norm}' is unknown; use 'rms' or 'layer'")
 
     @property
+    def sides(self) -> tuple[int, int] | None:
+        """The window as all below has it: keys strictly before a query, and strictly after it."""
+        return None if self.window is None else (self.window - 1, 0)
+
+    @property
     def flops_per_token(self) -> int:
         """Matmul FLOPs of forward and backward per token, attention scores aside: 6 per weight."""
         attention = self.embed * self.head_dim * 2 * (self.heads + self.kv_heads)
@@ -100,8 +106,8 @@ class DecoderConfig:
 
     def attention_shape(self) -> AttentionShape:
         """The part of this configuration that an attention block needs."""
-        names = {f.name for f in dataclasses.fields(AttentionShape)}
-        return AttentionShape(**{n: getattr(self, n) for n in names})
+        names = {f.name for f in dataclasses.fields(AttentionShape)} - {"window"}
+        return AttentionShape(**{n: getattr(self, n) for n in names}, window=self.sides)
 
 
 def even_head_dim(embed: int, heads: int) -> int:
@@ -116,18 +122,6 @@ def even_head_dim(embed: int, heads: int) -> int:
             f" choose heads that do, or give head_dim where the family has it"
         )
     return embed // heads
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CacheSpec:
-    """Shape and dims of each array of a key-value cache, and the type it wants."""
-
-    shape: tuple[int, ...]
-    dims: Dims
-
-    def zeros(self, dtype: Any) -> dict[str, Array]:
-        """An empty cache."""
-        return {name: jnp.zeros(self.shape, dtype) for name in ("k", "v")}
 
 
 def decoder_layer(config: DecoderConfig, *, rngs: nnx.Rngs) -> Block:
@@ -154,10 +148,13 @@ class Layers:
     Attributes:
         make: `rngs -> layer`, or one of each kind by name; see `LayerStack`.
         order: How many, or the kind of each.
+        windows: That their attention has, each `(left, right)` or None as of `AttentionShape`;
+            none given: that of the configuration.
     """
 
     make: MakeLayer | Mapping[str, MakeLayer]
     order: int | Sequence[str]
+    windows: tuple[Window, ...] = ()
 
 
 class Decoder(nnx.Module):
@@ -185,6 +182,7 @@ class Decoder(nnx.Module):
         )
         if layers is None:
             layers = Layers(make=lambda rngs: decoder_layer(config, rngs=rngs), order=config.layers)
+        self._windows = layers.windows or (config.sides,)
         self.layers = LayerStack(layers.make, layers.order, rngs=rngs)
         self.norm = make_norm(config)
         self.head = (
@@ -242,7 +240,7 @@ class Decoder(nnx.Module):
         self._check_length(x.shape[1] - current_order().padding)
         if positions is None:
             positions = jnp.broadcast_to(current_order().indices(x.shape[1]), x.shape[:2])
-        side = Side(mask=self._mask(mask, segments), rope=self._rope(positions))
+        side = Side(masks=self._masks(mask, segments, x), rope=self._rope(positions))
         hidden, out = self._run(x, positions, side, None)
         return hidden, out.sums
 
@@ -273,20 +271,33 @@ class Decoder(nnx.Module):
         return hidden @ self.head_weight()
 
     def cache_spec(self, *, seats: int, slots: int) -> CacheSpec:
-        """Key-value cache for `seats` sequences of up to `slots` tokens."""
-        c = self.config
-        return CacheSpec(
-            shape=(c.layers, seats, slots, c.kv_heads, c.head_dim),
-            dims=("layers", None, None, "kv_heads", "head_dim"),
-        )
+        """Key-value cache for `seats` sequences of up to `slots` tokens.
 
-    def _mask(self, mask: Mask | None, segments: Any) -> Mask:
+        Raises:
+            InputError: Layers of several kinds, each of which would want a cache of its own.
+        """
+        if len(set(self.layers.order)) > 1:
+            raise InputError(
+                "model: its layers are of several kinds, for which there is no generation yet;"
+                " give them one kind"
+            )
+        c = self.config
+        shape = (c.layers, seats, slots, c.kv_heads, c.head_dim)
+        one = CacheArray(shape=shape, dims=CACHE_DIMS)
+        return CacheSpec(arrays={"k": one, "v": one})
+
+    def _masks(self, mask: Mask | None, segments: Any, x: Array) -> tuple[Mask, ...]:
+        """For each window of the layers, with what kernels need of it: once, not in every layer."""
         if mask is None:
-            window = None if self.config.window is None else (self.config.window - 1, 0)
-            mask = Mask(causal=True, window=window, ascending=True)
-        if segments is None or mask.q_segments is not None:
-            return mask
-        return dataclasses.replace(mask, q_segments=segments, kv_segments=segments, ascending=True)
+            one = Mask(causal=True, ascending=True)
+            masks = [one.changed(window=sides) for sides in self._windows]
+        else:
+            masks = [mask]
+        if segments is not None and masks[0].q_segments is None:
+            packed = {"q_segments": segments, "kv_segments": segments, "ascending": True}
+            masks = [one.changed(**packed) for one in masks]
+        shape = self.config.attention_shape()
+        return tuple(with_ranges(*shape.call(one, x)) for one in masks)
 
     def _run(self, x: Any, positions: Any, side: Side, cache: Any) -> tuple[Any, StackOutput]:
         if self.positions is not None:

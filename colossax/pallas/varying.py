@@ -26,8 +26,8 @@ def vary_alike(tree: Any) -> Any:
 
 
 def varies(tree: Any) -> bool:
-    """Whether any leaf is marked as different along a mesh axis."""
-    return any(map(varying_axes, jax.tree.leaves(tree)))
+    """Whether any leaf is marked as different along a mesh axis; a mere shape is not."""
+    return any(varying_axes(x) for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))
 
 
 def zeros_like_varying(shape: tuple[int, ...], like: Array) -> Float[Array, "..."]:

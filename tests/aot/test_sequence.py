@@ -21,9 +21,15 @@ from colossax.aot import (
     parse_target,
     target_devices,
 )
-from colossax.pallas.attention import Mask, merge_blocks, xla
+from colossax.pallas.attention import Mask, Operands, Scoring, merge_blocks, xla
 from colossax.pallas.target import target
-from colossax.sharding.sequence import DOUBLE_RING_OPTIONS, RingAxes, ring, ring_attention_local
+from colossax.sharding.sequence import (
+    DOUBLE_RING_OPTIONS,
+    RingAxes,
+    Settings,
+    ring,
+    ring_attention_local,
+)
 
 pytestmark = [pytest.mark.aot, pytest.mark.slow]
 
@@ -56,10 +62,12 @@ class Ring:
             outer="ring_out" if self.outer > 1 else None,
             outer_size=self.outer,
         )
-        options = {"mask": self.mask, "scale": H**-0.5, "axes": axes, "order": self.order}
+        settings, scoring = Settings(axes=axes, order=self.order), Scoring(scale=H**-0.5)
         spec = P(None, ("ring_out", "ring"))
         attend = jax.shard_map(
-            lambda *qkv: (local or ring_attention_local)(*qkv, **options)[0],
+            lambda q, k, v: (local or ring_attention_local)(
+                Operands(q=q, k=k, v=v, mask=self.mask), scoring, settings
+            )[0],
             mesh=self.mesh,
             in_specs=spec,
             out_specs=spec,
@@ -191,12 +199,9 @@ def test_backward_a_double_ring_leaves_bare_one_inner_hop_of_keys_a_turn(outer):
     assert all(along_outer)
 
 
-def plain_ring(*qkv, mask, scale, axes, order):
+def plain_ring(operands, scoring, settings):
     """The forward pass without its gradient's rule."""
-    settings = ring.Settings(
-        axes=axes, order=order, scale=scale, soft_cap=None, implementation="xla"
-    )
-    return ring._forward(settings, *qkv, None, mask)
+    return ring._forward(dataclasses.replace(settings, implementation="xla"), operands, scoring)
 
 
 def test_its_own_backward_pass_saves_memory(monkeypatch):
@@ -211,11 +216,11 @@ def test_its_own_backward_pass_saves_memory(monkeypatch):
 def test_it_saves_memory_where_only_the_ring_is_differentiated_plainly(monkeypatch):
     """Blocks that have a backward pass of their own, in a ring that has none."""
 
-    def block(q, k, v, *, alibi_slopes, implementation, carried, **options):
-        out, lse = xla.attend(q, k, v, alibi_slopes=alibi_slopes, **options)
+    def block(operands, scoring, *, implementation, carried):
+        out, lse = xla.attend(operands, scoring)
         found = out.astype(jnp.float32), lse
         return found if carried is None else merge_blocks(*carried, *found)
 
-    monkeypatch.setattr("colossax.sharding.sequence.step.attend_block", block)
+    monkeypatch.setattr("colossax.sharding.sequence.step.forward_block", block)
     plain = Ring().compiled(True, plain_ring).stats.temp_size_in_bytes
     assert program().stats.temp_size_in_bytes <= 0.4 * plain

@@ -1,9 +1,13 @@
 """Softmax attention on one device: masks, implementations, blocks, and attention to a cache."""
 
+from .api import attend as attend
 from .api import attention as attention
+from .api import with_ranges as with_ranges
 from .block import attend_block as attend_block
+from .block import backward_block as backward_block
 from .block import block_gradients as block_gradients
 from .block import block_implementation as block_implementation
+from .block import forward_block as forward_block
 from .cache import attend_cache as attend_cache
 from .mask import Mask as Mask
 from .mask import dense as dense
@@ -12,3 +16,5 @@ from .mask import why_no_ranges as why_no_ranges
 from .merge import merge_blocks as merge_blocks
 from .merge import row_delta as row_delta
 from .merge import with_sinks as with_sinks
+from .operands import Operands as Operands
+from .operands import Scoring as Scoring

@@ -1,11 +1,11 @@
 """One attention, several implementations: the call, its checks and the choice."""
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
@@ -17,6 +17,7 @@ from . import cudnn, reference, xla
 from .mask import Mask
 from .mosaic_gpu import attend as mosaic
 from .mosaic_gpu import interpreted
+from .operands import Operands, Scoring
 from .spec import AttentionSpec
 
 IMPLEMENTATIONS: dict[str, ModuleType] = {
@@ -86,39 +87,69 @@ def attention(
     """
     if dropout_key is not None:
         raise NotImplementedError("attention: dropout is not there yet; give dropout_key=None")
-    _check(q, k, v, mask, biases, alibi_slopes, sinks)
+    scoring = Scoring.of(
+        q, scale=scale, soft_cap=soft_cap, alibi_slopes=alibi_slopes, sinks=sinks, biases=biases
+    )
+    operands = Operands(q=q, k=k, v=v, mask=mask)
+    return attend(operands, scoring, return_lse=return_lse, implementation=implementation)
+
+
+def attend(
+    operands: Operands,
+    scoring: Scoring,
+    *,
+    return_lse: bool = False,
+    implementation: str = "auto",
+) -> Any:
+    """`attention` of its two values; results, refusals and cost are the same."""
+    _check(operands, scoring)
+    q, v = operands.q, operands.v
     lead, (s, heads) = q.shape[:-3], q.shape[-3:-1]
-    rows = math.prod(lead)
-    q, k, v = (x.reshape(rows, *x.shape[-3:]) for x in (q, k, v))
-    mask = _flat_mask(mask, lead)
-    biases = tuple(_flat(x, lead, 3) for x in biases)
-    spec = AttentionSpec.of(
-        q,
-        k,
-        v,
-        mask=mask,
-        biases=biases,
-        alibi=alibi_slopes is not None,
-        soft_cap=soft_cap is not None,
-        sinks=sinks is not None,
-        return_lse=return_lse,
-    )
+    operands, scoring = _flat_operands(operands, lead), _flat_scoring(scoring, lead)
+    spec = AttentionSpec.of(operands, scoring, return_lse=return_lse)
     chosen = choose(spec, current_target(), implementation)
-    out, lse = IMPLEMENTATIONS[chosen].attend(
-        q,
-        k,
-        v,
-        mask=mask,
-        biases=biases,
-        alibi_slopes=alibi_slopes,
-        scale=1 / math.sqrt(q.shape[3]) if scale is None else float(scale),
-        soft_cap=None if soft_cap is None else float(soft_cap),
-        sinks=sinks,
-    )
-    out = out.reshape(*lead, s, heads, v.shape[3])
+    out, lse = IMPLEMENTATIONS[chosen].attend(operands, scoring)
+    out = out.reshape(*lead, s, heads, v.shape[-1])
     if chosen not in _NAME_THEIR_OWN:
         out = checkpoint_name(out, "attention")
     return (out, lse.reshape(*lead, heads, s)) if return_lse else out
+
+
+def with_ranges(
+    operands: Operands,
+    scoring: Scoring,
+    *,
+    return_lse: bool = False,
+    implementation: str = "auto",
+) -> Mask:
+    """The mask of `operands`, carrying what `attend` of them would compute of it alone.
+
+    For layers that share a mask: which keys a query sees, and which tiles a kernel visits, is then
+    computed once a step, outside of the loop over layers, forward and backward. A call that finds
+    ranges of other lengths, of other tiles or of another implementation computes its own. A mask
+    without arrays carries nothing: the compiler knows its ranges.
+
+    Args:
+        operands: As of `attend`; q, k and v may be shapes. Several batch dims carry nothing.
+        scoring: As of `attend`, likewise.
+        return_lse: As of `attend`.
+        implementation: As of `attend`.
+
+    Raises:
+        ValueError: As `attend`.
+        NotImplementedError: As `attend`.
+        ExceptionGroup: As `attend`.
+
+    Cost: the look-ups of `row_ranges`, and 8 to 30 bytes a token of a row.
+    """
+    _check(operands, scoring)
+    mask = operands.masked
+    if operands.q.ndim != 4 or not jax.tree.leaves(mask):
+        return mask
+    spec = AttentionSpec.of(operands, scoring, return_lse=return_lse)
+    chosen = IMPLEMENTATIONS[choose(spec, current_target(), implementation)]
+    make = getattr(chosen, "ranges_of", None)
+    return mask if make is None else mask.changed(ranges=make(mask, spec))
 
 
 def choose(
@@ -137,7 +168,8 @@ def choose(
     return choice.choose("attention", known, spec, target, implementation, unproven=UNPROVEN)
 
 
-def _check(q: Array, k: Array, v: Array, mask: Mask, biases: Any, slopes: Any, sinks: Any) -> None:
+def _check(operands: Operands, scoring: Scoring) -> None:
+    q, k, v, mask = operands.q, operands.k, operands.v, operands.mask
     lead, (s, n, _), (t, kv_heads, _) = q.shape[:-3], q.shape[-3:], k.shape[-3:]
     shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
     if k.shape[:-3] != lead or v.shape[:-1] != k.shape[:-1] or k.shape[-1] != q.shape[-1]:
@@ -163,12 +195,13 @@ def _check(q: Array, k: Array, v: Array, mask: Mask, biases: Any, slopes: Any, s
                 f"attention: mask {name} {found.shape} does not fit {shapes};"
                 f" it is {(*lead, *tail)}, leading dims may be 1"
             )
-    for bias in biases:
+    for bias in scoring.biases:
         if not _fits(bias.shape, (*lead, n, s, t), 0):
             raise ValueError(
                 f"attention: bias {bias.shape} is not {(*lead, n, s, t)} with any dim 1; {shapes}"
             )
-    for name, per_head in (("alibi_slopes", slopes), ("sinks", sinks)):
+    for name in ("alibi_slopes", "sinks"):
+        per_head = getattr(scoring, name)
         if per_head is not None and per_head.shape != (n,):
             raise ValueError(f"attention: {name} {per_head.shape} is not ({n},), one per head of q")
 
@@ -192,6 +225,17 @@ def _flat(x: Any, lead: tuple[int, ...], tail: int) -> Any:
     return jnp.broadcast_to(x, (*lead, *rest)).reshape(-1, *rest)
 
 
+def _flat_operands(operands: Operands, lead: tuple[int, ...]) -> Operands:
+    q, k, v = (
+        x.reshape(math.prod(lead), *x.shape[-3:]) for x in (operands.q, operands.k, operands.v)
+    )
+    return Operands(q=q, k=k, v=v, mask=_flat_mask(operands.mask, lead))
+
+
+def _flat_scoring(scoring: Scoring, lead: tuple[int, ...]) -> Scoring:
+    return scoring.replace(biases=tuple(_flat(x, lead, 3) for x in scoring.biases))
+
+
 def _flat_mask(mask: Mask, lead: tuple[int, ...]) -> Mask:
     if len(lead) == 1:
         return mask
@@ -207,4 +251,4 @@ def _flat_mask(mask: Mask, lead: tuple[int, ...]) -> Mask:
         )
         if getattr(mask, name) is not None
     }
-    return dataclasses.replace(mask, **fields)
+    return mask.changed(**fields)

@@ -31,7 +31,10 @@ WIDTH = 2048
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
-    """One shape of attention; `documents` packed in each row, `offset` a ring's."""
+    """One shape of attention; `documents` packed in each row, `offset` a ring's.
+
+    `window` is that of `Mask`; the label counts its keys as people do, the query's own included.
+    """
 
     tokens: int
     rows: int
@@ -39,7 +42,7 @@ class Shape:
     kv_heads: int
     head_dim: int
     causal: bool
-    window: int | None = None
+    window: tuple[int | None, int | None] | None = None
     documents: int = 1
     offset: int = 0
 
@@ -48,14 +51,13 @@ class Shape:
         """For people."""
         heads = f"{self.heads}/{self.kv_heads}" if self.heads != self.kv_heads else str(self.heads)
         kind = "causal" if self.causal else "full"
-        more = [f"window {self.window}"] if self.window else []
+        more = [f"window {self.window[0] + 1}"] if self.window and self.window[0] else []
         more += [f"{self.documents} documents"] if self.documents > 1 else []
         more += [f"offset {self.offset}"] if self.offset else []
         return " ".join([f"{self.rows} x {self.tokens}, {heads} of {self.head_dim}, {kind}", *more])
 
     def mask(self) -> Mask:
         """Who sees whom."""
-        window = None if self.window is None else (self.window - 1, None)
         fields: dict[str, Any] = {}
         if self.documents > 1:
             segments = jnp.asarray(document_of(self.tokens, self.documents)[None])
@@ -63,7 +65,7 @@ class Shape:
         if self.offset:
             places = jnp.arange(self.tokens, dtype=jnp.int32)[None]
             fields = {"q_positions": places + self.offset, "kv_positions": places}
-        return Mask(causal=self.causal, window=window, ascending=True, **fields)
+        return Mask(causal=self.causal, window=self.window, ascending=True, **fields)
 
     def pairs(self) -> int:
         """Visible pairs of a query and a key, of all rows and heads."""
@@ -109,7 +111,7 @@ def shapes(scale: int) -> Iterator[Shape]:
     many = max(4, 32 // scale)
     yield Shape(**{**long, "tokens": 8192 // scale}, heads=many, kv_heads=many // 4)
     heads = {"heads": max(2, 16 // scale), "kv_heads": max(2, 16 // scale)}
-    yield Shape(**long, **heads, window=max(16, 1024 // scale))
+    yield Shape(**long, **heads, window=(max(15, 1024 // scale - 1), None))
     yield Shape(**long, **heads, documents=16)
     yield Shape(**{**long, "tokens": 8192 // scale}, **heads, offset=8192 // scale)
 
@@ -119,7 +121,7 @@ def checks(scale: int) -> Iterator[Shape]:
     base = {"tokens": 1900 // scale, "rows": 2, "heads": 4, "kv_heads": 2, "causal": True}
     for size in (64, 96, 128, 192, 256):
         yield Shape(**base, head_dim=size)
-    yield Shape(**base, head_dim=128, window=max(8, 300 // scale))
+    yield Shape(**base, head_dim=128, window=(max(7, 300 // scale - 1), None))
     yield Shape(**base, head_dim=128, documents=5)
     yield Shape(**base, head_dim=128, offset=700 // scale)
 

@@ -16,6 +16,7 @@ from .api import choose
 from .mask import Mask
 from .mosaic_gpu import attend as mosaic
 from .mosaic_gpu import interpreted
+from .operands import Operands, Scoring
 from .spec import AttentionSpec
 
 _FORMS: dict[str, ModuleType] = {"mosaic": mosaic, "xla": xla, "interpret": interpreted}
@@ -55,17 +56,20 @@ def attend_block(
 
     Cost: 4 s t n h FLOPs a row, less what the mask leaves out.
     """
-    form = _form(q, k, v, mask, alibi_slopes, soft_cap, implementation)
-    return form.attend_block(
-        q,
-        k,
-        v,
-        mask=mask,
-        alibi_slopes=alibi_slopes,
-        scale=scale,
-        soft_cap=soft_cap,
-        carried=carried,
-    )
+    operands = Operands(q=q, k=k, v=v, mask=mask)
+    scoring = Scoring(scale=scale, soft_cap=soft_cap, alibi_slopes=alibi_slopes)
+    return forward_block(operands, scoring, carried=carried, implementation=implementation)
+
+
+def forward_block(
+    operands: Operands,
+    scoring: Scoring,
+    *,
+    carried: tuple[Float[Array, "b s n hv"], Float[Array, "b n s"]] | None = None,
+    implementation: str = "auto",
+) -> tuple[Float[Array, "b s n hv"], Float[Array, "b n s"]]:
+    """`attend_block` of its two values; sinks are added once, when all blocks are merged."""
+    return _form(operands, scoring, implementation).attend_block(operands, scoring, carried=carried)
 
 
 def block_gradients(
@@ -109,51 +113,38 @@ def block_gradients(
 
     Cost: 10 s t n h FLOPs a row, less what the mask leaves out; 14 in the kernels.
     """
-    form = _form(q, k, v, mask, alibi_slopes, soft_cap, implementation)
-    return form.block_gradients(
-        q,
-        k,
-        v,
-        mask=mask,
-        alibi_slopes=alibi_slopes,
-        scale=scale,
-        soft_cap=soft_cap,
-        dout=dout,
-        lse=lse,
-        delta=delta,
-    )
+    operands = Operands(q=q, k=k, v=v, mask=mask)
+    scoring = Scoring(scale=scale, soft_cap=soft_cap, alibi_slopes=alibi_slopes)
+    given = {"dout": dout, "lse": lse, "delta": delta, "implementation": implementation}
+    found, of_scoring = backward_block(operands, scoring, **given)
+    return found.q, found.k, found.v, of_scoring.alibi_slopes
+
+
+def backward_block(
+    operands: Operands,
+    scoring: Scoring,
+    *,
+    dout: Float[Array, "b s n hv"],
+    lse: Float[Array, "b n s"],
+    delta: Float[Array, "b n s"],
+    implementation: str = "auto",
+) -> tuple[Operands, Scoring]:
+    """`block_gradients` of its two values, as trees of the same shape: float32, no mask."""
+    form = _form(operands, scoring, implementation)
+    return form.block_gradients(operands, scoring, dout=dout, lse=lse, delta=delta)
 
 
 def block_implementation(
-    q: Float[Array, "b s n h"],
-    k: Float[Array, "b t k h"],
-    v: Float[Array, "b t k hv"],
-    *,
-    mask: Mask,
-    alibi_slopes: Float[Array, " n"] | None = None,
-    soft_cap: float | None = None,
-    implementation: str = "auto",
+    operands: Operands, scoring: Scoring, *, implementation: str = "auto"
 ) -> str:
     """Name of what will compute this block in both directions: `mosaic`, `xla` or `interpret`.
 
     Raises:
         NotImplementedError: The implementation named does not take this block, says why.
     """
-    spec = AttentionSpec.of(
-        q,
-        k,
-        v,
-        mask=mask,
-        alibi=alibi_slopes is not None,
-        soft_cap=soft_cap is not None,
-        return_lse=True,
-        block=True,
-    )
+    spec = AttentionSpec.of(operands, scoring, return_lse=True, block=True)
     return choose(spec, current_target(), implementation, _FORMS)
 
 
-def _form(
-    q: Array, k: Array, v: Array, mask: Mask, slopes: Any, soft_cap: Any, implementation: str
-) -> Any:
-    options = {"alibi_slopes": slopes, "soft_cap": soft_cap, "implementation": implementation}
-    return _FORMS[block_implementation(q, k, v, mask=mask, **options)]
+def _form(operands: Operands, scoring: Scoring, implementation: str) -> Any:
+    return _FORMS[block_implementation(operands, scoring, implementation=implementation)]

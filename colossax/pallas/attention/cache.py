@@ -1,8 +1,12 @@
 """Attention of flat tokens to a key-value cache, in its plain form."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from .mask import Mask
 
 GATHERED_BYTES = 2**26
 """Keys gathered at once for tokens of many seats; more tokens go chunk by chunk."""
@@ -18,10 +22,11 @@ def attend_cache(
     seat: Int[Array, " t"],
     position: Int[Array, " t"],
     slot: Int[Array, " t"],
-    window: int | None = None,
+    window: tuple[int | None, int | None] | None = None,
     alibi_slopes: Float[Array, " n"] | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
+    of_kv_heads: Callable[[Array], Array] | None = None,
 ) -> tuple[Float[Array, "t n hv"], dict[str, Array]]:
     """Write keys and values of flat tokens into the cache, then attend within each one's seat.
 
@@ -41,10 +46,13 @@ def attend_cache(
             output is 0.
         position: Position of each token in its sequence.
         slot: Where in the seat its key and value go; outside of the cache nothing is written.
-        window: Keys visible strictly before a token; None for all.
+        window: `(left, right)` as of `Mask`: a token sees `left` keys strictly before it, None for
+            all; none after it, whatever `right` is.
         alibi_slopes: Penalty per head and unit of distance.
         scale: Default `1 / sqrt(h)`.
         soft_cap: Bound of the logits.
+        of_kv_heads: Picks, of keys or values `[slots, k, h]`, the kv heads that q reads, where it
+            has the query heads of some only; all are written.
 
     Returns:
         Output in q's dtype and the cache with the tokens in it.
@@ -52,6 +60,7 @@ def attend_cache(
     Cost: 4 t slots n h FLOPs; with several seats, keys and values of a token's seat are gathered
     for each token, at most `GATHERED_BYTES` or one token's at a time.
     """
+    left = Mask(causal=True, window=window).left
     layers, seats, slots = cache["k"].shape[:3]
     # A negative index would count from the end: move it out of range, where it is dropped.
     row = jnp.where(seat < 0, seats, seat)
@@ -61,7 +70,8 @@ def attend_cache(
         for name, x in (("k", k), ("v", v))
     }
     t, n, h = q.shape
-    kv_heads = k.shape[1]
+    pick = of_kv_heads or (lambda x: x)
+    kv_heads = jax.eval_shape(pick, k).shape[1]
     grouped = q.reshape(t, kv_heads, n // kv_heads, h)
     slopes = None if alibi_slopes is None else alibi_slopes.reshape(kv_heads, -1)
     scale = h**-0.5 if scale is None else scale
@@ -75,8 +85,8 @@ def attend_cache(
         if slopes is not None:
             logits = logits - slopes[None, :, :, None] * distance[:, None, None].astype(jnp.float32)
         seen = (distance >= 0) & (seat >= 0)[:, None]
-        if window is not None:
-            seen &= distance <= window
+        if left is not None:
+            seen &= distance <= left
         seen = seen[:, None, None]
         top = jnp.max(logits, axis=-1, keepdims=True, where=seen, initial=-jnp.inf)
         weights = jnp.where(seen, jnp.exp(logits - jnp.where(jnp.isneginf(top), 0.0, top)), 0.0)
@@ -86,14 +96,14 @@ def attend_cache(
     f32 = {"preferred_element_type": jnp.float32}
 
     def one_seat() -> Array:
-        keys, values = cache["k"][layer, 0], cache["v"][layer, 0]
+        keys, values = pick(cache["k"][layer, 0]), pick(cache["v"][layer, 0])
         logits = jnp.einsum("tkgh,ckh->tkgc", grouped.astype(keys.dtype), keys, **f32)
         return jnp.einsum("tkgc,ckh->tkgh", weigh(logits, seat, position), values, **f32)
 
     def each_seat(tokens: tuple[Array, Array, Array]) -> Array:
         q, seat, position = (x[None] for x in tokens)
         at = jnp.clip(seat[0], 0, seats - 1)
-        keys, values = cache["k"][layer, at], cache["v"][layer, at]
+        keys, values = pick(cache["k"][layer, at]), pick(cache["v"][layer, at])
         logits = jnp.einsum("tkgh,ckh->tkgc", q.astype(keys.dtype), keys, **f32)
         return jnp.einsum("tkgc,ckh->tkgh", weigh(logits, seat, position), values, **f32)[0]
 

@@ -1,7 +1,5 @@
 """cuDNN's fused attention, through JAX's public function."""
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -10,6 +8,7 @@ from colossax.compat import cudnn_installed
 from colossax.pallas.target import Target
 
 from .mask import Mask, dense
+from .operands import Operands, Scoring
 from .spec import AttentionSpec
 
 DENSE_MASK_BYTES = 2**30
@@ -82,23 +81,13 @@ def _needs_dense(mask: Mask) -> bool:
     return not _native(mask) or mask.q_segments is not None or mask.kv_valid is not None
 
 
-def attend(
-    q: Float[Array, "b s n h"],
-    k: Float[Array, "b t k h"],
-    v: Float[Array, "b t k h"],
-    *,
-    mask: Mask,
-    biases: Sequence[Array] = (),
-    alibi_slopes: Float[Array, " n"] | None = None,
-    scale: float,
-    soft_cap: float | None = None,
-    sinks: Float[Array, " n"] | None = None,
-) -> tuple[Float[Array, "b s n h"], None]:
+def attend(operands: Operands, scoring: Scoring) -> tuple[Float[Array, "b s n h"], None]:
     """Attention for the calls that `why_not` accepts; no log-partition.
 
     Cost: segments, positions and padding make a mask of b s t items in q's dtype, in memory; only
     causal and left-window masks skip work.
     """
+    q, k, v, mask = operands.q, operands.k, operands.v, operands.masked
     native = _native(mask)
     seen = None
     if _needs_dense(mask):
@@ -109,7 +98,7 @@ def attend(
         k,
         v,
         mask=seen,
-        scale=scale,
+        scale=scoring.scale,
         is_causal=native and mask.causal,
         local_window_size=(mask.left, 0) if native and mask.left is not None else None,
         implementation="cudnn",

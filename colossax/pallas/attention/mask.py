@@ -9,6 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+RANGES = "mask_ranges"
+"""Name of the scope of what is computed of a mask alone: profiles and jaxprs show it."""
+
 _LAST = np.iinfo(np.int32).max
 
 
@@ -42,6 +45,8 @@ class Mask:
         ascending: Declares that segments and positions are in the order that `row_ranges` asks
             for. Values of arrays are not known when a kernel is chosen: without this, kernels that
             read masks as ranges decline segments and positions, for they would compute nonsense.
+        ranges: What an implementation has computed of the other fields, once for many layers, see
+            `with_ranges`; or None. `changed` makes another mask without them.
     """
 
     causal: bool = _static(False)
@@ -53,6 +58,7 @@ class Mask:
     kv_segments: Any = None
     kv_valid: Any = None
     ascending: bool = _static(False)
+    ranges: Any = None
 
     def __post_init__(self):
         if self.window is not None and any(w is not None and w < 0 for w in self.window):
@@ -65,6 +71,10 @@ class Mask:
             if self.q_segments is None:
                 given, lacking = lacking, given
             raise ValueError(f"mask has {given} but no {lacking}; give both or neither")
+
+    def changed(self, **fields: Any) -> "Mask":
+        """Another mask, of other fields; ranges that were carried are none of its own."""
+        return dataclasses.replace(self, **{"ranges": None, **fields})
 
     @property
     def left(self) -> int | None:

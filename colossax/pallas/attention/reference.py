@@ -1,14 +1,13 @@
 """Softmax attention as it is written down, in float32: the truth, and slow."""
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from colossax.pallas.target import Target
 
-from .mask import Mask, dense, positions
+from .mask import dense, positions
+from .operands import Operands, Scoring
 from .spec import AttentionSpec
 
 
@@ -18,31 +17,24 @@ def why_not(spec: AttentionSpec, target: Target) -> str | None:
 
 
 def attend(
-    q: Float[Array, "*b s n h"],
-    k: Float[Array, "*b t k h"],
-    v: Float[Array, "*b t k hv"],
-    *,
-    mask: Mask,
-    biases: Sequence[Array] = (),
-    alibi_slopes: Float[Array, " n"] | None = None,
-    scale: float,
-    soft_cap: float | None = None,
-    sinks: Float[Array, " n"] | None = None,
+    operands: Operands, scoring: Scoring
 ) -> tuple[Float[Array, "*b s n hv"], Float[Array, "*b n s"]]:
     """`softmax(cap(q k scale) + biases + alibi) v` and its log-partition, see `api.attention`.
 
     Cost: several float32 arrays of n s t items per batch row.
     """
+    q, k, v, mask = operands.q, operands.k, operands.v, operands.masked
+    alibi_slopes, sinks, soft_cap = scoring.alibi_slopes, scoring.sinks, scoring.soft_cap
     heads, kv_heads = q.shape[-2], k.shape[-2]
-    s, t = q.shape[-3], k.shape[-3]
+    s, t = operands.lengths
     wide_q, wide_k, wide_v = (x.astype(jnp.float32) for x in (q, k, v))
     grouped = wide_q.reshape(*q.shape[:-2], kv_heads, heads // kv_heads, q.shape[-1])
     exact = jax.lax.Precision.HIGHEST
-    logits = jnp.einsum("...skgh,...tkh->...kgst", grouped, wide_k, precision=exact) * scale
+    logits = jnp.einsum("...skgh,...tkh->...kgst", grouped, wide_k, precision=exact) * scoring.scale
     logits = logits.reshape(*q.shape[:-3], heads, s, t)
     if soft_cap is not None:
         logits = soft_cap * jnp.tanh(logits / soft_cap)
-    for bias in biases:
+    for bias in scoring.biases:
         logits = logits + bias.astype(jnp.float32)
     if alibi_slopes is not None:
         q_position = positions(mask.q_positions, s)[..., None, :, None]

@@ -1,7 +1,7 @@
 """What an attention call asks for, as far as choosing an implementation needs to know."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import numpy as np
@@ -10,6 +10,7 @@ from colossax.pallas.proof import Variant
 from colossax.pallas.varying import varies
 
 from .mask import Mask
+from .operands import Operands, Scoring
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,9 +41,10 @@ class AttentionSpec:
 
     @classmethod
     def of(
-        cls, q: Any, k: Any, v: Any, *, mask: Mask, biases: Any = (), **asked: bool
+        cls, operands: Operands, scoring: Scoring, *, return_lse: bool, block: bool = False
     ) -> "AttentionSpec":
-        """Of `[b s n h]`, `[b t k h]`, `[b t k hv]` arrays; `asked` are the fields left."""
+        """Of operands with one batch dim, arrays or their shapes."""
+        q, k, v = operands.q, operands.k, operands.v
         return cls(
             batch=q.shape[0],
             q_length=q.shape[1],
@@ -52,10 +54,14 @@ class AttentionSpec:
             head_dim=q.shape[3],
             v_head_dim=v.shape[3],
             dtype=q.dtype,
-            mask=mask,
-            biases=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in biases),
-            checked=varies((q, k, v, mask, biases)),
-            **asked,
+            mask=operands.mask,
+            biases=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in scoring.biases),
+            alibi=scoring.alibi_slopes is not None,
+            soft_cap=scoring.soft_cap is not None,
+            sinks=scoring.sinks is not None,
+            return_lse=return_lse,
+            checked=varies((operands, scoring.biases)),
+            block=block,
         )
 
     def __str__(self) -> str:

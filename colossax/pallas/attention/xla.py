@@ -23,6 +23,7 @@ from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jaxtyping import Array, Float
 
 from colossax.pallas.attention.xla_layout import (
+    TileRanges,
     bounds,
     describe,
     join,
@@ -33,7 +34,7 @@ from colossax.pallas.attention.xla_layout import (
     unfold_transposed,
 )
 from colossax.pallas.attention.xla_tile import (
-    Static,
+    Tiles,
     finite,
     tile_backward,
     tile_finish,
@@ -43,8 +44,9 @@ from colossax.pallas.target import Target, current_target
 from colossax.pallas.varying import vary_alike, zeros_like_varying
 
 from . import bias as pair_bias
-from .mask import Mask
+from .mask import RANGES, Mask
 from .merge import merge_blocks, row_delta, with_sinks
+from .operands import Operands, Scoring
 from .spec import AttentionSpec
 
 TILE = {"cpu": 64}
@@ -62,16 +64,7 @@ def why_not(spec: AttentionSpec, target: Target) -> str | None:
 
 
 def attend(
-    q: Float[Array, "b s n h"],
-    k: Float[Array, "b t k h"],
-    v: Float[Array, "b t k hv"],
-    *,
-    mask: Mask,
-    biases: Sequence[Array] = (),
-    alibi_slopes: Float[Array, " n"] | None = None,
-    scale: float,
-    soft_cap: float | None = None,
-    sinks: Float[Array, " n"] | None = None,
+    operands: Operands, scoring: Scoring
 ) -> tuple[Float[Array, "b s n hv"], Float[Array, "b n s"]]:
     """Attention and its log-partition, see `api.attention`.
 
@@ -82,56 +75,63 @@ def attend(
     a length that its tiles do not divide costs a copy of the bias, filled up.
     tests/pallas/attention/test_xla.py and test_bias.py count the memory.
     """
-    operands = _operands((q, k, v), alibi_slopes, tuple(biases), mask)
-    out, lse = _attend(_static(q, k, scale, soft_cap), *operands)
-    return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
+    out, lse = _attend(tiles_of(operands), *vary_alike((operands, scoring.without_sinks)))
+    return (out, lse) if scoring.sinks is None else with_sinks(out, lse, scoring.sinks)
 
 
 def attend_block(
-    q: Float[Array, "b s n h"],
-    k: Float[Array, "b t k h"],
-    v: Float[Array, "b t k hv"],
+    operands: Operands,
+    scoring: Scoring,
     *,
-    mask: Mask,
-    alibi_slopes: Float[Array, " n"] | None,
-    scale: float,
-    soft_cap: float | None,
     carried: tuple[Float[Array, "b s n hv"], Float[Array, "b n s"]] | None = None,
 ) -> tuple[Float[Array, "b s n hv"], Float[Array, "b n s"]]:
-    """See `block.attend_block`."""
-    operands = _operands((q, k, v), alibi_slopes, (), mask)
-    found = _forward(_static(q, k, scale, soft_cap), *operands, dtype=jnp.float32)
+    """See `block.forward_block`."""
+    given = vary_alike((operands, scoring.without_sinks))
+    found = _forward(tiles_of(operands), *given, dtype=jnp.float32)
     return found if carried is None else merge_blocks(*carried, *found)
 
 
 def block_gradients(
-    q: Float[Array, "b s n h"],
-    k: Float[Array, "b t k h"],
-    v: Float[Array, "b t k hv"],
+    operands: Operands,
+    scoring: Scoring,
     *,
-    mask: Mask,
-    alibi_slopes: Float[Array, " n"] | None,
-    scale: float,
-    soft_cap: float | None,
     dout: Float[Array, "b s n hv"],
     lse: Float[Array, "b n s"],
     delta: Float[Array, "b n s"],
-) -> tuple[Array, Array, Array, Any]:
-    """See `block.block_gradients`."""
-    operands = _operands((q, k, v), alibi_slopes, (), mask, dout, lse, delta)
-    static = _static(q, k, scale, soft_cap)
-    dq, dk, dv, dslopes, _ = _backward(static, *operands, asked=(), dtype=jnp.float32)
-    return dq, dk, dv, None if dslopes is None else dslopes.reshape(q.shape[2])
+) -> tuple[Operands, Scoring]:
+    """See `block.backward_block`."""
+    given = vary_alike((operands, scoring.without_sinks, dout, lse, delta))
+    dq, dk, dv, dslopes, _ = _backward(tiles_of(operands), *given, asked=(), dtype=jnp.float32)
+    if dslopes is not None:
+        dslopes = dslopes.reshape(scoring.alibi_slopes.shape)
+    return Operands(q=dq, k=dk, v=dv, mask=None), scoring.replace(alibi_slopes=dslopes)
 
 
-def _operands(qkv: tuple[Array, ...], slopes: Any, biases: Any, mask: Mask, *others: Array) -> Any:
-    slopes = None if slopes is None else slopes.astype(jnp.float32)
-    return vary_alike((*qkv, slopes, biases, mask, *others))
+def ranges_of(mask: Mask, spec: AttentionSpec) -> TileRanges:
+    """What `attend` reads of the mask, see `api.with_ranges`."""
+    lengths = spec.q_length, spec.kv_length
+    return _ranges(_tiles(*lengths), mask, lengths)
 
 
-def _static(q: Array, k: Array, scale: float, soft_cap: float | None) -> Static:
-    q_tile, kv_tile = _tile_sizes(q.shape[1], k.shape[1])
-    return Static(scale=scale, soft_cap=soft_cap, q_tile=q_tile, kv_tile=kv_tile)
+def _ranges(tiles: Tiles, mask: Mask, lengths: tuple[int, int]) -> TileRanges:
+    """Those that the mask carries, if they are of these lengths in these tiles."""
+    carried = mask.ranges
+    if isinstance(carried, TileRanges) and (carried.tiles, carried.lengths) == (tiles, lengths):
+        return carried
+    with jax.named_scope(RANGES):
+        rows, columns = describe(tiles, mask, *lengths)
+        limits = bounds(mask, rows, columns)
+    return TileRanges(rows=rows, columns=columns, bounds=limits, tiles=tiles, lengths=lengths)
+
+
+def tiles_of(operands: Operands) -> Tiles:
+    """Of these lengths on the platform of the target."""
+    return _tiles(*operands.lengths)
+
+
+def _tiles(s: int, t: int) -> Tiles:
+    q_tile, kv_tile = _tile_sizes(s, t)
+    return Tiles(q_tile=q_tile, kv_tile=kv_tile)
 
 
 def _tile_sizes(s: int, t: int) -> tuple[int, int]:
@@ -143,8 +143,8 @@ def _tile_sizes(s: int, t: int) -> tuple[int, int]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(static: Static, q: Any, k: Any, v: Any, slopes: Any, biases: Any, mask: Mask) -> Any:
-    return _forward(static, q, k, v, slopes, biases, mask, dtype=q.dtype)
+def _attend(tiles: Tiles, operands: Operands, scoring: Scoring) -> Any:
+    return _forward(tiles, operands, scoring, dtype=operands.q.dtype)
 
 
 @jax.tree_util.register_static
@@ -155,42 +155,30 @@ class _Asked:
     biases: tuple[bool, ...]
 
 
-def _attend_fwd(static: Static, *marked: Any) -> Any:
-    asked = _Asked(tuple(x.perturbed for x in marked[4]))
-    operands = custom_vjp_primal_tree_values(marked)
+def _attend_fwd(tiles: Tiles, operands: Operands, scoring: Scoring) -> Any:
+    asked = _Asked(tuple(x.perturbed for x in scoring.biases))
+    operands, scoring = custom_vjp_primal_tree_values((operands, scoring))
     # Named here, not by the caller: a remat policy that keeps the output must keep lse with it, or
     # the whole forward pass runs again for lse alone.
-    found = _forward(static, *operands, dtype=operands[0].dtype)
+    found = _forward(tiles, operands, scoring, dtype=operands.q.dtype)
     out, lse = (checkpoint_name(x, "attention") for x in found)
-    return (out, lse), (operands, asked, out, lse)
+    return (out, lse), (operands, scoring, asked, out, lse)
 
 
-def _attend_bwd(static: Static, saved: Any, cotangents: Any) -> Any:
-    operands, asked, out, lse = saved
-    q, k, v, slopes, biases, mask = operands
+def _attend_bwd(tiles: Tiles, saved: Any, cotangents: Any) -> Any:
+    operands, scoring, asked, out, lse = saved
     dout, dlse = map(_instantiated, cotangents, (out, lse))
     delta = row_delta(out, lse, dout, dlse)
-    dq, dk, dv, dslopes, dbiases = _backward(
-        static,
-        q,
-        k,
-        v,
-        slopes,
-        biases,
-        mask,
-        dout,
-        lse,
-        delta,
-        asked=asked.biases,
-        dtype=q.dtype,
-    )
-    if slopes is not None:
-        dslopes = dslopes.reshape(slopes.shape)
-    dbiases = (
+    given = (tiles, operands, scoring, dout, lse, delta)
+    dq, dk, dv, dslopes, dbiases = _backward(*given, asked=asked.biases, dtype=operands.q.dtype)
+    if dslopes is not None:
+        dslopes = dslopes.reshape(scoring.alibi_slopes.shape)
+    dbiases = tuple(
         None if total is None else pair_bias.cut_back(total, bias)
-        for total, bias in zip(dbiases, biases, strict=True)
+        for total, bias in zip(dbiases, scoring.biases, strict=True)
     )
-    return dq, dk.astype(k.dtype), dv.astype(v.dtype), dslopes, tuple(dbiases), None
+    of_scoring = scoring.replace(alibi_slopes=dslopes, biases=dbiases)
+    return operands.gradients(dq, dk, dv), of_scoring
 
 
 # With symbolic zeros, to know which biases are constant: XLA drops nothing from nested loops.
@@ -204,33 +192,26 @@ def _instantiated(cotangent: Any, like: Array) -> Array:
 
 
 def _forward(
-    static: Static,
-    q: Array,
-    k: Array,
-    v: Array,
-    slopes: Any,
-    biases: Sequence[Array],
-    mask: Mask,
-    *,
-    dtype: Any,
+    tiles: Tiles, operands: Operands, scoring: Scoring, *, dtype: Any
 ) -> tuple[Array, Array]:
     """Output in `dtype`, which is rounded to tile by tile, and the log-partition."""
+    q, k, v, mask = operands.q, operands.k, operands.v, operands.masked
     b, s, n, _ = q.shape
-    kv_heads, length = k.shape[2], static.q_tile
-    rows, columns = describe(static, mask, s, k.shape[1])
-    keys = (key_tiles(k, static.kv_tile), key_tiles(v, static.kv_tile), columns)
+    kv_heads, length = k.shape[2], tiles.q_tile
+    found = _ranges(tiles, mask, operands.lengths)
+    keys = (key_tiles(k, tiles.kv_tile), key_tiles(v, tiles.kv_tile), found.columns)
     shape = (b, kv_heads, n // kv_heads, length)
-    biases = [pair_bias.fill_up(x, length, static.kv_tile) for x in biases]
+    biases = [pair_bias.fill_up(x, length, tiles.kv_tile) for x in scoring.biases]
 
     def over_queries(_: None, xs: Any) -> tuple[None, Any]:
         i, query, row, bounds = xs
 
         def over_keys(j: Array, state: Any) -> Any:
             tile_k, tile_v, column = _at(keys, j)
-            place = pair_bias.Place(i=i, j=j, q_tile=length, kv_tile=static.kv_tile)
-            added = [pair_bias.read(x, place, kv_heads, transposed=False) for x in biases]
-            found = tile_forward(static, mask, query, tile_k, tile_v, slopes, added, row, column)
-            return _merge(state, found)
+            place = pair_bias.Place(i=i, j=j, q_tile=length, kv_tile=tiles.kv_tile)
+            added = tuple(pair_bias.read(x, place, kv_heads, transposed=False) for x in biases)
+            tile = Operands(q=query, k=tile_k, v=tile_v, mask=mask)
+            return _merge(state, tile_forward(tile, scoring.replace(biases=added), row, column))
 
         zeros = zeros_like_varying(shape, q)
         start = (zeros - jnp.inf, zeros, zeros_like_varying((*shape, v.shape[3]), q))
@@ -239,7 +220,7 @@ def _forward(
         return None, (unfold(out).astype(dtype), lse.reshape(b, n, length))
 
     queries = query_tiles(q, kv_heads, length)
-    xs = (_numbers(queries), queries, rows, bounds(mask, rows, columns))
+    xs = (_numbers(queries), queries, found.rows, found.bounds)
     _, (out, lse) = jax.lax.scan(over_queries, None, xs)
     return join(out, 1, s), join(lse, 2, s)
 
@@ -266,13 +247,9 @@ def _merge(one: Any, two: Any) -> Any:
 
 
 def _backward(
-    static: Static,
-    q: Array,
-    k: Array,
-    v: Array,
-    slopes: Any,
-    biases: Sequence[Array],
-    mask: Mask,
+    tiles: Tiles,
+    operands: Operands,
+    scoring: Scoring,
     dout: Array,
     lse: Array,
     delta: Array,
@@ -281,23 +258,26 @@ def _backward(
     dtype: Any,
 ) -> tuple[Array, Array, Array, Any, Any]:
     """dq in `dtype`; float32 dk, dv, dslopes `[k, g]` or None, and filled up per bias asked for."""
+    q, k, v, mask = operands.q, operands.k, operands.v, operands.masked
     b, s, n, h = q.shape
-    t, kv_heads, length = k.shape[1], k.shape[2], static.q_tile
-    rows, columns = describe(static, mask, s, t)
-    keys = (key_tiles(k, static.kv_tile), key_tiles(v, static.kv_tile), columns)
-    filled = [pair_bias.fill_up(x, length, static.kv_tile) for x in biases]
+    t, kv_heads, length = k.shape[1], k.shape[2], tiles.q_tile
+    found = _ranges(tiles, mask, operands.lengths)
+    keys = (key_tiles(k, tiles.kv_tile), key_tiles(v, tiles.kv_tile), found.columns)
+    filled = [pair_bias.fill_up(x, length, tiles.kv_tile) for x in scoring.biases]
 
     def over_queries(totals: Any, xs: Any) -> tuple[Any, Array]:
-        i, *query, bounds = xs
+        i, query, *of_rows, row, bounds = xs
 
         def over_keys(j: Array, carry: Any) -> Any:
             dq, dk, dv, dslopes, dbiases = carry
             tile_k, tile_v, column = _at(keys, j)
-            place = pair_bias.Place(i=i, j=j, q_tile=length, kv_tile=static.kv_tile)
-            added = [pair_bias.read(x, place, kv_heads, transposed=True) for x in filled]
-            more = tile_backward(static, mask, tuple(query), tile_k, tile_v, slopes, added, column)
+            place = pair_bias.Place(i=i, j=j, q_tile=length, kv_tile=tiles.kv_tile)
+            added = tuple(pair_bias.read(x, place, kv_heads, transposed=True) for x in filled)
+            tile = Operands(q=query, k=tile_k, v=tile_v, mask=mask)
+            here = scoring.replace(biases=added)
+            more = tile_backward(tile, here, row, column, *of_rows)
             dq, dk, dv = dq + more[0], _add_at(dk, j, more[1]), _add_at(dv, j, more[2])
-            if slopes is not None:
+            if dslopes is not None:
                 dslopes = dslopes + more[3]
             dbiases = jax.tree.map(lambda x: pair_bias.add(x, place, more[4]), dbiases)
             return dq, dk, dv, dslopes, dbiases
@@ -317,13 +297,13 @@ def _backward(
         query_tiles(dout, kv_heads, length),
         row_tiles(lse, kv_heads, length, constant_values=jnp.inf),
         row_tiles(delta, kv_heads, length),
-        rows,
-        bounds(mask, rows, columns),
+        found.rows,
+        found.bounds,
     )
     start = (
         zeros_like_varying(keys[0].shape, q),
         zeros_like_varying(keys[1].shape, q),
-        None if slopes is None else zeros_like_varying((kv_heads, n // kv_heads), q),
+        None if scoring.alibi_slopes is None else zeros_like_varying((kv_heads, n // kv_heads), q),
         [zeros_like_varying(x.shape, q) if a else None for x, a in zip(filled, asked, strict=True)],
     )
     (dk, dv, dslopes, dbiases), dq = jax.lax.scan(over_queries, start, xs)

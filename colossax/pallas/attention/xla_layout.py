@@ -1,5 +1,6 @@
 """Arrays and masks cut into tiles, and which tiles see one another."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -8,10 +9,30 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from colossax.pallas.attention.xla_tile import Static, Tokens
+from colossax.pallas.attention.xla_tile import Tiles, Tokens
 from colossax.pallas.padding import pad_to_multiple
 
 from .mask import Mask, positions
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TileRanges:
+    """What a mask says of every tile of queries and keys.
+
+    Attributes:
+        rows: `Tokens` of the queries, tile by tile.
+        columns: Those of the keys.
+        bounds: Of `bounds`: the key tiles that each query tile visits, or None.
+        tiles: The tiles.
+        lengths: Queries and keys of a row.
+    """
+
+    rows: Any
+    columns: Any
+    bounds: Any
+    tiles: Tiles = dataclasses.field(metadata={"static": True})
+    lengths: tuple[int, int] = dataclasses.field(metadata={"static": True})
 
 
 def fold(x: Array, kv_heads: int) -> Array:
@@ -64,7 +85,7 @@ def join(tiles: Array, axis: int, length: int) -> Array:
     return jax.lax.slice_in_dim(x, 0, length, axis=axis)
 
 
-def describe(static: Static, mask: Mask, s: int, t: int) -> tuple[Tokens, Tokens]:
+def describe(tiles: Tiles, mask: Mask, s: int, t: int) -> tuple[Tokens, Tokens]:
     """The mask's rows and columns, tile by tile.
 
     Rows that fill the last tile have the last row's position and no segment; columns are invalid.
@@ -78,11 +99,11 @@ def describe(static: Static, mask: Mask, s: int, t: int) -> tuple[Tokens, Tokens
         )
 
     valid = mask.kv_valid
-    if valid is None and t % static.kv_tile:
+    if valid is None and t % tiles.kv_tile:
         valid = jnp.ones((1, t), bool)
     return (
-        cut(static.q_tile, positions(mask.q_positions, s), mask.q_segments, None),
-        cut(static.kv_tile, positions(mask.kv_positions, t), mask.kv_segments, valid),
+        cut(tiles.q_tile, positions(mask.q_positions, s), mask.q_segments, None),
+        cut(tiles.kv_tile, positions(mask.kv_positions, t), mask.kv_segments, valid),
     )
 
 

@@ -1,7 +1,6 @@
 """Attention of one tile of queries to one of keys, and its gradients."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,14 +8,13 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from .mask import Mask, visible
+from .operands import Operands, Scoring
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Static:
-    """What a trace depends on."""
+class Tiles:
+    """Queries and keys of a tile."""
 
-    scale: float
-    soft_cap: float | None
     q_tile: int
     kv_tile: int
 
@@ -32,19 +30,17 @@ class Tokens:
 
 
 def _logits(
-    static: Static,
     raw: Array,
-    slopes: Any,
-    biases: Sequence[Array],
+    scoring: Scoring,
     rows: Tokens,
     columns: Tokens,
     transposed: bool,
 ) -> tuple[Array, Array, Any]:
     """Scores `[b, k, g, L, T]` (transposed: `[b, k, T, g, L]`): final, capped, and distances."""
-    capped = raw * static.scale
-    if static.soft_cap is not None:
-        capped = static.soft_cap * jnp.tanh(capped / static.soft_cap)
-    logits = sum(biases, start=capped)
+    capped, slopes = raw * scoring.scale, scoring.alibi_slopes
+    if scoring.soft_cap is not None:
+        capped = scoring.soft_cap * jnp.tanh(capped / scoring.soft_cap)
+    logits = sum(scoring.biases, start=capped)
     if slopes is None:
         return logits, capped, None
     if transposed:
@@ -67,23 +63,19 @@ def _seen(mask: Mask, rows: Tokens, columns: Tokens) -> Any:
 
 
 def tile_forward(
-    static: Static,
-    mask: Mask,
-    q: Array,
-    k: Array,
-    v: Array,
-    slopes: Any,
-    biases: Sequence[Array],
-    rows: Tokens,
-    columns: Tokens,
+    tile: Operands, scoring: Scoring, rows: Tokens, columns: Tokens
 ) -> tuple[Array, Array, Array]:
-    """Maximum and sum of `exp(logit - maximum)` `[b, k, g, L]`, and that sum over v, float32."""
+    """Maximum and sum of `exp(logit - maximum)` `[b, k, g, L]`, and that sum over v, float32.
+
+    The tile's arrays are `[b, k, m, h]`, `[b, k, T, h]`, `[b, k, T, hv]`.
+    """
+    q, k, v = tile.q, tile.k, tile.v
     b, kv_heads, m, _ = q.shape
     L, T = rows.position.shape[1], columns.position.shape[1]
     raw = jnp.einsum("bkmh,bkth->bkmt", q, k, preferred_element_type=jnp.float32)
     raw = raw.reshape(b, kv_heads, m // L, L, T)
-    logits, _, _ = _logits(static, raw, slopes, biases, rows, columns, transposed=False)
-    seen = _seen(mask, rows, columns)
+    logits, _, _ = _logits(raw, scoring, rows, columns, transposed=False)
+    seen = _seen(tile.masked, rows, columns)
     if seen is not None:
         logits = jnp.where(seen[:, None, None], logits, -jnp.inf)
     top = jnp.max(logits, axis=-1)
@@ -106,14 +98,13 @@ def tile_finish(top: Array, total: Array, summed: Array) -> tuple[Array, Array]:
 
 
 def tile_backward(
-    static: Static,
-    mask: Mask,
-    query: Any,
-    k: Array,
-    v: Array,
-    slopes: Any,
-    biases: Sequence[Array],
+    tile: Operands,
+    scoring: Scoring,
+    rows: Tokens,
     columns: Tokens,
+    dout: Array,
+    lse: Array,
+    delta: Array,
 ) -> tuple[Array, Array, Array, Any, Array]:
     """Gradients of one tile: dq `[b, k, h, m]`, dk, dv `[b, k, T, h]`, dslopes `[k, g]`, dlogits.
 
@@ -121,15 +112,15 @@ def tile_backward(
     four of the five matmuls then have operands as they lie in memory, for which XLA's CPU matmul
     is fastest.
     """
-    q, dout, lse, delta, rows = query
+    q, k, v = tile.q, tile.k, tile.v
     b, kv_heads, m, _ = q.shape
     L, T = rows.position.shape[1], columns.position.shape[1]
     tall = (b, kv_heads, T, m // L, L)
     f32 = {"preferred_element_type": jnp.float32}
     raw = jnp.einsum("bkth,bkmh->bktm", k, q, **f32).reshape(tall)
-    logits, capped, distance = _logits(static, raw, slopes, biases, rows, columns, transposed=True)
+    logits, capped, distance = _logits(raw, scoring, rows, columns, transposed=True)
     exponent = logits - lse.reshape(b, kv_heads, 1, m // L, L)
-    seen = _seen(mask, rows, columns)
+    seen = _seen(tile.masked, rows, columns)
     if seen is not None:
         seen = jnp.swapaxes(seen, 1, 2)[:, None, :, None, :]
         exponent = jnp.where(seen, exponent, -jnp.inf)
@@ -137,10 +128,10 @@ def tile_backward(
     dp = jnp.einsum("bkth,bkmh->bktm", v, dout, **f32).reshape(tall)
     ds = p * (dp - delta.reshape(b, kv_heads, 1, m // L, L))
     dlogits = ds
-    dslopes = None if slopes is None else -jnp.sum(ds * distance, axis=(0, 2, 4))
-    if static.soft_cap is not None:
-        ds = ds * (1 - jnp.square(capped / static.soft_cap))
-    ds = (ds * static.scale).reshape(b, kv_heads, T, m).astype(q.dtype)
+    dslopes = None if distance is None else -jnp.sum(ds * distance, axis=(0, 2, 4))
+    if scoring.soft_cap is not None:
+        ds = ds * (1 - jnp.square(capped / scoring.soft_cap))
+    ds = (ds * scoring.scale).reshape(b, kv_heads, T, m).astype(q.dtype)
     p = p.reshape(b, kv_heads, T, m).astype(dout.dtype)
     dq = jnp.einsum("bkth,bktm->bkhm", k, ds, **f32)
     dk = jnp.einsum("bktm,bkmh->bkth", ds, q, **f32)

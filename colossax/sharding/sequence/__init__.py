@@ -14,6 +14,7 @@ from .order import zigzag_order as zigzag_order
 from .ring import DOUBLE_RING_OPTIONS as DOUBLE_RING_OPTIONS
 from .ring import ring_attention_local as ring_attention_local
 from .self_attention import ring_self_attention_local as ring_self_attention_local
+from .step import Settings as Settings
 from .turn import balanced_from_contiguous_local as balanced_from_contiguous_local
 from .turn import contiguous_from_balanced_local as contiguous_from_balanced_local
 from .ulysses import ulysses_local as ulysses_local

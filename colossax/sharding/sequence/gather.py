@@ -4,7 +4,6 @@ Cheap to start and simple to schedule; it holds the keys of the whole sequence f
 few kv heads or a short sequence allow.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -13,26 +12,22 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from colossax.pallas.attention import Mask, attend_block, block_gradients, row_delta, with_sinks
+from colossax.pallas.attention import (
+    Operands,
+    Scoring,
+    backward_block,
+    forward_block,
+    row_delta,
+    with_sinks,
+)
 
-from .axes import Packing, RingAxes
-from .order import Order, check_order, positions_local
+from .axes import Packing
+from .order import Order, positions_local
 from .step import Settings
 
 
 def gather_attention_local(
-    q: Float[Array, "b s n h"],
-    k: Float[Array, "b t k h"],
-    v: Float[Array, "b t k hv"],
-    *,
-    mask: Mask,
-    alibi_slopes: Float[Array, " n"] | None = None,
-    scale: float,
-    soft_cap: float | None = None,
-    sinks: Float[Array, " n"] | None = None,
-    axes: RingAxes,
-    order: str = Order.ZIGZAG,
-    implementation: str = "auto",
+    operands: Operands, scoring: Scoring, settings: Settings
 ) -> tuple[Float[Array, "b s n hv"], Float[Array, "b n s"]]:
     """Exact softmax attention of one rank's queries to the keys of all R ranks, gathered.
 
@@ -43,77 +38,65 @@ def gather_attention_local(
     backward, R KV items in float32. Residuals are those of the ring. XLA keeps what was gathered
     for the backward pass where both are in one computation; loops and `jax.checkpoint` part them.
     """
-    check_order(order, q.shape[1], axes.size)
-    check_order(order, k.shape[1], axes.size)
-    settings = Settings(
-        axes=axes,
-        order=str(order),
-        scale=scale,
-        soft_cap=soft_cap,
-        implementation=implementation,
-    )
-    slopes = None if alibi_slopes is None else alibi_slopes.astype(jnp.float32)
-    out, lse = _attend(settings, q, k, v, slopes, mask)
-    return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
+    settings.check(operands)
+    out, lse = _attend(settings, operands, scoring.without_sinks)
+    return (out, lse) if scoring.sinks is None else with_sinks(out, lse, scoring.sinks)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(settings: Settings, q: Any, k: Any, v: Any, slopes: Any, mask: Mask) -> Any:
-    k, v, options = _whole_local(settings, q, k, v, slopes, mask)
-    out, lse = attend_block(q, k, v, **options)
-    return out.astype(q.dtype), lse
+def _attend(settings: Settings, operands: Operands, scoring: Scoring) -> Any:
+    whole = _whole_local(settings, operands, scoring)
+    out, lse = forward_block(whole, scoring, implementation=settings.implementation)
+    return out.astype(operands.q.dtype), lse
 
 
-def _attend_fwd(settings: Settings, q: Any, k: Any, v: Any, slopes: Any, mask: Mask) -> Any:
-    out, lse = (checkpoint_name(x, "attention") for x in _attend(settings, q, k, v, slopes, mask))
-    return (out, lse), (q, k, v, slopes, mask, out, lse)
+def _attend_fwd(settings: Settings, operands: Operands, scoring: Scoring) -> Any:
+    found = _attend(settings, operands, scoring)
+    out, lse = (checkpoint_name(x, "attention") for x in found)
+    return (out, lse), (operands, scoring, out, lse)
 
 
 def _attend_bwd(settings: Settings, saved: Any, cotangents: Any) -> Any:
-    q, k, v, slopes, mask, out, lse = saved
+    operands, scoring, out, lse = saved
     dout, dlse = cotangents
-    delta = row_delta(out, lse, dout, dlse)
-    all_k, all_v, options = _whole_local(settings, q, k, v, slopes, mask)
-    dq, dk, dv, dslopes = block_gradients(
-        q, all_k, all_v, **options, dout=dout, lse=lse, delta=delta
+    given = {"dout": dout, "lse": lse, "delta": row_delta(out, lse, dout, dlse)}
+    whole = _whole_local(settings, operands, scoring)
+    found, of_scoring = backward_block(
+        whole, scoring, **given, implementation=settings.implementation
     )
-    packing = Packing.of((k, v))
-    ranks = (_by_rank(x, settings.axes.size, settings.order) for x in (dk, dv))
+    packing = Packing.of((operands.k, operands.v))
+    ranks = (_by_rank(x, settings.axes.size, settings.order) for x in (found.k, found.v))
     dk, dv = packing.unpack(
         tuple(
             jax.lax.psum_scatter(x, settings.axes.circle.names, scatter_dimension=0)
             for x in jax.vmap(packing.pack)(tuple(ranks))
         )
     )
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dslopes, None
+    return operands.gradients(found.q, dk, dv), of_scoring
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
-def _whole_local(
-    settings: Settings, q: Array, k: Array, v: Array, slopes: Any, mask: Mask
-) -> tuple[Array, Array, dict[str, Any]]:
-    """Keys and values of the whole sequence in natural order, and how to attend to them."""
-    axes = settings.axes
+def _whole_local(settings: Settings, operands: Operands, scoring: Scoring) -> Operands:
+    """With keys and values of the whole sequence, in natural order."""
+    axes, mask = settings.axes, operands.masked
     names = ("kv_positions", "kv_segments", "kv_valid")
-    shards = k, v, {name: getattr(mask, name) for name in names}
+    shards = operands.k, operands.v, {name: getattr(mask, name) for name in names}
     packing = Packing.of(shards)
     gathered = (jax.lax.all_gather(x, axes.circle.names) for x in packing.pack(shards))
     by_rank = jax.vmap(packing.unpack)(tuple(gathered))
     k, v, of_keys = jax.tree.map(functools.partial(_natural, order=settings.order), by_rank)
-    if mask.q_positions is None and (mask.ordered or slopes is not None):
+    by_distance = scoring.alibi_slopes is not None
+    if mask.q_positions is None and (mask.ordered or by_distance):
         of_keys["q_positions"] = positions_local(
-            axes.source_local(), length=q.shape[1], ranks=axes.size, order=settings.order
+            axes.source_local(),
+            length=operands.lengths[0],
+            ranks=axes.size,
+            order=settings.order,
         )
-    options = {
-        "mask": dataclasses.replace(mask, ascending=mask.ascends, **of_keys),
-        "alibi_slopes": slopes,
-        "scale": settings.scale,
-        "soft_cap": settings.soft_cap,
-        "implementation": settings.implementation,
-    }
-    return k, v, options
+    mask = mask.changed(ascending=mask.ascends, **of_keys)
+    return operands.replace(k=k, v=v, mask=mask)
 
 
 def _natural(x: Array, *, order: str) -> Array:

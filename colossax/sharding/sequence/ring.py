@@ -21,11 +21,10 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from colossax.pallas.attention import Mask, row_delta, with_sinks
+from colossax.pallas.attention import Operands, Scoring, row_delta, with_sinks
 
-from .axes import Circle, Packing, RingAxes
-from .order import Order, check_order
-from .step import Keys, Queries, Settings, Step
+from .axes import Circle, Packing
+from .step import Keys, Settings, Step
 
 DOUBLE_RING_OPTIONS = {"xla_gpu_experimental_parallel_collective_overlap_limit": 2}
 """Compiler options of a program with a double ring. XLA has one collective in flight otherwise, and
@@ -34,25 +33,13 @@ turn of the inner ring. tests/aot/test_sequence.py looks at the schedules for no
 
 
 def ring_attention_local(
-    q: Float[Array, "b s n h"],
-    k: Float[Array, "b t k h"],
-    v: Float[Array, "b t k hv"],
-    *,
-    mask: Mask,
-    alibi_slopes: Float[Array, " n"] | None = None,
-    scale: float,
-    soft_cap: float | None = None,
-    sinks: Float[Array, " n"] | None = None,
-    axes: RingAxes,
-    order: str = Order.ZIGZAG,
-    implementation: str = "auto",
+    operands: Operands, scoring: Scoring, settings: Settings
 ) -> tuple[Float[Array, "b s n hv"], Float[Array, "b n s"]]:
     """Exact softmax attention of one rank's queries to the keys of all R ranks.
 
     Positions that the mask leaves out are natural indices, which follow from rank and order. Arrays
     of the mask are this rank's part, those of keys travel along. Steps in which no rank sees a key
     through a window of natural indices are left out with their hops (single ring).
-    `implementation` is that of each step, see `attend_block`.
 
     Returns:
         Output in q's dtype and the float32 log-partition, sinks included; both differentiable.
@@ -69,47 +56,36 @@ def ring_attention_local(
     every hop, but for one inner hop of KV a turn in the backward pass of a double ring, which wants
     `DOUBLE_RING_OPTIONS`.
     """
-    check_order(order, q.shape[1], axes.size)
-    check_order(order, k.shape[1], axes.size)
-    settings = Settings(
-        axes=axes,
-        order=str(order),
-        scale=scale,
-        soft_cap=soft_cap,
-        implementation=implementation,
-    )
-    slopes = None if alibi_slopes is None else alibi_slopes.astype(jnp.float32)
-    out, lse = _ring(settings, q, k, v, slopes, mask)
-    return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
+    settings.check(operands)
+    out, lse = _ring(settings, operands, scoring.without_sinks)
+    return (out, lse) if scoring.sinks is None else with_sinks(out, lse, scoring.sinks)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring(settings: Settings, q: Any, k: Any, v: Any, slopes: Any, mask: Mask) -> Any:
-    return _forward(settings, q, k, v, slopes, mask)
+def _ring(settings: Settings, operands: Operands, scoring: Scoring) -> Any:
+    return _forward(settings, operands, scoring)
 
 
-def _ring_fwd(settings: Settings, q: Any, k: Any, v: Any, slopes: Any, mask: Mask) -> Any:
-    found = _forward(settings, q, k, v, slopes, mask)
+def _ring_fwd(settings: Settings, operands: Operands, scoring: Scoring) -> Any:
+    found = _forward(settings, operands, scoring)
     out, lse = (checkpoint_name(x, "attention") for x in found)
-    return (out, lse), (q, k, v, slopes, mask, out, lse)
+    return (out, lse), (operands, scoring, out, lse)
 
 
 def _ring_bwd(settings: Settings, saved: Any, cotangents: Any) -> Any:
-    q, k, v, slopes, mask, out, lse = saved
+    operands, scoring, out, lse = saved
     dout, dlse = cotangents
     delta = row_delta(out, lse, dout, dlse)
-    dq, dk, dv, dslopes = _backward(settings, q, k, v, slopes, mask, dout, lse, delta)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dslopes, None
+    dq, dk, dv, of_scoring = _backward(settings, operands, scoring, dout, lse, delta)
+    return operands.gradients(dq, dk, dv), of_scoring
 
 
 _ring.defvjp(_ring_fwd, _ring_bwd)
 
 
-def _forward(
-    settings: Settings, q: Array, k: Array, v: Array, slopes: Any, mask: Mask
-) -> tuple[Array, Array]:
-    axes, keys = settings.axes, Keys.of(k, v, mask)
-    step = Step(settings=settings, mask=mask, slopes=slopes, queries=Queries.of(q, mask))
+def _forward(settings: Settings, operands: Operands, scoring: Scoring) -> tuple[Array, Array]:
+    axes, keys = settings.axes, Keys.of(operands)
+    step = Step.of(settings, operands, scoring)
     packing = Packing.of(keys)
 
     def visit(state: Any, packed: Any, a: Any, b: Any) -> Any:
@@ -127,30 +103,26 @@ def _forward(
     packed = packing.pack(keys)
     state = sweep(step.own_forward_local(keys), packed, 0, step.inner_offsets(keys))
     out, lse = _travel(axes.outer_circle, packed, range(1, axes.outer_size), outer_visit, state)
-    return out.astype(q.dtype), lse
+    return out.astype(operands.q.dtype), lse
 
 
 def _backward(
     settings: Settings,
-    q: Array,
-    k: Array,
-    v: Array,
-    slopes: Any,
-    mask: Mask,
+    operands: Operands,
+    scoring: Scoring,
     dout: Array,
     lse: Array,
     delta: Array,
-) -> tuple[Array, Array, Array, Any]:
+) -> tuple[Array, Array, Array, Scoring]:
     """All in float32.
 
     Gradients of keys follow one hop behind them, as the sum of what the visited devices added, and
     a last hop takes them home. What a device adds to the keys with which a ring starts does not
     travel along it: that is computed under the last hop, so that something hides it.
     """
-    axes, keys = settings.axes, Keys.of(k, v, mask)
+    axes, keys = settings.axes, Keys.of(operands)
     inner, outer = axes.inner_circle, axes.outer_circle
-    queries = Queries.of(q, mask, dout=dout, lse=lse, delta=delta)
-    step = Step(settings=settings, mask=mask, slopes=slopes, queries=queries)
+    step = Step.of(settings, operands, scoring, dout=dout, lse=lse, delta=delta)
     packing = Packing.of(keys)
 
     def visit(of_queries: Any, packed: Any, a: Any, b: Any) -> tuple[Any, Any]:
@@ -186,8 +158,8 @@ def _backward(
     dkv = outer.shift_local(dkv, 1)
     of_queries, travelled = sweep(of_queries, packed, 0, step.inner_offsets(keys))
     found, own = step.own_backward_local(keys)
-    (dq, dslopes), dkv = _add(of_queries, found), _add(_add(dkv, travelled), own)
-    return dq, *Packing.of((k, v)).unpack(dkv), dslopes
+    (dq, of_scoring), dkv = _add(of_queries, found), _add(_add(dkv, travelled), own)
+    return dq, *Packing.of((operands.k, operands.v)).unpack(dkv), of_scoring
 
 
 def _travel(

@@ -6,41 +6,33 @@ are alive at once, and plain autodiff keeps every block that passes.
 Reference: Li et al. 2021, Sequence Parallelism: Long Sequence Training from System Perspective.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from colossax.pallas.attention import Mask, dense, with_sinks
+from colossax.pallas.attention import Operands, Scoring, dense, with_sinks
 
 from .axes import RingAxes
-from .order import Order, check_order, positions_local
+from .order import positions_local
+from .step import Settings
 
 
 def ring_self_attention_local(
-    q: Float[Array, "b s n h"],
-    k: Float[Array, "b t k h"],
-    v: Float[Array, "b t k hv"],
-    *,
-    mask: Mask,
-    alibi_slopes: Float[Array, " n"] | None = None,
-    scale: float,
-    soft_cap: float | None = None,
-    sinks: Float[Array, " n"] | None = None,
-    axes: RingAxes,
-    order: str = Order.ZIGZAG,
+    operands: Operands, scoring: Scoring, settings: Settings
 ) -> tuple[Float[Array, "b s n hv"], Float[Array, "b n s"]]:
     """Exact softmax attention of one rank's queries to the keys of all R ranks.
 
-    Arguments, result and refusals are those of `ring_attention_local`.
+    Arguments, result and refusals are those of `ring_attention_local`. The implementation that
+    settings name is no matter here: scores are computed as they are written.
 
     Cost, per device: sends (R - 1) blocks of k and, after them, of v, and backward as much; holds
     b n s R t scores in float32, several times.
     """
-    check_order(order, q.shape[1], axes.size)
-    check_order(order, k.shape[1], axes.size)
+    settings.check(operands)
+    q, k, v, mask = operands.q, operands.k, operands.v, operands.masked
+    axes, soft_cap = settings.axes, scoring.soft_cap
     b, s, n, h = q.shape
     t, kv_heads = k.shape[1:3]
     grouped = q.astype(jnp.float32).reshape(b, s, kv_heads, n // kv_heads, h)
@@ -53,7 +45,7 @@ def ring_self_attention_local(
 
     def natural(offset: Any, length: int) -> Array:
         source = (axes.source_local() - offset) % axes.size
-        return positions_local(source, length=length, ranks=axes.size, order=order)
+        return positions_local(source, length=length, ranks=axes.size, order=settings.order)
 
     q_positions = natural(0, s) if mask.q_positions is None else mask.q_positions
 
@@ -61,14 +53,14 @@ def ring_self_attention_local(
         k, of_keys = keys["k"], {name: x for name, x in keys.items() if name != "k"}
         if of_keys["kv_positions"] is None:
             of_keys["kv_positions"] = natural(offset, t)
-        found = jnp.einsum("bskgh,btkh->bkgst", grouped, k.astype(jnp.float32)) * scale
+        found = jnp.einsum("bskgh,btkh->bkgst", grouped, k.astype(jnp.float32)) * scoring.scale
         found = found.reshape(b, n, s, t)
         if soft_cap is not None:
             found = soft_cap * jnp.tanh(found / soft_cap)
-        if alibi_slopes is not None:
+        if scoring.alibi_slopes is not None:
             distance = q_positions[:, None, :, None] - of_keys["kv_positions"][:, None, None]
-            found -= alibi_slopes.astype(jnp.float32)[:, None, None] * distance
-        here = dataclasses.replace(mask, q_positions=q_positions, **of_keys)
+            found -= scoring.alibi_slopes.astype(jnp.float32)[:, None, None] * distance
+        here = mask.changed(q_positions=q_positions, **of_keys)
         return jnp.where(dense(here, s, t), found, -jnp.inf)
 
     def weighted(v: Array, probabilities: Array) -> Array:
@@ -79,7 +71,7 @@ def ring_self_attention_local(
     scores = _around_local(axes, keys, logits, jnp.arange(axes.size, dtype=jnp.int32))
     probabilities, lse = _softmax(scores)
     out = jnp.sum(_around_local(axes, v, weighted, probabilities), axis=0).astype(q.dtype)
-    return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
+    return (out, lse) if scoring.sinks is None else with_sinks(out, lse, scoring.sinks)
 
 
 def _around_local(axes: RingAxes, block: Any, visit: Any, of_step: Array) -> Array:

@@ -17,25 +17,40 @@ from jaxtyping import Array, Bool, Int
 
 from colossax.pallas.attention import (
     Mask,
-    attend_block,
-    block_gradients,
+    Operands,
+    Scoring,
+    backward_block,
     block_implementation,
+    forward_block,
     merge_blocks,
 )
 
 from .axes import Packing, RingAxes
-from .order import Order, offsets_seen, positions_local
+from .order import Order, check_order, offsets_seen, positions_local
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a trace depends on."""
+    """How a scheme runs; what a trace depends on.
+
+    Attributes:
+        axes: The ring.
+        order: How the sequence lies on its ranks, one of `Order`.
+        implementation: Of each step, see `attend_block`.
+    """
 
     axes: RingAxes
-    order: str
-    scale: float
-    soft_cap: float | None
+    order: str = Order.ZIGZAG
     implementation: str = "auto"
+
+    def check(self, operands: Operands) -> None:
+        """Refuse an order that is none, or cannot be had with these lengths.
+
+        Raises:
+            ValueError: In those cases.
+        """
+        for length in operands.lengths:
+            check_order(self.order, length, self.axes.size)
 
 
 @jax.tree_util.register_dataclass
@@ -51,9 +66,10 @@ class Queries:
     delta: Any = None
 
     @classmethod
-    def of(cls, q: Array, mask: Mask, **backward: Array) -> "Queries":
+    def of(cls, operands: Operands, **backward: Array) -> "Queries":
         """With what the mask says of them."""
-        return cls(q=q, positions=mask.q_positions, segments=mask.q_segments, **backward)
+        mask = operands.masked
+        return cls(q=operands.q, positions=mask.q_positions, segments=mask.q_segments, **backward)
 
 
 @jax.tree_util.register_dataclass
@@ -68,10 +84,15 @@ class Keys:
     valid: Any = None
 
     @classmethod
-    def of(cls, k: Array, v: Array, mask: Mask) -> "Keys":
+    def of(cls, operands: Operands) -> "Keys":
         """With what the mask says of them."""
+        mask = operands.masked
         return cls(
-            k=k, v=v, positions=mask.kv_positions, segments=mask.kv_segments, valid=mask.kv_valid
+            k=operands.k,
+            v=operands.v,
+            positions=mask.kv_positions,
+            segments=mask.kv_segments,
+            valid=mask.kv_valid,
         )
 
 
@@ -81,8 +102,16 @@ class Step:
 
     settings: Settings
     mask: Mask
-    slopes: Any
+    scoring: Scoring
     queries: Queries
+
+    @classmethod
+    def of(
+        cls, settings: Settings, operands: Operands, scoring: Scoring, **backward: Array
+    ) -> "Step":
+        """Of a rank's operands; `backward` are the fields of `Queries` that only it has."""
+        queries = Queries.of(operands, **backward)
+        return cls(settings=settings, mask=operands.mask, scoring=scoring, queries=queries)
 
     def inner_offsets(self, keys: Keys) -> tuple[int, ...]:
         """Places along the inner ring that hold keys anybody sees."""
@@ -109,7 +138,7 @@ class Step:
         return merge_blocks(*carried, *_forward_of_pairs(*found, early))
 
     def own_backward_local(self, keys: Keys) -> tuple[Any, Any]:
-        """Gradients through this rank's own keys: of q and slopes, and of k and v, packed."""
+        """Gradients through this rank's own keys: of q and scoring, and of k and v, packed."""
         return self._gradients(*self._own_local(keys), self.mask, lambda x: x, lambda x: x)
 
     def backward_local(self, keys: Keys, source: Int[Array, ""]) -> tuple[Any, Any]:
@@ -131,9 +160,13 @@ class Step:
         zigzag = self.settings.order == Order.ZIGZAG
         if not (zigzag and self.mask.causal and self._aligned(keys)):
             return False
-        options = self._options(queries, keys, self.mask)
-        del options["scale"]
-        return block_implementation(queries.q, keys.k, keys.v, **options) == "xla"
+        operands, named = self._operands(queries, keys, self.mask), self.settings.implementation
+        return block_implementation(operands, self.scoring, implementation=named) == "xla"
+
+    @property
+    def _by_distance(self) -> bool:
+        """Whether logits depend on positions."""
+        return self.scoring.alibi_slopes is not None
 
     def _aligned(self, keys: Keys) -> bool:
         """Whether queries and keys of a rank are the same tokens, without positions given."""
@@ -144,7 +177,7 @@ class Step:
 
         A mask that needs no data leaves its kernel more to know beforehand.
         """
-        only_order = self.mask.left is None and not self.mask.right and self.slopes is None
+        only_order = self.mask.left is None and not self.mask.right and not self._by_distance
         if self._aligned(keys) and (self.settings.order == Order.CONTIGUOUS or only_order):
             return self.queries, keys
         return self._placed_local(keys, self.settings.axes.source_local())
@@ -158,7 +191,7 @@ class Step:
 
     def _placed_local(self, keys: Keys, source: Array) -> tuple[Queries, Keys]:
         """With natural indices for the positions that are needed and not given."""
-        if not self.mask.ordered and self.slopes is None:
+        if not self.mask.ordered and not self._by_distance:
             return self.queries, keys
         axes, order, queries = self.settings.axes, self.settings.order, self.queries
         if queries.positions is None:
@@ -174,41 +207,38 @@ class Step:
     def _attend(
         self, queries: Queries, keys: Keys, mask: Mask, carried: tuple[Array, Array] | None
     ) -> tuple[Array, Array]:
-        options = self._options(queries, keys, mask)
-        return attend_block(queries.q, keys.k, keys.v, **options, carried=carried)
+        return forward_block(
+            self._operands(queries, keys, mask),
+            self.scoring,
+            carried=carried,
+            implementation=self.settings.implementation,
+        )
 
     def _gradients(
         self, queries: Queries, keys: Keys, mask: Mask, of_queries: Any, of_keys: Any
     ) -> tuple[Any, Any]:
-        dq, dk, dv, dslopes = block_gradients(
-            queries.q,
-            keys.k,
-            keys.v,
-            **self._options(queries, keys, mask),
+        found, of_scoring = backward_block(
+            self._operands(queries, keys, mask),
+            self.scoring,
             dout=queries.dout,
             lse=queries.lse,
             delta=queries.delta,
+            implementation=self.settings.implementation,
         )
-        dkv = of_keys(dk), of_keys(dv)
-        return (of_queries(dq), dslopes), Packing.of(dkv).pack(dkv)
+        dkv = of_keys(found.k), of_keys(found.v)
+        return (of_queries(found.q), of_scoring), Packing.of(dkv).pack(dkv)
 
-    def _options(self, queries: Queries, keys: Keys, mask: Mask) -> dict[str, Any]:
-        return {
-            "mask": dataclasses.replace(
-                mask,
-                q_positions=queries.positions,
-                kv_positions=keys.positions,
-                q_segments=queries.segments,
-                kv_segments=keys.segments,
-                kv_valid=keys.valid,
-                # Positions found here ascend: a shard is one or two pieces of the row, in order.
-                ascending=self.mask.ascends,
-            ),
-            "alibi_slopes": self.slopes,
-            "scale": self.settings.scale,
-            "soft_cap": self.settings.soft_cap,
-            "implementation": self.settings.implementation,
-        }
+    def _operands(self, queries: Queries, keys: Keys, mask: Mask) -> Operands:
+        mask = mask.changed(
+            q_positions=queries.positions,
+            kv_positions=keys.positions,
+            q_segments=queries.segments,
+            kv_segments=keys.segments,
+            kv_valid=keys.valid,
+            # Positions found here ascend: a shard is one or two pieces of the row, in order.
+            ascending=self.mask.ascends,
+        )
+        return Operands(q=queries.q, k=keys.k, v=keys.v, mask=mask)
 
 
 # ---- two halves in zigzag order ------------------------------------------------------------------
@@ -221,7 +251,7 @@ class Step:
 def _past(mask: Mask) -> Mask:
     """The mask where all keys come before all queries."""
     window = None if mask.left is None else (mask.left, None)
-    return dataclasses.replace(mask, causal=False, window=window)
+    return mask.changed(causal=False, window=window)
 
 
 def _pair_queries(queries: Queries, early: Bool[Array, ""]) -> Queries:

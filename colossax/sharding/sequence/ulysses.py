@@ -9,20 +9,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from colossax.errors import PlanError
+from colossax.pallas.attention import Operands, Scoring
 
 from .axes import Packing
 
 
 def ulysses_local(
-    inner: Callable[..., tuple[Array, Array]],
-    q: Float[Array, "b s n h"],
-    k: Float[Array, "b t k h"],
-    v: Float[Array, "b t k hv"],
+    inner: Callable[[Operands, Scoring], tuple[Array, Array]],
+    operands: Operands,
+    scoring: Scoring,
     *,
     axis: str,
     size: int,
-    alibi_slopes: Float[Array, " n"] | None = None,
-    sinks: Float[Array, " n"] | None = None,
 ) -> tuple[Float[Array, "b s n hv"], Float[Array, "b n s"]]:
     """`inner` on all tokens along one axis of `size` = u devices, and 1 / u of the heads.
 
@@ -31,15 +29,12 @@ def ulysses_local(
     common multiple.
 
     Args:
-        inner: `inner(q, k, v, alibi_slopes=..., sinks=...)`, called with some heads, gives output
-            and log-partition; the mask is its own business and comes whole along this axis.
-        q: Queries of 1 / u of the tokens, all heads of this tensor shard.
-        k: Keys.
-        v: Values.
+        inner: Called with operands and scoring of some heads, gives output and log-partition.
+        operands: Of 1 / u of the tokens, all heads of this tensor shard; but the mask is that of
+            all tokens along this axis.
+        scoring: Slopes and sinks of the heads of q; biases of those that this device will have.
         axis: Mesh axis.
         size: Devices along it.
-        alibi_slopes: Of the heads of q.
-        sinks: Of the heads of q.
 
     Raises:
         PlanError: u does not divide the query heads.
@@ -49,7 +44,8 @@ def ulysses_local(
     Reference: Jacobs et al. 2023, DeepSpeed Ulysses; Fang and Zhao 2024, USP.
     """
     if size == 1:
-        return inner(q, k, v, alibi_slopes=alibi_slopes, sinks=sinks)
+        return inner(operands, scoring)
+    q, k, v = operands.q, operands.k, operands.v
     heads, kv_heads = q.shape[2], k.shape[2]
     if heads % size:
         raise PlanError(
@@ -69,10 +65,10 @@ def ulysses_local(
     def of_heads(x: Any) -> Any:
         return None if x is None else jax.lax.dynamic_slice_in_dim(x, own, heads // size)
 
+    q, k, v = packing.unpack(tuple(exchanged))
+    slopes, sinks = of_heads(scoring.alibi_slopes), of_heads(scoring.sinks)
     out, lse = inner(
-        *packing.unpack(tuple(exchanged)),
-        alibi_slopes=of_heads(alibi_slopes),
-        sinks=of_heads(sinks),
+        operands.replace(q=q, k=k, v=v), scoring.replace(alibi_slopes=slopes, sinks=sinks)
     )
     return (
         jax.lax.all_to_all(out, axis, split_axis=1, concat_axis=2, tiled=True),

@@ -13,7 +13,7 @@ LAYERS, SEATS, SLOTS, HEADS, KV_HEADS, H, HV = 2, 3, 16, 4, 2, 8, 6
 LENGTHS = [9, 14, 5]
 OPTIONS = {
     "plain": {},
-    "window": {"window": 3},
+    "window": {"window": (3, 0)},
     "alibi": {"alibi_slopes": jnp.asarray([0.5, 0.2, 0.1, 0.05])},
     "capped": {"soft_cap": 1.0, "scale": 0.7},
 }
@@ -68,7 +68,7 @@ def test_flat_tokens_see_what_their_sequence_sees(option, bytes_at_once, monkeyp
             if s >= 0:
                 found[s, p] = row
     window = options.pop("window", None)
-    mask = Mask(causal=True, window=None if window is None else (window, 0))
+    mask = Mask(causal=True, window=window)
     expected = attention(q, k, v, mask=mask, implementation="reference", **options)
     for seat, length in enumerate(LENGTHS):
         np.testing.assert_allclose(found[seat, :length], expected[seat, :length], atol=1e-5)

@@ -61,18 +61,33 @@ def truths():
 
 
 def changed(**changes):
-    return lambda given: {**given, "mask": dataclasses.replace(given["mask"], **changes)}
+    def change(operands, scoring, given):
+        mask = dataclasses.replace(operands.mask, **changes)
+        return operands.replace(mask=mask), scoring, given
+
+    return change
 
 
-def bias_of_one_head(given):
-    (bias,) = given["biases"]
-    return {**given, "biases": (jnp.broadcast_to(bias[:, :1], bias.shape),)}
+def no_soft_cap(operands, scoring, given):
+    return operands, scoring.replace(soft_cap=None), given
 
 
-def turned(given):
+def bias_of_one_head(operands, scoring, given):
+    (bias,) = scoring.biases
+    biases = (jnp.broadcast_to(bias[:, :1], bias.shape),)
+    return operands, scoring.replace(biases=biases), given
+
+
+def nothing_carried(operands, scoring, given):
+    return operands, scoring, {**given, "carried": None}
+
+
+def turned(operands, scoring, given):
     """The log-partition near 0 that is carried has lost its sign."""
     carried = given.get("carried")
-    return given if carried is None else {**given, "carried": (carried[0], -carried[1])}
+    if carried is not None:
+        given = {**given, "carried": (carried[0], -carried[1])}
+    return operands, scoring, given
 
 
 def a_row_of(index):
@@ -85,11 +100,25 @@ def a_row_of(index):
     return change
 
 
-def same(x):
-    return x
+def a_row_of_gradient(name):
+    """Likewise the gradient of one of the operands."""
+
+    def change(found):
+        off = getattr(found[0], name).at[1, 7, 0].multiply(1.1)
+        return found[0].replace(**{name: off}), found[1]
+
+    return change
 
 
-def case(kind, where, before=same, after=same, *, quick=False):
+def as_given(*given):
+    return given
+
+
+def same(found):
+    return found
+
+
+def case(kind, where, before=as_given, after=same, *, quick=False):
     """A fault before or behind one function of the kernels."""
     return pytest.param(kind, where, before, after, marks=() if quick else pytest.mark.sweep)
 
@@ -101,12 +130,12 @@ FAULTS = {
     "places ignored": case("plain", "attend", changed(q_positions=None, kv_positions=None)),
     "a row of the output": case("plain", "attend", after=a_row_of(0), quick=True),
     "log-partition": case("plain", "attend", after=lambda found: (found[0], found[1] + 0.1)),
-    "no soft cap": case("biased", "attend", lambda given: {**given, "soft_cap": None}),
+    "no soft cap": case("biased", "attend", no_soft_cap),
     "bias of one head": case("biased", "attend", bias_of_one_head, quick=True),
-    "nothing carried": case("steps", "attend_block", lambda given: {**given, "carried": None}),
+    "nothing carried": case("steps", "attend_block", nothing_carried),
     "its sign lost": case("steps", "attend_block", turned, quick=True),
-    "a row of dq": case("steps", "block_gradients", after=a_row_of(0)),
-    "a row of dv": case("steps", "block_gradients", after=a_row_of(2), quick=True),
+    "a row of dq": case("steps", "block_gradients", after=a_row_of_gradient("q")),
+    "a row of dv": case("steps", "block_gradients", after=a_row_of_gradient("v"), quick=True),
 }
 
 
@@ -117,7 +146,12 @@ def test_every_fault_is_found(kind, where, before, after, truths, monkeypatch):
     for each in ("attend", "attend_block", "block_gradients"):
         setattr(kernels, each, getattr(xla, each))
     right = getattr(xla, where)
-    setattr(kernels, where, lambda *arrays, **given: after(right(*arrays, **before(given))))
+
+    def faulty(operands, scoring, **given):
+        operands, scoring, given = before(operands, scoring, given)
+        return after(right(operands, scoring, **given))
+
+    setattr(kernels, where, faulty)
     monkeypatch.setitem(api.IMPLEMENTATIONS, "mosaic", kernels)
     monkeypatch.setitem(block._FORMS, "mosaic", kernels)
     monkeypatch.setattr(trial, "_truth", lambda one: truths(kind))

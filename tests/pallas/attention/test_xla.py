@@ -146,8 +146,7 @@ def test_under_vmap():
     ],
 )
 def test_key_tiles_that_nobody_sees_are_not_visited(mask, per_row):
-    static = xla.Static(scale=1.0, soft_cap=None, q_tile=8, kv_tile=8)
-    first, last = xla.bounds(mask, *xla.describe(static, mask, S, S))
+    first, last = xla.bounds(mask, *xla.describe(xla.Tiles(q_tile=8, kv_tile=8), mask, S, S))
     assert np.maximum(last - first, 0).tolist() == per_row
     seen = np.asarray(dense(mask, S, S)).any(axis=(0, 1)).reshape(4, 8, 4, 8).any(axis=(1, 3))
     tiles = np.arange(4)

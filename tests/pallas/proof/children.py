@@ -36,9 +36,10 @@ def stand_in(fault):
     found.why_not = lambda spec, target: None
 
     def with_fault(function):
-        def run(*arrays, scale, **options):
+        def run(operands, scoring, **options):
             FAULTS.get(fault, lambda: None)()
-            return function(*arrays, scale=1.2 * scale if fault == "wrong" else scale, **options)
+            scale = 1.2 * scoring.scale if fault == "wrong" else scoring.scale
+            return function(operands, scoring.replace(scale=scale), **options)
 
         return run
 

@@ -17,14 +17,14 @@ def pairs_by_rank(monkeypatch, layout):
     counts = collections.Counter()
     tile_forward = xla.tile_forward
 
-    def counted(settings, mask, q, k, v, slopes, biases, rows, columns):
-        pairs = q.shape[0] * rows.position.shape[1] * columns.position.shape[1]
+    def counted(tile, scoring, rows, columns):
+        pairs = tile.q.shape[0] * rows.position.shape[1] * columns.position.shape[1]
 
         def count(rank):
             counts[int(rank)] += pairs
 
         jax.debug.callback(count, layout.axes.source_local())
-        return tile_forward(settings, mask, q, k, v, slopes, biases, rows, columns)
+        return tile_forward(tile, scoring, rows, columns)
 
     monkeypatch.setattr(xla, "tile_forward", counted)
     monkeypatch.setattr(xla, "TILE", {"cpu": 8})

@@ -8,8 +8,8 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from colossax.errors import PlanError
-from colossax.pallas.attention import Mask
-from colossax.sharding.sequence import RingAxes, ring_attention_local, ulysses_local
+from colossax.pallas.attention import Mask, Operands, Scoring
+from colossax.sharding.sequence import RingAxes, Settings, ring_attention_local, ulysses_local
 from colossax.sharding.sequence.axes import Packing
 from tests.oracle import assert_trees_close
 from tests.sharding.sequence.support import Layout, loss, operands, truth
@@ -17,17 +17,16 @@ from tests.sharding.sequence.support import Layout, loss, operands, truth
 CAUSAL = Mask(causal=True)
 
 
+def causal(q, k, v):
+    return Operands(q=q, k=k, v=v, mask=CAUSAL)
+
+
 def on_mesh(scheme, mesh):
     """q, k, v split along `ring` only, whatever other axes the mesh has."""
     spec = P(None, "ring")
+    settings = Settings(axes=RingAxes(inner="ring", inner_size=4), order="contiguous")
     local = jax.shard_map(
-        lambda *qkv: ring_attention_local(
-            *qkv,
-            mask=CAUSAL,
-            scale=0.5,
-            axes=RingAxes(inner="ring", inner_size=4),
-            order="contiguous",
-        ),
+        lambda *qkv: ring_attention_local(causal(*qkv), Scoring(scale=0.5), settings),
         mesh=mesh,
         in_specs=spec,
         out_specs=(spec, P(None, None, "ring")),
@@ -82,12 +81,12 @@ def test_an_outer_size_needs_an_axis():
 def test_ulysses_refuses_heads_that_it_cannot_split():
     q, k, v, _, _ = operands(heads=6, kv_heads=2)
     with pytest.raises(PlanError, match="6 query heads .* 4 devices of mesh axis 'ulysses'.* 6"):
-        ulysses_local(lambda *_, **__: (q, q), q, k, v, axis="ulysses", size=4)
+        given = causal(q, k, v), Scoring(scale=1.0)
+        ulysses_local(lambda *_, **__: (q, q), *given, axis="ulysses", size=4)
 
 
 def test_order_is_refused_before_anything_is_traced():
     q, k, v, _, _ = operands(s=9)
     with pytest.raises(ValueError, match="9 tokens per rank are no two equal chunks"):
-        ring_attention_local(
-            q, k, v, mask=CAUSAL, scale=1.0, axes=RingAxes(inner="ring", inner_size=4)
-        )
+        settings = Settings(axes=RingAxes(inner="ring", inner_size=4))
+        ring_attention_local(causal(q, k, v), Scoring(scale=1.0), settings)

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from colossax.pallas.attention import Mask, row_delta
+from colossax.pallas.attention import Mask, Operands, Scoring, row_delta
 from colossax.sharding.sequence.axes import RingAxes
-from colossax.sharding.sequence.step import Keys, Queries, Settings, Step
+from colossax.sharding.sequence.step import Keys, Settings, Step
 from tests.pallas.places import everywhere, no_races
 
 RANKS, RANK, TOKENS, HEADS, H = 4, 1, 128, 1, 64
@@ -30,17 +30,16 @@ def both_directions(implementation, source, arrays):
     settings = Settings(
         axes=Place(inner="ring", inner_size=RANKS),
         order="zigzag",
-        scale=H**-0.5,
-        soft_cap=None,
         implementation=implementation,
     )
-    step = Step(settings=settings, mask=MASK, slopes=None, queries=Queries.of(q, MASK))
-    state = step.own_forward_local(Keys.of(*own, MASK))
-    out, lse = step.forward_local(Keys.of(*other, MASK), jnp.asarray(source), state)
+    scoring = Scoring(scale=H**-0.5)
+    here, there = (Operands(q=q, k=k, v=v, mask=MASK) for k, v in (own, other))
+    step = Step.of(settings, here, scoring)
+    state = step.own_forward_local(Keys.of(here))
+    out, lse = step.forward_local(Keys.of(there), jnp.asarray(source), state)
     delta = row_delta(out, lse, dout, jnp.zeros_like(lse))
-    queries = Queries.of(q, MASK, dout=dout, lse=lse, delta=delta)
-    step = dataclasses.replace(step, queries=queries)
-    (dq, _), dkv = step.backward_local(Keys.of(*other, MASK), jnp.asarray(source))
+    step = Step.of(settings, here, scoring, dout=dout, lse=lse, delta=delta)
+    (dq, _), dkv = step.backward_local(Keys.of(there), jnp.asarray(source))
     return out, lse, dq, dkv
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,16 +9,19 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from colossax.pallas.attention.mask import Mask, row_ranges, why_no_ranges
+from colossax.pallas.attention.mask import RANGES, Mask, row_ranges, why_no_ranges
 from colossax.pallas.attention.merge import row_delta, with_sinks
+from colossax.pallas.attention.operands import Operands, Scoring
 from colossax.pallas.attention.spec import AttentionSpec
 from colossax.pallas.mosaic import why_not_hardware
 from colossax.pallas.mosaic import why_slow as why_slow
 from colossax.pallas.target import Target
 
 from .backward import gradients
-from .forward import forward
-from .shapes import HEAD_SIZES
+from .backward_operands import BackwardVisits
+from .backward_tiles import BackwardTiles, tiles_for
+from .forward import ForwardVisits, forward
+from .shapes import HEAD_SIZES, Tile, tile_for
 
 
 def why_not(spec: AttentionSpec, target: Target) -> str | None:
@@ -78,99 +80,143 @@ class _Static:
     soft_cap: float | None
     interpret: bool
 
+    @classmethod
+    def of(cls, scoring: Scoring, interpret: bool) -> "_Static":
+        return cls(scale=scoring.scale, soft_cap=scoring.soft_cap, interpret=interpret)
+
     @property
     def options(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KernelRanges:
+    """What the kernels read of a mask.
+
+    Attributes:
+        lo: First key of each query, `[b or 1, s]`.
+        hi: One behind the last, likewise.
+        forward: `ForwardVisits`, or None: computed where they are needed.
+        backward: `BackwardVisits`, or None, likewise.
+        made_for: Lengths and tiles.
+    """
+
+    lo: Any
+    hi: Any
+    forward: Any = None
+    backward: Any = None
+    made_for: Any = dataclasses.field(metadata={"static": True})
+
+
+def ranges_of(mask: Mask, spec: AttentionSpec) -> KernelRanges:
+    """What `attend` reads of the mask, see `api.with_ranges`."""
+    lengths, tile, tiles = _made_for(spec)
+    rows = _rows_alone(mask, spec)
+    with jax.named_scope(RANGES):
+        return dataclasses.replace(
+            rows,
+            forward=ForwardVisits.of(rows.lo, rows.hi, tile),
+            backward=BackwardVisits.of(rows.lo, rows.hi, lengths[1], tiles, bool(spec.biases)),
+        )
+
+
+def _carried(mask: Mask, spec: AttentionSpec) -> KernelRanges | None:
+    """Ranges that the mask carries, if they are those of these kernels at these lengths."""
+    found = mask.ranges
+    fits = isinstance(found, KernelRanges) and found.made_for == _made_for(spec)
+    return found if fits else None
+
+
+def _rows_alone(mask: Mask, spec: AttentionSpec) -> KernelRanges:
+    """Ranges of which a kernel computes its visits itself."""
+    with jax.named_scope(RANGES):
+        lo, hi = row_ranges(mask, spec.q_length, spec.kv_length)
+    return KernelRanges(lo=lo, hi=hi, made_for=_made_for(spec))
+
+
+def _made_for(spec: AttentionSpec) -> tuple[tuple[int, int], Tile, BackwardTiles]:
+    """Lengths, and the tiles of both passes."""
+    sizes, biased = (spec.head_dim, spec.v_head_dim), bool(spec.biases)
+    tile = tile_for(*sizes, spec.biases[0].dtype if biased else None)
+    tiles = tiles_for(*sizes, biased=biased, soft_cap=spec.soft_cap)
+    return (spec.q_length, spec.kv_length), tile, tiles
+
+
 def attend(
-    q: Float[Array, "b s n h"],
-    k: Float[Array, "b t k h"],
-    v: Float[Array, "b t k hv"],
-    *,
-    mask: Mask,
-    biases: Sequence[Array] = (),
-    alibi_slopes: Float[Array, " n"] | None = None,
-    scale: float,
-    soft_cap: float | None = None,
-    sinks: Float[Array, " n"] | None = None,
-    interpret: bool = False,
+    operands: Operands, scoring: Scoring, *, interpret: bool = False
 ) -> tuple[Float[Array, "b s n hv"], Float[Array, "b n s"]]:
     """Attention and its log-partition for the calls that `why_not` accepts, see `api.attention`.
 
     Cost: see `forward.forward` and `backward.gradients`; residuals are the inputs, two integers per
     query, the output and 4 bytes per query and head.
     """
-    assert alibi_slopes is None and len(biases) <= 1
-    lo, hi = row_ranges(mask, q.shape[1], k.shape[1])
-    bias = biases[0] if biases else None
-    static = _Static(scale=scale, soft_cap=soft_cap, interpret=interpret)
-    out, lse = _attend(static, q, k, v, bias, lo, hi)
-    return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
+    assert scoring.alibi_slopes is None and len(scoring.biases) <= 1
+    bias = scoring.biases[0] if scoring.biases else None
+    static = _Static.of(scoring, interpret)
+    spec = AttentionSpec.of(operands, scoring, return_lse=True)
+    ranges = _carried(operands.masked, spec) or _rows_alone(operands.masked, spec)
+    out, lse = _attend(static, operands.q, operands.k, operands.v, bias, ranges)
+    return (out, lse) if scoring.sinks is None else with_sinks(out, lse, scoring.sinks)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(static: _Static, q: Any, k: Any, v: Any, bias: Any, lo: Any, hi: Any) -> Any:
-    return forward(q, k, v, lo=lo, hi=hi, bias=bias, dtype=q.dtype, **static.options)
+def _attend(static: _Static, q: Any, k: Any, v: Any, bias: Any, ranges: KernelRanges) -> Any:
+    seen = {"lo": ranges.lo, "hi": ranges.hi, "visits": ranges.forward}
+    return forward(q, k, v, **seen, bias=bias, dtype=q.dtype, **static.options)
 
 
-def _attend_fwd(static: _Static, q: Any, k: Any, v: Any, bias: Any, lo: Any, hi: Any) -> Any:
-    found = _attend(static, q, k, v, bias, lo, hi)
+def _attend_fwd(static: _Static, q: Any, k: Any, v: Any, bias: Any, ranges: KernelRanges) -> Any:
+    found = _attend(static, q, k, v, bias, ranges)
     # Both, or a policy that keeps the output runs the kernel again for lse alone.
     out, lse = (checkpoint_name(x, "attention") for x in found)
-    return (out, lse), (q, k, v, bias, lo, hi, out, lse)
+    return (out, lse), (q, k, v, bias, dataclasses.replace(ranges, forward=None), out, lse)
 
 
 def _attend_bwd(static: _Static, saved: Any, cotangents: Any) -> Any:
-    q, k, v, bias, lo, hi, out, lse = saved
+    q, k, v, bias, ranges, out, lse = saved
     dout, dlse = cotangents
     delta = row_delta(out, lse, dout, dlse)
-    given = {"lo": lo, "hi": hi, "bias": bias, "dout": dout, "lse": lse, "delta": delta}
+    seen = {"lo": ranges.lo, "hi": ranges.hi, "visits": ranges.backward}
+    given = {**seen, "bias": bias, "dout": dout, "lse": lse, "delta": delta}
     dq, dk, dv, dbias = gradients(q, k, v, **given, dtype=q.dtype, **static.options)
     assert (dbias is None) == (bias is None)
     if dbias is not None:
         dbias = dbias.astype(bias.dtype)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dbias, None, None
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dbias, None
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
 def attend_block(
-    q: Float[Array, "b s n h"],
-    k: Float[Array, "b t k h"],
-    v: Float[Array, "b t k hv"],
+    operands: Operands,
+    scoring: Scoring,
     *,
-    mask: Mask,
-    alibi_slopes: None = None,
-    scale: float,
-    soft_cap: float | None,
     carried: tuple[Float[Array, "b s n hv"], Float[Array, "b n s"]] | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "b s n hv"], Float[Array, "b n s"]]:
-    """See `block.attend_block`."""
-    lo, hi = row_ranges(mask, q.shape[1], k.shape[1])
-    static = _Static(scale=scale, soft_cap=soft_cap, interpret=interpret)
-    given = {"lo": lo, "hi": hi, "carried": carried}
-    return forward(q, k, v, **given, dtype=jnp.float32, **static.options)
+    """See `block.forward_block`."""
+    lo, hi = row_ranges(operands.masked, *operands.lengths)
+    given = {"lo": lo, "hi": hi, "carried": carried, "dtype": jnp.float32}
+    options = _Static.of(scoring, interpret).options
+    return forward(operands.q, operands.k, operands.v, **given, **options)
 
 
 def block_gradients(
-    q: Float[Array, "b s n h"],
-    k: Float[Array, "b t k h"],
-    v: Float[Array, "b t k hv"],
+    operands: Operands,
+    scoring: Scoring,
     *,
-    mask: Mask,
-    alibi_slopes: None = None,
-    scale: float,
-    soft_cap: float | None,
     dout: Float[Array, "b s n hv"],
     lse: Float[Array, "b n s"],
     delta: Float[Array, "b n s"],
     interpret: bool = False,
-) -> tuple[Array, Array, Array, None]:
-    """See `block.block_gradients`."""
-    lo, hi = row_ranges(mask, q.shape[1], k.shape[1])
-    given = {"lo": lo, "hi": hi, "dout": dout, "lse": lse, "delta": delta}
-    static = _Static(scale=scale, soft_cap=soft_cap, interpret=interpret)
-    return *gradients(q, k, v, **given, dtype=jnp.float32, **static.options)[:3], None
+) -> tuple[Operands, Scoring]:
+    """See `block.backward_block`."""
+    lo, hi = row_ranges(operands.masked, *operands.lengths)
+    given = {"lo": lo, "hi": hi, "dout": dout, "lse": lse, "delta": delta, "dtype": jnp.float32}
+    options = _Static.of(scoring, interpret).options
+    dq, dk, dv, _ = gradients(operands.q, operands.k, operands.v, **given, **options)
+    return Operands(q=dq, k=dk, v=dv, mask=None), Scoring(
+        scale=scoring.scale, soft_cap=scoring.soft_cap
+    )

@@ -2,15 +2,17 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from colossax.pallas.attention.mask import RANGES
 from colossax.pallas.mosaic import multiprocessors as target_multiprocessors
 from colossax.pallas.padding import pad_to_multiple
 
 from .backward_bias import bias_gradient
 from .backward_keys import key_gradients
-from .backward_operands import LOG2_E, Operands
+from .backward_operands import LOG2_E, BackwardVisits, Operands
 from .backward_queries import query_gradient
 from .backward_tiles import BackwardTiles, tiles_for
 
@@ -23,6 +25,7 @@ def gradients(
     lo: Int[Array, "_ s"],
     hi: Int[Array, "_ s"],
     bias: Float[Array, "_ _ s t"] | None = None,
+    visits: BackwardVisits | None = None,
     dout: Float[Array, "b s n hv"],
     lse: Float[Array, "b n s"],
     delta: Float[Array, "b n s"],
@@ -46,6 +49,7 @@ def gradients(
         lo: First key that a query sees, `[b or 1, s]`; neither `lo` nor `hi` falls along a row.
         hi: One behind the last, likewise; where `hi <= lo` a query sees nothing.
         bias: `[b or 1, n or 1, s, t]`.
+        visits: Those of these ranges, where they are known.
         dout: Gradient of the output.
         lse: Natural log-partition of each row; -inf where it sees nothing.
         delta: `sum(out dout) - dlse` over the head.
@@ -72,6 +76,9 @@ def gradients(
         laden = {"biased": bias is not None, "soft_cap": soft_cap is not None}
         tiles = tiles_for(q.shape[-1], v.shape[-1], **laden)
     s, t = q.shape[1], k.shape[1]
+    if visits is None:
+        with jax.named_scope(RANGES):
+            visits = BackwardVisits.of(lo, hi, t, tiles, bias is not None)
     empty = jnp.isneginf(lse)
     # exp2(x - inf) is 0 for every finite x.
     rows = jnp.stack(
@@ -83,8 +90,7 @@ def gradients(
         v=pad_to_multiple(v, {1: tiles.t_multiple}),
         dout=pad_to_multiple(dout.astype(q.dtype), {1: tiles.s_multiple}),
         rows=pad_to_multiple(rows.astype(jnp.float32), {3: tiles.s_multiple}),
-        # Rows filled in have an empty range, which widens none.
-        ranges=pad_to_multiple(jnp.stack([lo, hi], axis=1), {2: tiles.s_multiple}),
+        visits=visits,
         bias=None
         if bias is None
         else pad_to_multiple(bias, {2: tiles.s_multiple, 3: tiles.t_multiple}),

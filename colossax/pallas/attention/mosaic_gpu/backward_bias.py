@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from colossax.pallas.attention.tiles import visits_of_queries
 from colossax.pallas.mosaic import (
     WARPGROUP_ROWS,
     Stages,
@@ -41,8 +40,6 @@ def bias_gradient(operands: Operands, tiles: BiasTiles) -> jax.Array:
     where one array of all probabilities would be `b n s t`.
     """
     *shared, s, t = operands.bias.shape
-    lo, hi = operands.ranges[:, 0], operands.ranges[:, 1]
-    visits = visits_of_queries(lo, hi, tiles.rows, tiles.keys).packed
     run = launch(
         named(attention_dbias, operands, tiles),
         out=(jax.ShapeDtypeStruct(operands.bias.shape, jnp.float32),),
@@ -56,7 +53,7 @@ def bias_gradient(operands: Operands, tiles: BiasTiles) -> jax.Array:
         warpgroups=tiles.warpgroups + 1,
         interpret=operands.interpret,
     )
-    return run(*operands.arrays, visits, operands.bias)[0]
+    return run(*operands.arrays, operands.visits.of_bias, operands.bias)[0]
 
 
 def _scratch(operands: Operands, tiles: BiasTiles) -> dict[str, Any]:

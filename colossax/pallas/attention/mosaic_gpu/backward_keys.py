@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from colossax.pallas.attention.tiles import visits_of_keys, visits_of_queries
 from colossax.pallas.mosaic import (
     WARPGROUP_ROWS,
     Stages,
@@ -55,9 +54,6 @@ def key_gradients(
     b, t, kv_heads, _ = operands.k.shape
     split = _split(operands.group, b * kv_heads * (t // tiles.keys), multiprocessors)
     dtype = operands.dtype if split == 1 else jnp.float32
-    lo, hi = operands.ranges[:, 0], operands.ranges[:, 1]
-    of_queries = visits_of_queries(lo, hi, tiles.queries, tiles.keys)
-    visits = visits_of_keys(of_queries, t // tiles.keys).packed
     biases = tuple(x.swapaxes(-1, -2) for x in operands.biases)
     run = launch(
         named(attention_dk_dv, operands, tiles, split),
@@ -71,7 +67,7 @@ def key_gradients(
         warpgroups=tiles.warpgroups + 1,
         interpret=operands.interpret,
     )
-    dk, dv = run(*operands.arrays, visits, *biases)
+    dk, dv = run(*operands.arrays, operands.visits.of_keys, *biases)
     if split > 1:
         dk, dv = (x.reshape(b, t, kv_heads, split, -1).sum(3) for x in (dk, dv))
     return dk.astype(operands.dtype), dv.astype(operands.dtype)

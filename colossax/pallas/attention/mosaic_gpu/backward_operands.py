@@ -10,12 +10,52 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from colossax.pallas.attention.tiles import visits_of_keys, visits_of_queries
 from colossax.pallas.mosaic import Ops, tanh
+from colossax.pallas.padding import pad_to_multiple
+
+from .backward_tiles import BackwardTiles
 
 LOG2_E = math.log2(math.e)
 
 COPY_REGISTERS = 24
 """Of a thread of the warpgroup that only starts copies; the others share what it leaves."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BackwardVisits:
+    """What the kernels read of a mask, filled up to whole tiles.
+
+    Attributes:
+        ranges: int32 `[b or 1, 2, s]`: `lo` and `hi`.
+        of_queries: `Visits.packed` of the blocks of dq.
+        of_keys: Those of dk and dv.
+        of_bias: Those of dbias, or None.
+    """
+
+    ranges: Any
+    of_queries: Any
+    of_keys: Any
+    of_bias: Any
+
+    @classmethod
+    def of(
+        cls, lo: jax.Array, hi: jax.Array, t: int, tiles: BackwardTiles, biased: bool
+    ) -> "BackwardVisits":
+        """Of queries that see keys `[lo, hi)` of `t`."""
+        # Rows filled in have an empty range, which widens none.
+        ranges = pad_to_multiple(jnp.stack([lo, hi], axis=1), {2: tiles.s_multiple})
+        lo, hi = ranges[:, 0], ranges[:, 1]
+        rows, keys, bias = tiles.of_queries, tiles.of_keys, tiles.of_bias
+        key_tiles = -(-t // tiles.t_multiple) * tiles.t_multiple // keys.keys
+        seen = visits_of_queries(lo, hi, keys.queries, keys.keys)
+        return cls(
+            ranges=ranges,
+            of_queries=visits_of_queries(lo, hi, rows.rows, rows.keys).packed,
+            of_keys=visits_of_keys(seen, key_tiles).packed,
+            of_bias=visits_of_queries(lo, hi, bias.rows, bias.keys).packed if biased else None,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,7 +66,7 @@ class Operands:
         q, k, v, dout: `[b s n h]`, `[b t k h]`, `[b t k hv]`, `[b s n hv]`.
         rows: float32 `[b n 2 s]`: the log-partition in base 2, infinite where a row sees nothing,
             and `delta`.
-        ranges: int32 `[b or 1, 2, s]`: `lo` and `hi`.
+        visits: What they read of the mask.
         bias: `[b or 1, n or 1, s, t]` or None.
         scale: Of the scores.
         soft_cap: See `api.attention`.
@@ -39,7 +79,7 @@ class Operands:
     v: Any
     dout: Any
     rows: Any
-    ranges: Any
+    visits: BackwardVisits
     bias: Any
     scale: float
     soft_cap: float | None
@@ -58,7 +98,7 @@ class Operands:
     @property
     def arrays(self) -> tuple[jax.Array, ...]:
         """Those that every kernel takes, in order."""
-        return self.q, self.k, self.v, self.dout, self.rows, self.ranges
+        return self.q, self.k, self.v, self.dout, self.rows, self.visits.ranges
 
     @property
     def biases(self) -> tuple[jax.Array, ...]:

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from colossax.pallas.attention.tiles import visits_of_queries
 from colossax.pallas.mosaic import (
     WARPGROUP_ROWS,
     Stages,
@@ -41,8 +40,6 @@ def query_gradient(operands: Operands, tiles: QueryTiles) -> jax.Array:
     once per block, q and dout once.
     """
     b, s, n, _ = operands.q.shape
-    lo, hi = operands.ranges[:, 0], operands.ranges[:, 1]
-    visits = visits_of_queries(lo, hi, tiles.rows, tiles.keys).packed
     run = launch(
         named(attention_dq, operands, tiles),
         out=(jax.ShapeDtypeStruct(operands.q.shape, operands.dtype),),
@@ -51,7 +48,7 @@ def query_gradient(operands: Operands, tiles: QueryTiles) -> jax.Array:
         warpgroups=tiles.warpgroups + 1,
         interpret=operands.interpret,
     )
-    return run(*operands.arrays, visits, *operands.biases)[0]
+    return run(*operands.arrays, operands.visits.of_queries, *operands.biases)[0]
 
 
 def _scratch(operands: Operands, tiles: QueryTiles) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from colossax.pallas.attention.mask import RANGES
 from colossax.pallas.attention.tiles import visits_of_queries
 from colossax.pallas.mosaic import (
     WARPGROUP_ROWS,
@@ -45,6 +46,7 @@ def forward(
     lo: Int[Array, "_ s"],
     hi: Int[Array, "_ s"],
     bias: Float[Array, "_ _ s t"] | None = None,
+    visits: "ForwardVisits | None" = None,
     carried: tuple[Float[Array, "b s n hv"], Float[Array, "b n s"]] | None = None,
     scale: float,
     soft_cap: float | None = None,
@@ -63,6 +65,7 @@ def forward(
         lo: First key that a query sees, `[b or 1, s]`.
         hi: One behind the last, likewise; where `hi <= lo` the output is 0 and lse -inf.
         bias: `[b or 1, n or 1, s, t]`, float32, bfloat16 or float16.
+        visits: Those of these ranges, where they are known.
         carried: Output and lse of the same queries over other keys, in float32, 0 and -inf where
             they saw none. The result then is attention to both: the running softmax starts from
             these in place of nothing, as `merge_blocks` of two results without its pass over them.
@@ -84,8 +87,9 @@ def forward(
     tile = tile_for(q.shape[3], v.shape[3], None if bias is None else bias.dtype)
     q = pad_to_multiple(q, {1: BLOCK_ROWS})
     k, v = (pad_to_multiple(x, {1: tile.keys}) for x in (k, v))
-    # Rows that are filled up see what the last one sees: they widen no range.
-    lo, hi = (pad_to_multiple(x, {1: BLOCK_ROWS}, mode="edge") for x in (lo, hi))
+    if visits is None:
+        with jax.named_scope(RANGES):
+            visits = ForwardVisits.of(lo, hi, tile)
     if bias is not None:
         bias = pad_to_multiple(bias, {2: BLOCK_ROWS, 3: tile.keys})
     if carried is not None:
@@ -103,8 +107,16 @@ def forward(
         biased=bias is not None,
         carries=carried is not None,
     )
-    plan = _plan(lo, hi, tile.keys)
-    given = (q, k, v, lo, hi, plan, *(() if bias is None else (bias,)), *(carried or ()))
+    given = (
+        q,
+        k,
+        v,
+        visits.lo,
+        visits.hi,
+        visits.plan,
+        *(() if bias is None else (bias,)),
+        *(carried or ()),
+    )
     b, rows, n, _ = q.shape
     run = launch(
         kernel.body,
@@ -122,6 +134,29 @@ def forward(
     with jax.named_scope(KERNEL_NAME):
         out, lse = run(*given)
     return out[:, :s], lse[:, :, :s]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ForwardVisits:
+    """What the kernel reads of a mask, filled up to whole blocks: rows' ranges, and blocks' tiles.
+
+    Attributes:
+        lo: `[b or 1, s]`.
+        hi: Likewise.
+        plan: `[b or 1, blocks, 5]`, see `_plan`.
+    """
+
+    lo: Any
+    hi: Any
+    plan: Any
+
+    @classmethod
+    def of(cls, lo: Int[Array, "_ s"], hi: Int[Array, "_ s"], tile: Tile) -> "ForwardVisits":
+        """Of queries that see keys `[lo, hi)`."""
+        # Rows that are filled up see what the last one sees: they widen no range.
+        lo, hi = (pad_to_multiple(x, {1: BLOCK_ROWS}, mode="edge") for x in (lo, hi))
+        return cls(lo=lo, hi=hi, plan=_plan(lo, hi, tile.keys))
 
 
 def _plan(lo: Array, hi: Array, kv_tile: int) -> Int[Array, "b tiles 5"]:

@@ -19,6 +19,9 @@ def why_not(spec: AttentionSpec, target: Target) -> str | None:
     return kernels.why_not_call(spec)
 
 
+ranges_of = kernels.ranges_of
+
+
 def attend(*arrays: Any, **options: Any) -> Any:
     """See `attend.attend`."""
     return kernels.attend(*arrays, **options, interpret=True)
