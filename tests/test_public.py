@@ -14,9 +14,9 @@ NAMES = {
         "SAVEABLE SEQUENCE_AXES SHARES Segment bind cache_folder from_json nearest preset to_json"
     ),
     "colossax.pallas.attention": (
-        "Mask Operands Scoring attend attend_block attend_cache attention backward_block "
-        "block_gradients block_implementation dense forward_block merge_blocks row_delta "
-        "row_ranges why_no_ranges with_ranges with_sinks"
+        "Mask Operands RelativeBias Scoring attend attend_block attend_cache attention "
+        "backward_block block_gradients block_implementation dense forward_block merge_blocks "
+        "row_delta row_ranges why_no_ranges with_ranges with_sinks"
     ),
     "colossax.pallas.norms": "layer_norm rms_norm",
     "colossax.pallas.grouped_matmul": "grouped_matmul",

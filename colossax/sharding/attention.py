@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from colossax.config import MeshAxis
-from colossax.pallas.attention import Mask, Operands, Scoring, attend
+from colossax.pallas.attention import Mask, Operands, RelativeBias, Scoring, attend
 from colossax.sharding.attention_layout import (
     Split,
     filled_up,
@@ -42,7 +42,7 @@ def attention(
     v: Float[Array, "b t k hv"],
     *,
     mask: Mask,
-    biases: Sequence[Array] = (),
+    biases: Sequence[Array | RelativeBias] = (),
     alibi_slopes: Float[Array, " n"] | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
@@ -160,7 +160,7 @@ def _ring_local(
     split: Split, call: _Call, operands: Operands, scoring: Scoring
 ) -> tuple[Array, Array]:
     """Attention of rows that are split over a ring."""
-    assert split.ring is not None and not scoring.biases
+    assert split.ring is not None and not scoring.arrays
     ring = split.ring
     if split.turned:
         turn = functools.partial(balanced_from_contiguous_local, axes=ring)

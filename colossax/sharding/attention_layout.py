@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from colossax.config import RING_AXES, BoundPlan, MeshAxis
 from colossax.errors import PlanError
-from colossax.pallas.attention import Operands, Scoring
+from colossax.pallas.attention import Operands, RelativeBias, Scoring
 from colossax.pallas.padding import pad_to_multiple
 from colossax.sharding.order import current_order
 from colossax.sharding.rules import check_heads, resolve, seq_axes
@@ -113,10 +113,10 @@ def _check_ring(bound: BoundPlan, scoring: Scoring) -> None:
             f"plan.attention.kernel: '{kernel}' cannot compute a row in parts, which a ring of"
             f" devices needs; use 'auto', or split the sequence over 'ulysses'"
         )
-    if scoring.biases:
+    if scoring.arrays:
         raise PlanError(
             "attention: biases of all pairs of tokens cannot travel around a ring of devices;"
-            " split the sequence over 'ulysses', or give alibi_slopes"
+            " split the sequence over 'ulysses', or give alibi_slopes or a RelativeBias"
         )
 
 
@@ -136,7 +136,10 @@ def filled_up(operands: Operands, scoring: Scoring, split: Split) -> tuple[Opera
     filled = {
         name: _padded(getattr(operands, name), [1], split.multiple) for name in ("q", "k", "v")
     }
-    biases = tuple(_padded(x, [2, 3], split.multiple) for x in scoring.biases)
+    biases = tuple(
+        x if isinstance(x, RelativeBias) else _padded(x, [2, 3], split.multiple)
+        for x in scoring.biases
+    )
     mask = mask.changed(ascending=operands.masked.ascends, **fields)
     return Operands(**filled, mask=mask), scoring.replace(biases=biases)
 
@@ -182,7 +185,9 @@ def specs_of(
         rows = None if x.shape[0] == 1 else batch
         return PartitionSpec(rows, *[ring] * (x.ndim - 1))
 
-    def of_bias(x: Any) -> PartitionSpec:
+    def of_bias(x: Any) -> Any:
+        if isinstance(x, RelativeBias):
+            return of_heads(x)
         by_dim = [batch, (*names_of(heads), *split.axes) or None, None, None]
         return PartitionSpec(*[None if n == 1 else s for n, s in zip(x.shape, by_dim, strict=True)])
 
@@ -193,7 +198,7 @@ def specs_of(
     return (
         Operands(**spec_of, mask=spec_of_mask),
         scoring.replace(
-            biases=jax.tree.map(of_bias, scoring.biases),
+            biases=tuple(map(of_bias, scoring.biases)),
             alibi_slopes=of_heads(scoring.alibi_slopes),
             sinks=of_heads(scoring.sinks),
         ),

@@ -18,3 +18,4 @@ from .merge import row_delta as row_delta
 from .merge import with_sinks as with_sinks
 from .operands import Operands as Operands
 from .operands import Scoring as Scoring
+from .relative import RelativeBias as RelativeBias

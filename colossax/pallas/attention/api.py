@@ -18,6 +18,7 @@ from .mask import Mask
 from .mosaic_gpu import attend as mosaic
 from .mosaic_gpu import interpreted
 from .operands import Operands, Scoring
+from .relative import RelativeBias, why_not_relative
 from .spec import AttentionSpec
 
 IMPLEMENTATIONS: dict[str, ModuleType] = {
@@ -42,7 +43,7 @@ def attention(
     v: Float[Array, "*b t k hv"],
     *,
     mask: Mask,
-    biases: Sequence[Array] = (),
+    biases: Sequence[Array | RelativeBias] = (),
     alibi_slopes: Float[Array, " n"] | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
@@ -66,6 +67,7 @@ def attention(
         biases: Each broadcastable to `[*b, n, s, t]`, with all its dims written out. -inf hides a
             key. A huge finite number does it worse: where all keys of a row have -1e30, the
             log-partition, which gradients are made from, has no digits left for the differences.
+            Or a `RelativeBias`, which is no array of pairs.
         alibi_slopes: Penalty per head and unit of distance in the mask's positions.
         scale: Default `1 / sqrt(h)`.
         soft_cap: Bound of the logits.
@@ -195,7 +197,11 @@ def _check(operands: Operands, scoring: Scoring) -> None:
                 f"attention: mask {name} {found.shape} does not fit {shapes};"
                 f" it is {(*lead, *tail)}, leading dims may be 1"
             )
-    for bias in scoring.biases:
+    for bias in scoring.relative:
+        reason = why_not_relative(bias, n)
+        if reason is not None:
+            raise ValueError(f"attention: a RelativeBias does not fit q {q.shape}: {reason}")
+    for bias in scoring.arrays:
         if not _fits(bias.shape, (*lead, n, s, t), 0):
             raise ValueError(
                 f"attention: bias {bias.shape} is not {(*lead, n, s, t)} with any dim 1; {shapes}"
@@ -233,7 +239,11 @@ def _flat_operands(operands: Operands, lead: tuple[int, ...]) -> Operands:
 
 
 def _flat_scoring(scoring: Scoring, lead: tuple[int, ...]) -> Scoring:
-    return scoring.replace(biases=tuple(_flat(x, lead, 3) for x in scoring.biases))
+    return scoring.replace(biases=tuple(_flat_bias(x, lead) for x in scoring.biases))
+
+
+def _flat_bias(bias: Any, lead: tuple[int, ...]) -> Any:
+    return bias if isinstance(bias, RelativeBias) else _flat(bias, lead, 3)
 
 
 def _flat_mask(mask: Mask, lead: tuple[int, ...]) -> Mask:

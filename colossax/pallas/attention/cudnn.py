@@ -47,7 +47,7 @@ def _hardware(spec: AttentionSpec, target: Target) -> str | None:
 
 def _features(spec: AttentionSpec) -> str | None:
     asked = {
-        "biases": spec.biases,
+        "biases": spec.biases or spec.relative,
         "alibi_slopes": spec.alibi,
         "soft_cap": spec.soft_cap,
         "sinks": spec.sinks,

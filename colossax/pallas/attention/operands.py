@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .mask import Mask
+from .relative import RelativeBias
 
 
 # Fields are Any: trees of these types also hold gradients, partition specs, shapes or None.
@@ -64,7 +65,7 @@ class Scoring:
         soft_cap: Bound of the logits, before biases.
         alibi_slopes: `[n]` or None: penalty per head and unit of distance.
         sinks: `[n]` or None: one more logit per head, in the denominator only.
-        biases: Added to the logits, each broadcastable to `[*b, n, s, t]`.
+        biases: Added to the logits, each broadcastable to `[*b, n, s, t]`, or a `RelativeBias`.
     """
 
     scale: float = dataclasses.field(metadata={"static": True})
@@ -94,11 +95,30 @@ class Scoring:
         )
 
     @property
+    def arrays(self) -> tuple[Any, ...]:
+        """Biases that are arrays over pairs of tokens."""
+        return tuple(x for x in self.biases if not isinstance(x, RelativeBias))
+
+    @property
+    def relative(self) -> tuple[RelativeBias, ...]:
+        """Biases that are functions of relative position."""
+        return tuple(x for x in self.biases if isinstance(x, RelativeBias))
+
+    @property
+    def by_distance(self) -> bool:
+        """Whether logits depend on positions."""
+        return self.alibi_slopes is not None or bool(self.relative)
+
+    @property
     def without_sinks(self) -> "Scoring":
-        """What computes logits; slopes are in float32. A sink only scales the output afterwards."""
-        slopes = self.alibi_slopes
-        slopes = None if slopes is None else slopes.astype(jnp.float32)
-        return self.replace(alibi_slopes=slopes, sinks=None)
+        """What computes logits; slopes and parameters are in float32. A sink scales the output."""
+
+        def wide(tree: Any) -> Any:
+            return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+        biases = (wide(x) if isinstance(x, RelativeBias) else x for x in self.biases)
+        slopes = wide(self.alibi_slopes)
+        return self.replace(alibi_slopes=slopes, sinks=None, biases=tuple(biases))
 
     def replace(self, **changes: Any) -> "Scoring":
         """With other fields."""

@@ -8,6 +8,7 @@ from colossax.pallas.target import Target
 
 from .mask import dense, positions
 from .operands import Operands, Scoring
+from .relative import RelativeBias
 from .spec import AttentionSpec
 
 
@@ -34,12 +35,13 @@ def attend(
     logits = logits.reshape(*q.shape[:-3], heads, s, t)
     if soft_cap is not None:
         logits = soft_cap * jnp.tanh(logits / soft_cap)
+    q_places, kv_places = positions(mask.q_positions, s), positions(mask.kv_positions, t)
     for bias in scoring.biases:
-        logits = logits + bias.astype(jnp.float32)
+        related = isinstance(bias, RelativeBias)
+        logits = logits + (bias.of(q_places, kv_places) if related else bias.astype(jnp.float32))
     if alibi_slopes is not None:
-        q_position = positions(mask.q_positions, s)[..., None, :, None]
-        kv_position = positions(mask.kv_positions, t)[..., None, None, :]
-        distance = (q_position - kv_position).astype(jnp.float32)
+        distance = q_places[..., None, :, None] - kv_places[..., None, None, :]
+        distance = distance.astype(jnp.float32)
         logits = logits - alibi_slopes.astype(jnp.float32)[:, None, None] * distance
     seen = dense(mask, s, t)
     # Where nothing is visible the maximum is -inf; shifting by 0 instead keeps NaN out.

@@ -32,6 +32,7 @@ class AttentionSpec:
     dtype: np.dtype
     mask: Mask = dataclasses.field(compare=False)
     biases: tuple[jax.ShapeDtypeStruct, ...] = ()
+    relative: int = 0
     alibi: bool = False
     soft_cap: bool = False
     sinks: bool = False
@@ -55,7 +56,8 @@ class AttentionSpec:
             v_head_dim=v.shape[3],
             dtype=q.dtype,
             mask=operands.mask,
-            biases=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in scoring.biases),
+            biases=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in scoring.arrays),
+            relative=len(scoring.relative),
             alibi=scoring.alibi_slopes is not None,
             soft_cap=scoring.soft_cap is not None,
             sinks=scoring.sinks is not None,
@@ -77,6 +79,7 @@ class AttentionSpec:
             "positions": not mask.indexed,
             "kv_valid": mask.kv_valid is not None,
             f"{len(self.biases)} biases": self.biases,
+            f"{self.relative} relative biases": self.relative,
             "alibi": self.alibi,
             "soft cap": self.soft_cap,
             "sinks": self.sinks,

@@ -35,6 +35,7 @@ from colossax.pallas.attention.xla_layout import (
 )
 from colossax.pallas.attention.xla_tile import (
     Tiles,
+    Tokens,
     finite,
     tile_backward,
     tile_finish,
@@ -101,10 +102,13 @@ def block_gradients(
 ) -> tuple[Operands, Scoring]:
     """See `block.backward_block`."""
     given = vary_alike((operands, scoring.without_sinks, dout, lse, delta))
-    dq, dk, dv, dslopes, _ = _backward(tiles_of(operands), *given, asked=(), dtype=jnp.float32)
+    asked = (True,) * len(scoring.biases)
+    found = _backward(tiles_of(operands), *given, asked=asked, dtype=jnp.float32)
+    dq, dk, dv, dslopes, dbiases = found
     if dslopes is not None:
         dslopes = dslopes.reshape(scoring.alibi_slopes.shape)
-    return Operands(q=dq, k=dk, v=dv, mask=None), scoring.replace(alibi_slopes=dslopes)
+    of_scoring = scoring.replace(alibi_slopes=dslopes, biases=tuple(dbiases))
+    return Operands(q=dq, k=dk, v=dv, mask=None), of_scoring
 
 
 def ranges_of(mask: Mask, spec: AttentionSpec) -> TileRanges:
@@ -156,13 +160,19 @@ class _Asked:
 
 
 def _attend_fwd(tiles: Tiles, operands: Operands, scoring: Scoring) -> Any:
-    asked = _Asked(tuple(x.perturbed for x in scoring.biases))
+    asked = _Asked(tuple(map(_perturbed, scoring.biases)))
     operands, scoring = custom_vjp_primal_tree_values((operands, scoring))
     # Named here, not by the caller: a remat policy that keeps the output must keep lse with it, or
     # the whole forward pass runs again for lse alone.
     found = _forward(tiles, operands, scoring, dtype=operands.q.dtype)
     out, lse = (checkpoint_name(x, "attention") for x in found)
     return (out, lse), (operands, scoring, asked, out, lse)
+
+
+def _perturbed(bias: Any) -> bool:
+    """Whether any part of a bias marked as `symbolic_zeros` does is differentiated."""
+    parts = jax.tree.leaves(bias, is_leaf=lambda x: hasattr(x, "perturbed"))
+    return any(x.perturbed for x in parts)
 
 
 def _attend_bwd(tiles: Tiles, saved: Any, cotangents: Any) -> Any:
@@ -208,7 +218,7 @@ def _forward(
 
         def over_keys(j: Array, state: Any) -> Any:
             tile_k, tile_v, column = _at(keys, j)
-            place = pair_bias.Place(i=i, j=j, q_tile=length, kv_tile=tiles.kv_tile)
+            place = _place(tiles, i, j, row, column)
             added = tuple(pair_bias.read(x, place, kv_heads, transposed=False) for x in biases)
             tile = Operands(q=query, k=tile_k, v=tile_v, mask=mask)
             return _merge(state, tile_forward(tile, scoring.replace(biases=added), row, column))
@@ -223,6 +233,18 @@ def _forward(
     xs = (_numbers(queries), queries, found.rows, found.bounds)
     _, (out, lse) = jax.lax.scan(over_queries, None, xs)
     return join(out, 1, s), join(lse, 2, s)
+
+
+def _place(tiles: Tiles, i: Array, j: Array, row: Tokens, column: Tokens) -> pair_bias.Place:
+    """Of the i-th tile of queries and the j-th of keys."""
+    return pair_bias.Place(
+        i=i,
+        j=j,
+        q_tile=tiles.q_tile,
+        kv_tile=tiles.kv_tile,
+        q_position=row.position,
+        kv_position=column.position,
+    )
 
 
 def _numbers(tiles: Array) -> Array:
@@ -271,7 +293,7 @@ def _backward(
         def over_keys(j: Array, carry: Any) -> Any:
             dq, dk, dv, dslopes, dbiases = carry
             tile_k, tile_v, column = _at(keys, j)
-            place = pair_bias.Place(i=i, j=j, q_tile=length, kv_tile=tiles.kv_tile)
+            place = _place(tiles, i, j, row, column)
             added = tuple(pair_bias.read(x, place, kv_heads, transposed=True) for x in filled)
             tile = Operands(q=query, k=tile_k, v=tile_v, mask=mask)
             here = scoring.replace(biases=added)
@@ -279,7 +301,10 @@ def _backward(
             dq, dk, dv = dq + more[0], _add_at(dk, j, more[1]), _add_at(dv, j, more[2])
             if dslopes is not None:
                 dslopes = dslopes + more[3]
-            dbiases = jax.tree.map(lambda x: pair_bias.add(x, place, more[4]), dbiases)
+            dbiases = [
+                None if total is None else pair_bias.add(total, bias, place, more[4])
+                for total, bias in zip(dbiases, filled, strict=True)
+            ]
             return dq, dk, dv, dslopes, dbiases
 
         dq = zeros_like_varying((b, kv_heads, h, n // kv_heads * length), q)
@@ -304,7 +329,7 @@ def _backward(
         zeros_like_varying(keys[0].shape, q),
         zeros_like_varying(keys[1].shape, q),
         None if scoring.alibi_slopes is None else zeros_like_varying((kv_heads, n // kv_heads), q),
-        [zeros_like_varying(x.shape, q) if a else None for x, a in zip(filled, asked, strict=True)],
+        [pair_bias.zeros(x, q) if a else None for x, a in zip(filled, asked, strict=True)],
     )
     (dk, dv, dslopes, dbiases), dq = jax.lax.scan(over_queries, start, xs)
     dk, dv = (join(jnp.swapaxes(x, 2, 3), 1, t) for x in (dk, dv))

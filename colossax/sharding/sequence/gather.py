@@ -87,8 +87,7 @@ def _whole_local(settings: Settings, operands: Operands, scoring: Scoring) -> Op
     gathered = (jax.lax.all_gather(x, axes.circle.names) for x in packing.pack(shards))
     by_rank = jax.vmap(packing.unpack)(tuple(gathered))
     k, v, of_keys = jax.tree.map(functools.partial(_natural, order=settings.order), by_rank)
-    by_distance = scoring.alibi_slopes is not None
-    if mask.q_positions is None and (mask.ordered or by_distance):
+    if mask.q_positions is None and (mask.ordered or scoring.by_distance):
         of_keys["q_positions"] = positions_local(
             axes.source_local(),
             length=operands.lengths[0],

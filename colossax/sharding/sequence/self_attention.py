@@ -60,6 +60,8 @@ def ring_self_attention_local(
         if scoring.alibi_slopes is not None:
             distance = q_positions[:, None, :, None] - of_keys["kv_positions"][:, None, None]
             found -= scoring.alibi_slopes.astype(jnp.float32)[:, None, None] * distance
+        for bias in scoring.relative:
+            found += bias.of(q_positions, of_keys["kv_positions"])
         here = mask.changed(q_positions=q_positions, **of_keys)
         return jnp.where(dense(here, s, t), found, -jnp.inf)
 

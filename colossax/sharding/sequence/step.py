@@ -163,11 +163,6 @@ class Step:
         operands, named = self._operands(queries, keys, self.mask), self.settings.implementation
         return block_implementation(operands, self.scoring, implementation=named) == "xla"
 
-    @property
-    def _by_distance(self) -> bool:
-        """Whether logits depend on positions."""
-        return self.scoring.alibi_slopes is not None
-
     def _aligned(self, keys: Keys) -> bool:
         """Whether queries and keys of a rank are the same tokens, without positions given."""
         return self.mask.indexed and self.queries.q.shape[1] == keys.k.shape[1]
@@ -177,7 +172,7 @@ class Step:
 
         A mask that needs no data leaves its kernel more to know beforehand.
         """
-        only_order = self.mask.left is None and not self.mask.right and not self._by_distance
+        only_order = self.mask.left is None and not self.mask.right and not self.scoring.by_distance
         if self._aligned(keys) and (self.settings.order == Order.CONTIGUOUS or only_order):
             return self.queries, keys
         return self._placed_local(keys, self.settings.axes.source_local())
@@ -191,7 +186,7 @@ class Step:
 
     def _placed_local(self, keys: Keys, source: Array) -> tuple[Queries, Keys]:
         """With natural indices for the positions that are needed and not given."""
-        if not self.mask.ordered and not self._by_distance:
+        if not self.mask.ordered and not self.scoring.by_distance:
             return self.queries, keys
         axes, order, queries = self.settings.axes, self.settings.order, self.queries
         if queries.positions is None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from colossax.errors import PlanError
-from colossax.pallas.attention import Operands, Scoring
+from colossax.pallas.attention import Operands, RelativeBias, Scoring
 
 from .axes import Packing
 
@@ -32,7 +32,8 @@ def ulysses_local(
         inner: Called with operands and scoring of some heads, gives output and log-partition.
         operands: Of 1 / u of the tokens, all heads of this tensor shard; but the mask is that of
             all tokens along this axis.
-        scoring: Slopes and sinks of the heads of q; biases of those that this device will have.
+        scoring: Slopes, sinks and relative biases of the heads of q; other biases of those heads
+            that this device will have.
         axis: Mesh axis.
         size: Devices along it.
 
@@ -66,10 +67,14 @@ def ulysses_local(
         return None if x is None else jax.lax.dynamic_slice_in_dim(x, own, heads // size)
 
     q, k, v = packing.unpack(tuple(exchanged))
-    slopes, sinks = of_heads(scoring.alibi_slopes), of_heads(scoring.sinks)
-    out, lse = inner(
-        operands.replace(q=q, k=k, v=v), scoring.replace(alibi_slopes=slopes, sinks=sinks)
+    scoring = scoring.replace(
+        alibi_slopes=of_heads(scoring.alibi_slopes),
+        sinks=of_heads(scoring.sinks),
+        biases=tuple(
+            jax.tree.map(of_heads, x) if isinstance(x, RelativeBias) else x for x in scoring.biases
+        ),
     )
+    out, lse = inner(operands.replace(q=q, k=k, v=v), scoring)
     return (
         jax.lax.all_to_all(out, axis, split_axis=1, concat_axis=2, tiled=True),
         jax.lax.all_to_all(lse, axis, split_axis=2, concat_axis=1, tiled=True),

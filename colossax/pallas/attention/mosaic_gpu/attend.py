@@ -52,6 +52,8 @@ def _operands(spec: AttentionSpec) -> str | None:
 
 
 def _bias(spec: AttentionSpec) -> str | None:
+    if spec.relative:
+        return "a RelativeBias is not available in the kernels"
     if len(spec.biases) > 1:
         return f"{len(spec.biases)} biases; the kernels take one, add them up"
     for bias in spec.biases:
