@@ -104,9 +104,9 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
             out.write("\n".join(_head(limits, setting)) + "\n")
         for case in cases:
             with _watched(case):
-                found = list(measure(case, limits, setting.effort))
-            rows += found
-            for row in found:
+                measured = list(measure(case, limits, setting.effort))
+            rows += measured
+            for row in measured:
                 out.write((json.dumps(dataclasses.asdict(row)) if args.json else _line(row)) + "\n")
             out.flush()
             if args.out is not None:
@@ -185,11 +185,11 @@ def _complaint(row: Row) -> str:
 
 def _write(path: Path, limits: Limits, rows: list[Row]) -> None:
     device = jax.devices()[0]
-    found = {
+    report = {
         "benchmark": "kernels",
         "device": device.device_kind,
         "versions": versions(),
         "limits": dataclasses.asdict(limits),
         "rows": [dataclasses.asdict(row) for row in rows],
     }
-    write_whole(path, json.dumps(found, indent=1, sort_keys=True) + "\n")
+    write_whole(path, json.dumps(report, indent=1, sort_keys=True) + "\n")

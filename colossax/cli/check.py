@@ -113,10 +113,10 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
 def look(count: int | None) -> tuple[Report, bool]:
     """The report, and whether something is still running that may never end."""
     nvidia = ask_nvidia()
-    found, failure, hung = _find_devices(count)
-    devices = describe(found) if found else None
-    trials = run_trials(found, limit_s=LIMIT_S) if found else ()
-    target = current_target() if found else None
+    jax_devices, failure, hung = _find_devices(count)
+    devices = describe(jax_devices) if jax_devices else None
+    trials = run_trials(jax_devices, limit_s=LIMIT_S) if jax_devices else ()
+    target = current_target() if jax_devices else None
     verdicts = {}
     if target is not None and not any(trial.hung for trial in trials):
         alone = jax.process_count() == 1

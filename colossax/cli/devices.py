@@ -41,11 +41,11 @@ def choose_devices(count: int | None) -> list[jax.Device]:
     by_process: dict[int, list[jax.Device]] = {}
     for device in devices:
         by_process.setdefault(device.process_index, []).append(device)
-    for process, own in by_process.items():
-        if len(own) < count:
+    for process, local in by_process.items():
+        if len(local) < count:
             where = f" in process {process}" if len(by_process) > 1 else ""
             raise InputError(
-                f"--devices {count}: there are {len(own)} {own[0].platform} devices{where};"
-                f" ask for {len(own)} or fewer"
+                f"--devices {count}: there are {len(local)} {local[0].platform} devices{where};"
+                f" ask for {len(local)} or fewer"
             )
-    return [device for own in by_process.values() for device in own[:count]]
+    return [device for local in by_process.values() for device in local[:count]]

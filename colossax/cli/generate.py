@@ -100,8 +100,8 @@ def prompt_tokens(args: argparse.Namespace, tokenizer: Any) -> list[int]:
             in it, or ids that are no numbers.
     """
     if (args.prompt is None) == (args.prompt_tokens is None):
-        found = "neither" if args.prompt is None else "both"
-        raise InputError(f"--prompt or --prompt-tokens: found {found}; give one of them")
+        given = "neither" if args.prompt is None else "both"
+        raise InputError(f"--prompt or --prompt-tokens: found {given}; give one of them")
     if args.prompt is None:
         return _ids(args.prompt_tokens)
     if not args.prompt:

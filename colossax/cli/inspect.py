@@ -84,7 +84,7 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
     jax.config.update("jax_platforms", "cpu")
     if args.compare_layouts is not None:
         return _compare_layouts(args, overrides)
-    found: dict[str, Inspection] = {}
+    inspected: dict[str, Inspection] = {}
     for label, target, changes in _asked(args, overrides):
         config = apply_overrides(recipe(args.recipe), changes)
         _tell(f"compiling {label}")
@@ -95,15 +95,15 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
         if args.largest_microbatch:
             most = largest_microbatch(config, target, lambda line: _tell(f"  {line}"))
             one = one.with_largest(most)
-        found[label] = one
-    _write(args, found)
+        inspected[label] = one
+    _write(args, inspected)
     if args.json:
-        for one in found.values():
+        for one in inspected.values():
             sys.stdout.write(json.dumps(one.to_json()) + "\n")
-    elif len(found) == 1:
-        sys.stdout.write(describe(next(iter(found.values()))))
+    elif len(inspected) == 1:
+        sys.stdout.write(describe(next(iter(inspected.values()))))
     else:
-        sys.stdout.write(describe_many(found))
+        sys.stdout.write(describe_many(inspected))
     return 0
 
 
@@ -167,12 +167,12 @@ def describe(one: Inspection) -> str:
     return "\n".join(rows) + "\n"
 
 
-def describe_many(found: dict[str, Inspection]) -> str:
+def describe_many(inspected: dict[str, Inspection]) -> str:
     """One line for each inspection, cheapest first."""
     head = ("", "GiB", "fits", "ring GB", "compute s", "collectives s", "exposed s")
     rows: list[tuple[str, ...]] = [head]
-    for name in compare(found):
-        one = found[name]
+    for name in compare(inspected):
+        one = inspected[name]
         ring = sum(link.totals.ring_bytes for link in one.links) / _GB
         rows.append(
             (
@@ -185,7 +185,7 @@ def describe_many(found: dict[str, Inspection]) -> str:
                 f"{one.exposed_s:.3f}",
             )
         )
-    assumed = [_PROOF_ASSUMED] if any(one.proof_assumed for one in found.values()) else []
+    assumed = [_PROOF_ASSUMED] if any(one.proof_assumed for one in inspected.values()) else []
     return "\n".join(_columns(rows, indent="") + assumed) + "\n"
 
 
@@ -196,22 +196,22 @@ def _compare_layouts(args: argparse.Namespace, overrides: list[Override]) -> int
         )
     for _, target, changes in _asked(args, overrides):
         config = apply_overrides(recipe(args.recipe), changes)
-        found = compare_layouts(config, target, compiled=args.compare_layouts or None, tell=_tell)
+        layouts = compare_layouts(config, target, compiled=args.compare_layouts or None, tell=_tell)
         if args.json:
-            for one in found:
+            for one in layouts:
                 facts = {"recipe": config.recipe, "target": target.name, **one.to_json()}
                 sys.stdout.write(json.dumps(facts) + "\n")
         else:
-            sys.stdout.write(describe_layouts(config.recipe, target.name, found))
+            sys.stdout.write(describe_layouts(config.recipe, target.name, layouts))
     return 0
 
 
-def describe_layouts(name: str, target: str, found: list[LayoutCost]) -> str:
+def describe_layouts(name: str, target: str, layouts: list[LayoutCost]) -> str:
     """One line for each layout; bytes are of one layer, per device and step."""
     rows: list[tuple[str, ...]] = [
         ("layout", "sent MB, formula", "compiled", "ms", "memory MiB a layer", "GiB in all", "fits")
     ]
-    for one in found:
+    for one in layouts:
         cells = [one.label, f"{one.predicted_bytes / 1e6:.1f}"]
         if one.compiled_bytes is None:
             cells += [one.refused or "not compiled", "", "", "", ""]
@@ -250,7 +250,7 @@ def _collectives(one: Inspection) -> list[str]:
     return _columns(rows) if one.links else ["  none"]
 
 
-def _host_traffic(found: HostTraffic) -> list[str]:
+def _host_traffic(traffic: HostTraffic) -> list[str]:
     """Copies between GPU and host, and how many tokens hide them."""
     rows: list[tuple[str, ...]] = [
         ("direction", "times", "GB", "seconds", "beside a matmul", "synchronous in loops"),
@@ -259,14 +259,14 @@ def _host_traffic(found: HostTraffic) -> list[str]:
                 one.direction.replace("_", " "),
                 str(one.executions),
                 f"{one.bytes / _GB:.3f}",
-                _host_seconds(found, one.direction),
+                _host_seconds(traffic, one.direction),
                 str(one.beside_matmul),
                 str(one.sync_in_loops),
             )
-            for one in found.totals
+            for one in traffic.totals
         ),
     ]
-    tokens = found.hiding_tokens
+    tokens = traffic.hiding_tokens
     hidden = "an unknown number of" if tokens is None else f"{tokens:,.0f}"
     return [
         "copies between device and host, per device and step, at the PCIe rate:",
@@ -292,8 +292,8 @@ def _later(one: Inspection) -> list[str]:
     return rows
 
 
-def _host_seconds(found: HostTraffic, direction: str) -> str:
-    seconds = {"to_device": found.up_s, "to_host": found.down_s}.get(direction)
+def _host_seconds(traffic: HostTraffic, direction: str) -> str:
+    seconds = {"to_device": traffic.up_s, "to_host": traffic.down_s}.get(direction)
     return "-" if seconds is None else f"{seconds:.4f}"
 
 
@@ -318,7 +318,7 @@ def _seconds(value: float | None) -> str:
     return "unknown time" if value is None else f"{value:.3f} s"
 
 
-def _write(args: argparse.Namespace, found: dict[str, Inspection]) -> None:
+def _write(args: argparse.Namespace, inspected: dict[str, Inspection]) -> None:
     """The files asked for.
 
     Raises:
@@ -326,11 +326,11 @@ def _write(args: argparse.Namespace, found: dict[str, Inspection]) -> None:
     """
     try:
         if args.hlo:
-            Path(args.hlo).write_text("\n".join(i.program.hlo for i in found.values()), "utf-8")
+            Path(args.hlo).write_text("\n".join(i.program.hlo for i in inspected.values()), "utf-8")
         if args.plot:
             from colossax.planner.inspection_plot import plot_inspections
 
-            plot_inspections(found, Path(args.plot))
+            plot_inspections(inspected, Path(args.plot))
     except OSError as problem:
         name = problem.filename or args.hlo or args.plot
         raise InputError(

@@ -71,8 +71,8 @@ def prove_kernels(
     if kind is None or why_nothing_to_prove(target) is not None:
         return {}
     every = [*attention_proof.variants(), *grouped_proof.variants()]
-    found = {one: prover.kept(one, kind) for one in every}
-    known = {one: verdict for one, verdict in found.items() if verdict is not None}
+    kept = {one: prover.kept(one, kind) for one in every}
+    known = {one: verdict for one, verdict in kept.items() if verdict is not None}
     if alone:
         known |= dict(prover.prove_all(every, kind, total_s=limit_s))
     untried = Verdict.undecided("not tried here: " + (_OUT_OF_TIME if alone else _SEVERAL))
@@ -84,10 +84,10 @@ def proofs(verdicts: Verdicts) -> tuple[Proof, ...]:
     return tuple(
         Proof(
             kernel=str(one),
-            outcome="not tried" if found.outcome is Outcome.UNDECIDED else str(found.outcome),
-            text=found.reason if found.outcome is Outcome.UNDECIDED else found.text,
+            outcome="not tried" if verdict.outcome is Outcome.UNDECIDED else str(verdict.outcome),
+            text=verdict.reason if verdict.outcome is Outcome.UNDECIDED else verdict.text,
         )
-        for one, found in verdicts.items()
+        for one, verdict in verdicts.items()
     )
 
 
@@ -123,7 +123,7 @@ def kernel_choices(target: Target, verdicts: Verdicts | None = None) -> dict[str
     return {name: _choice(reasons(*call, target, **how)) for name, call in calls.items()}
 
 
-def _choice(found: dict[str, str | None]) -> Choice:
-    chosen = next(name for name, reason in found.items() if reason is None)
-    faster = dict(list(found.items())[: list(found).index(chosen)])
+def _choice(why_not: dict[str, str | None]) -> Choice:
+    chosen = next(name for name, reason in why_not.items() if reason is None)
+    faster = dict(list(why_not.items())[: list(why_not).index(chosen)])
     return Choice(chosen=chosen, declined={name: str(why) for name, why in faster.items()})

@@ -67,8 +67,8 @@ class Requirement:
 
 def versions() -> dict[str, str]:
     """Versions of Python, this package and those it stands on."""
-    own = {"python": platform.python_version(), "colossax": colossax.__version__}
-    return own | {name: metadata.version(name) for name in _PACKAGES}
+    base = {"python": platform.python_version(), "colossax": colossax.__version__}
+    return base | {name: metadata.version(name) for name in _PACKAGES}
 
 
 def describe(devices: list[jax.Device]) -> Devices:
@@ -150,8 +150,8 @@ def _remedy(nvidia: Nvidia) -> str:
     wanted = [extra for oldest, extra in _CUDA_DRIVERS if major >= oldest]
     if not wanted:
         return f"update the driver to {_CUDA_DRIVERS[-1][0]} or later"
-    found = extras()
-    lacking = [found[extra].install for extra in wanted if extra in found]
+    all_extras = extras()
+    lacking = [all_extras[extra].install for extra in wanted if extra in all_extras]
     if lacking and None not in lacking:
         return f"run {lacking[0]}"
     return "to see why, run JAX_PLATFORMS=cuda colossax check"
@@ -198,9 +198,9 @@ def outdated(
     """A sentence for each package this one needs that is missing or of another version."""
     for requirement in _requirements("colossax", requires):
         if requirement.extra is None:
-            for found in _lacking(requirement, requires, version):
+            for lacking in _lacking(requirement, requires, version):
                 todo = f"run pip install {shlex.quote(requirement.text)}"
-                yield f"{found} is missing or of a version colossax does not support; {todo}"
+                yield f"{lacking} is missing or of a version colossax does not support; {todo}"
 
 
 def _requirements(package: str, requires: Requires) -> Iterable[Requirement]:
@@ -213,12 +213,12 @@ def _requirements(package: str, requires: Requires) -> Iterable[Requirement]:
 def _lacking(requirement: Requirement, requires: Requires, version: Version) -> Iterator[str]:
     """What is missing or of another version, in the extras it asks for too."""
     try:
-        found = version(requirement.name)
+        actual = version(requirement.name)
     except metadata.PackageNotFoundError:
         yield requirement.name
         return
-    if not all(_BOUNDS[sign](_padded(found), _padded(text)) for sign, text in requirement.bounds):
-        yield f"{requirement.name} {found}"
+    if not all(_BOUNDS[sign](_padded(actual), _padded(text)) for sign, text in requirement.bounds):
+        yield f"{requirement.name} {actual}"
     for inner in _requirements(requirement.name, requires):
         if inner.extra in requirement.asks:
             yield from _lacking(inner, requires, version)

@@ -94,8 +94,8 @@ def _apply(owner: Any, changes: Sequence[_Change], fields: Mapping[str, Any] | N
         if isinstance(owner, Plan) and change.path == ("remat",):
             remat = change.text
             new["segments"] = tuple(dataclasses.replace(s, remat=remat) for s in owner.segments)
-        elif (whole := _from_text(owner, change)) is not None:
-            texts[change.key] = whole
+        elif (base := _from_text(owner, change)) is not None:
+            texts[change.key] = base
             below.setdefault(change.key, [])
         elif _is_leaf(owner, change):
             new[change.key] = parse(_hint(owner, change.key), change.text, f"--{change.name}")
@@ -103,8 +103,8 @@ def _apply(owner: Any, changes: Sequence[_Change], fields: Mapping[str, Any] | N
             below.setdefault(change.key, []).append(change.below())
     for key, deeper in below.items():
         value = new.get(key, getattr(owner, key))
-        whole = texts.get(key)
-        new[key] = _applier(value)(value, deeper) if whole is None else _apply(value, deeper, whole)
+        base = texts.get(key)
+        new[key] = _applier(value)(value, deeper) if base is None else _apply(value, deeper, base)
     return dataclasses.replace(owner, **new)
 
 
@@ -163,15 +163,15 @@ def _apply_items(owner: tuple, changes: Sequence[_Change]) -> tuple:
     by_index: dict[str, list[_Change]] = {}
     for change in changes:
         by_index.setdefault(change.path[0], []).append(change)
-    for index, own in sorted(by_index.items()):
-        if not index.isdigit() or int(index) > len(items) or len(own[0].path) < 2:
+    for index, item_changes in sorted(by_index.items()):
+        if not index.isdigit() or int(index) > len(items) or len(item_changes[0].path) < 2:
             raise InputError(
-                f"unknown override --{own[0].name}; items are numbered 0 to {len(items)}"
+                f"unknown override --{item_changes[0].name}; items are numbered 0 to {len(items)}"
                 f" (the last adds one), as in --plan.segments.0.remat"
             )
         at = int(index)
         items += [items[-1]] if at == len(items) else []
-        items[at] = _apply(items[at], [change.below() for change in own])
+        items[at] = _apply(items[at], [change.below() for change in item_changes])
     return tuple(items)
 
 

@@ -150,23 +150,23 @@ def _attempt(mesh: Mesh, axis: str, kind: str, items: int) -> tuple[float, str |
     program = jax.jit(
         jax.shard_map(lambda x: local(x, axis), mesh=mesh, in_specs=spec, out_specs=spec)
     )
-    own = items // mesh.shape[axis] if kind == "all-gather" else items
-    x = _input(NamedSharding(mesh, spec), own)
+    per_device = items // mesh.shape[axis] if kind == "all-gather" else items
+    x = _input(NamedSharding(mesh, spec), per_device)
     out = jax.block_until_ready(program(x))
     times = []
     for _ in range(_REPEATS):
         start = time.perf_counter()
         out = jax.block_until_ready(program(x))
         times.append(time.perf_counter() - start)
-    return statistics.median(times), _wrong(out, axis, kind, own)
+    return statistics.median(times), _wrong(out, axis, kind, per_device)
 
 
-def _input(sharding: NamedSharding, own: int) -> jax.Array:
-    def piece(index: tuple[slice, ...] | None) -> np.ndarray:
+def _input(sharding: NamedSharding, per_device: int) -> jax.Array:
+    def shard(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
-        return _items((index[0].start or 0) // own, own)
+        return _items((index[0].start or 0) // per_device, per_device)
 
-    return jax.make_array_from_callback((own * sharding.mesh.size,), sharding, piece)
+    return jax.make_array_from_callback((per_device * sharding.mesh.size,), sharding, shard)
 
 
 def _items(rank: int, count: int) -> np.ndarray:
@@ -175,16 +175,16 @@ def _items(rank: int, count: int) -> np.ndarray:
     return np.resize(one.astype(np.float32), count)
 
 
-def _wrong(out: jax.Array, axis: str, kind: str, own: int) -> str | None:
+def _wrong(out: jax.Array, axis: str, kind: str, per_device: int) -> str | None:
     """The first of this process's devices whose values are not the answer; None when all are."""
     mesh = out.sharding.mesh  # type: ignore[attr-defined]
     for shard in out.addressable_shards:
-        found = np.asarray(shard.data)
-        place = (shard.index[0].start or 0) // len(found)
-        wanted = _answer(kind, *_group(mesh, axis, place), own)
-        if found.shape != wanted.shape:
-            return f"on device {shard.device.id} are {len(found)} values, not {len(wanted)}"
-        count = int((found != wanted).sum())
+        values = np.asarray(shard.data)
+        place = (shard.index[0].start or 0) // len(values)
+        wanted = _answer(kind, *_group(mesh, axis, place), per_device)
+        if values.shape != wanted.shape:
+            return f"on device {shard.device.id} are {len(values)} values, not {len(wanted)}"
+        count = int((values != wanted).sum())
         if count:
             return f"on device {shard.device.id}, {count} of {len(wanted)} values are wrong"
     return None
@@ -195,15 +195,15 @@ def _group(mesh: Mesh, axis: str, place: int) -> tuple[list[int], int]:
     grid = np.arange(mesh.size).reshape(mesh.devices.shape)
     along = mesh.axis_names.index(axis)
     at: list[Any] = list(np.unravel_index(place, grid.shape))
-    own = int(at[along])
+    index = int(at[along])
     at[along] = slice(None)
-    return grid[tuple(at)].tolist(), own
+    return grid[tuple(at)].tolist(), index
 
 
-def _answer(kind: str, ranks: list[int], own: int, count: int) -> np.ndarray:
-    """What device `own` of the group has to hold, computed without communicating."""
+def _answer(kind: str, ranks: list[int], index: int, count: int) -> np.ndarray:
+    """What device `index` of the group has to hold, computed without communicating."""
     if kind == "all-gather":
         return np.concatenate([_items(rank, count) for rank in ranks])
     period = np.sum([_items(rank, _PERIOD) for rank in ranks], axis=0)
     total = np.resize(period, count)
-    return total if kind == "all-reduce" else np.split(total, len(ranks))[own]
+    return total if kind == "all-reduce" else np.split(total, len(ranks))[index]

@@ -129,8 +129,8 @@ class DecodeProgram:
         Args:
             params: Arrays, or shapes with shardings.
         """
-        whole = replicated(self.bound)
-        number = functools.partial(jax.ShapeDtypeStruct, sharding=whole)
+        sharding = replicated(self.bound)
+        number = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
         return (
             jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params

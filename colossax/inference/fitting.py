@@ -87,26 +87,26 @@ def fit_layers(
             f" {gb_up(needs.device_bytes)} GB to generate even with every layer in host memory;"
             " give that much, use more devices, or ask for fewer tokens, which need less cache"
         )
-    found, compiles, resident = base, 1, 0
+    measured, compiles, resident = base, 1, 0
     while compiles < MAX_COMPILES:
         resident = needs.most(budget)
         if resident == 0:
             break
         trial = _Trial(make_generator, plan, layers, resident)
-        found, compiles = trial.needs(), compiles + 1
-        if found.device_bytes <= budget:
+        measured, compiles = trial.needs(), compiles + 1
+        if measured.device_bytes <= budget:
             break
-        needs = needs.corrected(resident, found)
-        found, resident = base, 0
+        needs = needs.corrected(resident, measured)
+        measured, resident = base, 0
     if resident < layers:
         given = host_budget(plan.offload.host_gb, devices, None)
-        _check_host_bytes(found.host_bytes, given, budget, base.layer_bytes)
+        _check_host_bytes(measured.host_bytes, given, budget, base.layer_bytes)
     return Fitted(
         plan=_placed(plan, layers, resident),
         layers=layers,
         resident=resident,
-        device_bytes=found.device_bytes,
-        host_bytes=found.host_bytes,
+        device_bytes=measured.device_bytes,
+        host_bytes=measured.host_bytes,
         compiles=compiles,
     )
 
@@ -117,14 +117,14 @@ class _Needs:
 
     Attributes:
         layer_bytes: What a layer has that may live in either memory.
-        whole_fits: False once all layers on the device were seen to be too large.
+        all_fit: False once all layers on the device were seen to be too large.
     """
 
     layers: int
     device_bytes: int
     host_bytes: int
     layer_bytes: int
-    whole_fits: bool = True
+    all_fit: bool = True
 
     def with_resident(self, count: int) -> int:
         """Expected bytes of a device; of a step with no layer on it these are the needs."""
@@ -135,20 +135,20 @@ class _Needs:
 
     def most(self, budget: int) -> int:
         """Layers that may stay."""
-        if self.whole_fits and self.with_resident(self.layers) <= budget:
+        if self.all_fit and self.with_resident(self.layers) <= budget:
             return self.layers
         if not self.layer_bytes:
             return self.layers
         room = max(0, budget - self.device_bytes)
         return min(self.layers - 1, room // self.layer_bytes)
 
-    def corrected(self, resident: int, found: "_Needs") -> "_Needs":
+    def corrected(self, resident: int, measured: "_Needs") -> "_Needs":
         """As a trial showed them to be."""
-        more = max(0, found.device_bytes - self.with_resident(resident))
+        more = max(0, measured.device_bytes - self.with_resident(resident))
         if resident == self.layers:
             # It says nothing of steps that fetch; the next is the last try, so leave some room.
             more = self.layer_bytes // 2
-        return dataclasses.replace(self, device_bytes=self.device_bytes + more, whole_fits=False)
+        return dataclasses.replace(self, device_bytes=self.device_bytes + more, all_fit=False)
 
 
 class _Trial:

@@ -78,19 +78,19 @@ def compare_layouts(
         InputError: The rows do not make a pass of the whole target, or no layout is legal.
     """
     config = _one_pass(config, target)
-    found = sorted(legal_layouts(config, target), key=lambda one: one.predicted_bytes)
-    if not found:
+    layouts = sorted(legal_layouts(config, target), key=lambda one: one.predicted_bytes)
+    if not layouts:
         raise InputError(
             f"--compare-layouts: no layout of {target.size} devices divides the rows, heads and"
             f" widths of {config.recipe}; give another --target or --data.global_batch"
         )
-    count = len(found) if compiled is None else compiled
+    count = len(layouts) if compiled is None else compiled
     measured = []
-    for at, one in enumerate(found[:count]):
-        tell(f"{at + 1} of {min(count, len(found))}: {one.label}")
+    for at, one in enumerate(layouts[:count]):
+        tell(f"{at + 1} of {min(count, len(layouts))}: {one.label}")
         measured.append(_measured(config, target, one))
     ranked = sorted(measured, key=lambda one: (one.fits is not True, one.compiled_bytes or 0.0))
-    return [*ranked, *found[count:]]
+    return [*ranked, *layouts[count:]]
 
 
 def _one_pass(config: TrainConfig, target: Target) -> TrainConfig:
@@ -226,8 +226,8 @@ def _attention_bytes(
     # first hop of a ring, all of a gather.
     shared = (ring - 1 if bound.plan.attention.scheme == "all_gather" else min(1, ring - 1)) * again
     sent = travelling * ((ring - 1) * ((2 + again) * compute + 4) - shared * compute)
-    own = tokens / (ways * ring * ulysses)
-    exchanged = (ulysses - 1) / ulysses * own * decoder.head_dim * 2 * (heads + repeated)
+    local_tokens = tokens / (ways * ring * ulysses)
+    exchanged = (ulysses - 1) / ulysses * local_tokens * decoder.head_dim * 2 * (heads + repeated)
     return sent + exchanged * (2 + again) * compute
 
 

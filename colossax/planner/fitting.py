@@ -136,11 +136,11 @@ def _search(
     compiles, chosen = 1, _choose(demand, budget)
     while chosen is not None and any(chosen.resident.values()) and compiles < MAX_COMPILES:
         moved = with_shares(plan, chosen.shares)
-        found = Trial(make_step, moved, everything.shapes, everything.target).compiled()
+        needs = Trial(make_step, moved, everything.shapes, everything.target).compiled()
         compiles += 1
-        if found.within(budget):
-            return _record(chosen, found), compiles
-        demand = _corrected(demand, chosen, found)
+        if needs.within(budget):
+            return _record(chosen, needs), compiles
+        demand = _corrected(demand, chosen, needs)
         chosen = _choose(demand, budget, again=True)
     if base.within(budget):
         nothing = demand.placed(dict.fromkeys(demand.names, 0))
@@ -167,22 +167,22 @@ def _choose(demand: Demand, budget: Budget, *, again: bool = False) -> Placement
         return None
 
 
-def _corrected(demand: Demand, chosen: Placement, found: StepBytes) -> Demand:
+def _corrected(demand: Demand, chosen: Placement, needs: StepBytes) -> Demand:
     """The demand as this placement showed it to be."""
     return dataclasses.replace(
         demand,
-        device_bytes=demand.device_bytes + max(0, found.device - chosen.device_bytes),
-        host_bytes=demand.host_bytes + max(0, found.host - chosen.host_bytes),
+        device_bytes=demand.device_bytes + max(0, needs.device - chosen.device_bytes),
+        host_bytes=demand.host_bytes + max(0, needs.host - chosen.host_bytes),
     )
 
 
-def _record(chosen: Placement, found: StepBytes) -> dict[str, Any]:
+def _record(chosen: Placement, needs: StepBytes) -> dict[str, Any]:
     """What is kept of a result, as JSON."""
     return {
         "layers": chosen.layers,
         "resident": dict(chosen.resident),
-        "device_bytes": found.device,
-        "host_bytes": found.host,
+        "device_bytes": needs.device,
+        "host_bytes": needs.host,
     }
 
 

@@ -185,7 +185,7 @@ def inspect_run(config: TrainConfig, target: Target) -> Inspection:
     flops = decoder.train_flops_per_token(seq_len)
     rows = config.data.global_batch
     peak = peak_flops(target.gpu.name, str(config.plan.precision.compute))
-    microbatch, pieces = _microbatch(step, rows)
+    microbatch, microbatches = _microbatch(step, rows)
     module = parse_module(program.hlo)
     once = step.streaming is not None and step.streaming.clipping == "speculate"
     if once:
@@ -205,7 +205,7 @@ def inspect_run(config: TrainConfig, target: Target) -> Inspection:
         flops_per_token=flops,
         compute_s=None if peak is None else flops * rows * seq_len / (peak * target.size),
         microbatch=microbatch,
-        microbatches=pieces,
+        microbatches=microbatches,
         host_traffic=host_traffic(module, target, flops_per_token=flops, peak=peak),
         disk=_disk_cost(step),
         cpu_layers=_cpu_layers(step),
@@ -240,14 +240,14 @@ def _microbatch(step: Step, rows: int) -> tuple[int, int]:
     return rows // (batch.accumulation * devices), batch.accumulation
 
 
-def compare(found: Mapping[str, Inspection]) -> list[str]:
+def compare(inspected: Mapping[str, Inspection]) -> list[str]:
     """Names of the inspections from the cheapest to the dearest; those that fit come first."""
 
     def cost(name: str) -> tuple[bool, float]:
-        one = found[name]
+        one = inspected[name]
         return (
             not one.fits,
             max(one.compute_s or 0.0, one.collective_s - one.exposed_s) + one.exposed_s,
         )
 
-    return sorted(found, key=cost)
+    return sorted(inspected, key=cost)

@@ -47,15 +47,15 @@ def fit_key(plan: Plan, trial: Trial, budget: Budget, target: Target | None) -> 
 
 
 def known_fit(entry: Path, layers: int, budget: Budget) -> dict[str, Any] | None:
-    """What was kept, if it is whole and within the budgets."""
+    """What was kept, if it is valid and within the budgets."""
     try:
         record = json.loads(entry.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return record if _is_whole(record, layers) and _bytes_of(record).within(budget) else None
+    return record if _is_valid(record, layers) and _bytes_of(record).within(budget) else None
 
 
-def _is_whole(record: Any, layers: int) -> bool:
+def _is_valid(record: Any, layers: int) -> bool:
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         return False
     counts = record.get("resident")

@@ -29,10 +29,10 @@ def largest_microbatch(
 
     def fits(rows: int) -> bool:
         with_rows = _with_microbatch(config, target, rows)
-        found = compiled_step(with_rows, target)[1].device_bytes
-        verdict = "fits" if found <= usable_bytes(target) else "does not fit"
-        tell(f"{rows} rows per device: {found / 2**30:.1f} GiB, {verdict}")
-        return found <= usable_bytes(target)
+        needed = compiled_step(with_rows, target)[1].device_bytes
+        verdict = "fits" if needed <= usable_bytes(target) else "does not fit"
+        tell(f"{rows} rows per device: {needed / 2**30:.1f} GiB, {verdict}")
+        return needed <= usable_bytes(target)
 
     low, high = 0, 1
     while fits(high):
@@ -49,7 +49,7 @@ def largest_microbatch(
 def _with_microbatch(config: TrainConfig, target: Target, rows: int) -> TrainConfig:
     batch = BatchConfig(microbatch=rows, reduce_once=config.plan.batch.reduce_once)
     plan = config.plan.replace(batch=batch)
-    # Along the batch there are at most as many devices as in all; twice as many make two pieces.
+    # Along the batch are at most as many devices as in all; twice the rows make two microbatches.
     bound = plan.bind(target_devices(target))
     devices = bound.size(sorted(batch_axes(bound)))
     data = dataclasses.replace(config.data, global_batch=2 * rows * devices)

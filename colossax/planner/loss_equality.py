@@ -74,14 +74,14 @@ def losses(
         offload=placed,
         compiler_options=options,
     )
-    found = []
+    values = []
     with jax.default_matmul_precision("highest"):
         step = build_step(maker(model), adamw(1e-3), next_token_loss(), plan, devices=[device])
         state = step.init(0)
         for number in range(steps):
             state, metrics = step(state, _batch(model, number))
-            found.append(float(metrics["loss"]))
-    return found
+            values.append(float(metrics["loss"]))
+    return values
 
 
 def _batch(model: LlamaConfig, number: int) -> Batch:

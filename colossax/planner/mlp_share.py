@@ -100,8 +100,8 @@ def _measured_shares(
     shares = {each: _share(step.bound.plan, each, layers, rates, memory) for each in wanted}
     shown = " and ".join(f"{share:.0%}" for share in shares.values())
     if seq_axes(step.bound) and any(0 < share < 1 for share in shares.values()):
-        whole = {segment: float(share == 1) for segment, share in shares.items()}
-        return whole, f"all or none, several devices hold parts of a row; rates say {shown}"
+        rounded = {segment: float(share == 1) for segment, share in shares.items()}
+        return rounded, f"all or none, several devices hold parts of a row; rates say {shown}"
     return shares, f"{shown} of the tokens keep 'mlp' in host memory, as rates say"
 
 
@@ -129,24 +129,24 @@ def _share(
 def _layers(step: "Step", build: Callable[[Plan], "Step"]) -> tuple[list[_Layer], float]:
     """Layers that differ, and bytes of host memory for what each of all keeps."""
     bound, shapes = step.bound, jax.eval_shape(lambda x: x, dict(step.options.shapes or {}))
-    pieces = num_microbatches(bound, shapes, batch_dims(shapes, step.options.batch_dims))
+    microbatches = num_microbatches(bound, shapes, batch_dims(shapes, step.options.batch_dims))
     plain = build(_plain(bound.plan))
     state = plain.abstract
     traced = plain.evaluation.trace(
         state["params"], state["variables"], plain.abstract_batch(shapes)
     )
-    found = list(_bodies(traced.jaxpr))
-    if not found:
+    bodies = list(_bodies(traced.jaxpr))
+    if not bodies:
         raise PlanError(
             f"{MLP_SHARE}: no layer of the model names its hidden states 'mlp', as"
             " jax.ad_checkpoint.checkpoint_name does; name them, or give 1"
         )
     with use(bound):
-        layers = [_layer(body, parts=(bound.mesh.size, pieces)) for _, body in found]
+        layers = [_layer(body, parts=(bound.mesh.size, microbatches)) for _, body in bodies]
     if bound.plan.offload.host_gb is None:
         return layers, math.inf
-    rest = bound.plan.offload.host_gb * GB - sum(state_bytes(step, pieces).values())
-    return layers, rest / sum(times for times, _ in found)
+    rest = bound.plan.offload.host_gb * GB - sum(state_bytes(step, microbatches).values())
+    return layers, rest / sum(times for times, _ in bodies)
 
 
 def _plain(plan: Plan) -> Plan:
@@ -171,22 +171,22 @@ def _bodies(jaxpr: Any, times: int = 1) -> Iterator[tuple[int, Any]]:
 def _layer(body: Any, *, parts: tuple[int, int]) -> _Layer:
     """Counted over devices and microbatches."""
     (inner,) = inner_jaxprs(body)
-    devices, pieces = parts
+    devices, microbatches = parts
     kept = {"input": _bytes(body.outvars), **{n: _bytes(v) for n, v in _named(inner).items()}}
     return _Layer(
-        flops=_flops(inner) / (devices * pieces),
-        kept_bytes={name: size / pieces for name, size in kept.items()},
+        flops=_flops(inner) / (devices * microbatches),
+        kept_bytes={name: size / microbatches for name, size in kept.items()},
     )
 
 
 def _named(jaxpr: Any) -> dict[str, list[Any]]:
     """Variables by the names that `checkpoint_name` gave them."""
-    found: dict[str, list[Any]] = {}
+    variables: dict[str, list[Any]] = {}
     for scope in scopes(jaxpr):
         for eqn in scope.eqns:
             if eqn.primitive.name == "name":
-                found.setdefault(eqn.params["name"], []).extend(eqn.outvars)
-    return found
+                variables.setdefault(eqn.params["name"], []).extend(eqn.outvars)
+    return variables
 
 
 def _bytes(variables: Sequence[Any]) -> int:

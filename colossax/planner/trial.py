@@ -110,7 +110,7 @@ class Trial:
             "activations": passes * self.kept_bytes,
         }
 
-    def demand(self, found: StepBytes) -> Demand:
+    def demand(self, needs: StepBytes) -> Demand:
         """What is needed, of a trial with every layer in host memory."""
         arrays, traffic, layers = self.host_arrays(), self.traffic(), self.layers
         kinds = tuple(
@@ -123,8 +123,8 @@ class Trial:
         )
         return Demand(
             layers=layers,
-            device_bytes=found.device,
-            host_bytes=found.host,
+            device_bytes=needs.device,
+            host_bytes=needs.host,
             kinds=kinds,
         )
 

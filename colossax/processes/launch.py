@@ -62,15 +62,15 @@ def find_launch(
         return None
     given = {"coordinator": coordinator, "processes": processes, "process-id": process_id}
     missing = [name for name, value in given.items() if value is None]
-    found = _detected(timeout_s) if missing else None
-    if found is None and len(missing) == len(given):
+    detected = _detected(timeout_s) if missing else None
+    if detected is None and len(missing) == len(given):
         return None
-    if found is None and missing:
+    if detected is None and missing:
         raise InputError(
             f"--{missing[0]}: not given, and no launcher's environment tells it;"
             f" give --coordinator, --processes and --process-id together"
         )
-    fields: tuple[Any, ...] = found or (coordinator, processes, process_id, None)
+    fields: tuple[Any, ...] = detected or (coordinator, processes, process_id, None)
     address, count, index, devices = fields
     count = count if processes is None else processes
     if count == 1:

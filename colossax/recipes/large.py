@@ -5,7 +5,7 @@ vocabulary of this size is not learnt from the text at hand. To try one out with
 small trained one (`--data.tokenizer_vocab 4096`), which uses the first ids of the vocabulary.
 
 Matmuls run in bfloat16 over float32 parameters, layers are recomputed in backward, and logits
-are made in pieces of the vocabulary.
+are made in chunks of the vocabulary.
 """
 
 import dataclasses

@@ -183,11 +183,11 @@ class RunCheckpoints:
 
     def _check_position(self, done: int) -> None:
         """Refuse to go on with other data than the run would have seen next."""
-        found = self._checkpointer.documents(done).get("position")
-        if found != _position(done):
+        position = self._checkpointer.documents(done).get("position")
+        if position != _position(done):
             raise CheckpointError(
                 f"checkpoint '{self._checkpointer.directory}' step {done}: found the data position"
-                f" {found}, and after {done} steps it is {_position(done)}; resume from another"
+                f" {position}, and after {done} steps it is {_position(done)}; resume from another"
                 " checkpoint, by deleting this one"
             )
 

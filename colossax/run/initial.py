@@ -23,12 +23,12 @@ def initial_params(path: str, step: Step) -> Params:
     Raises:
         CheckpointError: Records are missing, of another model, or damaged.
     """
-    found = find_checkpoint(path)
+    checkpoint = find_checkpoint(path)
     dtype = np.dtype(step.bound.plan.precision.params)
     infos, structure = jax.tree.flatten(step.spec.infos)
     wants = [
         (slot_of(info, _PARAMS, dtype=dtype), param_sharding(step.bound, "params", info))
         for info in infos
     ]
-    arrays = Checkpointer(found.directory).restore(found.step, wants, convert=True)
+    arrays = Checkpointer(checkpoint.directory).restore(checkpoint.step, wants, convert=True)
     return jax.tree.unflatten(structure, arrays)

@@ -66,12 +66,12 @@ def plot_losses(
 
 def metrics_of(records: Iterable[Record]) -> dict[str, list[tuple[int, float]]]:
     """(step, value) of each metric of the evaluations."""
-    found: dict[str, list[tuple[int, float]]] = {}
+    metrics: dict[str, list[tuple[int, float]]] = {}
     for record in records:
         for name, value in record.items():
             if "loss" not in record and name != "step" and value is not None:
-                found.setdefault(name, []).append((record["step"], value))
-    return found
+                metrics.setdefault(name, []).append((record["step"], value))
+    return metrics
 
 
 def _plot_metric(axes, name: str, points: Sequence[tuple[int, float]], color: str) -> None:

@@ -235,7 +235,7 @@ def _kept_on_disk(
     if disk is None:
         return None
     kept = disk.latest()
-    if kept is None and disk.whole and disk.path.exists():
+    if kept is None and disk.has_full_state and disk.path.exists():
         screen.note(f"'{disk.path}' holds no whole state; resuming from the last checkpoint")
     if kept is None or kept <= (start or 0):
         return None

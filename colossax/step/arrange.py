@@ -51,9 +51,9 @@ def check_segments(batch: Batch) -> None:
     wrong = (segments >= 0) & (segments < highest)
     if wrong.any():
         *row, place = np.argwhere(wrong)[0].tolist()
-        found, before = segments[(*row, place)], highest[(*row, place)]
+        segment, before = segments[(*row, place)], highest[(*row, place)]
         raise InputError(
-            f"batch 'segments': row {row} has segment {found} behind segment {before}, at token"
+            f"batch 'segments': row {row} has segment {segment} behind segment {before}, at token"
             f" {place}; number the documents of a row in their order, and mark padding by -1"
         )
     real = segments[..., 1:] >= 0
@@ -68,8 +68,8 @@ def check_segments(batch: Batch) -> None:
 
 def row_length(batch: Batch, dims: Mapping[str, Dims]) -> int | None:
     """Tokens of a row; None where no array has a dim `seq`, or they differ in its size."""
-    found = {batch[name].shape[at] for name in batch if (at := _seq_dim(dims[name])) is not None}
-    return found.pop() if len(found) == 1 else None
+    lengths = {batch[name].shape[at] for name in batch if (at := _seq_dim(dims[name])) is not None}
+    return lengths.pop() if len(lengths) == 1 else None
 
 
 def arranged(batch: Batch, dims: Mapping[str, Dims], order: RowOrder) -> Arranged:

@@ -25,8 +25,8 @@ def batch_totals(
     The loss gets no random key: it is asked what the model knows, not to train it.
     """
 
-    def one(piece: Batch) -> Totals:
-        terms, metrics = call(params, piece, variables, None)
+    def one(microbatch: Batch) -> Totals:
+        terms, metrics = call(params, microbatch, variables, None)
         return {**{name: term[:2] for name, term in terms.items()}, **metrics}
 
     count = num_microbatches(bound, batch, dims)

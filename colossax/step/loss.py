@@ -121,21 +121,21 @@ def _scalar(name: str, value: Any) -> Array:
     return jnp.asarray(value, jnp.float32)
 
 
-def objective(terms: Terms, metrics: Sums, over: Any) -> tuple[Any, tuple[Totals, Totals]]:
+def objective(terms: Terms, metrics: Sums, batch_weights: Any) -> tuple[Any, tuple[Totals, Totals]]:
     """The loss of a microbatch, and its terms and metrics as (total, weight).
 
     Args:
         terms: What the loss gave.
         metrics: Likewise.
-        over: Weights of the terms in the whole global batch; None: this is all of it.
+        batch_weights: Weights of the terms in the whole global batch; None: this is all of it.
     """
-    own = {name: jax.lax.stop_gradient(weight) for name, (_, weight, _) in terms.items()}
-    over = own if over is None else over
+    weights = {name: jax.lax.stop_gradient(weight) for name, (_, weight, _) in terms.items()}
+    batch_weights = weights if batch_weights is None else batch_weights
     parts = [
-        coefficient * total / jnp.where(over[name] > 0, over[name], 1.0)
+        coefficient * total / jnp.where(batch_weights[name] > 0, batch_weights[name], 1.0)
         for name, (total, _, coefficient) in terms.items()
     ]
-    totals = {name: (total, own[name]) for name, (total, _, _) in terms.items()}
+    totals = {name: (total, weights[name]) for name, (total, _, _) in terms.items()}
     return sum(parts), (totals, dict(metrics))
 
 
@@ -157,8 +157,8 @@ def with_term_weights(
         InputError: A weight depends on parameters.
     """
 
-    def weigh(params: Params, piece: Batch, key: Array) -> dict[str, Array]:
-        terms, _ = call(joined(params, frozen), piece, variables, key)
+    def weigh(params: Params, microbatch: Batch, key: Array) -> dict[str, Array]:
+        terms, _ = call(joined(params, frozen), microbatch, variables, key)
         return {name: weight for name, (_, weight, _) in terms.items()}
 
     used = inputs_used(weigh, params, *micro.first)

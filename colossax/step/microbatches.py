@@ -44,12 +44,12 @@ class Microbatches:
 
 
 def batch_dims(batch: Batch, declared: Mapping[str, Dims] | None) -> dict[str, Dims]:
-    """Logical dims of each array: declared, those of text, or batch first and the rest whole.
+    """Logical dims of each array: declared, those of text, or batch first and the rest unsharded.
 
     Raises:
         InputError: An array has no batch dim, or other dims than declared.
     """
-    found = {}
+    all_dims = {}
     for name, x in batch.items():
         dims = (declared or {}).get(name, TEXT_BATCH_DIMS.get(name, ()))
         if name not in (declared or {}) and len(dims) != x.ndim:
@@ -59,8 +59,8 @@ def batch_dims(batch: Batch, declared: Mapping[str, Dims] | None) -> dict[str, D
                 f"batch '{name}': shape {x.shape} does not fit dims {dims}; every array needs a"
                 f" dim 'batch', and batch_dims one name (or None) per dim"
             )
-        found[name] = dims
-    return found
+        all_dims[name] = dims
+    return all_dims
 
 
 def num_microbatches(bound: BoundPlan, batch: Batch, dims: Mapping[str, Dims]) -> int:

@@ -29,12 +29,12 @@ def preparation(
     def prepared(params: Params, variables: Any, batch: Batch) -> Batch:
         params, variables = jax.lax.stop_gradient((params, variables))
         more = {"variables": variables} if with_variables else {}
-        found = prepare(merge(params), dict(batch), **more)
-        if not isinstance(found, Mapping):
+        result = prepare(merge(params), dict(batch), **more)
+        if not isinstance(result, Mapping):
             raise InputError(
-                f"prepare: expected the batch with more arrays, found {type(found).__name__};"
+                f"prepare: expected the batch with more arrays, found {type(result).__name__};"
                 " return a dict such as {**batch, 'reference': ...}"
             )
-        return dict(found)
+        return dict(result)
 
     return prepared

@@ -80,14 +80,14 @@ class Task:
         Raises:
             InputError: Two metrics have one name, or one has a name that a run records itself.
         """
-        found: dict[str, float] = {}
+        all_metrics: dict[str, float] = {}
         for name, evaluate in self.evaluators.items():
             metrics = {metric: float(value) for metric, value in evaluate(step, state).items()}
-            clash = sorted((found.keys() | TAKEN) & metrics.keys())
+            clash = sorted((all_metrics.keys() | TAKEN) & metrics.keys())
             if clash:
                 raise InputError(
                     f"evaluator '{name}': gives a metric '{clash[0]}', which there is already; give"
                     " it a name of its own"
                 )
-            found |= metrics
-        return found
+            all_metrics |= metrics
+        return all_metrics

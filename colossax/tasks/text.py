@@ -105,7 +105,7 @@ class Text:
 class ShuffledRows:
     """Rows in an order of their own, so that the rows of a batch come from many documents.
 
-    Neighbouring rows are neighbouring pieces of the same documents; a batch of them tells the
+    Neighbouring rows are neighbouring parts of the same documents; a batch of them tells the
     optimizer about a document or two. They are dealt out within windows: of an epoch, or of
     `WINDOW_ROWS` rows where it is longer. Still every row is a function of its number alone.
 

@@ -111,13 +111,13 @@ def _opened(config: TrainConfig, group: Group) -> Text:
 
 
 def _conclusion(final: Mapping[str, Any]) -> list[str]:
-    found, entropy = final[VALIDATION_LOSS], final[UNIGRAM_ENTROPY]
-    if found is None:
+    loss, entropy = final[VALIDATION_LOSS], final[UNIGRAM_ENTROPY]
+    if loss is None:
         return []
-    below = entropy - found
+    below = entropy - loss
     side = "below" if below >= 0 else "above"
     return [
-        f"validation loss {found:.4f}, {abs(below):.4f} nats {side} the unigram entropy"
+        f"validation loss {loss:.4f}, {abs(below):.4f} nats {side} the unigram entropy"
         f" {entropy:.4f}"
     ]
 

@@ -8,7 +8,7 @@ from jaxtyping import Array
 
 from colossax.config import BoundPlan
 from colossax.step.gradients.method import GradientMethod, Gradients
-from colossax.step.gradients.sums import accumulable, laid_out, square_norm, summed_up
+from colossax.step.gradients.sums import accumulable, constrained, square_norm, summed_up
 from colossax.step.loss import LossCall, objective
 from colossax.step.microbatches import Microbatches
 from colossax.step.trainable import joined, split
@@ -29,24 +29,24 @@ def accumulate(call: LossCall, bound: BoundPlan, infos: Any, trainable: Any) -> 
         params, frozen = split(params, trainable)
         differentiate = differentiated(call, frozen, variables)
 
-        def one(piece: Batch, key: Array) -> tuple[Params, Any]:
-            sums, grads = differentiate(params, piece, key, micro.term_weights)
+        def one(microbatch: Batch, key: Array) -> tuple[Params, Any]:
+            sums, grads = differentiate(params, microbatch, key, micro.term_weights)
             return accumulable(bound, infos, grads), sums
 
         if micro.count == 1:
             return summarised(*one(*micro.first))
         return summarised(
-            *summed_up(one, lambda grads: laid_out(bound, infos, grads), (micro.arrays, micro.keys))
+            *summed_up(one, lambda g: constrained(bound, infos, g), (micro.arrays, micro.keys))
         )
 
     return gradients
 
 
 def differentiated(call: LossCall, frozen: Params, variables: Any) -> Callable:
-    """`(params, piece, key, term weights) -> ((loss, (totals, sums)), gradients)`."""
+    """`(params, microbatch, key, term weights) -> ((loss, (totals, sums)), gradients)`."""
 
-    def value(params: Params, piece: Batch, key: Array, over: Any) -> Any:
-        return objective(*call(joined(params, frozen), piece, variables, key), over)
+    def value(params: Params, microbatch: Batch, key: Array, batch_weights: Any) -> Any:
+        return objective(*call(joined(params, frozen), microbatch, variables, key), batch_weights)
 
     return jax.value_and_grad(value, has_aux=True)
 

@@ -22,7 +22,7 @@ from colossax.typing import Batch, Params
 
 
 def check_reduce_once(bound: BoundPlan, infos: Any) -> None:
-    """Refuse to accumulate whole gradients of parameters that no device has whole.
+    """Refuse to accumulate per-device gradients of parameters that are sharded along the batch.
 
     Raises:
         PlanError: Of them, or of an attention that cannot run on each device's own rows.
@@ -65,14 +65,14 @@ def reduce_once(call: LossCall, bound: BoundPlan, infos: Any, trainable: Any) ->
         params, frozen = split(params, trainable)
         differentiate = differentiated(call, frozen, variables)
 
-        def of_device(piece: Batch, key: Array) -> tuple[Params, Any]:
+        def of_device(rows: Batch, key: Array) -> tuple[Params, Any]:
             with use(inside):
-                sums, grads = differentiate(params, piece, key, micro.term_weights)
-            return accumulable(inside, infos, grads, lay=False), sums
+                sums, grads = differentiate(params, rows, key, micro.term_weights)
+            return accumulable(inside, infos, grads, constrain=False), sums
 
-        def of_all(piece: Batch, key: Array) -> tuple[Params, Any]:
+        def of_all(microbatch: Batch, key: Array) -> tuple[Params, Any]:
             keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(shards))
-            grads, sums = jax.vmap(of_device, spmd_axis_name=axes)(piece, keys)
+            grads, sums = jax.vmap(of_device, spmd_axis_name=axes)(microbatch, keys)
             return grads, summed(sums)
 
         def by_device(name: str, x: Array) -> Array:
@@ -80,11 +80,11 @@ def reduce_once(call: LossCall, bound: BoundPlan, infos: Any, trainable: Any) ->
             x = x.reshape(*x.shape[:at], shards, x.shape[at] // shards, *x.shape[at + 1 :])
             return _along(bound, axes, jnp.moveaxis(x, at, 1), 1)
 
-        def lay(grads: Params) -> Params:
-            return jax.tree.map(lambda g, info: _whole(bound, axes, g, info), grads, infos)
+        def constrain(grads: Params) -> Params:
+            return jax.tree.map(lambda g, info: _unreduced(bound, axes, g, info), grads, infos)
 
         arrays = {name: by_device(name, x) for name, x in micro.arrays.items()}
-        grads, sums = summed_up(of_all, lay, (arrays, micro.keys))
+        grads, sums = summed_up(of_all, constrain, (arrays, micro.keys))
         dtype = jnp.dtype(bound.plan.precision.reduction or bound.plan.precision.accumulation)
         grads = jax.tree.map(lambda g: _sum_devices(g, dtype), grads)
         return summarised(accumulable(bound, infos, grads), sums)
@@ -122,8 +122,8 @@ def _along(bound: BoundPlan, axes: tuple[str, ...], x: Array, at: int) -> Array:
     return jax.lax.with_sharding_constraint(x, NamedSharding(bound.mesh, spec))
 
 
-def _whole(bound: BoundPlan, axes: tuple[str, ...], grad: Array, info: Any) -> Array:
-    """`[devices along the batch, *parameter]`: each holds its own, whole but for other axes."""
+def _unreduced(bound: BoundPlan, axes: tuple[str, ...], grad: Array, info: Any) -> Array:
+    """`[devices along the batch, *parameter]`: each holds its own, sharded along other axes."""
     rest = param_sharding(bound, "weights", info).spec
     spec = PartitionSpec(axes, *rest)
     return jax.lax.with_sharding_constraint(grad, NamedSharding(bound.mesh, spec))

@@ -33,8 +33,8 @@ class Job:
     has ended a `square_norm` of the layers alone.
     """
 
-    def __init__(self, owner: "Streaming", params: Any, variables: Any, micro: Microbatches):
-        self.all = owner
+    def __init__(self, streaming: "Streaming", params: Any, variables: Any, micro: Microbatches):
+        self.streaming = streaming
         self.leaves = jax.tree.leaves(params)
         self.variables = variables
         self.micro = micro
@@ -46,26 +46,26 @@ class Job:
         summed = self.micro.count > 1
         start = {
             key: Stacks(grads=part.gradient_stacks(summed=summed))
-            for key, part in self.all.parts.items()
+            for key, part in self.streaming.parts.items()
         }
         fixed = {key: Stacks(params=each.params) for key, each in stacks.items()}
-        visit = functools.partial(_summing, self.all.parts)
+        visit = functools.partial(_summing, self.streaming.parts)
         if not summed:
-            changed, found = _Pass(self, start, fixed, *self.micro.first).backward(visit, None)
+            changed, gradients = _Pass(self, start, fixed, *self.micro.first).backward(visit, None)
         else:
-            changed, found = self._summed(visit, start, fixed, count or self.micro.count)
-        return {key: _merged(stacks[key], changed[key]) for key in stacks}, found
+            changed, gradients = self._summed(visit, start, fixed, count or self.micro.count)
+        return {key: _merged(stacks[key], changed[key]) for key in stacks}, gradients
 
     def _summed(
         self, visit: Callable, start: dict[Key, Stacks], fixed: dict[Key, Stacks], count: int
     ) -> tuple[dict[Key, Stacks], Gradients]:
-        def one(stacks: dict[Key, Stacks], number: Any, piece: Batch, key: Array) -> Any:
-            return _Pass(self, stacks, fixed, piece, key).backward(visit, number > 0)
+        def one(stacks: dict[Key, Stacks], number: Any, microbatch: Batch, key: Array) -> Any:
+            return _Pass(self, stacks, fixed, microbatch, key).backward(visit, number > 0)
 
         def body(loop: Any, xs: Any) -> Any:
             stacks, before = loop
-            stacks, found = one(stacks, *xs)
-            return (stacks, _added(before, found)), None
+            stacks, gradients = one(stacks, *xs)
+            return (stacks, _added(before, gradients)), None
 
         arrays, keys = jax.tree.map(lambda x: x[:count], (self.micro.arrays, self.micro.keys))
         shapes = jax.eval_shape(lambda: one(start, jnp.int32(0), *self.micro.first)[1])
@@ -91,13 +91,13 @@ class Job:
         before: Gradients | None,
     ) -> tuple[dict[Key, Stacks], Gradients]:
         """A pass over the last microbatch, after what `before_last` found."""
-        stacks, found = _Pass(self, moving, fixed, *self.micro.last).backward(visit, scalars)
-        return stacks, _whole(before, found)
+        stacks, gradients = _Pass(self, moving, fixed, *self.micro.last).backward(visit, scalars)
+        return stacks, _total(before, gradients)
 
-    def scale(self, found: Gradients) -> tuple[Any, Array]:
+    def scale(self, gradients: Gradients) -> tuple[Any, Array]:
         """What gradients of this norm are multiplied by, if at all, and whether all is finite."""
-        most = self.all.clip_norm
-        return None if most is None else _scale(found.norm, most), found.finite
+        max_norm = self.streaming.clip_norm
+        return None if max_norm is None else _scale(gradients.norm, max_norm), gradients.finite
 
 
 class _Pass:
@@ -112,7 +112,7 @@ class _Pass:
         job: Job,
         moving: dict[Key, Stacks],
         fixed: dict[Key, Stacks],
-        piece: Batch,
+        microbatch: Batch,
         key: Array,
     ):
         """Run nothing yet.
@@ -121,12 +121,12 @@ class _Pass:
             job: Of which the microbatch is a part.
             moving: The stacks that any backward pass changes.
             fixed: The others; the parameters, where none changes them.
-            piece: The microbatch.
+            microbatch: Its arrays.
             key: Its random key.
         """
         self._job = job
         self._moving, self._fixed = moving, fixed
-        self._piece, self._key = piece, key
+        self._microbatch, self._key = microbatch, key
         self._stream: Stream | None = None
 
     def backward(
@@ -151,28 +151,28 @@ class _Pass:
         changed, tap, rest = stream.transposed(self._vjp, jnp.ones_like(self._loss))
         # A stack called in a loop would have been changed as often as the loop turned.
         loss = jnp.where(tap[1] == len(self._moving), self._loss, jnp.nan)
-        rest = self._job.all.rest.gradients(rest)
+        rest = self._job.streaming.rest.gradients(rest)
         totals, sums = self._sums
-        found = Gradients(grads=rest, loss=loss, totals=totals, sums=sums, square_norm=tap[0])
-        return changed, found
+        gradients = Gradients(grads=rest, loss=loss, totals=totals, sums=sums, square_norm=tap[0])
+        return changed, gradients
 
     def _forward(self, visit: Callable, scalars: Any, changing: tuple[str, ...]) -> Stream:
         job = self._job
         made: list[Stream] = []
-        rest = [job.leaves[i] for i in job.all.rest.trained]
+        rest = [job.leaves[i] for i in job.streaming.rest.trained]
 
         def value(moving: dict[Key, Stacks], tap: Array, rest: list[Array]) -> Any:
             stacks = {name: _merged(moving[name], self._fixed[name]) for name in moving}
             stream = Stream(stacks=stacks, changing=changing, tap=tap, scalars=scalars, visit=visit)
             made.append(stream)
             with running(stream):
-                params = job.all.params(job.leaves, stacks, rest)
-                result = job.all.call(params, self._piece, job.variables, self._key)
+                params = job.streaming.params(job.leaves, stacks, rest)
+                result = job.streaming.call(params, self._microbatch, job.variables, self._key)
             stream.check()
-            loss, found = objective(*result, job.micro.term_weights)
+            loss, sums = objective(*result, job.micro.term_weights)
             # Layers are updated before anything else can tell that they should not be.
             sound = jnp.isfinite(jax.lax.stop_gradient(loss))
-            return loss * jnp.where(sound, 1.0, jnp.nan), found
+            return loss * jnp.where(sound, 1.0, jnp.nan), sums
 
         self._loss, self._vjp, self._sums = jax.vjp(
             value, self._moving, jnp.zeros(2), rest, has_aux=True
@@ -187,20 +187,20 @@ def _names(stacks: dict[Key, Stacks]) -> tuple[str, ...]:
     return tuple(name for name in names if getattr(first, name) is not None)
 
 
-def _added(before: Gradients, found: Gradients) -> Gradients:
+def _added(before: Gradients, last: Gradients) -> Gradients:
     """Of both; the layers' norm is of the sum so far already, not one to be added."""
-    both = added(before, found)
-    return dataclasses.replace(both, square_norm=found.square_norm)
+    both = added(before, last)
+    return dataclasses.replace(both, square_norm=last.square_norm)
 
 
-def _whole(before: Gradients | None, found: Gradients) -> Gradients:
+def _total(before: Gradients | None, last: Gradients) -> Gradients:
     """Of all microbatches, the last one's after the others', with the norm of all gradients."""
-    found = found if before is None else _added(before, found)
-    return dataclasses.replace(found, square_norm=found.square_norm + squares(found.grads))
+    total = last if before is None else _added(before, last)
+    return dataclasses.replace(total, square_norm=total.square_norm + squares(total.grads))
 
 
-def _scale(norm: Float[Array, ""], most: float) -> Float[Array, ""]:
-    return jnp.minimum(1.0, most / jnp.maximum(norm, 1e-12))
+def _scale(norm: Float[Array, ""], max_norm: float) -> Float[Array, ""]:
+    return jnp.minimum(1.0, max_norm / jnp.maximum(norm, 1e-12))
 
 
 def _merged(one: Stacks, other: Stacks) -> Stacks:
@@ -229,7 +229,7 @@ def _measuring(
     parts: Parts, key: Key, i: Any, stacks: Stacks, row: Any, drow: Any, _: Any
 ) -> tuple[Stacks, Array]:
     """Only the norm."""
-    return stacks, squares(_whole_gradient(parts[key], i, stacks, drow))
+    return stacks, squares(_total_gradient(parts[key], i, stacks, drow))
 
 
 def _updating(
@@ -244,22 +244,22 @@ def _updating(
 ) -> tuple[Stacks, Array]:
     """Update a layer where all of its gradient is finite."""
     part = parts[key]
-    grads = _whole_gradient(part, i, stacks, drow)
+    grads = _total_gradient(part, i, stacks, drow)
     square = squares(grads)
     if clip_layer is not None:
         update = dataclasses.replace(update, scale=_scale(jnp.sqrt(square), clip_layer))
     update = dataclasses.replace(update, ok=update.ok & jnp.isfinite(square))
     state = fetch(stacks.state, i, stacked=part.stacked)
-    moved, own, _ = part.update(part.pick(row), state, grads, update)
+    moved, new_state, _ = part.update(part.pick(row), state, grads, update)
     if stacks.new is None:
         params = part.stored(stacks.params, moved, i)
-        state = store(stacks.state, own, i, stacked=part.stacked)
+        state = store(stacks.state, new_state, i, stacked=part.stacked)
         return dataclasses.replace(stacks, params=params, state=state), square
-    new = store(stacks.new, (moved, own), i, stacked=part.stacked)
+    new = store(stacks.new, (moved, new_state), i, stacked=part.stacked)
     return dataclasses.replace(stacks, new=new), square
 
 
-def _whole_gradient(part: Part, i: Any, stacks: Stacks, drow: Any) -> list[Array]:
+def _total_gradient(part: Part, i: Any, stacks: Stacks, drow: Any) -> list[Array]:
     """A layer's gradient, with those of earlier microbatches."""
     grads = part.gradients(part.pick(drow))
     if stacks.grads is None:
@@ -270,49 +270,49 @@ def _whole_gradient(part: Part, i: Any, stacks: Stacks, drow: Any) -> list[Array
 
 def gathered(job: Job, stacks: dict[Key, Stacks]) -> tuple[dict[Key, Stacks], Gradients]:
     """The stacks with all gradients of their layers, and the others."""
-    stacks, found = job.gathered(stacks)
-    return stacks, _whole(None, found)
+    stacks, gradients = job.gathered(stacks)
+    return stacks, _total(None, gradients)
 
 
 def known_norm(job: Job, stacks: dict[Key, Stacks], shared: list[Array]) -> Any:
     """All gradients are kept until their norm is known."""
-    stacks, found = gathered(job, stacks)
-    return stacks, found, *job.scale(found)
+    stacks, gradients = gathered(job, stacks)
+    return stacks, gradients, *job.scale(gradients)
 
 
 def _at_once(job: Job, stacks: dict[Key, Stacks], shared: list[Array]) -> Any:
     """One pass, each layer updated with its gradient as it is, or scaled by its own norm."""
     stacks, before = job.before_last(stacks)
-    most = job.all.clip_norm
-    visit = functools.partial(_updating, job.all.parts, most)
+    max_norm = job.streaming.clip_norm
+    visit = functools.partial(_updating, job.streaming.parts, max_norm)
     sound = jnp.bool(True)
     if before is not None:
         sound = jnp.isfinite(before.loss) & jnp.isfinite(before.square_norm)
     update = Update(shared=shared, scale=None, ok=sound)
     moving, fixed = _divided(stacks, "params", "state")
-    stacks, found = job.on_last(visit, moving, fixed, update, before)
-    scale = None if most is None else _scale(jnp.sqrt(squares(found.grads)), most)
-    return stacks, found, scale, found.finite
+    stacks, gradients = job.on_last(visit, moving, fixed, update, before)
+    scale = None if max_norm is None else _scale(jnp.sqrt(squares(gradients.grads)), max_norm)
+    return stacks, gradients, scale, gradients.finite
 
 
 def _two_passes(job: Job, stacks: dict[Key, Stacks], shared: list[Array]) -> Any:
     """One backward pass for the norm, and one that updates."""
     stacks, before = job.before_last(stacks)
     both = _Pass(job, *_divided(stacks, "params", "state"), *job.micro.last)
-    measure = functools.partial(_measuring, job.all.parts)
-    _, found = both.backward(measure, None, changing=())
-    scale, ok = job.scale(_whole(before, found))
-    visit = functools.partial(_updating, job.all.parts, None)
+    measure = functools.partial(_measuring, job.streaming.parts)
+    _, gradients = both.backward(measure, None, changing=())
+    scale, ok = job.scale(_total(before, gradients))
+    visit = functools.partial(_updating, job.streaming.parts, None)
     update = Update(shared=shared, scale=scale, ok=ok)
-    stacks, found = both.backward(visit, update)
-    return stacks, _whole(before, found), scale, ok
+    stacks, gradients = both.backward(visit, update)
+    return stacks, _total(before, gradients), scale, ok
 
 
 def _speculating(job: Job, stacks: dict[Key, Stacks], shared: list[Array]) -> Any:
     """One pass into a second copy; a second one from the first copy if gradients must be scaled."""
     stacks, before = job.before_last(stacks)
-    visit = functools.partial(_updating, job.all.parts, None)
-    parts = job.all.parts
+    visit = functools.partial(_updating, job.streaming.parts, None)
+    parts = job.streaming.parts
 
     def once(new: dict[Key, Stacks], scale: Array, ok: Array) -> Any:
         update = Update(shared=shared, scale=scale, ok=ok)
@@ -324,17 +324,17 @@ def _speculating(job: Job, stacks: dict[Key, Stacks], shared: list[Array]) -> An
 
     def body(loop: Any) -> Any:
         turn, new, _, scale, ok = loop
-        new, found = once(new, scale, ok)
-        return turn + 1, new, found, *job.scale(found)
+        new, gradients = once(new, scale, ok)
+        return turn + 1, new, gradients, *job.scale(gradients)
 
     def again(loop: Any) -> Array:
         turn, _, _, scale, ok = loop
         return (turn == 0) | ((turn == 1) & ((scale < 1) | ~ok))
 
     first = (jnp.int32(0), start, zeros, jnp.float32(1), jnp.bool(True))
-    _, new, found, scale, ok = jax.lax.while_loop(again, body, first)
+    _, new, gradients, scale, ok = jax.lax.while_loop(again, body, first)
     changed = {key: Stacks(params=each.new[0], state=each.new[1]) for key, each in new.items()}
-    return changed, found, scale, ok
+    return changed, gradients, scale, ok
 
 
 def _divided(

@@ -14,24 +14,24 @@ from colossax.sharding import param_sharding
 from colossax.typing import Params
 
 
-def summed_up(grad: Callable, lay: Callable, xs: Any) -> tuple[Params, Any]:
+def summed_up(grad: Callable, constrain: Callable, xs: Any) -> tuple[Params, Any]:
     """`grad(*x) -> (gradients, sums)` added over the microbatches."""
 
     def body(acc: Any, x: Any):
         acc = added(acc, grad(*x))
-        # Without this the accumulator may be kept whole on every device and reduced every time.
-        return (lay(acc[0]), acc[1]), None
+        # Without this the accumulator may be replicated, and reduced every time.
+        return (constrain(acc[0]), acc[1]), None
 
     shapes = jax.eval_shape(grad, *jax.tree.map(lambda x: x[0], xs))
     zeros = nothing(shapes)
-    return jax.lax.scan(body, (lay(zeros[0]), zeros[1]), xs)[0]
+    return jax.lax.scan(body, (constrain(zeros[0]), zeros[1]), xs)[0]
 
 
-def accumulable(bound: BoundPlan, infos: Any, grads: Params, *, lay: bool = True) -> Params:
+def accumulable(bound: BoundPlan, infos: Any, grads: Params, *, constrain: bool = True) -> Params:
     """Gradients in the dtype and the layout in which they are accumulated."""
     dtype = bound.plan.precision.accumulation
     grads = jax.tree.map(lambda g: g.astype(dtype), grads)
-    return laid_out(bound, infos, grads) if lay else grads
+    return constrained(bound, infos, grads) if constrain else grads
 
 
 def square_norm(grads: Params) -> Array:
@@ -40,11 +40,11 @@ def square_norm(grads: Params) -> Array:
     return optax.tree_utils.tree_norm(wide, squared=True)
 
 
-def laid_out(bound: BoundPlan, infos: Any, grads: Params) -> Params:
+def constrained(bound: BoundPlan, infos: Any, grads: Params) -> Params:
     if bound.single:
         return grads
 
-    def lay(grad: Array, info: Any) -> Array:
+    def constrain(grad: Array, info: Any) -> Array:
         return jax.lax.with_sharding_constraint(grad, param_sharding(bound, "gradients", info))
 
-    return jax.tree.map(lay, grads, infos)
+    return jax.tree.map(constrain, grads, infos)

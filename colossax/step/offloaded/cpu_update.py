@@ -85,8 +85,8 @@ class CpuUpdate:
         self, stacks: dict[Key, Stacks], grads: dict[Key, list[Any]], update: Update
     ) -> dict[Key, Stacks]:
         def one(key: Key, part: Part) -> Stacks:
-            found = part.visit_all(dataclasses.replace(stacks[key], grads=grads[key]), update)
-            return dataclasses.replace(found, grads=None)
+            updated = part.visit_all(dataclasses.replace(stacks[key], grads=grads[key]), update)
+            return dataclasses.replace(updated, grads=None)
 
         return {key: one(key, part) for key, part in self._streaming.beside_cpu.items()}
 
@@ -103,8 +103,8 @@ class CpuUpdate:
         changed = dict(self._on_devices(beside, grads, pending.update)) if beside else {}
         with _explained():
             for key in self._parts:
-                own = dataclasses.replace(stacks[key], grads=pending.grads[key])
-                changed[key] = self._on_cpu(key, own, pending.update)
+                with_grads = dataclasses.replace(stacks[key], grads=pending.grads[key])
+                changed[key] = self._on_cpu(key, with_grads, pending.update)
         return self._streaming.with_stacks(state, changed)
 
     def _on_cpu(self, key: Key, stacks: Stacks, update: Update) -> Stacks:
@@ -112,7 +112,7 @@ class CpuUpdate:
         part = self._parts[key]
         # What lies there is only right, and only ours, once the program that makes it has ended.
         stacks, update = jax.block_until_ready((stacks, update))
-        whole = jax.device_put(jax.tree.map(np.asarray, update), self._cpu)
+        cpu_update = jax.device_put(jax.tree.map(np.asarray, update), self._cpu)
         params, state, grads = (
             [HostRows(x, stacked=part.stacked) for x in leaves]
             for leaves in (stacks.params, stacks.state, stacks.grads)
@@ -120,10 +120,10 @@ class CpuUpdate:
         written = [*params, *state]
         last: tuple[int, Row] | None = None
         for i in range(part.count):
-            found = self._update_layer(key, i, (params, state, grads), whole)
+            row = self._update_layer(key, i, (params, state, grads), cpu_update)
             if last is not None:
                 self._write(key, written, *last)
-            last = i, found
+            last = i, row
         if last is not None:
             self._write(key, written, *last)
         return Stacks(params=[x.array() for x in params], state=[x.array() for x in state])
@@ -158,8 +158,8 @@ def _update_row(
     part: Part, room: Row, params: list[Any], state: list[Any], grads: list[Any], update: Update
 ) -> Row:
     """A layer's new parameters and state, written into `room`, which is donated for it."""
-    moved, own, _ = part.update(params, state, part.gradients(grads), update)
-    return moved, own
+    moved, new_state, _ = part.update(params, state, part.gradients(grads), update)
+    return moved, new_state
 
 
 class HostRows:
@@ -181,25 +181,25 @@ class HostRows:
         self._copy = None if self._in_place else np.array(stack)
         self._shape = stack.shape[stacked:]
         if self._copy is not None:
-            found = [((slice(None),) * stack.ndim, self._copy)]
+            shards = [((slice(None),) * stack.ndim, self._copy)]
         else:
-            found = [(shard.index, _memory(shard.data)) for shard in stack.addressable_shards]
-        self._pieces = [(index[1:], x) if stacked else (index, x[None]) for index, x in found]
+            shards = [(shard.index, _memory(shard.data)) for shard in stack.addressable_shards]
+        self._shards = [(index[1:], x) if stacked else (index, x[None]) for index, x in shards]
 
     def read(self, row: int) -> np.ndarray:
         """Row `row`; the memory itself where one device holds all of it."""
-        pieces = self._pieces
-        if pieces[0][1].shape[1:] == self._shape:
-            return pieces[0][1][row]
-        whole = np.empty(self._shape, self._stack.dtype)
-        for index, piece in pieces:
-            whole[index] = piece[row]
-        return whole
+        shards = self._shards
+        if shards[0][1].shape[1:] == self._shape:
+            return shards[0][1][row]
+        full = np.empty(self._shape, self._stack.dtype)
+        for index, shard in shards:
+            full[index] = shard[row]
+        return full
 
     def write(self, row: int, values: np.ndarray) -> None:
         """Overwrite a row, wherever any of it is held."""
-        for index, piece in self._pieces:
-            piece[row] = values[index]
+        for index, shard in self._shards:
+            shard[row] = values[index]
 
     def array(self) -> jax.Array:
         """The stack as it is now."""

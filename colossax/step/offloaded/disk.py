@@ -85,7 +85,7 @@ class DiskTier:
                 " to one; keep the optimizer's state in host memory"
             )
         ((self._key, self.part),) = streaming.on_disk.items()
-        self.whole = all(part.on_disk for part in streaming.parts.values())
+        self.has_full_state = all(part.on_disk for part in streaming.parts.values())
         self.path = folder / FILE
         self._abstract = abstract
         self._opened: RecordStore | None = None
@@ -147,12 +147,12 @@ class DiskTier:
 
     def _tail(self, state: TrainState) -> Iterator[np.ndarray]:
         """All of the state that is in no record; nothing where other layers are not on disk."""
-        if self.whole:
+        if self.has_full_state:
             leaves = jax.tree.leaves(state)
             yield from (np.ascontiguousarray(leaves[at]) for at in self._numbers()[1])
 
     def _tail_bytes(self) -> int:
-        if not self.whole:
+        if not self.has_full_state:
             return 0
         leaves = jax.tree.leaves(self._abstract)
         sizes = [leaves[at].size * leaves[at].dtype.itemsize for at in self._numbers()[1]]
@@ -174,9 +174,9 @@ class DiskTier:
         opened.reset()
         epoch, stacks = int(state["step"]), self._stacks(state)
         for i in range(self.part.count):
-            own = self._init_row() if rows is None else rows(i)
+            state_rows = self._init_row() if rows is None else rows(i)
             params = self._fetch(stacks, i)
-            values = (*params, *own)
+            values = (*params, *state_rows)
             named = zip((*self._names, *self._state_names), values, strict=True)
             opened.fill(i, {name: np.asarray(x) for name, x in named}, epoch)
         opened.commit(epoch, self._tail(state))
@@ -224,13 +224,13 @@ class DiskTier:
 
         def change(i: int, arrays: Rows) -> Rows:
             nonlocal stacks
-            own = [
-                self._put(arrays[name], row)
-                for name, row in zip(self._state_names, self.part.state_shardings(), strict=True)
+            rows = [
+                self._put(arrays[name], where)
+                for name, where in zip(self._state_names, self.part.state_shardings(), strict=True)
             ]
-            stacks, params, own = self._update(stacks, grads, jnp.int32(i), own, pending.update)
+            stacks, params, rows = self._update(stacks, grads, jnp.int32(i), rows, pending.update)
             names = (*self._names, *self._state_names)
-            return dict(zip(names, (*params, *own), strict=True))
+            return dict(zip(names, (*params, *rows), strict=True))
 
         opened.update(epoch, change)
         state = self._with_stacks(state, stacks)
@@ -245,14 +245,14 @@ class DiskTier:
         stacks: list[jax.Array],
         grads: list[jax.Array],
         i: jax.Array,
-        own: list[jax.Array],
+        state: list[jax.Array],
         update: Update,
     ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
         stacked = self.part.stacked
         params = fetch(stacks, i, stacked=stacked)
-        found = self.part.gradients(fetch(grads, i, stacked=stacked))
-        moved, own, _ = self.part.update(params, own, found, update)
-        return store(stacks, moved, i, stacked=stacked), moved, own
+        layer_grads = self.part.gradients(fetch(grads, i, stacked=stacked))
+        moved, state, _ = self.part.update(params, state, layer_grads, update)
+        return store(stacks, moved, i, stacked=stacked), moved, state
 
     def latest(self) -> int | None:
         """The step whose whole state the file holds; None where it holds none.
@@ -260,7 +260,7 @@ class DiskTier:
         Raises:
             OffloadError: The file is another run's.
         """
-        if not self.whole:
+        if not self.has_full_state:
             return None
         try:
             opened = self._open()
@@ -275,7 +275,7 @@ class DiskTier:
             DamagedStoreError: Something in it is not what was written.
         """
         opened = self._open()
-        assert opened is not None and self.whole
+        assert opened is not None and self.has_full_state
         leaves: list[Any] = list(jax.tree.leaves(self._abstract))
         inside, others = self._numbers()
         tail, at = opened.tail(), 0

@@ -18,19 +18,19 @@ def host_bytes_of(tree: Any) -> int:
     )
 
 
-def gradient_bytes(step: "Step", pieces: int) -> int:
+def gradient_bytes(step: "Step", num_microbatches: int) -> int:
     """Of stacks of gradients, with a batch in this many microbatches."""
-    streaming, several = step.streaming, pieces > 1
+    streaming, several = step.streaming, num_microbatches > 1
     if streaming is None or (streaming.clipping != "stack" and not several):
         return 0
     parts = streaming.parts.values()
     return sum(part.gradient_stack_bytes(summed=several) for part in parts)
 
 
-def state_bytes(step: "Step", pieces: int) -> dict[str, int]:
+def state_bytes(step: "Step", num_microbatches: int) -> dict[str, int]:
     """Of parameters and of the optimizer's state, gradients with it, by kind."""
     state = host_bytes_of(step.abstract["opt_state"])
     params = host_bytes_of(step.abstract["params"])
     if step.streaming is not None and step.streaming.clipping == "speculate":
         state, params = 2 * state, 2 * params
-    return {"parameters": params, "optimizer": state + gradient_bytes(step, pieces)}
+    return {"parameters": params, "optimizer": state + gradient_bytes(step, num_microbatches)}

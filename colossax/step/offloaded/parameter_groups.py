@@ -73,9 +73,9 @@ class Part:
         self.bound = bound
         self.at = [i for i, info in enumerate(infos) if info.segment == key]
         self.trained = [i for i in self.at if learns[i]]
-        own = infos[self.at[0]] if self.at and key is not None else None
-        self.count = 1 if own is None else own.layer_count
-        self.stacked = own is not None and own.stacked
+        first = infos[self.at[0]] if self.at and key is not None else None
+        self.count = 1 if first is None else first.layer_count
+        self.stacked = first is not None and first.stacked
         self.infos = [_of_layer(infos[i]) if self.stacked else infos[i] for i in self.trained]
         self.hosts = [infos[i].host for i in self.trained]
         self.on_disk = any("disk" in host for host in self.hosts)
@@ -126,10 +126,10 @@ class Part:
         rows = None if self.bound.single else [self.row_sharding(each) for each in where]
         return build_stack(lambda _: self.init(dtype), self.count, hosts, rows)
 
-    def gradients(self, found: Sequence[Array]) -> list[Array]:
+    def gradients(self, grads: Sequence[Array]) -> list[Array]:
         """Gradients in the dtype in which they are accumulated, laid out by the plan."""
         dtype = self.bound.plan.precision.accumulation
-        return self._laid_out([g.astype(dtype) for g in found], "gradients")
+        return self._constrained([g.astype(dtype) for g in grads], "gradients")
 
     def update(
         self, params: list[Array], state: list[Array], grads: list[Array], update: Update
@@ -142,22 +142,22 @@ class Part:
             grads: Like the parameters.
             update: Scale and shared state.
         """
-        # Else norms may be of parameters as gathered for the layer, on every device whole.
-        params = self._laid_out(params, "params")
+        # Else norms may be of parameters as gathered for the layer, unsharded.
+        params = self._constrained(params, "params")
         if update.scale is not None:
             grads = [(g * update.scale).astype(g.dtype) for g in grads]
-        whole = self._joined(state, update.shared)
+        opt_state = self._joined(state, update.shared)
         named = self._named(params)
-        steps, new = self._optimizer.update(self._named(grads), whole, named)
+        steps, new = self._optimizer.update(self._named(grads), opt_state, named)
         applied: Any = optax.apply_updates(named, steps)
         moved = list(applied.values())
-        own, shared = self._split(new)
-        params, own, shared = jax.tree.map(
+        new_state, shared = self._split(new)
+        params, new_state, shared = jax.tree.map(
             lambda a, b: jnp.where(update.ok, a, b),
-            (moved, own, shared),
+            (moved, new_state, shared),
             (params, state, update.shared),
         )
-        return self._laid_out(params, "params"), self._state_laid_out(own), shared
+        return self._constrained(params, "params"), self._state_constrained(new_state), shared
 
     def state_shardings(self) -> list[NamedSharding | None]:
         """Of each leaf of a layer's optimizer state; None on a single device."""
@@ -200,8 +200,8 @@ class Part:
     def _structure(self) -> Any:
         return jax.tree.structure(jax.eval_shape(lambda: self._initial(jnp.float32)))
 
-    def _joined(self, own: Sequence[Array], shared: Sequence[Array]) -> Any:
-        mine, others = iter(own), iter(shared)
+    def _joined(self, state: Sequence[Array], shared: Sequence[Array]) -> Any:
+        mine, others = iter(state), iter(shared)
         slots = set(self.slots)
         leaves = [next(mine) if j in slots else next(others) for j in self._order]
         return jax.tree.unflatten(self._structure, leaves)
@@ -211,11 +211,11 @@ class Part:
         pairs = list(zip(self._order, jax.tree.leaves(state), strict=True))
         return [x for j, x in pairs if j in slots], [x for j, x in pairs if j not in slots]
 
-    def _state_laid_out(self, state: list[Array]) -> list[Array]:
+    def _state_constrained(self, state: list[Array]) -> list[Array]:
         """As its stacks are: else they may be laid out anew, in host memory, by the host."""
         return _constrained(state, self.state_shardings())
 
-    def _laid_out(self, leaves: list[Array], role: str) -> list[Array]:
+    def _constrained(self, leaves: list[Array], role: str) -> list[Array]:
         return _constrained(leaves, self._row_shardings(role))
 
     def gradient_stacks(self, *, summed: bool) -> list[Array]:
@@ -226,10 +226,10 @@ class Part:
         """
         precision = self.bound.plan.precision
         kept = jnp.dtype(precision.accumulation)
-        own = reduction_dtype(self.bound, jnp.dtype(precision.compute))
+        reduction = reduction_dtype(self.bound, jnp.dtype(precision.compute))
         # Vectors are few, and their gradients may be sums in float32.
-        narrow = own.itemsize < kept.itemsize and not summed
-        dtypes = [own if narrow and decays(info.dims) else kept for info in self.infos]
+        narrow = reduction.itemsize < kept.itemsize and not summed
+        dtypes = [reduction if narrow and decays(info.dims) else kept for info in self.infos]
         return [
             new_stack(
                 self.count,
@@ -254,15 +254,15 @@ class Part:
 
     def gradient_shardings(self) -> list[NamedSharding]:
         """Of `gradient_stacks`."""
-        found = []
+        shardings = []
         for info, host in zip(self.infos, self.hosts, strict=True):
             lead = (None,) if self.stacked else ()
             plain = dataclasses.replace(info, host=frozenset())
             spec = PartitionSpec(*lead, *param_sharding(self.bound, "gradients", plain).spec)
             mesh = self.bound.mesh
             away = "optimizer" in host
-            found.append(host_sharding(mesh, spec) if away else NamedSharding(mesh, spec))
-        return found
+            shardings.append(host_sharding(mesh, spec) if away else NamedSharding(mesh, spec))
+        return shardings
 
     def visit_all(self, stacks: Stacks, update: Update) -> Stacks:
         """Every layer updated with the gradients in `stacks.grads`."""
@@ -270,7 +270,7 @@ class Part:
         def step(i: Any, loop: Any) -> Any:
             params, state = loop
             grads = fetch(stacks.grads, i, stacked=self.stacked)
-            moved, own, _ = self.update(
+            moved, new_state, _ = self.update(
                 fetch(params, i, stacked=self.stacked),
                 fetch(state, i, stacked=self.stacked),
                 self.gradients(grads),
@@ -278,7 +278,7 @@ class Part:
             )
             return (
                 store(params, moved, i, stacked=self.stacked),
-                store(state, own, i, stacked=self.stacked),
+                store(state, new_state, i, stacked=self.stacked),
             )
 
         start = (stacks.params, stacks.state)

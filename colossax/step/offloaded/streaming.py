@@ -201,11 +201,11 @@ class Streaming:
             for i, stack in zip(self.parts[key].trained, stacks.params, strict=True):
                 leaves[i] = stack
             moments.update(zip(self.parts[key].slots, stacks.state, strict=True))
-        own = [moments[j] for j in self._present]
+        opt_leaves = [moments[j] for j in self._present]
         return {
             **state,
             "params": jax.tree.unflatten(structure, leaves),
-            "opt_state": jax.tree.unflatten(jax.tree.structure(state["opt_state"]), own),
+            "opt_state": jax.tree.unflatten(jax.tree.structure(state["opt_state"]), opt_leaves),
         }
 
     def of_stacks(self, state: TrainState) -> TrainState:
@@ -265,7 +265,7 @@ class Streaming:
         """
         dtype = jax.tree.leaves(params)[0].dtype
         where = self.moments(shardings)
-        found: dict[int, Array] = {}
+        state: dict[int, Array] = {}
         jobs: list[tuple[list[int], Callable]] = [
             (self.rest.slots, functools.partial(self.rest.init, dtype)),
             (self._shared, functools.partial(self.rest.init_shared, dtype)),
@@ -273,12 +273,12 @@ class Streaming:
         for part in self.parts.values():
             if part.on_disk:
                 continue
-            own = [where[j] for j in part.slots]
-            jobs.append((part.slots, functools.partial(part.init_stacks, dtype, own)))
+            slot_shardings = [where[j] for j in part.slots]
+            jobs.append((part.slots, functools.partial(part.init_stacks, dtype, slot_shardings)))
         for slots, make in jobs:
             leaves = jax.jit(make, out_shardings=[where[j] for j in slots])() if slots else []
-            found.update(zip(slots, leaves, strict=True))
-        return jax.tree.unflatten(jax.tree.structure(shardings), [found[j] for j in self._present])
+            state.update(zip(slots, leaves, strict=True))
+        return jax.tree.unflatten(jax.tree.structure(shardings), [state[j] for j in self._present])
 
     # A step
 
@@ -296,18 +296,18 @@ class Streaming:
         moments = self.moments(opt_state)
         shared = [moments[j] for j in self._shared]
         how = HOW[self.clipping]
-        stacks, found, scale, ok = how(job, stacks, shared)
+        stacks, gradients, scale, ok = how(job, stacks, shared)
         update = Update(shared=shared, scale=scale, ok=ok)
         leaves = jax.tree.leaves(params)
-        moved, own, new_shared = self.rest.update(
+        moved, rest_state, new_shared = self.rest.update(
             [leaves[i] for i in self.rest.trained],
             [moments[j] for j in self.rest.slots],
-            found.grads,
+            gradients.grads,
             update,
         )
         if how is known_norm:
             # Only then: or the others' gradients are there while layers' states come and go.
-            moved, own, update = jax.lax.optimization_barrier((moved, own, update))
+            moved, rest_state, update = jax.lax.optimization_barrier((moved, rest_state, update))
             stacks = {
                 key: stacks[key] if key in self.later else part.visit_all(stacks[key], update)
                 for key, part in self.parts.items()
@@ -318,8 +318,8 @@ class Streaming:
             pending = Pending(grads=grads, update=update)
         return Updated(
             params=self.params(params, stacks, moved),
-            opt_state=self.opt_state(opt_state, stacks, own, new_shared),
-            gradients=found,
+            opt_state=self.opt_state(opt_state, stacks, rest_state, new_shared),
+            gradients=gradients,
             finite=ok,
             pending=pending,
         )
@@ -331,12 +331,12 @@ class Streaming:
             key: Stacks(params=[leaves[i] for i in part.trained])
             for key, part in self.parts.items()
         }
-        stacks, found = gathered(Job(self, params, variables, micro), stacks)
+        stacks, gradients = gathered(Job(self, params, variables, micro), stacks)
         grads: list[Any] = [None] * self._structure.num_leaves
-        for part, values in self._values(stacks, found.grads, "grads"):
+        for part, values in self._values(stacks, gradients.grads, "grads"):
             for i, value in zip(part.trained, values, strict=True):
                 grads[i] = value
-        return dataclasses.replace(found, grads=jax.tree.unflatten(self._structure, grads))
+        return dataclasses.replace(gradients, grads=jax.tree.unflatten(self._structure, grads))
 
 
 def _owners(infos: Sequence[ParamInfo], map_moments: Callable) -> list[int]:
