@@ -112,13 +112,13 @@ def spread(rules: Rules, layout: str, matmul: str) -> Rules:
 def _stored(rules: Mapping[str, tuple[Choice, ...]], *, cube: bool) -> Mapping:
     wide = (("row", "depth"), ("row",)) if cube else (("row",), ("col",))
     ends = (("col", "depth"), ("col",)) if cube else (("row",), ("col",))
-    found = {
+    stored = {
         dim: wide if any("tensor" in choice for choice in choices) else choices
         for dim, choices in rules.items()
     }
-    own = rules.get("embed", ((),))
-    found["embed"] = tuple((*end, *choice) for end in ends for choice in own)
-    return FrozenDict(found)
+    embed = rules.get("embed", ((),))
+    stored["embed"] = tuple((*end, *choice) for end in ends for choice in embed)
+    return FrozenDict(stored)
 
 
 def _computed(rules: Mapping[str, tuple[Choice, ...]], *, cube: bool) -> Mapping:
@@ -127,13 +127,13 @@ def _computed(rules: Mapping[str, tuple[Choice, ...]], *, cube: bool) -> Mapping
     def turned(choice: Choice) -> Choice:
         return tuple(inner if axis == "tensor" else axis for axis in choice)
 
-    found = {
+    computed = {
         dim: choices if dim.split(":")[0] == "seq" else tuple(map(turned, choices))
         for dim, choices in rules.items()
     }
     if "batch" in rules:
-        found["batch"] = tuple((*choice, "depth", "row") for choice in rules["batch"])
-        found.setdefault("embed", (("col",),))
+        computed["batch"] = tuple((*choice, "depth", "row") for choice in rules["batch"])
+        computed.setdefault("embed", (("col",),))
         if cube:
-            found["batch:inner"] = tuple((*choice, "depth", "col") for choice in rules["batch"])
-    return FrozenDict(found)
+            computed["batch:inner"] = tuple((*choice, "depth", "col") for choice in rules["batch"])
+    return FrozenDict(computed)

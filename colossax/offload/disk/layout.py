@@ -43,11 +43,11 @@ class RecordLayout:
 
     def offsets(self) -> dict[str, int]:
         """Byte within the payload at which each array begins, a multiple of `BLOCK_BYTES`."""
-        found, end = {}, 0
+        offsets, end = {}, 0
         for name, (shape, dtype) in self.arrays.items():
-            found[name] = end
+            offsets[name] = end
             end += in_blocks(math.prod(shape) * dtype.itemsize)
-        return found
+        return offsets
 
     @property
     def payload_bytes(self) -> int:

@@ -146,8 +146,8 @@ class RecordStore:
         Cost: one read of 4 KiB per record, and the tails.
         """
         for commit in commits(self._file, self._places):
-            whole = (holds(self._file, self._places, i, commit.epoch) for i in range(self.records))
-            if all(whole):
+            valid = (holds(self._file, self._places, i, commit.epoch) for i in range(self.records))
+            if all(valid):
                 return commit.epoch
         return None
 
@@ -157,7 +157,7 @@ class RecordStore:
         Raises:
             OffloadError: There is no such epoch.
         """
-        epoch = self._whole_epoch()
+        epoch = self._require_epoch()
         return next(
             commit.tail for commit in commits(self._file, self._places) if commit.epoch == epoch
         )
@@ -173,7 +173,7 @@ class RecordStore:
             DamagedStoreError: They are not what was written.
             OffloadError: There is no consistent epoch, or the disk cannot be read.
         """
-        epoch = self._whole_epoch() if epoch is None else epoch
+        epoch = self._require_epoch() if epoch is None else epoch
         self._check_record(record)
         buffer = SlotBuffer(self.layout)
         read_record(self._file, self._places, record, epoch, buffer)
@@ -185,7 +185,7 @@ class RecordStore:
         Raises:
             OffloadError: There is no consistent epoch, or the disk cannot be read.
         """
-        epoch = self._whole_epoch()
+        epoch = self._require_epoch()
         self._check_record(record)
         shape, dtype = self.layout.arrays[name]
         if not math.prod(shape):
@@ -359,7 +359,7 @@ class RecordStore:
                 f"disk store '{self.path}' is being updated; call it when update has returned"
             )
 
-    def _whole_epoch(self) -> int:
+    def _require_epoch(self) -> int:
         if self._epoch is None:
             raise OffloadError(
                 f"disk store '{self.path}' holds no whole epoch; fill it from a checkpoint"
