@@ -314,10 +314,10 @@ def computed_beside(module: Module, start: Instruction) -> Iterator[Instruction]
     body = next(b for b in module.computations.values() if start in b)
     names = {start.name}
     for instruction in body[body.index(start) + 1 :]:
-        ours = names.intersection(name.split("#")[0] for name in instruction.operand_names)
-        if ours and instruction.opcode.endswith("-done"):
+        operands = names.intersection(name.split("#")[0] for name in instruction.operand_names)
+        if operands and instruction.opcode.endswith("-done"):
             return
-        if ours and instruction.opcode.endswith("-update"):
+        if operands and instruction.opcode.endswith("-update"):
             names.add(instruction.name)
         if _computes(module, instruction):
             yield instruction

@@ -49,16 +49,16 @@ def check_sizes(layout: str, matmul: str, sizes: Mapping[str, int]) -> None:
     """
     large = {axis for axis, size in sizes.items() if size > 1}
     if layout == "1d":
-        strange = sorted(large & {MeshAxis.DEPTH, MeshAxis.ROW, MeshAxis.COL})
+        unusable = sorted(large & {MeshAxis.DEPTH, MeshAxis.ROW, MeshAxis.COL})
         remedy = "give --plan.tensor_layout 2d, 2.5d or 3d, or move their devices to 'tensor'"
     else:
-        strange = sorted(large & {MeshAxis.TENSOR})
+        unusable = sorted(large & {MeshAxis.TENSOR})
         remedy = "move its devices to 'row' and 'col', or give --plan.tensor_layout 1d"
         if layout == "2d" and MeshAxis.DEPTH in large:
-            strange = [MeshAxis.DEPTH.value]
+            unusable = [MeshAxis.DEPTH.value]
             remedy = "give --plan.tensor_layout 2.5d or 3d, or move its devices to 'data'"
-    if strange:
-        shown = ", ".join(f"{axis}={sizes[axis]}" for axis in strange)
+    if unusable:
+        shown = ", ".join(f"{axis}={sizes[axis]}" for axis in unusable)
         raise PlanError(f"plan.mesh: tensor_layout '{layout}' has no use for {shown}; {remedy}")
     if matmul == "cannon" and sizes[MeshAxis.ROW] != sizes[MeshAxis.COL]:
         raise PlanError(

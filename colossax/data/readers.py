@@ -155,8 +155,8 @@ def _check_column(schema: Any, field: str, file: Path) -> None:
             f" holds the text in text_field"
         )
     column_type = schema.field(field).type
-    held = column_type.value_type if pyarrow.types.is_dictionary(column_type) else column_type
-    if not (pyarrow.types.is_string(held) or pyarrow.types.is_large_string(held)):
+    value_type = column_type.value_type if pyarrow.types.is_dictionary(column_type) else column_type
+    if not (pyarrow.types.is_string(value_type) or pyarrow.types.is_large_string(value_type)):
         raise DataError(f"{file}: column '{field}' holds {column_type}; it must hold strings")
 
 

@@ -264,13 +264,13 @@ class Conversion:
 
 
 def _tensor(entry: Link, infos: Mapping[str, ParamInfo], layer: int | None) -> Tensor:
-    held = tuple(infos[path] for path in entry.ours)
+    entry_infos = tuple(infos[path] for path in entry.ours)
     layout = Layout(entry.layout)
     return Tensor(
         name=entry.foreign.replace(_LAYER, str(layer)),
-        shape=layout.shape(_sizes(held)),
+        shape=layout.shape(_sizes(entry_infos)),
         layer=layer,
-        infos=held,
+        infos=entry_infos,
         layout=layout,
     )
 

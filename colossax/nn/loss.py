@@ -236,12 +236,12 @@ def _over_chunks(
     """
     b, s, _ = hidden.shape
     count, rows, spans = static.chunks, static.batch_shards, static.seq_shards
-    held = s // spans
-    length = -(-held // count)  # tokens of a row and a chunk that one device holds
+    span_len = s // spans
+    length = -(-span_len // count)  # tokens of a row and a chunk that one device holds
 
     def cut(x: Array) -> Array:
         """`[rows, b / rows, spans, length, count, ...]`: no dim mixes what devices hold apart."""
-        x = x.reshape(rows, b // rows, spans, held, *x.shape[2:])
+        x = x.reshape(rows, b // rows, spans, span_len, *x.shape[2:])
         x = pad_to_multiple(x, {3: count})
         return x.reshape(*x.shape[:3], length, count, *x.shape[4:])
 
@@ -256,7 +256,7 @@ def _over_chunks(
         x = x.reshape(count, rows, spans, b // rows, length, *x.shape[3:])
         x = x.transpose(1, 3, 2, 4, 0, *range(5, x.ndim))
         x = x.reshape(b, spans, length * count, *x.shape[5:])
-        return x[:, :, :held].reshape(b, s, *x.shape[3:])
+        return x[:, :, :span_len].reshape(b, s, *x.shape[3:])
 
     if count == 1:
         added, per_token = one(0)

@@ -80,11 +80,11 @@ class RecordLayout:
         """
         asked = {name: [name, *rest] for name, *rest in self.rows()}
         for row in stored:
-            mine = asked.pop(row[0], None)
-            if mine is None:
+            want = asked.pop(row[0], None)
+            if want is None:
                 return f"array '{row[0]}' {_shown(row)} is in the file and was not asked for"
-            if mine != row:
-                return f"array '{row[0]}' is {_shown(row)} in the file, asked for as {_shown(mine)}"
+            if want != row:
+                return f"array '{row[0]}' is {_shown(row)} in the file, asked for as {_shown(want)}"
         for name, row in asked.items():
             return f"array '{name}' {_shown(row)} is not in the file"
         return None

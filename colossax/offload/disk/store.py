@@ -249,10 +249,10 @@ class RecordStore:
                 f"{self.records} records were not written, the first is {missing[0]}; fill or "
                 "update them all"
             )
-        room = aligned_buffer(CommitBlock.room_bytes(self._tail_bytes))
+        block = aligned_buffer(CommitBlock.room_bytes(self._tail_bytes))
         parts = (np.frombuffer(tail, np.uint8),) if isinstance(tail, bytes) else tail
         try:
-            taken = CommitBlock.fill(room, epoch, parts, self._tail_bytes)
+            taken = CommitBlock.fill(block, epoch, parts, self._tail_bytes)
         except BufferError as error:
             raise OffloadError(
                 f"disk store '{self.path}' has room for a tail of {self._tail_bytes} bytes, given "
@@ -261,7 +261,7 @@ class RecordStore:
         written, self._written = self._written, {}  # after a failed sync all must be written again
         self._file.sync()
         self._written = written
-        self._file.write(room[:taken], self._places.commit(epoch))
+        self._file.write(block[:taken], self._places.commit(epoch))
         self._file.sync()
         self._epoch = epoch
 
