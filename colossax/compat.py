@@ -80,8 +80,8 @@ class Equations:
         if isinstance(atom, extend_core.Literal):
             aval: Any = atom.aval
             return np.asarray(atom.val, aval.dtype)
-        found = self.constants.get(atom)
-        return None if isinstance(found, jax.core.Tracer) else found
+        constant = self.constants.get(atom)
+        return None if isinstance(constant, jax.core.Tracer) else constant
 
     @staticmethod
     def on_host(atom: Any) -> bool:
@@ -90,12 +90,12 @@ class Equations:
 
     def needed(self, atoms: Iterable[Any]) -> list[Any]:
         """Equations that these depend on, in order."""
-        wanted, found = set(_variables(atoms)), []
+        wanted, eqns = set(_variables(atoms)), []
         for eqn in reversed(self.jaxpr.eqns):
             if wanted.intersection(eqn.outvars):
-                found.append(eqn)
+                eqns.append(eqn)
                 wanted.update(_variables(eqn.invars))
-        return found[::-1]
+        return eqns[::-1]
 
     def part(
         self, eqns: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]
@@ -157,18 +157,18 @@ def detect_cluster(timeout_s: float) -> tuple[str, int, int, Sequence[int] | Non
         if importlib.util.find_spec("kubernetes") is None:
             raise ClusterUnavailable("an indexed Kubernetes job needs the package 'kubernetes'")
         kinds.append(clusters.K8sCluster)
-    found = next((kind for kind in kinds if kind.is_env_present()), None)
-    if found is None:
+    cluster = next((kind for kind in kinds if kind.is_env_present()), None)
+    if cluster is None:
         return None
     try:
         port = os.environ.get("JAX_COORDINATOR_PORT")
-        count, index = found.get_process_count(), found.get_process_id()
+        count, index = cluster.get_process_count(), cluster.get_process_id()
         chosen = os.environ.get("JAX_LOCAL_DEVICE_IDS")
-        own = None if chosen else found.get_local_process_id()
-        address = found.get_coordinator_address(int(timeout_s), port) if count > 1 else ""
+        local_id = None if chosen else cluster.get_local_process_id()
+        address = cluster.get_coordinator_address(int(timeout_s), port) if count > 1 else ""
     except (RuntimeError, ValueError, KeyError) as problem:
-        raise ClusterUnavailable(f"{found.__name__}: {problem}") from problem
-    return address, count, index, None if own is None else [own]
+        raise ClusterUnavailable(f"{cluster.__name__}: {problem}") from problem
+    return address, count, index, None if local_id is None else [local_id]
 
 
 class PluginMissing(RuntimeError):
@@ -190,12 +190,12 @@ def topology_devices(target_config: str, topology: str) -> list[jax.Device]:
     # The plugin checks for a driver and for CUDA libraries of which compiling needs none.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     try:
-        found = topologies.get_topology_desc(
+        description = topologies.get_topology_desc(
             platform="cuda", target_config=target_config, topology=topology
         )
     except (RuntimeError, NotImplementedError) as problem:
         raise PluginMissing(str(problem).splitlines()[0]) from problem
-    return list(found.devices)
+    return list(description.devices)
 
 
 def cudnn_installed() -> bool:
@@ -228,8 +228,8 @@ def ptxas_path() -> Path | None:
     folders = [] if spec is None else list(spec.submodule_search_locations or ())
     # By the extras cuda12 and cuda13.
     places = ("cuda_nvcc/bin/ptxas", "cu13/bin/ptxas")
-    found = (Path(folder) / place for folder in folders for place in places)
-    return next((path for path in found if path.is_file()), None)
+    paths = (Path(folder) / place for folder in folders for place in places)
+    return next((path for path in paths if path.is_file()), None)
 
 
 def is_attached(device: Any) -> bool:

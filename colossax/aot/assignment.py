@@ -82,10 +82,10 @@ def parse_assignment(text: str) -> tuple[Allocation, ...]:
 
 
 def _allocation(lines: Sequence[str], head: int, after: int) -> Allocation:
-    found = _ALLOCATION.match(lines[head])
-    if found is None:
+    match = _ALLOCATION.match(lines[head])
+    if match is None:
         raise ValueError(f"buffer assignment, line {head + 1}: {lines[head][:120]!r}")
-    number, size, color, notes = found.groups()
+    number, size, color, notes = match.groups()
     parameter = re.search(r", parameter (\d+)\b", notes)
     values = [_assigned(lines[i], i + 1) for i in range(head + 1, after)]
     colors = {int(color or 0), *(c for c, _ in values)}
@@ -114,10 +114,10 @@ def _kind(notes: str, line: int) -> str:
 
 
 def _assigned(line: str, number: int) -> tuple[int, Assigned]:
-    found = _ASSIGNED.match(line)
-    if found is None:
+    match = _ASSIGNED.match(line)
+    if match is None:
         raise ValueError(f"buffer assignment, line {number}: no value: {line[:120]!r}")
-    name, index, color, size, offset, shape = found.groups()
+    name, index, color, size, offset, shape = match.groups()
     return int(color), Assigned(
         value=(name, _index(index)), bytes=int(size), offset=int(offset), shape=shape
     )
@@ -141,10 +141,10 @@ def parse_live_ranges(text: str) -> Mapping[Value, LiveRange]:
     end = next((i for i in titles if i > start), len(lines))
     ranges: dict[Value, LiveRange] = {}
     for number in range(start + 1, end):
-        found = _RANGE.match(lines[number])
-        if found is None:
+        match = _RANGE.match(lines[number])
+        if match is None:
             raise ValueError(f"live ranges, line {number + 1}: {lines[number][:120]!r}")
-        name, index, first, last = found.groups()
+        name, index, first, last = match.groups()
         ranges[name, _index(index)] = LiveRange(start=int(first), end=int(last))
     return ranges
 
@@ -176,9 +176,9 @@ def find_peak(values: Sequence[Assigned], ranges: Mapping[Value, LiveRange]) -> 
     for bound, time in sorted((-sum(v.bytes for v in vs), time) for time, vs in live.items()):
         if -bound < best.bytes:
             break
-        found = covered((v.offset, v.bytes) for v in live[time])
-        if (-found, time) < (-best.bytes, best.time) or not best.live:
-            best = Peak(time=time, bytes=found, live=tuple(live[time]))
+        occupied = covered((v.offset, v.bytes) for v in live[time])
+        if (-occupied, time) < (-best.bytes, best.time) or not best.live:
+            best = Peak(time=time, bytes=occupied, live=tuple(live[time]))
     return best
 
 

@@ -103,20 +103,20 @@ def collectives(program: str | Module, mesh: Mesh) -> tuple[Collective, ...]:
             whose trip count is not known.
     """
     module = parse_module(program) if isinstance(program, str) else program
-    found = []
+    ops = []
     for ran in _walk(module, module.entry, _Run(times=1)):
         one = _collective(module, ran, mesh)
         if one is not None:
-            found.append(one)
-    return tuple(found)
+            ops.append(one)
+    return tuple(ops)
 
 
-def totals(found: Sequence[Collective]) -> tuple[Totals, ...]:
+def totals(ops: Sequence[Collective]) -> tuple[Totals, ...]:
     """Sums per kind and axes, most bytes first."""
-    keys = dict.fromkeys((c.kind, c.axis) for c in found)
+    keys = dict.fromkeys((c.kind, c.axis) for c in ops)
     sums = []
     for kind, axis in keys:
-        same = [c for c in found if (c.kind, c.axis) == (kind, axis)]
+        same = [c for c in ops if (c.kind, c.axis) == (kind, axis)]
         exposed = [c for c in same if not c.overlapped]
         sums.append(
             Totals(
@@ -154,15 +154,15 @@ def assert_collectives(
         AssertionError: With every pair that differs, and the operations behind it.
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
-    found = collectives(text, mesh)
-    sums = {(t.kind, t.axis): t.bytes for t in totals(found)}
+    ops = collectives(text, mesh)
+    sums = {(t.kind, t.axis): t.bytes for t in totals(ops)}
     wrong = []
     for pair in sorted({*sums, *expected}):
         got, want = sums.get(pair, 0), expected.get(pair, 0)
         if pair not in expected and got < ignore_below:
             continue
         if abs(got - want) > within * want:
-            names = {f"{c.op_name} ({c.source})" for c in found if (c.kind, c.axis) == pair}
+            names = {f"{c.op_name} ({c.source})" for c in ops if (c.kind, c.axis) == pair}
             wrong.append(f"{pair[0]} along {pair[1]}: {got:,} bytes, expected {want:,.0f}")
             wrong += [f"    {name}" for name in sorted(names)]
     assert not wrong, "\n".join(["collectives differ", *wrong])
@@ -314,10 +314,10 @@ def computed_beside(module: Module, start: Instruction) -> Iterator[Instruction]
     body = next(b for b in module.computations.values() if start in b)
     names = {start.name}
     for instruction in body[body.index(start) + 1 :]:
-        ours = names.intersection(name.split("#")[0] for name in instruction.operand_names)
-        if ours and instruction.opcode.endswith("-done"):
+        operands = names.intersection(name.split("#")[0] for name in instruction.operand_names)
+        if operands and instruction.opcode.endswith("-done"):
             return
-        if ours and instruction.opcode.endswith("-update"):
+        if operands and instruction.opcode.endswith("-update"):
             names.add(instruction.name)
         if _computes(module, instruction):
             yield instruction

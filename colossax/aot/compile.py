@@ -160,7 +160,7 @@ def _description(target: Target) -> str:
 
 def _dumped(folder: Path, ending: str) -> str:
     """The largest file of this ending: a program may bring small helpers along."""
-    found = sorted(folder.glob(f"*{ending}"), key=lambda path: path.stat().st_size)
-    if not found:
+    paths = sorted(folder.glob(f"*{ending}"), key=lambda path: path.stat().st_size)
+    if not paths:
         raise ValueError(f"the compiler dumped no file that ends in '{ending}'")
-    return found[-1].read_text(encoding="utf-8")
+    return paths[-1].read_text(encoding="utf-8")

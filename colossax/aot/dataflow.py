@@ -81,16 +81,16 @@ class Dataflow:
     @functools.cached_property
     def readers(self) -> Mapping[Value, tuple[Value, ...]]:
         """Per array, those straight made from it."""
-        found: dict[Value, list[Value]] = collections.defaultdict(list)
+        by_source: dict[Value, list[Value]] = collections.defaultdict(list)
         for value in self.values:
             for source in self.sources(value):
-                found[source].append(value)
-        return {value: tuple(readers) for value, readers in found.items()}
+                by_source[source].append(value)
+        return {value: tuple(readers) for value, readers in by_source.items()}
 
     def sources(self, value: Value) -> tuple[Value, ...]:
         """Arrays from which a value is straight made, in the order of the operands."""
         if value not in self._sources:
-            self._sources[value] = tuple(_element(*found) for found in self._find_sources(value))
+            self._sources[value] = tuple(_element(*source) for source in self._find_sources(value))
         return self._sources[value]
 
     def _find_sources(self, value: Value) -> Iterable[Value]:
@@ -125,8 +125,8 @@ class Dataflow:
             return [(operands[0], (1, *index))]
         if made.opcode in _CALLS:
             return [(self._roots[name], index) for _, name in made.called]
-        whole = [_element(name, ()) for name in operands]
-        return [(v[0], (*v[1], *leaf)) for v in whole for leaf in _leaves(self.shape(v))]
+        values = [_element(name, ()) for name in operands]
+        return [(v[0], (*v[1], *leaf)) for v in values for leaf in _leaves(self.shape(v))]
 
     def _passed(self, parameter: Instruction, index: tuple[int, ...]) -> Iterator[Value]:
         """What callers pass for a parameter of a computation."""
@@ -141,16 +141,16 @@ class Dataflow:
 
     def spread(self, marks: Mapping[Value, frozenset[str]]) -> Mapping[Value, frozenset[str]]:
         """Per array the union of the marks of all arrays it is made from, its own included."""
-        found: dict[Value, frozenset[str]] = dict(marks)
+        marked: dict[Value, frozenset[str]] = dict(marks)
         waiting = list(marks)
         while waiting:
             value = waiting.pop()
             for reader in self.readers.get(value, ()):
-                old = found.get(reader, frozenset())
-                if reader not in found or not found[value] <= old:
-                    found[reader] = old | found[value]
+                old = marked.get(reader, frozenset())
+                if reader not in marked or not marked[value] <= old:
+                    marked[reader] = old | marked[value]
                     waiting.append(reader)
-        return found
+        return marked
 
     def back(
         self, starts: Iterable[Value], follow: Callable[[Value, Value], bool]
@@ -208,14 +208,14 @@ def _element(operand: str, index: tuple[int, ...]) -> Value:
 def _closure(
     starts: Iterable[Value], near: Callable[[Value], Iterable[Value]]
 ) -> tuple[Value, ...]:
-    found = dict.fromkeys(starts)
-    waiting = list(found)
+    reached = dict.fromkeys(starts)
+    waiting = list(reached)
     while waiting:
         for value in near(waiting.pop()):
-            if value not in found:
-                found[value] = None
+            if value not in reached:
+                reached[value] = None
                 waiting.append(value)
-    return tuple(found)
+    return tuple(reached)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -75,12 +75,12 @@ def axes_of(groups: Groups, mesh: Mesh) -> tuple[str, ...]:
     A permute may leave some devices out: its groups need only lie within those of the axes.
     """
     sizes = {axis: size for axis, size in mesh.shape.items() if size > 1}
-    found = {frozenset(group) for group in groups if len(group) > 1}
-    if not found:
+    partition = {frozenset(group) for group in groups if len(group) > 1}
+    if not partition:
         return ()
     for count in range(1, len(sizes) + 1):
         for axes in itertools.combinations(sizes, count):
-            if _along(mesh, axes) == found:
+            if _along(mesh, axes) == partition:
                 return axes
     return ()
 
@@ -90,8 +90,8 @@ def smallest_axes(groups: Groups, mesh: Mesh) -> tuple[str, ...]:
     sizes = [axis for axis, size in mesh.shape.items() if size > 1]
     for count in range(1, len(sizes) + 1):
         for axes in itertools.combinations(sizes, count):
-            wholes = _along(mesh, axes)
-            if all(any(whole.issuperset(group) for whole in wholes) for group in groups):
+            blocks = _along(mesh, axes)
+            if all(any(block.issuperset(group) for block in blocks) for group in groups):
                 return axes
     return ()
 
@@ -115,20 +115,20 @@ def _listed(text: str, devices: int) -> Groups:
 
 
 def _iota(text: str) -> Groups:
-    found = re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
-    if found is None:
+    match = re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
+    if match is None:
         raise ValueError(f"groups in an unknown form: {text[:120]!r}")
-    shape = _ints(found.group(1))
-    rows = _transposed(found.group(2), found.group(3)).reshape(shape[0], -1)
+    shape = _ints(match.group(1))
+    rows = _transposed(match.group(2), match.group(3)).reshape(shape[0], -1)
     return tuple(tuple(row) for row in rows.tolist())
 
 
 def _by_mesh(text: str) -> Groups:
-    found = re.match(r"mesh\[([^\]]*)\](?:, device_ids=\(([^{]*)\))? ?\{([^}]*)\}", text)
-    if found is None:
+    match = re.match(r"mesh\[([^\]]*)\](?:, device_ids=\(([^{]*)\))? ?\{([^}]*)\}", text)
+    if match is None:
         raise ValueError(f"groups in an unknown form: {text[:120]!r}")
-    sizes = {name: int(size) for name, size in _SIZE.findall(found.group(1))}
-    chosen = [_axis_part(word, sizes) for word in split_top(found.group(3))]
+    sizes = {name: int(size) for name, size in _SIZE.findall(match.group(1))}
+    chosen = [_axis_part(word, sizes) for word in split_top(match.group(3))]
     labels: list[tuple[str, int]] = []
     shape: list[int] = []
     for name, size in sizes.items():
@@ -142,7 +142,7 @@ def _by_mesh(text: str) -> Groups:
         for at, (name, start) in enumerate(labels)
         if name == axis and low <= start < high
     ]
-    grid = _device_ids(found.group(2), math.prod(sizes.values())).reshape(shape)
+    grid = _device_ids(match.group(2), math.prod(sizes.values())).reshape(shape)
     width = math.prod(shape[at] for at in inside)
     rows = np.moveaxis(grid, inside, range(-len(inside), 0)).reshape(-1, width)
     return tuple(tuple(row) for row in rows.tolist())

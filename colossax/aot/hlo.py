@@ -75,8 +75,8 @@ class Instruction:
     @property
     def op_name(self) -> str:
         """Path of the operation in the traced program, or empty."""
-        found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
-        return found.group(1) if found else ""
+        match = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
+        return match.group(1) if match else ""
 
     @property
     def called(self) -> tuple[tuple[str, str], ...]:
@@ -92,8 +92,8 @@ class Instruction:
     @property
     def trip_count(self) -> int | None:
         """Times a while loop runs, where the compiler knows."""
-        found = _TRIPS.search(self.attributes)
-        return int(found.group(1)) if found else None
+        match = _TRIPS.search(self.attributes)
+        return int(match.group(1)) if match else None
 
     @property
     def in_host_memory(self) -> bool:
@@ -215,8 +215,8 @@ def matching(text: str, start: int) -> int:
         ValueError: Nothing closes it.
     """
     depth, quoted = 0, False
-    for found in re.finditer(r'\\.|["(){}\[\]]', text[start:]):
-        mark = found.group()
+    for match in re.finditer(r'\\.|["(){}\[\]]', text[start:]):
+        mark = match.group()
         if mark == '"':
             quoted = not quoted
         elif not quoted and mark in "({[":
@@ -224,18 +224,18 @@ def matching(text: str, start: int) -> int:
         elif not quoted and mark in ")}]":
             depth -= 1
             if depth == 0:
-                return start + found.start()
+                return start + match.start()
     raise ValueError(f"HLO: nothing closes the bracket in {text[start : start + 120]!r}")
 
 
 def split_top(text: str) -> list[str]:
     """Parts between commas that lie in no bracket."""
     parts, depth, start = [], 0, 0
-    for found in re.finditer(r"[(){}\[\],]", text):
-        mark = found.group()
+    for match in re.finditer(r"[(){}\[\],]", text):
+        mark = match.group()
         if mark == "," and depth == 0:
-            parts.append(text[start : found.start()])
-            start = found.end()
+            parts.append(text[start : match.start()])
+            start = match.end()
         elif mark in "({[":
             depth += 1
         elif mark in ")}]":
@@ -291,5 +291,5 @@ def _frames(text: str) -> dict[int, str]:
 
 
 def _table(text: str, name: str) -> str:
-    found = re.search(rf"^{name}\n(.*?)\n\n", text, re.M | re.S)
-    return found.group(1) if found else ""
+    match = re.search(rf"^{name}\n(.*?)\n\n", text, re.M | re.S)
+    return match.group(1) if match else ""

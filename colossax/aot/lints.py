@@ -30,11 +30,11 @@ def full_rematerialisations(program: Program) -> list[str]:
     """Arrays the partitioner replicates because it knows no other way between two shardings."""
     findings = []
     for line in program.messages.splitlines():
-        found = _REMATERIALISED.search(line)
-        if found is not None:
+        match = _REMATERIALISED.search(line)
+        if match is not None:
             where = _WHERE.search(line)
             origin = f" ({where.group(1)})" if where else ""
-            findings.append(f"involuntary full rematerialisation: {found.group(1)}{origin}")
+            findings.append(f"involuntary full rematerialisation: {match.group(1)}{origin}")
     return findings
 
 

@@ -140,10 +140,10 @@ def _temp_peaks(allocations: Iterable[Allocation], live_ranges: str, stated: int
     return [find_peak(a.values, ranges) for a in temps]
 
 
-def _require_equal(what: str, found: int, stated: int) -> None:
-    if found != stated:
+def _require_equal(what: str, assigned: int, stated: int) -> None:
+    if assigned != stated:
         raise ValueError(
-            f"buffer assignment: {what} take {found} bytes, memory_analysis() says {stated}"
+            f"buffer assignment: {what} take {assigned} bytes, memory_analysis() says {stated}"
         )
 
 
@@ -154,9 +154,9 @@ def _add(terms: dict[str, int], term: str, count: int) -> None:
 
 def _buffers(peak: Peak, classes: Terms) -> Iterator[Buffer]:
     """Live arrays, each byte once: of the largest array there, if equal of the clearest term."""
-    found = [(live, classes.term(live.value)) for live in peak.live]
+    classified = [(live, classes.term(live.value)) for live in peak.live]
     taken: list[tuple[int, int]] = []
-    for live, term in sorted(found, key=lambda f: (-f[0].bytes, _clarity(f[1]))):
+    for live, term in sorted(classified, key=lambda f: (-f[0].bytes, _clarity(f[1]))):
         free = _free_bytes(live, taken)
         if free:
             taken.append((live.offset, live.offset + live.bytes))

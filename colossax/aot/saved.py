@@ -28,15 +28,15 @@ def checkpoint_stacks(jaxpr: Any) -> Mapping[Stack, str]:
     Args:
         jaxpr: Of the whole program, `jax.jit(f).trace(...).jaxpr`.
     """
-    found: dict[Stack, str] = {}
+    names: dict[Stack, str] = {}
     for scope in scopes(jaxpr):
         makers = {id(var): eqn for eqn in scope.eqns for var in eqn.outvars}
         for eqn in scope.eqns:
             if eqn.primitive.name == "name":
                 for stack in (call_stack(eqn), *_making(eqn.invars[0], makers)):
-                    found.setdefault(stack, eqn.params["name"])
-    found.pop((), None)
-    return found
+                    names.setdefault(stack, eqn.params["name"])
+    names.pop((), None)
+    return names
 
 
 def scopes(jaxpr: Any) -> Iterator[Any]:
@@ -113,10 +113,10 @@ def _table(hlo: str, name: str) -> Iterator[tuple[int, str]]:
 
 
 def _field(row: str, key: str, default: int | None = None) -> int:
-    found = re.search(rf"\b{key}=(\d+)", row)
-    if found is None and default is None:
+    match = re.search(rf"\b{key}=(\d+)", row)
+    if match is None and default is None:
         raise ValueError(f"HLO tables: no {key} in {row[:120]!r}")
-    return int(found.group(1)) if found else default  # type: ignore[return-value]
+    return int(match.group(1)) if match else default  # type: ignore[return-value]
 
 
 def name_of(stacks: Iterable[Stack], names: Mapping[Stack, str], files: frozenset[str]) -> str:
@@ -126,8 +126,8 @@ def name_of(stacks: Iterable[Stack], names: Mapping[Stack, str], files: frozense
     the frames of `files`, as far as the shorter of the two goes.
     """
     known = [(_within(stack, files), name) for stack, name in names.items()]
-    found = {name for stack in stacks for other, name in known if _agree(stack, other)}
-    return "+".join(sorted(found))
+    agreeing = {name for stack in stacks for other, name in known if _agree(stack, other)}
+    return "+".join(sorted(agreeing))
 
 
 def _within(stack: Stack, files: frozenset[str]) -> Stack:

@@ -112,10 +112,10 @@ def parse_target(text: str, *, network: str = "ib") -> Target:
     Raises:
         InputError: Another form, an unknown GPU or network, more than 1024 devices.
     """
-    found = re.fullmatch(r"([\w]+):(\d+)x(\d+)", text)
-    if found is None:
+    match = re.fullmatch(r"([\w]+):(\d+)x(\d+)", text)
+    if match is None:
         raise InputError(f"target '{text}': write GPU:NODESxGPUS, such as h100:1x8")
-    key, nodes, gpus = found.group(1), int(found.group(2)), int(found.group(3))
+    key, nodes, gpus = match.group(1), int(match.group(2)), int(match.group(3))
     if key not in _data()["gpus"]:
         raise InputError(f"target '{text}': no GPU is called '{key}'{nearest(key, gpu_keys())}")
     if network not in _data()["networks"]:

@@ -93,7 +93,7 @@ class Terms:
         ends = [self._unmoved(v)[-1] for v in (*updates, *written)]
         if ends and self._is_carry(ends[0]):
             ends = [*self.flow.writers(ends[0]), *ends]
-        named = (found for end in ends if (found := self._first_named(end)) is not None)
+        named = (maker for end in ends if (maker := self._first_named(end)) is not None)
         return next(named, self.flow.instruction(value))
 
     def stack(self, made: Instruction) -> Stack:
@@ -200,14 +200,14 @@ class Terms:
         """Old parameters and optimizer state, and what the update makes of them."""
         reached = frozenset(self.flow.back(self._outputs, self._is_updated_by))
         old = [v for v in reached if self._inputs.get(v) in (PARAMETERS, OPTIMIZER)]
-        found = set(old)
+        new = set(old)
         while old:
             value = old.pop()
             for reader in self.flow.readers.get(value, ()):
-                if reader in reached and reader not in found and self._is_updated_by(reader, value):
-                    found.add(reader)
+                if reader in reached and reader not in new and self._is_updated_by(reader, value):
+                    new.add(reader)
                     old.append(reader)
-        return frozenset(found)
+        return frozenset(new)
 
     def _is_updated_by(self, value: Value, source: Value) -> bool:
         """Whether a value is its source in part, and not computed in what is differentiated."""

@@ -105,14 +105,14 @@ def operand_bytes(module: Module, one: Instruction) -> dict[str, tuple[str, int]
     most: dict[str, tuple[str, int]] = {}
     places = zip(one.operand_names, module.operand_shapes(one), strict=True)
     for place, (name, shape) in enumerate(places):
-        whole = shape_bytes(shape)
+        full = shape_bytes(shape)
         if inside:
             parameter = next(
                 i.name for i in inside if i.opcode == "parameter" and i.operands == str(place)
             )
-            size = min(whole, _used(inside, parameter, whole))
+            size = min(full, _used(inside, parameter, full))
         else:
-            size = min(whole, _used((one,), name, whole))
+            size = min(full, _used((one,), name, full))
         most[name] = (shape, max(most.get(name, (shape, 0))[1], size))
     return most
 
@@ -123,7 +123,7 @@ def _fused(module: Module, one: Instruction) -> tuple[Instruction, ...]:
     return module.computations[called] if called else ()
 
 
-def _used(users: tuple[Instruction, ...], name: str, whole: int) -> int:
+def _used(users: tuple[Instruction, ...], name: str, full: int) -> int:
     """Bytes of a value that instructions look at, if they look at slices of it only."""
     total = 0
     for user in users:
@@ -133,9 +133,9 @@ def _used(users: tuple[Instruction, ...], name: str, whole: int) -> int:
         if alone and user.opcode in _SLICES:
             total += shape_bytes(user.shape)
         elif alone and user.opcode == "bitcast":
-            total += _used(users, user.name, whole)
+            total += _used(users, user.name, full)
         elif not (alone and user.opcode == "dynamic-update-slice"):
-            return whole
+            return full
     return total
 
 

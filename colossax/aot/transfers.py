@@ -112,11 +112,11 @@ def transfers(program: str | Module) -> tuple[Transfer, ...]:
     )
 
 
-def transfer_totals(found: Sequence[Transfer]) -> tuple[TransferTotals, ...]:
+def transfer_totals(copies: Sequence[Transfer]) -> tuple[TransferTotals, ...]:
     """Sums per direction, in the order of `DIRECTIONS`; one without transfers is left out."""
     sums = []
     for direction in DIRECTIONS:
-        same = [t for t in found if t.direction == direction]
+        same = [t for t in copies if t.direction == direction]
         if same:
             sums.append(
                 TransferTotals(
@@ -218,8 +218,8 @@ def _moved(module: Module, one: Instruction) -> list[tuple[str, int, str]]:
     on_device = len(fetched) < len(read) or len(stored) < len(written)
     if fetched and stored and not on_device:
         return [(HOST_TO_HOST, *_sum(stored))]
-    found = [(TO_DEVICE, *_sum(fetched))] if fetched and len(stored) < len(written) else []
-    return [*found, (TO_HOST, *_sum(stored))] if stored else found
+    moves = [(TO_DEVICE, *_sum(fetched))] if fetched and len(stored) < len(written) else []
+    return [*moves, (TO_HOST, *_sum(stored))] if stored else moves
 
 
 def _sum(arrays: Sequence[tuple[str, int]]) -> tuple[int, str]:

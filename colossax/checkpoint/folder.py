@@ -174,9 +174,9 @@ class StepFolder:
         spec = self.manifest.records[name]
         try:
             handle = store.open_for_reading(self.path / ARRAYS_ITEM / record_folder(name))
-            found = (tuple(handle.shape), handle.dtype.numpy_dtype)
-            if found != (spec.shape, spec.dtype):
-                raise ValueError(f"it is {found[1]}{list(found[0])}, not {describe(spec)}")
+            actual = (tuple(handle.shape), handle.dtype.numpy_dtype)
+            if actual != (spec.shape, spec.dtype):
+                raise ValueError(f"it is {actual[1]}{list(actual[0])}, not {describe(spec)}")
         except (OSError, ValueError) as error:
             raise self.damaged(f"record '{name}'", error) from error
         return handle

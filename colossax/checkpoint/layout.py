@@ -2,13 +2,13 @@
 
 Three sizes, each a multiple of the next or a divisor of it in every dim:
 
-- a *piece* is what one device holds (replicas counted once);
+- a *shard* is what one device holds (replicas counted once);
 - a *file* is one chunk on disk, written by exactly one process. Files of a layer stack hold one
   layer each, so that a layer is readable alone and segments do not show;
 - a *block* is the part of a file that can be read and verified by itself, so that another mesh
   reads little more than it needs.
 
-A file is a piece, unless pieces are small: then those of one process are merged; or large: then
+A file is a shard, unless shards are small: then those of one process are merged; or large: then
 they are cut, outermost dim first, so that what is written lies in one run of memory.
 """
 
@@ -24,16 +24,16 @@ import numpy as np
 from colossax.checkpoint.slots import ArraySlot, Box, box_shape
 
 MERGE_BYTES = 4 << 20
-"""Small pieces are merged into files of at most this size."""
+"""Small shards are merged into files of at most this size."""
 
 FILE_BYTES = 32 << 20
-"""Large pieces are cut into files of about this size."""
+"""Large shards are cut into files of about this size."""
 
 BLOCK_BYTES = 2 << 20
 """Files are readable in blocks of about this size."""
 
-Pieces = Mapping[Box, frozenset[int]]
-"""Each distinct piece of an array, with the processes that hold a copy."""
+Shards = Mapping[Box, frozenset[int]]
+"""Each distinct shard of an array, with the processes that hold a copy."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,12 +46,12 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tile:
-    """Neighbouring pieces of one array whose files one process writes.
+    """Neighbouring shards of one array whose files one process writes.
 
     Attributes:
         array: Position of the array among those saved.
         box: Region of the record.
-        parts: The pieces that make it up.
+        parts: The shards that make it up.
         owner: Process that writes it; it holds every part.
     """
 
@@ -73,8 +73,8 @@ class RecordPlan:
     tiles: tuple[Tile, ...]
 
 
-def pieces_of(slot: ArraySlot, sharding: jax.sharding.Sharding) -> Pieces:
-    """Pieces of an array over all processes."""
+def shards_of(slot: ArraySlot, sharding: jax.sharding.Sharding) -> Shards:
+    """Shards of an array over all processes."""
     holders: dict[Box, set[int]] = {}
     for device, index in sharding.devices_indices_map(slot.array_shape).items():
         holders.setdefault(slot.box(index), set()).add(device.process_index)
@@ -93,22 +93,22 @@ def plan_records(
     for position, (slot, _) in enumerate(arrays):
         records.setdefault(slot.name, []).append(position)
     return [
-        plan_record([(i, arrays[i][0], pieces_of(*arrays[i])) for i in positions])
+        plan_record([(i, arrays[i][0], shards_of(*arrays[i])) for i in positions])
         for positions in records.values()
     ]
 
 
-def plan_record(members: Sequence[tuple[int, ArraySlot, Pieces]]) -> RecordPlan:
-    """Cut one record, given its arrays' positions, slots and pieces."""
+def plan_record(members: Sequence[tuple[int, ArraySlot, Shards]]) -> RecordPlan:
+    """Cut one record, given its arrays' positions, slots and shards."""
     slots = [slot for _, slot, _ in members]
     check_coverage(slots)
     first = slots[0]
-    segments = [pieces for _, _, pieces in members]
+    segments = [shards for _, _, shards in members]
     layout = choose_layout(first.shape, first.dtype, first.layered, segments)
     tiles = tuple(
         tile
-        for position, slot, pieces in members
-        for tile in _tiles(position, slot, pieces, layout.file)
+        for position, slot, shards in members
+        for tile in _tiles(position, slot, shards, layout.file)
     )
     return RecordPlan(
         name=first.name,
@@ -156,7 +156,7 @@ def check_coverage(slots: Sequence[ArraySlot]) -> None:
 
 
 def choose_layout(
-    shape: tuple[int, ...], dtype: np.dtype, layered: bool, segments: Sequence[Pieces]
+    shape: tuple[int, ...], dtype: np.dtype, layered: bool, segments: Sequence[Shards]
 ) -> Layout:
     """Shape of files and blocks such that no file needs more than one process.
 
@@ -164,12 +164,12 @@ def choose_layout(
         shape: Of the record.
         dtype: Of the record.
         layered: Whether dim 0 counts layers; files then hold one layer.
-        segments: Pieces of each array of the record.
+        segments: Shards of each array of the record.
     """
     item = max(1, dtype.itemsize)
-    cuts = [_cut_segment(shape, item, layered, pieces) for pieces in segments]
+    cuts = [_cut_segment(shape, item, layered, shards) for shards in segments]
     file = tuple(
-        _common(size, [(piece[d], cut[d]) for piece, cut in cuts]) for d, size in enumerate(shape)
+        _common(size, [(shard[d], cut[d]) for shard, cut in cuts]) for d, size in enumerate(shape)
     )
     return Layout(file=file, block=_block_shape(file, item))
 
@@ -185,44 +185,44 @@ def _common(size: int, cuts: Sequence[tuple[int, int]]) -> int:
 
 
 def _cut_segment(
-    shape: tuple[int, ...], item: int, layered: bool, pieces: Pieces
+    shape: tuple[int, ...], item: int, layered: bool, shards: Shards
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape of a segment's pieces and of the files it would like; dim 0 of a stack is 1."""
-    shapes = {box_shape(box)[layered:] for box in pieces}
+    """Shape of a segment's shards and of the files it would like; dim 0 of a stack is 1."""
+    shapes = {box_shape(box)[layered:] for box in shards}
     if len(shapes) != 1:
         raise ValueError(f"unevenly sharded arrays cannot be saved: pieces {sorted(shapes)}")
-    piece = ((1,) if layered else ()) + tuple(max(1, n) for n in shapes.pop())
-    file = _merge(shape, piece, item, layered, pieces)
+    shard = ((1,) if layered else ()) + tuple(max(1, n) for n in shapes.pop())
+    file = _merge(shape, shard, item, layered, shards)
     if math.prod(file) * item > FILE_BYTES:
-        whole = tuple(p >= n for p, n in zip(piece, shape, strict=True))
-        file = _split(file, whole, item, layered)
-    return piece, file
+        unsharded = tuple(p >= n for p, n in zip(shard, shape, strict=True))
+        file = _split(file, unsharded, item, layered)
+    return shard, file
 
 
 def _merge(
-    shape: tuple[int, ...], piece: tuple[int, ...], item: int, layered: bool, pieces: Pieces
+    shape: tuple[int, ...], shard: tuple[int, ...], item: int, layered: bool, shards: Shards
 ) -> tuple[int, ...]:
-    """Grow a small piece, innermost dim first, while one process holds all of each file."""
-    file = list(piece)
+    """Grow a small shard, innermost dim first, while one process holds all of each file."""
+    file = list(shard)
     for d in reversed(range(int(layered), len(shape))):
-        for factor in _divisors(shape[d] // piece[d])[:-1]:
-            wider = [*file[:d], piece[d] * factor, *file[d + 1 :]]
-            if math.prod(wider) * item <= MERGE_BYTES and _held(pieces, wider, layered):
+        for factor in _divisors(shape[d] // shard[d])[:-1]:
+            wider = [*file[:d], shard[d] * factor, *file[d + 1 :]]
+            if math.prod(wider) * item <= MERGE_BYTES and _held(shards, wider, layered):
                 file = wider
                 break
     return tuple(file)
 
 
-def _held(pieces: Pieces, tile: Sequence[int], layered: bool) -> bool:
-    return all(holders for _, holders in _group(pieces, tile, layered).values())
+def _held(shards: Shards, tile: Sequence[int], layered: bool) -> bool:
+    return all(holders for _, holders in _group(shards, tile, layered).values())
 
 
 def _group(
-    pieces: Pieces, tile: Sequence[int], layered: bool
+    shards: Shards, tile: Sequence[int], layered: bool
 ) -> dict[tuple[int, ...], tuple[list[Box], frozenset[int]]]:
-    """Pieces by the tile they lie in, with the processes that hold all of the tile."""
+    """Shards by the tile they lie in, with the processes that hold all of the tile."""
     groups: dict[tuple[int, ...], tuple[list[Box], frozenset[int]]] = {}
-    for box, holders in pieces.items():
+    for box, holders in shards.items():
         key = tuple(
             box[d][0] if layered and d == 0 else box[d][0] // size for d, size in enumerate(tile)
         )
@@ -232,18 +232,18 @@ def _group(
 
 
 def _split(
-    file: tuple[int, ...], whole: Sequence[bool], item: int, layered: bool
+    file: tuple[int, ...], unsharded: Sequence[bool], item: int, layered: bool
 ) -> tuple[int, ...]:
     """Cut a large file, outermost dim first, to about `FILE_BYTES`."""
     sizes = list(file)
     for d in range(int(layered), len(sizes)):
         excess = math.ceil(math.prod(sizes) * item / FILE_BYTES)
         if excess > 1:
-            sizes[d] = _fit(sizes[d], math.ceil(sizes[d] / excess), whole[d])
+            sizes[d] = _fit(sizes[d], math.ceil(sizes[d] / excess), unsharded[d])
     return tuple(sizes)
 
 
-def _fit(size: int, want: int, whole: bool) -> int:
+def _fit(size: int, want: int, unsharded: bool) -> int:
     """A size of at most about `want` that cuts `size` well.
 
     Divisors are best. A dim that is not sharded may end in a smaller file; one that is must be
@@ -252,7 +252,7 @@ def _fit(size: int, want: int, whole: bool) -> int:
     best = next(n for n in _divisors(size) if n <= want)
     if 2 * best >= want:
         return best
-    if whole:
+    if unsharded:
         return max(want // 128 * 128, min(want, 128))
     return best if 8 * best >= want else size
 
@@ -278,18 +278,18 @@ def _divisors(size: int) -> list[int]:
     return sorted({*small, *(size // n for n in small)}, reverse=True) or [1]
 
 
-def _tiles(position: int, slot: ArraySlot, pieces: Pieces, file: tuple[int, ...]) -> Iterator[Tile]:
-    """Group an array's pieces so that each file lies within one tile; give each an owner.
+def _tiles(position: int, slot: ArraySlot, shards: Shards, file: tuple[int, ...]) -> Iterator[Tile]:
+    """Group an array's shards so that each file lies within one tile; give each an owner.
 
-    Replicated pieces are dealt out over the processes that hold them, by a hash all agree on.
+    Replicated shards are dealt out over the processes that hold them, by a hash all agree on.
     """
     if 0 in slot.shape:
         return
-    piece = box_shape(next(iter(pieces)))
+    shard = box_shape(next(iter(shards)))
     size = [
-        p if p % f == 0 or p == n else f for p, f, n in zip(piece, file, slot.shape, strict=True)
+        p if p % f == 0 or p == n else f for p, f, n in zip(shard, file, slot.shape, strict=True)
     ]
-    for parts, holders in _group(pieces, size, slot.layered).values():
+    for parts, holders in _group(shards, size, slot.layered).values():
         box = tuple(
             (min(p[d][0] for p in parts), max(p[d][1] for p in parts)) for d in range(len(size))
         )

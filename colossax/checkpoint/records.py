@@ -56,8 +56,8 @@ class RecordReader:
 
     def records(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         """Shape and dtype of each record."""
-        found = self._folder.manifest.records
-        return {name: (spec.shape, spec.dtype) for name, spec in found.items()}
+        specs = self._folder.manifest.records
+        return {name: (spec.shape, spec.dtype) for name, spec in specs.items()}
 
     def layered(self, name: str) -> bool:
         """Whether dim 0 of a record counts the layers of a stack."""
@@ -74,12 +74,12 @@ class RecordReader:
             CheckpointError: There is no such record, or it is damaged.
         """
         shape = self._spec(name).shape
-        whole = tuple((0, size) for size in shape)
+        full = tuple((0, size) for size in shape)
         if layer is None:
-            return self._read_box(name, whole)
+            return self._read_box(name, full)
         if not self.layered(name) or not 0 <= layer < shape[0]:
             raise ValueError(f"record '{name}' {list(shape)} has no layer {layer}")
-        return self._read_box(name, ((layer, layer + 1), *whole[1:]))[0]
+        return self._read_box(name, ((layer, layer + 1), *full[1:]))[0]
 
     def read_region(self, name: str, region: tuple[slice, ...]) -> np.ndarray:
         """A region of a record, one slice with step 1 per dim.
@@ -169,8 +169,8 @@ class RecordWriter:
         """
         if name in self._records:
             raise ValueError(f"record '{name}' is declared twice")
-        whole = {tuple((0, size) for size in shape): frozenset((0,))}
-        self._layouts[name] = choose_layout(shape, dtype, layered, [whole])
+        unsharded = {tuple((0, size) for size in shape): frozenset((0,))}
+        self._layouts[name] = choose_layout(shape, dtype, layered, [unsharded])
         self._records[name] = RecordSpec(shape=shape, dtype=dtype, layered=layered)
         self._missing[name] = set(range(shape[0])) if layered else {None}
         self._open(name, create=True)

@@ -39,7 +39,7 @@ class BoundPlan:
     @property
     def rules(self) -> Rules:
         """The plan's rules as its tensor layout turns them."""
-        return self.plan.laid_rules
+        return self.plan.effective_rules
 
     @property
     def single(self) -> bool:

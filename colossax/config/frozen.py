@@ -67,11 +67,11 @@ def non_default_json(value: Any) -> dict[str, Any]:
     default = type(value)()
     out: dict[str, Any] = {}
     for field in dataclasses.fields(value):
-        mine, theirs = getattr(value, field.name), getattr(default, field.name)
-        if mine == theirs:
+        field_value, default_value = getattr(value, field.name), getattr(default, field.name)
+        if field_value == default_value:
             continue
-        nested = dataclasses.is_dataclass(mine) and type(mine) is type(theirs)
-        out[field.name] = non_default_json(mine) if nested else to_json(mine)
+        nested = dataclasses.is_dataclass(field_value) and type(field_value) is type(default_value)
+        out[field.name] = non_default_json(field_value) if nested else to_json(field_value)
     return out
 
 

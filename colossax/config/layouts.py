@@ -49,16 +49,16 @@ def check_sizes(layout: str, matmul: str, sizes: Mapping[str, int]) -> None:
     """
     large = {axis for axis, size in sizes.items() if size > 1}
     if layout == "1d":
-        strange = sorted(large & {MeshAxis.DEPTH, MeshAxis.ROW, MeshAxis.COL})
+        unusable = sorted(large & {MeshAxis.DEPTH, MeshAxis.ROW, MeshAxis.COL})
         remedy = "give --plan.tensor_layout 2d, 2.5d or 3d, or move their devices to 'tensor'"
     else:
-        strange = sorted(large & {MeshAxis.TENSOR})
+        unusable = sorted(large & {MeshAxis.TENSOR})
         remedy = "move its devices to 'row' and 'col', or give --plan.tensor_layout 1d"
         if layout == "2d" and MeshAxis.DEPTH in large:
-            strange = [MeshAxis.DEPTH.value]
+            unusable = [MeshAxis.DEPTH.value]
             remedy = "give --plan.tensor_layout 2.5d or 3d, or move its devices to 'data'"
-    if strange:
-        shown = ", ".join(f"{axis}={sizes[axis]}" for axis in strange)
+    if unusable:
+        shown = ", ".join(f"{axis}={sizes[axis]}" for axis in unusable)
         raise PlanError(f"plan.mesh: tensor_layout '{layout}' has no use for {shown}; {remedy}")
     if matmul == "cannon" and sizes[MeshAxis.ROW] != sizes[MeshAxis.COL]:
         raise PlanError(
@@ -112,13 +112,13 @@ def spread(rules: Rules, layout: str, matmul: str) -> Rules:
 def _stored(rules: Mapping[str, tuple[Choice, ...]], *, cube: bool) -> Mapping:
     wide = (("row", "depth"), ("row",)) if cube else (("row",), ("col",))
     ends = (("col", "depth"), ("col",)) if cube else (("row",), ("col",))
-    found = {
+    stored = {
         dim: wide if any("tensor" in choice for choice in choices) else choices
         for dim, choices in rules.items()
     }
-    own = rules.get("embed", ((),))
-    found["embed"] = tuple((*end, *choice) for end in ends for choice in own)
-    return FrozenDict(found)
+    embed = rules.get("embed", ((),))
+    stored["embed"] = tuple((*end, *choice) for end in ends for choice in embed)
+    return FrozenDict(stored)
 
 
 def _computed(rules: Mapping[str, tuple[Choice, ...]], *, cube: bool) -> Mapping:
@@ -127,13 +127,13 @@ def _computed(rules: Mapping[str, tuple[Choice, ...]], *, cube: bool) -> Mapping
     def turned(choice: Choice) -> Choice:
         return tuple(inner if axis == "tensor" else axis for axis in choice)
 
-    found = {
+    computed = {
         dim: choices if dim.split(":")[0] == "seq" else tuple(map(turned, choices))
         for dim, choices in rules.items()
     }
     if "batch" in rules:
-        found["batch"] = tuple((*choice, "depth", "row") for choice in rules["batch"])
-        found.setdefault("embed", (("col",),))
+        computed["batch"] = tuple((*choice, "depth", "row") for choice in rules["batch"])
+        computed.setdefault("embed", (("col",),))
         if cube:
-            found["batch:inner"] = tuple((*choice, "depth", "col") for choice in rules["batch"])
-    return FrozenDict(found)
+            computed["batch:inner"] = tuple((*choice, "depth", "col") for choice in rules["batch"])
+    return FrozenDict(computed)

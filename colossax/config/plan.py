@@ -118,8 +118,8 @@ class Plan:
         An `mlp_share` that is yet to be found keeps the budget of the host.
         """
         host_gb = self.offload.host_gb if self._finds_mlp else None
-        found: dict[str, Any] = {"auto": False, "device_gb": None, "host_gb": host_gb, **shares}
-        return self.replace(offload=dataclasses.replace(self.offload, **found))
+        changes: dict[str, Any] = {"auto": False, "device_gb": None, "host_gb": host_gb, **shares}
+        return self.replace(offload=dataclasses.replace(self.offload, **changes))
 
     def mesh_sizes(self, devices: int) -> dict[str, int]:
         """Size of every mesh axis on this many devices.
@@ -144,7 +144,7 @@ class Plan:
         return sizes
 
     @functools.cached_property
-    def laid_rules(self) -> Rules:
+    def effective_rules(self) -> Rules:
         """`rules` as the tensor layout turns them."""
         return layouts.spread(self.rules, self.tensor_layout, self.tensor_matmul)
 

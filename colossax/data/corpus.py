@@ -149,14 +149,14 @@ def encode_corpus(
 
     Cost: 0.3 to 0.4 CPU-seconds per MB of text, 2 or 4 bytes on disk per token. Memory holds one
     document and the encoding of 1 MB of text, whatever the size of the corpus. Documents longer
-    than that are encoded in pieces cut before a line end, where one exists.
+    than that are encoded in chunks cut before a line end, where one exists.
     """
     traits = (documents.fingerprint, tokenizer.fingerprint, _FORMAT_VERSION)
     fingerprint = hashlib.blake2b(repr(traits).encode(), digest_size=16).hexdigest()
     folder = built_once(
         cache_folder() / "corpora" / fingerprint,
         lambda part: _encode_into(part, documents, tokenizer, progress or (lambda tokens: None)),
-        intact=_is_whole,
+        intact=_is_complete,
     )
     meta = json.loads((folder / _META).read_text())
     return Corpus(
@@ -168,7 +168,7 @@ def encode_corpus(
     )
 
 
-def _is_whole(folder: Path) -> bool:
+def _is_complete(folder: Path) -> bool:
     try:
         meta = json.loads((folder / _META).read_text())
         return all((folder / name).stat().st_size == size for name, size in meta["sizes"].items())
@@ -184,8 +184,8 @@ def _encode_into(
     counts = np.zeros(tokenizer.vocab_size, np.int64)
     offsets, hashes, total = array.array("q", [0]), array.array("Q"), 0
     with (folder / _TOKENS).open("wb") as file:
-        for batch in _batches(_pieces(documents)):
-            encoded = tokenizer.encode_batch([piece for piece, _ in batch])
+        for batch in _batches(_chunks(documents)):
+            encoded = tokenizer.encode_batch([chunk for chunk, _ in batch])
             for ids, (_, text_hash) in zip(encoded, batch, strict=True):
                 if text_hash is not None:
                     ids.append(tokenizer.eos)
@@ -204,11 +204,11 @@ def _encode_into(
     (folder / _META).write_text(json.dumps({"dtype": dtype.name, "sizes": sizes}))
 
 
-_Piece = tuple[str, int | None]
-"""Text, and with the last piece of a document the hash of the whole document."""
+_Chunk = tuple[str, int | None]
+"""Text, and with the last chunk of a document the hash of the whole document."""
 
 
-def _pieces(documents: Documents) -> Iterator[_Piece]:
+def _chunks(documents: Documents) -> Iterator[_Chunk]:
     for text in documents:
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         start = 0
@@ -221,14 +221,14 @@ def _pieces(documents: Documents) -> Iterator[_Piece]:
         yield text[start:], int.from_bytes(digest, "little")
 
 
-def _batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
-    batch: list[_Piece] = []
+def _batches(chunks: Iterator[_Chunk]) -> Iterator[list[_Chunk]]:
+    batch: list[_Chunk] = []
     chars = 0
-    for piece in pieces:
-        if batch and (chars + len(piece[0]) > _BATCH_CHARS or len(batch) == _BATCH_DOCUMENTS):
+    for chunk in chunks:
+        if batch and (chars + len(chunk[0]) > _BATCH_CHARS or len(batch) == _BATCH_DOCUMENTS):
             yield batch
             batch, chars = [], 0
-        batch.append(piece)
-        chars += len(piece[0])
+        batch.append(chunk)
+        chars += len(chunk[0])
     if batch:
         yield batch

@@ -200,11 +200,11 @@ def _global_array(
         assert index is not None, "every device holds a region of an array with dims"
         if place is None:
             return value[index]
-        held = place[index[0]]
-        if (held < 0).any():
+        local_rows = place[index[0]]
+        if (local_rows < 0).any():
             raise ValueError(
                 f"{name}: a device here holds rows that were not made; see wanted_rows"
             )
-        return value[(held, *index[1:])]
+        return value[(local_rows, *index[1:])]
 
     return jax.make_array_from_callback((rows, *value.shape[1:]), sharding, region)

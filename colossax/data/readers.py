@@ -154,10 +154,10 @@ def _check_column(schema: Any, field: str, file: Path) -> None:
             f"{file}: has no column '{field}'{nearest(field, schema.names)}; name the one that"
             f" holds the text in text_field"
         )
-    found = schema.field(field).type
-    held = found.value_type if pyarrow.types.is_dictionary(found) else found
-    if not (pyarrow.types.is_string(held) or pyarrow.types.is_large_string(held)):
-        raise DataError(f"{file}: column '{field}' holds {found}; it must hold strings")
+    column_type = schema.field(field).type
+    value_type = column_type.value_type if pyarrow.types.is_dictionary(column_type) else column_type
+    if not (pyarrow.types.is_string(value_type) or pyarrow.types.is_large_string(value_type)):
+        raise DataError(f"{file}: column '{field}' holds {column_type}; it must hold strings")
 
 
 def _as_bytes(column: Any) -> Iterator[bytes | None]:

@@ -121,11 +121,11 @@ def stdlib_documents() -> Documents:
 
 def _walk(root: Path, enter: Callable[[str], bool]) -> list[Path]:
     """Files below a folder whose name and folders all satisfy `enter`, by relative path."""
-    found: list[Path] = []
+    paths: list[Path] = []
     for folder, folders, files in os.walk(root, onerror=_refuse_folder):
         folders[:] = [name for name in folders if enter(name)]
-        found.extend(Path(folder, name) for name in files if enter(name))
-    return sorted(found, key=lambda file: file.relative_to(root).as_posix())
+        paths.extend(Path(folder, name) for name in files if enter(name))
+    return sorted(paths, key=lambda file: file.relative_to(root).as_posix())
 
 
 def _refuse_folder(problem: OSError) -> None:

@@ -19,7 +19,7 @@ SMALLEST_VOCAB = 257
 """All bytes and the end of text; every further token is one merge."""
 
 SAMPLE_BYTES = 4_000_000
-_PIECE_CHARS = 16_384
+_CHUNK_CHARS = 16_384
 # Raise it when the same text and size would give another tokenizer than before.
 _TRAINING_VERSION = 1
 
@@ -174,7 +174,7 @@ def train_tokenizer(
     Id 0 ends documents, the bytes follow, then the merges in the order learnt. Any text can be
     encoded and comes back unchanged. Text with too few distinct words gives fewer tokens.
 
-    It is learnt from an even sample of all documents, held-out ones included: pieces are taken
+    It is learnt from an even sample of all documents, held-out ones included: chunks are taken
     while those taken make up less than `sample_bytes / documents.size_bytes` of those seen.
 
     Args:
@@ -224,12 +224,12 @@ def _sample(documents: Documents, sample_bytes: int) -> Iterator[str]:
     share = min(1.0, sample_bytes / max(1, documents.size_bytes))
     seen = taken = 0
     for text in documents:
-        for start in range(0, len(text), _PIECE_CHARS):
-            piece = text[start : start + _PIECE_CHARS]
-            size = len(piece.encode())
+        for start in range(0, len(text), _CHUNK_CHARS):
+            chunk = text[start : start + _CHUNK_CHARS]
+            size = len(chunk.encode())
             if taken <= seen * share:
                 taken += size
-                yield piece
+                yield chunk
             seen += size
             # The size on disk says little about packed files: they end here, not at the share.
             if taken >= sample_bytes:

@@ -85,8 +85,8 @@ class _Marking:
         leaves, structure = jax.tree.flatten(inputs)
         call = _Call(layers=layers, inputs=structure, out=jax.eval_shape(plain, *inputs))
         self.calls.append(call)
-        found = _RUN.bind(*leaves, call=call)
-        carry, sums = jax.tree.unflatten(jax.tree.structure(call.out), found)
+        outputs = _RUN.bind(*leaves, call=call)
+        carry, sums = jax.tree.unflatten(jax.tree.structure(call.out), outputs)
         return carry, scanned, carried, sums
 
 
@@ -123,16 +123,16 @@ def cut_loss(loss: Callable[..., Any], *args: Any) -> CutLoss:
     at = jax.tree.structure((carry, side))
 
     def before(*args: Any) -> tuple[Any, Any, list[Array]]:
-        found = first(*jax.tree.leaves(args))
-        return *jax.tree.unflatten(at, found[: at.num_leaves]), found[at.num_leaves :]
+        values = first(*jax.tree.leaves(args))
+        return *jax.tree.unflatten(at, values[: at.num_leaves]), values[at.num_leaves :]
 
     def after(args: Sequence[Any], outputs: Sequence[Any], crossing: Sequence[Array]) -> Any:
         values = [*jax.tree.leaves(tuple(args)), *jax.tree.leaves(list(outputs)), *crossing]
         return jax.tree.unflatten(jax.tree.structure(out), last(*values))
 
     runs = tuple(
-        CutRun(layers=eqn.params["call"].layers, params=_params(equations, own))
-        for eqn, (own, _, _) in zip(calls, parts, strict=True)
+        CutRun(layers=eqn.params["call"].layers, params=_params(equations, params))
+        for eqn, (params, _, _) in zip(calls, parts, strict=True)
     )
     return CutLoss(before=before, runs=runs, after=after)
 

@@ -96,27 +96,27 @@ class Layer:
         names = ("params", "carry", "side", "number")
         places = [(n, i) for n, many in zip(names, leaves, strict=True) for i in range(many)]
         inputs = dict(zip(equations.inputs, places, strict=True))
-        found, kept = [], 0
+        origins, kept = [], 0
         for atom in equations.outputs[len(equations.outputs) - count :]:
             value = equations.value(atom)
             source, at = ("constant", value) if value is not None else inputs.get(atom, ("kept", 0))
             if source in ("kept", "carry"):
                 host, carry = equations.on_host(atom), source == "carry"
-                found.append(Residual(source="kept", at=kept, carry=carry, host=host))
+                origins.append(Residual(source="kept", at=kept, carry=carry, host=host))
                 kept += 1
             else:
-                found.append(Residual(source=source, at=at))
-        return tuple(found)
+                origins.append(Residual(source=source, at=at))
+        return tuple(origins)
 
     def forward(
         self, params: Any, carry: Any, side: Any, number: Array
     ) -> tuple[Any, tuple[Array, ...]]:
         """`((carry, sums), kept)`, the kept shaped as `self.kept`."""
-        found = self._equations(*jax.tree.leaves((params, carry, side, number)))
+        results = self._equations(*jax.tree.leaves((params, carry, side, number)))
         out = self._outputs.num_leaves
-        pairs = zip(found[out:], self.residuals, strict=True)
+        pairs = zip(results[out:], self.residuals, strict=True)
         kept = tuple(leaf for leaf, each in pairs if each.source == "kept")
-        return jax.tree.unflatten(self._outputs, found[:out]), kept
+        return jax.tree.unflatten(self._outputs, results[:out]), kept
 
     def transpose(
         self, params: Any, side: Any, number: Array, kept: Sequence[Array], cotangent: Any
@@ -156,18 +156,18 @@ class Layer:
         Source: Qi et al. 2023, Zero Bubble Pipeline Parallelism.
         """
         shapes = (self._inputs[0], *self._inputs[2:], self.kept, self.out)
-        traced, found = jax.make_jaxpr(self.transpose, return_shape=True)(*shapes)
+        traced, gradients = jax.make_jaxpr(self.transpose, return_shape=True)(*shapes)
         equations = Equations(traced)
-        weights = len(jax.tree.leaves(found.params))
+        weights = len(jax.tree.leaves(gradients.params))
         first, second = equations.split(equations.outputs[weights:], equations.outputs[:weights])
-        later = jax.tree.structure((found.carry, found.side))
+        later = jax.tree.structure((gradients.carry, gradients.side))
 
         def input_gradient(*inputs: Any) -> tuple[Any, Any, list[Array]]:
             values, count = first(*jax.tree.leaves(inputs)), later.num_leaves
             return *jax.tree.unflatten(later, values[:count]), values[count:]
 
         def weight_gradient(pending: Sequence[Array]) -> Any:
-            return jax.tree.unflatten(jax.tree.structure(found.params), second(*pending))
+            return jax.tree.unflatten(jax.tree.structure(gradients.params), second(*pending))
 
         return input_gradient, weight_gradient
 
@@ -185,5 +185,5 @@ def picked(side: Any, moving: Any) -> list[Any]:
 
 def merged(side: Any, moving: Any, chosen: Sequence[Any]) -> Any:
     """`side` with these in place of those that are differentiated."""
-    found = iter(chosen)
-    return jax.tree.map(lambda x, moves: next(found) if moves is True else x, side, moving)
+    remaining = iter(chosen)
+    return jax.tree.map(lambda x, moves: next(remaining) if moves is True else x, side, moving)

@@ -135,8 +135,8 @@ class Scanned:
             return layers.apply(row, carry, side, state)
 
         row = fetch(params, 0, stacked=False)
-        own = jax.tree.map(lambda x: x[0], scanned)
-        carry, state, sums = layers.checkpoint(call)(row, carry, own, carried)
+        scanned_row = jax.tree.map(lambda x: x[0], scanned)
+        carry, state, sums = layers.checkpoint(call)(row, carry, scanned_row, carried)
         scanned, sums = jax.tree.map(lambda x: x[None], (state.scanned, sums))
         return carry, scanned, state.carried, sums
 
@@ -145,10 +145,10 @@ class Scanned:
 
         def body(loop, xs):
             carry, carried = loop
-            number, row, own = xs
+            number, row, scanned_row = xs
             if hosted:
                 row = fetch(params, number - layers.origin)
-            state = layers.state(number, own, carried)
+            state = layers.state(number, scanned_row, carried)
             carry, state, sums = layers.apply(row, carry, side, state)
             return (carry, state.carried), (state.scanned, sums)
 

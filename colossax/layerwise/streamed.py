@@ -177,10 +177,10 @@ def recording_kept() -> Iterator[dict[Key, int]]:
 
     Of each device; of all layers of the run.
     """
-    found: dict[Key, int] = {}
-    _KEPT.append(found)
+    recorded: dict[Key, int] = {}
+    _KEPT.append(recorded)
     try:
-        yield found
+        yield recorded
     finally:
         _KEPT.pop()
 
@@ -215,8 +215,8 @@ def _forward(layers: LayerRun, layer: Layer, params: Any, carry: Any, side: Any)
     where = [
         kept_sharding(leaf) if host else None for leaf, host in zip(layer.kept, hosts, strict=True)
     ]
-    for found in _KEPT:
-        found[layers.key] = layers.count * _host_row_bytes(layer.kept, hosts, where)
+    for recorded in _KEPT:
+        recorded[layers.key] = layers.count * _host_row_bytes(layer.kept, hosts, where)
     stacks = [
         new_stack(layers.count, leaf, host=host, stacked=layers.stacked, sharding=sharding)
         for leaf, host, sharding in zip(layer.kept, hosts, where, strict=True)
@@ -227,7 +227,7 @@ def _forward(layers: LayerRun, layer: Layer, params: Any, carry: Any, side: Any)
         carry, totals, stacks = loop
         row = fetch(params, i, stacked=layers.stacked)
         (carry, sums), kept = layer.forward(row, carry, side, layers.origin + jnp.int32(i))
-        kept = [_laid_out(*pair) for pair in zip(kept, where, strict=True)]
+        kept = [_constrained(*pair) for pair in zip(kept, where, strict=True)]
         return carry, store(totals, sums, i), store(stacks, kept, i, stacked=layers.stacked)
 
     carry, totals, stacks = _loop(layers, step, (carry, totals, stacks))
@@ -264,11 +264,11 @@ def _backward(
         now = dataclasses.replace(stacks, **changed)
         i = layers.count - 1 - jnp.int32(k)
         row = fetch(now.params, i, stacked=layers.stacked)
-        own = fetch(kept, i, stacked=layers.stacked)
-        found = layer.transpose(row, side, layers.origin + i, own, (dcarry, fetch(dsums, i)))
-        dside = jax.tree.map(jnp.add, dside, found.side)
-        now, square = stream.visit(layers.key, i, now, row, found.params, scalars)
-        return fields(now), found.carry, dside, norm + square
+        saved = fetch(kept, i, stacked=layers.stacked)
+        grads = layer.transpose(row, side, layers.origin + i, saved, (dcarry, fetch(dsums, i)))
+        dside = jax.tree.map(jnp.add, dside, grads.side)
+        now, square = stream.visit(layers.key, i, now, row, grads.params, scalars)
+        return fields(now), grads.carry, dside, norm + square
 
     def fields(stacks: Stacks) -> dict[str, Any]:
         return {name: getattr(stacks, name) for name in stream.changing}
@@ -276,11 +276,11 @@ def _backward(
     start = (fields(stacks), dcarry, dside, jnp.float32(0))
     changed, dcarry, dside, norm = _loop(layers, step, start)
     tap = jnp.stack([norm, jnp.float32(1)])
-    found = dataclasses.replace(stacks, **changed)
-    return found, tap, None, dcarry, _spread(side, layer.moving, dside)
+    updated = dataclasses.replace(stacks, **changed)
+    return updated, tap, None, dcarry, _spread(side, layer.moving, dside)
 
 
-def _laid_out(x: Array, sharding: NamedSharding | None) -> Array:
+def _constrained(x: Array, sharding: NamedSharding | None) -> Array:
     """As its stack is: else the stack may be laid out anew, in host memory, by the host."""
     if sharding is None or on_host(x):
         return x
@@ -315,5 +315,5 @@ def _zero(x: Any) -> Array:
 
 def _spread(side: Any, moving: Any, cotangents: list[Any]) -> Any:
     """A tree like `side` with these where it is differentiated, None elsewhere."""
-    found = iter(cotangents)
-    return jax.tree.map(lambda _, moves: next(found) if moves is True else None, side, moving)
+    remaining = iter(cotangents)
+    return jax.tree.map(lambda _, moves: next(remaining) if moves is True else None, side, moving)

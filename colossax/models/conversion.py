@@ -39,8 +39,8 @@ class Layout:
     @property
     def groups(self) -> tuple[tuple[str, ...], ...]:
         """Dim names per foreign dim."""
-        found = re.findall(r"\(([^)]*)\)|(\S+)", self.text)
-        return tuple(tuple((merged or single).split()) for merged, single in found)
+        matches = re.findall(r"\(([^)]*)\)|(\S+)", self.text)
+        return tuple(tuple((merged or single).split()) for merged, single in matches)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -236,12 +236,12 @@ class Conversion:
 
     def settings_of(self, config: Any) -> dict[str, Any]:
         """What config.json holds for our configuration, its weights' type aside."""
-        own = {s.foreign[0]: getattr(config, s.ours) for s in self.settings}
+        mapped = {s.foreign[0]: getattr(config, s.ours) for s in self.settings}
         optional = {s.foreign[0] for s in self.settings if s.default is None}
-        own = {name: v for name, v in own.items() if not (v is None and name in optional)}
+        mapped = {name: v for name, v in mapped.items() if not (v is None and name in optional)}
         fixed = {name: allowed[0] for name, allowed in self.fixed.items()}
         head = {"architectures": [self.architecture], "model_type": self.model_type}
-        return {**head, **fixed, **own, **self.write(config)}
+        return {**head, **fixed, **mapped, **self.write(config)}
 
     def tensors(self, infos: Mapping[str, ParamInfo]) -> list[Tensor]:
         """All foreign tensors of a model, in the table's order, layer after layer.
@@ -264,13 +264,13 @@ class Conversion:
 
 
 def _tensor(entry: Link, infos: Mapping[str, ParamInfo], layer: int | None) -> Tensor:
-    held = tuple(infos[path] for path in entry.ours)
+    entry_infos = tuple(infos[path] for path in entry.ours)
     layout = Layout(entry.layout)
     return Tensor(
         name=entry.foreign.replace(_LAYER, str(layer)),
-        shape=layout.shape(_sizes(held)),
+        shape=layout.shape(_sizes(entry_infos)),
         layer=layer,
-        infos=held,
+        infos=entry_infos,
         layout=layout,
     )
 
@@ -315,10 +315,10 @@ def rope_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
     Newer files hold one `rope_parameters`, older ones `rope_theta` and `rope_scaling`.
     """
-    found = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
-    kind = found.get("rope_type", found.get("type", "default"))
-    theta = found.get("rope_theta", settings.get("rope_theta", 10_000.0))
-    return {**found, "rope_type": kind, "rope_theta": checked("rope_theta", theta, float)}
+    rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    theta = rope.get("rope_theta", settings.get("rope_theta", 10_000.0))
+    return {**rope, "rope_type": kind, "rope_theta": checked("rope_theta", theta, float)}
 
 
 def plain_rope(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -153,9 +153,9 @@ def _model_config(reader: RecordReader, documents: Mapping[str, Any]) -> Any:
 def _check_records(reader: RecordReader, infos: Mapping[str, ParamInfo]) -> None:
     """Refuse a checkpoint whose parameters are not those of its model."""
     slots = {slot.name: slot for slot in (slot_of(info, PARAMS) for info in infos.values())}
-    found = {name for name in reader.records() if name.startswith(f"{PARAMS}/")}
-    for name in sorted(slots.keys() ^ found):
-        where = "has besides" if name in found else "lacks"
+    names = {name for name in reader.records() if name.startswith(f"{PARAMS}/")}
+    for name in sorted(slots.keys() ^ names):
+        where = "has besides" if name in names else "lacks"
         raise CheckpointError(
             f"checkpoint step {reader.step} {where} '{name}' for the model it names; export one"
             f" that was saved whole"

@@ -57,12 +57,12 @@ class Source:
     @functools.cached_property
     def dtypes(self) -> dict[str, np.dtype]:
         """Type per path: that of its tensors, the wider where layers differ."""
-        found: dict[str, np.dtype] = {}
+        dtypes: dict[str, np.dtype] = {}
         for tensor in self.tensors:
             dtype = DTYPES[self.reader.tensors[self.names[tensor.name]].dtype]
             for info in tensor.infos:
-                found[info.path] = np.promote_types(found.get(info.path, dtype), dtype)
-        return found
+                dtypes[info.path] = np.promote_types(dtypes.get(info.path, dtype), dtype)
+        return dtypes
 
     def ours(self, tensor: Tensor) -> list[np.ndarray]:
         """The parameters a tensor holds. Cost: the bytes of the tensor and of two blocks."""
@@ -155,9 +155,9 @@ def _match(conversion: Conversion, tensors: list[Tensor], reader: Reader) -> dic
 
 def _names_in_files(conversion: Conversion, reader: Reader) -> dict[str, str]:
     """Name in the files per full name: some files leave out the family's prefix."""
-    own = conversion.prefix
-    whole = any(name.startswith(own) for name in reader.tensors)
-    skip = "" if whole else own
+    prefix = conversion.prefix
+    prefixed = any(name.startswith(prefix) for name in reader.tensors)
+    skip = "" if prefixed else prefix
     return {name if name == "lm_head.weight" else skip + name: name for name in reader.tensors}
 
 

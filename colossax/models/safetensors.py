@@ -183,13 +183,13 @@ def write_folder(folder: Path, tensors: list[OutTensor], *, max_shard_bytes: int
 
 def _shards(tensors: list[OutTensor], max_bytes: int) -> Iterator[list[OutTensor]]:
     shard: list[OutTensor] = []
-    held = 0
+    shard_bytes = 0
     for tensor in tensors:
-        if shard and held + tensor.nbytes > max_bytes:
+        if shard and shard_bytes + tensor.nbytes > max_bytes:
             yield shard
-            shard, held = [], 0
+            shard, shard_bytes = [], 0
         shard.append(tensor)
-        held += tensor.nbytes
+        shard_bytes += tensor.nbytes
     yield shard
 
 

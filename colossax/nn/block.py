@@ -98,18 +98,18 @@ class Block(nnx.Module):
         start, sums = x, {}
         for name in self.names:
             read = start if self.wiring.parallel else x
-            y, state, found = getattr(self, name).mix(
+            y, state, counts = getattr(self, name).mix(
                 _block_input(self._normed(name, "norm", read)), side, state
             )
             y = residual(self._normed(name, "output_norm", y))
             x = x + (y if self.wiring.scale == 1 else y * self.wiring.scale)
             x = self._normed(name, "sum_norm", x)
-            if clash := sorted(sums.keys() & found):
+            if clash := sorted(sums.keys() & counts):
                 raise InputError(
                     f"Block: sublayer '{name}' counts {clash}, and so does one before it; give each"
                     " count a name of its own"
                 )
-            sums |= found
+            sums |= counts
         return x, state, sums
 
     def _normed(self, name: str, which: str, x: Array) -> Array:

@@ -102,11 +102,11 @@ class CallsByKind:
         """Their part of the stack's scanned state, by kind."""
         if scanned is None:
             return None
-        own = {}
+        rows = {}
         for kind in self._graphdefs:
             first, count = self._stretch.first_row(kind), len(self._stretch.numbers(kind))
-            own[kind] = jax.tree.map(lambda x, a=first, n=count: x[a : a + n], scanned.get(kind))
-        return self._grouped(own) if self._alternates else own[self._only]
+            rows[kind] = jax.tree.map(lambda x, a=first, n=count: x[a : a + n], scanned.get(kind))
+        return self._grouped(rows) if self._alternates else rows[self._only]
 
     def flat(self, rows: Any) -> Any:
         """Scanned state that came back, by kind `[layers of it, ...]`."""
@@ -133,13 +133,13 @@ class CallsByKind:
         scanned, sums, carried = [], [], state.carried
         for part in self._parts():
             row = jax.tree.map(part.cut, rows[part.kind])
-            own = None if state.scanned is None else state.scanned[part.kind]
+            scanned_rows = None if state.scanned is None else state.scanned[part.kind]
             first = part.first(self._stretch, state)
-            carry, given, carried, found = self._in_a_row(
-                part, row, carry, side, dataclasses.replace(first, carried=carried), own
+            carry, given, carried, part_sums = self._in_a_row(
+                part, row, carry, side, dataclasses.replace(first, carried=carried), scanned_rows
             )
             scanned.append(None if given is None else {part.kind: given})
-            sums.append(found)
+            sums.append(part_sums)
         sizes = [size for _, size in self._stretch.group]
         done = dataclasses.replace(state, scanned=joined(scanned), carried=carried)
         return carry, done, joined_sums(sums, sizes)
@@ -160,18 +160,18 @@ class CallsByKind:
 
         def body(loop: Any, xs: Any) -> Any:
             carry, carried = loop
-            i, row, own = xs
+            i, row, scanned_row = xs
             state = LayerState(
-                index=first.index + i, row=first.row + i, scanned=own, carried=carried
+                index=first.index + i, row=first.row + i, scanned=scanned_row, carried=carried
             )
             carry, state, sums = apply(row, carry, side, state)
             return (carry, state.carried), (state.scanned, sums)
 
         body = checkpointed(body, self._stretch.policy, in_loop=True)
-        own = jax.tree.map(part.cut, scanned)
+        scanned_rows = jax.tree.map(part.cut, scanned)
         numbers = jnp.arange(part.size, dtype=jnp.int32)
         loop, (given, sums) = jax.lax.scan(
-            body, (carry, first.carried), (numbers, rows, own), unroll=part.size == 1
+            body, (carry, first.carried), (numbers, rows, scanned_rows), unroll=part.size == 1
         )
         return *_reordered(loop, given), sums
 
@@ -209,16 +209,16 @@ def _apply(graphdef: Any) -> Apply:
 def _of_kind(kind: str, apply: Callable) -> Apply:
     """With the kind's part of what travels whole."""
 
-    def with_own(row: Any, carry: Any, side: Any, state: LayerState) -> Any:
+    def with_kind_state(row: Any, carry: Any, side: Any, state: LayerState) -> Any:
         if state.carried is None:
             return apply(row, carry, side, state)
-        own = dataclasses.replace(state, carried=state.carried.get(kind))
-        carry, own, sums = apply(row, carry, side, own)
+        view = dataclasses.replace(state, carried=state.carried.get(kind))
+        carry, view, sums = apply(row, carry, side, view)
         if kind not in state.carried:
-            return carry, dataclasses.replace(own, carried=state.carried), sums
-        return carry, dataclasses.replace(own, carried={**state.carried, kind: own.carried}), sums
+            return carry, dataclasses.replace(view, carried=state.carried), sums
+        return carry, dataclasses.replace(view, carried={**state.carried, kind: view.carried}), sums
 
-    return with_own
+    return with_kind_state
 
 
 def joined(parts: Sequence[Any]) -> Any:
@@ -247,5 +247,5 @@ def joined_sums(parts: Sequence[dict[str, Array]], counts: Sequence[int]) -> dic
         return part.get(name, empty)
 
     pairs = list(zip(parts, counts, strict=True))
-    found = {name: [of(*pair, name) for pair in pairs] for name in samples}
-    return {name: jax.tree.map(lambda *xs: jnp.concatenate(xs), *x) for name, x in found.items()}
+    by_name = {name: [of(*pair, name) for pair in pairs] for name in samples}
+    return {name: jax.tree.map(lambda *xs: jnp.concatenate(xs), *x) for name, x in by_name.items()}

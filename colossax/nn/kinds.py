@@ -66,7 +66,7 @@ def stretches(order: Sequence[str], segments: tuple[Segment, ...]) -> tuple[Stre
 
     Cost: layers squared comparisons, at worst.
     """
-    found, first, rows = [], 0, dict.fromkeys(order, 0)
+    result, first, rows = [], 0, dict.fromkeys(order, 0)
     for segment, count in zip(segments, segment_counts(segments, len(order)), strict=True):
         end = first + count
         while first < end:
@@ -76,9 +76,9 @@ def stretches(order: Sequence[str], segments: tuple[Segment, ...]) -> tuple[Stre
             )
             for kind in rows:
                 rows[kind] += repeats * stretch.per_group(kind)
-            found.append(stretch)
+            result.append(stretch)
             first += stretch.count
-    return tuple(found)
+    return tuple(result)
 
 
 def _repeating(order: Sequence[str]) -> tuple[tuple[tuple[str, int], ...], int]:
@@ -105,10 +105,10 @@ def _repeats(order: Sequence[str], size: int) -> int:
 
 
 def _in_rows(order: Sequence[str]) -> tuple[tuple[str, int], ...]:
-    found: list[tuple[str, int]] = []
+    runs: list[tuple[str, int]] = []
     for kind in order:
-        if found and found[-1][0] == kind:
-            found[-1] = (kind, found[-1][1] + 1)
+        if runs and runs[-1][0] == kind:
+            runs[-1] = (kind, runs[-1][1] + 1)
         else:
-            found.append((kind, 1))
-    return tuple(found)
+            runs.append((kind, 1))
+    return tuple(runs)

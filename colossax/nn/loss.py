@@ -109,24 +109,24 @@ def _totals_fwd(
 ) -> Any:
     operands = (hidden, head, bias)
     operands, targets, weights = jax.tree.map(lambda x: x.value, (operands, targets, weights))
-    sums, lse, found = _first_pass(static, operands, targets, weights, gradients=not static.z_loss)
-    return sums, (operands, targets, weights, lse, found)
+    sums, lse, grads = _first_pass(static, operands, targets, weights, gradients=not static.z_loss)
+    return sums, (operands, targets, weights, lse, grads)
 
 
 def _totals_bwd(static: _Static, saved: Any, cotangents: Any) -> Any:
-    operands, targets, weights, lse, found = saved
+    operands, targets, weights, lse, grads = saved
     unused = isinstance(cotangents[1], SymbolicZero)
     dce, dz, _ = (0.0 if isinstance(c, SymbolicZero) else c for c in cotangents)
-    if found is None:
+    if grads is None:
         of_p, of_label = weights * (dce + 2 * dz * lse), weights * dce
-        found = _second_pass(static, operands, targets, lse, of_p, of_label)
+        grads = _second_pass(static, operands, targets, lse, of_p, of_label)
     else:
-        found = jax.tree.map(lambda x: x * dce, found)
+        grads = jax.tree.map(lambda x: x * dce, grads)
         if not unused:
             of_p = weights * (2 * dz * lse)
             more = _second_pass(static, operands, targets, lse, of_p, jnp.zeros_like(of_p))
-            found = jax.tree.map(jnp.add, found, more)
-    typed = jax.tree.map(lambda g, x: g.astype(x.dtype), found, operands)
+            grads = jax.tree.map(jnp.add, grads, more)
+    typed = jax.tree.map(lambda g, x: g.astype(x.dtype), grads, operands)
     # What comes before the head waits until the head's gradient, the largest of all, is reduced;
     # else the compiler keeps it in float32 and whole until the end of the backward pass.
     typed = jax.lax.optimization_barrier(typed)
@@ -212,8 +212,8 @@ def _dlogits(
 ) -> Array:
     p = jnp.exp(logits - lse[..., None])
     onehot = jnp.where(_is_label(logits, label), of_label[..., None], 0.0)
-    found = p * of_p[..., None] - onehot
-    return found if slope is None else found * slope
+    dlogits = p * of_p[..., None] - onehot
+    return dlogits if slope is None else dlogits * slope
 
 
 def _gradients(x: Array, head: Array, bias: Any, dlogits: Array) -> tuple[Array, Array, Any]:
@@ -236,27 +236,27 @@ def _over_chunks(
     """
     b, s, _ = hidden.shape
     count, rows, spans = static.chunks, static.batch_shards, static.seq_shards
-    held = s // spans
-    own = -(-held // count)  # tokens of a row and a chunk that one device holds
+    span_len = s // spans
+    length = -(-span_len // count)  # tokens of a row and a chunk that one device holds
 
     def cut(x: Array) -> Array:
-        """`[rows, b / rows, spans, own, count, ...]`: no dim mixes what devices hold apart."""
-        x = x.reshape(rows, b // rows, spans, held, *x.shape[2:])
+        """`[rows, b / rows, spans, length, count, ...]`: no dim mixes what devices hold apart."""
+        x = x.reshape(rows, b // rows, spans, span_len, *x.shape[2:])
         x = pad_to_multiple(x, {3: count})
-        return x.reshape(*x.shape[:3], own, count, *x.shape[4:])
+        return x.reshape(*x.shape[:3], length, count, *x.shape[4:])
 
     parts = [cut(x) for x in (hidden, *tokens)]
 
     def one(i: Any) -> tuple[Any, Any]:
         taken = (jax.lax.dynamic_index_in_dim(x, i, axis=4, keepdims=False) for x in parts)
-        merged = (rows * spans, b // rows * own)
+        merged = (rows * spans, b // rows * length)
         return chunk(*(jnp.swapaxes(x, 1, 2).reshape(*merged, *x.shape[4:]) for x in taken))
 
     def restore(x: Array) -> Array:
-        x = x.reshape(count, rows, spans, b // rows, own, *x.shape[3:])
+        x = x.reshape(count, rows, spans, b // rows, length, *x.shape[3:])
         x = x.transpose(1, 3, 2, 4, 0, *range(5, x.ndim))
-        x = x.reshape(b, spans, own * count, *x.shape[5:])
-        return x[:, :, :held].reshape(b, s, *x.shape[3:])
+        x = x.reshape(b, spans, length * count, *x.shape[5:])
+        return x[:, :, :span_len].reshape(b, s, *x.shape[3:])
 
     if count == 1:
         added, per_token = one(0)

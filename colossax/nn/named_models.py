@@ -25,8 +25,8 @@ class Models(nnx.Module):
     def __init__(self, makers: Mapping[str, MakeModel], *, rngs: nnx.Rngs):
         key = rngs.params()
         for name, make in makers.items():
-            own = jax.random.fold_in(key, zlib.crc32(name.encode()))
-            setattr(self, name, make(nnx.Rngs(own)))
+            model_key = jax.random.fold_in(key, zlib.crc32(name.encode()))
+            setattr(self, name, make(nnx.Rngs(model_key)))
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)

@@ -103,9 +103,9 @@ def _put(model: nnx.Module, make: MakeWeight, rngs: nnx.Rngs) -> nnx.Module:
 
 
 def _check(name: str, module: Weighted, holder: Any) -> None:
-    found = getattr(holder, "weight", None)
-    if not isinstance(found, Weight) or found.shape != module.weight.shape:
-        what = f"one of shape {found.shape}" if isinstance(found, Weight) else "none"
+    weight = getattr(holder, "weight", None)
+    if not isinstance(weight, Weight) or weight.shape != module.weight.shape:
+        what = f"one of shape {weight.shape}" if isinstance(weight, Weight) else "none"
         raise InputError(
             f"with_weights: '{name}' needs a weight of shape {module.weight.shape}, and"
             f" {type(holder).__name__} has {what}; give it a property `weight` of that shape"

@@ -200,13 +200,13 @@ def free_host_bytes(source: Path = _MEMINFO, group: Path = _GROUP) -> int:
     """
     try:
         lines = source.read_text(encoding="ascii").splitlines()
-        found = next(line for line in lines if line.startswith("MemAvailable:"))
+        available = next(line for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
         raise PlanError(
             f"plan.offload.host_gb: {source} does not say how much memory is free; give how much"
             " may be used"
         ) from None
-    free = int(found.split()[1]) * 1024
+    free = int(available.split()[1]) * 1024
     left = _left_in_group(group)
     return free if left is None else min(free, left)
 

@@ -71,20 +71,20 @@ def host_budget(
     """
     if target is not None:
         return int((given_gb or 0) * GB)
-    own = [device for device in devices if device.process_index == jax.process_index()]
-    here = max(1, len(own))
+    local = [device for device in devices if device.process_index == jax.process_index()]
+    here = max(1, len(local))
     if given_gb is None:
         if jax.process_count() > 1:
             raise PlanError(
                 "plan.offload.host_gb: how many of the processes share a host is not known; give"
                 " how much of its memory there is for each device, as in --plan.offload.host_gb 96"
             )
-        limit = _pinned_limit() if own and own[0].platform != "cpu" else None
+        limit = _pinned_limit() if local and local[0].platform != "cpu" else None
         budget = default_host_bytes(free_host_bytes(), here)
         return budget if limit is None else min(budget, limit // here)
     wanted = int(given_gb * GB)
     check_host_bytes(wanted, free_host_bytes(), here)
-    if own and own[0].platform != "cpu":
+    if local and local[0].platform != "cpu":
         _check_pinned(wanted * here)
     return wanted
 

@@ -77,8 +77,8 @@ def new_stack(
     if sharding is None or sharding.mesh.size == 1:
         return jax.device_put(jax.lax.empty(shape, row.dtype), HOST)
     # Left to the partitioner, an empty array is made whole on every device and then sent.
-    own = sharding.shard_shape(tuple(row.shape))
-    local = (count, *own) if stacked else own
+    shard = sharding.shard_shape(tuple(row.shape))
+    local = (count, *shard) if stacked else shard
     spec = PartitionSpec(None, *sharding.spec) if stacked else sharding.spec
     make = jax.shard_map(
         lambda: jax.lax.empty(local, row.dtype),

@@ -221,14 +221,14 @@ def load_rates(device_kind: str) -> Rates | None:
     """
     path = rates_path(device_kind)
     try:
-        found = json.loads(path.read_text())
+        data = json.loads(path.read_text())
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as problem:
         raise InputError(
             f"rates {path}: cannot be read ({problem}); measure again with colossax bench offload"
         ) from problem
-    return from_json(Rates, found, where=f"rates {path}")
+    return from_json(Rates, data, where=f"rates {path}")
 
 
 def cpu_device() -> jax.Device:
@@ -306,8 +306,8 @@ def _parameters_per_s(update: Update, device: jax.Device, count: int, effort: Ef
 
 def _check_positive(value: Any, where: str) -> None:
     for field in dataclasses.fields(value):
-        found = getattr(value, field.name)
-        if isinstance(found, int | float) and not 0 < found < math.inf:
+        measured = getattr(value, field.name)
+        if isinstance(measured, int | float) and not 0 < measured < math.inf:
             raise InputError(
-                f"{where}.{field.name}: found {found}; give what was measured, a number above 0"
+                f"{where}.{field.name}: found {measured}; give what was measured, a number above 0"
             )

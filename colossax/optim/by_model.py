@@ -29,8 +29,8 @@ class ByModel(optax.GradientTransformation):
         def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
             updates, new = dict(updates), {}
             for name, part in parts.items():
-                own = None if params is None else params[name]
-                updates[name], new[name] = part.update(updates[name], state[name], own)
+                part_params = None if params is None else params[name]
+                updates[name], new[name] = part.update(updates[name], state[name], part_params)
             return updates, new
 
         self = super().__new__(cls, init, update)
@@ -57,8 +57,8 @@ def transformation(optimizer: Optimizer, dims: Any) -> optax.GradientTransformat
             f" {', '.join(repr(name) for name in sorted(dims))}; give an optimizer by the name of"
             " each model, or one for all"
         )
-    for name, own in dims.items():
-        if name not in optimizer and jax.tree.leaves(own, is_leaf=_is_dims):
+    for name, model_dims in dims.items():
+        if name not in optimizer and jax.tree.leaves(model_dims, is_leaf=_is_dims):
             raise InputError(
                 f"optimizer: model '{name}' has none and learns; give it one, or freeze the model"
                 f" with trainable="

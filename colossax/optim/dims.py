@@ -25,8 +25,8 @@ def decays(dims: Dims) -> bool:
     A parameter decays if, in one layer and one expert, it has at least two dims. `head_dim` counts
     together with the heads beside it: a bias `(heads, head_dim)` is a vector cut in pieces.
     """
-    own = [dim for dim in dims if not is_unit_dim(dim)]
-    return len([dim for dim in own if dim is None or dim.split(":")[0] != "head_dim"]) >= 2
+    weight_dims = [dim for dim in dims if not is_unit_dim(dim)]
+    return len([dim for dim in weight_dims if dim is None or dim.split(":")[0] != "head_dim"]) >= 2
 
 
 def decay_mask(dims: Any) -> Any:
@@ -52,23 +52,23 @@ def map_with_dims(fn: Callable[..., Any], dims: Any, tree: Any, *rest: Any) -> A
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-    found = dict(_flat_dims(dims))
-    if set(found) != set(names):
-        odd = sorted(set(found) ^ set(names))[0]
+    by_name = dict(_flat_dims(dims))
+    if set(by_name) != set(names):
+        odd = sorted(set(by_name) ^ set(names))[0]
         lacks, has = ("dims", "parameters") if odd in names else ("parameters", "dims")
         raise InputError(
             f"optimizer: '{odd}' is among the {has} but not among the {lacks}; make the optimizer"
             " from the dims of the parameters it gets"
         )
     for name, (_, leaf) in zip(names, leaves, strict=True):
-        if len(found[name]) != jnp.ndim(leaf):
+        if len(by_name[name]) != jnp.ndim(leaf):
             raise InputError(
-                f"optimizer: '{name}' has {jnp.ndim(leaf)} dims but {len(found[name])} names"
-                f" {found[name]}; give one name (or None) to each dim"
+                f"optimizer: '{name}' has {jnp.ndim(leaf)} dims but {len(by_name[name])} names"
+                f" {by_name[name]}; give one name (or None) to each dim"
             )
     columns = [structure.flatten_up_to(other) for other in rest]
     rows = zip(names, leaves, *columns, strict=True)
-    return structure.unflatten([fn(found[name], leaf, *more) for name, (_, leaf), *more in rows])
+    return structure.unflatten([fn(by_name[name], leaf, *more) for name, (_, leaf), *more in rows])
 
 
 def _is_dims(leaf: Any) -> bool:

@@ -8,7 +8,7 @@ from colossax.errors import PlanError
 
 def test_flat_layouts_leave_rules_alone():
     plan = preset("zero3+megatron_sp")
-    assert plan.laid_rules is plan.rules
+    assert plan.effective_rules is plan.rules
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ def test_flat_layouts_leave_rules_alone():
     ],
 )
 def test_layouts_turn_the_tensor_axis(layout, dim, params, activations):
-    rules = preset("zero3+megatron").replace(tensor_layout=layout).laid_rules
+    rules = preset("zero3+megatron").replace(tensor_layout=layout).effective_rules
     assert rules.params[dim] == params
     assert rules.activations[dim] == activations
     # What is stored over token axes is gathered first, so that axes stand last.

@@ -17,10 +17,10 @@ from colossax.models.mistral.config import MistralConfig
 
 def _read(settings: Mapping[str, Any]) -> dict[str, Any]:
     kind = "full_attention" if settings.get("sliding_window", 4096) is None else "sliding_attention"
-    for found in settings.get("layer_types") or ():
-        if found != kind:
+    for layer_type in settings.get("layer_types") or ():
+        if layer_type != kind:
             raise InputError(
-                f"config.json: a layer of type {found!r} among others is not supported;"
+                f"config.json: a layer of type {layer_type!r} among others is not supported;"
                 f" only {kind!r} in all layers is"
             )
     return {**plain_rope(settings), **first_eos(settings)}

@@ -12,20 +12,20 @@ from colossax.offload.disk.slots import Places, SlotBuffer
 
 def commits(file: BlockFile, places: Places) -> list[CommitBlock]:
     """The commits on the disk, newest first."""
-    found = []
+    blocks = []
     for parity in (0, 1):
         area = aligned_buffer(places.commit_bytes)
         file.read(area, places.commit(parity))
-        found.append(CommitBlock.from_bytes(area.tobytes()))
-    return sorted((c for c in found if c is not None), key=lambda c: c.epoch, reverse=True)
+        blocks.append(CommitBlock.from_bytes(area.tobytes()))
+    return sorted((c for c in blocks if c is not None), key=lambda c: c.epoch, reverse=True)
 
 
 def holds(file: BlockFile, places: Places, record: int, epoch: int) -> bool:
     """Whether a record lies there by its header; its arrays are not looked at."""
     block = aligned_buffer(BLOCK_BYTES)
     file.read(block, places.slot(record, epoch))
-    found = RecordBlock.from_bytes(block.tobytes())
-    return found is not None and (found.record, found.epoch) == (record, epoch)
+    header = RecordBlock.from_bytes(block.tobytes())
+    return header is not None and (header.record, header.epoch) == (record, epoch)
 
 
 def read_record(
@@ -37,14 +37,14 @@ def read_record(
         DamagedStoreError: It is not what was written.
     """
     file.read(buffer.slot, places.slot(record, epoch))
-    found = RecordBlock.from_bytes(buffer.slot[:BLOCK_BYTES].tobytes())
-    if found is None:
+    header = RecordBlock.from_bytes(buffer.slot[:BLOCK_BYTES].tobytes())
+    if header is None:
         what = "its header is damaged or was never written"
-    elif (found.record, found.epoch) != (record, epoch):
-        what = f"record {found.record} of epoch {found.epoch} lies there"
-    elif found.payload_bytes != len(buffer.payload):
-        what = f"it has {found.payload_bytes} bytes, not {len(buffer.payload)}"
-    elif found.checksum != checksum(buffer.payload):
+    elif (header.record, header.epoch) != (record, epoch):
+        what = f"record {header.record} of epoch {header.epoch} lies there"
+    elif header.payload_bytes != len(buffer.payload):
+        what = f"it has {header.payload_bytes} bytes, not {len(buffer.payload)}"
+    elif header.checksum != checksum(buffer.payload):
         what = "the checksum of its arrays is wrong"
     else:
         return

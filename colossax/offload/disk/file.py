@@ -229,10 +229,10 @@ def free_bytes(folder: Path) -> int:
         OffloadError: There is no such folder.
     """
     try:
-        found = os.statvfs(folder)
+        stats = os.statvfs(folder)
     except OSError as error:
         raise OffloadError(
             f"folder '{folder}' cannot hold a disk store ({error.strerror}); create it or choose "
             "another"
         ) from error
-    return found.f_bavail * found.f_frsize
+    return stats.f_bavail * stats.f_frsize

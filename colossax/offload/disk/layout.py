@@ -43,11 +43,11 @@ class RecordLayout:
 
     def offsets(self) -> dict[str, int]:
         """Byte within the payload at which each array begins, a multiple of `BLOCK_BYTES`."""
-        found, end = {}, 0
+        offsets, end = {}, 0
         for name, (shape, dtype) in self.arrays.items():
-            found[name] = end
+            offsets[name] = end
             end += in_blocks(math.prod(shape) * dtype.itemsize)
-        return found
+        return offsets
 
     @property
     def payload_bytes(self) -> int:
@@ -80,11 +80,11 @@ class RecordLayout:
         """
         asked = {name: [name, *rest] for name, *rest in self.rows()}
         for row in stored:
-            mine = asked.pop(row[0], None)
-            if mine is None:
+            want = asked.pop(row[0], None)
+            if want is None:
                 return f"array '{row[0]}' {_shown(row)} is in the file and was not asked for"
-            if mine != row:
-                return f"array '{row[0]}' is {_shown(row)} in the file, asked for as {_shown(mine)}"
+            if want != row:
+                return f"array '{row[0]}' is {_shown(row)} in the file, asked for as {_shown(want)}"
         for name, row in asked.items():
             return f"array '{name}' {_shown(row)} is not in the file"
         return None

@@ -119,11 +119,11 @@ class SlotBuffer:
                 "arrays of the layout"
             )
         for name, spec in wanted.items():
-            found = results[name]
-            if (tuple(found.shape), np.dtype(found.dtype)) != spec:
+            array = results[name]
+            if (tuple(array.shape), np.dtype(array.dtype)) != spec:
                 shape, dtype = spec
                 raise OffloadError(
                     f"array '{name}' given for record {record} is "
-                    f"{np.dtype(found.dtype).name}{list(found.shape)}, the layout says "
+                    f"{np.dtype(array.dtype).name}{list(array.shape)}, the layout says "
                     f"{dtype.name}{list(shape)}; cast or reshape it"
                 )

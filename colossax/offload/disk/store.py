@@ -146,8 +146,8 @@ class RecordStore:
         Cost: one read of 4 KiB per record, and the tails.
         """
         for commit in commits(self._file, self._places):
-            whole = (holds(self._file, self._places, i, commit.epoch) for i in range(self.records))
-            if all(whole):
+            valid = (holds(self._file, self._places, i, commit.epoch) for i in range(self.records))
+            if all(valid):
                 return commit.epoch
         return None
 
@@ -157,7 +157,7 @@ class RecordStore:
         Raises:
             OffloadError: There is no such epoch.
         """
-        epoch = self._whole_epoch()
+        epoch = self._require_epoch()
         return next(
             commit.tail for commit in commits(self._file, self._places) if commit.epoch == epoch
         )
@@ -173,7 +173,7 @@ class RecordStore:
             DamagedStoreError: They are not what was written.
             OffloadError: There is no consistent epoch, or the disk cannot be read.
         """
-        epoch = self._whole_epoch() if epoch is None else epoch
+        epoch = self._require_epoch() if epoch is None else epoch
         self._check_record(record)
         buffer = SlotBuffer(self.layout)
         read_record(self._file, self._places, record, epoch, buffer)
@@ -185,7 +185,7 @@ class RecordStore:
         Raises:
             OffloadError: There is no consistent epoch, or the disk cannot be read.
         """
-        epoch = self._whole_epoch()
+        epoch = self._require_epoch()
         self._check_record(record)
         shape, dtype = self.layout.arrays[name]
         if not math.prod(shape):
@@ -249,10 +249,10 @@ class RecordStore:
                 f"{self.records} records were not written, the first is {missing[0]}; fill or "
                 "update them all"
             )
-        room = aligned_buffer(CommitBlock.room_bytes(self._tail_bytes))
+        block = aligned_buffer(CommitBlock.room_bytes(self._tail_bytes))
         parts = (np.frombuffer(tail, np.uint8),) if isinstance(tail, bytes) else tail
         try:
-            taken = CommitBlock.fill(room, epoch, parts, self._tail_bytes)
+            taken = CommitBlock.fill(block, epoch, parts, self._tail_bytes)
         except BufferError as error:
             raise OffloadError(
                 f"disk store '{self.path}' has room for a tail of {self._tail_bytes} bytes, given "
@@ -261,7 +261,7 @@ class RecordStore:
         written, self._written = self._written, {}  # after a failed sync all must be written again
         self._file.sync()
         self._written = written
-        self._file.write(room[:taken], self._places.commit(epoch))
+        self._file.write(block[:taken], self._places.commit(epoch))
         self._file.sync()
         self._epoch = epoch
 
@@ -359,7 +359,7 @@ class RecordStore:
                 f"disk store '{self.path}' is being updated; call it when update has returned"
             )
 
-    def _whole_epoch(self) -> int:
+    def _require_epoch(self) -> int:
         if self._epoch is None:
             raise OffloadError(
                 f"disk store '{self.path}' holds no whole epoch; fill it from a checkpoint"
