@@ -47,11 +47,11 @@ DEPTH = 64
 FEATURES = 128
 """Sizes of features are padded to a multiple of this."""
 
-PIECE = 32
-"""Columns stored at once; two pieces per warpgroup are on their way."""
+CHUNK = 32
+"""Columns stored at once; two chunks per warpgroup are on their way."""
 
 EDGE = 64
-"""Columns of a piece of which only some rows are stored."""
+"""Columns of a chunk of which only some rows are stored."""
 
 COPIER = 2
 """The warpgroup that loads."""
@@ -129,7 +129,7 @@ def multiply(
     scratch = [
         matrix((tiles.stages, ROWS, DEPTH), x.dtype),
         matrix((tiles.stages, *block), x.dtype),
-        matrix((2, 2, WARPGROUP_ROWS, PIECE), x.dtype),
+        matrix((2, 2, WARPGROUP_ROWS, CHUNK), x.dtype),
         plain((2, WARPGROUP_ROWS, EDGE), x.dtype),
         stage_barriers(tiles.stages, copies=2, readers=2),
     ]
@@ -161,7 +161,7 @@ def _multiply(
     out,
     xs,
     ws,
-    pieces,
+    chunks,
     edges,
     barriers,
 ):
@@ -221,7 +221,7 @@ def _multiply(
                 ops,
                 acc.astype(x.dtype),
                 out.at[pl.ds(first[visit] + start, WARPGROUP_ROWS), pl.ds(column, tiles.columns)],
-                pieces.at[wg],
+                chunks.at[wg],
                 edges.at[wg],
                 jnp.clip(low[visit] - start, 0, WARPGROUP_ROWS),
                 jnp.clip(high[visit] - start, 0, WARPGROUP_ROWS),
@@ -233,23 +233,23 @@ def _multiply(
 
 
 def _store(
-    ops: Ops, found: Array, out: Any, pieces: Any, edge: Any, low: Array, high: Array
+    ops: Ops, values: Array, out: Any, chunks: Any, edge: Any, low: Array, high: Array
 ) -> None:
     """Rows `[low, high)` of what one warpgroup holds to global memory, through shared memory."""
     everything = (low == 0) & (high == WARPGROUP_ROWS)
 
     @pl.when(everything)
-    def _whole():
-        _store_whole(ops, found, out, pieces)
+    def _full():
+        _store_full(ops, values, out, chunks)
 
     @pl.when(jnp.logical_not(everything) & (low < high))
     def _some():
         # A bulk copy has a fixed size, so powers of two add up to the rows; between swizzled rows
         # it could not begin everywhere, so these are plain.
-        for i in range(found.shape[1] // EDGE):
+        for i in range(values.shape[1] // EDGE):
             columns = slice(i * EDGE, (i + 1) * EDGE)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            ops.store(edge, found[:, columns])
+            ops.store(edge, values[:, columns])
             plgpu.commit_smem()
             row, size = low, WARPGROUP_ROWS // 2
             while size:
@@ -263,14 +263,14 @@ def _store(
                 row, size = row + part, size // 2
 
 
-def _store_whole(ops: Ops, found: Array, out: Any, pieces: Any) -> None:
-    """What one warpgroup holds to global memory, piece after piece, one of them on its way."""
-    for i in range(found.shape[1] // PIECE):
-        columns = slice(i * PIECE, (i + 1) * PIECE)
+def _store_full(ops: Ops, values: Array, out: Any, chunks: Any) -> None:
+    """What one warpgroup holds to global memory, chunk after chunk, one of them on its way."""
+    for i in range(values.shape[1] // CHUNK):
+        columns = slice(i * CHUNK, (i + 1) * CHUNK)
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-        pieces[i % 2] = found[:, columns]
+        chunks[i % 2] = values[:, columns]
         plgpu.commit_smem()
-        ops.copy_out(pieces.at[i % 2], out.at[:, columns])
+        ops.copy_out(chunks.at[i % 2], out.at[:, columns])
 
 
 def _in_strips(index: Array, down: Array | int, across: int, strip: int) -> tuple[Array, Array]:
@@ -319,7 +319,7 @@ def weight_gradient(
     scratch = [
         matrix((tiles.stages, DEPTH, ROWS), x.dtype),
         matrix((tiles.stages, DEPTH, tiles.columns), x.dtype),
-        matrix((2, 2, WARPGROUP_ROWS, PIECE), x.dtype),
+        matrix((2, 2, WARPGROUP_ROWS, CHUNK), x.dtype),
         stage_barriers(tiles.stages, copies=2, readers=2),
         plgpu.Barrier(num_arrivals=2),
     ]
@@ -347,7 +347,7 @@ def _weight_gradient(
     out,
     xs,
     dys,
-    pieces,
+    chunks,
     barriers,
     masked,
 ):
@@ -384,9 +384,9 @@ def _weight_gradient(
 
         def operands(k):
             slot = stages.arrived(k)
-            own = aligned + k * DEPTH
-            low = jnp.maximum(own, start) - first(k)
-            high = jnp.minimum(own + DEPTH, end) - first(k)
+            step_start = aligned + k * DEPTH
+            low = jnp.maximum(step_start, start) - first(k)
+            high = jnp.minimum(step_start + DEPTH, end) - first(k)
 
             # Both operands, as a row of another group may be infinite.
             @pl.when((low > 0) | (high < DEPTH))
@@ -406,7 +406,7 @@ def _weight_gradient(
         )
         rows = pl.ds(row + wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
         there = out.at[group, rows, pl.ds(column, tiles.columns)]
-        _store_whole(ops, acc.astype(x.dtype), there, pieces.at[wg])
+        _store_full(ops, acc.astype(x.dtype), there, chunks.at[wg])
         plgpu.wait_smem_to_gmem(0)
 
 
