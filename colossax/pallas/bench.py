@@ -116,11 +116,11 @@ def time_calls(
         jax.block_until_ready(function(*sets[0]))
         once = _seconds(function, sets, 3) / 3
         calls[name] = max(3, round(effort.seconds / once))
-    found: dict[str, list[float]] = {name: [] for name in functions}
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(effort.repeats):
         for name, function in functions.items():
-            found[name].append(_seconds(function, sets, calls[name]) / calls[name])
-    return found
+            seconds[name].append(_seconds(function, sets, calls[name]) / calls[name])
+    return seconds
 
 
 def _seconds(function: Callable[..., Any], sets: Sequence[tuple[Any, ...]], calls: int) -> float:
@@ -193,8 +193,8 @@ def tolerance(dtype: Any) -> float:
     return {2: 1e-2, 4: 1e-4}[jnp.dtype(dtype).itemsize]
 
 
-def relative_error(found: Any, truth: Any) -> float:
+def relative_error(computed: Any, truth: Any) -> float:
     """Norm of the difference over the norm of the truth; infinite where something is NaN."""
-    difference = np.asarray(found, np.float64) - truth
+    difference = np.asarray(computed, np.float64) - truth
     error = float(np.linalg.norm(difference) / np.linalg.norm(truth))
     return error if np.isfinite(error) else float("inf")

@@ -49,15 +49,17 @@ def choose(
         raise ValueError(f"{operation}: no implementation '{implementation}'; use one of {names}")
     if implementation == "auto":
         automatic = {n: one for n, one in implementations.items() if n != "interpret"}
-        found = reasons(automatic, spec, target, unproven=unproven, verdicts=verdicts)
+        answers = reasons(automatic, spec, target, unproven=unproven, verdicts=verdicts)
     else:
-        found = {implementation: implementations[implementation].why_not(spec, target)}
-    chosen = next((name for name, why in found.items() if why is None), None)
+        answers = {implementation: implementations[implementation].why_not(spec, target)}
+    chosen = next((name for name, why in answers.items() if why is None), None)
     if chosen is not None:
-        faster = list(found.items())[: list(found).index(chosen)]
+        faster = list(answers.items())[: list(answers).index(chosen)]
         _log_once(operation, str(spec), chosen, "; ".join(f"not {n}: {why}" for n, why in faster))
         return chosen
-    declines = [NotImplementedError(f"{operation} '{name}': {why}") for name, why in found.items()]
+    declines = [
+        NotImplementedError(f"{operation} '{name}': {why}") for name, why in answers.items()
+    ]
     if implementation != "auto":
         raise declines[0]
     raise ExceptionGroup(f"{operation}: no implementation takes this call", declines)
@@ -75,12 +77,12 @@ def reasons(
 
     Arguments are those of `choose`.
     """
-    found = {name: _why_left(one, spec, target) for name, one in implementations.items()}
-    if unproven in found and found[unproven] is None and target.device_kind is not None:
+    answers = {name: _why_left(one, spec, target) for name, one in implementations.items()}
+    if unproven in answers and answers[unproven] is None and target.device_kind is not None:
         verdict = (verdicts or PROVER.verdict)(spec.variant, target.device_kind)
-        peers = (name for name, why in found.items() if name != unproven and why is None)
-        found[unproven] = verdict.why_not(next(peers, None))
-    return found
+        peers = (name for name, why in answers.items() if name != unproven and why is None)
+        answers[unproven] = verdict.why_not(next(peers, None))
+    return answers
 
 
 def _why_left(one: Any, spec: Any, target: Target) -> str | None:

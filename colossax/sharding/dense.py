@@ -24,7 +24,7 @@ DenseMap = tuple[Array, Dims, Array | None]
 def products(x: Array, maps: Sequence[DenseMap], *, contract: int) -> tuple[Array, ...]:
     """`x @ w + bias` of each map; see `colossax.sharding.linears`."""
     bound = current()
-    if bound is None or bound.single or not _own_regions(bound) or x.ndim - contract != 2:
+    if bound is None or bound.single or not _is_manual(bound) or x.ndim - contract != 2:
         return tuple(_by_compiler(x, *one, contract) for one in maps)
     shapes = tuple((w.shape, tuple(dims)) for w, dims, _ in maps)
     island = Island(
@@ -36,7 +36,7 @@ def products(x: Array, maps: Sequence[DenseMap], *, contract: int) -> tuple[Arra
     return matmuls(island, x, tuple(w for w, _, _ in maps), tuple(bias for _, _, bias in maps))
 
 
-def _own_regions(bound: BoundPlan) -> bool:
+def _is_manual(bound: BoundPlan) -> bool:
     """Whether matmuls communicate as `colossax.sharding.matmul` says, not as the compiler does."""
     chosen = bound.plan.tensor_matmul
     return chosen != "compiler" and (chosen != "auto" or bound.plan.tensor_layout != "1d")
@@ -61,7 +61,7 @@ class _Linear:
 
 
 # One rule for gather and matmul together, so that backward can keep the weight at rest and gather
-# it again: with a rule for the gather alone the matmul would keep every layer's weight whole. In
+# it again: with a rule for the gather alone the matmul would keep every layer's full weight. In
 # a layer that is recomputed the second gather is part of that, and a third would cost its bytes.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _matmul(static: _Linear, x: Array, w: Array, bias: Array | None) -> Array:
@@ -88,7 +88,7 @@ def _matmul_bwd(static: _Linear, residuals: Any, dy: Array):
     x, matrix, w, bias = residuals
     bound, dims = static.bound, static.dims
     summed = reduction_dtype(bound, x.dtype)
-    dy = _whole_rows(bound, dims[static.contract :], dy)
+    dy = _as_in_block(bound, dims[static.contract :], dy)
     dx = jnp.dot(dy, (_matrix(static, w, x) if matrix is None else matrix).T)
     tokens = tuple(range(x.ndim - 1))
     dw = jax.lax.dot_general(x, dy, ((tokens, tokens), ((), ())), preferred_element_type=summed)
@@ -102,7 +102,7 @@ def _matmul_bwd(static: _Linear, residuals: Any, dy: Array):
 _matmul.defvjp(_matmul_fwd, _matmul_bwd)
 
 
-def _whole_rows(bound: BoundPlan | None, out: Dims, dy: Array) -> Array:
+def _as_in_block(bound: BoundPlan | None, out: Dims, dy: Array) -> Array:
     """The gradient of a block's output with the sequence as inside the block.
 
     Both matmuls of backward need it so. Left to choose, the compiler may instead split it along

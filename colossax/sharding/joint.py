@@ -67,13 +67,13 @@ def _lifted(leaf: Any, sharding: NamedSharding) -> Array:
     """`[2, ...]`: the array, and room on the other side."""
     shape = (2, *leaf.shape)
     arrays = leaf.addressable_shards if isinstance(leaf, jax.Array) else ()
-    own = {shard.device: shard.data for shard in arrays}
+    local = {shard.device: shard.data for shard in arrays}
     room = sharding.shard_shape(shape)
     shards = []
     for device in sharding.mesh.local_devices:
         where = SingleDeviceSharding(device)
-        if device in own:
-            shards.append(jax.device_put(own[device], where)[None])
+        if device in local:
+            shards.append(jax.device_put(local[device], where)[None])
         else:
             shards.append(jnp.zeros(room, leaf.dtype, device=where))
     return _from_shards(shape, sharding, shards, leaf.dtype)

@@ -14,8 +14,8 @@ from colossax.sharding.context import current
 from colossax.sharding.matmul.splits import Axes, Split, axes_of, spec_of, split_of, turn_local
 from colossax.sharding.ops import (
     compute_dtype,
+    constrained,
     gathered,
-    laid_out,
     reduction_dtype,
     summed_gradient,
 )
@@ -71,14 +71,14 @@ class _Exchange:
 
     Attributes:
         held: The table's split.
-        whole: Axes of its rows and of its width along which a device sees all tokens, each with
-            the dim of the tokens that it splits; widths first.
+        token_axes: Axes of its rows and of its width along which a device sees all tokens, each
+            with the dim of the tokens that it splits; widths first.
         widths: How many of them are of the width.
         summed: Axes of its rows that split no tokens.
     """
 
     held: Split
-    whole: tuple[tuple[Axes, int], ...]
+    token_axes: tuple[tuple[Axes, int], ...]
     widths: int
     summed: Axes
 
@@ -117,10 +117,10 @@ def _exchange(place: _Place, split: Split) -> _Exchange:
     more = of_width[len(width) :] if of_width[: len(width)] == width else ()
     if place.tokens >= place.rows or any(axis not in axes_of(place.out[:2]) for axis in more):
         more = ()
-    widths, whole = _by_dim(place, more), _by_dim(place, inside)
+    widths, rows = _by_dim(place, more), _by_dim(place, inside)
     return _Exchange(
         held=(of_rows, (*width, *more)),
-        whole=(*widths, *whole),
+        token_axes=(*widths, *rows),
         widths=len(widths),
         summed=tuple(axis for axis in of_rows if axis not in inside),
     )
@@ -138,9 +138,9 @@ def _lookup(place: _Place, table: Array, ids: Array) -> Array:
 
     def rows_local(table: Array, ids: Array) -> Array:
         table = turn_local(table.astype(place.dtype), place.rest, plan.held)
-        found = _own_rows_local(plan, place, ids, table.shape[0])
-        part = table.at[found].get(mode="fill", fill_value=0)
-        for at, (axes, dim) in reversed(list(enumerate(plan.whole))):
+        shard_ids = _shard_ids_local(plan, place, ids, table.shape[0])
+        part = table.at[shard_ids].get(mode="fill", fill_value=0)
+        for at, (axes, dim) in reversed(list(enumerate(plan.token_axes))):
             if at < plan.widths:
                 part = jax.lax.all_to_all(part, axes, split_axis=dim, concat_axis=2, tiled=True)
             else:
@@ -159,16 +159,16 @@ def _lookup_bwd(place: _Place, residuals: Any, dx: Array):
     plan = _exchange(place, place.grad)
     summed = reduction_dtype(place.bound, place.dtype)
     rows = place.rows // place.bound.size(plan.held[0])
-    seen = [axis for axes, _ in plan.whole for axis in axes]
+    seen = [axis for axes, _ in plan.token_axes for axis in axes]
     partial = tuple(axis for axis in axes_of(place.out[:2]) if axis not in seen)
 
     def sums_local(ids: Array, dx: Array) -> Array:
-        for at, (axes, dim) in enumerate(plan.whole):
+        for at, (axes, dim) in enumerate(plan.token_axes):
             if at < plan.widths:
                 dx = jax.lax.all_to_all(dx, axes, split_axis=2, concat_axis=dim, tiled=True)
             else:
                 dx = jax.lax.all_gather(dx, axes, axis=dim, tiled=True)
-        total = _added(rows, _own_rows_local(plan, place, ids, rows), dx, mode="drop")
+        total = _added(rows, _shard_ids_local(plan, place, ids, rows), dx, mode="drop")
         return turn_local(total.astype(summed), plan.held, place.grad, partial=partial)
 
     total = _mapped(place, sums_local, (place.out[:2], place.out), place.grad)(ids, dx)
@@ -178,10 +178,10 @@ def _lookup_bwd(place: _Place, residuals: Any, dx: Array):
 _lookup.defvjp(_lookup_fwd, _lookup_bwd)
 
 
-def _own_rows_local(plan: _Exchange, place: _Place, ids: Array, rows: int) -> Array:
+def _shard_ids_local(plan: _Exchange, place: _Place, ids: Array, rows: int) -> Array:
     """Numbers of all tokens among the rows that are here; those of others as one too large."""
     ids = jnp.clip(ids, 0, place.rows - 1)
-    for axes, dim in plan.whole:
+    for axes, dim in plan.token_axes:
         ids = jax.lax.all_gather(ids, axes, axis=dim, tiled=True)
     if not plan.held[0]:
         return ids
@@ -226,7 +226,7 @@ def _by_compiler_bwd(static: _Table, residuals: Any, dx: Array):
     table, ids = residuals
     total = _added(table.shape[0], ids, dx, mode="clip")
     if static.bound is not None and not static.bound.single:
-        total = laid_out(static.bound, "weights", static.dims, total)
+        total = constrained(static.bound, "weights", static.dims, total)
     return summed_gradient(static.bound, static.dims, total, table), None
 
 

@@ -37,7 +37,7 @@ def compute_dtype(default: jnp.dtype) -> jnp.dtype:
 def gather_weight(
     w: Array, dims: Dims, *, dtype: jnp.dtype | None = None, to: Dims | None = None
 ) -> Array:
-    """A parameter as a matmul wants it: in the compute dtype, whole along the batch's axes.
+    """A parameter as a matmul wants it: in the compute dtype, gathered along the batch's axes.
 
     Forward all-gathers the compute-dtype copy over the axes that split the batch (fsdp);
     backward lays the gradient out by the `gradients` rules, one reduce-scatter. Left to itself
@@ -65,9 +65,9 @@ def gathered(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _gather(bound: BoundPlan, dims: Dims, dtype: jnp.dtype, to: Dims | None, w: Array) -> Array:
     # Cast before the gather, where the shards are: half the bytes in bf16.
-    shard = laid_out(bound, "params", dims, w.astype(dtype))
-    whole = laid_out(bound, "weights", dims, shard)
-    return whole if to is None else laid_out(bound, "activations", to, whole)
+    shard = constrained(bound, "params", dims, w.astype(dtype))
+    full = constrained(bound, "weights", dims, shard)
+    return full if to is None else constrained(bound, "activations", to, full)
 
 
 def _gather_fwd(bound: BoundPlan, dims: Dims, dtype: jnp.dtype, to: Dims | None, w: Array):
@@ -78,14 +78,14 @@ def _gather_bwd(
     bound: BoundPlan, dims: Dims, dtype: jnp.dtype, to: Dims | None, like: Array, dw: Array
 ):
     if to is not None and _crosses(bound, dims, to, dw):
-        dw = laid_out(bound, "weights", dims, dw)
+        dw = constrained(bound, "weights", dims, dw)
     return (summed_gradient(bound, dims, dw, like),)
 
 
 def _crosses(bound: BoundPlan, dims: Dims, to: Dims, dw: Array) -> bool:
     """Whether a split goes to another dim on the way home, which the compiler takes in steps only:
 
-    a dim that is split here and whole at rest gives its axes to one that is split further.
+    a dim that is split here and replicated at rest gives its axes to one that is split further.
     """
     here = resolve(bound, "activations", to, dw.shape, name=f"weight {dims}")
     home = resolve(bound, "gradients", dims, dw.shape, name=f"weight {dims}")
@@ -95,7 +95,7 @@ def _crosses(bound: BoundPlan, dims: Dims, to: Dims, dw: Array) -> bool:
 _gather.defvjp(_gather_fwd, _gather_bwd)
 
 
-def laid_out(bound: BoundPlan, role: str, dims: Dims, x: Array) -> Array:
+def constrained(bound: BoundPlan, role: str, dims: Dims, x: Array) -> Array:
     spec = resolve(bound, role, dims, x.shape, name=f"weight {dims}")
     return jax.lax.with_sharding_constraint(x, NamedSharding(bound.mesh, spec))
 
@@ -112,6 +112,6 @@ def summed_gradient(bound: BoundPlan | None, dims: Dims, grad: Array, like: Arra
         if grad.ndim == 1:
             # Of a vector the sum comes first: wanted in parts from the start, its split reaches
             # back into the activations it is a sum over, which are then replicated.
-            grad = laid_out(bound, "weights", dims, grad)
-        grad = laid_out(bound, "gradients", dims, grad)
+            grad = constrained(bound, "weights", dims, grad)
+        grad = constrained(bound, "gradients", dims, grad)
     return grad.astype(like.dtype)

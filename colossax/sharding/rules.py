@@ -86,13 +86,13 @@ def batch_axes(bound: BoundPlan) -> frozenset[str]:
 
 
 def gathered_axes(bound: BoundPlan) -> frozenset[str]:
-    """Mesh axes along which a matmul wants its weight whole: those that split tokens.
+    """Mesh axes along which a matmul wants its weight gathered: those that split tokens.
 
     In the 3d layout a weight's own dims are split over `row` and `col` as well, each of which
     splits the batch on one side of the matmul only; there its weight stays split.
     """
-    own = {"row", "col"} if bound.plan.tensor_layout == "3d" else set()
-    return batch_axes(bound).union(seq_axes(bound)) - own
+    kept = {"row", "col"} if bound.plan.tensor_layout == "3d" else set()
+    return batch_axes(bound).union(seq_axes(bound)) - kept
 
 
 def seq_axes(bound: BoundPlan) -> tuple[str, ...]:

@@ -50,7 +50,7 @@ class Layout:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Piece:
+class _Slice:
     """Layers of a source array that go into a target array.
 
     Attributes:
@@ -68,13 +68,13 @@ class _Cut:
     """How a target array is made up of source arrays.
 
     Attributes:
-        pieces: In the order of layers.
-        whole: Whether it is the one source array, as it is.
+        slices: In the order of layers.
+        unchanged: Whether it is the one source array, as it is.
         stacked: Whether it has a dim of layers.
     """
 
-    pieces: tuple[_Piece, ...]
-    whole: bool
+    slices: tuple[_Slice, ...]
+    unchanged: bool
     stacked: bool
 
 
@@ -121,16 +121,16 @@ def _copied(
     leaves: list[Any], cuts: tuple[_Cut, ...], source: Layout, target: Layout
 ) -> list[Array]:
     """To other devices of this process."""
-    if not all(cut.whole for cut in cuts):
+    if not all(cut.unchanged for cut in cuts):
         there = Layout(bound=source.bound, infos=target.infos, role=source.role)
         leaves = _program(cuts, tuple(there.shardings))(leaves)
     else:
-        leaves = [leaves[cut.pieces[0].number] for cut in cuts]
+        leaves = [leaves[cut.slices[0].number] for cut in cuts]
     moved = jax.device_put(leaves, target.shardings)
     if not set(source.devices) & set(target.devices):
         return moved
     # What a device has already it keeps, as the same memory, whatever `may_alias` says.
-    as_is = tuple(_Cut((_Piece(number, None),), True, False) for number in range(len(moved)))
+    as_is = tuple(_Cut((_Slice(number, None),), True, False) for number in range(len(moved)))
     return _program(as_is, tuple(target.shardings))(moved)
 
 
@@ -167,12 +167,12 @@ def _program(cuts: tuple[_Cut, ...], shardings: tuple[NamedSharding, ...]) -> An
 
 
 def _assembled(leaves: Sequence[Array], cut: _Cut) -> Array:
-    if cut.whole:
-        return leaves[cut.pieces[0].number]
+    if cut.unchanged:
+        return leaves[cut.slices[0].number]
     parts = []
-    for piece in cut.pieces:
-        x = _in_memory(leaves[piece.number], host=False)
-        parts.append(x[None] if piece.rows is None else x[slice(*piece.rows)])
+    for taken in cut.slices:
+        x = _in_memory(leaves[taken.number], host=False)
+        parts.append(x[None] if taken.rows is None else x[slice(*taken.rows)])
     x = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
     return x if cut.stacked else x[0]
 
@@ -188,17 +188,17 @@ def _fitting(tree: Any, source: Layout) -> list[Any]:
     Raises:
         PlanError: Naming the first that is not.
     """
-    found = dict(_by_key(tree))
+    arrays = dict(_by_key(tree))
     wanted = dict(_by_key(source.infos))
-    odd = next((key for key in (*wanted, *found) if (key in found) != (key in wanted)), None)
+    odd = next((key for key in (*wanted, *arrays) if (key in arrays) != (key in wanted)), None)
     if odd is not None:
-        where = "the source's layout" if odd in found else "the tree"
+        where = "the source's layout" if odd in arrays else "the tree"
         raise PlanError(
             f"transfer: {where} has no '{odd}'; give the tree and the infos of one model under one"
             " plan"
         )
     for (key, info), sharding in zip(wanted.items(), source.shardings, strict=True):
-        leaf = found[key]
+        leaf = arrays[key]
         if tuple(leaf.shape) != info.shape:
             raise PlanError(
                 f"transfer: {info.path} has shape {tuple(leaf.shape)}, and the source's layout says"
@@ -209,7 +209,7 @@ def _fitting(tree: Any, source: Layout) -> list[Any]:
                 f"transfer: {info.path} does not lie as the source's layout says: found"
                 f" {leaf.sharding}, not {sharding}; give the binding that laid it out"
             )
-    return list(found.values())
+    return list(arrays.values())
 
 
 def _by_key(tree: Any) -> list[tuple[str, Any]]:
@@ -245,21 +245,21 @@ def _named(layout: Layout) -> list[tuple[str, ParamInfo]]:
 def _cut(given: list[tuple[int, ParamInfo]], info: ParamInfo) -> _Cut:
     first, end = info.first_layer or 0, (info.first_layer or 0) + info.layer_count
     layer = _layer_shape(info)
-    pieces = []
-    for number, own in sorted(given, key=lambda pair: pair[1].first_layer or 0):
-        if (_layer_shape(own), own.total_layers) != (layer, info.total_layers):
+    slices = []
+    for number, held in sorted(given, key=lambda pair: pair[1].first_layer or 0):
+        if (_layer_shape(held), held.total_layers) != (layer, info.total_layers):
             raise PlanError(
-                f"transfer: {info.path} is {_shown(own)} in the source and {_shown(info)} in the"
+                f"transfer: {info.path} is {_shown(held)} in the source and {_shown(info)} in the"
                 " target; both must be of one model"
             )
-        if (own.shape, own.first_layer) == (info.shape, info.first_layer):
-            return _Cut((_Piece(number, None),), True, info.stacked)
-        start = own.first_layer or 0
-        low, high = max(first, start), min(end, start + own.layer_count)
+        if (held.shape, held.first_layer) == (info.shape, info.first_layer):
+            return _Cut((_Slice(number, None),), True, info.stacked)
+        start = held.first_layer or 0
+        low, high = max(first, start), min(end, start + held.layer_count)
         if low < high:
-            rows = (low - start, high - start) if own.stacked else None
-            pieces.append(_Piece(number, rows))
-    return _Cut(tuple(pieces), False, info.stacked)
+            rows = (low - start, high - start) if held.stacked else None
+            slices.append(_Slice(number, rows))
+    return _Cut(tuple(slices), False, info.stacked)
 
 
 def _layer_shape(info: ParamInfo) -> tuple[int, ...]:

@@ -56,7 +56,7 @@ class Weight(Protocol):
         ...
 
     def gathered(self, *, to: Dims | None = None) -> Array:
-        """The dense matrix in the compute dtype, whole along the axes that split the batch.
+        """The dense matrix in the compute dtype, gathered along the axes that split the batch.
 
         Args:
             to: See `colossax.sharding.gather_weight`.
@@ -82,7 +82,7 @@ class Dense:
         x: Array, maps: Sequence[tuple[Any, Array | None]], *, contract: int
     ) -> tuple[Array, ...]:
         """See `Weight`."""
-        return products(x, [(own.w, own.dims, bias) for own, bias in maps], contract=contract)
+        return products(x, [(dense.w, dense.dims, bias) for dense, bias in maps], contract=contract)
 
     def rows(self, ids: Int[Array, "b s"]) -> Float[Array, "b s d"]:
         """See `Weight`."""
@@ -157,11 +157,11 @@ def linears(
     for at, (weight, _) in enumerate(pairs):
         _check_meets(x, weight, contract)
         by_type.setdefault(type(weight), []).append(at)
-    found: dict[int, Array] = {}
+    outputs: dict[int, Array] = {}
     for kind, places in by_type.items():
         ys = kind.multiply(x, [pairs[at] for at in places], contract=contract)
-        found.update(zip(places, ys, strict=True))
-    return tuple(found[at] for at in range(len(pairs)))
+        outputs.update(zip(places, ys, strict=True))
+    return tuple(outputs[at] for at in range(len(pairs)))
 
 
 def _pair(one: Map) -> tuple[Weight, Array | None]:

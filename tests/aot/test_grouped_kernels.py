@@ -38,7 +38,7 @@ OPERANDS = {
 def expected(kind, tiles):
     """Instructions of the kernel, as the compiler unrolls its loops."""
     products = kernels.DEPTH // 16
-    stores = tiles.columns // kernels.PIECE
+    stores = tiles.columns // kernels.CHUNK
     if kind == "by w":
         # The loop that copies both operands is peeled until stages are used again.
         return {"wgmma": products, "tma": 2 * (tiles.stages + 1) + stores, "setmaxnreg": 2}

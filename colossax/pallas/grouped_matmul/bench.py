@@ -104,8 +104,8 @@ def _dense(one: str, x: Any, _w: Any, dy: Any, _sizes: Any, first: Any) -> Any:
         "dx": (dy, first, "tf,df->td"),
         "dw": (x, dy, "td,tf->df"),
     }[one]
-    found = jnp.einsum(rule, left, right, preferred_element_type=jnp.float32)
-    return found.astype(x.dtype)
+    product = jnp.einsum(rule, left, right, preferred_element_type=jnp.float32)
+    return product.astype(x.dtype)
 
 
 def _truths(shape: Shape, one: str, given: Any) -> dict[bool, np.ndarray]:
@@ -121,11 +121,11 @@ def _truths(shape: Shape, one: str, given: Any) -> dict[bool, np.ndarray]:
 def _truth(shape: Shape, one: str, x: Any, w: Any, dy: Any, sizes: np.ndarray) -> np.ndarray:
     ends = np.cumsum(sizes)
     if one == "dw":
-        found = []
+        products = []
         for group in _groups_checked(len(sizes)):
             rows = slice(ends[group] - sizes[group], ends[group])
-            found.append(_wide(x[rows]).T @ _wide(dy[rows, :CHECKED]))
-        return np.stack(found)
+            products.append(_wide(x[rows]).T @ _wide(dy[rows, :CHECKED]))
+        return np.stack(products)
     rows = _rows_checked(shape)
     left = _wide((x if one == "forward" else dy)[rows])
     groups = np.searchsorted(ends, rows, side="right")

@@ -8,7 +8,7 @@ its own alone (`schedule.Visits`), as other blocks may write theirs at the same 
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ from colossax.pallas.mosaic import vector as plain
 from colossax.pallas.mosaic import why_slow as why_slow
 from colossax.pallas.target import Target
 
-from .schedule import row_visits
+from .schedule import Visits, row_visits
 from .spec import GroupedSpec
 
 ROWS = 2 * WARPGROUP_ROWS
@@ -47,11 +47,11 @@ DEPTH = 64
 FEATURES = 128
 """Sizes of features are padded to a multiple of this."""
 
-PIECE = 32
-"""Columns stored at once; two pieces per warpgroup are on their way."""
+CHUNK = 32
+"""Columns stored at once; two chunks per warpgroup are on their way."""
 
 EDGE = 64
-"""Columns of a piece of which only some rows are stored."""
+"""Columns of a chunk of which only some rows are stored."""
 
 COPIER = 2
 """The warpgroup that loads."""
@@ -126,57 +126,67 @@ def multiply(
     tiles = tiles or default_tiles(wide)
     visits = row_visits(group_sizes, x.shape[0], ROWS, align=ALIGN)
     block = (tiles.columns, DEPTH) if transposed else (DEPTH, tiles.columns)
-    scratch = [
-        matrix((tiles.stages, ROWS, DEPTH), x.dtype),
-        matrix((tiles.stages, *block), x.dtype),
-        matrix((2, 2, WARPGROUP_ROWS, PIECE), x.dtype),
-        plain((2, WARPGROUP_ROWS, EDGE), x.dtype),
-        stage_barriers(tiles.stages, copies=2, readers=2),
-    ]
+    scratch = _Scratch(
+        x=matrix((tiles.stages, ROWS, DEPTH), x.dtype),
+        w=matrix((tiles.stages, *block), x.dtype),
+        chunks=matrix((2, 2, WARPGROUP_ROWS, CHUNK), x.dtype),
+        edges=plain((2, WARPGROUP_ROWS, EDGE), x.dtype),
+        barriers=stage_barriers(tiles.stages, copies=2, readers=2),
+    )
     assert shared_bytes(scratch) <= SHARED_BYTES, tiles
     most = visits.group.shape[0] * (wide // tiles.columns)
     run = launch(
         functools.partial(_multiply, Ops(interpret=interpret), tiles, transposed),
         out=(jax.ShapeDtypeStruct((x.shape[0], wide), x.dtype),),
-        scratch=scratch,
+        scratch=[scratch],
         grid={"block": min(tiles.blocks or max(1, multiprocessors() - spared), most)},
         warpgroups=3,
         interpret=interpret,
     )
-    (out,) = run(visits.group, visits.first, visits.low, visits.high, visits.count, x, w)
+    (out,) = run(visits, x, w)
     return out[:rows, :columns]
+
+
+class _Scratch(NamedTuple):
+    """Shared memory of a block of `multiply`.
+
+    Attributes:
+        x: Stages of tiles of x.
+        w: Stages of tiles of w.
+        chunks: Columns on their way to the output, two chunks for each warpgroup.
+        edges: Columns of which only some rows are stored, for each warpgroup.
+        barriers: Of the stages.
+    """
+
+    x: Any
+    w: Any
+    chunks: Any
+    edges: Any
+    barriers: Any
 
 
 def _multiply(
     ops: Ops,
     tiles: Tiles,
     transposed: bool,
-    group,
-    first,
-    low,
-    high,
-    count,
-    x,
-    w,
-    out,
-    xs,
-    ws,
-    pieces,
-    edges,
-    barriers,
-):
+    visits: Visits,
+    x: Any,
+    w: Any,
+    out: Any,
+    shared: _Scratch,
+) -> None:
     """Body: tiles of the output dealt out in turn, the copier ahead of the others."""
-    stages = Stages(ops, {"x": xs, "w": ws}, barriers, tiles.stages)
+    stages = Stages(ops, {"x": shared.x, "w": shared.w}, shared.barriers, tiles.stages)
     groups = w.shape[0]
     across = out.shape[1] // tiles.columns
     block, blocks = jax.lax.axis_index("block"), jax.lax.axis_size("block")
     wg = jax.lax.axis_index("wg")
-    visits = count[0]
-    mine = jax.lax.div(visits * across - block + blocks - 1, blocks)
+    count = visits.count[0]
+    mine = jax.lax.div(count * across - block + blocks - 1, blocks)
 
     def place(i):
-        visit, column = _in_strips(block + i * blocks, visits, across, tiles.strip)
-        steps = jnp.where(group[visit] < groups, x.shape[1] // DEPTH, 0)
+        visit, column = _in_strips(block + i * blocks, count, across, tiles.strip)
+        steps = jnp.where(visits.group[visit] < groups, x.shape[1] // DEPTH, 0)
         return visit, column * tiles.columns, steps
 
     @pl.when(wg == COPIER)
@@ -185,7 +195,8 @@ def _multiply(
 
         def tile(i, done):
             visit, column, steps = place(i)
-            rows, which = pl.ds(first[visit], ROWS), jnp.minimum(group[visit], groups - 1)
+            rows = pl.ds(visits.first[visit], ROWS)
+            which = jnp.minimum(visits.group[visit], groups - 1)
             columns = pl.ds(column, tiles.columns)
 
             def stage(k, done):
@@ -208,7 +219,7 @@ def _multiply(
 
             def operands(k):
                 slot = stages.arrived(done + k)
-                return xs.at[slot, my_rows], ws.at[slot]
+                return shared.x.at[slot, my_rows], shared.w.at[slot]
 
             def release(k):
                 stages.leave(done + k)
@@ -217,14 +228,16 @@ def _multiply(
                 (WARPGROUP_ROWS, tiles.columns), steps, operands, release, transpose_b=transposed
             )
             start = wg * WARPGROUP_ROWS
+            values = acc.astype(x.dtype)
+            rows = pl.ds(visits.first[visit] + start, WARPGROUP_ROWS)
             _store(
                 ops,
-                acc.astype(x.dtype),
-                out.at[pl.ds(first[visit] + start, WARPGROUP_ROWS), pl.ds(column, tiles.columns)],
-                pieces.at[wg],
-                edges.at[wg],
-                jnp.clip(low[visit] - start, 0, WARPGROUP_ROWS),
-                jnp.clip(high[visit] - start, 0, WARPGROUP_ROWS),
+                values,
+                out.at[rows, pl.ds(column, tiles.columns)],
+                shared.chunks.at[wg],
+                shared.edges.at[wg],
+                jnp.clip(visits.low[visit] - start, 0, WARPGROUP_ROWS),
+                jnp.clip(visits.high[visit] - start, 0, WARPGROUP_ROWS),
             )
             return done + steps
 
@@ -233,23 +246,23 @@ def _multiply(
 
 
 def _store(
-    ops: Ops, found: Array, out: Any, pieces: Any, edge: Any, low: Array, high: Array
+    ops: Ops, values: Array, out: Any, chunks: Any, edge: Any, low: Array, high: Array
 ) -> None:
     """Rows `[low, high)` of what one warpgroup holds to global memory, through shared memory."""
     everything = (low == 0) & (high == WARPGROUP_ROWS)
 
     @pl.when(everything)
-    def _whole():
-        _store_whole(ops, found, out, pieces)
+    def _full():
+        _store_full(ops, values, out, chunks)
 
     @pl.when(jnp.logical_not(everything) & (low < high))
     def _some():
         # A bulk copy has a fixed size, so powers of two add up to the rows; between swizzled rows
         # it could not begin everywhere, so these are plain.
-        for i in range(found.shape[1] // EDGE):
+        for i in range(values.shape[1] // EDGE):
             columns = slice(i * EDGE, (i + 1) * EDGE)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            ops.store(edge, found[:, columns])
+            ops.store(edge, values[:, columns])
             plgpu.commit_smem()
             row, size = low, WARPGROUP_ROWS // 2
             while size:
@@ -263,14 +276,14 @@ def _store(
                 row, size = row + part, size // 2
 
 
-def _store_whole(ops: Ops, found: Array, out: Any, pieces: Any) -> None:
-    """What one warpgroup holds to global memory, piece after piece, one of them on its way."""
-    for i in range(found.shape[1] // PIECE):
-        columns = slice(i * PIECE, (i + 1) * PIECE)
+def _store_full(ops: Ops, values: Array, out: Any, chunks: Any) -> None:
+    """What one warpgroup holds to global memory, chunk after chunk, one of them on its way."""
+    for i in range(values.shape[1] // CHUNK):
+        columns = slice(i * CHUNK, (i + 1) * CHUNK)
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-        pieces[i % 2] = found[:, columns]
+        chunks[i % 2] = values[:, columns]
         plgpu.commit_smem()
-        ops.copy_out(pieces.at[i % 2], out.at[:, columns])
+        ops.copy_out(chunks.at[i % 2], out.at[:, columns])
 
 
 def _in_strips(index: Array, down: Array | int, across: int, strip: int) -> tuple[Array, Array]:
@@ -315,47 +328,67 @@ def weight_gradient(
     tiles = tiles or default_tiles(wide_f)
     ends = jnp.minimum(jnp.cumsum(group_sizes.astype(jnp.int32)), x.shape[0])
     starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), ends[:-1]])
-    order = jnp.argsort(starts - ends).astype(jnp.int32)
-    scratch = [
-        matrix((tiles.stages, DEPTH, ROWS), x.dtype),
-        matrix((tiles.stages, DEPTH, tiles.columns), x.dtype),
-        matrix((2, 2, WARPGROUP_ROWS, PIECE), x.dtype),
-        stage_barriers(tiles.stages, copies=2, readers=2),
-        plgpu.Barrier(num_arrivals=2),
-    ]
+    schedule = _Groups(jnp.argsort(starts - ends).astype(jnp.int32), starts, ends)
+    scratch = _GradientScratch(
+        x=matrix((tiles.stages, DEPTH, ROWS), x.dtype),
+        dy=matrix((tiles.stages, DEPTH, tiles.columns), x.dtype),
+        chunks=matrix((2, 2, WARPGROUP_ROWS, CHUNK), x.dtype),
+        barriers=stage_barriers(tiles.stages, copies=2, readers=2),
+        masked=plgpu.Barrier(num_arrivals=2),
+    )
     assert shared_bytes(scratch) <= SHARED_BYTES, tiles
     run = launch(
         functools.partial(_weight_gradient, Ops(interpret=interpret), tiles),
         out=(jax.ShapeDtypeStruct((groups, wide_d, wide_f), x.dtype),),
-        scratch=scratch,
+        scratch=[scratch],
         grid={"group": groups, "tile": (wide_d // ROWS) * (wide_f // tiles.columns)},
         warpgroups=3,
         interpret=interpret,
     )
-    (out,) = run(order, starts, ends, x, dy)
+    (out,) = run(schedule, x, dy)
     return out[:, :d, :f]
 
 
+class _Groups(NamedTuple):
+    """Where rows of groups are.
+
+    Attributes:
+        order: Groups, the longest first.
+        starts: First row of each group.
+        ends: One past the last.
+    """
+
+    order: Any
+    starts: Any
+    ends: Any
+
+
+class _GradientScratch(NamedTuple):
+    """Shared memory of a block of `weight_gradient`.
+
+    Attributes:
+        x: Stages of tiles of x.
+        dy: Stages of tiles of dy.
+        chunks: Columns on their way to the output, two chunks for each warpgroup.
+        barriers: Of the stages.
+        masked: Both warpgroups have zeroed rows of other groups.
+    """
+
+    x: Any
+    dy: Any
+    chunks: Any
+    barriers: Any
+    masked: Any
+
+
 def _weight_gradient(
-    ops: Ops,
-    tiles: Tiles,
-    order,
-    starts,
-    ends,
-    x,
-    dy,
-    out,
-    xs,
-    dys,
-    pieces,
-    barriers,
-    masked,
-):
+    ops: Ops, tiles: Tiles, schedule: _Groups, x: Any, dy: Any, out: Any, shared: _GradientScratch
+) -> None:
     """Body: one tile of one group's matrix, summed over the rows of the group."""
-    stages = Stages(ops, {"x": xs, "dy": dys}, barriers, tiles.stages)
+    stages = Stages(ops, {"x": shared.x, "dy": shared.dy}, shared.barriers, tiles.stages)
     wg = jax.lax.axis_index("wg")
-    group = order[jax.lax.axis_index("group")]
-    start, end = starts[group], ends[group]
+    group = schedule.order[jax.lax.axis_index("group")]
+    start, end = schedule.starts[group], schedule.ends[group]
     aligned = start - jax.lax.rem(start, ALIGN)
     steps = jnp.where(start < end, jax.lax.div(end - aligned + DEPTH - 1, DEPTH), 0)
     down, across = x.shape[1] // ROWS, dy.shape[1] // tiles.columns
@@ -384,29 +417,29 @@ def _weight_gradient(
 
         def operands(k):
             slot = stages.arrived(k)
-            own = aligned + k * DEPTH
-            low = jnp.maximum(own, start) - first(k)
-            high = jnp.minimum(own + DEPTH, end) - first(k)
+            step_start = aligned + k * DEPTH
+            low = jnp.maximum(step_start, start) - first(k)
+            high = jnp.minimum(step_start + DEPTH, end) - first(k)
 
             # Both operands, as a row of another group may be infinite.
             @pl.when((low > 0) | (high < DEPTH))
             def _():
-                _keep_rows(ops, xs.at[slot, :, mine], low, high)
+                _keep_rows(ops, shared.x.at[slot, :, mine], low, high)
                 for i in range(half // WARPGROUP_ROWS):
                     columns = pl.ds(wg * half + i * WARPGROUP_ROWS, WARPGROUP_ROWS)
-                    _keep_rows(ops, dys.at[slot, :, columns], low, high)
+                    _keep_rows(ops, shared.dy.at[slot, :, columns], low, high)
                 plgpu.commit_smem()
-                plgpu.barrier_arrive(masked)
-                plgpu.barrier_wait(masked)
+                plgpu.barrier_arrive(shared.masked)
+                plgpu.barrier_wait(shared.masked)
 
-            return xs.at[slot, :, mine], dys.at[slot]
+            return shared.x.at[slot, :, mine], shared.dy.at[slot]
 
         acc = ops.sum_of_products(
             (WARPGROUP_ROWS, tiles.columns), steps, operands, stages.leave, transpose_a=True
         )
         rows = pl.ds(row + wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
         there = out.at[group, rows, pl.ds(column, tiles.columns)]
-        _store_whole(ops, acc.astype(x.dtype), there, pieces.at[wg])
+        _store_full(ops, acc.astype(x.dtype), there, shared.chunks.at[wg])
         plgpu.wait_smem_to_gmem(0)
 
 

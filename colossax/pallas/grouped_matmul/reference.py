@@ -45,13 +45,13 @@ def weight_gradient(
     Cost: 2 e t d f FLOPs.
     """
     member = _members(group_sizes, x.shape[0])
-    found = []
+    products = []
     for i in range(group_sizes.shape[0]):
         kept_x, kept_dy = (
             jnp.where(member[i][:, None], z.astype(jnp.float32), 0.0) for z in (x, dy)
         )
-        found.append(jnp.einsum("td,tf->df", kept_x, kept_dy, precision=_EXACT))
-    return jnp.stack(found).astype(x.dtype)
+        products.append(jnp.einsum("td,tf->df", kept_x, kept_dy, precision=_EXACT))
+    return jnp.stack(products).astype(x.dtype)
 
 
 def _members(group_sizes: Int[Array, " e"], rows: int) -> Bool[Array, "e t"]:

@@ -1,6 +1,7 @@
 """Which rows each tile of a grouped matmul reads, and which of them are its own."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,18 +18,18 @@ class Visits:
     rows of a tile are of its group and of no other tile.
 
     Attributes:
-        group: Index of the group; e for the rows behind the last one.
-        first: First row read.
-        low: First row of the tile that it owns.
-        high: One past the last.
-        count: Tiles that own a row.
+        group: `[v]`, index of the group; e for the rows behind the last one.
+        first: `[v]`, first row read.
+        low: `[v]`, first row of the tile that it owns.
+        high: `[v]`, one past the last.
+        count: `[1]`, tiles that own a row.
     """
 
-    group: Int[Array, " v"]
-    first: Int[Array, " v"]
-    low: Int[Array, " v"]
-    high: Int[Array, " v"]
-    count: Int[Array, " 1"]
+    group: Any
+    first: Any
+    low: Any
+    high: Any
+    count: Any
 
 
 def most_visits(rows: int, groups: int, tile: int, align: int = 1) -> int:

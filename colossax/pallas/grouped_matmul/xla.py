@@ -51,9 +51,9 @@ def multiply(
         here = jax.lax.dynamic_slice_in_dim(x, first, tile)
         weight = jax.lax.dynamic_index_in_dim(w, group, keepdims=False)
         product = jax.lax.dot_general(here, weight, dims, preferred_element_type=jnp.float32)
-        own = _own(visits.low[i], visits.high[i], tile) & (group < groups)
+        mask = _row_mask(visits.low[i], visits.high[i], tile) & (group < groups)
         before = jax.lax.dynamic_slice_in_dim(out, first, tile)
-        kept = jnp.where(own, product.astype(x.dtype), before)
+        kept = jnp.where(mask, product.astype(x.dtype), before)
         return jax.lax.dynamic_update_slice_in_dim(out, kept, first, 0)
 
     out = jnp.zeros((rows, w.shape[1 if transposed else 2]), x.dtype)
@@ -74,10 +74,10 @@ def weight_gradient(
 
     def visit(i: Array, total: Array) -> Array:
         group, first = visits.group[i], visits.first[i]
-        own = _own(visits.low[i], visits.high[i], tile) & (group < groups)
+        mask = _row_mask(visits.low[i], visits.high[i], tile) & (group < groups)
         # Both, as a row of another group may be infinite.
         kept_x, kept_dy = (
-            jnp.where(own, jax.lax.dynamic_slice_in_dim(z, first, tile), jnp.zeros((), z.dtype))
+            jnp.where(mask, jax.lax.dynamic_slice_in_dim(z, first, tile), jnp.zeros((), z.dtype))
             for z in (x, dy)
         )
         product = jax.lax.dot_general(
@@ -90,6 +90,6 @@ def weight_gradient(
     return jax.lax.fori_loop(0, visits.count[0], visit, total).astype(x.dtype)
 
 
-def _own(low: Array, high: Array, tile: int) -> Array:
+def _row_mask(low: Array, high: Array, tile: int) -> Array:
     row = jnp.arange(tile, dtype=jnp.int32)[:, None]
     return (row >= low) & (row < high)

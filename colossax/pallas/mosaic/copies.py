@@ -36,11 +36,11 @@ class Box:
         if tile is None:
             return None
         dims = window(there)[-len(tile) :]
-        for size, whole in zip((size for size, _ in dims), tile, strict=True):
-            assert size % whole == 0, f"{size} in global memory are no multiple of a tile's {whole}"
+        for size, edge in zip((size for size, _ in dims), tile, strict=True):
+            assert size % edge == 0, f"{size} in global memory are no multiple of a tile's {edge}"
         offsets = (
-            start % whole if isinstance(start, int) else jax.lax.rem(start, jnp.int32(whole))
-            for (_, start), whole in zip(dims, tile, strict=True)
+            start % edge if isinstance(start, int) else jax.lax.rem(start, jnp.int32(edge))
+            for (_, start), edge in zip(dims, tile, strict=True)
         )
         box = cls(here.shape, tile, tuple(offsets))
         return None if all(isinstance(x, int) and x == 0 for x in box.offsets) else box
@@ -51,8 +51,8 @@ class Box:
 
     def copied(self) -> jax.Array:
         """Which of its items are not left out."""
-        found = jnp.ones(self.shape, bool)
-        for dim, (whole, offset) in enumerate(zip(self.tile, self.offsets, strict=True)):
+        mask = jnp.ones(self.shape, bool)
+        for dim, (edge, offset) in enumerate(zip(self.tile, self.offsets, strict=True)):
             index = jax.lax.broadcasted_iota(jnp.int32, self.shape, dim)
-            found &= jax.lax.rem(index, jnp.int32(whole)) + offset < whole
-        return found
+            mask &= jax.lax.rem(index, jnp.int32(edge)) + offset < edge
+        return mask

@@ -21,12 +21,12 @@ def why_not_hardware(target: Target) -> str | None:
     if target.compute_capability is None:
         return "Mosaic kernels need compute capability 9.0, and the target's is not known"
     if target.compute_capability != (9, 0):
-        found = ".".join(map(str, target.compute_capability))
-        return f"Mosaic kernels need compute capability 9.0, found {found}"
+        capability = ".".join(map(str, target.compute_capability))
+        return f"Mosaic kernels need compute capability 9.0, found {capability}"
     version = cuda_runtime_version()
     if version is not None and _WRONG_FROM <= version < _WRONG_BEFORE:
-        found = ".".join(map(str, version))
-        return f"CUDA {found} miscompiles masks of Mosaic kernels; install 12.9.1 or later"
+        cuda = ".".join(map(str, version))
+        return f"CUDA {cuda} miscompiles masks of Mosaic kernels; install 12.9.1 or later"
     return None
 
 

@@ -85,9 +85,9 @@ class Ops:
         `meanwhile` is traced once, to run while the tensor cores multiply.
         """
         if self.interpret:
-            found = self._dot(a, b, transpose_b)
+            product = self._dot(a, b, transpose_b)
             meanwhile()
-            return found
+            return product
 
         def multiply(acc: Any) -> jax.Array:
             plgpu.wgmma(acc, a, transposed_ref(b) if transpose_b else b)
@@ -105,8 +105,8 @@ class Ops:
         def multiply(ref: Any) -> None:
             plgpu.wgmma(ref, a, transposed_ref(b) if transpose_b else b)
 
-        found: Any = pl.run_state(multiply)(plgpu.ACC.init(acc))
-        return found
+        total: Any = pl.run_state(multiply)(plgpu.ACC.init(acc))
+        return total
 
     def matmuls(self, *pairs: tuple[Any, Any], transpose_b: bool = False) -> tuple[jax.Array, ...]:
         """`matmul` of each pair, all started before the first is waited for."""
@@ -130,8 +130,8 @@ class Ops:
             for ref, (_, a, b) in zip(refs, triples, strict=True):
                 plgpu.wgmma(ref, a, b)
 
-        found: Any = pl.run_state(multiply)(tuple(plgpu.ACC.init(acc) for acc, _, _ in triples))
-        return tuple(found)
+        totals: Any = pl.run_state(multiply)(tuple(plgpu.ACC.init(acc) for acc, _, _ in triples))
+        return tuple(totals)
 
     def sum_of_products(
         self,
@@ -157,9 +157,9 @@ class Ops:
         if self.interpret:
 
             def add(i: Any, acc: jax.Array) -> jax.Array:
-                found = acc + self._dot(*operands(i), transpose_b, transpose_a)
+                total = acc + self._dot(*operands(i), transpose_b, transpose_a)
                 release(i)
-                return found
+                return total
 
             return jax.lax.fori_loop(0, steps, add, jnp.zeros(shape, jnp.float32))
 
@@ -184,16 +184,16 @@ class Ops:
     def _dot(self, a: Any, b: Any, transpose_b: bool, transpose_a: bool = False) -> jax.Array:
         left = a[...].T if transpose_a else a[...]
         right = b[...].T if transpose_b else b[...]
-        found = jnp.dot(left, right, preferred_element_type=jnp.float32)
+        product = jnp.dot(left, right, preferred_element_type=jnp.float32)
         plgpu.commit_smem()
-        return found
+        return product
 
     def full(self, shape: tuple[int, ...], value: float, *, along: int = 0) -> jax.Array:
         """A constant float32 matrix, or vector: per row of a matrix (`along` 0) or column (1)."""
-        found = jnp.full(shape, value, jnp.float32)
+        constant = jnp.full(shape, value, jnp.float32)
         if self.interpret:
-            return found
-        return plgpu.layout_cast(found, LAYOUT if len(shape) == 2 else LAYOUT.reduce(1 - along))
+            return constant
+        return plgpu.layout_cast(constant, LAYOUT if len(shape) == 2 else LAYOUT.reduce(1 - along))
 
     def iota(self, shape: tuple[int, int], dim: int) -> jax.Array:
         """int32 indices of a matrix along `dim`."""

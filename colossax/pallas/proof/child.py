@@ -60,11 +60,11 @@ def serve(request: Path, results: Path, *, trials: Trials = trials_of, device: A
 def _why_unusable(device_kind: str, device: Any) -> str | None:
     """Why nothing can be tried here: the GPU may be another program's alone, or full."""
     try:
-        found = jax.devices()[0] if device is None else device
+        actual = jax.devices()[0] if device is None else device
     except RuntimeError as problem:
         text = str(problem).partition("\n")[0]
         short = "device memory was short: " if of_memory(str(problem)) else ""
         return f"{short}a second process finds no device ({text})"
-    if found.device_kind != device_kind:
-        return f"a second process finds '{found.device_kind}' in place of '{device_kind}'"
+    if actual.device_kind != device_kind:
+        return f"a second process finds '{actual.device_kind}' in place of '{device_kind}'"
     return None

@@ -66,17 +66,17 @@ class Prover:
         with self._lock:
             if key not in self._known:
                 if processes == 1:
-                    found = self._own(variant, where)
+                    verdict = self._local_verdict(variant, where)
                 else:
-                    found = self._agreed(variant, where, first=number == 0)
+                    verdict = self._agreed(variant, where, first=number == 0)
                 _LOG.log(
-                    logging.INFO if found.outcome is Outcome.PROVED else logging.WARNING,
+                    logging.INFO if verdict.outcome is Outcome.PROVED else logging.WARNING,
                     "%s on %s: %s",
                     variant,
                     device_kind,
-                    found.text,
+                    verdict.text,
                 )
-                self._known[key] = found
+                self._known[key] = verdict
             return self._known[key]
 
     def kept(self, variant: Variant, device_kind: str) -> Verdict | None:
@@ -100,10 +100,10 @@ class Prover:
                 yield one, kept
         deadline = time.monotonic() + total_s
         while left and time.monotonic() < deadline:
-            found = self._try(left[:_AT_ONCE], where, self._limit_s)
-            yield from found.items()
-            left = [one for one in left if one not in found]
-            if all(one.outcome is Outcome.UNDECIDED for one in found.values()):
+            verdicts = self._try(left[:_AT_ONCE], where, self._limit_s)
+            yield from verdicts.items()
+            left = [one for one in left if one not in verdicts]
+            if all(one.outcome is Outcome.UNDECIDED for one in verdicts.values()):
                 return
 
     def _agreed(self, variant: Variant, where: store.Circumstances, *, first: bool) -> Verdict:
@@ -111,7 +111,7 @@ class Prover:
         key = f"colossax/kernels/{where.digest}/{variant}"
         told = None if first else compat.hear_job(key, self._wait_s)
         if told is None and first:
-            told = compat.tell_job(key, json.dumps(self._own(variant, where).to_json()))
+            told = compat.tell_job(key, json.dumps(self._local_verdict(variant, where).to_json()))
         elif told is None:
             late = Verdict.undecided(
                 f"process 0 gave no verdict within {self._wait_s:g} s: it came too late to this"
@@ -120,7 +120,7 @@ class Prover:
             told = compat.tell_job(key, json.dumps(late.to_json()))
         return Verdict.from_json(json.loads(told))
 
-    def _own(self, variant: Variant, where: store.Circumstances) -> Verdict:
+    def _local_verdict(self, variant: Variant, where: store.Circumstances) -> Verdict:
         """From disk, else found in what is left of the time."""
         kept = store.load(variant, where)
         if kept is not None:
@@ -138,7 +138,7 @@ class Prover:
         self, variants: Sequence[Variant], where: store.Circumstances, limit_s: float
     ) -> dict[Variant, Verdict]:
         began = time.monotonic()
-        found = try_variants(
+        verdicts = try_variants(
             variants,
             where.device_kind,
             limit_s=limit_s,
@@ -146,10 +146,10 @@ class Prover:
             command=self._command,
         )
         self._spent_s += time.monotonic() - began
-        for variant, verdict in found.items():
+        for variant, verdict in verdicts.items():
             if verdict.outcome is not Outcome.UNDECIDED:
                 store.save(variant, where, verdict)
-        return found
+        return verdicts
 
 
 PROVER = Prover()

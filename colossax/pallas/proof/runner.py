@@ -99,15 +99,15 @@ def _request(variants: Sequence[Variant], device_kind: str, limit_s: float) -> d
 
 def _environment() -> dict[str, str]:
     """Of a child that shares one device with this process, which may hold most of its memory."""
-    found = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    found["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_ROOT), found.get("PYTHONPATH"))))
-    found["JAX_TRACEBACK_FILTERING"] = "off"  # else JAX's notice follows the exception
-    found.pop("JAX_CUDA_VISIBLE_DEVICES", None)
+    env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_ROOT), env.get("PYTHONPATH"))))
+    env["JAX_TRACEBACK_FILTERING"] = "off"  # else JAX's notice follows the exception
+    env.pop("JAX_CUDA_VISIBLE_DEVICES", None)
     place = getattr(jax.local_devices()[0], "local_hardware_id", None)
     if isinstance(place, int) and place >= 0:
-        seen = [x for x in found.get("CUDA_VISIBLE_DEVICES", "").split(",") if x]
-        found["CUDA_VISIBLE_DEVICES"] = seen[place] if place < len(seen) else str(place)
-    return found
+        seen = [x for x in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if x]
+        env["CUDA_VISIBLE_DEVICES"] = seen[place] if place < len(seen) else str(place)
+    return env
 
 
 def _listen(child: subprocess.Popen, results: Path, limit_s: float) -> tuple[_Heard, bool]:
@@ -161,14 +161,14 @@ def _verdict_of_end(code: int, said: str) -> Verdict:
 
 
 def _verdicts(variants: Sequence[Variant], heard: _Heard, last: Verdict) -> dict[Variant, Verdict]:
-    found = {variants[number]: verdict for number, verdict in heard.ended.items()}
+    verdicts = {variants[number]: verdict for number, verdict in heard.ended.items()}
     if heard.begun is not None:
-        found[variants[heard.begun]] = last
+        verdicts[variants[heard.begun]] = last
     elif heard.unusable is not None:
-        found[variants[0]] = Verdict.undecided(heard.unusable)
-    elif not found:
-        found[variants[0]] = Verdict.undecided(f"the child process did not begin: {last.reason}")
-    return found
+        verdicts[variants[0]] = Verdict.undecided(heard.unusable)
+    elif not verdicts:
+        verdicts[variants[0]] = Verdict.undecided(f"the child process did not begin: {last.reason}")
+    return verdicts
 
 
 def _last_line(said: str) -> str:

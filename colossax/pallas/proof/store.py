@@ -75,8 +75,8 @@ def load(variant: Variant, where: Circumstances) -> Verdict | None:
     """The verdict kept, None where there is none or the file is damaged, which is logged."""
     path = path_of(variant, where)
     try:
-        found = json.loads(path.read_text("utf-8"))
-        return Verdict.from_json(found["verdict"])
+        record = json.loads(path.read_text("utf-8"))
+        return Verdict.from_json(record["verdict"])
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError) as problem:
@@ -121,12 +121,12 @@ def _hash_of(sources: tuple[Path, ...]) -> str:
 
 @functools.lru_cache(maxsize=1)
 def _ptxas_version() -> str:
-    found = ptxas_path() or shutil.which("ptxas")
-    if found is None:
+    ptxas = ptxas_path() or shutil.which("ptxas")
+    if ptxas is None:
         return ""
     try:
         said = subprocess.run(
-            [str(found), "--version"], capture_output=True, text=True, timeout=_PTXAS_LIMIT_S
+            [str(ptxas), "--version"], capture_output=True, text=True, timeout=_PTXAS_LIMIT_S
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return ""

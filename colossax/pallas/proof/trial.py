@@ -57,8 +57,8 @@ def prove(trials: Iterable[Trial]) -> Verdict:
             return _failed(trial, problem)
         if fault is not None:
             return Verdict.declined(f"{trial.name}: {fault}")
-    own = times.pop("", ())
-    return Verdict(outcome=Outcome.PROVED, seconds=own, peers=times)
+    seconds = times.pop("", ())
+    return Verdict(outcome=Outcome.PROVED, seconds=seconds, peers=times)
 
 
 def of_memory(text: str) -> bool:
@@ -73,9 +73,9 @@ def _truth(trial: Trial) -> Mapping[str, Any]:
 
 def _fault(trial: Trial, truth: Mapping[str, Any]) -> str | None:
     """What is wrong with the kernel's values."""
-    found = jax.device_get(jax.jit(trial.kernel)(*trial.inputs))
+    outputs = jax.device_get(jax.jit(trial.kernel)(*trial.inputs))
     for name, wanted in truth.items():
-        one, wanted = (np.asarray(x, np.float64) for x in (found[name], wanted))
+        one, wanted = (np.asarray(x, np.float64) for x in (outputs[name], wanted))
         error, row = relative_error(one, wanted), _worst_row(one, wanted)
         if not error <= trial.tolerance:
             return f"{name} is off by {error:.2g} of its norm, more than {trial.tolerance:g}"
@@ -85,11 +85,11 @@ def _fault(trial: Trial, truth: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _worst_row(found: np.ndarray, truth: np.ndarray) -> float:
+def _worst_row(computed: np.ndarray, truth: np.ndarray) -> float:
     """Greatest distance of a vector along the last dim, over its norm or the usual one."""
     norms = np.linalg.norm(truth, axis=-1)
     usual = np.sqrt(np.mean(norms**2))
-    return float(np.max(np.linalg.norm(found - truth, axis=-1) / np.maximum(norms, usual)))
+    return float(np.max(np.linalg.norm(computed - truth, axis=-1) / np.maximum(norms, usual)))
 
 
 def _wide(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -108,8 +108,8 @@ def _times(trial: Trial) -> dict[str, tuple[float, ...]]:
                 raise
             continue  # no peer here; the kernel is right all the same
         functions[name] = jax.jit(peer)
-    found = time_calls(functions, [trial.inputs], _EFFORT)
-    return {name: tuple(seconds) for name, seconds in found.items()}
+    times = time_calls(functions, [trial.inputs], _EFFORT)
+    return {name: tuple(seconds) for name, seconds in times.items()}
 
 
 def _failed(trial: Trial, problem: Exception) -> Verdict:

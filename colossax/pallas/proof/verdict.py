@@ -78,8 +78,8 @@ class Verdict:
         """For people."""
         if self.outcome is not Outcome.PROVED:
             return f"{self.outcome}: {self.reason}"
-        own = statistics.median(self.seconds) if self.seconds else 0.0
-        rates = [f"{statistics.median(s) / own:.2f} of {n}" for n, s in self.peers.items() if own]
+        time = statistics.median(self.seconds) if self.seconds else 0.0
+        rates = [f"{statistics.median(s) / time:.2f} of {n}" for n, s in self.peers.items() if time]
         return f"proved{', rate ' if rates else ''}{', '.join(rates)}"
 
     def to_json(self) -> dict[str, Any]:
@@ -92,7 +92,7 @@ class Verdict:
         }
 
     @classmethod
-    def from_json(cls, found: Any) -> "Verdict":
+    def from_json(cls, fields: Any) -> "Verdict":
         """The verdict that `to_json` wrote.
 
         Raises:
@@ -100,10 +100,10 @@ class Verdict:
         """
         try:
             return cls(
-                outcome=Outcome(found["outcome"]),
-                reason=str(found["reason"]),
-                seconds=tuple(float(s) for s in found["seconds"]),
-                peers={str(n): tuple(float(s) for s in of) for n, of in found["peers"].items()},
+                outcome=Outcome(fields["outcome"]),
+                reason=str(fields["reason"]),
+                seconds=tuple(float(s) for s in fields["seconds"]),
+                peers={str(n): tuple(float(s) for s in of) for n, of in fields["peers"].items()},
             )
         except (TypeError, KeyError, AttributeError) as problem:
             raise ValueError(f"no verdict: {problem!r}") from problem

@@ -37,7 +37,7 @@ Blocks = tuple[Array, ...]
 Way = Callable[[int, int], tuple[int, int]]
 """From the place (i, j) of a block to another."""
 
-Piece = Callable[[Any], Array]
+Product = Callable[[Any], Array]
 """A product of blocks, or a part of one."""
 
 _F32 = jnp.float32
@@ -45,7 +45,7 @@ _GRID = (MeshAxis.ROW.value, MeshAxis.COL.value)
 
 
 def fits(layout: Layout) -> bool:
-    """Whether all maps are made of q x q blocks; a weight that is whole along `col` is not."""
+    """Whether all maps are made of q x q blocks; a weight that is replicated along `col` is not."""
     row, col = _GRID
     size = layout.bound.mesh.shape
     features = layout.x_rest[2:]
@@ -55,38 +55,38 @@ def fits(layout: Layout) -> bool:
         and row in axes_of(layout.x_rest[:2])
         and axes_of(features) == (col,)
         and all(
-            held(layout, at)[: layout.contract] == cut and own.n_axes == (col,)
-            for at, own in enumerate(layout.maps)
+            held(layout, at)[: layout.contract] == cut and linear.n_axes == (col,)
+            for at, linear in enumerate(layout.maps)
         )
-        and all(own.y_rest == own.y_used for own in layout.maps)
+        and all(linear.y_rest == linear.y_used for linear in layout.maps)
     )
 
 
 def held(layout: Layout, at: int) -> Split:
-    """A weight as it is multiplied here: whole along the batch's axes, `row` apart."""
-    own = layout.maps[at]
-    drop = set(axes_of(own.w_rest)) - set(axes_of(own.w_used)) - {_GRID[0]}
-    return without(own.w_rest, drop)
+    """A weight as it is multiplied here: replicated along the batch's axes, `row` apart."""
+    linear = layout.maps[at]
+    drop = set(axes_of(linear.w_rest)) - set(axes_of(linear.w_used)) - {_GRID[0]}
+    return without(linear.w_rest, drop)
 
 
 def forward_local(x: Array, weights: Arrays) -> Arrays:
     """Blocks of `x @ w` for each weight, all blocks at home."""
 
-    def piece(at: int, half: int) -> Piece:
+    def product(at: int, half: int) -> Product:
         return lambda blocks: product_local(_cut(blocks[0])[half], blocks[1 + at], dtype=_F32)
 
-    pieces = [piece(at, half) for at in range(len(weights)) for half in range(len(_cut(x)))]
+    products = [product(at, half) for at in range(len(weights)) for half in range(len(_cut(x)))]
 
     def body(carry: Any, _: Any) -> tuple[Any, None]:
         blocks, ys = carry
-        passed, more = _under(blocks, _ways(blocks), pieces, blocks)
+        passed, more = _under(blocks, _ways(blocks), products, blocks)
         return (passed, list(map(jnp.add, ys, more))), None
 
     blocks = _skewed((x, *weights))
-    start = _under(blocks, _ways(blocks), pieces, blocks)
+    start = _under(blocks, _ways(blocks), products, blocks)
     (blocks, ys), _ = jax.lax.scan(body, start, length=_size() - 2)
     blocks, ys = jax.lax.optimization_barrier((blocks, ys))
-    ys = [(y + piece(blocks)).astype(x.dtype) for y, piece in zip(ys, pieces, strict=True)]
+    ys = [(y + product(blocks)).astype(x.dtype) for y, product in zip(ys, products, strict=True)]
     return tuple(_joined(part, x) for part in _dealt(ys, len(weights)))
 
 
@@ -94,58 +94,58 @@ def backward_local(x: Array, weights: Arrays, dys: Arrays, *, summed: Any) -> tu
     """Gradients of x and of the weights, all blocks at home; of the weights in dtype `summed`."""
     halves = len(_cut(x))
 
-    def to_x(at: int, half: int) -> Piece:
+    def to_x(at: int, half: int) -> Product:
         return lambda ops: input_gradient_local(_cut(ops[1][at])[half], ops[0][1 + at], dtype=_F32)
 
-    def to_w(at: int, half: int) -> Piece:
+    def to_w(at: int, half: int) -> Product:
         return lambda ops: weight_gradient_local(
             _cut(ops[0][0])[half], _cut(ops[1][at])[half], _F32
         )
 
     each = list(itertools.product(range(len(weights)), range(halves)))
-    pieces = [to_x(*which) for which in each] + [to_w(*which) for which in each]
+    products = [to_x(*which) for which in each] + [to_w(*which) for which in each]
 
     def gathered(made: list[Array], sums: Blocks | None) -> Blocks:
-        """The gradients of blocks from those of pieces, and what was summed before."""
+        """The gradients of blocks from products, and what was summed before."""
         for_x, for_w = _dealt(made, 2)
-        found = [
+        gradients = [
             added([_joined(halves, x) for halves in _dealt(for_x, len(weights))]),
             *(added(halves) for halves in _dealt(for_w, len(weights))),
         ]
-        found = found if sums is None else list(map(jnp.add, sums, found))
-        return tuple(one.astype(x.dtype if at == 0 else summed) for at, one in enumerate(found))
+        gradients = gradients if sums is None else list(map(jnp.add, sums, gradients))
+        return tuple(one.astype(x.dtype if at == 0 else summed) for at, one in enumerate(gradients))
 
     def body(carry: Any, _: Any) -> tuple[Any, None]:
         blocks, sums = carry
         # The sums go one step behind their blocks, while the products for them are made.
         ways = _ways(blocks)
-        passed, made = _under((*blocks, *sums), ways + ways, pieces, (blocks, dys))
+        passed, made = _under((*blocks, *sums), ways + ways, products, (blocks, dys))
         return (passed[: len(ways)], gathered(made, passed[len(ways) :])), None
 
     blocks = _skewed((x, *weights))
-    blocks_after, made = _under(blocks, _ways(blocks), pieces, (blocks, dys))
+    blocks_after, made = _under(blocks, _ways(blocks), products, (blocks, dys))
     start = (blocks_after, gathered(made, None))
     (blocks, sums), _ = jax.lax.scan(body, start, length=_size() - 2)
     blocks, sums = jax.lax.optimization_barrier((blocks, sums))
-    sums, made = _under(sums, _ways(blocks), pieces, (blocks, dys))
+    sums, made = _under(sums, _ways(blocks), products, (blocks, dys))
     dx, *dws = _home(gathered(made, sums))
     return dx, tuple(dws)
 
 
 def _under(
-    leaving: Blocks, ways: list[Way], pieces: list[Piece], operands: Any
+    leaving: Blocks, ways: list[Way], products: list[Product], operands: Any
 ) -> tuple[Blocks, list[Array]]:
-    """Sends blocks while pieces are made of operands.
+    """Sends blocks while products are made of operands.
 
-    One after another, each send with its share of the pieces: several at once XLA would put in a
+    One after another, each send with its share of the products: several at once XLA would put in a
     row, behind what hides the first of them.
     """
     passed: list[Array] = []
     made: list[Array] = []
     for at, way in enumerate(ways):
         passed.append(_sent(leaving[at], way))
-        first, end = (len(pieces) * n // len(ways) for n in (at, at + 1))
-        made += [piece(operands) for piece in pieces[first:end]]
+        first, end = (len(products) * n // len(ways) for n in (at, at + 1))
+        made += [product(operands) for product in products[first:end]]
         state = (leaving, operands, passed, made)
         leaving, operands, passed, made = jax.lax.optimization_barrier(state)
     return tuple(passed), made
@@ -162,10 +162,10 @@ def _joined(halves: Sequence[Array], like: Array) -> Array:
     return halves[0] if len(halves) == 1 else jnp.concatenate(halves, like.shape[0] % 2)
 
 
-def _dealt(pieces: Sequence[Array], count: int) -> list[list[Array]]:
+def _dealt(parts: Sequence[Array], count: int) -> list[list[Array]]:
     """As many runs of equal length."""
-    size = len(pieces) // count
-    return [list(pieces[at * size : (at + 1) * size]) for at in range(count)]
+    size = len(parts) // count
+    return [list(parts[at * size : (at + 1) * size]) for at in range(count)]
 
 
 def _ways(blocks: Blocks) -> list[Way]:

@@ -73,7 +73,7 @@ class Ring:
 
 def gathering_ring(layout: Layout) -> Ring | None:
     """The ring in place of an all-gather of x, where that is all that the maps ask for."""
-    if any(own.y_used != own.y_rest or own.k_axes for own in layout.maps):
+    if any(linear.y_used != linear.y_rest or linear.k_axes for linear in layout.maps):
         return None
     return _ring(layout.x_rest, layout.x_used)
 
@@ -82,16 +82,16 @@ def scattering_ring(layout: Layout) -> Ring | None:
     """The ring in place of a reduce-scatter of y, where that is all that the one map asks for."""
     if layout.x_rest != layout.x_used or len(layout.maps) > 1 or layout.maps[0].n_axes:
         return None
-    own = layout.maps[0]
-    ring = _ring(own.y_rest, own.y_used)
-    return ring if ring is not None and own.k_axes == (ring.axis,) else None
+    linear = layout.maps[0]
+    ring = _ring(linear.y_rest, linear.y_used)
+    return ring if ring is not None and linear.k_axes == (ring.axis,) else None
 
 
-def _ring(whole: Any, part: Any) -> Ring | None:
-    """The ring along the one axis that `whole` has beyond `part`, if it splits tokens."""
+def _ring(finer: Any, coarser: Any) -> Ring | None:
+    """The ring along the one axis that `finer` has beyond `coarser`, if it splits tokens."""
     more = [
         Ring(axis=axis, dim=dim)
-        for dim, (one, other) in enumerate(zip(whole, part, strict=True))
+        for dim, (one, other) in enumerate(zip(finer, coarser, strict=True))
         for axis in one[len(other) :]
     ]
     return more[0] if len(more) == 1 and more[0].dim < 2 else None
@@ -120,7 +120,7 @@ def gathering_backward_local(
 
     Args:
         ring: Axis and dim.
-        layout: Tells which weights are whole on all devices: those need no sum.
+        layout: Tells which weights are replicated on all devices: those need no sum.
         x: At rest, or gathered if `kept`.
         weights: As they are multiplied.
         dys: Gradients of the outputs.
@@ -128,8 +128,10 @@ def gathering_backward_local(
         summed: Dtype of the weights' gradients.
     """
     pairs = list(zip(weights, dys, strict=True))
-    split = [pair for own, pair in zip(layout.maps, pairs, strict=True) if own.n_axes]
-    whole = [pair for own, pair in zip(layout.maps, pairs, strict=True) if not own.n_axes]
+    split = [pair for linear, pair in zip(layout.maps, pairs, strict=True) if linear.n_axes]
+    replicated = [
+        pair for linear, pair in zip(layout.maps, pairs, strict=True) if not linear.n_axes
+    ]
 
     def transposed(pairs: list[tuple[Array, Array]], of: Any) -> Array:
         return added(
@@ -139,21 +141,21 @@ def gathering_backward_local(
     def sums(step: Any) -> Array:
         return transposed(split, ring.due(step))
 
-    own = [transposed(whole, ring.arrived(0))] if whole else []
+    local = [transposed(replicated, ring.arrived(0))] if replicated else []
     if kept:
         dws = tuple(weight_gradient_local(x, dy, summed) for dy in dys)
         around = [_summed_around(ring, sums, x.dtype)] if split else []
-        return added([*around, *own]).astype(x.dtype), dws
+        return added([*around, *local]).astype(x.dtype), dws
 
-    def multiply(found: Any, block: Array, step: Any) -> Any:
-        dws, around = found
+    def multiply(state: Any, block: Array, step: Any) -> Any:
+        dws, around = state
         whose = ring.arrived(step)
         more = (weight_gradient_local(block, ring.block(dy, whose), jnp.float32) for dy in dys)
         return tuple(map(jnp.add, dws, more)), around
 
-    def both(found: Any, block: Array, step: Any) -> Any:
+    def both(state: Any, block: Array, step: Any) -> Any:
         # The block of x goes under its own products, the sum under those that are added to it.
-        (dws, around), step = jax.lax.optimization_barrier((multiply(found, block, step), step))
+        (dws, around), step = jax.lax.optimization_barrier((multiply(state, block, step), step))
         return dws, [(ring.shift(dx) + sums(step + 1)).astype(x.dtype) for dx in around]
 
     start = (
@@ -161,7 +163,7 @@ def gathering_backward_local(
         [sums(0).astype(x.dtype)] if split else [],
     )
     dws, around = _passed_around(ring, x, both, start, last=multiply)
-    return added([*around, *own]).astype(x.dtype), tuple(dw.astype(summed) for dw in dws)
+    return added([*around, *local]).astype(x.dtype), tuple(dw.astype(summed) for dw in dws)
 
 
 def scattering_forward_local(ring: Ring, x: Array, w: Array) -> Array:
@@ -178,8 +180,8 @@ def scattering_backward_local(
 ) -> tuple[Array, Array]:
     """Gradients of `reduce_scatter(x @ w)`: that of the output goes around for both."""
 
-    def multiply(found: Any, block: Array, step: Any) -> Any:
-        dx, dw = found
+    def multiply(state: Any, block: Array, step: Any) -> Any:
+        dx, dw = state
         whose = ring.arrived(step)
         dw = dw + weight_gradient_local(ring.block(x, whose), block, jnp.float32)
         return ring.put(dx, input_gradient_local(block, w), whose), dw
@@ -193,22 +195,22 @@ Use = Callable[[Any, Array, Any], Any]
 
 
 def _passed_around(ring: Ring, x: Array, use: Use, start: Any, *, last: Use | None = None) -> Any:
-    """`found = use(found, block, step)` for the blocks of all devices, this one's first.
+    """`state = use(state, block, step)` for the blocks of all devices, this one's first.
 
     The last block is used by `last`, by default the same.
     """
 
     def body(carry: Any, step: Array) -> tuple[Any, None]:
-        block, found = carry
-        return (ring.shift(block), use(found, block, step)), None
+        block, state = carry
+        return (ring.shift(block), use(state, block, step)), None
 
     steps = ring.size - 1
     # Two devices need one step, whose loop is inlined: the barriers keep its products from being
     # merged with those before and after it.
     carry, each = jax.lax.optimization_barrier(((x, start), jnp.arange(steps)))
     carry, _ = jax.lax.scan(body, carry, each)
-    block, found = jax.lax.optimization_barrier(carry)
-    return (last or use)(found, block, steps)
+    block, state = jax.lax.optimization_barrier(carry)
+    return (last or use)(state, block, steps)
 
 
 def _summed_around(ring: Ring, part: Callable[[Any], Array], dtype: Any) -> Array:

@@ -21,8 +21,8 @@ def forward_local(layout: Layout, x: Array, weights: Arrays) -> tuple[Arrays, Ar
     """The outputs at rest, and x as it was multiplied."""
     x = move_local(x, layout.x_rest, layout.x_used)
     ys = tuple(
-        move_local(product_local(x, w), own.y_used, own.y_rest, partial=own.k_axes)
-        for own, w in zip(layout.maps, weights, strict=True)
+        move_local(product_local(x, w), linear.y_used, linear.y_rest, partial=linear.k_axes)
+        for linear, w in zip(layout.maps, weights, strict=True)
     )
     return ys, x
 
@@ -34,12 +34,13 @@ def backward_local(
     if not kept:
         x = move_local(x, layout.x_rest, layout.x_used)
     used = [
-        move_local(dy, own.y_rest, own.y_used) for own, dy in zip(layout.maps, dys, strict=True)
+        move_local(dy, linear.y_rest, linear.y_used)
+        for linear, dy in zip(layout.maps, dys, strict=True)
     ]
     dws = tuple(weight_gradient_local(x, dy, summed) for dy in used)
     parts = []
-    for n_axes in dict.fromkeys(own.n_axes for own in layout.maps):
-        same = [at for at, own in enumerate(layout.maps) if own.n_axes == n_axes]
+    for n_axes in dict.fromkeys(linear.n_axes for linear in layout.maps):
+        same = [at for at, linear in enumerate(layout.maps) if linear.n_axes == n_axes]
         part = added(
             [_transposed_local(layout, layout.maps[at], weights[at], used[at]) for at in same]
         )
@@ -49,13 +50,13 @@ def backward_local(
     return added(parts), dws
 
 
-def _transposed_local(layout: Layout, own: MapLayout, w: Array, dy: Array) -> Array:
-    if own.n_axes:
+def _transposed_local(layout: Layout, linear: MapLayout, w: Array, dy: Array) -> Array:
+    if linear.n_axes:
         return input_gradient_local(dy, w)
     # A weight that is whole on every device gives not partial sums but the same on each, so each
     # makes only what it keeps.
-    w = move_local(w, own.w_used, (*layout.x_rest[2:], *own.w_used[layout.contract :]))
-    dy = move_local(dy, own.y_used, (*layout.x_rest[:2], *own.y_used[2:]))
+    w = move_local(w, linear.w_used, (*layout.x_rest[2:], *linear.w_used[layout.contract :]))
+    dy = move_local(dy, linear.y_used, (*layout.x_rest[:2], *linear.y_used[2:]))
     return input_gradient_local(dy, w)
 
 

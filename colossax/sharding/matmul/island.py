@@ -58,7 +58,7 @@ class Island:
         maps = self.layout.maps
         if self.cannon:
             return tuple(cannon.held(self.layout, at) for at in range(len(maps)))
-        return tuple(own.w_used for own in maps)
+        return tuple(linear.w_used for linear in maps)
 
     @property
     def x_held(self) -> Split:
@@ -100,8 +100,8 @@ def _forward(island: Island, x: Array, weights: Arrays, biases: Biases):
         weights = _held_local(island, weights, x.dtype)
         ys, x = _multiplied_local(island, x, weights)
         biased = tuple(
-            y if bias is None else y + _bias_local(own, bias.astype(y.dtype))
-            for own, y, bias in zip(maps, ys, biases, strict=True)
+            y if bias is None else y + _bias_local(linear, bias.astype(y.dtype))
+            for linear, y, bias in zip(maps, ys, biases, strict=True)
         )
         return biased, (x, weights) if island.keep else ()
 
@@ -111,10 +111,10 @@ def _forward(island: Island, x: Array, weights: Arrays, biases: Biases):
         mesh=layout.bound.mesh,
         in_specs=(
             spec_of(layout.x_rest),
-            _specs(own.w_rest for own in maps),
-            _bias_specs((own.bias_rest for own in maps), biases),
+            _specs(linear.w_rest for linear in maps),
+            _bias_specs((linear.bias_rest for linear in maps), biases),
         ),
-        out_specs=(_specs(own.y_rest for own in maps), kept),
+        out_specs=(_specs(linear.y_rest for linear in maps), kept),
         check_vma=False,
     )
     return mapped(x, weights, biases)
@@ -129,24 +129,24 @@ def _matmuls_bwd(island: Island, residuals: Any, dys: Arrays):
             weights = _held_local(island, weights, x.dtype)
         dx, dws = _differentiated_local(island, x, weights, dys)
         dws = tuple(
-            _summed_local(own, held, dw)
-            for own, held, dw in zip(maps, island.w_held, dws, strict=True)
+            _summed_local(linear, held, dw)
+            for linear, held, dw in zip(maps, island.w_held, dws, strict=True)
         )
         dbs = tuple(
-            None if bias is None else _bias_gradient_local(island, own, dy)
-            for own, dy, bias in zip(maps, dys, biases, strict=True)
+            None if bias is None else _bias_gradient_local(island, linear, dy)
+            for linear, dy, bias in zip(maps, dys, biases, strict=True)
         )
         return dx, dws, dbs
 
-    held = island.w_held if island.keep else (own.w_rest for own in maps)
+    held = island.w_held if island.keep else (linear.w_rest for linear in maps)
     mapped = jax.shard_map(
         backward_local,
         mesh=layout.bound.mesh,
-        in_specs=(spec_of(island.x_held), _specs(held), _specs(own.y_rest for own in maps)),
+        in_specs=(spec_of(island.x_held), _specs(held), _specs(linear.y_rest for linear in maps)),
         out_specs=(
             spec_of(layout.x_rest),
-            _specs(own.w_grad for own in maps),
-            _bias_specs((own.bias_grad for own in maps), biases),
+            _specs(linear.w_grad for linear in maps),
+            _bias_specs((linear.bias_grad for linear in maps), biases),
         ),
         check_vma=False,
     )
@@ -190,32 +190,32 @@ def _differentiated_local(
 def _held_local(island: Island, weights: Arrays, dtype: Any) -> Arrays:
     """Weights gathered; cast first, where the shards are."""
     return tuple(
-        move_local(w.astype(dtype), own.w_rest, held)
-        for own, held, w in zip(island.layout.maps, island.w_held, weights, strict=True)
+        move_local(w.astype(dtype), linear.w_rest, held)
+        for linear, held, w in zip(island.layout.maps, island.w_held, weights, strict=True)
     )
 
 
-def _summed_local(own: MapLayout, held: Split, dw: Array) -> Array:
+def _summed_local(linear: MapLayout, held: Split, dw: Array) -> Array:
     """A weight's gradient over all tokens: scattered before it is summed over what is left."""
-    tokens = axes_of(own.y_used[:2])
+    tokens = axes_of(linear.y_used[:2])
     partial = tuple(axis for axis in tokens if axis not in axes_of(held))
-    return move_local(dw, held, own.w_grad, partial=partial)
+    return move_local(dw, held, linear.w_grad, partial=partial)
 
 
-def _bias_local(own: MapLayout, bias: Array) -> Array:
-    return turn_local(bias, own.bias_rest, own.y_rest[2:])
+def _bias_local(linear: MapLayout, bias: Array) -> Array:
+    return turn_local(bias, linear.bias_rest, linear.y_rest[2:])
 
 
-def _bias_gradient_local(island: Island, own: MapLayout, dy: Array) -> Array:
+def _bias_gradient_local(island: Island, linear: MapLayout, dy: Array) -> Array:
     """The sum of the output's gradient, at rest, over tokens."""
     db = jnp.sum(dy, axis=(0, 1), dtype=jnp.float32).astype(island.summed)
-    return turn_local(db, own.y_rest[2:], own.bias_grad, partial=axes_of(own.y_rest[:2]))
+    return turn_local(db, linear.y_rest[2:], linear.bias_grad, partial=axes_of(linear.y_rest[:2]))
 
 
-def _alike(found: tuple[Any, ...], likes: tuple[Any, ...]) -> tuple[Any, ...]:
+def _alike(grads: tuple[Any, ...], likes: tuple[Any, ...]) -> tuple[Any, ...]:
     """Each in the dtype of its parameter."""
     return tuple(
-        None if like is None else x.astype(like.dtype) for x, like in zip(found, likes, strict=True)
+        None if like is None else x.astype(like.dtype) for x, like in zip(grads, likes, strict=True)
     )
 
 

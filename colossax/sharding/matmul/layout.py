@@ -2,7 +2,7 @@
 
 A map is `y[b, s, *out] = x[b, s, *in] @ w[*in, *out] + bias[*out]`; several maps may share x.
 
-- w at rest has role `params`; multiplied, role `weights`: whole along axes that split the batch.
+- w at rest has role `params`; multiplied, role `weights`: gathered along axes that split the batch.
 - x at rest is `batch seq:residual embed`, or `batch:inner seq *in` where no dim of it is `embed`;
   multiplied, its features are split as w's and its tokens as at rest, less the axes of any w.
 - y is multiplied with tokens as x's and features as w's; at rest it is as x, by its own dims.
@@ -98,25 +98,25 @@ def layout_of(
     """
     used = [_resolved(bound, "weights", dims, shape) for shape, dims in maps]
     features = used[0][:contract]
-    for (_, dims), own in zip(maps, used, strict=True):
-        if own[:contract] != features:
+    for (_, dims), split in zip(maps, used, strict=True):
+        if split[:contract] != features:
             raise PlanError(
-                f"linears: weight {dims} is contracted over mesh axes {own[:contract]}, another of"
-                f" the same input over {features}; give the maps one call each"
+                f"linears: weight {dims} is contracted over mesh axes {split[:contract]}, another"
+                f" of the same input over {features}; give the maps one call each"
             )
     lead = tuple(x_shape[:2])
     x_rest = _at_rest(bound, maps[0][1][:contract], x_shape)
-    tokens = without(x_rest[:2], {axis for own in used for axis in axes_of(own)})
+    tokens = without(x_rest[:2], {axis for split in used for axis in axes_of(split)})
     rests = [_at_rest(bound, d[contract:], (*lead, *shape[contract:])) for shape, d in maps]
     for rest in rests:
         tokens = _meeting(tokens, rest[:2])
     x_used = (*tokens, *features)
     check_nested(x_rest, x_used, name=f"input {maps[0][1][:contract]}")
-    found = (
-        _map_layout(bound, shape, dims, own, (*tokens, *own[contract:]), rest)
-        for (shape, dims), own, rest in zip(maps, used, rests, strict=True)
+    layouts = (
+        _map_layout(bound, shape, dims, split, (*tokens, *split[contract:]), rest)
+        for (shape, dims), split, rest in zip(maps, used, rests, strict=True)
     )
-    return Layout(bound=bound, contract=contract, x_rest=x_rest, x_used=x_used, maps=tuple(found))
+    return Layout(bound=bound, contract=contract, x_rest=x_rest, x_used=x_used, maps=tuple(layouts))
 
 
 def _meeting(tokens: Split, rest: Split) -> Split:

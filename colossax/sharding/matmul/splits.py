@@ -75,7 +75,7 @@ def move_local(x: Array, have: Split, want: Split, *, partial: Collection[str] =
     """
     for dim, (old, new) in enumerate(zip(have, want, strict=True)):
         for run, summed in _runs(new[len(old) :], partial):
-            x = _scatter_local(x, run, dim) if summed else _own_local(x, run, dim)
+            x = _scatter_local(x, run, dim) if summed else _slice_local(x, run, dim)
     rest = tuple(axis for axis in partial if axis not in axes_of(want))
     if rest:
         x = jax.lax.psum(x, rest)
@@ -89,15 +89,15 @@ def turn_local(x: Array, have: Split, want: Split, *, partial: Collection[str] =
     """`move_local` of something small, by way of all of it where blocks do not nest."""
     if nested(have, want):
         return move_local(x, have, want, partial=partial)
-    whole = ((),) * len(have)
-    return move_local(move_local(x, have, whole), whole, want, partial=partial)
+    replicated = ((),) * len(have)
+    return move_local(move_local(x, have, replicated), replicated, want, partial=partial)
 
 
 def _scatter_local(x: Array, axes: Axes, dim: int) -> Array:
     return jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
 
 
-def _own_local(x: Array, axes: Axes, dim: int) -> Array:
+def _slice_local(x: Array, axes: Axes, dim: int) -> Array:
     """This device's block of a dim that all devices along the axes hold whole."""
     size = x.shape[dim] // jax.lax.axis_size(axes)
     return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axes) * size, size, dim)
