@@ -118,6 +118,30 @@ def test_an_encoder_is_a_decoder_with_another_mask():
     assert np.abs(one(packed) - both).max() > 1e-2
 
 
+@pytest.mark.catches("window-of-another")
+@pytest.mark.parametrize(
+    ("order", "seen"), [(["local"] * 2, 5), (["local", "global"], 8), (["global", "local"], 8)]
+)
+def test_local_and_global_attention_stand_in_one_stack(order, seen):
+    """How far back the last token's hidden state depends on the others."""
+    local = dataclasses.replace(CONFIG, window=3)
+    configs = {"local": local, "global": CONFIG}
+    used = {kind: configs[kind] for kind in dict.fromkeys(order)}
+    layers = Layers(
+        make={k: lambda rngs, c=c: decoder_layer(c, rngs=rngs) for k, c in used.items()},
+        order=order,
+        windows=tuple(config.sides for config in used.values()),
+    )
+    model = Decoder(CONFIG, rngs=nnx.Rngs(0), layers=layers)
+
+    @jax.jit
+    def last(embeddings):
+        return jnp.sum(model.hidden(embeddings=embeddings)[0][0, -1] ** 3)
+
+    gradient = jax.grad(last)(jax.random.normal(jax.random.key(3), (1, 8, 8)))
+    assert int(jnp.sum(jnp.any(gradient != 0, axis=(0, 2)))) == seen
+
+
 class Gated(nnx.Module):
     """A mixer that is no attention: a running mean of the tokens, gated; it counts what it sees."""
 

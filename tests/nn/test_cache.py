@@ -70,7 +70,7 @@ def test_a_model_of_ones_own_keeps_values_narrower_than_keys(devices):
             spec = describe(lambda rngs: Narrow(rngs=rngs))
         params = initialise(spec, bound, jax.random.key(0))
         generator = Generator(spec, bound, params, slots=8, tokens_per_step=4)
-        cache = generator._empty()
+        cache = generator.program.cache.empty()
         found = {name: (x.shape, x.dtype.name) for name, x in cache.items()}
         assert found == {
             "k": ((1, 1, 8, 2, 4), "bfloat16"),
@@ -104,4 +104,4 @@ def test_decoding_sees_the_window_that_training_sees(window):
         flat = FlatTokens(seat=jnp.zeros(1, jnp.int32), position=at, slot=at)
         hidden, cache = model.decode(token[None], cache, flat)
         rows.append(hidden[0])
-    np.testing.assert_allclose(jnp.stack(rows), model.hidden(tokens[None])[0], atol=1e-5)
+    np.testing.assert_allclose(jnp.stack(rows), model.hidden(tokens[None])[0][0], atol=1e-5)
