@@ -1,8 +1,12 @@
 """The list of public names: what is exported is a promise, and this is where it is read."""
 
+import ast
 import importlib
+from pathlib import Path
 
 import pytest
+
+from colossax import cli
 
 NAMES = {
     "colossax": (
@@ -14,12 +18,13 @@ NAMES = {
         "SAVEABLE SEQUENCE_AXES SHARES Segment bind cache_folder from_json nearest preset to_json"
     ),
     "colossax.pallas.attention": (
-        "Mask Operands RelativeBias Scoring attend attend_block attend_cache attention "
-        "backward_block block_gradients block_implementation dense forward_block merge_blocks "
-        "row_delta row_ranges why_no_ranges with_ranges with_sinks"
+        "AttentionSpec Mask Operands RelativeBias Scoring attend attend_block attend_cache "
+        "attention backward_block block_gradients block_implementation declined_by dense "
+        "forward_block merge_blocks row_delta row_ranges variants why_no_ranges with_ranges "
+        "with_sinks"
     ),
     "colossax.pallas.norms": "layer_norm rms_norm",
-    "colossax.pallas.grouped_matmul": "grouped_matmul",
+    "colossax.pallas.grouped_matmul": "GroupedSpec declined_by grouped_matmul variants",
     "colossax.sharding": (
         "CACHE_DIMS Dense Layout NATURAL RowOrder Weight activation_axes activation_sharding "
         "attend_cache attention balanced_order batch_axes cache_spec compiler_options "
@@ -88,7 +93,7 @@ NAMES = {
     "colossax.step": "Step StepOptions any_order",
     "colossax.tasks": (
         "DataConfig OptimizerConfig SampleConfig Task TrainConfig next_token_loss task_of "
-        "with_initial_model"
+        "train_config_from_json with_initial_model"
     ),
     "colossax.run": "Outcome RunConfig RunFolder RunOptions Stream train",
     "colossax.processes": (
@@ -97,7 +102,7 @@ NAMES = {
     "colossax.inference": (
         "CacheLayout Call Chunk Continuation DecodeProgram Fitted Generation Generator InOrder "
         "LoadedModel Request Sampling Scheduler StoredModel fit_layers inference_plan load "
-        "open_checkpoint"
+        "check_length check_tokens open_checkpoint"
     ),
     "colossax.recipes": "DEFAULT_RECIPE RECIPES recipe",
 }
@@ -127,3 +132,26 @@ def _is_ours(value):
 @pytest.mark.parametrize("module", NAMES)
 def test_public_names(module):
     assert exported(module) == sorted(NAMES[module].split())
+
+
+FILES_FOR_THE_COMMAND_LINE = {
+    "colossax.models.hf",
+    "colossax.pallas.bench",
+    "colossax.planner.inspection_plot",
+}
+"""Loaded where they are needed: what reads other libraries' files, measures, or draws."""
+
+
+def test_the_command_line_imports_public_names_only():
+    folder = Path(cli.__file__).parent
+    for file in folder.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("colossax."):
+                parts = node.module.split(".")
+                lies = folder.parent.joinpath(*parts[1:])
+                assert (
+                    parts[1] == "cli"
+                    or len(parts) == 2  # a room, or a file that is one
+                    or (lies / "__init__.py").is_file()
+                    or node.module in FILES_FOR_THE_COMMAND_LINE
+                ), f"{file.name} imports {node.module}"

@@ -66,8 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
 def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
     """Generate as asked and return the exit code."""
     request_host_devices(args.devices)
-    from colossax.inference import open_checkpoint
-    from colossax.inference.scheduler import check_length, check_tokens
+    from colossax.inference import check_length, check_tokens, open_checkpoint
 
     stored = open_checkpoint(args.checkpoint)
     plan = apply_overrides(_Options(plan=stored.plan), overrides).plan

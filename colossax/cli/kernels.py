@@ -2,20 +2,10 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import jax.numpy as jnp
 
-from colossax.pallas import Target
-from colossax.pallas.attention import Mask
-from colossax.pallas.attention import proof as attention_proof
-from colossax.pallas.attention.api import IMPLEMENTATIONS as ATTENTION
-from colossax.pallas.attention.api import UNPROVEN
-from colossax.pallas.attention.spec import AttentionSpec
-from colossax.pallas.choice import reasons
-from colossax.pallas.grouped_matmul import proof as grouped_proof
-from colossax.pallas.grouped_matmul.api import IMPLEMENTATIONS as GROUPED
-from colossax.pallas.grouped_matmul.spec import GroupedSpec
+from colossax.pallas import Target, attention, grouped_matmul
 from colossax.pallas.mosaic import why_not_hardware
 from colossax.pallas.proof import PROVER, Outcome, Prover, Variant, Verdict
 
@@ -70,7 +60,7 @@ def prove_kernels(
     kind = target.device_kind
     if kind is None or why_nothing_to_prove(target) is not None:
         return {}
-    every = [*attention_proof.variants(), *grouped_proof.variants()]
+    every = [*attention.variants(), *grouped_matmul.variants()]
     kept = {one: prover.kept(one, kind) for one in every}
     known = {one: verdict for one, verdict in kept.items() if verdict is not None}
     if alone:
@@ -99,7 +89,7 @@ def kernel_choices(target: Target, verdicts: Verdicts | None = None) -> dict[str
         verdicts: On kernels.
     """
     bf16 = jnp.dtype("bfloat16")
-    attention = AttentionSpec(
+    usual = attention.AttentionSpec(
         batch=1,
         q_length=8192,
         kv_length=8192,
@@ -108,19 +98,19 @@ def kernel_choices(target: Target, verdicts: Verdicts | None = None) -> dict[str
         head_dim=128,
         v_head_dim=128,
         dtype=bf16,
-        mask=Mask(causal=True),
+        mask=attention.Mask(causal=True),
     )
-    grouped = GroupedSpec(rows=8192, groups=8, features_in=4096, features_out=2048, dtype=bf16)
-    calls = {
-        "attention": (ATTENTION, attention),
-        "grouped matmul": (GROUPED, grouped),
-    }
+    experts = grouped_matmul.GroupedSpec(
+        rows=8192, groups=8, features_in=4096, features_out=2048, dtype=bf16
+    )
 
     def told(variant: Variant, _kind: str) -> Verdict:
         return (verdicts or {}).get(variant) or Verdict.undecided("not tried here")
 
-    how: Any = {"unproven": UNPROVEN, "verdicts": told}
-    return {name: _choice(reasons(*call, target, **how)) for name, call in calls.items()}
+    return {
+        "attention": _choice(attention.declined_by(usual, target, verdicts=told)),
+        "grouped matmul": _choice(grouped_matmul.declined_by(experts, target, verdicts=told)),
+    }
 
 
 def _choice(why_not: dict[str, str | None]) -> Choice:

@@ -18,8 +18,7 @@ from colossax.cli.overrides import Override, apply_overrides, override_names
 from colossax.processes import EXIT_CODES, find_launch, join, start_jax
 from colossax.recipes import DEFAULT_RECIPE, RECIPES, recipe
 from colossax.run import RunConfig, RunFolder, RunOptions, Stream, train
-from colossax.tasks import TrainConfig, task_of
-from colossax.tasks.config import train_config_from_json
+from colossax.tasks import TrainConfig, task_of, train_config_from_json
 
 DESCRIPTION = {
     "train": (

@@ -18,3 +18,5 @@ from .scheduler import Continuation as Continuation
 from .scheduler import InOrder as InOrder
 from .scheduler import Request as Request
 from .scheduler import Scheduler as Scheduler
+from .scheduler import check_length as check_length
+from .scheduler import check_tokens as check_tokens

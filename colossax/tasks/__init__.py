@@ -4,6 +4,7 @@ from .config import DataConfig as DataConfig
 from .config import OptimizerConfig as OptimizerConfig
 from .config import SampleConfig as SampleConfig
 from .config import TrainConfig as TrainConfig
+from .config import train_config_from_json as train_config_from_json
 from .initial import with_initial_model as with_initial_model
 from .next_token import next_token_loss as next_token_loss
 from .task import Evaluator as Evaluator

@@ -2,6 +2,7 @@
 
 from .api import attend as attend
 from .api import attention as attention
+from .api import declined_by as declined_by
 from .api import with_ranges as with_ranges
 from .block import attend_block as attend_block
 from .block import backward_block as backward_block
@@ -18,4 +19,6 @@ from .merge import row_delta as row_delta
 from .merge import with_sinks as with_sinks
 from .operands import Operands as Operands
 from .operands import Scoring as Scoring
+from .proof import variants as variants
 from .relative import RelativeBias as RelativeBias
+from .spec import AttentionSpec as AttentionSpec

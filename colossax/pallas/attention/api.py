@@ -170,6 +170,19 @@ def choose(
     return choice.choose("attention", known, spec, target, implementation, unproven=UNPROVEN)
 
 
+def declined_by(
+    spec: AttentionSpec, target: Target, *, verdicts: choice.Verdicts | None = None
+) -> dict[str, str | None]:
+    """Of each implementation, fastest first: why `auto` would not take it, None where it would.
+
+    Args:
+        spec: Static facts of a call.
+        target: The hardware.
+        verdicts: Whether kernels have proved themselves; by default what this process knows.
+    """
+    return choice.reasons(IMPLEMENTATIONS, spec, target, unproven=UNPROVEN, verdicts=verdicts)
+
+
 def _check(operands: Operands, scoring: Scoring) -> None:
     q, k, v, mask = operands.q, operands.k, operands.v, operands.mask
     lead, (s, n, _), (t, kv_heads, _) = q.shape[:-3], q.shape[-3:], k.shape[-3:]

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float, Int
 
-from colossax.pallas.choice import choose
-from colossax.pallas.target import current_target
+from colossax.pallas.choice import Verdicts, choose, reasons
+from colossax.pallas.target import Target, current_target
 from colossax.pallas.varying import vary_alike
 
 from . import interpret, mosaic_gpu, reference, xla
@@ -98,6 +98,19 @@ def _backward(chosen: str, options: Any, saved: Any, dy: Array) -> tuple[Array, 
 
 
 _multiply.defvjp(_forward, _backward)
+
+
+def declined_by(
+    spec: GroupedSpec, target: Target, *, verdicts: Verdicts | None = None
+) -> dict[str, str | None]:
+    """Of each implementation, fastest first: why `auto` would not take it, None where it would.
+
+    Args:
+        spec: Static facts of a call.
+        target: The hardware.
+        verdicts: Whether kernels have proved themselves; by default what this process knows.
+    """
+    return reasons(IMPLEMENTATIONS, spec, target, unproven=UNPROVEN, verdicts=verdicts)
 
 
 def _check(x: Array, w: Array, group_sizes: Array, spared: int) -> None:
