@@ -10,12 +10,15 @@ import pytest
 from flax import nnx
 
 from colossax.config import BatchConfig, OffloadConfig, Plan, Segment
+from colossax.errors import PlanError
 from colossax.nn import LayerStack, param
-from colossax.optim import adamw, sgd
+from colossax.optim import adamw, constant, sgd
+from colossax.planner import build_step
 from colossax.tasks import next_token_loss
 from tests.cases import quick_first
 from tests.models.test_families import TINY
-from tests.oracle import assert_trees_close
+from tests.nn.test_kinds import KINDS
+from tests.oracle import assert_losses_close, assert_trees_close
 from tests.step.offloaded.streamed import (
     CONFIG,
     FULL,
@@ -287,3 +290,42 @@ def test_layers_of_float32_vectors_only_stay_on_the_device():
     for path, kind in kinds.items():
         there = path.startswith("layers/") and path.endswith("/w")
         assert (kind == "pinned_host") == there, path
+
+
+def several_kinds(order):
+    """Losses of a stack of several kinds, by how much of it lives in host memory."""
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.layers = LayerStack(KINDS, order, rngs=rngs)
+
+    def loss(model, batch):
+        out = model.layers(batch["x"], 0.1)
+        count = jnp.float32(8)
+        terms = {"square": (jnp.sum(out.carry**2), count, 1.0)}
+        return terms, {"load": (out.sums["load"], count)}
+
+    batch = {"x": np.random.default_rng(0).standard_normal((8, 4)).astype(np.float32)}
+    options = {"devices": jax.devices()[:2], "batch_dims": {"x": ("batch", "embed")}}
+
+    def losses(share):
+        offload = OffloadConfig(parameters=share, optimizer=share)
+        plan = Plan(mesh={"fsdp": 2}, offload=offload)
+        step = build_step(Model, adamw(constant(1e-2)), loss, plan, **options)
+        state, seen = step.init(0), []
+        for _ in range(3):
+            state, metrics = step(state, batch)
+            seen.append(float(metrics["loss"]))
+        return seen
+
+    return losses
+
+
+def test_kinds_that_follow_one_another_are_updated_during_backward():
+    losses = several_kinds(["wide"] * 2 + ["thin"] * 4)
+    assert_losses_close(losses(1.0), losses(0.0))
+
+
+def test_kinds_that_alternate_are_refused():
+    with pytest.raises(PlanError, match="'layers' alternates kinds of layers"):
+        several_kinds(["thin", "thin", "wide"] * 2)(1.0)
