@@ -12,10 +12,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from colossax.layerwise import LayerState
+from colossax.nn.cache import CacheArray, CacheSpec
 from colossax.nn.layers import Linear, RMSNorm
 from colossax.nn.rope import rotate
 from colossax.pallas.attention import Mask, Operands, Scoring
-from colossax.sharding import attend_cache, attention, constrain, linears
+from colossax.sharding import CACHE_DIMS, attend_cache, attention, constrain, linears
 
 Window = tuple[int | None, int | None] | None
 """Keys seen strictly before and after a query, None for all: as of `Mask`."""
@@ -113,6 +114,12 @@ class Attention(nnx.Module):
             else (lambda: None)
         )
         self.q_norm, self.k_norm = norm(), norm()
+
+    def cache_spec(self, *, layers: int, seats: int, slots: int) -> CacheSpec:
+        """Keys and values of these many layers, `[layers, seats, slots, kv_heads, head_dim]`."""
+        shape = (layers, seats, slots, self.shape.kv_heads, self.shape.head_dim)
+        one = CacheArray(shape=shape, dims=CACHE_DIMS)
+        return CacheSpec(arrays={"k": one, "v": one})
 
     def mix(
         self, x: Float[Array, "b s d"], side: Side, state: LayerState

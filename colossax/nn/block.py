@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from colossax.errors import InputError
 from colossax.layerwise import LayerState
+from colossax.nn.cache import CacheSpec
 from colossax.sharding import activation_axes, constrain, current
 
 Hidden = Float[Array, "b s d"]
@@ -111,6 +112,21 @@ class Block(nnx.Module):
                 )
             sums |= counts
         return x, state, sums
+
+    def cache_spec(self, *, layers: int, seats: int, slots: int) -> CacheSpec:
+        """What its sublayers keep of tokens, for these many layers.
+
+        Raises:
+            InputError: None of them says, or several do.
+        """
+        sublayers = [getattr(self, name) for name in self.names]
+        keeping = [one for one in sublayers if hasattr(one, "cache_spec")]
+        if len(keeping) != 1:
+            raise InputError(
+                f"Block: {len(keeping)} of the sublayers {', '.join(self.names)} have a cache_spec,"
+                " and generation needs one; give it to the one that mixes tokens"
+            )
+        return keeping[0].cache_spec(layers=layers, seats=seats, slots=slots)
 
     def _normed(self, name: str, which: str, x: Array) -> Array:
         norm = getattr(self, f"{name}_{which}", None)

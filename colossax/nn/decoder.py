@@ -12,13 +12,13 @@ from colossax.config import nearest
 from colossax.errors import InputError
 from colossax.nn.attention import Attention, AttentionShape, FlatTokens, Side, Window
 from colossax.nn.block import Block, residual
-from colossax.nn.cache import CacheArray, CacheSpec
+from colossax.nn.cache import CacheSpec
 from colossax.nn.layers import ACTIVATIONS, MLP, Embedding, LayerNorm, Linear, RMSNorm, depth_scaled
 from colossax.nn.rope import RopeConfig, rope_tables
 from colossax.nn.stack import LayerStack, StackOutput
 from colossax.nn.stacked import MakeLayer
 from colossax.pallas.attention import Mask
-from colossax.sharding import CACHE_DIMS, compute_dtype, constrain, current_order, with_ranges
+from colossax.sharding import compute_dtype, constrain, current_order, with_ranges
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -245,8 +245,8 @@ class Decoder(nnx.Module):
         return hidden, out.sums
 
     def decode(
-        self, tokens: Int[Array, " t"], cache: dict[str, Array], flat: FlatTokens
-    ) -> tuple[Float[Array, "t d"], dict[str, Array]]:
+        self, tokens: Int[Array, " t"], cache: dict[str, Any], flat: FlatTokens
+    ) -> tuple[Float[Array, "t d"], dict[str, Any]]:
         """Final hidden states of flat tokens of any sequences, and the cache with them in it.
 
         Prompt chunks and single next tokens look alike: each token says where it belongs.
@@ -270,21 +270,9 @@ class Decoder(nnx.Module):
         """Logits of the hidden states given; pass chosen tokens only where not all are needed."""
         return hidden @ self.head_weight()
 
-    def cache_spec(self, *, seats: int, slots: int) -> CacheSpec:
-        """Key-value cache for `seats` sequences of up to `slots` tokens.
-
-        Raises:
-            InputError: Layers of several kinds, each of which would want a cache of its own.
-        """
-        if len(set(self.layers.order)) > 1:
-            raise InputError(
-                "model: its layers are of several kinds, for which there is no generation yet;"
-                " give them one kind"
-            )
-        c = self.config
-        shape = (c.layers, seats, slots, c.kv_heads, c.head_dim)
-        one = CacheArray(shape=shape, dims=CACHE_DIMS)
-        return CacheSpec(arrays={"k": one, "v": one})
+    def cache_spec(self, *, seats: int, slots: int) -> CacheSpec | dict[str, CacheSpec]:
+        """Cache for `seats` sequences of up to `slots` tokens; see `LayerStack.cache_spec`."""
+        return self.layers.cache_spec(seats=seats, slots=slots)
 
     def _masks(self, mask: Mask | None, segments: Any, x: Array) -> tuple[Mask, ...]:
         """For each window of the layers, with what kernels need of it: once, not in every layer."""

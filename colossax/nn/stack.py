@@ -134,6 +134,29 @@ class LayerStack(Located):
             sums=joined_sums(sums_out, [stretch.count for stretch in self.stretches]),
         )
 
+    def cache_spec(self, *, seats: int, slots: int) -> Any:
+        """What a cache for `seats` sequences of up to `slots` tokens holds, as the layers say.
+
+        Returns:
+            A `CacheSpec`; by kind where there are several. A cache made of it is `carried`.
+
+        Raises:
+            InputError: A layer keeps nothing of the tokens it has seen, or does not say what.
+        """
+        specs = {}
+        for segment in self.segments:
+            by_kind = segment if isinstance(segment, nnx.Dict) else {ONLY: segment}
+            for kind, layer in by_kind.items():
+                if kind not in specs:
+                    if not hasattr(layer, "cache_spec"):
+                        raise InputError(
+                            f"model: {type(layer).__name__} has no cache_spec, which generation"
+                            " needs; say there what the layer keeps, as colossax.nn.Block does"
+                        )
+                    count = self.order.count(kind)
+                    specs[kind] = layer.cache_spec(layers=count, seats=seats, slots=slots)
+        return specs[ONLY] if ONLY in specs else specs
+
     def _planned(self) -> tuple[Stretch, ...]:
         """The stretches as the plan in force wants them run."""
         bound = current()

@@ -17,6 +17,8 @@ from colossax.nn import (
     Decoder,
     DecoderConfig,
     FlatTokens,
+    Layers,
+    decoder_layer,
     describe,
     initialise,
 )
@@ -98,10 +100,37 @@ def test_decoding_sees_the_window_that_training_sees(window):
     """Hidden states of six tokens, one after another from the cache, are those of a whole row."""
     model = Decoder(dataclasses.replace(CONFIG, window=window), rngs=nnx.Rngs(0))
     tokens = jnp.asarray([3, 1, 4, 1, 5, 9])
-    cache, rows = model.cache_spec(seats=1, slots=8).zeros("float32"), []
+    cache = model.cache_spec(seats=1, slots=8).zeros("float32")
+    np.testing.assert_allclose(
+        token_by_token(model, tokens, cache), model.hidden(tokens[None])[0][0], atol=1e-5
+    )
+
+
+@pytest.mark.catches("cache-of-kinds")
+def test_kinds_of_layers_have_caches_of_their_own():
+    """Local and global attention by turns, of other head sizes, generated as trained."""
+    wide = dataclasses.replace(CONFIG, head_dim=2 * CONFIG.head_dim)
+    kinds = {"local": dataclasses.replace(CONFIG, window=3), "global": wide}
+    layers = Layers(
+        make={k: lambda rngs, c=c: decoder_layer(c, rngs=rngs) for k, c in kinds.items()},
+        order=["local", "local", "global"] * 2,
+        windows=tuple(config.sides for config in kinds.values()),
+    )
+    model = Decoder(CONFIG, rngs=nnx.Rngs(0), layers=layers)
+    specs = model.cache_spec(seats=1, slots=8)
+    assert [specs[kind].arrays["k"].shape[0] for kind in kinds] == [4, 2]
+    tokens = jnp.asarray([3, 1, 4, 1, 5, 9])
+    cache = {kind: spec.zeros("float32") for kind, spec in specs.items()}
+    want = model.hidden(tokens[None])[0][0]
+    np.testing.assert_allclose(token_by_token(model, tokens, cache), want, atol=1e-5)
+
+
+def token_by_token(model, tokens, cache):
+    """Hidden states of tokens that come one after another."""
+    rows = []
     for place, token in enumerate(tokens):
         at = jnp.asarray([place])
         flat = FlatTokens(seat=jnp.zeros(1, jnp.int32), position=at, slot=at)
         hidden, cache = model.decode(token[None], cache, flat)
         rows.append(hidden[0])
-    np.testing.assert_allclose(jnp.stack(rows), model.hidden(tokens[None])[0][0], atol=1e-5)
+    return jnp.stack(rows)
