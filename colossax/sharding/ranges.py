@@ -106,7 +106,7 @@ def usable_ranges(mask: Mask, split: Split, axes: tuple[str, ...]) -> Mask:
 def _of_one_device(
     bound: BoundPlan, split: Split, specs: Operands, operands: Operands, scoring: Scoring
 ) -> tuple[Operands, Scoring]:
-    """Shapes of what one device will attend, its sequence whole."""
+    """Shapes of what one device will attend, its sequence unsharded."""
     b, _, n, _ = operands.q.shape
     k = operands.k.shape[2]
     rows = b // bound.size(names_of(specs.q[0]))
