@@ -259,7 +259,7 @@ class Decoder(nnx.Module):
     def head_weight(self) -> Float[Array, "d v"]:
         """The output matrix in the compute dtype, its vocabulary split as that of logits.
 
-        Its width is whole on every device: logits are far larger than hidden states, so those are
+        Its width is unsharded: logits are far larger than hidden states, so those are
         gathered, not these summed up.
         """
         if self.head is None:
@@ -293,7 +293,7 @@ class Decoder(nnx.Module):
         if self.embed_norm is not None:
             x = self.embed_norm(x)
         out = self.layers(residual(x), side, carried=cache)
-        return _whole_sequence(self.norm(out.carry)), out
+        return _head_input(self.norm(out.carry)), out
 
     def _rope(self, positions: Int[Array, "b s"]) -> Any:
         if self.config.rope is None:
@@ -314,6 +314,6 @@ def make_norm(config: DecoderConfig) -> RMSNorm | LayerNorm:
     return make(config.embed, eps=config.norm_eps)
 
 
-def _whole_sequence(x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
+def _head_input(x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
     """Input of the head: the sequence as the batch has it."""
     return constrain(x, "batch", "seq", "embed")

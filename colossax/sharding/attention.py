@@ -16,14 +16,14 @@ from colossax.sharding.attention_layout import (
     Split,
     filled_up,
     names_of,
-    own_kv_heads_local,
     q_spec,
+    select_kv_heads_local,
     specs_of,
     split_of,
     told_by_plan,
 )
 from colossax.sharding.context import current
-from colossax.sharding.ranges import own_ranges_local, usable_ranges
+from colossax.sharding.ranges import device_ranges_local, usable_ranges
 from colossax.sharding.sequence import (
     Order,
     Settings,
@@ -86,13 +86,13 @@ def attention(
         out_spec = (out_spec, PartitionSpec(specs.q[0], specs.q[2], specs.q[1]))
 
     def island_local(local: Operands, scoring: Scoring) -> Any:
-        local, heads = local.replace(mask=own_ranges_local(local.masked)), specs.q[2]
+        local, heads = local.replace(mask=device_ranges_local(local.masked)), specs.q[2]
         if heads is not None and specs.k[2] is None:
-            own = own_kv_heads_local(bound, heads, q.shape[2], local.k.shape[2])
-            local = local.replace(k=own(local.k), v=own(local.v))
+            select = select_kv_heads_local(bound, heads, q.shape[2], local.k.shape[2])
+            local = local.replace(k=select(local.k), v=select(local.v))
         return _scheme_local(split, call, local, scoring)
 
-    # Unchecked, gradients of operands that are whole on several devices are summed over those, and
+    # Unchecked, gradients of operands replicated on several devices are summed over those, and
     # the island can stand under `vmap` over devices, where the check fails on what it batches.
     mapped = jax.shard_map(
         island_local,
@@ -101,13 +101,13 @@ def attention(
         out_specs=out_spec,
         check_vma=False,
     )
-    found = mapped(operands, scoring)
+    result = mapped(operands, scoring)
     length = q.shape[1]
     if operands.lengths[0] == length:
-        return found
+        return result
     if return_lse:
-        return found[0][:, :length], found[1][:, :, :length]
-    return found[:, :length]
+        return result[0][:, :length], result[1][:, :, :length]
+    return result[:, :length]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,7 +127,7 @@ def _scheme_local(split: Split, call: _Call, operands: Operands, scoring: Scorin
     """What one device does: exchange heads, then turn the ring, or either, or neither."""
     if not split.axes:
         return _local(call, operands, scoring)
-    inner_local = _whole_local if split.ring is None else _ring_local
+    inner_local = _full_rows_local if split.ring is None else _ring_local
     out, lse = ulysses_local(
         functools.partial(inner_local, split, call),
         operands,
@@ -138,14 +138,14 @@ def _scheme_local(split: Split, call: _Call, operands: Operands, scoring: Scorin
     return (out, lse) if call.return_lse else out
 
 
-def _whole_local(
+def _full_rows_local(
     _split: Split, call: _Call, operands: Operands, scoring: Scoring
 ) -> tuple[Array, Array]:
     """Attention of whole rows; where the log-partition is not asked for, zeros stand for it."""
-    found, q = _local(call, operands, scoring), operands.q
+    result, q = _local(call, operands, scoring), operands.q
     if call.return_lse:
-        return found
-    return found, jnp.zeros((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
+        return result
+    return result, jnp.zeros((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
 
 
 _SCHEMES: dict[str, Callable[[Operands, Scoring, Settings], tuple[Array, Array]]] = {

@@ -107,8 +107,8 @@ def _balances(operands: Operands) -> bool:
 
 def _check_ring(bound: BoundPlan, scoring: Scoring) -> None:
     kernel = bound.plan.attention.kernel
-    whole = bound.plan.attention.scheme == "self_attention"  # it computes its own scores
-    if kernel not in ("auto", "xla") and (kernel != "mosaic" or whole):
+    self_attention = bound.plan.attention.scheme == "self_attention"  # it computes its own scores
+    if kernel not in ("auto", "xla") and (kernel != "mosaic" or self_attention):
         raise PlanError(
             f"plan.attention.kernel: '{kernel}' cannot compute a row in parts, which a ring of"
             f" devices needs; use 'auto', or split the sequence over 'ulysses'"
@@ -210,7 +210,7 @@ def names_of(entry: Any) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
-def own_kv_heads(heads: int, kv_heads: int, here: int) -> int:
+def local_kv_heads(heads: int, kv_heads: int, here: int) -> int:
     """Of replicated kv heads, how many serve a device with `here` of the query heads."""
     group = heads // kv_heads
     return max(1, here // group) if _aligned(group, here) else here
@@ -221,7 +221,7 @@ def _aligned(group: int, here: int) -> bool:
     return here % group == 0 or group % here == 0
 
 
-def own_kv_heads_local(
+def select_kv_heads_local(
     bound: BoundPlan, heads_axes: str | tuple[str, ...], heads: int, kv_heads: int
 ) -> Callable[[Array], Array]:
     """Picks, of replicated kv heads `[..., k, h]`, those that this device's query heads read."""
@@ -230,12 +230,12 @@ def own_kv_heads_local(
     group = heads // kv_heads
     first = jax.lax.axis_index(axes) * here
 
-    def own(x: Array) -> Array:
+    def select(x: Array) -> Array:
         dim = x.ndim - 2
         if _aligned(group, here):
-            count = own_kv_heads(heads, kv_heads, here)
+            count = local_kv_heads(heads, kv_heads, here)
             return jax.lax.dynamic_slice_in_dim(x, first // group, count, axis=dim)
         # The groups of query heads do not line up with the devices: one kv head per query head.
         return jnp.take(x, (first + jnp.arange(here)) // group, axis=dim)
 
-    return own
+    return select

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from colossax.config import BoundPlan
 from colossax.pallas import attention as local
-from colossax.sharding.attention_layout import own_kv_heads_local
+from colossax.sharding.attention_layout import select_kv_heads_local
 from colossax.sharding.context import current
 from colossax.sharding.rules import check_heads, resolve
 
@@ -39,8 +39,8 @@ def attend_cache(
     the rules of its role say; every device writes and reads the kv heads it holds, for the query
     heads of those. Where all devices hold all of them, each reads those of its query heads.
 
-    Cost: no communication where q, k and v come as the rules lay out heads; tokens are whole on
-    every device.
+    Cost: no communication where q, k and v come as the rules lay out heads; tokens are replicated
+    on every device.
 
     Raises:
         PlanError: Heads are not a multiple of their axes.
@@ -54,20 +54,20 @@ def attend_cache(
     n, kv_heads = q.shape[1], specs["k"][3]
     heads = _query_axes(bound, q) if kv_heads is None else kv_heads
     of_q, of_kv = (PartitionSpec(None, axes, None) for axes in (heads, kv_heads))
-    whole = PartitionSpec()
+    replicated = PartitionSpec()
 
     def island_local(
         q: Any, k: Any, v: Any, cache: Any, layer: Any, where: Any, slopes: Any
     ) -> Any:
         read = None
         if heads is not None and kv_heads is None:
-            read = own_kv_heads_local(bound, heads, n, k.shape[1])
+            read = select_kv_heads_local(bound, heads, n, k.shape[1])
         return run(q, k, v, cache, layer, **where, alibi_slopes=slopes, of_kv_heads=read)
 
     mapped = jax.shard_map(
         island_local,
         mesh=bound.mesh,
-        in_specs=(of_q, of_kv, of_kv, specs, whole, whole, PartitionSpec(heads)),
+        in_specs=(of_q, of_kv, of_kv, specs, replicated, replicated, PartitionSpec(heads)),
         out_specs=(of_q, specs),
         check_vma=False,
     )
@@ -85,10 +85,10 @@ def cache_spec(bound: BoundPlan, shape: tuple[int, ...], dims: tuple[Any, ...]) 
 
 def _specs(bound: BoundPlan, cache: dict[str, Array]) -> dict[str, PartitionSpec] | None:
     """By name; None where rules split more than kv heads, or those of k and v differently."""
-    found = {name: cache_spec(bound, x.shape, CACHE_DIMS) for name, x in cache.items()}
-    split = {spec[3] for spec in found.values()}
-    others = any(spec[dim] for spec in found.values() for dim in (0, 1, 2, 4))
-    return None if others or len(split) > 1 else found
+    specs = {name: cache_spec(bound, x.shape, CACHE_DIMS) for name, x in cache.items()}
+    split = {spec[3] for spec in specs.values()}
+    others = any(spec[dim] for spec in specs.values() for dim in (0, 1, 2, 4))
+    return None if others or len(split) > 1 else specs
 
 
 def _query_axes(bound: BoundPlan, q: Array) -> Any:

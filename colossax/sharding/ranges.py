@@ -13,8 +13,8 @@ from colossax.pallas import attention as local
 from colossax.pallas.attention import Mask, Operands, Scoring
 from colossax.sharding.attention_layout import (
     Split,
+    local_kv_heads,
     names_of,
-    own_kv_heads,
     specs_of,
     split_of,
     told_by_plan,
@@ -50,14 +50,14 @@ def with_ranges(operands: Operands, scoring: Scoring) -> Mask:
     be filled up, a mask carries nothing: each step of a ring sees other keys.
 
     Args:
-        operands: As a layer will give them, whole; q, k and v may be shapes.
+        operands: As a layer will give them, unsharded; q, k and v may be shapes.
         scoring: As a layer will give it; arrays may be shapes.
 
     Raises:
         PlanError: As `attention`.
 
     Cost: that of one layer's ranges, on every device for its rows of the batch; no communication
-    but what the mask's arrays need to be whole along `ulysses`, then no more in each layer.
+    but what the mask's arrays need to be gathered along `ulysses`, then no more in each layer.
     """
     bound = current()
     kernel = "auto" if bound is None else bound.plan.attention.kernel
@@ -73,8 +73,8 @@ def with_ranges(operands: Operands, scoring: Scoring) -> Mask:
     def island_local(mask: Mask) -> Any:
         here = part.replace(mask=mask)
         with told_by_plan():
-            found = local.with_ranges(here, of_part, implementation=kernel)
-        return jax.tree.map(lambda x: x[None], found.ranges)
+            local_mask = local.with_ranges(here, of_part, implementation=kernel)
+        return jax.tree.map(lambda x: x[None], local_mask.ranges)
 
     axes = names_of(specs.q[0])
     made = jax.shard_map(
@@ -89,7 +89,7 @@ def with_ranges(operands: Operands, scoring: Scoring) -> Mask:
     return mask if parts is None else mask.changed(ranges=SpreadRanges(parts=parts, axes=axes))
 
 
-def own_ranges_local(mask: Mask) -> Mask:
+def device_ranges_local(mask: Mask) -> Mask:
     """The mask with this device's part of its ranges."""
     if mask.ranges is None:
         return mask
@@ -98,21 +98,21 @@ def own_ranges_local(mask: Mask) -> Mask:
 
 def usable_ranges(mask: Mask, split: Split, axes: tuple[str, ...]) -> Mask:
     """The mask, with its ranges if they are those of devices that split the batch as here."""
-    found = mask.ranges
-    fits = isinstance(found, SpreadRanges) and found.axes == axes and split.ring is None
+    ranges = mask.ranges
+    fits = isinstance(ranges, SpreadRanges) and ranges.axes == axes and split.ring is None
     return mask if fits else mask.changed()
 
 
 def _of_one_device(
     bound: BoundPlan, split: Split, specs: Operands, operands: Operands, scoring: Scoring
 ) -> tuple[Operands, Scoring]:
-    """Shapes of what one device will attend, its sequence whole."""
+    """Shapes of what one device will attend, its sequence unsharded."""
     b, _, n, _ = operands.q.shape
     k = operands.k.shape[2]
     rows = b // bound.size(names_of(specs.q[0]))
     heads = n // bound.size(names_of(specs.q[2]))
     split_alike = bool(specs.k[2]) or not specs.q[2]
-    kv_heads = k // bound.size(names_of(specs.k[2])) if split_alike else own_kv_heads(n, k, heads)
+    kv_heads = k // bound.size(names_of(specs.k[2])) if split_alike else local_kv_heads(n, k, heads)
     heads, kv_heads = heads // split.ulysses, math.lcm(split.ulysses, kv_heads) // split.ulysses
 
     def shape(x: Any, count: int) -> Any:

@@ -204,10 +204,10 @@ def _check(operands: Operands, scoring: Scoring) -> None:
         "prefix": (),
     }
     for name, tail in of_tokens.items():
-        found = getattr(mask, name)
-        if found is not None and not _fits(found.shape, (*lead, *tail), len(tail)):
+        array = getattr(mask, name)
+        if array is not None and not _fits(array.shape, (*lead, *tail), len(tail)):
             raise ValueError(
-                f"attention: mask {name} {found.shape} does not fit {shapes};"
+                f"attention: mask {name} {array.shape} does not fit {shapes};"
                 f" it is {(*lead, *tail)}, leading dims may be 1"
             )
     for bias in scoring.relative:
@@ -225,13 +225,13 @@ def _check(operands: Operands, scoring: Scoring) -> None:
             raise ValueError(f"attention: {name} {per_head.shape} is not ({n},), one per head of q")
 
 
-def _fits(found: tuple[int, ...], wanted: tuple[int, ...], exact: int) -> bool:
+def _fits(shape: tuple[int, ...], wanted: tuple[int, ...], exact: int) -> bool:
     """Whether sizes agree or are 1, the last `exact` of them exactly."""
-    if len(found) != len(wanted):
+    if len(shape) != len(wanted):
         return False
     split = len(wanted) - exact
-    return found[split:] == wanted[split:] and all(
-        f in (1, w) for f, w in zip(found[:split], wanted[:split], strict=True)
+    return shape[split:] == wanted[split:] and all(
+        size in (1, w) for size, w in zip(shape[:split], wanted[:split], strict=True)
     )
 
 

@@ -244,30 +244,30 @@ class _Truth:
 
 def _truth(shape: Shape, given: Any) -> _Truth:
     group = shape.heads // shape.kv_heads
-    found = _Truth(_sample(shape), [], [], [])
+    truth = _Truth(_sample(shape), [], [], [])
     k, v = (_wide(x[-1, :, -1]) for x in given[1:3])
     lo, hi = (np.asarray(x)[0] for x in row_ranges(shape.mask(), shape.tokens, shape.tokens))
     keys = np.arange(shape.tokens)
-    seen = (keys >= lo[found.rows, None]) & (keys < hi[found.rows, None])
+    seen = (keys >= lo[truth.rows, None]) & (keys < hi[truth.rows, None])
     scale = 1 / math.sqrt(shape.head_dim)
     dk, dv = 0.0, 0.0
     for head in range(shape.heads - group, shape.heads):
-        q = _wide(given[0][-1, found.rows, head])
+        q = _wide(given[0][-1, truth.rows, head])
         logits = np.where(seen, q @ k.T * scale, -np.inf)
         top = logits.max(axis=1, keepdims=True)
         weights = np.exp(logits - top)
         total = weights.sum(axis=1, keepdims=True)
         p = weights / total
-        found.out.append(p @ v)
-        found.lse.append((top + np.log(total))[:, 0])
+        truth.out.append(p @ v)
+        truth.lse.append((top + np.log(total))[:, 0])
         if len(given) < 4:
             continue
-        dout = _wide(given[3][-1, found.rows, head])
-        ds = p * (dout @ v.T - np.sum(dout * found.out[-1], axis=1, keepdims=True)) * scale
-        found.dq.append(ds @ k)
+        dout = _wide(given[3][-1, truth.rows, head])
+        ds = p * (dout @ v.T - np.sum(dout * truth.out[-1], axis=1, keepdims=True)) * scale
+        truth.dq.append(ds @ k)
         dk, dv = dk + ds.T @ q, dv + p.T @ dout
-    whole = len(found.rows) == shape.tokens
-    return dataclasses.replace(found, dk=dk if whole else None, dv=dv if whole else None)
+    all_rows = len(truth.rows) == shape.tokens
+    return dataclasses.replace(truth, dk=dk if all_rows else None, dv=dv if all_rows else None)
 
 
 def _step_truths(shape: Shape, given: Any) -> dict[bool, _Truth]:
@@ -305,9 +305,9 @@ def _step_error(name: str, truths: dict[bool, _Truth], out: Any) -> float:
 def _backward_error(_name: str, truth: _Truth, gradients: Any) -> float:
     """The worst of dq in sampled rows and, where all rows are sampled, of dk and dv."""
     errors = [relative_error(_of_heads(gradients[0], truth), np.stack(truth.dq))]
-    for found, wanted in ((gradients[1], truth.dk), (gradients[2], truth.dv)):
+    for gradient, wanted in ((gradients[1], truth.dk), (gradients[2], truth.dv)):
         if wanted is not None:
-            errors.append(relative_error(_wide(found[-1, :, -1]), wanted))
+            errors.append(relative_error(_wide(gradient[-1, :, -1]), wanted))
     return max(errors)
 
 

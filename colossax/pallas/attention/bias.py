@@ -65,7 +65,7 @@ def zeros(bias: Any, like: Array) -> Any:
 def cut_back(total: Any, bias: Any) -> Any:
     """What `add` summed up, in the bias's own shape and dtype."""
     if isinstance(bias, RelativeBias):
-        return jax.tree.map(lambda x, own: x.astype(own.dtype), total, bias)
+        return jax.tree.map(lambda x, param: x.astype(param.dtype), total, bias)
     return total[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype)
 
 

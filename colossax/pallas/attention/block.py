@@ -116,8 +116,8 @@ def block_gradients(
     operands = Operands(q=q, k=k, v=v, mask=mask)
     scoring = Scoring(scale=scale, soft_cap=soft_cap, alibi_slopes=alibi_slopes)
     given = {"dout": dout, "lse": lse, "delta": delta, "implementation": implementation}
-    found, of_scoring = backward_block(operands, scoring, **given)
-    return found.q, found.k, found.v, of_scoring.alibi_slopes
+    gradients, of_scoring = backward_block(operands, scoring, **given)
+    return gradients.q, gradients.k, gradients.v, of_scoring.alibi_slopes
 
 
 def backward_block(

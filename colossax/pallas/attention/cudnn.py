@@ -54,8 +54,8 @@ def _features(spec: AttentionSpec) -> str | None:
         # JAX rounds cuDNN's lse to the output's dtype and drops its gradient.
         "return_lse": spec.return_lse,
     }
-    found = [name for name, wanted in asked.items() if wanted]
-    return f"{', '.join(found)} not available in JAX's cuDNN attention" if found else None
+    names = [name for name, wanted in asked.items() if wanted]
+    return f"{', '.join(names)} not available in JAX's cuDNN attention" if names else None
 
 
 def _mask(spec: AttentionSpec) -> str | None:
@@ -66,9 +66,9 @@ def _mask(spec: AttentionSpec) -> str | None:
         return None
     if spec.q_length % 2 or spec.kv_length % 2:
         return f"odd lengths {spec.q_length}, {spec.kv_length} with a mask that is an array"
-    found = spec.batch * spec.q_length * spec.kv_length * spec.dtype.itemsize
-    if found > DENSE_MASK_BYTES:
-        return f"the mask as an array takes {found} bytes, more than {DENSE_MASK_BYTES}"
+    mask_bytes = spec.batch * spec.q_length * spec.kv_length * spec.dtype.itemsize
+    if mask_bytes > DENSE_MASK_BYTES:
+        return f"the mask as an array takes {mask_bytes} bytes, more than {DENSE_MASK_BYTES}"
     return None
 
 

@@ -98,7 +98,7 @@ def _with(rows: np.ndarray, last: np.ndarray) -> Any:
 def _trial(
     variant: AttentionVariant, kernel: str, name: str, mask: Mask, sizes: tuple[int, ...]
 ) -> Trial:
-    call = _block_call if variant.block else _whole_call
+    call = _block_call if variant.block else _attention_call
     run = functools.partial(call, variant, mask)
     return Trial(
         name=name,
@@ -130,7 +130,7 @@ def _inputs(variant: AttentionVariant, sizes: tuple[int, ...]) -> tuple[Any, ...
     return tuple(arrays)
 
 
-def _whole_call(
+def _attention_call(
     variant: AttentionVariant, mask: Mask, name: str, q: Any, k: Any, v: Any, dout: Any, *bias: Any
 ) -> dict[str, Any]:
     """Output, log-partition, and their gradients."""
@@ -145,10 +145,10 @@ def _whole_call(
             implementation=name,
         )
 
-    found, pull = jax.vjp(call, q, k, v, *bias)
+    result, pull = jax.vjp(call, q, k, v, *bias)
     if name == "cudnn":
-        return _named(("out", "dq", "dk", "dv"), (found, *pull(dout)))
-    out, lse = found
+        return _named(("out", "dq", "dk", "dv"), (result, *pull(dout)))
+    out, lse = result
     gradients = pull((dout, jnp.cos(jnp.arange(lse.size, dtype=lse.dtype)).reshape(lse.shape)))
     named = _named(("out", "dq", "dk", "dv", "dbias"), (out, *gradients))
     return {**named, **_log_partition("lse", lse)}
@@ -173,16 +173,16 @@ def _block_call(
         "implementation": name,
     }
     alone, alone_lse = attend_block(q, k, v, **given)
-    whole, whole_lse = attend_block(q, k, v, carried=(out, lse), **given)
-    delta = row_delta(whole, whole_lse, dout, jnp.zeros_like(lse))
-    *gradients, _ = block_gradients(q, k, v, dout=dout, lse=whole_lse, delta=delta, **given)
-    named = _named(("out", "out of both", "dq", "dk", "dv"), (alone, whole, *gradients))
-    both = _log_partition("lse of both", whole_lse)
+    merged, merged_lse = attend_block(q, k, v, carried=(out, lse), **given)
+    delta = row_delta(merged, merged_lse, dout, jnp.zeros_like(lse))
+    *gradients, _ = block_gradients(q, k, v, dout=dout, lse=merged_lse, delta=delta, **given)
+    named = _named(("out", "out of both", "dq", "dk", "dv"), (alone, merged, *gradients))
+    both = _log_partition("lse of both", merged_lse)
     return {**named, **_log_partition("lse", alone_lse), **both}
 
 
-def _named(names: tuple[str, ...], found: tuple[Any, ...]) -> dict[str, Any]:
-    return dict(zip(names, found, strict=False))
+def _named(names: tuple[str, ...], arrays: tuple[Any, ...]) -> dict[str, Any]:
+    return dict(zip(names, arrays, strict=False))
 
 
 def _log_partition(name: str, lse: Any) -> dict[str, Any]:
@@ -210,6 +210,6 @@ def _peers(variant: AttentionVariant, sizes: tuple[int, ...]) -> dict[str, Any]:
         return_lse=variant.block,
     )
     cudnn = IMPLEMENTATIONS["cudnn"].why_not(spec, current_target()) is None
-    call = _block_call if variant.block else _whole_call
+    call = _block_call if variant.block else _attention_call
     names = ("cudnn", "xla") if cudnn else ("xla",)
     return {name: functools.partial(call, variant, mask, name) for name in names}

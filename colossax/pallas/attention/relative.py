@@ -46,10 +46,10 @@ class RelativeBias:
         self, q_position: Array, kv_position: Array, kv_heads: int, *, transposed: bool
     ) -> Float[Array, "..."]:
         """What is added to scores `[b, k, g, L, T]` (transposed: `[b, k, T, g, L]`)."""
-        found = self.of(q_position, kv_position)
-        b, n, rows, columns = found.shape
-        found = found.reshape(b, kv_heads, n // kv_heads, rows, columns)
-        return found.transpose(0, 1, 4, 2, 3) if transposed else found
+        bias = self.of(q_position, kv_position)
+        b, n, rows, columns = bias.shape
+        bias = bias.reshape(b, kv_heads, n // kv_heads, rows, columns)
+        return bias.transpose(0, 1, 4, 2, 3) if transposed else bias
 
     def gradient(
         self, q_position: Array, kv_position: Array, ds: Float[Array, "b k T g L"]
@@ -57,8 +57,8 @@ class RelativeBias:
         """Of its parameters, from that of one tile of logits."""
         b, k, T, g, L = ds.shape
         wide = ds.transpose(0, 1, 3, 4, 2).reshape(b, k * g, L, T)
-        found, pull = jax.vjp(lambda x: self.replace(x).of(q_position, kv_position), self.params)
-        if found.shape[0] == 1:
+        bias, pull = jax.vjp(lambda x: self.replace(x).of(q_position, kv_position), self.params)
+        if bias.shape[0] == 1:
             wide = jnp.sum(wide, axis=0, keepdims=True)
         return self.replace(pull(wide)[0])
 
@@ -70,5 +70,5 @@ def why_not_relative(bias: RelativeBias, heads: int) -> str | None:
     if strange is not None:
         return f"params {strange} have not the {heads} query heads first"
     distance = jax.ShapeDtypeStruct((2, 3), jnp.int32)
-    found = jax.eval_shape(bias.fn, bias.params, distance).shape
-    return None if found == (heads, 2, 3) else f"fn makes {found} of distances (2, 3)"
+    shape = jax.eval_shape(bias.fn, bias.params, distance).shape
+    return None if shape == (heads, 2, 3) else f"fn makes {shape} of distances (2, 3)"

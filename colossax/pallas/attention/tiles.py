@@ -68,9 +68,9 @@ def visits_of_keys(of_queries: Visits, kv_tiles: int) -> Visits:
         return (first[:, None] <= tiles) & (tiles < last[:, None])
 
     visited = between(of_queries.first, of_queries.last)
-    whole = between(of_queries.inner_first, of_queries.inner_last)
-    inner_first = jnp.min(jnp.where(whole, query, count), axis=-1)
-    behind = ~whole & (query >= inner_first[..., None])
+    inner = between(of_queries.inner_first, of_queries.inner_last)
+    inner_first = jnp.min(jnp.where(inner, query, count), axis=-1)
+    behind = ~inner & (query >= inner_first[..., None])
     bounds = (
         jnp.min(jnp.where(visited, query, count), axis=-1),
         inner_first,

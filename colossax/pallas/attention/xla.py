@@ -88,8 +88,8 @@ def attend_block(
 ) -> tuple[Float[Array, "b s n hv"], Float[Array, "b n s"]]:
     """See `block.forward_block`."""
     given = vary_alike((operands, scoring.without_sinks))
-    found = _forward(tiles_of(operands), *given, dtype=jnp.float32)
-    return found if carried is None else merge_blocks(*carried, *found)
+    outputs = _forward(tiles_of(operands), *given, dtype=jnp.float32)
+    return outputs if carried is None else merge_blocks(*carried, *outputs)
 
 
 def block_gradients(
@@ -103,8 +103,8 @@ def block_gradients(
     """See `block.backward_block`."""
     given = vary_alike((operands, scoring.without_sinks, dout, lse, delta))
     asked = (True,) * len(scoring.biases)
-    found = _backward(tiles_of(operands), *given, asked=asked, dtype=jnp.float32)
-    dq, dk, dv, dslopes, dbiases = found
+    gradients = _backward(tiles_of(operands), *given, asked=asked, dtype=jnp.float32)
+    dq, dk, dv, dslopes, dbiases = gradients
     if dslopes is not None:
         dslopes = dslopes.reshape(scoring.alibi_slopes.shape)
     of_scoring = scoring.replace(alibi_slopes=dslopes, biases=tuple(dbiases))
@@ -164,8 +164,8 @@ def _attend_fwd(tiles: Tiles, operands: Operands, scoring: Scoring) -> Any:
     operands, scoring = custom_vjp_primal_tree_values((operands, scoring))
     # Named here, not by the caller: a remat policy that keeps the output must keep lse with it, or
     # the whole forward pass runs again for lse alone.
-    found = _forward(tiles, operands, scoring, dtype=operands.q.dtype)
-    out, lse = (checkpoint_name(x, "attention") for x in found)
+    outputs = _forward(tiles, operands, scoring, dtype=operands.q.dtype)
+    out, lse = (checkpoint_name(x, "attention") for x in outputs)
     return (out, lse), (operands, scoring, asked, out, lse)
 
 
@@ -208,8 +208,8 @@ def _forward(
     q, k, v, mask = operands.q, operands.k, operands.v, operands.masked
     b, s, n, _ = q.shape
     kv_heads, length = k.shape[2], tiles.q_tile
-    found = _ranges(tiles, mask, operands.lengths)
-    keys = (key_tiles(k, tiles.kv_tile), key_tiles(v, tiles.kv_tile), found.columns)
+    ranges = _ranges(tiles, mask, operands.lengths)
+    keys = (key_tiles(k, tiles.kv_tile), key_tiles(v, tiles.kv_tile), ranges.columns)
     shape = (b, kv_heads, n // kv_heads, length)
     biases = [pair_bias.fill_up(x, length, tiles.kv_tile) for x in scoring.biases]
 
@@ -230,7 +230,7 @@ def _forward(
         return None, (unfold(out).astype(dtype), lse.reshape(b, n, length))
 
     queries = query_tiles(q, kv_heads, length)
-    xs = (_numbers(queries), queries, found.rows, found.bounds)
+    xs = (_numbers(queries), queries, ranges.rows, ranges.bounds)
     _, (out, lse) = jax.lax.scan(over_queries, None, xs)
     return join(out, 1, s), join(lse, 2, s)
 
@@ -283,8 +283,8 @@ def _backward(
     q, k, v, mask = operands.q, operands.k, operands.v, operands.masked
     b, s, n, h = q.shape
     t, kv_heads, length = k.shape[1], k.shape[2], tiles.q_tile
-    found = _ranges(tiles, mask, operands.lengths)
-    keys = (key_tiles(k, tiles.kv_tile), key_tiles(v, tiles.kv_tile), found.columns)
+    ranges = _ranges(tiles, mask, operands.lengths)
+    keys = (key_tiles(k, tiles.kv_tile), key_tiles(v, tiles.kv_tile), ranges.columns)
     filled = [pair_bias.fill_up(x, length, tiles.kv_tile) for x in scoring.biases]
 
     def over_queries(totals: Any, xs: Any) -> tuple[Any, Array]:
@@ -322,8 +322,8 @@ def _backward(
         query_tiles(dout, kv_heads, length),
         row_tiles(lse, kv_heads, length, constant_values=jnp.inf),
         row_tiles(delta, kv_heads, length),
-        found.rows,
-        found.bounds,
+        ranges.rows,
+        ranges.bounds,
     )
     start = (
         zeros_like_varying(keys[0].shape, q),

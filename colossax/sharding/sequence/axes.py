@@ -102,7 +102,7 @@ class Packing:
 
     def unpack(self, packed: tuple[Array, ...]) -> Any:
         """Undoes `pack`."""
-        found: dict[int, Array] = {}
+        leaves: dict[int, Array] = {}
         for group, stack in zip(self.groups, packed, strict=True):
-            found.update(zip(group, stack if len(group) > 1 else (stack,), strict=True))
-        return jax.tree.unflatten(self.structure, [found[i] for i in sorted(found)])
+            leaves.update(zip(group, stack if len(group) > 1 else (stack,), strict=True))
+        return jax.tree.unflatten(self.structure, [leaves[i] for i in sorted(leaves)])

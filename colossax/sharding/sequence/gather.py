@@ -45,14 +45,14 @@ def gather_attention_local(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(settings: Settings, operands: Operands, scoring: Scoring) -> Any:
-    whole = _whole_local(settings, operands, scoring)
-    out, lse = forward_block(whole, scoring, implementation=settings.implementation)
+    full = _gather_local(settings, operands, scoring)
+    out, lse = forward_block(full, scoring, implementation=settings.implementation)
     return out.astype(operands.q.dtype), lse
 
 
 def _attend_fwd(settings: Settings, operands: Operands, scoring: Scoring) -> Any:
-    found = _attend(settings, operands, scoring)
-    out, lse = (checkpoint_name(x, "attention") for x in found)
+    outputs = _attend(settings, operands, scoring)
+    out, lse = (checkpoint_name(x, "attention") for x in outputs)
     return (out, lse), (operands, scoring, out, lse)
 
 
@@ -60,25 +60,25 @@ def _attend_bwd(settings: Settings, saved: Any, cotangents: Any) -> Any:
     operands, scoring, out, lse = saved
     dout, dlse = cotangents
     given = {"dout": dout, "lse": lse, "delta": row_delta(out, lse, dout, dlse)}
-    whole = _whole_local(settings, operands, scoring)
-    found, of_scoring = backward_block(
-        whole, scoring, **given, implementation=settings.implementation
+    full = _gather_local(settings, operands, scoring)
+    gradients, of_scoring = backward_block(
+        full, scoring, **given, implementation=settings.implementation
     )
     packing = Packing.of((operands.k, operands.v))
-    ranks = (_by_rank(x, settings.axes.size, settings.order) for x in (found.k, found.v))
+    ranks = (_by_rank(x, settings.axes.size, settings.order) for x in (gradients.k, gradients.v))
     dk, dv = packing.unpack(
         tuple(
             jax.lax.psum_scatter(x, settings.axes.circle.names, scatter_dimension=0)
             for x in jax.vmap(packing.pack)(tuple(ranks))
         )
     )
-    return operands.gradients(found.q, dk, dv), of_scoring
+    return operands.gradients(gradients.q, dk, dv), of_scoring
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
-def _whole_local(settings: Settings, operands: Operands, scoring: Scoring) -> Operands:
+def _gather_local(settings: Settings, operands: Operands, scoring: Scoring) -> Operands:
     """With keys and values of the whole sequence, in natural order."""
     axes, mask = settings.axes, operands.masked
     names = ("kv_positions", "kv_segments", "kv_valid")

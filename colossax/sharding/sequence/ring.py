@@ -67,8 +67,8 @@ def _ring(settings: Settings, operands: Operands, scoring: Scoring) -> Any:
 
 
 def _ring_fwd(settings: Settings, operands: Operands, scoring: Scoring) -> Any:
-    found = _forward(settings, operands, scoring)
-    out, lse = (checkpoint_name(x, "attention") for x in found)
+    outputs = _forward(settings, operands, scoring)
+    out, lse = (checkpoint_name(x, "attention") for x in outputs)
     return (out, lse), (operands, scoring, out, lse)
 
 
@@ -126,8 +126,8 @@ def _backward(
     packing = Packing.of(keys)
 
     def visit(of_queries: Any, packed: Any, a: Any, b: Any) -> tuple[Any, Any]:
-        found, dkv = step.backward_local(packing.unpack(packed), axes.source_local(a, b))
-        return _add(of_queries, found), dkv
+        gradients, dkv = step.backward_local(packing.unpack(packed), axes.source_local(a, b))
+        return _add(of_queries, gradients), dkv
 
     def sweep(of_queries: Any, packed: Any, a: Any, offsets: Sequence[int]) -> tuple[Any, Any]:
         """Along the inner ring, with keys from `a` places back on the outer one."""
@@ -135,8 +135,8 @@ def _backward(
         def inner_visit(state: Any, packed: Any, b: Any, hop: int) -> tuple[Any, Any]:
             of_queries, dkv = state
             moved = inner.shift_local(dkv, hop)
-            of_queries, found = visit(of_queries, packed, a, b)
-            return of_queries, _add(moved, found)
+            of_queries, added_dkv = visit(of_queries, packed, a, b)
+            return of_queries, _add(moved, added_dkv)
 
         state = (of_queries, None)
         of_queries, dkv = _travel(inner, packed, offsets, inner_visit, state, first_alone=True)
@@ -157,8 +157,8 @@ def _backward(
     of_queries, dkv = state
     dkv = outer.shift_local(dkv, 1)
     of_queries, travelled = sweep(of_queries, packed, 0, step.inner_offsets(keys))
-    found, own = step.own_backward_local(keys)
-    (dq, of_scoring), dkv = _add(of_queries, found), _add(_add(dkv, travelled), own)
+    gradients, local_dkv = step.own_backward_local(keys)
+    (dq, of_scoring), dkv = _add(of_queries, gradients), _add(_add(dkv, travelled), local_dkv)
     return dq, *Packing.of((operands.k, operands.v)).unpack(dkv), of_scoring
 
 

@@ -53,22 +53,22 @@ def ring_self_attention_local(
         k, of_keys = keys["k"], {name: x for name, x in keys.items() if name != "k"}
         if of_keys["kv_positions"] is None:
             of_keys["kv_positions"] = natural(offset, t)
-        found = jnp.einsum("bskgh,btkh->bkgst", grouped, k.astype(jnp.float32)) * scoring.scale
-        found = found.reshape(b, n, s, t)
+        scores = jnp.einsum("bskgh,btkh->bkgst", grouped, k.astype(jnp.float32)) * scoring.scale
+        scores = scores.reshape(b, n, s, t)
         if soft_cap is not None:
-            found = soft_cap * jnp.tanh(found / soft_cap)
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
         if scoring.alibi_slopes is not None:
             distance = q_positions[:, None, :, None] - of_keys["kv_positions"][:, None, None]
-            found -= scoring.alibi_slopes.astype(jnp.float32)[:, None, None] * distance
+            scores -= scoring.alibi_slopes.astype(jnp.float32)[:, None, None] * distance
         for bias in scoring.relative:
-            found += bias.of(q_positions, of_keys["kv_positions"])
+            scores += bias.of(q_positions, of_keys["kv_positions"])
         here = mask.changed(q_positions=q_positions, **of_keys)
-        return jnp.where(dense(here, s, t), found, -jnp.inf)
+        return jnp.where(dense(here, s, t), scores, -jnp.inf)
 
     def weighted(v: Array, probabilities: Array) -> Array:
         grouped = probabilities.reshape(b, kv_heads, n // kv_heads, s, t)
-        found = jnp.einsum("bkgst,btkh->bskgh", grouped, v.astype(jnp.float32))
-        return found.reshape(b, s, n, -1)
+        values = jnp.einsum("bkgst,btkh->bskgh", grouped, v.astype(jnp.float32))
+        return values.reshape(b, s, n, -1)
 
     scores = _around_local(axes, keys, logits, jnp.arange(axes.size, dtype=jnp.int32))
     probabilities, lse = _softmax(scores)
@@ -83,9 +83,9 @@ def _around_local(axes: RingAxes, block: Any, visit: Any, of_step: Array) -> Arr
         block = axes.circle.shift_local(block, 1)
         return block, visit(block, of_this)
 
-    own = visit(block, of_step[0])
+    first = visit(block, of_step[0])
     _, others = jax.lax.scan(step, block, of_step[1:])
-    return jnp.concatenate([own[None], others])
+    return jnp.concatenate([first[None], others])
 
 
 def _softmax(scores: Float[Array, "R b n s t"]) -> tuple[Array, Array]:

@@ -123,7 +123,7 @@ class Step:
 
     def own_forward_local(self, keys: Keys) -> tuple[Array, Array]:
         """Output and log-partition over this rank's own keys."""
-        return self._attend(*self._own_local(keys), self.mask, None)
+        return self._attend(*self._resident_local(keys), self.mask, None)
 
     def forward_local(
         self, keys: Keys, source: Int[Array, ""], carried: tuple[Array, Array]
@@ -134,12 +134,12 @@ class Step:
             return self._attend(queries, keys, self.mask, carried)
         early = source < self.settings.axes.source_local()
         queries, keys = _pair_queries(queries, early), _pair_keys(keys, early)
-        found = self._attend(queries, keys, _past(self.mask), None)
-        return merge_blocks(*carried, *_forward_of_pairs(*found, early))
+        outputs = self._attend(queries, keys, _past(self.mask), None)
+        return merge_blocks(*carried, *_forward_of_pairs(*outputs, early))
 
     def own_backward_local(self, keys: Keys) -> tuple[Any, Any]:
         """Gradients through this rank's own keys: of q and scoring, and of k and v, packed."""
-        return self._gradients(*self._own_local(keys), self.mask, lambda x: x, lambda x: x)
+        return self._gradients(*self._resident_local(keys), self.mask, lambda x: x, lambda x: x)
 
     def backward_local(self, keys: Keys, source: Int[Array, ""]) -> tuple[Any, Any]:
         """Gradients through the keys of rank `source`, not one's own, likewise."""
@@ -167,7 +167,7 @@ class Step:
         """Whether queries and keys of a rank are the same tokens, without positions given."""
         return self.mask.indexed and self.queries.q.shape[1] == keys.k.shape[1]
 
-    def _own_local(self, keys: Keys) -> tuple[Queries, Keys]:
+    def _resident_local(self, keys: Keys) -> tuple[Queries, Keys]:
         """Placed queries and own keys; without positions where those along the shard do as well.
 
         A mask that needs no data leaves its kernel more to know beforehand.
@@ -190,13 +190,13 @@ class Step:
             return self.queries, keys
         axes, order, queries = self.settings.axes, self.settings.order, self.queries
         if queries.positions is None:
-            found = positions_local(
+            indices = positions_local(
                 axes.source_local(), length=queries.q.shape[1], ranks=axes.size, order=order
             )
-            queries = dataclasses.replace(queries, positions=found)
+            queries = dataclasses.replace(queries, positions=indices)
         if keys.positions is None:
-            found = positions_local(source, length=keys.k.shape[1], ranks=axes.size, order=order)
-            keys = dataclasses.replace(keys, positions=found)
+            indices = positions_local(source, length=keys.k.shape[1], ranks=axes.size, order=order)
+            keys = dataclasses.replace(keys, positions=indices)
         return queries, keys
 
     def _attend(
@@ -212,7 +212,7 @@ class Step:
     def _gradients(
         self, queries: Queries, keys: Keys, mask: Mask, of_queries: Any, of_keys: Any
     ) -> tuple[Any, Any]:
-        found, of_scoring = backward_block(
+        gradients, of_scoring = backward_block(
             self._operands(queries, keys, mask),
             self.scoring,
             dout=queries.dout,
@@ -220,8 +220,8 @@ class Step:
             delta=queries.delta,
             implementation=self.settings.implementation,
         )
-        dkv = of_keys(found.k), of_keys(found.v)
-        return (of_queries(found.q), of_scoring), Packing.of(dkv).pack(dkv)
+        dkv = of_keys(gradients.k), of_keys(gradients.v)
+        return (of_queries(gradients.q), of_scoring), Packing.of(dkv).pack(dkv)
 
     def _operands(self, queries: Queries, keys: Keys, mask: Mask) -> Operands:
         mask = mask.changed(
@@ -230,7 +230,7 @@ class Step:
             q_segments=queries.segments,
             kv_segments=keys.segments,
             kv_valid=keys.valid,
-            # Positions found here ascend: a shard is one or two pieces of the row, in order.
+            # Positions found here ascend: a shard is one or two chunks of the row, in order.
             ascending=self.mask.ascends,
         )
         return Operands(q=queries.q, k=keys.k, v=keys.v, mask=mask)

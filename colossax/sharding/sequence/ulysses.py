@@ -61,10 +61,10 @@ def ulysses_local(
         jax.lax.all_to_all(x, axis, split_axis=x.ndim - 2, concat_axis=x.ndim - 3, tiled=True)
         for x in packing.pack((q, k, v))
     )
-    own = jax.lax.axis_index(axis) * (heads // size)
+    first_head = jax.lax.axis_index(axis) * (heads // size)
 
     def of_heads(x: Any) -> Any:
-        return None if x is None else jax.lax.dynamic_slice_in_dim(x, own, heads // size)
+        return None if x is None else jax.lax.dynamic_slice_in_dim(x, first_head, heads // size)
 
     q, k, v = packing.unpack(tuple(exchanged))
     scoring = scoring.replace(

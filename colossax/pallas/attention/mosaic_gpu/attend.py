@@ -125,9 +125,9 @@ def ranges_of(mask: Mask, spec: AttentionSpec) -> KernelRanges:
 
 def _carried(mask: Mask, spec: AttentionSpec) -> KernelRanges | None:
     """Ranges that the mask carries, if they are those of these kernels at these lengths."""
-    found = mask.ranges
-    fits = isinstance(found, KernelRanges) and found.made_for == _made_for(spec)
-    return found if fits else None
+    ranges = mask.ranges
+    fits = isinstance(ranges, KernelRanges) and ranges.made_for == _made_for(spec)
+    return ranges if fits else None
 
 
 def _rows_alone(mask: Mask, spec: AttentionSpec) -> KernelRanges:
@@ -169,9 +169,9 @@ def _attend(static: _Static, q: Any, k: Any, v: Any, bias: Any, ranges: KernelRa
 
 
 def _attend_fwd(static: _Static, q: Any, k: Any, v: Any, bias: Any, ranges: KernelRanges) -> Any:
-    found = _attend(static, q, k, v, bias, ranges)
+    outputs = _attend(static, q, k, v, bias, ranges)
     # Both, or a policy that keeps the output runs the kernel again for lse alone.
-    out, lse = (checkpoint_name(x, "attention") for x in found)
+    out, lse = (checkpoint_name(x, "attention") for x in outputs)
     return (out, lse), (q, k, v, bias, dataclasses.replace(ranges, forward=None), out, lse)
 
 

@@ -149,12 +149,12 @@ def attention_dbias(operands, tiles, q, k, v, dout, rows, ranges, visits, bias, 
             added = ops.tile(held["bias"].at[wg])
             weights, _ = weigh(operands, scores, added, spread(lse, shape))
             if masked:
-                found = ops.iota(shape, 1) + key * tiles.keys
+                key_index = ops.iota(shape, 1) + key * tiles.keys
                 low, high = (
                     spread(ops.vector(ranges.at[*place(ranges, batch), i, mine]), shape)
                     for i in range(2)
                 )
-                weights = jnp.where((found >= low) & (found < high), weights, 0.0)
+                weights = jnp.where((key_index >= low) & (key_index < high), weights, 0.0)
             gradient, _ = pull_back(weights, dweights, spread(delta, shape), None)
             return step + 1, acc + gradient
 

@@ -82,7 +82,7 @@ def _split(group: int, blocks: int, multiprocessors: int) -> int:
 def _scratch(operands: Operands, tiles: KeyTiles) -> dict[str, Any]:
     h, hv, dtype = operands.q.shape[-1], operands.v.shape[-1], operands.q.dtype
     parts = tiles.keys // WARPGROUP_ROWS
-    found = {
+    scratch = {
         "k": matrix((parts, WARPGROUP_ROWS, h), dtype, rows_summed=tiles.queries),
         "v": matrix((parts, WARPGROUP_ROWS, hv), dtype, rows_summed=tiles.queries),
         "loaded": plgpu.Barrier(num_arrivals=2 * parts),
@@ -96,9 +96,9 @@ def _scratch(operands: Operands, tiles: KeyTiles) -> dict[str, Any]:
     if operands.bias is not None:
         copies += parts
         shape = (tiles.stages, parts, WARPGROUP_ROWS, tiles.queries)
-        found["bias"] = matrix(shape, operands.bias.dtype)
-    found["stages"] = stage_barriers(tiles.stages, copies=copies, readers=tiles.warpgroups)
-    return found
+        scratch["bias"] = matrix(shape, operands.bias.dtype)
+    scratch["stages"] = stage_barriers(tiles.stages, copies=copies, readers=tiles.warpgroups)
+    return scratch
 
 
 def attention_dk_dv(operands, tiles, split, q, k, v, dout, rows, ranges, visits, *others):
@@ -208,13 +208,13 @@ def attention_dk_dv(operands, tiles, split, q, k, v, dout, rows, ranges, visits,
     def zeros(of):
         return ops.full((WARPGROUP_ROWS, of.shape[-1]), 0.0)
 
-    def finish_dk(found, part):
+    def finish_dk(acc, part):
         out = dk.at[batch, keys(part), part_of_head]
-        store(ops, found * operands.scale, held["k"].at[part], out)
+        store(ops, acc * operands.scale, held["k"].at[part], out)
 
-    def finish_dv(found, part):
+    def finish_dv(acc, part):
         out = dv.at[batch, keys(part), part_of_head]
-        store(ops, found, held["v"].at[part], out)
+        store(ops, acc, held["v"].at[part], out)
 
     if tiles.apart:
         pl.when(wg == 0)(lambda: finish_dk(sum_over_steps(add_dk, "dk", zeros(k)), 0))

@@ -53,7 +53,7 @@ def query_gradient(operands: Operands, tiles: QueryTiles) -> jax.Array:
 
 def _scratch(operands: Operands, tiles: QueryTiles) -> dict[str, Any]:
     h, hv, dtype = operands.q.shape[-1], operands.v.shape[-1], operands.q.dtype
-    found = {
+    scratch = {
         "q": matrix((tiles.warpgroups, WARPGROUP_ROWS, h), dtype, rows_summed=tiles.keys),
         "dout": matrix((tiles.warpgroups, WARPGROUP_ROWS, hv), dtype),
         "loaded": plgpu.Barrier(num_arrivals=2 * tiles.warpgroups),
@@ -65,9 +65,9 @@ def _scratch(operands: Operands, tiles: QueryTiles) -> dict[str, Any]:
     if operands.bias is not None:
         copies += tiles.warpgroups
         shape = (tiles.stages, tiles.warpgroups, WARPGROUP_ROWS, tiles.keys)
-        found["bias"] = matrix(shape, operands.bias.dtype)
-    found["k_stages"] = stage_barriers(tiles.stages, copies=copies, readers=tiles.warpgroups)
-    return found
+        scratch["bias"] = matrix(shape, operands.bias.dtype)
+    scratch["k_stages"] = stage_barriers(tiles.stages, copies=copies, readers=tiles.warpgroups)
+    return scratch
 
 
 def attention_dq(operands, tiles, q, k, v, dout, rows, ranges, visits, *others):

@@ -144,16 +144,16 @@ def tiles_for(h: int, hv: int, *, biased: bool, soft_cap: bool) -> BackwardTiles
     Raises:
         ValueError: There are none for these head sizes.
     """
-    found = _SHAPES.get((h, hv))
-    if found is None:
+    shapes = _SHAPES.get((h, hv))
+    if shapes is None:
         raise ValueError(
             f"attention's backward kernels have no tiles for head sizes {h} of keys and {hv} of"
             f" values; they have {', '.join(f'{a}/{b}' for a, b in HEAD_SIZES)}"
         )
     return BackwardTiles(
-        of_queries=QueryTiles(keys=found.laden_keys if biased or soft_cap else found.keys),
+        of_queries=QueryTiles(keys=shapes.laden_keys if biased or soft_cap else shapes.keys),
         of_keys=KeyTiles(
-            queries=found.biased_queries if biased else found.queries, apart=found.apart
+            queries=shapes.biased_queries if biased else shapes.queries, apart=shapes.apart
         ),
-        of_bias=BiasTiles(keys=found.bias_keys, warpgroups=found.bias_warpgroups),
+        of_bias=BiasTiles(keys=shapes.bias_keys, warpgroups=shapes.bias_warpgroups),
     )

@@ -187,7 +187,7 @@ class _Forward:
         """Shared memory of a block."""
         tile, h, hv = self.tile, q.shape[3], v.shape[3]
         barriers = functools.partial(stage_barriers, readers=WARPGROUPS)
-        found = {
+        scratch = {
             "q": matrix((WARPGROUPS, WARPGROUP_ROWS, h), q.dtype),
             "k": matrix((tile.stages, tile.keys, h), q.dtype),
             "v": matrix((tile.stages, tile.keys, hv), q.dtype),
@@ -198,9 +198,9 @@ class _Forward:
         }
         if bias is not None:
             shape = (tile.bias_stages, WARPGROUPS, WARPGROUP_ROWS, tile.keys)
-            found["bias"] = matrix(shape, bias.dtype)
-            found["bias_stages"] = barriers(tile.bias_stages, copies=WARPGROUPS)
-        return found
+            scratch["bias"] = matrix(shape, bias.dtype)
+            scratch["bias_stages"] = barriers(tile.bias_stages, copies=WARPGROUPS)
+        return scratch
 
     def stages(self, shared: dict[str, Any]) -> tuple[Stages, ...]:
         """Of keys, of values and, if there is one, of the bias."""
@@ -239,17 +239,17 @@ class _Forward:
                 start = self.resumed(
                     carried[0].at[batch, mine, head], carried[1].at[batch, head, mine]
                 )
-            found, total = self.attend(shared, wg, seen, bounds, start)
+            out_rows, total = self.attend(shared, wg, seen, bounds, start)
             rows[...] = total
             if self.dtype == q.dtype and v.shape[3] == q.shape[3]:
                 staged = shared["q"].at[wg]
-                staged[...] = found.astype(self.dtype)
+                staged[...] = out_rows.astype(self.dtype)
                 plgpu.commit_smem()
                 self.ops.copy_out(staged, target)
                 plgpu.wait_smem_to_gmem(0)
             else:
                 # No room for it in shared memory: straight from the registers.
-                target[...] = found.astype(self.dtype)
+                target[...] = out_rows.astype(self.dtype)
 
     def fetch(self, q, k, v, bias, shared, first, last, batch, head, kv_head, row):
         """What the memory warpgroup does: queries, then tiles into the rings as they fall free."""
@@ -305,11 +305,11 @@ class _Forward:
         plgpu.barrier_wait(shared["q_arrived"].at[wg])
         # Half a step behind the other warpgroup, from here on.
         pl.when(wg == 1)(turn)
-        masked, whole = (
+        masked, unmasked = (
             functools.partial(self.step, shared, wg, first, turn, x) for x in (seen, None)
         )
         carry = jax.lax.fori_loop(first, inner_first, masked, carry)
-        carry = jax.lax.fori_loop(inner_first, inner_last, whole, carry)
+        carry = jax.lax.fori_loop(inner_first, inner_last, unmasked, carry)
         acc, top, total = jax.lax.fori_loop(inner_last, last, masked, carry)
         pl.when(wg == 0)(turn)
         empty = total == 0
