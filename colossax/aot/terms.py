@@ -161,13 +161,20 @@ class Terms:
         return any(role == "body" for _, role in self.flow.callers(value))
 
     def _saved_name(self, value: Value) -> str:
-        written = [v for v in self.flow.writers(value) if self.flow.sources(v)]
-        paths = [self._unmoved(self.flow.update(v) or v) for v in written]
-        made = [self.flow.instruction(v) for path in paths for v in path]
+        paths = self._writing(value)
+        # A stack that a loop has filled may be laid out anew once the loop has ended.
+        loops = [v for path in paths for v in path if self.flow.instruction(v).opcode == "while"]
+        inside = [path for loop in loops for path in self._writing(loop)]
+        made = [self.flow.instruction(v) for path in (*paths, *inside) for v in path]
         name = name_of(map(self.stack, made), self._names, self._files)
         if name:
             return name
         return "input" if any(self._is_carry(path[-1]) for path in paths) else "other"
+
+    def _writing(self, value: Value) -> list[list[Value]]:
+        """Of all that is written into an array, what it was before moves and changes of layout."""
+        written = [v for v in self.flow.writers(value) if self.flow.sources(v)]
+        return [self._unmoved(self.flow.update(v) or v) for v in written]
 
     @functools.cached_property
     def _files(self) -> frozenset[str]:

@@ -141,7 +141,7 @@ def test_the_largest_temporaries_name_the_line_that_fills_them():
     assert [b.bytes for b in largest] == sorted((b.bytes for b in largest), reverse=True)
     (layer_input,) = (b for b in largest if b.term == "saved:input")
     assert layer_input.shape == "bf16[32,1,8192,4096]"
-    assert "colossax/nn/decoder.py:" in layer_input.source
+    assert "colossax/nn/block.py:" in layer_input.source
     assert all("colossax/" in buffer.source and buffer.op_name for buffer in largest)
 
 
