@@ -31,7 +31,7 @@ def captured_stdout() -> contextlib.AbstractContextManager[Captured]:
 
 @contextlib.contextmanager
 def _captured(descriptor: int, stream: Any) -> Iterator[Captured]:
-    found = Captured()
+    captured = Captured()
     libc = ctypes.CDLL(None)
     stream.flush()
     libc.fflush(None)
@@ -39,14 +39,14 @@ def _captured(descriptor: int, stream: Any) -> Iterator[Captured]:
         kept = os.dup(descriptor)
         os.dup2(file.fileno(), descriptor)
         try:
-            yield found
+            yield captured
         finally:
             stream.flush()
             libc.fflush(None)
             os.dup2(kept, descriptor)
             os.close(kept)
             file.seek(0)
-            found.text = file.read().decode(errors="replace")
+            captured.text = file.read().decode(errors="replace")
 
 
 def cuda_plugin() -> Path | None:

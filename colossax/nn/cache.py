@@ -79,10 +79,10 @@ class CacheSpec:
 def _dtype(name: str, one: CacheArray, dtypes: Any) -> Any:
     if not isinstance(dtypes, Precision):
         return dtypes
-    found = getattr(dtypes, one.role, None)
-    if found is None:
+    dtype = getattr(dtypes, one.role, None)
+    if dtype is None:
         raise InputError(
             f"cache: plan.precision names no dtype under '{one.role}', the role of '{name}'; use"
             " 'cache', 'compute' or 'accumulation'"
         )
-    return found
+    return dtype

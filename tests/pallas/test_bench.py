@@ -95,7 +95,13 @@ def test_limits_count_what_is_multiplied_and_moved():
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"causal": False}, {"window": 9}, {"documents": 5}, {"offset": 64, "window": 80}],
+    [
+        {},
+        {"causal": False},
+        {"window": (8, None)},
+        {"documents": 5},
+        {"offset": 64, "window": (79, None)},
+    ],
     ids=str,
 )
 def test_pairs_are_those_that_the_mask_shows(changes):
