@@ -8,9 +8,9 @@ from tests.plugins import programs
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # JAX_PLATFORMS=cuda runs what is marked gpu
 # Threads of XLA's pool: with only as many as devices, collectives that run side by side may take
-# all of them while each waits for one that has none (six of eighteen runs of one case, on two
-# busy cores; none of fifteen with these).
-os.environ.setdefault("NPROC", "32")
+# all of them while each waits for one that has none: six of eighteen runs of one case, on two
+# busy cores; none of fifteen with 32, with which it ended one of many runs of the whole core.
+os.environ.setdefault("NPROC", "64")
 _FLAGS = ["--xla_force_host_platform_device_count=8"]
 if os.environ["JAX_PLATFORMS"] == "cpu":
     # Tests compile far more than they compute: without optimisation they take a third of the time.
