@@ -44,20 +44,23 @@ class Side:
     """What every layer of a decoder shares.
 
     Attributes:
-        masks: Who sees whom: one for all layers, or one for each window that layers have.
+        masks: Who sees whom: one for each window that layers have, or one that was given.
+        given: Whether that is so: then it holds for all layers, whatever their windows.
         rope: Tables of the rotary embedding, or None.
         flat: Addresses in the cache, where there is one.
     """
 
     masks: Any = (Mask(causal=True),)
+    given: bool = dataclasses.field(default=False, metadata={"static": True})
     rope: Any = None
     flat: Any = None
 
     def mask(self, window: Window) -> Mask:
         """That of layers with this window."""
-        if len(self.masks) == 1:
+        if self.given:
             return self.masks[0]
-        return next(mask for mask in self.masks if mask.window == window)
+        made = (mask for mask in self.masks if mask.window == window)
+        return next(made, None) or self.masks[0].changed(window=window)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

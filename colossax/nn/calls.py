@@ -173,7 +173,8 @@ class CallsByKind:
         loop, (given, sums) = jax.lax.scan(
             body, (carry, first.carried), (numbers, rows, scanned_rows), unroll=part.size == 1
         )
-        return *_reordered(loop, given), sums
+        carry, carried = loop
+        return carry, given, carried, sums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,11 +193,6 @@ class _Part:
         """Of the first of them, in the group that `state` is of."""
         row = stretch.first_row(self.kind) + state.row * stretch.per_group(self.kind) + self.row
         return dataclasses.replace(state, index=state.index + self.offset, row=row)
-
-
-def _reordered(loop: Any, scanned: Any) -> tuple[Any, Any, Any]:
-    carry, carried = loop
-    return carry, scanned, carried
 
 
 def _apply(graphdef: Any) -> Apply:

@@ -148,13 +148,10 @@ class Layers:
     Attributes:
         make: `rngs -> layer`, or one of each kind by name; see `LayerStack`.
         order: How many, or the kind of each.
-        windows: That their attention has, each `(left, right)` or None as of `AttentionShape`;
-            none given: that of the configuration.
     """
 
     make: MakeLayer | Mapping[str, MakeLayer]
     order: int | Sequence[str]
-    windows: tuple[Window, ...] = ()
 
 
 class Decoder(nnx.Module):
@@ -182,7 +179,6 @@ class Decoder(nnx.Module):
         )
         if layers is None:
             layers = Layers(make=lambda rngs: decoder_layer(config, rngs=rngs), order=config.layers)
-        self._windows = layers.windows or (config.sides,)
         self.layers = LayerStack(layers.make, layers.order, rngs=rngs)
         self.norm = make_norm(config)
         self.head = (
@@ -240,7 +236,8 @@ class Decoder(nnx.Module):
         self._check_length(x.shape[1] - current_order().padding)
         if positions is None:
             positions = jnp.broadcast_to(current_order().indices(x.shape[1]), x.shape[:2])
-        side = Side(masks=self._masks(mask, segments, x), rope=self._rope(positions))
+        masks = self._masks(mask, segments, x)
+        side = Side(masks=masks, given=mask is not None, rope=self._rope(positions))
         hidden, out = self._run(x, positions, side, None)
         return hidden, out.sums
 
@@ -278,7 +275,7 @@ class Decoder(nnx.Module):
         """For each window of the layers, with what kernels need of it: once, not in every layer."""
         if mask is None:
             one = Mask(causal=True, ascending=True)
-            masks = [one.changed(window=sides) for sides in self._windows]
+            masks = [one.changed(window=window) for window in self._windows()]
         else:
             masks = [mask]
         if segments is not None and masks[0].q_segments is None:
@@ -286,6 +283,12 @@ class Decoder(nnx.Module):
             masks = [one.changed(**packed) for one in masks]
         shape = self.config.attention_shape()
         return tuple(with_ranges(*shape.call(one, x)) for one in masks)
+
+    def _windows(self) -> list[Window]:
+        """Those that the attention of its layers has."""
+        modules = (module for _, module in nnx.iter_graph(self.layers))
+        windows = [one.shape.window for one in modules if isinstance(one, Attention)]
+        return list(dict.fromkeys(windows)) or [self.config.sides]
 
     def _run(self, x: Any, positions: Any, side: Side, cache: Any) -> tuple[Any, StackOutput]:
         if self.positions is not None:

@@ -8,10 +8,10 @@ from jaxtyping import Array, Float
 
 @runtime_checkable
 class LanguageModel(Protocol):
-    """A model of tokens: embedding, layer stacks, head.
+    """A model of tokens: embedding, layer stacks, head, and a cache to go on from.
 
     `Decoder` is one; a model of one's own that has these is trained, cut into stages and served as
-    the library's are.
+    the library's are; generation reads `vocab`, `max_seq` and `eos` of its `config` besides.
     """
 
     @property
@@ -44,10 +44,24 @@ class LanguageModel(Protocol):
         """
         ...
 
+    def head_weight(self) -> Float[Array, "d v"]:
+        """The output matrix in the compute dtype: what a loss multiplies chunk by chunk."""
+        ...
+
     def logits(self, hidden: Float[Array, "*lead d"]) -> Float[Array, "*lead v"]:
         """Logits of the hidden states given."""
         ...
 
     def cache_spec(self, *, seats: int, slots: int) -> Any:
         """What a cache for `seats` sequences of up to `slots` tokens holds."""
+        ...
+
+    def decode(self, tokens: Any, cache: Any, flat: Any) -> tuple[Float[Array, "t d"], Any]:
+        """Final hidden states of flat tokens of any sequences, and the cache with them in it.
+
+        Args:
+            tokens: Ids `[t]`.
+            cache: Made as `cache_spec` says.
+            flat: Where each token belongs, `FlatTokens`.
+        """
         ...

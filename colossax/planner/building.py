@@ -47,13 +47,7 @@ def boost(
             allocated.
         InputError: The model holds variables that are not parameters.
     """
-    facts = Facts(
-        make_model=make_model,
-        optimizer=optimizer,
-        loss=loss,
-        devices=devices,
-        options=StepOptions(**options),
-    )
+    facts = _facts(make_model, optimizer, loss, devices, options)
     step = built(settle(plan, facts), facts)
     return step.init(seed), step
 
@@ -82,14 +76,24 @@ def build_step(
     Raises:
         PlanError: The plan leaves something open, or does not fit model or devices.
     """
-    facts = Facts(
+    facts = _facts(make_model, optimizer, loss, devices, options)
+    return built(plan if isinstance(plan, Settled) else Settled(plan=plan), facts)
+
+
+def _facts(
+    make_model: MakeModels,
+    optimizer: Optimizer,
+    loss: Loss,
+    devices: Sequence[jax.Device] | None,
+    options: dict[str, Any],
+) -> Facts:
+    return Facts(
         make_model=make_model,
         optimizer=optimizer,
         loss=loss,
         devices=devices,
         options=StepOptions(**options),
     )
-    return built(plan if isinstance(plan, Settled) else Settled(plan=plan), facts)
 
 
 def built(settled: Settled, facts: Facts) -> Step:

@@ -239,7 +239,7 @@ def test_the_head_runs_on_the_chosen_token_alone():
     cache = spec.merge(params).cache_spec(seats=1, slots=32).zeros("float32")
     chunk = Chunk(ids=jnp.zeros(16, jnp.int32), start=jnp.int32(0), count=jnp.int32(1))
     sampling = Sampling(temperature=jnp.float32(0), seed=jnp.uint32(0))
-    step = lambda *args: decode(spec, single(), *args)  # noqa: E731
+    step = functools.partial(decode, spec, single())
     jaxpr = str(jax.make_jaxpr(step)(params, cache, chunk, sampling))
     assert "f32[1,128]" in jaxpr and "f32[16,128]" not in jaxpr
 

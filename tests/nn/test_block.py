@@ -130,7 +130,6 @@ def test_local_and_global_attention_stand_in_one_stack(order, seen):
     layers = Layers(
         make={k: lambda rngs, c=c: decoder_layer(c, rngs=rngs) for k, c in used.items()},
         order=order,
-        windows=tuple(config.sides for config in used.values()),
     )
     model = Decoder(CONFIG, rngs=nnx.Rngs(0), layers=layers)
 

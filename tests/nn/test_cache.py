@@ -114,7 +114,6 @@ def test_kinds_of_layers_have_caches_of_their_own():
     layers = Layers(
         make={k: lambda rngs, c=c: decoder_layer(c, rngs=rngs) for k, c in kinds.items()},
         order=["local", "local", "global"] * 2,
-        windows=tuple(config.sides for config in kinds.values()),
     )
     model = Decoder(CONFIG, rngs=nnx.Rngs(0), layers=layers)
     specs = model.cache_spec(seats=1, slots=8)
