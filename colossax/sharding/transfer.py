@@ -84,8 +84,7 @@ def transfer(tree: Any, source: Layout, target: Layout, *, donate: bool = False)
     Layer stacks may be cut into other segments there. On the same devices it is one jitted reshard;
     to other devices of one process a copy from device to device; across processes a program on a
     joint mesh sends each shard over, which is laid out anew there, and every process must call this
-    alike. The result shares no memory
-    with the source, so either may be given up to a step.
+    alike. The result shares no memory with the source, so either may be given up to a step.
 
     Args:
         tree: Arrays as `source` lays them out. A process that has none of its devices may give
