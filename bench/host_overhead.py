@@ -32,9 +32,10 @@ from colossax.data import BatchLoader, SyntheticRows, global_arrays, wanted_rows
 from colossax.models import LlamaConfig, maker
 from colossax.planner.flops import Yardstick
 from colossax.processes import Gate
-from colossax.run.loop import Hooks, Loop, Meter, Schedule
+from colossax.run.meter import Meter
 from colossax.run.progress import Silent
 from colossax.run.records import Records
+from colossax.run.run import Hooks, Loop, Schedule
 from colossax.sharding import activation_sharding
 from colossax.tasks import next_token_loss
 from colossax.typing import TEXT_BATCH_DIMS

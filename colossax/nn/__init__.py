@@ -7,6 +7,8 @@ from .attention import AttentionShape as AttentionShape
 from .attention import FlatTokens as FlatTokens
 from .attention import Side as Side
 from .attention import alibi_slopes as alibi_slopes
+from .block import ACTIVATIONS as ACTIVATIONS
+from .block import MLP as MLP
 from .block import Block as Block
 from .block import Sublayer as Sublayer
 from .block import Wiring as Wiring
@@ -18,8 +20,6 @@ from .decoder import Layers as Layers
 from .decoder import decoder_layer as decoder_layer
 from .decoder import even_head_dim as even_head_dim
 from .language_model import LanguageModel as LanguageModel
-from .layers import ACTIVATIONS as ACTIVATIONS
-from .layers import MLP as MLP
 from .layers import Embedding as Embedding
 from .layers import LayerNorm as LayerNorm
 from .layers import Linear as Linear

@@ -1,17 +1,30 @@
-"""One layer of a model: sublayers around a residual stream, and where the norms stand."""
+"""One layer of a model: sublayers around a residual stream, where the norms stand, and the MLP."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from colossax.errors import InputError
+from colossax.config import nearest
+from colossax.errors import InputError, PlanError
 from colossax.layerwise import LayerState
 from colossax.nn.cache import CacheSpec
-from colossax.sharding import activation_axes, constrain, current
+from colossax.nn.layers import Linear
+from colossax.sharding import activation_axes, constrain, current, kept_share, linears, seq_axes
+from colossax.typing import Dims
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "relu": jax.nn.relu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+}
+
 
 Hidden = Float[Array, "b s d"]
 
@@ -131,6 +144,79 @@ class Block(nnx.Module):
     def _normed(self, name: str, which: str, x: Array) -> Array:
         norm = getattr(self, f"{name}_{which}", None)
         return x if norm is None else norm(x)
+
+
+class MLP(nnx.Module):
+    """`down(act(up(x)))`, or gated `down(act(gate(x)) * up(x))`."""
+
+    def __init__(
+        self,
+        embed: int,
+        mlp: int,
+        *,
+        rngs: nnx.Rngs,
+        activation: str = "silu",
+        gated: bool = True,
+        bias: bool = False,
+        std: float = 0.02,
+        out_std: float | None = None,
+    ):
+        if activation not in ACTIVATIONS:
+            raise InputError(
+                f"MLP: activation '{activation}' is unknown{nearest(activation, ACTIVATIONS)}"
+            )
+        self.activation = activation
+
+        def make(shape: tuple[int, int], dims: Dims, std: float) -> Linear:
+            return Linear(shape, dims, rngs=rngs, bias=bias, std=std)
+
+        self.gate = make((embed, mlp), ("embed", "mlp"), std) if gated else None
+        self.up = make((embed, mlp), ("embed", "mlp"), std)
+        self.down = make((mlp, embed), ("mlp", "embed"), std if out_std is None else out_std)
+
+    def __call__(self, x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
+        parts = [self._tokens(tokens, name) for name, tokens in _split_tokens(x).items()]
+        return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+
+    def mix(
+        self, x: Float[Array, "b s d"], side: Any, state: LayerState
+    ) -> tuple[Float[Array, "b s d"], LayerState, dict]:
+        """See `Sublayer`."""
+        return self(x), state, {}
+
+    def _tokens(self, x: Float[Array, "b s d"], name: str) -> Float[Array, "b s d"]:
+        act = ACTIVATIONS[self.activation]
+        if self.gate is None:
+            return self.down(act(_hidden(self.up(x), name)))
+        maps = (self.up.map, self.gate.map)
+        up, gate = (_hidden(h, name) for h in linears(x, maps))
+        return self.down(act(gate) * up)
+
+
+def _split_tokens(x: Float[Array, "b s d"]) -> dict[str, Float[Array, "b _ d"]]:
+    """By name, the tokens whose hidden states are kept for backward and the others, if any.
+
+    They part before the matmuls: a slice of the hidden states would keep all of them alive.
+
+    Raises:
+        PlanError: Several devices hold parts of the sequence.
+    """
+    share, bound = kept_share(), current()
+    if share == 0:
+        return {"mlp_recomputed": x}
+    if share == 1 or x.shape[1] < 2:
+        return {"mlp": x}
+    if bound is not None and seq_axes(bound):
+        raise PlanError(
+            f"segments.mlp_share: {share} parts the tokens of a row, which several devices"
+            f" hold along {list(seq_axes(bound))}; keep the 'mlp' of all tokens or of none"
+        )
+    first = min(max(round(share * x.shape[1]), 1), x.shape[1] - 1)
+    return {"mlp": x[:, :first], "mlp_recomputed": x[:, first:]}
+
+
+def _hidden(h: Float[Array, "b s f"], name: str) -> Float[Array, "b s f"]:
+    return checkpoint_name(constrain(h, "batch:inner", "seq", "mlp"), name)
 
 
 def residual(x: Hidden) -> Hidden:

@@ -1,4 +1,4 @@
-"""How the layers of a stretch are called, with their part of parameters and state."""
+"""How layers of several kinds are called, with their part of parameters and state."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -11,45 +11,6 @@ from jaxtyping import Array
 
 from colossax.layerwise import Apply, Key, LayerRun, LayerState, checkpointed
 from colossax.nn.kinds import Stretch
-
-
-class CallsOfOne:
-    """Of a stack whose layers are all of one kind.
-
-    Attributes:
-        params: Of its layers, stacked.
-    """
-
-    def __init__(self, segment: Any, stretch: Stretch):
-        self._graphdef, params = nnx.split(segment)
-        self._stretch = stretch
-        self.params = nnx.to_pure_dict(params)
-
-    def run(self, key: Key) -> LayerRun:
-        """What a runner is told of them."""
-        stretch = self._stretch
-        return LayerRun(
-            key=key,
-            apply=_apply(self._graphdef),
-            first=stretch.first,
-            first_row=stretch.first,
-            count=stretch.count,
-            stacked=stretch.count > 1,
-            policy=stretch.policy,
-        )
-
-    def rows(self, scanned: Any) -> Any:
-        """Their part of the stack's scanned state."""
-        first, count = self._stretch.first, self._stretch.count
-        return jax.tree.map(lambda x: x[first : first + count], scanned)
-
-    def flat(self, rows: Any) -> Any:
-        """Scanned state that came back, `[layers, ...]`."""
-        return rows
-
-    def flat_sums(self, sums: dict[str, Array]) -> dict[str, Array]:
-        """Sums, `[layers, ...]`."""
-        return sums
 
 
 class CallsByKind:

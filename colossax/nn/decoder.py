@@ -11,9 +11,9 @@ from jaxtyping import Array, Float, Int
 from colossax.config import nearest
 from colossax.errors import InputError
 from colossax.nn.attention import Attention, AttentionShape, FlatTokens, Side, Window
-from colossax.nn.block import Block, residual
+from colossax.nn.block import ACTIVATIONS, MLP, Block, residual
 from colossax.nn.cache import CacheSpec
-from colossax.nn.layers import ACTIVATIONS, MLP, Embedding, LayerNorm, Linear, RMSNorm, depth_scaled
+from colossax.nn.layers import Embedding, LayerNorm, Linear, RMSNorm, depth_scaled
 from colossax.nn.rope import RopeConfig, rope_tables
 from colossax.nn.stack import LayerStack, StackOutput
 from colossax.nn.stacked import MakeLayer
@@ -80,6 +80,11 @@ class DecoderConfig:
             )
         if self.norm not in ("rms", "layer"):
             raise InputError(f"model: norm '{self.norm}' is unknown; use 'rms' or 'layer'")
+        if self.rope is not None and self.head_dim % 2:
+            raise InputError(
+                f"model: rope turns pairs of a head's dims, and head_dim {self.head_dim} is odd;"
+                " choose an even one"
+            )
 
     @property
     def sides(self) -> tuple[int, int] | None:

@@ -4,13 +4,14 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 from flax import nnx
 from jaxtyping import Array
 
 from colossax.config import Segment
 from colossax.errors import InputError, PlanError
-from colossax.layerwise import current_runner
-from colossax.nn.calls import CallsByKind, CallsOfOne, joined, joined_sums
+from colossax.layerwise import Key, LayerRun, LayerState, current_runner
+from colossax.nn.calls import CallsByKind, joined, joined_sums
 from colossax.nn.kinds import Stretch, stretches
 from colossax.nn.module import Located
 from colossax.nn.stacked import MakeLayer, stacked_layers
@@ -173,6 +174,48 @@ class LayerStack(Located):
                 f" built with {built}; build the model under the plan that runs it"
             )
         return wanted
+
+
+class CallsOfOne:
+    """Of a stack whose layers are all of one kind.
+
+    Attributes:
+        params: Of its layers, stacked.
+    """
+
+    def __init__(self, segment: Any, stretch: Stretch):
+        self._graphdef, params = nnx.split(segment)
+        self._stretch = stretch
+        self.params = nnx.to_pure_dict(params)
+
+    def run(self, key: Key) -> LayerRun:
+        """What a runner is told of them."""
+        stretch = self._stretch
+        return LayerRun(
+            key=key,
+            apply=self._layer,
+            first=stretch.first,
+            first_row=stretch.first,
+            count=stretch.count,
+            stacked=stretch.count > 1,
+            policy=stretch.policy,
+        )
+
+    def rows(self, scanned: Any) -> Any:
+        """Their part of the stack's scanned state."""
+        first, count = self._stretch.first, self._stretch.count
+        return jax.tree.map(lambda x: x[first : first + count], scanned)
+
+    def flat(self, rows: Any) -> Any:
+        """Scanned state that came back, `[layers, ...]`."""
+        return rows
+
+    def flat_sums(self, sums: dict[str, Array]) -> dict[str, Array]:
+        """Sums, `[layers, ...]`."""
+        return sums
+
+    def _layer(self, row: Any, carry: Any, side: Any, state: LayerState) -> Any:
+        return nnx.merge(self._graphdef, row)(carry, side, state)
 
 
 def _kinds(make_layer: Any, layers: Any) -> tuple[dict[str, MakeLayer], tuple[str, ...]]:

@@ -1,14 +1,65 @@
-"""What a new run takes from a checkpoint: parameters."""
+"""What a run starts from: a state of its own, or the parameters of a checkpoint."""
 
 import jax
 import numpy as np
 
 from colossax.checkpoint import Checkpointer, find_checkpoint, slot_of
+from colossax.errors import DamagedStoreError
+from colossax.run.checkpointing import RunCheckpoints
+from colossax.run.prepared import Prepared
+from colossax.run.progress import Screen
 from colossax.sharding import param_sharding
 from colossax.step.step import Step
-from colossax.typing import Params
+from colossax.typing import Params, TrainState
 
 _PARAMS = "model/params"
+
+
+def first_state(
+    run: Prepared, checkpoints: RunCheckpoints, screen: Screen
+) -> tuple[int, TrainState]:
+    """Steps done and the state after them: restored, or fresh."""
+    start = run.group.from_first(lambda: checkpoints.latest() if run.options.resume else None)
+    if run.options.resume and (kept := _kept_on_disk(run, start, screen)) is not None:
+        return kept
+    if start is None:
+        if run.options.resume:
+            screen.note(f"{run.folder.path} holds no checkpoint yet; starting from the beginning")
+        return 0, _fresh_state(run, screen)
+    state = run.group.together(lambda: checkpoints.restore(start))
+    screen.note(f"resumed from step {start} of {run.folder.path}")
+    return start, state
+
+
+def _fresh_state(run: Prepared, screen: Screen) -> TrainState:
+    """The state of a new run, its parameters random or those of a checkpoint."""
+    path, seed = run.config.init, run.config.seed
+    if path is None:
+        return run.step.init(seed)
+    params = run.group.together(lambda: initial_params(path, run.step))
+    screen.note(f"parameters from {path}")
+    return run.step.init_from(params, seed)
+
+
+def _kept_on_disk(
+    run: Prepared, start: int | None, screen: Screen
+) -> tuple[int, TrainState] | None:
+    """Steps done and the state in the disk tier's file, where it is whole and newer."""
+    disk = run.step.disk
+    if disk is None:
+        return None
+    kept = disk.latest()
+    if kept is None and disk.has_full_state and disk.path.exists():
+        screen.note(f"'{disk.path}' holds no whole state; resuming from the last checkpoint")
+    if kept is None or kept <= (start or 0):
+        return None
+    try:
+        state = disk.restore()
+    except DamagedStoreError as problem:
+        screen.note(f"{problem}; resuming from the last checkpoint")
+        return None
+    screen.note(f"resumed from step {kept}, which {disk.path} holds")
+    return kept, state
 
 
 def initial_params(path: str, step: Step) -> Params:

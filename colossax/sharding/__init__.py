@@ -11,6 +11,9 @@ from .context import kept_share as kept_share
 from .context import recomputing as recomputing
 from .context import use as use
 from .host import host_sharding as host_sharding
+from .linear import Dense as Dense
+from .linear import linear as linear
+from .linear import linears as linears
 from .lookup import lookup as lookup
 from .ops import compute_dtype as compute_dtype
 from .ops import constrain as constrain
@@ -33,7 +36,4 @@ from .rules import seq_axes as seq_axes
 from .rules import validate as validate
 from .transfer import Layout as Layout
 from .transfer import transfer as transfer
-from .weights import Dense as Dense
 from .weights import Weight as Weight
-from .weights import linear as linear
-from .weights import linears as linears

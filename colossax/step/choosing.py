@@ -1,4 +1,4 @@
-"""Who updates the state under a plan, and who follows the program."""
+"""How gradients are made and the state is updated under a plan, and who follows the program."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -6,18 +6,30 @@ from typing import TYPE_CHECKING, Any
 from colossax.errors import PlanError
 from colossax.sharding import batch_axes
 from colossax.step.gradients.accumulate import accumulate
+from colossax.step.gradients.method import GradientMethod
 from colossax.step.gradients.reduce_once import reduce_once
 from colossax.step.offloaded.cpu_update import CpuUpdate
 from colossax.step.offloaded.disk import DiskTier
 from colossax.step.offloaded.streaming import Streaming, check_streamable
-from colossax.step.updaters import Follower, Updater, WholeUpdate
+from colossax.step.updaters import Follower
 
 if TYPE_CHECKING:
     from colossax.step.step import Step
 
 
-def updater_of(step: "Step", optimizer: Any) -> Updater:
-    """Layer by layer during backward where the plan puts any layer elsewhere, else all at once.
+def gradient_method_of(step: "Step") -> GradientMethod:
+    """Whole gradients, reduced over the devices for each microbatch, or once per step.
+
+    Args:
+        step: Its plan, model and loss are there.
+    """
+    once = step.bound.plan.batch.reduce_once and batch_axes(step.bound)
+    method = reduce_once if once else accumulate
+    return method(step.loss_call, step.bound, step.infos, step.trainable)
+
+
+def streaming_of(step: "Step", optimizer: Any) -> Streaming | None:
+    """Updates layer by layer during backward, where the plan puts any layer elsewhere.
 
     Args:
         step: Its plan, model, loss and state layout are there.
@@ -26,14 +38,13 @@ def updater_of(step: "Step", optimizer: Any) -> Updater:
     Raises:
         PlanError: Layers cannot be updated one by one.
     """
-    plan, parts = step.bound.plan, (step.loss_call, step.bound)
+    plan = step.bound.plan
     if not plan.offload.wanted and all(segment.offload == "none" for segment in plan.segments):
-        once = plan.batch.reduce_once and batch_axes(step.bound)
-        method = (reduce_once if once else accumulate)(*parts, step.infos, step.trainable)
-        return WholeUpdate(method, step.optimizer, step.trainable, step.options.clip_norm)
+        return None
     check_streamable(step.bound, step.spec.infos, step.infos, optimizer)
     return Streaming(
-        *parts,
+        step.loss_call,
+        step.bound,
         step.spec.infos,
         step.trainable,
         optimizer,

@@ -7,7 +7,8 @@ import jax
 
 from colossax.config import BoundPlan
 from colossax.layerwise import summed
-from colossax.step.loss import LossCall, Totals
+from colossax.step.gradients.accumulate import LossCall
+from colossax.step.loss import Totals
 from colossax.step.microbatches import num_microbatches, strided
 from colossax.typing import Batch, Dims, Params
 

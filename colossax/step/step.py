@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from colossax.config import BoundPlan
 from colossax.errors import PlanError
@@ -17,20 +18,21 @@ from colossax.nn import ModelSpec, initialise
 from colossax.optim import Optimizer, transformation
 from colossax.sharding import RowOrder, compiler_options, in_order, replicated, use, validate
 from colossax.step.batches import BatchPlacer
-from colossax.step.choosing import followers_of, updater_of
+from colossax.step.choosing import followers_of, gradient_method_of, streaming_of
 from colossax.step.evaluation import batch_totals
-from colossax.step.gradients.method import Gradients
+from colossax.step.gradients.accumulate import LossCall, with_term_weights
+from colossax.step.gradients.method import GradientMethod, Gradients
 from colossax.step.gradients.reduce_once import check_reduce_once
-from colossax.step.loss import Loss, LossCall, with_term_weights
+from colossax.step.loss import Loss
 from colossax.step.microbatches import Microbatches, batch_dims, cut_up
 from colossax.step.offloaded.cpu_update import CpuUpdate
 from colossax.step.offloaded.disk import DiskTier
 from colossax.step.offloaded.streaming import Streaming
 from colossax.step.prepare import Prepare, preparation
 from colossax.step.state import StateLayout
-from colossax.step.trainable import chosen, split, trainable_tree
-from colossax.step.updaters import Updated
-from colossax.typing import Batch, Dims, Metrics, ParamInfo, TrainState
+from colossax.step.trainable import chosen, joined, split, trainable_tree
+from colossax.step.updaters import Updated, Updater
+from colossax.typing import Batch, Dims, Metrics, ParamInfo, Params, TrainState
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,6 +63,59 @@ class StepOptions:
     batch_dims: Mapping[str, Dims] | None = None
     disk: Path | None = None
     shapes: Mapping[str, Any] | None = None
+
+
+class WholeUpdate:
+    """All parameters at once, when the gradients of the whole batch are there."""
+
+    def __init__(
+        self,
+        gradients: GradientMethod,
+        optimizer: optax.GradientTransformation,
+        trainable: Any,
+        clip_norm: float | None,
+    ):
+        """Bind; nothing is traced.
+
+        Args:
+            gradients: How to get them.
+            optimizer: Of the parameters that learn.
+            trainable: Tree of booleans.
+            clip_norm: Global norm that gradients are scaled down to, or None.
+        """
+        self.gradients = gradients
+        self._optimizer = optimizer
+        self._trainable = trainable
+        self._clip_norm = clip_norm
+
+    def update(self, state: TrainState, micro: Microbatches) -> Updated:
+        """See `Updater`."""
+        gradients = self.gradients(state["params"], state["variables"], micro)
+        grads, norm = gradients.grads, gradients.norm
+        if self._clip_norm is not None:
+            scale = jnp.minimum(1.0, self._clip_norm / jnp.maximum(norm, 1e-12))
+            grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
+        params, frozen = split(state["params"], self._trainable)
+        steps, opt_state = self._optimizer.update(grads, state["opt_state"], params)
+        new = joined(optax.apply_updates(params, steps), frozen), opt_state
+        finite = gradients.finite
+        new = jax.tree.map(
+            lambda a, b: jnp.where(finite, a, b), new, (state["params"], state["opt_state"])
+        )
+        return Updated(params=new[0], opt_state=new[1], gradients=gradients, finite=finite)
+
+    def init_state(self, params: Params, shardings: Any) -> Any:
+        """See `Updater`."""
+        init = jax.jit(self._optimizer.init, out_shardings=shardings)
+        return init(chosen(params, self._trainable))
+
+    def pending_shardings(self, replicated: Any) -> None:
+        """Nothing is left."""
+        return None
+
+    def jitted(self, pure: Callable, shardings: TrainState, **options: Any) -> Any:
+        """See `Updater`."""
+        return jax.jit(pure, donate_argnums=0, **options)
 
 
 class Step:
@@ -106,7 +161,9 @@ class Step:
         self.loss_call = LossCall(merge=spec.merge, loss=loss)
         self.prepared = preparation(spec.merge, options.prepare)
         self.layout = StateLayout(bound, spec.infos, self.infos, self.optimizer, options.variables)
-        self.updater = updater_of(self, optimizer)
+        self.updater: Updater = streaming_of(self, optimizer) or WholeUpdate(
+            gradient_method_of(self), self.optimizer, self.trainable, options.clip_norm
+        )
         self.batches = BatchPlacer(
             bound, options.batch_dims, any_order=getattr(loss, "any_order", False)
         )

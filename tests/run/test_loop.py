@@ -13,10 +13,11 @@ from tensorboardX.proto.event_pb2 import Event
 
 from colossax.planner.flops import Yardstick, peak_flops
 from colossax.processes import Gate
-from colossax.run.loop import Hooks, Loop, Meter, Schedule
+from colossax.run.meter import Meter
 from colossax.run.plot import plot_losses, smooth
 from colossax.run.progress import Bar, Lines, Screen
 from colossax.run.records import Records, finite, keep_until, read_records
+from colossax.run.run import Hooks, Loop, Schedule
 from colossax.tasks.next_token import mean_loss
 
 

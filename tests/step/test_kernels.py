@@ -63,7 +63,7 @@ def test_loss_and_gradients_are_those_of_xla(place, monkeypatch):
         monkeypatch.setitem(api.IMPLEMENTATIONS, "mosaic", interpreted)
         # Its callbacks depend on all parameters, and no weight could do without them.
         monkeypatch.setattr(
-            "colossax.step.loss.inputs_used",
+            "colossax.step.gradients.accumulate.inputs_used",
             lambda _, *args: (False,) * len(jax.tree.leaves(args)),
         )
     loss, found = loss_and_gradients("mosaic")

@@ -12,7 +12,8 @@ from colossax.planner import build_step
 from colossax.sharding import use
 from colossax.step.gradients.accumulate import accumulate
 from colossax.step.gradients.method import GradientMethod
-from colossax.step.updaters import Updater, WholeUpdate
+from colossax.step.step import WholeUpdate
+from colossax.step.updaters import Updater
 from colossax.tasks import next_token_loss
 from tests.oracle import assert_losses_close, assert_trees_close
 from tests.step.test_step import CONFIG, text_batch

@@ -1,18 +1,49 @@
-"""Gradients of a global batch, whole or added up over its microbatches."""
+"""The loss of a global batch and its gradients, added up over its microbatches."""
 
+import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array
 
+from colossax.compat import inputs_used
 from colossax.config import BoundPlan
+from colossax.errors import InputError
 from colossax.step.gradients.method import GradientMethod, Gradients
 from colossax.step.gradients.sums import accumulable, constrained, square_norm, summed_up
-from colossax.step.loss import LossCall, objective
+from colossax.step.loss import Loss, Sums, Terms, Totals, checked
 from colossax.step.microbatches import Microbatches
 from colossax.step.trainable import joined, split
 from colossax.typing import Batch, Params
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossCall:
+    """A loss with its model's structure: parameters in, numbers out.
+
+    Attributes:
+        merge: Parameters to model.
+        loss: See `Loss`.
+    """
+
+    merge: Callable[[Params], Any]
+    loss: Loss
+
+    def __call__(
+        self, params: Params, batch: Batch, variables: Any, key: Array | None
+    ) -> tuple[Terms, Sums]:
+        """Terms and metrics of one microbatch, in float32.
+
+        Raises:
+            InputError: The loss returns something else.
+        """
+        names = inspect.signature(self.loss).parameters
+        given = {"variables": variables, "key": key}
+        wanted = {name: value for name, value in given.items() if name in names}
+        return checked(self.loss(self.merge(params), batch, **wanted))
 
 
 def accumulate(call: LossCall, bound: BoundPlan, infos: Any, trainable: Any) -> GradientMethod:
@@ -57,3 +88,56 @@ def summarised(grads: Params, sums: Any) -> Gradients:
     return Gradients(
         grads=grads, loss=loss, totals=totals, sums=metrics, square_norm=square_norm(grads)
     )
+
+
+def objective(terms: Terms, metrics: Sums, batch_weights: Any) -> tuple[Any, tuple[Totals, Totals]]:
+    """The loss of a microbatch, and its terms and metrics as (total, weight).
+
+    Args:
+        terms: What the loss gave.
+        metrics: Likewise.
+        batch_weights: Weights of the terms in the whole global batch; None: this is all of it.
+    """
+    weights = {name: jax.lax.stop_gradient(weight) for name, (_, weight, _) in terms.items()}
+    batch_weights = weights if batch_weights is None else batch_weights
+    parts = [
+        coefficient * total / jnp.where(batch_weights[name] > 0, batch_weights[name], 1.0)
+        for name, (total, _, coefficient) in terms.items()
+    ]
+    totals = {name: (total, weights[name]) for name, (total, _, _) in terms.items()}
+    return sum(parts), (totals, dict(metrics))
+
+
+def with_term_weights(
+    call: LossCall, params: Params, frozen: Params, variables: Any, micro: Microbatches
+) -> Microbatches:
+    """The microbatches with the weights of the loss's terms in all of them.
+
+    They come from a forward pass of which nothing that parameters reach remains.
+
+    Args:
+        call: The loss.
+        params: Those that learn, None elsewhere.
+        frozen: The others.
+        variables: See `TrainState`.
+        micro: Without weights.
+
+    Raises:
+        InputError: A weight depends on parameters.
+    """
+
+    def weigh(params: Params, microbatch: Batch, key: Array) -> dict[str, Array]:
+        terms, _ = call(joined(params, frozen), microbatch, variables, key)
+        return {name: weight for name, (_, weight, _) in terms.items()}
+
+    used = inputs_used(weigh, params, *micro.first)
+    count = len(jax.tree.leaves(params))
+    if any(used[:count]):
+        raise InputError(
+            "loss: the weight of a term depends on parameters, which would make its gradient wrong;"
+            " compute weights from the batch alone"
+        )
+    if micro.count == 1:
+        return micro
+    each = jax.lax.map(lambda xs: weigh(params, *xs), (micro.arrays, micro.keys))
+    return dataclasses.replace(micro, term_weights=jax.tree.map(jnp.sum, each))

@@ -12,10 +12,9 @@ from colossax.config import AttentionConfig, BoundPlan, Rules
 from colossax.errors import PlanError
 from colossax.layerwise import summed
 from colossax.sharding import batch_axes, param_sharding, use
-from colossax.step.gradients.accumulate import accumulate, differentiated, summarised
+from colossax.step.gradients.accumulate import LossCall, accumulate, differentiated, summarised
 from colossax.step.gradients.method import GradientMethod, Gradients
 from colossax.step.gradients.sums import accumulable, summed_up
-from colossax.step.loss import LossCall
 from colossax.step.microbatches import Microbatches
 from colossax.step.trainable import split
 from colossax.typing import Batch, Params

@@ -14,8 +14,8 @@ from jaxtyping import Array, Float
 
 from colossax.layerwise import Key, Stacks, Stream, added, nothing, running
 from colossax.offload import fetch, store
+from colossax.step.gradients.accumulate import objective
 from colossax.step.gradients.method import Gradients
-from colossax.step.loss import objective
 from colossax.step.microbatches import Microbatches
 from colossax.step.offloaded.parameter_groups import Part, Update, squares
 from colossax.typing import Batch

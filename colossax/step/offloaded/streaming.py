@@ -20,9 +20,9 @@ from colossax.layerwise import Key, Stacks
 from colossax.optim import DimsOptimizer, is_layerwise
 from colossax.sharding import batch_axes
 from colossax.step.donation import PartlyDonated
+from colossax.step.gradients.accumulate import LossCall
 from colossax.step.gradients.method import Gradients
 from colossax.step.gradients.streamed import HOW, Job, gathered, known_norm
-from colossax.step.loss import LossCall
 from colossax.step.microbatches import Microbatches
 from colossax.step.offloaded.parameter_groups import SHARED, Part, Update
 from colossax.step.updaters import Updated

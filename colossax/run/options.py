@@ -1,0 +1,69 @@
+"""How a task is run, where, and how that ended."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+
+from colossax.config import Plan
+from colossax.errors import InputError
+from colossax.run.records import Record
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """How a task is run.
+
+    Attributes:
+        plan: How it is spread over devices; what it leaves to `auto` is settled first.
+        steps: Optimizer steps in all, those before a resumption included.
+        seed: Of the parameters and the step's random keys.
+        validate_every: Steps between evaluations; 0 evaluates at the end alone.
+        checkpoint_every: Steps between checkpoints; 0 saves at the end alone.
+        keep: Checkpoints kept.
+        init: Checkpoint whose parameters a new run starts from, in place of random ones.
+    """
+
+    plan: Plan = Plan()
+    steps: int
+    seed: int = 0
+    validate_every: int = 0
+    checkpoint_every: int = 0
+    keep: int = 2
+    init: str | None = None
+
+    def __post_init__(self):
+        least = {"steps": 1, "seed": 0, "validate_every": 0, "checkpoint_every": 0, "keep": 1}
+        for name, low in least.items():
+            if getattr(self, name) < low:
+                raise InputError(f"{name}: found {getattr(self, name)}; give {low} or more")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Where a run happens and who listens; nothing here changes its losses.
+
+    Attributes:
+        out: The run's folder; None takes the next number under `runs/`.
+        resume: Go on with the run in `out`.
+        devices: Gives the devices; called when JAX may be asked.
+        emit: Takes one record per step and the final one; None on all processes but the first.
+    """
+
+    out: str | None = None
+    resume: bool = False
+    devices: Callable[[], list[jax.Device]] = jax.devices
+    emit: Callable[[Record], None] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        final: Its numbers.
+        stopped_by: `SIGTERM` or `SIGINT` when it was told to stop, else None.
+    """
+
+    final: Record
+    stopped_by: str | None

@@ -1,0 +1,53 @@
+"""What a run says of itself at its beginning and at its end."""
+
+from colossax.run.plot import plot_losses
+from colossax.run.prepared import Prepared
+from colossax.run.progress import Screen
+from colossax.run.records import Record, finite, read_records, spelt
+
+
+def introduce(run: Prepared, start: int, screen: Screen) -> None:
+    """Tell what is trained, on what, from where to where."""
+    task, bound = run.task, run.step.bound
+    axes = [f"{axis}={size}" for axis, size in bound.mesh.shape.items() if size > 1]
+    count = run.step.spec.parameter_count()
+    screen.note(
+        f"{task.name}: {count / 1e6:.2f} M parameters on {bound.mesh.size}"
+        f" {bound.mesh.devices.flat[0].platform} device(s)"
+        f"{' (' + ', '.join(axes) + ')' if axes else ''}"
+    )
+    if run.step.note is not None:
+        screen.note(run.step.note)
+    for line in task.introduction():
+        screen.note(line)
+    for name, value in task.baselines().items():
+        screen.note(f"{spelt(name)}: {value:.4f} {task.unit}".rstrip())
+    screen.note(
+        f"steps {start + 1} to {run.config.steps} of {task.tokens:,} tokens into {run.folder.path}"
+    )
+
+
+def conclude(run: Prepared, final: Record, screen: Screen) -> None:
+    """Draw the picture, tell the outcome."""
+    plot_losses(
+        read_records(run.folder.metrics),
+        run.folder.picture,
+        title=f"{run.task.name}: {final['parameters'] / 1e6:.2f} M parameters",
+        unit=run.task.unit,
+        baselines=run.task.baselines(),
+    )
+    if final["stopped_by"] is not None:
+        screen.note(
+            f"stopped by {final['stopped_by']} after step {final['step']}; go on with --resume"
+        )
+    else:
+        for line in run.task.conclusion(final):
+            screen.note(line)
+    if final["mfu"] is not None:
+        formula = f" ({run.task.flops_formula})" if run.task.flops_formula else ""
+        screen.note(f"MFU {final['mfu']:.1%}{formula}")
+    if final.get("completion"):
+        screen.note(f"\n{final['completion']}\n")
+    screen.note(f"checkpoints, metrics and loss.png are in {run.folder.path}")
+    if run.options.emit is not None:
+        run.options.emit({"final": finite(final)})
