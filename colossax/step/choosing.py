@@ -27,7 +27,7 @@ def updater_of(step: "Step", optimizer: Any) -> Updater:
         PlanError: Layers cannot be updated one by one.
     """
     plan, parts = step.bound.plan, (step.loss_call, step.bound)
-    if not plan.offload.wanted and all(segment.offload == "none" for segment in plan.segments):
+    if not plan.offload.wanted and all(s.placement.all_on_device for s in plan.segments):
         once = plan.batch.reduce_once and batch_axes(step.bound)
         method = (reduce_once if once else accumulate)(*parts, step.infos, step.trainable)
         return WholeUpdate(method, step.optimizer, step.trainable, step.options.clip_norm)
