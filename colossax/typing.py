@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from colossax.config import Placement
+
 Dims = tuple[str | None, ...]
 """Logical names of an array's dims, outermost first; None is a dim nobody shards."""
 
@@ -40,8 +42,10 @@ class ParamInfo:
         first_layer: First global layer the leaf holds; None outside a layer stack.
         total_layers: Layers of the whole stack; None outside a layer stack.
         segment: Path of the layer stack and number of its segment; None outside a layer stack.
-        host: Kinds of its arrays that live in host memory, of `parameters optimizer`; with `disk`,
-            its optimizer state is in a file.
+        placement: Of its layer; on the device outside a layer stack.
+        resident: Whether parameter and optimizer state stay on the device all the same (vectors
+            do: they are small). On disk a layer's state is one record, vectors and all; the CPU
+            updates all of a layer.
         model: Name of its model where there are several, the first part of `path`.
     """
 
@@ -52,13 +56,28 @@ class ParamInfo:
     first_layer: int | None = None
     total_layers: int | None = None
     segment: tuple[str, int] | None = None
-    host: frozenset[str] = frozenset()
+    placement: Placement = Placement()
+    resident: bool = False
     model: str | None = None
 
     @property
     def own_path(self) -> str:
         """Path within its model."""
         return self.path if self.model is None else self.path[len(self.model) + 1 :]
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the parameter is in host memory."""
+        return self.placement.params_on_host and not self.resident
+
+    @property
+    def optimizer_on_host(self) -> bool:
+        """Whether its optimizer state is in host memory, or would be where it is not in a file."""
+        return self.placement.optimizer_off_device and not self.resident
+
+    def on_device(self) -> "ParamInfo":
+        """The same, all of it on the device."""
+        return dataclasses.replace(self, placement=Placement())
 
     @property
     def stacked(self) -> bool:

@@ -14,8 +14,9 @@ NAMES = {
     ),
     "colossax.config": (
         "AttentionConfig BatchConfig BoundPlan FrozenDict HOST_KINDS LOGICAL_DIMS LossConfig "
-        "MESH_AXES MeshAxis OffloadConfig PIPELINED_OPTION PRESETS Plan Precision RING_AXES Rules "
-        "SAVEABLE SEQUENCE_AXES SHARES Segment bind cache_folder from_json nearest preset to_json"
+        "MESH_AXES MeshAxis OffloadConfig PIPELINED_OPTION PRESETS Placement Plan Precision "
+        "RING_AXES Rules SAVEABLE SEQUENCE_AXES SHARES STATE_KINDS Segment bind cache_folder "
+        "from_json nearest preset to_json"
     ),
     "colossax.pallas.attention": (
         "AttentionSpec Mask Operands RelativeBias Scoring attend attend_block attend_cache "
@@ -38,7 +39,7 @@ NAMES = {
         "ring_attention_local ring_self_attention_local ulysses_local zigzag_order"
     ),
     "colossax.offload": (
-        "DEVICE_SHARE Demand GB Kind PipelinedTest Placement Rates Setting Update UpdateRate "
+        "DEVICE_SHARE Demand GB Kind PipelinedTest Rates Residency Setting Update UpdateRate "
         "build_stack cpu_device cpu_share "
         "device_budget device_memory fetch gb_down gb_up "
         "hiding_tokens host_budget host_shares kept_token_share load_rates measure_rates new_stack "

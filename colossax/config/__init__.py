@@ -15,13 +15,15 @@ from .frozen import to_json as to_json
 from .offload import HOST_KINDS as HOST_KINDS
 from .offload import PIPELINED_OPTION as PIPELINED_OPTION
 from .offload import SHARES as SHARES
+from .offload import STATE_KINDS as STATE_KINDS
 from .offload import OffloadConfig as OffloadConfig
-from .parts import SAVEABLE as SAVEABLE
 from .parts import AttentionConfig as AttentionConfig
 from .parts import BatchConfig as BatchConfig
 from .parts import LossConfig as LossConfig
 from .parts import Precision as Precision
 from .parts import Segment as Segment
+from .placement import SAVEABLE as SAVEABLE
+from .placement import Placement as Placement
 from .plan import Plan as Plan
 from .presets import PRESETS as PRESETS
 from .presets import preset as preset

@@ -7,7 +7,10 @@ from typing import Any
 from colossax.config.frozen import check_types, nearest
 from colossax.errors import PlanError
 
-HOST_KINDS: tuple[str, ...] = ("parameters", "optimizer", "activations")
+STATE_KINDS: tuple[str, ...] = ("parameters", "optimizer")
+"""What an update changes of a layer."""
+
+HOST_KINDS: tuple[str, ...] = (*STATE_KINDS, "activations")
 """What of a layer may live in host memory; `activations` is all that backward keeps of it."""
 
 SHARES: tuple[str, ...] = (*HOST_KINDS, "disk")

@@ -1,21 +1,19 @@
 """Parts of a plan, each checked by itself."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
 
 from colossax.config.frozen import check_types, nearest
-from colossax.config.offload import HOST_KINDS, SHARES
+from colossax.config.placement import SAVEABLE, Placement
 from colossax.errors import PlanError
 
 KERNELS: tuple[str, ...] = ("auto", "mosaic", "cudnn", "xla", "reference")
 """Not `interpret`: it runs on one device, and not inside `jax.checkpoint`, as layers do."""
 
 SCHEMES: tuple[str, ...] = ("auto", "zigzag", "ring", "all_gather", "self_attention")
-
-SAVEABLE: tuple[str, ...] = ("qkv", "attention", "mlp")
-"""Names a layer gives to intermediates that a remat policy may keep."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,7 +85,8 @@ class Segment:
         remat: `none` saves every intermediate, `full` only the layer's input, `dots` the results
             of matmuls with parameters; else names joined by `+` (`qkv attention mlp`). Gathered
             weights are never kept: backward gathers them again.
-        offload: What of these layers lives in host memory, joined by `+`: `parameters`,
+        offload: What of these layers lives in host memory, joined by `+`, the text of a
+            `Placement`, kept as it was given (it is a part of the plan's hash): `parameters`,
             `optimizer` (its state; with `disk` beside it, in a file; with `parameters+cpu`, the
             CPU updates the layers), `activations` (all that backward keeps), or of those only
             `input` (what a layer gets from the one before), `qkv`, `attention`, `mlp`, which are
@@ -113,35 +112,18 @@ class Segment:
             known = ("none", "full", "dots", *SAVEABLE) if "+" not in self.remat else SAVEABLE
             if name not in known:
                 raise PlanError(f"segments.remat: unknown policy '{name}'{nearest(name, known)}")
-        self._check_offload()
-        self._check_mlp_share()
-
-    def _check_offload(self) -> None:
-        known = (*SHARES, "cpu", "input", *SAVEABLE)
-        for name in self.host:
-            if name not in known:
-                raise PlanError(f"segments.offload: unknown '{name}'{nearest(name, known)}")
-        named = self.host.intersection(SAVEABLE)
+        named = self.placement.saved_on_host
         if named and self.remat in ("none", "dots"):
             raise PlanError(
                 f"segments.offload: '{min(named)}' is kept by name, and remat '{self.remat}' keeps"
                 " more than names; use remat 'full', or names, or offload 'activations'"
             )
-        if "disk" in self.host and "optimizer" not in self.host:
-            raise PlanError(
-                "segments.offload: 'disk' says where the optimizer's state lies that is not on the"
-                " device; write optimizer+disk"
-            )
-        if "cpu" in self.host and ("disk" in self.host or not self.host.issuperset(HOST_KINDS[:2])):
-            raise PlanError(
-                f"segments.offload: '{self.offload}' lets the CPU update what is not in its memory;"
-                " write parameters+optimizer+cpu"
-            )
+        self._check_mlp_share()
 
     def _check_mlp_share(self) -> None:
         share = self.mlp_share
         if share == "auto":
-            if "mlp" not in self.host:
+            if "mlp" not in self.placement.named_activations:
                 raise PlanError(
                     f"segments.mlp_share 'auto': it is found for an 'mlp' that goes to host memory,"
                     f" and offload '{self.offload}' does not name it; add 'mlp' there, or give a"
@@ -152,16 +134,17 @@ class Segment:
             raise PlanError(
                 f"segments.mlp_share: found {share!r}; give a share of the tokens, 0 to 1, or auto"
             )
-        if share < 1 and "mlp" not in (*self.remat.split("+"), *self.host):
+        named = (*self.remat.split("+"), *self.placement.named_activations)
+        if share < 1 and "mlp" not in named:
             raise PlanError(
                 f"segments.mlp_share: {share} is a share of the tokens whose 'mlp' is"
                 " kept, and neither remat nor offload names it; add 'mlp' to one of them"
             )
 
-    @property
-    def host(self) -> frozenset[str]:
-        """Names in `offload`."""
-        return frozenset() if self.offload == "none" else frozenset(self.offload.split("+"))
+    @functools.cached_property
+    def placement(self) -> Placement:
+        """What `offload` says."""
+        return Placement.from_text(self.offload)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from colossax.config import FrozenDict, Plan, Segment
+from colossax.config import FrozenDict, Placement, Plan, Segment
 
 
 def inference_plan(plan: Plan) -> Plan:
@@ -23,9 +23,7 @@ def inference_plan(plan: Plan) -> Plan:
         if dim.split(":")[0] not in ("batch", "seq")
     }
     rules = dataclasses.replace(plan.rules, activations=FrozenDict(activations))
-    segments = tuple(
-        _forward_only(segment, ("parameters", "optimizer")) for segment in plan.segments
-    )
+    segments = tuple(_forward_only(segment, optimizer=True) for segment in plan.segments)
     return plan.replace(rules=rules, segments=segments, tensor_matmul="compiler")
 
 
@@ -37,11 +35,13 @@ def parameters_alone(plan: Plan) -> Plan:
     offload = dataclasses.replace(
         plan.offload, optimizer=0.0, activations=0.0, disk=0.0, cpu_update="off"
     )
-    segments = tuple(_forward_only(segment, ("parameters",)) for segment in plan.segments)
+    segments = tuple(_forward_only(segment, optimizer=False) for segment in plan.segments)
     return plan.replace(segments=segments, offload=offload)
 
 
-def _forward_only(segment: Segment, kinds: tuple[str, ...]) -> Segment:
-    """Nothing recomputed, and of what lives in host memory these kinds."""
-    host = "+".join(kind for kind in kinds if kind in segment.host) or "none"
-    return dataclasses.replace(segment, remat="none", offload=host, mlp_share=1.0)
+def _forward_only(segment: Segment, *, optimizer: bool) -> Segment:
+    """Nothing recomputed, and in host memory parameters, with the optimizer's state or without."""
+    there = segment.placement
+    away = optimizer and there.optimizer_off_device
+    placement = Placement(params=there.params, optimizer="host" if away else "device")
+    return dataclasses.replace(segment, remat="none", offload=str(placement), mlp_share=1.0)

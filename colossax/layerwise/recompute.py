@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from colossax.config import SAVEABLE, Segment
+from colossax.config import Segment
 from colossax.errors import PlanError
 from colossax.sharding import keeping, recomputing
 
@@ -21,7 +21,7 @@ def checkpointed(fn: Callable, segment: Segment, *, in_loop: bool) -> Callable:
     Raises:
         PlanError: `mlp_share` is still to be found.
     """
-    offloaded = sorted(segment.host.intersection(SAVEABLE))
+    offloaded = sorted(segment.placement.saved_on_host)
     if segment.remat == "none":
         return fn
     share = segment.mlp_share

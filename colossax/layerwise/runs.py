@@ -141,7 +141,7 @@ class Scanned:
         return carry, scanned, state.carried, sums
 
     def _scan(self, layers, params, carry, side, scanned, carried):
-        hosted = "parameters" in layers.policy.host
+        hosted = layers.policy.placement.params_on_host
 
         def body(loop, xs):
             carry, carried = loop

@@ -236,8 +236,9 @@ def _forward(layers: LayerRun, layer: Layer, params: Any, carry: Any, side: Any)
 
 def _to_host(layers: LayerRun, residual: Residual) -> bool:
     """Whether the segment keeps this in host memory."""
-    host = layers.policy.host
-    return residual.host or "activations" in host or ("input" in host and residual.carry)
+    placement = layers.policy.placement
+    kept = placement.input_on_host if residual.carry else placement.activations_on_host
+    return residual.host or kept
 
 
 def _host_row_bytes(

@@ -51,7 +51,7 @@ class Stretch:
     @property
     def place(self) -> tuple[int, bool]:
         """What cannot change once it is built: how many layers, and whether the host has them."""
-        return self.count, "parameters" in self.policy.host
+        return self.count, self.policy.placement.params_on_host
 
 
 def stretches(order: Sequence[str], segments: tuple[Segment, ...]) -> tuple[Stretch, ...]:

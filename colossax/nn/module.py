@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
-from colossax.config import BoundPlan
+from colossax.config import BoundPlan, Placement
 from colossax.errors import InputError
 from colossax.nn.named_models import MakeModel, MakeModels, make_models
 from colossax.sharding import param_sharding, use, validate
@@ -141,7 +141,8 @@ def _info(path: tuple, variable: Any, model: str | None) -> ParamInfo:
         first_layer=metadata.get("first_layer"),
         total_layers=total,
         segment=segment,
-        host=metadata.get("host", frozenset()),
+        placement=metadata.get("placement", Placement()),
+        resident=metadata.get("resident", False),
         model=model,
     )
 

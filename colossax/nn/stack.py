@@ -95,7 +95,7 @@ class LayerStack(Located):
                 stretch.numbers(kind),
                 first_row=stretch.first_row(kind),
                 total=self.order.count(kind),
-                host=stretch.policy.host,
+                placement=stretch.policy.placement,
                 dtype=dtype,
             )
 

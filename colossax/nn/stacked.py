@@ -9,11 +9,12 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jaxtyping import Array
 
-from colossax.config import HOST_KINDS
+from colossax.config import Placement
 from colossax.nn.module import pure, refuse_others
 from colossax.offload import build_stack
 from colossax.optim import decays
 from colossax.sharding import current, resolve
+from colossax.typing import Dims
 
 MakeLayer = Callable[[nnx.Rngs], nnx.Module]
 
@@ -25,7 +26,7 @@ def stacked_layers(
     *,
     first_row: int,
     total: int,
-    host: frozenset[str],
+    placement: Placement,
     dtype: Any,
 ) -> Any:
     """Layers of one kind as one module, whose parameters have a dim of layers in front.
@@ -36,7 +37,7 @@ def stacked_layers(
         numbers: Of the layers in their stack, ascending; a single one gets no dim of layers.
         first_row: Number of the first one among all of its kind.
         total: Layers of that kind in the stack.
-        host: What of them lives in host memory.
+        placement: Where they live.
         dtype: At rest, None as made.
 
     Raises:
@@ -54,15 +55,14 @@ def stacked_layers(
     template = nnx.eval_shape(lambda: make_layer(nnx.Rngs(0)))
     refuse_others(template, "layer")
     graphdef, leaves = nnx.split(template)
-    kinds = nnx.to_pure_dict(leaves, lambda leaf: _host_kinds(leaf, host))
     if size == 1:
         values = init_layer(jnp.int32(numbers[0]))
-    elif "parameters" in host:
+    elif placement.params_on_host:
         # In the dtype at rest from the start: a stack in host memory cannot be cast.
         values = build_stack(
             lambda i: jax.tree.map(lambda x: x.astype(dtype or x.dtype), init_layer(number(i))),
             size,
-            jax.tree.map(lambda kind: "parameters" in kind, kinds, is_leaf=_is_kinds),
+            nnx.to_pure_dict(leaves, lambda leaf: decays(_dims(leaf))),  # vectors stay, as below
             _row_shardings(leaves),
         )
     else:
@@ -75,7 +75,8 @@ def stacked_layers(
             out_sharding=stacked,
             first_layer=first_row,
             total_layers=total,
-            host=_host_kinds(variable, host),
+            placement=placement,
+            resident=not decays(dims),
         )
     return segment
 
@@ -87,22 +88,12 @@ def _row_shardings(leaves: Any) -> Any:
         return None
 
     def of(variable: Any) -> NamedSharding:
-        dims = variable.get_metadata().get("out_sharding") or (None,) * variable.ndim
-        spec = resolve(bound, "params", dims, variable.shape, name="layer")
+        spec = resolve(bound, "params", _dims(variable), variable.shape, name="layer")
         return NamedSharding(bound.mesh, spec)
 
     return nnx.to_pure_dict(leaves, of)
 
 
-def _is_kinds(x: Any) -> bool:
-    return isinstance(x, frozenset)
-
-
-def _host_kinds(variable: Any, host: frozenset[str]) -> frozenset[str]:
-    """What of a parameter lives in host memory: of vectors nothing, they are small.
-
-    On disk a layer's state is one record, vectors and all; the CPU updates all of a layer.
-    """
-    dims = variable.get_metadata().get("out_sharding") or (None,) * variable.ndim
-    kinds = HOST_KINDS[:2] if decays(dims) else ()
-    return host.intersection({*kinds, "disk", "cpu"})
+def _dims(variable: Any) -> Dims:
+    """Names of one layer's dims, None where it gives none."""
+    return variable.get_metadata().get("out_sharding") or (None,) * variable.ndim

@@ -3,7 +3,7 @@
 from .budget import GB as GB
 from .budget import Demand as Demand
 from .budget import Kind as Kind
-from .budget import Placement as Placement
+from .budget import Residency as Residency
 from .budget import gb_down as gb_down
 from .budget import gb_up as gb_up
 from .budget import host_shares as host_shares

@@ -52,11 +52,11 @@ class Demand:
         """Of the kinds."""
         return tuple(kind.name for kind in self.kinds)
 
-    def placed(self, resident: Mapping[str, int]) -> "Placement":
+    def placed(self, resident: Mapping[str, int]) -> "Residency":
         """What is needed with so many layers of each kind on the device."""
         moved = sum(kind.layer_bytes * resident[kind.name] for kind in self.kinds)
         saved = sum(kind.layer_traffic * resident[kind.name] for kind in self.kinds)
-        return Placement(
+        return Residency(
             layers=self.layers,
             resident=dict(resident),
             device_bytes=self.device_bytes + moved,
@@ -66,7 +66,7 @@ class Demand:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Placement:
+class Residency:
     """Layers that stay on the device, and what that takes.
 
     Attributes:
@@ -94,8 +94,8 @@ def host_shares(resident: Mapping[str, int], layers: int) -> dict[str, float]:
     return {name: 1 - count / layers for name, count in resident.items()}
 
 
-def place(demand: Demand, *, device_bytes: int, host_bytes: int) -> Placement:
-    """The placement that saves most traffic and is within both budgets.
+def place(demand: Demand, *, device_bytes: int, host_bytes: int) -> Residency:
+    """The layers that stay on the device: what saves most traffic within both budgets.
 
     Bytes go where they save most: parameters are fetched twice and stored once, all else moves
     twice, so parameters come first, then whole layers' states, then activations (Elixir weighs
@@ -134,7 +134,7 @@ def place(demand: Demand, *, device_bytes: int, host_bytes: int) -> Placement:
     )
 
 
-def _fullest(demand: Demand, device_bytes: int) -> Iterator[Placement]:
+def _fullest(demand: Demand, device_bytes: int) -> Iterator[Residency]:
     """For all counts of the first kinds, as many layers of the last as the budget leaves."""
     *first, last = demand.kinds
     names = [kind.name for kind in first]

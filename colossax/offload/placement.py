@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 
-from colossax.config import HOST_KINDS, SHARES, Plan, Segment
+from colossax.config import SHARES, Plan, Segment
 from colossax.errors import PlanError
 
 
@@ -28,8 +28,8 @@ def resolved_segments(plan: Plan, layers: int) -> tuple[Segment, ...]:
     ]
     for kind in SHARES:
         runs = _offloaded(runs, kind, plan.offload.layers(kind, layers))
-    reachable = sum(run.count for run in runs if _in_host_memory(run))
-    runs = _offloaded(runs, "cpu", plan.offload.cpu_layers(reachable), _in_host_memory)
+    reachable = sum(run.count for run in runs if _cpu_can_update(run))
+    runs = _offloaded(runs, "cpu", plan.offload.cpu_layers(reachable), _cpu_can_update)
     return tuple(runs)
 
 
@@ -50,9 +50,8 @@ def segment_counts(segments: tuple[Segment, ...], layers: int) -> tuple[int, ...
     return counts
 
 
-def _in_host_memory(run: Segment) -> bool:
-    """Whether all that an update changes is."""
-    return run.host.issuperset(HOST_KINDS[:2]) and "disk" not in run.host
+def _cpu_can_update(run: Segment) -> bool:
+    return run.placement.cpu_can_update
 
 
 def _offloaded(
@@ -67,8 +66,8 @@ def _offloaded(
         there = min(first, run.count) if fits(run) else 0
         first -= there
         if there:
-            names = "+".join(sorted(run.host | {kind}))
-            out.append(dataclasses.replace(run, count=there, offload=names))
+            offload = str(run.placement.with_name(kind))
+            out.append(dataclasses.replace(run, count=there, offload=offload))
         if run.count > there:
             out.append(dataclasses.replace(run, count=run.count - there))
     return out

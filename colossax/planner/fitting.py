@@ -8,13 +8,13 @@ from typing import Any
 import jax
 
 from colossax.aot import Target
-from colossax.config import HOST_KINDS, OffloadConfig, Plan, cache_folder
+from colossax.config import OffloadConfig, Plan, cache_folder
 from colossax.errors import PlanError
 from colossax.offload import (
     GB,
     Agree,
     Demand,
-    Placement,
+    Residency,
     device_budget,
     device_memory,
     host_budget,
@@ -119,7 +119,7 @@ def _check_findable(plan: Plan) -> None:
             " step with the plan as it is"
         )
     for segment in plan.segments:
-        named = segment.host.intersection(HOST_KINDS)
+        named = segment.placement.kinds
         if named:
             raise PlanError(
                 f"plan.segments.offload: names '{min(named)}', and plan.offload 'auto' decides"
@@ -153,8 +153,8 @@ def _search(
     )
 
 
-def _choose(demand: Demand, budget: Budget, *, again: bool = False) -> Placement | None:
-    """The best placement; a second time None where there is none.
+def _choose(demand: Demand, budget: Budget, *, again: bool = False) -> Residency | None:
+    """The best there is; a second time None where there is none.
 
     Raises:
         PlanError: The first time there is none.
@@ -167,8 +167,8 @@ def _choose(demand: Demand, budget: Budget, *, again: bool = False) -> Placement
         return None
 
 
-def _corrected(demand: Demand, chosen: Placement, needs: StepBytes) -> Demand:
-    """The demand as this placement showed it to be."""
+def _corrected(demand: Demand, chosen: Residency, needs: StepBytes) -> Demand:
+    """The demand as compiling this choice showed it to be."""
     return dataclasses.replace(
         demand,
         device_bytes=demand.device_bytes + max(0, needs.device - chosen.device_bytes),
@@ -176,7 +176,7 @@ def _corrected(demand: Demand, chosen: Placement, needs: StepBytes) -> Demand:
     )
 
 
-def _record(chosen: Placement, needs: StepBytes) -> dict[str, Any]:
+def _record(chosen: Residency, needs: StepBytes) -> dict[str, Any]:
     """What is kept of a result, as JSON."""
     return {
         "layers": chosen.layers,

@@ -1,4 +1,4 @@
-"""Placements found before, kept in the cache folder."""
+"""What searches found before, kept in the cache folder."""
 
 import contextlib
 import dataclasses
@@ -12,7 +12,7 @@ import jax
 import jaxlib
 
 from colossax.aot import Target
-from colossax.config import HOST_KINDS, Plan, to_json
+from colossax.config import HOST_KINDS, STATE_KINDS, Plan, to_json
 from colossax.files import write_whole
 from colossax.offload import (
     device_memory,
@@ -62,7 +62,7 @@ def _is_valid(record: Any, layers: int) -> bool:
     numbers = [record.get("layers"), record.get("device_bytes"), record.get("host_bytes")]
     return (
         isinstance(counts, dict)
-        and set(HOST_KINDS[:2]) <= set(counts) <= set(HOST_KINDS)
+        and set(STATE_KINDS) <= set(counts) <= set(HOST_KINDS)
         and all(type(number) is int for number in [*numbers, *counts.values()])
         and record["layers"] == layers
         and all(0 <= count <= layers for count in counts.values())

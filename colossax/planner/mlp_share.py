@@ -109,10 +109,10 @@ def _share(
     plan: Plan, segment: Segment, layers: Sequence[_Layer], rates: Rates, memory: float
 ) -> float:
     """The least of any layer's."""
-    fetched = plan.offload.auto or plan.offload.parameters or "parameters" in segment.host
+    fetched = plan.offload.auto or plan.offload.parameters or segment.placement.params_on_host
     speed = rates.both_ways_bytes_per_s if fetched else rates.to_host_bytes_per_s
-    names = set(segment.host)
-    if plan.offload.activations or "activations" in names:
+    names = set(segment.placement.named_activations)
+    if plan.offload.activations or segment.placement.activations_on_host:
         names.update(("input", *segment.remat.split("+")))
     return min(
         kept_token_share(

@@ -172,7 +172,7 @@ def _reached_by_cpu(plan: Plan, facts: Facts) -> bool:
         infos = jax.tree.leaves(describe(facts.make_model).infos)
     depths = {info.total_layers for info in infos if info.total_layers is not None}
     runs = [run for n in depths for run in resolved_segments(plan.replace(offload=offload), n)]
-    return any("cpu" in run.host for run in runs)
+    return any(run.placement.updated_by_cpu for run in runs)
 
 
 def _pipelined(plan: Plan, facts: Facts) -> tuple[Plan, str | None]:

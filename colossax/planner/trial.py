@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from colossax.aot import Target, compile_program, device_bytes, host_bytes
-from colossax.config import HOST_KINDS, SAVEABLE, Plan
+from colossax.config import HOST_KINDS, STATE_KINDS, Plan
 from colossax.layerwise import recording_kept
 from colossax.offload import Demand, Kind
 from colossax.pallas.target import target as pallas_target
@@ -41,8 +41,8 @@ class StepBytes:
 
 def placed_kinds(plan: Plan) -> tuple[str, ...]:
     """What is placed: not activations where segments say which of them go to the host."""
-    named = any(segment.host.intersection(("input", *SAVEABLE)) for segment in plan.segments)
-    return HOST_KINDS[:2] if named else HOST_KINDS
+    named = any(segment.placement.named_activations for segment in plan.segments)
+    return STATE_KINDS if named else HOST_KINDS
 
 
 def with_shares(plan: Plan, shares: Mapping[str, float]) -> Plan:

@@ -105,17 +105,13 @@ def activation_axes(bound: BoundPlan, dim: str) -> tuple[str, ...]:
     return _used(bound, _choose(bound.rules.activations, dim, set()))
 
 
-_HOST_ROLES = {"params": "parameters", "optimizer": "optimizer"}
-"""Roles that may live in host memory, as `ParamInfo.host` names them."""
-
-
 def param_sharding(bound: BoundPlan, role: str, info: ParamInfo) -> NamedSharding:
     """Sharding of one parameter leaf (or of what mirrors it: gradient, moment) under a role.
 
     In host memory where the leaf's role lives there.
     """
     spec = resolve(bound, role, info.dims, info.shape, name=info.path)
-    if _HOST_ROLES.get(role) in info.host:
+    if {"params": info.on_host, "optimizer": info.optimizer_on_host}.get(role, False):
         return host_sharding(bound.mesh, spec)
     return NamedSharding(bound.mesh, spec)
 

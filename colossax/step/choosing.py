@@ -39,7 +39,7 @@ def streaming_of(step: "Step", optimizer: Any) -> Streaming | None:
         PlanError: Layers cannot be updated one by one.
     """
     plan = step.bound.plan
-    if not plan.offload.wanted and all(segment.offload == "none" for segment in plan.segments):
+    if not plan.offload.wanted and all(s.placement.all_on_device for s in plan.segments):
         return None
     check_streamable(step.bound, step.spec.infos, step.infos, optimizer)
     return Streaming(

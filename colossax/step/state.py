@@ -91,7 +91,7 @@ class StateLayout:
         """
 
         def of_leaf(leaf: Any, info: ParamInfo) -> Any:
-            if "disk" in info.host and not on_disk:
+            if info.placement.optimizer_on_disk and not on_disk:
                 return optax.MaskedNode()
             # Masked optimizers hold these in place of the parameters they pass over.
             return leaf if isinstance(leaf, optax.MaskedNode) else of_moment(leaf, info)

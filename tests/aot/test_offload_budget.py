@@ -1,4 +1,4 @@
-"""Placement within a budget, compiled for GPUs that are not there."""
+"""Layers that stay on the device within a budget, compiled for GPUs that are not there."""
 
 import dataclasses
 import json

@@ -170,7 +170,7 @@ def test_of_what_is_offloaded_only_parameters_are_served():
 def test_a_trained_model_is_served_as_it_was_cut(plan):
     def cuts(found):
         runs = resolved_segments(found, 6)
-        return [(run.count, "parameters" in run.host) for run in runs]
+        return [(run.count, run.placement.params_on_host) for run in runs]
 
     assert cuts(inference_plan(plan)) == cuts(plan)
     alone = parameters_alone(plan)

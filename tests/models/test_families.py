@@ -179,6 +179,11 @@ def test_heads_that_kv_heads_do_not_divide_are_refused():
         maker(LlamaConfig(vocab=8, embed=8, layers=1, heads=4, kv_heads=3, mlp=8))(nnx.Rngs(0))
 
 
+def test_an_odd_head_dim_under_rope_is_refused():
+    with pytest.raises(InputError, match="pairs of a head's dims, and head_dim 3 is odd"):
+        maker(LlamaConfig(vocab=8, embed=12, layers=1, heads=4, kv_heads=4, mlp=8))(nnx.Rngs(0))
+
+
 def test_names_of_parameters():
     infos = jax.tree.leaves(describe(maker(TINY["qwen2"])).infos)
     names = {info.path: info.dims for info in infos}

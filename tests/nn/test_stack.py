@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from colossax.config import Plan, Segment
 from colossax.errors import PlanError
 from colossax.nn import LayerStack, describe, param, pure
-from colossax.sharding import use
+from colossax.sharding import param_sharding, use
 from tests.oracle import assert_trees_close
 
 
@@ -142,6 +142,37 @@ def test_paths_and_layers_of_parameters():
     assert [info.stacked for info in infos] == [False, True, False]
     assert infos[1].dims == ("layers", "embed", "mlp")
     assert all(info.total_layers == 8 for info in infos)
+
+
+class WithVectors(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = LayerStack(lambda rngs: _Vectors(rngs=rngs), 3, rngs=rngs)
+
+
+class _Vectors(Layer):
+    def __init__(self, *, rngs):
+        super().__init__(rngs=rngs)
+        self.norm = param(jnp.ones(4), ("embed",))
+        self.unnamed = nnx.Param(jnp.ones(4))
+
+
+@pytest.mark.catches("vectors-leave-the-device")
+@pytest.mark.parametrize("optimizer", ["optimizer", "optimizer+disk", "optimizer+cpu"])
+def test_vectors_stay_on_the_device_wherever_their_layer_lives(optimizer):
+    segments = (Segment(count=1), Segment(offload=f"parameters+{optimizer}"))
+    bound = Plan(segments=segments).bind(jax.devices()[:4])
+    with use(bound):
+        infos = jax.tree.leaves(describe(WithVectors).infos)
+    away = [info for info in infos if info.segment[1] == 1]
+    assert {info.placement for info in away} == {segments[1].placement}
+    assert [info.path for info in infos if info.on_host] == ["layers/w"]
+    assert [info.path for info in infos if info.optimizer_on_host] == ["layers/w"]
+    for role in ("params", "optimizer", "gradients"):
+        for info in infos:
+            memory = param_sharding(bound, role, info).memory_kind
+            there = role != "gradients" and info in away and info.path == "layers/w"
+            assert (memory == "pinned_host") == there, (role, info.path)
+            assert param_sharding(bound, role, info.on_device()).memory_kind != "pinned_host"
 
 
 def test_a_loop_is_emitted_for_several_layers_and_none_for_one():

@@ -1,4 +1,4 @@
-"""Placement by arithmetic, against a search through all placements."""
+"""Which layers stay on the device, by arithmetic, against a search through all choices."""
 
 import itertools
 
@@ -35,7 +35,7 @@ def demand(layers=4, device=100, host=None, sizes=(40, 80, 7), traffic=(160, 160
     )
 
 
-def every_placement(need, device_bytes):
+def every_residency(need, device_bytes):
     """All of them that the device has room for, one by one."""
     for counts in itertools.product(range(need.layers + 1), repeat=len(need.kinds)):
         placed = need.placed(dict(zip(need.names, counts, strict=True)))
@@ -53,9 +53,9 @@ CASES = st.tuples(
 
 
 @given(CASES, st.integers(0, 500), st.integers(0, 500))
-def test_no_placement_within_both_budgets_saves_more(case, device_bytes, host_bytes):
+def test_nothing_else_within_both_budgets_saves_more(case, device_bytes, host_bytes):
     need = demand(*case)
-    room = list(every_placement(need, device_bytes))
+    room = list(every_residency(need, device_bytes))
     fitting = [placed for placed in room if placed.host_bytes <= host_bytes]
     if not fitting:
         with pytest.raises(PlanError, match="GB"):

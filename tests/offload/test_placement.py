@@ -17,8 +17,8 @@ _COUNTS = st.lists(st.integers(1, 6), min_size=1, max_size=4)
 
 
 def by_layer(segments):
-    """(remat, host names) of each layer."""
-    return [(s.remat, s.host) for s in segments for _ in range(s.count)]
+    """(remat, names of what is away) of each layer."""
+    return [(s.remat, set(s.placement.names)) for s in segments for _ in range(s.count)]
 
 
 @given(_SHARES, _COUNTS, st.integers(0, 3))
@@ -50,7 +50,7 @@ def test_no_shares_leave_the_segments_as_they_are():
 def test_shares_cut_a_segment():
     plan = Plan(offload=OffloadConfig(parameters=0.25, optimizer=0.5))
     assert resolved_segments(plan, 8) == (
-        Segment(count=2, offload="optimizer+parameters"),
+        Segment(count=2, offload="parameters+optimizer"),
         Segment(count=2, offload="optimizer"),
         Segment(count=4),
     )

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from colossax.config import Plan
+from colossax.config import Placement, Plan
 from colossax.errors import PlanError
 from colossax.sharding import Layout, transfer
 from colossax.sharding.transfer import _program
@@ -18,9 +18,10 @@ from tests.launching import ROOT, free_port
 
 F32 = np.dtype("float32")
 SIZES = (4, 16, 32)
+DEVICE = Placement()
 
 
-def infos(counts, *, host=frozenset(), model=None):
+def infos(counts, *, placement=DEVICE, model=None):
     """A table, and a stack of four layers in segments of so many."""
     begin = "" if model is None else f"{model}/"
     table = ParamInfo(
@@ -37,14 +38,16 @@ def infos(counts, *, host=frozenset(), model=None):
             first_layer=sum(counts[:at]),
             total_layers=4,
             segment=("layers", at),
-            host=host,
+            placement=placement,
             model=model,
         )
     return {"table": table, "layers": {"segments": {n: {"w": i} for n, i in segments.items()}}}
 
 
-def layout(devices, counts=(4,), *, host=frozenset(), model=None, **mesh):
-    return Layout(bound=Plan(mesh=mesh).bind(devices), infos=infos(counts, host=host, model=model))
+def layout(devices, counts=(4,), *, placement=DEVICE, model=None, **mesh):
+    return Layout(
+        bound=Plan(mesh=mesh).bind(devices), infos=infos(counts, placement=placement, model=model)
+    )
 
 
 def values():
@@ -84,7 +87,7 @@ def assert_is_as(tree, where):
         np.testing.assert_array_equal(*bits)
 
 
-HOST = {"host": frozenset({"parameters"})}
+HOST = {"placement": Placement(params="host")}
 TARGETS = {
     "another mesh": ((0, 8), (4,), {"fsdp": 2, "tensor": 4}, {}),
     "other segments": ((0, 8), (1, 2, 1), {"fsdp": 8}, {}),

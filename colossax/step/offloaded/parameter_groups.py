@@ -12,7 +12,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from colossax.config import HOST_KINDS, BoundPlan
+from colossax.config import BoundPlan
 from colossax.layerwise import Key, Stacks
 from colossax.offload import build_stack, fetch, new_stack, on_host, store
 from colossax.optim import DimsOptimizer, decays
@@ -77,13 +77,12 @@ class Part:
         self.count = 1 if first is None else first.layer_count
         self.stacked = first is not None and first.stacked
         self.infos = [_of_layer(infos[i]) if self.stacked else infos[i] for i in self.trained]
-        self.hosts = [infos[i].host for i in self.trained]
-        self.on_disk = any("disk" in host for host in self.hosts)
-        self.on_cpu = any("cpu" in host for host in self.hosts)
-        self.state_on_host = any("optimizer" in host for host in self.hosts)
-        self.on_host = any(
-            host.issuperset(HOST_KINDS[:2]) and "disk" not in host for host in self.hosts
-        )
+        learning = [infos[i] for i in self.trained]
+        self.on_disk = any(info.placement.optimizer_on_disk for info in learning)
+        self.on_cpu = any(info.placement.updated_by_cpu for info in learning)
+        self._state_on_host = [info.optimizer_on_host for info in learning]
+        self.state_on_host = any(self._state_on_host)
+        self.on_host = any(info.placement.cpu_can_update and not info.resident for info in learning)
         self.slots = [j for j, owner in enumerate(owners) if owner in self.trained]
         self._owners = owners
         self._order = [j for j, owner in enumerate(owners) if owner in (SHARED, *self.trained)]
@@ -182,8 +181,7 @@ class Part:
         """On the device, of a layer's parameters or what mirrors them; None on a single device."""
         if self.bound.single:
             return [None] * len(self.infos)
-        infos = [dataclasses.replace(info, host=frozenset()) for info in self.infos]
-        return [param_sharding(self.bound, role, info) for info in infos]
+        return [param_sharding(self.bound, role, info.on_device()) for info in self.infos]
 
     def row_sharding(self, stack: Any) -> NamedSharding | None:
         """Of a row of a stack that is laid out like this; None on a single device."""
@@ -234,12 +232,16 @@ class Part:
             new_stack(
                 self.count,
                 jax.ShapeDtypeStruct(info.shape, dtype),
-                host="optimizer" in host,
+                host=host,
                 stacked=self.stacked,
                 sharding=sharding,
             )
             for info, dtype, host, sharding in zip(
-                self.infos, dtypes, self.hosts, self._row_shardings("gradients"), strict=True
+                self.infos,
+                dtypes,
+                self._state_on_host,
+                self._row_shardings("gradients"),
+                strict=True,
             )
         ]
 
@@ -255,12 +257,11 @@ class Part:
     def gradient_shardings(self) -> list[NamedSharding]:
         """Of `gradient_stacks`."""
         shardings = []
-        for info, host in zip(self.infos, self.hosts, strict=True):
+        for info, away in zip(self.infos, self._state_on_host, strict=True):
             lead = (None,) if self.stacked else ()
-            plain = dataclasses.replace(info, host=frozenset())
+            plain = info.on_device()
             spec = PartitionSpec(*lead, *param_sharding(self.bound, "gradients", plain).spec)
             mesh = self.bound.mesh
-            away = "optimizer" in host
             shardings.append(host_sharding(mesh, spec) if away else NamedSharding(mesh, spec))
         return shardings
 
@@ -316,4 +317,4 @@ def squares(grads: Sequence[Array]) -> Float[Array, ""]:
 
 def _of_layer(info: ParamInfo) -> ParamInfo:
     """One layer's part of a stacked parameter, as the device gets it."""
-    return dataclasses.replace(info, dims=info.dims[1:], shape=info.shape[1:], host=frozenset())
+    return dataclasses.replace(info.on_device(), dims=info.dims[1:], shape=info.shape[1:])

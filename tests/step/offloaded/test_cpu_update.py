@@ -198,7 +198,7 @@ def cpu_layers(layers=4, segments=FULL.segments, **settings):
     """Whether the CPU updates each layer."""
     plan = FULL.replace(segments=segments, offload=OffloadConfig(**settings))
     found = resolved_segments(plan, layers)
-    return [run for segment in found for run in ["cpu" in segment.host] * segment.count]
+    return [run for segment in found for run in [segment.placement.updated_by_cpu] * segment.count]
 
 
 @pytest.mark.parametrize(
