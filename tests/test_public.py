@@ -19,10 +19,10 @@ NAMES = {
         "from_json nearest preset to_json"
     ),
     "colossax.pallas.attention": (
-        "AttentionSpec Mask Operands RelativeBias Scoring attend attend_block attend_cache "
-        "attention backward_block block_gradients block_implementation declined_by dense "
-        "forward_block merge_blocks row_delta row_ranges variants why_no_ranges with_ranges "
-        "with_sinks"
+        "AttentionSpec Mask Operands RelativeBias Scoring attend attend_block "
+        "attend_cache attention backward_block block_gradients block_implementation declined_by "
+        "dense forward_block keys_and_values merge_blocks row_delta row_ranges variants "
+        "why_no_ranges with_ranges with_sinks"
     ),
     "colossax.pallas.norms": "layer_norm rms_norm",
     "colossax.pallas.grouped_matmul": "GroupedSpec declined_by grouped_matmul variants",
@@ -78,8 +78,8 @@ NAMES = {
         "DecoderConfig Embedding FlatTokens LanguageModel LayerNorm LayerStack LayerState "
         "Layers Linear Llama3Scaling MLP ModelSpec Models RMSNorm RopeConfig Side "
         "StackOutput Sublayer Weighted Wiring alibi_slopes cross_entropy decoder_layer "
-        "describe even_head_dim initialise param pure rope_tables rotate weight_of "
-        "with_weights"
+        "describe even_head_dim initialise param pure rope_tables rotate run_recurrence weight_of "
+        "window_slots with_weights"
     ),
     "colossax.models": (
         "BloomConfig FAMILIES Family GPT2Config LlamaConfig MistralConfig OPTConfig Qwen2Config "

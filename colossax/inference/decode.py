@@ -105,7 +105,8 @@ class DecodeProgram:
         self.slots = _slots(self.config, slots)
         self.width = width
         self.bound = BoundPlan(inference_plan(bound.plan), bound.mesh)
-        self.cache = CacheLayout(self.bound, model.cache_spec(seats=1, slots=self.slots))
+        asked = model.cache_spec(seats=1, slots=self.slots, chunk=width)
+        self.cache = CacheLayout(self.bound, asked)
         step = functools.partial(decode, spec, self.bound)
         out = (replicated(self.bound), self.cache.shardings)
         self.jitted = jax.jit(step, donate_argnums=1, out_shardings=out)
@@ -120,7 +121,16 @@ class DecodeProgram:
             cache: Of the sequence; given up.
             tokens: `[width]`, host or device arrays.
             sampling: How to choose.
+
+        Raises:
+            InputError: There are more or fewer tokens than `width`, which the cache was made for.
         """
+        if tokens.ids.shape != (self.width,):
+            raise InputError(
+                f"decode: found tokens of shape {tuple(tokens.ids.shape)}, and this program takes"
+                f" {self.width} a call; fill them up with Chunk.of, or make a program of another"
+                " width"
+            )
         return self.jitted(params, cache, tokens, sampling)
 
     def arguments(self, params: Params) -> tuple[Any, ...]:
@@ -158,6 +168,8 @@ def decode(
     sampling: Sampling,
 ) -> tuple[Int[Array, ""], Cache]:
     """Put tokens (the rest is padding) at positions from `start` on, and choose the next; pure.
+
+    No more of them at once than the `chunk` that the cache was made for.
 
     Returns:
         The token after the last of them, and the cache with them in it.

@@ -33,7 +33,8 @@ class Generator:
     Cost: one compilation, at first use. A step computes `tokens_per_step` tokens in every layer and
     the head for one of them; a prompt of p tokens takes ceil(p / tokens_per_step) steps, each
     further token one. Holds `2 layers slots kv_heads head_dim` cache items over the devices that
-    split `kv_heads`; the cache is donated from step to step.
+    split `kv_heads`, of layers with a window at most `window + tokens_per_step - 1` slots; the
+    cache is donated from step to step.
     """
 
     def __init__(

@@ -14,6 +14,7 @@ from .block import Sublayer as Sublayer
 from .block import Wiring as Wiring
 from .cache import CacheArray as CacheArray
 from .cache import CacheSpec as CacheSpec
+from .cache import window_slots as window_slots
 from .decoder import Decoder as Decoder
 from .decoder import DecoderConfig as DecoderConfig
 from .decoder import Layers as Layers
@@ -33,6 +34,7 @@ from .module import initialise as initialise
 from .module import param as param
 from .module import pure as pure
 from .named_models import Models as Models
+from .recurrence import run_recurrence as run_recurrence
 from .rope import Llama3Scaling as Llama3Scaling
 from .rope import RopeConfig as RopeConfig
 from .rope import rope_tables as rope_tables

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from colossax.layerwise import LayerState
-from colossax.nn.cache import CacheArray, CacheSpec
+from colossax.nn.cache import CacheArray, CacheSpec, window_slots
 from colossax.nn.layers import Linear, RMSNorm
 from colossax.nn.rope import rotate
 from colossax.pallas.attention import Mask, Operands, Scoring
@@ -30,7 +30,8 @@ class FlatTokens:
     Attributes:
         seat: Row of the cache; negative is padding.
         position: Position in the sequence, counted from 0.
-        slot: Place in the seat where keys and values go.
+        slot: Place in the seat where what is kept of it goes, counted as positions are: a cache
+            with fewer takes them in turn.
     """
 
     seat: Int[Array, " t"]
@@ -118,11 +119,19 @@ class Attention(nnx.Module):
         )
         self.q_norm, self.k_norm = norm(), norm()
 
-    def cache_spec(self, *, layers: int, seats: int, slots: int) -> CacheSpec:
-        """Keys and values of these many layers, `[layers, seats, slots, kv_heads, head_dim]`."""
-        shape = (layers, seats, slots, self.shape.kv_heads, self.shape.head_dim)
+    def cache_spec(
+        self, *, layers: int, seats: int, slots: int, chunk: int | None = None
+    ) -> CacheSpec:
+        """Keys and values of these many layers, `[layers, seats, slots, kv_heads, head_dim]`.
+
+        With a window, and chunks of at most `chunk` tokens, of as many slots as `window_slots`.
+        """
+        left = Mask(causal=True, window=self.shape.window).left
+        kept = window_slots(left, slots=slots, chunk=chunk)
+        shape = (layers, seats, kept, self.shape.kv_heads, self.shape.head_dim)
         one = CacheArray(shape=shape, dims=CACHE_DIMS)
-        return CacheSpec(arrays={"k": one, "v": one})
+        kind = "contiguous" if kept == slots else "windowed"
+        return CacheSpec(arrays={"k": one, "v": one}, kind=kind)
 
     def mix(
         self, x: Float[Array, "b s d"], side: Side, state: LayerState
@@ -147,8 +156,7 @@ class Attention(nnx.Module):
     def _attend_cache(self, q, k, v, flat, state, slopes):
         out, cache = attend_cache(
             q[0],
-            k[0],
-            v[0],
+            {"k": k[0], "v": v[0]},
             state.carried,
             state.row,
             seat=flat.seat,

@@ -126,8 +126,10 @@ class Block(nnx.Module):
             sums |= counts
         return x, state, sums
 
-    def cache_spec(self, *, layers: int, seats: int, slots: int) -> CacheSpec:
-        """What its sublayers keep of tokens, for these many layers.
+    def cache_spec(
+        self, *, layers: int, seats: int, slots: int, chunk: int | None = None
+    ) -> CacheSpec:
+        """What its sublayers keep of tokens, for these many layers; see `Decoder.cache_spec`.
 
         Raises:
             InputError: None of them says, or several do.
@@ -139,7 +141,7 @@ class Block(nnx.Module):
                 f"Block: {len(keeping)} of the sublayers {', '.join(self.names)} have a cache_spec,"
                 " and generation needs one; give it to the one that mixes tokens"
             )
-        return keeping[0].cache_spec(layers=layers, seats=seats, slots=slots)
+        return keeping[0].cache_spec(layers=layers, seats=seats, slots=slots, chunk=chunk)
 
     def _normed(self, name: str, which: str, x: Array) -> Array:
         norm = getattr(self, f"{name}_{which}", None)

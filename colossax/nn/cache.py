@@ -11,8 +11,21 @@ from colossax.config import Precision
 from colossax.errors import InputError
 from colossax.typing import Dims
 
-KINDS = ("contiguous",)
+KINDS = ("contiguous", "windowed", "sequence")
 """Those that there are."""
+
+
+def window_slots(left: int | None, *, slots: int, chunk: int | None) -> int:
+    """Slots that a layer needs whose tokens see `left` keys strictly before them, None for all.
+
+    A call writes its tokens before it reads: the first of `chunk` of them still needs `left` keys.
+
+    Args:
+        left: Of the layer's window.
+        slots: Of a whole sequence.
+        chunk: Most tokens of a seat in one call; None: any number, which needs all slots.
+    """
+    return slots if left is None or chunk is None else min(slots, left + chunk)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,10 +56,11 @@ class CacheSpec:
 
     Attributes:
         arrays: By name, each of its own shape: values may be narrower than keys.
-        kind: How a slot is found. `contiguous`: `[layers, seats, slots, ...]`, a slot's index is
-            the position it holds. Names kept for others, which there are not yet: `windowed`
-            (slots in turn, as many as the window), `paged` (pages that seats share), `sequence`
-            (one state per seat, no slots) and `latent` (what keys and values are made from).
+        kind: How what is kept of a token is found. `contiguous`: `[layers, seats, slots, ...]`,
+            position p in slot p. `windowed`: likewise with fewer slots than positions, taken in
+            turn: position p in slot p mod slots. `sequence`: `[layers, seats, ...]`, one state for
+            all tokens of a seat. What is kept, keys and values or what they are made from, is no
+            matter of the kind.
 
     Raises:
         InputError: The kind is none that there is.
@@ -58,7 +72,7 @@ class CacheSpec:
     def __post_init__(self):
         if self.kind not in KINDS:
             raise InputError(
-                f"cache: there is no kind '{self.kind}' yet; use one of {', '.join(KINDS)}"
+                f"cache: there is no kind '{self.kind}'; use one of {', '.join(KINDS)}"
             )
 
     def zeros(self, dtypes: Any) -> dict[str, Array]:

@@ -272,9 +272,15 @@ class Decoder(nnx.Module):
         """Logits of the hidden states given; pass chosen tokens only where not all are needed."""
         return hidden @ self.head_weight()
 
-    def cache_spec(self, *, seats: int, slots: int) -> CacheSpec | dict[str, CacheSpec]:
-        """Cache for `seats` sequences of up to `slots` tokens; see `LayerStack.cache_spec`."""
-        return self.layers.cache_spec(seats=seats, slots=slots)
+    def cache_spec(
+        self, *, seats: int, slots: int, chunk: int | None = None
+    ) -> CacheSpec | dict[str, CacheSpec]:
+        """Cache for `seats` sequences of up to `slots` tokens; see `LayerStack.cache_spec`.
+
+        With `chunk`, the most tokens of a sequence that a call of `decode` will have, layers with
+        a window keep as many slots as that takes.
+        """
+        return self.layers.cache_spec(seats=seats, slots=slots, chunk=chunk)
 
     def _masks(self, mask: Mask | None, segments: Any, x: Array) -> tuple[Mask, ...]:
         """For each window of the layers, with what kernels need of it: once, not in every layer."""

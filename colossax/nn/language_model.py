@@ -52,8 +52,14 @@ class LanguageModel(Protocol):
         """Logits of the hidden states given."""
         ...
 
-    def cache_spec(self, *, seats: int, slots: int) -> Any:
-        """What a cache for `seats` sequences of up to `slots` tokens holds."""
+    def cache_spec(self, *, seats: int, slots: int, chunk: int | None = None) -> Any:
+        """What a cache for `seats` sequences of up to `slots` tokens holds.
+
+        Args:
+            seats: Sequences.
+            slots: Longest of them.
+            chunk: Most tokens of a sequence in one call of `decode`; None: any number.
+        """
         ...
 
     def decode(self, tokens: Any, cache: Any, flat: Any) -> tuple[Float[Array, "t d"], Any]:

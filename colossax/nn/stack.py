@@ -135,8 +135,13 @@ class LayerStack(Located):
             sums=joined_sums(sums_out, [stretch.count for stretch in self.stretches]),
         )
 
-    def cache_spec(self, *, seats: int, slots: int) -> Any:
+    def cache_spec(self, *, seats: int, slots: int, chunk: int | None = None) -> Any:
         """What a cache for `seats` sequences of up to `slots` tokens holds, as the layers say.
+
+        Args:
+            seats: Sequences.
+            slots: Longest of them.
+            chunk: Most tokens of a sequence in one call; None: any number.
 
         Returns:
             A `CacheSpec`; by kind where there are several. A cache made of it is `carried`.
@@ -155,7 +160,9 @@ class LayerStack(Located):
                             " needs; say there what the layer keeps, as colossax.nn.Block does"
                         )
                     count = self.order.count(kind)
-                    specs[kind] = layer.cache_spec(layers=count, seats=seats, slots=slots)
+                    specs[kind] = layer.cache_spec(
+                        layers=count, seats=seats, slots=slots, chunk=chunk
+                    )
         return specs[ONLY] if ONLY in specs else specs
 
     def _planned(self) -> tuple[Stretch, ...]:

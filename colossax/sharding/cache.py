@@ -1,6 +1,7 @@
 """Attention to a cache under a plan: a region manual over the whole mesh, split over heads."""
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from colossax.pallas import attention as local
 from colossax.sharding.attention_layout import select_kv_heads_local
 from colossax.sharding.context import current
 from colossax.sharding.rules import check_heads, resolve
+from colossax.typing import Dims
 
 CACHE_DIMS = ("layers", None, None, "kv_heads", "head_dim")
 """Of keys and values of a contiguous cache: `[layers, seats, slots, k, h]`."""
@@ -20,11 +22,11 @@ CACHE_DIMS = ("layers", None, None, "kv_heads", "head_dim")
 
 def attend_cache(
     q: Float[Array, "t n h"],
-    k: Float[Array, "t k h"],
-    v: Float[Array, "t k hv"],
+    new: dict[str, Array],
     cache: dict[str, Array],
     layer: int | Int[Array, ""],
     *,
+    dims: Mapping[str, Dims] | None = None,
     seat: Int[Array, " t"],
     position: Int[Array, " t"],
     slot: Int[Array, " t"],
@@ -32,15 +34,18 @@ def attend_cache(
     alibi_slopes: Float[Array, " n"] | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
+    read: local.ReadSlots = local.keys_and_values,
 ) -> tuple[Float[Array, "t n hv"], dict[str, Array]]:
     """Write flat tokens into the cache and attend within each one's seat, heads split by the plan.
 
-    Arguments and results are those of `colossax.pallas.attention.attend_cache`. The cache lies as
-    the rules of its role say; every device writes and reads the kv heads it holds, for the query
-    heads of those. Where all devices hold all of them, each reads those of its query heads.
+    Arguments and results are those of `colossax.pallas.attention.attend_cache`, but for `dims`: the
+    logical dims of the cache's arrays by name, default `CACHE_DIMS` of all. The cache lies as the
+    rules of its role say; every device writes and reads the kv heads it holds, for the query heads
+    of those. Where all devices hold all of them, or what is kept has no such dim, each reads those
+    of its query heads. `read` gets what a device holds; arrays that it closes over come whole.
 
-    Cost: no communication where q, k and v come as the rules lay out heads; tokens are replicated
-    on every device.
+    Cost: no communication where q and what is kept come as the rules lay out heads; tokens are
+    replicated on every device.
 
     Raises:
         PlanError: Heads are not a multiple of their axes.
@@ -48,30 +53,28 @@ def attend_cache(
     bound = current()
     run = functools.partial(local.attend_cache, window=window, scale=scale, soft_cap=soft_cap)
     where = {"seat": seat, "position": position, "slot": slot}
-    specs = None if bound is None or bound.single else _specs(bound, cache)
+    dims = dict.fromkeys(cache, CACHE_DIMS) if dims is None else dims
+    specs = None if bound is None or bound.single else _specs(bound, cache, dims)
     if bound is None or specs is None:
-        return run(q, k, v, cache, layer, **where, alibi_slopes=alibi_slopes)
-    n, kv_heads = q.shape[1], specs["k"][3]
+        return run(q, new, cache, layer, **where, alibi_slopes=alibi_slopes, read=read)
+    kv_heads = next(iter(_kv_head_axes(specs, dims)), None)
     heads = _query_axes(bound, q) if kv_heads is None else kv_heads
-    of_q, of_kv = (PartitionSpec(None, axes, None) for axes in (heads, kv_heads))
-    replicated = PartitionSpec()
+    of_q, replicated = PartitionSpec(None, heads, None), PartitionSpec()
+    of_new = {name: PartitionSpec(None, *spec[3:]) for name, spec in specs.items()}
+    n, select = q.shape[1], heads is not None and kv_heads is None
 
-    def island_local(
-        q: Any, k: Any, v: Any, cache: Any, layer: Any, where: Any, slopes: Any
-    ) -> Any:
-        read = None
-        if heads is not None and kv_heads is None:
-            read = select_kv_heads_local(bound, heads, n, k.shape[1])
-        return run(q, k, v, cache, layer, **where, alibi_slopes=slopes, of_kv_heads=read)
+    def island_local(q: Any, new: Any, cache: Any, layer: Any, where: Any, slopes: Any) -> Any:
+        here = _of_query_heads_local(bound, heads, n, read) if select else read
+        return run(q, new, cache, layer, **where, alibi_slopes=slopes, read=here)
 
     mapped = jax.shard_map(
         island_local,
         mesh=bound.mesh,
-        in_specs=(of_q, of_kv, of_kv, specs, replicated, replicated, PartitionSpec(heads)),
+        in_specs=(of_q, of_new, specs, replicated, replicated, PartitionSpec(heads)),
         out_specs=(of_q, specs),
         check_vma=False,
     )
-    return mapped(q, k, v, cache, jnp.asarray(layer), where, alibi_slopes)
+    return mapped(q, new, cache, jnp.asarray(layer), where, alibi_slopes)
 
 
 def cache_spec(bound: BoundPlan, shape: tuple[int, ...], dims: tuple[Any, ...]) -> PartitionSpec:
@@ -83,12 +86,40 @@ def cache_spec(bound: BoundPlan, shape: tuple[int, ...], dims: tuple[Any, ...]) 
     return resolve(bound, "cache", dims, shape, name="key-value cache")
 
 
-def _specs(bound: BoundPlan, cache: dict[str, Array]) -> dict[str, PartitionSpec] | None:
-    """By name; None where rules split more than kv heads, or those of k and v differently."""
-    specs = {name: cache_spec(bound, x.shape, CACHE_DIMS) for name, x in cache.items()}
-    split = {spec[3] for spec in specs.values()}
-    others = any(spec[dim] for spec in specs.values() for dim in (0, 1, 2, 4))
-    return None if others or len(split) > 1 else specs
+def _specs(
+    bound: BoundPlan, cache: dict[str, Array], dims: Mapping[str, Dims]
+) -> dict[str, PartitionSpec] | None:
+    """By name; None where rules split more than kv heads, or those of two arrays differently."""
+    specs = {name: cache_spec(bound, x.shape, dims[name]) for name, x in cache.items()}
+    others = any(
+        axes is not None and dim != "kv_heads"
+        for name, spec in specs.items()
+        for dim, axes in zip(dims[name], spec, strict=True)
+    )
+    return None if others or len(_kv_head_axes(specs, dims)) > 1 else specs
+
+
+def _kv_head_axes(specs: dict[str, PartitionSpec], dims: Mapping[str, Dims]) -> set[Any]:
+    """How the arrays that have kv heads split them."""
+    return {
+        axes
+        for name, spec in specs.items()
+        for dim, axes in zip(dims[name], spec, strict=True)
+        if dim == "kv_heads"
+    }
+
+
+def _of_query_heads_local(
+    bound: BoundPlan, axes: Any, heads: int, read: local.ReadSlots
+) -> local.ReadSlots:
+    """Of all kv heads, those that this device's query heads read."""
+
+    def chosen(held: dict[str, Array]) -> tuple[Array, Array]:
+        keys, values = read(held)
+        select = select_kv_heads_local(bound, axes, heads, keys.shape[1])
+        return select(keys), select(values)
+
+    return chosen
 
 
 def _query_axes(bound: BoundPlan, q: Array) -> Any:

@@ -37,7 +37,7 @@ class Narrow(nnx.Module):
         self.config = CONFIG
         self.inner = Decoder(CONFIG, rngs=rngs)
 
-    def cache_spec(self, *, seats, slots):
+    def cache_spec(self, *, seats, slots, chunk=None):
         shape = (1, seats, slots, CONFIG.kv_heads)
         return CacheSpec(
             arrays={
@@ -52,7 +52,7 @@ class Narrow(nnx.Module):
         q = x.reshape(len(x), CONFIG.heads, CONFIG.head_dim)
         where = {"seat": flat.seat, "position": flat.position, "slot": flat.slot}
         both = {name: cache[name] for name in "kv"}
-        out, both = attend_cache(q, q, q[..., :NARROW], both, 0, **where)
+        out, both = attend_cache(q, {"k": q, "v": q[..., :NARROW]}, both, 0, **where)
         count = cache["count"] + jnp.sum(flat.seat >= 0)
         wide = jnp.pad(out, ((0, 0), (0, 0), (0, CONFIG.head_dim - NARROW)))
         return x + wide.reshape(x.shape), {**both, "count": count}
@@ -85,7 +85,9 @@ def test_a_model_of_ones_own_keeps_values_narrower_than_keys(devices):
 
 def test_kinds_dims_and_roles_that_there_are_not_are_refused():
     one = CacheArray(shape=(2, 3), dims=("layers", None), role="caches")
-    with pytest.raises(InputError, match="no kind 'paged' yet; use one of contiguous"):
+    with pytest.raises(
+        InputError, match="no kind 'paged'; use one of contiguous, windowed, sequence"
+    ):
         CacheSpec(arrays={"k": one}, kind="paged")
     with pytest.raises(InputError, match="2 dims and 1 names .*; give one name or None for each"):
         CacheArray(shape=(2, 3), dims=("layers",))

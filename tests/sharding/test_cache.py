@@ -39,7 +39,8 @@ def layers(attend, q, k, v, cache, slopes):
     def layer(carry, index):
         total, cache = carry
         options = {**where, **OPTIONS, "alibi_slopes": slopes}
-        out, cache = attend(q * (1 + index), k, v * (1 + index), cache, index, **options)
+        new = {"k": k, "v": v * (1 + index)}
+        out, cache = attend(q * (1 + index), new, cache, index, **options)
         return (total + out, cache), None
 
     start = (jnp.zeros((*q.shape[:2], HV)), cache)

@@ -9,7 +9,9 @@ from .block import backward_block as backward_block
 from .block import block_gradients as block_gradients
 from .block import block_implementation as block_implementation
 from .block import forward_block as forward_block
+from .cache import ReadSlots as ReadSlots
 from .cache import attend_cache as attend_cache
+from .cache import keys_and_values as keys_and_values
 from .mask import Mask as Mask
 from .mask import dense as dense
 from .mask import row_ranges as row_ranges

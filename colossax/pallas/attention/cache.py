@@ -1,4 +1,4 @@
-"""Attention of flat tokens to a key-value cache, in its plain form."""
+"""Attention of flat tokens to a cache, in its plain form."""
 
 from collections.abc import Callable
 
@@ -6,16 +6,25 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from colossax.errors import InputError
+
 from .mask import Mask
 
 GATHERED_BYTES = 2**26
 """Keys gathered at once for tokens of many seats; more tokens go chunk by chunk."""
 
+ReadSlots = Callable[[dict[str, Array]], tuple[Array, Array]]
+"""Keys `[slots, k, h]` and values `[slots, k, hv]` from what a seat's slots hold, by name."""
+
+
+def keys_and_values(held: dict[str, Array]) -> tuple[Array, Array]:
+    """Of a cache that keeps them as they are: its `k` and its `v`."""
+    return held["k"], held["v"]
+
 
 def attend_cache(
     q: Float[Array, "t n h"],
-    k: Float[Array, "t k h"],
-    v: Float[Array, "t k hv"],
+    new: dict[str, Array],
     cache: dict[str, Array],
     layer: int | Int[Array, ""],
     *,
@@ -26,54 +35,63 @@ def attend_cache(
     alibi_slopes: Float[Array, " n"] | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
-    of_kv_heads: Callable[[Array], Array] | None = None,
+    read: ReadSlots = keys_and_values,
 ) -> tuple[Float[Array, "t n hv"], dict[str, Array]]:
-    """Write keys and values of flat tokens into the cache, then attend within each one's seat.
+    """Write what is kept of flat tokens into the cache, then attend within each one's seat.
 
     A token sees the slots of its own seat that hold positions up to its own, tokens of this call
-    included. In this form a slot's index is the position it holds: `slot` equals `position`, and
-    slots below a token's position must have been written.
+    included; `slot` equals `position`, and positions below a token's must have been written.
+    Without a window position p is in slot p, and a token outside of the cache is not written. With
+    one, slots are taken in turn: position p is in slot p mod slots, and `left + c` of them do for
+    calls with at most c tokens of a seat. Tokens of a seat's last call may be taken back: the next
+    begins where the first of them was.
 
     Args:
         q: Queries of tokens of any sequences, in any order.
-        k: Their keys.
-        v: Their values.
-        cache: `k` `[layers, seats, slots, k, h]` and `v` `[layers, seats, slots, k, hv]`, whole:
-            a slice of a layer would be copied. Donated, or carried by a loop, it is written in
-            place.
+        new: What is kept of them, by name, `[t, ...]`: keys `k` and values `v`, or what `read`
+            makes keys and values from.
+        cache: Arrays of the same names, `[layers, seats, slots, ...]`, whole: a slice of a layer
+            would be copied. Donated, or carried by a loop, it is written in place.
         layer: Which layer this is; may be traced.
         seat: Row of the cache of each token; a negative one is padding: nothing is written, the
             output is 0.
         position: Position of each token in its sequence.
-        slot: Where in the seat its key and value go; outside of the cache nothing is written.
+        slot: Where in the seat it goes; negative: nothing is written.
         window: `(left, right)` as of `Mask`: a token sees `left` keys strictly before it, None for
             all; none after it, whatever `right` is.
         alibi_slopes: Penalty per head and unit of distance.
         scale: Default `1 / sqrt(h)`.
         soft_cap: Bound of the logits.
-        of_kv_heads: Picks, of keys or values `[slots, k, h]`, the kv heads that q reads, where it
-            has the query heads of some only; all are written.
+        read: Keys and values from what a seat's slots hold.
 
     Returns:
         Output in q's dtype and the cache with the tokens in it.
 
+    Raises:
+        InputError: `new` and `cache` have other names.
+
     Cost: 4 t slots n h FLOPs; with several seats, keys and values of a token's seat are gathered
     for each token, at most `GATHERED_BYTES` or one token's at a time.
     """
+    if new.keys() != cache.keys():
+        raise InputError(
+            f"attend_cache: the cache holds {', '.join(sorted(cache))}, and the tokens bring"
+            f" {', '.join(sorted(new))}; give each array of the one for the other"
+        )
     left = Mask(causal=True, window=window).left
-    layers, seats, slots = cache["k"].shape[:3]
+    seats, slots = next(iter(cache.values())).shape[1:3]
     # A negative index would count from the end: move it out of range, where it is dropped.
     row = jnp.where(seat < 0, seats, seat)
-    column = jnp.where(slot < 0, slots, slot)
+    column = jnp.where(slot < 0, slots, slot if left is None else slot % slots)
     cache = {
-        name: cache[name].at[layer, row, column].set(x.astype(cache[name].dtype), mode="drop")
-        for name, x in (("k", k), ("v", v))
+        name: x.at[layer, row, column].set(new[name].astype(x.dtype), mode="drop")
+        for name, x in cache.items()
     }
     t, n, h = q.shape
-    pick = of_kv_heads or (lambda x: x)
-    kv_heads = jax.eval_shape(pick, k).shape[1]
-    grouped = q.reshape(t, kv_heads, n // kv_heads, h)
-    slopes = None if alibi_slopes is None else alibi_slopes.reshape(kv_heads, -1)
+    one = {name: jax.ShapeDtypeStruct(x.shape[2:], x.dtype) for name, x in cache.items()}
+    keys, values = jax.eval_shape(read, one)
+    grouped = q.reshape(t, keys.shape[1], -1, h)
+    slopes = None if alibi_slopes is None else alibi_slopes.reshape(keys.shape[1], -1)
     scale = h**-0.5 if scale is None else scale
 
     def weigh(logits: Array, seat: Array, position: Array) -> Array:
@@ -82,35 +100,36 @@ def attend_cache(
         if soft_cap is not None:
             logits = soft_cap * jnp.tanh(logits / soft_cap)
         distance = position[:, None] - jnp.arange(slots, dtype=position.dtype)
+        if left is not None:
+            distance %= slots  # what a later token has written here is out of the window
         if slopes is not None:
             logits = logits - slopes[None, :, :, None] * distance[:, None, None].astype(jnp.float32)
         seen = (distance >= 0) & (seat >= 0)[:, None]
         if left is not None:
-            seen &= distance <= left
+            seen &= distance <= jnp.minimum(position, left)[:, None]
         seen = seen[:, None, None]
         top = jnp.max(logits, axis=-1, keepdims=True, where=seen, initial=-jnp.inf)
         weights = jnp.where(seen, jnp.exp(logits - jnp.where(jnp.isneginf(top), 0.0, top)), 0.0)
         total = jnp.sum(weights, axis=-1, keepdims=True)
-        return (weights / jnp.where(total == 0, 1.0, total)).astype(cache["v"].dtype)
+        return weights / jnp.where(total == 0, 1.0, total)
 
-    f32 = {"preferred_element_type": jnp.float32}
-
-    def one_seat() -> Array:
-        keys, values = pick(cache["k"][layer, 0]), pick(cache["v"][layer, 0])
-        logits = jnp.einsum("tkgh,ckh->tkgc", grouped.astype(keys.dtype), keys, **f32)
-        return jnp.einsum("tkgc,ckh->tkgh", weigh(logits, seat, position), values, **f32)
-
-    def each_seat(tokens: tuple[Array, Array, Array]) -> Array:
-        q, seat, position = (x[None] for x in tokens)
-        at = jnp.clip(seat[0], 0, seats - 1)
-        keys, values = pick(cache["k"][layer, at]), pick(cache["v"][layer, at])
+    def within(at: int | Array, q: Array, *where: Array) -> Array:
+        """Of tokens of one seat."""
+        keys, values = read({name: x[layer, at] for name, x in cache.items()})
+        f32 = {"preferred_element_type": jnp.float32}
         logits = jnp.einsum("tkgh,ckh->tkgc", q.astype(keys.dtype), keys, **f32)
-        return jnp.einsum("tkgc,ckh->tkgh", weigh(logits, seat, position), values, **f32)[0]
+        weights = weigh(logits, *where).astype(values.dtype)
+        return jnp.einsum("tkgc,ckh->tkgh", weights, values, **f32)
 
+    def each(token: tuple[Array, ...]) -> Array:
+        q, seat, position = (x[None] for x in token)
+        return within(jnp.clip(seat[0], 0, seats - 1), q, seat, position)[0]
+
+    tokens = (grouped, seat, position)
     if seats == 1:
-        out = one_seat()
+        out = within(0, *tokens)
     else:
-        bytes_each = slots * kv_heads * (h + v.shape[-1]) * cache["k"].dtype.itemsize
+        bytes_each = keys.size * keys.dtype.itemsize + values.size * values.dtype.itemsize
         chunk = max(1, min(t, GATHERED_BYTES // bytes_each))
-        out = jax.lax.map(each_seat, (grouped, seat, position), batch_size=chunk)
-    return out.reshape(t, n, v.shape[-1]).astype(q.dtype), cache
+        out = jax.lax.map(each, tokens, batch_size=chunk)
+    return out.reshape(t, n, -1).astype(q.dtype), cache

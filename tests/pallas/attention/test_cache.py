@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from colossax.errors import InputError
 from colossax.pallas.attention import Mask, attend_cache, attention, cache
 
 LAYERS, SEATS, SLOTS, HEADS, KV_HEADS, H, HV = 2, 3, 16, 4, 2, 8, 6
@@ -27,9 +28,9 @@ def sequences():
     )
 
 
-def empty(seats=SEATS):
+def empty(seats=SEATS, slots=SLOTS):
     """Old tokens of former sequences lie around."""
-    shape = (LAYERS, seats, SLOTS, KV_HEADS)
+    shape = (LAYERS, seats, slots, KV_HEADS)
     return {"k": jnp.full((*shape, H), 7.0), "v": jnp.full((*shape, HV), 9.0)}
 
 
@@ -61,7 +62,13 @@ def test_flat_tokens_see_what_their_sequence_sees(option, bytes_at_once, monkeyp
         seat, position = (jnp.asarray(x, jnp.int32) for x in zip(*tokens, strict=True))
         at = (jnp.maximum(seat, 0), position)
         out, state = step(
-            q[at], k[at], v[at], state, jnp.int32(1), seat=seat, position=position, slot=position
+            q[at],
+            {"k": k[at], "v": v[at]},
+            state,
+            jnp.int32(1),
+            seat=seat,
+            position=position,
+            slot=position,
         )
         assert not np.asarray(out)[np.asarray(seat) < 0].any()
         for (s, p), row in zip(tokens, np.asarray(out), strict=True):
@@ -79,14 +86,42 @@ def test_flat_tokens_see_what_their_sequence_sees(option, bytes_at_once, monkeyp
         np.testing.assert_array_equal(state["k"][1, seat, :length], k[seat, :length])
 
 
+@pytest.mark.catches("window-turns")
+@pytest.mark.catches("window-empty-slots")
+def test_slots_taken_in_turn_hold_the_window():
+    """Seven of them do for three keys before a token and calls with four tokens of a seat."""
+    q, k, v = sequences()
+    step = jax.jit(functools.partial(attend_cache, window=(3, 0), **OPTIONS["alibi"]))
+    whole, few = empty(), empty(slots=7)
+    for tokens in calls(np.random.default_rng(2)):
+        seat, position = (jnp.asarray(x, jnp.int32) for x in zip(*tokens, strict=True))
+        at, where = (jnp.maximum(seat, 0), position), {"seat": seat, "position": position}
+        call = (q[at], {"k": k[at], "v": v[at]})
+        expected, whole = step(*call, whole, jnp.int32(1), **where, slot=position)
+        found, few = step(*call, few, jnp.int32(1), **where, slot=position)
+        np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
 def test_one_seat_is_a_case_of_many():
     q, k, v = (x[0] for x in sequences())
     positions = jnp.arange(SLOTS)
     alone, _ = attend_cache(
-        q, k, v, empty(1), 0, seat=jnp.zeros(SLOTS, int), position=positions, slot=positions
+        q,
+        {"k": k, "v": v},
+        empty(1),
+        0,
+        seat=jnp.zeros(SLOTS, int),
+        position=positions,
+        slot=positions,
     )
     among, _ = attend_cache(
-        q, k, v, empty(3), 0, seat=jnp.full(SLOTS, 2), position=positions, slot=positions
+        q,
+        {"k": k, "v": v},
+        empty(3),
+        0,
+        seat=jnp.full(SLOTS, 2),
+        position=positions,
+        slot=positions,
     )
     np.testing.assert_allclose(alone, among, atol=1e-6)
 
@@ -96,8 +131,7 @@ def test_tokens_outside_of_the_cache_write_nothing():
     q, k, v = (x[0, :3] for x in sequences())
     _, state = attend_cache(
         q,
-        k,
-        v,
+        {"k": k, "v": v},
         empty(),
         0,
         seat=jnp.asarray([-1, SEATS, 1]),
@@ -107,7 +141,8 @@ def test_tokens_outside_of_the_cache_write_nothing():
     assert (state["k"] == 7.0).all() and (state["v"] == 9.0).all()
 
 
-def test_carried_through_a_scan_the_cache_is_written_in_place():
+@pytest.mark.parametrize("window", [None, (99, 0)])
+def test_carried_through_a_scan_the_cache_is_written_in_place(window):
     """No buffer as large as the cache beside the donated one."""
     slots = 4096
     shape = (8, 1, slots, KV_HEADS, H)
@@ -117,7 +152,8 @@ def test_carried_through_a_scan_the_cache_is_written_in_place():
     def step(x, state):
         def layer(carry, index):
             x, state = carry
-            out, state = attend_cache(x, x[:, :2], x[:, :2], state, index, **token)
+            new = {"k": x[:, :2], "v": x[:, :2]}
+            out, state = attend_cache(x, new, state, index, **token, window=window)
             return (out, state), None
 
         return jax.lax.scan(layer, (x, state), jnp.arange(8))[0]
@@ -129,12 +165,19 @@ def test_carried_through_a_scan_the_cache_is_written_in_place():
     assert compiled.memory_analysis().temp_size_in_bytes < whole / 2
 
 
+def test_a_token_brings_what_the_cache_holds():
+    where = {name: jnp.zeros(1, jnp.int32) for name in ("seat", "position", "slot")}
+    new = {"k": jnp.zeros((1, KV_HEADS, H))}
+    with pytest.raises(InputError, match="the cache holds k, v, and the tokens bring k; give"):
+        attend_cache(jnp.zeros((1, HEADS, H)), new, empty(), 0, **where)
+
+
 def test_a_cache_in_sixteen_bits():
     q, k, v = (x[0].astype(jnp.bfloat16) for x in sequences())
     positions = jnp.arange(SLOTS)
     state = {name: x.astype(jnp.bfloat16) for name, x in empty().items()}
     where = {"seat": jnp.zeros(SLOTS, int), "position": positions, "slot": positions}
-    out, state = attend_cache(q, k, v, state, 0, **where)
+    out, state = attend_cache(q, {"k": k, "v": v}, state, 0, **where)
     assert out.dtype == jnp.bfloat16 and state["k"].dtype == jnp.bfloat16
     expected = attention(q[None], k[None], v[None], mask=Mask(causal=True))[0]
     np.testing.assert_allclose(*(x.astype(jnp.float32) for x in (out, expected)), atol=5e-2)
