@@ -232,6 +232,11 @@ def ptxas_path() -> Path | None:
     return next((path for path in paths if path.is_file()), None)
 
 
+def devices_are_fixed() -> bool:
+    """Whether JAX has started its backends, after which no CPU devices can be added."""
+    return xla_bridge.backends_are_initialized()
+
+
 def is_attached(device: Any) -> bool:
     """Whether programs can run on a device, of this process or another; not on a topology's."""
     client = getattr(device, "client", None)

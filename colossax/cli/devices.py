@@ -5,6 +5,7 @@ import re
 
 import jax
 
+from colossax.compat import devices_are_fixed
 from colossax.errors import InputError
 
 THREADS_PER_DEVICE = 4
@@ -16,9 +17,9 @@ _FORCED = re.compile(r"--xla_force_host_platform_device_count=\S+")
 def request_host_devices(count: int | None) -> None:
     """Have JAX's CPU backend show `count` devices; without effect on accelerators.
 
-    Must come before anything asks JAX for devices.
+    Must come before anything asks JAX for devices; those that there are then stay as they are.
     """
-    if count is None:
+    if count is None or devices_are_fixed():
         return
     flags = os.environ.get("XLA_FLAGS", "")
     if _FORCED.search(flags):  # JAX refuses to be told twice
@@ -44,8 +45,9 @@ def choose_devices(count: int | None) -> list[jax.Device]:
     for process, local in by_process.items():
         if len(local) < count:
             where = f" in process {process}" if len(by_process) > 1 else ""
+            made = ", or start a new process, which makes them"  # JAX had started in this one
             raise InputError(
                 f"--devices {count}: there are {len(local)} {local[0].platform} devices{where};"
-                f" ask for {len(local)} or fewer"
+                f" ask for {len(local)} or fewer{made if local[0].platform == 'cpu' else ''}"
             )
     return [device for local in by_process.values() for device in local[:count]]

@@ -5,7 +5,24 @@ from typing import Any
 
 import jax
 
+from colossax.errors import InputError
 from colossax.typing import Batch, TrainState
+
+
+def check_present(state: TrainState) -> None:
+    """Refuse a state that a step has had already: XLA would read freed memory, or crash.
+
+    Its step count tells, which every step replaces.
+
+    Raises:
+        InputError: It has been given up.
+    """
+    count = state["step"]
+    if _is_there(count) and count.is_deleted():
+        raise InputError(
+            "step: this state was given up to an earlier call, which returned the one that follows"
+            " it; keep that one, as in `state, metrics = step(state, batch)`"
+        )
 
 
 class PartlyDonated:

@@ -19,6 +19,7 @@ from colossax.optim import Optimizer, transformation
 from colossax.sharding import RowOrder, compiler_options, in_order, replicated, use, validate
 from colossax.step.batches import BatchPlacer
 from colossax.step.choosing import followers_of, gradient_method_of, streaming_of
+from colossax.step.donation import check_present
 from colossax.step.evaluation import batch_totals
 from colossax.step.gradients.accumulate import LossCall, with_term_weights
 from colossax.step.gradients.method import GradientMethod, Gradients
@@ -210,9 +211,11 @@ class Step:
         """Run one step; host arrays in the batch are placed first.
 
         Raises:
-            InputError: The batch's shapes are not those the step was compiled for.
+            InputError: The batch's shapes are not those the step was compiled for, or the state
+                was given to a step before.
             OffloadError: Disk or CPU failed to update what is theirs.
         """
+        check_present(state)
         state, metrics, *pending = self.jitted(state, self.place(batch))
         for work in pending:
             for follower in self.followers:
@@ -227,7 +230,11 @@ class Step:
         """Terms and metrics of a batch as (total, weight), without a step.
 
         Cut into microbatches like a step's batch; a loss that takes a key gets None.
+
+        Raises:
+            InputError: The state was given to a step before.
         """
+        check_present(state)
         return self.evaluation(state["params"], state["variables"], self.place(batch))
 
     def model(self, state: TrainState) -> Any:

@@ -27,10 +27,9 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module", autouse=True)
 def patched(text):
-    """This process's devices are made already; caches go to a folder that is new."""
+    """Caches go to a folder that is new."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLOSSAX_CACHE", str(text.parent / "cache"))
-        patch.setattr("colossax.cli.train.request_host_devices", lambda count: None)
         yield patch
 
 

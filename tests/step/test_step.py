@@ -290,6 +290,16 @@ def test_the_state_is_donated():
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state["params"]))
 
 
+@pytest.mark.catches("given-up-state")
+def test_a_state_given_up_is_refused_and_the_one_that_follows_goes_on():
+    old, step = ordinary()
+    state, _ = step(old, text_batch())
+    for again in (step, step.evaluate):
+        with pytest.raises(InputError, match="given up to an earlier call"):
+            again(old, text_batch())
+    step(state, text_batch())
+
+
 @pytest.mark.catches("batch-form-changes")
 def test_another_batch_shape_is_refused_not_compiled():
     state, step = ordinary()
