@@ -130,6 +130,10 @@ def _carried(mask: Mask, spec: AttentionSpec) -> KernelRanges | None:
     return ranges if fits else None
 
 
+def _known(mask: Mask, spec: AttentionSpec) -> KernelRanges:
+    return _carried(mask, spec) or _rows_alone(mask, spec)
+
+
 def _rows_alone(mask: Mask, spec: AttentionSpec) -> KernelRanges:
     """Ranges of which a kernel computes its visits itself."""
     with jax.named_scope(RANGES):
@@ -157,7 +161,7 @@ def attend(
     bias = scoring.biases[0] if scoring.biases else None
     static = _Static.of(scoring, interpret)
     spec = AttentionSpec.of(operands, scoring, return_lse=True)
-    ranges = _carried(operands.masked, spec) or _rows_alone(operands.masked, spec)
+    ranges = _known(operands.masked, spec)
     out, lse = _attend(static, operands.q, operands.k, operands.v, bias, ranges)
     return (out, lse) if scoring.sinks is None else with_sinks(out, lse, scoring.sinks)
 
@@ -191,6 +195,11 @@ def _attend_bwd(static: _Static, saved: Any, cotangents: Any) -> Any:
 _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
+def _of_block(operands: Operands, scoring: Scoring) -> KernelRanges:
+    spec = AttentionSpec.of(operands, scoring, return_lse=True, block=True)
+    return _known(operands.masked, spec)
+
+
 def attend_block(
     operands: Operands,
     scoring: Scoring,
@@ -199,8 +208,9 @@ def attend_block(
     interpret: bool = False,
 ) -> tuple[Float[Array, "b s n hv"], Float[Array, "b n s"]]:
     """See `block.forward_block`."""
-    lo, hi = row_ranges(operands.masked, *operands.lengths)
-    given = {"lo": lo, "hi": hi, "carried": carried, "dtype": jnp.float32}
+    ranges = _of_block(operands, scoring)
+    seen = {"lo": ranges.lo, "hi": ranges.hi, "visits": ranges.forward}
+    given = {**seen, "carried": carried, "dtype": jnp.float32}
     options = _Static.of(scoring, interpret).options
     return forward(operands.q, operands.k, operands.v, **given, **options)
 
@@ -215,8 +225,9 @@ def block_gradients(
     interpret: bool = False,
 ) -> tuple[Operands, Scoring]:
     """See `block.backward_block`."""
-    lo, hi = row_ranges(operands.masked, *operands.lengths)
-    given = {"lo": lo, "hi": hi, "dout": dout, "lse": lse, "delta": delta, "dtype": jnp.float32}
+    ranges = _of_block(operands, scoring)
+    seen = {"lo": ranges.lo, "hi": ranges.hi, "visits": ranges.backward}
+    given = {**seen, "dout": dout, "lse": lse, "delta": delta, "dtype": jnp.float32}
     options = _Static.of(scoring, interpret).options
     dq, dk, dv, _ = gradients(operands.q, operands.k, operands.v, **given, **options)
     return Operands(q=dq, k=dk, v=dv, mask=None), Scoring(
