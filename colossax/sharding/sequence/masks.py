@@ -7,7 +7,7 @@ a mask can share all of this (`colossax.sharding.with_ranges`).
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -59,11 +59,16 @@ class RingMasks:
 
     def of_step(self, number: int | Int[Array, ""]) -> tuple[Mask, Bool[Array, ""]]:
         """Mask of the step of this number, from 1, and whether its keys' rank comes before."""
-        pick = functools.partial(
-            jax.lax.dynamic_index_in_dim, index=number - 1, axis=0, keepdims=False
-        )
-        stacks = jax.tree.map(lambda x: jnp.squeeze(x, 0), (self.others, self.early))
-        return jax.tree.map(pick, stacks)
+        step = jnp.asarray(number - 1, jnp.int32)
+        others, early = jax.tree.map(lambda x: jnp.squeeze(x, 0), (self.others, self.early))
+
+        def pick(x: Array) -> Array:
+            return jax.lax.dynamic_index_in_dim(x, step, keepdims=False)
+
+        # An implementation may pick by itself what a step has of its ranges.
+        picked = getattr(others.ranges, "of_step", functools.partial(_picked, pick, others.ranges))
+        mask = jax.tree.map(pick, others.changed()).changed(ranges=picked(step))
+        return mask, pick(early)
 
 
 def ring_masks_local(
@@ -128,6 +133,10 @@ def natural(x: Array, *, order: str) -> Array:
         x = jnp.concatenate([first, second[::-1]])
     x = jnp.moveaxis(x, 0, 1)
     return x.reshape(x.shape[0], -1, *x.shape[3:])
+
+
+def _picked(pick: Callable[[Array], Array], ranges: Any, _: Array) -> Any:
+    return jax.tree.map(pick, ranges)
 
 
 def _made_for(settings: Settings, operands: Operands, scoring: Scoring, form: str) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from colossax.pallas.attention.mask import RANGES, Mask, row_ranges, why_no_ranges
 from colossax.pallas.attention.merge import row_delta, with_sinks
@@ -110,6 +110,15 @@ class KernelRanges:
     backward: Any = None
     made_for: Any = dataclasses.field(metadata={"static": True})
 
+    def of_step(self, step: Int[Array, ""]) -> "KernelRanges":
+        """Of these, stacks over the steps of a ring, those of one; the kernels pick them."""
+        here = step.astype(jnp.int32)[None]
+        return dataclasses.replace(
+            self,
+            forward=dataclasses.replace(self.forward, step=here),
+            backward=dataclasses.replace(self.backward, step=here),
+        )
+
 
 def ranges_of(mask: Mask, spec: AttentionSpec) -> KernelRanges:
     """What `attend` reads of the mask, see `api.with_ranges`."""
@@ -128,10 +137,6 @@ def _carried(mask: Mask, spec: AttentionSpec) -> KernelRanges | None:
     ranges = mask.ranges
     fits = isinstance(ranges, KernelRanges) and ranges.made_for == _made_for(spec)
     return ranges if fits else None
-
-
-def _known(mask: Mask, spec: AttentionSpec) -> KernelRanges:
-    return _carried(mask, spec) or _rows_alone(mask, spec)
 
 
 def _rows_alone(mask: Mask, spec: AttentionSpec) -> KernelRanges:
@@ -161,7 +166,7 @@ def attend(
     bias = scoring.biases[0] if scoring.biases else None
     static = _Static.of(scoring, interpret)
     spec = AttentionSpec.of(operands, scoring, return_lse=True)
-    ranges = _known(operands.masked, spec)
+    ranges = _carried(operands.masked, spec) or _rows_alone(operands.masked, spec)
     out, lse = _attend(static, operands.q, operands.k, operands.v, bias, ranges)
     return (out, lse) if scoring.sinks is None else with_sinks(out, lse, scoring.sinks)
 
@@ -196,8 +201,12 @@ _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
 def _of_block(operands: Operands, scoring: Scoring) -> KernelRanges:
+    """One kernel serves all blocks: what is no step among several is the only one."""
     spec = AttentionSpec.of(operands, scoring, return_lse=True, block=True)
-    return _known(operands.masked, spec)
+    ranges = _carried(operands.masked, spec) or ranges_of(operands.masked, spec)
+    if ranges.forward.step is not None:
+        return ranges
+    return jax.tree.map(lambda x: x[None], ranges).of_step(jnp.zeros((), jnp.int32))
 
 
 def attend_block(
@@ -209,8 +218,7 @@ def attend_block(
 ) -> tuple[Float[Array, "b s n hv"], Float[Array, "b n s"]]:
     """See `block.forward_block`."""
     ranges = _of_block(operands, scoring)
-    seen = {"lo": ranges.lo, "hi": ranges.hi, "visits": ranges.forward}
-    given = {**seen, "carried": carried, "dtype": jnp.float32}
+    given = {"visits": ranges.forward, "carried": carried, "dtype": jnp.float32}
     options = _Static.of(scoring, interpret).options
     return forward(operands.q, operands.k, operands.v, **given, **options)
 
@@ -226,9 +234,8 @@ def block_gradients(
 ) -> tuple[Operands, Scoring]:
     """See `block.backward_block`."""
     ranges = _of_block(operands, scoring)
-    seen = {"lo": ranges.lo, "hi": ranges.hi, "visits": ranges.backward}
-    given = {**seen, "dout": dout, "lse": lse, "delta": delta, "dtype": jnp.float32}
-    options = _Static.of(scoring, interpret).options
+    given = {"visits": ranges.backward, "dout": dout, "lse": lse, "delta": delta}
+    options = {**_Static.of(scoring, interpret).options, "dtype": jnp.float32}
     dq, dk, dv, _ = gradients(operands.q, operands.k, operands.v, **given, **options)
     return Operands(q=dq, k=dk, v=dv, mask=None), Scoring(
         scale=scoring.scale, soft_cap=scoring.soft_cap
