@@ -8,9 +8,9 @@ import pytest
 
 from colossax.aot import kernel_reports, parse_target
 from colossax.pallas.attention.mosaic_gpu.backward import gradients
-from colossax.pallas.attention.mosaic_gpu.backward_operands import compute_registers
+from colossax.pallas.attention.mosaic_gpu.backward_operands import BackwardVisits, compute_registers
 from colossax.pallas.attention.mosaic_gpu.backward_tiles import HEAD_SIZES, tiles_for
-from tests.aot.assembled import assert_fast
+from tests.aot.assembled import assert_fast, stacked
 
 pytestmark = pytest.mark.aot
 
@@ -26,11 +26,14 @@ class Case:
     bias: type | None = None
     soft_cap: float | None = None
     heads: int = N
+    stepped: bool = False
 
 
 CASES = {
     "plain": Case(),
     "float32 out": Case(half=jnp.float16, dtype=jnp.float32),
+    "step of a ring": Case(dtype=jnp.float32, stepped=True),
+    "step of a ring, soft cap": Case(dtype=jnp.float32, soft_cap=50.0, stepped=True),
     "soft cap": Case(soft_cap=50.0),
     "bias": Case(bias=jnp.bfloat16),
     "two heads, one kv head": Case(heads=2),
@@ -75,13 +78,15 @@ def test_kernels_fit_the_registers_and_shared_memory_of_hopper(h, hv, name):
     def shape(*sizes, dtype=case.half):
         return jax.ShapeDtypeStruct(sizes, dtype)
 
+    tiles = tiles_for(h, hv, biased=case.bias is not None, soft_cap=case.soft_cap is not None)
+
     def run(q, k, v, dout, lo, hi, lse, delta, *bias):
+        visits = BackwardVisits.of(lo, hi, S, tiles, case.bias is not None)
         return gradients(
             q,
             k,
             v,
-            lo=lo,
-            hi=hi,
+            visits=stacked(visits) if case.stepped else visits,
             bias=bias[0] if bias else None,
             dout=dout,
             lse=lse,

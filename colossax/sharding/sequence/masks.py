@@ -7,7 +7,7 @@ a mask can share all of this (`colossax.sharding.with_ranges`).
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -55,20 +55,13 @@ class RingMasks:
     @property
     def of_own(self) -> Mask:
         """That of the rank's own keys, or of all."""
-        return jax.tree.map(lambda x: jnp.squeeze(x, 0), self.own)
+        return _picked(self.own, jnp.zeros((), jnp.int32))
 
     def of_step(self, number: int | Int[Array, ""]) -> tuple[Mask, Bool[Array, ""]]:
         """Mask of the step of this number, from 1, and whether its keys' rank comes before."""
         step = jnp.asarray(number - 1, jnp.int32)
         others, early = jax.tree.map(lambda x: jnp.squeeze(x, 0), (self.others, self.early))
-
-        def pick(x: Array) -> Array:
-            return jax.lax.dynamic_index_in_dim(x, step, keepdims=False)
-
-        # An implementation may pick by itself what a step has of its ranges.
-        picked = getattr(others.ranges, "of_step", functools.partial(_picked, pick, others.ranges))
-        mask = jax.tree.map(pick, others.changed()).changed(ranges=picked(step))
-        return mask, pick(early)
+        return _picked(others, step), early[step]
 
 
 def ring_masks_local(
@@ -135,8 +128,15 @@ def natural(x: Array, *, order: str) -> Array:
     return x.reshape(x.shape[0], -1, *x.shape[3:])
 
 
-def _picked(pick: Callable[[Array], Array], ranges: Any, _: Array) -> Any:
-    return jax.tree.map(pick, ranges)
+def _picked(masks: Mask, step: Int[Array, ""]) -> Mask:
+    """One of stacked masks; an implementation may pick by itself what it has of a step."""
+
+    def pick(tree: Any) -> Any:
+        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, step, keepdims=False), tree)
+
+    by_itself = getattr(masks.ranges, "of_step", None)
+    ranges = pick(masks.ranges) if by_itself is None else by_itself(step)
+    return pick(masks.changed()).changed(ranges=ranges)
 
 
 def _made_for(settings: Settings, operands: Operands, scoring: Scoring, form: str) -> Any:
