@@ -32,7 +32,7 @@ def compiled(mesh):
 
 
 def whole_numbers(module):
-    """Kernels in loops that make nothing but whole numbers and truths, more than steps of a ring."""
+    """Kernels in loops that make whole numbers and truths alone, more than a ring has steps."""
     bodies = [
         called
         for one in module.by_name.values()
@@ -50,7 +50,9 @@ def whole_numbers(module):
 def _whole(shape):
     arrays = re.findall(r"([a-z]+\d*)\[([\d,]*)\]", shape)
     sizes = [math.prod(map(int, filter(None, dims.split(",")))) for _, dims in arrays]
-    return max(sizes, default=0) > DEVICES and all(re.fullmatch(r"[su]\d+|pred", x) for x, _ in arrays)
+    return max(sizes, default=0) > DEVICES and all(
+        re.fullmatch(r"[su]\d+|pred", x) for x, _ in arrays
+    )
 
 
 MESHES = {

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jaxtyping import Array, Int
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
 
 from colossax.pallas.attention import (
     Mask,
@@ -84,8 +85,7 @@ class Step:
         self, keys: Keys, number: int | Int[Array, ""], carried: tuple[Array, Array]
     ) -> tuple[Array, Array]:
         """What is carried with the keys of the step of this number, from 1, merged in."""
-        queries, keys = self._arrived(keys)
-        mask, early = self.masks.of_step(number)
+        queries, keys, mask, early = self._arrived(keys, number)
         if not self.masks.paired:
             return self._attend(queries, keys, mask, carried)
         outputs = self._attend(queries.paired(early), _pair(keys, early), mask, None)
@@ -97,8 +97,7 @@ class Step:
 
     def backward_local(self, keys: Keys, number: int | Int[Array, ""]) -> tuple[Any, Any]:
         """Gradients through the keys of the step of this number, from 1, likewise."""
-        queries, keys = self._arrived(keys)
-        mask, early = self.masks.of_step(number)
+        queries, keys, mask, early = self._arrived(keys, number)
         if not self.masks.paired:
             return self._gradients(queries, keys, mask, lambda x: x, lambda x: x)
         return self._gradients(
@@ -109,12 +108,17 @@ class Step:
             functools.partial(keys_of_pairs, early=early),
         )
 
-    def _arrived(self, keys: Keys) -> tuple[Queries, Keys]:
-        """Queries and keys, none before the keys are here.
+    def _arrived(
+        self, keys: Keys, number: int | Int[Array, ""]
+    ) -> tuple[Queries, Keys, Mask, Bool[Array, ""]]:
+        """Queries, keys and `RingMasks.of_step`, none before the keys are here.
 
-        Else XLA would prepare the queries of all steps outside of loops at once, and hold them.
+        Else XLA would prepare the queries of all steps outside of loops at once, and hold them, and
+        hide hops behind less.
         """
-        return jax.lax.optimization_barrier((self.queries, keys))
+        here = self.queries, keys, jnp.asarray(number, jnp.int32)
+        queries, keys, number = jax.lax.optimization_barrier(here)
+        return queries, keys, *self.masks.of_step(number)
 
     def _attend(
         self, queries: Queries, keys: Keys, mask: Mask, carried: tuple[Array, Array] | None
