@@ -162,8 +162,9 @@ def _ring_local(
     ranges = operands.masked.ranges  # of the order in which the ring turns
     turned = split.turned_local(operands.replace(mask=operands.masked.changed()))
     operands = turned.replace(mask=turned.masked.changed(ranges=ranges))
+    settings = split.settings(call.kernel)
     with told_by_plan():
-        out, lse = _SCHEMES[split.scheme](operands, scoring, split.settings(call.kernel))
+        out, lse = _SCHEMES[split.scheme](operands, scoring, settings)
     if not split.turned:
         return out, lse
     back = functools.partial(contiguous_from_balanced_local, axes=split.ring)
