@@ -101,7 +101,7 @@ def test_keys_and_values_are_one_message_where_their_shapes_agree():
 
 def test_masks_of_keys_are_gathered_and_natural_positions_are_not():
     layout = Layout(ring=4)
-    segments = jnp.zeros((1, S), jnp.int32)
+    segments = jnp.arange(S, dtype=jnp.int32)[None] // 40
     mask = Mask(causal=True, window=(40, 0), q_segments=segments, kv_segments=segments)
     forward, backward = ring(layout, key_bytes(layout))
     for sent in (forward, backward):
