@@ -19,8 +19,8 @@ NAMES = {
         "from_json nearest preset to_json"
     ),
     "colossax.pallas.attention": (
-        "AttentionSpec Mask Operands RelativeBias Scoring attend attend_block "
-        "attend_cache attention backward_block block_gradients block_implementation declined_by "
+        "AttentionSpec Mask Operands RelativeBias Scoring attend attend_block attend_cache "
+        "attention backward_block block_gradients block_implementation block_ranges declined_by "
         "dense forward_block keys_and_values merge_blocks row_delta row_ranges variants "
         "why_no_ranges with_ranges with_sinks"
     ),
@@ -34,9 +34,10 @@ NAMES = {
         "reduction_dtype replicated resolve seq_axes transfer use validate with_ranges"
     ),
     "colossax.sharding.sequence": (
-        "DOUBLE_RING_OPTIONS Order RingAxes Settings balanced_from_contiguous_local "
-        "contiguous_from_balanced_local gather_attention_local inverse_order positions_local "
-        "ring_attention_local ring_self_attention_local ulysses_local zigzag_order"
+        "DOUBLE_RING_OPTIONS Order RingAxes RingMasks Settings balanced_from_contiguous_local "
+        "contiguous_from_balanced_local gather_attention_local gathered_masks_local inverse_order "
+        "positions_local ring_attention_local ring_masks_local ring_self_attention_local "
+        "ulysses_local zigzag_order"
     ),
     "colossax.offload": (
         "DEVICE_SHARE Demand GB Kind PipelinedTest Rates Residency Setting Update UpdateRate "

@@ -25,9 +25,7 @@ from colossax.sharding.attention_layout import (
 from colossax.sharding.context import current
 from colossax.sharding.ranges import device_ranges_local, usable_ranges
 from colossax.sharding.sequence import (
-    Order,
     Settings,
-    balanced_from_contiguous_local,
     contiguous_from_balanced_local,
     gather_attention_local,
     ring_attention_local,
@@ -78,8 +76,8 @@ def attention(
         return _local(call, operands, scoring)
     split = split_of(bound, operands, scoring)
     operands, scoring = filled_up(operands, scoring, split)
-    batch = names_of(q_spec(bound, operands)[0])
-    operands = operands.replace(mask=usable_ranges(operands.masked, split, batch))
+    axes = names_of(q_spec(bound, operands)[0]) + split.ring_names
+    operands = operands.replace(mask=usable_ranges(operands.masked, axes))
     specs, of_scoring = specs_of(bound, operands, scoring, split)
     out_spec: Any = specs.q
     if return_lse:
@@ -161,15 +159,13 @@ def _ring_local(
 ) -> tuple[Array, Array]:
     """Attention of rows that are split over a ring."""
     assert split.ring is not None and not scoring.arrays
-    ring = split.ring
-    if split.turned:
-        turn = functools.partial(balanced_from_contiguous_local, axes=ring)
-        operands = jax.tree.map(turn, operands)
-    order = Order.ZIGZAG if split.zigzag else Order.CONTIGUOUS
-    settings = Settings(axes=ring, order=str(order), implementation=call.kernel)
+    ranges = operands.masked.ranges  # of the order in which the ring turns
+    turned = split.turned_local(operands.replace(mask=operands.masked.changed()))
+    operands = turned.replace(mask=turned.masked.changed(ranges=ranges))
+    settings = split.settings(call.kernel)
     with told_by_plan():
         out, lse = _SCHEMES[split.scheme](operands, scoring, settings)
     if not split.turned:
         return out, lse
-    back = functools.partial(contiguous_from_balanced_local, axes=ring)
+    back = functools.partial(contiguous_from_balanced_local, axes=split.ring)
     return back(out), back(lse, dim=2)

@@ -18,7 +18,12 @@ from colossax.pallas.attention import Operands, RelativeBias, Scoring
 from colossax.pallas.padding import pad_to_multiple
 from colossax.sharding.order import current_order
 from colossax.sharding.rules import check_heads, resolve, seq_axes
-from colossax.sharding.sequence import RingAxes
+from colossax.sharding.sequence import (
+    Order,
+    RingAxes,
+    Settings,
+    balanced_from_contiguous_local,
+)
 
 
 @contextlib.contextmanager
@@ -55,6 +60,24 @@ class Split:
         """What the length of a row must be a multiple of."""
         ring = 1 if self.ring is None else self.ring.size
         return math.lcm((1 + self.zigzag) * ring, ring * self.ulysses)
+
+    @property
+    def ring_names(self) -> tuple[str, ...]:
+        """Axes of the ring."""
+        return () if self.ring is None else self.ring.circle.names
+
+    def settings(self, kernel: str) -> Settings:
+        """How the scheme runs, with this kernel; there is a ring."""
+        assert self.ring is not None
+        order = Order.ZIGZAG if self.zigzag else Order.CONTIGUOUS
+        return Settings(axes=self.ring, order=str(order), implementation=kernel)
+
+    def turned_local(self, tree: Any) -> Any:
+        """Arrays `[b, s, ...]` of one device, in the order in which the ring turns."""
+        if self.ring is None or not self.turned:
+            return tree
+        turn = functools.partial(balanced_from_contiguous_local, axes=self.ring)
+        return jax.tree.map(turn, tree)
 
 
 def split_of(bound: BoundPlan, operands: Operands, scoring: Scoring) -> Split:
@@ -178,7 +201,7 @@ def specs_of(
     spec_of["q"] = q_spec(bound, operands)
     batch, heads = spec_of["q"][0], spec_of["q"][2]
     check_heads(bound, operands.q.shape[2], name="attention q")
-    ring = None if split.ring is None else split.ring.circle.names
+    ring = split.ring_names or None
 
     def of_mask(x: Any) -> PartitionSpec:
         # Whole along ulysses, where every device comes to see all of the ring rank's tokens.

@@ -1,6 +1,17 @@
 """What is asked of every kernel that the assembler has seen."""
 
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
 from colossax.compat import linked_by_nvjitlink
+
+
+def stacked(visits):
+    """Those of three steps of a ring, of which the kernel takes the second."""
+    stacks = jax.tree.map(lambda x: jnp.stack([x, x + 1, x]), visits)
+    return dataclasses.replace(stacks, step=jnp.ones((1,), jnp.int32))
 
 
 def assert_fast(report, name="", *, known=(), spill_bytes=0):

@@ -8,9 +8,9 @@ import pytest
 
 from colossax.aot import kernel_reports, parse_target
 from colossax.pallas.attention.mosaic_gpu.backward import gradients
-from colossax.pallas.attention.mosaic_gpu.backward_operands import compute_registers
+from colossax.pallas.attention.mosaic_gpu.backward_operands import BackwardVisits, compute_registers
 from colossax.pallas.attention.mosaic_gpu.backward_tiles import HEAD_SIZES, tiles_for
-from tests.aot.assembled import assert_fast
+from tests.aot.assembled import assert_fast, stacked
 
 pytestmark = pytest.mark.aot
 
@@ -26,11 +26,15 @@ class Case:
     bias: type | None = None
     soft_cap: float | None = None
     heads: int = N
+    stepped: bool = False
 
 
 CASES = {
     "plain": Case(),
     "float32 out": Case(half=jnp.float16, dtype=jnp.float32),
+    "step of a ring": Case(dtype=jnp.float32, stepped=True),
+    "step of a ring, soft cap": Case(dtype=jnp.float32, soft_cap=50.0, stepped=True),
+    "step of a ring, two heads": Case(dtype=jnp.float32, heads=2, stepped=True),
     "soft cap": Case(soft_cap=50.0),
     "bias": Case(bias=jnp.bfloat16),
     "two heads, one kv head": Case(heads=2),
@@ -75,13 +79,15 @@ def test_kernels_fit_the_registers_and_shared_memory_of_hopper(h, hv, name):
     def shape(*sizes, dtype=case.half):
         return jax.ShapeDtypeStruct(sizes, dtype)
 
+    tiles = tiles_for(h, hv, biased=case.bias is not None, soft_cap=case.soft_cap is not None)
+
     def run(q, k, v, dout, lo, hi, lse, delta, *bias):
+        visits = BackwardVisits.of(lo, hi, S, tiles, case.bias is not None)
         return gradients(
             q,
             k,
             v,
-            lo=lo,
-            hi=hi,
+            visits=stacked(visits) if case.stepped else visits,
             bias=bias[0] if bias else None,
             dout=dout,
             lse=lse,
@@ -105,8 +111,9 @@ def test_kernels_fit_the_registers_and_shared_memory_of_hopper(h, hv, name):
     counts = {kernel: report.instructions for kernel, report in found.items()}
     assert counts == expected(h, hv, case)
     for kernel, report in found.items():
-        # The stride of more than one head is two registers that head size 256 has not.
-        spilled = 16 if (kernel, h) == ("attention_dq", 256) and case.heads > 1 else 0
+        # A stride of heads or of steps is two registers that head size 256 has not.
+        more = case.heads > 1 or case.stepped
+        spilled = 16 if (kernel, h) == ("attention_dq", 256) and more else 0
         assert_fast(report, kernel, spill_bytes=spilled)
         # An "increase" to fewer than a thread starts with is not defined.
         assert report.registers <= compute_registers(1), kernel

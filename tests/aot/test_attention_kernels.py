@@ -1,7 +1,5 @@
 """Attention kernels as assembled for Hopper: every tile shape, and when they are chosen."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -9,9 +7,9 @@ import pytest
 from colossax.aot import kernel_reports, parse_target
 from colossax.pallas import target
 from colossax.pallas.attention import Mask, attention
-from colossax.pallas.attention.mosaic_gpu.forward import forward
+from colossax.pallas.attention.mosaic_gpu.forward import ForwardVisits, forward
 from colossax.pallas.attention.mosaic_gpu.shapes import HEAD_SIZES, tile_for
-from tests.aot.assembled import assert_fast
+from tests.aot.assembled import assert_fast, stacked
 
 pytestmark = pytest.mark.aot
 
@@ -51,11 +49,15 @@ def test_every_shape_is_assembled_without_spills(name, sizes):
             shaped(B, S, N, hv, dtype=jnp.float32),
             shaped(B, N, S, dtype=jnp.float32),
         )
-    run = functools.partial(forward, scale=0.1, soft_cap=soft_cap, dtype=out)
-    (report,) = kernel_reports(
-        lambda arrays, ranges: run(*arrays, **ranges), HOPPER, operands(h, hv, dtype), ranges
-    )
     tile = tile_for(h, hv, bias)
+
+    def run(arrays, given):
+        visits = ForwardVisits.of(given.pop("lo"), given.pop("hi"), tile)
+        if "block" in name:
+            visits = stacked(visits)
+        return forward(*arrays, visits=visits, **given, scale=0.1, soft_cap=soft_cap, dtype=out)
+
+    (report,) = kernel_reports(run, HOPPER, operands(h, hv, dtype), ranges)
     staged = out == dtype and h == hv  # else the output goes from registers to memory
     # The loop over tiles is unrolled until its ring is full, once more for the rest.
     copies = 2 * (tile.stages + 1) + (2 * (tile.stages + 1) if bias is not None else 0)

@@ -8,6 +8,7 @@ from .block import attend_block as attend_block
 from .block import backward_block as backward_block
 from .block import block_gradients as block_gradients
 from .block import block_implementation as block_implementation
+from .block import block_ranges as block_ranges
 from .block import forward_block as forward_block
 from .cache import ReadSlots as ReadSlots
 from .cache import attend_cache as attend_cache

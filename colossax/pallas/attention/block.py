@@ -7,6 +7,7 @@ by the kernels or by XLA: what a block asks for is the same in both directions.
 from types import ModuleType
 from typing import Any
 
+import jax
 from jaxtyping import Array, Float
 
 from colossax.pallas.target import current_target
@@ -144,6 +145,28 @@ def block_implementation(
     """
     spec = AttentionSpec.of(operands, scoring, return_lse=True, block=True)
     return choose(spec, current_target(), implementation, _FORMS)
+
+
+def block_ranges(operands: Operands, scoring: Scoring, *, implementation: str = "auto") -> Mask:
+    """The mask of a block, carrying what both directions would compute of it alone.
+
+    As `with_ranges` for whole attention: a block that finds ranges of others computes its own, and
+    a mask without arrays carries nothing.
+
+    Args:
+        operands: As of `forward_block`; q, k and v may be shapes.
+        scoring: As of `forward_block`, likewise.
+        implementation: As of `attend_block`.
+
+    Raises:
+        NotImplementedError: The implementation named does not take this block, says why.
+    """
+    mask = operands.masked
+    if not jax.tree.leaves(mask):
+        return mask
+    spec = AttentionSpec.of(operands, scoring, return_lse=True, block=True)
+    form = _form(operands, scoring, implementation)
+    return mask.changed(ranges=form.ranges_of(mask, spec))
 
 
 def _form(operands: Operands, scoring: Scoring, implementation: str) -> Any:

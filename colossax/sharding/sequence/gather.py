@@ -22,8 +22,9 @@ from colossax.pallas.attention import (
 )
 
 from .axes import Packing
-from .order import Order, positions_local
-from .step import Settings
+from .masks import gathered_masks_local, natural
+from .order import Order
+from .settings import Settings
 
 
 def gather_attention_local(
@@ -80,35 +81,18 @@ _attend.defvjp(_attend_fwd, _attend_bwd)
 
 def _gather_local(settings: Settings, operands: Operands, scoring: Scoring) -> Operands:
     """With keys and values of the whole sequence, in natural order."""
-    axes, mask = settings.axes, operands.masked
-    names = ("kv_positions", "kv_segments", "kv_valid")
-    shards = operands.k, operands.v, {name: getattr(mask, name) for name in names}
+    shards = operands.k, operands.v
     packing = Packing.of(shards)
-    gathered = (jax.lax.all_gather(x, axes.circle.names) for x in packing.pack(shards))
-    by_rank = jax.vmap(packing.unpack)(tuple(gathered))
-    k, v, of_keys = jax.tree.map(functools.partial(_natural, order=settings.order), by_rank)
-    if mask.q_positions is None and (mask.ordered or scoring.by_distance):
-        of_keys["q_positions"] = positions_local(
-            axes.source_local(),
-            length=operands.lengths[0],
-            ranks=axes.size,
-            order=settings.order,
-        )
-    mask = mask.changed(ascending=mask.ascends, **of_keys)
+    names = settings.axes.circle.names
+    gathered = tuple(jax.lax.all_gather(x, names) for x in packing.pack(shards))
+    by_rank = jax.vmap(packing.unpack)(gathered)
+    k, v = (natural(x, order=settings.order) for x in by_rank)
+    mask = gathered_masks_local(settings, operands, scoring).of_own
     return operands.replace(k=k, v=v, mask=mask)
 
 
-def _natural(x: Array, *, order: str) -> Array:
-    """`[R, b, t, ...]`, shard by shard, as `[b, R t, ...]` in natural order of tokens."""
-    if order == Order.ZIGZAG:
-        first, second = jnp.split(x, 2, axis=2)
-        x = jnp.concatenate([first, second[::-1]])
-    x = jnp.moveaxis(x, 0, 1)
-    return x.reshape(x.shape[0], -1, *x.shape[3:])
-
-
 def _by_rank(x: Array, ranks: int, order: str) -> Array:
-    """Undoes `_natural`."""
+    """Undoes `natural`."""
     chunks = 2 * ranks if order == Order.ZIGZAG else ranks
     x = jnp.moveaxis(x.reshape(x.shape[0], chunks, -1, *x.shape[2:]), 1, 0)
     if order == Order.ZIGZAG:

@@ -24,7 +24,8 @@ from jaxtyping import Array, Float
 from colossax.pallas.attention import Operands, Scoring, row_delta, with_sinks
 
 from .axes import Circle, Packing
-from .step import Keys, Settings, Step
+from .settings import Settings
+from .step import Step
 
 DOUBLE_RING_OPTIONS = {"xla_gpu_experimental_parallel_collective_overlap_limit": 2}
 """Compiler options of a program with a double ring. XLA has one collective in flight otherwise, and
@@ -38,8 +39,9 @@ def ring_attention_local(
     """Exact softmax attention of one rank's queries to the keys of all R ranks.
 
     Positions that the mask leaves out are natural indices, which follow from rank and order. Arrays
-    of the mask are this rank's part, those of keys travel along. Steps in which no rank sees a key
-    through a window of natural indices are left out with their hops (single ring).
+    of the mask are this rank's part, those of keys are gathered unless the mask carries what comes
+    of them (`ring_masks_local`). Steps in which no rank sees a key through a window of natural
+    indices are left out with their hops (single ring).
 
     Returns:
         Output in q's dtype and the float32 log-partition, sinks included; both differentiable.
@@ -84,12 +86,12 @@ _ring.defvjp(_ring_fwd, _ring_bwd)
 
 
 def _forward(settings: Settings, operands: Operands, scoring: Scoring) -> tuple[Array, Array]:
-    axes, keys = settings.axes, Keys.of(operands)
+    axes, keys = settings.axes, (operands.k, operands.v)
     step = Step.of(settings, operands, scoring)
     packing = Packing.of(keys)
 
     def visit(state: Any, packed: Any, a: Any, b: Any) -> Any:
-        return step.forward_local(packing.unpack(packed), axes.source_local(a, b), state)
+        return step.forward_local(packing.unpack(packed), a * axes.inner_size + b, state)
 
     def sweep(state: Any, packed: Any, a: Any, offsets: Sequence[int]) -> Any:
         """Along the inner ring, with keys from `a` places back on the outer one."""
@@ -101,7 +103,7 @@ def _forward(settings: Settings, operands: Operands, scoring: Scoring) -> tuple[
         return sweep(visit(state, packed, a, 0), packed, a, range(1, axes.inner_size))
 
     packed = packing.pack(keys)
-    state = sweep(step.own_forward_local(keys), packed, 0, step.inner_offsets(keys))
+    state = sweep(step.own_forward_local(keys), packed, 0, step.inner_offsets)
     out, lse = _travel(axes.outer_circle, packed, range(1, axes.outer_size), outer_visit, state)
     return out.astype(operands.q.dtype), lse
 
@@ -120,13 +122,13 @@ def _backward(
     a last hop takes them home. What a device adds to the keys with which a ring starts does not
     travel along it: that is computed under the last hop, so that something hides it.
     """
-    axes, keys = settings.axes, Keys.of(operands)
+    axes, keys = settings.axes, (operands.k, operands.v)
     inner, outer = axes.inner_circle, axes.outer_circle
     step = Step.of(settings, operands, scoring, dout=dout, lse=lse, delta=delta)
     packing = Packing.of(keys)
 
     def visit(of_queries: Any, packed: Any, a: Any, b: Any) -> tuple[Any, Any]:
-        gradients, dkv = step.backward_local(packing.unpack(packed), axes.source_local(a, b))
+        gradients, dkv = step.backward_local(packing.unpack(packed), a * axes.inner_size + b)
         return _add(of_queries, gradients), dkv
 
     def sweep(of_queries: Any, packed: Any, a: Any, offsets: Sequence[int]) -> tuple[Any, Any]:
@@ -156,10 +158,10 @@ def _backward(
         state, packed = jax.lax.optimization_barrier((state, packed))
     of_queries, dkv = state
     dkv = outer.shift_local(dkv, 1)
-    of_queries, travelled = sweep(of_queries, packed, 0, step.inner_offsets(keys))
+    of_queries, travelled = sweep(of_queries, packed, 0, step.inner_offsets)
     gradients, local_dkv = step.own_backward_local(keys)
     (dq, of_scoring), dkv = _add(of_queries, gradients), _add(_add(dkv, travelled), local_dkv)
-    return dq, *Packing.of((operands.k, operands.v)).unpack(dkv), of_scoring
+    return dq, *packing.unpack(dkv), of_scoring
 
 
 def _travel(
@@ -173,37 +175,37 @@ def _travel(
 ) -> Any:
     """Visit what lies `offset` places back, for each offset in ascending order.
 
-    `visit(state, packed, offset, hop)` sees the arrays `hop` places after the visit before. Their
-    next hop depends on no visit, so the compiler can hide it behind one. Visits between equal hops
-    are the iterations of a loop; `first_alone` keeps the first out of it, for a state that only
-    visits complete.
+    `visit(state, packed, number, hop)`, numbered from 1, sees the arrays `hop` places after the
+    visit before. Their next hop depends on no visit, so the compiler can hide it behind one. Visits
+    between equal hops are the iterations of a loop; `first_alone` keeps the first out of it, for a
+    state that only visits complete.
     """
     if not offsets:
         return state
     hops = np.diff([0, *offsets]).tolist()
-    stops = list(zip(offsets, hops, [*hops[1:], 0], strict=True))
+    stops = list(zip(range(1, len(hops) + 1), hops, [*hops[1:], 0], strict=True))
     alone = stops[0] if first_alone else None
 
-    def stop(carry: Any, offset: Any, came: int, goes: int) -> Any:
+    def stop(carry: Any, number: Any, came: int, goes: int) -> Any:
         state, packed = carry
         following = circle.shift_local(packed, goes) if goes else packed
-        return visit(state, packed, offset, came), following
+        return visit(state, packed, number, came), following
 
     carry = state, circle.shift_local(packed, hops[0])
     for (_, came, goes), group in itertools.groupby(stops, lambda s: (s == alone, *s[1:])):
         # Else XLA would combine hops of several visits and wait for all of them at the first.
         carry = jax.lax.optimization_barrier(carry)
-        places = [offset for offset, _, _ in group]
-        if len(places) == 1:
-            carry = stop(carry, places[0], came, goes)
+        numbers = [number for number, _, _ in group]
+        if len(numbers) == 1:
+            carry = stop(carry, numbers[0], came, goes)
         else:
             one = functools.partial(_scanned, stop, came, goes)
-            carry, _ = jax.lax.scan(one, carry, jnp.asarray(places, jnp.int32))
+            carry, _ = jax.lax.scan(one, carry, jnp.asarray(numbers, jnp.int32))
     return carry[0]
 
 
-def _scanned(stop: Callable[..., Any], came: int, goes: int, carry: Any, offset: Array) -> Any:
-    return stop(carry, offset, came, goes), None
+def _scanned(stop: Callable[..., Any], came: int, goes: int, carry: Any, number: Array) -> Any:
+    return stop(carry, number, came, goes), None
 
 
 def _add(one: Any, two: Any) -> Any:

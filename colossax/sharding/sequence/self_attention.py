@@ -16,7 +16,7 @@ from colossax.pallas.attention import Operands, Scoring, dense, with_sinks
 
 from .axes import RingAxes
 from .order import positions_local
-from .step import Settings
+from .settings import Settings
 
 
 def ring_self_attention_local(

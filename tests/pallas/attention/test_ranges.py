@@ -13,12 +13,17 @@ from colossax.pallas.attention import (
     Scoring,
     api,
     attention,
+    backward_block,
+    block_ranges,
+    forward_block,
     reference,
+    row_delta,
     with_ranges,
     xla,
 )
 from colossax.pallas.attention.mask import RANGES
 from colossax.pallas.target import target
+from tests.pallas.places import everywhere
 from tests.programs import equations
 
 B, S, N, H = 2, 40, 2, 64
@@ -140,3 +145,35 @@ def test_values_of_the_kernels_are_the_same_bits(place):
     given = arrays(jnp.bfloat16)
     mask = carrying(PACKED, place, jnp.bfloat16)
     same(both_ways(*given, mask, place), both_ways(*given, PACKED, place))
+
+
+OTHER = jnp.asarray(np.stack([np.repeat([0, 1, 2], [9, 11, 20]), np.repeat([0, -1], [25, 15])]))
+
+
+def both_directions(mask, name, given):
+    """A block's output, and all gradients of one over it."""
+    q, k, v, dout = given
+    block, scoring = Operands(q=q, k=k, v=v, mask=mask), Scoring.of(q)
+    out, lse = forward_block(block, scoring, implementation=name)
+    backward = {"dout": dout, "lse": lse, "delta": row_delta(out, lse, dout, jnp.zeros_like(lse))}
+    return out, lse, backward_block(block, scoring, **backward, implementation=name)
+
+
+@everywhere
+@pytest.mark.catches("kernel-step-of-ring")
+@pytest.mark.catches("kernel-step-of-ring-backward")
+def test_of_ranges_stacked_for_a_ring_a_kernel_picks_its_step(place):
+    given = (*arrays(jnp.bfloat16), arrays(jnp.bfloat16)[0])
+    steps = jnp.stack([SEGMENTS, OTHER, SEGMENTS[::-1]])
+    q, k, v, _ = given
+
+    def made(segments):
+        mask = PACKED.changed(q_segments=segments, kv_segments=segments)
+        return block_ranges(Operands(q=q, k=k, v=v, mask=mask), Scoring.of(q), implementation=place)
+
+    stacks = jax.vmap(made)(steps)
+    run = jax.jit(both_directions, static_argnums=1)
+    for number, segments in enumerate(steps):
+        mask = PACKED.changed(q_segments=segments, kv_segments=segments)
+        stepped = mask.changed(ranges=stacks.ranges.of_step(jnp.int32(number)))
+        same(run(stepped, place, given), run(mask, place, given))

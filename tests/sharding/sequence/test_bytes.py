@@ -99,14 +99,13 @@ def test_keys_and_values_are_one_message_where_their_shapes_agree():
         assert sorted(c.bytes for c in backward) == sorted(2 * sent)
 
 
-def test_masks_of_keys_travel_and_natural_positions_do_not():
+def test_masks_of_keys_are_gathered_and_natural_positions_are_not():
     layout = Layout(ring=4)
-    segments = jnp.zeros((1, S), jnp.int32)
+    segments = jnp.arange(S, dtype=jnp.int32)[None] // 40
     mask = Mask(causal=True, window=(40, 0), q_segments=segments, kv_segments=segments)
     forward, backward = ring(layout, key_bytes(layout))
-    ids = 3 * S // 4 * 4
     for sent in (forward, backward):
-        sent["collective-permute", "ring"] += ids
+        sent["all-gather", "ring"] = S * 4
     check(layout, forward, backward, mask=mask)
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from colossax.pallas.attention import Mask, Operands, Scoring, row_delta
 from colossax.sharding.sequence.axes import RingAxes
-from colossax.sharding.sequence.step import Keys, Settings, Step
+from colossax.sharding.sequence.settings import Settings
+from colossax.sharding.sequence.step import Step
 from tests.pallas.places import everywhere, no_races
 
 RANKS, RANK, TOKENS, HEADS, H = 4, 1, 128, 1, 64
@@ -33,13 +34,13 @@ def both_directions(implementation, source, arrays):
         implementation=implementation,
     )
     scoring = Scoring(scale=H**-0.5)
-    here, there = (Operands(q=q, k=k, v=v, mask=MASK) for k, v in (own, other))
+    here = Operands(q=q, k=own[0], v=own[1], mask=MASK)
     step = Step.of(settings, here, scoring)
-    state = step.own_forward_local(Keys.of(here))
-    out, lse = step.forward_local(Keys.of(there), jnp.asarray(source), state)
+    number = (RANK - source) % RANKS
+    out, lse = step.forward_local(other, number, step.own_forward_local(own))
     delta = row_delta(out, lse, dout, jnp.zeros_like(lse))
     step = Step.of(settings, here, scoring, dout=dout, lse=lse, delta=delta)
-    (dq, _), dkv = step.backward_local(Keys.of(there), jnp.asarray(source))
+    (dq, _), dkv = step.backward_local(other, number)
     return out, lse, dq, dkv
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from colossax.pallas.attention.mask import RANGES, Mask, row_ranges, why_no_ranges
 from colossax.pallas.attention.merge import row_delta, with_sinks
@@ -110,6 +110,15 @@ class KernelRanges:
     backward: Any = None
     made_for: Any = dataclasses.field(metadata={"static": True})
 
+    def of_step(self, step: Int[Array, ""]) -> "KernelRanges":
+        """Of these, stacks over the steps of a ring, those of one; the kernels pick them."""
+        here = step.astype(jnp.int32)[None]
+        return dataclasses.replace(
+            self,
+            forward=dataclasses.replace(self.forward, step=here),
+            backward=dataclasses.replace(self.backward, step=here),
+        )
+
 
 def ranges_of(mask: Mask, spec: AttentionSpec) -> KernelRanges:
     """What `attend` reads of the mask, see `api.with_ranges`."""
@@ -191,6 +200,15 @@ def _attend_bwd(static: _Static, saved: Any, cotangents: Any) -> Any:
 _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
+def _of_block(operands: Operands, scoring: Scoring) -> KernelRanges:
+    """One kernel serves all blocks: what is no step among several is the only one."""
+    spec = AttentionSpec.of(operands, scoring, return_lse=True, block=True)
+    ranges = _carried(operands.masked, spec) or ranges_of(operands.masked, spec)
+    if ranges.forward.step is not None:
+        return ranges
+    return jax.tree.map(lambda x: x[None], ranges).of_step(jnp.zeros((), jnp.int32))
+
+
 def attend_block(
     operands: Operands,
     scoring: Scoring,
@@ -199,8 +217,8 @@ def attend_block(
     interpret: bool = False,
 ) -> tuple[Float[Array, "b s n hv"], Float[Array, "b n s"]]:
     """See `block.forward_block`."""
-    lo, hi = row_ranges(operands.masked, *operands.lengths)
-    given = {"lo": lo, "hi": hi, "carried": carried, "dtype": jnp.float32}
+    ranges = _of_block(operands, scoring)
+    given = {"visits": ranges.forward, "carried": carried, "dtype": jnp.float32}
     options = _Static.of(scoring, interpret).options
     return forward(operands.q, operands.k, operands.v, **given, **options)
 
@@ -215,9 +233,9 @@ def block_gradients(
     interpret: bool = False,
 ) -> tuple[Operands, Scoring]:
     """See `block.backward_block`."""
-    lo, hi = row_ranges(operands.masked, *operands.lengths)
-    given = {"lo": lo, "hi": hi, "dout": dout, "lse": lse, "delta": delta, "dtype": jnp.float32}
-    options = _Static.of(scoring, interpret).options
+    ranges = _of_block(operands, scoring)
+    given = {"visits": ranges.backward, "dout": dout, "lse": lse, "delta": delta}
+    options = {**_Static.of(scoring, interpret).options, "dtype": jnp.float32}
     dq, dk, dv, _ = gradients(operands.q, operands.k, operands.v, **given, **options)
     return Operands(q=dq, k=dk, v=dv, mask=None), Scoring(
         scale=scoring.scale, soft_cap=scoring.soft_cap

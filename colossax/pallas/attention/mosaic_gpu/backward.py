@@ -22,8 +22,8 @@ def gradients(
     k: Float[Array, "b t k h"],
     v: Float[Array, "b t k hv"],
     *,
-    lo: Int[Array, "_ s"],
-    hi: Int[Array, "_ s"],
+    lo: Int[Array, "_ s"] | None = None,
+    hi: Int[Array, "_ s"] | None = None,
     bias: Float[Array, "_ _ s t"] | None = None,
     visits: BackwardVisits | None = None,
     dout: Float[Array, "b s n hv"],
@@ -49,7 +49,7 @@ def gradients(
         lo: First key that a query sees, `[b or 1, s]`; neither `lo` nor `hi` falls along a row.
         hi: One behind the last, likewise; where `hi <= lo` a query sees nothing.
         bias: `[b or 1, n or 1, s, t]`.
-        visits: Those of these ranges, where they are known.
+        visits: Those of these ranges, where they are known; `lo` and `hi` then are not read.
         dout: Gradient of the output.
         lse: Natural log-partition of each row; -inf where it sees nothing.
         delta: `sum(out dout) - dlse` over the head.
@@ -77,6 +77,7 @@ def gradients(
         tiles = tiles_for(q.shape[-1], v.shape[-1], **laden)
     s, t = q.shape[1], k.shape[1]
     if visits is None:
+        assert lo is not None and hi is not None
         with jax.named_scope(RANGES):
             visits = BackwardVisits.of(lo, hi, t, tiles, bias is not None)
     empty = jnp.isneginf(lse)

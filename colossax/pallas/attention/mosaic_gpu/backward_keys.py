@@ -67,7 +67,7 @@ def key_gradients(
         warpgroups=tiles.warpgroups + 1,
         interpret=operands.interpret,
     )
-    dk, dv = run(*operands.arrays, operands.visits.of_keys, *biases)
+    dk, dv = run(*operands.arrays, operands.visits.of_keys, *operands.steps, *biases)
     if split > 1:
         dk, dv = (x.reshape(b, t, kv_heads, split, -1).sum(3) for x in (dk, dv))
     return dk.astype(operands.dtype), dv.astype(operands.dtype)
@@ -103,6 +103,7 @@ def _scratch(operands: Operands, tiles: KeyTiles) -> dict[str, Any]:
 
 def attention_dk_dv(operands, tiles, split, q, k, v, dout, rows, ranges, visits, *others):
     *biases, dk, dv, held = others
+    ranges, visits = operands.of_step(ranges, visits, biases)
     ops, queries, dtype = operands.ops, tiles.queries, q.dtype
     wg, batch, part_of_head, tile = (
         jax.lax.axis_index(name) for name in ("wg", "batch", "parts", "tiles")

@@ -32,12 +32,14 @@ class BackwardVisits:
         of_queries: `Visits.packed` of the blocks of dq.
         of_keys: Those of dk and dv.
         of_bias: Those of dbias, or None.
+        step: As of `ForwardVisits`.
     """
 
     ranges: Any
     of_queries: Any
     of_keys: Any
     of_bias: Any
+    step: Any = None
 
     @classmethod
     def of(
@@ -104,6 +106,18 @@ class Operands:
     def biases(self) -> tuple[jax.Array, ...]:
         """The bias, if there is one."""
         return () if self.bias is None else (self.bias,)
+
+    @property
+    def steps(self) -> tuple[jax.Array, ...]:
+        """Which step of a ring it is, where visits are stacks over those."""
+        return () if self.visits.step is None else (self.visits.step,)
+
+    def of_step(self, ranges: Any, visits: Any, others: list[Any]) -> tuple[Any, Any]:
+        """References to this step's ranges and visits; takes `steps` off the front of `others`."""
+        if not self.steps:
+            return ranges, visits
+        step = others.pop(0)[0]
+        return ranges.at[step], visits.at[step]
 
 
 def weigh(

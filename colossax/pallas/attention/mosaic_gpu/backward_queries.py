@@ -48,7 +48,7 @@ def query_gradient(operands: Operands, tiles: QueryTiles) -> jax.Array:
         warpgroups=tiles.warpgroups + 1,
         interpret=operands.interpret,
     )
-    return run(*operands.arrays, operands.visits.of_queries, *operands.biases)[0]
+    return run(*operands.arrays, operands.visits.of_queries, *operands.steps, *operands.biases)[0]
 
 
 def _scratch(operands: Operands, tiles: QueryTiles) -> dict[str, Any]:
@@ -72,6 +72,7 @@ def _scratch(operands: Operands, tiles: QueryTiles) -> dict[str, Any]:
 
 def attention_dq(operands, tiles, q, k, v, dout, rows, ranges, visits, *others):
     *biases, dq, held = others
+    ranges, visits = operands.of_step(ranges, visits, biases)
     ops, keys = operands.ops, tiles.keys
     wg, batch, head = (jax.lax.axis_index(name) for name in ("wg", "batch", "heads"))
     # Under a causal mask the last tiles have most to do: they start first.

@@ -43,8 +43,8 @@ def forward(
     k: Float[Array, "b t k h"],
     v: Float[Array, "b t k hv"],
     *,
-    lo: Int[Array, "_ s"],
-    hi: Int[Array, "_ s"],
+    lo: Int[Array, "_ s"] | None = None,
+    hi: Int[Array, "_ s"] | None = None,
     bias: Float[Array, "_ _ s t"] | None = None,
     visits: "ForwardVisits | None" = None,
     carried: tuple[Float[Array, "b s n hv"], Float[Array, "b n s"]] | None = None,
@@ -65,7 +65,7 @@ def forward(
         lo: First key that a query sees, `[b or 1, s]`.
         hi: One behind the last, likewise; where `hi <= lo` the output is 0 and lse -inf.
         bias: `[b or 1, n or 1, s, t]`, float32, bfloat16 or float16.
-        visits: Those of these ranges, where they are known.
+        visits: Those of these ranges, where they are known; `lo` and `hi` then are not read.
         carried: Output and lse of the same queries over other keys, in float32, 0 and -inf where
             they saw none. The result then is attention to both: the running softmax starts from
             these in place of nothing, as `merge_blocks` of two results without its pass over them.
@@ -88,6 +88,7 @@ def forward(
     q = pad_to_multiple(q, {1: BLOCK_ROWS})
     k, v = (pad_to_multiple(x, {1: tile.keys}) for x in (k, v))
     if visits is None:
+        assert lo is not None and hi is not None
         with jax.named_scope(RANGES):
             visits = ForwardVisits.of(lo, hi, tile)
     if bias is not None:
@@ -106,6 +107,7 @@ def forward(
         dtype=jnp.dtype(dtype),
         biased=bias is not None,
         carries=carried is not None,
+        stepped=visits.step is not None,
     )
     given = (
         q,
@@ -114,6 +116,7 @@ def forward(
         visits.lo,
         visits.hi,
         visits.plan,
+        *(() if visits.step is None else (visits.step,)),
         *(() if bias is None else (bias,)),
         *(carried or ()),
     )
@@ -145,11 +148,14 @@ class ForwardVisits:
         lo: `[b or 1, s]`.
         hi: Likewise.
         plan: `[b or 1, blocks, 5]`, see `_plan`.
+        step: None; or int32 `[1]`, where all these are stacks over the steps of a ring: which step
+            it is. The kernel reads it: else XLA copied the step's part of each stack beforehand.
     """
 
     lo: Any
     hi: Any
     plan: Any
+    step: Any = None
 
     @classmethod
     def of(cls, lo: Int[Array, "_ s"], hi: Int[Array, "_ s"], tile: Tile) -> "ForwardVisits":
@@ -182,6 +188,7 @@ class _Forward:
     dtype: Any
     biased: bool
     carries: bool
+    stepped: bool
 
     def scratch(self, q: Array, v: Array, bias: Array | None) -> dict[str, Any]:
         """Shared memory of a block."""
@@ -211,6 +218,9 @@ class _Forward:
 
     def body(self, q, k, v, lo, hi, plan, *rest):
         *given, out, lse, shared = rest
+        if self.stepped:
+            step = given.pop(0)[0]
+            lo, hi, plan = (x.at[step] for x in (lo, hi, plan))
         bias = given[0] if self.biased else None
         carried = given[-2:] if self.carries else None
         batch = jax.lax.axis_index("batch")
