@@ -8,6 +8,7 @@ import jax
 from colossax.config import Plan
 from colossax.nn import MakeModels
 from colossax.optim import Optimizer
+from colossax.planner.arguments import as_plan, check_arguments
 from colossax.planner.settling import Facts, Settled, check_settled, settle
 from colossax.step.loss import Loss
 from colossax.step.step import Step, StepOptions
@@ -18,7 +19,7 @@ def boost(
     make_model: MakeModels,
     optimizer: Optimizer,
     loss: Loss,
-    plan: Plan,
+    plan: Plan | str,
     *,
     devices: Sequence[jax.Device] | None = None,
     seed: int = 0,
@@ -34,7 +35,8 @@ def boost(
             `colossax.optim` that treat layers apart; or one for each model by name, whose
             `opt_state` is by name then. Gradients are clipped together.
         loss: `(model, batch) -> ({term: (total, weight, coefficient)}, metrics)`; see `Loss`.
-        plan: How to spread it; what it leaves to `auto` is settled, see `settle`.
+        plan: How to spread it, or the name of a preset; what it leaves to `auto` is settled, see
+            `settle`.
         devices: Default all.
         seed: Of the parameters and of the step's random keys.
         **options: Fields of `StepOptions`.
@@ -45,10 +47,12 @@ def boost(
     Raises:
         PlanError: The plan does not fit model or devices, or cannot be settled; nothing has been
             allocated.
-        InputError: The model holds variables that are not parameters.
+        InputError: The model holds variables that are not parameters; or an argument is another
+            thing, with the call that was meant.
     """
+    check_arguments(make_model, optimizer, loss)
     facts = _facts(make_model, optimizer, loss, devices, options)
-    step = built(settle(plan, facts), facts)
+    step = built(settle(as_plan(plan), facts), facts)
     return step.init(seed), step
 
 
@@ -56,7 +60,7 @@ def build_step(
     make_model: MakeModels,
     optimizer: Optimizer,
     loss: Loss,
-    plan: Plan | Settled,
+    plan: Plan | Settled | str,
     *,
     devices: Sequence[jax.Device] | None = None,
     **options: Any,
@@ -69,15 +73,18 @@ def build_step(
         make_model: See `boost`.
         optimizer: See `boost`.
         loss: See `boost`.
-        plan: That leaves nothing to `auto`; of a `Settled` the step's note has the reasons.
+        plan: That leaves nothing to `auto`, or the name of a preset; of a `Settled` the step's
+            note has the reasons.
         devices: Default all.
         **options: Fields of `StepOptions`.
 
     Raises:
         PlanError: The plan leaves something open, or does not fit model or devices.
+        InputError: See `boost`.
     """
+    check_arguments(make_model, optimizer, loss)
     facts = _facts(make_model, optimizer, loss, devices, options)
-    return built(plan if isinstance(plan, Settled) else Settled(plan=plan), facts)
+    return built(plan if isinstance(plan, Settled) else Settled(plan=as_plan(plan)), facts)
 
 
 def _facts(

@@ -39,10 +39,11 @@ class BatchPlacer:
         arrays inside the step.
 
         Raises:
-            InputError: Shapes or dtypes are not those of the first batch, or documents are not
-                numbered in their order.
+            InputError: It is no mapping of arrays by name, shapes or dtypes are not those of the
+                first batch, or documents are not numbered in their order.
             PlanError: Microbatches and devices do not divide it.
         """
+        _check_named(batch)
         placed = all(isinstance(x, jax.Array) for x in batch.values())
         if not placed:
             hosted = {n: x if isinstance(x, jax.Array) else _host(x) for n, x in batch.items()}
@@ -119,6 +120,15 @@ class BatchPlacer:
             batch = self.arrange(batch)
         order = batch.order if isinstance(batch, Arranged) else NATURAL
         return dict(batch), order
+
+
+def _check_named(batch: Any) -> None:
+    if not isinstance(batch, Mapping):
+        raise InputError(
+            f"batch: found a {type(batch).__name__}; name its arrays, as in"
+            ' step(state, {"x": x, "y": y}), and give boost the dims of those that are not text, as'
+            ' batch_dims={"x": ("batch", None)}'
+        )
 
 
 def _host(x: Any) -> np.ndarray:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
@@ -24,8 +25,12 @@ Totals and maxima may be arrays, such as one number for each layer; weights are 
 """
 
 
-Loss = Callable[..., tuple[Terms, Sums]]
-"""`loss(model, batch)`, also given `variables=` and `key=` where its signature names them."""
+Loss = Callable[..., tuple[Terms, Sums] | Array]
+"""`loss(model, batch)`, also given `variables=` and `key=` where its signature names them.
+
+One number, such as a mean over the batch, is taken where a step has one microbatch: of several it
+is not known what each counts.
+"""
 
 
 def any_order(loss: Loss) -> Loss:
@@ -40,8 +45,12 @@ def any_order(loss: Loss) -> Loss:
     return loss
 
 
-RESERVED = frozenset({"loss", "grad_norm", "tokens", "skipped"})
-"""Names of the step's own metrics."""
+SCALAR = "scalar"
+"""The term of a loss that is one number: weight 1, coefficient 1."""
+
+
+RESERVED = frozenset({"loss", "grad_norm", "tokens", "skipped", SCALAR})
+"""Names of the step's own metrics and terms."""
 
 
 Totals = dict[str, Any]
@@ -54,6 +63,8 @@ def checked(result: Any) -> tuple[Terms, Sums]:
     Raises:
         InputError: It is something else.
     """
+    if isinstance(result, jax.Array) and result.shape == ():
+        return {SCALAR: (result.astype(jnp.float32), jnp.float32(1), 1.0)}, {}
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Mapping)):
         raise InputError(
             "loss: expected ({term: (total, weight, coefficient)}, metrics),"

@@ -14,7 +14,7 @@ from colossax.config import BoundPlan
 from colossax.errors import InputError
 from colossax.step.gradients.method import GradientMethod, Gradients
 from colossax.step.gradients.sums import accumulable, constrained, square_norm, summed_up
-from colossax.step.loss import Loss, Sums, Terms, Totals, checked
+from colossax.step.loss import SCALAR, Loss, Sums, Terms, Totals, checked
 from colossax.step.microbatches import Microbatches
 from colossax.step.trainable import joined, split
 from colossax.typing import Batch, Params
@@ -123,7 +123,7 @@ def with_term_weights(
         micro: Without weights.
 
     Raises:
-        InputError: A weight depends on parameters.
+        InputError: A weight depends on parameters, or there is none.
     """
 
     def weigh(params: Params, microbatch: Batch, key: Array) -> dict[str, Array]:
@@ -139,5 +139,11 @@ def with_term_weights(
         )
     if micro.count == 1:
         return micro
+    if SCALAR in jax.eval_shape(weigh, params, *micro.first):
+        raise InputError(
+            f"loss: it is one number, and a step of {micro.count} microbatches needs to know what"
+            " each counts; return ({'error': (sum, count, 1.0)}, {}), with the sum over the"
+            " batch and how many were added"
+        )
     each = jax.lax.map(lambda xs: weigh(params, *xs), (micro.arrays, micro.keys))
     return dataclasses.replace(micro, term_weights=jax.tree.map(jnp.sum, each))
