@@ -47,6 +47,8 @@ class ParamInfo:
             do: they are small). On disk a layer's state is one record, vectors and all; the CPU
             updates all of a layer.
         model: Name of its model where there are several, the first part of `path`.
+        learns: Whether it ever gets a gradient and optimizer state.
+        own_dtype: Dtype at rest whatever the plan; None: `precision.params`.
     """
 
     path: str
@@ -59,6 +61,12 @@ class ParamInfo:
     placement: Placement = Placement()
     resident: bool = False
     model: str | None = None
+    learns: bool = True
+    own_dtype: np.dtype | None = None
+
+    def at_rest(self, params: Any) -> np.dtype:
+        """Dtype at rest under a plan whose `precision.params` this is."""
+        return np.dtype(params) if self.own_dtype is None else self.own_dtype
 
     @property
     def own_path(self) -> str:

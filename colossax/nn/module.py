@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array
@@ -20,17 +21,38 @@ from colossax.sharding import param_sharding, use, validate
 from colossax.typing import Dims, ParamInfo, Params
 
 
-def param(value: Array, dims: Dims) -> nnx.Param:
+def param(value: Array, dims: Dims, *, learns: bool = True, dtype: Any = None) -> nnx.Param:
     """A parameter with one logical name (or None) per dim.
 
-    The same as `nnx.Param(value, out_sharding=dims, eager_sharding=False)`: our own rules turn
-    the names into shardings, not Flax's.
+    By default the same as `nnx.Param(value, out_sharding=dims, eager_sharding=False)`: our own
+    rules turn the names into shardings, not Flax's.
+
+    Args:
+        value: Cast to `dtype`, if that is given.
+        dims: Names.
+        learns: False: it never gets a gradient or optimizer state, whatever `trainable` says.
+        dtype: At rest and on disk, whatever the plan; None: the plan's `precision.params`, and of
+            integers their own.
+
+    Raises:
+        InputError: There are more names than dims, or fewer.
     """
     if value.ndim != len(dims):
         raise InputError(
             f"param: shape {value.shape} has {value.ndim} dims but {dims} names others"
         )
-    return nnx.Param(value, out_sharding=tuple(dims), eager_sharding=False)
+    own: dict[str, Any] = {} if learns else {"learns": False}
+    if dtype is not None:
+        own["own_dtype"] = np.dtype(dtype)
+        value = value.astype(dtype)
+    return nnx.Param(value, out_sharding=tuple(dims), eager_sharding=False, **own)
+
+
+def own_dtype(variable: Any) -> np.dtype | None:
+    """The dtype that a parameter keeps whatever the plan; None: the plan's."""
+    given = variable.get_metadata().get("own_dtype")
+    counts = not jnp.issubdtype(variable.dtype, jnp.inexact)
+    return np.dtype(variable.dtype) if given is None and counts else given
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,7 +74,7 @@ class ModelSpec:
         return nnx.merge(self.graphdef, params)
 
     def parameter_count(self) -> int:
-        """Numbers the model learns."""
+        """Numbers in all parameters, those that do not learn included."""
         return sum(int(np.prod(info.shape)) for info in jax.tree.leaves(self.infos))
 
 
@@ -67,7 +89,7 @@ def describe(make_model: MakeModels) -> ModelSpec:
 
     Raises:
         InputError: The model holds variables other than parameters (random state, batch
-            statistics), which a pure step would silently freeze.
+            statistics), which a pure step would silently freeze; or integers that learn.
     """
     named = isinstance(make_model, Mapping)
     if isinstance(make_model, Mapping):
@@ -144,7 +166,19 @@ def _info(path: tuple, variable: Any, model: str | None) -> ParamInfo:
         placement=metadata.get("placement", Placement()),
         resident=metadata.get("resident", False),
         model=model,
+        learns=_learns(label, variable),
+        own_dtype=own_dtype(variable),
     )
+
+
+def _learns(label: str, variable: Any) -> bool:
+    learns = variable.get_metadata().get("learns", True)
+    if learns and not jnp.issubdtype(variable.dtype, jnp.inexact):
+        raise InputError(
+            f"{label}: {variable.dtype} has no gradient, and this parameter learns; make it with"
+            f" colossax.nn.param(..., learns=False)"
+        )
+    return learns
 
 
 def pure(model: nnx.Module) -> Params:
@@ -167,7 +201,9 @@ def initialise(spec: ModelSpec, bound: BoundPlan, key: Array) -> Params:
     def init(key: Array) -> Params:
         with use(bound), nnx.use_eager_sharding(False):
             model = spec.make_model(nnx.Rngs(key))
-        return jax.tree.map(lambda leaf: leaf.astype(dtype), pure(model))
+        return jax.tree.map(
+            lambda leaf, info: leaf.astype(info.at_rest(dtype)), pure(model), spec.infos
+        )
 
     return jax.jit(init, out_shardings=shardings, compiler_options=_quick_compile(bound))(key)
 

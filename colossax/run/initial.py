@@ -1,7 +1,6 @@
 """What a run starts from: a state of its own, or the parameters of a checkpoint."""
 
 import jax
-import numpy as np
 
 from colossax.checkpoint import Checkpointer, find_checkpoint, slot_of
 from colossax.errors import DamagedStoreError
@@ -75,10 +74,13 @@ def initial_params(path: str, step: Step) -> Params:
         CheckpointError: Records are missing, of another model, or damaged.
     """
     checkpoint = find_checkpoint(path)
-    dtype = np.dtype(step.bound.plan.precision.params)
+    dtype = step.bound.plan.precision.params
     infos, structure = jax.tree.flatten(step.spec.infos)
     wants = [
-        (slot_of(info, _PARAMS, dtype=dtype), param_sharding(step.bound, "params", info))
+        (
+            slot_of(info, _PARAMS, dtype=info.at_rest(dtype)),
+            param_sharding(step.bound, "params", info),
+        )
         for info in infos
     ]
     arrays = Checkpointer(checkpoint.directory).restore(checkpoint.step, wants, convert=True)

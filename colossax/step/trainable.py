@@ -28,7 +28,13 @@ def joined(params: Any, frozen: Any) -> Any:
 
 
 def trainable_tree(infos: Any, trainable: Callable[[ParamInfo], bool] | None) -> Any:
-    chosen = jax.tree.map(lambda info: trainable is None or bool(trainable(info)), infos)
+    """Of each parameter, whether it learns: by itself, and as the filter says."""
+    chosen = jax.tree.map(
+        lambda info: info.learns and (trainable is None or bool(trainable(info))), infos
+    )
     if not any(jax.tree.leaves(chosen)):
-        raise InputError("trainable: no parameter is left to train; let the filter accept some")
+        raise InputError(
+            "trainable: no parameter is left to train; let the filter accept some of those that"
+            " learn"
+        )
     return chosen

@@ -263,18 +263,17 @@ class Streaming:
             params: Parameters, laid out by the plan.
             shardings: Of the optimizer's state.
         """
-        dtype = jax.tree.leaves(params)[0].dtype
         where = self.moments(shardings)
         state: dict[int, Array] = {}
         jobs: list[tuple[list[int], Callable]] = [
-            (self.rest.slots, functools.partial(self.rest.init, dtype)),
-            (self._shared, functools.partial(self.rest.init_shared, dtype)),
+            (self.rest.slots, self.rest.init),
+            (self._shared, self.rest.init_shared),
         ]
         for part in self.parts.values():
             if part.on_disk:
                 continue
             slot_shardings = [where[j] for j in part.slots]
-            jobs.append((part.slots, functools.partial(part.init_stacks, dtype, slot_shardings)))
+            jobs.append((part.slots, functools.partial(part.init_stacks, slot_shardings)))
         for slots, make in jobs:
             leaves = jax.jit(make, out_shardings=[where[j] for j in slots])() if slots else []
             state.update(zip(slots, leaves, strict=True))
