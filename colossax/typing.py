@@ -1,6 +1,7 @@
 """Types that cross room doors."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -49,6 +50,7 @@ class ParamInfo:
         model: Name of its model where there are several, the first part of `path`.
         learns: Whether it ever gets a gradient and optimizer state.
         own_dtype: Dtype at rest whatever the plan; None: `precision.params`.
+        update: Its own rule in place of the optimizer, `(value, gradient) -> value`, of one layer.
     """
 
     path: str
@@ -63,6 +65,7 @@ class ParamInfo:
     model: str | None = None
     learns: bool = True
     own_dtype: np.dtype | None = None
+    update: Callable[[Any, Any], Any] | None = None
 
     def at_rest(self, params: Any) -> np.dtype:
         """Dtype at rest under a plan whose `precision.params` this is."""

@@ -5,7 +5,7 @@ cost several times more per call on the host.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -21,7 +21,14 @@ from colossax.sharding import param_sharding, use, validate
 from colossax.typing import Dims, ParamInfo, Params
 
 
-def param(value: Array, dims: Dims, *, learns: bool = True, dtype: Any = None) -> nnx.Param:
+def param(
+    value: Array,
+    dims: Dims,
+    *,
+    learns: bool = True,
+    dtype: Any = None,
+    update: Callable[[Array, Array], Array] | None = None,
+) -> nnx.Param:
     """A parameter with one logical name (or None) per dim.
 
     By default the same as `nnx.Param(value, out_sharding=dims, eager_sharding=False)`: our own
@@ -33,6 +40,10 @@ def param(value: Array, dims: Dims, *, learns: bool = True, dtype: Any = None) -
         learns: False: it never gets a gradient or optimizer state, whatever `trainable` says.
         dtype: At rest and on disk, whatever the plan; None: the plan's `precision.params`, and of
             integers their own.
+        update: `(value, gradient) -> value`, of one layer, in place of the optimizer: once per step
+            whose loss and norm are finite, with the gradient summed over microbatches, neither
+            clipped nor part of the norm. It has no optimizer state. Give a function that has a
+            name of its own in a module: one made anew for each model is compiled anew.
 
     Raises:
         InputError: There are more names than dims, or fewer.
@@ -42,6 +53,8 @@ def param(value: Array, dims: Dims, *, learns: bool = True, dtype: Any = None) -
             f"param: shape {value.shape} has {value.ndim} dims but {dims} names others"
         )
     own: dict[str, Any] = {} if learns else {"learns": False}
+    if update is not None:
+        own["own_update"] = update
     if dtype is not None:
         own["own_dtype"] = np.dtype(dtype)
         value = value.astype(dtype)
@@ -168,6 +181,7 @@ def _info(path: tuple, variable: Any, model: str | None) -> ParamInfo:
         model=model,
         learns=_learns(label, variable),
         own_dtype=own_dtype(variable),
+        update=metadata.get("own_update"),
     )
 
 

@@ -31,7 +31,7 @@ class StateLayout:
         Args:
             bound: Plan and devices.
             infos: Of all parameters.
-            learning: Of those that learn, None elsewhere.
+            learning: Of those that the optimizer updates, None elsewhere.
             optimizer: Of those.
             variables: Initial ones.
         """

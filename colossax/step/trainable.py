@@ -27,6 +27,23 @@ def joined(params: Any, frozen: Any) -> Any:
     )
 
 
+def optimised(infos: Any) -> Any:
+    """Those that an optimizer updates: that have no rule of their own."""
+    return jax.tree.map(lambda info: info if info.update is None else None, infos)
+
+
+def by_own_rules(infos: Any, params: Any, grads: Any) -> Any:
+    """Parameters, those with a rule of their own and a gradient updated by it."""
+
+    def one(info: ParamInfo, value: Any, grad: Any) -> Any:
+        if info.update is None or value is None or grad is None:
+            return value
+        update = jax.vmap(info.update) if info.stacked else info.update
+        return update(value, grad).astype(value.dtype)
+
+    return jax.tree.map(one, infos, params, grads)
+
+
 def trainable_tree(infos: Any, trainable: Callable[[ParamInfo], bool] | None) -> Any:
     """Of each parameter, whether it learns: by itself, and as the filter says."""
     chosen = jax.tree.map(

@@ -75,6 +75,12 @@ def check_streamable(bound: BoundPlan, infos: Any, learning: Any, optimizer: Any
             f"plan.offload: no parameter in segment {segment[1]} of the layer stack"
             f" '{segment[0]}' learns; let the filter accept some, or drop the offload"
         )
+    for info in jax.tree.leaves(learning):
+        if info.update is not None:
+            raise PlanError(
+                f"plan.offload: layers are updated one by one by the optimizer, and '{info.path}'"
+                " has an update of its own; leave it out of what learns, or drop the offload"
+            )
     if isinstance(optimizer, Mapping):
         raise PlanError(
             "plan.offload: layers are updated one by one, and models with optimizers of their own"
