@@ -50,6 +50,8 @@ class ParamInfo:
         model: Name of its model where there are several, the first part of `path`.
         learns: Whether it ever gets a gradient and optimizer state.
         own_dtype: Dtype at rest whatever the plan; None: `precision.params`.
+        stood_at: Its path before `with_weights` put it where it is, as a part of another weight;
+            empty for a part that is new, None for any other parameter.
         update: Its own rule in place of the optimizer, `(value, gradient) -> value`, of one layer.
     """
 
@@ -65,6 +67,7 @@ class ParamInfo:
     model: str | None = None
     learns: bool = True
     own_dtype: np.dtype | None = None
+    stood_at: str | None = None
     update: Callable[[Any, Any], Any] | None = None
 
     def at_rest(self, params: Any) -> np.dtype:

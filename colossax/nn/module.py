@@ -163,6 +163,7 @@ def _info(path: tuple, variable: Any, model: str | None) -> ParamInfo:
         segment = ("/".join(map(str, path[:at])), int(path[at + 1]))
         path = (*path[:at], *path[at + 2 :])
     label = "/".join(map(str, path))
+    inside = metadata.get("inside")
     if len(dims) != len(variable.shape):
         raise InputError(
             f"{label}: names {len(dims)} dims {dims} for shape {tuple(variable.shape)};"
@@ -181,6 +182,7 @@ def _info(path: tuple, variable: Any, model: str | None) -> ParamInfo:
         model=model,
         learns=_learns(label, variable),
         own_dtype=own_dtype(variable),
+        stood_at="/".join(map(str, path[:-inside])) if inside else None if inside is None else "",
         update=metadata.get("own_update"),
     )
 
@@ -200,23 +202,41 @@ def pure(model: nnx.Module) -> Params:
     return nnx.to_pure_dict(nnx.split(model, nnx.Param, ...)[1])
 
 
-def initialise(spec: ModelSpec, bound: BoundPlan, key: Array) -> Params:
+def initialise(
+    spec: ModelSpec,
+    bound: BoundPlan,
+    key: Array,
+    *,
+    only: Callable[[ParamInfo], bool] | None = None,
+) -> Params:
     """Fresh parameters, each made where it lives: no device holds a whole sharded one.
 
     The values do not depend on the mesh.
+
+    Args:
+        spec: The model.
+        bound: Plan and devices.
+        key: A random key.
+        only: Which to make, None in place of the others; default all.
 
     Raises:
         PlanError: A parameter does not fit the plan.
     """
     validate(bound, spec.infos)
-    shardings = jax.tree.map(lambda info: param_sharding(bound, "params", info), spec.infos)
+    made = jax.tree.map(lambda info: only is None or only(info), spec.infos)
+    shardings = jax.tree.map(
+        lambda info, make: param_sharding(bound, "params", info) if make else None, spec.infos, made
+    )
     dtype = bound.plan.precision.params
 
     def init(key: Array) -> Params:
         with use(bound), nnx.use_eager_sharding(False):
             model = spec.make_model(nnx.Rngs(key))
         return jax.tree.map(
-            lambda leaf, info: leaf.astype(info.at_rest(dtype)), pure(model), spec.infos
+            lambda leaf, info, make: leaf.astype(info.at_rest(dtype)) if make else None,
+            pure(model),
+            spec.infos,
+            made,
         )
 
     return jax.jit(init, out_shardings=shardings, compiler_options=_quick_compile(bound))(key)

@@ -242,9 +242,14 @@ class Step:
 
     def init(self, seed: int = 0) -> TrainState:
         """A fresh state, each array made where it lives. The mesh does not change the values."""
-        key = jax.random.key(seed)
-        params = initialise(self.spec, self.bound, jax.random.fold_in(key, 0))
-        return self.init_from(params, seed)
+        return self.init_from(self.fresh_params(seed), seed)
+
+    def fresh_params(
+        self, seed: int = 0, *, only: Callable[[ParamInfo], bool] | None = None
+    ) -> Params:
+        """Those of `init`; see `colossax.nn.initialise`."""
+        key = jax.random.fold_in(jax.random.key(seed), 0)
+        return initialise(self.spec, self.bound, key, only=only)
 
     def init_from(self, params: Any, seed: int = 0) -> TrainState:
         """A state at step 0 with these parameters, already laid out by the plan."""
