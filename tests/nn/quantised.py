@@ -89,10 +89,10 @@ class Sum:
 
 
 def quantised(*, as_floats=False, config=CONFIG):
-    """A Llama whose layers' matrices are quantised, with a narrow pair beside each."""
+    """A Llama some matrices of whose layers are quantised, with a narrow pair beside each."""
 
     def make(name, module, rngs):
-        if not name.startswith(("attn", "mlp")):
+        if name not in ("attn/q", "attn/o", "mlp/down"):
             return None
         return LowRank(module, Quantised(module, as_floats=as_floats), rngs)
 

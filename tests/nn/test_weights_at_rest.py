@@ -76,7 +76,7 @@ def by_path(step, params):
 
 
 @pytest.mark.catches("own-dtype-cast-at-start")
-@pytest.mark.parametrize("plan", quick_first(["one device", *MESHES], 2))
+@pytest.mark.parametrize("plan", quick_first(["one device", *MESHES], ["2d", "host memory"]))
 def test_training_beside_int8_is_training_beside_floats_of_the_same_values(plan):
     """Their losses are equal; what does not learn is as before, to the bit, and has no state."""
     step = step_of(plan)
@@ -115,7 +115,7 @@ def test_the_state_is_as_its_layout_says_and_takes_the_bytes_of_int8(plan):
         size = sizes.get(info.path.rpartition("/")[2], sizes["scales"])
         assert x.nbytes == size * math.prod(info.shape)
     one = next(
-        i for i in jax.tree.leaves(step.spec.infos) if i.path.endswith("mlp/up/w/base/codes")
+        i for i in jax.tree.leaves(step.spec.infos) if i.path.endswith("mlp/down/w/base/codes")
     )
     row = explain(step.bound, [one]).splitlines()[-1].split()
     held = param_sharding(step.bound, "params", one).shard_shape(one.shape)
