@@ -1,6 +1,7 @@
 """Types that cross room doors."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -47,6 +48,11 @@ class ParamInfo:
             do: they are small). On disk a layer's state is one record, vectors and all; the CPU
             updates all of a layer.
         model: Name of its model where there are several, the first part of `path`.
+        learns: Whether it ever gets a gradient and optimizer state.
+        own_dtype: Dtype at rest whatever the plan; None: `precision.params`.
+        stood_at: Its path before `with_weights` put it where it is, as a part of another weight;
+            empty for a part that is new, None for any other parameter.
+        update: Its own rule in place of the optimizer, `(value, gradient) -> value`, of one layer.
     """
 
     path: str
@@ -59,6 +65,14 @@ class ParamInfo:
     placement: Placement = Placement()
     resident: bool = False
     model: str | None = None
+    learns: bool = True
+    own_dtype: np.dtype | None = None
+    stood_at: str | None = None
+    update: Callable[[Any, Any], Any] | None = None
+
+    def at_rest(self, params: Any) -> np.dtype:
+        """Dtype at rest under a plan whose `precision.params` this is."""
+        return np.dtype(params) if self.own_dtype is None else self.own_dtype
 
     @property
     def own_path(self) -> str:

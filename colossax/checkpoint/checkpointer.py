@@ -121,7 +121,7 @@ class Checkpointer:
             step: Which; None is the latest.
             wants: What each array is, and its sharding.
             exact: Refuse a step that holds more records of the kinds that are asked for.
-            convert: Allow a slot's dtype to differ from the one on disk.
+            convert: Allow a slot of floats to differ in dtype from the one on disk.
 
         Raises:
             CheckpointError: There is no such step, it is of another model (names the first

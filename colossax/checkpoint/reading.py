@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from colossax.checkpoint import store
@@ -27,7 +28,7 @@ def check_same_model(
         folder: The step.
         slots: What is wanted.
         exact: Refuse records of the same `<model>/<kind>` that are not wanted.
-        convert: Allow another dtype.
+        convert: Allow another dtype, of floats.
 
     Raises:
         CheckpointError: They differ; names the first record that does.
@@ -43,6 +44,12 @@ def check_same_model(
                 folder,
                 f"'{slot.name}' is {describe(spec)} there and {describe(wanted)} here{kind}",
             )
+        if spec.dtype != wanted.dtype and convert and not _both_float(spec.dtype, wanted.dtype):
+            raise CheckpointError(
+                f"{folder} holds '{slot.name}' as {spec.dtype.name}, not {wanted.dtype.name}, and"
+                " only floats are converted to each other; use a model that keeps it as"
+                f" {spec.dtype.name}"
+            )
         if spec.dtype != wanted.dtype and not convert:
             raise CheckpointError(
                 f"{folder} holds '{slot.name}' as {spec.dtype.name}, not {wanted.dtype.name}; ask "
@@ -54,6 +61,10 @@ def check_same_model(
         for name in records:
             if _kind(name) in kinds and name not in wanted_names:
                 raise _other_model(folder, f"it has '{name}', which this model has not")
+
+
+def _both_float(*dtypes: np.dtype) -> bool:
+    return all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes)
 
 
 def _other_model(folder: StepFolder, difference: str) -> CheckpointError:

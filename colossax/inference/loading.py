@@ -2,12 +2,11 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from colossax.checkpoint import Checkpointer, RecordReader, find_checkpoint, slot_of
 from colossax.config import BoundPlan, Plan, Precision, from_json
@@ -20,6 +19,9 @@ from colossax.models import config_from_json, maker
 from colossax.nn import DecoderConfig, ModelSpec, describe
 from colossax.sharding import param_sharding, use, validate
 from colossax.typing import Params
+
+_FLOATS = ("float16", "bfloat16", "float32")
+"""Dtypes of a plan's parameters, the widest last."""
 
 MODEL = "model"
 """Name of a model that is alone in its checkpoint."""
@@ -166,10 +168,10 @@ class StoredModel:
 
 def _shapes(bound: BoundPlan, spec: ModelSpec) -> Params:
     """Parameters as shapes, each with where it will lie."""
-    dtype = np.dtype(bound.plan.precision.params)
+    dtype = bound.plan.precision.params
     return jax.tree.map(
         lambda info: jax.ShapeDtypeStruct(
-            info.shape, dtype, sharding=param_sharding(bound, "params", info)
+            info.shape, info.at_rest(dtype), sharding=param_sharding(bound, "params", info)
         ),
         spec.infos,
     )
@@ -249,18 +251,15 @@ def _tokenizer(document: str | None, vocab: int, where: str) -> Tokenizer | None
 def _precision(reader: RecordReader, documents: dict[str, Any], name: str) -> Precision:
     """The run's, if a plan is stored, with parameters as they are on disk."""
     prefix = f"{name}/params/"
-    stored = [
+    stored = {
         dtype.name for record, (_, dtype) in reader.records().items() if record.startswith(prefix)
-    ]
-    params = _widest(stored)
+    }
+    params = max(stored.intersection(_FLOATS), key=_FLOATS.index, default="float32")
     trained = documents.get("plan")
     if trained is None:
         return Precision(params=params, compute=params, cache=params)
     plan = from_json(Plan, trained, where="plan of the checkpoint", error=PlanError)
+    # Others are of parameters that keep a dtype of their own.
+    params = plan.precision.params if plan.precision.params in stored else params
     compute = plan.precision.compute
     return dataclasses.replace(plan.precision, params=params, cache=compute)
-
-
-def _widest(names: Sequence[str]) -> str:
-    order: Callable[[str], int] = ("float16", "bfloat16", "float32").index
-    return max(names, key=order, default="float32")

@@ -5,10 +5,11 @@ cost several times more per call on the host.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array
@@ -20,17 +21,51 @@ from colossax.sharding import param_sharding, use, validate
 from colossax.typing import Dims, ParamInfo, Params
 
 
-def param(value: Array, dims: Dims) -> nnx.Param:
+def param(
+    value: Array,
+    dims: Dims,
+    *,
+    learns: bool = True,
+    dtype: Any = None,
+    update: Callable[[Array, Array], Array] | None = None,
+) -> nnx.Param:
     """A parameter with one logical name (or None) per dim.
 
-    The same as `nnx.Param(value, out_sharding=dims, eager_sharding=False)`: our own rules turn
-    the names into shardings, not Flax's.
+    By default the same as `nnx.Param(value, out_sharding=dims, eager_sharding=False)`: our own
+    rules turn the names into shardings, not Flax's.
+
+    Args:
+        value: Cast to `dtype`, if that is given.
+        dims: Names.
+        learns: False: it never gets a gradient or optimizer state, whatever `trainable` says.
+        dtype: At rest and on disk, whatever the plan; None: the plan's `precision.params`, and of
+            integers their own.
+        update: `(value, gradient) -> value`, of one layer, in place of the optimizer: once per step
+            whose loss and norm are finite, with the gradient summed over microbatches, neither
+            clipped nor part of the norm. It has no optimizer state. Give a function that has a
+            name of its own in a module: one made anew for each model is compiled anew.
+
+    Raises:
+        InputError: There are more names than dims, or fewer.
     """
     if value.ndim != len(dims):
         raise InputError(
             f"param: shape {value.shape} has {value.ndim} dims but {dims} names others"
         )
-    return nnx.Param(value, out_sharding=tuple(dims), eager_sharding=False)
+    own: dict[str, Any] = {} if learns else {"learns": False}
+    if update is not None:
+        own["own_update"] = update
+    if dtype is not None:
+        own["own_dtype"] = np.dtype(dtype)
+        value = value.astype(dtype)
+    return nnx.Param(value, out_sharding=tuple(dims), eager_sharding=False, **own)
+
+
+def own_dtype(variable: Any) -> np.dtype | None:
+    """The dtype that a parameter keeps whatever the plan; None: the plan's."""
+    given = variable.get_metadata().get("own_dtype")
+    counts = not jnp.issubdtype(variable.dtype, jnp.inexact)
+    return np.dtype(variable.dtype) if given is None and counts else given
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,7 +87,7 @@ class ModelSpec:
         return nnx.merge(self.graphdef, params)
 
     def parameter_count(self) -> int:
-        """Numbers the model learns."""
+        """Numbers in all parameters, those that do not learn included."""
         return sum(int(np.prod(info.shape)) for info in jax.tree.leaves(self.infos))
 
 
@@ -67,7 +102,7 @@ def describe(make_model: MakeModels) -> ModelSpec:
 
     Raises:
         InputError: The model holds variables other than parameters (random state, batch
-            statistics), which a pure step would silently freeze.
+            statistics), which a pure step would silently freeze; or integers that learn.
     """
     named = isinstance(make_model, Mapping)
     if isinstance(make_model, Mapping):
@@ -128,6 +163,7 @@ def _info(path: tuple, variable: Any, model: str | None) -> ParamInfo:
         segment = ("/".join(map(str, path[:at])), int(path[at + 1]))
         path = (*path[:at], *path[at + 2 :])
     label = "/".join(map(str, path))
+    inside = metadata.get("inside")
     if len(dims) != len(variable.shape):
         raise InputError(
             f"{label}: names {len(dims)} dims {dims} for shape {tuple(variable.shape)};"
@@ -144,7 +180,21 @@ def _info(path: tuple, variable: Any, model: str | None) -> ParamInfo:
         placement=metadata.get("placement", Placement()),
         resident=metadata.get("resident", False),
         model=model,
+        learns=_learns(label, variable),
+        own_dtype=own_dtype(variable),
+        stood_at="/".join(map(str, path[:-inside])) if inside else None if inside is None else "",
+        update=metadata.get("own_update"),
     )
+
+
+def _learns(label: str, variable: Any) -> bool:
+    learns = variable.get_metadata().get("learns", True)
+    if learns and not jnp.issubdtype(variable.dtype, jnp.inexact):
+        raise InputError(
+            f"{label}: {variable.dtype} has no gradient, and this parameter learns; make it with"
+            f" colossax.nn.param(..., learns=False)"
+        )
+    return learns
 
 
 def pure(model: nnx.Module) -> Params:
@@ -152,22 +202,42 @@ def pure(model: nnx.Module) -> Params:
     return nnx.to_pure_dict(nnx.split(model, nnx.Param, ...)[1])
 
 
-def initialise(spec: ModelSpec, bound: BoundPlan, key: Array) -> Params:
+def initialise(
+    spec: ModelSpec,
+    bound: BoundPlan,
+    key: Array,
+    *,
+    only: Callable[[ParamInfo], bool] | None = None,
+) -> Params:
     """Fresh parameters, each made where it lives: no device holds a whole sharded one.
 
     The values do not depend on the mesh.
+
+    Args:
+        spec: The model.
+        bound: Plan and devices.
+        key: A random key.
+        only: Which to make, None in place of the others; default all.
 
     Raises:
         PlanError: A parameter does not fit the plan.
     """
     validate(bound, spec.infos)
-    shardings = jax.tree.map(lambda info: param_sharding(bound, "params", info), spec.infos)
+    made = jax.tree.map(lambda info: only is None or only(info), spec.infos)
+    shardings = jax.tree.map(
+        lambda info, make: param_sharding(bound, "params", info) if make else None, spec.infos, made
+    )
     dtype = bound.plan.precision.params
 
     def init(key: Array) -> Params:
         with use(bound), nnx.use_eager_sharding(False):
             model = spec.make_model(nnx.Rngs(key))
-        return jax.tree.map(lambda leaf: leaf.astype(dtype), pure(model))
+        return jax.tree.map(
+            lambda leaf, info, make: leaf.astype(info.at_rest(dtype)) if make else None,
+            pure(model),
+            spec.infos,
+            made,
+        )
 
     return jax.jit(init, out_shardings=shardings, compiler_options=_quick_compile(bound))(key)
 

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from colossax.config import Placement
-from colossax.nn.module import pure, refuse_others
+from colossax.nn.module import own_dtype, pure, refuse_others
 from colossax.offload import build_stack
 from colossax.optim import decays
 from colossax.sharding import current, resolve
@@ -59,8 +59,9 @@ def stacked_layers(
         values = init_layer(jnp.int32(numbers[0]))
     elif placement.params_on_host:
         # In the dtype at rest from the start: a stack in host memory cannot be cast.
+        kept = nnx.to_pure_dict(leaves, lambda leaf: own_dtype(leaf) or dtype or leaf.dtype)
         values = build_stack(
-            lambda i: jax.tree.map(lambda x: x.astype(dtype or x.dtype), init_layer(number(i))),
+            lambda i: jax.tree.map(lambda x, to: x.astype(to), init_layer(number(i)), kept),
             size,
             nnx.to_pure_dict(leaves, lambda leaf: decays(_dims(leaf))),  # vectors stay, as below
             _row_shardings(leaves),

@@ -98,8 +98,17 @@ def _put(model: nnx.Module, make: MakeWeight, rngs: nnx.Rngs) -> nnx.Module:
         holder = make(name, module, rngs)
         if holder is not None:
             _check(name, module, holder)
+            _note_parts(module.held, holder)
             setattr(module, module.held_as, holder)
     return model
+
+
+def _note_parts(held: Any, holder: nnx.Module) -> None:
+    """How deep in the holder each parameter stands that was there before; 0: it is new."""
+    for path, node in nnx.iter_graph(holder):
+        if isinstance(node, nnx.Variable):
+            old = node is held or node.get_metadata().get("inside")
+            node.set_metadata(inside=len(path) if old else 0)
 
 
 def _check(name: str, module: Weighted, holder: Any) -> None:

@@ -5,7 +5,6 @@ import math
 from collections.abc import Mapping, Sequence
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from colossax.config import LOGICAL_DIMS, BoundPlan, MeshAxis, nearest
@@ -182,7 +181,7 @@ def explain(bound: BoundPlan, infos) -> str:
         roles = ("params", "weights", "gradients", "optimizer")
         specs = [resolve(bound, role, info.dims, info.shape, name=info.path) for role in roles]
         held = param_sharding(bound, "params", info).shard_shape(info.shape)
-        size = math.prod(held) * np.dtype(bound.plan.precision.params).itemsize
+        size = math.prod(held) * info.at_rest(bound.plan.precision.params).itemsize
         dims = " ".join(str(dim) for dim in info.dims)
         shape = " ".join(map(str, info.shape))
         rows.append((info.path, dims, shape, *map(_shown, specs), f"{size:,}"))

@@ -13,7 +13,8 @@ class Weight(Protocol):
     """A matrix `[*in, *out]`, or a table `[rows, d]`, kept as its type likes: a pytree of arrays.
 
     What it multiplies is differentiated as anything else in JAX; a type may bring rules of its own
-    (`jax.custom_vjp`), of which each array's gradient has that array's shape and dtype.
+    (`jax.custom_vjp`), of which each array's gradient has that array's shape and dtype; those of
+    integers have none.
     """
 
     @property

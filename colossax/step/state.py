@@ -31,7 +31,7 @@ class StateLayout:
         Args:
             bound: Plan and devices.
             infos: Of all parameters.
-            learning: Of those that learn, None elsewhere.
+            learning: Of those that the optimizer updates, None elsewhere.
             optimizer: Of those.
             variables: Initial ones.
         """
@@ -53,7 +53,9 @@ class StateLayout:
     @functools.cached_property
     def _shapes(self) -> TrainState:
         dtype = self._bound.plan.precision.params
-        params = jax.tree.map(lambda i: jax.ShapeDtypeStruct(i.shape, dtype), self._infos)
+        params = jax.tree.map(
+            lambda i: jax.ShapeDtypeStruct(i.shape, i.at_rest(dtype)), self._infos
+        )
         scalar = jax.ShapeDtypeStruct((), jnp.int32)
         return {
             "step": scalar,
@@ -102,7 +104,9 @@ class StateLayout:
     def _opt_state(self) -> Any:
         """Shapes of the optimizer's state, what lies on disk included."""
         dtype = self._bound.plan.precision.params
-        params = jax.tree.map(lambda i: jax.ShapeDtypeStruct(i.shape, dtype), self._learning)
+        params = jax.tree.map(
+            lambda i: jax.ShapeDtypeStruct(i.shape, i.at_rest(dtype)), self._learning
+        )
         return jax.eval_shape(self._optimizer.init, params)
 
     def constrain(self, state: TrainState) -> TrainState:

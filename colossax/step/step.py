@@ -31,7 +31,7 @@ from colossax.step.offloaded.disk import DiskTier
 from colossax.step.offloaded.streaming import Streaming
 from colossax.step.prepare import Prepare, preparation
 from colossax.step.state import StateLayout
-from colossax.step.trainable import chosen, joined, split, trainable_tree
+from colossax.step.trainable import by_own_rules, chosen, joined, optimised, split, trainable_tree
 from colossax.step.updaters import Updated, Updater
 from colossax.typing import Batch, Dims, Metrics, ParamInfo, Params, TrainState
 
@@ -73,6 +73,7 @@ class WholeUpdate:
         self,
         gradients: GradientMethod,
         optimizer: optax.GradientTransformation,
+        infos: Any,
         trainable: Any,
         clip_norm: float | None,
     ):
@@ -80,13 +81,15 @@ class WholeUpdate:
 
         Args:
             gradients: How to get them.
-            optimizer: Of the parameters that learn.
+            optimizer: Of the parameters that learn, but for those with a rule of their own.
+            infos: Of all parameters.
             trainable: Tree of booleans.
             clip_norm: Global norm that gradients are scaled down to, or None.
         """
         self.gradients = gradients
         self._optimizer = optimizer
-        self._trainable = trainable
+        self._infos = infos
+        self._optimised = jax.tree.map(lambda info, t: t and info.update is None, infos, trainable)
         self._clip_norm = clip_norm
 
     def update(self, state: TrainState, micro: Microbatches) -> Updated:
@@ -96,9 +99,11 @@ class WholeUpdate:
         if self._clip_norm is not None:
             scale = jnp.minimum(1.0, self._clip_norm / jnp.maximum(norm, 1e-12))
             grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
-        params, frozen = split(state["params"], self._trainable)
+        params, others = split(state["params"], self._optimised)
+        grads = jax.tree.map(lambda keep, g: g if keep else None, self._optimised, grads)
         steps, opt_state = self._optimizer.update(grads, state["opt_state"], params)
-        new = joined(optax.apply_updates(params, steps), frozen), opt_state
+        others = by_own_rules(self._infos, others, gradients.grads)
+        new = joined(optax.apply_updates(params, steps), others), opt_state
         finite = gradients.finite
         new = jax.tree.map(
             lambda a, b: jnp.where(finite, a, b), new, (state["params"], state["opt_state"])
@@ -108,7 +113,7 @@ class WholeUpdate:
     def init_state(self, params: Params, shardings: Any) -> Any:
         """See `Updater`."""
         init = jax.jit(self._optimizer.init, out_shardings=shardings)
-        return init(chosen(params, self._trainable))
+        return init(chosen(params, self._optimised))
 
     def pending_shardings(self, replicated: Any) -> None:
         """Nothing is left."""
@@ -157,13 +162,14 @@ class Step:
         """What of the plan was decided and not given, a line each."""
         self.trainable = trainable_tree(spec.infos, options.trainable)
         self.infos = chosen(spec.infos, self.trainable)
-        dims = jax.tree.map(lambda info: info.dims, self.infos)
+        learning = optimised(self.infos)
+        dims = jax.tree.map(lambda info: info.dims, learning)
         self.optimizer = transformation(optimizer, dims)
         self.loss_call = LossCall(merge=spec.merge, loss=loss)
         self.prepared = preparation(spec.merge, options.prepare)
-        self.layout = StateLayout(bound, spec.infos, self.infos, self.optimizer, options.variables)
+        self.layout = StateLayout(bound, spec.infos, learning, self.optimizer, options.variables)
         self.updater: Updater = streaming_of(self, optimizer) or WholeUpdate(
-            gradient_method_of(self), self.optimizer, self.trainable, options.clip_norm
+            gradient_method_of(self), self.optimizer, spec.infos, self.trainable, options.clip_norm
         )
         self.batches = BatchPlacer(
             bound, options.batch_dims, any_order=getattr(loss, "any_order", False)
@@ -243,9 +249,14 @@ class Step:
 
     def init(self, seed: int = 0) -> TrainState:
         """A fresh state, each array made where it lives. The mesh does not change the values."""
-        key = jax.random.key(seed)
-        params = initialise(self.spec, self.bound, jax.random.fold_in(key, 0))
-        return self.init_from(params, seed)
+        return self.init_from(self.fresh_params(seed), seed)
+
+    def fresh_params(
+        self, seed: int = 0, *, only: Callable[[ParamInfo], bool] | None = None
+    ) -> Params:
+        """Those of `init`; see `colossax.nn.initialise`."""
+        key = jax.random.fold_in(jax.random.key(seed), 0)
+        return initialise(self.spec, self.bound, key, only=only)
 
     def init_from(self, params: Any, seed: int = 0) -> TrainState:
         """A state at step 0 with these parameters, already laid out by the plan."""

@@ -27,8 +27,31 @@ def joined(params: Any, frozen: Any) -> Any:
     )
 
 
+def optimised(infos: Any) -> Any:
+    """Those that an optimizer updates: that have no rule of their own."""
+    return jax.tree.map(lambda info: info if info.update is None else None, infos)
+
+
+def by_own_rules(infos: Any, params: Any, grads: Any) -> Any:
+    """Parameters, those with a rule of their own and a gradient updated by it."""
+
+    def one(info: ParamInfo, value: Any, grad: Any) -> Any:
+        if info.update is None or value is None or grad is None:
+            return value
+        update = jax.vmap(info.update) if info.stacked else info.update
+        return update(value, grad).astype(value.dtype)
+
+    return jax.tree.map(one, infos, params, grads)
+
+
 def trainable_tree(infos: Any, trainable: Callable[[ParamInfo], bool] | None) -> Any:
-    chosen = jax.tree.map(lambda info: trainable is None or bool(trainable(info)), infos)
+    """Of each parameter, whether it learns: by itself, and as the filter says."""
+    chosen = jax.tree.map(
+        lambda info: info.learns and (trainable is None or bool(trainable(info))), infos
+    )
     if not any(jax.tree.leaves(chosen)):
-        raise InputError("trainable: no parameter is left to train; let the filter accept some")
+        raise InputError(
+            "trainable: no parameter is left to train; let the filter accept some of those that"
+            " learn"
+        )
     return chosen

@@ -30,7 +30,7 @@ def test_a_gradient_method_of_ones_own_takes_the_place_of_another():
         arrays, keys = jax.tree.map(lambda x: jnp.flip(x, axis=0), (micro.arrays, micro.keys))
         return in_order(params, variables, dataclasses.replace(micro, arrays=arrays, keys=keys))
 
-    updater = WholeUpdate(from_the_last, step.optimizer, step.trainable, 0.5)
+    updater = WholeUpdate(from_the_last, step.optimizer, step.spec.infos, step.trainable, 0.5)
     assert isinstance(updater, Updater) and isinstance(updater.gradients, GradientMethod)
     state, batch = step.init(0), step.place(text_batch())
 

@@ -65,10 +65,9 @@ def accumulate(call: LossCall, bound: BoundPlan, infos: Any, trainable: Any) -> 
             return accumulable(bound, infos, grads), sums
 
         if micro.count == 1:
-            return summarised(*one(*micro.first))
-        return summarised(
-            *summed_up(one, lambda g: constrained(bound, infos, g), (micro.arrays, micro.keys))
-        )
+            return summarised(infos, *one(*micro.first))
+        xs = (micro.arrays, micro.keys)
+        return summarised(infos, *summed_up(one, lambda g: constrained(bound, infos, g), xs))
 
     return gradients
 
@@ -82,11 +81,12 @@ def differentiated(call: LossCall, frozen: Params, variables: Any) -> Callable:
     return jax.value_and_grad(value, has_aux=True)
 
 
-def summarised(grads: Params, sums: Any) -> Gradients:
+def summarised(infos: Any, grads: Params, sums: Any) -> Gradients:
     """The gradients of all microbatches with what was added up beside them."""
     loss, (totals, metrics) = sums
+    plain = jax.tree.map(lambda info, g: g if info.update is None else None, infos, grads)
     return Gradients(
-        grads=grads, loss=loss, totals=totals, sums=metrics, square_norm=square_norm(grads)
+        grads=grads, loss=loss, totals=totals, sums=metrics, square_norm=square_norm(plain)
     )
 
 

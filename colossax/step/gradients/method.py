@@ -19,7 +19,8 @@ class Gradients:
         loss: float32.
         totals: Terms of the loss as (total, weight).
         sums: Metrics as (total, weight).
-        square_norm: Sum of the squares of all gradients, float32.
+        square_norm: Sum of the squares of all gradients, float32; but of parameters with a rule
+            of their own.
     """
 
     # While JAX takes it apart, its leaves are other things than arrays.

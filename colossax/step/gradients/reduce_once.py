@@ -86,7 +86,7 @@ def reduce_once(call: LossCall, bound: BoundPlan, infos: Any, trainable: Any) ->
         grads, sums = summed_up(of_all, constrain, (arrays, micro.keys))
         dtype = jnp.dtype(bound.plan.precision.reduction or bound.plan.precision.accumulation)
         grads = jax.tree.map(lambda g: _sum_devices(g, dtype), grads)
-        return summarised(accumulable(bound, infos, grads), sums)
+        return summarised(infos, accumulable(bound, infos, grads), sums)
 
     return gradients
 

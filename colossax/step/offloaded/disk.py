@@ -94,15 +94,14 @@ class DiskTier:
             lambda stacks: fetch(stacks, 0, stacked=self.part.stacked),
             [leaves[i] for i in self.part.trained],
         )
-        dtype = leaves[0].dtype
         self._names = [f"params.{i}" for i in range(len(row_of))]
-        self._state_rows = jax.eval_shape(lambda: self.part.init(dtype))
+        self._state_rows = jax.eval_shape(self.part.init)
         self._state_names = [f"state.{j}" for j in self.part.slots]
         rows = [*row_of, *self._state_rows]
         self.layout = RecordLayout.of(
             dict(zip((*self._names, *self._state_names), rows, strict=True))
         )
-        self._init_row = jax.jit(lambda: self.part.init(dtype))
+        self._init_row = jax.jit(self.part.init)
         self._fetch = jax.jit(functools.partial(fetch, stacked=self.part.stacked))
         self._store = jax.jit(functools.partial(store, stacked=self.part.stacked), donate_argnums=0)
         self._update = jax.jit(self._update_row, donate_argnums=0)

@@ -88,16 +88,18 @@ class Part:
         self._order = [j for j, owner in enumerate(owners) if owner in (SHARED, *self.trained)]
         self._optimizer = optimizer(self._named([info.dims for info in self.infos]))
 
-    def init(self, dtype: Any) -> list[Array]:
+    def init(self) -> list[Array]:
         """Optimizer state of one layer, without the shared."""
-        return self._split(self._initial(dtype))[0]
+        return self._split(self._initial())[0]
 
-    def init_shared(self, dtype: Any) -> list[Array]:
+    def init_shared(self) -> list[Array]:
         """Optimizer state that belongs to no parameter."""
-        return self._split(self._initial(dtype))[1]
+        return self._split(self._initial())[1]
 
-    def _initial(self, dtype: Any) -> Any:
-        return self._optimizer.init(self._named([jnp.zeros(i.shape, dtype) for i in self.infos]))
+    def _initial(self) -> Any:
+        dtype = self.bound.plan.precision.params
+        zeros = [jnp.zeros(info.shape, info.at_rest(dtype)) for info in self.infos]
+        return self._optimizer.init(self._named(zeros))
 
     def pick(self, leaves: Any) -> list[Array]:
         """Those that learn, of a tree of its parameters."""
@@ -112,18 +114,17 @@ class Part:
             leaves[self.at.index(i)] = stack
         return jax.tree.unflatten(structure, leaves)
 
-    def init_stacks(self, dtype: Any, where: Sequence[NamedSharding]) -> list[Array]:
+    def init_stacks(self, where: Sequence[NamedSharding]) -> list[Array]:
         """Optimizer state of all layers, made where it lives.
 
         Args:
-            dtype: Of the parameters.
             where: Shardings of its stacks.
         """
         if not self.stacked:
-            return self.init(dtype)
+            return self.init()
         hosts = [sharding.memory_kind == "pinned_host" for sharding in where]
         rows = None if self.bound.single else [self.row_sharding(each) for each in where]
-        return build_stack(lambda _: self.init(dtype), self.count, hosts, rows)
+        return build_stack(lambda _: self.init(), self.count, hosts, rows)
 
     def gradients(self, grads: Sequence[Array]) -> list[Array]:
         """Gradients in the dtype in which they are accumulated, laid out by the plan."""
@@ -160,7 +161,7 @@ class Part:
 
     def state_shardings(self) -> list[NamedSharding | None]:
         """Of each leaf of a layer's optimizer state; None on a single device."""
-        shapes = jax.eval_shape(lambda: self.init(jnp.float32))
+        shapes = jax.eval_shape(self.init)
         of = dict(
             zip(
                 self.trained,
@@ -196,7 +197,7 @@ class Part:
 
     @functools.cached_property
     def _structure(self) -> Any:
-        return jax.tree.structure(jax.eval_shape(lambda: self._initial(jnp.float32)))
+        return jax.tree.structure(jax.eval_shape(self._initial))
 
     def _joined(self, state: Sequence[Array], shared: Sequence[Array]) -> Any:
         mine, others = iter(state), iter(shared)

@@ -75,6 +75,12 @@ def check_streamable(bound: BoundPlan, infos: Any, learning: Any, optimizer: Any
             f"plan.offload: no parameter in segment {segment[1]} of the layer stack"
             f" '{segment[0]}' learns; let the filter accept some, or drop the offload"
         )
+    for info in jax.tree.leaves(learning):
+        if info.update is not None:
+            raise PlanError(
+                f"plan.offload: layers are updated one by one by the optimizer, and '{info.path}'"
+                " has an update of its own; leave it out of what learns, or drop the offload"
+            )
     if isinstance(optimizer, Mapping):
         raise PlanError(
             "plan.offload: layers are updated one by one, and models with optimizers of their own"
@@ -263,18 +269,17 @@ class Streaming:
             params: Parameters, laid out by the plan.
             shardings: Of the optimizer's state.
         """
-        dtype = jax.tree.leaves(params)[0].dtype
         where = self.moments(shardings)
         state: dict[int, Array] = {}
         jobs: list[tuple[list[int], Callable]] = [
-            (self.rest.slots, functools.partial(self.rest.init, dtype)),
-            (self._shared, functools.partial(self.rest.init_shared, dtype)),
+            (self.rest.slots, self.rest.init),
+            (self._shared, self.rest.init_shared),
         ]
         for part in self.parts.values():
             if part.on_disk:
                 continue
             slot_shardings = [where[j] for j in part.slots]
-            jobs.append((part.slots, functools.partial(part.init_stacks, dtype, slot_shardings)))
+            jobs.append((part.slots, functools.partial(part.init_stacks, slot_shardings)))
         for slots, make in jobs:
             leaves = jax.jit(make, out_shardings=[where[j] for j in slots])() if slots else []
             state.update(zip(slots, leaves, strict=True))

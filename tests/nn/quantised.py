@@ -1,0 +1,99 @@
+"""A weight in int8 with scales that does not learn, beside a narrow pair that does."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from colossax.models import LlamaConfig, maker
+from colossax.nn import param, weight_of, with_weights
+from colossax.sharding import Dense, linear, linears
+
+CONFIG = LlamaConfig(vocab=64, embed=32, layers=3, heads=4, kv_heads=2, mlp=48, max_seq=16)
+
+
+class Quantised(nnx.Module):
+    """Of a matrix: int8, and the scale of each of its columns; or floats of the same values."""
+
+    def __init__(self, module, *, as_floats):
+        self.dims, inner = module.dims, module.contract
+        dense = module.held[...]
+        scale = jnp.max(jnp.abs(dense), axis=tuple(range(inner))) / 127
+        self.as_floats = as_floats
+        codes = jnp.round(dense / scale)
+        if as_floats:
+            self.values = param(codes * scale, self.dims, learns=False)
+        else:
+            self.codes = param(codes, self.dims, learns=False, dtype="int8")
+            self.scales = param(scale, self.dims[inner:], learns=False)
+
+    @property
+    def weight(self):
+        if self.as_floats:
+            return weight_of(self.values, self.dims)
+        # On each device's own part, so that what is gathered is as of floats.
+        return Dense(self.codes[...].astype(jnp.float32) * self.scales[...], self.dims)
+
+
+class LowRank(nnx.Module):
+    """A matrix plus the product of two narrow ones."""
+
+    def __init__(self, module, base, rngs, rank=2):
+        self.dims, inner = module.dims, module.contract
+        self.base, shape = base, module.weight.shape
+        keys = jax.random.split(rngs.params())
+        down = jax.random.normal(keys[0], (*shape[:inner], rank)) / 8
+        self.down = param(down, (*module.dims[:inner], None))
+        up = jax.random.normal(keys[1], (rank, *shape[inner:])) / 8
+        self.up = param(up, (None, *module.dims[inner:]))
+
+    @property
+    def weight(self):
+        inner = len(self.down.shape) - 1
+        return Sum(
+            weight_of(self.base, self.dims),
+            weight_of(self.down, (*self.dims[:inner], None)),
+            weight_of(self.up, (None, *self.dims[inner:])),
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sum:
+    base: Any
+    down: Any
+    up: Any
+
+    @property
+    def shape(self):
+        return self.base.shape
+
+    @property
+    def dims(self):
+        return self.base.dims
+
+    @staticmethod
+    def multiply(x, maps, *, contract):
+        wide = [(own.base, bias) for own, bias in maps]
+        ys = linears(x, [*wide, *((own.down, None) for own, _ in maps)], contract=contract)
+        pairs = zip(maps, ys[: len(maps)], ys[len(maps) :], strict=True)
+        return tuple(y + linear(narrow, own.up) for (own, _), y, narrow in pairs)
+
+    def rows(self, ids):
+        raise NotImplementedError
+
+    def gathered(self, *, to=None):
+        raise NotImplementedError
+
+
+def quantised(*, as_floats=False, config=CONFIG):
+    """A Llama some matrices of whose layers are quantised, with a narrow pair beside each."""
+
+    def make(name, module, rngs):
+        if name not in ("attn/q", "attn/o", "mlp/down"):
+            return None
+        return LowRank(module, Quantised(module, as_floats=as_floats), rngs)
+
+    return with_weights(maker(config), make)
