@@ -224,16 +224,16 @@ def _configuration(documents: dict[str, Any], name: str, where: str) -> Any:
     several = documents.get("models", {})
     if name in several:
         return several[name]
-    if name != MODEL:
+    if name != MODEL or (several and MODEL not in documents):
         raise CheckpointError(
             f"{where} names no model '{name}'; it has"
             f" {', '.join(repr(one) for one in sorted(several)) or 'one without a name'}"
         )
-    if "model" not in documents:
+    if MODEL not in documents:
         raise CheckpointError(
             f"{where} names no model; give one that colossax train or colossax import wrote"
         )
-    return documents["model"]
+    return documents[MODEL]
 
 
 def _tokenizer(document: str | None, vocab: int, where: str) -> Tokenizer | None:

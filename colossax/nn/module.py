@@ -86,9 +86,18 @@ class ModelSpec:
         """The model holding these parameters."""
         return nnx.merge(self.graphdef, params)
 
-    def parameter_count(self) -> int:
-        """Numbers in all parameters, those that do not learn included."""
-        return sum(int(np.prod(info.shape)) for info in jax.tree.leaves(self.infos))
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Of several models, in alphabetical order; empty where there is one without a name."""
+        models = {info.model for info in jax.tree.leaves(self.infos)}
+        return tuple(sorted(name for name in models if name is not None))
+
+    def parameter_count(self, model: str | None = None) -> int:
+        """Numbers in all parameters, those that do not learn included, or in one model's."""
+        infos = jax.tree.leaves(self.infos)
+        return sum(
+            int(np.prod(info.shape)) for info in infos if model is None or info.model == model
+        )
 
 
 def describe(make_model: MakeModels) -> ModelSpec:

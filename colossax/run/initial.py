@@ -1,21 +1,19 @@
-"""What a run starts from: a state of its own, or the parameters of a checkpoint."""
+"""What a run starts from: a state of its own, or the parameters of checkpoints."""
 
-import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
-from colossax.checkpoint import Checkpointer, find_checkpoint, slot_of
+from colossax.checkpoint import Checkpointer, slot_of
 from colossax.errors import DamagedStoreError
-from colossax.run.checkpointing import RunCheckpoints
+from colossax.run.checkpointing import MODEL, RunCheckpoints
+from colossax.run.origins import Origin, origins_of
 from colossax.run.prepared import Prepared
 from colossax.run.progress import Screen
 from colossax.sharding import param_sharding
 from colossax.step.step import Step
 from colossax.typing import ParamInfo, Params, TrainState
-
-_PARAMS = "model/params"
 
 
 def first_state(
@@ -35,12 +33,14 @@ def first_state(
 
 
 def _fresh_state(run: Prepared, screen: Screen) -> TrainState:
-    """The state of a new run, its parameters random or those of a checkpoint."""
-    path, seed = run.config.init, run.config.seed
-    if path is None:
+    """The state of a new run, its parameters random or of checkpoints."""
+    init, seed = run.config.init, run.config.seed
+    if init is None:
         return run.step.init(seed)
-    params = run.group.together(lambda: initial_params(path, run.step, seed))
-    screen.note(f"parameters from {path}")
+    origins = run.group.together(lambda: origins_of(init, run.step.spec.model_names))
+    params = run.group.together(lambda: initial_params(origins, run.step, seed))
+    for name, origin in origins.items():
+        screen.note(f"{'' if name == MODEL else f'{name}: '}parameters from {origin}")
     return run.step.init_from(params, seed)
 
 
@@ -65,47 +65,51 @@ def _kept_on_disk(
     return kept, state
 
 
-def initial_params(path: str, step: Step, seed: int = 0) -> Params:
-    """A checkpoint's parameters in the dtype and layout of the step.
+def initial_params(origins: Mapping[str, Origin], step: Step, seed: int = 0) -> Params:
+    """Parameters of checkpoints in the dtype and layout of the step, and random ones beside them.
 
-    Each device reads its own shards, and host memory what lives there. The checkpoint may be of the
+    Each device reads its own shards, and host memory what lives there. A checkpoint may be of the
     model without `colossax.nn.with_weights`: what that made a part of another weight is found where
     it stood before, and parts that are new are drawn.
 
     Args:
-        path: Folder of a run, of checkpoints, or of one step.
+        origins: See `origins_of`.
         step: Whose parameters they become.
-        seed: Of what is drawn, as for `Step.init`.
+        seed: Of what is drawn, as for `Step.init`: new parts, and models without an origin.
 
     Raises:
         CheckpointError: Records are missing, of another model, or damaged.
     """
-    checkpoint = find_checkpoint(path)
-    dtype = step.bound.plan.precision.params
-    records = checkpoint.records()
-
-    def is_new(info: ParamInfo) -> bool:
-        return info.stood_at == "" and f"{_PARAMS}/{info.own_path}" not in records
-
     infos, structure = jax.tree.flatten(step.spec.infos)
+
+    def is_drawn(info: ParamInfo) -> bool:
+        origin = origins.get(info.model or MODEL)
+        return origin is None or origin.lacks(info)
+
+    arrays: dict[int, Any] = {}
+    for name, origin in origins.items():
+        stored = {
+            i: info
+            for i, info in enumerate(infos)
+            if (info.model or MODEL) == name and not is_drawn(info)
+        }
+        arrays.update(zip(stored, _read(origin, step, list(stored.values())), strict=True))
+    drawn = iter(())
+    if any(map(is_drawn, infos)):
+        drawn = iter(jax.tree.leaves(step.fresh_params(seed, only=is_drawn)))
+    leaves = [arrays[i] if i in arrays else next(drawn) for i in range(len(infos))]
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _read(origin: Origin, step: Step, infos: Sequence[ParamInfo]) -> Sequence[Any]:
+    """These parameters of an origin's model."""
+    dtype = step.bound.plan.precision.params
     wants = [
         (
-            slot_of(_stored(info, records), _PARAMS, dtype=info.at_rest(dtype)),
+            slot_of(origin.stored(info), origin.prefix, dtype=info.at_rest(dtype)),
             param_sharding(step.bound, "params", info),
         )
         for info in infos
-        if not is_new(info)
     ]
-    read = iter(Checkpointer(checkpoint.directory).restore(checkpoint.step, wants, convert=True))
-    drawn = iter(())
-    if any(map(is_new, infos)):
-        drawn = iter(jax.tree.leaves(step.fresh_params(seed, only=is_new)))
-    arrays = [next(drawn) if is_new(info) else next(read) for info in infos]
-    return jax.tree.unflatten(structure, arrays)
-
-
-def _stored(info: ParamInfo, records: Mapping[str, Any]) -> ParamInfo:
-    """The parameter with the path under which the checkpoint has it."""
-    if not info.stood_at or f"{_PARAMS}/{info.own_path}" in records:
-        return info
-    return dataclasses.replace(info, path=info.stood_at)
+    checkpoint = origin.checkpoint
+    return Checkpointer(checkpoint.directory).restore(checkpoint.step, wants, convert=True)

@@ -1,13 +1,19 @@
 """How a task is run, where, and how that ended."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 
 from colossax.config import Plan
 from colossax.errors import InputError
 from colossax.run.records import Record
+
+Source = str | tuple[str, str]
+"""Folder of a run, of checkpoints, or of one step; or `(folder, model)`, one of several there."""
+
+Init = Source | Mapping[str, Source]
+"""Where a run's parameters come from, or those of each of its models by name."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,7 +27,11 @@ class RunConfig:
         validate_every: Steps between evaluations; 0 evaluates at the end alone.
         checkpoint_every: Steps between checkpoints; 0 saves at the end alone.
         keep: Checkpoints kept.
-        init: Checkpoint whose parameters a new run starts from, in place of random ones.
+        init: Checkpoint whose parameters a new run starts from, in place of random ones. Of
+            several models, a folder alone is a checkpoint of all of them; by name, each has one of
+            its own, `{"policy": "sft", "reference": "sft", "critic": ("earlier", "judge")}`: there
+            it is the model of the same name, or the only one, or the one that is named. A model
+            that is left out begins random.
     """
 
     plan: Plan = Plan()
@@ -30,7 +40,7 @@ class RunConfig:
     validate_every: int = 0
     checkpoint_every: int = 0
     keep: int = 2
-    init: str | None = None
+    init: Init | None = None
 
     def __post_init__(self):
         least = {"steps": 1, "seed": 0, "validate_every": 0, "checkpoint_every": 0, "keep": 1}

@@ -19,7 +19,7 @@ from colossax.run.options import Outcome, RunConfig, RunOptions
 from colossax.run.prepared import Prepared, prepare
 from colossax.run.progress import Progress, Screen
 from colossax.run.records import Record, Records, finite, spelt
-from colossax.run.summary import conclude, introduce
+from colossax.run.summary import conclude, introduce, parameters
 from colossax.tasks import Task
 from colossax.typing import Batch, Metrics, TrainState
 
@@ -259,7 +259,7 @@ def _final(
         "mfu": loop.meter.mfu,
         "seconds": round(loop.meter.seconds, 3),
         "skipped": loop.meter.skipped,
-        "parameters": run.step.spec.parameter_count(),
+        **parameters(run.step),
         "plan": run.plan.hash,
         "out": str(run.folder.path),
         "checkpoint": checkpoint,

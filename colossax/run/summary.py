@@ -1,18 +1,20 @@
 """What a run says of itself at its beginning and at its end."""
 
+import jax
+
 from colossax.run.plot import plot_losses
 from colossax.run.prepared import Prepared
 from colossax.run.progress import Screen
 from colossax.run.records import Record, finite, read_records, spelt
+from colossax.step.step import Step
 
 
 def introduce(run: Prepared, start: int, screen: Screen) -> None:
     """Tell what is trained, on what, from where to where."""
     task, bound = run.task, run.step.bound
     axes = [f"{axis}={size}" for axis, size in bound.mesh.shape.items() if size > 1]
-    count = run.step.spec.parameter_count()
     screen.note(
-        f"{task.name}: {count / 1e6:.2f} M parameters on {bound.mesh.size}"
+        f"{task.name}: {_counted(run.step)} on {bound.mesh.size}"
         f" {bound.mesh.devices.flat[0].platform} device(s)"
         f"{' (' + ', '.join(axes) + ')' if axes else ''}"
     )
@@ -25,6 +27,26 @@ def introduce(run: Prepared, start: int, screen: Screen) -> None:
     screen.note(
         f"steps {start + 1} to {run.config.steps} of {task.tokens:,} tokens into {run.folder.path}"
     )
+
+
+def parameters(step: Step) -> Record:
+    """Numbers of all models, and of each by name where there are several."""
+    spec = step.spec
+    total: Record = {"parameters": spec.parameter_count()}
+    each = {name: spec.parameter_count(name) for name in spec.model_names}
+    return {**total, "parameters_by_model": each} if each else total
+
+
+def _counted(step: Step) -> str:
+    """`3.00 M parameters (policy 2.00 M, reference 1.00 M frozen)`; of one model the total."""
+    found = parameters(step)
+    total = f"{found['parameters'] / 1e6:.2f} M parameters"
+    learning = {info.model for info in jax.tree.leaves(step.infos)}
+    each = [
+        f"{name} {count / 1e6:.2f} M{'' if name in learning else ' frozen'}"
+        for name, count in found.get("parameters_by_model", {}).items()
+    ]
+    return f"{total} ({', '.join(each)})" if each else total
 
 
 def conclude(run: Prepared, final: Record, screen: Screen) -> None:

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import optax
 
 from colossax.config import BoundPlan
-from colossax.errors import PlanError
+from colossax.errors import InputError, PlanError
 from colossax.layerwise import Maximum
-from colossax.nn import ModelSpec, initialise
+from colossax.nn import ModelSpec, describe, initialise
 from colossax.optim import Optimizer, transformation
 from colossax.sharding import RowOrder, compiler_options, in_order, replicated, use, validate
 from colossax.step.batches import BatchPlacer
@@ -246,6 +246,23 @@ class Step:
     def model(self, state: TrainState) -> Any:
         """The NNX model, or the `Models`, holding the state's parameters (the same arrays)."""
         return self.spec.merge(state["params"])
+
+    def spec_of(self, name: str) -> ModelSpec:
+        """One of several models: `Generator(step.spec_of("actor"), step.bound, params["actor"])`.
+
+        As if it were described alone, under the step's plan.
+
+        Raises:
+            InputError: There is none of that name.
+        """
+        names = self.spec.model_names
+        if name not in names:
+            raise InputError(
+                f"model '{name}': there is none of that name; the state holds"
+                f" {', '.join(map(repr, names)) or 'one model without a name'}"
+            )
+        with use(self.bound):
+            return describe(lambda rngs: getattr(self.spec.make_model(rngs), name))
 
     def init(self, seed: int = 0) -> TrainState:
         """A fresh state, each array made where it lives. The mesh does not change the values."""

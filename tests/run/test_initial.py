@@ -13,6 +13,7 @@ from colossax.optim import sgd
 from colossax.planner import build_step
 from colossax.run.checkpointing import state_slots
 from colossax.run.initial import initial_params
+from colossax.run.origins import origins_of
 from colossax.tasks import next_token_loss
 from tests.nn.quantised import CONFIG, LowRank, quantised
 
@@ -64,7 +65,7 @@ def plain(tmp_path_factory):
 def test_what_was_there_is_read_from_where_it_stood_and_what_is_new_is_drawn(plain, make_model):
     folder, stored = plain
     step = step_of(make_model, Plan(mesh={"fsdp": 2, "tensor": 2}, segments=SEGMENTS))
-    params = initial_params(str(folder), step, seed=5)
+    params = initial_params(origins_of(str(folder), ()), step, seed=5)
     placed = jax.tree.map(
         lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), params, step.shardings["params"]
     )
@@ -82,7 +83,10 @@ def test_a_checkpoint_of_the_same_model_is_read_whole(tmp_path):
     step = step_of(adapted(maker(CONFIG)), Plan(mesh={"fsdp": 2}))
     state = step.init(seed=1)
     save(tmp_path, step, state)
-    want, found = (by_path(step, p) for p in (state["params"], initial_params(str(tmp_path), step)))
+    want, found = (
+        by_path(step, p)
+        for p in (state["params"], initial_params(origins_of(str(tmp_path), ()), step))
+    )
     for key, value in want.items():
         np.testing.assert_array_equal(found[key], value)
 
@@ -90,4 +94,4 @@ def test_a_checkpoint_of_the_same_model_is_read_whole(tmp_path):
 def test_a_matrix_that_nothing_reads_is_no_reason_to_draw_another(plain):
     step = step_of(quantised(), Plan(mesh={"fsdp": 2}))
     with pytest.raises(CheckpointError, match="it has 'model/params/layers/attn/.*/w', which this"):
-        initial_params(str(plain[0]), step)
+        initial_params(origins_of(str(plain[0]), ()), step)

@@ -33,9 +33,9 @@ PLAN = Plan(mesh={"fsdp": 2})
 class TwoLayers(nnx.Module):
     """Regression on `WIDTH` numbers."""
 
-    def __init__(self, rngs):
-        self.into = param(jax.random.normal(rngs.params(), (WIDTH, 8)), ("embed", "mlp"))
-        self.out = param(jax.random.normal(rngs.params(), (8,)), ("mlp",))
+    def __init__(self, rngs, width=8):
+        self.into = param(jax.random.normal(rngs.params(), (WIDTH, width)), ("embed", "mlp"))
+        self.out = param(jax.random.normal(rngs.params(), (width,)), ("mlp",))
 
     def __call__(self, x):
         return jnp.tanh(x @ self.into[...]) @ self.out[...]

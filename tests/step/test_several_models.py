@@ -13,11 +13,12 @@ from flax import nnx
 from colossax import optim
 from colossax.config import BatchConfig, OffloadConfig, Plan, Segment, preset
 from colossax.errors import CheckpointError, InputError, PlanError
-from colossax.inference import open_checkpoint
+from colossax.inference import Generator, open_checkpoint
 from colossax.models import LlamaConfig, config_to_json, maker
 from colossax.nn import LayerStack, describe, initialise, param
 from colossax.planner import build_step
 from colossax.run.checkpointing import RunCheckpoints, state_slots
+from colossax.sharding import use
 from colossax.tasks import next_token_loss
 from tests.fresh import fresh_params
 from tests.oracle import assert_losses_close, assert_trees_close
@@ -195,6 +196,38 @@ def test_one_of_them_can_be_frozen_and_needs_no_optimizer():
     assert_trees_close(params["critic"], alone("critic")[0][0], tolerance=1e-6)
 
 
+@pytest.mark.catches("spec-of-another-model")
+def test_one_of_them_is_taken_out_of_the_state():
+    """As if described alone; what it is given at random is what the state begins with."""
+    step = step_of("cut")
+    for name in MAKERS:
+        with use(step.bound):
+            own, want = step.spec_of(name), describe(MAKERS[name])
+        assert own.infos == want.infos
+        found = initialise(own, step.bound, jax.random.fold_in(jax.random.key(3), 0))
+        jax.tree.map(np.testing.assert_array_equal, found, step.fresh_params(3)[name])
+    with pytest.raises(InputError, match="model 'judge': .*; the state holds 'actor', 'critic'"):
+        step.spec_of("judge")
+    alone = build_step(Critic, optax.sgd(1.0), critic_loss, ONE, devices=jax.devices()[:1])
+    with pytest.raises(InputError, match="the state holds one model without a name"):
+        alone.spec_of("critic")
+
+
+def test_one_of_them_generates_between_steps_by_one_program():
+    step = step_of("one")
+    with use(step.bound):
+        spec = describe(maker(ACTOR))
+    state, generator, prompt = step.init_from(start(step)), None, [3, 1, 4]
+    for seed in range(2):
+        state, _ = step(state, text_batch(seed=seed))
+        own = state["params"]["actor"]
+        if generator is None:
+            generator = Generator(step.spec_of("actor"), step.bound, own)
+        told = generator.with_params(own).generate(prompt, max_tokens=6)
+        assert told == Generator(spec, step.bound, own).generate(prompt, max_tokens=6)
+    assert generator.program.jitted._cache_size() == 1
+
+
 def test_clipping_is_by_the_norm_of_all():
     """Of two critics under plain SGD, whose change is the clipped gradient."""
 
@@ -240,8 +273,9 @@ def test_a_checkpoint_of_both_goes_on_on_another_mesh_and_serves_one(tmp_path):
 
     model = open_checkpoint(tmp_path, "actor").load(ONE, jax.devices()[:1])
     np.testing.assert_array_equal(model.params["head"]["w"], own)
-    with pytest.raises(CheckpointError, match="names no model 'critic'; it has 'actor'"):
-        open_checkpoint(tmp_path, "critic")
+    for name in ("critic", "model"):
+        with pytest.raises(CheckpointError, match=f"names no model '{name}'; it has 'actor'"):
+            open_checkpoint(tmp_path, name)
 
 
 @pytest.mark.catches("record-of-another-model")

@@ -1,0 +1,111 @@
+"""Which checkpoint's model each model of a run starts from."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+
+from colossax.checkpoint import RecordReader, find_checkpoint
+from colossax.errors import InputError
+from colossax.run.checkpointing import MODEL
+from colossax.run.options import Init, Source
+from colossax.typing import ParamInfo
+
+_PARAMS = "params"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Origin:
+    """A model in a checkpoint.
+
+    Attributes:
+        path: As it was given.
+        checkpoint: What is there.
+        records: Names of its records.
+        model: Name among them; `MODEL` where it is alone.
+    """
+
+    path: str
+    checkpoint: RecordReader
+    records: frozenset[str]
+    model: str
+
+    def __str__(self) -> str:
+        return self.path if self.model == MODEL else f"'{self.model}' of {self.path}"
+
+    @property
+    def prefix(self) -> str:
+        """Of the records of its parameters."""
+        return f"{self.model}/{_PARAMS}"
+
+    def lacks(self, info: ParamInfo) -> bool:
+        """Whether a parameter is a new part of a weight, which the checkpoint has none of."""
+        return info.stood_at == "" and not self._holds(info)
+
+    def stored(self, info: ParamInfo) -> ParamInfo:
+        """The parameter with the path under which the checkpoint has it."""
+        if not info.stood_at or self._holds(info):
+            return info
+        return dataclasses.replace(info, path=info.stood_at)
+
+    def _holds(self, info: ParamInfo) -> bool:
+        return f"{self.prefix}/{info.own_path}" in self.records
+
+
+def origins_of(init: Init, names: Sequence[str]) -> dict[str, Origin]:
+    """Which checkpoint's model each model of a run starts from; none for what begins random.
+
+    Args:
+        init: See `RunConfig`.
+        names: Of the run's models; empty for one without a name, which is `MODEL` in the result.
+
+    Raises:
+        InputError: It does not fit the models of the run, or of the checkpoint.
+        CheckpointError: There is no finished step, or it is damaged.
+    """
+    if isinstance(init, Mapping):
+        _check_names(init, names)
+        return {name: _origin(source, name) for name, source in init.items()}
+    if not names:
+        return {MODEL: _origin(init, MODEL)}
+    path = init if isinstance(init, str) else init[0]
+    held = _models_of(frozenset(find_checkpoint(path).records()))
+    if isinstance(init, tuple) or not set(names) <= set(held):
+        raise InputError(
+            f"init: the run trains {_listed(names)}, and '{path}' holds {_listed(held)}; say by"
+            f" name what starts from it, as in {{'{names[0]}': {init!r}}}"
+        )
+    return {name: _origin(path, name) for name in names}
+
+
+def _check_names(init: Mapping[str, Source], names: Sequence[str]) -> None:
+    unknown = sorted(set(init) - set(names))
+    if unknown or not init:
+        raise InputError(
+            f"init: it names {_listed(unknown) if unknown else 'no model'}, and the run trains"
+            f" {_listed(names or (MODEL,))}; give"
+            f" {'a checkpoint by the name of each' if names else 'a checkpoint without a name'}"
+        )
+
+
+def _origin(source: Source, name: str) -> Origin:
+    """The model that is named in the checkpoint; else that of this name, or the only one."""
+    path, asked = (source, None) if isinstance(source, str) else source
+    checkpoint = find_checkpoint(path)
+    records = frozenset(checkpoint.records())
+    held = _models_of(records)
+    wanted = asked or (MODEL if held == (MODEL,) else name)
+    if wanted not in held:
+        raise InputError(
+            f"init: '{path}' holds {_listed(held)} and not {_listed((wanted,))}; give one of its"
+            f" models, as in ('{path}', '{held[0] if held else MODEL}')"
+        )
+    return Origin(path=path, checkpoint=checkpoint, records=records, model=wanted)
+
+
+def _models_of(records: Iterable[str]) -> tuple[str, ...]:
+    parts = (record.split("/") for record in records)
+    return tuple(sorted({model for model, kind, *_ in parts if kind == _PARAMS}))
+
+
+def _listed(names: Sequence[str]) -> str:
+    quoted = ["one model without a name" if name == MODEL else f"'{name}'" for name in names]
+    return " and ".join([", ".join(quoted[:-1]), quoted[-1]] if quoted[1:] else quoted or ["none"])
