@@ -66,7 +66,7 @@ def origins_of(init: Init, names: Sequence[str]) -> dict[str, Origin]:
         return {name: _origin(source, name) for name, source in init.items()}
     if not names:
         return {MODEL: _origin(init, MODEL)}
-    path = init if isinstance(init, str) else init[0]
+    path = init[0] if isinstance(init, tuple) else init
     held = _models_of(frozenset(find_checkpoint(path).records()))
     if isinstance(init, tuple) or not set(names) <= set(held):
         raise InputError(
@@ -88,7 +88,7 @@ def _check_names(init: Mapping[str, Source], names: Sequence[str]) -> None:
 
 def _origin(source: Source, name: str) -> Origin:
     """The model that is named in the checkpoint; else that of this name, or the only one."""
-    path, asked = (source, None) if isinstance(source, str) else source
+    path, asked = source if isinstance(source, tuple) else (source, None)
     checkpoint = find_checkpoint(path)
     records = frozenset(checkpoint.records())
     held = _models_of(records)
