@@ -31,7 +31,7 @@ class Parser(argparse.ArgumentParser):
         Raises:
             InputError: An unknown option, or a value that does not fit.
         """
-        known = set(re.findall(r"--[a-z][a-z-]*", self.format_help()))
+        known = set(re.findall(r"--[a-z][a-z0-9_.-]*[a-z0-9]", self.format_help()))
         for word in words:
             name = word.split("=")[0]
             if name.startswith("--") and len(name) > 2 and name not in known:

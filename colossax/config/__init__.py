@@ -10,7 +10,6 @@ from .binding import bind as bind
 from .cache import cache_folder as cache_folder
 from .frozen import FrozenDict as FrozenDict
 from .frozen import from_json as from_json
-from .frozen import nearest as nearest
 from .frozen import to_json as to_json
 from .offload import HOST_KINDS as HOST_KINDS
 from .offload import PIPELINED_OPTION as PIPELINED_OPTION
@@ -28,3 +27,4 @@ from .plan import Plan as Plan
 from .presets import PRESETS as PRESETS
 from .presets import preset as preset
 from .rules import Rules as Rules
+from .words import nearest as nearest

@@ -1,12 +1,12 @@
 """Immutable mappings and the JSON form of configuration dataclasses."""
 
 import dataclasses
-import difflib
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
+from colossax.config.words import nearest
 from colossax.errors import InputError
 
 K = TypeVar("K")
@@ -40,15 +40,6 @@ class FrozenDict(Mapping[K, V], Generic[K, V]):
     def updated(self, other: Mapping[K, V]) -> "FrozenDict[K, V]":
         """This mapping with `other`'s items added or replaced."""
         return FrozenDict({**self._items, **other})
-
-
-def nearest(word: str, choices: Iterable[str]) -> str:
-    """`; did you mean 'x'?` where a choice is close to `word`, else the list of choices."""
-    choices = sorted(choices)
-    close = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
-    if close:
-        return f"; did you mean '{close[0]}'?"
-    return f"; known: {', '.join(choices)}"
 
 
 def to_json(value: Any) -> Any:

@@ -4,8 +4,9 @@ import dataclasses
 from collections.abc import Mapping
 
 from colossax.config.axes import RING_AXES, MeshAxis
-from colossax.config.frozen import FrozenDict, nearest
+from colossax.config.frozen import FrozenDict
 from colossax.config.rules import Choice, Rules
+from colossax.config.words import nearest
 from colossax.errors import PlanError
 
 TENSOR_LAYOUTS: tuple[str, ...] = ("1d", "2d", "2.5d", "3d")

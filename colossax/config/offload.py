@@ -4,7 +4,8 @@ import dataclasses
 import math
 from typing import Any
 
-from colossax.config.frozen import check_types, nearest
+from colossax.config.frozen import check_types
+from colossax.config.words import nearest
 from colossax.errors import PlanError
 
 STATE_KINDS: tuple[str, ...] = ("parameters", "optimizer")

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from colossax.config.frozen import check_types, nearest
+from colossax.config.frozen import check_types
 from colossax.config.placement import SAVEABLE, Placement
+from colossax.config.words import nearest
 from colossax.errors import PlanError
 
 KERNELS: tuple[str, ...] = ("auto", "mosaic", "cudnn", "xla", "reference")

@@ -3,8 +3,9 @@
 import dataclasses
 from collections.abc import Collection
 
-from colossax.config.frozen import check_types, nearest
+from colossax.config.frozen import check_types
 from colossax.config.offload import HOST_KINDS
+from colossax.config.words import nearest
 from colossax.errors import PlanError
 
 SAVEABLE: tuple[str, ...] = ("qkv", "attention", "mlp")

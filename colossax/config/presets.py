@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from colossax.config.axes import SEQUENCE_AXES
-from colossax.config.frozen import nearest
 from colossax.config.parts import BatchConfig
 from colossax.config.plan import Plan
 from colossax.config.rules import FSDP_RULES, STORAGE_RULES, Rules
+from colossax.config.words import nearest
 from colossax.errors import PlanError
 
 _SHARDED_STATE = {**STORAGE_RULES, "embed": (("data", "fsdp", *SEQUENCE_AXES),)}

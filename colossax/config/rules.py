@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from colossax.config.axes import MESH_AXES, SEQUENCE_AXES
-from colossax.config.frozen import FrozenDict, nearest
+from colossax.config.frozen import FrozenDict
+from colossax.config.words import nearest
 from colossax.errors import PlanError
 
 Choice = tuple[str, ...]
