@@ -41,10 +41,10 @@ def make_models(makers: Mapping[str, MakeModel]) -> MakeModel:
     if not makers:
         raise InputError("models: the mapping is empty; give at least one factory by name")
     for name in makers:
-        if not name.isidentifier() or name == "segments" or hasattr(Models, name):
+        if not name.isidentifier() or name in ("segments", "model") or hasattr(Models, name):
             raise InputError(
                 f"models: '{name}' cannot be a model's name; give one such as 'actor', of letters,"
-                " digits and '_', that means nothing to a module"
+                " digits and '_', that means nothing to a module or a checkpoint"
             )
     makers = dict(makers)
     return lambda rngs: Models(makers, rngs=rngs)

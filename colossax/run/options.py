@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import jax
 
@@ -9,7 +10,7 @@ from colossax.config import Plan
 from colossax.errors import InputError
 from colossax.run.records import Record
 
-Source = str | tuple[str, str]
+Source = str | Path | tuple[str | Path, str]
 """Folder of a run, of checkpoints, or of one step; or `(folder, model)`, one of several there."""
 
 Init = Source | Mapping[str, Source]

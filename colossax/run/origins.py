@@ -77,12 +77,16 @@ def origins_of(init: Init, names: Sequence[str]) -> dict[str, Origin]:
 
 
 def _check_names(init: Mapping[str, Source], names: Sequence[str]) -> None:
+    if not names:
+        raise InputError(
+            f"init: it names {', '.join(map(repr, init)) or 'no model'}, and the run trains one"
+            " model without a name; give the checkpoint alone, as init='runs/mine'"
+        )
     unknown = sorted(set(init) - set(names))
     if unknown or not init:
         raise InputError(
             f"init: it names {_listed(unknown) if unknown else 'no model'}, and the run trains"
-            f" {_listed(names or (MODEL,))}; give"
-            f" {'a checkpoint by the name of each' if names else 'a checkpoint without a name'}"
+            f" {_listed(names)}; name those that start from a checkpoint"
         )
 
 
@@ -92,13 +96,13 @@ def _origin(source: Source, name: str) -> Origin:
     checkpoint = find_checkpoint(path)
     records = frozenset(checkpoint.records())
     held = _models_of(records)
-    wanted = asked or (MODEL if held == (MODEL,) else name)
+    wanted = asked or (held[0] if len(held) == 1 else name)
     if wanted not in held:
         raise InputError(
             f"init: '{path}' holds {_listed(held)} and not {_listed((wanted,))}; give one of its"
             f" models, as in ('{path}', '{held[0] if held else MODEL}')"
         )
-    return Origin(path=path, checkpoint=checkpoint, records=records, model=wanted)
+    return Origin(path=str(path), checkpoint=checkpoint, records=records, model=wanted)
 
 
 def _models_of(records: Iterable[str]) -> tuple[str, ...]:

@@ -51,7 +51,7 @@ def with_ranges(operands: Operands, scoring: Scoring) -> Mask:
     A model calls it where it makes the mask that its layers share; see
     `colossax.pallas.attention.with_ranges`. Along a ring it carries the masks of all steps with
     their ranges (`RingMasks`), but under the scheme `self_attention`, which reads masks as they
-    are. Where rows must be filled up it carries nothing.
+    are, and beside a `RelativeBias`. Where rows must be filled up it carries nothing.
 
     Args:
         operands: As a layer will give them, unsharded; q, k and v may be shapes.
@@ -69,8 +69,11 @@ def with_ranges(operands: Operands, scoring: Scoring) -> Mask:
     if bound is None or bound.single:
         with told_by_plan():
             return local.with_ranges(operands, scoring, implementation=kernel)
+    operands = operands.replace(mask=operands.masked.changed())
     split = split_of(bound, operands, scoring)
     make = _maker(split, kernel)
+    if split.ring is not None and scoring.relative:
+        make = None
     if make is None or any(n % split.multiple for n in operands.lengths):
         return operands.masked
     specs, _ = specs_of(bound, operands, scoring, split)
@@ -88,7 +91,7 @@ def with_ranges(operands: Operands, scoring: Scoring) -> Mask:
         out_specs=PartitionSpec(axes or None),
         check_vma=False,
     )
-    mask = operands.masked.changed()
+    mask = operands.masked
     parts = made(mask)
     return mask if parts is None else mask.changed(ranges=SpreadRanges(parts=parts, axes=axes))
 

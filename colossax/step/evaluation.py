@@ -7,7 +7,7 @@ import jax
 
 from colossax.config import BoundPlan
 from colossax.layerwise import summed
-from colossax.step.gradients.accumulate import LossCall
+from colossax.step.gradients.accumulate import LossCall, check_counted
 from colossax.step.loss import Totals
 from colossax.step.microbatches import num_microbatches, strided
 from colossax.typing import Batch, Dims, Params
@@ -24,10 +24,14 @@ def batch_totals(
     """Terms and metrics of a global batch as (total, weight), microbatch after microbatch.
 
     The loss gets no random key: it is asked what the model knows, not to train it.
+
+    Raises:
+        InputError: The loss is one number, and there are several microbatches.
     """
 
     def one(microbatch: Batch) -> Totals:
         terms, metrics = call(params, microbatch, variables, None)
+        check_counted(terms, count)
         return {**{name: term[:2] for name, term in terms.items()}, **metrics}
 
     count = num_microbatches(bound, batch, dims)

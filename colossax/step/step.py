@@ -43,7 +43,7 @@ class StepOptions:
     Attributes:
         clip_norm: Gradients are scaled down to this global norm; None leaves them.
         trainable: Says of a parameter whether it learns; the others get neither gradient nor
-            optimizer state. None: all do.
+            optimizer state, and never those that do not learn by themselves. None: all others.
         variables: Initial state that changes once per step outside differentiation.
         after_step: `(variables, sums) -> variables`, with `sums` the loss's metrics over the
             global batch: `(total, weight)` or `Maximum`.
@@ -323,7 +323,7 @@ class Step:
             return batch_totals(self.loss_call, self.bound, params, batch, dims, variables)
 
     def gradients(self, state: TrainState, batch: Batch) -> Gradients:
-        """What the optimizer would get for this batch, before clipping; pure."""
+        """What the update would get for this batch, before clipping; pure."""
         batch, order = self.batches.in_order(batch)
         with use(self.bound), in_order(order):
             micro = self.microbatches(state, batch)

@@ -135,10 +135,13 @@ def test_tokens_are_those_of_repeated_forward_passes(name):
 MESHES = [(name, plan) for name in MODELS for plan in PLANS if plan != "latent split"]
 
 
+QUICK = [("window", "tensor4"), ("latent", "tensor4")]
+
+
 @pytest.mark.catches("cache-dims")
 @pytest.mark.parametrize(
     ("name", "plan"),
-    quick_first([*MESHES, ("latent", "latent split")], [(name, "tensor4") for name in MODELS]),
+    quick_first([*MESHES, ("latent", "latent split")], QUICK),
 )
 def test_a_mesh_does_not_change_the_tokens(name, plan):
     assert generator(name, plan).generate(PROMPT, max_tokens=8).tokens == greedy(name)[:8]
@@ -172,7 +175,7 @@ class Seats:
 @pytest.mark.catches("window-empty-slots")
 @pytest.mark.catches("recurrence-refilled")
 @pytest.mark.catches("recurrence-padding")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", quick_first(MODELS, ["window", "recurrent"]))
 def test_seats_that_are_shared_and_refilled_give_the_logits_of_the_forward_pass(name):
     """Three seats, chunks of any length by turns; a fourth sequence takes the first one's seat."""
     rng = np.random.default_rng(3)
@@ -193,7 +196,7 @@ def test_seats_that_are_shared_and_refilled_give_the_logits_of_the_forward_pass(
         assert_close(rows, expected)
 
 
-@pytest.mark.parametrize("name", ["window", "local and global"])
+@pytest.mark.parametrize("name", quick_first(["window", "local and global"], ["window"]))
 def test_fewer_slots_change_no_logits_but_the_order_of_their_sums(name):
     rows = []
     for chunk in (CHUNK, None):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from colossax.config import BatchConfig, OffloadConfig, Plan
+from colossax.config import BatchConfig, OffloadConfig, Plan, preset
 from colossax.errors import PlanError
 from colossax.nn import LayerStack, Linear, param, weight_of, with_weights
 from colossax.optim import adamw
@@ -157,6 +157,13 @@ def test_microbatches_give_the_sum_and_a_filter_may_leave_it_out():
     still = step_of(plan, trainable=lambda info: not info.path.endswith("/peak"))
     state, _ = still(still.init(), batch)
     np.testing.assert_array_equal(peaks(state), 0)
+
+
+@pytest.mark.catches("own-update-reduced-once")
+def test_it_is_refused_where_each_device_has_gradients_of_its_own():
+    batch = BatchConfig(accumulation=2, reduce_once=True)
+    with pytest.raises(PlanError, match="w/peak has a rule of its own, which needs the gradient"):
+        step_of(preset("zero1").replace(mesh={"data": 2}, batch=batch))
 
 
 @pytest.mark.catches("own-update-streamed")

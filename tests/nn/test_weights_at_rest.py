@@ -156,6 +156,7 @@ def test_a_checkpoint_comes_back_on_another_mesh_to_the_bit(saved, plan):
     np.testing.assert_allclose(metrics["loss"], losses_of_floats()[2], rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.catches("integers-converted")
 def test_no_record_is_converted_to_integers_or_from_them(saved):
     folder, step, _ = saved

@@ -1,5 +1,6 @@
 """What newcomers give `boost`: what works is right, what does not names the call that was meant."""
 
+import dataclasses
 import math
 
 import jax
@@ -69,7 +70,15 @@ def test_a_loss_may_be_one_number(mesh):
 @pytest.mark.catches("scalar-loss-of-several")
 def test_one_number_is_refused_where_it_is_of_several_microbatches():
     plan = Plan(mesh={"data": 2}, batch=BatchConfig(accumulation=2))
-    with pytest.raises(InputError, match="2 microbatches needs to know what each counts; return"):
+    state, step = boost(
+        Net, optax.sgd(0.1), squares, plan, batch_dims=DIMS, devices=jax.devices()[:2]
+    )
+    step.loss_call = dataclasses.replace(step.loss_call, loss=mean_of_squares)
+    with pytest.raises(InputError, match="2 microbatches it must be known"):
+        step.evaluate(state, batch())
+    with pytest.raises(
+        InputError, match="2 microbatches it must be known what each counts; return"
+    ):
         losses(mean_of_squares, plan)
 
 

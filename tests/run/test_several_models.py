@@ -17,7 +17,7 @@ from colossax.run.initial import initial_params
 from colossax.run.origins import origins_of
 from colossax.step import StepOptions
 from tests.oracle import assert_losses_close, assert_trees_close
-from tests.run.test_task import PLAN, TwoLayers, rows, toy
+from tests.run.test_task import PLAN, TwoLayers, rows, squares, toy
 from tests.step.test_several_models import Critic
 from tests.step.test_step import text_batch
 
@@ -187,6 +187,19 @@ def test_a_model_starts_from_any_of_a_checkpoint_of_several(whole, tmp_path):
     assert_same(params, stored(whole[0], "critic"))
 
 
+def test_the_only_model_of_a_checkpoint_needs_no_name(tmp_path):
+    """Of a run of one model by name, whose folder is a path object."""
+
+    def loss(models, batch):
+        return squares(models.judge, batch)
+
+    task = toy(make_model={"judge": TwoLayers}, loss=loss, evaluators={})
+    trained(task, tmp_path, steps=1)
+    for init, names in (({"policy": tmp_path}, ("policy", "critic")), (tmp_path, ())):
+        (origin,) = origins_of(init, names).values()
+        assert (origin.model, str(origin)) == ("judge", f"'judge' of {tmp_path}")
+
+
 @pytest.mark.catches("init-names-unchecked")
 def test_what_does_not_fit_is_refused_before_anything_is_written(whole, one, tmp_path):
     out, single = str(whole[0]), str(one)
@@ -194,10 +207,14 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(whole, one, tmp
     cases = [
         (three(), single, f"trains {names}, and '.*' holds one model without a name; say by name"),
         (three(), (out, "policy"), "as in {'critic': \\('.*', 'policy'\\)}"),
-        (three(), {"judge": single}, f"it names 'judge', and the run trains {names}; give a"),
+        (three(), {"judge": single}, f"it names 'judge', and the run trains {names}; name"),
         (three(), {}, "it names no model, and the run trains"),
         (three(), {"policy": (out, "judge")}, f"holds {names} and not 'judge'; give one of its"),
-        (toy(), {"policy": single}, "trains one model without a name; give a checkpoint without"),
+        (
+            toy(),
+            {"policy": single},
+            "names 'policy', and the run trains one .*; give the checkpoint alone",
+        ),
         (toy(), out, f"holds {names} and not one model without a name; give .* 'critic'\\)"),
     ]
     for task, init, message in cases:

@@ -81,6 +81,20 @@ def differentiated(call: LossCall, frozen: Params, variables: Any) -> Callable:
     return jax.value_and_grad(value, has_aux=True)
 
 
+def check_counted(terms: Terms, count: int) -> None:
+    """Refuse a loss of one number where there are several microbatches.
+
+    Raises:
+        InputError: It is one.
+    """
+    if count > 1 and SCALAR in terms:
+        raise InputError(
+            f"loss: it is one number, and of {count} microbatches it must be known what each"
+            " counts; return ({'error': (sum, count, 1.0)}, {}), with the sum over the batch and"
+            " how many were added"
+        )
+
+
 def summarised(infos: Any, grads: Params, sums: Any) -> Gradients:
     """The gradients of all microbatches with what was added up beside them."""
     loss, (totals, metrics) = sums
@@ -128,6 +142,7 @@ def with_term_weights(
 
     def weigh(params: Params, microbatch: Batch, key: Array) -> dict[str, Array]:
         terms, _ = call(joined(params, frozen), microbatch, variables, key)
+        check_counted(terms, micro.count)
         return {name: weight for name, (_, weight, _) in terms.items()}
 
     used = inputs_used(weigh, params, *micro.first)
@@ -139,11 +154,5 @@ def with_term_weights(
         )
     if micro.count == 1:
         return micro
-    if SCALAR in jax.eval_shape(weigh, params, *micro.first):
-        raise InputError(
-            f"loss: it is one number, and a step of {micro.count} microbatches needs to know what"
-            " each counts; return ({'error': (sum, count, 1.0)}, {}), with the sum over the"
-            " batch and how many were added"
-        )
     each = jax.lax.map(lambda xs: weigh(params, *xs), (micro.arrays, micro.keys))
     return dataclasses.replace(micro, term_weights=jax.tree.map(jnp.sum, each))

@@ -24,7 +24,8 @@ def check_reduce_once(bound: BoundPlan, infos: Any) -> None:
     """Refuse to accumulate per-device gradients of parameters that are sharded along the batch.
 
     Raises:
-        PlanError: Of them, or of an attention that cannot run on each device's own rows.
+        PlanError: Of them, of an attention that cannot run on each device's own rows, or of
+            parameters with a rule of their own.
     """
     held = batch_axes(bound)
     batch = bound.plan.batch
@@ -38,6 +39,11 @@ def check_reduce_once(bound: BoundPlan, infos: Any) -> None:
             " microbatches; give 'auto', or switch reduce_once off as preset zero2 does"
         )
     for info in jax.tree.leaves(infos):
+        if several and info.update is not None:
+            raise PlanError(
+                f"plan.batch.reduce_once: {info.path} has a rule of its own, which needs the"
+                " gradient of the whole batch; switch it off, or use a preset such as zero2"
+            )
         entries = param_sharding(bound, "params", info).spec
         taken = {a for e in entries if e for a in ((e,) if isinstance(e, str) else e)} & held
         if taken:
