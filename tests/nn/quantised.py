@@ -1,15 +1,13 @@
 """A weight in int8 with scales that does not learn, beside a narrow pair that does."""
 
-import dataclasses
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from colossax.models import LlamaConfig, maker
 from colossax.nn import param, weight_of, with_weights
-from colossax.sharding import Dense, linear, linears
+from colossax.sharding import Dense
+from tests.nn.wrapping import Adapted
 
 CONFIG = LlamaConfig(vocab=64, embed=32, layers=3, heads=4, kv_heads=2, mlp=48, max_seq=16)
 
@@ -52,40 +50,11 @@ class LowRank(nnx.Module):
     @property
     def weight(self):
         inner = len(self.down.shape) - 1
-        return Sum(
+        return Adapted(
             weight_of(self.base, self.dims),
             weight_of(self.down, (*self.dims[:inner], None)),
             weight_of(self.up, (None, *self.dims[inner:])),
         )
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Sum:
-    base: Any
-    down: Any
-    up: Any
-
-    @property
-    def shape(self):
-        return self.base.shape
-
-    @property
-    def dims(self):
-        return self.base.dims
-
-    @staticmethod
-    def multiply(x, maps, *, contract):
-        wide = [(own.base, bias) for own, bias in maps]
-        ys = linears(x, [*wide, *((own.down, None) for own, _ in maps)], contract=contract)
-        pairs = zip(maps, ys[: len(maps)], ys[len(maps) :], strict=True)
-        return tuple(y + linear(narrow, own.up) for (own, _), y, narrow in pairs)
-
-    def rows(self, ids):
-        raise NotImplementedError
-
-    def gathered(self, *, to=None):
-        raise NotImplementedError
 
 
 def quantised(*, as_floats=False, config=CONFIG):

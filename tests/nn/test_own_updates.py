@@ -16,6 +16,7 @@ from colossax.nn import LayerStack, Linear, param, weight_of, with_weights
 from colossax.optim import adamw
 from colossax.planner import build_step
 from colossax.sharding import linears
+from tests.nn.wrapping import Wrapping
 
 
 @jax.custom_vjp
@@ -33,30 +34,16 @@ noted.defvjp(lambda x, peak: (x, jnp.max(jnp.abs(x))), noted_bwd)
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Watched:
+class Watched(Wrapping):
     """A weight that notes the largest of its inputs."""
 
     base: Any
     peak: Any
 
-    @property
-    def shape(self):
-        return self.base.shape
-
-    @property
-    def dims(self):
-        return self.base.dims
-
     @staticmethod
     def multiply(x, maps, *, contract):
         ((own, bias),) = maps
         return linears(noted(x, own.peak), [(own.base, bias)], contract=contract)
-
-    def rows(self, ids):
-        return self.base.rows(ids)
-
-    def gathered(self, *, to=None):
-        return self.base.gathered(to=to)
 
 
 class Watcher(nnx.Module):

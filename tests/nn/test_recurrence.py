@@ -52,11 +52,13 @@ def test_states_carried_by_a_loop_are_written_in_place():
     states = jax.ShapeDtypeStruct((32, 16, 4096), jnp.float32)
     where = flat([0, 1, 2], [0, 0, 0])
 
+    def halved(state, x):
+        return state * 0.5 + x, state + x
+
     def layers(x, states):
         def layer(carry, row):
             x, states = carry
-            given = lambda state, x: (state * 0.5 + x, state + x)  # noqa: E731
-            return run_recurrence(given, x, states, row, where), None
+            return run_recurrence(halved, x, states, row, where), None
 
         return jax.lax.scan(layer, (x, states), jnp.arange(32))[0]
 

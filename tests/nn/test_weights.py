@@ -17,10 +17,11 @@ from colossax.models import LlamaConfig, maker
 from colossax.nn import FlatTokens, Linear, describe, param, weight_of, with_weights
 from colossax.optim import sgd
 from colossax.planner import build_step
-from colossax.sharding import linear, linears
+from colossax.sharding import linears
 from colossax.tasks import next_token_loss
 from tests.cases import quick_first
 from tests.fresh import fresh_state
+from tests.nn.wrapping import Adapted, Wrapping
 from tests.oracle import assert_losses_close
 
 CONFIG = LlamaConfig(vocab=64, embed=32, layers=3, heads=4, kv_heads=2, mlp=48, max_seq=16)
@@ -42,19 +43,11 @@ ASKED: set[tuple[str, str]] = set()
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Counted:
+class Counted(Wrapping):
     """A weight that notes what it is asked, and has another one do it."""
 
     base: Any
     name: str = dataclasses.field(metadata={"static": True})
-
-    @property
-    def shape(self):
-        return self.base.shape
-
-    @property
-    def dims(self):
-        return self.base.dims
 
     @staticmethod
     def multiply(x, maps, *, contract):
@@ -63,11 +56,11 @@ class Counted:
 
     def rows(self, ids):
         ASKED.add(("rows", self.name))
-        return self.base.rows(ids)
+        return super().rows(ids)
 
     def gathered(self, *, to=None):
         ASKED.add(("gathered", self.name))
-        return self.base.gathered(to=to)
+        return super().gathered(to=to)
 
 
 class CountedHolder(nnx.Module):
@@ -157,35 +150,6 @@ class Adapter(nnx.Module):
         down = weight_of(self.down, (*self.dims[:inner], None))
         up = weight_of(self.up, (None, *self.dims[inner:]))
         return Adapted(weight_of(self.base, self.dims), down, up)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Adapted:
-    base: Any
-    down: Any
-    up: Any
-
-    @property
-    def shape(self):
-        return self.base.shape
-
-    @property
-    def dims(self):
-        return self.base.dims
-
-    @staticmethod
-    def multiply(x, maps, *, contract):
-        wide = [(own.base, bias) for own, bias in maps]
-        ys = linears(x, [*wide, *((own.down, None) for own, _ in maps)], contract=contract)
-        pairs = zip(maps, ys[: len(maps)], ys[len(maps) :], strict=True)
-        return tuple(y + linear(narrow, own.up) for (own, _), y, narrow in pairs)
-
-    def rows(self, ids):
-        raise NotImplementedError
-
-    def gathered(self, *, to=None):
-        raise NotImplementedError
 
 
 def adapted(name, module, rngs):
