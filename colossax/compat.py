@@ -17,7 +17,7 @@ import_jax()
 # ruff: noqa: E402, I001 (what JAX's plugin writes when it is imported is kept back above)
 import jax
 import numpy as np
-from jax._src import clusters, distributed, xla_bridge
+from jax._src import clusters, compilation_cache, distributed, xla_bridge
 from jax.experimental import pallas as pl
 from jax.experimental import topologies
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -196,6 +196,19 @@ def topology_devices(target_config: str, topology: str) -> list[jax.Device]:
     except (RuntimeError, NotImplementedError) as problem:
         raise PluginMissing(str(problem).splitlines()[0]) from problem
     return list(description.devices)
+
+
+def keep_only(safe: Callable[[Any], bool]) -> None:
+    """From now on JAX's persistent cache keeps only executables for which `safe` is true."""
+    put = compilation_cache.put_executable_and_time  # the cache has no filter of its own
+
+    def put_what_is_safe(
+        cache_key: str, module_name: str, executable: Any, backend: Any, compile_time: int
+    ) -> None:
+        if safe(executable):
+            put(cache_key, module_name, executable, backend, compile_time)
+
+    compilation_cache.put_executable_and_time = put_what_is_safe
 
 
 def cudnn_installed() -> bool:

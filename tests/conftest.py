@@ -4,8 +4,6 @@ import importlib.metadata
 import os
 import pathlib
 
-from tests.plugins import programs
-
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # JAX_PLATFORMS=cuda runs what is marked gpu
 # Threads of XLA's pool: with only as many as devices, collectives that run side by side may take
 # all of them while each waits for one that has none: six of eighteen runs of one case, on two
@@ -19,7 +17,6 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
     # Its newer code generator takes most of the compiler's time; JAX 0.12 does not know the flag.
     _FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ.setdefault("XLA_FLAGS", " ".join(_FLAGS))
-programs.keep()
 
 import jaxtyping  # noqa: E402 (after the settings above)
 
@@ -40,6 +37,9 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
+from tests.plugins import programs  # noqa: E402
+
+programs.keep()
 jax.config.update("jax_default_matmul_precision", "highest")
 
 # Examples are drawn by each test's own code, the same in every run: what one commit passes it
