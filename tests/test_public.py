@@ -53,9 +53,10 @@ NAMES = {
         "recording_kept running summed"
     ),
     "colossax.data": (
-        "BatchLoader Corpus Documents RowSource Rows Split SyntheticRows Tokenizer "
-        "ValidationBatches cache_folder encode_corpus global_arrays path_documents stack_rows "
-        "stdlib_documents train_tokenizer unigram_entropy_nats wanted_rows"
+        "BatchLoader Corpus Documents Mixture RowSource Rows Split SyntheticRows Tokenizer "
+        "ValidationBatches WholeDocuments cache_folder encode_corpus global_arrays joined "
+        "path_documents stack_rows stdlib_documents train_tokenizer unigram_entropy_nats "
+        "wanted_rows"
     ),
     "colossax.checkpoint": (
         "ArraySlot Checkpointer LayerSource RecordReader RecordWriter find_checkpoint slot_of"

@@ -15,10 +15,13 @@ from .loader import BatchLoader as BatchLoader
 from .loader import ValidationBatches as ValidationBatches
 from .loader import global_arrays as global_arrays
 from .loader import wanted_rows as wanted_rows
+from .mixture import Mixture as Mixture
 from .rows import Rows as Rows
 from .rows import RowSource as RowSource
+from .rows import WholeDocuments as WholeDocuments
 from .rows import stack_rows as stack_rows
 from .sources import Documents as Documents
+from .sources import joined as joined
 from .sources import path_documents as path_documents
 from .sources import stdlib_documents as stdlib_documents
 from .synthetic import SyntheticRows as SyntheticRows

@@ -4,7 +4,7 @@ import array
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -121,13 +121,20 @@ class Corpus:
         return Split(tokens=self.tokens, starts=np.array([start]), lengths=np.array([length]))
 
 
-def unigram_entropy_nats(corpus: Corpus) -> float:
-    """-Σ p ln p, p the share of each token among all of the corpus, held-out documents included.
+def unigram_entropy_nats(*corpora: Corpus, weights: Sequence[float] = (1.0,)) -> float:
+    """-Σ p ln p, p the share of each token among all text, held-out documents included.
 
     It is the loss of the best model that knows only how frequent tokens are: a model that learnt
     anything else lies below.
+
+    Args:
+        corpora: Of one tokenizer.
+        weights: Of each corpus; they add up to 1.
     """
-    share = corpus.counts[corpus.counts > 0] / corpus.counts.sum()
+    each = zip(weights, corpora, strict=True)
+    shares = [weight * corpus.counts / corpus.counts.sum() for weight, corpus in each]
+    share = np.sum(shares, axis=0)
+    share = share[share > 0]
     return float(-(share * np.log(share)).sum())
 
 

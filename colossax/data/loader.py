@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from colossax.data.corpus import Split
-from colossax.data.rows import Rows, RowSource, stack_rows
+from colossax.data.rows import Rows, RowSource, WholeDocuments, stack_rows
 
 LocalBatch = dict[str, np.ndarray]
 """Arrays `[len(wanted), seq_len]`: the rows of a global batch that a process needs."""
@@ -128,6 +128,7 @@ class ValidationBatches:
         global_batch: Rows of a batch over all processes.
         wanted: Rows this process needs, as numbers within the batch.
         batches: Batches at most.
+        whole: Whether a row is one document; see `WholeDocuments`.
     """
 
     def __init__(
@@ -138,10 +139,13 @@ class ValidationBatches:
         global_batch: int,
         wanted: Sequence[int],
         batches: int,
+        whole: bool = False,
     ):
-        rows = Rows(split, seq_len=seq_len, seed=_VALIDATION_SEED, epochs=1)
+        make = WholeDocuments if whole else Rows
+        rows = make(split, seq_len=seq_len, seed=_VALIDATION_SEED, epochs=1)
         self._batches = _Batches(rows, global_batch, wanted, first=0)
-        self._count = min(batches, -(-split.token_count // (global_batch * seq_len)))
+        there_are = split.document_count if whole else -(-split.token_count // seq_len)
+        self._count = min(batches, -(-there_are // global_batch))
 
     def __len__(self) -> int:
         return self._count

@@ -1,4 +1,4 @@
-"""The documents of one file: text, JSONL, Parquet or Python source."""
+"""The documents of one file: text, JSONL, Parquet, Arrow or Python source."""
 
 import dataclasses
 import enum
@@ -14,6 +14,7 @@ from colossax.data.files import open_bytes
 from colossax.errors import DataError
 
 _PARQUET_BATCH_ROWS = 1024
+_ARROW_FILE = b"ARROW1"
 
 
 class Kind(enum.StrEnum):
@@ -22,6 +23,7 @@ class Kind(enum.StrEnum):
     TEXT = "text"
     JSONL = "jsonl"
     PARQUET = "parquet"
+    ARROW = "arrow"
     PYTHON = "python"
 
 
@@ -30,7 +32,7 @@ class Reading:
     """How files are read.
 
     Attributes:
-        text_field: Field or column that holds the text of JSONL and Parquet.
+        text_field: Field or column that holds the text of JSONL, Parquet and Arrow.
         skip_undecodable: Leave out what is not UTF-8 (a text file, a line, a row) instead of
             refusing it.
     """
@@ -121,28 +123,60 @@ def _json_name(value: Any) -> str:
 
 
 def _read_parquet(file: Path, reading: Reading) -> Iterator[str | None]:
-    import pyarrow
     import pyarrow.parquet
 
-    field, row = reading.text_field, 0
+    def columns() -> Iterator[Any]:
+        with pyarrow.parquet.ParquetFile(file) as opened:
+            _check_column(opened.schema_arrow, reading.text_field, file)
+            for batch in opened.iter_batches(_PARQUET_BATCH_ROWS, columns=[reading.text_field]):
+                yield batch.column(0)
+
+    return _read_columns(file, reading, columns(), "Parquet")
+
+
+def _read_arrow(file: Path, reading: Reading) -> Iterator[str | None]:
+    """IPC as a stream, which Hugging Face's `datasets` writes, or as a file (Feather)."""
+    import pyarrow.ipc
+
+    def columns() -> Iterator[Any]:
+        with pyarrow.memory_map(str(file)) as opened:
+            as_file = opened.read(len(_ARROW_FILE)) == _ARROW_FILE
+            opened.seek(0)
+            if as_file:
+                whole = pyarrow.ipc.open_file(opened)
+                batches = map(whole.get_batch, range(whole.num_record_batches))
+            else:
+                batches = whole = pyarrow.ipc.open_stream(opened)
+            _check_column(whole.schema, reading.text_field, file)
+            for batch in batches:
+                yield batch.column(reading.text_field)
+
+    return _read_columns(file, reading, columns(), "Arrow")
+
+
+def _read_columns(
+    file: Path, reading: Reading, columns: Iterator[Any], form: str
+) -> Iterator[str | None]:
+    import pyarrow
+
+    row = 0
     with open_bytes(file):
         pass  # what the system does not let us read is not damaged
     try:
-        with pyarrow.parquet.ParquetFile(file) as opened:
-            _check_column(opened.schema_arrow, field, file)
-            for batch in opened.iter_batches(_PARQUET_BATCH_ROWS, columns=[field]):
-                for raw in _as_bytes(batch.column(0)):
-                    row += 1
-                    if raw is None:
-                        raise DataError(
-                            f"{file}, row {row}: column '{field}' is null; it must hold a string"
-                        )
-                    yield reading.decode(raw, f"{file}, row {row}")
+        for column in columns:
+            for raw in _as_bytes(column):
+                row += 1
+                if raw is None:
+                    raise DataError(
+                        f"{file}, row {row}: column '{reading.text_field}' is null; it must hold a"
+                        " string"
+                    )
+                yield reading.decode(raw, f"{file}, row {row}")
     # pyarrow reports damage as either, depending on where it meets it.
     except (pyarrow.ArrowException, OSError) as problem:
         reason = str(problem).partition("\n")[0].rstrip(".")
         raise DataError(
-            f"{file}: is no whole Parquet file ({reason}); copy or write it again"
+            f"{file}: is no whole {form} file ({reason}); copy or write it again"
         ) from problem
 
 
@@ -161,7 +195,7 @@ def _check_column(schema: Any, field: str, file: Path) -> None:
 
 
 def _as_bytes(column: Any) -> Iterator[bytes | None]:
-    """Parquet promises UTF-8 and does not check it, so the bytes are taken and decoded here."""
+    """Arrow promises UTF-8 and does not check it, so the bytes are taken and decoded here."""
     import pyarrow
 
     for value in column.cast(pyarrow.large_binary()):
@@ -172,6 +206,7 @@ READERS: dict[Kind, Callable[[Path, Reading], Iterator[str | None]]] = {
     Kind.TEXT: _read_text,
     Kind.JSONL: _read_jsonl,
     Kind.PARQUET: _read_parquet,
+    Kind.ARROW: _read_arrow,
     Kind.PYTHON: _read_python,
 }
 """How each kind is read: documents in order, None or `""` where one is left out."""

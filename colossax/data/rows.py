@@ -117,4 +117,50 @@ class Rows:
         return order, ends
 
 
+class WholeDocuments:
+    """Row r is one document from its start, in the order of `Rows`.
+
+    What a document has beyond a row is left out; what a row has beyond its document has weight 0
+    and is a segment of its own.
+
+    Args:
+        split: Documents.
+        seq_len: Tokens per row.
+        seed: Of the order of documents.
+        epochs: After so many the weights are 0; None: never.
+
+    Cost: O(s) per row; the first row of an epoch sorts as many numbers as there are documents.
+    """
+
+    def __init__(self, split: Split, *, seq_len: int, seed: int, epochs: int | None = None):
+        self.seq_len = seq_len
+        self._split = split
+        self._tokens = np.asarray(split.tokens)
+        self._seed = seed
+        self._epochs = epochs
+        self._lock = threading.Lock()
+        self._order = functools.lru_cache(maxsize=_EPOCHS_KEPT)(self._make_order)
+
+    def __getitem__(self, row: int) -> Row:
+        epoch, at = divmod(row, self._split.document_count)
+        with self._lock:
+            document = self._order(epoch)[at]
+        start, length = int(self._split.starts[document]), int(self._split.lengths[document])
+        count = min(self.seq_len, length)
+        place = np.arange(self.seq_len)
+        source = start + np.minimum(place, length - 1)
+        ended = place >= length - 1
+        gone = self._epochs is not None and epoch >= self._epochs
+        return {
+            "tokens": self._tokens[source].astype(np.int32),
+            "targets": self._tokens[source + ~ended].astype(np.int32),
+            "segments": (place >= count).astype(np.int32),
+            "positions": np.where(place < count, place, place - count).astype(np.int32),
+            "weights": np.where(ended | gone, 0, 1).astype(np.float32),
+        }
+
+    def _make_order(self, epoch: int) -> np.ndarray:
+        return keyed_permutation(self._seed, epoch, count=self._split.document_count)
+
+
 _INTEGERS = ("tokens", "targets", "segments", "positions")

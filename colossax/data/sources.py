@@ -1,23 +1,30 @@
-"""Documents: strings in a fixed order, from files of text, JSONL or Parquet.
+"""Documents: strings in a fixed order, from files of text, JSONL, Parquet or Arrow.
 
-A document is a text file, a line of JSONL or a row of Parquet; those without a single character are
-left out. Iterating again reads again; nothing is held but one file of text, one line, or one batch
-of a row group.
+A document is a text file, a line of JSONL, a row of Parquet or Arrow; those without a single
+character are left out. Iterating again reads again; nothing is held but one file of text, one line,
+or one batch of rows.
 """
 
 import dataclasses
 import functools
 import hashlib
+import json
 import os
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from colossax.data.files import file_hashes, stat_of, unreadable
+from colossax.data.files import file_hashes, open_bytes, stat_of, unreadable
 from colossax.data.readers import READERS, Kind, Reading
 from colossax.errors import DataError
 
-_KIND_OF_SUFFIX = {".jsonl": Kind.JSONL, ".ndjson": Kind.JSONL, ".parquet": Kind.PARQUET}
+_KIND_OF_SUFFIX = {
+    ".jsonl": Kind.JSONL,
+    ".ndjson": Kind.JSONL,
+    ".parquet": Kind.PARQUET,
+    ".arrow": Kind.ARROW,
+}
 _NOT_LIBRARY = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 )
@@ -73,25 +80,40 @@ class Documents:
         return digest.hexdigest()
 
 
+def joined(each: Sequence[Documents]) -> Documents:
+    """The documents of several sources as one, source after source; all are read alike."""
+    return Documents(
+        origin=" and ".join(documents.origin for documents in each),
+        files=tuple(file for documents in each for file in documents.files),
+        reading=each[0].reading,
+    )
+
+
 def path_documents(
     path: str | os.PathLike[str], *, text_field: str = "text", skip_undecodable: bool = False
 ) -> Documents:
     """Documents of a file, or of all files below a folder in the order of their relative paths.
 
-    `.jsonl` and `.ndjson` are read as JSONL, `.parquet` as Parquet, any other file as one document
-    of text. In folders, hidden files and folders (`.git`) and links to folders are left out.
+    `.jsonl` and `.ndjson` are read as JSONL, `.parquet` as Parquet, `.arrow` as Arrow, any other
+    file as one document of text. In folders, hidden files and folders (`.git`) and links to folders
+    are left out. Of a folder that Hugging Face's `datasets` saved, the files of the data set are
+    read in its order; where it has several splits, those of `train`.
 
     Raises:
         DataError: The path is empty, missing, no file or folder, or holds no files.
     """
     if not os.fspath(path):
-        raise DataError("data path: is empty; name a file or folder of text, JSONL or Parquet")
+        raise DataError(
+            "data path: is empty; name a file or folder of text, JSONL, Parquet or Arrow"
+        )
     root = Path(path).expanduser()
     if not root.exists():
-        raise DataError(f"{root}: does not exist; name a file or folder of text, JSONL or Parquet")
-    files = _walk(root, lambda name: not name.startswith(".")) if root.is_dir() else [root]
+        raise DataError(f"{root}: does not exist; name a file or folder with text")
+    files = _below(root) if root.is_dir() else [root]
     if not files:
-        raise DataError(f"{root}: holds no files; name a folder of text, JSONL or Parquet files")
+        raise DataError(
+            f"{root}: holds no files; name a folder of text, JSONL, Parquet or Arrow files"
+        )
     for file in files:
         if not file.is_file():
             raise DataError(f"{file}: is no regular file; save what it gives to a file first")
@@ -100,6 +122,29 @@ def path_documents(
         files=tuple((file, _KIND_OF_SUFFIX.get(file.suffix.lower(), Kind.TEXT)) for file in files),
         reading=Reading(text_field=text_field, skip_undecodable=skip_undecodable),
     )
+
+
+def _below(root: Path) -> list[Path]:
+    if (splits := root / "dataset_dict.json").exists():
+        names = _saved(splits, "splits")
+        if "train" not in names:
+            raise DataError(f"{root}: has the splits {names} and no 'train'; name one's folder")
+        root = root / "train"
+    if (state := root / "state.json").exists() and (root / "dataset_info.json").exists():
+        return [root / entry["filename"] for entry in _saved(state, "_data_files")]
+    return _walk(root, lambda name: not name.startswith("."))
+
+
+def _saved(file: Path, field: str) -> list[Any]:
+    """A list in one of the JSON files that `datasets` writes beside its data."""
+    with open_bytes(file) as opened:
+        raw = opened.read()
+    try:
+        return list(json.loads(raw)[field])
+    except (ValueError, KeyError, TypeError) as problem:
+        raise DataError(
+            f"{file}: has no list '{field}', as data sets saved to disk do; save it again"
+        ) from problem
 
 
 def stdlib_documents() -> Documents:

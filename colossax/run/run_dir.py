@@ -121,7 +121,8 @@ def check_identity(folder: RunFolder, asked: dict[str, Any]) -> None:
         InputError: Naming the first field that differs, and both values.
     """
     # A run that was begun before there was a choice has what was then the only one.
-    stored: dict[str, Any] = {"optimizer.state": "float32", **folder.read()["identity"]}
+    only = {"optimizer.state": "float32", "data.mixture": "1", "data.packing": "packed"}
+    stored: dict[str, Any] = {**only, **folder.read()["identity"]}
     for field, here in asked.items():
         there = stored.get(field)
         if isinstance(here, list):  # a name and a fingerprint, which alone decides

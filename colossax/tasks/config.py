@@ -1,12 +1,15 @@
 """What a run is: one frozen value, made by a recipe and overridden on the command line."""
 
 import dataclasses
+import math
+from collections.abc import Mapping
 from typing import Any
 
-from colossax.config import Plan, from_json, nearest, to_json
+from colossax.config import FrozenDict, Plan, from_json, nearest, to_json
 from colossax.errors import InputError
 from colossax.models import config_from_json, config_to_json
 
+PACKINGS = ("packed", "whole")
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
 OPTIMIZER_STATES = ("float32", "mixed", "bfloat16")
 
@@ -24,19 +27,25 @@ class DataConfig:
     """Text in, batches out.
 
     Attributes:
-        path: File or folder of text, JSONL or Parquet; None is the source of Python's standard
-            library.
+        path: File or folder of text, JSONL, Parquet or Arrow (also one that Hugging Face's
+            `datasets` saved); None is the source of Python's standard library.
+        mixture: Several such paths in place of one, each with its weight: the share of the rows
+            that come from it. Kept on every resume and any number of processes.
+        packing: `packed` fills rows with documents one after another, `whole` gives each document a
+            row, from its start.
         seq_len: Tokens per row.
         global_batch: Rows per step, over all devices, processes and microbatches.
         tokenizer: A `tokenizer.json`; None trains a BPE of `tokenizer_vocab` tokens on the text.
         tokenizer_vocab: Tokens of the BPE that is trained when no file is given; None trains none.
-        text_field: Field or column that holds the text of JSONL and Parquet.
+        text_field: Field or column that holds the text of JSONL, Parquet and Arrow.
         skip_undecodable: Leave out files that are not UTF-8 instead of refusing them.
         validation_fraction: Share of the documents held out.
         validation_batches: Held-out batches per validation.
     """
 
     path: str | None = None
+    mixture: Mapping[str, float] = FrozenDict()
+    packing: str = "packed"
     seq_len: int
     global_batch: int
     tokenizer: str | None = None
@@ -53,6 +62,32 @@ class DataConfig:
                 f"data.validation_fraction: found {self.validation_fraction};"
                 f" give a share between 0 and 1, such as 0.02"
             )
+        if self.packing not in PACKINGS:
+            raise InputError(
+                f"data.packing: unknown '{self.packing}'{nearest(self.packing, PACKINGS)}"
+            )
+        object.__setattr__(self, "mixture", FrozenDict(self.mixture))
+        self._check_mixture()
+
+    def _check_mixture(self) -> None:
+        if self.mixture and self.path is not None:
+            raise InputError(
+                f"data.mixture: data.path is '{self.path}' as well; name it in the mixture, with"
+                " its weight, or leave one of the two out"
+            )
+        for path, weight in self.mixture.items():
+            if not 0 < weight < math.inf:
+                raise InputError(
+                    f"data.mixture: the weight of '{path}' is {weight}; give a number above 0"
+                )
+
+    @property
+    def sources(self) -> dict[str | None, float]:
+        """Paths and their weights, which add up to 1."""
+        if not self.mixture:
+            return {self.path: 1.0}
+        total = sum(self.mixture.values())
+        return {path: weight / total for path, weight in self.mixture.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

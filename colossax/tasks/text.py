@@ -4,7 +4,8 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,16 @@ from colossax.data import (
     BatchLoader,
     Corpus,
     Documents,
+    Mixture,
     Rows,
+    RowSource,
     Split,
     Tokenizer,
     ValidationBatches,
+    WholeDocuments,
     encode_corpus,
     global_arrays,
+    joined,
     path_documents,
     stdlib_documents,
     train_tokenizer,
@@ -44,6 +49,42 @@ _ROWS_KEY = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Source:
+    """The encoded text of one path.
+
+    Attributes:
+        name: Of the path, for people and metrics.
+        weight: Share of the rows, at most 1.
+        corpus: All documents.
+        training: Those to train on.
+        held_out: Those held out.
+    """
+
+    name: str
+    weight: float
+    corpus: Corpus
+    training: Split
+    held_out: Split
+
+    def rows(self, config: DataConfig, seed: int) -> RowSource:
+        """Rows to train on, by number, in a drawn order."""
+        if config.packing == "whole":
+            return WholeDocuments(self.training, seq_len=config.seq_len, seed=seed)
+        return ShuffledRows(Rows(self.training, seq_len=config.seq_len, seed=seed), seed=seed)
+
+    def description(self, config: DataConfig) -> str:
+        """For people."""
+        told = (
+            f"{self.training.token_count:,} tokens in {self.training.document_count:,} documents,"
+            f" {self.held_out.token_count:,} in {self.held_out.document_count:,} held out"
+        )
+        cut = int((self.training.lengths > config.seq_len + 1).sum())
+        if config.packing == "whole" and cut:
+            told += f", {cut:,} cut off after {config.seq_len:,} tokens"
+        return told
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Text:
     """Encoded text, split into what is trained on and what is held out.
 
@@ -52,52 +93,58 @@ class Text:
         seed: Of the order of documents.
         fingerprint: Hash of the documents, whatever they are called.
         tokenizer: Text to tokens and back.
-        corpus: All documents.
-        training: Those to train on.
-        held_out_split: Those held out.
+        sources: One, or those of a mixture.
     """
 
     config: DataConfig
     seed: int
     fingerprint: str
     tokenizer: Tokenizer
-    corpus: Corpus
-    training: Split
-    held_out_split: Split
+    sources: tuple[Source, ...]
 
     @property
     def unigram_entropy(self) -> float:
         """Loss, in nats per token, of the best model that knows token frequencies alone."""
-        return unigram_entropy_nats(self.corpus)
+        return unigram_entropy_nats(
+            *(source.corpus for source in self.sources),
+            weights=[source.weight for source in self.sources],
+        )
 
     @property
-    def description(self) -> str:
-        """For people."""
-        return (
-            f"{self.training.token_count:,} tokens in {self.training.document_count:,} documents,"
-            f" {self.held_out_split.token_count:,} in"
-            f" {self.held_out_split.document_count:,} held out,"
-            f" vocabulary of {self.tokenizer.vocab_size:,}"
+    def description(self) -> tuple[str, ...]:
+        """For people, a line for each source."""
+        vocabulary = f", vocabulary of {self.tokenizer.vocab_size:,}"
+        if len(self.sources) == 1:
+            return (f"{self.sources[0].description(self.config)}{vocabulary}",)
+        return tuple(
+            f"{source.weight:.1%} {source.name}: {source.description(self.config)}{vocabulary}"
+            for source in self.sources
         )
 
     @contextlib.contextmanager
     def batches(self, step: Step, start: int) -> Iterator[Iterator[Batch]]:
         """Endless global batches from number `start` on, made ahead by threads."""
         place = _Placement(step, self.config)
-        rows = Rows(self.training, seq_len=self.config.seq_len, seed=self.seed)
-        shuffled = ShuffledRows(rows, seed=self.seed)
-        with BatchLoader(shuffled, place.global_batch, wanted=place.wanted, start=start) as loader:
-            yield map(place, loader)
+        with BatchLoader(self._rows(), place.global_batch, wanted=place.wanted, start=start) as to:
+            yield map(place, to)
 
-    def held_out(self, step: Step) -> Iterator[Batch]:
-        """The held-out batches, the same for every seed."""
+    def _rows(self) -> RowSource:
+        each = [source.rows(self.config, self.seed) for source in self.sources]
+        if len(each) == 1:
+            return each[0]
+        return Mixture(each, [source.weight for source in self.sources], seed=self.seed)
+
+    def held_out(self, step: Step, source: Source) -> Iterator[Batch]:
+        """The held-out batches of a source, the same for every seed."""
         place = _Placement(step, self.config)
+        share = source.weight * self.config.validation_batches
         batches = ValidationBatches(
-            self.held_out_split,
+            source.held_out,
             seq_len=self.config.seq_len,
             global_batch=place.global_batch,
             wanted=place.wanted,
-            batches=self.config.validation_batches,
+            batches=max(1, round(share)),
+            whole=self.config.packing == "whole",
         )
         return map(place, batches)
 
@@ -168,7 +215,8 @@ def open_text(
         InputError: The text or the tokenizer cannot be read or does not fit the model, or the
             processes read different text.
     """
-    documents = group.together(lambda: _documents(config))
+    each = group.together(lambda: [_documents(config, path) for path in config.sources])
+    documents = joined(each)
     first = group.from_first(
         lambda: [documents.fingerprint, _tokenizer(config, documents, model, tokenizer)]
     )
@@ -176,28 +224,39 @@ def open_text(
     reader = Tokenizer.from_json(tokenizer_json)
     group.together(lambda: _check_same(documents, fingerprint, group.process_id))
 
-    def encode() -> tuple[Corpus, tuple[Split, Split]]:
-        corpus = encode_corpus(documents, reader)
-        return corpus, corpus.split(config.validation_fraction)
+    def encode() -> tuple[Source, ...]:
+        named = zip(each, config.sources.values(), _names(each), strict=True)
+        return tuple(_source(*one, reader, config) for one in named)
 
     group.from_first(lambda: encode() and None)
-    corpus, (training, held_out) = group.together(encode)
     return Text(
         config=config,
         seed=seed,
         fingerprint=fingerprint,
         tokenizer=reader,
-        corpus=corpus,
-        training=training,
-        held_out_split=held_out,
+        sources=group.together(encode),
     )
 
 
-def _documents(config: DataConfig) -> Documents:
-    if config.path is None:
+def _source(
+    documents: Documents, weight: float, name: str, tokenizer: Tokenizer, config: DataConfig
+) -> Source:
+    corpus = encode_corpus(documents, tokenizer)
+    training, held_out = corpus.split(config.validation_fraction)
+    return Source(name=name, weight=weight, corpus=corpus, training=training, held_out=held_out)
+
+
+def _names(each: Sequence[Documents]) -> list[str]:
+    """The last part of each path where that tells them apart."""
+    last = [Path(documents.origin).name for documents in each]
+    return last if len(set(last)) == len(last) else [documents.origin for documents in each]
+
+
+def _documents(config: DataConfig, path: str | None) -> Documents:
+    if path is None:
         return stdlib_documents()
     return path_documents(
-        config.path, text_field=config.text_field, skip_undecodable=config.skip_undecodable
+        path, text_field=config.text_field, skip_undecodable=config.skip_undecodable
     )
 
 

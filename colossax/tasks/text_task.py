@@ -10,7 +10,7 @@ import numpy as np
 from colossax.models import config_to_json, maker
 from colossax.processes.group import Group
 from colossax.step.step import Step, StepOptions
-from colossax.tasks.config import TrainConfig, train_config_to_json
+from colossax.tasks.config import DataConfig, TrainConfig, train_config_to_json
 from colossax.tasks.initial import initial_tokenizer
 from colossax.tasks.next_token import mean_loss, next_token_loss
 from colossax.tasks.optimizer import make_optimizer
@@ -40,9 +40,6 @@ def task_of(config: TrainConfig, group: Group | None = None) -> Task:
     text = functools.cache(lambda: _opened(config, group or Group(None, {})))
     tokens = config.data.global_batch * config.data.seq_len
 
-    def validate(step: Step, state: TrainState) -> dict[str, float]:
-        return {VALIDATION_LOSS: mean_loss(step.evaluate, state, text().held_out(step))}
-
     return Task(
         name=config.recipe,
         make_model=maker(config.model),
@@ -51,7 +48,7 @@ def task_of(config: TrainConfig, group: Group | None = None) -> Task:
         shapes=batch_shapes(config),
         options=StepOptions(clip_norm=config.clip_norm),
         batches=lambda step, start: text().batches(step, start),
-        evaluators={VALIDATION_LOSS: validate},
+        evaluators={VALIDATION_LOSS: lambda step, state: _validated(text(), step, state)},
         tokens=tokens,
         flops=config.model.decoder().train_flops_per_token(config.data.seq_len) * tokens,
         flops_formula=FLOPS_FORMULA,
@@ -65,7 +62,7 @@ def task_of(config: TrainConfig, group: Group | None = None) -> Task:
             "tokenizer": text().tokenizer.to_json(),
         },
         asked=lambda plan: train_config_to_json(config.replace(plan=plan)),
-        introduction=lambda: [f"text: {text().description}"],
+        introduction=lambda: [f"text: {line}" for line in text().description],
         conclusion=_conclusion,
         complete=lambda step, params: _completion(config, text(), step, params),
     )
@@ -95,9 +92,16 @@ def identity(config: TrainConfig, *, text: str, tokenizer: str) -> dict[str, Any
         "model": train_config_to_json(config)["model"],
         "optimizer.name": config.optimizer.name,
         "optimizer.state": config.optimizer.state,
-        "data": [data.path or "the standard library", text],
+        "data": [_shown(data), text],
+        "data.mixture": " ".join(f"{weight:.6g}" for weight in data.sources.values()),
+        "data.packing": data.packing,
         "tokenizer": [data.tokenizer or f"one of {data.tokenizer_vocab} tokens", tokenizer],
     }
+
+
+def _shown(data: DataConfig) -> str:
+    """What the text is, for people: a run's identity."""
+    return ", ".join(data.mixture) or data.path or "the standard library"
 
 
 def _opened(config: TrainConfig, group: Group) -> Text:
@@ -108,6 +112,17 @@ def _opened(config: TrainConfig, group: Group) -> Text:
         group=group,
         tokenizer=initial_tokenizer(config),
     )
+
+
+def _validated(text: Text, step: Step, state: TrainState) -> dict[str, float]:
+    """The mean by the weights of the sources; with several, each one's own under its name."""
+    losses = {
+        source.name: mean_loss(step.evaluate, state, text.held_out(step, source))
+        for source in text.sources
+    }
+    mean = sum(source.weight * losses[source.name] for source in text.sources)
+    own = {f"{VALIDATION_LOSS} {name}": loss for name, loss in losses.items()}
+    return {VALIDATION_LOSS: mean, **(own if len(own) > 1 else {})}
 
 
 def _conclusion(final: Mapping[str, Any]) -> list[str]:

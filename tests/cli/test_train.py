@@ -33,11 +33,12 @@ def patched(text):
         yield patch
 
 
-def train(*arguments, data, devices=1):
+def train(*arguments, data=None, devices=1):
     """Run `colossax train`; gives (exit code, JSON objects, standard error)."""
     out, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
-        code = main(["train", *SMALL, f"--devices={devices}", f"--data={data}", *arguments])
+        source = [f"--data={data}"] if data else []
+        code = main(["train", *SMALL, f"--devices={devices}", *source, *arguments])
     return code, [json.loads(line) for line in out.getvalue().splitlines()], errors.getvalue()
 
 
@@ -268,3 +269,19 @@ def test_resumed_by_its_folder_alone_a_run_goes_on_with_the_plan_that_ran(tmp_pa
     assert (found.plan, found.steps, found.schedule_steps) == (ran, 10000, config.steps)
     assert configured("llama_tiny", *words).schedule_steps == config.steps
     assert configured(*words, "--plan.offload=auto").plan.offload.auto, "decided again"
+
+
+def test_a_mixture_of_whole_documents_goes_on_as_it_began(text, tmp_path):
+    other = write_text(tmp_path / "other", documents=6)
+    mixture = f"--data.mixture={text}=3,{other}=1"
+    once = train(mixture, "--data.packing=whole", "--steps=3", f"--out={tmp_path / 'once'}")
+    twice = ("--data.packing=whole", f"--out={tmp_path / 'twice'}")
+    part = train(mixture, *twice, "--steps=2", "--optimizer.schedule_steps=3")
+    assert (once[0], part[0]) == (0, 0), once[2] + part[2]
+    code, rest, errors = train(mixture, *twice, "--steps=3", "--resume")
+    assert code == 0, errors
+    assert losses(part[1]) + losses(rest) == losses(once[1])
+    assert "text: 25.0% other: " in errors and "cut off after" in errors
+    assert rest[-1]["final"]["validation_loss"] == once[1][-1]["final"]["validation_loss"]
+    code, _, errors = train(*twice, f"--data.mixture={text}=1,{other}=1", "--resume", "--steps=4")
+    assert code == 2 and "data.mixture is 0.75 0.25 in" in errors

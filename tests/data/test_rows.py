@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossax.data import Rows, Split, SyntheticRows, stack_rows
+from colossax.data import Rows, Split, SyntheticRows, WholeDocuments, stack_rows
 from colossax.data import rows as rows_module
 from colossax.data.hashing import _GOLDEN, _mixed, keyed_permutation, keyed_uint64
 
@@ -241,4 +241,35 @@ def test_synthetic_rows_are_a_function_of_seed_and_row():
     assert {n: a.dtype.name for n, a in row.items()} == {
         **dict.fromkeys(("tokens", "targets", "segments", "positions"), "int32"),
         "weights": "float32",
+    }
+
+
+def _plain_whole(document, seq_len):
+    """A document's row by one loop."""
+    out = {name: [] for name in ("tokens", "targets", "segments", "positions", "weights")}
+    for place in range(seq_len):
+        inside, last = place < len(document), place >= len(document) - 1
+        out["tokens"].append(document[min(place, len(document) - 1)])
+        out["targets"].append(document[-1] if last else document[place + 1])
+        out["segments"].append(0 if inside else 1)
+        out["positions"].append(place if inside else place - len(document))
+        out["weights"].append(0 if last else 1)
+    return out
+
+
+@pytest.mark.catches("whole-documents-learn-their-filling")
+@given(lengths_of_documents, st.integers(1, 12), st.integers(0, 99))
+def test_whole_documents_equal_a_plain_reading(lengths, seq_len, seed):
+    split = _split(lengths)
+    documents, rows = _documents(split), WholeDocuments(split, seq_len=seq_len, seed=seed, epochs=2)
+    for epoch in range(3):
+        order = keyed_permutation(seed, epoch, count=len(lengths))
+        for at, document in enumerate(order):
+            got = {name: a.tolist() for name, a in rows[epoch * len(lengths) + at].items()}
+            want = _plain_whole(documents[document], seq_len)
+            if epoch == 2:
+                want["weights"] = [0] * seq_len
+            assert got == want
+    assert {name: a.dtype.name for name, a in rows[0].items()} == {
+        name: "float32" if name == "weights" else "int32" for name in rows[0]
     }

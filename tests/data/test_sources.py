@@ -194,6 +194,56 @@ def test_a_parquet_row_that_is_not_utf8_is_named(tmp_path):
     assert list(path_documents(file, skip_undecodable=True)) == ["a"]
 
 
+# Arrow and what `datasets` saves
+
+
+def _arrow(path, texts, *, as_file=False, column="text"):
+    table = pa.table({"n": list(range(len(texts))), column: texts})
+    new = pa.ipc.new_file if as_file else pa.ipc.new_stream
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with new(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+    return path
+
+
+def _saved(folder, shards):
+    """A data set as `datasets` 4 saves it: shards in the order of `state.json`."""
+    names = [f"data-{i:05}-of-{len(shards):05}.arrow" for i in range(len(shards))]
+    for name, texts in zip(names, shards, strict=True):
+        _arrow(folder / name, texts)
+    state = {"_data_files": [{"filename": name} for name in names], "_split": None}
+    _write(folder / "state.json", json.dumps(state))
+    _write(folder / "dataset_info.json", json.dumps({"features": {}}))
+
+
+@pytest.mark.parametrize("as_file", [False, True])
+def test_arrow_gives_the_column_over_all_batches(tmp_path, as_file):
+    texts = [f"document {i}" for i in range(5)]
+    file = _arrow(tmp_path / "a.arrow", texts, as_file=as_file, column="body")
+    assert list(path_documents(file, text_field="body")) == texts
+    _refused(file, "a.arrow: has no column 'text'")
+    file.write_bytes(file.read_bytes()[:-40])
+    _refused(file, "a.arrow: is no whole Arrow file", text_field="body")
+
+
+@pytest.mark.catches("data-set-read-as-files")
+def test_a_saved_data_set_gives_its_rows_alone_in_its_order(tmp_path):
+    _saved(tmp_path / "set", [["b", "a"], ["c"]])
+    assert list(path_documents(tmp_path / "set")) == ["b", "a", "c"]
+
+
+def test_of_several_splits_train_is_read(tmp_path):
+    _saved(tmp_path / "train", [["learn"]])
+    _saved(tmp_path / "test", [["ask"]])
+    _write(tmp_path / "dataset_dict.json", json.dumps({"splits": ["train", "test"]}))
+    assert list(path_documents(tmp_path)) == ["learn"]
+    assert list(path_documents(tmp_path / "test")) == ["ask"]
+    _write(tmp_path / "dataset_dict.json", json.dumps({"splits": ["test"]}))
+    _refused(tmp_path, r"has the splits \['test'\] and no 'train'; name one's folder")
+    _write(tmp_path / "dataset_dict.json", "{}")
+    _refused(tmp_path, "dataset_dict.json: has no list 'splits'")
+
+
 # Standard library
 
 

@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 
 from colossax.config import Plan
-from colossax.errors import DataError
+from colossax.errors import DataError, InputError
 from colossax.recipes import recipe
+from colossax.step.step import Step
 from colossax.tasks import task_of, text_task
 from colossax.tasks.config import train_config_from_json
 from tests.launching import write_text
@@ -46,3 +47,47 @@ def test_what_was_asked_is_written_with_the_plan_that_runs():
     plan = Plan(mesh={"fsdp": 2})
     written = train_config_from_json(task_of(CONFIG).asked(plan))
     assert written == CONFIG.replace(plan=plan)
+
+
+def mixed(folder, **changes):
+    for name in ("many", "few"):
+        write_text(folder / name, documents=6)
+    paths = {str(folder / "many"): 3.0, str(folder / "few"): 1.0}
+    return CONFIG.replace(data=dataclasses.replace(CONFIG.data, mixture=paths, **changes))
+
+
+@pytest.mark.catches("mixture-loss-unweighted")
+def test_a_mixture_is_read_learnt_and_validated_by_its_weights(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLOSSAX_CACHE", str(tmp_path / "cache"))
+    task = task_of(mixed(tmp_path))
+    lines = task.introduction()
+    assert lines[0].startswith("text: 75.0% many: ") and lines[1].startswith("text: 25.0% few: ")
+    assert task.identity()["data"][0] == f"{tmp_path}/many, {tmp_path}/few"
+    assert task.identity()["data.mixture"] == "0.75 0.25"
+    losses = iter([2.0, 6.0])
+    monkeypatch.setattr(text_task, "mean_loss", lambda *_: next(losses))
+    monkeypatch.setattr(text_task.Text, "held_out", lambda *_: None)
+    found = task.evaluators["validation_loss"](object.__new__(Step), {})
+    assert found == {
+        "validation_loss": 3.0,
+        "validation_loss many": 2.0,
+        "validation_loss few": 6.0,
+    }
+
+
+def test_a_mixture_goes_through_json_and_back():
+    config = CONFIG.replace(data=dataclasses.replace(CONFIG.data, mixture={"a": 0.5, "b": 2}))
+    assert train_config_from_json(task_of(config).asked(config.plan)) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mixture": {"a": 0.0}}, "data.mixture: the weight of 'a' is 0.0; give a number above 0"),
+        ({"mixture": {"a": 1.0}, "path": "b"}, "data.path is 'b' as well; name it in the mixture"),
+        ({"packing": "hole"}, "data.packing: unknown 'hole'; did you mean 'whole'"),
+    ],
+)
+def test_what_cannot_be_mixed_is_refused(changes, message):
+    with pytest.raises(InputError, match=message):
+        dataclasses.replace(CONFIG.data, **changes)
