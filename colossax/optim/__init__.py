@@ -8,6 +8,7 @@ to matrices alone is decided by names, so that a stacked and an unrolled model t
 from .by_model import ByModel as ByModel
 from .by_model import Optimizer as Optimizer
 from .by_model import map_moments as map_moments
+from .by_model import steps_of as steps_of
 from .by_model import transformation as transformation
 from .dims import decay_mask as decay_mask
 from .dims import decays as decays

@@ -5,15 +5,16 @@ from typing import Any
 
 import jax
 import optax
+from jaxtyping import Array
 
 from colossax.errors import InputError
 from colossax.optim.optimizers import DimsOptimizer
 
-Optimizer = optax.GradientTransformation | DimsOptimizer | Mapping[str, Any]
+Optimizer = optax.GradientTransformation | optax.MultiSteps | DimsOptimizer | Mapping[str, Any]
 """An Optax transformation, `dims -> transformation`, or one of the two for each model by name."""
 
 
-class ByModel(optax.GradientTransformation):
+class ByModel(optax.GradientTransformationExtraArgs):
     """`{model: transformation}` as one; its state is `{model: state}`, each as if it were alone.
 
     Attributes:
@@ -26,11 +27,14 @@ class ByModel(optax.GradientTransformation):
         def init(params: Any) -> Any:
             return {name: part.init(params[name]) for name, part in parts.items()}
 
-        def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        def update(updates: Any, state: Any, params: Any = None, **more: Any) -> tuple[Any, Any]:
             updates, new = dict(updates), {}
             for name, part in parts.items():
                 part_params = None if params is None else params[name]
-                updates[name], new[name] = part.update(updates[name], state[name], part_params)
+                taking = optax.with_extra_args_support(part)
+                updates[name], new[name] = taking.update(
+                    updates[name], state[name], part_params, **more
+                )
             return updates, new
 
         self = super().__new__(cls, init, update)
@@ -48,6 +52,8 @@ def transformation(optimizer: Optimizer, dims: Any) -> optax.GradientTransformat
     Raises:
         InputError: Optimizers are named otherwise than the models that learn.
     """
+    if isinstance(optimizer, optax.MultiSteps):  # the one of Optax that is no transformation itself
+        return optimizer.gradient_transformation()
     if not isinstance(optimizer, Mapping):
         return optimizer(dims) if callable(optimizer) else optimizer
     unknown = sorted(set(optimizer) - set(dims))
@@ -64,6 +70,30 @@ def transformation(optimizer: Optimizer, dims: Any) -> optax.GradientTransformat
                 f" with trainable="
             )
     return ByModel({name: transformation(one, dims[name]) for name, one in optimizer.items()})
+
+
+def steps_of(
+    optimizer: optax.GradientTransformation, grads: Any, state: Any, params: Any, *, loss: Array
+) -> tuple[Any, Any]:
+    """What to add to the parameters, and the new state.
+
+    Args:
+        optimizer: One that wants the loss gets it as `value`, as Optax calls it.
+        grads: Tree like the parameters.
+        state: Of the optimizer.
+        params: As they stand.
+        loss: Of the batch.
+
+    Raises:
+        InputError: It wants something else.
+    """
+    try:
+        return optax.with_extra_args_support(optimizer).update(grads, state, params, value=loss)
+    except (AttributeError, KeyError, TypeError) as problem:
+        raise InputError(
+            f"optimizer: its update does not work with what a step has ({problem}); a step calls"
+            " update(gradients, state, parameters, value=loss)"
+        ) from problem
 
 
 def map_moments(
@@ -87,14 +117,20 @@ def map_moments(
             name: map_moments(part, of_moment, of_other, state[name], infos[name])
             for name, part in optimizer.parts.items()
         }
-    return optax.tree_utils.tree_map_params(
-        optimizer.init,
-        of_moment,
-        state,
-        infos,
-        transform_non_params=of_other,
-        is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode),
-    )
+    try:
+        return optax.tree_utils.tree_map_params(
+            optimizer.init,
+            of_moment,
+            state,
+            infos,
+            transform_non_params=of_other,
+            is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode),
+        )
+    except (IndexError, ValueError) as problem:
+        raise InputError(
+            f"optimizer: its state cannot be laid out beside the parameters ({problem}); give one"
+            " whose state has arrays like the parameters, and numbers"
+        ) from problem
 
 
 def _is_dims(leaf: Any) -> bool:

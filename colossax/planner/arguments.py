@@ -41,7 +41,9 @@ def check_arguments(make_model: Any, optimizer: Any, loss: Any) -> None:
         )
     of_models = optimizer.values() if isinstance(optimizer, Mapping) else (optimizer,)
     for one in of_models:
-        if not isinstance(one, optax.GradientTransformation) and not callable(one):
+        if not isinstance(one, optax.GradientTransformation | optax.MultiSteps) and not callable(
+            one
+        ):
             rate = one if isinstance(one, int | float) else 1e-3
             raise InputError(
                 f"boost: optimizer is {_shown(one)}; give a transformation, as"

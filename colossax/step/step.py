@@ -15,7 +15,7 @@ from colossax.config import BoundPlan
 from colossax.errors import InputError, PlanError
 from colossax.layerwise import Maximum
 from colossax.nn import ModelSpec, describe, initialise
-from colossax.optim import Optimizer, transformation
+from colossax.optim import Optimizer, steps_of, transformation
 from colossax.sharding import RowOrder, compiler_options, in_order, replicated, use, validate
 from colossax.step.batches import BatchPlacer
 from colossax.step.choosing import followers_of, gradient_method_of, streaming_of
@@ -101,7 +101,9 @@ class WholeUpdate:
             grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
         params, others = split(state["params"], self._optimised)
         grads = jax.tree.map(lambda keep, g: g if keep else None, self._optimised, grads)
-        steps, opt_state = self._optimizer.update(grads, state["opt_state"], params)
+        steps, opt_state = steps_of(
+            self._optimizer, grads, state["opt_state"], params, loss=gradients.loss
+        )
         others = by_own_rules(self._infos, others, gradients.grads)
         new = joined(optax.apply_updates(params, steps), others), opt_state
         finite = gradients.finite
