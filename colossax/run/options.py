@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Literal
 
 import jax
 
@@ -56,13 +57,13 @@ class RunOptions:
 
     Attributes:
         out: The run's folder; None takes the next number under `runs/`.
-        resume: Go on with the run in `out`.
+        resume: Go on with the run in `out`; `"auto"` starts one where there is none.
         devices: Gives the devices; called when JAX may be asked.
         emit: Takes one record per step and the final one; None on all processes but the first.
     """
 
     out: str | None = None
-    resume: bool = False
+    resume: bool | Literal["auto"] = False
     devices: Callable[[], list[jax.Device]] = jax.devices
     emit: Callable[[Record], None] | None = None
 

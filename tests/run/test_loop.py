@@ -46,7 +46,9 @@ def looped(steps, *, validate_every=0, checkpoint_every=0, start=0, gate=None, s
     """Run a loop; returns what happened in order, and the loop."""
     step, screen = Counting(skip), io.StringIO()
     hooks = Hooks(
-        record=lambda record: step.log.append(f"record {record['step']} {sorted(record)[0]}"),
+        record=lambda record: step.log.append(
+            f"record {record['step']} {'grad_norm' if 'grad_norm' in record else 'step'}"
+        ),
         validate=lambda state: (
             step.log.append(f"validate {state['done']}") or {"validation_loss": 0.5}
         ),
