@@ -110,7 +110,9 @@ NAMES = {
         "LoadedModel Request Sampling Scheduler StoredModel fit_layers inference_plan load "
         "check_length check_tokens open_checkpoint"
     ),
-    "colossax.recipes": "DEFAULT_RECIPE RECIPES recipe",
+    "colossax.recipes": (
+        "DEFAULT_RECIPE OwnTask RECIPES any_recipe described recipe recipe_from_file"
+    ),
 }
 
 

@@ -12,6 +12,7 @@ from colossax.processes.group import Group
 from colossax.run.options import Outcome, RunConfig, RunOptions
 from colossax.run.prepared import Prepared, settle_folder
 from colossax.run.run import run_prepared
+from colossax.run.trackers import DEFAULT_TRACKERS
 from colossax.step.step import Step
 from colossax.tasks import Evaluator, Task
 from colossax.typing import Batch, TrainState
@@ -43,6 +44,7 @@ def fit(
     validate_every: int = 0,
     checkpoint_every: int = 0,
     keep: int = 2,
+    trackers: Sequence[str] = DEFAULT_TRACKERS,
     name: str = "fit",
     learning_rate: float | Callable[[int], Any] | None = None,
     tokens: int = 0,
@@ -70,6 +72,7 @@ def fit(
         validate_every: Steps between evaluations; 0 evaluates at the end alone.
         checkpoint_every: Steps between checkpoints; 0 saves at the end alone.
         keep: Checkpoints kept.
+        trackers: See `RunOptions`.
         name: Of the run, for its folder and picture.
         learning_rate: To be recorded, a number or a function of the updates done. That of
             `optax.inject_hyperparams` is recorded by itself.
@@ -113,7 +116,9 @@ def fit(
         checkpoint_every=checkpoint_every,
         keep=keep,
     )
-    options, folder = settle_folder(name, RunOptions(out=out, resume=resume), group)
+    options, folder = settle_folder(
+        name, RunOptions(out=out, resume=resume, trackers=trackers), group
+    )
     return run_prepared(
         Prepared(
             task=task,

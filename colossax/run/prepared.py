@@ -9,6 +9,7 @@ from colossax.planner.task_step import settle_task, task_step
 from colossax.processes.group import Group
 from colossax.run.options import RunConfig, RunOptions
 from colossax.run.run_dir import RunFolder, check_identity, find_run_folder
+from colossax.run.trackers import check_trackers
 from colossax.step.step import Step
 from colossax.tasks import Task
 from colossax.typing import TrainState
@@ -55,10 +56,11 @@ def settle_folder(name: str, options: RunOptions, group: Group) -> tuple[RunOpti
     """The run's folder, and whether it is resumed; writes nothing.
 
     Raises:
-        InputError: The folder does not fit what is asked.
+        InputError: The folder does not fit what is asked, or a tracker is not there.
     """
 
     def find() -> list[Any]:
+        check_trackers(options.trackers)
         folder = find_run_folder(options.out, recipe=name, resume=options.resume)
         return [str(folder.path), folder.holds_run]
 

@@ -19,6 +19,7 @@ from colossax.run.prepared import Prepared, prepare
 from colossax.run.progress import Progress, Screen
 from colossax.run.records import Record, Records, finite, read_records, spelt
 from colossax.run.summary import conclude, introduce, parameters
+from colossax.run.trackers import About
 from colossax.tasks import Task
 from colossax.typing import Batch, Metrics, TrainState
 
@@ -111,7 +112,8 @@ def _recorder(
     """Where records go: files and whoever listens; nowhere on all processes but the first."""
     if not run.group.first:
         return lambda record: None
-    files = Records(run.folder.path, from_step=start, report=screen.note)
+    about = About(folder=run.folder.path, name=run.task.name, config=run.asked, from_step=start)
+    files = Records(about, report=screen.note, trackers=run.options.trackers)
     stack.callback(files.close)
     emit = run.options.emit
 
