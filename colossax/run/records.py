@@ -1,5 +1,6 @@
 """What a run leaves behind beside checkpoints: `metrics.jsonl`, and what trackers write."""
 
+import contextlib
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -68,8 +69,8 @@ class Records:
         self._broken = False
         path = about.folder / METRICS_FILE
         keep_until(path, about.from_step)
-        self._lines = path.open("a", encoding="utf-8")
         self._trackers = open_trackers(trackers, about)
+        self._lines = path.open("a", encoding="utf-8")
 
     def write(self, record: Record) -> None:
         """Add one record; trackers get all its numbers but `step`."""
@@ -89,6 +90,8 @@ class Records:
                 tracker.write(record["step"], numbers)
             except Exception as problem:  # noqa: BLE001 (any that another program raises)
                 del self._trackers[name]
+                with contextlib.suppress(Exception):
+                    tracker.close()
                 self._report(f"{name} gets no more metrics ({problem}); training goes on")
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from colossax.config import nearest
 from colossax.errors import InputError
@@ -43,6 +43,7 @@ class About:
     from_step: int
 
 
+@runtime_checkable
 class Tracker(Protocol):
     """Takes numbers of steps."""
 
@@ -87,9 +88,9 @@ def open_trackers(names: Sequence[str], about: About) -> dict[str, Tracker]:
             continue
         try:
             opened[name] = _OPEN[name](about)
-        except OSError:
-            raise
         except Exception as problem:  # noqa: BLE001 (any that another program raises)
+            for one in opened.values():
+                one.close()
             said = " ".join(str(problem).split())
             raise InputError(
                 f"trackers: {name} does not begin ({said}); mend that, or leave it out"
@@ -127,8 +128,8 @@ class _Trackio:
     def __init__(self, about: About):
         # It says on standard output what belongs on standard error.
         with contextlib.redirect_stdout(sys.stderr):
-            trackio: Any = importlib.import_module("trackio")
-            self._run = trackio.init(
+            self._trackio: Any = importlib.import_module("trackio")
+            self._run = self._trackio.init(
                 project=about.name,
                 name=about.folder.name,
                 config=dict(about.config),
@@ -143,7 +144,7 @@ class _Trackio:
 
     def close(self) -> None:
         with contextlib.redirect_stdout(sys.stderr):
-            self._run.finish()
+            self._trackio.finish()  # the run's own would be called again at exit
 
 
 def _known(scalars: Mapping[str, Any]) -> dict[str, Any]:
