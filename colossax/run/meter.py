@@ -126,7 +126,7 @@ class _Rates:
         return np.broadcast_to(np.asarray(self._many(counts)), (self._AT_ONCE,))
 
 
-def memory_in_use(devices: Sequence[jax.Device]) -> Record:
+def memory_in_use(devices: Sequence[Any]) -> Record:
     """`device_bytes`, the most of any of these devices, and `host_bytes` of this process.
 
     What the system or the device does not tell is left out; CPUs are no devices of their own.
