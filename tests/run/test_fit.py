@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import signal
+import time
 
 import jax
 import numpy as np
@@ -172,6 +173,7 @@ class Remembering(Callback):
         self.seen.append([now.done, round(now.metrics["loss"], 6), sorted(now.evaluated)])
         if now.done == self._interrupt_at:
             os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.5)  # the thread that heeds it may have to wait for a processor
 
     def saved(self):
         return self.seen

@@ -1,7 +1,6 @@
 """What is measured of each step: learning rate, seconds, memory, utilisation."""
 
 import math
-import time
 
 import jax.numpy as jnp
 import pytest
@@ -40,17 +39,36 @@ def test_the_learning_rate_is_that_of_the_update_and_skipped_steps_make_none():
     assert injected["learning_rate"] == 0.25
 
 
-def test_waiting_for_data_is_counted_step_by_step():
-    reads = meter()
-    waits = (0.02, 0.0, 0.05)
-    for wait in waits:  # of step n + 1 before step n is read, as the loop does
+class Clock:
+    """A clock that moves when it is told to."""
+
+    def __init__(self):
+        self.now = 1.0
+
+    def perf_counter(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("colossax.run.meter.time", clock)
+    return clock
+
+
+@pytest.mark.catches("waits-of-another-step")
+def test_waiting_for_data_is_counted_step_by_step(clock):
+    reads, found = meter(), []
+    for step, wait in enumerate((0.5, 0.125, 2.0)):  # a step is read when the next one has begun
         with reads.waiting():
-            time.sleep(wait)
+            clock.now += wait
         reads.start()
-    found = [reads.read(step, metrics(step)) for step in (1, 2, 3)]
-    for wait, record in zip(waits, found, strict=True):
-        assert wait <= record["data_seconds"] < wait + 0.02
-    assert found[0]["step_seconds"] >= sum(waits[1:])
+        clock.now += 0.25
+        if step:
+            found.append(reads.read(step, metrics(step)))
+    found.append(reads.read(3, metrics(3)))
+    assert [record["data_seconds"] for record in found] == [0.5, 0.125, 2.0]
+    assert [record["step_seconds"] for record in found] == [0.625, 2.25, 0.0]
 
 
 class Gpu:
@@ -72,11 +90,9 @@ def test_memory_is_that_of_the_fullest_device_and_of_this_process(devices):
     assert 2**24 < on_cpu["host_bytes"] < 2**40
 
 
-def test_utilisation_is_told_where_the_peak_is_known():
+def test_utilisation_is_told_where_the_peak_is_known(clock):
     assert "mfu" not in meter().read(1, metrics(1))
-    reads = meter(peak=1e6)
+    reads = meter(peak=1e4)
     reads.start()
-    time.sleep(0.01)
-    record = reads.read(1, metrics(1))
-    expected = 100 * 6 / record["step_seconds"] / 1e6
-    assert record["mfu"] == pytest.approx(expected, abs=1e-4)
+    clock.now += 0.5
+    assert reads.read(1, metrics(1))["mfu"] == pytest.approx(100 * 6 / 0.5 / 1e4, abs=1e-4)
