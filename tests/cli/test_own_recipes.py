@@ -139,14 +139,17 @@ def test_what_is_wrong_with_a_recipe_is_said_in_one_sentence(module, ending):
 
 
 FILES = {
-    "part.json": '{"recipe": "llama_tiny", "steps": 9, "plan": {"mesh": {"fsdp": 2}}}',
-    "part.toml": 'recipe = "llama_tiny"\nsteps = 9\n[plan.mesh]\nfsdp = 2\n',
+    "part.json": (
+        '{"recipe": "llama_tiny", "steps": 9, "data": {"seq_len": 64},'
+        ' "plan": {"mesh": {"fsdp": 2}}}'
+    ),
+    "part.toml": 'recipe = "llama_tiny"\nsteps = 9\n[data]\nseq_len = 64\n[plan.mesh]\nfsdp = 2\n',
 }
 
 
 @pytest.mark.catches("config-file-replaces-all")
 def test_a_file_is_a_recipe_whole_or_in_part(tmp_path):
-    expected = configured("llama_tiny", "--steps=9", "--plan.mesh=fsdp=2")
+    expected = configured("llama_tiny", "--steps=9", "--data.seq_len=64", "--plan.mesh=fsdp=2")
     whole = {"format": 1, "config": train_config_to_json(expected), "identity": {}}
     for name, text in {**FILES, "run.json": json.dumps(whole)}.items():
         (tmp_path / name).write_text(text)

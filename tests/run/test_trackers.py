@@ -1,5 +1,6 @@
 """Metrics in programs of others: by name, never imported otherwise, read back where installed."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -161,8 +162,8 @@ def test_a_tracker_that_fails_is_reported_once_and_left_alone(tmp_path):
         raise RuntimeError("no room")
 
     records._trackers["tensorboard"].write = fail
-    for row in ROWS:
-        records.write(row)
-    records.close()
+    with contextlib.closing(records):
+        for row in ROWS:
+            records.write(row)
     assert told == ["tensorboard gets no more metrics (no room); training goes on"]
     assert len(list(read_records(tmp_path / "metrics.jsonl"))) == len(ROWS)
