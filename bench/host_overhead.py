@@ -36,6 +36,7 @@ from colossax.run.meter import Meter
 from colossax.run.progress import Silent
 from colossax.run.records import Records
 from colossax.run.run import Hooks, Loop, Schedule
+from colossax.run.trackers import About
 from colossax.sharding import activation_sharding
 from colossax.tasks import next_token_loss
 from colossax.typing import TEXT_BATCH_DIMS
@@ -87,7 +88,7 @@ def measure(folder: Path, steps: int, turns: int) -> dict[str, Any]:
         for name, dims in TEXT_BATCH_DIMS.items()
     }
     wanted = wanted_rows(shardings["tokens"], (ROWS, SEQ))
-    records = Records(folder, from_step=0, report=print)
+    records = Records(About(folder=folder, name="overhead", config={}, from_step=0), report=print)
     hooks = Hooks(
         record=records.write,
         validate=lambda state: {},

@@ -15,5 +15,6 @@ from colossax.planner import boost as boost
 from colossax.planner import build_step as build_step
 from colossax.planner import fit_offload as fit_offload
 from colossax.tasks import next_token_loss as next_token_loss
+from colossax.run import fit as fit
 
 __version__ = "0.1.0"

@@ -10,7 +10,8 @@ from colossax import cli
 
 NAMES = {
     "colossax": (
-        "Plan attention boost build_step constrain fit_offload linear next_token_loss preset use"
+        "Plan attention boost build_step constrain fit fit_offload linear next_token_loss preset "
+        "use"
     ),
     "colossax.config": (
         "AttentionConfig BatchConfig BoundPlan FrozenDict HOST_KINDS LOGICAL_DIMS LossConfig "
@@ -95,10 +96,13 @@ NAMES = {
     ),
     "colossax.step": "Step StepOptions any_order",
     "colossax.tasks": (
-        "DataConfig OptimizerConfig SampleConfig Task TrainConfig next_token_loss task_of "
-        "train_config_from_json with_initial_model"
+        "Callback DataConfig OptimizerConfig SampleConfig TAKEN Task TrainConfig "
+        "next_token_loss task_of train_config_from_json with_initial_model"
     ),
-    "colossax.run": "Outcome RunConfig RunFolder RunOptions Stream train",
+    "colossax.run": (
+        "AverageEvaluation BestCheckpoint Callback EarlyStopping Outcome ResumableBatches "
+        "RunConfig RunFolder RunOptions StepEnd Stream fit train"
+    ),
     "colossax.processes": (
         "EXIT_CODES Gate Group Launch StopAgreement StopSignals find_launch join start_jax"
     ),
@@ -107,7 +111,9 @@ NAMES = {
         "LoadedModel Request Sampling Scheduler StoredModel fit_layers inference_plan load "
         "check_length check_tokens open_checkpoint"
     ),
-    "colossax.recipes": "DEFAULT_RECIPE RECIPES recipe",
+    "colossax.recipes": (
+        "DEFAULT_RECIPE OwnTask RECIPES any_recipe described recipe recipe_from_file"
+    ),
 }
 
 

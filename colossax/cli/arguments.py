@@ -21,6 +21,9 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
 
+        self.alone: dict[str, str] = {}
+        """What an option stands for where it has no `=`: the next word is none of its own."""
+
     def error(self, message: str) -> NoReturn:
         """Refuse in place of printing the usage and exiting."""
         raise InputError(f"{message}; see {self.prog} --help")
@@ -36,7 +39,7 @@ class Parser(argparse.ArgumentParser):
             name = word.split("=")[0]
             if name.startswith("--") and len(name) > 2 and name not in known:
                 raise InputError(f"unknown option {name}{nearest(name, known)}")
-        return self.parse_args(words)
+        return self.parse_args([self.alone.get(word, word) for word in words])
 
 
 def split_overrides(words: Sequence[str]) -> tuple[list[str], list[Override]]:
@@ -87,6 +90,16 @@ def seconds(text: str) -> float:
     if not value > 0:
         raise argparse.ArgumentTypeError(f"found {value:g}; give more than 0 seconds")
     return value
+
+
+def recipe_of_a_file(parser: argparse.ArgumentParser) -> None:
+    """Declare where else a recipe comes from than the library."""
+    parser.add_argument(
+        "--config", metavar="FILE", help="a recipe as JSON or TOML, such as a run's run.json"
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="tell the recipes of the library, a line each, and end"
+    )
 
 
 def several_processes(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,9 @@ from pathlib import Path
 import jax
 
 from colossax.aot import Target, gpu_keys, parse_target
+from colossax.cli.arguments import recipe_of_a_file
 from colossax.cli.overrides import Override, apply_overrides
+from colossax.cli.recipes import list_recipes
 from colossax.errors import InputError
 from colossax.planner import (
     HIDING_FORMULA,
@@ -22,7 +24,8 @@ from colossax.planner import (
     largest_microbatch,
     settle_for_target,
 )
-from colossax.recipes import recipe
+from colossax.recipes import any_recipe, recipe_from_file
+from colossax.tasks import TrainConfig
 
 DESCRIPTION = {
     "inspect": (
@@ -41,7 +44,10 @@ _GIB, _GB = 2**30, 1e9
 
 def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
     """Declare the options of `colossax inspect`."""
-    parser.add_argument("recipe", metavar="RECIPE", help="a recipe of `colossax train`")
+    parser.add_argument(
+        "recipe", metavar="RECIPE", nargs="?", help="a recipe of `colossax train`, or your own"
+    )
+    recipe_of_a_file(parser)
     parser.add_argument(
         "--target",
         metavar="GPU:NODESxGPUS",
@@ -82,11 +88,13 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
     """Inspect as asked and return the exit code."""
     # What is compiled for is not what is here: a GPU on this machine must not be claimed.
     jax.config.update("jax_platforms", "cpu")
+    if args.list:
+        return list_recipes(as_json=args.json)
     if args.compare_layouts is not None:
         return _compare_layouts(args, overrides)
     inspected: dict[str, Inspection] = {}
     for label, target, changes in _asked(args, overrides):
-        config = apply_overrides(recipe(args.recipe), changes)
+        config = apply_overrides(_recipe(args), changes)
         _tell(f"compiling {label}")
         config, settled = settle_for_target(config, target)
         if settled.fitted is not None:
@@ -107,11 +115,30 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
     return 0
 
 
+def _recipe(args: argparse.Namespace) -> TrainConfig:
+    """The recipe that is named, or in a file.
+
+    Raises:
+        InputError: There is none, or it gives a task, whose program has no counts for people.
+    """
+    if (args.recipe is None) == (args.config is None):
+        raise InputError("inspect: name one recipe, or give --config FILE; see --list")
+    if args.config is not None:
+        return recipe_from_file(args.config)
+    given = any_recipe(args.recipe)
+    if not isinstance(given, TrainConfig):
+        raise InputError(
+            f"inspect: {args.recipe} gives a task; give a recipe that returns a TrainConfig, or"
+            " count the step's program with colossax.aot"
+        )
+    return given
+
+
 def _asked(
     args: argparse.Namespace, overrides: list[Override]
 ) -> list[tuple[str, Target, list[Override]]]:
     """(label, target, overrides) of each combination."""
-    default = recipe(args.recipe).target
+    default = _recipe(args).target
     targets = [parse_target(t, network=args.network) for t in (args.target or default).split(",")]
     presets = next((text.split(",") for name, text in overrides if name == "plan.preset"), [""])
     rest = [(name, text) for name, text in overrides if name != "plan.preset"]
@@ -195,7 +222,7 @@ def _compare_layouts(args: argparse.Namespace, overrides: list[Override]) -> int
             f"--compare-layouts: found {args.compare_layouts}; give how many to compile, or nothing"
         )
     for _, target, changes in _asked(args, overrides):
-        config = apply_overrides(recipe(args.recipe), changes)
+        config = apply_overrides(_recipe(args), changes)
         layouts = compare_layouts(config, target, compiled=args.compare_layouts or None, tell=_tell)
         if args.json:
             for one in layouts:

@@ -9,14 +9,23 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
-from colossax.cli.arguments import number, several_processes
+from colossax.cli.arguments import Parser, number, recipe_of_a_file, several_processes
 from colossax.cli.devices import choose_devices, request_host_devices
 from colossax.cli.output import standard_output
 from colossax.cli.overrides import Override, apply_overrides, override_names
+from colossax.cli.recipes import list_recipes
+from colossax.errors import InputError
 from colossax.processes import EXIT_CODES, find_launch, join, start_jax
-from colossax.recipes import DEFAULT_RECIPE, RECIPES, recipe
+from colossax.recipes import (
+    DEFAULT_RECIPE,
+    RECIPES,
+    OwnTask,
+    any_recipe,
+    recipe,
+    recipe_from_file,
+)
 from colossax.run import RunConfig, RunFolder, RunOptions, Stream, train
 from colossax.tasks import TrainConfig, task_of, train_config_from_json
 
@@ -40,14 +49,34 @@ _FIELDS = {
 """Fields of a `TrainConfig` that are options of their own; all others are dotted."""
 
 
-def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
+def add_arguments(parser: Parser, _verb: str) -> None:
     """Declare the options of `colossax train`."""
     names = ", ".join(RECIPES)
     parser.add_argument(
-        "recipe", metavar="RECIPE", nargs="?", help=f"one of {names}; default {DEFAULT_RECIPE}"
+        "recipe",
+        metavar="RECIPE",
+        nargs="?",
+        help=f"one of {names}, or one of your own as package.module:function; default"
+        f" {DEFAULT_RECIPE}",
     )
+    recipe_of_a_file(parser)
     parser.add_argument("--out", metavar="DIR", help="the run's folder; default runs/RECIPE-NNN")
-    parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
+    parser.add_argument(
+        "--resume",
+        metavar="auto",
+        type=_resuming,
+        default=False,
+        help="go on with the run in --out; --resume=auto starts one where there is none",
+    )
+    parser.alone["--resume"] = "--resume=yes"
+    parser.add_argument(
+        "--trackers",
+        metavar="NAMES",
+        type=lambda text: tuple(text.split(",")),
+        default=RunOptions.trackers,
+        help="where metrics go beside metrics.jsonl, divided by commas: tensorboard (default),"
+        " wandb (offline unless WANDB_MODE says otherwise), trackio; json: nowhere",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object a step on stdout")
     parser.add_argument(
         "--devices",
@@ -70,6 +99,12 @@ def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
     parser.epilog = _overrides_help()
 
 
+def _resuming(text: str) -> bool | Literal["auto"]:
+    if text not in ("yes", "auto"):
+        raise argparse.ArgumentTypeError(f"found '{text}'; give --resume alone, or --resume=auto")
+    return "auto" if text == "auto" else True
+
+
 def _overrides_help() -> str:
     names = [name for name, _ in override_names(recipe(DEFAULT_RECIPE)) if "." in name]
     listed = "\n".join(f"  --{name} VALUE" for name in names)
@@ -88,6 +123,8 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
     """Train as asked and return the exit code."""
     # Orbax warns of every save that has to wait for the one before.
     logging.getLogger("absl").setLevel(logging.ERROR)
+    if args.list:
+        return list_recipes(as_json=args.json)
     with _terminated_at_once():
         config = configure(args, overrides)
         request_host_devices(args.devices)
@@ -100,14 +137,19 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
             options = RunOptions(
                 out=args.out,
                 resume=args.resume,
+                trackers=args.trackers,
                 devices=lambda: choose_devices(args.devices),
                 emit=_emitter(out) if args.json and group.first else None,
             )
-            outcome = train(task_of(config, group), run_config(config), options, group)
+            if isinstance(config, OwnTask):
+                task, how = config.task, config.config or RunConfig(steps=1)
+            else:
+                task, how = task_of(config, group), run_config(config)
+            outcome = train(task, how, options, group)
     return 0 if outcome.stopped_by is None else EXIT_CODES[outcome.stopped_by]
 
 
-def configure(args: argparse.Namespace, overrides: list[Override]) -> TrainConfig:
+def configure(args: argparse.Namespace, overrides: list[Override]) -> TrainConfig | OwnTask:
     """The recipe, or the resumed run's own configuration when none is named, overridden.
 
     Raises:
@@ -115,17 +157,52 @@ def configure(args: argparse.Namespace, overrides: list[Override]) -> TrainConfi
     """
     folder = RunFolder(path=Path(args.out or "").expanduser())
     resumed = args.resume and args.out and folder.holds_run
-    before = train_config_from_json(folder.config()) if resumed else None
-    if args.recipe is None and before is not None:
-        config = before
-    else:
-        config = recipe(args.recipe or DEFAULT_RECIPE)
+    written = folder.config() if resumed else None
+    before = train_config_from_json(written) if written and "model" in written else None
     plain = [(name, getattr(args, f"field_{name}")) for name in ("init", *_FIELDS)]
     given = [(name, text) for name, text in plain if text is not None]
     if args.data is not None:
         given.append(("data.path", args.data))
-    config = apply_overrides(config, [*given, *overrides])
+    given += overrides
+    config = _asked(args, before, has_task=written is not None)
+    if isinstance(config, OwnTask):
+        return _run_as_asked(config, given)
+    config = apply_overrides(config, given)
     return config if before is None else _keep_schedule(config, before)
+
+
+def _asked(
+    args: argparse.Namespace, before: TrainConfig | None, *, has_task: bool
+) -> TrainConfig | OwnTask:
+    """What is named, or what a resumed run was, or the default."""
+    if args.recipe is not None and args.config is not None:
+        raise InputError(
+            f"--config {args.config}: is a recipe, and so is {args.recipe}; give one of the two"
+        )
+    if args.config is not None:
+        return recipe_from_file(args.config)
+    if args.recipe is not None:
+        return any_recipe(args.recipe)
+    if before is None and has_task:
+        raise InputError(
+            f"--resume: {args.out} holds a run of a task of your own; name it again, as in"
+            " colossax train my_package.recipes:mine --resume"
+        )
+    return recipe(DEFAULT_RECIPE) if before is None else before
+
+
+def _run_as_asked(own: OwnTask, given: list[Override]) -> OwnTask:
+    """A task with how it is run overridden; what it is, its recipe alone says."""
+    if own.config is None and "steps" not in dict(given):
+        raise InputError(
+            f"recipe {own.name}: gives a task and not how many steps it trains; add --steps N, or"
+            " return (Task, RunConfig(steps=...))"
+        )
+    config = apply_overrides(own.config or RunConfig(steps=1), given)
+    init = dict(given).get("init")
+    if init is not None:
+        config = dataclasses.replace(config, init=None if init.lower() == "none" else init)
+    return dataclasses.replace(own, config=config)
 
 
 def _keep_schedule(config: TrainConfig, before: TrainConfig) -> TrainConfig:

@@ -1,5 +1,13 @@
 """The life of a run: from its folder to its last checkpoint."""
 
+from colossax.tasks import Callback as Callback
+
+from .callbacks import AverageEvaluation as AverageEvaluation
+from .callbacks import BestCheckpoint as BestCheckpoint
+from .callbacks import EarlyStopping as EarlyStopping
+from .calling import StepEnd as StepEnd
+from .fit import ResumableBatches as ResumableBatches
+from .fit import fit as fit
 from .options import Outcome as Outcome
 from .options import RunConfig as RunConfig
 from .options import RunOptions as RunOptions

@@ -1,12 +1,13 @@
 """A training state as records of a checkpoint, and back onto any mesh."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Sharding
 
 from colossax.checkpoint import ArraySlot, Checkpointer, slot_of
 from colossax.errors import CheckpointError
@@ -112,6 +113,10 @@ def _position(done: int) -> dict[str, int]:
     return {"batch": done}
 
 
+Beside = Callable[[], tuple[dict[str, Any], list[tuple[ArraySlot, jax.Array]]]]
+"""Documents and arrays that a checkpoint holds beside the state."""
+
+
 class RunCheckpoints:
     """The checkpoints of a run: a whole state each, and what is needed to go on or to serve it."""
 
@@ -123,6 +128,7 @@ class RunCheckpoints:
         keep: int,
         documents: dict[str, Any],
         report: Callable[[str], None],
+        beside: Beside = lambda: ({}, []),
     ):
         """Name the folder; nothing is written yet.
 
@@ -132,12 +138,14 @@ class RunCheckpoints:
             keep: How many to keep.
             documents: JSON values stored with each, beside the data position.
             report: Told in one sentence of a checkpoint that could not be written.
+            beside: Asked at each save for more that belongs to it.
         """
         self._step = step
         self._slots = state_slots(step)
         self._on_disk = _disk_slots(step)
         self._documents = documents
         self._report = report
+        self._beside = beside
         # A copy of what host memory holds, to go on beside the writing, is room that nobody has.
         self._checkpointer = Checkpointer(folder, keep=keep, asynchronous=not _on_host(step))
 
@@ -152,8 +160,9 @@ class RunCheckpoints:
             OffloadError: The optimizer's state cannot be read from disk.
         """
         slots = jax.tree.leaves(self._slots)
-        documents = {**self._documents, "position": _position(done)}
-        pairs: list[Any] = list(zip(slots, jax.tree.leaves(state), strict=True))
+        more, arrays = self._beside()
+        documents = {**self._documents, **more, "position": _position(done)}
+        pairs: list[Any] = [*zip(slots, jax.tree.leaves(state), strict=True), *arrays]
         if self._step.disk is not None:
             pairs += zip(self._on_disk, self._step.disk.sources(), strict=True)
         self._checkpointer.save(done, pairs, documents)
@@ -180,6 +189,18 @@ class RunCheckpoints:
         if disk is not None:
             disk.fill(state, lambda layer: self._restored_row(done, layer))
         return state
+
+    def holds(self, done: int) -> bool:
+        """Whether there is one after `done` steps."""
+        return done in self._checkpointer.steps()
+
+    def document(self, done: int, name: str) -> Any:
+        """A JSON value of the checkpoint after `done` steps; None where it has none."""
+        return self._checkpointer.documents(done).get(name)
+
+    def arrays(self, done: int, wants: Sequence[tuple[ArraySlot, Sharding]]) -> list[jax.Array]:
+        """Arrays that it has beside the state, see `beside`, each sharded as asked."""
+        return self._checkpointer.restore(done, wants, exact=False)
 
     def _check_position(self, done: int) -> None:
         """Refuse to go on with other data than the run would have seen next."""

@@ -26,22 +26,26 @@ def first_state(
     if start is None:
         if run.options.resume:
             screen.note(f"{run.folder.path} holds no checkpoint yet; starting from the beginning")
-        return 0, _fresh_state(run, screen)
+        return _fresh_state(run, screen)
+    if run.state is not None:  # it makes room for the one on disk
+        jax.tree.map(lambda leaf: leaf.delete(), run.state)
     state = run.group.together(lambda: checkpoints.restore(start))
     screen.note(f"resumed from step {start} of {run.folder.path}")
     return start, state
 
 
-def _fresh_state(run: Prepared, screen: Screen) -> TrainState:
-    """The state of a new run, its parameters random or of checkpoints."""
+def _fresh_state(run: Prepared, screen: Screen) -> tuple[int, TrainState]:
+    """Steps done and the state of a new run: as given, or random, or parameters of checkpoints."""
     init, seed = run.config.init, run.config.seed
+    if run.state is not None:
+        return int(run.state["step"]), run.state
     if init is None:
-        return run.step.init(seed)
+        return 0, run.step.init(seed)
     origins = run.group.together(lambda: origins_of(init, run.step.spec.model_names))
     params = run.group.together(lambda: initial_params(origins, run.step, seed))
     for name, origin in origins.items():
         screen.note(f"{'' if name == MODEL else f'{name}: '}parameters from {origin}")
-    return run.step.init_from(params, seed)
+    return 0, run.step.init_from(params, seed)
 
 
 def _kept_on_disk(

@@ -1,24 +1,56 @@
 """Speed and utilisation of a run, read from the metrics of its steps."""
 
+import contextlib
+import functools
+import math
+import os
 import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from colossax.planner.flops import Yardstick
+from colossax.run.hyperparameters import hyperparameters
 from colossax.run.records import Record
-from colossax.typing import Metrics
+from colossax.step.step import Step
+from colossax.typing import Batch, Metrics, TrainState
 
 _READ = ("loss", "grad_norm", "tokens", "skipped")
 """Metrics that are read each step, by `item`: `float` takes three times as long."""
+
+_RATE = "learning_rate"
 
 
 class Meter:
     """Turns metrics on the device into numbers, and times into speeds."""
 
-    def __init__(self, yardstick: Yardstick):
+    def __init__(
+        self,
+        yardstick: Yardstick,
+        *,
+        rate: Callable[[int], Any] | None = None,
+        devices: Sequence[jax.Device] = (),
+    ):
+        """Count from nothing.
+
+        Args:
+            yardstick: What turns tokens per second into a share of the peak.
+            rate: The learning rate after so many updates, where it is known.
+            devices: Those of this process, whose memory is told.
+        """
         self.yardstick = yardstick
         self.tokens = 0.0
         self.seconds = 0.0
         self.skipped = 0
         self._since: float | None = None
+        self._rate = None if rate is None else _Rates(rate)
+        self._devices = devices
+        self._waits: deque[float] = deque()
 
     def start(self) -> None:
         """Count time from here, unless it is being counted."""
@@ -28,6 +60,13 @@ class Meter:
     def pause(self) -> None:
         """What follows is no training."""
         self._since = None
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count what is inside as waiting for the next step's data."""
+        since = time.perf_counter()
+        yield
+        self._waits.append(time.perf_counter() - since)
 
     def read(self, step: int, metrics: Metrics) -> Record:
         """The numbers of a step; waits until the device has finished it."""
@@ -41,8 +80,21 @@ class Meter:
         speed = values["tokens"] / seconds if seconds else 0.0
         record: Record = {"step": step, "loss": values["loss"], "grad_norm": values["grad_norm"]}
         record |= {"tokens": int(values["tokens"]), "tokens_per_s": round(speed, 1)}
+        record |= {"step_seconds": round(seconds, 6), **self._around(step, metrics, values)}
         mfu = self.yardstick.mfu(speed)
         return record if mfu is None else {**record, "mfu": round(mfu, 4)}
+
+    def _around(self, step: int, metrics: Metrics, values: Record) -> Record:
+        """Learning rate, wait for data, memory in use: what of it is known."""
+        found: Record = {}
+        if _RATE in metrics:
+            found[_RATE] = metrics[_RATE].item()
+        elif self._rate is not None:
+            skipped = not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"]))
+            found[_RATE] = self._rate(step - 1 - self.skipped + skipped)
+        if self._waits:
+            found["data_seconds"] = round(self._waits.popleft(), 6)
+        return found | memory_in_use(self._devices)
 
     @property
     def tokens_per_s(self) -> float:
@@ -53,3 +105,59 @@ class Meter:
     def mfu(self) -> float | None:
         """Share of the devices' peak over all steps read; None when it is unknown."""
         return self.yardstick.mfu(self.tokens_per_s)
+
+
+class _Rates:
+    """Learning rates as numbers, computed many at a time."""
+
+    _AT_ONCE = 1024
+
+    def __init__(self, rate: Callable[[int], Any]):
+        self._many = jax.jit(jax.vmap(rate))
+        self._chunk = functools.lru_cache(maxsize=2)(self._computed)
+
+    def __call__(self, updates: int) -> float:
+        chunk, at = divmod(updates, self._AT_ONCE)
+        return float(self._chunk(chunk)[at])
+
+    def _computed(self, chunk: int) -> np.ndarray:
+        first = chunk * self._AT_ONCE
+        counts = jnp.arange(first, first + self._AT_ONCE)
+        return np.broadcast_to(np.asarray(self._many(counts)), (self._AT_ONCE,))
+
+
+def memory_in_use(devices: Sequence[Any]) -> Record:
+    """`device_bytes`, the most of any of these devices, and `host_bytes` of this process.
+
+    What the system or the device does not tell is left out; CPUs are no devices of their own.
+    """
+    found: Record = {}
+    stats = [device.memory_stats() for device in devices if device.platform != "cpu"]
+    used = [one["bytes_in_use"] for one in stats if one and "bytes_in_use" in one]
+    if used:
+        found["device_bytes"] = max(used)
+    with contextlib.suppress(OSError):
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        found["host_bytes"] = pages * os.sysconf("SC_PAGE_SIZE")
+    return found
+
+
+def local_devices(step: Step) -> list[jax.Device]:
+    """Those of a step that this process holds."""
+    here = jax.process_index()
+    return [d for d in step.bound.mesh.devices.flat if d.process_index == here]
+
+
+def with_injected_rate(
+    step: Step,
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """The step; where its optimizer keeps the learning rate in its state, the metrics have it."""
+    if _RATE not in hyperparameters(step.abstract["opt_state"]):
+        return step
+
+    def with_rate(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        state, metrics = step(state, batch)
+        # A copy: the next step gives the state up before this is read.
+        return state, {_RATE: jnp.copy(hyperparameters(state["opt_state"])[_RATE]), **metrics}
+
+    return with_rate

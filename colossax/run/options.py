@@ -1,14 +1,16 @@
 """How a task is run, where, and how that ended."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import jax
 
 from colossax.config import Plan
 from colossax.errors import InputError
 from colossax.run.records import Record
+from colossax.run.trackers import DEFAULT_TRACKERS
 
 Source = str | Path | tuple[str | Path, str]
 """Folder of a run, of checkpoints, or of one step; or `(folder, model)`, one of several there."""
@@ -56,13 +58,16 @@ class RunOptions:
 
     Attributes:
         out: The run's folder; None takes the next number under `runs/`.
-        resume: Go on with the run in `out`.
+        resume: Go on with the run in `out`; `"auto"` starts one where there is none.
+        trackers: Where metrics go beside `metrics.jsonl`, by name: `tensorboard`, `wandb` (offline,
+            unless its environment says otherwise), `trackio`; `json` adds nothing.
         devices: Gives the devices; called when JAX may be asked.
         emit: Takes one record per step and the final one; None on all processes but the first.
     """
 
     out: str | None = None
-    resume: bool = False
+    resume: bool | Literal["auto"] = False
+    trackers: Sequence[str] = DEFAULT_TRACKERS
     devices: Callable[[], list[jax.Device]] = jax.devices
     emit: Callable[[Record], None] | None = None
 

@@ -4,14 +4,15 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from colossax.config import Plan
-from colossax.planner.settling import Settled
+from colossax.config import Plan, to_json
 from colossax.planner.task_step import settle_task, task_step
 from colossax.processes.group import Group
 from colossax.run.options import RunConfig, RunOptions
 from colossax.run.run_dir import RunFolder, check_identity, find_run_folder
+from colossax.run.trackers import check_trackers
 from colossax.step.step import Step
 from colossax.tasks import Task
+from colossax.typing import TrainState
 
 OFFLOADED = "offload"
 """Folder of a run's optimizer state on disk, in that of the run."""
@@ -19,21 +20,31 @@ OFFLOADED = "offload"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A run about to start: all checks passed, nothing written but caches."""
+    """A run about to start: all checks passed, nothing written but caches.
+
+    Attributes:
+        plan: The one that runs.
+        state: What it starts from where it is not resumed; None makes a fresh one.
+    """
 
     task: Task
     config: RunConfig
     options: RunOptions
     group: Group
-    settled: Settled
+    plan: Plan
     step: Step
     folder: RunFolder
     identity: dict[str, Any]
+    state: TrainState | None = None
 
     @property
-    def plan(self) -> Plan:
-        """The one that runs."""
-        return self.settled.plan
+    def documents(self) -> dict[str, Any]:
+        """JSON values that each checkpoint holds."""
+        return {
+            "run": {"identity": self.identity, "config": self.asked},
+            "plan": to_json(self.plan),
+            **self.task.documents(),
+        }
 
     @property
     def asked(self) -> dict[str, Any]:
@@ -41,13 +52,26 @@ class Prepared:
         return self.task.asked(self.plan)
 
 
+def settle_folder(name: str, options: RunOptions, group: Group) -> tuple[RunOptions, RunFolder]:
+    """The run's folder, and whether it is resumed; writes nothing.
+
+    Raises:
+        InputError: The folder does not fit what is asked, or a tracker is not there.
+    """
+
+    def find() -> list[Any]:
+        check_trackers(options.trackers)
+        folder = find_run_folder(options.out, recipe=name, resume=options.resume)
+        return [str(folder.path), folder.holds_run]
+
+    path, resume = group.from_first(find)
+    return dataclasses.replace(options, resume=resume), RunFolder(path=Path(path))
+
+
 def prepare(task: Task, config: RunConfig, options: RunOptions, group: Group) -> Prepared:
     """Check everything that can be refused, the quick things first."""
 
-    def find() -> str:
-        return str(find_run_folder(options.out, recipe=task.name, resume=options.resume).path)
-
-    folder = RunFolder(path=Path(group.from_first(find)))
+    options, folder = settle_folder(task.name, options, group)
     devices = options.devices()
     settled = settle_task(task, config.plan, devices, agree=group.from_first)
     step = task_step(task, settled, devices, disk=folder.path / OFFLOADED)
@@ -59,7 +83,7 @@ def prepare(task: Task, config: RunConfig, options: RunOptions, group: Group) ->
         config=config,
         options=options,
         group=group,
-        settled=settled,
+        plan=settled.plan,
         step=step,
         folder=folder,
         identity=who,

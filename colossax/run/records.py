@@ -1,19 +1,16 @@
-"""What a run leaves behind beside checkpoints: `metrics.jsonl` and TensorBoard events."""
+"""What a run leaves behind beside checkpoints: `metrics.jsonl`, and what trackers write."""
 
-import importlib
+import contextlib
 import json
 import math
-import socket
-import struct
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from colossax.files import write_whole
+from colossax.run.trackers import DEFAULT_TRACKERS, About, open_trackers
 
 METRICS_FILE = "metrics.jsonl"
-EVENTS_FOLDER = "tensorboard"
 
 Record = dict[str, Any]
 
@@ -50,88 +47,62 @@ def keep_until(path: Path, step: int) -> None:
 
 
 class Records:
-    """Appends to `metrics.jsonl` and to TensorBoard events.
+    """Appends to `metrics.jsonl` and hands numbers to trackers.
 
-    When the disk is full this is reported once, and the run goes on without records.
+    When the disk is full this is reported once, and the run goes on without records; so it does
+    without a tracker that fails.
     """
 
-    def __init__(self, folder: Path, *, from_step: int, report: Callable[[str], None]):
+    def __init__(
+        self,
+        about: About,
+        *,
+        report: Callable[[str], None],
+        trackers: Sequence[str] = DEFAULT_TRACKERS,
+    ):
+        """Open all; records after `about.from_step` are dropped.
+
+        Raises:
+            InputError: A tracker cannot be opened.
+        """
         self._report = report
         self._broken = False
-        path = folder / METRICS_FILE
-        keep_until(path, from_step)
+        path = about.folder / METRICS_FILE
+        keep_until(path, about.from_step)
+        self._trackers = open_trackers(trackers, about)
         self._lines = path.open("a", encoding="utf-8")
-        self._events = EventFile(folder / EVENTS_FOLDER, from_step=from_step)
 
     def write(self, record: Record) -> None:
-        """Add one record; numbers other than `step` become TensorBoard scalars."""
+        """Add one record; trackers get all its numbers but `step`."""
         if self._broken:
             return
         clean = finite(record)
         try:
             self._lines.write(f"{json.dumps(clean)}\n")
             self._lines.flush()
-            self._events.write(record["step"], {k: v for k, v in clean.items() if k != "step"})
         except OSError as problem:
             self._broken = True
             self._report(f"metrics are no longer written ({problem.strerror}); training goes on")
-
-    def close(self) -> None:
-        """Flush and close both files."""
-        for file in (self._lines, self._events):
+            return
+        numbers = {name: value for name, value in clean.items() if name != "step"}
+        for name, tracker in list(self._trackers.items()):
             try:
-                file.close()
-            except OSError as problem:
-                if not self._broken:
-                    self._report(f"the last metrics were not written ({problem.strerror})")
-
-
-class EventFile:
-    """A TensorBoard event file, written from the caller's thread.
-
-    tensorboardX's own writers either hand events to a thread, whose death on a full disk would
-    leave the run waiting on its queue, or wait for the disk at every flush, milliseconds a step.
-    """
-
-    def __init__(self, folder: Path, *, from_step: int):
-        # The messages of these modules are made at run time, where no type checker sees them.
-        events: Any = importlib.import_module("tensorboardX.proto.event_pb2")
-        Event, SessionLog = events.Event, events.SessionLog
-        Summary: Any = importlib.import_module("tensorboardX.proto.summary_pb2").Summary
-        from tensorboardX.record_writer import masked_crc32c
-
-        self._event, self._summary, self._checksum = Event, Summary, masked_crc32c
-        folder.mkdir(exist_ok=True)
-        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}"
-        self._file = (folder / name).open("wb")
-        self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
-        if from_step:
-            # TensorBoard drops what an earlier file says about later steps.
-            start = SessionLog(status=SessionLog.START)
-            self._add(Event(wall_time=time.time(), step=from_step + 1, session_log=start))
-
-    def write(self, step: int, scalars: dict[str, Any]) -> None:
-        """One event with all scalars that have a value."""
-        values = [
-            self._summary.Value(tag=tag, simple_value=value)
-            for tag, value in scalars.items()
-            if value is not None
-        ]
-        self._add(
-            self._event(wall_time=time.time(), step=step, summary=self._summary(value=values))
-        )
+                tracker.write(record["step"], numbers)
+            except Exception as problem:  # noqa: BLE001 (any that another program raises)
+                del self._trackers[name]
+                with contextlib.suppress(Exception):
+                    tracker.close()
+                self._report(f"{name} gets no more metrics ({problem}); training goes on")
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-    def _add(self, event: Any) -> None:
-        """Length, its checksum, the event, its checksum: the framing of TFRecord files."""
-        data = event.SerializeToString()
-        length = struct.pack("<Q", len(data))
-        parts = (length, self._crc(length), data, self._crc(data))
-        self._file.write(b"".join(parts))
-        self._file.flush()
-
-    def _crc(self, data: bytes) -> bytes:
-        return struct.pack("<I", self._checksum(data))
+        """Flush and close all."""
+        try:
+            self._lines.close()
+        except OSError as problem:
+            if not self._broken:
+                self._report(f"the last metrics were not written ({problem.strerror})")
+        for name, tracker in self._trackers.items():
+            try:
+                tracker.close()
+            except Exception as problem:  # noqa: BLE001 (any that another program raises)
+                self._report(f"{name} was not closed ({problem})")

@@ -7,19 +7,19 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 
-from colossax.config import to_json
 from colossax.planner.flops import Yardstick, peak_flops
 from colossax.processes.agreement import Gate, StopAgreement
 from colossax.processes.group import Group
 from colossax.processes.signals import StopSignals
-from colossax.run.checkpointing import RunCheckpoints
+from colossax.run.around import Around
 from colossax.run.initial import first_state
-from colossax.run.meter import Meter
+from colossax.run.meter import Meter, local_devices, with_injected_rate
 from colossax.run.options import Outcome, RunConfig, RunOptions
 from colossax.run.prepared import Prepared, prepare
 from colossax.run.progress import Progress, Screen
-from colossax.run.records import Record, Records, finite, spelt
+from colossax.run.records import Record, Records, finite, read_records, spelt
 from colossax.run.summary import conclude, introduce, parameters
+from colossax.run.trackers import About
 from colossax.tasks import Task
 from colossax.typing import Batch, Metrics, TrainState
 
@@ -37,56 +37,73 @@ def train(task: Task, config: RunConfig, options: RunOptions, group: Group) -> O
     Raises:
         InputError: Something asked for cannot be done. Nothing has been written then.
     """
-    run = prepare(task, config, options, group)
+    return run_prepared(prepare(task, config, options, group))[1]
+
+
+def run_prepared(run: Prepared) -> tuple[TrainState, Outcome]:
+    """The run, and the state that it ends with.
+
+    Raises:
+        InputError: See `train`.
+    """
     signals = StopSignals()
     with signals.installed():
-        outcome = _train(run, signals)
+        ended = _train(run, signals)
     signals.close()
-    return outcome
+    return ended
 
 
-def _train(run: Prepared, signals: StopSignals) -> Outcome:
+def _train(run: Prepared, signals: StopSignals) -> tuple[TrainState, Outcome]:
     group = run.group
     screen = Screen(visible=group.first)
-    checkpoints = _checkpoints(run, screen)
-    start, state = first_state(run, checkpoints, screen)
+    around = Around(run, screen)
+    start, state = first_state(run, around.checkpoints, screen)
+    around.callbacks.start(state)
+    if run.options.resume and around.checkpoints.holds(start):
+        around.callbacks.resume(around.checkpoints, start)
+        if start >= run.config.steps or around.callbacks.ended is not None:
+            return state, _finished_before(run, around, start, screen)
     gate = Gate(start)
     with contextlib.ExitStack() as stack:
         stack.enter_context(StopAgreement(group, signals, gate))
         stack.callback(screen.close)
         if group.first:
             run.folder.write(run.asked, run.identity)
-        record = _recorder(run, start, screen, stack)
+        around.record = _recorder(run, start, screen, stack)
         introduce(run, start, screen)
         batches = stack.enter_context(run.task.batches(run.step, start))
-        loop = _loop(run, checkpoints, record, gate, screen)
+        loop = _loop(run, around, gate, screen)
         screen.start(steps=run.config.steps, done=start)
         state, done = loop.run(state, batches, start)
         screen.close()
-        checkpoints.finish()
+        around.finish()
+        checkpoints = around.checkpoints
         stopped_by = gate.reason or signals.wish
         latest = checkpoints.latest()
-        final = _final(run, loop, done=done, checkpoint=latest, stopped_by=stopped_by)
+        final = _final(run, around, loop, done=done, checkpoint=latest, stopped_by=stopped_by)
         if stopped_by is None and run.task.complete is not None:
             final["completion"] = run.task.complete(run.step, state["params"])
     if group.first:
         conclude(run, final, screen)
-    return Outcome(final=final, stopped_by=stopped_by)
+    return state, Outcome(final=final, stopped_by=stopped_by)
 
 
-def _checkpoints(run: Prepared, screen: Screen) -> RunCheckpoints:
-    documents = {
-        "run": {"identity": run.identity, "config": run.asked},
-        "plan": to_json(run.plan),
-        **run.task.documents(),
-    }
-    return RunCheckpoints(
-        run.folder.checkpoints,
-        run.step,
-        keep=run.config.keep,
-        documents=documents,
-        report=screen.note,
-    )
+def _finished_before(run: Prepared, around: Around, start: int, screen: Screen) -> Outcome:
+    """Say that a resumed run has nothing left to do; nothing is written."""
+    ended = around.callbacks.ended
+    why = f"its {start} steps are done" if ended is None else f"{ended['by']}: {ended['why']}"
+    advice = "ask for more with --steps" if ended is None else f"leave {ended['by']} out to go on"
+    screen.note(f"{run.folder.path} is finished ({why}); nothing is changed; {advice}")
+    loop = _loop(run, around, Gate(start), screen)
+    for record in read_records(run.folder.metrics):
+        if "loss" in record:
+            loop.last = record
+        else:
+            loop.evaluated = {name: x for name, x in record.items() if name != "step"}
+    final = _final(run, around, loop, done=start, checkpoint=start, stopped_by=None)
+    if run.group.first and run.options.emit is not None:
+        run.options.emit({"final": finite(final)})
+    return Outcome(final=final, stopped_by=None)
 
 
 def _recorder(
@@ -95,7 +112,8 @@ def _recorder(
     """Where records go: files and whoever listens; nowhere on all processes but the first."""
     if not run.group.first:
         return lambda record: None
-    files = Records(run.folder.path, from_step=start, report=screen.note)
+    about = About(folder=run.folder.path, name=run.task.name, config=run.asked, from_step=start)
+    files = Records(about, report=screen.note, trackers=run.options.trackers)
     stack.callback(files.close)
     emit = run.options.emit
 
@@ -116,12 +134,19 @@ class Hooks:
         validate: Metrics of a state, by name.
         save: Starts saving a state; the state may be donated once it returns.
         progress: For people.
+        call: Calls the callbacks with `(state, done, metrics, evaluated)`; gives the state to go on
+            with, and what is known of it then.
+        ended: Says whether one of them ended the run.
     """
 
     record: Callable[[Record], None]
     validate: Callable[[TrainState], Mapping[str, float]]
     save: Callable[[TrainState, int], None]
     progress: Progress | Screen
+    call: Callable[
+        [TrainState, int, Metrics, Mapping[str, float]], tuple[TrainState, Mapping[str, float]]
+    ] = lambda state, done, metrics, evaluated: (state, evaluated)
+    ended: Callable[[], bool] = lambda: False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -163,16 +188,26 @@ class Loop:
         """
         pending: Reported | None = None
         done = saved = start
+        validated: int | None = None
         for index in range(start, self._schedule.steps):
             if not self._gate.enter(index):
                 break
-            state, metrics = self._step(state, next(batches))
+            with self.meter.waiting():
+                batch = next(batches, None)
+            if batch is None:
+                self._hooks.progress.note(f"the batches ended after step {done}")
+                break
+            state, metrics = self._step(state, batch)
             self.meter.start()
             self._report(pending)
-            pending, done = (index + 1, metrics), index + 1
-            if self._due(self._schedule.validate_every, done):
-                pending = self._report(pending)
-                self._validate(state, done)
+            pending, done, evaluated = (index + 1, metrics), index + 1, {}
+            last = done == self._schedule.steps and self._gate.reason is None
+            if last or self._due(self._schedule.validate_every, done):
+                pending, validated = self._report(pending), done
+                evaluated = self._validate(state, done)
+            state, self.evaluated = self._called(state, done, metrics, evaluated)
+            if self._hooks.ended():
+                break
             if self._due(self._schedule.checkpoint_every, done):
                 # The records up to a checkpoint are written before it: a run that is killed
                 # and resumed from it would lack them for ever.
@@ -180,7 +215,7 @@ class Loop:
                 self._save(state, done)
                 saved = done
         self._report(pending)
-        if self._gate.reason is None:
+        if self._gate.reason is None and validated != done:
             self._validate(state, done)
         if saved != done:
             self._save(state, done)
@@ -204,49 +239,65 @@ class Loop:
                 f" ({self.meter.skipped} so far)"
             )
 
-    def _validate(self, state: TrainState, done: int) -> None:
+    def _called(
+        self, state: TrainState, done: int, metrics: Metrics, evaluated: Mapping[str, float]
+    ) -> tuple[TrainState, Mapping[str, float]]:
+        """The state that callbacks leave, and what was last known of one."""
+        state, found = self._hooks.call(state, done, metrics, evaluated)
+        return state, found or self.evaluated
+
+    def _validate(self, state: TrainState, done: int) -> Mapping[str, float]:
         self.evaluated = self._hooks.validate(state)
         if self.evaluated:
             self._hooks.record({"step": done, **self.evaluated})
             shown = [f"{spelt(name)} {value:.4f}" for name, value in self.evaluated.items()]
             self._hooks.progress.note(f"step {done}: {', '.join(shown)}")
         self.meter.pause()
+        return self.evaluated
 
     def _save(self, state: TrainState, done: int) -> None:
         self._hooks.save(state, done)
         self.meter.pause()
 
 
-def _loop(
-    run: Prepared,
-    checkpoints: RunCheckpoints,
-    record: Callable[[Record], None],
-    gate: Gate,
-    screen: Screen,
-) -> Loop:
-    config, task, bound = run.config, run.task, run.step.bound
-    device = bound.mesh.devices.flat[0]
-    peak = peak_flops(device.device_kind, run.plan.precision.compute)
-    yardstick = Yardstick(
+def _yardstick(run: Prepared) -> Yardstick:
+    task, mesh = run.task, run.step.bound.mesh
+    if not task.flops or not task.tokens:
+        return Yardstick(flops_per_token=0, peak=None)
+    peak = peak_flops(mesh.devices.flat[0].device_kind, run.plan.precision.compute)
+    return Yardstick(
         flops_per_token=task.flops // task.tokens,
-        peak=None if peak is None else peak * bound.mesh.size,
+        peak=None if peak is None else peak * mesh.size,
     )
+
+
+def _loop(run: Prepared, around: Around, gate: Gate, screen: Screen) -> Loop:
+    config, task = run.config, run.task
     hooks = Hooks(
-        record=record,
-        validate=lambda state: task.evaluated(run.step, state),
-        save=checkpoints.save,
+        record=around.record,
+        validate=around.evaluate,
+        save=around.checkpoints.save,
         progress=screen,
+        call=around.callbacks,
+        ended=lambda: around.callbacks.ended is not None,
     )
     schedule = Schedule(
         steps=config.steps,
         validate_every=config.validate_every,
         checkpoint_every=config.checkpoint_every,
     )
-    return Loop(run.step, schedule, hooks, gate, Meter(yardstick))
+    meter = Meter(_yardstick(run), rate=task.learning_rate, devices=local_devices(run.step))
+    return Loop(with_injected_rate(run.step), schedule, hooks, gate, meter)
 
 
 def _final(
-    run: Prepared, loop: Loop, *, done: int, checkpoint: int | None, stopped_by: str | None
+    run: Prepared,
+    around: Around,
+    loop: Loop,
+    *,
+    done: int,
+    checkpoint: int | None,
+    stopped_by: str | None,
 ) -> Record:
     last = loop.last or {}
     return {
@@ -264,4 +315,5 @@ def _final(
         "out": str(run.folder.path),
         "checkpoint": checkpoint,
         "stopped_by": stopped_by,
+        "ended_by": around.callbacks.ended,
     }

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from colossax.errors import InputError
 from colossax.files import write_whole
@@ -84,8 +84,10 @@ class RunFolder:
             ) from problem
 
 
-def find_run_folder(out: str | None, *, recipe: str, resume: bool) -> RunFolder:
+def find_run_folder(out: str | None, *, recipe: str, resume: bool | Literal["auto"]) -> RunFolder:
     """The folder a run may use; without `out`, the next number under `runs/`. Writes nothing.
+
+    With `"auto"` it may hold a run or not.
 
     Raises:
         InputError: It holds a run and is not to be resumed, or the other way round.
@@ -97,6 +99,8 @@ def find_run_folder(out: str | None, *, recipe: str, resume: bool) -> RunFolder:
     folder = RunFolder(path=Path(out).expanduser())
     if folder.path.exists() and not folder.path.is_dir():
         raise InputError(f"--out {out}: is a file; choose a folder")
+    if resume == "auto":
+        return folder
     if resume and not folder.holds_run:
         raise InputError(f"--resume: {out} holds no run; drop --resume to start one there")
     if folder.holds_run and not resume:

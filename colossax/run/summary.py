@@ -24,9 +24,8 @@ def introduce(run: Prepared, start: int, screen: Screen) -> None:
         screen.note(line)
     for name, value in task.baselines().items():
         screen.note(f"{spelt(name)}: {value:.4f} {task.unit}".rstrip())
-    screen.note(
-        f"steps {start + 1} to {run.config.steps} of {task.tokens:,} tokens into {run.folder.path}"
-    )
+    each = f" of {task.tokens:,} tokens" if task.tokens else ""
+    screen.note(f"steps {start + 1} to {run.config.steps}{each} into {run.folder.path}")
 
 
 def parameters(step: Step) -> Record:
@@ -63,6 +62,10 @@ def conclude(run: Prepared, final: Record, screen: Screen) -> None:
             f"stopped by {final['stopped_by']} after step {final['step']}; go on with --resume"
         )
     else:
+        if final["ended_by"] is not None:
+            screen.note(
+                "ended by {by} after step {step}: {why}".format(**final, **final["ended_by"])
+            )
         for line in run.task.conclusion(final):
             screen.note(line)
     if final["mfu"] is not None:

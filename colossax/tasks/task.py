@@ -21,8 +21,52 @@ Batches = Callable[[Step, int], AbstractContextManager[Iterator[Batch]]]
 Evaluator = Callable[[Step, TrainState], Mapping[str, Any]]
 """`(step, state) -> {metric: number}`, on every process alike."""
 
-TAKEN = frozenset({"step", "loss", "grad_norm", "tokens", "tokens_per_s", "mfu"})
+TAKEN = frozenset(
+    {
+        "step",
+        "loss",
+        "grad_norm",
+        "tokens",
+        "tokens_per_s",
+        "mfu",
+        "learning_rate",
+        "step_seconds",
+        "data_seconds",
+        "device_bytes",
+        "host_bytes",
+    }
+)
 """What a run records by itself; no metric of an evaluator has these names."""
+
+
+class Callback:
+    """Called by a run between its steps; a subclass says what it does there.
+
+    It is called on every process alike and must decide alike. A plain function of `StepEnd` does
+    where nothing is remembered: it is called after every step.
+
+    Attributes:
+        every: Steps between calls. It is called with each evaluation too, and with 0 then alone.
+            What it reads of `metrics` makes the device wait for Python.
+        arrays: A tree like the parameters that checkpoints keep for it, or None.
+    """
+
+    every: int = 0
+    arrays: Params | None = None
+
+    def start(self, step: Step, state: TrainState) -> None:
+        """A run begins, fresh or resumed, with this state: forget what an earlier one left."""
+
+    def __call__(self, now: Any) -> None:
+        """Look and act; `now` is a `colossax.run.StepEnd`."""
+        raise NotImplementedError
+
+    def saved(self) -> Any:
+        """What a checkpoint keeps of it, as JSON."""
+        return None
+
+    def resume(self, saved: Any) -> None:
+        """Go on from what `saved` gave; `start` came before."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,8 +84,11 @@ class Task:
         shapes: Of a global batch's arrays.
         batches: From any number on, the same whenever they are asked for; see `Batches`.
         evaluators: Of a state, by name; their metrics are recorded, shown and drawn.
-        tokens: What a full global batch weighs: the step's metric of that name.
+        callbacks: Called between steps, in this order; each a `Callback` or a function.
+        learning_rate: Of the optimizer after so many updates, to be recorded.
+        tokens: What a full global batch weighs: the step's metric of that name. 0: not known.
         flops: Of the model for such a batch, forward and backward; recomputation is not counted.
+            0: not known, and no MFU is told.
         flops_formula: How they are counted, for people.
         options: Of the step beside its batch's shapes and its disk.
         unit: Of the loss, for people.
@@ -61,6 +108,8 @@ class Task:
     shapes: Mapping[str, jax.ShapeDtypeStruct]
     batches: Batches
     evaluators: Mapping[str, Evaluator] = dataclasses.field(default_factory=dict)
+    callbacks: Sequence[Callable[[Any], None]] = ()
+    learning_rate: Callable[[int], Any] | None = None
     tokens: int
     flops: int
     flops_formula: str = ""

@@ -13,7 +13,7 @@ from colossax.step.step import Step, StepOptions
 from colossax.tasks.config import DataConfig, TrainConfig, train_config_to_json
 from colossax.tasks.initial import initial_tokenizer
 from colossax.tasks.next_token import mean_loss, next_token_loss
-from colossax.tasks.optimizer import make_optimizer
+from colossax.tasks.optimizer import make_optimizer, make_schedule
 from colossax.tasks.task import Task
 from colossax.tasks.text import Text, open_text
 from colossax.typing import TEXT_BATCH_DIMS, Params, TrainState
@@ -49,6 +49,7 @@ def task_of(config: TrainConfig, group: Group | None = None) -> Task:
         options=StepOptions(clip_norm=config.clip_norm),
         batches=lambda step, start: text().batches(step, start),
         evaluators={VALIDATION_LOSS: lambda step, state: _validated(text(), step, state)},
+        learning_rate=make_schedule(config.optimizer, config.schedule_steps),
         tokens=tokens,
         flops=config.model.decoder().train_flops_per_token(config.data.seq_len) * tokens,
         flops_formula=FLOPS_FORMULA,

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import signal
+import time
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +66,7 @@ def toy(*, stop_at=None, **changes):
             for number in itertools.count(start):
                 if number == stop_at:
                     os.kill(os.getpid(), signal.SIGTERM)
+                    time.sleep(0.5)  # the thread that heeds it may have to wait for a processor
                 yield rows(number)
 
         yield endless()

@@ -1,0 +1,57 @@
+"""What a run has around its loop."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from colossax.run.calling import Callbacks, Tools
+from colossax.run.checkpointing import Beside, RunCheckpoints
+from colossax.run.prepared import Prepared
+from colossax.run.progress import Screen
+from colossax.run.records import Record
+from colossax.typing import TrainState
+
+
+class Around:
+    """What a run has around its loop: its checkpoints, its callbacks, where records go."""
+
+    def __init__(self, run: Prepared, screen: Screen):
+        """Name folders; nothing is written yet."""
+        self._run, self._screen = run, screen
+        self._apart: dict[str, RunCheckpoints] = {}
+        self.record: Callable[[Record], None] = lambda record: None
+        tools = Tools(
+            evaluate=self.evaluate,
+            record=lambda record: self.record(record),
+            note=screen.note,
+            save=self._save_apart,
+        )
+        self.callbacks = Callbacks(run.task.callbacks, run.step, run.config.steps, tools)
+        self.checkpoints = self._checkpoints(
+            run.folder.checkpoints, run.config.keep, self.callbacks.kept
+        )
+
+    def evaluate(self, state: TrainState) -> Mapping[str, float]:
+        """The metrics of all evaluators."""
+        return self._run.task.evaluated(self._run.step, state)
+
+    def finish(self) -> None:
+        """Wait until everything is on disk, or reported not to be."""
+        for checkpoints in (self.checkpoints, *self._apart.values()):
+            checkpoints.finish()
+
+    def _save_apart(self, state: TrainState, done: int, folder: str) -> None:
+        if folder not in self._apart:
+            self._apart[folder] = self._checkpoints(self._run.folder.path / folder, 1)
+        self._apart[folder].save(state, done)
+
+    def _checkpoints(
+        self, folder: Path, keep: int, beside: Beside = lambda: ({}, [])
+    ) -> RunCheckpoints:
+        return RunCheckpoints(
+            folder,
+            self._run.step,
+            keep=keep,
+            documents=self._run.documents,
+            report=self._screen.note,
+            beside=beside,
+        )

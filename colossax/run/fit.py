@@ -1,0 +1,183 @@
+"""`fit`: the loop of `colossax train` around a step of one's own."""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import jax
+
+from colossax.errors import InputError
+from colossax.processes.group import Group
+from colossax.run.options import Outcome, RunConfig, RunOptions
+from colossax.run.prepared import Prepared, settle_folder
+from colossax.run.run import run_prepared
+from colossax.run.trackers import DEFAULT_TRACKERS
+from colossax.step.step import Step
+from colossax.tasks import Evaluator, Task
+from colossax.typing import Batch, TrainState
+
+
+@runtime_checkable
+class ResumableBatches(Protocol):
+    """Batches that can begin at any number."""
+
+    def batches(self, start_step: int, /) -> Iterable[Batch]:
+        """Global batches from number `start_step` on, counted from 0."""
+        ...
+
+
+BatchSource = ResumableBatches | Iterable[Batch] | Callable[[int], Batch]
+"""What `fit` takes its batches from."""
+
+
+def fit(
+    state: TrainState,
+    step: Step,
+    batches: BatchSource,
+    *,
+    steps: int,
+    evaluators: Mapping[str, Evaluator] | None = None,
+    callbacks: Sequence[Callable[[Any], None]] = (),
+    out: str | None = None,
+    resume: bool | Literal["auto"] = False,
+    validate_every: int = 0,
+    checkpoint_every: int = 0,
+    keep: int = 2,
+    trackers: Sequence[str] = DEFAULT_TRACKERS,
+    name: str = "fit",
+    learning_rate: float | Callable[[int], Any] | None = None,
+    tokens: int = 0,
+    flops: int = 0,
+    group: Group | None = None,
+) -> tuple[TrainState, Outcome]:
+    """Train a state by a step of `colossax.boost`, as `colossax train` does: the same loop.
+
+    Shows progress, writes `metrics.jsonl`, TensorBoard events, checkpoints and `loss.png` into
+    `out`. SIGTERM and Ctrl-C end it after a step, saved.
+
+    Args:
+        state: To start from, given up; the run goes on counting from its `step`.
+        step: See `colossax.boost`.
+        batches: Global batches. An object with `batches(start_step)`, which gives them from any
+            number on, or a function of the number, is asked for those that follow when a run is
+            resumed. Of any other iterable, as many as the run has had are then drawn and dropped.
+            One that ends and can be iterated anew begins again; at the end of an iterator the run
+            ends.
+        steps: Optimizer steps in all, those of `state` and those before a resumption included.
+        evaluators: `(step, state) -> {metric: number}` by name.
+        callbacks: A `colossax.run.Callback` each, or a function of `colossax.run.StepEnd`.
+        out: The run's folder; None takes the next number under `runs/`.
+        resume: Go on with the run in `out`; `"auto"` starts one where there is none.
+        validate_every: Steps between evaluations; 0 evaluates at the end alone.
+        checkpoint_every: Steps between checkpoints; 0 saves at the end alone.
+        keep: Checkpoints kept.
+        trackers: See `RunOptions`.
+        name: Of the run, for its folder and picture.
+        learning_rate: To be recorded, a number or a function of the updates done. That of
+            `optax.inject_hyperparams` is recorded by itself.
+        tokens: What a full batch weighs: the step's metric of that name.
+        flops: Of the model for such a batch, forward and backward, recomputation not counted; with
+            both, and on a device whose peak is known, MFU is told.
+        group: The processes, where there are several.
+
+    Returns:
+        `(state, outcome)`: the last state, and the run's final numbers.
+
+    Raises:
+        InputError: Something asked for cannot be done.
+    """
+    if jax.process_count() > 1 and (group is None or group.processes == 1):
+        raise InputError(
+            f"fit: there are {jax.process_count()} processes, which must agree on when to stop;"
+            " give group=colossax.processes.join(...)"
+        )
+    check_arguments(state, step, batches, evaluators)
+    group = Group(None, {}) if group is None else group
+    begun = int(state["step"])
+    task = Task(
+        name=name,
+        make_model=step.spec.make_model,
+        optimizer=step.optimizer,
+        loss=step.loss_call.loss,
+        shapes={},
+        batches=lambda _, start: _from(batches, start, begun),
+        evaluators=evaluators or {},
+        callbacks=callbacks,
+        learning_rate=_rate(learning_rate),
+        tokens=tokens,
+        flops=flops,
+        options=step.options,
+    )
+    config = RunConfig(
+        plan=step.bound.plan,
+        steps=steps,
+        validate_every=validate_every,
+        checkpoint_every=checkpoint_every,
+        keep=keep,
+    )
+    options, folder = settle_folder(
+        name, RunOptions(out=out, resume=resume, trackers=trackers), group
+    )
+    return run_prepared(
+        Prepared(
+            task=task,
+            config=config,
+            options=options,
+            group=group,
+            plan=step.bound.plan,
+            step=step,
+            folder=folder,
+            identity={},
+            state=state,
+        )
+    )
+
+
+def check_arguments(state: Any, step: Any, batches: Any, evaluators: Any) -> None:
+    """Refuse what is another thing than `fit` takes, with the call that was meant.
+
+    Raises:
+        InputError: One of them is.
+    """
+    if not isinstance(step, Step) or not isinstance(state, Mapping) or "params" not in state:
+        raise InputError(
+            "fit: the first two arguments are a state and a step of colossax.boost, as in"
+            " fit(state, step, batches, steps=100)"
+        )
+    if not isinstance(batches, ResumableBatches | Iterable) and not callable(batches):
+        raise InputError(
+            f"fit: batches are of type {type(batches).__name__}; give an iterable of batches, a"
+            " function of a batch's number, or an object with batches(start_step)"
+        )
+    if evaluators is not None and not isinstance(evaluators, Mapping):
+        raise InputError(
+            'fit: evaluators come by name, as in evaluators={"held_out": evaluate}, each a function'
+            " (step, state) -> {metric: number}"
+        )
+
+
+def _rate(rate: Any) -> Callable[[int], Any] | None:
+    return rate if rate is None or callable(rate) else lambda updates: rate
+
+
+@contextlib.contextmanager
+def _from(batches: Any, start: int, begun: int) -> Iterator[Iterator[Batch]]:
+    """Batches from number `start` on, of a run whose state began at `begun`."""
+    if isinstance(batches, ResumableBatches):
+        yield iter(batches.batches(start))
+    elif isinstance(batches, Iterable):
+        yield itertools.islice(_again_and_again(batches), start - begun, None)
+    else:
+        yield map(batches, itertools.count(start))
+
+
+def _again_and_again(batches: Iterable[Batch]) -> Iterator[Batch]:
+    """Its batches, and once more from the beginning where it gives them more than once."""
+    while True:
+        empty, once = True, iter(batches)
+        for batch in once:
+            empty = False
+            yield batch
+        if empty or once is batches:
+            return
