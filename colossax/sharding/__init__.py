@@ -17,6 +17,7 @@ from .linear import linears as linears
 from .lookup import lookup as lookup
 from .ops import compute_dtype as compute_dtype
 from .ops import constrain as constrain
+from .ops import gather_for_others as gather_for_others
 from .ops import gather_weight as gather_weight
 from .ops import reduction_dtype as reduction_dtype
 from .order import NATURAL as NATURAL
