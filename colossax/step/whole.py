@@ -46,6 +46,6 @@ def cost_of_whole(bound: BoundPlan, infos: Any, learning: Any, layout: StateLayo
         return None
     shown = ", ".join(f"{axis}={bound.mesh.shape[axis]}" for axis in found)
     return (
-        f"plan.mesh: {shown} does not divide every dim that is stored over it: parameters, gradients"
-        f" and optimizer state stay whole there, which costs {total:,} bytes per device"
+        f"plan.mesh: {shown} does not divide every dim that is stored over it: parameters,"
+        f" gradients and optimizer state stay whole there, which costs {total:,} bytes per device"
     )
