@@ -20,6 +20,7 @@ from .decoder import DecoderConfig as DecoderConfig
 from .decoder import Layers as Layers
 from .decoder import decoder_layer as decoder_layer
 from .decoder import even_head_dim as even_head_dim
+from .foreign import with_gathers as with_gathers
 from .language_model import LanguageModel as LanguageModel
 from .layers import Embedding as Embedding
 from .layers import LayerNorm as LayerNorm

@@ -31,8 +31,8 @@ def param(
 ) -> nnx.Param:
     """A parameter with one logical name (or None) per dim.
 
-    By default the same as `nnx.Param(value, out_sharding=dims, eager_sharding=False)`: our own
-    rules turn the names into shardings, not Flax's.
+    By default `nnx.Param(value, out_sharding=dims, eager_sharding=False)`, marked as one that the
+    library's operations gather: our own rules turn the names into shardings, not Flax's.
 
     Args:
         value: Cast to `dtype`, if that is given.
@@ -52,7 +52,7 @@ def param(
         raise InputError(
             f"param: shape {value.shape} has {value.ndim} dims but {dims} names others"
         )
-    own: dict[str, Any] = {} if learns else {"learns": False}
+    own: dict[str, Any] = {"own_gather": True} | ({} if learns else {"learns": False})
     if update is not None:
         own["own_update"] = update
     if dtype is not None:

@@ -193,7 +193,7 @@ class CallsOfOne:
     def __init__(self, segment: Any, stretch: Stretch):
         self._graphdef, params = nnx.split(segment)
         self._stretch = stretch
-        self.params = nnx.to_pure_dict(params)
+        self.params = nnx.to_pure_dict(params, lambda variable: variable.get_raw_value())
 
     def run(self, key: Key) -> LayerRun:
         """What a runner is told of them."""

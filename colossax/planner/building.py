@@ -1,5 +1,6 @@
 """`boost`: a training step from a user's own parts."""
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,10 @@ from colossax.planner.arguments import as_plan, check_arguments
 from colossax.planner.settling import Facts, Settled, check_settled, settle
 from colossax.step.loss import Loss
 from colossax.step.step import Step, StepOptions
+from colossax.step.whole import cost_of_whole
 from colossax.typing import TrainState
+
+_LOG = logging.getLogger(__name__)
 
 
 def boost(
@@ -111,4 +115,9 @@ def built(settled: Settled, facts: Facts) -> Step:
     """
     settled.plan.check_budgets()
     check_settled(settled.plan)
-    return facts.step(settled.plan, settled.reasons)
+    step = facts.step(settled.plan, settled.reasons)
+    leaves = jax.tree.leaves(step.spec.infos), jax.tree.leaves(step.infos)
+    line = cost_of_whole(step.bound, *leaves, step.layout)
+    if line is not None:
+        _LOG.warning(line)
+    return step

@@ -17,6 +17,7 @@ from .linear import linears as linears
 from .lookup import lookup as lookup
 from .ops import compute_dtype as compute_dtype
 from .ops import constrain as constrain
+from .ops import gather_for_others as gather_for_others
 from .ops import gather_weight as gather_weight
 from .ops import reduction_dtype as reduction_dtype
 from .order import NATURAL as NATURAL
@@ -29,6 +30,7 @@ from .rules import activation_axes as activation_axes
 from .rules import activation_sharding as activation_sharding
 from .rules import batch_axes as batch_axes
 from .rules import explain as explain
+from .rules import left_whole as left_whole
 from .rules import param_sharding as param_sharding
 from .rules import replicated as replicated
 from .rules import resolve as resolve

@@ -62,6 +62,24 @@ def gathered(
     return _gather(bound, dims, dtype, to if "batch" in bound.rules.activations else None, w)
 
 
+def gather_for_others(w: Array, dims: Dims, dtype: jnp.dtype) -> Array:
+    """A parameter gathered for an operation that is not ours, whose activations have no layout.
+
+    Backward first sums its gradient whole, as of vectors in `gather_weight`: wanted in parts from
+    the start, its split would reach back into activations. On GPUs that is one reduce-scatter.
+
+    Args:
+        w: Parameter in its dtype at rest.
+        dims: Its logical dims.
+        dtype: Dtype of the result.
+    """
+    bound = current()
+    if bound is None or bound.single:
+        return w.astype(dtype)
+    shard = constrained(bound, "params", dims, w.astype(dtype))
+    return constrained(bound, "weights", dims, shard)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _gather(bound: BoundPlan, dims: Dims, dtype: jnp.dtype, to: Dims | None, w: Array) -> Array:
     # Cast before the gather, where the shards are: half the bytes in bf16.

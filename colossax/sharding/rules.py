@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from colossax.config import LOGICAL_DIMS, BoundPlan, MeshAxis, nearest
+from colossax.config import LOGICAL_DIMS, SEQUENCE_AXES, BoundPlan, MeshAxis, nearest
 from colossax.errors import PlanError
 from colossax.sharding.host import host_sharding
 from colossax.typing import Dims, ParamInfo
@@ -33,7 +33,9 @@ def resolve(
         name: Parameter path for messages.
 
     Raises:
-        PlanError: A size is not a multiple of the devices of the chosen axes.
+        PlanError: A size is not a multiple of the devices of the chosen axes; but what is stored
+            (parameters, gradients, optimizer state) stays whole along axes of the sequence that
+            do not divide it, see `left_whole`.
     """
     if len(dims) != len(shape):
         raise PlanError(
@@ -41,15 +43,54 @@ def resolve(
             f" give one name (or None) per dim"
         )
     drop = gathered_axes(bound) if role == "weights" else frozenset()
-    rules = getattr(bound.rules, "params" if role == "weights" else role)
-    taken: set[str] = set()
     entries = []
-    for dim, size in zip(dims, shape, strict=True):
-        choice = _choose(rules, dim, taken)
-        taken.update(choice)
-        axes = tuple(axis for axis in _used(bound, choice) if axis not in drop)
+    for dim, size, chosen in zip(dims, shape, _chosen(bound, role, dims), strict=True):
+        axes = tuple(axis for axis in chosen if axis not in drop)
+        if role in _STORED:
+            axes = _dividing(bound, axes, size)
         entries.append(_fit(bound, axes, dim, size, name))
     return PartitionSpec(*entries)
+
+
+_STORED = frozenset({"params", "weights", "gradients", "optimizer"})
+
+
+def left_whole(bound: BoundPlan, role: str, dims: Dims, shape: Sequence[int]) -> tuple[str, ...]:
+    """Axes of the sequence over which the rules store an array that they do not divide.
+
+    They split tokens, and no array needs them to be right: it stays whole along them.
+    """
+    return tuple(
+        axis
+        for size, axes in zip(shape, _chosen(bound, role, dims), strict=True)
+        for axis in axes
+        if axis not in _dividing(bound, axes, size)
+    )
+
+
+def _chosen(bound: BoundPlan, role: str, dims: Dims) -> list[tuple[str, ...]]:
+    """Of each dim the axes of size above 1 that its rule gives it."""
+    rules = getattr(bound.rules, "params" if role == "weights" else role)
+    taken: set[str] = set()
+    found = []
+    for dim in dims:
+        choice = _choose(rules, dim, taken)
+        taken.update(choice)
+        found.append(_used(bound, choice))
+    return found
+
+
+def _dividing(bound: BoundPlan, axes: Sequence[str], size: int) -> tuple[str, ...]:
+    """These without axes of the sequence that do not divide what the others leave."""
+    devices = bound.size([axis for axis in axes if axis not in SEQUENCE_AXES])
+    kept = []
+    for axis in axes:
+        if axis in SEQUENCE_AXES:
+            if size % (devices * bound.mesh.shape[axis]):
+                continue
+            devices *= bound.mesh.shape[axis]
+        kept.append(axis)
+    return tuple(kept)
 
 
 def _choose(rules: Mapping, dim: str | None, taken: set[str]) -> tuple[str, ...]:

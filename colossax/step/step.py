@@ -14,7 +14,7 @@ import optax
 from colossax.config import BoundPlan
 from colossax.errors import InputError, PlanError
 from colossax.layerwise import Maximum
-from colossax.nn import ModelSpec, describe, initialise
+from colossax.nn import ModelSpec, describe, initialise, with_gathers
 from colossax.optim import Optimizer, steps_of, transformation
 from colossax.sharding import RowOrder, compiler_options, in_order, replicated, use, validate
 from colossax.step.batches import BatchPlacer
@@ -167,8 +167,9 @@ class Step:
         learning = optimised(self.infos)
         dims = jax.tree.map(lambda info: info.dims, learning)
         self.optimizer = transformation(optimizer, dims)
-        self.loss_call = LossCall(merge=spec.merge, loss=loss)
-        self.prepared = preparation(spec.merge, options.prepare)
+        gathering = with_gathers(spec)
+        self.loss_call = LossCall(merge=gathering.merge, loss=loss)
+        self.prepared = preparation(gathering.merge, options.prepare)
         self.layout = StateLayout(bound, spec.infos, learning, self.optimizer, options.variables)
         self.updater: Updater = streaming_of(self, optimizer) or WholeUpdate(
             gradient_method_of(self), self.optimizer, spec.infos, self.trainable, options.clip_norm

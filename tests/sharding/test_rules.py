@@ -6,7 +6,7 @@ from jax.sharding import PartitionSpec as P
 
 from colossax.config import Plan, preset
 from colossax.errors import PlanError
-from colossax.sharding import explain, resolve, validate
+from colossax.sharding import explain, left_whole, resolve, validate
 from colossax.typing import ParamInfo
 
 
@@ -124,3 +124,30 @@ def test_explain_is_a_table_of_layouts_and_bytes(devices):
     ]
     assert cells["b"][-1].strip() == "12"
     assert "whole" in " ".join(cells["b"])
+
+
+@pytest.mark.catches("ring-must-divide")
+@pytest.mark.parametrize(
+    ("mesh", "size", "spec", "whole"),
+    [
+        ({"data": 2, "ring": 3}, 128, P(None), ("ring",)),
+        ({"data": 2, "ring": 3}, 129, P("ring"), ()),
+        ({"fsdp": 2, "ring": 3}, 128, P("fsdp"), ("ring",)),
+        ({"fsdp": 2, "ring": 3}, 12, P(("fsdp", "ring")), ()),
+        ({"ring": 3, "ulysses": 2}, 128, P("ulysses"), ("ring",)),
+    ],
+)
+@pytest.mark.parametrize("role", ["params", "gradients", "optimizer"])
+def test_an_axis_of_the_sequence_need_not_divide_what_is_stored(
+    devices, role, mesh, size, spec, whole
+):
+    bound = preset("zero3", mesh=mesh).bind(devices[:6])
+    assert resolve(bound, role, ("embed",), (size,)) == spec
+    assert left_whole(bound, role, ("embed",), (size,)) == whole
+
+
+@pytest.mark.catches("fsdp-need-not-divide")
+def test_other_axes_must_divide_beside_it(devices):
+    bound = preset("zero3", mesh={"fsdp": 3, "ring": 2}).bind(devices[:6])
+    with pytest.raises(PlanError, match="dim 'embed' has size 128, which mesh axis 'fsdp' of 3"):
+        resolve(bound, "params", ("embed",), (128,), name="w")
