@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -68,6 +68,11 @@ def renamed(spec: ModelSpec, infos: Any) -> ModelSpec:
 
 def _given(leaves: list[ParamInfo], given: GivenDims) -> dict[str, Dims]:
     """Names by path."""
+    if not isinstance(given, Mapping):
+        raise InputError(
+            f"dims: a {type(given).__name__} is given; give a mapping, as"
+            " {r'up/kernel$': ('embed', 'mlp')}"
+        )
     patterns = {pattern: _compiled(pattern, names) for pattern, names in given.items()}
     dims: dict[str, Dims] = {}
     used: set[str] = set()
@@ -83,7 +88,8 @@ def _given(leaves: list[ParamInfo], given: GivenDims) -> dict[str, Dims]:
 
 
 def _compiled(pattern: Any, names: Any) -> re.Pattern:
-    if isinstance(names, str) or not all(n is None or isinstance(n, str) for n in names):
+    listed = isinstance(names, Sequence) and not isinstance(names, str)
+    if not listed or not all(n is None or isinstance(n, str) for n in names):
         shown = f"({names!r},)" if isinstance(names, str) else "('embed', None)"
         raise InputError(
             f"dims: '{pattern}' is given {names!r}; give a tuple of a name (or None) per dim,"
@@ -131,7 +137,7 @@ def _unused(
 def _silent(spec: ModelSpec) -> set[str]:
     """Paths of the parameters that have dims and say nothing of them."""
     arrays = jax.tree.map(lambda info: jax.ShapeDtypeStruct(info.shape, info.dtype), spec.infos)
-    _, state = nnx.split(spec.merge(arrays))
+    _, state = nnx.split(nnx.merge(spec.graphdef, arrays))
     told = set()
     for path, variable in nnx.to_flat_state(state):
         metadata = variable.get_metadata()

@@ -25,6 +25,7 @@ class Projection:
         shape: Its sizes.
         roles: A letter for each of its last dims: `i` for those that the input has too, `o` for
             those of the output, `-` for others.
+        convolves: Whether it is the kernel of a convolution.
         table: Whether its rows are looked up.
         positions: Whether it is added to what stands at each position.
         bias: Path and shape of the bias, or None.
@@ -33,6 +34,7 @@ class Projection:
     path: str
     shape: tuple[int, ...]
     roles: str
+    convolves: bool = False
     table: bool = False
     positions: bool = False
     bias: tuple[str, tuple[int, ...]] | None = None
@@ -104,7 +106,9 @@ def found_names(make_model: MakeModel) -> dict[str, tuple[Dims, ...]]:
     earlier one of them writes leads out, as do the last of several square ones and those that read
     heads; the others lead in. In a list or `nnx.Sequential` each reads what the one before writes.
     So an MLP, gated or not, and attention's q, k, v and o come out as one would write them. A guess
-    that is wrong costs bytes and changes no result.
+    that is wrong costs bytes and changes no result. Of a convolution one dim alone has a name: JAX
+    0.10.2's compiler gets `conv(silu(conv(x, a)), b)` and its gradients wrong where kernels are
+    split by their inputs over one axis and by their outputs over another.
 
     Args:
         make_model: The factory; it is traced.
@@ -124,9 +128,7 @@ def found_names(make_model: MakeModel) -> dict[str, tuple[Dims, ...]]:
             maps = [one for one in run if not one.looked_up]
             names.update({one.path: (one.row_names(),) for one in run if one.looked_up})
             for one, inward in zip(maps, _inward(maps, chained, tables), strict=True):
-                vocab = (one.writes, one.reads) in tables
-                both = one.names(inward, vocab), one.names(not inward, vocab)
-                names.update({path: (dims, both[1][path]) for path, dims in both[0].items()})
+                names.update(_ways(one, inward, (one.writes, one.reads) in tables))
         return jnp.zeros(())
 
     with nnx.use_eager_sharding(False):
@@ -135,6 +137,19 @@ def found_names(make_model: MakeModel) -> dict[str, tuple[Dims, ...]]:
 
 
 _NORMS = nnx.LayerNorm | nnx.RMSNorm | nnx.GroupNorm | nnx.BatchNorm | nnx.InstanceNorm
+
+
+def _ways(one: Projection, inward: bool, vocab: bool) -> dict[str, tuple[Dims, ...]]:
+    """Names by path, of a map, in order of preference."""
+    ways = [one.names(inward, vocab), one.names(not inward, vocab)]
+    if one.convolves:
+        into, out = one.names(True, False), one.names(False, False)
+        ways = [_only("embed", into), _only("embed", out), _only("mlp", into)]
+    return {path: tuple(way[path] for way in ways) for path in ways[0]}
+
+
+def _only(name: str, names: dict[str, Dims]) -> dict[str, Dims]:
+    return {path: tuple(d if d == name else None for d in dims) for path, dims in names.items()}
 
 
 def _inward(run: Sequence[Projection], chained: bool, tables: set[tuple[int, ...]]) -> list[bool]:
@@ -180,7 +195,7 @@ def _runs(
     for name, child in _children(module):
         if id(child) in above:
             continue  # a module may know the one that holds it
-        own = _alone(child, (*path, name))
+        own = _alone(child, (*path, name), above)
         if own is not None:
             run.append(own)
         elif not isinstance(child, nnx.Variable):
@@ -205,12 +220,14 @@ def _children(module: Any) -> Iterable[tuple[Any, Any]]:
     return [(name, child) for name, child in children if isinstance(child, kinds)]
 
 
-def _alone(node: Any, path: tuple) -> Projection | None:
+def _alone(node: Any, path: tuple, above: tuple[int, ...]) -> Projection | None:
     """A parameter of its own, or that of a module which has just one of two dims or more."""
     if isinstance(node, nnx.Param):
         return _projection(None, path, node, None) if _matrix(node) else None
     params = {n: child for n, child in _children(node) if isinstance(child, nnx.Param)}
-    if any(run for n, child in _children(node) if n not in params for run, _ in _runs(child, ())):
+    inner = [child for _, child in _children(node) if id(child) not in above]
+    inner = [child for child in inner if not isinstance(child, nnx.Param)]
+    if any(run for child in inner for run, _ in _runs(child, (), (*above, id(node)))):
         return None
     matrices = [name for name, child in params.items() if _matrix(child)]
     if "kernel" in matrices:  # attention's biases have two dims as well
@@ -237,7 +254,13 @@ def _projection(
     positions = own and "pos" in name
     table = isinstance(module, nnx.Embed) or (own and "embed" in name and not positions)
     return Projection(
-        path=_label(path), shape=shape, roles=roles, table=table, positions=positions, bias=bias
+        path=_label(path),
+        shape=shape,
+        roles=roles,
+        convolves=isinstance(module, nnx.Conv | nnx.ConvTranspose),
+        table=table,
+        positions=positions,
+        bias=bias,
     )
 
 
