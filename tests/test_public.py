@@ -77,7 +77,7 @@ NAMES = {
     ),
     "colossax.nn": (
         "ACTIVATIONS Attention AttentionShape Block CacheArray CacheSpec Decoder "
-        "DecoderConfig Embedding FlatTokens GivenDims LanguageModel LayerNorm LayerStack "
+        "DecoderConfig Embedding FlatTokens LanguageModel LayerNorm LayerStack "
         "LayerState Layers Linear Llama3Scaling MLP ModelSpec Models RMSNorm RopeConfig Side "
         "StackOutput Sublayer Weighted Wiring alibi_slopes cross_entropy decoder_layer "
         "describe even_head_dim initialise named param pure renamed rope_tables rotate "
