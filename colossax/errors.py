@@ -13,6 +13,10 @@ class PlanError(InputError):
     """A plan does not fit its model, its devices or itself."""
 
 
+class PlanWarning(UserWarning):
+    """A plan runs, but part of it does nothing; the message says which and what would help."""
+
+
 class DataError(InputError):
     """A data source cannot be read or holds nothing usable."""
 

@@ -17,7 +17,7 @@ NAMES = {
         "AttentionConfig BatchConfig BoundPlan FrozenDict HOST_KINDS LOGICAL_DIMS LossConfig "
         "MESH_AXES MeshAxis OffloadConfig PIPELINED_OPTION PRESETS Placement Plan Precision "
         "RING_AXES Rules SAVEABLE SEQUENCE_AXES SHARES STATE_KINDS Segment bind cache_folder "
-        "from_json nearest preset to_json"
+        "from_json misspelt nearest preset to_json"
     ),
     "colossax.pallas.attention": (
         "AttentionSpec Mask Operands RelativeBias Scoring attend attend_block attend_cache "
@@ -29,10 +29,11 @@ NAMES = {
     "colossax.pallas.grouped_matmul": "GroupedSpec declined_by grouped_matmul variants",
     "colossax.sharding": (
         "CACHE_DIMS Dense Layout NATURAL RowOrder Weight activation_axes activation_sharding "
-        "attend_cache attention balanced_order batch_axes cache_spec compiler_options "
+        "attend_cache attention balanced_order batch_axes cache_spec check_parameter "
+        "compiler_options "
         "compute_dtype constrain current current_order explain gather_weight host_sharding "
         "in_order keeping kept_share linear linears lookup param_sharding recomputing "
-        "reduction_dtype replicated resolve seq_axes transfer use validate with_ranges"
+        "reduction_dtype replicated resolve ruled_dims seq_axes transfer use validate with_ranges"
     ),
     "colossax.sharding.sequence": (
         "DOUBLE_RING_OPTIONS Order RingAxes RingMasks Settings balanced_from_contiguous_local "
@@ -78,10 +79,11 @@ NAMES = {
     ),
     "colossax.nn": (
         "ACTIVATIONS Attention AttentionShape Block CacheArray CacheSpec Decoder "
-        "DecoderConfig Embedding FlatTokens LanguageModel LayerNorm LayerStack LayerState "
-        "Layers Linear Llama3Scaling MLP ModelSpec Models RMSNorm RopeConfig Side "
+        "DecoderConfig Embedding FlatTokens LanguageModel LayerNorm LayerStack "
+        "LayerState Layers Linear Llama3Scaling MLP ModelSpec Models RMSNorm RopeConfig Side "
         "StackOutput Sublayer Weighted Wiring alibi_slopes cross_entropy decoder_layer "
-        "describe even_head_dim initialise param pure rope_tables rotate run_recurrence weight_of "
+        "describe even_head_dim initialise named param pure renamed rope_tables rotate "
+        "run_recurrence weight_of "
         "window_slots with_weights"
     ),
     "colossax.models": (

@@ -27,4 +27,5 @@ from .plan import Plan as Plan
 from .presets import PRESETS as PRESETS
 from .presets import preset as preset
 from .rules import Rules as Rules
+from .words import misspelt as misspelt
 from .words import nearest as nearest

@@ -93,6 +93,26 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     return f"; known: {', '.join(choices)}"
 
 
+def misspelt(word: str, choices: Iterable[str]) -> str | None:
+    """The choice that `word` is with one letter too many, too few, changed or moved; or None.
+
+    A word with digits in it is no slip; nor is one that begins otherwise, or a changed letter in
+    fewer than five.
+    """
+    if not word.replace("_", "").isalpha():
+        return None
+    for choice in sorted(choices):
+        changed = len(word) == len(choice) < 5 and sorted(word) != sorted(choice)
+        if word[:1] == choice[:1] and not changed and _shortened(word) & _shortened(choice):
+            return choice
+    return None
+
+
+def _shortened(word: str) -> set[str]:
+    """The word, and the word without any one letter."""
+    return {word, *(word[:i] + word[i + 1 :] for i in range(len(word)))}
+
+
 def _elsewhere(word: str, choices: list[str]) -> list[str]:
     """The choices that are meant by a word of others; both may begin with dashes and a path."""
     path, _, last = word.lstrip("-").rpartition(".")

@@ -35,6 +35,9 @@ from .module import initialise as initialise
 from .module import param as param
 from .module import pure as pure
 from .named_models import Models as Models
+from .naming import GivenDims as GivenDims
+from .naming import named as named
+from .naming import renamed as renamed
 from .recurrence import run_recurrence as run_recurrence
 from .rope import Llama3Scaling as Llama3Scaling
 from .rope import RopeConfig as RopeConfig

@@ -76,11 +76,13 @@ class ModelSpec:
         graphdef: Static structure; with parameters it makes the model again.
         infos: Tree like the parameters, with `ParamInfo` leaves.
         make_model: The factory, for initialisation.
+        skipped: By path, dims that have no name because the plan's devices do not divide them.
     """
 
     graphdef: Any
     infos: Any
     make_model: MakeModel
+    skipped: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def merge(self, params: Params) -> Any:
         """The model holding these parameters."""

@@ -7,9 +7,10 @@ from typing import Any
 import jax
 
 from colossax.config import Plan
-from colossax.nn import MakeModels
+from colossax.nn import GivenDims, MakeModels
 from colossax.optim import Optimizer
 from colossax.planner.arguments import as_plan, check_arguments
+from colossax.planner.idle import warn_of_idle
 from colossax.planner.settling import Facts, Settled, check_settled, settle
 from colossax.step.loss import Loss
 from colossax.step.step import Step, StepOptions
@@ -26,15 +27,16 @@ def boost(
     plan: Plan | str,
     *,
     devices: Sequence[jax.Device] | None = None,
+    dims: GivenDims | None = None,
     seed: int = 0,
     **options: Any,
 ) -> tuple[TrainState, Step]:
     """A fresh training state and the step that advances it, laid out by a plan.
 
     Args:
-        make_model: `rngs -> nnx.Module`, parameters named by logical dims; or several such by
-            name, `{"actor": ..., "critic": ...}`: the loss gets `Models`, and the state's
-            `params` are `{"actor": ..., "critic": ...}`.
+        make_model: `rngs -> nnx.Module`; or several such by name, `{"actor": ..., "critic":
+            ...}`: the loss gets `Models`, and the state's `params` are `{"actor": ...,
+            "critic": ...}`. Parameters whose dims have no names are found some.
         optimizer: An Optax transformation, or `dims -> transformation` for those of
             `colossax.optim` that treat layers apart; or one for each model by name, whose
             `opt_state` is by name then. Gradients are clipped together.
@@ -42,6 +44,9 @@ def boost(
         plan: How to spread it, or the name of a preset; what it leaves to `auto` is settled, see
             `settle`.
         devices: Default all.
+        dims: Names of the dims of parameters, by a regular expression that is searched in the
+            path: `{r"attn/q/kernel$": ("embed", "heads", "head_dim")}`. The first that matches
+            counts; in a layer stack the names are those of one layer.
         seed: Of the parameters and of the step's random keys.
         **options: Fields of `StepOptions`.
 
@@ -51,12 +56,16 @@ def boost(
     Raises:
         PlanError: The plan does not fit model or devices, or cannot be settled; nothing has been
             allocated.
-        InputError: The model holds variables that are not parameters; or an argument is another
-            thing, with the call that was meant.
+        InputError: The model holds variables that are not parameters; an argument is another
+            thing, with the call that was meant; `dims` do not fit the model.
+
+    Warns:
+        PlanWarning: A mesh axis does nothing, or much of the parameters stays whole.
     """
     check_arguments(make_model, optimizer, loss)
-    facts = _facts(make_model, optimizer, loss, devices, options)
+    facts = _facts(make_model, optimizer, loss, devices, dims, options)
     step = built(settle(as_plan(plan), facts), facts)
+    warn_of_idle(step.bound, step.spec)
     return step.init(seed), step
 
 
@@ -67,6 +76,7 @@ def build_step(
     plan: Plan | Settled | str,
     *,
     devices: Sequence[jax.Device] | None = None,
+    dims: GivenDims | None = None,
     **options: Any,
 ) -> Step:
     """The step of `boost` without a state: for restoring one, or compiling ahead.
@@ -80,6 +90,7 @@ def build_step(
         plan: That leaves nothing to `auto`, or the name of a preset; of a `Settled` the step's
             note has the reasons.
         devices: Default all.
+        dims: See `boost`.
         **options: Fields of `StepOptions`.
 
     Raises:
@@ -87,7 +98,7 @@ def build_step(
         InputError: See `boost`.
     """
     check_arguments(make_model, optimizer, loss)
-    facts = _facts(make_model, optimizer, loss, devices, options)
+    facts = _facts(make_model, optimizer, loss, devices, dims, options)
     return built(plan if isinstance(plan, Settled) else Settled(plan=as_plan(plan)), facts)
 
 
@@ -96,6 +107,7 @@ def _facts(
     optimizer: Optimizer,
     loss: Loss,
     devices: Sequence[jax.Device] | None,
+    dims: GivenDims | None,
     options: dict[str, Any],
 ) -> Facts:
     return Facts(
@@ -103,6 +115,7 @@ def _facts(
         optimizer=optimizer,
         loss=loss,
         devices=devices,
+        dims=dims,
         options=StepOptions(**options),
     )
 

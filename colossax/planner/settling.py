@@ -9,7 +9,7 @@ import jax
 from colossax.aot import Target
 from colossax.config import Plan
 from colossax.errors import PlanError
-from colossax.nn import MakeModels, describe
+from colossax.nn import GivenDims, MakeModels, describe, named
 from colossax.offload import Agree, Rates, load_rates, resolved_segments
 from colossax.optim import Optimizer
 from colossax.planner.cpu_share import with_cpu_share
@@ -33,6 +33,7 @@ class Facts:
         options: Of the step; `shapes` are wanted by what depends on the tokens of a batch.
         devices: Default all.
         target: GPUs that are not there, whose devices those are.
+        dims: Names of the parameters' dims by pattern; see `named`.
         agree: With several processes, `Group.from_first`.
         rates: What was measured of a kind of device; None where nothing was.
     """
@@ -43,6 +44,7 @@ class Facts:
     options: StepOptions = StepOptions()
     devices: Sequence[jax.Device] | None = None
     target: Target | None = None
+    dims: GivenDims | None = None
     agree: Agree = lambda make: make()
     rates: Callable[[str], Rates | None] = load_rates
 
@@ -60,10 +62,11 @@ class Facts:
 
         Raises:
             PlanError: Model, batch or devices do not fit the plan.
+            InputError: The names that are given do not fit the model.
         """
         bound = plan.bind(self.devices)
         with use(bound):
-            spec = describe(self.make_model)
+            spec = named(describe(self.make_model), bound, self.dims)
         step = Step(spec, bound, self.optimizer, self.loss, self.options, reasons)
         if self.options.shapes is not None:
             shapes = jax.eval_shape(lambda batch: batch, dict(self.options.shapes))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from colossax.config import LOGICAL_DIMS, SEQUENCE_AXES, BoundPlan, MeshAxis, nearest
+from colossax.config import LOGICAL_DIMS, SEQUENCE_AXES, BoundPlan, MeshAxis, misspelt, nearest
 from colossax.errors import PlanError
 from colossax.sharding.host import host_sharding
 from colossax.typing import Dims, ParamInfo
@@ -176,16 +176,46 @@ def validate(bound: BoundPlan, infos) -> None:
         infos: Tree with `ParamInfo` leaves.
 
     Raises:
-        PlanError: The first parameter that does not fit, by path; a rule about no known dim.
+        PlanError: The first parameter that does not fit, by path; a rule about no known dim; a dim
+            without a rule that looks like a known one misspelt.
     """
     leaves = _leaves(infos)
     _check_rules(bound, {dim for info in leaves for dim in info.dims if dim is not None})
+    known = {*LOGICAL_DIMS, *ruled_dims(bound)}
     for info in leaves:
-        for role in ("params", "weights", "gradients", "optimizer"):
-            resolve(bound, role, info.dims, info.shape, name=info.path)
-        for dim, size in zip(info.dims, info.shape, strict=True):
-            if dim == "heads":
-                check_heads(bound, size, name=info.path)
+        for dim in info.dims:
+            _check_spelling(dim, known, name=info.path)
+        check_parameter(bound, info)
+
+
+def check_parameter(bound: BoundPlan, info: ParamInfo) -> None:
+    """Resolve one parameter under every role.
+
+    Raises:
+        PlanError: It does not fit, by path.
+    """
+    for role in ("params", "weights", "gradients", "optimizer"):
+        resolve(bound, role, info.dims, info.shape, name=info.path)
+    for dim, size in zip(info.dims, info.shape, strict=True):
+        if dim == "heads":
+            check_heads(bound, size, name=info.path)
+
+
+def ruled_dims(bound: BoundPlan) -> set[str]:
+    """Dims of which any role's rules speak, without their phases."""
+    fields = dataclasses.fields(bound.plan.rules)
+    return {dim.split(":")[0] for f in fields for dim in getattr(bound.plan.rules, f.name)}
+
+
+def _check_spelling(dim: str | None, known: set[str], *, name: str) -> None:
+    """Refuse a dim that no rule knows and that is a slip of the pen away from one that is known."""
+    plain = None if dim is None else dim.split(":")[0]
+    meant = None if plain is None or plain in known else misspelt(plain, known)
+    if meant is not None:
+        raise PlanError(
+            f"{name}: no rule of the plan knows dim '{dim}'; did you mean '{meant}'? Else give it a"
+            f" rule, as Rules().updated(params={{'{plain}': None}}), which leaves it whole"
+        )
 
 
 def check_heads(bound: BoundPlan, heads: int, *, name: str) -> None:

@@ -14,7 +14,7 @@ import optax
 from colossax.config import BoundPlan
 from colossax.errors import InputError, PlanError
 from colossax.layerwise import Maximum
-from colossax.nn import ModelSpec, describe, initialise, with_gathers
+from colossax.nn import ModelSpec, describe, initialise, renamed, with_gathers
 from colossax.optim import Optimizer, steps_of, transformation
 from colossax.sharding import RowOrder, compiler_options, in_order, replicated, use, validate
 from colossax.step.batches import BatchPlacer
@@ -265,7 +265,8 @@ class Step:
                 f" {', '.join(map(repr, names)) or 'one model without a name'}"
             )
         with use(self.bound):
-            return describe(lambda rngs: getattr(self.spec.make_model(rngs), name))
+            spec = describe(lambda rngs: getattr(self.spec.make_model(rngs), name))
+        return renamed(spec, self.spec.infos[name])
 
     def init(self, seed: int = 0) -> TrainState:
         """A fresh state, each array made where it lives. The mesh does not change the values."""
