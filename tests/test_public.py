@@ -30,10 +30,10 @@ NAMES = {
     "colossax.sharding": (
         "CACHE_DIMS Dense Layout NATURAL RowOrder Weight activation_axes activation_sharding "
         "attend_cache attention balanced_order batch_axes cache_spec check_parameter "
-        "compiler_options "
-        "compute_dtype constrain current current_order explain gather_weight host_sharding "
-        "in_order keeping kept_share linear linears lookup param_sharding recomputing "
-        "reduction_dtype replicated resolve ruled_dims seq_axes transfer use validate with_ranges"
+        "compiler_options compute_dtype constrain current current_order explain "
+        "gather_for_others gather_weight host_sharding in_order keeping kept_share left_whole "
+        "linear linears lookup param_sharding recomputing reduction_dtype replicated resolve "
+        "ruled_dims seq_axes transfer use validate with_ranges"
     ),
     "colossax.sharding.sequence": (
         "DOUBLE_RING_OPTIONS Order RingAxes RingMasks Settings balanced_from_contiguous_local "
@@ -83,8 +83,7 @@ NAMES = {
         "LayerState Layers Linear Llama3Scaling MLP ModelSpec Models RMSNorm RopeConfig Side "
         "StackOutput Sublayer Weighted Wiring alibi_slopes cross_entropy decoder_layer "
         "describe even_head_dim initialise named param pure renamed rope_tables rotate "
-        "run_recurrence weight_of "
-        "window_slots with_weights"
+        "run_recurrence weight_of window_slots with_gathers with_weights"
     ),
     "colossax.models": (
         "BloomConfig FAMILIES Family GPT2Config LlamaConfig MistralConfig OPTConfig Qwen2Config "
