@@ -11,7 +11,8 @@ from colossax.optim import Optimizer
 from colossax.planner.arguments import as_plan, check_arguments
 from colossax.planner.settling import Facts, Settled, check_settled, settle
 from colossax.step.loss import Loss
-from colossax.step.step import Step, StepOptions
+from colossax.step.options import StepOptions
+from colossax.step.step import Step
 from colossax.typing import TrainState
 
 

@@ -123,5 +123,6 @@ def test_another_thing_is_refused_with_the_call_that_was_meant(build, wrong, mes
 @pytest.mark.catches("batch-unnamed")
 def test_a_batch_without_names_is_refused():
     state, step = boost(Net, optax.sgd(0.1), squares, Plan(mesh={"fsdp": 8}), batch_dims=DIMS)
-    with pytest.raises(InputError, match="found a tuple; name its arrays"):
-        step(state, tuple(batch().values()))
+    for call in (step, step.evaluate):
+        with pytest.raises(InputError, match="found a tuple; name its arrays"):
+            call(state, tuple(batch().values()))
