@@ -29,9 +29,9 @@ NAMES = {
     "colossax.sharding": (
         "CACHE_DIMS Dense Layout NATURAL RowOrder Weight activation_axes activation_sharding "
         "attend_cache attention balanced_order batch_axes cache_spec compiler_options "
-        "compute_dtype constrain current current_order explain gather_weight host_sharding "
-        "in_order keeping kept_share linear linears lookup param_sharding recomputing "
-        "reduction_dtype replicated resolve seq_axes transfer use validate with_ranges"
+        "compute_dtype constrain current current_order explain explain_html gather_weight "
+        "host_sharding in_order keeping kept_share linear linears lookup param_sharding "
+        "recomputing reduction_dtype replicated resolve seq_axes transfer use validate with_ranges"
     ),
     "colossax.sharding.sequence": (
         "DOUBLE_RING_OPTIONS Order RingAxes RingMasks Settings balanced_from_contiguous_local "

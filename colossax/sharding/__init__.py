@@ -28,12 +28,13 @@ from .ranges import with_ranges as with_ranges
 from .rules import activation_axes as activation_axes
 from .rules import activation_sharding as activation_sharding
 from .rules import batch_axes as batch_axes
-from .rules import explain as explain
 from .rules import param_sharding as param_sharding
 from .rules import replicated as replicated
 from .rules import resolve as resolve
 from .rules import seq_axes as seq_axes
 from .rules import validate as validate
+from .table import explain as explain
+from .table import explain_html as explain_html
 from .transfer import Layout as Layout
 from .transfer import transfer as transfer
 from .weights import Weight as Weight

@@ -12,10 +12,10 @@ import optax
 
 from colossax.config import BoundPlan, to_json
 from colossax.errors import InputError, PlanError
-from colossax.layerwise import Maximum
 from colossax.nn import ModelSpec, describe, initialise
 from colossax.optim import Optimizer, transformation
 from colossax.sharding import RowOrder, compiler_options, in_order, replicated, use, validate
+from colossax.sharding.table import explain, explain_html
 from colossax.step.batches import BatchPlacer
 from colossax.step.choosing import followers_of, gradient_method_of, streaming_of
 from colossax.step.donation import check_present
@@ -159,6 +159,12 @@ class Step:
         )
         self.followers = followers_of(self, compiler)
         self.evaluation = Evaluation(self, compiler)
+
+    def __repr__(self) -> str:
+        return explain(self.bound, self.spec.infos)
+
+    def _repr_html_(self) -> str:
+        return explain_html(self.bound, self.spec.infos)
 
     @property
     def streaming(self) -> Streaming | None:
@@ -379,7 +385,7 @@ class Step:
             "grad_norm": gradients.norm,
             "tokens": functools.reduce(jnp.maximum, weights),
             "skipped": skipped.astype(jnp.float32),
-            **{name: _shown(x) for name, x in {**gradients.totals, **gradients.sums}.items()},
+            **gradients.shown,
         }
         new = {
             "params": updated.params,
@@ -390,11 +396,3 @@ class Step:
             "skipped": skipped,
         }
         return self.layout.constrain(new), metrics
-
-
-def _shown(value: Any) -> jax.Array:
-    """A metric: the mean of what was added up, or the maximum."""
-    if isinstance(value, Maximum):
-        return value.value
-    total, weight = value
-    return total / jnp.where(weight > 0, weight, 1.0)

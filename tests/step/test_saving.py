@@ -12,6 +12,7 @@ from colossax.config import Plan
 from colossax.errors import CheckpointError, InputError
 from colossax.models import LlamaConfig, maker
 from colossax.planner import boost, build_step
+from colossax.sharding import explain, explain_html
 from colossax.tasks import next_token_loss
 
 CONFIG = LlamaConfig(vocab=16, embed=8, layers=2, heads=2, kv_heads=1, mlp=8, max_seq=8)
@@ -140,6 +141,14 @@ def test_what_cannot_be_saved_or_restored_is_refused_in_one_sentence(tmp_path):
     other.save(tmp_path / "sgd", plain)
     with pytest.raises(CheckpointError, match="optimizer"):
         step.restore(tmp_path / "sgd")
+
+
+@pytest.mark.catches("step-unshown")
+def test_a_step_shows_where_everything_lives(trained):
+    _, step = trained
+    assert repr(step) == explain(step.bound, step.spec.infos)
+    assert "layers/attn/q/w" in repr(step) and repr(step).startswith("plan ")
+    assert step._repr_html_() == explain_html(step.bound, step.spec.infos)
 
 
 def snippets():
