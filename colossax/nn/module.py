@@ -20,6 +20,21 @@ from colossax.nn.named_models import MakeModel, MakeModels, make_models
 from colossax.sharding import param_sharding, use, validate
 from colossax.typing import Dims, ParamInfo, Params
 
+KEYS_BY_HAND = (
+    "self.drop = nnx.Dropout(0.1)",
+    "x = self.drop(x, deterministic=key is None, rngs=key if key is None else nnx.Rngs(key))",
+    "def loss(model, batch, key): ... model(batch['x'], key)",
+)
+"""How a model drops out by the key of the step; evaluation has none, and drops nothing."""
+
+STATISTICS_BY_HAND = (
+    "loss metrics {'mean': (x.mean(0), 1.0)}",
+    "def loss(model, batch, variables): ... model(batch['x'], variables['mean'])",
+    "boost(..., variables={'mean': jnp.zeros(n)}, after_step=lambda old, sums:"
+    " {'mean': 0.9 * old['mean'] + 0.1 * sums['mean'][0] / sums['mean'][1]})",
+)
+"""How statistics run along: by metrics, which are summed over microbatches."""
+
 
 def param(
     value: Array,
@@ -151,8 +166,15 @@ def refuse_others(module: nnx.Module, what: str) -> None:
     for path, variable in nnx.to_flat_state(others):
         raise InputError(
             f"{what}: '{'/'.join(map(str, path))}' is a {type(variable).__name__}, and a {what} may"
-            f" hold parameters alone; pass random keys and statistics as arguments"
+            f" hold parameters alone; {_by_hand(variable)}"
         )
+
+
+def _by_hand(variable: Any) -> str:
+    """How to do without a variable of this type."""
+    if isinstance(variable, nnx.RngState):
+        return f"pass random keys as arguments: {' / '.join(KEYS_BY_HAND)}"
+    return f"pass statistics as arguments: {' / '.join(STATISTICS_BY_HAND)}"
 
 
 def _with_leaves(tree: Any, flat: dict[tuple, ParamInfo], path: tuple) -> Any:
