@@ -4,8 +4,9 @@ State crosses `jax.jit` as nested dicts; the graph definition is static. `nnx.St
 cost several times more per call on the host.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -231,6 +232,32 @@ def _learns(label: str, variable: Any) -> bool:
 def pure(model: nnx.Module) -> Params:
     """The parameters of a model as a plain nested dict."""
     return nnx.to_pure_dict(nnx.split(model, nnx.Param, ...)[1])
+
+
+@contextlib.contextmanager
+def unchanged(model: Any) -> Iterator[None]:
+    """Refuse that what runs inside puts other arrays in the place of a model's parameters.
+
+    Raises:
+        InputError: With the first one's path.
+    """
+    before = _values(model)
+    yield
+    after = _values(model)
+    for path, value in before.items():
+        if after.get(path) is not value:
+            raise InputError(
+                f"model: '{'/'.join(map(str, path))}' is changed while the loss is computed, which"
+                " a pure step would forget; compute with another array, and let the optimizer"
+                " change parameters, or after_step what is given as variables"
+            )
+
+
+def _values(model: Any) -> dict[tuple, Any]:
+    if not isinstance(model, nnx.Module):
+        return {}
+    state = nnx.split(model, nnx.Param, ...)[1]
+    return {path: variable.get_raw_value() for path, variable in nnx.to_flat_state(state)}
 
 
 def initialise(
