@@ -30,7 +30,7 @@ NAMES = {
     "colossax.sharding": (
         "CACHE_DIMS Dense Layout NATURAL RowOrder Weight activation_axes activation_sharding "
         "attend_cache attention balanced_order batch_axes cache_spec check_parameter "
-        "compiler_options compute_dtype constrain current current_order explain "
+        "compiler_options compute_dtype constrain current current_order explain explain_html "
         "gather_for_others gather_weight host_sharding in_order keeping kept_share left_whole "
         "linear linears lookup param_sharding recomputing reduction_dtype replicated resolve "
         "ruled_dims seq_axes transfer use validate with_ranges"

@@ -37,12 +37,16 @@ DESCRIPTION = {
     )
 }
 
+UNFINISHED = 3
+"""Exit code of a run that ended without what it promises."""
+
 _FIELDS = {
     "steps": ("N", "optimizer steps in all"),
     "seed": ("S", "of parameters and of the data's order"),
     "checkpoint_every": ("N", "steps between checkpoints; 0: at the end alone"),
     "validate_every": ("N", "steps between validations; 0: at the end alone"),
     "keep": ("N", "checkpoints kept"),
+    "stop_after_skipped": ("N", "steps not finite in a row that end the run; 0: none do"),
     "clip_norm": ("X", "global norm gradients are scaled down to; none leaves them"),
     "z_loss": ("X", "coefficient of the squared log-partition"),
 }
@@ -146,6 +150,8 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
             else:
                 task, how = task_of(config, group), run_config(config)
             outcome = train(task, how, options, group)
+    if outcome.failure is not None:
+        return UNFINISHED
     return 0 if outcome.stopped_by is None else EXIT_CODES[outcome.stopped_by]
 
 

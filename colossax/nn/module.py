@@ -4,8 +4,9 @@ State crosses `jax.jit` as nested dicts; the graph definition is static. `nnx.St
 cost several times more per call on the host.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -19,6 +20,21 @@ from colossax.errors import InputError
 from colossax.nn.named_models import MakeModel, MakeModels, make_models
 from colossax.sharding import param_sharding, use, validate
 from colossax.typing import Dims, ParamInfo, Params
+
+KEYS_BY_HAND = (
+    "self.drop = nnx.Dropout(0.1)",
+    "x = self.drop(x, deterministic=key is None, rngs=key if key is None else nnx.Rngs(key))",
+    "def loss(model, batch, key): ... model(batch['x'], key)",
+)
+"""How a model drops out by the key of the step; evaluation has none, and drops nothing."""
+
+STATISTICS_BY_HAND = (
+    "loss metrics {'mean': (x.mean(0), 1.0)}",
+    "def loss(model, batch, variables): ... model(batch['x'], variables['mean'])",
+    "boost(..., variables={'mean': jnp.zeros(n)}, after_step=lambda old, sums:"
+    " {'mean': 0.9 * old['mean'] + 0.1 * sums['mean'][0] / sums['mean'][1]})",
+)
+"""How statistics run along: by metrics, which are summed over microbatches."""
 
 
 def param(
@@ -153,8 +169,15 @@ def refuse_others(module: nnx.Module, what: str) -> None:
     for path, variable in nnx.to_flat_state(others):
         raise InputError(
             f"{what}: '{'/'.join(map(str, path))}' is a {type(variable).__name__}, and a {what} may"
-            f" hold parameters alone; pass random keys and statistics as arguments"
+            f" hold parameters alone; {_by_hand(variable)}"
         )
+
+
+def _by_hand(variable: Any) -> str:
+    """How to do without a variable of this type."""
+    if isinstance(variable, nnx.RngState):
+        return f"pass random keys as arguments: {' / '.join(KEYS_BY_HAND)}"
+    return f"pass statistics as arguments: {' / '.join(STATISTICS_BY_HAND)}"
 
 
 def _with_leaves(tree: Any, flat: dict[tuple, ParamInfo], path: tuple) -> Any:
@@ -211,6 +234,32 @@ def _learns(label: str, variable: Any) -> bool:
 def pure(model: nnx.Module) -> Params:
     """The parameters of a model as a plain nested dict."""
     return nnx.to_pure_dict(nnx.split(model, nnx.Param, ...)[1])
+
+
+@contextlib.contextmanager
+def unchanged(model: Any) -> Iterator[None]:
+    """Refuse that what runs inside puts other arrays in the place of a model's parameters.
+
+    Raises:
+        InputError: With the first one's path.
+    """
+    before = _values(model)
+    yield
+    after = _values(model)
+    for path, value in before.items():
+        if after.get(path) is not value:
+            raise InputError(
+                f"model: '{'/'.join(map(str, path))}' is changed while the loss is computed, which"
+                " a pure step would forget; compute with another array, and let the optimizer"
+                " change parameters, or after_step what is given as variables"
+            )
+
+
+def _values(model: Any) -> dict[tuple, Any]:
+    if not isinstance(model, nnx.Module):
+        return {}
+    state = nnx.split(model, nnx.Param, ...)[1]
+    return {path: variable.get_raw_value() for path, variable in nnx.to_flat_state(state)}
 
 
 def initialise(

@@ -13,7 +13,8 @@ from colossax.planner.arguments import as_plan, check_arguments
 from colossax.planner.idle import warn_of_idle
 from colossax.planner.settling import Facts, Settled, check_settled, settle
 from colossax.step.loss import Loss
-from colossax.step.step import Step, StepOptions
+from colossax.step.options import StepOptions
+from colossax.step.step import Step
 from colossax.step.whole import cost_of_whole
 from colossax.typing import TrainState
 

@@ -19,7 +19,8 @@ from colossax.planner.pipelined import with_pipelined
 from colossax.sharding import use
 from colossax.step.loss import Loss
 from colossax.step.microbatches import batch_dims, num_microbatches
-from colossax.step.step import Step, StepOptions
+from colossax.step.options import StepOptions
+from colossax.step.step import Step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,9 @@ import numpy as np
 
 from colossax.checkpoint import ArraySlot, slot_of
 from colossax.errors import InputError
-from colossax.run.checkpointing import MODEL, RunCheckpoints
+from colossax.run.checkpointing import RunCheckpoints
 from colossax.run.hyperparameters import with_hyperparameter
+from colossax.step.saving.records import MODEL
 from colossax.step.step import Step
 from colossax.tasks import TAKEN, Callback
 from colossax.typing import Metrics, TrainState

@@ -7,11 +7,12 @@ import jax
 
 from colossax.checkpoint import Checkpointer, slot_of
 from colossax.errors import DamagedStoreError
-from colossax.run.checkpointing import MODEL, RunCheckpoints
+from colossax.run.checkpointing import RunCheckpoints
 from colossax.run.origins import Origin, origins_of
 from colossax.run.prepared import Prepared
 from colossax.run.progress import Screen
 from colossax.sharding import param_sharding
+from colossax.step.saving.records import MODEL
 from colossax.step.step import Step
 from colossax.typing import ParamInfo, Params, TrainState
 

@@ -47,6 +47,7 @@ class Meter:
         self.tokens = 0.0
         self.seconds = 0.0
         self.skipped = 0
+        self.skipped_in_a_row = 0
         self._since: float | None = None
         self._rate = None if rate is None else _Rates(rate)
         self._devices = devices
@@ -76,6 +77,8 @@ class Meter:
         self._since = now
         self.tokens += values["tokens"]
         self.seconds += seconds
+        fine = int(values["skipped"]) == self.skipped
+        self.skipped_in_a_row = 0 if fine else self.skipped_in_a_row + 1
         self.skipped = int(values["skipped"])
         speed = values["tokens"] / seconds if seconds else 0.0
         record: Record = {"step": step, "loss": values["loss"], "grad_norm": values["grad_norm"]}

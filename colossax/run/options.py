@@ -30,6 +30,8 @@ class RunConfig:
         validate_every: Steps between evaluations; 0 evaluates at the end alone.
         checkpoint_every: Steps between checkpoints; 0 saves at the end alone.
         keep: Checkpoints kept.
+        stop_after_skipped: Steps skipped in a row, their loss or gradient norm not finite, after
+            which the run ends; 0 goes on all the same.
         init: Checkpoint whose parameters a new run starts from, in place of random ones. Of
             several models, a folder alone is a checkpoint of all of them; by name, each has one of
             its own, `{"policy": "sft", "reference": "sft", "critic": ("earlier", "judge")}`: there
@@ -43,10 +45,12 @@ class RunConfig:
     validate_every: int = 0
     checkpoint_every: int = 0
     keep: int = 2
+    stop_after_skipped: int = 10
     init: Init | None = None
 
     def __post_init__(self):
         least = {"steps": 1, "seed": 0, "validate_every": 0, "checkpoint_every": 0, "keep": 1}
+        least["stop_after_skipped"] = 0
         for name, low in least.items():
             if getattr(self, name) < low:
                 raise InputError(f"{name}: found {getattr(self, name)}; give {low} or more")
@@ -79,7 +83,9 @@ class Outcome:
     Attributes:
         final: Its numbers.
         stopped_by: `SIGTERM` or `SIGINT` when it was told to stop, else None.
+        failure: Why it ended before its last step by itself, in one sentence; else None.
     """
 
     final: Record
     stopped_by: str | None
+    failure: str | None = None

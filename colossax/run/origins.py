@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from colossax.checkpoint import RecordReader, find_checkpoint
 from colossax.errors import InputError
-from colossax.run.checkpointing import MODEL
 from colossax.run.options import Init, Source
+from colossax.step.saving.records import MODEL
 from colossax.typing import ParamInfo
 
 _PARAMS = "params"

@@ -5,6 +5,7 @@ The device never waits for Python: the metrics of a step are read while the next
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping
 
 from colossax.planner.flops import Yardstick, peak_flops
@@ -14,6 +15,7 @@ from colossax.processes.signals import StopSignals
 from colossax.run.around import Around
 from colossax.run.initial import first_state
 from colossax.run.meter import Meter, local_devices, with_injected_rate
+from colossax.run.not_finite import first_not_finite
 from colossax.run.options import Outcome, RunConfig, RunOptions
 from colossax.run.prepared import Prepared, prepare
 from colossax.run.progress import Progress, Screen
@@ -81,11 +83,14 @@ def _train(run: Prepared, signals: StopSignals) -> tuple[TrainState, Outcome]:
         stopped_by = gate.reason or signals.wish
         latest = checkpoints.latest()
         final = _final(run, around, loop, done=done, checkpoint=latest, stopped_by=stopped_by)
-        if stopped_by is None and run.task.complete is not None:
+        failure = _failure(run, loop, state, latest) if loop.hopeless else None
+        if failure is not None:
+            final["failure"] = failure
+        elif stopped_by is None and run.task.complete is not None:
             final["completion"] = run.task.complete(run.step, state["params"])
     if group.first:
         conclude(run, final, screen)
-    return state, Outcome(final=final, stopped_by=stopped_by)
+    return state, Outcome(final=final, stopped_by=stopped_by, failure=failure)
 
 
 def _finished_before(run: Prepared, around: Around, start: int, screen: Screen) -> Outcome:
@@ -156,6 +161,7 @@ class Schedule:
     steps: int
     validate_every: int
     checkpoint_every: int
+    stop_after_skipped: int = 0
 
 
 class Loop:
@@ -172,6 +178,16 @@ class Loop:
         self.evaluated: Mapping[str, float] = {}
         """What the last validation found."""
         self.last: Record | None = None
+        self.last_batch: Batch = {}
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether as many steps in a row were skipped as end the run."""
+        return self._skips_left <= 0
+
+    @property
+    def _skips_left(self) -> int | float:
+        return (self._schedule.stop_after_skipped or math.inf) - self.meter.skipped_in_a_row
 
     def run(
         self, state: TrainState, batches: Iterator[Batch], start: int
@@ -197,10 +213,15 @@ class Loop:
             if batch is None:
                 self._hooks.progress.note(f"the batches ended after step {done}")
                 break
+            self.last_batch = batch
             state, metrics = self._step(state, batch)
             self.meter.start()
             self._report(pending)
             pending, done, evaluated = (index + 1, metrics), index + 1, {}
+            if self._skips_left <= 1:
+                pending = self._report(pending)
+                if self.hopeless:
+                    return state, done
             last = done == self._schedule.steps and self._gate.reason is None
             if last or self._due(self._schedule.validate_every, done):
                 pending, validated = self._report(pending), done
@@ -212,8 +233,10 @@ class Loop:
                 # The records up to a checkpoint are written before it: a run that is killed
                 # and resumed from it would lack them for ever.
                 pending = self._report(pending)
-                self._save(state, done)
-                saved = done
+                # Among skipped steps a checkpoint would push the last good one out.
+                if not self.meter.skipped_in_a_row:
+                    self._save(state, done)
+                    saved = done
         self._report(pending)
         if self._gate.reason is None and validated != done:
             self._validate(state, done)
@@ -285,9 +308,24 @@ def _loop(run: Prepared, around: Around, gate: Gate, screen: Screen) -> Loop:
         steps=config.steps,
         validate_every=config.validate_every,
         checkpoint_every=config.checkpoint_every,
+        stop_after_skipped=config.stop_after_skipped,
     )
     meter = Meter(_yardstick(run), rate=task.learning_rate, devices=local_devices(run.step))
     return Loop(with_injected_rate(run.step), schedule, hooks, gate, meter)
+
+
+def _failure(run: Prepared, loop: Loop, state: TrainState, checkpoint: int | None) -> str:
+    """Why a run ended that was no longer finite, and from where it goes on."""
+    first = first_not_finite(run.step, state, loop.last_batch)
+    kept = "no checkpoint was saved before"
+    if checkpoint is not None:
+        kept = f"the last good checkpoint is that of step {checkpoint}, in {run.folder.checkpoints}"
+    count = loop.meter.skipped_in_a_row
+    return (
+        f"stopped at step {(loop.last or {}).get('step')}: the last {count} steps were skipped, as"
+        f" loss or gradient norm was not finite, first {first}; {kept}; lower the learning rate,"
+        " or look at the data"
+    )
 
 
 def _final(

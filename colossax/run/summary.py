@@ -57,7 +57,9 @@ def conclude(run: Prepared, final: Record, screen: Screen) -> None:
         unit=run.task.unit,
         baselines=run.task.baselines(),
     )
-    if final["stopped_by"] is not None:
+    if "failure" in final:
+        screen.note(final["failure"])
+    elif final["stopped_by"] is not None:
         screen.note(
             f"stopped by {final['stopped_by']} after step {final['step']}; go on with --resume"
         )

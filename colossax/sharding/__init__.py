@@ -30,7 +30,6 @@ from .rules import activation_axes as activation_axes
 from .rules import activation_sharding as activation_sharding
 from .rules import batch_axes as batch_axes
 from .rules import check_parameter as check_parameter
-from .rules import explain as explain
 from .rules import left_whole as left_whole
 from .rules import param_sharding as param_sharding
 from .rules import replicated as replicated
@@ -38,6 +37,8 @@ from .rules import resolve as resolve
 from .rules import ruled_dims as ruled_dims
 from .rules import seq_axes as seq_axes
 from .rules import validate as validate
+from .table import explain as explain
+from .table import explain_html as explain_html
 from .transfer import Layout as Layout
 from .transfer import transfer as transfer
 from .weights import Weight as Weight

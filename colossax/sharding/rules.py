@@ -1,7 +1,6 @@
 """Logical dims to PartitionSpecs."""
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -235,35 +234,6 @@ def check_heads(bound: BoundPlan, heads: int, *, name: str) -> None:
             f"{name}: {heads} heads cannot be shared by {shown} devices; choose sizes whose"
             f" product divides {heads}, or move devices from 'ulysses' to 'ring'"
         )
-
-
-def explain(bound: BoundPlan, infos) -> str:
-    """Where every parameter lives, as a table: dims, shape, layout and bytes per device.
-
-    Args:
-        bound: Plan and mesh.
-        infos: Tree with `ParamInfo` leaves.
-    """
-    mesh = ", ".join(f"{axis}={n}" for axis, n in bound.mesh.shape.items() if n > 1) or "1 device"
-    rows: list[tuple[str, ...]] = [
-        ("parameter", "dims", "shape", "params", "weights", "gradients", "optimizer", "bytes")
-    ]
-    for info in _leaves(infos):
-        roles = ("params", "weights", "gradients", "optimizer")
-        specs = [resolve(bound, role, info.dims, info.shape, name=info.path) for role in roles]
-        held = param_sharding(bound, "params", info).shard_shape(info.shape)
-        size = math.prod(held) * info.at_rest(bound.plan.precision.params).itemsize
-        dims = " ".join(str(dim) for dim in info.dims)
-        shape = " ".join(map(str, info.shape))
-        rows.append((info.path, dims, shape, *map(_shown, specs), f"{size:,}"))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join([f"plan {bound.plan.hash} on {mesh}", *(line.rstrip() for line in lines)])
-
-
-def _shown(spec: PartitionSpec) -> str:
-    entries = ["x".join(e) if isinstance(e, tuple) else e or "-" for e in spec]
-    return " ".join(entries) if any(e != "-" for e in entries) else "whole"
 
 
 def _leaves(infos) -> list[ParamInfo]:

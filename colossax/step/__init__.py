@@ -2,5 +2,5 @@
 
 from .loss import Loss as Loss
 from .loss import any_order as any_order
+from .options import StepOptions as StepOptions
 from .step import Step as Step
-from .step import StepOptions as StepOptions

@@ -16,21 +16,30 @@ from colossax.typing import Batch, Dims
 
 
 class BatchPlacer:
-    """Brings batches of one form, that of the first, to a step's devices."""
+    """Brings batches of one form, that of the first, to a step's devices; or of any form."""
 
-    def __init__(self, bound: BoundPlan, dims: Mapping[str, Dims] | None, *, any_order: bool):
+    def __init__(
+        self,
+        bound: BoundPlan,
+        dims: Mapping[str, Dims] | None,
+        *,
+        any_order: bool,
+        any_form: bool = False,
+    ):
         """Place nothing yet.
 
         Args:
             bound: Plan and devices.
             dims: Logical dims of arrays that are not text.
             any_order: Whether the loss may see tokens in any order.
+            any_form: Whether batches may differ in form.
         """
         self._bound = bound
         self._dims = dims
-        self._any_order = any_order
+        self.any_order = any_order
+        self._any_form = any_form
         self._declared: dict[type, dict[str, tuple]] = {}
-        self._batch_shardings: dict[str, NamedSharding] = {}
+        self._shardings: dict[type, dict[str, NamedSharding]] = {}
 
     def place(self, batch: Batch) -> Batch:
         """A global batch on the devices: host arrays whole on every process, or global ones.
@@ -43,21 +52,20 @@ class BatchPlacer:
                 first batch, or documents are not numbered in their order.
             PlanError: Microbatches and devices do not divide it.
         """
-        _check_named(batch)
-        placed = all(isinstance(x, jax.Array) for x in batch.values())
+        placed = isinstance(batch, Mapping) and all(_placed(x) for x in batch.values())
         if not placed:
-            hosted = {n: x if isinstance(x, jax.Array) else _host(x) for n, x in batch.items()}
+            batch = as_arrays(batch)
             if not isinstance(batch, Arranged):
-                check_segments(hosted)
-                batch = self.arrange(hosted)
+                check_segments(batch)
+                batch = self.arrange(batch)
         form = {name: (x.shape, x.dtype) for name, x in batch.items()}
         if form != self._declared.get(type(batch)):
             self._declare(batch, form)
         if placed:
             return batch
+        shardings = self._shardings[type(batch)]
         placed_arrays = {
-            name: x if isinstance(x, jax.Array) else _put(x, self._batch_shardings[name])
-            for name, x in batch.items()
+            name: x if _placed(x) else _put(x, shardings[name]) for name, x in batch.items()
         }
         return (
             Arranged(placed_arrays, batch.order) if isinstance(batch, Arranged) else placed_arrays
@@ -72,7 +80,7 @@ class BatchPlacer:
         Raises:
             PlanError: The row is too short for the devices that are to share it.
         """
-        return balanced_order(self._bound, length) if self._any_order else NATURAL
+        return balanced_order(self._bound, length) if self.any_order else NATURAL
 
     def arrange(self, batch: Batch) -> Batch:
         """Arrays in natural order brought into the step's, on the host or in a trace."""
@@ -94,7 +102,7 @@ class BatchPlacer:
         return Arranged(arrays, batch.order) if isinstance(batch, Arranged) else arrays
 
     def _declare(self, batch: Batch, form: dict[str, tuple]) -> None:
-        first = self._declared.get(type(batch))
+        first = None if self._any_form else self._declared.get(type(batch))
         if first is not None:
             first, other = (
                 {name: f"{dtype}{list(shape)}" for name, (shape, dtype) in each.items()}
@@ -108,7 +116,7 @@ class BatchPlacer:
         inside = batch if isinstance(batch, Arranged) else jax.eval_shape(self.arrange, batch)
         dims = batch_dims(inside, self._dims)
         num_microbatches(self._bound, inside, dims)
-        self._batch_shardings = {
+        self._shardings[type(batch)] = {
             name: activation_sharding(self._bound, dims[name], x.shape, name=f"batch '{name}'")
             for name, x in inside.items()
         }
@@ -122,13 +130,24 @@ class BatchPlacer:
         return dict(batch), order
 
 
-def _check_named(batch: Any) -> None:
+def as_arrays(batch: Any) -> Batch:
+    """The batch with what is not on devices as host arrays.
+
+    Raises:
+        InputError: It is no mapping of arrays by name.
+    """
     if not isinstance(batch, Mapping):
         raise InputError(
             f"batch: found a {type(batch).__name__}; name its arrays, as in"
             ' step(state, {"x": x, "y": y}), and give boost the dims of those that are not text, as'
             ' batch_dims={"x": ("batch", None)}'
         )
+    arrays = {name: x if _placed(x) else _host(x) for name, x in batch.items()}
+    return Arranged(arrays, batch.order) if isinstance(batch, Arranged) else arrays
+
+
+def _placed(x: Any) -> bool:
+    return isinstance(x, jax.Array)
 
 
 def _host(x: Any) -> np.ndarray:

@@ -1,16 +1,129 @@
 """Terms and metrics of a batch, without a step."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from colossax.config import BoundPlan
-from colossax.layerwise import summed
+from colossax.errors import InputError
+from colossax.layerwise import Maximum, summed
+from colossax.sharding import batch_axes, in_order, use
+from colossax.step.arrange import Arranged
+from colossax.step.batches import BatchPlacer, as_arrays
 from colossax.step.gradients.accumulate import LossCall, check_counted
-from colossax.step.loss import Totals
-from colossax.step.microbatches import num_microbatches, strided
-from colossax.typing import Batch, Dims, Params
+from colossax.step.loss import SCALAR, Totals
+from colossax.step.microbatches import batch_dims, num_microbatches, strided
+from colossax.typing import Batch, Dims, Params, TrainState
+
+if TYPE_CHECKING:
+    from colossax.step.step import Step
+
+
+class Evaluation:
+    """Terms and metrics of batches of any number of rows, compiled once for each form."""
+
+    def __init__(self, step: "Step", compiler_options: Any):
+        """Compile nothing yet.
+
+        Args:
+            step: Its loss, plan and preparation are there.
+            compiler_options: For the devices' compiler.
+        """
+        self._step = step
+        dims, any_order = step.options.batch_dims, step.batches.any_order
+        self._batches = BatchPlacer(step.bound, dims, any_order=any_order, any_form=True)
+        self._jitted = jax.jit(self._totals, compiler_options=compiler_options)
+        self.trace = self._jitted.trace
+        """As that of `jax.jit`, of `(params, variables, batch)`."""
+
+    def __call__(self, state: TrainState, batch: Batch) -> Totals:
+        """Totals of the rows that were given; where devices do not divide them, rows are added.
+
+        Those are copies of the last one, whose own totals are taken off again.
+
+        Raises:
+            InputError: Rows are added, and the loss is one number; or it is no batch.
+        """
+        batch = as_arrays(batch)
+        added = self._lacking(batch)
+        totals = self._of(state, _lengthened(batch, self._dims(batch), added))
+        if not added:
+            return totals
+        if SCALAR in totals:
+            raise InputError(
+                f"loss: it is one number, in which the {added} rows that fill the batch up to a"
+                f" multiple of {self._unit} would count; return"
+                " ({'error': (sum, count, 1.0)}, {}), or give such a multiple of rows"
+            )
+        copies = self._of(state, _copies(batch, self._dims(batch), self._unit))
+        share = added / self._unit
+        return {name: _without(totals[name], share, copies[name]) for name in totals}
+
+    @property
+    def _unit(self) -> int:
+        """Rows of which a batch has a multiple."""
+        bound, cut = self._step.bound, self._step.bound.plan.batch
+        return bound.size(sorted(batch_axes(bound))) * (cut.microbatch or cut.accumulation)
+
+    def _lacking(self, batch: Batch) -> int:
+        """Rows to be added; none where arrays differ in theirs, which is refused later."""
+        dims = self._dims(batch)
+        rows = {x.shape[dims[name].index("batch")] for name, x in batch.items()}
+        return -rows.pop() % self._unit if len(rows) == 1 else 0
+
+    def _dims(self, batch: Batch) -> Mapping[str, Dims]:
+        return batch_dims(batch, self._step.options.batch_dims)
+
+    def _of(self, state: TrainState, batch: Batch) -> Totals:
+        return self._jitted(state["params"], state["variables"], self._batches.place(batch))
+
+    def _totals(self, params: Any, variables: Any, batch: Batch) -> Totals:
+        batch, order = self._batches.in_order(batch)
+        bound = self._step.bound
+        with use(bound), in_order(order):
+            batch = self._step.prepared(params, variables, batch)
+            dims = self._dims(batch)
+            return batch_totals(self._step.loss_call, bound, params, batch, dims, variables)
+
+
+def _lengthened(batch: Batch, dims: Mapping[str, Dims], added: int) -> Batch:
+    """The batch with its last row that many times more."""
+    if not added:
+        return batch
+
+    def longer(x: Any, last: Any, at: int) -> Any:
+        library = jnp if isinstance(x, jax.Array) else np
+        return library.concatenate([x, library.repeat(last, added, axis=at)], axis=at)
+
+    return _with_last(batch, dims, longer)
+
+
+def _copies(batch: Batch, dims: Mapping[str, Dims], count: int) -> Batch:
+    """The last row alone, that many times."""
+
+    def repeated(x: Any, last: Any, at: int) -> Any:
+        return (jnp if isinstance(x, jax.Array) else np).repeat(last, count, axis=at)
+
+    return _with_last(batch, dims, repeated)
+
+
+def _with_last(batch: Batch, dims: Mapping[str, Dims], make: Any) -> Batch:
+    """Each array as `make(array, its last row, batch dim)`."""
+    arrays = {}
+    for name, x in batch.items():
+        at = dims[name].index("batch")
+        arrays[name] = make(x, x[(slice(None),) * at + (slice(-1, None),)], at)
+    return Arranged(arrays, batch.order) if isinstance(batch, Arranged) else arrays
+
+
+def _without(value: Any, share: float, copies: Any) -> Any:
+    """What was added up less a share of the copies'; a maximum they do not change."""
+    if isinstance(value, Maximum):
+        return value
+    return jax.tree.map(lambda x, more: x - share * more, value, copies)
 
 
 def batch_totals(

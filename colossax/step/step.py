@@ -1,6 +1,5 @@
 """The training step."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,16 +10,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from colossax.config import BoundPlan
+from colossax.config import BoundPlan, to_json
 from colossax.errors import InputError, PlanError
-from colossax.layerwise import Maximum
 from colossax.nn import ModelSpec, describe, initialise, renamed, with_gathers
 from colossax.optim import Optimizer, steps_of, transformation
 from colossax.sharding import RowOrder, compiler_options, in_order, replicated, use, validate
+from colossax.sharding.table import explain, explain_html
 from colossax.step.batches import BatchPlacer
 from colossax.step.choosing import followers_of, gradient_method_of, streaming_of
 from colossax.step.donation import check_present
-from colossax.step.evaluation import batch_totals
+from colossax.step.evaluation import Evaluation
 from colossax.step.gradients.accumulate import LossCall, with_term_weights
 from colossax.step.gradients.method import GradientMethod, Gradients
 from colossax.step.gradients.reduce_once import check_reduce_once
@@ -29,41 +28,14 @@ from colossax.step.microbatches import Microbatches, batch_dims, cut_up
 from colossax.step.offloaded.cpu_update import CpuUpdate
 from colossax.step.offloaded.disk import DiskTier
 from colossax.step.offloaded.streaming import Streaming
-from colossax.step.prepare import Prepare, preparation
+from colossax.step.options import StepOptions
+from colossax.step.prepare import preparation
+from colossax.step.saving.own import OwnSaves, Saving
+from colossax.step.saving.records import StateRecords
 from colossax.step.state import StateLayout
 from colossax.step.trainable import by_own_rules, chosen, joined, optimised, split, trainable_tree
 from colossax.step.updaters import Updated, Updater
-from colossax.typing import Batch, Dims, Metrics, ParamInfo, Params, TrainState
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StepOptions:
-    """What a step does beside loss and optimizer.
-
-    Attributes:
-        clip_norm: Gradients are scaled down to this global norm; None leaves them.
-        trainable: Says of a parameter whether it learns; the others get neither gradient nor
-            optimizer state, and never those that do not learn by themselves. None: all others.
-        variables: Initial state that changes once per step outside differentiation.
-        after_step: `(variables, sums) -> variables`, with `sums` the loss's metrics over the
-            global batch: `(total, weight)` or `Maximum`.
-        prepare: `(model, batch) -> batch` with more arrays for the loss, such as what a frozen
-            reference says of it. It runs once per global batch, before that is cut into
-            microbatches, in the step's program and without gradients; of an evaluated batch too.
-        batch_dims: Logical dims of batch arrays that are not text, those of `prepare` among them.
-        disk: Folder for the optimizer state that the plan puts on disk. `init` overwrites what is
-            there; `step.disk.restore()` goes on from it.
-        shapes: A global batch, or the shapes of its arrays: what `auto` in a plan is for.
-    """
-
-    clip_norm: float | None = None
-    trainable: Callable[[ParamInfo], bool] | None = None
-    variables: Any = dataclasses.field(default_factory=dict)
-    after_step: Callable[[Any, Any], Any] | None = None
-    prepare: Prepare | None = None
-    batch_dims: Mapping[str, Dims] | None = None
-    disk: Path | None = None
-    shapes: Mapping[str, Any] | None = None
+from colossax.typing import Batch, Metrics, ParamInfo, Params, TrainState
 
 
 class WholeUpdate:
@@ -189,7 +161,13 @@ class Step:
             compiler_options=compiler,
         )
         self.followers = followers_of(self, compiler)
-        self.evaluation = jax.jit(self._totals, compiler_options=compiler)
+        self.evaluation = Evaluation(self, compiler)
+
+    def __repr__(self) -> str:
+        return explain(self.bound, self.spec.infos)
+
+    def _repr_html_(self) -> str:
+        return explain_html(self.bound, self.spec.infos)
 
     @property
     def streaming(self) -> Streaming | None:
@@ -238,13 +216,17 @@ class Step:
     def evaluate(self, state: TrainState, batch: Batch) -> dict[str, Any]:
         """Terms and metrics of a batch as (total, weight), without a step.
 
-        Cut into microbatches like a step's batch; a loss that takes a key gets None.
+        Any number of rows, whatever the step trains on; a program is compiled for each. Where
+        microbatches and devices do not divide the rows, copies of the last one fill them up and
+        are taken off again: weights are exact, totals to float32. A loss that takes a key gets
+        None.
 
         Raises:
-            InputError: The state was given to a step before.
+            InputError: The state was given to a step before; or rows are filled up and the loss is
+                one number.
         """
         check_present(state)
-        return self.evaluation(state["params"], state["variables"], self.place(batch))
+        return self.evaluation(state, batch)
 
     def model(self, state: TrainState) -> Any:
         """The NNX model, or the `Models`, holding the state's parameters (the same arrays)."""
@@ -303,6 +285,47 @@ class Step:
             disk.fill(state)
         return state
 
+    def save(
+        self, folder: Path | str, state: TrainState, *, keep: int | None = None, wait: bool = True
+    ) -> Saving:
+        """Save a state as `folder/<its step count>`; every process calls this alike.
+
+        That folder appears whole or not at all, and holds what a run's checkpoints hold.
+
+        Args:
+            folder: Holds one folder for each state.
+            state: Stays as it is.
+            keep: How many of the latest in the folder to keep; None keeps all.
+            wait: Until it is written. False: until the arrays are copied to host memory, as many
+                as this process writes; those that live there are written before it returns.
+
+        Returns:
+            What to `wait()` for; the next `save` or `restore` does so too.
+
+        Raises:
+            CheckpointError: One of this step count is there, or it cannot be written; this one,
+                or one that was not waited for.
+            InputError: The state was given to a step.
+        """
+        check_present(state)
+        return self._saves.save(folder, state, keep=keep, wait=wait)
+
+    def restore(self, folder: Path | str, *, at: int | None = None) -> TrainState:
+        """A saved state, laid out by this step's plan; each device reads its own shards.
+
+        Args:
+            folder: As given to `save`, or a run's `checkpoints`.
+            at: Step count; None is the latest.
+
+        Raises:
+            CheckpointError: It is not there, damaged, or of another model or optimizer.
+        """
+        return self._saves.restore(folder, at)
+
+    @functools.cached_property
+    def _saves(self) -> OwnSaves:
+        return OwnSaves(StateRecords(self), {"plan": to_json(self.bound.plan)})
+
     def place(self, batch: Batch) -> Batch:
         """A global batch on the devices; see `BatchPlacer.place`."""
         return self.batches.place(batch)
@@ -318,13 +341,6 @@ class Step:
     def abstract_batch(self, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> Batch:
         """A global batch without its numbers, arranged and laid out by the plan: for `lower`."""
         return self.batches.abstract(shapes)
-
-    def _totals(self, params: Any, variables: Any, batch: Batch) -> dict[str, Any]:
-        batch, order = self.batches.in_order(batch)
-        with use(self.bound), in_order(order):
-            batch = self.prepared(params, variables, batch)
-            dims = batch_dims(batch, self.options.batch_dims)
-            return batch_totals(self.loss_call, self.bound, params, batch, dims, variables)
 
     def gradients(self, state: TrainState, batch: Batch) -> Gradients:
         """What the update would get for this batch, before clipping; pure."""
@@ -373,7 +389,7 @@ class Step:
             "grad_norm": gradients.norm,
             "tokens": functools.reduce(jnp.maximum, weights),
             "skipped": skipped.astype(jnp.float32),
-            **{name: _shown(x) for name, x in {**gradients.totals, **gradients.sums}.items()},
+            **gradients.shown,
         }
         new = {
             "params": updated.params,
@@ -384,11 +400,3 @@ class Step:
             "skipped": skipped,
         }
         return self.layout.constrain(new), metrics
-
-
-def _shown(value: Any) -> jax.Array:
-    """A metric: the mean of what was added up, or the maximum."""
-    if isinstance(value, Maximum):
-        return value.value
-    total, weight = value
-    return total / jnp.where(weight > 0, weight, 1.0)

@@ -157,6 +157,8 @@ class TrainConfig:
         z_loss: Coefficient of the squared log-partition.
         checkpoint_every: Steps between checkpoints; 0 saves at the end alone.
         keep: Checkpoints kept.
+        stop_after_skipped: Steps skipped in a row, their loss or gradient norm not finite, after
+            which the run ends; 0 goes on all the same.
         validate_every: Steps between validations; 0 validates at the end alone.
         sample: Completion printed at the end.
         target: The smallest GPUs the run fits on as it stands, as `aot.parse_target` reads them.
@@ -176,6 +178,7 @@ class TrainConfig:
     z_loss: float = 0.0
     checkpoint_every: int = 0
     keep: int = 2
+    stop_after_skipped: int = 10
     validate_every: int = 0
     sample: SampleConfig = SampleConfig()
     target: str = "h100:1x1"
@@ -183,7 +186,7 @@ class TrainConfig:
 
     def __post_init__(self):
         least = {"steps": 1, "seed": 0, "checkpoint_every": 0, "keep": 1, "validate_every": 0}
-        _at_least(self, "", least)
+        _at_least(self, "", {**least, "stop_after_skipped": 0})
         longest = self.model.decoder().max_seq
         if self.data.seq_len > longest:
             raise InputError(

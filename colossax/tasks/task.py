@@ -12,7 +12,8 @@ from colossax.errors import InputError
 from colossax.nn import MakeModels
 from colossax.optim import Optimizer
 from colossax.step.loss import Loss
-from colossax.step.step import Step, StepOptions
+from colossax.step.options import StepOptions
+from colossax.step.step import Step
 from colossax.typing import Batch, Params, TrainState
 
 Batches = Callable[[Step, int], AbstractContextManager[Iterator[Batch]]]

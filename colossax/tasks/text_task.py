@@ -9,7 +9,8 @@ import numpy as np
 
 from colossax.models import config_to_json, maker
 from colossax.processes.group import Group
-from colossax.step.step import Step, StepOptions
+from colossax.step.options import StepOptions
+from colossax.step.step import Step
 from colossax.tasks.config import DataConfig, TrainConfig, train_config_to_json
 from colossax.tasks.initial import initial_tokenizer
 from colossax.tasks.next_token import mean_loss, next_token_loss

@@ -17,8 +17,8 @@ from colossax.inference import Generator
 from colossax.nn import describe, initialise, param
 from colossax.optim import adamw
 from colossax.planner import build_step
-from colossax.run.checkpointing import state_slots
 from colossax.sharding import Layout, explain, param_sharding, transfer, use
+from colossax.step.saving.records import state_slots
 from colossax.tasks import next_token_loss
 from tests.cases import quick_first
 from tests.nn.quantised import CONFIG, quantised

@@ -119,9 +119,32 @@ def test_another_thing_is_refused_with_the_call_that_was_meant(build, wrong, mes
     assert "\n" not in str(refused.value)
 
 
+class Halving(Net):
+    def __call__(self, x):
+        self.inner.kernel[...] = self.inner.kernel[...] / 2
+        return super().__call__(x)
+
+
+@pytest.mark.catches("parameters-changed")
+def test_parameters_changed_by_the_model_itself_are_refused():
+    state, step = boost(Halving, optax.sgd(0.1), squares, Plan(mesh={"fsdp": 8}), batch_dims=DIMS)
+    for call in (step, step.evaluate):
+        with pytest.raises(InputError, match="'inner/kernel' is changed while the loss is comp"):
+            call(state, batch())
+
+
+def test_float64_of_a_batch_becomes_float32():
+    single = {name: x.astype(np.float32) for name, x in batch().items()}
+    state, step = boost(Net, optax.sgd(0.1), squares, Plan(mesh={"fsdp": 8}), batch_dims=DIMS)
+    assert batch()["x"].dtype == np.float64
+    double, want = step.evaluate(state, batch()), step.evaluate(state, single)
+    np.testing.assert_array_equal(double["error"], want["error"])
+
+
 @pytest.mark.usefixtures("as_users_have_it")
 @pytest.mark.catches("batch-unnamed")
 def test_a_batch_without_names_is_refused():
     state, step = boost(Net, optax.sgd(0.1), squares, Plan(mesh={"fsdp": 8}), batch_dims=DIMS)
-    with pytest.raises(InputError, match="found a tuple; name its arrays"):
-        step(state, tuple(batch().values()))
+    for call in (step, step.evaluate):
+        with pytest.raises(InputError, match="found a tuple; name its arrays"):
+            call(state, tuple(batch().values()))

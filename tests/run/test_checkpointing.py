@@ -10,7 +10,8 @@ from colossax.config import Plan
 from colossax.errors import CheckpointError
 from colossax.models import LlamaConfig, maker
 from colossax.planner import boost
-from colossax.run.checkpointing import RunCheckpoints, state_slots
+from colossax.run.checkpointing import RunCheckpoints
+from colossax.step.saving.records import state_slots
 from colossax.tasks import next_token_loss
 
 CONFIG = LlamaConfig(vocab=16, embed=8, layers=1, heads=2, kv_heads=1, mlp=8, max_seq=8)

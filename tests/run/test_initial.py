@@ -11,9 +11,9 @@ from colossax.models import maker
 from colossax.nn import with_weights
 from colossax.optim import sgd
 from colossax.planner import build_step
-from colossax.run.checkpointing import state_slots
 from colossax.run.initial import initial_params
 from colossax.run.origins import origins_of
+from colossax.step.saving.records import state_slots
 from colossax.tasks import next_token_loss
 from tests.nn.quantised import CONFIG, LowRank, quantised
 

@@ -47,7 +47,9 @@ def batches(start):
     return ({"number": number} for number in itertools.count(start))
 
 
-def looped(steps, *, validate_every=0, checkpoint_every=0, start=0, gate=None, skip=()):
+def looped(
+    steps, *, validate_every=0, checkpoint_every=0, start=0, gate=None, skip=(), stop_after=0
+):
     """Run a loop; returns what happened in order, and the loop."""
     step, screen = Counting(skip), io.StringIO()
     hooks = Hooks(
@@ -61,7 +63,10 @@ def looped(steps, *, validate_every=0, checkpoint_every=0, start=0, gate=None, s
         progress=Screen(visible=True, stream=screen),
     )
     schedule = Schedule(
-        steps=steps, validate_every=validate_every, checkpoint_every=checkpoint_every
+        steps=steps,
+        validate_every=validate_every,
+        checkpoint_every=checkpoint_every,
+        stop_after_skipped=stop_after,
     )
     meter = Meter(Yardstick(flops_per_token=6, peak=None))
     loop = Loop(step, schedule, hooks, gate or Gate(start), meter)
@@ -122,6 +127,19 @@ def test_skipped_steps_are_told():
     assert loop.meter.skipped == 2
     assert "step 2 was skipped: its loss or gradient norm is not finite (1 so far)" in screen
     assert "step 4 was skipped: its loss or gradient norm is not finite (2 so far)" in screen
+
+
+@pytest.mark.catches("skipped-never-ends")
+@pytest.mark.catches("skipped-counted-in-all")
+@pytest.mark.catches("skipped-checkpoint")
+def test_so_many_skipped_steps_in_a_row_end_a_run_and_leave_its_last_good_checkpoint():
+    result, log, loop, _ = looped(20, checkpoint_every=2, skip=(3, 5, 6, 7, 8), stop_after=3)
+    assert result == (7, 7) and loop.hopeless
+    assert [line for line in log if line.startswith("save")] == ["save 2", "save 4"]
+    assert log[-1] == "record 7 grad_norm"
+    for never in ({"stop_after": 0}, {"stop_after": 5}):
+        result, log, loop, _ = looped(10, skip=(3, 5, 6, 7, 8), **never)
+        assert result == (10, 10) and not loop.hopeless and log[-1] == "save 10"
 
 
 @pytest.mark.catches("validation-by-batch")

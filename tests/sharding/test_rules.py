@@ -1,12 +1,15 @@
 """Names to PartitionSpecs, second choices, refusals by parameter name."""
 
+import re
+from xml.etree import ElementTree
+
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 from colossax.config import Plan, preset
 from colossax.errors import PlanError
-from colossax.sharding import explain, left_whole, resolve, validate
+from colossax.sharding import explain, explain_html, left_whole, resolve, validate
 from colossax.typing import ParamInfo
 
 
@@ -151,3 +154,17 @@ def test_other_axes_must_divide_beside_it(devices):
     bound = preset("zero3", mesh={"fsdp": 3, "ring": 2}).bind(devices[:6])
     with pytest.raises(PlanError, match="dim 'embed' has size 128, which mesh axis 'fsdp' of 3"):
         resolve(bound, "params", ("embed",), (128,), name="w")
+
+
+@pytest.mark.catches("table-uncoloured")
+def test_the_table_of_a_notebook_has_the_same_cells_and_a_colour_for_each_layout(devices):
+    bound = preset("zero3+megatron", mesh={"fsdp": 4, "tensor": 2}).bind(devices)
+    infos = {"w": info("mlp/<up>/w", ("embed", "mlp"), (8, 16)), "b": info("b", (None,), (3,))}
+    page = ElementTree.fromstring(explain_html(bound, infos))
+    lines = explain(bound, infos).splitlines()
+    assert page.find("caption").text == lines[0]
+    rows = [[cell.text for cell in row] for row in page.iter("tr")]
+    assert rows == [re.split(" {2,}", line) for line in lines[1:]]
+    styles = {cell.text: cell.get("style") for cell in page.iter("td")}
+    assert styles["whole"] is None and styles["8 16"] is None
+    assert "background" in styles["fsdp tensor"] and styles["- tensor"] != styles["fsdp tensor"]

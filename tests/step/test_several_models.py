@@ -17,8 +17,9 @@ from colossax.inference import Generator, open_checkpoint
 from colossax.models import LlamaConfig, config_to_json, maker
 from colossax.nn import LayerStack, describe, initialise, param
 from colossax.planner import build_step
-from colossax.run.checkpointing import RunCheckpoints, state_slots
+from colossax.run.checkpointing import RunCheckpoints
 from colossax.sharding import use
+from colossax.step.saving.records import state_slots
 from colossax.tasks import next_token_loss
 from tests.fresh import fresh_params
 from tests.oracle import assert_losses_close, assert_trees_close

@@ -12,6 +12,7 @@ from jaxtyping import Array
 from colossax.compat import inputs_used
 from colossax.config import BoundPlan
 from colossax.errors import InputError
+from colossax.nn.module import unchanged
 from colossax.step.gradients.method import GradientMethod, Gradients
 from colossax.step.gradients.sums import accumulable, constrained, square_norm, summed_up
 from colossax.step.loss import SCALAR, Loss, Sums, Terms, Totals, checked
@@ -38,12 +39,15 @@ class LossCall:
         """Terms and metrics of one microbatch, in float32.
 
         Raises:
-            InputError: The loss returns something else.
+            InputError: The loss returns something else, or changes the model's parameters.
         """
         names = inspect.signature(self.loss).parameters
         given = {"variables": variables, "key": key}
         wanted = {name: value for name, value in given.items() if name in names}
-        return checked(self.loss(self.merge(params), batch, **wanted))
+        model = self.merge(params)
+        with unchanged(model):
+            result = self.loss(model, batch, **wanted)
+        return checked(result)
 
 
 def accumulate(call: LossCall, bound: BoundPlan, infos: Any, trainable: Any) -> GradientMethod:

@@ -6,6 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 
+from colossax.layerwise import Maximum
 from colossax.step.microbatches import Microbatches
 from colossax.typing import Params
 
@@ -40,8 +41,20 @@ class Gradients:
         """Whether loss and norm are."""
         return jnp.isfinite(self.loss) & jnp.isfinite(self.norm)
 
+    @property
+    def shown(self) -> dict[str, Any]:
+        """Each term and metric: the mean of what was added up, or the maximum."""
+        return {name: _shown(value) for name, value in {**self.totals, **self.sums}.items()}
+
 
 jax.tree_util.register_dataclass(Gradients, ["grads", "loss", "totals", "sums", "square_norm"], [])
+
+
+def _shown(value: Any) -> jax.Array:
+    if isinstance(value, Maximum):
+        return value.value
+    total, weight = value
+    return total / jnp.where(weight > 0, weight, 1.0)
 
 
 @runtime_checkable

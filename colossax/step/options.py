@@ -1,0 +1,39 @@
+"""What a step does beside loss and optimizer."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from colossax.step.prepare import Prepare
+from colossax.typing import Dims, ParamInfo
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """What a step does beside loss and optimizer.
+
+    Attributes:
+        clip_norm: Gradients are scaled down to this global norm; None leaves them.
+        trainable: Says of a parameter whether it learns; the others get neither gradient nor
+            optimizer state, and never those that do not learn by themselves. None: all others.
+        variables: Initial state that changes once per step outside differentiation.
+        after_step: `(variables, sums) -> variables`, with `sums` the loss's metrics over the
+            global batch: `(total, weight)` or `Maximum`.
+        prepare: `(model, batch) -> batch` with more arrays for the loss, such as what a frozen
+            reference says of it. It runs once per global batch, before that is cut into
+            microbatches, in the step's program and without gradients; of an evaluated batch too.
+        batch_dims: Logical dims of batch arrays that are not text, those of `prepare` among them.
+        disk: Folder for the optimizer state that the plan puts on disk. `init` overwrites what is
+            there; `step.disk.restore()` goes on from it.
+        shapes: A global batch, or the shapes of its arrays: what `auto` in a plan is for.
+    """
+
+    clip_norm: float | None = None
+    trainable: Callable[[ParamInfo], bool] | None = None
+    variables: Any = dataclasses.field(default_factory=dict)
+    after_step: Callable[[Any, Any], Any] | None = None
+    prepare: Prepare | None = None
+    batch_dims: Mapping[str, Dims] | None = None
+    disk: Path | None = None
+    shapes: Mapping[str, Any] | None = None

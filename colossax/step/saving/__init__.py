@@ -1,0 +1,1 @@
+"""States to disk and back, onto any mesh."""
