@@ -65,8 +65,8 @@ NAMES = {
     ),
     "colossax.offload.disk": "RING RecordLayout RecordStore disk_bytes",
     "colossax.optim": (
-        "ByModel adamw constant decay_mask decays inverse_sqrt is_layerwise lamb lars layerwise "
-        "linear map_moments sgd stochastic_round transformation warmup_cosine wsd"
+        "ByModel adamw constant decay_mask decays inverse_sqrt is_layerwise lamb lars "
+        "layerwise linear map_moments sgd stochastic_round transformation warmup_cosine wsd"
     ),
     "colossax.aot": (
         "Buffer Collective Gpu KernelReport Link MemoryReport Module Program Target Totals "

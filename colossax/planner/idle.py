@@ -21,8 +21,9 @@ def warn_of_idle(bound: BoundPlan, spec: ModelSpec) -> None:
     """Warn of mesh axes that do nothing, and where much of the parameters is not split.
 
     An axis does something if it splits a parameter, the batch or the sequence. Parameters stay
-    whole without a word under a plan that keeps them so, as `ddp` and `zero1` do. Of sizes that
-    devices do not divide there is a word where the parameters are more than `WHOLE_SHARE`.
+    whole without a word under a plan that keeps them so, as `ddp` and `zero1` do; vectors, such as
+    biases and scales of norms, always. Of sizes that devices do not divide there is a word where
+    the parameters are more than `WHOLE_SHARE`.
     """
     infos = jax.tree.leaves(spec.infos)
     skipped = [info for info in infos if info.path in spec.skipped]
@@ -58,7 +59,7 @@ def _idle_axes(bound: BoundPlan, infos: list[ParamInfo]) -> list[str]:
 def _whole(bound: BoundPlan, infos: list[ParamInfo]) -> list[str]:
     if not _meant_to_split(bound):
         return []
-    whole = [info for info in infos if not _axes(bound, "params", info)]
+    whole = [i for i in infos if len(i.shape) - i.stacked > 1 and not _axes(bound, "params", i)]
     share = _share(bound, whole, infos)
     if share <= WHOLE_SHARE:
         return []

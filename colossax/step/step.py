@@ -216,14 +216,12 @@ class Step:
     def evaluate(self, state: TrainState, batch: Batch) -> dict[str, Any]:
         """Terms and metrics of a batch as (total, weight), without a step.
 
-        Any number of rows, whatever the step trains on; a program is compiled for each. Where
-        microbatches and devices do not divide the rows, copies of the last one fill them up and
-        are taken off again: weights are exact, totals to float32. A loss that takes a key gets
-        None.
+        Any number of rows; a program is compiled for each. Where microbatches and devices do not
+        divide them, copies of the last row fill them up and are taken off again: weights are exact,
+        totals to float32. A loss that takes a key gets None.
 
         Raises:
-            InputError: The state was given to a step before; or rows are filled up and the loss is
-                one number.
+            InputError: The state was given to a step; or rows are added and the loss is one number.
         """
         check_present(state)
         return self.evaluation(state, batch)

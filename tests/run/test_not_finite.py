@@ -1,6 +1,5 @@
 """Runs that are no longer finite."""
 
-import argparse
 import contextlib
 import itertools
 
@@ -10,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 
+from colossax.cli.arguments import Parser
 from colossax.cli.train import UNFINISHED, add_arguments, run
 from colossax.planner import boost
 from colossax.processes import Group
@@ -76,7 +76,7 @@ def test_a_run_that_is_not_finite_stops_says_why_and_keeps_its_last_good_checkpo
 @pytest.mark.catches("not-finite-exit")
 @pytest.mark.parametrize("failure, code", [("stopped at step 9", UNFINISHED), (None, 0)])
 def test_the_command_line_ends_with_its_exit_code(failure, code, tmp_path, monkeypatch):
-    parser = argparse.ArgumentParser()
+    parser = Parser(prog="colossax train", description="")
     add_arguments(parser, "train")
     args = parser.parse_args(["llama_tiny", "--out", str(tmp_path)])
     ended = Outcome(final={}, stopped_by=None, failure=failure)
