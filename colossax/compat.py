@@ -4,15 +4,16 @@ import ctypes
 import functools
 import importlib.util
 import os
-import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from colossax.quiet import cuda_plugin, import_jax
+from colossax.versions import require_supported_jax, version_tuple
 
 import_jax()
+require_supported_jax()
 
 # ruff: noqa: E402, I001 (what JAX's plugin writes when it is imported is kept back above)
 import jax
@@ -24,26 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend import core as extend_core
 from jax.interpreters import partial_eval
 
-LOWEST_JAX = (0, 10, 2)
-
-
-def version_tuple(text: str) -> tuple[int, ...]:
-    """`"0.12.0.1rc1"` as (0, 12, 0, 1)."""
-    return tuple(int(re.match(r"\d*", part).group() or 0) for part in text.split(".")[:4])  # type: ignore[union-attr]
-
-
 _JAX = version_tuple(jax.__version__)
-
-
-def require_supported_jax() -> None:
-    """Refuse a JAX older than the oldest one the tests run on.
-
-    Raises:
-        ImportError: JAX is older than `LOWEST_JAX`.
-    """
-    if version_tuple(jax.__version__) < LOWEST_JAX:
-        wanted = ".".join(map(str, LOWEST_JAX))
-        raise ImportError(f"colossax needs jax >= {wanted}, found {jax.__version__}; upgrade jax")
 
 
 def inputs_used(fn: Callable[..., Any], *args: Any) -> tuple[bool, ...]:

@@ -5,20 +5,25 @@ import contextlib
 import dataclasses
 import json
 import logging
+import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from colossax.cli.arguments import number, several_processes
 from colossax.cli.devices import choose_devices, request_host_devices
 from colossax.cli.output import standard_output
 from colossax.cli.overrides import Override, apply_overrides, override_names
-from colossax.processes import EXIT_CODES, find_launch, join, start_jax
+from colossax.processes import EXIT_CODES
 from colossax.recipes import DEFAULT_RECIPE, RECIPES, recipe
-from colossax.run import RunConfig, RunFolder, RunOptions, Stream, train
-from colossax.tasks import TrainConfig, task_of, train_config_from_json
+from colossax.run import RunFolder
+from colossax.tasks import TrainConfig, train_config_from_json
+
+if TYPE_CHECKING:
+    from colossax.run import RunConfig, Stream
 
 DESCRIPTION = {
     "train": (
@@ -38,6 +43,9 @@ _FIELDS = {
     "z_loss": ("X", "coefficient of the squared log-partition"),
 }
 """Fields of a `TrainConfig` that are options of their own; all others are dotted."""
+
+_RANKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX")
+"""Where launchers tell a process its number."""
 
 
 def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
@@ -90,6 +98,12 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
     logging.getLogger("absl").setLevel(logging.ERROR)
     with _terminated_at_once():
         config = configure(args, overrides)
+        _begin(config, args)
+        # JAX and all that trains with it: what is wrong above is told without waiting for them.
+        from colossax.processes import find_launch, join, start_jax
+        from colossax.run import RunOptions, train
+        from colossax.tasks import task_of
+
         request_host_devices(args.devices)
         launch = find_launch(
             args.coordinator, args.processes, args.process_id, timeout_s=args.timeout_s
@@ -105,6 +119,14 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
             )
             outcome = train(task_of(config, group), run_config(config), options, group)
     return 0 if outcome.stopped_by is None else EXIT_CODES[outcome.stopped_by]
+
+
+def _begin(config: TrainConfig, args: argparse.Namespace) -> None:
+    """Say what is done where JAX has yet to be loaded; of several processes the first says it."""
+    ranks = (args.process_id, *(int(os.environ.get(name) or 0) for name in _RANKS))
+    if "jax" not in sys.modules and not any(ranks):
+        sys.stderr.write(f"{config.recipe}: {config.steps} steps; starting JAX\n")
+        sys.stderr.flush()
 
 
 def configure(args: argparse.Namespace, overrides: list[Override]) -> TrainConfig:
@@ -136,13 +158,15 @@ def _keep_schedule(config: TrainConfig, before: TrainConfig) -> TrainConfig:
     return config.replace(optimizer=dataclasses.replace(config.optimizer, schedule_steps=length))
 
 
-def run_config(config: TrainConfig) -> RunConfig:
+def run_config(config: TrainConfig) -> "RunConfig":
     """What of a configuration says how its task is run."""
+    from colossax.run import RunConfig
+
     names = [field.name for field in dataclasses.fields(RunConfig)]
     return RunConfig(**{name: getattr(config, name) for name in names})
 
 
-def _emitter(out: Stream) -> Callable[[dict[str, Any]], None]:
+def _emitter(out: "Stream") -> Callable[[dict[str, Any]], None]:
     def emit(record: dict[str, Any]) -> None:
         out.write(f"{json.dumps(record)}\n")
         out.flush()

@@ -4,8 +4,6 @@ import dataclasses
 import functools
 from typing import Any
 
-import numpy as np
-
 from colossax.config.frozen import check_types
 from colossax.config.placement import SAVEABLE, Placement
 from colossax.config.words import nearest
@@ -180,6 +178,8 @@ class Precision:
 
 
 def _dtype_name(value: Any) -> str:
+    import numpy as np  # takes longer to import than all of this room
+
     try:
         return np.dtype(value).name
     except TypeError:
