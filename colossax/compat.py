@@ -180,17 +180,32 @@ def topology_devices(target_config: str, topology: str) -> list[jax.Device]:
     return list(description.devices)
 
 
-def keep_only(safe: Callable[[Any], bool]) -> None:
-    """From now on JAX's persistent cache keeps only executables for which `safe` is true."""
-    put = compilation_cache.put_executable_and_time  # the cache has no filter of its own
+def through(call: Callable[..., Any], *args: Any) -> Any:
+    """`call(*args)`."""
+    return call(*args)
 
-    def put_what_is_safe(
-        cache_key: str, module_name: str, executable: Any, backend: Any, compile_time: int
-    ) -> None:
-        if safe(executable):
-            put(cache_key, module_name, executable, backend, compile_time)
 
-    compilation_cache.put_executable_and_time = put_what_is_safe
+def wrap_cache(
+    read: Callable[..., Any] = through, write: Callable[..., Any] = through
+) -> Callable[[], None]:
+    """Have JAX's persistent cache begin anew, its entries read and written through these.
+
+    Args:
+        read: `(read, key, ...) -> (executable or None, seconds or None)`.
+        write: `(write, key, name, executable, ...)`.
+
+    Returns:
+        What undoes it.
+    """
+    before = compilation_cache.get_executable_and_time, compilation_cache.put_executable_and_time
+
+    def put_in(get: Callable[..., Any], put: Callable[..., Any]) -> None:
+        compilation_cache.get_executable_and_time = get
+        compilation_cache.put_executable_and_time = put
+        compilation_cache.reset_cache()
+
+    put_in(functools.partial(read, before[0]), functools.partial(write, before[1]))
+    return functools.partial(put_in, *before)
 
 
 def cudnn_installed() -> bool:

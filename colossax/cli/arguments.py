@@ -89,6 +89,15 @@ def seconds(text: str) -> float:
     return value
 
 
+def keeping(parser: argparse.ArgumentParser) -> None:
+    """Declare what keeps no programs."""
+    parser.add_argument(
+        "--no-cache",
+        action="store_true",
+        help="compile anew, and keep no compiled programs in the user's cache folder",
+    )
+
+
 def several_processes(parser: argparse.ArgumentParser) -> None:
     """Declare how a process finds the others it works with."""
     many = parser.add_argument_group(

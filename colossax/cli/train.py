@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from colossax.cli.arguments import number, several_processes
+from colossax.cli.arguments import keeping, number, several_processes
 from colossax.cli.devices import choose_devices, request_host_devices
 from colossax.cli.output import standard_output
 from colossax.cli.overrides import Override, apply_overrides, override_names
@@ -74,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
         help="start from the parameters, with the model and the tokenizer, of a checkpoint",
     )
     values.add_argument("--data", metavar="PATH", help="text, JSONL or Parquet, a file or a folder")
+    keeping(parser)
     several_processes(parser)
     parser.epilog = _overrides_help()
 
@@ -100,6 +101,7 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
         config = configure(args, overrides)
         _begin(config, args)
         # JAX and all that trains with it: what is wrong above is told without waiting for them.
+        from colossax.cli.programs import kept_programs
         from colossax.processes import find_launch, join, start_jax
         from colossax.run import RunOptions, train
         from colossax.tasks import task_of
@@ -108,7 +110,10 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
         launch = find_launch(
             args.coordinator, args.processes, args.process_id, timeout_s=args.timeout_s
         )
-        with standard_output(protected=launch is not None) as out:
+        with (
+            kept_programs(wanted=not args.no_cache),
+            standard_output(protected=launch is not None) as out,
+        ):
             group = join(launch, timeout_s=args.timeout_s)
             start_jax(launch)
             options = RunOptions(

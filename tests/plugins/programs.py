@@ -16,6 +16,8 @@ LARGEST_BYTES = 2 * 2**30
 
 def keep():
     """Have this process keep what it compiles, as the command line does."""
+    # JAX has read it: it is for children.
+    os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
     folder = os.environ.get("COLOSSAX_TEST_PROGRAMS")
     if folder != "none":
         place = Path(folder) if folder else cache_folder() / "programs_of_tests"
