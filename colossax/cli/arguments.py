@@ -2,7 +2,7 @@
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from colossax.cli.overrides import Override
@@ -20,10 +20,16 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+        self.prepare: Callable[[Sequence[str]], None] = lambda words: None
+        """Called with the words before they are read, to say in the help what depends on them."""
 
     def error(self, message: str) -> NoReturn:
         """Refuse in place of printing the usage and exiting."""
         raise InputError(f"{message}; see {self.prog} --help")
+
+    def option(self, name: str) -> argparse.Action:
+        """The option of this name."""
+        return next(action for action in self._actions if name in action.option_strings)
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
         """The options in `words`.
@@ -31,6 +37,7 @@ class Parser(argparse.ArgumentParser):
         Raises:
             InputError: An unknown option, or a value that does not fit.
         """
+        self.prepare(words)
         known = set(re.findall(r"--[a-z][a-z0-9_.-]*[a-z0-9]", self.format_help()))
         for word in words:
             name = word.split("=")[0]

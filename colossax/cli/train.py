@@ -3,20 +3,22 @@
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from colossax.cli.arguments import keeping, number, several_processes
+from colossax.cli.arguments import Parser, keeping, number, several_processes
 from colossax.cli.devices import choose_devices, request_host_devices
 from colossax.cli.output import standard_output
-from colossax.cli.overrides import Override, apply_overrides, override_names
+from colossax.cli.overrides import Override, apply_overrides
+from colossax.cli.values import described_values, shown
 from colossax.processes import EXIT_CODES
 from colossax.recipes import DEFAULT_RECIPE, RECIPES, recipe
 from colossax.run import RunFolder
@@ -48,7 +50,7 @@ _RANKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX")
 """Where launchers tell a process its number."""
 
 
-def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
+def add_arguments(parser: Parser, _verb: str) -> None:
     """Declare the options of `colossax train`."""
     names = ", ".join(RECIPES)
     parser.add_argument(
@@ -76,21 +78,18 @@ def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
     values.add_argument("--data", metavar="PATH", help="text, JSONL or Parquet, a file or a folder")
     keeping(parser)
     several_processes(parser)
-    parser.epilog = _overrides_help()
+    parser.epilog = described_values(recipe(DEFAULT_RECIPE))
+    parser.prepare = functools.partial(_tell_values, parser)
 
 
-def _overrides_help() -> str:
-    names = [name for name, _ in override_names(recipe(DEFAULT_RECIPE)) if "." in name]
-    listed = "\n".join(f"  --{name} VALUE" for name in names)
-    return (
-        "any other value of the recipe, by its dotted name:\n"
-        "  --plan.preset VALUE  (ddp zero1 zero2 zero3 megatron megatron_sp; joined by +)\n"
-        "  --plan.mesh fsdp=4,tensor=2\n"
-        "  --plan.remat VALUE  (none full dots, or names to keep, joined by +)\n"
-        "  --plan.offload VALUE  (auto, none, or shares: parameters=1,optimizer=1,disk=0.5)\n"
-        f"{listed}\n"
-        "  --plan.rules.ROLE.DIM VALUE"
-    )
+def _tell_values(parser: Parser, words: Sequence[str]) -> None:
+    """Have the help list the values of the recipe that is named, or of the default one."""
+    named = next((word for word in words if word in RECIPES), DEFAULT_RECIPE)
+    config = recipe(named)
+    for name, (_, text) in _FIELDS.items():
+        value = shown(getattr(config, name))
+        parser.option(f"--{name.replace('_', '-')}").help = f"{text}; default {value}"
+    parser.epilog = described_values(config)
 
 
 def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:

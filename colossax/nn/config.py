@@ -40,6 +40,16 @@ class DecoderConfig:
     """Sizes and parts of a decoder.
 
     Attributes:
+        vocab: Tokens of the vocabulary.
+        embed: Width of the residual stream.
+        layers: How many layers.
+        heads: Heads of queries.
+        kv_heads: Heads of keys and values; they divide heads.
+        head_dim: Width of a head; none, where a family may leave it out: embed / heads.
+        mlp: Width of the MLP's hidden layer.
+        norm_eps: Added under the root of a norm.
+        init_std: Standard deviation of random parameters.
+        mlp_bias: Biases in the MLP.
         norm: `rms` or `layer`.
         activation: A key of `nn.ACTIVATIONS`.
         gated: Gated MLP (three matrices) or plain (two).
