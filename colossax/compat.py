@@ -4,15 +4,16 @@ import ctypes
 import functools
 import importlib.util
 import os
-import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from colossax.quiet import cuda_plugin, import_jax
+from colossax.versions import require_supported_jax, version_tuple
 
 import_jax()
+require_supported_jax()
 
 # ruff: noqa: E402, I001 (what JAX's plugin writes when it is imported is kept back above)
 import jax
@@ -24,26 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend import core as extend_core
 from jax.interpreters import partial_eval
 
-LOWEST_JAX = (0, 10, 2)
-
-
-def version_tuple(text: str) -> tuple[int, ...]:
-    """`"0.12.0.1rc1"` as (0, 12, 0, 1)."""
-    return tuple(int(re.match(r"\d*", part).group() or 0) for part in text.split(".")[:4])  # type: ignore[union-attr]
-
-
 _JAX = version_tuple(jax.__version__)
-
-
-def require_supported_jax() -> None:
-    """Refuse a JAX older than the oldest one the tests run on.
-
-    Raises:
-        ImportError: JAX is older than `LOWEST_JAX`.
-    """
-    if version_tuple(jax.__version__) < LOWEST_JAX:
-        wanted = ".".join(map(str, LOWEST_JAX))
-        raise ImportError(f"colossax needs jax >= {wanted}, found {jax.__version__}; upgrade jax")
 
 
 def inputs_used(fn: Callable[..., Any], *args: Any) -> tuple[bool, ...]:
@@ -198,17 +180,32 @@ def topology_devices(target_config: str, topology: str) -> list[jax.Device]:
     return list(description.devices)
 
 
-def keep_only(safe: Callable[[Any], bool]) -> None:
-    """From now on JAX's persistent cache keeps only executables for which `safe` is true."""
-    put = compilation_cache.put_executable_and_time  # the cache has no filter of its own
+def through(call: Callable[..., Any], *args: Any) -> Any:
+    """`call(*args)`."""
+    return call(*args)
 
-    def put_what_is_safe(
-        cache_key: str, module_name: str, executable: Any, backend: Any, compile_time: int
-    ) -> None:
-        if safe(executable):
-            put(cache_key, module_name, executable, backend, compile_time)
 
-    compilation_cache.put_executable_and_time = put_what_is_safe
+def wrap_cache(
+    read: Callable[..., Any] = through, write: Callable[..., Any] = through
+) -> Callable[[], None]:
+    """Have JAX's persistent cache begin anew, its entries read and written through these.
+
+    Args:
+        read: `(read, key, ...) -> (executable or None, seconds or None)`.
+        write: `(write, key, name, executable, ...)`.
+
+    Returns:
+        What undoes it.
+    """
+    before = compilation_cache.get_executable_and_time, compilation_cache.put_executable_and_time
+
+    def put_in(get: Callable[..., Any], put: Callable[..., Any]) -> None:
+        compilation_cache.get_executable_and_time = get
+        compilation_cache.put_executable_and_time = put
+        compilation_cache.reset_cache()
+
+    put_in(functools.partial(read, before[0]), functools.partial(write, before[1]))
+    return functools.partial(put_in, *before)
 
 
 def cudnn_installed() -> bool:

@@ -67,18 +67,57 @@ def import_jax() -> None:
     JAX would print a traceback and the plugin two lines for each of its libraries, in every
     program on a machine that has the plugin in order to compile for GPUs that are not there.
     """
-    library = cuda_plugin()
-    if library is None or _driver_installed():
+    if _HOOK in sys.meta_path:
+        sys.meta_path.remove(_HOOK)
+    library = _plugin_without_driver()
+    if library is None:
         import jax  # noqa: F401
 
         return
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     with captured_stderr():
-        import jax  # noqa: F401
+        import jax
 
-        # Loaded by JAX later, it would write its lines then; what keeps it out, JAX will say.
-        with contextlib.suppress(OSError):
-            ctypes.CDLL(str(library))
+        # Imported before, it has not read the environment just set.
+        if jax.config.values["jax_platforms"] is None:
+            jax.config.update("jax_platforms", "cpu")
+        _load(library)
+
+
+def before_jax() -> None:
+    """Do the same for a program that imports JAX itself, now or later, without importing it."""
+    if "jax" in sys.modules:
+        import_jax()
+    elif _HOOK not in sys.meta_path:
+        sys.meta_path.insert(0, _HOOK)
+
+
+class _BeforeJax:
+    """Is asked when JAX is imported, and leaves that to others."""
+
+    def find_spec(self, name: str, _path: Any = None, _target: Any = None) -> None:
+        """None: it finds nothing."""
+        if name == "jax":
+            sys.meta_path.remove(self)
+            library = _plugin_without_driver()
+            if library is not None:
+                os.environ.setdefault("JAX_PLATFORMS", "cpu")
+                with captured_stderr():
+                    _load(library)
+
+
+_HOOK = _BeforeJax()
+
+
+def _load(library: Path) -> None:
+    """Loaded by JAX later, it would write its lines then; what keeps it out, JAX will say."""
+    with contextlib.suppress(OSError):
+        ctypes.CDLL(str(library))
+
+
+def _plugin_without_driver() -> Path | None:
+    library = cuda_plugin()
+    return None if library is None or _driver_installed() else library
 
 
 def _driver_installed() -> bool:

@@ -66,7 +66,8 @@ NAMES = {
     "colossax.offload.disk": "RING RecordLayout RecordStore disk_bytes",
     "colossax.optim": (
         "ByModel adamw constant decay_mask decays inverse_sqrt is_layerwise lamb lars "
-        "layerwise linear map_moments sgd stochastic_round transformation warmup_cosine wsd"
+        "layerwise linear map_moments sgd steps_of stochastic_round transformation "
+        "warmup_cosine wsd"
     ),
     "colossax.aot": (
         "Buffer Collective Gpu KernelReport Link MemoryReport Module Program Target Totals "
@@ -118,15 +119,19 @@ NAMES = {
 }
 
 
+NOT_EXPORTED = {"require_supported_jax", "before_jax", "lazily", "TYPE_CHECKING"}
+"""What makes a package lazy, or keeps what JAX does at bay."""
+
+
 def exported(module):
     """Names an `__init__` re-exports or defines, rooms and private names aside."""
     room = importlib.import_module(module)
     return sorted(
         name
-        for name, value in vars(room).items()
+        for name in dir(room)
         if not name.startswith("_")
-        and name != "require_supported_jax"
-        and not _is_module(value)
+        and name not in NOT_EXPORTED
+        and not _is_module(value := getattr(room, name))
         and _is_ours(value)
     )
 

@@ -2,7 +2,7 @@
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from colossax.cli.overrides import Override
@@ -20,6 +20,8 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+        self.prepare: Callable[[Sequence[str]], None] = lambda words: None
+        """Called with the words before they are read, to say in the help what depends on them."""
 
         self.alone: dict[str, str] = {}
         """What an option stands for where it has no `=`: the next word is none of its own."""
@@ -28,12 +30,17 @@ class Parser(argparse.ArgumentParser):
         """Refuse in place of printing the usage and exiting."""
         raise InputError(f"{message}; see {self.prog} --help")
 
+    def option(self, name: str) -> argparse.Action:
+        """The option of this name."""
+        return next(action for action in self._actions if name in action.option_strings)
+
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
         """The options in `words`.
 
         Raises:
             InputError: An unknown option, or a value that does not fit.
         """
+        self.prepare(words)
         known = set(re.findall(r"--[a-z][a-z0-9_.-]*[a-z0-9]", self.format_help()))
         for word in words:
             name = word.split("=")[0]
@@ -99,6 +106,15 @@ def recipe_of_a_file(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--list", action="store_true", help="tell the recipes of the library, a line each, and end"
+    )
+
+
+def keeping(parser: argparse.ArgumentParser) -> None:
+    """Declare what keeps no programs."""
+    parser.add_argument(
+        "--no-cache",
+        action="store_true",
+        help="compile anew, and keep no compiled programs in the user's cache folder",
     )
 
 

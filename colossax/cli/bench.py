@@ -25,17 +25,6 @@ from colossax.pallas.attention import bench as attention
 from colossax.pallas.bench import Case, Effort, Limits, Row, measure, measure_limits
 from colossax.pallas.grouped_matmul import bench as grouped_matmul
 
-DESCRIPTION = {
-    "bench": (
-        "Measure what is there. kernels: each kernel's implementations on the device of this\n"
-        "machine, checked against float64 and then timed by turns, beside a matmul and a copy of\n"
-        "the same run. A CPU takes smaller shapes, in float32.\n"
-        "offload: copies between host and device memory, optimizer updates on CPU and device, and\n"
-        "a matmul; on a GPU, whether pipelined transfers change losses; kept in the cache folder,\n"
-        "for plans that put states in host memory."
-    )
-}
-
 LIMIT_S = 180.0
 """Longest wait for one case, compilation included."""
 
@@ -62,19 +51,6 @@ _CPU = _Setting(
     copy_bytes=2**27,
     effort=Effort(seconds=0.05, repeats=3),
 )
-
-
-def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
-    """Declare the options of `colossax bench`."""
-    what = ("kernels", "offload")
-    parser.add_argument("what", metavar="WHAT", choices=what, help=" or ".join(what))
-    parser.add_argument(
-        "--only", metavar="TEXT", help="cases whose kernel and shape contain it, such as 'backward'"
-    )
-    parser.add_argument(
-        "--out", metavar="FILE", type=Path, help="write JSON there; offload: not in the cache"
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object a row on stdout")
 
 
 def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:

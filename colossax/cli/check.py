@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 import jax
 
-from colossax.cli.arguments import number, several_processes
 from colossax.cli.devices import choose_devices, request_host_devices
 from colossax.cli.kernels import (
     Choice,
@@ -38,16 +37,6 @@ from colossax.errors import InputError
 from colossax.pallas import current_target
 from colossax.processes import find_launch, join, start_jax
 
-DESCRIPTION = {
-    "check": (
-        "Say what this machine has and what is missing: versions, devices, links, kernels and\n"
-        "extras; where there are several devices, whether collectives along each mesh axis\n"
-        "give the right values, and how fast; on a GPU that our kernels are for, which of them\n"
-        "prove themselves there, which takes minutes once. Exit code 1 when devices or a\n"
-        "collective fail."
-    )
-}
-
 LIMIT_S = 25.0
 """Longest wait for one collective. XLA ends the process, without a name, after 30 s or more."""
 
@@ -75,15 +64,6 @@ class Report:
     collectives_measure: str
     collectives: tuple[Trial, ...]
     problems: tuple[str, ...]
-
-
-def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
-    """Declare the options of `colossax check`."""
-    parser.add_argument(
-        "--devices", metavar="N", type=number(1), help="devices to use; on a CPU, N are made"
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
-    several_processes(parser)
 
 
 def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:

@@ -2,11 +2,12 @@
 
 import os
 import re
+from typing import TYPE_CHECKING
 
-import jax
-
-from colossax.compat import devices_are_fixed
 from colossax.errors import InputError
+
+if TYPE_CHECKING:
+    import jax
 
 THREADS_PER_DEVICE = 4
 """Threads of XLA's pool for each host device."""
@@ -19,6 +20,10 @@ def request_host_devices(count: int | None) -> None:
 
     Must come before anything asks JAX for devices; those that there are then stay as they are.
     """
+    import jax  # by now it is needed; options are refused before
+
+    from colossax.compat import devices_are_fixed
+
     if count is None or devices_are_fixed():
         return
     flags = os.environ.get("XLA_FLAGS", "")
@@ -30,12 +35,14 @@ def request_host_devices(count: int | None) -> None:
     jax.config.update("jax_num_cpu_devices", count)
 
 
-def choose_devices(count: int | None) -> list[jax.Device]:
+def choose_devices(count: int | None) -> "list[jax.Device]":
     """The first `count` devices of each process; all when None.
 
     Raises:
         InputError: A process has fewer.
     """
+    import jax
+
     devices = jax.devices()
     if count is None:
         return devices

@@ -6,7 +6,7 @@ import json
 import sys
 from typing import Any
 
-from colossax.cli.arguments import number
+from colossax.cli.arguments import keeping, number
 from colossax.cli.devices import choose_devices, request_host_devices
 from colossax.cli.overrides import Override, apply_overrides
 from colossax.config import Plan
@@ -54,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
     parser.add_argument(
         "--devices", metavar="N", type=number(1), help="devices to use; on a CPU, N are made"
     )
+    keeping(parser)
     parser.epilog = (
         "the plan, by dotted names:\n"
         "  --plan.mesh fsdp=4,tensor=2   --plan.preset zero3   --plan.precision.compute bfloat16\n"
@@ -66,6 +67,13 @@ def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
 def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
     """Generate as asked and return the exit code."""
     request_host_devices(args.devices)
+    from colossax.cli.programs import kept_programs
+
+    with kept_programs(wanted=not args.no_cache):
+        return _generate(args, overrides)
+
+
+def _generate(args: argparse.Namespace, overrides: list[Override]) -> int:
     from colossax.inference import check_length, check_tokens, open_checkpoint
 
     stored = open_checkpoint(args.checkpoint)

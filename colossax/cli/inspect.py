@@ -8,10 +8,9 @@ from pathlib import Path
 
 import jax
 
-from colossax.aot import Target, gpu_keys, parse_target
-from colossax.cli.arguments import recipe_of_a_file
+from colossax.aot import Target, parse_target
+from colossax.cli.options import preset_overrides
 from colossax.cli.overrides import Override, apply_overrides
-from colossax.cli.recipes import list_recipes
 from colossax.errors import InputError
 from colossax.planner import (
     HIDING_FORMULA,
@@ -27,14 +26,6 @@ from colossax.planner import (
 from colossax.recipes import any_recipe, recipe_from_file
 from colossax.tasks import TrainConfig
 
-DESCRIPTION = {
-    "inspect": (
-        "Compile a recipe's training step for GPUs that are not there, and count: device memory\n"
-        "by term, collectives by mesh axis, time at the roofline. Nothing is run or allocated.\n"
-        "Several targets or presets, divided by commas, are compared in one table."
-    )
-}
-
 _PROOF_ASSUMED = (
     "kernels: proof assumed; on the GPUs 'auto' takes them once they have proved themselves there"
 )
@@ -42,54 +33,10 @@ _PROOF_ASSUMED = (
 _GIB, _GB = 2**30, 1e9
 
 
-def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
-    """Declare the options of `colossax inspect`."""
-    parser.add_argument(
-        "recipe", metavar="RECIPE", nargs="?", help="a recipe of `colossax train`, or your own"
-    )
-    recipe_of_a_file(parser)
-    parser.add_argument(
-        "--target",
-        metavar="GPU:NODESxGPUS",
-        help=f"such as h100:1x8; GPUs: {', '.join(gpu_keys())}; default: the recipe's own",
-    )
-    parser.add_argument(
-        "--network",
-        metavar="NAME",
-        default="ib",
-        help="between nodes: ib, roce or ethernet; default %(default)s",
-    )
-    parser.add_argument(
-        "--largest-microbatch",
-        action="store_true",
-        help="find the most rows of each device at a time that fit; compiles several times",
-    )
-    parser.add_argument(
-        "--compare-layouts",
-        metavar="N",
-        nargs="?",
-        type=int,
-        const=0,
-        help="what a layer sends and keeps in every legal layout and sequence scheme, cheapest"
-        " first; with N only the N that send least by formula are compiled",
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object per inspection")
-    parser.add_argument("--hlo", metavar="FILE", help="write the compiled program's text here")
-    parser.add_argument("--plot", metavar="FILE", help="write a picture (PNG) here")
-    parser.epilog = (
-        "any value of the recipe, by its dotted name:\n"
-        "  --plan.preset zero3,zero1   --plan.mesh fsdp=4,tensor=2   --plan.batch.microbatch 2\n"
-        "  --data.seq_len 4096   --data.global_batch 64\n"
-        "  --plan.offload auto   --plan.offload.device_gb 24   --plan.offload.host_gb 96  (per GPU)"
-    )
-
-
 def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
     """Inspect as asked and return the exit code."""
     # What is compiled for is not what is here: a GPU on this machine must not be claimed.
     jax.config.update("jax_platforms", "cpu")
-    if args.list:
-        return list_recipes(as_json=args.json)
     if args.compare_layouts is not None:
         return _compare_layouts(args, overrides)
     inspected: dict[str, Inspection] = {}
@@ -140,15 +87,13 @@ def _asked(
     """(label, target, overrides) of each combination."""
     default = _recipe(args).target
     targets = [parse_target(t, network=args.network) for t in (args.target or default).split(",")]
-    presets = next((text.split(",") for name, text in overrides if name == "plan.preset"), [""])
-    rest = [(name, text) for name, text in overrides if name != "plan.preset"]
     return [
         (
-            " ".join(filter(None, (target.name, preset))),
+            " ".join(filter(None, (target.name, dict(changes).get("plan.preset")))),
             target,
-            [("plan.preset", preset), *rest] if preset else rest,
+            changes,
         )
-        for target, preset in itertools.product(targets, presets)
+        for target, changes in itertools.product(targets, preset_overrides(overrides))
     ]
 
 

@@ -14,7 +14,7 @@ from importlib import metadata
 import jax
 
 import colossax
-from colossax.compat import version_tuple
+from colossax.versions import version_tuple
 
 _NVIDIA_SMI_LIMIT_S = 10.0
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")

@@ -10,15 +10,15 @@ from colossax.errors import InputError
 
 VERBS = {
     "train": ("colossax.cli.train", "train a model by a recipe"),
-    "inspect": ("colossax.cli.inspect", "count what a run would need on GPUs that are not there"),
+    "inspect": ("colossax.cli.options", "count what a run would need on GPUs that are not there"),
     "generate": ("colossax.cli.generate", "continue a prompt with a trained model"),
     "import": ("colossax.cli.convert", "turn a Hugging Face folder into a checkpoint"),
     "export": ("colossax.cli.convert", "turn a checkpoint into a Hugging Face folder"),
     "bench": (
-        "colossax.cli.bench",
+        "colossax.cli.options",
         "measure kernels, or copies and updates, on this machine's device",
     ),
-    "check": ("colossax.cli.check", "say what this machine has and what is missing"),
+    "check": ("colossax.cli.options", "say what this machine has and what is missing"),
 }
 
 _INTERRUPTED = 130

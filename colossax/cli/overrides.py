@@ -12,7 +12,7 @@ from typing import Any
 
 from colossax.config import MESH_AXES, FrozenDict, Plan, Rules, nearest, preset
 from colossax.errors import InputError
-from colossax.tasks import TrainConfig, with_initial_model
+from colossax.tasks import TrainConfig
 
 Override = tuple[str, str]
 """Dotted name without dashes in front, and the text of its value."""
@@ -29,6 +29,8 @@ def apply_overrides(config: Any, overrides: Sequence[Override]) -> Any:
     """
     for name, text in overrides:
         if name == "init" and isinstance(config, TrainConfig) and text.lower() != "none":
+            from colossax.tasks import with_initial_model  # reads checkpoints, with JAX
+
             config = with_initial_model(config, text)
         if name == "plan.preset":
             config = dataclasses.replace(config, plan=with_preset(config.plan, text))

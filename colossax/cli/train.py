@@ -3,21 +3,25 @@
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
+import os
 import signal
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from colossax.cli.arguments import Parser, number, recipe_of_a_file, several_processes
+from colossax.cli.arguments import Parser, keeping, number, recipe_of_a_file, several_processes
 from colossax.cli.devices import choose_devices, request_host_devices
 from colossax.cli.output import standard_output
-from colossax.cli.overrides import Override, apply_overrides, override_names
+from colossax.cli.overrides import Override, apply_overrides
 from colossax.cli.recipes import list_recipes
+from colossax.cli.values import described_values, shown
 from colossax.errors import InputError
-from colossax.processes import EXIT_CODES, find_launch, join, start_jax
+from colossax.processes import EXIT_CODES
 from colossax.recipes import (
     DEFAULT_RECIPE,
     RECIPES,
@@ -26,8 +30,11 @@ from colossax.recipes import (
     recipe,
     recipe_from_file,
 )
-from colossax.run import RunConfig, RunFolder, RunOptions, Stream, train
-from colossax.tasks import TrainConfig, task_of, train_config_from_json
+from colossax.run import RunFolder
+from colossax.tasks import TrainConfig, train_config_from_json
+
+if TYPE_CHECKING:
+    from colossax.run import RunConfig, Stream
 
 DESCRIPTION = {
     "train": (
@@ -51,6 +58,9 @@ _FIELDS = {
     "z_loss": ("X", "coefficient of the squared log-partition"),
 }
 """Fields of a `TrainConfig` that are options of their own; all others are dotted."""
+
+_RANKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX")
+"""Where launchers tell a process its number."""
 
 
 def add_arguments(parser: Parser, _verb: str) -> None:
@@ -77,7 +87,6 @@ def add_arguments(parser: Parser, _verb: str) -> None:
         "--trackers",
         metavar="NAMES",
         type=lambda text: tuple(text.split(",")),
-        default=RunOptions.trackers,
         help="where metrics go beside metrics.jsonl, divided by commas: tensorboard (default),"
         " wandb (offline unless WANDB_MODE says otherwise), trackio; json: nowhere",
     )
@@ -99,8 +108,10 @@ def add_arguments(parser: Parser, _verb: str) -> None:
         help="start from the parameters, with the model and the tokenizer, of a checkpoint",
     )
     values.add_argument("--data", metavar="PATH", help="text, JSONL or Parquet, a file or a folder")
+    keeping(parser)
     several_processes(parser)
-    parser.epilog = _overrides_help()
+    parser.epilog = described_values(recipe(DEFAULT_RECIPE))
+    parser.prepare = functools.partial(_tell_values, parser)
 
 
 def _resuming(text: str) -> bool | Literal["auto"]:
@@ -109,18 +120,14 @@ def _resuming(text: str) -> bool | Literal["auto"]:
     return "auto" if text == "auto" else True
 
 
-def _overrides_help() -> str:
-    names = [name for name, _ in override_names(recipe(DEFAULT_RECIPE)) if "." in name]
-    listed = "\n".join(f"  --{name} VALUE" for name in names)
-    return (
-        "any other value of the recipe, by its dotted name:\n"
-        "  --plan.preset VALUE  (ddp zero1 zero2 zero3 megatron megatron_sp; joined by +)\n"
-        "  --plan.mesh fsdp=4,tensor=2\n"
-        "  --plan.remat VALUE  (none full dots, or names to keep, joined by +)\n"
-        "  --plan.offload VALUE  (auto, none, or shares: parameters=1,optimizer=1,disk=0.5)\n"
-        f"{listed}\n"
-        "  --plan.rules.ROLE.DIM VALUE"
-    )
+def _tell_values(parser: Parser, words: Sequence[str]) -> None:
+    """Have the help list the values of the recipe that is named, or of the default one."""
+    named = next((word for word in words if word in RECIPES), DEFAULT_RECIPE)
+    config = recipe(named)
+    for name, (_, text) in _FIELDS.items():
+        value = shown(getattr(config, name))
+        parser.option(f"--{name.replace('_', '-')}").help = f"{text}; default {value}"
+    parser.epilog = described_values(config)
 
 
 def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
@@ -131,17 +138,27 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
         return list_recipes(as_json=args.json)
     with _terminated_at_once():
         config = configure(args, overrides)
+        _begin(config, args)
+        # JAX and all that trains with it: what is wrong above is told without waiting for them.
+        from colossax.cli.programs import kept_programs
+        from colossax.processes import find_launch, join, start_jax
+        from colossax.run import RunConfig, RunOptions, train
+        from colossax.tasks import task_of
+
         request_host_devices(args.devices)
         launch = find_launch(
             args.coordinator, args.processes, args.process_id, timeout_s=args.timeout_s
         )
-        with standard_output(protected=launch is not None) as out:
+        with (
+            kept_programs(wanted=not args.no_cache),
+            standard_output(protected=launch is not None) as out,
+        ):
             group = join(launch, timeout_s=args.timeout_s)
             start_jax(launch)
             options = RunOptions(
                 out=args.out,
                 resume=args.resume,
-                trackers=args.trackers,
+                trackers=args.trackers or RunOptions.trackers,
                 devices=lambda: choose_devices(args.devices),
                 emit=_emitter(out) if args.json and group.first else None,
             )
@@ -153,6 +170,14 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
     if outcome.failure is not None:
         return UNFINISHED
     return 0 if outcome.stopped_by is None else EXIT_CODES[outcome.stopped_by]
+
+
+def _begin(config: TrainConfig | OwnTask, args: argparse.Namespace) -> None:
+    """Say what is done where JAX has yet to be loaded; of several processes the first says it."""
+    ranks = (args.process_id, *(int(os.environ.get(name) or 0) for name in _RANKS))
+    if isinstance(config, TrainConfig) and "jax" not in sys.modules and not any(ranks):
+        sys.stderr.write(f"{config.recipe}: {config.steps} steps; starting JAX\n")
+        sys.stderr.flush()
 
 
 def configure(args: argparse.Namespace, overrides: list[Override]) -> TrainConfig | OwnTask:
@@ -199,6 +224,8 @@ def _asked(
 
 def _run_as_asked(own: OwnTask, given: list[Override]) -> OwnTask:
     """A task with how it is run overridden; what it is, its recipe alone says."""
+    from colossax.run import RunConfig
+
     if own.config is None and "steps" not in dict(given):
         raise InputError(
             f"recipe {own.name}: gives a task and not how many steps it trains; add --steps N, or"
@@ -219,13 +246,15 @@ def _keep_schedule(config: TrainConfig, before: TrainConfig) -> TrainConfig:
     return config.replace(optimizer=dataclasses.replace(config.optimizer, schedule_steps=length))
 
 
-def run_config(config: TrainConfig) -> RunConfig:
+def run_config(config: TrainConfig) -> "RunConfig":
     """What of a configuration says how its task is run."""
+    from colossax.run import RunConfig
+
     names = [field.name for field in dataclasses.fields(RunConfig)]
     return RunConfig(**{name: getattr(config, name) for name in names})
 
 
-def _emitter(out: Stream) -> Callable[[dict[str, Any]], None]:
+def _emitter(out: "Stream") -> Callable[[dict[str, Any]], None]:
     def emit(record: dict[str, Any]) -> None:
         out.write(f"{json.dumps(record)}\n")
         out.flush()

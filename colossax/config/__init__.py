@@ -1,12 +1,14 @@
 """Configuration: the Plan, its presets and its binding to devices."""
 
+from typing import TYPE_CHECKING
+
+from colossax.lazy import lazily
+
 from .axes import LOGICAL_DIMS as LOGICAL_DIMS
 from .axes import MESH_AXES as MESH_AXES
 from .axes import RING_AXES as RING_AXES
 from .axes import SEQUENCE_AXES as SEQUENCE_AXES
 from .axes import MeshAxis as MeshAxis
-from .binding import BoundPlan as BoundPlan
-from .binding import bind as bind
 from .cache import cache_folder as cache_folder
 from .frozen import FrozenDict as FrozenDict
 from .frozen import from_json as from_json
@@ -29,3 +31,9 @@ from .presets import preset as preset
 from .rules import Rules as Rules
 from .words import misspelt as misspelt
 from .words import nearest as nearest
+
+if TYPE_CHECKING:
+    from .binding import BoundPlan as BoundPlan
+    from .binding import bind as bind
+else:
+    __getattr__, __dir__ = lazily(__name__)

@@ -73,9 +73,9 @@ class OffloadConfig:
     fused: bool = False
     device_gb: float | None = None
     host_gb: float | None = None
-    clipping: str = "stack"
+    clipping: str = dataclasses.field(default="stack", metadata={"choices": CLIPPING})
     cpu_update: float | int | str = "off"
-    pipelined: str = "off"
+    pipelined: str = dataclasses.field(default="off", metadata={"choices": PIPELINED})
 
     def __post_init__(self):
         for field in (*SHARES, "cpu_update"):

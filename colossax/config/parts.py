@@ -4,8 +4,6 @@ import dataclasses
 import functools
 from typing import Any
 
-import numpy as np
-
 from colossax.config.frozen import check_types
 from colossax.config.placement import SAVEABLE, Placement
 from colossax.config.words import nearest
@@ -13,6 +11,8 @@ from colossax.errors import PlanError
 
 KERNELS: tuple[str, ...] = ("auto", "mosaic", "cudnn", "xla", "reference")
 """Not `interpret`: it runs on one device, and not inside `jax.checkpoint`, as layers do."""
+
+DTYPES: tuple[str, ...] = ("float32", "bfloat16")
 
 SCHEMES: tuple[str, ...] = ("auto", "zigzag", "ring", "all_gather", "self_attention")
 
@@ -33,8 +33,8 @@ class AttentionConfig:
             `ulysses` exchanges sequence for heads inside of any of them.
     """
 
-    kernel: str = "auto"
-    scheme: str = "auto"
+    kernel: str = dataclasses.field(default="auto", metadata={"choices": KERNELS})
+    scheme: str = dataclasses.field(default="auto", metadata={"choices": SCHEMES})
 
     def __post_init__(self):
         check_types(self, "attention", error=PlanError)
@@ -49,7 +49,7 @@ class BatchConfig:
     """How a global batch is cut into microbatches, which run one after another.
 
     Attributes:
-        accumulation: How many.
+        accumulation: How many microbatches.
         microbatch: Rows of each device at a time instead; how many microbatches follows from the
             global batch and the devices that split it.
         reduce_once: Devices sum gradients once per step and not for each microbatch; every device
@@ -161,25 +161,26 @@ class Precision:
         cache: Keys and values of inference.
     """
 
-    params: Any = "float32"
-    compute: Any = "float32"
-    reduction: Any = None
-    accumulation: Any = "float32"
-    cache: Any = "float32"
+    params: Any = dataclasses.field(default="float32", metadata={"choices": DTYPES})
+    compute: Any = dataclasses.field(default="float32", metadata={"choices": DTYPES})
+    reduction: Any = dataclasses.field(default=None, metadata={"choices": DTYPES})
+    accumulation: Any = dataclasses.field(default="float32", metadata={"choices": DTYPES})
+    cache: Any = dataclasses.field(default="float32", metadata={"choices": DTYPES})
 
     def __post_init__(self):
-        known = ("float32", "bfloat16")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if value is None and field.default is None:
                 continue
             name = value if isinstance(value, str) else _dtype_name(value)
-            if name not in known:
-                raise PlanError(f"precision.{field.name}: unknown '{name}'{nearest(name, known)}")
+            if name not in DTYPES:
+                raise PlanError(f"precision.{field.name}: unknown '{name}'{nearest(name, DTYPES)}")
             object.__setattr__(self, field.name, name)
 
 
 def _dtype_name(value: Any) -> str:
+    import numpy as np  # takes longer to import than all of this room
+
     try:
         return np.dtype(value).name
     except TypeError:
@@ -188,7 +189,11 @@ def _dtype_name(value: Any) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossConfig:
-    """`vocab_chunks` pieces in which logits are made, one at a time; 1 makes them whole."""
+    """How the loss is computed.
+
+    Attributes:
+        vocab_chunks: Pieces in which logits are made, one at a time; 1 makes them whole.
+    """
 
     vocab_chunks: int = 1
 

@@ -54,10 +54,16 @@ class Plan:
     """
 
     version: int = 1
-    mesh: Mapping[str, Any] = FrozenDict()
+    mesh: Mapping[str, Any] = dataclasses.field(
+        default=FrozenDict(), metadata={"choices": USABLE_AXES}
+    )
     rules: Rules = Rules()
-    tensor_layout: str = "1d"
-    tensor_matmul: str = "auto"
+    tensor_layout: str = dataclasses.field(
+        default="1d", metadata={"choices": layouts.TENSOR_LAYOUTS}
+    )
+    tensor_matmul: str = dataclasses.field(
+        default="auto", metadata={"choices": layouts.TENSOR_MATMULS}
+    )
     attention: AttentionConfig = AttentionConfig()
     batch: BatchConfig = BatchConfig()
     segments: tuple[Segment, ...] = (Segment(),)

@@ -1,15 +1,22 @@
 """Model families, from shared parts."""
 
-from .bloom import BloomConfig as BloomConfig
-from .gpt2 import GPT2Config as GPT2Config
-from .llama import LlamaConfig as LlamaConfig
-from .mistral import MistralConfig as MistralConfig
-from .opt import OPTConfig as OPTConfig
-from .qwen2 import Qwen2Config as Qwen2Config
-from .qwen3 import Qwen3Config as Qwen3Config
-from .registry import FAMILIES as FAMILIES
-from .registry import Family as Family
-from .registry import config_from_json as config_from_json
-from .registry import config_to_json as config_to_json
-from .registry import family_of as family_of
-from .registry import maker as maker
+from typing import TYPE_CHECKING
+
+from colossax.lazy import lazily
+
+if TYPE_CHECKING:
+    from .bloom import BloomConfig as BloomConfig
+    from .gpt2 import GPT2Config as GPT2Config
+    from .llama import LlamaConfig as LlamaConfig
+    from .mistral import MistralConfig as MistralConfig
+    from .opt import OPTConfig as OPTConfig
+    from .qwen2 import Qwen2Config as Qwen2Config
+    from .qwen3 import Qwen3Config as Qwen3Config
+    from .registry import FAMILIES as FAMILIES
+    from .registry import Family as Family
+    from .registry import config_from_json as config_from_json
+    from .registry import config_to_json as config_to_json
+    from .registry import family_of as family_of
+    from .registry import maker as maker
+else:
+    __getattr__, __dir__ = lazily(__name__)

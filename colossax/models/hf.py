@@ -205,12 +205,19 @@ def _write_texts(
     tensors: list[OutTensor],
     documents: Mapping[str, Any],
 ) -> None:
-    """config.json, and tokenizer.json where the checkpoint holds one."""
+    """config.json, and tokenizer.json where the checkpoint holds one.
+
+    A model that names no token that ends a document has its tokenizer's.
+    """
     widest = functools.reduce(np.promote_types, [tensor.dtype for tensor in tensors])
     settings = {**conversion.settings_of(config), "torch_dtype": widest.name}
-    (folder / "config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
     if TOKENIZER_DOCUMENT in documents:
         tokenizer = Tokenizer.from_json(documents[TOKENIZER_DOCUMENT])
+        if settings.get("eos_token_id") is None:
+            settings["eos_token_id"] = tokenizer.eos
+        generation = {"eos_token_id": settings["eos_token_id"]}
+        (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
         about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.end}
         (folder / _TOKENIZER_FILE).write_text(tokenizer.definition, encoding="utf-8")
         (folder / "tokenizer_config.json").write_text(json.dumps(about, indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")

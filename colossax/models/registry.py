@@ -2,9 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
-
-from flax import nnx
+from typing import TYPE_CHECKING, Any
 
 from colossax.config import from_json, nearest, to_json
 from colossax.errors import InputError
@@ -15,11 +13,17 @@ from colossax.models.mistral import MistralConfig
 from colossax.models.opt import OPTConfig
 from colossax.models.qwen2 import Qwen2Config
 from colossax.models.qwen3 import Qwen3Config
-from colossax.nn import Decoder, LanguageModel, MakeModel
+
+if TYPE_CHECKING:
+    from flax import nnx
+
+    from colossax.nn import LanguageModel, MakeModel
 
 
-def decoder_of(config: Any, rngs: nnx.Rngs) -> LanguageModel:
+def decoder_of(config: Any, rngs: "nnx.Rngs") -> "LanguageModel":
     """The decoder that a family's configuration describes."""
+    from colossax.nn import Decoder  # JAX, which configurations do without
+
     return Decoder(config.decoder(), rngs=rngs)
 
 
@@ -36,7 +40,7 @@ class Family:
 
     name: str
     config: type
-    make: Callable[[Any, nnx.Rngs], LanguageModel] = decoder_of
+    make: "Callable[[Any, nnx.Rngs], LanguageModel]" = decoder_of
 
 
 FAMILIES: dict[str, Family] = {
@@ -66,11 +70,11 @@ def family_of(config: Any) -> Family:
     raise InputError(f"model config: found {config!r}; give one of {known}")
 
 
-def maker(config: Any) -> MakeModel:
+def maker(config: Any) -> "MakeModel":
     """A factory for `boost` and `describe`: `rngs -> model`."""
     family = family_of(config)
 
-    def make(rngs: nnx.Rngs) -> Any:
+    def make(rngs: "nnx.Rngs") -> Any:
         return family.make(config, rngs)
 
     return make

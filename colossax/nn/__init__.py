@@ -1,51 +1,58 @@
 """Parts of models in Flax NNX: layers, stacks, the decoder, losses."""
 
-from colossax.layerwise import LayerState as LayerState
+from typing import TYPE_CHECKING
 
-from .attention import Attention as Attention
-from .attention import AttentionShape as AttentionShape
-from .attention import FlatTokens as FlatTokens
-from .attention import Side as Side
-from .attention import alibi_slopes as alibi_slopes
-from .block import ACTIVATIONS as ACTIVATIONS
-from .block import MLP as MLP
-from .block import Block as Block
-from .block import Sublayer as Sublayer
-from .block import Wiring as Wiring
-from .cache import CacheArray as CacheArray
-from .cache import CacheSpec as CacheSpec
-from .cache import window_slots as window_slots
-from .decoder import Decoder as Decoder
-from .decoder import DecoderConfig as DecoderConfig
-from .decoder import Layers as Layers
-from .decoder import decoder_layer as decoder_layer
-from .decoder import even_head_dim as even_head_dim
-from .foreign import with_gathers as with_gathers
-from .language_model import LanguageModel as LanguageModel
-from .layers import Embedding as Embedding
-from .layers import LayerNorm as LayerNorm
-from .layers import Linear as Linear
-from .layers import RMSNorm as RMSNorm
-from .loss import cross_entropy as cross_entropy
-from .module import MakeModel as MakeModel
-from .module import MakeModels as MakeModels
-from .module import ModelSpec as ModelSpec
-from .module import describe as describe
-from .module import initialise as initialise
-from .module import param as param
-from .module import pure as pure
-from .named_models import Models as Models
-from .naming import GivenDims as GivenDims
-from .naming import named as named
-from .naming import renamed as renamed
-from .recurrence import run_recurrence as run_recurrence
-from .rope import Llama3Scaling as Llama3Scaling
-from .rope import RopeConfig as RopeConfig
-from .rope import rope_tables as rope_tables
-from .rope import rotate as rotate
-from .stack import LayerStack as LayerStack
-from .stack import StackOutput as StackOutput
-from .weights import MakeWeight as MakeWeight
-from .weights import Weighted as Weighted
-from .weights import weight_of as weight_of
-from .weights import with_weights as with_weights
+from colossax.lazy import lazily
+
+if TYPE_CHECKING:
+    from colossax.layerwise import LayerState as LayerState
+
+    from .attention import Attention as Attention
+    from .attention import AttentionShape as AttentionShape
+    from .attention import FlatTokens as FlatTokens
+    from .attention import Side as Side
+    from .attention import alibi_slopes as alibi_slopes
+    from .block import ACTIVATIONS as ACTIVATIONS
+    from .block import MLP as MLP
+    from .block import Block as Block
+    from .block import Sublayer as Sublayer
+    from .block import Wiring as Wiring
+    from .cache import CacheArray as CacheArray
+    from .cache import CacheSpec as CacheSpec
+    from .cache import window_slots as window_slots
+    from .config import DecoderConfig as DecoderConfig
+    from .config import Llama3Scaling as Llama3Scaling
+    from .config import RopeConfig as RopeConfig
+    from .config import even_head_dim as even_head_dim
+    from .decoder import Decoder as Decoder
+    from .decoder import Layers as Layers
+    from .decoder import decoder_layer as decoder_layer
+    from .foreign import with_gathers as with_gathers
+    from .language_model import LanguageModel as LanguageModel
+    from .layers import Embedding as Embedding
+    from .layers import LayerNorm as LayerNorm
+    from .layers import Linear as Linear
+    from .layers import RMSNorm as RMSNorm
+    from .loss import cross_entropy as cross_entropy
+    from .module import MakeModel as MakeModel
+    from .module import MakeModels as MakeModels
+    from .module import ModelSpec as ModelSpec
+    from .module import describe as describe
+    from .module import initialise as initialise
+    from .module import param as param
+    from .module import pure as pure
+    from .named_models import Models as Models
+    from .naming import GivenDims as GivenDims
+    from .naming import named as named
+    from .naming import renamed as renamed
+    from .recurrence import run_recurrence as run_recurrence
+    from .rope import rope_tables as rope_tables
+    from .rope import rotate as rotate
+    from .stack import LayerStack as LayerStack
+    from .stack import StackOutput as StackOutput
+    from .weights import MakeWeight as MakeWeight
+    from .weights import Weighted as Weighted
+    from .weights import weight_of as weight_of
+    from .weights import with_weights as with_weights
+else:
+    __getattr__, __dir__ = lazily(__name__)

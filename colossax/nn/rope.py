@@ -1,33 +1,12 @@
 """Rotary position embedding, with Llama 3's frequency scaling."""
 
-import dataclasses
 import math
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Llama3Scaling:
-    """Stretches long wavelengths by `factor`, keeps short ones, blends between.
-
-    Source: the Llama 3.1 model card's configuration (`rope_type: llama3`).
-    """
-
-    factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_positions: int = 8192
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RopeConfig:
-    """Base and scaling. `linear_factor` divides every frequency (position interpolation)."""
-
-    theta: float = 10_000.0
-    linear_factor: float = 1.0
-    llama3: Llama3Scaling | None = None
+from colossax.nn.config import RopeConfig
 
 
 def frequencies(config: RopeConfig, head_dim: int) -> np.ndarray:

@@ -8,14 +8,17 @@ import tomllib
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from colossax.config import nearest
 from colossax.errors import InputError
 from colossax.recipes.registry import RECIPES, recipe
-from colossax.run import RunConfig
-from colossax.tasks import Task, TrainConfig, train_config_from_json
+from colossax.tasks import TrainConfig, train_config_from_json
 from colossax.tasks.config import train_config_to_json
+
+if TYPE_CHECKING:
+    from colossax.run import RunConfig
+    from colossax.tasks import Task
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,8 +32,8 @@ class OwnTask:
     """
 
     name: str
-    task: Task
-    config: RunConfig | None
+    task: "Task"
+    config: "RunConfig | None"
 
 
 def any_recipe(name: str) -> TrainConfig | OwnTask:
@@ -44,6 +47,9 @@ def any_recipe(name: str) -> TrainConfig | OwnTask:
     """
     if ":" not in name:
         return recipe(name)
+    from colossax.run import RunConfig  # both need JAX, which names of the library do without
+    from colossax.tasks import Task
+
     given = _called(name, _attribute(name))
     pair = given if isinstance(given, tuple) else (given, None)
     if isinstance(given, TrainConfig):

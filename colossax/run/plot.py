@@ -50,16 +50,9 @@ def plot_losses(
     ):
         _plot_metric(axes, name, points, color)
     for name, value in baselines.items():
-        axes.axhline(value, color=_INK, linestyle="--", linewidth=1)
-        axes.annotate(
-            f"{spelt(name)} {value:.3f}",
-            (0.99, value),
-            xycoords=("axes fraction", "data"),
-            xytext=(0, 4),
-            textcoords="offset points",
-            ha="right",
-            color=_INK,
-        )
+        # In the legend: beside the line it would lie over what comes near it.
+        label = f"{spelt(name)} {value:.3f}"
+        axes.axhline(value, color=_INK, linestyle="--", linewidth=1, label=label)
     _dress(axes, title, unit)
     figure.savefig(path)
 
@@ -76,16 +69,8 @@ def metrics_of(records: Iterable[Record]) -> dict[str, list[tuple[int, float]]]:
 
 def _plot_metric(axes, name: str, points: Sequence[tuple[int, float]], color: str) -> None:
     steps, values = zip(*points, strict=True)
-    axes.plot(steps, values, "o-", color=color, markersize=5, label=spelt(name))
-    axes.annotate(
-        f"{values[-1]:.3f}",
-        (steps[-1], values[-1]),
-        xytext=(-4, 8),
-        textcoords="offset points",
-        ha="right",
-        color=color,
-        fontweight="bold",
-    )
+    label = f"{spelt(name)} {values[-1]:.3f}"
+    axes.plot(steps, values, "o-", color=color, markersize=5, label=label)
 
 
 def smooth(values: Iterable[float], weight: float = 0.9) -> list[float]:

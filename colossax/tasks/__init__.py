@@ -1,14 +1,21 @@
 """What is trained: configuration, loss, batches, optimizer."""
 
-from .config import DataConfig as DataConfig
-from .config import OptimizerConfig as OptimizerConfig
-from .config import SampleConfig as SampleConfig
-from .config import TrainConfig as TrainConfig
-from .config import train_config_from_json as train_config_from_json
-from .initial import with_initial_model as with_initial_model
-from .next_token import next_token_loss as next_token_loss
-from .task import TAKEN as TAKEN
-from .task import Callback as Callback
-from .task import Evaluator as Evaluator
-from .task import Task as Task
-from .text_task import task_of as task_of
+from typing import TYPE_CHECKING
+
+from colossax.lazy import lazily
+
+if TYPE_CHECKING:
+    from .config import DataConfig as DataConfig
+    from .config import OptimizerConfig as OptimizerConfig
+    from .config import SampleConfig as SampleConfig
+    from .config import TrainConfig as TrainConfig
+    from .config import train_config_from_json as train_config_from_json
+    from .initial import with_initial_model as with_initial_model
+    from .next_token import next_token_loss as next_token_loss
+    from .task import TAKEN as TAKEN
+    from .task import Callback as Callback
+    from .task import Evaluator as Evaluator
+    from .task import Task as Task
+    from .text_task import task_of as task_of
+else:
+    __getattr__, __dir__ = lazily(__name__)

@@ -98,11 +98,18 @@ class OptimizerConfig:
     schedule down to `final_lr_share * peak_lr` at step `schedule_steps`, where it stays.
 
     Attributes:
-        name: An optimizer of `colossax.optim`.
+        name: An optimizer of `colossax.optim`: adamw, lamb, lars or sgd.
+        peak_lr: Largest learning rate.
+        warmup: Steps until it is reached.
+        weight_decay: Share of matrices, times the rate, that a step takes off.
+        b1: Of the mean of gradients, or momentum.
+        b2: Of the mean of their squares.
+        eps: Added to the root of that.
         schedule: `cosine`, `linear`, `wsd` (constant, then linear over the last fifth), `constant`.
         schedule_steps: Length of the schedule. None: the run's steps when it first starts. A run
             resumed with more steps keeps its schedule and takes the rest at the final rate, so
             that it equals an uninterrupted run of the same schedule.
+        final_lr_share: Of the peak, at the schedule's end.
         state: Moments as kept: `float32`, `mixed` (the first in bfloat16), `bfloat16` (both, the
             second rounded at random). AdamW and LAMB with float32 parameters then take 12, 10
             and 8 bytes a parameter. SGD and LARS have one moment and know no `mixed`.
@@ -115,10 +122,10 @@ class OptimizerConfig:
     b1: float = 0.9
     b2: float = 0.95
     eps: float = 1e-8
-    schedule: str = "cosine"
+    schedule: str = dataclasses.field(default="cosine", metadata={"choices": SCHEDULES})
     schedule_steps: int | None = None
     final_lr_share: float = 0.1
-    state: str = "float32"
+    state: str = dataclasses.field(default="float32", metadata={"choices": OPTIMIZER_STATES})
 
     def __post_init__(self):
         _at_least(self, "optimizer", {"peak_lr": 0, "warmup": 0, "weight_decay": 0})
@@ -134,7 +141,13 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SampleConfig:
-    """The completion printed after training; an empty prompt prints none."""
+    """The completion printed after training.
+
+    Attributes:
+        prompt: What is continued; where it is empty nothing is printed.
+        max_tokens: Most tokens that are added.
+        temperature: 0 takes the likeliest token each time.
+    """
 
     prompt: str = ""
     max_tokens: int = 100

@@ -14,8 +14,6 @@ LEAST = 80
 PACKAGE = ROOT / "colossax"
 FILES_OF_ROOMS = [path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py")]
 ROOMS = {path.with_suffix("").parts[0] for path in FILES_OF_ROOMS if path.name[0] != "_"}
-WITHOUT = {"quiet"}
-"""Rooms without a promise of their own."""
 
 
 def test_marks_and_breaks_name_one_another():
@@ -26,7 +24,7 @@ def test_marks_and_breaks_name_one_another():
 
 
 def test_every_room_has_some():
-    assert {one.room for one in EVERY} == ROOMS - WITHOUT
+    assert {one.room for one in EVERY} == ROOMS
 
 
 def test_every_break_applies_once_and_compiles():

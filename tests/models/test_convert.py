@@ -325,3 +325,17 @@ def test_peak_host_memory_of_forty_layers(tmp_path):
         assert ran.returncode == 0, ran.stderr
         assert int(ran.stdout) <= allowed, verb
         shutil.rmtree(start)
+
+
+@pytest.mark.catches("export-without-end")
+def test_a_model_that_names_no_end_of_text_gets_its_tokenizer_s(tmp_path):
+    source, out = variant(tmp_path, "llama", dict, eos_token_id=None), tmp_path / "hf"
+    small_tokenizer(source)
+    import_checkpoint(source, tmp_path / "checkpoint")
+    export_checkpoint(tmp_path / "checkpoint", out)
+    about = json.loads((out / "tokenizer_config.json").read_text())
+    end = tokenizers.Tokenizer.from_file(str(out / "tokenizer.json")).token_to_id(
+        about["eos_token"]
+    )
+    for file in ("config.json", "generation_config.json"):
+        assert json.loads((out / file).read_text())["eos_token_id"] == end, file

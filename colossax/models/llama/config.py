@@ -9,7 +9,12 @@ from colossax.nn import DecoderConfig, Llama3Scaling, RopeConfig, even_head_dim
 class LlamaConfig:
     """Sizes of a Llama: RMSNorm, rope, gated SiLU MLP, grouped queries.
 
-    `head_dim` None is `embed / heads`. `rope_scaling` is that of Llama 3.1 and later.
+    `head_dim` None is `embed / heads`.
+
+    Attributes:
+        rope_theta: Base of the rotary embedding.
+        rope_scaling: That of Llama 3.1 and later.
+        attention_bias: Biases in attention.
 
     Source: Touvron et al. 2023; Dubey et al. 2024.
     """

@@ -11,6 +11,9 @@ class MistralConfig:
 
     `head_dim` None is `embed / heads`. `window` counts the query's own key; None sees all.
 
+    Attributes:
+        rope_theta: Base of the rotary embedding.
+
     Source: Jiang et al. 2023.
     """
 

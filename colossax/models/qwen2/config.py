@@ -9,6 +9,9 @@ from colossax.nn import DecoderConfig, RopeConfig, even_head_dim
 class Qwen2Config:
     """Sizes of a Qwen 2: as Llama, q, k and v with biases. `head_dim` None is `embed / heads`.
 
+    Attributes:
+        rope_theta: Base of the rotary embedding.
+
     Source: Yang et al. 2024, Qwen2 technical report.
     """
 

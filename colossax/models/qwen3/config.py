@@ -11,6 +11,9 @@ class Qwen3Config:
 
     `head_dim` is apart from `embed / heads`.
 
+    Attributes:
+        rope_theta: Base of the rotary embedding.
+
     Source: Yang et al. 2025, Qwen3.
     """
 

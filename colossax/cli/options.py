@@ -1,0 +1,127 @@
+"""Options of the verbs that compile or measure, whose own modules need JAX to be read.
+
+Help, and what can be refused without JAX, comes from here at once.
+"""
+
+import argparse
+import importlib
+import json
+from importlib import resources
+from pathlib import Path
+
+from colossax.cli.arguments import number, recipe_of_a_file, several_processes
+from colossax.cli.overrides import Override, apply_overrides
+from colossax.cli.recipes import list_recipes
+from colossax.recipes import recipe
+
+DESCRIPTION = {
+    "inspect": (
+        "Compile a recipe's training step for GPUs that are not there, and count: device memory\n"
+        "by term, collectives by mesh axis, time at the roofline. Nothing is run or allocated.\n"
+        "Several targets or presets, divided by commas, are compared in one table."
+    ),
+    "bench": (
+        "Measure what is there. kernels: each kernel's implementations on the device of this\n"
+        "machine, checked against float64 and then timed by turns, beside a matmul and a copy of\n"
+        "the same run. A CPU takes smaller shapes, in float32.\n"
+        "offload: copies between host and device memory, optimizer updates on CPU and device, and\n"
+        "a matmul; on a GPU, whether pipelined transfers change losses; kept in the cache folder,\n"
+        "for plans that put states in host memory."
+    ),
+    "check": (
+        "Say what this machine has and what is missing: versions, devices, links, kernels and\n"
+        "extras; where there are several devices, whether collectives along each mesh axis\n"
+        "give the right values, and how fast; on a GPU that our kernels are for, which of them\n"
+        "prove themselves there, which takes minutes once. Exit code 1 when devices or a\n"
+        "collective fail."
+    ),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser, verb: str) -> None:
+    """Declare the options of the verb."""
+    {"inspect": _inspect, "bench": _bench, "check": _check}[verb](parser)
+
+
+def run(verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
+    """Refuse what can be refused at once, then run the verb and return its exit code."""
+    if verb == "inspect" and args.list:
+        return list_recipes(as_json=args.json)
+    if verb == "inspect" and args.recipe is not None and ":" not in args.recipe:
+        for changes in preset_overrides(overrides):
+            apply_overrides(recipe(args.recipe), changes)
+    return importlib.import_module(f"colossax.cli.{verb}").run(verb, args, overrides)
+
+
+def preset_overrides(overrides: list[Override]) -> list[list[Override]]:
+    """The overrides of each preset, where `plan.preset` names several divided by commas."""
+    presets = next((text.split(",") for name, text in overrides if name == "plan.preset"), [""])
+    rest = [(name, text) for name, text in overrides if name != "plan.preset"]
+    return [[("plan.preset", preset), *rest] if preset else rest for preset in presets]
+
+
+def _inspect(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "recipe", metavar="RECIPE", nargs="?", help="a recipe of `colossax train`, or your own"
+    )
+    recipe_of_a_file(parser)
+    parser.add_argument(
+        "--target",
+        metavar="GPU:NODESxGPUS",
+        help=f"such as h100:1x8; GPUs: {', '.join(_gpu_keys())}; default: the recipe's own",
+    )
+    parser.add_argument(
+        "--network",
+        metavar="NAME",
+        default="ib",
+        help="between nodes: ib, roce or ethernet; default %(default)s",
+    )
+    parser.add_argument(
+        "--largest-microbatch",
+        action="store_true",
+        help="find the most rows of each device at a time that fit; compiles several times",
+    )
+    parser.add_argument(
+        "--compare-layouts",
+        metavar="N",
+        nargs="?",
+        type=int,
+        const=0,
+        help="what a layer sends and keeps in every legal layout and sequence scheme, cheapest"
+        " first; with N only the N that send least by formula are compiled",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object per inspection")
+    parser.add_argument("--hlo", metavar="FILE", help="write the compiled program's text here")
+    parser.add_argument("--plot", metavar="FILE", help="write a picture (PNG) here")
+    parser.epilog = (
+        "any value of the recipe, by its dotted name:\n"
+        "  --plan.preset zero3,zero1   --plan.mesh fsdp=4,tensor=2   --plan.batch.microbatch 2\n"
+        "  --data.seq_len 4096   --data.global_batch 64\n"
+        "  --plan.offload auto   --plan.offload.device_gb 24   --plan.offload.host_gb 96  (per GPU)"
+    )
+
+
+def _bench(parser: argparse.ArgumentParser) -> None:
+    what = ("kernels", "offload")
+    parser.add_argument("what", metavar="WHAT", choices=what, help=" or ".join(what))
+    parser.add_argument(
+        "--only", metavar="TEXT", help="cases whose kernel and shape contain it, such as 'backward'"
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", type=Path, help="write JSON there; offload: not in the cache"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object a row on stdout")
+
+
+def _check(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--devices", metavar="N", type=number(1), help="devices to use; on a CPU, N are made"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    several_processes(parser)
+
+
+def _gpu_keys() -> list[str]:
+    # `colossax.aot`, which has them too, imports JAX.
+    data = resources.files("colossax").joinpath("aot", "targets.json").read_text("utf-8")
+    return list(json.loads(data)["gpus"])
