@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from .callbacks import BestCheckpoint as BestCheckpoint
     from .callbacks import EarlyStopping as EarlyStopping
     from .calling import StepEnd as StepEnd
-    from .fit import ResumableBatches as ResumableBatches
-    from .fit import fit as fit
     from .options import Outcome as Outcome
     from .options import RunConfig as RunConfig
     from .options import RunOptions as RunOptions
+    from .own_step import ResumableBatches as ResumableBatches
+    from .own_step import fit as fit
     from .progress import Stream as Stream
     from .run import train as train
     from .run_dir import RunFolder as RunFolder

@@ -110,7 +110,7 @@ def nameless(rngs):
 SAID = [
     (UNet, {"fsdp": 4, "tensor": 2}, {}, "axis 'tensor' of 2 devices .* and does nothing; name"),
     (nameless, {"data": 4, "tensor": 2}, {}, "axis 'tensor' of 2 devices splits no parameter"),
-    (nameless, {"fsdp": 8}, {}, r"^100% of .* stay whole on every device: w \[1, 64\], v \[8\]; "),
+    (nameless, {"fsdp": 8}, {}, r"^89% of .* stay whole on every device: w \[1, 64\]; "),
     (
         MLP,
         {"fsdp": 8},

@@ -16,7 +16,7 @@ import colossax
 from colossax.checkpoint import Checkpointer
 from colossax.errors import InputError
 from colossax.run import AverageEvaluation, BestCheckpoint, Callback, EarlyStopping
-from colossax.run.fit import check_arguments
+from colossax.run.own_step import check_arguments
 from colossax.run.plot import metrics_of
 from colossax.run.records import read_records
 from tests.run.test_task import PLAN, TwoLayers, r2, rows, squares

@@ -80,6 +80,6 @@ def test_the_command_line_ends_with_its_exit_code(failure, code, tmp_path, monke
     add_arguments(parser, "train")
     args = parser.parse_args(["llama_tiny", "--out", str(tmp_path)])
     ended = Outcome(final={}, stopped_by=None, failure=failure)
-    monkeypatch.setattr("colossax.cli.train.train", lambda *given: ended)
-    monkeypatch.setattr("colossax.cli.train.start_jax", lambda launch: None)
+    monkeypatch.setattr("colossax.run.train", lambda *given: ended)
+    monkeypatch.setattr("colossax.processes.start_jax", lambda launch: None)
     assert run("train", args, []) == code and UNFINISHED == 3
