@@ -4,9 +4,8 @@ State crosses `jax.jit` as nested dicts; the graph definition is static. `nnx.St
 cost several times more per call on the host.
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -236,30 +235,27 @@ def pure(model: nnx.Module) -> Params:
     return nnx.to_pure_dict(nnx.split(model, nnx.Param, ...)[1])
 
 
-@contextlib.contextmanager
-def unchanged(model: Any) -> Iterator[None]:
-    """Refuse that what runs inside puts other arrays in the place of a model's parameters.
+@dataclasses.dataclass(frozen=True)
+class _Refuse:
+    """What Flax calls when the loss puts another array in the place of a parameter."""
 
-    Raises:
-        InputError: With the first one's path.
-    """
-    before = _values(model)
-    yield
-    after = _values(model)
-    for path, value in before.items():
-        if after.get(path) is not value:
-            raise InputError(
-                f"model: '{'/'.join(map(str, path))}' is changed while the loss is computed, which"
-                " a pure step would forget; compute with another array, and let the optimizer"
-                " change parameters, or after_step what is given as variables"
-            )
+    path: str
+
+    def __call__(self, _variable: nnx.Variable, _value: Any) -> Any:
+        raise InputError(
+            f"model: '{self.path}' is changed while the loss is computed, which a pure step would"
+            " forget; compute with another array, and let the optimizer change parameters, or"
+            " after_step what is given as variables"
+        )
 
 
-def _values(model: Any) -> dict[tuple, Any]:
-    if not isinstance(model, nnx.Module):
-        return {}
-    state = nnx.split(model, nnx.Param, ...)[1]
-    return {path: variable.get_raw_value() for path, variable in nnx.to_flat_state(state)}
+def held(model: Any) -> Any:
+    """The model, refusing (InputError) that its parameters are set while the loss is computed."""
+    if isinstance(model, nnx.Module):
+        for path, node in nnx.iter_graph(model):
+            if isinstance(node, nnx.Param):
+                node.set_metadata(on_set_value=_Refuse("/".join(map(str, path))))
+    return model
 
 
 def initialise(

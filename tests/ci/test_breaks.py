@@ -50,6 +50,7 @@ def usable(one: breaks.Break) -> bool | str:
 # A package of one room with two promises, one of them tested. Marks are spelt out when it is
 # written: here their text would be taken for marks of this file.
 FILES = {
+    "colossax/__init__.py": "",
     "colossax/room.py": "def double(x):\n    return 2 * x\n\n\ndef half(x):\n    return x / 2\n",
     "pyproject.toml": "[tool.pytest.ini_options]\n"
     'pythonpath = ["."]\naddopts = ["--strict-markers", "-m", "not far"]\n'

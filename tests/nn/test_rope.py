@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from colossax.nn.rope import Llama3Scaling, RopeConfig, frequencies, rope_tables, rotate
+from colossax.nn import Llama3Scaling, RopeConfig
+from colossax.nn.rope import frequencies, rope_tables, rotate
 
 HEAD_DIM = 16
 

@@ -12,7 +12,7 @@ from jaxtyping import Array
 from colossax.compat import inputs_used
 from colossax.config import BoundPlan
 from colossax.errors import InputError
-from colossax.nn.module import unchanged
+from colossax.nn.module import held
 from colossax.step.gradients.method import GradientMethod, Gradients
 from colossax.step.gradients.sums import accumulable, constrained, square_norm, summed_up
 from colossax.step.loss import SCALAR, Loss, Sums, Terms, Totals, checked
@@ -44,10 +44,7 @@ class LossCall:
         names = inspect.signature(self.loss).parameters
         given = {"variables": variables, "key": key}
         wanted = {name: value for name, value in given.items() if name in names}
-        model = self.merge(params)
-        with unchanged(model):
-            result = self.loss(model, batch, **wanted)
-        return checked(result)
+        return checked(self.loss(held(self.merge(params)), batch, **wanted))
 
 
 def accumulate(call: LossCall, bound: BoundPlan, infos: Any, trainable: Any) -> GradientMethod:
