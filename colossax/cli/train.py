@@ -77,7 +77,7 @@ def add_arguments(parser: Parser, _verb: str) -> None:
     parser.add_argument("--out", metavar="DIR", help="the run's folder; default runs/RECIPE-NNN")
     parser.add_argument(
         "--resume",
-        metavar="auto",
+        metavar="[=auto]",
         type=_resuming,
         default=False,
         help="go on with the run in --out; --resume=auto starts one where there is none",

@@ -119,7 +119,8 @@ def recipe_from_file(path: str) -> TrainConfig:
     data = _read(path)
     if isinstance(data.get("config"), Mapping):  # a run's own
         data = data["config"]
-    if "family" not in data.get("model", {}):
+    model = data.get("model")
+    if not isinstance(model, Mapping) or "family" not in model:
         if not isinstance(data.get("recipe"), str):
             raise InputError(
                 f"--config {path}: has neither a whole model nor a recipe; name the recipe that it"

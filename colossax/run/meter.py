@@ -35,18 +35,20 @@ class Meter:
         *,
         rate: Callable[[int], Any] | None = None,
         devices: Sequence[jax.Device] = (),
+        skipped: int = 0,
     ):
-        """Count from nothing.
+        """Count from where a state stands.
 
         Args:
             yardstick: What turns tokens per second into a share of the peak.
             rate: The learning rate after so many updates, where it is known.
             devices: Those of this process, whose memory is told.
+            skipped: Steps that were skipped before.
         """
         self.yardstick = yardstick
         self.tokens = 0.0
         self.seconds = 0.0
-        self.skipped = 0
+        self.skipped = skipped
         self.skipped_in_a_row = 0
         self._since: float | None = None
         self._rate = None if rate is None else _Rates(rate)

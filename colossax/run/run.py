@@ -74,7 +74,7 @@ def _train(run: Prepared, signals: StopSignals) -> tuple[TrainState, Outcome]:
         around.record = _recorder(run, start, screen, stack)
         introduce(run, start, screen)
         batches = stack.enter_context(run.task.batches(run.step, start))
-        loop = _loop(run, around, gate, screen)
+        loop = _loop(run, around, gate, screen, skipped=state["skipped"].item())
         screen.start(steps=run.config.steps, done=start)
         state, done = loop.run(state, batches, start)
         screen.close()
@@ -294,7 +294,7 @@ def _yardstick(run: Prepared) -> Yardstick:
     )
 
 
-def _loop(run: Prepared, around: Around, gate: Gate, screen: Screen) -> Loop:
+def _loop(run: Prepared, around: Around, gate: Gate, screen: Screen, *, skipped: int = 0) -> Loop:
     config, task = run.config, run.task
     hooks = Hooks(
         record=around.record,
@@ -310,7 +310,12 @@ def _loop(run: Prepared, around: Around, gate: Gate, screen: Screen) -> Loop:
         checkpoint_every=config.checkpoint_every,
         stop_after_skipped=config.stop_after_skipped,
     )
-    meter = Meter(_yardstick(run), rate=task.learning_rate, devices=local_devices(run.step))
+    meter = Meter(
+        _yardstick(run),
+        rate=task.learning_rate,
+        devices=local_devices(run.step),
+        skipped=skipped,
+    )
     return Loop(with_injected_rate(run.step), schedule, hooks, gate, meter)
 
 

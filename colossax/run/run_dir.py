@@ -95,7 +95,7 @@ def find_run_folder(out: str | None, *, recipe: str, resume: bool | Literal["aut
     if out is None:
         if resume:
             raise InputError("--resume: which run is not said; name its folder with --out DIR")
-        return RunFolder(path=_next_numbered(Path("runs"), recipe))
+        return RunFolder(path=_next_numbered(Path("runs"), re.sub(r"[^\w.-]+", "-", recipe)))
     folder = RunFolder(path=Path(out).expanduser())
     if folder.path.exists() and not folder.path.is_dir():
         raise InputError(f"--out {out}: is a file; choose a folder")

@@ -42,7 +42,8 @@ class Evaluation:
     def __call__(self, state: TrainState, batch: Batch) -> Totals:
         """Totals of the rows that were given; where devices do not divide them, rows are added.
 
-        Those are copies of the last one, whose own totals are taken off again.
+        Those are copies of the last one. As many copies as the batch then has rows tell what to
+        take off again: right for what is added up over rows, and for the quotient of a mean.
 
         Raises:
             InputError: Rows are added, and the loss is one number; or it is no batch.
@@ -58,9 +59,10 @@ class Evaluation:
                 f" multiple of {self._unit} would count; return"
                 " ({'error': (sum, count, 1.0)}, {}), or give such a multiple of rows"
             )
-        copies = self._of(state, _copies(batch, self._dims(batch), self._unit))
-        share = added / self._unit
-        return {name: _without(totals[name], share, copies[name]) for name in totals}
+        dims = self._dims(batch)
+        rows = _rows(batch, dims) + added
+        copies = self._of(state, _copies(batch, dims, rows))
+        return {name: _without(totals[name], copies[name], added, rows) for name in totals}
 
     @property
     def _unit(self) -> int:
@@ -71,8 +73,8 @@ class Evaluation:
     def _lacking(self, batch: Batch) -> int:
         """Rows to be added; none where arrays differ in theirs, which is refused later."""
         dims = self._dims(batch)
-        rows = {x.shape[dims[name].index("batch")] for name, x in batch.items()}
-        return -rows.pop() % self._unit if len(rows) == 1 else 0
+        counts = {x.shape[dims[name].index("batch")] for name, x in batch.items()}
+        return -counts.pop() % self._unit if len(counts) == 1 else 0
 
     def _dims(self, batch: Batch) -> Mapping[str, Dims]:
         return batch_dims(batch, self._step.options.batch_dims)
@@ -87,6 +89,11 @@ class Evaluation:
             batch = self._step.prepared(params, variables, batch)
             dims = self._dims(batch)
             return batch_totals(self._step.loss_call, bound, params, batch, dims, variables)
+
+
+def _rows(batch: Batch, dims: Mapping[str, Dims]) -> int:
+    name, x = next(iter(batch.items()))
+    return x.shape[dims[name].index("batch")]
 
 
 def _lengthened(batch: Batch, dims: Mapping[str, Dims], added: int) -> Batch:
@@ -119,11 +126,16 @@ def _with_last(batch: Batch, dims: Mapping[str, Dims], make: Any) -> Batch:
     return Arranged(arrays, batch.order) if isinstance(batch, Arranged) else arrays
 
 
-def _without(value: Any, share: float, copies: Any) -> Any:
-    """What was added up less a share of the copies'; a maximum they do not change."""
+def _without(value: Any, copies: Any, added: int, rows: int) -> Any:
+    """What was added up less that of the added rows; a maximum they do not change."""
     if isinstance(value, Maximum):
         return value
-    return jax.tree.map(lambda x, more: x - share * more, value, copies)
+
+    def less(x: Any, more: Any) -> Any:
+        # Multiplied first: counts below 2^24 stay whole numbers. Infinite stays infinite.
+        return jnp.where(jnp.isfinite(more), x - more * added / rows, x)
+
+    return jax.tree.map(less, value, copies)
 
 
 def batch_totals(

@@ -217,8 +217,8 @@ class Step:
         """Terms and metrics of a batch as (total, weight), without a step.
 
         Any number of rows; a program is compiled for each. Where microbatches and devices do not
-        divide them, copies of the last row fill them up and are taken off again: weights are exact,
-        totals to float32. A loss that takes a key gets None.
+        divide them, copies of the last row fill them up and are taken off again, to float32: rows
+        must not see one another then. A loss that takes a key gets None.
 
         Raises:
             InputError: The state was given to a step; or rows are added and the loss is one number.

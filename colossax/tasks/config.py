@@ -83,11 +83,11 @@ class DataConfig:
 
     @property
     def sources(self) -> dict[str | None, float]:
-        """Paths and their weights, which add up to 1."""
+        """Paths and their weights, which add up to 1; the order they were given in is no matter."""
         if not self.mixture:
             return {self.path: 1.0}
         total = sum(self.mixture.values())
-        return {path: weight / total for path, weight in self.mixture.items()}
+        return {path: weight / total for path, weight in sorted(self.mixture.items())}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -103,7 +103,7 @@ def identity(config: TrainConfig, *, text: str, tokenizer: str) -> dict[str, Any
 
 def _shown(data: DataConfig) -> str:
     """What the text is, for people: a run's identity."""
-    return ", ".join(data.mixture) or data.path or "the standard library"
+    return ", ".join(filter(None, data.sources)) or "the standard library"
 
 
 def _opened(config: TrainConfig, group: Group) -> Text:

@@ -33,12 +33,12 @@ def patched(text):
         yield patch
 
 
-def train(*arguments, data=None, devices=1):
+def train(*arguments, data=None, devices=1, recipe=SMALL):
     """Run `colossax train`; gives (exit code, JSON objects, standard error)."""
     out, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
         source = [f"--data={data}"] if data else []
-        code = main(["train", *SMALL, f"--devices={devices}", *source, *arguments])
+        code = main(["train", *recipe, f"--devices={devices}", *source, *arguments])
     return code, [json.loads(line) for line in out.getvalue().splitlines()], errors.getvalue()
 
 
@@ -278,10 +278,11 @@ def test_a_mixture_of_whole_documents_goes_on_as_it_began(text, tmp_path):
     twice = ("--data.packing=whole", f"--out={tmp_path / 'twice'}")
     part = train(mixture, *twice, "--steps=2", "--optimizer.schedule_steps=3")
     assert (once[0], part[0]) == (0, 0), once[2] + part[2]
-    code, rest, errors = train(mixture, *twice, "--steps=3", "--resume")
+    resume = (f"--out={tmp_path / 'twice'}", "--steps=3", "--resume", "--json")
+    code, rest, errors = train(*resume, recipe=[])
     assert code == 0, errors
     assert losses(part[1]) + losses(rest) == losses(once[1])
     assert "text: 25.0% other: " in errors and "cut off after" in errors
     assert rest[-1]["final"]["validation_loss"] == once[1][-1]["final"]["validation_loss"]
     code, _, errors = train(*twice, f"--data.mixture={text}=1,{other}=1", "--resume", "--steps=4")
-    assert code == 2 and "data.mixture is 0.75 0.25 in" in errors
+    assert code == 2 and "data.mixture is" in errors

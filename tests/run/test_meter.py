@@ -39,6 +39,15 @@ def test_the_learning_rate_is_that_of_the_update_and_skipped_steps_make_none():
     assert injected["learning_rate"] == 0.25
 
 
+@pytest.mark.catches("skips-of-before")
+def test_steps_skipped_before_a_resumption_are_none_of_this_run():
+    reads = meter(skipped=3)
+    reads.read(101, metrics(101, skipped=3))
+    assert reads.skipped_in_a_row == 0
+    reads.read(102, metrics(102, skipped=4))
+    assert reads.skipped_in_a_row == 1
+
+
 class Clock:
     """A clock that moves when it is told to."""
 

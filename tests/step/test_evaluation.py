@@ -28,7 +28,7 @@ def loss(model, batch):
     each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
     right = jnp.sum(jnp.argmax(logits, -1) == batch["y"], dtype=jnp.float32)
     rows = jnp.float32(each.size)
-    metrics = {"accuracy": (right, rows), "logits": (jnp.sum(logits, 0), rows)}
+    metrics = {"accuracy": (right, 7 * rows), "logits": (jnp.sum(logits, 0), rows)}
     return {"nll": (jnp.sum(each), rows, 1.0)}, {**metrics, "worst": Maximum(jnp.max(each))}
 
 
@@ -72,9 +72,22 @@ def test_any_number_of_rows_counts_as_on_one_device(mesh, cut, plainly):
         want = jax.device_get(plainly(rows(count)))
         for place in (dict, jax.device_put):
             found = jax.device_get(step.evaluate(state, place(rows(count))))
-            assert found["nll"][1] == found["accuracy"][1] == count
+            assert found["nll"][1] == count and found["accuracy"][1] == 7 * count
             assert found["accuracy"][0] == want["accuracy"][0]
             assert_trees_close(found, want)
+
+
+@pytest.mark.catches("evaluate-copies-of-a-unit")
+@pytest.mark.parametrize("mesh", MESHES[1:])
+def test_a_mean_is_that_of_the_rows_given(mesh):
+    def of_mean(model, batch):
+        return {"mse": (mean(model, batch), 1.0, 1.0)}, {}
+
+    state, step = made(mesh, loss=of_mean)
+    for count in (15, 13, 7, 31):
+        total, weight = step.evaluate(state, rows(count))["mse"]
+        expected = mean(step.model(state), rows(count))
+        np.testing.assert_allclose(total / weight, expected, rtol=1e-5)
 
 
 @pytest.mark.catches("evaluate-declares")

@@ -61,10 +61,10 @@ def test_a_mixture_is_read_learnt_and_validated_by_its_weights(tmp_path, monkeyp
     monkeypatch.setenv("COLOSSAX_CACHE", str(tmp_path / "cache"))
     task = task_of(mixed(tmp_path))
     lines = task.introduction()
-    assert lines[0].startswith("text: 75.0% many: ") and lines[1].startswith("text: 25.0% few: ")
-    assert task.identity()["data"][0] == f"{tmp_path}/many, {tmp_path}/few"
-    assert task.identity()["data.mixture"] == "0.75 0.25"
-    losses = iter([2.0, 6.0])
+    assert lines[0].startswith("text: 25.0% few: ") and lines[1].startswith("text: 75.0% many: ")
+    assert task.identity()["data"][0] == f"{tmp_path}/few, {tmp_path}/many"
+    assert task.identity()["data.mixture"] == "0.25 0.75"
+    losses = iter([6.0, 2.0])
     monkeypatch.setattr(text_task, "mean_loss", lambda *_: next(losses))
     monkeypatch.setattr(text_task.Text, "held_out", lambda *_: None)
     found = task.evaluators["validation_loss"](object.__new__(Step), {})
@@ -73,6 +73,15 @@ def test_a_mixture_is_read_learnt_and_validated_by_its_weights(tmp_path, monkeyp
         "validation_loss many": 2.0,
         "validation_loss few": 6.0,
     }
+
+
+@pytest.mark.catches("mixture-by-its-order")
+def test_the_order_of_a_mixture_is_no_matter():
+    one, other = (
+        dataclasses.replace(CONFIG.data, mixture=mixture)
+        for mixture in ({"web": 0.7, "code": 0.3}, {"code": 0.3, "web": 0.7})
+    )
+    assert list(one.sources.items()) == list(other.sources.items())
 
 
 def test_a_mixture_goes_through_json_and_back():
