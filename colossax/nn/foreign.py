@@ -11,8 +11,11 @@ from colossax.nn.module import ModelSpec
 from colossax.sharding import current, gather_for_others
 from colossax.typing import ParamInfo
 
-_CASTING = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv, nnx.ConvTranspose, nnx.Embed)
-"""Modules of Flax that cast their weights to their `dtype` before anything else."""
+_CASTING = (nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv, nnx.ConvTranspose)
+"""Modules of Flax that cast their weights to their `dtype` before anything else.
+
+Not of classes derived from them, nor of tables, which tied heads read in their dtype at rest.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +36,8 @@ class Gather:
         """The value as a matmul wants it; in a scan over layers that of one layer."""
         bound, shape = current(), jnp.shape(value)
         first = len(self.info.shape) - len(shape)
-        if bound is None or bound.single or shape != self.info.shape[first:]:
+        whole = shape == jnp.shape(variable.get_raw_value()) == self.info.shape[first:]
+        if bound is None or bound.single or not whole:
             return value
         dtype = value.dtype if self.dtype is None else self.dtype
         return gather_for_others(value, self.info.dims[first:], dtype)
@@ -44,7 +48,8 @@ def with_gathers(spec: ModelSpec) -> ModelSpec:
 
     Those are all that have names of dims and were not made by `colossax.nn.param`. Left to
     itself the compiler may move activations in place of weights. What is read in a region that is
-    recomputed (`nnx.remat`) is gathered again in backward; elsewhere it is kept until then.
+    recomputed (`nnx.remat`) is gathered again in backward; elsewhere it is kept until then. A
+    kernel that its module casts to fewer bytes is read in that dtype, by whoever reads it.
     """
     model = spec.merge(jax.tree.map(lambda i: jax.ShapeDtypeStruct(i.shape, i.dtype), spec.infos))
     nodes = dict(nnx.iter_graph(model))
@@ -72,7 +77,7 @@ def _at(infos: Any, path: tuple) -> ParamInfo:
 
 def _cast_to(owner: Any, info: ParamInfo) -> Any:
     """Where the module would cast a matrix to fewer bytes, these are sent."""
-    if not isinstance(owner, _CASTING) or owner.dtype is None or len(info.shape) < 2:
+    if type(owner) not in _CASTING or owner.dtype is None or len(info.shape) < 2:
         return None
     dtype = jnp.dtype(owner.dtype)
     return dtype if dtype.itemsize < info.dtype.itemsize else None

@@ -94,6 +94,56 @@ def test_a_norm_that_computes_in_float32_is_gathered_in_float32():
     assert {one[1] for one in constraints(make_model, FSDP, jnp.ones((8, 16)))} == {"float32"}
 
 
+class Tied(nnx.Module):
+    """A table that looks up in bfloat16 and is read as it is for the head."""
+
+    def __init__(self, rngs):
+        init = nnx.with_partitioning(nnx.initializers.normal(), ("vocab", "embed"))
+        self.table = nnx.Embed(16, 16, embedding_init=init, dtype=jnp.bfloat16, rngs=rngs)
+
+    def __call__(self, x):
+        return x @ self.table.embedding[...].T
+
+
+class Router(nnx.Linear):
+    """A kernel that is multiplied as it is."""
+
+    def __call__(self, x):
+        return x @ self.kernel[...]
+
+
+def router(rngs):
+    kernel = nnx.with_partitioning(nnx.initializers.normal(), ("embed", "mlp"))
+    return Router(16, 16, kernel_init=kernel, dtype=jnp.bfloat16, rngs=rngs)
+
+
+@pytest.mark.catches("foreign-cast-tables")
+@pytest.mark.parametrize("make_model", [Tied, router])
+def test_what_may_be_read_as_it_is_keeps_its_dtype(make_model):
+    assert {one[1] for one in constraints(make_model, FSDP, jnp.ones((8, 16)))} == {"float32"}
+
+
+class Recomputed(nnx.Module):
+    """Its transforms write the parameters back that they were given."""
+
+    def __init__(self, rngs):
+        self.inner = named_linear(rngs)
+
+    @nnx.remat
+    def __call__(self, x):
+        return self.inner(x)
+
+
+def test_transforms_of_flax_change_no_parameters():
+    def loss(model, batch):
+        return jnp.mean(jnp.square(model(batch["x"]) - 1.0))
+
+    dims = {"x": ("batch", None)}
+    state, step = boost(Recomputed, optax.sgd(0.1), loss, Plan(mesh=FSDP), batch_dims=dims)
+    _, metrics = step(state, {"x": np.ones((8, 16), np.float32)})
+    assert 0.5 < float(metrics["loss"]) < 1.5
+
+
 class PlainStack(nnx.Module):
     """Layers of plain modules in a stack of the library."""
 

@@ -62,6 +62,7 @@ def plainly():
 
 
 @pytest.mark.catches("evaluate-counts-added-rows")
+@pytest.mark.catches("evaluate-copies-of-a-unit")
 @pytest.mark.catches("evaluate-one-form")
 @pytest.mark.catches("evaluate-last-form")
 @pytest.mark.parametrize("cut", CUTS, ids=str)
@@ -77,7 +78,7 @@ def test_any_number_of_rows_counts_as_on_one_device(mesh, cut, plainly):
             assert_trees_close(found, want)
 
 
-@pytest.mark.catches("evaluate-copies-of-a-unit")
+@pytest.mark.catches("evaluate-mean-with-added-rows")
 @pytest.mark.parametrize("mesh", MESHES[1:])
 def test_a_mean_is_that_of_the_rows_given(mesh):
     def of_mean(model, batch):
