@@ -30,8 +30,9 @@ _USAGE = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `colossax` and return its exit code.
 
-    0 is success, 2 wrong input (one sentence on standard error, no traceback), 130 and 143 a run
-    stopped by Ctrl-C and SIGTERM. Any other error is ours and keeps its traceback.
+    0 is success, 1 what `check` or `bench` found wrong, 2 wrong input (one sentence on standard
+    error, no traceback), 3 a run that was no longer finite, 130 and 143 a run stopped by Ctrl-C and
+    SIGTERM. Any other error is ours and keeps its traceback.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:

@@ -44,6 +44,11 @@ DESCRIPTION = {
     )
 }
 
+_CODES = (
+    "\n\nexit codes: 0 done, 2 wrong input, 3 loss or gradients no longer finite, 130 and 143\n"
+    "stopped by Ctrl-C and SIGTERM, saved"
+)
+
 UNFINISHED = 3
 """Exit code of a run that ended without what it promises."""
 
@@ -110,7 +115,7 @@ def add_arguments(parser: Parser, _verb: str) -> None:
     values.add_argument("--data", metavar="PATH", help="text, JSONL or Parquet, a file or a folder")
     keeping(parser)
     several_processes(parser)
-    parser.epilog = described_values(recipe(DEFAULT_RECIPE))
+    parser.epilog = described_values(recipe(DEFAULT_RECIPE)) + _CODES
     parser.prepare = functools.partial(_tell_values, parser)
 
 
@@ -127,7 +132,7 @@ def _tell_values(parser: Parser, words: Sequence[str]) -> None:
     for name, (_, text) in _FIELDS.items():
         value = shown(getattr(config, name))
         parser.option(f"--{name.replace('_', '-')}").help = f"{text}; default {value}"
-    parser.epilog = described_values(config)
+    parser.epilog = described_values(config) + _CODES
 
 
 def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:

@@ -10,8 +10,9 @@ import pytest
 
 from colossax.cli import main
 from colossax.cli.arguments import Parser, split_overrides
-from colossax.cli.train import add_arguments, configure
+from colossax.cli.train import UNFINISHED, add_arguments, configure
 from colossax.config import OffloadConfig, Segment
+from colossax.processes import EXIT_CODES
 from colossax.recipes import recipe
 from colossax.run import RunFolder
 from colossax.tasks.config import train_config_to_json
@@ -198,6 +199,7 @@ def test_help_is_there(arguments, code, capsys):
     assert "colossax" in capsys.readouterr().out
 
 
+@pytest.mark.catches("exit-codes-untold")
 def test_the_options_of_train_are_listed(capsys):
     with pytest.raises(SystemExit) as leaving:
         main(["train", "--help"])
@@ -205,6 +207,9 @@ def test_the_options_of_train_are_listed(capsys):
     shown = capsys.readouterr().out
     for part in ("--out DIR", "--optimizer.peak_lr", "--plan.preset", "llama3_70b", "--process-id"):
         assert part in shown, part
+    codes = shown.rpartition("exit codes: ")[2]
+    for code in (0, 2, UNFINISHED, *EXIT_CODES.values()):
+        assert str(code) in codes.split(), code
 
 
 @pytest.mark.catches("usage-error-code")

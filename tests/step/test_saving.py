@@ -152,12 +152,13 @@ def test_a_step_shows_where_everything_lives(trained):
 
 
 def snippets():
-    """Python of the page on loops of one's own."""
-    return re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    """Python of the page on loops of one's own, from where the loop is written out."""
+    written_out = GUIDE.read_text().partition("## The loop written out")[2]
+    return re.findall(r"```python\n(.*?)```", written_out, re.DOTALL)
 
 
 @pytest.mark.catches("own-manager-layout")
-def test_the_page_on_loops_of_ones_own_runs(tmp_path):
+def test_the_loop_that_the_page_writes_out_runs(tmp_path):
     given, where = parts({"fsdp": 2, "tensor": 2})
     make_model, optimizer, loss, plan = given
     smaller = Plan(mesh={"fsdp": 2})
