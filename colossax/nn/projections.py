@@ -5,13 +5,15 @@ Read off the modules alone, in the order in which they were made; nothing is com
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from colossax.nn.members import BIASES, children, equation_roles, held_params, stacked_dims
 from colossax.nn.named_models import MakeModel
 from colossax.typing import Dims
 
@@ -22,13 +24,15 @@ class Projection:
 
     Attributes:
         path: Of the array.
-        shape: Its sizes.
+        shape: Its sizes, in a stack those of one layer.
         roles: A letter for each of its last dims: `i` for those that the input has too, `o` for
             those of the output, `-` for others.
         convolves: Whether it is the kernel of a convolution.
         table: Whether its rows are looked up.
         positions: Whether it is added to what stands at each position.
         bias: Path and shape of the bias, or None.
+        stacked: How many dims of layers stand before those of `shape`.
+        adapters: Paths and shapes of matrices of low rank that are added to it.
     """
 
     path: str
@@ -38,6 +42,8 @@ class Projection:
     table: bool = False
     positions: bool = False
     bias: tuple[str, tuple[int, ...]] | None = None
+    stacked: int = 0
+    adapters: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     def sizes(self, role: str) -> tuple[int, ...]:
         """Sizes of the dims that have a role."""
@@ -62,10 +68,10 @@ class Projection:
     def row_names(self) -> Dims:
         """Names of what is looked up."""
         rows = "vocab" if self.table and len(self.shape) == 2 else None
-        return (*(None,) * (len(self.shape) - 2), rows, "embed")
+        return (*(None,) * (self.stacked + len(self.shape) - 2), rows, "embed")
 
     def names(self, inward: bool, vocab: bool) -> dict[str, Dims]:
-        """Names by path, of a map: of the matrix, and of the bias as the output's.
+        """Names by path, of a map: of the matrix, of the bias as the output's, of adapters.
 
         Args:
             inward: Whether it leads from the residual stream into a block.
@@ -78,7 +84,7 @@ class Projection:
             "-": iter((None,) * len(self.roles)),
         }
         dims = [next(by_role[role]) for role in self.roles]
-        found = {self.path: (*(None,) * (len(self.shape) - len(dims)), *dims)}
+        found = {self.path: (*(None,) * (self.stacked + len(self.shape) - len(dims)), *dims)}
         if self.bias is not None:
             path, shape = self.bias
             # Without `head_dim`, whose name would keep a bias from decaying.
@@ -86,6 +92,17 @@ class Projection:
             if shape[len(shape) - len(out) :] == self.sizes("o"):
                 kept = [None if dim == "head_dim" else dim for dim in out]
                 found[path] = (*(None,) * (len(shape) - len(out)), *kept)
+        return found | self._adapter_names(dims)
+
+    def _adapter_names(self, dims: Sequence[str | None]) -> dict[str, Dims]:
+        """The input's name for the first matrix, the output's for the second; none for the rank."""
+        found: dict[str, Dims] = {}
+        for path, shape in self.adapters:
+            role, at = ("i", -2) if path.endswith("a") else ("o", -1)
+            if self.sizes(role) == (shape[at],):
+                name = dims[self.roles.index(role)]
+                pair = (name, None) if role == "i" else (None, name)
+                found[path] = (*(None,) * (len(shape) - 2), *pair)
         return found
 
 
@@ -108,7 +125,11 @@ def found_names(make_model: MakeModel) -> dict[str, tuple[Dims, ...]]:
     So an MLP, gated or not, and attention's q, k, v and o come out as one would write them. A guess
     that is wrong costs bytes and changes no result. Of a convolution one dim alone has a name: JAX
     0.10.2's compiler gets `conv(silu(conv(x, a)), b)` and its gradients wrong where kernels are
-    split by their inputs over one axis and by their outputs over another.
+    split by their inputs over one axis and by their outputs over another. So it is with every array
+    of four dims or more of which no equation tells what they are.
+
+    In what `nnx.vmap` or `nnx.scan` stacked, names are those of one layer. The stacked dim has
+    none: as `layers` it would keep biases from decaying, and names change no result.
 
     Args:
         make_model: The factory; it is traced.
@@ -123,20 +144,18 @@ def found_names(make_model: MakeModel) -> dict[str, tuple[Dims, ...]]:
     def trace() -> jax.Array:
         model = make_model(nnx.Rngs(0))
         runs = list(_runs(model, ()))
-        tables = {p.shape for run, _ in runs for p in run if p.table}
+        tables = {p.shape for run, _ in runs for p in run if p.table and not p.positions}
         for run, chained in runs:
             maps = [one for one in run if not one.looked_up]
             names.update({one.path: (one.row_names(),) for one in run if one.looked_up})
-            for one, inward in zip(maps, _inward(maps, chained, tables), strict=True):
-                names.update(_ways(one, inward, (one.writes, one.reads) in tables))
+            heads = [_is_head(one, maps[at + 1 :], tables) for at, one in enumerate(maps)]
+            for one, inward, head in zip(maps, _inward(maps, chained, heads), heads, strict=True):
+                names.update(_ways(one, inward, head))
         return jnp.zeros(())
 
     with nnx.use_eager_sharding(False):
         jax.eval_shape(trace)
     return names
-
-
-_NORMS = nnx.LayerNorm | nnx.RMSNorm | nnx.GroupNorm | nnx.BatchNorm | nnx.InstanceNorm
 
 
 def _ways(one: Projection, inward: bool, vocab: bool) -> dict[str, tuple[Dims, ...]]:
@@ -152,7 +171,12 @@ def _only(name: str, names: dict[str, Dims]) -> dict[str, Dims]:
     return {path: tuple(d if d == name else None for d in dims) for path, dims in names.items()}
 
 
-def _inward(run: Sequence[Projection], chained: bool, tables: set[tuple[int, ...]]) -> list[bool]:
+def _is_head(one: Projection, later: Sequence[Projection], tables: set[tuple[int, ...]]) -> bool:
+    """Whether its output is the vocabulary: it has a table's sizes, and no later map reads it."""
+    return (one.writes, one.reads) in tables and not any(o.reads == one.writes for o in later)
+
+
+def _inward(run: Sequence[Projection], chained: bool, heads: Sequence[bool]) -> list[bool]:
     """Whether each of the maps of a module leads into a block."""
     found: list[bool] = []
     wide: set[int] = set()
@@ -162,7 +186,7 @@ def _inward(run: Sequence[Projection], chained: bool, tables: set[tuple[int, ...
         several = len(one.sizes("i")) > 1, len(one.sizes("o")) > 1
         if several[0] != several[1]:
             inward = several[1]
-        elif (one.writes, one.reads) in tables:
+        elif heads[number]:
             inward = True
         elif one.reads in wide:
             inward = False
@@ -186,97 +210,143 @@ def _last_square(one: Projection, number: int, later: Sequence[Projection], wide
 
 
 def _runs(
-    module: Any, path: tuple, above: tuple[int, ...] = ()
+    module: Any, path: tuple, above: tuple[int, ...] = (), stacked: int = 0
 ) -> Iterator[tuple[list[Projection], bool]]:
     """Maps that stand beside one another in a module, without blocks in between; all modules."""
     run: list[Projection] = []
     chained = isinstance(module, nnx.List | list | tuple)
-    above = (*above, id(module))
-    for name, child in _children(module):
+    above, stacked = (*above, id(module)), max(stacked, stacked_dims(module))
+    sorted_ = stacked > 0 and not chained
+    for name, child in children(module):
         if id(child) in above:
             continue  # a module may know the one that holds it
-        own = _alone(child, (*path, name), above)
+        own = _alone(child, (*path, name), above, stacked)
+        inner = list(_runs(child, (*path, name), above, stacked))
         if own is not None:
             run.append(own)
-        elif not isinstance(child, nnx.Variable):
-            inner = list(_runs(child, (*path, name), above))
-            if any(one for one, _ in inner):
+            yield from _others(inner, own)
+        else:
+            if not sorted_ and any(one for one, _ in inner):
                 yield run, chained
                 run = []
             yield from inner
-    yield run, chained
+    yield _likely_order(run) if sorted_ else run, chained
 
 
-def _children(module: Any) -> Iterable[tuple[Any, Any]]:
-    """Parameters and what may hold such, in the order in which they were given."""
-    if isinstance(module, list | tuple):
-        children: Iterable[tuple[Any, Any]] = enumerate(module)
-    elif isinstance(module, dict):
-        children = module.items()
-    else:
-        children = vars(module).items() if isinstance(module, nnx.Module) else ()
-        children = () if isinstance(module, _NORMS) else children
-    kinds = nnx.Param | nnx.Module | list | tuple | dict
-    return [(name, child) for name, child in children if isinstance(child, kinds)]
+_OUT = re.compile(r"^(c_|w_?)?(o|out|output|proj)(_|$)")
 
 
-def _alone(node: Any, path: tuple, above: tuple[int, ...]) -> Projection | None:
-    """A parameter of its own, or that of a module which has just one of two dims or more."""
+def _likely_order(run: list[Projection]) -> list[Projection]:
+    """The order of a block's maps where Flax's transforms left that of the alphabet.
+
+    First those that no other reads, then attention's squares, of which `o` is the last, then what
+    widens and what narrows.
+    """
+    read = {one.reads for one in run if one.reads != one.writes}
+
+    def place(one: Projection) -> tuple[int, bool]:
+        name = one.path.split("/")[-2 if "/" in one.path else -1].lower()
+        if one.reads == one.writes:
+            return 1, bool(_OUT.search(name))
+        return (0 if one.writes not in read else 2 + (one.reads > one.writes)), False
+
+    return sorted(run, key=place)
+
+
+def _others(
+    runs: Sequence[tuple[list[Projection], bool]], own: Projection
+) -> Iterator[tuple[list[Projection], bool]]:
+    """What else a module holds beside its own map."""
+    known = {own.path, *(path for path, _ in own.adapters)}
+    known |= {own.bias[0]} if own.bias is not None else set()
+    for run, chained in runs:
+        if rest := [one for one in run if one.path not in known]:
+            yield rest, chained
+
+
+_ADAPTERS = ("lora_a", "lora_b")
+
+
+def _alone(node: Any, path: tuple, above: tuple[int, ...], stacked: int) -> Projection | None:
+    """A parameter of its own, or that of a module which has just one of two dims or more.
+
+    A module's own `kernel` is that of the module, whatever else it holds.
+    """
     if isinstance(node, nnx.Param):
-        return _projection(None, path, node, None) if _matrix(node) else None
-    params = {n: child for n, child in _children(node) if isinstance(child, nnx.Param)}
-    inner = [child for _, child in _children(node) if id(child) not in above]
-    inner = [child for child in inner if not isinstance(child, nnx.Param)]
-    if any(run for child in inner for run, _ in _runs(child, (), (*above, id(node)))):
-        return None
-    matrices = [name for name, child in params.items() if _matrix(child)]
+        return _projection(None, path, node, stacked) if _matrix(node, stacked) else None
+    stacked, above = max(stacked, stacked_dims(node)), (*above, id(node))
+    params = {n: child for n, child in children(node) if isinstance(child, nnx.Param)}
+    inner = {n: child for n, child in children(node) if id(child) not in above}
+    inner = {n: child for n, child in inner.items() if n not in params}
+    matrices = [name for name, child in params.items() if _matrix(child, stacked)]
     if "kernel" in matrices:  # attention's biases have two dims as well
         matrices = ["kernel"]
+    elif set(matrices) == set(_ADAPTERS):
+        return _adapted(node, path, inner, above, stacked)
+    elif any(run for child in inner.values() for run, _ in _runs(child, (), above, stacked)):
+        return None
     if len(matrices) != 1:
         return None
     [name] = matrices
-    bias = next(((n, child) for n, child in params.items() if n in ("bias", "b")), None)
-    if bias is not None:
-        bias = (_label((*path, bias[0])), tuple(bias[1].shape))
-    return _projection(node, (*path, name), params[name], bias)
-
-
-def _matrix(param: nnx.Param) -> bool:
-    return param.ndim >= 2 and math.prod(param.shape[:-1]) > 1
-
-
-def _projection(
-    module: Any, path: tuple, param: nnx.Param, bias: tuple[str, tuple[int, ...]] | None
-) -> Projection:
-    shape = tuple(param.shape)
-    roles, name = _roles(module, shape), str(path[-1]).lower()
-    own = module is None or not type(module).__module__.startswith("flax.")
-    positions = own and "pos" in name
-    table = isinstance(module, nnx.Embed) or (own and "embed" in name and not positions)
-    return Projection(
-        path=_label(path),
-        shape=shape,
-        roles=roles,
-        convolves=isinstance(module, nnx.Conv | nnx.ConvTranspose),
-        table=table,
-        positions=positions,
-        bias=bias,
+    bias = next((n for n in params if n in BIASES), None)
+    own = _projection(node, (*path, name), params[name], stacked)
+    return dataclasses.replace(
+        own,
+        bias=None if bias is None else (_label((*path, bias)), tuple(params[bias].shape)),
+        adapters=_adapters(node, path),
     )
 
 
-def _roles(module: Any, shape: tuple[int, ...]) -> str:
+def _adapted(
+    node: Any, path: tuple, inner: dict[Any, Any], above: tuple[int, ...], stacked: int
+) -> Projection | None:
+    """The one map that a module holds and adapts."""
+    found = [_alone(child, (*path, name), above, stacked) for name, child in inner.items()]
+    maps = [one for one in found if one is not None]
+    return dataclasses.replace(maps[0], adapters=_adapters(node, path)) if len(maps) == 1 else None
+
+
+def _adapters(node: Any, path: tuple) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    held = [(p, param) for _, p, param in held_params(node, path) if p[-1] in _ADAPTERS]
+    return tuple((_label(p), tuple(param.shape)) for p, param in held)
+
+
+def _matrix(param: nnx.Param, stacked: int) -> bool:
+    return param.ndim - stacked >= 2 and math.prod(param.shape[stacked:-1]) > 1
+
+
+_POSITIONS = re.compile(r"(^|_)(pos(ition(s|al)?|embed(ding)?|emb)?|wpe)(_|$)")
+
+_TABLE = re.compile(r"(^|_)embed(s|der|ding|dings)?(_|$)")
+
+_MAP = re.compile(r"(^|_)(proj|projection|linear|dense|kernel|patch)(_|$)")
+
+
+def _projection(module: Any, path: tuple, param: nnx.Param, stacked: int) -> Projection:
+    shape = tuple(param.shape)[stacked:]
+    roles, name = _roles(module, shape), str(path[-1]).lower()
+    own = module is None or not type(module).__module__.startswith("flax.")
+    positions = own and bool(_POSITIONS.search(name))
+    embeds = bool(_TABLE.search(name)) and not _MAP.search(name)
+    return Projection(
+        path=_label(path),
+        shape=shape,
+        roles=roles or "io",
+        convolves=isinstance(module, nnx.Conv | nnx.ConvTranspose) or not (roles or len(shape) < 4),
+        table=isinstance(module, nnx.Embed) or (own and embeds and not positions),
+        positions=positions,
+        stacked=stacked,
+    )
+
+
+def _roles(module: Any, shape: tuple[int, ...]) -> str | None:
+    """Of its last dims; None where nothing tells."""
     if isinstance(module, nnx.LinearGeneral):
         return "i" * len(module.in_features) + "o" * len(module.out_features)
     if isinstance(module, nnx.ConvTranspose) and module.transpose_kernel:
         return "oi"
-    equation = getattr(module, "einsum_str", None)
-    if isinstance(equation, str) and "->" in equation and equation.count(",") == 1:
-        operands, out = equation.replace(" ", "").split("->")
-        x, w = operands.split(",")
-        roles = "".join("-" if c in x and c in out else "i" if c in x else "o" for c in w)
-        if w.isalpha() and len(w) == len(shape) and {"i", "o"} <= set(roles):
-            return roles
-    return "io"
+    roles = equation_roles(module)
+    return roles if roles and len(roles) <= len(shape) else None
 
 
 def _label(path: tuple) -> str:

@@ -20,7 +20,9 @@ SHOWN = 3
 def warn_of_idle(bound: BoundPlan, spec: ModelSpec) -> None:
     """Warn of mesh axes that do nothing, and where much of the parameters is not split.
 
-    An axis does something if it splits a parameter, the batch or the sequence. Parameters stay
+    An axis does something if it splits a parameter, the batch or the sequence. One that splits the
+    sequence is taken to find one: a model may have dims `seq` within though no array of its batch
+    has, so of such an axis there is no word even where there is none to split. Parameters stay
     whole without a word under a plan that keeps them so, as `ddp` and `zero1` do; vectors, such as
     biases and scales of norms, always. Of sizes that devices do not divide there is a word where
     the parameters are more than `WHOLE_SHARE`.

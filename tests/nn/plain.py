@@ -132,3 +132,29 @@ class Fused(nnx.Module):
         self.embed = nnx.Embed(64, width, rngs=rngs)
         self.qkv = nnx.Linear(width, 3 * width, rngs=rngs)
         self.proj = nnx.Linear(width, width, rngs=rngs)
+
+
+class OwnNorm(nnx.Module):
+    def __init__(self, width):
+        self.scale = nnx.Param(jnp.ones(width))
+
+
+class OwnConv(nnx.Module):
+    def __init__(self, inputs, outputs):
+        self.weight = nnx.Param(jnp.ones((3, 3, inputs, outputs)))
+
+
+class OwnTables(nnx.Module):
+    """Names that hold `pos` and `embed` as a word, and as part of one or of a map's."""
+
+    def __init__(self, rngs, width=32):
+        self.pos = nnx.Param(jnp.zeros((16, width)))
+        self.token_embed = nnx.Param(jnp.zeros((64, width)))
+        self.transposed = nnx.Param(jnp.zeros((width, 2 * width)))
+        self.embed_proj = nnx.Param(jnp.zeros((2 * width, width)))
+
+
+class GPT2Block(nnx.Module):
+    def __init__(self, width, *, rngs):
+        self.fc = nnx.Linear(width, 4 * width, rngs=rngs)
+        self.proj = nnx.Linear(4 * width, width, rngs=rngs)

@@ -10,7 +10,21 @@ from colossax import Plan
 from colossax.errors import InputError, PlanError
 from colossax.nn import LayerStack, describe, named, param, renamed
 from colossax.sharding import use, validate
-from tests.nn.plain import MLP, Fused, Gemma, Squares, Table, Transformer, UNet, ViT
+from tests.nn.plain import (
+    MLP,
+    Fused,
+    Gemma,
+    GPT2Block,
+    OwnConv,
+    OwnEinsum,
+    OwnNorm,
+    OwnTables,
+    Squares,
+    Table,
+    Transformer,
+    UNet,
+    ViT,
+)
 
 EVERYWHERE = {"data": 2, "fsdp": 2, "tensor": 2}
 
@@ -21,6 +35,14 @@ def dims_of(make_model, mesh=EVERYWHERE, given=None):
         spec = named(describe(make_model), bound, given)
     validate(bound, spec.infos)
     return {info.path: info.dims for info in jax.tree.leaves(spec.infos)}
+
+
+def stacked(make_layer, layers=3):
+    def make_model(rngs):
+        keys = jax.random.split(rngs.params(), layers)
+        return nnx.Dict(s=nnx.vmap(lambda key: make_layer(nnx.Rngs(key)))(keys))
+
+    return make_model
 
 
 IN, OUT = ("embed", "mlp"), ("mlp", "embed")
@@ -94,18 +116,118 @@ FOUND = {
         {"0/kernel": IN, "1/kernel": OUT, "2/kernel": IN},
     ),
     "stacked by vmap": (
-        lambda rngs: nnx.Dict(
-            m=nnx.vmap(lambda key: nnx.Linear(8, 32, rngs=nnx.Rngs(key)))(
-                jax.random.split(rngs.params(), 3)
+        stacked(lambda rngs: nnx.Linear(8, 32, rngs=rngs)),
+        {"s/kernel": (None, *IN), "s/bias": (None, "mlp")},
+    ),
+    "stacked einsums": (
+        stacked(lambda rngs: nnx.Einsum("BTD,NDH->BTNH", (4, 32, 8), rngs=rngs), 4),
+        {"s/kernel": (None, "heads", "embed", "head_dim")},
+    ),
+    "stacked own einsums": (
+        stacked(lambda rngs: nnx.Dict(q=OwnEinsum("BTD,NDH->BTNH", (4, 32, 8), rngs=rngs))),
+        {"s/q/w": (None, "heads", "embed", "head_dim")},
+    ),
+    "stacked blocks with a norm by hand": (
+        stacked(
+            lambda rngs: nnx.Dict(
+                norm1=OwnNorm(32),
+                query=nnx.Linear(32, 32, rngs=rngs),
+                out=nnx.Linear(32, 32, rngs=rngs),
+                norm2=OwnNorm(32),
+                up=nnx.Linear(32, 64, rngs=rngs),
+                down=nnx.Linear(64, 32, rngs=rngs),
             )
         ),
-        {"m/kernel": (None, *IN), "m/bias": (None, "mlp")},
+        {
+            "s/query/kernel": (None, *IN),
+            "s/norm1/scale": (None, None),
+            "s/out/kernel": (None, *OUT),
+            "s/norm2/scale": (None, None),
+            "s/up/kernel": (None, *IN),
+            "s/down/kernel": (None, *OUT),
+        },
+    ),
+    "stacked blocks all by hand": (
+        stacked(
+            lambda rngs: nnx.Dict(
+                up=nnx.Param(jnp.ones((32, 64))),
+                scale=nnx.Param(jnp.ones(64)),
+                down=nnx.Param(jnp.ones((64, 32))),
+            )
+        ),
+        {"s/up": (None, *IN), "s/scale": (None, None), "s/down": (None, *OUT)},
+    ),
+    "low rank": (
+        lambda rngs: nnx.Dict(
+            up=nnx.LoRALinear(32, 128, lora_rank=4, rngs=rngs),
+            down=nnx.LoRALinear(128, 32, lora_rank=4, rngs=rngs),
+        ),
+        {
+            "up/kernel": IN,
+            "up/bias": ("mlp",),
+            "up/lora/lora_a": ("embed", None),
+            "up/lora/lora_b": (None, "mlp"),
+            "down/kernel": OUT,
+            "down/bias": ("embed",),
+            "down/lora/lora_a": ("mlp", None),
+            "down/lora/lora_b": (None, "embed"),
+        },
+    ),
+    "low rank around maps": (
+        lambda rngs: nnx.Dict(
+            up=nnx.LoRA(32, 4, 128, base_module=nnx.Linear(32, 128, rngs=rngs), rngs=rngs),
+            down=nnx.LoRA(128, 4, 32, base_module=nnx.Linear(128, 32, rngs=rngs), rngs=rngs),
+        ),
+        {
+            "up/base_module/kernel": IN,
+            "up/lora_b": (None, "mlp"),
+            "down/base_module/kernel": OUT,
+            "down/lora_a": ("mlp", None),
+        },
+    ),
+    "stacked low rank": (
+        stacked(
+            lambda rngs: nnx.Dict(
+                up=nnx.LoRALinear(32, 128, lora_rank=4, rngs=rngs),
+                down=nnx.LoRALinear(128, 32, lora_rank=4, rngs=rngs),
+            )
+        ),
+        {"s/down/kernel": (None, *OUT), "s/down/lora/lora_a": (None, "mlp", None)},
+    ),
+    "tables by whole words": (
+        OwnTables,
+        {
+            "pos": (None, "embed"),
+            "token_embed": ("vocab", "embed"),
+            "transposed": IN,
+            "embed_proj": OUT,
+        },
+    ),
+    "a map of a table's sizes": (
+        lambda rngs: nnx.Dict(
+            wte=nnx.Embed(64, 32, rngs=rngs),
+            wpe=nnx.Embed(128, 32, rngs=rngs),
+            block=GPT2Block(32, rngs=rngs),
+            head=nnx.Linear(32, 64, use_bias=False, rngs=rngs),
+        ),
+        {"block/fc/kernel": IN, "block/proj/kernel": OUT, "head/kernel": ("embed", "vocab")},
+    ),
+    "convolutions by hand": (
+        lambda rngs: nnx.Dict(c=nnx.List([OwnConv(16, 32), OwnConv(32, 16)])),
+        {"c/0/weight": (None, None, "embed", None), "c/1/weight": (None, None, "embed", None)},
     ),
 }
 
 
 @pytest.mark.catches("names-turned")
 @pytest.mark.catches("names-of-squares")
+@pytest.mark.catches("equations-lost")
+@pytest.mark.catches("stacked-vectors-matrices")
+@pytest.mark.catches("low-rank-unnamed")
+@pytest.mark.catches("stacked-order-lost")
+@pytest.mark.catches("tables-within-words")
+@pytest.mark.catches("maps-taken-for-heads")
+@pytest.mark.catches("own-convolutions-split-twice")
 @pytest.mark.parametrize("case", FOUND)
 def test_names_are_found(case):
     make_model, expected = FOUND[case]
