@@ -4,6 +4,7 @@ import inspect
 import itertools
 import json
 import os
+import shutil
 import signal
 import time
 
@@ -117,6 +118,33 @@ def test_a_state_that_was_trained_goes_on_counting_with_an_iterator_as_it_stands
     state, _ = colossax.fit(state, step, endless, steps=2, out=str(tmp_path / "first"))
     state, _ = colossax.fit(state, step, endless, steps=STEPS, out=str(tmp_path / "second"))
     assert {**losses(tmp_path / "first"), **losses(tmp_path / "second")} == losses(whole[0])
+
+
+@pytest.mark.catches("begun-forgotten")
+@pytest.mark.parametrize("at", [2, 3, 4], ids=["earlier", "the same", "later"])
+def test_whatever_state_is_given_a_resumed_run_has_the_batches_that_follow(whole, tmp_path, at):
+    dataset = [rows(number) for number in range(STEPS)]
+    fitted(tmp_path, dataset, steps=3)
+    state, step = boosted()
+    for number in range(at):
+        state, _ = step(state, rows(number))
+    options = {"steps": STEPS, "out": str(tmp_path), "resume": True}
+    colossax.fit(state, step, dataset, **options)
+    assert losses(tmp_path) == losses(whole[0])
+    fitted(tmp_path, dataset, steps=STEPS + 1, resume=True)
+    assert max(losses(tmp_path)) == STEPS + 1, "what it began with is still known"
+
+
+def test_a_run_that_cannot_have_had_a_state_is_not_resumed_from_it(tmp_path):
+    dataset = [rows(number) for number in range(STEPS)]
+    state, step = boosted()
+    state, _ = step(state, rows(0))
+    colossax.fit(state, step, dataset, steps=2, out=str(tmp_path))
+    shutil.rmtree(tmp_path / "checkpoints")
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with pytest.raises(InputError, match=r"was begun after step 1, and .* after step 0 alone"):
+        fitted(tmp_path, dataset, resume=True)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
 def test_a_list_is_begun_again_and_an_iterator_that_ends_ends_the_run(tmp_path, capsys):
