@@ -103,14 +103,16 @@ class AverageEvaluation(Callback):
 
     def start(self, step: Step, state: TrainState) -> None:
         """Begin with the parameters as they are."""
-        self.arrays = jax.tree.map(_float32_copy, state["params"])
+        self.arrays, self._mixed_at = jax.tree.map(_float32_copy, state["params"]), 0
         places = jax.tree.map(lambda leaf: leaf.sharding, self.arrays)
         self._mix = jax.jit(_mixed, donate_argnums=0, out_shardings=places)
 
     def __call__(self, now: StepEnd) -> None:
         """Average; where the run is evaluated, evaluate the mean too."""
-        decay = min(self._decay, (1 + now.done) / (10 + now.done))
-        self.arrays = self._mix(self.arrays, now.state["params"], decay)
+        if now.done != self._mixed_at:
+            decay = min(self._decay, (1 + now.done) / (10 + now.done))
+            self.arrays = self._mix(self.arrays, now.state["params"], decay)
+            self._mixed_at = now.done
         if now.evaluated:
             like = now.state["params"]
             params = jax.tree.map(lambda mean, p: mean.astype(p.dtype), self.arrays, like)

@@ -110,15 +110,18 @@ class StepEnd:
 
 
 class _Function(Callback):
-    """A plain function as a callback, called after every step."""
+    """A plain function as a callback, called once after every step."""
 
     every = 1
 
     def __init__(self, function: Callable[[StepEnd], None]):
         self._function = function
+        self._called_at: int | None = None
 
     def __call__(self, now: StepEnd) -> None:
-        self._function(now)
+        if now.done != self._called_at:
+            self._called_at = now.done
+            self._function(now)
 
 
 class Callbacks:

@@ -204,6 +204,7 @@ class Loop:
         """
         pending: Reported | None = None
         done = saved = start
+        metrics: Metrics = {}
         validated: int | None = None
         for index in range(start, self._schedule.steps):
             if not self._gate.enter(index):
@@ -239,10 +240,17 @@ class Loop:
                     saved = done
         self._report(pending)
         if self._gate.reason is None and validated != done:
-            self._validate(state, done)
+            state = self._evaluated_at_the_end(state, done, metrics)
         if saved != done:
             self._save(state, done)
         return state, done
+
+    def _evaluated_at_the_end(self, state: TrainState, done: int, metrics: Metrics) -> TrainState:
+        """The state that callbacks leave that see the evaluation; of no step there is none."""
+        evaluated = self._validate(state, done)
+        if evaluated and metrics:
+            state, self.evaluated = self._called(state, done, metrics, evaluated)
+        return state
 
     def _due(self, every: int, done: int) -> bool:
         return bool(every) and done % every == 0 and done != self._schedule.steps

@@ -354,6 +354,31 @@ def test_the_average_is_evaluated_beside_the_state_and_survives_a_resumption(tmp
     assert evaluations(tmp_path / "two", "average_mean") == averages
 
 
+@pytest.mark.catches("last-evaluation-alone")
+@pytest.mark.catches("averaged-twice")
+def test_callbacks_see_the_evaluation_of_a_run_that_ends_before_its_last_step(tmp_path):
+    """Its batches end, or a callback ends it, at a step that no evaluation was due at."""
+
+    def stop(now):
+        calls.append(now.done)
+        if now.done == 3:
+            now.stop("enough")
+
+    fitted(tmp_path / "whole", steps=3, callbacks=[AverageEvaluation(0.8)], validate_every=0)
+    expected = evaluations(tmp_path / "whole", "average_r2")
+    for name, source, more in (
+        ("batches", iter([rows(number) for number in range(3)]), []),
+        ("stopped", rows, [stop]),
+    ):
+        calls = []
+        callbacks = [AverageEvaluation(0.8), BestCheckpoint("r2", larger=True), *more]
+        _, outcome = fitted(tmp_path / name, source, callbacks=callbacks, validate_every=0)
+        assert Checkpointer(tmp_path / name / "best").steps() == [3]
+        assert evaluations(tmp_path / name, "average_r2") == expected and list(expected) == [3]
+        assert outcome.final["average_r2"] == expected[3]
+        assert calls == ([1, 2, 3] if more else []), "a function is called once after every step"
+
+
 @pytest.mark.parametrize("callback", [EarlyStopping, BestCheckpoint, AverageEvaluation])
 def test_a_callback_is_short(callback):
     source = inspect.getsource(callback)
