@@ -72,20 +72,24 @@ class StepEnd:
         """What the run's evaluators say of a state."""
         return self._tools.evaluate(state)
 
-    def log(self, numbers: Mapping[str, float]) -> None:
+    def log(self, numbers: Mapping[str, Any]) -> None:
         """Record numbers of this step, by name, for files, trackers and the picture.
 
+        A scalar of JAX or NumPy is a number too; that of JAX makes Python wait for the device.
+
         Raises:
-            InputError: A name is one that the run itself or an evaluator uses.
+            InputError: A name is one that the run itself or an evaluator uses, or a value is no
+                number.
         """
         clash = sorted((TAKEN | self.evaluated.keys()) & numbers.keys())
         if clash:
             raise InputError(
                 f"callback: logs '{clash[0]}', which there is already; give it another name"
             )
-        self._tools.record({"step": self.done, **numbers})
+        floats = {name: _number(name, value) for name, value in numbers.items()}
+        self._tools.record({"step": self.done, **floats})
         if self.evaluated:
-            self.evaluated |= numbers
+            self.evaluated |= floats
 
     def note(self, text: str) -> None:
         """Tell a person, on standard error."""
@@ -107,6 +111,18 @@ class StepEnd:
         """
         opt_state = with_hyperparameter(self.state["opt_state"], name, value)
         self.state = {**self.state, "opt_state": opt_state}
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        if isinstance(value, str | bytes):
+            raise TypeError("text")
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as problem:
+        raise InputError(
+            f"callback: logs '{name}', which is no number but of type {type(value).__name__}, shape"
+            f" {getattr(value, 'shape', ())}; give a number, as by float(...)"
+        ) from problem
 
 
 class _Function(Callback):

@@ -9,6 +9,7 @@ import signal
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -242,6 +243,24 @@ def test_a_function_logs_and_stops(tmp_path, capsys):
     assert "told" in shown and "ended by _Function after step 4: enough was seen" in shown
     with pytest.raises(InputError, match="callback: logs 'loss', which there is already"):
         fitted(tmp_path / "taken", callbacks=[lambda now: now.log({"loss": 1.0})])
+
+
+@pytest.mark.catches("scalar-logged-as-it-is")
+def test_a_scalar_of_jax_is_logged_as_the_number_it_is_and_an_array_refused(tmp_path):
+    def norm(now):
+        w = now.state["params"]["out"]
+        now.log({"norm": jnp.linalg.norm(w), "half": np.float32(0.5), "count": now.done})
+
+    state, _ = fitted(tmp_path, callbacks=[norm])
+    found = dict(metrics_of(read_records(tmp_path / "metrics.jsonl")))
+    assert [value for _, value in found["half"]] == [0.5] * STEPS
+    assert dict(found["count"]) == {done: done for done in range(1, STEPS + 1)}
+    last = float(np.linalg.norm(np.asarray(state["params"]["out"])))
+    assert dict(found["norm"])[STEPS] == pytest.approx(last, rel=1e-6)
+    for value in (jnp.ones(3), "0.5", None):
+        folder = tmp_path / type(value).__name__
+        with pytest.raises(InputError, match="callback: logs 'w', which is no number but of type"):
+            fitted(folder, callbacks=[lambda now, value=value: now.log({"w": value})])
 
 
 @pytest.mark.catches("hyperparameter-unchanged")
