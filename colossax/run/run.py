@@ -65,13 +65,14 @@ def _train(run: Prepared, signals: StopSignals) -> tuple[TrainState, Outcome]:
         around.callbacks.resume(around.checkpoints, start)
         if start >= run.config.steps or around.callbacks.ended is not None:
             return state, _finished_before(run, around, start, screen)
+    files = group.together(lambda: _records(run, start, screen))
     gate = Gate(start)
     with contextlib.ExitStack() as stack:
         stack.enter_context(StopAgreement(group, signals, gate))
         stack.callback(screen.close)
-        if group.first:
-            run.folder.write(run.asked, run.identity)
-        around.record = _recorder(run, start, screen, stack)
+        if files is not None:
+            stack.callback(files.close)
+            around.record = _recorder(run, files)
         introduce(run, start, screen)
         batches = stack.enter_context(run.task.batches(run.step, start))
         loop = _loop(run, around, gate, screen)
@@ -111,15 +112,26 @@ def _finished_before(run: Prepared, around: Around, start: int, screen: Screen) 
     return Outcome(final=final, stopped_by=None)
 
 
-def _recorder(
-    run: Prepared, start: int, screen: Screen, stack: contextlib.ExitStack
-) -> Callable[[Record], None]:
-    """Where records go: files and whoever listens; nowhere on all processes but the first."""
+def _records(run: Prepared, start: int, screen: Screen) -> Records | None:
+    """The files of a run, with `run.json` once all trackers are open; on the first process alone.
+
+    Raises:
+        InputError: A tracker does not begin, or the folder cannot be written.
+    """
     if not run.group.first:
-        return lambda record: None
+        return None
+    run.folder.make()
     about = About(folder=run.folder.path, name=run.task.name, config=run.asked, from_step=start)
-    files = Records(about, report=screen.note, trackers=run.options.trackers)
-    stack.callback(files.close)
+    return Records(
+        about,
+        report=screen.note,
+        trackers=run.options.trackers,
+        opened=lambda: run.folder.write(run.asked, run.identity),
+    )
+
+
+def _recorder(run: Prepared, files: Records) -> Callable[[Record], None]:
+    """Where records go: files and whoever listens."""
     emit = run.options.emit
 
     def record(record: Record) -> None:
