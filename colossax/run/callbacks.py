@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from colossax.errors import InputError
+from colossax.run.around import check_apart
 from colossax.run.calling import StepEnd
 from colossax.step.step import Step
 from colossax.tasks import Callback
@@ -71,7 +72,12 @@ class BestCheckpoint(_Best):
     """Keeps the best state by a metric of the run's evaluators in `<out>/<folder>`."""
 
     def __init__(self, metric: str, *, larger: bool = False, folder: str = "best"):
-        """Choose the metric and the folder."""
+        """Choose the metric and the folder.
+
+        Raises:
+            InputError: The folder is a path, or a name that the run itself uses.
+        """
+        check_apart(folder)
         super().__init__(metric, larger=larger)
         self._folder = folder
 

@@ -96,7 +96,11 @@ class StepEnd:
         self._tools.note(text)
 
     def save(self, folder: str) -> None:
-        """Save this state as the one checkpoint of a folder below the run's."""
+        """Save this state as the one checkpoint of a folder below the run's.
+
+        Raises:
+            InputError: The folder is a path, or a name that the run itself uses.
+        """
         self._tools.save(self.state, self.done, folder)
 
     def stop(self, why: str) -> None:

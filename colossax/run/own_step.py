@@ -46,6 +46,7 @@ def fit(
     validate_every: int = 0,
     checkpoint_every: int = 0,
     keep: int = 2,
+    stop_after_skipped: int = 10,
     trackers: Sequence[str] = DEFAULT_TRACKERS,
     name: str = "fit",
     learning_rate: float | Callable[[int], Any] | None = None,
@@ -75,6 +76,8 @@ def fit(
         validate_every: Steps between evaluations; 0 evaluates at the end alone.
         checkpoint_every: Steps between checkpoints; 0 saves at the end alone.
         keep: Checkpoints kept.
+        stop_after_skipped: Steps skipped in a row, their loss or gradient norm not finite, after
+            which the run ends; 0 goes on all the same.
         trackers: See `RunOptions`.
         name: Of the run, for its folder and picture.
         learning_rate: To be recorded, a number or a function of the updates done. That of
@@ -85,7 +88,10 @@ def fit(
         group: The processes, where there are several.
 
     Returns:
-        `(state, outcome)`: the last state, and the run's final numbers.
+        `(state, outcome)`: the last state, and the run's final numbers. A run that too many
+            skipped steps ended raises nothing: `outcome.failure` says in one sentence at which
+            step, what was not finite first, and from which checkpoint it goes on; it is None
+            otherwise.
 
     Raises:
         InputError: Something asked for cannot be done.
@@ -122,6 +128,7 @@ def fit(
         validate_every=validate_every,
         checkpoint_every=checkpoint_every,
         keep=keep,
+        stop_after_skipped=stop_after_skipped,
     )
     return run_prepared(
         Prepared(

@@ -159,6 +159,19 @@ def test_a_list_is_begun_again_and_an_iterator_that_ends_ends_the_run(tmp_path, 
     assert evaluations(tmp_path / "iterator") == {2: outcome.final["r2"]}
 
 
+@pytest.mark.catches("fit-skips-for-ever")
+def test_so_many_skipped_steps_as_are_asked_for_end_it_with_a_failure(tmp_path):
+    def broken(number):
+        batch = rows(number)
+        return {**batch, "x": batch["x"] * (np.nan if number > 1 else 1)}
+
+    _, outcome = fitted(tmp_path / "two", broken, stop_after_skipped=2)
+    assert outcome.final["step"] == 4
+    assert "stopped at step 4: the last 2 steps were skipped" in outcome.failure
+    _, outcome = fitted(tmp_path / "never", broken, stop_after_skipped=0)
+    assert outcome.final["step"] == STEPS and outcome.failure is None
+
+
 def test_what_is_no_state_step_evaluator_or_batch_is_refused():
     state, step = boosted()
     with pytest.raises(InputError, match="the first two arguments are a state and a step"):
@@ -351,6 +364,19 @@ def test_the_best_checkpoint_is_kept_apart_and_compared_over_a_resumption(tmp_pa
     assert all(
         map(np.array_equal, jax.tree.leaves(best["params"]), jax.tree.leaves(again["params"]))
     )
+
+
+@pytest.mark.catches("folder-of-the-run")
+@pytest.mark.parametrize(
+    "folder", ["checkpoints", "Checkpoints", "offload", "../x", "/x", "", ".."]
+)
+def test_a_callback_has_a_folder_of_its_own(tmp_path, folder):
+    refusal = "callback: saves into folder .*; give a plain name, as 'best', that is none of chec"
+    with pytest.raises(InputError, match=refusal):
+        BestCheckpoint("r2", folder=folder)
+    if folder == "checkpoints":
+        with pytest.raises(InputError, match=refusal):
+            fitted(tmp_path, steps=2, callbacks=[lambda now: now.save(folder)])
 
 
 @pytest.mark.catches("average-of-nothing")
