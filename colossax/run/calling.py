@@ -136,6 +136,7 @@ class _Function(Callback):
 
     def __init__(self, function: Callable[[StepEnd], None]):
         self._function = function
+        self.name = getattr(function, "__name__", type(function).__name__)
         self._called_at: int | None = None
 
     def __call__(self, now: StepEnd) -> None:
@@ -148,12 +149,13 @@ class Callbacks:
     """The callbacks of a run, with what checkpoints keep of them."""
 
     def __init__(self, callbacks: Sequence[Any], step: Step, steps: int, tools: Tools):
-        """Give names: that of the class, numbered from the second of one class on."""
+        """Give names: that of the class or function, numbered from the second of a name on."""
         self._step, self._steps, self._tools = step, steps, tools
         self._named: dict[str, Callback] = {}
         for one in callbacks:
             callback = one if isinstance(one, Callback) else _Function(one)
-            base, number = type(callback).__name__, 1
+            number = 1
+            base = callback.name if isinstance(callback, _Function) else type(callback).__name__
             while (name := base if number == 1 else f"{base}_{number}") in self._named:
                 number += 1
             self._named[name] = callback
@@ -166,9 +168,14 @@ class Callbacks:
             callback.start(self._step, state)
 
     def resume(self, checkpoints: RunCheckpoints, done: int) -> None:
-        """Give all what a checkpoint has of them; one that it lacks has begun anew."""
+        """Give all what a checkpoint has of them; one that it lacks has begun anew.
+
+        Functions remember nothing.
+        """
         kept = checkpoints.document(done, "callbacks") or {"states": {}, "ended": None}
         for name, callback in self._named.items():
+            if isinstance(callback, _Function):
+                continue
             if name not in kept["states"]:
                 self._tools.note(f"the checkpoint has nothing of {name}, which begins anew")
                 continue
@@ -185,7 +192,11 @@ class Callbacks:
         """Documents and arrays for a checkpoint."""
         if not self._named:
             return {}, []
-        states = {name: callback.saved() for name, callback in self._named.items()}
+        states = {
+            name: callback.saved()
+            for name, callback in self._named.items()
+            if not isinstance(callback, _Function)
+        }
         pairs = [pair for item in self._named.items() for pair in self._arrays(*item)]
         return {"callbacks": {"states": states, "ended": self.ended}}, pairs
 

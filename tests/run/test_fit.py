@@ -251,9 +251,9 @@ def test_a_function_logs_and_stops(tmp_path, capsys):
     _, outcome = fitted(tmp_path, callbacks=[watch], validate_every=0)
     assert dict(metrics_of(read_records(tmp_path / "metrics.jsonl")))["twice"] == [(2, 4), (4, 8)]
     assert outcome.final["step"] == 4 and evaluations(tmp_path) == {4: outcome.final["r2"]}
-    assert outcome.final["ended_by"] == {"by": "_Function", "why": "enough was seen"}
+    assert outcome.final["ended_by"] == {"by": "watch", "why": "enough was seen"}
     shown = capsys.readouterr().err
-    assert "told" in shown and "ended by _Function after step 4: enough was seen" in shown
+    assert "told" in shown and "ended by watch after step 4: enough was seen" in shown
     with pytest.raises(InputError, match="callback: logs 'loss', which there is already"):
         fitted(tmp_path / "taken", callbacks=[lambda now: now.log({"loss": 1.0})])
 
@@ -428,6 +428,25 @@ def test_callbacks_see_the_evaluation_of_a_run_that_ends_before_its_last_step(tm
 def test_a_callback_is_short(callback):
     source = inspect.getsource(callback)
     assert len(source.splitlines()) < 30
+
+
+@pytest.mark.catches("functions-of-one-name")
+def test_functions_go_by_their_names_and_there_is_nothing_to_keep_of_them(tmp_path, capsys):
+    def first(now):
+        pass
+
+    def second(now):
+        if now.done == 2:
+            now.stop("enough")
+
+    fitted(tmp_path / "a", steps=1, callbacks=[first])
+    _, outcome = fitted(tmp_path / "a", steps=4, callbacks=[second, second], resume=True)
+    assert outcome.final["ended_by"]["by"] == "second"
+    _, again = fitted(tmp_path / "a", steps=4, callbacks=[first, second], resume=True)
+    assert again.final["step"] == 2 and again.final["ended_by"]["by"] == "second"
+    _, further = fitted(tmp_path / "a", steps=4, callbacks=[first], resume=True)
+    assert further.final["step"] == 4, "it is another function that ended it"
+    assert "begins anew" not in capsys.readouterr().err
 
 
 def test_a_run_of_before_callbacks_is_resumed_with_them(whole, tmp_path, capsys):
