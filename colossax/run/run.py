@@ -81,7 +81,8 @@ def _train(run: Prepared, signals: StopSignals) -> tuple[TrainState, Outcome]:
         screen.close()
         around.finish()
         checkpoints = around.checkpoints
-        stopped_by = gate.reason or signals.wish
+        # All finish or none: to the gate a step after that of the last evaluation.
+        stopped_by = None if gate.enter(done + 1) else gate.reason
         latest = checkpoints.latest()
         final = _final(run, around, loop, done=done, checkpoint=latest, stopped_by=stopped_by)
         failure = _failure(run, loop, state, latest) if loop.hopeless else None
@@ -235,7 +236,7 @@ class Loop:
                 pending = self._report(pending)
                 if self.hopeless:
                     return state, done
-            last = done == self._schedule.steps and self._gate.reason is None
+            last = done == self._schedule.steps and self._evaluates_at_the_end(done)
             if last or self._due(self._schedule.validate_every, done):
                 pending, validated = self._report(pending), done
                 evaluated = self._validate(state, done)
@@ -251,11 +252,15 @@ class Loop:
                     self._save(state, done)
                     saved = done
         self._report(pending)
-        if self._gate.reason is None and validated != done:
+        if validated != done and self._evaluates_at_the_end(done):
             state = self._evaluated_at_the_end(state, done, metrics)
         if saved != done:
             self._save(state, done)
         return state, done
+
+    def _evaluates_at_the_end(self, done: int) -> bool:
+        """Whether all processes evaluate the last state: to the gate, one step more."""
+        return self._gate.enter(done)
 
     def _evaluated_at_the_end(self, state: TrainState, done: int, metrics: Metrics) -> TrainState:
         """The state that callbacks leave that see the evaluation; of no step there is none."""
