@@ -3,12 +3,30 @@
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from colossax.errors import InputError
 from colossax.run.calling import Callbacks, Tools
 from colossax.run.checkpointing import Beside, RunCheckpoints
-from colossax.run.prepared import Prepared
+from colossax.run.prepared import OFFLOADED, Prepared
 from colossax.run.progress import Screen
-from colossax.run.records import Record
+from colossax.run.records import METRICS_FILE, Record
+from colossax.run.run_dir import RUN_FILE
+from colossax.run.trackers import EVENTS_FOLDER
 from colossax.typing import TrainState
+
+_TAKEN = {"checkpoints", METRICS_FILE, "loss.png", RUN_FILE, EVENTS_FOLDER, "wandb", OFFLOADED}
+
+
+def check_apart(folder: str) -> None:
+    """Refuse a folder for a callback's checkpoints that is none of its own in the run's.
+
+    Raises:
+        InputError: It is a path, or a name that the run itself uses.
+    """
+    if folder.casefold() in _TAKEN or folder in ("", ".", "..") or set(folder) & {"/", "\\", "\0"}:
+        raise InputError(
+            f"callback: saves into folder {folder!r}; give a plain name, as 'best', that is none of"
+            f" {', '.join(sorted(_TAKEN))}"
+        )
 
 
 class Around:
@@ -40,6 +58,7 @@ class Around:
             checkpoints.finish()
 
     def _save_apart(self, state: TrainState, done: int, folder: str) -> None:
+        check_apart(folder)
         if folder not in self._apart:
             self._apart[folder] = self._checkpoints(self._run.folder.path / folder, 1)
         self._apart[folder].save(state, done)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from colossax.errors import InputError
+from colossax.run.around import check_apart
 from colossax.run.calling import StepEnd
 from colossax.step.step import Step
 from colossax.tasks import Callback
@@ -71,7 +72,12 @@ class BestCheckpoint(_Best):
     """Keeps the best state by a metric of the run's evaluators in `<out>/<folder>`."""
 
     def __init__(self, metric: str, *, larger: bool = False, folder: str = "best"):
-        """Choose the metric and the folder."""
+        """Choose the metric and the folder.
+
+        Raises:
+            InputError: The folder is a path, or a name that the run itself uses.
+        """
+        check_apart(folder)
         super().__init__(metric, larger=larger)
         self._folder = folder
 
@@ -103,14 +109,16 @@ class AverageEvaluation(Callback):
 
     def start(self, step: Step, state: TrainState) -> None:
         """Begin with the parameters as they are."""
-        self.arrays = jax.tree.map(_float32_copy, state["params"])
+        self.arrays, self._mixed_at = jax.tree.map(_float32_copy, state["params"]), 0
         places = jax.tree.map(lambda leaf: leaf.sharding, self.arrays)
         self._mix = jax.jit(_mixed, donate_argnums=0, out_shardings=places)
 
     def __call__(self, now: StepEnd) -> None:
         """Average; where the run is evaluated, evaluate the mean too."""
-        decay = min(self._decay, (1 + now.done) / (10 + now.done))
-        self.arrays = self._mix(self.arrays, now.state["params"], decay)
+        if now.done != self._mixed_at:
+            decay = min(self._decay, (1 + now.done) / (10 + now.done))
+            self.arrays = self._mix(self.arrays, now.state["params"], decay)
+            self._mixed_at = now.done
         if now.evaluated:
             like = now.state["params"]
             params = jax.tree.map(lambda mean, p: mean.astype(p.dtype), self.arrays, like)

@@ -72,27 +72,35 @@ class StepEnd:
         """What the run's evaluators say of a state."""
         return self._tools.evaluate(state)
 
-    def log(self, numbers: Mapping[str, float]) -> None:
+    def log(self, numbers: Mapping[str, Any]) -> None:
         """Record numbers of this step, by name, for files, trackers and the picture.
 
+        A scalar of JAX or NumPy is a number too; that of JAX makes Python wait for the device.
+
         Raises:
-            InputError: A name is one that the run itself or an evaluator uses.
+            InputError: A name is one that the run itself or an evaluator uses, or a value is no
+                number.
         """
         clash = sorted((TAKEN | self.evaluated.keys()) & numbers.keys())
         if clash:
             raise InputError(
                 f"callback: logs '{clash[0]}', which there is already; give it another name"
             )
-        self._tools.record({"step": self.done, **numbers})
+        floats = {name: _number(name, value) for name, value in numbers.items()}
+        self._tools.record({"step": self.done, **floats})
         if self.evaluated:
-            self.evaluated |= numbers
+            self.evaluated |= floats
 
     def note(self, text: str) -> None:
         """Tell a person, on standard error."""
         self._tools.note(text)
 
     def save(self, folder: str) -> None:
-        """Save this state as the one checkpoint of a folder below the run's."""
+        """Save this state as the one checkpoint of a folder below the run's.
+
+        Raises:
+            InputError: The folder is a path, or a name that the run itself uses.
+        """
         self._tools.save(self.state, self.done, folder)
 
     def stop(self, why: str) -> None:
@@ -109,28 +117,45 @@ class StepEnd:
         self.state = {**self.state, "opt_state": opt_state}
 
 
+def _number(name: str, value: Any) -> float:
+    try:
+        if isinstance(value, str | bytes):
+            raise TypeError("text")
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as problem:
+        raise InputError(
+            f"callback: logs '{name}', which is no number but of type {type(value).__name__}, shape"
+            f" {getattr(value, 'shape', ())}; give a number, as by float(...)"
+        ) from problem
+
+
 class _Function(Callback):
-    """A plain function as a callback, called after every step."""
+    """A plain function as a callback, called once after every step."""
 
     every = 1
 
     def __init__(self, function: Callable[[StepEnd], None]):
         self._function = function
+        self.name = getattr(function, "__name__", type(function).__name__)
+        self._called_at: int | None = None
 
     def __call__(self, now: StepEnd) -> None:
-        self._function(now)
+        if now.done != self._called_at:
+            self._called_at = now.done
+            self._function(now)
 
 
 class Callbacks:
     """The callbacks of a run, with what checkpoints keep of them."""
 
     def __init__(self, callbacks: Sequence[Any], step: Step, steps: int, tools: Tools):
-        """Give names: that of the class, numbered from the second of one class on."""
+        """Give names: that of the class or function, numbered from the second of a name on."""
         self._step, self._steps, self._tools = step, steps, tools
         self._named: dict[str, Callback] = {}
         for one in callbacks:
             callback = one if isinstance(one, Callback) else _Function(one)
-            base, number = type(callback).__name__, 1
+            number = 1
+            base = callback.name if isinstance(callback, _Function) else type(callback).__name__
             while (name := base if number == 1 else f"{base}_{number}") in self._named:
                 number += 1
             self._named[name] = callback
@@ -143,9 +168,14 @@ class Callbacks:
             callback.start(self._step, state)
 
     def resume(self, checkpoints: RunCheckpoints, done: int) -> None:
-        """Give all what a checkpoint has of them; one that it lacks has begun anew."""
+        """Give all what a checkpoint has of them; one that it lacks has begun anew.
+
+        Functions remember nothing.
+        """
         kept = checkpoints.document(done, "callbacks") or {"states": {}, "ended": None}
         for name, callback in self._named.items():
+            if isinstance(callback, _Function):
+                continue
             if name not in kept["states"]:
                 self._tools.note(f"the checkpoint has nothing of {name}, which begins anew")
                 continue
@@ -162,7 +192,11 @@ class Callbacks:
         """Documents and arrays for a checkpoint."""
         if not self._named:
             return {}, []
-        states = {name: callback.saved() for name, callback in self._named.items()}
+        states = {
+            name: callback.saved()
+            for name, callback in self._named.items()
+            if not isinstance(callback, _Function)
+        }
         pairs = [pair for item in self._named.items() for pair in self._arrays(*item)]
         return {"callbacks": {"states": states, "ended": self.ended}}, pairs
 

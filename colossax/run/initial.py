@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from colossax.checkpoint import Checkpointer, slot_of
-from colossax.errors import DamagedStoreError
+from colossax.errors import DamagedStoreError, InputError
 from colossax.run.checkpointing import RunCheckpoints
 from colossax.run.origins import Origin, origins_of
 from colossax.run.prepared import Prepared
@@ -20,7 +20,25 @@ from colossax.typing import ParamInfo, Params, TrainState
 def first_state(
     run: Prepared, checkpoints: RunCheckpoints, screen: Screen
 ) -> tuple[int, TrainState]:
-    """Steps done and the state after them: restored, or fresh."""
+    """Steps done and the state after them: restored, or fresh.
+
+    Raises:
+        InputError: The run was begun with a state of later steps, whose batches it cannot have.
+        CheckpointError: See `RunCheckpoints.restore`.
+    """
+    start, state = _found_state(run, checkpoints, screen)
+    if start < run.begun:
+        raise InputError(
+            f"resume: the run in {run.folder.path} was begun after step {run.begun}, and there is a"
+            f" state after step {start} alone to go on from; give one after step {run.begun}, or"
+            " start a new run in another folder"
+        )
+    return start, state
+
+
+def _found_state(
+    run: Prepared, checkpoints: RunCheckpoints, screen: Screen
+) -> tuple[int, TrainState]:
     start = run.group.from_first(lambda: checkpoints.latest() if run.options.resume else None)
     if run.options.resume and (kept := _kept_on_disk(run, start, screen)) is not None:
         return kept

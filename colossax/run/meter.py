@@ -113,22 +113,26 @@ class Meter:
 
 
 class _Rates:
-    """Learning rates as numbers, computed many at a time."""
+    """Learning rates as numbers, computed many at a time where JAX can trace what gives them."""
 
     _AT_ONCE = 1024
 
     def __init__(self, rate: Callable[[int], Any]):
-        self._many = jax.jit(jax.vmap(rate))
+        self._rate, self._many = rate, jax.jit(jax.vmap(rate))
         self._chunk = functools.lru_cache(maxsize=2)(self._computed)
 
     def __call__(self, updates: int) -> float:
         chunk, at = divmod(updates, self._AT_ONCE)
-        return float(self._chunk(chunk)[at])
+        rates = self._chunk(chunk)
+        return float(self._rate(updates) if rates is None else rates[at])
 
-    def _computed(self, chunk: int) -> np.ndarray:
+    def _computed(self, chunk: int) -> np.ndarray | None:
         first = chunk * self._AT_ONCE
         counts = jnp.arange(first, first + self._AT_ONCE)
-        return np.broadcast_to(np.asarray(self._many(counts)), (self._AT_ONCE,))
+        try:
+            return np.broadcast_to(np.asarray(self._many(counts)), (self._AT_ONCE,))
+        except Exception:  # noqa: BLE001 (plain Python fails under tracing in any way)
+            return None
 
 
 def memory_in_use(devices: Sequence[Any]) -> Record:

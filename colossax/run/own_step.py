@@ -7,11 +7,13 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
 
+from colossax.config import to_json
 from colossax.errors import InputError
 from colossax.processes.group import Group
 from colossax.run.options import Outcome, RunConfig, RunOptions
 from colossax.run.prepared import Prepared, settle_folder
 from colossax.run.run import run_prepared
+from colossax.run.run_dir import RunFolder
 from colossax.run.trackers import DEFAULT_TRACKERS
 from colossax.step.step import Step
 from colossax.tasks import Evaluator, Task
@@ -44,6 +46,7 @@ def fit(
     validate_every: int = 0,
     checkpoint_every: int = 0,
     keep: int = 2,
+    stop_after_skipped: int = 10,
     trackers: Sequence[str] = DEFAULT_TRACKERS,
     name: str = "fit",
     learning_rate: float | Callable[[int], Any] | None = None,
@@ -57,7 +60,8 @@ def fit(
     `out`. SIGTERM and Ctrl-C end it after a step, saved.
 
     Args:
-        state: To start from, given up; the run goes on counting from its `step`.
+        state: To start from, given up; a new run goes on counting from its `step`. One that is
+            resumed goes on from its last checkpoint, whatever this is.
         step: See `colossax.boost`.
         batches: Global batches. An object with `batches(start_step)`, which gives them from any
             number on, or a function of the number, is asked for those that follow when a run is
@@ -72,6 +76,8 @@ def fit(
         validate_every: Steps between evaluations; 0 evaluates at the end alone.
         checkpoint_every: Steps between checkpoints; 0 saves at the end alone.
         keep: Checkpoints kept.
+        stop_after_skipped: Steps skipped in a row, their loss or gradient norm not finite, after
+            which the run ends; 0 goes on all the same.
         trackers: See `RunOptions`.
         name: Of the run, for its folder and picture.
         learning_rate: To be recorded, a number or a function of the updates done. That of
@@ -82,7 +88,10 @@ def fit(
         group: The processes, where there are several.
 
     Returns:
-        `(state, outcome)`: the last state, and the run's final numbers.
+        `(state, outcome)`: the last state, and the run's final numbers. A run that too many
+            skipped steps ended raises nothing: `outcome.failure` says in one sentence at which
+            step, what was not finite first, and from which checkpoint it goes on; it is None
+            otherwise.
 
     Raises:
         InputError: Something asked for cannot be done.
@@ -94,7 +103,10 @@ def fit(
         )
     check_arguments(state, step, batches, evaluators)
     group = Group(None, {}) if group is None else group
-    begun = int(state["step"])
+    options, folder = settle_folder(
+        name, RunOptions(out=out, resume=resume, trackers=trackers), group
+    )
+    begun = _begun(state, folder, options, group)
     task = Task(
         name=name,
         make_model=step.spec.make_model,
@@ -108,6 +120,7 @@ def fit(
         tokens=tokens,
         flops=flops,
         options=step.options,
+        asked=lambda plan: {"plan": to_json(plan), "begun": begun},
     )
     config = RunConfig(
         plan=step.bound.plan,
@@ -115,9 +128,7 @@ def fit(
         validate_every=validate_every,
         checkpoint_every=checkpoint_every,
         keep=keep,
-    )
-    options, folder = settle_folder(
-        name, RunOptions(out=out, resume=resume, trackers=trackers), group
+        stop_after_skipped=stop_after_skipped,
     )
     return run_prepared(
         Prepared(
@@ -130,6 +141,7 @@ def fit(
             folder=folder,
             identity={},
             state=state,
+            begun=begun,
         )
     )
 
@@ -155,6 +167,14 @@ def check_arguments(state: Any, step: Any, batches: Any, evaluators: Any) -> Non
             'fit: evaluators come by name, as in evaluators={"held_out": evaluate}, each a function'
             " (step, state) -> {metric: number}"
         )
+
+
+def _begun(state: TrainState, folder: RunFolder, options: RunOptions, group: Group) -> int:
+    """Steps that the state had seen when the run in the folder was begun, whose batch is first."""
+    here = int(state["step"])
+    if not options.resume:
+        return here
+    return group.from_first(lambda: folder.config().get("begun", here))
 
 
 def _rate(rate: Any) -> Callable[[int], Any] | None:

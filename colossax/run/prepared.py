@@ -25,6 +25,7 @@ class Prepared:
     Attributes:
         plan: The one that runs.
         state: What it starts from where it is not resumed; None makes a fresh one.
+        begun: Steps that `state` had seen when the run was begun.
     """
 
     task: Task
@@ -36,6 +37,7 @@ class Prepared:
     folder: RunFolder
     identity: dict[str, Any]
     state: TrainState | None = None
+    begun: int = 0
 
     @property
     def documents(self) -> dict[str, Any]:

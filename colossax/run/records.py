@@ -59,8 +59,15 @@ class Records:
         *,
         report: Callable[[str], None],
         trackers: Sequence[str] = DEFAULT_TRACKERS,
+        opened: Callable[[], None] = lambda: None,
     ):
-        """Open all; records after `about.from_step` are dropped.
+        """Open the trackers, then the file; records after `about.from_step` are dropped.
+
+        Args:
+            about: The run.
+            report: Told in one sentence of what is no longer written.
+            trackers: By name.
+            opened: Called between: nothing has been written then but by trackers.
 
         Raises:
             InputError: A tracker cannot be opened.
@@ -68,8 +75,9 @@ class Records:
         self._report = report
         self._broken = False
         path = about.folder / METRICS_FILE
-        keep_until(path, about.from_step)
         self._trackers = open_trackers(trackers, about)
+        opened()
+        keep_until(path, about.from_step)
         self._lines = path.open("a", encoding="utf-8")
 
     def write(self, record: Record) -> None:

@@ -65,13 +65,14 @@ def _train(run: Prepared, signals: StopSignals) -> tuple[TrainState, Outcome]:
         around.callbacks.resume(around.checkpoints, start)
         if start >= run.config.steps or around.callbacks.ended is not None:
             return state, _finished_before(run, around, start, screen)
+    files = group.together(lambda: _records(run, start, screen))
     gate = Gate(start)
     with contextlib.ExitStack() as stack:
         stack.enter_context(StopAgreement(group, signals, gate))
         stack.callback(screen.close)
-        if group.first:
-            run.folder.write(run.asked, run.identity)
-        around.record = _recorder(run, start, screen, stack)
+        if files is not None:
+            stack.callback(files.close)
+            around.record = _recorder(run, files)
         introduce(run, start, screen)
         batches = stack.enter_context(run.task.batches(run.step, start))
         loop = _loop(run, around, gate, screen, skipped=state["skipped"].item())
@@ -80,7 +81,8 @@ def _train(run: Prepared, signals: StopSignals) -> tuple[TrainState, Outcome]:
         screen.close()
         around.finish()
         checkpoints = around.checkpoints
-        stopped_by = gate.reason or signals.wish
+        # All finish or none: to the gate a step after that of the last evaluation.
+        stopped_by = None if gate.enter(done + 1) else gate.reason
         latest = checkpoints.latest()
         final = _final(run, around, loop, done=done, checkpoint=latest, stopped_by=stopped_by)
         failure = _failure(run, loop, state, latest) if loop.hopeless else None
@@ -111,15 +113,26 @@ def _finished_before(run: Prepared, around: Around, start: int, screen: Screen) 
     return Outcome(final=final, stopped_by=None)
 
 
-def _recorder(
-    run: Prepared, start: int, screen: Screen, stack: contextlib.ExitStack
-) -> Callable[[Record], None]:
-    """Where records go: files and whoever listens; nowhere on all processes but the first."""
+def _records(run: Prepared, start: int, screen: Screen) -> Records | None:
+    """The files of a run, with `run.json` once all trackers are open; on the first process alone.
+
+    Raises:
+        InputError: A tracker does not begin, or the folder cannot be written.
+    """
     if not run.group.first:
-        return lambda record: None
+        return None
+    run.folder.make()
     about = About(folder=run.folder.path, name=run.task.name, config=run.asked, from_step=start)
-    files = Records(about, report=screen.note, trackers=run.options.trackers)
-    stack.callback(files.close)
+    return Records(
+        about,
+        report=screen.note,
+        trackers=run.options.trackers,
+        opened=lambda: run.folder.write(run.asked, run.identity),
+    )
+
+
+def _recorder(run: Prepared, files: Records) -> Callable[[Record], None]:
+    """Where records go: files and whoever listens."""
     emit = run.options.emit
 
     def record(record: Record) -> None:
@@ -204,6 +217,7 @@ class Loop:
         """
         pending: Reported | None = None
         done = saved = start
+        metrics: Metrics = {}
         validated: int | None = None
         for index in range(start, self._schedule.steps):
             if not self._gate.enter(index):
@@ -222,7 +236,7 @@ class Loop:
                 pending = self._report(pending)
                 if self.hopeless:
                     return state, done
-            last = done == self._schedule.steps and self._gate.reason is None
+            last = done == self._schedule.steps and self._evaluates_at_the_end(done)
             if last or self._due(self._schedule.validate_every, done):
                 pending, validated = self._report(pending), done
                 evaluated = self._validate(state, done)
@@ -238,11 +252,22 @@ class Loop:
                     self._save(state, done)
                     saved = done
         self._report(pending)
-        if self._gate.reason is None and validated != done:
-            self._validate(state, done)
+        if validated != done and self._evaluates_at_the_end(done):
+            state = self._evaluated_at_the_end(state, done, metrics)
         if saved != done:
             self._save(state, done)
         return state, done
+
+    def _evaluates_at_the_end(self, done: int) -> bool:
+        """Whether all processes evaluate the last state: to the gate, one step more."""
+        return self._gate.enter(done)
+
+    def _evaluated_at_the_end(self, state: TrainState, done: int, metrics: Metrics) -> TrainState:
+        """The state that callbacks leave that see the evaluation; of no step there is none."""
+        evaluated = self._validate(state, done)
+        if evaluated and metrics:
+            state, self.evaluated = self._called(state, done, metrics, evaluated)
+        return state
 
     def _due(self, every: int, done: int) -> bool:
         return bool(every) and done % every == 0 and done != self._schedule.steps

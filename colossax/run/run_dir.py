@@ -61,6 +61,17 @@ class RunFolder:
         """How the run was asked for, as its task wrote it, with the plan that ran."""
         return self.read()["config"]
 
+    def make(self) -> None:
+        """Create the folder; it holds no run yet.
+
+        Raises:
+            InputError: It cannot be written.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as problem:
+            raise self._unwritable(problem) from problem
+
     def write(self, config: dict[str, Any], identity: dict[str, Any]) -> None:
         """Create the folder and say what run it holds; whole or not at all.
 
@@ -79,9 +90,12 @@ class RunFolder:
         try:
             write_whole(self.path / RUN_FILE, json.dumps(data, indent=1, sort_keys=True))
         except OSError as problem:
-            raise InputError(
-                f"--out {self.path}: cannot be written ({problem.strerror}); choose another folder"
-            ) from problem
+            raise self._unwritable(problem) from problem
+
+    def _unwritable(self, problem: OSError) -> InputError:
+        return InputError(
+            f"--out {self.path}: cannot be written ({problem.strerror}); choose another folder"
+        )
 
 
 def find_run_folder(out: str | None, *, recipe: str, resume: bool | Literal["auto"]) -> RunFolder:

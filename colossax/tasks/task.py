@@ -44,10 +44,12 @@ class Callback:
     """Called by a run between its steps; a subclass says what it does there.
 
     It is called on every process alike and must decide alike. A plain function of `StepEnd` does
-    where nothing is remembered: it is called after every step.
+    where nothing is remembered: it is called once after every step.
 
     Attributes:
         every: Steps between calls. It is called with each evaluation too, and with 0 then alone.
+            Where a run ends before its last step, as its batches or a callback do, its state is
+            evaluated after the step's call: with that comes a second call of the same `done`.
             What it reads of `metrics` makes the device wait for Python.
         arrays: A tree like the parameters that checkpoints keep for it, or None.
     """

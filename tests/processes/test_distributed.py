@@ -207,6 +207,28 @@ def test_all_stop_after_the_same_step_without_waiting_for_ever(told):
     assert 50 < results[0][0] < total
 
 
+@pytest.mark.parametrize("told", [0, 1, 2])
+def test_told_in_the_last_step_all_do_the_same_of_what_follows(told):
+    lockstep = Lockstep(3, ahead=2)
+
+    def work(launch: Launch) -> Any:
+        group = join(launch, timeout_s=10.0)
+        signals, gate = StopSignals(), Gate()
+        with StopAgreement(group, signals, gate):
+            for index in range(10):
+                assert gate.enter(index)
+                if index == 9 and launch.process_id == told:
+                    signals._handle(15, None)
+                lockstep.start(launch.process_id, index)
+            time.sleep(0.01 * launch.process_id)
+            through = [gate.enter(10), gate.enter(11)]
+        signals.close()
+        return through
+
+    first, second, third = in_threads(work, launches(3))
+    assert first == second == third
+
+
 def test_a_wish_after_some_have_finished_stops_nobody():
     """Process 0 leaves first; a later wish of process 1 must neither hang nor fail."""
     left = threading.Event()

@@ -144,6 +144,7 @@ def test_a_missing_process_is_named_within_the_time(text, tmp_path):
     assert time.monotonic() - start < 60
     assert done.code == 2
     assert re.fullmatch(
+        r"llama_tiny: 100 steps; starting JAX\n"
         r"colossax: processes 1, 2 of 3 did not reach process 0 at 127.0.0.1:\d+ within 1 s;"
         r"[^\n]*\n",
         done.errors,

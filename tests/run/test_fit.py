@@ -4,10 +4,12 @@ import inspect
 import itertools
 import json
 import os
+import shutil
 import signal
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -119,6 +121,33 @@ def test_a_state_that_was_trained_goes_on_counting_with_an_iterator_as_it_stands
     assert {**losses(tmp_path / "first"), **losses(tmp_path / "second")} == losses(whole[0])
 
 
+@pytest.mark.catches("begun-forgotten")
+@pytest.mark.parametrize("at", [2, 3, 4], ids=["earlier", "the same", "later"])
+def test_whatever_state_is_given_a_resumed_run_has_the_batches_that_follow(whole, tmp_path, at):
+    dataset = [rows(number) for number in range(STEPS)]
+    fitted(tmp_path, dataset, steps=3)
+    state, step = boosted()
+    for number in range(at):
+        state, _ = step(state, rows(number))
+    options = {"steps": STEPS, "out": str(tmp_path), "resume": True}
+    colossax.fit(state, step, dataset, **options)
+    assert losses(tmp_path) == losses(whole[0])
+    fitted(tmp_path, dataset, steps=STEPS + 1, resume=True)
+    assert max(losses(tmp_path)) == STEPS + 1, "what it began with is still known"
+
+
+def test_a_run_that_cannot_have_had_a_state_is_not_resumed_from_it(tmp_path):
+    dataset = [rows(number) for number in range(STEPS)]
+    state, step = boosted()
+    state, _ = step(state, rows(0))
+    colossax.fit(state, step, dataset, steps=2, out=str(tmp_path))
+    shutil.rmtree(tmp_path / "checkpoints")
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with pytest.raises(InputError, match=r"was begun after step 1, and .* after step 0 alone"):
+        fitted(tmp_path, dataset, resume=True)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
 def test_a_list_is_begun_again_and_an_iterator_that_ends_ends_the_run(tmp_path, capsys):
     two = [rows(0), rows(1)]
     fitted(tmp_path / "list", two, steps=4)
@@ -128,6 +157,19 @@ def test_a_list_is_begun_again_and_an_iterator_that_ends_ends_the_run(tmp_path, 
     assert outcome.final["step"] == 2 == Checkpointer(tmp_path / "iterator/checkpoints").latest()
     assert "the batches ended after step 2" in capsys.readouterr().err
     assert evaluations(tmp_path / "iterator") == {2: outcome.final["r2"]}
+
+
+@pytest.mark.catches("fit-skips-for-ever")
+def test_so_many_skipped_steps_as_are_asked_for_end_it_with_a_failure(tmp_path):
+    def broken(number):
+        batch = rows(number)
+        return {**batch, "x": batch["x"] * (np.nan if number > 1 else 1)}
+
+    _, outcome = fitted(tmp_path / "two", broken, stop_after_skipped=2)
+    assert outcome.final["step"] == 4
+    assert "stopped at step 4: the last 2 steps were skipped" in outcome.failure
+    _, outcome = fitted(tmp_path / "never", broken, stop_after_skipped=0)
+    assert outcome.final["step"] == STEPS and outcome.failure is None
 
 
 def test_what_is_no_state_step_evaluator_or_batch_is_refused():
@@ -209,11 +251,29 @@ def test_a_function_logs_and_stops(tmp_path, capsys):
     _, outcome = fitted(tmp_path, callbacks=[watch], validate_every=0)
     assert dict(metrics_of(read_records(tmp_path / "metrics.jsonl")))["twice"] == [(2, 4), (4, 8)]
     assert outcome.final["step"] == 4 and evaluations(tmp_path) == {4: outcome.final["r2"]}
-    assert outcome.final["ended_by"] == {"by": "_Function", "why": "enough was seen"}
+    assert outcome.final["ended_by"] == {"by": "watch", "why": "enough was seen"}
     shown = capsys.readouterr().err
-    assert "told" in shown and "ended by _Function after step 4: enough was seen" in shown
+    assert "told" in shown and "ended by watch after step 4: enough was seen" in shown
     with pytest.raises(InputError, match="callback: logs 'loss', which there is already"):
         fitted(tmp_path / "taken", callbacks=[lambda now: now.log({"loss": 1.0})])
+
+
+@pytest.mark.catches("scalar-logged-as-it-is")
+def test_a_scalar_of_jax_is_logged_as_the_number_it_is_and_an_array_refused(tmp_path):
+    def norm(now):
+        w = now.state["params"]["out"]
+        now.log({"norm": jnp.linalg.norm(w), "half": np.float32(0.5), "count": now.done})
+
+    state, _ = fitted(tmp_path, callbacks=[norm])
+    found = dict(metrics_of(read_records(tmp_path / "metrics.jsonl")))
+    assert [value for _, value in found["half"]] == [0.5] * STEPS
+    assert dict(found["count"]) == {done: done for done in range(1, STEPS + 1)}
+    last = float(np.linalg.norm(np.asarray(state["params"]["out"])))
+    assert dict(found["norm"])[STEPS] == pytest.approx(last, rel=1e-6)
+    for value in (jnp.ones(3), "0.5", None):
+        folder = tmp_path / type(value).__name__
+        with pytest.raises(InputError, match="callback: logs 'w', which is no number but of type"):
+            fitted(folder, callbacks=[lambda now, value=value: now.log({"w": value})])
 
 
 @pytest.mark.catches("hyperparameter-unchanged")
@@ -306,6 +366,19 @@ def test_the_best_checkpoint_is_kept_apart_and_compared_over_a_resumption(tmp_pa
     )
 
 
+@pytest.mark.catches("folder-of-the-run")
+@pytest.mark.parametrize(
+    "folder", ["checkpoints", "Checkpoints", "offload", "../x", "/x", "", ".."]
+)
+def test_a_callback_has_a_folder_of_its_own(tmp_path, folder):
+    refusal = "callback: saves into folder .*; give a plain name, as 'best', that is none of chec"
+    with pytest.raises(InputError, match=refusal):
+        BestCheckpoint("r2", folder=folder)
+    if folder == "checkpoints":
+        with pytest.raises(InputError, match=refusal):
+            fitted(tmp_path, steps=2, callbacks=[lambda now: now.save(folder)])
+
+
 @pytest.mark.catches("average-of-nothing")
 def test_the_average_is_evaluated_beside_the_state_and_survives_a_resumption(tmp_path):
     def mean_of_params(step, state):
@@ -326,10 +399,54 @@ def test_the_average_is_evaluated_beside_the_state_and_survives_a_resumption(tmp
     assert evaluations(tmp_path / "two", "average_mean") == averages
 
 
+@pytest.mark.catches("last-evaluation-alone")
+@pytest.mark.catches("averaged-twice")
+def test_callbacks_see_the_evaluation_of_a_run_that_ends_before_its_last_step(tmp_path):
+    """Its batches end, or a callback ends it, at a step that no evaluation was due at."""
+
+    def stop(now):
+        calls.append(now.done)
+        if now.done == 3:
+            now.stop("enough")
+
+    fitted(tmp_path / "whole", steps=3, callbacks=[AverageEvaluation(0.8)], validate_every=0)
+    expected = evaluations(tmp_path / "whole", "average_r2")
+    for name, source, more in (
+        ("batches", iter([rows(number) for number in range(3)]), []),
+        ("stopped", rows, [stop]),
+    ):
+        calls = []
+        callbacks = [AverageEvaluation(0.8), BestCheckpoint("r2", larger=True), *more]
+        _, outcome = fitted(tmp_path / name, source, callbacks=callbacks, validate_every=0)
+        assert Checkpointer(tmp_path / name / "best").steps() == [3]
+        assert evaluations(tmp_path / name, "average_r2") == expected and list(expected) == [3]
+        assert outcome.final["average_r2"] == expected[3]
+        assert calls == ([1, 2, 3] if more else []), "a function is called once after every step"
+
+
 @pytest.mark.parametrize("callback", [EarlyStopping, BestCheckpoint, AverageEvaluation])
 def test_a_callback_is_short(callback):
     source = inspect.getsource(callback)
     assert len(source.splitlines()) < 30
+
+
+@pytest.mark.catches("functions-of-one-name")
+def test_functions_go_by_their_names_and_there_is_nothing_to_keep_of_them(tmp_path, capsys):
+    def first(now):
+        pass
+
+    def second(now):
+        if now.done == 2:
+            now.stop("enough")
+
+    fitted(tmp_path / "a", steps=1, callbacks=[first])
+    _, outcome = fitted(tmp_path / "a", steps=4, callbacks=[second, second], resume=True)
+    assert outcome.final["ended_by"]["by"] == "second"
+    _, again = fitted(tmp_path / "a", steps=4, callbacks=[first, second], resume=True)
+    assert again.final["step"] == 2 and again.final["ended_by"]["by"] == "second"
+    _, further = fitted(tmp_path / "a", steps=4, callbacks=[first], resume=True)
+    assert further.final["step"] == 4, "it is another function that ended it"
+    assert "begins anew" not in capsys.readouterr().err
 
 
 def test_a_run_of_before_callbacks_is_resumed_with_them(whole, tmp_path, capsys):

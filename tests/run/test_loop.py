@@ -122,6 +122,21 @@ def test_a_stop_saves_without_validating():
     assert log[-1] == "save 2" and not any("validate" in line for line in log)
 
 
+@pytest.mark.catches("last-evaluation-of-one-process")
+@pytest.mark.parametrize("until, evaluated", [(3, False), (4, True)])
+def test_told_to_stop_in_the_last_step_it_evaluates_where_another_process_does(until, evaluated):
+    class Told(Gate):
+        def enter(self, index):
+            through = super().enter(index)
+            if index == 2:
+                self.open_until(until, "SIGTERM")
+            return through
+
+    result, log, _, _ = looped(3, gate=Told())
+    assert result == (3, 3) and log[-1] == "save 3"
+    assert ("validate 3" in log) == evaluated
+
+
 def test_skipped_steps_are_told():
     _, _, loop, screen = looped(5, skip=(2, 4))
     assert loop.meter.skipped == 2

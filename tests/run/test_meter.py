@@ -48,6 +48,17 @@ def test_steps_skipped_before_a_resumption_are_none_of_this_run():
     assert reads.skipped_in_a_row == 1
 
 
+@pytest.mark.catches("rate-of-plain-python")
+def test_a_learning_rate_of_plain_python_is_asked_step_by_step():
+    def rate(updates):
+        return 0.5 if updates < 2 else 0.5 * math.cos(updates)
+
+    reads = meter(rate=rate)
+    for step in (1, 2, 3, 1500):
+        found = reads.read(step, metrics(step))["learning_rate"]
+        assert found == rate(step - 1) and isinstance(found, float)
+
+
 class Clock:
     """A clock that moves when it is told to."""
 

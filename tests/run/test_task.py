@@ -148,3 +148,16 @@ def test_metrics_have_names_of_their_own():
     for task, name, metric in ((taken, "mean", "loss"), (twice, "other", "r2")):
         with pytest.raises(InputError, match=f"evaluator '{name}': gives a metric '{metric}'"):
             task.evaluated(step, {})
+
+
+@pytest.mark.catches("stopped-and-completed")
+def test_told_to_stop_in_the_last_evaluation_it_completes_nothing(tmp_path):
+    def told(step, state):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.5)  # the thread that heeds it may have to wait for a processor
+        return {"told": 1.0}
+
+    task = toy(evaluators={"told": told}, complete=lambda step, params: pytest.fail("completed"))
+    outcome, _ = trained(task, tmp_path / "run", steps=2)
+    assert outcome.stopped_by == "SIGTERM" and outcome.final["told"] == 1.0
+    assert Checkpointer(tmp_path / "run" / "checkpoints").latest() == 2

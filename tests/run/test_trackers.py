@@ -12,6 +12,7 @@ from colossax.errors import InputError
 from colossax.run.records import Records, read_records
 from colossax.run.trackers import About, check_trackers
 from tests.launching import ROOT
+from tests.run.test_fit import fitted
 
 ROWS = [
     {"step": 1, "loss": 2.0, "learning_rate": 0.5},
@@ -136,6 +137,22 @@ def test_a_tracker_is_imported_where_it_is_asked_for_and_nowhere_else(stub, tmp_
     assert (tmp_path / "tensorboard").is_dir()
     with pytest.raises(InputError, match=r"trackers: wandb does not begin \(it was imported\)"):
         Records(about(tmp_path), report=pytest.fail, trackers=("wandb",))
+
+
+@pytest.mark.catches("refused-tracker-leaves-a-run")
+def test_a_run_whose_tracker_does_not_begin_has_not_begun(stub, tmp_path):
+    out = tmp_path / "run"
+    with pytest.raises(InputError, match="trackers: wandb does not begin"):
+        fitted(out, steps=1, trackers=("tensorboard", "wandb"))
+    fitted(out, steps=2)
+    before = (out / "metrics.jsonl").read_bytes()
+    torn = before + b'{"step": 3, "lo'
+    (out / "metrics.jsonl").write_bytes(torn)
+    with pytest.raises(InputError, match="trackers: wandb does not begin"):
+        fitted(out, steps=3, trackers=("wandb",), resume=True)
+    assert (out / "metrics.jsonl").read_bytes() == torn
+    fitted(out, steps=3, resume=True)
+    assert (out / "metrics.jsonl").read_bytes().startswith(before)
 
 
 def test_json_alone_leaves_metrics_alone(tmp_path):
