@@ -124,7 +124,7 @@ def test_no_layer_computes_ranges(place):
     assert set(ranges) == {0} and ranges[0] > 20, ranges
 
 
-@pytest.mark.parametrize("place", quick_first(RINGS, ["usp", "ring of H100s"]))
+@pytest.mark.parametrize("place", quick_first(RINGS, ["usp"]))
 def test_no_whole_number_travels_in_a_layer(place):
     sent = ("ppermute", "all_gather", "all_to_all")
     within = [one for depth, one in equations(traced(place)) if depth]
