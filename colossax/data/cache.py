@@ -1,7 +1,9 @@
-"""How an entry of the cache folder appears: whole or not at all."""
+"""How an entry of the cache folder appears: whole or not at all, and known again."""
 
 import contextlib
 import fcntl
+import hashlib
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -11,7 +13,7 @@ from colossax.errors import DataError
 
 
 def built_once(
-    path: Path, build: Callable[[Path], None], *, intact: Callable[[Path], bool]
+    path: Path, build: Callable[[Path], object], *, intact: Callable[[Path], bool]
 ) -> Path:
     """The cache entry at `path`, built first when it is missing or damaged.
 
@@ -42,7 +44,30 @@ def built_once(
     return path
 
 
-def _build(path: Path, build: Callable[[Path], None]) -> None:
+def sealed(body: str, owner: str) -> str:
+    """A JSON document that holds a text and a checksum of it and of the entry it belongs to."""
+    return json.dumps({"checksum": _seal(body, owner), "body": body})
+
+
+def unsealed(document: str, owner: str) -> str:
+    """The text that `sealed` wrote for this owner.
+
+    Raises:
+        ValueError: It was altered, or belongs to another entry.
+    """
+    outer = json.loads(document)
+    if not isinstance(outer, dict) or not isinstance(outer.get("body"), str):
+        raise ValueError("is no sealed document")
+    if outer.get("checksum") != _seal(outer["body"], owner):
+        raise ValueError("its checksum is not that of its text and its owner")
+    return outer["body"]
+
+
+def _seal(body: str, owner: str) -> str:
+    return hashlib.blake2b(f"{owner}\0{body}".encode(), digest_size=16).hexdigest()
+
+
+def _build(path: Path, build: Callable[[Path], object]) -> None:
     part = path.with_name(f"{path.name}.part")
     _remove(part)
     try:

@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from colossax.config import cache_folder
-from colossax.data.cache import built_once
+from colossax.data.cache import built_once, sealed, unsealed
 from colossax.data.sources import Documents
 from colossax.data.tokenizer import Tokenizer
+from colossax.data.tokens import CheckedTokens, block_checksums
 from colossax.errors import DataError
 
 # Raise it when the same text and tokenizer would give other files than before.
@@ -20,6 +21,7 @@ _FORMAT_VERSION = 1
 _BATCH_CHARS = 1_000_000
 _BATCH_DOCUMENTS = 4096
 _TOKENS, _META = "tokens.bin", "meta.json"
+_ARRAYS = ("offsets", "hashes", "counts", "checksums")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -27,12 +29,12 @@ class Split:
     """Some documents of a corpus; document i is `tokens[starts[i] : starts[i] + lengths[i]]`.
 
     Attributes:
-        tokens: uint16 or uint32, a memory map of the whole corpus.
+        tokens: uint16 or uint32, those of the whole corpus.
         starts: int64 `[documents]`.
         lengths: int64 `[documents]`, the closing end of text included.
     """
 
-    tokens: np.ndarray
+    tokens: CheckedTokens | np.ndarray
     starts: np.ndarray
     lengths: np.ndarray
 
@@ -52,7 +54,7 @@ class Corpus:
     """Encoded documents, each followed by the end of text. Holds 24 bytes per document in memory.
 
     Attributes:
-        tokens: uint16 or uint32, a memory map.
+        tokens: uint16 or uint32, read from disk and checked block by block.
         offsets: int64 `[documents + 1]`; document i is `tokens[offsets[i] : offsets[i + 1]]`.
         hashes: uint64 `[documents]`, of each text.
         counts: int64 `[vocab]`, how often each token occurs.
@@ -61,7 +63,7 @@ class Corpus:
         fingerprint: Hash of text and tokenizer.
     """
 
-    tokens: np.ndarray
+    tokens: CheckedTokens | np.ndarray
     offsets: np.ndarray
     hashes: np.ndarray
     counts: np.ndarray
@@ -160,26 +162,65 @@ def encode_corpus(
     """
     traits = (documents.fingerprint, tokenizer.fingerprint, _FORMAT_VERSION)
     fingerprint = hashlib.blake2b(repr(traits).encode(), digest_size=16).hexdigest()
-    folder = built_once(
-        cache_folder() / "corpora" / fingerprint,
-        lambda part: _encode_into(part, documents, tokenizer, progress or (lambda tokens: None)),
-        intact=_is_complete,
+    told = progress or (lambda tokens: None)
+
+    def build(part: Path) -> None:
+        _encode_into(part, documents, tokenizer, told)
+        _seal(part, fingerprint)
+
+    def folder(*, to_the_last_block: bool = False) -> Path:
+        return built_once(
+            cache_folder() / "corpora" / fingerprint,
+            build,
+            intact=lambda entry: _is_intact(entry, fingerprint, every_block=to_the_last_block),
+        )
+
+    found = folder()
+    arrays = {name: np.load(found / f"{name}.npy") for name in _ARRAYS}
+    tokens = CheckedTokens(
+        found / _TOKENS,
+        _dtype(tokenizer),
+        arrays.pop("checksums"),
+        repair=lambda: folder(to_the_last_block=True),
     )
-    meta = json.loads((folder / _META).read_text())
     return Corpus(
-        tokens=np.memmap(folder / _TOKENS, dtype=meta["dtype"], mode="r"),
-        **{name: np.load(folder / f"{name}.npy") for name in ("offsets", "hashes", "counts")},
+        tokens=tokens,
+        **arrays,
         vocab_size=tokenizer.vocab_size,
         eos=tokenizer.eos,
         fingerprint=fingerprint,
     )
 
 
-def _is_complete(folder: Path) -> bool:
+def _dtype(tokenizer: Tokenizer) -> np.dtype:
+    return np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
+
+
+def _seal(folder: Path, fingerprint: str) -> None:
+    """Write down size and checksum of every file; of the tokens, a checksum per block."""
+    np.save(folder / "checksums.npy", block_checksums(folder / _TOKENS))
+    files = {file.name: _traits(file) for file in folder.iterdir()}
+    (folder / _META).write_text(sealed(json.dumps(files), fingerprint))
+
+
+def _traits(file: Path) -> list:
+    """Size in bytes and checksum; of the tokens the size alone."""
+    size = file.stat().st_size
+    if file.name == _TOKENS:
+        return [size]
+    with file.open("rb") as opened:
+        return [size, hashlib.file_digest(opened, "blake2b").hexdigest()]
+
+
+def _is_intact(folder: Path, fingerprint: str, *, every_block: bool) -> bool:
     try:
-        meta = json.loads((folder / _META).read_text())
-        return all((folder / name).stat().st_size == size for name, size in meta["sizes"].items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        files = json.loads(unsealed((folder / _META).read_text(), fingerprint))
+        if any(_traits(folder / name) != traits for name, traits in files.items()):
+            return False
+        return not every_block or np.array_equal(
+            block_checksums(folder / _TOKENS), np.load(folder / "checksums.npy")
+        )
+    except (OSError, ValueError, RecursionError):
         return False
 
 
@@ -187,7 +228,7 @@ def _encode_into(
     folder: Path, documents: Documents, tokenizer: Tokenizer, progress: Callable[[int], None]
 ) -> None:
     folder.mkdir()
-    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
+    dtype = _dtype(tokenizer)
     counts = np.zeros(tokenizer.vocab_size, np.int64)
     offsets, hashes, total = array.array("q", [0]), array.array("Q"), 0
     with (folder / _TOKENS).open("wb") as file:
@@ -207,8 +248,6 @@ def _encode_into(
     np.save(folder / "offsets.npy", np.array(offsets, np.int64))
     np.save(folder / "hashes.npy", np.array(hashes, np.uint64))
     np.save(folder / "counts.npy", counts)
-    sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
-    (folder / _META).write_text(json.dumps({"dtype": dtype.name, "sizes": sizes}))
 
 
 _Chunk = tuple[str, int | None]

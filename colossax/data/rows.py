@@ -62,8 +62,7 @@ class Rows:
         self.seq_len = seq_len
         self.epoch_tokens = split.token_count
         self._split = split
-        # A view without memmap's subclass, whose every slice costs a microsecond more.
-        self._tokens = np.asarray(split.tokens)
+        self._tokens = split.tokens
         self._seed = seed
         self._epochs = epochs
         self._lock = threading.Lock()
@@ -135,7 +134,7 @@ class WholeDocuments:
     def __init__(self, split: Split, *, seq_len: int, seed: int, epochs: int | None = None):
         self.seq_len = seq_len
         self._split = split
-        self._tokens = np.asarray(split.tokens)
+        self._tokens = split.tokens
         self._seed = seed
         self._epochs = epochs
         self._lock = threading.Lock()

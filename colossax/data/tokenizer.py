@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, SupportsIndex
 
 from colossax.config import cache_folder
-from colossax.data.cache import built_once
+from colossax.data.cache import built_once, sealed, unsealed
 from colossax.data.sources import Documents
 from colossax.errors import DataError
 
@@ -196,13 +196,15 @@ def train_tokenizer(
     key = hashlib.blake2b(repr(traits).encode(), digest_size=16).hexdigest()
     file = built_once(
         cache_folder() / "tokenizers" / f"{key}.json",
-        lambda part: _train_into(part, documents, vocab_size, sample_bytes),
-        intact=_is_json,
+        lambda part: part.write_text(
+            sealed(_trained(documents, vocab_size, sample_bytes), key), encoding="utf-8"
+        ),
+        intact=lambda file: _is_sealed(file, key),
     )
-    return Tokenizer.from_json(file.read_text(encoding="utf-8"))
+    return Tokenizer.from_json(unsealed(file.read_text(encoding="utf-8"), key))
 
 
-def _train_into(file: Path, documents: Documents, vocab_size: int, sample_bytes: int) -> None:
+def _trained(documents: Documents, vocab_size: int, sample_bytes: int) -> str:
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -216,8 +218,7 @@ def _train_into(file: Path, documents: Documents, vocab_size: int, sample_bytes:
         show_progress=False,
     )
     backend.train_from_iterator(_sample(documents, sample_bytes), trainer)
-    trained = Tokenizer(definition=backend.to_str(), end=END_OF_TEXT)
-    file.write_text(trained.to_json(), encoding="utf-8")
+    return Tokenizer(definition=backend.to_str(), end=END_OF_TEXT).to_json()
 
 
 def _sample(documents: Documents, sample_bytes: int) -> Iterator[str]:
@@ -236,9 +237,9 @@ def _sample(documents: Documents, sample_bytes: int) -> Iterator[str]:
                 return
 
 
-def _is_json(file: Path) -> bool:
+def _is_sealed(file: Path, key: str) -> bool:
     try:
-        json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        unsealed(file.read_text(encoding="utf-8"), key)
+    except (OSError, ValueError, RecursionError):
         return False
     return True

@@ -49,11 +49,11 @@ def _made(lengths, hashes=None):
 def test_documents_follow_one_another_each_with_its_end(words):
     made, documents, tokenizer = _encoded(words)
     expected = [[*tokenizer.encode(text), tokenizer.eos] for text in documents]
-    assert made.tokens.tolist() == sum(expected, [])
+    assert made.tokens[:].tolist() == sum(expected, [])
     assert made.offsets.tolist() == np.cumsum([0, *map(len, expected)]).tolist()
     assert made.document_count == 12 and made.vocab_size == 300 and made.eos == 0
     assert made.counts.tolist() == np.bincount(sum(expected, []), minlength=300).tolist()
-    assert isinstance(made.tokens, np.memmap) and made.tokens.dtype == np.uint16
+    assert made.tokens.dtype == made.tokens[:].dtype == np.uint16
     assert _texts(made.whole(), tokenizer) == [f"{text}<|endoftext|>" for text in documents]
 
 
@@ -63,7 +63,8 @@ def test_the_order_of_batches_and_pieces_does_not_show(words, cache, monkeypatch
     monkeypatch.setenv("COLOSSAX_CACHE", str(cache / "other"))
     second = encode_corpus(documents, tokenizer)
     assert second.fingerprint == first.fingerprint
-    for name in ("tokens", "offsets", "hashes", "counts"):
+    np.testing.assert_array_equal(first.tokens[:], second.tokens[:])
+    for name in ("offsets", "hashes", "counts"):
         np.testing.assert_array_equal(getattr(first, name), getattr(second, name))
 
 
@@ -97,7 +98,7 @@ def test_large_vocabularies_take_four_bytes(words, tmp_path):
     wide = Tokenizer(definition=json.dumps(raw), end="<|far|>")
     assert wide.vocab_size == 70_001
     made = encode_corpus(documents, wide)
-    assert made.tokens.dtype == np.uint32 and made.tokens[-1] == 70_000
+    assert made.tokens.dtype == np.uint32 and made.tokens[:][-1] == 70_000
     assert made.fingerprint != encode_corpus(documents, tokenizer).fingerprint
 
 
@@ -115,25 +116,80 @@ def test_progress_counts_tokens(words, monkeypatch):
 def test_a_corpus_is_encoded_once(words, monkeypatch):
     first, documents, tokenizer = _encoded(words)
     monkeypatch.setattr(corpus, "_encode_into", lambda *args: pytest.fail("encoded again"))
-    assert encode_corpus(path_documents(words), tokenizer).tokens.tolist() == first.tokens.tolist()
+    assert (
+        encode_corpus(path_documents(words), tokenizer).tokens[:].tolist()
+        == first.tokens[:].tolist()
+    )
     with pytest.raises(pytest.fail.Exception):
         encode_corpus(documents, train_tokenizer(documents, 301))
 
 
-@pytest.mark.parametrize("name", ["tokens.bin", "offsets.npy", "meta.json"])
-@pytest.mark.parametrize("damage", ["shorten", "remove"])
+_FILES = ["tokens.bin", "offsets.npy", "hashes.npy", "counts.npy", "checksums.npy", "meta.json"]
+
+
+def _replaced(file, content):
+    # Another file under the name: the map of the first corpus must not lose its pages.
+    file.unlink()
+    file.write_bytes(content)
+
+
+_DAMAGES = {
+    "shortened": lambda old: old[:-5],
+    "zeroed": lambda old: bytes(len(old)),
+    "one bit": lambda old: old[:-3] + bytes([old[-3] ^ 4]) + old[-2:],
+    "empty": lambda old: b"",
+    "nested": lambda old: b"[" * 200_000,
+}
+
+
+@pytest.mark.catches("corpus-arrays-not-checked")
+@pytest.mark.parametrize("name", _FILES)
+@pytest.mark.parametrize("damage", [*_DAMAGES, "removed"])
 def test_a_damaged_corpus_is_encoded_again(words, cache, name, damage):
     first, documents, tokenizer = _encoded(words)
-    expected = first.tokens.tolist()
+    expected = first.tokens[:].tolist()
     file = cache / "corpora" / first.fingerprint / name
-    if damage == "remove":
+    content = file.read_bytes()
+    if damage == "removed":
         file.unlink()
     else:
-        # Another file under the name: the map of the first corpus must not lose its pages.
-        short = file.read_bytes()[:-5]
-        file.unlink()
-        file.write_bytes(short)
-    assert encode_corpus(documents, tokenizer).tokens.tolist() == expected
+        _replaced(file, _DAMAGES[damage](content))
+    again = encode_corpus(documents, tokenizer)
+    assert again.tokens[:].tolist() == expected
+    for array in ("offsets", "hashes", "counts"):
+        np.testing.assert_array_equal(getattr(first, array), getattr(again, array))
+    assert file.read_bytes() == content
+
+
+@pytest.mark.catches("corpus-meta-not-sealed")
+def test_the_folder_of_another_corpus_is_not_taken(words, cache):
+    first, documents, tokenizer = _encoded(words)
+    other, _, _ = _encoded(words, vocab=280)
+    expected = first.tokens[:].tolist()
+    folders = [cache / "corpora" / made.fingerprint for made in (first, other)]
+    for file in folders[1].iterdir():
+        _replaced(folders[0] / file.name, file.read_bytes())
+    assert encode_corpus(documents, tokenizer).tokens[:].tolist() == expected
+
+
+@pytest.mark.parametrize("content", [b"{}", b"[1]", b"null", b'{"checksum": "", "body": "{}"}'])
+def test_a_damaged_tokenizer_is_learnt_again(words, cache, content):
+    documents = path_documents(words)
+    first = train_tokenizer(documents, 300)
+    (file,) = (cache / "tokenizers").glob("*.json")
+    _replaced(file, content)
+    assert train_tokenizer(documents, 300) == first
+
+
+@pytest.mark.catches("cached-tokenizer-not-sealed")
+def test_an_altered_tokenizer_is_learnt_again(words, cache):
+    documents = path_documents(words)
+    first = train_tokenizer(documents, 300)
+    (file,) = (cache / "tokenizers").glob("*.json")
+    altered = file.read_text().replace(r"\"e\":", r"\"E\":", 1)
+    assert altered != file.read_text()
+    _replaced(file, altered.encode())
+    assert train_tokenizer(documents, 300) == first
 
 
 def test_a_document_that_cannot_be_read_leaves_no_corpus(words, cache):
@@ -145,7 +201,7 @@ def test_a_document_that_cannot_be_read_leaves_no_corpus(words, cache):
         made.fingerprint
     ]
     kept = encode_corpus(path_documents(words, skip_undecodable=True), tokenizer)
-    assert kept.tokens.tolist() == made.tokens.tolist()
+    assert kept.tokens[:].tolist() == made.tokens[:].tolist()
 
 
 # Held-out documents
@@ -202,7 +258,7 @@ def test_a_single_document_too_short_to_cut_is_refused():
 
 def test_unigram_entropy_is_that_of_all_tokens(words):
     made, _, _ = _encoded(words)
-    counts = np.bincount(made.tokens)
+    counts = np.bincount(made.tokens[:])
     total = counts.sum()
     plain = -sum(c / total * math.log(c / total) for c in counts.tolist() if c)
     assert unigram_entropy_nats(made) == pytest.approx(plain, rel=1e-12)

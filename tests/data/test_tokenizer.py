@@ -66,7 +66,7 @@ def test_training_again_gives_the_same(words, cache, monkeypatch, threads):
 
 def test_a_trained_tokenizer_is_kept(words, monkeypatch):
     first = train_tokenizer(path_documents(words), 300)
-    monkeypatch.setattr(tokenizer, "_train_into", lambda *args: pytest.fail("trained again"))
+    monkeypatch.setattr(tokenizer, "_trained", lambda *args: pytest.fail("trained again"))
     assert train_tokenizer(path_documents(words), 300) == first
     with pytest.raises(pytest.fail.Exception):
         train_tokenizer(path_documents(words), 301)
