@@ -17,6 +17,7 @@ from jaxtyping import Array
 from colossax.config import BoundPlan, Placement
 from colossax.errors import InputError
 from colossax.nn.named_models import MakeModel, MakeModels, make_models
+from colossax.nn.rngs import fresh_rngs
 from colossax.sharding import param_sharding, use, validate
 from colossax.typing import Dims, ParamInfo, Params
 
@@ -134,7 +135,7 @@ def describe(make_model: MakeModels) -> ModelSpec:
     if isinstance(make_model, Mapping):
         make_model = make_models(make_model)
     with nnx.use_eager_sharding(False):
-        model = nnx.eval_shape(lambda: make_model(nnx.Rngs(0)))
+        model = nnx.eval_shape(lambda: make_model(fresh_rngs(0)))
     refuse_others(model, "model")
     for path, node in nnx.iter_graph(model):
         if isinstance(node, Located):
@@ -287,7 +288,7 @@ def initialise(
 
     def init(key: Array) -> Params:
         with use(bound), nnx.use_eager_sharding(False):
-            model = spec.make_model(nnx.Rngs(key))
+            model = spec.make_model(fresh_rngs(key))
         return jax.tree.map(
             lambda leaf, info, make: leaf.astype(info.at_rest(dtype)) if make else None,
             pure(model),

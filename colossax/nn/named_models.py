@@ -8,6 +8,7 @@ import jax
 from flax import nnx
 
 from colossax.errors import InputError
+from colossax.nn.rngs import fresh_rngs
 
 MakeModel = Callable[[nnx.Rngs], nnx.Module]
 
@@ -26,7 +27,7 @@ class Models(nnx.Module):
         key = rngs.params()
         for name, make in makers.items():
             model_key = jax.random.fold_in(key, zlib.crc32(name.encode()))
-            setattr(self, name, make(nnx.Rngs(model_key)))
+            setattr(self, name, make(fresh_rngs(model_key)))
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)

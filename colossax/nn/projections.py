@@ -15,6 +15,7 @@ from flax import nnx
 
 from colossax.nn.members import BIASES, children, equation_roles, held_params, stacked_dims
 from colossax.nn.named_models import MakeModel
+from colossax.nn.rngs import fresh_rngs
 from colossax.typing import Dims
 
 
@@ -142,7 +143,7 @@ def found_names(make_model: MakeModel) -> dict[str, tuple[Dims, ...]]:
     names: dict[str, tuple[Dims, ...]] = {}
 
     def trace() -> jax.Array:
-        model = make_model(nnx.Rngs(0))
+        model = make_model(fresh_rngs(0))
         runs = list(_runs(model, ()))
         tables = {p.shape for run, _ in runs for p in run if p.table and not p.positions}
         for run, chained in runs:

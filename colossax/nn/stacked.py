@@ -11,6 +11,7 @@ from jaxtyping import Array
 
 from colossax.config import Placement
 from colossax.nn.module import own_dtype, pure, refuse_others
+from colossax.nn.rngs import fresh_rngs
 from colossax.offload import build_stack
 from colossax.optim import decays
 from colossax.sharding import current, resolve
@@ -46,13 +47,13 @@ def stacked_layers(
     size = len(numbers)
 
     def init_layer(index: Array) -> Any:
-        return pure(make_layer(nnx.Rngs(jax.random.fold_in(key, index))))
+        return pure(make_layer(fresh_rngs(jax.random.fold_in(key, index))))
 
     def number(i: Any) -> Any:
         run = numbers[-1] - numbers[0] + 1 == size
         return numbers[0] + i if run else jnp.asarray(numbers, jnp.int32)[i]
 
-    template = nnx.eval_shape(lambda: make_layer(nnx.Rngs(0)))
+    template = nnx.eval_shape(lambda: make_layer(fresh_rngs(0)))
     refuse_others(template, "layer")
     graphdef, leaves = nnx.split(template)
     if size == 1:

@@ -57,12 +57,12 @@ class Convolved(nnx.Module):
 
 
 class UNet(nnx.Module):
-    def __init__(self, rngs):
-        self.first = nnx.Conv(3, 16, (3, 3), rngs=rngs)
-        self.down = Convolved(16, 32, rngs=rngs)
-        self.up = nnx.ConvTranspose(32, 16, (2, 2), strides=(2, 2), rngs=rngs)
-        self.joined = Convolved(32, 16, rngs=rngs)
-        self.last = nnx.Conv(16, 3, (1, 1), rngs=rngs)
+    def __init__(self, rngs, width=16):
+        self.first = nnx.Conv(3, width, (3, 3), rngs=rngs)
+        self.down = Convolved(width, 2 * width, rngs=rngs)
+        self.up = nnx.ConvTranspose(2 * width, width, (2, 2), strides=(2, 2), rngs=rngs)
+        self.joined = Convolved(2 * width, width, rngs=rngs)
+        self.last = nnx.Conv(width, 3, (1, 1), rngs=rngs)
 
     def __call__(self, x):
         x = self.first(x)

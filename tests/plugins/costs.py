@@ -29,8 +29,9 @@ _SHOWN = 5
 
 
 def lane_of(item):
-    """Where a test belongs: `gpu`, `aot`, `sweep` or `quick`."""
-    return next((m for m in ("gpu", "aot", "sweep") if item.get_closest_marker(m)), "quick")
+    """Where a test belongs: `gpu`, `aot`, `outside`, `sweep` or `quick`."""
+    marks = ("gpu", "aot", "outside", "sweep")
+    return next((m for m in marks if item.get_closest_marker(m)), "quick")
 
 
 class Costs:
