@@ -20,6 +20,7 @@ from colossax.cli.output import standard_output
 from colossax.cli.overrides import Override, apply_overrides
 from colossax.cli.recipes import list_recipes
 from colossax.cli.values import described_values, shown
+from colossax.config import bound_of
 from colossax.errors import InputError
 from colossax.processes import EXIT_CODES
 from colossax.recipes import (
@@ -131,7 +132,8 @@ def _tell_values(parser: Parser, words: Sequence[str]) -> None:
     config = recipe(named)
     for name, (_, text) in _FIELDS.items():
         value = shown(getattr(config, name))
-        parser.option(f"--{name.replace('_', '-')}").help = f"{text}; default {value}"
+        told = f"{text} ({bound_of(TrainConfig, name)}); default {value}"
+        parser.option(f"--{name.replace('_', '-')}").help = told
     parser.epilog = described_values(config) + _CODES
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from colossax.checkpoint import RecordReader, RecordWriter, slot_of
 from colossax.config import Plan, to_json
 from colossax.data import Tokenizer
+from colossax.documents import read_json
 from colossax.errors import CheckpointError, InputError
 from colossax.models.conversion import BLOCK_BYTES, Conversion, Tensor
 from colossax.models.hf_folder import CONVERSIONS, Source, by_path, open_folder
@@ -73,18 +74,23 @@ def _read_tokenizer(folder: Path, config: Any) -> Tokenizer | None:
     file = folder / _TOKENIZER_FILE
     if not file.is_file():
         return None
-    try:
-        added = json.loads(file.read_text(encoding="utf-8"))["added_tokens"]
-        end = next((token["content"] for token in added if token["id"] == config.eos), None)
-    except (ValueError, KeyError, TypeError):
-        end = None
-    tokenizer = Tokenizer.from_file(file, end=end)
+    tokenizer = Tokenizer.from_file(file, end=_end_token(file, config.eos))
     if tokenizer.vocab_size > config.vocab:
         raise InputError(
             f"{file}: has {tokenizer.vocab_size} tokens, but config.json gives the model"
             f" {config.vocab}; put the model's own tokenizer there, or none"
         )
     return tokenizer
+
+
+def _end_token(file: Path, eos: int | None) -> str | None:
+    """The text of the token that the model ends with, where the file names one."""
+    try:
+        added = read_json(file, remedy="copy the file again")["added_tokens"]
+        end = next((token["content"] for token in added if token["id"] == eos), None)
+    except (InputError, KeyError, TypeError):
+        return None  # who reads the tokenizer says what is wrong
+    return end if isinstance(end, str) else None
 
 
 def export_checkpoint(
