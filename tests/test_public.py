@@ -18,7 +18,8 @@ NAMES = {
         "LOGICAL_DIMS LossConfig "
         "MESH_AXES MeshAxis OffloadConfig PIPELINED_OPTION PRESETS Placement Plan Precision "
         "RING_AXES Rules SAVEABLE SEQUENCE_AXES SHARES STATE_KINDS Segment above at_least bind "
-        "bound_of cache_folder check_types from_json misspelt nearest preset to_json within"
+        "bound_of cache_folder check_text check_types from_json misspelt nearest preset "
+        "to_json user_path within"
     ),
     "colossax.pallas.attention": (
         "AttentionSpec Mask Operands RelativeBias Scoring attend attend_block attend_cache "

@@ -11,6 +11,7 @@ from .axes import SEQUENCE_AXES as SEQUENCE_AXES
 from .axes import MeshAxis as MeshAxis
 from .bounds import GREEDY_OR_MORE as GREEDY_OR_MORE
 from .bounds import Bound as Bound
+from .bounds import ClipNorm as ClipNorm
 from .bounds import Count as Count
 from .bounds import Decay as Decay
 from .bounds import Natural as Natural
@@ -38,6 +39,8 @@ from .parts import BatchConfig as BatchConfig
 from .parts import LossConfig as LossConfig
 from .parts import Precision as Precision
 from .parts import Segment as Segment
+from .paths import check_text as check_text
+from .paths import user_path as user_path
 from .placement import SAVEABLE as SAVEABLE
 from .placement import Placement as Placement
 from .plan import Plan as Plan

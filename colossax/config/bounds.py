@@ -105,6 +105,10 @@ Positive = Annotated[float, above(0)]
 
 NotNegative = Annotated[float, at_least(0)]
 
+ClipNorm = Annotated[
+    float, Bound(low=0, above=True, told="a number above 0, or none, which leaves gradients")
+]
+
 Share = Annotated[float, within(0, 1)]
 
 DECAYS = Bound(low=0, high=1, below=True)

@@ -88,7 +88,7 @@ def _weight_files(folder: Path) -> list[Path]:
     except ValueError as problem:
         raise WeightsError(f"{index}: is no index of weights ({problem}); {remedy}") from problem
     for name in names:
-        if Path(name).name != name:
+        if Path(name).name != name or name in ("", "..", "."):
             raise WeightsError(
                 f"{index}: names '{name}', which is no file of its own folder; {remedy}"
             )

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from colossax.config import Positive, check_types
+from colossax.config import ClipNorm, check_types
 from colossax.step.prepare import Prepare
 from colossax.typing import Dims, ParamInfo
 
@@ -30,7 +30,7 @@ class StepOptions:
         shapes: A global batch, or the shapes of its arrays: what `auto` in a plan is for.
     """
 
-    clip_norm: Positive | None = None
+    clip_norm: ClipNorm | None = None
     trainable: Callable[[ParamInfo], bool] | None = None
     variables: Any = dataclasses.field(default_factory=dict)
     after_step: Callable[[Any, Any], Any] | None = None

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from colossax.config import (
     Bound,
+    ClipNorm,
     Count,
     Decay,
     FrozenDict,
@@ -16,6 +17,7 @@ from colossax.config import (
     Seed,
     Share,
     Temperature,
+    check_text,
     check_types,
     from_json,
     nearest,
@@ -155,6 +157,7 @@ class SampleConfig:
 
     def __post_init__(self):
         check_types(self, "sample")
+        check_text(self.prompt, "sample.prompt")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -206,7 +209,7 @@ class TrainConfig(RunLength):
     model: Any
     data: DataConfig
     optimizer: OptimizerConfig = OptimizerConfig()
-    clip_norm: Positive | None = 1.0
+    clip_norm: ClipNorm | None = 1.0
     z_loss: NotNegative = 0.0
     sample: SampleConfig = SampleConfig()
     target: str = "h100:1x1"
