@@ -14,10 +14,12 @@ NAMES = {
         "use"
     ),
     "colossax.config": (
-        "AttentionConfig BatchConfig BoundPlan FrozenDict HOST_KINDS LOGICAL_DIMS LossConfig "
+        "AttentionConfig BatchConfig Bound BoundPlan FrozenDict GREEDY_OR_MORE HOST_KINDS "
+        "LOGICAL_DIMS LossConfig "
         "MESH_AXES MeshAxis OffloadConfig PIPELINED_OPTION PRESETS Placement Plan Precision "
-        "RING_AXES Rules SAVEABLE SEQUENCE_AXES SHARES STATE_KINDS Segment bind cache_folder "
-        "from_json misspelt nearest preset to_json"
+        "RING_AXES Rules SAVEABLE SEQUENCE_AXES SHARES STATE_KINDS Segment above at_least bind "
+        "bound_of cache_folder check_text check_types from_json misspelt nearest preset "
+        "to_json user_path within"
     ),
     "colossax.pallas.attention": (
         "AttentionSpec Mask Operands RelativeBias Scoring attend attend_block attend_cache "
@@ -80,7 +82,7 @@ NAMES = {
     ),
     "colossax.nn": (
         "ACTIVATIONS Attention AttentionShape Block CacheArray CacheSpec Decoder "
-        "DecoderConfig Embedding FlatTokens LanguageModel LayerNorm LayerStack "
+        "DecoderConfig Embedding FamilyConfig FlatTokens LanguageModel LayerNorm LayerStack "
         "LayerState Layers Linear Llama3Scaling MLP ModelSpec Models RMSNorm RopeConfig Side "
         "StackOutput Sublayer Weighted Wiring alibi_slopes cross_entropy decoder_layer "
         "describe even_head_dim initialise named param pure renamed rope_tables rotate "
@@ -98,7 +100,7 @@ NAMES = {
     ),
     "colossax.step": "Step StepOptions any_order",
     "colossax.tasks": (
-        "Callback DataConfig OptimizerConfig SampleConfig TAKEN Task TrainConfig "
+        "Callback DataConfig OptimizerConfig RunLength SampleConfig TAKEN Task TrainConfig "
         "next_token_loss task_of train_config_from_json with_initial_model"
     ),
     "colossax.run": (

@@ -3,10 +3,10 @@
 import argparse
 import re
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from colossax.cli.overrides import Override
-from colossax.config import nearest
+from colossax.config import Bound, nearest
 from colossax.errors import InputError
 
 
@@ -80,22 +80,31 @@ def number(low: int, high: int | None = None):
             value = int(text)
         except ValueError:
             raise argparse.ArgumentTypeError(f"expected a whole number, found '{text}'") from None
-        if value < low or (high is not None and value > high):
-            bound = f"{low} or more" if high is None else f"{low} to {high}"
-            raise argparse.ArgumentTypeError(f"found {value}; give {bound}")
-        return value
+        return _held(value, Bound(low=low, high=high))
 
     return parse
 
 
-def seconds(text: str) -> float:
-    """An argparse type: seconds above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected seconds, found '{text}'") from None
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"found {value:g}; give more than 0 seconds")
+def real(bound: Bound, what: str = "a number"):
+    """An argparse type: a number within a bound."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"expected {what}, found '{text}'") from None
+        return _held(value, bound)
+
+    return parse
+
+
+seconds = real(Bound(low=0, above=True, told="more than 0 seconds"), "seconds")
+"""An argparse type: seconds above 0."""
+
+
+def _held(value: Any, bound: Bound) -> Any:
+    if (refusal := bound.refusal(value)) is not None:
+        raise argparse.ArgumentTypeError(refusal)
     return value
 
 

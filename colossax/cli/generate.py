@@ -6,10 +6,10 @@ import json
 import sys
 from typing import Any
 
-from colossax.cli.arguments import keeping, number
+from colossax.cli.arguments import keeping, number, real
 from colossax.cli.devices import choose_devices, request_host_devices
 from colossax.cli.overrides import Override, apply_overrides
-from colossax.config import Plan
+from colossax.config import GREEDY_OR_MORE, Plan, check_text, user_path
 from colossax.errors import InputError
 
 DESCRIPTION = {
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
     parser.add_argument(
         "--temperature",
         metavar="T",
-        type=_temperature,
+        type=real(GREEDY_OR_MORE),
         default=0.0,
         help="0 takes the likeliest token each time (default); 1 draws as the model says",
     )
@@ -76,7 +76,7 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
 def _generate(args: argparse.Namespace, overrides: list[Override]) -> int:
     from colossax.inference import check_length, check_tokens, open_checkpoint
 
-    stored = open_checkpoint(args.checkpoint)
+    stored = open_checkpoint(user_path(args.checkpoint, "CHECKPOINT"))
     plan = apply_overrides(_Options(plan=stored.plan), overrides).plan
     # All that can be refused is, before parameters are read.
     prompt = prompt_tokens(args, stored.tokenizer)
@@ -113,6 +113,7 @@ def prompt_tokens(args: argparse.Namespace, tokenizer: Any) -> list[int]:
         return _ids(args.prompt_tokens)
     if not args.prompt:
         raise InputError("--prompt: it is empty; give a word or more to continue")
+    check_text(args.prompt, "--prompt")
     if tokenizer is None:
         raise InputError(
             f"--prompt: checkpoint '{args.checkpoint}' holds no tokenizer; give token ids with"
@@ -128,16 +129,6 @@ def _ids(text: str) -> list[int]:
             f"--prompt-tokens: found '{text}'; give ids divided by commas, as in 1,2,3"
         )
     return [int(word) for word in words]
-
-
-def _temperature(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected a number, found '{text}'") from None
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"found {text}; give 0 (greedy) or more")
-    return value
 
 
 def _slots(tokens: int, max_seq: int) -> int:

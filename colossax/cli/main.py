@@ -1,6 +1,8 @@
 """From arguments to a verb and its exit code."""
 
 import importlib
+import io
+import re
 import sys
 from collections.abc import Sequence
 
@@ -22,6 +24,7 @@ VERBS = {
 }
 
 _INTERRUPTED = 130
+_ENDLESS = re.compile(r"\S{400,}")
 _USAGE = (
     "usage: colossax VERB [options]\n\n{verbs}\n\n`colossax VERB --help` tells a verb's options.\n"
 )
@@ -35,14 +38,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     SIGTERM. Any other error is ours and keeps its traceback.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    _write_all_characters()
     try:
         return _run(words)
     except InputError as problem:
-        sys.stderr.write(f"colossax: {problem}\n")
+        sys.stderr.write(f"colossax: {_sentence(problem)}\n")
         return 2
     except KeyboardInterrupt:
         sys.stderr.write("colossax: interrupted\n")
         return _INTERRUPTED
+
+
+def _write_all_characters() -> None:
+    """Have standard output write as \\u what its encoding, such as ASCII, has no place for."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _sentence(problem: InputError) -> str:
+    """The message, in which words that nobody would read to the end are shortened."""
+    return _ENDLESS.sub(lambda it: f"{it[0][:60]}... ({len(it[0])} characters)", str(problem))
 
 
 def _run(words: list[str]) -> int:

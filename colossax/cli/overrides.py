@@ -10,7 +10,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from colossax.config import MESH_AXES, FrozenDict, Plan, Rules, nearest, preset
+from colossax.config import MESH_AXES, FrozenDict, Plan, Rules, nearest, preset, user_path
 from colossax.errors import InputError
 from colossax.tasks import TrainConfig
 
@@ -31,7 +31,7 @@ def apply_overrides(config: Any, overrides: Sequence[Override]) -> Any:
         if name == "init" and isinstance(config, TrainConfig) and text.lower() != "none":
             from colossax.tasks import with_initial_model  # reads checkpoints, with JAX
 
-            config = with_initial_model(config, text)
+            config = with_initial_model(config, str(user_path(text, "--init")))
         if name == "plan.preset":
             config = dataclasses.replace(config, plan=with_preset(config.plan, text))
     return _apply(

@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,6 +19,7 @@ from colossax.cli.output import standard_output
 from colossax.cli.overrides import Override, apply_overrides
 from colossax.cli.recipes import list_recipes
 from colossax.cli.values import described_values, shown
+from colossax.config import bound_of, user_path
 from colossax.errors import InputError
 from colossax.processes import EXIT_CODES
 from colossax.recipes import (
@@ -131,7 +131,8 @@ def _tell_values(parser: Parser, words: Sequence[str]) -> None:
     config = recipe(named)
     for name, (_, text) in _FIELDS.items():
         value = shown(getattr(config, name))
-        parser.option(f"--{name.replace('_', '-')}").help = f"{text}; default {value}"
+        told = f"{text} ({bound_of(TrainConfig, name)}); default {value}"
+        parser.option(f"--{name.replace('_', '-')}").help = told
     parser.epilog = described_values(config) + _CODES
 
 
@@ -191,9 +192,9 @@ def configure(args: argparse.Namespace, overrides: list[Override]) -> TrainConfi
     Raises:
         InputError: Unknown names, or values that do not fit.
     """
-    folder = RunFolder(path=Path(args.out or "").expanduser())
-    resumed = args.resume and args.out and folder.holds_run
-    written = folder.config() if resumed else None
+    folder = None if args.out is None else RunFolder(path=user_path(args.out, "--out"))
+    resumed = args.resume and folder is not None and folder.holds_run
+    written = folder.config() if folder is not None and resumed else None
     before = train_config_from_json(written) if written and "model" in written else None
     plain = [(name, getattr(args, f"field_{name}")) for name in ("init", *_FIELDS)]
     given = [(name, text) for name, text in plain if text is not None]

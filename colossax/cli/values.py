@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from colossax.cli.overrides import override_names
-from colossax.config import PRESETS
+from colossax.config import PRESETS, bound_of
 
 _WIDTH = 96
 _NOT_LISTED = ("plan.version", "plan.rules.")
@@ -48,7 +48,9 @@ def _described(config: Any, name: str, value: Any) -> str:
     owner, field = _owner(config, name)
     choices = field.metadata.get("choices", ("true", "false") if field.type is bool else ())
     meaning = next((m for m in _meanings(owner) if m[0] == field.name), ("", ""))[1]
-    told = " ".join(filter(None, (meaning, f"({', '.join(choices)})" if choices else "")))
+    bound = bound_of(type(owner), field.name)
+    range_told = ", ".join(choices) or (str(bound) if bound else "")
+    told = " ".join(filter(None, (meaning, f"({range_told})" if range_told else "")))
     head = f"  --{name} VALUE  default {shown(value)}\n"
     indent = " " * 6
     return head + textwrap.indent(textwrap.fill(told, _WIDTH - 6), indent) + "\n" * bool(told)

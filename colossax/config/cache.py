@@ -3,10 +3,16 @@
 import os
 from pathlib import Path
 
+from colossax.config.paths import user_path
+
 
 def cache_folder() -> Path:
-    """`$COLOSSAX_CACHE`, else `$XDG_CACHE_HOME/colossax`, else `~/.cache/colossax`."""
+    """`$COLOSSAX_CACHE`, else `$XDG_CACHE_HOME/colossax`, else `~/.cache/colossax`.
+
+    Raises:
+        InputError: What is named there is no path.
+    """
     folder = os.environ.get("COLOSSAX_CACHE")
     if folder:
-        return Path(folder).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "colossax"
+        return user_path(folder, "COLOSSAX_CACHE")
+    return user_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "XDG_CACHE_HOME") / "colossax"

@@ -1,11 +1,13 @@
 """Immutable mappings and the JSON form of configuration dataclasses."""
 
 import dataclasses
+import numbers
 import types
 import typing
 from collections.abc import Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
+from colossax.config.bounds import field_hints, split_hint
 from colossax.config.words import nearest
 from colossax.errors import InputError
 
@@ -50,6 +52,8 @@ def to_json(value: Any) -> Any:
         return {str(k): to_json(v) for k, v in value.items()}
     if isinstance(value, tuple | list):
         return [to_json(v) for v in value]
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return int(value)  # NumPy's too, which JSON knows nothing of
     return value
 
 
@@ -91,22 +95,31 @@ def from_json(cls: type, data: Any, *, where: str, error: type[InputError] = Inp
 
 
 def check_types(value: Any, where: str, *, error: type[InputError] = InputError) -> None:
-    """Refuse a dataclass made in Python whose scalars or nested dataclasses have other types.
+    """Refuse a dataclass whose scalars or nested dataclasses have other types or break bounds.
 
     Annotations that JSON cannot tell apart (mappings, `Any`) are left to the class itself.
 
+    Args:
+        value: The dataclass; its fields may have bounds, `Annotated[float, above(0)]`.
+        where: Name of the value in messages; with none, fields stand there alone.
+        error: Exception class to raise.
+
     Raises:
-        InputError: `error`, with field, expected type and value.
+        InputError: `error`, with field, expected type or bound, and value.
     """
-    hints = typing.get_type_hints(type(value))
+    hints = field_hints(type(value))
     for field in dataclasses.fields(value):
         given = getattr(value, field.name)
-        for hint, item, at in _parts(hints[field.name], given, f"{where}.{field.name}"):
-            if hint in (int, float, bool, str):
-                _scalar(hint, item, at, error)
-            elif not isinstance(item, hint):
+        name = f"{where}.{field.name}" if where else field.name
+        for hint, item, at in _parts(hints[field.name], given, name):
+            plain, bound = split_hint(hint)
+            if plain in (int, float, bool, str):
+                number = _scalar(plain, item, at, error)
+                if bound is not None:
+                    bound.check(number, at, error=error)
+            elif not isinstance(item, plain):
                 raise error(
-                    f"{at}: expected {hint.__name__}, found {item!r}; give {hint.__name__}(...)"
+                    f"{at}: expected {plain.__name__}, found {item!r}; give {plain.__name__}(...)"
                 )
 
 
@@ -123,7 +136,10 @@ def _parts(hint: Any, value: Any, where: str) -> Iterator[tuple[Any, Any, str]]:
             return
         for i, item in enumerate(value):
             yield args[0], item, f"{where}[{i}]"
-    elif dataclasses.is_dataclass(hint) or hint in (int, float, bool, str):
+    elif isinstance(origin, type) and issubclass(origin, Mapping) and isinstance(value, Mapping):
+        if split_hint(args[-1])[1] is not None:
+            yield from ((args[-1], item, f"{where} of '{key}'") for key, item in value.items())
+    elif dataclasses.is_dataclass(hint) or split_hint(hint)[0] in (int, float, bool, str):
         yield hint, value, where
 
 
@@ -147,9 +163,10 @@ def _decode(hint: Any, value: Any, where: str, error: type[InputError]) -> Any:
 
 
 def _scalar(hint: type, value: Any, where: str, error: type[InputError]) -> Any:
-    right = isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if not right:
+    kind = {int: numbers.Integral, float: numbers.Real}.get(hint, hint)
+    if not isinstance(value, kind) or (hint is not bool and isinstance(value, bool)):
         raise error(f"{where}: expected {hint.__name__}, found {value!r}; give a {hint.__name__}")
-    return value
+    try:
+        return hint(value)
+    except OverflowError:
+        raise error(f"{where}: found {value}; give a number that a float holds") from None

@@ -2,8 +2,9 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Annotated, Any
 
+from colossax.config.bounds import Bound
 from colossax.config.frozen import check_types
 from colossax.config.words import nearest
 from colossax.errors import PlanError
@@ -23,6 +24,10 @@ PIPELINED: tuple[str, ...] = ("off", "auto")
 
 PIPELINED_OPTION = "xla_gpu_enable_pipelined_host_offloading"
 """Of the compiler."""
+
+LayerShare = Annotated[float, Bound(low=0, high=1, told="the share of the layers, 0 to 1")]
+
+Gigabytes = Annotated[float, Bound(low=0, above=True, told="gigabytes above 0")]
 
 CLIPPING: tuple[str, ...] = ("stack", "two_pass", "layer", "speculate")
 
@@ -66,13 +71,13 @@ class OffloadConfig:
     """
 
     auto: bool = False
-    parameters: float = 0.0
-    optimizer: float = 0.0
-    activations: float = 0.0
-    disk: float = 0.0
+    parameters: LayerShare = 0.0
+    optimizer: LayerShare = 0.0
+    activations: LayerShare = 0.0
+    disk: LayerShare = 0.0
     fused: bool = False
-    device_gb: float | None = None
-    host_gb: float | None = None
+    device_gb: Gigabytes | None = None
+    host_gb: Gigabytes | None = None
     clipping: str = dataclasses.field(default="stack", metadata={"choices": CLIPPING})
     cpu_update: float | int | str = "off"
     pipelined: str = dataclasses.field(default="off", metadata={"choices": PIPELINED})
@@ -81,17 +86,7 @@ class OffloadConfig:
         for field in (*SHARES, "cpu_update"):
             if type(getattr(self, field)) is int:
                 object.__setattr__(self, field, float(getattr(self, field)))
-        check_types(self, "offload", error=PlanError)
-        for field in SHARES:
-            share = getattr(self, field)
-            if not 0 <= share <= 1:
-                raise PlanError(
-                    f"plan.offload.{field}: found {share}; give the share of the layers, 0 to 1"
-                )
-        for field in ("device_gb", "host_gb"):
-            size = getattr(self, field)
-            if size is not None and not 0 < size < math.inf:
-                raise PlanError(f"plan.offload.{field}: found {size}; give gigabytes above 0")
+        check_types(self, "plan.offload", error=PlanError)
         for field, known in (("clipping", CLIPPING), ("pipelined", PIPELINED)):
             value = getattr(self, field)
             if value not in known:

@@ -2,8 +2,9 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Annotated, Any
 
+from colossax.config.bounds import Bound, Count
 from colossax.config.frozen import check_types
 from colossax.config.placement import SAVEABLE, Placement
 from colossax.config.words import nearest
@@ -58,18 +59,12 @@ class BatchConfig:
             random numbers gets a key of its own on each device.
     """
 
-    accumulation: int = 1
-    microbatch: int | None = None
+    accumulation: Annotated[int, Bound(low=1, told="1 (off) or more microbatches")] = 1
+    microbatch: Annotated[int, Bound(low=1, told="1 or more rows")] | None = None
     reduce_once: bool = False
 
     def __post_init__(self):
         check_types(self, "batch", error=PlanError)
-        if self.accumulation < 1:
-            raise PlanError(
-                f"batch.accumulation: found {self.accumulation}; give 1 (off) or more microbatches"
-            )
-        if self.microbatch is not None and self.microbatch < 1:
-            raise PlanError(f"batch.microbatch: found {self.microbatch}; give 1 or more rows")
         if self.microbatch is not None and self.accumulation != 1:
             raise PlanError(
                 "batch: both accumulation and microbatch are given; one follows from the other,"
@@ -195,9 +190,7 @@ class LossConfig:
         vocab_chunks: Pieces in which logits are made, one at a time; 1 makes them whole.
     """
 
-    vocab_chunks: int = 1
+    vocab_chunks: Count = 1
 
     def __post_init__(self):
         check_types(self, "loss", error=PlanError)
-        if self.vocab_chunks < 1:
-            raise PlanError(f"loss.vocab_chunks: found {self.vocab_chunks}; give 1 or more")

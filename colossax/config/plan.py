@@ -21,6 +21,7 @@ from colossax.config.frozen import (
 from colossax.config.offload import PIPELINED_OPTION, OffloadConfig
 from colossax.config.parts import AttentionConfig, BatchConfig, LossConfig, Precision, Segment
 from colossax.config.rules import Rules
+from colossax.documents import parse_json
 from colossax.errors import PlanError
 
 if TYPE_CHECKING:
@@ -172,8 +173,8 @@ class Plan:
             PlanError: Not JSON, an unknown field, or a value that does not fit.
         """
         try:
-            data = json.loads(text)
-        except json.JSONDecodeError as problem:
+            data = parse_json(text, (dict, list))
+        except ValueError as problem:
             raise PlanError(f"plan: not JSON ({problem}); write it with Plan.to_json") from problem
         return from_json(cls, data, where="plan", error=PlanError)
 

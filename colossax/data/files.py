@@ -8,12 +8,15 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from colossax.config import cache_folder
-from colossax.errors import DataError
+from colossax.documents import read_json
+from colossax.errors import DataError, InputError
 from colossax.files import write_whole
 
 _RACY_S = 2.0
+_HASH_BYTES = 16
 
 
 def unreadable(file: Path | str, problem: OSError) -> DataError:
@@ -57,15 +60,22 @@ def file_hashes(files: Iterable[Path]) -> list[str]:
 
 def _hash_file(file: Path) -> str:
     with open_bytes(file) as opened:
-        return hashlib.file_digest(opened, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+        return hashlib.file_digest(
+            opened, lambda: hashlib.blake2b(digest_size=_HASH_BYTES)
+        ).hexdigest()
 
 
 def _recall(memory: Path) -> dict[str, list]:
     try:
-        known = json.loads(memory.read_text())
-    except (OSError, ValueError):
+        known = read_json(memory, remedy="it is made anew")
+    except InputError:
         return {}
-    return known if isinstance(known, dict) else {}
+    return {path: entry for path, entry in known.items() if _is_entry(entry)}
+
+
+def _is_entry(entry: Any) -> bool:
+    kinds = [type(item) for item in entry] if isinstance(entry, list) else []
+    return kinds == [int, int, int, str] and len(entry[3]) == 2 * _HASH_BYTES
 
 
 def _remember(memory: Path, seen: dict[str, list]) -> None:

@@ -94,6 +94,11 @@ def _text_of_line(line: str, where: str, reading: Reading) -> str | None:
             f"{where}: is not JSON ({problem.msg} at column {problem.colno}); write one object per"
             f" line"
         ) from problem
+    except (ValueError, RecursionError) as problem:
+        raise DataError(
+            f"{where}: has a number of too many digits, or is nested too deep; write one object per"
+            " line"
+        ) from problem
     if not isinstance(record, dict):
         raise DataError(f"{where}: found {_json_name(record)}; write one object per line")
     if field not in record:

@@ -8,16 +8,17 @@ or one batch of rows.
 import dataclasses
 import functools
 import hashlib
-import json
 import os
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from colossax.config import user_path
 from colossax.data.files import file_hashes, open_bytes, stat_of, unreadable
 from colossax.data.readers import READERS, Kind, Reading
-from colossax.errors import DataError
+from colossax.documents import member, parse_json
+from colossax.errors import DataError, InputError
 
 _KIND_OF_SUFFIX = {
     ".jsonl": Kind.JSONL,
@@ -106,7 +107,10 @@ def path_documents(
         raise DataError(
             "data path: is empty; name a file or folder of text, JSONL, Parquet or Arrow"
         )
-    root = Path(path).expanduser()
+    try:
+        root = user_path(path, "data path")
+    except InputError as problem:
+        raise DataError(str(problem)) from None
     if not root.exists():
         raise DataError(f"{root}: does not exist; name a file or folder with text")
     files = _below(root) if root.is_dir() else [root]
@@ -131,8 +135,18 @@ def _below(root: Path) -> list[Path]:
             raise DataError(f"{root}: has the splits {names} and no 'train'; name one's folder")
         root = root / "train"
     if (state := root / "state.json").exists() and (root / "dataset_info.json").exists():
-        return [root / entry["filename"] for entry in _saved(state, "_data_files")]
+        return [root / _file_name(entry, state) for entry in _saved(state, "_data_files")]
     return _walk(root, lambda name: not name.startswith("."))
+
+
+def _file_name(entry: Any, state: Path) -> str:
+    """The name of a data set's file, which lies beside what names it."""
+    name = entry.get("filename") if isinstance(entry, dict) else None
+    if not isinstance(name, str) or Path(name).name != name or name in ("", "..", "."):
+        raise DataError(
+            f"{state}: names {name!r}, which is no file of its own folder; save the data set again"
+        )
+    return name
 
 
 def _saved(file: Path, field: str) -> list[Any]:
@@ -140,8 +154,8 @@ def _saved(file: Path, field: str) -> list[Any]:
     with open_bytes(file) as opened:
         raw = opened.read()
     try:
-        return list(json.loads(raw)[field])
-    except (ValueError, KeyError, TypeError) as problem:
+        return member(parse_json(raw), field, list)
+    except ValueError as problem:
         raise DataError(
             f"{file}: has no list '{field}', as data sets saved to disk do; save it again"
         ) from problem

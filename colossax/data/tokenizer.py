@@ -9,9 +9,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, SupportsIndex
 
-from colossax.config import cache_folder
+from colossax.config import cache_folder, check_text, user_path
 from colossax.data.cache import built_once, sealed, unsealed
 from colossax.data.sources import Documents
+from colossax.documents import as_kind, member, parse_json
 from colossax.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -79,7 +80,12 @@ class Tokenizer:
         return hashlib.blake2b(self.to_json().encode(), digest_size=16).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text."""
+        """Token ids of a text.
+
+        Raises:
+            InputError: It has half a character, a surrogate.
+        """
+        check_text(text, "text to encode")
         return self._backend.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -104,9 +110,10 @@ class Tokenizer:
             DataError: The text is not what `to_json` writes.
         """
         try:
-            value = json.loads(text)
-            end, definition = value["end"], json.dumps(value["definition"], ensure_ascii=False)
-        except (ValueError, KeyError, TypeError) as problem:
+            value = parse_json(text)
+            end = member(value, "end", str)
+            definition = json.dumps(member(value, "definition", dict), ensure_ascii=False)
+        except ValueError as problem:
             raise DataError("tokenizer: is no saved tokenizer; save or train it again") from problem
         return cls(definition=definition, end=end)
 
@@ -122,14 +129,16 @@ class Tokenizer:
         Raises:
             DataError: No such file, none of this form, or it has no token to end documents with.
         """
-        file = Path(path).expanduser()
+        file = user_path(path, "tokenizer")
         file = file / "tokenizer.json" if file.is_dir() else file
         definition = _read(file)
         try:
-            known = {token["content"] for token in json.loads(definition)["added_tokens"]}
-        except (ValueError, KeyError, TypeError) as problem:
+            added = member(parse_json(definition), "added_tokens", list)
+            known = {member(token, "content", str, of="a token") for token in added}
+        except ValueError as problem:
             raise DataError(
-                f"{file}: is no tokenizer.json; name the file that Hugging Face's tokenizers write"
+                f"{file}: is no tokenizer.json ({problem}); name the file that Hugging Face's"
+                " tokenizers write"
             ) from problem
         end = end or _configured_end(file) or next((e for e in _USUAL_ENDS if e in known), None)
         if end is None:
@@ -158,12 +167,14 @@ def _configured_end(file: Path) -> str | None:
     if not config.is_file():
         return None
     try:
-        end = json.loads(_read(config)).get("eos_token")
-    except (ValueError, AttributeError) as problem:
+        end = parse_json(_read(config)).get("eos_token")
+        end = end.get("content") if isinstance(end, dict) else end
+        return as_kind(end, (str, type(None)), "'eos_token'")
+    except ValueError as problem:
         raise DataError(
-            f"{config}: is no JSON object; repair it or take it away from the tokenizer"
+            f"{config}: names no end of text ({problem}); repair it or take it away from the"
+            " tokenizer"
         ) from problem
-    return end.get("content") if isinstance(end, dict) else end
 
 
 def train_tokenizer(

@@ -2,9 +2,13 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Annotated, Protocol, runtime_checkable
 
+from colossax.config import Count, Temperature, check_types, within
 from colossax.errors import InputError
+
+DrawSeed = Annotated[int, within(0, 2**32 - 1)]
+"""Devices get it as uint32."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,9 +23,9 @@ class Request:
     """
 
     prompt: tuple[int, ...]
-    max_tokens: int = 64
-    temperature: float = 0.0
-    seed: int = 0
+    max_tokens: Count = 64
+    temperature: Temperature = 0.0
+    seed: DrawSeed = 0
 
     def check(self, *, vocab: int, slots: int) -> None:
         """Refuse what no model of this vocabulary can continue in a sequence of `slots` tokens.
@@ -30,12 +34,7 @@ class Request:
             InputError: Naming what is wrong and what would do.
         """
         check_tokens(self.prompt, vocab)
-        if self.max_tokens < 1:
-            raise InputError(f"max_tokens: found {self.max_tokens}; give 1 or more")
-        if not (0 <= self.temperature < float("inf")):
-            raise InputError(f"temperature: found {self.temperature}; give 0 (greedy) or more")
-        if not 0 <= self.seed < 2**32:
-            raise InputError(f"seed: found {self.seed}; give 0 to {2**32 - 1}")
+        check_types(self, "")
         check_length(len(self.prompt), self.max_tokens, slots)
 
 

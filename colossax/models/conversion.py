@@ -8,15 +8,14 @@ follow from it.
 import dataclasses
 import math
 import re
-import types
-import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from colossax.config.bounds import field_hints
 from colossax.errors import InputError
-from colossax.nn import Llama3Scaling
+from colossax.models.settings import FILE, checked
 from colossax.typing import ParamInfo
 
 PART = "part"
@@ -230,9 +229,12 @@ class Conversion:
                     f"config.json: {self.model_type} with {name} = {settings[name]!r} is not"
                     f" supported; only {' or '.join(map(repr, allowed))} is"
                 )
-        hints = typing.get_type_hints(self.config)
+        hints = field_hints(self.config)
         fields = {s.ours: _value(s, settings, hints[s.ours]) for s in self.settings}
-        return self.config(**fields, **self.read(settings))
+        try:
+            return self.config(**{**fields, **self.read(settings)})
+        except InputError as problem:
+            raise InputError(f"config.json: {str(problem).removeprefix(FILE)}") from None
 
     def settings_of(self, config: Any) -> dict[str, Any]:
         """What config.json holds for our configuration, its weights' type aside."""
@@ -285,116 +287,3 @@ def _value(entry: Setting, settings: Mapping[str, Any], hint: Any) -> Any:
     if value is None and callable(entry.default):
         return entry.default(settings)
     return checked(name, value, hint)
-
-
-def checked(name: str, value: Any, hint: Any) -> Any:
-    """`value` if it is of the type, integers taken for floats too.
-
-    Raises:
-        InputError: It is of another type.
-    """
-    wanted = typing.get_args(hint) if typing.get_origin(hint) is types.UnionType else (hint,)
-    if type(value) is int and int not in wanted and float in wanted:
-        return float(value)
-    if type(value) not in wanted:
-        kinds = " or ".join("null" if kind is type(None) else kind.__name__ for kind in wanted)
-        raise InputError(f"config.json: '{name}' is {value!r}; it must be {kinds}")
-    return value
-
-
-def first_eos(settings: Mapping[str, Any]) -> dict[str, int | None]:
-    """Our `eos`: of several tokens that end a text, the first."""
-    value = settings.get("eos_token_id")
-    if isinstance(value, list):
-        value = value[0] if value else None
-    return {"eos": checked("eos_token_id", value, int | None)}
-
-
-def rope_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The rope settings, `rope_type` and `rope_theta` among them, from either form of config.json.
-
-    Newer files hold one `rope_parameters`, older ones `rope_theta` and `rope_scaling`.
-    """
-    rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    theta = rope.get("rope_theta", settings.get("rope_theta", 10_000.0))
-    return {**rope, "rope_type": kind, "rope_theta": checked("rope_theta", theta, float)}
-
-
-def plain_rope(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Our `rope_theta` of a family without scaling.
-
-    Raises:
-        InputError: The settings scale.
-    """
-    rope = rope_settings(settings)
-    _allow_rope(rope, ("default",))
-    return {"rope_theta": rope["rope_theta"]}
-
-
-def llama_rope(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Our `rope_theta` and `rope_scaling` of Llama.
-
-    Raises:
-        InputError: Another scaling than Llama 3's.
-    """
-    rope = rope_settings(settings)
-    _allow_rope(rope, ("default", "llama3"))
-    if rope["rope_type"] == "default":
-        return {"rope_theta": rope["rope_theta"], "rope_scaling": None}
-    original = rope.get("original_max_position_embeddings", settings["max_position_embeddings"])
-    names = ("factor", "low_freq_factor", "high_freq_factor")
-    missing = [name for name in names if name not in rope]
-    if missing:
-        raise InputError(f"config.json: rope scaling llama3 lacks '{missing[0]}'; add it")
-    scaling = Llama3Scaling(
-        **{name: checked(name, rope[name], float) for name in names},
-        original_max_positions=checked("original_max_position_embeddings", original, int),
-    )
-    return {"rope_theta": rope["rope_theta"], "rope_scaling": scaling}
-
-
-def _allow_rope(rope: Mapping[str, Any], allowed: tuple[str, ...]) -> None:
-    if rope["rope_type"] not in allowed:
-        raise InputError(
-            f"config.json: rope scaling '{rope['rope_type']}' is not supported;"
-            f" only {' or '.join(map(repr, allowed))} is"
-        )
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise InputError(
-            "config.json: a partial_rotary_factor other than 1.0 is not supported;"
-            " only models that rotate whole heads are"
-        )
-
-
-def rope_to_settings(theta: float, scaling: Llama3Scaling | None = None) -> dict[str, Any]:
-    """Rope settings in both forms, for readers of any age."""
-    if scaling is None:
-        rope: dict[str, Any] = {"rope_type": "default"}
-    else:
-        rope = {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_positions,
-        }
-    return {
-        "rope_theta": theta,
-        "rope_scaling": None if scaling is None else rope,
-        "rope_parameters": {**rope, "rope_theta": theta},
-    }
-
-
-def unsupported_window(settings: Mapping[str, Any]) -> None:
-    """Refuse Qwen models that slide a window in some of their layers.
-
-    Raises:
-        InputError: They do.
-    """
-    sliding = "sliding_attention" in (settings.get("layer_types") or ())
-    if settings.get("use_sliding_window") or sliding:
-        raise InputError(
-            "config.json: a sliding window in some layers is not supported; only"
-            " use_sliding_window = false with full attention in all layers is"
-        )

@@ -1,5 +1,6 @@
 """Hugging Face folders into checkpoints and back, one tensor at a time."""
 
+import contextlib
 import functools
 import json
 import os
@@ -11,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from colossax.checkpoint import RecordReader, RecordWriter, slot_of
-from colossax.config import Plan, to_json
+from colossax.config import Plan, to_json, user_path
 from colossax.data import Tokenizer
+from colossax.documents import read_json
 from colossax.errors import CheckpointError, InputError
 from colossax.models.conversion import BLOCK_BYTES, Conversion, Tensor
 from colossax.models.hf_folder import CONVERSIONS, Source, by_path, open_folder
@@ -47,20 +49,33 @@ def import_checkpoint(folder: str | Path, out: str | Path, plan: Plan | None = N
 
     Cost: host memory of the largest tensor and three blocks of 64 MB.
     """
+    out, folder = user_path(out, "OUT"), user_path(folder, "HF_DIR")
     source = open_folder(folder)
     documents: dict[str, Any] = {MODEL_DOCUMENT: config_to_json(source.config)}
     if plan is not None:
         documents[PLAN_DOCUMENT] = to_json(plan)
-    tokenizer = _read_tokenizer(Path(folder), source.config)
+    tokenizer = _read_tokenizer(folder, source.config)
     if tokenizer is not None:
         documents[TOKENIZER_DOCUMENT] = tokenizer.to_json()
-    with RecordWriter(out) as writer:
+    with _left_as_it_was(out), RecordWriter(out) as writer:
         for path, info in source.infos.items():
             slot = slot_of(info, PARAMS)
             writer.declare(slot.name, slot.shape, source.dtypes[path], layered=slot.layered)
         for tensor in source.tensors:
             _copy_in(source, tensor, writer)
         writer.finish(documents)
+
+
+@contextlib.contextmanager
+def _left_as_it_was(out: Path) -> Iterator[None]:
+    """Takes a folder away again that nothing came to be in."""
+    new = not out.exists()
+    try:
+        yield
+    finally:
+        if new:
+            with contextlib.suppress(OSError):
+                out.rmdir()
 
 
 def _copy_in(source: Source, tensor: Tensor, writer: RecordWriter) -> None:
@@ -73,18 +88,23 @@ def _read_tokenizer(folder: Path, config: Any) -> Tokenizer | None:
     file = folder / _TOKENIZER_FILE
     if not file.is_file():
         return None
-    try:
-        added = json.loads(file.read_text(encoding="utf-8"))["added_tokens"]
-        end = next((token["content"] for token in added if token["id"] == config.eos), None)
-    except (ValueError, KeyError, TypeError):
-        end = None
-    tokenizer = Tokenizer.from_file(file, end=end)
+    tokenizer = Tokenizer.from_file(file, end=_end_token(file, config.eos))
     if tokenizer.vocab_size > config.vocab:
         raise InputError(
             f"{file}: has {tokenizer.vocab_size} tokens, but config.json gives the model"
             f" {config.vocab}; put the model's own tokenizer there, or none"
         )
     return tokenizer
+
+
+def _end_token(file: Path, eos: int | None) -> str | None:
+    """The text of the token that the model ends with, where the file names one."""
+    try:
+        added = read_json(file, remedy="copy the file again")["added_tokens"]
+        end = next((token["content"] for token in added if token["id"] == eos), None)
+    except (InputError, KeyError, TypeError):
+        return None  # who reads the tokenizer says what is wrong
+    return end if isinstance(end, str) else None
 
 
 def export_checkpoint(
@@ -111,7 +131,7 @@ def export_checkpoint(
 
     Cost: host memory of the largest tensor and two blocks of 64 MB.
     """
-    checkpoint, folder = Path(checkpoint), Path(folder)
+    checkpoint, folder = user_path(checkpoint, "CHECKPOINT"), user_path(folder, "HF_DIR")
     _require_free(folder)
     of_run = checkpoint / "checkpoints"
     reader = RecordReader(of_run if of_run.is_dir() else checkpoint, step)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from colossax.documents import read_json
 from colossax.errors import InputError, WeightsError
 from colossax.models.bloom.convert import CONVERSION as BLOOM
 from colossax.models.conversion import Conversion, Tensor
@@ -65,13 +65,20 @@ class Source:
         return dtypes
 
     def ours(self, tensor: Tensor) -> list[np.ndarray]:
-        """The parameters a tensor holds. Cost: the bytes of the tensor and of two blocks."""
+        """The parameters a tensor holds.
+
+        Raises:
+            WeightsError: A number in it is not finite.
+
+        Cost: the bytes of the tensor and of two blocks.
+        """
         name = self.names[tensor.name]
         dtype = DTYPES[self.reader.tensors[name].dtype]
         shape = tuple(tensor.sizes[dim] for dim in tensor.dims)
         arrays = [np.empty(shape, self.dtypes[info.path]) for info in tensor.infos]
         for block in tensor.blocks(dtype.itemsize):
             rows = self.reader.read(name, block.first_row, block.rows)
+            _check_finite(rows, name)
             for array, part in zip(arrays, block.ours(rows), strict=True):
                 array[block.index] = part
         return arrays
@@ -88,13 +95,32 @@ def open_folder(folder: str | Path) -> Source:
     settings = read_settings(folder)
     conversion = conversion_of(settings)
     config = conversion.config_from(settings)
-    spec = describe(maker(config))
     reader = Reader(folder)
+    _check_layers(config, reader)
+    spec = describe(maker(config))
     tensors = conversion.tensors(by_path(spec))
     names = _match(conversion, tensors, reader)
     source = Source(config=config, spec=spec, tensors=tensors, names=names, reader=reader)
     _check_tied(source)
     return source
+
+
+def _check_layers(config: Any, reader: Reader) -> None:
+    """Refuse a count that the files cannot hold before anything is made of it."""
+    if config.layers > len(reader.tensors):
+        raise WeightsError(
+            f"{reader.folder}: config.json gives {config.layers} layers, and the weights are"
+            f" {len(reader.tensors)} tensors; correct config.json or the weights"
+        )
+
+
+def _check_finite(rows: np.ndarray, name: str) -> None:
+    count = rows.size - np.count_nonzero(np.isfinite(rows))
+    if count:
+        raise WeightsError(
+            f"{name}: {count} of {rows.size} numbers that were read are not finite; copy the"
+            " weights again, or repair the model"
+        )
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
@@ -106,13 +132,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     if not file.is_file():
         raise InputError(f"{file}: is missing; name a folder with a model and its config.json")
-    try:
-        settings = json.loads(file.read_text())
-    except ValueError as problem:
-        raise InputError(f"{file}: is no JSON ({problem}); copy the file again") from problem
-    if not isinstance(settings, dict):
-        raise InputError(f"{file}: holds no JSON object; copy the file again")
-    return settings
+    return read_json(file, remedy="copy the file again")
 
 
 def conversion_of(settings: Mapping[str, Any]) -> Conversion:
@@ -122,7 +142,7 @@ def conversion_of(settings: Mapping[str, Any]) -> Conversion:
         InputError: No such family here.
     """
     name = settings.get("model_type")
-    if name not in CONVERSIONS:
+    if not isinstance(name, str) or name not in CONVERSIONS:
         known = ", ".join(CONVERSIONS)
         raise InputError(
             f"config.json: model_type {name!r} is not among the families here; known: {known}"

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 import ml_dtypes
 import numpy as np
 
+from colossax.documents import as_kind, member, parse_json, read_json
 from colossax.errors import WeightsError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -79,11 +80,18 @@ def _weight_files(folder: Path) -> list[Path]:
             f"{folder}: holds neither {SINGLE} nor {INDEX}; name a folder with a model saved as"
             f" safetensors"
         )
+    remedy = "copy the file again"
+    document = read_json(index, remedy=remedy, error=WeightsError)
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as problem:
-        raise WeightsError(f"{index}: is no index of weights; copy the file again") from problem
+        where = member(document, "weight_map", dict)
+        names = sorted({as_kind(name, str, "a file's name") for name in where.values()})
+    except ValueError as problem:
+        raise WeightsError(f"{index}: is no index of weights ({problem}); {remedy}") from problem
     for name in names:
+        if Path(name).name != name or name in ("", "..", "."):
+            raise WeightsError(
+                f"{index}: names '{name}', which is no file of its own folder; {remedy}"
+            )
         if not (folder / name).is_file():
             raise WeightsError(f"{folder / name}: is missing, but {INDEX} names it; copy it too")
     return [folder / name for name in names]
@@ -102,7 +110,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         if not 2 <= length <= min(size - 8, _MAX_HEADER_BYTES):
             raise _damaged(file, f"its {size} bytes do not hold a header")
         try:
-            header = json.loads(source.read(length))
+            header = parse_json(source.read(length))
             header.pop("__metadata__", None)
             end = 8 + length + _total_bytes(header)
             tensors = {name: _stored(file, entry, 8 + length) for name, entry in header.items()}
@@ -116,7 +124,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 def _total_bytes(header: Mapping[str, Any]) -> int:
     """Bytes of all tensors, which must follow one another without gap or overlap."""
     position = 0
-    for first, last in sorted(entry["data_offsets"] for entry in header.values()):
+    for first, last in sorted(_whole(entry["data_offsets"]) for entry in header.values()):
         if first != position or last < first:
             raise ValueError(f"bytes {first} to {last} where {position} should begin")
         position = last
@@ -125,12 +133,18 @@ def _total_bytes(header: Mapping[str, Any]) -> int:
 
 def _stored(file: Path, entry: Mapping[str, Any], base: int) -> StoredTensor:
     first, last = entry["data_offsets"]
-    stored = StoredTensor(
-        file=file, dtype=entry["dtype"], shape=tuple(entry["shape"]), start=base + first
-    )
+    shape = tuple(_whole(entry["shape"]))
+    stored = StoredTensor(file=file, dtype=entry["dtype"], shape=shape, start=base + first)
     if stored.dtype in DTYPES and stored.nbytes != last - first:
         raise ValueError(f"{stored} does not fill {last - first} bytes")
     return stored
+
+
+def _whole(numbers: Any) -> list[int]:
+    """Sizes or positions as a header has them."""
+    if not all(type(number) is int and number >= 0 for number in as_kind(numbers, list, "a size")):
+        raise ValueError(f"{numbers} are no sizes")
+    return numbers
 
 
 def _damaged(file: Path, why: str) -> WeightsError:

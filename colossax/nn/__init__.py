@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from .cache import CacheSpec as CacheSpec
     from .cache import window_slots as window_slots
     from .config import DecoderConfig as DecoderConfig
+    from .config import FamilyConfig as FamilyConfig
+    from .config import LayerCount as LayerCount
     from .config import Llama3Scaling as Llama3Scaling
     from .config import RopeConfig as RopeConfig
     from .config import even_head_dim as even_head_dim

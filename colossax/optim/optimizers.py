@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
+from colossax.config import above, at_least
+from colossax.config.bounds import DECAYS
 from colossax.errors import InputError
 from colossax.optim.transforms import (
     add_decay,
@@ -67,7 +69,8 @@ def adamw(
     Cost: 8 bytes of state a parameter, 6 with one moment in bfloat16, 4 with both.
     Reference: Loshchilov and Hutter 2019, Decoupled Weight Decay Regularization.
     """
-    sizes = {"eps": eps, "weight_decay": weight_decay}
+    above(0).check(eps, "adamw: eps")
+    sizes = {"weight_decay": weight_decay}
     _check("adamw", learning_rate, shares={"b1": b1, "b2": b2}, sizes=sizes)
     _check_second_moment("adamw", second_moment_dtype)
     return layerwise(
@@ -146,7 +149,8 @@ def lamb(
     Reference: You et al. 2019, Large Batch Optimization for Deep Learning: Training BERT in 76
     minutes, algorithm 2.
     """
-    sizes = {"eps": eps, "weight_decay": weight_decay}
+    above(0).check(eps, "lamb: eps")
+    sizes = {"weight_decay": weight_decay}
     _check("lamb", learning_rate, shares={"b1": b1, "b2": b2}, sizes=sizes)
     _check_second_moment("lamb", second_moment_dtype)
     low, high = bounds
@@ -215,13 +219,11 @@ def _check(
     sizes: dict[str, float],
 ) -> None:
     for name, value in shares.items():
-        if not 0 <= value < 1:
-            raise InputError(f"{optimizer}: {name} is {value}; choose 0 <= {name} < 1")
+        DECAYS.check(value, f"{optimizer}: {name}")
     if not callable(learning_rate):
         sizes = {"learning_rate": learning_rate, **sizes}
     for name, value in sizes.items():
-        if not 0 <= value < math.inf:
-            raise InputError(f"{optimizer}: {name} is {value}; choose a finite number from 0")
+        at_least(0).check(value, f"{optimizer}: {name}")
 
 
 def _check_second_moment(optimizer: str, dtype: DTypeLike) -> None:

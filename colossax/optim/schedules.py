@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
+from colossax.config import at_least
 from colossax.errors import InputError
 
 
@@ -72,8 +73,8 @@ def _rest(schedule: str, steps: int, warmup: int) -> int:
 
 
 def _after_warmup(peak: float, warmup: int, after: optax.Schedule) -> optax.Schedule:
-    if warmup < 0:
-        raise InputError(f"schedule: warmup is {warmup}; choose 0 steps or more")
+    at_least(0).check(peak, "schedule: peak")
+    at_least(0).check(warmup, "schedule: warmup")
     if warmup == 0:
         return after
     ramp = optax.linear_schedule(0.0, peak, warmup)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib
-import json
 import sys
 import tomllib
 import traceback
@@ -10,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from colossax.config import nearest
+from colossax.config import nearest, user_path
+from colossax.documents import parse_json, read_small
 from colossax.errors import InputError
 from colossax.recipes.registry import RECIPES, recipe
 from colossax.tasks import TrainConfig, train_config_from_json
@@ -140,19 +140,26 @@ def recipe_from_file(path: str) -> TrainConfig:
 
 
 def _read(path: str) -> Mapping[str, Any]:
-    kinds = {".json": json.loads, ".toml": tomllib.loads}
-    suffix = Path(path).suffix
+    kinds = {".json": parse_json, ".toml": _toml}
+    file = user_path(path, "--config")
+    suffix = file.suffix
     if suffix not in kinds:
         raise InputError(f"--config {path}: is neither .json nor .toml; give one of them")
     try:
-        data = kinds[suffix](Path(path).expanduser().read_text(encoding="utf-8"))
+        return kinds[suffix](read_small(file))
     except OSError as problem:
         raise InputError(f"--config {path}: cannot be read ({problem.strerror})") from None
     except ValueError as problem:
-        raise InputError(f"--config {path}: is no {suffix[1:].upper()} ({problem})") from None
-    if not isinstance(data, Mapping):
-        raise InputError(f"--config {path}: expected an object, found {type(data).__name__}")
-    return data
+        raise InputError(f"--config {path}: {problem}; correct the file") from None
+
+
+def _toml(content: bytes) -> dict[str, Any]:
+    try:
+        return tomllib.loads(content.decode("utf-8"))
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+    except ValueError as problem:
+        raise ValueError(f"it is no TOML: {problem}") from None
 
 
 def _merged(config: Any, base: Mapping[str, Any], data: Any, where: str) -> Any:

@@ -7,10 +7,9 @@ from typing import Literal
 
 import jax
 
-from colossax.config import Plan
-from colossax.errors import InputError
 from colossax.run.records import Record
 from colossax.run.trackers import DEFAULT_TRACKERS
+from colossax.tasks import RunLength
 
 Source = str | Path | tuple[str | Path, str]
 """Folder of a run, of checkpoints, or of one step; or `(folder, model)`, one of several there."""
@@ -20,18 +19,10 @@ Init = Source | Mapping[str, Source]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RunConfig:
-    """How a task is run.
+class RunConfig(RunLength):
+    """How a task is run; what its plan leaves to `auto` is settled first.
 
     Attributes:
-        plan: How it is spread over devices; what it leaves to `auto` is settled first.
-        steps: Optimizer steps in all, those before a resumption included.
-        seed: Of the parameters and the step's random keys.
-        validate_every: Steps between evaluations; 0 evaluates at the end alone.
-        checkpoint_every: Steps between checkpoints; 0 saves at the end alone.
-        keep: Checkpoints kept.
-        stop_after_skipped: Steps skipped in a row, their loss or gradient norm not finite, after
-            which the run ends; 0 goes on all the same.
         init: Checkpoint whose parameters a new run starts from, in place of random ones. Of
             several models, a folder alone is a checkpoint of all of them; by name, each has one of
             its own, `{"policy": "sft", "reference": "sft", "critic": ("earlier", "judge")}`: there
@@ -39,21 +30,7 @@ class RunConfig:
             that is left out begins random.
     """
 
-    plan: Plan = Plan()
-    steps: int
-    seed: int = 0
-    validate_every: int = 0
-    checkpoint_every: int = 0
-    keep: int = 2
-    stop_after_skipped: int = 10
     init: Init | None = None
-
-    def __post_init__(self):
-        least = {"steps": 1, "seed": 0, "validate_every": 0, "checkpoint_every": 0, "keep": 1}
-        least["stop_after_skipped"] = 0
-        for name, low in least.items():
-            if getattr(self, name) < low:
-                raise InputError(f"{name}: found {getattr(self, name)}; give {low} or more")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

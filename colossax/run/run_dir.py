@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
+from colossax.config import user_path
 from colossax.errors import InputError
 from colossax.files import write_whole
 
@@ -110,7 +111,7 @@ def find_run_folder(out: str | None, *, recipe: str, resume: bool | Literal["aut
         if resume:
             raise InputError("--resume: which run is not said; name its folder with --out DIR")
         return RunFolder(path=_next_numbered(Path("runs"), re.sub(r"[^\w.-]+", "-", recipe)))
-    folder = RunFolder(path=Path(out).expanduser())
+    folder = RunFolder(path=user_path(out, "--out"))
     if folder.path.exists() and not folder.path.is_dir():
         raise InputError(f"--out {out}: is a file; choose a folder")
     if resume == "auto":

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from colossax.config import ClipNorm, check_types
 from colossax.step.prepare import Prepare
 from colossax.typing import Dims, ParamInfo
 
@@ -29,7 +30,7 @@ class StepOptions:
         shapes: A global batch, or the shapes of its arrays: what `auto` in a plan is for.
     """
 
-    clip_norm: float | None = None
+    clip_norm: ClipNorm | None = None
     trainable: Callable[[ParamInfo], bool] | None = None
     variables: Any = dataclasses.field(default_factory=dict)
     after_step: Callable[[Any, Any], Any] | None = None
@@ -37,3 +38,6 @@ class StepOptions:
     batch_dims: Mapping[str, Dims] | None = None
     disk: Path | None = None
     shapes: Mapping[str, Any] | None = None
+
+    def __post_init__(self):
+        check_types(self, "")

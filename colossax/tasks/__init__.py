@@ -7,6 +7,7 @@ from colossax.lazy import lazily
 if TYPE_CHECKING:
     from .config import DataConfig as DataConfig
     from .config import OptimizerConfig as OptimizerConfig
+    from .config import RunLength as RunLength
     from .config import SampleConfig as SampleConfig
     from .config import TrainConfig as TrainConfig
     from .config import train_config_from_json as train_config_from_json

@@ -1,11 +1,28 @@
 """What a run is: one frozen value, made by a recipe and overridden on the command line."""
 
 import dataclasses
-import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from colossax.config import FrozenDict, Plan, from_json, nearest, to_json
+from colossax.config import (
+    Bound,
+    ClipNorm,
+    Count,
+    Decay,
+    FrozenDict,
+    Natural,
+    NotNegative,
+    Plan,
+    Positive,
+    Seed,
+    Share,
+    Temperature,
+    check_text,
+    check_types,
+    from_json,
+    nearest,
+    to_json,
+)
 from colossax.errors import InputError
 from colossax.models import config_from_json, config_to_json
 
@@ -14,12 +31,7 @@ SCHEDULES = ("cosine", "linear", "wsd", "constant")
 OPTIMIZER_STATES = ("float32", "mixed", "bfloat16")
 
 
-def _at_least(config: Any, prefix: str, least: dict[str, int]) -> None:
-    for name, low in least.items():
-        value = getattr(config, name)
-        if value < low:
-            label = f"{prefix}.{name}" if prefix else name
-            raise InputError(f"{label}: found {value}; give {low} or more")
+_HELD_OUT = Bound(low=0, above=True, high=1, below=True, told="a share above 0, below 1, as 0.02")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,24 +56,19 @@ class DataConfig:
     """
 
     path: str | None = None
-    mixture: Mapping[str, float] = FrozenDict()
+    mixture: Mapping[str, Positive] = FrozenDict()
     packing: str = "packed"
-    seq_len: int
-    global_batch: int
+    seq_len: Count
+    global_batch: Count
     tokenizer: str | None = None
-    tokenizer_vocab: int | None = None
+    tokenizer_vocab: Count | None = None
     text_field: str = "text"
     skip_undecodable: bool = False
-    validation_fraction: float = 0.02
-    validation_batches: int = 8
+    validation_fraction: Annotated[float, _HELD_OUT] = 0.02
+    validation_batches: Count = 8
 
     def __post_init__(self):
-        _at_least(self, "data", {"seq_len": 1, "global_batch": 1, "validation_batches": 1})
-        if not 0 < self.validation_fraction < 1:
-            raise InputError(
-                f"data.validation_fraction: found {self.validation_fraction};"
-                f" give a share between 0 and 1, such as 0.02"
-            )
+        check_types(self, "data")
         if self.packing not in PACKINGS:
             raise InputError(
                 f"data.packing: unknown '{self.packing}'{nearest(self.packing, PACKINGS)}"
@@ -75,11 +82,6 @@ class DataConfig:
                 f"data.mixture: data.path is '{self.path}' as well; name it in the mixture, with"
                 " its weight, or leave one of the two out"
             )
-        for path, weight in self.mixture.items():
-            if not 0 < weight < math.inf:
-                raise InputError(
-                    f"data.mixture: the weight of '{path}' is {weight}; give a number above 0"
-                )
 
     @property
     def sources(self) -> dict[str | None, float]:
@@ -116,19 +118,19 @@ class OptimizerConfig:
     """
 
     name: str = "adamw"
-    peak_lr: float = 3e-4
-    warmup: int = 0
-    weight_decay: float = 0.1
-    b1: float = 0.9
-    b2: float = 0.95
-    eps: float = 1e-8
+    peak_lr: NotNegative = 3e-4
+    warmup: Natural = 0
+    weight_decay: NotNegative = 0.1
+    b1: Decay = 0.9
+    b2: Decay = 0.95
+    eps: Positive = 1e-8
     schedule: str = dataclasses.field(default="cosine", metadata={"choices": SCHEDULES})
-    schedule_steps: int | None = None
-    final_lr_share: float = 0.1
+    schedule_steps: Count | None = None
+    final_lr_share: Share = 0.1
     state: str = dataclasses.field(default="float32", metadata={"choices": OPTIMIZER_STATES})
 
     def __post_init__(self):
-        _at_least(self, "optimizer", {"peak_lr": 0, "warmup": 0, "weight_decay": 0})
+        check_types(self, "optimizer")
         if self.state not in OPTIMIZER_STATES:
             raise InputError(
                 f"optimizer.state: unknown '{self.state}'{nearest(self.state, OPTIMIZER_STATES)}"
@@ -150,29 +152,52 @@ class SampleConfig:
     """
 
     prompt: str = ""
-    max_tokens: int = 100
-    temperature: float = 0.8
+    max_tokens: Count = 100
+    temperature: Temperature = 0.8
+
+    def __post_init__(self):
+        check_types(self, "sample")
+        check_text(self.prompt, "sample.prompt")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """Everything that decides a run.
+class RunLength:
+    """How long a run is, and what it does on the way, whatever it trains.
 
     Attributes:
-        recipe: Name of the recipe it came from.
-        model: Configuration of a family of `colossax.models`.
         plan: How it is spread over devices.
-        data: Text and batches.
-        optimizer: Optimizer and learning rate.
         steps: Optimizer steps in all, those before a resumption included.
-        seed: Of the parameters, the step's random keys and the order of the data.
-        clip_norm: Global norm gradients are scaled down to; None leaves them.
-        z_loss: Coefficient of the squared log-partition.
+        seed: Of the parameters and the step's random keys; of text, of the order of the data too.
         checkpoint_every: Steps between checkpoints; 0 saves at the end alone.
         keep: Checkpoints kept.
         stop_after_skipped: Steps skipped in a row, their loss or gradient norm not finite, after
             which the run ends; 0 goes on all the same.
         validate_every: Steps between validations; 0 validates at the end alone.
+    """
+
+    plan: Plan = Plan()
+    steps: Count
+    seed: Seed = 0
+    checkpoint_every: Natural = 0
+    keep: Count = 2
+    stop_after_skipped: Natural = 10
+    validate_every: Natural = 0
+
+    def __post_init__(self):
+        check_types(self, "")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig(RunLength):
+    """Everything that decides a run.
+
+    Attributes:
+        recipe: Name of the recipe it came from.
+        model: Configuration of a family of `colossax.models`.
+        data: Text and batches.
+        optimizer: Optimizer and learning rate.
+        clip_norm: Global norm gradients are scaled down to; None leaves them.
+        z_loss: Coefficient of the squared log-partition.
         sample: Completion printed at the end.
         target: The smallest GPUs the run fits on as it stands, as `aot.parse_target` reads them.
         init: Checkpoint whose parameters a new run starts from, in place of random ones: folder of
@@ -182,24 +207,16 @@ class TrainConfig:
 
     recipe: str
     model: Any
-    plan: Plan = Plan()
     data: DataConfig
     optimizer: OptimizerConfig = OptimizerConfig()
-    steps: int
-    seed: int = 0
-    clip_norm: float | None = 1.0
-    z_loss: float = 0.0
-    checkpoint_every: int = 0
-    keep: int = 2
-    stop_after_skipped: int = 10
-    validate_every: int = 0
+    clip_norm: ClipNorm | None = 1.0
+    z_loss: NotNegative = 0.0
     sample: SampleConfig = SampleConfig()
     target: str = "h100:1x1"
     init: str | None = None
 
     def __post_init__(self):
-        least = {"steps": 1, "seed": 0, "checkpoint_every": 0, "keep": 1, "validate_every": 0}
-        _at_least(self, "", {**least, "stop_after_skipped": 0})
+        super().__post_init__()
         longest = self.model.decoder().max_seq
         if self.data.seq_len > longest:
             raise InputError(

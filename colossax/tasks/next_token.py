@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from colossax.config import BoundPlan
+from colossax.config import BoundPlan, at_least
 from colossax.errors import PlanError
 from colossax.layerwise import Maximum
 from colossax.nn import cross_entropy
@@ -28,7 +28,11 @@ def next_token_loss(*, z_loss: float = 0.0) -> Loss:
     Args:
         z_loss: Coefficient of the mean squared log-partition, which keeps logits from drifting
             (Chowdhery et al. 2022, PaLM, use 1e-4).
+
+    Raises:
+        InputError: It is below 0 or not finite.
     """
+    at_least(0).check(z_loss, "z_loss")
 
     @any_order
     def loss(model: Any, batch: Batch) -> tuple[Terms, Sums]:

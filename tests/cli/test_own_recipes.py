@@ -160,8 +160,8 @@ def test_a_file_is_a_recipe_whole_or_in_part(tmp_path):
 
 FILE_MISTAKES = {
     "a.yaml": ("", "is neither .json nor .toml"),
-    "b.json": ("{", "is no JSON (Expecting property name"),
-    "c.toml": ("steps = ", "is no TOML (Invalid value"),
+    "b.json": ("{", "is no JSON: Expecting property name"),
+    "c.toml": ("steps = ", "is no TOML: Invalid value"),
     "d.json": ('{"steps": 3}', "has neither a whole model nor a recipe"),
     "e.json": ('{"recipe": "llama_tiny", "data": {"seqlen": 3}}', "data: unknown field 'seqlen'"),
     "f.json": ('{"recipe": "llama_tony"}', "no recipe is called 'llama_tony'"),

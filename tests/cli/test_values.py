@@ -28,8 +28,9 @@ def test_help_has_the_recipe_s_own_values(shown_help):
     for text, name in ((tiny, "llama_tiny"), (large, "llama3_8b")):
         config = recipe(name)
         assert f"--optimizer.peak_lr VALUE default {config.optimizer.peak_lr}" in text
-        assert f"optimizer steps in all; default {config.steps}" in text
-    assert "validations; 0: at the end alone; default 0 --keep" in tiny
+        assert f"optimizer steps in all (1 or more); default {config.steps}" in text
+    assert "validations; 0: at the end alone (0 or more); default 0 --keep" in tiny
+    assert "Added to the root of that. (a number above 0)" in tiny
 
 
 def test_help_has_choices(shown_help):

@@ -168,8 +168,8 @@ def test_nothing_is_added_cut_or_padded(trained, tmp_path):
     [
         (None, r"tokenizer.json: cannot be read \(No such file.*name a tokenizer.json"),
         (b"\xff", "tokenizer.json: is no tokenizer.json, for it is not UTF-8"),
-        (b"{", "tokenizer.json: is no tokenizer.json; name the file"),
-        (b"[]", "tokenizer.json: is no tokenizer.json; name the file"),
+        (b"{", "tokenizer.json: is no tokenizer.json .*; name the file"),
+        (b"[]", "tokenizer.json: is no tokenizer.json .*; name the file"),
         (b'{"added_tokens": []}', "none of its special tokens is known to end a document"),
         (
             b'{"added_tokens": [{"content": "</s>"}]}',
@@ -189,7 +189,7 @@ def test_an_end_the_tokenizer_lacks_is_refused(trained, tmp_path):
     with pytest.raises(DataError, match="has no token '<eot>' to end documents with"):
         Tokenizer.from_file(folder, end="<eot>")
     (folder / "tokenizer_config.json").write_text("[]")
-    with pytest.raises(DataError, match="tokenizer_config.json: is no JSON object"):
+    with pytest.raises(DataError, match="tokenizer_config.json: names no end of text"):
         Tokenizer.from_file(folder)
 
 

@@ -216,7 +216,7 @@ def test_ids_are_shown_where_there_is_no_tokenizer(bare, capsys):
             "a prompt of 2 and 63 more make 65 tokens, above the longest sequence of 64; ask for"
             " at most 62",
         ),
-        (["--prompt-tokens", "1", "--temperature", "-1"], "found -1; give 0 (greedy) or more"),
+        (["--prompt-tokens", "1", "--temperature", "-1"], "found -1.0; give 0 (greedy) or more"),
         (["--prompt-tokens", ",".join("1" * 64)], "it has 64 tokens, and at most 63 leave room"),
         (["--prompt-tokens", "1", "--plan.mesh", "tensor=3"], "the sizes multiply to 3, but there"),
         (["--prompt-tokens", "1", "--plan.mash", "a=1"], "unknown override --plan.mash"),

@@ -189,8 +189,8 @@ def test_missing_shard(folder):
     ("text", "message"),
     [
         (None, "config.json: is missing; name a folder"),
-        ("{", "config.json: is no JSON"),
-        ("[]", "config.json: holds no JSON object"),
+        ("{", r"config.json: cannot be read \(it is no JSON"),
+        ("[]", r"config.json: cannot be read \(it is a list, not an object\)"),
         ("{}", "model_type None is not among the families here; known: llama"),
     ],
 )

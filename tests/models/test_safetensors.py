@@ -145,5 +145,5 @@ def test_missing_shard(tmp_path):
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}'])
 def test_senseless_index(tmp_path, text):
     (tmp_path / INDEX).write_text(text)
-    with pytest.raises(WeightsError, match=r"index\.json: is no index of weights"):
+    with pytest.raises(WeightsError, match=r"index\.json: (is no index|cannot be read)"):
         Reader(tmp_path)

@@ -384,15 +384,18 @@ def test_trust_ratios_cost_one_number_per_unit_and_norm(make, norms, devices):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: adamw(0.1, b1=1.0), "adamw: b1 is 1.0; choose 0 <= b1 < 1"),
-        (lambda: lamb(0.1, b2=-0.1), "lamb: b2 is -0.1; choose 0 <= b2 < 1"),
-        (lambda: lars(0.1, eps=math.inf), "lars: eps is inf; choose a finite number from 0"),
+        (lambda: adamw(0.1, b1=1.0), "adamw: b1: found 1.0; give 0 or more, below 1"),
+        (lambda: lamb(0.1, b2=-0.1), "lamb: b2: found -0.1; give 0 or more, below 1"),
+        (
+            lambda: lars(0.1, eps=math.inf),
+            "lars: eps: found inf, which is not finite; give 0",
+        ),
         (
             lambda: adamw(0.1, second_moment_dtype="float16"),
             "adamw: second_moment_dtype is float16; choose float32, or bfloat16, which is rounded",
         ),
         (lambda: lamb(0.1, second_moment_dtype=jnp.int8), "lamb: second_moment_dtype is int8;"),
-        (lambda: sgd(-0.1), "sgd: learning_rate is -0.1; choose a finite number from 0"),
+        (lambda: sgd(-0.1), "sgd: learning_rate: found -0.1; give 0 or more"),
         (lambda: lamb(0.1, bounds=(2.0, 1.0)), r"lamb: bounds \(2.0, 1.0\) hold no norm; give 0"),
     ],
 )

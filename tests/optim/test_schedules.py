@@ -51,7 +51,7 @@ def test_cosine_is_that_of_optax():
     [
         (lambda: inverse_sqrt(1.0, warmup=0), "inverse_sqrt: warmup is 0; choose 1 step or more"),
         (lambda: linear(1.0, steps=0), "linear: steps is 0; choose 1 or more"),
-        (lambda: constant(1.0, warmup=-1), "warmup is -1; choose 0 steps or more"),
+        (lambda: constant(1.0, warmup=-1), "schedule: warmup: found -1; give 0 or more"),
         (
             lambda: wsd(1.0, steps=10, warmup=4, decay=7),
             "wsd: a decay of 7 steps does not fit into the 6 steps after the warmup; choose from 1",

@@ -92,7 +92,7 @@ def test_a_mixture_goes_through_json_and_back():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"mixture": {"a": 0.0}}, "data.mixture: the weight of 'a' is 0.0; give a number above 0"),
+        ({"mixture": {"a": 0.0}}, "data.mixture of 'a': found 0.0; give a number above 0"),
         ({"mixture": {"a": 1.0}, "path": "b"}, "data.path is 'b' as well; name it in the mixture"),
         ({"packing": "hole"}, "data.packing: unknown 'hole'; did you mean 'whole'"),
     ],

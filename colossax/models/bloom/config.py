@@ -2,11 +2,12 @@
 
 import dataclasses
 
-from colossax.nn import DecoderConfig, even_head_dim
+from colossax.config import Count, Natural, NotNegative
+from colossax.nn import DecoderConfig, FamilyConfig, LayerCount, even_head_dim
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BloomConfig:
+class BloomConfig(FamilyConfig):
     """Sizes of a BLOOM: ALiBi, LayerNorm also after the embedding, GELU MLP of 4 embed, tied head.
 
     `max_seq` bounds a sequence only: ALiBi itself has no longest position.
@@ -14,15 +15,15 @@ class BloomConfig:
     Source: Le Scao et al. 2022.
     """
 
-    vocab: int
-    embed: int
-    layers: int
-    heads: int
-    max_seq: int = 2048
-    norm_eps: float = 1e-5
+    vocab: Count
+    embed: Count
+    layers: LayerCount
+    heads: Count
+    max_seq: Count = 2048
+    norm_eps: NotNegative = 1e-5
     tied: bool = True
-    init_std: float = 0.02
-    eos: int | None = None
+    init_std: NotNegative = 0.02
+    eos: Natural | None = None
 
     def decoder(self) -> DecoderConfig:
         """The decoder these sizes describe."""

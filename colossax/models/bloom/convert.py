@@ -1,7 +1,8 @@
 """BLOOM's names and layouts in Hugging Face files, which hold q, k and v head by head in one."""
 
 from colossax.models.bloom.config import BloomConfig
-from colossax.models.conversion import Conversion, first_eos, link, setting
+from colossax.models.conversion import Conversion, link, setting
+from colossax.models.settings import first_eos
 
 _H = "transformer.h.{layer}"
 _QKV = ("layers/attn/q", "layers/attn/k", "layers/attn/v")

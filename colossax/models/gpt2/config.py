@@ -2,11 +2,12 @@
 
 import dataclasses
 
-from colossax.nn import DecoderConfig, even_head_dim
+from colossax.config import Count, Natural, NotNegative
+from colossax.nn import DecoderConfig, FamilyConfig, LayerCount, even_head_dim
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GPT2Config:
+class GPT2Config(FamilyConfig):
     """Sizes of a GPT-2: LayerNorm, learned positions, GELU MLP, biases, tied head.
 
     `max_seq` is also the size of the position table.
@@ -14,16 +15,16 @@ class GPT2Config:
     Source: Radford et al. 2019.
     """
 
-    vocab: int
-    embed: int
-    layers: int
-    heads: int
-    mlp: int
-    max_seq: int = 1024
-    norm_eps: float = 1e-5
+    vocab: Count
+    embed: Count
+    layers: LayerCount
+    heads: Count
+    mlp: Count
+    max_seq: Count = 1024
+    norm_eps: NotNegative = 1e-5
     tied: bool = True
-    init_std: float = 0.02
-    eos: int | None = None
+    init_std: NotNegative = 0.02
+    eos: Natural | None = None
 
     def decoder(self) -> DecoderConfig:
         """The decoder these sizes describe."""

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from colossax.models.conversion import Conversion, first_eos, link, setting
+from colossax.models.conversion import Conversion, link, setting
 from colossax.models.gpt2.config import GPT2Config
+from colossax.models.settings import first_eos
 
 _H = "transformer.h.{layer}"
 _QKV = ("layers/attn/q", "layers/attn/k", "layers/attn/v")
@@ -31,7 +32,7 @@ LINKS = (
 
 
 def _mlp(settings: Mapping[str, Any]) -> int:
-    return 4 * settings.get("n_embd", settings.get("hidden_size"))
+    return 4 * settings.get("n_embd", settings.get("hidden_size", 0))
 
 
 CONVERSION = Conversion(

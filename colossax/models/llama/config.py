@@ -2,11 +2,19 @@
 
 import dataclasses
 
-from colossax.nn import DecoderConfig, Llama3Scaling, RopeConfig, even_head_dim
+from colossax.config import Count, Natural, NotNegative, Positive
+from colossax.nn import (
+    DecoderConfig,
+    FamilyConfig,
+    LayerCount,
+    Llama3Scaling,
+    RopeConfig,
+    even_head_dim,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LlamaConfig:
+class LlamaConfig(FamilyConfig):
     """Sizes of a Llama: RMSNorm, rope, gated SiLU MLP, grouped queries.
 
     `head_dim` None is `embed / heads`.
@@ -19,22 +27,22 @@ class LlamaConfig:
     Source: Touvron et al. 2023; Dubey et al. 2024.
     """
 
-    vocab: int
-    embed: int
-    layers: int
-    heads: int
-    kv_heads: int
-    mlp: int
-    head_dim: int | None = None
-    max_seq: int = 4096
-    norm_eps: float = 1e-5
-    rope_theta: float = 10_000.0
+    vocab: Count
+    embed: Count
+    layers: LayerCount
+    heads: Count
+    kv_heads: Count
+    mlp: Count
+    head_dim: Count | None = None
+    max_seq: Count = 4096
+    norm_eps: NotNegative = 1e-5
+    rope_theta: Positive = 10_000.0
     rope_scaling: Llama3Scaling | None = None
     attention_bias: bool = False
     mlp_bias: bool = False
     tied: bool = False
-    init_std: float = 0.02
-    eos: int | None = None
+    init_std: NotNegative = 0.02
+    eos: Natural | None = None
 
     def decoder(self) -> DecoderConfig:
         """The decoder these sizes describe."""

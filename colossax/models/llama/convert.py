@@ -3,15 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from colossax.models.conversion import (
-    Conversion,
-    first_eos,
-    link,
-    llama_rope,
-    rope_to_settings,
-    setting,
-)
+from colossax.models.conversion import Conversion, link, setting
 from colossax.models.llama.config import LlamaConfig
+from colossax.models.settings import first_eos, llama_rope, rope_to_settings
 
 _ATTENTION = "model.layers.{layer}.self_attn"
 _MLP = "model.layers.{layer}.mlp"

@@ -2,11 +2,12 @@
 
 import dataclasses
 
-from colossax.nn import DecoderConfig, RopeConfig, even_head_dim
+from colossax.config import Count, Natural, NotNegative, Positive
+from colossax.nn import DecoderConfig, FamilyConfig, LayerCount, RopeConfig, even_head_dim
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MistralConfig:
+class MistralConfig(FamilyConfig):
     """Sizes of a Mistral: as Llama, each query seeing the last `window` keys.
 
     `head_dim` None is `embed / heads`. `window` counts the query's own key; None sees all.
@@ -17,20 +18,20 @@ class MistralConfig:
     Source: Jiang et al. 2023.
     """
 
-    vocab: int
-    embed: int
-    layers: int
-    heads: int
-    kv_heads: int
-    mlp: int
-    head_dim: int | None = None
-    max_seq: int = 32_768
-    norm_eps: float = 1e-5
-    rope_theta: float = 10_000.0
-    window: int | None = 4096
+    vocab: Count
+    embed: Count
+    layers: LayerCount
+    heads: Count
+    kv_heads: Count
+    mlp: Count
+    head_dim: Count | None = None
+    max_seq: Count = 32_768
+    norm_eps: NotNegative = 1e-5
+    rope_theta: Positive = 10_000.0
+    window: Count | None = 4096
     tied: bool = False
-    init_std: float = 0.02
-    eos: int | None = None
+    init_std: NotNegative = 0.02
+    eos: Natural | None = None
 
     def decoder(self) -> DecoderConfig:
         """The decoder these sizes describe."""

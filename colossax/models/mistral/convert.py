@@ -4,20 +4,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from colossax.errors import InputError
-from colossax.models.conversion import (
-    Conversion,
-    first_eos,
-    plain_rope,
-    rope_to_settings,
-    setting,
-)
+from colossax.models.conversion import Conversion, setting
 from colossax.models.llama.convert import IGNORED, LINKS, SETTINGS
 from colossax.models.mistral.config import MistralConfig
+from colossax.models.settings import checked, first_eos, plain_rope, rope_to_settings
 
 
 def _read(settings: Mapping[str, Any]) -> dict[str, Any]:
     kind = "full_attention" if settings.get("sliding_window", 4096) is None else "sliding_attention"
-    for layer_type in settings.get("layer_types") or ():
+    for layer_type in checked("layer_types", settings.get("layer_types"), list | None) or ():
         if layer_type != kind:
             raise InputError(
                 f"config.json: a layer of type {layer_type!r} among others is not supported;"

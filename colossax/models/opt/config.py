@@ -2,13 +2,14 @@
 
 import dataclasses
 
-from colossax.nn import DecoderConfig, even_head_dim
+from colossax.config import Count, Natural, NotNegative
+from colossax.nn import DecoderConfig, FamilyConfig, LayerCount, even_head_dim
 
 POSITION_OFFSET = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OPTConfig:
+class OPTConfig(FamilyConfig):
     """Sizes of an OPT: as GPT-2 with ReLU and a position offset of 2.
 
     The position table has two rows more than `max_seq`, which are never reached.
@@ -16,16 +17,16 @@ class OPTConfig:
     Source: Zhang et al. 2022.
     """
 
-    vocab: int
-    embed: int
-    layers: int
-    heads: int
-    mlp: int
-    max_seq: int = 2048
-    norm_eps: float = 1e-5
+    vocab: Count
+    embed: Count
+    layers: LayerCount
+    heads: Count
+    mlp: Count
+    max_seq: Count = 2048
+    norm_eps: NotNegative = 1e-5
     tied: bool = True
-    init_std: float = 0.02
-    eos: int | None = None
+    init_std: NotNegative = 0.02
+    eos: Natural | None = None
 
     def decoder(self) -> DecoderConfig:
         """The decoder these sizes describe."""

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from colossax.errors import InputError
-from colossax.models.conversion import Conversion, first_eos, link, setting
+from colossax.models.conversion import Conversion, link, setting
 from colossax.models.opt.config import OPTConfig
+from colossax.models.settings import first_eos
 
 _LAYER = "model.decoder.layers.{layer}"
 _ATTENTION = f"{_LAYER}.self_attn"

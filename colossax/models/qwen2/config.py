@@ -2,11 +2,12 @@
 
 import dataclasses
 
-from colossax.nn import DecoderConfig, RopeConfig, even_head_dim
+from colossax.config import Count, Natural, NotNegative, Positive
+from colossax.nn import DecoderConfig, FamilyConfig, LayerCount, RopeConfig, even_head_dim
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Qwen2Config:
+class Qwen2Config(FamilyConfig):
     """Sizes of a Qwen 2: as Llama, q, k and v with biases. `head_dim` None is `embed / heads`.
 
     Attributes:
@@ -15,19 +16,19 @@ class Qwen2Config:
     Source: Yang et al. 2024, Qwen2 technical report.
     """
 
-    vocab: int
-    embed: int
-    layers: int
-    heads: int
-    kv_heads: int
-    mlp: int
-    head_dim: int | None = None
-    max_seq: int = 32_768
-    norm_eps: float = 1e-6
-    rope_theta: float = 1_000_000.0
+    vocab: Count
+    embed: Count
+    layers: LayerCount
+    heads: Count
+    kv_heads: Count
+    mlp: Count
+    head_dim: Count | None = None
+    max_seq: Count = 32_768
+    norm_eps: NotNegative = 1e-6
+    rope_theta: Positive = 1_000_000.0
     tied: bool = False
-    init_std: float = 0.02
-    eos: int | None = None
+    init_std: NotNegative = 0.02
+    eos: Natural | None = None
 
     def decoder(self) -> DecoderConfig:
         """The decoder these sizes describe."""

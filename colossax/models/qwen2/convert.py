@@ -3,16 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from colossax.models.conversion import (
-    Conversion,
-    first_eos,
-    plain_rope,
-    rope_to_settings,
-    setting,
-    unsupported_window,
-)
+from colossax.models.conversion import Conversion, setting
 from colossax.models.llama.convert import IGNORED, LINKS, SETTINGS
 from colossax.models.qwen2.config import Qwen2Config
+from colossax.models.settings import first_eos, plain_rope, rope_to_settings, unsupported_window
 
 
 def _read(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,11 +2,12 @@
 
 import dataclasses
 
-from colossax.nn import DecoderConfig, RopeConfig
+from colossax.config import Count, Natural, NotNegative, Positive
+from colossax.nn import DecoderConfig, FamilyConfig, LayerCount, RopeConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Qwen3Config:
+class Qwen3Config(FamilyConfig):
     """Sizes of a Qwen 3: as Llama, an RMSNorm over each head of q and k.
 
     `head_dim` is apart from `embed / heads`.
@@ -17,19 +18,19 @@ class Qwen3Config:
     Source: Yang et al. 2025, Qwen3.
     """
 
-    vocab: int
-    embed: int
-    layers: int
-    heads: int
-    kv_heads: int
-    mlp: int
-    head_dim: int = 128
-    max_seq: int = 40_960
-    norm_eps: float = 1e-6
-    rope_theta: float = 1_000_000.0
+    vocab: Count
+    embed: Count
+    layers: LayerCount
+    heads: Count
+    kv_heads: Count
+    mlp: Count
+    head_dim: Count = 128
+    max_seq: Count = 40_960
+    norm_eps: NotNegative = 1e-6
+    rope_theta: Positive = 1_000_000.0
     tied: bool = True
-    init_std: float = 0.02
-    eos: int | None = None
+    init_std: NotNegative = 0.02
+    eos: Natural | None = None
 
     def decoder(self) -> DecoderConfig:
         """The decoder these sizes describe."""
