@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 _PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
@@ -106,14 +107,15 @@ class _BeforeJax:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
-            spec.loader.exec_module = _quietly(spec.loader.exec_module, library)
+            quietly = _quietly(spec.loader.exec_module, library)
+            spec.loader.exec_module = quietly  # type: ignore[bad-assignment]
         return spec
 
 
-def _quietly(execute: Callable[[Any], None], library: Path) -> Callable[[Any], None]:
+def _quietly(execute: Callable[[ModuleType], None], library: Path) -> Callable[[ModuleType], None]:
     """JAX's own modules load more libraries of the plugin while they are imported."""
 
-    def executed(module: Any) -> None:
+    def executed(module: ModuleType) -> None:
         with captured_stderr():
             execute(module)
             _load(library)
