@@ -74,7 +74,7 @@ def fit(
         tokens: What a full batch weighs: the step's metric of that name.
         flops: Of the model for such a batch, forward and backward, recomputation not counted; with
             both, and on a device whose peak is known, MFU is told.
-        group: The processes, where there are several.
+        group: The processes, where there are several; it serves one run.
 
     Returns:
         `(state, outcome)`: the last state, and the run's final numbers. A run that too many
@@ -90,7 +90,7 @@ def fit(
             f"fit: there are {jax.process_count()} processes, which must agree on when to stop;"
             " give group=colossax.processes.join(...)"
         )
-    check_arguments(state, step, batches, evaluators)
+    check_fit(state, step, batches, evaluators)
     group = Group(None, {}) if group is None else group
     options, folder = settle_folder(
         name, RunOptions(out=out, resume=resume, trackers=trackers), group
@@ -135,7 +135,7 @@ def fit(
     )
 
 
-def check_arguments(state: Any, step: Any, batches: Any, evaluators: Any) -> None:
+def check_fit(state: Any, step: Any, batches: Any, evaluators: Any) -> None:
     """Refuse what is another thing than `fit` takes, with the call that was meant.
 
     Raises:
