@@ -6,8 +6,9 @@ import importlib.util
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 _PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
@@ -93,17 +94,33 @@ def before_jax() -> None:
 
 
 class _BeforeJax:
-    """Is asked when JAX is imported, and leaves that to others."""
+    """Is asked when JAX is imported, and has it imported quietly."""
 
-    def find_spec(self, name: str, _path: Any = None, _target: Any = None) -> None:
-        """None: it finds nothing."""
-        if name == "jax":
-            sys.meta_path.remove(self)
-            library = _plugin_without_driver()
-            if library is not None:
-                os.environ.setdefault("JAX_PLATFORMS", "cpu")
-                with captured_stderr():
-                    _load(library)
+    def find_spec(self, name: str, _path: Any = None, _target: Any = None) -> Any:
+        """That of JAX where its plugin has no driver; None for all else."""
+        if name != "jax":
+            return None
+        sys.meta_path.remove(self)
+        library = _plugin_without_driver()
+        if library is None:
+            return None
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            quietly = _quietly(spec.loader.exec_module, library)
+            spec.loader.exec_module = quietly  # type: ignore[bad-assignment]
+        return spec
+
+
+def _quietly(execute: Callable[[ModuleType], None], library: Path) -> Callable[[ModuleType], None]:
+    """JAX's own modules load more libraries of the plugin while they are imported."""
+
+    def executed(module: ModuleType) -> None:
+        with captured_stderr():
+            execute(module)
+            _load(library)
+
+    return executed
 
 
 _HOOK = _BeforeJax()

@@ -4,6 +4,8 @@ import re
 import sys
 from pathlib import Path
 
+import grain
+import numpy as np
 import pytest
 
 from colossax.checkpoint import Checkpointer
@@ -40,7 +42,7 @@ def halved(records):
 @pytest.mark.catches("hyperparameter-unchanged")
 def test_the_script_around_fit_and_the_callback_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    script, callback = snippets("own_loop.md")[:2]
+    script, own_data, callback = snippets("own_loop.md")[:3]
     scope = {}
     exec(script, scope)
     run, final = tmp_path / "runs" / "classifier", scope["outcome"].final
@@ -58,6 +60,9 @@ def test_the_script_around_fit_and_the_callback_run(tmp_path, monkeypatch, capsy
     rates, asked = halved(read_records(tmp_path / "runs" / "halved" / "metrics.jsonl"))
     # What an evaluation asks for holds from the next step on.
     assert rates[1:] == pytest.approx(asked[:-1], rel=1e-6)
+    xs = np.random.default_rng(0).normal(size=(128, 16)).astype(np.float32)
+    records = [{"id": str(x), "features": x, "class": int(x[:4].argmax())} for x in xs]
+    exec(own_data, {**scope, "grain": grain, "records": records})
 
 
 @pytest.mark.catches("idle-unsaid")

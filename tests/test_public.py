@@ -95,8 +95,8 @@ NAMES = {
     ),
     "colossax.planner": (
         "Facts Fitted HIDING_FORMULA HostTraffic Inspection LayoutCost Settled boost build_step "
-        "check_pipelined compare compare_layouts fit_offload inspect_run largest_microbatch settle "
-        "settle_for_target"
+        "check_pipelined compare compare_layouts fit_offload inspect_run inspect_task "
+        "largest_microbatch settle settle_for_target settle_task_for_target"
     ),
     "colossax.step": "Step StepOptions any_order",
     "colossax.tasks": (

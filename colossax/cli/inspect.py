@@ -1,6 +1,7 @@
 """`colossax inspect`."""
 
 import argparse
+import dataclasses
 import itertools
 import json
 import sys
@@ -11,6 +12,8 @@ import jax
 from colossax.aot import Target, parse_target
 from colossax.cli.options import preset_overrides
 from colossax.cli.overrides import Override, apply_overrides
+from colossax.cli.recipes import run_as_asked
+from colossax.config import Plan
 from colossax.errors import InputError
 from colossax.planner import (
     HIDING_FORMULA,
@@ -19,12 +22,12 @@ from colossax.planner import (
     LayoutCost,
     compare,
     compare_layouts,
-    inspect_run,
+    inspect_task,
     largest_microbatch,
-    settle_for_target,
+    settle_task_for_target,
 )
-from colossax.recipes import any_recipe, recipe_from_file
-from colossax.tasks import TrainConfig
+from colossax.recipes import OwnTask, any_recipe, recipe_from_file
+from colossax.tasks import Task, TrainConfig, task_of
 
 _PROOF_ASSUMED = (
     "kernels: proof assumed; on the GPUs 'auto' takes them once they have proved themselves there"
@@ -33,24 +36,38 @@ _PROOF_ASSUMED = (
 _GIB, _GB = 2**30, 1e9
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """One combination of target and preset.
+
+    Attributes:
+        label: For people.
+        run: As it is on that target; of a recipe of one's own that gives a task, the task.
+    """
+
+    label: str
+    target: Target
+    run: TrainConfig | OwnTask
+
+    @property
+    def parts(self) -> tuple[Task, Plan]:
+        """What is compiled."""
+        if isinstance(self.run, TrainConfig):
+            return task_of(self.run), self.run.plan
+        assert self.run.config is not None
+        return self.run.task, self.run.config.plan
+
+
 def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
     """Inspect as asked and return the exit code."""
     # What is compiled for is not what is here: a GPU on this machine must not be claimed.
     jax.config.update("jax_platforms", "cpu")
     if args.compare_layouts is not None:
         return _compare_layouts(args, overrides)
-    inspected: dict[str, Inspection] = {}
-    for label, target, changes in _asked(args, overrides):
-        config = apply_overrides(_recipe(args), changes)
-        _tell(f"compiling {label}")
-        config, settled = settle_for_target(config, target)
-        if settled.fitted is not None:
-            _tell(settled.fitted.line)
-        one = inspect_run(config, target)
-        if args.largest_microbatch:
-            most = largest_microbatch(config, target, lambda line: _tell(f"  {line}"))
-            one = one.with_largest(most)
-        inspected[label] = one
+    inspected = {
+        asked.label: _inspected(asked, largest=args.largest_microbatch)
+        for asked in _asked(args, overrides)
+    }
     _write(args, inspected)
     if args.json:
         for one in inspected.values():
@@ -62,39 +79,60 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
     return 0
 
 
-def _recipe(args: argparse.Namespace) -> TrainConfig:
+def _inspected(asked: _Asked, *, largest: bool) -> Inspection:
+    task, plan = asked.parts
+    _tell(f"compiling {asked.label}")
+    settled = settle_task_for_target(task, plan, asked.target)
+    if settled.fitted is not None:
+        _tell(settled.fitted.line)
+    one = inspect_task(task, settled.plan, asked.target)
+    if not largest:
+        return one
+    tell = lambda line: _tell(f"  {line}")  # noqa: E731
+    return one.with_largest(largest_microbatch(task, settled.plan, asked.target, tell))
+
+
+def _recipe(args: argparse.Namespace) -> TrainConfig | OwnTask:
     """The recipe that is named, or in a file.
 
     Raises:
-        InputError: There is none, or it gives a task, whose program has no counts for people.
+        InputError: There is none.
     """
     if (args.recipe is None) == (args.config is None):
         raise InputError("inspect: name one recipe, or give --config FILE; see --list")
-    if args.config is not None:
-        return recipe_from_file(args.config)
-    given = any_recipe(args.recipe)
-    if not isinstance(given, TrainConfig):
+    return any_recipe(args.recipe) if args.config is None else recipe_from_file(args.config)
+
+
+def _asked(args: argparse.Namespace, overrides: list[Override]) -> list[_Asked]:
+    """Each combination of targets and presets.
+
+    Raises:
+        InputError: A name or value does not fit, or a task is given and no target.
+    """
+    given = _recipe(args)
+    targets = args.target or (given.target if isinstance(given, TrainConfig) else None)
+    if targets is None:
         raise InputError(
-            f"inspect: {args.recipe} gives a task; give a recipe that returns a TrainConfig, or"
-            " count the step's program with colossax.aot"
+            f"inspect: {args.recipe} gives a task, which names no GPUs to compile for; add"
+            " --target, such as --target h100:1x8"
         )
-    return given
-
-
-def _asked(
-    args: argparse.Namespace, overrides: list[Override]
-) -> list[tuple[str, Target, list[Override]]]:
-    """(label, target, overrides) of each combination."""
-    default = _recipe(args).target
-    targets = [parse_target(t, network=args.network) for t in (args.target or default).split(",")]
     return [
-        (
-            " ".join(filter(None, (target.name, dict(changes).get("plan.preset")))),
-            target,
-            changes,
+        _Asked(
+            label=" ".join(filter(None, (target.name, dict(changes).get("plan.preset")))),
+            target=target,
+            run=_changed(given, changes),
         )
-        for target, changes in itertools.product(targets, preset_overrides(overrides))
+        for target, changes in itertools.product(
+            [parse_target(one, network=args.network) for one in targets.split(",")],
+            preset_overrides(overrides),
+        )
     ]
+
+
+def _changed(given: TrainConfig | OwnTask, changes: list[Override]) -> TrainConfig | OwnTask:
+    if isinstance(given, TrainConfig):
+        return apply_overrides(given, changes)
+    return run_as_asked(given, changes)
 
 
 def describe(one: Inspection) -> str:
@@ -103,9 +141,9 @@ def describe(one: Inspection) -> str:
     room = f"{one.limit_bytes / _GIB:.1f} GiB"
     verdict = "fits" if one.fits else "DOES NOT FIT"
     rows = [
-        f"{one.config.recipe} on {one.target.name}: {one.parameters / 1e9:.2f} B parameters,"
-        f" {one.microbatch} rows per device at a time, {one.microbatches} times a step,"
-        f" attention by {one.attention}",
+        f"{one.name} on {one.target.name}: {_parameters(one.parameters)},"
+        f" {one.microbatch} rows per device at a time, {one.microbatches} times a step"
+        f"{f', attention by {one.attention}' if one.attention else ''}",
         *([f"note: {one.note}"] if one.note else []),
         *([_PROOF_ASSUMED] if one.proof_assumed else []),
         "",
@@ -127,7 +165,7 @@ def describe(one: Inspection) -> str:
         "collectives per device and step:",
         *_collectives(one),
         "",
-        f"model FLOPs per token: {one.flops_per_token / 1e9:.2f} G (recomputation not counted)",
+        *_flops(one),
         f"at the roofline: {_seconds(one.compute_s)} of matmuls at the GPUs' peak;"
         f" {one.collective_s:.3f} s of collectives,"
         f" {one.exposed_s:.3f} s of them beside no compute",
@@ -137,6 +175,28 @@ def describe(one: Inspection) -> str:
         rows.append(f"largest microbatch: {most} rows per device" if most else "not one row fits")
     rows.append(f"compiled in {one.program.compile_s:.1f} s")
     return "\n".join(rows) + "\n"
+
+
+def _parameters(count: int) -> str:
+    return f"{count / 1e9:.2f} B parameters" if count >= 1e7 else f"{count:,} parameters"
+
+
+def _flops(one: Inspection) -> list[str]:
+    """What is known of them, and whose they are."""
+    lines = []
+    if one.flops_per_token is not None:
+        lines = [
+            f"model FLOPs per token: {one.flops_per_token / 1e9:.2f} G (recomputation not counted)"
+        ]
+    if one.traced is not None:
+        lines = [
+            "model FLOPs: not known, the task gives none (Task.flops, Task.tokens)",
+            f"step FLOPs as traced: {one.traced.flops / 1e9:.2f} G of matmuls and convolutions on"
+            " all devices, recomputation counted",
+        ]
+        if one.traced.left_out:
+            lines.append(f"  not in it: {', '.join(one.traced.left_out)}")
+    return lines
 
 
 def describe_many(inspected: dict[str, Inspection]) -> str:
@@ -166,8 +226,14 @@ def _compare_layouts(args: argparse.Namespace, overrides: list[Override]) -> int
         raise InputError(
             f"--compare-layouts: found {args.compare_layouts}; give how many to compile, or nothing"
         )
-    for _, target, changes in _asked(args, overrides):
-        config = apply_overrides(_recipe(args), changes)
+    for asked in _asked(args, overrides):
+        config, target = asked.run, asked.target
+        if not isinstance(config, TrainConfig):
+            raise InputError(
+                f"--compare-layouts: {config.name} gives a task, and layouts are compared by the"
+                " layers of the library's own models; leave it out, or compare plans, as in"
+                " --plan.preset zero3,zero1"
+            )
         layouts = compare_layouts(config, target, compiled=args.compare_layouts or None, tell=_tell)
         if args.json:
             for one in layouts:

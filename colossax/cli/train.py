@@ -17,7 +17,7 @@ from colossax.cli.arguments import Parser, keeping, number, recipe_of_a_file, se
 from colossax.cli.devices import choose_devices, request_host_devices
 from colossax.cli.output import standard_output
 from colossax.cli.overrides import Override, apply_overrides
-from colossax.cli.recipes import list_recipes
+from colossax.cli.recipes import list_recipes, run_as_asked
 from colossax.cli.values import described_values, shown
 from colossax.config import bound_of, user_path
 from colossax.errors import InputError
@@ -148,7 +148,7 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
         # JAX and all that trains with it: what is wrong above is told without waiting for them.
         from colossax.cli.programs import kept_programs
         from colossax.processes import find_launch, join, start_jax
-        from colossax.run import RunConfig, RunOptions, train
+        from colossax.run import RunOptions, train
         from colossax.tasks import task_of
 
         request_host_devices(args.devices)
@@ -169,7 +169,8 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
                 emit=_emitter(out) if args.json and group.first else None,
             )
             if isinstance(config, OwnTask):
-                task, how = config.task, config.config or RunConfig(steps=1)
+                assert config.config is not None
+                task, how = config.task, config.config
             else:
                 task, how = task_of(config, group), run_config(config)
             outcome = train(task, how, options, group)
@@ -203,7 +204,12 @@ def configure(args: argparse.Namespace, overrides: list[Override]) -> TrainConfi
     given += overrides
     config = _asked(args, before, has_task=written is not None)
     if isinstance(config, OwnTask):
-        return _run_as_asked(config, given)
+        if config.config is None and "steps" not in dict(given):
+            raise InputError(
+                f"recipe {config.name}: gives a task and not how many steps it trains; add --steps"
+                " N, or return (Task, RunConfig(steps=...))"
+            )
+        return run_as_asked(config, given)
     config = apply_overrides(config, given)
     return config if before is None else _keep_schedule(config, before)
 
@@ -226,22 +232,6 @@ def _asked(
             " colossax train my_package.recipes:mine --resume"
         )
     return recipe(DEFAULT_RECIPE) if before is None else before
-
-
-def _run_as_asked(own: OwnTask, given: list[Override]) -> OwnTask:
-    """A task with how it is run overridden; what it is, its recipe alone says."""
-    from colossax.run import RunConfig
-
-    if own.config is None and "steps" not in dict(given):
-        raise InputError(
-            f"recipe {own.name}: gives a task and not how many steps it trains; add --steps N, or"
-            " return (Task, RunConfig(steps=...))"
-        )
-    config = apply_overrides(own.config or RunConfig(steps=1), given)
-    init = dict(given).get("init")
-    if init is not None:
-        config = dataclasses.replace(config, init=None if init.lower() == "none" else init)
-    return dataclasses.replace(own, config=config)
 
 
 def _keep_schedule(config: TrainConfig, before: TrainConfig) -> TrainConfig:

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from colossax.documents import member, parse_json
 from colossax.errors import DataError
 
 
@@ -55,12 +56,11 @@ def unsealed(document: str, owner: str) -> str:
     Raises:
         ValueError: It was altered, or belongs to another entry.
     """
-    outer = json.loads(document)
-    if not isinstance(outer, dict) or not isinstance(outer.get("body"), str):
-        raise ValueError("is no sealed document")
-    if outer.get("checksum") != _seal(outer["body"], owner):
+    outer = parse_json(document)
+    body = member(outer, "body", str)
+    if outer.get("checksum") != _seal(body, owner):
         raise ValueError("its checksum is not that of its text and its owner")
-    return outer["body"]
+    return body
 
 
 def _seal(body: str, owner: str) -> str:

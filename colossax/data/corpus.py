@@ -220,7 +220,7 @@ def _is_intact(folder: Path, fingerprint: str, *, every_block: bool) -> bool:
         return not every_block or np.array_equal(
             block_checksums(folder / _TOKENS), np.load(folder / "checksums.npy")
         )
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError):
         return False
 
 

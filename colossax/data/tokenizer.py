@@ -251,6 +251,6 @@ def _sample(documents: Documents, sample_bytes: int) -> Iterator[str]:
 def _is_sealed(file: Path, key: str) -> bool:
     try:
         unsealed(file.read_text(encoding="utf-8"), key)
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError):
         return False
     return True

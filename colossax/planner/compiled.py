@@ -2,13 +2,7 @@
 
 from typing import Any
 
-from colossax.aot import (
-    Program,
-    Target,
-    checkpoint_stacks,
-    compile_program,
-    target_devices,
-)
+from colossax.aot import Program, Target, compile_program, target_devices
 from colossax.compat import cudnn_installed
 from colossax.config import Plan
 from colossax.errors import InputError
@@ -18,7 +12,7 @@ from colossax.planner.task_step import settle_task, task_step
 from colossax.planner.trial import choosing_for
 from colossax.sharding import compiler_options
 from colossax.step.step import Step
-from colossax.tasks import TrainConfig, task_of
+from colossax.tasks import Task, TrainConfig, task_of
 
 
 def settle_for_target(config: TrainConfig, target: Target) -> tuple[TrainConfig, Settled]:
@@ -27,27 +21,47 @@ def settle_for_target(config: TrainConfig, target: Target) -> tuple[TrainConfig,
     Raises:
         InputError: A budget does not do, or the CUDA compiler plugin is missing.
     """
-    check_cudnn(config.plan, target)
-    with choosing_for(target):
-        devices = target_devices(target)
-        settled = settle_task(task_of(config), config.plan, devices, target=target)
+    settled = settle_task_for_target(task_of(config), config.plan, target)
     return config.replace(plan=settled.plan), settled
 
 
+def settle_task_for_target(task: Task, plan: Plan, target: Target) -> Settled:
+    """The plan of a task, settled for a target.
+
+    Raises:
+        InputError: The task does not say what its batches are; see `settle_for_target`.
+    """
+    if not task.shapes:
+        raise InputError(
+            f"task '{task.name}': its shapes are empty, and a step is compiled for the shapes of a"
+            " batch; give Task(shapes={name: jax.ShapeDtypeStruct(...)}) of a whole global batch"
+        )
+    check_cudnn(plan, target)
+    with choosing_for(target):
+        return settle_task(task, plan, target_devices(target), target=target)
+
+
 def compiled_step(config: TrainConfig, target: Target) -> tuple[Step, Program, Any]:
-    """A run's step, the program compiled for a target, and the names of what it saves.
+    """A run's step compiled for a target; see `compiled_task`."""
+    return compiled_task(task_of(config), config.plan, target)
+
+
+def compiled_task(task: Task, plan: Plan, target: Target) -> tuple[Step, Program, Any]:
+    """A task's step, the program compiled for a target, and what was traced of it: a jaxpr.
 
     What the plan leaves open is settled for the target.
+
+    Raises:
+        InputError: See `settle_task_for_target`.
     """
-    _, settled = settle_for_target(config, target)
-    task = task_of(config)
+    settled = settle_task_for_target(task, plan, target)
     with choosing_for(target):
         step = task_step(task, settled, target_devices(target))
         batch = step.abstract_batch(task.shapes)
         traced = step.jitted.trace(step.abstract, batch)
         lowered = traced.lower()
     program = compile_program(lowered, options=compiler_options(step.bound))
-    return step, program, checkpoint_stacks(traced.jaxpr)
+    return step, program, traced.jaxpr
 
 
 def check_cudnn(plan: Plan, target: Target) -> None:

@@ -13,23 +13,30 @@ from colossax.aot import (
     MemoryReport,
     Program,
     Target,
+    checkpoint_stacks,
     collectives,
     memory_report,
     parse_module,
     totals,
 )
 from colossax.compat import cudnn_installed
+from colossax.config import Plan
 from colossax.pallas.attention.mosaic_gpu.forward import KERNEL_NAME
-from colossax.planner.compiled import compiled_step, settle_for_target, usable_bytes
+from colossax.planner.compiled import compiled_task, settle_task_for_target, usable_bytes
 from colossax.planner.flops import peak_flops
+from colossax.planner.traced_flops import TracedFlops, traced_flops
 from colossax.planner.traffic import HostTraffic, Link, host_traffic, link_of
 from colossax.sharding import batch_axes
+from colossax.step.microbatches import batch_dims
 from colossax.step.offloaded.disk import DiskCost, DiskTier
 from colossax.step.step import Step
-from colossax.tasks import TrainConfig
+from colossax.tasks import Task, TrainConfig, task_of
 
 _KERNEL_CALL = "mosaic_gpu"
 """Part of the name of what calls a Mosaic kernel, in a compiled program."""
+
+_ATTENTION_FILES = "/pallas/attention/"
+"""Part of the names of files that a program with the library's attention was traced from."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,13 +44,19 @@ class Inspection:
     """One run on one target; bytes are per device and step.
 
     Attributes:
+        name: Of what is trained.
+        plan: As it would run.
         limit_bytes: The GPU's memory.
         fits: Whether the program needs at most that, but for `DEVICE_SHARE`.
-        attention: `cudnn` where the compiled program calls it, else `xla`.
+        attention: `mosaic` or `cudnn` where the compiled program calls them, else `xla`; None where
+            it has none of the library's.
         proof_assumed: Whether the program has Mosaic kernels that `auto` took: on the GPUs it will,
             once they have proved themselves there.
-        flops_per_token: Of the model, forward and backward; recomputation is not counted.
-        compute_s: Model FLOPs of a step at the GPUs' peak.
+        flops_per_token: Of the model, forward and backward; recomputation is not counted. None
+            where a task does not say.
+        traced: FLOPs of the step as it was traced, where those of the model are not known.
+        compute_s: Model FLOPs of a step at the GPUs' peak, or those traced where they are not
+            known.
         microbatch: Rows of each device at a time.
         microbatches: Per step.
         host_traffic: Copies between GPU and host; None where there are none.
@@ -54,20 +67,21 @@ class Inspection:
         largest_microbatch: The most rows that fit; None where not searched, or not one does.
     """
 
-    config: TrainConfig
+    name: str
+    plan: Plan
     target: Target
-    plan_hash: str
     parameters: int
     program: Program
     memory: MemoryReport
     links: tuple[Link, ...]
     limit_bytes: int
     fits: bool
-    attention: str
-    flops_per_token: int
+    attention: str | None
+    flops_per_token: int | None
     compute_s: float | None
     microbatch: int
     microbatches: int
+    traced: TracedFlops | None = None
     proof_assumed: bool = False
     host_traffic: HostTraffic | None = None
     disk: DiskCost | None = None
@@ -89,7 +103,7 @@ class Inspection:
                 "copies and collectives are those of a step that need not scale its gradients; one"
                 " that does runs forward and backward once more (plan.offload.clipping speculate)"
             )
-        searched = self.config.plan.attention.kernel == "auto" and self.attention == "xla"
+        searched = self.plan.attention.kernel == "auto" and self.attention == "xla"
         if searched and not cudnn_installed():
             notes.append(
                 "attention is XLA's; on the GPUs 'auto' may take cuDNN's, which is not installed"
@@ -111,9 +125,9 @@ class Inspection:
         """The facts as plain JSON types."""
         memory = self.memory
         return {
-            "recipe": self.config.recipe,
+            "recipe": self.name,
             "target": self.target.name,
-            "plan": self.plan_hash,
+            "plan": self.plan.hash,
             "fits": self.fits,
             "limit_bytes": self.limit_bytes,
             "device_bytes": {
@@ -152,6 +166,7 @@ class Inspection:
             ],
             "parameters": self.parameters,
             "flops_per_token": self.flops_per_token,
+            **({"traced_flops": dataclasses.asdict(self.traced)} if self.traced else {}),
             "compute_s": self.compute_s,
             "microbatch": self.microbatch,
             "microbatches": self.microbatches,
@@ -169,48 +184,61 @@ class Inspection:
 
 
 def inspect_run(config: TrainConfig, target: Target) -> Inspection:
-    """Compile a run's step for a target and count.
+    """Compile a run's step for a target and count; see `inspect_task`."""
+    return inspect_task(task_of(config), config.plan, target)
 
-    What the plan leaves open is settled for the target first.
+
+def inspect_task(task: Task, plan: Plan, target: Target) -> Inspection:
+    """Compile the step of a task for a target and count.
+
+    What the plan leaves open is settled for the target first. FLOPs of the model are what the task
+    says; where it says none, those of the traced step are counted.
 
     Raises:
-        InputError: The run does not fit its plan, or the CUDA compiler plugin is missing.
+        InputError: The task does not fit its plan, or does not say what its batches are; or the
+            CUDA compiler plugin is missing.
     """
-    config, _ = settle_for_target(config, target)
-    step, program, names = compiled_step(config, target)
-    mesh = step.bound.mesh
-    memory = memory_report(program, names=names)
-    decoder = config.model.decoder()
-    seq_len = config.data.seq_len
-    flops = decoder.train_flops_per_token(seq_len)
-    rows = config.data.global_batch
-    peak = peak_flops(target.gpu.name, str(config.plan.precision.compute))
-    microbatch, microbatches = _microbatch(step, rows)
+    plan = settle_task_for_target(task, plan, target).plan
+    step, program, jaxpr = compiled_task(task, plan, target)
+    traced = None if task.flops else traced_flops(jaxpr)
+    flops_per_token = task.flops // task.tokens if task.flops and task.tokens else None
+    peak = peak_flops(target.gpu.name, str(plan.precision.compute))
+    microbatch, microbatches = _microbatch(step, _rows(task))
     module = parse_module(program.hlo)
     once = step.streaming is not None and step.streaming.clipping == "speculate"
     if once:
         module = module.with_trip_count(1)
+    sums = totals(collectives(module, step.bound.mesh))
+    work = task.flops if traced is None else traced.flops
     return Inspection(
-        config=config,
+        name=task.name,
+        plan=plan,
         target=target,
-        plan_hash=config.plan.hash,
         parameters=step.spec.parameter_count(),
         program=program,
-        memory=memory,
-        links=tuple(link_of(t, target, step) for t in totals(collectives(module, mesh))),
+        memory=memory_report(program, names=checkpoint_stacks(jaxpr)),
+        links=tuple(link_of(t, target, step) for t in sums),
         limit_bytes=target.gpu.memory_bytes,
         fits=program.device_bytes <= usable_bytes(target),
         attention=_attention_in(program.hlo),
-        proof_assumed=config.plan.attention.kernel == "auto" and _KERNEL_CALL in program.hlo,
-        flops_per_token=flops,
-        compute_s=None if peak is None else flops * rows * seq_len / (peak * target.size),
+        proof_assumed=plan.attention.kernel == "auto" and _KERNEL_CALL in program.hlo,
+        flops_per_token=flops_per_token,
+        traced=traced,
+        compute_s=None if peak is None else work / (peak * target.size),
         microbatch=microbatch,
         microbatches=microbatches,
-        host_traffic=host_traffic(module, target, flops_per_token=flops, peak=peak),
+        host_traffic=host_traffic(module, target, flops_per_token=flops_per_token, peak=peak),
         disk=_disk_cost(step),
         cpu_layers=_cpu_layers(step),
         one_pass_counted=once,
     )
+
+
+def _rows(task: Task) -> int:
+    """Of a global batch, those of its first array."""
+    dims = batch_dims(dict(task.shapes), task.options.batch_dims)
+    name, first = next(iter(task.shapes.items()))
+    return first.shape[dims[name].index("batch")]
 
 
 def _disk_cost(step: Step) -> DiskCost | None:
@@ -224,11 +252,13 @@ def _cpu_layers(step: Step) -> int:
     return sum(part.count for part in parts.values())
 
 
-def _attention_in(hlo: str) -> str:
-    """Which implementation of attention a program has."""
+def _attention_in(hlo: str) -> str | None:
+    """Which implementation of the library's attention a program has; None where it has none."""
     if any(KERNEL_NAME in line for line in hlo.splitlines() if _KERNEL_CALL in line):
         return "mosaic"
-    return "cudnn" if "__cudnn$fmha" in hlo else "xla"
+    if "__cudnn$fmha" in hlo:
+        return "cudnn"
+    return "xla" if _ATTENTION_FILES in hlo else None
 
 
 def _microbatch(step: Step, rows: int) -> tuple[int, int]:

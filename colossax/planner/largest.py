@@ -3,18 +3,18 @@
 import dataclasses
 from collections.abc import Callable
 
-from colossax.aot import (
-    Target,
-    target_devices,
-)
-from colossax.config import BatchConfig
-from colossax.planner.compiled import compiled_step, usable_bytes
+import jax
+
+from colossax.aot import Target, target_devices
+from colossax.config import BatchConfig, Plan
+from colossax.planner.compiled import compiled_task, usable_bytes
 from colossax.sharding import batch_axes
-from colossax.tasks import TrainConfig
+from colossax.step.microbatches import batch_dims
+from colossax.tasks import Task
 
 
 def largest_microbatch(
-    config: TrainConfig, target: Target, tell: Callable[[str], None] = lambda _: None
+    task: Task, plan: Plan, target: Target, tell: Callable[[str], None] = lambda _: None
 ) -> int | None:
     """The most rows of each device at a time that fit, by compiling; None when not even one does.
 
@@ -22,14 +22,15 @@ def largest_microbatch(
     per device is compiled, so that gradients are accumulated as they would be.
 
     Args:
-        config: The run; its global batch is replaced.
+        task: What is trained; the rows of its global batch are replaced.
+        plan: Its microbatch is replaced.
         target: Where.
         tell: Called with a line after each compilation.
     """
 
     def fits(rows: int) -> bool:
-        with_rows = _with_microbatch(config, target, rows)
-        needed = compiled_step(with_rows, target)[1].device_bytes
+        with_rows = _with_microbatch(task, plan, target, rows)
+        needed = compiled_task(*with_rows, target)[1].device_bytes
         verdict = "fits" if needed <= usable_bytes(target) else "does not fit"
         tell(f"{rows} rows per device: {needed / 2**30:.1f} GiB, {verdict}")
         return needed <= usable_bytes(target)
@@ -46,11 +47,21 @@ def largest_microbatch(
     return low or None
 
 
-def _with_microbatch(config: TrainConfig, target: Target, rows: int) -> TrainConfig:
-    batch = BatchConfig(microbatch=rows, reduce_once=config.plan.batch.reduce_once)
-    plan = config.plan.replace(batch=batch)
+def _with_microbatch(task: Task, plan: Plan, target: Target, rows: int) -> tuple[Task, Plan]:
+    batch = BatchConfig(microbatch=rows, reduce_once=plan.batch.reduce_once)
+    plan = plan.replace(batch=batch)
     # Along the batch are at most as many devices as in all; twice the rows make two microbatches.
     bound = plan.bind(target_devices(target))
     devices = bound.size(sorted(batch_axes(bound)))
-    data = dataclasses.replace(config.data, global_batch=2 * rows * devices)
-    return config.replace(plan=plan, data=data)
+    return _with_rows(task, 2 * rows * devices), plan
+
+
+def _with_rows(task: Task, rows: int) -> Task:
+    """The same task with another number of rows in its global batch."""
+    all_dims = batch_dims(dict(task.shapes), task.options.batch_dims)
+    shapes = {}
+    for name, one in task.shapes.items():
+        at = all_dims[name].index("batch")
+        shape = (*one.shape[:at], rows, *one.shape[at + 1 :])
+        shapes[name] = jax.ShapeDtypeStruct(shape, one.dtype)
+    return dataclasses.replace(task, shapes=shapes)

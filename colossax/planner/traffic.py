@@ -58,7 +58,8 @@ class HostTraffic:
         up_s: At the target's PCIe rate, which both directions have at the same time.
         down_s: Likewise.
         hiding_tokens: Tokens of all devices per step whose compute takes as long as the slower
-            direction, by `HIDING_FORMULA`; None where the GPU's peak is not known.
+            direction, by `HIDING_FORMULA`; None where the GPU's peak or the model's FLOPs are not
+            known.
     """
 
     totals: tuple[TransferTotals, ...]
@@ -84,14 +85,15 @@ class HostTraffic:
 
 
 def host_traffic(
-    hlo: str | Module, target: Target, *, flops_per_token: int, peak: float | None
+    hlo: str | Module, target: Target, *, flops_per_token: int | None, peak: float | None
 ) -> HostTraffic | None:
     """Transfers of a compiled step, and what would hide them; None where it has none.
 
     Args:
         hlo: The program.
         target: What it was compiled for.
-        flops_per_token: Of the model, forward and backward, without recomputation.
+        flops_per_token: Of the model, forward and backward, without recomputation; None where
+            they are not known.
         peak: FLOP/s of one GPU.
 
     Raises:
@@ -103,8 +105,10 @@ def host_traffic(
     moved = {one.direction: one.bytes for one in sums}
     up, down = moved.get("to_device", 0), moved.get("to_host", 0)
     rate = target.gpu.pcie_bytes_per_s
-    work = RECOMPUTED * flops_per_token
-    done = None if peak is None else target.size * peak * ASSUMED_EFFICIENCY
+    known = peak is not None and flops_per_token is not None
+    hidden_per_s = (
+        target.size * peak * ASSUMED_EFFICIENCY / (RECOMPUTED * flops_per_token) if known else None
+    )
     return HostTraffic(
         totals=sums,
         up_bytes=up,
@@ -112,7 +116,7 @@ def host_traffic(
         sync_in_loops=sum(one.sync_in_loops for one in sums),
         up_s=up / rate,
         down_s=down / rate,
-        hiding_tokens=None if done is None else max(up, down) / rate * done / work,
+        hiding_tokens=None if hidden_per_s is None else max(up, down) / rate * hidden_per_s,
     )
 
 

@@ -37,6 +37,7 @@ class Group:
         self.process_id = 0 if launch is None else launch.process_id
         self.processes = 1 if launch is None else launch.processes
         self.wires = wires
+        self._served = False
 
     @property
     def first(self) -> bool:
@@ -68,6 +69,11 @@ class Group:
             if problem is not None:
                 raise problem
             return value
+        if self._served:
+            raise InputError(
+                "group: it has served a run, at whose end its connections were closed; give the"
+                " next run a group of its own, by colossax.processes.join(...) at another port"
+            )
         message = None if problem is None else str(problem)
         if self.first:
             answer = self._collect(value, message)
@@ -94,7 +100,8 @@ class Group:
         return answer
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections; the group serves no other run."""
+        self._served = True
         for wire in self.wires.values():
             wire.close()
 

@@ -8,12 +8,16 @@ from colossax.run.calling import Callbacks, Tools
 from colossax.run.checkpointing import Beside, RunCheckpoints
 from colossax.run.prepared import OFFLOADED, Prepared
 from colossax.run.progress import Screen
-from colossax.run.records import METRICS_FILE, Record
-from colossax.run.run_dir import RUN_FILE
+from colossax.run.records import Record
+from colossax.run.run_dir import RUN_FILE, RunFolder
 from colossax.run.trackers import EVENTS_FOLDER
 from colossax.typing import TrainState
 
-_TAKEN = {"checkpoints", METRICS_FILE, "loss.png", RUN_FILE, EVENTS_FOLDER, "wandb", OFFLOADED}
+_HERE = RunFolder(path=Path())
+_TAKEN = {
+    *(path.name for path in (_HERE.checkpoints, _HERE.metrics, _HERE.picture)),
+    *(RUN_FILE, EVENTS_FOLDER, "wandb", OFFLOADED),
+}
 
 
 def check_apart(folder: str) -> None:

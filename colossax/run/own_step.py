@@ -1,9 +1,7 @@
 """`fit`: the loop of `colossax train` around a step of one's own."""
 
-import contextlib
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 import jax
 
@@ -14,23 +12,12 @@ from colossax.run.options import Outcome, RunConfig, RunOptions
 from colossax.run.prepared import Prepared, settle_folder
 from colossax.run.run import run_prepared
 from colossax.run.run_dir import RunFolder
+from colossax.run.sources import BatchSource, with_source
 from colossax.run.trackers import DEFAULT_TRACKERS
 from colossax.step.step import Step
 from colossax.tasks import Evaluator, Task
-from colossax.typing import Batch, TrainState
-
-
-@runtime_checkable
-class ResumableBatches(Protocol):
-    """Batches that can begin at any number."""
-
-    def batches(self, start_step: int, /) -> Iterable[Batch]:
-        """Global batches from number `start_step` on, counted from 0."""
-        ...
-
-
-BatchSource = ResumableBatches | Iterable[Batch] | Callable[[int], Batch]
-"""What `fit` takes its batches from."""
+from colossax.tasks.task import ResumableBatches
+from colossax.typing import TrainState
 
 
 def fit(
@@ -65,7 +52,9 @@ def fit(
         step: See `colossax.boost`.
         batches: Global batches. An object with `batches(start_step)`, which gives them from any
             number on, or a function of the number, is asked for those that follow when a run is
-            resumed. Of any other iterable, as many as the run has had are then drawn and dropped.
+            resumed. Of an iterable whose iterators have `get_state` and `set_state`, as Grain's
+            data sets and loaders, each checkpoint keeps the state, to go on from there. Of any
+            other, as many as the run has had are then drawn and dropped.
             One that ends and can be iterated anew begins again; at the end of an iterator the run
             ends.
         steps: Optimizer steps in all, those of `state` and those before a resumption included.
@@ -85,7 +74,7 @@ def fit(
         tokens: What a full batch weighs: the step's metric of that name.
         flops: Of the model for such a batch, forward and backward, recomputation not counted; with
             both, and on a device whose peak is known, MFU is told.
-        group: The processes, where there are several.
+        group: The processes, where there are several; it serves one run.
 
     Returns:
         `(state, outcome)`: the last state, and the run's final numbers. A run that too many
@@ -101,7 +90,7 @@ def fit(
             f"fit: there are {jax.process_count()} processes, which must agree on when to stop;"
             " give group=colossax.processes.join(...)"
         )
-    check_arguments(state, step, batches, evaluators)
+    check_fit(state, step, batches, evaluators)
     group = Group(None, {}) if group is None else group
     options, folder = settle_folder(
         name, RunOptions(out=out, resume=resume, trackers=trackers), group
@@ -113,7 +102,7 @@ def fit(
         optimizer=step.optimizer,
         loss=step.loss_call.loss,
         shapes={},
-        batches=lambda _, start: _from(batches, start, begun),
+        batches=(),
         evaluators=evaluators or {},
         callbacks=callbacks,
         learning_rate=_rate(learning_rate),
@@ -132,7 +121,7 @@ def fit(
     )
     return run_prepared(
         Prepared(
-            task=task,
+            task=with_source(task, batches, begun=begun),
             config=config,
             options=options,
             group=group,
@@ -146,7 +135,7 @@ def fit(
     )
 
 
-def check_arguments(state: Any, step: Any, batches: Any, evaluators: Any) -> None:
+def check_fit(state: Any, step: Any, batches: Any, evaluators: Any) -> None:
     """Refuse what is another thing than `fit` takes, with the call that was meant.
 
     Raises:
@@ -179,25 +168,3 @@ def _begun(state: TrainState, folder: RunFolder, options: RunOptions, group: Gro
 
 def _rate(rate: Any) -> Callable[[int], Any] | None:
     return rate if rate is None or callable(rate) else lambda updates: rate
-
-
-@contextlib.contextmanager
-def _from(batches: Any, start: int, begun: int) -> Iterator[Iterator[Batch]]:
-    """Batches from number `start` on, of a run whose state began at `begun`."""
-    if isinstance(batches, ResumableBatches):
-        yield iter(batches.batches(start))
-    elif isinstance(batches, Iterable):
-        yield itertools.islice(_again_and_again(batches), start - begun, None)
-    else:
-        yield map(batches, itertools.count(start))
-
-
-def _again_and_again(batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Its batches, and once more from the beginning where it gives them more than once."""
-    while True:
-        empty, once = True, iter(batches)
-        for batch in once:
-            empty = False
-            yield batch
-        if empty or once is batches:
-            return

@@ -9,6 +9,7 @@ from colossax.planner.task_step import settle_task, task_step
 from colossax.processes.group import Group
 from colossax.run.options import RunConfig, RunOptions
 from colossax.run.run_dir import RunFolder, check_identity, find_run_folder
+from colossax.run.sources import settled_source
 from colossax.run.trackers import check_trackers
 from colossax.step.step import Step
 from colossax.tasks import Task
@@ -81,7 +82,7 @@ def prepare(task: Task, config: RunConfig, options: RunOptions, group: Group) ->
     if options.resume:
         group.together(lambda: check_identity(folder, who))
     return Prepared(
-        task=task,
+        task=settled_source(task),
         config=config,
         options=options,
         group=group,

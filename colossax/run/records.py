@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from colossax.files import write_whole
+from colossax.run.run_dir import RunFolder
 from colossax.run.trackers import DEFAULT_TRACKERS, About, open_trackers
-
-METRICS_FILE = "metrics.jsonl"
 
 Record = dict[str, Any]
 
@@ -74,7 +73,7 @@ class Records:
         """
         self._report = report
         self._broken = False
-        path = about.folder / METRICS_FILE
+        path = RunFolder(path=about.folder).metrics
         self._trackers = open_trackers(trackers, about)
         opened()
         keep_until(path, about.from_step)

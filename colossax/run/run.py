@@ -74,6 +74,7 @@ def _train(run: Prepared, signals: StopSignals) -> tuple[TrainState, Outcome]:
             stack.callback(files.close)
             around.record = _recorder(run, files)
         introduce(run, start, screen)
+        assert callable(run.task.batches), "a source is settled when a run is prepared"
         batches = stack.enter_context(run.task.batches(run.step, start))
         loop = _loop(run, around, gate, screen, skipped=state["skipped"].item())
         screen.start(steps=run.config.steps, done=start)

@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import importlib.util
 import os
+import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from colossax.config import nearest
 from colossax.errors import InputError
+from colossax.files import write_whole
 from colossax.run.events import EventFile
 
 EVENTS_FOLDER = "tensorboard"
@@ -107,7 +109,7 @@ class _Wandb:
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", about.name),
             name=about.folder.name,
-            id=hashlib.sha256(place.encode()).hexdigest()[:12],
+            id=_wandb_id(about),
             resume="allow",
             dir=place,
             mode=os.environ.get("WANDB_MODE", "offline"),
@@ -120,6 +122,20 @@ class _Wandb:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _wandb_id(about: About) -> str:
+    """Of the run, kept in its folder, so that it is the same wherever the folder goes."""
+    file = about.folder / "wandb" / "colossax-run-id"
+    if file.exists():
+        return file.read_text(encoding="utf-8").strip()
+    if about.from_step:  # begun when it was made of the folder's place
+        identity = hashlib.sha256(str(about.folder.resolve()).encode()).hexdigest()[:12]
+    else:
+        identity = secrets.token_hex(6)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(file, identity)
+    return identity
 
 
 class _Trackio:

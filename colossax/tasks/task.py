@@ -1,9 +1,9 @@
 """What a run trains, without saying what it is."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 
@@ -18,6 +18,16 @@ from colossax.typing import Batch, Params, TrainState
 
 Batches = Callable[[Step, int], AbstractContextManager[Iterator[Batch]]]
 """`(step, start)`: a context that gives endless global batches from number `start` on."""
+
+
+@runtime_checkable
+class ResumableBatches(Protocol):
+    """Batches that can begin at any number."""
+
+    def batches(self, start_step: int, /) -> Iterable[Batch]:
+        """Global batches from number `start_step` on, counted from 0."""
+        ...
+
 
 Evaluator = Callable[[Step, TrainState], Mapping[str, Any]]
 """`(step, state) -> {metric: number}`, on every process alike."""
@@ -85,7 +95,9 @@ class Task:
         optimizer: See `boost`.
         loss: See `boost`.
         shapes: Of a global batch's arrays.
-        batches: From any number on, the same whenever they are asked for; see `Batches`.
+        batches: From any number on, the same whenever they are asked for; see `Batches`. What is no
+            function, as a Grain data set or an object with `batches(start_step)`, is taken as `fit`
+            takes it.
         evaluators: Of a state, by name; their metrics are recorded, shown and drawn.
         callbacks: Called between steps, in this order; each a `Callback` or a function.
         learning_rate: Of the optimizer after so many updates, to be recorded.
@@ -109,7 +121,7 @@ class Task:
     optimizer: Optimizer
     loss: Loss
     shapes: Mapping[str, jax.ShapeDtypeStruct]
-    batches: Batches
+    batches: Batches | ResumableBatches | Iterable[Batch]
     evaluators: Mapping[str, Evaluator] = dataclasses.field(default_factory=dict)
     callbacks: Sequence[Callable[[Any], None]] = ()
     learning_rate: Callable[[int], Any] | None = None

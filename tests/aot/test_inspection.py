@@ -26,6 +26,7 @@ from colossax.config import AttentionConfig, BatchConfig, OffloadConfig, preset
 from colossax.planner import inspect_run, largest_microbatch
 from colossax.recipes import RECIPES, recipe
 from colossax.sharding import host_sharding
+from colossax.tasks import task_of
 
 pytestmark = pytest.mark.aot
 
@@ -33,6 +34,36 @@ GIB, GB = 2**30, 1e9
 LAYERS, D, V, T = 32, 4096, 128_256, 8192
 MATRICES = D * 4096 * 2 + D * 1024 * 2 + 3 * D * 14_336
 LAYER_NORMS = 2 * D
+
+
+OWN_RECIPES = """
+import dataclasses
+
+import jax, jax.numpy as jnp, optax
+from flax import nnx
+from colossax.tasks import Task
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(1024, 4096, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(4096, 1024, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.up(x)))
+
+def loss(model, batch):
+    return {"squares": (jnp.sum((model(batch["x"]) - batch["y"]) ** 2), jnp.float32(64), 1.0)}, {}
+
+def task():
+    rows = jax.ShapeDtypeStruct((64, 1024), jnp.float32)
+    return Task(
+        name="own", make_model=Model, optimizer=optax.adam(1e-3), loss=loss,
+        shapes={"x": rows, "y": rows}, batches=None, tokens=0, flops=0,
+    )
+
+def told():
+    return dataclasses.replace(task(), tokens=64, flops=6 * 64 * 2 * 1024 * 4096)
+"""
 
 
 def llama(name, mesh, *, rows, batch=None, **changes):
@@ -54,9 +85,7 @@ def inspected(config, target="h100:1x8"):
 
 
 def check(one, expected):
-    config = one.config
-    devices = target_devices(one.target)
-    mesh = config.plan.bind(devices).mesh
+    mesh = one.plan.bind(target_devices(one.target)).mesh
     assert_collectives(one.program.hlo, expected, mesh=mesh, within=0.02, ignore_below=4_000_000)
     assert full_rematerialisations(one.program) == []
 
@@ -179,6 +208,31 @@ def test_attention_on_hopper_is_by_our_kernel_without_being_asked_for():
     assert "\nkernels: proof assumed; on the GPUs 'auto' takes them once" in describe(one)
 
 
+def test_a_task_of_ones_own_is_counted_by_its_own_parts(tmp_path):
+    """Two plain matmuls under Adam, split over eight: nothing of a language model is assumed."""
+    (tmp_path / "own_recipes.py").write_text(OWN_RECIPES)
+    target = "--target=h100:1x8"
+    words = ("inspect", "own_recipes:task", target, "--plan.mesh=fsdp=8", "--json")
+    done = colossax(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    wide, rows = 1024 * 4096, 64
+    assert (found["recipe"], found["parameters"]) == ("own", 2 * wide)
+    assert (found["microbatch"], found["microbatches"]) == (rows // 8, 1)
+    terms = found["device_bytes"]["terms"]
+    assert terms["parameters"] == pytest.approx(4 * 2 * wide / 8, rel=0.01)
+    assert terms["optimizer"] == pytest.approx(2 * 4 * 2 * wide / 8, rel=0.01)
+    assert sum(terms.values()) == found["device_bytes"]["total"]
+    sent = {(one["kind"], one["axis"]): one["bytes"] for one in found["collectives"]}
+    assert sent["reduce-scatter", "fsdp"] == pytest.approx(4 * 2 * wide, rel=0.01)
+    assert (found["flops_per_token"], found["attention"]) == (None, None)
+    # Forward twice, backward three times: of the rows themselves no gradient is wanted.
+    assert found["traced_flops"] == {"flops": 5 * 2 * rows * wide, "left_out": []}
+    assert found["compute_s"] == pytest.approx(5 * 2 * rows * wide / (8 * 494.7e12))
+    told = colossax("inspect", "own_recipes:told", target, cwd=tmp_path)
+    assert "\nmodel FLOPs per token: 0.05 G (recomputation not counted)\n" in told.stdout
+
+
 def test_70b_on_64_devices():
     config = recipe("llama3_70b")
     plan = config.plan.replace(
@@ -248,15 +302,15 @@ def test_the_largest_microbatch_is_one_below_what_does_not_fit():
     config = recipe("gpt2_124m")
     target = parse_target("a100_40:1x1")
     lines = []
-    most = largest_microbatch(config, target, lines.append)
+    most = largest_microbatch(task_of(config), config.plan, target, lines.append)
     verdicts = {int(line.split()[0]): line.endswith("GiB, fits") for line in lines}
     assert verdicts[most]
     assert not verdicts[most + 1]
 
 
-def colossax(*words):
+def colossax(*words, cwd=None):
     command = [sys.executable, "-m", "colossax", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=cwd)
 
 
 def test_the_command_line_says_it_in_json_and_in_a_picture(tmp_path: Path):

@@ -32,6 +32,9 @@ def task():
 def pair():
     return toy(), RunConfig(steps=3, plan=Plan(mesh={"fsdp": 2}))
 
+def shapeless():
+    return toy(shapes={})
+
 def fails():
     return {}["nothing"]
 
@@ -121,7 +124,7 @@ def test_resume_takes_a_value_by_its_sign_alone(tmp_path):
 MISTAKES = {
     ":task": "gives a task and not how many steps it trains; add --steps N",
     ":confog": "has no 'confog'; did you mean 'config'?",
-    ":fails": "py:19 with KeyError: 'nothing'",
+    ":fails": "py:22 with KeyError: 'nothing'",
     ":other": "gives a int; return a colossax.tasks.TrainConfig",
     ":needs": "with TypeError: needs() missing 1 required positional argument: 'this'",
     ":": "write it package.module:function",
@@ -188,7 +191,14 @@ def test_the_recipes_are_listed_with_a_line_each(verb):
     assert [one["recipe"] for one in listed] == list(RECIPES) and all(x["summary"] for x in listed)
 
 
-def test_inspect_takes_one_recipe_and_no_task(module):
+@pytest.mark.catches("inspect-takes-any-target-for-a-task")
+def test_inspect_takes_one_recipe_and_of_a_task_a_target(module):
     assert "name one recipe, or give --config FILE" in colossax("inspect")[2]
     errors = colossax("inspect", f"{module}:task")[2]
-    assert f"inspect: {module}:task gives a task; give a recipe that returns" in errors
+    assert f"inspect: {module}:task gives a task, which names no GPUs to compile for" in errors
+    errors = colossax("inspect", f"{module}:task", "--target=h100:1x8", "--compare-layouts")[2]
+    assert f"--compare-layouts: {module}:task gives a task, and layouts are compared" in errors
+    errors = colossax("inspect", f"{module}:task", "--target=h100:1x8", "--plan.mush=1")[2]
+    assert "mush" in errors and errors.startswith("colossax: ") and errors.count("\n") == 1
+    errors = colossax("inspect", f"{module}:shapeless", "--target=h100:1x8")[2]
+    assert "task 'toy': its shapes are empty, and a step is compiled for the shapes" in errors

@@ -8,6 +8,7 @@ import pytest
 from colossax.aot import MemoryReport, Program, parse_target
 from colossax.cli.inspect import describe, describe_many
 from colossax.planner import Inspection
+from colossax.planner.traced_flops import TracedFlops
 from colossax.planner.traffic import ASSUMED_EFFICIENCY, HIDING_FORMULA, HostTraffic, host_traffic
 from colossax.recipes import recipe
 from colossax.step.offloaded.disk import DiskCost
@@ -27,9 +28,9 @@ def traffic(hlo=STREAMED, *, flops_per_token=6, peak=PEAK, target=TARGET):
 
 def inspection(host_traffic: HostTraffic | None) -> Inspection:
     return Inspection(
-        config=recipe("llama_tiny"),
+        name="llama_tiny",
+        plan=recipe("llama_tiny").plan,
         target=TARGET,
-        plan_hash="0",
         parameters=10**9,
         program=Program(
             hlo="", assignment="", live_ranges="", stats=None, messages="", compile_s=1.0
@@ -148,6 +149,32 @@ def test_what_is_updated_after_the_program_is_said():
     assert one.to_json()["disk"] == dataclasses.asdict(disk)
     assert one.to_json()["cpu_layers"] == 8
     assert "disk: " not in describe(inspection(traffic()))
+
+
+@pytest.mark.catches("unknown-flops-not-said")
+def test_what_is_not_known_of_a_model_is_said():
+    """Where a task gives no FLOPs, those of the traced step stand in."""
+    known = inspection(traffic())
+    text = describe(known)
+    assert "model FLOPs per token: 6.00 G (recomputation not counted)" in text
+    assert "attention by xla" in text and "traced" not in text
+    assert "traced_flops" not in known.to_json()
+    traced = TracedFlops(flops=3 * 10**12, left_out=("Pallas kernels",))
+    one = dataclasses.replace(
+        known,
+        flops_per_token=None,
+        traced=traced,
+        attention=None,
+        host_traffic=traffic(flops_per_token=None),
+    )
+    text = describe(one)
+    assert "model FLOPs: not known, the task gives none (Task.flops, Task.tokens)" in text
+    assert "step FLOPs as traced: 3000.00 G of matmuls and convolutions on all devices" in text
+    assert "  not in it: Pallas kernels" in text
+    assert "attention by" not in text
+    assert "hidden by an unknown number of tokens per step" in text
+    assert one.to_json()["traced_flops"] == {"flops": 3 * 10**12, "left_out": ("Pallas kernels",)}
+    assert one.to_json()["flops_per_token"] is None
 
 
 def test_kernels_whose_proof_is_assumed_are_named():

@@ -3,12 +3,17 @@
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 
 import pytest
 
+from colossax.errors import InputError
+from colossax.processes.group import Group
+from colossax.processes.launch import Launch
+from colossax.processes.wire import Wire
 from tests.launching import Started, free_port, metrics, run, write_text
 
 
@@ -190,6 +195,20 @@ c = ctypes.CDLL(None)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (1, "a sentence")
+
+
+@pytest.mark.catches("group-serves-twice")
+def test_a_group_that_has_served_a_run_is_refused():
+    launch = Launch(coordinator="localhost:1234", processes=2, process_id=0)
+    here, there = socket.socketpair()
+    there.close()
+    group = Group(launch, {1: Wire(here)})
+    group.close()
+    with pytest.raises(InputError, match="group: it has served a run, at whose end its connect"):
+        group.from_first(lambda: 1)
+    alone = Group(None, {})
+    alone.close()
+    assert alone.from_first(lambda: 1) == 1
 
 
 def test_an_abort_that_nothing_explains_ends_the_process():

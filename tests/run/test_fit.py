@@ -18,7 +18,7 @@ import colossax
 from colossax.checkpoint import Checkpointer
 from colossax.errors import InputError
 from colossax.run import AverageEvaluation, BestCheckpoint, Callback, EarlyStopping
-from colossax.run.own_step import check_arguments
+from colossax.run.own_step import check_fit
 from colossax.run.plot import metrics_of
 from colossax.run.records import read_records
 from tests.run.test_task import PLAN, TwoLayers, r2, rows, squares
@@ -175,11 +175,11 @@ def test_so_many_skipped_steps_as_are_asked_for_end_it_with_a_failure(tmp_path):
 def test_what_is_no_state_step_evaluator_or_batch_is_refused():
     state, step = boosted()
     with pytest.raises(InputError, match="the first two arguments are a state and a step"):
-        check_arguments(step, state, rows, None)
+        check_fit(step, state, rows, None)
     with pytest.raises(InputError, match="evaluators come by name"):
-        check_arguments(state, step, rows, [r2])
+        check_fit(state, step, rows, [r2])
     with pytest.raises(InputError, match="batches are of type int; give an iterable"):
-        check_arguments(state, step, 7, None)
+        check_fit(state, step, 7, None)
 
 
 @pytest.mark.catches("finished-run-goes-on")

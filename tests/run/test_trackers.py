@@ -125,8 +125,32 @@ def stub(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
 
 
-def about(folder):
-    return About(folder=folder, name="toy", config={}, from_step=0)
+def about(folder, from_step=0):
+    return About(folder=folder, name="toy", config={}, from_step=from_step)
+
+
+WANDB = """
+ids = []
+Settings = dict
+class Run:
+    def finish(self): pass
+def init(*, id, **options):
+    ids.append(id)
+    return Run()
+"""
+
+
+@pytest.mark.catches("wandb-run-by-its-place")
+def test_a_folder_that_was_moved_is_the_same_run_of_weights_and_biases(tmp_path, stub):
+    (tmp_path / "site" / "wandb.py").write_text(WANDB)
+    folder, moved = tmp_path / "run", tmp_path / "moved"
+    for place, steps in ((folder, 0), (folder, 2), (moved, 4), (tmp_path / "other", 0)):
+        if place == moved:
+            folder.rename(moved)
+        place.mkdir(exist_ok=True)
+        Records(about(place, from_step=steps), report=pytest.fail, trackers=("wandb",)).close()
+    first, resumed, after, other = sys.modules.pop("wandb").ids
+    assert first == resumed == after != other
 
 
 @pytest.mark.catches("tracker-unasked")
