@@ -92,6 +92,9 @@ class DecoderConfig:
     eos: int | None = None
 
     def __post_init__(self):
+        for name in ("vocab", "embed", "layers", "heads", "kv_heads", "head_dim", "mlp", "max_seq"):
+            if getattr(self, name) < 1:
+                raise InputError(f"model.{name}: found {getattr(self, name)}; give 1 or more")
         if self.heads % self.kv_heads:
             raise InputError(
                 f"model: {self.heads} heads cannot share {self.kv_heads} kv heads evenly;"

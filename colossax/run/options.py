@@ -1,6 +1,7 @@
 """How a task is run, where, and how that ended."""
 
 import dataclasses
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -52,8 +53,11 @@ class RunConfig:
         least = {"steps": 1, "seed": 0, "validate_every": 0, "checkpoint_every": 0, "keep": 1}
         least["stop_after_skipped"] = 0
         for name, low in least.items():
-            if getattr(self, name) < low:
-                raise InputError(f"{name}: found {getattr(self, name)}; give {low} or more")
+            value = getattr(self, name)
+            if not isinstance(value, numbers.Integral):
+                raise InputError(f"{name}: found {value!r}; give a whole number, {low} or more")
+            if value < low:
+                raise InputError(f"{name}: found {value}; give {low} or more")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,12 @@
 """What a step does beside loss and optimizer."""
 
 import dataclasses
+import numbers
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from colossax.errors import InputError
 from colossax.step.prepare import Prepare
 from colossax.typing import Dims, ParamInfo
 
@@ -37,3 +39,34 @@ class StepOptions:
     batch_dims: Mapping[str, Dims] | None = None
     disk: Path | None = None
     shapes: Mapping[str, Any] | None = None
+
+    def __post_init__(self):
+        clip = self.clip_norm
+        if clip is not None and (not isinstance(clip, numbers.Real) or not clip > 0):
+            raise InputError(
+                f"clip_norm: found {clip!r}; give a number above 0, or None, which clips nothing"
+            )
+        for name in ("trainable", "after_step", "prepare"):
+            function = getattr(self, name)
+            if function is not None and not callable(function):
+                raise InputError(
+                    f"{name}: found {function!r}; give a function, as {name}={_FUNCTIONS[name]}"
+                )
+        if self.batch_dims is not None and not isinstance(self.batch_dims, Mapping):
+            raise InputError(
+                f"batch_dims: found {self.batch_dims!r}; give the dims of each array by its name,"
+                " as {'x': ('batch', None)}"
+            )
+        for name, dims in (self.batch_dims or {}).items():
+            if not isinstance(dims, tuple):
+                raise InputError(
+                    f"batch_dims: '{name}' is given {dims!r}; give a tuple of a name (or None) per"
+                    " dim, as ('batch', None)"
+                )
+
+
+_FUNCTIONS = {
+    "trainable": "lambda info: info.path.startswith('head')",
+    "after_step": "lambda variables, sums: variables",
+    "prepare": "lambda model, batch: {**batch, 'more': ...}",
+}
