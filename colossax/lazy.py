@@ -17,7 +17,8 @@ def lazily(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]
     """`__getattr__` and `__dir__` (PEP 562) of a package.
 
     What it exports is read from its own `if TYPE_CHECKING:` block, `from .part import X as X`, so
-    that type checkers and the running program read the same lines. Its modules are found too.
+    that type checkers and the running program read the same lines; it is the package's `__all__`.
+    Its modules are found too.
 
     Args:
         package: Its `__name__`.
@@ -26,7 +27,9 @@ def lazily(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]
 
     def get(name: str) -> Any:
         own = f"{package}.{name}"
-        if name in names():
+        if name == "__all__":
+            value = sorted(names())
+        elif name in names():
             value = getattr(importlib.import_module(names()[name]), name)
         elif not name.startswith("_") and importlib.util.find_spec(own) is not None:
             value = importlib.import_module(own)

@@ -111,6 +111,7 @@ class Checkpointer:
         *,
         exact: bool = True,
         convert: bool = False,
+        whole: Sequence[str] = (),
     ) -> list[jax.Array]:
         """Arrays of a step, each sharded as asked.
 
@@ -122,6 +123,8 @@ class Checkpointer:
             wants: What each array is, and its sharding.
             exact: Refuse a step that holds more records of the kinds that are asked for.
             convert: Allow a slot of floats to differ in dtype from the one on disk.
+            whole: Kinds, `<model>/<kind>`, of which `exact` counts records as asked for even where
+                no array is: an optimizer without state refuses that of another.
 
         Raises:
             CheckpointError: There is no such step, it is of another model (names the first
@@ -129,7 +132,7 @@ class Checkpointer:
         """
         folder = StepFolder(self.directory, step)
         slots = [slot for slot, _ in wants]
-        reading.check_same_model(folder, slots, exact=exact, convert=convert)
+        reading.check_same_model(folder, slots, exact=exact, convert=convert, whole=whole)
         return reading.read_arrays(folder, wants)
 
     def last_error(self) -> CheckpointError | None:

@@ -189,9 +189,15 @@ def describe(spec: RecordSpec) -> str:
 
 def _choose_step(directory: Path, step: int | None) -> int:
     if not directory.is_dir():
+        what = "is a file" if directory.exists() else "does not exist"
         raise CheckpointError(
-            f"checkpoint directory '{directory}' does not exist; give the directory that a "
-            "training run or an import wrote"
+            f"checkpoint directory '{directory}' {what}; give the directory that a training run or"
+            " an import wrote"
+        )
+    if (directory / ARRAYS_ITEM / MANIFEST).is_file():
+        raise CheckpointError(
+            f"checkpoint directory '{directory}' is one checkpoint; give '{directory.parent}',"
+            " which holds it"
         )
     steps = finished_steps(directory)
     if not steps:

@@ -20,7 +20,12 @@ Want = tuple[ArraySlot, jax.sharding.Sharding]
 
 
 def check_same_model(
-    folder: StepFolder, slots: Sequence[ArraySlot], *, exact: bool, convert: bool
+    folder: StepFolder,
+    slots: Sequence[ArraySlot],
+    *,
+    exact: bool,
+    convert: bool,
+    whole: Sequence[str] = (),
 ) -> None:
     """Compare what is wanted with what a step holds.
 
@@ -29,6 +34,7 @@ def check_same_model(
         slots: What is wanted.
         exact: Refuse records of the same `<model>/<kind>` that are not wanted.
         convert: Allow another dtype, of floats.
+        whole: Kinds, `<model>/<kind>`, of which `exact` refuses records where none is wanted, too.
 
     Raises:
         CheckpointError: They differ; names the first record that does.
@@ -36,12 +42,13 @@ def check_same_model(
     records = folder.manifest.records
     for slot in slots:
         if (spec := records.get(slot.name)) is None:
-            raise _other_model(folder, f"it has no '{slot.name}'")
+            raise _other_model(folder, slot.name, f"it has no '{slot.name}'")
         wanted = RecordSpec(shape=slot.shape, dtype=slot.dtype, layered=slot.layered)
         if (spec.shape, spec.layered) != (wanted.shape, wanted.layered):
             kind = "" if spec.layered == wanted.layered else " (one of them a layer stack)"
             raise _other_model(
                 folder,
+                slot.name,
                 f"'{slot.name}' is {describe(spec)} there and {describe(wanted)} here{kind}",
             )
         if spec.dtype != wanted.dtype and convert and not _both_float(spec.dtype, wanted.dtype):
@@ -57,24 +64,32 @@ def check_same_model(
             )
     if exact:
         wanted_names = {slot.name for slot in slots}
-        kinds = {_kind(name) for name in wanted_names}
+        kinds = {_kind(name) for name in wanted_names} | set(whole)
         for name in records:
             if _kind(name) in kinds and name not in wanted_names:
-                raise _other_model(folder, f"it has '{name}', which this model has not")
+                raise _other_model(
+                    folder, name, f"it has '{name}', which this {_what(name)} has not"
+                )
 
 
 def _both_float(*dtypes: np.dtype) -> bool:
     return all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes)
 
 
-def _other_model(folder: StepFolder, difference: str) -> CheckpointError:
-    return CheckpointError(
-        f"{folder} is of another model: {difference}; use the model config stored in it"
-    )
+def _other_model(folder: StepFolder, name: str, difference: str) -> CheckpointError:
+    what = _what(name)
+    return CheckpointError(f"{folder} is of another {what}: {difference}; use {_REMEDIES[what]}")
 
 
-def _kind(name: str) -> tuple[str, ...]:
-    return tuple(name.split("/")[:2])
+_REMEDIES = {"model": "the model config stored in it", "optimizer": "the one it was saved with"}
+
+
+def _what(name: str) -> str:
+    return "optimizer" if _kind(name).endswith("/optimizer") else "model"
+
+
+def _kind(name: str) -> str:
+    return "/".join(name.split("/")[:2])
 
 
 def read_arrays(folder: StepFolder, wants: Sequence[Want]) -> list[jax.Array]:

@@ -28,7 +28,21 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Refuse in place of printing the usage and exiting."""
+        _, surplus, words = message.partition("unrecognized arguments: ")
+        if surplus:
+            self._refuse_surplus(words.split()[0])
         raise InputError(f"{message}; see {self.prog} --help")
+
+    def _refuse_surplus(self, word: str) -> NoReturn:
+        """Say of a word that belongs to no option what it may have been."""
+        name, equals, value = word.lstrip("-").partition("=")
+        if f"--{name}" in self._option_string_actions:
+            meant = f"--{name}{f' {value}' if equals else ''}"
+            raise InputError(f"'{word}' is no option; did you mean '{meant}'?")
+        alone = [option for option in self.alone if f"{option}={word}" in self.format_help()]
+        if alone:
+            raise InputError(f"'{word}' stands alone; did you mean '{alone[0]}={word}'?")
+        raise InputError(f"'{word}' is one word too many; see {self.prog} --help")
 
     def option(self, name: str) -> argparse.Action:
         """The option of this name."""

@@ -10,7 +10,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from colossax.config import MESH_AXES, FrozenDict, Plan, Rules, nearest, preset, user_path
+from colossax.config import FrozenDict, Plan, Rules, nearest, preset, user_path
 from colossax.errors import InputError
 from colossax.tasks import TrainConfig
 
@@ -240,8 +240,9 @@ def _parse_mapping(hint: Any, text: str, where: str) -> FrozenDict:
     for item in filter(None, text.split(",")):
         key, equals, value = item.partition("=")
         if not equals:
-            example = f"{MESH_AXES[2]}=4,{MESH_AXES[-1]}=2"
-            raise InputError(f"{where}: found '{item}'; write it as key=value, e.g. {example}")
+            raise InputError(
+                f"{where}: found '{item}'; write it as name=value,name=value, each with a number"
+            )
         if key in items:
             raise InputError(f"{where}: '{key}' is given twice; give it once")
         items[key] = parse_plain(value) if hint is Any else parse(hint, value, f"{where} {key}")

@@ -4,7 +4,7 @@ import dataclasses
 import numbers
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 from colossax.config.bounds import field_hints, split_hint
@@ -92,6 +92,20 @@ def from_json(cls: type, data: Any, *, where: str, error: type[InputError] = Inp
         return cls(**kwargs)
     except TypeError as problem:
         raise error(f"{where}: {problem}; check the values given") from problem
+
+
+def check_names(
+    cls: type, names: Iterable[str], where: str, *, error: type[InputError] = InputError
+) -> None:
+    """Refuse names of fields that a dataclass has not.
+
+    Raises:
+        InputError: Or `error`, with the nearest name.
+    """
+    fields = [field.name for field in dataclasses.fields(cls)]
+    for name in names:
+        if name not in fields:
+            raise error(f"{where}: no field is called '{name}'{nearest(name, fields)}")
 
 
 def check_types(value: Any, where: str, *, error: type[InputError] = InputError) -> None:

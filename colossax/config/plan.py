@@ -12,6 +12,7 @@ from colossax.config import layouts
 from colossax.config.axes import MESH_AXES, USABLE_AXES
 from colossax.config.frozen import (
     FrozenDict,
+    check_names,
     check_types,
     from_json,
     nearest,
@@ -72,6 +73,11 @@ class Plan:
     loss: LossConfig = LossConfig()
     offload: OffloadConfig = OffloadConfig()
     compiler_options: Mapping[str, Any] = FrozenDict()
+
+    def __new__(cls, **fields: Any):
+        """Refuse what is no field, with the nearest, before Python does without."""
+        check_names(cls, fields, "plan", error=PlanError)
+        return super().__new__(cls)
 
     def __post_init__(self):
         if self.version != 1:

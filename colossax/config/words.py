@@ -56,8 +56,9 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "grad_clip": ("clip-norm", "clip_norm"),
     "optim": ("optimizer.name", "name"),
     "optimizer": ("optimizer.name",),
-    "gradient_checkpointing": ("plan.remat", "remat"),
-    "activation_checkpointing": ("plan.remat", "remat"),
+    "gradient_checkpointing": ("plan.remat", "remat", "segments"),
+    "activation_checkpointing": ("plan.remat", "remat", "segments"),
+    "remat": ("segments",),
     "dtype": ("plan.precision.compute", "compute"),
     "bf16": ("plan.precision.compute", "compute"),
     "mesh": ("plan.mesh",),
@@ -87,9 +88,11 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     Else the list of choices.
     """
     choices = sorted(choices)
-    close = _elsewhere(word, choices) or difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
-    if close:
-        return f"; did you mean '{close[0]}'?"
+    bare = {choice.lstrip("-"): choice for choice in choices}
+    close = difflib.get_close_matches(word.lstrip("-"), bare, n=1, cutoff=0.6)
+    meant = _elsewhere(word, choices) or [bare[one] for one in close]
+    if meant:
+        return f"; did you mean '{meant[0]}'?"
     return f"; known: {', '.join(choices)}"
 
 

@@ -9,7 +9,7 @@ reach over the border of two epochs. So no token is padding and none is left out
 import functools
 import threading
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -37,7 +37,28 @@ def stack_rows(source: RowSource, numbers: Sequence[int]) -> dict[str, np.ndarra
     return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 
-class Rows:
+class _OrderedDocuments:
+    """Documents in an order for each epoch, which the last two keep; several threads may ask."""
+
+    def __init__(self, split: Split, *, seq_len: int, seed: int, epochs: int | None = None):
+        self.seq_len = seq_len
+        self._split = split
+        self._tokens = split.tokens
+        self._seed = seed
+        self._epochs = epochs
+        self._lock = threading.Lock()
+        self._order = functools.lru_cache(maxsize=_EPOCHS_KEPT)(self._make_order)
+
+    def _epoch(self, epoch: int) -> Any:
+        # Threads that meet at a new epoch must not all sort.
+        with self._lock:
+            return self._order(epoch)
+
+    def _make_order(self, epoch: int) -> Any:
+        return keyed_permutation(self._seed, epoch, count=self._split.document_count)
+
+
+class Rows(_OrderedDocuments):
     """Row r as a pure function of the split's tokens, the sequence length, the seed and r.
 
     - `tokens`: the text, `targets`: the next token of the same document, in or beyond the row.
@@ -59,14 +80,8 @@ class Rows:
     """
 
     def __init__(self, split: Split, *, seq_len: int, seed: int, epochs: int | None = None):
-        self.seq_len = seq_len
+        super().__init__(split, seq_len=seq_len, seed=seed, epochs=epochs)
         self.epoch_tokens = split.token_count
-        self._split = split
-        self._tokens = split.tokens
-        self._seed = seed
-        self._epochs = epochs
-        self._lock = threading.Lock()
-        self._order = functools.lru_cache(maxsize=_EPOCHS_KEPT)(self._make_order)
 
     def __getitem__(self, row: int) -> Row:
         out: Row = {name: np.empty(self.seq_len, np.int32) for name in _INTEGERS}
@@ -103,20 +118,15 @@ class Rows:
             part["weights"][:] = 0
         return documents + last - first
 
-    def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        # Threads that meet at a new epoch must not all sort.
-        with self._lock:
-            return self._order(epoch)
-
     def _make_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Documents in their order, and the tokens before each of them and after the last."""
-        order = keyed_permutation(self._seed, epoch, count=self._split.document_count)
+        order = super()._make_order(epoch)
         ends = np.zeros(len(order) + 1, np.int64)
         np.cumsum(self._split.lengths[order], out=ends[1:])
         return order, ends
 
 
-class WholeDocuments:
+class WholeDocuments(_OrderedDocuments):
     """Row r is one document from its start, in the order of `Rows`.
 
     What a document has beyond a row is left out; what a row has beyond its document has weight 0
@@ -131,19 +141,9 @@ class WholeDocuments:
     Cost: O(s) per row; the first row of an epoch sorts as many numbers as there are documents.
     """
 
-    def __init__(self, split: Split, *, seq_len: int, seed: int, epochs: int | None = None):
-        self.seq_len = seq_len
-        self._split = split
-        self._tokens = split.tokens
-        self._seed = seed
-        self._epochs = epochs
-        self._lock = threading.Lock()
-        self._order = functools.lru_cache(maxsize=_EPOCHS_KEPT)(self._make_order)
-
     def __getitem__(self, row: int) -> Row:
         epoch, at = divmod(row, self._split.document_count)
-        with self._lock:
-            document = self._order(epoch)[at]
+        document = self._epoch(epoch)[at]
         start, length = int(self._split.starts[document]), int(self._split.lengths[document])
         count = min(self.seq_len, length)
         place = np.arange(self.seq_len)
@@ -157,9 +157,6 @@ class WholeDocuments:
             "positions": np.where(place < count, place, place - count).astype(np.int32),
             "weights": np.where(ended | gone, 0, 1).astype(np.float32),
         }
-
-    def _make_order(self, epoch: int) -> np.ndarray:
-        return keyed_permutation(self._seed, epoch, count=self._split.document_count)
 
 
 _INTEGERS = ("tokens", "targets", "segments", "positions")

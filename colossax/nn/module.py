@@ -5,6 +5,7 @@ cost several times more per call on the host.
 """
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -129,14 +130,19 @@ def describe(make_model: MakeModels) -> ModelSpec:
 
     Raises:
         InputError: The model holds variables other than parameters (random state, batch
-            statistics), which a pure step would silently freeze; or integers that learn.
+            statistics), which a pure step would silently freeze; or integers that learn; or it
+            asks for float64; or what the factory makes is no module with parameters.
     """
     named = isinstance(make_model, Mapping)
     if isinstance(make_model, Mapping):
         make_model = make_models(make_model)
-    with nnx.use_eager_sharding(False):
-        model = nnx.eval_shape(lambda: make_model(fresh_rngs(0)))
+    model = _abstract(make_model)
     refuse_others(model, "model")
+    if not any(isinstance(node, nnx.Param) for _, node in nnx.iter_graph(model)):
+        raise InputError(
+            f"model: the {type(model).__name__} holds no parameters; make them in its __init__, as"
+            " self.linear = nnx.Linear(8, 8, rngs=rngs)"
+        )
     for path, node in nnx.iter_graph(model):
         if isinstance(node, Located):
             node.path = "/".join(map(str, path))
@@ -147,6 +153,38 @@ def describe(make_model: MakeModels) -> ModelSpec:
         for path, variable in nnx.to_flat_state(params)
     }
     return ModelSpec(graphdef=graphdef, infos=_with_leaves(infos, flat, ()), make_model=make_model)
+
+
+def _abstract(make_model: MakeModel) -> Any:
+    """The model with shapes in place of arrays; refuses what is none, and float64."""
+    with warnings.catch_warnings(record=True) as told, nnx.use_eager_sharding(False):
+        warnings.simplefilter("always")
+        model = nnx.eval_shape(lambda: make_model(fresh_rngs(0)))
+    double = any("dtype float64" in str(warning.message) for warning in told)
+    for warning in told:
+        if not double:
+            warnings.warn_explicit(
+                warning.message, warning.category, warning.filename, warning.lineno
+            )
+    if not isinstance(model, nnx.Module):
+        raise InputError(
+            f"model: the factory returned a {type(model).__name__}; return an nnx.Module, as"
+            " lambda rngs: Model(rngs=rngs)"
+        )
+    nodes = {"/".join(map(str, path)): node for path, node in nnx.iter_graph(model)}
+    wide = [path for path, node in nodes.items() if _double(node)]
+    if double or wide:
+        raise InputError(
+            f"model: {repr(wide[0]) if wide else 'it'} asks for float64, and parameters are kept"
+            " and trained in float32 or narrower, as plan.precision says; leave its dtype out, or"
+            " give param_dtype=jnp.float32"
+        )
+    return model
+
+
+def _double(node: Any) -> bool:
+    kinds = (getattr(node, name, None) for name in ("dtype", "param_dtype"))
+    return any(kind is not None and kind in (jnp.float64, np.float64) for kind in kinds)
 
 
 class Located(nnx.Module):

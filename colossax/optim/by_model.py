@@ -1,6 +1,8 @@
 """Several named models in one state, each with an optimizer of its own."""
 
+import traceback
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -50,12 +52,13 @@ def transformation(optimizer: Optimizer, dims: Any) -> optax.GradientTransformat
         dims: Tree like the parameters, leaves tuples of names; None where nothing learns.
 
     Raises:
-        InputError: Optimizers are named otherwise than the models that learn.
+        InputError: Optimizers are named otherwise than the models that learn; or a function of
+            dims returns another thing.
     """
     if isinstance(optimizer, optax.MultiSteps):  # the one of Optax that is no transformation itself
         return optimizer.gradient_transformation()
     if not isinstance(optimizer, Mapping):
-        return optimizer(dims) if callable(optimizer) else optimizer
+        return _made(optimizer, dims) if callable(optimizer) else optimizer
     unknown = sorted(set(optimizer) - set(dims))
     if unknown:
         raise InputError(
@@ -72,6 +75,16 @@ def transformation(optimizer: Optimizer, dims: Any) -> optax.GradientTransformat
     return ByModel({name: transformation(one, dims[name]) for name, one in optimizer.items()})
 
 
+def _made(make: DimsOptimizer, dims: Any) -> optax.GradientTransformation:
+    made = make(dims)
+    if not isinstance(made, optax.GradientTransformation):
+        raise InputError(
+            f"optimizer: called with the dims of the parameters it gave a {type(made).__name__};"
+            " give an Optax transformation, or a function of dims that returns one"
+        )
+    return made
+
+
 def steps_of(
     optimizer: optax.GradientTransformation, grads: Any, state: Any, params: Any, *, loss: Array
 ) -> tuple[Any, Any]:
@@ -85,15 +98,26 @@ def steps_of(
         loss: Of the batch.
 
     Raises:
-        InputError: It wants something else.
+        InputError: One of Optax wants something else, or it is called with what it does not take.
+            What fails within a transformation of one's own is raised as it is.
     """
     try:
         return optax.with_extra_args_support(optimizer).update(grads, state, params, value=loss)
     except (AttributeError, KeyError, TypeError) as problem:
+        if not _between_us(problem):
+            raise
         raise InputError(
             f"optimizer: its update does not work with what a step has ({problem}); a step calls"
             " update(gradients, state, parameters, value=loss)"
         ) from problem
+
+
+def _between_us(problem: Exception) -> bool:
+    """Whether the line that raised is Optax's own, or the call above."""
+    raised_in = Path(
+        [frame for frame, _ in traceback.walk_tb(problem.__traceback__)][-1].f_code.co_filename
+    )
+    return Path(optax.__file__).parent in raised_in.parents or raised_in == Path(__file__)
 
 
 def map_moments(

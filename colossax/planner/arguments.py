@@ -1,13 +1,19 @@
 """What people give `boost` in place of its arguments, and the call that was meant."""
 
-from collections.abc import Mapping
+import dataclasses
+import inspect
+import numbers
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+import numpy as np
 import optax
 from flax import nnx
 
-from colossax.config import Plan, preset
+from colossax.config import Plan, nearest, preset
 from colossax.errors import InputError
+from colossax.step.options import StepOptions
 
 
 def check_arguments(make_model: Any, optimizer: Any, loss: Any) -> None:
@@ -24,10 +30,25 @@ def check_arguments(make_model: Any, optimizer: Any, loss: Any) -> None:
                 f" boost(lambda rngs: {name}(..., rngs=rngs), ...), so that every array is made"
                 " where it will live"
             )
+        if _of_linen(make):
+            raise InputError(
+                f"boost: make_model is {_named(make)} of flax.linen; write the model as a module of"
+                " flax.nnx, and give boost(lambda rngs: Model(..., rngs=rngs), ...)"
+            )
+        if type(make).__module__.startswith("colossax.models."):
+            raise InputError(
+                f"boost: make_model is a {type(make).__name__}; give what builds such a model, as"
+                " boost(colossax.models.maker(config), ...)"
+            )
         if not callable(make):
             raise InputError(
                 f"boost: make_model is {_shown(make)}; give a function of rngs that builds the"
                 " model, as boost(lambda rngs: Model(rngs=rngs), ...)"
+            )
+        if (taken := _not_taken(make, 1)) is not None:
+            raise InputError(
+                f"boost: make_model is called with one argument, rngs, and {_named(make)} takes"
+                f" {taken}; give boost(lambda rngs: ..., ...), which builds the model"
             )
     if isinstance(loss, optax.GradientTransformation):
         raise InputError(
@@ -39,16 +60,51 @@ def check_arguments(make_model: Any, optimizer: Any, loss: Any) -> None:
             f"boost: loss is {_shown(loss)}; give a function of model and batch, as"
             " boost(make_model, optimizer, lambda model, batch: ..., plan)"
         )
+    if (taken := _not_taken(loss, 2, "variables", "key")) is not None:
+        raise InputError(
+            f"boost: the loss is called with model and batch, and {_named(loss)} takes {taken};"
+            " give boost(make_model, optimizer, lambda model, batch: ..., plan), or call it first"
+            " if it makes a loss"
+        )
     of_models = optimizer.values() if isinstance(optimizer, Mapping) else (optimizer,)
     for one in of_models:
-        if not isinstance(one, optax.GradientTransformation | optax.MultiSteps) and not callable(
-            one
-        ):
+        known = isinstance(one, optax.GradientTransformation | optax.MultiSteps)
+        if not known and (not callable(one) or _of_optax(one)):
             rate = one if isinstance(one, int | float) else 1e-3
+            shown = _shown_of_optax(one) if callable(one) else _shown(one)
             raise InputError(
-                f"boost: optimizer is {_shown(one)}; give a transformation, as"
+                f"boost: optimizer is {shown}; give a transformation, as"
                 f" boost(make_model, optax.adamw({rate}), loss, plan)"
             )
+
+
+def check_placing(devices: Any, seed: Any) -> None:
+    """Refuse what are no devices, or no seed.
+
+    Raises:
+        InputError: With the call that was meant.
+    """
+    several = isinstance(devices, Sequence | np.ndarray) and len(devices) > 0
+    if devices is not None and not (several and all(isinstance(d, jax.Device) for d in devices)):
+        raise InputError(
+            f"boost: devices is {_shown(devices)}; give a list of devices, as"
+            " boost(..., devices=jax.devices()[:1]), or leave it out for all of them"
+        )
+    if not isinstance(seed, numbers.Integral) or isinstance(seed, bool):
+        raise InputError(f"boost: seed is {_shown(seed)}; give a whole number, as seed=0")
+
+
+def step_options(options: Mapping[str, Any]) -> StepOptions:
+    """Keywords of `boost` as options of a step.
+
+    Raises:
+        InputError: There is none of that name, or it is given another thing.
+    """
+    names = [field.name for field in dataclasses.fields(StepOptions)]
+    for name in options:
+        if name not in names:
+            raise InputError(f"boost: no option is called '{name}'{nearest(name, names)}")
+    return StepOptions(**options)
 
 
 def as_plan(plan: Any) -> Plan:
@@ -66,6 +122,47 @@ def as_plan(plan: Any) -> Plan:
             f" colossax.Plan(mesh={dict(mesh)})"
         )
     return plan
+
+
+def _not_taken(function: Any, count: int, *keywords: str) -> str | None:
+    """What a function takes, where it is not this many arguments by place; None where it does."""
+    built = isinstance(function, type)
+    try:
+        signature = inspect.signature(function.__init__ if built else function)
+    except (TypeError, ValueError):
+        return None
+    given = {name: None for name in keywords if name in signature.parameters}
+    try:
+        signature.bind(*(None,) * (count + built), **given)
+    except TypeError:
+        taken = list(signature.parameters.values())[built:]
+        return (
+            ", ".join(
+                f"{one.name}=" if one.kind == one.KEYWORD_ONLY else one.name
+                for one in taken
+                if one.default is one.empty or len(taken) < 4
+            )
+            or "none"
+        )
+    return None
+
+
+def _of_linen(make: Any) -> bool:
+    kind = make if isinstance(make, type) else type(make)
+    return any(base.__module__.startswith("flax.linen") for base in kind.__mro__)
+
+
+def _of_optax(function: Any) -> bool:
+    return getattr(function, "__module__", "").startswith("optax.")
+
+
+def _shown_of_optax(function: Any) -> str:
+    return f"the function optax.{getattr(function, '__qualname__', '').split('.')[0]}"
+
+
+def _named(thing: Any) -> str:
+    """The name of a function or class, or of what kind something is."""
+    return getattr(thing, "__name__", type(thing).__name__)
 
 
 def _shown(value: Any) -> str:

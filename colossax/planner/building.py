@@ -9,11 +9,15 @@ import jax
 from colossax.config import Plan
 from colossax.nn import GivenDims, MakeModels
 from colossax.optim import Optimizer
-from colossax.planner.arguments import as_plan, check_arguments
+from colossax.planner.arguments import (
+    as_plan,
+    check_arguments,
+    check_placing,
+    step_options,
+)
 from colossax.planner.idle import warn_of_idle
 from colossax.planner.settling import Facts, Settled, check_settled, settle
 from colossax.step.loss import Loss
-from colossax.step.options import StepOptions
 from colossax.step.step import Step
 from colossax.step.whole import cost_of_whole
 from colossax.typing import TrainState
@@ -64,6 +68,7 @@ def boost(
         PlanWarning: A mesh axis does nothing, or much of the parameters stays whole.
     """
     check_arguments(make_model, optimizer, loss)
+    check_placing(devices, seed)
     facts = _facts(make_model, optimizer, loss, devices, dims, options)
     step = built(settle(as_plan(plan), facts), facts)
     warn_of_idle(step.bound, step.spec)
@@ -99,6 +104,7 @@ def build_step(
         InputError: See `boost`.
     """
     check_arguments(make_model, optimizer, loss)
+    check_placing(devices, 0)
     facts = _facts(make_model, optimizer, loss, devices, dims, options)
     return built(plan if isinstance(plan, Settled) else Settled(plan=as_plan(plan)), facts)
 
@@ -117,7 +123,7 @@ def _facts(
         loss=loss,
         devices=devices,
         dims=dims,
-        options=StepOptions(**options),
+        options=step_options(options),
     )
 
 

@@ -73,6 +73,11 @@ def _attribute(name: str) -> Any:
     except ModuleNotFoundError as problem:
         if problem.name is None or not f"{module_name}.".startswith(f"{problem.name}."):
             raise _failed(name, problem) from problem
+        if module_name.endswith(".py"):
+            meant = ".".join(Path(module_name).with_suffix("").parts)
+            raise InputError(
+                f"recipe {name}: name a module, not its file; did you mean '{meant}:{attribute}'?"
+            ) from None
         raise InputError(
             f"recipe {name}: there is no module '{problem.name}' on Python's path or in {here};"
             " name one that can be imported from there"
@@ -100,10 +105,12 @@ def _called(name: str, function: Any) -> Any:
 
 def _failed(name: str, problem: BaseException) -> InputError:
     where = traceback.extract_tb(problem.__traceback__)[-1]
-    said = " ".join(str(problem).split())
+    file, line, said = where.filename, where.lineno, str(problem)
+    if isinstance(problem, SyntaxError):
+        file, line, said = problem.filename, problem.lineno, problem.msg
     return InputError(
-        f"recipe {name}: fails at {where.filename}:{where.lineno} with {type(problem).__name__}:"
-        f" {said}"
+        f"recipe {name}: fails at {file}:{line} with {type(problem).__name__}:"
+        f" {' '.join(said.split())}"
     )
 
 

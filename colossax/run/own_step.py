@@ -1,6 +1,6 @@
 """`fit`: the loop of `colossax train` around a step of one's own."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any, Literal
 
 import jax
@@ -14,8 +14,9 @@ from colossax.run.run import run_prepared
 from colossax.run.run_dir import RunFolder
 from colossax.run.sources import BatchSource, with_source
 from colossax.run.trackers import DEFAULT_TRACKERS
+from colossax.step.given import check_state
 from colossax.step.step import Step
-from colossax.tasks import Evaluator, Task
+from colossax.tasks import Callback, Evaluator, Task
 from colossax.tasks.task import ResumableBatches
 from colossax.typing import TrainState
 
@@ -91,6 +92,7 @@ def fit(
             " give group=colossax.processes.join(...)"
         )
     check_fit(state, step, batches, evaluators)
+    check_callbacks(callbacks)
     group = Group(None, {}) if group is None else group
     options, folder = settle_folder(
         name, RunOptions(out=out, resume=resume, trackers=trackers), group
@@ -146,16 +148,41 @@ def check_fit(state: Any, step: Any, batches: Any, evaluators: Any) -> None:
             "fit: the first two arguments are a state and a step of colossax.boost, as in"
             " fit(state, step, batches, steps=100)"
         )
+    check_state(state, step.abstract)
     if not isinstance(batches, ResumableBatches | Iterable) and not callable(batches):
         raise InputError(
             f"fit: batches are of type {type(batches).__name__}; give an iterable of batches, a"
             " function of a batch's number, or an object with batches(start_step)"
+        )
+    one = isinstance(batches, Mapping)
+    if one or (isinstance(batches, Sized) and not len(batches)):
+        raise InputError(
+            f"fit: batches are {'one batch' if one else 'empty'}; give an iterable of batches, as"
+            " [batch], or a function of a batch's number"
         )
     if evaluators is not None and not isinstance(evaluators, Mapping):
         raise InputError(
             'fit: evaluators come by name, as in evaluators={"held_out": evaluate}, each a function'
             " (step, state) -> {metric: number}"
         )
+
+
+def check_callbacks(callbacks: Any) -> None:
+    """Refuse what is no list of callbacks.
+
+    Raises:
+        InputError: With what was found.
+    """
+    listed = isinstance(callbacks, Sequence) and not isinstance(callbacks, str)
+    for one in callbacks if listed else [callbacks]:
+        if not listed or isinstance(one, type) or not (callable(one) or isinstance(one, Callback)):
+            built = (
+                f"{one.__name__}(...)" if isinstance(one, type) else "lambda now: print(now.done)"
+            )
+            raise InputError(
+                f"fit: callbacks hold {one!r}; give a list of callbacks or functions of"
+                f" colossax.run.StepEnd, as callbacks=[{built}]"
+            )
 
 
 def _begun(state: TrainState, folder: RunFolder, options: RunOptions, group: Group) -> int:

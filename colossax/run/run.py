@@ -234,12 +234,14 @@ class Loop:
             self._report(pending)
             pending, done, evaluated = (index + 1, metrics), index + 1, {}
             if self._skips_left <= 1:
-                pending = self._report(pending)
+                self._report(pending)
+                pending = None
                 if self.hopeless:
                     return state, done
             last = done == self._schedule.steps and self._evaluates_at_the_end(done)
             if last or self._due(self._schedule.validate_every, done):
-                pending, validated = self._report(pending), done
+                self._report(pending)
+                pending, validated = None, done
                 evaluated = self._validate(state, done)
             state, self.evaluated = self._called(state, done, metrics, evaluated)
             if self._hooks.ended():
@@ -247,7 +249,8 @@ class Loop:
             if self._due(self._schedule.checkpoint_every, done):
                 # The records up to a checkpoint are written before it: a run that is killed
                 # and resumed from it would lack them for ever.
-                pending = self._report(pending)
+                self._report(pending)
+                pending = None
                 # Among skipped steps a checkpoint would push the last good one out.
                 if not self.meter.skipped_in_a_row:
                     self._save(state, done)

@@ -64,12 +64,11 @@ def check_trackers(names: Sequence[str]) -> None:
     Raises:
         InputError: There is no such tracker, or its package is not installed.
     """
+    if isinstance(names, str):
+        raise InputError(f"trackers: found {names!r}; give a list of names, as [{names!r}]")
     for name in names:
         if name not in _PACKAGES:
-            raise InputError(
-                f"trackers: unknown '{name}'{nearest(name, _PACKAGES)}; there are"
-                f" {', '.join(_PACKAGES)}"
-            )
+            raise InputError(f"trackers: unknown '{name}'{nearest(name, _PACKAGES)}")
         package = _PACKAGES[name]
         if package is not None and importlib.util.find_spec(package) is None:
             raise InputError(

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import jax
 
 from colossax.config import BoundPlan, Plan
+from colossax.errors import PlanError
 from colossax.pallas.target import on_device
 
 # A JAX user context is part of every trace key: one jitted function called under two plans is
@@ -21,7 +22,14 @@ def use(plan: Plan | BoundPlan | None) -> Iterator[BoundPlan | None]:
 
     Args:
         plan: A bound plan, or a plan, which is bound to all devices.
+
+    Raises:
+        PlanError: It is another thing, or does not fit the devices.
     """
+    if not isinstance(plan, Plan | BoundPlan | None):
+        raise PlanError(
+            f"use: found {plan!r}; give a plan, as colossax.use(colossax.preset('zero3'))"
+        )
     bound = plan.bind() if isinstance(plan, Plan) else plan
     devices = contextlib.nullcontext() if bound is None else on_device(bound.mesh.devices.flat[0])
     with _CURRENT(bound), devices:

@@ -11,6 +11,7 @@ from colossax.config import BoundPlan
 from colossax.errors import InputError
 from colossax.sharding import NATURAL, RowOrder, activation_sharding, balanced_order
 from colossax.step.arrange import Arranged, arranged, check_segments, row_length
+from colossax.step.given import check_tokens, host_array
 from colossax.step.microbatches import batch_dims, num_microbatches
 from colossax.typing import Batch, Dims
 
@@ -25,6 +26,7 @@ class BatchPlacer:
         *,
         any_order: bool,
         any_form: bool = False,
+        vocab: int | None = None,
     ):
         """Place nothing yet.
 
@@ -33,11 +35,13 @@ class BatchPlacer:
             dims: Logical dims of arrays that are not text.
             any_order: Whether the loss may see tokens in any order.
             any_form: Whether batches may differ in form.
+            vocab: Tokens that the model knows; None: nobody says.
         """
         self._bound = bound
         self._dims = dims
         self.any_order = any_order
         self._any_form = any_form
+        self.vocab = vocab
         self._declared: dict[type, dict[str, tuple]] = {}
         self._shardings: dict[type, dict[str, NamedSharding]] = {}
 
@@ -48,14 +52,16 @@ class BatchPlacer:
         arrays inside the step.
 
         Raises:
-            InputError: It is no mapping of arrays by name, shapes or dtypes are not those of the
-                first batch, or documents are not numbered in their order.
+            InputError: It is no mapping of arrays by name, has no rows, shapes or dtypes are not
+                those of the first batch, tokens are not the model's, or documents are not numbered
+                in their order.
             PlanError: Microbatches and devices do not divide it.
         """
-        placed = isinstance(batch, Mapping) and all(_placed(x) for x in batch.values())
+        placed = isinstance(batch, Mapping) and batch and all(map(_placed, batch.values()))
         if not placed:
             batch = as_arrays(batch)
             if not isinstance(batch, Arranged):
+                check_tokens(batch, self.vocab)
                 check_segments(batch)
                 batch = self.arrange(batch)
         form = {name: (x.shape, x.dtype) for name, x in batch.items()}
@@ -142,18 +148,20 @@ def as_arrays(batch: Any) -> Batch:
             ' step(state, {"x": x, "y": y}), and give boost the dims of those that are not text, as'
             ' batch_dims={"x": ("batch", None)}'
         )
-    arrays = {name: x if _placed(x) else _host(x) for name, x in batch.items()}
+    for name, x in batch.items():
+        if isinstance(x, Mapping):
+            raise InputError(
+                f"batch '{name}': found a {type(x).__name__}; a batch holds arrays by name and no"
+                " further mappings; give each a name of its own"
+            )
+    if not batch:
+        raise InputError("batch: it holds no arrays; give them by name, as {'x': x, 'y': y}")
+    arrays = {name: x if _placed(x) else host_array(name, x) for name, x in batch.items()}
     return Arranged(arrays, batch.order) if isinstance(batch, Arranged) else arrays
 
 
 def _placed(x: Any) -> bool:
     return isinstance(x, jax.Array)
-
-
-def _host(x: Any) -> np.ndarray:
-    """A host array in the dtype it would have on a device (int64 becomes int32)."""
-    x = np.asarray(x)
-    return x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False)
 
 
 def _put(x: np.ndarray, sharding: NamedSharding) -> jax.Array:

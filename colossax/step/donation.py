@@ -5,24 +5,8 @@ from typing import Any
 
 import jax
 
-from colossax.errors import InputError
+from colossax.step.given import is_there
 from colossax.typing import Batch, TrainState
-
-
-def check_present(state: TrainState) -> None:
-    """Refuse a state that a step has had already: XLA would read freed memory, or crash.
-
-    Its step count tells, which every step replaces.
-
-    Raises:
-        InputError: It has been given up.
-    """
-    count = state["step"]
-    if _is_there(count) and count.is_deleted():
-        raise InputError(
-            "step: this state was given up to an earlier call, which returned the one that follows"
-            " it; keep that one, as in `state, metrics = step(state, batch)`"
-        )
 
 
 class PartlyDonated:
@@ -58,8 +42,8 @@ class PartlyDonated:
         Within a trace it is traced, and nothing is deleted.
         """
         parts = self.divided(state)
-        old = [x for x in jax.tree.leaves(parts[0]) if _is_there(x)]
-        if _is_there(state["step"]):
+        old = [x for x in jax.tree.leaves(parts[0]) if is_there(x)]
+        if is_there(state["step"]):
             jax.block_until_ready(state["step"])
         results = self._jitted(*parts, batch)
         for array in old:
@@ -79,7 +63,3 @@ class PartlyDonated:
         read = jax.tree.map(lambda r, x: x if r else None, self._read, state)
         given_up = jax.tree.map(lambda r, x: None if r else x, self._read, state)
         return read, given_up
-
-
-def _is_there(x: Any) -> bool:
-    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)

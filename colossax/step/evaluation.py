@@ -33,8 +33,10 @@ class Evaluation:
             compiler_options: For the devices' compiler.
         """
         self._step = step
-        dims, any_order = step.options.batch_dims, step.batches.any_order
-        self._batches = BatchPlacer(step.bound, dims, any_order=any_order, any_form=True)
+        dims, of_steps = step.options.batch_dims, step.batches
+        self._batches = BatchPlacer(
+            step.bound, dims, any_order=of_steps.any_order, any_form=True, vocab=of_steps.vocab
+        )
         self._jitted = jax.jit(self._totals, compiler_options=compiler_options)
         self.trace = self._jitted.trace
         """As that of `jax.jit`, of `(params, variables, batch)`."""

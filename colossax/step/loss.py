@@ -67,8 +67,8 @@ def checked(result: Any) -> tuple[Terms, Sums]:
         return {SCALAR: (result.astype(jnp.float32), jnp.float32(1), 1.0)}, {}
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Mapping)):
         raise InputError(
-            "loss: expected ({term: (total, weight, coefficient)}, metrics),"
-            f" found {type(result).__name__}; return totals over tokens and their weights"
+            "loss: expected ({term: (total, weight, coefficient)}, metrics), found"
+            f" {_kind(result)}; return totals over tokens and their weights"
         )
     terms, metrics = result
     taken = {*RESERVED, *terms}
@@ -85,7 +85,7 @@ def checked(result: Any) -> tuple[Terms, Sums]:
 def _term(name: str, value: Any) -> Any:
     """Total and weight as float32 scalars, and the coefficient."""
     if not (isinstance(value, tuple) and len(value) == 3):
-        raise InputError(f"loss: '{name}' is {value!r}; give (total, weight, coefficient)")
+        raise InputError(f"loss: '{name}' is {_kind(value)}; give (total, weight, coefficient)")
     return _scalar(name, value[0]), _scalar(name, value[1]), value[2]
 
 
@@ -94,8 +94,17 @@ def _metric(name: str, value: Any) -> Any:
     if isinstance(value, Maximum):
         return Maximum(jnp.asarray(value.value, jnp.float32))
     if not (isinstance(value, tuple) and len(value) == 2):
-        raise InputError(f"loss: '{name}' is {value!r}; give (total, weight), or a Maximum")
+        raise InputError(f"loss: '{name}' is {_kind(value)}; give (total, weight), or a Maximum")
     return jnp.asarray(value[0], jnp.float32), _scalar(name, value[1])
+
+
+def _kind(value: Any) -> str:
+    """For people, of arrays the shape."""
+    if isinstance(value, jax.Array):
+        return f"an array of shape {list(value.shape)}" if value.shape else "an array of one number"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_kind, value))})"
+    return repr(value) if isinstance(value, int | float) else f"a {type(value).__name__}"
 
 
 def _scalar(name: str, value: Any) -> Array:

@@ -68,6 +68,7 @@ def num_microbatches(bound: BoundPlan, batch: Batch, dims: Mapping[str, Dims]) -
 
     Raises:
         PlanError: They and the devices do not divide it, with the sizes and what would.
+        InputError: It has no rows.
     """
     axes = sorted(batch_axes(bound))
     devices = bound.size(axes)
@@ -75,6 +76,8 @@ def num_microbatches(bound: BoundPlan, batch: Batch, dims: Mapping[str, Dims]) -
     count = wanted.accumulation
     for name, x in batch.items():
         rows = x.shape[dims[name].index("batch")]
+        if not rows:
+            raise InputError(f"batch '{name}': it has no rows; give one or more")
         if wanted.microbatch is not None:
             if rows % (wanted.microbatch * devices):
                 raise PlanError(
@@ -91,8 +94,8 @@ def num_microbatches(bound: BoundPlan, batch: Batch, dims: Mapping[str, Dims]) -
             count = each
         elif rows % (count * devices):
             raise PlanError(
-                f"batch '{name}': {rows} rows cannot be cut into {count} microbatches for"
-                f" {devices} devices along {axes};"
+                f"batch '{name}': {rows} rows cannot be cut into {count} microbatches"
+                f"{f' for {devices} devices along {axes}' if devices > 1 else ''};"
                 f" use a multiple of {count * devices}"
             )
     return count

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from colossax.config import ClipNorm, check_types
+from colossax.errors import InputError
 from colossax.step.prepare import Prepare
 from colossax.typing import Dims, ParamInfo
 
@@ -41,3 +42,27 @@ class StepOptions:
 
     def __post_init__(self):
         check_types(self, "")
+        for name in ("trainable", "after_step", "prepare"):
+            function = getattr(self, name)
+            if function is not None and not callable(function):
+                raise InputError(
+                    f"{name}: found {function!r}; give a function, as {name}={_FUNCTIONS[name]}"
+                )
+        if self.batch_dims is not None and not isinstance(self.batch_dims, Mapping):
+            raise InputError(
+                f"batch_dims: found {self.batch_dims!r}; give the dims of each array by its name,"
+                " as {'x': ('batch', None)}"
+            )
+        for name, dims in (self.batch_dims or {}).items():
+            if not isinstance(dims, tuple):
+                raise InputError(
+                    f"batch_dims: '{name}' is given {dims!r}; give a tuple of a name (or None) per"
+                    " dim, as ('batch', None)"
+                )
+
+
+_FUNCTIONS = {
+    "trainable": "lambda info: info.path.startswith('head')",
+    "after_step": "lambda variables, sums: variables",
+    "prepare": "lambda model, batch: {**batch, 'more': ...}",
+}

@@ -18,8 +18,8 @@ from colossax.sharding import RowOrder, compiler_options, in_order, replicated, 
 from colossax.sharding.table import explain, explain_html
 from colossax.step.batches import BatchPlacer
 from colossax.step.choosing import followers_of, gradient_method_of, streaming_of
-from colossax.step.donation import check_present
 from colossax.step.evaluation import Evaluation
+from colossax.step.given import check_state, vocabulary
 from colossax.step.gradients.accumulate import LossCall, with_term_weights
 from colossax.step.gradients.method import GradientMethod, Gradients
 from colossax.step.gradients.reduce_once import check_reduce_once
@@ -146,9 +146,8 @@ class Step:
         self.updater: Updater = streaming_of(self, optimizer) or WholeUpdate(
             gradient_method_of(self), self.optimizer, spec.infos, self.trainable, options.clip_norm
         )
-        self.batches = BatchPlacer(
-            bound, options.batch_dims, any_order=getattr(loss, "any_order", False)
-        )
+        any_order, vocab = getattr(loss, "any_order", False), vocabulary(spec.infos)
+        self.batches = BatchPlacer(bound, options.batch_dims, any_order=any_order, vocab=vocab)
         compiler = compiler_options(bound) or None
         everywhere = replicated(bound)
         out: tuple[Any, ...] = (self.shardings, everywhere)
@@ -199,10 +198,10 @@ class Step:
 
         Raises:
             InputError: The batch's shapes are not those the step was compiled for, or the state
-                was given to a step before.
+                is another's, or was given to a step before.
             OffloadError: Disk or CPU failed to update what is theirs.
         """
-        check_present(state)
+        check_state(state, self.abstract)
         state, metrics, *pending = self.jitted(state, self.place(batch))
         for work in pending:
             for follower in self.followers:
@@ -221,13 +220,14 @@ class Step:
         must not see one another then. A loss that takes a key gets None.
 
         Raises:
-            InputError: The state was given to a step; or rows are added and the loss is one number.
+            InputError: See `__call__`; or rows are added and the loss is one number.
         """
-        check_present(state)
+        check_state(state, self.abstract, ("params", "variables"))
         return self.evaluation(state, batch)
 
     def model(self, state: TrainState) -> Any:
         """The NNX model, or the `Models`, holding the state's parameters (the same arrays)."""
+        check_state(state, self.abstract, ("params",))
         return self.spec.merge(state["params"])
 
     def spec_of(self, name: str) -> ModelSpec:
@@ -305,7 +305,7 @@ class Step:
                 or one that was not waited for.
             InputError: The state was given to a step.
         """
-        check_present(state)
+        check_state(state, self.abstract)
         return self._saves.save(folder, state, keep=keep, wait=wait)
 
     def restore(self, folder: Path | str, *, at: int | None = None) -> TrainState:

@@ -9,12 +9,12 @@ import numpy as np
 from jaxtyping import Array
 
 from colossax.config import BoundPlan, at_least
-from colossax.errors import PlanError
+from colossax.errors import InputError, PlanError
 from colossax.layerwise import Maximum
 from colossax.nn import cross_entropy
 from colossax.sharding import activation_axes, constrain, current
 from colossax.step.loss import Loss, Sums, Terms, any_order
-from colossax.typing import Batch, TrainState
+from colossax.typing import TEXT_BATCH_DIMS, Batch, TrainState
 
 Evaluate = Callable[[TrainState, Batch], dict[str, Any]]
 
@@ -37,6 +37,7 @@ def next_token_loss(*, z_loss: float = 0.0) -> Loss:
     @any_order
     def loss(model: Any, batch: Batch) -> tuple[Terms, Sums]:
         bound = current()
+        _check_text(batch)
         hidden, sums = model.hidden(
             batch["tokens"], positions=batch.get("positions"), segments=batch.get("segments")
         )
@@ -67,6 +68,21 @@ def next_token_loss(*, z_loss: float = 0.0) -> Loss:
         return terms, metrics
 
     return loss
+
+
+def _check_text(batch: Batch) -> None:
+    tokens = batch["tokens"]
+    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise InputError(
+            f"batch 'tokens': found {tokens.dtype}{list(tokens.shape)}; give whole numbers of shape"
+            " [batch, seq]"
+        )
+    for name in filter(batch.__contains__, TEXT_BATCH_DIMS):
+        if batch[name].shape != tokens.shape:
+            raise InputError(
+                f"batch '{name}': found shape {list(batch[name].shape)} beside tokens of"
+                f" {list(tokens.shape)}; give one number for each token"
+            )
 
 
 def mean_loss(evaluate: Evaluate, state: TrainState, batches: Iterable[Batch]) -> float:

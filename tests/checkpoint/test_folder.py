@@ -136,7 +136,7 @@ def test_missing_directory(devices, tmp_path):
 
 def test_a_file_where_the_directory_should_be(devices, tmp_path):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(CheckpointError, match="does not exist; give the directory"):
+    with pytest.raises(CheckpointError, match="is a file; give the directory"):
         RecordReader(tmp_path / "file")
 
 

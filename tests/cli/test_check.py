@@ -401,7 +401,7 @@ def test_no_devices_are_reported_with_what_to_do(monkeypatch, capsys, problem, w
         (["--devices=0"], "found 0; give 1 or more"),
         (["--devces=2"], "unknown option --devces; did you mean '--devices'?"),
         (["--plan.mesh=fsdp=8"], "--plan.mesh: a check has no recipe and no plan; leave it out"),
-        (["here"], "unrecognized arguments: here"),
+        (["here"], "'here' is one word too many"),
     ],
 )
 def test_a_mistake_is_one_sentence(capsys, arguments, message):

@@ -63,6 +63,6 @@ def test_what_no_name_is_like_gets_the_list():
 
 def test_every_name_that_others_words_lead_to_is_there(parser):
     dotted = parser.format_help()
-    fields = {"ddp", "zero2", "zero3", "megatron", "megatron_sp", "usp", *MESH_AXES}
+    fields = {"ddp", "zero2", "zero3", "megatron", "megatron_sp", "usp", *MESH_AXES, "segments"}
     for word, names in ELSEWHERE.items():
         assert any(name in fields or f"--{name}" in dotted for name in names), word

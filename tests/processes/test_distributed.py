@@ -1,9 +1,10 @@
 """Finding one another, refusing together, stopping together: several processes as threads."""
 
+import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -180,6 +181,16 @@ class Lockstep:
             self._condition.wait_for(lambda: min(self._started) >= index + 1 - self._ahead)
 
 
+@contextlib.contextmanager
+def agreeing(launch: Launch) -> Iterator[tuple[StopSignals, Gate]]:
+    """Signals and gate of a process that agrees with the others on when to stop."""
+    group = join(launch, timeout_s=10.0)
+    signals, gate = StopSignals(), Gate()
+    with StopAgreement(group, signals, gate):
+        yield signals, gate
+    signals.close()
+
+
 @pytest.mark.catches("stop-at-the-slowest")
 @pytest.mark.parametrize("told", [[0], [1], [2], [0, 1, 2]])
 def test_all_stop_after_the_same_step_without_waiting_for_ever(told):
@@ -187,10 +198,8 @@ def test_all_stop_after_the_same_step_without_waiting_for_ever(told):
     lockstep = Lockstep(3, ahead=2)
 
     def work(launch: Launch) -> Any:
-        group = join(launch, timeout_s=10.0)
-        signals, gate = StopSignals(), Gate()
         done = 0
-        with StopAgreement(group, signals, gate):
+        with agreeing(launch) as (signals, gate):
             for index in range(total):
                 if not gate.enter(index):
                     break
@@ -198,7 +207,6 @@ def test_all_stop_after_the_same_step_without_waiting_for_ever(told):
                     signals._handle(15, None)
                 lockstep.start(launch.process_id, index)
                 done = index + 1
-        signals.close()
         return done, gate.reason
 
     results = in_threads(work, launches(3))
@@ -212,9 +220,7 @@ def test_told_in_the_last_step_all_do_the_same_of_what_follows(told):
     lockstep = Lockstep(3, ahead=2)
 
     def work(launch: Launch) -> Any:
-        group = join(launch, timeout_s=10.0)
-        signals, gate = StopSignals(), Gate()
-        with StopAgreement(group, signals, gate):
+        with agreeing(launch) as (signals, gate):
             for index in range(10):
                 assert gate.enter(index)
                 if index == 9 and launch.process_id == told:
@@ -222,7 +228,6 @@ def test_told_in_the_last_step_all_do_the_same_of_what_follows(told):
                 lockstep.start(launch.process_id, index)
             time.sleep(0.01 * launch.process_id)
             through = [gate.enter(10), gate.enter(11)]
-        signals.close()
         return through
 
     first, second, third = in_threads(work, launches(3))
@@ -234,16 +239,13 @@ def test_a_wish_after_some_have_finished_stops_nobody():
     left = threading.Event()
 
     def work(launch: Launch) -> Any:
-        group = join(launch, timeout_s=10.0)
-        signals, gate = StopSignals(), Gate()
-        with StopAgreement(group, signals, gate):
+        with agreeing(launch) as (signals, gate):
             for index in range(10):
                 assert gate.enter(index)
             if launch.process_id == 1:
                 assert left.wait(10)
                 signals._handle(15, None)
         left.set()
-        signals.close()
         return True
 
     assert in_threads(work, launches(2)) == [True, True]

@@ -250,11 +250,6 @@ def test_frozen_parameters_get_no_gradient_and_no_state():
         assert changed == trainable(info), info.path
 
 
-def test_a_filter_that_leaves_nothing_is_refused():
-    with pytest.raises(InputError, match="no parameter is left to train"):
-        one_device(trainable=lambda info: False)
-
-
 def test_variables_change_after_a_step_outside_differentiation():
     def after(variables, sums):
         return {"seen": variables["seen"] + sums["accuracy"][1]}

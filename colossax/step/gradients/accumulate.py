@@ -13,6 +13,7 @@ from colossax.compat import inputs_used
 from colossax.config import BoundPlan
 from colossax.errors import InputError
 from colossax.nn.module import held
+from colossax.step.explained import explained
 from colossax.step.gradients.method import GradientMethod, Gradients
 from colossax.step.gradients.sums import accumulable, constrained, square_norm, summed_up
 from colossax.step.loss import SCALAR, Loss, Sums, Terms, Totals, checked
@@ -39,12 +40,14 @@ class LossCall:
         """Terms and metrics of one microbatch, in float32.
 
         Raises:
-            InputError: The loss returns something else, or changes the model's parameters.
+            InputError: The loss returns something else, changes the model's parameters, asks for
+                an array that the batch has not, or for the value of one that is traced.
         """
         names = inspect.signature(self.loss).parameters
         given = {"variables": variables, "key": key}
         wanted = {name: value for name, value in given.items() if name in names}
-        return checked(self.loss(held(self.merge(params)), batch, **wanted))
+        with explained(batch):
+            return checked(self.loss(held(self.merge(params)), batch, **wanted))
 
 
 def accumulate(call: LossCall, bound: BoundPlan, infos: Any, trainable: Any) -> GradientMethod:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from colossax.checkpoint import Checkpointer
-from colossax.errors import CheckpointError
+from colossax.errors import CheckpointError, InputError
 from colossax.step.saving.records import StateRecords
 from colossax.typing import TrainState
 
@@ -50,6 +50,8 @@ class OwnSaves:
         self, folder: Path | str, state: TrainState, *, keep: int | None, wait: bool
     ) -> Saving:
         """See `Step.save`."""
+        if keep is not None and keep < 1:
+            raise InputError(f"step.save: keep is {keep}; give 1 or more, or None, which keeps all")
         self._settle()
         done = int(state["step"])
         beside = not wait and not self._records.on_host

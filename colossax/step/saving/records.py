@@ -53,7 +53,9 @@ class StateRecords:
         slots, structure = jax.tree.flatten(self._slots)
         wants = list(zip(slots, jax.tree.leaves(self._step.shardings), strict=True))
         disk = self._step.disk
-        arrays = checkpointer.restore(done, wants, exact=disk is None)
+        models = {MODEL, *self._step.spec.model_names}
+        whole = [f"{model}/optimizer" for model in sorted(models)]
+        arrays = checkpointer.restore(done, wants, exact=disk is None, whole=whole)
         state = jax.tree.unflatten(structure, arrays)
         if disk is not None:
             disk.fill(state, lambda layer: self._restored_row(checkpointer, done, layer))
