@@ -25,8 +25,32 @@ def made():
     return boost(maker(CONFIG), optax.sgd(1.0), next_token_loss(), plan, devices=one)
 
 
-def checkpoints(folder, step, problems):
-    return RunCheckpoints(folder, step, keep=2, documents={"run": 1}, report=problems.append)
+def checkpoints(folder, step, problems, run=1):
+    return RunCheckpoints(folder, step, keep=2, documents={"run": run}, report=problems.append)
+
+
+@pytest.mark.sentinel
+@pytest.mark.catches("checkpoint-of-any-run")
+def test_a_checkpoint_of_another_run_is_refused(made, tmp_path):
+    state, step = made
+    who = {"seed": 0, "data": ["text.txt", "f" * 32], "model": {"embed": 8}}
+    run = checkpoints(tmp_path, step, [], {"identity": who, "config": {"steps": 3}})
+    run.save(state, 3)
+    run.finish()
+    same = {"identity": {**who, "data": ["moved.txt", "f" * 32]}, "config": {"steps": 9}}
+    checkpoints(tmp_path, step, [], same).restore(3)
+    for other, message in (
+        ({**who, "seed": 1}, "seed is 0 there and 1 here"),
+        (
+            {**who, "data": ["text.txt", "e" * 32]},
+            "data is 'text.txt' .f{12}. there and 'text.txt'",
+        ),
+        ({**who, "model": {"embed": 16}}, "model.embed is 8 there and 16 here"),
+        ({**who, "more": 1}, "more is None there and 1 here"),
+    ):
+        with pytest.raises(CheckpointError, match=f"step 3 is of another run: {message}") as caught:
+            checkpoints(tmp_path, step, [], {"identity": other, "config": {}}).restore(3)
+        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.sentinel
