@@ -13,6 +13,7 @@ import itertools
 import json
 import logging
 import shutil
+import warnings
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -22,6 +23,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from colossax.checkpoint import store
+from colossax.checkpoint.broken import broken_steps, move_aside
 from colossax.checkpoint.folder import (
     ARRAYS_ITEM,
     DOCUMENT_FILE,
@@ -34,7 +36,7 @@ from colossax.checkpoint.manifest import Manifest
 from colossax.checkpoint.seals import grid_of, header_of, number_in, seal
 from colossax.checkpoint.slots import record_folder
 from colossax.checkpoint.writing import Job
-from colossax.errors import CheckpointError
+from colossax.errors import CheckpointError, CheckpointWarning
 
 _attempts = itertools.count()
 
@@ -260,6 +262,7 @@ class Committer:
             raise self._refusal("a checkpoint", error) from error
         if jax.process_index() == 0:
             remove_unfinished(directory)
+            free_numbers(directory)
         self._keep = keep
         self._manager = self._open_manager()
 
@@ -362,6 +365,18 @@ def _touch(probe: Path) -> None:
     except OSError:
         probe.unlink(missing_ok=True)
         raise
+
+
+def free_numbers(directory: Path) -> None:
+    """Move broken steps aside, which Orbax takes for saved ones, and warn of each."""
+    for step, lack in broken_steps(directory).items():
+        target = move_aside(directory, step)
+        warnings.warn(
+            f"checkpoint directory '{directory}': step {step} is broken ({lack}); it was moved to"
+            f" '{target.name}'",
+            CheckpointWarning,
+            stacklevel=2,
+        )
 
 
 def remove_unfinished(directory: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from colossax.checkpoint import store
+from colossax.checkpoint.broken import chosen
 from colossax.checkpoint.checkpointer import document_texts
 from colossax.checkpoint.folder import (
     ARRAYS_ITEM,
@@ -24,6 +25,7 @@ from colossax.checkpoint.layout import Layout, choose_layout, files_within
 from colossax.checkpoint.manifest import RecordSpec, describe
 from colossax.checkpoint.slots import Box, box_slices, record_folder
 from colossax.checkpoint.writing import MoveJob
+from colossax.documents import as_kind
 from colossax.errors import CheckpointError
 
 WRITE_BYTES = 64 << 20
@@ -54,6 +56,11 @@ class RecordReader:
         self._folder = StepFolder(path, step)
         self.directory, self.step = path, self._folder.step
 
+    @property
+    def chosen(self) -> str:
+        """Which step this is, for people, and which later ones are broken."""
+        return chosen(self.directory, self.step)
+
     def records(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         """Shape and dtype of each record."""
         specs = self._folder.manifest.records
@@ -66,6 +73,23 @@ class RecordReader:
     def documents(self) -> dict[str, Any]:
         """All JSON documents by name."""
         return self._folder.documents()
+
+    def document(self, name: str, kind: type) -> Any:
+        """A JSON document that is of a kind (`dict`, `list`, `str`); None where there is none.
+
+        Raises:
+            CheckpointError: It is damaged, or of another kind.
+        """
+        documents = self.documents()
+        if name not in documents:
+            return None
+        try:
+            return as_kind(documents[name], kind, f"document '{name}'")
+        except ValueError as error:
+            raise CheckpointError(
+                f"{self._folder} was not written by this library: {error}; use another step, or"
+                " restore it from a copy"
+            ) from error
 
     def read(self, name: str, layer: int | None = None) -> np.ndarray:
         """A record, or one layer of it, without the layer dim.
@@ -108,18 +132,19 @@ class RecordReader:
         return spec
 
 
-def find_checkpoint(path: Path | str) -> RecordReader:
+def find_checkpoint(path: Path | str, step: int | None = None) -> RecordReader:
     """The checkpoint in a folder.
 
     Args:
-        path: Folder of a run, of checkpoints (the latest is taken), or of one step.
+        path: Folder of a run, of checkpoints, or of one step.
+        step: Which of its checkpoints; None is the latest.
 
     Raises:
-        CheckpointError: There is no finished step, or it is damaged.
+        CheckpointError: There is no such finished step, or it is damaged.
     """
     directory = Path(path)
     inside = directory / "checkpoints"
-    return RecordReader(inside if inside.is_dir() else directory)
+    return RecordReader(inside if inside.is_dir() else directory, step)
 
 
 class RecordWriter:

@@ -12,6 +12,7 @@ from typing import Any, SupportsIndex
 from colossax.config import cache_folder
 from colossax.data.cache import built_once
 from colossax.data.sources import Documents
+from colossax.documents import member, parse_json
 from colossax.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -104,9 +105,10 @@ class Tokenizer:
             DataError: The text is not what `to_json` writes.
         """
         try:
-            value = json.loads(text)
-            end, definition = value["end"], json.dumps(value["definition"], ensure_ascii=False)
-        except (ValueError, KeyError, TypeError) as problem:
+            value = parse_json(text)
+            end = member(value, "end", str)
+            definition = json.dumps(member(value, "definition", dict), ensure_ascii=False)
+        except ValueError as problem:
             raise DataError("tokenizer: is no saved tokenizer; save or train it again") from problem
         return cls(definition=definition, end=end)
 

@@ -1,7 +1,7 @@
 """Model families by name."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from colossax.config import from_json, nearest, to_json
@@ -85,15 +85,19 @@ def config_to_json(config: Any) -> dict[str, Any]:
     return {"family": family_of(config).name, **to_json(config)}
 
 
-def config_from_json(data: dict[str, Any]) -> Any:
+def config_from_json(data: Any) -> Any:
     """The configuration `config_to_json` wrote.
 
     Raises:
-        InputError: Unknown family or field.
+        InputError: Unknown family or field, or a value that does not fit.
     """
+    if not isinstance(data, Mapping):
+        raise InputError(
+            f"model config: expected an object of fields, found {data!r}; write {{...}}"
+        )
     fields = dict(data)
     name = fields.pop("family", None)
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise InputError(
             f"model config: no family is called {name!r}{nearest(str(name), FAMILIES)}"
         )

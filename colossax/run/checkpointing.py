@@ -8,6 +8,7 @@ import jax
 from jax.sharding import Sharding
 
 from colossax.checkpoint import ArraySlot, Checkpointer
+from colossax.checkpoint.broken import broken_steps, move_aside
 from colossax.errors import CheckpointError
 from colossax.run.run_dir import first_difference
 from colossax.step.saving.records import StateRecords
@@ -92,6 +93,31 @@ class RunCheckpoints:
         self._check_run(done, documents)
         self._check_position(done, documents)
         return self._records.restored(self._checkpointer, done)
+
+    def set_broken_aside(self) -> None:
+        """Move steps aside that are no longer whole, and report each; by one process alone."""
+        for done, lack in broken_steps(self._checkpointer.directory).items():
+            self.set_aside(done, lack)
+
+    def set_aside(self, done: int, reason: str) -> None:
+        """Move the checkpoint after `done` steps out of the way, and report it.
+
+        Raises:
+            CheckpointError: It cannot be moved.
+        """
+        directory = self._checkpointer.directory
+        try:
+            target = move_aside(directory, done)
+        except OSError as problem:
+            raise CheckpointError(
+                f"checkpoint '{directory}' step {done} is broken ({reason}) and cannot be moved"
+                f" aside ({problem.strerror}); move it away, or make the folder writable"
+            ) from problem
+        self._report(f"checkpoint of step {done} is broken ({reason}); it was moved to '{target}'")
+
+    def before(self, done: int) -> int | None:
+        """Steps done at the latest checkpoint before; None where there is none."""
+        return max((step for step in self._checkpointer.steps() if step < done), default=None)
 
     def holds(self, done: int) -> bool:
         """Whether there is one after `done` steps."""
