@@ -139,16 +139,16 @@ class StepFolder:
             CheckpointError: One is missing, of another length, or belongs elsewhere.
         """
         try:
-            layout = self._layout(name)
+            layout, folder = self._layout(name), self._arrays / record_folder(name)
             for place in places_in(box, layout.file):
                 if (name, place) not in self._checked:
-                    self._check_file(name, layout, place)
+                    self._check_file(name, folder, layout, place)
                     self._checked.add((name, place))
         except (OSError, ValueError) as error:
             raise self.damaged(f"record '{name}'", error) from error
 
-    def _check_file(self, name: str, layout: Layout, place: tuple[int, ...]) -> None:
-        spec, folder = self.manifest.records[name], self._arrays / record_folder(name)
+    def _check_file(self, name: str, folder: Path, layout: Layout, place: tuple[int, ...]) -> None:
+        spec = self.manifest.records[name]
         if self.manifest.step is None:
             check_length(file_at(folder, place), layout, spec.dtype)
             return

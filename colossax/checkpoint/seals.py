@@ -93,7 +93,7 @@ def seal(header: bytes, folder: Path, place: Place, layout: Layout, dtype: np.dt
 
     Cost: one system call for each of its blocks, and four; values are not read.
     """
-    path = file_at(folder, place)
+    path = os.path.join(folder, "c", *map(str, place))
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     try:
         _check_length(path, os.fstat(handle).st_size, layout, dtype)
@@ -104,12 +104,12 @@ def seal(header: bytes, folder: Path, place: Place, layout: Layout, dtype: np.dt
     return zlib.crc32(b"%b %b %b" % (header, "/".join(map(str, place)).encode(), sums))
 
 
-def _check_length(path: Path, found: int, layout: Layout, dtype: np.dtype) -> None:
+def _check_length(path: Path | str, found: int, layout: Layout, dtype: np.dtype) -> None:
     if found != (expected := file_bytes(layout, dtype)):
         raise ValueError(f"'{path}' has {found} bytes, not {expected}")
 
 
-def _ends(path: Path, handle: int, layout: Layout, dtype: np.dtype) -> Sequence[int]:
+def _ends(path: str, handle: int, layout: Layout, dtype: np.dtype) -> Sequence[int]:
     """Where each block of a file ends, in order."""
     each = _block_bytes(layout, dtype)
     if layout.block == layout.file:
@@ -120,7 +120,7 @@ def _ends(path: Path, handle: int, layout: Layout, dtype: np.dtype) -> Sequence[
     return list(_ends_in(path, _ENTRY.iter_unpack(index), each, start))
 
 
-def _ends_in(path: Path, entries: Iterable[tuple[int, int]], each: int, most: int) -> Iterator[int]:
+def _ends_in(path: str, entries: Iterable[tuple[int, int]], each: int, most: int) -> Iterator[int]:
     for offset, size in entries:
         if size != each or offset + size > most:
             raise ValueError(f"'{path}' lacks a block")
