@@ -26,6 +26,9 @@ LIMIT_INTEGER = 1 << 64
 _HALVES = re.compile(r"\\u[dD][89a-fA-F]")
 """Halves of characters as they are written, both of a pair too."""
 
+ANY_KIND = (dict, list, str, bool, int, float, type(None))
+"""Of a value that may be anything that JSON can say."""
+
 _KINDS = {
     dict: "an object",
     list: "a list",

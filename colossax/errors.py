@@ -25,6 +25,14 @@ class CheckpointError(InputError):
     """A checkpoint is missing, damaged, or of another model, tokenizer or run."""
 
 
+class DamagedCheckpointError(CheckpointError):
+    """What a checkpoint holds is not what was written: bytes changed, or are gone."""
+
+
+class CheckpointWarning(UserWarning):
+    """A checkpoint is read, but not all that is checked today can be; the message says what."""
+
+
 class WeightsError(InputError):
     """Foreign weights (safetensors) lack, exceed or contradict what the model declares."""
 

@@ -9,13 +9,11 @@ from typing import Any
 import jax
 
 from colossax.checkpoint import reading
-from colossax.checkpoint.folder import ARRAYS_ITEM, StepFolder, finished_steps
+from colossax.checkpoint.folder import StepFolder, finished_steps
+from colossax.checkpoint.manifest import check_document_name
 from colossax.checkpoint.slots import ArraySlot, LayerSource
 from colossax.checkpoint.writing import ArraysJob
 from colossax.errors import CheckpointError
-
-RESERVED_NAMES = (ARRAYS_ITEM, "metrics")
-"""Orbax has uses of its own for items named like this."""
 
 
 class Checkpointer:
@@ -208,6 +206,5 @@ def document_texts(documents: Mapping[str, Any]) -> dict[str, bytes]:
         ValueError, TypeError: A name is taken, or a value is not JSON.
     """
     for name in documents:
-        if name in RESERVED_NAMES or not name.isidentifier():
-            raise ValueError(f"no document may be named '{name}'")
+        check_document_name(name)
     return {name: json.dumps(value).encode() for name, value in documents.items()}

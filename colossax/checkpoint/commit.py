@@ -10,10 +10,12 @@ when it is done, and then all fail or none.
 import concurrent.futures
 import dataclasses
 import itertools
+import json
 import logging
 import shutil
+import warnings
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +23,20 @@ import jax
 import orbax.checkpoint as ocp
 
 from colossax.checkpoint import store
+from colossax.checkpoint.broken import broken_steps, move_aside
 from colossax.checkpoint.folder import (
     ARRAYS_ITEM,
     DOCUMENT_FILE,
     MANIFEST,
+    RECORD_FILE,
+    TREE_FILE,
     UNFINISHED,
-    Manifest,
 )
+from colossax.checkpoint.manifest import Manifest
+from colossax.checkpoint.seals import grid_of, header_of, number_in, seal
+from colossax.checkpoint.slots import record_folder
 from colossax.checkpoint.writing import Job
-from colossax.errors import CheckpointError
+from colossax.errors import CheckpointError, CheckpointWarning
 
 _attempts = itertools.count()
 
@@ -64,6 +71,7 @@ class Attempt:
         timeout_s: How long processes wait for one another.
         error: What this process could not do.
         failed: Whether all processes have agreed that the save failed.
+        seals: Of the files that this process wrote, by record and number.
     """
 
     step: int
@@ -72,6 +80,7 @@ class Attempt:
     timeout_s: float
     error: Exception | None = None
     failed: bool = False
+    seals: dict[str, dict[int, int]] = dataclasses.field(default_factory=dict)
     number: int = dataclasses.field(default_factory=lambda: next(_attempts))
 
     def meet(self, where: str) -> None:
@@ -84,6 +93,19 @@ class Attempt:
             name: DocumentArgs(name=name, attempt=self) for name in self.documents
         }
         return ocp.args.Composite(**items, **{ARRAYS_ITEM: RecordArgs(attempt=self)})
+
+    def write(self, folder: Path) -> None:
+        """Write this process's part, and seal it."""
+        self.job.write(folder)
+        for name, places in self.job.places().items():
+            spec = self.job.records[name]
+            assert spec.layout is not None
+            header = header_of(self.step, name, spec.dtype, spec.layout)
+            grid, at = grid_of(spec.shape, spec.layout.file), folder / record_folder(name)
+            self.seals[name] = {
+                number_in(grid, place): seal(header, at, place, spec.layout, spec.dtype)
+                for place in places
+            }
 
     def settle(self, folder: Path) -> None:
         """Make the step complete if all processes wrote their part.
@@ -104,19 +126,37 @@ class Attempt:
             raise CheckpointError(store.reason(self.error)) from self.error
 
     def _sign(self, folder: Path) -> None:
-        _signature(folder, jax.process_index()).touch()
+        content = json.dumps(self.seals).encode()
+        store.write_durably(_signature(folder, jax.process_index()), content)
 
     def _complete(self, folder: Path) -> None:
         signatures = [_signature(folder, process) for process in range(jax.process_count())]
+        seals: dict[str, dict[int, int]] = {name: {} for name in self.job.records}
         for process, signature in enumerate(signatures):
             if not signature.exists():
                 raise CheckpointError(f"process {process} could not write its part")
+            for name, part in json.loads(signature.read_bytes()).items():
+                seals[name].update({int(number): seal for number, seal in part.items()})
             signature.unlink()
+        for name, spec in self.job.records.items():
+            if len(seals[name]) != spec.files:
+                raise CheckpointError(f"files of record '{name}' were not written")
         manifest = Manifest(
             records=self.job.records,
             documents={name: zlib.crc32(text) for name, text in self.documents.items()},
+            step=self.step,
+            seals={name: [part[i] for i in range(len(part))] for name, part in seals.items()},
+            metadata=_metadata_checksums(folder, self.job.records),
         )
         store.write_durably(folder / MANIFEST, manifest.to_json())
+
+
+def _metadata_checksums(folder: Path, names: Iterable[str]) -> dict[str, int]:
+    """CRC-32 of the small files beside the values, by path below the item."""
+    records = [record_folder(name) for name in names]
+    trees = dict.fromkeys(f"{Path(record).parent}/{TREE_FILE}" for record in records)
+    paths = (*(f"{record}/{RECORD_FILE}" for record in records), *trees)
+    return {path: zlib.crc32((folder / path).read_bytes()) for path in paths}
 
 
 def _signature(folder: Path, process: int) -> Path:
@@ -142,7 +182,7 @@ class _Outcome:
     def __init__(self, attempt: Attempt, folder: Path) -> None:
         self._attempt, self._folder = attempt, folder
         executor = concurrent.futures.ThreadPoolExecutor(1, "colossax_checkpoint")
-        self._written = executor.submit(_try, attempt.job.write, folder)
+        self._written = executor.submit(_try, attempt.write, folder)
         executor.shutdown(wait=False)
 
     def result(self, timeout: float | None = None) -> None:
@@ -222,6 +262,7 @@ class Committer:
             raise self._refusal("a checkpoint", error) from error
         if jax.process_index() == 0:
             remove_unfinished(directory)
+            free_numbers(directory)
         self._keep = keep
         self._manager = self._open_manager()
 
@@ -324,6 +365,18 @@ def _touch(probe: Path) -> None:
     except OSError:
         probe.unlink(missing_ok=True)
         raise
+
+
+def free_numbers(directory: Path) -> None:
+    """Move broken steps aside, which Orbax takes for saved ones, and warn of each."""
+    for step, lack in broken_steps(directory).items():
+        target = move_aside(directory, step)
+        warnings.warn(
+            f"checkpoint directory '{directory}': step {step} is broken ({lack}); it was moved to"
+            f" '{target.name}'",
+            CheckpointWarning,
+            stacklevel=2,
+        )
 
 
 def remove_unfinished(directory: Path) -> None:

@@ -4,97 +4,37 @@
     <directory>/<step>/arrays/<model>/<kind>/<path>/zarr.json   one record, see `store`
     <directory>/<step>/<document>/metadata                      one JSON value
 
-A step folder appears whole, by a rename, when it is finished; reading needs no Orbax.
+A step folder appears whole, by a rename, when it is finished; reading needs no Orbax. What is read
+is compared with the manifest first, see `seals`.
 """
 
-import dataclasses
-import json
+import warnings
 import zlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from colossax.checkpoint import store
-from colossax.checkpoint.slots import record_folder
-from colossax.errors import CheckpointError
+from colossax.checkpoint.layout import Layout
+from colossax.checkpoint.manifest import Manifest
+from colossax.checkpoint.seals import (
+    check_length,
+    file_at,
+    grid_of,
+    header_of,
+    number_in,
+    places_in,
+    seal,
+)
+from colossax.checkpoint.slots import Box, record_folder
+from colossax.documents import ANY_KIND, parse_json, read_small
+from colossax.errors import CheckpointError, CheckpointWarning, DamagedCheckpointError
 
 ARRAYS_ITEM = "arrays"
 MANIFEST = "manifest.json"
 DOCUMENT_FILE = "metadata"
+RECORD_FILE = "zarr.json"
+TREE_FILE = "_METADATA"
 UNFINISHED = ".orbax-checkpoint-tmp"
-_VERSION = 1
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RecordSpec:
-    """One record on disk.
-
-    Attributes:
-        shape: Of the whole record.
-        dtype: On disk.
-        layered: Whether dim 0 counts the layers of a stack.
-        format: How the record's arrays make up the parameter; `plain` is one array.
-    """
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    layered: bool = False
-    format: str = "plain"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Manifest:
-    """What a finished step holds.
-
-    Attributes:
-        records: By name, in the order they were saved.
-        documents: CRC-32 of each document's text.
-    """
-
-    records: Mapping[str, RecordSpec]
-    documents: Mapping[str, int]
-
-    def to_json(self) -> bytes:
-        """As a file that tells when it was damaged."""
-        records = {
-            name: {
-                "shape": list(spec.shape),
-                "dtype": spec.dtype.name,
-                "layered": spec.layered,
-                "format": spec.format,
-            }
-            for name, spec in self.records.items()
-        }
-        body = json.dumps({"records": records, "documents": dict(self.documents)})
-        return json.dumps(
-            {"version": _VERSION, "crc32": zlib.crc32(body.encode()), "body": body}
-        ).encode()
-
-    @classmethod
-    def from_json(cls, content: bytes) -> "Manifest":
-        """Read back.
-
-        Raises:
-            ValueError, KeyError, TypeError: It is damaged or of another version.
-        """
-        outer = json.loads(content)
-        if outer["version"] != _VERSION:
-            raise ValueError(f"it has version {outer['version']}, this library reads {_VERSION}")
-        if zlib.crc32(outer["body"].encode()) != outer["crc32"]:
-            raise ValueError("its checksum does not match")
-        body = json.loads(outer["body"])
-        records = {
-            name: RecordSpec(
-                shape=tuple(spec["shape"]),
-                dtype=np.dtype(spec["dtype"]),
-                layered=spec["layered"],
-                format=spec["format"],
-            )
-            for name, spec in body["records"].items()
-        }
-        return cls(records=records, documents=body["documents"])
 
 
 def finished_steps(directory: Path) -> list[int]:
@@ -104,8 +44,13 @@ def finished_steps(directory: Path) -> list[int]:
     return sorted(
         int(entry.name)
         for entry in directory.iterdir()
-        if entry.name.isdecimal() and (entry / ARRAYS_ITEM / MANIFEST).is_file()
+        if is_step(entry.name) and (entry / ARRAYS_ITEM / MANIFEST).is_file()
     )
+
+
+def is_step(name: str) -> bool:
+    """Whether a folder of this name is that of a step."""
+    return name.isascii() and name.isdecimal() and str(int(name)) == name
 
 
 class StepFolder:
@@ -125,11 +70,17 @@ class StepFolder:
         """
         self.directory = directory
         self.step = _choose_step(directory, step)
+        self._layouts: dict[str, Layout] = {}
+        self._checked: set[tuple[str, tuple[int, ...]]] = set()
         path = self.path / ARRAYS_ITEM / MANIFEST
         try:
-            self.manifest = Manifest.from_json(path.read_bytes())
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            self.manifest = Manifest.from_json(read_small(path))
+            if self.manifest.step not in (None, self.step):
+                raise ValueError(f"it is that of step {self.manifest.step}")
+        except (OSError, ValueError) as error:
             raise self.damaged(f"'{path}'", error) from error
+        if self.manifest.step is None:
+            _warn_of_version_1(str(self))
 
     @property
     def path(self) -> Path:
@@ -143,9 +94,11 @@ class StepFolder:
         """The refusal of something unreadable."""
         others = [n for n in finished_steps(self.directory) if n != self.step]
         remedy = f"restore step {others[-1]} instead" if others else "restore it from a copy"
-        return CheckpointError(
-            f"{self} is damaged: {what} cannot be read ({store.reason(error)}); {remedy}"
-        )
+        reason = store.reason(error)
+        if isinstance(error, OSError) and error.filename and str(error.filename) not in what:
+            reason = f"'{error.filename}': {reason}"
+        kind = DamagedCheckpointError if store.is_damage(error) else CheckpointError
+        return kind(f"{self} is damaged: {what} cannot be read ({reason}); {remedy}")
 
     def documents(self) -> dict[str, Any]:
         """All JSON documents by name.
@@ -158,10 +111,10 @@ class StepFolder:
     def _document(self, name: str) -> Any:
         path = self.path / name / DOCUMENT_FILE
         try:
-            content = path.read_bytes()
+            content = read_small(path)
             if zlib.crc32(content) != self.manifest.documents[name]:
                 raise ValueError("its checksum does not match")
-            return json.loads(content)
+            return parse_json(content, ANY_KIND)
         except (OSError, ValueError) as error:
             raise self.damaged(f"document '{name}'", error) from error
 
@@ -171,20 +124,86 @@ class StepFolder:
         Raises:
             CheckpointError: Its metadata is missing, damaged, or not what the manifest says.
         """
-        spec = self.manifest.records[name]
         try:
-            handle = store.open_for_reading(self.path / ARRAYS_ITEM / record_folder(name))
-            actual = (tuple(handle.shape), handle.dtype.numpy_dtype)
-            if actual != (spec.shape, spec.dtype):
-                raise ValueError(f"it is {actual[1]}{list(actual[0])}, not {describe(spec)}")
+            self._layout(name)
+            return store.open_for_reading(self._arrays / record_folder(name))
         except (OSError, ValueError) as error:
             raise self.damaged(f"record '{name}'", error) from error
-        return handle
+
+    def check_files(self, name: str, box: Box) -> None:
+        """Compare the files that a region of a record lies in with the manifest, once each.
+
+        Of version 1 their lengths alone can be.
+
+        Raises:
+            CheckpointError: One is missing, of another length, or belongs elsewhere.
+        """
+        try:
+            layout, folder = self._layout(name), self._arrays / record_folder(name)
+            for place in places_in(box, layout.file):
+                if (name, place) not in self._checked:
+                    self._check_file(name, folder, layout, place)
+                    self._checked.add((name, place))
+        except (OSError, ValueError) as error:
+            raise self.damaged(f"record '{name}'", error) from error
+
+    def _check_file(self, name: str, folder: Path, layout: Layout, place: tuple[int, ...]) -> None:
+        spec = self.manifest.records[name]
+        if self.manifest.step is None:
+            check_length(file_at(folder, place), layout, spec.dtype)
+            return
+        number = number_in(grid_of(spec.shape, layout.file), place)
+        header = header_of(self.step, name, spec.dtype, layout)
+        if seal(header, folder, place, layout, spec.dtype) != self.manifest.seals[name][number]:
+            raise ValueError(
+                f"'{file_at(folder, place)}' is not the file that was written there: its values"
+                " are of another place, or damaged"
+            )
+
+    def _layout(self, name: str) -> Layout:
+        """Files and blocks of a record, after comparing its metadata with the manifest.
+
+        Raises:
+            OSError, ValueError: They differ.
+        """
+        if name not in self._layouts:
+            path = record_folder(name)
+            content = self._metadata(f"{path}/{RECORD_FILE}")
+            spec = self.manifest.records[name]
+            layout = store.stored_layout(content, spec)
+            if spec.layout is not None and spec.layout != layout:
+                raise ValueError(f"its files are {list(layout.file)}, not {list(spec.layout.file)}")
+            if self.manifest.step is not None:
+                self._metadata(f"{Path(path).parent}/{TREE_FILE}")
+            self._layouts[name] = layout
+        return self._layouts[name]
+
+    def _metadata(self, path: str) -> bytes:
+        """A small file beside the values, if it is what the manifest says, where it says so."""
+        content = read_small(self._arrays / path)
+        expected = self.manifest.metadata.get(path)
+        if self.manifest.step is not None and zlib.crc32(content) != expected:
+            raise ValueError(f"the checksum of '{self._arrays / path}' does not match")
+        return content
+
+    @property
+    def _arrays(self) -> Path:
+        return self.path / ARRAYS_ITEM
 
 
-def describe(spec: RecordSpec) -> str:
-    """`float32[4, 8]`."""
-    return f"{spec.dtype.name}{list(spec.shape)}"
+def _warn_of_version_1(folder: str) -> None:
+    """Once a process and step."""
+    if folder not in _WARNED:
+        _WARNED.add(folder)
+        warnings.warn(
+            f"{folder} was written before files were bound to their places (version 1): files of it"
+            " that were exchanged would go unnoticed; what is saved from now on is bound",
+            CheckpointWarning,
+            stacklevel=4,
+        )
+
+
+_WARNED: set[str] = set()
 
 
 def _choose_step(directory: Path, step: int | None) -> int:

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from colossax.checkpoint import store
-from colossax.checkpoint.folder import RecordSpec, StepFolder, describe
+from colossax.checkpoint.folder import StepFolder
+from colossax.checkpoint.manifest import RecordSpec, describe
 from colossax.checkpoint.slots import ArraySlot, Box, box_shape
 from colossax.errors import CheckpointError
 
@@ -109,6 +110,7 @@ def read_arrays(folder: StepFolder, wants: Sequence[Want]) -> list[jax.Array]:
             if slot.name not in handles:
                 handles[slot.name] = folder.open_record(slot.name)
             for box, devices in _regions(slot, sharding).items():
+                folder.check_files(slot.name, box)
                 place = functools.partial(_place, folder, slot, sharding, devices, shards)
                 flight.add(
                     store.array_bytes(box_shape(box), slot.dtype),

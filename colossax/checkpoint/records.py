@@ -11,19 +11,21 @@ from typing import Any
 import numpy as np
 
 from colossax.checkpoint import store
+from colossax.checkpoint.broken import chosen
 from colossax.checkpoint.checkpointer import document_texts
 from colossax.checkpoint.folder import (
     ARRAYS_ITEM,
     MANIFEST,
     UNFINISHED,
-    RecordSpec,
     StepFolder,
-    describe,
     finished_steps,
+    is_step,
 )
 from colossax.checkpoint.layout import Layout, choose_layout, files_within
+from colossax.checkpoint.manifest import RecordSpec, describe
 from colossax.checkpoint.slots import Box, box_slices, record_folder
 from colossax.checkpoint.writing import MoveJob
+from colossax.documents import as_kind
 from colossax.errors import CheckpointError
 
 WRITE_BYTES = 64 << 20
@@ -49,10 +51,15 @@ class RecordReader:
             CheckpointError: There is no finished step, or it is damaged.
         """
         path = Path(path)
-        if step is None and path.name.isdecimal() and (path / ARRAYS_ITEM / MANIFEST).is_file():
+        if step is None and is_step(path.name) and (path / ARRAYS_ITEM / MANIFEST).is_file():
             path, step = path.parent, int(path.name)
         self._folder = StepFolder(path, step)
         self.directory, self.step = path, self._folder.step
+
+    @property
+    def chosen(self) -> str:
+        """Which step this is, for people, and which later ones are broken."""
+        return chosen(self.directory, self.step)
 
     def records(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         """Shape and dtype of each record."""
@@ -66,6 +73,23 @@ class RecordReader:
     def documents(self) -> dict[str, Any]:
         """All JSON documents by name."""
         return self._folder.documents()
+
+    def document(self, name: str, kind: type) -> Any:
+        """A JSON document that is of a kind (`dict`, `list`, `str`); None where there is none.
+
+        Raises:
+            CheckpointError: It is damaged, or of another kind.
+        """
+        documents = self.documents()
+        if name not in documents:
+            return None
+        try:
+            return as_kind(documents[name], kind, f"document '{name}'")
+        except ValueError as error:
+            raise CheckpointError(
+                f"{self._folder} was not written by this library: {error}; use another step, or"
+                " restore it from a copy"
+            ) from error
 
     def read(self, name: str, layer: int | None = None) -> np.ndarray:
         """A record, or one layer of it, without the layer dim.
@@ -93,6 +117,7 @@ class RecordReader:
 
     def _read_box(self, name: str, box: Box) -> np.ndarray:
         handle = self._folder.open_record(name)
+        self._folder.check_files(name, box)
         try:
             return store.start_read(handle, box).result()
         except (OSError, ValueError) as error:
@@ -107,18 +132,19 @@ class RecordReader:
         return spec
 
 
-def find_checkpoint(path: Path | str) -> RecordReader:
+def find_checkpoint(path: Path | str, step: int | None = None) -> RecordReader:
     """The checkpoint in a folder.
 
     Args:
-        path: Folder of a run, of checkpoints (the latest is taken), or of one step.
+        path: Folder of a run, of checkpoints, or of one step.
+        step: Which of its checkpoints; None is the latest.
 
     Raises:
-        CheckpointError: There is no finished step, or it is damaged.
+        CheckpointError: There is no such finished step, or it is damaged.
     """
     directory = Path(path)
     inside = directory / "checkpoints"
-    return RecordReader(inside if inside.is_dir() else directory)
+    return RecordReader(inside if inside.is_dir() else directory, step)
 
 
 class RecordWriter:
@@ -149,7 +175,6 @@ class RecordWriter:
         self._committer = commit.Committer(self.directory, keep=None, timeout_s=timeout_s)
         self._staging = self.directory / f"import-{os.getpid()}{UNFINISHED}"
         self._records: dict[str, RecordSpec] = {}
-        self._layouts: dict[str, Layout] = {}
         self._missing: dict[str, set[int | None]] = {}
         try:
             self._staging.mkdir(parents=True)
@@ -170,8 +195,8 @@ class RecordWriter:
         if name in self._records:
             raise ValueError(f"record '{name}' is declared twice")
         unsharded = {tuple((0, size) for size in shape): frozenset((0,))}
-        self._layouts[name] = choose_layout(shape, dtype, layered, [unsharded])
-        self._records[name] = RecordSpec(shape=shape, dtype=dtype, layered=layered)
+        layout = choose_layout(shape, dtype, layered, [unsharded])
+        self._records[name] = RecordSpec(shape=shape, dtype=dtype, layered=layered, layout=layout)
         self._missing[name] = set(range(shape[0])) if layered else {None}
         self._open(name, create=True)
 
@@ -202,7 +227,7 @@ class RecordWriter:
         handle = self._open(name, create=False)
         flight = store.InFlight(WRITE_BYTES)
         try:
-            for part in files_within(box, self._layouts[name].file):
+            for part in files_within(box, self._layout(name).file):
                 content = data if part == box else data[box_slices(part, box)]
                 start = functools.partial(store.start_write, handle, part, content)
                 flight.add(content.nbytes, start)
@@ -216,10 +241,15 @@ class RecordWriter:
         spec, folder = self._records[name], self._staging / record_folder(name)
         try:
             return store.open_for_writing(
-                folder, spec.shape, spec.dtype, self._layouts[name], create=create
+                folder, spec.shape, spec.dtype, self._layout(name), create=create
             )
         except (OSError, ValueError) as error:
             raise self._failed(error) from error
+
+    def _layout(self, name: str) -> Layout:
+        layout = self._records[name].layout
+        assert layout is not None
+        return layout
 
     def finish(self, documents: Mapping[str, Any]) -> None:
         """Commit everything as step 0.

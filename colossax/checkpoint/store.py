@@ -4,6 +4,7 @@ Every block carries a CRC-32C, and a file that is missing is an error rather tha
 """
 
 import collections
+import errno
 import json
 import math
 import os
@@ -15,9 +16,13 @@ from typing import Any
 import numpy as np
 
 from colossax.checkpoint.layout import Layout
+from colossax.checkpoint.manifest import RecordSpec, checked_layout, describe, sizes
+from colossax.checkpoint.seals import BYTE_ORDER
 from colossax.checkpoint.slots import Box, box_slices
+from colossax.documents import member, parse_json
 
-CHECKED_BYTES = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
+CHECKED_BYTES = [{"name": "bytes", "configuration": {"endian": BYTE_ORDER}}, {"name": "crc32c"}]
+_SINGLE_BYTES = [{"name": "bytes"}, {"name": "crc32c"}]
 
 
 def open_for_writing(
@@ -40,7 +45,7 @@ def open_for_writing(
             "data_type": dtype.name,
             "chunk_grid": {
                 "name": "regular",
-                "configuration": {"chunk_shape": [max(1, n) for n in layout.file]},
+                "configuration": {"chunk_shape": _chunk_shape(layout)},
             },
             "codecs": _codecs(layout),
         },
@@ -70,15 +75,70 @@ def _spec(folder: Path) -> dict[str, Any]:
     }
 
 
-def _codecs(layout: Layout) -> list[dict[str, Any]]:
+def stored_layout(content: bytes, spec: RecordSpec) -> Layout:
+    """Files and blocks of a record, from its `zarr.json`, if we could have written that.
+
+    Everything that TensorStore takes from the file is looked at: what else it says would decide
+    how bytes are read, or how much memory is taken for them.
+
+    Raises:
+        ValueError: It is damaged, forged, or of another record.
+    """
+    metadata = parse_json(content)
+    shape = sizes(member(metadata, "shape", list), "it")
+    if (shape, found := member(metadata, "data_type", str)) != (spec.shape, spec.dtype.name):
+        raise ValueError(f"it is {found}{list(shape)}, not {describe(spec)}")
+    grid = member(metadata, "chunk_grid", dict)
+    file = sizes(member(member(grid, "configuration", dict), "chunk_shape", list), "its grid")
+    block = sizes(_block_shape(member(metadata, "codecs", list), file), "its codec")
+    layout = checked_layout(spec.shape, file, block, "it")
+    ours = _as_written(spec, layout)
+    for key, value in metadata.items():
+        if key != "fill_value" and value not in ours.get(key, []):
+            raise ValueError(f"its {key} is {json.dumps(value)[:200]}, which we do not write")
+    return layout
+
+
+def _block_shape(codecs: list[Any], file: tuple[int, ...]) -> list[int]:
+    first = codecs[0] if codecs else {}
+    if member(first, "name", str, of="its codec") != "sharding_indexed":
+        return list(file)
+    return member(member(first, "configuration", dict), "chunk_shape", list)
+
+
+def _as_written(spec: RecordSpec, layout: Layout) -> dict[str, list[Any]]:
+    """What may stand under each key of a `zarr.json` of ours.
+
+    TensorStore leaves out what says nothing: the byte order of single bytes, the usual separator.
+    """
+    slash = {"name": "default", "configuration": {"separator": "/"}}
+    grid = {"name": "regular", "configuration": {"chunk_shape": _chunk_shape(layout)}}
+    single = [_codecs(layout, _SINGLE_BYTES)] if spec.dtype.itemsize == 1 else []
+    return {
+        "zarr_format": [3],
+        "node_type": ["array"],
+        "shape": [list(spec.shape)],
+        "data_type": [spec.dtype.name],
+        "chunk_grid": [grid],
+        "chunk_key_encoding": [{"name": "default"}, slash],
+        "codecs": [_codecs(layout), *single],
+        "attributes": [{}],
+    }
+
+
+def _chunk_shape(layout: Layout) -> list[int]:
+    return [max(1, n) for n in layout.file]
+
+
+def _codecs(layout: Layout, bytes_codecs: list[Any] = CHECKED_BYTES) -> list[dict[str, Any]]:
     if layout.block == layout.file:
-        return CHECKED_BYTES
+        return bytes_codecs
     return [
         {
             "name": "sharding_indexed",
             "configuration": {
                 "chunk_shape": list(layout.block),
-                "codecs": CHECKED_BYTES,
+                "codecs": bytes_codecs,
                 "index_codecs": CHECKED_BYTES,
             },
         }
@@ -150,6 +210,17 @@ def reason(error: Exception) -> str:
     if (system := re.search(r"([^:]+) \[os_error_code", text)) is not None:
         return system.group(1).strip()
     return re.sub(r"^[A-Z_]+: ", "", text).strip().rstrip(".") or type(error).__name__
+
+
+def is_damage(error: Exception) -> bool:
+    """Whether a failed read says that bytes are wrong or gone, and not that reading is hindered.
+
+    Too many open files, no permission, a device or network that does not answer: a later try may
+    do better.
+    """
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
+    return not re.match(r"(RESOURCE_EXHAUSTED|PERMISSION_DENIED|UNAVAILABLE|ABORTED)", str(error))
 
 
 def write_durably(path: Path, content: bytes) -> None:

@@ -1,6 +1,7 @@
 """What one process writes for one save."""
 
 import functools
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -9,8 +10,10 @@ import jax
 import numpy as np
 
 from colossax.checkpoint import store
-from colossax.checkpoint.folder import RecordSpec
+from colossax.checkpoint.folder import TREE_FILE
 from colossax.checkpoint.layout import RecordPlan, Tile, files_within, plan_records
+from colossax.checkpoint.manifest import RecordSpec
+from colossax.checkpoint.seals import Place, grid_of, places_in
 from colossax.checkpoint.slots import (
     ArraySlot,
     Box,
@@ -41,6 +44,10 @@ class Job(Protocol):
         Raises:
             OSError, ValueError: It cannot be written.
         """
+
+    def places(self) -> Mapping[str, Sequence[Place]]:
+        """Places of the files that this process writes, by record."""
+        ...
 
 
 class ArraysJob:
@@ -75,7 +82,9 @@ class ArraysJob:
                 )
         self.plans = plan_records([(slot, array.sharding) for slot, array in arrays])
         self.records = {
-            plan.name: RecordSpec(shape=plan.shape, dtype=plan.dtype, layered=plan.layered)
+            plan.name: RecordSpec(
+                shape=plan.shape, dtype=plan.dtype, layered=plan.layered, layout=plan.layout
+            )
             for plan in self.plans
         }
         self._process = jax.process_index()
@@ -121,6 +130,17 @@ class ArraysJob:
         finally:
             flight.abandon()
 
+    def places(self) -> Mapping[str, Sequence[Place]]:
+        """Those of the tiles that this process owns; see `Job`."""
+        return {
+            plan.name: [
+                place
+                for tile in self._owned(plan)
+                for place in places_in(tile.box, plan.layout.file)
+            ]
+            for plan in self.plans
+        }
+
     def _write_record(self, plan: RecordPlan, folder: Path, flight: store.InFlight) -> None:
         tiles = list(self._owned(plan))
         if not tiles and self._process:
@@ -159,6 +179,14 @@ class MoveJob:
             entry.rename(folder / entry.name)
         write_orbax_trees(folder, self.records)
 
+    def places(self) -> Mapping[str, Sequence[Place]]:
+        """All there are; see `Job`."""
+        return {
+            name: list(itertools.product(*map(range, grid_of(spec.shape, spec.layout.file))))
+            for name, spec in self.records.items()
+            if spec.layout is not None
+        }
+
 
 def second_handle(shard: jax.Array) -> jax.Array:
     """Another handle on the same buffer of one device.
@@ -196,4 +224,4 @@ def write_orbax_trees(folder: Path, records: Mapping[str, RecordSpec]) -> None:
         trees.setdefault(folder / model / kind, []).append(tuple(path))
     for tree, paths in trees.items():
         tree.mkdir(parents=True, exist_ok=True)
-        store.write_durably(tree / "_METADATA", store.orbax_tree(paths))
+        store.write_durably(tree / TREE_FILE, store.orbax_tree(paths))

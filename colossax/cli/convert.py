@@ -70,17 +70,18 @@ def _export(args: argparse.Namespace, overrides: list[Override]) -> None:
         raise InputError(
             f"--{overrides[0][0].lstrip('-')}: an export has no plan; leave the option out"
         )
-    export_checkpoint(
+    reader = export_checkpoint(
         args.checkpoint, args.folder, step=args.step, max_shard_bytes=args.max_shard_gb * _GB
     )
-    _tell(args, {"exported": args.checkpoint, "folder": args.folder})
+    sys.stderr.write(f"{reader.chosen}\n")
+    _tell(args, {"exported": args.checkpoint, "folder": args.folder, "step": reader.step})
 
 
 def _tell(args: argparse.Namespace, facts: dict[str, Any]) -> None:
     if args.json:
         sys.stdout.write(f"{json.dumps(facts)}\n")
     else:
-        (what, source), (_, target) = facts.items()
+        (what, source), (_, target), *_ = facts.items()
         sys.stderr.write(f"{what} {source} into {target}\n")
 
 

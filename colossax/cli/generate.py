@@ -26,6 +26,7 @@ _SLOTS_MULTIPLE = 128
 def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
     """Declare the options of `colossax generate`."""
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder of a run or a checkpoint")
+    parser.add_argument("--step", metavar="N", type=number(0), help="default: the latest")
     parser.add_argument("--prompt", metavar="TEXT", help="text to continue")
     parser.add_argument(
         "--prompt-tokens", metavar="IDS", help="token ids in place of text, as in 1,2,3"
@@ -76,7 +77,7 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
 def _generate(args: argparse.Namespace, overrides: list[Override]) -> int:
     from colossax.inference import check_length, check_tokens, open_checkpoint
 
-    stored = open_checkpoint(user_path(args.checkpoint, "CHECKPOINT"))
+    stored = open_checkpoint(user_path(args.checkpoint, "CHECKPOINT"), step=args.step)
     plan = apply_overrides(_Options(plan=stored.plan), overrides).plan
     # All that can be refused is, before parameters are read.
     prompt = prompt_tokens(args, stored.tokenizer)
@@ -90,6 +91,7 @@ def _generate(args: argparse.Namespace, overrides: list[Override]) -> int:
         sys.stderr.write(f"{fitted.line}\n")
         plan = fitted.plan
     generator = stored.load(plan, devices).generator(slots=slots)
+    sys.stderr.write(f"{stored.chosen}\n")
     result = generator.generate(
         prompt, max_tokens=max_tokens, temperature=args.temperature, seed=args.seed
     )

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from colossax.checkpoint import Checkpointer, RecordReader, find_checkpoint, slot_of
+from colossax.checkpoint.broken import chosen
 from colossax.config import BoundPlan, Plan, Precision, from_json
 from colossax.data import Tokenizer
 from colossax.errors import CheckpointError, PlanError
@@ -76,6 +77,11 @@ class StoredModel:
     precision: Precision
     tokenizer: Tokenizer | None
     name: str = MODEL
+
+    @property
+    def chosen(self) -> str:
+        """Which step this is, for people, and which later ones are broken."""
+        return chosen(self.directory, self.step)
 
     @functools.cached_property
     def config(self) -> DecoderConfig:
@@ -177,21 +183,28 @@ def _shapes(bound: BoundPlan, spec: ModelSpec) -> Params:
     )
 
 
-def open_checkpoint(path: str | Path, name: str = MODEL) -> StoredModel:
+_KINDS = {MODEL: dict, "models": dict, "tokenizer": str, "plan": dict}
+"""Of the documents that are read."""
+
+
+def open_checkpoint(path: str | Path, name: str = MODEL, *, step: int | None = None) -> StoredModel:
     """Read a checkpoint's documents.
 
     Args:
         path: Folder of a run, of checkpoints (the latest is taken), or of one step.
         name: Which model, where it holds several: its configuration is then in the document
             `models` under this name.
+        step: Which checkpoint of a folder of several; None is the latest.
 
     Raises:
         CheckpointError: There is none, it is damaged, names no model of ours, or its tokenizer
             does not fit the model.
     """
-    reader = find_checkpoint(path)
+    reader = find_checkpoint(path, step)
     directory = reader.directory
     documents = reader.documents()
+    for document, kind in _KINDS.items():
+        reader.document(document, kind)
     where = f"checkpoint '{directory}' step {reader.step}"
     model = config_from_json(_configuration(documents, name, where))
     tokenizer = _tokenizer(documents.get("tokenizer"), model.decoder().vocab, where)

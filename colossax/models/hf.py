@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from colossax.checkpoint import RecordReader, RecordWriter, slot_of
+from colossax.checkpoint import RecordReader, RecordWriter, find_checkpoint, slot_of
 from colossax.config import Plan, to_json, user_path
 from colossax.data import Tokenizer
 from colossax.documents import read_json
@@ -113,7 +113,7 @@ def export_checkpoint(
     *,
     step: int | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-) -> None:
+) -> RecordReader:
     """Write the parameters of a checkpoint as a Hugging Face folder.
 
     The folder appears whole or not at all. Numbers keep the type they have in the checkpoint.
@@ -124,6 +124,9 @@ def export_checkpoint(
         step: Which checkpoint; None is the latest.
         max_shard_bytes: Size above which weights are split over several files with an index.
 
+    Returns:
+        The checkpoint that was read: its step.
+
     Raises:
         CheckpointError: The checkpoint is missing, damaged, or not of one of our models.
         InputError: The folder holds something, cannot be written, or the format has no place for
@@ -133,9 +136,10 @@ def export_checkpoint(
     """
     checkpoint, folder = user_path(checkpoint, "CHECKPOINT"), user_path(folder, "HF_DIR")
     _require_free(folder)
-    of_run = checkpoint / "checkpoints"
-    reader = RecordReader(of_run if of_run.is_dir() else checkpoint, step)
+    reader = find_checkpoint(checkpoint, step)
     documents = reader.documents()
+    for name, kind in ((MODEL_DOCUMENT, dict), (TOKENIZER_DOCUMENT, str)):
+        reader.document(name, kind)
     config = _model_config(reader, documents)
     conversion = CONVERSIONS[family_of(config).name]
     infos = by_path(describe(maker(config)))
@@ -154,6 +158,7 @@ def export_checkpoint(
         ) from problem
     finally:
         shutil.rmtree(part, ignore_errors=True)
+    return reader
 
 
 def _require_free(folder: Path) -> None:

@@ -8,7 +8,9 @@ import jax
 from jax.sharding import Sharding
 
 from colossax.checkpoint import ArraySlot, Checkpointer
+from colossax.checkpoint.broken import broken_steps, move_aside
 from colossax.errors import CheckpointError
+from colossax.run.run_dir import first_difference
 from colossax.step.saving.records import StateRecords
 from colossax.step.step import Step
 from colossax.typing import TrainState
@@ -17,6 +19,13 @@ from colossax.typing import TrainState
 def _position(done: int) -> dict[str, int]:
     """Where the data goes on after `done` steps: batch g is rows g * global_batch and following."""
     return {"batch": done}
+
+
+def _identity(documents: dict[str, Any]) -> dict[str, Any]:
+    """Which run documents are of; empty where they do not say."""
+    run = documents.get("run")
+    identity = run.get("identity") if isinstance(run, dict) else None
+    return identity if isinstance(identity, dict) else {}
 
 
 Beside = Callable[[], tuple[dict[str, Any], list[tuple[ArraySlot, jax.Array]]]]
@@ -77,11 +86,38 @@ class RunCheckpoints:
         """The state after `done` steps, laid out by the step's plan.
 
         Raises:
-            CheckpointError: It is damaged, of another model or optimizer, or holds a data position
-                that is not that of this step.
+            CheckpointError: It is damaged, of another run, model or optimizer, or holds a data
+                position that is not that of this step.
         """
-        self._check_position(done)
+        documents = self._checkpointer.documents(done)
+        self._check_run(done, documents)
+        self._check_position(done, documents)
         return self._records.restored(self._checkpointer, done)
+
+    def set_broken_aside(self) -> None:
+        """Move steps aside that are no longer whole, and report each; by one process alone."""
+        for done, lack in broken_steps(self._checkpointer.directory).items():
+            self.set_aside(done, lack)
+
+    def set_aside(self, done: int, reason: str) -> None:
+        """Move the checkpoint after `done` steps out of the way, and report it.
+
+        Raises:
+            CheckpointError: It cannot be moved.
+        """
+        directory = self._checkpointer.directory
+        try:
+            target = move_aside(directory, done)
+        except OSError as problem:
+            raise CheckpointError(
+                f"checkpoint '{directory}' step {done} is broken ({reason}) and cannot be moved"
+                f" aside ({problem.strerror}); move it away, or make the folder writable"
+            ) from problem
+        self._report(f"checkpoint of step {done} is broken ({reason}); it was moved to '{target}'")
+
+    def before(self, done: int) -> int | None:
+        """Steps done at the latest checkpoint before; None where there is none."""
+        return max((step for step in self._checkpointer.steps() if step < done), default=None)
 
     def holds(self, done: int) -> bool:
         """Whether there is one after `done` steps."""
@@ -95,9 +131,20 @@ class RunCheckpoints:
         """Arrays that it has beside the state, see `beside`, each sharded as asked."""
         return self._checkpointer.restore(done, wants, exact=False)
 
-    def _check_position(self, done: int) -> None:
+    def _check_run(self, done: int, documents: dict[str, Any]) -> None:
+        """Refuse the checkpoint of another run, whoever put it there."""
+        asked, stored = _identity(self._documents), _identity(documents)
+        if (difference := first_difference(stored, asked)) is not None:
+            field, there, here = difference
+            raise CheckpointError(
+                f"checkpoint '{self._checkpointer.directory}' step {done} is of another run:"
+                f" {field} is {there} there and {here} here; resume that run in a folder of its"
+                " own, or start a new one"
+            )
+
+    def _check_position(self, done: int, documents: dict[str, Any]) -> None:
         """Refuse to go on with other data than the run would have seen next."""
-        position = self._checkpointer.documents(done).get("position")
+        position = documents.get("position")
         if position != _position(done):
             raise CheckpointError(
                 f"checkpoint '{self._checkpointer.directory}' step {done}: found the data position"

@@ -6,7 +6,13 @@ from typing import Any
 import jax
 
 from colossax.checkpoint import Checkpointer, slot_of
-from colossax.errors import DamagedStoreError, InputError
+from colossax.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    DamagedStoreError,
+    InputError,
+)
+from colossax.processes.group import Group
 from colossax.run.checkpointing import RunCheckpoints
 from colossax.run.origins import Origin, origins_of
 from colossax.run.prepared import Prepared
@@ -39,7 +45,7 @@ def first_state(
 def _found_state(
     run: Prepared, checkpoints: RunCheckpoints, screen: Screen
 ) -> tuple[int, TrainState]:
-    start = run.group.from_first(lambda: checkpoints.latest() if run.options.resume else None)
+    start = run.group.from_first(lambda: _latest(checkpoints) if run.options.resume else None)
     if run.options.resume and (kept := _kept_on_disk(run, start, screen)) is not None:
         return kept
     if start is None:
@@ -48,9 +54,50 @@ def _found_state(
         return _fresh_state(run, screen)
     if run.state is not None:  # it makes room for the one on disk
         jax.tree.map(lambda leaf: leaf.delete(), run.state)
-    state = run.group.together(lambda: checkpoints.restore(start))
+    start, state = _restored(run.group, checkpoints, start)
     screen.note(f"resumed from step {start} of {run.folder.path}")
     return start, state
+
+
+def _latest(checkpoints: RunCheckpoints) -> int | None:
+    """Of what is whole; what is not is out of the way then."""
+    checkpoints.set_broken_aside()
+    return checkpoints.latest()
+
+
+def _restored(group: Group, checkpoints: RunCheckpoints, start: int) -> tuple[int, TrainState]:
+    """The latest state that can be read, from a step on; damaged ones after it are moved aside.
+
+    Raises:
+        CheckpointError: None can; the last one that is there stays.
+    """
+    while True:
+        found = group.together(lambda at=start: _unless_damaged(checkpoints, at))
+        try:
+            group.together(lambda one=found: _raised(one))
+        except InputError as problem:
+            damage = str(problem)
+        else:
+            return start, found
+        earlier = group.from_first(lambda at=start: checkpoints.before(at))
+        if earlier is None:
+            raise CheckpointError(damage)
+        reason = damage.rpartition("; ")[0]  # without its remedy, which is taken here
+        group.from_first(lambda at=start, why=reason: checkpoints.set_aside(at, why))
+        start = earlier
+
+
+def _unless_damaged(checkpoints: RunCheckpoints, start: int) -> Any:
+    """The state, or why it cannot be read: another process may be able to."""
+    try:
+        return checkpoints.restore(start)
+    except DamagedCheckpointError as problem:
+        return problem
+
+
+def _raised(found: Any) -> None:
+    if isinstance(found, DamagedCheckpointError):
+        raise found
 
 
 def _fresh_state(run: Prepared, screen: Screen) -> tuple[int, TrainState]:

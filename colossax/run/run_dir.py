@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from colossax.config import user_path
+from colossax.documents import member, read_json
 from colossax.errors import InputError
 from colossax.files import write_whole
 
@@ -46,16 +47,15 @@ class RunFolder:
         Raises:
             InputError: The file is damaged, or of a later format.
         """
+        file, remedy = self.path / RUN_FILE, "restore it from a copy, or start a new run elsewhere"
+        data = read_json(file, remedy=remedy)
+        if data.get("format") != _FORMAT:
+            raise InputError(f"{file}: written by another version of colossax; resume with that")
         try:
-            data = json.loads((self.path / RUN_FILE).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as problem:
-            raise InputError(
-                f"{self.path / RUN_FILE}: cannot be read ({problem}); start a new run elsewhere"
-            ) from problem
-        if not isinstance(data, dict) or data.get("format") != _FORMAT:
-            raise InputError(
-                f"{self.path / RUN_FILE}: written by another version of colossax; resume with that"
-            )
+            for name in ("config", "identity"):
+                member(data, name, dict)
+        except ValueError as problem:
+            raise InputError(f"{file}: cannot be read ({problem}); {remedy}") from problem
         return data
 
     def config(self) -> dict[str, Any]:
@@ -139,31 +139,37 @@ def check_identity(folder: RunFolder, asked: dict[str, Any]) -> None:
     Raises:
         InputError: Naming the first field that differs, and both values.
     """
+    if (difference := first_difference(folder.read()["identity"], asked)) is not None:
+        field, there, here = difference
+        raise InputError(
+            f"--resume: {field} is {there} in {folder.path} and {here} here; resume with the"
+            f" run's own value, or start a new run in another folder"
+        )
+
+
+def first_difference(stored: dict[str, Any], asked: dict[str, Any]) -> tuple[str, Any, Any] | None:
+    """The first field in which two identities differ, with both values; None where none does."""
     # A run that was begun before there was a choice has what was then the only one.
     only = {"optimizer.state": "float32", "data.mixture": "1", "data.packing": "packed"}
-    stored: dict[str, Any] = {**only, **folder.read()["identity"]}
+    stored = {**only, **stored}
     for field, here in asked.items():
         there = stored.get(field)
         if isinstance(here, list):  # a name and a fingerprint, which alone decides
-            there = there or ["unknown", ""]
-            here, there = (here, there) if here[1] != there[1] else (None, None)
-            here, there = _named(here), _named(there)
+            same = isinstance(there, list) and len(there) == 2 and there[1] == here[1]
+            there, here = (None, None) if same else (_named(there), _named(here))
         elif isinstance(here, dict):
-            field, there, here = _first_difference(field, there or {}, here)
+            field, there, here = _first_in(field, there if isinstance(there, dict) else {}, here)
         if there != here:
-            raise InputError(
-                f"--resume: {field} is {there} in {folder.path} and {here} here; resume with the"
-                f" run's own value, or start a new run in another folder"
-            )
+            return field, there, here
+    return None
 
 
-def _named(pair: list[str] | None) -> str | None:
-    return None if pair is None else f"'{pair[0]}' ({pair[1][:12]})"
+def _named(pair: Any) -> str:
+    known = isinstance(pair, list) and len(pair) == 2
+    return f"'{pair[0]}' ({str(pair[1])[:12]})" if known else "unknown"
 
 
-def _first_difference(
-    field: str, there: dict[str, Any], here: dict[str, Any]
-) -> tuple[str, Any, Any]:
+def _first_in(field: str, there: dict[str, Any], here: dict[str, Any]) -> tuple[str, Any, Any]:
     for key in {**here, **there}:
         if there.get(key) != here.get(key):
             return f"{field}.{key}", there.get(key), here.get(key)

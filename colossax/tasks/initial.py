@@ -26,14 +26,14 @@ def initial_tokenizer(config: TrainConfig) -> str | None:
     """The tokenizer, as JSON, of the checkpoint that the run starts from, if it has one."""
     if config.init is None:
         return None
-    return find_checkpoint(config.init).documents().get("tokenizer")
+    return find_checkpoint(config.init).document("tokenizer", str)
 
 
 def _document(path: str, name: str) -> Any:
-    documents = find_checkpoint(path).documents()
-    if name not in documents:
+    document = find_checkpoint(path).document(name, dict)
+    if document is None:
         raise CheckpointError(
             f"checkpoint '{path}' names no {name}; give one that colossax train or colossax import"
             " wrote"
         )
-    return documents[name]
+    return document

@@ -1,8 +1,10 @@
 """Arrays to save, meshes to save them from, and the processes that do so in the tests."""
 
+import json
 import os
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import jax
@@ -84,6 +86,32 @@ MODEL = [
     plain("model/optimizer/0/count", (), "int32"),
     plain("model/rng/key", (2,), "uint32"),
 ]
+
+
+def rewrite_manifest(directory, step, change, version=2):
+    """A step's manifest, changed by one who knows how it is checked.
+
+    `change` takes the body and alters it, or gives another value or text in its place.
+    """
+    path = directory / str(step) / "arrays/manifest.json"
+    body = json.loads(json.loads(path.read_text())["body"])
+    body = change(body) or body
+    text = body if isinstance(body, str) else json.dumps(body)
+    outer = {"version": version, "crc32": zlib.crc32(text.encode()), "body": text}
+    path.write_text(json.dumps(outer))
+
+
+def as_version_1(directory, step):
+    """Rewrite a step's manifest as version 1 had it; nothing else in a step has changed since."""
+
+    def older(body):
+        records = {
+            name: {key: spec[key] for key in ("shape", "dtype", "layered", "format")}
+            for name, spec in body["records"].items()
+        }
+        return {"records": records, "documents": body["documents"]}
+
+    rewrite_manifest(directory, step, older, version=1)
 
 
 def layouts():

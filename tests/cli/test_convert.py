@@ -19,7 +19,7 @@ def test_there_and_back_gives_the_same_tensors(tmp_path, capsys):
     assert main(["import", str(GOLDEN), str(checkpoint)]) == 0
     assert main(["export", str(checkpoint), str(folder), "--json"]) == 0
     out, err = capsys.readouterr()
-    assert json.loads(out) == {"exported": str(checkpoint), "folder": str(folder)}
+    assert json.loads(out) == {"exported": str(checkpoint), "folder": str(folder), "step": 0}
     assert "imported" in err
     want, got = (load_file(f / "model.safetensors") for f in (GOLDEN, folder))
     assert want.keys() == got.keys()

@@ -189,6 +189,49 @@ def test_the_command_line_generates(run, tokenizer, expected, capsys):
     assert len(found["tokens"]) == 4 and text == f"the cat{found['text']}\n"
 
 
+@pytest.mark.catches("generate-of-any-step")
+def test_it_says_which_step_it_uses_and_takes_one_by_number(bare, expected, tmp_path, capsys):
+    spec, params, _ = expected
+    folder = tmp_path / "run"
+    write(folder, spec, params)
+    (folder / "9").mkdir()
+    words = ("generate", folder, "--prompt-tokens", "1,2", "--max-tokens", 2)
+    step = Checkpointer(folder).latest()
+    for more in ((), ("--step", step)):
+        code, _, error = command(*words, *more, capsys=capsys)
+        assert code == 0
+        assert f"step {step} of {folder}; step 9 is broken: 'arrays' is missing in it" in error
+    code, out, error = command(*words, "--step", 9, capsys=capsys)
+    assert code == 2 and not out and f"holds no step 9; choose one of {step}" in error
+
+
+@pytest.mark.catches("forged-documents")
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("model", None, "document 'model' is null, not an object"),
+        ("model", [1], "document 'model' is a list, not an object"),
+        ("model", {"family": ["llama"]}, "no family is called ['llama']"),
+        ("models", [1], "document 'models' is a list, not an object"),
+        ("plan", "zero3", "document 'plan' is a text, not an object"),
+        ("tokenizer", {"a": 1}, "document 'tokenizer' is an object, not a text"),
+        ("tokenizer", "[" * 9**5, "tokenizer"),
+    ],
+)
+def test_forged_documents_are_refused_in_one_sentence(
+    expected, tmp_path, capsys, name, value, message
+):
+    spec, params, _ = expected
+    write(tmp_path, spec, params, **{name: value})
+    for words in (
+        ("generate", tmp_path, "--prompt-tokens", "1,2"),
+        *((("export", tmp_path, tmp_path / "hf"),) if name == "model" else ()),
+    ):
+        code, out, error = command(*words, capsys=capsys)
+        assert code == 2 and not out, error
+        assert message in error and error.count("\n") == 1 and len(error) < 900
+
+
 def test_a_continuation_fills_the_sequence_where_no_length_is_asked(bare, capsys):
     ids = ",".join("1" * 60)
     _, out, _ = command("generate", bare, "--prompt-tokens", ids, capsys=capsys)

@@ -39,6 +39,15 @@ def test_a_damaged_configuration_is_refused(started):
     (started.path / "run.json").write_text("{")
     with pytest.raises(InputError, match="run.json: cannot be read"):
         started.config()
+    for forged in (
+        '{"format": 1}',
+        '{"format": 1, "config": [], "identity": {}}',
+        "[]",
+        "[" * 9**6,
+    ):
+        (started.path / "run.json").write_text(forged)
+        with pytest.raises(InputError, match="run.json: cannot be read .*; restore it from a copy"):
+            started.read()
     (started.path / "run.json").write_text('{"format": 9}')
     with pytest.raises(InputError, match="written by another version"):
         started.read()
