@@ -494,7 +494,6 @@ CATCHES = {
     "optimizer not called": pytest.mark.catches("optimizer-uncalled"),
     "loss of other arguments": pytest.mark.catches("arguments-of-a-function"),
     "option misspelt": pytest.mark.catches("option-unknown"),
-    "clip below 0": pytest.mark.catches("clip-below-0"),
     "no devices": pytest.mark.catches("devices-unchecked"),
     "field misspelt": pytest.mark.catches("plan-field-unknown"),
     "batch before state": pytest.mark.catches("state-unchecked"),

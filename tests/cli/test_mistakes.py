@@ -113,7 +113,6 @@ def folder(tmp_path_factory):
 CATCHES = {
     "train llama_tiny steps=3": pytest.mark.catches("surplus-words"),
     "generate empty --top-p 2": pytest.mark.catches("far-names-suggested"),
-    "train llama_tiny --model.embed 0": pytest.mark.catches("sizes-below-1"),
     "train cut_mistakes:x": pytest.mark.catches("syntax-error-elsewhere"),
     "train own_mistakes.py:number": pytest.mark.catches("recipe-by-its-file"),
 }
