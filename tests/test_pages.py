@@ -108,3 +108,10 @@ def test_what_the_page_types_is_understood(words, own_package):
     assert isinstance(config, OwnTask) == ("rolled" in words)
     own = config.config if isinstance(config, OwnTask) else config
     assert own.steps == int((re.findall(r"--steps (\d+)", words) or [own.steps])[0])
+
+
+def test_the_tests_that_show_what_is_promised_are_there():
+    named = re.findall(r"`([a-z_/]+/?test_\w+\.py)`", (DOCS / "reliability.md").read_text())
+    assert len(named) > 15
+    missing = [name for name in named if not (DOCS.parent / "tests" / name).is_file()]
+    assert not missing
