@@ -211,7 +211,11 @@ BOOST = {
         "'clip_norm'",
     ),
     "clip below 0": (lambda c: made(clip_norm=-1.0), "clip_norm: found -1.0", "above 0"),
-    "clip as text": (lambda c: made(clip_norm="1"), "clip_norm: found '1'", "give a number"),
+    "clip as text": (
+        lambda c: made(clip_norm="1"),
+        "clip_norm: expected float, found '1'",
+        "give a number",
+    ),
     "trainable is a list": (
         lambda c: made(trainable=["a"]),
         "trainable: found ['a']",
@@ -449,12 +453,12 @@ FIT = {
     ),
     "steps in float": (
         lambda c: fit(c.state, c.step, [rows()], steps=1e3),
-        "steps: found 1000.0",
+        "steps: expected int, found 1000.0",
         "whole",
     ),
     "steps as text": (
         lambda c: fit(c.state, c.step, [rows()], steps="3"),
-        "steps: found '3'",
+        "steps: expected int, found '3'",
         "whole",
     ),
     "one batch as the batches": (

@@ -53,7 +53,7 @@ NAMES = {
     ),
     "colossax.layerwise": (
         "CutLoss CutRun Layer LayerRun LayerState Maximum Residual Scanned StackRunner Stacks "
-        "Stream Transposed added checkpointed current_runner cut_loss kept_sharding nothing "
+        "Stream Transposed added alternates checkpointed current_runner cut_loss kept_sharding nothing "
         "recording_kept running summed"
     ),
     "colossax.data": (

@@ -179,8 +179,11 @@ def _decode(hint: Any, value: Any, where: str, error: type[InputError]) -> Any:
 def _scalar(hint: type, value: Any, where: str, error: type[InputError]) -> Any:
     kind = {int: numbers.Integral, float: numbers.Real}.get(hint, hint)
     if not isinstance(value, kind) or (hint is not bool and isinstance(value, bool)):
-        raise error(f"{where}: expected {hint.__name__}, found {value!r}; give a {hint.__name__}")
+        raise error(f"{where}: expected {hint.__name__}, found {value!r}; give {_NAMED[hint]}")
     try:
         return hint(value)
     except OverflowError:
         raise error(f"{where}: found {value}; give a number that a float holds") from None
+
+
+_NAMED = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}

@@ -18,6 +18,7 @@ from .runs import kept_sharding as kept_sharding
 from .runs import running as running
 from .streamed import Stacks as Stacks
 from .streamed import Stream as Stream
+from .streamed import alternates as alternates
 from .streamed import recording_kept as recording_kept
 from .sums import Maximum as Maximum
 from .sums import added as added

@@ -162,10 +162,15 @@ def _check(layers: LayerRun, scanned: Any, carried: Any) -> None:
             " offload"
         )
     if layers.group != 1:
-        raise PlanError(
-            f"plan.offload: the layer stack '{layers.key[0]}' alternates kinds of layers, which"
-            " cannot be updated one by one during backward; train without offload"
-        )
+        raise alternates(layers.key[0])
+
+
+def alternates(stack: str) -> PlanError:
+    """The refusal of a stack whose kinds of layers take turns."""
+    return PlanError(
+        f"plan.offload: the layer stack '{stack}' alternates kinds of layers, which cannot be"
+        " updated one by one during backward; train without offload"
+    )
 
 
 _KEPT: list[dict[Key, int]] = []

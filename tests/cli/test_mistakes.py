@@ -64,7 +64,7 @@ TABLE = {
     "train llama_tiny --init nowhere": ["'nowhere' does not exist", "give the directory"],
     "train llama_tiny --init file": ["'file' is a file", "give the directory"],
     "train llama_tiny --process-id 1": ["--coordinator: not given", "together"],
-    "train --config cut.json": ["cut.json: is no JSON", "line 1"],
+    "train --config cut.json": ["cut.json: it is no JSON", "line 1"],
     "train --config misspelt.json": ["unknown field 'stpes'", "'steps'"],
     "train --config nowhere.json": ["nowhere.json: cannot be read", "No such file"],
     "train --config file": ["file: is neither .json nor .toml", "give one"],

@@ -120,7 +120,7 @@ def test_texts_are_refused_in_one_sentence(text, message):
     ("fields", "message"),
     [
         ({"params": "disk"}, "placement.params: unknown 'disk'; known: device, host"),
-        ({"params": None}, "placement.params: expected str, found None; give a str"),
+        ({"params": None}, "placement.params: expected str, found None; give a text"),
         ({"optimizer": "hots"}, "placement.optimizer: unknown 'hots'; did you mean 'host'?"),
         ({"activations": "disk"}, "placement.activations: unknown 'disk'; known: device, host"),
         ({"activations": "mlp"}, "placement.activations: unknown 'mlp'; known: device, host"),
@@ -132,7 +132,10 @@ def test_texts_are_refused_in_one_sentence(text, message):
             {"named_activations": frozenset({"mlps"})},
             "placement.named_activations: unknown 'mlps'; did you mean 'mlp'?",
         ),
-        ({"updated_by_cpu": 1}, "placement.updated_by_cpu: expected bool, found 1; give a bool"),
+        (
+            {"updated_by_cpu": 1},
+            "placement.updated_by_cpu: expected bool, found 1; give true or false",
+        ),
         (
             {"updated_by_cpu": True, "params": "host"},
             "segments.offload: 'parameters+cpu' lets the CPU update what is not in its memory",

@@ -165,7 +165,10 @@ def test_rates_may_be_written_elsewhere(tmp_path):
     [
         ("{", "nvidia-h200.json: cannot be read .*; measure again with colossax bench offload"),
         ("{}", "nvidia-h200.json: .*missing.*; check the values given"),
-        ('{"to_hosts": 1}', "unknown field 'to_hosts'; did you mean 'to_host_bytes_per_s'?"),
+        (
+            '{"to_host_bytes": 1}',
+            "unknown field 'to_host_bytes'; did you mean 'to_host_bytes_per_s'?",
+        ),
         ("[]", "nvidia-h200.json: expected an object of fields"),
     ],
 )

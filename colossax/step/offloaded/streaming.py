@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from colossax.config import BoundPlan
 from colossax.errors import PlanError
-from colossax.layerwise import Key, Stacks
+from colossax.layerwise import Key, Stacks, alternates
 from colossax.optim import DimsOptimizer, is_layerwise
 from colossax.sharding import batch_axes
 from colossax.step.donation import PartlyDonated
@@ -137,6 +137,10 @@ class Streaming:
 
         self._part = part
         keys = dict.fromkeys(info.segment for info in leaves if info.segment is not None)
+        for key in keys:
+            # Of unequal counts the state would be wrong; equal ones are refused in the trace.
+            if len({info.shape[0] for info in leaves if info.segment == key}) > 1:
+                raise alternates(key[0])
         self.parts = {key: part(key) for key in keys}
         self.rest = part(None)
         self._shared = [j for j, owner in enumerate(owners) if owner == SHARED]
