@@ -53,8 +53,8 @@ NAMES = {
     ),
     "colossax.layerwise": (
         "CutLoss CutRun Layer LayerRun LayerState Maximum Residual Scanned StackRunner Stacks "
-        "Stream Transposed added alternates checkpointed current_runner cut_loss kept_sharding nothing "
-        "recording_kept running summed"
+        "Stream Transposed added alternates checkpointed current_runner cut_loss kept_sharding "
+        "nothing recording_kept running summed"
     ),
     "colossax.data": (
         "BatchLoader Corpus Documents Mixture RowSource Rows Split SyntheticRows Tokenizer "
