@@ -6,18 +6,22 @@ from typing import Any
 import jax
 
 from colossax.checkpoint import Checkpointer, slot_of
+from colossax.documents import parse_json
 from colossax.errors import (
     CheckpointError,
     DamagedCheckpointError,
     DamagedStoreError,
     InputError,
+    OffloadError,
 )
 from colossax.processes.group import Group
 from colossax.run.checkpointing import RunCheckpoints
 from colossax.run.origins import Origin, origins_of
 from colossax.run.prepared import Prepared
 from colossax.run.progress import Screen
+from colossax.run.run_dir import first_difference
 from colossax.sharding import param_sharding
+from colossax.step.offloaded.disk import DiskTier
 from colossax.step.saving.records import MODEL
 from colossax.step.step import Step
 from colossax.typing import ParamInfo, Params, TrainState
@@ -126,6 +130,7 @@ def _kept_on_disk(
         screen.note(f"'{disk.path}' holds no whole state; resuming from the last checkpoint")
     if kept is None or kept <= (start or 0):
         return None
+    check_owner(disk, run.identity)
     try:
         state = disk.restore()
     except DamagedStoreError as problem:
@@ -133,6 +138,22 @@ def _kept_on_disk(
         return None
     screen.note(f"resumed from step {kept}, which {disk.path} holds")
     return kept, state
+
+
+def check_owner(disk: DiskTier, asked: dict[str, Any]) -> None:
+    """Refuse the file of another run.
+
+    Raises:
+        OffloadError: It says that it is; one that does not say is taken.
+    """
+    if not (stored := disk.found_owner):
+        return
+    if (difference := first_difference(parse_json(stored), asked)) is not None:
+        field, there, here = difference
+        raise OffloadError(
+            f"disk store '{disk.path}' is of another run: {field} is {there} there and {here} here;"
+            " move it away, to go on from the last checkpoint"
+        )
 
 
 def initial_params(origins: Mapping[str, Origin], step: Step, seed: int = 0) -> Params:

@@ -1,6 +1,7 @@
 """A run about to start."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,8 @@ def prepare(task: Task, config: RunConfig, options: RunOptions, group: Group) ->
     settled = settle_task(task, config.plan, devices, agree=group.from_first)
     step = task_step(task, settled, devices, disk=folder.path / OFFLOADED)
     who = task.identity()
+    if step.disk is not None:
+        step.disk.owner = json.dumps(who, sort_keys=True)
     if options.resume:
         group.together(lambda: check_identity(folder, who))
     return Prepared(

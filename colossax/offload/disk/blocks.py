@@ -34,11 +34,13 @@ class FileBlock:
         records: How many.
         tail_bytes: Largest tail of a commit.
         rows: Name, shape and dtype of each array, in the order in which they lie.
+        owner: Whose it is, in words of the caller; empty where it was not said.
     """
 
     records: int
     tail_bytes: int
     rows: list[list[Any]]
+    owner: str = ""
 
     def to_bytes(self) -> bytes:
         """As it stands at the beginning of the file, whole blocks."""

@@ -15,9 +15,11 @@ from colossax.offload.disk.layout import BLOCK_BYTES, RecordLayout, in_blocks
 from colossax.offload.disk.slots import Places
 
 
-def disk_bytes(layout: RecordLayout, records: int, *, tail_bytes: int = 1 << 20) -> int:
+def disk_bytes(
+    layout: RecordLayout, records: int, *, tail_bytes: int = 1 << 20, owner: str = ""
+) -> int:
     """Bytes of the file that `RecordStore.create` would make: two epochs of every record."""
-    return places_of(FileBlock(records, tail_bytes, layout.rows()), layout).end
+    return places_of(FileBlock(records, tail_bytes, layout.rows(), owner), layout).end
 
 
 def places_of(block: FileBlock, layout: RecordLayout) -> Places:

@@ -27,7 +27,7 @@ from colossax.offload.disk.slots import SlotBuffer
 Arrays = dict[str, np.ndarray]
 
 UNFINISHED = ".unfinished"
-"""Ends the name of a file that is being created."""
+"""Ends the name of a file that is being created, or was by a process that was killed."""
 
 
 class RecordStore:
@@ -37,8 +37,7 @@ class RecordStore:
 
     Attributes:
         path: The file.
-        layout: Arrays of a record.
-        records: How many.
+        layout, records, owner: As `create` was told.
         bytes: Disk bytes in all, taken when the file was created.
     """
 
@@ -46,6 +45,7 @@ class RecordStore:
         """Use `create` or `open`."""
         self._file, self._tail_bytes = file, block.tail_bytes
         self.path, self.records, self.layout = file.path, block.records, layout
+        self.owner = block.owner
         self._places = places_of(block, layout)
         self.bytes = self._places.end
         self._ring: list[SlotBuffer] = []
@@ -61,25 +61,26 @@ class RecordStore:
         records: int,
         *,
         tail_bytes: int = 1 << 20,
+        owner: str = "",
         direct: bool = True,
     ) -> "RecordStore":
         """Create a file and take all the disk space it will ever need.
 
-        A file that appears is complete: until then it is called `<path>.unfinished`, and what a
-        killed process left under that name is replaced.
+        A file that appears is complete: until then it is called `<path>.unfinished`.
 
         Args:
             path: In an existing folder.
             layout: Arrays of a record.
             records: How many.
             tail_bytes: Largest tail that `commit` will be given.
+            owner: Whose it is.
             direct: Whether to try to go past the page cache.
 
         Raises:
             OffloadError: It exists, cannot be written, or the disk has not the bytes; nothing is
                 left behind.
         """
-        path, block = Path(path), FileBlock(records, tail_bytes, layout.rows())
+        path, block = Path(path), FileBlock(records, tail_bytes, layout.rows(), owner)
         if records < 1:
             raise OffloadError(
                 f"disk store '{path}' was asked for {records} records; give 1 or more"

@@ -87,6 +87,8 @@ class DiskTier:
         ((self._key, self.part),) = streaming.on_disk.items()
         self.has_full_state = all(part.on_disk for part in streaming.parts.values())
         self.path = folder / FILE
+        self.owner = ""
+        """Whose the file is that `fill` makes; a run says it before there is one."""
         self._abstract = abstract
         self._opened: RecordStore | None = None
         leaves = jax.tree.leaves(abstract["params"])
@@ -111,7 +113,9 @@ class DiskTier:
         layers, slot_bytes = self.part.count, self.layout.slot_bytes
         return DiskCost(
             layers=layers,
-            file_bytes=disk_bytes(self.layout, layers, tail_bytes=max(self._tail_bytes(), 1)),
+            file_bytes=disk_bytes(
+                self.layout, layers, tail_bytes=max(self._tail_bytes(), 1), owner=self.owner
+            ),
             read_bytes=layers * slot_bytes,
             written_bytes=layers * slot_bytes + self._tail_bytes(),
             memory_bytes=RING * slot_bytes + _TAIL_COPIES * self._tail_bytes(),
@@ -169,7 +173,12 @@ class DiskTier:
         Raises:
             OffloadError: The disk has no room, or the file is another run's.
         """
-        opened = self._open() or self._create()
+        opened = self._open()
+        if opened is not None and opened.owner != self.owner:
+            self.close()
+            self.path.unlink()
+            opened = None
+        opened = opened or self._create()
         opened.reset()
         epoch, stacks = int(state["step"]), self._stacks(state)
         for i in range(self.part.count):
@@ -189,7 +198,11 @@ class DiskTier:
                 " folder"
             ) from problem
         self._opened = RecordStore.create(
-            self.path, self.layout, self.part.count, tail_bytes=max(self._tail_bytes(), 1)
+            self.path,
+            self.layout,
+            self.part.count,
+            tail_bytes=max(self._tail_bytes(), 1),
+            owner=self.owner,
         )
         return self._opened
 
@@ -266,6 +279,12 @@ class DiskTier:
         except DamagedStoreError:
             return None
         return None if opened is None else opened.consistent_epoch()
+
+    @property
+    def found_owner(self) -> str:
+        """Whose the file is that is there; empty where it does not say."""
+        opened = self._open()
+        return "" if opened is None else opened.owner
 
     def restore(self) -> TrainState:
         """The state that the file holds.

@@ -139,7 +139,8 @@ class Streaming:
         keys = dict.fromkeys(info.segment for info in leaves if info.segment is not None)
         for key in keys:
             # Of unequal counts the state would be wrong; equal ones are refused in the trace.
-            if len({info.shape[0] for info in leaves if info.segment == key}) > 1:
+            stacked = (info for info in leaves if info.segment == key and info.stacked)
+            if len({info.shape[0] for info in stacked}) > 1:
                 raise alternates(key[0])
         self.parts = {key: part(key) for key in keys}
         self.rest = part(None)

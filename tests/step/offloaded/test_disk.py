@@ -1,5 +1,6 @@
 """Optimizer state on disk: the ordinary step's numbers, and a run that survives being killed."""
 
+import json
 import random
 import re
 import shutil
@@ -15,6 +16,7 @@ from colossax.config import OffloadConfig
 from colossax.errors import OffloadError, PlanError
 from colossax.optim import adamw
 from colossax.run.checkpointing import RunCheckpoints
+from colossax.run.initial import check_owner
 from tests.launching import Started, metrics, run, write_text
 from tests.step.offloaded.streamed import FULL, batch, by_path, host, started, stepped
 
@@ -111,6 +113,23 @@ def test_so_it_does_on_several_devices(devices, tmp_path):
         jax.tree.leaves(state), jax.tree.leaves(step.disk.restore()), strict=True
     ):
         np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.catches("disk-store-keeps-its-owner")
+@pytest.mark.catches("disk-store-of-any-run")
+def test_the_file_of_another_run_is_not_gone_on_from(tmp_path):
+    _, step = started(on_disk(ALL), adamw(1e-3), disk=tmp_path)
+    check_owner(step.disk, {"seed": 1})
+    step.disk.owner = json.dumps({"seed": 0})
+    stepped(step.init(0), step, steps=2)
+    assert step.disk.cost().file_bytes == step.disk.path.stat().st_size
+    step.disk.close()
+    check_owner(step.disk, {"seed": 0})
+    with pytest.raises(OffloadError, match="layers.state' is of another run: seed is 0 there and"):
+        check_owner(step.disk, {"seed": 1})
+    step.disk.owner = json.dumps({"seed": 1})
+    step.init(0)
+    assert step.disk.found_owner == '{"seed": 1}' and step.disk.latest() == 0
 
 
 def test_a_full_disk_stops_the_step_and_keeps_the_state_before_it(tmp_path, monkeypatch):
