@@ -311,7 +311,18 @@ class Parent(nnx.Module):
 
 
 def test_a_module_may_know_the_one_that_holds_it():
-    assert dims_of(Parent)["child/inner/kernel"] == IN
+    with nnx.set_graph_mode(True):
+        assert dims_of(Parent)["child/inner/kernel"] == IN
+
+
+@pytest.mark.catches("circles-followed")
+def test_in_tree_mode_it_may_not():
+    with nnx.set_graph_mode(False), pytest.raises(InputError) as refused:
+        describe(Parent)
+    assert str(refused.value) == (
+        "model: 'child/parent' refers to a module that holds it, which Flax's tree mode cannot"
+        " have; set NNX_GRAPH_MODE=true, or leave the reference out"
+    )
 
 
 @pytest.fixture
