@@ -38,6 +38,16 @@ def held_params(
             yield from held_params(member, (*path, name), above)
 
 
+def reference_to_holder(module: Any, path: tuple = (), above: tuple[int, ...] = ()) -> tuple | None:
+    """Path of the first member that is one of those that hold it; None: all is a tree."""
+    above = (*above, id(module))
+    for name, member in _members(module):
+        here = (*path, name)
+        if id(member) in above or (here := reference_to_holder(member, here, above)):
+            return here
+    return None
+
+
 def stacked_dims(module: Any) -> int:
     """How many first dims all parameters within have of layers stacked by a transform."""
     held = list(held_params(module))

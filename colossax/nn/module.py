@@ -17,6 +17,7 @@ from jaxtyping import Array
 
 from colossax.config import BoundPlan, Placement
 from colossax.errors import InputError
+from colossax.nn.members import reference_to_holder
 from colossax.nn.named_models import MakeModel, MakeModels, make_models
 from colossax.nn.rngs import fresh_rngs
 from colossax.sharding import param_sharding, use, validate
@@ -131,7 +132,8 @@ def describe(make_model: MakeModels) -> ModelSpec:
     Raises:
         InputError: The model holds variables other than parameters (random state, batch
             statistics), which a pure step would silently freeze; or integers that learn; or it
-            asks for float64; or what the factory makes is no module with parameters.
+            asks for float64; or what the factory makes is no module with parameters, or in Flax's
+            tree mode one that refers to itself.
     """
     named = isinstance(make_model, Mapping)
     if isinstance(make_model, Mapping):
@@ -159,7 +161,7 @@ def _abstract(make_model: MakeModel) -> Any:
     """The model with shapes in place of arrays; refuses what is none, and float64."""
     with warnings.catch_warnings(record=True) as told, nnx.use_eager_sharding(False):
         warnings.simplefilter("always")
-        model = nnx.eval_shape(lambda: make_model(fresh_rngs(0)))
+        model = nnx.eval_shape(lambda: _as_tree(make_model(fresh_rngs(0))))
     double = any("dtype float64" in str(warning.message) for warning in told)
     for warning in told:
         if not double:
@@ -178,6 +180,17 @@ def _abstract(make_model: MakeModel) -> Any:
             f"model: {repr(wide[0]) if wide else 'it'} asks for float64, and parameters are kept"
             " and trained in float32 or narrower, as plan.precision says; leave its dtype out, or"
             " give param_dtype=jnp.float32"
+        )
+    return model
+
+
+def _as_tree(model: Any) -> Any:
+    """Refuse what Flax's tree mode would follow without end; afterwards Python itself is unwell."""
+    circle = None if nnx.set_graph_mode.current_value() else reference_to_holder(model)
+    if circle is not None:
+        raise InputError(
+            f"model: '{'/'.join(map(str, circle))}' refers to a module that holds it, which Flax's"
+            " tree mode cannot have; set NNX_GRAPH_MODE=true, or leave the reference out"
         )
     return model
 

@@ -28,7 +28,6 @@ class Projection:
         shape: Its sizes, in a stack those of one layer.
         roles: A letter for each of its last dims: `i` for those that the input has too, `o` for
             those of the output, `-` for others.
-        convolves: Whether it is the kernel of a convolution.
         table: Whether its rows are looked up.
         positions: Whether it is added to what stands at each position.
         bias: Path and shape of the bias, or None.
@@ -39,7 +38,6 @@ class Projection:
     path: str
     shape: tuple[int, ...]
     roles: str
-    convolves: bool = False
     table: bool = False
     positions: bool = False
     bias: tuple[str, tuple[int, ...]] | None = None
@@ -124,10 +122,10 @@ def found_names(make_model: MakeModel) -> dict[str, tuple[Dims, ...]]:
     earlier one of them writes leads out, as do the last of several square ones and those that read
     heads; the others lead in. In a list or `nnx.Sequential` each reads what the one before writes.
     So an MLP, gated or not, and attention's q, k, v and o come out as one would write them. A guess
-    that is wrong costs bytes and changes no result. Of a convolution one dim alone has a name: JAX
-    0.10.2's compiler gets `conv(silu(conv(x, a)), b)` and its gradients wrong where kernels are
-    split by their inputs over one axis and by their outputs over another. So it is with every array
-    of four dims or more of which no equation tells what they are.
+    that is wrong costs bytes and changes no result. A convolution is a map of its channels, and so
+    is every array of which no equation tells what its dims are. Kernels split by inputs and outputs
+    have to be gathered before use: JAX 0.10.2's compiler gets `conv(silu(conv(x, a)), b)` and its
+    gradients wrong on CPUs where they are split in two ways and the batch in a third.
 
     In what `nnx.vmap` or `nnx.scan` stacked, names are those of one layer. The stacked dim has
     none: as `layers` it would keep biases from decaying, and names change no result.
@@ -162,14 +160,7 @@ def found_names(make_model: MakeModel) -> dict[str, tuple[Dims, ...]]:
 def _ways(one: Projection, inward: bool, vocab: bool) -> dict[str, tuple[Dims, ...]]:
     """Names by path, of a map, in order of preference."""
     ways = [one.names(inward, vocab), one.names(not inward, vocab)]
-    if one.convolves:
-        into, out = one.names(True, False), one.names(False, False)
-        ways = [_only("embed", into), _only("embed", out), _only("mlp", into)]
     return {path: tuple(way[path] for way in ways) for path in ways[0]}
-
-
-def _only(name: str, names: dict[str, Dims]) -> dict[str, Dims]:
-    return {path: tuple(d if d == name else None for d in dims) for path, dims in names.items()}
 
 
 def _is_head(one: Projection, later: Sequence[Projection], tables: set[tuple[int, ...]]) -> bool:
@@ -325,29 +316,28 @@ _MAP = re.compile(r"(^|_)(proj|projection|linear|dense|kernel|patch)(_|$)")
 
 def _projection(module: Any, path: tuple, param: nnx.Param, stacked: int) -> Projection:
     shape = tuple(param.shape)[stacked:]
-    roles, name = _roles(module, shape), str(path[-1]).lower()
+    name = str(path[-1]).lower()
     own = module is None or not type(module).__module__.startswith("flax.")
     positions = own and bool(_POSITIONS.search(name))
     embeds = bool(_TABLE.search(name)) and not _MAP.search(name)
     return Projection(
         path=_label(path),
         shape=shape,
-        roles=roles or "io",
-        convolves=isinstance(module, nnx.Conv | nnx.ConvTranspose) or not (roles or len(shape) < 4),
+        roles=_roles(module, shape),
         table=isinstance(module, nnx.Embed) or (own and embeds and not positions),
         positions=positions,
         stacked=stacked,
     )
 
 
-def _roles(module: Any, shape: tuple[int, ...]) -> str | None:
-    """Of its last dims; None where nothing tells."""
+def _roles(module: Any, shape: tuple[int, ...]) -> str:
+    """Of its last dims."""
     if isinstance(module, nnx.LinearGeneral):
         return "i" * len(module.in_features) + "o" * len(module.out_features)
     if isinstance(module, nnx.ConvTranspose) and module.transpose_kernel:
         return "oi"
     roles = equation_roles(module)
-    return roles if roles and len(roles) <= len(shape) else None
+    return roles if roles and len(roles) <= len(shape) else "io"
 
 
 def _label(path: tuple) -> str:

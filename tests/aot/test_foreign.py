@@ -12,7 +12,7 @@ from colossax.aot import collectives, compile_program, parse_target, target_devi
 from colossax.config import AttentionConfig, Plan
 from colossax.pallas.target import target
 from colossax.planner import build_step
-from colossax.sharding import compiler_options
+from colossax.sharding import compiler_options, param_sharding
 from tests import gemma, side_by_side
 from tests.nn.plain import UNet, ViT
 
@@ -111,3 +111,28 @@ def test_untouched_models_send_and_hold_no_more_than_they_have_to(model):
     weights = sum(4 * math.prod(info.shape) for info in infos)
     assert sent_by(split, step) <= SENT * 2 * 7 / 8 * weights
     assert split.device_bytes <= HELD * (whole.device_bytes - 2 * 7 / 8 * weights)
+
+
+def parts_over_tensor(step, info):
+    """Into how many parts the tensor axis splits it."""
+    return math.prod(
+        step.bound.mesh.shape["tensor"]
+        for entry in param_sharding(step.bound, "weights", info).spec
+        if entry is not None and "tensor" in ((entry,) if isinstance(entry, str) else entry)
+    )
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_weights_and_gradients_of_untouched_models_send_on_a_mixed_mesh_what_ours_do(model):
+    """All that leaves the tensor axis alone.
+
+    Our operations gather a weight of n bytes in two halves twice, and reduce its gradient in two
+    and the halves between two again: 2 n. Here the gather comes once, and one sum of four, 2 n too.
+    """
+    make_model, loss, batch, dims = MODELS[model]()
+    program, step = compiled(make_model, loss, batch, MIXED, dims)
+    found = collectives(program.hlo, step.bound.mesh)
+    sent = sum(one.ring_bytes for one in found if "tensor" not in one.axes)
+    infos = jax.tree.leaves(step.spec.infos)
+    ours = sum(2 * 4 * math.prod(i.shape) / parts_over_tensor(step, i) for i in infos)
+    assert 0.5 * ours < sent <= SENT * ours

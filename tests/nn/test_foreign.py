@@ -171,12 +171,12 @@ class PlainScan(nnx.Module):
     """The same by Flax's own loop."""
 
     def __init__(self, rngs):
-        @nnx.split_rngs(splits=3)
-        @nnx.vmap(in_axes=(0,), transform_metadata={nnx.PARTITION_NAME: "layers"})
-        def make(rngs):
-            return PlainLayer(rngs)
+        @nnx.vmap
+        @nnx.transform_metadata(partition="layers")
+        def make(key):
+            return PlainLayer(nnx.Rngs(key))
 
-        self.layers = make(rngs)
+        self.layers = make(jax.random.split(rngs.params(), 3))
 
     def __call__(self, x):
         @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)

@@ -69,7 +69,7 @@ FOUND = {
     "vit": (
         ViT,
         {
-            "patch/kernel": (None, None, None, "embed"),
+            "patch/kernel": (None, None, None, "mlp"),
             "pos_embedding": (None, None, "embed"),
             "blocks/layers/0/attn/out/kernel": HEADS_OUT,
             "blocks/layers/0/down/kernel": OUT,
@@ -79,11 +79,13 @@ FOUND = {
     "unet": (
         UNet,
         {
-            "first/kernel": (None, None, None, "embed"),
-            "first/bias": ("embed",),
-            "down/conv1/kernel": (None, None, "embed", None),
-            "down/conv2/kernel": (None, None, "embed", None),
-            "up/kernel": (None, None, "embed", None),
+            "first/kernel": (None, None, None, "mlp"),
+            "first/bias": ("mlp",),
+            "down/conv1/kernel": (None, None, *IN),
+            "down/conv1/bias": ("mlp",),
+            "down/conv2/kernel": (None, None, *OUT),
+            "up/kernel": (None, None, *IN),
+            "last/kernel": (None, None, "embed", None),
         },
     ),
     "mlp": (MLP, {"first/kernel": IN, "second/kernel": OUT, "third/kernel": IN}),
@@ -214,7 +216,7 @@ FOUND = {
     ),
     "convolutions by hand": (
         lambda rngs: nnx.Dict(c=nnx.List([OwnConv(16, 32), OwnConv(32, 16)])),
-        {"c/0/weight": (None, None, "embed", None), "c/1/weight": (None, None, "embed", None)},
+        {"c/0/weight": (None, None, *IN), "c/1/weight": (None, None, *OUT)},
     ),
 }
 
@@ -227,7 +229,6 @@ FOUND = {
 @pytest.mark.catches("stacked-order-lost")
 @pytest.mark.catches("tables-within-words")
 @pytest.mark.catches("maps-taken-for-heads")
-@pytest.mark.catches("own-convolutions-split-twice")
 @pytest.mark.parametrize("case", FOUND)
 def test_names_are_found(case):
     make_model, expected = FOUND[case]
@@ -241,10 +242,6 @@ def test_a_map_is_split_the_other_way_where_the_first_would_leave_it_whole():
         "0/kernel": OUT,
         "0/bias": ("embed",),
     }
-
-
-def test_convolutions_are_split_over_tensor_where_nothing_else_splits_them():
-    assert dims_of(UNet, {"data": 4, "tensor": 2})["first/kernel"] == (None, None, None, "mlp")
 
 
 @pytest.mark.catches("skipped-dims-unnamed")
@@ -311,7 +308,18 @@ class Parent(nnx.Module):
 
 
 def test_a_module_may_know_the_one_that_holds_it():
-    assert dims_of(Parent)["child/inner/kernel"] == IN
+    with nnx.set_graph_mode(True):
+        assert dims_of(Parent)["child/inner/kernel"] == IN
+
+
+@pytest.mark.catches("circles-followed")
+def test_in_tree_mode_it_may_not():
+    with nnx.set_graph_mode(False), pytest.raises(InputError) as refused:
+        describe(Parent)
+    assert str(refused.value) == (
+        "model: 'child/parent' refers to a module that holds it, which Flax's tree mode cannot"
+        " have; set NNX_GRAPH_MODE=true, or leave the reference out"
+    )
 
 
 @pytest.fixture

@@ -7,14 +7,20 @@ from flax import nnx
 from colossax.nn.rngs import fresh_rngs
 
 
+def split_keys(rngs):
+    """Of three; without graph updates Flax makes other streams of them."""
+    if not nnx.set_graph_updates.current_value():
+        return nnx.split_rngs(rngs, splits=3).params.key[...]
+    with nnx.split_rngs(rngs, splits=3):
+        return rngs.params.key[...]
+
+
 def drawn(rngs):
     """Keys as bits: of the default stream and a named one, of forks, of splits, and after them."""
     keys = [rngs.params(), rngs(), rngs.dropout(), rngs["default"]()]
     fork = rngs.fork()
     keys += [fork.params(), fork.params(), rngs.params()]
-    with nnx.split_rngs(rngs, splits=3):
-        keys.append(rngs.params.key[...])
-    keys.append(rngs.params())
+    keys += [split_keys(rngs), rngs.params()]
     layers = nnx.split_rngs(splits=2)(nnx.vmap(lambda rngs: rngs.params(), in_axes=0))
     keys += [layers(rngs), rngs.params()]
     return [jax.random.key_data(key) for key in keys]
