@@ -196,3 +196,15 @@ def test_resuming_a_finished_run_writes_nothing(tmp_path):
         fitted(tmp_path, steps=STEPS, resume=True)
     after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert before == after
+
+
+def test_others_read_while_a_run_goes_on(tmp_path):
+    """As `export`, `generate` and `init` do: steps that are whole need no lock."""
+    found = []
+
+    def read():
+        checkpoint = Checkpointer(tmp_path / "checkpoints")
+        found.append((checkpoint.latest(), checkpoint.documents()["position"]))
+
+    fitted(tmp_path, steps=STEPS, checkpoint_every=1, callbacks=at(2, read, folder=tmp_path))
+    assert found == [(1, {"batch": 1})]
