@@ -9,6 +9,7 @@ of life decides: one older than `STALE_S` is of a run that is gone.
 import contextlib
 import dataclasses
 import datetime
+import fcntl
 import json
 import os
 import socket
@@ -16,15 +17,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from colossax.documents import as_kind, parse_json
 from colossax.errors import InputError
 from colossax.processes.group import Group
-
-try:
-    import fcntl
-except ImportError:  # not on Windows, where signs of life decide alone
-    fcntl = None
 
 LOCK_FILE = "run.lock"
 STALE_S = 60.0
@@ -358,8 +355,6 @@ def _identity(found: os.stat_result) -> tuple[int, int]:
 
 def _flock(file: int, *, alone: bool = True) -> bool | None:
     """Whether the kernel's lock of a file is had now; None where its file system has none."""
-    if fcntl is None:
-        return None
     try:
         fcntl.flock(file, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -377,8 +372,15 @@ def _read(file: int) -> Holder | None:
             host=as_kind(found["host"], str, "host"),
             kernel=as_kind(found["kernel"], str, "kernel"),
             process=as_kind(found["process"], int, "process"),
-            begun=float(as_kind(found["begun"], (int, float), "begun")),
-            seen=float(as_kind(found["seen"], (int, float), "seen")),
+            begun=_moment(found["begun"]),
+            seen=_moment(found["seen"]),
         )
     except (OSError, ValueError, KeyError):
         return None
+
+
+def _moment(value: Any) -> float:
+    """Seconds since 1970, before the year 2242."""
+    if not 0 <= as_kind(value, (int, float), "it") < 1 << 33:
+        raise ValueError(f"{value} is no moment")
+    return float(value)

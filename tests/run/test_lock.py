@@ -169,7 +169,8 @@ def test_without_flock_two_runs_of_one_machine_do_not_share(tmp_path, without_fl
 
 def test_an_empty_or_damaged_lock_file_counts_by_its_age_without_flock(tmp_path, without_flock):
     file = tmp_path / LOCK_FILE
-    for text in ("", "{", '{"host": 3}', "[]"):
+    forge(tmp_path, age_s=0, begun=1e300)
+    for text in ("", "{", '{"host": 3}', "[]", file.read_text()):
         file.write_text(text)
         assert "another run, which has just begun" in message(tmp_path)
         os.utime(file, (time.time() - STALE_S - 1,) * 2)
