@@ -56,7 +56,9 @@ class _OwnFailures(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
-        return not (isinstance(error, _FAILURES) and "orbax" in record.pathname)
+        # Absl itself is named where its logger is older than its own class of loggers.
+        here = any(name in record.pathname for name in ("orbax", "absl"))
+        return not (isinstance(error, _FAILURES) and here)
 
 
 logging.getLogger("absl").addFilter(_OwnFailures())
