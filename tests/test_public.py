@@ -108,7 +108,7 @@ NAMES = {
         "RunConfig RunFolder RunOptions StepEnd Stream fit train"
     ),
     "colossax.processes": (
-        "EXIT_CODES Gate Group Launch StopAgreement StopSignals find_launch join start_jax"
+        "EXIT_CODES Gate Group Launch StopAgreement StopSignals find_launch heeded join start_jax"
     ),
     "colossax.inference": (
         "CacheLayout Call Chunk Continuation DecodeProgram Fitted Generation Generator InOrder "

@@ -1,7 +1,7 @@
 """Saving and restoring the state of a run."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -34,6 +34,7 @@ class Checkpointer:
         keep: int | None = 3,
         asynchronous: bool = True,
         timeout_s: float = 1200.0,
+        barred: Callable[[], str | None] = lambda: None,
     ) -> None:
         """Name the directory.
 
@@ -43,7 +44,10 @@ class Checkpointer:
             asynchronous: Return from `save` once arrays are copied to the host, and write in
                 the background; costs host memory for what this process writes.
             timeout_s: How long a save may take, those of other processes included.
+            barred: Asked on process 0 before anything is written, and before a step is made
+                whole, why that may not be; None where it may. All processes fail a save with it.
         """
+        self._barred = barred
         self.directory = Path(directory)
         self._keep, self._asynchronous, self._timeout_s = keep, asynchronous, timeout_s
         self._committer: Any = None
@@ -184,7 +188,9 @@ class Checkpointer:
         if self._committer is None:
             from colossax.checkpoint.commit import Committer
 
-            self._committer = Committer(self.directory, keep=self._keep, timeout_s=self._timeout_s)
+            self._committer = Committer(
+                self.directory, keep=self._keep, timeout_s=self._timeout_s, barred=self._barred
+            )
         return self._committer
 
     def _collect(self) -> bool:

@@ -15,7 +15,7 @@ import logging
 import shutil
 import warnings
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,8 @@ from colossax.checkpoint.slots import record_folder
 from colossax.checkpoint.writing import Job
 from colossax.errors import CheckpointError, CheckpointWarning
 
+Barred = Callable[[], str | None]
+
 _attempts = itertools.count()
 
 _PROBE = ".writable-"
@@ -54,7 +56,9 @@ class _OwnFailures(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
-        return not (isinstance(error, _FAILURES) and "orbax" in record.pathname)
+        # Absl itself is named where its logger is older than its own class of loggers.
+        here = any(name in record.pathname for name in ("orbax", "absl"))
+        return not (isinstance(error, _FAILURES) and here)
 
 
 logging.getLogger("absl").addFilter(_OwnFailures())
@@ -70,6 +74,7 @@ class Attempt:
         documents: JSON texts by name, written by process 0.
         timeout_s: How long processes wait for one another.
         error: What this process could not do.
+        barred: Says why a step may not be made whole; None where it may.
         failed: Whether all processes have agreed that the save failed.
         seals: Of the files that this process wrote, by record and number.
     """
@@ -78,6 +83,7 @@ class Attempt:
     job: Job
     documents: Mapping[str, bytes]
     timeout_s: float
+    barred: Barred
     error: Exception | None = None
     failed: bool = False
     seals: dict[str, dict[int, int]] = dataclasses.field(default_factory=dict)
@@ -130,6 +136,8 @@ class Attempt:
         store.write_durably(_signature(folder, jax.process_index()), content)
 
     def _complete(self, folder: Path) -> None:
+        if (reason := self.barred()) is not None:
+            raise CheckpointError(reason)
         signatures = [_signature(folder, process) for process in range(jax.process_count())]
         seals: dict[str, dict[int, int]] = {name: {} for name in self.job.records}
         for process, signature in enumerate(signatures):
@@ -248,13 +256,15 @@ class DocumentArgs(ocp.args.CheckpointArgs):
 class Committer:
     """Commits steps to one directory, one at a time, and keeps the latest."""
 
-    def __init__(self, directory: Path, *, keep: int | None, timeout_s: float) -> None:
+    def __init__(
+        self, directory: Path, *, keep: int | None, timeout_s: float, barred: Barred = lambda: None
+    ) -> None:
         """Open a directory for writing, creating it; clears away what killed processes left.
 
         Raises:
             CheckpointError: It cannot be written; raised on every process.
         """
-        self._directory, self._timeout_s = directory, timeout_s
+        self._directory, self._timeout_s, self._barred = directory, timeout_s, barred
         self._attempt: Attempt | None = None
         try:
             self._probe()
@@ -289,7 +299,8 @@ class Committer:
         Raises:
             CheckpointError: It could not be started.
         """
-        attempt = Attempt(step=step, job=job, documents=documents, timeout_s=self._timeout_s)
+        how: Any = {"timeout_s": self._timeout_s, "barred": self._barred}
+        attempt = Attempt(step=step, job=job, documents=documents, **how)
         try:
             self._probe()
             self._manager.save(step, args=attempt.args(), force=True)
@@ -327,7 +338,7 @@ class Committer:
         believes that it has deleted the steps which this save would have replaced.
         """
         self.close()
-        if jax.process_index() == 0:
+        if jax.process_index() == 0 and self._barred() is None:
             shutil.rmtree(self._directory / f"{step}{UNFINISHED}", ignore_errors=True)
         self._manager = self._open_manager()
         return self._refusal(f"step {step}", error)
@@ -347,7 +358,8 @@ class Committer:
         number = next(_attempts)
         probe, error = self._directory / f"{_PROBE}{number}", None
         if jax.process_index() == 0:
-            error = _try(_touch, probe)
+            reason = self._barred()
+            error = _try(_touch, probe) if reason is None else CheckpointError(reason)
         meet(f"colossax_probe_{number}_made", self._timeout_s)
         if jax.process_index() and not probe.exists():
             error = CheckpointError("process 0 cannot write there")

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from colossax.cli.arguments import Parser, split_overrides
+from colossax.cli.output import hold_streams, let_streams_go, tell
 from colossax.config import nearest
 from colossax.errors import InputError
 
@@ -34,19 +35,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run `colossax` and return its exit code.
 
     0 is success, 1 what `check` or `bench` found wrong, 2 wrong input (one sentence on standard
-    error, no traceback), 3 a run that was no longer finite, 130 and 143 a run stopped by Ctrl-C and
-    SIGTERM. Any other error is ours and keeps its traceback.
+    error, no traceback), 3 a run that ended without what it promises, 129, 130 and 143 a run
+    stopped by SIGHUP, Ctrl-C and SIGTERM. Any other error is ours and keeps its traceback.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    hold_streams()
     _write_all_characters()
     try:
         return _run(words)
     except InputError as problem:
-        sys.stderr.write(f"colossax: {_sentence(problem)}\n")
+        tell(f"colossax: {_sentence(problem)}\n")
         return 2
     except KeyboardInterrupt:
-        sys.stderr.write("colossax: interrupted\n")
+        tell("colossax: interrupted\n")
         return _INTERRUPTED
+    finally:
+        let_streams_go()
 
 
 def _write_all_characters() -> None:

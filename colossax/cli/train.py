@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import errno
 import functools
 import json
 import logging
@@ -15,13 +16,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from colossax.cli.arguments import Parser, keeping, number, recipe_of_a_file, several_processes
 from colossax.cli.devices import choose_devices, request_host_devices
-from colossax.cli.output import standard_output
+from colossax.cli.output import standard_output, tell
 from colossax.cli.overrides import Override, apply_overrides
 from colossax.cli.recipes import list_recipes, run_as_asked
 from colossax.cli.values import described_values, shown
 from colossax.config import bound_of, user_path
 from colossax.errors import InputError
-from colossax.processes import EXIT_CODES
+from colossax.processes import EXIT_CODES, heeded
 from colossax.recipes import (
     DEFAULT_RECIPE,
     RECIPES,
@@ -45,8 +46,9 @@ DESCRIPTION = {
 }
 
 _CODES = (
-    "\n\nexit codes: 0 done, 2 wrong input, 3 loss or gradients no longer finite, 130 and 143\n"
-    "stopped by Ctrl-C and SIGTERM, saved"
+    "\n\nexit codes: 0 done, 2 wrong input, 3 loss or gradients no longer finite, the last state\n"
+    "not on disk, or the folder taken over, deleted or moved, 129, 130 and 143 stopped by\n"
+    "SIGHUP, Ctrl-C and SIGTERM, saved"
 )
 
 UNFINISHED = 3
@@ -88,6 +90,11 @@ def add_arguments(parser: Parser, _verb: str) -> None:
         help="go on with the run in --out; --resume=auto starts one where there is none",
     )
     parser.alone["--resume"] = "--resume=yes"
+    parser.add_argument(
+        "--take-over",
+        action="store_true",
+        help="also go on with a run in --out that still goes on elsewhere, which then stops",
+    )
     parser.add_argument(
         "--trackers",
         metavar="NAMES",
@@ -164,6 +171,7 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
             options = RunOptions(
                 out=args.out,
                 resume=args.resume,
+                take_over=args.take_over,
                 trackers=args.trackers or RunOptions.trackers,
                 devices=lambda: choose_devices(args.devices),
                 emit=_emitter(out) if args.json and group.first else None,
@@ -183,8 +191,7 @@ def _begin(config: TrainConfig | OwnTask, args: argparse.Namespace) -> None:
     """Say what is done where JAX has yet to be loaded; of several processes the first says it."""
     ranks = (args.process_id, *(int(os.environ.get(name) or 0) for name in _RANKS))
     if isinstance(config, TrainConfig) and "jax" not in sys.modules and not any(ranks):
-        sys.stderr.write(f"{config.recipe}: {config.steps} steps; starting JAX\n")
-        sys.stderr.flush()
+        tell(f"{config.recipe}: {config.steps} steps; starting JAX\n")
 
 
 def configure(args: argparse.Namespace, overrides: list[Override]) -> TrainConfig | OwnTask:
@@ -252,21 +259,26 @@ def run_config(config: TrainConfig) -> "RunConfig":
 
 def _emitter(out: "Stream") -> Callable[[dict[str, Any]], None]:
     def emit(record: dict[str, Any]) -> None:
-        out.write(f"{json.dumps(record)}\n")
-        out.flush()
+        try:
+            out.write(f"{json.dumps(record)}\n")
+            out.flush()
+        except ValueError as problem:  # of a stream that was closed
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF)) from problem
 
     return emit
 
 
 @contextlib.contextmanager
 def _terminated_at_once() -> Iterator[None]:
-    """Until there is something to save, SIGTERM ends the process with its exit code."""
+    """Until there is something to save, SIGTERM and SIGHUP end the process with their codes."""
 
-    def leave(_number: int, _frame: FrameType | None) -> None:
-        raise SystemExit(EXIT_CODES["SIGTERM"])
+    def leave(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(EXIT_CODES[signal.Signals(number).name])
 
-    before = signal.signal(signal.SIGTERM, leave)
+    numbers = [number for number in heeded() if number != signal.SIGINT]
+    before = {number: signal.signal(number, leave) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -14,5 +14,6 @@ if TYPE_CHECKING:
     from .launch import start_jax as start_jax
     from .signals import EXIT_CODES as EXIT_CODES
     from .signals import StopSignals as StopSignals
+    from .signals import heeded as heeded
 else:
     __getattr__, __dir__ = lazily(__name__)

@@ -11,15 +11,16 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
+EXIT_CODES = {"SIGHUP": 129, "SIGINT": 130, "SIGTERM": 143}
 
 
 _ABORT_WAITS_S = 6.0
 
 
 class StopSignals:
-    """SIGTERM and Ctrl-C as wishes. A second Ctrl-C ends the process at once, saving nothing.
+    """SIGTERM, SIGHUP and Ctrl-C as wishes. A second Ctrl-C ends the process, saving nothing.
 
+    SIGHUP comes of a terminal that is gone; where it is ignored, as under `nohup`, it stays so.
     The handlers only write to a pipe: they run between any two instructions of the main thread,
     which may hold any lock.
     """
@@ -36,7 +37,7 @@ class StopSignals:
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
-        before = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
+        before = {s: signal.signal(s, self._handle) for s in heeded()}
         try:
             yield self
         finally:
@@ -49,14 +50,26 @@ class StopSignals:
             sys.stderr.write("\ncolossax: interrupted twice; nothing more is saved\n")
             sys.stderr.flush()
             os._exit(EXIT_CODES["SIGINT"])
+        self.stop(signal.Signals(number).name)
+
+    def stop(self, reason: str) -> None:
+        """Wish to stop, for a reason of one word; the first wish counts. From any thread."""
         if self.wish is None:
-            self.wish = signal.Signals(number).name
+            self.wish = reason
             os.write(self._write_end, b"!")
 
     def close(self) -> None:
         """Give the pipe back."""
         os.close(self.read_end)
         os.close(self._write_end)
+
+
+def heeded() -> list[signal.Signals]:
+    """Signals that ask a run to stop; SIGHUP is none where this process was told to ignore it."""
+    found = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        found.append(signal.SIGHUP)
+    return found
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_int)

@@ -6,18 +6,23 @@ from pathlib import Path
 from colossax.errors import InputError
 from colossax.run.calling import Callbacks, Tools
 from colossax.run.checkpointing import Beside, RunCheckpoints
+from colossax.run.lock import LOCK_FILE, RunLock
 from colossax.run.prepared import OFFLOADED, Prepared
 from colossax.run.progress import Screen
-from colossax.run.records import Record
-from colossax.run.run_dir import RUN_FILE, RunFolder
+from colossax.run.records import Record, Records, finite
+from colossax.run.run_dir import LOG_FILE, RUN_FILE, RunFolder
 from colossax.run.trackers import EVENTS_FOLDER
 from colossax.typing import TrainState
 
 _HERE = RunFolder(path=Path())
 _TAKEN = {
     *(path.name for path in (_HERE.checkpoints, _HERE.metrics, _HERE.picture)),
-    *(RUN_FILE, EVENTS_FOLDER, "wandb", OFFLOADED),
+    *(RUN_FILE, LOCK_FILE, LOG_FILE, EVENTS_FOLDER, "wandb", OFFLOADED),
 }
+
+
+STEP_FIELDS = ("step", "loss", "grad_norm", "tokens", "tokens_per_s")
+"""What is emitted of each step."""
 
 
 def check_apart(folder: str) -> None:
@@ -36,9 +41,9 @@ def check_apart(folder: str) -> None:
 class Around:
     """What a run has around its loop: its checkpoints, its callbacks, where records go."""
 
-    def __init__(self, run: Prepared, screen: Screen):
+    def __init__(self, run: Prepared, screen: Screen, lock: RunLock):
         """Name folders; nothing is written yet."""
-        self._run, self._screen = run, screen
+        self._run, self._screen, self._lock = run, screen, lock
         self._apart: dict[str, RunCheckpoints] = {}
         self.record: Callable[[Record], None] = lambda record: None
         tools = Tools(
@@ -77,4 +82,33 @@ class Around:
             documents=self._run.documents,
             report=self._screen.note,
             beside=beside,
+            barred=self._lock.check,
         )
+
+
+def recorder(files: Records, emit: Callable[[Record], None]) -> Callable[[Record], None]:
+    """Where records go: files and whoever listens."""
+
+    def record(record: Record) -> None:
+        files.write(record)
+        if "loss" in record:
+            emit(finite({name: record[name] for name in STEP_FIELDS}))
+
+    return record
+
+
+def emitter(run: Prepared, screen: Screen) -> Callable[[Record], None]:
+    """Hands records to whoever listens, until that one is gone, which is told once."""
+    listener = run.options.emit
+
+    def emit(record: Record) -> None:
+        nonlocal listener
+        if listener is None:
+            return
+        try:
+            listener(record)
+        except OSError as problem:
+            listener = None
+            screen.note(f"records are no longer emitted ({problem.strerror}); training goes on")
+
+    return emit

@@ -44,6 +44,7 @@ class RunCheckpoints:
         documents: dict[str, Any],
         report: Callable[[str], None],
         beside: Beside = lambda: ({}, []),
+        barred: Callable[[], str | None] = lambda: None,
     ):
         """Name the folder; nothing is written yet.
 
@@ -54,6 +55,7 @@ class RunCheckpoints:
             documents: JSON values stored with each, beside the data position.
             report: Told in one sentence of a checkpoint that could not be written.
             beside: Asked at each save for more that belongs to it.
+            barred: See `Checkpointer`.
         """
         self._records = StateRecords(step)
         self._documents = documents
@@ -61,7 +63,9 @@ class RunCheckpoints:
         self._beside = beside
         # A copy of what host memory holds, to go on beside the writing, is room that nobody has.
         asynchronous = not self._records.on_host
-        self._checkpointer = Checkpointer(folder, keep=keep, asynchronous=asynchronous)
+        self._checkpointer = Checkpointer(
+            folder, keep=keep, asynchronous=asynchronous, barred=barred
+        )
 
     def save(self, state: TrainState, done: int) -> None:
         """Start saving the state after `done` steps; it may be donated when this returns.

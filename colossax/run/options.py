@@ -42,6 +42,7 @@ class RunOptions:
         resume: Go on with the run in `out`; `"auto"` starts one where there is none.
         trackers: Where metrics go beside `metrics.jsonl`, by name: `tensorboard`, `wandb` (offline,
             unless its environment says otherwise), `trackio`; `json` adds nothing.
+        take_over: Also write into a folder that another run writes into, which then stops.
         devices: Gives the devices; called when JAX may be asked.
         emit: Takes one record per step and the final one; None on all processes but the first.
     """
@@ -49,6 +50,7 @@ class RunOptions:
     out: str | None = None
     resume: bool | Literal["auto"] = False
     trackers: Sequence[str] = DEFAULT_TRACKERS
+    take_over: bool = False
     devices: Callable[[], list[jax.Device]] = jax.devices
     emit: Callable[[Record], None] | None = None
 
@@ -59,8 +61,10 @@ class Outcome:
 
     Attributes:
         final: Its numbers.
-        stopped_by: `SIGTERM` or `SIGINT` when it was told to stop, else None.
-        failure: Why it ended before its last step by itself, in one sentence; else None.
+        stopped_by: `SIGTERM`, `SIGINT` or `SIGHUP` when it was told to stop, `lock` when its folder
+            became another run's or went away, else None.
+        failure: Why it ended before its last step by itself, or without its last checkpoint on
+            disk, in one sentence; else None.
     """
 
     final: Record

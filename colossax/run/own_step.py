@@ -36,6 +36,7 @@ def fit(
     keep: int = 2,
     stop_after_skipped: int = 10,
     trackers: Sequence[str] = DEFAULT_TRACKERS,
+    take_over: bool = False,
     name: str = "fit",
     learning_rate: float | Callable[[int], Any] | None = None,
     tokens: int = 0,
@@ -69,6 +70,7 @@ def fit(
         stop_after_skipped: Steps skipped in a row, their loss or gradient norm not finite, after
             which the run ends; 0 goes on all the same.
         trackers: See `RunOptions`.
+        take_over: Also write into a folder that another run writes into, which then stops.
         name: Of the run, for its folder and picture.
         learning_rate: To be recorded, a number or a function of the updates done. That of
             `optax.inject_hyperparams` is recorded by itself.
@@ -80,11 +82,12 @@ def fit(
     Returns:
         `(state, outcome)`: the last state, and the run's final numbers. A run that too many
             skipped steps ended raises nothing: `outcome.failure` says in one sentence at which
-            step, what was not finite first, and from which checkpoint it goes on; it is None
-            otherwise.
+            step, what was not finite first, and from which checkpoint it goes on. It also says so
+            where the last state is not on disk, all steps were skipped, or the folder was taken
+            over by another run, deleted or moved; it is None otherwise.
 
     Raises:
-        InputError: Something asked for cannot be done.
+        InputError: Something asked for cannot be done, or another run writes into `out`.
     """
     if jax.process_count() > 1 and (group is None or group.processes == 1):
         raise InputError(
@@ -95,7 +98,9 @@ def fit(
     check_callbacks(callbacks)
     group = Group(None, {}) if group is None else group
     options, folder = settle_folder(
-        name, RunOptions(out=out, resume=resume, trackers=trackers), group
+        name,
+        RunOptions(out=out, resume=resume, trackers=trackers, take_over=take_over),
+        group,
     )
     begun = _begun(state, folder, options, group)
     task = Task(

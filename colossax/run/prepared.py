@@ -5,9 +5,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from colossax.config import Plan, to_json
+from colossax.config import Plan, to_json, user_path
 from colossax.planner.task_step import settle_task, task_step
 from colossax.processes.group import Group
+from colossax.run.lock import RunLock
 from colossax.run.options import RunConfig, RunOptions
 from colossax.run.run_dir import RunFolder, check_identity, find_run_folder
 from colossax.run.sources import settled_source
@@ -60,11 +61,14 @@ def settle_folder(name: str, options: RunOptions, group: Group) -> tuple[RunOpti
     """The run's folder, and whether it is resumed; writes nothing.
 
     Raises:
-        InputError: The folder does not fit what is asked, or a tracker is not there.
+        InputError: The folder does not fit what is asked, another run writes into it, or a tracker
+            is not there.
     """
 
     def find() -> list[Any]:
         check_trackers(options.trackers)
+        if options.out is not None and not options.take_over:
+            RunLock(user_path(options.out, "--out")).check_free()
         folder = find_run_folder(options.out, recipe=name, resume=options.resume)
         return [str(folder.path), folder.holds_run]
 

@@ -1,8 +1,14 @@
 """What a person sees while a run trains; all of it goes to standard error."""
 
+import contextlib
+import datetime
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol, TextIO, cast, runtime_checkable
+
+from colossax.documents import why
 
 LINE_EVERY_S = 10.0
 
@@ -19,6 +25,45 @@ class Stream(Protocol):
 
     def isatty(self) -> bool:
         """Whether a person sees it at once."""
+
+
+class Lasting:
+    """A stream that may go away, as a pipe's reader or a terminal does; nothing is raised then."""
+
+    def __init__(self, stream: Stream | None, gone: Callable[[str], None]):
+        """Write to a stream; `gone` is called once, with the reason, when that fails."""
+        self._stream, self._gone = stream, gone
+        self._is_gone = False
+
+    @property
+    def encoding(self) -> str:
+        """That of the stream."""
+        return getattr(self._stream, "encoding", None) or "utf-8"
+
+    def write(self, text: str, /) -> None:
+        """Write text, as long as there is somebody to read it."""
+        self._try(lambda stream: stream.write(text))
+
+    def flush(self) -> None:
+        """Let it be seen."""
+        self._try(lambda stream: stream.flush())
+
+    def isatty(self) -> bool:
+        """Whether a person sees it at once."""
+        with contextlib.suppress(OSError, ValueError):
+            return self._stream is not None and self._stream.isatty()
+        return False
+
+    def _try(self, action: Callable[[Stream], object]) -> None:
+        if self._is_gone:
+            return
+        try:
+            if self._stream is None:
+                raise OSError(0, "it is closed")
+            action(self._stream)
+        except (OSError, ValueError) as problem:  # ValueError: of a stream that was closed
+            self._is_gone = True
+            self._gone(why(problem))
 
 
 @runtime_checkable
@@ -116,17 +161,22 @@ class Bar:
 
 
 class Screen:
-    """What a run shows: lines before it trains and after, a bar or lines while it does."""
+    """What a run shows: lines before it trains and after, a bar or lines while it does.
 
-    def __init__(self, *, visible: bool, stream: Stream | None = None):
+    When nobody reads them any more, training goes on, and notes go to the run's log.
+    """
+
+    def __init__(self, *, visible: bool, stream: Stream | None = None, log: Path | None = None):
         self._visible = visible
-        self._stream = sys.stderr if stream is None else stream
+        self._stream = Lasting(sys.stderr if stream is None else stream, self._go_dark)
+        self._log = log
+        self._is_dark = False
         self._lines: Progress = Lines(0, self._stream) if visible else Silent()
         self._now: Any = self._lines
 
     def start(self, *, steps: int, done: int) -> None:
         """Training starts, `done` of `steps` are behind it."""
-        if self._visible:
+        if self._visible and not self._is_dark:
             terminal = self._stream.isatty()
             self._now = Bar(steps, done, self._stream) if terminal else Lines(steps, self._stream)
 
@@ -136,9 +186,23 @@ class Screen:
 
     def note(self, text: str) -> None:
         """Something a person should read."""
-        self._now.note(text)
+        if not self._is_dark:
+            self._now.note(text)
+        if self._is_dark:
+            self._write_log(text)
 
     def close(self) -> None:
         """Training is over; a bar stays as it stands."""
         self._now.close()
         self._now = self._lines
+
+    def _go_dark(self, reason: str) -> None:
+        self._is_dark = True
+        self._write_log(f"standard error can no longer be written ({reason}); training goes on")
+
+    def _write_log(self, text: str) -> None:
+        if self._log is None or not self._visible:
+            return
+        when = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
+        with contextlib.suppress(OSError), self._log.open("a", encoding="utf-8") as log:
+            log.write(f"{when} {text}\n")

@@ -3,10 +3,13 @@
 import contextlib
 import json
 import math
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from colossax.documents import as_kind, member, parse_json
+from colossax.errors import InputError
 from colossax.files import write_whole
 from colossax.run.run_dir import RunFolder
 from colossax.run.trackers import DEFAULT_TRACKERS, About, open_trackers
@@ -28,21 +31,65 @@ def spelt(name: str) -> str:
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """Records of a `metrics.jsonl`; a line that a killed process left half written ends them."""
+    """Records of a `metrics.jsonl`; lines that are none are passed over."""
+    return (record for record, _ in _lines(path) if record is not None)
+
+
+def keep_until(path: Path, step: int, *, report: Callable[[str], None]) -> None:
+    """Drop the records after `step`, which a resumed run will write again.
+
+    Lines that are no records are reported in one sentence, and the file that has them is kept
+    beside, as `metrics.jsonl.damaged`. An end that a killed process left half written is dropped.
+
+    Raises:
+        InputError: The file cannot be read or written; what was there stays.
+    """
+    try:
+        found = list(_lines(path))
+        unread = sum(record is None and whole for record, whole in found)
+        if unread:
+            aside = _beside(path)
+            shutil.copyfile(path, aside)
+            report(
+                f"{path}: {unread} of {len(found)} lines cannot be read and were left out; the file"
+                f" as it was is {aside}"
+            )
+        kept = [record for record, _ in found if record is not None and record["step"] <= step]
+        write_whole(path, "".join(f"{json.dumps(record)}\n" for record in kept))
+    except OSError as problem:
+        raise InputError(
+            f"{path}: cannot be written ({problem.strerror}); make room, or make it writable"
+        ) from problem
+
+
+def _lines(path: Path) -> Iterator[tuple[Record | None, bool]]:
+    """Each line's record, None where it is none, and whether the line has an end."""
     if not path.exists():
         return
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for line in lines:
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError:
-                return
+            yield _record(line), line.endswith(b"\n")
 
 
-def keep_until(path: Path, step: int) -> None:
-    """Drop the records after `step`, which a resumed run will write again."""
-    kept = [record for record in read_records(path) if record["step"] <= step]
-    write_whole(path, "".join(f"{json.dumps(record)}\n" for record in kept))
+def _record(line: bytes) -> Record | None:
+    """A step's numbers by name; None where the line is something else."""
+    try:
+        record = parse_json(line)
+        member(record, "step", int)
+        for value in record.values():
+            as_kind(value, (int, float, bool, type(None)), "it")
+    except ValueError:
+        return None
+    return record
+
+
+def _beside(path: Path) -> Path:
+    """A name that is free."""
+    place, count = path.with_name(f"{path.name}.damaged"), 1
+    while place.exists():
+        count += 1
+        place = path.with_name(f"{path.name}.damaged-{count}")
+    return place
 
 
 class Records:
@@ -69,15 +116,20 @@ class Records:
             opened: Called between: nothing has been written then but by trackers.
 
         Raises:
-            InputError: A tracker cannot be opened.
+            InputError: A tracker cannot be opened, or the file cannot be written.
         """
         self._report = report
         self._broken = False
         path = RunFolder(path=about.folder).metrics
         self._trackers = open_trackers(trackers, about)
-        opened()
-        keep_until(path, about.from_step)
-        self._lines = path.open("a", encoding="utf-8")
+        try:
+            opened()
+            keep_until(path, about.from_step, report=report)
+            self._lines = path.open("a", encoding="utf-8")
+        except BaseException:
+            for tracker in self._trackers.values():
+                tracker.close()
+            raise
 
     def write(self, record: Record) -> None:
         """Add one record; trackers get all its numbers but `step`."""

@@ -12,21 +12,20 @@ from colossax.planner.flops import Yardstick, peak_flops
 from colossax.processes.agreement import Gate, StopAgreement
 from colossax.processes.group import Group
 from colossax.processes.signals import StopSignals
-from colossax.run.around import Around
+from colossax.run.around import Around, emitter, recorder
+from colossax.run.ending import LOST, lost, not_finite, unsaved
 from colossax.run.initial import first_state
+from colossax.run.lock import RunLock, held
 from colossax.run.meter import Meter, local_devices, with_injected_rate
-from colossax.run.not_finite import first_not_finite
 from colossax.run.options import Outcome, RunConfig, RunOptions
 from colossax.run.prepared import Prepared, prepare
 from colossax.run.progress import Progress, Screen
 from colossax.run.records import Record, Records, finite, read_records, spelt
+from colossax.run.run_dir import find_run_folder
 from colossax.run.summary import conclude, introduce, parameters
 from colossax.run.trackers import About
 from colossax.tasks import Task
 from colossax.typing import Batch, Metrics, TrainState
-
-STEP_FIELDS = ("step", "loss", "grad_norm", "tokens", "tokens_per_s")
-"""What is emitted of each step."""
 
 Reported = tuple[int, Metrics]
 
@@ -49,22 +48,37 @@ def run_prepared(run: Prepared) -> tuple[TrainState, Outcome]:
         InputError: See `train`.
     """
     signals = StopSignals()
-    with signals.installed():
-        ended = _train(run, signals)
+
+    def check() -> object:
+        return find_run_folder(str(run.folder.path), recipe="", resume=run.options.resume)
+
+    with (
+        signals.installed(),
+        held(
+            run.folder.path,
+            run.group,
+            by_force=run.options.take_over,
+            check=check,
+            on_lost=lambda: signals.stop(LOST),
+        ) as lock,
+    ):
+        ended = _train(run, signals, lock)
     signals.close()
     return ended
 
 
-def _train(run: Prepared, signals: StopSignals) -> tuple[TrainState, Outcome]:
+def _train(run: Prepared, signals: StopSignals, lock: RunLock) -> tuple[TrainState, Outcome]:
     group = run.group
-    screen = Screen(visible=group.first)
-    around = Around(run, screen)
+    screen = Screen(visible=group.first, log=run.folder.log)
+    around, emit = Around(run, screen, lock), emitter(run, screen)
     start, state = first_state(run, around.checkpoints, screen)
     around.callbacks.start(state)
     if run.options.resume and around.checkpoints.holds(start):
         around.callbacks.resume(around.checkpoints, start)
         if start >= run.config.steps or around.callbacks.ended is not None:
-            return state, _finished_before(run, around, start, screen)
+            outcome = _finished_before(run, around, start, screen)
+            emit({"final": finite(outcome.final)})
+            return state, outcome
     files = group.together(lambda: _records(run, start, screen))
     gate = Gate(start)
     with contextlib.ExitStack() as stack:
@@ -72,7 +86,7 @@ def _train(run: Prepared, signals: StopSignals) -> tuple[TrainState, Outcome]:
         stack.callback(screen.close)
         if files is not None:
             stack.callback(files.close)
-            around.record = _recorder(run, files)
+            around.record = recorder(files, emit)
         introduce(run, start, screen)
         assert callable(run.task.batches), "a source is settled when a run is prepared"
         batches = stack.enter_context(run.task.batches(run.step, start))
@@ -86,13 +100,17 @@ def _train(run: Prepared, signals: StopSignals) -> tuple[TrainState, Outcome]:
         stopped_by = None if gate.enter(done + 1) else gate.reason
         latest = checkpoints.latest()
         final = _final(run, around, loop, done=done, checkpoint=latest, stopped_by=stopped_by)
-        failure = _failure(run, loop, state, latest) if loop.hopeless else None
+        failure = not_finite(run, loop, state, latest, steps=done - start, stopped_by=stopped_by)
+        if failure is None and stopped_by is None and run.task.complete is not None:
+            final["completion"] = run.task.complete(run.step, state["params"])
+        failure = lost(lock, done, stopped_by) or failure
+        if done > start and not checkpoints.holds(done):
+            failure = failure or unsaved(run, done, latest, stopped_by)
         if failure is not None:
             final["failure"] = failure
-        elif stopped_by is None and run.task.complete is not None:
-            final["completion"] = run.task.complete(run.step, state["params"])
     if group.first:
-        conclude(run, final, screen)
+        conclude(run, final, screen, writable=lock.check() is None)
+        emit({"final": finite(final)})
     return state, Outcome(final=final, stopped_by=stopped_by, failure=failure)
 
 
@@ -109,8 +127,6 @@ def _finished_before(run: Prepared, around: Around, start: int, screen: Screen) 
         else:
             loop.evaluated = {name: x for name, x in record.items() if name != "step"}
     final = _final(run, around, loop, done=start, checkpoint=start, stopped_by=None)
-    if run.group.first and run.options.emit is not None:
-        run.options.emit({"final": finite(final)})
     return Outcome(final=final, stopped_by=None)
 
 
@@ -130,18 +146,6 @@ def _records(run: Prepared, start: int, screen: Screen) -> Records | None:
         trackers=run.options.trackers,
         opened=lambda: run.folder.write(run.asked, run.identity),
     )
-
-
-def _recorder(run: Prepared, files: Records) -> Callable[[Record], None]:
-    """Where records go: files and whoever listens."""
-    emit = run.options.emit
-
-    def record(record: Record) -> None:
-        files.write(record)
-        if emit is not None and "loss" in record:
-            emit(finite({name: record[name] for name in STEP_FIELDS}))
-
-    return record
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -346,20 +350,6 @@ def _loop(run: Prepared, around: Around, gate: Gate, screen: Screen, *, skipped:
         skipped=skipped,
     )
     return Loop(with_injected_rate(run.step), schedule, hooks, gate, meter)
-
-
-def _failure(run: Prepared, loop: Loop, state: TrainState, checkpoint: int | None) -> str:
-    """Why a run ended that was no longer finite, and from where it goes on."""
-    first = first_not_finite(run.step, state, loop.last_batch)
-    kept = "no checkpoint was saved before"
-    if checkpoint is not None:
-        kept = f"the last good checkpoint is that of step {checkpoint}, in {run.folder.checkpoints}"
-    count = loop.meter.skipped_in_a_row
-    return (
-        f"stopped at step {(loop.last or {}).get('step')}: the last {count} steps were skipped, as"
-        f" loss or gradient norm was not finite, first {first}; {kept}; lower the learning rate,"
-        " or look at the data"
-    )
 
 
 def _final(

@@ -12,6 +12,9 @@ from colossax.errors import InputError
 from colossax.files import write_whole
 
 RUN_FILE = "run.json"
+LOG_FILE = "run.log"
+"""What a run has to say once standard error cannot be written any more."""
+
 _FORMAT = 1
 
 
@@ -35,6 +38,11 @@ class RunFolder:
     def picture(self) -> Path:
         """The plot of the losses."""
         return self.path / "loss.png"
+
+    @property
+    def log(self) -> Path:
+        """What the run had to say when nobody could be shown it; mostly there is none."""
+        return self.path / LOG_FILE
 
     @property
     def holds_run(self) -> bool:

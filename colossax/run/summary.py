@@ -5,7 +5,7 @@ import jax
 from colossax.run.plot import plot_losses
 from colossax.run.prepared import Prepared
 from colossax.run.progress import Screen
-from colossax.run.records import Record, finite, read_records, spelt
+from colossax.run.records import Record, read_records, spelt
 from colossax.step.step import Step
 
 
@@ -48,15 +48,9 @@ def _counted(step: Step) -> str:
     return f"{total} ({', '.join(each)})" if each else total
 
 
-def conclude(run: Prepared, final: Record, screen: Screen) -> None:
-    """Draw the picture, tell the outcome."""
-    plot_losses(
-        read_records(run.folder.metrics),
-        run.folder.picture,
-        title=f"{run.task.name}: {final['parameters'] / 1e6:.2f} M parameters",
-        unit=run.task.unit,
-        baselines=run.task.baselines(),
-    )
+def conclude(run: Prepared, final: Record, screen: Screen, *, writable: bool = True) -> None:
+    """Draw the picture where the folder is writable, tell the outcome and what is there."""
+    drawn = writable and _drawn(run, final, screen)
     if "failure" in final:
         screen.note(final["failure"])
     elif final["stopped_by"] is not None:
@@ -75,6 +69,34 @@ def conclude(run: Prepared, final: Record, screen: Screen) -> None:
         screen.note(f"MFU {final['mfu']:.1%}{formula}")
     if final.get("completion"):
         screen.note(f"\n{final['completion']}\n")
-    screen.note(f"checkpoints, metrics and loss.png are in {run.folder.path}")
-    if run.options.emit is not None:
-        run.options.emit({"final": finite(final)})
+    screen.note(_left(run, final, drawn=drawn))
+
+
+def _drawn(run: Prepared, final: Record, screen: Screen) -> bool:
+    """Draw the picture; False where it cannot be written, which is told."""
+    try:
+        plot_losses(
+            read_records(run.folder.metrics),
+            run.folder.picture,
+            title=f"{run.task.name}: {final['parameters'] / 1e6:.2f} M parameters",
+            unit=run.task.unit,
+            baselines=run.task.baselines(),
+        )
+    except OSError as problem:
+        screen.note(f"loss.png was not drawn ({problem.strerror})")
+        return False
+    return True
+
+
+def _left(run: Prepared, final: Record, *, drawn: bool) -> str:
+    """What of a run is in its folder."""
+    there = {
+        "checkpoints": final["checkpoint"] is not None,
+        "metrics": run.folder.metrics.exists(),
+        "loss.png": drawn,
+    }
+    names = [name for name, is_there in there.items() if is_there]
+    if not names:
+        return f"nothing of the run is in {run.folder.path}"
+    told = " and ".join(", ".join(names).rsplit(", ", 1))
+    return f"{told} {'is' if names == ['loss.png'] else 'are'} in {run.folder.path}"

@@ -1,5 +1,6 @@
 """Saves that fail, are killed, or involve several processes."""
 
+import logging
 import os
 import random
 import signal
@@ -12,7 +13,7 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from colossax.checkpoint import Checkpointer, RecordReader
+from colossax.checkpoint import Checkpointer, RecordReader, commit
 from colossax.errors import CheckpointError
 from tests.checkpoint.support import (
     MODEL,
@@ -197,3 +198,14 @@ def test_orbax_alone_reads_parameters_and_documents(devices, tmp_path):
         restorer.close()
     handler = ocp.JsonCheckpointHandler()
     assert handler.restore(tmp_path / "5/plan") == {"a": 1}
+
+
+@pytest.mark.catches("own-failure-logged")
+@pytest.mark.parametrize("place", ["orbax/checkpoint/futures.py", "absl/logging/__init__.py"])
+def test_a_failure_that_is_reported_is_not_logged_with_its_traceback(place):
+    error = CheckpointError("File too large")
+    raised = (CheckpointError, error, None)
+    record = logging.LogRecord("absl", logging.ERROR, f"/lib/{place}", 1, "failed", (), raised)
+    assert not commit._OwnFailures().filter(record)
+    other = logging.LogRecord("absl", logging.ERROR, f"/lib/{place}", 1, "failed", (), None)
+    assert commit._OwnFailures().filter(other)

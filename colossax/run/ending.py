@@ -1,0 +1,66 @@
+"""Why a run ended without what it promises, in one sentence each."""
+
+from typing import TYPE_CHECKING
+
+from colossax.run.lock import RunLock
+from colossax.run.not_finite import first_not_finite
+from colossax.run.prepared import Prepared
+from colossax.typing import TrainState
+
+if TYPE_CHECKING:
+    from colossax.run.run import Loop
+
+LOST = "lock"
+"""What stops a run whose folder is no longer its own."""
+
+
+def not_finite(
+    run: Prepared,
+    loop: "Loop",
+    state: TrainState,
+    checkpoint: int | None,
+    *,
+    steps: int,
+    stopped_by: str | None,
+) -> str | None:
+    """Why a run is no longer finite, and from where it goes on; None where it is.
+
+    It is not after so many skipped steps as end it, nor at its end when all its steps were skipped.
+    """
+    count = loop.meter.skipped_in_a_row
+    if not loop.hopeless and (stopped_by is not None or not 0 < steps <= count):
+        return None
+    first = first_not_finite(run.step, state, loop.last_batch)
+    if loop.hopeless:
+        step = (loop.last or {}).get("step")
+        what = f"stopped at step {step}: the last {count} steps were skipped"
+    else:
+        what = f"all {steps} steps were skipped"
+    good = "" if checkpoint is None else "good "
+    return (
+        f"{what}, as loss or gradient norm was not finite, first {first};"
+        f" {_kept(run, checkpoint, good)}; lower the learning rate, or look at the data"
+    )
+
+
+def lost(lock: RunLock, done: int, stopped_by: str | None) -> str | None:
+    """That the folder is no longer the run's; None where it is."""
+    if (why := lock.check()) is None and stopped_by != LOST:
+        return None
+    why = why or "process 0 may no longer write into the run's folder"
+    return f"stopped after step {done}: {why}; nothing more was written there"
+
+
+def unsaved(run: Prepared, done: int, checkpoint: int | None, stopped_by: str | None) -> str:
+    """That the last state is not on disk, and what is."""
+    stopped = "" if stopped_by is None else f"stopped by {stopped_by}; "
+    return (
+        f"{stopped}the state after step {done} is not on disk, as it could not be saved;"
+        f" {_kept(run, checkpoint)}; make room and go on with --resume"
+    )
+
+
+def _kept(run: Prepared, checkpoint: int | None, good: str = "") -> str:
+    if checkpoint is None:
+        return "no checkpoint was saved before"
+    return f"the last {good}checkpoint is that of step {checkpoint}, in {run.folder.checkpoints}"

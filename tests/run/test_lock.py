@@ -1,0 +1,254 @@
+"""One run at a time writes into a folder; others are told whose it is."""
+
+import contextlib
+import dataclasses
+import errno
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from colossax.errors import InputError
+from colossax.processes.group import Group
+from colossax.run import lock as locks
+from colossax.run.lock import LOCK_FILE, STALE_S, RunLock, held
+from tests.launching import ROOT
+
+CHILD = """
+import sys, time
+from pathlib import Path
+from colossax.errors import InputError
+from colossax.run.lock import RunLock
+lock = RunLock(Path(sys.argv[1]))
+try:
+    lock.take()
+except InputError as problem:
+    print(problem, flush=True)
+    sys.exit(2)
+print("mine", flush=True)
+sys.stdin.readline()
+lock.release()
+"""
+
+
+def child(folder):
+    return subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+
+
+def let_go(*children):
+    for one in children:
+        one.communicate("\n", timeout=60)
+
+
+@contextlib.contextmanager
+def taken(folder, **how):
+    lock = RunLock(folder)
+    try:
+        lock.take(**how)
+        yield lock
+    finally:
+        lock.release()
+
+
+def forge(folder, *, age_s, **changes):
+    """A lock file as a run of elsewhere leaves it, that long after its last sign of life."""
+    seen = time.time() - age_s
+    holder = dataclasses.replace(
+        locks._myself(), host="elsewhere", kernel="another", process=7, begun=seen, seen=seen
+    )
+    text = json.dumps(dataclasses.asdict(dataclasses.replace(holder, **changes)))
+    folder.mkdir(exist_ok=True)
+    (folder / LOCK_FILE).write_text(text)
+    os.utime(folder / LOCK_FILE, (seen, seen))
+
+
+@pytest.fixture
+def without_flock(monkeypatch):
+    def refuse(file, how):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(locks.fcntl, "flock", refuse)
+
+
+@pytest.fixture
+def brisk(monkeypatch):
+    monkeypatch.setattr(locks, "_BEAT_S", 0.01)
+
+
+def wait_for(true):
+    deadline = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def message(folder, **how):
+    with pytest.raises(InputError) as refusal, taken(folder, **how):
+        pass
+    return str(refusal.value)
+
+
+@pytest.mark.catches("lock-shared")
+@pytest.mark.parametrize("count", [2, 5])
+def test_of_runs_that_begin_at_once_one_wins_and_the_others_are_told_by_whom(tmp_path, count):
+    folder = tmp_path / "run"
+    children = [child(folder) for _ in range(count)]
+    said = [one.stdout.readline() for one in children]
+    assert said.count("mine\n") == 1
+    winner = children[said.index("mine\n")]
+    for text in said:
+        if text != "mine\n":
+            assert text.startswith(f"--out {folder}: ")
+            assert f"process {winner.pid} on {socket.gethostname()}, since " in text
+            assert "--take-over" in text
+    let_go(*children)
+    assert sorted(one.returncode for one in children) == [0] + [2] * (count - 1)
+    assert not folder.exists(), "the folder was made for the lock alone"
+
+
+@pytest.mark.catches("lock-needs-time")
+def test_a_killed_run_leaves_its_folder_to_the_next_at_once(tmp_path):
+    one = child(tmp_path)
+    assert one.stdout.readline() == "mine\n"
+    assert f"process {one.pid} on" in message(tmp_path)
+    with pytest.raises(InputError, match=f"process {one.pid} on"):
+        RunLock(tmp_path).check_free()
+    one.send_signal(signal.SIGKILL)
+    let_go(one)
+    assert (tmp_path / LOCK_FILE).exists()
+    RunLock(tmp_path).check_free()
+    with taken(tmp_path):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_looking_writes_nothing(tmp_path):
+    RunLock(tmp_path / "none").check_free()
+    RunLock(tmp_path).check_free()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.catches("lock-of-elsewhere")
+@pytest.mark.parametrize("flock", [True, False])
+def test_a_run_on_another_machine_has_it_while_it_gives_signs_of_life(tmp_path, flock, request):
+    if not flock:
+        request.getfixturevalue("without_flock")
+    forge(tmp_path, age_s=STALE_S / 2)
+    before = (tmp_path / LOCK_FILE).read_bytes()
+    text = message(tmp_path)
+    assert "process 7 on elsewhere, since " in text and "last seen 30 s ago" in text
+    assert f"if it was killed, wait {round(STALE_S / 2)} s" in text
+    assert (tmp_path / LOCK_FILE).read_bytes() == before
+    forge(tmp_path, age_s=STALE_S + 1)
+    with taken(tmp_path):
+        assert json.loads((tmp_path / LOCK_FILE).read_text())["process"] == os.getpid()
+    forge(tmp_path, age_s=0)
+    with taken(tmp_path, by_force=True) as lock:
+        assert lock.check() is None
+
+
+@pytest.mark.catches("lock-of-elsewhere")
+def test_without_flock_two_runs_of_one_machine_do_not_share(tmp_path, without_flock):
+    with taken(tmp_path):
+        assert f"process {os.getpid()} on" in message(tmp_path)
+    with taken(tmp_path):
+        pass
+
+
+def test_an_empty_or_damaged_lock_file_counts_by_its_age_without_flock(tmp_path, without_flock):
+    file = tmp_path / LOCK_FILE
+    forge(tmp_path, age_s=0, begun=1e300)
+    for text in ("", "{", '{"host": 3}', "[]", file.read_text()):
+        file.write_text(text)
+        assert "another run, which has just begun" in message(tmp_path)
+        os.utime(file, (time.time() - STALE_S - 1,) * 2)
+        with taken(tmp_path):
+            pass
+
+
+def test_a_damaged_lock_file_that_nobody_holds_is_no_obstacle(tmp_path):
+    (tmp_path / LOCK_FILE).write_text("\xff{")
+    with taken(tmp_path) as lock:
+        assert lock.check() is None
+
+
+@pytest.mark.catches("lock-taken-unnoticed")
+def test_a_run_that_is_taken_over_is_told_by_whom(tmp_path, brisk):
+    told = []
+    with taken(tmp_path) as first:
+        first.watch(lambda: told.append(first.lost))
+        with taken(tmp_path, by_force=True) as second:
+            wait_for(lambda: told)
+            assert f"{tmp_path} was taken over by process {os.getpid()} on" in told[0]
+            first.release()
+            assert second.check() is None, "the lock file of another is left alone"
+
+
+@pytest.mark.catches("lock-folder-gone")
+def test_a_folder_that_goes_away_is_lost(tmp_path, brisk):
+    for away, told in (
+        (lambda folder: shutil.rmtree(folder), "was deleted"),
+        (lambda folder: folder.rename(tmp_path / "moved"), f"was moved to {tmp_path / 'moved'}"),
+    ):
+        folder, lost = tmp_path / "run", []
+        with taken(folder) as lock:
+            lock.watch(lambda lost=lost: lost.append(1))
+            away(folder)
+            wait_for(lambda lost=lost: lost)
+            assert lock.lost == f"{folder} {told}"
+        assert not folder.exists()
+
+
+def test_a_lock_file_that_alone_is_deleted_comes_back(tmp_path):
+    with taken(tmp_path) as lock:
+        (tmp_path / LOCK_FILE).unlink()
+        assert lock.check() is None
+        assert f"process {os.getpid()} on" in message(tmp_path)
+
+
+def test_signs_of_life_are_given(tmp_path, brisk):
+    with taken(tmp_path) as lock:
+        lock.watch(lambda: None)
+        first = locks._read(lock._file).seen
+        wait_for(lambda: locks._read(lock._file).seen > first)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:")
+def test_a_forked_child_does_not_keep_the_lock(tmp_path):
+    """As a worker that loads data, left over when the run is killed."""
+    with taken(tmp_path) as lock:
+        if not (process := os.fork()):
+            try:
+                os.fstat(lock._file)
+            except OSError:
+                os._exit(0)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
+
+
+def test_a_check_that_refuses_gives_the_lock_back(tmp_path):
+    def refuse():
+        raise InputError("no")
+
+    group, folder = Group(None, {}), tmp_path / "run"
+    with pytest.raises(InputError, match="^no$"):
+        with held(folder, group, by_force=False, check=refuse, on_lost=print):
+            pass
+    assert not folder.exists()
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    assert "cannot be written (Not a directory)" in message(tmp_path / "file" / "run")
