@@ -324,6 +324,15 @@ def test_unchanged_files_are_hashed_once(words, hashed, monkeypatch):
     assert path_documents(words).fingerprint != first and hashed[12:] == ["05.txt"]
 
 
+@pytest.mark.catches("names-of-bytes")
+def test_a_file_whose_name_is_no_utf_8_is_read_as_any_other(tmp_path):
+    plain, strange = (
+        _write(tmp_path / "a/b.txt", "a dog"),
+        tmp_path / "b" / os.fsdecode(b"\xff.txt"),
+    )
+    assert path_documents(_write(strange, "a dog")).fingerprint == path_documents(plain).fingerprint
+
+
 def test_files_just_written_are_not_trusted_to_their_times(words, hashed):
     first = path_documents(words).fingerprint
     assert path_documents(words).fingerprint == first
