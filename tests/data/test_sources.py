@@ -15,6 +15,7 @@ import pytest
 
 from colossax.data import files, path_documents, stdlib_documents
 from colossax.errors import DataError
+from tests.fuzz.judge import called
 
 
 def _write(path, content):
@@ -224,6 +225,16 @@ def test_arrow_gives_the_column_over_all_batches(tmp_path, as_file):
     _refused(file, "a.arrow: has no column 'text'")
     file.write_bytes(file.read_bytes()[:-40])
     _refused(file, "a.arrow: is no whole Arrow file", text_field="body")
+
+
+@pytest.mark.catches("data-set-waits")
+@pytest.mark.parametrize("name", ["dataset_dict.json", "state.json"])
+def test_a_pipe_beside_a_saved_data_set_is_not_waited_for(tmp_path, name):
+    _saved(tmp_path / "set", [["b"]])
+    (tmp_path / "set" / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / "set" / name)
+    done = called(lambda: path_documents(tmp_path / "set"), limit_s=20)
+    assert done.refusal is not None and f"{name}: has no list" in done.refusal
 
 
 @pytest.mark.catches("data-set-read-as-files")

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import io
+import re
 import signal
 import time
 import traceback
@@ -19,6 +20,8 @@ VERDICTS = ("refused", "unharmed", "rebuilt", "accepted", "wrong")
 
 LIMIT_S = 30.0
 _LONGEST = 3000
+_ENDLESS = re.compile(r"\S{400,}")
+"""What the command line shortens where it tells a refusal."""
 
 
 class Hung(BaseException):
@@ -120,7 +123,7 @@ def judged(
         return wrong(done.fault[-1500:])
     if done.refusal is None:
         return good(done)
-    sentence = done.refusal
+    sentence = _ENDLESS.sub("...", done.refusal)
     if not sentence or "\n" in sentence or len(sentence) > _LONGEST:
         return wrong(f"refused, not in one short sentence: {sentence[:500]!r}")
     if names and not any(name in sentence for name in names):

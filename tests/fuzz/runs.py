@@ -14,6 +14,7 @@ from tests.fuzz.damage import damaged
 from tests.fuzz.judge import Outcome, Verdict, called, commanded, held, judged, lost, wrong
 
 Case = tuple[str, Verdict]
+_GONE = "the last step is gone"
 
 
 def of_resume(base: Base, rng: random.Random, place: Path) -> Case:
@@ -94,6 +95,8 @@ def _tried(
     base.use_own_cache()
     run = base.copy(place)
     what, names = _harmed(run, rng, all_files=all_files)
+    if not (checkpoints(run) / str(STEPS)).exists():
+        (place / _GONE).touch()
     kept = held(checkpoints(run)) if checkpoints(run).is_dir() else {}
     before = _shape(run)
     done = call()
@@ -152,7 +155,7 @@ def _by_step(place: Path, said: str, pattern: str) -> Verdict:
     Where a step's whole folder is gone there is none to tell, but which step was used.
     """
     step = _step_in(said, pattern)
-    told = "broken" in said or not (checkpoints(place / "run") / str(STEPS)).exists()
+    told = "broken" in said or (place / _GONE).exists()
     if step == STEPS:
         return Verdict(name="rebuilt" if told else "unharmed")
     if not told:
