@@ -28,7 +28,7 @@ from common import REPOSITORY, versions, write_json  # noqa: E402 (after the set
 
 sys.path.insert(0, str(REPOSITORY))  # the cases are a part of the tests
 
-_DEADLOCK_S = 180
+_DEADLOCK_S = 100
 _CLEARED_EVERY = 100
 """Cases after which compiled programs are forgotten: they would fill the memory."""
 

@@ -24,9 +24,8 @@ def of_import(base: Base, rng: random.Random, place: Path) -> Case:
     shutil.copytree(base.hf, folder)
     outside = place / "outside.safetensors"
     outside.write_bytes((folder / "model.safetensors").read_bytes())
-    kept = held(place)
     what = rng.choice((_any_file, _a_value, _header, _header, _index))(folder, rng)
-    kept = {inode: traits for inode, traits in kept.items() if inode in held(place)}
+    kept = held(place)
 
     def good(done: Outcome) -> Verdict:
         if done.value != 0:

@@ -56,6 +56,8 @@ def _sound(done: Outcome) -> Verdict:
 
 def _file(path: Path, rng: random.Random) -> str:
     """Write one strange file."""
+    if path.exists() or path.is_symlink():  # it may be a pipe, which would wait
+        path = path.with_name(f"x{path.name}")
     kind = rng.randrange(5)
     if kind == 0:
         path.write_bytes(rng.randbytes(rng.choice((0, 1, 100, 10_000))))
