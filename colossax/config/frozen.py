@@ -167,6 +167,8 @@ def _decode(hint: Any, value: Any, where: str, error: type[InputError]) -> Any:
         return _decode(inner[0], value, where, error) if len(inner) == 1 else value
     if dataclasses.is_dataclass(hint):
         return from_json(typing.cast(type, hint), value, where=where, error=error)
+    if isinstance(origin, type) and issubclass(origin, Mapping) and not isinstance(value, Mapping):
+        raise error(f"{where}: expected an object, found {value!r}; write it as {{...}}")
     if origin is tuple and args and dataclasses.is_dataclass(args[0]):
         if not isinstance(value, list | tuple):
             raise error(f"{where}: expected a list, found {value!r}; write it as [...]")

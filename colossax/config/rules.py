@@ -43,7 +43,8 @@ def _normal_rule(rule: Any, where: str) -> tuple[Choice, ...]:
     choices = tuple((c,) if isinstance(c, str) else tuple(c or ()) for c in rule)
     for axis in (axis for choice in choices for axis in choice):
         if axis not in MESH_AXES:
-            raise PlanError(f"{where}: no mesh axis is called '{axis}'{nearest(axis, MESH_AXES)}")
+            near = nearest(str(axis), MESH_AXES)
+            raise PlanError(f"{where}: no mesh axis is called '{axis}'{near}")
     return choices
 
 

@@ -14,6 +14,7 @@ from colossax.data.cache import built_once, sealed, unsealed
 from colossax.data.sources import Documents
 from colossax.data.tokenizer import Tokenizer
 from colossax.data.tokens import CheckedTokens, block_checksums
+from colossax.documents import read_small
 from colossax.errors import DataError
 
 # Raise it when the same text and tokenizer would give other files than before.
@@ -204,7 +205,13 @@ def _seal(folder: Path, fingerprint: str) -> None:
 
 
 def _traits(file: Path) -> list:
-    """Size in bytes and checksum; of the tokens the size alone."""
+    """Size in bytes and checksum; of the tokens the size alone.
+
+    Raises:
+        OSError: It is missing, or no file: a pipe would be waited for.
+    """
+    if not file.is_file():
+        raise FileNotFoundError(file)
     size = file.stat().st_size
     if file.name == _TOKENS:
         return [size]
@@ -214,7 +221,7 @@ def _traits(file: Path) -> list:
 
 def _is_intact(folder: Path, fingerprint: str, *, every_block: bool) -> bool:
     try:
-        files = json.loads(unsealed((folder / _META).read_text(), fingerprint))
+        files = json.loads(unsealed(read_small(folder / _META).decode(), fingerprint))
         if any(_traits(folder / name) != traits for name, traits in files.items()):
             return False
         return not every_block or np.array_equal(

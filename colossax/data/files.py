@@ -45,7 +45,7 @@ def stat_of(file: Path) -> os.stat_result:
 def file_hashes(files: Iterable[Path]) -> list[str]:
     """Content hash per file, from the cache where size and times are those of the last time."""
     paths = [str(file.resolve()) for file in files]
-    name = hashlib.blake2b("\0".join(paths).encode(), digest_size=16).hexdigest()
+    name = hashlib.blake2b(os.fsencode("\0".join(paths)), digest_size=16).hexdigest()
     memory = cache_folder() / "hashes" / f"{name}.json"
     known, seen = _recall(memory), {}
     for path in paths:

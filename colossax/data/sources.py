@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from colossax.config import user_path
-from colossax.data.files import file_hashes, open_bytes, stat_of, unreadable
+from colossax.data.files import file_hashes, stat_of, unreadable
 from colossax.data.readers import READERS, Kind, Reading
-from colossax.documents import member, parse_json
+from colossax.documents import member, parse_json, read_small
 from colossax.errors import DataError, InputError
 
 _KIND_OF_SUFFIX = {
@@ -151,10 +151,10 @@ def _file_name(entry: Any, state: Path) -> str:
 
 def _saved(file: Path, field: str) -> list[Any]:
     """A list in one of the JSON files that `datasets` writes beside its data."""
-    with open_bytes(file) as opened:
-        raw = opened.read()
     try:
-        return member(parse_json(raw), field, list)
+        return member(parse_json(read_small(file)), field, list)
+    except OSError as problem:
+        raise unreadable(file, problem) from problem
     except ValueError as problem:
         raise DataError(
             f"{file}: has no list '{field}', as data sets saved to disk do; save it again"

@@ -12,7 +12,7 @@ from typing import Any, SupportsIndex
 from colossax.config import cache_folder, check_text, user_path
 from colossax.data.cache import built_once, sealed, unsealed
 from colossax.data.sources import Documents
-from colossax.documents import as_kind, member, parse_json
+from colossax.documents import as_kind, member, parse_json, read_small, why
 from colossax.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -151,14 +151,14 @@ class Tokenizer:
 
 def _read(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
-    except OSError as problem:
-        raise DataError(
-            f"{file}: cannot be read ({problem.strerror}); name a tokenizer.json or its folder"
-        ) from problem
+        return read_small(file).decode()
     except UnicodeDecodeError as problem:
         raise DataError(
             f"{file}: is no tokenizer.json, for it is not UTF-8; name a tokenizer.json"
+        ) from problem
+    except (OSError, ValueError) as problem:
+        raise DataError(
+            f"{file}: cannot be read ({why(problem)}); name a tokenizer.json or its folder"
         ) from problem
 
 
@@ -250,7 +250,7 @@ def _sample(documents: Documents, sample_bytes: int) -> Iterator[str]:
 
 def _is_sealed(file: Path, key: str) -> bool:
     try:
-        unsealed(file.read_text(encoding="utf-8"), key)
+        unsealed(read_small(file).decode(), key)
     except (OSError, ValueError):
         return False
     return True

@@ -74,6 +74,10 @@ class DataConfig:
                 f"data.packing: unknown '{self.packing}'{nearest(self.packing, PACKINGS)}"
             )
         object.__setattr__(self, "mixture", FrozenDict(self.mixture))
+        for name, path in (("path", self.path), ("tokenizer", self.tokenizer)):
+            check_text(path or "", f"data.{name}")
+        for path in self.mixture:
+            check_text(path, "data.mixture")
         self._check_mixture()
 
     def _check_mixture(self) -> None:

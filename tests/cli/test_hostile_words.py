@@ -68,11 +68,17 @@ WORDS = {
     "digits": (("train", "llama_tiny", f"--steps={DIGITS}"), "steps: expected int, found '999"),
     "400 digits": (("train", "llama_tiny", f"--steps={'9' * 400}"), "steps: found 999"),
     "digits of a share": (("train", "llama_tiny", f"--z-loss={DIGITS}"), "found inf"),
+    "a text named in bytes": (("train", "llama_tiny", "--data=\udcff"), "data.path: character 1"),
+    "a tokenizer named in bytes": (
+        ("train", "llama_tiny", "--data.tokenizer=a\udcff"),
+        "data.tokenizer: character 2",
+    ),
     "bytes as prompt": (("train", "llama_tiny", "--sample.prompt=\udcff"), "sample.prompt: char"),
 }
 
 
 @pytest.mark.catches("out-empty")
+@pytest.mark.catches("data-of-bytes")
 @pytest.mark.catches("home-of-nobody")
 @pytest.mark.catches("endless-words")
 @pytest.mark.parametrize("case", WORDS)

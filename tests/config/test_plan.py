@@ -95,6 +95,7 @@ def test_json_keys_are_sorted_and_missing_fields_take_their_default():
 
 
 @pytest.mark.catches("plan-version")
+@pytest.mark.catches("axis-of-no-text")
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -108,6 +109,7 @@ def test_json_keys_are_sorted_and_missing_fields_take_their_default():
         ('{"mesh": {"stage": 2}}', "axis 'stage' has size 2, but only"),
         ('{"mesh": {"data": -1, "fsdp": -1}}', "several axes are -1"),
         ('{"rules": {"params": {"embed": "fdsp"}}}', "no mesh axis is called 'fdsp'"),
+        ('{"rules": {"params": {"embed": [[1.5]]}}}', "no mesh axis is called '1.5'"),
         ('{"segments": [{"remat": "ful"}]}', "unknown policy 'ful'"),
         ('{"segments": [{"remat": "qkv+full"}]}', "unknown policy 'full'"),
         ('{"precision": {"compute": "bf16"}}', "unknown 'bf16'"),

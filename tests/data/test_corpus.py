@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from colossax.data import (
     unigram_entropy_nats,
 )
 from colossax.errors import DataError
+from tests.fuzz.judge import called
 
 
 def _encoded(path, vocab=300, **options):
@@ -159,6 +161,34 @@ def test_a_damaged_corpus_is_encoded_again(words, cache, name, damage):
     for array in ("offsets", "hashes", "counts"):
         np.testing.assert_array_equal(getattr(first, array), getattr(again, array))
     assert file.read_bytes() == content
+
+
+def _made_a_pipe(file):
+    file.unlink()
+    os.mkfifo(file)
+
+
+@pytest.mark.catches("corpus-waits")
+@pytest.mark.parametrize("name", [*_FILES, "lock"])
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(words, cache, name):
+    first, documents, tokenizer = _encoded(words)
+    expected, folder = first.tokens[:].tolist(), cache / "corpora" / first.fingerprint
+    _made_a_pipe(folder / name if name != "lock" else folder.with_name(f"{folder.name}.lock"))
+    (folder / "counts.npy").unlink()
+    done = called(lambda: encode_corpus(documents, tokenizer).tokens[:].tolist(), limit_s=20)
+    assert (done.fault, done.value) == (None, expected)
+
+
+@pytest.mark.catches("tokenizer-waits")
+def test_a_pipe_in_the_place_of_a_tokenizer_is_not_waited_for(words, cache, tmp_path):
+    documents = path_documents(words)
+    first = train_tokenizer(documents, 300)
+    (file,) = (cache / "tokenizers").glob("*.json")
+    _made_a_pipe(file)
+    assert called(lambda: train_tokenizer(documents, 300), limit_s=20).value == first
+    os.mkfifo(tmp_path / "tokenizer.json")
+    done = called(lambda: Tokenizer.from_file(tmp_path), limit_s=20)
+    assert done.refusal is not None and "it is no file" in done.refusal
 
 
 @pytest.mark.catches("corpus-meta-not-sealed")

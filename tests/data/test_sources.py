@@ -15,6 +15,7 @@ import pytest
 
 from colossax.data import files, path_documents, stdlib_documents
 from colossax.errors import DataError
+from tests.fuzz.judge import called
 
 
 def _write(path, content):
@@ -226,6 +227,16 @@ def test_arrow_gives_the_column_over_all_batches(tmp_path, as_file):
     _refused(file, "a.arrow: is no whole Arrow file", text_field="body")
 
 
+@pytest.mark.catches("data-set-waits")
+@pytest.mark.parametrize("name", ["dataset_dict.json", "state.json"])
+def test_a_pipe_beside_a_saved_data_set_is_not_waited_for(tmp_path, name):
+    _saved(tmp_path / "set", [["b"]])
+    (tmp_path / "set" / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / "set" / name)
+    done = called(lambda: path_documents(tmp_path / "set"), limit_s=20)
+    assert done.refusal is not None and f"{name}: has no list" in done.refusal
+
+
 @pytest.mark.catches("data-set-read-as-files")
 def test_a_saved_data_set_gives_its_rows_alone_in_its_order(tmp_path):
     _saved(tmp_path / "set", [["b", "a"], ["c"]])
@@ -322,6 +333,15 @@ def test_unchanged_files_are_hashed_once(words, hashed, monkeypatch):
     assert path_documents(words).fingerprint == first and len(hashed) == 12
     (words / "05.txt").write_text("new")
     assert path_documents(words).fingerprint != first and hashed[12:] == ["05.txt"]
+
+
+@pytest.mark.catches("names-of-bytes")
+def test_a_file_whose_name_is_no_utf_8_is_read_as_any_other(tmp_path):
+    plain, strange = (
+        _write(tmp_path / "a/b.txt", "a dog"),
+        tmp_path / "b" / os.fsdecode(b"\xff.txt"),
+    )
+    assert path_documents(_write(strange, "a dog")).fingerprint == path_documents(plain).fingerprint
 
 
 def test_files_just_written_are_not_trusted_to_their_times(words, hashed):

@@ -9,7 +9,7 @@ from colossax.errors import DataError, InputError
 from colossax.recipes import recipe
 from colossax.step.step import Step
 from colossax.tasks import task_of, text_task
-from colossax.tasks.config import train_config_from_json
+from colossax.tasks.config import train_config_from_json, train_config_to_json
 from tests.launching import write_text
 
 CONFIG = recipe("llama_tiny")
@@ -73,6 +73,14 @@ def test_a_mixture_is_read_learnt_and_validated_by_its_weights(tmp_path, monkeyp
         "validation_loss many": 2.0,
         "validation_loss few": 6.0,
     }
+
+
+@pytest.mark.catches("mixture-of-no-weights")
+def test_a_mixture_without_weights_is_refused():
+    written = train_config_to_json(CONFIG)
+    written["data"]["mixture"] = "web"
+    with pytest.raises(InputError, match="data.mixture: expected an object, found 'web'"):
+        train_config_from_json(written)
 
 
 @pytest.mark.catches("mixture-by-its-order")
