@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from colossax.cli import bench_offload
 from colossax.cli.machine import versions
-from colossax.cli.output import standard_output
+from colossax.cli.output import standard_output, tell
 from colossax.cli.overrides import Override
 from colossax.errors import InputError
 from colossax.files import write_whole
@@ -89,7 +89,7 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
                 _write(args.out, limits, rows)
     wrong = [row for row in rows if row.failed or row.right is False]
     for row in wrong:
-        sys.stderr.write(f"colossax: {_complaint(row)}\n")
+        tell(f"colossax: {_complaint(row)}\n")
     return 1 if wrong else 0
 
 
@@ -98,7 +98,7 @@ def _watched(case: Case) -> Iterator[None]:
     """End the process where a case takes too long: a kernel that hangs cannot be stopped else."""
 
     def leave() -> None:
-        sys.stderr.write(
+        tell(
             f"colossax: {_name(case)}: no result within {LIMIT_S:g} s, one of"
             f" {list(case.functions)} hangs; the cases before are measured, --only takes others\n"
         )

@@ -30,7 +30,7 @@ from colossax.cli.machine import (
     unused,
     versions,
 )
-from colossax.cli.output import standard_output
+from colossax.cli.output import standard_output, tell
 from colossax.cli.overrides import Override
 from colossax.cli.trials import Trial, run_trials, within
 from colossax.errors import InputError
@@ -84,7 +84,7 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
             text = json.dumps(dataclasses.asdict(report)) if args.json else "\n".join(lines(report))
             out.write(f"{text}\n")
     faults = [trial.sentence for trial in report.collectives if trial.fault]
-    sys.stderr.writelines(f"colossax: {fault}\n" for fault in faults)
+    tell("".join(f"colossax: {fault}\n" for fault in faults))
     if hung:
         _leave(1)
     return 0 if report.usable else 1

@@ -3,10 +3,10 @@
 import argparse
 import dataclasses
 import json
-import sys
 from typing import Any
 
 from colossax.cli.arguments import number
+from colossax.cli.output import put, tell
 from colossax.cli.overrides import Override, apply_overrides
 from colossax.config import Plan
 from colossax.errors import InputError
@@ -73,16 +73,16 @@ def _export(args: argparse.Namespace, overrides: list[Override]) -> None:
     reader = export_checkpoint(
         args.checkpoint, args.folder, step=args.step, max_shard_bytes=args.max_shard_gb * _GB
     )
-    sys.stderr.write(f"{reader.chosen}\n")
+    tell(f"{reader.chosen}\n")
     _tell(args, {"exported": args.checkpoint, "folder": args.folder, "step": reader.step})
 
 
 def _tell(args: argparse.Namespace, facts: dict[str, Any]) -> None:
     if args.json:
-        sys.stdout.write(f"{json.dumps(facts)}\n")
+        put(f"{json.dumps(facts)}\n")
     else:
         (what, source), (_, target), *_ = facts.items()
-        sys.stderr.write(f"{what} {source} into {target}\n")
+        tell(f"{what} {source} into {target}\n")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

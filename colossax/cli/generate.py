@@ -3,11 +3,11 @@
 import argparse
 import dataclasses
 import json
-import sys
 from typing import Any
 
 from colossax.cli.arguments import keeping, number, real
 from colossax.cli.devices import choose_devices, request_host_devices
+from colossax.cli.output import put, tell
 from colossax.cli.overrides import Override, apply_overrides
 from colossax.config import GREEDY_OR_MORE, Plan, check_text, user_path
 from colossax.errors import InputError
@@ -88,10 +88,10 @@ def _generate(args: argparse.Namespace, overrides: list[Override]) -> int:
     slots, devices = _slots(len(prompt) + max_tokens, limit), choose_devices(args.devices)
     if plan.offload.auto:
         fitted = stored.fit(plan, devices, slots=slots)
-        sys.stderr.write(f"{fitted.line}\n")
+        tell(f"{fitted.line}\n")
         plan = fitted.plan
     generator = stored.load(plan, devices).generator(slots=slots)
-    sys.stderr.write(f"{stored.chosen}\n")
+    tell(f"{stored.chosen}\n")
     result = generator.generate(
         prompt, max_tokens=max_tokens, temperature=args.temperature, seed=args.seed
     )
@@ -149,7 +149,7 @@ def _show(args: argparse.Namespace, prompt: list[int], tokens: list[int], text: 
         out = ",".join(map(str, tokens))
     else:
         out = f"{args.prompt or ''}{text}"
-    sys.stdout.write(f"{out}\n")
+    put(f"{out}\n")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

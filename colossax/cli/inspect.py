@@ -11,6 +11,7 @@ import jax
 
 from colossax.aot import Target, parse_target
 from colossax.cli.options import preset_overrides
+from colossax.cli.output import put, tell
 from colossax.cli.overrides import Override, apply_overrides
 from colossax.cli.recipes import run_as_asked
 from colossax.config import Plan
@@ -71,11 +72,11 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
     _write(args, inspected)
     if args.json:
         for one in inspected.values():
-            sys.stdout.write(json.dumps(one.to_json()) + "\n")
+            put(json.dumps(one.to_json()) + "\n")
     elif len(inspected) == 1:
-        sys.stdout.write(describe(next(iter(inspected.values()))))
+        put(describe(next(iter(inspected.values()))))
     else:
-        sys.stdout.write(describe_many(inspected))
+        put(describe_many(inspected))
     return 0
 
 
@@ -238,9 +239,9 @@ def _compare_layouts(args: argparse.Namespace, overrides: list[Override]) -> int
         if args.json:
             for one in layouts:
                 facts = {"recipe": config.recipe, "target": target.name, **one.to_json()}
-                sys.stdout.write(json.dumps(facts) + "\n")
+                put(json.dumps(facts) + "\n")
         else:
-            sys.stdout.write(describe_layouts(config.recipe, target.name, layouts))
+            put(describe_layouts(config.recipe, target.name, layouts))
     return 0
 
 
@@ -377,5 +378,5 @@ def _write(args: argparse.Namespace, inspected: dict[str, Inspection]) -> None:
 
 
 def _tell(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
+    tell(f"{line}\n")
     sys.stderr.flush()

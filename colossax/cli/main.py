@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from colossax.cli.arguments import Parser, split_overrides
-from colossax.cli.output import hold_streams, let_streams_go, tell
+from colossax.cli.output import OutputLost, hold_streams, let_streams_go, put, tell
 from colossax.config import nearest
 from colossax.errors import InputError
 
@@ -34,9 +34,10 @@ _USAGE = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `colossax` and return its exit code.
 
-    0 is success, 1 what `check` or `bench` found wrong, 2 wrong input (one sentence on standard
-    error, no traceback), 3 a run that ended without what it promises, 129, 130 and 143 a run
-    stopped by SIGHUP, Ctrl-C and SIGTERM. Any other error is ours and keeps its traceback.
+    0 is success, 1 what `check` or `bench` found wrong, or output that nobody took, 2 wrong input
+    (one sentence on standard error, no traceback), 3 a run that ended without what it promises,
+    129, 130 and 143 a run stopped by SIGHUP, Ctrl-C and SIGTERM. Any other error is ours and keeps
+    its traceback.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     hold_streams()
@@ -46,6 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except InputError as problem:
         tell(f"colossax: {_sentence(problem)}\n")
         return 2
+    except OutputLost as problem:
+        if str(problem):
+            tell(f"colossax: standard output: cannot be written ({problem}); redirect it\n")
+        return 1
     except KeyboardInterrupt:
         tell("colossax: interrupted\n")
         return _INTERRUPTED
@@ -67,13 +72,13 @@ def _sentence(problem: InputError) -> str:
 def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         verbs = "\n".join(f"  {verb:10}{summary}" for verb, (_, summary) in VERBS.items())
-        sys.stdout.write(_USAGE.format(verbs=verbs))
+        put(_USAGE.format(verbs=verbs))
         return 0
     verb, rest = words[0], words[1:]
     if verb == "--version":
         from colossax import __version__
 
-        sys.stdout.write(f"colossax {__version__}\n")
+        put(f"colossax {__version__}\n")
         return 0
     if verb not in VERBS:
         raise InputError(f"no verb is called '{verb}'{nearest(verb, VERBS)}")

@@ -42,6 +42,25 @@ def let_streams_go() -> None:
                 os.close(null)
 
 
+class OutputLost(Exception):
+    """Standard output takes no more; the message says why, and is empty of a reader that left."""
+
+
+def put(text: str) -> None:
+    """Write to standard output.
+
+    Raises:
+        OutputLost: It cannot be written.
+    """
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError as problem:
+        raise OutputLost from problem
+    except (OSError, ValueError) as problem:
+        raise OutputLost(getattr(problem, "strerror", None) or str(problem)) from problem
+
+
 def tell(text: str) -> None:
     """Write to standard error, as long as there is somebody to read it."""
     with contextlib.suppress(OSError, ValueError):

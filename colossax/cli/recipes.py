@@ -2,8 +2,8 @@
 
 import dataclasses
 import json
-import sys
 
+from colossax.cli.output import put
 from colossax.cli.overrides import Override, apply_overrides
 from colossax.recipes import OwnTask, described
 
@@ -12,7 +12,7 @@ def list_recipes(*, as_json: bool) -> int:
     """Tell the recipes of the library and return the exit code."""
     for name, line in described().items():
         one = json.dumps({"recipe": name, "summary": line}) if as_json else f"{name:14}{line}"
-        sys.stdout.write(f"{one}\n")
+        put(f"{one}\n")
     return 0
 
 

@@ -203,7 +203,9 @@ def configure(args: argparse.Namespace, overrides: list[Override]) -> TrainConfi
     folder = None if args.out is None else RunFolder(path=user_path(args.out, "--out"))
     resumed = args.resume and folder is not None and folder.holds_run
     written = folder.config() if folder is not None and resumed else None
-    before = train_config_from_json(written) if written and "model" in written else None
+    before = None
+    if folder is not None and written and "model" in written:
+        before = _as_it_was(folder, written)
     plain = [(name, getattr(args, f"field_{name}")) for name in ("init", *_FIELDS)]
     given = [(name, text) for name, text in plain if text is not None]
     if args.data is not None:
@@ -219,6 +221,14 @@ def configure(args: argparse.Namespace, overrides: list[Override]) -> TrainConfi
         return run_as_asked(config, given)
     config = apply_overrides(config, given)
     return config if before is None else _keep_schedule(config, before)
+
+
+def _as_it_was(folder: RunFolder, written: dict[str, Any]) -> TrainConfig:
+    """The configuration that a run was begun with."""
+    try:
+        return train_config_from_json(written)
+    except InputError as problem:
+        raise InputError(f"{folder.path}/run.json: {problem}") from problem
 
 
 def _asked(

@@ -35,11 +35,12 @@ def read_records(path: Path) -> Iterator[Record]:
     return (record for record, _ in _lines(path) if record is not None)
 
 
-def keep_until(path: Path, step: int, *, report: Callable[[str], None]) -> None:
+def keep_until(path: Path, step: int, *, begun: int = 0, report: Callable[[str], None]) -> None:
     """Drop the records after `step`, which a resumed run will write again.
 
     Lines that are no records are reported in one sentence, and the file that has them is kept
     beside, as `metrics.jsonl.damaged`. An end that a killed process left half written is dropped.
+    Steps after `begun` of which there is no record are reported as well.
 
     Raises:
         InputError: The file cannot be read or written; what was there stays.
@@ -56,6 +57,12 @@ def keep_until(path: Path, step: int, *, report: Callable[[str], None]) -> None:
             )
         kept = [record for record, _ in found if record is not None and record["step"] <= step]
         write_whole(path, "".join(f"{json.dumps(record)}\n" for record in kept))
+        known = {record["step"] for record in kept}
+        if gone := [number for number in range(begun + 1, step + 1) if number not in known]:
+            report(
+                f"{path}: lacks {len(gone)} of the {step - begun} steps that were done, the first"
+                f" is step {gone[0]}"
+            )
     except OSError as problem:
         raise InputError(
             f"{path}: cannot be written ({problem.strerror}); make room, or make it writable"
@@ -64,7 +71,7 @@ def keep_until(path: Path, step: int, *, report: Callable[[str], None]) -> None:
 
 def _lines(path: Path) -> Iterator[tuple[Record | None, bool]]:
     """Each line's record, None where it is none, and whether the line has an end."""
-    if not path.exists():
+    if not path.is_file():
         return
     with path.open("rb") as lines:
         for line in lines:
@@ -124,7 +131,7 @@ class Records:
         self._trackers = open_trackers(trackers, about)
         try:
             opened()
-            keep_until(path, about.from_step, report=report)
+            keep_until(path, about.from_step, begun=about.begun, report=report)
             self._lines = path.open("a", encoding="utf-8")
         except BaseException:
             for tracker in self._trackers.values():

@@ -139,7 +139,13 @@ def _records(run: Prepared, start: int, screen: Screen) -> Records | None:
     if not run.group.first:
         return None
     run.folder.make()
-    about = About(folder=run.folder.path, name=run.task.name, config=run.asked, from_step=start)
+    about = About(
+        folder=run.folder.path,
+        name=run.task.name,
+        config=run.asked,
+        from_step=start,
+        begun=run.begun,
+    )
     return Records(
         about,
         report=screen.note,

@@ -36,13 +36,15 @@ class About:
         folder: The run's.
         name: Of what is trained.
         config: How it was asked for, as JSON.
-        from_step: Steps done when it begins; above 0 it is resumed.
+        from_step: Steps done when it begins; above `begun` it is resumed.
+        begun: Steps that the run's first state had seen.
     """
 
     folder: Path
     name: str
     config: Mapping[str, Any]
     from_step: int
+    begun: int = 0
 
 
 @runtime_checkable

@@ -1,5 +1,7 @@
 """Readers of a run's output go away, and the run does not; real processes."""
 
+import errno
+import io
 import json
 import os
 import signal
@@ -9,10 +11,41 @@ import sys
 import pytest
 
 from colossax.checkpoint import Checkpointer
+from colossax.cli import main
 from colossax.processes import EXIT_CODES
 from tests.launching import ROOT, SMALL, Started, write_text
 
 STEPS = 3
+
+
+class Failing(io.StringIO):
+    """Takes nothing."""
+
+    def __init__(self, problem):
+        super().__init__()
+        self._problem = problem
+
+    def write(self, text):
+        raise self._problem
+
+
+@pytest.mark.catches("lost-output-traceback")
+@pytest.mark.parametrize("words", [("--help",), ("--version",), ("train", "--list")])
+@pytest.mark.parametrize(
+    ("problem", "said"),
+    [
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), ""),
+        (OSError(errno.ENOSPC, "No space left on device"), "(No space left on device); redirect"),
+        (ValueError("I/O operation on closed file."), "(I/O operation on closed file.); redirect"),
+    ],
+)
+def test_verbs_whose_output_nobody_takes_end_without_traceback(
+    words, problem, said, monkeypatch, capsys
+):
+    monkeypatch.setattr(sys, "stdout", Failing(problem))
+    assert main(words) == 1
+    told = capsys.readouterr().err
+    assert said in told and len(told.splitlines()) == bool(said)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """What cannot be read of `metrics.jsonl` costs no other line, and is kept."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,8 @@ def test_one_bad_line_costs_one_record_and_is_kept_aside(tmp_path, bad):
     assert steps(path) == [1, 3]
     aside = tmp_path / "metrics.jsonl.damaged"
     assert told == [
-        f"{path}: 1 of 4 lines cannot be read and were left out; the file as it was is {aside}"
+        f"{path}: 1 of 4 lines cannot be read and were left out; the file as it was is {aside}",
+        f"{path}: lacks 1 of the 3 steps that were done, the first is step 2",
     ]
     assert aside.read_bytes() == content
 
@@ -72,10 +74,22 @@ def test_every_flipped_bit_costs_one_record_at_most(tmp_path):
         assert len(steps(path)) >= (2 if whole[place] == 10 else 3)
 
 
+@pytest.mark.catches("records-gone-unsaid")
+def test_records_that_are_gone_are_counted(tmp_path):
+    path, told = tmp_path / "metrics.jsonl", []
+    keep_until(path, 0, report=pytest.fail)
+    keep_until(path, 7, begun=7, report=pytest.fail)
+    path.unlink()
+    os.mkfifo(path)
+    keep_until(path, 7, begun=5, report=told.append)
+    assert told == [f"{path}: lacks 2 of the 2 steps that were done, the first is step 6"]
+    assert path.is_file()
+
+
 def test_an_end_that_is_half_written_is_no_damage(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(line(1) + b'\n{"step": 2, "lo')
-    keep_until(path, 9, report=pytest.fail)
+    keep_until(path, 1, report=pytest.fail)
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"] and steps(path) == [1]
 
 
