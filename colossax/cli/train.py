@@ -47,8 +47,8 @@ DESCRIPTION = {
 
 _CODES = (
     "\n\nexit codes: 0 done, 2 wrong input, 3 loss or gradients no longer finite, the last state\n"
-    "not on disk, or the folder taken over, deleted or moved, 129, 130 and 143 stopped by\n"
-    "SIGHUP, Ctrl-C and SIGTERM, saved"
+    "not on disk, or the folder taken over, deleted or moved; saved and stopped: 129 by SIGHUP,\n"
+    "130 by Ctrl-C, 143 by SIGTERM"
 )
 
 UNFINISHED = 3
