@@ -59,7 +59,8 @@ def main() -> int:
                 print(f"{number} {kind}: {what}\n  {verdict.name}: {verdict.why}", flush=True)
             if verdict.name == "wrong":
                 finding = {"seed": asked.seed, "case": number, "kind": kind}
-                known["findings"].append({**finding, "what": what, "why": verdict.why[-600:]})
+                why = _without_paths(verdict.why, folder)
+                known["findings"].append({**finding, "what": what, "why": why[-600:]})
             done += 1
             known["next"] = number + 1
             if asked.json and (verdict.name == "wrong" or done % 20 == 0):
@@ -116,6 +117,11 @@ def _marked(asked: argparse.Namespace, number: int):
     if asked.json:
         _mark(asked).unlink()
     faulthandler.cancel_dump_traceback_later()
+
+
+def _without_paths(text: str, folder: str) -> str:
+    """Without what is of this machine alone."""
+    return text.replace(f"{REPOSITORY}/", "").replace(f"{folder}/", "")
 
 
 def _count(known: dict, kind: str, verdict: str) -> None:
