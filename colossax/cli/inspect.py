@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import itertools
 import json
-import sys
 from pathlib import Path
 
 import jax
@@ -89,8 +88,10 @@ def _inspected(asked: _Asked, *, largest: bool) -> Inspection:
     one = inspect_task(task, settled.plan, asked.target)
     if not largest:
         return one
-    tell = lambda line: _tell(f"  {line}")  # noqa: E731
-    return one.with_largest(largest_microbatch(task, settled.plan, asked.target, tell))
+    largest_found = largest_microbatch(
+        task, settled.plan, asked.target, lambda line: _tell(f"  {line}")
+    )
+    return one.with_largest(largest_found)
 
 
 def _recipe(args: argparse.Namespace) -> TrainConfig | OwnTask:
@@ -379,4 +380,3 @@ def _write(args: argparse.Namespace, inspected: dict[str, Inspection]) -> None:
 
 def _tell(line: str) -> None:
     tell(f"{line}\n")
-    sys.stderr.flush()
