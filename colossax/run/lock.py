@@ -30,7 +30,10 @@ _HANDOVER_S = 30.0
 _SETTLE_S = 0.2
 _PATIENCE = 4
 _LONGEST = 1024
-"""Bytes of the document, of one write, so that no reader sees half of one."""
+"""Bytes of the document, of one write, so that no reader sees half of one.
+
+A byte after it is of a run that made the folder and came too late to have it: it is empty when the
+other one gives it back, and goes."""
 
 _held: set[int] = set()
 """Open lock files of this process, which a forked child must not keep locked."""
@@ -168,8 +171,9 @@ class RunLock:
             return
         with contextlib.suppress(OSError):
             if self.check() is None:
+                made = self._made or os.fstat(self._file).st_size > _LONGEST
                 self._path.unlink()
-                if self._made:
+                if made:
                     self._path.parent.rmdir()
         self._close()
 
@@ -186,6 +190,8 @@ class RunLock:
                 usable = self._refuse_unless_free(file)
             except InputError:
                 if not by_force:
+                    if self._made:
+                        os.pwrite(file, b"\n", _LONGEST)
                     raise
                 self._replace(file)
                 return

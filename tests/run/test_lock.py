@@ -118,6 +118,24 @@ def test_of_runs_that_begin_at_once_one_wins_and_the_others_are_told_by_whom(tmp
     assert not folder.exists(), "the folder was made for the lock alone"
 
 
+@pytest.mark.catches("lock-maker-too-late")
+def test_a_folder_made_by_one_that_came_too_late_goes_with_the_lock(tmp_path, monkeypatch):
+    folder, first = tmp_path / "run", RunLock(tmp_path / "run")
+    late, tried = RunLock(folder), RunLock._try
+
+    def overtaken(lock, **how):
+        if lock is late:
+            first.take()
+        tried(lock, **how)
+
+    with monkeypatch.context() as patched, pytest.raises(InputError, match="writes there"):
+        patched.setattr(RunLock, "_try", overtaken)
+        late.take()
+    assert folder.exists()
+    first.release()
+    assert not folder.exists()
+
+
 @pytest.mark.catches("lock-needs-time")
 def test_a_killed_run_leaves_its_folder_to_the_next_at_once(tmp_path):
     one = child(tmp_path)
