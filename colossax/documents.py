@@ -80,7 +80,7 @@ def read_small(path: Path | str, limit_bytes: int = LIMIT_BYTES) -> bytes:
             raise ValueError("it is no file")
         if found.st_size > limit_bytes:
             raise ValueError(f"it has {found.st_size} bytes, and at most {limit_bytes} are read")
-        return file.read(limit_bytes)
+        return file.read(found.st_size)
 
 
 def _without_waiting(path: str, flags: int) -> int:

@@ -10,6 +10,7 @@ is compared with the manifest first, see `seals`.
 
 import warnings
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from colossax.checkpoint import store
 from colossax.checkpoint.layout import Layout
 from colossax.checkpoint.manifest import Manifest
 from colossax.checkpoint.seals import (
+    Place,
     check_length,
     file_at,
     grid_of,
@@ -71,7 +73,7 @@ class StepFolder:
         self.directory = directory
         self.step = _choose_step(directory, step)
         self._layouts: dict[str, Layout] = {}
-        self._checked: set[tuple[str, tuple[int, ...]]] = set()
+        self._checked: set[tuple[str, Place]] = set()
         path = self.path / ARRAYS_ITEM / MANIFEST
         try:
             self.manifest = Manifest.from_json(read_small(path))
@@ -140,25 +142,29 @@ class StepFolder:
         """
         try:
             layout, folder = self._layout(name), self._arrays / record_folder(name)
-            for place in places_in(box, layout.file):
-                if (name, place) not in self._checked:
-                    self._check_file(name, folder, layout, place)
-                    self._checked.add((name, place))
+            places = [p for p in places_in(box, layout.file) if (name, p) not in self._checked]
+            self._check_places(name, folder, layout, places)
+            self._checked.update((name, place) for place in places)
         except (OSError, ValueError) as error:
             raise self.damaged(f"record '{name}'", error) from error
 
-    def _check_file(self, name: str, folder: Path, layout: Layout, place: tuple[int, ...]) -> None:
+    def _check_places(
+        self, name: str, folder: Path, layout: Layout, places: Sequence[Place]
+    ) -> None:
         spec = self.manifest.records[name]
         if self.manifest.step is None:
-            check_length(file_at(folder, place), layout, spec.dtype)
+            for place in places:
+                check_length(file_at(folder, place), layout, spec.dtype)
             return
-        number = number_in(grid_of(spec.shape, layout.file), place)
         header = header_of(self.step, name, spec.dtype, layout)
-        if seal(header, folder, place, layout, spec.dtype) != self.manifest.seals[name][number]:
-            raise ValueError(
-                f"'{file_at(folder, place)}' is not the file that was written there: its values"
-                " are of another place, or damaged"
-            )
+        grid, seals = grid_of(spec.shape, layout.file), self.manifest.seals[name]
+        for place in places:
+            found = seal(header, folder, place, layout, spec.dtype)
+            if found != seals[number_in(grid, place)]:
+                raise ValueError(
+                    f"'{file_at(folder, place)}' is not the file that was written there: its values"
+                    " are of another place, or damaged"
+                )
 
     def _layout(self, name: str) -> Layout:
         """Files and blocks of a record, after comparing its metadata with the manifest.
