@@ -16,6 +16,8 @@ from .runs import StackRunner as StackRunner
 from .runs import current_runner as current_runner
 from .runs import kept_sharding as kept_sharding
 from .runs import running as running
+from .stages import StageLayers as StageLayers
+from .stages import over_stages as over_stages
 from .streamed import Stacks as Stacks
 from .streamed import Stream as Stream
 from .streamed import alternates as alternates

@@ -20,10 +20,12 @@ class CutRun:
     Attributes:
         layers: How its layers are applied; see `Layer`.
         params: The loss's arguments to the run's stacked parameters.
+        leaves: Of each leaf of these, which leaf of the arguments it is; None: it is computed.
     """
 
     layers: LayerRun
     params: Callable[..., Any]
+    leaves: tuple[int | None, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -36,11 +38,19 @@ class CutLoss:
         runs: In order; the carry of one is the input of the next.
         after: `(args, outputs, crossing) -> result of the loss`, `outputs` being of each run
             its last layer's carry and its sums `[layers, ...]`.
+        side: `(*args) -> side` alone, and nothing that it does not need.
+        side_reads: Leaves of the arguments that `side` depends on.
+        outside_reads: Those that `before` and `after` depend on.
+        taps: Whether `after` reads the carry of a run before the last.
     """
 
     before: Callable[..., tuple[Any, Any, list[Array]]]
     runs: tuple[CutRun, ...]
     after: Callable[[Sequence[Any], Sequence[Any], Sequence[Array]], Any]
+    side: Callable[..., Any]
+    side_reads: frozenset[int]
+    outside_reads: frozenset[int]
+    taps: bool
 
 
 _RUN = Primitive("layer_run")
@@ -130,17 +140,52 @@ def cut_loss(loss: Callable[..., Any], *args: Any) -> CutLoss:
         values = [*jax.tree.leaves(tuple(args)), *jax.tree.leaves(list(outputs)), *crossing]
         return jax.tree.unflatten(jax.tree.structure(out), last(*values))
 
+    places = {variable: at for at, variable in enumerate(equations.inputs)}
     runs = tuple(
-        CutRun(layers=eqn.params["call"].layers, params=_params(equations, params))
+        CutRun(
+            layers=eqn.params["call"].layers,
+            params=_alone(equations, params),
+            leaves=tuple(places.get(variable) for variable in jax.tree.leaves(params)),
+        )
         for eqn, (params, _, _) in zip(calls, parts, strict=True)
     )
-    return CutLoss(before=before, runs=runs, after=after)
+    return CutLoss(
+        before=before,
+        runs=runs,
+        after=after,
+        side=_alone(equations, side),
+        side_reads=_reads(equations, jax.tree.leaves(side)),
+        outside_reads=_reads(equations, start) | _reads(equations, equations.outputs, gone=calls),
+        taps=_are_read(late, [v for run in calls[:-1] for v in _carry(run)]),
+    )
 
 
-def _params(equations: Equations, variables: Any) -> Callable[..., Any]:
+def _alone(equations: Equations, variables: Any) -> Callable[..., Any]:
+    """The loss's arguments to these."""
     leaves, structure = jax.tree.flatten(variables)
     part = equations.part(equations.needed(leaves), equations.inputs, leaves)
     return lambda *args: jax.tree.unflatten(structure, part(*jax.tree.leaves(args)))
+
+
+def _reads(equations: Equations, atoms: Sequence[Any], gone: Sequence[Any] = ()) -> frozenset[int]:
+    """Leaves of the arguments that these depend on, but for what equations that are gone read."""
+    own = [eqn for eqn in equations.needed(atoms) if not any(eqn is one for one in gone)]
+    return frozenset(
+        at
+        for at, variable in enumerate(equations.inputs)
+        if _are_read(own, [variable]) or any(variable is atom for atom in atoms)
+    )
+
+
+def _are_read(equations: Sequence[Any], variables: Sequence[Any]) -> bool:
+    wanted = {id(variable) for variable in variables}
+    return any(id(atom) in wanted for eqn in equations for atom in eqn.invars)
+
+
+def _carry(run: Any) -> list[Any]:
+    """Variables of the carry that a run gives."""
+    carry, _ = jax.tree.unflatten(jax.tree.structure(run.params["call"].out), run.outvars)
+    return jax.tree.leaves(carry)
 
 
 def _check(called: Sequence[_Call], calls: Sequence[Any]) -> None:

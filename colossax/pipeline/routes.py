@@ -1,0 +1,161 @@
+"""A table as arrays: what each stage does at each tick, and where what it reads was put.
+
+Of what waits for its reader there is a ring of slots, written at the tick's number modulo their
+count, by all stages alike; only reading goes to another slot for each stage.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from colossax.errors import PlanError
+from colossax.pipeline.table import Kind, Table
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Cells:
+    """Operations of one kind, each array `[ticks, stages]`; 0 where there is none.
+
+    Attributes:
+        active: Whether there is one.
+        microbatch: Its.
+        chunk: Its.
+        source: Tick at whose end its input was sent to this stage.
+        forward: Tick of the forward pass of the same microbatch and chunk.
+    """
+
+    active: np.ndarray
+    microbatch: np.ndarray
+    chunk: np.ndarray
+    source: np.ndarray
+    forward: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Phase:
+    """Consecutive ticks in which the same is done.
+
+    Attributes:
+        start: First tick.
+        stop: After the last one.
+        forward: Whether any stage has a forward pass there.
+        backward: Likewise backward.
+        loss: Whether a microbatch leaves the last position.
+    """
+
+    start: int
+    stop: int
+    forward: bool
+    backward: bool
+    loss: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Routes:
+    """What an executor in lock step needs of a table.
+
+    Attributes:
+        forward: Forward passes.
+        backward: Whole backward passes.
+        enters: `[ticks]`, the microbatch that comes to position 0; -1 where none does.
+        ends: `[ticks]`, that whose loss is computed; likewise.
+        turns: `[ticks]`, the tick in which the loss was computed of that which the last position
+            goes back with; -1 where it does not.
+        returns: `[ticks]`, that whose gradient leaves position 0; -1 where none does.
+        kept: Slots of what forward keeps for backward.
+        waiting: Slots of inputs that have been sent.
+        returning: Slots of gradients that have been sent.
+        turning: Slots of gradients of the loss.
+        phases: In order.
+    """
+
+    forward: Cells
+    backward: Cells
+    enters: np.ndarray
+    ends: np.ndarray
+    turns: np.ndarray
+    returns: np.ndarray
+    kept: int
+    waiting: int
+    returning: int
+    turning: int
+    phases: tuple[Phase, ...]
+
+
+def routes_of(table: Table) -> Routes:
+    """The arrays of a table whose positions follow one another around the stages.
+
+    Raises:
+        PlanError: The next position is not on the next stage, or backward passes are in two parts.
+    """
+    places = {place: at for at, place in enumerate(table.layout)}
+    last = len(table.layout) - 1
+    if any(stage != at % table.stages for at, (stage, _) in enumerate(table.layout)):
+        raise PlanError(
+            "pipeline: in one program for all stages, the chunks of a model follow one another"
+            " around the stages, and this table's do not; give schedule 1f1b or interleaved"
+        )
+    at: dict[Kind, dict[tuple[int, int], int]] = {kind: {} for kind in Kind}
+    for tick, stage, op in _operations(table):
+        at[op.kind][places[stage, op.chunk], op.microbatch] = tick
+    if at[Kind.INPUT] or at[Kind.WEIGHT]:
+        raise PlanError("pipeline: this table has backward passes in two parts; give 1f1b")
+    ahead, back = at[Kind.FORWARD], at[Kind.BACKWARD]
+    sent = {(p, m): ahead.get((p - 1, m), t - 1) for (p, m), t in ahead.items()}
+    returned = {(p, m): back.get((p + 1, m), t - 1) for (p, m), t in back.items()}
+    turned = {t: ahead[p, m] for (p, m), t in back.items() if p == last}
+    forward = _cells(table, Kind.FORWARD, places, sent, ahead)
+    backward = _cells(table, Kind.BACKWARD, places, returned, ahead)
+    ends = _per_tick(table, {t: m for (p, m), t in ahead.items() if p == last})
+    return Routes(
+        forward=forward,
+        backward=backward,
+        enters=_per_tick(table, {t: m for (p, m), t in ahead.items() if not p}),
+        ends=ends,
+        turns=_per_tick(table, turned),
+        returns=_per_tick(table, {t: m for (p, m), t in back.items() if not p}),
+        kept=1 + _longest((t, ahead[key]) for key, t in back.items()),
+        waiting=_longest((t, sent[key]) for key, t in ahead.items()),
+        returning=max(1, _longest((t, returned[key]) for key, t in back.items())),
+        turning=1 + _longest(turned.items()),
+        phases=tuple(_phases(forward.active.any(1), backward.active.any(1), ends >= 0)),
+    )
+
+
+def _longest(spans: Iterable[tuple[int, int]]) -> int:
+    return max((end - start for end, start in spans), default=0)
+
+
+def _operations(table: Table) -> Iterable[tuple[int, int, object]]:
+    for tick, cells in enumerate(table.ticks):
+        for stage, ops in enumerate(cells):
+            for op in ops:
+                yield tick, stage, op
+
+
+def _cells(table: Table, kind: Kind, places: dict, sources: dict, ahead: dict) -> Cells:
+    shape = (len(table.ticks), table.stages)
+    arrays = {f.name: np.zeros(shape, np.int32) for f in dataclasses.fields(Cells)}
+    for tick, stage, op in _operations(table):
+        if op.kind is not kind:
+            continue
+        key = places[stage, op.chunk], op.microbatch
+        found = (1, op.microbatch, op.chunk, sources[key], ahead[key])
+        for array, value in zip(arrays.values(), found, strict=True):
+            array[tick, stage] = value
+    return Cells(**{**arrays, "active": arrays["active"] > 0})
+
+
+def _per_tick(table: Table, found: dict[int, int]) -> np.ndarray:
+    return np.array([found.get(tick, -1) for tick in range(len(table.ticks))], np.int32)
+
+
+def _phases(*needs: Sequence[bool]) -> Iterable[Phase]:
+    rows = list(zip(*needs, strict=True))
+    start = 0
+    for stop in range(1, len(rows) + 1):
+        if stop == len(rows) or rows[stop] != rows[start]:
+            forward, backward, loss = map(bool, rows[start])
+            yield Phase(start=start, stop=stop, forward=forward, backward=backward, loss=loss)
+            start = stop

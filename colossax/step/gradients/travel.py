@@ -1,0 +1,76 @@
+"""What goes from stage to stage, and how it lies on the devices."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from colossax.config import BoundPlan, MeshAxis
+from colossax.errors import PlanError
+from colossax.sharding import activation_sharding
+
+STAGE = MeshAxis.STAGE.value
+
+
+class Travel:
+    """The carry of a layer stack on its way, `[stages, ...]`.
+
+    Attributes:
+        shapes: Of one stage's.
+    """
+
+    def __init__(self, bound: BoundPlan, shapes: Any):
+        """Bind.
+
+        Args:
+            bound: Plan and devices.
+            shapes: Of the carry.
+        """
+        self.shapes = shapes
+        self._bound = bound
+        self._specs = jax.tree.map(self._spec, shapes)
+
+    def _spec(self, x: Any) -> PartitionSpec:
+        """As the residual stream between blocks; else the batch first."""
+        for dims in (("batch", "seq:residual", "embed"), ("batch", "seq")):
+            named = (*dims, *[None] * x.ndim)[: x.ndim]
+            if len(dims) > x.ndim:
+                continue
+            try:
+                return activation_sharding(self._bound, named, x.shape).spec
+            except PlanError:
+                continue
+        return PartitionSpec(*[None] * x.ndim)
+
+    def _laid(self, tree: Any, *lead: Any) -> Any:
+        mesh = self._bound.mesh
+
+        def one(x: Array, spec: PartitionSpec) -> Array:
+            sharding = NamedSharding(mesh, PartitionSpec(*lead, *spec))
+            return jax.lax.with_sharding_constraint(x, sharding)
+
+        return jax.tree.map(one, tree, self._specs)
+
+    def laid_out(self, tree: Any) -> Any:
+        """`[stages, ...]`, each stage's on its devices."""
+        return self._laid(tree, STAGE)
+
+    def stored(self, tree: Any) -> Any:
+        """`[slots, stages, ...]`, likewise."""
+        return self._laid(tree, None, STAGE)
+
+    def rolled(self, tree: Any, by: int) -> Any:
+        """Each stage's sent to the next, or to the one before: a collective permute."""
+        return self.laid_out(jax.tree.map(lambda x: jnp.roll(x, by, axis=0), tree))
+
+    def of_stage(self, tree: Any, number: int) -> Any:
+        """One stage's, whole along `stage`: a sum in which the others' are 0."""
+
+        def one(x: Array) -> Array:
+            mine = jnp.arange(x.shape[0]).reshape(-1, *[1] * (x.ndim - 1)) == number
+            zero = jnp.zeros((), x.dtype)
+            return jax.lax.reduce(jnp.where(mine, x, zero), zero, jax.lax.add, (0,))
+
+        return self._laid(jax.tree.map(one, tree))
