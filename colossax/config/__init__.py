@@ -37,6 +37,7 @@ from .offload import OffloadConfig as OffloadConfig
 from .parts import AttentionConfig as AttentionConfig
 from .parts import BatchConfig as BatchConfig
 from .parts import LossConfig as LossConfig
+from .parts import PipelineConfig as PipelineConfig
 from .parts import Precision as Precision
 from .parts import Segment as Segment
 from .paths import check_text as check_text

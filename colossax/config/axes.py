@@ -26,7 +26,7 @@ class MeshAxis(enum.StrEnum):
 
 MESH_AXES: tuple[str, ...] = tuple(axis.value for axis in MeshAxis)
 
-USABLE_AXES: frozenset[str] = frozenset(MESH_AXES) - {MeshAxis.STAGE, MeshAxis.EXPERT}
+USABLE_AXES: frozenset[str] = frozenset(MESH_AXES) - {MeshAxis.EXPERT}
 """Axes that may be larger than 1 today; the others are declared so that meshes keep their shape."""
 
 RING_AXES: tuple[str, ...] = (MeshAxis.RING_OUT, MeshAxis.RING_IN, MeshAxis.RING)

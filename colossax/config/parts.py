@@ -72,6 +72,39 @@ class BatchConfig:
             )
 
 
+SCHEDULES: tuple[str, ...] = ("auto", "gpipe", "1f1b", "interleaved", "zb_h1", "zb_v")
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """How a batch goes through the stages, where mesh axis `stage` is larger than 1.
+
+    Attributes:
+        schedule: In which order stages compute; `auto`: interleaved with several chunks, else 1f1b.
+        microbatches: How many each microstep of `batch.accumulation` is cut into; None: what
+            `batch.microbatch` gives, or four times as many as stages where the rows suffice.
+        chunks: Parts of the model on each stage that are not neighbours; more of them, shorter
+            bubbles and more messages.
+    """
+
+    schedule: str = dataclasses.field(default="auto", metadata={"choices": SCHEDULES})
+    microbatches: Annotated[int, Bound(low=1, told="1 or more microbatches")] | None = None
+    chunks: Annotated[int, Bound(low=1, told="1 or more chunks")] = 1
+
+    def __post_init__(self):
+        check_types(self, "pipeline", error=PlanError)
+        if self.schedule not in SCHEDULES:
+            raise PlanError(
+                f"pipeline.schedule: unknown '{self.schedule}'{nearest(self.schedule, SCHEDULES)}"
+            )
+
+    @property
+    def resolved(self) -> str:
+        """The schedule, `auto` decided."""
+        if self.schedule != "auto":
+            return self.schedule
+        return "interleaved" if self.chunks > 1 else "1f1b"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Segment:
     """A run of layers treated alike.

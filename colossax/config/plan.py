@@ -20,7 +20,14 @@ from colossax.config.frozen import (
     to_json,
 )
 from colossax.config.offload import PIPELINED_OPTION, OffloadConfig
-from colossax.config.parts import AttentionConfig, BatchConfig, LossConfig, Precision, Segment
+from colossax.config.parts import (
+    AttentionConfig,
+    BatchConfig,
+    LossConfig,
+    PipelineConfig,
+    Precision,
+    Segment,
+)
 from colossax.config.rules import Rules
 from colossax.documents import parse_json
 from colossax.errors import PlanError
@@ -48,6 +55,7 @@ class Plan:
             reductions step by step under the matmuls. `auto`: `compiler` for 1d, `gather` else.
         attention: Attention kernel and sequence scheme.
         batch: Microbatches.
+        pipeline: Schedule and microbatches of the stages.
         segments: Layer runs and their remat policies; counts sum to the stack's layers.
         precision: Dtypes per role.
         loss: Chunks of the vocabulary loss.
@@ -68,6 +76,7 @@ class Plan:
     )
     attention: AttentionConfig = AttentionConfig()
     batch: BatchConfig = BatchConfig()
+    pipeline: PipelineConfig = PipelineConfig()
     segments: tuple[Segment, ...] = (Segment(),)
     precision: Precision = Precision()
     loss: LossConfig = LossConfig()

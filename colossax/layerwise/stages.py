@@ -61,7 +61,7 @@ class StageLayers:
             return carry, sums
 
         row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), rows[0])
-        self.layer = Layer(first.checkpoint(apply), row, carry, side)
+        self.layer = _traced(lambda: Layer(first.checkpoint(apply), row, carry, side))
         out, _ = self.layer.out
         if jax.tree.map(_form, shapes_of(carry)) != jax.tree.map(_form, shapes_of(out)):
             raise PlanError(
@@ -127,6 +127,13 @@ class StageLayers:
     def _first(self, chunk: Array, stage: Array) -> Array:
         """Number of the first layer of a stage's chunk."""
         return self._origins[chunk] + stage * self.count
+
+
+def _traced(make: Callable[[], Layer]) -> Layer:
+    """A layer traced where `stage` is mapped over: what regions keep must not name that axis."""
+    made = []
+    jax.eval_shape(over_stages(lambda x: made.append(make()) or x), jnp.zeros(1))
+    return made[0]
 
 
 def _form(x: Any) -> tuple[Any, Any]:
