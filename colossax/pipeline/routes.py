@@ -13,6 +13,10 @@ from colossax.errors import PlanError
 from colossax.pipeline.table import Kind, Table
 
 
+_LONGEST = 4
+"""Phases of a block at most."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Cells:
     """Operations of one kind, each array `[ticks, stages]`; 0 where there is none.
@@ -51,6 +55,30 @@ class Phase:
     loss: bool
 
 
+    @property
+    def needs(self) -> tuple[bool, bool, bool, int]:
+        """What makes phases alike."""
+        return self.forward, self.backward, self.loss, self.stop - self.start
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Block:
+    """Phases that are gone through several times, one after another.
+
+    Attributes:
+        repeats: How often; `phases` are those of the first time.
+        phases: In order.
+    """
+
+    repeats: int
+    phases: tuple[Phase, ...]
+
+    @property
+    def ticks(self) -> int:
+        """Of one time."""
+        return self.phases[-1].stop - self.phases[0].start
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Routes:
     """What an executor in lock step needs of a table.
@@ -67,7 +95,8 @@ class Routes:
         waiting: Slots of inputs that have been sent.
         returning: Slots of gradients that have been sent.
         turning: Slots of gradients of the loss.
-        phases: In order.
+        blocks: The phases of all ticks, in order; what repeats is said once, so that a program
+            does not grow with the number of microbatches.
     """
 
     forward: Cells
@@ -80,7 +109,7 @@ class Routes:
     waiting: int
     returning: int
     turning: int
-    phases: tuple[Phase, ...]
+    blocks: tuple[Block, ...]
 
 
 def routes_of(table: Table) -> Routes:
@@ -119,7 +148,9 @@ def routes_of(table: Table) -> Routes:
         waiting=_longest((t, sent[key]) for key, t in ahead.items()),
         returning=max(1, _longest((t, returned[key]) for key, t in back.items())),
         turning=1 + _longest(turned.items()),
-        phases=tuple(_phases(forward.active.any(1), backward.active.any(1), ends >= 0)),
+        blocks=tuple(
+            _blocks(list(_phases(forward.active.any(1), backward.active.any(1), ends >= 0)))
+        ),
     )
 
 
@@ -159,3 +190,24 @@ def _phases(*needs: Sequence[bool]) -> Iterable[Phase]:
             forward, backward, loss = map(bool, rows[start])
             yield Phase(start=start, stop=stop, forward=forward, backward=backward, loss=loss)
             start = stop
+
+
+def _blocks(phases: Sequence[Phase]) -> Iterable[Block]:
+    """What repeats as blocks, the most phases that can be saved first at each place."""
+    at = 0
+    while at < len(phases):
+        length, repeats = max(
+            ((n, _repeats(phases, at, n)) for n in range(1, _LONGEST + 1)),
+            key=lambda found: (found[0] * (found[1] - 1), -found[0]),
+        )
+        yield Block(repeats=repeats, phases=tuple(phases[at : at + length]))
+        at += length * repeats
+
+
+def _repeats(phases: Sequence[Phase], at: int, length: int) -> int:
+    """How often these phases come one after another."""
+    needs = [phase.needs for phase in phases]
+    wanted, count = needs[at : at + length], 1
+    while needs[at + count * length :][:length] == wanted:
+        count += 1
+    return count

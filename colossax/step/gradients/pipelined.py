@@ -15,7 +15,7 @@ from colossax.config import BoundPlan, MeshAxis
 from colossax.errors import PlanError
 from colossax.layerwise import CutLoss, StageLayers, added, cut_loss, nothing, over_stages
 from colossax.layerwise.layer import shapes_of
-from colossax.pipeline.routes import Cells, Phase, Routes, routes_of
+from colossax.pipeline.routes import Block, Cells, Phase, Routes, routes_of
 from colossax.pipeline.table import Table
 from colossax.sharding import param_sharding
 from colossax.step.gradients.accumulate import LossCall, objective, summarised
@@ -152,25 +152,36 @@ class _Job:
     def run(self) -> tuple[Params, Any]:
         """Gradients of all parameters, and what was added up beside them."""
         state = self._start()
-        for phase in self.routes.phases:
-            ticks = np.arange(phase.start, phase.stop, dtype=np.int32)
-            body = functools.partial(self._tick, phase)
-            state, _ = jax.lax.scan(body, state, (ticks, self._said(phase)))
+        for block in self.routes.blocks:
+            start = block.phases[0].start
+            said = self._said(start, start + block.repeats * block.ticks)
+            said = jax.tree.map(lambda x, n=block.repeats: x.reshape(n, -1, *x.shape[1:]), said)
+            once = functools.partial(self._once, block)
+            if block.repeats > 1:
+                state, _ = jax.lax.scan(once, state, said)
+            else:
+                state, _ = once(state, jax.tree.map(lambda x: x[0], said))
         return self._whole(state), state.sums
 
-    def _said(self, phase: Phase) -> Any:
-        """What the table says of the ticks of a phase."""
+    def _once(self, block: Block, state: _State, said: Any) -> tuple[_State, None]:
+        """The phases of a block."""
+        start = block.phases[0].start
+        for phase in block.phases:
+            ticks = slice(phase.start - start, phase.stop - start)
+            xs = jax.tree.map(lambda x, at=ticks: x[at], said)
+            state, _ = jax.lax.scan(functools.partial(self._tick, phase), state, xs)
+        return state, None
+
+    def _said(self, start: int, stop: int) -> Any:
+        """What the table says of these ticks."""
         routes = self.routes
 
-        def of(x: np.ndarray) -> np.ndarray:
-            return x[phase.start : phase.stop]
-
         def cells(one: Cells) -> dict[str, np.ndarray]:
-            return {f.name: of(getattr(one, f.name)) for f in dataclasses.fields(one)}
+            return {f.name: getattr(one, f.name)[start:stop] for f in dataclasses.fields(one)}
 
-        names = ("enters", "ends", "turns", "returns")
-        plain = {name: of(getattr(routes, name)) for name in names}
-        return cells(routes.forward), cells(routes.backward), plain
+        plain = {n: getattr(routes, n)[start:stop] for n in ("enters", "ends", "turns", "returns")}
+        ticks = np.arange(start, stop, dtype=np.int32)
+        return ticks, (cells(routes.forward), cells(routes.backward), plain)
 
     def _tick(self, phase: Phase, state: _State, xs: Any) -> tuple[_State, None]:
         tick, (ahead, back, plain) = xs
