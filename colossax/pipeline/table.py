@@ -25,17 +25,32 @@ class Kind(StrEnum):
     WEIGHT = "weight"
 
 
+FORMS = ("lockstep", "free")
+"""One program on all devices, or one for each stage."""
+
 KINDS = tuple(Kind)
 """In the order in which the operations of a cell run."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """What a stage does with one microbatch, by one of its chunks."""
+    """What a stage does with one microbatch, by one of its chunks; the kind may be its word.
+
+    Raises:
+        PlanError: An unknown kind.
+    """
 
     kind: Kind
     microbatch: int
     chunk: int = 0
+
+    def __post_init__(self):
+        if type(self.kind) is not Kind:
+            if self.kind not in KINDS:
+                raise PlanError(
+                    f"schedule: unknown kind of operation '{self.kind}'{nearest(self.kind, KINDS)}"
+                )
+            object.__setattr__(self, "kind", Kind(self.kind))
 
     def __str__(self) -> str:
         return f"{self.kind} of microbatch {self.microbatch}, chunk {self.chunk}"
@@ -117,7 +132,8 @@ class Table:
     def to_json(self) -> str:
         """All of it; `Table.from_json` gives an equal table."""
         ticks = [[[_to_list(op) for op in cell] for cell in cells] for cells in self.ticks]
-        return json.dumps({**_sizes(self), "layout": self.layout, "ticks": ticks})
+        fields = {name: getattr(self, name) for name in _FIELDS}
+        return json.dumps({**fields, "ticks": ticks})
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Table":
@@ -150,11 +166,6 @@ def v_layout(stages: int) -> tuple[tuple[int, int], ...]:
     """Positions that go down the stages and up again: the first stage has both ends."""
     down = [(stage, 0) for stage in range(stages)]
     return (*down, *((stage, 1) for stage in reversed(range(stages))))
-
-
-def _sizes(table: Table) -> dict[str, int]:
-    """The sizes of a table by name."""
-    return {name: getattr(table, name) for name in ("stages", "microbatches", "chunks")}
 
 
 def _rank(op: Op) -> int:

@@ -1,0 +1,119 @@
+"""What a schedule takes: seconds, bubble, kept inputs, bytes from stage to stage."""
+
+import dataclasses
+import itertools
+from collections.abc import Mapping
+
+from colossax.config import nearest
+from colossax.errors import PlanError
+from colossax.pipeline.table import FORMS, KINDS, Kind, Op, Table
+from colossax.pipeline.timeline import Costs, free_spans, lockstep_spans, moves, slots
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a table takes; lists have a number for each stage.
+
+    Attributes:
+        time: Seconds from the first operation to the last.
+        useful: Seconds of the operations of the table.
+        bubble: Of all stages' time, the share that is not useful.
+        executed: Operations of each kind that a device runs, those on zeros included.
+        saved: Most inputs of chunks that are kept at a time for backward or an input gradient.
+        pending: Most input gradients whose weight gradient is still to come.
+        kept: Most forwards whose backward or weight gradient is still to come: what memory holds.
+        link_bytes: What is sent from a stage to another, by the two.
+    """
+
+    time: float
+    useful: tuple[float, ...]
+    bubble: float
+    executed: Mapping[Kind, int]
+    saved: tuple[int, ...]
+    pending: tuple[int, ...]
+    kept: tuple[int, ...]
+    link_bytes: Mapping[tuple[int, int], int]
+
+
+def simulate(table: Table, costs: Costs | None = None, form: str = "lockstep") -> Report:
+    """What a table takes in one of two forms.
+
+    `lockstep`: one program on all devices. A kind of operation that any stage needs in a tick is
+    run by all, and takes as long as on the slowest; a result that goes to another stage goes round
+    all of them, in each tick with its kind.
+    `free`: a program for each stage, which does what comes next in its cells as soon as its inputs
+    are there, whatever the tick; only what is read is sent.
+
+    Args:
+        table: As `checked` passes it.
+        costs: None: a second for each of forward, input and weight gradient.
+        form: One of `FORMS`.
+
+    Raises:
+        PlanError: An unknown form, or costs that do not fit the table.
+
+    Cost: O(operations + cells).
+    """
+    if form not in FORMS:
+        raise PlanError(f"simulate: unknown form '{form}'{nearest(form, FORMS)}")
+    costs, lockstep = costs or Costs(), form == "lockstep"
+    spans = (lockstep_spans if lockstep else free_spans)(table, costs)
+    time = slots(table, costs)[-1].end if lockstep else max(span.end for span in spans)
+    useful = [0.0] * table.stages
+    for span in spans:
+        useful[span.stage] += span.end - span.start
+    return Report(
+        time=time,
+        useful=tuple(useful),
+        bubble=1 - sum(useful) / (table.stages * time) if time else 0.0,
+        executed=_executed(table, lockstep),
+        saved=_most(table, _SAVED),
+        pending=_most(table, _PENDING),
+        kept=_most(table, _KEPT),
+        link_bytes=(_rolled if lockstep else _sent)(table, costs.boundary_bytes),
+    )
+
+
+_SAVED = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.INPUT: -1}
+_PENDING = {Kind.INPUT: 1, Kind.WEIGHT: -1}
+_KEPT = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHT: -1}
+
+
+def _orders(table: Table) -> list[tuple[Op, ...]]:
+    return [table.order(stage) for stage in range(table.stages)]
+
+
+def _most(table: Table, step: Mapping[Kind, int]) -> tuple[int, ...]:
+    """The highest that a count gets on each stage, which kinds of operations raise and lower."""
+    counts = (
+        itertools.accumulate(step.get(op.kind, 0) for op in order) for order in _orders(table)
+    )
+    return tuple(max(count, default=0) for count in counts)
+
+
+def _executed(table: Table, lockstep: bool) -> dict[Kind, int]:
+    if lockstep:
+        needed = [table.kinds(tick) for tick in range(len(table.ticks))]
+        return {kind: sum(kind in one for one in needed) for kind in KINDS}
+    orders = _orders(table)
+    return {kind: max(sum(op.kind is kind for op in order) for order in orders) for kind in KINDS}
+
+
+def _rolled(table: Table, boundary_bytes: int) -> dict[tuple[int, int], int]:
+    """Sent where all stages send at once."""
+    bytes_: dict[tuple[int, int], int] = {}
+    for kind, steps in moves(table).items():
+        times = sum(kind in table.kinds(tick) for tick in range(len(table.ticks)))
+        for stage, step in itertools.product(range(table.stages), steps):
+            link = (stage, (stage + step) % table.stages)
+            bytes_[link] = bytes_.get(link, 0) + times * boundary_bytes
+    return bytes_
+
+
+def _sent(table: Table, boundary_bytes: int) -> dict[tuple[int, int], int]:
+    """Sent where a stage sends what another reads."""
+    bytes_: dict[tuple[int, int], int] = {}
+    for (at, _), (to, _) in itertools.pairwise(table.layout):
+        for link in ((at, to), (to, at)) if at != to else ():
+            bytes_[link] = bytes_.get(link, 0) + table.microbatches * boundary_bytes
+    return bytes_
