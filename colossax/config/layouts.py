@@ -113,13 +113,19 @@ def spread(rules: Rules, layout: str, matmul: str) -> Rules:
 def _stored(rules: Mapping[str, tuple[Choice, ...]], *, cube: bool) -> Mapping:
     wide = (("row", "depth"), ("row",)) if cube else (("row",), ("col",))
     ends = (("col", "depth"), ("col",)) if cube else (("row",), ("col",))
-    stored = {
-        dim: wide if any("tensor" in choice for choice in choices) else choices
-        for dim, choices in rules.items()
-    }
+    stored = {dim: _widened(choices, wide) for dim, choices in rules.items()}
     embed = rules.get("embed", ((),))
     stored["embed"] = tuple((*end, *choice) for end in ends for choice in embed)
     return FrozenDict(stored)
+
+
+def _widened(choices: tuple[Choice, ...], wide: tuple[Choice, ...]) -> tuple[Choice, ...]:
+    """Choices for a dim that goes over `tensor`; what it goes over beside that stays in front."""
+    split = [choice for choice in choices if "tensor" in choice]
+    if not split:
+        return choices
+    others = tuple(axis for axis in split[0] if axis != "tensor")
+    return tuple((*others, *choice) for choice in wide)
 
 
 def _computed(rules: Mapping[str, tuple[Choice, ...]], *, cube: bool) -> Mapping:

@@ -19,6 +19,8 @@ _TENSOR: tuple[Choice, ...] = (("tensor",),)
 TENSOR_RULES: dict[str, tuple[Choice, ...]] = dict.fromkeys(
     ("heads", "kv_heads", "mlp", "vocab"), _TENSOR
 )
+# What stands before and after the layers is shared by the stages too, by its vocabulary.
+TENSOR_RULES["vocab"] = (("stage", "tensor"),)
 ACTIVATION_RULES: dict[str, tuple[Choice, ...]] = {"batch": _BATCH, "seq": _SEQ, **TENSOR_RULES}
 STORAGE_RULES: dict[str, tuple[Choice, ...]] = {"layers": (("stage",),), **TENSOR_RULES}
 FSDP_RULES: dict[str, tuple[Choice, ...]] = {

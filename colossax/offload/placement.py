@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 
-from colossax.config import SHARES, Plan, Segment
+from colossax.config import SHARES, MeshAxis, Plan, Segment
 from colossax.errors import PlanError
 
 
@@ -30,7 +30,27 @@ def resolved_segments(plan: Plan, layers: int) -> tuple[Segment, ...]:
         runs = _offloaded(runs, kind, plan.offload.layers(kind, layers))
     reachable = sum(run.count for run in runs if _cpu_can_update(run))
     runs = _offloaded(runs, "cpu", plan.offload.cpu_layers(reachable), _cpu_can_update)
-    return tuple(runs)
+    return tuple(_in_chunks(plan, runs, layers))
+
+
+def _in_chunks(plan: Plan, runs: list[Segment], layers: int) -> list[Segment]:
+    """Runs cut where the chunks of a pipeline begin."""
+    chunks = plan.pipeline.chunks if plan.mesh.get(MeshAxis.STAGE, 1) != 1 else 1
+    if chunks == 1:
+        return runs
+    if layers % chunks:
+        raise PlanError(
+            f"plan.pipeline.chunks: {chunks} chunks cannot share {layers} layers evenly; give a"
+            f" number that divides {layers}"
+        )
+    size, at, cut = layers // chunks, 0, []
+    for run in runs:
+        left = run.count
+        while left:
+            count = min(left, size - at % size)
+            cut.append(dataclasses.replace(run, count=count))
+            at, left = at + count, left - count
+    return cut
 
 
 def segment_counts(segments: tuple[Segment, ...], layers: int) -> tuple[int, ...]:

@@ -45,8 +45,7 @@ def resolve(
     entries = []
     for dim, size, chosen in zip(dims, shape, _chosen(bound, role, dims), strict=True):
         axes = tuple(axis for axis in chosen if axis not in drop)
-        if role in _STORED:
-            axes = _dividing(bound, axes, size)
+        axes = _dividing(bound, axes, size, _optional(role, dim))
         entries.append(_fit(bound, axes, dim, size, name))
     return PartitionSpec(*entries)
 
@@ -55,15 +54,15 @@ _STORED = frozenset({"params", "weights", "gradients", "optimizer"})
 
 
 def left_whole(bound: BoundPlan, role: str, dims: Dims, shape: Sequence[int]) -> tuple[str, ...]:
-    """Axes of the sequence over which the rules store an array that they do not divide.
+    """Axes of the sequence, and stages, over which an array lies whole as they do not divide it.
 
-    They split tokens, and no array needs them to be right: it stays whole along them.
+    They split tokens and layers, and no other array needs them to be right.
     """
     return tuple(
         axis
-        for size, axes in zip(shape, _chosen(bound, role, dims), strict=True)
+        for dim, size, axes in zip(dims, shape, _chosen(bound, role, dims), strict=True)
         for axis in axes
-        if axis not in _dividing(bound, axes, size)
+        if axis not in _dividing(bound, axes, size, _optional(role, dim))
     )
 
 
@@ -79,12 +78,20 @@ def _chosen(bound: BoundPlan, role: str, dims: Dims) -> list[tuple[str, ...]]:
     return found
 
 
-def _dividing(bound: BoundPlan, axes: Sequence[str], size: int) -> tuple[str, ...]:
-    """These without axes of the sequence that do not divide what the others leave."""
-    devices = bound.size([axis for axis in axes if axis not in SEQUENCE_AXES])
+def _optional(role: str, dim: str | None) -> frozenset[str]:
+    """Axes along which an array may stay whole: no stage needs a part of what is no layer."""
+    whole: set[str] = set() if dim == "layers" else {MeshAxis.STAGE.value}
+    return frozenset(whole.union(SEQUENCE_AXES) if role in _STORED else whole)
+
+
+def _dividing(
+    bound: BoundPlan, axes: Sequence[str], size: int, optional: frozenset[str]
+) -> tuple[str, ...]:
+    """These without optional ones that do not divide what the others leave."""
+    devices = bound.size([axis for axis in axes if axis not in optional])
     kept = []
     for axis in axes:
-        if axis in SEQUENCE_AXES:
+        if axis in optional:
             if size % (devices * bound.mesh.shape[axis]):
                 continue
             devices *= bound.mesh.shape[axis]
