@@ -74,6 +74,7 @@ class BatchConfig:
 
 SCHEDULES: tuple[str, ...] = ("auto", "gpipe", "1f1b", "interleaved", "zb_h1", "zb_v")
 
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
     """How a batch goes through the stages, where mesh axis `stage` is larger than 1.

@@ -1,4 +1,4 @@
-"""Named plans, `ddp zero1 zero2 zero3 megatron megatron_sp ring ulysses usp`, and their mixes."""
+"""Named plans, as `ddp`, `zero3`, `megatron`, `ring` or `pipeline`, and their mixes."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -38,7 +38,13 @@ _SEQUENCE_PARTS: dict[str, dict[str, int]] = {
     "ulysses": {"ulysses": -1},
     "usp": {"ring": -1, "ulysses": 2},
 }
-_KINDS: tuple[Mapping[str, Any], ...] = (_DATA_PARTS, _TENSOR_PARTS, _SEQUENCE_PARTS)
+_STAGE_PARTS: dict[str, dict[str, int]] = {"pipeline": {"stage": -1}}
+_KINDS: tuple[Mapping[str, Any], ...] = (
+    _DATA_PARTS,
+    _TENSOR_PARTS,
+    _SEQUENCE_PARTS,
+    _STAGE_PARTS,
+)
 
 PRESETS: tuple[str, ...] = tuple(name for kind in _KINDS for name in kind)
 
@@ -52,8 +58,9 @@ def preset(name: str, *, mesh: Mapping[str, int] | None = None, **fields: Any) -
     each microbatch. `zero3` splits parameters over `fsdp` as well. All three count the devices that
     share a sequence among those of `fsdp`. `megatron` splits heads,
     mlp and vocab over `tensor`; `megatron_sp` also splits the sequence there between blocks.
-    `ring`, `ulysses` and both (`usp`) split the sequence everywhere. One of each kind join, as
-    `zero3+megatron_sp+ring`. Without a mesh all devices go to the axes of the first part named.
+    `ring`, `ulysses` and both (`usp`) split the sequence everywhere. `pipeline` gives layers to
+    stages. One of each kind join, as `zero3+megatron_sp+pipeline`. Without a mesh all devices go to
+    the axes of the first part named.
 
     Raises:
         PlanError: No such preset, or two of one kind.
@@ -62,7 +69,7 @@ def preset(name: str, *, mesh: Mapping[str, int] | None = None, **fields: Any) -
     for part in parts:
         if part not in PRESETS:
             raise PlanError(f"plan.preset: no preset is called '{part}'{nearest(part, PRESETS)}")
-    data, tensor, _ = ([part for part in parts if part in kind] for kind in _KINDS)
+    data, tensor, *_ = ([part for part in parts if part in kind] for kind in _KINDS)
     if len(parts) > len({_kind(part) for part in parts}):
         kinds = "; ".join(", ".join(kind) for kind in _KINDS)
         raise PlanError(
@@ -82,4 +89,4 @@ def _kind(part: str) -> int:
 def _default_mesh(part: str) -> dict[str, int]:
     if part in _DATA_PARTS:
         return _DATA_PARTS[part][0]
-    return _SEQUENCE_PARTS.get(part, {"tensor": -1})
+    return {**_SEQUENCE_PARTS, **_STAGE_PARTS}.get(part, {"tensor": -1})

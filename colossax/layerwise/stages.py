@@ -141,9 +141,7 @@ def _form(x: Any) -> tuple[Any, Any]:
 
 
 def _at(tree: Any, i: Array) -> Any:
-    return jax.tree.map(
-        lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False), tree
-    )
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False), tree)
 
 
 def _row(rows: Chunks, chunk: Array, i: Array) -> Any:

@@ -12,7 +12,6 @@ import numpy as np
 from colossax.errors import PlanError
 from colossax.pipeline.table import Kind, Table
 
-
 _LONGEST = 4
 """Phases of a block at most."""
 
@@ -54,7 +53,6 @@ class Phase:
     backward: bool
     loss: bool
 
-
     @property
     def needs(self) -> tuple[bool, bool, bool, int]:
         """What makes phases alike."""
@@ -92,6 +90,7 @@ class Routes:
             goes back with; -1 where it does not.
         returns: `[ticks]`, that whose gradient leaves position 0; -1 where none does.
         kept: Slots of what forward keeps for backward.
+        counted: Slots of what layers count for the loss.
         waiting: Slots of inputs that have been sent.
         returning: Slots of gradients that have been sent.
         turning: Slots of gradients of the loss.
@@ -106,10 +105,21 @@ class Routes:
     turns: np.ndarray
     returns: np.ndarray
     kept: int
+    counted: int
     waiting: int
     returning: int
     turning: int
     blocks: tuple[Block, ...]
+
+    @property
+    def forward_ticks(self) -> np.ndarray:
+        """`[microbatches, chunks, stages]`, the tick of each forward pass."""
+        cells = self.forward
+        sizes = cells.microbatch.max() + 1, cells.chunk.max() + 1, cells.active.shape[1]
+        ticks = np.zeros(sizes, np.int32)
+        at, stage = np.nonzero(cells.active)
+        ticks[cells.microbatch[at, stage], cells.chunk[at, stage], stage] = at
+        return ticks
 
 
 def routes_of(table: Table) -> Routes:
@@ -126,7 +136,7 @@ def routes_of(table: Table) -> Routes:
             " around the stages, and this table's do not; give schedule 1f1b or interleaved"
         )
     at: dict[Kind, dict[tuple[int, int], int]] = {kind: {} for kind in Kind}
-    for tick, stage, op in _operations(table):
+    for tick, stage, op in table.operations():
         at[op.kind][places[stage, op.chunk], op.microbatch] = tick
     if at[Kind.INPUT] or at[Kind.WEIGHT]:
         raise PlanError("pipeline: this table has backward passes in two parts; give 1f1b")
@@ -145,12 +155,11 @@ def routes_of(table: Table) -> Routes:
         turns=_per_tick(table, turned),
         returns=_per_tick(table, {t: m for (p, m), t in back.items() if not p}),
         kept=1 + _longest((t, ahead[key]) for key, t in back.items()),
+        counted=1 + _longest((ahead[last, m], t) for (_, m), t in ahead.items()),
         waiting=_longest((t, sent[key]) for key, t in ahead.items()),
         returning=max(1, _longest((t, returned[key]) for key, t in back.items())),
         turning=1 + _longest(turned.items()),
-        blocks=tuple(
-            _blocks(list(_phases(forward.active.any(1), backward.active.any(1), ends >= 0)))
-        ),
+        blocks=tuple(_blocks(list(_phases(forward.active, backward.active, ends[:, None] >= 0)))),
     )
 
 
@@ -158,17 +167,10 @@ def _longest(spans: Iterable[tuple[int, int]]) -> int:
     return max((end - start for end, start in spans), default=0)
 
 
-def _operations(table: Table) -> Iterable[tuple[int, int, object]]:
-    for tick, cells in enumerate(table.ticks):
-        for stage, ops in enumerate(cells):
-            for op in ops:
-                yield tick, stage, op
-
-
 def _cells(table: Table, kind: Kind, places: dict, sources: dict, ahead: dict) -> Cells:
     shape = (len(table.ticks), table.stages)
     arrays = {f.name: np.zeros(shape, np.int32) for f in dataclasses.fields(Cells)}
-    for tick, stage, op in _operations(table):
+    for tick, stage, op in table.operations():
         if op.kind is not kind:
             continue
         key = places[stage, op.chunk], op.microbatch
@@ -182,12 +184,13 @@ def _per_tick(table: Table, found: dict[int, int]) -> np.ndarray:
     return np.array([found.get(tick, -1) for tick in range(len(table.ticks))], np.int32)
 
 
-def _phases(*needs: Sequence[bool]) -> Iterable[Phase]:
-    rows = list(zip(*needs, strict=True))
+def _phases(*needs: np.ndarray) -> Iterable[Phase]:
+    """Of arrays `[ticks, stages]`: who needs forward, backward, and the loss."""
+    rows = list(zip(*(need.any(axis=1).tolist() for need in needs), strict=True))
     start = 0
     for stop in range(1, len(rows) + 1):
         if stop == len(rows) or rows[stop] != rows[start]:
-            forward, backward, loss = map(bool, rows[start])
+            forward, backward, loss = rows[start]
             yield Phase(start=start, stop=stop, forward=forward, backward=backward, loss=loss)
             start = stop
 
@@ -211,3 +214,14 @@ def _repeats(phases: Sequence[Phase], at: int, length: int) -> int:
     while needs[at + count * length :][:length] == wanted:
         count += 1
     return count
+
+
+def forward_alone(table: Table) -> Table:
+    """The forward passes of a table, and no ticks after the last of them."""
+    ticks = [
+        tuple(tuple(op for op in cell if op.kind is Kind.FORWARD) for cell in cells)
+        for cells in table.ticks
+    ]
+    while not any(ticks[-1]):
+        ticks.pop()
+    return dataclasses.replace(table, ticks=tuple(ticks))

@@ -1,19 +1,20 @@
 """How gradients are made and the state is updated under a plan, and who follows the program."""
 
-from collections.abc import Callable
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from colossax.config import BoundPlan, MeshAxis
 from colossax.errors import PlanError
 from colossax.pipeline import Table, schedule
 from colossax.sharding import batch_axes
 from colossax.step.gradients.accumulate import accumulate
 from colossax.step.gradients.method import GradientMethod
-from colossax.step.gradients.pipelined import pipelined
 from colossax.step.gradients.reduce_once import reduce_once
 from colossax.step.offloaded.cpu_update import CpuUpdate
 from colossax.step.offloaded.disk import DiskTier
 from colossax.step.offloaded.streaming import Streaming, check_streamable
+from colossax.step.stages import pipelined
 from colossax.step.updaters import Follower
 
 if TYPE_CHECKING:
@@ -26,17 +27,18 @@ def gradient_method_of(step: "Step") -> GradientMethod:
     Args:
         step: Its plan, model and loss are there.
     """
-    if step.bound.mesh.shape["stage"] > 1:
-        return pipelined(step.loss_call, step.bound, step.infos, step.trainable, _table(step))
+    if step.bound.mesh.shape[MeshAxis.STAGE] > 1:
+        table = functools.partial(table_of, step.bound)
+        return pipelined(step.loss_call, step.bound, step.infos, step.trainable, table)
     once = step.bound.plan.batch.reduce_once and batch_axes(step.bound)
     method = reduce_once if once else accumulate
     return method(step.loss_call, step.bound, step.infos, step.trainable)
 
 
-def _table(step: "Step") -> Callable[[int], Table]:
-    """Number of microbatches to the table of the plan's schedule."""
-    asked, stages = step.bound.plan.pipeline, step.bound.mesh.shape["stage"]
-    return lambda count: schedule(asked.resolved, stages, count, asked.chunks, "lockstep")
+def table_of(bound: BoundPlan, microbatches: int) -> Table:
+    """The plan's schedule of so many microbatches."""
+    asked, stages = bound.plan.pipeline, bound.mesh.shape[MeshAxis.STAGE]
+    return schedule(asked.resolved, stages, microbatches, asked.chunks, "lockstep")
 
 
 def streaming_of(step: "Step", optimizer: Any) -> Streaming | None:

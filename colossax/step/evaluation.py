@@ -7,15 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from colossax.config import BoundPlan
+from colossax.config import BoundPlan, MeshAxis
 from colossax.errors import InputError
 from colossax.layerwise import Maximum, summed
-from colossax.sharding import batch_axes, in_order, use
+from colossax.pipeline.routes import forward_alone
+from colossax.sharding import in_order, use
 from colossax.step.arrange import Arranged
 from colossax.step.batches import BatchPlacer, as_arrays
+from colossax.step.choosing import table_of
 from colossax.step.gradients.accumulate import LossCall, check_counted
 from colossax.step.loss import SCALAR, Totals
-from colossax.step.microbatches import batch_dims, num_microbatches, strided
+from colossax.step.microbatches import batch_dims, cut_up, num_microbatches, row_unit, strided
+from colossax.step.stages import pipelined_totals
 from colossax.typing import Batch, Dims, Params, TrainState
 
 if TYPE_CHECKING:
@@ -69,8 +72,7 @@ class Evaluation:
     @property
     def _unit(self) -> int:
         """Rows of which a batch has a multiple."""
-        bound, cut = self._step.bound, self._step.bound.plan.batch
-        return bound.size(sorted(batch_axes(bound))) * (cut.microbatch or cut.accumulation)
+        return row_unit(self._step.bound)
 
     def _lacking(self, batch: Batch) -> int:
         """Rows to be added; none where arrays differ in theirs, which is refused later."""
@@ -90,7 +92,16 @@ class Evaluation:
         with use(bound), in_order(order):
             batch = self._step.prepared(params, variables, batch)
             dims = self._dims(batch)
+            if bound.mesh.shape[MeshAxis.STAGE] > 1:
+                return self._through_stages(params, batch, dims, variables)
             return batch_totals(self._step.loss_call, bound, params, batch, dims, variables)
+
+    def _through_stages(self, params: Any, batch: Batch, dims: Any, variables: Any) -> Totals:
+        step, bound = self._step, self._step.bound
+        micro = cut_up(bound, batch, dims, jax.random.key(0))
+        table = forward_alone(table_of(bound, micro.count))
+        infos = step.spec.infos
+        return pipelined_totals(step.loss_call, bound, infos, params, variables, micro, table)
 
 
 def _rows(batch: Batch, dims: Mapping[str, Dims]) -> int:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from colossax.config import BoundPlan
+from colossax.config import BoundPlan, MeshAxis
 from colossax.errors import InputError, PlanError
 from colossax.sharding import batch_axes, constrain
 from colossax.typing import TEXT_BATCH_DIMS, Batch, Dims
@@ -64,7 +64,7 @@ def batch_dims(batch: Batch, declared: Mapping[str, Dims] | None) -> dict[str, D
 
 
 def num_microbatches(bound: BoundPlan, batch: Batch, dims: Mapping[str, Dims]) -> int:
-    """How many microbatches the plan cuts a global batch into.
+    """How many microbatches the plan cuts a global batch into, those of a pipeline too.
 
     Raises:
         PlanError: They and the devices do not divide it, with the sizes and what would.
@@ -73,7 +73,7 @@ def num_microbatches(bound: BoundPlan, batch: Batch, dims: Mapping[str, Dims]) -
     axes = sorted(batch_axes(bound))
     devices = bound.size(axes)
     wanted = bound.plan.batch
-    count = wanted.accumulation
+    count = wanted.accumulation * _pipelined(bound, batch, dims)
     for name, x in batch.items():
         rows = x.shape[dims[name].index("batch")]
         if not rows:
@@ -92,7 +92,7 @@ def num_microbatches(bound: BoundPlan, batch: Batch, dims: Mapping[str, Dims]) -
                     f" {count}; with batch.microbatch give all arrays the same rows"
                 )
             count = each
-        elif rows % (count * devices):
+        elif rows % (count * devices) and not _fillable(bound, batch):
             raise PlanError(
                 f"batch '{name}': {rows} rows cannot be cut into {count} microbatches"
                 f"{f' for {devices} devices along {axes}' if devices > 1 else ''};"
@@ -101,12 +101,61 @@ def num_microbatches(bound: BoundPlan, batch: Batch, dims: Mapping[str, Dims]) -
     return count
 
 
+def _pipelined(bound: BoundPlan, batch: Batch, dims: Mapping[str, Dims]) -> int:
+    """Microbatches of a pipeline for each of those that the plan adds up; 1 where none is.
+
+    Unless they are given, as many as divide a device's rows, up to four for each stage.
+    """
+    stages, wanted = bound.mesh.shape[MeshAxis.STAGE], bound.plan.batch
+    if stages == 1 or wanted.microbatch is not None:
+        return 1
+    if bound.plan.pipeline.microbatches is not None:
+        return bound.plan.pipeline.microbatches
+    name, x = next(iter(batch.items()))
+    devices = bound.size(sorted(batch_axes(bound))) * wanted.accumulation
+    rows = x.shape[dims[name].index("batch")] // devices
+    return next((n for n in range(min(4 * stages, rows), 0, -1) if not rows % n), 1)
+
+
+def row_unit(bound: BoundPlan) -> int:
+    """Rows of which a global batch has a multiple, as far as the plan alone says."""
+    wanted, count = bound.plan.batch, 1
+    if bound.mesh.shape[MeshAxis.STAGE] > 1 and wanted.microbatch is None:
+        count = bound.plan.pipeline.microbatches or 1
+    each = wanted.microbatch or wanted.accumulation
+    return bound.size(sorted(batch_axes(bound))) * each * count
+
+
+def _fillable(bound: BoundPlan, batch: Batch) -> bool:
+    """Whether rows that do not count are added where a pipeline's microbatches do not divide it."""
+    given = bound.plan.pipeline.microbatches is not None
+    return given and bound.mesh.shape[MeshAxis.STAGE] > 1 and "weights" in batch
+
+
+def _filled(bound: BoundPlan, batch: Batch, dims: Mapping[str, Dims]) -> Batch:
+    """The batch, with rows of weight 0 where the microbatches of a pipeline do not divide it."""
+    rows = max(x.shape[dims[name].index("batch")] for name, x in batch.items())
+    lacking = -rows % row_unit(bound)
+    if not lacking or not _fillable(bound, batch):
+        return batch
+
+    def longer(name: str, x: Array) -> Array:
+        at = dims[name].index("batch")
+        last = jax.lax.slice_in_dim(x, x.shape[at] - 1, x.shape[at], axis=at)
+        more = jnp.repeat(last, lacking, axis=at)
+        more = jnp.zeros_like(more) if name == "weights" else more
+        return constrain(jnp.concatenate([x, more], axis=at), *dims[name])
+
+    return {name: longer(name, x) for name, x in batch.items()}
+
+
 def cut_up(bound: BoundPlan, batch: Batch, dims: Mapping[str, Dims], key: Array) -> Microbatches:
     """A global batch as microbatches with a key for each; weights of terms are still to be found.
 
     Raises:
         PlanError: The plan's microbatches and the devices do not divide it.
     """
+    batch = _filled(bound, batch, dims)
     count = num_microbatches(bound, batch, dims)
     keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(count))
     return Microbatches(arrays=strided(batch, dims, count), keys=keys, count=count, dims=dims)

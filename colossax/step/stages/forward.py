@@ -1,0 +1,263 @@
+"""A loss on its way forward through the stages, a tick at a time."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from colossax.config import BoundPlan, MeshAxis
+from colossax.errors import PlanError
+from colossax.layerwise import CutLoss, StageLayers, cut_loss, over_stages
+from colossax.layerwise.layer import shapes_of
+from colossax.pipeline.routes import Block, Cells, Phase, Routes
+from colossax.step.microbatches import Microbatches
+from colossax.step.stages import rings
+from colossax.step.stages.travel import Travel
+from colossax.typing import Params
+
+Loss = Callable[..., Any]
+"""`(parameters outside of stacks, those of stacks, microbatch, key, term weights) -> anything`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ahead:
+    """What goes from tick to tick on the way forward.
+
+    Attributes:
+        arrived: Inputs that were sent, `[slots, stages, ...]`.
+        counted: Sums of layers, `[slots, stages, layers, ...]`.
+    """
+
+    arrived: Any
+    counted: Any
+
+
+jax.tree_util.register_dataclass(Ahead, ["arrived", "counted"], [])
+
+
+class Stages:
+    """A loss cut at its stack, whose layers the stages share; while a program is traced.
+
+    Attributes:
+        cut: The loss.
+        layers: What a stage does with its layers.
+        rows: Their parameters, of each chunk `[stages, layers, ...]`.
+        outer: Parameters outside of the stack.
+        travel: What goes from stage to stage.
+        numbers: Of the stages.
+    """
+
+    def __init__(
+        self, loss: Loss, bound: BoundPlan, params: tuple[Params, Params], micro: Microbatches
+    ):
+        """Cut the loss, trace a layer.
+
+        Args:
+            loss: See `Loss`.
+            bound: Plan and devices.
+            params: Outside of stacks, and of stacks.
+            micro: The global batch.
+
+        Raises:
+            PlanError: It cannot be cut at one stack, or the stages cannot share its layers.
+        """
+        self.outer, self._inner = params
+        self._micro = micro
+        first = (*params, *micro.first, micro.term_weights)
+        self.cut: CutLoss = cut_loss(loss, *first)
+        _check(self.cut, *(len(jax.tree.leaves(tree)) for tree in params))
+        self.count = bound.mesh.shape[MeshAxis.STAGE]
+        carry, side, _ = jax.eval_shape(self.cut.before, *first)
+        rows = [run.params(*first) for run in self.cut.runs]
+        self.layers = StageLayers(self.cut.runs, shapes_of(rows), self.count, carry, side)
+        self.rows = tuple(jax.tree.map(self._shared, each) for each in rows)
+        self.travel = Travel(bound, carry)
+        self.numbers = jnp.arange(self.count, dtype=jnp.int32)
+
+    def _shared(self, x: Array) -> Array:
+        """`[layers, ...]` as `[stages, layers of a stage, ...]`."""
+        return x.reshape(self.count, -1, *x.shape[1:])
+
+    def args(self, number: Array, outer: Params | None = None) -> tuple[Any, ...]:
+        """Arguments of the loss for a microbatch; -1 counts as the first."""
+        micro = self._micro
+        arrays, key = jax.tree.map(
+            lambda x: jax.lax.dynamic_index_in_dim(x, jnp.maximum(number, 0), 0, keepdims=False),
+            (micro.arrays, micro.keys),
+        )
+        outer = self.outer if outer is None else outer
+        return outer, self._inner, arrays, key, micro.term_weights
+
+    def side(self, number: Array) -> Any:
+        """What all layers get of a microbatch."""
+        return self.cut.side(*self.args(number))
+
+    def enter(self, outer: Params, number: Array) -> Any:
+        """Input of the first layer."""
+        return self.cut.before(*self.args(number, outer))[0]
+
+    def leave(self, outer: Params, number: Array, last: Any, sums: Any) -> Any:
+        """The loss of a microbatch.
+
+        Args:
+            outer: Parameters outside of the stack.
+            number: Of the microbatch.
+            last: What the last layer gave.
+            sums: What the layers counted, of each run `[layers, ...]`.
+        """
+        args = self.args(number, outer)
+        outputs = [(last, each) for each in sums]
+        return self.cut.after(args, outputs, self.cut.before(*args)[2])
+
+    def start(self, routes: Routes) -> Ahead:
+        """Nothing has been sent."""
+        _, counted = self.kept_shapes()
+        arrived = rings.empty(self.travel.shapes, routes.waiting, lead=(self.count,))
+        return Ahead(
+            arrived=self.travel.stored(arrived),
+            counted=rings.empty(counted, routes.counted, lead=(self.count,)),
+        )
+
+    def kept_shapes(self) -> Any:
+        """Of what one stage's layers keep, and of what they count, `[layers, ...]`."""
+
+        def one() -> Any:
+            zero = jnp.int32(0)
+            rows = jax.tree.map(lambda x: x[0], self.rows)
+            return self.layers.forward(rows, zeros(self.travel.shapes), self.side(zero), zero, zero)
+
+        return jax.eval_shape(one)[1]
+
+    def forward(self, ahead: Ahead, tick: Array, cells: Any, enters: Array) -> tuple[Any, Any, Any]:
+        """All stages' forward passes of a tick.
+
+        Args:
+            ahead: State before it.
+            tick: Its number.
+            cells: What the table says of it, `[stages]` each; see `Cells`.
+            enters: The microbatch that comes to the first layer.
+
+        Returns:
+            What the stages give, the state with what they counted, and what they keep.
+        """
+        start = jax.tree.map(lambda x: x[None], self.enter(self.outer, enters))
+        at_first = (self.numbers == 0) & (cells["chunk"] == 0)
+        carry = rings.chosen(at_first, start, rings.slots(ahead.arrived, cells["source"]))
+
+        def one(rows: Any, carry: Any, number: Array, chunk: Array, stage: Array) -> Any:
+            return self.layers.forward(rows, carry, self.side(number), chunk, stage)
+
+        inputs = (cells["microbatch"], cells["chunk"], self.numbers)
+        out, (kept, sums) = over_stages(one)(self.rows, self.travel.laid_out(carry), *inputs)
+        ahead = dataclasses.replace(ahead, counted=rings.put(ahead.counted, tick, sums))
+        return self.travel.laid_out(out), ahead, kept
+
+    def send(self, ahead: Ahead, tick: Array, out: Any) -> Ahead:
+        """To the next stage, where it has arrived when the tick is over."""
+        sent = self.travel.rolled(out, 1)
+        return dataclasses.replace(ahead, arrived=rings.put(ahead.arrived, tick, sent))
+
+    def counted(self, ahead: Ahead, ticks: np.ndarray, number: Array) -> list[Any]:
+        """What the layers counted of a microbatch, of each run `[layers, ...]`.
+
+        Args:
+            ahead: State.
+            ticks: `[microbatches, chunks, stages]`, of the forward passes.
+            number: Of the microbatch.
+        """
+        if not jax.tree.leaves(ahead.counted):
+            return [ahead.counted for _ in self.rows]
+        at = jnp.asarray(ticks)[jnp.maximum(number, 0)]
+        found = [rings.slots(ahead.counted, at[chunk]) for chunk in range(len(self.rows))]
+        return [jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), each) for each in found]
+
+
+def through(routes: Routes, tick: Callable[[Phase, Any, Any], Any], state: Any) -> Any:
+    """The state after all ticks.
+
+    Args:
+        routes: Of the table.
+        tick: `(phase, state, (number, forward cells, backward cells, plain)) -> state`.
+        state: Before the first.
+
+    Cost: program size of one tick for each phase that is said, whatever the number of ticks.
+    """
+
+    def once(block: Block, state: Any, said: Any) -> tuple[Any, None]:
+        start = block.phases[0].start
+        for phase in block.phases:
+            xs = jax.tree.map(lambda x, p=phase: x[p.start - start : p.stop - start], said)
+            body = functools.partial(_body, tick, phase)
+            state, _ = jax.lax.scan(body, state, xs)
+        return state, None
+
+    for block in routes.blocks:
+        start = block.phases[0].start
+        said = _said(routes, start, start + block.repeats * block.ticks)
+        said = jax.tree.map(lambda x, n=block.repeats: x.reshape(n, -1, *x.shape[1:]), said)
+        if block.repeats == 1:
+            state, _ = once(block, state, jax.tree.map(lambda x: x[0], said))
+        else:
+            state, _ = jax.lax.scan(functools.partial(once, block), state, said)
+    return state
+
+
+def _body(tick: Callable, phase: Phase, state: Any, xs: Any) -> tuple[Any, None]:
+    return tick(phase, state, xs), None
+
+
+def _said(routes: Routes, start: int, stop: int) -> Any:
+    """What the table says of these ticks."""
+
+    def cells(one: Cells) -> dict[str, np.ndarray]:
+        return {f.name: getattr(one, f.name)[start:stop] for f in dataclasses.fields(one)}
+
+    plain = {n: getattr(routes, n)[start:stop] for n in ("enters", "ends", "turns", "returns")}
+    ticks = np.arange(start, stop, dtype=np.int32)
+    return ticks, cells(routes.forward), cells(routes.backward), plain
+
+
+def zeros(shapes: Any) -> Any:
+    """Arrays of these shapes."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+
+def by_stack(tree: Any, infos: Any) -> tuple[Any, Any]:
+    """Leaves outside of layer stacks, and those of stacks, None in place of each other."""
+
+    def only(stacked: bool) -> Any:
+        return jax.tree.map(
+            lambda info, x: x if (info.segment is not None) == stacked else None, infos, tree
+        )
+
+    return only(False), only(True)
+
+
+def _check(cut: CutLoss, outer: int, inner: int) -> None:
+    """Refuse a loss that the stages cannot share.
+
+    Args:
+        cut: The loss.
+        outer: Leaves of its first argument, parameters outside of stacks.
+        inner: Of its second.
+    """
+    path = cut.runs[0].layers.key[0]
+    stack, own = set(range(outer, outer + inner)), set(range(outer + inner))
+    problem = None
+    if any(at not in stack for run in cut.runs for at in run.leaves):
+        problem = f"parameters of layer stack '{path}' are computed, or do not learn"
+    elif cut.outside_reads & stack:
+        problem = f"the loss reads parameters of layer stack '{path}' outside of it"
+    elif cut.side_reads & own:
+        problem = f"side inputs of the layers of stack '{path}' depend on parameters"
+    elif cut.taps:
+        problem = f"what layers of stack '{path}' give is read between them"
+    if problem is not None:
+        raise PlanError(
+            f"mesh axis 'stage': {problem}, and stages cannot share them; give 'stage' size 1"
+        )
