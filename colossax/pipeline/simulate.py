@@ -1,8 +1,9 @@
 """What a schedule takes: seconds, bubble, kept inputs, bytes from stage to stage."""
 
+import collections
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from colossax.config import nearest
 from colossax.errors import PlanError
@@ -62,14 +63,15 @@ def simulate(table: Table, costs: Costs | None = None, form: str = "lockstep") -
     useful = [0.0] * table.stages
     for span in spans:
         useful[span.stage] += span.end - span.start
+    orders = [table.order(stage) for stage in range(table.stages)]
     return Report(
         time=time,
         useful=tuple(useful),
-        bubble=1 - sum(useful) / (table.stages * time) if time else 0.0,
-        executed=_executed(table, lockstep),
-        saved=_most(table, _SAVED),
-        pending=_most(table, _PENDING),
-        kept=_most(table, _KEPT),
+        bubble=max(0.0, 1 - sum(useful) / (table.stages * time)) if time else 0.0,
+        executed=_executed(table, orders, lockstep),
+        saved=_most(orders, _SAVED),
+        pending=_most(orders, _PENDING),
+        kept=_most(orders, _KEPT),
         link_bytes=(_rolled if lockstep else _sent)(table, costs.boundary_bytes),
     )
 
@@ -79,41 +81,41 @@ _PENDING = {Kind.INPUT: 1, Kind.WEIGHT: -1}
 _KEPT = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHT: -1}
 
 
-def _orders(table: Table) -> list[tuple[Op, ...]]:
-    return [table.order(stage) for stage in range(table.stages)]
+_Orders = Sequence[Sequence[Op]]
 
 
-def _most(table: Table, step: Mapping[Kind, int]) -> tuple[int, ...]:
+def _most(orders: _Orders, step: Mapping[Kind, int]) -> tuple[int, ...]:
     """The highest that a count gets on each stage, which kinds of operations raise and lower."""
-    counts = (
-        itertools.accumulate(step.get(op.kind, 0) for op in order) for order in _orders(table)
-    )
+    counts = (itertools.accumulate(step.get(op.kind, 0) for op in order) for order in orders)
     return tuple(max(count, default=0) for count in counts)
 
 
-def _executed(table: Table, lockstep: bool) -> dict[Kind, int]:
+def _executed(table: Table, orders: _Orders, lockstep: bool) -> dict[Kind, int]:
     if lockstep:
-        needed = [table.kinds(tick) for tick in range(len(table.ticks))]
-        return {kind: sum(kind in one for one in needed) for kind in KINDS}
-    orders = _orders(table)
+        return _ticks_of(table)
     return {kind: max(sum(op.kind is kind for op in order) for order in orders) for kind in KINDS}
+
+
+def _ticks_of(table: Table) -> dict[Kind, int]:
+    """In how many ticks any stage needs a kind."""
+    found = collections.Counter(k for t in range(len(table.ticks)) for k in table.kinds(t))
+    return {kind: found[kind] for kind in KINDS}
 
 
 def _rolled(table: Table, boundary_bytes: int) -> dict[tuple[int, int], int]:
     """Sent where all stages send at once."""
-    bytes_: dict[tuple[int, int], int] = {}
+    links: collections.Counter[tuple[int, int]] = collections.Counter()
+    ticks = _ticks_of(table)
     for kind, steps in moves(table).items():
-        times = sum(kind in table.kinds(tick) for tick in range(len(table.ticks)))
-        for stage, step in itertools.product(range(table.stages), steps):
-            link = (stage, (stage + step) % table.stages)
-            bytes_[link] = bytes_.get(link, 0) + times * boundary_bytes
-    return bytes_
+        for stage, step in itertools.product(range(table.stages), steps if ticks[kind] else ()):
+            links[stage, (stage + step) % table.stages] += ticks[kind] * boundary_bytes
+    return dict(links)
 
 
 def _sent(table: Table, boundary_bytes: int) -> dict[tuple[int, int], int]:
     """Sent where a stage sends what another reads."""
-    bytes_: dict[tuple[int, int], int] = {}
+    links: collections.Counter[tuple[int, int]] = collections.Counter()
     for (at, _), (to, _) in itertools.pairwise(table.layout):
         for link in ((at, to), (to, at)) if at != to else ():
-            bytes_[link] = bytes_.get(link, 0) + table.microbatches * boundary_bytes
-    return bytes_
+            links[link] += table.microbatches * boundary_bytes
+    return dict(links)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from enum import StrEnum
 from typing import Any
 
@@ -152,9 +152,9 @@ class Table:
             raise PlanError(f"schedule: {problem}; write it as Table.to_json does") from problem
 
 
-def in_order(cell: Iterable[Op]) -> list[Op]:
+def in_order(cell: Cell) -> Cell:
     """The operations of a cell as they run."""
-    return sorted(cell, key=_rank)
+    return tuple(sorted(cell, key=_rank)) if len(cell) > 1 else cell
 
 
 def round_layout(stages: int, chunks: int) -> tuple[tuple[int, int], ...]:

@@ -27,7 +27,8 @@ def zb_h1(stages: int, microbatches: int, chunks: int = 1) -> Table:
 def zb_h1_free(stages: int, microbatches: int, chunks: int = 1) -> Table:
     """1F1B in which stage s is s weight gradients behind; free.
 
-    Bubble (P - 1)(F + I - W); each stage keeps at most P microbatches, as the first one of 1F1B.
+    Bubble (P - 1)(F + I - W) where W is F at most and M is 2P - 1 or more; each stage keeps at most
+    P microbatches, as many as the first one of 1F1B.
     """
     orders = [_behind(microbatches, stages - stage, stage) for stage in range(stages)]
     return packed(microbatches, round_layout(stages, 1), orders)
@@ -70,8 +71,8 @@ def zb_v(stages: int, microbatches: int, chunks: int = 2) -> Table:
 def zb_v_free(stages: int, microbatches: int, chunks: int = 2) -> Table:
     """Two chunks a stage, down the stages and up again, a weight gradient wherever one waits; free.
 
-    Where F = I = W, a stage never waits once it has begun: bubble (P - 1) F / 2. Each keeps at most
-    2P chunks, as much as 1F1B's first.
+    Where F = I = W and M is 2P - 1 or more, a stage never waits once it has begun: bubble
+    (P - 1) F / 2. Each keeps at most 2P chunks, as much as 1F1B's first.
     """
     count = max(microbatches, 2 * stages - 1)
     orders = [
