@@ -69,6 +69,11 @@ class StageLayers:
                 " they cannot be shared by stages; give mesh axis 'stage' size 1"
             )
 
+    @property
+    def carries(self) -> tuple[bool, ...]:
+        """Of what forward keeps, which is a part of a layer's input."""
+        return tuple(each.carry for each in self.layer.residuals if each.source == "kept")
+
     def forward(self, rows: Chunks, carry: Any, side: Any, chunk: Array, stage: Array) -> Any:
         """Of one stage: `(carry, (kept, sums))`, kept and sums `[layers, ...]`.
 

@@ -1,9 +1,12 @@
 """What goes from stage to stage, and how it lies on the devices."""
 
+import functools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
@@ -55,11 +58,46 @@ class Travel:
 
     def laid_out(self, tree: Any) -> Any:
         """`[stages, ...]`, each stage's on its devices."""
-        return self._laid(tree, STAGE)
+        return self._pinned(self._laid(tree, STAGE), STAGE)
 
     def stored(self, tree: Any) -> Any:
         """`[slots, stages, ...]`, likewise."""
         return self._laid(tree, None, STAGE)
+
+    def _pinned(self, tree: Any, *lead: Any) -> Any:
+        def one(x: Array, spec: PartitionSpec) -> Array:
+            return self._row_major(x, PartitionSpec(*lead, *spec))
+
+        return jax.tree.map(one, tree, self._specs)
+
+    def kept(self, ring: Any, carries: Sequence[bool], *lead: Any) -> Any:
+        """What layers keep, `[*lead, layers, ...]`: inputs of layers lie as they travel.
+
+        Row by row in memory too, said in a region of its own: left to choose, the compiler lays
+        them out one way while the pipeline fills and another way then, and holds both.
+
+        Args:
+            ring: List of arrays.
+            carries: Of each, whether it is (a part of) a layer's input.
+            lead: How the dims in front of layers are split.
+        """
+        forms = {(x.shape, x.dtype): spec for x, spec in self._leaves()}
+        out = []
+        for x, carry in zip(ring, carries, strict=True):
+            spec = forms.get((x.shape[3:], x.dtype)) if carry else None
+            out.append(
+                x if spec is None else self._row_major(x, PartitionSpec(None, STAGE, None, *spec))
+            )
+        return type(ring)(out)
+
+    def _leaves(self) -> Iterable[tuple[Any, PartitionSpec]]:
+        return zip(jax.tree.leaves(self.shapes), jax.tree.leaves(self._specs), strict=True)
+
+    def _row_major(self, x: Array, spec: PartitionSpec) -> Array:
+        layout = Layout(major_to_minor=tuple(range(x.ndim)))
+        pin = lambda x: with_layout_constraint(x, layout)  # noqa: E731
+        mesh = self._bound.mesh
+        return jax.shard_map(pin, mesh=mesh, in_specs=(spec,), out_specs=spec, check_vma=False)(x)
 
     def rolled(self, tree: Any, by: int) -> Any:
         """Each stage's sent to the next, or to the one before: a collective permute."""
