@@ -21,6 +21,9 @@ NAMES = {
         "bound_of cache_folder check_text check_types from_json misspelt nearest preset "
         "to_json user_path within"
     ),
+    "colossax.pipeline": (
+        "Costs FORMS Kind Op Report SCHEDULES Table checked movable plot_schedule schedule simulate"
+    ),
     "colossax.pallas.attention": (
         "AttentionSpec Mask Operands RelativeBias Scoring attend attend_block attend_cache "
         "attention backward_block block_gradients block_implementation block_ranges declined_by "

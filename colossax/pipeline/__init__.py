@@ -2,6 +2,7 @@
 
 from .check import checked as checked
 from .check import movable as movable
+from .picture import plot_schedule as plot_schedule
 from .schedules import SCHEDULES as SCHEDULES
 from .schedules import schedule as schedule
 from .simulate import Report as Report

@@ -147,7 +147,8 @@ def _check_reads(table: Table, writers: _Writers) -> None:
 def _before(source: _Written, reader: _Written) -> bool:
     if source.tick != reader.tick:
         return source.tick < reader.tick
-    return source.stage == reader.stage and _TURNS[source.op.kind] < _TURNS[reader.op.kind]
+    # From stage to stage goes what one turn makes for the same turn: never within a tick.
+    return _TURNS[source.op.kind] < _TURNS[reader.op.kind]
 
 
 _TURNS = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.INPUT: 1, Kind.WEIGHT: 2}

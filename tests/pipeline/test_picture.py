@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from colossax.pipeline import Costs, Kind, Op, schedule
-from colossax.pipeline.picture import color, plot_schedule
+from colossax.pipeline import Costs, Kind, Op, plot_schedule, schedule
+from colossax.pipeline.picture import color
 
 
 def share(path, shade):
@@ -20,7 +20,9 @@ def test_colours_are_as_large_as_what_they_stand_for(tmp_path):
     path = tmp_path / "v.png"
     plot_schedule(schedule("zb_v", 4, 4, form="free"), path, title="zb_v", form="free")
     kinds = (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT)
-    shares = [share(path, color(Op(kind, 0, chunk))) for kind in kinds for chunk in (0, 1)]
+    shades = [color(Op(kind, 0, chunk)) for kind in kinds for chunk in (0, 1)]
+    assert len(set(shades)) == 6
+    shares = [share(path, shade) for shade in shades]
     assert min(shares) > 0.04 and max(shares) < 1.2 * min(shares)
     assert share(path, color(Op(Kind.BACKWARD, 0))) == 0
 
