@@ -4,9 +4,8 @@ import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from colossax.config import BoundPlan, MeshAxis
+from colossax.config import MeshAxis
 from colossax.errors import PlanError
-from colossax.pipeline import Table, schedule
 from colossax.sharding import batch_axes
 from colossax.step.gradients.accumulate import accumulate
 from colossax.step.gradients.method import GradientMethod
@@ -14,7 +13,7 @@ from colossax.step.gradients.reduce_once import reduce_once
 from colossax.step.offloaded.cpu_update import CpuUpdate
 from colossax.step.offloaded.disk import DiskTier
 from colossax.step.offloaded.streaming import Streaming, check_streamable
-from colossax.step.stages import pipelined
+from colossax.step.stages import pipelined, table_of
 from colossax.step.updaters import Follower
 
 if TYPE_CHECKING:
@@ -33,12 +32,6 @@ def gradient_method_of(step: "Step") -> GradientMethod:
     once = step.bound.plan.batch.reduce_once and batch_axes(step.bound)
     method = reduce_once if once else accumulate
     return method(step.loss_call, step.bound, step.infos, step.trainable)
-
-
-def table_of(bound: BoundPlan, microbatches: int) -> Table:
-    """The plan's schedule of so many microbatches."""
-    asked, stages = bound.plan.pipeline, bound.mesh.shape[MeshAxis.STAGE]
-    return schedule(asked.resolved, stages, microbatches, asked.chunks, "lockstep")
 
 
 def streaming_of(step: "Step", optimizer: Any) -> Streaming | None:

@@ -14,11 +14,10 @@ from colossax.pipeline.routes import forward_alone
 from colossax.sharding import in_order, use
 from colossax.step.arrange import Arranged
 from colossax.step.batches import BatchPlacer, as_arrays
-from colossax.step.choosing import table_of
 from colossax.step.gradients.accumulate import LossCall, check_counted
 from colossax.step.loss import SCALAR, Totals
 from colossax.step.microbatches import batch_dims, cut_up, num_microbatches, row_unit, strided
-from colossax.step.stages import pipelined_totals
+from colossax.step.stages import pipelined_totals, table_of
 from colossax.typing import Batch, Dims, Params, TrainState
 
 if TYPE_CHECKING:

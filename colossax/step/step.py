@@ -32,6 +32,7 @@ from colossax.step.options import StepOptions
 from colossax.step.prepare import preparation
 from colossax.step.saving.own import OwnSaves, Saving
 from colossax.step.saving.records import StateRecords
+from colossax.step.stages import check_stages
 from colossax.step.state import StateLayout
 from colossax.step.trainable import by_own_rules, chosen, joined, optimised, split, trainable_tree
 from colossax.step.updaters import Updated, Updater
@@ -129,6 +130,7 @@ class Step:
         """
         validate(bound, spec.infos)
         check_reduce_once(bound, spec.infos)
+        check_stages(bound)
         self.spec = spec
         self.bound = bound
         self.options = options

@@ -185,7 +185,8 @@ class _BothWays:
         at_last = (stages.numbers == stages.count - 1) & (cells["chunk"] == len(stages.rows) - 1)
         turned = jax.tree.map(lambda x: x[None], rings.slot(state.turned, plain["turns"]))
         after = rings.chosen(at_last, turned, rings.slots(state.returned, cells["source"]))
-        kept = self._laid_kept(rings.slots(state.kept, cells["forward"]), _STAGE)
+        ring = self._laid_kept(state.kept, None, _STAGE)
+        kept = self._laid_kept(rings.slots(ring, cells["forward"]), _STAGE)
 
         def one(rows: Any, grads: Any, after: Any, kept: Any, number: Any, *cell: Any) -> Any:
             chunk, stage, active = cell

@@ -1,6 +1,5 @@
 """What goes from stage to stage, and how it lies on the devices."""
 
-import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
