@@ -109,7 +109,7 @@ class _BothWays:
         wide = jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), (stages.rows, stages.outer))
         return _State(
             ahead=ahead,
-            kept=self._laid_kept(rings.empty(kept, routes.kept, lead=lead), None, _STAGE),
+            kept=self._laid_kept(rings.empty(kept, routes.kept, lead=lead)),
             turned=rings.empty(carry, routes.turning),
             dsums=rings.empty(sums, routes.kept),
             returned=stages.travel.stored(rings.empty(carry, routes.returning, lead=lead)),
@@ -153,12 +153,12 @@ class _BothWays:
 
     def _forward(self, state: _State, tick: Array, cells: Any, enters: Array) -> Any:
         out, ahead, kept = self._stages.forward(state.ahead, tick, cells, enters)
-        kept = rings.put(state.kept, tick, self._laid_kept(kept, _STAGE))
-        kept = self._laid_kept(kept, None, _STAGE)
+        kept = rings.put(state.kept, tick, kept)
+        kept = self._laid_kept(kept)
         return out, dataclasses.replace(state, ahead=ahead, kept=kept)
 
-    def _laid_kept(self, kept: Any, *lead: Any) -> Any:
-        return self._stages.travel.kept(kept, self._stages.layers.carries, *lead)
+    def _laid_kept(self, kept: Any) -> Any:
+        return self._stages.travel.kept(kept, self._stages.layers.carries)
 
     def _loss(self, state: _State, tick: Array, out: Any, number: Array) -> _State:
         """The loss of the microbatch that has passed the last layer, and its gradients."""
@@ -185,8 +185,8 @@ class _BothWays:
         at_last = (stages.numbers == stages.count - 1) & (cells["chunk"] == len(stages.rows) - 1)
         turned = jax.tree.map(lambda x: x[None], rings.slot(state.turned, plain["turns"]))
         after = rings.chosen(at_last, turned, rings.slots(state.returned, cells["source"]))
-        ring = self._laid_kept(state.kept, None, _STAGE)
-        kept = self._laid_kept(rings.slots(ring, cells["forward"]), _STAGE)
+        ring = self._laid_kept(state.kept)
+        kept = rings.slots(ring, cells["forward"])
 
         def one(rows: Any, grads: Any, after: Any, kept: Any, number: Any, *cell: Any) -> Any:
             chunk, stage, active = cell

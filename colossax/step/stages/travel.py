@@ -57,20 +57,14 @@ class Travel:
 
     def laid_out(self, tree: Any) -> Any:
         """`[stages, ...]`, each stage's on its devices."""
-        return self._pinned(self._laid(tree, STAGE), STAGE)
+        return self._laid(tree, STAGE)
 
     def stored(self, tree: Any) -> Any:
         """`[slots, stages, ...]`, likewise."""
         return self._laid(tree, None, STAGE)
 
-    def _pinned(self, tree: Any, *lead: Any) -> Any:
-        def one(x: Array, spec: PartitionSpec) -> Array:
-            return self._row_major(x, PartitionSpec(*lead, *spec))
-
-        return jax.tree.map(one, tree, self._specs)
-
-    def kept(self, ring: Any, carries: Sequence[bool], *lead: Any) -> Any:
-        """What layers keep, `[*lead, layers, ...]`: inputs of layers lie as they travel.
+    def kept(self, ring: Any, carries: Sequence[bool]) -> Any:
+        """What layers keep, `[slots, stages, layers, ...]`: inputs of layers lie as they travel.
 
         Row by row in memory too, said in a region of its own: left to choose, the compiler lays
         them out one way while the pipeline fills and another way then, and holds both.
@@ -78,7 +72,6 @@ class Travel:
         Args:
             ring: List of arrays.
             carries: Of each, whether it is (a part of) a layer's input.
-            lead: How the dims in front of layers are split.
         """
         forms = {(x.shape, x.dtype): spec for x, spec in self._leaves()}
         out = []
