@@ -16,8 +16,8 @@ NAMES = {
     "colossax.config": (
         "AttentionConfig BatchConfig Bound BoundPlan FrozenDict GREEDY_OR_MORE HOST_KINDS "
         "LOGICAL_DIMS LossConfig "
-        "MESH_AXES MeshAxis OffloadConfig PIPELINED_OPTION PRESETS Placement Plan Precision "
-        "RING_AXES Rules SAVEABLE SEQUENCE_AXES SHARES STATE_KINDS Segment above at_least bind "
+        "MESH_AXES MeshAxis OffloadConfig PIPELINED_OPTION PRESETS PipelineConfig Placement Plan "
+        "Precision RING_AXES Rules SAVEABLE SEQUENCE_AXES SHARES STATE_KINDS Segment above at_least bind "
         "bound_of cache_folder check_text check_types from_json misspelt nearest preset "
         "to_json user_path within"
     ),
@@ -56,8 +56,8 @@ NAMES = {
     ),
     "colossax.layerwise": (
         "CutLoss CutRun Layer LayerRun LayerState Maximum Residual Scanned StackRunner Stacks "
-        "Stream Transposed added alternates checkpointed current_runner cut_loss kept_sharding "
-        "nothing recording_kept running summed"
+        "StageLayers Stream Transposed added alternates checkpointed current_runner cut_loss "
+        "kept_sharding nothing over_stages recording_kept running shapes_of summed"
     ),
     "colossax.data": (
         "BatchLoader Corpus Documents Mixture RowSource Rows Split SyntheticRows Tokenizer "

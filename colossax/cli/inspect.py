@@ -148,6 +148,7 @@ def describe(one: Inspection) -> str:
         f"{f', attention by {one.attention}' if one.attention else ''}",
         *([f"note: {one.note}"] if one.note else []),
         *([_PROOF_ASSUMED] if one.proof_assumed else []),
+        *([one.pipeline.line] if one.pipeline else []),
         "",
         f"device memory: {memory.total_bytes / _GIB:.2f} GiB of {room}: {verdict}",
         *_columns(

@@ -6,6 +6,7 @@ from .cut import cut_loss as cut_loss
 from .layer import Layer as Layer
 from .layer import Residual as Residual
 from .layer import Transposed as Transposed
+from .layer import shapes_of as shapes_of
 from .recompute import checkpointed as checkpointed
 from .runs import Apply as Apply
 from .runs import Key as Key

@@ -24,10 +24,11 @@ from colossax.config import Plan
 from colossax.pallas.attention.mosaic_gpu.forward import KERNEL_NAME
 from colossax.planner.compiled import compiled_task, settle_task_for_target, usable_bytes
 from colossax.planner.flops import peak_flops
+from colossax.planner.stage_cost import StageCost, stage_cost
 from colossax.planner.traced_flops import TracedFlops, traced_flops
 from colossax.planner.traffic import HostTraffic, Link, host_traffic, link_of
 from colossax.sharding import batch_axes
-from colossax.step.microbatches import batch_dims
+from colossax.step.microbatches import batch_dims, num_microbatches
 from colossax.step.offloaded.disk import DiskCost, DiskTier
 from colossax.step.step import Step
 from colossax.tasks import Task, TrainConfig, task_of
@@ -62,6 +63,7 @@ class Inspection:
         host_traffic: Copies between GPU and host; None where there are none.
         disk: What layers on disk take; None where there are none.
         cpu_layers: Layers that the CPU updates.
+        pipeline: What the stages do; None where there is one.
         one_pass_counted: Whether what is moved is that of one pass, of which a step may take two.
         searched: Whether the largest microbatch was.
         largest_microbatch: The most rows that fit; None where not searched, or not one does.
@@ -86,6 +88,7 @@ class Inspection:
     host_traffic: HostTraffic | None = None
     disk: DiskCost | None = None
     cpu_layers: int = 0
+    pipeline: StageCost | None = None
     one_pass_counted: bool = False
     searched: bool = False
     largest_microbatch: int | None = None
@@ -140,6 +143,7 @@ class Inspection:
             **({"host_traffic": self.host_traffic.to_json()} if self.host_traffic else {}),
             **({"disk": dataclasses.asdict(self.disk)} if self.disk else {}),
             **({"cpu_layers": self.cpu_layers} if self.cpu_layers else {}),
+            **(self.pipeline.to_json(memory.total_bytes) if self.pipeline else {}),
             "largest": [
                 {
                     "bytes": b.bytes,
@@ -203,7 +207,7 @@ def inspect_task(task: Task, plan: Plan, target: Target) -> Inspection:
     traced = None if task.flops else traced_flops(jaxpr)
     flops_per_token = task.flops // task.tokens if task.flops and task.tokens else None
     peak = peak_flops(target.gpu.name, str(plan.precision.compute))
-    microbatch, microbatches = _microbatch(step, _rows(task))
+    microbatch, microbatches = _microbatch(step, task)
     module = parse_module(program.hlo)
     once = step.streaming is not None and step.streaming.clipping == "speculate"
     if once:
@@ -230,6 +234,7 @@ def inspect_task(task: Task, plan: Plan, target: Target) -> Inspection:
         host_traffic=host_traffic(module, target, flops_per_token=flops_per_token, peak=peak),
         disk=_disk_cost(step),
         cpu_layers=_cpu_layers(step),
+        pipeline=stage_cost(step, microbatches),
         one_pass_counted=once,
     )
 
@@ -261,13 +266,13 @@ def _attention_in(hlo: str) -> str | None:
     return "xla" if _ATTENTION_FILES in hlo else None
 
 
-def _microbatch(step: Step, rows: int) -> tuple[int, int]:
+def _microbatch(step: Step, task: Task) -> tuple[int, int]:
     """Rows of each device at a time, and how many times."""
+    rows, shapes = _rows(task), dict(task.shapes)
     devices = step.bound.size(sorted(batch_axes(step.bound)))
-    batch = step.bound.plan.batch
-    if batch.microbatch is not None:
-        return batch.microbatch, rows // (batch.microbatch * devices)
-    return rows // (batch.accumulation * devices), batch.accumulation
+    count = num_microbatches(step.bound, shapes, batch_dims(shapes, step.options.batch_dims))
+    # Of a pipeline, the last ones are filled up.
+    return -(-rows // (count * devices)), count
 
 
 def compare(inspected: Mapping[str, Inspection]) -> list[str]:

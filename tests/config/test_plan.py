@@ -19,6 +19,7 @@ from colossax.config import (
     FrozenDict,
     LossConfig,
     OffloadConfig,
+    PipelineConfig,
     Plan,
     Precision,
     Segment,
@@ -50,6 +51,7 @@ OTHER = {
     "tensor_matmul": "overlap",
     "attention": AttentionConfig(kernel="xla"),
     "batch": BatchConfig(accumulation=2),
+    "pipeline": PipelineConfig(chunks=2),
     "segments": (Segment(remat="full"),),
     "precision": Precision(compute="bfloat16"),
     "loss": LossConfig(vocab_chunks=2),
@@ -77,6 +79,8 @@ PARTS = [
     Precision(reduction="bfloat16"),
     Precision(accumulation="bfloat16"),
     Precision(cache="bfloat16"),
+    PipelineConfig(schedule="gpipe"),
+    PipelineConfig(microbatches=2),
 ]
 
 
@@ -106,7 +110,9 @@ def test_json_keys_are_sorted_and_missing_fields_take_their_default():
         ('{"batch": {"accumulation": "x"}}', "plan.batch.accumulation: expected int, found 'x'"),
         ('{"mesh": {"tensr": 2}}', "no axis is called 'tensr'; did you mean 'tensor'"),
         ('{"mesh": {"tensor": 0}}', "axis 'tensor' has size 0"),
-        ('{"mesh": {"stage": 2}}', "axis 'stage' has size 2, but only"),
+        ('{"mesh": {"expert": 2}}', "axis 'expert' has size 2, but only"),
+        ('{"pipeline": {"schedule": "1f1v"}}', "unknown '1f1v'; did you mean '1f1b'"),
+        ('{"pipeline": {"microbatches": 0}}', "found 0; give 1 or more microbatches"),
         ('{"mesh": {"data": -1, "fsdp": -1}}', "several axes are -1"),
         ('{"rules": {"params": {"embed": "fdsp"}}}', "no mesh axis is called 'fdsp'"),
         ('{"rules": {"params": {"embed": [[1.5]]}}}', "no mesh axis is called '1.5'"),

@@ -12,8 +12,7 @@ from jaxtyping import Array
 
 from colossax.config import BoundPlan, MeshAxis
 from colossax.errors import PlanError
-from colossax.layerwise import CutLoss, StageLayers, cut_loss, over_stages
-from colossax.layerwise.layer import shapes_of
+from colossax.layerwise import CutLoss, StageLayers, cut_loss, over_stages, shapes_of
 from colossax.pipeline.routes import Block, Cells, Phase, Routes
 from colossax.step.microbatches import Microbatches
 from colossax.step.stages import rings
