@@ -15,11 +15,10 @@ NAMES = {
     ),
     "colossax.config": (
         "AttentionConfig BatchConfig Bound BoundPlan FrozenDict GREEDY_OR_MORE HOST_KINDS "
-        "LOGICAL_DIMS LossConfig "
-        "MESH_AXES MeshAxis OffloadConfig PIPELINED_OPTION PRESETS PipelineConfig Placement Plan "
-        "Precision RING_AXES Rules SAVEABLE SEQUENCE_AXES SHARES STATE_KINDS Segment above at_least bind "
-        "bound_of cache_folder check_text check_types from_json misspelt nearest preset "
-        "to_json user_path within"
+        "LOGICAL_DIMS LossConfig MESH_AXES MeshAxis OffloadConfig PIPELINED_OPTION PRESETS "
+        "PipelineConfig Placement Plan Precision RING_AXES Rules SAVEABLE SEQUENCE_AXES SHARES "
+        "STATE_KINDS Segment above at_least bind bound_of cache_folder check_text check_types "
+        "from_json misspelt nearest preset to_json user_path within"
     ),
     "colossax.pipeline": (
         "Costs FORMS Kind Op Report SCHEDULES Table checked movable plot_schedule schedule simulate"

@@ -89,4 +89,3 @@ def _layers(step: Step, table: Table) -> tuple[tuple[tuple[int, int], ...], ...]
     for position, (stage, _) in enumerate(table.layout):
         found[stage].append((position * each, (position + 1) * each - 1))
     return tuple(map(tuple, found))
-

@@ -4,20 +4,30 @@ import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from colossax.config import MeshAxis
+from colossax.config import BoundPlan, MeshAxis
 from colossax.errors import PlanError
 from colossax.sharding import batch_axes
 from colossax.step.gradients.accumulate import accumulate
 from colossax.step.gradients.method import GradientMethod
-from colossax.step.gradients.reduce_once import reduce_once
+from colossax.step.gradients.reduce_once import check_reduce_once, reduce_once
 from colossax.step.offloaded.cpu_update import CpuUpdate
 from colossax.step.offloaded.disk import DiskTier
 from colossax.step.offloaded.streaming import Streaming, check_streamable
-from colossax.step.stages import pipelined, table_of
+from colossax.step.stages import check_stages, pipelined, table_of
 from colossax.step.updaters import Follower
 
 if TYPE_CHECKING:
     from colossax.step.step import Step
+
+
+def check_gradients(bound: BoundPlan, infos: Any) -> None:
+    """Refuse a plan by which no gradients can be had.
+
+    Raises:
+        PlanError: See `check_reduce_once` and `check_stages`.
+    """
+    check_reduce_once(bound, infos)
+    check_stages(bound)
 
 
 def gradient_method_of(step: "Step") -> GradientMethod:

@@ -17,12 +17,16 @@ from colossax.optim import Optimizer, steps_of, transformation
 from colossax.sharding import RowOrder, compiler_options, in_order, replicated, use, validate
 from colossax.sharding.table import explain, explain_html
 from colossax.step.batches import BatchPlacer
-from colossax.step.choosing import followers_of, gradient_method_of, streaming_of
+from colossax.step.choosing import (
+    check_gradients,
+    followers_of,
+    gradient_method_of,
+    streaming_of,
+)
 from colossax.step.evaluation import Evaluation
 from colossax.step.given import check_state, vocabulary
 from colossax.step.gradients.accumulate import LossCall, with_term_weights
 from colossax.step.gradients.method import GradientMethod, Gradients
-from colossax.step.gradients.reduce_once import check_reduce_once
 from colossax.step.loss import Loss
 from colossax.step.microbatches import Microbatches, batch_dims, cut_up
 from colossax.step.offloaded.cpu_update import CpuUpdate
@@ -32,7 +36,6 @@ from colossax.step.options import StepOptions
 from colossax.step.prepare import preparation
 from colossax.step.saving.own import OwnSaves, Saving
 from colossax.step.saving.records import StateRecords
-from colossax.step.stages import check_stages
 from colossax.step.state import StateLayout
 from colossax.step.trainable import by_own_rules, chosen, joined, optimised, split, trainable_tree
 from colossax.step.updaters import Updated, Updater
@@ -129,8 +132,7 @@ class Step:
             reasons: Why the plan is as it is: by setting that was decided, a line for people.
         """
         validate(bound, spec.infos)
-        check_reduce_once(bound, spec.infos)
-        check_stages(bound)
+        check_gradients(bound, spec.infos)
         self.spec = spec
         self.bound = bound
         self.options = options
