@@ -4,7 +4,7 @@ import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from colossax.config import BoundPlan, MeshAxis
+from colossax.config import MeshAxis
 from colossax.errors import PlanError
 from colossax.sharding import batch_axes
 from colossax.step.gradients.accumulate import accumulate
@@ -18,16 +18,6 @@ from colossax.step.updaters import Follower
 
 if TYPE_CHECKING:
     from colossax.step.step import Step
-
-
-def check_gradients(bound: BoundPlan, infos: Any) -> None:
-    """Refuse a plan by which no gradients can be had.
-
-    Raises:
-        PlanError: See `check_reduce_once` and `check_stages`.
-    """
-    check_reduce_once(bound, infos)
-    check_stages(bound)
 
 
 def gradient_method_of(step: "Step") -> GradientMethod:
@@ -52,8 +42,11 @@ def streaming_of(step: "Step", optimizer: Any) -> Streaming | None:
         optimizer: As it was given.
 
     Raises:
-        PlanError: Layers cannot be updated one by one.
+        PlanError: Layers cannot be updated one by one; or there is no way to get gradients as the
+            plan wants them.
     """
+    check_reduce_once(step.bound, step.spec.infos)
+    check_stages(step.bound)
     plan = step.bound.plan
     if not plan.offload.wanted and all(s.placement.all_on_device for s in plan.segments):
         return None

@@ -17,12 +17,7 @@ from colossax.optim import Optimizer, steps_of, transformation
 from colossax.sharding import RowOrder, compiler_options, in_order, replicated, use, validate
 from colossax.sharding.table import explain, explain_html
 from colossax.step.batches import BatchPlacer
-from colossax.step.choosing import (
-    check_gradients,
-    followers_of,
-    gradient_method_of,
-    streaming_of,
-)
+from colossax.step.choosing import followers_of, gradient_method_of, streaming_of
 from colossax.step.evaluation import Evaluation
 from colossax.step.given import check_state, vocabulary
 from colossax.step.gradients.accumulate import LossCall, with_term_weights
@@ -132,7 +127,6 @@ class Step:
             reasons: Why the plan is as it is: by setting that was decided, a line for people.
         """
         validate(bound, spec.infos)
-        check_gradients(bound, spec.infos)
         self.spec = spec
         self.bound = bound
         self.options = options
