@@ -72,6 +72,8 @@ class BatchConfig:
             )
 
 
+GATHERS: tuple[str, ...] = ("microbatch", "step")
+
 SCHEDULES: tuple[str, ...] = ("auto", "gpipe", "1f1b", "interleaved", "zb_h1", "zb_v")
 
 
@@ -85,18 +87,22 @@ class PipelineConfig:
             `batch.microbatch` gives, or four times as many as stages where the rows suffice.
         chunks: Parts of the model on each stage that are not neighbours; more of them, shorter
             bubbles and more messages.
+        gather: How often the layers' weights are gathered over the axes that split tokens: for each
+            `microbatch`, forward and backward; or once a `step`, for memory that holds a stage's
+            weights whole in the compute dtype.
     """
 
     schedule: str = dataclasses.field(default="auto", metadata={"choices": SCHEDULES})
     microbatches: Annotated[int, Bound(low=1, told="1 or more microbatches")] | None = None
     chunks: Annotated[int, Bound(low=1, told="1 or more chunks")] = 1
+    gather: str = dataclasses.field(default="microbatch", metadata={"choices": GATHERS})
 
     def __post_init__(self):
         check_types(self, "pipeline", error=PlanError)
-        if self.schedule not in SCHEDULES:
-            raise PlanError(
-                f"pipeline.schedule: unknown '{self.schedule}'{nearest(self.schedule, SCHEDULES)}"
-            )
+        for field, known in (("schedule", SCHEDULES), ("gather", GATHERS)):
+            value = getattr(self, field)
+            if value not in known:
+                raise PlanError(f"pipeline.{field}: unknown '{value}'{nearest(value, known)}")
 
     @property
     def resolved(self) -> str:

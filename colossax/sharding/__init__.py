@@ -30,6 +30,7 @@ from .rules import activation_axes as activation_axes
 from .rules import activation_sharding as activation_sharding
 from .rules import batch_axes as batch_axes
 from .rules import check_parameter as check_parameter
+from .rules import gathered_axes as gathered_axes
 from .rules import left_whole as left_whole
 from .rules import param_sharding as param_sharding
 from .rules import replicated as replicated

@@ -14,8 +14,10 @@ from colossax.config import BoundPlan, MeshAxis
 from colossax.errors import PlanError
 from colossax.layerwise import CutLoss, StageLayers, cut_loss, over_stages, shapes_of
 from colossax.pipeline.routes import Block, Cells, Phase, Routes
+from colossax.sharding import use
 from colossax.step.microbatches import Microbatches
 from colossax.step.stages import rings
+from colossax.step.stages.gathered import gathered_once, whole
 from colossax.step.stages.travel import Travel
 from colossax.typing import Params
 
@@ -52,13 +54,19 @@ class Stages:
     """
 
     def __init__(
-        self, loss: Loss, bound: BoundPlan, params: tuple[Params, Params], micro: Microbatches
+        self,
+        loss: Loss,
+        bound: BoundPlan,
+        infos: Any,
+        params: tuple[Params, Params],
+        micro: Microbatches,
     ):
         """Cut the loss, trace a layer.
 
         Args:
             loss: See `Loss`.
             bound: Plan and devices.
+            infos: Of the parameters of stacks.
             params: Outside of stacks, and of stacks.
             micro: The global batch.
 
@@ -73,10 +81,23 @@ class Stages:
         self.count = bound.mesh.shape[MeshAxis.STAGE]
         carry, side, _ = jax.eval_shape(self.cut.before, *first)
         rows = [run.params(*first) for run in self.cut.runs]
-        self.layers = StageLayers(self.cut.runs, shapes_of(rows), self.count, carry, side)
         self.rows = tuple(jax.tree.map(self._shared, each) for each in rows)
+        inside = bound
+        if bound.plan.pipeline.gather == "step":
+            self.rows, inside = gathered_once(bound, self.rows, self._infos(infos)), whole(bound)
+        shapes = [jax.tree.map(_merged, shapes_of(each)) for each in self.rows]
+        with use(inside):
+            self.layers = StageLayers(self.cut.runs, shapes, self.count, carry, side)
         self.travel = Travel(bound, carry)
         self.numbers = jnp.arange(self.count, dtype=jnp.int32)
+
+    def _infos(self, infos: Any) -> tuple[Any, ...]:
+        """Of the runs' parameters, like `rows`."""
+        known, skipped = jax.tree.leaves(infos), len(jax.tree.leaves(self.outer))
+        return tuple(
+            jax.tree.unflatten(jax.tree.structure(each), [known[at - skipped] for at in run.leaves])
+            for run, each in zip(self.cut.runs, self.rows, strict=True)
+        )
 
     def _shared(self, x: Array) -> Array:
         """`[layers, ...]` as `[stages, layers of a stage, ...]`."""
@@ -219,6 +240,11 @@ def _said(routes: Routes, start: int, stop: int) -> Any:
     plain = {n: getattr(routes, n)[start:stop] for n in ("enters", "ends", "turns", "returns")}
     ticks = np.arange(start, stop, dtype=np.int32)
     return ticks, cells(routes.forward), cells(routes.backward), plain
+
+
+def _merged(x: Any) -> Any:
+    """Shape of `[stages, layers of a stage, ...]` as `[layers, ...]`."""
+    return jax.ShapeDtypeStruct((x.shape[0] * x.shape[1], *x.shape[2:]), x.dtype)
 
 
 def zeros(shapes: Any) -> Any:

@@ -50,8 +50,9 @@ def pipelined(
             return objective(*call(whole, microbatch, variables, key), weights)
 
         outer, inner = by_stack(learning, infos)
-        stages = Stages(value, bound, (outer, inner), micro)
-        way = _BothWays(stages, bound, by_stack(infos, infos), routes_of(table_of(micro.count)))
+        both = by_stack(infos, infos)
+        stages = Stages(value, bound, both[1], (outer, inner), micro)
+        way = _BothWays(stages, bound, both, routes_of(table_of(micro.count)))
         state = through(way.routes, way.tick, way.start())
         return summarised(infos, constrained(bound, infos, way.grads(state, inner)), state.sums)
 

@@ -55,7 +55,8 @@ def pipelined_totals(
         terms, metrics = call(joined(outer, inner), microbatch, variables, None)
         return {**{name: term[:2] for name, term in terms.items()}, **metrics}
 
-    stages = Stages(totals, bound, by_stack(params, infos), micro)
+    stack_infos = by_stack(infos, infos)[1]
+    stages = Stages(totals, bound, stack_infos, by_stack(params, infos), micro)
     routes = routes_of(table)
     ticks = routes.forward_ticks
 

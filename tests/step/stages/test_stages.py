@@ -110,9 +110,9 @@ QUICK = {
         "packed",
         preset("zero3+ring+pipeline", mesh={"stage": 2, "ring": 2, "fsdp": 2}, **piped(3)),
     ),
-    "interleaved": (
+    "interleaved, gathered once": (
         "gpt2",
-        Plan(mesh={"stage": 2, "data": 2}, segments=FULL, **piped(3, chunks=2)),
+        Plan(mesh={"stage": 2, "fsdp": 2}, segments=FULL, **piped(3, chunks=2, gather="step")),
     ),
     "2d": (
         "llama",
@@ -193,6 +193,15 @@ FORMS = {
     ),
     "microsteps": (Plan(mesh={"stage": 2}, batch=BatchConfig(accumulation=2), **piped(3)), 12),
     "as many as there are": (Plan(mesh={"stage": 2, "fsdp": 2}), 12),
+    "gathered once": (
+        preset(
+            "zero3+ring+pipeline",
+            mesh={"stage": 2, "ring": 2, "fsdp": 2},
+            segments=FULL,
+            **piped(3, gather="step", chunks=2),
+        ),
+        12,
+    ),
     "remat dots": (Plan(mesh={"stage": 2}, segments=(Segment(remat="dots"),), **piped(4)), 8),
     "remat names": (
         Plan(mesh={"stage": 2, "tensor": 2}, segments=(Segment(remat="qkv+mlp"),), **piped(4)),
@@ -373,5 +382,5 @@ def test_a_batch_without_weights_is_not_filled_up():
 
 def test_cases_are_as_many_as_is_said():
     cases = (list(mesh_cases()), SCHEDULES, FORMS)
-    assert len(cases[0]) + len(MIXED) * len(SCHEDULES) + 12 + len(FORMS) == 64
+    assert len(cases[0]) + len(MIXED) * len(SCHEDULES) + 12 + len(FORMS) == 65
     assert len(list(itertools.chain(meshes()))) == 22
