@@ -20,6 +20,8 @@ from colossax.run.origins import Origin, origins_of
 from colossax.run.prepared import Prepared
 from colossax.run.progress import Screen
 from colossax.run.run_dir import first_difference
+from colossax.run.sources import StatefulBatches
+from colossax.run.unfinished import Unfinished, unfinished
 from colossax.sharding import param_sharding
 from colossax.step.offloaded.disk import DiskTier
 from colossax.step.saving.records import MODEL
@@ -29,38 +31,38 @@ from colossax.typing import ParamInfo, Params, TrainState
 
 def first_state(
     run: Prepared, checkpoints: RunCheckpoints, screen: Screen
-) -> tuple[int, TrainState]:
-    """Steps done and the state after them: restored, or fresh.
+) -> tuple[int, TrainState, Unfinished | None]:
+    """Steps done and the state after them: restored, or fresh; what was left undone of the last.
 
     Raises:
         InputError: The run was begun with a state of later steps, whose batches it cannot have.
         CheckpointError: See `RunCheckpoints.restore`.
     """
-    start, state = _found_state(run, checkpoints, screen)
+    start, state, left = _found_state(run, checkpoints, screen)
     if start < run.begun:
         raise InputError(
             f"resume: the run in {run.folder.path} was begun after step {run.begun}, and there is a"
             f" state after step {start} alone to go on from; give one after step {run.begun}, or"
             " start a new run in another folder"
         )
-    return start, state
+    return start, state, left
 
 
 def _found_state(
     run: Prepared, checkpoints: RunCheckpoints, screen: Screen
-) -> tuple[int, TrainState]:
+) -> tuple[int, TrainState, Unfinished | None]:
     start = run.group.from_first(lambda: _latest(checkpoints) if run.options.resume else None)
     if run.options.resume and (kept := _kept_on_disk(run, start, screen)) is not None:
         return kept
     if start is None:
         if run.options.resume:
             screen.note(f"{run.folder.path} holds no checkpoint yet; starting from the beginning")
-        return _fresh_state(run, screen)
+        return *_fresh_state(run, screen), None
     if run.state is not None:  # it makes room for the one on disk
         jax.tree.map(lambda leaf: leaf.delete(), run.state)
     start, state = _restored(run.group, checkpoints, start)
     screen.note(f"resumed from step {start} of {run.folder.path}")
-    return start, state
+    return start, state, None
 
 
 def _latest(checkpoints: RunCheckpoints) -> int | None:
@@ -120,8 +122,11 @@ def _fresh_state(run: Prepared, screen: Screen) -> tuple[int, TrainState]:
 
 def _kept_on_disk(
     run: Prepared, start: int | None, screen: Screen
-) -> tuple[int, TrainState] | None:
-    """Steps done and the state in the disk tier's file, where it is whole and newer."""
+) -> tuple[int, TrainState, Unfinished] | None:
+    """Steps done and the state in the disk tier's file, where it is whole and newer.
+
+    Callbacks go on from checkpoints alone: the file is committed before they are called.
+    """
     disk = run.step.disk
     if disk is None:
         return None
@@ -131,13 +136,19 @@ def _kept_on_disk(
     if kept is None or kept <= (start or 0):
         return None
     check_owner(disk, run.identity)
+    if not all(isinstance(one, StatefulBatches) for one in run.task.callbacks):
+        screen.note(
+            f"'{disk.path}' holds step {kept}, and nothing of the callbacks; resuming from the last"
+            " checkpoint"
+        )
+        return None
     try:
         state = disk.restore()
     except DamagedStoreError as problem:
         screen.note(f"{problem}; resuming from the last checkpoint")
         return None
     screen.note(f"resumed from step {kept}, which {disk.path} holds")
-    return kept, state
+    return kept, state, unfinished(run.folder.metrics, disk.metrics(), kept)
 
 
 def check_owner(disk: DiskTier, asked: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from colossax.planner.flops import Yardstick
+from colossax.planner.flops import Yardstick, peak_flops
 from colossax.run.hyperparameters import hyperparameters
+from colossax.run.prepared import Prepared
 from colossax.run.records import Record
 from colossax.step.step import Step
+from colossax.step.updaters import RECORDED
 from colossax.typing import Batch, Metrics, TrainState
-
-_READ = ("loss", "grad_norm", "tokens", "skipped")
-"""Metrics that are read each step, by `item`: `float` takes three times as long."""
 
 _RATE = "learning_rate"
 
@@ -73,7 +72,7 @@ class Meter:
 
     def read(self, step: int, metrics: Metrics) -> Record:
         """The numbers of a step; waits until the device has finished it."""
-        values = {name: metrics[name].item() for name in _READ}
+        values = {name: metrics[name].item() for name in RECORDED}  # `float` takes thrice as long
         now = time.perf_counter()
         seconds = now - (self._since or now)
         self._since = now
@@ -89,14 +88,22 @@ class Meter:
         mfu = self.yardstick.mfu(speed)
         return record if mfu is None else {**record, "mfu": round(mfu, 4)}
 
+    def recalled(self, step: int, values: Mapping[str, float]) -> Record:
+        """The numbers of a step of a process before this one; nobody knows how long it took."""
+        unknown = {"tokens_per_s": math.nan, "step_seconds": math.nan}
+        known = {"step": step, "loss": values["loss"], "grad_norm": values["grad_norm"]}
+        return {**known, "tokens": int(values["tokens"]), **unknown, **self._rate_of(step, values)}
+
+    def _rate_of(self, step: int, values: Mapping[str, float]) -> Record:
+        if self._rate is None:
+            return {}
+        updates = step - 1 - int(values["skipped"]) + was_skipped(values)
+        return {_RATE: self._rate(updates)}
+
     def _around(self, step: int, metrics: Metrics, values: Record) -> Record:
         """Learning rate, wait for data, memory in use: what of it is known."""
-        found: Record = {}
-        if _RATE in metrics:
-            found[_RATE] = metrics[_RATE].item()
-        elif self._rate is not None:
-            skipped = not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"]))
-            found[_RATE] = self._rate(step - 1 - self.skipped + skipped)
+        given = _RATE in metrics
+        found = {_RATE: metrics[_RATE].item()} if given else self._rate_of(step, values)
         if self._waits:
             found["data_seconds"] = round(self._waits.popleft(), 6)
         return found | memory_in_use(self._devices)
@@ -135,6 +142,12 @@ class _Rates:
             return None
 
 
+def was_skipped(numbers: Mapping[str, Any]) -> bool:
+    """Whether a step was, by its metrics or its record, where None is what is not finite."""
+    judged = (numbers.get("loss"), numbers.get("grad_norm"))
+    return not all(number is not None and math.isfinite(number) for number in judged)
+
+
 def memory_in_use(devices: Sequence[Any]) -> Record:
     """`device_bytes`, the most of any of these devices, and `host_bytes` of this process.
 
@@ -149,6 +162,18 @@ def memory_in_use(devices: Sequence[Any]) -> Record:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         found["host_bytes"] = pages * os.sysconf("SC_PAGE_SIZE")
     return found
+
+
+def yardstick_of(run: Prepared) -> Yardstick:
+    """What is known of a run's FLOPs."""
+    task, mesh = run.task, run.step.bound.mesh
+    if not task.flops or not task.tokens:
+        return Yardstick(flops_per_token=0, peak=None)
+    peak = peak_flops(mesh.devices.flat[0].device_kind, run.plan.precision.compute)
+    return Yardstick(
+        flops_per_token=task.flops // task.tokens,
+        peak=None if peak is None else peak * mesh.size,
+    )
 
 
 def local_devices(step: Step) -> list[jax.Device]:

@@ -4,7 +4,7 @@ import contextlib
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +35,19 @@ def read_records(path: Path) -> Iterator[Record]:
     return (record for record, _ in _lines(path) if record is not None)
 
 
-def keep_until(path: Path, step: int, *, begun: int = 0, report: Callable[[str], None]) -> None:
+def keep_until(
+    path: Path,
+    step: int,
+    *,
+    begun: int = 0,
+    coming: Collection[int] = (),
+    report: Callable[[str], None],
+) -> None:
     """Drop the records after `step`, which a resumed run will write again.
 
     Lines that are no records are reported in one sentence, and the file that has them is kept
     beside, as `metrics.jsonl.damaged`. An end that a killed process left half written is dropped.
-    Steps after `begun` of which there is no record are reported as well.
+    Steps after `begun` of which there is no record, and none is `coming`, are reported as well.
 
     Raises:
         InputError: The file cannot be read or written; what was there stays.
@@ -57,7 +64,7 @@ def keep_until(path: Path, step: int, *, begun: int = 0, report: Callable[[str],
             )
         kept = [record for record, _ in found if record is not None and record["step"] <= step]
         write_whole(path, "".join(f"{json.dumps(record)}\n" for record in kept))
-        known = {record["step"] for record in kept}
+        known = {record["step"] for record in kept} | set(coming)
         if gone := [number for number in range(begun + 1, step + 1) if number not in known]:
             report(
                 f"{path}: lacks {len(gone)} of the {step - begun} steps that were done, the first"
@@ -113,6 +120,7 @@ class Records:
         report: Callable[[str], None],
         trackers: Sequence[str] = DEFAULT_TRACKERS,
         opened: Callable[[], None] = lambda: None,
+        coming: Collection[int] = (),
     ):
         """Open the trackers, then the file; records after `about.from_step` are dropped.
 
@@ -121,6 +129,7 @@ class Records:
             report: Told in one sentence of what is no longer written.
             trackers: By name.
             opened: Called between: nothing has been written then but by trackers.
+            coming: Steps up to `about.from_step` that will be recorded.
 
         Raises:
             InputError: A tracker cannot be opened, or the file cannot be written.
@@ -131,7 +140,7 @@ class Records:
         self._trackers = open_trackers(trackers, about)
         try:
             opened()
-            keep_until(path, about.from_step, begun=about.begun, report=report)
+            keep_until(path, about.from_step, begun=about.begun, coming=coming, report=report)
             self._lines = path.open("a", encoding="utf-8")
         except BaseException:
             for tracker in self._trackers.values():

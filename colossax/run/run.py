@@ -8,7 +8,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
 
-from colossax.planner.flops import Yardstick, peak_flops
 from colossax.processes.agreement import Gate, StopAgreement
 from colossax.processes.group import Group
 from colossax.processes.signals import StopSignals
@@ -16,7 +15,7 @@ from colossax.run.around import Around, emitter, recorder
 from colossax.run.ending import LOST, lost, not_finite, unsaved
 from colossax.run.initial import first_state
 from colossax.run.lock import RunLock, held
-from colossax.run.meter import Meter, local_devices, with_injected_rate
+from colossax.run.meter import Meter, local_devices, with_injected_rate, yardstick_of
 from colossax.run.options import Outcome, RunConfig, RunOptions
 from colossax.run.prepared import Prepared, prepare
 from colossax.run.progress import Progress, Screen
@@ -24,6 +23,7 @@ from colossax.run.records import Record, Records, finite, read_records, spelt
 from colossax.run.run_dir import find_run_folder
 from colossax.run.summary import conclude, introduce, parameters
 from colossax.run.trackers import About
+from colossax.run.unfinished import Unfinished
 from colossax.tasks import Task
 from colossax.typing import Batch, Metrics, TrainState
 
@@ -71,7 +71,7 @@ def _train(run: Prepared, signals: StopSignals, lock: RunLock) -> tuple[TrainSta
     group = run.group
     screen = Screen(visible=group.first, log=run.folder.log)
     around, emit = Around(run, screen, lock), emitter(run, screen)
-    start, state = first_state(run, around.checkpoints, screen)
+    start, state, left = first_state(run, around.checkpoints, screen)
     around.callbacks.start(state)
     if run.options.resume and around.checkpoints.holds(start):
         around.callbacks.resume(around.checkpoints, start)
@@ -79,7 +79,7 @@ def _train(run: Prepared, signals: StopSignals, lock: RunLock) -> tuple[TrainSta
             outcome = _finished_before(run, around, start, screen)
             emit({"final": finite(outcome.final)})
             return state, outcome
-    files = group.together(lambda: _records(run, start, screen))
+    files = group.together(lambda: _records(run, start, left, screen))
     gate = Gate(start)
     with contextlib.ExitStack() as stack:
         stack.enter_context(StopAgreement(group, signals, gate))
@@ -92,7 +92,7 @@ def _train(run: Prepared, signals: StopSignals, lock: RunLock) -> tuple[TrainSta
         batches = stack.enter_context(run.task.batches(run.step, start))
         loop = _loop(run, around, gate, screen, skipped=state["skipped"].item())
         screen.start(steps=run.config.steps, done=start)
-        state, done = loop.run(state, batches, start)
+        state, done = loop.run(state, batches, start, left)
         screen.close()
         around.finish()
         checkpoints = around.checkpoints
@@ -104,7 +104,7 @@ def _train(run: Prepared, signals: StopSignals, lock: RunLock) -> tuple[TrainSta
         if failure is None and stopped_by is None and run.task.complete is not None:
             final["completion"] = run.task.complete(run.step, state["params"])
         failure = lost(lock, done, stopped_by) or failure
-        if done > start and not checkpoints.holds(done):
+        if (done > start or left is not None) and not checkpoints.holds(done):
             failure = failure or unsaved(run, done, latest, stopped_by)
         if failure is not None:
             final["failure"] = failure
@@ -130,7 +130,7 @@ def _finished_before(run: Prepared, around: Around, start: int, screen: Screen) 
     return Outcome(final=final, stopped_by=None)
 
 
-def _records(run: Prepared, start: int, screen: Screen) -> Records | None:
+def _records(run: Prepared, start: int, left: Unfinished | None, screen: Screen) -> Records | None:
     """The files of a run, with `run.json` once all trackers are open; on the first process alone.
 
     Raises:
@@ -151,6 +151,7 @@ def _records(run: Prepared, start: int, screen: Screen) -> Records | None:
         report=screen.note,
         trackers=run.options.trackers,
         opened=lambda: run.folder.write(run.asked, run.identity),
+        coming=() if left is None else left.metrics.keys(),
     )
 
 
@@ -214,7 +215,11 @@ class Loop:
         return (self._schedule.stop_after_skipped or math.inf) - self.meter.skipped_in_a_row
 
     def run(
-        self, state: TrainState, batches: Iterator[Batch], start: int
+        self,
+        state: TrainState,
+        batches: Iterator[Batch],
+        start: int,
+        left: Unfinished | None = None,
     ) -> tuple[TrainState, int]:
         """Train; the state given is donated.
 
@@ -222,14 +227,17 @@ class Loop:
             state: As it is after `start` steps.
             batches: From batch `start` on.
             start: Steps already done.
+            left: What was left undone of the last of them, in no checkpoint; made up for first.
 
         Returns:
             The last state, and how many steps it has seen.
         """
         pending: Reported | None = None
-        done = saved = start
+        done, saved = start, start if left is None else None
         metrics: Metrics = {}
-        validated: int | None = None
+        validated = None if left is None else self._made_up_for(left, state, start)
+        if self.hopeless:
+            return state, done
         for index in range(start, self._schedule.steps):
             if not self._gate.enter(index):
                 break
@@ -271,6 +279,18 @@ class Loop:
         if saved != done:
             self._save(state, done)
         return state, done
+
+    def _made_up_for(self, left: Unfinished, state: TrainState, start: int) -> int | None:
+        """Record what was not, evaluate what was due; the step if it has been evaluated."""
+        self.last, self.evaluated = left.last, left.evaluated
+        for step, numbers in left.metrics.items():
+            self.last = self.meter.recalled(step, numbers)
+            self._hooks.record(self.last)
+        self.meter.skipped_in_a_row = left.skipped_in_a_row
+        due = self._due(self._schedule.validate_every, start)
+        if due and not self.evaluated and not self.hopeless:
+            self._validate(state, start)
+        return start if self.evaluated else None
 
     def _evaluates_at_the_end(self, done: int) -> bool:
         """Whether all processes evaluate the last state: to the gate, one step more."""
@@ -322,17 +342,6 @@ class Loop:
         self.meter.pause()
 
 
-def _yardstick(run: Prepared) -> Yardstick:
-    task, mesh = run.task, run.step.bound.mesh
-    if not task.flops or not task.tokens:
-        return Yardstick(flops_per_token=0, peak=None)
-    peak = peak_flops(mesh.devices.flat[0].device_kind, run.plan.precision.compute)
-    return Yardstick(
-        flops_per_token=task.flops // task.tokens,
-        peak=None if peak is None else peak * mesh.size,
-    )
-
-
 def _loop(run: Prepared, around: Around, gate: Gate, screen: Screen, *, skipped: int = 0) -> Loop:
     config, task = run.config, run.task
     hooks = Hooks(
@@ -350,7 +359,7 @@ def _loop(run: Prepared, around: Around, gate: Gate, screen: Screen, *, skipped:
         stop_after_skipped=config.stop_after_skipped,
     )
     meter = Meter(
-        _yardstick(run),
+        yardstick_of(run),
         rate=task.learning_rate,
         devices=local_devices(run.step),
         skipped=skipped,

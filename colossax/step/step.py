@@ -203,7 +203,7 @@ class Step:
         state, metrics, *pending = self.jitted(state, self.place(batch))
         for work in pending:
             for follower in self.followers:
-                state = follower.update(state, work)
+                state = follower.update(state, work, metrics)
         return state, metrics
 
     def lower(self, state: TrainState, batch: Batch) -> Any:

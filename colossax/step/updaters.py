@@ -8,7 +8,10 @@ import jax
 
 from colossax.step.gradients.method import GradientMethod
 from colossax.step.microbatches import Microbatches
-from colossax.typing import Params, TrainState
+from colossax.typing import Metrics, Params, TrainState
+
+RECORDED = ("loss", "grad_norm", "tokens", "skipped")
+"""Metrics that every step has: scalars, which a run records."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,6 +73,6 @@ class Updater(Protocol):
 class Follower(Protocol):
     """Finishes a step once its program has ended."""
 
-    def update(self, state: TrainState, pending: Any) -> TrainState:
-        """The state with its part of it updated."""
+    def update(self, state: TrainState, pending: Any, metrics: Metrics) -> TrainState:
+        """The state with its part of it updated; the metrics are those of the program."""
         ...

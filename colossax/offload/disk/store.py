@@ -37,13 +37,13 @@ class RecordStore:
 
     Attributes:
         path: The file.
-        layout, records, owner: As `create` was told.
+        layout, records, owner, tail_bytes: As `create` was told.
         bytes: Disk bytes in all, taken when the file was created.
     """
 
     def __init__(self, file: BlockFile, block: FileBlock, layout: RecordLayout) -> None:
         """Use `create` or `open`."""
-        self._file, self._tail_bytes = file, block.tail_bytes
+        self._file, self.tail_bytes = file, block.tail_bytes
         self.path, self.records, self.layout = file.path, block.records, layout
         self.owner = block.owner
         self._places = places_of(block, layout)
@@ -152,16 +152,14 @@ class RecordStore:
                 return commit.epoch
         return None
 
-    def tail(self) -> bytes:
-        """What the caller gave with the commit of the consistent epoch.
+    def tails(self) -> dict[int, bytes]:
+        """What was given with the consistent epoch, and with the one before it if still there.
 
         Raises:
-            OffloadError: There is no such epoch.
+            OffloadError: There is no consistent epoch.
         """
-        epoch = self._require_epoch()
-        return next(
-            commit.tail for commit in commits(self._file, self._places) if commit.epoch == epoch
-        )
+        newest, found = self._require_epoch(), commits(self._file, self._places)
+        return {commit.epoch: commit.tail for commit in found if commit.epoch <= newest}
 
     def read(self, record: int, epoch: int | None = None) -> Arrays:
         """The arrays of one record, in memory of their own.
@@ -250,13 +248,13 @@ class RecordStore:
                 f"{self.records} records were not written, the first is {missing[0]}; fill or "
                 "update them all"
             )
-        block = aligned_buffer(CommitBlock.room_bytes(self._tail_bytes))
+        block = aligned_buffer(CommitBlock.room_bytes(self.tail_bytes))
         parts = (np.frombuffer(tail, np.uint8),) if isinstance(tail, bytes) else tail
         try:
-            taken = CommitBlock.fill(block, epoch, parts, self._tail_bytes)
+            taken = CommitBlock.fill(block, epoch, parts, self.tail_bytes)
         except BufferError as error:
             raise OffloadError(
-                f"disk store '{self.path}' has room for a tail of {self._tail_bytes} bytes, given "
+                f"disk store '{self.path}' has room for a tail of {self.tail_bytes} bytes, given "
                 f"{error}; create it with more tail_bytes"
             ) from None
         written, self._written = self._written, {}  # after a failed sync all must be written again

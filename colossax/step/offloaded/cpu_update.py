@@ -25,7 +25,7 @@ from colossax.layerwise import Key, Stacks
 from colossax.offload import cpu_device
 from colossax.step.offloaded.parameter_groups import Part, Update
 from colossax.step.offloaded.streaming import Pending, Streaming
-from colossax.typing import TrainState
+from colossax.typing import Metrics, TrainState
 
 Row = tuple[list[Any], list[Any]]
 """Parameters and optimizer state of a layer."""
@@ -90,7 +90,7 @@ class CpuUpdate:
 
         return {key: one(key, part) for key, part in self._streaming.beside_cpu.items()}
 
-    def update(self, state: TrainState, pending: Pending) -> TrainState:
+    def update(self, state: TrainState, pending: Pending, metrics: Metrics) -> TrainState:
         """The state with all of these layers updated.
 
         Raises:

@@ -1,7 +1,8 @@
 """Optimizer state in a file: layers are updated after a step's program, one record each.
 
 A record holds a layer's parameters and optimizer state, so that what the last committed epoch
-holds is the whole training state where every layer is on disk: an epoch is a step.
+holds is the whole training state where every layer is on disk: an epoch is a step. Its metrics are
+committed with it, as a process may be killed before they are recorded anywhere else.
 """
 
 import dataclasses
@@ -21,12 +22,16 @@ from colossax.offload import fetch, new_stack, store
 from colossax.offload.disk import RING, RecordLayout, RecordStore, disk_bytes
 from colossax.step.offloaded.parameter_groups import Update
 from colossax.step.offloaded.streaming import Pending, Streaming
-from colossax.typing import TrainState
+from colossax.step.updaters import RECORDED
+from colossax.typing import Metrics, TrainState
 
 FILE = "layers.state"
 """Name of the file in its folder."""
 
 Rows = Mapping[str, Any]
+
+_METRICS_BYTES = 8 * len(RECORDED)
+"""Of a step's metrics at the end of a commit's tail: `<f8[len(RECORDED)]`."""
 
 _TAIL_COPIES = 2
 """Of what is in no record, while it is committed: as arrays, which JAX keeps, and as a block."""
@@ -148,18 +153,25 @@ class DiskTier:
             leaves[i] = stack
         return {**state, "params": jax.tree.unflatten(self._structure(), leaves)}
 
-    def _tail(self, state: TrainState) -> Iterator[np.ndarray]:
-        """All of the state that is in no record; nothing where other layers are not on disk."""
-        if self.has_full_state:
-            leaves = jax.tree.leaves(state)
-            yield from (np.ascontiguousarray(leaves[at]) for at in self._numbers()[1])
+    def _tail(self, state: TrainState, metrics: Metrics | None = None) -> Iterator[np.ndarray]:
+        """All of the state that is in no record, then the metrics of the step that led to it.
+
+        Nothing where other layers are not on disk. Files from before metrics have no room for them.
+        """
+        if not self.has_full_state:
+            return
+        leaves = jax.tree.leaves(state)
+        yield from (np.ascontiguousarray(leaves[at]) for at in self._numbers()[1])
+        opened = self._opened
+        if metrics is not None and opened is not None and opened.tail_bytes >= self._tail_bytes():
+            yield np.array([float(metrics[name]) for name in RECORDED], "<f8")
 
     def _tail_bytes(self) -> int:
         if not self.has_full_state:
             return 0
         leaves = jax.tree.leaves(self._abstract)
         sizes = [leaves[at].size * leaves[at].dtype.itemsize for at in self._numbers()[1]]
-        return sum(sizes)
+        return sum(sizes) + _METRICS_BYTES
 
     # A run's life
 
@@ -174,7 +186,7 @@ class DiskTier:
             OffloadError: The disk has no room, or the file is another run's.
         """
         opened = self._open()
-        if opened is not None and opened.owner != self.owner:
+        if opened is not None and not self._fits(opened):
             self.close()
             self.path.unlink()
             opened = None
@@ -188,6 +200,10 @@ class DiskTier:
             named = zip((*self._names, *self._state_names), values, strict=True)
             opened.fill(i, {name: np.asarray(x) for name, x in named}, epoch)
         opened.commit(epoch, self._tail(state))
+
+    def _fits(self, opened: RecordStore) -> bool:
+        """Whether a file is this run's, and has room for all that is committed now."""
+        return opened.owner == self.owner and opened.tail_bytes >= self._tail_bytes()
 
     def _create(self) -> RecordStore:
         try:
@@ -217,7 +233,7 @@ class DiskTier:
             self._opened.close()
             self._opened = None
 
-    def update(self, state: TrainState, pending: Pending) -> TrainState:
+    def update(self, state: TrainState, pending: Pending, metrics: Metrics) -> TrainState:
         """The state with the layers on disk updated as well; the file holds it, too, then.
 
         Raises:
@@ -246,7 +262,7 @@ class DiskTier:
 
         opened.update(epoch, change)
         state = self._with_stacks(state, stacks)
-        opened.commit(epoch + 1, self._tail(state))
+        opened.commit(epoch + 1, self._tail(state, metrics))
         return state
 
     def _put(self, array: np.ndarray, sharding: NamedSharding | None) -> jax.Array:
@@ -280,6 +296,20 @@ class DiskTier:
             return None
         return None if opened is None else opened.consistent_epoch()
 
+    def metrics(self) -> dict[int, dict[str, float]]:
+        """Metrics (`RECORDED`) of the step whose state the file holds and of the one before.
+
+        By step; one is left out that was not committed with them, or whose commit is gone.
+        """
+        opened = self._open()
+        assert opened is not None and self.has_full_state
+        found = {}
+        for epoch, tail in sorted(opened.tails().items()):
+            if len(tail) == self._tail_bytes():
+                numbers = np.frombuffer(tail[-_METRICS_BYTES:], "<f8").tolist()
+                found[epoch] = dict(zip(RECORDED, numbers, strict=True))
+        return found
+
     @property
     def found_owner(self) -> str:
         """Whose the file is that is there; empty where it does not say."""
@@ -296,7 +326,8 @@ class DiskTier:
         assert opened is not None and self.has_full_state
         leaves: list[Any] = list(jax.tree.leaves(self._abstract))
         inside, others = self._numbers()
-        tail, at = opened.tail(), 0
+        tails = opened.tails()
+        tail, at = tails[max(tails)], 0
         for i in others:
             size = leaves[i].size * leaves[i].dtype.itemsize
             values = np.frombuffer(tail[at : at + size], leaves[i].dtype).reshape(leaves[i].shape)

@@ -83,6 +83,6 @@ def same(arrays, wanted):
 def assert_epoch(store, epoch):
     """The store's consistent epoch is this one, whole and true."""
     assert store.consistent_epoch() == epoch
-    assert store.tail() == tail_of(epoch)
+    assert store.tails()[epoch] == tail_of(epoch)
     for record in range(store.records):
         assert same(store.read(record), truth(record, epoch)), f"record {record} of {epoch}"

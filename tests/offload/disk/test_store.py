@@ -269,7 +269,7 @@ def test_calls_from_within_an_update_are_refused(store):
 def test_an_empty_store_says_so(tmp_path):
     with RecordStore.create(tmp_path / "empty", LAYOUT, 2) as store:
         assert (store.consistent_epoch(), store.verify()) == (None, None)
-        for call in (store.tail, lambda: store.read(0)):
+        for call in (store.tails, lambda: store.read(0)):
             with pytest.raises(
                 OffloadError, match="holds no whole epoch; fill it from a checkpoint"
             ):
