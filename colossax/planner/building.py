@@ -17,9 +17,9 @@ from colossax.planner.arguments import (
 )
 from colossax.planner.idle import warn_of_idle
 from colossax.planner.settling import Facts, Settled, check_settled, settle
+from colossax.step.checks.whole import cost_of_whole
 from colossax.step.loss import Loss
 from colossax.step.step import Step
-from colossax.step.whole import cost_of_whole
 from colossax.typing import TrainState
 
 _LOG = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from colossax.run.run import run_prepared
 from colossax.run.run_dir import RunFolder
 from colossax.run.sources import BatchSource, with_source
 from colossax.run.trackers import DEFAULT_TRACKERS
-from colossax.step.given import check_state
+from colossax.step.checks.given import check_state
 from colossax.step.step import Step
 from colossax.tasks import Callback, Evaluator, Task
 from colossax.tasks.task import ResumableBatches

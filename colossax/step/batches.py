@@ -11,7 +11,7 @@ from colossax.config import BoundPlan
 from colossax.errors import InputError
 from colossax.sharding import NATURAL, RowOrder, activation_sharding, balanced_order
 from colossax.step.arrange import Arranged, arranged, check_segments, row_length
-from colossax.step.given import check_tokens, host_array
+from colossax.step.checks.given import check_tokens, host_array
 from colossax.step.microbatches import batch_dims, num_microbatches
 from colossax.typing import Batch, Dims
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from colossax.step.given import is_there
+from colossax.step.checks.given import is_there
 from colossax.typing import Batch, TrainState
 
 

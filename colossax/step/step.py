@@ -17,9 +17,9 @@ from colossax.optim import Optimizer, steps_of, transformation
 from colossax.sharding import RowOrder, compiler_options, in_order, replicated, use, validate
 from colossax.sharding.table import explain, explain_html
 from colossax.step.batches import BatchPlacer
+from colossax.step.checks.given import check_state, vocabulary
 from colossax.step.choosing import followers_of, gradient_method_of, streaming_of
 from colossax.step.evaluation import Evaluation
-from colossax.step.given import check_state, vocabulary
 from colossax.step.gradients.accumulate import LossCall, with_term_weights
 from colossax.step.gradients.method import GradientMethod, Gradients
 from colossax.step.loss import Loss

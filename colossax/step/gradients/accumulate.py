@@ -13,7 +13,7 @@ from colossax.compat import inputs_used
 from colossax.config import BoundPlan
 from colossax.errors import InputError
 from colossax.nn.module import held
-from colossax.step.explained import explained
+from colossax.step.checks.explained import explained
 from colossax.step.gradients.method import GradientMethod, Gradients
 from colossax.step.gradients.sums import accumulable, constrained, square_norm, summed_up
 from colossax.step.loss import SCALAR, Loss, Sums, Terms, Totals, checked

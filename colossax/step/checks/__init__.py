@@ -1,0 +1,1 @@
+"""What a step is given, looked at before it is traced; what fails within, explained."""
