@@ -165,7 +165,7 @@ def cut_layers(
     Cost: time and memory O(L^2), per stage.
     Source: exact for chains, by dynamic programming over (stage, layers before its end).
     """
-    costs = Costs(layers, len(devices), in_flight=in_flight, first=first, last=last)
+    costs = LayerSums(layers, len(devices), in_flight=in_flight, first=first, last=last)
     links = checked_links(links, len(devices))
     times = [
         costs.stage_s(device, stage, before=before, behind=behind)
@@ -182,7 +182,7 @@ def cut_layers(
     return _cuts(costs, times, bounds)
 
 
-class Costs:
+class LayerSums:
     """Layers as sums up to each cut: index `j` is of the layers before layer `j`."""
 
     def __init__(
@@ -304,7 +304,7 @@ def _path(times: Sequence[np.ndarray], found: Sequence[np.ndarray], joined: Any)
     return bounds[::-1]
 
 
-def _cuts(costs: Costs, times: Sequence[np.ndarray], bounds: Sequence[int]) -> Cuts:
+def _cuts(costs: LayerSums, times: Sequence[np.ndarray], bounds: Sequence[int]) -> Cuts:
     even = even_layers(costs.count, costs.stages)
     even_s = max(_along(times, [0, *np.cumsum(even).tolist()]))
     pairs = enumerate(itertools.pairwise(bounds))
@@ -323,7 +323,7 @@ def _along(times: Sequence[np.ndarray], bounds: Sequence[int]) -> list[float]:
     return [float(stage[pair]) for stage, pair in zip(times, pairs, strict=True)]
 
 
-def _refusal(costs: Costs, devices: Sequence[StageDevice]) -> str:
+def _refusal(costs: LayerSums, devices: Sequence[StageDevice]) -> str:
     """Which stage cannot hold what is left to it, however the stages before it are cut."""
     reached = np.arange(costs.count + 1) == 0
     for stage, device in enumerate(devices):
@@ -338,7 +338,7 @@ def _refusal(costs: Costs, devices: Sequence[StageDevice]) -> str:
     raise AssertionError("there are cuts that fit")
 
 
-def _too_large(costs: Costs, stage: int, device: StageDevice, begin: int) -> str:
+def _too_large(costs: LayerSums, stage: int, device: StageDevice, begin: int) -> str:
     left = costs.stages - stage - 1
     end = begin + 1 if left else costs.count
     sums = costs.bytes_of(stage)

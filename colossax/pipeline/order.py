@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from colossax.errors import PlanError
-from colossax.pipeline.cuts import TIE, Costs, Cuts, LayerCost, Link, StageDevice, cut_layers
+from colossax.pipeline.cuts import TIE, LayerSums, Cuts, LayerCost, Link, StageDevice, cut_layers
 from colossax.pipeline.kinds import Kinds, Links
 
 EXACT_STATES = 2**12
@@ -73,7 +73,7 @@ def order_devices(
     Cost: exact, up to `EXACT_STATES` states times kinds of devices times O(w^2) with w the layers
     that a cut may lie among; bounded, `TRIES` orders.
     """
-    costs = Costs(layers, len(devices), in_flight=in_flight, first=first, last=last)
+    costs = LayerSums(layers, len(devices), in_flight=in_flight, first=first, last=last)
     kinds = Kinds(devices, links)
     search = _Search(costs, kinds)
     order, best = _tried(search, kinds, random.Random(seed))
@@ -114,7 +114,7 @@ _Places = dict[tuple[int, Link | None], _Front]
 class _Search:
     """Orders of kinds, and how slow their slowest stages are."""
 
-    def __init__(self, costs: Costs, kinds: Kinds):
+    def __init__(self, costs: LayerSums, kinds: Kinds):
         self._costs, self._kinds = costs, kinds
         self._speeds = [device.speed for device in kinds.devices]
         different = {link for row in kinds.links for link in row}

@@ -69,6 +69,12 @@ def test_a_device_twice_as_fast_gets_twice_the_layers():
     )
 
 
+def test_half_of_the_devices_at_half_speed_gain_at_least_1_3():
+    devices = [StageDevice(speed=1.0)] * 4 + [StageDevice(speed=0.5)] * 4
+    for count in (32, 80, 96, 126):
+        assert cut_layers(equal(count), devices).modelled_gain >= 1.3
+
+
 def test_an_embedding_and_a_head_count_where_they_are():
     devices = [StageDevice(), StageDevice()]
     assert cut_layers(equal(8), devices, last=LayerCost(seconds=2.0)).layers == (5, 3)
