@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from colossax.errors import PlanError
-from colossax.pipeline.cuts import TIE, LayerSums, Cuts, LayerCost, Link, StageDevice, cut_layers
+from colossax.pipeline.cuts import TIE, Cuts, LayerCost, LayerSums, Link, StageDevice, cut_layers
 from colossax.pipeline.kinds import Kinds, Links
 
 EXACT_STATES = 2**12
