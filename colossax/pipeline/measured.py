@@ -140,27 +140,20 @@ def load_link_times(kind: str, other: str, recipe: str) -> LinkTimes | None:
     return read_measured(LinkTimes, path, "links", f"colossax bench links {recipe}")
 
 
-def stage_speeds(
-    device_kinds: Sequence[str],
-    recipe: str,
-    *,
-    given: Sequence[float] | None = None,
-    numbers: Sequence[int] | None = None,
+def stage_seconds(
+    device_kinds: Sequence[str], recipe: str, *, numbers: Sequence[int] | None = None
 ) -> tuple[float, ...]:
-    """Speed of each device, relative to the fastest: as given, or as `bench stages` measured.
+    """Seconds of a layer of the recipe on each device, as `bench stages` measured it.
 
     Args:
         device_kinds: As JAX names them, of each device.
         recipe: Whose layer was measured.
-        given: In place of what was measured.
         numbers: Of each device where it was measured; None: the median of its kind counts for each.
 
     Raises:
         InputError: Nothing was measured on one of these kinds, or another layer than on the first;
-            a file is damaged; other numbers of speeds are given.
+            a file is damaged.
     """
-    if given is not None:
-        return _relative(_checked(given, len(device_kinds)))
     kinds = list(dict.fromkeys(device_kinds))
     found = {kind: _found(load_layer_times(kind, recipe), kind, recipe) for kind in kinds}
     for kind, times in found.items():
@@ -172,7 +165,32 @@ def stage_speeds(
             )
     places = itertools.repeat(None, len(device_kinds)) if numbers is None else numbers
     pairs = zip(device_kinds, places, strict=True)
-    return _relative([1 / found[kind].seconds(number) for kind, number in pairs])
+    return tuple(found[kind].seconds(number) for kind, number in pairs)
+
+
+def stage_speeds(
+    device_kinds: Sequence[str],
+    recipe: str,
+    *,
+    given: Sequence[float] | None = None,
+    numbers: Sequence[int] | None = None,
+) -> tuple[float, ...]:
+    """Speed of each device, relative to the fastest: as given, or as `bench stages` measured.
+
+    Args:
+        device_kinds: See `stage_seconds`.
+        recipe: See `stage_seconds`.
+        given: In place of what was measured.
+        numbers: See `stage_seconds`.
+
+    Raises:
+        InputError: See `stage_seconds`; or other numbers of speeds are given.
+    """
+    if given is not None:
+        speeds = _checked(given, len(device_kinds))
+    else:
+        speeds = [1 / s for s in stage_seconds(device_kinds, recipe, numbers=numbers)]
+    return tuple(speed / max(speeds) for speed in speeds)
 
 
 def stage_link(kind: str, other: str, recipe: str, *, given: Link | None = None) -> Link:
@@ -207,11 +225,6 @@ def _checked(speeds: Sequence[float], count: int) -> Sequence[float]:
     for number, speed in enumerate(speeds):
         above(0).check(float(speed), f"speeds[{number}]")
     return speeds
-
-
-def _relative(speeds: Sequence[float]) -> tuple[float, ...]:
-    fastest = max(speeds)
-    return tuple(speed / fastest for speed in speeds)
 
 
 def _check(times: Any, measured: Sequence[Any], where: str, field: str) -> None:

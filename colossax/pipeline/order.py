@@ -148,7 +148,7 @@ class _Search:
         for kind, before, behind in zip(order, [None, *pairs], [*pairs, None], strict=True):
             counts[kind] += 1
             placed = [counts[k] for k in range(len(self._speeds))]
-            found = self._next(front, kind, (before, behind), placed, bound)
+            (found,) = self._next(front, kind, before, [behind], placed, bound)
             if found is None:
                 return np.inf
             front = found
@@ -158,53 +158,53 @@ class _Search:
         self,
         front: _Front,
         kind: int,
-        links: tuple[Link | None, Link | None],
+        before: Link | None,
+        behind: Sequence[Link | None],
         placed: Sequence[int],
         bound: float,
-    ) -> _Front | None:
-        """The front with a stage of this kind added; None where nothing is below the bound.
+    ) -> list[_Front | None]:
+        """The front with a stage of this kind added, for each link that may lie behind it.
+
+        None where nothing is below the bound.
 
         Args:
             front: Before it.
             kind: Of its device.
-            links: In front of it and behind it.
+            before: In front of it.
+            behind: Behind it.
             placed: Devices of each kind, with this one.
             bound: Seconds.
         """
         window = self._window(placed, bound)
         if window is None:
-            return None
-        low, high = window
-        times = self._times(front, kind, links, sum(placed) - 1, window)
-        values = np.maximum(front.values[:, None], times).min(axis=0)
+            return [None] * len(behind)
+        times = self._times(front, kind, (before, behind), sum(placed) - 1, window)
+        values = np.maximum(front.values[:, None], times).min(axis=1)
         values[values >= bound] = np.inf
-        found = np.flatnonzero(np.isfinite(values))
-        if not len(found):
-            return None
-        return _Front(low + int(found[0]), values[found[0] : found[-1] + 1])
+        return [_trimmed(window[0], each) for each in values]
 
     def _times(
         self,
         front: _Front,
         kind: int,
-        links: tuple[Link | None, Link | None],
+        links: tuple[Link | None, Sequence[Link | None]],
         stage: int,
         window: tuple[int, int],
     ) -> np.ndarray:
-        """Seconds of the stage, by layers before it (rows) and with it (columns)."""
+        """Seconds of the stage `[links behind it, layers before it, layers with it]`."""
         costs, device = self._costs, self._kinds.devices[kind]
         begins = slice(front.low, front.low + len(front.values))
         ends = slice(window[0], window[1] + 1)
         scaled = costs.seconds / device.speed
         begin = self._sending[links[0]][begins] - scaled[begins]
-        end = self._sending[links[1]][ends] + scaled[ends]
-        times = begin[:, None] + end
+        end = np.stack([self._sending[link][ends] for link in links[1]]) + scaled[ends]
+        times = begin[:, None] + end[:, None]
         at = np.arange(costs.count + 1)
         wrong = at[begins, None] >= at[ends]
         if device.memory_bytes is not None:
             sums = costs.bytes_of(stage)
             wrong |= sums[ends] - sums[begins, None] > device.memory_bytes
-        times[wrong] = np.inf
+        times[:, wrong] = np.inf
         return times
 
     def _window(self, placed: Sequence[int], bound: float) -> tuple[int, int] | None:
@@ -251,10 +251,11 @@ class _Search:
         """Add a stage of this kind behind all orders; whether any stays below the bound."""
         any_placed = False
         for link, front in self._arriving(before, kind):
-            for behind in self._leaving(kind, placed):
-                found = self._next(front, kind, (link, behind), placed, bound)
+            behind = self._leaving(kind, placed)
+            fronts = self._next(front, kind, link, behind, placed, bound)
+            for one, found in zip(behind, fronts, strict=True):
                 if found is not None:
-                    after[kind, behind] = _lesser(after.get((kind, behind)), found)
+                    after[kind, one] = _lesser(after.get((kind, one)), found)
                     any_placed = True
         return any_placed
 
@@ -288,7 +289,8 @@ class _Search:
             fewer = (*counts[:kind], counts[kind] - 1, *counts[kind + 1 :])
             steps = []
             for link, front in self._arriving(places[fewer], kind):
-                times = self._times(front, kind, (link, behind), sum(fewer), (end, end))[:, 0]
+                links = (link, [behind])
+                times = self._times(front, kind, links, sum(fewer), (end, end))[0, :, 0]
                 slowest = np.maximum(front.values, times)
                 at = int(slowest.argmin())
                 steps.append((slowest[at], len(steps), link, front.low + at))
@@ -296,6 +298,12 @@ class _Search:
             order.append(kind)
             counts = fewer
         return tuple(order[::-1])
+
+
+def _trimmed(low: int, values: np.ndarray) -> _Front | None:
+    """Without what is infinite at both ends; None where all is."""
+    found = np.flatnonzero(np.isfinite(values))
+    return _Front(low + int(found[0]), values[found[0] : found[-1] + 1]) if len(found) else None
 
 
 def _lesser(one: _Front | None, other: _Front) -> _Front:

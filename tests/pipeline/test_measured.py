@@ -19,6 +19,7 @@ from colossax.pipeline.measured import (
     save_layer_times,
     save_link_times,
     stage_link,
+    stage_seconds,
     stage_speeds,
 )
 
@@ -63,6 +64,7 @@ def test_speeds_are_relative_to_the_fastest_of_those_asked_for():
     kinds = ["NVIDIA A100", "NVIDIA H100", "NVIDIA A100"]
     assert stage_speeds(kinds, "llama3_8b") == pytest.approx((0.4, 1.0, 0.4))
     assert stage_speeds(["NVIDIA A100"] * 2, "llama3_8b") == (1.0, 1.0)
+    assert stage_seconds(kinds, "llama3_8b") == (0.025, 0.01, 0.025)
     own = stage_speeds(kinds, "llama3_8b", numbers=[0, 2, 9])
     assert own == pytest.approx((1.0, 1.0, 0.8)), "its own where it was measured, else the median"
 
