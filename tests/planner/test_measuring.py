@@ -7,15 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from colossax.config import BatchConfig, Plan, Segment
 from colossax.errors import InputError, PlanError
 from colossax.models import LlamaConfig
+from colossax.nn import LayerStack
 from colossax.pallas.bench import Effort
 from colossax.planner import measuring
 from colossax.planner.measuring import activation, measure_layer, measure_links
 from colossax.recipes import recipe
 from colossax.tasks import task_of
+from tests.nn.test_kinds import KINDS, ORDERS
 
 QUICK = Effort(seconds=0.001, repeats=3)
 MODEL = LlamaConfig(vocab=32, embed=16, layers=4, heads=2, kv_heads=1, mlp=24, max_seq=8)
@@ -66,10 +69,33 @@ def test_what_the_plan_recomputes_is_measured_too(called, devices):
     assert measure_layer(TASK, plan, devices[:1], QUICK).layer.endswith("remat full")
 
 
-def test_a_mean_layer_is_told_where_the_loop_runs_over_all(called, devices):
-    """Of a stack in one run: seconds times layers, over layers."""
-    (seconds,) = measure_layer(TASK, Plan(), devices[:1], QUICK).seconds
-    assert seconds == [2.0] * 3
+class Mixed(nnx.Module):
+    """Layers of two kinds, which count what they do."""
+
+    def __init__(self, order, *, rngs):
+        self.layers = LayerStack(KINDS, order, rngs=rngs)
+
+
+def mixed(order):
+    """A task of such a model."""
+    shapes = {"x": jax.ShapeDtypeStruct((3, 4), jnp.float32)}
+
+    def loss(model, batch):
+        return jnp.sum(model.layers(batch["x"], 0.1).carry)
+
+    def make(rngs):
+        return Mixed(order, rngs=rngs)
+
+    return dataclasses.replace(TASK, make_model=make, loss=loss, shapes=shapes)
+
+
+@pytest.mark.catches("measured-mean")
+@pytest.mark.parametrize(("order", "mean"), [(ORDERS[0], 2.0), (ORDERS[1], 2 * 2.0 / 6)])
+def test_of_layers_that_differ_the_mean_is_told(order, mean, called, devices):
+    """Two kinds one after the other; or two groups of three layers, each of which takes 2 s."""
+    found = measure_layer(mixed(order), Plan(), devices[:1], QUICK)
+    assert found.seconds == [[pytest.approx(mean)] * 3]
+    assert all(norm(part) > 0 for part in called["0"])
 
 
 def test_what_is_handed_on_is_a_microbatch_of_hidden_states(devices):
