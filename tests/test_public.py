@@ -156,7 +156,9 @@ def test_public_names(module):
 FILES_FOR_THE_COMMAND_LINE = {
     "colossax.models.hf",
     "colossax.pallas.bench",
+    "colossax.pipeline.measured",
     "colossax.planner.inspection_plot",
+    "colossax.planner.measuring",
 }
 """Loaded where they are needed: what reads other libraries' files, measures, or draws."""
 

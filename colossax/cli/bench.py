@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from colossax.cli import bench_offload
+from colossax.cli import bench_offload, bench_stages
 from colossax.cli.machine import versions
 from colossax.cli.output import standard_output, tell
 from colossax.cli.overrides import Override
@@ -55,13 +55,14 @@ _CPU = _Setting(
 
 def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
     """Measure, print a table, and return the exit code: 1 when a kernel is wrong or fails."""
-    if overrides:
-        raise InputError(
-            f"--{overrides[0][0]}: a benchmark has no recipe and no plan; leave it out"
-        )
+    of_a_recipe = args.what in ("stages", "links")
+    if not of_a_recipe:
+        _refuse_recipe(args, overrides)
     if args.out is not None and not args.out.parent.is_dir():
         raise InputError(f"--out {args.out}: there is no folder {args.out.parent}; make it first")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if of_a_recipe:
+        return bench_stages.run(args, overrides)
     if args.what == "offload":
         return bench_offload.run(args)
     with standard_output(protected=False) as out:
@@ -91,6 +92,20 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
     for row in wrong:
         tell(f"colossax: {_complaint(row)}\n")
     return 1 if wrong else 0
+
+
+def _refuse_recipe(args: argparse.Namespace, overrides: list[Override]) -> None:
+    """What is measured without a recipe takes none, nor what belongs to one."""
+    if overrides:
+        raise InputError(
+            f"--{overrides[0][0]}: bench {args.what} has no recipe and no plan; leave it out"
+        )
+    if args.recipe is not None:
+        raise InputError(f"'{args.recipe}' is one word too many; see colossax bench --help")
+    if args.devices is not None:
+        raise InputError(
+            f"--devices: it is for bench stages and links, not {args.what}; leave it out"
+        )
 
 
 @contextlib.contextmanager

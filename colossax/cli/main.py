@@ -19,7 +19,7 @@ VERBS = {
     "export": ("colossax.cli.convert", "turn a checkpoint into a Hugging Face folder"),
     "bench": (
         "colossax.cli.options",
-        "measure kernels, or copies and updates, on this machine's device",
+        "measure kernels, copies and updates, layers and links, on this machine's devices",
     ),
     "check": ("colossax.cli.options", "say what this machine has and what is missing"),
 }

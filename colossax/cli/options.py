@@ -26,7 +26,10 @@ DESCRIPTION = {
         "the same run. A CPU takes smaller shapes, in float32.\n"
         "offload: copies between host and device memory, optimizer updates on CPU and device, and\n"
         "a matmul; on a GPU, whether pipelined transfers change losses; kept in the cache folder,\n"
-        "for plans that put states in host memory."
+        "for plans that put states in host memory.\n"
+        "stages RECIPE: a layer's forward and backward pass on each device, and their speeds;\n"
+        "links RECIPE: what a layer hands on, moved from each device to the next. Both are kept\n"
+        "in the cache folder, for pipelines whose stages are cut by speed."
     ),
     "check": (
         "Say what this machine has and what is missing: versions, devices, links, kernels and\n"
@@ -47,6 +50,8 @@ def run(verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
     """Refuse what can be refused at once, then run the verb and return its exit code."""
     if verb == "inspect" and args.list:
         return list_recipes(as_json=args.json)
+    if verb == "bench" and args.recipe is not None and ":" not in args.recipe:
+        apply_overrides(recipe(args.recipe), overrides)
     if verb == "inspect" and args.recipe is not None and ":" not in args.recipe:
         for changes in preset_overrides(overrides):
             apply_overrides(recipe(args.recipe), changes)
@@ -102,15 +107,31 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
 
 
 def _bench(parser: argparse.ArgumentParser) -> None:
-    what = ("kernels", "offload")
-    parser.add_argument("what", metavar="WHAT", choices=what, help=" or ".join(what))
+    what = ("kernels", "offload", "stages", "links")
+    parser.add_argument("what", metavar="WHAT", choices=what, help=", ".join(what))
+    parser.add_argument(
+        "recipe", metavar="RECIPE", nargs="?", help="stages, links: a recipe of `colossax train`"
+    )
     parser.add_argument(
         "--only", metavar="TEXT", help="cases whose kernel and shape contain it, such as 'backward'"
     )
     parser.add_argument(
-        "--out", metavar="FILE", type=Path, help="write JSON there; offload: not in the cache"
+        "--devices",
+        metavar="N",
+        type=number(1),
+        help="stages, links: devices to measure; on a CPU, N are made",
+    )
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        type=Path,
+        help="write JSON there; but for kernels, in place of the cache",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object a row on stdout")
+    parser.epilog = (
+        "stages, links: any value of the recipe, by its dotted name:\n"
+        "  --plan.batch.microbatch 2   --plan.remat full   --data.seq_len 4096"
+    )
 
 
 def _check(parser: argparse.ArgumentParser) -> None:

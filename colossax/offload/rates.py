@@ -1,10 +1,8 @@
 """How fast this machine moves, updates and multiplies: measured once, kept for the planner."""
 
 import dataclasses
-import json
 import math
 import os
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
@@ -15,9 +13,8 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array
 
-from colossax.config import cache_folder, from_json, to_json
+from colossax.config.cache import measured_path, read_measured, write_measured
 from colossax.errors import InputError
-from colossax.files import write_whole
 from colossax.pallas import current_target
 from colossax.pallas.bench import Effort, measure_limits, time_calls
 
@@ -192,8 +189,7 @@ def measure_rates(updates: Sequence[Update], setting: Setting | None = None) -> 
 
 def rates_path(device_kind: str) -> Path:
     """The file that holds the rates of a kind of device, in the user's cache folder."""
-    name = re.sub(r"[^a-z0-9]+", "-", device_kind.lower()).strip("-")
-    return cache_folder() / "rates" / f"{name}.json"
+    return measured_path("rates", device_kind)
 
 
 def save_rates(rates: Rates, path: Path | None = None) -> Path:
@@ -203,13 +199,7 @@ def save_rates(rates: Rates, path: Path | None = None) -> Path:
         InputError: The folder cannot be written.
     """
     path = rates_path(rates.device_kind) if path is None else path
-    try:
-        write_whole(path, json.dumps(to_json(rates), indent=1, sort_keys=True) + "\n")
-    except OSError as problem:
-        raise InputError(
-            f"rates {path}: cannot be written ({problem.strerror}); make room there or name"
-            f" another folder in COLOSSAX_CACHE"
-        ) from problem
+    write_measured(rates, path, "rates")
     return path
 
 
@@ -219,16 +209,7 @@ def load_rates(device_kind: str) -> Rates | None:
     Raises:
         InputError: The file is damaged, or of a form that this version does not read.
     """
-    path = rates_path(device_kind)
-    try:
-        data = json.loads(path.read_text())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as problem:
-        raise InputError(
-            f"rates {path}: cannot be read ({problem}); measure again with colossax bench offload"
-        ) from problem
-    return from_json(Rates, data, where=f"rates {path}")
+    return read_measured(Rates, rates_path(device_kind), "rates", "colossax bench offload")
 
 
 def cpu_device() -> jax.Device:

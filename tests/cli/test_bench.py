@@ -8,10 +8,17 @@ import sys
 import jax
 import pytest
 
-from colossax.cli import bench_offload, main
+from colossax.cli import bench_offload, bench_stages, main
 from colossax.cli.bench_offload import updates
 from colossax.offload import rates
 from colossax.pallas.bench import Effort
+from colossax.pipeline.cuts import Link
+from colossax.pipeline.measured import (
+    load_layer_times,
+    load_link_times,
+    stage_link,
+    stage_speeds,
+)
 from colossax.planner.loss_equality import compared
 
 
@@ -91,6 +98,69 @@ def test_pipelined_transfers_are_tested_on_a_gpu(quick, monkeypatch, capsys):
     assert said in capsys.readouterr().out
 
 
+SMALL = ["--model.embed", "16", "--model.mlp", "24", "--model.heads", "2", "--model.kv_heads", "1"]
+
+
+@pytest.fixture
+def brief(tmp_path, monkeypatch, devices):
+    """`bench stages` and `bench links` with little effort; the cache folder."""
+    monkeypatch.setenv("COLOSSAX_CACHE", str(tmp_path))
+    monkeypatch.setattr(bench_stages, "EFFORT", Effort(seconds=0.001, repeats=3))
+    return tmp_path
+
+
+@pytest.mark.catches("bench-speed")
+def test_a_layer_is_measured_on_each_device_and_kept(brief, capsys):
+    words = ["bench", "stages", "llama_tiny", "--devices", "3", "--plan.remat", "full", *SMALL]
+    assert main(words) == 0
+    printed = capsys.readouterr().out.splitlines()
+    kept = load_layer_times("cpu", "llama_tiny")
+    assert printed[0].startswith("a layer of llama_tiny, forward and backward, tokens 1 x 96")
+    assert kept.layer == "tokens 1 x 96, float32, remat full" and kept.layer in printed[0]
+    assert printed[1] == (
+        "the devices are parts of one CPU, which they share: no speeds of their own"
+    )
+    assert printed[-1] == f"written to {brief / 'stages' / 'cpu' / 'llama-tiny.json'}"
+    assert [device.number for device in kept.devices] == [0, 1, 2]
+    speeds = stage_speeds(["cpu"] * 3, "llama_tiny", numbers=[0, 1, 2])
+    assert max(speeds) == 1.0
+    for line, device, speed in zip(printed[3:6], kept.devices, speeds, strict=True):
+        number, kind, ms, _, shown = line.split()
+        assert (number, kind) == (str(device.number), "cpu")
+        assert (ms, shown) == (f"{device.seconds * 1e3:.4g}", f"{speed:.2f}")
+
+
+@pytest.mark.catches("bench-link-bytes")
+def test_links_are_measured_between_neighbours_and_kept(brief, capsys):
+    words = ["bench", "links", "llama_tiny", "--plan.batch.microbatch", "2", *SMALL]
+    assert main(words) == 0
+    printed = capsys.readouterr().out.splitlines()
+    kept = load_link_times("cpu", "cpu", "llama_tiny")
+    assert kept.sent_bytes == 2 * 96 * 16 * 4
+    assert "0.0117 MiB, from each device to the next" in printed[0]
+    assert printed[1] == "the devices are parts of one CPU: copies within its memory, no links"
+    assert [(pair.source, pair.target) for pair in kept.pairs] == [(n, n + 1) for n in range(7)]
+    seconds = sorted(pair.seconds for pair in kept.pairs)[3]
+    assert stage_link("cpu", "cpu", "llama_tiny") == Link(bytes_per_s=kept.sent_bytes / seconds)
+    for line, pair in zip(printed[3:10], kept.pairs, strict=True):
+        assert line.split()[:3] == [str(pair.source), "to", str(pair.target)]
+        assert line.split()[-1] == f"{kept.sent_bytes / pair.seconds / 1e9:.3g}"
+
+
+@pytest.mark.parametrize(("what", "rows"), [("stages", "devices"), ("links", "pairs")])
+def test_stages_and_links_say_the_same_as_json(what, rows, brief, capsys):
+    path = brief / "mine.json"
+    words = ["bench", what, "llama_tiny", "--devices", "2", "--json", "--out", str(path), *SMALL]
+    assert main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["files"] == [str(path)]
+    assert found[what] == [json.loads(path.read_text())]
+    (kept,) = found[what]
+    assert (kept["recipe"], kept["platform"], kept["jax"]) == ("llama_tiny", "cpu", jax.__version__)
+    assert [row["seconds"] for row in found[rows]] == [row["seconds"] for row in kept[rows]]
+    assert not (brief / what).exists()
+
+
 @pytest.mark.parametrize("update", updates(), ids=lambda update: update.name)
 def test_what_is_measured_moves_the_bytes_it_says(update):
     """Parameters and states: the gradient of an update is made where it runs."""
@@ -107,10 +177,19 @@ def test_what_is_measured_moves_the_bytes_it_says(update):
         (["kernels", "--plan.mesh", "fsdp=2"], "has no recipe and no plan"),
         (["offload", "--only", "adamw"], "--only 'adamw': it chooses among kernels; leave it out"),
         (["offload", "--out", "/nowhere/x.json"], "there is no folder /nowhere"),
+        (["offload", "llama_tiny"], "'llama_tiny' is one word too many"),
+        (["kernels", "--devices", "2"], "--devices: it is for bench stages and links, not kernels"),
+        (["stages"], "bench stages: whose layer? name a recipe, as in colossax bench stages"),
+        (["stages", "lama_tiny"], "no recipe is called 'lama_tiny'; did you mean 'llama_tiny'?"),
+        (["links", "llama_tiny", "--only", "x"], "--only 'x': it chooses among kernels"),
+        (["links", "llama_tiny", "--devices", "1"], "there is 1, and a link lies between two"),
+        (["stages", "llama_tiny", "--devices", "9"], "there are 8 cpu devices; ask for 8 or fewer"),
+        (["stages", "llama_tiny", "--data.seq_len", "0"], "data.seq_len: found 0; give 1 or more"),
+        (["links", "llama_tiny", "--out", "/nowhere/x.json"], "there is no folder /nowhere"),
         (["engines"], "invalid choice: 'engines'"),
     ],
 )
-def test_what_cannot_be_measured_is_one_sentence(words, sentence, capsys):
+def test_what_cannot_be_measured_is_one_sentence(words, sentence, capsys, devices):
     assert main(["bench", *words]) == 2
     said = capsys.readouterr().err
     assert sentence in said
