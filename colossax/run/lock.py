@@ -163,7 +163,10 @@ class RunLock:
             return self.lost
 
     def release(self) -> None:
-        """Give the folder back, and take away a lock file of one's own; an empty folder goes."""
+        """Give the folder back, and take away a lock file of one's own; an empty folder goes.
+
+        Whoever took it over waits for this.
+        """
         self._leave.set()
         if self._thread is not None:
             self._thread.join()
@@ -217,13 +220,16 @@ class RunLock:
             InputError: Another run has it, or may have it.
         """
         locked = _flock(file, alone=alone)
+        if locked is False or self._may_live(file, locked):
+            raise InputError(self._refusal(_read(file), killed=locked is not False))
+        return locked is True
+
+    def _may_live(self, file: int, locked: bool | None) -> bool:
+        """Whether a file's holder gave a sign of life lately, and no lock of the kernel tells."""
         holder = _read(file)
         away = holder is not None and holder.kernel != self._me.kernel
         seen = os.fstat(file).st_mtime if holder is None else holder.seen
-        fresh = time.time() - seen <= STALE_S
-        if locked is False or (fresh and (locked is None or away)):
-            raise InputError(self._refusal(holder, killed=locked is not False))
-        return locked is True
+        return (locked is None or away) and time.time() - seen <= STALE_S
 
     def _refusal(self, holder: Holder | None, *, killed: bool) -> str:
         wait = ""
@@ -248,6 +254,8 @@ class RunLock:
         deadline = time.monotonic() + _HANDOVER_S
         while _flock(file) is False and time.monotonic() < deadline:
             time.sleep(0.1)
+        if self._may_live(file, _flock(file)):
+            time.sleep(2 * _BEAT_S)  # by then it has noticed; no lock tells when it has ended
 
     def _adopt(self, file: int) -> None:
         """Hold a file, and sign it, unless another has locked it since it was made."""
@@ -266,7 +274,6 @@ class RunLock:
     def _beat(self, on_lost: Callable[[], None]) -> None:
         while not self._leave.wait(_BEAT_S):
             if self.check() is not None:
-                self._close()  # whoever took it over waits for this
                 on_lost()
                 return
             with contextlib.suppress(OSError):  # a full disk: there was room for it before

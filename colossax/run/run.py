@@ -82,11 +82,11 @@ def _train(run: Prepared, signals: StopSignals, lock: RunLock) -> tuple[TrainSta
     files = group.together(lambda: _records(run, start, screen))
     gate = Gate(start)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(StopAgreement(group, signals, gate))
+        agreement = stack.enter_context(StopAgreement(group, signals, gate))
         stack.callback(screen.close)
         if files is not None:
             stack.callback(files.close)
-            around.record = recorder(files, emit)
+            around.record = recorder(files, emit, lock)
         introduce(run, start, screen)
         assert callable(run.task.batches), "a source is settled when a run is prepared"
         batches = stack.enter_context(run.task.batches(run.step, start))
@@ -106,8 +106,9 @@ def _train(run: Prepared, signals: StopSignals, lock: RunLock) -> tuple[TrainSta
         failure = lost(lock, done, stopped_by) or failure
         if done > start and not checkpoints.holds(done):
             failure = failure or unsaved(run, done, latest, stopped_by)
-        if failure is not None:
-            final["failure"] = failure
+        agreement.failure = failure
+    if (failure := failure or agreement.failure_of_first) is not None:
+        final["failure"] = failure
     if group.first:
         conclude(run, final, screen, writable=lock.check() is None)
         emit({"final": finite(final)})

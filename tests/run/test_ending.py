@@ -15,6 +15,7 @@ from colossax.errors import InputError
 from colossax.run import lock as locks
 from colossax.run.lock import LOCK_FILE, RunLock
 from colossax.run.run_dir import RunFolder
+from tests.launching import metrics
 from tests.run.test_fit import fitted
 from tests.run.test_task import rows
 
@@ -137,11 +138,13 @@ def _blind(name, options, group):
 
 @pytest.mark.catches("lock-lost-goes-on")
 @pytest.mark.catches("save-barred")
+@pytest.mark.catches("records-after-loss")
 @pytest.mark.parametrize("noticed", [True, False])
 def test_a_run_that_is_taken_over_stops_and_writes_no_more(
     tmp_path, brisk, capsys, monkeypatch, noticed
 ):
     other = RunLock(tmp_path)
+    monkeypatch.setattr(locks, "_HANDOVER_S", 0.5)
     if not noticed:  # until it saves
         monkeypatch.setattr(locks, "_BEAT_S", 1000.0)
         monkeypatch.setattr(locks, "_HANDOVER_S", 0.0)
@@ -163,6 +166,7 @@ def test_a_run_that_is_taken_over_stops_and_writes_no_more(
     assert 2 <= done < 500
     if noticed:
         assert outcome.stopped_by == "lock"
+        assert [row[0] for row in metrics(tmp_path)] == [1]
     assert names(tmp_path / "checkpoints") == ["1"]
     assert "loss.png" not in names(tmp_path)
     assert other.check() is None

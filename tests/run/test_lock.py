@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -85,6 +86,14 @@ def without_flock(monkeypatch):
 @pytest.fixture
 def brisk(monkeypatch):
     monkeypatch.setattr(locks, "_BEAT_S", 0.01)
+
+
+@pytest.fixture
+def slept(monkeypatch):
+    """Seconds that a lock slept, which are none."""
+    found = []
+    monkeypatch.setattr(locks.time, "sleep", found.append)
+    return found
 
 
 def wait_for(true):
@@ -172,8 +181,21 @@ def test_a_run_on_another_machine_has_it_while_it_gives_signs_of_life(tmp_path, 
     forge(tmp_path, age_s=STALE_S + 1)
     with taken(tmp_path):
         assert json.loads((tmp_path / LOCK_FILE).read_text())["process"] == os.getpid()
+
+
+@pytest.mark.catches("lock-handover-at-once")
+@pytest.mark.parametrize("flock", [True, False])
+def test_a_run_on_another_machine_is_given_the_time_to_notice(tmp_path, flock, request, slept):
+    if not flock:
+        request.getfixturevalue("without_flock")
     forge(tmp_path, age_s=0)
     with taken(tmp_path, by_force=True) as lock:
+        assert max(slept) == 2 * locks._BEAT_S
+        assert lock.check() is None
+    slept.clear()
+    forge(tmp_path, age_s=STALE_S + 1)
+    with taken(tmp_path, by_force=True) as lock:
+        assert max(slept, default=0) < 1, "it is gone"
         assert lock.check() is None
 
 
@@ -203,14 +225,24 @@ def test_a_damaged_lock_file_that_nobody_holds_is_no_obstacle(tmp_path):
 
 
 @pytest.mark.catches("lock-taken-unnoticed")
+@pytest.mark.catches("lock-given-back-early")
 def test_a_run_that_is_taken_over_is_told_by_whom(tmp_path, brisk):
     told = []
     with taken(tmp_path) as first:
         first.watch(lambda: told.append(first.lost))
-        with taken(tmp_path, by_force=True) as second:
+
+        def end():
             wait_for(lambda: told)
-            assert f"{tmp_path} was taken over by process {os.getpid()} on" in told[0]
+            time.sleep(0.3)
+            told.append("ended")
             first.release()
+
+        run = threading.Thread(target=end)
+        run.start()
+        with taken(tmp_path, by_force=True) as second:
+            assert f"{tmp_path} was taken over by process {os.getpid()} on" in told[0]
+            assert told[1:] == ["ended"], "the folder was had before the other run had ended"
+            run.join()
             assert second.check() is None, "the lock file of another is left alone"
 
 
