@@ -21,7 +21,6 @@ from typing import Any
 
 from colossax.documents import as_kind, parse_json
 from colossax.errors import InputError
-from colossax.processes.group import Group
 
 LOCK_FILE = "run.lock"
 STALE_S = 60.0
@@ -96,12 +95,13 @@ class RunLock:
     """The lock of a run's folder; of several processes the first holds it for all.
 
     Attributes:
+        folder: The run's.
         lost: Why this run may no longer write there, in one clause; None while it may.
     """
 
     def __init__(self, folder: Path):
         """Name the folder; nothing is written yet."""
-        self._folder = folder
+        self.folder = folder
         self._path = folder.absolute() / LOCK_FILE
         self._file: int | None = None
         self._made = False
@@ -144,7 +144,7 @@ class RunLock:
                     time.sleep(0.05)
         except OSError as problem:
             raise InputError(
-                f"--out {self._folder}: cannot be written ({problem.strerror}); choose another"
+                f"--out {self.folder}: cannot be written ({problem.strerror}); choose another"
                 " folder"
             ) from problem
 
@@ -238,7 +238,7 @@ class RunLock:
             wait = f" if it was killed, wait {rest} s;"
         whose = "another run, which has just begun" if holder is None else f"a run ({holder})"
         return (
-            f"--out {self._folder}: {whose} writes there;{wait} choose another folder, or stop it"
+            f"--out {self.folder}: {whose} writes there;{wait} choose another folder, or stop it"
             " and resume, which --take-over does at once"
         )
 
@@ -297,7 +297,7 @@ class RunLock:
         except OSError:
             same = False
         with contextlib.suppress(OSError), self._opened(os.O_RDONLY) as file:
-            return f"{self._folder} was taken over by {_read(file) or 'another run'}"
+            return f"{self.folder} was taken over by {_read(file) or 'another run'}"
         if not same:
             return self._where_it_went()
         before = self._file
@@ -307,16 +307,16 @@ class RunLock:
             _held.discard(before)
             os.close(before)
             return None
-        return f"{self._folder} was taken over by another run"
+        return f"{self.folder} was taken over by another run"
 
     def _where_it_went(self) -> str:
         try:
             now = Path(os.readlink(f"/proc/self/fd/{self._file}"))
         except OSError:
-            return f"{self._folder} was deleted or moved"
+            return f"{self.folder} was deleted or moved"
         if now.name == LOCK_FILE and now.exists():
-            return f"{self._folder} was moved to {now.parent}"
-        return f"{self._folder} was deleted"
+            return f"{self.folder} was moved to {now.parent}"
+        return f"{self.folder} was deleted"
 
     def _close(self) -> None:
         with self._guard:
@@ -324,42 +324,6 @@ class RunLock:
                 _held.discard(self._file)
                 os.close(self._file)
                 self._file = None
-
-
-@contextlib.contextmanager
-def held(
-    folder: Path,
-    group: Group,
-    *,
-    by_force: bool,
-    check: Callable[[], object],
-    on_lost: Callable[[], None],
-) -> Iterator[RunLock]:
-    """Hold the lock of a folder inside the block, for all processes of a group.
-
-    Args:
-        folder: The run's.
-        group: Its first process holds it.
-        by_force: Also take that of a run that goes on.
-        check: Called when it is held: what has to be true of the folder from now on.
-        on_lost: Called on the first process, from a thread, when the lock is lost.
-
-    Raises:
-        InputError: See `RunLock.take`; or `check` raised it.
-    """
-    lock = RunLock(folder)
-
-    def take() -> None:
-        lock.take(by_force=by_force)
-        check()
-
-    try:
-        group.from_first(take)
-        if group.first:
-            lock.watch(on_lost)
-        yield lock
-    finally:
-        lock.release()
 
 
 def _identity(found: os.stat_result) -> tuple[int, int]:

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 from colossax.planner.flops import Yardstick, peak_flops
 from colossax.processes.agreement import Gate, StopAgreement
@@ -14,8 +15,9 @@ from colossax.processes.group import Group
 from colossax.processes.signals import StopSignals
 from colossax.run.around import Around, emitter, recorder
 from colossax.run.ending import LOST, lost, not_finite, unsaved
+from colossax.run.holding import held
 from colossax.run.initial import first_state
-from colossax.run.lock import RunLock, held
+from colossax.run.lock import RunLock
 from colossax.run.meter import Meter, local_devices, with_injected_rate
 from colossax.run.options import Outcome, RunConfig, RunOptions
 from colossax.run.prepared import Prepared, prepare
@@ -49,20 +51,25 @@ def run_prepared(run: Prepared) -> tuple[TrainState, Outcome]:
     """
     signals = StopSignals()
 
-    def check() -> object:
-        return find_run_folder(str(run.folder.path), recipe="", resume=run.options.resume)
+    def check(folder: Path) -> object:
+        return find_run_folder(str(folder), recipe="", resume=run.options.resume)
 
+    def another() -> Path:
+        return find_run_folder(None, recipe=run.task.name, resume=False).path
+
+    numbered = run.options.out is None
     with (
         signals.installed(),
         held(
             run.folder.path,
             run.group,
-            by_force=run.options.take_over,
+            by_force=run.options.take_over and not numbered,
             check=check,
             on_lost=lambda: signals.stop(LOST),
+            another=another if numbered else None,
         ) as lock,
     ):
-        ended = _train(run, signals, lock)
+        ended = _train(run.at(lock.folder), signals, lock)
     signals.close()
     return ended
 

@@ -22,7 +22,7 @@ CONFIG = LlamaConfig(vocab=300, embed=32, layers=4, heads=2, kv_heads=2, mlp=32,
 
 @contextlib.contextmanager
 def saving(folder, *, keep):
-    """A run that saves as fast as it can and keeps the latest steps; all parameters are its step."""
+    """A run that saves as fast as it can; all parameters of a step are its number."""
     infos = jax.tree.leaves(describe(maker(CONFIG)).infos)
     slots = [slot_of(info, "model/params") for info in infos]
     begun, ended = threading.Event(), threading.Event()

@@ -158,7 +158,7 @@ def test_a_run_that_is_taken_over_stops_and_writes_no_more(
     )
     done = outcome.final["step"]
     assert outcome.failure == (
-        f"stopped after step {done}: {other._folder} was taken over by"
+        f"stopped after step {done}: {other.folder} was taken over by"
         f" {outcome.failure.partition('taken over by ')[2]}"
     )
     assert f"process {os.getpid()} on" in outcome.failure

@@ -18,7 +18,8 @@ import pytest
 from colossax.errors import InputError
 from colossax.processes.group import Group
 from colossax.run import lock as locks
-from colossax.run.lock import LOCK_FILE, STALE_S, RunLock, held
+from colossax.run.holding import held
+from colossax.run.lock import LOCK_FILE, STALE_S, RunLock
 from tests.launching import ROOT
 
 CHILD = """
@@ -289,7 +290,7 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path):
 
 
 def test_a_check_that_refuses_gives_the_lock_back(tmp_path):
-    def refuse():
+    def refuse(folder):
         raise InputError("no")
 
     group, folder = Group(None, {}), tmp_path / "run"
