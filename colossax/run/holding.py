@@ -1,4 +1,4 @@
-"""The folder of a run, held for all its processes; one that was not named is the next free number."""
+"""A run's folder, held for all its processes; one that was not named is the next free number."""
 
 import contextlib
 from collections.abc import Callable, Iterator

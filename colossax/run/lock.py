@@ -12,6 +12,7 @@ import datetime
 import fcntl
 import json
 import os
+import secrets
 import socket
 import threading
 import time
@@ -244,8 +245,9 @@ class RunLock:
 
     def _replace(self, file: int) -> None:
         """Put a lock file of one's own in the place of another, and let its holder notice."""
-        part = self._path.with_name(f"{LOCK_FILE}.{os.getpid()}.part")
-        self._adopt(os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644))
+        # Containers on several machines often have one number for all their processes.
+        part = self._path.with_name(f"{LOCK_FILE}.{secrets.token_hex(8)}.part")
+        self._adopt(os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644))
         os.replace(part, self._path)
         time.sleep(_SETTLE_S)
         if self._file is not None and not self._is_mine(self._file):

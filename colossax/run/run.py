@@ -14,7 +14,7 @@ from colossax.processes.agreement import Gate, StopAgreement
 from colossax.processes.group import Group
 from colossax.processes.signals import StopSignals
 from colossax.run.around import Around, emitter, recorder
-from colossax.run.ending import LOST, lost, not_finite, unsaved
+from colossax.run.ending import LOST, clear_old_place, lost, not_finite, unsaved
 from colossax.run.holding import held
 from colossax.run.initial import first_state
 from colossax.run.lock import RunLock
@@ -23,7 +23,7 @@ from colossax.run.options import Outcome, RunConfig, RunOptions
 from colossax.run.prepared import Prepared, prepare
 from colossax.run.progress import Progress, Screen
 from colossax.run.records import Record, Records, finite, read_records, spelt
-from colossax.run.run_dir import find_run_folder
+from colossax.run.run_dir import RunFolder, find_run_folder
 from colossax.run.summary import conclude, introduce, parameters
 from colossax.run.trackers import About
 from colossax.tasks import Task
@@ -70,6 +70,8 @@ def run_prepared(run: Prepared) -> tuple[TrainState, Outcome]:
         ) as lock,
     ):
         ended = _train(run.at(lock.folder), signals, lock)
+        if lock.lost is not None:
+            clear_old_place(RunFolder(path=lock.folder))
     signals.close()
     return ended
 

@@ -5,6 +5,7 @@ import dataclasses
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -74,6 +75,13 @@ def forge(folder, *, age_s, **changes):
     folder.mkdir(exist_ok=True)
     (folder / LOCK_FILE).write_text(text)
     os.utime(folder / LOCK_FILE, (seen, seen))
+
+
+def machine(folder, number):
+    """The lock as a run on another machine has it."""
+    lock = RunLock(folder)
+    lock._me = dataclasses.replace(lock._me, host=f"m{number}", kernel=f"k{number}", process=7)
+    return lock
 
 
 @pytest.fixture
@@ -198,6 +206,69 @@ def test_a_run_on_another_machine_is_given_the_time_to_notice(tmp_path, flock, r
     with taken(tmp_path, by_force=True) as lock:
         assert max(slept, default=0) < 1, "it is gone"
         assert lock.check() is None
+
+
+@pytest.mark.catches("lock-of-elsewhere")
+@pytest.mark.parametrize("left", [False, True])
+def test_of_runs_on_five_machines_that_begin_at_once_one_wins(tmp_path, without_flock, left):
+    """Where no lock is shared; in a new folder, and in one that a killed run left long ago."""
+    if left:
+        forge(tmp_path, age_s=STALE_S + 1)
+    together, had, told = threading.Barrier(5), [], []
+
+    def begin(number):
+        lock = machine(tmp_path, number)
+        together.wait()
+        try:
+            lock.take()
+        except InputError as problem:
+            told.append(str(problem))
+        else:
+            had.append(lock)
+
+    threads = [threading.Thread(target=begin, args=(number,)) for number in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    (winner,) = had
+    assert winner.check() is None
+    assert len(told) == 4
+    for text in told:
+        assert re.search(f"(a run .process 7 on {winner._me.host}|which has just begun)", text)
+    winner.release()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.catches("lock-part-shared")
+def test_of_processes_of_one_number_that_replace_at_once_one_wins(
+    tmp_path, without_flock, monkeypatch
+):
+    """As the first processes of containers are, on two machines."""
+    forge(tmp_path, age_s=STALE_S + 1)
+    together, replace = threading.Barrier(2), os.replace
+
+    def replaced(source, target):
+        together.wait(20)
+        replace(source, target)
+
+    monkeypatch.setattr(locks.os, "replace", replaced)
+    had = []
+
+    def begin(number):
+        with contextlib.suppress(InputError):
+            lock = machine(tmp_path, number)
+            lock.take()
+            had.append(lock)
+
+    threads = [threading.Thread(target=begin, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    (winner,) = had
+    winner.release()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.catches("lock-of-elsewhere")
