@@ -58,7 +58,8 @@ class Finished:
 class Started:
     """A process under way; its standard error goes to a file, so that nothing can fill up."""
 
-    def __init__(self, *arguments: str, text: Path, log: Path):
+    def __init__(self, *arguments: str, text: Path, log: Path, before: str = ""):
+        """Start it; `before` is Python that it runs first."""
         flags = "--xla_backend_optimization_level=1 --xla_llvm_disable_expensive_passes=true"
         environment = {
             **os.environ,
@@ -67,14 +68,15 @@ class Started:
             "PYTHONPATH": str(ROOT),
             "COLOSSAX_CACHE": str(text.parent / "cache"),
         }
+        main = "import sys, colossax.cli; sys.exit(colossax.cli.main())"
+        entry = ("-c", f"{before}; {main}") if before else ("-m", "colossax")
         self._log = log
         self._seen: list[str] = []
         with log.open("w") as errors:
             self.process = subprocess.Popen(
                 [
                     sys.executable,
-                    "-m",
-                    "colossax",
+                    *entry,
                     "train",
                     *SMALL,
                     "--data",
@@ -115,6 +117,22 @@ class Started:
 def run(*arguments: str, text: Path, log: Path) -> Finished:
     """Run to the end."""
     return Started(*arguments, text=text, log=log).finish()
+
+
+def pair(*arguments: str, text: Path, folder: Path, before: str = "") -> list[Started]:
+    """Two processes of a run, started together; they log to `0.log` and `1.log` in a folder."""
+    address = ("--processes=2", f"--coordinator=127.0.0.1:{free_port()}", "--timeout-s=60")
+    return [
+        Started(
+            *arguments,
+            *address,
+            f"--process-id={number}",
+            text=text,
+            log=folder / f"{number}.log",
+            before=before,
+        )
+        for number in range(2)
+    ]
 
 
 def metrics(folder: Path) -> list[tuple]:

@@ -8,6 +8,7 @@ A step folder appears whole, by a rename, when it is finished; reading needs no 
 is compared with the manifest first, see `seals`.
 """
 
+import time
 import warnings
 import zlib
 from collections.abc import Sequence
@@ -37,6 +38,9 @@ DOCUMENT_FILE = "metadata"
 RECORD_FILE = "zarr.json"
 TREE_FILE = "_METADATA"
 UNFINISHED = ".orbax-checkpoint-tmp"
+
+_DELETING_S = 1.0
+"""Between the first and the last file of a step that is deleted."""
 
 
 def finished_steps(directory: Path) -> list[int]:
@@ -93,14 +97,27 @@ class StepFolder:
         return f"checkpoint '{self.directory}' step {self.step}"
 
     def damaged(self, what: str, error: Exception) -> CheckpointError:
-        """The refusal of something unreadable."""
+        """The refusal of something unreadable; of a step that is being deleted, it says so."""
         others = [n for n in finished_steps(self.directory) if n != self.step]
+        if others and self.step < others[-1] and self._goes_away():
+            return CheckpointError(
+                f"{self} was deleted while it was read, as a run that goes on deletes all but its"
+                f" latest (--keep); read step {others[-1]}, or start again"
+            )
         remedy = f"restore step {others[-1]} instead" if others else "restore it from a copy"
         reason = store.reason(error)
         if isinstance(error, OSError) and error.filename and str(error.filename) not in what:
             reason = f"'{error.filename}': {reason}"
         kind = DamagedCheckpointError if store.is_damage(error) else CheckpointError
         return kind(f"{self} is damaged: {what} cannot be read ({reason}); {remedy}")
+
+    def _goes_away(self) -> bool:
+        """Whether the manifest is gone, or goes with the other files within `_DELETING_S`."""
+        manifest = self.path / ARRAYS_ITEM / MANIFEST
+        deadline = time.monotonic() + _DELETING_S
+        while (there := manifest.exists()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return not there
 
     def documents(self) -> dict[str, Any]:
         """All JSON documents by name.

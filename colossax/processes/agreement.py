@@ -63,6 +63,10 @@ class StopAgreement:
         group: The processes; their connections are this thread's from now on.
         signals: Wishes of this process.
         gate: Asked by the loop before each step.
+
+    Attributes:
+        failure: Why the run failed for this process, where it did; to be set before it leaves.
+        failure_of_first: Why it did for process 0; known to all when they have left.
     """
 
     def __init__(self, group: Group, signals: StopSignals, gate: Gate):
@@ -71,6 +75,8 @@ class StopAgreement:
         self._gate = gate
         self._counts: dict[int, int] = {}
         self._reason: str | None = None
+        self.failure: str | None = None
+        self.failure_of_first: str | None = None
         self._left: set[int] = set()
         self._leave_read, self._leave_write = os.pipe()
         self._thread = threading.Thread(target=self._run, name="colossax-stop", daemon=True)
@@ -110,10 +116,12 @@ class StopAgreement:
                     elif not self._heed(key.data, self._group.wires[key.data].arrived()):
                         ready.unregister(key.fileobj)
         for wire in self._group.wires.values():
-            self._send(wire, {"kind": "bye", "step": self._gate.close()})
+            self._send(wire, {"kind": "bye", "step": self._gate.close(), "failure": self.failure})
 
     def _settled(self) -> bool:
-        """Whether no other process waits for this one to finish an agreement."""
+        """Whether no process waits for this one to finish an agreement, nor this for process 0."""
+        if not self._group.first:
+            return 0 in self._left
         return self._reason is None or len(self._counts) == self._group.processes
 
     def _wish(self, reason: str) -> None:
@@ -153,6 +161,8 @@ class StopAgreement:
         kind = message["kind"]
         if kind == "bye":
             self._left.add(process_id)
+            if process_id == 0:
+                self.failure_of_first = message["failure"]
             self._counted(process_id, message["step"])
         elif kind == "stop":
             self._begin(message["reason"])

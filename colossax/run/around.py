@@ -86,11 +86,14 @@ class Around:
         )
 
 
-def recorder(files: Records, emit: Callable[[Record], None]) -> Callable[[Record], None]:
-    """Where records go: files and whoever listens."""
+def recorder(
+    files: Records, emit: Callable[[Record], None], lock: RunLock
+) -> Callable[[Record], None]:
+    """Where records go: files, as long as the folder is the run's, and whoever listens."""
 
     def record(record: Record) -> None:
-        files.write(record)
+        if lock.lost is None:
+            files.write(record)
         if "loss" in record:
             emit(finite({name: record[name] for name in STEP_FIELDS}))
 

@@ -1,10 +1,13 @@
 """Why a run ended without what it promises, in one sentence each."""
 
+import contextlib
 from typing import TYPE_CHECKING
 
+from colossax.errors import InputError
 from colossax.run.lock import RunLock
 from colossax.run.not_finite import first_not_finite
 from colossax.run.prepared import Prepared
+from colossax.run.run_dir import RunFolder
 from colossax.typing import TrainState
 
 if TYPE_CHECKING:
@@ -49,6 +52,28 @@ def lost(lock: RunLock, done: int, stopped_by: str | None) -> str | None:
         return None
     why = why or "process 0 may no longer write into the run's folder"
     return f"stopped after step {done}: {why}; nothing more was written there"
+
+
+def clear_old_place(folder: RunFolder) -> None:
+    """Remove what a save that was under way wrote where a folder had been that was moved.
+
+    Files are written by their paths, whose folders are made anew. A folder that holds more than
+    unfinished steps, or that another run has, is left alone.
+    """
+    left = [path.name for path in folder.path.iterdir()] if folder.path.is_dir() else []
+    if left != [folder.checkpoints.name]:
+        return
+    from colossax.checkpoint.commit import remove_unfinished  # Orbax, which what saved has loaded
+
+    with contextlib.suppress(InputError, OSError):
+        lock = RunLock(folder.path)
+        lock.take()
+        try:
+            remove_unfinished(folder.checkpoints)
+            folder.checkpoints.rmdir()
+        finally:
+            lock.release()
+        folder.path.rmdir()
 
 
 def unsaved(run: Prepared, done: int, checkpoint: int | None, stopped_by: str | None) -> str:

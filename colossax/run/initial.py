@@ -62,6 +62,8 @@ def _found_state(
         jax.tree.map(lambda leaf: leaf.delete(), run.state)
     start, state = _restored(run.group, checkpoints, start)
     screen.note(f"resumed from step {start} of {run.folder.path}")
+    if not run.folder.file.is_file():
+        screen.note(f"{run.folder.file} was missing; checkpoints say what it said")
     return start, state, None
 
 

@@ -12,6 +12,7 @@ import datetime
 import fcntl
 import json
 import os
+import secrets
 import socket
 import threading
 import time
@@ -21,7 +22,6 @@ from typing import Any
 
 from colossax.documents import as_kind, parse_json
 from colossax.errors import InputError
-from colossax.processes.group import Group
 
 LOCK_FILE = "run.lock"
 STALE_S = 60.0
@@ -96,12 +96,13 @@ class RunLock:
     """The lock of a run's folder; of several processes the first holds it for all.
 
     Attributes:
+        folder: The run's.
         lost: Why this run may no longer write there, in one clause; None while it may.
     """
 
     def __init__(self, folder: Path):
         """Name the folder; nothing is written yet."""
-        self._folder = folder
+        self.folder = folder
         self._path = folder.absolute() / LOCK_FILE
         self._file: int | None = None
         self._made = False
@@ -144,7 +145,7 @@ class RunLock:
                     time.sleep(0.05)
         except OSError as problem:
             raise InputError(
-                f"--out {self._folder}: cannot be written ({problem.strerror}); choose another"
+                f"--out {self.folder}: cannot be written ({problem.strerror}); choose another"
                 " folder"
             ) from problem
 
@@ -163,7 +164,10 @@ class RunLock:
             return self.lost
 
     def release(self) -> None:
-        """Give the folder back, and take away a lock file of one's own; an empty folder goes."""
+        """Give the folder back, and take away a lock file of one's own; an empty folder goes.
+
+        Whoever took it over waits for this.
+        """
         self._leave.set()
         if self._thread is not None:
             self._thread.join()
@@ -217,13 +221,16 @@ class RunLock:
             InputError: Another run has it, or may have it.
         """
         locked = _flock(file, alone=alone)
+        if locked is False or self._may_live(file, locked):
+            raise InputError(self._refusal(_read(file), killed=locked is not False))
+        return locked is True
+
+    def _may_live(self, file: int, locked: bool | None) -> bool:
+        """Whether a file's holder gave a sign of life lately, and no lock of the kernel tells."""
         holder = _read(file)
         away = holder is not None and holder.kernel != self._me.kernel
         seen = os.fstat(file).st_mtime if holder is None else holder.seen
-        fresh = time.time() - seen <= STALE_S
-        if locked is False or (fresh and (locked is None or away)):
-            raise InputError(self._refusal(holder, killed=locked is not False))
-        return locked is True
+        return (locked is None or away) and time.time() - seen <= STALE_S
 
     def _refusal(self, holder: Holder | None, *, killed: bool) -> str:
         wait = ""
@@ -232,14 +239,15 @@ class RunLock:
             wait = f" if it was killed, wait {rest} s;"
         whose = "another run, which has just begun" if holder is None else f"a run ({holder})"
         return (
-            f"--out {self._folder}: {whose} writes there;{wait} choose another folder, or stop it"
+            f"--out {self.folder}: {whose} writes there;{wait} choose another folder, or stop it"
             " and resume, which --take-over does at once"
         )
 
     def _replace(self, file: int) -> None:
         """Put a lock file of one's own in the place of another, and let its holder notice."""
-        part = self._path.with_name(f"{LOCK_FILE}.{os.getpid()}.part")
-        self._adopt(os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644))
+        # Containers on several machines often have one number for all their processes.
+        part = self._path.with_name(f"{LOCK_FILE}.{secrets.token_hex(8)}.part")
+        self._adopt(os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644))
         os.replace(part, self._path)
         time.sleep(_SETTLE_S)
         if self._file is not None and not self._is_mine(self._file):
@@ -248,6 +256,8 @@ class RunLock:
         deadline = time.monotonic() + _HANDOVER_S
         while _flock(file) is False and time.monotonic() < deadline:
             time.sleep(0.1)
+        if self._may_live(file, _flock(file)):
+            time.sleep(2 * _BEAT_S)  # by then it has noticed; no lock tells when it has ended
 
     def _adopt(self, file: int) -> None:
         """Hold a file, and sign it, unless another has locked it since it was made."""
@@ -266,7 +276,6 @@ class RunLock:
     def _beat(self, on_lost: Callable[[], None]) -> None:
         while not self._leave.wait(_BEAT_S):
             if self.check() is not None:
-                self._close()  # whoever took it over waits for this
                 on_lost()
                 return
             with contextlib.suppress(OSError):  # a full disk: there was room for it before
@@ -290,7 +299,7 @@ class RunLock:
         except OSError:
             same = False
         with contextlib.suppress(OSError), self._opened(os.O_RDONLY) as file:
-            return f"{self._folder} was taken over by {_read(file) or 'another run'}"
+            return f"{self.folder} was taken over by {_read(file) or 'another run'}"
         if not same:
             return self._where_it_went()
         before = self._file
@@ -300,16 +309,16 @@ class RunLock:
             _held.discard(before)
             os.close(before)
             return None
-        return f"{self._folder} was taken over by another run"
+        return f"{self.folder} was taken over by another run"
 
     def _where_it_went(self) -> str:
         try:
             now = Path(os.readlink(f"/proc/self/fd/{self._file}"))
         except OSError:
-            return f"{self._folder} was deleted or moved"
+            return f"{self.folder} was deleted or moved"
         if now.name == LOCK_FILE and now.exists():
-            return f"{self._folder} was moved to {now.parent}"
-        return f"{self._folder} was deleted"
+            return f"{self.folder} was moved to {now.parent}"
+        return f"{self.folder} was deleted"
 
     def _close(self) -> None:
         with self._guard:
@@ -317,42 +326,6 @@ class RunLock:
                 _held.discard(self._file)
                 os.close(self._file)
                 self._file = None
-
-
-@contextlib.contextmanager
-def held(
-    folder: Path,
-    group: Group,
-    *,
-    by_force: bool,
-    check: Callable[[], object],
-    on_lost: Callable[[], None],
-) -> Iterator[RunLock]:
-    """Hold the lock of a folder inside the block, for all processes of a group.
-
-    Args:
-        folder: The run's.
-        group: Its first process holds it.
-        by_force: Also take that of a run that goes on.
-        check: Called when it is held: what has to be true of the folder from now on.
-        on_lost: Called on the first process, from a thread, when the lock is lost.
-
-    Raises:
-        InputError: See `RunLock.take`; or `check` raised it.
-    """
-    lock = RunLock(folder)
-
-    def take() -> None:
-        lock.take(by_force=by_force)
-        check()
-
-    try:
-        group.from_first(take)
-        if group.first:
-            lock.watch(on_lost)
-        yield lock
-    finally:
-        lock.release()
 
 
 def _identity(found: os.stat_result) -> tuple[int, int]:

@@ -42,6 +42,13 @@ class Prepared:
     state: TrainState | None = None
     begun: int = 0
 
+    def at(self, folder: Path) -> "Prepared":
+        """This run in another folder, with its file of the disk tier, which is not yet made."""
+        disk, inside = self.step.disk, self.folder.path / OFFLOADED
+        if disk is not None and disk.path.parent == inside:
+            disk.path = folder / OFFLOADED / disk.path.name
+        return dataclasses.replace(self, folder=RunFolder(path=folder))
+
     @property
     def documents(self) -> dict[str, Any]:
         """JSON values that each checkpoint holds."""

@@ -7,20 +7,22 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 from colossax.processes.agreement import Gate, StopAgreement
 from colossax.processes.group import Group
 from colossax.processes.signals import StopSignals
 from colossax.run.around import Around, emitter, recorder
-from colossax.run.ending import LOST, lost, not_finite, unsaved
+from colossax.run.ending import LOST, clear_old_place, lost, not_finite, unsaved
+from colossax.run.holding import held
 from colossax.run.initial import first_state
-from colossax.run.lock import RunLock, held
+from colossax.run.lock import RunLock
 from colossax.run.meter import Meter, local_devices, with_injected_rate, yardstick_of
 from colossax.run.options import Outcome, RunConfig, RunOptions
 from colossax.run.prepared import Prepared, prepare
 from colossax.run.progress import Progress, Screen
 from colossax.run.records import Record, Records, finite, read_records, spelt
-from colossax.run.run_dir import find_run_folder
+from colossax.run.run_dir import RunFolder, find_run_folder
 from colossax.run.summary import conclude, introduce, parameters
 from colossax.run.trackers import About
 from colossax.run.unfinished import Unfinished
@@ -49,20 +51,27 @@ def run_prepared(run: Prepared) -> tuple[TrainState, Outcome]:
     """
     signals = StopSignals()
 
-    def check() -> object:
-        return find_run_folder(str(run.folder.path), recipe="", resume=run.options.resume)
+    def check(folder: Path) -> object:
+        return find_run_folder(str(folder), recipe="", resume=run.options.resume)
 
+    def another() -> Path:
+        return find_run_folder(None, recipe=run.task.name, resume=False).path
+
+    numbered = run.options.out is None
     with (
         signals.installed(),
         held(
             run.folder.path,
             run.group,
-            by_force=run.options.take_over,
+            by_force=run.options.take_over and not numbered,
             check=check,
             on_lost=lambda: signals.stop(LOST),
+            another=another if numbered else None,
         ) as lock,
     ):
-        ended = _train(run, signals, lock)
+        ended = _train(run.at(lock.folder), signals, lock)
+        if lock.lost is not None:
+            clear_old_place(RunFolder(path=lock.folder))
     signals.close()
     return ended
 
@@ -82,11 +91,11 @@ def _train(run: Prepared, signals: StopSignals, lock: RunLock) -> tuple[TrainSta
     files = group.together(lambda: _records(run, start, left, screen))
     gate = Gate(start)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(StopAgreement(group, signals, gate))
+        agreement = stack.enter_context(StopAgreement(group, signals, gate))
         stack.callback(screen.close)
         if files is not None:
             stack.callback(files.close)
-            around.record = recorder(files, emit)
+            around.record = recorder(files, emit, lock)
         introduce(run, start, screen)
         assert callable(run.task.batches), "a source is settled when a run is prepared"
         batches = stack.enter_context(run.task.batches(run.step, start))
@@ -106,8 +115,9 @@ def _train(run: Prepared, signals: StopSignals, lock: RunLock) -> tuple[TrainSta
         failure = lost(lock, done, stopped_by) or failure
         if (done > start or left is not None) and not checkpoints.holds(done):
             failure = failure or unsaved(run, done, latest, stopped_by)
-        if failure is not None:
-            final["failure"] = failure
+        agreement.failure = failure
+    if (failure := failure or agreement.failure_of_first) is not None:
+        final["failure"] = failure
     if group.first:
         conclude(run, final, screen, writable=lock.check() is None)
         emit({"final": finite(final)})

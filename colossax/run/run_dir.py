@@ -1,8 +1,10 @@
 """The folder of a run: what it holds, who may write into it, what may not change in it."""
 
+import contextlib
 import dataclasses
 import json
 import re
+import zlib
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,26 +47,63 @@ class RunFolder:
         return self.path / LOG_FILE
 
     @property
+    def file(self) -> Path:
+        """What says which run it is."""
+        return self.path / RUN_FILE
+
+    @property
     def holds_run(self) -> bool:
         """Whether a run has been started here."""
-        return (self.path / RUN_FILE).is_file()
+        return self.file.is_file() or self._in_checkpoints() is not None
 
     def read(self) -> dict[str, Any]:
-        """What `write` wrote: `config` and `identity`.
+        """What `write` wrote: `config` and `identity`; without the file, what checkpoints say.
 
         Raises:
-            InputError: The file is damaged, or of a later format.
+            InputError: The file is damaged, was changed by hand, or is of a later format.
         """
-        file, remedy = self.path / RUN_FILE, "restore it from a copy, or start a new run elsewhere"
-        data = read_json(file, remedy=remedy)
+        saved = None if self.file.is_file() else self._in_checkpoints()
+        return saved or self._read()
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            return self._checked("restore it from a copy, or start a new run elsewhere")
+        except InputError:
+            if self._in_checkpoints() is None:
+                raise
+        return self._checked(
+            "delete it, and --resume goes on by what the last checkpoint says of the run"
+        )
+
+    def _checked(self, remedy: str) -> dict[str, Any]:
+        data = read_json(self.file, remedy=remedy)
         if data.get("format") != _FORMAT:
-            raise InputError(f"{file}: written by another version of colossax; resume with that")
+            raise InputError(
+                f"{self.file}: written by another version of colossax; resume with that"
+            )
         try:
             for name in ("config", "identity"):
                 member(data, name, dict)
+            if unknown := data.keys() - {"format", "config", "identity", "crc32"}:
+                raise ValueError(f"it holds '{min(unknown)[:40]}', which we do not write")
+            if data.get("crc32", _checksum(data)) != _checksum(data):  # older files have none
+                remedy += "; values are changed by options, as in --resume --steps 200"
+                raise ValueError("its checksum does not match: damaged, or changed by hand")
         except ValueError as problem:
-            raise InputError(f"{file}: cannot be read ({problem}); {remedy}") from problem
+            raise InputError(f"{self.file}: cannot be read ({problem}); {remedy}") from problem
         return data
+
+    def _in_checkpoints(self) -> dict[str, Any] | None:
+        """What the last checkpoint that can be read says of its run."""
+        if not self.checkpoints.is_dir():
+            return None  # without JAX, which comes with the next line
+        from colossax.checkpoint.folder import StepFolder, finished_steps
+
+        for step in reversed(finished_steps(self.checkpoints)):
+            with contextlib.suppress(InputError, ValueError, KeyError):
+                run = StepFolder(self.checkpoints, step).documents()["run"]
+                return {name: member(run, name, dict) for name in ("config", "identity")}
+        return None
 
     def config(self) -> dict[str, Any]:
         """How the run was asked for, as its task wrote it, with the plan that ran."""
@@ -91,13 +130,10 @@ class RunFolder:
         Raises:
             InputError: The folder cannot be written.
         """
-        data = {
-            "format": _FORMAT,
-            "config": config,
-            "identity": identity,
-        }
+        data = json.loads(json.dumps({"config": config, "identity": identity}))
+        data |= {"format": _FORMAT, "crc32": _checksum(data)}
         try:
-            write_whole(self.path / RUN_FILE, json.dumps(data, indent=1, sort_keys=True))
+            write_whole(self.file, json.dumps(data, indent=1, sort_keys=True))
         except OSError as problem:
             raise self._unwritable(problem) from problem
 
@@ -105,6 +141,12 @@ class RunFolder:
         return InputError(
             f"--out {self.path}: cannot be written ({problem.strerror}); choose another folder"
         )
+
+
+def _checksum(data: dict[str, Any]) -> int:
+    """Of what a run's file says, however it is laid out."""
+    said = {name: data[name] for name in ("config", "identity")}
+    return zlib.crc32(json.dumps(said, sort_keys=True).encode())
 
 
 def find_run_folder(out: str | None, *, recipe: str, resume: bool | Literal["auto"]) -> RunFolder:

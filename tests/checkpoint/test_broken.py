@@ -1,13 +1,14 @@
 """Steps that are no longer whole are named and moved aside, and nothing of them is deleted."""
 
 import shutil
+import threading
 
 import jax.numpy as jnp
 import pytest
 
-from colossax.checkpoint import Checkpointer, RecordReader
+from colossax.checkpoint import Checkpointer, RecordReader, folder
 from colossax.checkpoint.broken import broken_steps, move_aside
-from colossax.errors import CheckpointWarning
+from colossax.errors import CheckpointError, CheckpointWarning
 from tests.checkpoint.support import plain
 
 
@@ -55,3 +56,22 @@ def test_a_broken_step_is_saved_anew_and_kept_beside(steps, lost):
     assert Checkpointer(steps).documents(3) == {"new": 1}
     moved = steps / "3.broken"
     assert sorted(file.relative_to(moved) for file in moved.rglob("*")) == left
+
+
+@pytest.mark.catches("deleted-is-damaged")
+def test_a_step_that_is_deleted_while_it_is_read_is_no_damaged_one(steps, monkeypatch):
+    """As a run does that goes on; other files may go before the manifest."""
+    monkeypatch.setattr(folder, "_DELETING_S", 0.3)
+    for step, late in ((1, True), (2, False)):
+        reader = RecordReader(steps, step)
+        shutil.rmtree(steps / f"{step}/arrays/model")
+        delete = threading.Timer(0.1, shutil.rmtree, [steps / str(step)])
+        if late:
+            delete.start()
+        with pytest.raises(CheckpointError) as told:
+            reader.read("model/params/w")
+        expected = "was deleted while it was read" if late else "is damaged: record"
+        assert f"checkpoint '{steps}' step {step} {expected}" in str(told.value)
+        if late:
+            assert str(told.value).endswith("; read step 3, or start again")
+            delete.join()

@@ -251,6 +251,22 @@ def test_a_wish_after_some_have_finished_stops_nobody():
     assert in_threads(work, launches(2)) == [True, True]
 
 
+@pytest.mark.catches("failure-of-the-first-untold")
+@pytest.mark.parametrize("late", [0, 1])
+def test_the_failure_of_the_first_process_is_that_of_all(late):
+    """Also when it is known only as that process leaves, and where another has left before."""
+
+    def work(launch: Launch) -> Any:
+        group, gate = join(launch, timeout_s=10.0), Gate()
+        with StopAgreement(group, StopSignals(), gate) as agreement:
+            assert gate.enter(0)
+            time.sleep(0.05 * (launch.process_id == late))
+            agreement.failure = f"of {launch.process_id}"
+        return agreement.failure_of_first
+
+    assert in_threads(work, launches(3)) == [None, "of 0", "of 0"]
+
+
 def test_the_gate_costs_microseconds():
     gate = Gate()
     start = time.perf_counter()

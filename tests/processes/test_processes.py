@@ -14,21 +14,12 @@ from colossax.errors import InputError
 from colossax.processes.group import Group
 from colossax.processes.launch import Launch
 from colossax.processes.wire import Wire
-from tests.launching import Started, free_port, metrics, run, write_text
+from tests.launching import free_port, metrics, pair, run, write_text
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     return write_text(tmp_path_factory.mktemp("processes") / "text")
-
-
-def pair(*arguments, text, folder):
-    """Two processes of a run, started together."""
-    address = ("--processes=2", f"--coordinator=127.0.0.1:{free_port()}", "--timeout-s=60")
-    return [
-        Started(*arguments, *address, f"--process-id={i}", text=text, log=folder / f"{i}.log")
-        for i in range(2)
-    ]
 
 
 @pytest.fixture(scope="module")

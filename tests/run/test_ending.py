@@ -10,12 +10,16 @@ import numpy as np
 import pytest
 
 from colossax.checkpoint import Checkpointer
+from colossax.checkpoint.commit import Attempt
 from colossax.config import user_path
 from colossax.errors import InputError
 from colossax.run import lock as locks
-from colossax.run.lock import LOCK_FILE, RunLock
+from colossax.run.ending import clear_old_place
+from colossax.run.lock import LOCK_FILE, STALE_S, RunLock
 from colossax.run.run_dir import RunFolder
+from tests.launching import metrics
 from tests.run.test_fit import fitted
+from tests.run.test_lock import forge, without_flock  # noqa: F401 (a fixture)
 from tests.run.test_task import rows
 
 STEPS = 3
@@ -38,6 +42,12 @@ def at(step, act, *, folder):
             act()
 
     return [call]
+
+
+def held(folder):
+    """Files, their sizes and when they were changed."""
+    stats = {path: path.stat() for path in folder.rglob("*") if path.is_file()}
+    return {path: (stat.st_size, stat.st_mtime_ns) for path, stat in stats.items()}
 
 
 def names(folder):
@@ -137,11 +147,13 @@ def _blind(name, options, group):
 
 @pytest.mark.catches("lock-lost-goes-on")
 @pytest.mark.catches("save-barred")
+@pytest.mark.catches("records-after-loss")
 @pytest.mark.parametrize("noticed", [True, False])
 def test_a_run_that_is_taken_over_stops_and_writes_no_more(
     tmp_path, brisk, capsys, monkeypatch, noticed
 ):
     other = RunLock(tmp_path)
+    monkeypatch.setattr(locks, "_HANDOVER_S", 0.5)
     if not noticed:  # until it saves
         monkeypatch.setattr(locks, "_BEAT_S", 1000.0)
         monkeypatch.setattr(locks, "_HANDOVER_S", 0.0)
@@ -155,7 +167,7 @@ def test_a_run_that_is_taken_over_stops_and_writes_no_more(
     )
     done = outcome.final["step"]
     assert outcome.failure == (
-        f"stopped after step {done}: {other._folder} was taken over by"
+        f"stopped after step {done}: {other.folder} was taken over by"
         f" {outcome.failure.partition('taken over by ')[2]}"
     )
     assert f"process {os.getpid()} on" in outcome.failure
@@ -163,12 +175,54 @@ def test_a_run_that_is_taken_over_stops_and_writes_no_more(
     assert 2 <= done < 500
     if noticed:
         assert outcome.stopped_by == "lock"
+        assert [row[0] for row in metrics(tmp_path)] == [1]
     assert names(tmp_path / "checkpoints") == ["1"]
     assert "loss.png" not in names(tmp_path)
     assert other.check() is None
     assert outcome.failure in capsys.readouterr().err
     other.release()
     assert fitted(tmp_path, steps=STEPS, resume=True)[1].failure is None
+
+
+@pytest.mark.catches("lock-of-elsewhere")
+@pytest.mark.parametrize("flock", [True, False])
+def test_a_run_that_another_machine_has_is_not_resumed_here(tmp_path, flock, request):
+    if not flock:
+        request.getfixturevalue("without_flock")
+    fitted(tmp_path, steps=1)
+    before = held(tmp_path)
+    forge(tmp_path, age_s=STALE_S / 2)
+    with pytest.raises(
+        InputError, match="a run .process 7 on elsewhere, since .* writes there; if"
+    ):
+        fitted(tmp_path, steps=STEPS, resume=True)
+    (tmp_path / LOCK_FILE).unlink()
+    assert held(tmp_path) == before
+    forge(tmp_path, age_s=STALE_S + 1)
+    assert fitted(tmp_path, steps=STEPS, resume=True)[1].failure is None
+    assert LOCK_FILE not in names(tmp_path)
+
+
+@pytest.mark.catches("lock-lost-goes-on")
+@pytest.mark.parametrize("flock", [True, False])
+def test_a_run_that_another_machine_takes_over_ends_here(tmp_path, brisk, flock, request):
+    if not flock:
+        request.getfixturevalue("without_flock")
+
+    def take_over():
+        forge(tmp_path / "elsewhere", age_s=0)
+        (tmp_path / "elsewhere" / LOCK_FILE).replace(tmp_path / LOCK_FILE)
+
+    _, outcome = fitted(
+        tmp_path,
+        steps=500,
+        checkpoint_every=1,
+        validate_every=0,
+        callbacks=at(2, take_over, folder=tmp_path),
+    )
+    assert outcome.stopped_by == "lock" and outcome.final["step"] < 500
+    assert f"{tmp_path} was taken over by process 7 on elsewhere" in outcome.failure
+    assert '"elsewhere"' in (tmp_path / LOCK_FILE).read_text(), "its lock file is left alone"
 
 
 @pytest.mark.catches("lock-folder-gone")
@@ -187,6 +241,40 @@ def test_a_run_whose_folder_goes_away_has_failed(tmp_path, capsys, moved):
     assert f"nothing of the run is in {folder}" in capsys.readouterr().err
     if moved:
         assert fitted(there, steps=STEPS, resume=True)[1].failure is None
+
+
+@pytest.mark.catches("old-place-littered")
+def test_a_folder_that_is_moved_amid_a_save_leaves_nothing_at_its_old_place(tmp_path, monkeypatch):
+    folder, there, write = tmp_path / "run", tmp_path / "there", Attempt.write
+
+    def moving(attempt, part):
+        if attempt.step == 2:
+            folder.rename(there)
+        write(attempt, part)
+
+    monkeypatch.setattr(Attempt, "write", moving)
+    _, outcome = fitted(folder, steps=STEPS, checkpoint_every=1, validate_every=0)
+    assert outcome.failure.endswith(
+        f"{folder} was moved to {there}; nothing more was written there"
+    )
+    assert names(tmp_path) == ["there"]
+    monkeypatch.setattr(Attempt, "write", write)
+    assert fitted(there, steps=STEPS, resume=True)[1].failure is None
+    assert names(there / "checkpoints") == ["1", "3"]
+
+
+def test_an_old_place_that_holds_more_or_is_anothers_is_left_alone(tmp_path):
+    folder = RunFolder(path=tmp_path / "run")
+    clear_old_place(folder)
+    unfinished = folder.checkpoints / "2.orbax-checkpoint-tmp"
+    unfinished.mkdir(parents=True)
+    (folder.path / "notes").write_text("")
+    clear_old_place(folder)
+    (folder.path / "notes").unlink()
+    (folder.checkpoints / "1").mkdir()
+    clear_old_place(folder)
+    assert (folder.checkpoints / "1").exists() and not unfinished.exists()
+    assert names(folder.path) == ["checkpoints"]
 
 
 def test_resuming_a_finished_run_writes_nothing(tmp_path):

@@ -5,11 +5,13 @@ import dataclasses
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -17,7 +19,8 @@ import pytest
 from colossax.errors import InputError
 from colossax.processes.group import Group
 from colossax.run import lock as locks
-from colossax.run.lock import LOCK_FILE, STALE_S, RunLock, held
+from colossax.run.holding import held
+from colossax.run.lock import LOCK_FILE, STALE_S, RunLock
 from tests.launching import ROOT
 
 CHILD = """
@@ -74,6 +77,13 @@ def forge(folder, *, age_s, **changes):
     os.utime(folder / LOCK_FILE, (seen, seen))
 
 
+def machine(folder, number):
+    """The lock as a run on another machine has it."""
+    lock = RunLock(folder)
+    lock._me = dataclasses.replace(lock._me, host=f"m{number}", kernel=f"k{number}", process=7)
+    return lock
+
+
 @pytest.fixture
 def without_flock(monkeypatch):
     def refuse(file, how):
@@ -85,6 +95,14 @@ def without_flock(monkeypatch):
 @pytest.fixture
 def brisk(monkeypatch):
     monkeypatch.setattr(locks, "_BEAT_S", 0.01)
+
+
+@pytest.fixture
+def slept(monkeypatch):
+    """Seconds that a lock slept, which are none."""
+    found = []
+    monkeypatch.setattr(locks.time, "sleep", found.append)
+    return found
 
 
 def wait_for(true):
@@ -172,9 +190,85 @@ def test_a_run_on_another_machine_has_it_while_it_gives_signs_of_life(tmp_path, 
     forge(tmp_path, age_s=STALE_S + 1)
     with taken(tmp_path):
         assert json.loads((tmp_path / LOCK_FILE).read_text())["process"] == os.getpid()
+
+
+@pytest.mark.catches("lock-handover-at-once")
+@pytest.mark.parametrize("flock", [True, False])
+def test_a_run_on_another_machine_is_given_the_time_to_notice(tmp_path, flock, request, slept):
+    if not flock:
+        request.getfixturevalue("without_flock")
     forge(tmp_path, age_s=0)
     with taken(tmp_path, by_force=True) as lock:
+        assert max(slept) == 2 * locks._BEAT_S
         assert lock.check() is None
+    slept.clear()
+    forge(tmp_path, age_s=STALE_S + 1)
+    with taken(tmp_path, by_force=True) as lock:
+        assert max(slept, default=0) < 1, "it is gone"
+        assert lock.check() is None
+
+
+@pytest.mark.catches("lock-of-elsewhere")
+@pytest.mark.parametrize("left", [False, True])
+def test_of_runs_on_five_machines_that_begin_at_once_one_wins(tmp_path, without_flock, left):
+    """Where no lock is shared; in a new folder, and in one that a killed run left long ago."""
+    if left:
+        forge(tmp_path, age_s=STALE_S + 1)
+    together, had, told = threading.Barrier(5), [], []
+
+    def begin(number):
+        lock = machine(tmp_path, number)
+        together.wait()
+        try:
+            lock.take()
+        except InputError as problem:
+            told.append(str(problem))
+        else:
+            had.append(lock)
+
+    threads = [threading.Thread(target=begin, args=(number,)) for number in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    (winner,) = had
+    assert winner.check() is None
+    assert len(told) == 4
+    for text in told:
+        assert re.search(f"(a run .process 7 on {winner._me.host}|which has just begun)", text)
+    winner.release()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.catches("lock-part-shared")
+def test_of_processes_of_one_number_that_replace_at_once_one_wins(
+    tmp_path, without_flock, monkeypatch
+):
+    """As the first processes of containers are, on two machines."""
+    forge(tmp_path, age_s=STALE_S + 1)
+    together, replace = threading.Barrier(2), os.replace
+
+    def replaced(source, target):
+        together.wait(20)
+        replace(source, target)
+
+    monkeypatch.setattr(locks.os, "replace", replaced)
+    had = []
+
+    def begin(number):
+        with contextlib.suppress(InputError):
+            lock = machine(tmp_path, number)
+            lock.take()
+            had.append(lock)
+
+    threads = [threading.Thread(target=begin, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    (winner,) = had
+    winner.release()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.catches("lock-of-elsewhere")
@@ -203,14 +297,24 @@ def test_a_damaged_lock_file_that_nobody_holds_is_no_obstacle(tmp_path):
 
 
 @pytest.mark.catches("lock-taken-unnoticed")
+@pytest.mark.catches("lock-given-back-early")
 def test_a_run_that_is_taken_over_is_told_by_whom(tmp_path, brisk):
     told = []
     with taken(tmp_path) as first:
         first.watch(lambda: told.append(first.lost))
-        with taken(tmp_path, by_force=True) as second:
+
+        def end():
             wait_for(lambda: told)
-            assert f"{tmp_path} was taken over by process {os.getpid()} on" in told[0]
+            time.sleep(0.3)
+            told.append("ended")
             first.release()
+
+        run = threading.Thread(target=end)
+        run.start()
+        with taken(tmp_path, by_force=True) as second:
+            assert f"{tmp_path} was taken over by process {os.getpid()} on" in told[0]
+            assert told[1:] == ["ended"], "the folder was had before the other run had ended"
+            run.join()
             assert second.check() is None, "the lock file of another is left alone"
 
 
@@ -257,7 +361,7 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path):
 
 
 def test_a_check_that_refuses_gives_the_lock_back(tmp_path):
-    def refuse():
+    def refuse(folder):
         raise InputError("no")
 
     group, folder = Group(None, {}), tmp_path / "run"

@@ -1,15 +1,20 @@
 """Folders of runs: who may write where, and what may not change."""
 
 import dataclasses
+import json
 import re
+import shutil
 
+import jax.numpy as jnp
 import pytest
 
+from colossax.checkpoint import Checkpointer
 from colossax.errors import InputError
 from colossax.recipes import RECIPES, recipe
 from colossax.run.run_dir import RunFolder, check_identity, find_run_folder
 from colossax.tasks.config import train_config_from_json, train_config_to_json
 from colossax.tasks.text_task import identity
+from tests.checkpoint.support import plain
 
 CONFIG = recipe("llama_tiny")
 
@@ -51,6 +56,71 @@ def test_a_damaged_configuration_is_refused(started):
     (started.path / "run.json").write_text('{"format": 9}')
     with pytest.raises(InputError, match="written by another version"):
         started.read()
+
+
+def changed(folder, old, new):
+    text = (folder.path / "run.json").read_text()
+    assert text.count(old) == 1
+    (folder.path / "run.json").write_text(text.replace(old, new))
+
+
+@pytest.mark.catches("run-file-unchecked")
+def test_a_changed_digit_is_refused(started):
+    assert started.config()["optimizer"]["peak_lr"] == 0.003
+    layout = json.dumps(json.loads((started.path / "run.json").read_text()))
+    (started.path / "run.json").write_text(layout)
+    assert started.config()["optimizer"]["peak_lr"] == 0.003, "how it is laid out is no matter"
+    for old, new in (('"peak_lr": 0.003', '"peak_lr": 0.005'), ('"crc32": ', '"crc32": 1')):
+        started.write(train_config_to_json(CONFIG), who())
+        changed(started, old, new)
+        with pytest.raises(InputError) as told:
+            started.config()
+        assert str(told.value) == (
+            f"{started.path}/run.json: cannot be read (its checksum does not match: damaged, or"
+            " changed by hand); restore it from a copy, or start a new run elsewhere; values are"
+            " changed by options, as in --resume --steps 200"
+        )
+    started.write(train_config_to_json(CONFIG), who())
+    changed(started, '"crc32"', '"crc33"')
+    with pytest.raises(InputError, match="it holds 'crc33', which we do not write"):
+        started.config()
+
+
+def test_a_file_from_before_there_were_checksums_is_read(started):
+    data = json.loads((started.path / "run.json").read_text())
+    del data["crc32"]
+    (started.path / "run.json").write_text(json.dumps(data))
+    assert train_config_from_json(started.config()) == CONFIG
+
+
+def saved(folder, step, **documents):
+    """A checkpoint of no more than its documents."""
+    with Checkpointer(folder.checkpoints, keep=None) as checkpointer:
+        w = jnp.ones(4)
+        checkpointer.save(step, [(plain("model/params/w", w.shape), w)], documents)
+
+
+@pytest.mark.catches("lost-run-file-is-no-run")
+def test_without_the_file_checkpoints_say_what_it_said(started, devices):
+    run = {"config": train_config_to_json(CONFIG), "identity": who()}
+    saved(started, 1, run={**run, "config": {}})
+    saved(started, 2, run=run)
+    saved(started, 3, run=run)
+    (started.checkpoints / "3" / "run" / "metadata").write_text("{}")
+    saved(started, 4, run=[])
+    saved(started, 5)
+    changed(started, '"peak_lr": 0.003', '"peak_lr": 0.005')
+    with pytest.raises(InputError, match="; delete it, and --resume goes on by what the last chec"):
+        started.config()
+    (started.path / "run.json").unlink()
+    found = find_run_folder(str(started.path), recipe="r", resume=True)
+    assert train_config_from_json(found.config()) == CONFIG
+    check_identity(found, who())
+    with pytest.raises(InputError, match="already holds a run"):
+        find_run_folder(str(started.path), recipe="r", resume=False)
+    shutil.rmtree(started.checkpoints)
+    saved(started, 1)
+    assert not started.holds_run, "checkpoints of a loop of one's own, or of an import"
 
 
 def test_folders_are_numbered(tmp_path, monkeypatch):
