@@ -21,8 +21,9 @@ def cache_folder() -> Path:
     """
     folder = os.environ.get("COLOSSAX_CACHE")
     if folder:
-        return user_path(folder, "COLOSSAX_CACHE")
-    return user_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "XDG_CACHE_HOME") / "colossax"
+        return user_path(folder, "COLOSSAX_CACHE", utf8=False)
+    folder = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return user_path(folder, "XDG_CACHE_HOME", utf8=False) / "colossax"
 
 
 def measured_path(folder: str, *names: str) -> Path:

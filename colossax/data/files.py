@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from colossax.config import cache_folder
-from colossax.documents import read_json
-from colossax.errors import DataError, InputError
+from colossax.data.cache import sealed, unsealed
+from colossax.documents import parse_json, read_small
+from colossax.errors import DataError
 from colossax.files import write_whole
 
 _RACY_S = 2.0
@@ -47,14 +48,14 @@ def file_hashes(files: Iterable[Path]) -> list[str]:
     paths = [str(file.resolve()) for file in files]
     name = hashlib.blake2b(os.fsencode("\0".join(paths)), digest_size=16).hexdigest()
     memory = cache_folder() / "hashes" / f"{name}.json"
-    known, seen = _recall(memory), {}
+    known, seen = _recall(memory, name), {}
     for path in paths:
         stat = stat_of(Path(path))
         stamp = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
         entry = known.get(path)
         seen[path] = entry if entry and entry[:3] == stamp else [*stamp, _hash_file(Path(path))]
     if seen != known:
-        _remember(memory, seen)
+        _remember(memory, name, seen)
     return [seen[path][3] for path in paths]
 
 
@@ -65,10 +66,10 @@ def _hash_file(file: Path) -> str:
         ).hexdigest()
 
 
-def _recall(memory: Path) -> dict[str, list]:
+def _recall(memory: Path, owner: str) -> dict[str, list]:
     try:
-        known = read_json(memory, remedy="it is made anew")
-    except InputError:
+        known = parse_json(unsealed(read_small(memory).decode(), owner))
+    except (OSError, ValueError):
         return {}
     return {path: entry for path, entry in known.items() if _is_entry(entry)}
 
@@ -78,10 +79,10 @@ def _is_entry(entry: Any) -> bool:
     return kinds == [int, int, int, str] and len(entry[3]) == 2 * _HASH_BYTES
 
 
-def _remember(memory: Path, seen: dict[str, list]) -> None:
+def _remember(memory: Path, owner: str, seen: dict[str, list]) -> None:
     # A file changed again within the clock's tick would keep its times: recent ones stay out.
     settled_ns = time.time_ns() - int(_RACY_S * 1e9)
     old = {path: entry for path, entry in seen.items() if max(entry[1:3]) < settled_ns}
     # Without it the next run only reads the files again.
     with contextlib.suppress(OSError):
-        write_whole(memory, json.dumps(old))
+        write_whole(memory, sealed(json.dumps(old), owner))

@@ -108,7 +108,7 @@ def path_documents(
             "data path: is empty; name a file or folder of text, JSONL, Parquet or Arrow"
         )
     try:
-        root = user_path(path, "data path")
+        root = user_path(path, "data path", utf8=False)
     except InputError as problem:
         raise DataError(str(problem)) from None
     if not root.exists():

@@ -129,7 +129,7 @@ class Tokenizer:
         Raises:
             DataError: No such file, none of this form, or it has no token to end documents with.
         """
-        file = user_path(path, "tokenizer")
+        file = user_path(path, "tokenizer", utf8=False)
         file = file / "tokenizer.json" if file.is_dir() else file
         definition = _read(file)
         try:

@@ -1,4 +1,4 @@
-"""Schedules of a pipeline as data: made, checked, priced and drawn; and where stages are cut. No JAX."""
+"""Schedules of a pipeline as data: made, checked, priced, drawn; where stages are cut. No JAX."""
 
 from .check import checked as checked
 from .check import movable as movable

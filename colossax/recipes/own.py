@@ -148,7 +148,7 @@ def recipe_from_file(path: str) -> TrainConfig:
 
 def _read(path: str) -> Mapping[str, Any]:
     kinds = {".json": parse_json, ".toml": _toml}
-    file = user_path(path, "--config")
+    file = user_path(path, "--config", utf8=False)
     suffix = file.suffix
     if suffix not in kinds:
         raise InputError(f"--config {path}: is neither .json nor .toml; give one of them")

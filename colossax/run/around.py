@@ -11,7 +11,8 @@ from colossax.run.prepared import OFFLOADED, Prepared
 from colossax.run.progress import Screen
 from colossax.run.records import Record, Records, finite
 from colossax.run.run_dir import LOG_FILE, RUN_FILE, RunFolder
-from colossax.run.trackers import EVENTS_FOLDER
+from colossax.run.trackers import EVENTS_FOLDER, About
+from colossax.run.unfinished import Unfinished
 from colossax.typing import TrainState
 
 _HERE = RunFolder(path=Path())
@@ -115,3 +116,30 @@ def emitter(run: Prepared, screen: Screen) -> Callable[[Record], None]:
             screen.note(f"records are no longer emitted ({problem.strerror}); training goes on")
 
     return emit
+
+
+def records_of(
+    run: Prepared, start: int, left: Unfinished | None, screen: Screen
+) -> Records | None:
+    """The files of a run, with `run.json` once all trackers are open; on the first process alone.
+
+    Raises:
+        InputError: A tracker does not begin, or the folder cannot be written.
+    """
+    if not run.group.first:
+        return None
+    run.folder.make()
+    about = About(
+        folder=run.folder.path,
+        name=run.task.name,
+        config=run.asked,
+        from_step=start,
+        begun=run.begun,
+    )
+    return Records(
+        about,
+        report=screen.note,
+        trackers=run.options.trackers,
+        opened=lambda: run.folder.write(run.asked, run.identity),
+        coming=() if left is None else left.metrics.keys(),
+    )

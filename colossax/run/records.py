@@ -1,9 +1,12 @@
 """What a run leaves behind beside checkpoints: `metrics.jsonl`, and what trackers write."""
 
 import contextlib
+import dataclasses
 import json
 import math
+import re
 import shutil
+import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,10 @@ from colossax.run.run_dir import RunFolder
 from colossax.run.trackers import DEFAULT_TRACKERS, About, open_trackers
 
 Record = dict[str, Any]
+
+_CHECKSUM = "crc32"
+_CHECKSUM_BYTES = f'"{_CHECKSUM}"'.encode()
+_BEGINS = re.compile(rb'\{"step": (\d{1,19}),')
 
 
 def finite(record: Record) -> Record:
@@ -45,26 +52,28 @@ def keep_until(
 ) -> None:
     """Drop the records after `step`, which a resumed run will write again.
 
-    Lines that are no records are reported in one sentence, and the file that has them is kept
-    beside, as `metrics.jsonl.damaged`. An end that a killed process left half written is dropped.
-    Steps after `begun` of which there is no record, and none is `coming`, are reported as well.
+    Lines that are no records, or whose checksum is not that of their numbers, are reported in one
+    sentence, and the file that has them is kept beside, as `metrics.jsonl.damaged`. An end that a
+    killed process left half written is dropped where it was of a step to come. Of records that
+    stand there twice one is kept, and that is reported, as are steps after `begun` that have none
+    and of which none is `coming`.
 
     Raises:
         InputError: The file cannot be read or written; what was there stays.
     """
     try:
-        found = list(_lines(path))
-        unread = sum(record is None and whole for record, whole in found)
-        if unread:
+        found = _found(path, step)
+        if found.unread:
             aside = _beside(path)
             shutil.copyfile(path, aside)
             report(
-                f"{path}: {unread} of {len(found)} lines cannot be read and were left out; the file"
-                f" as it was is {aside}"
+                f"{path}: {found.unread} of {found.lines} lines cannot be read and were left out;"
+                f" the file as it was is {aside}"
             )
-        kept = [record for record, _ in found if record is not None and record["step"] <= step]
-        write_whole(path, "".join(f"{json.dumps(record)}\n" for record in kept))
-        known = {record["step"] for record in kept} | set(coming)
+        if found.again:
+            report(f"{path}: {found.again} of {found.lines} lines stood there twice; one is kept")
+        write_whole(path, "".join(found.kept))
+        known = set(found.kept.values()) | set(coming)
         if gone := [number for number in range(begun + 1, step + 1) if number not in known]:
             report(
                 f"{path}: lacks {len(gone)} of the {step - begun} steps that were done, the first"
@@ -76,16 +85,57 @@ def keep_until(
         ) from problem
 
 
-def _lines(path: Path) -> Iterator[tuple[Record | None, bool]]:
-    """Each line's record, None where it is none, and whether the line has an end."""
+@dataclasses.dataclass(kw_only=True)
+class _Found:
+    """What a file holds up to a step: lines to keep, each with its step, and how many others."""
+
+    kept: dict[str, int] = dataclasses.field(default_factory=dict)
+    lines: int = 0
+    unread: int = 0
+    again: int = 0
+
+
+def _found(path: Path, step: int) -> _Found:
+    found = _Found()
+    for record, line in _lines(path):
+        found.lines += 1
+        if record is None:
+            found.unread += not _is_half_written(line, step)
+        elif record["step"] <= step:
+            text = _line(record)
+            found.again += text in found.kept
+            found.kept[text] = record["step"]
+    return found
+
+
+def _is_half_written(line: bytes, step: int) -> bool:
+    """Whether it has no end, and what there is of it says that its step is after this one."""
+    begins = _BEGINS.match(line)
+    return not line.endswith(b"\n") and begins is not None and int(begins[1]) > step
+
+
+def _lines(path: Path) -> Iterator[tuple[Record | None, bytes]]:
+    """Each line, and its record, None where it is none."""
     if not path.is_file():
         return
     with path.open("rb") as lines:
+        # Older files have no checksums; what has no checksum among those that have is damaged.
+        sealed = any(_CHECKSUM_BYTES in line for line in lines)
+        lines.seek(0)
         for line in lines:
-            yield _record(line), line.endswith(b"\n")
+            yield _record(line, sealed=sealed), line
 
 
-def _record(line: bytes) -> Record | None:
+def _line(record: Record) -> str:
+    """A record as it is written, its checksum at the end."""
+    return f'{json.dumps(record)[:-1]}, "{_CHECKSUM}": {_checksum(record)}}}\n'
+
+
+def _checksum(record: Record) -> int:
+    return zlib.crc32(json.dumps(record).encode())
+
+
+def _record(line: bytes, *, sealed: bool) -> Record | None:
     """A step's numbers by name; None where the line is something else."""
     try:
         record = parse_json(line)
@@ -93,6 +143,8 @@ def _record(line: bytes) -> Record | None:
         for value in record.values():
             as_kind(value, (int, float, bool, type(None)), "it")
     except ValueError:
+        return None
+    if sealed and record.pop(_CHECKSUM, None) != _checksum(record):
         return None
     return record
 
@@ -153,7 +205,7 @@ class Records:
             return
         clean = finite(record)
         try:
-            self._lines.write(f"{json.dumps(clean)}\n")
+            self._lines.write(_line(clean))
             self._lines.flush()
         except OSError as problem:
             self._broken = True

@@ -12,7 +12,7 @@ from pathlib import Path
 from colossax.processes.agreement import Gate, StopAgreement
 from colossax.processes.group import Group
 from colossax.processes.signals import StopSignals
-from colossax.run.around import Around, emitter, recorder
+from colossax.run.around import Around, emitter, recorder, records_of
 from colossax.run.ending import LOST, clear_old_place, lost, not_finite, unsaved
 from colossax.run.holding import held
 from colossax.run.initial import first_state
@@ -21,10 +21,9 @@ from colossax.run.meter import Meter, local_devices, with_injected_rate, yardsti
 from colossax.run.options import Outcome, RunConfig, RunOptions
 from colossax.run.prepared import Prepared, prepare
 from colossax.run.progress import Progress, Screen
-from colossax.run.records import Record, Records, finite, read_records, spelt
+from colossax.run.records import Record, finite, read_records, spelt
 from colossax.run.run_dir import RunFolder, find_run_folder
 from colossax.run.summary import conclude, introduce, parameters
-from colossax.run.trackers import About
 from colossax.run.unfinished import Unfinished
 from colossax.tasks import Task
 from colossax.typing import Batch, Metrics, TrainState
@@ -88,7 +87,7 @@ def _train(run: Prepared, signals: StopSignals, lock: RunLock) -> tuple[TrainSta
             outcome = _finished_before(run, around, start, screen)
             emit({"final": finite(outcome.final)})
             return state, outcome
-    files = group.together(lambda: _records(run, start, left, screen))
+    files = group.together(lambda: records_of(run, start, left, screen))
     gate = Gate(start)
     with contextlib.ExitStack() as stack:
         agreement = stack.enter_context(StopAgreement(group, signals, gate))
@@ -138,31 +137,6 @@ def _finished_before(run: Prepared, around: Around, start: int, screen: Screen) 
             loop.evaluated = {name: x for name, x in record.items() if name != "step"}
     final = _final(run, around, loop, done=start, checkpoint=start, stopped_by=None)
     return Outcome(final=final, stopped_by=None)
-
-
-def _records(run: Prepared, start: int, left: Unfinished | None, screen: Screen) -> Records | None:
-    """The files of a run, with `run.json` once all trackers are open; on the first process alone.
-
-    Raises:
-        InputError: A tracker does not begin, or the folder cannot be written.
-    """
-    if not run.group.first:
-        return None
-    run.folder.make()
-    about = About(
-        folder=run.folder.path,
-        name=run.task.name,
-        config=run.asked,
-        from_step=start,
-        begun=run.begun,
-    )
-    return Records(
-        about,
-        report=screen.note,
-        trackers=run.options.trackers,
-        opened=lambda: run.folder.write(run.asked, run.identity),
-        coming=() if left is None else left.metrics.keys(),
-    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,8 @@ import pytest
 
 from colossax.cli import main
 from colossax.cli.generate import prompt_tokens
-from colossax.config import cache_folder
+from colossax.config import cache_folder, user_path
+from colossax.data.cache import sealed, unsealed
 from colossax.data.files import file_hashes
 from colossax.errors import InputError
 from colossax.tasks import SampleConfig
@@ -73,12 +74,20 @@ WORDS = {
         ("train", "llama_tiny", "--data.tokenizer=a\udcff"),
         "data.tokenizer: character 2",
     ),
+    "an import into bytes": (("import", "somewhere", "a\udcff"), "OUT: character 2"),
+    "an import of bytes": (("import", "\udcff", "out"), "HF_DIR: character 1"),
+    "an export into bytes": (("export", "somewhere", "a\udcff"), "HF_DIR: character 2"),
+    "an export of bytes": (("export", "\udcff", "out"), "CHECKPOINT: character 1"),
+    "a model of bytes": (("generate", "a\udcff", "--prompt", "a"), "CHECKPOINT: character 2"),
+    "a folder of bytes": (("train", "llama_tiny", "--out=a\udcff"), "--out: character 2"),
+    "a start of bytes": (("train", "llama_tiny", "--init=a\udcff"), "--init: character 2"),
     "bytes as prompt": (("train", "llama_tiny", "--sample.prompt=\udcff"), "sample.prompt: char"),
 }
 
 
 @pytest.mark.catches("out-empty")
 @pytest.mark.catches("data-of-bytes")
+@pytest.mark.catches("paths-of-bytes")
 @pytest.mark.catches("home-of-nobody")
 @pytest.mark.catches("endless-words")
 @pytest.mark.parametrize("case", WORDS)
@@ -152,6 +161,39 @@ def test_a_cache_folder_of_nobody(monkeypatch, name):
         cache_folder()
 
 
+@pytest.mark.catches("folder-of-bytes")
+def test_a_working_folder_of_bytes_counts_where_a_path_begins_there(tmp_path, monkeypatch):
+    place = os.fsencode(tmp_path) + b"/a\xff"
+    try:
+        os.mkdir(place)
+    except OSError:
+        pytest.skip("this file system takes UTF-8 alone")
+    monkeypatch.chdir(place)
+    with pytest.raises(InputError, match=r"OUT out: from the root on: character \d+ is none"):
+        user_path("out", "OUT")
+    assert user_path(tmp_path / "out", "OUT") == tmp_path / "out"
+
+
+def test_a_path_in_a_working_folder_that_was_deleted_is_taken(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert str(user_path("out", "OUT")) == "out"
+
+
+@pytest.fixture
+def hashed(tmp_path, monkeypatch):
+    """A text, its hash, and the file that remembers it."""
+    monkeypatch.setenv("COLOSSAX_CACHE", str(tmp_path / "cache"))
+    text = tmp_path / "text.txt"
+    text.write_text("some text")
+    os.utime(text, (1, 1))
+    monkeypatch.setattr("colossax.data.files._RACY_S", -10.0)
+    before = file_hashes([text])
+    (kept,) = (tmp_path / "cache" / "hashes").iterdir()
+    return text, before, kept
+
+
 @pytest.mark.catches("hashes-forged")
 @pytest.mark.parametrize(
     "damage",
@@ -164,16 +206,27 @@ def test_a_cache_folder_of_nobody(monkeypatch, name):
         lambda entry: [DEEP],
     ],
 )
-def test_a_damaged_file_of_hashes_is_made_anew(tmp_path, monkeypatch, damage):
-    monkeypatch.setenv("COLOSSAX_CACHE", str(tmp_path / "cache"))
-    text = tmp_path / "text.txt"
-    text.write_text("some text")
-    os.utime(text, (1, 1))
-    monkeypatch.setattr("colossax.data.files._RACY_S", -10.0)
-    before = file_hashes([text])
-    (kept,) = (tmp_path / "cache" / "hashes").iterdir()
-    known = {path: damage(entry) for path, entry in json.loads(kept.read_text()).items()}
-    kept.write_text(json.dumps(known).replace(json.dumps(DEEP), DEEP))
+def test_a_forged_file_of_hashes_is_made_anew(hashed, damage):
+    text, before, kept = hashed
+    body = json.loads(unsealed(kept.read_text(), kept.stem))
+    known = {path: damage(entry) for path, entry in body.items()}
+    kept.write_text(sealed(json.dumps(known).replace(json.dumps(DEEP), DEEP), kept.stem))
     assert file_hashes([text]) == before
+    assert json.loads(unsealed(kept.read_text(), kept.stem)) == body
+
+
+@pytest.mark.catches("hashes-without-checksum")
+def test_a_damaged_file_of_hashes_is_made_anew(hashed):
+    """Every bit of it; and one of another text's."""
+    text, before, kept = hashed
+    whole = kept.read_bytes()
+    for place in range(len(whole)):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << place % 8
+        kept.write_bytes(damaged)
+        assert file_hashes([text]) == before
+        assert kept.read_bytes() == whole, f"bit {place % 8} of byte {place}"
+    kept.write_text(sealed(unsealed(whole.decode(), kept.stem), "another"))
+    assert file_hashes([text]) == before and kept.read_bytes() == whole
     kept.write_bytes(np.random.default_rng(0).bytes(64))
-    assert file_hashes([text]) == before
+    assert file_hashes([text]) == before and kept.read_bytes() == whole

@@ -27,7 +27,7 @@ def of_resume(base: Base, rng: random.Random, place: Path) -> Case:
         if found[-2:] != base.losses[-2:]:
             return wrong(f"other losses: {done.said[-800:]}")
         if found != base.losses and "metrics.jsonl" not in done.said:
-            return wrong(f"rows of metrics.jsonl are gone without a word: {done.said[-800:]}")
+            return wrong(f"other rows in metrics.jsonl without a word: {done.said[-800:]}")
         if truth.seals(place / "run") != base.seals:
             return wrong("another last checkpoint")
         return _by_step(place, done.said, r"resumed from step (\d+)")

@@ -1,5 +1,6 @@
 """What cannot be read of `metrics.jsonl` costs no other line, and is kept."""
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -63,15 +64,76 @@ def test_what_was_kept_aside_before_stays(tmp_path):
     }
 
 
-def test_every_flipped_bit_costs_one_record_at_most(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    whole = b"".join(line(step) + b"\n" for step in (1, 2, 3, 4))
+def written(folder, rows):
+    """A file of these rows, as a run writes it."""
+    records = Records(about(folder), report=pytest.fail, trackers=("json",))
+    with contextlib.closing(records):
+        for row in rows:
+            records.write(row)
+    return folder / "metrics.jsonl"
+
+
+ROWS = [
+    {"step": 1, "loss": 1.25, "tokens": 8},
+    {"step": 2, "loss": None, "tokens": 8},
+    {"step": 2, "validation_loss": 0.515625},
+    {"step": 3, "loss": 1 / 3, "tokens": 8},
+]
+
+
+@pytest.mark.catches("records-without-checksum")
+@pytest.mark.catches("records-checksum-optional")
+def test_every_flipped_bit_costs_two_records_at_most_and_alters_none(tmp_path):
+    """Two where it is a line's end; and what a resumed run leaves out it tells."""
+    path = written(tmp_path, ROWS)
+    whole = path.read_bytes()
+    assert list(read_records(path)) == ROWS
     for place in range(len(whole)):
         damaged = bytearray(whole)
         damaged[place] ^= 1 << place % 8
         path.write_bytes(damaged)
-        # A line's end is that of two lines.
-        assert len(steps(path)) >= (2 if whole[place] == 10 else 3)
+        found = list(read_records(path))
+        assert found in [ROWS[:n] + ROWS[n + 1 :] for n in range(4)] or (
+            whole[place] == 10 and found in [ROWS[:n] + ROWS[n + 2 :] for n in range(3)]
+        )
+        told = []
+        keep_until(path, 3, report=told.append)
+        assert list(read_records(path)) == found
+        assert "lines cannot be read and were left out" in told[0]
+
+
+@pytest.mark.catches("records-twice")
+def test_of_lines_that_stand_there_twice_one_is_kept(tmp_path):
+    path, told = written(tmp_path, ROWS), []
+    whole = path.read_bytes()
+    path.write_bytes(whole * 2)
+    keep_until(path, 2, report=told.append)
+    assert told == [f"{path}: 3 of 8 lines stood there twice; one is kept"]
+    assert list(read_records(path)) == ROWS[:3] and whole.startswith(path.read_bytes())
+
+
+@pytest.mark.catches("records-cut-unsaid")
+def test_an_end_that_is_cut_off_is_told_unless_it_is_of_a_step_to_come(tmp_path):
+    path = written(tmp_path, ROWS)
+    whole = path.read_bytes()
+    for length in range(whole.index(b"0.515625"), whole.index(b"\n", whole.index(b"0.515625"))):
+        path.write_bytes(whole[:length])
+        told = []
+        keep_until(path, 2, report=told.append)
+        assert told and "1 of 3 lines cannot be read" in told[0], whole[:length]
+        path.write_bytes(whole[:length])
+        keep_until(path, 1, report=pytest.fail)
+
+
+def test_a_file_without_checksums_gets_them_when_a_run_goes_on(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in ROWS))
+    assert list(read_records(path)) == ROWS
+    keep_until(path, 3, report=pytest.fail)
+    before = path.read_bytes()
+    assert list(read_records(path)) == ROWS and before.count(b'"crc32"') == len(ROWS)
+    keep_until(path, 3, report=pytest.fail)
+    assert path.read_bytes() == before
 
 
 @pytest.mark.catches("records-gone-unsaid")
