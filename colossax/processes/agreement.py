@@ -22,6 +22,9 @@ from colossax.processes.wire import Wire
 
 _LOST_EXIT_CODE = 1
 
+_LOST_WITHIN_S = 2.0
+"""From an exception of the main thread to the end of a connection that it came of."""
+
 
 class Gate:
     """Lets steps through, and can be closed while the last one is agreed on."""
@@ -88,10 +91,16 @@ class StopAgreement:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
-        """Leave in order; after an exception just go, so that the others learn of it."""
+        """Leave in order; after an exception just go, so that the others learn of it.
+
+        Where that came of a process that is gone, the thread is given the time to end this one with
+        a sentence: of connections that are closed here it hears nothing more.
+        """
         if kind is None:
             os.write(self._leave_write, b"!")
             self._thread.join()
+        elif self._group.wires:
+            self._thread.join(_LOST_WITHIN_S)
         if self._group.wires:
             hold_last_aborts()
         self._group.close()
