@@ -66,7 +66,7 @@ def test_a_layer_keeps_its_input_and_its_gradient(which, within):
     assert found == pytest.approx(needed, rel=within)
 
 
-@pytest.mark.catches("gathered-in-float32")
+@pytest.mark.catches("computed-as-at-rest")
 def test_tokens_are_gathered_in_the_compute_dtype():
     """Twice forward, twice in what is recomputed, twice for gradients: two rows of two devices."""
 
