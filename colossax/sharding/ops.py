@@ -12,6 +12,7 @@ from jaxtyping import Array
 
 from colossax.config import BoundPlan
 from colossax.sharding.context import current
+from colossax.sharding.row_major import as_in_stack
 from colossax.sharding.rules import activation_sharding, resolve
 from colossax.typing import Dims
 
@@ -76,16 +77,18 @@ def gather_for_others(w: Array, dims: Dims, dtype: jnp.dtype) -> Array:
     bound = current()
     if bound is None or bound.single:
         return w.astype(dtype)
-    shard = constrained(bound, "params", dims, w.astype(dtype))
-    return constrained(bound, "weights", dims, shard)
+    return constrained(bound, "weights", dims, _shard(bound, dims, dtype, w))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _gather(bound: BoundPlan, dims: Dims, dtype: jnp.dtype, to: Dims | None, w: Array) -> Array:
-    # Cast before the gather, where the shards are: half the bytes in bf16.
-    shard = constrained(bound, "params", dims, w.astype(dtype))
-    full = constrained(bound, "weights", dims, shard)
+    full = constrained(bound, "weights", dims, _shard(bound, dims, dtype, w))
     return full if to is None else constrained(bound, "activations", to, full)
+
+
+def _shard(bound: BoundPlan, dims: Dims, dtype: jnp.dtype, w: Array) -> Array:
+    """What is gathered: cast where the shards are, half the bytes in bf16."""
+    return constrained(bound, "params", dims, as_in_stack(bound, "params", dims, w).astype(dtype))
 
 
 def _gather_fwd(bound: BoundPlan, dims: Dims, dtype: jnp.dtype, to: Dims | None, w: Array):
@@ -132,4 +135,5 @@ def summed_gradient(bound: BoundPlan | None, dims: Dims, grad: Array, like: Arra
             # back into the activations it is a sum over, which are then replicated.
             grad = constrained(bound, "weights", dims, grad)
         grad = constrained(bound, "gradients", dims, grad)
+        grad = as_in_stack(bound, "gradients", dims, grad)
     return grad.astype(like.dtype)

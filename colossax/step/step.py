@@ -20,6 +20,7 @@ from colossax.step.batches import BatchPlacer
 from colossax.step.checks.given import check_state, vocabulary
 from colossax.step.choosing import followers_of, gradient_method_of, streaming_of
 from colossax.step.evaluation import Evaluation
+from colossax.step.gathering import accepted
 from colossax.step.gradients.accumulate import LossCall, with_term_weights
 from colossax.step.gradients.method import GradientMethod, Gradients
 from colossax.step.loss import Loss
@@ -66,7 +67,7 @@ class WholeUpdate:
     def update(self, state: TrainState, micro: Microbatches) -> Updated:
         """See `Updater`."""
         gradients = self.gradients(state["params"], state["variables"], micro)
-        grads, norm = gradients.grads, gradients.norm
+        grads, norm, finite = gradients.grads, gradients.norm, gradients.finite
         if self._clip_norm is not None:
             scale = jnp.minimum(1.0, self._clip_norm / jnp.maximum(norm, 1e-12))
             grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
@@ -76,12 +77,11 @@ class WholeUpdate:
             self._optimizer, grads, state["opt_state"], params, loss=gradients.loss
         )
         others = by_own_rules(self._infos, others, gradients.grads)
-        new = joined(optax.apply_updates(params, steps), others), opt_state
-        finite = gradients.finite
-        new = jax.tree.map(
-            lambda a, b: jnp.where(finite, a, b), new, (state["params"], state["opt_state"])
-        )
-        return Updated(params=new[0], opt_state=new[1], gradients=gradients, finite=finite)
+        new = joined(optax.apply_updates(params, steps), others)
+        new = accepted(self._infos, finite, new, state["params"])
+        keep = functools.partial(jnp.where, finite)
+        opt_state = jax.tree.map(keep, opt_state, state["opt_state"])
+        return Updated(params=new, opt_state=opt_state, gradients=gradients, finite=finite)
 
     def init_state(self, params: Params, shardings: Any) -> Any:
         """See `Updater`."""

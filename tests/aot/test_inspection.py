@@ -108,8 +108,8 @@ def test_zero3_gathers_twice_and_scatters_once():
         },
     )
     ring = sum(link.totals.ring_bytes for link in one.links)
-    assert ring <= 39.5 * GB
-    assert one.memory.temp_bytes <= 9.1 * GIB
+    assert ring <= 38.7 * GB
+    assert one.memory.temp_bytes <= 7.5 * GIB
     assert all(link.totals.overlapped for link in one.links if link.totals.ring_bytes > 0.2 * GB)
 
 
@@ -127,14 +127,16 @@ def test_zero3_with_microbatches_does_all_of_it_for_each():
 
 @pytest.mark.parametrize("name", ["zero1", "zero2"])
 def test_zero1_and_zero2_scatter_gradients_and_gather_new_parameters(name):
+    one = inspected(llama(name, {"fsdp": 8}, rows=8))
     check(
-        inspected(llama(name, {"fsdp": 8}, rows=8)),
+        one,
         {
             ("all-gather", "fsdp"): 4 * PARAMETERS,
             ("reduce-scatter", "fsdp"): SCATTERS,
             ("all-to-all", "fsdp"): LOOKUP,
         },
     )
+    assert one.memory.temp_bytes <= 7.5 * GIB
 
 
 def test_zero1_with_microbatches_reduces_once():
@@ -242,7 +244,7 @@ def test_70b_on_64_devices():
         attention=AttentionConfig(kernel="xla"),
     )
     one = inspected(config.replace(plan=plan), "h100:8x8")
-    assert one.memory.temp_bytes <= 20 * GIB
+    assert one.memory.temp_bytes <= 18 * GIB
     assert sum(link.totals.ring_bytes for link in one.links) <= 409 * GB
 
 

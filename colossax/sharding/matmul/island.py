@@ -19,6 +19,7 @@ from colossax.sharding.matmul import cannon, collective, gather
 from colossax.sharding.matmul.gather import Arrays
 from colossax.sharding.matmul.layout import Layout, MapLayout
 from colossax.sharding.matmul.splits import Split, axes_of, move_local, spec_of, turn_local
+from colossax.sharding.row_major import row_major_local
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -190,7 +191,7 @@ def _differentiated_local(
 def _held_local(island: Island, weights: Arrays, dtype: Any) -> Arrays:
     """Weights gathered; cast first, where the shards are."""
     return tuple(
-        move_local(w.astype(dtype), linear.w_rest, held)
+        move_local(_as_in_stack_local(linear.w_rest, held, w).astype(dtype), linear.w_rest, held)
         for linear, held, w in zip(island.layout.maps, island.w_held, weights, strict=True)
     )
 
@@ -199,7 +200,13 @@ def _summed_local(linear: MapLayout, held: Split, dw: Array) -> Array:
     """A weight's gradient over all tokens: scattered before it is summed over what is left."""
     tokens = axes_of(linear.y_used[:2])
     partial = tuple(axis for axis in tokens if axis not in axes_of(held))
-    return move_local(dw, held, linear.w_grad, partial=partial)
+    dw = move_local(dw, held, linear.w_grad, partial=partial)
+    return _as_in_stack_local(linear.w_grad, held, dw)
+
+
+def _as_in_stack_local(rest: Split, held: Split, w: Array) -> Array:
+    """Weight or gradient as it is stored, which is multiplied split as `held`."""
+    return w if rest[1:] == held[1:] else row_major_local(w)
 
 
 def _bias_local(linear: MapLayout, bias: Array) -> Array:
