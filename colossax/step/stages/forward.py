@@ -95,7 +95,10 @@ class Stages:
         """Of the runs' parameters, like `rows`."""
         known, skipped = jax.tree.leaves(infos), len(jax.tree.leaves(self.outer))
         return tuple(
-            jax.tree.unflatten(jax.tree.structure(each), [known[at - skipped] for at in run.leaves])
+            jax.tree.unflatten(
+                jax.tree.structure(each),
+                [known[at - skipped] for at in run.leaves if at is not None],
+            )
             for run, each in zip(self.cut.runs, self.rows, strict=True)
         )
 
