@@ -20,6 +20,7 @@ from colossax.processes.agreement import Gate
 from colossax.run import RunConfig, RunOptions, train
 from colossax.run.meter import Meter
 from colossax.run.progress import Screen
+from colossax.run.records import read_records
 from colossax.run.run import Hooks, Loop, Schedule
 from colossax.run.unfinished import Unfinished, unfinished
 from colossax.tasks import Task, next_token_loss
@@ -74,7 +75,7 @@ def trained(out, task, **options):
 
 
 def rows_of(out):
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return list(read_records(out / "metrics.jsonl"))
 
 
 def known(rows):
