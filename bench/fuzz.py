@@ -59,8 +59,9 @@ def main() -> int:
                 print(f"{number} {kind}: {what}\n  {verdict.name}: {verdict.why}", flush=True)
             if verdict.name == "wrong":
                 finding = {"seed": asked.seed, "case": number, "kind": kind}
-                why = _without_paths(verdict.why, folder)
-                known["findings"].append({**finding, "what": what, "why": why[-600:]})
+                why = _without_paths(verdict.why, folder)[-600:]
+                finding |= {"what": _without_paths(what, folder), "why": why}
+                known["findings"].append(finding)
             done += 1
             known["next"] = number + 1
             if asked.json and (verdict.name == "wrong" or done % 20 == 0):

@@ -49,7 +49,7 @@ def import_checkpoint(folder: str | Path, out: str | Path, plan: Plan | None = N
 
     Cost: host memory of the largest tensor and three blocks of 64 MB.
     """
-    out, folder = user_path(out, "OUT"), user_path(folder, "HF_DIR")
+    out, folder = user_path(out, "OUT"), user_path(folder, "HF_DIR", utf8=False)
     source = open_folder(folder)
     documents: dict[str, Any] = {MODEL_DOCUMENT: config_to_json(source.config)}
     if plan is not None:
