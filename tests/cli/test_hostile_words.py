@@ -75,7 +75,7 @@ WORDS = {
         "data.tokenizer: character 2",
     ),
     "an import into bytes": (("import", "somewhere", "a\udcff"), "OUT: character 2"),
-    "an import of bytes": (("import", "\udcff", "out"), "HF_DIR: character 1"),
+    "an import of bytes": (("import", "\udcff", "out"), "config.json: is missing"),
     "an export into bytes": (("export", "somewhere", "a\udcff"), "HF_DIR: character 2"),
     "an export of bytes": (("export", "\udcff", "out"), "CHECKPOINT: character 1"),
     "a model of bytes": (("generate", "a\udcff", "--prompt", "a"), "CHECKPOINT: character 2"),
