@@ -37,9 +37,9 @@ class Travel:
     def _spec(self, x: Any) -> PartitionSpec:
         """As the residual stream between blocks; else the batch first."""
         for dims in (("batch", "seq:residual", "embed"), ("batch", "seq")):
-            named = (*dims, *[None] * x.ndim)[: x.ndim]
             if len(dims) > x.ndim:
                 continue
+            named = (*dims, *[None] * (x.ndim - len(dims)))
             try:
                 return activation_sharding(self._bound, named, x.shape).spec
             except PlanError:
@@ -87,9 +87,14 @@ class Travel:
 
     def _row_major(self, x: Array, spec: PartitionSpec) -> Array:
         layout = Layout(major_to_minor=tuple(range(x.ndim)))
-        pin = lambda x: with_layout_constraint(x, layout)  # noqa: E731
-        mesh = self._bound.mesh
-        return jax.shard_map(pin, mesh=mesh, in_specs=(spec,), out_specs=spec, check_vma=False)(x)
+
+        def pinned(x: Array) -> Array:
+            return with_layout_constraint(x, layout)
+
+        mapped = jax.shard_map(
+            pinned, mesh=self._bound.mesh, in_specs=(spec,), out_specs=spec, check_vma=False
+        )
+        return mapped(x)
 
     def rolled(self, tree: Any, by: int) -> Any:
         """Each stage's sent to the next, or to the one before: a collective permute."""
