@@ -118,10 +118,11 @@ def _fit(bound: BoundPlan, axes: tuple[str, ...], dim: str | None, size: int, na
         if dim in REPLICABLE_DIMS and devices % size == 0:
             return None
         label = "' x '".join(axes)
+        # A stage has layers of its own: there is no keeping them whole.
+        instead = f"map '{dim}' to None or " if dim != "layers" else ""
         raise PlanError(
             f"{name}: dim '{dim}' has size {size}, which mesh axis '{label}' of {devices} devices"
-            f" does not divide; map '{dim}' to None or choose a size of '{label}' that divides"
-            f" {size}"
+            f" does not divide; {instead}choose a size of '{label}' that divides {size}"
         )
     return axes if len(axes) > 1 else (axes[0] if axes else None)
 

@@ -33,7 +33,10 @@ TABLE = {
     "train llama_tiny --plan.mesh fsdp=0": ["axis 'fsdp' has size 0", "give 1 or more"],
     "train llama_tiny --plan.mesh fsdp=3": ["there are 8 devices", "product is 8"],
     "train llama_tiny --plan.mesh expert=8": ["axis 'expert' has size 8", "move its devices"],
-    "train llama_tiny --devices 3 --plan.mesh stage=3": ["dim 'layers' has size", "'stage' of 3"],
+    "train llama_tiny --devices 3 --plan.mesh stage=3": [
+        "dim 'layers' has size",
+        "choose a size of 'stage'",
+    ],
     "train llama_tiny --devices 2 --plan.mesh stage=2 --plan.pipeline.schedule 1f1v": ["'1f1b'"],
     "train llama_tiny --devices 2 --plan.mesh stage=2 --plan.pipeline.schedule interleaved": [
         "chunks"

@@ -19,15 +19,10 @@ from colossax.run.lock import LOCK_FILE, STALE_S, RunLock
 from colossax.run.run_dir import RunFolder
 from tests.launching import metrics
 from tests.run.test_fit import fitted
-from tests.run.test_lock import forge, without_flock  # noqa: F401 (a fixture)
+from tests.run.test_lock import forge
 from tests.run.test_task import rows
 
 STEPS = 3
-
-
-@pytest.fixture
-def brisk(monkeypatch):
-    monkeypatch.setattr(locks, "_BEAT_S", 0.01)
 
 
 def at(step, act, *, folder):

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import errno
 import json
 import os
 import re
@@ -84,25 +83,13 @@ def machine(folder, number):
     return lock
 
 
-@pytest.fixture
-def without_flock(monkeypatch):
-    def refuse(file, how):
-        raise OSError(errno.ENOSYS, "Function not implemented")
-
-    monkeypatch.setattr(locks.fcntl, "flock", refuse)
-
-
-@pytest.fixture
-def brisk(monkeypatch):
-    monkeypatch.setattr(locks, "_BEAT_S", 0.01)
-
-
-@pytest.fixture
-def slept(monkeypatch):
-    """Seconds that a lock slept, which are none."""
-    found = []
-    monkeypatch.setattr(locks.time, "sleep", found.append)
-    return found
+def at_once(begin, count):
+    """Call `begin(number)` in that many threads, and wait for all."""
+    threads = [threading.Thread(target=begin, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
 
 
 def wait_for(true):
@@ -226,11 +213,7 @@ def test_of_runs_on_five_machines_that_begin_at_once_one_wins(tmp_path, without_
         else:
             had.append(lock)
 
-    threads = [threading.Thread(target=begin, args=(number,)) for number in range(5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    at_once(begin, 5)
     (winner,) = had
     assert winner.check() is None
     assert len(told) == 4
@@ -261,11 +244,7 @@ def test_of_processes_of_one_number_that_replace_at_once_one_wins(
             lock.take()
             had.append(lock)
 
-    threads = [threading.Thread(target=begin, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    at_once(begin, 2)
     (winner,) = had
     winner.release()
     assert not list(tmp_path.iterdir())

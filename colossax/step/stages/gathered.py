@@ -29,7 +29,7 @@ def gathered_once(bound: BoundPlan, rows: tuple[Any, ...], infos: tuple[Any, ...
     """Parameters of the stages' layers, whole along the axes that split tokens.
 
     Matrices in the dtype in which they are multiplied, but where their gradients are to be summed
-    in another; vectors as they are.
+    in another; vectors, and what has a dtype of its own, as they are.
 
     Args:
         bound: Plan and devices.
@@ -42,8 +42,9 @@ def gathered_once(bound: BoundPlan, rows: tuple[Any, ...], infos: tuple[Any, ...
     narrow = precision.reduction in (None, precision.compute)
 
     def one(x: Array, info: ParamInfo) -> Array:
-        matrix = len(info.dims) > 2 and jnp.issubdtype(x.dtype, jnp.floating)
-        x = x.astype(precision.compute) if matrix and narrow else x
+        own = info.own_dtype is not None or not jnp.issubdtype(x.dtype, jnp.floating)
+        if narrow and len(info.dims) > 2 and not own:
+            x = x.astype(precision.compute)
         for role in ("params", "weights"):
             spec = resolve(bound, role, info.dims, info.shape, name=info.path)
             spec = PartitionSpec(MeshAxis.STAGE.value, None, *tuple(spec)[1:])

@@ -4,13 +4,14 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array
 
 from colossax.config import BoundPlan
 from colossax.layerwise import added, nothing
 from colossax.pipeline.routes import Phase, routes_of
 from colossax.pipeline.table import Table
-from colossax.step.gradients.accumulate import LossCall
+from colossax.step.gradients.accumulate import LossCall, check_counted
 from colossax.step.loss import Totals
 from colossax.step.microbatches import Microbatches
 from colossax.step.stages.forward import Ahead, Stages, by_stack, through, zeros
@@ -49,10 +50,12 @@ def pipelined_totals(
 
     Raises:
         PlanError: See `Stages`.
+        InputError: The loss is one number, and there are several microbatches.
     """
 
     def totals(outer: Params, inner: Params, microbatch: Any, key: Any, weights: Any) -> Totals:
         terms, metrics = call(joined(outer, inner), microbatch, variables, None)
+        check_counted(terms, micro.count)
         return {**{name: term[:2] for name, term in terms.items()}, **metrics}
 
     stack_infos = by_stack(infos, infos)[1]
@@ -74,8 +77,6 @@ def pipelined_totals(
         return _State(ahead=stages.send(ahead, now, out), totals=found)
 
     start = stages.start(routes)
-    sums = jax.eval_shape(lambda: stages.counted(start, ticks, jax.numpy.int32(0)))
-    shapes = jax.eval_shape(
-        lambda: of(jax.numpy.int32(0), zeros(stages.travel.shapes), zeros(sums))
-    )
+    sums = jax.eval_shape(lambda: stages.counted(start, ticks, jnp.int32(0)))
+    shapes = jax.eval_shape(lambda: of(jnp.int32(0), zeros(stages.travel.shapes), zeros(sums)))
     return through(routes, tick, _State(ahead=start, totals=nothing(shapes))).totals

@@ -5,13 +5,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from colossax.config import BoundPlan, MeshAxis
 from colossax.errors import PlanError
 from colossax.sharding import activation_sharding
+from colossax.sharding.row_major import row_major
 
 STAGE = MeshAxis.STAGE.value
 
@@ -77,24 +77,13 @@ class Travel:
         out = []
         for x, carry in zip(ring, carries, strict=True):
             spec = forms.get((x.shape[3:], x.dtype)) if carry else None
-            out.append(
-                x if spec is None else self._row_major(x, PartitionSpec(None, STAGE, None, *spec))
-            )
+            if spec is not None:
+                x = row_major(self._bound, PartitionSpec(None, STAGE, None, *spec), x)
+            out.append(x)
         return type(ring)(out)
 
     def _leaves(self) -> Iterable[tuple[Any, PartitionSpec]]:
         return zip(jax.tree.leaves(self.shapes), jax.tree.leaves(self._specs), strict=True)
-
-    def _row_major(self, x: Array, spec: PartitionSpec) -> Array:
-        layout = Layout(major_to_minor=tuple(range(x.ndim)))
-
-        def pinned(x: Array) -> Array:
-            return with_layout_constraint(x, layout)
-
-        mapped = jax.shard_map(
-            pinned, mesh=self._bound.mesh, in_specs=(spec,), out_specs=spec, check_vma=False
-        )
-        return mapped(x)
 
     def rolled(self, tree: Any, by: int) -> Any:
         """Each stage's sent to the next, or to the one before: a collective permute."""

@@ -23,7 +23,7 @@ from colossax.config import (
     Segment,
     preset,
 )
-from colossax.errors import PlanError
+from colossax.errors import InputError, PlanError
 from colossax.models import maker
 from colossax.nn import LayerStack, param
 from colossax.optim import adamw
@@ -324,6 +324,21 @@ def test_what_layers_count_is_in_the_loss_and_its_gradients(chunks):
     assert_trees_close(piped_grads, in_chunks(grads, chunks))
     assert_losses_close(piped_loss, loss)
     np.testing.assert_allclose(piped_sums["load"][0], sums["load"][0], rtol=1e-5)
+
+
+@pytest.mark.catches("stage-one-number-added-up")
+def test_a_loss_of_one_number_is_not_added_up_over_microbatches():
+    plan = Plan(mesh={"stage": 2}, **piped(2))
+    step = build_step(
+        Stacked,
+        optax.sgd(1.0),
+        lambda model, batch: jnp.mean(model.layers(batch["x"] * model.scale[...]).carry),
+        plan,
+        devices=devices_of(plan),
+        batch_dims={"x": ("batch", "embed")},
+    )
+    with pytest.raises(InputError, match="it is one number, and of 2 microbatches"):
+        step.evaluate(step.init(0), {"x": np.ones((4, 4), np.float32)})
 
 
 def test_the_program_does_not_grow_with_the_microbatches():
