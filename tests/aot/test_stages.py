@@ -18,13 +18,13 @@ ROW_BYTES = 8192 * 4096 * 2  # a microbatch between two stages, bfloat16
 
 
 @functools.cache
-def inspected(microbatches, layers=32):
+def inspected(microbatches, layers=32, gather="microbatch"):
     """Llama 3 8B, rows of 8192, full recomputation, one row of each device in a microbatch."""
     config = recipe("llama3_8b")
     plan = config.plan.replace(
         mesh={"stage": STAGES, "fsdp": FSDP},
         batch=BatchConfig(),
-        pipeline=PipelineConfig(microbatches=microbatches),
+        pipeline=PipelineConfig(microbatches=microbatches, gather=gather),
     )
     data = dataclasses.replace(config.data, global_batch=microbatches * FSDP)
     model = dataclasses.replace(config.model, layers=layers)
@@ -49,6 +49,12 @@ def test_llama_3_8b_on_four_stages():
     found = one.pipeline.to_json(one.memory.total_bytes)
     assert found["stages"][1]["layers"] == [[8, 15]]
     assert found["pipeline"]["executed"] == {"forward": 8 + 3, "backward": 8 + 3}
+
+
+def test_weights_gathered_once_a_step_send_less_than_half():
+    one = inspected(8, gather="step")
+    assert one.memory.temp_bytes <= 13.0 * GIB
+    assert sum(link.totals.ring_bytes for link in one.links) <= 30 * GB
 
 
 def test_memory_and_program_do_not_grow_with_microbatches():
