@@ -70,11 +70,12 @@ class Equations:
         """Whether it is an array in host memory."""
         return atom.aval.memory_space == jax.memory.Space.Host
 
-    def needed(self, atoms: Iterable[Any]) -> list[Any]:
-        """Equations that these depend on, in order."""
+    def needed(self, atoms: Iterable[Any], known: Sequence[Any] = ()) -> list[Any]:
+        """Equations that these depend on, in order, and nothing that `known` ones alone need."""
         wanted, eqns = set(_variables(atoms)), []
+        given = {id(eqn) for eqn in known}
         for eqn in reversed(self.jaxpr.eqns):
-            if wanted.intersection(eqn.outvars):
+            if id(eqn) not in given and wanted.intersection(eqn.outvars):
                 eqns.append(eqn)
                 wanted.update(_variables(eqn.invars))
         return eqns[::-1]

@@ -53,6 +53,7 @@ class ParamInfo:
         stood_at: Its path before `with_weights` put it where it is, as a part of another weight;
             empty for a part that is new, None for any other parameter.
         update: Its own rule in place of the optimizer, `(value, gradient) -> value`, of one layer.
+        behind: Outside a layer stack, whether it was made after the one that its model has.
     """
 
     path: str
@@ -69,6 +70,7 @@ class ParamInfo:
     own_dtype: np.dtype | None = None
     stood_at: str | None = None
     update: Callable[[Any, Any], Any] | None = None
+    behind: bool = False
 
     def at_rest(self, params: Any) -> np.dtype:
         """Dtype at rest under a plan whose `precision.params` this is."""

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from colossax.config.axes import MESH_AXES
+from colossax.config.axes import MESH_AXES, MeshAxis
 from colossax.config.plan import Plan
 from colossax.config.rules import Rules
 
@@ -46,9 +46,28 @@ class BoundPlan:
         """Whether the mesh is one device, so that every constraint is the identity."""
         return self.mesh.size == 1
 
+    @property
+    def stage_programs(self) -> bool:
+        """Whether each stage has a program of its own, on its devices alone."""
+        return self.plan.pipeline.cuts is not None and self.mesh.shape[MeshAxis.STAGE] > 1
+
+    def stage(self, number: int) -> "BoundPlan":
+        """The devices of one stage, under the same plan."""
+        return _stage(self, number)
+
     def replace(self, **changes) -> "BoundPlan":
         """The same devices under a plan with these fields replaced."""
         return dataclasses.replace(self, plan=self.plan.replace(**changes))
+
+
+@functools.lru_cache(maxsize=256)
+def _stage(bound: BoundPlan, number: int) -> BoundPlan:
+    grid = np.take(bound.mesh.devices, [number], axis=MESH_AXES.index(MeshAxis.STAGE))
+    sizes = {**bound.mesh.shape, MeshAxis.STAGE.value: 1}
+    return BoundPlan(
+        bound.plan.replace(mesh={axis: n for axis, n in sizes.items() if n > 1}),
+        Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES)),
+    )
 
 
 def bind(plan: Plan, devices: Sequence[jax.Device] | None = None) -> BoundPlan:

@@ -90,15 +90,20 @@ class PipelineConfig:
         gather: How often the layers' weights are gathered over the axes that split tokens: for each
             `microbatch`, forward and backward; or once a `step`, for memory that holds a stage's
             weights whole in the compute dtype.
+        cuts: Layers of each chunk, in the order of the model; `10,8,8,6` on the command line. Each
+            stage then has a program of its own, which waits for its inputs alone. None: chunks of
+            as many layers each, in one program for all stages.
     """
 
     schedule: str = dataclasses.field(default="auto", metadata={"choices": SCHEDULES})
     microbatches: Annotated[int, Bound(low=1, told="1 or more microbatches")] | None = None
     chunks: Annotated[int, Bound(low=1, told="1 or more chunks")] = 1
     gather: str = dataclasses.field(default="microbatch", metadata={"choices": GATHERS})
+    cuts: tuple[int, ...] | None = None
 
     def __post_init__(self):
         check_types(self, "pipeline", error=PlanError)
+        object.__setattr__(self, "cuts", _cuts(self.cuts))
         for field, known in (("schedule", SCHEDULES), ("gather", GATHERS)):
             value = getattr(self, field)
             if value not in known:
@@ -110,6 +115,22 @@ class PipelineConfig:
         if self.schedule != "auto":
             return self.schedule
         return "interleaved" if self.chunks > 1 else "1f1b"
+
+
+def _cuts(given: Any) -> tuple[int, ...] | None:
+    """Layers of each chunk, from numbers or their text."""
+    if given is None:
+        return None
+    found = given.split(",") if isinstance(given, str) else given
+    try:
+        counts = tuple(map(int, found if isinstance(found, list | tuple) else (found,)))
+    except ValueError:
+        counts = ()
+    if not counts or min(counts) < 1:
+        raise PlanError(
+            f"pipeline.cuts: found {given!r}; give the layers of each stage, 1 or more, as 10,8,8,6"
+        )
+    return counts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

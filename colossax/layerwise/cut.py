@@ -21,11 +21,13 @@ class CutRun:
         layers: How its layers are applied; see `Layer`.
         params: The loss's arguments to the run's stacked parameters.
         leaves: Of each leaf of these, which leaf of the arguments it is; None: it is computed.
+        reads: Leaves of the arguments that they depend on.
     """
 
     layers: LayerRun
     params: Callable[..., Any]
     leaves: tuple[int | None, ...]
+    reads: frozenset[int]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,18 +40,24 @@ class CutLoss:
         runs: In order; the carry of one is the input of the next.
         after: `(args, outputs, crossing) -> result of the loss`, `outputs` being of each run
             its last layer's carry and its sums `[layers, ...]`.
-        side: `(*args) -> side` alone, and nothing that it does not need.
+        enter: `(*args) -> carry` alone, and nothing that it does not need.
+        side: Likewise.
+        crossing: Likewise.
         side_reads: Leaves of the arguments that `side` depends on.
-        outside_reads: Those that `before` and `after` depend on.
+        before_reads: Those that the first layer's input depends on.
+        after_reads: Those that `after` depends on, by what crosses too.
         taps: Whether `after` reads the carry of a run before the last.
     """
 
     before: Callable[..., tuple[Any, Any, list[Array]]]
     runs: tuple[CutRun, ...]
     after: Callable[[Sequence[Any], Sequence[Any], Sequence[Array]], Any]
+    enter: Callable[..., Any]
     side: Callable[..., Any]
+    crossing: Callable[..., list[Array]]
     side_reads: frozenset[int]
-    outside_reads: frozenset[int]
+    before_reads: frozenset[int]
+    after_reads: frozenset[int]
     taps: bool
 
 
@@ -146,6 +154,7 @@ def cut_loss(loss: Callable[..., Any], *args: Any) -> CutLoss:
             layers=eqn.params["call"].layers,
             params=_alone(equations, params),
             leaves=tuple(places.get(variable) for variable in jax.tree.leaves(params)),
+            reads=_reads(equations, jax.tree.leaves(params)),
         )
         for eqn, (params, _, _) in zip(calls, parts, strict=True)
     )
@@ -153,9 +162,12 @@ def cut_loss(loss: Callable[..., Any], *args: Any) -> CutLoss:
         before=before,
         runs=runs,
         after=after,
+        enter=_alone(equations, carry),
         side=_alone(equations, side),
+        crossing=_alone(equations, crossing),
         side_reads=_reads(equations, jax.tree.leaves(side)),
-        outside_reads=_reads(equations, start) | _reads(equations, equations.outputs, gone=calls),
+        before_reads=_reads(equations, jax.tree.leaves(carry)),
+        after_reads=_reads(equations, equations.outputs, gone=calls),
         taps=_are_read(late, [v for run in calls[:-1] for v in _carry(run)]),
     )
 
@@ -169,7 +181,7 @@ def _alone(equations: Equations, variables: Any) -> Callable[..., Any]:
 
 def _reads(equations: Equations, atoms: Sequence[Any], gone: Sequence[Any] = ()) -> frozenset[int]:
     """Leaves of the arguments that these depend on, but for what equations that are gone read."""
-    own = [eqn for eqn in equations.needed(atoms) if not any(eqn is one for one in gone)]
+    own = equations.needed(atoms, gone)
     return frozenset(
         at
         for at, variable in enumerate(equations.inputs)

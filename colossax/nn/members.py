@@ -97,3 +97,20 @@ def equation_roles(module: Any) -> str | None:
     x, w = operands.split(",")
     roles = "".join("-" if c in x and c in out else "i" if c in x else "o" for c in w)
     return roles if w.isalpha() and {"i", "o"} <= set(roles) else None
+
+
+def behind_stack(model: nnx.Module) -> tuple[tuple, ...]:
+    """Paths of what was made after the model's first layer stack; Flax sorts names afterwards."""
+    layered = (
+        path
+        for path, node in nnx.iter_graph(model)
+        if isinstance(node, nnx.Param) and "total_layers" in node.get_metadata()
+    )
+    at, node, behind = (), model, []
+    for key in next(layered, ()):
+        if key == "segments" or not isinstance(node, nnx.Module):
+            break
+        names = [name for name in vars(node) if not name.startswith("_")]
+        behind += [(*at, name) for name in names[names.index(str(key)) + 1 :]]
+        at, node = (*at, key), getattr(node, str(key))
+    return tuple(behind)

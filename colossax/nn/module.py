@@ -6,7 +6,7 @@ cost several times more per call on the host.
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,12 +15,13 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
-from colossax.config import BoundPlan, Placement
+from colossax.config import BoundPlan, MeshAxis, Placement
 from colossax.errors import InputError
-from colossax.nn.members import reference_to_holder
+from colossax.nn.members import behind_stack, reference_to_holder
 from colossax.nn.named_models import MakeModel, MakeModels, make_models
 from colossax.nn.rngs import fresh_rngs
 from colossax.sharding import param_sharding, use, validate
+from colossax.sharding.rules import home_stage
 from colossax.typing import Dims, ParamInfo, Params
 
 KEYS_BY_HAND = (
@@ -138,7 +139,8 @@ def describe(make_model: MakeModels) -> ModelSpec:
     named = isinstance(make_model, Mapping)
     if isinstance(make_model, Mapping):
         make_model = make_models(make_model)
-    model = _abstract(make_model)
+    made: dict[str, Any] = {}
+    model = _abstract(make_model, made)
     refuse_others(model, "model")
     if not any(isinstance(node, nnx.Param) for _, node in nnx.iter_graph(model)):
         raise InputError(
@@ -150,18 +152,30 @@ def describe(make_model: MakeModels) -> ModelSpec:
             node.path = "/".join(map(str, path))
     graphdef, params = nnx.split(model)
     infos = nnx.to_pure_dict(params, lambda variable: variable)
+    behind = made.get("behind", ())
     flat = {
-        path: _info(path, variable, str(path[0]) if named else None)
+        path: _info(path, variable, str(path[0]) if named else None, behind)
         for path, variable in nnx.to_flat_state(params)
     }
     return ModelSpec(graphdef=graphdef, infos=_with_leaves(infos, flat, ()), make_model=make_model)
 
 
-def _abstract(make_model: MakeModel) -> Any:
-    """The model with shapes in place of arrays; refuses what is none, and float64."""
+def _abstract(make_model: MakeModel, made: dict[str, Any]) -> Any:
+    """The model with shapes in place of arrays; refuses what is none, and float64.
+
+    Args:
+        make_model: The factory.
+        made: Gets what the model alone knows while it is made; see `behind_stack`.
+    """
+
+    def make() -> Any:
+        model = _as_tree(make_model(fresh_rngs(0)))
+        made["behind"] = behind_stack(model) if isinstance(model, nnx.Module) else ()
+        return model
+
     with warnings.catch_warnings(record=True) as told, nnx.use_eager_sharding(False):
         warnings.simplefilter("always")
-        model = nnx.eval_shape(lambda: _as_tree(make_model(fresh_rngs(0))))
+        model = nnx.eval_shape(make)
     double = any("dtype float64" in str(warning.message) for warning in told)
     for warning in told:
         if not double:
@@ -237,7 +251,7 @@ def _with_leaves(tree: Any, flat: dict[tuple, ParamInfo], path: tuple) -> Any:
     return {key: _with_leaves(value, flat, (*path, key)) for key, value in tree.items()}
 
 
-def _info(path: tuple, variable: Any, model: str | None) -> ParamInfo:
+def _info(path: tuple, variable: Any, model: str | None, behind: Sequence[tuple] = ()) -> ParamInfo:
     metadata = variable.get_metadata()
     names = metadata.get("out_sharding") or metadata.get("sharding_names")
     dims = tuple(names) if names else (None,) * len(variable.shape)
@@ -269,6 +283,7 @@ def _info(path: tuple, variable: Any, model: str | None) -> ParamInfo:
         own_dtype=own_dtype(variable),
         stood_at="/".join(map(str, path[:-inside])) if inside else None if inside is None else "",
         update=metadata.get("own_update"),
+        behind=any(path[: len(prefix)] == prefix for prefix in behind),
     )
 
 
@@ -331,6 +346,8 @@ def initialise(
         PlanError: A parameter does not fit the plan.
     """
     validate(bound, spec.infos)
+    if bound.stage_programs:
+        return _initialised_by_stage(spec, bound, key, only)
     made = jax.tree.map(lambda info: only is None or only(info), spec.infos)
     shardings = jax.tree.map(
         lambda info, make: param_sharding(bound, "params", info) if make else None, spec.infos, made
@@ -348,6 +365,25 @@ def initialise(
         )
 
     return jax.jit(init, out_shardings=shardings, compiler_options=_quick_compile(bound))(key)
+
+
+def _initialised_by_stage(
+    spec: ModelSpec, bound: BoundPlan, key: Array, only: Callable[[ParamInfo], bool] | None
+) -> Params:
+    """Each stage's parameters by a program of its own."""
+
+    def of_stage(number: int) -> Params:
+        def here(info: ParamInfo) -> bool:
+            return home_stage(bound, info) == number and (only is None or only(info))
+
+        return initialise(spec, bound.stage(number), key, only=here)
+
+    parts = [of_stage(number) for number in range(bound.mesh.shape[MeshAxis.STAGE])]
+    return jax.tree.map(
+        lambda *leaves: next((leaf for leaf in leaves if leaf is not None), None),
+        *parts,
+        is_leaf=lambda leaf: leaf is None,
+    )
 
 
 def _quick_compile(bound: BoundPlan) -> dict[str, int] | None:

@@ -1,6 +1,7 @@
 """Shares of layers as explicit runs of them."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 
 from colossax.config import SHARES, MeshAxis, Plan, Segment
@@ -35,22 +36,34 @@ def resolved_segments(plan: Plan, layers: int) -> tuple[Segment, ...]:
 
 def _in_chunks(plan: Plan, runs: list[Segment], layers: int) -> list[Segment]:
     """Runs cut where the chunks of a pipeline begin."""
-    chunks = plan.pipeline.chunks if plan.mesh.get(MeshAxis.STAGE, 1) != 1 else 1
-    if chunks == 1:
-        return runs
+    begins = set(itertools.accumulate(_chunks(plan, layers)))
+    at, cut = 0, []
+    for run in runs:
+        left = run.count
+        while left:
+            count = min([left, *(begin - at for begin in begins if begin > at)])
+            cut.append(dataclasses.replace(run, count=count))
+            at, left = at + count, left - count
+    return cut
+
+
+def _chunks(plan: Plan, layers: int) -> tuple[int, ...]:
+    """Layers of each part of the stack that begins a segment of its own."""
+    asked = plan.pipeline
+    if asked.cuts is not None:
+        if sum(asked.cuts) != layers:
+            raise PlanError(
+                f"plan.pipeline.cuts: {', '.join(map(str, asked.cuts))} are {sum(asked.cuts)}"
+                f" layers, and the stack has {layers}; make them sum to {layers}"
+            )
+        return asked.cuts
+    chunks = asked.chunks if plan.mesh.get(MeshAxis.STAGE, 1) != 1 else 1
     if layers % chunks:
         raise PlanError(
             f"plan.pipeline.chunks: {chunks} chunks cannot share {layers} layers evenly; give a"
             f" number that divides {layers}"
         )
-    size, at, cut = layers // chunks, 0, []
-    for run in runs:
-        left = run.count
-        while left:
-            count = min(left, size - at % size)
-            cut.append(dataclasses.replace(run, count=count))
-            at, left = at + count, left - count
-    return cut
+    return (layers // chunks,) * chunks
 
 
 def segment_counts(segments: tuple[Segment, ...], layers: int) -> tuple[int, ...]:

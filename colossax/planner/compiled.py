@@ -5,7 +5,7 @@ from typing import Any
 from colossax.aot import Program, Target, compile_program, target_devices
 from colossax.compat import cudnn_installed
 from colossax.config import Plan
-from colossax.errors import InputError
+from colossax.errors import InputError, PlanError
 from colossax.offload import DEVICE_SHARE
 from colossax.planner.settling import Settled
 from colossax.planner.task_step import settle_task, task_step
@@ -55,6 +55,11 @@ def compiled_task(task: Task, plan: Plan, target: Target) -> tuple[Step, Program
         InputError: See `settle_task_for_target`.
     """
     settled = settle_task_for_target(task, plan, target)
+    if settled.plan.pipeline.cuts is not None:
+        raise PlanError(
+            "plan.pipeline.cuts: programs of stages are not compiled ahead in this version; leave"
+            " the cuts out, which gives one program for all stages"
+        )
     with choosing_for(target):
         step = task_step(task, settled, target_devices(target))
         batch = step.abstract_batch(task.shapes)

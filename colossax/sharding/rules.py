@@ -1,6 +1,8 @@
 """Logical dims to PartitionSpecs."""
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -8,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from colossax.config import LOGICAL_DIMS, SEQUENCE_AXES, BoundPlan, MeshAxis, misspelt, nearest
 from colossax.errors import PlanError
+from colossax.pipeline import Table, schedule
 from colossax.sharding.host import host_sharding
 from colossax.typing import Dims, ParamInfo
 
@@ -152,11 +155,47 @@ def activation_axes(bound: BoundPlan, dim: str) -> tuple[str, ...]:
     return _used(bound, _choose(bound.rules.activations, dim, set()))
 
 
+def home(bound: BoundPlan, info: ParamInfo) -> BoundPlan:
+    """The devices among which a parameter is laid out: one stage's, where stages have programs."""
+    return bound.stage(home_stage(bound, info)) if bound.stage_programs else bound
+
+
+def home_stage(bound: BoundPlan, info: ParamInfo) -> int:
+    """The stage that holds a parameter, with what mirrors it, where stages have programs.
+
+    What is no layer is where it is read: on the stage of the first chunk, or on that of the last
+    where it was made after the layers.
+    """
+    layout = chunks_of(bound).layout
+    if info.first_layer is None:
+        return layout[-1 if info.behind else 0][0]
+    ends = itertools.accumulate(bound.plan.pipeline.cuts or ())
+    return layout[next(at for at, end in enumerate(ends) if info.first_layer < end)][0]
+
+
+@functools.lru_cache(maxsize=64)
+def chunks_of(bound: BoundPlan) -> Table:
+    """The plan's schedule of one microbatch: which stage has which chunk, where they have programs.
+
+    Raises:
+        PlanError: The cuts are not as many as the stages' chunks.
+    """
+    asked, stages = bound.plan.pipeline, bound.mesh.shape[MeshAxis.STAGE]
+    cuts = asked.cuts or ()
+    if len(cuts) % stages or (asked.chunks > 1 and len(cuts) != stages * asked.chunks):
+        raise PlanError(
+            f"plan.pipeline.cuts: {len(cuts)} numbers for {stages} stages of {asked.chunks} chunks;"
+            f" give {stages * asked.chunks}, the layers of each chunk"
+        )
+    return schedule(asked.resolved, stages, 1, len(cuts) // stages, "free")
+
+
 def param_sharding(bound: BoundPlan, role: str, info: ParamInfo) -> NamedSharding:
     """Sharding of one parameter leaf (or of what mirrors it: gradient, moment) under a role.
 
     In host memory where the leaf's role lives there.
     """
+    bound = home(bound, info)
     spec = resolve(bound, role, info.dims, info.shape, name=info.path)
     if {"params": info.on_host, "optimizer": info.optimizer_on_host}.get(role, False):
         return host_sharding(bound.mesh, spec)
@@ -201,6 +240,7 @@ def check_parameter(bound: BoundPlan, info: ParamInfo) -> None:
     Raises:
         PlanError: It does not fit, by path.
     """
+    bound = home(bound, info)
     for role in ("params", "weights", "gradients", "optimizer"):
         resolve(bound, role, info.dims, info.shape, name=info.path)
     for dim, size in zip(info.dims, info.shape, strict=True):

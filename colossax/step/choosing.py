@@ -13,8 +13,9 @@ from colossax.step.gradients.reduce_once import check_reduce_once, reduce_once
 from colossax.step.offloaded.cpu_update import CpuUpdate
 from colossax.step.offloaded.disk import DiskTier
 from colossax.step.offloaded.streaming import Streaming, check_streamable
+from colossax.step.programs import StageUpdate, check_programs
 from colossax.step.stages import check_stages, pipelined, table_of
-from colossax.step.updaters import Follower
+from colossax.step.updaters import Follower, Updater
 
 if TYPE_CHECKING:
     from colossax.step.step import Step
@@ -32,6 +33,22 @@ def gradient_method_of(step: "Step") -> GradientMethod:
     once = step.bound.plan.batch.reduce_once and batch_axes(step.bound)
     method = reduce_once if once else accumulate
     return method(step.loss_call, step.bound, step.infos, step.trainable)
+
+
+def updater_of(step: "Step", optimizer: Any) -> Updater | None:
+    """Who takes the state further under a plan; None: all parameters are updated at once.
+
+    Args:
+        step: Its plan, model, loss and state layout are there.
+        optimizer: As it was given.
+
+    Raises:
+        PlanError: See `streaming_of` and `check_programs`.
+    """
+    if step.bound.stage_programs:
+        check_programs(step.bound, optimizer, step.options)
+        return StageUpdate(step, optimizer)
+    return streaming_of(step, optimizer)
 
 
 def streaming_of(step: "Step", optimizer: Any) -> Streaming | None:

@@ -17,6 +17,7 @@ from colossax.step.batches import BatchPlacer, as_arrays
 from colossax.step.gradients.accumulate import LossCall, check_counted
 from colossax.step.loss import SCALAR, Totals
 from colossax.step.microbatches import batch_dims, cut_up, num_microbatches, row_unit, strided
+from colossax.step.programs import StageUpdate
 from colossax.step.stages import pipelined_totals, table_of
 from colossax.typing import Batch, Dims, Params, TrainState
 
@@ -39,9 +40,11 @@ class Evaluation:
         self._batches = BatchPlacer(
             step.bound, dims, any_order=of_steps.any_order, any_form=True, vocab=of_steps.vocab
         )
-        self._jitted = jax.jit(self._totals, compiler_options=compiler_options)
+        self._jitted: Any = jax.jit(self._totals, compiler_options=compiler_options)
         self.trace = self._jitted.trace
         """As that of `jax.jit`, of `(params, variables, batch)`."""
+        if isinstance(step.updater, StageUpdate):
+            self._jitted = step.updater.totals(self._batches, compiler_options)
 
     def __call__(self, state: TrainState, batch: Batch) -> Totals:
         """Totals of the rows that were given; where devices do not divide them, rows are added.

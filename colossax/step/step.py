@@ -8,19 +8,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from colossax.config import BoundPlan, to_json
 from colossax.errors import InputError, PlanError
 from colossax.nn import ModelSpec, describe, initialise, renamed, with_gathers
-from colossax.optim import Optimizer, steps_of, transformation
+from colossax.optim import Optimizer, transformation
 from colossax.sharding import RowOrder, compiler_options, in_order, replicated, use, validate
 from colossax.sharding.table import explain, explain_html
 from colossax.step.batches import BatchPlacer
 from colossax.step.checks.given import check_state, vocabulary
-from colossax.step.choosing import followers_of, gradient_method_of, streaming_of
+from colossax.step.choosing import followers_of, gradient_method_of, updater_of
 from colossax.step.evaluation import Evaluation
-from colossax.step.gathering import accepted
 from colossax.step.gradients.accumulate import LossCall, with_term_weights
 from colossax.step.gradients.method import GradientMethod, Gradients
 from colossax.step.loss import Loss
@@ -33,60 +31,27 @@ from colossax.step.prepare import preparation
 from colossax.step.saving.own import OwnSaves, Saving
 from colossax.step.saving.records import StateRecords
 from colossax.step.state import StateLayout
-from colossax.step.trainable import by_own_rules, chosen, joined, optimised, split, trainable_tree
-from colossax.step.updaters import Updated, Updater
+from colossax.step.trainable import chosen, optimised, split, trainable_tree
+from colossax.step.updaters import Updated, Updater, WholeRule, concluded
 from colossax.typing import Batch, Metrics, ParamInfo, Params, TrainState
 
 
-class WholeUpdate:
+class WholeUpdate(WholeRule):
     """All parameters at once, when the gradients of the whole batch are there."""
 
-    def __init__(
-        self,
-        gradients: GradientMethod,
-        optimizer: optax.GradientTransformation,
-        infos: Any,
-        trainable: Any,
-        clip_norm: float | None,
-    ):
+    def __init__(self, gradients: GradientMethod, *rule: Any):
         """Bind; nothing is traced.
 
         Args:
             gradients: How to get them.
-            optimizer: Of the parameters that learn, but for those with a rule of their own.
-            infos: Of all parameters.
-            trainable: Tree of booleans.
-            clip_norm: Global norm that gradients are scaled down to, or None.
+            *rule: See `WholeRule`.
         """
+        super().__init__(*rule)
         self.gradients = gradients
-        self._optimizer = optimizer
-        self._infos = infos
-        self._optimised = jax.tree.map(lambda info, t: t and info.update is None, infos, trainable)
-        self._clip_norm = clip_norm
 
     def update(self, state: TrainState, micro: Microbatches) -> Updated:
         """See `Updater`."""
-        gradients = self.gradients(state["params"], state["variables"], micro)
-        grads, norm, finite = gradients.grads, gradients.norm, gradients.finite
-        if self._clip_norm is not None:
-            scale = jnp.minimum(1.0, self._clip_norm / jnp.maximum(norm, 1e-12))
-            grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
-        params, others = split(state["params"], self._optimised)
-        grads = jax.tree.map(lambda keep, g: g if keep else None, self._optimised, grads)
-        steps, opt_state = steps_of(
-            self._optimizer, grads, state["opt_state"], params, loss=gradients.loss
-        )
-        others = by_own_rules(self._infos, others, gradients.grads)
-        new = joined(optax.apply_updates(params, steps), others)
-        new = accepted(self._infos, finite, new, state["params"])
-        keep = functools.partial(jnp.where, finite)
-        opt_state = jax.tree.map(keep, opt_state, state["opt_state"])
-        return Updated(params=new, opt_state=opt_state, gradients=gradients, finite=finite)
-
-    def init_state(self, params: Params, shardings: Any) -> Any:
-        """See `Updater`."""
-        init = jax.jit(self._optimizer.init, out_shardings=shardings)
-        return init(chosen(params, self._optimised))
+        return self.updated(state, self.gradients(state["params"], state["variables"], micro))
 
     def pending_shardings(self, replicated: Any) -> None:
         """Nothing is left."""
@@ -141,8 +106,9 @@ class Step:
         self.loss_call = LossCall(merge=gathering.merge, loss=loss)
         self.prepared = preparation(gathering.merge, options.prepare)
         self.layout = StateLayout(bound, spec.infos, learning, self.optimizer, options.variables)
-        self.updater: Updater = streaming_of(self, optimizer) or WholeUpdate(
-            gradient_method_of(self), self.optimizer, spec.infos, self.trainable, options.clip_norm
+        whole = (self.optimizer, spec.infos, self.trainable, options.clip_norm)
+        self.updater: Updater = updater_of(self, optimizer) or WholeUpdate(
+            gradient_method_of(self), *whole
         )
         any_order, vocab = getattr(loss, "any_order", False), vocabulary(spec.infos)
         self.batches = BatchPlacer(bound, options.batch_dims, any_order=any_order, vocab=vocab)
@@ -360,7 +326,8 @@ class Step:
         batch, order = self.batches.in_order(batch)
         with use(self.bound), in_order(order):
             updated = self.updater.update(state, self.microbatches(state, batch))
-        return *self._concluded(state, updated), updated.pending
+        new, metrics = concluded(self.options.after_step, state, updated)
+        return self.layout.constrain(new), metrics, updated.pending
 
     def microbatches(self, state: TrainState, batch: Batch) -> Microbatches:
         """The batch, in the order of the step, prepared and cut up; with the plan in force."""
@@ -370,29 +337,3 @@ class Step:
         micro = cut_up(self.bound, batch, dims, key)
         parts = split(state["params"], self.trainable)
         return with_term_weights(self.loss_call, *parts, state["variables"], micro)
-
-    def _concluded(self, state: TrainState, updated: Updated) -> tuple[TrainState, Metrics]:
-        """The whole state after a step, and its metrics."""
-        gradients, finite = updated.gradients, updated.finite
-        variables = state["variables"]
-        if self.options.after_step is not None:
-            changed = self.options.after_step(variables, gradients.sums)
-            variables = jax.tree.map(lambda a, b: jnp.where(finite, a, b), changed, variables)
-        skipped = state["skipped"] + jnp.where(finite, 0, 1)
-        weights = [weight for _, weight in gradients.totals.values()]
-        metrics = {
-            "loss": gradients.loss,
-            "grad_norm": gradients.norm,
-            "tokens": functools.reduce(jnp.maximum, weights),
-            "skipped": skipped.astype(jnp.float32),
-            **gradients.shown,
-        }
-        new = {
-            "params": updated.params,
-            "opt_state": updated.opt_state,
-            "variables": variables,
-            "step": state["step"] + 1,
-            "rng": state["rng"],
-            "skipped": skipped,
-        }
-        return self.layout.constrain(new), metrics

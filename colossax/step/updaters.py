@@ -1,13 +1,19 @@
 """What a step is made of: who updates the state in its program, and who follows the program."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
+import optax
 
-from colossax.step.gradients.method import GradientMethod
+from colossax.optim import steps_of
+from colossax.step.gathering import accepted
+from colossax.step.gradients.method import GradientMethod, Gradients
 from colossax.step.microbatches import Microbatches
+from colossax.step.trainable import by_own_rules, chosen, joined, split
 from colossax.typing import Metrics, Params, TrainState
 
 RECORDED = ("loss", "grad_norm", "tokens", "skipped")
@@ -76,3 +82,85 @@ class Follower(Protocol):
     def update(self, state: TrainState, pending: Any, metrics: Metrics) -> TrainState:
         """The state with its part of it updated; the metrics are those of the program."""
         ...
+
+
+class WholeRule:
+    """What gradients make of parameters and optimizer state, all at once."""
+
+    def __init__(
+        self,
+        optimizer: optax.GradientTransformation,
+        infos: Any,
+        trainable: Any,
+        clip_norm: float | None,
+    ):
+        """Bind; nothing is traced.
+
+        Args:
+            optimizer: Of the parameters that learn, but for those with a rule of their own.
+            infos: Of all parameters.
+            trainable: Tree of booleans.
+            clip_norm: Global norm that gradients are scaled down to, or None.
+        """
+        self._optimizer = optimizer
+        self._infos = infos
+        self._optimised = jax.tree.map(lambda info, t: t and info.update is None, infos, trainable)
+        self._clip_norm = clip_norm
+
+    def updated(self, state: TrainState, gradients: Gradients) -> Updated:
+        """The state after these gradients of the whole batch."""
+        grads, norm, finite = gradients.grads, gradients.norm, gradients.finite
+        if self._clip_norm is not None:
+            scale = jnp.minimum(1.0, self._clip_norm / jnp.maximum(norm, 1e-12))
+            grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
+        params, others = split(state["params"], self._optimised)
+        grads = jax.tree.map(lambda keep, g: g if keep else None, self._optimised, grads)
+        steps, opt_state = steps_of(
+            self._optimizer, grads, state["opt_state"], params, loss=gradients.loss
+        )
+        others = by_own_rules(self._infos, others, gradients.grads)
+        new = joined(optax.apply_updates(params, steps), others)
+        new = accepted(self._infos, finite, new, state["params"])
+        keep = functools.partial(jnp.where, finite)
+        opt_state = jax.tree.map(keep, opt_state, state["opt_state"])
+        return Updated(params=new, opt_state=opt_state, gradients=gradients, finite=finite)
+
+    def init_state(self, params: Params, shardings: Any) -> Any:
+        """See `Updater`."""
+        init = jax.jit(self._optimizer.init, out_shardings=shardings)
+        return init(chosen(params, self._optimised))
+
+
+def concluded(
+    after_step: Callable | None, state: TrainState, updated: Updated
+) -> tuple[TrainState, Metrics]:
+    """The whole state after a step, and its metrics.
+
+    Args:
+        after_step: See `StepOptions`.
+        state: Before it.
+        updated: What the updater gave.
+    """
+    gradients, finite = updated.gradients, updated.finite
+    variables = state["variables"]
+    if after_step is not None:
+        changed = after_step(variables, gradients.sums)
+        variables = jax.tree.map(lambda a, b: jnp.where(finite, a, b), changed, variables)
+    skipped = state["skipped"] + jnp.where(finite, 0, 1)
+    weights = [weight for _, weight in gradients.totals.values()]
+    metrics = {
+        "loss": gradients.loss,
+        "grad_norm": gradients.norm,
+        "tokens": functools.reduce(jnp.maximum, weights),
+        "skipped": skipped.astype(jnp.float32),
+        **gradients.shown,
+    }
+    new = {
+        "params": updated.params,
+        "opt_state": updated.opt_state,
+        "variables": variables,
+        "step": state["step"] + 1,
+        "rng": state["rng"],
+        "skipped": skipped,
+    }
+    return new, metrics

@@ -27,20 +27,20 @@ def summed_up(grad: Callable, constrain: Callable, xs: Any) -> tuple[Params, Any
     return jax.lax.scan(body, (constrain(zeros[0]), zeros[1]), xs)[0]
 
 
-def accumulable(bound: BoundPlan, infos: Any, grads: Params, *, constrain: bool = True) -> Params:
+def accumulable(bound: BoundPlan, infos: Any, grads: Any, *, constrain: bool = True) -> Any:
     """Gradients in the dtype and the layout in which they are accumulated."""
     dtype = bound.plan.precision.accumulation
     grads = jax.tree.map(lambda g: g.astype(dtype), grads)
     return constrained(bound, infos, grads) if constrain else grads
 
 
-def square_norm(grads: Params) -> Array:
+def square_norm(grads: Any) -> Array:
     """Sum of the squares of all, in float32."""
     wide = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
     return optax.tree_utils.tree_norm(wide, squared=True)
 
 
-def constrained(bound: BoundPlan, infos: Any, grads: Params) -> Params:
+def constrained(bound: BoundPlan, infos: Any, grads: Any) -> Any:
     if bound.single:
         return grads
 

@@ -279,7 +279,7 @@ def _check(cut: CutLoss, outer: int, inner: int) -> None:
     problem = None
     if any(at not in stack for run in cut.runs for at in run.leaves):
         problem = f"parameters of layer stack '{path}' are computed, or do not learn"
-    elif cut.outside_reads & stack:
+    elif (cut.before_reads | cut.after_reads) & stack:
         problem = f"the loss reads parameters of layer stack '{path}' outside of it"
     elif cut.side_reads & own:
         problem = f"side inputs of the layers of stack '{path}' depend on parameters"

@@ -16,6 +16,20 @@ from colossax.sharding.row_major import row_major
 STAGE = MeshAxis.STAGE.value
 
 
+def stream_spec(bound: BoundPlan, x: Any) -> PartitionSpec:
+    """How a part of a stack's carry lies: as the residual stream between blocks; else the batch
+    first."""
+    for dims in (("batch", "seq:residual", "embed"), ("batch", "seq")):
+        if len(dims) > x.ndim:
+            continue
+        named = (*dims, *[None] * (x.ndim - len(dims)))
+        try:
+            return activation_sharding(bound, named, x.shape).spec
+        except PlanError:
+            continue
+    return PartitionSpec(*[None] * x.ndim)
+
+
 class Travel:
     """The carry of a layer stack on its way, `[stages, ...]`.
 
@@ -32,19 +46,7 @@ class Travel:
         """
         self.shapes = shapes
         self._bound = bound
-        self._specs = jax.tree.map(self._spec, shapes)
-
-    def _spec(self, x: Any) -> PartitionSpec:
-        """As the residual stream between blocks; else the batch first."""
-        for dims in (("batch", "seq:residual", "embed"), ("batch", "seq")):
-            if len(dims) > x.ndim:
-                continue
-            named = (*dims, *[None] * (x.ndim - len(dims)))
-            try:
-                return activation_sharding(self._bound, named, x.shape).spec
-            except PlanError:
-                continue
-        return PartitionSpec(*[None] * x.ndim)
+        self._specs = jax.tree.map(lambda x: stream_spec(bound, x), shapes)
 
     def _laid(self, tree: Any, *lead: Any) -> Any:
         mesh = self._bound.mesh

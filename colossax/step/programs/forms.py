@@ -1,0 +1,184 @@
+"""The programs for batches of one form, and such a batch on its way through them."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from colossax.config import MeshAxis
+from colossax.pipeline import Kind, Table, schedule
+from colossax.sharding import RowOrder, in_order, use
+from colossax.sharding.rules import chunks_of
+from colossax.step.batches import BatchPlacer
+from colossax.step.gradients.accumulate import check_counted, objective, with_term_weights
+from colossax.step.loss import Totals
+from colossax.step.microbatches import batch_dims, cut_up
+from colossax.step.programs.chunks import Given, cut_chunks
+from colossax.step.programs.numbered import Leaves, Numbered
+from colossax.step.programs.passes import BothWays, Forward, Underway
+from colossax.step.programs.sending import of_stage, sent
+from colossax.step.programs.stage import Stage
+from colossax.step.trainable import split
+from colossax.typing import Batch, Params
+
+if TYPE_CHECKING:
+    from colossax.step.step import Step
+
+
+def form_of(batch: Batch) -> Any:
+    """What two batches share that the same programs take."""
+    arrays = tuple((name, batch[name].shape, batch[name].dtype) for name in sorted(batch))
+    return type(batch), getattr(batch, "order", None), arrays
+
+
+class Form:
+    """Batches of one form: how they are cut up, and the chunks that they go through.
+
+    Attributes:
+        chunks: Of the loss.
+        table: Who does what when.
+    """
+
+    def __init__(
+        self,
+        step: "Step",
+        numbered: Numbered,
+        stages: Sequence[Stage],
+        placer: BatchPlacer,
+        batch: Batch,
+        *,
+        evaluates: bool,
+        **options: Any,
+    ):
+        """Cut the loss; compile nothing yet.
+
+        Args:
+            step: Its plan and loss are there.
+            numbered: All parameters.
+            stages: All of them.
+            placer: Whose batches these are.
+            batch: One of them, or shapes.
+            evaluates: Whether it is for totals alone, and not for gradients.
+            **options: Of `jax.jit`.
+        """
+        self._step, self._numbered, self._stages = step, numbered, stages
+        self._placer, self._evaluates = placer, evaluates
+        self._cut = [jax.jit(self._cut_up(stage), **options) for stage in stages]
+        shared = {name: step.abstract[name] for name in ("step", "rng", "variables")}
+        arrays, keys, weights = jax.eval_shape(self._cut_up(stages[0]), batch, shared)
+        variables = shared["variables"]
+        given = Given(fixed={}, arrays=arrays, keys=keys, weights=weights, variables=variables)
+        self.count = jax.tree.leaves(arrays)[0].shape[0]
+        loss = self._totals if evaluates else self._value
+        order = _order(placer, batch)
+        self.chunks = cut_chunks(loss, step.bound, numbered, given, order)
+        self.table = _table(step, self.count)
+        apart = any(op.kind is Kind.WEIGHT for _, _, op in self.table.operations())
+        self.passes: Forward = (
+            Forward(self.chunks, **options)
+            if evaluates
+            else BothWays(self.chunks, numbered, given, apart, **options)
+        )
+
+    def run(self, params: Params, shared: dict[str, Any], batch: Batch) -> Underway:
+        """A batch through all chunks; nobody waits for it.
+
+        Args:
+            params: All of them.
+            shared: What all stages have of the state.
+            batch: On the devices.
+        """
+        cut, variables = {}, {}
+        for stage in self._stages:
+            here = {name: of_stage(value, stage.here) for name, value in shared.items()}
+            cut[stage.number] = self._cut[stage.number](of_stage(batch, stage.here), here)
+            variables[stage.number] = here["variables"]
+        leaves = jax.tree.leaves(params)
+        there: dict[tuple[int, int], Any] = {}
+
+        def at(number: int, stage: int) -> Any:
+            if self._numbered.homes[number] == stage:
+                return leaves[number]
+            if (number, stage) not in there:
+                there[number, stage] = sent(leaves[number], self._stages[stage].here)
+            return there[number, stage]
+
+        own = [{n: at(n, chunk.stage) for n in chunk.learning} for chunk in self.chunks]
+        given = []
+        for chunk in self.chunks:
+            arrays, keys, weights = cut[chunk.stage]
+            fixed = {n: at(n, chunk.stage) for n in chunk.fixed}
+            given.append(
+                Given(
+                    fixed=fixed,
+                    arrays=arrays,
+                    keys=keys,
+                    weights=weights,
+                    variables=variables[chunk.stage],
+                )
+            )
+        return self.passes.run(self.table, own, given)
+
+    def gradients(self, underway: Underway) -> list[list[Leaves]]:
+        """Of each stage what chunks found of its parameters, wherever they are."""
+        found: list[list[Leaves]] = [[] for _ in self._stages]
+        homes = self._numbered.homes
+        for chunk, grads in zip(self.chunks, underway.grads, strict=True):
+            for stage in self._stages:
+                own = {at: g for at, g in grads.items() if homes[at] == stage.number}
+                if own and stage.number != chunk.stage:
+                    own = sent(own, stage.here)
+                if own:
+                    found[stage.number].append(own)
+        return found
+
+    def _cut_up(self, stage: Stage) -> Callable[..., tuple[Any, Any, Any]]:
+        """`(batch, shared) -> (arrays, keys, weights of terms)` on a stage's devices."""
+        step, numbered = self._step, self._numbered
+
+        def cut(batch: Batch, shared: dict[str, Any]) -> tuple[Any, Any, Any]:
+            with use(stage.here):
+                batch, order = self._placer.in_order(batch)
+                with in_order(order):
+                    dims = batch_dims(batch, step.options.batch_dims)
+                    if self._evaluates:
+                        micro = cut_up(step.bound, batch, dims, jax.random.key(0))
+                        return micro.arrays, None, None
+                    key = jax.random.fold_in(
+                        jax.random.wrap_key_data(shared["rng"]), shared["step"]
+                    )
+                    micro = cut_up(step.bound, batch, dims, key)
+                    nothing = [jnp.zeros(x.shape, x.dtype) for x in numbered.shapes]
+                    params = numbered.tree(dict(enumerate(nothing)))
+                    parts = split(params, step.trainable)
+                    micro = with_term_weights(step.loss_call, *parts, shared["variables"], micro)
+                    return micro.arrays, micro.keys, micro.term_weights
+
+        return cut
+
+    def _value(
+        self, params: Params, microbatch: Batch, key: Any, weights: Any, variables: Any
+    ) -> Any:
+        return objective(*self._step.loss_call(params, microbatch, variables, key), weights)
+
+    def _totals(
+        self, params: Params, microbatch: Batch, key: Any, weights: Any, variables: Any
+    ) -> tuple[Any, Totals]:
+        terms, metrics = self._step.loss_call(params, microbatch, variables, None)
+        check_counted(terms, self.count)
+        totals = {**{name: term[:2] for name, term in terms.items()}, **metrics}
+        return jnp.zeros(()), totals
+
+
+def _order(placer: BatchPlacer, batch: Batch) -> RowOrder:
+    """In which tokens lie when the loss sees them."""
+    found = []
+    jax.eval_shape(lambda batch: found.append(placer.in_order(batch)[1]), batch)
+    return found[0]
+
+
+def _table(step: "Step", microbatches: int) -> Table:
+    asked, chunks = step.bound.plan.pipeline, chunks_of(step.bound).chunks
+    stages = step.bound.mesh.shape[MeshAxis.STAGE]
+    return schedule(asked.resolved, stages, microbatches, chunks, "free")

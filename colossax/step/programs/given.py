@@ -1,0 +1,57 @@
+"""Plans that programs of stages cannot follow, refused before anything is traced."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from colossax.config import BoundPlan, MeshAxis
+from colossax.errors import PlanError
+from colossax.optim import is_layerwise
+from colossax.sharding import batch_axes
+from colossax.sharding.rules import chunks_of
+from colossax.step.options import StepOptions
+
+_INSTEAD = "leave plan.pipeline.cuts out, which gives one program for all stages"
+
+
+def check_programs(bound: BoundPlan, optimizer: Any, options: StepOptions) -> None:
+    """Refuse what programs of stages do not do.
+
+    Raises:
+        PlanError: Names the setting and what would work.
+    """
+    chunks_of(bound)
+    plan = bound.plan
+    if any(d.process_index != jax.process_index() for d in bound.mesh.devices.flat):
+        raise PlanError(
+            "plan.pipeline.cuts: programs of stages run in one process in this version, and the"
+            f" devices are of several; {_INSTEAD}"
+        )
+    if plan.offload.wanted or any(not s.placement.all_on_device for s in plan.segments):
+        stages = bound.mesh.shape[MeshAxis.STAGE]
+        raise PlanError(
+            f"plan.offload: layers that {stages} stages share stay on the devices in this version;"
+            " give offload none, or mesh axis 'stage' size 1"
+        )
+    if plan.batch.reduce_once and batch_axes(bound):
+        raise PlanError(
+            "plan.batch.reduce_once: programs of stages reduce gradients for each microbatch in"
+            f" this version; switch it off, or {_INSTEAD}"
+        )
+    if plan.pipeline.gather == "step":
+        raise PlanError(
+            "plan.pipeline.gather: programs of stages gather weights for each microbatch in this"
+            f" version; give microbatch, or {_INSTEAD}"
+        )
+    if options.prepare is not None:
+        raise PlanError(
+            "prepare: it reads the whole model, of which programs of stages have a part each;"
+            f" {_INSTEAD}"
+        )
+    if isinstance(optimizer, Mapping) or not is_layerwise(optimizer):
+        raise PlanError(
+            "plan.pipeline.cuts: each stage updates what it holds, and this optimizer does not say"
+            " that it may; give one of colossax.optim, mark your `dims -> transformation` with"
+            f" colossax.optim.layerwise, or {_INSTEAD}"
+        )

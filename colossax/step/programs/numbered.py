@@ -1,0 +1,59 @@
+"""All parameters of a step, by number."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jaxtyping import Array
+
+from colossax.sharding.rules import home_stage
+from colossax.typing import ParamInfo
+
+if TYPE_CHECKING:
+    from colossax.step.step import Step
+
+Leaves = dict[int, Array]
+"""Parameters by their number among all."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Numbered:
+    """All parameters, by their number in the tree.
+
+    Attributes:
+        infos: Of each.
+        shapes: Likewise.
+        learns: Whether it does.
+        homes: Number of the stage that holds it.
+        structure: Of the tree.
+    """
+
+    infos: Sequence[ParamInfo]
+    shapes: Sequence[Any]
+    learns: Sequence[bool]
+    homes: Sequence[int]
+    structure: Any
+
+    @classmethod
+    def of(cls, step: "Step") -> "Numbered":
+        """Those of a step."""
+        infos, structure = jax.tree.flatten(step.spec.infos)
+        return cls(
+            infos=infos,
+            shapes=[
+                jax.ShapeDtypeStruct(i.shape, i.at_rest(step.bound.plan.precision.params))
+                for i in infos
+            ],
+            learns=jax.tree.leaves(step.trainable),
+            homes=[home_stage(step.bound, info) for info in infos],
+            structure=structure,
+        )
+
+    def shapes_of(self, numbers: Sequence[int]) -> dict[int, Any]:
+        """Of some."""
+        return {at: self.shapes[at] for at in numbers}
+
+    def tree(self, leaves: Mapping[int, Any]) -> Any:
+        """These in the tree, None in place of the others."""
+        return jax.tree.unflatten(self.structure, [leaves.get(at) for at in range(len(self.infos))])

@@ -1,0 +1,250 @@
+"""The microbatches of a batch on their way through programs of stages, as a table says."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from colossax.layerwise import added
+from colossax.pipeline import Kind, Op, Table
+from colossax.sharding import use
+from colossax.step.gradients.sums import accumulable
+from colossax.step.programs.chunks import Chunk, Given
+from colossax.step.programs.numbered import Leaves, Numbered
+from colossax.step.programs.sending import sent
+
+_BACK = (Kind.BACKWARD, Kind.INPUT)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Underway:
+    """What has been dispatched of a batch.
+
+    Attributes:
+        params: Of each chunk, parameters that it reads and that learn.
+        given: Of each chunk.
+        grads: Of each chunk, added up so far.
+        found: What the last chunk has given so far.
+        inputs: By position and microbatch, what waits for its forward pass.
+        sums: By microbatch, what layers counted, where the last chunk is.
+        kept: By position and microbatch, what forward keeps for backward.
+        back: Likewise, what waits for the backward pass: gradients of output and sums.
+        pending: Likewise, what the weight gradients need.
+    """
+
+    params: Sequence[Leaves]
+    given: Sequence[Given]
+    grads: list[Leaves]
+    found: Any
+    inputs: dict[tuple[int, int], Any] = dataclasses.field(default_factory=dict)
+    sums: dict[int, list[Any]] = dataclasses.field(default_factory=dict)
+    kept: dict[tuple[int, int], Any] = dataclasses.field(default_factory=dict)
+    back: dict[tuple[int, int], Any] = dataclasses.field(default_factory=dict)
+    pending: dict[tuple[int, int], Any] = dataclasses.field(default_factory=dict)
+
+
+class Forward:
+    """Forward passes alone: what the loss gives, added up over the microbatches."""
+
+    def __init__(self, chunks: Sequence[Chunk], **options: Any):
+        """Compile nothing yet.
+
+        Args:
+            chunks: Of the loss.
+            **options: Of `jax.jit`.
+        """
+        self.chunks = chunks
+        self.last = len(chunks) - 1
+        self._forward = [jax.jit(_applied(chunk), **options) for chunk in chunks]
+        self._added = jax.jit(added, **options)
+
+    def start(self, params: Sequence[Leaves], given: Sequence[Given]) -> Underway:
+        """Nothing has been done."""
+        return Underway(params=params, given=given, grads=[], found=None)
+
+    def run(self, table: Table, params: Sequence[Leaves], given: Sequence[Given]) -> Underway:
+        """All of a table; what is dispatched waits for its inputs, and this for nothing.
+
+        Args:
+            table: Of the chunks' positions.
+            params: See `Underway`.
+            given: Likewise.
+        """
+        underway = self.start(params, given)
+        for _, stage, op in table.operations():
+            self._do(op, table.position(stage, op.chunk), underway)
+        return underway
+
+    def _do(self, op: Op, position: int, at: Underway) -> None:
+        if op.kind is Kind.FORWARD:
+            self.forward(position, op.microbatch, at)
+
+    def forward(self, position: int, microbatch: int, at: Underway) -> None:
+        """The forward pass of a chunk."""
+        start = self._start(position, microbatch, at)
+        given = at.given[position]
+        found = self._forward[position](at.params[position], start, given, jnp.int32(microbatch))
+        self._send(position, microbatch, at, *found)
+
+    def _start(self, position: int, microbatch: int, at: Underway) -> Any:
+        start = at.inputs.pop((position, microbatch)) if position else ()
+        return (start, at.sums.pop(microbatch)) if position == self.last else start
+
+    def _send(self, position: int, microbatch: int, at: Underway, out: Any, sums: Any) -> None:
+        """A chunk's output to the next one, what its layers counted to the last one."""
+        if position == self.last:
+            found = (out, sums)
+            at.found = found if at.found is None else self._added(at.found, found)
+            return
+        there = self.chunks[position + 1].bound
+        at.inputs[position + 1, microbatch] = sent(out, there)
+        at.sums.setdefault(microbatch, []).extend(sent(sums, self.chunks[self.last].bound))
+
+
+class BothWays(Forward):
+    """Forward and backward passes."""
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        numbered: Numbered,
+        given: Given,
+        apart: bool,
+        **options: Any,
+    ):
+        """Trace each chunk; compile nothing yet.
+
+        Args:
+            chunks: Of the loss.
+            numbered: All parameters.
+            given: Shapes of what chunks get, parameters left out.
+            apart: Whether input and weight gradients are programs of their own.
+            **options: Of `jax.jit`.
+        """
+        super().__init__(chunks, **options)
+        self._parts = [_Part(chunk, numbered, given, apart) for chunk in chunks]
+        jit = functools.partial(jax.jit, **options)
+        self._forward = [jit(part.forward) for part in self._parts]
+        self._backward = [jit(part.backward, donate_argnums=1) for part in self._parts]
+        self._input = [jit(part.input_gradient) for part in self._parts]
+        self._weight = [jit(part.weight_gradient, donate_argnums=1) for part in self._parts]
+        self._zeros = [jit(part.zeros) for part in self._parts]
+
+    def start(self, params: Sequence[Leaves], given: Sequence[Given]) -> Underway:
+        """Nothing has been done."""
+        zeros: list[Leaves] = [make() for make in self._zeros]
+        return Underway(params=params, given=given, grads=zeros, found=None)
+
+    def _do(self, op: Op, position: int, at: Underway) -> None:
+        if op.kind is Kind.FORWARD:
+            self.forward(position, op.microbatch, at)
+        elif op.kind in _BACK:
+            self.backward(position, op.microbatch, at, apart=op.kind is Kind.INPUT)
+        else:
+            pending = at.pending.pop((position, op.microbatch))
+            at.grads[position] = self._weight[position](pending, at.grads[position])
+
+    def forward(self, position: int, microbatch: int, at: Underway) -> None:
+        """The forward pass of a chunk, what backward needs kept."""
+        start = self._start(position, microbatch, at)
+        given = at.given[position]
+        found = self._forward[position](at.params[position], start, given, jnp.int32(microbatch))
+        (out, sums), at.kept[position, microbatch] = found
+        self._send(position, microbatch, at, out, sums)
+
+    def backward(self, position: int, microbatch: int, at: Underway, *, apart: bool) -> None:
+        """Gradients of a chunk's input, and unless they come apart of its parameters."""
+        kept = at.kept.pop((position, microbatch))
+        by = at.back.pop((position, microbatch)) if position < self.last else None
+        args = (at.given[position], jnp.int32(microbatch), kept, by)
+        if apart:
+            before, at.pending[position, microbatch] = self._input[position](
+                at.params[position], *args
+            )
+        else:
+            before, at.grads[position] = self._backward[position](
+                at.params[position], at.grads[position], *args
+            )
+        if position == self.last:
+            before, sums = before
+            for number, chunk in enumerate(self.chunks[: self.last]):
+                count = len(chunk.output[1])
+                at.back[number, microbatch] = (None, sent(sums[:count], chunk.bound))
+                sums = sums[count:]
+        if position:
+            there = self.chunks[position - 1].bound
+            _, sums = at.back[position - 1, microbatch]
+            at.back[position - 1, microbatch] = (sent(before, there), sums)
+
+
+def _applied(chunk: Chunk) -> Callable:
+    """A chunk's forward pass, of which nothing is kept."""
+
+    def forward(*args: Any) -> Any:
+        with use(chunk.bound):
+            out, sums = chunk.apply(*args)
+            return chunk.laid_out(out), sums
+
+    return forward
+
+
+class _Part:
+    """What is traced of one chunk."""
+
+    def __init__(self, chunk: Chunk, numbered: Numbered, given: Given, apart: bool):
+        self.chunk = chunk
+        self._infos = {at: numbered.infos[at] for at in chunk.learning}
+        self._shapes = numbered.shapes_of(chunk.learning)
+        self.layer = chunk.layer(numbered, given)
+        with use(chunk.bound):
+            self._apart = self.layer.transpose_apart() if apart else None
+
+    def zeros(self) -> Leaves:
+        """Gradients of nothing."""
+        zeros = {at: jnp.zeros(x.shape, x.dtype) for at, x in self._shapes.items()}
+        return accumulable(self.chunk.bound, self._infos, zeros)
+
+    def forward(self, params: Leaves, start: Any, given: Given, number: Any) -> Any:
+        """`((output, sums), kept)`."""
+        with use(self.chunk.bound):
+            (out, sums), kept = self.layer.forward(params, start, given, number)
+            return (self.chunk.laid_out(out), sums), kept
+
+    def backward(
+        self, params: Leaves, grads: Leaves, given: Given, number: Any, kept: Any, by: Any
+    ) -> tuple[Any, Leaves]:
+        """Gradient of the input, and gradients with those of the parameters added."""
+        with use(self.chunk.bound):
+            found = self.layer.transpose(params, given, number, kept, self._by(by))
+            return self._back(found.carry), self._added(grads, found.params)
+
+    def input_gradient(self, params: Leaves, given: Given, number: Any, kept: Any, by: Any) -> Any:
+        """Gradient of the input, and what those of the parameters need."""
+        assert self._apart is not None
+        with use(self.chunk.bound):
+            carry, _, pending = self._apart[0](params, given, number, kept, self._by(by))
+            return self._back(carry), pending
+
+    def weight_gradient(self, pending: Any, grads: Leaves) -> Leaves:
+        """Gradients with those of the parameters added."""
+        assert self._apart is not None
+        with use(self.chunk.bound):
+            return self._added(grads, self._apart[1](pending))
+
+    def _by(self, by: Any) -> Any:
+        """Gradient by output and sums; of the loss itself 1, by what it gave beside it 0."""
+        if by is not None:
+            return by
+        value, others = self.chunk.output
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), others)
+        return jnp.ones(value.shape, value.dtype), zeros
+
+    def _back(self, carry: Any) -> Any:
+        return self.chunk.laid_out(carry)
+
+    def _added(self, grads: Leaves, more: Leaves) -> Leaves:
+        more = accumulable(self.chunk.bound, self._infos, more)
+        return jax.tree.map(jnp.add, grads, more)

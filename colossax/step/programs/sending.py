@@ -1,0 +1,48 @@
+"""Arrays of a whole mesh as one stage has them, and from stage to stage."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from colossax.config import BoundPlan
+
+
+def of_stage(tree: Any, here: BoundPlan) -> Any:
+    """Arrays that lie alike on all stages, as those of one: the same memory."""
+    devices = set(here.mesh.devices.flat)
+
+    def one(x: Array) -> Array:
+        sharding = NamedSharding(here.mesh, x.sharding.spec)  # type: ignore[attr-defined]
+        shards = [shard.data for shard in x.addressable_shards if shard.device in devices]
+        return jax.make_array_from_single_device_arrays(x.shape, sharding, shards, dtype=x.dtype)
+
+    return jax.tree.map(one, tree)
+
+
+def of_all(bound: BoundPlan, trees: Sequence[Any]) -> Any:
+    """What all stages have computed alike, as arrays of the whole mesh: the same memory."""
+
+    def one(*parts: Array) -> Array:
+        spec = parts[0].sharding.spec  # type: ignore[attr-defined]
+        shards = [shard.data for part in parts for shard in part.addressable_shards]
+        sharding = NamedSharding(bound.mesh, spec)
+        return jax.make_array_from_single_device_arrays(
+            parts[0].shape, sharding, shards, dtype=parts[0].dtype
+        )
+
+    return jax.tree.map(one, *trees)
+
+
+def sent(tree: Any, there: BoundPlan) -> Any:
+    """Arrays of one stage on the devices of another, split as they are; nobody waits."""
+    leaves, structure = jax.tree.flatten(tree)
+    shardings = [NamedSharding(there.mesh, _spec(x)) for x in leaves]
+    return jax.tree.unflatten(structure, jax.device_put(leaves, shardings))
+
+
+def _spec(x: Array) -> PartitionSpec:
+    sharding = x.sharding
+    return sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()

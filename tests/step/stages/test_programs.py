@@ -1,0 +1,152 @@
+"""Stages of unequal sizes, each with a program of its own, equal one device.
+
+The default run takes a few cases, `-m sweep` all others.
+"""
+
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from colossax.config import BatchConfig, PipelineConfig, Plan, Segment, preset
+from colossax.errors import PlanError
+from colossax.offload import resolved_segments
+from colossax.optim import adamw, layerwise
+from tests.oracle import assert_losses_close, assert_trees_close
+from tests.step import test_parallel_oracle as oracle
+from tests.step.stages.test_stages import FULL, devices_of, start, step_of
+
+KEEPING = layerwise(lambda dims: optax.sgd(1e-3, momentum=0.0))
+"""Its state is the gradients of the last step."""
+
+
+def cut(params, plan):
+    """Parameters of a stack of eight layers as the plan's segments have them."""
+    rows, parts, at = params["layers"]["segments"][0], {}, 0
+    for number, segment in enumerate(resolved_segments(plan, 8)):
+        of = slice(at, at + segment.count) if segment.count > 1 else at
+        parts[number] = jax.tree.map(lambda x, of=of: x[of], rows)
+        at += segment.count
+    return {**params, "layers": {"segments": parts}}
+
+
+def after_a_step(model, plan, rows):
+    """Gradients and metrics."""
+    step = step_of(model, plan, devices_of(plan) if plan.mesh else oracle.ONE, KEEPING)
+    params = cut(start(model), plan)
+    state = step.init_from(jax.device_put(params, step.shardings["params"]))
+    state, metrics = step(state, oracle.batch(model, rows=rows))
+    grads = jax.tree.map(np.array, state["opt_state"][0].trace)
+    return grads, {name: np.array(value) for name, value in metrics.items()}
+
+
+@functools.cache
+def truth(model, rows):
+    return after_a_step(model, Plan(), rows)
+
+
+def assert_equals_one_device(model, plan, rows=8):
+    grads, metrics = after_a_step(model, plan, rows)
+    want, right = truth(model, rows)
+    assert_trees_close(grads, cut(want, plan))
+    assert metrics.keys() == right.keys()
+    for name, value in right.items():
+        assert_losses_close(metrics[name], value)
+
+
+def uneven(mesh, *cuts, count=4, name="zero3", layout=None, segments=FULL, **more):
+    pipeline = PipelineConfig(microbatches=count, cuts=cuts, **more)
+    layout = {"tensor_layout": layout} if layout else {}
+    return preset(name, mesh=mesh, segments=segments, pipeline=pipeline, **layout)
+
+
+@pytest.mark.catches("programs-tied-half")
+@pytest.mark.catches("programs-own-norm")
+def test_uneven_stages_equal_one_device():
+    assert_equals_one_device("gpt2", uneven({"stage": 2, "fsdp": 2}, 5, 3))
+
+
+CASES = {
+    "untied": ("llama", uneven({"stage": 2, "fsdp": 2}, 5, 3)),
+    "a ring": ("packed", uneven({"stage": 2, "ring": 2, "tensor": 2}, 1, 7)),
+    "four": ("bloom", uneven({"stage": 4, "fsdp": 2}, 3, 2, 2, 1)),
+    "gpipe": ("llama", uneven({"stage": 2, "ulysses": 2}, 3, 5, schedule="gpipe")),
+    "zb_h1": ("llama", uneven({"stage": 2, "data": 2}, 3, 5, schedule="zb_h1")),
+    "interleaved": ("gpt2", uneven({"stage": 2}, 1, 3, 2, 2, chunks=2)),
+    "zb_v, tied": ("gpt2", uneven({"stage": 2}, 1, 3, 2, 2, schedule="zb_v")),
+    "zb_h1, all kept": (
+        "llama",
+        uneven({"stage": 2, "fsdp": 2}, 3, 5, schedule="zb_h1", segments=(Segment(),)),
+    ),
+    "2d": ("llama", uneven({"stage": 2, "row": 2, "col": 2}, 2, 6, layout="2d")),
+    "fewer microbatches than stages": ("llama", uneven({"stage": 4}, 2, 1, 4, 1, count=2)),
+    "rows that do not divide": ("llama", uneven({"stage": 3}, 2, 3, 3, count=3)),
+    "policies": (
+        "llama",
+        uneven(
+            {"stage": 2, "fsdp": 2},
+            5,
+            3,
+            segments=(Segment(count=4, remat="full"), Segment(count=4)),
+        ),
+    ),
+}
+
+
+def test_it_trains_evaluates_saves_and_goes_on_elsewhere(tmp_path):
+    plan = uneven({"stage": 2, "fsdp": 2}, 3, 5, count=2)
+    one, step = (
+        step_of("llama", p, devices_of(p) if p.mesh else oracle.ONE, adamw(1e-2))
+        for p in (Plan(), plan)
+    )
+    batch = oracle.batch("llama", rows=8)
+    right, state = one.init(3), step.init(3)
+    for _ in range(3):
+        right, wanted = one(right, batch)
+        state, metrics = step(state, batch)
+        assert_losses_close(metrics["loss"], wanted["loss"])
+    assert int(state["step"]) == 3
+    evaluated, whole = (
+        {name: np.array(total) / np.array(weight) for name, (total, weight) in found.items()}
+        for found in (step.evaluate(state, batch), one.evaluate(right, batch))
+    )
+    for name, mean in whole.items():
+        assert_losses_close(evaluated[name], mean)
+    step.save(tmp_path, state)
+    moved = one.restore(tmp_path)
+    back = step.restore(tmp_path)
+    for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(back), strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+    moved, wanted = one(moved, batch)
+    state, metrics = step(state, batch)
+    assert_losses_close(metrics["loss"], wanted["loss"])
+
+
+REFUSED = {
+    "another sum": ({"cuts": (5, 4)}, {}, "5, 4 are 9 layers, and the stack has 8"),
+    "as many as no stages": ({"cuts": (5, 2, 1)}, {}, "3 numbers for 2 stages"),
+    "gathered once": ({"cuts": (5, 3), "gather": "step"}, {}, "plan.pipeline.gather"),
+    "reduced once": ({"cuts": (5, 3)}, {"batch": BatchConfig(reduce_once=True)}, "reduce_once"),
+}
+
+
+@pytest.mark.parametrize(("pipeline", "more", "told"), REFUSED.values(), ids=REFUSED)
+def test_what_programs_of_stages_do_not_do_is_refused(pipeline, more, told):
+    plan = Plan(mesh={"stage": 2, "fsdp": 2}, pipeline=PipelineConfig(**pipeline), **more)
+    with pytest.raises(PlanError, match=told):
+        step_of("llama", plan, devices_of(plan), KEEPING)
+
+
+@pytest.mark.catches("programs-any-optimizer")
+def test_an_optimizer_that_may_look_at_all_parameters_is_refused():
+    plan = uneven({"stage": 2}, 5, 3)
+    with pytest.raises(PlanError, match="layerwise"):
+        step_of("llama", plan, devices_of(plan), optax.adam(1e-3))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("model", "plan"), CASES.values(), ids=CASES)
+def test_every_form_equals_one_device(model, plan):
+    assert_equals_one_device(model, plan)
