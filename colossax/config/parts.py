@@ -86,7 +86,7 @@ class PipelineConfig:
         microbatches: How many each microstep of `batch.accumulation` is cut into; None: what
             `batch.microbatch` gives, or four times as many as stages where the rows suffice.
         chunks: Parts of the model on each stage that are not neighbours; more of them, shorter
-            bubbles and more messages.
+            bubbles and more messages. `zb_v` has two.
         gather: How often the layers' weights are gathered over the axes that split tokens: for each
             `microbatch`, forward and backward; or once a `step`, for memory that holds a stage's
             weights whole in the compute dtype.
@@ -110,6 +110,11 @@ class PipelineConfig:
         if self.schedule != "auto":
             return self.schedule
         return "interleaved" if self.chunks > 1 else "1f1b"
+
+    @property
+    def chunks_of_stage(self) -> int:
+        """How many parts of the model a stage has: `chunks`, and of `zb_v` two."""
+        return 2 if self.schedule == "zb_v" and self.chunks == 1 else self.chunks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,7 @@ def resolved_segments(plan: Plan, layers: int) -> tuple[Segment, ...]:
 
 def _in_chunks(plan: Plan, runs: list[Segment], layers: int) -> list[Segment]:
     """Runs cut where the chunks of a pipeline begin."""
-    chunks = plan.pipeline.chunks if plan.mesh.get(MeshAxis.STAGE, 1) != 1 else 1
+    chunks = plan.pipeline.chunks_of_stage if plan.mesh.get(MeshAxis.STAGE, 1) != 1 else 1
     if chunks == 1:
         return runs
     if layers % chunks:

@@ -102,14 +102,18 @@ class Pass:
 
     def backward(self, at):
         """What the layer before waits for; its weights' gradient is left pending."""
-        inputs, _ = self.layers[at[0]].transpose_apart()
-        found = inputs(*self.inputs(at), self.kept[at], (self.dcarry, {}))
+        apart = self.layers[at[0]].apart()
+        found = apart.input_gradient(*self.inputs(at), self.kept[at], (self.dcarry, {}))
         self.dcarry, more, self.pending[at] = found
         self.dside = jax.tree.map(jnp.add, self.dside, more)
 
+    def weights(self, at):
+        apart = self.layers[at[0]].apart()
+        return apart.weight_gradient(*self.inputs(at), self.kept[at], self.pending[at])
+
     def gradients(self):
         """By all parameters, those of the layers' weights made now."""
-        rows = {at: self.layers[at[0]].transpose_apart()[1](self.pending[at]) for at in self.order}
+        rows = {at: self.weights(at) for at in self.order}
         stacks = [
             jax.tree.map(lambda *xs: jnp.stack(xs), *[rows[at] for at in self.order if at[0] == r])
             for r in range(len(self.runs))
@@ -153,15 +157,17 @@ def dots(program, *args):
 
 
 @pytest.mark.catches("apart-repeats")
-def test_the_two_parts_of_a_transpose_share_no_matmul():
-    loss, params = language_model(Plan(segments=(Segment(),)))
+@pytest.mark.parametrize("remat", ["none", "full", "dots", "qkv+mlp"])
+def test_the_two_parts_of_a_transpose_share_no_matmul(remat):
+    loss, params = language_model(Plan(segments=(Segment(remat=remat),)))
     one = Pass(cut_loss(loss, params, batch(0)), params, batch(0))
     (layer,), at = one.layers, (0, 0)
     one.forward(at)
-    inputs, weights = layer.transpose_apart()
+    apart = layer.apart()
     args = (*one.inputs(at), one.kept[at], (one.carry, {}))
-    _, _, pending = inputs(*args)
-    first, second = dots(inputs, *args), dots(weights, pending)
+    *_, pending = apart.input_gradient(*args)
+    first = dots(apart.input_gradient, *args)
+    second = dots(apart.weight_gradient, *args[:-1], pending)
     assert second == 7  # one for each matrix of the layer
     assert first + second == dots(layer.transpose, *args)
 

@@ -5,9 +5,6 @@ from colossax.errors import PlanError
 from colossax.pipeline import Table, schedule
 from colossax.sharding import batch_axes
 
-SPLIT = ("zb_h1", "zb_v")
-"""Schedules whose backward passes are in two parts."""
-
 
 def table_of(bound: BoundPlan, microbatches: int) -> Table:
     """The plan's schedule of so many microbatches.
@@ -16,7 +13,7 @@ def table_of(bound: BoundPlan, microbatches: int) -> Table:
         PlanError: The schedule cannot have the plan's chunks.
     """
     asked, stages = bound.plan.pipeline, bound.mesh.shape[MeshAxis.STAGE]
-    return schedule(asked.resolved, stages, microbatches, asked.chunks, "lockstep")
+    return schedule(asked.resolved, stages, microbatches, asked.chunks_of_stage, "lockstep")
 
 
 def check_stages(bound: BoundPlan) -> None:
@@ -28,11 +25,6 @@ def check_stages(bound: BoundPlan) -> None:
     stages, plan = bound.mesh.shape[MeshAxis.STAGE], bound.plan
     if stages == 1:
         return
-    if plan.pipeline.schedule in SPLIT:
-        raise PlanError(
-            f"plan.pipeline.schedule: '{plan.pipeline.schedule}' is priced and drawn but not run in"
-            " this version; give 1f1b, or interleaved with chunks"
-        )
     table_of(bound, 1)
     if plan.offload.wanted or any(not s.placement.all_on_device for s in plan.segments):
         raise PlanError(
