@@ -90,12 +90,16 @@ class PipelineConfig:
         gather: How often the layers' weights are gathered over the axes that split tokens: for each
             `microbatch`, forward and backward; or once a `step`, for memory that holds a stage's
             weights whole in the compute dtype.
+        table: Path of a table of one's own in place of a schedule by name, as
+            `colossax.pipeline.Table.to_json` writes it, for the plan's stages, chunks and
+            microbatches. Evaluation goes forward without it.
     """
 
     schedule: str = dataclasses.field(default="auto", metadata={"choices": SCHEDULES})
     microbatches: Annotated[int, Bound(low=1, told="1 or more microbatches")] | None = None
     chunks: Annotated[int, Bound(low=1, told="1 or more chunks")] = 1
     gather: str = dataclasses.field(default="microbatch", metadata={"choices": GATHERS})
+    table: str | None = None
 
     def __post_init__(self):
         check_types(self, "pipeline", error=PlanError)
@@ -103,10 +107,17 @@ class PipelineConfig:
             value = getattr(self, field)
             if value not in known:
                 raise PlanError(f"pipeline.{field}: unknown '{value}'{nearest(value, known)}")
+        if self.table is not None and self.schedule != "auto":
+            raise PlanError(
+                f"pipeline: both schedule '{self.schedule}' and table '{self.table}' are given;"
+                " leave one of them out"
+            )
 
     @property
     def resolved(self) -> str:
-        """The schedule, `auto` decided."""
+        """The schedule, `auto` decided; a table's path."""
+        if self.table is not None:
+            return self.table
         if self.schedule != "auto":
             return self.schedule
         return "interleaved" if self.chunks > 1 else "1f1b"

@@ -16,7 +16,7 @@ class StageCost:
     """A schedule as the program runs it, on every stage alike.
 
     Attributes:
-        schedule: Its name.
+        schedule: Its name, or the path of a table of one's own.
         table: What each stage does in each tick.
         report: What that takes, backward being twice as long as forward.
         layers: Of each stage and chunk, the first and the last layer.

@@ -38,7 +38,7 @@ def followed(routes, stages):
     arrived = [[[None] * stages for _ in range(count)] for count in routes.waiting]
     returned = [[[None] * stages for _ in range(count)] for count in routes.returning]
     turned = [None] * routes.turning
-    kept = [[None] * stages for _ in range(max(routes.kept, routes.held))]
+    kept, held = ([[None] * stages for _ in range(n)] for n in (routes.kept, routes.held))
     pending = [[None] * stages for _ in range(routes.pending)]
     ends, returns, learned = {}, {}, []
     chunks = len(routes.order)
@@ -64,7 +64,7 @@ def followed(routes, stages):
             if ahead.active[tick, s]:
                 assert here[0] == ahead.microbatch[tick, s]
                 out[s] = (*here, ("f", place(ahead, tick, s)))
-        kept[tick % len(kept)] = out
+        kept[tick % len(kept)] = held[tick % len(held)] = out
         if routes.ends[tick] >= 0:
             ends[routes.ends[tick]] = turned[tick % routes.turning] = out[routes.last]
         for s in range(stages):
@@ -84,7 +84,7 @@ def followed(routes, stages):
                 one = pending[late.source[tick, s] % routes.pending][s]
                 assert one[0] == late.microbatch[tick, s]
                 assert one[-1] == ("b", place(late, tick, s))
-                assert kept[late.forward[tick, s] % len(kept)][s] == one[: one[-1][1] + 2]
+                assert held[late.forward[tick, s] % len(held)][s] == one[: one[-1][1] + 2]
                 learned.append((one[0], one[-1][1]))
         if routes.returns[tick] >= 0:
             returns[routes.returns[tick]] = before[routes.first]
