@@ -11,6 +11,7 @@ from colossax.layerwise import Layer, Scanned, cut_loss, running
 from colossax.models import LlamaConfig, maker
 from colossax.nn import describe, initialise
 from colossax.offload import fetch
+from colossax.planner.traced_flops import traced_flops
 from colossax.sharding import use
 from colossax.tasks import next_token_loss
 from tests.oracle import assert_trees_close
@@ -156,6 +157,10 @@ def dots(program, *args):
     return str(jax.make_jaxpr(program)(*args)).count("dot_general")
 
 
+def flops(program, *args):
+    return traced_flops(jax.make_jaxpr(program)(*args)).flops
+
+
 @pytest.mark.catches("apart-repeats")
 @pytest.mark.parametrize("remat", ["none", "full", "dots", "qkv+mlp"])
 def test_the_two_parts_of_a_transpose_share_no_matmul(remat):
@@ -170,6 +175,8 @@ def test_the_two_parts_of_a_transpose_share_no_matmul(remat):
     second = dots(apart.weight_gradient, *args[:-1], pending)
     assert second == 7  # one for each matrix of the layer
     assert first + second == dots(layer.transpose, *args)
+    parts = flops(apart.input_gradient, *args) + flops(apart.weight_gradient, *args[:-1], pending)
+    assert parts == pytest.approx(flops(layer.transpose, *args), rel=0.01)
 
 
 def test_what_cannot_be_cut_is_refused():
