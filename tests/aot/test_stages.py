@@ -9,6 +9,7 @@ from colossax.aot import parse_target
 from colossax.config import BatchConfig, PipelineConfig
 from colossax.planner import inspect_run
 from colossax.recipes import recipe
+from tests.aot.executed import executed_flops
 
 pytestmark = pytest.mark.aot
 
@@ -18,14 +19,20 @@ ROW_BYTES = 8192 * 4096 * 2  # a microbatch between two stages, bfloat16
 
 
 @functools.cache
-def inspected(microbatches, layers=32):
+def inspected(microbatches, layers=32, schedule="1f1b", chunks=1):
     """Llama 3 8B, rows of 8192, full recomputation, one row of each device in a microbatch."""
-    config = recipe("llama3_8b")
-    plan = config.plan.replace(
+    return _inspected(
+        microbatches,
+        layers,
         mesh={"stage": STAGES, "fsdp": FSDP},
         batch=BatchConfig(),
-        pipeline=PipelineConfig(microbatches=microbatches),
+        pipeline=PipelineConfig(microbatches=microbatches, schedule=schedule, chunks=chunks),
     )
+
+
+def _inspected(microbatches, layers, **plan):
+    config = recipe("llama3_8b")
+    plan = config.plan.replace(**plan)
     data = dataclasses.replace(config.data, global_batch=microbatches * FSDP)
     model = dataclasses.replace(config.model, layers=layers)
     return inspect_run(config.replace(plan=plan, data=data, model=model), parse_target("h100:1x8"))
@@ -51,8 +58,11 @@ def test_llama_3_8b_on_four_stages():
     assert found["pipeline"]["executed"] == {"forward": 8 + 3, "backward": 8 + 3}
 
 
-def test_memory_and_program_do_not_grow_with_microbatches():
-    few, many = inspected(8, layers=4), inspected(64, layers=4)
+@pytest.mark.parametrize(
+    ("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2), ("zb_h1", 1), ("zb_v", 2)]
+)
+def test_memory_and_program_do_not_grow_with_microbatches(schedule, chunks):
+    few, many = (inspected(count, 4 * chunks, schedule, chunks) for count in (8, 64))
     assert many.memory.temp_bytes <= 1.02 * few.memory.temp_bytes
     assert len(many.program.hlo) <= 1.02 * len(few.program.hlo)
 
@@ -64,3 +74,11 @@ def test_between_stages_activations_go_and_nothing_is_gathered(microbatches):
     ticks = microbatches + STAGES - 1
     assert sent(one, "stage", "collective-permute") == 2 * ticks * ROW_BYTES
     assert not sent(one, "stage", "all-gather", "reduce-scatter", "all-to-all")
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("zb_h1", 1), ("zb_v", 2)])
+def test_a_gpu_executes_no_more_than_the_bubble_says(schedule, chunks):
+    alone = _inspected(8, 4 * chunks, mesh={"fsdp": 8}, batch=BatchConfig(microbatch=1))
+    useful = executed_flops(alone.program.hlo)
+    found = executed_flops(inspected(8, 4 * chunks, schedule, chunks).program.hlo)
+    assert useful < found <= useful * (8 + STAGES - 1) / 8
