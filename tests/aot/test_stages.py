@@ -67,12 +67,23 @@ def test_memory_and_program_do_not_grow_with_microbatches(schedule, chunks):
     assert len(many.program.hlo) <= 1.02 * len(few.program.hlo)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 @pytest.mark.parametrize("microbatches", [8, 64])
-def test_between_stages_activations_go_and_nothing_is_gathered(microbatches):
-    one = inspected(microbatches, layers=4)
+def test_between_stages_activations_go_and_nothing_is_gathered(microbatches, schedule):
+    one = inspected(microbatches, 4, schedule)
     # Forward and backward, a message of the microbatch in each tick that needs one.
     ticks = microbatches + STAGES - 1
     assert sent(one, "stage", "collective-permute") == 2 * ticks * ROW_BYTES
+    assert not sent(one, "stage", "all-gather", "reduce-scatter", "all-to-all")
+
+
+def test_in_a_v_both_ways_are_sent_and_weights_of_the_way_back_once():
+    one = inspected(8, 8, "zb_v", 2)
+    ticks = 2 * (8 + STAGES - 1)
+    layer = (2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336 + 2 * 4096) * 4 // FSDP
+    found = sent(one, "stage", "collective-permute") - 2 * layer
+    # What nobody reads at an end is not sent.
+    assert 0.9 * 4 * ticks * ROW_BYTES < found <= 4 * ticks * ROW_BYTES
     assert not sent(one, "stage", "all-gather", "reduce-scatter", "all-to-all")
 
 

@@ -42,5 +42,7 @@ def test_the_sentence_says_what_waits_for_weight_gradients():
     )
     assert "20 % of its time in vain" in cost.line
     assert cost.to_json(1)["pipeline"]["pending"] == 4
+    v = staged("zb_v").pipeline
+    assert v is not None and "22 forward passes for 16, 20 % of its time in vain" in v.line
     plain = staged("1f1b").pipeline
     assert plain is not None and plain.line.endswith("7 microbatches are kept for backward")
