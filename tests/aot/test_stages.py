@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import pytest
 
@@ -77,6 +78,7 @@ def test_between_stages_activations_go_and_nothing_is_gathered(microbatches, sch
     assert not sent(one, "stage", "all-gather", "reduce-scatter", "all-to-all")
 
 
+@pytest.mark.catches("stage-kept-copied")
 def test_in_a_v_both_ways_are_sent_and_weights_of_the_way_back_once():
     one = inspected(8, 8, "zb_v", 2)
     ticks = 2 * (8 + STAGES - 1)
@@ -84,6 +86,8 @@ def test_in_a_v_both_ways_are_sent_and_weights_of_the_way_back_once():
     found = sent(one, "stage", "collective-permute") - 2 * layer
     # What nobody reads at an end is not sent.
     assert 0.9 * 4 * ticks * ROW_BYTES < found <= 4 * ticks * ROW_BYTES
+    kept = rf"= bf16\[{4 * STAGES - 1},1,1,1,8192,4096\]\S* "
+    assert re.search(kept, one.program.hlo) and not re.search(kept + r"copy\(", one.program.hlo)
     assert not sent(one, "stage", "all-gather", "reduce-scatter", "all-to-all")
 
 

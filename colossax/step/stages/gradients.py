@@ -195,6 +195,10 @@ class _BothWays:
         after = rings.chosen(at_last, turned, rings.sent(state.returned, cells))
         ring = self._laid_kept(state.kept)
         kept = rings.slots(ring, cells["forward"])
+        if self._routes.pending and any(len(block.phases) > 1 for block in self._routes.blocks):
+            # Read before the next phase writes: else the compiler copies the whole ring.
+            kept, ring = jax.lax.optimization_barrier((kept, ring))
+            state = dataclasses.replace(state, kept=ring)
 
         def one(rows: Any, grads: Any, after: Any, kept: Any, number: Any, *cell: Any) -> Any:
             by = after, self._dsums(state, number, *cell[:2])
