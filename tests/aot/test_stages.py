@@ -12,7 +12,7 @@ from colossax.planner import inspect_run
 from colossax.recipes import recipe
 from tests.aot.executed import executed_flops
 
-pytestmark = pytest.mark.aot
+pytestmark = [pytest.mark.aot, pytest.mark.timeout(900)]
 
 GIB, GB = 2**30, 1e9
 STAGES, FSDP = 4, 2
