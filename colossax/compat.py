@@ -18,7 +18,7 @@ require_supported_jax()
 # ruff: noqa: E402, I001 (what JAX's plugin writes when it is imported is kept back above)
 import jax
 import numpy as np
-from jax._src import clusters, compilation_cache, distributed, xla_bridge
+from jax._src import clusters, compilation_cache, core, distributed, xla_bridge
 from jax.experimental import pallas as pl
 from jax.experimental import topologies
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -89,16 +89,42 @@ class Equations:
         return lambda *values: jax.core.eval_jaxpr(jaxpr, constants, *values)
 
     def split(
-        self, first: Sequence[Any], second: Sequence[Any]
-    ) -> tuple[Callable[..., list[Any]], Callable[..., list[Any]]]:
-        """Two programs: from the inputs to `first` and what crosses, from that to `second`."""
-        early = self.needed(first)
-        late = [eqn for eqn in self.needed(second) if not any(eqn is one for one in early)]
+        self, first: Sequence[Any], second: Sequence[Any], again: Iterable[Any] = ()
+    ) -> tuple[Callable[..., list[Any]], Callable[..., list[Any]], list[Any]]:
+        """Two programs: from the inputs to `first` and what crosses, from that to `second`.
+
+        Nothing is done twice. What only `second` needs is done by the first program where that
+        makes what crosses no larger, unless it multiplies matrices or has a program of its own.
+
+        Args:
+            first: Outputs that are wanted first.
+            second: Others.
+            again: Inputs that the second program may have again at no cost.
+
+        Returns:
+            Both, and the variables that cross.
+        """
+        wanted = {id(eqn) for eqn in self.needed(first)}
+        here = {*self.inputs, *self.constants, *self._made(wanted)}
+        costly = here - set(again) - set(self.constants)
+        late = [eqn for eqn in self.needed(second) if id(eqn) not in wanted]
+        for eqn in late:
+            read = set(_variables(eqn.invars))
+            if read <= here and not _heavy(eqn) and _nbytes(eqn.outvars) <= _nbytes(read & costly):
+                wanted.add(id(eqn))
+                here.update(eqn.outvars)
+                costly.update(eqn.outvars)
+        late = [eqn for eqn in late if id(eqn) not in wanted]
+        early = [eqn for eqn in self.jaxpr.eqns if id(eqn) in wanted]
         crossing = self.crossing(late, second)
         return (
             self.part(early, self.inputs, [*first, *crossing]),
             self.part(late, crossing, second),
+            crossing,
         )
+
+    def _made(self, eqns: set[int]) -> Iterable[Any]:
+        return (v for eqn in self.jaxpr.eqns if id(eqn) in eqns for v in eqn.outvars)
 
     def crossing(self, eqns: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
         """Variables that these equations and outputs read and do not make; no constants."""
@@ -109,6 +135,56 @@ class Equations:
 
 def _variables(atoms: Iterable[Any]) -> list[Any]:
     return [atom for atom in atoms if not isinstance(atom, extend_core.Literal)]
+
+
+def _heavy(eqn: Any) -> bool:
+    """Whether it multiplies matrices, or holds a program of its own, which may."""
+    name = eqn.primitive.name
+    return "dot" in name or "conv_" in name or any("jaxpr" in key for key in eqn.params)
+
+
+def _nbytes(variables: Iterable[Any]) -> int:
+    avals = [variable.aval for variable in variables]
+    return sum(aval.size * aval.dtype.itemsize for aval in avals if hasattr(aval, "dtype"))
+
+
+_INLINED = ("jit", "pjit", "remat2", "remat", "checkpoint", "closed_call", "core_call")
+
+
+def inlined(traced: Any) -> Any:
+    """The same program with what stands in `jax.jit` and `jax.checkpoint` among its equations.
+
+    What a policy recomputes is then equations like all others.
+
+    Args:
+        traced: What `jax.make_jaxpr` gave.
+    """
+
+    def run(*inputs: Any) -> list[Any]:
+        return _evaluated(traced.jaxpr, traced.consts, inputs)
+
+    return jax.make_jaxpr(run)(*traced.in_avals)
+
+
+def _evaluated(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, extend_core.Literal) else known[atom]
+
+    for eqn in jaxpr.eqns:
+        inner = eqn.params.get("jaxpr") if eqn.primitive.name in _INLINED else None
+        if inner is None:
+            invars = list(dict.fromkeys(_variables(eqn.invars)))
+            outvars = [v for v in eqn.outvars if not isinstance(v, core.DropVar)]
+            one = jaxpr.replace(eqns=[eqn], constvars=[], invars=invars, outvars=outvars)
+            found = jax.core.eval_jaxpr(one, [], *map(read, invars))
+        else:
+            outvars = eqn.outvars
+            parts = (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, [])
+            found = _evaluated(*parts, [read(atom) for atom in eqn.invars])
+        known.update(zip(outvars, found, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
 
 
 def trace_state() -> Any:

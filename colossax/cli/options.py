@@ -97,7 +97,11 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="one JSON object per inspection")
     parser.add_argument("--hlo", metavar="FILE", help="write the compiled program's text here")
-    parser.add_argument("--plot", metavar="FILE", help="write a picture (PNG) here")
+    parser.add_argument(
+        "--plot",
+        metavar="FILE",
+        help="write a picture (PNG) here: memory, bytes sent, the schedule of stages",
+    )
     parser.epilog = (
         "any value of the recipe, by its dotted name:\n"
         "  --plan.preset zero3,zero1   --plan.mesh fsdp=4,tensor=2   --plan.batch.microbatch 2\n"

@@ -86,13 +86,16 @@ class PipelineConfig:
         microbatches: How many each microstep of `batch.accumulation` is cut into; None: what
             `batch.microbatch` gives, or four times as many as stages where the rows suffice.
         chunks: Parts of the model on each stage that are not neighbours; more of them, shorter
-            bubbles and more messages.
+            bubbles and more messages. `zb_v` has two.
         gather: How often the layers' weights are gathered over the axes that split tokens: for each
             `microbatch`, forward and backward; or once a `step`, for memory that holds a stage's
             weights whole in the compute dtype.
         cuts: Layers of each chunk, in the order of the model; `10,8,8,6` on the command line. Each
             stage then has a program of its own, which waits for its inputs alone. None: chunks of
             as many layers each, in one program for all stages.
+        table: Path of a table of one's own in place of a schedule by name, as
+            `colossax.pipeline.Table.to_json` writes it, for the plan's stages, chunks and
+            microbatches. Evaluation goes forward without it.
     """
 
     schedule: str = dataclasses.field(default="auto", metadata={"choices": SCHEDULES})
@@ -100,6 +103,7 @@ class PipelineConfig:
     chunks: Annotated[int, Bound(low=1, told="1 or more chunks")] = 1
     gather: str = dataclasses.field(default="microbatch", metadata={"choices": GATHERS})
     cuts: tuple[int, ...] | None = None
+    table: str | None = None
 
     def __post_init__(self):
         check_types(self, "pipeline", error=PlanError)
@@ -108,13 +112,25 @@ class PipelineConfig:
             value = getattr(self, field)
             if value not in known:
                 raise PlanError(f"pipeline.{field}: unknown '{value}'{nearest(value, known)}")
+        if self.table is not None and self.schedule != "auto":
+            raise PlanError(
+                f"pipeline: both schedule '{self.schedule}' and table '{self.table}' are given;"
+                " leave one of them out"
+            )
 
     @property
     def resolved(self) -> str:
-        """The schedule, `auto` decided."""
+        """The schedule, `auto` decided; a table's path."""
+        if self.table is not None:
+            return self.table
         if self.schedule != "auto":
             return self.schedule
         return "interleaved" if self.chunks > 1 else "1f1b"
+
+    @property
+    def chunks_of_stage(self) -> int:
+        """How many parts of the model a stage has: `chunks`, and of `zb_v` two."""
+        return 2 if self.schedule == "zb_v" and self.chunks == 1 else self.chunks
 
 
 def _cuts(given: Any) -> tuple[int, ...] | None:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from colossax.compat import Equations
+from colossax.compat import Equations, inlined
 
 ApplyLayer = Callable[[Any, Any, Any, Array], Any]
 """`(parameters of a layer, carry, side, number) -> (carry, sums)`."""
@@ -108,6 +108,12 @@ class Layer:
                 origins.append(Residual(source=source, at=at))
         return tuple(origins)
 
+    @property
+    def backward_inputs(self) -> tuple[Any, Any, Any]:
+        """Shapes of parameters, side inputs and number."""
+        params, _, side, number = self._inputs
+        return params, side, number
+
     def forward(
         self, params: Any, carry: Any, side: Any, number: Array
     ) -> tuple[Any, tuple[Array, ...]]:
@@ -143,33 +149,70 @@ class Layer:
         vjp = jax.tree.unflatten(self._transpose, leaves)
         return Transposed(**dict(zip(("params", "carry", "side"), vjp(cotangent), strict=True)))
 
-    def transpose_apart(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """The transpose as two programs: what the layer before waits for, and what nobody does.
+    def apart(self) -> "Apart":
+        """The transpose as two programs."""
+        return Apart(self)
 
-        No equation of the first is done again by the second. What a policy recomputes counts as one
-        equation, so of a layer that is recomputed the second repeats that.
 
-        Returns:
-            `input_gradient(params, side, number, kept, cotangent) -> (carry, side, pending)`, and
-            `weight_gradient(pending) -> params`, `pending` being a list of arrays.
+class Apart:
+    """A layer's transpose as two programs: what the layer before waits for, and what nobody does.
 
-        Source: Qi et al. 2023, Zero Bubble Pipeline Parallelism.
+    No equation of the first is done again by the second: what a policy recomputes, the first does.
+
+    Attributes:
+        pending: Shapes of what goes from the first to the second.
+        reads_kept: Whether the second reads what the layer's forward pass kept.
+
+    Source: Qi et al. 2023, Zero Bubble Pipeline Parallelism.
+    """
+
+    def __init__(self, layer: Layer):
+        """Trace the transpose.
+
+        Args:
+            layer: Of which.
         """
-        shapes = (self._inputs[0], *self._inputs[2:], self.kept, self.out)
-        traced, gradients = jax.make_jaxpr(self.transpose, return_shape=True)(*shapes)
-        equations = Equations(traced)
+        shapes = (*layer.backward_inputs, layer.kept, layer.out)
+        traced, gradients = jax.make_jaxpr(layer.transpose, return_shape=True)(*shapes)
+        equations = Equations(inlined(traced))
         weights = len(jax.tree.leaves(gradients.params))
-        first, second = equations.split(equations.outputs[weights:], equations.outputs[:weights])
-        later = jax.tree.structure((gradients.carry, gradients.side))
+        later = equations.outputs[:weights], equations.outputs[weights:]
+        counts = [len(jax.tree.leaves(shape)) for shape in shapes]
+        again = equations.inputs[: sum(counts[:-1])]
+        self._first, self._second, crossing = equations.split(later[1], later[0], again)
+        self._input = jax.tree.structure((gradients.carry, gradients.side))
+        self._params = jax.tree.structure(gradients.params)
+        places = {variable: at for at, variable in enumerate(again)}
+        self._sources = [places.get(variable) for variable in crossing]
+        self.pending = [v.aval for v in crossing if v not in places]
+        self.pending = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.pending]
+        self.reads_kept = any(at is not None and at >= sum(counts[:-2]) for at in self._sources)
 
-        def input_gradient(*inputs: Any) -> tuple[Any, Any, list[Array]]:
-            values, count = first(*jax.tree.leaves(inputs)), later.num_leaves
-            return *jax.tree.unflatten(later, values[:count]), values[count:]
+    def input_gradient(
+        self, params: Any, side: Any, number: Array, kept: Sequence[Array], cotangent: Any
+    ) -> tuple[Any, list[Any], list[Array]]:
+        """`(carry, side, pending)`; arguments as for `Layer.transpose`."""
+        values = self._first(*jax.tree.leaves((params, side, number, kept, cotangent)))
+        count = self._input.num_leaves
+        crossing = zip(values[count:], self._sources, strict=True)
+        pending = [value for value, at in crossing if at is None]
+        return *jax.tree.unflatten(self._input, values[:count]), pending
 
-        def weight_gradient(pending: Sequence[Array]) -> Any:
-            return jax.tree.unflatten(jax.tree.structure(gradients.params), second(*pending))
+    def weight_gradient(
+        self,
+        params: Any,
+        side: Any,
+        number: Array,
+        kept: Sequence[Any],
+        pending: Sequence[Array],
+    ) -> Any:
+        """Gradient of the parameters, from what `input_gradient` got and left pending.
 
-        return input_gradient, weight_gradient
+        Of `kept`, shapes suffice unless `reads_kept`.
+        """
+        again, rest = jax.tree.leaves((params, side, number, kept)), iter(pending)
+        values = [next(rest) if at is None else again[at] for at in self._sources]
+        return jax.tree.unflatten(self._params, self._second(*values))
 
 
 def shapes_of(tree: Any) -> Any:

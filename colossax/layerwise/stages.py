@@ -1,6 +1,7 @@
 """The layers of a stage: forward, and backward from what forward kept, on all stages at once."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from jaxtyping import Array
 from colossax.config import MeshAxis
 from colossax.errors import PlanError
 from colossax.layerwise.cut import CutRun
-from colossax.layerwise.layer import Layer, shapes_of
+from colossax.layerwise.layer import Apart, Layer, shapes_of
 
 Chunks = tuple[Any, ...]
 """Of each chunk of a stage, a tree of arrays `[stages, layers of a chunk, ...]`."""
@@ -61,7 +62,7 @@ class StageLayers:
             return carry, sums
 
         row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), rows[0])
-        self.layer = _traced(lambda: Layer(first.checkpoint(apply), row, carry, side))
+        self.layer: Layer = _traced(lambda: Layer(first.checkpoint(apply), row, carry, side))
         out, _ = self.layer.out
         if jax.tree.map(_form, shapes_of(carry)) != jax.tree.map(_form, shapes_of(out)):
             raise PlanError(
@@ -74,7 +75,17 @@ class StageLayers:
         """Of what forward keeps, which is a part of a layer's input."""
         return tuple(each.carry for each in self.layer.residuals if each.source == "kept")
 
-    def forward(self, rows: Chunks, carry: Any, side: Any, chunk: Array, stage: Array) -> Any:
+    @functools.cached_property
+    def apart(self) -> Apart:
+        """The layer's backward pass in two parts."""
+        return _traced(self.layer.apart)
+
+    @property
+    def pending(self) -> list[jax.ShapeDtypeStruct]:
+        """Shapes of what input gradients of a chunk leave for its weight gradients."""
+        return [jax.ShapeDtypeStruct((self.count, *x.shape), x.dtype) for x in self.apart.pending]
+
+    def forward(self, rows: Chunks, carry: Any, side: Any, chunk: Array, part: Array) -> Any:
         """Of one stage: `(carry, (kept, sums))`, kept and sums `[layers, ...]`.
 
         Args:
@@ -82,9 +93,9 @@ class StageLayers:
             carry: Input of the chunk.
             side: Of its microbatch.
             chunk: Which.
-            stage: Number of the stage.
+            part: Of the chunk's layers, as many parts as stages, which the stage has.
         """
-        numbers = self._first(chunk, stage)
+        numbers = self._first(chunk, part)
 
         def body(carry: Any, i: Array) -> Any:
             row = _row(rows, chunk, i)
@@ -101,7 +112,7 @@ class StageLayers:
         side: Any,
         kept: Any,
         chunk: Array,
-        stage: Array,
+        part: Array,
         active: Array,
     ) -> tuple[Any, Chunks]:
         """Of one stage: gradient of the chunk's input, and gradients with this one added in place.
@@ -113,10 +124,10 @@ class StageLayers:
             side: As for `forward`.
             kept: What forward kept, `[layers, ...]`.
             chunk: Which.
-            stage: Number of the stage.
+            part: As for `forward`.
             active: Whether there is anything to do; else nothing is added, and 0 goes on.
         """
-        numbers = self._first(chunk, stage)
+        numbers = self._first(chunk, part)
         after, sums = cotangent
 
         def body(loop: Any, i: Array) -> Any:
@@ -127,14 +138,84 @@ class StageLayers:
 
         order = jnp.arange(self.count, dtype=jnp.int32)
         (before, grads), _ = jax.lax.scan(body, (after, grads), order, reverse=True)
-        return jax.tree.map(lambda x: jnp.where(active, x, jnp.zeros_like(x)), before), grads
+        return _only(active, before), grads
 
-    def _first(self, chunk: Array, stage: Array) -> Array:
+    def input_gradients(
+        self,
+        rows: Chunks,
+        cotangent: tuple[Any, Any],
+        side: Any,
+        kept: Any,
+        chunk: Array,
+        part: Array,
+        active: Array,
+    ) -> tuple[Any, list[Array]]:
+        """Of one stage: gradient of the chunk's input, and what its weights' wait for.
+
+        Args:
+            rows: As for `backward`; all others likewise.
+            cotangent: By `(carry, sums)` of the chunk.
+            side: Of its microbatch.
+            kept: What forward kept.
+            chunk: Which.
+            part: Of its layers.
+            active: Whether there is anything to do; else 0 goes on.
+        """
+        numbers = self._first(chunk, part)
+        after, sums = cotangent
+
+        def body(after: Any, i: Array) -> Any:
+            given = _row(rows, chunk, i), side, numbers + i, _at(kept, i)
+            before, _, pending = self.apart.input_gradient(*given, (after, _at(sums, i)))
+            return before, pending
+
+        order = jnp.arange(self.count, dtype=jnp.int32)
+        before, pending = jax.lax.scan(body, after, order, reverse=True)
+        return _only(active, before), pending
+
+    def weight_gradients(
+        self,
+        rows: Chunks,
+        grads: Chunks,
+        side: Any,
+        kept: Any,
+        pending: list[Array],
+        chunk: Array,
+        part: Array,
+        active: Array,
+    ) -> Chunks:
+        """Of one stage: sums of gradients with those of a chunk's weights added in place.
+
+        Args:
+            rows: As for `backward`; all others likewise.
+            grads: Sums so far.
+            side: Of the chunk's microbatch.
+            kept: What forward kept; None where the layer's weight gradients do not read it.
+            pending: What `input_gradients` left.
+            chunk: Which.
+            part: Of its layers.
+            active: Whether there is anything to do; else nothing is added.
+        """
+        numbers = self._first(chunk, part)
+
+        def body(grads: Chunks, i: Array) -> Any:
+            held = self.layer.kept if kept is None else _at(kept, i)
+            given = _row(rows, chunk, i), side, numbers + i, held
+            found = self.apart.weight_gradient(*given, _at(pending, i))
+            return _added(grads, found, chunk, i, active), None
+
+        return jax.lax.scan(body, grads, jnp.arange(self.count, dtype=jnp.int32))[0]
+
+    def _first(self, chunk: Array, part: Array) -> Array:
         """Number of the first layer of a stage's chunk."""
-        return self._origins[chunk] + stage * self.count
+        return self._origins[chunk] + part * self.count
 
 
-def _traced(make: Callable[[], Layer]) -> Layer:
+def _only(active: Array, tree: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.where(active, x, jnp.zeros_like(x)), tree)
+
+
+def _traced(make: Callable[[], Any]) -> Any:
     """A layer traced where `stage` is mapped over: what regions keep must not name that axis."""
     made = []
     jax.eval_shape(over_stages(lambda x: made.append(make()) or x), jnp.zeros(1))

@@ -57,7 +57,7 @@ def _chunks(plan: Plan, layers: int) -> tuple[int, ...]:
                 f" layers, and the stack has {layers}; make them sum to {layers}"
             )
         return asked.cuts
-    chunks = asked.chunks if plan.mesh.get(MeshAxis.STAGE, 1) != 1 else 1
+    chunks = asked.chunks_of_stage if plan.mesh.get(MeshAxis.STAGE, 1) != 1 else 1
     if layers % chunks:
         raise PlanError(
             f"plan.pipeline.chunks: {chunks} chunks cannot share {layers} layers evenly; give a"

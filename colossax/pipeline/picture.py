@@ -56,23 +56,55 @@ def plot_schedule(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    given, costs = costs, costs or Costs()
-    report = simulate(table, costs, form)
-    spans = (lockstep_spans if form == "lockstep" else free_spans)(table, costs)
-    unit_in = _unit_in(spans, report.time)
-    width = max(_NARROWEST_IN, report.time * unit_in + 1)
-    height = table.stages * _ROW_IN + 1.5
+    width, height = schedule_size_in(table, costs, form)
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
+    draw_schedule(figure, table, title=title, costs=costs, form=form)
+    figure.savefig(path, format="png")
+
+
+def schedule_size_in(
+    table: Table, costs: Costs | None = None, form: str = "lockstep"
+) -> tuple[float, float]:
+    """Width and height in inches in which a table can be read, within limits."""
+    spans, report = _spans(table, costs or Costs(), form)
+    width = max(_NARROWEST_IN, report.time * _unit_in(spans, report.time) + 1)
+    return width, table.stages * _ROW_IN + 1.5
+
+
+def draw_schedule(
+    figure,
+    table: Table,
+    *,
+    title: str = "",
+    costs: Costs | None = None,
+    form: str = "lockstep",
+) -> None:
+    """Draw a table into a figure, or a part of one; see `plot_schedule`.
+
+    Args:
+        figure: Of matplotlib, as large as `schedule_size_in` says, or larger.
+        table: As `checked` passes it.
+        title: Above it.
+        costs: How long operations take.
+        form: One of `FORMS`.
+    """
+    given, costs = costs, costs or Costs()
+    spans, report = _spans(table, costs, form)
+    width, _ = schedule_size_in(table, costs, form)
     axes = figure.subplots()
     if form == "lockstep":
         _draw_ticks(axes, table, costs)
     _draw_spans(axes, spans)
-    _number(axes, spans, unit_in * 72, len(str(table.microbatches - 1)))
+    _number(axes, spans, _unit_in(spans, report.time) * 72, len(str(table.microbatches - 1)))
     _dress(axes, table, report, title)
     axes.set_xlabel(_AXES[form] if given is None or form == "lockstep" else "seconds", color=_INK)
     _explain(figure, table, form, columns=4 if width < 10 else 8)
-    figure.savefig(path, format="png")
+
+
+def _spans(table: Table, costs: Costs, form: str) -> tuple[list[Span], Report]:
+    of = lockstep_spans if form == "lockstep" else free_spans
+    return of(table, costs), simulate(table, costs, form)
 
 
 def _unit_in(spans: Iterable[Span], time: float) -> float:

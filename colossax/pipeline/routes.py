@@ -5,12 +5,15 @@ count, by all stages alike; only reading goes to another slot for each stage.
 """
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from colossax.errors import PlanError
-from colossax.pipeline.table import Kind, Table
+from colossax.pipeline.check import movable
+from colossax.pipeline.table import Cell, Kind, Table
 
 _LONGEST = 4
 """Phases of a block at most."""
@@ -23,8 +26,10 @@ class Cells:
     Attributes:
         active: Whether there is one.
         microbatch: Its.
-        chunk: Its.
-        source: Tick at whose end its input was sent to this stage.
+        chunk: Its, chunks being numbered by where they stand in the model.
+        source: Tick at whose end its input was sent to this stage; of a weight gradient, that of
+            the input gradient.
+        way: By which of `Routes.ways` it was sent.
         forward: Tick of the forward pass of the same microbatch and chunk.
     """
 
@@ -32,6 +37,7 @@ class Cells:
     microbatch: np.ndarray
     chunk: np.ndarray
     source: np.ndarray
+    way: np.ndarray
     forward: np.ndarray
 
 
@@ -43,7 +49,8 @@ class Phase:
         start: First tick.
         stop: After the last one.
         forward: Whether any stage has a forward pass there.
-        backward: Likewise backward.
+        backward: Likewise backward, or an input gradient.
+        weight: Likewise a weight gradient of its own.
         loss: Whether a microbatch leaves the last position.
     """
 
@@ -51,12 +58,13 @@ class Phase:
     stop: int
     forward: bool
     backward: bool
+    weight: bool
     loss: bool
 
     @property
-    def needs(self) -> tuple[bool, bool, bool, int]:
+    def needs(self) -> tuple[bool, bool, bool, bool, int]:
         """What makes phases alike."""
-        return self.forward, self.backward, self.loss, self.stop - self.start
+        return self.forward, self.backward, self.weight, self.loss, self.stop - self.start
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,16 +91,22 @@ class Routes:
 
     Attributes:
         forward: Forward passes.
-        backward: Whole backward passes.
+        backward: Whole backward passes; where there are weight gradients, input gradients.
+        weight: Weight gradients.
         enters: `[ticks]`, the microbatch that comes to position 0; -1 where none does.
         ends: `[ticks]`, that whose loss is computed; likewise.
         turns: `[ticks]`, the tick in which the loss was computed of that which the last position
             goes back with; -1 where it does not.
         returns: `[ticks]`, that whose gradient leaves position 0; -1 where none does.
-        kept: Slots of what forward keeps for backward.
+        order: `[chunks, stages]`: of the parts that a chunk is cut into, in the order of the
+            model, the one that each stage has.
+        ways: By how many stages outputs go on, 1, -1 or 0; gradients go back by as many.
+        kept: Slots of what forward keeps for backward, or for an input gradient.
+        held: The same for weight gradients.
+        pending: Slots of what input gradients leave for weight gradients; 0 where none are apart.
         counted: Slots of what layers count for the loss.
-        waiting: Slots of inputs that have been sent.
-        returning: Slots of gradients that have been sent.
+        waiting: Slots of inputs that have been sent, for each way.
+        returning: Slots of gradients that have been sent, likewise.
         turning: Slots of gradients of the loss.
         blocks: The phases of all ticks, in order; what repeats is said once, so that a program
             does not grow with the number of microbatches.
@@ -100,22 +114,37 @@ class Routes:
 
     forward: Cells
     backward: Cells
+    weight: Cells
     enters: np.ndarray
     ends: np.ndarray
     turns: np.ndarray
     returns: np.ndarray
+    order: np.ndarray
+    ways: tuple[int, ...]
     kept: int
+    held: int
+    pending: int
     counted: int
-    waiting: int
-    returning: int
+    waiting: tuple[int, ...]
+    returning: tuple[int, ...]
     turning: int
     blocks: tuple[Block, ...]
+
+    @property
+    def first(self) -> int:
+        """Stage of position 0."""
+        return int(np.flatnonzero(self.order[0] == 0)[0])
+
+    @property
+    def last(self) -> int:
+        """Stage of the last position."""
+        return int(np.argmax(self.order[-1]))
 
     @property
     def forward_ticks(self) -> np.ndarray:
         """`[microbatches, chunks, stages]`, the tick of each forward pass."""
         cells = self.forward
-        sizes = cells.microbatch.max() + 1, cells.chunk.max() + 1, cells.active.shape[1]
+        sizes = cells.microbatch.max() + 1, *self.order.shape
         ticks = np.zeros(sizes, np.int32)
         at, stage = np.nonzero(cells.active)
         ticks[cells.microbatch[at, stage], cells.chunk[at, stage], stage] = at
@@ -123,60 +152,130 @@ class Routes:
 
 
 def routes_of(table: Table) -> Routes:
-    """The arrays of a table whose positions follow one another around the stages.
+    """The arrays of a table.
 
     Raises:
-        PlanError: The next position is not on the next stage, or backward passes are in two parts.
+        PlanError: A result goes to a stage that is no neighbour; of as many positions in a row as
+            there are stages, two are on one; whole backward passes and parts of others in a cell.
     """
-    places = {place: at for at, place in enumerate(table.layout)}
+    order, step = _order(table), _steps(movable(table))
+    ways = tuple(way for way in (1, -1, 0) if way in step) or (1,)
     last = len(table.layout) - 1
-    if any(stage != at % table.stages for at, (stage, _) in enumerate(table.layout)):
-        raise PlanError(
-            "pipeline: in one program for all stages, the chunks of a model follow one another"
-            " around the stages, and this table's do not; give schedule 1f1b or interleaved"
-        )
-    at: dict[Kind, dict[tuple[int, int], int]] = {kind: {} for kind in Kind}
-    for tick, stage, op in table.operations():
-        at[op.kind][places[stage, op.chunk], op.microbatch] = tick
-    if at[Kind.INPUT] or at[Kind.WEIGHT]:
-        raise PlanError("pipeline: this table has backward passes in two parts; give 1f1b")
-    ahead, back = at[Kind.FORWARD], at[Kind.BACKWARD]
+    at = _ticks(_in_parts(table))
+    ahead, late = at[Kind.FORWARD], at[Kind.WEIGHT]
+    back = at[Kind.INPUT] if late else at[Kind.BACKWARD]
     sent = {(p, m): ahead.get((p - 1, m), t - 1) for (p, m), t in ahead.items()}
     returned = {(p, m): back.get((p + 1, m), t - 1) for (p, m), t in back.items()}
     turned = {t: ahead[p, m] for (p, m), t in back.items() if p == last}
-    forward = _cells(table, Kind.FORWARD, places, sent, ahead)
-    backward = _cells(table, Kind.BACKWARD, places, returned, ahead)
+    came = [ways.index(way) for way in (ways[0], *step)]
+    went = [*came[1:], 0]
+    cells = functools.partial(_cells, table, forward=ahead)
+    forward, backward = cells(ahead, sent, came), cells(back, returned, went)
+    weight = cells(late, back, went)
     ends = _per_tick(table, {t: m for (p, m), t in ahead.items() if p == last})
+    needs = (forward.active, backward.active, weight.active, ends[:, None] >= 0)
     return Routes(
         forward=forward,
         backward=backward,
+        weight=weight,
         enters=_per_tick(table, {t: m for (p, m), t in ahead.items() if not p}),
         ends=ends,
         turns=_per_tick(table, turned),
         returns=_per_tick(table, {t: m for (p, m), t in back.items() if not p}),
+        order=order,
+        ways=ways,
         kept=1 + _longest((t, ahead[key]) for key, t in back.items()),
+        held=1 + _longest((t, ahead[key]) for key, t in (late or back).items()),
+        pending=1 + _longest((t, back[key]) for key, t in late.items()) if late else 0,
         counted=1 + _longest((ahead[last, m], t) for (_, m), t in ahead.items()),
-        waiting=_longest((t, sent[key]) for key, t in ahead.items()),
-        returning=max(1, _longest((t, returned[key]) for key, t in back.items())),
+        waiting=_waiting(ahead, sent, came, len(ways)),
+        returning=_waiting(back, returned, went, len(ways)),
         turning=1 + _longest(turned.items()),
-        blocks=tuple(_blocks(list(_phases(forward.active, backward.active, ends[:, None] >= 0)))),
+        blocks=tuple(_blocks(list(_phases(*needs)))),
     )
+
+
+Ticks = dict[tuple[int, int], int]
+"""Of (position, microbatch)."""
+
+
+def _order(table: Table) -> np.ndarray:
+    """See `Routes.order`."""
+    order = np.full((table.chunks, table.stages), -1, np.int32)
+    for position, (stage, _) in enumerate(table.layout):
+        chunk, part = divmod(position, table.stages)
+        if order[chunk, stage] >= 0:
+            first = chunk * table.stages
+            raise PlanError(
+                f"schedule: positions {first + order[chunk, stage]} and {position} are both on"
+                f" stage {stage}, and in one program each {table.stages} positions in a row, from"
+                f" {first} on, are on as many stages; lay them out so, or run a program for each"
+                " stage"
+            )
+        order[chunk, stage] = part
+    return order
+
+
+def _steps(table: Table) -> list[int]:
+    """By how many stages the output of each position but the last goes on: 1, -1 or 0."""
+    pairs = itertools.pairwise(stage for stage, _ in table.layout)
+    steps = [(to - at) % table.stages for at, to in pairs]
+    return [step if step < 2 else -1 for step in steps]
+
+
+def _in_parts(table: Table) -> Table:
+    """Where any backward pass is in two parts, all of them: both parts in one tick."""
+    if not any(op.kind is Kind.WEIGHT for _, _, op in table.operations()):
+        return table
+    ticks = [
+        tuple(_parted(cell, tick, stage) for stage, cell in enumerate(cells))
+        for tick, cells in enumerate(table.ticks)
+    ]
+    return dataclasses.replace(table, ticks=tuple(ticks))
+
+
+def _parted(cell: Cell, tick: int, stage: int) -> Cell:
+    kinds = [op.kind for op in cell]
+    if Kind.BACKWARD not in kinds:
+        return cell
+    if Kind.INPUT in kinds or Kind.WEIGHT in kinds:
+        raise PlanError(
+            f"schedule: tick {tick}, stage {stage}: a whole backward pass beside a part of another,"
+            " which one program for all stages does not run; move one to another tick"
+        )
+    parts = (Kind.INPUT, Kind.WEIGHT)
+    return tuple(
+        dataclasses.replace(op, kind=kind)
+        for op in cell
+        for kind in (parts if op.kind is Kind.BACKWARD else (op.kind,))
+    )
+
+
+def _ticks(table: Table) -> dict[Kind, Ticks]:
+    at: dict[Kind, Ticks] = {kind: {} for kind in Kind}
+    for tick, stage, op in table.operations():
+        at[op.kind][table.position(stage, op.chunk), op.microbatch] = tick
+    return at
+
+
+def _waiting(at: Ticks, sources: Ticks, ways: Sequence[int], count: int) -> tuple[int, ...]:
+    """Slots for each way of what is sent in one tick and read in another."""
+    spans = [[(t, sources[p, m]) for (p, m), t in at.items() if ways[p] == n] for n in range(count)]
+    return tuple(max(1, _longest(each)) for each in spans)
 
 
 def _longest(spans: Iterable[tuple[int, int]]) -> int:
     return max((end - start for end, start in spans), default=0)
 
 
-def _cells(table: Table, kind: Kind, places: dict, sources: dict, ahead: dict) -> Cells:
+def _cells(table: Table, at: Ticks, sources: Ticks, ways: Sequence[int], forward: Ticks) -> Cells:
     shape = (len(table.ticks), table.stages)
     arrays = {f.name: np.zeros(shape, np.int32) for f in dataclasses.fields(Cells)}
-    for tick, stage, op in table.operations():
-        if op.kind is not kind:
-            continue
-        key = places[stage, op.chunk], op.microbatch
-        found = (1, op.microbatch, op.chunk, sources[key], ahead[key])
+    for (position, microbatch), tick in at.items():
+        key, chunk = (position, microbatch), position // table.stages
+        found = (1, microbatch, chunk, sources[key], ways[position], forward[key])
         for array, value in zip(arrays.values(), found, strict=True):
-            array[tick, stage] = value
+            array[tick, table.layout[position][0]] = value
     return Cells(**{**arrays, "active": arrays["active"] > 0})
 
 
@@ -185,13 +284,13 @@ def _per_tick(table: Table, found: dict[int, int]) -> np.ndarray:
 
 
 def _phases(*needs: np.ndarray) -> Iterable[Phase]:
-    """Of arrays `[ticks, stages]`: who needs forward, backward, and the loss."""
+    """Of arrays `[ticks, stages]`: who needs forward, backward, weight gradients, and the loss."""
     rows = list(zip(*(need.any(axis=1).tolist() for need in needs), strict=True))
     start = 0
     for stop in range(1, len(rows) + 1):
         if stop == len(rows) or rows[stop] != rows[start]:
-            forward, backward, loss = rows[start]
-            yield Phase(start=start, stop=stop, forward=forward, backward=backward, loss=loss)
+            names = ("forward", "backward", "weight", "loss")
+            yield Phase(start=start, stop=stop, **dict(zip(names, rows[start], strict=True)))
             start = stop
 
 

@@ -1,11 +1,14 @@
-"""The picture of what inspections found."""
+"""The picture of what inspections found: memory, bytes sent, schedules of stages."""
 
 from collections.abc import Mapping
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from colossax.pipeline import Table
+from colossax.pipeline.picture import draw_schedule, schedule_size_in
 from colossax.planner.inspection import Inspection
+from colossax.planner.stage_cost import StageCost
 
 _GIB, _GB = 2**30, 1e9
 
@@ -13,10 +16,37 @@ _GIB, _GB = 2**30, 1e9
 def plot_inspections(by_name: Mapping[str, Inspection], path: Path) -> None:
     """Memory by term against the limit as stacked bars, ring bytes by axis beside it, as PNG.
 
+    Below them, of plans with stages, each schedule; one that several plans have, once.
+
     Raises:
         OSError: The file cannot be written.
     """
-    figure = Figure(figsize=(11, 1.6 + 0.7 * max(3, len(by_name))), layout="constrained")
+    schedules = _schedules(by_name)
+    sizes = [schedule_size_in(one.table) for one in schedules.values()]
+    heights = [1.6 + 0.7 * max(3, len(by_name)), *(height for _, height in sizes)]
+    width = max([11.0, *(width for width, _ in sizes)])
+    figure = Figure(figsize=(width, sum(heights)), layout="constrained")
+    bars, *rest = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
+    _draw_bars(bars, by_name)
+    for part, (title, one) in zip(rest, schedules.items(), strict=True):
+        draw_schedule(part, one.table, title=title)
+    figure.savefig(path, dpi=110, format="png")
+
+
+def _schedules(by_name: Mapping[str, Inspection]) -> dict[str, StageCost]:
+    """The different ones, by what stands above them."""
+    found: dict[Table, list[str]] = {}
+    costs = {name: one.pipeline for name, one in by_name.items() if one.pipeline is not None}
+    for name, cost in costs.items():
+        found.setdefault(cost.table, []).append(name)
+    several = len(found) > 1
+    return {
+        costs[names[0]].schedule + (f" ({', '.join(names)})" if several else ""): costs[names[0]]
+        for names in found.values()
+    }
+
+
+def _draw_bars(figure, by_name: Mapping[str, Inspection]) -> None:
     memory, sent = figure.subplots(1, 2)
     names = list(by_name)
     terms = {term for one in by_name.values() for term, size in one.memory.terms.items() if size}
@@ -46,7 +76,6 @@ def plot_inspections(by_name: Mapping[str, Inspection], path: Path) -> None:
         },
     )
     sent.set_xlabel("bytes sent per device and step in rings, in GB, by mesh axis")
-    figure.savefig(path, dpi=110, format="png")
 
 
 def _stack(axes, names: list[str], parts: Mapping[str, list[float]]) -> None:

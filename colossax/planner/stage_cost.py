@@ -16,7 +16,7 @@ class StageCost:
     """A schedule as the program runs it, on every stage alike.
 
     Attributes:
-        schedule: Its name.
+        schedule: Its name, or the path of a table of one's own.
         table: What each stage does in each tick.
         report: What that takes, backward being twice as long as forward.
         layers: Of each stage and chunk, the first and the last layer.
@@ -32,12 +32,15 @@ class StageCost:
         """In one sentence."""
         table, ran = self.table, self.report.executed[Kind.FORWARD]
         first, last = self.layers[0][0]
+        saved, pending = max(self.report.saved), max(self.report.pending)
+        what = "microbatches" if table.chunks == 1 else "inputs of chunks"
+        late = f", {pending} wait for their weights' gradients" if pending else ""
         per = f"{last - first + 1} layers" + (f" x {table.chunks}" if table.chunks > 1 else "")
         return (
             f"pipeline: {self.schedule}, {table.stages} stages of {per}, {table.microbatches}"
             f" microbatches; each device runs {ran} forward passes for"
             f" {table.microbatches * table.chunks}, {100 * self.report.bubble:.0f} % of its time in"
-            f" vain; at most {max(self.report.saved)} microbatches are kept for backward"
+            f" vain; at most {saved} {what} are kept for backward{late}"
         )
 
     def to_json(self, device_bytes: int) -> dict[str, Any]:
@@ -55,6 +58,7 @@ class StageCost:
                 "bubble": self.report.bubble,
                 "executed": executed,
                 "saved": max(self.report.saved),
+                "pending": max(self.report.pending),
             },
             "stages": [
                 {"layers": [list(each) for each in chunks], "device_bytes": device_bytes}

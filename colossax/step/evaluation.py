@@ -10,7 +10,6 @@ import numpy as np
 from colossax.config import BoundPlan, MeshAxis
 from colossax.errors import InputError
 from colossax.layerwise import Maximum, summed
-from colossax.pipeline.routes import forward_alone
 from colossax.sharding import in_order, use
 from colossax.step.arrange import Arranged
 from colossax.step.batches import BatchPlacer, as_arrays
@@ -18,7 +17,7 @@ from colossax.step.gradients.accumulate import LossCall, check_counted
 from colossax.step.loss import SCALAR, Totals
 from colossax.step.microbatches import batch_dims, cut_up, num_microbatches, row_unit, strided
 from colossax.step.programs import StageUpdate
-from colossax.step.stages import pipelined_totals, table_of
+from colossax.step.stages import forward_table, pipelined_totals
 from colossax.typing import Batch, Dims, Params, TrainState
 
 if TYPE_CHECKING:
@@ -101,7 +100,7 @@ class Evaluation:
     def _through_stages(self, params: Any, batch: Batch, dims: Any, variables: Any) -> Totals:
         step, bound = self._step, self._step.bound
         micro = cut_up(bound, batch, dims, jax.random.key(0))
-        table = forward_alone(table_of(bound, micro.count))
+        table = forward_table(bound, micro.count)
         infos = step.spec.infos
         return pipelined_totals(step.loss_call, bound, infos, params, variables, micro, table)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import pytest
 
@@ -9,8 +10,9 @@ from colossax.aot import parse_target
 from colossax.config import BatchConfig, PipelineConfig
 from colossax.planner import inspect_run
 from colossax.recipes import recipe
+from tests.aot.executed import executed_flops
 
-pytestmark = pytest.mark.aot
+pytestmark = [pytest.mark.aot, pytest.mark.timeout(900)]
 
 GIB, GB = 2**30, 1e9
 STAGES, FSDP = 4, 2
@@ -18,14 +20,20 @@ ROW_BYTES = 8192 * 4096 * 2  # a microbatch between two stages, bfloat16
 
 
 @functools.cache
-def inspected(microbatches, layers=32, gather="microbatch"):
+def inspected(microbatches, layers=32, **how):
     """Llama 3 8B, rows of 8192, full recomputation, one row of each device in a microbatch."""
-    config = recipe("llama3_8b")
-    plan = config.plan.replace(
+    return _inspected(
+        microbatches,
+        layers,
         mesh={"stage": STAGES, "fsdp": FSDP},
         batch=BatchConfig(),
-        pipeline=PipelineConfig(microbatches=microbatches, gather=gather),
+        pipeline=PipelineConfig(microbatches=microbatches, **how),
     )
+
+
+def _inspected(microbatches, layers, **plan):
+    config = recipe("llama3_8b")
+    plan = config.plan.replace(**plan)
     data = dataclasses.replace(config.data, global_batch=microbatches * FSDP)
     model = dataclasses.replace(config.model, layers=layers)
     return inspect_run(config.replace(plan=plan, data=data, model=model), parse_target("h100:1x8"))
@@ -57,16 +65,43 @@ def test_weights_gathered_once_a_step_send_less_than_half():
     assert sum(link.totals.ring_bytes for link in one.links) <= 30 * GB
 
 
-def test_memory_and_program_do_not_grow_with_microbatches():
-    few, many = inspected(8, layers=4), inspected(64, layers=4)
+@pytest.mark.parametrize(
+    ("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2), ("zb_h1", 1), ("zb_v", 2)]
+)
+def test_memory_and_program_do_not_grow_with_microbatches(schedule, chunks):
+    few, many = (
+        inspected(count, 4 * chunks, schedule=schedule, chunks=chunks) for count in (8, 64)
+    )
     assert many.memory.temp_bytes <= 1.02 * few.memory.temp_bytes
     assert len(many.program.hlo) <= 1.02 * len(few.program.hlo)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 @pytest.mark.parametrize("microbatches", [8, 64])
-def test_between_stages_activations_go_and_nothing_is_gathered(microbatches):
-    one = inspected(microbatches, layers=4)
+def test_between_stages_activations_go_and_nothing_is_gathered(microbatches, schedule):
+    one = inspected(microbatches, 4, schedule=schedule)
     # Forward and backward, a message of the microbatch in each tick that needs one.
     ticks = microbatches + STAGES - 1
     assert sent(one, "stage", "collective-permute") == 2 * ticks * ROW_BYTES
     assert not sent(one, "stage", "all-gather", "reduce-scatter", "all-to-all")
+
+
+@pytest.mark.catches("stage-kept-copied")
+def test_in_a_v_both_ways_are_sent_and_weights_of_the_way_back_once():
+    one = inspected(8, 8, schedule="zb_v", chunks=2)
+    ticks = 2 * (8 + STAGES - 1)
+    layer = (2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336 + 2 * 4096) * 4 // FSDP
+    found = sent(one, "stage", "collective-permute") - 2 * layer
+    # What nobody reads at an end is not sent.
+    assert 0.9 * 4 * ticks * ROW_BYTES < found <= 4 * ticks * ROW_BYTES
+    kept = rf"= bf16\[{4 * STAGES - 1},1,1,1,8192,4096\]\S* "
+    assert re.search(kept, one.program.hlo) and not re.search(kept + r"copy\(", one.program.hlo)
+    assert not sent(one, "stage", "all-gather", "reduce-scatter", "all-to-all")
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("zb_h1", 1), ("zb_v", 2)])
+def test_a_gpu_executes_no_more_than_the_bubble_says(schedule, chunks):
+    alone = _inspected(8, 4 * chunks, mesh={"fsdp": 8}, batch=BatchConfig(microbatch=1))
+    useful = executed_flops(alone.program.hlo)
+    found = executed_flops(inspected(8, 4 * chunks, schedule=schedule, chunks=chunks).program.hlo)
+    assert useful < found <= useful * (8 + STAGES - 1) / 8

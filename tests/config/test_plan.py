@@ -81,6 +81,7 @@ PARTS = [
     Precision(cache="bfloat16"),
     PipelineConfig(schedule="gpipe"),
     PipelineConfig(microbatches=2),
+    PipelineConfig(table="own.json"),
 ]
 
 
@@ -113,6 +114,10 @@ def test_json_keys_are_sorted_and_missing_fields_take_their_default():
         ('{"mesh": {"expert": 2}}', "axis 'expert' has size 2, but only"),
         ('{"pipeline": {"schedule": "1f1v"}}', "unknown '1f1v'; did you mean '1f1b'"),
         ('{"pipeline": {"microbatches": 0}}', "found 0; give 1 or more microbatches"),
+        (
+            '{"pipeline": {"schedule": "1f1b", "table": "own.json"}}',
+            "both schedule '1f1b' and table 'own.json' are given; leave one of them out",
+        ),
         ('{"mesh": {"data": -1, "fsdp": -1}}', "several axes are -1"),
         ('{"rules": {"params": {"embed": "fdsp"}}}', "no mesh axis is called 'fdsp'"),
         ('{"rules": {"params": {"embed": [[1.5]]}}}', "no mesh axis is called '1.5'"),

@@ -11,6 +11,7 @@ from colossax.layerwise import Layer, Scanned, cut_loss, running
 from colossax.models import LlamaConfig, maker
 from colossax.nn import describe, initialise
 from colossax.offload import fetch
+from colossax.planner.traced_flops import traced_flops
 from colossax.sharding import use
 from colossax.tasks import next_token_loss
 from tests.oracle import assert_trees_close
@@ -102,14 +103,18 @@ class Pass:
 
     def backward(self, at):
         """What the layer before waits for; its weights' gradient is left pending."""
-        inputs, _ = self.layers[at[0]].transpose_apart()
-        found = inputs(*self.inputs(at), self.kept[at], (self.dcarry, {}))
+        apart = self.layers[at[0]].apart()
+        found = apart.input_gradient(*self.inputs(at), self.kept[at], (self.dcarry, {}))
         self.dcarry, more, self.pending[at] = found
         self.dside = jax.tree.map(jnp.add, self.dside, more)
 
+    def weights(self, at):
+        apart = self.layers[at[0]].apart()
+        return apart.weight_gradient(*self.inputs(at), self.kept[at], self.pending[at])
+
     def gradients(self):
         """By all parameters, those of the layers' weights made now."""
-        rows = {at: self.layers[at[0]].transpose_apart()[1](self.pending[at]) for at in self.order}
+        rows = {at: self.weights(at) for at in self.order}
         stacks = [
             jax.tree.map(lambda *xs: jnp.stack(xs), *[rows[at] for at in self.order if at[0] == r])
             for r in range(len(self.runs))
@@ -152,18 +157,26 @@ def dots(program, *args):
     return str(jax.make_jaxpr(program)(*args)).count("dot_general")
 
 
+def flops(program, *args):
+    return traced_flops(jax.make_jaxpr(program)(*args)).flops
+
+
 @pytest.mark.catches("apart-repeats")
-def test_the_two_parts_of_a_transpose_share_no_matmul():
-    loss, params = language_model(Plan(segments=(Segment(),)))
+@pytest.mark.parametrize("remat", ["none", "full", "dots", "qkv+mlp"])
+def test_the_two_parts_of_a_transpose_share_no_matmul(remat):
+    loss, params = language_model(Plan(segments=(Segment(remat=remat),)))
     one = Pass(cut_loss(loss, params, batch(0)), params, batch(0))
     (layer,), at = one.layers, (0, 0)
     one.forward(at)
-    inputs, weights = layer.transpose_apart()
+    apart = layer.apart()
     args = (*one.inputs(at), one.kept[at], (one.carry, {}))
-    _, _, pending = inputs(*args)
-    first, second = dots(inputs, *args), dots(weights, pending)
+    *_, pending = apart.input_gradient(*args)
+    first = dots(apart.input_gradient, *args)
+    second = dots(apart.weight_gradient, *args[:-1], pending)
     assert second == 7  # one for each matrix of the layer
     assert first + second == dots(layer.transpose, *args)
+    parts = flops(apart.input_gradient, *args) + flops(apart.weight_gradient, *args[:-1], pending)
+    assert parts == pytest.approx(flops(layer.transpose, *args), rel=0.01)
 
 
 def test_what_cannot_be_cut_is_refused():

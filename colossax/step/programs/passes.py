@@ -32,7 +32,7 @@ class Underway:
         sums: By microbatch, what layers counted, where the last chunk is.
         kept: By position and microbatch, what forward keeps for backward.
         back: Likewise, what waits for the backward pass: gradients of output and sums.
-        pending: Likewise, what the weight gradients need.
+        pending: Likewise, what the weight gradients need: of what is kept, and of the input gradient.
     """
 
     params: Sequence[Leaves]
@@ -145,7 +145,10 @@ class BothWays(Forward):
             self.backward(position, op.microbatch, at, apart=op.kind is Kind.INPUT)
         else:
             pending = at.pending.pop((position, op.microbatch))
-            at.grads[position] = self._weight[position](pending, at.grads[position])
+            given, number = at.given[position], jnp.int32(op.microbatch)
+            at.grads[position] = self._weight[position](
+                at.params[position], at.grads[position], given, number, *pending
+            )
 
     def forward(self, position: int, microbatch: int, at: Underway) -> None:
         """The forward pass of a chunk, what backward needs kept."""
@@ -161,9 +164,9 @@ class BothWays(Forward):
         by = at.back.pop((position, microbatch)) if position < self.last else None
         args = (at.given[position], jnp.int32(microbatch), kept, by)
         if apart:
-            before, at.pending[position, microbatch] = self._input[position](
-                at.params[position], *args
-            )
+            before, pending = self._input[position](at.params[position], *args)
+            again = kept if self._parts[position].reads_kept else ()
+            at.pending[position, microbatch] = (again, pending)
         else:
             before, at.grads[position] = self._backward[position](
                 at.params[position], at.grads[position], *args
@@ -200,7 +203,12 @@ class _Part:
         self._shapes = numbered.shapes_of(chunk.learning)
         self.layer = chunk.layer(numbered, given)
         with use(chunk.bound):
-            self._apart = self.layer.transpose_apart() if apart else None
+            self._apart = self.layer.apart() if apart else None
+
+    @property
+    def reads_kept(self) -> bool:
+        """Whether weight gradients need what forward kept, and not the input gradient's alone."""
+        return self._apart is not None and self._apart.reads_kept
 
     def zeros(self) -> Leaves:
         """Gradients of nothing."""
@@ -225,14 +233,19 @@ class _Part:
         """Gradient of the input, and what those of the parameters need."""
         assert self._apart is not None
         with use(self.chunk.bound):
-            carry, _, pending = self._apart[0](params, given, number, kept, self._by(by))
+            carry, _, pending = self._apart.input_gradient(
+                params, given, number, kept, self._by(by)
+            )
             return self._back(carry), pending
 
-    def weight_gradient(self, pending: Any, grads: Leaves) -> Leaves:
+    def weight_gradient(
+        self, params: Leaves, grads: Leaves, given: Given, number: Any, kept: Any, pending: Any
+    ) -> Leaves:
         """Gradients with those of the parameters added."""
         assert self._apart is not None
         with use(self.chunk.bound):
-            return self._added(grads, self._apart[1](pending))
+            more = self._apart.weight_gradient(params, given, number, kept, pending)
+            return self._added(grads, more)
 
     def _by(self, by: Any) -> Any:
         """Gradient by output and sums; of the loss itself 1, by what it gave beside it 0."""

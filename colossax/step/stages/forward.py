@@ -18,6 +18,7 @@ from colossax.sharding import use
 from colossax.step.microbatches import Microbatches
 from colossax.step.stages import rings
 from colossax.step.stages.gathered import gathered_once, whole
+from colossax.step.stages.order import in_order, to_their_stages
 from colossax.step.stages.travel import Travel
 from colossax.typing import Params
 
@@ -30,7 +31,7 @@ class Ahead:
     """What goes from tick to tick on the way forward.
 
     Attributes:
-        arrived: Inputs that were sent, `[slots, stages, ...]`.
+        arrived: Inputs that were sent, of each way `[slots, stages, ...]`.
         counted: Sums of layers, `[slots, stages, layers, ...]`.
     """
 
@@ -48,9 +49,11 @@ class Stages:
         cut: The loss.
         layers: What a stage does with its layers.
         rows: Their parameters, of each chunk `[stages, layers, ...]`.
+        infos: Of those.
         outer: Parameters outside of the stack.
         travel: What goes from stage to stage.
         numbers: Of the stages.
+        routes: Of the table.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class Stages:
         infos: Any,
         params: tuple[Params, Params],
         micro: Microbatches,
+        routes: Routes,
     ):
         """Cut the loss, trace a layer.
 
@@ -69,12 +73,13 @@ class Stages:
             infos: Of the parameters of stacks.
             params: Outside of stacks, and of stacks.
             micro: The global batch.
+            routes: Of the table.
 
         Raises:
             PlanError: It cannot be cut at one stack, or the stages cannot share its layers.
         """
         self.outer, self._inner = params
-        self._micro = micro
+        self._micro, self.routes = micro, routes
         first = (*params, *micro.first, micro.term_weights)
         self.cut: CutLoss = cut_loss(loss, *first)
         _check(self.cut, *(len(jax.tree.leaves(tree)) for tree in params))
@@ -82,9 +87,10 @@ class Stages:
         carry, side, _ = jax.eval_shape(self.cut.before, *first)
         rows = [run.params(*first) for run in self.cut.runs]
         self.rows = tuple(jax.tree.map(self._shared, each) for each in rows)
-        inside = bound
+        self.infos, inside = self._infos(infos), bound
+        self.rows = to_their_stages(bound, "params", self.rows, self.infos, routes.order)
         if bound.plan.pipeline.gather == "step":
-            self.rows, inside = gathered_once(bound, self.rows, self._infos(infos)), whole(bound)
+            self.rows, inside = gathered_once(bound, self.rows, self.infos), whole(bound)
         shapes = [jax.tree.map(_merged, shapes_of(each)) for each in self.rows]
         with use(inside):
             self.layers = StageLayers(self.cut.runs, shapes, self.count, carry, side)
@@ -137,13 +143,19 @@ class Stages:
         outputs = [(last, each) for each in sums]
         return self.cut.after(args, outputs, self.cut.before(*args)[2])
 
-    def start(self, routes: Routes) -> Ahead:
+    def parts(self, chunk: Array) -> Array:
+        """Of a chunk of each stage, the part that the stage has; see `Routes.order`."""
+        order = self.routes.order
+        if in_order(order):
+            return self.numbers
+        return jnp.asarray(order)[chunk, self.numbers]
+
+    def start(self) -> Ahead:
         """Nothing has been sent."""
         _, counted = self.kept_shapes()
-        arrived = rings.empty(self.travel.shapes, routes.waiting, lead=(self.count,))
         return Ahead(
-            arrived=self.travel.stored(arrived),
-            counted=rings.empty(counted, routes.counted, lead=(self.count,)),
+            arrived=self.travel.rings(self.routes.waiting, self.count),
+            counted=rings.empty(counted, self.routes.counted, lead=(self.count,)),
         )
 
     def kept_shapes(self) -> Any:
@@ -169,20 +181,20 @@ class Stages:
             What the stages give, the state with what they counted, and what they keep.
         """
         start = jax.tree.map(lambda x: x[None], self.enter(self.outer, enters))
-        at_first = (self.numbers == 0) & (cells["chunk"] == 0)
-        carry = rings.chosen(at_first, start, rings.slots(ahead.arrived, cells["source"]))
+        at_first = (self.numbers == self.routes.first) & (cells["chunk"] == 0)
+        carry = rings.chosen(at_first, start, rings.sent(ahead.arrived, cells))
 
-        def one(rows: Any, carry: Any, number: Array, chunk: Array, stage: Array) -> Any:
-            return self.layers.forward(rows, carry, self.side(number), chunk, stage)
+        def one(rows: Any, carry: Any, number: Array, chunk: Array, part: Array) -> Any:
+            return self.layers.forward(rows, carry, self.side(number), chunk, part)
 
-        inputs = (cells["microbatch"], cells["chunk"], self.numbers)
+        inputs = (cells["microbatch"], cells["chunk"], self.parts(cells["chunk"]))
         out, (kept, sums) = over_stages(one)(self.rows, self.travel.laid_out(carry), *inputs)
         ahead = dataclasses.replace(ahead, counted=rings.put(ahead.counted, tick, sums))
         return self.travel.laid_out(out), ahead, kept
 
     def send(self, ahead: Ahead, tick: Array, out: Any) -> Ahead:
         """To the next stage, where it has arrived when the tick is over."""
-        sent = self.travel.rolled(out, 1)
+        sent = tuple(self.travel.rolled(out, way) for way in self.routes.ways)
         return dataclasses.replace(ahead, arrived=rings.put(ahead.arrived, tick, sent))
 
     def counted(self, ahead: Ahead, ticks: np.ndarray, number: Array) -> list[Any]:
@@ -197,6 +209,10 @@ class Stages:
             return [ahead.counted for _ in self.rows]
         at = jnp.asarray(ticks)[jnp.maximum(number, 0)]
         found = [rings.slots(ahead.counted, at[chunk]) for chunk in range(len(self.rows))]
+        if not in_order(self.routes.order):
+            stages = [np.argsort(parts) for parts in self.routes.order]
+            pairs = zip(found, stages, strict=True)
+            found = [jax.tree.map(lambda x, of=of: x[of], each) for each, of in pairs]
         return [jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), each) for each in found]
 
 
@@ -205,7 +221,7 @@ def through(routes: Routes, tick: Callable[[Phase, Any, Any], Any], state: Any) 
 
     Args:
         routes: Of the table.
-        tick: `(phase, state, (number, forward cells, backward cells, plain)) -> state`.
+        tick: `(phase, state, (number, forward, backward and weight cells, plain)) -> state`.
         state: Before the first.
 
     Cost: program size of one tick for each phase that is said, whatever the number of ticks.
@@ -242,7 +258,7 @@ def _said(routes: Routes, start: int, stop: int) -> Any:
 
     plain = {n: getattr(routes, n)[start:stop] for n in ("enters", "ends", "turns", "returns")}
     ticks = np.arange(start, stop, dtype=np.int32)
-    return ticks, cells(routes.forward), cells(routes.backward), plain
+    return ticks, cells(routes.forward), cells(routes.backward), cells(routes.weight), plain
 
 
 def _merged(x: Any) -> Any:

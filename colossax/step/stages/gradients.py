@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
@@ -20,6 +21,7 @@ from colossax.step.gradients.sums import accumulable, constrained
 from colossax.step.microbatches import Microbatches
 from colossax.step.stages import rings
 from colossax.step.stages.forward import Ahead, Stages, by_stack, through, zeros
+from colossax.step.stages.order import to_their_stages
 from colossax.step.trainable import joined, split
 from colossax.typing import ParamInfo, Params
 
@@ -51,9 +53,10 @@ def pipelined(
 
         outer, inner = by_stack(learning, infos)
         both = by_stack(infos, infos)
-        stages = Stages(value, bound, both[1], (outer, inner), micro)
-        way = _BothWays(stages, bound, both, routes_of(table_of(micro.count)))
-        state = through(way.routes, way.tick, way.start())
+        routes = routes_of(table_of(micro.count))
+        stages = Stages(value, bound, both[1], (outer, inner), micro, routes)
+        way = _BothWays(stages, bound, both[0])
+        state = through(routes, way.tick, way.start())
         return summarised(infos, constrained(bound, infos, way.grads(state, inner)), state.sums)
 
     return gradients
@@ -68,7 +71,8 @@ class _State:
         kept: What forward keeps for backward, `[slots, stages, layers, ...]`.
         turned: Gradients of the loss by the last layer's output, `[slots, ...]`.
         dsums: By the sums of layers, of each run `[slots, layers, ...]`.
-        returned: Gradients that were sent, `[slots, stages, ...]`.
+        returned: Gradients that were sent, of each way `[slots, stages, ...]`.
+        pending: What input gradients leave for weight gradients, `[slots, stages, layers, ...]`.
         grads: Of the stages' layers, of each chunk `[stages, layers, ...]`.
         outer: Of the other parameters.
         sums: Loss, terms and metrics.
@@ -79,6 +83,7 @@ class _State:
     turned: Any
     dsums: Any
     returned: Any
+    pending: Any
     grads: Any
     outer: Any
     sums: Any
@@ -90,30 +95,30 @@ jax.tree_util.register_dataclass(_State, [f.name for f in dataclasses.fields(_St
 class _BothWays:
     """Forward and backward passes of all stages, a tick at a time."""
 
-    def __init__(self, stages: Stages, bound: BoundPlan, infos: tuple[Any, Any], routes: Routes):
-        self.routes = routes
+    def __init__(self, stages: Stages, bound: BoundPlan, infos: Any):
         self._stages, self._bound = stages, bound
-        self._outer_infos, inner = infos
-        self._stack_infos: list[ParamInfo] = jax.tree.leaves(inner)
+        self._routes: Routes = stages.routes
+        self._outer_infos = infos
         self._skipped = len(jax.tree.leaves(stages.outer))
-        self._ticks = routes.forward_ticks
+        self._ticks = self._routes.forward_ticks
 
     def start(self) -> _State:
         """Nothing has been done."""
-        stages, routes = self._stages, self.routes
+        stages, routes = self._stages, self._routes
         dtype, lead = self._bound.plan.precision.accumulation, (stages.count,)
         carry, (kept, _) = stages.travel.shapes, stages.kept_shapes()
-        ahead = stages.start(routes)
+        ahead = stages.start()
         sums = jax.eval_shape(lambda: stages.counted(ahead, self._ticks, jnp.int32(0)))
         last = (jnp.int32(0), zeros(carry), zeros(sums))
         found = jax.eval_shape(lambda: stages.leave(stages.outer, *last))
         wide = jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), (stages.rows, stages.outer))
         return _State(
             ahead=ahead,
-            kept=self._laid_kept(rings.empty(kept, routes.kept, lead=lead)),
+            kept=self._laid_kept(rings.empty(kept, self._kept_slots, lead=lead)),
             turned=rings.empty(carry, routes.turning),
             dsums=rings.empty(sums, routes.kept),
-            returned=stages.travel.stored(rings.empty(carry, routes.returning, lead=lead)),
+            returned=stages.travel.rings(routes.returning, stages.count),
+            pending=self._laid_pending(rings.empty(self._pending, routes.pending, lead=lead)),
             grads=self._laid_out(wide[0]),
             outer=constrained(self._bound, self._outer_infos, wide[1]),
             sums=nothing(found),
@@ -121,28 +126,30 @@ class _BothWays:
 
     def tick(self, phase: Phase, state: _State, xs: Any) -> _State:
         """The state after a tick."""
-        now, ahead, back, plain = xs
+        now, ahead, back, late, plain = xs
         out = before = None
         if phase.forward:
             out, state = self._forward(state, now, ahead, plain["enters"])
         if phase.loss:
             state = self._loss(state, now, out, plain["ends"])
         if phase.backward:
-            before, state = self._backward(state, back, plain)
+            before, state = self._backward(state, now, back, plain)
+        if phase.weight:
+            state = self._weights(state, late)
         if phase.forward:
             sent = self._stages.send(state.ahead, now, out)
             state = dataclasses.replace(state, ahead=sent)
         if phase.backward:
-            returned = self._stages.travel.rolled(before, -1)
-            returned = rings.put(state.returned, now, returned)
-            state = dataclasses.replace(state, returned=returned)
+            travel, ways = self._stages.travel, self._routes.ways
+            sent = tuple(travel.rolled(before, -way) for way in ways)
+            state = dataclasses.replace(state, returned=rings.put(state.returned, now, sent))
         return state
 
     def grads(self, state: _State, inner: Params) -> Params:
         """All gradients, as the parameters are."""
         leaves, structure = jax.tree.flatten(inner)
         found: list[Any] = [None] * len(leaves)
-        for run, grads in zip(self._stages.cut.runs, state.grads, strict=True):
+        for run, grads in zip(self._stages.cut.runs, self._as_planned(state.grads), strict=True):
             for at, grad in zip(run.leaves, jax.tree.leaves(grads), strict=True):
                 found[self._leaf(at)] = grad.reshape(-1, *grad.shape[2:])
         return joined(jax.tree.unflatten(structure, found), state.outer)
@@ -164,7 +171,7 @@ class _BothWays:
     def _loss(self, state: _State, tick: Array, out: Any, number: Array) -> _State:
         """The loss of the microbatch that has passed the last layer, and its gradients."""
         stages = self._stages
-        last = stages.travel.of_stage(out, stages.count - 1)
+        last = stages.travel.of_stage(out, self._routes.last)
         sums = stages.counted(state.ahead, self._ticks, number)
 
         def value(outer: Params, last: Any, sums: Any) -> Any:
@@ -180,64 +187,100 @@ class _BothWays:
             sums=added(state.sums, found),
         )
 
-    def _backward(self, state: _State, cells: Any, plain: Any) -> tuple[Any, _State]:
+    def _backward(self, state: _State, tick: Array, cells: Any, plain: Any) -> tuple[Any, _State]:
         """Gradients of the stages' inputs; those of parameters are added to what there is."""
         stages = self._stages
-        at_last = (stages.numbers == stages.count - 1) & (cells["chunk"] == len(stages.rows) - 1)
+        at_last = (stages.numbers == self._routes.last) & (cells["chunk"] == len(stages.rows) - 1)
         turned = jax.tree.map(lambda x: x[None], rings.slot(state.turned, plain["turns"]))
-        after = rings.chosen(at_last, turned, rings.slots(state.returned, cells["source"]))
+        after = rings.chosen(at_last, turned, rings.sent(state.returned, cells))
         ring = self._laid_kept(state.kept)
         kept = rings.slots(ring, cells["forward"])
+        if self._routes.pending and any(len(block.phases) > 1 for block in self._routes.blocks):
+            # Read before the next phase writes: else the compiler copies the whole ring.
+            kept, ring = jax.lax.optimization_barrier((kept, ring))
+            state = dataclasses.replace(state, kept=ring)
 
         def one(rows: Any, grads: Any, after: Any, kept: Any, number: Any, *cell: Any) -> Any:
-            chunk, stage, active = cell
-            by = after, self._dsums(state, number, chunk, stage)
-            side = stages.side(number)
-            return stages.layers.backward(rows, grads, by, side, kept, chunk, stage, active)
+            by = after, self._dsums(state, number, *cell[:2])
+            given = by, stages.side(number), kept
+            if self._routes.pending:
+                return stages.layers.input_gradients(rows, *given, *cell)
+            return stages.layers.backward(rows, grads, *given, *cell)
 
-        cell = (cells["microbatch"], cells["chunk"], stages.numbers, cells["active"])
         after = stages.travel.laid_out(after)
-        before, grads = over_stages(one)(stages.rows, state.grads, after, kept, *cell)
+        grads = () if self._routes.pending else state.grads
+        inputs = (stages.rows, grads, after, kept, *self._cell(cells))
+        before, found = over_stages(one)(*inputs)
         before = stages.travel.laid_out(before)
         outer = self._added(state.outer, self._entered(before, plain["returns"]))
-        return before, dataclasses.replace(state, grads=self._laid_out(grads), outer=outer)
+        if self._routes.pending:
+            pending = self._laid_pending(rings.put(state.pending, tick, found))
+            return before, dataclasses.replace(state, pending=pending, outer=outer)
+        return before, dataclasses.replace(state, grads=self._laid_out(found), outer=outer)
+
+    def _weights(self, state: _State, cells: Any) -> _State:
+        """Gradients of the stages' weights added to what there is."""
+        stages, kept = self._stages, None
+        pending = rings.slots(self._laid_pending(state.pending), cells["source"])
+        if stages.layers.apart.reads_kept:
+            kept = rings.slots(self._laid_kept(state.kept), cells["forward"])
+
+        def one(rows: Any, grads: Any, kept: Any, pending: Any, number: Any, *cell: Any) -> Any:
+            given = stages.side(number), kept, pending
+            return stages.layers.weight_gradients(rows, grads, *given, *cell)
+
+        inputs = (stages.rows, state.grads, kept, pending, *self._cell(cells))
+        return dataclasses.replace(state, grads=self._laid_out(over_stages(one)(*inputs)))
+
+    def _cell(self, cells: Any) -> tuple[Array, ...]:
+        """Of each stage: microbatch, chunk, its part of it, and whether there is anything."""
+        chunk = cells["chunk"]
+        return cells["microbatch"], chunk, self._stages.parts(chunk), cells["active"]
+
+    @property
+    def _kept_slots(self) -> int:
+        reads = bool(self._routes.pending) and self._stages.layers.apart.reads_kept
+        return self._routes.held if reads else self._routes.kept
+
+    @property
+    def _pending(self) -> list[jax.ShapeDtypeStruct]:
+        return self._stages.layers.pending if self._routes.pending else []
+
+    def _laid_pending(self, pending: list[Array]) -> list[Array]:
+        return pending
 
     def _entered(self, before: Any, number: Array) -> Params:
         """Gradients of what stands before the layers, by the microbatch that is back there."""
         stages = self._stages
-        start = stages.travel.of_stage(before, 0)
+        start = stages.travel.of_stage(before, self._routes.first)
         start = jax.tree.map(lambda x: jnp.where(number >= 0, x, jnp.zeros_like(x)), start)
         _, pull = jax.vjp(lambda outer: stages.enter(outer, number), stages.outer)
         return pull(start)[0]
 
-    def _dsums(self, state: _State, number: Array, chunk: Array, stage: Array) -> Any:
+    def _dsums(self, state: _State, number: Array, chunk: Array, part: Array) -> Any:
         """Of one stage: gradients by the sums of its chunk's layers."""
         if not jax.tree.leaves(state.dsums):
             return state.dsums[0]
-        ended = jnp.asarray(self._ticks[:, -1, -1])[number]
+        ended = jnp.asarray(self._ticks[:, -1, self._routes.last])[number]
         found, *others = rings.slot(state.dsums, ended)
         for at, more in enumerate(others, 1):
             found = jax.tree.map(lambda a, b, n=at: jnp.where(chunk == n, b, a), found, more)
         count = self._stages.layers.count
-        return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, stage * count, count), found)
+        return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, part * count, count), found)
 
     def _added(self, so_far: Params, more: Params) -> Params:
         infos = self._outer_infos
         more = accumulable(self._bound, infos, more)
         return constrained(self._bound, infos, jax.tree.map(jnp.add, so_far, more))
 
+    def _as_planned(self, grads: Any) -> Any:
+        """Gradients of the stages' layers where the plan has the layers."""
+        back = np.argsort(self._routes.order, axis=1)
+        return to_their_stages(self._bound, "gradients", grads, self._stages.infos, back)
+
     def _laid_out(self, grads: Any) -> Any:
         """Gradients of the stages' layers where the plan wants them."""
-        return tuple(
-            jax.tree.unflatten(
-                jax.tree.structure(each),
-                [
-                    self._constrained(x, self._stack_infos[self._leaf(at)])
-                    for x, at in zip(jax.tree.leaves(each), run.leaves, strict=True)
-                ],
-            )
-            for run, each in zip(self._stages.cut.runs, grads, strict=True)
-        )
+        return jax.tree.map(self._constrained, grads, self._stages.infos)
 
     def _constrained(self, x: Array, info: ParamInfo) -> Array:
         spec = param_sharding(self._bound, "gradients", info).spec

@@ -40,6 +40,19 @@ def slots(ring: Any, ticks: Array) -> Any:
     return jax.tree.map(one, ring)
 
 
+def sent(rings: Sequence[Any], cells: Any) -> Any:
+    """Of each stage what was sent to it in a tick of its own, by a way of its own.
+
+    Args:
+        rings: Of each way.
+        cells: What the table says of the tick; see `Cells`.
+    """
+    found, *others = (slots(ring, cells["source"]) for ring in rings)
+    for way, other in enumerate(others, 1):
+        found = chosen(cells["way"] == way, other, found)
+    return found
+
+
 def chosen(where: Array, one: Any, other: Any) -> Any:
     """By stage, one tree or the other; of `one`, leaves may have a dim of 1."""
 

@@ -59,24 +59,24 @@ def pipelined_totals(
         return {**{name: term[:2] for name, term in terms.items()}, **metrics}
 
     stack_infos = by_stack(infos, infos)[1]
-    stages = Stages(totals, bound, stack_infos, by_stack(params, infos), micro)
     routes = routes_of(table)
+    stages = Stages(totals, bound, stack_infos, by_stack(params, infos), micro, routes)
     ticks = routes.forward_ticks
 
     def of(number: Array, last: Any, sums: Any) -> Totals:
         return stages.leave(stages.outer, number, last, sums)
 
     def tick(phase: Phase, state: _State, xs: Any) -> _State:
-        now, cells, _, plain = xs
+        now, cells, *_, plain = xs
         out, ahead, _ = stages.forward(state.ahead, now, cells, plain["enters"])
         found = state.totals
         if phase.loss:
-            last = stages.travel.of_stage(out, stages.count - 1)
+            last = stages.travel.of_stage(out, routes.last)
             sums = stages.counted(ahead, ticks, plain["ends"])
             found = added(found, of(plain["ends"], last, sums))
         return _State(ahead=stages.send(ahead, now, out), totals=found)
 
-    start = stages.start(routes)
+    start = stages.start()
     sums = jax.eval_shape(lambda: stages.counted(start, ticks, jnp.int32(0)))
     shapes = jax.eval_shape(lambda: of(jnp.int32(0), zeros(stages.travel.shapes), zeros(sums)))
     return through(routes, tick, _State(ahead=start, totals=nothing(shapes))).totals

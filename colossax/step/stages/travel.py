@@ -12,6 +12,7 @@ from colossax.config import BoundPlan, MeshAxis
 from colossax.errors import PlanError
 from colossax.sharding import activation_sharding
 from colossax.sharding.row_major import row_major
+from colossax.step.stages.rings import empty
 
 STAGE = MeshAxis.STAGE.value
 
@@ -61,9 +62,11 @@ class Travel:
         """`[stages, ...]`, each stage's on its devices."""
         return self._laid(tree, STAGE)
 
-    def stored(self, tree: Any) -> Any:
-        """`[slots, stages, ...]`, likewise."""
-        return self._laid(tree, None, STAGE)
+    def rings(self, slots: Sequence[int], stages: int) -> tuple[Any, ...]:
+        """Empty ones of so many slots, `[slots, stages, ...]`, likewise."""
+        return tuple(
+            self._laid(empty(self.shapes, count, lead=(stages,)), None, STAGE) for count in slots
+        )
 
     def kept(self, ring: Any, carries: Sequence[bool]) -> Any:
         """What layers keep, `[slots, stages, layers, ...]`: inputs of layers lie as they travel.
@@ -88,7 +91,9 @@ class Travel:
         return zip(jax.tree.leaves(self.shapes), jax.tree.leaves(self._specs), strict=True)
 
     def rolled(self, tree: Any, by: int) -> Any:
-        """Each stage's sent to the next, or to the one before: a collective permute."""
+        """Each stage's sent on by so many stages, 1, -1 or 0: a collective permute, or nothing."""
+        if not by:
+            return self.laid_out(tree)
         return self.laid_out(jax.tree.map(lambda x: jnp.roll(x, by, axis=0), tree))
 
     def of_stage(self, tree: Any, number: int) -> Any:

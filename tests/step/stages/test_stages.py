@@ -77,7 +77,7 @@ def in_chunks(params, count):
 
 def gradients(model, plan, devices, rows):
     step = step_of(model, plan, devices)
-    chunks = plan.pipeline.chunks
+    chunks = plan.pipeline.chunks_of_stage
     state = step.init_from(
         jax.device_put(in_chunks(start(model), chunks), step.shardings["params"])
     )
@@ -93,7 +93,7 @@ def truth(model, rows):
 def assert_equals_one_device(model, plan, rows=ROWS):
     grads, loss = gradients(model, plan, devices_of(plan), rows)
     want, right = truth(model, rows)
-    assert_trees_close(grads, in_chunks(want, plan.pipeline.chunks))
+    assert_trees_close(grads, in_chunks(want, plan.pipeline.chunks_of_stage))
     assert_losses_close(loss, right)
 
 
@@ -162,6 +162,8 @@ SCHEDULES = {
     "gpipe": {"schedule": "gpipe"},
     "1f1b": {"schedule": "1f1b"},
     "two chunks": {"chunks": 2},
+    "zb_h1": {"schedule": "zb_h1"},
+    "zb_v": {"schedule": "zb_v"},
 }
 
 
@@ -364,7 +366,6 @@ REFUSED = {
     "chunks": (Plan(mesh={"stage": 2}, **piped(2, chunks=3)), "3 chunks cannot share 8 layers"),
     "no chunks": (Plan(mesh={"stage": 2}, **piped(2, schedule="interleaved")), "interleaved"),
     "chunks of 1f1b": (Plan(mesh={"stage": 2}, **piped(2, schedule="1f1b", chunks=2)), "chunks"),
-    "two parts": (Plan(mesh={"stage": 2}, **piped(2, schedule="zb_h1")), "'zb_h1' is priced and"),
     "policies": (
         Plan(mesh={"stage": 2}, segments=(Segment(count=4), *FULL), **piped(2)),
         "its runs of layers differ",
@@ -397,5 +398,5 @@ def test_a_batch_without_weights_is_not_filled_up():
 
 def test_cases_are_as_many_as_is_said():
     cases = (list(mesh_cases()), SCHEDULES, FORMS)
-    assert len(cases[0]) + len(MIXED) * len(SCHEDULES) + 12 + len(FORMS) == 65
+    assert len(cases[0]) + len(MIXED) * len(SCHEDULES) + 12 + len(FORMS) == 73
     assert len(list(itertools.chain(meshes()))) == 22
