@@ -74,6 +74,13 @@ class StageLayers:
         """Of what forward keeps, which is a part of a layer's input."""
         return tuple(each.carry for each in self.layer.residuals if each.source == "kept")
 
+    @property
+    def hosts(self) -> tuple[bool, ...]:
+        """Of what forward keeps, which the plan puts into host memory."""
+        placement = self._runs[0].policy.placement
+        where = {True: placement.input_on_host, False: placement.activations_on_host}
+        return tuple(where[carry] for carry in self.carries)
+
     def forward(self, rows: Chunks, carry: Any, side: Any, chunk: Array, stage: Array) -> Any:
         """Of one stage: `(carry, (kept, sums))`, kept and sums `[layers, ...]`.
 

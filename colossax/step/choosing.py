@@ -4,6 +4,8 @@ import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
+
 from colossax.config import MeshAxis
 from colossax.errors import PlanError
 from colossax.sharding import batch_axes
@@ -35,7 +37,8 @@ def gradient_method_of(step: "Step") -> GradientMethod:
 
 
 def streaming_of(step: "Step", optimizer: Any) -> Streaming | None:
-    """Updates layer by layer during backward, where the plan puts any layer elsewhere.
+    """Updates layer by layer, where the plan puts any layer elsewhere: during backward, or after it
+    where stages share the layers.
 
     Args:
         step: Its plan, model, loss and state layout are there.
@@ -47,8 +50,7 @@ def streaming_of(step: "Step", optimizer: Any) -> Streaming | None:
     """
     check_reduce_once(step.bound, step.spec.infos)
     check_stages(step.bound)
-    plan = step.bound.plan
-    if not plan.offload.wanted and all(s.placement.all_on_device for s in plan.segments):
+    if not _updated_by_layer(step):
         return None
     check_streamable(step.bound, step.spec.infos, step.infos, optimizer)
     return Streaming(
@@ -59,7 +61,17 @@ def streaming_of(step: "Step", optimizer: Any) -> Streaming | None:
         optimizer,
         step.layout.map_moments,
         step.options.clip_norm,
+        gradient_method_of(step) if step.bound.mesh.shape[MeshAxis.STAGE] > 1 else None,
     )
+
+
+def _updated_by_layer(step: "Step") -> bool:
+    """Whether layers are updated one by one; stages do so only where their state is elsewhere."""
+    plan = step.bound.plan
+    if step.bound.mesh.shape[MeshAxis.STAGE] > 1:
+        infos = jax.tree.leaves(step.spec.infos)
+        return any(info.on_host or info.optimizer_on_host for info in infos)
+    return plan.offload.wanted or any(not s.placement.all_on_device for s in plan.segments)
 
 
 def followers_of(step: "Step", compiler_options: Any) -> list[Follower]:

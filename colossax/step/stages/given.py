@@ -1,6 +1,6 @@
 """Plans that stages cannot follow, refused before anything is traced."""
 
-from colossax.config import BoundPlan, MeshAxis
+from colossax.config import HOST_KINDS, BoundPlan, MeshAxis
 from colossax.errors import PlanError
 from colossax.pipeline import Table, schedule
 from colossax.sharding import batch_axes
@@ -34,13 +34,49 @@ def check_stages(bound: BoundPlan) -> None:
             " this version; give 1f1b, or interleaved with chunks"
         )
     table_of(bound, 1)
-    if plan.offload.wanted or any(not s.placement.all_on_device for s in plan.segments):
-        raise PlanError(
-            f"plan.offload: layers that {stages} stages share stay on the devices in this version;"
-            " give offload none, or mesh axis 'stage' size 1"
-        )
+    _check_offload(bound)
     if plan.batch.reduce_once and batch_axes(bound):
         raise PlanError(
             "plan.batch.reduce_once: stages reduce gradients for each microbatch in this version;"
             " switch it off, or use a preset such as zero2"
         )
+
+
+def _check_offload(bound: BoundPlan) -> None:
+    """Refuse what of layers that stages share cannot be elsewhere than on their devices."""
+    plan, stages = bound.plan, bound.mesh.shape[MeshAxis.STAGE]
+    offload, placements = plan.offload, [segment.placement for segment in plan.segments]
+    known = "stages have all gradients before layers are updated"
+    refused = {
+        "auto": (offload.auto, "shares are not searched for; give each as 0 or 1"),
+        "fused": (offload.fused, f"{known}; switch it off"),
+        "clipping": (
+            offload.wanted and offload.clipping != "stack",
+            f"{known}, so '{offload.clipping}' would do nothing; give clipping stack",
+        ),
+        "disk": (
+            offload.disk > 0 or any(each.optimizer_on_disk for each in placements),
+            "layers that they share have no state in a file; give disk 0",
+        ),
+        "cpu_update": (
+            offload.cpu_update not in ("off", 0) or any(p.updated_by_cpu for p in placements),
+            "the CPU updates no layers that they share; give cpu_update off",
+        ),
+        "activations": (
+            any(each.saved_on_host for each in placements),
+            "what they keep goes to host memory by no name but input; give activations",
+        ),
+        **{
+            kind: (
+                getattr(offload, kind) not in (0, 1),
+                "every stage does the same with each of its layers; give 0 or 1",
+            )
+            for kind in HOST_KINDS
+        },
+    }
+    for setting, (found, problem) in refused.items():
+        if found:
+            raise PlanError(
+                f"plan.offload.{setting}: with {stages} stages {problem}, or mesh axis 'stage'"
+                " size 1"
+            )

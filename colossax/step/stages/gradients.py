@@ -20,6 +20,7 @@ from colossax.step.gradients.sums import accumulable, constrained
 from colossax.step.microbatches import Microbatches
 from colossax.step.stages import rings
 from colossax.step.stages.forward import Ahead, Stages, by_stack, through, zeros
+from colossax.step.stages.kept import Kept
 from colossax.step.trainable import joined, split
 from colossax.typing import ParamInfo, Params
 
@@ -97,12 +98,13 @@ class _BothWays:
         self._stack_infos: list[ParamInfo] = jax.tree.leaves(inner)
         self._skipped = len(jax.tree.leaves(stages.outer))
         self._ticks = routes.forward_ticks
+        self._kept = Kept(stages, bound, routes.kept)
 
     def start(self) -> _State:
         """Nothing has been done."""
         stages, routes = self._stages, self.routes
         dtype, lead = self._bound.plan.precision.accumulation, (stages.count,)
-        carry, (kept, _) = stages.travel.shapes, stages.kept_shapes()
+        carry = stages.travel.shapes
         ahead = stages.start(routes)
         sums = jax.eval_shape(lambda: stages.counted(ahead, self._ticks, jnp.int32(0)))
         last = (jnp.int32(0), zeros(carry), zeros(sums))
@@ -110,7 +112,7 @@ class _BothWays:
         wide = jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), (stages.rows, stages.outer))
         return _State(
             ahead=ahead,
-            kept=self._laid_kept(rings.empty(kept, routes.kept, lead=lead)),
+            kept=self._kept.start(),
             turned=rings.empty(carry, routes.turning),
             dsums=rings.empty(sums, routes.kept),
             returned=stages.travel.stored(rings.empty(carry, routes.returning, lead=lead)),
@@ -154,12 +156,8 @@ class _BothWays:
 
     def _forward(self, state: _State, tick: Array, cells: Any, enters: Array) -> Any:
         out, ahead, kept = self._stages.forward(state.ahead, tick, cells, enters)
-        kept = rings.put(state.kept, tick, kept)
-        kept = self._laid_kept(kept)
+        kept = self._kept.put(state.kept, tick, kept)
         return out, dataclasses.replace(state, ahead=ahead, kept=kept)
-
-    def _laid_kept(self, kept: Any) -> Any:
-        return self._stages.travel.kept(kept, self._stages.layers.carries)
 
     def _loss(self, state: _State, tick: Array, out: Any, number: Array) -> _State:
         """The loss of the microbatch that has passed the last layer, and its gradients."""
@@ -186,8 +184,7 @@ class _BothWays:
         at_last = (stages.numbers == stages.count - 1) & (cells["chunk"] == len(stages.rows) - 1)
         turned = jax.tree.map(lambda x: x[None], rings.slot(state.turned, plain["turns"]))
         after = rings.chosen(at_last, turned, rings.slots(state.returned, cells["source"]))
-        ring = self._laid_kept(state.kept)
-        kept = rings.slots(ring, cells["forward"])
+        kept = self._kept.of(state.kept, cells["forward"])
 
         def one(rows: Any, grads: Any, after: Any, kept: Any, number: Any, *cell: Any) -> Any:
             chunk, stage, active = cell
