@@ -12,6 +12,7 @@ from colossax.config import MeshAxis
 from colossax.errors import PlanError
 from colossax.layerwise.cut import CutRun
 from colossax.layerwise.layer import Layer, shapes_of
+from colossax.offload import fetch
 
 Chunks = tuple[Any, ...]
 """Of each chunk of a stage, a tree of arrays `[stages, layers of a chunk, ...]`."""
@@ -81,6 +82,11 @@ class StageLayers:
         where = {True: placement.input_on_host, False: placement.activations_on_host}
         return tuple(where[carry] for carry in self.carries)
 
+    @property
+    def fetches(self) -> bool:
+        """Whether parameters are in host memory, so that stages run layers of all at a time."""
+        return self._runs[0].policy.placement.params_on_host
+
     def forward(self, rows: Chunks, carry: Any, side: Any, chunk: Array, stage: Array) -> Any:
         """Of one stage: `(carry, (kept, sums))`, kept and sums `[layers, ...]`.
 
@@ -134,11 +140,65 @@ class StageLayers:
 
         order = jnp.arange(self.count, dtype=jnp.int32)
         (before, grads), _ = jax.lax.scan(body, (after, grads), order, reverse=True)
-        return jax.tree.map(lambda x: jnp.where(active, x, jnp.zeros_like(x)), before), grads
+        return _where_active(active, before), grads
+
+    def forward_fetching(
+        self, rows: Chunks, carry: Any, side: Any, chunk: Array, stage: Array
+    ) -> Any:
+        """`forward` of all stages, `[stages, ...]` each, from parameters in host memory.
+
+        Cost: on a device one layer's parameters, which are fetched outside of the map over stages.
+        """
+
+        def body(carry: Any, i: Array) -> Any:
+            def one(row: Any, carry: Any, side: Any, chunk: Array, stage: Array) -> Any:
+                numbers = self._first(chunk, stage)
+                (carry, sums), kept = self.layer.forward(row, carry, side, numbers + i)
+                return carry, (kept, sums)
+
+            row = fetch(rows[0], i, axis=1)
+            return over_stages(one)(row, carry, side, chunk, stage)
+
+        numbers = jnp.arange(self.count, dtype=jnp.int32)
+        carry, found = jax.lax.scan(body, carry, numbers)
+        return carry, jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), found)
+
+    def backward_fetching(
+        self,
+        rows: Chunks,
+        grads: Chunks,
+        cotangent: tuple[Any, Any],
+        side: Any,
+        kept: Any,
+        chunk: Array,
+        stage: Array,
+        active: Array,
+    ) -> tuple[Any, Chunks]:
+        """`backward` of all stages, likewise."""
+        after, sums = cotangent
+
+        def body(loop: Any, i: Array) -> Any:
+            def one(row: Any, loop: Any, side: Any, kept: Any, sums: Any, *cell: Array) -> Any:
+                chunk, stage, active = cell
+                after, grads = loop
+                number, by = self._first(chunk, stage) + i, (after, _at(sums, i))
+                found = self.layer.transpose(row, side, number, _at(kept, i), by)
+                return found.carry, _added(grads, found.params, chunk, i, active)
+
+            row = fetch(rows[0], i, axis=1)
+            return over_stages(one)(row, loop, side, kept, sums, chunk, stage, active), None
+
+        order = jnp.arange(self.count, dtype=jnp.int32)
+        (before, grads), _ = jax.lax.scan(body, (after, grads), order, reverse=True)
+        return over_stages(_where_active)(active, before), grads
 
     def _first(self, chunk: Array, stage: Array) -> Array:
         """Number of the first layer of a stage's chunk."""
         return self._origins[chunk] + stage * self.count
+
+
+def _where_active(active: Array, tree: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.where(active, x, jnp.zeros_like(x)), tree)
 
 
 def _traced(make: Callable[[], Layer]) -> Layer:

@@ -15,7 +15,7 @@ from colossax.step.gradients.reduce_once import check_reduce_once, reduce_once
 from colossax.step.offloaded.cpu_update import CpuUpdate
 from colossax.step.offloaded.disk import DiskTier
 from colossax.step.offloaded.streaming import Streaming, check_streamable
-from colossax.step.stages import check_stages, pipelined, table_of
+from colossax.step.stages import pipelined, table_of
 from colossax.step.updaters import Follower
 
 if TYPE_CHECKING:
@@ -49,7 +49,6 @@ def streaming_of(step: "Step", optimizer: Any) -> Streaming | None:
             plan wants them.
     """
     check_reduce_once(step.bound, step.spec.infos)
-    check_stages(step.bound)
     if not _updated_by_layer(step):
         return None
     check_streamable(step.bound, step.spec.infos, step.infos, optimizer)

@@ -5,8 +5,14 @@ import functools
 
 import pytest
 
-from colossax.aot import parse_target
-from colossax.config import BatchConfig, PipelineConfig
+from colossax.aot import (
+    full_stack_copies,
+    host_compute,
+    parse_module,
+    parse_target,
+    sync_transfers_in_loops,
+)
+from colossax.config import BatchConfig, OffloadConfig, PipelineConfig
 from colossax.planner import inspect_run
 from colossax.recipes import recipe
 
@@ -18,13 +24,14 @@ ROW_BYTES = 8192 * 4096 * 2  # a microbatch between two stages, bfloat16
 
 
 @functools.cache
-def inspected(microbatches, layers=32):
+def inspected(microbatches, layers=32, offload="none"):
     """Llama 3 8B, rows of 8192, full recomputation, one row of each device in a microbatch."""
     config = recipe("llama3_8b")
     plan = config.plan.replace(
         mesh={"stage": STAGES, "fsdp": FSDP},
         batch=BatchConfig(),
         pipeline=PipelineConfig(microbatches=microbatches),
+        offload=OffloadConfig().with_text(offload),
     )
     data = dataclasses.replace(config.data, global_batch=microbatches * FSDP)
     model = dataclasses.replace(config.model, layers=layers)
@@ -64,3 +71,23 @@ def test_between_stages_activations_go_and_nothing_is_gathered(microbatches):
     ticks = microbatches + STAGES - 1
     assert sent(one, "stage", "collective-permute") == 2 * ticks * ROW_BYTES
     assert not sent(one, "stage", "all-gather", "reduce-scatter", "all-to-all")
+
+
+LAYERS = 8
+MATRIX_BYTES = 4 * (4096 * 4096 * 2 + 4096 * 1024 * 2 + 4096 * 14336 * 3) * LAYERS // 8
+"""Of a device, what the layers' matrices take in float32."""
+RING_BYTES = (2 * STAGES - 1) * LAYERS // STAGES * ROW_BYTES
+"""Of the inputs that wait on a device for their backward pass."""
+
+
+@pytest.mark.catches("stage-inputs-wait-on-the-device")
+def test_host_memory_takes_what_it_is_given():
+    here = inspected(8, layers=LAYERS)
+    there = inspected(8, layers=LAYERS, offload="parameters=1,optimizer=1,activations=1")
+    assert there.memory.host_bytes == 3 * MATRIX_BYTES + RING_BYTES
+    assert there.memory.temp_bytes <= here.memory.temp_bytes - RING_BYTES
+    assert there.memory.argument_bytes <= here.memory.argument_bytes - 3 * MATRIX_BYTES
+    module = parse_module(there.program.hlo)
+    assert not full_stack_copies(module)
+    assert not sync_transfers_in_loops(module)
+    assert not host_compute(module)

@@ -13,6 +13,7 @@ from jaxtyping import Array
 from colossax.config import BoundPlan, MeshAxis
 from colossax.errors import PlanError
 from colossax.layerwise import CutLoss, StageLayers, cut_loss, over_stages, shapes_of
+from colossax.offload import to_device
 from colossax.pipeline.routes import Block, Cells, Phase, Routes
 from colossax.sharding import use
 from colossax.step.microbatches import Microbatches
@@ -151,7 +152,7 @@ class Stages:
 
         def one() -> Any:
             zero = jnp.int32(0)
-            rows = jax.tree.map(lambda x: x[0], self.rows)
+            rows = jax.tree.map(lambda x: to_device(x)[0], self.rows)
             return self.layers.forward(rows, zeros(self.travel.shapes), self.side(zero), zero, zero)
 
         return jax.eval_shape(one)[1]
@@ -175,8 +176,13 @@ class Stages:
         def one(rows: Any, carry: Any, number: Array, chunk: Array, stage: Array) -> Any:
             return self.layers.forward(rows, carry, self.side(number), chunk, stage)
 
-        inputs = (cells["microbatch"], cells["chunk"], self.numbers)
-        out, (kept, sums) = over_stages(one)(self.rows, self.travel.laid_out(carry), *inputs)
+        inputs, carry = (cells["chunk"], self.numbers), self.travel.laid_out(carry)
+        if self.layers.fetches:
+            side = over_stages(self.side)(cells["microbatch"])
+            found = self.layers.forward_fetching(self.rows, carry, side, *inputs)
+        else:
+            found = over_stages(one)(self.rows, carry, cells["microbatch"], *inputs)
+        out, (kept, sums) = found
         ahead = dataclasses.replace(ahead, counted=rings.put(ahead.counted, tick, sums))
         return self.travel.laid_out(out), ahead, kept
 

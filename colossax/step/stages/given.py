@@ -47,34 +47,50 @@ def _check_offload(bound: BoundPlan) -> None:
     plan, stages = bound.plan, bound.mesh.shape[MeshAxis.STAGE]
     offload, placements = plan.offload, [segment.placement for segment in plan.segments]
     known = "stages have all gradients before layers are updated"
-    refused = {
-        "auto": (offload.auto, "shares are not searched for; give each as 0 or 1"),
-        "fused": (offload.fused, f"{known}; switch it off"),
-        "clipping": (
+    fetched = offload.parameters == 1 or any(each.params_on_host for each in placements)
+    refused = [
+        ("auto", offload.auto, "shares are not searched for; give each as 0 or 1"),
+        ("fused", offload.fused, f"{known}; switch it off"),
+        (
+            "clipping",
             offload.wanted and offload.clipping != "stack",
             f"{known}, so '{offload.clipping}' would do nothing; give clipping stack",
         ),
-        "disk": (
+        (
+            "disk",
             offload.disk > 0 or any(each.optimizer_on_disk for each in placements),
             "layers that they share have no state in a file; give disk 0",
         ),
-        "cpu_update": (
+        (
+            "cpu_update",
             offload.cpu_update not in ("off", 0) or any(p.updated_by_cpu for p in placements),
             "the CPU updates no layers that they share; give cpu_update off",
         ),
-        "activations": (
+        (
+            "activations",
             any(each.saved_on_host for each in placements),
             "what they keep goes to host memory by no name but input; give activations",
         ),
-        **{
-            kind: (
+        *(
+            (
+                kind,
                 getattr(offload, kind) not in (0, 1),
                 "every stage does the same with each of its layers; give 0 or 1",
             )
             for kind in HOST_KINDS
-        },
-    }
-    for setting, (found, problem) in refused.items():
+        ),
+        (
+            "parameters",
+            fetched and plan.pipeline.chunks > 1,
+            "a layer of each chunk would be fetched for one; give plan.pipeline.chunks 1",
+        ),
+        (
+            "parameters",
+            fetched and plan.pipeline.gather == "step",
+            "weights gathered once a step are on the devices; give plan.pipeline.gather microbatch",
+        ),
+    ]
+    for setting, found, problem in refused:
         if found:
             raise PlanError(
                 f"plan.offload.{setting}: with {stages} stages {problem}, or mesh axis 'stage'"

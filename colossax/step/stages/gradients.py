@@ -1,6 +1,7 @@
 """Gradients of a loss whose layers the stages of a pipeline share, in one program for all."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -192,9 +193,15 @@ class _BothWays:
             side = stages.side(number)
             return stages.layers.backward(rows, grads, by, side, kept, chunk, stage, active)
 
-        cell = (cells["microbatch"], cells["chunk"], stages.numbers, cells["active"])
-        after = stages.travel.laid_out(after)
-        before, grads = over_stages(one)(stages.rows, state.grads, after, kept, *cell)
+        after, number = stages.travel.laid_out(after), cells["microbatch"]
+        cell = (cells["chunk"], stages.numbers, cells["active"])
+        if stages.layers.fetches:
+            side = over_stages(stages.side)(number)
+            by = after, over_stages(functools.partial(self._dsums, state))(number, *cell[:2])
+            found = stages.layers.backward_fetching(stages.rows, state.grads, by, side, kept, *cell)
+        else:
+            found = over_stages(one)(stages.rows, state.grads, after, kept, number, *cell)
+        before, grads = found
         before = stages.travel.laid_out(before)
         outer = self._added(state.outer, self._entered(before, plain["returns"]))
         return before, dataclasses.replace(state, grads=self._laid_out(grads), outer=outer)
