@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from colossax.config import MeshAxis
+from colossax.config import MeshAxis, Segment
 from colossax.errors import PlanError
 from colossax.layerwise.cut import CutRun
 from colossax.layerwise.layer import Layer, shapes_of
@@ -23,11 +23,24 @@ def over_stages(fn: Callable, in_axes: Any = 0) -> Callable:
     return jax.vmap(fn, in_axes=in_axes, spmd_axis_name=MeshAxis.STAGE.value)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    """Consecutive layers of every chunk.
+
+    Attributes:
+        start: Number of the first one in its chunk.
+        policy: What they keep and recompute; its count is theirs.
+    """
+
+    start: int
+    policy: Segment
+
+
 class StageLayers:
     """What every stage does with its layers; each is traced once, whatever their number.
 
     Attributes:
-        count: Layers of a chunk.
+        count: Layers of a chunk, or those of them that it is for.
         layer: One of them.
     """
 
@@ -38,6 +51,7 @@ class StageLayers:
         stages: int,
         carry: Any,
         side: Any,
+        part: Part | None = None,
     ):
         """Trace a layer.
 
@@ -47,6 +61,7 @@ class StageLayers:
             stages: How many stages share each run.
             carry: Shapes of what goes from layer to layer.
             side: Shapes of what all layers get.
+            part: Of a chunk's layers, those that it is for; None: all.
 
         Raises:
             PlanError: The runs differ, or their layers cannot be shared alike.
@@ -54,7 +69,11 @@ class StageLayers:
         self._runs = [run.layers for run in runs]
         _check(self._runs, rows, stages)
         first = self._runs[0]
-        self.count = first.count // stages
+        self._each = self.count = first.count // stages
+        self._start = 0
+        if part is not None:
+            self._start, self.count = part.start, part.policy.count
+            first = dataclasses.replace(first, policy=part.policy)
         self._origins = jnp.array([run.origin for run in self._runs], jnp.int32)
 
         def apply(row: Any, carry: Any, side: Any, number: Array) -> Any:
@@ -100,8 +119,9 @@ class StageLayers:
         numbers = self._first(chunk, stage)
 
         def body(carry: Any, i: Array) -> Any:
-            row = _row(rows, chunk, i)
-            (carry, sums), kept = self.layer.forward(row, carry, side, numbers + i)
+            at = self._at(i)
+            row = _row(rows, chunk, at)
+            (carry, sums), kept = self.layer.forward(row, carry, side, numbers + at)
             return carry, (kept, sums)
 
         return jax.lax.scan(body, carry, jnp.arange(self.count, dtype=jnp.int32))
@@ -134,9 +154,10 @@ class StageLayers:
 
         def body(loop: Any, i: Array) -> Any:
             after, grads = loop
-            row, held, dsums = _row(rows, chunk, i), _at(kept, i), _at(sums, i)
-            found = self.layer.transpose(row, side, numbers + i, held, (after, dsums))
-            return (found.carry, _added(grads, found.params, chunk, i, active)), None
+            at = self._at(i)
+            row, held, dsums = _row(rows, chunk, at), _at(kept, i), _at(sums, at)
+            found = self.layer.transpose(row, side, numbers + at, held, (after, dsums))
+            return (found.carry, _added(grads, found.params, chunk, at, active)), None
 
         order = jnp.arange(self.count, dtype=jnp.int32)
         (before, grads), _ = jax.lax.scan(body, (after, grads), order, reverse=True)
@@ -153,10 +174,11 @@ class StageLayers:
         def body(carry: Any, i: Array) -> Any:
             def one(row: Any, carry: Any, side: Any, chunk: Array, stage: Array) -> Any:
                 numbers = self._first(chunk, stage)
-                (carry, sums), kept = self.layer.forward(row, carry, side, numbers + i)
+                (carry, sums), kept = self.layer.forward(row, carry, side, numbers + at)
                 return carry, (kept, sums)
 
-            row = fetch(rows[0], i, axis=1)
+            at = self._at(i)
+            row = fetch(rows[0], at, axis=1)
             return over_stages(one)(row, carry, side, chunk, stage)
 
         numbers = jnp.arange(self.count, dtype=jnp.int32)
@@ -181,11 +203,12 @@ class StageLayers:
             def one(row: Any, loop: Any, side: Any, kept: Any, sums: Any, *cell: Array) -> Any:
                 chunk, stage, active = cell
                 after, grads = loop
-                number, by = self._first(chunk, stage) + i, (after, _at(sums, i))
+                number, by = self._first(chunk, stage) + at, (after, _at(sums, at))
                 found = self.layer.transpose(row, side, number, _at(kept, i), by)
-                return found.carry, _added(grads, found.params, chunk, i, active)
+                return found.carry, _added(grads, found.params, chunk, at, active)
 
-            row = fetch(rows[0], i, axis=1)
+            at = self._at(i)
+            row = fetch(rows[0], at, axis=1)
             return over_stages(one)(row, loop, side, kept, sums, chunk, stage, active), None
 
         order = jnp.arange(self.count, dtype=jnp.int32)
@@ -194,7 +217,11 @@ class StageLayers:
 
     def _first(self, chunk: Array, stage: Array) -> Array:
         """Number of the first layer of a stage's chunk."""
-        return self._origins[chunk] + stage * self.count
+        return self._origins[chunk] + stage * self._each
+
+    def _at(self, i: Array) -> Array:
+        """Number in its chunk, of a layer of the part."""
+        return i + self._start if self._start else i
 
 
 def _where_active(active: Array, tree: Any) -> Any:

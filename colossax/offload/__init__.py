@@ -22,6 +22,7 @@ from .memory import store as store
 from .memory import to_device as to_device
 from .placement import resolved_segments as resolved_segments
 from .placement import segment_counts as segment_counts
+from .placement import stage_segments as stage_segments
 from .rates import PipelinedTest as PipelinedTest
 from .rates import Rates as Rates
 from .rates import Setting as Setting

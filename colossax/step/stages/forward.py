@@ -12,8 +12,8 @@ from jaxtyping import Array
 
 from colossax.config import BoundPlan, MeshAxis
 from colossax.errors import PlanError
-from colossax.layerwise import CutLoss, StageLayers, cut_loss, over_stages, shapes_of
-from colossax.offload import to_device
+from colossax.layerwise import CutLoss, cut_loss, over_stages, shapes_of, stage_layers
+from colossax.offload import stage_segments, to_device
 from colossax.pipeline.routes import Block, Cells, Phase, Routes
 from colossax.sharding import use
 from colossax.step.microbatches import Microbatches
@@ -88,7 +88,9 @@ class Stages:
             self.rows, inside = gathered_once(bound, self.rows, self._infos(infos)), whole(bound)
         shapes = [jax.tree.map(_merged, shapes_of(each)) for each in self.rows]
         with use(inside):
-            self.layers = StageLayers(self.cut.runs, shapes, self.count, carry, side)
+            segments = stage_segments(bound.plan, sum(run.layers.count for run in self.cut.runs))
+            runs = self.cut.runs, shapes, self.count
+            self.layers = stage_layers(*runs, carry, side, segments)
         self.travel = Travel(bound, carry)
         self.numbers = jnp.arange(self.count, dtype=jnp.int32)
 
