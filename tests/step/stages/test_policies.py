@@ -6,8 +6,17 @@ import pytest
 
 from colossax.config import OffloadConfig, Plan, Segment, preset
 from colossax.errors import PlanError
+from colossax.optim import sgd
+from tests.oracle import assert_losses_close, assert_trees_close
 from tests.step import test_parallel_oracle as oracle
-from tests.step.stages.test_stages import assert_equals_one_device, devices_of, piped, step_of
+from tests.step.stages.test_stages import (
+    assert_equals_one_device,
+    devices_of,
+    piped,
+    start,
+    step_of,
+    truth,
+)
 
 HALVES = (Segment(count=2, remat="full"), Segment(count=2, remat="qkv+mlp"))
 """Of four layers of a stage."""
@@ -25,12 +34,6 @@ CASES = {
     "four stages around a ring": preset(
         "zero3+ring", mesh={"stage": 4, "ring": 2}, segments=THIRDS, **piped(4)
     ),
-    "in host memory": Plan(
-        mesh={"stage": 2, "data": 2},
-        segments=HALVES,
-        offload=OffloadConfig(parameters=1.0, optimizer=1.0, activations=1.0),
-        **piped(4),
-    ),
     "as many stages as there are": Plan(
         mesh={"stage": -1}, segments=(Segment(count=1), Segment(count=1, remat="dots")), **piped(2)
     ),
@@ -46,6 +49,18 @@ def test_policies_of_a_stage_equal_one_device_on_every_mesh(name):
         assert step.bound.mesh.shape["stage"] == 4
         return
     assert_equals_one_device("llama", plan)
+
+
+@pytest.mark.sweep
+def test_two_policies_in_each_stage_with_all_in_host_memory():
+    offload = OffloadConfig(parameters=1.0, optimizer=1.0, activations=1.0)
+    plan = Plan(mesh={"stage": 2, "data": 2}, segments=HALVES, offload=offload, **piped(4))
+    step = step_of("llama", plan, devices_of(plan), sgd(1.0))
+    state = step.init_from(jax.device_put(start("llama"), step.shardings["params"]))
+    found = jax.jit(step.gradients)(state, step.place(oracle.batch("llama", rows=16)))
+    want, right = truth("llama", 16)
+    assert_trees_close(jax.tree.map(np.asarray, found.grads), want)
+    assert_losses_close(found.loss, right)
 
 
 @pytest.mark.sweep
