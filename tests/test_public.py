@@ -51,12 +51,12 @@ NAMES = {
         "device_budget device_memory fetch gb_down gb_up "
         "hiding_tokens host_budget host_shares kept_token_share load_rates measure_rates new_stack "
         "on_host place rates_path resolved_segments save_rates "
-        "segment_counts store update_seconds working_set_bytes"
+        "segment_counts stage_segments store to_device update_seconds working_set_bytes"
     ),
     "colossax.layerwise": (
         "CutLoss CutRun Layer LayerRun LayerState Maximum Residual Scanned StackRunner Stacks "
         "StageLayers Stream Transposed added alternates checkpointed current_runner cut_loss "
-        "kept_sharding nothing over_stages recording_kept running shapes_of summed"
+        "kept_sharding nothing over_stages recording_kept running shapes_of stage_layers summed"
     ),
     "colossax.data": (
         "BatchLoader Corpus Documents Mixture RowSource Rows Split SyntheticRows Tokenizer "

@@ -37,7 +37,8 @@ class OffloadConfig:
     """Host memory as a second tier under the devices', for models with layer stacks.
 
     Shares count layers of each stack, from its first one on; the others stay on the device. A
-    layer's vectors (norms, biases) stay there always, as does what is in no stack.
+    layer's vectors (norms, biases) stay there always, as does what is in no stack. Where stages
+    share the layers, shares are 0 or 1, of parameters, optimizer and activations alone.
 
     Attributes:
         auto: Find the shares by compiling: as many layers stay on the device as fit its budget.

@@ -154,7 +154,8 @@ class Segment:
     """A run of layers treated alike.
 
     Attributes:
-        count: Layers in the segment; -1 takes what the others leave (at most one segment).
+        count: Layers in the segment; -1 takes what the others leave (at most one segment). Under
+            stages, counts that add up to the layers of a stage (of one of its chunks) are of each.
         remat: `none` saves every intermediate, `full` only the layer's input, `dots` the results
             of matmuls with parameters; else names joined by `+` (`qkv attention mlp`). Gathered
             weights are never kept: backward gathers them again.

@@ -7,6 +7,7 @@ from .layer import Layer as Layer
 from .layer import Residual as Residual
 from .layer import Transposed as Transposed
 from .layer import shapes_of as shapes_of
+from .policies import stage_layers as stage_layers
 from .recompute import checkpointed as checkpointed
 from .runs import Apply as Apply
 from .runs import Key as Key

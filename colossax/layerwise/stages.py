@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from colossax.config import MeshAxis
+from colossax.config import MeshAxis, Segment
 from colossax.errors import PlanError
 from colossax.layerwise.cut import CutRun
 from colossax.layerwise.layer import Apart, Layer, shapes_of
+from colossax.offload import fetch
 
 Chunks = tuple[Any, ...]
 """Of each chunk of a stage, a tree of arrays `[stages, layers of a chunk, ...]`."""
@@ -23,11 +24,24 @@ def over_stages(fn: Callable, in_axes: Any = 0) -> Callable:
     return jax.vmap(fn, in_axes=in_axes, spmd_axis_name=MeshAxis.STAGE.value)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    """Consecutive layers of every chunk.
+
+    Attributes:
+        start: Number of the first one in its chunk.
+        policy: What they keep and recompute; its count is theirs.
+    """
+
+    start: int
+    policy: Segment
+
+
 class StageLayers:
     """What every stage does with its layers; each is traced once, whatever their number.
 
     Attributes:
-        count: Layers of a chunk.
+        count: Layers of a chunk, or those of them that it is for.
         layer: One of them.
     """
 
@@ -38,6 +52,7 @@ class StageLayers:
         stages: int,
         carry: Any,
         side: Any,
+        part: Part | None = None,
     ):
         """Trace a layer.
 
@@ -47,6 +62,7 @@ class StageLayers:
             stages: How many stages share each run.
             carry: Shapes of what goes from layer to layer.
             side: Shapes of what all layers get.
+            part: Of a chunk's layers, those that it is for; None: all.
 
         Raises:
             PlanError: The runs differ, or their layers cannot be shared alike.
@@ -54,7 +70,11 @@ class StageLayers:
         self._runs = [run.layers for run in runs]
         _check(self._runs, rows, stages)
         first = self._runs[0]
-        self.count = first.count // stages
+        self._each = self.count = first.count // stages
+        self._start = 0
+        if part is not None:
+            self._start, self.count = part.start, part.policy.count
+            first = dataclasses.replace(first, policy=part.policy)
         self._origins = jnp.array([run.origin for run in self._runs], jnp.int32)
 
         def apply(row: Any, carry: Any, side: Any, number: Array) -> Any:
@@ -85,6 +105,18 @@ class StageLayers:
         """Shapes of what input gradients of a chunk leave for its weight gradients."""
         return [jax.ShapeDtypeStruct((self.count, *x.shape), x.dtype) for x in self.apart.pending]
 
+    @property
+    def hosts(self) -> tuple[bool, ...]:
+        """Of what forward keeps, which the plan puts into host memory."""
+        placement = self._runs[0].policy.placement
+        where = {True: placement.input_on_host, False: placement.activations_on_host}
+        return tuple(where[carry] for carry in self.carries)
+
+    @property
+    def fetches(self) -> bool:
+        """Whether parameters are in host memory, so that stages run layers of all at a time."""
+        return self._runs[0].policy.placement.params_on_host
+
     def forward(self, rows: Chunks, carry: Any, side: Any, chunk: Array, part: Array) -> Any:
         """Of one stage: `(carry, (kept, sums))`, kept and sums `[layers, ...]`.
 
@@ -98,8 +130,9 @@ class StageLayers:
         numbers = self._first(chunk, part)
 
         def body(carry: Any, i: Array) -> Any:
-            row = _row(rows, chunk, i)
-            (carry, sums), kept = self.layer.forward(row, carry, side, numbers + i)
+            at = self._at(i)
+            row = _row(rows, chunk, at)
+            (carry, sums), kept = self.layer.forward(row, carry, side, numbers + at)
             return carry, (kept, sums)
 
         return jax.lax.scan(body, carry, jnp.arange(self.count, dtype=jnp.int32))
@@ -132,13 +165,66 @@ class StageLayers:
 
         def body(loop: Any, i: Array) -> Any:
             after, grads = loop
-            row, held, dsums = _row(rows, chunk, i), _at(kept, i), _at(sums, i)
-            found = self.layer.transpose(row, side, numbers + i, held, (after, dsums))
-            return (found.carry, _added(grads, found.params, chunk, i, active)), None
+            at = self._at(i)
+            row, held, dsums = _row(rows, chunk, at), _at(kept, i), _at(sums, at)
+            found = self.layer.transpose(row, side, numbers + at, held, (after, dsums))
+            return (found.carry, _added(grads, found.params, chunk, at, active)), None
 
         order = jnp.arange(self.count, dtype=jnp.int32)
         (before, grads), _ = jax.lax.scan(body, (after, grads), order, reverse=True)
         return _only(active, before), grads
+
+    def forward_fetching(
+        self, rows: Chunks, carry: Any, side: Any, chunk: Array, part: Array
+    ) -> Any:
+        """`forward` of all stages, `[stages, ...]` each, from parameters in host memory.
+
+        Cost: on a device one layer's parameters, which are fetched outside of the map over stages.
+        """
+
+        def body(carry: Any, i: Array) -> Any:
+            def one(row: Any, carry: Any, side: Any, chunk: Array, part: Array) -> Any:
+                numbers = self._first(chunk, part)
+                (carry, sums), kept = self.layer.forward(row, carry, side, numbers + at)
+                return carry, (kept, sums)
+
+            at = self._at(i)
+            row = fetch(rows[0], at, axis=1)
+            return over_stages(one)(row, carry, side, chunk, part)
+
+        numbers = jnp.arange(self.count, dtype=jnp.int32)
+        carry, found = jax.lax.scan(body, carry, numbers)
+        return carry, jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), found)
+
+    def backward_fetching(
+        self,
+        rows: Chunks,
+        grads: Chunks,
+        cotangent: tuple[Any, Any],
+        side: Any,
+        kept: Any,
+        chunk: Array,
+        part: Array,
+        active: Array,
+    ) -> tuple[Any, Chunks]:
+        """`backward` of all stages, likewise."""
+        after, sums = cotangent
+
+        def body(loop: Any, i: Array) -> Any:
+            def one(row: Any, loop: Any, side: Any, kept: Any, sums: Any, *cell: Array) -> Any:
+                chunk, part, active = cell
+                after, grads = loop
+                number, by = self._first(chunk, part) + at, (after, _at(sums, at))
+                found = self.layer.transpose(row, side, number, _at(kept, i), by)
+                return found.carry, _added(grads, found.params, chunk, at, active)
+
+            at = self._at(i)
+            row = fetch(rows[0], at, axis=1)
+            return over_stages(one)(row, loop, side, kept, sums, chunk, part, active), None
+
+        order = jnp.arange(self.count, dtype=jnp.int32)
+        (before, grads), _ = jax.lax.scan(body, (after, grads), order, reverse=True)
+        return over_stages(_only)(active, before), grads
 
     def input_gradients(
         self,
@@ -208,7 +294,11 @@ class StageLayers:
 
     def _first(self, chunk: Array, part: Array) -> Array:
         """Number of the first layer of a stage's chunk."""
-        return self._origins[chunk] + part * self.count
+        return self._origins[chunk] + part * self._each
+
+    def _at(self, i: Array) -> Array:
+        """Number in its chunk, of a layer of the part."""
+        return i + self._start if self._start else i
 
 
 def _only(active: Array, tree: Any) -> Any:

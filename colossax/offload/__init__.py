@@ -19,8 +19,10 @@ from .memory import fetch as fetch
 from .memory import new_stack as new_stack
 from .memory import on_host as on_host
 from .memory import store as store
+from .memory import to_device as to_device
 from .placement import resolved_segments as resolved_segments
 from .placement import segment_counts as segment_counts
+from .placement import stage_segments as stage_segments
 from .rates import PipelinedTest as PipelinedTest
 from .rates import Rates as Rates
 from .rates import Setting as Setting

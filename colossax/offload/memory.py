@@ -1,6 +1,6 @@
 """Rows of stacked arrays, on the device or in host memory, inside a traced program."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,18 +26,18 @@ def to_host(x: Array) -> Array:
     return x if on_host(x) else jax.device_put(x, HOST)
 
 
-def fetch(stacks: Any, row: Any, *, stacked: bool = True) -> Any:
-    """Row `row` of each array, on the device; arrays that are no stacks whole."""
+def fetch(stacks: Any, row: Any, *, stacked: bool = True, axis: int = 0) -> Any:
+    """Row `row` of each array along `axis`, on the device; arrays that are no stacks whole."""
 
     def one(stack: Array) -> Array:
         if stacked:
-            stack = jax.lax.dynamic_index_in_dim(stack, row, 0, keepdims=False)
+            stack = jax.lax.dynamic_index_in_dim(stack, row, axis, keepdims=False)
         return to_device(stack)
 
     return jax.tree.map(one, stacks)
 
 
-def store(stacks: Any, rows: Any, row: Any, *, stacked: bool = True) -> Any:
+def store(stacks: Any, rows: Any, row: Any, *, stacked: bool = True, axis: int = 0) -> Any:
     """The stacks with row `row` replaced, each where it lives: carried through a loop, in place.
 
     Leaf by leaf: the copy of one starts while the next is still computed.
@@ -47,7 +47,7 @@ def store(stacks: Any, rows: Any, row: Any, *, stacked: bool = True) -> Any:
         value = to_host(value) if on_host(stack) else to_device(value)
         if not stacked:
             return value
-        return jax.lax.dynamic_update_index_in_dim(stack, value, row, 0)
+        return jax.lax.dynamic_update_index_in_dim(stack, value, row, axis)
 
     return jax.tree.map(one, stacks, rows)
 
@@ -59,6 +59,7 @@ def new_stack(
     host: bool,
     stacked: bool = True,
     sharding: NamedSharding | None = None,
+    axis: int = 0,
 ) -> Array:
     """An array for `count` rows like `row`; what it holds before rows are stored is undefined.
 
@@ -68,30 +69,39 @@ def new_stack(
         host: Whether it lives in host memory.
         stacked: Whether it gets a dim of rows; else it is one row itself.
         sharding: Of a row. Needed where several devices hold parts of one in host memory.
+        axis: Where the dim of rows stands.
 
     Cost: no device memory and no copy for what lives in host memory.
     """
-    shape = (count, *row.shape) if stacked else tuple(row.shape)
+
+    def with_rows(dims: Sequence[Any], rows: Any) -> tuple[Any, ...]:
+        return (*dims[:axis], rows, *dims[axis:]) if stacked else tuple(dims)
+
+    shape = with_rows(row.shape, count)
     if not host:
         return jnp.zeros(shape, row.dtype)
     if sharding is None or sharding.mesh.size == 1:
         return jax.device_put(jax.lax.empty(shape, row.dtype), HOST)
     # Left to the partitioner, an empty array is made whole on every device and then sent.
-    shard = sharding.shard_shape(tuple(row.shape))
-    local = (count, *shard) if stacked else shard
-    spec = PartitionSpec(None, *sharding.spec) if stacked else sharding.spec
+    local = with_rows(sharding.shard_shape(tuple(row.shape)), count)
+    spec = (*sharding.spec, *[None] * (len(row.shape) - len(sharding.spec)))
     make = jax.shard_map(
         lambda: jax.lax.empty(local, row.dtype),
         mesh=sharding.mesh,
         in_specs=(),
-        out_specs=spec,
+        out_specs=PartitionSpec(*with_rows(spec, None)),
         check_vma=False,
     )
     return jax.device_put(make(), HOST)
 
 
 def build_stack(
-    make_row: Callable[[Any], Any], count: int, hosts: Any, shardings: Any = None
+    make_row: Callable[[Any], Any],
+    count: int,
+    hosts: Any,
+    shardings: Any = None,
+    *,
+    axis: int = 0,
 ) -> Any:
     """`make_row(i)` of every row, made one after another and stored where it belongs.
 
@@ -100,6 +110,7 @@ def build_stack(
         count: Rows.
         hosts: Tree of booleans, whether a leaf's stack lives in host memory.
         shardings: Tree of shardings of a row; None on a single device.
+        axis: Where the dim of rows stands.
 
     Cost: device memory for two rows of what lives in host memory, however many there are.
     """
@@ -109,7 +120,7 @@ def build_stack(
     stacks = jax.tree.unflatten(
         structure,
         [
-            new_stack(count, row, host=host, sharding=sharding)
+            new_stack(count, row, host=host, sharding=sharding, axis=axis)
             for row, host, sharding in zip(leaves, jax.tree.leaves(hosts), where, strict=True)
         ],
     )
@@ -118,6 +129,6 @@ def build_stack(
         rows = make_row(i)
         if shardings is not None:
             rows = jax.tree.map(jax.lax.with_sharding_constraint, rows, shardings)
-        return store(stacks, rows, i)
+        return store(stacks, rows, i, axis=axis)
 
     return jax.lax.fori_loop(0, count, step, stacks)

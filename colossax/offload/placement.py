@@ -13,7 +13,8 @@ def resolved_segments(plan: Plan, layers: int) -> tuple[Segment, ...]:
 
     The layers of a share are the first ones: what forward leaves last, backward wants first. Those
     that the CPU updates are the first of those that it can: segments of their own, with stacks of
-    their own.
+    their own. Segments of each stage's layers (`stage_segments`) are one here, with what the first
+    of them says.
 
     Raises:
         PlanError: The counts do not cover the layers, or shares are still to be found.
@@ -23,15 +24,41 @@ def resolved_segments(plan: Plan, layers: int) -> tuple[Segment, ...]:
             "plan.offload 'auto': the shares are not known yet; find them with"
             " colossax.fit_offload(...), or give parameters, optimizer and activations"
         )
+    given = plan.segments
+    if stage_segments(plan, layers):
+        given = (dataclasses.replace(given[0], count=layers),)
     runs = [
         dataclasses.replace(segment, count=count)
-        for segment, count in zip(plan.segments, segment_counts(plan.segments, layers), strict=True)
+        for segment, count in zip(given, segment_counts(given, layers), strict=True)
     ]
     for kind in SHARES:
         runs = _offloaded(runs, kind, plan.offload.layers(kind, layers))
     reachable = sum(run.count for run in runs if _cpu_can_update(run))
     runs = _offloaded(runs, "cpu", plan.offload.cpu_layers(reachable), _cpu_can_update)
     return tuple(_in_chunks(plan, runs, layers))
+
+
+def stage_segments(plan: Plan, layers: int) -> tuple[Segment, ...]:
+    """The plan's segments where they are of the layers of each stage, in each of its chunks.
+
+    They are where there are stages, all counts are given, and it takes several times their sum to
+    cover the layers. Empty where they are of the whole stack.
+
+    Raises:
+        PlanError: They differ in what is in host memory, and parameters are one stack.
+    """
+    counts, stages = [segment.count for segment in plan.segments], plan.mesh.get(MeshAxis.STAGE, 1)
+    times, rest = divmod(layers, sum(counts))
+    if stages == 1 or -1 in counts or rest or times == 1:
+        return ()
+    if stages != -1 and times != stages * plan.pipeline.chunks:
+        return ()
+    if len({segment.placement for segment in plan.segments}) > 1:
+        raise PlanError(
+            f"plan.segments: counts {tuple(counts)} are of the layers of each stage, of which all"
+            " are in the same memory; give them one offload"
+        )
+    return plan.segments
 
 
 def _in_chunks(plan: Plan, runs: list[Segment], layers: int) -> list[Segment]:

@@ -20,6 +20,7 @@ from colossax.sharding import use
 from colossax.step.loss import Loss
 from colossax.step.microbatches import batch_dims, num_microbatches
 from colossax.step.options import StepOptions
+from colossax.step.stages import check_stages
 from colossax.step.step import Step
 
 
@@ -144,6 +145,7 @@ def check_settled(plan: Plan) -> None:
 
 
 def _fitted(plan: Plan, facts: Facts) -> Fitted:
+    check_stages(plan.bind(facts.devices))
     if facts.options.shapes is None:
         raise PlanError(
             "plan.offload 'auto': the shares are not known yet, and depend on the tokens of a"

@@ -4,6 +4,8 @@ import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
+
 from colossax.config import MeshAxis
 from colossax.errors import PlanError
 from colossax.sharding import batch_axes
@@ -14,7 +16,7 @@ from colossax.step.offloaded.cpu_update import CpuUpdate
 from colossax.step.offloaded.disk import DiskTier
 from colossax.step.offloaded.streaming import Streaming, check_streamable
 from colossax.step.programs import StageUpdate, check_programs
-from colossax.step.stages import check_stages, pipelined, table_of
+from colossax.step.stages import pipelined, table_of
 from colossax.step.updaters import Follower, Updater
 
 if TYPE_CHECKING:
@@ -52,7 +54,8 @@ def updater_of(step: "Step", optimizer: Any) -> Updater | None:
 
 
 def streaming_of(step: "Step", optimizer: Any) -> Streaming | None:
-    """Updates layer by layer during backward, where the plan puts any layer elsewhere.
+    """Updates layer by layer, where the plan puts any layer elsewhere: during backward, or after it
+    where stages share the layers.
 
     Args:
         step: Its plan, model, loss and state layout are there.
@@ -63,9 +66,7 @@ def streaming_of(step: "Step", optimizer: Any) -> Streaming | None:
             plan wants them.
     """
     check_reduce_once(step.bound, step.spec.infos)
-    check_stages(step.bound)
-    plan = step.bound.plan
-    if not plan.offload.wanted and all(s.placement.all_on_device for s in plan.segments):
+    if not _updated_by_layer(step):
         return None
     check_streamable(step.bound, step.spec.infos, step.infos, optimizer)
     return Streaming(
@@ -76,7 +77,17 @@ def streaming_of(step: "Step", optimizer: Any) -> Streaming | None:
         optimizer,
         step.layout.map_moments,
         step.options.clip_norm,
+        gradient_method_of(step) if step.bound.mesh.shape[MeshAxis.STAGE] > 1 else None,
     )
+
+
+def _updated_by_layer(step: "Step") -> bool:
+    """Whether layers are updated one by one; stages do so only where their state is elsewhere."""
+    plan = step.bound.plan
+    if step.bound.mesh.shape[MeshAxis.STAGE] > 1:
+        infos = jax.tree.leaves(step.spec.infos)
+        return any(info.on_host or info.optimizer_on_host for info in infos)
+    return plan.offload.wanted or any(not s.placement.all_on_device for s in plan.segments)
 
 
 def followers_of(step: "Step", compiler_options: Any) -> list[Follower]:

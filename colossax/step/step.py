@@ -30,6 +30,7 @@ from colossax.step.options import StepOptions
 from colossax.step.prepare import preparation
 from colossax.step.saving.own import OwnSaves, Saving
 from colossax.step.saving.records import StateRecords
+from colossax.step.stages import check_stages
 from colossax.step.state import StateLayout
 from colossax.step.trainable import chosen, optimised, split, trainable_tree
 from colossax.step.updaters import Updated, Updater, WholeRule, concluded
@@ -91,6 +92,7 @@ class Step:
             options: The rest.
             reasons: Why the plan is as it is: by setting that was decided, a line for people.
         """
+        check_stages(bound)
         validate(bound, spec.infos)
         self.spec = spec
         self.bound = bound

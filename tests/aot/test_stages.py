@@ -6,8 +6,14 @@ import re
 
 import pytest
 
-from colossax.aot import parse_target
-from colossax.config import BatchConfig, PipelineConfig
+from colossax.aot import (
+    full_stack_copies,
+    host_compute,
+    parse_module,
+    parse_target,
+    sync_transfers_in_loops,
+)
+from colossax.config import BatchConfig, OffloadConfig, PipelineConfig
 from colossax.planner import inspect_run
 from colossax.recipes import recipe
 from tests.aot.executed import executed_flops
@@ -20,7 +26,7 @@ ROW_BYTES = 8192 * 4096 * 2  # a microbatch between two stages, bfloat16
 
 
 @functools.cache
-def inspected(microbatches, layers=32, **how):
+def inspected(microbatches, layers=32, offload="none", **how):
     """Llama 3 8B, rows of 8192, full recomputation, one row of each device in a microbatch."""
     return _inspected(
         microbatches,
@@ -28,6 +34,7 @@ def inspected(microbatches, layers=32, **how):
         mesh={"stage": STAGES, "fsdp": FSDP},
         batch=BatchConfig(),
         pipeline=PipelineConfig(microbatches=microbatches, **how),
+        offload=OffloadConfig().with_text(offload),
     )
 
 
@@ -105,3 +112,24 @@ def test_a_gpu_executes_no_more_than_the_bubble_says(schedule, chunks):
     useful = executed_flops(alone.program.hlo)
     found = executed_flops(inspected(8, 4 * chunks, schedule=schedule, chunks=chunks).program.hlo)
     assert useful < found <= useful * (8 + STAGES - 1) / 8
+
+
+LAYERS = 32
+MATRIX_BYTES = 4 * (4096 * 4096 * 2 + 4096 * 1024 * 2 + 4096 * 14336 * 3) * LAYERS // 8
+"""Of a device, what the layers' matrices take in float32."""
+RING_BYTES = (2 * STAGES - 1) * (LAYERS // STAGES) * ROW_BYTES
+"""Of the inputs that wait on a device for their backward pass."""
+
+
+@pytest.mark.catches("stage-inputs-wait-on-the-device")
+def test_host_memory_takes_what_it_is_given():
+    here = inspected(8)
+    there = inspected(8, offload="parameters=1,optimizer=1,activations=1")
+    assert there.memory.host_bytes == 3 * MATRIX_BYTES + RING_BYTES
+    assert there.memory.total_bytes <= 7.7 * GIB
+    assert there.memory.temp_bytes <= here.memory.temp_bytes - RING_BYTES
+    assert there.memory.argument_bytes <= here.memory.argument_bytes - 3 * MATRIX_BYTES
+    module = parse_module(there.program.hlo)
+    assert not full_stack_copies(module)
+    assert not sync_transfers_in_loops(module)
+    assert not host_compute(module)

@@ -97,6 +97,32 @@ def test_told_to_stop_it_saves_and_goes_on_where_it_was(text, whole, tmp_path):
     assert metrics(out) == whole
 
 
+STAGES = ("--devices=4", "--plan.mesh=stage=2,tensor=2", "--plan.pipeline.microbatches=2")
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("away", ["none", "optimizer=1,activations=1"])
+def test_stages_told_to_stop_go_on_as_stages_and_on_another_mesh(away, text, whole, tmp_path):
+    endless = ("--steps=100000", f"--optimizer.schedule_steps={STEPS}", "--validate-every=7")
+    offload = f"--plan.offload={away}"
+    out = tmp_path / "run"
+    started = Started(*endless, *STAGES, offload, f"--out={out}", text=text, log=tmp_path / "log")
+    stopped = started.until(5).send(signal.SIGTERM).finish()
+    assert stopped.code == 143, stopped.errors
+    last = stopped.final["step"]
+    other = tmp_path / "other"
+    shutil.copytree(out, other)
+    assert min(resume(out, text, *STAGES, offload).losses) == last + 1
+    mesh = ("--devices=4", "--plan.mesh=fsdp=2,tensor=2", "--plan.offload=none")
+    assert min(resume(other, text, *mesh).losses) == last + 1
+    for folder in (out, other):
+        pairs = zip(metrics(folder), whole, strict=True)
+        for found, want in pairs:
+            assert found[0] == want[0]
+            numbers = [[x for x in row[1:] if x is not None] for row in (found, want)]
+            assert numbers[0] == pytest.approx(numbers[1], rel=1e-5)
+
+
 INTERRUPTED_TWICE = """
 import os, signal, time
 from colossax.processes import StopSignals

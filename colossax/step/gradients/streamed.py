@@ -35,6 +35,7 @@ class Job:
 
     def __init__(self, streaming: "Streaming", params: Any, variables: Any, micro: Microbatches):
         self.streaming = streaming
+        self.params = params
         self.leaves = jax.tree.leaves(params)
         self.variables = variables
         self.micro = micro
@@ -280,6 +281,21 @@ def known_norm(job: Job, stacks: dict[Key, Stacks], shared: list[Array]) -> Any:
     return stacks, gradients, *job.scale(gradients)
 
 
+def known_gradients(job: Job, stacks: dict[Key, Stacks], shared: list[Array]) -> Any:
+    """All gradients are there, made by a method of their own."""
+    streaming = job.streaming
+    assert streaming.method is not None
+    gradients = streaming.method(job.params, job.variables, job.micro)
+    leaves = jax.tree.leaves(gradients.grads, is_leaf=lambda leaf: leaf is None)
+    stacks = {
+        key: dataclasses.replace(stacks[key], grads=[leaves[i] for i in part.trained])
+        for key, part in streaming.parts.items()
+    }
+    rest = [leaves[i] for i in streaming.rest.trained]
+    scaled = job.scale(gradients)
+    return stacks, dataclasses.replace(gradients, grads=rest), *scaled
+
+
 def _at_once(job: Job, stacks: dict[Key, Stacks], shared: list[Array]) -> Any:
     """One pass, each layer updated with its gradient as it is, or scaled by its own norm."""
     stacks, before = job.before_last(stacks)
@@ -356,6 +372,7 @@ HOW: dict[str, Callable] = {
     "none": _at_once,
     "layer": _at_once,
     "stack": known_norm,
+    "known": known_gradients,
     "two_pass": _two_passes,
     "speculate": _speculating,
 }

@@ -21,7 +21,9 @@ def host_bytes_of(tree: Any) -> int:
 def gradient_bytes(step: "Step", num_microbatches: int) -> int:
     """Of stacks of gradients, with a batch in this many microbatches."""
     streaming, several = step.streaming, num_microbatches > 1
-    if streaming is None or (streaming.clipping != "stack" and not several):
+    if streaming is None or streaming.method is not None:
+        return 0
+    if streaming.clipping != "stack" and not several:
         return 0
     parts = streaming.parts.values()
     return sum(part.gradient_stack_bytes(summed=several) for part in parts)

@@ -12,7 +12,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from colossax.config import BoundPlan
+from colossax.config import BoundPlan, MeshAxis
 from colossax.layerwise import Key, Stacks
 from colossax.offload import build_stack, fetch, new_stack, on_host, store
 from colossax.optim import DimsOptimizer, decays
@@ -45,7 +45,9 @@ jax.tree_util.register_dataclass(Update, ["shared", "scale", "ok"], [])
 class Part:
     """Parameters that are updated together: a layer of a segment, or all outside of segments.
 
-    Its arrays are lists in the order of the parameters' tree.
+    Its arrays are lists in the order of the parameters' tree. Of layers that the stages of a
+    pipeline share, one of each stage is updated at a time: what is said of a layer is meant of
+    those, whose arrays have a dim of stages in front.
 
     Attributes:
         key: The segment; None outside.
@@ -74,9 +76,11 @@ class Part:
         self.at = [i for i, info in enumerate(infos) if info.segment == key]
         self.trained = [i for i in self.at if learns[i]]
         first = infos[self.at[0]] if self.at and key is not None else None
-        self.count = 1 if first is None else first.layer_count
         self.stacked = first is not None and first.stacked
-        self.infos = [_of_layer(infos[i]) if self.stacked else infos[i] for i in self.trained]
+        self._stages = bound.mesh.shape[MeshAxis.STAGE] if self.stacked else 1
+        self._axis = 0 if self._stages == 1 else 1
+        self.count = 1 if first is None else first.layer_count // self._stages
+        self.infos = [self._of_layer(infos[i]) if self.stacked else infos[i] for i in self.trained]
         learning = [infos[i] for i in self.trained]
         self.on_disk = any(info.placement.optimizer_on_disk for info in learning)
         self.on_cpu = any(info.placement.updated_by_cpu for info in learning)
@@ -87,6 +91,13 @@ class Part:
         self._owners = owners
         self._order = [j for j, owner in enumerate(owners) if owner in (SHARED, *self.trained)]
         self._optimizer = optimizer(self._named([info.dims for info in self.infos]))
+
+    def _of_layer(self, info: ParamInfo) -> ParamInfo:
+        """One layer's part of a stacked parameter, as the device gets it."""
+        dims, shape = info.dims[1:], info.shape[1:]
+        if self._stages > 1:
+            dims, shape = info.dims, (self._stages, *shape)
+        return dataclasses.replace(info.on_device(), dims=dims, shape=shape)
 
     def init(self) -> list[Array]:
         """Optimizer state of one layer, without the shared."""
@@ -124,7 +135,8 @@ class Part:
             return self.init()
         hosts = [sharding.memory_kind == "pinned_host" for sharding in where]
         rows = None if self.bound.single else [self.row_sharding(each) for each in where]
-        return build_stack(lambda _: self.init(), self.count, hosts, rows)
+        stacks = build_stack(lambda _: self.init(), self.count, hosts, rows, axis=self._axis)
+        return self._flat(stacks)
 
     def gradients(self, grads: Sequence[Array]) -> list[Array]:
         """Gradients in the dtype in which they are accumulated, laid out by the plan."""
@@ -188,7 +200,7 @@ class Part:
         """Of a row of a stack that is laid out like this; None on a single device."""
         if self.bound.single:
             return None
-        spec = stack.spec[1:] if self.stacked else stack.spec
+        spec = stack.spec[1:] if self.stacked and self._stages == 1 else stack.spec
         return NamedSharding(self.bound.mesh, PartitionSpec(*spec))
 
     def _named(self, leaves: Sequence[Any]) -> dict[str, Any]:
@@ -269,23 +281,34 @@ class Part:
     def visit_all(self, stacks: Stacks, update: Update) -> Stacks:
         """Every layer updated with the gradients in `stacks.grads`."""
 
+        how: Any = {"stacked": self.stacked, "axis": self._axis}
+        kept = self._by_stage(stacks.grads)
+
         def step(i: Any, loop: Any) -> Any:
             params, state = loop
-            grads = fetch(stacks.grads, i, stacked=self.stacked)
+            grads = fetch(kept, i, **how)
             moved, new_state, _ = self.update(
-                fetch(params, i, stacked=self.stacked),
-                fetch(state, i, stacked=self.stacked),
-                self.gradients(grads),
-                update,
+                fetch(params, i, **how), fetch(state, i, **how), self.gradients(grads), update
             )
-            return (
-                store(params, moved, i, stacked=self.stacked),
-                store(state, new_state, i, stacked=self.stacked),
-            )
+            return store(params, moved, i, **how), store(state, new_state, i, **how)
 
-        start = (stacks.params, stacks.state)
+        start = self._by_stage((stacks.params, stacks.state))
         loop = jax.lax.fori_loop(0, self.count, step, start) if self.stacked else step(0, start)
-        return dataclasses.replace(stacks, params=loop[0], state=loop[1])
+        params, state = self._flat(loop)
+        return dataclasses.replace(stacks, params=params, state=state)
+
+    def _by_stage(self, stacks: Any) -> Any:
+        """`[layers, ...]` as `[stages, layers of a stage, ...]`, where stages share them."""
+        if self._stages == 1:
+            return stacks
+        shape = (self._stages, self.count)
+        return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), stacks)
+
+    def _flat(self, stacks: Any) -> Any:
+        """What `_by_stage` undoes."""
+        if self._stages == 1:
+            return stacks
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), stacks)
 
     def copies(self, stacks: Stacks) -> tuple[list[Array], list[Array]]:
         """Room for a second copy of parameters and state, each beside the first."""
@@ -314,8 +337,3 @@ def squares(grads: Sequence[Array]) -> Float[Array, ""]:
     """Sum of the squares of all, in float32."""
     sums = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in grads]
     return functools.reduce(jnp.add, sums, jnp.float32(0))
-
-
-def _of_layer(info: ParamInfo) -> ParamInfo:
-    """One layer's part of a stacked parameter, as the device gets it."""
-    return dataclasses.replace(info.on_device(), dims=info.dims[1:], shape=info.shape[1:])

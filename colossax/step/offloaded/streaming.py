@@ -21,8 +21,8 @@ from colossax.optim import DimsOptimizer, is_layerwise
 from colossax.sharding import batch_axes
 from colossax.step.donation import PartlyDonated
 from colossax.step.gradients.accumulate import LossCall
-from colossax.step.gradients.method import Gradients
-from colossax.step.gradients.streamed import HOW, Job, gathered, known_norm
+from colossax.step.gradients.method import GradientMethod, Gradients
+from colossax.step.gradients.streamed import HOW, Job, gathered, known_gradients, known_norm
 from colossax.step.microbatches import Microbatches
 from colossax.step.offloaded.parameter_groups import SHARED, Part, Update
 from colossax.step.updaters import Updated
@@ -113,6 +113,7 @@ class Streaming:
         optimizer: DimsOptimizer,
         map_moments: Callable,
         clip_norm: float | None,
+        method: GradientMethod | None = None,
     ):
         """Divide the parameters.
 
@@ -124,10 +125,12 @@ class Streaming:
             optimizer: For dims of any of them.
             map_moments: See `StateLayout.map_moments`.
             clip_norm: Global norm that gradients are scaled down to, or None.
+            method: How all gradients are made before any layer is updated; None: layer by layer.
         """
         self.call = call
         self.bound = bound
         self.clip_norm = clip_norm
+        self.method = method
         leaves, self._structure = jax.tree.flatten(infos)
         learns = jax.tree.leaves(trainable)
         owners = _owners(leaves, map_moments)
@@ -148,6 +151,8 @@ class Streaming:
         away = {j for each in self.parts.values() if each.on_disk for j in each.slots}
         self._present = [j for j in range(len(owners)) if j not in away]
         self.clipping = "none" if clip_norm is None else bound.plan.offload.clipping
+        if method is not None:
+            self.clipping = "known"
         if self.later:
             self.clipping = self._clipping_of_kept(self.clipping)
 
@@ -315,7 +320,7 @@ class Streaming:
             gradients.grads,
             update,
         )
-        if how is known_norm:
+        if how in (known_norm, known_gradients):
             # Only then: or the others' gradients are there while layers' states come and go.
             moved, rest_state, update = jax.lax.optimization_barrier((moved, rest_state, update))
             stacks = {
@@ -336,6 +341,8 @@ class Streaming:
 
     def gradients(self, params: Any, variables: Any, micro: Microbatches) -> Gradients:
         """Gradients of the whole batch, all of them kept; see `GradientMethod`."""
+        if self.method is not None:
+            return self.method(params, variables, micro)
         leaves = jax.tree.leaves(params)
         stacks = {
             key: Stacks(params=[leaves[i] for i in part.trained])

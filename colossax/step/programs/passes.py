@@ -32,7 +32,7 @@ class Underway:
         sums: By microbatch, what layers counted, where the last chunk is.
         kept: By position and microbatch, what forward keeps for backward.
         back: Likewise, what waits for the backward pass: gradients of output and sums.
-        pending: Likewise, what the weight gradients need: of what is kept, and of the input gradient.
+        pending: Likewise, what weight gradients need: of what is kept, of input gradients.
     """
 
     params: Sequence[Leaves]

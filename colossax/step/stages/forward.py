@@ -12,7 +12,8 @@ from jaxtyping import Array
 
 from colossax.config import BoundPlan, MeshAxis
 from colossax.errors import PlanError
-from colossax.layerwise import CutLoss, StageLayers, cut_loss, over_stages, shapes_of
+from colossax.layerwise import CutLoss, cut_loss, over_stages, shapes_of, stage_layers
+from colossax.offload import stage_segments, to_device
 from colossax.pipeline.routes import Block, Cells, Phase, Routes
 from colossax.sharding import use
 from colossax.step.microbatches import Microbatches
@@ -93,7 +94,9 @@ class Stages:
             self.rows, inside = gathered_once(bound, self.rows, self.infos), whole(bound)
         shapes = [jax.tree.map(_merged, shapes_of(each)) for each in self.rows]
         with use(inside):
-            self.layers = StageLayers(self.cut.runs, shapes, self.count, carry, side)
+            segments = stage_segments(bound.plan, sum(run.layers.count for run in self.cut.runs))
+            runs = self.cut.runs, shapes, self.count
+            self.layers = stage_layers(*runs, carry, side, segments)
         self.travel = Travel(bound, carry)
         self.numbers = jnp.arange(self.count, dtype=jnp.int32)
 
@@ -163,7 +166,7 @@ class Stages:
 
         def one() -> Any:
             zero = jnp.int32(0)
-            rows = jax.tree.map(lambda x: x[0], self.rows)
+            rows = jax.tree.map(lambda x: to_device(x)[0], self.rows)
             return self.layers.forward(rows, zeros(self.travel.shapes), self.side(zero), zero, zero)
 
         return jax.eval_shape(one)[1]
@@ -187,8 +190,14 @@ class Stages:
         def one(rows: Any, carry: Any, number: Array, chunk: Array, part: Array) -> Any:
             return self.layers.forward(rows, carry, self.side(number), chunk, part)
 
-        inputs = (cells["microbatch"], cells["chunk"], self.parts(cells["chunk"]))
-        out, (kept, sums) = over_stages(one)(self.rows, self.travel.laid_out(carry), *inputs)
+        number, cell = cells["microbatch"], (cells["chunk"], self.parts(cells["chunk"]))
+        carry = self.travel.laid_out(carry)
+        if self.layers.fetches:
+            side = over_stages(self.side)(number)
+            found = self.layers.forward_fetching(self.rows, carry, side, *cell)
+        else:
+            found = over_stages(one)(self.rows, carry, number, *cell)
+        out, (kept, sums) = found
         ahead = dataclasses.replace(ahead, counted=rings.put(ahead.counted, tick, sums))
         return self.travel.laid_out(out), ahead, kept
 

@@ -1,9 +1,9 @@
 """Plans that stages cannot follow, refused before anything is traced."""
 
-from colossax.config import BoundPlan, MeshAxis, user_path
+from colossax.config import HOST_KINDS, BoundPlan, MeshAxis, user_path
 from colossax.documents import read_small, why
 from colossax.errors import PlanError
-from colossax.pipeline import Table, checked, schedule
+from colossax.pipeline import Kind, Table, checked, schedule
 from colossax.pipeline.routes import forward_alone, routes_of
 from colossax.sharding import batch_axes
 
@@ -74,19 +74,93 @@ def check_stages(bound: BoundPlan) -> None:
         PlanError: Names the setting and what would work.
     """
     stages, plan = bound.mesh.shape[MeshAxis.STAGE], bound.plan
-    if stages == 1:
+    if stages == 1 or bound.stage_programs:
         return
     if plan.pipeline.table is None:
-        table_of(bound, 1)
+        table = table_of(bound, 1)
     else:
-        _own_table(bound)
-    if plan.offload.wanted or any(not s.placement.all_on_device for s in plan.segments):
-        raise PlanError(
-            f"plan.offload: layers that {stages} stages share stay on the devices in this version;"
-            " give offload none, or mesh axis 'stage' size 1"
-        )
+        table = _own_table(bound)
+    _check_offload(bound)
+    if any(op.kind is Kind.WEIGHT for _, _, op in table.operations()):
+        _check_apart(bound)
     if plan.batch.reduce_once and batch_axes(bound):
         raise PlanError(
             "plan.batch.reduce_once: stages reduce gradients for each microbatch in this version;"
             " switch it off, or use a preset such as zero2"
+        )
+
+
+def _check_offload(bound: BoundPlan) -> None:
+    """Refuse what of layers that stages share cannot be elsewhere than on their devices."""
+    plan, stages = bound.plan, bound.mesh.shape[MeshAxis.STAGE]
+    offload, placements = plan.offload, [segment.placement for segment in plan.segments]
+    known = "stages have all gradients before layers are updated"
+    fetched = offload.parameters == 1 or any(each.params_on_host for each in placements)
+    refused = [
+        ("auto", offload.auto, "shares are not searched for; give each as 0 or 1"),
+        ("fused", offload.fused, f"{known}; switch it off"),
+        (
+            "clipping",
+            offload.wanted and offload.clipping != "stack",
+            f"{known}, so '{offload.clipping}' would do nothing; give clipping stack",
+        ),
+        (
+            "disk",
+            offload.disk > 0 or any(each.optimizer_on_disk for each in placements),
+            "layers that they share have no state in a file; give disk 0",
+        ),
+        (
+            "cpu_update",
+            offload.cpu_update not in ("off", 0) or any(p.updated_by_cpu for p in placements),
+            "the CPU updates no layers that they share; give cpu_update off",
+        ),
+        (
+            "activations",
+            any(each.saved_on_host for each in placements),
+            "what they keep goes to host memory by no name but input; give activations",
+        ),
+        *(
+            (
+                kind,
+                getattr(offload, kind) not in (0, 1),
+                "every stage does the same with each of its layers; give 0 or 1",
+            )
+            for kind in HOST_KINDS
+        ),
+        (
+            "parameters",
+            fetched and plan.pipeline.chunks_of_stage > 1,
+            "a layer of each chunk would be fetched for one; give plan.pipeline.chunks 1",
+        ),
+        (
+            "parameters",
+            fetched and plan.pipeline.gather == "step",
+            "weights gathered once a step are on the devices; give plan.pipeline.gather microbatch",
+        ),
+    ]
+    for setting, found, problem in refused:
+        if found:
+            raise PlanError(
+                f"plan.offload.{setting}: with {stages} stages {problem}, or mesh axis 'stage'"
+                " size 1"
+            )
+
+
+def _check_apart(bound: BoundPlan) -> None:
+    """Refuse what backward passes in two parts do not go with."""
+    plan, how = bound.plan, "backward in two parts"
+    offload, placements = plan.offload, [segment.placement for segment in plan.segments]
+    if len(plan.segments) > 1:
+        raise PlanError(
+            f"plan.segments: a schedule with {how} has one policy for all layers; give one segment,"
+            " or plan.pipeline.schedule 1f1b"
+        )
+    if (
+        offload.parameters
+        or offload.activations
+        or not all(each.params == "device" and each.activations == "device" for each in placements)
+    ):
+        raise PlanError(
+            f"plan.offload: a schedule with {how} keeps parameters and activations on the devices;"
+            " give optimizer alone, or plan.pipeline.schedule 1f1b"
         )

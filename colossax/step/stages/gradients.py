@@ -1,6 +1,7 @@
 """Gradients of a loss whose layers the stages of a pipeline share, in one program for all."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from colossax.config import BoundPlan, MeshAxis
-from colossax.layerwise import added, nothing, over_stages
+from colossax.layerwise import StageLayers, added, nothing, over_stages
 from colossax.pipeline.routes import Phase, Routes, routes_of
 from colossax.pipeline.table import Table
 from colossax.sharding import param_sharding
@@ -21,6 +22,7 @@ from colossax.step.gradients.sums import accumulable, constrained
 from colossax.step.microbatches import Microbatches
 from colossax.step.stages import rings
 from colossax.step.stages.forward import Ahead, Stages, by_stack, through, zeros
+from colossax.step.stages.kept import Kept
 from colossax.step.stages.order import to_their_stages
 from colossax.step.trainable import joined, split
 from colossax.typing import ParamInfo, Params
@@ -101,12 +103,13 @@ class _BothWays:
         self._outer_infos = infos
         self._skipped = len(jax.tree.leaves(stages.outer))
         self._ticks = self._routes.forward_ticks
+        self._kept = Kept(stages, bound, self._kept_slots)
 
     def start(self) -> _State:
         """Nothing has been done."""
         stages, routes = self._stages, self._routes
         dtype, lead = self._bound.plan.precision.accumulation, (stages.count,)
-        carry, (kept, _) = stages.travel.shapes, stages.kept_shapes()
+        carry = stages.travel.shapes
         ahead = stages.start()
         sums = jax.eval_shape(lambda: stages.counted(ahead, self._ticks, jnp.int32(0)))
         last = (jnp.int32(0), zeros(carry), zeros(sums))
@@ -114,7 +117,7 @@ class _BothWays:
         wide = jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), (stages.rows, stages.outer))
         return _State(
             ahead=ahead,
-            kept=self._laid_kept(rings.empty(kept, self._kept_slots, lead=lead)),
+            kept=self._kept.start(),
             turned=rings.empty(carry, routes.turning),
             dsums=rings.empty(sums, routes.kept),
             returned=stages.travel.rings(routes.returning, stages.count),
@@ -161,12 +164,8 @@ class _BothWays:
 
     def _forward(self, state: _State, tick: Array, cells: Any, enters: Array) -> Any:
         out, ahead, kept = self._stages.forward(state.ahead, tick, cells, enters)
-        kept = rings.put(state.kept, tick, kept)
-        kept = self._laid_kept(kept)
+        kept = self._kept.put(state.kept, tick, kept)
         return out, dataclasses.replace(state, ahead=ahead, kept=kept)
-
-    def _laid_kept(self, kept: Any) -> Any:
-        return self._stages.travel.kept(kept, self._stages.layers.carries)
 
     def _loss(self, state: _State, tick: Array, out: Any, number: Array) -> _State:
         """The loss of the microbatch that has passed the last layer, and its gradients."""
@@ -193,8 +192,8 @@ class _BothWays:
         at_last = (stages.numbers == self._routes.last) & (cells["chunk"] == len(stages.rows) - 1)
         turned = jax.tree.map(lambda x: x[None], rings.slot(state.turned, plain["turns"]))
         after = rings.chosen(at_last, turned, rings.sent(state.returned, cells))
-        ring = self._laid_kept(state.kept)
-        kept = rings.slots(ring, cells["forward"])
+        ring = self._kept.laid_out(state.kept)
+        kept = self._kept.of(ring, cells["forward"])
         if self._routes.pending and any(len(block.phases) > 1 for block in self._routes.blocks):
             # Read before the next phase writes: else the compiler copies the whole ring.
             kept, ring = jax.lax.optimization_barrier((kept, ring))
@@ -204,13 +203,19 @@ class _BothWays:
             by = after, self._dsums(state, number, *cell[:2])
             given = by, stages.side(number), kept
             if self._routes.pending:
-                return stages.layers.input_gradients(rows, *given, *cell)
+                return self._alike.input_gradients(rows, *given, *cell)
             return stages.layers.backward(rows, grads, *given, *cell)
 
-        after = stages.travel.laid_out(after)
+        after, cell = stages.travel.laid_out(after), self._cell(cells)
         grads = () if self._routes.pending else state.grads
-        inputs = (stages.rows, grads, after, kept, *self._cell(cells))
-        before, found = over_stages(one)(*inputs)
+        if stages.layers.fetches:
+            number, *cell = cell
+            side = over_stages(stages.side)(number)
+            by = after, over_stages(functools.partial(self._dsums, state))(number, *cell[:2])
+            inputs = (stages.rows, grads, by, side, kept, *cell)
+            before, found = stages.layers.backward_fetching(*inputs)
+        else:
+            before, found = over_stages(one)(stages.rows, grads, after, kept, *cell)
         before = stages.travel.laid_out(before)
         outer = self._added(state.outer, self._entered(before, plain["returns"]))
         if self._routes.pending:
@@ -222,12 +227,12 @@ class _BothWays:
         """Gradients of the stages' weights added to what there is."""
         stages, kept = self._stages, None
         pending = rings.slots(self._laid_pending(state.pending), cells["source"])
-        if stages.layers.apart.reads_kept:
-            kept = rings.slots(self._laid_kept(state.kept), cells["forward"])
+        if self._alike.apart.reads_kept:
+            kept = self._kept.of(self._kept.laid_out(state.kept), cells["forward"])
 
         def one(rows: Any, grads: Any, kept: Any, pending: Any, number: Any, *cell: Any) -> Any:
             given = stages.side(number), kept, pending
-            return stages.layers.weight_gradients(rows, grads, *given, *cell)
+            return self._alike.weight_gradients(rows, grads, *given, *cell)
 
         inputs = (stages.rows, state.grads, kept, pending, *self._cell(cells))
         return dataclasses.replace(state, grads=self._laid_out(over_stages(one)(*inputs)))
@@ -238,13 +243,19 @@ class _BothWays:
         return cells["microbatch"], chunk, self._stages.parts(chunk), cells["active"]
 
     @property
+    def _alike(self) -> StageLayers:
+        """The layers, all of one policy: of others backward has one part."""
+        assert isinstance(self._stages.layers, StageLayers)
+        return self._stages.layers
+
+    @property
     def _kept_slots(self) -> int:
-        reads = bool(self._routes.pending) and self._stages.layers.apart.reads_kept
+        reads = bool(self._routes.pending) and self._alike.apart.reads_kept
         return self._routes.held if reads else self._routes.kept
 
     @property
     def _pending(self) -> list[jax.ShapeDtypeStruct]:
-        return self._stages.layers.pending if self._routes.pending else []
+        return self._alike.pending if self._routes.pending else []
 
     def _laid_pending(self, pending: list[Array]) -> list[Array]:
         return pending

@@ -78,14 +78,18 @@ class Travel:
             ring: List of arrays.
             carries: Of each, whether it is (a part of) a layer's input.
         """
-        forms = {(x.shape, x.dtype): spec for x, spec in self._leaves()}
         out = []
         for x, carry in zip(ring, carries, strict=True):
-            spec = forms.get((x.shape[3:], x.dtype)) if carry else None
+            spec = self.spec_of(x.shape[3:], x.dtype) if carry else None
             if spec is not None:
                 x = row_major(self._bound, PartitionSpec(None, STAGE, None, *spec), x)
             out.append(x)
         return type(ring)(out)
+
+    def spec_of(self, shape: tuple[int, ...], dtype: Any) -> PartitionSpec | None:
+        """How what travels in this form lies; None where nothing does."""
+        forms = {(x.shape, x.dtype): spec for x, spec in self._leaves()}
+        return forms.get((shape, dtype))
 
     def _leaves(self) -> Iterable[tuple[Any, PartitionSpec]]:
         return zip(jax.tree.leaves(self.shapes), jax.tree.leaves(self._specs), strict=True)

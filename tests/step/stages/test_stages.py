@@ -370,10 +370,6 @@ REFUSED = {
         Plan(mesh={"stage": 2}, segments=(Segment(count=4), *FULL), **piped(2)),
         "its runs of layers differ",
     ),
-    "host": (
-        Plan(mesh={"stage": 2}, segments=(Segment(offload="optimizer"),)),
-        "layers that 2 stages share stay on the devices",
-    ),
     "reduced once": (
         preset("zero1", mesh={"stage": 2, "fsdp": 2}),
         "stages reduce gradients for each microbatch",
