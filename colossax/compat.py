@@ -70,11 +70,12 @@ class Equations:
         """Whether it is an array in host memory."""
         return atom.aval.memory_space == jax.memory.Space.Host
 
-    def needed(self, atoms: Iterable[Any]) -> list[Any]:
-        """Equations that these depend on, in order."""
+    def needed(self, atoms: Iterable[Any], but: Sequence[Any] = ()) -> list[Any]:
+        """Equations that these depend on, in order; but for some, and what those alone need."""
         wanted, eqns = set(_variables(atoms)), []
+        skipped = {id(eqn) for eqn in but}
         for eqn in reversed(self.jaxpr.eqns):
-            if wanted.intersection(eqn.outvars):
+            if id(eqn) not in skipped and wanted.intersection(eqn.outvars):
                 eqns.append(eqn)
                 wanted.update(_variables(eqn.invars))
         return eqns[::-1]
