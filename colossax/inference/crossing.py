@@ -4,6 +4,8 @@ import dataclasses
 from collections import deque
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from colossax.errors import InputError
 from colossax.inference.decode import Sampling
 from colossax.inference.scheduler import Call, Scheduler
@@ -55,7 +57,7 @@ class Seats:
         self._free.append(self._taken.pop(sequence))
 
     def next(self, width: int) -> Entry:
-        """What enters now: of the next group that waits as many calls as fit into `width` tokens."""
+        """What enters now: calls of the next group that waits, up to `width` tokens."""
         groups = len(self._waiting)
         turns = ((self._turn + i) % groups for i in range(groups))
         group = next((one for one in turns if self._waiting[one]), None)
@@ -96,9 +98,11 @@ def cross(
         if not any(entry.calls for entry in entries):
             return
         tokens, flight = program(params, flight, tick_of(program, entries))
-        for number, (_, call) in enumerate(entries[-1].calls):
-            if call.emits:
-                token = int(tokens[number])
+        leaving = [(n, call) for n, (_, call) in enumerate(entries[-1].calls) if call.emits]
+        if leaving:
+            chosen = np.asarray(tokens)  # parts of prompts wait for nothing
+            for number, call in leaving:
+                token = int(chosen[number])
                 if scheduler.took(call.sequence, token):
                     seats.leave(call.sequence)
                 yield call.sequence, token

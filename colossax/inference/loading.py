@@ -53,9 +53,15 @@ class LoadedModel:
             return self.config.eos
         return self.tokenizer.eos
 
-    def generator(self, *, slots: int | None = None) -> Generator:
-        """A generator for prompts and continuations of up to `slots` tokens together."""
-        return Generator(self.spec, self.bound, self.params, slots=slots, eos=self.eos)
+    def generator(self, *, slots: int | None = None, sequences: int | None = None) -> Generator:
+        """A generator for prompts and continuations of up to `slots` tokens together.
+
+        Args:
+            slots: See `Generator`.
+            sequences: With stages, how many are on their way at once.
+        """
+        sizes = {"slots": slots, "sequences": sequences}
+        return Generator(self.spec, self.bound, self.params, **sizes, eos=self.eos)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from colossax.config import FrozenDict, Placement, Plan, Segment
+from colossax.config import FrozenDict, MeshAxis, PipelineConfig, Placement, Plan, Segment
 
 
 def inference_plan(plan: Plan) -> Plan:
@@ -30,12 +30,17 @@ def inference_plan(plan: Plan) -> Plan:
 def parameters_alone(plan: Plan) -> Plan:
     """`plan` without shares of what only training has, for a model not yet built.
 
-    Its layer stacks are cut in fewer segments then; parameters lie where `plan` has them.
+    Its layer stacks are cut in fewer segments then, with stages in one if all of it is on the
+    devices; parameters lie where `plan` has them.
     """
     offload = dataclasses.replace(
         plan.offload, optimizer=0.0, activations=0.0, disk=0.0, cpu_update="off"
     )
     segments = tuple(_forward_only(segment, optimizer=False) for segment in plan.segments)
+    if plan.mesh.get(MeshAxis.STAGE, 1) != 1:
+        plan = plan.replace(pipeline=PipelineConfig())
+        if all(segment.placement.all_on_device for segment in segments):
+            segments = (Segment(),)
     return plan.replace(segments=segments, offload=offload)
 
 

@@ -302,28 +302,30 @@ def why_gathered(spec: ModelSpec, bound: BoundPlan) -> str | None:
         call = stack_call(decode, shapes, ids, cache, flat)
     problem = _problem(call, asked, len(jax.tree.leaves(shapes)), stages)
     return problem and (
-        f"mesh axis 'stage': {problem}, so that each device gathers the layers of all {stages}"
-        " stages for every token"
+        f"mesh axis 'stage': {problem}, so every device gathers the layers of all {stages} stages"
+        " for every token"
     )
 
 
 def _problem(call: StackCall | None, asked: Specs, params: int, stages: int) -> str | None:
     """What speaks against stages, of a model with so many parameters."""
     if call is None or call.scanned:
-        return "the model's layers are not one run of one layer stack, cut nowhere"
+        return "the model's layers are not one run of one layer stack"
     layers = call.layers
-    if not layers.stacked or layers.group != 1 or layers.count % stages:
-        return f"{layers.count} layers, or groups of several kinds, are not shared evenly"
+    if layers.group != 1:
+        return "layers of several kinds take turns"
+    if not layers.stacked or layers.count % stages:
+        return f"{layers.count} layers cannot be shared evenly"
     if not layers.policy.placement.all_on_device:
         return "layers live in host memory"
     if any(at >= params for at in call.read_past):
-        return "the model reads its tokens or its cache behind the layers"
+        return "the model reads its tokens behind the layers once more"
     if jax.tree.map(_form, call.carry) != jax.tree.map(_form, call.out):
         return "layers give something else than they get"
     for one in asked.values() if isinstance(asked, Mapping) else (asked,):
         for array in one.arrays.values():
             if array.dims[0] != "layers" or array.shape[0] != layers.count:
-                return "what the layers keep of tokens is not kept by layer"
+                return "the cache has no dim of layers in front"
     return None
 
 

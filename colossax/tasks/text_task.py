@@ -148,7 +148,8 @@ def _completion(config: TrainConfig, text: Text, step: Step, params: Params) -> 
         return None
     prompt = tokenizer.encode(sample.prompt)[: longest - 1]
     slots = min(len(prompt) + sample.max_tokens, longest)
-    generator = Generator(step.spec, step.bound, params, slots=slots, eos=tokenizer.eos)
+    sizes = {"slots": slots, "sequences": 1}
+    generator = Generator(step.spec, step.bound, params, **sizes, eos=tokenizer.eos)
     result = generator.generate(
         prompt,
         max_tokens=slots - len(prompt),
