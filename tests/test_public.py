@@ -55,8 +55,9 @@ NAMES = {
     ),
     "colossax.layerwise": (
         "CutLoss CutRun Layer LayerRun LayerState Maximum Residual Scanned StackCall StackRunner "
-        "Stacks StageLayers Stream Transposed added alternates checkpointed current_runner cut_loss "
-        "kept_sharding nothing over_stages recording_kept running shapes_of stack_call summed"
+        "Stacks StageLayers Stream Transposed added alternates checkpointed current_runner "
+        "cut_loss kept_sharding nothing over_stages recording_kept running shapes_of stack_call "
+        "summed"
     ),
     "colossax.data": (
         "BatchLoader Corpus Documents Mixture RowSource Rows Split SyntheticRows Tokenizer "

@@ -101,12 +101,13 @@ def _generate(args: argparse.Namespace, overrides: list[Override]) -> int:
         check_length(len(prompt), max_tokens, limit)
         requests.append(Request(prompt=tuple(prompt), max_tokens=max_tokens, **draws))
     longest = max(len(one.prompt) + one.max_tokens for one in requests)
-    slots, devices = _slots(longest, limit), choose_devices(args.devices)
+    sizes = {"slots": _slots(longest, limit), "sequences": len(requests)}
+    devices = choose_devices(args.devices)
     if plan.offload.auto:
-        fitted = stored.fit(plan, devices, slots=slots)
+        fitted = stored.fit(plan, devices, **sizes)
         tell(f"{fitted.line}\n")
         plan = fitted.plan
-    generator = stored.load(plan, devices).generator(slots=slots, sequences=len(requests))
+    generator = stored.load(plan, devices).generator(**sizes)
     tell(f"{stored.chosen}\n")
     if generator.notice is not None:
         tell(f"{generator.notice}\n")
