@@ -54,9 +54,10 @@ NAMES = {
         "segment_counts stage_segments store to_device update_seconds working_set_bytes"
     ),
     "colossax.layerwise": (
-        "CutLoss CutRun Layer LayerRun LayerState Maximum Residual Scanned StackRunner Stacks "
-        "StageLayers Stream Transposed added alternates checkpointed current_runner cut_loss "
-        "kept_sharding nothing over_stages recording_kept running shapes_of stage_layers summed"
+        "CutLoss CutRun Layer LayerRun LayerState Maximum Residual Scanned StackCall StackRunner "
+        "Stacks StageLayers Stream Transposed added alternates checkpointed current_runner "
+        "cut_loss kept_sharding nothing over_stages recording_kept running shapes_of stack_call "
+        "stage_layers summed"
     ),
     "colossax.data": (
         "BatchLoader Corpus Documents Mixture RowSource Rows Split SyntheticRows Tokenizer "
@@ -113,9 +114,9 @@ NAMES = {
         "EXIT_CODES Gate Group Launch StopAgreement StopSignals find_launch heeded join start_jax"
     ),
     "colossax.inference": (
-        "CacheLayout Call Chunk Continuation DecodeProgram Fitted Generation Generator InOrder "
-        "LoadedModel Request Sampling Scheduler StoredModel fit_layers inference_plan load "
-        "check_length check_tokens open_checkpoint"
+        "CacheLayout Call Chunk Continuation DecodeProgram Fitted Flight Generation Generator "
+        "InOrder LoadedModel Request Sampling Scheduler StagedProgram StoredModel Tick fit_layers "
+        "inference_plan load check_length check_tokens open_checkpoint together"
     ),
     "colossax.recipes": (
         "DEFAULT_RECIPE OwnTask RECIPES any_recipe described recipe recipe_from_file"

@@ -14,7 +14,7 @@ from colossax.errors import InputError
 
 DESCRIPTION = {
     "generate": (
-        "Continue a prompt with the model of a checkpoint. CHECKPOINT is the folder of a run, of\n"
+        "Continue prompts with the model of a checkpoint. CHECKPOINT is the folder of a run, of\n"
         "its checkpoints (the latest is taken), or of one of them."
     )
 }
@@ -27,9 +27,17 @@ def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
     """Declare the options of `colossax generate`."""
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder of a run or a checkpoint")
     parser.add_argument("--step", metavar="N", type=number(0), help="default: the latest")
-    parser.add_argument("--prompt", metavar="TEXT", help="text to continue")
     parser.add_argument(
-        "--prompt-tokens", metavar="IDS", help="token ids in place of text, as in 1,2,3"
+        "--prompt",
+        metavar="TEXT",
+        action="append",
+        help="text to continue; several times: several, each as if alone",
+    )
+    parser.add_argument(
+        "--prompt-tokens",
+        metavar="IDS",
+        action="append",
+        help="token ids in place of text, as in 1,2,3; likewise",
     )
     parser.add_argument(
         "--max-tokens",
@@ -51,7 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
         default=0,
         help="of the draws; default %(default)s",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object a prompt on standard output"
+    )
     parser.add_argument(
         "--devices", metavar="N", type=number(1), help="devices to use; on a CPU, N are made"
     )
@@ -62,6 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
         "without a mesh all devices split parameters along fsdp\n"
         "a model larger than the devices' memory keeps layers in the host's:\n"
         "  --plan.offload auto   --plan.offload.device_gb 2   --plan.offload parameters=0.5\n"
+        "with stages each keeps its layers, and the prompts cross them in as many groups:\n"
+        "  --plan.mesh stage=4,fsdp=2\n"
     )
 
 
@@ -75,34 +87,40 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
 
 
 def _generate(args: argparse.Namespace, overrides: list[Override]) -> int:
-    from colossax.inference import check_length, check_tokens, open_checkpoint
+    from colossax.inference import Request, check_length, check_tokens, open_checkpoint
 
     stored = open_checkpoint(user_path(args.checkpoint, "CHECKPOINT"), step=args.step)
     plan = apply_overrides(_Options(plan=stored.plan), overrides).plan
     # All that can be refused is, before parameters are read.
-    prompt = prompt_tokens(args, stored.tokenizer)
-    limit = stored.config.max_seq
-    check_tokens(prompt, stored.config.vocab)
-    max_tokens = args.max_tokens or max(1, min(_MAX_TOKENS, limit - len(prompt)))
-    check_length(len(prompt), max_tokens, limit)
-    slots, devices = _slots(len(prompt) + max_tokens, limit), choose_devices(args.devices)
+    prompts = prompt_tokens(args, stored.tokenizer)
+    limit, draws = stored.config.max_seq, {"temperature": args.temperature, "seed": args.seed}
+    requests = []
+    for prompt in prompts:
+        check_tokens(prompt, stored.config.vocab)
+        max_tokens = args.max_tokens or max(1, min(_MAX_TOKENS, limit - len(prompt)))
+        check_length(len(prompt), max_tokens, limit)
+        requests.append(Request(prompt=tuple(prompt), max_tokens=max_tokens, **draws))
+    longest = max(len(one.prompt) + one.max_tokens for one in requests)
+    sizes = {"slots": _slots(longest, limit), "sequences": len(requests)}
+    devices = choose_devices(args.devices)
     if plan.offload.auto:
-        fitted = stored.fit(plan, devices, slots=slots)
+        fitted = stored.fit(plan, devices, **sizes)
         tell(f"{fitted.line}\n")
         plan = fitted.plan
-    generator = stored.load(plan, devices).generator(slots=slots)
+    generator = stored.load(plan, devices).generator(**sizes)
     tell(f"{stored.chosen}\n")
-    result = generator.generate(
-        prompt, max_tokens=max_tokens, temperature=args.temperature, seed=args.seed
-    )
-    added = result.tokens[:-1] if result.ended else result.tokens
-    text = None if stored.tokenizer is None else stored.tokenizer.decode(added)
-    _show(args, prompt, list(result.tokens), text)
+    if generator.notice is not None:
+        tell(f"{generator.notice}\n")
+    results = generator.generate_all(requests)
+    for prompt, result in zip(args.prompt or [None] * len(results), results, strict=True):
+        added = result.tokens[:-1] if result.ended else result.tokens
+        text = None if stored.tokenizer is None else stored.tokenizer.decode(added)
+        _show(args.json, prompt, result, text)
     return 0
 
 
-def prompt_tokens(args: argparse.Namespace, tokenizer: Any) -> list[int]:
-    """The prompt as token ids.
+def prompt_tokens(args: argparse.Namespace, tokenizer: Any) -> list[list[int]]:
+    """The prompts as token ids.
 
     Raises:
         InputError: Neither or both of text and ids are given, text without a tokenizer, nothing
@@ -112,16 +130,17 @@ def prompt_tokens(args: argparse.Namespace, tokenizer: Any) -> list[int]:
         given = "neither" if args.prompt is None else "both"
         raise InputError(f"--prompt or --prompt-tokens: found {given}; give one of them")
     if args.prompt is None:
-        return _ids(args.prompt_tokens)
-    if not args.prompt:
-        raise InputError("--prompt: it is empty; give a word or more to continue")
-    check_text(args.prompt, "--prompt")
+        return [_ids(text) for text in args.prompt_tokens]
+    for prompt in args.prompt:
+        if not prompt:
+            raise InputError("--prompt: it is empty; give a word or more to continue")
+        check_text(prompt, "--prompt")
     if tokenizer is None:
         raise InputError(
             f"--prompt: checkpoint '{args.checkpoint}' holds no tokenizer; give token ids with"
             f" --prompt-tokens 1,2,3"
         )
-    return tokenizer.encode(args.prompt)
+    return [tokenizer.encode(prompt) for prompt in args.prompt]
 
 
 def _ids(text: str) -> list[int]:
@@ -138,17 +157,18 @@ def _slots(tokens: int, max_seq: int) -> int:
     return min(max_seq, -(-tokens // _SLOTS_MULTIPLE) * _SLOTS_MULTIPLE)
 
 
-def _show(args: argparse.Namespace, prompt: list[int], tokens: list[int], text: str | None) -> None:
+def _show(as_json: bool, prompt: str | None, result: Any, text: str | None) -> None:
     import jax
 
     if jax.process_index():
         return
-    if args.json:
-        out = json.dumps({"text": text, "tokens": tokens, "prompt_tokens": prompt})
+    tokens, given = list(result.tokens), list(result.prompt_tokens)
+    if as_json:
+        out = json.dumps({"text": text, "tokens": tokens, "prompt_tokens": given})
     elif text is None:
         out = ",".join(map(str, tokens))
     else:
-        out = f"{args.prompt or ''}{text}"
+        out = f"{prompt or ''}{text}"
     put(f"{out}\n")
 
 

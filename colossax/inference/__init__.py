@@ -13,6 +13,7 @@ from .loading import StoredModel as StoredModel
 from .loading import load as load
 from .loading import open_checkpoint as open_checkpoint
 from .plan import inference_plan as inference_plan
+from .plan import together as together
 from .scheduler import Call as Call
 from .scheduler import Continuation as Continuation
 from .scheduler import InOrder as InOrder
@@ -20,3 +21,6 @@ from .scheduler import Request as Request
 from .scheduler import Scheduler as Scheduler
 from .scheduler import check_length as check_length
 from .scheduler import check_tokens as check_tokens
+from .stages import Flight as Flight
+from .stages import StagedProgram as StagedProgram
+from .stages import Tick as Tick

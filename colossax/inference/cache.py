@@ -35,14 +35,14 @@ class CacheLayout:
                 for name, array in one.arrays.items()
             },
         )
-        self._empty = jax.jit(self._zeros, out_shardings=self.shardings)
+        self._empty = jax.jit(self.zeros, out_shardings=self.shardings)
 
     @property
     def abstract(self) -> Any:
         """Shapes, dtypes and shardings."""
         return jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            jax.eval_shape(self._zeros),
+            jax.eval_shape(self.zeros),
             self.shardings,
         )
 
@@ -50,7 +50,8 @@ class CacheLayout:
         """A cache before the first token, each array made where it lives."""
         return self._empty()
 
-    def _zeros(self) -> Cache:
+    def zeros(self) -> Cache:
+        """Likewise, within a program that says where they live."""
         return _for_each(self._spec, lambda one: one.zeros(self._precision))
 
 

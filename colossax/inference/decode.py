@@ -97,12 +97,11 @@ class DecodeProgram:
         Raises:
             InputError: The model cannot decode, or `slots` is above its `max_seq`.
         """
-        if width < 1:
-            raise InputError(f"tokens_per_step: found {width}; give 1 or more")
-        model = _decoding(spec)
+        check_width(width)
+        model = decoding_model(spec)
         self.spec = spec
         self.config: DecoderConfig = model.config
-        self.slots = _slots(self.config, slots)
+        self.slots = resolved_slots(self.config, slots)
         self.width = width
         self.bound = BoundPlan(inference_plan(bound.plan), bound.mesh)
         asked = model.cache_spec(seats=1, slots=self.slots, chunk=width)
@@ -194,10 +193,24 @@ def sample(logits: Float[Array, " v"], temperature: Float[Array, ""], key: Array
     return jnp.where(temperature > 0, drawn, jnp.argmax(logits)).astype(jnp.int32)
 
 
-def _decoding(spec: ModelSpec) -> Any:
-    """The model without its arrays."""
-    shapes = jax.tree.map(lambda info: jax.ShapeDtypeStruct(info.shape, info.dtype), spec.infos)
-    model = spec.merge(shapes)
+def check_width(width: int) -> None:
+    """Refuse calls of no tokens."""
+    if width < 1:
+        raise InputError(f"tokens_per_step: found {width}; give 1 or more")
+
+
+def model_shapes(spec: ModelSpec) -> Params:
+    """Parameters as shapes."""
+    return jax.tree.map(lambda info: jax.ShapeDtypeStruct(info.shape, info.dtype), spec.infos)
+
+
+def decoding_model(spec: ModelSpec) -> Any:
+    """The model without its arrays.
+
+    Raises:
+        InputError: It cannot decode.
+    """
+    model = spec.merge(model_shapes(spec))
     missing = next((name for name in _NEEDED if not hasattr(model, name)), None)
     if missing is not None:
         raise InputError(
@@ -207,7 +220,12 @@ def _decoding(spec: ModelSpec) -> Any:
     return model
 
 
-def _slots(config: DecoderConfig, slots: int | None) -> int:
+def resolved_slots(config: DecoderConfig, slots: int | None) -> int:
+    """Slots of a sequence; default the model's longest.
+
+    Raises:
+        InputError: They are more than that.
+    """
     if slots is None:
         return config.max_seq
     if not 1 < slots <= config.max_seq:

@@ -1,13 +1,15 @@
-"""Prompts continued by a model: the decode program, its cache and a scheduler put together."""
+"""Prompts continued by a model: a program, its caches and a scheduler put together."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from colossax.config import BoundPlan
+from colossax.config import BoundPlan, MeshAxis
 from colossax.inference.cache import Cache
+from colossax.inference.crossing import cross
 from colossax.inference.decode import TOKENS_PER_STEP, Chunk, DecodeProgram, Sampling
 from colossax.inference.scheduler import InOrder, Request, Scheduler
+from colossax.inference.stages import StagedProgram, why_gathered
 from colossax.nn import ModelSpec
 from colossax.typing import Params
 
@@ -28,13 +30,21 @@ class Generation:
 
 
 class Generator:
-    """Continues one prompt at a time with parameters laid out by a plan.
+    """Continues prompts with parameters laid out by a plan.
+
+    One at a time; on a mesh with stages several, each stage working on a group of its own, and
+    weights stay where they are. Tokens are those of one device.
+
+    Attributes:
+        program: `DecodeProgram`, or with stages `StagedProgram`.
+        notice: With stages, why each device runs all layers instead; None where it does not.
 
     Cost: one compilation, at first use. A step computes `tokens_per_step` tokens in every layer and
     the head for one of them; a prompt of p tokens takes ceil(p / tokens_per_step) steps, each
     further token one. Holds `2 layers slots kv_heads head_dim` cache items over the devices that
     split `kv_heads`, of layers with a window at most `window + tokens_per_step - 1` slots; the
-    cache is donated from step to step.
+    cache is donated from step to step. With stages a step is a tick, in which each stage runs its
+    own layers; a token takes as many ticks as there are stages, and they hold `sequences` caches.
     """
 
     def __init__(
@@ -46,6 +56,7 @@ class Generator:
         slots: int | None = None,
         eos: int | None = None,
         tokens_per_step: int = TOKENS_PER_STEP,
+        sequences: int | None = None,
     ):
         """Prepare the step.
 
@@ -59,14 +70,23 @@ class Generator:
             slots: Longest prompt and continuation together; default the model's `max_seq`.
             eos: Token that ends a continuation; default the model's, if it names one.
             tokens_per_step: Flat tokens of a step.
+            sequences: With stages: how many are on their way at once, cut into as many groups as
+                stages; default one for each. Without, it is one at a time.
 
         Raises:
             InputError: The model cannot decode, or `slots` is above its `max_seq`.
         """
-        program = DecodeProgram(spec, bound, slots=slots, width=tokens_per_step)
+        self.notice = why_gathered(spec, bound)
+        sizes = {"slots": slots, "width": tokens_per_step}
+        if bound.mesh.shape[MeshAxis.STAGE] > 1 and self.notice is None:
+            program = StagedProgram(spec, bound, **sizes, sequences=sequences)
+        else:
+            program = DecodeProgram(spec, bound, **sizes)
         self._start(program, params, program.config.eos if eos is None else eos)
 
-    def _start(self, program: DecodeProgram, params: Params, eos: int | None) -> None:
+    def _start(
+        self, program: DecodeProgram | StagedProgram, params: Params, eos: int | None
+    ) -> None:
         self.program = program
         self.eos = eos
         self._params = params
@@ -77,6 +97,7 @@ class Generator:
         It shares the compiled program.
         """
         other = object.__new__(Generator)
+        other.notice = self.notice
         other._start(self.program, params, self.eos)
         return other
 
@@ -106,12 +127,24 @@ class Generator:
             InputError: The prompt is empty, holds ids outside the vocabulary, or does not fit
                 into `slots` together with `max_tokens`; a temperature or seed below 0.
         """
-        prompt = tuple(map(int, prompt))
-        tokens = tuple(
-            self.stream(prompt, max_tokens=max_tokens, temperature=temperature, seed=seed)
-        )
-        ended = tokens[-1] == self.eos
-        return Generation(prompt_tokens=prompt, tokens=tokens, ended=ended)
+        options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+        return self.generate_all([Request(prompt=tuple(map(int, prompt)), **options)])[0]
+
+    def generate_all(self, requests: Sequence[Request]) -> list[Generation]:
+        """Continue several prompts, each to its end; what comes of one depends on no other.
+
+        Raises:
+            InputError: As for `generate`, before anything runs.
+        """
+        tokens: list[list[int]] = [[] for _ in requests]
+        for sequence, token in self._streamed(requests):
+            tokens[sequence].append(token)
+        return [
+            Generation(
+                prompt_tokens=request.prompt, tokens=tuple(found), ended=found[-1] == self.eos
+            )
+            for request, found in zip(requests, tokens, strict=True)
+        ]
 
     def stream(
         self,
@@ -128,9 +161,14 @@ class Generator:
             temperature=temperature,
             seed=seed,
         )
-        request.check(vocab=self.program.config.vocab, slots=self.program.slots)
-        scheduler = InOrder([request], width=self.program.width, eos=self.eos)
-        return (token for _, token in self.follow(scheduler))
+        return (token for _, token in self._streamed([request]))
+
+    def _streamed(self, requests: Sequence[Request]) -> Iterator[tuple[int, int]]:
+        program = self.program
+        for request in requests:
+            request.check(vocab=program.config.vocab, slots=program.slots)
+        at_once = program.sequences if isinstance(program, StagedProgram) else 1
+        return self.follow(InOrder(requests, width=program.width, eos=self.eos, at_once=at_once))
 
     def follow(self, scheduler: Scheduler) -> Iterator[tuple[int, int]]:
         """What a scheduler's calls give, as `(sequence, token)`.
@@ -138,16 +176,24 @@ class Generator:
         Args:
             scheduler: Its requests are checked by whoever made them.
 
-        Cost: a cache for each sequence that has begun and not ended.
+        Raises:
+            InputError: With stages: more sequences have begun and not ended than `sequences`.
+
+        Cost: a cache for each sequence that has begun and not ended; with stages, `sequences`.
         """
+        if isinstance(self.program, StagedProgram):
+            return cross(self.program, self._params, scheduler)
+        return self._one_by_one(self.program, scheduler)
+
+    def _one_by_one(
+        self, program: DecodeProgram, scheduler: Scheduler
+    ) -> Iterator[tuple[int, int]]:
         caches: dict[int, Cache] = {}
         while (call := scheduler.next()) is not None:
             begun = call.sequence in caches
-            cache = caches.pop(call.sequence) if begun else self.program.cache.empty()
-            tokens = Chunk.of(call, self.program.width)
-            token, caches[call.sequence] = self.program(
-                self._params, cache, tokens, Sampling.of(call)
-            )
+            cache = caches.pop(call.sequence) if begun else program.cache.empty()
+            tokens = Chunk.of(call, program.width)
+            token, caches[call.sequence] = program(self._params, cache, tokens, Sampling.of(call))
             if call.emits:
                 token = int(token)
                 if scheduler.took(call.sequence, token):

@@ -53,9 +53,15 @@ class LoadedModel:
             return self.config.eos
         return self.tokenizer.eos
 
-    def generator(self, *, slots: int | None = None) -> Generator:
-        """A generator for prompts and continuations of up to `slots` tokens together."""
-        return Generator(self.spec, self.bound, self.params, slots=slots, eos=self.eos)
+    def generator(self, *, slots: int | None = None, sequences: int | None = None) -> Generator:
+        """A generator for prompts and continuations of up to `slots` tokens together.
+
+        Args:
+            slots: See `Generator`.
+            sequences: With stages, how many are on their way at once.
+        """
+        sizes = {"slots": slots, "sequences": sequences}
+        return Generator(self.spec, self.bound, self.params, **sizes, eos=self.eos)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,6 +147,7 @@ class StoredModel:
         devices: Sequence[jax.Device] | None = None,
         *,
         slots: int | None = None,
+        sequences: int | None = None,
     ) -> Fitted:
         """The plan with as many layers on the devices as fit, in place of `offload.auto`.
 
@@ -148,6 +155,7 @@ class StoredModel:
             plan: With `offload.auto`, and budgets.
             devices: Default all.
             slots: Of the cache that shall fit beside them; default the model's `max_seq`.
+            sequences: With stages, how many caches.
 
         Raises:
             PlanError: A budget is too small, more than there is, or not known.
@@ -158,7 +166,7 @@ class StoredModel:
 
         def generator(plan: Plan) -> Generator:
             bound, spec = self._described(plan, devices)
-            return Generator(spec, bound, _shapes(bound, spec), slots=slots)
+            return Generator(spec, bound, _shapes(bound, spec), slots=slots, sequences=sequences)
 
         return fit_layers(generator, parameters_alone(plan), self.config.layers)
 

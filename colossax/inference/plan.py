@@ -2,7 +2,21 @@
 
 import dataclasses
 
-from colossax.config import FrozenDict, Placement, Plan, Segment
+import jax
+
+from colossax.config import (
+    BoundPlan,
+    FrozenDict,
+    MeshAxis,
+    PipelineConfig,
+    Placement,
+    Plan,
+    Segment,
+)
+from colossax.nn import ModelSpec
+from colossax.offload import resolved_segments
+from colossax.sharding import param_sharding
+from colossax.typing import Params
 
 
 def inference_plan(plan: Plan) -> Plan:
@@ -30,12 +44,17 @@ def inference_plan(plan: Plan) -> Plan:
 def parameters_alone(plan: Plan) -> Plan:
     """`plan` without shares of what only training has, for a model not yet built.
 
-    Its layer stacks are cut in fewer segments then; parameters lie where `plan` has them.
+    Its layer stacks are cut in fewer segments then, with stages in one if all of it is on the
+    devices; parameters lie where `plan` has them.
     """
     offload = dataclasses.replace(
         plan.offload, optimizer=0.0, activations=0.0, disk=0.0, cpu_update="off"
     )
     segments = tuple(_forward_only(segment, optimizer=False) for segment in plan.segments)
+    if plan.mesh.get(MeshAxis.STAGE, 1) != 1:
+        plan = plan.replace(pipeline=PipelineConfig())
+        if all(segment.placement.all_on_device for segment in segments):
+            segments = (Segment(),)
     return plan.replace(segments=segments, offload=offload)
 
 
@@ -45,3 +64,29 @@ def _forward_only(segment: Segment, *, optimizer: bool) -> Segment:
     away = optimizer and there.optimizer_off_device
     placement = Placement(params=there.params, optimizer="host" if away else "device")
     return dataclasses.replace(segment, remat="none", offload=str(placement), mlp_share=1.0)
+
+
+def without_programs(plan: Plan, layers: int) -> Plan:
+    """`plan` without programs of stages, for a model of so many layers that was built under it.
+
+    Its stack is cut as before, and no stage has layers of its own.
+    """
+    segments = resolved_segments(plan, layers)
+    rules = plan.rules.updated(params={"layers": None})
+    return plan.replace(rules=rules, segments=segments, pipeline=PipelineConfig())
+
+
+def together(spec: ModelSpec, bound: BoundPlan, params: Params) -> tuple[BoundPlan, Params]:
+    """Parameters of stages with programs of their own, laid out over all of them.
+
+    Every stage has all layers then; what other axes split stays split. Others are as they are.
+
+    Cost: a copy of the parameters, which are in as many places as stages.
+    """
+    if not bound.stage_programs:
+        return bound, params
+    infos = jax.tree.leaves(spec.infos)
+    layers = next(info.total_layers for info in infos if info.total_layers is not None)
+    there = BoundPlan(without_programs(bound.plan, layers), bound.mesh)
+    shardings = jax.tree.map(lambda info: param_sharding(there, "params", info), spec.infos)
+    return there, jax.device_put(params, shardings)

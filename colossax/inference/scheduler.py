@@ -1,6 +1,7 @@
 """Which tokens go into the model next. No arrays, no devices: it knows numbers of tokens alone."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Annotated, Protocol, runtime_checkable
 
@@ -63,7 +64,11 @@ class Scheduler(Protocol):
     """Says what to run next, and is told what came of it."""
 
     def next(self) -> Call | None:
-        """The next call; None when every sequence has ended."""
+        """The next call; None when there is none.
+
+        Then every sequence has ended, or waits for a token: on a mesh with stages calls are asked
+        for while others are on their way.
+        """
         ...
 
     def took(self, sequence: int, token: int) -> bool:
@@ -116,30 +121,41 @@ class Continuation:
 
 
 class InOrder:
-    """One sequence after another, each to its end."""
+    """Sequences to their ends in order, a few at once."""
 
-    def __init__(self, requests: Sequence[Request], *, width: int, eos: int | None = None):
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        *,
+        width: int,
+        eos: int | None = None,
+        at_once: int = 1,
+    ):
         """Number the requests from 0.
 
         Args:
             requests: What to continue.
             width: Most tokens of a call.
             eos: Token that ends a sequence.
+            at_once: Most sequences that have begun and not ended.
         """
-        self._waiting = [
-            Continuation(request, sequence=i, width=width, eos=eos)
+        self._left = {
+            i: Continuation(request, sequence=i, width=width, eos=eos)
             for i, request in enumerate(requests)
-        ]
+        }
+        self._at_once = at_once
 
     def next(self) -> Call | None:
         """See `Scheduler`."""
-        return self._waiting[0].next() if self._waiting else None
+        begun = itertools.islice(self._left.values(), self._at_once)
+        ready = next((one for one in begun if one.ready), None)
+        return None if ready is None else ready.next()
 
     def took(self, sequence: int, token: int) -> bool:
         """See `Scheduler`."""
-        ended = self._waiting[0].took(token)
+        ended = self._left[sequence].took(token)
         if ended:
-            del self._waiting[0]
+            del self._left[sequence]
         return ended
 
 

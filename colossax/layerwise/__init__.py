@@ -2,7 +2,9 @@
 
 from .cut import CutLoss as CutLoss
 from .cut import CutRun as CutRun
+from .cut import StackCall as StackCall
 from .cut import cut_loss as cut_loss
+from .cut import stack_call as stack_call
 from .layer import Layer as Layer
 from .layer import Residual as Residual
 from .layer import Transposed as Transposed

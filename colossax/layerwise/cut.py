@@ -10,6 +10,7 @@ from jaxtyping import Array
 
 from colossax.compat import Equations
 from colossax.errors import PlanError
+from colossax.layerwise.layer import shapes_of
 from colossax.layerwise.runs import LayerRun, Scanned, running
 
 
@@ -108,6 +109,71 @@ class _Marking:
         return carry, scanned, carried, sums
 
 
+class _MarkingState(_Marking):
+    """Likewise, of runs that hand state from layer to layer, or have some of their own."""
+
+    carry: Any = None
+    scanned: bool = False
+
+    def run(
+        self, layers: LayerRun, params: Any, carry: Any, side: Any, scanned: Any, carried: Any
+    ) -> tuple[Any, Any, Any, dict[str, Any]]:
+        """See `StackRunner.run`."""
+        self.carry, self.scanned = shapes_of(carry), bool(jax.tree.leaves(scanned))
+        inputs = (params, carry, side, scanned, carried)
+        leaves, structure = jax.tree.flatten(inputs)
+        out = jax.eval_shape(lambda inputs: Scanned().run(layers, *inputs), inputs)
+        self.calls.append(_Call(layers=layers, inputs=structure, out=out))
+        outputs = _RUN.bind(*leaves, call=self.calls[-1])
+        return jax.tree.unflatten(jax.tree.structure(out), outputs)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class StackCall:
+    """How a function calls its layer stack.
+
+    Attributes:
+        layers: The run.
+        carry: Shapes of the first layer's input.
+        out: Of the last one's output.
+        scanned: Whether layers have state of their own, beside what is handed on.
+        read_past: Leaves of the function's arguments that it reads behind the stack.
+    """
+
+    layers: LayerRun
+    carry: Any
+    out: Any
+    scanned: bool
+    read_past: frozenset[int]
+
+
+def stack_call(fn: Callable[..., Any], *args: Any) -> StackCall | None:
+    """The one run of a layer stack in a function, if there is one and it can be cut there.
+
+    Args:
+        fn: It may hand state through the stack.
+        args: Its arguments, or their shapes.
+
+    Cost: the function is traced once.
+    """
+    marking = _MarkingState()
+    with running(marking):
+        traced = jax.make_jaxpr(fn)(*args)
+    equations = Equations(traced)
+    calls = [eqn for eqn in traced.jaxpr.eqns if eqn.primitive is _RUN]
+    if len(marking.calls) != 1 or len(calls) != 1:
+        return None
+    return StackCall(
+        layers=marking.calls[0].layers,
+        carry=marking.carry,
+        out=marking.calls[0].out[0],
+        scanned=marking.scanned,
+        read_past=_read_by(
+            equations, equations.needed(equations.outputs, calls), equations.outputs
+        ),
+    )
+
+
 def cut_loss(loss: Callable[..., Any], *args: Any) -> CutLoss:
     """Cut a loss at the one layer stack that it calls.
 
@@ -182,6 +248,11 @@ def _alone(equations: Equations, variables: Any) -> Callable[..., Any]:
 def _reads(equations: Equations, atoms: Sequence[Any], gone: Sequence[Any] = ()) -> frozenset[int]:
     """Leaves of the arguments that these depend on, but for what equations that are gone read."""
     own = equations.needed(atoms, gone)
+    return _read_by(equations, own, atoms)
+
+
+def _read_by(equations: Equations, own: Sequence[Any], atoms: Sequence[Any]) -> frozenset[int]:
+    """Leaves of the arguments that these equations read, or that are among these."""
     return frozenset(
         at
         for at, variable in enumerate(equations.inputs)

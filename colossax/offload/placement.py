@@ -48,10 +48,10 @@ def stage_segments(plan: Plan, layers: int) -> tuple[Segment, ...]:
         PlanError: They differ in what is in host memory, and parameters are one stack.
     """
     counts, stages = [segment.count for segment in plan.segments], plan.mesh.get(MeshAxis.STAGE, 1)
-    times, rest = divmod(layers, sum(counts))
-    if stages == 1 or -1 in counts or rest or times == 1:
+    if stages == 1 or -1 in counts or plan.pipeline.cuts is not None:
         return ()
-    if stages != -1 and times != stages * plan.pipeline.chunks:
+    times, rest = divmod(layers, sum(counts))
+    if rest or times == 1 or stages != -1 and times != stages * plan.pipeline.chunks_of_stage:
         return ()
     if len({segment.placement for segment in plan.segments}) > 1:
         raise PlanError(

@@ -141,14 +141,16 @@ def _conclusion(final: Mapping[str, Any]) -> list[str]:
 
 def _completion(config: TrainConfig, text: Text, step: Step, params: Params) -> str | None:
     """The prompt of the recipe continued by the trained model."""
-    from colossax.inference import Generator
+    from colossax.inference import Generator, together
 
     sample, longest, tokenizer = config.sample, config.model.decoder().max_seq, text.tokenizer
     if not sample.prompt:
         return None
     prompt = tokenizer.encode(sample.prompt)[: longest - 1]
     slots = min(len(prompt) + sample.max_tokens, longest)
-    generator = Generator(step.spec, step.bound, params, slots=slots, eos=tokenizer.eos)
+    sizes = {"slots": slots, "sequences": 1}
+    bound, params = together(step.spec, step.bound, params)
+    generator = Generator(step.spec, bound, params, **sizes, eos=tokenizer.eos)
     result = generator.generate(
         prompt,
         max_tokens=slots - len(prompt),

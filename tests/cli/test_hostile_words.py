@@ -135,7 +135,7 @@ def test_a_name_that_is_not_utf_8(tmp_path):
 
 @pytest.mark.catches("prompt-surrogate")
 def test_a_prompt_of_bytes():
-    asked = argparse.Namespace(prompt="a\udcff", prompt_tokens=None, checkpoint="there")
+    asked = argparse.Namespace(prompt=["a\udcff"], prompt_tokens=None, checkpoint="there")
     with pytest.raises(InputError, match="--prompt: character 2 is none"):
         prompt_tokens(asked, tokenizer=object())
     with pytest.raises(InputError, match=r"sample.prompt: character 1 is none"):

@@ -189,6 +189,27 @@ def test_the_command_line_generates(run, tokenizer, expected, capsys):
     assert len(found["tokens"]) == 4 and text == f"the cat{found['text']}\n"
 
 
+@pytest.mark.catches("stage-cut-for-training")
+@pytest.mark.catches("stage-gathers-unsaid")
+def test_several_prompts_go_through_the_stages_each_as_if_alone(run, tokenizer, expected, capsys):
+    """However the plan cuts the layers for training."""
+    ids = ",".join(map(str, PROMPT))
+    more = ("--max-tokens", 8, "--json", "--devices", 3, "--plan.mesh", "stage=3")
+    several = ("--prompt-tokens", ids, "--prompt-tokens", "1,2", "--prompt-tokens", ids)
+    code, out, said = command(
+        "generate", run, *several, *more, "--plan.pipeline.chunks", 3, capsys=capsys
+    )
+    found = [json.loads(line) for line in out.splitlines()]
+    assert code == 0 and "gathers" not in said
+    assert [one["prompt_tokens"] for one in found] == [list(PROMPT), [1, 2], list(PROMPT)]
+    assert found[0]["tokens"] == found[2]["tokens"] == list(expected[2]) != found[1]["tokens"]
+    code, out, said = command(
+        "generate", run, *several[:2], *more, "--plan.offload", "parameters=1", capsys=capsys
+    )
+    assert json.loads(out)["tokens"] == list(expected[2])
+    assert "mesh axis 'stage': layers live in host memory, so every device gathers" in said
+
+
 @pytest.mark.catches("generate-of-any-step")
 def test_it_says_which_step_it_uses_and_takes_one_by_number(bare, expected, tmp_path, capsys):
     spec, params, _ = expected

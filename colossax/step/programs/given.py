@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from colossax.config import BoundPlan, MeshAxis
+from colossax.config import BoundPlan
 from colossax.errors import PlanError
 from colossax.optim import is_layerwise
 from colossax.sharding import batch_axes
@@ -29,10 +29,9 @@ def check_programs(bound: BoundPlan, optimizer: Any, options: StepOptions) -> No
             f" devices are of several; {_INSTEAD}"
         )
     if plan.offload.wanted or any(not s.placement.all_on_device for s in plan.segments):
-        stages = bound.mesh.shape[MeshAxis.STAGE]
         raise PlanError(
-            f"plan.offload: layers that {stages} stages share stay on the devices in this version;"
-            " give offload none, or mesh axis 'stage' size 1"
+            "plan.offload: programs of stages keep all of their layers on the devices in this"
+            f" version; give offload none, or {_INSTEAD}"
         )
     if plan.batch.reduce_once and batch_axes(bound):
         raise PlanError(
