@@ -1,11 +1,11 @@
-"""Seconds in which a step of 96 layers on 8 stages and 512 GPUs compiles, whatever the microbatches.
+"""Seconds to compile a step of 96 layers on 8 stages and 512 GPUs, by count of microbatches.
 
     python bench/pipeline_compile.py [--out FILE]
 
 GPT-3's shapes (Brown et al. 2020: 96 layers, 12,288 wide, 96 heads, rows of 2048; the vocabulary
 filled up to 51,200) on `h100:64x8`, stage 8 x fsdp 8 x tensor 8, each count of microbatches in a
-process of its own. Wall and CPU-seconds are of the whole process: imports, tracing, compiling, counting.
-Needs the extra `aot`; no GPU.
+process of its own. Wall and CPU-seconds are of the whole process: imports, tracing, compiling and
+counting. Needs the extra `aot`; no GPU.
 """
 
 import argparse
@@ -74,9 +74,7 @@ def compiled(microbatches: int) -> dict[str, Any]:
 
     base = recipe("gpt2_124m")
     run = base.replace(
-        model=GPT2Config(
-            vocab=51_200, embed=12_288, layers=96, heads=96, mlp=49_152, max_seq=2048
-        ),
+        model=GPT2Config(vocab=51_200, embed=12_288, layers=96, heads=96, mlp=49_152, max_seq=2048),
         plan=preset(
             "zero3+megatron_sp",
             mesh={"stage": STAGES, "fsdp": FSDP, "tensor": TENSOR},

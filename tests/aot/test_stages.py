@@ -51,6 +51,18 @@ def test_llama_3_8b_on_four_stages():
     assert found["pipeline"]["executed"] == {"forward": 8 + 3, "backward": 8 + 3}
 
 
+@pytest.mark.catches("stage-slot-too-many")
+def test_memory_has_as_many_inputs_as_the_simulator_keeps():
+    """By two depths: what both need is left out, and gradients are known."""
+    few, more = inspected(8, layers=8), inspected(8, layers=16)
+    assert more.pipeline is not None
+    gradients = 4 * (more.parameters - few.parameters) / (STAGES * FSDP)
+    added = more.memory.temp_bytes - few.memory.temp_bytes - gradients
+    slots = added / (2 * ROW_BYTES)  # two layers more on each stage
+    # One lies in no slot: that of the tick itself.
+    assert slots - 1 == pytest.approx(max(more.pipeline.report.saved), rel=0.05)
+
+
 def test_memory_and_program_do_not_grow_with_microbatches():
     few, many = inspected(8, layers=4), inspected(64, layers=4)
     assert many.memory.temp_bytes <= 1.02 * few.memory.temp_bytes

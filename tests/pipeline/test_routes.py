@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from colossax.errors import PlanError
-from colossax.pipeline import schedule
+from colossax.pipeline import schedule, simulate
 from colossax.pipeline.routes import forward_alone, routes_of
 
 TABLES = [
@@ -109,3 +109,11 @@ def test_forward_passes_alone_end_with_the_last():
 def test_tables_that_the_executor_does_not_run_are_refused(name):
     with pytest.raises(PlanError, match="follow one another around|in two parts"):
         routes_of(schedule(name, 4, 8))
+
+
+@pytest.mark.catches("routes-too-many-slots")
+@pytest.mark.parametrize("stages", [2, 4, 8, 35])
+def test_1f1b_has_a_slot_for_each_input_that_the_simulator_keeps(stages):
+    for microbatches in (2 * stages - 1, 8 * stages):
+        table = schedule("1f1b", stages, microbatches)
+        assert routes_of(table).kept == max(simulate(table).saved) == 2 * stages - 1
