@@ -20,7 +20,7 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -205,35 +205,45 @@ def run(asked: argparse.Namespace, benchmark: str, plans: list[Case]) -> None:
             continue
         rows[case.name] = counted(case)
         jax.clear_caches()
-        about = {"benchmark": benchmark, "versions": common.versions()}
-        common.write_json(asked.out, {**about, "networks": NETWORKS, "rows": rows})
+        about = {"benchmark": benchmark, "versions": common.versions(), "networks": NETWORKS}
+        common.write_json(asked.out, {**about, "rows": rows})
         print(case.name, "refused" if "refused" in rows[case.name] else "", flush=True)
-    show([rows[case.name] for case in plans if case.name in rows])
+    print(markdown(rows[case.name] for case in plans if case.name in rows))
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    """A table of each model, target and batch."""
-    head = ["plan", "M", "GiB", "fits", "bubble", "network GB", "all GB", *NETWORKS]
-    groups: dict[str, list[dict[str, Any]]] = {}
+HEAD = ("plan", "microbatches", "GiB", "bubble", "between nodes", "ib", "ethernet")
+
+
+def markdown(rows: Iterable[dict[str, Any]]) -> str:
+    """A table of each model, target and batch, as the pages have them; refused plans are left out.
+
+    GiB of each device; GB that it sends between nodes in a step; predicted seconds by network.
+    """
+    groups: dict[str, list[str]] = {}
     for row in rows:
-        groups.setdefault(f"{row['model']}, {row['target']}, batch {row['batch']}", []).append(row)
-    for name, some in groups.items():
-        cells = [
-            [row["plan"], "refused: " + row["refused"][:80]] + [None] * (len(head) - 2)
-            if "refused" in row
-            else [
-                row["plan"],
-                row["microbatches"],
-                row["device_gib"],
-                "yes" if row["fits"] else "no",
-                row["bubble"],
-                row["network_gb"],
-                sum(row["sent_gb"].values()),
-                *(row["seconds"][network] for network in NETWORKS),
-            ]
-            for row in some
-        ]
-        print(f"\n{name}\n{common.table(head, cells)}")
+        if "refused" not in row:
+            name = f"{row['model']}, {row['target']}, batch {row['batch']}"
+            groups.setdefault(name, []).append(_line(row))
+    top = f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}"
+    return "\n\n".join(f"{name}:\n\n{top}\n" + "\n".join(some) for name, some in groups.items())
+
+
+def _line(row: dict[str, Any]) -> str:
+    seconds = [f"{_short(row['seconds'][network])} s" for network in ("ib", "ethernet")]
+    cells = [
+        f"`{row['plan']}`",
+        str(row["microbatches"]),
+        f"{row['device_gib']:.1f}" + ", too many" * (not row["fits"]),
+        f"{100 * row['bubble']:.0f} %" if row["saved"] else "",
+        f"{_short(row['network_gb'])} GB",
+        *seconds,
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _short(value: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"
 
 
 def arguments(about: str | None, name: str) -> argparse.Namespace:
