@@ -72,6 +72,18 @@ def test_weights_gathered_once_a_step_send_less_than_half():
     assert sum(link.totals.ring_bytes for link in one.links) <= 30 * GB
 
 
+@pytest.mark.catches("stage-slot-too-many")
+def test_memory_has_as_many_inputs_as_the_simulator_keeps():
+    """By two depths: what both need is left out, and gradients are known."""
+    few, more = inspected(8, layers=8), inspected(8, layers=16)
+    assert more.pipeline is not None
+    gradients = 4 * (more.parameters - few.parameters) / (STAGES * FSDP)
+    added = more.memory.temp_bytes - few.memory.temp_bytes - gradients
+    slots = added / (2 * ROW_BYTES)  # two layers more on each stage
+    # One lies in no slot: that of the tick itself.
+    assert slots - 1 == pytest.approx(max(more.pipeline.report.saved), rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2), ("zb_h1", 1), ("zb_v", 2)]
 )

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from colossax.errors import PlanError
-from colossax.pipeline import Kind, Op, checked, schedule
+from colossax.pipeline import Kind, Op, checked, schedule, simulate
 from colossax.pipeline.routes import forward_alone, routes_of
 
 TABLES = [
@@ -182,3 +182,11 @@ def test_tables_that_one_program_does_not_run_are_refused():
     beside = changed(table, 2, 0, (Op(Kind.BACKWARD, 0), Op(Kind.WEIGHT, 1)))
     with pytest.raises(PlanError, match="tick 2, stage 0: a whole backward pass beside a part"):
         routes_of(beside)
+
+
+@pytest.mark.catches("routes-too-many-slots")
+@pytest.mark.parametrize("stages", [2, 4, 8, 35])
+def test_1f1b_has_a_slot_for_each_input_that_the_simulator_keeps(stages):
+    for microbatches in (2 * stages - 1, 8 * stages):
+        table = schedule("1f1b", stages, microbatches)
+        assert routes_of(table).kept == max(simulate(table).saved) == 2 * stages - 1

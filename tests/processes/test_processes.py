@@ -54,10 +54,14 @@ def test_two_processes_are_as_one(together, text, tmp_path):
         pytest.param(
             ("--plan.mesh=row=2,col=4", "--plan.tensor_layout=2d"), marks=pytest.mark.sweep
         ),
+        pytest.param(
+            ("--plan.mesh=stage=2,fsdp=2,tensor=2", "--plan.pipeline.microbatches=4"),
+            marks=pytest.mark.sweep,
+        ),
     ],
-    ids=["usp", "2d"],
+    ids=["usp", "2d", "stages"],
 )
-def test_sequences_and_matrices_split_over_two_processes(mesh, text, tmp_path):
+def test_sequences_matrices_and_layers_split_over_two_processes(mesh, text, tmp_path):
     started = pair("--steps=3", "--devices=4", *mesh, text=text, folder=tmp_path)
     first, second = (process.finish() for process in started)
     assert (first.code, second.code) == (0, 0), first.errors + second.errors
