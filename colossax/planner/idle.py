@@ -5,7 +5,7 @@ import warnings
 
 import jax
 
-from colossax.config import LOGICAL_DIMS, BoundPlan
+from colossax.config import LOGICAL_DIMS, BoundPlan, MeshAxis
 from colossax.errors import PlanWarning
 from colossax.nn import ModelSpec
 from colossax.sharding import batch_axes, param_sharding, ruled_dims, seq_axes
@@ -50,6 +50,8 @@ def _idle_axes(bound: BoundPlan, infos: list[ParamInfo]) -> list[str]:
     for info in infos:
         for role in ("params", "optimizer"):
             busy.update(_axes(bound, role, info))
+    if bound.stage_programs:
+        busy.add(MeshAxis.STAGE.value)
     idle = [axis for axis, size in bound.mesh.shape.items() if size > 1 and axis not in busy]
     return [
         f"plan.mesh: {_named(bound, axis)} splits no parameter, nor the batch or sequence, and"
@@ -71,6 +73,7 @@ def _whole(bound: BoundPlan, infos: list[ParamInfo]) -> list[str]:
 
 def _meant_to_split(bound: BoundPlan) -> bool:
     """Whether the plan's rules split parameters over any axis that there is."""
+    bound = bound.stage(0) if bound.stage_programs else bound
     rules = bound.rules.params.values()
     axes = {axis for rule in rules for choice in rule for axis in choice}
     return any(bound.mesh.shape[axis] > 1 for axis in axes)

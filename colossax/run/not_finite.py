@@ -13,7 +13,8 @@ def first_not_finite(step: Step, state: TrainState, batch: Batch) -> str:
     """What is not finite first, as a step computes it: batch, parameter, loss, gradient.
 
     It costs a program that is compiled for it, of a step without its update; where layers are
-    streamed, whose gradients need not fit together, it looks no further than the loss.
+    streamed, whose gradients need not fit together, and where stages have programs of their own, it
+    looks no further than parameters.
 
     Args:
         step: That skipped.
@@ -27,7 +28,7 @@ def first_not_finite(step: Step, state: TrainState, batch: Batch) -> str:
     for info, leaf in zip(infos, jax.tree.leaves(state["params"]), strict=True):
         if not _finite(leaf):
             return f"parameter '{info.path}'"
-    if step.streaming is not None:
+    if step.streaming is not None or step.bound.stage_programs:
         return "the loss or a gradient"
     loss, gradients = _judged(step, state, batch)
     if not loss:

@@ -178,9 +178,14 @@ def chunks_of(bound: BoundPlan) -> Table:
     """The plan's schedule of one microbatch: which stage has which chunk, where they have programs.
 
     Raises:
-        PlanError: The cuts are not as many as the stages' chunks.
+        PlanError: The cuts are not as many as the stages' chunks, or there is a table of one's own.
     """
     asked, stages = bound.plan.pipeline, bound.mesh.shape[MeshAxis.STAGE]
+    if asked.table is not None:
+        raise PlanError(
+            "plan.pipeline.table: stages that are cut (plan.pipeline.cuts) follow a schedule by its"
+            " name in this version; leave one of the two out"
+        )
     cuts = asked.cuts or ()
     if len(cuts) % stages or (asked.chunks > 1 and len(cuts) != stages * asked.chunks):
         raise PlanError(

@@ -7,6 +7,7 @@ import numpy as np
 
 from colossax.config import BoundPlan
 from colossax.sharding import left_whole, param_sharding
+from colossax.sharding.rules import home
 from colossax.step.state import StateLayout
 from colossax.typing import ParamInfo
 
@@ -27,7 +28,7 @@ def cost_of_whole(bound: BoundPlan, infos: Any, learning: Any, layout: StateLayo
 
     def count(role: str, info: ParamInfo, dtype: Any) -> None:
         nonlocal total
-        axes = left_whole(bound, role, info.dims, info.shape)
+        axes = left_whole(home(bound, info), role, info.dims, info.shape)
         if axes:
             found.update(dict.fromkeys(axes))
             held = param_sharding(bound, role, info).shard_shape(info.shape)

@@ -11,11 +11,13 @@ from colossax.config import BoundPlan
 
 
 def of_stage(tree: Any, here: BoundPlan) -> Any:
-    """Arrays that lie alike on all stages, as those of one: the same memory."""
+    """Arrays that lie alike on all stages, as those of one: the same memory. Others are sent."""
     devices = set(here.mesh.devices.flat)
 
     def one(x: Array) -> Array:
-        sharding = NamedSharding(here.mesh, x.sharding.spec)  # type: ignore[attr-defined]
+        sharding = NamedSharding(here.mesh, _spec(x))
+        if not devices <= x.sharding.device_set:
+            return jax.device_put(x, sharding)
         shards = [shard.data for shard in x.addressable_shards if shard.device in devices]
         return jax.make_array_from_single_device_arrays(x.shape, sharding, shards, dtype=x.dtype)
 
@@ -26,7 +28,7 @@ def of_all(bound: BoundPlan, trees: Sequence[Any]) -> Any:
     """What all stages have computed alike, as arrays of the whole mesh: the same memory."""
 
     def one(*parts: Array) -> Array:
-        spec = parts[0].sharding.spec  # type: ignore[attr-defined]
+        spec = _spec(parts[0])
         shards = [shard.data for part in parts for shard in part.addressable_shards]
         sharding = NamedSharding(bound.mesh, spec)
         return jax.make_array_from_single_device_arrays(

@@ -157,8 +157,8 @@ class StagePrograms:
             )
         ]
         parts, shown = zip(*done, strict=True)
-        for old in jax.tree.leaves(shared):
-            old.delete()
+        # By this one tells that the state was given up.
+        state["step"].delete()
         return self._update.whole(parts), of_all(self._step.bound, shown)
 
     def lower(self, state: TrainState, batch: Batch) -> Any:

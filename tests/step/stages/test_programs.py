@@ -11,12 +11,15 @@ import optax
 import pytest
 
 from colossax.config import BatchConfig, PipelineConfig, Plan, Segment, preset
-from colossax.errors import PlanError
+from colossax.errors import InputError, PlanError, PlanWarning
+from colossax.models import maker
 from colossax.offload import resolved_segments
 from colossax.optim import adamw, layerwise
+from colossax.planner import boost
+from colossax.tasks import next_token_loss
 from tests.oracle import assert_losses_close, assert_trees_close
 from tests.step import test_parallel_oracle as oracle
-from tests.step.stages.test_stages import FULL, devices_of, start, step_of
+from tests.step.stages.test_stages import FULL, MODELS, devices_of, start, step_of
 
 KEEPING = layerwise(lambda dims: optax.sgd(1e-3, momentum=0.0))
 """Its state is the gradients of the last step."""
@@ -103,10 +106,13 @@ def test_it_trains_evaluates_saves_and_goes_on_elsewhere(tmp_path):
     )
     batch = oracle.batch("llama", rows=8)
     right, state = one.init(3), step.init(3)
-    for _ in range(3):
+    for at in range(3):
         right, wanted = one(right, batch)
-        state, metrics = step(state, batch)
+        old = state
+        state, metrics = step(state, jax.tree.map(jax.numpy.asarray, batch) if at else batch)
         assert_losses_close(metrics["loss"], wanted["loss"])
+        with pytest.raises(InputError, match="given up to an earlier call"):
+            step(old, batch)
     assert int(state["step"]) == 3
     evaluated, whole = (
         {name: np.array(total) / np.array(weight) for name, (total, weight) in found.items()}
@@ -127,6 +133,7 @@ def test_it_trains_evaluates_saves_and_goes_on_elsewhere(tmp_path):
 REFUSED = {
     "another sum": ({"cuts": (5, 4)}, {}, "5, 4 are 9 layers, and the stack has 8"),
     "as many as no stages": ({"cuts": (5, 2, 1)}, {}, "3 numbers for 2 stages"),
+    "a table": ({"cuts": (5, 3), "table": "own.json"}, {}, "plan.pipeline.table"),
     "gathered once": ({"cuts": (5, 3), "gather": "step"}, {}, "plan.pipeline.gather"),
     "reduced once": ({"cuts": (5, 3)}, {"batch": BatchConfig(reduce_once=True)}, "reduce_once"),
 }
@@ -150,3 +157,17 @@ def test_an_optimizer_that_may_look_at_all_parameters_is_refused():
 @pytest.mark.parametrize(("model", "plan"), CASES.values(), ids=CASES)
 def test_every_form_equals_one_device(model, plan):
     assert_equals_one_device(model, plan)
+
+
+def test_a_parameter_lives_where_it_is_read_and_no_axis_is_idle(recwarn):
+    plan = uneven({"stage": 2, "fsdp": 2}, 5, 3)
+    loss = next_token_loss()
+    state, _ = boost(maker(MODELS["llama"]), adamw(1e-2), loss, plan, devices=devices_of(plan))
+    assert not [each for each in recwarn if issubclass(each.category, PlanWarning)]
+    params, first, last = state["params"], set(devices_of(plan)[:2]), set(devices_of(plan)[2:])
+    assert params["embed"]["table"].sharding.device_set == first
+    assert params["head"]["w"].sharding.device_set == last
+    assert params["norm"]["scale"].sharding.device_set == last
+    for segment, devices in enumerate((first, last)):
+        leaves = jax.tree.leaves(params["layers"]["segments"][segment])
+        assert {frozenset(x.sharding.device_set) for x in leaves} == {frozenset(devices)}
