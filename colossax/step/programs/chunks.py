@@ -35,13 +35,13 @@ class Given:
         variables: See `TrainState`.
     """
 
-    fixed: Leaves
+    fixed: dict[int, Any]
     arrays: Any
     keys: Any
     weights: Any
     variables: Any
 
-    def having(self, fixed: Leaves) -> "Given":
+    def having(self, fixed: dict[int, Any]) -> "Given":
         """The same with these parameters."""
         return dataclasses.replace(self, fixed=fixed)
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from colossax.config import MeshAxis
+from colossax.layerwise import shapes_of
 from colossax.pipeline import Kind, Table, schedule
 from colossax.sharding import RowOrder, in_order, use
 from colossax.sharding.rules import chunks_of
@@ -67,7 +68,7 @@ class Form:
         self._cut = [jax.jit(self._cut_up(stage), **options) for stage in stages]
         shared = {name: step.abstract[name] for name in ("step", "rng", "variables")}
         arrays, keys, weights = jax.eval_shape(self._cut_up(stages[0]), batch, shared)
-        variables = shared["variables"]
+        variables = shapes_of(shared["variables"])
         given = Given(fixed={}, arrays=arrays, keys=keys, weights=weights, variables=variables)
         self.count = jax.tree.leaves(arrays)[0].shape[0]
         loss = self._totals if evaluates else self._value

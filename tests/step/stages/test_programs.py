@@ -6,20 +6,23 @@ The default run takes a few cases, `-m sweep` all others.
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from colossax.config import BatchConfig, PipelineConfig, Plan, Segment, preset
 from colossax.errors import InputError, PlanError, PlanWarning
 from colossax.models import maker
+from colossax.nn import LayerStack, param
 from colossax.offload import resolved_segments
 from colossax.optim import adamw, layerwise
-from colossax.planner import boost
+from colossax.planner import boost, build_step
 from colossax.tasks import next_token_loss
 from tests.oracle import assert_losses_close, assert_trees_close
 from tests.step import test_parallel_oracle as oracle
-from tests.step.stages.test_stages import FULL, MODELS, devices_of, start, step_of
+from tests.step.stages.test_stages import FULL, MODELS, Counting, devices_of, start, step_of
 
 KEEPING = layerwise(lambda dims: optax.sgd(1e-3, momentum=0.0))
 """Its state is the gradients of the last step."""
@@ -109,7 +112,7 @@ def test_it_trains_evaluates_saves_and_goes_on_elsewhere(tmp_path):
     for at in range(3):
         right, wanted = one(right, batch)
         old = state
-        state, metrics = step(state, jax.tree.map(jax.numpy.asarray, batch) if at else batch)
+        state, metrics = step(state, jax.tree.map(jnp.asarray, batch) if at else batch)
         assert_losses_close(metrics["loss"], wanted["loss"])
         with pytest.raises(InputError, match="given up to an earlier call"):
             step(old, batch)
@@ -171,3 +174,72 @@ def test_a_parameter_lives_where_it_is_read_and_no_axis_is_idle(recwarn):
     for segment, devices in enumerate((first, last)):
         leaves = jax.tree.leaves(params["layers"]["segments"][segment])
         assert {frozenset(x.sharding.device_set) for x in leaves} == {frozenset(devices)}
+
+
+class Scaled(nnx.Module):
+    """Another kind of layer; both count."""
+
+    def __init__(self, *, rngs):
+        self.scale = param(jax.random.normal(rngs.params(), (4,)), ("embed",))
+        self.fixed = param(jax.random.normal(rngs.params(), (4,)), ("embed",), learns=False)
+
+    def __call__(self, x, side, state):
+        x = x * jnp.tanh(self.scale[...]) + self.fixed[...]
+        return x, state, {"load": jnp.sum(jnp.abs(x))}
+
+
+class Mixed(nnx.Module):
+    """Layers of two kinds that take turns as they like."""
+
+    def __init__(self, rngs):
+        self.scale = param(jnp.full(4, 1.5), ("embed",))
+        kinds = {
+            "dense": lambda rngs: Counting(rngs=rngs),
+            "scaled": lambda rngs: Scaled(rngs=rngs),
+        }
+        order = ["dense", "scaled", "scaled", "dense", "dense", "scaled"]
+        self.layers = LayerStack(kinds, order, rngs=rngs)
+
+
+def mixed_loss(model, batch, variables):
+    out = model.layers(batch["x"] * model.scale[...] + variables["mean"])
+    rows = jnp.float32(batch["x"].shape[0])
+    loads = jnp.sum(out.sums["load"] * jnp.arange(1.0, 7.0))
+    terms = {
+        "square": (jnp.sum(jnp.square(out.carry)), rows, 1.0),
+        "balance": (loads, rows, 0.1),
+    }
+    return terms, {"seen": (jnp.sum(out.carry, axis=0), rows)}
+
+
+def follow(variables, sums):
+    total, weight = sums["seen"]
+    return {"mean": 0.9 * variables["mean"] + 0.1 * total / weight}
+
+
+@pytest.mark.catches("programs-sums-stay")
+def test_kinds_of_layers_sums_variables_and_what_does_not_learn():
+    x = np.random.default_rng(0).standard_normal((8, 4)).astype(np.float32)
+    pipeline = PipelineConfig(microbatches=4, cuts=(1, 3, 2))
+    found = []
+    for plan in (Plan(), Plan(mesh={"stage": 3, "data": 2}, pipeline=pipeline)):
+        step = build_step(
+            Mixed,
+            adamw(1e-2),
+            mixed_loss,
+            plan,
+            devices=devices_of(plan) if plan.mesh else oracle.ONE,
+            batch_dims={"x": ("batch", "embed")},
+            variables={"mean": jnp.zeros(4)},
+            after_step=follow,
+            clip_norm=0.5,
+        )
+        state, told = step.init(0), []
+        for _ in range(3):
+            state, metrics = step(state, {"x": x})
+            told.append([float(metrics[name]) for name in ("loss", "grad_norm", "balance")])
+        found.append((told, np.array(state["variables"]["mean"])))
+    (want, mean), (got, followed) = found
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    np.testing.assert_allclose(followed, mean, rtol=1e-5)
+    assert np.abs(mean).min() > 0
