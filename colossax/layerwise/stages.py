@@ -22,6 +22,35 @@ def over_stages(fn: Callable, in_axes: Any = 0) -> Callable:
     return jax.vmap(fn, in_axes=in_axes, spmd_axis_name=MeshAxis.STAGE.value)
 
 
+def add_to_row(whole: Array, more: Array, at: Array, axis: int = 0) -> Array:
+    """`whole` with `more` added to one row of a dim, in place under `vmap` too.
+
+    There an update becomes a scatter, which asks whether it is out of bounds, and the row is copied
+    to be read: three times a row's bytes.
+
+    Args:
+        whole: Array.
+        more: Without that dim.
+        at: Which row; in bounds, the same for all that is mapped.
+        axis: The dim.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def add(whole: Array, more: Array, at: Array) -> Array:
+        old = jax.lax.dynamic_index_in_dim(whole, at, axis)
+        new = old + jnp.expand_dims(more, axis)
+        return jax.lax.dynamic_update_index_in_dim(whole, new, at, axis)
+
+    @add.def_vmap
+    def mapped(size: int, batched: Any, whole: Array, more: Array, at: Array) -> Any:
+        assert not batched[2]
+        pairs = zip((whole, more), batched, strict=False)
+        whole, more = (x if b else jnp.broadcast_to(x, (size, *x.shape)) for x, b in pairs)
+        return add_to_row(whole, more, at, axis + 1), True
+
+    return add(whole, more, at)
+
+
 class StageLayers:
     """What every stage does with its layers; each is traced once, whatever their number.
 
@@ -99,7 +128,7 @@ class StageLayers:
         grads: Chunks,
         cotangent: tuple[Any, Any],
         side: Any,
-        kept: Any,
+        kept: Callable[[Array], Any],
         chunk: Array,
         stage: Array,
         active: Array,
@@ -111,7 +140,7 @@ class StageLayers:
             grads: Sums of gradients so far, like rows, in the dtype of accumulation.
             cotangent: By `(carry, sums)` of the chunk.
             side: As for `forward`.
-            kept: What forward kept, `[layers, ...]`.
+            kept: Number of a layer of the chunk to what forward kept of it.
             chunk: Which.
             stage: Number of the stage.
             active: Whether there is anything to do; else nothing is added, and 0 goes on.
@@ -121,8 +150,8 @@ class StageLayers:
 
         def body(loop: Any, i: Array) -> Any:
             after, grads = loop
-            row, held, dsums = _row(rows, chunk, i), _at(kept, i), _at(sums, i)
-            found = self.layer.transpose(row, side, numbers + i, held, (after, dsums))
+            row, dsums = _row(rows, chunk, i), _at(sums, i)
+            found = self.layer.transpose(row, side, numbers + i, kept(i), (after, dsums))
             return (found.carry, _added(grads, found.params, chunk, i, active)), None
 
         order = jnp.arange(self.count, dtype=jnp.int32)
@@ -166,9 +195,8 @@ def _added(grads: Chunks, more: Any, chunk: Array, i: Array, active: Array) -> C
         meant = active & (chunk == number) if len(grads) > 1 else active
 
         def one(whole: Array, g: Array) -> Array:
-            old = jax.lax.dynamic_index_in_dim(whole, i, 0, keepdims=False)
-            new = old + jnp.where(meant, g, jnp.zeros_like(g)).astype(whole.dtype)
-            return jax.lax.dynamic_update_index_in_dim(whole, new, i, 0)
+            more = jnp.where(meant, g, jnp.zeros_like(g)).astype(whole.dtype)
+            return add_to_row(whole, more, i)
 
         return one
 

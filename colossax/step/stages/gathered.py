@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from colossax.config import BoundPlan, MeshAxis
-from colossax.sharding import gathered_axes, resolve
+from colossax.sharding import gathered_axes, param_sharding, resolve
 from colossax.typing import ParamInfo
 
 
@@ -52,3 +52,18 @@ def gathered_once(bound: BoundPlan, rows: tuple[Any, ...], infos: tuple[Any, ...
         return x
 
     return jax.lax.optimization_barrier(jax.tree.map(one, rows, infos))
+
+
+def gathered_params(bound: BoundPlan, params: Any, infos: Any) -> Any:
+    """Likewise all parameters, those in no stack too, `infos` being theirs."""
+    narrow = bound.plan.precision.reduction in (None, bound.plan.precision.compute)
+
+    def one(x: Array, info: ParamInfo) -> Array:
+        own = info.own_dtype is not None or not jnp.issubdtype(x.dtype, jnp.floating)
+        if narrow and len(info.dims) > 1 + info.stacked and not own:
+            x = x.astype(bound.plan.precision.compute)
+        for role in ("params", "weights"):
+            x = jax.lax.with_sharding_constraint(x, param_sharding(bound, role, info))
+        return x
+
+    return jax.lax.optimization_barrier(jax.tree.map(one, params, infos))

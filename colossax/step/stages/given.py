@@ -3,7 +3,6 @@
 from colossax.config import BoundPlan, MeshAxis
 from colossax.errors import PlanError
 from colossax.pipeline import Table, schedule
-from colossax.sharding import batch_axes
 
 SPLIT = ("zb_h1", "zb_v")
 """Schedules whose backward passes are in two parts."""
@@ -38,9 +37,4 @@ def check_stages(bound: BoundPlan) -> None:
         raise PlanError(
             f"plan.offload: layers that {stages} stages share stay on the devices in this version;"
             " give offload none, or mesh axis 'stage' size 1"
-        )
-    if plan.batch.reduce_once and batch_axes(bound):
-        raise PlanError(
-            "plan.batch.reduce_once: stages reduce gradients for each microbatch in this version;"
-            " switch it off, or use a preset such as zero2"
         )

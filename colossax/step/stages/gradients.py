@@ -1,6 +1,7 @@
 """Gradients of a loss whose layers the stages of a pipeline share, in one program for all."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,13 +14,14 @@ from colossax.config import BoundPlan, MeshAxis
 from colossax.layerwise import added, nothing, over_stages
 from colossax.pipeline.routes import Phase, Routes, routes_of
 from colossax.pipeline.table import Table
-from colossax.sharding import param_sharding
+from colossax.sharding import batch_axes, param_sharding
 from colossax.step.gradients.accumulate import LossCall, objective, summarised
 from colossax.step.gradients.method import GradientMethod, Gradients
 from colossax.step.gradients.sums import accumulable, constrained
 from colossax.step.microbatches import Microbatches
 from colossax.step.stages import rings
 from colossax.step.stages.forward import Ahead, Stages, by_stack, through, zeros
+from colossax.step.stages.reduced import reduced_once
 from colossax.step.trainable import joined, split
 from colossax.typing import ParamInfo, Params
 
@@ -45,16 +47,23 @@ def pipelined(
     def gradients(params: Params, variables: Any, micro: Microbatches) -> Gradients:
         learning, frozen = split(params, trainable)
 
-        def value(outer: Params, inner: Params, microbatch: Any, key: Any, weights: Any) -> Any:
-            whole = joined(joined(outer, inner), frozen)
-            return objective(*call(whole, microbatch, variables, key), weights)
+        def found(bound: BoundPlan, learning: Params, micro: Microbatches) -> tuple[Params, Any]:
+            def value(outer: Params, inner: Params, microbatch: Any, key: Any, weights: Any) -> Any:
+                whole = joined(joined(outer, inner), frozen)
+                return objective(*call(whole, microbatch, variables, key), weights)
 
-        outer, inner = by_stack(learning, infos)
-        both = by_stack(infos, infos)
-        stages = Stages(value, bound, both[1], (outer, inner), micro)
-        way = _BothWays(stages, bound, both, routes_of(table_of(micro.count)))
-        state = through(way.routes, way.tick, way.start())
-        return summarised(infos, constrained(bound, infos, way.grads(state, inner)), state.sums)
+            outer, inner = by_stack(learning, infos)
+            both = by_stack(infos, infos)
+            stages = Stages(value, bound, both[1], (outer, inner), micro)
+            way = _BothWays(stages, bound, both, routes_of(table_of(micro.count)))
+            state = through(way.routes, way.tick, way.start())
+            return way.grads(state, inner), state.sums
+
+        if bound.plan.batch.reduce_once and batch_axes(bound) and micro.count > 1:
+            grads, sums = reduced_once(bound, infos, learning, micro, found)
+        else:
+            grads, sums = found(bound, learning, micro)
+        return summarised(infos, constrained(bound, infos, grads), sums)
 
     return gradients
 
@@ -186,18 +195,19 @@ class _BothWays:
         at_last = (stages.numbers == stages.count - 1) & (cells["chunk"] == len(stages.rows) - 1)
         turned = jax.tree.map(lambda x: x[None], rings.slot(state.turned, plain["turns"]))
         after = rings.chosen(at_last, turned, rings.slots(state.returned, cells["source"]))
-        ring = self._laid_kept(state.kept)
-        kept = rings.slots(ring, cells["forward"])
 
-        def one(rows: Any, grads: Any, after: Any, kept: Any, number: Any, *cell: Any) -> Any:
-            chunk, stage, active = cell
+        def one(ring: Any, rows: Any, grads: Any, after: Any, number: Any, *cell: Any) -> Any:
+            forward, chunk, stage, active = cell
             by = after, self._dsums(state, number, chunk, stage)
-            side = stages.side(number)
+            side, kept = stages.side(number), functools.partial(rings.layer, ring, forward)
             return stages.layers.backward(rows, grads, by, side, kept, chunk, stage, active)
 
-        cell = (cells["microbatch"], cells["chunk"], stages.numbers, cells["active"])
+        names = ("microbatch", "forward", "chunk")
+        cell = (*(cells[name] for name in names), stages.numbers, cells["active"])
         after = stages.travel.laid_out(after)
-        before, grads = over_stages(one)(stages.rows, state.grads, after, kept, *cell)
+        given = (self._laid_kept(state.kept), stages.rows, state.grads, after, *cell)
+        mapped = over_stages(one, in_axes=(1, *[0] * (len(given) - 1)))
+        before, grads = mapped(*given)
         before = stages.travel.laid_out(before)
         outer = self._added(state.outer, self._entered(before, plain["returns"]))
         return before, dataclasses.replace(state, grads=self._laid_out(grads), outer=outer)

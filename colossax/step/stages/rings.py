@@ -40,6 +40,19 @@ def slots(ring: Any, ticks: Array) -> Any:
     return jax.tree.map(one, ring)
 
 
+def layer(ring: Any, tick: Array, number: Array) -> Any:
+    """Of what a stage put there in a tick, `[slots, layers, ...]`, one layer's.
+
+    A slot alone would be copied, to be read layer by layer.
+    """
+
+    def one(x: Array) -> Array:
+        start = (tick % x.shape[0], number, *[jnp.int32(0)] * (x.ndim - 2))
+        return jax.lax.dynamic_slice(x, start, (1, 1, *x.shape[2:]))[0, 0]
+
+    return jax.tree.map(one, ring)
+
+
 def chosen(where: Array, one: Any, other: Any) -> Any:
     """By stage, one tree or the other; of `one`, leaves may have a dim of 1."""
 
