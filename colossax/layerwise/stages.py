@@ -22,33 +22,45 @@ def over_stages(fn: Callable, in_axes: Any = 0) -> Callable:
     return jax.vmap(fn, in_axes=in_axes, spmd_axis_name=MeshAxis.STAGE.value)
 
 
-def add_to_row(whole: Array, more: Array, at: Array, axis: int = 0) -> Array:
-    """`whole` with `more` added to one row of a dim, in place under `vmap` too.
+def in_place(update: Callable[[Array, Array, Array, int], Array]) -> Callable[..., Array]:
+    """An update of one row of a dim, which stays one under `vmap`.
 
-    There an update becomes a scatter, which asks whether it is out of bounds, and the row is copied
-    to be read: three times a row's bytes.
+    Else it becomes a scatter there, which asks whether it is out of bounds, and for that the row is
+    copied.
 
     Args:
-        whole: Array.
-        more: Without that dim.
-        at: Which row; in bounds, the same for all that is mapped.
-        axis: The dim.
+        update: `(whole, value, number of the row, dim) -> whole`; value without the dim, number in
+            bounds and the same for all that is mapped.
     """
 
-    @jax.custom_batching.custom_vmap
-    def add(whole: Array, more: Array, at: Array) -> Array:
-        old = jax.lax.dynamic_index_in_dim(whole, at, axis)
-        new = old + jnp.expand_dims(more, axis)
-        return jax.lax.dynamic_update_index_in_dim(whole, new, at, axis)
+    def at_dim(whole: Array, value: Array, at: Array, dim: int = 0) -> Array:
+        @jax.custom_batching.custom_vmap
+        def one(whole: Array, value: Array, at: Array) -> Array:
+            return update(whole, value, at, dim)
 
-    @add.def_vmap
-    def mapped(size: int, batched: Any, whole: Array, more: Array, at: Array) -> Any:
-        assert not batched[2]
-        pairs = zip((whole, more), batched, strict=False)
-        whole, more = (x if b else jnp.broadcast_to(x, (size, *x.shape)) for x, b in pairs)
-        return add_to_row(whole, more, at, axis + 1), True
+        @one.def_vmap
+        def mapped(size: int, batched: Any, whole: Array, value: Array, at: Array) -> Any:
+            assert not batched[2]
+            pairs = zip((whole, value), batched, strict=False)
+            whole, value = (x if b else jnp.broadcast_to(x, (size, *x.shape)) for x, b in pairs)
+            return at_dim(whole, value, at, dim + 1), True
 
-    return add(whole, more, at)
+        return one(whole, value, at)
+
+    return at_dim
+
+
+@in_place
+def put_row(whole: Array, value: Array, at: Array, dim: int) -> Array:
+    """`whole` with one row of a dim replaced."""
+    return jax.lax.dynamic_update_index_in_dim(whole, value, at, dim)
+
+
+@in_place
+def add_to_row(whole: Array, value: Array, at: Array, dim: int) -> Array:
+    """`whole` with `value` added to one row of a dim."""
+    new = jax.lax.dynamic_index_in_dim(whole, at, dim) + jnp.expand_dims(value, dim)
+    return jax.lax.dynamic_update_index_in_dim(whole, new, at, dim)
 
 
 class StageLayers:

@@ -181,9 +181,12 @@ class _BothWays:
 
         differentiate = jax.value_and_grad(value, argnums=(0, 1, 2), has_aux=True)
         found, (grads, turned, dsums) = differentiate(stages.outer, last, sums)
+        # Else the head's gradient would wait to be added until the layers have gone back.
+        added_up = self._added(state.outer, grads), turned
+        outer, turned = jax.lax.optimization_barrier(added_up)
         return dataclasses.replace(
             state,
-            outer=self._added(state.outer, grads),
+            outer=outer,
             turned=rings.put(state.turned, tick, turned),
             dsums=rings.put(state.dsums, tick, dsums),
             sums=added(state.sums, found),

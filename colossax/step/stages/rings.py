@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from colossax.layerwise import over_stages
+from colossax.layerwise.stages import put_row
 
 
 def empty(shapes: Any, slots: int, *, lead: Sequence[int] = ()) -> Any:
@@ -19,7 +20,7 @@ def put(ring: Any, tick: Array, values: Any) -> Any:
     """A ring with these values in the slot of a tick."""
 
     def one(x: Array, value: Array) -> Array:
-        return jax.lax.dynamic_update_index_in_dim(x, value.astype(x.dtype), tick % x.shape[0], 0)
+        return put_row(x, value.astype(x.dtype), tick % x.shape[0])
 
     return jax.tree.map(one, ring, values)
 
