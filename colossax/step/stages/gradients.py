@@ -1,7 +1,6 @@
 """Gradients of a loss whose layers the stages of a pipeline share, in one program for all."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -202,7 +201,12 @@ class _BothWays:
         def one(ring: Any, rows: Any, grads: Any, after: Any, number: Any, *cell: Any) -> Any:
             forward, chunk, stage, active = cell
             by = after, self._dsums(state, number, chunk, stage)
-            side, kept = stages.side(number), functools.partial(rings.layer, ring, forward)
+
+            def kept(layer: Array) -> Any:
+                held = rings.layer(ring, forward, layer)
+                return stages.travel.kept_layer(held, stages.layers.carries)
+
+            side = stages.side(number)
             return stages.layers.backward(rows, grads, by, side, kept, chunk, stage, active)
 
         names = ("microbatch", "forward", "chunk")
