@@ -1,11 +1,12 @@
 """Gradients that are summed over devices once per step, not for each microbatch."""
 
+import dataclasses
 from typing import Any
 
 import jax
 from jaxtyping import Array
 
-from colossax.config import BoundPlan
+from colossax.config import AttentionConfig, BoundPlan, MeshAxis
 from colossax.errors import PlanError
 from colossax.sharding import batch_axes, param_sharding
 from colossax.step.gradients.accumulate import LossCall, accumulate, differentiated, summarised
@@ -29,25 +30,28 @@ def check_reduce_once(bound: BoundPlan, infos: Any) -> None:
     if not batch.reduce_once or not held:
         return
     several = batch.accumulation > 1 or batch.microbatch is not None
-    kernel = bound.plan.attention.kernel
-    if several and kernel in ("cudnn", "mosaic"):
+    staged, kernel = bound.mesh.shape[MeshAxis.STAGE] > 1, bound.plan.attention.kernel
+    if several and not staged and kernel in ("cudnn", "mosaic"):
         raise PlanError(
             f"plan.attention.kernel '{kernel}' cannot run under plan.batch.reduce_once with several"
             " microbatches; give 'auto', or switch reduce_once off as preset zero2 does"
         )
-    gathered = bound.mesh.shape["stage"] > 1 and bound.plan.pipeline.gather == "step"
+    role = "weights" if staged and bound.plan.pipeline.gather == "step" else "params"
+    remedy = "use a preset such as zero2"
+    if staged and role == "params":
+        remedy = "give plan.pipeline.gather step"
     for info in jax.tree.leaves(infos):
-        if several and info.update is not None:
+        if (several or staged) and info.update is not None:
             raise PlanError(
                 f"plan.batch.reduce_once: {info.path} has a rule of its own, which needs the"
                 " gradient of the whole batch; switch it off, or use a preset such as zero2"
             )
-        entries = param_sharding(bound, "params", info).spec
+        entries = param_sharding(bound, role, info).spec
         taken = {a for e in entries if e for a in ((e,) if isinstance(e, str) else e)} & held
-        if taken and not gathered:
+        if taken:
             raise PlanError(
                 f"plan.batch.reduce_once: {info.path} is split over '{min(taken)}',"
-                f" which splits the batch; switch it off, or use a preset such as zero2"
+                f" which splits the batch; switch it off, or {remedy}"
             )
 
 
@@ -58,6 +62,7 @@ def reduce_once(call: LossCall, bound: BoundPlan, infos: Any, trainable: Any) ->
     does not know of them. Arguments are those of `accumulate`, which serves a single microbatch.
     """
     shards = Shards(bound)
+    inside = shards.inside.replace(attention=_batchable(bound))
     at_once = accumulate(call, bound, infos, trainable)
 
     def gradients(params: Params, variables: Any, micro: Microbatches) -> Gradients:
@@ -68,13 +73,19 @@ def reduce_once(call: LossCall, bound: BoundPlan, infos: Any, trainable: Any) ->
 
         def of_device(rows: Batch, key: Array) -> tuple[Params, Any]:
             sums, grads = differentiate(params, rows, key, micro.term_weights)
-            return accumulable(shards.inside, infos, grads, constrain=False), sums
+            return accumulable(inside, infos, grads, constrain=False), sums
 
         def of_all(microbatch: Batch, key: Array) -> tuple[Params, Any]:
-            return shards.over(of_device)(microbatch, shards.keys(key))
+            return shards.over(of_device, inside)(microbatch, shards.keys(key))
 
         xs = (shards.cut(micro), micro.keys)
         grads, sums = summed_up(of_all, lambda grads: shards.unreduced(grads, infos), xs)
         return summarised(infos, shards.reduced(grads, infos), sums)
 
     return gradients
+
+
+def _batchable(bound: BoundPlan) -> AttentionConfig:
+    """An attention that can stand under `vmap`: cuDNN's takes no mask there."""
+    attention = bound.plan.attention
+    return dataclasses.replace(attention, kernel="xla") if attention.kernel == "auto" else attention

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from colossax.config import AttentionConfig, BoundPlan, Rules
+from colossax.config import BoundPlan, Rules
 from colossax.layerwise import summed
 from colossax.sharding import batch_axes, param_sharding, use
 from colossax.step.gradients.sums import accumulable
@@ -33,9 +33,7 @@ class Shards:
         """
         self._bound = bound
         self._axes = tuple(axis for axis in bound.mesh.axis_names if axis in batch_axes(bound))
-        self.inside = bound.replace(
-            rules=_without(bound.plan.rules, self._axes), attention=_batchable(bound)
-        )
+        self.inside = bound.replace(rules=_without(bound.plan.rules, self._axes))
         self.count = bound.size(self._axes)
 
     def cut(self, micro: Microbatches) -> Batch:
@@ -44,23 +42,25 @@ class Shards:
         def one(name: str, x: Array) -> Array:
             at = micro.dims[name].index("batch") + 1
             x = x.reshape(*x.shape[:at], self.count, x.shape[at] // self.count, *x.shape[at + 1 :])
-            return self._along(jnp.moveaxis(x, at, 1), 1)
+            sharding = NamedSharding(self._bound.mesh, PartitionSpec(None, self._axes))
+            return jax.lax.with_sharding_constraint(jnp.moveaxis(x, at, 1), sharding)
 
         return {name: one(name, x) for name, x in micro.arrays.items()}
 
-    def over(self, one: Callable, in_axes: int = 0, inside: BoundPlan | None = None) -> Callable:
+    def over(self, one: Callable, inside: BoundPlan, *, dim: int = 0) -> Callable:
         """`one(arrays, keys) -> (gradients, sums)` of a device made one of all of them.
 
         Args:
-            one: Runs under the plan inside.
-            in_axes: Dim of the devices in what it gets; in gradients it is the first.
+            one: Of a device.
+            inside: The plan under which it runs.
+            dim: Of the devices in what it gets; in gradients it is the first.
         """
 
         def of_device(arrays: Any, keys: Array) -> tuple[Params, Any]:
-            with use(inside or self.inside):
+            with use(inside):
                 return one(arrays, keys)
 
-        mapped = jax.vmap(of_device, in_axes=in_axes, spmd_axis_name=self._axes)
+        mapped = jax.vmap(of_device, in_axes=dim, spmd_axis_name=self._axes)
 
         def of_all(arrays: Any, keys: Array) -> tuple[Params, Any]:
             grads, sums = mapped(arrays, keys)
@@ -87,16 +87,6 @@ class Shards:
         dtype = jnp.dtype(precision.reduction or precision.accumulation)
         grads = jax.tree.map(lambda g: _sum_devices(g, dtype), grads)
         return accumulable(self._bound, infos, grads)
-
-    def _along(self, x: Array, at: int) -> Array:
-        spec = PartitionSpec(*[None] * at, self._axes)
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self._bound.mesh, spec))
-
-
-def _batchable(bound: BoundPlan) -> AttentionConfig:
-    """An attention that can stand under `vmap`: cuDNN's takes no mask there."""
-    attention = bound.plan.attention
-    return dataclasses.replace(attention, kernel="xla") if attention.kernel == "auto" else attention
 
 
 def _without(rules: Rules, axes: tuple[str, ...]) -> Rules:

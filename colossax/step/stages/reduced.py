@@ -1,4 +1,4 @@
-"""Gradients of the stages' layers summed over the devices along the batch once a step."""
+"""Gradients of a pipeline summed over the devices along the batch once a step."""
 
 import dataclasses
 from collections.abc import Callable
@@ -20,7 +20,10 @@ Found = Callable[[BoundPlan, Params, Microbatches], tuple[Params, Any]]
 def reduced_once(
     bound: BoundPlan, infos: Any, params: Params, micro: Microbatches, found: Found
 ) -> tuple[Params, Any]:
-    """Gradients and sums of all microbatches; each device keeps gradients of its own rows until then.
+    """Gradients and sums of all microbatches; until then each device adds up those of its own rows.
+
+    The devices along the batch become a dim in front of all arrays, around the dim of stages, and
+    the plan in force inside does not know of them.
 
     Args:
         bound: Plan and devices; some axis splits the batch.
@@ -33,7 +36,7 @@ def reduced_once(
     are sent once a step.
     """
     shards = Shards(bound)
-    inside = shards.inside.replace(attention=bound.plan.attention)
+    inside = shards.inside
     if bound.plan.pipeline.gather == "step":
         params = gathered_params(bound, params, infos)
         pipeline = dataclasses.replace(bound.plan.pipeline, gather="microbatch")
@@ -43,5 +46,5 @@ def reduced_once(
         return found(inside, params, dataclasses.replace(micro, arrays=arrays, keys=keys))
 
     keys = jax.vmap(shards.keys)(micro.keys)
-    grads, sums = shards.over(of_device, in_axes=1, inside=inside)(shards.cut(micro), keys)
+    grads, sums = shards.over(of_device, inside, dim=1)(shards.cut(micro), keys)
     return shards.reduced(shards.unreduced(grads, infos), infos), sums

@@ -101,6 +101,11 @@ def piped(count, **more):
     return {"pipeline": PipelineConfig(microbatches=count, **more)}
 
 
+def once(count, **more):
+    """Weights gathered and gradients reduced once a step."""
+    return {"batch": BatchConfig(reduce_once=True), **piped(count, gather="step", **more)}
+
+
 QUICK = {
     "1f1b": (
         "llama",
@@ -118,9 +123,14 @@ QUICK = {
         "llama",
         Plan(mesh={"stage": 2, "row": 2, "col": 2}, tensor_layout="2d", segments=FULL, **piped(2)),
     ),
+    "gathered and reduced once": (
+        "packed",
+        preset("zero3+ring+pipeline", mesh={"stage": 2, "ring": 2, "fsdp": 2}, **once(3)),
+    ),
 }
 
 
+@pytest.mark.catches("reduce-once-of-one-device")
 @pytest.mark.catches("stage-empty-cells-count")
 @pytest.mark.catches("stage-input-of-another")
 @pytest.mark.parametrize(("model", "plan"), QUICK.values(), ids=QUICK)
@@ -251,6 +261,47 @@ def test_every_form_equals_one_device(plan, rows):
     assert_equals_one_device("llama", plan, rows=rows)
 
 
+ONCE = {
+    "every layer again": (
+        "llama",
+        Plan(mesh={"stage": 2, "fsdp": 2}, segments=FULL, **once(4)),
+        12,
+    ),
+    "tied, in chunks": (
+        "gpt2",
+        Plan(mesh={"stage": 2, "data": 2, "fsdp": 2}, segments=FULL, **once(3, chunks=2)),
+        12,
+    ),
+    "tensor": (
+        "llama",
+        preset("zero3+megatron_sp", mesh={"stage": 2, "fsdp": 2, "tensor": 2}, **once(2)),
+        12,
+    ),
+    "ulysses": (
+        "llama",
+        preset("zero3+ulysses", mesh={"stage": 2, "ulysses": 2, "fsdp": 2}, **once(2)),
+        12,
+    ),
+    "rows that nothing divides": ("llama", Plan(mesh={"stage": 2, "fsdp": 2}, **once(3)), 10),
+    "weights that are whole": (
+        "llama",
+        preset("zero1", mesh={"stage": 2, "fsdp": 2}, **piped(4)),
+        8,
+    ),
+    "2d": (
+        "llama",
+        Plan(mesh={"stage": 2, "data": 2, "row": 1, "col": 2}, tensor_layout="2d", **once(2)),
+        8,
+    ),
+}
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("model", "plan", "rows"), ONCE.values(), ids=ONCE)
+def test_gradients_reduced_once_equal_one_device(model, plan, rows):
+    assert_equals_one_device(model, plan, rows=rows)
+
+
 def test_three_steps_evaluation_and_a_state_of_another_mesh(tmp_path):
     given = [oracle.batch("llama", rows=8) for _ in range(3)]
     plans = Plan(), Plan(mesh={"stage": 2, "tensor": 2}, segments=FULL, **piped(2, chunks=2))
@@ -374,8 +425,8 @@ REFUSED = {
         "layers that 2 stages share stay on the devices",
     ),
     "reduced once": (
-        preset("zero1", mesh={"stage": 2, "fsdp": 2}),
-        "stages reduce gradients for each microbatch",
+        Plan(mesh={"stage": 2, "fsdp": 2}, batch=BatchConfig(reduce_once=True), **piped(2)),
+        "is split over 'fsdp', which splits the batch; .* give plan.pipeline.gather step",
     ),
 }
 
@@ -396,6 +447,6 @@ def test_a_batch_without_weights_is_not_filled_up():
 
 
 def test_cases_are_as_many_as_is_said():
-    cases = (list(mesh_cases()), SCHEDULES, FORMS)
-    assert len(cases[0]) + len(MIXED) * len(SCHEDULES) + 12 + len(FORMS) == 65
+    cases = (list(mesh_cases()), SCHEDULES, FORMS, ONCE)
+    assert len(cases[0]) + len(MIXED) * len(SCHEDULES) + 12 + len(FORMS) + len(ONCE) == 72
     assert len(list(itertools.chain(meshes()))) == 22
