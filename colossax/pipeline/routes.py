@@ -6,6 +6,7 @@ count, by all stages alike; only reading goes to another slot for each stage.
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -45,6 +46,8 @@ class Phase:
         forward: Whether any stage has a forward pass there.
         backward: Likewise backward.
         loss: Whether a microbatch leaves the last position.
+        enters: Whether one may come to position 0.
+        returns: Whether the gradient of one may leave it.
     """
 
     start: int
@@ -52,11 +55,14 @@ class Phase:
     forward: bool
     backward: bool
     loss: bool
+    enters: bool
+    returns: bool
 
     @property
-    def needs(self) -> tuple[bool, bool, bool, int]:
+    def needs(self) -> tuple[bool | int, ...]:
         """What makes phases alike."""
-        return self.forward, self.backward, self.loss, self.stop - self.start
+        does = self.forward, self.backward, self.loss, self.enters, self.returns
+        return *does, self.stop - self.start
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,19 +153,24 @@ def routes_of(table: Table) -> Routes:
     forward = _cells(table, Kind.FORWARD, places, sent, ahead)
     backward = _cells(table, Kind.BACKWARD, places, returned, ahead)
     ends = _per_tick(table, {t: m for (p, m), t in ahead.items() if p == last})
+    enters = _per_tick(table, {t: m for (p, m), t in ahead.items() if not p})
+    returns = _per_tick(table, {t: m for (p, m), t in back.items() if not p})
+    works = [np.any(cells.active, axis=1) for cells in (forward, backward)]
+    # Chunks take turns at position 0, and a phase for each turn is not worth its program.
+    outer = [enters >= 0, returns >= 0] if last < table.stages else works
     return Routes(
         forward=forward,
         backward=backward,
-        enters=_per_tick(table, {t: m for (p, m), t in ahead.items() if not p}),
+        enters=enters,
         ends=ends,
         turns=_per_tick(table, turned),
-        returns=_per_tick(table, {t: m for (p, m), t in back.items() if not p}),
+        returns=returns,
         kept=1 + _longest((t, ahead[key]) for key, t in back.items()),
         counted=1 + _longest((ahead[last, m], t) for (_, m), t in ahead.items()),
         waiting=_longest((t, sent[key]) for key, t in ahead.items()),
         returning=max(1, _longest((t, returned[key]) for key, t in back.items())),
         turning=1 + _longest(turned.items()),
-        blocks=tuple(_blocks(list(_phases(forward.active, backward.active, ends[:, None] >= 0)))),
+        blocks=tuple(_blocks(list(_phases([*works, ends >= 0, *outer])))),
     )
 
 
@@ -184,14 +195,14 @@ def _per_tick(table: Table, found: dict[int, int]) -> np.ndarray:
     return np.array([found.get(tick, -1) for tick in range(len(table.ticks))], np.int32)
 
 
-def _phases(*needs: np.ndarray) -> Iterable[Phase]:
-    """Of arrays `[ticks, stages]`: who needs forward, backward, and the loss."""
-    rows = list(zip(*(need.any(axis=1).tolist() for need in needs), strict=True))
+def _phases(said: Sequence[Any]) -> Iterable[Phase]:
+    """Of arrays `[ticks]`: whether there is forward, backward, a loss, who enters and returns."""
+    rows = list(zip(*(each.tolist() for each in said), strict=True))
     start = 0
     for stop in range(1, len(rows) + 1):
         if stop == len(rows) or rows[stop] != rows[start]:
-            forward, backward, loss = rows[start]
-            yield Phase(start=start, stop=stop, forward=forward, backward=backward, loss=loss)
+            names = ("forward", "backward", "loss", "enters", "returns")
+            yield Phase(start=start, stop=stop, **dict(zip(names, rows[start], strict=True)))
             start = stop
 
 

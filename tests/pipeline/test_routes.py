@@ -76,14 +76,16 @@ def test_every_microbatch_goes_through_all_layers_and_back(name, stages, microba
 def test_the_blocks_are_all_ticks_and_say_what_each_needs(name, stages, microbatches, chunks):
     routes = routes_of(schedule(name, stages, microbatches, chunks))
     ticks = [
-        (phase.forward, phase.backward, phase.loss)
+        (phase.forward, phase.backward, phase.loss, phase.enters, phase.returns)
         for block in routes.blocks
         for _ in range(block.repeats)
         for phase in block.phases
         for _ in range(phase.stop - phase.start)
     ]
-    needs = (routes.forward.active, routes.backward.active, routes.ends[:, None] >= 0)
-    assert ticks == list(zip(*(need.any(axis=1) for need in needs), strict=True))
+    forward, backward = routes.forward.active.any(axis=1), routes.backward.active.any(axis=1)
+    outer = (routes.enters >= 0, routes.returns >= 0) if chunks == 1 else (forward, backward)
+    needs = (forward, backward, routes.ends >= 0, *outer)
+    assert ticks == list(zip(*needs, strict=True))
 
 
 @pytest.mark.catches("routes-repeat-nothing")

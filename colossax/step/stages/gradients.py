@@ -132,11 +132,15 @@ class _BothWays:
         now, ahead, back, plain = xs
         out = before = None
         if phase.forward:
-            out, state = self._forward(state, now, ahead, plain["enters"])
+            enters = plain["enters"] if phase.enters else None
+            out, state = self._forward(state, now, ahead, enters)
         if phase.loss:
             state = self._loss(state, now, out, plain["ends"])
         if phase.backward:
-            before, state = self._backward(state, back, plain)
+            before, state = self._backward(state, back, plain["turns"])
+        if phase.returns:
+            grads = self._entered(before, plain["returns"])
+            state = dataclasses.replace(state, outer=self._added(state.outer, grads))
         if phase.forward:
             sent = self._stages.send(state.ahead, now, out)
             state = dataclasses.replace(state, ahead=sent)
@@ -160,7 +164,7 @@ class _BothWays:
         assert at is not None
         return at - self._skipped
 
-    def _forward(self, state: _State, tick: Array, cells: Any, enters: Array) -> Any:
+    def _forward(self, state: _State, tick: Array, cells: Any, enters: Array | None) -> Any:
         out, ahead, kept = self._stages.forward(state.ahead, tick, cells, enters)
         kept = rings.put(state.kept, tick, kept)
         kept = self._laid_kept(kept)
@@ -191,11 +195,11 @@ class _BothWays:
             sums=added(state.sums, found),
         )
 
-    def _backward(self, state: _State, cells: Any, plain: Any) -> tuple[Any, _State]:
+    def _backward(self, state: _State, cells: Any, turns: Array) -> tuple[Any, _State]:
         """Gradients of the stages' inputs; those of parameters are added to what there is."""
         stages = self._stages
         at_last = (stages.numbers == stages.count - 1) & (cells["chunk"] == len(stages.rows) - 1)
-        turned = jax.tree.map(lambda x: x[None], rings.slot(state.turned, plain["turns"]))
+        turned = jax.tree.map(lambda x: x[None], rings.slot(state.turned, turns))
         after = rings.chosen(at_last, turned, rings.slots(state.returned, cells["source"]))
 
         def one(ring: Any, rows: Any, grads: Any, after: Any, number: Any, *cell: Any) -> Any:
@@ -216,8 +220,7 @@ class _BothWays:
         mapped = over_stages(one, in_axes=(1, *[0] * (len(given) - 1)))
         before, grads = mapped(*given)
         before = stages.travel.laid_out(before)
-        outer = self._added(state.outer, self._entered(before, plain["returns"]))
-        return before, dataclasses.replace(state, grads=self._laid_out(grads), outer=outer)
+        return before, dataclasses.replace(state, grads=self._laid_out(grads))
 
     def _entered(self, before: Any, number: Array) -> Params:
         """Gradients of what stands before the layers, by the microbatch that is back there."""
