@@ -29,8 +29,8 @@ def check_reduce_once(bound: BoundPlan, infos: Any) -> None:
     batch = bound.plan.batch
     if not batch.reduce_once or not held:
         return
-    several = batch.accumulation > 1 or batch.microbatch is not None
     staged, kernel = bound.mesh.shape[MeshAxis.STAGE] > 1, bound.plan.attention.kernel
+    several = staged or batch.accumulation > 1 or batch.microbatch is not None
     if several and not staged and kernel in ("cudnn", "mosaic"):
         raise PlanError(
             f"plan.attention.kernel '{kernel}' cannot run under plan.batch.reduce_once with several"
@@ -41,7 +41,7 @@ def check_reduce_once(bound: BoundPlan, infos: Any) -> None:
     if staged and role == "params":
         remedy = "give plan.pipeline.gather step"
     for info in jax.tree.leaves(infos):
-        if (several or staged) and info.update is not None:
+        if several and info.update is not None:
             raise PlanError(
                 f"plan.batch.reduce_once: {info.path} has a rule of its own, which needs the"
                 " gradient of the whole batch; switch it off, or use a preset such as zero2"
