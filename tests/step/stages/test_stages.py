@@ -115,6 +115,10 @@ def once(count, **more):
     return {"batch": BatchConfig(reduce_once=True), **piped(count, gather="step", **more)}
 
 
+def preset_once(name, mesh, count):
+    return preset(name, mesh=mesh).replace(**once(count))
+
+
 QUICK = {
     "1f1b": (
         "llama",
@@ -134,7 +138,7 @@ QUICK = {
     ),
     "gathered and reduced once": (
         "packed",
-        preset("zero3+ring+pipeline", mesh={"stage": 2, "ring": 2, "fsdp": 2}, **once(3)),
+        preset_once("zero3+ring+pipeline", {"stage": 2, "ring": 2, "fsdp": 2}, 3),
     ),
     "a vocabulary of 61": ("odd", Plan(mesh={"stage": 4, "fsdp": 2}, segments=FULL, **piped(3))),
 }
@@ -284,12 +288,12 @@ ONCE = {
     ),
     "tensor": (
         "llama",
-        preset("zero3+megatron_sp", mesh={"stage": 2, "fsdp": 2, "tensor": 2}, **once(2)),
+        preset_once("zero3+megatron_sp", {"stage": 2, "fsdp": 2, "tensor": 2}, 2),
         12,
     ),
     "ulysses": (
         "llama",
-        preset("zero3+ulysses", mesh={"stage": 2, "ulysses": 2, "fsdp": 2}, **once(2)),
+        preset_once("zero3+ulysses", {"stage": 2, "ulysses": 2, "fsdp": 2}, 2),
         12,
     ),
     "rows that nothing divides": ("llama", Plan(mesh={"stage": 2, "fsdp": 2}, **once(3)), 10),
