@@ -54,9 +54,10 @@ class BatchConfig:
         microbatch: Rows of each device at a time instead; how many microbatches follows from the
             global batch and the devices that split it.
         reduce_once: Devices sum gradients once per step and not for each microbatch; every device
-            then accumulates them whole. Only where the batch's axes split no parameter. Attention
-            is then XLA's, not cuDNN's, whose rule for `vmap` takes no mask; a loss that draws
-            random numbers gets a key of its own on each device.
+            then accumulates them whole. Only where the batch's axes split no parameter, or stages
+            gather them once a step (`pipeline.gather`). Attention is then XLA's, but under stages,
+            not cuDNN's, whose rule for `vmap` takes no mask; a loss that draws random numbers gets
+            a key of its own on each device.
     """
 
     accumulation: Annotated[int, Bound(low=1, told="1 (off) or more microbatches")] = 1

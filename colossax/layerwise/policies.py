@@ -84,17 +84,24 @@ class SeveralPolicies:
         joined = jax.tree.map(lambda *x: jnp.concatenate(x, axis=axis), *sums)
         return carry, (tuple(kept), joined)
 
-    def backward(self, *args: Any) -> tuple[Any, Chunks]:
-        """See `StageLayers`."""
-        return self._backward("backward", *args)
-
-    def backward_fetching(self, *args: Any) -> tuple[Any, Chunks]:
-        """See `StageLayers`."""
-        return self._backward("backward_fetching", *args)
-
-    def _backward(
+    def backward(
         self,
-        name: str,
+        rows: Chunks,
+        grads: Chunks,
+        cotangent: tuple[Any, Any],
+        side: Any,
+        kept: Callable[[Array], Any],
+        *cell: Array,
+    ) -> tuple[Any, Chunks]:
+        """See `StageLayers`; `kept` gives what all keep, of which each takes its own."""
+        after, sums = cotangent
+        for part, own in reversed(list(self._divided())):
+            given = (after, sums), side, lambda number, own=own: kept(number)[own]
+            after, grads = part.backward(rows, grads, *given, *cell)
+        return after, grads
+
+    def backward_fetching(
+        self,
         rows: Chunks,
         grads: Chunks,
         cotangent: tuple[Any, Any],
@@ -102,16 +109,17 @@ class SeveralPolicies:
         kept: Sequence[Array],
         *cell: Array,
     ) -> tuple[Any, Chunks]:
+        """See `StageLayers`."""
         after, sums = cotangent
-        for part, held in reversed(list(self._divided(kept))):
-            back = getattr(part, name)
-            after, grads = back(rows, grads, (after, sums), side, held, *cell)
+        for part, own in reversed(list(self._divided())):
+            given = (after, sums), side, kept[own]
+            after, grads = part.backward_fetching(rows, grads, *given, *cell)
         return after, grads
 
-    def _divided(self, kept: Sequence[Array]) -> Iterator[tuple[StageLayers, Sequence[Array]]]:
-        """Of each part what it kept."""
+    def _divided(self) -> Iterator[tuple[StageLayers, slice]]:
+        """Which of what is kept is of each part."""
         at = 0
         for part in self._parts:
-            count = len(part.carries)
-            yield part, kept[at : at + count]
-            at += count
+            stop = at + len(part.carries)
+            yield part, slice(at, stop)
+            at = stop

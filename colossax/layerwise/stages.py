@@ -12,6 +12,7 @@ from jaxtyping import Array
 from colossax.config import MeshAxis, Segment
 from colossax.errors import PlanError
 from colossax.layerwise.cut import CutRun
+from colossax.layerwise.in_place import add_to_row
 from colossax.layerwise.layer import Apart, Layer, shapes_of
 from colossax.offload import fetch
 
@@ -143,7 +144,7 @@ class StageLayers:
         grads: Chunks,
         cotangent: tuple[Any, Any],
         side: Any,
-        kept: Any,
+        kept: Callable[[Array], Any],
         chunk: Array,
         part: Array,
         active: Array,
@@ -155,7 +156,7 @@ class StageLayers:
             grads: Sums of gradients so far, like rows, in the dtype of accumulation.
             cotangent: By `(carry, sums)` of the chunk.
             side: As for `forward`.
-            kept: What forward kept, `[layers, ...]`.
+            kept: Number of a layer of the chunk to what forward kept of it.
             chunk: Which.
             part: As for `forward`.
             active: Whether there is anything to do; else nothing is added, and 0 goes on.
@@ -166,8 +167,8 @@ class StageLayers:
         def body(loop: Any, i: Array) -> Any:
             after, grads = loop
             at = self._at(i)
-            row, held, dsums = _row(rows, chunk, at), _at(kept, i), _at(sums, at)
-            found = self.layer.transpose(row, side, numbers + at, held, (after, dsums))
+            row, dsums = _row(rows, chunk, at), _at(sums, at)
+            found = self.layer.transpose(row, side, numbers + at, kept(i), (after, dsums))
             return (found.carry, _added(grads, found.params, chunk, at, active)), None
 
         order = jnp.arange(self.count, dtype=jnp.int32)
@@ -337,9 +338,8 @@ def _added(grads: Chunks, more: Any, chunk: Array, i: Array, active: Array) -> C
         meant = active & (chunk == number) if len(grads) > 1 else active
 
         def one(whole: Array, g: Array) -> Array:
-            old = jax.lax.dynamic_index_in_dim(whole, i, 0, keepdims=False)
-            new = old + jnp.where(meant, g, jnp.zeros_like(g)).astype(whole.dtype)
-            return jax.lax.dynamic_update_index_in_dim(whole, new, i, 0)
+            more = jnp.where(meant, g, jnp.zeros_like(g)).astype(whole.dtype)
+            return add_to_row(whole, more, i)
 
         return one
 

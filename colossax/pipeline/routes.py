@@ -52,6 +52,8 @@ class Phase:
         backward: Likewise backward, or an input gradient.
         weight: Likewise a weight gradient of its own.
         loss: Whether a microbatch leaves the last position.
+        enters: Whether one may come to position 0.
+        returns: Whether the gradient of one may leave it.
     """
 
     start: int
@@ -60,11 +62,14 @@ class Phase:
     backward: bool
     weight: bool
     loss: bool
+    enters: bool
+    returns: bool
 
     @property
-    def needs(self) -> tuple[bool, bool, bool, bool, int]:
+    def needs(self) -> tuple[bool | int, ...]:
         """What makes phases alike."""
-        return self.forward, self.backward, self.weight, self.loss, self.stop - self.start
+        does = self.forward, self.backward, self.weight, self.loss, self.enters, self.returns
+        return *does, self.stop - self.start
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -173,15 +178,19 @@ def routes_of(table: Table) -> Routes:
     forward, backward = cells(ahead, sent, came), cells(back, returned, went)
     weight = cells(late, back, went)
     ends = _per_tick(table, {t: m for (p, m), t in ahead.items() if p == last})
-    needs = (forward.active, backward.active, weight.active, ends[:, None] >= 0)
+    enters = _per_tick(table, {t: m for (p, m), t in ahead.items() if not p})
+    returns = _per_tick(table, {t: m for (p, m), t in back.items() if not p})
+    works = [np.any(each.active, axis=1) for each in (forward, backward, weight)]
+    # Chunks take turns at position 0, and a phase for each turn is not worth its program.
+    outer = [enters >= 0, returns >= 0] if last < table.stages else works[:2]
     return Routes(
         forward=forward,
         backward=backward,
         weight=weight,
-        enters=_per_tick(table, {t: m for (p, m), t in ahead.items() if not p}),
+        enters=enters,
         ends=ends,
         turns=_per_tick(table, turned),
-        returns=_per_tick(table, {t: m for (p, m), t in back.items() if not p}),
+        returns=returns,
         order=order,
         ways=ways,
         kept=1 + _longest((t, ahead[key]) for key, t in back.items()),
@@ -191,7 +200,7 @@ def routes_of(table: Table) -> Routes:
         waiting=_waiting(ahead, sent, came, len(ways)),
         returning=_waiting(back, returned, went, len(ways)),
         turning=1 + _longest(turned.items()),
-        blocks=tuple(_blocks(list(_phases(*needs)))),
+        blocks=tuple(_blocks(list(_phases([*works, ends >= 0, *outer])))),
     )
 
 
@@ -283,13 +292,13 @@ def _per_tick(table: Table, found: dict[int, int]) -> np.ndarray:
     return np.array([found.get(tick, -1) for tick in range(len(table.ticks))], np.int32)
 
 
-def _phases(*needs: np.ndarray) -> Iterable[Phase]:
-    """Of arrays `[ticks, stages]`: who needs forward, backward, weight gradients, and the loss."""
-    rows = list(zip(*(need.any(axis=1).tolist() for need in needs), strict=True))
+def _phases(said: Sequence[np.ndarray]) -> Iterable[Phase]:
+    """Of arrays `[ticks]`: what of `Phase` is so."""
+    rows = list(zip(*(each.tolist() for each in said), strict=True))
     start = 0
     for stop in range(1, len(rows) + 1):
         if stop == len(rows) or rows[stop] != rows[start]:
-            names = ("forward", "backward", "weight", "loss")
+            names = ("forward", "backward", "weight", "loss", "enters", "returns")
             yield Phase(start=start, stop=stop, **dict(zip(names, rows[start], strict=True)))
             start = stop
 

@@ -6,9 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from colossax.config import BoundPlan, at_least
+from colossax.config import BoundPlan, MeshAxis, at_least
 from colossax.errors import InputError, PlanError
 from colossax.layerwise import Maximum
 from colossax.nn import cross_entropy
@@ -42,19 +43,21 @@ def next_token_loss(*, z_loss: float = 0.0) -> Loss:
             batch["tokens"], positions=batch.get("positions"), segments=batch.get("segments")
         )
         weights = batch["weights"].astype(jnp.float32)
-        hidden, targets, weights = _at_the_head(hidden, batch["targets"], weights)
         # The head is gathered here, once, not in the loop over chunks, where it would be again
         # for every chunk and in both directions.
+        head = model.head_weight()
+        shared = _stages_of_tokens(bound, head.shape, hidden.shape[1])
+        hidden, targets, weights = _at_the_head(shared, hidden, batch["targets"], weights)
         ce, z, _, correct = cross_entropy(
             hidden,
-            model.head_weight(),
+            head,
             targets,
             weights,
             chunks=_chunks(bound, hidden.shape[1]),
             z_loss=bool(z_loss),
             vocab_sharded=_devices(bound, "vocab") > 1,
             batch_shards=_devices(bound, "batch:inner"),
-            seq_shards=_devices(bound, "seq"),
+            seq_shards=_devices(bound, "seq") * shared,
             reduction=None if bound is None else bound.plan.precision.reduction,
         )
         # Counted apart from the loss, so that it visibly depends on the batch alone.
@@ -95,11 +98,32 @@ def mean_loss(evaluate: Evaluate, state: TrainState, batches: Iterable[Batch]) -
     return float(total / weight) if weight else float("nan")
 
 
-def _at_the_head(hidden: Array, targets: Array, weights: Array) -> tuple[Array, Array, Array]:
+def _stages_of_tokens(bound: BoundPlan | None, head: tuple[int, ...], tokens: int) -> int:
+    """Stages that share the tokens of a row at the head, as they cannot share its vocabulary.
+
+    Args:
+        bound: The plan in force.
+        head: Shape of the output matrix, `[d, v]`.
+        tokens: Of a row.
+    """
+    stages = 1 if bound is None else bound.mesh.shape[MeshAxis.STAGE]
+    if bound is None or stages == 1 or tokens % (_devices(bound, "seq") * stages):
+        return 1
+    by_vocab = MeshAxis.STAGE in activation_axes(bound, "vocab")
+    return 1 if by_vocab and not head[1] % _devices(bound, "vocab") else stages
+
+
+def _at_the_head(
+    stages: int, hidden: Array, targets: Array, weights: Array
+) -> tuple[Array, Array, Array]:
     """As the head multiplies: hidden states whole, rows where they leave the vocabulary split."""
-    rows = ("batch:inner", "seq")
-    hidden = constrain(hidden, *rows, None)
-    return hidden, constrain(targets, *rows), constrain(weights, *rows)
+    rows, bound = ("batch:inner", "seq"), current()
+    if bound is None or stages == 1:
+        hidden = constrain(hidden, *rows, None)
+        return hidden, constrain(targets, *rows), constrain(weights, *rows)
+    batch, seq = (activation_axes(bound, dim) for dim in rows)
+    shared = NamedSharding(bound.mesh, PartitionSpec(batch, (*seq, MeshAxis.STAGE.value)))
+    return jax.lax.with_sharding_constraint((hidden, targets, weights), shared)
 
 
 def _devices(bound: BoundPlan | None, dim: str) -> int:

@@ -26,22 +26,22 @@ ROW_BYTES = 8192 * 4096 * 2  # a microbatch between two stages, bfloat16
 
 
 @functools.cache
-def inspected(microbatches, layers=32, offload="none", **how):
+def inspected(microbatches, layers=32, stages=STAGES, offload="none", once=False, **how):
     """Llama 3 8B, rows of 8192, full recomputation, one row of each device in a microbatch."""
     return _inspected(
-        microbatches,
+        microbatches * 8 // stages,
         layers,
-        mesh={"stage": STAGES, "fsdp": FSDP},
-        batch=BatchConfig(),
+        mesh={"stage": stages, "fsdp": 8 // stages},
+        batch=BatchConfig(reduce_once=once),
         pipeline=PipelineConfig(microbatches=microbatches, **how),
         offload=OffloadConfig().with_text(offload),
     )
 
 
-def _inspected(microbatches, layers, **plan):
+def _inspected(rows, layers, **plan):
     config = recipe("llama3_8b")
     plan = config.plan.replace(**plan)
-    data = dataclasses.replace(config.data, global_batch=microbatches * FSDP)
+    data = dataclasses.replace(config.data, global_batch=rows)
     model = dataclasses.replace(config.model, layers=layers)
     return inspect_run(config.replace(plan=plan, data=data, model=model), parse_target("h100:1x8"))
 
@@ -58,18 +58,38 @@ def sent(one, axis, *kinds):
 def test_llama_3_8b_on_four_stages():
     one = inspected(8)
     assert one.memory.argument_bytes <= 11.4 * GIB
-    assert one.memory.temp_bytes <= 10.0 * GIB
-    assert sum(link.totals.ring_bytes for link in one.links) <= 67 * GB
+    assert one.memory.temp_bytes <= 9.2 * GIB
+    assert sum(link.totals.ring_bytes for link in one.links) <= 66 * GB
     assert one.pipeline is not None
     found = one.pipeline.to_json(one.memory.total_bytes)
     assert found["stages"][1]["layers"] == [[8, 15]]
     assert found["pipeline"]["executed"] == {"forward": 8 + 3, "backward": 8 + 3}
 
 
-def test_weights_gathered_once_a_step_send_less_than_half():
+@pytest.mark.catches("stage-rows-scattered")
+def test_weights_gathered_once_a_step():
     one = inspected(8, gather="step")
-    assert one.memory.temp_bytes <= 13.0 * GIB
-    assert sum(link.totals.ring_bytes for link in one.links) <= 30 * GB
+    assert one.memory.temp_bytes <= 12.5 * GIB
+    assert sum(link.totals.ring_bytes for link in one.links) <= 29.3 * GB
+
+
+@pytest.mark.catches("stage-gathered-for-each-microbatch")
+def test_gradients_reduced_once_a_step():
+    one = inspected(8, gather="step", once=True)
+    assert one.memory.temp_bytes <= 16.8 * GIB
+    assert sum(link.totals.ring_bytes for link in one.links) <= 11.6 * GB
+    # A stage's weights in bfloat16, and gradients in float32: of each device the other half.
+    stage = 8.03e9 / STAGES
+    assert sent(one, "fsdp", "all-gather") == pytest.approx(2 * stage / 2, rel=1e-3)
+    assert sent(one, "fsdp", "reduce-scatter") == pytest.approx(4 * stage / 2, rel=1e-3)
+    assert sent(one, "fsdp", "all-to-all", "all-reduce") < 1e4
+
+
+@pytest.mark.catches("stage-looks-up-in-vain")
+def test_llama_3_8b_on_eight_stages():
+    one = inspected(8, stages=8)
+    assert one.memory.argument_bytes + one.memory.temp_bytes <= 21.5 * GIB
+    assert sum(link.totals.ring_bytes for link in one.links) <= 6.7 * GB
 
 
 @pytest.mark.catches("stage-slot-too-many")
@@ -120,7 +140,7 @@ def test_in_a_v_both_ways_are_sent_and_weights_of_the_way_back_once():
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("zb_h1", 1), ("zb_v", 2)])
 def test_a_gpu_executes_no_more_than_the_bubble_says(schedule, chunks):
-    alone = _inspected(8, 4 * chunks, mesh={"fsdp": 8}, batch=BatchConfig(microbatch=1))
+    alone = _inspected(8 * FSDP, 4 * chunks, mesh={"fsdp": 8}, batch=BatchConfig(microbatch=1))
     useful = executed_flops(alone.program.hlo)
     found = executed_flops(inspected(8, 4 * chunks, schedule=schedule, chunks=chunks).program.hlo)
     assert useful < found <= useful * (8 + STAGES - 1) / 8
@@ -129,8 +149,10 @@ def test_a_gpu_executes_no_more_than_the_bubble_says(schedule, chunks):
 LAYERS = 32
 MATRIX_BYTES = 4 * (4096 * 4096 * 2 + 4096 * 1024 * 2 + 4096 * 14336 * 3) * LAYERS // 8
 """Of a device, what the layers' matrices take in float32."""
-RING_BYTES = (2 * STAGES - 1) * (LAYERS // STAGES) * ROW_BYTES
-"""Of the inputs that wait on a device for their backward pass."""
+SLOT_BYTES = (LAYERS // STAGES) * ROW_BYTES
+"""Of the inputs that one pass keeps on a device."""
+RING_BYTES = (2 * STAGES - 1) * SLOT_BYTES
+"""Of all that wait there for their backward pass."""
 
 
 @pytest.mark.catches("stage-inputs-wait-on-the-device")
@@ -138,8 +160,9 @@ def test_host_memory_takes_what_it_is_given():
     here = inspected(8)
     there = inspected(8, offload="parameters=1,optimizer=1,activations=1")
     assert there.memory.host_bytes == 3 * MATRIX_BYTES + RING_BYTES
-    assert there.memory.total_bytes <= 7.7 * GIB
-    assert there.memory.temp_bytes <= here.memory.temp_bytes - RING_BYTES
+    assert there.memory.total_bytes <= 7.6 * GIB
+    # On the device they are read in their ring; from the host, a pass takes its own back whole.
+    assert there.memory.temp_bytes <= here.memory.temp_bytes - RING_BYTES + SLOT_BYTES
     assert there.memory.argument_bytes <= here.memory.argument_bytes - 3 * MATRIX_BYTES
     module = parse_module(there.program.hlo)
     assert not full_stack_copies(module)

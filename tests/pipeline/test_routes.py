@@ -114,15 +114,16 @@ def test_every_microbatch_goes_through_all_layers_and_back(name, stages, microba
 def test_the_blocks_are_all_ticks_and_say_what_each_needs(name, stages, microbatches, chunks):
     routes = routes_of(schedule(name, stages, microbatches, chunks))
     ticks = [
-        (phase.forward, phase.backward, phase.weight, phase.loss)
+        (phase.forward, phase.backward, phase.weight, phase.loss, phase.enters, phase.returns)
         for block in routes.blocks
         for _ in range(block.repeats)
         for phase in block.phases
         for _ in range(phase.stop - phase.start)
     ]
     cells = (routes.forward, routes.backward, routes.weight)
-    needs = (*(each.active for each in cells), routes.ends[:, None] >= 0)
-    assert ticks == list(zip(*(need.any(axis=1) for need in needs), strict=True))
+    works = [each.active.any(axis=1) for each in cells]
+    outer = (routes.enters >= 0, routes.returns >= 0) if chunks == 1 else works[:2]
+    assert ticks == list(zip(*works, routes.ends >= 0, *outer, strict=True))
 
 
 @pytest.mark.catches("routes-repeat-nothing")

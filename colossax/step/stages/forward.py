@@ -171,21 +171,25 @@ class Stages:
 
         return jax.eval_shape(one)[1]
 
-    def forward(self, ahead: Ahead, tick: Array, cells: Any, enters: Array) -> tuple[Any, Any, Any]:
+    def forward(
+        self, ahead: Ahead, tick: Array, cells: Any, enters: Array | None
+    ) -> tuple[Any, Any, Any]:
         """All stages' forward passes of a tick.
 
         Args:
             ahead: State before it.
             tick: Its number.
             cells: What the table says of it, `[stages]` each; see `Cells`.
-            enters: The microbatch that comes to the first layer.
+            enters: The microbatch that comes to the first layer; None: none does.
 
         Returns:
             What the stages give, the state with what they counted, and what they keep.
         """
-        start = jax.tree.map(lambda x: x[None], self.enter(self.outer, enters))
-        at_first = (self.numbers == self.routes.first) & (cells["chunk"] == 0)
-        carry = rings.chosen(at_first, start, rings.sent(ahead.arrived, cells))
+        carry = rings.sent(ahead.arrived, cells)
+        if enters is not None:
+            start = jax.tree.map(lambda x: x[None], self.enter(self.outer, enters))
+            at_first = (self.numbers == self.routes.first) & (cells["chunk"] == 0)
+            carry = rings.chosen(at_first, start, carry)
 
         def one(rows: Any, carry: Any, number: Array, chunk: Array, part: Array) -> Any:
             return self.layers.forward(rows, carry, self.side(number), chunk, part)

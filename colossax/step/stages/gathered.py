@@ -1,6 +1,7 @@
 """Weights of a stage's layers gathered once a step, in place of once a microbatch and direction."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,8 +10,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from colossax.config import BoundPlan, MeshAxis
-from colossax.sharding import gathered_axes, resolve
+from colossax.sharding import gathered_axes, param_sharding, resolve
 from colossax.typing import ParamInfo
+
+_ROLES = ("params", "weights")
 
 
 def whole(bound: BoundPlan) -> BoundPlan:
@@ -38,17 +41,37 @@ def gathered_once(bound: BoundPlan, rows: tuple[Any, ...], infos: tuple[Any, ...
 
     Cost: per device, the bytes of a stage's weights over `tensor`; each is gathered once.
     """
-    precision = bound.plan.precision
-    narrow = precision.reduction in (None, precision.compute)
 
     def one(x: Array, info: ParamInfo) -> Array:
-        own = info.own_dtype is not None or not jnp.issubdtype(x.dtype, jnp.floating)
-        if narrow and len(info.dims) > 2 and not own:
-            x = x.astype(precision.compute)
-        for role in ("params", "weights"):
-            spec = resolve(bound, role, info.dims, info.shape, name=info.path)
-            spec = PartitionSpec(MeshAxis.STAGE.value, None, *tuple(spec)[1:])
-            x = jax.lax.with_sharding_constraint(x, NamedSharding(bound.mesh, spec))
-        return x
+        specs = [resolve(bound, role, info.dims, info.shape, name=info.path) for role in _ROLES]
+        by_stage = [PartitionSpec(MeshAxis.STAGE.value, None, *tuple(spec)[1:]) for spec in specs]
+        return _laid(bound, x, info, by_stage)
 
     return jax.lax.optimization_barrier(jax.tree.map(one, rows, infos))
+
+
+def gathered_params(bound: BoundPlan, params: Any, infos: Any) -> Any:
+    """All parameters likewise, those in no stack too.
+
+    Args:
+        bound: Plan and devices.
+        params: As they are.
+        infos: Theirs.
+    """
+
+    def one(x: Array, info: ParamInfo) -> Array:
+        return _laid(bound, x, info, [param_sharding(bound, role, info).spec for role in _ROLES])
+
+    return jax.lax.optimization_barrier(jax.tree.map(one, params, infos))
+
+
+def _laid(bound: BoundPlan, x: Array, info: ParamInfo, specs: Sequence[PartitionSpec]) -> Array:
+    """First where it is, in the dtype in which it is to be sent, then where it is wanted."""
+    precision = bound.plan.precision
+    narrow = precision.reduction in (None, precision.compute)
+    own = info.own_dtype is not None or not jnp.issubdtype(x.dtype, jnp.floating)
+    if narrow and len(info.dims) > 1 + info.stacked and not own:
+        x = x.astype(precision.compute)
+    for spec in specs:
+        x = jax.lax.with_sharding_constraint(x, NamedSharding(bound.mesh, spec))
+    return x

@@ -84,10 +84,7 @@ def check_stages(bound: BoundPlan) -> None:
     if any(op.kind is Kind.WEIGHT for _, _, op in table.operations()):
         _check_apart(bound)
     if plan.batch.reduce_once and batch_axes(bound):
-        raise PlanError(
-            "plan.batch.reduce_once: stages reduce gradients for each microbatch in this version;"
-            " switch it off, or use a preset such as zero2"
-        )
+        _check_reduced_once(bound)
 
 
 def _check_offload(bound: BoundPlan) -> None:
@@ -144,6 +141,20 @@ def _check_offload(bound: BoundPlan) -> None:
                 f"plan.offload.{setting}: with {stages} stages {problem}, or mesh axis 'stage'"
                 " size 1"
             )
+
+
+def _check_reduced_once(bound: BoundPlan) -> None:
+    """Refuse what gradients that are reduced once a step do not go with."""
+    offload, segments = bound.plan.offload, bound.plan.segments
+    if (
+        offload.parameters
+        or offload.activations
+        or not all(s.placement.params == s.placement.activations == "device" for s in segments)
+    ):
+        raise PlanError(
+            "plan.batch.reduce_once: stages that reduce gradients once a step keep parameters and"
+            " activations on the devices; give plan.offload optimizer alone, or switch it off"
+        )
 
 
 def _check_apart(bound: BoundPlan) -> None:

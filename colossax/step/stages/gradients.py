@@ -15,7 +15,7 @@ from colossax.config import BoundPlan, MeshAxis
 from colossax.layerwise import StageLayers, added, nothing, over_stages
 from colossax.pipeline.routes import Phase, Routes, routes_of
 from colossax.pipeline.table import Table
-from colossax.sharding import param_sharding
+from colossax.sharding import batch_axes, param_sharding
 from colossax.step.gradients.accumulate import LossCall, objective, summarised
 from colossax.step.gradients.method import GradientMethod, Gradients
 from colossax.step.gradients.sums import accumulable, constrained
@@ -24,6 +24,7 @@ from colossax.step.stages import rings
 from colossax.step.stages.forward import Ahead, Stages, by_stack, through, zeros
 from colossax.step.stages.kept import Kept
 from colossax.step.stages.order import to_their_stages
+from colossax.step.stages.reduced import reduced_once
 from colossax.step.trainable import joined, split
 from colossax.typing import ParamInfo, Params
 
@@ -49,17 +50,24 @@ def pipelined(
     def gradients(params: Params, variables: Any, micro: Microbatches) -> Gradients:
         learning, frozen = split(params, trainable)
 
-        def value(outer: Params, inner: Params, microbatch: Any, key: Any, weights: Any) -> Any:
-            whole = joined(joined(outer, inner), frozen)
-            return objective(*call(whole, microbatch, variables, key), weights)
+        def found(bound: BoundPlan, learning: Params, micro: Microbatches) -> tuple[Params, Any]:
+            def value(outer: Params, inner: Params, microbatch: Any, key: Any, weights: Any) -> Any:
+                whole = joined(joined(outer, inner), frozen)
+                return objective(*call(whole, microbatch, variables, key), weights)
 
-        outer, inner = by_stack(learning, infos)
-        both = by_stack(infos, infos)
+            outer, inner = by_stack(learning, infos)
+            both = by_stack(infos, infos)
+            stages = Stages(value, bound, both[1], (outer, inner), micro, routes)
+            way = _BothWays(stages, bound, both[0])
+            state = through(routes, way.tick, way.start())
+            return way.grads(state, inner), state.sums
+
         routes = routes_of(table_of(micro.count))
-        stages = Stages(value, bound, both[1], (outer, inner), micro, routes)
-        way = _BothWays(stages, bound, both[0])
-        state = through(routes, way.tick, way.start())
-        return summarised(infos, constrained(bound, infos, way.grads(state, inner)), state.sums)
+        if bound.plan.batch.reduce_once and batch_axes(bound) and micro.count > 1:
+            grads, sums = reduced_once(bound, infos, learning, micro, found)
+        else:
+            grads, sums = found(bound, learning, micro)
+        return summarised(infos, constrained(bound, infos, grads), sums)
 
     return gradients
 
@@ -132,13 +140,17 @@ class _BothWays:
         now, ahead, back, late, plain = xs
         out = before = None
         if phase.forward:
-            out, state = self._forward(state, now, ahead, plain["enters"])
+            enters = plain["enters"] if phase.enters else None
+            out, state = self._forward(state, now, ahead, enters)
         if phase.loss:
             state = self._loss(state, now, out, plain["ends"])
         if phase.backward:
-            before, state = self._backward(state, now, back, plain)
+            before, state = self._backward(state, now, back, plain["turns"])
         if phase.weight:
             state = self._weights(state, late)
+        if phase.returns:
+            grads = self._entered(before, plain["returns"])
+            state = dataclasses.replace(state, outer=self._added(state.outer, grads))
         if phase.forward:
             sent = self._stages.send(state.ahead, now, out)
             state = dataclasses.replace(state, ahead=sent)
@@ -162,7 +174,7 @@ class _BothWays:
         assert at is not None
         return at - self._skipped
 
-    def _forward(self, state: _State, tick: Array, cells: Any, enters: Array) -> Any:
+    def _forward(self, state: _State, tick: Array, cells: Any, enters: Array | None) -> Any:
         out, ahead, kept = self._stages.forward(state.ahead, tick, cells, enters)
         kept = self._kept.put(state.kept, tick, kept)
         return out, dataclasses.replace(state, ahead=ahead, kept=kept)
@@ -178,50 +190,72 @@ class _BothWays:
 
         differentiate = jax.value_and_grad(value, argnums=(0, 1, 2), has_aux=True)
         found, (grads, turned, dsums) = differentiate(stages.outer, last, sums)
+        # Else the head's gradient would wait to be added until the layers have gone back.
+        added_up = self._added(state.outer, grads), turned
+        outer, turned = jax.lax.optimization_barrier(added_up)
         return dataclasses.replace(
             state,
-            outer=self._added(state.outer, grads),
+            outer=outer,
             turned=rings.put(state.turned, tick, turned),
             dsums=rings.put(state.dsums, tick, dsums),
             sums=added(state.sums, found),
         )
 
-    def _backward(self, state: _State, tick: Array, cells: Any, plain: Any) -> tuple[Any, _State]:
+    def _backward(self, state: _State, tick: Array, cells: Any, turns: Array) -> tuple[Any, _State]:
         """Gradients of the stages' inputs; those of parameters are added to what there is."""
         stages = self._stages
         at_last = (stages.numbers == self._routes.last) & (cells["chunk"] == len(stages.rows) - 1)
-        turned = jax.tree.map(lambda x: x[None], rings.slot(state.turned, plain["turns"]))
+        turned = jax.tree.map(lambda x: x[None], rings.slot(state.turned, turns))
         after = rings.chosen(at_last, turned, rings.sent(state.returned, cells))
-        ring = self._kept.laid_out(state.kept)
+        after = stages.travel.laid_out(after)
+        if self._routes.pending:
+            before, state = self._inputs(state, tick, after, cells)
+        else:
+            find = self._fetching if stages.layers.fetches else self._by_layer
+            before, grads = find(state, after, cells)
+            state = dataclasses.replace(state, grads=self._laid_out(grads))
+        return stages.travel.laid_out(before), state
+
+    def _by_layer(self, state: _State, after: Any, cells: Any) -> tuple[Any, Any]:
+        """By the stages' inputs, and the sums of gradients; what is kept is read by layer."""
+        stages, kept = self._stages, self._kept
+
+        def one(here: Any, fetched: Any, forward: Array, *given: Any) -> Any:
+            rows, grads, after, number, *cell = given
+            by = after, self._dsums(state, number, *cell[:2])
+            layer = functools.partial(kept.layer, here, fetched, forward)
+            return stages.layers.backward(rows, grads, by, stages.side(number), layer, *cell)
+
+        forward = cells["forward"]
+        here, fetched = kept.readable(kept.laid_out(state.kept), forward)
+        given = (fetched, forward, stages.rows, state.grads, after, *self._cell(cells))
+        return over_stages(one, in_axes=(1, *[0] * len(given)))(here, *given)
+
+    def _fetching(self, state: _State, after: Any, cells: Any) -> tuple[Any, Any]:
+        """Likewise, where layers are fetched from host memory."""
+        stages = self._stages
+        kept = self._kept.of(self._kept.laid_out(state.kept), cells["forward"])
+        number, *cell = self._cell(cells)
+        by = after, over_stages(functools.partial(self._dsums, state))(number, *cell[:2])
+        given = by, over_stages(stages.side)(number), kept
+        return stages.layers.backward_fetching(stages.rows, state.grads, *given, *cell)
+
+    def _inputs(self, state: _State, tick: Array, after: Any, cells: Any) -> tuple[Any, _State]:
+        """By the stages' inputs; what gradients of their weights wait for is put into its ring."""
+        stages, ring = self._stages, self._kept.laid_out(state.kept)
         kept = self._kept.of(ring, cells["forward"])
-        if self._routes.pending and any(len(block.phases) > 1 for block in self._routes.blocks):
+        if any(len(block.phases) > 1 for block in self._routes.blocks):
             # Read before the next phase writes: else the compiler copies the whole ring.
             kept, ring = jax.lax.optimization_barrier((kept, ring))
             state = dataclasses.replace(state, kept=ring)
 
-        def one(rows: Any, grads: Any, after: Any, kept: Any, number: Any, *cell: Any) -> Any:
+        def one(rows: Any, after: Any, kept: Any, number: Any, *cell: Any) -> Any:
             by = after, self._dsums(state, number, *cell[:2])
-            given = by, stages.side(number), kept
-            if self._routes.pending:
-                return self._alike.input_gradients(rows, *given, *cell)
-            return stages.layers.backward(rows, grads, *given, *cell)
+            return self._alike.input_gradients(rows, by, stages.side(number), kept, *cell)
 
-        after, cell = stages.travel.laid_out(after), self._cell(cells)
-        grads = () if self._routes.pending else state.grads
-        if stages.layers.fetches:
-            number, *cell = cell
-            side = over_stages(stages.side)(number)
-            by = after, over_stages(functools.partial(self._dsums, state))(number, *cell[:2])
-            inputs = (stages.rows, grads, by, side, kept, *cell)
-            before, found = stages.layers.backward_fetching(*inputs)
-        else:
-            before, found = over_stages(one)(stages.rows, grads, after, kept, *cell)
-        before = stages.travel.laid_out(before)
-        outer = self._added(state.outer, self._entered(before, plain["returns"]))
-        if self._routes.pending:
-            pending = self._laid_pending(rings.put(state.pending, tick, found))
-            return before, dataclasses.replace(state, pending=pending, outer=outer)
-        return before, dataclasses.replace(state, grads=self._laid_out(found), outer=outer)
+        before, found = over_stages(one)(stages.rows, after, kept, *self._cell(cells))
+        pending = self._laid_pending(rings.put(state.pending, tick, found))
+        return before, dataclasses.replace(state, pending=pending)
 
     def _weights(self, state: _State, cells: Any) -> _State:
         """Gradients of the stages' weights added to what there is."""

@@ -85,6 +85,34 @@ class Kept:
             for x, spec in pairs
         ]
 
+    def readable(self, ring: Sequence[Array], ticks: Array) -> tuple[list[Array], list[Array]]:
+        """What `layer` reads: rings on the devices; of those in host memory, `of`.
+
+        Args:
+            ring: As `laid_out` gave it.
+            ticks: `[stages]`.
+        """
+        pairs = list(zip(ring, self._specs, strict=True))
+        here = [x for x, spec in pairs if spec is None]
+        return here, [self._fetched(x, ticks, spec) for x, spec in pairs if spec is not None]
+
+    def layer(
+        self, here: Sequence[Array], fetched: Sequence[Array], tick: Array, number: Array
+    ) -> list[Array]:
+        """Of one stage, where stages are mapped over: what it kept of one layer in a tick.
+
+        Args:
+            here: Rings on the devices, `[slots, layers, ...]`.
+            fetched: What is in host memory, `[layers, ...]`.
+            tick: That of the forward pass.
+            number: Of the layer.
+        """
+        held = rings.layer(list(here), tick, number)
+        pairs = zip(self._carries, self._specs, strict=True)
+        laid = iter(self._travel.kept_layer(held, [carry for carry, spec in pairs if spec is None]))
+        others = iter(rings.slot(list(fetched), number))
+        return [next(laid if spec is None else others) for spec in self._specs]
+
     def _fetched(self, ring: Array, ticks: Array, spec: PartitionSpec) -> Array:
         # In a region: each device copies the slot of its stage, of its part alone.
         return jax.shard_map(

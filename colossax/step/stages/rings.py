@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from colossax.layerwise import over_stages
+from colossax.layerwise.in_place import put_row
 
 
 def empty(shapes: Any, slots: int, *, lead: Sequence[int] = ()) -> Any:
@@ -19,7 +20,7 @@ def put(ring: Any, tick: Array, values: Any) -> Any:
     """A ring with these values in the slot of a tick."""
 
     def one(x: Array, value: Array) -> Array:
-        return jax.lax.dynamic_update_index_in_dim(x, value.astype(x.dtype), tick % x.shape[0], 0)
+        return put_row(x, value.astype(x.dtype), tick % x.shape[0])
 
     return jax.tree.map(one, ring, values)
 
@@ -51,6 +52,19 @@ def sent(rings: Sequence[Any], cells: Any) -> Any:
     for way, other in enumerate(others, 1):
         found = chosen(cells["way"] == way, other, found)
     return found
+
+
+def layer(ring: Any, tick: Array, number: Array) -> Any:
+    """Of what a stage put there in a tick, `[slots, layers, ...]`, one layer's.
+
+    A slot alone would be copied, to be read layer by layer.
+    """
+
+    def one(x: Array) -> Array:
+        start = (tick % x.shape[0], number, *[jnp.int32(0)] * (x.ndim - 2))
+        return jax.lax.dynamic_slice(x, start, (1, 1, *x.shape[2:]))[0, 0]
+
+    return jax.tree.map(one, ring)
 
 
 def chosen(where: Array, one: Any, other: Any) -> Any:

@@ -68,7 +68,8 @@ def pipelined_totals(
 
     def tick(phase: Phase, state: _State, xs: Any) -> _State:
         now, cells, *_, plain = xs
-        out, ahead, _ = stages.forward(state.ahead, now, cells, plain["enters"])
+        enters = plain["enters"] if phase.enters else None
+        out, ahead, _ = stages.forward(state.ahead, now, cells, enters)
         found = state.totals
         if phase.loss:
             last = stages.travel.of_stage(out, routes.last)

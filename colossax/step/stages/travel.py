@@ -69,22 +69,31 @@ class Travel:
         )
 
     def kept(self, ring: Any, carries: Sequence[bool]) -> Any:
-        """What layers keep, `[slots, stages, layers, ...]`: inputs of layers lie as they travel.
+        """What layers keep, `[slots, stages, layers, ...]`: inputs of layers lie as they travel."""
+        return self._row_major(ring, carries, None, STAGE, None)
+
+    def kept_layer(self, held: Any, carries: Sequence[bool]) -> Any:
+        """Of one layer and stage, read out of there: likewise."""
+        return self._row_major(held, carries)
+
+    def _row_major(self, arrays: Any, carries: Sequence[bool], *lead: Any) -> Any:
+        """Inputs of layers as they travel, what else is kept as it is.
 
         Row by row in memory too, said in a region of its own: left to choose, the compiler lays
         them out one way while the pipeline fills and another way then, and holds both.
 
         Args:
-            ring: List of arrays.
+            arrays: List of arrays.
             carries: Of each, whether it is (a part of) a layer's input.
+            lead: Mesh axes of their first dims.
         """
         out = []
-        for x, carry in zip(ring, carries, strict=True):
-            spec = self.spec_of(x.shape[3:], x.dtype) if carry else None
+        for x, carry in zip(arrays, carries, strict=True):
+            spec = self.spec_of(x.shape[len(lead) :], x.dtype) if carry else None
             if spec is not None:
-                x = row_major(self._bound, PartitionSpec(None, STAGE, None, *spec), x)
+                x = row_major(self._bound, PartitionSpec(*lead, *spec), x)
             out.append(x)
-        return type(ring)(out)
+        return type(arrays)(out)
 
     def spec_of(self, shape: tuple[int, ...], dtype: Any) -> PartitionSpec | None:
         """How what travels in this form lies; None where nothing does."""

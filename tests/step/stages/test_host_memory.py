@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from colossax.config import OffloadConfig, PipelineConfig, Plan, Segment
+from colossax.config import BatchConfig, OffloadConfig, PipelineConfig, Plan, Segment
 from colossax.errors import PlanError
 from colossax.optim import adamw, lamb
 from tests.oracle import assert_trees_close
@@ -17,14 +17,16 @@ MODEL = dataclasses.replace(CONFIG, layers=6)
 CLIP = 0.5
 MESHES = {
     "fsdp": ({"stage": 2, "fsdp": 2}, {}),
+    "reduced once": ({"stage": 2, "data": 2}, {"gather": "step", "once": True}),
     "tensor, in chunks": ({"stage": 3, "tensor": 2}, {"chunks": 2}),
     "data": ({"stage": 2, "data": 2, "tensor": 2}, {}),
 }
 
 
-def plan_of(mesh, offload="none", *, base=FULL, **pipeline):
+def plan_of(mesh, offload="none", *, base=FULL, once=False, **pipeline):
     return base.replace(
         mesh=mesh,
+        batch=BatchConfig(reduce_once=once),
         pipeline=PipelineConfig(microbatches=4, **pipeline),
         offload=OffloadConfig().with_text(offload),
     )
@@ -93,6 +95,7 @@ def test_all_of_the_stages_layers_in_host_memory(tmp_path):
 SWEPT = [
     ("optimizer=1", "fsdp", adamw, None),
     ("optimizer=1", "fsdp", lamb, CLIP),
+    ("optimizer=1", "reduced once", adamw, CLIP),
     ("optimizer=1", "tensor, in chunks", lamb, CLIP),
     ("optimizer=1,activations=1", "tensor, in chunks", adamw, CLIP),
     ("activations=1", "data", adamw, CLIP),
@@ -168,3 +171,11 @@ def test_parameters_in_host_memory_are_fetched_by_layer_or_refused(how, message)
     plan = plan_of({"stage": 2}, "parameters=1", **how)
     with pytest.raises(PlanError, match=message):
         started(plan, adamw(1e-2), model=MODEL, devices=jax.devices()[:2])
+
+
+@pytest.mark.catches("stage-reduced-once-in-host-memory")
+@pytest.mark.parametrize("share", ["parameters=1", "activations=1"])
+def test_what_gradients_reduced_once_need_stays_on_the_devices(share):
+    plan = plan_of({"stage": 2, "data": 2}, share, once=True)
+    with pytest.raises(PlanError, match="reduce_once: stages that .* give plan.offload optimizer"):
+        started(plan, adamw(1e-2), model=MODEL, devices=jax.devices()[:4])

@@ -12,6 +12,7 @@ from tests.step import test_parallel_oracle as oracle
 from tests.step.stages.test_stages import (
     assert_equals_one_device,
     devices_of,
+    once,
     piped,
     start,
     step_of,
@@ -33,6 +34,9 @@ CASES = {
     "in chunks": Plan(mesh={"stage": 2, "tensor": 2}, segments=THIRDS, **piped(4, chunks=2)),
     "four stages around a ring": preset(
         "zero3+ring", mesh={"stage": 4, "ring": 2}, segments=THIRDS, **piped(4)
+    ),
+    "reduced once, in chunks": Plan(
+        mesh={"stage": 2, "fsdp": 2, "tensor": 2}, segments=THIRDS, **once(3, chunks=2)
     ),
     "as many stages as there are": Plan(
         mesh={"stage": -1}, segments=(Segment(count=1), Segment(count=1, remat="dots")), **piped(2)

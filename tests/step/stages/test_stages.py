@@ -38,6 +38,7 @@ MODELS = {
     else dataclasses.replace(config, layers=8, embed=16)
     for name, config in oracle.MODELS.items()
 }
+MODELS["odd"] = dataclasses.replace(MODELS["gpt2"], vocab=61)
 FULL = (Segment(remat="full"),)
 ROWS = 16
 
@@ -75,13 +76,21 @@ def in_chunks(params, count):
     return {**params, "layers": {"segments": cut}}
 
 
+def batch_of(model, rows):
+    """Of tokens that the model knows."""
+    known = MODELS[model].vocab - 1
+    tokens = {"tokens", "targets"}
+    found = oracle.batch("gpt2" if model == "odd" else model, rows=rows)
+    return {name: np.minimum(x, known) if name in tokens else x for name, x in found.items()}
+
+
 def gradients(model, plan, devices, rows):
     step = step_of(model, plan, devices)
     chunks = plan.pipeline.chunks_of_stage
     state = step.init_from(
         jax.device_put(in_chunks(start(model), chunks), step.shardings["params"])
     )
-    found = jax.jit(step.gradients)(state, step.place(oracle.batch(model, rows=rows)))
+    found = jax.jit(step.gradients)(state, step.place(batch_of(model, rows)))
     return jax.tree.map(np.asarray, found.grads), float(found.loss)
 
 
@@ -101,6 +110,15 @@ def piped(count, **more):
     return {"pipeline": PipelineConfig(microbatches=count, **more)}
 
 
+def once(count, **more):
+    """Weights gathered and gradients reduced once a step."""
+    return {"batch": BatchConfig(reduce_once=True), **piped(count, gather="step", **more)}
+
+
+def preset_once(name, mesh, count):
+    return preset(name, mesh=mesh).replace(**once(count))
+
+
 QUICK = {
     "1f1b": (
         "llama",
@@ -118,9 +136,15 @@ QUICK = {
         "llama",
         Plan(mesh={"stage": 2, "row": 2, "col": 2}, tensor_layout="2d", segments=FULL, **piped(2)),
     ),
+    "gathered and reduced once": (
+        "packed",
+        preset_once("zero3+ring+pipeline", {"stage": 2, "ring": 2, "fsdp": 2}, 3),
+    ),
+    "a vocabulary of 61": ("odd", Plan(mesh={"stage": 4, "fsdp": 2}, segments=FULL, **piped(3))),
 }
 
 
+@pytest.mark.catches("reduce-once-of-one-device")
 @pytest.mark.catches("stage-empty-cells-count")
 @pytest.mark.catches("stage-input-of-another")
 @pytest.mark.parametrize(("model", "plan"), QUICK.values(), ids=QUICK)
@@ -253,6 +277,56 @@ def test_every_form_equals_one_device(plan, rows):
     assert_equals_one_device("llama", plan, rows=rows)
 
 
+ONCE = {
+    "every layer again": (
+        "llama",
+        Plan(mesh={"stage": 2, "fsdp": 2}, segments=FULL, **once(4)),
+        12,
+    ),
+    "tied, in chunks": (
+        "gpt2",
+        Plan(mesh={"stage": 2, "data": 2, "fsdp": 2}, segments=FULL, **once(3, chunks=2)),
+        12,
+    ),
+    "tensor": (
+        "llama",
+        preset_once("zero3+megatron_sp", {"stage": 2, "fsdp": 2, "tensor": 2}, 2),
+        12,
+    ),
+    "ulysses": (
+        "llama",
+        preset_once("zero3+ulysses", {"stage": 2, "ulysses": 2, "fsdp": 2}, 2),
+        12,
+    ),
+    "rows that nothing divides": ("llama", Plan(mesh={"stage": 2, "fsdp": 2}, **once(3)), 10),
+    "weights that are whole": (
+        "llama",
+        preset("zero1", mesh={"stage": 2, "fsdp": 2}, **piped(4)),
+        8,
+    ),
+    "2d": (
+        "llama",
+        Plan(mesh={"stage": 2, "data": 2, "row": 1, "col": 2}, tensor_layout="2d", **once(2)),
+        8,
+    ),
+}
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("model", "plan", "rows"), ONCE.values(), ids=ONCE)
+def test_gradients_reduced_once_equal_one_device(model, plan, rows):
+    assert_equals_one_device(model, plan, rows=rows)
+
+
+@pytest.mark.catches("head-on-every-stage")
+def test_stages_share_the_tokens_of_a_head_whose_vocabulary_they_cannot_share():
+    plan = Plan(mesh={"stage": 4}, **piped(2))
+    step = step_of("odd", plan, devices_of(plan))
+    program = jax.jit(step.gradients).lower(step.abstract, step.place(batch_of("odd", 4)))
+    # Logits of two rows of 32 tokens are nowhere made whole.
+    assert "64,61]" not in program.compile().as_text()
+
+
 def test_three_steps_evaluation_and_a_state_of_another_mesh(tmp_path):
     given = [oracle.batch("llama", rows=8) for _ in range(3)]
     plans = Plan(), Plan(mesh={"stage": 2, "tensor": 2}, segments=FULL, **piped(2, chunks=2))
@@ -371,8 +445,8 @@ REFUSED = {
         "its runs of layers differ",
     ),
     "reduced once": (
-        preset("zero1", mesh={"stage": 2, "fsdp": 2}),
-        "stages reduce gradients for each microbatch",
+        Plan(mesh={"stage": 2, "fsdp": 2}, batch=BatchConfig(reduce_once=True), **piped(2)),
+        "is split over 'fsdp', which splits the batch; .* give plan.pipeline.gather step",
     ),
 }
 
@@ -393,6 +467,6 @@ def test_a_batch_without_weights_is_not_filled_up():
 
 
 def test_cases_are_as_many_as_is_said():
-    cases = (list(mesh_cases()), SCHEDULES, FORMS)
-    assert len(cases[0]) + len(MIXED) * len(SCHEDULES) + 12 + len(FORMS) == 73
+    cases = (list(mesh_cases()), SCHEDULES, FORMS, ONCE)
+    assert len(cases[0]) + len(MIXED) * len(SCHEDULES) + 12 + len(FORMS) + len(ONCE) == 80
     assert len(list(itertools.chain(meshes()))) == 22

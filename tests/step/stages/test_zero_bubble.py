@@ -11,7 +11,7 @@ from colossax.planner import build_step
 from tests.oracle import assert_losses_close, assert_trees_close
 from tests.step import test_parallel_oracle as oracle
 from tests.step.stages import test_stages as stages
-from tests.step.stages.test_stages import FULL, devices_of, in_chunks, piped
+from tests.step.stages.test_stages import FULL, devices_of, in_chunks, once, piped
 
 QUICK = {
     "zb_h1, recomputed, around a ring": (
@@ -77,6 +77,18 @@ FORMS = {
             **piped(3, gather="step", schedule="zb_v"),
         ),
         12,
+    ),
+    "gathered and reduced once": (
+        Plan(mesh={"stage": 2, "fsdp": 2}, segments=FULL, **once(3, schedule="zb_h1")),
+        12,
+    ),
+    "zb_v, gathered and reduced once": (
+        Plan(
+            mesh={"stage": 4, "fsdp": 2},
+            segments=(Segment(remat="qkv+mlp"),),
+            **once(5, schedule="zb_v"),
+        ),
+        20,
     ),
 }
 
