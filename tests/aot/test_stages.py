@@ -108,11 +108,11 @@ def test_memory_has_as_many_inputs_as_the_simulator_keeps():
     ("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2), ("zb_h1", 1), ("zb_v", 2)]
 )
 def test_memory_and_program_do_not_grow_with_microbatches(schedule, chunks):
-    few, many = (
-        inspected(count, 4 * chunks, schedule=schedule, chunks=chunks) for count in (8, 64)
-    )
+    how = {"layers": 4 * chunks, "schedule": schedule, "chunks": chunks}
+    few, filled, many = (inspected(count, **how) for count in (8, 16, 64))
     assert many.memory.temp_bytes <= 1.02 * few.memory.temp_bytes
-    assert len(many.program.hlo) <= 1.02 * len(few.program.hlo)
+    # With so few that no phase repeats, the program of several chunks is shorter by one.
+    assert len(many.program.hlo) <= 1.001 * len(filled.program.hlo)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
