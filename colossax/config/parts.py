@@ -91,9 +91,9 @@ class PipelineConfig:
         gather: How often the layers' weights are gathered over the axes that split tokens: for each
             `microbatch`, forward and backward; or once a `step`, for memory that holds a stage's
             weights whole in the compute dtype.
-        cuts: Layers of each chunk, in the order of the model; `10,8,8,6` on the command line. Each
-            stage then has a program of its own, which waits for its inputs alone. None: chunks of
-            as many layers each, in one program for all stages.
+        cuts: Layers of each chunk, in the order of the model: numbers, or their text as `10,8,8,6`.
+            Each stage then has a program of its own, which waits for its inputs alone. None: chunks
+            of as many layers each, in one program for all stages.
         table: Path of a table of one's own in place of a schedule by name, as
             `colossax.pipeline.Table.to_json` writes it, for the plan's stages, chunks and
             microbatches. Evaluation goes forward without it.
@@ -103,7 +103,7 @@ class PipelineConfig:
     microbatches: Annotated[int, Bound(low=1, told="1 or more microbatches")] | None = None
     chunks: Annotated[int, Bound(low=1, told="1 or more chunks")] = 1
     gather: str = dataclasses.field(default="microbatch", metadata={"choices": GATHERS})
-    cuts: tuple[int, ...] | None = None
+    cuts: Any = None
     table: str | None = None
 
     def __post_init__(self):
@@ -139,11 +139,9 @@ def _cuts(given: Any) -> tuple[int, ...] | None:
     if given is None:
         return None
     found = given.split(",") if isinstance(given, str) else given
-    try:
-        counts = tuple(map(int, found if isinstance(found, list | tuple) else (found,)))
-    except ValueError:
-        counts = ()
-    if not counts or min(counts) < 1:
+    words = [str(one).strip() for one in (found if isinstance(found, list | tuple) else [found])]
+    counts = tuple(int(word) for word in words if word.isdecimal())
+    if not counts or len(counts) < len(words) or min(counts) < 1:
         raise PlanError(
             f"pipeline.cuts: found {given!r}; give the layers of each stage, 1 or more, as 10,8,8,6"
         )

@@ -1,6 +1,6 @@
 """Plans that stages cannot follow, refused before anything is traced."""
 
-from colossax.config import HOST_KINDS, BoundPlan, MeshAxis, user_path
+from colossax.config import HOST_KINDS, BoundPlan, MeshAxis, Plan, user_path
 from colossax.documents import read_small, why
 from colossax.errors import PlanError
 from colossax.pipeline import Kind, Table, checked, schedule
@@ -145,12 +145,7 @@ def _check_offload(bound: BoundPlan) -> None:
 
 def _check_reduced_once(bound: BoundPlan) -> None:
     """Refuse what gradients that are reduced once a step do not go with."""
-    offload, segments = bound.plan.offload, bound.plan.segments
-    if (
-        offload.parameters
-        or offload.activations
-        or not all(s.placement.params == s.placement.activations == "device" for s in segments)
-    ):
+    if not _computed_here(bound.plan):
         raise PlanError(
             "plan.batch.reduce_once: stages that reduce gradients once a step keep parameters and"
             " activations on the devices; give plan.offload optimizer alone, or switch it off"
@@ -160,18 +155,20 @@ def _check_reduced_once(bound: BoundPlan) -> None:
 def _check_apart(bound: BoundPlan) -> None:
     """Refuse what backward passes in two parts do not go with."""
     plan, how = bound.plan, "backward in two parts"
-    offload, placements = plan.offload, [segment.placement for segment in plan.segments]
     if len(plan.segments) > 1:
         raise PlanError(
             f"plan.segments: a schedule with {how} has one policy for all layers; give one segment,"
             " or plan.pipeline.schedule 1f1b"
         )
-    if (
-        offload.parameters
-        or offload.activations
-        or not all(each.params == "device" and each.activations == "device" for each in placements)
-    ):
+    if not _computed_here(plan):
         raise PlanError(
             f"plan.offload: a schedule with {how} keeps parameters and activations on the devices;"
             " give optimizer alone, or plan.pipeline.schedule 1f1b"
         )
+
+
+def _computed_here(plan: Plan) -> bool:
+    """Whether what layers compute with, and what they keep, is on the devices."""
+    placements = [segment.placement for segment in plan.segments]
+    away = plan.offload.parameters or plan.offload.activations
+    return not away and all(p.params == p.activations == "device" for p in placements)

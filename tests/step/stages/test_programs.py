@@ -243,3 +243,13 @@ def test_kinds_of_layers_sums_variables_and_what_does_not_learn():
     np.testing.assert_allclose(got, want, rtol=1e-5)
     np.testing.assert_allclose(followed, mean, rtol=1e-5)
     assert np.abs(mean).min() > 0
+
+
+@pytest.mark.parametrize("given", ["1,x", 2.5, [3, None], {"a": 1}, [], True, "3,-1", "0,4"])
+def test_cuts_that_are_no_numbers_of_layers_are_refused(given):
+    with pytest.raises(PlanError, match="give the layers of each stage, 1 or more, as 10,8,8,6"):
+        PipelineConfig(cuts=given)
+
+
+def test_cuts_are_given_as_numbers_or_their_text():
+    assert PipelineConfig(cuts="5, 3") == PipelineConfig(cuts=[5, 3]) == PipelineConfig(cuts=(5, 3))
