@@ -54,10 +54,10 @@ NAMES = {
         "segment_counts stage_segments store to_device update_seconds working_set_bytes"
     ),
     "colossax.layerwise": (
-        "CutLoss CutRun Layer LayerRun LayerState Maximum Residual Scanned StackCall StackRunner "
-        "Stacks StageLayers Stream Transposed added alternates checkpointed current_runner "
-        "cut_loss kept_sharding nothing over_stages recording_kept running shapes_of stack_call "
-        "stage_layers summed"
+        "Chain CutLoss CutRun Layer LayerRun LayerState Link Maximum Residual Scanned "
+        "StackCall StackRunner Stacks StageLayers Stream Transposed added alternates checkpointed "
+        "current_runner cut_loss kept_sharding nothing over_stages recording_kept running "
+        "shapes_of stack_call stage_layers summed"
     ),
     "colossax.data": (
         "BatchLoader Corpus Documents Mixture RowSource Rows Split SyntheticRows Tokenizer "

@@ -1,5 +1,7 @@
 """How the layers of a stack are run: one after another, or streamed through host memory."""
 
+from .chain import Chain as Chain
+from .chain import Link as Link
 from .cut import CutLoss as CutLoss
 from .cut import CutRun as CutRun
 from .cut import StackCall as StackCall

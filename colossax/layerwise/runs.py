@@ -59,6 +59,7 @@ class LayerRun:
         group: Layers of one call.
         stacked: Whether arrays have a dim of layers in front; else there is one layer.
         policy: What the segment recomputes, and what of it lives in host memory.
+        before: Layers of the stacks that the model made before this one.
     """
 
     key: Key
@@ -69,6 +70,7 @@ class LayerRun:
     group: int = 1
     stacked: bool
     policy: Segment
+    before: int = 0
 
     def checkpoint(self, fn: Callable) -> Callable:
         """What a loop does for a layer, under the segment's rematerialisation policy."""

@@ -17,6 +17,7 @@ from jaxtyping import Array
 
 from colossax.config import BoundPlan, MeshAxis, Placement
 from colossax.errors import InputError
+from colossax.nn.kinds import counting_layers
 from colossax.nn.members import behind_stack, reference_to_holder
 from colossax.nn.named_models import MakeModel, MakeModels, make_models
 from colossax.nn.rngs import fresh_rngs
@@ -169,7 +170,8 @@ def _abstract(make_model: MakeModel, made: dict[str, Any]) -> Any:
     """
 
     def make() -> Any:
-        model = _as_tree(make_model(fresh_rngs(0)))
+        with counting_layers():
+            model = _as_tree(make_model(fresh_rngs(0)))
         made["behind"] = behind_stack(model) if isinstance(model, nnx.Module) else ()
         return model
 
@@ -275,6 +277,7 @@ def _info(path: tuple, variable: Any, model: str | None, behind: Sequence[tuple]
         dtype=np.dtype(variable.dtype),
         first_layer=metadata.get("first_layer"),
         total_layers=total,
+        span=metadata.get("span"),
         segment=segment,
         placement=metadata.get("placement", Placement()),
         resident=metadata.get("resident", False),
@@ -355,7 +358,7 @@ def initialise(
     dtype = bound.plan.precision.params
 
     def init(key: Array) -> Params:
-        with use(bound), nnx.use_eager_sharding(False):
+        with use(bound), nnx.use_eager_sharding(False), counting_layers():
             model = spec.make_model(fresh_rngs(key))
         return jax.tree.map(
             lambda leaf, info, make: leaf.astype(info.at_rest(dtype)) if make else None,

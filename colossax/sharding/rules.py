@@ -167,10 +167,10 @@ def home_stage(bound: BoundPlan, info: ParamInfo) -> int:
     where it was made after the layers.
     """
     layout = chunks_of(bound).layout
-    if info.first_layer is None:
+    if info.span is None:
         return layout[-1 if info.behind else 0][0]
-    ends = itertools.accumulate(bound.plan.pipeline.cuts or ())
-    return layout[next(at for at, end in enumerate(ends) if info.first_layer < end)][0]
+    first, ends = info.span[0], itertools.accumulate(bound.plan.pipeline.cuts or ())
+    return layout[next(at for at, end in enumerate(ends) if first < end)][0]
 
 
 @functools.lru_cache(maxsize=64)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 from colossax.config import BoundPlan
 from colossax.errors import PlanError
-from colossax.layerwise import CutLoss, CutRun, Layer, Scanned, cut_loss, shapes_of
+from colossax.layerwise import Chain, Layer, LayerRun, Link, shapes_of
 from colossax.sharding import RowOrder, in_order, use
 from colossax.sharding.rules import chunks_of
 from colossax.step.programs.numbered import Leaves, Numbered
@@ -57,8 +57,8 @@ class Chunk:
         learning: Numbers of the parameters that it reads and that learn.
         fixed: Of those that do not.
         apply: `(learning, input, given, microbatch) -> (output, sums)`. The input of the first is
-            (), of the last (carry, sums of all before); the output of the last one number, its
-            sums what the loss gave beside it.
+            (), of the last what comes and sums of all before; the output of the last one number,
+            its sums what the loss gave beside it.
         input: Shapes of its input.
         output: Of its output and sums.
     """
@@ -109,7 +109,7 @@ def cut_chunks(
         order: Of the batch's rows.
 
     Raises:
-        PlanError: The loss cannot be cut at one stack, or not where the plan says.
+        PlanError: The loss cannot be cut, or not where the plan says.
 
     Cost: traces the loss once for each chunk, and each layer of a kind once in it.
     """
@@ -120,11 +120,11 @@ def cut_chunks(
         here = bound.stage(stage)
         with use(here), in_order(order):
             part = _Part(loss, numbered, given, len(layout), position)
-            runs = part.between(ends[position] - cuts[position], ends[position])
-            reads = part.reads(runs)
+            link = part.link(ends[position] - cuts[position], ends[position])
+            reads = sorted(at for at in link.reads if at < len(numbered.shapes))
             learning = tuple(at for at in reads if numbered.learns[at])
             fixed = tuple(at for at in reads if not numbered.learns[at])
-            apply = _under(here, order, part.apply(runs))
+            apply = _under(here, order, part.apply(link))
             before = chunks[-1] if chunks else None
             start: Any = () if before is None else before.output[0]
             if position == len(layout) - 1:
@@ -161,59 +161,40 @@ class _Part:
 
     def __init__(self, loss: Loss, numbered: Numbered, given: Given, count: int, at: int):
         self._numbered = numbered
-        self._first, self._last = at == 0, at == count - 1
+        self._last = at == count - 1
         params = dict(enumerate(numbered.shapes))
         args = jax.eval_shape(self._args, params, given, jnp.int32(0))
-        self.cut: CutLoss = cut_loss(loss, *args)
-        path = self.cut.runs[0].layers.key[0]
-        problem = None
-        if any(at < len(params) for at in self.cut.side_reads):
-            problem = f"side inputs of the layers of stack '{path}' depend on parameters"
-        elif self.cut.taps:
-            problem = f"what layers of stack '{path}' give is read between them"
-        if problem is not None:
+        self._chain = Chain(loss, *args)
+
+    def link(self, start: int, end: int) -> Link:
+        """That of the runs whose layers are these."""
+        runs = self._chain.runs
+        names = list(dict.fromkeys(repr(run.key[0]) for run in runs))
+        if sorted(runs, key=_first) != list(runs):
             raise PlanError(
-                f"plan.pipeline.cuts: {problem}, and programs of stages get the output of the"
-                " layers before alone; give mesh axis 'stage' size 1"
+                f"plan.pipeline.cuts: the loss calls the layer stacks {', '.join(names)} in another"
+                " order than the model makes them, in which their layers are numbered; make them in"
+                " the order of the calls"
             )
-
-    def between(self, start: int, end: int) -> list[CutRun]:
-        """Runs whose layers are these."""
-        found = [run for run in self.cut.runs if start <= run.layers.first < end]
-        covered = sum(run.layers.count * run.layers.group for run in found)
-        if covered != end - start or found[0].layers.first != start:
-            path = self.cut.runs[0].layers.key[0]
+        found = [at for at, run in enumerate(runs) if start <= _first(run) < end]
+        covered = sum(runs[at].count * runs[at].group for at in found)
+        if covered != end - start or _first(runs[found[0]]) != start:
             raise PlanError(
-                f"plan.pipeline.cuts: layers {start} to {end - 1} of stack '{path}' are no runs of"
-                " their own; cut where its groups of layers begin"
+                f"plan.pipeline.cuts: layers {start} to {end - 1} of {', '.join(names)} are no runs"
+                " of their own; cut where groups of layers begin"
             )
-        return found
+        return self._chain.link(found[0], found[-1] + 1)
 
-    def reads(self, runs: Sequence[CutRun]) -> list[int]:
-        """Numbers of the parameters that these layers, and what stands beside them, read."""
-        found = set().union(*(run.reads for run in runs))
-        if self._first:
-            found |= self.cut.before_reads
-        if self._last:
-            found |= self.cut.after_reads
-        return sorted(at for at in found if at < len(self._numbered.shapes))
-
-    def apply(self, runs: Sequence[CutRun]) -> Callable:
+    def apply(self, link: Link) -> Callable:
         """What a chunk computes; see `Chunk.apply`."""
 
         def apply(learning: Leaves, start: Any, given: Given, number: Array) -> tuple[Any, Any]:
             args = self._args({**learning, **given.fixed}, given, number)
-            side = self.cut.side(*args)
-            x, sums = start if self._last else (start, [])
-            if self._first:
-                x = self.cut.enter(*args)
-            for run in runs:
-                x, _, _, counted = Scanned().run(run.layers, run.params(*args), x, side, None, None)
-                sums = [*sums, counted]
+            values, sums = start if self._last else (start, [])
+            out, own = link.apply(args, values, sums)
             if not self._last:
-                return x, sums
-            outputs = [(x, each) for each in sums]
-            value, others = self.cut.after(args, outputs, self.cut.crossing(*args))
+                return out, own
+            value, others = out
             return value, jax.lax.stop_gradient(others)
 
         return apply
@@ -228,3 +209,8 @@ class _Part:
         )
         params = self._numbered.tree({**values, **leaves})
         return params, arrays, key, given.weights, given.variables
+
+
+def _first(run: LayerRun) -> int:
+    """Number of a run's first layer among those of all stacks."""
+    return run.before + run.first

@@ -7,6 +7,7 @@ import jax
 
 from colossax.config import BoundPlan
 from colossax.errors import PlanError
+from colossax.offload.placement import cuts_refusal
 from colossax.optim import is_layerwise
 from colossax.sharding import batch_axes
 from colossax.sharding.rules import chunks_of
@@ -15,7 +16,7 @@ from colossax.step.options import StepOptions
 _INSTEAD = "leave plan.pipeline.cuts out, which gives one program for all stages"
 
 
-def check_programs(bound: BoundPlan, optimizer: Any, options: StepOptions) -> None:
+def check_programs(bound: BoundPlan, infos: Any, optimizer: Any, options: StepOptions) -> None:
     """Refuse what programs of stages do not do.
 
     Raises:
@@ -23,6 +24,9 @@ def check_programs(bound: BoundPlan, optimizer: Any, options: StepOptions) -> No
     """
     chunks_of(bound)
     plan = bound.plan
+    layers = max((1 + info.span[1] for info in jax.tree.leaves(infos) if info.span), default=0)
+    if layers != sum(plan.pipeline.cuts or ()):
+        raise PlanError(cuts_refusal(plan.pipeline.cuts or (), layers))
     if any(d.process_index != jax.process_index() for d in bound.mesh.devices.flat):
         raise PlanError(
             "plan.pipeline.cuts: programs of stages run in one process in this version, and the"
