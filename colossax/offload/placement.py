@@ -82,6 +82,11 @@ def _in_chunks(plan: Plan, runs: list[Segment], layers: int, before: int) -> lis
 def _chunks(plan: Plan, layers: int, before: int) -> tuple[int, ...]:
     """Layers of each part of all stacks, or of this one, that begins a segment of its own."""
     asked = plan.pipeline
+    if asked.cuts == "auto":
+        raise PlanError(
+            "plan.pipeline.cuts 'auto': the layers of each stage are not known yet; settle the plan"
+            " with colossax.planner.settle, or give them, as 10,8,8,6"
+        )
     if asked.cuts is not None:
         if sum(asked.cuts) < before + layers:
             raise PlanError(cuts_refusal(asked.cuts, before + layers))
