@@ -48,6 +48,7 @@ def updater_of(step: "Step", optimizer: Any) -> Updater | None:
         PlanError: See `streaming_of` and `check_programs`.
     """
     if step.bound.stage_programs:
+        check_reduce_once(step.bound, step.spec.infos)
         check_programs(step.bound, step.spec.infos, optimizer, step.options)
         return StageUpdate(step, optimizer)
     return streaming_of(step, optimizer)

@@ -45,4 +45,6 @@ def test_the_sentence_says_what_waits_for_weight_gradients():
     v = staged("zb_v").pipeline
     assert v is not None and "22 forward passes for 16, 20 % of its time in vain" in v.line
     plain = staged("1f1b").pipeline
-    assert plain is not None and plain.line.endswith("room for 7 microbatches that wait for backward")
+    assert plain is not None and plain.line.endswith(
+        "room for 7 microbatches that wait for backward"
+    )

@@ -15,7 +15,7 @@ from colossax.config import BoundPlan
 
 PARAMETERS, OPTIMIZER, STATE, INPUT = "parameters", "optimizer", "state", "input"
 GRADIENTS, KEPT, PENDING = "gradients", "kept for backward", "kept for weight gradients"
-BETWEEN, OTHER = "between chunks", "other"
+GATHERED, BETWEEN, OTHER = "gathered weights", "between chunks", "other"
 
 _TERMS: Mapping[str, tuple[str, ...]] = {
     "cut": (INPUT,),
@@ -24,6 +24,8 @@ _TERMS: Mapping[str, tuple[str, ...]] = {
     "input_gradient": (BETWEEN, PENDING),
     "weight_gradient": (GRADIENTS,),
     "zeros": (GRADIENTS,),
+    "gathered": (GATHERED,),
+    "reduced": (GRADIENTS,),
     "total": (GRADIENTS, OTHER),
 }
 """What results of a program hold, by its name: of each item of a tuple, or of all."""

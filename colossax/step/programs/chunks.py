@@ -2,12 +2,11 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from colossax.config import BoundPlan
@@ -16,7 +15,7 @@ from colossax.layerwise import Chain, Layer, LayerRun, Link, shapes_of
 from colossax.sharding import RowOrder, in_order, use
 from colossax.sharding.rules import chunks_of
 from colossax.step.programs.numbered import Leaves, Numbered
-from colossax.step.stages.travel import stream_spec
+from colossax.step.programs.weights import Weights
 
 Loss = Callable[..., Any]
 """`(parameters, microbatch, key, term weights, variables) -> (one number, others)`."""
@@ -28,14 +27,14 @@ class Given:
     """What a stage's programs get beside parameters that learn; nothing of it is differentiated.
 
     Attributes:
-        fixed: Parameters that do not learn.
+        fixed: Parameters that do not learn, by number.
         arrays: Of the batch, `[microbatches, rows, ...]`.
         keys: `[microbatches]`; None: none.
         weights: See `Microbatches.term_weights`.
         variables: See `TrainState`.
     """
 
-    fixed: dict[int, Any]
+    fixed: Any
     arrays: Any
     keys: Any
     weights: Any
@@ -45,6 +44,15 @@ class Given:
         """The same with these parameters."""
         return dataclasses.replace(self, fixed=fixed)
 
+    def of_one(self, weights: Weights) -> "Given":
+        """Shapes of what one device along the batch gets; see `Weights.each`."""
+        arrays, keys = weights.of_one((self.arrays, self.keys), 1)
+        return dataclasses.replace(self, arrays=arrays, keys=keys)
+
+
+_MAPPED: Any = (0, 0, Given(fixed=None, arrays=1, keys=1, weights=None, variables=None), None)
+"""Where what a chunk gets has the dim of devices along the batch."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Chunk:
@@ -53,7 +61,7 @@ class Chunk:
     Attributes:
         position: Its place in the model.
         stage: Who has it.
-        bound: The plan on that stage's devices.
+        weights: How it gets them, on that stage's devices.
         learning: Numbers of the parameters that it reads and that learn.
         fixed: Of those that do not.
         apply: `(learning, input, given, microbatch) -> (output, sums)`. The input of the first is
@@ -65,7 +73,7 @@ class Chunk:
 
     position: int
     stage: int
-    bound: BoundPlan
+    weights: Weights
     learning: tuple[int, ...]
     fixed: tuple[int, ...]
     apply: Callable[[Leaves, Any, Given, Array], tuple[Any, Any]]
@@ -80,21 +88,19 @@ class Chunk:
             given: Shapes of what chunks get, parameters left out.
         """
         given = given.having(numbered.shapes_of(self.fixed))
-        return Layer(self.apply, numbered.shapes_of(self.learning), self.input, given)
+        learning = jax.eval_shape(self.weights.spread, numbered.shapes_of(self.learning))
+        return Layer(self.apply, learning, self.input, given)
 
-    def laid_out(self, tree: Any) -> Any:
-        """What goes from chunk to chunk, as it lies on the stage's devices."""
-
-        def one(x: Any) -> Array:
-            sharding = NamedSharding(self.bound.mesh, stream_spec(self.bound, x))
-            return jax.lax.with_sharding_constraint(x, sharding)
-
-        return jax.tree.map(one, tree)
+    @property
+    def bound(self) -> BoundPlan:
+        """The plan on its stage's devices."""
+        return self.weights.here
 
 
 def cut_chunks(
     loss: Loss,
     bound: BoundPlan,
+    weights: Sequence[Weights],
     numbered: Numbered,
     given: Given,
     order: RowOrder,
@@ -104,6 +110,7 @@ def cut_chunks(
     Args:
         loss: See `Loss`.
         bound: Plan and all devices.
+        weights: Of each stage.
         numbered: All parameters.
         given: Shapes of what chunks get, parameters left out.
         order: Of the batch's rows.
@@ -117,25 +124,27 @@ def cut_chunks(
     ends = list(itertools.accumulate(cuts))
     chunks: list[Chunk] = []
     for position, (stage, _) in enumerate(layout):
-        here = bound.stage(stage)
-        with use(here), in_order(order):
-            part = _Part(loss, numbered, given, len(layout), position)
+        own = weights[stage]
+        with use(own.inside), in_order(order):
+            of_one = given.of_one(own)
+            part = _Part(loss, numbered, of_one, len(layout), position)
             link = part.link(ends[position] - cuts[position], ends[position])
             reads = sorted(at for at in link.reads if at < len(numbered.shapes))
             learning = tuple(at for at in reads if numbered.learns[at])
             fixed = tuple(at for at in reads if not numbered.learns[at])
-            apply = _under(here, order, part.apply(link))
+            apply = own.each(_under(own.inside, order, part.apply(link)), _MAPPED)
             before = chunks[-1] if chunks else None
             start: Any = () if before is None else before.output[0]
             if position == len(layout) - 1:
                 start = (start, [each for chunk in chunks for each in chunk.output[1]])
-            inputs = (numbered.shapes_of(learning), start, given.having(numbered.shapes_of(fixed)))
+            shapes = jax.eval_shape(own.spread, numbered.shapes_of(learning))
+            inputs = (shapes, start, given.having(numbered.shapes_of(fixed)))
             output = jax.eval_shape(apply, *inputs, jnp.int32(0))
             chunks.append(
                 Chunk(
                     position=position,
                     stage=stage,
-                    bound=here,
+                    weights=own,
                     learning=learning,
                     fixed=fixed,
                     apply=apply,

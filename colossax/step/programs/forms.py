@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from colossax.config import MeshAxis
-from colossax.layerwise import shapes_of
+from colossax.layerwise import shapes_of, summed
 from colossax.pipeline import Kind, Table, schedule
 from colossax.sharding import RowOrder, in_order, use
 from colossax.sharding.rules import chunks_of
@@ -21,6 +21,7 @@ from colossax.step.programs.numbered import Leaves, Numbered
 from colossax.step.programs.passes import BothWays, Forward, Underway
 from colossax.step.programs.sending import of_stage, sent
 from colossax.step.programs.stage import Stage
+from colossax.step.programs.weights import Weights
 from colossax.step.trainable import split
 from colossax.typing import Batch, Params
 
@@ -64,8 +65,10 @@ class Form:
             evaluates: Whether it is for totals alone, and not for gradients.
             **options: Of `jax.jit`.
         """
-        self._step, self._numbered, self._stages = step, numbered, stages
+        self._step, self._stages = step, stages
         self._placer, self._evaluates = placer, evaluates
+        self._weights = [Weights(stage.here, differentiates=not evaluates) for stage in stages]
+        self._numbered = numbered = self._weights[0].shapes(numbered)
         self._cut = [jitted(self._cut_up(stage), **options) for stage in stages]
         shared = {name: step.abstract[name] for name in ("step", "rng", "variables")}
         arrays, keys, weights = jax.eval_shape(self._cut_up(stages[0]), batch, shared)
@@ -74,7 +77,7 @@ class Form:
         self.count = jax.tree.leaves(arrays)[0].shape[0]
         loss = self._totals if evaluates else self._value
         order = _order(placer, batch)
-        self.chunks = cut_chunks(loss, step.bound, numbered, given, order)
+        self.chunks = cut_chunks(loss, step.bound, self._weights, numbered, given, order)
         self.table = _table(step, self.count)
         apart = any(op.kind is Kind.WEIGHT for _, _, op in self.table.operations())
         self.passes: Forward = (
@@ -82,6 +85,11 @@ class Form:
             if evaluates
             else BothWays(self.chunks, numbered, given, apart, **options)
         )
+        self._gathered = [jitted(self._gather(each), **options) for each in self._weights]
+        self._reduced = [
+            jitted(self._reduce(each), donate_argnums=0, **options) for each in self._weights
+        ]
+        self._summed = jitted(summed, **options)
 
     def run(self, params: Params, shared: dict[str, Any], batch: Batch) -> Underway:
         """A batch through all chunks; nobody waits for it.
@@ -96,21 +104,12 @@ class Form:
             here = {name: of_stage(value, stage.here) for name, value in shared.items()}
             cut[stage.number] = self._cut[stage.number](of_stage(batch, stage.here), here)
             variables[stage.number] = here["variables"]
-        leaves = jax.tree.leaves(params)
-        there: dict[tuple[int, int], Any] = {}
-
-        def at(number: int, stage: int) -> Any:
-            if self._numbered.homes[number] == stage:
-                return leaves[number]
-            if (number, stage) not in there:
-                there[number, stage] = sent(leaves[number], self._stages[stage].here)
-            return there[number, stage]
-
-        own = [{n: at(n, chunk.stage) for n in chunk.learning} for chunk in self.chunks]
+        held = [self._held(jax.tree.leaves(params), stage) for stage in self._stages]
+        own = [{n: held[chunk.stage][n] for n in chunk.learning} for chunk in self.chunks]
         given = []
         for chunk in self.chunks:
             arrays, keys, weights = cut[chunk.stage]
-            fixed = {n: at(n, chunk.stage) for n in chunk.fixed}
+            fixed = {n: held[chunk.stage][n] for n in chunk.fixed}
             given.append(
                 Given(
                     fixed=fixed,
@@ -122,6 +121,23 @@ class Form:
             )
         return self.passes.run(self.table, own, given)
 
+    def _held(self, leaves: Sequence[Any], stage: Stage) -> Leaves:
+        """What a stage's chunks read, as they get it; of other stages' parameters, what is sent."""
+        mine = [chunk for chunk in self.chunks if chunk.stage == stage.number]
+        homes = self._numbered.homes
+        read = sorted({at for chunk in mine for at in (*chunk.learning, *chunk.fixed)})
+        there = {
+            at: leaves[at] if homes[at] == stage.number else sent(leaves[at], stage.here)
+            for at in read
+        }
+        if not self._weights[stage.number].gathers:
+            return there
+        return self._gathered[stage.number](there)
+
+    def found(self, underway: Underway) -> Any:
+        """What the loss gave, where the last chunk is."""
+        return underway.found if self._weights[0].shards is None else self._summed(underway.found)
+
     def gradients(self, underway: Underway) -> list[tuple[Leaves, list[Leaves]]]:
         """Of each stage what chunks found of its parameters, wherever they are.
 
@@ -129,10 +145,10 @@ class Form:
         """
         found: list[tuple[Leaves, list[Leaves]]] = [({}, []) for _ in self._stages]
         homes = self._numbered.homes
-        for chunk, grads in zip(self.chunks, underway.grads, strict=True):
+        for by, grads in self._by_stage(underway):
             for stage in self._stages:
                 own = {at: g for at, g in grads.items() if homes[at] == stage.number}
-                if own and stage.number != chunk.stage:
+                if own and stage is not by:
                     own = sent(own, stage.here)
                 first, more = found[stage.number]
                 again = {at: own.pop(at) for at in first.keys() & own.keys()}
@@ -141,9 +157,37 @@ class Form:
                     more.append(again)
         return found
 
+    def _by_stage(self, underway: Underway) -> list[tuple[Stage, Leaves]]:
+        """Who found gradients, and which: of its chunks, or added and reduced of all of them."""
+        found: list[tuple[Stage, Leaves]] = []
+        for stage in self._stages:
+            pairs = zip(self.chunks, underway.grads, strict=True)
+            own = [grads for chunk, grads in pairs if chunk.stage == stage.number]
+            if self._weights[stage.number].shards is not None:
+                own = self._reduced[stage.number](own)
+            found += [(stage, grads) for grads in own]
+        return found
+
+    def _gather(self, weights: Weights) -> Callable[[Leaves], Leaves]:
+        infos = dict(enumerate(self._numbered.infos))
+
+        def gathered(leaves: Leaves) -> Leaves:
+            return weights.gathered(infos, leaves)
+
+        return gathered
+
+    def _reduce(self, weights: Weights) -> Callable[[Sequence[Leaves]], list[Leaves]]:
+        infos = dict(enumerate(self._numbered.infos))
+
+        def reduced(grads: Sequence[Leaves]) -> list[Leaves]:
+            return weights.reduced(infos, grads)
+
+        return reduced
+
     def _cut_up(self, stage: Stage) -> Callable[..., tuple[Any, Any, Any]]:
         """`(batch, shared) -> (arrays, keys, weights of terms)` on a stage's devices."""
         step, numbered = self._step, self._numbered
+        weights = self._weights[stage.number]
 
         def cut(batch: Batch, shared: dict[str, Any]) -> tuple[Any, Any, Any]:
             with use(stage.here):
@@ -161,7 +205,7 @@ class Form:
                     params = numbered.tree(dict(enumerate(nothing)))
                     parts = split(params, step.trainable)
                     micro = with_term_weights(step.loss_call, *parts, shared["variables"], micro)
-                    return micro.arrays, micro.keys, micro.term_weights
+                    return *weights.cut(micro), micro.term_weights
 
         return cut
 

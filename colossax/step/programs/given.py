@@ -9,7 +9,6 @@ from colossax.config import BoundPlan
 from colossax.errors import PlanError
 from colossax.offload.placement import cuts_refusal
 from colossax.optim import is_layerwise
-from colossax.sharding import batch_axes
 from colossax.sharding.rules import chunks_of
 from colossax.step.options import StepOptions
 
@@ -36,16 +35,6 @@ def check_programs(bound: BoundPlan, infos: Any, optimizer: Any, options: StepOp
         raise PlanError(
             "plan.offload: programs of stages keep all of their layers on the devices in this"
             f" version; give offload none, or {_INSTEAD}"
-        )
-    if plan.batch.reduce_once and batch_axes(bound):
-        raise PlanError(
-            "plan.batch.reduce_once: programs of stages reduce gradients for each microbatch in"
-            f" this version; switch it off, or {_INSTEAD}"
-        )
-    if plan.pipeline.gather == "step":
-        raise PlanError(
-            "plan.pipeline.gather: programs of stages gather weights for each microbatch in this"
-            f" version; give microbatch, or {_INSTEAD}"
         )
     if options.prepare is not None:
         raise PlanError(

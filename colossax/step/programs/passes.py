@@ -11,8 +11,7 @@ from jax.sharding import NamedSharding
 
 from colossax.layerwise import added
 from colossax.pipeline import Kind, Op, Table
-from colossax.sharding import param_sharding, use
-from colossax.step.gradients.sums import accumulable
+from colossax.sharding import use
 from colossax.step.programs.ahead import jitted, short
 from colossax.step.programs.chunks import Chunk, Given
 from colossax.step.programs.numbered import Leaves, Numbered
@@ -191,7 +190,7 @@ def _applied(chunk: Chunk) -> Callable:
     def forward(*args: Any) -> Any:
         with use(chunk.bound):
             out, sums = chunk.apply(*args)
-            return chunk.laid_out(out), sums
+            return chunk.weights.laid_out(out), sums
 
     return forward
 
@@ -200,7 +199,7 @@ class _Part:
     """What is traced of one chunk."""
 
     def __init__(self, chunk: Chunk, numbered: Numbered, given: Given, apart: bool):
-        self.chunk = chunk
+        self.chunk, self.weights = chunk, chunk.weights
         self._infos = {at: numbered.infos[at] for at in chunk.learning}
         self._shapes = numbered.shapes_of(chunk.learning)
         self.layer = chunk.layer(numbered, given)
@@ -215,38 +214,41 @@ class _Part:
     @property
     def shardings(self) -> dict[int, Any]:
         """Of gradients of its parameters; of a program without arguments nothing else says it."""
-        bound, infos = self.chunk.bound, self._infos.items()
-        specs = {at: param_sharding(bound, "gradients", info).spec for at, info in infos}
+        specs = {at: self.weights.gradient_spec(info) for at, info in self._infos.items()}
         # As the backward pass gives them, or it would be compiled for these besides.
-        return {at: NamedSharding(bound.mesh, short(spec)) for at, spec in specs.items()}
+        mesh = self.chunk.bound.mesh
+        return {at: NamedSharding(mesh, short(spec)) for at, spec in specs.items()}
 
     def zeros(self) -> Leaves:
         """Gradients of nothing."""
         zeros = {at: jnp.zeros(x.shape, x.dtype) for at, x in self._shapes.items()}
-        return accumulable(self.chunk.bound, self._infos, zeros)
+        return self.weights.accumulable(self._infos, self.weights.spread(zeros))
 
     def forward(self, params: Leaves, start: Any, given: Given, number: Any) -> Any:
         """`((output, sums), kept)`."""
         with use(self.chunk.bound):
+            params = self.weights.spread(params)
             (out, sums), kept = self.layer.forward(params, start, given, number)
-            return (self.chunk.laid_out(out), sums), kept
+            return (self.weights.laid_out(out), sums), kept
 
     def backward(
         self, params: Leaves, grads: Leaves, given: Given, number: Any, kept: Any, by: Any
     ) -> tuple[Any, Leaves]:
         """Gradient of the input, and gradients with those of the parameters added."""
         with use(self.chunk.bound):
+            params = self.weights.spread(params)
             found = self.layer.transpose(params, given, number, kept, self._by(by))
-            return self._back(found.carry), self._added(grads, found.params)
+            return self.weights.laid_out(found.carry), self._added(grads, found.params)
 
     def input_gradient(self, params: Leaves, given: Given, number: Any, kept: Any, by: Any) -> Any:
         """Gradient of the input, and what those of the parameters need."""
         assert self._apart is not None
         with use(self.chunk.bound):
+            params = self.weights.spread(params)
             carry, _, pending = self._apart.input_gradient(
                 params, given, number, kept, self._by(by)
             )
-            return self._back(carry), pending
+            return self.weights.laid_out(carry), pending
 
     def weight_gradient(
         self, params: Leaves, grads: Leaves, given: Given, number: Any, kept: Any, pending: Any
@@ -254,6 +256,7 @@ class _Part:
         """Gradients with those of the parameters added."""
         assert self._apart is not None
         with use(self.chunk.bound):
+            params = self.weights.spread(params)
             more = self._apart.weight_gradient(params, given, number, kept, pending)
             return self._added(grads, more)
 
@@ -265,9 +268,6 @@ class _Part:
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), others)
         return jnp.ones(value.shape, value.dtype), zeros
 
-    def _back(self, carry: Any) -> Any:
-        return self.chunk.laid_out(carry)
-
     def _added(self, grads: Leaves, more: Leaves) -> Leaves:
-        more = accumulable(self.chunk.bound, self._infos, more)
+        more = self.weights.accumulable(self._infos, more)
         return jax.tree.map(jnp.add, grads, more)

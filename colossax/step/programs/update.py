@@ -149,12 +149,13 @@ class StagePrograms:
         ]
         # Before any of it is given up: what all stages have is one array of which each has a part.
         own = [stage.own_state(state) for stage in stages]
+        found = form.found(underway)
         done = [
             conclude(
                 part,
                 of_stage(shared, stage.here),
                 grads,
-                sent(underway.found, stage.here),
+                sent(found, stage.here),
                 [sent(norm, stage.here) for _, norm in totals],
             )
             for stage, conclude, part, (grads, _) in zip(
