@@ -1,6 +1,7 @@
 """A loss cut into the chunks of stages that have programs of their own."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -50,8 +51,8 @@ class Given:
         return dataclasses.replace(self, arrays=arrays, keys=keys)
 
 
-_MAPPED: Any = (0, 0, Given(fixed=None, arrays=1, keys=1, weights=None, variables=None), None)
-"""Where what a chunk gets has the dim of devices along the batch."""
+_MAPPED: Any = Given(fixed=None, arrays=1, keys=1, weights=None, variables=None)
+"""Where it has the dim of devices along the batch."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -88,7 +89,7 @@ class Chunk:
             given: Shapes of what chunks get, parameters left out.
         """
         given = given.having(numbered.shapes_of(self.fixed))
-        learning = jax.eval_shape(self.weights.spread, numbered.shapes_of(self.learning))
+        learning = _spread(self.weights, numbered, self.learning)
         return Layer(self.apply, learning, self.input, given)
 
     @property
@@ -132,12 +133,13 @@ def cut_chunks(
             reads = sorted(at for at in link.reads if at < len(numbered.shapes))
             learning = tuple(at for at in reads if numbered.learns[at])
             fixed = tuple(at for at in reads if not numbered.learns[at])
-            apply = own.each(_under(own.inside, order, part.apply(link)), _MAPPED)
+            axes = (own.places(numbered.infos, learning), 0, _MAPPED, None)
+            apply = own.each(_under(own.inside, order, part.apply(link)), axes)
             before = chunks[-1] if chunks else None
             start: Any = () if before is None else before.output[0]
             if position == len(layout) - 1:
                 start = (start, [each for chunk in chunks for each in chunk.output[1]])
-            shapes = jax.eval_shape(own.spread, numbered.shapes_of(learning))
+            shapes = _spread(own, numbered, learning)
             inputs = (shapes, start, given.having(numbered.shapes_of(fixed)))
             output = jax.eval_shape(apply, *inputs, jnp.int32(0))
             chunks.append(
@@ -153,6 +155,12 @@ def cut_chunks(
                 )
             )
     return chunks
+
+
+def _spread(weights: Weights, numbered: Numbered, numbers: Sequence[int]) -> dict[int, Any]:
+    """Shapes of parameters, as chunks are differentiated by them."""
+    spread = functools.partial(weights.spread, numbered.infos)
+    return jax.eval_shape(spread, numbered.shapes_of(numbers))
 
 
 def _under(bound: BoundPlan, order: RowOrder, fn: Callable) -> Callable:

@@ -119,7 +119,10 @@ class Form:
                     variables=variables[chunk.stage],
                 )
             )
-        return self.passes.run(self.table, own, given)
+        underway = self.passes.run(self.table, own, given)
+        # What was gathered for the step goes, before gradients are reduced.
+        underway.params, underway.given = (), ()
+        return underway
 
     def _held(self, leaves: Sequence[Any], stage: Stage) -> Leaves:
         """What a stage's chunks read, as they get it; of other stages' parameters, what is sent."""
@@ -164,8 +167,16 @@ class Form:
             pairs = zip(self.chunks, underway.grads, strict=True)
             own = [grads for chunk, grads in pairs if chunk.stage == stage.number]
             if self._weights[stage.number].shards is not None:
-                own = self._reduced[stage.number](own)
+                own = [self._reduced_by_leaf(stage, own)]
             found += [(stage, grads) for grads in own]
+        return found
+
+    def _reduced_by_leaf(self, stage: Stage, grads: list[Leaves]) -> Leaves:
+        """One parameter after another, each given up when it is reduced."""
+        found: Leaves = {}
+        for at in sorted(set().union(*grads)):
+            of_one = [each.pop(at) for each in grads if at in each]
+            found |= self._reduced[stage.number]({at: of_one})
         return found
 
     def _gather(self, weights: Weights) -> Callable[[Leaves], Leaves]:
@@ -176,10 +187,10 @@ class Form:
 
         return gathered
 
-    def _reduce(self, weights: Weights) -> Callable[[Sequence[Leaves]], list[Leaves]]:
+    def _reduce(self, weights: Weights) -> Callable[[dict[int, Any]], Leaves]:
         infos = dict(enumerate(self._numbered.infos))
 
-        def reduced(grads: Sequence[Leaves]) -> list[Leaves]:
+        def reduced(grads: dict[int, Any]) -> Leaves:
             return weights.reduced(infos, grads)
 
         return reduced

@@ -222,12 +222,12 @@ class _Part:
     def zeros(self) -> Leaves:
         """Gradients of nothing."""
         zeros = {at: jnp.zeros(x.shape, x.dtype) for at, x in self._shapes.items()}
-        return self.weights.accumulable(self._infos, self.weights.spread(zeros))
+        return self.weights.accumulable(self._infos, self.weights.spread(self._infos, zeros))
 
     def forward(self, params: Leaves, start: Any, given: Given, number: Any) -> Any:
         """`((output, sums), kept)`."""
         with use(self.chunk.bound):
-            params = self.weights.spread(params)
+            params = self.weights.spread(self._infos, params)
             (out, sums), kept = self.layer.forward(params, start, given, number)
             return (self.weights.laid_out(out), sums), kept
 
@@ -236,7 +236,7 @@ class _Part:
     ) -> tuple[Any, Leaves]:
         """Gradient of the input, and gradients with those of the parameters added."""
         with use(self.chunk.bound):
-            params = self.weights.spread(params)
+            params = self.weights.spread(self._infos, params)
             found = self.layer.transpose(params, given, number, kept, self._by(by))
             return self.weights.laid_out(found.carry), self._added(grads, found.params)
 
@@ -244,7 +244,7 @@ class _Part:
         """Gradient of the input, and what those of the parameters need."""
         assert self._apart is not None
         with use(self.chunk.bound):
-            params = self.weights.spread(params)
+            params = self.weights.spread(self._infos, params)
             carry, _, pending = self._apart.input_gradient(
                 params, given, number, kept, self._by(by)
             )
@@ -256,7 +256,7 @@ class _Part:
         """Gradients with those of the parameters added."""
         assert self._apart is not None
         with use(self.chunk.bound):
-            params = self.weights.spread(params)
+            params = self.weights.spread(self._infos, params)
             more = self._apart.weight_gradient(params, given, number, kept, pending)
             return self._added(grads, more)
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -73,12 +73,25 @@ class Weights:
             return micro.arrays, micro.keys
         return self.shards.cut(micro), jax.vmap(self.shards.keys)(micro.keys)
 
-    def spread(self, leaves: Any) -> Any:
-        """Parameters as `each` wants them: of every device its own, which are no copies."""
+    def spread(self, infos: Any, leaves: Leaves) -> Leaves:
+        """Parameters as `each` wants them: of every device its own, which are no copies.
+
+        Args:
+            infos: Theirs.
+            leaves: As chunks get them.
+        """
         if self.shards is None:
             return leaves
-        count = self.shards.count
-        return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), leaves)
+        places = self.places(infos, leaves)
+        return {at: _repeated(x, places[at], self.shards.count) for at, x in leaves.items()}
+
+    def places(self, infos: Any, numbers: Iterable[int]) -> dict[int, int]:
+        """Of the dim of devices in parameters: behind that of layers.
+
+        A loop over layers wants theirs in front, and what it turned round would be kept for
+        backward, a whole stack for each microbatch that waits.
+        """
+        return {at: int(infos[at].dims[:1] == ("layers",)) for at in numbers}
 
     def each(self, fn: Callable, in_axes: Any = 0) -> Callable:
         """`fn` of one device along the batch made one of all.
@@ -117,21 +130,29 @@ class Weights:
         return PartitionSpec(self.shards.axes, *param_sharding(self.here, "weights", info).spec)
 
     def accumulable(self, infos: Any, grads: Leaves) -> Leaves:
-        """Gradients in the dtype and the layout in which they are added up."""
+        """Gradients in the dtype and the layout in which they are added up.
+
+        Args:
+            infos: Of the parameters.
+            grads: With the dim of devices where `spread` puts it; the result has it in front.
+        """
         if self.shards is None:
             return accumulable(self.here, infos, grads)
+        places = self.places(infos, grads)
+        grads = {at: jnp.moveaxis(x, places[at], 0) for at, x in grads.items()}
         wide = accumulable(self.here, infos, grads, constrain=False)
         return self.shards.unreduced(wide, infos)
 
-    def reduced(self, infos: Any, grads: Sequence[Leaves]) -> list[Leaves]:
-        """Gradients of a stage's chunks as the plan wants them, those of one parameter added.
+    def reduced(self, infos: Any, grads: Mapping[int, Sequence[Any]]) -> Leaves:
+        """Gradients as the plan wants them: of each parameter those of all chunks, added up.
 
         Cost: each is sent once.
         """
         assert self.shards is not None
-        found: Leaves = {}
-        for each in grads:
-            found |= {
-                at: grad if at not in found else found[at] + grad for at, grad in each.items()
-            }
-        return [self.shards.reduced(found, {at: infos[at] for at in found})]
+        found = {at: functools.reduce(jnp.add, each) for at, each in grads.items()}
+        return self.shards.reduced(found, {at: infos[at] for at in found})
+
+
+def _repeated(x: Any, place: int, count: int) -> Any:
+    wide = jnp.expand_dims(x, place)
+    return jnp.broadcast_to(wide, (*x.shape[:place], count, *x.shape[place:]))
