@@ -95,9 +95,12 @@ class PipelineConfig:
             Each stage then has a program of its own, which waits for its inputs alone. `auto`: such
             that the slowest is fastest, by modelled seconds, within the devices' memory; settled
             before a run. None: chunks of as many layers each, in one program for all stages.
-        speeds: Of each stage, for cuts of `auto`: how fast its devices are, in any unit; numbers,
-            or their text as `2,1,1,1`. None: devices of one kind are equally fast, those of several
-            as fast as `colossax bench stages RECIPE` measured.
+        speeds: For cuts of `auto`, of the devices of each stage, as they come: how fast they are,
+            in any unit; numbers, or their text as `2,1,1,1`. None: devices of one kind are equally
+            fast, those of several as fast as `colossax bench stages RECIPE` measured.
+        order: Of each stage, the number of its devices among those of all stages, as they come:
+            with `1,0` the first stage has the second half of all devices. `auto`, with cuts of
+            `auto`: the order whose slowest stage is fastest. None: as they come.
         table: Path of a table of one's own in place of a schedule by name, as
             `colossax.pipeline.Table.to_json` writes it, for the plan's stages, chunks and
             microbatches. Evaluation goes forward without it.
@@ -109,12 +112,14 @@ class PipelineConfig:
     gather: str = dataclasses.field(default="microbatch", metadata={"choices": GATHERS})
     cuts: Any = None
     speeds: Any = None
+    order: Any = None
     table: str | None = None
 
     def __post_init__(self):
         check_types(self, "pipeline", error=PlanError)
         object.__setattr__(self, "cuts", _cuts(self.cuts))
         object.__setattr__(self, "speeds", _speeds(self.speeds))
+        object.__setattr__(self, "order", _order(self.order))
         for field, known in (("schedule", SCHEDULES), ("gather", GATHERS)):
             value = getattr(self, field)
             if value not in known:
@@ -123,6 +128,11 @@ class PipelineConfig:
             raise PlanError(
                 f"pipeline.speeds: found {','.join(f'{n:g}' for n in self.speeds)}, and only cuts"
                 " of auto are found by them; give plan.pipeline.cuts auto, or leave them out (none)"
+            )
+        if self.order == "auto" and self.cuts != "auto":
+            raise PlanError(
+                "pipeline.order: 'auto' is found with cuts of auto; give plan.pipeline.cuts auto,"
+                " or the order, as 1,0"
             )
         if self.table is not None and self.schedule != "auto":
             raise PlanError(
@@ -172,6 +182,20 @@ def _speeds(given: Any) -> tuple[float, ...] | None:
             f"pipeline.speeds: found {given!r}; give a number above 0 for each stage, as 2,1,1,1"
         )
     return speeds
+
+
+def _order(given: Any) -> tuple[int, ...] | str | None:
+    """Numbers of the devices of each stage, from numbers or their text; `auto` as it is."""
+    if given is None or given == "auto":
+        return given
+    words = _words(given)
+    numbers = tuple(int(word) for word in words if word.isdecimal())
+    if len(numbers) < len(words) or sorted(numbers) != list(range(len(numbers))) or not numbers:
+        raise PlanError(
+            f"pipeline.order: found {given!r}; give each number from 0 on once, as 1,0 for two"
+            " stages, or auto"
+        )
+    return numbers
 
 
 def _words(given: Any) -> list[str]:

@@ -129,10 +129,10 @@ class Cuts:
     def _told(self, seconds: str) -> str:
         cut = f"layers {','.join(map(str, self.layers))}{seconds}"
         even = f"cut evenly ({','.join(map(str, self.even))})"
+        if self.layers == self.even:
+            return f"{cut}, cut evenly"
         if self.modelled_gain is None:
             return f"{cut}; {even} they would not fit"
-        if self.layers == self.even and not seconds:
-            return f"{cut}, which is evenly"
         return f"{cut}, a modelled {self.modelled_gain:.2f} times as fast as {even}"
 
 

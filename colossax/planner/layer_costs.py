@@ -11,8 +11,7 @@ import jax
 from colossax.config import OffloadConfig
 from colossax.layerwise import CutRun, Layer, Scanned, cut_loss, kept_sharding, shapes_of
 from colossax.pipeline.cuts import LayerCost
-from colossax.planner.one_layer import both_ways, row_shapes, traced_layer
-from colossax.planner.traced_flops import traced_flops
+from colossax.planner.one_layer import layer_flops, row_shapes, traced_layer
 from colossax.sharding import in_order, param_sharding, use
 from colossax.step.gradients.accumulate import objective
 from colossax.step.step import Step
@@ -156,19 +155,19 @@ class _Traced:
         with self._in_force():
             layer = traced_layer(run, self._row(run), self._carry, self._side)
             cost = LayerCost(
-                seconds=flops.layer_flops(flops.runs[at]) / group,
+                seconds=flops.run_flops(flops.runs[at]) / group,
                 state_bytes=sum(one.read + one.moments for one in own) / each,
                 kept_bytes=kept * _bytes(layer.kept) / group,
                 out_bytes=_bytes(jax.tree.leaves(self._carry)),
             )
         return [cost] * each
 
-    def layer_flops(self, run: CutRun) -> float:
+    def run_flops(self, run: CutRun) -> float:
         """Of one call of a run, forward and backward."""
         row = self._row(run)
         with self._in_force():
             layer = traced_layer(run, row, self._carry, self._side)
-            return _flops(layer, row, self._carry, self._side)
+            return layer_flops(layer, row, self._carry, self._side)
 
     def working_bytes(self, run: CutRun) -> float:
         """What a run's layer makes that its transpose needs, were nothing of it recomputed."""
@@ -188,7 +187,7 @@ class _Traced:
             own = sum(state[at].read + state[at].moments for at, end in outside if end == behind)
             sent = sum(state[at].read for at, e in outside if e != behind and at in reads[behind])
             with flops._in_force():
-                seconds = _flops(*counted[behind])
+                seconds = layer_flops(*counted[behind])
             with self._in_force():
                 kept = _bytes(layer.kept)
             found.append(LayerCost(seconds=seconds, state_bytes=own + sent, kept_bytes=kept))
@@ -229,15 +228,6 @@ class _Traced:
 
 def _key() -> Any:
     return jax.random.key(0)
-
-
-def _flops(layer: Layer, params: Any, carry: Any, side: Any) -> float:
-    """Of a layer, forward and backward."""
-
-    def both(params: Any, carry: Any, side: Any) -> Any:
-        return both_ways(layer, 0, (params, carry), side)
-
-    return float(traced_flops(jax.make_jaxpr(both)(*shapes_of((params, carry, side)))).flops)
 
 
 def _bytes(arrays: Sequence[Any]) -> float:

@@ -13,7 +13,7 @@ from colossax.config import AttentionConfig, Plan, Segment
 from colossax.errors import InputError
 from colossax.layerwise import CutRun, cut_loss
 from colossax.pallas.bench import Effort, time_calls
-from colossax.planner.one_layer import both_ways, row_shapes, traced_layer
+from colossax.planner.one_layer import both_ways, layer_flops, row_shapes, traced_layer
 from colossax.planner.task_step import task_step
 from colossax.sharding import use
 from colossax.step.microbatches import batch_dims
@@ -31,10 +31,12 @@ class LayerMeasure:
         layer: For people, and to tell whether two measures are of the same.
         seconds: `[device][repeat]`, forward and backward of a microbatch; of a stack whose layers
             differ, the mean layer.
+        flops: What that layer multiplies, attention written out, as `stack_costs` counts it.
     """
 
     layer: str
     seconds: list[list[float]]
+    flops: float
 
 
 def measure_layer(
@@ -77,7 +79,15 @@ def measure_layer(
             f" remat {plan.segments[0].remat}"
         ),
         seconds=[[seconds / count for seconds in total] for total in totals],
+        flops=_counted(task, plan, shapes, devices[0]) / count,
     )
+
+
+def _counted(task: Task, plan: Plan, shapes: Shapes, device: jax.Device) -> float:
+    """FLOPs of all layers."""
+    plain = plan.replace(attention=AttentionConfig(kernel="xla"))
+    cut = _CutTask(task, plain, shapes, device)
+    return sum(run.layers.count * cut.flops(number) for number, run in enumerate(cut.runs))
 
 
 def activation(task: Task, plan: Plan, device: jax.Device) -> Any:
@@ -187,6 +197,14 @@ class _CutTask:
             return functools.partial(program, *jax.device_put(inputs, device))
 
         return on
+
+    def flops(self, number: int) -> float:
+        """Of one call of a run, forward and backward."""
+        run = self.runs[number]
+        with use(self.step.bound):
+            row = row_shapes(run, self._abstract)
+            layer = traced_layer(run, row, self.carry, self._side)
+            return layer_flops(layer, row, self.carry, self._side)
 
     def _sides(self) -> Any:
         """Side inputs, which are made of the batch; parameters that they need not cost nothing."""

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from colossax.layerwise import CutRun, Layer
+from colossax.layerwise import CutRun, Layer, shapes_of
+from colossax.planner.traced_flops import traced_flops
 
 
 def row_shapes(run: CutRun, args: Sequence[Any]) -> Any:
@@ -34,6 +35,15 @@ def both_ways(layer: Layer, number: int, inputs: Any, side: Any) -> Any:
     ones = jax.tree.map(_cotangent, out)
     found = layer.transpose(row, side, at, kept, ones)
     return out[0], found.params, found.carry
+
+
+def layer_flops(layer: Layer, params: Any, carry: Any, side: Any) -> float:
+    """Of a layer, forward and backward."""
+
+    def both(params: Any, carry: Any, side: Any) -> Any:
+        return both_ways(layer, 0, (params, carry), side)
+
+    return float(traced_flops(jax.make_jaxpr(both)(*shapes_of((params, carry, side)))).flops)
 
 
 def _cotangent(x: Array) -> Any:

@@ -5,7 +5,7 @@ of each layer (`layer_costs`).
 """
 
 import dataclasses
-import itertools
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,33 +23,24 @@ from colossax.config import (
     PipelineConfig,
     Plan,
 )
-from colossax.errors import InputError, PlanError
+from colossax.errors import PlanError
 from colossax.offload import DEVICE_SHARE, Agree, device_memory
-from colossax.pipeline import Kind, Table, schedule
-from colossax.pipeline.cuts import Cuts, StageDevice, cut_layers
-from colossax.pipeline.measured import stage_speeds
+from colossax.pipeline import Table, schedule
+from colossax.pipeline.cuts import StageDevice
+from colossax.planner.cutting import Cutting
+from colossax.planner.flops import peak_flops
 from colossax.planner.layer_costs import StackCosts, stack_costs
+from colossax.planner.stage_speeds import CUTS, links_of, speeds_of
 from colossax.sharding import batch_axes
 from colossax.sharding.rules import chunks_of
 from colossax.step.microbatches import batch_dims, num_microbatches
 from colossax.step.options import StepOptions
 from colossax.step.step import Step
 
-CUTS = "plan.pipeline.cuts auto"
-"""How lines of what was decided begin."""
-
 _LOG = logging.getLogger(__name__)
 
 Build = Callable[[Plan, Sequence[jax.Device], StepOptions], Step]
 """The step of a plan on devices, with options."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Speeds:
-    """How fast each stage is, relative to the fastest, and by what one knows."""
-
-    relative: tuple[float, ...]
-    known_by: str
 
 
 def with_stage_cuts(
@@ -86,56 +77,8 @@ def with_stage_cuts(
     found = agree(lambda: _decided(bound, options, build, recipe, target))
     line = f"{CUTS}: {found['line']}"
     _LOG.info(line)
-    pipeline = dataclasses.replace(plan.pipeline, cuts=tuple(found["cuts"]))
+    pipeline = dataclasses.replace(plan.pipeline, cuts=tuple(found["cuts"]), order=found["order"])
     return plan.replace(pipeline=pipeline), line
-
-
-def speeds_of(
-    kinds: Sequence[Sequence[str]], given: Sequence[float] | None, recipe: str | None
-) -> Speeds:
-    """Of each stage: as given; all alike, where devices are; else as `bench stages` measured.
-
-    Args:
-        kinds: Of each stage those of its devices, the slowest of which counts.
-        given: Speeds of the stages.
-        recipe: See `with_stage_cuts`.
-
-    Raises:
-        PlanError: Speeds of other numbers of stages are given; devices are of several kinds, and
-            not all were measured.
-    """
-    if given is not None:
-        if len(given) != len(kinds):
-            raise PlanError(
-                f"plan.pipeline.speeds: found {len(given)} for {len(kinds)} stages; give one for"
-                " each"
-            )
-        relative = tuple(speed / max(given) for speed in given)
-        return Speeds(relative=relative, known_by=f"speeds {_shown(given)} as given")
-    names = sorted({kind for stage in kinds for kind in stage})
-    if len(names) == 1:
-        known_by = f"all devices are '{names[0]}', which count as equally fast"
-        return Speeds(relative=(1.0,) * len(kinds), known_by=known_by)
-    by_kind = dict(zip(names, _measured(names, recipe), strict=True))
-    relative = tuple(min(by_kind[kind] for kind in stage) for stage in kinds)
-    known_by = f"speeds {_shown(relative)} as colossax bench stages measured"
-    return Speeds(relative=relative, known_by=known_by)
-
-
-def _measured(names: Sequence[str], recipe: str | None) -> tuple[float, ...]:
-    """Of kinds of devices."""
-    shown = ", ".join(map(repr, names))
-    remedy = "give the speed of each stage, as --plan.pipeline.speeds 2,1"
-    if recipe is None:
-        raise PlanError(f"{CUTS}: devices are of several kinds ({shown}); {remedy}")
-    try:
-        return stage_speeds(names, recipe)
-    except InputError as problem:
-        raise PlanError(f"{CUTS}: {problem} (plan.pipeline.speeds)") from problem
-
-
-def _shown(speeds: Sequence[float]) -> str:
-    return ",".join(f"{speed:.3g}" for speed in speeds)
 
 
 def _check(bound: BoundPlan, options: StepOptions) -> None:
@@ -145,7 +88,8 @@ def _check(bound: BoundPlan, options: StepOptions) -> None:
             f"{CUTS}: mesh axis 'stage' has size 1, so there is nothing to cut; give stages, as"
             " --plan.mesh stage=4,fsdp=2, or leave the cuts out (none)"
         )
-    ones = dataclasses.replace(asked, cuts=(1,) * (stages * asked.chunks_of_stage))
+    cuts = (1,) * (stages * asked.chunks_of_stage)
+    ones = dataclasses.replace(asked, cuts=cuts, order=None)
     chunks_of(bound.replace(pipeline=ones))
     if options.shapes is None:
         raise PlanError(
@@ -162,20 +106,38 @@ def _decided(
     recipe: str | None,
     target: Target | None,
 ) -> dict[str, Any]:
-    """Layers of each chunk, and the line; as JSON, for other processes."""
-    grid = np.moveaxis(bound.mesh.devices, MESH_AXES.index(MeshAxis.STAGE), 0)
-    rows = [list(stage.flat) for stage in grid]
+    """Layers of each chunk, order of the devices, and the line; as JSON, for other processes."""
+    grid, asked = bound.mesh.devices, bound.plan.pipeline
+    rows = [list(stage.flat) for stage in np.moveaxis(grid, MESH_AXES.index(MeshAxis.STAGE), 0)]
     kinds = [[device.device_kind for device in stage] for stage in rows]
-    speeds = speeds_of(kinds, bound.plan.pipeline.speeds, recipe)
+    peak = functools.partial(peak_flops, compute_dtype=str(bound.plan.precision.compute))
+    speeds = speeds_of(kinds, _ordered(asked), recipe, peak=None if target is None else peak)
     table, shapes = _microbatch(bound, options)
     costs = _costs(bound, rows[0], dataclasses.replace(options, shapes=shapes, disk=None), build)
+    rate, links = speeds.flops_per_s, None
+    if rate is not None:
+        costs, links = costs.at(rate * len(rows[0])), links_of(kinds, recipe)
     memory = [_memory(stage, target, costs.working_bytes) for stage in rows]
     stages = [
         StageDevice(speed=speed, memory_bytes=room, kind=stage[0])
         for speed, room, stage in zip(speeds.relative, memory, kinds, strict=True)
     ]
-    cuts = cut_chunks_of(costs, stages, table)
-    return {"cuts": list(cuts.layers), "line": f"{cuts.compared}; {speeds.known_by}"}
+    cutting = Cutting(costs=costs, stages=stages, table=table, links=links)
+    cuts, order, told = cutting.decided(search=asked.order == "auto")
+    line = [cuts.compared if rate is None else cuts.line, *told, speeds.known_by]
+    if links is not None:
+        line.append("links as colossax bench links measured")
+    order = order if asked.order == "auto" else asked.order
+    return {"cuts": list(cuts.layers), "order": order, "line": "; ".join(line)}
+
+
+def _ordered(asked: PipelineConfig) -> Sequence[float] | None:
+    """Speeds of the stages, which are given of devices as they come."""
+    if asked.speeds is None or not isinstance(asked.order, tuple):
+        return asked.speeds
+    if len(asked.speeds) != len(asked.order):
+        return asked.speeds  # refused with how many there are
+    return [asked.speeds[number] for number in asked.order]
 
 
 def _memory(devices: Sequence[jax.Device], target: Target | None, working: float) -> float | None:
@@ -223,64 +185,3 @@ def _costs(
         attention = dataclasses.replace(plan.attention, kernel="xla")
         counted = build(alone.replace(attention=attention), devices, options)
     return stack_costs(step, counted, plan.offload)
-
-
-def cut_chunks_of(costs: StackCosts, stages: Sequence[StageDevice], table: Table) -> Cuts:
-    """The layers of each chunk, such that the slowest chunk is fastest.
-
-    Of several chunks each counts as a stage of its own on its stage's device. They are cut as if
-    memory had no bound, and where a stage's chunks then exceed it, each with its share.
-
-    Raises:
-        PlanError: There are fewer layers than chunks, or no such cuts fit.
-    """
-    layout, chunks = table.layout, table.chunks
-    if len(layout) > len(costs.layers):
-        raise PlanError(
-            f"{CUTS}: {table.stages} stages of {chunks} chunks need {len(layout)} layers or more,"
-            f" and there are {len(costs.layers)}; give fewer stages or chunks"
-        )
-    given = {
-        "in_flight": _in_flight(table),
-        "first": costs.first,
-        "last": costs.last,
-    }
-    whole = [stages[stage] for stage, _ in layout]
-    try:
-        if chunks > 1:
-            free = [dataclasses.replace(device, memory_bytes=None) for device in whole]
-            cuts = cut_layers(costs.layers, free, **given)
-            if _fit(cuts, stages, table):
-                return cuts
-            whole = [_share(device, chunks) for device in whole]
-        return cut_layers(costs.layers, whole, **given)
-    except PlanError as problem:
-        raise PlanError(f"{CUTS}: {problem}") from problem
-
-
-def _share(device: StageDevice, chunks: int) -> StageDevice:
-    memory = None if device.memory_bytes is None else device.memory_bytes / chunks
-    return dataclasses.replace(device, memory_bytes=memory)
-
-
-def _fit(cuts: Cuts, stages: Sequence[StageDevice], table: Table) -> bool:
-    """Whether the chunks of each stage are within its memory together."""
-    needed = [0.0] * len(stages)
-    for (stage, _), size in zip(table.layout, cuts.modelled_bytes, strict=True):
-        needed[stage] += size
-    pairs = zip(needed, stages, strict=True)
-    return all(one.memory_bytes is None or size <= one.memory_bytes for size, one in pairs)
-
-
-_KEPT = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHT: -1}
-
-
-def _in_flight(table: Table) -> list[int]:
-    """Most microbatches that each chunk keeps at a time, by position."""
-    orders = [table.order(stage) for stage in range(table.stages)]
-    return [
-        max(
-            itertools.accumulate(_KEPT.get(op.kind, 0) for op in orders[stage] if op.chunk == chunk)
-        )
-        for stage, chunk in table.layout
-    ]

@@ -12,16 +12,17 @@ from colossax.models import maker
 from colossax.optim import adamw
 from colossax.pipeline import schedule, simulate
 from colossax.pipeline.cuts import LayerCost, StageDevice
-from colossax.pipeline.measured import save_layer_times
+from colossax.pipeline.measured import save_layer_times, save_link_times
 from colossax.planner import Facts, boost, settle
 from colossax.planner import stage_cuts as room
+from colossax.planner.cutting import Cutting, in_flight
 from colossax.planner.layer_costs import StackCosts
-from colossax.planner.stage_cuts import cut_chunks_of, speeds_of
+from colossax.planner.stage_speeds import links_of, speeds_of
 from colossax.sharding.rules import home_stage
 from colossax.step import StepOptions
 from colossax.tasks import next_token_loss
 from tests.oracle import assert_losses_close
-from tests.pipeline.test_measured import FAST, SLOW
+from tests.pipeline.test_measured import FAST, LINKS, SLOW
 from tests.step import test_parallel_oracle as oracle
 from tests.step.stages.test_stages import MODELS, devices_of
 
@@ -176,16 +177,20 @@ def test_chunks_of_a_stage_share_its_memory():
     """By speed alone the first would have six of eight layers; it holds four."""
     table = schedule("interleaved", 2, 8, 2, "free")
     stages = [StageDevice(speed=3.0, memory_bytes=4.0), StageDevice()]
-    assert cut_chunks_of(even(8), stages, table).layers == (3, 1, 3, 1)
-    assert cut_chunks_of(even(8, state_bytes=1.0), stages, table).layers == (2, 2, 2, 2)
+
+    def cut(**given):
+        cutting = Cutting(costs=even(8, **given), stages=stages, table=table)
+        return cutting.decided(search=False)[0].layers
+
+    assert (cut(), cut(state_bytes=1.0)) == ((3, 1, 3, 1), (2, 2, 2, 2))
     with pytest.raises(PlanError, match="plan.pipeline.cuts auto: stage 0: layer 0 with"):
-        cut_chunks_of(even(8, state_bytes=3.0), stages, table)
+        cut(state_bytes=3.0)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_h1"])
 def test_in_flight_is_what_the_schedule_keeps(name):
     table = schedule(name, 4, 3 if name == "1f1b" else 9, 1, "free")
-    assert room._in_flight(table) == list(simulate(table, form="free").kept)
+    assert in_flight(table) == list(simulate(table, form="free").kept)
 
 
 @pytest.mark.catches("auto-cuts-kinds")
@@ -202,8 +207,136 @@ def test_devices_of_several_kinds_are_as_fast_as_was_measured(tmp_path, monkeypa
     speeds = speeds_of(kinds, None, "llama3_8b")
     assert speeds.relative == pytest.approx((1.0, 0.4)), "as fast as its slowest device"
     assert speeds.known_by == "speeds 1,0.4 as colossax bench stages measured"
+    assert speeds.flops_per_s is None, "measured before FLOPs were counted"
+    save_layer_times(dataclasses.replace(FAST, flops=5e12))
+    save_layer_times(dataclasses.replace(SLOW, flops=5e12))
+    assert speeds_of(kinds, None, "llama3_8b").flops_per_s == 5e14, "0.01 s, at the median"
     assert speeds_of(kinds[:1] * 2, None, None).relative == (1.0, 1.0)
     assert speeds_of(kinds, (1.0, 4.0), None).relative == (0.25, 1.0)
+
+
+def test_of_devices_that_are_not_there_data_sheets_say_how_fast_they_are():
+    kinds = [["NVIDIA H100"], ["NVIDIA A100"]]
+    peaks = {"NVIDIA H100": 1000.0, "NVIDIA A100": 250.0}
+    speeds = speeds_of(kinds, None, None, peak=peaks.get)
+    assert speeds.relative == (1.0, 0.25)
+    assert speeds.known_by == "speeds 1,0.25 by the peaks of their data sheets"
+    with pytest.raises(PlanError, match="of several kinds"):
+        speeds_of(kinds, None, None, peak=lambda kind: None)
+
+
+@pytest.mark.catches("auto-cuts-links")
+def test_links_are_those_that_were_measured_the_slowest_of_those_side_by_side(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("COLOSSAX_CACHE", str(tmp_path))
+    a, h = "NVIDIA A100", "NVIDIA H100"
+    kinds = [[h, h], [h, a], [a, a]]
+    save_link_times(LINKS)
+    assert links_of(kinds, "llama3_8b") is None, "not all of them"
+    for kind, bytes_per_s in ((a, 1e9), (h, 9e9)):
+        pair = dataclasses.replace(LINKS.pairs[0], seconds=LINKS.sent_bytes / bytes_per_s)
+        save_link_times(
+            dataclasses.replace(LINKS, device_kind=kind, other_kind=kind, pairs=(pair,))
+        )
+    found = links_of(kinds, "llama3_8b")
+    across = LINKS.link.bytes_per_s
+    rates = [[link.bytes_per_s for link in row] for row in found]
+    assert rates[0][1:] == pytest.approx([across, across])
+    assert rates[1][2] == pytest.approx(across) and rates[2][1] == rates[1][2]
+    assert links_of(kinds, None) is None
+
+
+def test_what_was_measured_gives_seconds_and_links_count(tmp_path, monkeypatch, costs):
+    monkeypatch.setenv("COLOSSAX_CACHE", str(tmp_path))
+    here = {"device_kind": "cpu", "recipe": "mine"}
+    save_layer_times(dataclasses.replace(FAST, **here, flops=1e7))
+    plan = asked({"stage": 2, "fsdp": 2})
+    (line,) = found(plan, recipe="mine").reasons.values()
+    (counted,) = costs
+    seconds = (4 * counted.layers[0].seconds + counted.last.seconds) / (1e9 * 2)
+    assert f"layers 4,4, modelled {seconds:.3g} s for the slowest stage, cut evenly" in line
+    slow = dataclasses.replace(LINKS.pairs[0], seconds=2e3)
+    save_link_times(dataclasses.replace(LINKS, **here, other_kind="cpu", pairs=(slow,)))
+    (line,) = found(plan, recipe="mine").reasons.values()
+    sent = counted.layers[0].out_bytes / (LINKS.sent_bytes / 2e3)
+    assert f"modelled {seconds + sent:.3g} s" in line, "the gradient, to the stage before"
+    assert line.endswith("; links as colossax bench links measured")
+
+
+HEAD = LayerCost(seconds=3.0)
+
+
+def ends(count, **given):
+    return dataclasses.replace(even(count, **given), last=HEAD)
+
+
+@pytest.mark.catches("auto-order")
+def test_the_order_of_devices_is_found_where_it_is_asked_for_and_else_told():
+    """The slower device has more of the layers to itself where it has no head."""
+    table = schedule("1f1b", 2, 8, 1, "free")
+    stages = [StageDevice(speed=2.0), StageDevice(speed=1.0)]
+    cutting = Cutting(costs=ends(4), stages=stages, table=table)
+    cuts, order, told = cutting.decided(search=False)
+    assert (cuts.layers, cuts.slowest_s, order) == ((3, 1), 4.0, None)
+    assert told == [
+        "with devices in the order 1,0 (--plan.pipeline.order auto) a modelled 1.60 times as fast"
+    ]
+    cuts, order, told = cutting.decided(search=True)
+    assert (cuts.layers, cuts.slowest_s, order) == ((2, 2), 2.5, [1, 0])
+    assert told == ["devices in the order 1,0"]
+    alike = Cutting(costs=ends(4), stages=stages[:1] * 2, table=table)
+    assert alike.decided(search=True)[1:] == (None, [])
+
+
+def test_an_order_in_which_layers_fit_is_told_where_they_do_not():
+    ticks = schedule("1f1b", 2, 8, 1, "free")
+    stages = [StageDevice(memory_bytes=3.0), StageDevice(memory_bytes=10.0)]
+    table = LayerCost(seconds=0.0, state_bytes=5.0)
+    costs = dataclasses.replace(even(4, state_bytes=1.0), first=table)
+    with pytest.raises(PlanError) as refusal:
+        Cutting(costs=costs, stages=stages, table=ticks).decided(search=False)
+    said = str(refusal.value)
+    assert said.startswith("plan.pipeline.cuts auto: stage 0: layer 0 with 2 microbatches")
+    assert said.endswith("; with devices in the order 1,0 (--plan.pipeline.order auto) they fit")
+
+
+def test_an_order_of_several_chunks_is_not_searched_for():
+    table = schedule("interleaved", 2, 8, 2, "free")
+    stages = [StageDevice(speed=2.0), StageDevice()]
+    with pytest.raises(PlanError, match="plan.pipeline.order auto: .* of one chunk; give"):
+        Cutting(costs=even(8), stages=stages, table=table).decided(search=True)
+
+
+@pytest.mark.catches("order-of-stages")
+def test_stages_have_their_devices_in_the_order_that_is_given():
+    devices = jax.devices()[:4]
+    given = Plan(mesh={"stage": 2, "fsdp": 2}, pipeline=PipelineConfig(order="1,0"))
+    bound = given.bind(devices)
+    assert list(bound.stage(0).mesh.devices.flat) == devices[2:]
+    assert list(bound.stage(1).mesh.devices.flat) == devices[:2]
+    assert Plan(pipeline=given.pipeline).bind(devices).mesh.size == 4, "one stage has no order"
+    with pytest.raises(PlanError, match=r"order: found 2 numbers for 4 stages; .* 0 to 3 once"):
+        Plan(mesh={"stage": 4}, pipeline=given.pipeline).bind(devices)
+
+
+@pytest.mark.catches("speeds-in-order")
+def test_speeds_are_of_devices_as_they_come_and_go_with_the_order():
+    settled = found(asked({"stage": 2}, speeds="1,3", order="1,0")).plan.pipeline
+    assert settled.cuts[0] > settled.cuts[1] and settled.order == (1, 0)
+    plain = found(asked({"stage": 2}, speeds="3,1")).plan.pipeline
+    assert plain.cuts == settled.cuts and plain.order is None
+
+
+@pytest.mark.parametrize("given", ["1,1", "1,2", "0,x", [], "2", {"a": 1}, [0, -1]])
+def test_orders_that_cannot_be_are_refused(given):
+    with pytest.raises(PlanError, match="order: found .* give each number from 0 on once, as 1,0"):
+        PipelineConfig(order=given)
+
+
+def test_an_order_is_found_with_cuts_alone():
+    with pytest.raises(PlanError, match="order: 'auto' is found with cuts of auto"):
+        PipelineConfig(order="auto", cuts="5,3")
 
 
 @pytest.mark.parametrize(
@@ -263,7 +396,10 @@ def test_offload_is_refused_as_with_given_cuts():
 
 @pytest.mark.parametrize(
     ("layers", "plan"),
-    [(3, asked({"stage": 2, "fsdp": 2}, speeds="2,1")), (6, asked({"stage": 4}, speeds="2,1,1,2"))],
+    [
+        (3, asked({"stage": 2, "fsdp": 2}, speeds="1,2", order="auto")),
+        (6, asked({"stage": 4}, speeds="2,1,1,2")),
+    ],
 )
 def test_a_run_with_cuts_that_were_found_equals_one_device(layers, plan):
     batch, losses = oracle.batch("llama", rows=8), []
