@@ -11,6 +11,7 @@ from colossax.offload.placement import cuts_refusal
 from colossax.optim import is_layerwise
 from colossax.sharding.rules import chunks_of
 from colossax.step.options import StepOptions
+from colossax.step.stages.given import check_offload
 
 _INSTEAD = "leave plan.pipeline.cuts out, which gives one program for all stages"
 
@@ -22,20 +23,15 @@ def check_programs(bound: BoundPlan, infos: Any, optimizer: Any, options: StepOp
         PlanError: Names the setting and what would work.
     """
     chunks_of(bound)
-    plan = bound.plan
     layers = max((1 + info.span[1] for info in jax.tree.leaves(infos) if info.span), default=0)
-    if layers != sum(plan.pipeline.cuts or ()):
-        raise PlanError(cuts_refusal(plan.pipeline.cuts or (), layers))
+    if layers != sum(bound.plan.pipeline.cuts or ()):
+        raise PlanError(cuts_refusal(bound.plan.pipeline.cuts or (), layers))
     if any(d.process_index != jax.process_index() for d in bound.mesh.devices.flat):
         raise PlanError(
             "plan.pipeline.cuts: programs of stages run in one process in this version, and the"
             f" devices are of several; {_INSTEAD}"
         )
-    if plan.offload.wanted or any(not s.placement.all_on_device for s in plan.segments):
-        raise PlanError(
-            "plan.offload: programs of stages keep all of their layers on the devices in this"
-            f" version; give offload none, or {_INSTEAD}"
-        )
+    check_offload(bound)
     if options.prepare is not None:
         raise PlanError(
             "prepare: it reads the whole model, of which programs of stages have a part each;"

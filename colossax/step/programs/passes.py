@@ -16,8 +16,7 @@ from colossax.step.programs.ahead import jitted, short
 from colossax.step.programs.chunks import Chunk, Given
 from colossax.step.programs.numbered import Leaves, Numbered
 from colossax.step.programs.sending import sent
-
-_BACK = (Kind.BACKWARD, Kind.INPUT)
+from colossax.step.programs.waiting import BACK, Waiting, waits_on_host
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -31,8 +30,8 @@ class Underway:
         found: What the last chunk has given so far.
         inputs: By position and microbatch, what waits for its forward pass.
         sums: By microbatch, what layers counted, where the last chunk is.
-        kept: By position and microbatch, what forward keeps for backward.
-        back: Likewise, what waits for the backward pass: gradients of output and sums.
+        kept: What forward keeps for backward; None where there is none.
+        back: By position and microbatch, gradients of output and sums that wait for backward.
         pending: Likewise, what weight gradients need: of what is kept, of input gradients.
     """
 
@@ -40,9 +39,9 @@ class Underway:
     given: Sequence[Given]
     grads: list[Leaves]
     found: Any
+    kept: Any = None
     inputs: dict[tuple[int, int], Any] = dataclasses.field(default_factory=dict)
     sums: dict[int, list[Any]] = dataclasses.field(default_factory=dict)
-    kept: dict[tuple[int, int], Any] = dataclasses.field(default_factory=dict)
     back: dict[tuple[int, int], Any] = dataclasses.field(default_factory=dict)
     pending: dict[tuple[int, int], Any] = dataclasses.field(default_factory=dict)
 
@@ -62,7 +61,7 @@ class Forward:
         self._forward = [jitted(_applied(chunk), **options) for chunk in chunks]
         self._added = jitted(added, **options)
 
-    def start(self, params: Sequence[Leaves], given: Sequence[Given]) -> Underway:
+    def start(self, table: Table, params: Sequence[Leaves], given: Sequence[Given]) -> Underway:
         """Nothing has been done."""
         return Underway(params=params, given=given, grads=[], found=None)
 
@@ -74,7 +73,7 @@ class Forward:
             params: See `Underway`.
             given: Likewise.
         """
-        underway = self.start(params, given)
+        underway = self.start(table, params, given)
         for _, stage, op in table.operations():
             self._do(op, table.position(stage, op.chunk), underway)
         return underway
@@ -127,6 +126,7 @@ class BothWays(Forward):
         """
         super().__init__(chunks, **options)
         self._parts = [_Part(chunk, numbered, given, apart) for chunk in chunks]
+        self._on_host = [waits_on_host(chunk, numbered) for chunk in chunks]
         jit = functools.partial(jitted, **options)
         self._forward = [jit(part.forward) for part in self._parts]
         self._backward = [jit(part.backward, donate_argnums=1) for part in self._parts]
@@ -134,15 +134,16 @@ class BothWays(Forward):
         self._weight = [jit(part.weight_gradient, donate_argnums=1) for part in self._parts]
         self._zeros = [jit(part.zeros, out_shardings=part.shardings) for part in self._parts]
 
-    def start(self, params: Sequence[Leaves], given: Sequence[Given]) -> Underway:
+    def start(self, table: Table, params: Sequence[Leaves], given: Sequence[Given]) -> Underway:
         """Nothing has been done."""
         zeros: list[Leaves] = [make() for make in self._zeros]
-        return Underway(params=params, given=given, grads=zeros, found=None)
+        kept = Waiting(table, self._on_host)
+        return Underway(params=params, given=given, grads=zeros, found=None, kept=kept)
 
     def _do(self, op: Op, position: int, at: Underway) -> None:
         if op.kind is Kind.FORWARD:
             self.forward(position, op.microbatch, at)
-        elif op.kind in _BACK:
+        elif op.kind in BACK:
             self.backward(position, op.microbatch, at, apart=op.kind is Kind.INPUT)
         else:
             pending = at.pending.pop((position, op.microbatch))
@@ -156,12 +157,13 @@ class BothWays(Forward):
         start = self._start(position, microbatch, at)
         given = at.given[position]
         found = self._forward[position](at.params[position], start, given, jnp.int32(microbatch))
-        (out, sums), at.kept[position, microbatch] = found
+        (out, sums), kept = found
+        at.kept.put(position, microbatch, kept)
         self._send(position, microbatch, at, out, sums)
 
     def backward(self, position: int, microbatch: int, at: Underway, *, apart: bool) -> None:
         """Gradients of a chunk's input, and unless they come apart of its parameters."""
-        kept = at.kept.pop((position, microbatch))
+        kept = at.kept.take(position, microbatch)
         by = at.back.pop((position, microbatch)) if position < self.last else None
         args = (at.given[position], jnp.int32(microbatch), kept, by)
         if apart:

@@ -13,10 +13,11 @@ from colossax.optim import DimsOptimizer, transformation
 from colossax.sharding import replicated, use
 from colossax.step.gradients.method import Gradients
 from colossax.step.gradients.sums import square_norm
+from colossax.step.programs.by_layer import rule_of
 from colossax.step.programs.numbered import Leaves, Numbered
 from colossax.step.programs.sending import of_stage
 from colossax.step.trainable import optimised
-from colossax.step.updaters import WholeRule, concluded
+from colossax.step.updaters import concluded
 from colossax.typing import Metrics, TrainState
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ class Stage:
         trainable = all_.tree({at: all_.learns[at] for at in self.own})
         learning = optimised(all_.tree({at: all_.infos[at] for at in self.own if all_.learns[at]}))
         rule = transformation(optimizer, jax.tree.map(lambda info: info.dims, learning))
-        self.rule = WholeRule(rule, infos, trainable, step.options.clip_norm)
+        how = (optimizer, rule, step.options.clip_norm)
+        self.rule = rule_of(self.here, step.loss_call, infos, trainable, *how)
         dtype = step.bound.plan.precision.params
         shapes = jax.tree.map(lambda i: jax.ShapeDtypeStruct(i.shape, i.at_rest(dtype)), learning)
         leaves, self._opt = jax.tree_util.tree_flatten_with_path(jax.eval_shape(rule.init, shapes))

@@ -80,15 +80,19 @@ def check_stages(bound: BoundPlan) -> None:
         table = table_of(bound, 1)
     else:
         table = _own_table(bound)
-    _check_offload(bound)
+    check_offload(bound)
     if any(op.kind is Kind.WEIGHT for _, _, op in table.operations()):
         _check_apart(bound)
     if plan.batch.reduce_once and batch_axes(bound):
         _check_reduced_once(bound)
 
 
-def _check_offload(bound: BoundPlan) -> None:
-    """Refuse what of layers that stages share cannot be elsewhere than on their devices."""
+def check_offload(bound: BoundPlan) -> None:
+    """Refuse what of stages' layers cannot be elsewhere than on their devices.
+
+    Raises:
+        PlanError: Names the setting and what would work.
+    """
     plan, stages = bound.plan, bound.mesh.shape[MeshAxis.STAGE]
     offload, placements = plan.offload, [segment.placement for segment in plan.segments]
     known = "stages have all gradients before layers are updated"
@@ -116,6 +120,12 @@ def _check_offload(bound: BoundPlan) -> None:
             any(each.saved_on_host for each in placements),
             "what they keep goes to host memory by no name but input; give activations",
         ),
+        (
+            "activations",
+            bound.stage_programs and any(each.named_activations for each in placements),
+            "that have programs of their own all that they keep goes to host memory; give"
+            " activations",
+        ),
         *(
             (
                 kind,
@@ -126,13 +136,18 @@ def _check_offload(bound: BoundPlan) -> None:
         ),
         (
             "parameters",
-            fetched and plan.pipeline.chunks_of_stage > 1,
+            fetched and plan.pipeline.chunks_of_stage > 1 and not bound.stage_programs,
             "a layer of each chunk would be fetched for one; give plan.pipeline.chunks 1",
         ),
         (
             "parameters",
             fetched and plan.pipeline.gather == "step",
             "weights gathered once a step are on the devices; give plan.pipeline.gather microbatch",
+        ),
+        (
+            "parameters",
+            fetched and bound.stage_programs,
+            "that have programs of their own parameters are on the devices; give parameters 0",
         ),
     ]
     for setting, found, problem in refused:
