@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from colossax.config import BoundPlan
@@ -85,11 +85,14 @@ class Chunk:
     def laid_out(self, tree: Any) -> Any:
         """What goes from chunk to chunk, as it lies on the stage's devices."""
 
-        def one(x: Any) -> Array:
-            sharding = NamedSharding(self.bound.mesh, stream_spec(self.bound, x))
-            return jax.lax.with_sharding_constraint(x, sharding)
+        def one(x: Any, spec: PartitionSpec) -> Array:
+            return jax.lax.with_sharding_constraint(x, NamedSharding(self.bound.mesh, spec))
 
-        return jax.tree.map(one, tree)
+        return jax.tree.map(one, tree, self.specs(tree))
+
+    def specs(self, tree: Any) -> Any:
+        """How what goes from chunk to chunk is split."""
+        return jax.tree.map(lambda x: stream_spec(self.bound, x), tree)
 
 
 def cut_chunks(

@@ -1,10 +1,11 @@
 """The programs for batches of one form, and such a batch on its way through them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from colossax.config import MeshAxis
 from colossax.layerwise import shapes_of
@@ -18,7 +19,8 @@ from colossax.step.microbatches import batch_dims, cut_up
 from colossax.step.programs.chunks import Given, cut_chunks
 from colossax.step.programs.numbered import Leaves, Numbered
 from colossax.step.programs.passes import BothWays, Forward, Underway
-from colossax.step.programs.sending import of_stage, sent
+from colossax.step.programs.processes import connect, from_each, in_several, program
+from colossax.step.programs.sending import of_stage, sent, spec_of
 from colossax.step.programs.stage import Stage
 from colossax.step.trainable import split
 from colossax.typing import Batch, Params
@@ -65,7 +67,7 @@ class Form:
         """
         self._step, self._numbered, self._stages = step, numbered, stages
         self._placer, self._evaluates = placer, evaluates
-        self._cut = [jax.jit(self._cut_up(stage), **options) for stage in stages]
+        self._cut = [program(stage.here, self._cut_up(stage), **options) for stage in stages]
         shared = {name: step.abstract[name] for name in ("step", "rng", "variables")}
         arrays, keys, weights = jax.eval_shape(self._cut_up(stages[0]), batch, shared)
         variables = shapes_of(shared["variables"])
@@ -76,6 +78,7 @@ class Form:
         self.chunks = cut_chunks(loss, step.bound, numbered, given, order)
         self.table = _table(step, self.count)
         apart = any(op.kind is Kind.WEIGHT for _, _, op in self.table.operations())
+        connect([stage.here for stage in stages], self._links())
         self.passes: Forward = (
             Forward(self.chunks, **options)
             if evaluates
@@ -102,7 +105,9 @@ class Form:
             if self._numbered.homes[number] == stage:
                 return leaves[number]
             if (number, stage) not in there:
-                there[number, stage] = sent(leaves[number], self._stages[stage].here)
+                home = self._stages[self._numbered.homes[number]].here
+                here = self._stages[stage].here
+                there[number, stage] = sent(leaves[number], home, here, spec_of)
             return there[number, stage]
 
         own = [{n: at(n, chunk.stage) for n in chunk.learning} for chunk in self.chunks]
@@ -121,18 +126,57 @@ class Form:
             )
         return self.passes.run(self.table, own, given)
 
-    def gradients(self, underway: Underway) -> list[list[Leaves]]:
-        """Of each stage what chunks found of its parameters, wherever they are."""
+    def _links(self) -> Iterator[tuple[int, int]]:
+        """From which stage to which anything is sent."""
+        last = self.chunks[-1].stage
+        for chunk in self.chunks:
+            following = self.chunks[min(chunk.position + 1, len(self.chunks) - 1)].stage
+            homes = [self._numbered.homes[at] for at in (*chunk.learning, *chunk.fixed)]
+            for there in (following, last, *homes):
+                yield chunk.stage, there
+                yield there, chunk.stage
+
+    def gradients(self, underway: Underway, params: Sequence[Array]) -> list[list[Leaves]]:
+        """Of each stage what chunks found of its parameters, wherever they are.
+
+        Args:
+            underway: All chunks have been through it.
+            params: All of them, where they live.
+        """
         found: list[list[Leaves]] = [[] for _ in self._stages]
         homes = self._numbered.homes
         for chunk, grads in zip(self.chunks, underway.grads, strict=True):
             for stage in self._stages:
                 own = {at: g for at, g in grads.items() if homes[at] == stage.number}
                 if own and stage.number != chunk.stage:
-                    own = sent(own, stage.here)
+                    specs = {at: spec_of(params[at]) for at in own}
+                    own = sent(own, chunk.bound, stage.here, lambda _, specs=specs: specs)
                 if own:
                     found[stage.number].append(own)
         return found
+
+    def known_to_all(self, found: Any, norms: Sequence[Any]) -> list[tuple[Any, list[Any]]]:
+        """For each stage, on its devices, what the last has found and a number of each.
+
+        Args:
+            found: Of the last stage.
+            norms: Of each stage; or none at all.
+        """
+        here, last = [stage.here for stage in self._stages], self.chunks[-1].stage
+        if in_several(self._step.bound):
+            asked = [norms[at : at + 1] for at in range(len(here))]
+            others = shapes_of(found)
+            parts = [(found if at == last else others, asked[at]) for at in range(len(here))]
+            rows = from_each(self._step.bound, here, parts)
+            found, norms = rows[last][0], [norm for _, row in rows for norm in row]
+            return [of_stage((found, norms), there) for there in here]
+        return [
+            (
+                sent(found, here[last], there),
+                [sent(norm, here[at], there) for at, norm in enumerate(norms)],
+            )
+            for there in here
+        ]
 
     def _cut_up(self, stage: Stage) -> Callable[..., tuple[Any, Any, Any]]:
         """`(batch, shared) -> (arrays, keys, weights of terms)` on a stage's devices."""

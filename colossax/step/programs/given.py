@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-
 from colossax.config import BoundPlan
 from colossax.errors import PlanError
 from colossax.optim import is_layerwise
@@ -23,11 +21,6 @@ def check_programs(bound: BoundPlan, optimizer: Any, options: StepOptions) -> No
     """
     chunks_of(bound)
     plan = bound.plan
-    if any(d.process_index != jax.process_index() for d in bound.mesh.devices.flat):
-        raise PlanError(
-            "plan.pipeline.cuts: programs of stages run in one process in this version, and the"
-            f" devices are of several; {_INSTEAD}"
-        )
     if plan.offload.wanted or any(not s.placement.all_on_device for s in plan.segments):
         raise PlanError(
             "plan.offload: programs of stages keep all of their layers on the devices in this"
