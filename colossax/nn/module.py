@@ -21,7 +21,7 @@ from colossax.nn.kinds import counting_layers
 from colossax.nn.members import behind_stack, reference_to_holder
 from colossax.nn.named_models import MakeModel, MakeModels, make_models
 from colossax.nn.rngs import fresh_rngs
-from colossax.sharding import param_sharding, use, validate
+from colossax.sharding import param_sharding, use, validate, without_shards
 from colossax.sharding.rules import home_stage
 from colossax.typing import Dims, ParamInfo, Params
 
@@ -381,12 +381,16 @@ def _initialised_by_stage(
 
         return initialise(spec, bound.stage(number), key, only=here)
 
-    parts = [of_stage(number) for number in range(bound.mesh.shape[MeshAxis.STAGE])]
-    return jax.tree.map(
-        lambda *leaves: next((leaf for leaf in leaves if leaf is not None), None),
-        *parts,
-        is_leaf=lambda leaf: leaf is None,
-    )
+    def made(info: ParamInfo, *leaves: Array | None) -> Array | None:
+        found = next((leaf for leaf in leaves if leaf is not None), None)
+        if found is not None or (only is not None and not only(info)):
+            return found
+        shape = jax.ShapeDtypeStruct(info.shape, info.at_rest(bound.plan.precision.params))
+        return without_shards(shape, param_sharding(bound, "params", info))
+
+    stages = range(bound.mesh.shape[MeshAxis.STAGE])
+    parts = [of_stage(at) for at in stages if bound.stage(at).mesh.local_devices]
+    return jax.tree.map(made, spec.infos, *parts, is_leaf=lambda leaf: leaf is None)
 
 
 def _quick_compile(bound: BoundPlan) -> dict[str, int] | None:

@@ -326,6 +326,11 @@ def rehearsing(rehearsal: Rehearsal) -> Iterator[None]:
         _REHEARSAL.reset(token)
 
 
+def rehearses() -> bool:
+    """Whether one goes on."""
+    return _REHEARSAL.get() is not None
+
+
 def jitted(fn: Callable, **options: Any) -> Callable:
     """`jax.jit`, or the rehearsal's where one goes on."""
     rehearsal = _REHEARSAL.get()

@@ -1,10 +1,11 @@
 """The programs for batches of one form, and such a batch on its way through them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from colossax.config import MeshAxis
 from colossax.layerwise import shapes_of, summed
@@ -15,11 +16,11 @@ from colossax.step.batches import BatchPlacer
 from colossax.step.gradients.accumulate import check_counted, objective, with_term_weights
 from colossax.step.loss import Totals
 from colossax.step.microbatches import batch_dims, cut_up
-from colossax.step.programs.ahead import jitted
 from colossax.step.programs.chunks import Given, cut_chunks
 from colossax.step.programs.numbered import Leaves, Numbered
 from colossax.step.programs.passes import BothWays, Forward, Underway
-from colossax.step.programs.sending import of_stage, sent
+from colossax.step.programs.processes import connect, from_each, in_several, program
+from colossax.step.programs.sending import of_stage, sent, spec_of
 from colossax.step.programs.stage import Stage
 from colossax.step.programs.weights import Weights
 from colossax.step.trainable import split
@@ -69,7 +70,7 @@ class Form:
         self._placer, self._evaluates = placer, evaluates
         self._weights = [Weights(stage.here, differentiates=not evaluates) for stage in stages]
         self._numbered = numbered = self._weights[0].shapes(numbered)
-        self._cut = [jitted(self._cut_up(stage), **options) for stage in stages]
+        self._cut = [program(stage.here, self._cut_up(stage), **options) for stage in stages]
         shared = {name: step.abstract[name] for name in ("step", "rng", "variables")}
         arrays, keys, weights = jax.eval_shape(self._cut_up(stages[0]), batch, shared)
         variables = shapes_of(shared["variables"])
@@ -80,16 +81,20 @@ class Form:
         self.chunks = cut_chunks(loss, step.bound, self._weights, numbered, given, order)
         self.table = _table(step, self.count)
         apart = any(op.kind is Kind.WEIGHT for _, _, op in self.table.operations())
+        connect([stage.here for stage in stages], self._links())
         self.passes: Forward = (
             Forward(self.chunks, **options)
             if evaluates
             else BothWays(self.chunks, numbered, given, apart, **options)
         )
-        self._gathered = [jitted(self._gather(each), **options) for each in self._weights]
-        self._reduced = [
-            jitted(self._reduce(each), donate_argnums=0, **options) for each in self._weights
+        self._gathered = [
+            program(each.here, self._gather(each), **options) for each in self._weights
         ]
-        self._summed = jitted(summed, **options)
+        self._reduced = [
+            program(each.here, self._reduce(each), donate_argnums=0, **options)
+            for each in self._weights
+        ]
+        self._summed = program(self.chunks[-1].bound, summed, **options)
 
     def run(self, params: Params, shared: dict[str, Any], batch: Batch) -> Underway:
         """A batch through all chunks; nobody waits for it.
@@ -124,13 +129,25 @@ class Form:
         underway.params, underway.given = (), ()
         return underway
 
+    def _links(self) -> Iterator[tuple[int, int]]:
+        """From which stage to which anything is sent."""
+        last = self.chunks[-1].stage
+        for chunk in self.chunks:
+            following = self.chunks[min(chunk.position + 1, len(self.chunks) - 1)].stage
+            homes = [self._numbered.homes[at] for at in (*chunk.learning, *chunk.fixed)]
+            for there in (following, last, *homes):
+                yield chunk.stage, there
+                yield there, chunk.stage
+
     def _held(self, leaves: Sequence[Any], stage: Stage) -> Leaves:
         """What a stage's chunks read, as they get it; of other stages' parameters, what is sent."""
         mine = [chunk for chunk in self.chunks if chunk.stage == stage.number]
         homes = self._numbered.homes
         read = sorted({at for chunk in mine for at in (*chunk.learning, *chunk.fixed)})
         there = {
-            at: leaves[at] if homes[at] == stage.number else sent(leaves[at], stage.here)
+            at: leaves[at]
+            if homes[at] == stage.number
+            else sent(leaves[at], self._stages[homes[at]].here, stage.here, spec_of)
             for at in read
         }
         if not self._weights[stage.number].gathers:
@@ -141,10 +158,16 @@ class Form:
         """What the loss gave, where the last chunk is."""
         return underway.found if self._weights[0].shards is None else self._summed(underway.found)
 
-    def gradients(self, underway: Underway) -> list[tuple[Leaves, list[Leaves]]]:
+    def gradients(
+        self, underway: Underway, params: Sequence[Array]
+    ) -> list[tuple[Leaves, list[Leaves]]]:
         """Of each stage what chunks found of its parameters, wherever they are.
 
         Of each parameter what one chunk found, and what others did of some of them.
+
+        Args:
+            underway: All chunks have been through it.
+            params: All of them, where they live.
         """
         found: list[tuple[Leaves, list[Leaves]]] = [({}, []) for _ in self._stages]
         homes = self._numbered.homes
@@ -152,7 +175,8 @@ class Form:
             for stage in self._stages:
                 own = {at: g for at, g in grads.items() if homes[at] == stage.number}
                 if own and stage is not by:
-                    own = sent(own, stage.here)
+                    specs = {at: spec_of(params[at]) for at in own}
+                    own = sent(own, by.here, stage.here, lambda _, specs=specs: specs)
                 first, more = found[stage.number]
                 again = {at: own.pop(at) for at in first.keys() & own.keys()}
                 first.update(own)
@@ -194,6 +218,29 @@ class Form:
             return weights.reduced(infos, grads)
 
         return reduced
+
+    def known_to_all(self, found: Any, norms: Sequence[Any]) -> list[tuple[Any, list[Any]]]:
+        """For each stage, on its devices, what the last has found and a number of each.
+
+        Args:
+            found: Of the last stage.
+            norms: Of each stage; or none at all.
+        """
+        here, last = [stage.here for stage in self._stages], self.chunks[-1].stage
+        if in_several(self._step.bound):
+            asked = [norms[at : at + 1] for at in range(len(here))]
+            others = shapes_of(found)
+            parts = [(found if at == last else others, asked[at]) for at in range(len(here))]
+            rows = from_each(self._step.bound, here, parts)
+            found, norms = rows[last][0], [norm for _, row in rows for norm in row]
+            return [of_stage((found, norms), there) for there in here]
+        return [
+            (
+                sent(found, here[last], there),
+                [sent(norm, here[at], there) for at, norm in enumerate(norms)],
+            )
+            for there in here
+        ]
 
     def _cut_up(self, stage: Stage) -> Callable[..., tuple[Any, Any, Any]]:
         """`(batch, shared) -> (arrays, keys, weights of terms)` on a stage's devices."""

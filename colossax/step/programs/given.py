@@ -26,11 +26,6 @@ def check_programs(bound: BoundPlan, infos: Any, optimizer: Any, options: StepOp
     layers = max((1 + info.span[1] for info in jax.tree.leaves(infos) if info.span), default=0)
     if layers != sum(bound.plan.pipeline.cuts or ()):
         raise PlanError(cuts_refusal(bound.plan.pipeline.cuts or (), layers))
-    if any(d.process_index != jax.process_index() for d in bound.mesh.devices.flat):
-        raise PlanError(
-            "plan.pipeline.cuts: programs of stages run in one process in this version, and the"
-            f" devices are of several; {_INSTEAD}"
-        )
     check_offload(bound)
     if options.prepare is not None:
         raise PlanError(

@@ -1,7 +1,6 @@
 """The microbatches of a batch on their way through programs of stages, as a table says."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,9 +11,10 @@ from jax.sharding import NamedSharding
 from colossax.layerwise import added
 from colossax.pipeline import Kind, Op, Table
 from colossax.sharding import use
-from colossax.step.programs.ahead import jitted, short
+from colossax.step.programs.ahead import short
 from colossax.step.programs.chunks import Chunk, Given
 from colossax.step.programs.numbered import Leaves, Numbered
+from colossax.step.programs.processes import Way, program, way
 from colossax.step.programs.sending import sent
 from colossax.step.programs.waiting import BACK, Waiting, waits_on_host
 
@@ -33,6 +33,7 @@ class Underway:
         kept: What forward keeps for backward; None where there is none.
         back: By position and microbatch, gradients of output and sums that wait for backward.
         pending: Likewise, what weight gradients need: of what is kept, of input gradients.
+        leaving: What goes to other processes when the tick ends.
     """
 
     params: Sequence[Leaves]
@@ -44,6 +45,13 @@ class Underway:
     sums: dict[int, list[Any]] = dataclasses.field(default_factory=dict)
     back: dict[tuple[int, int], Any] = dataclasses.field(default_factory=dict)
     pending: dict[tuple[int, int], Any] = dataclasses.field(default_factory=dict)
+    leaving: list[Callable[[], None]] = dataclasses.field(default_factory=list)
+
+    def leave(self) -> None:
+        """Send what waits for the end of a tick, in the order in which it was found."""
+        for send in self.leaving:
+            send()
+        self.leaving.clear()
 
 
 class Forward:
@@ -58,8 +66,8 @@ class Forward:
         """
         self.chunks = chunks
         self.last = len(chunks) - 1
-        self._forward = [jitted(_applied(chunk), **options) for chunk in chunks]
-        self._added = jitted(added, **options)
+        self._forward = [program(chunk.bound, _applied(chunk), **options) for chunk in chunks]
+        self._added = program(chunks[-1].bound, added, **options)
 
     def start(self, table: Table, params: Sequence[Leaves], given: Sequence[Given]) -> Underway:
         """Nothing has been done."""
@@ -73,9 +81,13 @@ class Forward:
             params: See `Underway`.
             given: Likewise.
         """
-        underway = self.start(table, params, given)
-        for _, stage, op in table.operations():
+        underway, now = self.start(table, params, given), 0
+        for tick, stage, op in table.operations():
+            if tick != now:
+                underway.leave()
+                now = tick
             self._do(op, table.position(stage, op.chunk), underway)
+        underway.leave()
         return underway
 
     def _do(self, op: Op, position: int, at: Underway) -> None:
@@ -99,9 +111,30 @@ class Forward:
             found = (out, sums)
             at.found = found if at.found is None else self._added(at.found, found)
             return
-        there = self.chunks[position + 1].bound
-        at.inputs[position + 1, microbatch] = sent(out, there)
-        at.sums.setdefault(microbatch, []).extend(sent(sums, self.chunks[self.last].bound))
+
+        def on() -> None:
+            at.inputs[position + 1, microbatch] = self._moved(out, position, position + 1)
+            there = self._moved(sums, position, self.last, whole=True)
+            at.sums.setdefault(microbatch, []).extend(there)
+
+        self._when(position, (position + 1, self.last), at, on)
+
+    def _when(self, position: int, to: Sequence[int], at: Underway, send: Callable) -> None:
+        """Send at once within a process; to another one when the tick ends.
+
+        What a process dispatches after a program that waits for another process waits with it, so
+        such programs stand between ticks, when both sides have done the same of the table.
+        """
+        here = self.chunks[position].bound.mesh
+        if any(way(here, self.chunks[there].bound.mesh) is Way.ACROSS for there in to):
+            at.leaving.append(send)
+        else:
+            send()
+
+    def _moved(self, tree: Any, position: int, to: int, *, whole: bool = False) -> Any:
+        """From chunk to chunk: what goes from layer to layer as it lies, or what is small."""
+        here, there = self.chunks[position].bound, self.chunks[to].bound
+        return sent(tree, here, there, None if whole else self.chunks[position].weights.specs)
 
 
 class BothWays(Forward):
@@ -127,12 +160,15 @@ class BothWays(Forward):
         super().__init__(chunks, **options)
         self._parts = [_Part(chunk, numbered, given, apart) for chunk in chunks]
         self._on_host = [waits_on_host(chunk, numbered) for chunk in chunks]
-        jit = functools.partial(jitted, **options)
-        self._forward = [jit(part.forward) for part in self._parts]
-        self._backward = [jit(part.backward, donate_argnums=1) for part in self._parts]
-        self._input = [jit(part.input_gradient) for part in self._parts]
-        self._weight = [jit(part.weight_gradient, donate_argnums=1) for part in self._parts]
-        self._zeros = [jit(part.zeros, out_shardings=part.shardings) for part in self._parts]
+
+        def jit(part: _Part, name: str, **more: Any) -> Callable:
+            return program(part.chunk.bound, getattr(part, name), **more, **options)
+
+        self._forward = [jit(part, "forward") for part in self._parts]
+        self._backward = [jit(part, "backward", donate_argnums=1) for part in self._parts]
+        self._input = [jit(part, "input_gradient") for part in self._parts]
+        self._weight = [jit(part, "weight_gradient", donate_argnums=1) for part in self._parts]
+        self._zeros = [jit(part, "zeros", out_shardings=part.shardings) for part in self._parts]
 
     def start(self, table: Table, params: Sequence[Leaves], given: Sequence[Given]) -> Underway:
         """Nothing has been done."""
@@ -178,12 +214,29 @@ class BothWays(Forward):
             before, sums = before
             for number, chunk in enumerate(self.chunks[: self.last]):
                 count = len(chunk.output[1])
-                at.back[number, microbatch] = (None, sent(sums[:count], chunk.bound))
+                self._back_with(number, microbatch, at, sums[:count])
                 sums = sums[count:]
         if position:
-            there = self.chunks[position - 1].bound
+            self._back(position, microbatch, at, before)
+
+    def _back_with(self, number: int, microbatch: int, at: Underway, sums: Any) -> None:
+        """From the last chunk to another, gradients of what its layers counted."""
+
+        def back() -> None:
+            there = self._moved(sums, self.last, number, whole=True)
+            at.back[number, microbatch] = (None, there)
+
+        self._when(self.last, (number,), at, back)
+
+    def _back(self, position: int, microbatch: int, at: Underway, before: Any) -> None:
+        """From a chunk to the one before, the gradient of its input."""
+
+        def back() -> None:
             _, sums = at.back[position - 1, microbatch]
-            at.back[position - 1, microbatch] = (sent(before, there), sums)
+            there = self._moved(before, position, position - 1)
+            at.back[position - 1, microbatch] = (there, sums)
+
+        self._when(position, (position - 1,), at, back)
 
 
 def _applied(chunk: Chunk) -> Callable:

@@ -59,6 +59,7 @@ class Stage:
         shapes = jax.tree.map(lambda i: jax.ShapeDtypeStruct(i.shape, i.at_rest(dtype)), learning)
         leaves, self._opt = jax.tree_util.tree_flatten_with_path(jax.eval_shape(rule.init, shapes))
         self._opt_keys = [jax.tree_util.keystr(path) for path, _ in leaves]
+        self._opt_shapes = [shape for _, shape in leaves]
         self._shardings = step.shardings
 
     def own_params(self, params: Any) -> Leaves:
@@ -97,7 +98,10 @@ class Stage:
 
     def init_opt_state(self, params: Any) -> Any:
         """Of fresh parameters, the whole tree."""
-        return self.rule.init_state(self._all.tree(self.own_params(params)), self.opt_shardings())
+        shardings, own = self.opt_shardings(), self._all.tree(self.own_params(params))
+        if self.here.mesh.local_devices:
+            return self.rule.init_state(own, shardings)
+        return jax.tree.unflatten(self._opt, self._opt_shapes)
 
     def total(self, own: Leaves, more: Sequence[Leaves]) -> tuple[Leaves, Array]:
         """Gradients of what it holds, added over the chunks that read it, and their square norm.

@@ -13,10 +13,10 @@ from colossax.step.batches import BatchPlacer
 from colossax.step.gradients.method import Gradients
 from colossax.step.loss import Totals
 from colossax.step.microbatches import Microbatches
-from colossax.step.programs.ahead import jitted
 from colossax.step.programs.forms import Form, form_of
 from colossax.step.programs.numbered import Numbered
-from colossax.step.programs.sending import of_all, of_stage, sent
+from colossax.step.programs.processes import program, there
+from colossax.step.programs.sending import of_all, of_stage
 from colossax.step.programs.stage import SHARED, Stage, by_key
 from colossax.step.updaters import Updated
 from colossax.typing import Batch, Metrics, Params, TrainState
@@ -82,7 +82,7 @@ class StageUpdate:
                     compiler_options=compiler_options,
                 )
             underway = forms[form].run(params, {"variables": variables}, batch)
-            found = [sent(underway.found[1], stage.here) for stage in self.stages]
+            found = [found for found, _ in forms[form].known_to_all(underway.found[1], [])]
             return of_all(self._step.bound, found)
 
         return totals
@@ -90,6 +90,8 @@ class StageUpdate:
     def whole(self, parts: Sequence[TrainState]) -> TrainState:
         """The state of all stages as one."""
         params = {at: leaf for part in parts for at, leaf in part["params"].items()}
+        where = jax.tree.leaves(self._step.shardings["params"])
+        params = {at: there(leaf, where[at]) for at, leaf in params.items()}
         shared = [{name: part[name] for name in SHARED} for part in parts]
         return {
             **of_all(self._step.bound, shared),
@@ -108,7 +110,7 @@ class StageUpdate:
         leaves = [
             of_all(self._step.bound, named[key])
             if sharding.device_set == everywhere
-            else named[key][0]
+            else there(named[key][0], sharding)
             for key, sharding in by_key(shardings).items()
         ]
         return jax.tree.unflatten(jax.tree.structure(shardings), leaves)
@@ -126,10 +128,12 @@ class StagePrograms:
         self._options = {"compiler_options": compiler_options}
         self._forms: dict[Any, Form] = {}
         self._total = [
-            jitted(stage.total, donate_argnums=0, **self._options) for stage in update.stages
+            program(stage.here, stage.total, donate_argnums=0, **self._options)
+            for stage in update.stages
         ]
         self._conclude = [
-            jitted(
+            program(
+                stage.here,
                 stage.conclude,
                 donate_argnums=0,
                 out_shardings=stage.state_shardings(),
@@ -143,23 +147,20 @@ class StagePrograms:
         form, stages = self._form(batch), self._update.stages
         shared = {name: state[name] for name in SHARED}
         underway = form.run(state["params"], shared, batch)
-        totals = [
-            total(*grads)
-            for total, grads in zip(self._total, form.gradients(underway), strict=True)
-        ]
+        grads = form.gradients(underway, jax.tree.leaves(state["params"]))
+        totals = [total(*found) for total, found in zip(self._total, grads, strict=True)]
+        known = form.known_to_all(form.found(underway), [norm for _, norm in totals])
         # Before any of it is given up: what all stages have is one array of which each has a part.
         own = [stage.own_state(state) for stage in stages]
-        found = form.found(underway)
         done = [
             conclude(
                 part,
                 of_stage(shared, stage.here),
                 grads,
-                sent(found, stage.here),
-                [sent(norm, stage.here) for _, norm in totals],
+                *alike,
             )
-            for stage, conclude, part, (grads, _) in zip(
-                stages, self._conclude, own, totals, strict=True
+            for stage, conclude, part, (grads, _), alike in zip(
+                stages, self._conclude, own, totals, known, strict=True
             )
         ]
         parts, shown = zip(*done, strict=True)

@@ -73,7 +73,9 @@ class Waiting:
 
 
 def _moved(tree: Any, kind: str) -> Any:
-    """The same, split over the same devices, in this memory of theirs."""
+    """The same, split over the same devices, in this memory of theirs; shapes stay shapes."""
     leaves, structure = jax.tree.flatten(tree)
+    if not all(isinstance(x, jax.Array) for x in leaves):
+        return tree
     shardings = [x.sharding.with_memory_kind(kind) for x in leaves]
     return jax.tree.unflatten(structure, jax.device_put(leaves, shardings))

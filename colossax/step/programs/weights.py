@@ -117,11 +117,21 @@ class Weights:
     def laid_out(self, tree: Any) -> Any:
         """What goes from chunk to chunk, as it lies on the stage's devices."""
 
-        def one(x: Any) -> Any:
-            sharding = NamedSharding(self.here.mesh, stream_spec(self.inside, x))
-            return jax.lax.with_sharding_constraint(x, sharding)
+        def one(x: Any, spec: PartitionSpec) -> Any:
+            return jax.lax.with_sharding_constraint(x, NamedSharding(self.here.mesh, spec))
 
-        return jax.tree.map(self.each(one), tree)
+        return jax.tree.map(one, tree, self.specs(tree))
+
+    def specs(self, tree: Any) -> Any:
+        """How what goes from chunk to chunk is split."""
+
+        def one(x: Any) -> PartitionSpec:
+            if self.shards is None:
+                return stream_spec(self.inside, x)
+            spec = stream_spec(self.inside, jax.ShapeDtypeStruct(x.shape[1:], x.dtype))
+            return PartitionSpec(self.shards.axes, *spec)
+
+        return jax.tree.map(one, tree)
 
     def gradient_spec(self, info: ParamInfo) -> PartitionSpec:
         """How a gradient lies while it is added up."""
