@@ -146,8 +146,9 @@ def check_offload(bound: BoundPlan) -> None:
         ),
         (
             "parameters",
-            fetched and bound.stage_programs,
-            "that have programs of their own parameters are on the devices; give parameters 0",
+            fetched and bound.stage_programs and plan.batch.reduce_once,
+            "weights of which each device has gradients of its own are on the devices; switch"
+            " plan.batch.reduce_once off",
         ),
     ]
     for setting, found, problem in refused:
