@@ -10,7 +10,6 @@ from colossax.errors import PlanError
 from colossax.optim import is_layerwise
 from colossax.sharding.rules import chunks_of
 from colossax.step.options import StepOptions
-from colossax.step.stages.given import check_offload
 
 _INSTEAD = "leave plan.pipeline.cuts out, which gives one program for all stages"
 
@@ -27,7 +26,6 @@ def check_programs(bound: BoundPlan, optimizer: Any, options: StepOptions) -> No
             "plan.pipeline.cuts: programs of stages run in one process in this version, and the"
             f" devices are of several; {_INSTEAD}"
         )
-    check_offload(bound)
     if options.prepare is not None:
         raise PlanError(
             "prepare: it reads the whole model, of which programs of stages have a part each;"

@@ -12,14 +12,17 @@ import pytest
 
 from colossax.config import BatchConfig, OffloadConfig, Segment
 from colossax.errors import PlanError
+from colossax.models import maker
 from colossax.optim import adamw, lamb
 from colossax.pipeline import Kind, schedule
+from colossax.planner import boost
 from colossax.step.programs import waiting
+from colossax.tasks import next_token_loss
 from tests.oracle import assert_losses_close, assert_trees_close
 from tests.step import test_parallel_oracle as oracle
 from tests.step.stages.test_programs import cut, start, uneven
 from tests.step.stages.test_programs_once import once
-from tests.step.stages.test_stages import devices_of, step_of
+from tests.step.stages.test_stages import MODELS, devices_of, step_of
 
 PLANS = {
     "two": uneven({"stage": 2, "fsdp": 2}, 5, 3),
@@ -164,6 +167,20 @@ def test_weights_of_which_devices_have_gradients_of_their_own_are_on_the_devices
     )
     with pytest.raises(PlanError, match="switch plan.batch.reduce_once off"):
         started(plan)
+
+
+def test_shares_are_not_searched_for():
+    plan = PLANS["two"].replace(offload=OffloadConfig(auto=True))
+    shapes = {"tokens": jax.ShapeDtypeStruct((8, 32), np.int32)}
+    with pytest.raises(PlanError, match="auto: with 2 stages shares are not searched for"):
+        boost(
+            maker(MODELS["llama"]),
+            adamw(1e-2),
+            next_token_loss(),
+            plan,
+            devices=devices_of(plan),
+            shapes=shapes,
+        )
 
 
 @pytest.mark.catches("programs-keep-by-name")
