@@ -12,8 +12,8 @@ from jaxtyping import Array
 
 from colossax.config import BoundPlan
 from colossax.errors import PlanError
-from colossax.layerwise import Chain, Layer, LayerRun, Link, shapes_of
-from colossax.sharding import RowOrder, in_order, use
+from colossax.layerwise import Chain, Layer, LayerRun, Link, shapes_of, standing_in
+from colossax.sharding import RowOrder, in_order, param_sharding, use
 from colossax.sharding.rules import chunks_of
 from colossax.step.programs.numbered import Leaves, Numbered
 from colossax.step.programs.weights import Weights
@@ -33,6 +33,7 @@ class Given:
         keys: `[microbatches]`; None: none.
         weights: See `Microbatches.term_weights`.
         variables: See `TrainState`.
+        hosted: Parameters in host memory; see `Numbered.of_runs`.
     """
 
     fixed: Any
@@ -40,10 +41,11 @@ class Given:
     keys: Any
     weights: Any
     variables: Any
+    hosted: Any = None
 
-    def having(self, fixed: dict[int, Any]) -> "Given":
+    def having(self, fixed: dict[int, Any], hosted: Any = None) -> "Given":
         """The same with these parameters."""
-        return dataclasses.replace(self, fixed=fixed)
+        return dataclasses.replace(self, fixed=fixed, hosted=hosted)
 
     def of_one(self, weights: Weights) -> "Given":
         """Shapes of what one device along the batch gets; see `Weights.each`."""
@@ -64,7 +66,8 @@ class Chunk:
         stage: Who has it.
         weights: How it gets them, on that stage's devices.
         learning: Numbers of the parameters that it reads and that learn.
-        fixed: Of those that do not.
+        fixed: Of those that do not, and are on the devices.
+        runs: Of its layers, those with parameters in host memory.
         apply: `(learning, input, given, microbatch) -> (output, sums)`. The input of the first is
             (), of the last what comes and sums of all before; the output of the last one number,
             its sums what the loss gave beside it.
@@ -77,6 +80,7 @@ class Chunk:
     weights: Weights
     learning: tuple[int, ...]
     fixed: tuple[int, ...]
+    runs: frozenset[tuple[str, int]]
     apply: Callable[[Leaves, Any, Given, Array], tuple[Any, Any]]
     input: Any
     output: Any
@@ -88,7 +92,12 @@ class Chunk:
             numbered: All parameters.
             given: Shapes of what chunks get, parameters left out.
         """
-        given = given.having(numbered.shapes_of(self.fixed))
+        leaves = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=param_sharding(self.bound, "params", i))
+            for x, i in zip(numbered.shapes, numbered.infos, strict=True)
+        ]
+        hosted = numbered.of_runs(self.runs, leaves) if self.runs else {}
+        given = given.having(numbered.shapes_of(self.fixed), hosted)
         learning = _spread(self.weights, numbered, self.learning)
         return Layer(self.apply, learning, self.input, given)
 
@@ -132,7 +141,8 @@ def cut_chunks(
             link = part.link(ends[position] - cuts[position], ends[position])
             reads = sorted(at for at in link.reads if at < len(numbered.shapes))
             learning = tuple(at for at in reads if numbered.learns[at])
-            fixed = tuple(at for at in reads if not numbered.learns[at])
+            away = [at for at in reads if numbered.infos[at].on_host]
+            fixed = tuple(at for at in reads if not numbered.learns[at] and at not in away)
             axes = (own.places(numbered.infos, learning), 0, _MAPPED, None)
             apply = own.each(_under(own.inside, order, part.apply(link)), axes)
             before = chunks[-1] if chunks else None
@@ -149,6 +159,7 @@ def cut_chunks(
                     weights=own,
                     learning=learning,
                     fixed=fixed,
+                    runs=numbered.hosted(away),
                     apply=apply,
                     input=shapes_of(start),
                     output=shapes_of(output),
@@ -167,7 +178,8 @@ def _under(bound: BoundPlan, order: RowOrder, fn: Callable) -> Callable:
     """A function that is traced with a plan in force."""
 
     def inside(*args: Any) -> Any:
-        with use(bound), in_order(order):
+        given: Given = args[2]
+        with use(bound), in_order(order), standing_in(given.hosted or {}):
             return fn(*args)
 
     return inside

@@ -110,7 +110,10 @@ class Form:
             cut[stage.number] = self._cut[stage.number](of_stage(batch, stage.here), here)
             variables[stage.number] = here["variables"]
         held = [self._held(jax.tree.leaves(params), stage) for stage in self._stages]
-        own = [{n: held[chunk.stage][n] for n in chunk.learning} for chunk in self.chunks]
+        own = [
+            {n: held[chunk.stage][n] for n in chunk.learning if n in held[chunk.stage]}
+            for chunk in self.chunks
+        ]
         given = []
         for chunk in self.chunks:
             arrays, keys, weights = cut[chunk.stage]
@@ -122,6 +125,7 @@ class Form:
                     keys=keys,
                     weights=weights,
                     variables=variables[chunk.stage],
+                    hosted=self._numbered.of_runs(chunk.runs, jax.tree.leaves(params)),
                 )
             )
         underway = self.passes.run(self.table, own, given)
@@ -143,7 +147,8 @@ class Form:
         """What a stage's chunks read, as they get it; of other stages' parameters, what is sent."""
         mine = [chunk for chunk in self.chunks if chunk.stage == stage.number]
         homes = self._numbered.homes
-        read = sorted({at for chunk in mine for at in (*chunk.learning, *chunk.fixed)})
+        read = {at for chunk in mine for at in (*chunk.learning, *chunk.fixed)}
+        read = sorted(at for at in read if not self._numbered.infos[at].on_host)
         there = {
             at: leaves[at]
             if homes[at] == stage.number

@@ -11,7 +11,6 @@ from colossax.offload.placement import cuts_refusal
 from colossax.optim import is_layerwise
 from colossax.sharding.rules import chunks_of
 from colossax.step.options import StepOptions
-from colossax.step.stages.given import check_offload
 
 _INSTEAD = "leave plan.pipeline.cuts out, which gives one program for all stages"
 
@@ -26,7 +25,6 @@ def check_programs(bound: BoundPlan, infos: Any, optimizer: Any, options: StepOp
     layers = max((1 + info.span[1] for info in jax.tree.leaves(infos) if info.span), default=0)
     if layers != sum(bound.plan.pipeline.cuts or ()):
         raise PlanError(cuts_refusal(bound.plan.pipeline.cuts or (), layers))
-    check_offload(bound)
     if options.prepare is not None:
         raise PlanError(
             "prepare: it reads the whole model, of which programs of stages have a part each;"

@@ -282,7 +282,7 @@ class _Part:
     def forward(self, params: Leaves, start: Any, given: Given, number: Any) -> Any:
         """`((output, sums), kept)`."""
         with use(self.chunk.bound):
-            params = self.weights.spread(self._infos, params)
+            params = self._own(params)
             (out, sums), kept = self.layer.forward(params, start, given, number)
             return (self.weights.laid_out(out), sums), kept
 
@@ -291,7 +291,7 @@ class _Part:
     ) -> tuple[Any, Leaves]:
         """Gradient of the input, and gradients with those of the parameters added."""
         with use(self.chunk.bound):
-            params = self.weights.spread(self._infos, params)
+            params = self._own(params)
             found = self.layer.transpose(params, given, number, kept, self._by(by))
             return self.weights.laid_out(found.carry), self._added(grads, found.params)
 
@@ -299,7 +299,7 @@ class _Part:
         """Gradient of the input, and what those of the parameters need."""
         assert self._apart is not None
         with use(self.chunk.bound):
-            params = self.weights.spread(self._infos, params)
+            params = self._own(params)
             carry, _, pending = self._apart.input_gradient(
                 params, given, number, kept, self._by(by)
             )
@@ -311,9 +311,15 @@ class _Part:
         """Gradients with those of the parameters added."""
         assert self._apart is not None
         with use(self.chunk.bound):
-            params = self.weights.spread(self._infos, params)
+            params = self._own(params)
             more = self._apart.weight_gradient(params, given, number, kept, pending)
             return self._added(grads, more)
+
+    def _own(self, params: Leaves) -> Leaves:
+        """Those of each device, with what stands for others in host memory."""
+        away = {at: x for at, x in self._shapes.items() if at not in params}
+        stand_ins = {at: jnp.zeros(x.shape, x.dtype) for at, x in away.items()}
+        return self.weights.spread(self._infos, {**params, **stand_ins})
 
     def _by(self, by: Any) -> Any:
         """Gradient by output and sums; of the loss itself 1, by what it gave beside it 0."""

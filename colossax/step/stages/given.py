@@ -68,31 +68,30 @@ def _check_size(bound: BoundPlan, table: Table, name: str, size: int) -> None:
 
 
 def check_stages(bound: BoundPlan) -> None:
-    """Refuse what one program for all stages does not do.
+    """Refuse what stages do not do; with programs of their own, of what is in host memory.
 
     Raises:
         PlanError: Names the setting and what would work.
     """
     stages, plan = bound.mesh.shape[MeshAxis.STAGE], bound.plan
-    if stages == 1 or bound.stage_programs:
+    if stages == 1:
+        return
+    if bound.stage_programs:
+        _check_offload(bound)
         return
     if plan.pipeline.table is None:
         table = table_of(bound, 1)
     else:
         table = _own_table(bound)
-    check_offload(bound)
+    _check_offload(bound)
     if any(op.kind is Kind.WEIGHT for _, _, op in table.operations()):
         _check_apart(bound)
     if plan.batch.reduce_once and batch_axes(bound):
         _check_reduced_once(bound)
 
 
-def check_offload(bound: BoundPlan) -> None:
-    """Refuse what of stages' layers cannot be elsewhere than on their devices.
-
-    Raises:
-        PlanError: Names the setting and what would work.
-    """
+def _check_offload(bound: BoundPlan) -> None:
+    """Refuse what of stages' layers cannot be elsewhere than on their devices."""
     plan, stages = bound.plan, bound.mesh.shape[MeshAxis.STAGE]
     offload, placements = plan.offload, [segment.placement for segment in plan.segments]
     known = "stages have all gradients before layers are updated"
@@ -146,8 +145,9 @@ def check_offload(bound: BoundPlan) -> None:
         ),
         (
             "parameters",
-            fetched and bound.stage_programs,
-            "that have programs of their own parameters are on the devices; give parameters 0",
+            fetched and bound.stage_programs and plan.batch.reduce_once,
+            "weights of which each device has gradients of its own are on the devices; switch"
+            " plan.batch.reduce_once off",
         ),
     ]
     for setting, found, problem in refused:

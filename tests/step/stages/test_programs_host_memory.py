@@ -10,16 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from colossax.config import OffloadConfig, Segment
+from colossax.config import BatchConfig, OffloadConfig, Segment
 from colossax.errors import PlanError
+from colossax.models import maker
 from colossax.optim import adamw, lamb
 from colossax.pipeline import Kind, schedule
+from colossax.planner import boost
 from colossax.step.programs import waiting
+from colossax.tasks import next_token_loss
 from tests.oracle import assert_losses_close, assert_trees_close
 from tests.step import test_parallel_oracle as oracle
 from tests.step.stages.test_programs import cut, start, uneven
 from tests.step.stages.test_programs_once import once
-from tests.step.stages.test_stages import devices_of, step_of
+from tests.step.stages.test_stages import MODELS, devices_of, step_of
 
 PLANS = {
     "two": uneven({"stage": 2, "fsdp": 2}, 5, 3),
@@ -70,26 +73,34 @@ def kinds(tree):
     return {x.sharding.memory_kind for x in jax.tree.leaves(tree) if x.ndim > 2}
 
 
-def test_optimizer_and_activations_in_host_memory_and_on(tmp_path):
-    state, step = assert_as_on_devices("two", "optimizer=1,activations=1")
-    assert (kinds(state["opt_state"]), kinds(state["params"])) == ({"pinned_host"}, {"device"})
+@pytest.mark.catches("programs-read-stand-ins")
+def test_all_of_it_in_host_memory_and_on(tmp_path):
+    state, step = assert_as_on_devices("two", "parameters=1,optimizer=1,activations=1")
+    assert kinds(state["opt_state"]) == kinds(state["params"]) == {"pinned_host"}
     step.save(tmp_path, state)
     again = step.restore(tmp_path)
     jax.tree.map(np.testing.assert_array_equal, arrays(again), arrays(state))
     assert kinds(again["opt_state"]) == {"pinned_host"}
     elsewhere = started(PLANS["four"])[1]
     batch = oracle.batch("packed", rows=8)
+    evaluated = [
+        np.array(each.evaluate(each.restore(tmp_path), batch)["cross_entropy"])
+        for each in (step, elsewhere)
+    ]
+    assert_losses_close(*evaluated)
     losses = [each(each.restore(tmp_path), batch)[1]["loss"] for each in (step, elsewhere)]
     assert_losses_close(*losses)
 
 
 SWEPT = [
     ("two", "optimizer=1", lamb),
+    ("two", "parameters=1", lamb),
+    ("four", "parameters=1,optimizer=1,activations=1", adamw),
+    ("chunks", "parameters=1,optimizer=1", adamw),
+    ("zb_v", "parameters=1,activations=1", adamw),
+    ("all kept", "parameters=1,activations=1", adamw),
     ("once", "optimizer=1,activations=1", adamw),
-    ("four", "optimizer=1,activations=1", adamw),
-    ("chunks", "optimizer=1,activations=1", adamw),
-    ("zb_v", "activations=1", adamw),
-    ("all kept", "activations=1", adamw),
+    ("chunks", "activations=1", adamw),
 ]
 
 
@@ -141,6 +152,35 @@ def test_what_programs_of_stages_cannot_place_is_refused(offload, message):
     plan = PLANS["two"].replace(offload=OffloadConfig(**offload))
     with pytest.raises(PlanError, match=message):
         started(plan)
+
+
+def test_weights_that_are_gathered_once_are_on_the_devices():
+    plan = PLANS["once"].replace(batch=BatchConfig(), offload=OffloadConfig(parameters=1.0))
+    with pytest.raises(PlanError, match="weights gathered once a step are on the devices"):
+        started(plan)
+
+
+@pytest.mark.catches("programs-shards-in-host-memory")
+def test_weights_of_which_devices_have_gradients_of_their_own_are_on_the_devices():
+    plan = uneven({"stage": 2, "data": 2}, 5, 3, name="ddp").replace(
+        batch=BatchConfig(reduce_once=True), offload=OffloadConfig(parameters=1.0)
+    )
+    with pytest.raises(PlanError, match="switch plan.batch.reduce_once off"):
+        started(plan)
+
+
+def test_shares_are_not_searched_for():
+    plan = PLANS["two"].replace(offload=OffloadConfig(auto=True))
+    shapes = {"tokens": jax.ShapeDtypeStruct((8, 32), np.int32)}
+    with pytest.raises(PlanError, match="auto: with 2 stages shares are not searched for"):
+        boost(
+            maker(MODELS["llama"]),
+            adamw(1e-2),
+            next_token_loss(),
+            plan,
+            devices=devices_of(plan),
+            shapes=shapes,
+        )
 
 
 @pytest.mark.catches("programs-keep-by-name")
