@@ -115,7 +115,7 @@ class Stage:
             for at, grad in each.items():
                 found[at] += grad
         plain = [grad for at, grad in found.items() if self._all.infos[at].update is None]
-        return found, square_norm(plain)
+        return found, jnp.asarray(square_norm(plain), jnp.float32)
 
     def conclude(
         self, own: TrainState, shared: dict[str, Any], grads: Leaves, found: Any, norms: Any

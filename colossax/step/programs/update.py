@@ -120,18 +120,21 @@ class StagePrograms:
     """`(state, batch) -> (state, metrics)`, as a program on each stage for each part of it.
 
     All of a step is dispatched before anything of it is waited for.
+
+    Attributes:
+        conclude: Of each stage, its last program of a step.
     """
 
     def __init__(self, step: "Step", update: StageUpdate, compiler_options: Any):
         """Compile nothing yet."""
         self._step, self._update = step, update
         self._options = {"compiler_options": compiler_options}
-        self._forms: dict[Any, Form] = {}
+        self.forms: dict[Any, Form] = {}
         self._total = [
             program(stage.here, stage.total, donate_argnums=0, **self._options)
             for stage in update.stages
         ]
-        self._conclude = [
+        self.conclude = [
             program(
                 stage.here,
                 stage.conclude,
@@ -160,7 +163,7 @@ class StagePrograms:
                 *alike,
             )
             for stage, conclude, part, (grads, _), alike in zip(
-                stages, self._conclude, own, totals, known, strict=True
+                stages, self.conclude, own, totals, known, strict=True
             )
         ]
         parts, shown = zip(*done, strict=True)
@@ -178,9 +181,9 @@ class StagePrograms:
 
     def _form(self, batch: Batch) -> Form:
         form = form_of(batch)
-        if form not in self._forms:
+        if form not in self.forms:
             step, update = self._step, self._update
-            self._forms[form] = Form(
+            self.forms[form] = Form(
                 step,
                 update.numbered,
                 update.stages,
@@ -189,4 +192,4 @@ class StagePrograms:
                 evaluates=False,
                 **self._options,
             )
-        return self._forms[form]
+        return self.forms[form]

@@ -2,10 +2,10 @@
 
 python -m tests.step.stages.several ADDRESS PROCESSES PROCESS CASE FOLDER
 
-The first process writes what all have found as FOLDER/CASE-PROCESSES.npz.
+The first process writes what all have found as FOLDER/CASE-PROCESSES.npz. Checkpoints go to
+FOLDER/CASE-PROCESSES; all go on with the one that one process has written.
 """
 
-import os
 import sys
 from pathlib import Path
 
@@ -43,8 +43,31 @@ def cases():
     }
 
 
-def run(name, folder):
-    """Losses, norms and totals of three steps and an evaluation, then of one from a checkpoint."""
+def sums():
+    """Layers of two kinds, with sums, variables, and parameters that do not learn."""
+    from colossax.config import PipelineConfig, Plan
+    from colossax.optim import adamw
+    from colossax.planner import build_step
+    from tests.step.stages.test_programs import Mixed, follow, mixed_loss
+
+    pipeline = PipelineConfig(microbatches=4, cuts=(1, 2, 2, 1))
+    step = build_step(
+        Mixed,
+        adamw(1e-2),
+        mixed_loss,
+        Plan(mesh={"stage": 4, "data": 2}, pipeline=pipeline),
+        devices=jax.devices(),
+        batch_dims={"x": ("batch", "embed")},
+        variables={"mean": np.zeros(4, np.float32)},
+        after_step=follow,
+        clip_norm=0.5,
+    )
+    batch = {"x": np.random.default_rng(0).standard_normal((8, 4)).astype(np.float32)}
+    return step, step.init(3), batch
+
+
+def of_case(name):
+    """Step, first state and batch."""
     from colossax.models import maker
     from colossax.optim import adamw
     from colossax.planner import boost
@@ -52,18 +75,24 @@ def run(name, folder):
     from tests.step import test_parallel_oracle as oracle
     from tests.step.stages.test_stages import MODELS
 
+    if name == "sums":
+        return sums()
     model, plan, order = cases()[name]
-    loss = next_token_loss()
     state, step = boost(
         maker(MODELS[model]),
         adamw(1e-2),
-        loss,
+        next_token_loss(),
         plan,
         devices=order(jax.devices()),
         clip_norm=0.5,
         seed=3,
     )
-    batch = oracle.batch(model, rows=8)
+    return step, state, oracle.batch(model, rows=8)
+
+
+def run(name, folder, source):
+    """What three steps, an evaluation, and a fourth from a checkpoint at `source` tell."""
+    step, state, batch = of_case(name)
     told = {}
 
     def note(at, metrics):
@@ -74,27 +103,30 @@ def run(name, folder):
         state, metrics = step(state, batch)
         note(at, metrics)
     note("evaluated", step.evaluate(state, batch))
+    note("variables", state["variables"])
     step.save(folder, state)
-    state = step.restore(folder)
-    state, metrics = step(state, batch)
+    state, metrics = step(step.restore(source), batch)
     note("restored", metrics)
-    step.save(folder, state)
+    assert int(state["step"]) == 4
+    for stage, dispatched in zip(step.updater.stages, step.jitted.conclude, strict=True):
+        own = bool(stage.here.mesh.local_devices)
+        assert own == (getattr(dispatched, "_cache_size", int)() > 0), "programs of other processes"
     return told
 
 
 def main(address, processes, process, name, folder):
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_default_matmul_precision", "highest")
-    jax.config.update("jax_num_cpu_devices", DEVICES // int(processes))
     if int(processes) > 1:
         jax.distributed.initialize(address, num_processes=int(processes), process_id=int(process))
+    assert len(jax.devices()) == DEVICES
     folder = Path(folder)
-    told = run(name, folder / f"{name}-{processes}")
+    source = folder / f"{name}-1"
+    told = run(name, folder / f"{name}-{processes}", source)
     if process == "0":
         np.savez(folder / f"{name}-{processes}.npz", **told)
-    print("done", flush=True)
+    print("equal", flush=True)
 
 
 if __name__ == "__main__":
-    os.environ.pop("XLA_FLAGS", None)
     main(*sys.argv[1:])
