@@ -44,7 +44,9 @@ class StackCosts:
         return dataclasses.replace(self, layers=layers, first=one(self.first), last=one(self.last))
 
 
-def stack_costs(step: Step, counted: Step, offload: OffloadConfig) -> StackCosts:
+def stack_costs(
+    step: Step, counted: Step, offload: OffloadConfig, *, sums: bool = True
+) -> StackCosts:
     """Of a step that would do the whole model on one stage's devices, a microbatch at once.
 
     Layers of a group that repeats count alike. Where nothing multiplies, layers take one each, and
@@ -54,6 +56,8 @@ def stack_costs(step: Step, counted: Step, offload: OffloadConfig) -> StackCosts
         step: Its bytes count.
         counted: The same with attention written out, as kernels do not say their FLOPs.
         offload: Shares that are not on the devices.
+        sums: Whether gradients of several microbatches are added up: each then has its own beside
+            the sum.
 
     Raises:
         PlanError: The loss cannot be cut at one layer stack.
@@ -63,7 +67,7 @@ def stack_costs(step: Step, counted: Step, offload: OffloadConfig) -> StackCosts
     """
     own = _Traced(step)
     flops = own if counted is step else _Traced(counted)
-    state = _state_bytes(step, offload)
+    state = _state_bytes(step, offload, 2 if sums else 1)
     kept = 1 - offload.activations
     layers = [cost for at in range(len(own.runs)) for cost in own.costs(at, state, kept, flops)]
     first, last = own.ends(state, flops)
@@ -79,14 +83,14 @@ def stack_costs(step: Step, counted: Step, offload: OffloadConfig) -> StackCosts
 
 @dataclasses.dataclass(frozen=True)
 class _StateBytes:
-    """Of a parameter, on a device: at rest with its gradient, and its optimizer state."""
+    """Of a parameter, on a device: at rest with its gradients, and its optimizer state."""
 
     read: float
     moments: float
 
 
-def _state_bytes(step: Step, offload: OffloadConfig) -> list[_StateBytes]:
-    """Of each parameter."""
+def _state_bytes(step: Step, offload: OffloadConfig, gradients: int) -> list[_StateBytes]:
+    """Of each parameter, with so many gradients."""
     moments: dict[Any, float] = {}
 
     def of_moment(leaf: Any, info: Any) -> Any:
@@ -105,7 +109,7 @@ def _state_bytes(step: Step, offload: OffloadConfig) -> list[_StateBytes]:
         size = math.prod(info.shape)
         at_rest = _part(step, "params", info) * size * info.at_rest(precision.params).itemsize
         adds = learns and jax.numpy.dtype(precision.accumulation).itemsize
-        gradient = _part(step, "gradients", info) * size * adds
+        gradient = gradients * _part(step, "gradients", info) * size * adds
         read = at_rest * (1 - inside * offload.parameters) + gradient
         own = moments.get((info.path, info.segment), 0.0)
         found.append(_StateBytes(read, own * (1 - inside * offload.optimizer)))

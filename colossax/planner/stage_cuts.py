@@ -113,7 +113,8 @@ def _decided(
     peak = functools.partial(peak_flops, compute_dtype=str(bound.plan.precision.compute))
     speeds = speeds_of(kinds, _ordered(asked), recipe, peak=None if target is None else peak)
     table, shapes = _microbatch(bound, options)
-    costs = _costs(bound, rows[0], dataclasses.replace(options, shapes=shapes, disk=None), build)
+    alone = dataclasses.replace(options, shapes=shapes, disk=None)
+    costs = _costs(bound, rows[0], alone, build, sums=table.microbatches > 1)
     rate, links = speeds.flops_per_s, None
     if rate is not None:
         costs, links = costs.at(rate * len(rows[0])), links_of(kinds, recipe)
@@ -167,7 +168,12 @@ def _microbatch(
 
 
 def _costs(
-    bound: BoundPlan, devices: Sequence[jax.Device], options: StepOptions, build: Build
+    bound: BoundPlan,
+    devices: Sequence[jax.Device],
+    options: StepOptions,
+    build: Build,
+    *,
+    sums: bool,
 ) -> StackCosts:
     """Of the whole model on these devices, which are one stage's."""
     plan, sizes = bound.plan, bound.mesh.shape
@@ -184,4 +190,4 @@ def _costs(
     if devices[0].platform != "cpu":
         attention = dataclasses.replace(plan.attention, kernel="xla")
         counted = build(alone.replace(attention=attention), devices, options)
-    return stack_costs(step, counted, plan.offload)
+    return stack_costs(step, counted, plan.offload, sums=sums)
