@@ -57,7 +57,7 @@ NAMES = {
         "Chain CutLoss CutRun Layer LayerRun LayerState Link Maximum Residual Scanned "
         "StackCall StackRunner Stacks StageLayers Stream Transposed added alternates checkpointed "
         "current_runner cut_loss kept_sharding nothing over_stages recording_kept running "
-        "shapes_of stack_call stage_layers summed"
+        "shapes_of stack_call stage_layers standing_in summed"
     ),
     "colossax.data": (
         "BatchLoader Corpus Documents Mixture RowSource Rows Split SyntheticRows Tokenizer "
@@ -97,9 +97,10 @@ NAMES = {
         "config_to_json family_of maker"
     ),
     "colossax.planner": (
-        "Facts Fitted HIDING_FORMULA HostTraffic Inspection LayoutCost Settled boost build_step "
-        "check_pipelined compare compare_layouts fit_offload inspect_run inspect_task "
-        "largest_microbatch settle settle_for_target settle_task_for_target"
+        "Edge Facts Fitted HIDING_FORMULA HostTraffic Inspection LayoutCost ProgramsCost Settled "
+        "StageFacts boost build_step check_pipelined compare compare_layouts fit_offload "
+        "inspect_run inspect_task largest_microbatch settle settle_for_target "
+        "settle_task_for_target"
     ),
     "colossax.step": "Step StepOptions any_order",
     "colossax.tasks": (

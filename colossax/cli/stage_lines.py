@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from colossax.planner.stage_programs import Edge, ProgramsCost, StageFacts
+from colossax.planner import Edge, ProgramsCost, StageFacts
 
 _GIB, _GB = 2**30, 1e9
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .decoder import Layers as Layers
     from .decoder import decoder_layer as decoder_layer
     from .foreign import with_gathers as with_gathers
+    from .initialising import initialise as initialise
     from .language_model import LanguageModel as LanguageModel
     from .layers import Embedding as Embedding
     from .layers import LayerNorm as LayerNorm
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from .module import MakeModels as MakeModels
     from .module import ModelSpec as ModelSpec
     from .module import describe as describe
-    from .module import initialise as initialise
     from .module import param as param
     from .module import pure as pure
     from .named_models import Models as Models

@@ -17,5 +17,8 @@ from .loss_equality import check_pipelined as check_pipelined
 from .settling import Facts as Facts
 from .settling import Settled as Settled
 from .settling import settle as settle
+from .stage_programs import Edge as Edge
+from .stage_programs import ProgramsCost as ProgramsCost
+from .stage_programs import StageFacts as StageFacts
 from .traffic import HIDING_FORMULA as HIDING_FORMULA
 from .traffic import HostTraffic as HostTraffic

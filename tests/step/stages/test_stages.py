@@ -436,7 +436,10 @@ def test_the_program_does_not_grow_with_the_microbatches():
 
 
 REFUSED = {
-    "layers": (Plan(mesh={"stage": 3}), "dim 'layers' has size 8, which mesh axis 'stage' of 3"),
+    "layers": (
+        Plan(mesh={"stage": 3}),
+        "3 stages cannot share 8 layers evenly; give plan.pipeline.cuts auto",
+    ),
     "chunks": (Plan(mesh={"stage": 2}, **piped(2, chunks=3)), "3 chunks cannot share 8 layers"),
     "no chunks": (Plan(mesh={"stage": 2}, **piped(2, schedule="interleaved")), "interleaved"),
     "chunks of 1f1b": (Plan(mesh={"stage": 2}, **piped(2, schedule="1f1b", chunks=2)), "chunks"),
