@@ -47,6 +47,7 @@ class Program:
         stats: Sizes of arguments, outputs, aliases and temporaries, on the device and the host.
         messages: What the compiler wrote to standard error.
         compile_s: Seconds it took.
+        out_shardings: Of the results, by their tree.
     """
 
     hlo: str
@@ -55,6 +56,7 @@ class Program:
     stats: Any
     messages: str
     compile_s: float
+    out_shardings: Any = None
 
     @property
     def device_bytes(self) -> int:
@@ -127,7 +129,11 @@ def compile_program(lowered: Any, *, options: Mapping[str, Any] | None = None) -
             seconds = time.perf_counter() - started
         texts = {name: _dumped(Path(folder), ending) for name, ending in _DUMPS.items()}
     return Program(
-        **texts, stats=compiled.memory_analysis(), messages=messages.text, compile_s=seconds
+        **texts,
+        stats=compiled.memory_analysis(),
+        messages=messages.text,
+        compile_s=seconds,
+        out_shardings=compiled.output_shardings,
     )
 
 

@@ -13,6 +13,7 @@ from colossax.cli.options import preset_overrides
 from colossax.cli.output import put, tell
 from colossax.cli.overrides import Override, apply_overrides
 from colossax.cli.recipes import run_as_asked
+from colossax.cli.stage_lines import stage_lines
 from colossax.config import Plan
 from colossax.errors import InputError
 from colossax.planner import (
@@ -152,6 +153,7 @@ def describe(one: Inspection) -> str:
         *([f"note: {one.note}"] if one.note else []),
         *([_PROOF_ASSUMED] if one.proof_assumed else []),
         *([one.pipeline.line] if one.pipeline else []),
+        *stage_lines(one.pipeline, _columns),
         "",
         f"device memory: {memory.total_bytes / _GIB:.2f} GiB of {room}: {verdict}",
         *_columns(

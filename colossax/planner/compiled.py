@@ -4,7 +4,7 @@ from typing import Any
 
 from colossax.aot import Program, Target, compile_program
 from colossax.compat import cudnn_installed
-from colossax.config import Plan
+from colossax.config import MeshAxis, Plan
 from colossax.errors import InputError, PlanError
 from colossax.offload import DEVICE_SHARE
 from colossax.planner.islands import island_devices
@@ -56,10 +56,10 @@ def compiled_task(task: Task, plan: Plan, target: Target) -> tuple[Step, Program
         InputError: See `settle_task_for_target`.
     """
     settled = settle_task_for_target(task, plan, target)
-    if settled.plan.pipeline.cuts is not None:
+    if has_stage_programs(settled.plan, target):
         raise PlanError(
-            "plan.pipeline.cuts: programs of stages are not compiled ahead in this version; leave"
-            " the cuts out, which gives one program for all stages"
+            "plan.pipeline.cuts: stages have programs of their own, and one for all of them is"
+            " wanted here; leave the cuts out, or inspect the run (inspect_task)"
         )
     with choosing_for(target):
         step = task_step(task, settled, island_devices(settled.plan, target))
@@ -68,6 +68,11 @@ def compiled_task(task: Task, plan: Plan, target: Target) -> tuple[Step, Program
         lowered = traced.lower()
     program = compile_program(lowered, options=compiler_options(step.bound))
     return step, program, traced.jaxpr
+
+
+def has_stage_programs(plan: Plan, target: Target) -> bool:
+    """Whether each stage of a plan has programs of its own on a target."""
+    return plan.pipeline.cuts is not None and plan.mesh_sizes(target.size)[MeshAxis.STAGE] > 1
 
 
 def check_cudnn(plan: Plan, target: Target) -> None:

@@ -22,9 +22,16 @@ from colossax.aot import (
 from colossax.compat import cudnn_installed
 from colossax.config import Plan
 from colossax.pallas.attention.mosaic_gpu.forward import KERNEL_NAME
-from colossax.planner.compiled import compiled_task, settle_task_for_target, usable_bytes
+from colossax.planner.compiled import (
+    compiled_task,
+    has_stage_programs,
+    settle_task_for_target,
+    usable_bytes,
+)
+from colossax.planner.counted_stages import counted_stages
 from colossax.planner.flops import peak_flops
 from colossax.planner.stage_cost import StageCost, stage_cost
+from colossax.planner.stage_programs import ProgramsCost
 from colossax.planner.traced_flops import TracedFlops, traced_flops
 from colossax.planner.traffic import HostTraffic, Link, host_traffic, link_of
 from colossax.sharding import batch_axes
@@ -63,7 +70,8 @@ class Inspection:
         host_traffic: Copies between GPU and host; None where there are none.
         disk: What layers on disk take; None where there are none.
         cpu_layers: Layers that the CPU updates.
-        pipeline: What the stages do; None where there is one.
+        pipeline: What the stages do; None where there is one. Where each has programs of its own,
+            `memory` is that of the fullest, `links` are those of the stage that sends most.
         one_pass_counted: Whether what is moved is that of one pass, of which a step may take two.
         searched: Whether the largest microbatch was.
         largest_microbatch: The most rows that fit; None where not searched, or not one does.
@@ -88,7 +96,7 @@ class Inspection:
     host_traffic: HostTraffic | None = None
     disk: DiskCost | None = None
     cpu_layers: int = 0
-    pipeline: StageCost | None = None
+    pipeline: StageCost | ProgramsCost | None = None
     one_pass_counted: bool = False
     searched: bool = False
     largest_microbatch: int | None = None
@@ -203,40 +211,70 @@ def inspect_task(task: Task, plan: Plan, target: Target) -> Inspection:
             CUDA compiler plugin is missing.
     """
     plan = settle_task_for_target(task, plan, target).plan
-    step, program, jaxpr = compiled_task(task, plan, target)
-    traced = None if task.flops else traced_flops(jaxpr)
+    of = _of_stages if has_stage_programs(plan, target) else _of_one_program
+    step, counted = of(task, plan, target)
+    traced = counted["traced"]
     flops_per_token = task.flops // task.tokens if task.flops and task.tokens else None
     peak = peak_flops(target.gpu.name, str(plan.precision.compute))
     microbatch, microbatches = _microbatch(step, task)
-    module = parse_module(program.hlo)
-    once = step.streaming is not None and step.streaming.clipping == "speculate"
-    if once:
-        module = module.with_trip_count(1)
-    sums = totals(collectives(module, step.bound.mesh))
     work = task.flops if traced is None else traced.flops
+    hlo = counted["program"].hlo
     return Inspection(
         name=task.name,
         plan=plan,
         target=target,
         parameters=step.spec.parameter_count(),
-        program=program,
-        memory=memory_report(program, names=checkpoint_stacks(jaxpr)),
-        links=tuple(link_of(t, target, step) for t in sums),
         limit_bytes=target.gpu.memory_bytes,
-        fits=program.device_bytes <= usable_bytes(target),
-        attention=_attention_in(program.hlo),
-        proof_assumed=plan.attention.kernel == "auto" and _KERNEL_CALL in program.hlo,
+        attention=_attention_in(hlo),
+        proof_assumed=plan.attention.kernel == "auto" and _KERNEL_CALL in hlo,
         flops_per_token=flops_per_token,
-        traced=traced,
         compute_s=None if peak is None else work / (peak * target.size),
         microbatch=microbatch,
         microbatches=microbatches,
-        host_traffic=host_traffic(module, target, flops_per_token=flops_per_token, peak=peak),
-        disk=_disk_cost(step),
-        cpu_layers=_cpu_layers(step),
-        pipeline=stage_cost(step, microbatches),
-        one_pass_counted=once,
+        **counted,
     )
+
+
+def _of_one_program(task: Task, plan: Plan, target: Target) -> tuple[Step, dict[str, Any]]:
+    """A step that is one program, and what is counted of that."""
+    step, program, jaxpr = compiled_task(task, plan, target)
+    module = parse_module(program.hlo)
+    once = step.streaming is not None and step.streaming.clipping == "speculate"
+    if once:
+        module = module.with_trip_count(1)
+    flops_per_token = task.flops // task.tokens if task.flops and task.tokens else None
+    peak = peak_flops(target.gpu.name, str(plan.precision.compute))
+    sums = totals(collectives(module, step.bound.mesh))
+    return step, {
+        "program": program,
+        "memory": memory_report(program, names=checkpoint_stacks(jaxpr)),
+        "links": tuple(link_of(t, target, step) for t in sums),
+        "fits": program.device_bytes <= usable_bytes(target),
+        "traced": None if task.flops else traced_flops(jaxpr),
+        "host_traffic": host_traffic(module, target, flops_per_token=flops_per_token, peak=peak),
+        "disk": _disk_cost(step),
+        "cpu_layers": _cpu_layers(step),
+        "pipeline": stage_cost(step, _microbatch(step, task)[1]),
+        "one_pass_counted": once,
+    }
+
+
+def _of_stages(task: Task, plan: Plan, target: Target) -> tuple[Step, dict[str, Any]]:
+    """A step whose stages have programs of their own: bytes of the fullest stage, collectives of
+    that which sends most."""
+    step, cost = counted_stages(task, plan, target)
+    return step, {
+        "program": cost.program,
+        "memory": cost.fullest.memory,
+        "links": max((one.links for one in cost.stages), key=_ring_bytes),
+        "fits": cost.fits,
+        "traced": None if task.flops else cost.flops,
+        "pipeline": cost,
+    }
+
+
+def _ring_bytes(links: tuple[Link, ...]) -> int:
+    return sum(link.totals.ring_bytes for link in links)
 
 
 def _rows(task: Task) -> int:

@@ -5,10 +5,11 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from colossax.pipeline import Table
+from colossax.pipeline import Costs, Table
 from colossax.pipeline.picture import draw_schedule, schedule_size_in
 from colossax.planner.inspection import Inspection
 from colossax.planner.stage_cost import StageCost
+from colossax.planner.stage_programs import ProgramsCost
 
 _GIB, _GB = 2**30, 1e9
 
@@ -22,23 +23,23 @@ def plot_inspections(by_name: Mapping[str, Inspection], path: Path) -> None:
         OSError: The file cannot be written.
     """
     schedules = _schedules(by_name)
-    sizes = [schedule_size_in(one.table) for one in schedules.values()]
+    sizes = [schedule_size_in(one.table, one.costs, one.form) for one in schedules.values()]
     heights = [1.6 + 0.7 * max(3, len(by_name)), *(height for _, height in sizes)]
     width = max([11.0, *(width for width, _ in sizes)])
     figure = Figure(figsize=(width, sum(heights)), layout="constrained")
     bars, *rest = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     _draw_bars(bars, by_name)
     for part, (title, one) in zip(rest, schedules.items(), strict=True):
-        draw_schedule(part, one.table, title=title)
+        draw_schedule(part, one.table, title=title, costs=one.costs, form=one.form)
     figure.savefig(path, dpi=110, format="png")
 
 
-def _schedules(by_name: Mapping[str, Inspection]) -> dict[str, StageCost]:
+def _schedules(by_name: Mapping[str, Inspection]) -> dict[str, StageCost | ProgramsCost]:
     """The different ones, by what stands above them."""
-    found: dict[Table, list[str]] = {}
+    found: dict[tuple[Table, Costs | None], list[str]] = {}
     costs = {name: one.pipeline for name, one in by_name.items() if one.pipeline is not None}
     for name, cost in costs.items():
-        found.setdefault(cost.table, []).append(name)
+        found.setdefault((cost.table, cost.costs), []).append(name)
     several = len(found) > 1
     return {
         costs[names[0]].schedule + (f" ({', '.join(names)})" if several else ""): costs[names[0]]

@@ -7,7 +7,8 @@ import jax
 
 from colossax.aot import Target, target_devices
 from colossax.config import BatchConfig, Plan
-from colossax.planner.compiled import compiled_task, usable_bytes
+from colossax.planner.compiled import compiled_task, has_stage_programs, usable_bytes
+from colossax.planner.counted_stages import counted_stages
 from colossax.sharding import batch_axes
 from colossax.step.microbatches import batch_dims
 from colossax.tasks import Task
@@ -30,7 +31,7 @@ def largest_microbatch(
 
     def fits(rows: int) -> bool:
         with_rows = _with_microbatch(task, plan, target, rows)
-        needed = compiled_task(*with_rows, target)[1].device_bytes
+        needed = _needed_bytes(*with_rows, target)
         verdict = "fits" if needed <= usable_bytes(target) else "does not fit"
         tell(f"{rows} rows per device: {needed / 2**30:.1f} GiB, {verdict}")
         return needed <= usable_bytes(target)
@@ -45,6 +46,13 @@ def largest_microbatch(
         else:
             high = middle
     return low or None
+
+
+def _needed_bytes(task: Task, plan: Plan, target: Target) -> int:
+    """Of a device; where stages have programs of their own, of those of the fullest one."""
+    if has_stage_programs(plan, target):
+        return counted_stages(task, plan, target)[1].fullest.memory.total_bytes
+    return compiled_task(task, plan, target)[1].device_bytes
 
 
 def _with_microbatch(task: Task, plan: Plan, target: Target, rows: int) -> tuple[Task, Plan]:

@@ -1,7 +1,7 @@
 """What a plan's pipeline does in vain, and which layers its stages have."""
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
@@ -26,6 +26,8 @@ class StageCost:
     table: Table
     report: Report
     layers: tuple[tuple[tuple[int, int], ...], ...]
+    form: ClassVar[str] = "lockstep"
+    costs: ClassVar[None] = None
 
     @property
     def line(self) -> str:

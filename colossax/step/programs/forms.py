@@ -15,6 +15,7 @@ from colossax.step.batches import BatchPlacer
 from colossax.step.gradients.accumulate import check_counted, objective, with_term_weights
 from colossax.step.loss import Totals
 from colossax.step.microbatches import batch_dims, cut_up
+from colossax.step.programs.ahead import jitted
 from colossax.step.programs.chunks import Given, cut_chunks
 from colossax.step.programs.numbered import Leaves, Numbered
 from colossax.step.programs.passes import BothWays, Forward, Underway
@@ -65,7 +66,7 @@ class Form:
         """
         self._step, self._numbered, self._stages = step, numbered, stages
         self._placer, self._evaluates = placer, evaluates
-        self._cut = [jax.jit(self._cut_up(stage), **options) for stage in stages]
+        self._cut = [jitted(self._cut_up(stage), **options) for stage in stages]
         shared = {name: step.abstract[name] for name in ("step", "rng", "variables")}
         arrays, keys, weights = jax.eval_shape(self._cut_up(stages[0]), batch, shared)
         variables = shapes_of(shared["variables"])
@@ -121,17 +122,23 @@ class Form:
             )
         return self.passes.run(self.table, own, given)
 
-    def gradients(self, underway: Underway) -> list[list[Leaves]]:
-        """Of each stage what chunks found of its parameters, wherever they are."""
-        found: list[list[Leaves]] = [[] for _ in self._stages]
+    def gradients(self, underway: Underway) -> list[tuple[Leaves, list[Leaves]]]:
+        """Of each stage what chunks found of its parameters, wherever they are.
+
+        Of each parameter what one chunk found, and what others did of some of them.
+        """
+        found: list[tuple[Leaves, list[Leaves]]] = [({}, []) for _ in self._stages]
         homes = self._numbered.homes
         for chunk, grads in zip(self.chunks, underway.grads, strict=True):
             for stage in self._stages:
                 own = {at: g for at, g in grads.items() if homes[at] == stage.number}
                 if own and stage.number != chunk.stage:
                     own = sent(own, stage.here)
-                if own:
-                    found[stage.number].append(own)
+                first, more = found[stage.number]
+                again = {at: own.pop(at) for at in first.keys() & own.keys()}
+                first.update(own)
+                if again:
+                    more.append(again)
         return found
 
     def _cut_up(self, stage: Stage) -> Callable[..., tuple[Any, Any, Any]]:

@@ -7,11 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from colossax.layerwise import added
 from colossax.pipeline import Kind, Op, Table
-from colossax.sharding import use
+from colossax.sharding import param_sharding, use
 from colossax.step.gradients.sums import accumulable
+from colossax.step.programs.ahead import jitted, short
 from colossax.step.programs.chunks import Chunk, Given
 from colossax.step.programs.numbered import Leaves, Numbered
 from colossax.step.programs.sending import sent
@@ -58,8 +60,8 @@ class Forward:
         """
         self.chunks = chunks
         self.last = len(chunks) - 1
-        self._forward = [jax.jit(_applied(chunk), **options) for chunk in chunks]
-        self._added = jax.jit(added, **options)
+        self._forward = [jitted(_applied(chunk), **options) for chunk in chunks]
+        self._added = jitted(added, **options)
 
     def start(self, params: Sequence[Leaves], given: Sequence[Given]) -> Underway:
         """Nothing has been done."""
@@ -126,12 +128,12 @@ class BothWays(Forward):
         """
         super().__init__(chunks, **options)
         self._parts = [_Part(chunk, numbered, given, apart) for chunk in chunks]
-        jit = functools.partial(jax.jit, **options)
+        jit = functools.partial(jitted, **options)
         self._forward = [jit(part.forward) for part in self._parts]
         self._backward = [jit(part.backward, donate_argnums=1) for part in self._parts]
         self._input = [jit(part.input_gradient) for part in self._parts]
         self._weight = [jit(part.weight_gradient, donate_argnums=1) for part in self._parts]
-        self._zeros = [jit(part.zeros) for part in self._parts]
+        self._zeros = [jit(part.zeros, out_shardings=part.shardings) for part in self._parts]
 
     def start(self, params: Sequence[Leaves], given: Sequence[Given]) -> Underway:
         """Nothing has been done."""
@@ -209,6 +211,14 @@ class _Part:
     def reads_kept(self) -> bool:
         """Whether weight gradients need what forward kept, and not the input gradient's alone."""
         return self._apart is not None and self._apart.reads_kept
+
+    @property
+    def shardings(self) -> dict[int, Any]:
+        """Of gradients of its parameters; of a program without arguments nothing else says it."""
+        bound, infos = self.chunk.bound, self._infos.items()
+        specs = {at: param_sharding(bound, "gradients", info).spec for at, info in infos}
+        # As the backward pass gives them, or it would be compiled for these besides.
+        return {at: NamedSharding(bound.mesh, short(spec)) for at, spec in specs.items()}
 
     def zeros(self) -> Leaves:
         """Gradients of nothing."""

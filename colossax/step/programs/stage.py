@@ -97,12 +97,17 @@ class Stage:
         """Of fresh parameters, the whole tree."""
         return self.rule.init_state(self._all.tree(self.own_params(params)), self.opt_shardings())
 
-    def total(self, grads: Sequence[Leaves]) -> tuple[Leaves, Array]:
-        """Gradients of what it holds, added over the chunks that read it, and their square norm."""
-        found: Leaves = {}
-        for each in grads:
+    def total(self, own: Leaves, more: Sequence[Leaves]) -> tuple[Leaves, Array]:
+        """Gradients of what it holds, added over the chunks that read it, and their square norm.
+
+        Args:
+            own: Of one chunk for each parameter.
+            more: Of others that read some of them too.
+        """
+        found = dict(own)
+        for each in more:
             for at, grad in each.items():
-                found[at] = grad if at not in found else found[at] + grad
+                found[at] += grad
         plain = [grad for at, grad in found.items() if self._all.infos[at].update is None]
         return found, square_norm(plain)
 

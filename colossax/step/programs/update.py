@@ -8,10 +8,12 @@ import jax
 from colossax.config import MeshAxis
 from colossax.errors import PlanError
 from colossax.optim import DimsOptimizer
+from colossax.pipeline import Table
 from colossax.step.batches import BatchPlacer
 from colossax.step.gradients.method import Gradients
 from colossax.step.loss import Totals
 from colossax.step.microbatches import Microbatches
+from colossax.step.programs.ahead import jitted
 from colossax.step.programs.forms import Form, form_of
 from colossax.step.programs.numbered import Numbered
 from colossax.step.programs.sending import of_all, of_stage, sent
@@ -123,9 +125,11 @@ class StagePrograms:
         self._step, self._update = step, update
         self._options = {"compiler_options": compiler_options}
         self._forms: dict[Any, Form] = {}
-        self._total = [jax.jit(stage.total, **self._options) for stage in update.stages]
+        self._total = [
+            jitted(stage.total, donate_argnums=0, **self._options) for stage in update.stages
+        ]
         self._conclude = [
-            jax.jit(
+            jitted(
                 stage.conclude,
                 donate_argnums=0,
                 out_shardings=stage.state_shardings(),
@@ -140,7 +144,8 @@ class StagePrograms:
         shared = {name: state[name] for name in SHARED}
         underway = form.run(state["params"], shared, batch)
         totals = [
-            total(grads) for total, grads in zip(self._total, form.gradients(underway), strict=True)
+            total(*grads)
+            for total, grads in zip(self._total, form.gradients(underway), strict=True)
         ]
         # Before any of it is given up: what all stages have is one array of which each has a part.
         own = [stage.own_state(state) for stage in stages]
@@ -164,6 +169,10 @@ class StagePrograms:
     def lower(self, state: TrainState, batch: Batch) -> Any:
         """Refused: there is no one program."""
         raise PlanError(_ALONE)
+
+    def table(self, batch: Batch) -> Table:
+        """Who does what when with batches of this form."""
+        return self._form(batch).table
 
     def _form(self, batch: Batch) -> Form:
         form = form_of(batch)

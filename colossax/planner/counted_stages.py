@@ -1,0 +1,253 @@
+"""A step with programs of stages, compiled for GPUs that are not there and counted."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from colossax.aot import (
+    Collective,
+    MemoryReport,
+    Program,
+    Target,
+    checkpoint_stacks,
+    collectives,
+    compile_program,
+    memory_report,
+    target_devices,
+    totals,
+)
+from colossax.aot.terms import OPTIMIZER, PARAMETERS
+from colossax.config import Plan
+from colossax.pipeline import Costs, Kind, simulate
+from colossax.planner.compiled import settle_task_for_target
+from colossax.planner.flops import peak_flops
+from colossax.planner.stage_programs import Edge, ProgramsCost, StageFacts
+from colossax.planner.task_step import task_step
+from colossax.planner.traced_flops import TracedFlops, traced_flops
+from colossax.planner.traffic import ASSUMED_EFFICIENCY, Link, link_of
+from colossax.planner.trial import choosing_for
+from colossax.sharding import compiler_options
+from colossax.step.programs import Ran, Rehearsed, RehearsedStage, rehearsed
+from colossax.step.step import Step
+from colossax.tasks import Task
+
+_KINDS = {
+    "forward": (Kind.FORWARD,),
+    "backward": (Kind.INPUT, Kind.WEIGHT),
+    "input_gradient": (Kind.INPUT,),
+    "weight_gradient": (Kind.WEIGHT,),
+}
+"""What a program of this name is in a table; a whole backward pass is both, half and half."""
+
+_ARGUMENT = "argument"
+
+
+def counted_stages(task: Task, plan: Plan, target: Target) -> tuple[Step, ProgramsCost]:
+    """A task's step whose stages have programs of their own, and what those need on a target.
+
+    What the plan leaves open is settled for the target.
+
+    Raises:
+        InputError: See `settle_task_for_target`.
+    """
+    settled = settle_task_for_target(task, plan, target)
+    with choosing_for(target):
+        step = task_step(task, settled, target_devices(target))
+        programs = compiled_programs(step, task)
+    return step, programs_cost(step, task, programs, [target] * programs.table.stages)
+
+
+def compiled_programs(step: Step, task: Task) -> Rehearsed:
+    """The programs of all stages, compiled for the devices that the step was built for.
+
+    Those may be of several kinds, if each stage has devices of one.
+
+    Args:
+        step: Whose stages have programs of their own.
+        task: Its batch's shapes.
+
+    Cost: compiles each program once that differs from the others; no more for more microbatches.
+    """
+    options = compiler_options(step.bound)
+
+    def compile(_: int, lowered: Any) -> Program:
+        return compile_program(lowered, options=options)
+
+    return rehearsed(step, step.abstract_batch(task.shapes), compile)
+
+
+def programs_cost(
+    step: Step, task: Task, found: Rehearsed, targets: Sequence[Target]
+) -> ProgramsCost:
+    """Count what the programs of all stages need, do and send.
+
+    An operation takes its FLOPs at `ASSUMED_EFFICIENCY` of its GPUs' peak, and the seconds of
+    collectives beside which nothing is computed. FLOPs that tracing does not see (kernels of
+    attention) are added in proportion to those that it sees, where the task says how many there
+    are.
+
+    Args:
+        step: Its plan.
+        task: Its FLOPs.
+        found: Of `compiled_programs`.
+        targets: Of each stage.
+    """
+    counting = _Counting(step, task, found, targets)
+    stages = tuple(map(counting.stage, found.stages))
+    edges = tuple(_edge(step, found, *link, targets) for link in sorted(found.sent_bytes))
+    sent_s = max((edge.seconds for edge in edges), default=0.0) / found.table.microbatches
+    seconds = {
+        kind: tuple(one.microbatch_s.get(kind, 0.0) for one in stages)
+        for kind in (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT)
+    }
+    costs = Costs(
+        forward=seconds[Kind.FORWARD],
+        input=seconds[Kind.INPUT],
+        weight=seconds[Kind.WEIGHT],
+        transfer=sent_s if counting.timed else 0.0,
+    )
+    report = simulate(found.table, costs, "free")
+    rest_s = max(one.rest_s for one in stages)
+    return ProgramsCost(
+        schedule=step.bound.plan.pipeline.resolved,
+        table=found.table,
+        costs=costs,
+        report=report,
+        stages=stages,
+        edges=edges,
+        step_s=report.time + rest_s if counting.timed else None,
+        programs=tuple({id(ran.program): ran.program for ran in found.ran}.values()),
+        flops=counting.all_flops,
+    )
+
+
+class _Counting:
+    """FLOPs, seconds and collectives of programs."""
+
+    def __init__(self, step: Step, task: Task, found: Rehearsed, targets: Sequence[Target]):
+        self._step, self._targets, self._found = step, targets, found
+        self._flops = {id(ran): traced_flops(ran.jaxpr) for ran in found.ran}
+        compute = str(step.bound.plan.precision.compute)
+        peaks = [peak_flops(one.gpu.name, compute) for one in targets]
+        self.timed = None not in peaks
+        devices = step.bound.mesh.size // len(targets)
+        self._rates = [ASSUMED_EFFICIENCY * devices * (peak or 1.0) for peak in peaks]
+        self._scale = self._unseen(task)
+        self._collectives: dict[int, tuple[Collective, ...]] = {}
+
+    @property
+    def all_flops(self) -> TracedFlops:
+        """Of a step on all stages."""
+        left_out = {name for one in self._flops.values() for name in one.left_out}
+        flops = sum(map(self._flops_of, self._found.ran))
+        return TracedFlops(flops=flops, left_out=tuple(sorted(left_out)))
+
+    def stage(self, one: RehearsedStage) -> StageFacts:
+        """All of a stage."""
+        seconds: dict[Kind, float] = {}
+        for ran in one.ran:
+            for kind in _KINDS.get(ran.name, ()):
+                share = self._seconds(ran) / len(_KINDS[ran.name])
+                seconds[kind] = seconds.get(kind, 0.0) + share
+        once = [ran.times * self._seconds(ran) for ran in one.ran if ran.name not in _KINDS]
+        return StageFacts(
+            number=one.number,
+            target=self._targets[one.number],
+            layers=one.layers,
+            argument_bytes=one.argument_bytes,
+            memory=_memory(one),
+            most=one.most,
+            temporaries=_temporaries(one.ran),
+            flops=sum(map(self._flops_of, one.ran)),
+            busiest=one.peak.ran.name,
+            links=self._links(one.number, one.ran),
+            microbatch_s=seconds,
+            rest_s=sum(once) if self.timed else 0.0,
+        )
+
+    def _unseen(self, task: Task) -> float:
+        """By how much more is computed than tracing sees."""
+        forward = [ran for ran in self._found.ran if ran.name == "forward"]
+        seen = sum(map(self._flops_of, forward))
+        hidden = any(self._flops[id(ran)].left_out for ran in forward)
+        return max(1.0, task.flops / 3 / seen) if hidden and seen else 1.0
+
+    def _flops_of(self, ran: Ran) -> int:
+        return ran.times * self._flops[id(ran)].flops
+
+    def _seconds(self, ran: Ran) -> float:
+        """Of one run; FLOPs over nothing's peak are FLOPs."""
+        computing = self._scale * self._flops[id(ran)].flops / self._rates[ran.stage]
+        if not self.timed:
+            return computing
+        links = self._links(ran.stage, [dataclasses.replace(ran, times=1)])
+        return computing + sum(link.exposed_s for link in links)
+
+    def _links(self, stage: int, programs: Sequence[Ran]) -> tuple[Link, ...]:
+        every = [one for ran in programs for one in self._scaled(ran)]
+        return tuple(link_of(sums, self._targets[stage], self._step) for sums in totals(every))
+
+    def _scaled(self, ran: Ran) -> Iterator[Collective]:
+        """Collectives of all runs of a program."""
+        if id(ran.program) not in self._collectives:
+            mesh = self._step.bound.stage(ran.stage).mesh
+            self._collectives[id(ran.program)] = collectives(ran.program.hlo, mesh)
+        for one in self._collectives[id(ran.program)]:
+            yield dataclasses.replace(
+                one,
+                count=one.count * ran.times,
+                bytes=one.bytes * ran.times,
+                ring_bytes=one.ring_bytes * ran.times,
+            )
+
+
+def _memory(one: RehearsedStage) -> MemoryReport:
+    """Of a stage when most of its memory is in use."""
+    peak, program = one.peak, one.peak.ran.program
+    found = memory_report(program, term_of=_term, names=checkpoint_stacks(peak.ran.jaxpr))
+    made = {
+        term: count
+        for term, count in found.terms.items()
+        if term not in (PARAMETERS, OPTIMIZER, _ARGUMENT)
+    }
+    terms = dict(peak.held)
+    for term, count in made.items():
+        terms[term] = terms.get(term, 0) + count
+    assert sum(terms.values()) == peak.bytes
+    return MemoryReport(
+        total_bytes=peak.bytes,
+        argument_bytes=one.argument_bytes,
+        temp_bytes=peak.bytes - one.argument_bytes,
+        host_bytes=found.host_bytes,
+        terms=terms,
+        largest=found.largest,
+    )
+
+
+def _term(path: str) -> str:
+    """Of an argument of a stage's program."""
+    if path.startswith(("params", "own['params']")):
+        return PARAMETERS
+    return OPTIMIZER if path.startswith("own['opt_state']") else _ARGUMENT
+
+
+def _temporaries(programs: Sequence[Ran]) -> Mapping[str, int]:
+    """By program; of several chunks the most."""
+    found: dict[str, int] = {}
+    for ran in programs:
+        found[ran.name] = max(found.get(ran.name, 0), ran.program.stats.temp_size_in_bytes)
+    return found
+
+
+def _edge(step: Step, found: Rehearsed, origin: int, end: int, targets: Sequence[Target]) -> Edge:
+    """What goes from a stage to another, over the slowest link that it crosses."""
+    sent, messages = found.sent_bytes[origin, end], found.messages[origin, end]
+    link = targets[origin].link(step.bound.mesh, ["stage"])
+    return Edge(
+        origin=origin,
+        end=end,
+        bytes=sent,
+        messages=messages,
+        link=link.name,
+        seconds=messages * link.latency_s + sent / link.bytes_per_s,
+    )
