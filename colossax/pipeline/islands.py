@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 from colossax.config import MeshAxis
 from colossax.errors import PlanError
@@ -10,7 +11,7 @@ from colossax.errors import PlanError
 def island_order(
     sizes: Mapping[str, int],
     islands: Sequence[Hashable],
-    names: Mapping[Hashable, str] | None = None,
+    names: Mapping[Any, str] | None = None,
 ) -> tuple[int, ...]:
     """Devices in an order that fills a mesh so that no axis but `stage` leaves an island.
 
@@ -48,7 +49,7 @@ def _check(
     stages: int,
     each: int,
     members: Mapping[Hashable, Sequence[int]],
-    names: Mapping[Hashable, str],
+    names: Mapping[Any, str],
 ) -> None:
     """Refuse a mesh whose stages are not each within an island."""
     counts = {names.get(key, str(key)): len(devices) for key, devices in members.items()}

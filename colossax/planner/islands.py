@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from colossax.aot import Link, Place, Target, exchanging, target_devices
 from colossax.aot.targets import along
-from colossax.config import MESH_AXES, MeshAxis, Plan
+from colossax.config import MESH_AXES, BoundPlan, MeshAxis, Plan
 from colossax.errors import PlanError
 from colossax.pipeline.islands import island_order
 
@@ -128,6 +128,38 @@ def stage_target(plan: Plan, target: Target, stage: int) -> Target:
     return target.apart[target.places[numbers[stage * each]].island]
 
 
+def device_places(bound: BoundPlan, target: Target) -> dict[jax.Device, Place]:
+    """Where each device of a mesh is, by `island_devices`.
+
+    Raises:
+        RuntimeError: A device is of another kind than its island's: a fault of this library.
+    """
+    numbers = device_numbers(bound.plan, target)
+    places = {
+        device: target.places[number]
+        for device, number in zip(bound.mesh.devices.flat, numbers, strict=True)
+    }
+    for device, place in places.items():
+        island = target.islands[place.island]
+        if device.device_kind != island.gpu.name:
+            raise RuntimeError(f"{device} is in the place of a device of island '{island.name}'")
+    return places
+
+
+def stage_link(target: Target, each: int, origin: int, end: int) -> Link:
+    """The slowest link over which devices of a stage send to those of another.
+
+    Args:
+        target: Its devices are in the order of `island_devices`.
+        each: Devices of a stage.
+        origin: Stage that sends.
+        end: Stage that gets it.
+    """
+    pairs = [(origin * each + at, end * each + at) for at in range(each)]
+    links = [target.link_among({target.places[at] for at in pair}) for pair in pairs]
+    return min(links, key=lambda link: link.bytes_per_s)
+
+
 def mesh_crossings(plan: Plan, target: Target) -> Crossings:
     """Which axis of a plan's mesh crosses what; along `stage`, what lies between neighbours."""
     places = [target.places[number] for number in device_numbers(plan, target)]
@@ -173,10 +205,13 @@ def proved(
     found: dict[str, list[set[Place]]] = collections.defaultdict(list)
     sizes: dict[str, int] = {}
     read, counted = 0, 0
+    known_texts: dict[str, list[Any]] = {}
     for name, text, mesh in programs:
         read += 1
         places = [place_of[device] for device in mesh.devices.flat]
-        for kind, axes, groups in exchanging(text, mesh):
+        if text not in known_texts:
+            known_texts[text] = list(exchanging(text, mesh))
+        for kind, axes, groups in known_texts[text]:
             counted += 1
             for group in groups:
                 among = {places[at] for at in group}
