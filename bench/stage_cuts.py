@@ -1,15 +1,19 @@
 """What cutting layers by speed takes, and what it gains over even cuts, modelled.
 
-CPU-seconds of `cut_layers` and `order_devices` on made-up layers, devices and links; gain is the
-slowest stage's modelled seconds with even cuts, devices as given, over those found. Nothing runs on
-a device.
+CPU-seconds of `cut_layers` and `order_devices` on made-up layers, devices and links, and of
+settling `plan.pipeline.cuts auto` for recipes on H100s that are not there, at given speeds of their
+stages; gain is the slowest stage's modelled seconds with even cuts, devices as given, over those
+found.
+Nothing runs on a device.
 
     python bench/stage_cuts.py [--out FILE]
 """
 
 import argparse
 import dataclasses
+import os
 import random
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,9 +22,18 @@ from typing import Any
 import common
 
 sys.path.insert(0, str(common.REPOSITORY))
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 
+import jax
+
+from colossax.aot import parse_target
+from colossax.config import PipelineConfig
 from colossax.pipeline.cuts import Cuts, LayerCost, Link, StageDevice, cut_layers
 from colossax.pipeline.order import Ordered, order_devices
+from colossax.planner.task_step import settle_task
+from colossax.recipes import recipe
+from colossax.tasks import task_of
 
 KINDS = (
     StageDevice(speed=1.0, memory_bytes=80e9),
@@ -139,6 +152,39 @@ def measured(case: Case) -> dict[str, Any]:
     }
 
 
+RECIPES = (
+    ("llama3_8b", {"stage": 4, "fsdp": 2}, "1,1,1,1", 16),
+    ("llama3_8b", {"stage": 4, "fsdp": 2}, "2,1,1,1", 16),
+    ("llama3_8b", {"stage": 4, "fsdp": 2}, "1,1,0.5,0.5", 16),
+    ("llama3_8b", {"stage": 8}, "1,1,1,1,0.5,0.5,0.5,0.5", 16),
+    ("gpt2_124m", {"stage": 8}, "1,1,1,1,1,1,1,1", 1024),
+    ("gpt2_124m", {"stage": 4, "fsdp": 2}, "1,1,1,0.5", 1024),
+)
+"""Name, mesh, speeds of the stages, rows of a batch."""
+
+
+def settled(name: str, mesh: dict[str, int], speeds: str, rows: int) -> dict[str, Any]:
+    """What `plan.pipeline.cuts auto` comes to."""
+    config = recipe(name)
+    config = config.replace(data=dataclasses.replace(config.data, global_batch=rows))
+    pipeline = PipelineConfig(cuts="auto", speeds=speeds, microbatches=8)
+    plan = config.plan.replace(mesh=mesh, pipeline=pipeline)
+    target = parse_target("h100:1x8")
+    clock = common.Clock()
+    found = settle_task(task_of(config), plan, jax.devices(), target=target)
+    cpu_s = clock.read()["cpu_s"]
+    line = found.reasons["pipeline.cuts"]
+    gain = re.search(r"a modelled ([\d.]+) times as fast as cut evenly", line)
+    return {
+        "recipe": name,
+        "mesh": ",".join(f"{axis}={size}" for axis, size in mesh.items()),
+        "speeds": speeds,
+        "cuts": ",".join(map(str, found.plan.pipeline.cuts)),
+        "modelled_gain": float(gain.group(1)) if gain else 1.0,
+        "cpu_s": cpu_s,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -147,7 +193,9 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = [measured(case) for case in cases()]
     print(common.table(list(rows[0]), [list(row.values()) for row in rows]))
-    print("modelled_gain: none where even cuts exceed a device's memory")
+    print("modelled_gain: none where even cuts exceed a device's memory\n")
+    recipes = [settled(*one) for one in RECIPES]
+    print(common.table(list(recipes[0]), [list(row.values()) for row in recipes]))
     common.write_json(
         arguments.out,
         {
@@ -156,6 +204,7 @@ def main() -> None:
             "hardware": common.hardware(),
             "bar_s": BAR_S,
             "rows": rows,
+            "recipes": recipes,
         },
     )
 

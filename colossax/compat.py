@@ -131,6 +131,16 @@ class Equations:
     def _made(self, eqns: set[int]) -> Iterable[Any]:
         return (v for eqn in self.jaxpr.eqns if id(eqn) in eqns for v in eqn.outvars)
 
+    @staticmethod
+    def made(eqns: Iterable[Any]) -> list[Any]:
+        """Variables that these give, but for what nobody reads."""
+        return [v for eqn in eqns for v in eqn.outvars if not isinstance(v, core.DropVar)]
+
+    @staticmethod
+    def variables(atoms: Iterable[Any]) -> list[Any]:
+        """Without literals."""
+        return _variables(atoms)
+
     def crossing(self, eqns: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
         """Variables that these equations and outputs read and do not make; no constants."""
         made = {variable for eqn in eqns for variable in eqn.outvars}

@@ -42,6 +42,8 @@ class ParamInfo:
         dtype: Dtype of the array in memory.
         first_layer: First global layer the leaf holds; None outside a layer stack.
         total_layers: Layers of the whole stack; None outside a layer stack.
+        span: Numbers of its first and last layer among those of all kinds and stacks, in the order
+            in which the model made them; None outside a layer stack.
         segment: Path of the layer stack and number of its segment; None outside a layer stack.
         placement: Of its layer; on the device outside a layer stack.
         resident: Whether parameter and optimizer state stay on the device all the same (vectors
@@ -62,6 +64,7 @@ class ParamInfo:
     dtype: np.dtype
     first_layer: int | None = None
     total_layers: int | None = None
+    span: tuple[int, int] | None = None
     segment: tuple[str, int] | None = None
     placement: Placement = Placement()
     resident: bool = False

@@ -37,7 +37,7 @@ NAMES = {
         "compiler_options compute_dtype constrain current current_order explain explain_html "
         "gather_for_others gather_weight gathered_axes host_sharding in_order keeping kept_share "
         "left_whole linear linears lookup param_sharding recomputing reduction_dtype replicated "
-        "resolve ruled_dims seq_axes transfer use validate with_ranges"
+        "resolve ruled_dims seq_axes transfer use validate with_ranges without_shards"
     ),
     "colossax.sharding.sequence": (
         "DOUBLE_RING_OPTIONS Order RingAxes RingMasks Settings balanced_from_contiguous_local "
@@ -54,10 +54,10 @@ NAMES = {
         "segment_counts stage_segments store to_device update_seconds working_set_bytes"
     ),
     "colossax.layerwise": (
-        "CutLoss CutRun Layer LayerRun LayerState Maximum Residual Scanned StackCall StackRunner "
-        "Stacks StageLayers Stream Transposed added alternates checkpointed current_runner "
-        "cut_loss kept_sharding nothing over_stages recording_kept running shapes_of stack_call "
-        "stage_layers summed"
+        "Chain CutLoss CutRun Layer LayerRun LayerState Link Maximum Residual Scanned "
+        "StackCall StackRunner Stacks StageLayers Stream Transposed added alternates checkpointed "
+        "current_runner cut_loss kept_sharding nothing over_stages recording_kept running "
+        "shapes_of stack_call stage_layers summed"
     ),
     "colossax.data": (
         "BatchLoader Corpus Documents Mixture RowSource Rows Split SyntheticRows Tokenizer "

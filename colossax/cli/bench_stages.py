@@ -117,6 +117,7 @@ def _stages(
         LayerTimes(
             recipe=name,
             layer=measured.layer,
+            flops=measured.flops,
             device_kind=kind,
             devices=tuple(
                 DeviceTime(number=row.number, seconds=row.seconds)

@@ -86,6 +86,8 @@ def _inspected(asked: _Asked, *, largest: bool) -> Inspection:
     settled = settle_task_for_target(task, plan, asked.target)
     if settled.fitted is not None:
         _tell(settled.fitted.line)
+    if "pipeline.cuts" in settled.reasons:
+        _tell(settled.reasons["pipeline.cuts"])
     one = inspect_task(task, settled.plan, asked.target)
     if not largest:
         return one

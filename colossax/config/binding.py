@@ -11,6 +11,7 @@ from jax.sharding import AxisType, Mesh
 from colossax.config.axes import MESH_AXES, MeshAxis
 from colossax.config.plan import Plan
 from colossax.config.rules import Rules
+from colossax.errors import PlanError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,12 +74,22 @@ def _stage(bound: BoundPlan, number: int) -> BoundPlan:
 def bind(plan: Plan, devices: Sequence[jax.Device] | None = None) -> BoundPlan:
     """Build the mesh of `plan` on `devices` (default: all that JAX sees).
 
-    Devices fill the mesh in their order, so the innermost axis (`tensor`) gets neighbours.
+    Devices fill the mesh in their order, so the innermost axis (`tensor`) gets neighbours; those of
+    one stage may change places with another's (`pipeline.order`).
 
     Raises:
-        PlanError: The mesh sizes do not multiply to the number of devices.
+        PlanError: The mesh sizes do not multiply to the number of devices, or the order is of
+            another number of stages.
     """
     devices = list(jax.devices() if devices is None else devices)
     sizes = plan.mesh_sizes(len(devices))
     grid = np.asarray(devices, dtype=object).reshape([sizes[axis] for axis in MESH_AXES])
+    order, stages = plan.pipeline.order, sizes[MeshAxis.STAGE]
+    if isinstance(order, tuple) and stages > 1:
+        if len(order) != stages:
+            raise PlanError(
+                f"plan.pipeline.order: found {len(order)} numbers for {stages} stages; give each"
+                f" number from 0 to {stages - 1} once, or leave it out (none)"
+            )
+        grid = np.take(grid, order, axis=MESH_AXES.index(MeshAxis.STAGE))
     return BoundPlan(plan, Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES)))

@@ -92,8 +92,15 @@ class PipelineConfig:
             `microbatch`, forward and backward; or once a `step`, for memory that holds a stage's
             weights whole in the compute dtype.
         cuts: Layers of each chunk, in the order of the model: numbers, or their text as `10,8,8,6`.
-            Each stage then has a program of its own, which waits for its inputs alone. None: chunks
-            of as many layers each, in one program for all stages.
+            Each stage then has a program of its own, which waits for its inputs alone. `auto`: such
+            that the slowest is fastest, by modelled seconds, within the devices' memory; settled
+            before a run. None: chunks of as many layers each, in one program for all stages.
+        speeds: For cuts of `auto`, of the devices of each stage, as they come: how fast they are,
+            in any unit; numbers, or their text as `2,1,1,1`. None: devices of one kind are equally
+            fast, those of several as fast as `colossax bench stages RECIPE` measured.
+        order: Of each stage, the number of its devices among those of all stages, as they come:
+            with `1,0` the first stage has the second half of all devices. `auto`, with cuts of
+            `auto`: the order whose slowest stage is fastest. None: as they come.
         table: Path of a table of one's own in place of a schedule by name, as
             `colossax.pipeline.Table.to_json` writes it, for the plan's stages, chunks and
             microbatches. Evaluation goes forward without it.
@@ -104,15 +111,29 @@ class PipelineConfig:
     chunks: Annotated[int, Bound(low=1, told="1 or more chunks")] = 1
     gather: str = dataclasses.field(default="microbatch", metadata={"choices": GATHERS})
     cuts: Any = None
+    speeds: Any = None
+    order: Any = None
     table: str | None = None
 
     def __post_init__(self):
         check_types(self, "pipeline", error=PlanError)
         object.__setattr__(self, "cuts", _cuts(self.cuts))
+        object.__setattr__(self, "speeds", _speeds(self.speeds))
+        object.__setattr__(self, "order", _order(self.order))
         for field, known in (("schedule", SCHEDULES), ("gather", GATHERS)):
             value = getattr(self, field)
             if value not in known:
                 raise PlanError(f"pipeline.{field}: unknown '{value}'{nearest(value, known)}")
+        if self.speeds is not None and self.cuts is None:
+            raise PlanError(
+                f"pipeline.speeds: found {','.join(f'{n:g}' for n in self.speeds)}, and only cuts"
+                " of auto are found by them; give plan.pipeline.cuts auto, or leave them out (none)"
+            )
+        if self.order == "auto" and self.cuts != "auto":
+            raise PlanError(
+                "pipeline.order: 'auto' is found with cuts of auto; give plan.pipeline.cuts auto,"
+                " or the order, as 1,0"
+            )
         if self.table is not None and self.schedule != "auto":
             raise PlanError(
                 f"pipeline: both schedule '{self.schedule}' and table '{self.table}' are given;"
@@ -134,18 +155,52 @@ class PipelineConfig:
         return 2 if self.schedule == "zb_v" and self.chunks == 1 else self.chunks
 
 
-def _cuts(given: Any) -> tuple[int, ...] | None:
-    """Layers of each chunk, from numbers or their text."""
-    if given is None:
-        return None
-    found = given.split(",") if isinstance(given, str) else given
-    words = [str(one).strip() for one in (found if isinstance(found, list | tuple) else [found])]
+def _cuts(given: Any) -> tuple[int, ...] | str | None:
+    """Layers of each chunk, from numbers or their text; `auto` as it is."""
+    if given is None or given == "auto":
+        return given
+    words = _words(given)
     counts = tuple(int(word) for word in words if word.isdecimal())
     if not counts or len(counts) < len(words) or min(counts) < 1:
         raise PlanError(
             f"pipeline.cuts: found {given!r}; give the layers of each stage, 1 or more, as 10,8,8,6"
+            " or auto"
         )
     return counts
+
+
+def _speeds(given: Any) -> tuple[float, ...] | None:
+    """Of each stage, from numbers or their text."""
+    if given is None:
+        return None
+    try:
+        speeds = tuple(float(word) for word in _words(given))
+    except ValueError:
+        speeds = ()
+    if not speeds or not all(0 < speed < float("inf") for speed in speeds):
+        raise PlanError(
+            f"pipeline.speeds: found {given!r}; give a number above 0 for each stage, as 2,1,1,1"
+        )
+    return speeds
+
+
+def _order(given: Any) -> tuple[int, ...] | str | None:
+    """Numbers of the devices of each stage, from numbers or their text; `auto` as it is."""
+    if given is None or given == "auto":
+        return given
+    words = _words(given)
+    numbers = tuple(int(word) for word in words if word.isdecimal())
+    if len(numbers) < len(words) or sorted(numbers) != list(range(len(numbers))) or not numbers:
+        raise PlanError(
+            f"pipeline.order: found {given!r}; give each number from 0 on once, as 1,0 for two"
+            " stages, or auto"
+        )
+    return numbers
+
+
+def _words(given: Any) -> list[str]:
+    found = given.split(",") if isinstance(given, str) else given
+    return [str(one).strip() for one in (found if isinstance(found, list | tuple) else [found])]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,13 @@
 """How the layers of a stack are run: one after another, or streamed through host memory."""
 
+from .chain import Chain as Chain
+from .chain import Link as Link
 from .cut import CutLoss as CutLoss
 from .cut import CutRun as CutRun
 from .cut import StackCall as StackCall
 from .cut import cut_loss as cut_loss
 from .cut import stack_call as stack_call
+from .hosted import standing_in as standing_in
 from .layer import Layer as Layer
 from .layer import Residual as Residual
 from .layer import Transposed as Transposed

@@ -62,11 +62,13 @@ class CutLoss:
     taps: bool
 
 
-_RUN = Primitive("layer_run")
-_RUN.multiple_results = True
+RUN = Primitive("layer_run")
+"""What a run is where a loss is only looked at; its parameter `call` says which."""
+
+RUN.multiple_results = True
 
 
-@_RUN.def_abstract_eval
+@RUN.def_abstract_eval
 def _outputs(*_: Any, call: "_Call") -> list[Any]:
     return [jax.core.ShapedArray(x.shape, x.dtype) for x in jax.tree.leaves(call.out)]
 
@@ -104,7 +106,7 @@ class _Marking:
         leaves, structure = jax.tree.flatten(inputs)
         call = _Call(layers=layers, inputs=structure, out=jax.eval_shape(plain, *inputs))
         self.calls.append(call)
-        outputs = _RUN.bind(*leaves, call=call)
+        outputs = RUN.bind(*leaves, call=call)
         carry, sums = jax.tree.unflatten(jax.tree.structure(call.out), outputs)
         return carry, scanned, carried, sums
 
@@ -124,7 +126,7 @@ class _MarkingState(_Marking):
         leaves, structure = jax.tree.flatten(inputs)
         out = jax.eval_shape(lambda inputs: Scanned().run(layers, *inputs), inputs)
         self.calls.append(_Call(layers=layers, inputs=structure, out=out))
-        outputs = _RUN.bind(*leaves, call=self.calls[-1])
+        outputs = RUN.bind(*leaves, call=self.calls[-1])
         return jax.tree.unflatten(jax.tree.structure(out), outputs)
 
 
@@ -160,7 +162,7 @@ def stack_call(fn: Callable[..., Any], *args: Any) -> StackCall | None:
     with running(marking):
         traced = jax.make_jaxpr(fn)(*args)
     equations = Equations(traced)
-    calls = [eqn for eqn in traced.jaxpr.eqns if eqn.primitive is _RUN]
+    calls = [eqn for eqn in traced.jaxpr.eqns if eqn.primitive is RUN]
     if len(marking.calls) != 1 or len(calls) != 1:
         return None
     return StackCall(
@@ -172,6 +174,24 @@ def stack_call(fn: Callable[..., Any], *args: Any) -> StackCall | None:
             equations, equations.needed(equations.outputs, calls), equations.outputs
         ),
     )
+
+
+def marked(loss: Callable[..., Any], *args: Any) -> tuple[Equations, list[Any], Any]:
+    """A loss as equations, those of them that are runs of layers, and shapes of what it gives.
+
+    Args:
+        loss: Any function that calls layer stacks.
+        args: Its arguments, or their shapes.
+
+    Raises:
+        PlanError: It calls none, or one inside a transformation of its own, or twice.
+    """
+    marking = _Marking()
+    with running(marking):
+        traced, out = jax.make_jaxpr(loss, return_shape=True)(*args)
+    calls = [eqn for eqn in traced.jaxpr.eqns if eqn.primitive is RUN]
+    _check(marking.calls, calls)
+    return Equations(traced), calls, out
 
 
 def cut_loss(loss: Callable[..., Any], *args: Any) -> CutLoss:
@@ -187,12 +207,8 @@ def cut_loss(loss: Callable[..., Any], *args: Any) -> CutLoss:
     Cost: the loss is traced once. What the layers' input and the rest of the loss both need (a tied
     embedding, gathered) is computed in `before` and crosses.
     """
-    marking = _Marking()
-    with running(marking):
-        traced, out = jax.make_jaxpr(loss, return_shape=True)(*args)
-    equations = Equations(traced)
-    calls = [eqn for eqn in traced.jaxpr.eqns if eqn.primitive is _RUN]
-    _check(marking.calls, calls)
+    equations, calls, out = marked(loss, *args)
+    _check_one(calls)
     parts = [jax.tree.unflatten(eqn.params["call"].inputs, eqn.invars) for eqn in calls]
     _, carry, side = parts[0]
     start = jax.tree.leaves((carry, side))
@@ -272,7 +288,7 @@ def _carry(run: Any) -> list[Any]:
 
 
 def _check(called: Sequence[_Call], calls: Sequence[Any]) -> None:
-    """One stack, called once, outside of transformations, its runs handing on the carry."""
+    """Stacks are called, each once, outside of transformations."""
     if not called:
         raise PlanError("loss: it calls no layer stack, so there is nothing to cut it at")
     path = called[0].layers.key[0]
@@ -283,9 +299,16 @@ def _check(called: Sequence[_Call], calls: Sequence[Any]) -> None:
         )
     if len({call.layers.key for call in called}) != len(called):
         raise PlanError(f"loss: it calls the layer stack '{path}' more than once; call it once")
-    others = sorted({call.layers.key[0] for call in called} - {path})
+
+
+def _check_one(calls: Sequence[Any]) -> None:
+    """All of one stack."""
+    paths = [eqn.params["call"].layers.key[0] for eqn in calls]
+    path = paths[0]
+    others = sorted(set(paths) - {path})
     if others:
         raise PlanError(
             f"loss: it calls the layer stacks '{path}' and '{others[0]}', and can be cut at one;"
-            " make them one stack of several kinds"
+            " make them one stack of several kinds, or give plan.pipeline.cuts, the layers of each"
+            " stage"
         )

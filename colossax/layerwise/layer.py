@@ -10,6 +10,8 @@ from jaxtyping import Array
 
 from colossax.compat import Equations, inlined
 
+_HOST = "pinned_host"
+
 ApplyLayer = Callable[[Any, Any, Any, Array], Any]
 """`(parameters of a layer, carry, side, number) -> (carry, sums)`."""
 
@@ -216,8 +218,14 @@ class Apart:
 
 
 def shapes_of(tree: Any) -> Any:
-    """Shapes and dtypes of arrays."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), tree)
+    """Shapes and dtypes of arrays; those that are shapes in host memory stay so."""
+    return jax.tree.map(_shape_of, tree)
+
+
+def _shape_of(x: Any) -> Any:
+    if isinstance(x, jax.ShapeDtypeStruct) and getattr(x.sharding, "memory_kind", "") == _HOST:
+        return x
+    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
 
 
 def picked(side: Any, moving: Any) -> list[Any]:

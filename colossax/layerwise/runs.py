@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 
 from colossax.config import Segment
 from colossax.errors import PlanError
+from colossax.layerwise.hosted import fetched, hosted_of
 from colossax.layerwise.recompute import checkpointed
 from colossax.offload import fetch
 from colossax.sharding import activation_sharding, current, replicated
@@ -59,6 +60,7 @@ class LayerRun:
         group: Layers of one call.
         stacked: Whether arrays have a dim of layers in front; else there is one layer.
         policy: What the segment recomputes, and what of it lives in host memory.
+        before: Layers of the stacks that the model made before this one.
     """
 
     key: Key
@@ -69,6 +71,7 @@ class LayerRun:
     group: int = 1
     stacked: bool
     policy: Segment
+    before: int = 0
 
     def checkpoint(self, fn: Callable) -> Callable:
         """What a loop does for a layer, under the segment's rematerialisation policy."""
@@ -134,20 +137,26 @@ class Scanned:
             state = layers.state(jnp.int32(layers.origin), scanned, carried)
             return layers.apply(row, carry, side, state)
 
+        hosted = hosted_of(layers.key)
         row = fetch(params, 0, stacked=False)
+        if hosted is not None:
+            row = fetched(row, hosted, 0, stacked=False)
         scanned_row = jax.tree.map(lambda x: x[0], scanned)
         carry, state, sums = layers.checkpoint(call)(row, carry, scanned_row, carried)
         scanned, sums = jax.tree.map(lambda x: x[None], (state.scanned, sums))
         return carry, scanned, state.carried, sums
 
     def _scan(self, layers, params, carry, side, scanned, carried):
-        hosted = layers.policy.placement.params_on_host
+        hosted = hosted_of(layers.key)
+        whole = hosted is None and layers.policy.placement.params_on_host
 
         def body(loop, xs):
             carry, carried = loop
             number, row, scanned_row = xs
-            if hosted:
+            if whole:
                 row = fetch(params, number - layers.origin)
+            if hosted is not None:
+                row = fetched(row, hosted, number - layers.origin)
             state = layers.state(number, scanned_row, carried)
             carry, state, sums = layers.apply(row, carry, side, state)
             return (carry, state.carried), (state.scanned, sums)
@@ -156,7 +165,7 @@ class Scanned:
         (carry, carried), (scanned, sums) = jax.lax.scan(
             layers.checkpoint(body),
             (carry, carried),
-            (numbers, None if hosted else params, scanned),
+            (numbers, None if whole else params, scanned),
         )
         return carry, scanned, carried, sums
 

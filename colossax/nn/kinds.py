@@ -1,10 +1,33 @@
 """Stacks of several kinds of layers: what repeats in their order, and where rows lie."""
 
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from colossax.config import Segment
 from colossax.offload import segment_counts
+
+_MADE: contextvars.ContextVar[list[int] | None] = contextvars.ContextVar("made", default=None)
+
+
+@contextlib.contextmanager
+def counting_layers() -> Iterator[None]:
+    """While a model is made: layers of its stacks are numbered through, as the stacks are made."""
+    token = _MADE.set([])
+    try:
+        yield
+    finally:
+        _MADE.reset(token)
+
+
+def layers_before(layers: int) -> int:
+    """Of a stack that is made now with so many layers: how many those before it have."""
+    made = _MADE.get()
+    if made is None:
+        return 0
+    made.append(layers)
+    return sum(made[:-1])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -17,10 +17,11 @@ from jaxtyping import Array
 
 from colossax.config import BoundPlan, MeshAxis, Placement
 from colossax.errors import InputError
+from colossax.nn.kinds import counting_layers
 from colossax.nn.members import behind_stack, reference_to_holder
 from colossax.nn.named_models import MakeModel, MakeModels, make_models
 from colossax.nn.rngs import fresh_rngs
-from colossax.sharding import param_sharding, use, validate
+from colossax.sharding import param_sharding, use, validate, without_shards
 from colossax.sharding.rules import home_stage
 from colossax.typing import Dims, ParamInfo, Params
 
@@ -169,7 +170,8 @@ def _abstract(make_model: MakeModel, made: dict[str, Any]) -> Any:
     """
 
     def make() -> Any:
-        model = _as_tree(make_model(fresh_rngs(0)))
+        with counting_layers():
+            model = _as_tree(make_model(fresh_rngs(0)))
         made["behind"] = behind_stack(model) if isinstance(model, nnx.Module) else ()
         return model
 
@@ -275,6 +277,7 @@ def _info(path: tuple, variable: Any, model: str | None, behind: Sequence[tuple]
         dtype=np.dtype(variable.dtype),
         first_layer=metadata.get("first_layer"),
         total_layers=total,
+        span=metadata.get("span"),
         segment=segment,
         placement=metadata.get("placement", Placement()),
         resident=metadata.get("resident", False),
@@ -355,7 +358,7 @@ def initialise(
     dtype = bound.plan.precision.params
 
     def init(key: Array) -> Params:
-        with use(bound), nnx.use_eager_sharding(False):
+        with use(bound), nnx.use_eager_sharding(False), counting_layers():
             model = spec.make_model(fresh_rngs(key))
         return jax.tree.map(
             lambda leaf, info, make: leaf.astype(info.at_rest(dtype)) if make else None,
@@ -378,12 +381,16 @@ def _initialised_by_stage(
 
         return initialise(spec, bound.stage(number), key, only=here)
 
-    parts = [of_stage(number) for number in range(bound.mesh.shape[MeshAxis.STAGE])]
-    return jax.tree.map(
-        lambda *leaves: next((leaf for leaf in leaves if leaf is not None), None),
-        *parts,
-        is_leaf=lambda leaf: leaf is None,
-    )
+    def made(info: ParamInfo, *leaves: Array | None) -> Array | None:
+        found = next((leaf for leaf in leaves if leaf is not None), None)
+        if found is not None or (only is not None and not only(info)):
+            return found
+        shape = jax.ShapeDtypeStruct(info.shape, info.at_rest(bound.plan.precision.params))
+        return without_shards(shape, param_sharding(bound, "params", info))
+
+    stages = range(bound.mesh.shape[MeshAxis.STAGE])
+    parts = [of_stage(at) for at in stages if bound.stage(at).mesh.local_devices]
+    return jax.tree.map(made, spec.infos, *parts, is_leaf=lambda leaf: leaf is None)
 
 
 def _quick_compile(bound: BoundPlan) -> dict[str, int] | None:

@@ -8,11 +8,11 @@ import jax
 from flax import nnx
 from jaxtyping import Array
 
-from colossax.config import Segment
+from colossax.config import Plan, Segment
 from colossax.errors import InputError, PlanError
 from colossax.layerwise import Key, LayerRun, LayerState, current_runner
 from colossax.nn.calls import CallsByKind, joined, joined_sums
-from colossax.nn.kinds import Stretch, stretches
+from colossax.nn.kinds import Stretch, layers_before, stretches
 from colossax.nn.module import Located
 from colossax.nn.stacked import MakeLayer, stacked_layers
 from colossax.nn.weights import layer_with_weights
@@ -83,8 +83,9 @@ class LayerStack(Located):
         """
         kinds, self.order = _kinds(make_layer, layers)
         bound, count = current(), len(self.order)
+        self.before = layers_before(count)
         if segments is None:
-            segments = (Segment(),) if bound is None else resolved_segments(bound.plan, count)
+            segments = (Segment(),) if bound is None else self._asked(bound.plan)
         self.stretches = stretches(self.order, tuple(segments))
         key, dtype = rngs.params(), None if bound is None else bound.plan.precision.params
 
@@ -95,6 +96,7 @@ class LayerStack(Located):
                 stretch.numbers(kind),
                 first_row=stretch.first_row(kind),
                 total=self.order.count(kind),
+                before=self.before,
                 placement=stretch.policy.placement,
                 dtype=dtype,
             )
@@ -119,7 +121,7 @@ class LayerStack(Located):
             made = CallsByKind if isinstance(segment, nnx.Dict) else CallsOfOne
             calls = made(segment, stretch)
             carry, rows, carried, sums = runner.run(
-                calls.run((self.path, number)),
+                dataclasses.replace(calls.run((self.path, number)), before=self.before),
                 calls.params,
                 carry,
                 side,
@@ -165,6 +167,10 @@ class LayerStack(Located):
                     )
         return specs[ONLY] if ONLY in specs else specs
 
+    def _asked(self, plan: Plan) -> tuple[Segment, ...]:
+        """The plan's segments of these layers."""
+        return resolved_segments(plan, len(self.order), before=self.before)
+
     def _planned(self) -> tuple[Stretch, ...]:
         """The stretches as the plan in force wants them run."""
         bound = current()
@@ -173,7 +179,7 @@ class LayerStack(Located):
                 dataclasses.replace(b, policy=Segment(count=b.count, offload=b.policy.offload))
                 for b in self.stretches
             )
-        wanted = stretches(self.order, resolved_segments(bound.plan, len(self.order)))
+        wanted = stretches(self.order, self._asked(bound.plan))
         if [stretch.place for stretch in wanted] != [stretch.place for stretch in self.stretches]:
             asked, built = (", ".join(_shown(b) for b in each) for each in (wanted, self.stretches))
             raise PlanError(

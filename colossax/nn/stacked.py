@@ -27,6 +27,7 @@ def stacked_layers(
     *,
     first_row: int,
     total: int,
+    before: int,
     placement: Placement,
     dtype: Any,
 ) -> Any:
@@ -38,6 +39,7 @@ def stacked_layers(
         numbers: Of the layers in their stack, ascending; a single one gets no dim of layers.
         first_row: Number of the first one among all of its kind.
         total: Layers of that kind in the stack.
+        before: Layers of the stacks that were made before.
         placement: Where they live.
         dtype: At rest, None as made.
 
@@ -77,6 +79,7 @@ def stacked_layers(
             out_sharding=stacked,
             first_layer=first_row,
             total_layers=total,
+            span=(before + numbers[0], before + numbers[-1]),
             placement=placement,
             resident=not decays(dims),
         )

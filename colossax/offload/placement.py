@@ -8,13 +8,18 @@ from colossax.config import SHARES, MeshAxis, Plan, Segment
 from colossax.errors import PlanError
 
 
-def resolved_segments(plan: Plan, layers: int) -> tuple[Segment, ...]:
+def resolved_segments(plan: Plan, layers: int, *, before: int = 0) -> tuple[Segment, ...]:
     """The plan's segments of a stack, cut where its offload shares begin and end.
 
     The layers of a share are the first ones: what forward leaves last, backward wants first. Those
     that the CPU updates are the first of those that it can: segments of their own, with stacks of
     their own. Segments of each stage's layers (`stage_segments`) are one here, with what the first
     of them says.
+
+    Args:
+        plan: Whose.
+        layers: Of the stack.
+        before: Layers of the model's stacks before it; the cuts of a pipeline are of all of them.
 
     Raises:
         PlanError: The counts do not cover the layers, or shares are still to be found.
@@ -35,7 +40,7 @@ def resolved_segments(plan: Plan, layers: int) -> tuple[Segment, ...]:
         runs = _offloaded(runs, kind, plan.offload.layers(kind, layers))
     reachable = sum(run.count for run in runs if _cpu_can_update(run))
     runs = _offloaded(runs, "cpu", plan.offload.cpu_layers(reachable), _cpu_can_update)
-    return tuple(_in_chunks(plan, runs, layers))
+    return tuple(_in_chunks(plan, runs, layers, before))
 
 
 def stage_segments(plan: Plan, layers: int) -> tuple[Segment, ...]:
@@ -61,9 +66,9 @@ def stage_segments(plan: Plan, layers: int) -> tuple[Segment, ...]:
     return plan.segments
 
 
-def _in_chunks(plan: Plan, runs: list[Segment], layers: int) -> list[Segment]:
+def _in_chunks(plan: Plan, runs: list[Segment], layers: int, before: int) -> list[Segment]:
     """Runs cut where the chunks of a pipeline begin."""
-    begins = set(itertools.accumulate(_chunks(plan, layers)))
+    begins = {begin - before for begin in itertools.accumulate(_chunks(plan, layers, before))}
     at, cut = 0, []
     for run in runs:
         left = run.count
@@ -74,15 +79,17 @@ def _in_chunks(plan: Plan, runs: list[Segment], layers: int) -> list[Segment]:
     return cut
 
 
-def _chunks(plan: Plan, layers: int) -> tuple[int, ...]:
-    """Layers of each part of the stack that begins a segment of its own."""
+def _chunks(plan: Plan, layers: int, before: int) -> tuple[int, ...]:
+    """Layers of each part of all stacks, or of this one, that begins a segment of its own."""
     asked = plan.pipeline
+    if asked.cuts == "auto":
+        raise PlanError(
+            "plan.pipeline.cuts 'auto': the layers of each stage are not known yet; settle the plan"
+            " with colossax.planner.settle, or give them, as 10,8,8,6"
+        )
     if asked.cuts is not None:
-        if sum(asked.cuts) != layers:
-            raise PlanError(
-                f"plan.pipeline.cuts: {', '.join(map(str, asked.cuts))} are {sum(asked.cuts)}"
-                f" layers, and the stack has {layers}; make them sum to {layers}"
-            )
+        if sum(asked.cuts) < before + layers:
+            raise PlanError(cuts_refusal(asked.cuts, before + layers))
         return asked.cuts
     chunks = asked.chunks_of_stage if plan.mesh.get(MeshAxis.STAGE, 1) != 1 else 1
     if layers % chunks:
@@ -90,7 +97,15 @@ def _chunks(plan: Plan, layers: int) -> tuple[int, ...]:
             f"plan.pipeline.chunks: {chunks} chunks cannot share {layers} layers evenly; give a"
             f" number that divides {layers}"
         )
-    return (layers // chunks,) * chunks
+    return (before, *(layers // chunks,) * chunks)
+
+
+def cuts_refusal(cuts: tuple[int, ...], layers: int) -> str:
+    """What to say where cuts are of another number of layers."""
+    return (
+        f"plan.pipeline.cuts: {', '.join(map(str, cuts))} are {sum(cuts)} layers, and the model has"
+        f" {layers}; make them sum to {layers}"
+    )
 
 
 def segment_counts(segments: tuple[Segment, ...], layers: int) -> tuple[int, ...]:

@@ -119,12 +119,21 @@ class Cuts:
     @property
     def line(self) -> str:
         """For people."""
-        cut = f"layers {','.join(map(str, self.layers))}, modelled {self.slowest_s:.3g} s"
+        return self._told(f", modelled {self.slowest_s:.3g} s for the slowest stage")
+
+    @property
+    def compared(self) -> str:
+        """For people, where the seconds have no unit."""
+        return self._told("")
+
+    def _told(self, seconds: str) -> str:
+        cut = f"layers {','.join(map(str, self.layers))}{seconds}"
         even = f"cut evenly ({','.join(map(str, self.even))})"
+        if self.layers == self.even:
+            return f"{cut}, cut evenly"
         if self.modelled_gain is None:
-            return f"{cut} for the slowest stage; {even} they would not fit"
-        gain = f"a modelled {self.modelled_gain:.2f} times as fast as {even}"
-        return f"{cut} for the slowest stage, {gain}"
+            return f"{cut}; {even} they would not fit"
+        return f"{cut}, a modelled {self.modelled_gain:.2f} times as fast as {even}"
 
 
 def even_layers(layers: int, stages: int) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from colossax.config import Natural, Positive, above, check_types
+from colossax.config import Natural, NotNegative, Positive, above, check_types
 from colossax.config.cache import measured_path, read_measured, write_measured
 from colossax.errors import InputError
 from colossax.pipeline.cuts import Link
@@ -42,6 +42,7 @@ class LayerTimes:
         jax: Version it was measured with.
         colossax: Likewise.
         devices: Forward and backward of a microbatch, of each of this kind.
+        flops: What that multiplies, recomputation included; 0 where it was not counted.
     """
 
     recipe: str
@@ -51,6 +52,7 @@ class LayerTimes:
     jax: str
     colossax: str
     devices: tuple[DeviceTime, ...]
+    flops: NotNegative = 0.0
 
     def __post_init__(self):
         _check(self, self.devices, "stages", "devices")

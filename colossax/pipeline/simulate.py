@@ -21,6 +21,8 @@ class Report:
         bubble: Of all stages' time, the share that is not useful.
         executed: Operations of each kind that a device runs, those on zeros included.
         saved: Most inputs of chunks that are kept at a time for backward or an input gradient.
+        slots: Room for them on every stage. In lock step all write in each tick, so that it is the
+            most ticks from a forward pass to its backward pass or input gradient, and one.
         pending: Most input gradients whose weight gradient is still to come.
         kept: Most forwards whose backward or weight gradient is still to come: what memory holds.
         link_bytes: What is sent from a stage to another, by the two.
@@ -31,6 +33,7 @@ class Report:
     bubble: float
     executed: Mapping[Kind, int]
     saved: tuple[int, ...]
+    slots: int
     pending: tuple[int, ...]
     kept: tuple[int, ...]
     link_bytes: Mapping[tuple[int, int], int]
@@ -64,12 +67,14 @@ def simulate(table: Table, costs: Costs | None = None, form: str = "lockstep") -
     for span in spans:
         useful[span.stage] += span.end - span.start
     orders = [table.order(stage) for stage in range(table.stages)]
+    saved = _most(orders, _SAVED)
     return Report(
         time=time,
         useful=tuple(useful),
         bubble=max(0.0, 1 - sum(useful) / (table.stages * time)) if time else 0.0,
         executed=_executed(table, orders, lockstep),
-        saved=_most(orders, _SAVED),
+        saved=saved,
+        slots=1 + _longest_wait(table) if lockstep else max(saved),
         pending=_most(orders, _PENDING),
         kept=_most(orders, _KEPT),
         link_bytes=(_rolled if lockstep else _sent)(table, costs.boundary_bytes),
@@ -88,6 +93,19 @@ def _most(orders: _Orders, step: Mapping[Kind, int]) -> tuple[int, ...]:
     """The highest that a count gets on each stage, which kinds of operations raise and lower."""
     counts = (itertools.accumulate(step.get(op.kind, 0) for op in order) for order in orders)
     return tuple(max(count, default=0) for count in counts)
+
+
+def _longest_wait(table: Table) -> int:
+    """Ticks from a forward pass to the backward pass or input gradient of the same chunk."""
+    began: dict[tuple[int, int, int], int] = {}
+    longest = 0
+    for tick, stage, op in table.operations():
+        key = (stage, op.chunk, op.microbatch)
+        if op.kind is Kind.FORWARD:
+            began[key] = tick
+        elif op.kind is not Kind.WEIGHT:
+            longest = max(longest, tick - began[key])
+    return longest
 
 
 def _executed(table: Table, orders: _Orders, lockstep: bool) -> dict[Kind, int]:

@@ -8,12 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
-from jaxtyping import Array
 
 from colossax.config import AttentionConfig, Plan, Segment
 from colossax.errors import InputError
-from colossax.layerwise import CutRun, Layer, cut_loss
+from colossax.layerwise import CutRun, cut_loss
 from colossax.pallas.bench import Effort, time_calls
+from colossax.planner.one_layer import both_ways, layer_flops, row_shapes, traced_layer
 from colossax.planner.task_step import task_step
 from colossax.sharding import use
 from colossax.step.microbatches import batch_dims
@@ -31,10 +31,12 @@ class LayerMeasure:
         layer: For people, and to tell whether two measures are of the same.
         seconds: `[device][repeat]`, forward and backward of a microbatch; of a stack whose layers
             differ, the mean layer.
+        flops: What that layer multiplies, attention written out, as `stack_costs` counts it.
     """
 
     layer: str
     seconds: list[list[float]]
+    flops: float
 
 
 def measure_layer(
@@ -77,7 +79,15 @@ def measure_layer(
             f" remat {plan.segments[0].remat}"
         ),
         seconds=[[seconds / count for seconds in total] for total in totals],
+        flops=_counted(task, plan, shapes, devices[0]) / count,
     )
+
+
+def _counted(task: Task, plan: Plan, shapes: Shapes, device: jax.Device) -> float:
+    """FLOPs of all layers."""
+    plain = plan.replace(attention=AttentionConfig(kernel="xla"))
+    cut = _CutTask(task, plain, shapes, device)
+    return sum(run.layers.count * cut.flops(number) for number, run in enumerate(cut.runs))
 
 
 def activation(task: Task, plan: Plan, device: jax.Device) -> Any:
@@ -178,48 +188,28 @@ class _CutTask:
         """A run's layer, forward and backward on inputs made up, on a device of this kind."""
         run = self.runs[number]
         with use(self.step.bound), jax.default_device(self._device):
-            rows = jax.eval_shape(run.params, *self._abstract)
-            row = jax.tree.map(lambda x: _row(x, run.layers.stacked), rows)
-            layer = _traced(run, row, self.carry, self._side)
+            row = row_shapes(run, self._abstract)
+            layer = traced_layer(run, row, self.carry, self._side)
             inputs = jax.jit(lambda: (_made((row, self.carry)), self._sides()))()
-        program = jax.jit(functools.partial(_both_ways, layer, run.layers.origin))
+        program = jax.jit(functools.partial(both_ways, layer, run.layers.origin))
 
         def on(device: jax.Device) -> Callable[[], Any]:
             return functools.partial(program, *jax.device_put(inputs, device))
 
         return on
 
+    def flops(self, number: int) -> float:
+        """Of one call of a run, forward and backward."""
+        run = self.runs[number]
+        with use(self.step.bound):
+            row = row_shapes(run, self._abstract)
+            layer = traced_layer(run, row, self.carry, self._side)
+            return layer_flops(layer, row, self.carry, self._side)
+
     def _sides(self) -> Any:
         """Side inputs, which are made of the batch; parameters that they need not cost nothing."""
         params, variables, _ = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._abstract)
         return self._cut.before(params, variables, _batch(self.shapes))[1]
-
-
-def _traced(run: CutRun, row: Any, carry: Any, side: Any) -> Layer:
-    def apply(row: Any, carry: Any, side: Any, number: Array) -> Any:
-        carry, _, sums = run.layers.apply(row, carry, side, run.layers.state(number))
-        return carry, sums
-
-    return Layer(run.layers.checkpoint(apply), row, carry, side)
-
-
-def _both_ways(layer: Layer, number: int, inputs: Any, side: Any) -> Any:
-    row, carry = inputs
-    at = jnp.int32(number)
-    out, kept = layer.forward(row, carry, side, at)
-    ones = jax.tree.map(_cotangent, out)
-    found = layer.transpose(row, side, at, kept, ones)
-    return out[0], found.params, found.carry
-
-
-def _cotangent(x: Array) -> Any:
-    if jnp.issubdtype(x.dtype, jnp.inexact):
-        return jnp.ones_like(x)
-    return jnp.zeros(x.shape, jax.dtypes.float0)
-
-
-def _row(x: jax.ShapeDtypeStruct, stacked: bool) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape[1:] if stacked else x.shape, x.dtype)
 
 
 def _made(shapes: Any) -> Any:

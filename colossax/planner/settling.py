@@ -16,6 +16,7 @@ from colossax.planner.cpu_share import with_cpu_share
 from colossax.planner.fitting import Fitted, fit_offload
 from colossax.planner.mlp_share import with_mlp_share
 from colossax.planner.pipelined import with_pipelined
+from colossax.planner.stage_cuts import with_stage_cuts
 from colossax.sharding import use
 from colossax.step.loss import Loss
 from colossax.step.microbatches import batch_dims, num_microbatches
@@ -38,6 +39,7 @@ class Facts:
         dims: Names of the parameters' dims by pattern; see `named`.
         agree: With several processes, `Group.from_first`.
         rates: What was measured of a kind of device; None where nothing was.
+        recipe: Under whose name layers were measured; None: none were.
     """
 
     make_model: MakeModels
@@ -49,6 +51,7 @@ class Facts:
     dims: GivenDims | None = None
     agree: Agree = lambda make: make()
     rates: Callable[[str], Rates | None] = load_rates
+    recipe: str | None = None
 
     @property
     def device(self) -> jax.Device:
@@ -132,6 +135,7 @@ def check_settled(plan: Plan) -> None:
     offload = plan.offload
     left = {
         "offload.auto": offload.auto,
+        "pipeline.cuts": plan.pipeline.cuts == "auto",
         "offload.cpu_update": offload.cpu_update == "auto",
         "offload.pipelined": offload.pipelined == "auto",
         "segments.mlp_share": any(segment.mlp_share == "auto" for segment in plan.segments),
@@ -158,6 +162,21 @@ def _fitted(plan: Plan, facts: Facts) -> Fitted:
 
     return fit_offload(
         make_step, plan, facts.options.shapes, target=facts.target, agree=facts.agree
+    )
+
+
+def _stage_cuts(plan: Plan, facts: Facts) -> tuple[Plan, str | None]:
+    def build(plan: Plan, devices: Sequence[jax.Device], options: StepOptions) -> Step:
+        return dataclasses.replace(facts, devices=devices, options=options).step(plan)
+
+    return with_stage_cuts(
+        plan,
+        jax.devices() if facts.devices is None else facts.devices,
+        facts.options,
+        build,
+        recipe=facts.recipe,
+        target=facts.target,
+        agree=facts.agree,
     )
 
 
@@ -195,6 +214,7 @@ def _mlp_share(plan: Plan, facts: Facts) -> tuple[Plan, str | None]:
 
 
 _RULES: dict[str, Callable[[Plan, Facts], tuple[Plan, str | None]]] = {
+    "pipeline.cuts": _stage_cuts,
     "offload.cpu_update": _cpu_update,
     "offload.pipelined": _pipelined,
     "segments.mlp_share": _mlp_share,

@@ -34,7 +34,7 @@ class StageCost:
         """In one sentence."""
         table, ran = self.table, self.report.executed[Kind.FORWARD]
         first, last = self.layers[0][0]
-        saved, pending = max(self.report.saved), max(self.report.pending)
+        slots, pending = self.report.slots, max(self.report.pending)
         what = "microbatches" if table.chunks == 1 else "inputs of chunks"
         late = f", {pending} wait for their weights' gradients" if pending else ""
         per = f"{last - first + 1} layers" + (f" x {table.chunks}" if table.chunks > 1 else "")
@@ -42,7 +42,7 @@ class StageCost:
             f"pipeline: {self.schedule}, {table.stages} stages of {per}, {table.microbatches}"
             f" microbatches; each device runs {ran} forward passes for"
             f" {table.microbatches * table.chunks}, {100 * self.report.bubble:.0f} % of its time in"
-            f" vain; at most {saved} {what} are kept for backward{late}"
+            f" vain; room for {slots} {what} that wait for backward{late}"
         )
 
     def to_json(self, device_bytes: int) -> dict[str, Any]:
@@ -60,6 +60,7 @@ class StageCost:
                 "bubble": self.report.bubble,
                 "executed": executed,
                 "saved": max(self.report.saved),
+                "slots": self.report.slots,
                 "pending": max(self.report.pending),
             },
             "stages": [

@@ -53,4 +53,5 @@ def _facts(task: Task, devices: Sequence[jax.Device], *, disk: Path | None = Non
         loss=task.loss,
         options=dataclasses.replace(task.options, shapes=task.shapes, disk=disk),
         devices=devices,
+        recipe=task.name,
     )

@@ -11,6 +11,7 @@ from .context import kept_share as kept_share
 from .context import recomputing as recomputing
 from .context import use as use
 from .host import host_sharding as host_sharding
+from .joint import without_shards as without_shards
 from .linear import Dense as Dense
 from .linear import linear as linear
 from .linear import linears as linears

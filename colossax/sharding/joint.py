@@ -1,9 +1,10 @@
 """Arrays sent to as many other devices, of other processes too, on a mesh that joins both sides.
 
 JAX copies between processes in programs alone, and a program's arrays all lie on its devices. So
-each array gets a dim in front, split over the two sides: the source's shards are its first row, the
-target's devices have room as the second. One program sends every shard to the device that has its
-place on the other side, and what lies there is kept.
+the two sides become an axis of a mesh, and a first dim is split over them before anything else: the
+source's shards, as they are, are its first half, the target's devices have room as the second. One
+program sends every shard to the device that has its place on the other side, and what lies there is
+kept.
 """
 
 import functools
@@ -23,7 +24,10 @@ ROLE = "role"
 def sent_across(
     leaves: Sequence[Any], shardings: Sequence[NamedSharding], target: Mesh
 ) -> list[Array]:
-    """The arrays on the devices of another mesh, split as before; every process calls it alike.
+    """The arrays on the devices of another mesh, split as before.
+
+    Every process that has devices of either side calls it alike, and in the same order among all
+    programs of several processes; others may leave it out.
 
     Args:
         leaves: Arrays; shapes in a process that has none of their devices.
@@ -31,19 +35,31 @@ def sent_across(
         target: As many devices, none of them the same, in any form.
 
     Cost: every device of the source sends its shards once, and is sent nothing. For a moment a
-    device holds two more copies of them, in device memory.
+    device holds one more copy of them, the target's two, in device memory.
     """
     source = shardings[0].mesh
     devices = target.devices.reshape(source.devices.shape)
     there = Mesh(devices, source.axis_names, axis_types=source.axis_types)
     both = _joined(source, there)
-    lifted = [
-        _lifted(x, NamedSharding(both, PartitionSpec(ROLE, *s.spec)))
-        for x, s in zip(leaves, shardings, strict=True)
+    specs = tuple(_on_both(x, s) for x, s in zip(leaves, shardings, strict=True))
+    joined = [
+        _with_room(x, NamedSharding(both, spec)) for x, spec in zip(leaves, specs, strict=True)
     ]
-    specs = tuple(PartitionSpec(ROLE, *s.spec) for s in shardings)
-    moved = _program(both, specs)(lifted)
-    return [_kept(x, NamedSharding(there, s.spec)) for x, s in zip(moved, shardings, strict=True)]
+    moved = _program(both, specs)(joined)
+    return [
+        _kept(x, leaf.shape, NamedSharding(there, s.spec))
+        for x, leaf, s in zip(moved, leaves, shardings, strict=True)
+    ]
+
+
+def without_shards(shape: Any, sharding: NamedSharding) -> Array:
+    """An array of which this process has no part.
+
+    Args:
+        shape: With its dtype.
+        sharding: On devices of other processes.
+    """
+    return _from_shards(shape.shape, sharding, [], shape.dtype)
 
 
 def _joined(source: Any, target: Any) -> Mesh:
@@ -52,20 +68,27 @@ def _joined(source: Any, target: Any) -> Mesh:
     return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
 
 
+def _on_both(leaf: Any, sharding: NamedSharding) -> PartitionSpec:
+    """How both sides together are split; a number becomes a row for each."""
+    first, *others = sharding.spec if leaf.ndim and sharding.spec else (None,)
+    axes = first if isinstance(first, tuple) else () if first is None else (first,)
+    return PartitionSpec((ROLE, *axes), *others)
+
+
 @functools.lru_cache(maxsize=64)
 def _program(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> Any:
-    def send_local(lifted: list[Array]) -> list[Array]:
-        return [jax.lax.ppermute(x, ROLE, [(0, 1)]) for x in lifted]
+    def send_local(joined: list[Array]) -> list[Array]:
+        return [jax.lax.ppermute(x, ROLE, [(0, 1)]) for x in joined]
 
     send = jax.shard_map(
         send_local, mesh=mesh, in_specs=(list(specs),), out_specs=list(specs), check_vma=False
     )
-    return jax.jit(send, donate_argnums=0)
+    return jax.jit(send)
 
 
-def _lifted(leaf: Any, sharding: NamedSharding) -> Array:
-    """`[2, ...]`: the array, and room on the other side."""
-    shape = (2, *leaf.shape)
+def _with_room(leaf: Any, sharding: NamedSharding) -> Array:
+    """The array, and behind it room on the other side."""
+    shape = (2 * leaf.shape[0], *leaf.shape[1:]) if leaf.ndim else (2,)
     arrays = leaf.addressable_shards if isinstance(leaf, jax.Array) else ()
     local = {shard.device: shard.data for shard in arrays}
     room = sharding.shard_shape(shape)
@@ -73,17 +96,18 @@ def _lifted(leaf: Any, sharding: NamedSharding) -> Array:
     for device in sharding.mesh.local_devices:
         where = SingleDeviceSharding(device)
         if device in local:
-            shards.append(jax.device_put(local[device], where)[None])
+            x = jax.device_put(local[device], where)
+            shards.append(x if leaf.ndim else x[None])
         else:
             shards.append(jnp.zeros(room, leaf.dtype, device=where))
     return _from_shards(shape, sharding, shards, leaf.dtype)
 
 
-def _kept(x: Array, sharding: NamedSharding) -> Array:
+def _kept(x: Array, shape: tuple[int, ...], sharding: NamedSharding) -> Array:
     """The target's side alone."""
     devices = sharding.addressable_devices
-    shards = [shard.data[0] for shard in x.addressable_shards if shard.device in devices]
-    return _from_shards(x.shape[1:], sharding, shards, x.dtype)
+    shards = [shard.data for shard in x.addressable_shards if shard.device in devices]
+    return _from_shards(shape, sharding, shards if shape else [x[0] for x in shards], x.dtype)
 
 
 def _from_shards(

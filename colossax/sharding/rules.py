@@ -167,10 +167,10 @@ def home_stage(bound: BoundPlan, info: ParamInfo) -> int:
     where it was made after the layers.
     """
     layout = chunks_of(bound).layout
-    if info.first_layer is None:
+    if info.span is None:
         return layout[-1 if info.behind else 0][0]
-    ends = itertools.accumulate(bound.plan.pipeline.cuts or ())
-    return layout[next(at for at, end in enumerate(ends) if info.first_layer < end)][0]
+    first, ends = info.span[0], itertools.accumulate(bound.plan.pipeline.cuts or ())
+    return layout[next(at for at, end in enumerate(ends) if first < end)][0]
 
 
 @functools.lru_cache(maxsize=64)
@@ -246,11 +246,28 @@ def check_parameter(bound: BoundPlan, info: ParamInfo) -> None:
         PlanError: It does not fit, by path.
     """
     bound = home(bound, info)
+    _check_layers(bound, info)
     for role in ("params", "weights", "gradients", "optimizer"):
         resolve(bound, role, info.dims, info.shape, name=info.path)
     for dim, size in zip(info.dims, info.shape, strict=True):
         if dim == "heads":
             check_heads(bound, size, name=info.path)
+
+
+def _check_layers(bound: BoundPlan, info: ParamInfo) -> None:
+    """Refuse layers that stages do not share evenly, in one program for all of them."""
+    stages, layers = bound.mesh.shape[MeshAxis.STAGE], info.total_layers or 0
+    chunks = stages * bound.plan.pipeline.chunks_of_stage
+    axes = _chosen(bound, "params", info.dims)[0] if info.dims[:1] == ("layers",) else ()
+    if MeshAxis.STAGE not in axes or not info.shape[0] % stages or layers < chunks:
+        return
+    each, over = divmod(layers, chunks)
+    about = f" (about {each + 1} or {each} layers each)" if over else ""
+    raise PlanError(
+        f"{info.path}: {stages} stages cannot share {info.shape[0]} layers evenly; give"
+        f" plan.pipeline.cuts auto, which cuts them unevenly{about}, or a size of mesh axis 'stage'"
+        f" that divides {info.shape[0]}"
+    )
 
 
 def ruled_dims(bound: BoundPlan) -> set[str]:

@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 from colossax.config import BoundPlan
 from colossax.errors import PlanError
-from colossax.sharding.joint import sent_across
+from colossax.sharding.joint import sent_across, without_shards
 from colossax.sharding.rules import param_sharding
 from colossax.typing import ParamInfo
 
@@ -147,8 +147,7 @@ def _sent(leaves: list[Any], cuts: tuple[_Cut, ...], source: Layout, target: Lay
         return program(there)
     nothing = jax.eval_shape(program, there)
     return [
-        jax.make_array_from_single_device_arrays(x.shape, sharding, [], dtype=x.dtype)
-        for x, sharding in zip(nothing, target.shardings, strict=True)
+        without_shards(x, sharding) for x, sharding in zip(nothing, target.shardings, strict=True)
     ]
 
 

@@ -48,7 +48,8 @@ def updater_of(step: "Step", optimizer: Any) -> Updater | None:
         PlanError: See `streaming_of` and `check_programs`.
     """
     if step.bound.stage_programs:
-        check_programs(step.bound, optimizer, step.options)
+        check_reduce_once(step.bound, step.spec.infos)
+        check_programs(step.bound, step.spec.infos, optimizer, step.options)
         return StageUpdate(step, optimizer)
     return streaming_of(step, optimizer)
 

@@ -93,15 +93,17 @@ def test_llama_3_8b_on_eight_stages():
 
 
 @pytest.mark.catches("stage-slot-too-many")
-def test_memory_has_as_many_inputs_as_the_simulator_keeps():
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2)])
+def test_memory_has_as_many_inputs_as_the_simulator_says(schedule, chunks):
     """By two depths: what both need is left out, and gradients are known."""
-    few, more = inspected(8, layers=8), inspected(8, layers=16)
+    # Deep enough for layers, and not the head, to make the peak.
+    how = {"schedule": schedule, "chunks": chunks}
+    few, more = inspected(8, layers=16, **how), inspected(8, layers=32, **how)
     assert more.pipeline is not None
     gradients = 4 * (more.parameters - few.parameters) / (STAGES * FSDP)
     added = more.memory.temp_bytes - few.memory.temp_bytes - gradients
-    slots = added / (2 * ROW_BYTES)  # two layers more on each stage
-    # One lies in no slot: that of the tick itself.
-    assert slots - 1 == pytest.approx(max(more.pipeline.report.saved), rel=0.05)
+    slots = added / (4 // chunks * ROW_BYTES)  # so many layers more in each chunk of a stage
+    assert slots == pytest.approx(more.pipeline.report.slots, rel=0.05)
 
 
 @pytest.mark.parametrize(

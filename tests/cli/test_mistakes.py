@@ -34,10 +34,19 @@ TABLE = {
     "train llama_tiny --plan.mesh fsdp=3": ["there are 8 devices", "product is 8"],
     "train llama_tiny --plan.mesh expert=8": ["axis 'expert' has size 8", "move its devices"],
     "train llama_tiny --devices 3 --plan.mesh stage=3": [
-        "dim 'layers' has size",
-        "choose a size of 'stage'",
+        "3 stages cannot share 4 layers evenly",
+        "plan.pipeline.cuts auto",
+        "a size of mesh axis 'stage' that divides 4",
     ],
     "train llama_tiny --devices 2 --plan.mesh stage=2 --plan.pipeline.schedule 1f1v": ["'1f1b'"],
+    "train llama_tiny --devices 2 --plan.mesh fsdp=2 --plan.pipeline.cuts auto": [
+        "'stage' has size 1",
+        "give stages, as --plan.mesh stage=4,fsdp=2",
+    ],
+    "train llama_tiny --devices 2 --plan.mesh stage=2 --plan.pipeline.cuts auto"
+    " --plan.pipeline.speeds 2,1,1": ["found 3 for 2 stages", "give one for each"],
+    "train llama_tiny --devices 2 --plan.mesh stage=2 --plan.pipeline.cuts auto"
+    " --plan.pipeline.speeds 2,0": ["found '2,0'", "give a number above 0 for each stage"],
     "train llama_tiny --devices 2 --plan.mesh stage=2 --plan.pipeline.schedule interleaved": [
         "chunks"
     ],

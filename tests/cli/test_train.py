@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 
+import jax
 import pytest
 
 from colossax.cli import main
@@ -28,7 +29,8 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module", autouse=True)
 def patched(text):
-    """Caches go to a folder that is new."""
+    """Caches go to a folder that is new; all devices are there before a run asks for one."""
+    assert len(jax.devices()) == 8
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLOSSAX_CACHE", str(text.parent / "cache"))
         yield patch
@@ -274,6 +276,27 @@ def test_resumed_by_its_folder_alone_a_run_goes_on_with_the_plan_that_ran(tmp_pa
     assert (found.plan, found.steps, found.schedule_steps) == (ran, 10000, config.steps)
     assert configured("llama_tiny", *words).schedule_steps == config.steps
     assert configured(*words, "--plan.offload=auto").plan.offload.auto, "decided again"
+
+
+@pytest.mark.catches("question-recorded")
+def test_a_run_goes_on_with_the_cuts_that_were_found_and_finds_them_again_if_asked(
+    whole, text, tmp_path
+):
+    out, found = f"--out={tmp_path}", ["--plan.pipeline.cuts=auto", "--plan.pipeline.speeds=1,3"]
+    plan = ["--plan.mesh=stage=2", *found, f"--optimizer.schedule_steps={STEPS}"]
+    code, first, errors = train("--steps=2", *plan, out, data=text, devices=2)
+    assert code == 0, errors
+    assert "plan.pipeline.cuts auto: layers 1,1, cut evenly; speeds 1,3 as given" in errors
+    code, rest, errors = train("--resume", "--json", f"--steps={STEPS}", out, devices=2, recipe=[])
+    assert code == 0 and "cuts auto" not in errors, errors
+    assert losses([*first, *rest]) == pytest.approx(losses(whole[1]), rel=1e-5)
+    ran = configured("--resume", out).plan.pipeline
+    assert (ran.cuts, ran.speeds, ran.order) == ((1, 1), (1.0, 3.0), None)
+    assert configured("--resume", out, "--plan.pipeline.cuts=auto").plan.pipeline.cuts == "auto"
+    none = ("--plan.pipeline.cuts=none", "--plan.pipeline.speeds=none", "--plan.mesh=fsdp=2")
+    again = f"--steps={STEPS + 1}"
+    code, _, errors = train("--resume", again, out, *none, devices=2, recipe=[])
+    assert code == 0 and "resumed from step 3" in errors, errors
 
 
 def test_a_mixture_of_whole_documents_goes_on_as_it_began(text, tmp_path):

@@ -191,3 +191,12 @@ def test_1f1b_has_a_slot_for_each_input_that_the_simulator_keeps(stages):
     for microbatches in (2 * stages - 1, 8 * stages):
         table = schedule("1f1b", stages, microbatches)
         assert routes_of(table).kept == max(simulate(table).saved) == 2 * stages - 1
+
+
+@pytest.mark.catches("simulated-slots-as-saved")
+@pytest.mark.parametrize(("name", "chunks"), [("gpipe", 1), ("interleaved", 2), ("zb_v", 2)])
+def test_the_simulator_knows_the_room_that_one_program_has(name, chunks):
+    for microbatches in (4, 8, 12):
+        table = schedule(name, 4, microbatches, chunks)
+        found = simulate(table)
+        assert found.slots == routes_of(table).kept > max(found.saved)

@@ -38,11 +38,13 @@ def test_the_sentence_says_what_waits_for_weight_gradients():
     cost = staged("zb_h1").pipeline
     assert cost is not None
     assert cost.line.endswith(
-        "7 microbatches are kept for backward, 4 wait for their weights' gradients"
+        "room for 7 microbatches that wait for backward, 4 wait for their weights' gradients"
     )
     assert "20 % of its time in vain" in cost.line
     assert cost.to_json(1)["pipeline"]["pending"] == 4
     v = staged("zb_v").pipeline
     assert v is not None and "22 forward passes for 16, 20 % of its time in vain" in v.line
     plain = staged("1f1b").pipeline
-    assert plain is not None and plain.line.endswith("7 microbatches are kept for backward")
+    assert plain is not None and plain.line.endswith(
+        "room for 7 microbatches that wait for backward"
+    )

@@ -44,12 +44,17 @@ def norm(tree):
     return sum(float(jnp.sum(jnp.square(x.astype(jnp.float32)))) for x in jax.tree.leaves(tree))
 
 
+@pytest.mark.catches("measured-flops")
 @pytest.mark.catches("measured-backward")
 @pytest.mark.catches("measured-on-one")
 def test_a_layer_runs_forward_and_backward_on_its_device(called, devices):
     found = measure_layer(TASK, Plan(batch=BatchConfig(microbatch=2)), devices[:3], QUICK)
     assert found.layer == "tokens 2 x 8, float32, remat none"
     assert found.seconds == [[2.0] * 3] * 3
+    weights, tokens = 16 * (16 + 8 + 8 + 16) + 3 * 16 * 24, 2 * 8
+    scores = 2 * 2 * 2 * 8 * 8 * 16  # queries with keys, and with values, over all pairs
+    matmuls = 6 * tokens * weights
+    assert matmuls + 3 * scores <= found.flops <= matmuls + 4 * scores, "computed again, or not"
     assert sorted(called) == ["0", "1", "2"]
     for name, (out, params, carry) in called.items():
         assert {d for x in jax.tree.leaves((out, params, carry)) for d in x.devices()} == {

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from colossax.aot import parse_target
-from colossax.config import OffloadConfig, Plan, Segment
+from colossax.config import OffloadConfig, PipelineConfig, Plan, Segment
 from colossax.errors import PlanError
 from colossax.models import maker
 from colossax.offload import device_budget
@@ -59,7 +59,7 @@ def search(monkeypatch):
 @pytest.mark.catches("candidates-unsettled")
 def test_everything_is_decided_in_one_order_and_what_is_tried_is_what_runs(search):
     settled = settle(OPEN, facts())
-    assert tuple(settled.reasons) == ORDER
+    assert tuple(settled.reasons) == tuple(each for each in ORDER if each != "pipeline.cuts")
     assert [line.split(":")[0] for line in settled.reasons.values()] == [
         "plan.offload auto",
         "plan.offload.cpu_update auto",
@@ -108,11 +108,11 @@ def test_a_share_that_nothing_is_there_for_is_off():
 @pytest.mark.parametrize("setting", ORDER)
 def test_a_step_decides_nothing(setting):
     room, name = setting.split(".")
-    plan = (
-        OPEN.replace(offload=OffloadConfig())
-        if room == "segments"
-        else Plan(offload=OffloadConfig(**{name: name == "auto" or "auto"}))
-    )
+    plan = {
+        "segments": lambda: OPEN.replace(offload=OffloadConfig()),
+        "pipeline": lambda: Plan(pipeline=PipelineConfig(cuts="auto")),
+        "offload": lambda: Plan(offload=OffloadConfig(**{name: name == "auto" or "auto"})),
+    }[room]()
     with pytest.raises(PlanError, match=rf"plan\.{setting}: is yet to be decided .* settle it"):
         build_step(*PARTS, plan, devices=jax.devices()[:1])
 

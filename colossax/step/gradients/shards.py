@@ -21,7 +21,8 @@ class Shards:
     """Gradients of each device's own rows, summed over the devices when all are there.
 
     Attributes:
-        count: Devices along the batch.
+        axes: Mesh axes along the batch.
+        count: Devices along them.
         inside: The plan in force for one of them, which does not know of the others.
     """
 
@@ -32,9 +33,9 @@ class Shards:
             bound: Plan and devices; some axis splits the batch.
         """
         self._bound = bound
-        self._axes = tuple(axis for axis in bound.mesh.axis_names if axis in batch_axes(bound))
-        self.inside = bound.replace(rules=_without(bound.plan.rules, self._axes))
-        self.count = bound.size(self._axes)
+        self.axes = tuple(axis for axis in bound.mesh.axis_names if axis in batch_axes(bound))
+        self.inside = bound.replace(rules=_without(bound.plan.rules, self.axes))
+        self.count = bound.size(self.axes)
 
     def cut(self, micro: Microbatches) -> Batch:
         """Its arrays as `[count, shards, rows of one, ...]`."""
@@ -42,7 +43,7 @@ class Shards:
         def one(name: str, x: Array) -> Array:
             at = micro.dims[name].index("batch") + 1
             x = x.reshape(*x.shape[:at], self.count, x.shape[at] // self.count, *x.shape[at + 1 :])
-            sharding = NamedSharding(self._bound.mesh, PartitionSpec(None, self._axes))
+            sharding = NamedSharding(self._bound.mesh, PartitionSpec(None, self.axes))
             return jax.lax.with_sharding_constraint(jnp.moveaxis(x, at, 1), sharding)
 
         return {name: one(name, x) for name, x in micro.arrays.items()}
@@ -60,7 +61,7 @@ class Shards:
             with use(inside):
                 return one(arrays, keys)
 
-        mapped = jax.vmap(of_device, in_axes=dim, spmd_axis_name=self._axes)
+        mapped = jax.vmap(of_device, in_axes=dim, spmd_axis_name=self.axes)
 
         def of_all(arrays: Any, keys: Array) -> tuple[Params, Any]:
             grads, sums = mapped(arrays, keys)
@@ -72,16 +73,16 @@ class Shards:
         """A random key for each device."""
         return jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(self.count))
 
-    def unreduced(self, grads: Params, infos: Any) -> Params:
+    def unreduced(self, grads: Any, infos: Any) -> Any:
         """`[shards, *parameter]`: each device holds its own, sharded along other axes."""
 
         def one(grad: Array, info: Any) -> Array:
-            spec = PartitionSpec(self._axes, *param_sharding(self._bound, "weights", info).spec)
+            spec = PartitionSpec(self.axes, *param_sharding(self._bound, "weights", info).spec)
             return jax.lax.with_sharding_constraint(grad, NamedSharding(self._bound.mesh, spec))
 
         return jax.tree.map(one, grads, infos)
 
-    def reduced(self, grads: Params, infos: Any) -> Params:
+    def reduced(self, grads: Any, infos: Any) -> Any:
         """The sum over the devices, where the plan wants gradients."""
         precision = self._bound.plan.precision
         dtype = jnp.dtype(precision.reduction or precision.accumulation)

@@ -97,8 +97,7 @@ class Job:
 
     def scale(self, gradients: Gradients) -> tuple[Any, Array]:
         """What gradients of this norm are multiplied by, if at all, and whether all is finite."""
-        max_norm = self.streaming.clip_norm
-        return None if max_norm is None else _scale(gradients.norm, max_norm), gradients.finite
+        return _scaling(self.streaming, gradients)
 
 
 class _Pass:
@@ -283,17 +282,31 @@ def known_norm(job: Job, stacks: dict[Key, Stacks], shared: list[Array]) -> Any:
 
 def known_gradients(job: Job, stacks: dict[Key, Stacks], shared: list[Array]) -> Any:
     """All gradients are there, made by a method of their own."""
-    streaming = job.streaming
-    assert streaming.method is not None
-    gradients = streaming.method(job.params, job.variables, job.micro)
+    assert job.streaming.method is not None
+    gradients = job.streaming.method(job.params, job.variables, job.micro)
+    return given_gradients(job.streaming, stacks, gradients)
+
+
+def given_gradients(streaming: "Streaming", stacks: dict[Key, Stacks], gradients: Gradients) -> Any:
+    """All gradients are there.
+
+    Args:
+        streaming: Whose parameters they are of.
+        stacks: Of its layers, without gradients.
+        gradients: In their tree or in a list, None for what does not learn.
+    """
     leaves = jax.tree.leaves(gradients.grads, is_leaf=lambda leaf: leaf is None)
     stacks = {
         key: dataclasses.replace(stacks[key], grads=[leaves[i] for i in part.trained])
         for key, part in streaming.parts.items()
     }
     rest = [leaves[i] for i in streaming.rest.trained]
-    scaled = job.scale(gradients)
-    return stacks, dataclasses.replace(gradients, grads=rest), *scaled
+    return stacks, dataclasses.replace(gradients, grads=rest), *_scaling(streaming, gradients)
+
+
+def _scaling(streaming: "Streaming", gradients: Gradients) -> tuple[Any, Array]:
+    max_norm = streaming.clip_norm
+    return None if max_norm is None else _scale(gradients.norm, max_norm), gradients.finite
 
 
 def _at_once(job: Job, stacks: dict[Key, Stacks], shared: list[Array]) -> Any:

@@ -22,7 +22,14 @@ from colossax.sharding import batch_axes
 from colossax.step.donation import PartlyDonated
 from colossax.step.gradients.accumulate import LossCall
 from colossax.step.gradients.method import GradientMethod, Gradients
-from colossax.step.gradients.streamed import HOW, Job, gathered, known_gradients, known_norm
+from colossax.step.gradients.streamed import (
+    HOW,
+    Job,
+    gathered,
+    given_gradients,
+    known_gradients,
+    known_norm,
+)
 from colossax.step.microbatches import Microbatches
 from colossax.step.offloaded.parameter_groups import SHARED, Part, Update
 from colossax.step.updaters import Updated
@@ -305,22 +312,34 @@ class Streaming:
 
     def update(self, state: TrainState, micro: Microbatches) -> Updated:
         """New parameters and optimizer state, and what is left to do for `later`."""
+        job = Job(self, state["params"], state["variables"], micro)
+        stacks = self.stacks(state["params"], state["opt_state"])
+        how, shared = HOW[self.clipping], self._shared_of(state)
+        known = how in (known_norm, known_gradients)
+        return self._applied(state, how(job, stacks, shared), known=known)
+
+    def updated(self, state: TrainState, gradients: Gradients) -> Updated:
+        """Likewise, of gradients that are there; see `given_gradients`."""
+        stacks = self.stacks(state["params"], state["opt_state"])
+        return self._applied(state, given_gradients(self, stacks, gradients), known=True)
+
+    def _shared_of(self, state: TrainState) -> list[Any]:
+        moments = self.moments(state["opt_state"])
+        return [moments[j] for j in self._shared]
+
+    def _applied(self, state: TrainState, found: Any, *, known: bool) -> Updated:
+        """What gradients make of the state; of layers too, if theirs are known."""
         params, opt_state = state["params"], state["opt_state"]
-        job = Job(self, params, state["variables"], micro)
-        stacks = self.stacks(params, opt_state)
-        moments = self.moments(opt_state)
-        shared = [moments[j] for j in self._shared]
-        how = HOW[self.clipping]
-        stacks, gradients, scale, ok = how(job, stacks, shared)
-        update = Update(shared=shared, scale=scale, ok=ok)
-        leaves = jax.tree.leaves(params)
+        stacks, gradients, scale, ok = found
+        moments, leaves = self.moments(opt_state), jax.tree.leaves(params)
+        update = Update(shared=self._shared_of(state), scale=scale, ok=ok)
         moved, rest_state, new_shared = self.rest.update(
             [leaves[i] for i in self.rest.trained],
             [moments[j] for j in self.rest.slots],
             gradients.grads,
             update,
         )
-        if how in (known_norm, known_gradients):
+        if known:
             # Only then: or the others' gradients are there while layers' states come and go.
             moved, rest_state, update = jax.lax.optimization_barrier((moved, rest_state, update))
             stacks = {

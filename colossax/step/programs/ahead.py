@@ -16,7 +16,7 @@ from colossax.config import BoundPlan
 
 PARAMETERS, OPTIMIZER, STATE, INPUT = "parameters", "optimizer", "state", "input"
 GRADIENTS, KEPT, PENDING = "gradients", "kept for backward", "kept for weight gradients"
-BETWEEN, OTHER = "between chunks", "other"
+GATHERED, BETWEEN, OTHER = "gathered weights", "between chunks", "other"
 
 _TERMS: Mapping[str, tuple[str, ...]] = {
     "cut": (INPUT,),
@@ -25,6 +25,8 @@ _TERMS: Mapping[str, tuple[str, ...]] = {
     "input_gradient": (BETWEEN, PENDING),
     "weight_gradient": (GRADIENTS,),
     "zeros": (GRADIENTS,),
+    "gathered": (GATHERED,),
+    "reduced": (GRADIENTS,),
     "total": (GRADIENTS, OTHER),
 }
 """What results of a program hold, by its name: of each item of a tuple, or of all."""
@@ -323,6 +325,11 @@ def rehearsing(rehearsal: Rehearsal) -> Iterator[None]:
         yield
     finally:
         _REHEARSAL.reset(token)
+
+
+def rehearses() -> bool:
+    """Whether one goes on."""
+    return _REHEARSAL.get() is not None
 
 
 def jitted(fn: Callable, **options: Any) -> Callable:

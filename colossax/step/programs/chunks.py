@@ -1,22 +1,22 @@
 """A loss cut into the chunks of stages that have programs of their own."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from colossax.config import BoundPlan
 from colossax.errors import PlanError
-from colossax.layerwise import CutLoss, CutRun, Layer, Scanned, cut_loss, shapes_of
-from colossax.sharding import RowOrder, in_order, use
+from colossax.layerwise import Chain, Layer, LayerRun, Link, shapes_of, standing_in
+from colossax.sharding import RowOrder, in_order, param_sharding, use
 from colossax.sharding.rules import chunks_of
 from colossax.step.programs.numbered import Leaves, Numbered
-from colossax.step.stages.travel import stream_spec
+from colossax.step.programs.weights import Weights
 
 Loss = Callable[..., Any]
 """`(parameters, microbatch, key, term weights, variables) -> (one number, others)`."""
@@ -28,22 +28,33 @@ class Given:
     """What a stage's programs get beside parameters that learn; nothing of it is differentiated.
 
     Attributes:
-        fixed: Parameters that do not learn.
+        fixed: Parameters that do not learn, by number.
         arrays: Of the batch, `[microbatches, rows, ...]`.
         keys: `[microbatches]`; None: none.
         weights: See `Microbatches.term_weights`.
         variables: See `TrainState`.
+        hosted: Parameters in host memory; see `Numbered.of_runs`.
     """
 
-    fixed: dict[int, Any]
+    fixed: Any
     arrays: Any
     keys: Any
     weights: Any
     variables: Any
+    hosted: Any = None
 
-    def having(self, fixed: dict[int, Any]) -> "Given":
+    def having(self, fixed: dict[int, Any], hosted: Any = None) -> "Given":
         """The same with these parameters."""
-        return dataclasses.replace(self, fixed=fixed)
+        return dataclasses.replace(self, fixed=fixed, hosted=hosted)
+
+    def of_one(self, weights: Weights) -> "Given":
+        """Shapes of what one device along the batch gets; see `Weights.each`."""
+        arrays, keys = weights.of_one((self.arrays, self.keys), 1)
+        return dataclasses.replace(self, arrays=arrays, keys=keys)
+
+
+_MAPPED: Any = Given(fixed=None, arrays=1, keys=1, weights=None, variables=None)
+"""Where it has the dim of devices along the batch."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,21 +64,23 @@ class Chunk:
     Attributes:
         position: Its place in the model.
         stage: Who has it.
-        bound: The plan on that stage's devices.
+        weights: How it gets them, on that stage's devices.
         learning: Numbers of the parameters that it reads and that learn.
-        fixed: Of those that do not.
+        fixed: Of those that do not, and are on the devices.
+        runs: Of its layers, those with parameters in host memory.
         apply: `(learning, input, given, microbatch) -> (output, sums)`. The input of the first is
-            (), of the last (carry, sums of all before); the output of the last one number, its
-            sums what the loss gave beside it.
+            (), of the last what comes and sums of all before; the output of the last one number,
+            its sums what the loss gave beside it.
         input: Shapes of its input.
         output: Of its output and sums.
     """
 
     position: int
     stage: int
-    bound: BoundPlan
+    weights: Weights
     learning: tuple[int, ...]
     fixed: tuple[int, ...]
+    runs: frozenset[tuple[str, int]]
     apply: Callable[[Leaves, Any, Given, Array], tuple[Any, Any]]
     input: Any
     output: Any
@@ -79,22 +92,25 @@ class Chunk:
             numbered: All parameters.
             given: Shapes of what chunks get, parameters left out.
         """
-        given = given.having(numbered.shapes_of(self.fixed))
-        return Layer(self.apply, numbered.shapes_of(self.learning), self.input, given)
+        leaves = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=param_sharding(self.bound, "params", i))
+            for x, i in zip(numbered.shapes, numbered.infos, strict=True)
+        ]
+        hosted = numbered.of_runs(self.runs, leaves) if self.runs else {}
+        given = given.having(numbered.shapes_of(self.fixed), hosted)
+        learning = _spread(self.weights, numbered, self.learning)
+        return Layer(self.apply, learning, self.input, given)
 
-    def laid_out(self, tree: Any) -> Any:
-        """What goes from chunk to chunk, as it lies on the stage's devices."""
-
-        def one(x: Any) -> Array:
-            sharding = NamedSharding(self.bound.mesh, stream_spec(self.bound, x))
-            return jax.lax.with_sharding_constraint(x, sharding)
-
-        return jax.tree.map(one, tree)
+    @property
+    def bound(self) -> BoundPlan:
+        """The plan on its stage's devices."""
+        return self.weights.here
 
 
 def cut_chunks(
     loss: Loss,
     bound: BoundPlan,
+    weights: Sequence[Weights],
     numbered: Numbered,
     given: Given,
     order: RowOrder,
@@ -104,12 +120,13 @@ def cut_chunks(
     Args:
         loss: See `Loss`.
         bound: Plan and all devices.
+        weights: Of each stage.
         numbered: All parameters.
         given: Shapes of what chunks get, parameters left out.
         order: Of the batch's rows.
 
     Raises:
-        PlanError: The loss cannot be cut at one stack, or not where the plan says.
+        PlanError: The loss cannot be cut, or not where the plan says.
 
     Cost: traces the loss once for each chunk, and each layer of a kind once in it.
     """
@@ -117,27 +134,32 @@ def cut_chunks(
     ends = list(itertools.accumulate(cuts))
     chunks: list[Chunk] = []
     for position, (stage, _) in enumerate(layout):
-        here = bound.stage(stage)
-        with use(here), in_order(order):
-            part = _Part(loss, numbered, given, len(layout), position)
-            runs = part.between(ends[position] - cuts[position], ends[position])
-            reads = part.reads(runs)
+        own = weights[stage]
+        with use(own.inside), in_order(order):
+            of_one = given.of_one(own)
+            part = _Part(loss, numbered, of_one, len(layout), position)
+            link = part.link(ends[position] - cuts[position], ends[position])
+            reads = sorted(at for at in link.reads if at < len(numbered.shapes))
             learning = tuple(at for at in reads if numbered.learns[at])
-            fixed = tuple(at for at in reads if not numbered.learns[at])
-            apply = _under(here, order, part.apply(runs))
+            away = [at for at in reads if numbered.infos[at].on_host]
+            fixed = tuple(at for at in reads if not numbered.learns[at] and at not in away)
+            axes = (own.places(numbered.infos, learning), 0, _MAPPED, None)
+            apply = own.each(_under(own.inside, order, part.apply(link)), axes)
             before = chunks[-1] if chunks else None
             start: Any = () if before is None else before.output[0]
             if position == len(layout) - 1:
                 start = (start, [each for chunk in chunks for each in chunk.output[1]])
-            inputs = (numbered.shapes_of(learning), start, given.having(numbered.shapes_of(fixed)))
+            shapes = _spread(own, numbered, learning)
+            inputs = (shapes, start, given.having(numbered.shapes_of(fixed)))
             output = jax.eval_shape(apply, *inputs, jnp.int32(0))
             chunks.append(
                 Chunk(
                     position=position,
                     stage=stage,
-                    bound=here,
+                    weights=own,
                     learning=learning,
                     fixed=fixed,
+                    runs=numbered.hosted(away),
                     apply=apply,
                     input=shapes_of(start),
                     output=shapes_of(output),
@@ -146,11 +168,18 @@ def cut_chunks(
     return chunks
 
 
+def _spread(weights: Weights, numbered: Numbered, numbers: Sequence[int]) -> dict[int, Any]:
+    """Shapes of parameters, as chunks are differentiated by them."""
+    spread = functools.partial(weights.spread, numbered.infos)
+    return jax.eval_shape(spread, numbered.shapes_of(numbers))
+
+
 def _under(bound: BoundPlan, order: RowOrder, fn: Callable) -> Callable:
     """A function that is traced with a plan in force."""
 
     def inside(*args: Any) -> Any:
-        with use(bound), in_order(order):
+        given: Given = args[2]
+        with use(bound), in_order(order), standing_in(given.hosted or {}):
             return fn(*args)
 
     return inside
@@ -161,59 +190,40 @@ class _Part:
 
     def __init__(self, loss: Loss, numbered: Numbered, given: Given, count: int, at: int):
         self._numbered = numbered
-        self._first, self._last = at == 0, at == count - 1
+        self._last = at == count - 1
         params = dict(enumerate(numbered.shapes))
         args = jax.eval_shape(self._args, params, given, jnp.int32(0))
-        self.cut: CutLoss = cut_loss(loss, *args)
-        path = self.cut.runs[0].layers.key[0]
-        problem = None
-        if any(at < len(params) for at in self.cut.side_reads):
-            problem = f"side inputs of the layers of stack '{path}' depend on parameters"
-        elif self.cut.taps:
-            problem = f"what layers of stack '{path}' give is read between them"
-        if problem is not None:
+        self._chain = Chain(loss, *args)
+
+    def link(self, start: int, end: int) -> Link:
+        """That of the runs whose layers are these."""
+        runs = self._chain.runs
+        names = list(dict.fromkeys(repr(run.key[0]) for run in runs))
+        if sorted(runs, key=_first) != list(runs):
             raise PlanError(
-                f"plan.pipeline.cuts: {problem}, and programs of stages get the output of the"
-                " layers before alone; give mesh axis 'stage' size 1"
+                f"plan.pipeline.cuts: the loss calls the layer stacks {', '.join(names)} in another"
+                " order than the model makes them, in which their layers are numbered; make them in"
+                " the order of the calls"
             )
-
-    def between(self, start: int, end: int) -> list[CutRun]:
-        """Runs whose layers are these."""
-        found = [run for run in self.cut.runs if start <= run.layers.first < end]
-        covered = sum(run.layers.count * run.layers.group for run in found)
-        if covered != end - start or found[0].layers.first != start:
-            path = self.cut.runs[0].layers.key[0]
+        found = [at for at, run in enumerate(runs) if start <= _first(run) < end]
+        covered = sum(runs[at].count * runs[at].group for at in found)
+        if covered != end - start or _first(runs[found[0]]) != start:
             raise PlanError(
-                f"plan.pipeline.cuts: layers {start} to {end - 1} of stack '{path}' are no runs of"
-                " their own; cut where its groups of layers begin"
+                f"plan.pipeline.cuts: layers {start} to {end - 1} of {', '.join(names)} are no runs"
+                " of their own; cut where groups of layers begin"
             )
-        return found
+        return self._chain.link(found[0], found[-1] + 1)
 
-    def reads(self, runs: Sequence[CutRun]) -> list[int]:
-        """Numbers of the parameters that these layers, and what stands beside them, read."""
-        found = set().union(*(run.reads for run in runs))
-        if self._first:
-            found |= self.cut.before_reads
-        if self._last:
-            found |= self.cut.after_reads
-        return sorted(at for at in found if at < len(self._numbered.shapes))
-
-    def apply(self, runs: Sequence[CutRun]) -> Callable:
+    def apply(self, link: Link) -> Callable:
         """What a chunk computes; see `Chunk.apply`."""
 
         def apply(learning: Leaves, start: Any, given: Given, number: Array) -> tuple[Any, Any]:
             args = self._args({**learning, **given.fixed}, given, number)
-            side = self.cut.side(*args)
-            x, sums = start if self._last else (start, [])
-            if self._first:
-                x = self.cut.enter(*args)
-            for run in runs:
-                x, _, _, counted = Scanned().run(run.layers, run.params(*args), x, side, None, None)
-                sums = [*sums, counted]
+            values, sums = start if self._last else (start, [])
+            out, own = link.apply(args, values, sums)
             if not self._last:
-                return x, sums
-            outputs = [(x, each) for each in sums]
-            value, others = self.cut.after(args, outputs, self.cut.crossing(*args))
+                return out, own
+            value, others = out
             return value, jax.lax.stop_gradient(others)
 
         return apply
@@ -228,3 +238,8 @@ class _Part:
         )
         params = self._numbered.tree({**values, **leaves})
         return params, arrays, key, given.weights, given.variables
+
+
+def _first(run: LayerRun) -> int:
+    """Number of a run's first layer among those of all stacks."""
+    return run.before + run.first

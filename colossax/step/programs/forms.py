@@ -1,13 +1,14 @@
 """The programs for batches of one form, and such a batch on its way through them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from colossax.config import MeshAxis
-from colossax.layerwise import shapes_of
+from colossax.layerwise import shapes_of, summed
 from colossax.pipeline import Kind, Table, schedule
 from colossax.sharding import RowOrder, in_order, use
 from colossax.sharding.rules import chunks_of
@@ -15,12 +16,13 @@ from colossax.step.batches import BatchPlacer
 from colossax.step.gradients.accumulate import check_counted, objective, with_term_weights
 from colossax.step.loss import Totals
 from colossax.step.microbatches import batch_dims, cut_up
-from colossax.step.programs.ahead import jitted
 from colossax.step.programs.chunks import Given, cut_chunks
 from colossax.step.programs.numbered import Leaves, Numbered
 from colossax.step.programs.passes import BothWays, Forward, Underway
-from colossax.step.programs.sending import of_stage, sent
+from colossax.step.programs.processes import connect, from_each, in_several, program
+from colossax.step.programs.sending import of_stage, sent, spec_of
 from colossax.step.programs.stage import Stage
+from colossax.step.programs.weights import Weights
 from colossax.step.trainable import split
 from colossax.typing import Batch, Params
 
@@ -64,9 +66,11 @@ class Form:
             evaluates: Whether it is for totals alone, and not for gradients.
             **options: Of `jax.jit`.
         """
-        self._step, self._numbered, self._stages = step, numbered, stages
+        self._step, self._stages = step, stages
         self._placer, self._evaluates = placer, evaluates
-        self._cut = [jitted(self._cut_up(stage), **options) for stage in stages]
+        self._weights = [Weights(stage.here, differentiates=not evaluates) for stage in stages]
+        self._numbered = numbered = self._weights[0].shapes(numbered)
+        self._cut = [program(stage.here, self._cut_up(stage), **options) for stage in stages]
         shared = {name: step.abstract[name] for name in ("step", "rng", "variables")}
         arrays, keys, weights = jax.eval_shape(self._cut_up(stages[0]), batch, shared)
         variables = shapes_of(shared["variables"])
@@ -74,14 +78,23 @@ class Form:
         self.count = jax.tree.leaves(arrays)[0].shape[0]
         loss = self._totals if evaluates else self._value
         order = _order(placer, batch)
-        self.chunks = cut_chunks(loss, step.bound, numbered, given, order)
+        self.chunks = cut_chunks(loss, step.bound, self._weights, numbered, given, order)
         self.table = _table(step, self.count)
         apart = any(op.kind is Kind.WEIGHT for _, _, op in self.table.operations())
+        connect([stage.here for stage in stages], self._links())
         self.passes: Forward = (
             Forward(self.chunks, **options)
             if evaluates
             else BothWays(self.chunks, numbered, given, apart, **options)
         )
+        self._gathered = [
+            program(each.here, self._gather(each), **options) for each in self._weights
+        ]
+        self._reduced = [
+            program(each.here, self._reduce(each), donate_argnums=0, **options)
+            for each in self._weights
+        ]
+        self._summed = program(self.chunks[-1].bound, summed, **options)
 
     def run(self, params: Params, shared: dict[str, Any], batch: Batch) -> Underway:
         """A batch through all chunks; nobody waits for it.
@@ -96,21 +109,15 @@ class Form:
             here = {name: of_stage(value, stage.here) for name, value in shared.items()}
             cut[stage.number] = self._cut[stage.number](of_stage(batch, stage.here), here)
             variables[stage.number] = here["variables"]
-        leaves = jax.tree.leaves(params)
-        there: dict[tuple[int, int], Any] = {}
-
-        def at(number: int, stage: int) -> Any:
-            if self._numbered.homes[number] == stage:
-                return leaves[number]
-            if (number, stage) not in there:
-                there[number, stage] = sent(leaves[number], self._stages[stage].here)
-            return there[number, stage]
-
-        own = [{n: at(n, chunk.stage) for n in chunk.learning} for chunk in self.chunks]
+        held = [self._held(jax.tree.leaves(params), stage) for stage in self._stages]
+        own = [
+            {n: held[chunk.stage][n] for n in chunk.learning if n in held[chunk.stage]}
+            for chunk in self.chunks
+        ]
         given = []
         for chunk in self.chunks:
             arrays, keys, weights = cut[chunk.stage]
-            fixed = {n: at(n, chunk.stage) for n in chunk.fixed}
+            fixed = {n: held[chunk.stage][n] for n in chunk.fixed}
             given.append(
                 Given(
                     fixed=fixed,
@@ -118,22 +125,63 @@ class Form:
                     keys=keys,
                     weights=weights,
                     variables=variables[chunk.stage],
+                    hosted=self._numbered.of_runs(chunk.runs, jax.tree.leaves(params)),
                 )
             )
-        return self.passes.run(self.table, own, given)
+        underway = self.passes.run(self.table, own, given)
+        # What was gathered for the step goes, before gradients are reduced.
+        underway.params, underway.given = (), ()
+        return underway
 
-    def gradients(self, underway: Underway) -> list[tuple[Leaves, list[Leaves]]]:
+    def _links(self) -> Iterator[tuple[int, int]]:
+        """From which stage to which anything is sent."""
+        last = self.chunks[-1].stage
+        for chunk in self.chunks:
+            following = self.chunks[min(chunk.position + 1, len(self.chunks) - 1)].stage
+            homes = [self._numbered.homes[at] for at in (*chunk.learning, *chunk.fixed)]
+            for there in (following, last, *homes):
+                yield chunk.stage, there
+                yield there, chunk.stage
+
+    def _held(self, leaves: Sequence[Any], stage: Stage) -> Leaves:
+        """What a stage's chunks read, as they get it; of other stages' parameters, what is sent."""
+        mine = [chunk for chunk in self.chunks if chunk.stage == stage.number]
+        homes = self._numbered.homes
+        read = {at for chunk in mine for at in (*chunk.learning, *chunk.fixed)}
+        read = sorted(at for at in read if not self._numbered.infos[at].on_host)
+        there = {
+            at: leaves[at]
+            if homes[at] == stage.number
+            else sent(leaves[at], self._stages[homes[at]].here, stage.here, spec_of)
+            for at in read
+        }
+        if not self._weights[stage.number].gathers:
+            return there
+        return self._gathered[stage.number](there)
+
+    def found(self, underway: Underway) -> Any:
+        """What the loss gave, where the last chunk is."""
+        return underway.found if self._weights[0].shards is None else self._summed(underway.found)
+
+    def gradients(
+        self, underway: Underway, params: Sequence[Array]
+    ) -> list[tuple[Leaves, list[Leaves]]]:
         """Of each stage what chunks found of its parameters, wherever they are.
 
         Of each parameter what one chunk found, and what others did of some of them.
+
+        Args:
+            underway: All chunks have been through it.
+            params: All of them, where they live.
         """
         found: list[tuple[Leaves, list[Leaves]]] = [({}, []) for _ in self._stages]
         homes = self._numbered.homes
-        for chunk, grads in zip(self.chunks, underway.grads, strict=True):
+        for by, grads in self._by_stage(underway):
             for stage in self._stages:
                 own = {at: g for at, g in grads.items() if homes[at] == stage.number}
-                if own and stage.number != chunk.stage:
-                    own = sent(own, stage.here)
+                if own and stage is not by:
+                    specs = {at: spec_of(params[at]) for at in own}
+                    own = sent(own, by.here, stage.here, lambda _, specs=specs: specs)
                 first, more = found[stage.number]
                 again = {at: own.pop(at) for at in first.keys() & own.keys()}
                 first.update(own)
@@ -141,9 +189,68 @@ class Form:
                     more.append(again)
         return found
 
+    def _by_stage(self, underway: Underway) -> list[tuple[Stage, Leaves]]:
+        """Who found gradients, and which: of its chunks, or added and reduced of all of them."""
+        found: list[tuple[Stage, Leaves]] = []
+        for stage in self._stages:
+            pairs = zip(self.chunks, underway.grads, strict=True)
+            own = [grads for chunk, grads in pairs if chunk.stage == stage.number]
+            if self._weights[stage.number].shards is not None:
+                own = [self._reduced_by_leaf(stage, own)]
+            found += [(stage, grads) for grads in own]
+        return found
+
+    def _reduced_by_leaf(self, stage: Stage, grads: list[Leaves]) -> Leaves:
+        """One parameter after another, each given up when it is reduced."""
+        found: Leaves = {}
+        for at in sorted(set().union(*grads)):
+            of_one = [each.pop(at) for each in grads if at in each]
+            found |= self._reduced[stage.number]({at: of_one})
+        return found
+
+    def _gather(self, weights: Weights) -> Callable[[Leaves], Leaves]:
+        infos = dict(enumerate(self._numbered.infos))
+
+        def gathered(leaves: Leaves) -> Leaves:
+            return weights.gathered(infos, leaves)
+
+        return gathered
+
+    def _reduce(self, weights: Weights) -> Callable[[dict[int, Any]], Leaves]:
+        infos = dict(enumerate(self._numbered.infos))
+
+        def reduced(grads: dict[int, Any]) -> Leaves:
+            return weights.reduced(infos, grads)
+
+        return reduced
+
+    def known_to_all(self, found: Any, norms: Sequence[Any]) -> list[tuple[Any, list[Any]]]:
+        """For each stage, on its devices, what the last has found and a number of each.
+
+        Args:
+            found: Of the last stage.
+            norms: Of each stage; or none at all.
+        """
+        here, last = [stage.here for stage in self._stages], self.chunks[-1].stage
+        if in_several(self._step.bound):
+            asked = [norms[at : at + 1] for at in range(len(here))]
+            others = shapes_of(found)
+            parts = [(found if at == last else others, asked[at]) for at in range(len(here))]
+            rows = from_each(self._step.bound, here, parts)
+            found, norms = rows[last][0], [norm for _, row in rows for norm in row]
+            return [of_stage((found, norms), there) for there in here]
+        return [
+            (
+                sent(found, here[last], there),
+                [sent(norm, here[at], there) for at, norm in enumerate(norms)],
+            )
+            for there in here
+        ]
+
     def _cut_up(self, stage: Stage) -> Callable[..., tuple[Any, Any, Any]]:
         """`(batch, shared) -> (arrays, keys, weights of terms)` on a stage's devices."""
         step, numbered = self._step, self._numbered
+        weights = self._weights[stage.number]
 
         def cut(batch: Batch, shared: dict[str, Any]) -> tuple[Any, Any, Any]:
             with use(stage.here):
@@ -161,7 +268,7 @@ class Form:
                     params = numbered.tree(dict(enumerate(nothing)))
                     parts = split(params, step.trainable)
                     micro = with_term_weights(step.loss_call, *parts, shared["variables"], micro)
-                    return micro.arrays, micro.keys, micro.term_weights
+                    return *weights.cut(micro), micro.term_weights
 
         return cut
 

@@ -7,42 +7,24 @@ import jax
 
 from colossax.config import BoundPlan
 from colossax.errors import PlanError
+from colossax.offload.placement import cuts_refusal
 from colossax.optim import is_layerwise
-from colossax.sharding import batch_axes
 from colossax.sharding.rules import chunks_of
 from colossax.step.options import StepOptions
 
 _INSTEAD = "leave plan.pipeline.cuts out, which gives one program for all stages"
 
 
-def check_programs(bound: BoundPlan, optimizer: Any, options: StepOptions) -> None:
+def check_programs(bound: BoundPlan, infos: Any, optimizer: Any, options: StepOptions) -> None:
     """Refuse what programs of stages do not do.
 
     Raises:
         PlanError: Names the setting and what would work.
     """
     chunks_of(bound)
-    plan = bound.plan
-    if any(d.process_index != jax.process_index() for d in bound.mesh.devices.flat):
-        raise PlanError(
-            "plan.pipeline.cuts: programs of stages run in one process in this version, and the"
-            f" devices are of several; {_INSTEAD}"
-        )
-    if plan.offload.wanted or any(not s.placement.all_on_device for s in plan.segments):
-        raise PlanError(
-            "plan.offload: programs of stages keep all of their layers on the devices in this"
-            f" version; give offload none, or {_INSTEAD}"
-        )
-    if plan.batch.reduce_once and batch_axes(bound):
-        raise PlanError(
-            "plan.batch.reduce_once: programs of stages reduce gradients for each microbatch in"
-            f" this version; switch it off, or {_INSTEAD}"
-        )
-    if plan.pipeline.gather == "step":
-        raise PlanError(
-            "plan.pipeline.gather: programs of stages gather weights for each microbatch in this"
-            f" version; give microbatch, or {_INSTEAD}"
-        )
+    layers = max((1 + info.span[1] for info in jax.tree.leaves(infos) if info.span), default=0)
+    if layers != sum(bound.plan.pipeline.cuts or ()):
+        raise PlanError(cuts_refusal(bound.plan.pipeline.cuts or (), layers))
     if options.prepare is not None:
         raise PlanError(
             "prepare: it reads the whole model, of which programs of stages have a part each;"

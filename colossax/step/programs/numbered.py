@@ -1,7 +1,7 @@
 """All parameters of a step, by number."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -53,6 +53,24 @@ class Numbered:
     def shapes_of(self, numbers: Sequence[int]) -> dict[int, Any]:
         """Of some."""
         return {at: self.shapes[at] for at in numbers}
+
+    def hosted(self, numbers: Sequence[int]) -> frozenset[tuple[str, int]]:
+        """Runs of layers, of those to which these belong, that have any in host memory."""
+        infos = [self.infos[at] for at in numbers]
+        return frozenset(info.segment for info in infos if info.on_host and info.segment)
+
+    def of_runs(self, runs: Collection[tuple[str, int]], leaves: Sequence[Any]) -> dict[Any, Any]:
+        """By run, of each of its parameters the leaf if it is in host memory, else None.
+
+        Args:
+            runs: Of layers.
+            leaves: Of all parameters.
+        """
+        pairs = list(zip(self.infos, leaves, strict=True))
+        return {
+            run: [leaf if info.on_host else None for info, leaf in pairs if info.segment == run]
+            for run in sorted(runs)
+        }
 
     def tree(self, leaves: Mapping[int, Any]) -> Any:
         """These in the tree, None in place of the others."""

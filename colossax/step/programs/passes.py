@@ -1,7 +1,6 @@
 """The microbatches of a batch on their way through programs of stages, as a table says."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,14 +10,13 @@ from jax.sharding import NamedSharding
 
 from colossax.layerwise import added
 from colossax.pipeline import Kind, Op, Table
-from colossax.sharding import param_sharding, use
-from colossax.step.gradients.sums import accumulable
-from colossax.step.programs.ahead import jitted, short
+from colossax.sharding import use
+from colossax.step.programs.ahead import short
 from colossax.step.programs.chunks import Chunk, Given
 from colossax.step.programs.numbered import Leaves, Numbered
+from colossax.step.programs.processes import Way, program, way
 from colossax.step.programs.sending import sent
-
-_BACK = (Kind.BACKWARD, Kind.INPUT)
+from colossax.step.programs.waiting import BACK, Waiting, waits_on_host
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -32,20 +30,28 @@ class Underway:
         found: What the last chunk has given so far.
         inputs: By position and microbatch, what waits for its forward pass.
         sums: By microbatch, what layers counted, where the last chunk is.
-        kept: By position and microbatch, what forward keeps for backward.
-        back: Likewise, what waits for the backward pass: gradients of output and sums.
+        kept: What forward keeps for backward; None where there is none.
+        back: By position and microbatch, gradients of output and sums that wait for backward.
         pending: Likewise, what weight gradients need: of what is kept, of input gradients.
+        leaving: What goes to other processes when the tick ends.
     """
 
     params: Sequence[Leaves]
     given: Sequence[Given]
     grads: list[Leaves]
     found: Any
+    kept: Any = None
     inputs: dict[tuple[int, int], Any] = dataclasses.field(default_factory=dict)
     sums: dict[int, list[Any]] = dataclasses.field(default_factory=dict)
-    kept: dict[tuple[int, int], Any] = dataclasses.field(default_factory=dict)
     back: dict[tuple[int, int], Any] = dataclasses.field(default_factory=dict)
     pending: dict[tuple[int, int], Any] = dataclasses.field(default_factory=dict)
+    leaving: list[Callable[[], None]] = dataclasses.field(default_factory=list)
+
+    def leave(self) -> None:
+        """Send what waits for the end of a tick, in the order in which it was found."""
+        for send in self.leaving:
+            send()
+        self.leaving.clear()
 
 
 class Forward:
@@ -60,10 +66,10 @@ class Forward:
         """
         self.chunks = chunks
         self.last = len(chunks) - 1
-        self._forward = [jitted(_applied(chunk), **options) for chunk in chunks]
-        self._added = jitted(added, **options)
+        self._forward = [program(chunk.bound, _applied(chunk), **options) for chunk in chunks]
+        self._added = program(chunks[-1].bound, added, **options)
 
-    def start(self, params: Sequence[Leaves], given: Sequence[Given]) -> Underway:
+    def start(self, table: Table, params: Sequence[Leaves], given: Sequence[Given]) -> Underway:
         """Nothing has been done."""
         return Underway(params=params, given=given, grads=[], found=None)
 
@@ -75,9 +81,13 @@ class Forward:
             params: See `Underway`.
             given: Likewise.
         """
-        underway = self.start(params, given)
-        for _, stage, op in table.operations():
+        underway, now = self.start(table, params, given), 0
+        for tick, stage, op in table.operations():
+            if tick != now:
+                underway.leave()
+                now = tick
             self._do(op, table.position(stage, op.chunk), underway)
+        underway.leave()
         return underway
 
     def _do(self, op: Op, position: int, at: Underway) -> None:
@@ -101,9 +111,30 @@ class Forward:
             found = (out, sums)
             at.found = found if at.found is None else self._added(at.found, found)
             return
-        there = self.chunks[position + 1].bound
-        at.inputs[position + 1, microbatch] = sent(out, there)
-        at.sums.setdefault(microbatch, []).extend(sent(sums, self.chunks[self.last].bound))
+
+        def on() -> None:
+            at.inputs[position + 1, microbatch] = self._moved(out, position, position + 1)
+            there = self._moved(sums, position, self.last, whole=True)
+            at.sums.setdefault(microbatch, []).extend(there)
+
+        self._when(position, (position + 1, self.last), at, on)
+
+    def _when(self, position: int, to: Sequence[int], at: Underway, send: Callable) -> None:
+        """Send at once within a process; to another one when the tick ends.
+
+        What a process dispatches after a program that waits for another process waits with it, so
+        such programs stand between ticks, when both sides have done the same of the table.
+        """
+        here = self.chunks[position].bound.mesh
+        if any(way(here, self.chunks[there].bound.mesh) is Way.ACROSS for there in to):
+            at.leaving.append(send)
+        else:
+            send()
+
+    def _moved(self, tree: Any, position: int, to: int, *, whole: bool = False) -> Any:
+        """From chunk to chunk: what goes from layer to layer as it lies, or what is small."""
+        here, there = self.chunks[position].bound, self.chunks[to].bound
+        return sent(tree, here, there, None if whole else self.chunks[position].weights.specs)
 
 
 class BothWays(Forward):
@@ -128,22 +159,27 @@ class BothWays(Forward):
         """
         super().__init__(chunks, **options)
         self._parts = [_Part(chunk, numbered, given, apart) for chunk in chunks]
-        jit = functools.partial(jitted, **options)
-        self._forward = [jit(part.forward) for part in self._parts]
-        self._backward = [jit(part.backward, donate_argnums=1) for part in self._parts]
-        self._input = [jit(part.input_gradient) for part in self._parts]
-        self._weight = [jit(part.weight_gradient, donate_argnums=1) for part in self._parts]
-        self._zeros = [jit(part.zeros, out_shardings=part.shardings) for part in self._parts]
+        self._on_host = [waits_on_host(chunk, numbered) for chunk in chunks]
 
-    def start(self, params: Sequence[Leaves], given: Sequence[Given]) -> Underway:
+        def jit(part: _Part, name: str, **more: Any) -> Callable:
+            return program(part.chunk.bound, getattr(part, name), **more, **options)
+
+        self._forward = [jit(part, "forward") for part in self._parts]
+        self._backward = [jit(part, "backward", donate_argnums=1) for part in self._parts]
+        self._input = [jit(part, "input_gradient") for part in self._parts]
+        self._weight = [jit(part, "weight_gradient", donate_argnums=1) for part in self._parts]
+        self._zeros = [jit(part, "zeros", out_shardings=part.shardings) for part in self._parts]
+
+    def start(self, table: Table, params: Sequence[Leaves], given: Sequence[Given]) -> Underway:
         """Nothing has been done."""
         zeros: list[Leaves] = [make() for make in self._zeros]
-        return Underway(params=params, given=given, grads=zeros, found=None)
+        kept = Waiting(table, self._on_host)
+        return Underway(params=params, given=given, grads=zeros, found=None, kept=kept)
 
     def _do(self, op: Op, position: int, at: Underway) -> None:
         if op.kind is Kind.FORWARD:
             self.forward(position, op.microbatch, at)
-        elif op.kind in _BACK:
+        elif op.kind in BACK:
             self.backward(position, op.microbatch, at, apart=op.kind is Kind.INPUT)
         else:
             pending = at.pending.pop((position, op.microbatch))
@@ -157,12 +193,13 @@ class BothWays(Forward):
         start = self._start(position, microbatch, at)
         given = at.given[position]
         found = self._forward[position](at.params[position], start, given, jnp.int32(microbatch))
-        (out, sums), at.kept[position, microbatch] = found
+        (out, sums), kept = found
+        at.kept.put(position, microbatch, kept)
         self._send(position, microbatch, at, out, sums)
 
     def backward(self, position: int, microbatch: int, at: Underway, *, apart: bool) -> None:
         """Gradients of a chunk's input, and unless they come apart of its parameters."""
-        kept = at.kept.pop((position, microbatch))
+        kept = at.kept.take(position, microbatch)
         by = at.back.pop((position, microbatch)) if position < self.last else None
         args = (at.given[position], jnp.int32(microbatch), kept, by)
         if apart:
@@ -177,12 +214,29 @@ class BothWays(Forward):
             before, sums = before
             for number, chunk in enumerate(self.chunks[: self.last]):
                 count = len(chunk.output[1])
-                at.back[number, microbatch] = (None, sent(sums[:count], chunk.bound))
+                self._back_with(number, microbatch, at, sums[:count])
                 sums = sums[count:]
         if position:
-            there = self.chunks[position - 1].bound
+            self._back(position, microbatch, at, before)
+
+    def _back_with(self, number: int, microbatch: int, at: Underway, sums: Any) -> None:
+        """From the last chunk to another, gradients of what its layers counted."""
+
+        def back() -> None:
+            there = self._moved(sums, self.last, number, whole=True)
+            at.back[number, microbatch] = (None, there)
+
+        self._when(self.last, (number,), at, back)
+
+    def _back(self, position: int, microbatch: int, at: Underway, before: Any) -> None:
+        """From a chunk to the one before, the gradient of its input."""
+
+        def back() -> None:
             _, sums = at.back[position - 1, microbatch]
-            at.back[position - 1, microbatch] = (sent(before, there), sums)
+            there = self._moved(before, position, position - 1)
+            at.back[position - 1, microbatch] = (there, sums)
+
+        self._when(position, (position - 1,), at, back)
 
 
 def _applied(chunk: Chunk) -> Callable:
@@ -191,7 +245,7 @@ def _applied(chunk: Chunk) -> Callable:
     def forward(*args: Any) -> Any:
         with use(chunk.bound):
             out, sums = chunk.apply(*args)
-            return chunk.laid_out(out), sums
+            return chunk.weights.laid_out(out), sums
 
     return forward
 
@@ -200,7 +254,7 @@ class _Part:
     """What is traced of one chunk."""
 
     def __init__(self, chunk: Chunk, numbered: Numbered, given: Given, apart: bool):
-        self.chunk = chunk
+        self.chunk, self.weights = chunk, chunk.weights
         self._infos = {at: numbered.infos[at] for at in chunk.learning}
         self._shapes = numbered.shapes_of(chunk.learning)
         self.layer = chunk.layer(numbered, given)
@@ -215,38 +269,41 @@ class _Part:
     @property
     def shardings(self) -> dict[int, Any]:
         """Of gradients of its parameters; of a program without arguments nothing else says it."""
-        bound, infos = self.chunk.bound, self._infos.items()
-        specs = {at: param_sharding(bound, "gradients", info).spec for at, info in infos}
+        specs = {at: self.weights.gradient_spec(info) for at, info in self._infos.items()}
         # As the backward pass gives them, or it would be compiled for these besides.
-        return {at: NamedSharding(bound.mesh, short(spec)) for at, spec in specs.items()}
+        mesh = self.chunk.bound.mesh
+        return {at: NamedSharding(mesh, short(spec)) for at, spec in specs.items()}
 
     def zeros(self) -> Leaves:
         """Gradients of nothing."""
         zeros = {at: jnp.zeros(x.shape, x.dtype) for at, x in self._shapes.items()}
-        return accumulable(self.chunk.bound, self._infos, zeros)
+        return self.weights.accumulable(self._infos, self.weights.spread(self._infos, zeros))
 
     def forward(self, params: Leaves, start: Any, given: Given, number: Any) -> Any:
         """`((output, sums), kept)`."""
         with use(self.chunk.bound):
+            params = self._own(params)
             (out, sums), kept = self.layer.forward(params, start, given, number)
-            return (self.chunk.laid_out(out), sums), kept
+            return (self.weights.laid_out(out), sums), kept
 
     def backward(
         self, params: Leaves, grads: Leaves, given: Given, number: Any, kept: Any, by: Any
     ) -> tuple[Any, Leaves]:
         """Gradient of the input, and gradients with those of the parameters added."""
         with use(self.chunk.bound):
+            params = self._own(params)
             found = self.layer.transpose(params, given, number, kept, self._by(by))
-            return self._back(found.carry), self._added(grads, found.params)
+            return self.weights.laid_out(found.carry), self._added(grads, found.params)
 
     def input_gradient(self, params: Leaves, given: Given, number: Any, kept: Any, by: Any) -> Any:
         """Gradient of the input, and what those of the parameters need."""
         assert self._apart is not None
         with use(self.chunk.bound):
+            params = self._own(params)
             carry, _, pending = self._apart.input_gradient(
                 params, given, number, kept, self._by(by)
             )
-            return self._back(carry), pending
+            return self.weights.laid_out(carry), pending
 
     def weight_gradient(
         self, params: Leaves, grads: Leaves, given: Given, number: Any, kept: Any, pending: Any
@@ -254,8 +311,15 @@ class _Part:
         """Gradients with those of the parameters added."""
         assert self._apart is not None
         with use(self.chunk.bound):
+            params = self._own(params)
             more = self._apart.weight_gradient(params, given, number, kept, pending)
             return self._added(grads, more)
+
+    def _own(self, params: Leaves) -> Leaves:
+        """Those of each device, with what stands for others in host memory."""
+        away = {at: x for at, x in self._shapes.items() if at not in params}
+        stand_ins = {at: jnp.zeros(x.shape, x.dtype) for at, x in away.items()}
+        return self.weights.spread(self._infos, {**params, **stand_ins})
 
     def _by(self, by: Any) -> Any:
         """Gradient by output and sums; of the loss itself 1, by what it gave beside it 0."""
@@ -265,9 +329,6 @@ class _Part:
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), others)
         return jnp.ones(value.shape, value.dtype), zeros
 
-    def _back(self, carry: Any) -> Any:
-        return self.chunk.laid_out(carry)
-
     def _added(self, grads: Leaves, more: Leaves) -> Leaves:
-        more = accumulable(self.chunk.bound, self._infos, more)
+        more = self.weights.accumulable(self._infos, more)
         return jax.tree.map(jnp.add, grads, more)

@@ -13,10 +13,11 @@ from colossax.optim import DimsOptimizer, transformation
 from colossax.sharding import replicated, use
 from colossax.step.gradients.method import Gradients
 from colossax.step.gradients.sums import square_norm
+from colossax.step.programs.by_layer import rule_of
 from colossax.step.programs.numbered import Leaves, Numbered
 from colossax.step.programs.sending import of_stage
 from colossax.step.trainable import optimised
-from colossax.step.updaters import WholeRule, concluded
+from colossax.step.updaters import concluded
 from colossax.typing import Metrics, TrainState
 
 if TYPE_CHECKING:
@@ -52,11 +53,13 @@ class Stage:
         trainable = all_.tree({at: all_.learns[at] for at in self.own})
         learning = optimised(all_.tree({at: all_.infos[at] for at in self.own if all_.learns[at]}))
         rule = transformation(optimizer, jax.tree.map(lambda info: info.dims, learning))
-        self.rule = WholeRule(rule, infos, trainable, step.options.clip_norm)
+        how = (optimizer, rule, step.options.clip_norm)
+        self.rule = rule_of(self.here, step.loss_call, infos, trainable, *how)
         dtype = step.bound.plan.precision.params
         shapes = jax.tree.map(lambda i: jax.ShapeDtypeStruct(i.shape, i.at_rest(dtype)), learning)
         leaves, self._opt = jax.tree_util.tree_flatten_with_path(jax.eval_shape(rule.init, shapes))
         self._opt_keys = [jax.tree_util.keystr(path) for path, _ in leaves]
+        self._opt_shapes = [shape for _, shape in leaves]
         self._shardings = step.shardings
 
     def own_params(self, params: Any) -> Leaves:
@@ -95,7 +98,10 @@ class Stage:
 
     def init_opt_state(self, params: Any) -> Any:
         """Of fresh parameters, the whole tree."""
-        return self.rule.init_state(self._all.tree(self.own_params(params)), self.opt_shardings())
+        shardings, own = self.opt_shardings(), self._all.tree(self.own_params(params))
+        if self.here.mesh.local_devices:
+            return self.rule.init_state(own, shardings)
+        return jax.tree.unflatten(self._opt, self._opt_shapes)
 
     def total(self, own: Leaves, more: Sequence[Leaves]) -> tuple[Leaves, Array]:
         """Gradients of what it holds, added over the chunks that read it, and their square norm.
@@ -109,7 +115,7 @@ class Stage:
             for at, grad in each.items():
                 found[at] += grad
         plain = [grad for at, grad in found.items() if self._all.infos[at].update is None]
-        return found, square_norm(plain)
+        return found, jnp.asarray(square_norm(plain), jnp.float32)
 
     def conclude(
         self, own: TrainState, shared: dict[str, Any], grads: Leaves, found: Any, norms: Any

@@ -13,10 +13,10 @@ from colossax.step.batches import BatchPlacer
 from colossax.step.gradients.method import Gradients
 from colossax.step.loss import Totals
 from colossax.step.microbatches import Microbatches
-from colossax.step.programs.ahead import jitted
 from colossax.step.programs.forms import Form, form_of
 from colossax.step.programs.numbered import Numbered
-from colossax.step.programs.sending import of_all, of_stage, sent
+from colossax.step.programs.processes import program, there
+from colossax.step.programs.sending import of_all, of_stage
 from colossax.step.programs.stage import SHARED, Stage, by_key
 from colossax.step.updaters import Updated
 from colossax.typing import Batch, Metrics, Params, TrainState
@@ -82,7 +82,7 @@ class StageUpdate:
                     compiler_options=compiler_options,
                 )
             underway = forms[form].run(params, {"variables": variables}, batch)
-            found = [sent(underway.found[1], stage.here) for stage in self.stages]
+            found = [found for found, _ in forms[form].known_to_all(underway.found[1], [])]
             return of_all(self._step.bound, found)
 
         return totals
@@ -90,6 +90,8 @@ class StageUpdate:
     def whole(self, parts: Sequence[TrainState]) -> TrainState:
         """The state of all stages as one."""
         params = {at: leaf for part in parts for at, leaf in part["params"].items()}
+        where = jax.tree.leaves(self._step.shardings["params"])
+        params = {at: there(leaf, where[at]) for at, leaf in params.items()}
         shared = [{name: part[name] for name in SHARED} for part in parts]
         return {
             **of_all(self._step.bound, shared),
@@ -108,7 +110,7 @@ class StageUpdate:
         leaves = [
             of_all(self._step.bound, named[key])
             if sharding.device_set == everywhere
-            else named[key][0]
+            else there(named[key][0], sharding)
             for key, sharding in by_key(shardings).items()
         ]
         return jax.tree.unflatten(jax.tree.structure(shardings), leaves)
@@ -118,18 +120,23 @@ class StagePrograms:
     """`(state, batch) -> (state, metrics)`, as a program on each stage for each part of it.
 
     All of a step is dispatched before anything of it is waited for.
+
+    Attributes:
+        conclude: Of each stage, its last program of a step.
     """
 
     def __init__(self, step: "Step", update: StageUpdate, compiler_options: Any):
         """Compile nothing yet."""
         self._step, self._update = step, update
         self._options = {"compiler_options": compiler_options}
-        self._forms: dict[Any, Form] = {}
+        self.forms: dict[Any, Form] = {}
         self._total = [
-            jitted(stage.total, donate_argnums=0, **self._options) for stage in update.stages
+            program(stage.here, stage.total, donate_argnums=0, **self._options)
+            for stage in update.stages
         ]
-        self._conclude = [
-            jitted(
+        self.conclude = [
+            program(
+                stage.here,
                 stage.conclude,
                 donate_argnums=0,
                 out_shardings=stage.state_shardings(),
@@ -143,10 +150,9 @@ class StagePrograms:
         form, stages = self._form(batch), self._update.stages
         shared = {name: state[name] for name in SHARED}
         underway = form.run(state["params"], shared, batch)
-        totals = [
-            total(*grads)
-            for total, grads in zip(self._total, form.gradients(underway), strict=True)
-        ]
+        grads = form.gradients(underway, jax.tree.leaves(state["params"]))
+        totals = [total(*found) for total, found in zip(self._total, grads, strict=True)]
+        known = form.known_to_all(form.found(underway), [norm for _, norm in totals])
         # Before any of it is given up: what all stages have is one array of which each has a part.
         own = [stage.own_state(state) for stage in stages]
         done = [
@@ -154,11 +160,10 @@ class StagePrograms:
                 part,
                 of_stage(shared, stage.here),
                 grads,
-                sent(underway.found, stage.here),
-                [sent(norm, stage.here) for _, norm in totals],
+                *alike,
             )
-            for stage, conclude, part, (grads, _) in zip(
-                stages, self._conclude, own, totals, strict=True
+            for stage, conclude, part, (grads, _), alike in zip(
+                stages, self.conclude, own, totals, known, strict=True
             )
         ]
         parts, shown = zip(*done, strict=True)
@@ -176,9 +181,9 @@ class StagePrograms:
 
     def _form(self, batch: Batch) -> Form:
         form = form_of(batch)
-        if form not in self._forms:
+        if form not in self.forms:
             step, update = self._step, self._update
-            self._forms[form] = Form(
+            self.forms[form] = Form(
                 step,
                 update.numbered,
                 update.stages,
@@ -187,4 +192,4 @@ class StagePrograms:
                 evaluates=False,
                 **self._options,
             )
-        return self._forms[form]
+        return self.forms[form]

@@ -316,5 +316,6 @@ def _check(cut: CutLoss, outer: int, inner: int) -> None:
         problem = f"what layers of stack '{path}' give is read between them"
     if problem is not None:
         raise PlanError(
-            f"mesh axis 'stage': {problem}, and stages cannot share them; give 'stage' size 1"
+            f"mesh axis 'stage': {problem}, and stages cannot share one program; give each its own"
+            " with plan.pipeline.cuts, the layers of each stage, or give 'stage' size 1"
         )

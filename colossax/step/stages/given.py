@@ -68,13 +68,16 @@ def _check_size(bound: BoundPlan, table: Table, name: str, size: int) -> None:
 
 
 def check_stages(bound: BoundPlan) -> None:
-    """Refuse what one program for all stages does not do.
+    """Refuse what stages do not do; with programs of their own, of what is in host memory.
 
     Raises:
         PlanError: Names the setting and what would work.
     """
     stages, plan = bound.mesh.shape[MeshAxis.STAGE], bound.plan
-    if stages == 1 or bound.stage_programs:
+    if stages == 1:
+        return
+    if bound.stage_programs:
+        _check_offload(bound)
         return
     if plan.pipeline.table is None:
         table = table_of(bound, 1)
@@ -88,7 +91,7 @@ def check_stages(bound: BoundPlan) -> None:
 
 
 def _check_offload(bound: BoundPlan) -> None:
-    """Refuse what of layers that stages share cannot be elsewhere than on their devices."""
+    """Refuse what of stages' layers cannot be elsewhere than on their devices."""
     plan, stages = bound.plan, bound.mesh.shape[MeshAxis.STAGE]
     offload, placements = plan.offload, [segment.placement for segment in plan.segments]
     known = "stages have all gradients before layers are updated"
@@ -116,6 +119,12 @@ def _check_offload(bound: BoundPlan) -> None:
             any(each.saved_on_host for each in placements),
             "what they keep goes to host memory by no name but input; give activations",
         ),
+        (
+            "activations",
+            bound.stage_programs and any(each.named_activations for each in placements),
+            "that have programs of their own all that they keep goes to host memory; give"
+            " activations",
+        ),
         *(
             (
                 kind,
@@ -126,13 +135,19 @@ def _check_offload(bound: BoundPlan) -> None:
         ),
         (
             "parameters",
-            fetched and plan.pipeline.chunks_of_stage > 1,
+            fetched and plan.pipeline.chunks_of_stage > 1 and not bound.stage_programs,
             "a layer of each chunk would be fetched for one; give plan.pipeline.chunks 1",
         ),
         (
             "parameters",
             fetched and plan.pipeline.gather == "step",
             "weights gathered once a step are on the devices; give plan.pipeline.gather microbatch",
+        ),
+        (
+            "parameters",
+            fetched and bound.stage_programs and plan.batch.reduce_once,
+            "weights of which each device has gradients of its own are on the devices; switch"
+            " plan.batch.reduce_once off",
         ),
     ]
     for setting, found, problem in refused:

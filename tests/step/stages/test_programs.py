@@ -12,7 +12,7 @@ import optax
 import pytest
 from flax import nnx
 
-from colossax.config import BatchConfig, PipelineConfig, Plan, Segment, preset
+from colossax.config import PipelineConfig, Plan, Segment, preset
 from colossax.errors import InputError, PlanError, PlanWarning
 from colossax.models import maker
 from colossax.nn import LayerStack, param
@@ -134,11 +134,9 @@ def test_it_trains_evaluates_saves_and_goes_on_elsewhere(tmp_path):
 
 
 REFUSED = {
-    "another sum": ({"cuts": (5, 4)}, {}, "5, 4 are 9 layers, and the stack has 8"),
+    "another sum": ({"cuts": (5, 4)}, {}, "5, 4 are 9 layers, and the model has 8"),
     "as many as no stages": ({"cuts": (5, 2, 1)}, {}, "3 numbers for 2 stages"),
     "a table": ({"cuts": (5, 3), "table": "own.json"}, {}, "plan.pipeline.table"),
-    "gathered once": ({"cuts": (5, 3), "gather": "step"}, {}, "plan.pipeline.gather"),
-    "reduced once": ({"cuts": (5, 3)}, {"batch": BatchConfig(reduce_once=True)}, "reduce_once"),
 }
 
 
