@@ -38,6 +38,11 @@ def inputs_used(fn: Callable[..., Any], *args: Any) -> tuple[bool, ...]:
     return tuple(used)
 
 
+def without_unused(traced: Any) -> Any:
+    """The jaxpr of a traced program, without equations that none of its results needs."""
+    return partial_eval.dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars))[0]
+
+
 class Equations:
     """A traced program, equation by equation: run as a whole, or in two parts.
 

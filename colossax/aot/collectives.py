@@ -1,6 +1,7 @@
 """What a compiled program sends between devices: counts and bytes per mesh axis."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -111,6 +112,30 @@ def collectives(program: str | Module, mesh: Mesh) -> tuple[Collective, ...]:
     return tuple(ops)
 
 
+def exchanging(program: str | Module, mesh: Mesh) -> Iterator[tuple[str, tuple[str, ...], Groups]]:
+    """Kind, mesh axes and groups of each collective, wherever it stands and whether it runs or not.
+
+    Groups are of positions in the mesh; those of one device are left out, and a permute's are what
+    it connects.
+
+    Args:
+        program: See `collectives`.
+        mesh: Likewise.
+
+    Raises:
+        ValueError: Groups are not understood, or devices talk in another way.
+    """
+    module = parse_module(program) if isinstance(program, str) else program
+    for instruction in itertools.chain.from_iterable(module.computations.values()):
+        _check_counted(instruction)
+        kind = _kind(instruction)
+        if kind is not None:
+            groups, axes = _groups(kind, instruction, mesh)
+            groups = tuple(group for group in groups if len(group) > 1)
+            if groups:
+                yield kind, axes, groups
+
+
 def totals(ops: Sequence[Collective]) -> tuple[Totals, ...]:
     """Sums per kind and axes, most bytes first."""
     keys = dict.fromkeys((c.kind, c.axis) for c in ops)
@@ -188,10 +213,7 @@ def _walk(module: Module, name: str, run: _Run) -> Iterator[tuple[Instruction, _
     """
     for instruction in module.computations[name]:
         opcode = instruction.opcode
-        if opcode in ("send", "recv") and "is_host_transfer=true" not in instruction.attributes:
-            raise ValueError(
-                f"HLO line {instruction.line}: '{opcode}' between devices is not counted"
-            )
+        _check_counted(instruction)
         started = instruction if opcode.endswith("-start") else run.start
         yield instruction, dataclasses.replace(run, start=started)
         if opcode.removesuffix("-start") in _SKIPPED or opcode.endswith(("-done", "-update")):
@@ -201,6 +223,12 @@ def _walk(module: Module, name: str, run: _Run) -> Iterator[tuple[Instruction, _
             branch = run.conditional or role not in _ALWAYS
             inner = dataclasses.replace(run, times=times, conditional=branch, start=started)
             yield from _walk(module, called, inner)
+
+
+def _check_counted(instruction: Instruction) -> None:
+    opcode = instruction.opcode
+    if opcode in ("send", "recv") and "is_host_transfer=true" not in instruction.attributes:
+        raise ValueError(f"HLO line {instruction.line}: '{opcode}' between devices is not counted")
 
 
 def _trips(module: Module, loop: Instruction, role: str, called: str) -> int:

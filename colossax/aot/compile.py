@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from colossax.aot.targets import Target
+from colossax.aot.targets import Gpu, Island, Target
 from colossax.compat import PluginMissing, topology_devices
 from colossax.errors import InputError
 from colossax.quiet import captured_stderr
@@ -95,12 +95,15 @@ def host_bytes(stats: Any) -> int:
 def target_devices(target: Target) -> list[jax.Device]:
     """Devices of a target, for a mesh; programs can be compiled for them and not run.
 
+    Those of each island belong to a client of their own: a mesh may have devices of several, a
+    program may not.
+
     Raises:
         InputError: The extra `aot` is not installed.
     """
     with captured_stderr():
         try:
-            return topology_devices(_description(target), f"1x{target.nodes}x{target.gpus}")
+            return [device for island in target.islands for device in _devices(island)]
         except PluginMissing as problem:
             raise InputError(
                 f"compiling for '{target.name}' needs the CUDA compiler plugin ({problem});"
@@ -134,9 +137,12 @@ def compile_program(lowered: Any, *, options: Mapping[str, Any] | None = None) -
     )
 
 
-def _description(target: Target) -> str:
+def _devices(island: Island) -> list[jax.Device]:
+    return topology_devices(_description(island.gpu), f"1x{island.nodes}x{island.gpus}")
+
+
+def _description(gpu: Gpu) -> str:
     """The GPU in the text form of XLA's target configuration."""
-    gpu = target.gpu
     major, minor = gpu.compute_capability
     feature = "ACCELERATED_FEATURES" if major >= 9 else "NONE"
     numbers = {

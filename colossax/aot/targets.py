@@ -3,11 +3,13 @@
 import dataclasses
 import functools
 import json
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from importlib import resources
 from typing import Any
 
+import numpy as np
 from jax.sharding import Mesh
 
 from colossax.config import nearest
@@ -49,45 +51,133 @@ class Gpu:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Target:
-    """Nodes of equal GPUs.
+class Island:
+    """Nodes of equal GPUs that one network connects.
 
     Attributes:
         gpu: Of which every node has `gpus`.
         nodes: Nodes.
         gpus: GPUs per node, connected by NVLink.
         network: Between nodes, per GPU.
+        named: Whether the text names the network.
     """
 
     gpu: Gpu
     nodes: int
     gpus: int
     network: Link
+    named: bool = False
 
     @property
     def name(self) -> str:
         """As `parse_target` reads it."""
-        return f"{self.gpu.key}:{self.nodes}x{self.gpus}"
+        network = f"@{self.network.name}" if self.named else ""
+        return f"{self.gpu.key}:{self.nodes}x{self.gpus}{network}"
 
     @property
     def size(self) -> int:
         """Devices in all."""
         return self.nodes * self.gpus
 
-    def link(self, mesh: Mesh, axes: Sequence[str]) -> Link:
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a device of a target is: the number of its island, and of its node there."""
+
+    island: int
+    node: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Target:
+    """Nodes of equal GPUs, or several islands of such.
+
+    Attributes:
+        islands: One or more, in the order in which their devices are counted. Two islands are two
+            even if they are alike: what is one network is written as one island.
+        between: The network between islands, per GPU.
+    """
+
+    islands: tuple[Island, ...]
+    between: Link
+
+    @property
+    def name(self) -> str:
+        """As `parse_target` reads it."""
+        return "+".join(island.name for island in self.islands)
+
+    @property
+    def size(self) -> int:
+        """Devices in all."""
+        return sum(island.size for island in self.islands)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether there are several islands."""
+        return len(self.islands) > 1
+
+    @property
+    def gpu(self) -> Gpu:
+        """Of a target of one island.
+
+        Raises:
+            InputError: There are several.
+        """
+        return self._only.gpu
+
+    @property
+    def nodes(self) -> int:
+        """Of a target of one island; see `gpu`."""
+        return self._only.nodes
+
+    @property
+    def gpus(self) -> int:
+        """Per node, of a target of one island; see `gpu`."""
+        return self._only.gpus
+
+    @property
+    def network(self) -> Link:
+        """The slowest that its devices are connected by."""
+        networks = [i.network for i in self.islands] + [self.between] * self.mixed
+        return min(networks, key=lambda link: link.bytes_per_s)
+
+    @property
+    def apart(self) -> "tuple[Target, ...]":
+        """Each island as a target of its own."""
+        return tuple(dataclasses.replace(self, islands=(island,)) for island in self.islands)
+
+    @functools.cached_property
+    def places(self) -> tuple[Place, ...]:
+        """Of each device. Devices fill nodes in their order, and nodes islands."""
+        return tuple(
+            Place(island=number, node=node)
+            for number, island in enumerate(self.islands)
+            for node in range(island.nodes)
+            for _ in range(island.gpus)
+        )
+
+    def link(self, mesh: Mesh, axes: Sequence[str], *, first: int = 0) -> Link:
         """The slowest link that a ring along these mesh axes crosses.
 
-        Devices fill nodes in their order, so an axis stays within a node when its devices do.
+        Args:
+            mesh: Devices of the target, in their order.
+            axes: Of the mesh; none where they are not known.
+            first: Number of the mesh's first device in the target.
         """
-        if self.nodes == 1:
-            return self.gpu.nvlink
-        sizes = mesh.devices.shape
-        stride = 1
-        for axis, size in reversed(list(zip(mesh.axis_names, sizes, strict=True))):
-            if axis in axes and size > 1 and stride * size > self.gpus:
-                return self.network
-            stride *= size
-        return self.gpu.nvlink if axes else self.network
+        here = self.places[first : first + mesh.devices.size]
+        groups = along(mesh.devices.shape, [mesh.axis_names.index(axis) for axis in axes])
+        if not axes:
+            groups = [range(mesh.devices.size)]
+        found = [self.link_among({here[at] for at in group}) for group in groups]
+        return min(found, key=lambda link: link.bytes_per_s)
+
+    def link_among(self, places: Set[Place]) -> Link:
+        """The slowest link between devices in these places."""
+        numbers = {place.island for place in places}
+        if len(numbers) > 1:
+            return self.between
+        island = self.islands[min(numbers)]
+        return island.network if len(places) > 1 else island.gpu.nvlink
 
     def ring_seconds(self, ring_bytes: float, group_size: int, count: int, link: Link) -> float:
         """Predicted seconds of collectives of this many bytes sent per device in rings.
@@ -96,36 +186,84 @@ class Target:
         """
         return count * (group_size - 1) * link.latency_s + ring_bytes / link.bytes_per_s
 
+    @property
+    def _only(self) -> Island:
+        if self.mixed:
+            raise InputError(
+                f"target '{self.name}': is made of islands, and what is asked for is of one; give"
+                f" one of them, such as --target {self.islands[0].name}"
+            )
+        return self.islands[0]
+
+
+def along(shape: Sequence[int], dims: Sequence[int]) -> list[list[int]]:
+    """Positions in a mesh of this shape, in groups that differ along these dims alone."""
+    positions = np.arange(math.prod(shape)).reshape(shape)
+    last = np.moveaxis(positions, list(dims), range(-len(dims), 0))
+    return last.reshape(-1, math.prod(shape[dim] for dim in dims)).tolist()
+
 
 def gpu_keys() -> tuple[str, ...]:
     """Names of all GPUs that can be targets."""
     return tuple(_data()["gpus"])
 
 
-def parse_target(text: str, *, network: str = "ib") -> Target:
+def parse_target(text: str, *, network: str = "ib", between: str = "ethernet") -> Target:
     """The target that `h100:1x8` (GPU, nodes, GPUs per node) names.
 
+    Islands are joined by `+`, as in `h100:2x8@ib+a100:2x8@roce`.
+
     Args:
-        text: A GPU of `gpu_keys()`, a colon, nodes `x` GPUs per node.
-        network: Between nodes: `ib`, `roce` or `ethernet`.
+        text: Of each island a GPU of `gpu_keys()` (`a100` is `a100_80`), a colon, nodes `x` GPUs
+            per node, and `@` with the network between its nodes.
+        network: Between nodes where the text names none: `ib`, `roce` or `ethernet`.
+        between: Between islands, likewise.
 
     Raises:
         InputError: Another form, an unknown GPU or network, more than 1024 devices.
     """
-    match = re.fullmatch(r"([\w]+):(\d+)x(\d+)", text)
+    networks = [_known_network(one) for one in (network, between)]
+    parts = text.split("+")
+    islands = tuple(_island(part, text, networks[0]) for part in parts)
+    size = sum(island.size for island in islands)
+    if size > MAX_DEVICES or not all(island.size for island in islands):
+        found = f"{size} devices" if all(i.size for i in islands) else _empty(islands)
+        raise InputError(f"target '{text}': found {found}; choose 1 to {MAX_DEVICES}")
+    return Target(islands=islands, between=networks[1])
+
+
+def _island(part: str, text: str, network: Link) -> Island:
+    """One island of a target's text."""
+    match = re.fullmatch(r"([\w]+):(\d+)x(\d+)(?:@(\w+))?", part)
     if match is None:
-        raise InputError(f"target '{text}': write GPU:NODESxGPUS, such as h100:1x8")
-    key, nodes, gpus = match.group(1), int(match.group(2)), int(match.group(3))
+        where = f", island '{part}'" if part != text else ""
+        raise InputError(
+            f"target '{text}'{where}: write GPU:NODESxGPUS, such as h100:1x8; behind it @NETWORK,"
+            " where --network is not meant; islands are joined by +"
+        )
+    key = _data()["aliases"].get(match.group(1), match.group(1))
     if key not in _data()["gpus"]:
         raise InputError(f"target '{text}': no GPU is called '{key}'{nearest(key, gpu_keys())}")
-    if network not in _data()["networks"]:
-        known = _data()["networks"]
-        raise InputError(f"target: no network is called '{network}'{nearest(network, known)}")
-    if not 1 <= nodes * gpus <= MAX_DEVICES or gpus < 1:
-        raise InputError(
-            f"target '{text}': found {nodes * gpus} devices; choose 1 to {MAX_DEVICES}"
-        )
-    return Target(gpu=_gpu(key), nodes=nodes, gpus=gpus, network=_link("networks", network))
+    named = match.group(4)
+    return Island(
+        gpu=_gpu(key),
+        nodes=int(match.group(2)),
+        gpus=int(match.group(3)),
+        network=_known_network(named, f"target '{text}'") if named else network,
+        named=named is not None,
+    )
+
+
+def _empty(islands: Sequence[Island]) -> str:
+    empty = next(island for island in islands if not island.size)
+    return "0 devices" if len(islands) == 1 else f"0 devices in island '{empty.name}'"
+
+
+def _known_network(name: str, where: str = "target") -> Link:
+    known = _data()["networks"]
+    if name not in known:
+        raise InputError(f"{where}: no network is called '{name}'{nearest(name, known)}")
+    return _link("networks", name)
 
 
 @functools.cache

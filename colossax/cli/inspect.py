@@ -128,7 +128,10 @@ def _asked(args: argparse.Namespace, overrides: list[Override]) -> list[_Asked]:
             run=_changed(given, changes),
         )
         for target, changes in itertools.product(
-            [parse_target(one, network=args.network) for one in targets.split(",")],
+            [
+                parse_target(one, network=args.network, between=args.between)
+                for one in targets.split(",")
+            ],
             preset_overrides(overrides),
         )
     ]

@@ -72,14 +72,22 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
     recipe_of_a_file(parser)
     parser.add_argument(
         "--target",
-        metavar="GPU:NODESxGPUS",
-        help=f"such as h100:1x8; GPUs: {', '.join(_gpu_keys())}; default: the recipe's own",
+        metavar="GPU:NODESxGPUS[@NETWORK]",
+        help=f"such as h100:1x8; GPUs: {', '.join(_gpu_keys())}; islands of several kinds or"
+        " networks are joined by +, as h100:2x8@ib+a100:2x8@roce; default: the recipe's own",
     )
     parser.add_argument(
         "--network",
         metavar="NAME",
         default="ib",
-        help="between nodes: ib, roce or ethernet; default %(default)s",
+        help="between nodes, where the target names none: ib, roce or ethernet; default"
+        " %(default)s",
+    )
+    parser.add_argument(
+        "--between",
+        metavar="NAME",
+        default="ethernet",
+        help="between the islands of a target, likewise; default %(default)s",
     )
     parser.add_argument(
         "--largest-microbatch",

@@ -30,6 +30,7 @@ def stage_lines(cost: Any, columns: Columns) -> list[str]:
         *cost.refusals,
         "sent between stages in a step, by each device, in no collective:",
         *(columns([_EDGE_HEAD, *map(_edge, edges)]) if edges else ["  little"]),
+        *(cost.crossings.lines if cost.crossings else []),
         "below: memory of the fullest stage, collectives of the one that sends most",
     ]
 

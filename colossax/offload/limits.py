@@ -26,10 +26,12 @@ Agree = Callable[[Callable[[], Any]], Any]
 def device_memory(devices: Sequence[jax.Device], target: Target | None) -> int | None:
     """Bytes that programs can allocate on each of equal devices; None where they share the host's.
 
-    Only this process's devices say.
+    Only this process's devices say. Of a target of islands it is that of the least of their kinds.
     """
     if target is not None:
-        return target.gpu.memory_bytes
+        kinds = {device.device_kind for device in devices}
+        gpus = [island.gpu for island in target.islands]
+        return min(g.memory_bytes for g in gpus if not target.mixed or g.name in kinds)
     here = [device for device in devices if device.process_index == jax.process_index()]
     return (here[0].memory_stats() or {}).get("bytes_limit") if here else None
 

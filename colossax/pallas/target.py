@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -32,6 +32,7 @@ class Target:
 # targets does not reuse the first one's choice of kernels.
 _TARGET = jax.make_user_context(default_value=None)
 _DEVICE = jax.make_user_context(default_value=None)
+_KNOWN = jax.make_user_context(default_value=())
 
 
 @contextlib.contextmanager
@@ -47,6 +48,20 @@ def target(platform: str, *, compute_capability: tuple[int, int] | None = None) 
 
 
 @contextlib.contextmanager
+def capabilities(known: Mapping[str, tuple[int, int]]) -> Iterator[None]:
+    """Take devices of these kinds that do not say it to be of these compute capabilities.
+
+    For compiling for GPUs of several kinds that are not there: each program's are chosen for the
+    devices of the plan in force. Kernels count as proved.
+
+    Args:
+        known: By `device_kind`.
+    """
+    with _KNOWN(tuple(sorted(known.items()))):
+        yield
+
+
+@contextlib.contextmanager
 def on_device(device: Any) -> Iterator[None]:
     """Choose implementations for this `jax.Device`, where `target` says nothing else."""
     with _DEVICE(target_of(device)):
@@ -59,7 +74,8 @@ def target_of(device: Any) -> Target:
     capability = getattr(device, "compute_capability", None)
     kind = device.device_kind if is_attached(device) else None
     if capability is None:
-        return Target(platform=platform, device_kind=kind)
+        known = next((c for name, c in _KNOWN.value if name == device.device_kind), None)
+        return Target(platform=platform, compute_capability=known, device_kind=kind)
     major, minor = map(int, str(capability).split("."))
     return Target(
         platform=platform,

@@ -242,7 +242,7 @@ def _measured(config: TrainConfig, target: Target, one: LayoutCost) -> LayoutCos
         except PlanError as problem:
             return dataclasses.replace(one, refused=str(problem))
         links = [
-            link_of(sums, target, step)
+            link_of(sums, target, step.bound.mesh)
             for sums in totals(collectives(program.hlo, step.bound.mesh))
         ]
         sent = sum(link.totals.ring_bytes for link in links)

@@ -2,11 +2,12 @@
 
 from typing import Any
 
-from colossax.aot import Program, Target, compile_program, target_devices
+from colossax.aot import Program, Target, compile_program
 from colossax.compat import cudnn_installed
 from colossax.config import MeshAxis, Plan
 from colossax.errors import InputError, PlanError
 from colossax.offload import DEVICE_SHARE
+from colossax.planner.islands import island_devices
 from colossax.planner.settling import Settled
 from colossax.planner.task_step import settle_task, task_step
 from colossax.planner.trial import choosing_for
@@ -38,7 +39,7 @@ def settle_task_for_target(task: Task, plan: Plan, target: Target) -> Settled:
         )
     check_cudnn(plan, target)
     with choosing_for(target):
-        return settle_task(task, plan, target_devices(target), target=target)
+        return settle_task(task, plan, island_devices(plan, target), target=target)
 
 
 def compiled_step(config: TrainConfig, target: Target) -> tuple[Step, Program, Any]:
@@ -61,7 +62,7 @@ def compiled_task(task: Task, plan: Plan, target: Target) -> tuple[Step, Program
             " wanted here; leave the cuts out, or inspect the run (inspect_task)"
         )
     with choosing_for(target):
-        step = task_step(task, settled, target_devices(target))
+        step = task_step(task, settled, island_devices(settled.plan, target))
         batch = step.abstract_batch(task.shapes)
         traced = step.jitted.trace(step.abstract, batch)
         lowered = traced.lower()

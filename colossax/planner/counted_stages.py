@@ -13,7 +13,6 @@ from colossax.aot import (
     collectives,
     compile_program,
     memory_report,
-    target_devices,
     totals,
 )
 from colossax.aot.terms import OPTIMIZER, PARAMETERS
@@ -22,6 +21,15 @@ from colossax.errors import PlanError
 from colossax.pipeline import Costs, Kind, simulate
 from colossax.planner.compiled import settle_task_for_target
 from colossax.planner.flops import peak_flops
+from colossax.planner.islands import (
+    Crossings,
+    device_places,
+    island_devices,
+    mesh_crossings,
+    proved,
+    stage_link,
+    stage_target,
+)
 from colossax.planner.stage_programs import Edge, ProgramsCost, StageFacts
 from colossax.planner.task_step import task_step
 from colossax.planner.traced_flops import TracedFlops, traced_flops
@@ -55,9 +63,9 @@ def counted_stages(task: Task, plan: Plan, target: Target) -> tuple[Step, Progra
     check_counted_stages(plan)
     settled = settle_task_for_target(task, plan, target)
     with choosing_for(target):
-        step = task_step(task, settled, target_devices(target))
+        step = task_step(task, settled, island_devices(settled.plan, target))
         programs = compiled_programs(step, task)
-    return step, programs_cost(step, task, programs, [target] * programs.table.stages)
+    return step, programs_cost(step, task, programs, target)
 
 
 def check_counted_stages(plan: Plan) -> None:
@@ -92,9 +100,7 @@ def compiled_programs(step: Step, task: Task) -> Rehearsed:
     return rehearsed(step, step.abstract_batch(task.shapes), compile)
 
 
-def programs_cost(
-    step: Step, task: Task, found: Rehearsed, targets: Sequence[Target]
-) -> ProgramsCost:
+def programs_cost(step: Step, task: Task, found: Rehearsed, target: Target) -> ProgramsCost:
     """Count what the programs of all stages need, do and send.
 
     An operation takes its FLOPs at `ASSUMED_EFFICIENCY` of its GPUs' peak, and the seconds of
@@ -106,11 +112,11 @@ def programs_cost(
         step: Its plan.
         task: Its FLOPs.
         found: Of `compiled_programs`.
-        targets: Of each stage.
+        target: Of one island or several.
     """
-    counting = _Counting(step, task, found, targets)
+    counting = _Counting(step, task, found, target)
     stages = tuple(map(counting.stage, found.stages))
-    edges = tuple(_edge(step, found, *link, targets) for link in sorted(found.sent_bytes))
+    edges = tuple(_edge(step, found, *link, target) for link in sorted(found.sent_bytes))
     sent_s = max((edge.seconds for edge in edges), default=0.0) / found.table.microbatches
     seconds = {
         kind: tuple(one.microbatch_s.get(kind, 0.0) for one in stages)
@@ -134,14 +140,27 @@ def programs_cost(
         step_s=report.time + rest_s if counting.timed else None,
         programs=tuple({id(ran.program): ran.program for ran in found.ran}.values()),
         flops=counting.all_flops,
+        crossings=_crossings(step, found, target) if target.mixed else None,
     )
+
+
+def _crossings(step: Step, found: Rehearsed, target: Target) -> Crossings:
+    """Which axis crosses what, read in the programs of all stages."""
+    programs = [
+        (f"stage {ran.stage}, {ran.name}", ran.program.hlo, step.bound.stage(ran.stage).mesh)
+        for ran in found.ran
+    ]
+    crossings = mesh_crossings(step.bound.plan, target)
+    return proved(crossings, target, programs, device_places(step.bound, target))
 
 
 class _Counting:
     """FLOPs, seconds and collectives of programs."""
 
-    def __init__(self, step: Step, task: Task, found: Rehearsed, targets: Sequence[Target]):
-        self._step, self._targets, self._found = step, targets, found
+    def __init__(self, step: Step, task: Task, found: Rehearsed, target: Target):
+        count = found.table.stages
+        targets = [stage_target(step.bound.plan, target, stage) for stage in range(count)]
+        self._step, self._target, self._targets, self._found = step, target, targets, found
         self._flops = {id(ran): traced_flops(ran.jaxpr) for ran in found.ran}
         compute = str(step.bound.plan.precision.compute)
         peaks = [peak_flops(one.gpu.name, compute) for one in targets]
@@ -201,7 +220,9 @@ class _Counting:
 
     def _links(self, stage: int, programs: Sequence[Ran]) -> tuple[Link, ...]:
         every = [one for ran in programs for one in self._scaled(ran)]
-        return tuple(link_of(sums, self._targets[stage], self._step) for sums in totals(every))
+        mesh = self._step.bound.stage(stage).mesh
+        first = stage * mesh.size
+        return tuple(link_of(sums, self._target, mesh, first=first) for sums in totals(every))
 
     def _scaled(self, ran: Ran) -> Iterator[Collective]:
         """Collectives of all runs of a program."""
@@ -255,10 +276,10 @@ def _temporaries(programs: Sequence[Ran]) -> Mapping[str, int]:
     return found
 
 
-def _edge(step: Step, found: Rehearsed, origin: int, end: int, targets: Sequence[Target]) -> Edge:
+def _edge(step: Step, found: Rehearsed, origin: int, end: int, target: Target) -> Edge:
     """What goes from a stage to another, over the slowest link that it crosses."""
     sent, messages = found.sent_bytes[origin, end], found.messages[origin, end]
-    link = targets[origin].link(step.bound.mesh, ["stage"])
+    link = stage_link(target, step.bound.mesh.size // found.table.stages, origin, end)
     return Edge(
         origin=origin,
         end=end,

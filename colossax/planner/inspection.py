@@ -215,7 +215,7 @@ def inspect_task(task: Task, plan: Plan, target: Target) -> Inspection:
     step, counted = of(task, plan, target)
     traced = counted["traced"]
     flops_per_token = task.flops // task.tokens if task.flops and task.tokens else None
-    peak = peak_flops(target.gpu.name, str(plan.precision.compute))
+    peak = all_peak_flops(target, str(plan.precision.compute))
     microbatch, microbatches = _microbatch(step, task)
     work = task.flops if traced is None else traced.flops
     hlo = counted["program"].hlo
@@ -224,11 +224,10 @@ def inspect_task(task: Task, plan: Plan, target: Target) -> Inspection:
         plan=plan,
         target=target,
         parameters=step.spec.parameter_count(),
-        limit_bytes=target.gpu.memory_bytes,
         attention=_attention_in(hlo),
         proof_assumed=plan.attention.kernel == "auto" and _KERNEL_CALL in hlo,
         flops_per_token=flops_per_token,
-        compute_s=None if peak is None else work / (peak * target.size),
+        compute_s=None if peak is None else work / peak,
         microbatch=microbatch,
         microbatches=microbatches,
         **counted,
@@ -248,7 +247,8 @@ def _of_one_program(task: Task, plan: Plan, target: Target) -> tuple[Step, dict[
     return step, {
         "program": program,
         "memory": memory_report(program, names=checkpoint_stacks(jaxpr)),
-        "links": tuple(link_of(t, target, step) for t in sums),
+        "limit_bytes": target.gpu.memory_bytes,
+        "links": tuple(link_of(t, target, step.bound.mesh) for t in sums),
         "fits": program.device_bytes <= usable_bytes(target),
         "traced": None if task.flops else traced_flops(jaxpr),
         "host_traffic": host_traffic(module, target, flops_per_token=flops_per_token, peak=peak),
@@ -266,11 +266,19 @@ def _of_stages(task: Task, plan: Plan, target: Target) -> tuple[Step, dict[str, 
     return step, {
         "program": cost.program,
         "memory": cost.fullest.memory,
+        "limit_bytes": cost.fullest.target.gpu.memory_bytes,
         "links": max((one.links for one in cost.stages), key=_ring_bytes),
         "fits": cost.fits,
         "traced": None if task.flops else cost.flops,
         "pipeline": cost,
     }
+
+
+def all_peak_flops(target: Target, compute_dtype: str) -> float | None:
+    """FLOP/s of all of a target's devices at their best; None where it is not known of some."""
+    peaks = [peak_flops(island.gpu.name, compute_dtype) for island in target.islands]
+    pairs = zip(peaks, target.islands, strict=True)
+    return None if None in peaks else sum((peak or 0.0) * one.size for peak, one in pairs)
 
 
 def _ring_bytes(links: tuple[Link, ...]) -> int:

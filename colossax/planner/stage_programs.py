@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from colossax.aot import MemoryReport, Program, Target
 from colossax.offload import DEVICE_SHARE
 from colossax.pipeline import Costs, Kind, Report, Table
+from colossax.planner.islands import Crossings
 from colossax.planner.traced_flops import TracedFlops
 from colossax.planner.traffic import Link
 
@@ -122,6 +123,7 @@ class ProgramsCost:
             None where the GPUs' peak is not known.
         programs: As compiled, those that stages share once.
         flops: Of all stages, as traced.
+        crossings: Which mesh axis crosses what; None where all devices are of one island.
     """
 
     schedule: str
@@ -133,6 +135,7 @@ class ProgramsCost:
     step_s: float | None
     programs: tuple[Program, ...]
     flops: TracedFlops
+    crossings: Crossings | None = None
     form: ClassVar[str] = "free"
 
     @property
@@ -206,4 +209,5 @@ class ProgramsCost:
                 "sent": [edge.to_json() for edge in self.edges],
             },
             "stages": [one.to_json() for one in self.stages],
+            **({"crossings": self.crossings.to_json()} if self.crossings else {}),
         }

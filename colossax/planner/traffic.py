@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any
 
+from jax.sharding import Mesh
+
 from colossax.aot import (
     Module,
     Target,
@@ -11,7 +13,6 @@ from colossax.aot import (
     transfer_totals,
     transfers,
 )
-from colossax.step.step import Step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,12 +121,20 @@ def host_traffic(
     )
 
 
-def link_of(sums: Totals, target: Target, step: Step) -> Link:
-    """Collectives with the link that they cross and what they take on it."""
-    mesh = step.bound.mesh
+def link_of(sums: Totals, target: Target, mesh: Mesh, *, first: int = 0) -> Link:
+    """Collectives with the link that they cross and what they take on it.
+
+    Args:
+        sums: Of a program.
+        target: What it was compiled for.
+        mesh: Likewise.
+        first: See `Target.link`.
+    """
     axes = sums.axis.split(" x ")
     known = [axis for axis in axes if axis in mesh.axis_names]
-    link = target.link(mesh, known) if len(known) == len(axes) else target.network
+    link = target.network
+    if len(known) == len(axes) or target.mixed:
+        link = target.link(mesh, known if len(known) == len(axes) else (), first=first)
 
     def seconds(ring_bytes: int, count: int) -> float:
         return target.ring_seconds(float(ring_bytes), sums.group_size, count, link)

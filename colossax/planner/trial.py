@@ -11,6 +11,7 @@ from colossax.aot import Target, compile_program, device_bytes, host_bytes
 from colossax.config import HOST_KINDS, STATE_KINDS, Plan
 from colossax.layerwise import recording_kept
 from colossax.offload import Demand, Kind
+from colossax.pallas.target import capabilities
 from colossax.pallas.target import target as pallas_target
 from colossax.sharding import compiler_options
 from colossax.step.microbatches import batch_dims, num_microbatches
@@ -136,4 +137,7 @@ class Trial:
 def choosing_for(target: Target | None) -> contextlib.AbstractContextManager[Any]:
     if target is None:
         return contextlib.nullcontext()
+    if target.mixed:
+        gpus = [island.gpu for island in target.islands]
+        return capabilities({gpu.name: gpu.compute_capability for gpu in gpus})
     return pallas_target("gpu", compute_capability=target.gpu.compute_capability)

@@ -31,6 +31,13 @@ def test_every_gpu_is_there_with_its_sources(key):
         ("h10:1x8", "no GPU is called 'h10'; did you mean 'h100'"),
         ("h100:200x8", "found 1600 devices; choose 1 to 1024"),
         ("h100:0x8", "found 0 devices"),
+        ("h100:1x8@wifi", "no network is called 'wifi'"),
+        ("h100:1x8@", "behind it @NETWORK, where --network is not meant"),
+        ("h100:1x8+", "island '': write GPU:NODESxGPUS, such as h100:1x8"),
+        ("h100:1x8@ib+a100x8", "island 'a100x8': write GPU:NODESxGPUS"),
+        ("h100:1x8+b20:1x8", "no GPU is called 'b20'; did you mean 'b200'"),
+        ("h100:64x8+h200:65x8", "found 1032 devices; choose 1 to 1024"),
+        ("h100:1x8+h200:0x8", "found 0 devices in island 'h200:0x8'"),
     ],
 )
 def test_what_is_no_target_is_refused(text, message):
@@ -58,6 +65,42 @@ def test_an_axis_crosses_the_network_where_its_devices_do():
     assert target.link(grid, ["data"]).name == "ib"
     assert target.link(grid, ["fsdp", "tensor"]).name == "ib"
     assert parse_target("h100:1x8").link(grid, ["data"]).name == "nvlink4"
+
+
+def test_islands_with_networks_of_their_own():
+    target = parse_target("h100:2x8@ib+a100:2x4@roce+h200:1x2", network="ethernet")
+    assert target.name == "h100:2x8@ib+a100_80:2x4@roce+h200:1x2"
+    assert parse_target(target.name, network="ethernet") == target
+    assert (target.size, target.mixed) == (26, True)
+    assert [i.network.name for i in target.islands] == ["ib", "roce", "ethernet"]
+    assert target.between.name == "ethernet"
+    assert parse_target("h100:1x8+h100:1x8", between="ib").between.name == "ib"
+    assert [one.gpu.key for one in target.apart] == ["h100", "a100_80", "h200"]
+    with pytest.raises(InputError, match="what is asked for is of one; give one of them"):
+        assert target.gpu
+    with pytest.raises(InputError, match="no network is called 'wifi'"):
+        parse_target("h100:1x8", between="wifi")
+
+
+def test_a_network_behind_the_gpus_overrules_the_option():
+    target = parse_target("h100:2x8@roce", network="ethernet")
+    assert (target.network.name, target.name) == ("roce", "h100:2x8@roce")
+    assert parse_target("h100:2x8", network="ethernet").network.name == "ethernet"
+
+
+@pytest.mark.catches("island-link")
+def test_links_within_and_between_islands():
+    target = parse_target("h100:2x4@ib+a100:1x8@roce")
+    grid = mesh(stage=4, fsdp=2, tensor=2)
+    assert target.link(grid, ["tensor"]).name == "nvlink3"
+    assert target.link(grid, ["fsdp", "tensor"]).name == "nvlink3"
+    assert target.link(grid, ["stage"]).name == "ethernet"
+    assert target.link(grid, []).name == "ethernet"
+    first_two, last_two = mesh(data=2, tensor=4), mesh(data=8)
+    assert target.link(first_two, ["tensor"]).name == "nvlink4"
+    assert target.link(first_two, ["data"]).name == "ib"
+    assert target.link(last_two, ["data"], first=8).name == "nvlink3"
+    assert target.link(last_two, ["data"], first=4).name == "ethernet"
 
 
 def test_ring_seconds_by_hand():

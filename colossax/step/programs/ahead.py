@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from colossax.compat import without_unused
 from colossax.config import BoundPlan
 
 PARAMETERS, OPTIMIZER, STATE, INPUT = "parameters", "optimizer", "state", "input"
@@ -103,7 +104,7 @@ class Ran:
         name: Of what it does: `forward`, `backward`, `conclude`, ...
         chunk: Of the stage's chunks, where each has such a program, else 0.
         times: How often a step runs it.
-        jaxpr: As traced.
+        jaxpr: As traced, without what nothing needs.
         program: As compiled; stages that have it alike share it.
     """
 
@@ -274,7 +275,7 @@ class _Form:
             stage=stage,
             name=name,
             chunk=rehearsal.numbered(stage, name),
-            jaxpr=traced.jaxpr,
+            jaxpr=without_unused(traced.jaxpr),
             program=program,
         )
         rehearsal.ran.append(self.ran)
