@@ -37,10 +37,7 @@ def sent_across(
     Cost: every device of the source sends its shards once, and is sent nothing. For a moment a
     device holds one more copy of them, the target's two, in device memory.
     """
-    source = shardings[0].mesh
-    devices = target.devices.reshape(source.devices.shape)
-    there = Mesh(devices, source.axis_names, axis_types=source.axis_types)
-    both = _joined(source, there)
+    there, both = _sides(shardings[0].mesh, target)
     specs = tuple(_on_both(x, s) for x, s in zip(leaves, shardings, strict=True))
     joined = [
         _with_room(x, NamedSharding(both, spec)) for x, spec in zip(leaves, specs, strict=True)
@@ -62,10 +59,14 @@ def without_shards(shape: Any, sharding: NamedSharding) -> Array:
     return _from_shards(shape.shape, sharding, [], shape.dtype)
 
 
-def _joined(source: Any, target: Any) -> Mesh:
-    devices = np.stack([source.devices, target.devices])
+@functools.lru_cache(maxsize=4096)
+def _sides(source: Any, target: Mesh) -> tuple[Mesh, Mesh]:
+    """The target's devices in the form of the source, and both."""
+    devices = target.devices.reshape(source.devices.shape)
+    there = Mesh(devices, source.axis_names, axis_types=source.axis_types)
     names = (ROLE, *source.axis_names)
-    return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
+    both = np.stack([source.devices, devices])
+    return there, Mesh(both, names, axis_types=(AxisType.Auto,) * len(names))
 
 
 def _on_both(leaf: Any, sharding: NamedSharding) -> PartitionSpec:
@@ -75,7 +76,7 @@ def _on_both(leaf: Any, sharding: NamedSharding) -> PartitionSpec:
     return PartitionSpec((ROLE, *axes), *others)
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=4096)
 def _program(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> Any:
     def send_local(joined: list[Array]) -> list[Array]:
         return [jax.lax.ppermute(x, ROLE, [(0, 1)]) for x in joined]

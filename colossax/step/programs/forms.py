@@ -81,7 +81,8 @@ class Form:
         self.chunks = cut_chunks(loss, step.bound, self._weights, numbered, given, order)
         self.table = _table(step, self.count)
         apart = any(op.kind is Kind.WEIGHT for _, _, op in self.table.operations())
-        connect([stage.here for stage in stages], self._links())
+        if in_several(step.bound):
+            connect(step.bound, [stage.here for stage in stages], self._links())
         self.passes: Forward = (
             Forward(self.chunks, **options)
             if evaluates

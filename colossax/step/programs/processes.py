@@ -27,7 +27,7 @@ class Way(enum.Enum):
     ACROSS = "by a program over both sides, which all processes of both dispatch"
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=4096)
 def way(source: Mesh, there: Mesh) -> Way:
     """From the devices of one stage to those of another."""
     here = jax.process_index()
@@ -111,7 +111,7 @@ def sent_between(
     return moved if there.local_devices else _shapes(moved)
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=4096)
 def _laid(shardings: tuple[NamedSharding, ...]) -> Callable[[list[Array]], list[Array]]:
     """Arrays split in this way, which the other side knows; those that are so stay as they are."""
     program = jax.jit(lambda leaves: leaves, out_shardings=list(shardings))
@@ -124,18 +124,25 @@ def _laid(shardings: tuple[NamedSharding, ...]) -> Callable[[list[Array]], list[
     return laid
 
 
-def connect(bounds: Sequence[BoundPlan], pairs: Iterable[tuple[int, int]]) -> None:
+def connect(
+    bound: BoundPlan, stages: Sequence[BoundPlan], pairs: Iterable[tuple[int, int]]
+) -> None:
     """Send a number from stage to stage, so that processes know one another; this one waits.
 
     Later a process may be as late as its compiling takes; a first connection gives up in 30 seconds
     on CPUs.
 
     Args:
-        bounds: The plan on the devices of each stage.
+        bound: Plan and all devices.
+        stages: The plan on the devices of each.
         pairs: Numbers of stages, from and to; alike in every process.
     """
-    for source, to in sorted(set(pairs)) if not rehearses() else ():
-        here, there = bounds[source].mesh, bounds[to].mesh
+    if rehearses():
+        return
+    nothing = jax.ShapeDtypeStruct((), jnp.int32)
+    jax.block_until_ready(from_each(bound, stages, [nothing] * len(stages)))
+    for source, to in sorted(set(pairs)):
+        here, there = stages[source].mesh, stages[to].mesh
         if source != to and way(here, there) is Way.ACROSS:
             sharding = NamedSharding(here, PartitionSpec())
             number: Any = jax.ShapeDtypeStruct((1,), jnp.int32)
