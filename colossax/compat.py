@@ -5,7 +5,7 @@ import functools
 import importlib.util
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -166,22 +166,25 @@ def _nbytes(variables: Iterable[Any]) -> int:
 _INLINED = ("jit", "pjit", "remat2", "remat", "checkpoint", "closed_call", "core_call")
 
 
-def inlined(traced: Any) -> Any:
+def inlined(traced: Any, instead: Mapping[int, Callable[..., list[Any]]] | None = None) -> Any:
     """The same program with what stands in `jax.jit` and `jax.checkpoint` among its equations.
 
     What a policy recomputes is then equations like all others.
 
     Args:
         traced: What `jax.make_jaxpr` gave.
+        instead: By `id` of an equation of its own, what is done in its place.
     """
 
     def run(*inputs: Any) -> list[Any]:
-        return _evaluated(traced.jaxpr, traced.consts, inputs)
+        return _evaluated(traced.jaxpr, traced.consts, inputs, instead or {})
 
     return jax.make_jaxpr(run)(*traced.in_avals)
 
 
-def _evaluated(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+def _evaluated(
+    jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], instead: Mapping[int, Callable]
+) -> list[Any]:
     known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
 
     def read(atom: Any) -> Any:
@@ -189,7 +192,9 @@ def _evaluated(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]) -> list
 
     for eqn in jaxpr.eqns:
         inner = eqn.params.get("jaxpr") if eqn.primitive.name in _INLINED else None
-        if inner is None:
+        if id(eqn) in instead:
+            outvars, found = eqn.outvars, instead[id(eqn)](*map(read, eqn.invars))
+        elif inner is None:
             invars = list(dict.fromkeys(_variables(eqn.invars)))
             outvars = [v for v in eqn.outvars if not isinstance(v, core.DropVar)]
             one = jaxpr.replace(eqns=[eqn], constvars=[], invars=invars, outvars=outvars)
@@ -197,7 +202,7 @@ def _evaluated(jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]) -> list
         else:
             outvars = eqn.outvars
             parts = (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, [])
-            found = _evaluated(*parts, [read(atom) for atom in eqn.invars])
+            found = _evaluated(*parts, [read(atom) for atom in eqn.invars], instead)
         known.update(zip(outvars, found, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 

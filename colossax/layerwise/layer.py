@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from colossax.compat import Equations, inlined
+from colossax.layerwise.loops import loops_apart
 
 _HOST = "pinned_host"
 
@@ -151,9 +152,13 @@ class Layer:
         vjp = jax.tree.unflatten(self._transpose, leaves)
         return Transposed(**dict(zip(("params", "carry", "side"), vjp(cotangent), strict=True)))
 
-    def apart(self) -> "Apart":
-        """The transpose as two programs."""
-        return Apart(self)
+    def apart(self, *, loops: bool = False) -> "Apart":
+        """The transpose as two programs.
+
+        Args:
+            loops: Whether its loops are in two parts as well; else one is in the first part.
+        """
+        return Apart(self, loops=loops)
 
 
 class Apart:
@@ -168,16 +173,18 @@ class Apart:
     Source: Qi et al. 2023, Zero Bubble Pipeline Parallelism.
     """
 
-    def __init__(self, layer: Layer):
+    def __init__(self, layer: Layer, *, loops: bool = False):
         """Trace the transpose.
 
         Args:
             layer: Of which.
+            loops: See `Layer.apart`.
         """
         shapes = (*layer.backward_inputs, layer.kept, layer.out)
         traced, gradients = jax.make_jaxpr(layer.transpose, return_shape=True)(*shapes)
-        equations = Equations(inlined(traced))
         weights = len(jax.tree.leaves(gradients.params))
+        program = inlined(traced)
+        equations = Equations(loops_apart(program, weights) if loops else program)
         later = equations.outputs[:weights], equations.outputs[weights:]
         counts = [len(jax.tree.leaves(shape)) for shape in shapes]
         again = equations.inputs[: sum(counts[:-1])]

@@ -259,7 +259,7 @@ class _Part:
         self._shapes = numbered.shapes_of(chunk.learning)
         self.layer = chunk.layer(numbered, given)
         with use(chunk.bound):
-            self._apart = self.layer.apart() if apart else None
+            self._apart = self.layer.apart(loops=True) if apart else None
 
     @property
     def reads_kept(self) -> bool:
