@@ -9,7 +9,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from colossax.config import BoundPlan
-from colossax.sharding.rules import param_sharding, resolve
+from colossax.sharding.rules import home, home_stage, param_sharding, resolve
 from colossax.typing import ParamInfo
 
 HEAD = ("parameter", "dims", "shape", "params", "weights", "gradients", "optimizer", "bytes")
@@ -62,12 +62,15 @@ def _rows(bound: BoundPlan, infos: Any) -> list[tuple[str, ...]]:
 
 
 def _row(bound: BoundPlan, info: ParamInfo) -> tuple[str, ...]:
-    specs = [resolve(bound, role, info.dims, info.shape, name=info.path) for role in ROLES]
+    # Where stages have programs of their own, one of them holds it.
+    at = f"stage {home_stage(bound, info)}: " if bound.stage_programs else ""
+    there = home(bound, info)
+    specs = [resolve(there, role, info.dims, info.shape, name=info.path) for role in ROLES]
     held = param_sharding(bound, "params", info).shard_shape(info.shape)
     size = math.prod(held) * info.at_rest(bound.plan.precision.params).itemsize
     dims = " ".join(str(dim) for dim in info.dims)
     shape = " ".join(map(str, info.shape))
-    return (info.path, dims, shape, *map(_shown, specs), f"{size:,}")
+    return (info.path, dims, shape, *(at + _shown(spec) for spec in specs), f"{size:,}")
 
 
 def _shown(spec: PartitionSpec) -> str:

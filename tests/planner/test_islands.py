@@ -106,7 +106,7 @@ def test_several_chunks_send_around():
     around = plan.replace(pipeline=PipelineConfig(chunks=2))
     for each in (plan, around):
         stage = mesh_crossings(each, one).axes[0]
-        assert [reach.shown for reach in stage.reaches] == ["between nodes of h100:2x2 by ib"]
+        assert [reach.shown for reach in stage.reaches] == ["between nodes of h100:2x2@ib by ib"]
 
 
 def test_the_island_of_a_stage():

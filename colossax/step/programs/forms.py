@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
 
 from colossax.config import MeshAxis
 from colossax.layerwise import shapes_of, summed
@@ -165,7 +164,7 @@ class Form:
         return underway.found if self._weights[0].shards is None else self._summed(underway.found)
 
     def gradients(
-        self, underway: Underway, params: Sequence[Array]
+        self, underway: Underway, params: Sequence[Any]
     ) -> list[tuple[Leaves, list[Leaves]]]:
         """Of each stage what chunks found of its parameters, wherever they are.
 

@@ -5,7 +5,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-from jaxtyping import Array
 
 from colossax.sharding.rules import home_stage
 from colossax.typing import ParamInfo
@@ -13,8 +12,8 @@ from colossax.typing import ParamInfo
 if TYPE_CHECKING:
     from colossax.step.step import Step
 
-Leaves = dict[int, Array]
-"""Parameters by their number among all."""
+Leaves = dict[int, Any]
+"""Parameters by their number among all: arrays, or such as a rehearsal has in their place."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

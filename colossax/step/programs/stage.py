@@ -78,7 +78,7 @@ class Stage:
         """Its leaves by the keys that they have in the whole."""
         return dict(zip(self._opt_keys, jax.tree.leaves(opt_state), strict=True))
 
-    def local(self, x: Array) -> Array:
+    def local(self, x: Any) -> Any:
         """What lies on this stage's devices alone, or alike on all."""
         return x if x.sharding.device_set == self._devices else of_stage(x, self.here)
 

@@ -19,7 +19,7 @@ from colossax.step.programs.processes import program, there
 from colossax.step.programs.sending import of_all, of_stage
 from colossax.step.programs.stage import SHARED, Stage, by_key
 from colossax.step.updaters import Updated
-from colossax.typing import Batch, Metrics, Params, TrainState
+from colossax.typing import Batch, Params, TrainState
 
 if TYPE_CHECKING:
     from colossax.step.step import Step
@@ -145,7 +145,7 @@ class StagePrograms:
             for stage in update.stages
         ]
 
-    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Any]:
         """See `Step.__call__`."""
         form, stages = self._form(batch), self._update.stages
         shared = {name: state[name] for name in SHARED}
