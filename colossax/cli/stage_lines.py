@@ -65,7 +65,7 @@ def _stage(one: StageFacts) -> tuple[str, ...]:
     )
     return (
         str(one.number),
-        ", ".join(f"{first}-{last}" for first, last in one.layers),
+        ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in one.layers),
         *(f"{size / _GIB:.2f}" for size in sizes),
         one.busiest.replace("_", " "),
         f"{one.flops / 1e12:,.0f}",

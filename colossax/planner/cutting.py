@@ -102,10 +102,10 @@ class Cutting:
     def _check(self, search: bool) -> None:
         table, layers = self.table, len(self.costs.layers)
         if len(table.layout) > layers:
+            of = f" of {table.chunks} chunks" if table.chunks > 1 else ""
             raise PlanError(
-                f"{CUTS}: {table.stages} stages of {table.chunks} chunks need"
-                f" {len(table.layout)} layers or more, and there are {layers}; give fewer stages or"
-                " chunks"
+                f"{CUTS}: {table.stages} stages{of} need {len(table.layout)} layers or more, and"
+                f" there are {layers}; give fewer stages{' or chunks' if of else ''}"
             )
         if search and table.chunks > 1:
             raise PlanError(

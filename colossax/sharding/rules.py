@@ -187,10 +187,11 @@ def chunks_of(bound: BoundPlan) -> Table:
             " name in this version; leave one of the two out"
         )
     cuts = asked.cuts or ()
+    of = f" of {asked.chunks} chunks" if asked.chunks > 1 else ""
     if len(cuts) % stages or (asked.chunks > 1 and len(cuts) != stages * asked.chunks):
         raise PlanError(
-            f"plan.pipeline.cuts: {len(cuts)} numbers for {stages} stages of {asked.chunks} chunks;"
-            f" give {stages * asked.chunks}, the layers of each chunk"
+            f"plan.pipeline.cuts: {len(cuts)} numbers for {stages} stages{of}; give"
+            f" {stages * asked.chunks}, the layers of each {'chunk' if of else 'stage'}"
         )
     return schedule(asked.resolved, stages, 1, len(cuts) // stages, "free")
 

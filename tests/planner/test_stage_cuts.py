@@ -357,7 +357,12 @@ def test_an_order_is_found_with_cuts_alone():
         (
             asked({"stage": 8, "data": 1}, chunks=2),
             {},
-            "8 stages of 2 chunks need 16 layers or more, and there are 8; give fewer",
+            "8 stages of 2 chunks need 16 layers or more, and there are 8; give .* or chunks$",
+        ),
+        (
+            asked({"stage": 8, "data": 1}),
+            {"layers": 4},
+            "8 stages need 8 layers or more, and there are 4; give fewer stages$",
         ),
         (asked({"stage": 2}, table="own.json"), {}, "plan.pipeline.table: .* leave one of the two"),
         (

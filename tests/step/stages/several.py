@@ -27,19 +27,24 @@ def crossed(devices):
 
 def cases():
     """By name: model, plan, order of the devices."""
+    from colossax.config import OffloadConfig
     from tests.step.stages.test_programs import uneven
 
+    host = OffloadConfig(parameters=1.0, optimizer=1.0, activations=1.0)
     one = {"stage": 2, "fsdp": 2, "tensor": 2}
     two = {"stage": 4, "fsdp": 2}
+    beside = uneven({"stage": 2, "fsdp": 4}, 5, 3)
     return {
         "one": ("llama", uneven(one, 5, 3), list),
         "tied": ("gpt2", uneven(one, 5, 3), list),
         "two": ("llama", uneven(two, 3, 2, 2, 1), list),
         "chunks": ("gpt2", uneven(one, 1, 3, 2, 2, chunks=2), list),
         "zb_h1": ("llama", uneven(one, 3, 5, schedule="zb_h1"), list),
-        "beside": ("llama", uneven({"stage": 2, "fsdp": 4}, 5, 3), turned),
+        "beside": ("llama", beside, turned),
         "crossed": ("gpt2", uneven({"stage": 2, "fsdp": 4}, 5, 3), crossed),
         "gpipe": ("bloom", uneven(two, 3, 2, 2, 1, schedule="gpipe"), list),
+        "host": ("gpt2", uneven(one, 5, 3).replace(offload=host), list),
+        "host_beside": ("llama", beside.replace(offload=host), turned),
     }
 
 

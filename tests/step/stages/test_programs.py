@@ -135,7 +135,11 @@ def test_it_trains_evaluates_saves_and_goes_on_elsewhere(tmp_path):
 
 REFUSED = {
     "another sum": ({"cuts": (5, 4)}, {}, "5, 4 are 9 layers, and the model has 8"),
-    "as many as no stages": ({"cuts": (5, 2, 1)}, {}, "3 numbers for 2 stages"),
+    "as many as no stages": (
+        {"cuts": (5, 2, 1)},
+        {},
+        "3 numbers for 2 stages; give 2, .* each stage",
+    ),
     "a table": ({"cuts": (5, 3), "table": "own.json"}, {}, "plan.pipeline.table"),
 }
 

@@ -45,7 +45,7 @@ def test_a_stage_of_each_process_is_as_in_one(tmp_path):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", ["one", "two", "chunks", "zb_h1", "tied", "gpipe"])
+@pytest.mark.parametrize("name", ["one", "two", "chunks", "zb_h1", "tied", "gpipe", "host"])
 def test_two_processes_with_whole_stages_are_as_one(name, tmp_path):
     """Bit for bit, and so is what lies on disk, which another mesh reads."""
     assert_as_one(name, 2, tmp_path)
@@ -58,7 +58,7 @@ def test_two_processes_with_whole_stages_are_as_one(name, tmp_path):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", ["beside", "crossed"])
+@pytest.mark.parametrize("name", ["beside", "crossed", "host_beside"])
 def test_stages_that_span_both_processes_are_as_one(name, tmp_path):
     """To rounding: collectives within a stage add in another order between processes."""
     assert_as_one(name, 2, tmp_path, rtol=1e-6)

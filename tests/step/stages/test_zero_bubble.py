@@ -6,10 +6,8 @@ import optax
 import pytest
 
 from colossax.config import BatchConfig, Plan, Segment, preset
-from colossax.optim import adamw
 from colossax.planner import build_step
 from tests.oracle import assert_losses_close, assert_trees_close
-from tests.step import test_parallel_oracle as oracle
 from tests.step.stages import test_stages as stages
 from tests.step.stages.test_stages import FULL, devices_of, in_chunks, once, piped
 
@@ -110,26 +108,8 @@ def test_every_model_equals_one_device(model, schedule):
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["zb_h1", "zb_v"])
 def test_three_steps_evaluation_and_a_state_of_another_mesh(tmp_path, schedule):
-    given = [oracle.batch("llama", rows=8) for _ in range(3)]
     plan = zb({"stage": 2, "tensor": 2}, 2, schedule)
-    one, several = (
-        stages.step_of("llama", each, devices_of(each), adamw(1e-2)) for each in (Plan(), plan)
-    )
-    alone = one.init(0)
-    one.save(tmp_path, alone)
-    state = several.restore(tmp_path)
-    for batch in given:
-        alone, want = one(alone, batch)
-        state, metrics = several(state, batch)
-        assert_losses_close(metrics["loss"], want["loss"])
-        assert_losses_close(metrics["grad_norm"], want["grad_norm"])
-    rows = {name: x[:5] for name, x in given[0].items()}
-    want, found = one.evaluate(alone, rows), several.evaluate(state, rows)
-    assert_losses_close(found["cross_entropy"], want["cross_entropy"])
-    several.save(tmp_path, state)
-    back = jax.tree.map(np.asarray, one.restore(tmp_path)["params"])
-    mine = jax.tree.map(np.asarray, state["params"])
-    assert_trees_close(in_chunks(back, plan.pipeline.chunks_of_stage), mine, tolerance=0)
+    stages.assert_goes_on_as_one_device(plan, tmp_path)
 
 
 @pytest.mark.catches("stage-parts-in-order")
