@@ -174,7 +174,7 @@ class ProgramsCost:
             f" each, {table.microbatches} microbatches; stages wait {100 * report.bubble:.0f} % of"
             f" their time; at most {max(report.saved)} inputs of chunks are kept for backward"
             + (f", {late} wait for their weights' gradients" if late else "")
-            + ("" if self.step_s is None else f"; {self.step_s:.3f} s a step, predicted")
+            + ("" if self.step_s is None else f"; {self.step_s:.4g} s a step, predicted")
         )
 
     @property

@@ -231,6 +231,8 @@ class Loop:
                 self._hooks.progress.note(f"the batches ended after step {done}")
                 break
             self.last_batch = batch
+            if index > start:  # the first is compiled when it is called
+                self.meter.start()
             state, metrics = self._step(state, batch)
             self.meter.start()
             self._report(pending)

@@ -186,14 +186,17 @@ def chunks_of(bound: BoundPlan) -> Table:
             "plan.pipeline.table: stages that are cut (plan.pipeline.cuts) follow a schedule by its"
             " name in this version; leave one of the two out"
         )
-    cuts = asked.cuts or ()
-    of = f" of {asked.chunks} chunks" if asked.chunks > 1 else ""
-    if len(cuts) % stages or (asked.chunks > 1 and len(cuts) != stages * asked.chunks):
+    cuts, chunks = asked.cuts or (), asked.chunks_of_stage
+    if asked.resolved == "interleaved" and asked.chunks == 1:
+        chunks = max(2, len(cuts) // stages)  # the cuts say how many
+    if len(cuts) != stages * chunks:
+        of = f" of {chunks} chunks" if chunks > 1 else ""
         raise PlanError(
-            f"plan.pipeline.cuts: {len(cuts)} numbers for {stages} stages{of}; give"
-            f" {stages * asked.chunks}, the layers of each {'chunk' if of else 'stage'}"
+            f"plan.pipeline.cuts: {len(cuts)} numbers for {stages} stages{of} under schedule"
+            f" '{asked.resolved}'; give {stages * chunks}, the layers of each"
+            f" {'chunk' if of else 'stage'}"
         )
-    return schedule(asked.resolved, stages, 1, len(cuts) // stages, "free")
+    return schedule(asked.resolved, stages, 1, chunks, "free")
 
 
 def param_sharding(bound: BoundPlan, role: str, info: ParamInfo) -> NamedSharding:

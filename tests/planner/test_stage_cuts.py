@@ -143,8 +143,9 @@ def test_memory_bounds_what_stages_hold():
 
     def of(memory):
         gpu = dataclasses.replace(target.gpu, memory_bytes=memory)
+        island = dataclasses.replace(target.islands[0], gpu=gpu)
         given = asked({"stage": 4}, remat="none", microbatches=8, speeds="4,1,1,1")
-        return found(given, target=dataclasses.replace(target, gpu=gpu))
+        return found(given, target=dataclasses.replace(target, islands=(island,)))
 
     free = of(10**9).plan.pipeline.cuts
     bounded = of(900_000).plan.pipeline.cuts

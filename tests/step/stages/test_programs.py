@@ -138,7 +138,22 @@ REFUSED = {
     "as many as no stages": (
         {"cuts": (5, 2, 1)},
         {},
-        "3 numbers for 2 stages; give 2, .* each stage",
+        "3 numbers for 2 stages under schedule '1f1b'; give 2, .* each stage",
+    ),
+    "chunks that a schedule has not": (
+        {"cuts": (2, 2, 2, 2)},
+        {},
+        "4 numbers for 2 stages under schedule '1f1b'; give 2, .* each stage",
+    ),
+    "chunks that a schedule has": (
+        {"cuts": (5, 3), "schedule": "zb_v"},
+        {},
+        "2 numbers for 2 stages of 2 chunks under schedule 'zb_v'; give 4, .* each chunk",
+    ),
+    "one chunk interleaved": (
+        {"cuts": (5, 3), "schedule": "interleaved"},
+        {},
+        "2 numbers for 2 stages of 2 chunks under schedule 'interleaved'; give 4",
     ),
     "a table": ({"cuts": (5, 3), "table": "own.json"}, {}, "plan.pipeline.table"),
 }
