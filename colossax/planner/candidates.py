@@ -12,6 +12,7 @@ from colossax.errors import InputError, PlanError
 from colossax.nn import DecoderConfig
 from colossax.pallas.target import target as pallas_target
 from colossax.planner.compiled import compiled_step, usable_bytes
+from colossax.planner.islands import check_one_island
 from colossax.planner.settling import Settled
 from colossax.planner.task_step import settle_task, task_step
 from colossax.planner.traffic import link_of
@@ -75,8 +76,10 @@ def compare_layouts(
         tell: Called with a line before each.
 
     Raises:
-        InputError: The rows do not make a pass of the whole target, or no layout is legal.
+        InputError: The rows do not make a pass of the whole target, or no layout is legal; or the
+            target is made of islands.
     """
+    check_one_island(target, "--compare-layouts")
     config = _one_pass(config, target)
     layouts = sorted(legal_layouts(config, target), key=lambda one: one.predicted_bytes)
     if not layouts:

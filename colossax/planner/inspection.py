@@ -30,6 +30,7 @@ from colossax.planner.compiled import (
 )
 from colossax.planner.counted_stages import counted_stages
 from colossax.planner.flops import peak_flops
+from colossax.planner.islands import check_programs_apart
 from colossax.planner.stage_cost import StageCost, stage_cost
 from colossax.planner.stage_programs import ProgramsCost
 from colossax.planner.traced_flops import TracedFlops, traced_flops
@@ -211,6 +212,7 @@ def inspect_task(task: Task, plan: Plan, target: Target) -> Inspection:
             CUDA compiler plugin is missing.
     """
     plan = settle_task_for_target(task, plan, target).plan
+    check_programs_apart(plan, target)
     of = _of_stages if has_stage_programs(plan, target) else _of_one_program
     step, counted = of(task, plan, target)
     traced = counted["traced"]

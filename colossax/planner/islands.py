@@ -251,6 +251,20 @@ def check_one_island(target: Target, what: str) -> None:
         )
 
 
+def check_programs_apart(plan: Plan, target: Target) -> None:
+    """Refuse a target of islands for a plan whose stages share one program.
+
+    Raises:
+        PlanError: It is one.
+    """
+    if target.mixed and plan.pipeline.cuts is None:
+        raise PlanError(
+            f"plan.pipeline.cuts: target '{target.name}' is made of islands, and without cuts all"
+            " stages have one program, which no GPU of another kind runs; give"
+            " --plan.pipeline.cuts auto, and each stage has one for its island"
+        )
+
+
 def _check_within(target: Target, among: set[Place], where: str) -> None:
     islands = sorted({place.island for place in among})
     if len(islands) > 1:

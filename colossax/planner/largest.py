@@ -9,6 +9,7 @@ from colossax.aot import Target, target_devices
 from colossax.config import BatchConfig, Plan
 from colossax.planner.compiled import compiled_task, has_stage_programs, usable_bytes
 from colossax.planner.counted_stages import counted_stages
+from colossax.planner.islands import check_one_island
 from colossax.sharding import batch_axes
 from colossax.step.microbatches import batch_dims
 from colossax.tasks import Task
@@ -27,7 +28,11 @@ def largest_microbatch(
         plan: Its microbatch is replaced.
         target: Where.
         tell: Called with a line after each compilation.
+
+    Raises:
+        PlanError: The target is made of islands.
     """
+    check_one_island(target, "--largest-microbatch")
 
     def fits(rows: int) -> bool:
         with_rows = _with_microbatch(task, plan, target, rows)

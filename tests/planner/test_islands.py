@@ -12,6 +12,7 @@ from colossax.errors import PlanError
 from colossax.pallas.target import target_of
 from colossax.planner.islands import (
     check_one_island,
+    check_programs_apart,
     device_numbers,
     mesh_crossings,
     proved,
@@ -141,3 +142,11 @@ def test_kernels_are_chosen_for_the_gpus_of_the_plan_in_force():
         assert target_of(large).compute_capability == (9, 0)
         assert target_of(small).compute_capability == (8, 0)
     assert dataclasses.asdict(target_of(small))["compute_capability"] is None
+
+
+@pytest.mark.catches("islands-one-program")
+def test_one_program_for_several_islands_is_refused():
+    check_programs_apart(PLAN, parse_target("h100:2x8"))
+    check_programs_apart(PLAN.replace(pipeline=PipelineConfig(cuts="auto")), TARGET)
+    with pytest.raises(PlanError, match=r"which no GPU of another kind runs; give --plan.pipeline"):
+        check_programs_apart(PLAN, TARGET)
