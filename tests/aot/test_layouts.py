@@ -67,8 +67,9 @@ def test_a_budget_for_shares_to_be_found_does_not_stand_in_the_way():
 
 
 def test_a_million_tokens_on_64_devices():
-    one = inspect_run(recipe("llama3_8b_1m"), parse_target("h100:8x8"))
-    assert one.config.data.seq_len == 2**20
+    config = recipe("llama3_8b_1m")
+    assert config.data.seq_len == 2**20
+    one = inspect_run(config, parse_target("h100:8x8"))
     assert one.fits
     assert one.memory.total_bytes <= 16 * GIB
     rings = [link for link in one.links if link.totals.kind == "collective-permute"]
