@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from colossax.lazy import lazily
 
+from .axes import GROUP_AXES as GROUP_AXES
 from .axes import LOGICAL_DIMS as LOGICAL_DIMS
 from .axes import MESH_AXES as MESH_AXES
 from .axes import RING_AXES as RING_AXES
@@ -25,6 +26,7 @@ from .bounds import at_least as at_least
 from .bounds import bound_of as bound_of
 from .bounds import within as within
 from .cache import cache_folder as cache_folder
+from .experts import ExpertsConfig as ExpertsConfig
 from .frozen import FrozenDict as FrozenDict
 from .frozen import check_types as check_types
 from .frozen import from_json as from_json

@@ -26,16 +26,17 @@ class MeshAxis(enum.StrEnum):
 
 MESH_AXES: tuple[str, ...] = tuple(axis.value for axis in MeshAxis)
 
-USABLE_AXES: frozenset[str] = frozenset(MESH_AXES) - {MeshAxis.EXPERT}
-"""Axes that may be larger than 1 today; the others are declared so that meshes keep their shape."""
-
 RING_AXES: tuple[str, ...] = (MeshAxis.RING_OUT, MeshAxis.RING_IN, MeshAxis.RING)
 """Axes around which keys and values travel."""
 
 SEQUENCE_AXES: tuple[str, ...] = (*RING_AXES, MeshAxis.ULYSSES)
 """Axes that split a sequence, outer first."""
 
+GROUP_AXES: tuple[str, ...] = (MeshAxis.EXPERT, *SEQUENCE_AXES, MeshAxis.TENSOR)
+"""Axes over which the experts of a mixture may be split, outer first."""
+
 LOGICAL_DIMS: frozenset[str] = frozenset(
-    "batch seq embed heads kv_heads head_dim mlp vocab layers stages experts capacity".split()
+    "batch seq embed heads kv_heads head_dim mlp vocab layers stages experts expert_embed"
+    " expert_mlp capacity".split()
 )
 """Dims that every plan may speak of; a model may add its own."""

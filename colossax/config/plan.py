@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from colossax.config import layouts
-from colossax.config.axes import MESH_AXES, USABLE_AXES
+from colossax.config.axes import MESH_AXES
+from colossax.config.experts import ExpertsConfig
 from colossax.config.frozen import (
     FrozenDict,
     check_names,
@@ -56,6 +57,7 @@ class Plan:
         attention: Attention kernel and sequence scheme.
         batch: Microbatches.
         pipeline: Schedule and microbatches of the stages.
+        experts: Where the experts of mixtures live, and how tokens get to them.
         segments: Layer runs and their remat policies; counts sum to the stack's layers.
         precision: Dtypes per role.
         loss: Chunks of the vocabulary loss.
@@ -65,7 +67,7 @@ class Plan:
 
     version: int = 1
     mesh: Mapping[str, Any] = dataclasses.field(
-        default=FrozenDict(), metadata={"choices": USABLE_AXES}
+        default=FrozenDict(), metadata={"choices": MESH_AXES}
     )
     rules: Rules = Rules()
     tensor_layout: str = dataclasses.field(
@@ -77,6 +79,7 @@ class Plan:
     attention: AttentionConfig = AttentionConfig()
     batch: BatchConfig = BatchConfig()
     pipeline: PipelineConfig = PipelineConfig()
+    experts: ExpertsConfig = ExpertsConfig()
     segments: tuple[Segment, ...] = (Segment(),)
     precision: Precision = Precision()
     loss: LossConfig = LossConfig()
@@ -211,12 +214,6 @@ def _check_mesh(mesh: Mapping[str, int]) -> None:
         if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
             raise PlanError(
                 f"plan.mesh: axis '{axis}' has size {size!r}; give 1 or more, or -1 once"
-            )
-        if size != 1 and axis not in USABLE_AXES:
-            raise PlanError(
-                f"plan.mesh: axis '{axis}' has size {size}, but only"
-                f" {', '.join(sorted(USABLE_AXES))} can be larger than 1 in this version;"
-                f" move its devices to one of those"
             )
     if sum(size == -1 for size in mesh.values()) > 1:
         raise PlanError("plan.mesh: several axes are -1; only one can take the remaining devices")

@@ -11,7 +11,8 @@ from colossax.config.rules import FSDP_RULES, STORAGE_RULES, Rules
 from colossax.config.words import nearest
 from colossax.errors import PlanError
 
-_SHARDED_STATE = {**STORAGE_RULES, "embed": (("data", "fsdp", *SEQUENCE_AXES),)}
+_STATE_AXES = (("data", "fsdp", "expert", *SEQUENCE_AXES),)
+_SHARDED_STATE = {**STORAGE_RULES, "embed": _STATE_AXES, "expert_embed": _STATE_AXES}
 
 _DATA_PARTS: dict[str, tuple[dict[str, int], Rules]] = {
     "ddp": (

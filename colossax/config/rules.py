@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from colossax.config.axes import MESH_AXES, SEQUENCE_AXES
+from colossax.config.axes import GROUP_AXES, MESH_AXES, SEQUENCE_AXES
 from colossax.config.frozen import FrozenDict
 from colossax.config.words import nearest
 from colossax.errors import PlanError
@@ -22,11 +22,18 @@ TENSOR_RULES: dict[str, tuple[Choice, ...]] = dict.fromkeys(
 # What stands before and after the layers is shared by the stages too, by its vocabulary.
 TENSOR_RULES["vocab"] = (("stage", "tensor"),)
 ACTIVATION_RULES: dict[str, tuple[Choice, ...]] = {"batch": _BATCH, "seq": _SEQ, **TENSOR_RULES}
-STORAGE_RULES: dict[str, tuple[Choice, ...]] = {"layers": (("stage",),), **TENSOR_RULES}
+STORAGE_RULES: dict[str, tuple[Choice, ...]] = {
+    "layers": (("stage",),),
+    **TENSOR_RULES,
+    # Of these the ones that the plan's experts take, and of what is left `expert_mlp` has `tensor`.
+    "experts": (GROUP_AXES,),
+    "expert_mlp": _TENSOR,
+}
 FSDP_RULES: dict[str, tuple[Choice, ...]] = {
     **STORAGE_RULES,
     # Devices that share a sequence hold other tokens than their neighbours, as those along fsdp do.
-    "embed": (("fsdp", *SEQUENCE_AXES),),
+    "embed": (("fsdp", "expert", *SEQUENCE_AXES),),
+    "expert_embed": (("fsdp", "expert", *SEQUENCE_AXES),),
 }
 
 

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from .decoder import Decoder as Decoder
     from .decoder import Layers as Layers
     from .decoder import decoder_layer as decoder_layer
+    from .decoder import expert_layer as expert_layer
+    from .experts import Experts as Experts
     from .foreign import with_gathers as with_gathers
     from .initialising import initialise as initialise
     from .language_model import LanguageModel as LanguageModel
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from .layers import Linear as Linear
     from .layers import RMSNorm as RMSNorm
     from .loss import cross_entropy as cross_entropy
+    from .mixture import MixtureConfig as MixtureConfig
     from .module import MakeModel as MakeModel
     from .module import MakeModels as MakeModels
     from .module import ModelSpec as ModelSpec

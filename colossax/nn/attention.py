@@ -49,12 +49,18 @@ class Side:
         given: Whether that is so: then it holds for all layers, whatever their windows.
         rope: Tables of the rotary embedding, or None.
         flat: Addresses in the cache, where there is one.
+        valid: `[b, s]`, which tokens are some, where layers ask; None: all.
+        token_ids: `[b, s]`, where layers ask.
+        key: Of this step, for layers that draw; None: they do not.
     """
 
     masks: Any = (Mask(causal=True),)
     given: bool = dataclasses.field(default=False, metadata={"static": True})
     rope: Any = None
     flat: Any = None
+    valid: Any = None
+    token_ids: Any = None
+    key: Any = None
 
     def mask(self, window: Window) -> Mask:
         """That of layers with this window."""

@@ -112,9 +112,10 @@ class Block(nnx.Module):
         start, sums = x, {}
         for name in self.names:
             read = start if self.wiring.parallel else x
-            y, state, counts = getattr(self, name).mix(
-                _block_input(self._normed(name, "norm", read)), side, state
-            )
+            sublayer, read = getattr(self, name), self._normed(name, "norm", read)
+            # Where tokens are routed one by one, each device brings those it has.
+            given = residual(read) if getattr(sublayer, "takes_parts", False) else block_input(read)
+            y, state, counts = sublayer.mix(given, side, state)
             y = residual(self._normed(name, "output_norm", y))
             x = x + (y if self.wiring.scale == 1 else y * self.wiring.scale)
             x = self._normed(name, "sum_norm", x)
@@ -226,7 +227,7 @@ def residual(x: Hidden) -> Hidden:
     return constrain(x, "batch", "seq:residual", "embed")
 
 
-def _block_input(x: Hidden) -> Hidden:
+def block_input(x: Hidden) -> Hidden:
     """Input of a block: the sequence as its first matmuls want it."""
     if _moves_tokens():
         # Else the compiler may gather what the norm computes in float32 before it is rounded.

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from colossax.config import Count, Natural, NotNegative, Positive, check_types, nearest, within
 from colossax.errors import InputError
+from colossax.nn.mixture import MixtureConfig
 
 if TYPE_CHECKING:
     from colossax.nn.attention import AttentionShape
@@ -78,6 +79,7 @@ class DecoderConfig:
         tied: The output head is the embedding table.
         max_seq: Longest sequence the model was made for.
         eos: Token that ends a document, where known.
+        mixture: Experts in place of the MLPs of all layers or of some; None: there are none.
     """
 
     vocab: Count
@@ -105,9 +107,12 @@ class DecoderConfig:
     tied: bool = False
     init_std: NotNegative = 0.02
     eos: Natural | None = None
+    mixture: MixtureConfig | None = None
 
     def __post_init__(self):
         check_types(self, "model")
+        if self.mixture is not None:
+            self.mixture.kinds(self.layers)
         if self.eos is not None and self.eos >= self.vocab:
             raise InputError(
                 f"model.eos: found {self.eos}, which is none of the vocabulary's {self.vocab}"
@@ -138,9 +143,19 @@ class DecoderConfig:
 
     @property
     def flops_per_token(self) -> int:
-        """Matmul FLOPs of forward and backward per token, attention scores aside: 6 per weight."""
+        """Matmul FLOPs of forward and backward per token, attention scores aside: 6 per weight.
+
+        Of experts those that a token takes are counted, and the router.
+        """
         attention = self.embed * self.head_dim * 2 * (self.heads + self.kv_heads)
-        mlp = self.embed * self.mlp * (3 if self.gated else 2)
+        matrices = 3 if self.gated else 2
+        mlp = self.embed * self.mlp * matrices
+        sparse, mixed = 0, self.mixture
+        if mixed is not None:
+            sparse = mixed.kinds(self.layers).count("sparse")
+            width = mixed.choices * mixed.mlp + mixed.shared
+            mixture = self.embed * (width * matrices + mixed.experts + mixed.shared_gated)
+            mlp = (sparse * mixture + (self.layers - sparse) * mlp) // self.layers
         return 6 * (self.layers * (attention + mlp) + self.embed * self.vocab)
 
     def train_flops_per_token(self, seq_len: int) -> int:

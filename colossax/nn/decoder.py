@@ -13,6 +13,7 @@ from colossax.nn.attention import Attention, FlatTokens, Side, Window
 from colossax.nn.block import MLP, Block, residual
 from colossax.nn.cache import CacheSpec
 from colossax.nn.config import DecoderConfig
+from colossax.nn.experts import Experts
 from colossax.nn.layers import Embedding, LayerNorm, Linear, RMSNorm, depth_scaled
 from colossax.nn.rope import rope_tables
 from colossax.nn.stack import LayerStack, StackOutput
@@ -23,7 +24,7 @@ from colossax.sharding import compute_dtype, constrain, current_order, with_rang
 
 def decoder_layer(config: DecoderConfig, *, rngs: nnx.Rngs) -> Block:
     """`x + attention(norm(x))`, then `x + mlp(norm(x))`, as a configuration describes them."""
-    std, out_std = config.init_std, depth_scaled(config.init_std, config.layers)
+    std, out_std = _deviations(config)
     attention = Attention(config.attention_shape(), rngs=rngs, std=std, out_std=out_std)
     mlp = MLP(
         config.embed,
@@ -36,6 +37,43 @@ def decoder_layer(config: DecoderConfig, *, rngs: nnx.Rngs) -> Block:
         out_std=out_std,
     )
     return Block({"attn": attention, "mlp": mlp}, lambda: make_norm(config))
+
+
+def expert_layer(config: DecoderConfig, *, rngs: nnx.Rngs) -> Block:
+    """`decoder_layer` with the configuration's experts in place of the MLP."""
+    assert config.mixture is not None
+    std, out_std = _deviations(config)
+    attention = Attention(config.attention_shape(), rngs=rngs, std=std, out_std=out_std)
+    experts = Experts(
+        config.embed,
+        config.mixture,
+        rngs=rngs,
+        activation=config.activation,
+        gated=config.gated,
+        std=std,
+        out_std=out_std,
+        vocab=config.vocab,
+    )
+    return Block({"attn": attention, "mlp": experts}, lambda: make_norm(config))
+
+
+def _deviations(config: DecoderConfig) -> tuple[float, float]:
+    """Of random parameters, and of those of maps that add to the residual stream."""
+    return config.init_std, depth_scaled(config.init_std, config.layers)
+
+
+def decoder_layers(config: DecoderConfig) -> "Layers":
+    """The layers that a configuration describes: alike, or `dense` and `sparse` ones."""
+    if config.mixture is None:
+        return Layers(make=lambda rngs: decoder_layer(config, rngs=rngs), order=config.layers)
+    kinds = config.mixture.kinds(config.layers)
+    made: dict[str, MakeLayer] = {
+        "dense": lambda rngs: decoder_layer(config, rngs=rngs),
+        "sparse": lambda rngs: expert_layer(config, rngs=rngs),
+    }
+    if "dense" not in kinds:
+        return Layers(make=made["sparse"], order=config.layers)
+    return Layers(make={kind: made[kind] for kind in dict.fromkeys(kinds)}, order=kinds)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,8 +98,8 @@ class Decoder(nnx.Module):
         Args:
             config: Sizes, and the parts where none are given.
             rngs: Keys of the parameters.
-            layers: In place of `config.layers` times `decoder_layer(config)`: `Block`s of other
-                sublayers or wiring, or of several kinds.
+            layers: In place of `decoder_layers(config)`: `Block`s of other sublayers or wiring, or
+                of several kinds.
         """
         self.config = config
         std = config.init_std
@@ -74,8 +112,7 @@ class Decoder(nnx.Module):
         self.embed_norm = (
             LayerNorm(config.embed, eps=config.norm_eps) if config.embed_norm else None
         )
-        if layers is None:
-            layers = Layers(make=lambda rngs: decoder_layer(config, rngs=rngs), order=config.layers)
+        layers = decoder_layers(config) if layers is None else layers
         self.layers = LayerStack(layers.make, layers.order, rngs=rngs)
         self.norm = make_norm(config)
         self.head = (
@@ -95,6 +132,17 @@ class Decoder(nnx.Module):
         return self.logits(self.hidden(tokens, positions=positions, segments=segments)[0])
 
     @property
+    def auxiliary(self) -> dict[str, float]:
+        """Which of the layers' counts are terms of a loss, sums over tokens, with coefficients."""
+        mixture = self.config.mixture
+        if mixture is None:
+            return {}
+        terms = {"router_z_loss": mixture.z_loss}
+        if mixture.balance != "none":
+            terms["balance_loss"] = mixture.balance_loss
+        return {name: coefficient for name, coefficient in terms.items() if coefficient}
+
+    @property
     def stacks(self) -> dict[str, LayerStack]:
         """Its layer stacks by name, in the order in which they run."""
         return {"layers": self.layers}
@@ -107,6 +155,7 @@ class Decoder(nnx.Module):
         positions: Int[Array, "b s"] | None = None,
         segments: Int[Array, "b s"] | None = None,
         mask: Mask | None = None,
+        key: Array | None = None,
     ) -> tuple[Float[Array, "b s d"], dict[str, Any]]:
         """Final hidden states, normed, in the compute dtype, and the sums of the layers.
 
@@ -119,6 +168,7 @@ class Decoder(nnx.Module):
                 own. Negative is padding.
             mask: Who sees whom; default causal, within the configuration's window. Of a mask
                 without segments those given are taken.
+            key: For gates that draw; None: without noise.
 
         Returns:
             Hidden states `[b, s, d]`, and by name what the layers counted, `[layers, ...]`.
@@ -134,7 +184,12 @@ class Decoder(nnx.Module):
         if positions is None:
             positions = jnp.broadcast_to(current_order().indices(x.shape[1]), x.shape[:2])
         masks = self._masks(mask, segments, x)
-        side = Side(masks=masks, given=mask is not None, rope=self._rope(positions))
+        side = Side(
+            masks=masks,
+            given=mask is not None,
+            rope=self._rope(positions),
+            **self._routed(x, segments, tokens, key),
+        )
         hidden, out = self._run(x, positions, side, None)
         return hidden, out.sums
 
@@ -147,6 +202,8 @@ class Decoder(nnx.Module):
         """
         positions = flat.position[None]
         side = Side(flat=flat, rope=self._rope(positions))
+        if self.config.mixture is not None:
+            side = dataclasses.replace(side, valid=flat.seat[None] >= 0, token_ids=tokens[None])
         hidden, out = self._run(self.embed(tokens[None]), positions, side, cache)
         return hidden[0], out.carried
 
@@ -186,6 +243,20 @@ class Decoder(nnx.Module):
             masks = [one.changed(**packed) for one in masks]
         shape = self.config.attention_shape()
         return tuple(with_ranges(*shape.call(one, x)) for one in masks)
+
+    def _routed(self, x: Array, segments: Any, tokens: Any, key: Any) -> dict[str, Any]:
+        """What of the side inputs experts ask for: which tokens are some, their ids, a key."""
+        mixture = self.config.mixture
+        if mixture is None:
+            return {}
+        valid = jnp.ones(x.shape[:2], bool) if segments is None else segments >= 0
+        if tokens is None and mixture.gate == "hash":
+            raise InputError("hidden: gate 'hash' goes by token ids; give tokens, not embeddings")
+        return {
+            "valid": valid,
+            "token_ids": tokens if mixture.gate == "hash" else None,
+            "key": key,
+        }
 
     def _windows(self) -> list[Window]:
         """Those that the attention of its layers has."""

@@ -8,7 +8,15 @@ from collections.abc import Mapping, Sequence
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from colossax.config import LOGICAL_DIMS, SEQUENCE_AXES, BoundPlan, MeshAxis, misspelt, nearest
+from colossax.config import (
+    GROUP_AXES,
+    LOGICAL_DIMS,
+    SEQUENCE_AXES,
+    BoundPlan,
+    MeshAxis,
+    misspelt,
+    nearest,
+)
 from colossax.errors import PlanError
 from colossax.pipeline import Table, schedule
 from colossax.sharding.host import host_sharding
@@ -46,7 +54,7 @@ def resolve(
         )
     drop = gathered_axes(bound) if role == "weights" else frozenset()
     entries = []
-    for dim, size, chosen in zip(dims, shape, _chosen(bound, role, dims), strict=True):
+    for dim, size, chosen in zip(dims, shape, _chosen(bound, role, dims, shape), strict=True):
         axes = tuple(axis for axis in chosen if axis not in drop)
         axes = _dividing(bound, axes, size, _optional(role, dim))
         entries.append(_fit(bound, axes, dim, size, name))
@@ -63,22 +71,63 @@ def left_whole(bound: BoundPlan, role: str, dims: Dims, shape: Sequence[int]) ->
     """
     return tuple(
         axis
-        for dim, size, axes in zip(dims, shape, _chosen(bound, role, dims), strict=True)
+        for dim, size, axes in zip(dims, shape, _chosen(bound, role, dims, shape), strict=True)
         for axis in axes
         if axis not in _dividing(bound, axes, size, _optional(role, dim))
     )
 
 
-def _chosen(bound: BoundPlan, role: str, dims: Dims) -> list[tuple[str, ...]]:
+def _chosen(bound: BoundPlan, role: str, dims: Dims, shape: Sequence[int]) -> list[tuple[str, ...]]:
     """Of each dim the axes of size above 1 that its rule gives it."""
     rules = getattr(bound.rules, "params" if role == "weights" else role)
     taken: set[str] = set()
     found = []
-    for dim in dims:
-        choice = _choose(rules, dim, taken)
+    for dim, size in zip(dims, shape, strict=True):
+        if dim in _BESIDE_EXPERTS:
+            choice = _left(_choose(rules, dim, set()), taken)
+        else:
+            choice = _choose(rules, dim, taken)
+        if dim == "experts":
+            group = expert_group(bound, size)
+            choice = tuple(axis for axis in choice if axis in group)
         taken.update(choice)
         found.append(_used(bound, choice))
     return found
+
+
+_BESIDE_EXPERTS = frozenset({"expert_embed", "expert_mlp"})
+"""Dims that take what the dim of the experts leaves of their rule."""
+
+
+def _left(choice: Sequence[str], taken: set[str]) -> tuple[str, ...]:
+    return tuple(axis for axis in choice if axis not in taken)
+
+
+def expert_group(bound: BoundPlan, experts: int) -> tuple[str, ...]:
+    """Mesh axes of size above 1 over which so many experts are split, outer first.
+
+    Those of `plan.experts.group`; where it leaves them out, of the axes that may, with `expert`,
+    those that have most devices among the numbers that divide the experts.
+
+    Raises:
+        PlanError: The devices of the group do not divide the experts.
+    """
+    asked = bound.plan.experts
+    if asked.dispatch == "weights":
+        return ()
+    usable = _used(bound, GROUP_AXES)
+    if asked.group is not None:
+        return tuple(axis for axis in usable if axis in asked.group)
+    held = tuple(axis for axis in usable if axis == MeshAxis.EXPERT)
+    others = tuple(axis for axis in usable if axis != MeshAxis.EXPERT)
+    groups = [
+        (*held, *more)
+        for count in range(len(others) + 1)
+        for more in itertools.combinations(others, count)
+    ]
+    fitting = [group for group in groups if experts % bound.size(group) == 0]
+    # Where not even `expert` divides them, what names the array says so.
+    return max(fitting, key=bound.size, default=held)
 
 
 def _optional(role: str, dim: str | None) -> frozenset[str]:
@@ -262,7 +311,8 @@ def _check_layers(bound: BoundPlan, info: ParamInfo) -> None:
     """Refuse layers that stages do not share evenly, in one program for all of them."""
     stages, layers = bound.mesh.shape[MeshAxis.STAGE], info.total_layers or 0
     chunks = stages * bound.plan.pipeline.chunks_of_stage
-    axes = _chosen(bound, "params", info.dims)[0] if info.dims[:1] == ("layers",) else ()
+    first = info.dims[:1] == ("layers",)
+    axes = _chosen(bound, "params", info.dims, info.shape)[0] if first else ()
     if MeshAxis.STAGE not in axes or not info.shape[0] % stages or layers < chunks:
         return
     each, over = divmod(layers, chunks)

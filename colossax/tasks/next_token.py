@@ -23,8 +23,9 @@ Evaluate = Callable[[TrainState, Batch], dict[str, Any]]
 def next_token_loss(*, z_loss: float = 0.0) -> Loss:
     """Cross entropy of the next token over real targets, for models like `nn.Decoder`.
 
-    What the model's layers count is reported beside it, `[layers, ...]` each: sums per real token,
-    maxima as they are.
+    What the model's layers count is reported beside it, `[layers, ...]` each: sums per real target,
+    maxima as they are. What its `auxiliary` names are terms of the loss: over all layers, per token
+    that is no padding.
 
     Args:
         z_loss: Coefficient of the mean squared log-partition, which keeps logits from drifting
@@ -66,11 +67,22 @@ def next_token_loss(*, z_loss: float = 0.0) -> Loss:
         if z_loss:
             terms["z_loss"] = (z, count, z_loss)
         metrics: Sums = {"accuracy": (correct, count)}
+        tokens = _tokens(batch)
+        for name, coefficient in getattr(model, "auxiliary", {}).items():
+            terms[name] = (jnp.sum(sums.pop(name)), tokens, coefficient)
         for name, value in sums.items():
             metrics[name] = value if isinstance(value, Maximum) else (value, count)
         return terms, metrics
 
     return loss
+
+
+def _tokens(batch: Batch) -> Array:
+    """How many are no padding, whether targets or not."""
+    segments = batch.get("segments")
+    if segments is None:
+        return jnp.float32(batch["tokens"].size)
+    return jnp.sum(segments >= 0).astype(jnp.float32)
 
 
 def _check_text(batch: Batch) -> None:

@@ -5,6 +5,7 @@ from types import ModuleType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from colossax.pallas.choice import Verdicts, choose, reasons
@@ -33,6 +34,7 @@ def grouped_matmul(
     w: Float[Array, "e d f"],
     group_sizes: Int[Array, " e"],
     *,
+    gradient_into: Float[Array, "e d f"] | None = None,
     implementation: str = "auto",
     spare_multiprocessors: int = 0,
 ) -> Float[Array, "t f"]:
@@ -46,6 +48,8 @@ def grouped_matmul(
         x: Rows in the order of their groups.
         w: A matrix per group, in x's dtype.
         group_sizes: Not negative; they sum to t or less.
+        gradient_into: Of w's shape; it then has the gradient by w, in its own dtype, and w has
+            none: for sums in more digits than x has. Its values are not read.
         implementation: `auto` takes the first that accepts, `mosaic` only once proved on the
             device that is there; or `mosaic`, `xla`, `interpret`,
             `reference`.
@@ -54,7 +58,8 @@ def grouped_matmul(
 
     Returns:
         In x's dtype, summed in float32. The gradients by x and w are grouped matmuls too, in the
-        dtype of x; none reads a transposed copy.
+        dtype of x; none reads a transposed copy. (`mosaic` rounds that by w to x's dtype before it
+        is cast to another.)
 
     Raises:
         ValueError: Shapes or dtypes contradict one another, or `implementation` is no name.
@@ -63,6 +68,11 @@ def grouped_matmul(
     Cost: 2 t d f FLOPs forward, the same for each gradient, and up to e tiles of rows more.
     """
     _check(x, w, group_sizes, spare_multiprocessors)
+    if gradient_into is not None and gradient_into.shape != w.shape:
+        raise ValueError(
+            f"grouped_matmul: gradient_into {gradient_into.shape} has the gradient by w {w.shape};"
+            " they must be of one shape"
+        )
     spec = GroupedSpec(
         rows=x.shape[0],
         groups=w.shape[0],
@@ -74,27 +84,33 @@ def grouped_matmul(
     chosen = choose(*given, unproven=UNPROVEN)
     # The hand-written gradients vary over a mesh as all operands together do.
     options = {"spared": spare_multiprocessors} if chosen in _PERSISTENT else {}
-    return _multiply(chosen, tuple(options.items()), *vary_alike((x, w, group_sizes)))
+    fixed = (chosen, tuple(options.items()))
+    return _multiply(*fixed, *vary_alike((x, w, gradient_into, group_sizes)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _multiply(chosen: str, options: Any, x: Array, w: Array, group_sizes: Array) -> Array:
+def _multiply(
+    chosen: str, options: Any, x: Array, w: Array, into: Array | None, group_sizes: Array
+) -> Array:
     out = IMPLEMENTATIONS[chosen].multiply(x, w, group_sizes, **dict(options))
     return vary_alike((out, x))[0]
 
 
 def _forward(
-    chosen: str, options: Any, x: Array, w: Array, group_sizes: Array
+    chosen: str, options: Any, x: Array, w: Array, into: Array | None, group_sizes: Array
 ) -> tuple[Array, Any]:
-    return _multiply(chosen, options, x, w, group_sizes), (x, w, group_sizes)
+    like = None if into is None else jnp.zeros((0,), into.dtype)
+    return _multiply(chosen, options, x, w, into, group_sizes), (x, w, like, group_sizes)
 
 
-def _backward(chosen: str, options: Any, saved: Any, dy: Array) -> tuple[Array, Array, None]:
-    x, w, group_sizes = saved
+def _backward(chosen: str, options: Any, saved: Any, dy: Array) -> tuple[Array | None, ...]:
+    x, w, like, group_sizes = saved
     implementation = IMPLEMENTATIONS[chosen]
     dx = implementation.multiply(dy, w, group_sizes, transposed=True, **dict(options))
-    dw = implementation.weight_gradient(x, dy, group_sizes)
-    return *vary_alike((dx, dw, x))[:2], None
+    dtype = x.dtype if like is None else like.dtype
+    dw = implementation.weight_gradient(x, dy, group_sizes, dtype=dtype)
+    dx, dw, _ = vary_alike((dx, dw, x))
+    return (dx, dw, None, None) if like is None else (dx, None, dw, None)
 
 
 _multiply.defvjp(_forward, _backward)

@@ -312,10 +312,11 @@ def weight_gradient(
     dy: Float[Array, "t f"],
     group_sizes: Int[Array, " e"],
     *,
+    dtype: Any = None,
     tiles: Tiles | None = None,
     interpret: bool = False,
 ) -> Float[Array, "e d f"]:
-    """`x_i.T @ dy_i` for every group i, summed in float32.
+    """`x_i.T @ dy_i` for every group i, summed in float32, in x's dtype and cast to another after.
 
     Longest groups first, as blocks are many and each takes as long as its group.
 
@@ -346,7 +347,7 @@ def weight_gradient(
         interpret=interpret,
     )
     (out,) = run(schedule, x, dy)
-    return out[:, :d, :f]
+    return out[:, :d, :f].astype(x.dtype if dtype is None else dtype)
 
 
 class _Groups(NamedTuple):

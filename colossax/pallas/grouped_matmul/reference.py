@@ -1,5 +1,7 @@
 """Grouped matmul as it is written down, in float32: the truth, and slow."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -38,9 +40,13 @@ def multiply(
 
 
 def weight_gradient(
-    x: Float[Array, "t d"], dy: Float[Array, "t f"], group_sizes: Int[Array, " e"]
+    x: Float[Array, "t d"],
+    dy: Float[Array, "t f"],
+    group_sizes: Int[Array, " e"],
+    *,
+    dtype: Any = None,
 ) -> Float[Array, "e d f"]:
-    """`x_i.T @ dy_i` for every group i.
+    """`x_i.T @ dy_i` for every group i, in `dtype` or else x's.
 
     Cost: 2 e t d f FLOPs.
     """
@@ -51,7 +57,7 @@ def weight_gradient(
             jnp.where(member[i][:, None], z.astype(jnp.float32), 0.0) for z in (x, dy)
         )
         products.append(jnp.einsum("td,tf->df", kept_x, kept_dy, precision=_EXACT))
-    return jnp.stack(products).astype(x.dtype)
+    return jnp.stack(products).astype(x.dtype if dtype is None else dtype)
 
 
 def _members(group_sizes: Int[Array, " e"], rows: int) -> Bool[Array, "e t"]:

@@ -4,6 +4,8 @@
 platform has nothing better (GPUs and CPUs): e times the FLOPs and the memory.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -62,9 +64,13 @@ def multiply(
 
 
 def weight_gradient(
-    x: Float[Array, "t d"], dy: Float[Array, "t f"], group_sizes: Int[Array, " e"]
+    x: Float[Array, "t d"],
+    dy: Float[Array, "t f"],
+    group_sizes: Int[Array, " e"],
+    *,
+    dtype: Any = None,
 ) -> Float[Array, "e d f"]:
-    """`x_i.T @ dy_i` for every group i, summed in float32.
+    """`x_i.T @ dy_i` for every group i, summed in float32, in `dtype` or else x's.
 
     Cost: 2 (t + e r) d f FLOPs or less; temporary memory e d f float32 where x is narrower.
     """
@@ -87,7 +93,9 @@ def weight_gradient(
 
     total = jnp.zeros((groups, x.shape[1], dy.shape[1]), jnp.float32)
     total, *_ = vary_alike((total, x, dy, group_sizes))
-    return jax.lax.fori_loop(0, visits.count[0], visit, total).astype(x.dtype)
+    return jax.lax.fori_loop(0, visits.count[0], visit, total).astype(
+        x.dtype if dtype is None else dtype
+    )
 
 
 def _row_mask(low: Array, high: Array, tile: int) -> Array:

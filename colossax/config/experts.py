@@ -1,0 +1,69 @@
+"""How experts are spread over devices, and how tokens get to them."""
+
+import dataclasses
+from typing import Annotated, Any
+
+from colossax.config.axes import GROUP_AXES
+from colossax.config.bounds import above
+from colossax.config.frozen import check_types
+from colossax.config.words import nearest
+from colossax.errors import PlanError
+
+DISPATCHES: tuple[str, ...] = ("auto", "passes", "capacity", "gather", "weights")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """Where the experts of a mixture live, and how rows of tokens travel.
+
+    Attributes:
+        group: Mesh axes over which experts are split, outer first: names, or their text as
+            `expert,tensor`. `none`: all experts on every device. None: of `expert`, the axes of the
+            sequence and `tensor`, those that together have most devices among the numbers that
+            divide the experts.
+        dispatch: How tokens meet their experts. `passes` sends rows to the experts' devices in
+            buffers of a fixed size, as often as there are rows left, so that none is dropped;
+            `capacity` sends once, and what does not fit is dropped and counted; `gather` gives all
+            tokens of the group to each of its devices and sums what they return, which sends less
+            where the group is no larger than the choices of a token; `weights` gathers the
+            experts and moves no token. `auto`: `gather` by that rule, else `passes`; where the
+            group is one device, `weights`.
+        capacity: Rows of a buffer for one device, over those of a balanced load.
+    """
+
+    group: Any = None
+    dispatch: str = dataclasses.field(default="auto", metadata={"choices": DISPATCHES})
+    capacity: Annotated[float, above(0)] = 1.25
+
+    def __post_init__(self):
+        if type(self.capacity) is int:
+            object.__setattr__(self, "capacity", float(self.capacity))
+        check_types(self, "experts", error=PlanError)
+        object.__setattr__(self, "group", _group(self.group))
+        if self.dispatch not in DISPATCHES:
+            raise PlanError(
+                f"experts.dispatch: unknown '{self.dispatch}'{nearest(self.dispatch, DISPATCHES)}"
+            )
+        if self.dispatch == "weights" and self.group:
+            raise PlanError(
+                f"experts: dispatch 'weights' has all experts on every device, and group is"
+                f" {','.join(self.group)}; leave one of the two out"
+            )
+
+
+def _group(given: Any) -> tuple[str, ...] | None:
+    """Mesh axes, from names or their text."""
+    if given is None:
+        return None
+    names = given.split(",") if isinstance(given, str) else given
+    axes = tuple(str(name).strip() for name in names)
+    if axes == ("none",):
+        return ()
+    for axis in axes:
+        if axis not in GROUP_AXES:
+            raise PlanError(
+                f"experts.group: experts cannot be split over '{axis}'{nearest(axis, GROUP_AXES)}"
+            )
+    if len(set(axes)) < len(axes):
+        raise PlanError(f"experts.group: found {','.join(axes)}; name each axis once")
+    return tuple(axis for axis in GROUP_AXES if axis in axes)

@@ -1,0 +1,256 @@
+"""Experts in place of an MLP."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from colossax.layerwise import LayerState, Maximum
+from colossax.nn.block import ACTIVATIONS, MLP, block_input
+from colossax.nn.layers import Linear
+from colossax.nn.mixture import MixtureConfig
+from colossax.nn.module import param
+from colossax.sharding import experts as sharded
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertMLP:
+    """What an expert does with its rows: as `MLP`.
+
+    Attributes:
+        activation: A key of `nn.ACTIVATIONS`.
+        gated: Three matrices or two.
+        on_input: Weights multiply the rows, not the hidden layer, from where they go out.
+    """
+
+    activation: str = "silu"
+    gated: bool = True
+    on_input: bool = False
+
+    def __call__(
+        self, local: sharded.LocalExperts, rows: Float[Array, "r d"], weight: Float[Array, " r"]
+    ) -> Float[Array, "r d"]:
+        """See `colossax.sharding.experts`."""
+        act, by = ACTIVATIONS[self.activation], weight[:, None]
+        if self.on_input:
+            rows = (rows * by).astype(rows.dtype)
+        up = local.times(rows, "up")
+        hidden = act(local.times(rows, "gate")) * up if self.gated else act(up)
+        if not self.on_input:
+            hidden = (hidden * by).astype(rows.dtype)
+        return local.times(hidden, "down")
+
+
+@dataclasses.dataclass(frozen=True)
+class MoveBias:
+    """How the bias of a choice moves after a step; its gradient is the choices of each expert."""
+
+    rate: float
+
+    def __call__(self, bias: Array, counts: Array) -> Array:
+        """The bias of the next step."""
+        return sharded.moved_bias(bias, counts, self.rate)
+
+
+def take_shares(_shares: Array, counts: Array) -> Array:
+    """The share of choices of each expert, in place of those of the step before."""
+    counts = counts.astype(jnp.float32)
+    return counts / jnp.maximum(jnp.sum(counts, axis=-1, keepdims=True), 1.0)
+
+
+class Experts(nnx.Module):
+    """A router, a gate and experts: a `Sublayer`.
+
+    Parameters are `router/w` `[d, e]` (of the cosine router also `router/vectors` and
+    `router/log_temperature`), `up`, `gate` `[e, d, f]` and `down` `[e, f, d]`, an MLP `shared`; and
+    what no optimizer moves: `bias` and `shares` `[e]`, see `MixtureConfig`.
+    """
+
+    takes_parts = True
+    """Takes tokens as the residual stream has them; see `Block`."""
+
+    def __init__(
+        self,
+        embed: int,
+        config: MixtureConfig,
+        *,
+        rngs: nnx.Rngs,
+        activation: str = "silu",
+        gated: bool = True,
+        std: float = 0.02,
+        out_std: float | None = None,
+        vocab: int = 0,
+    ):
+        """Build it.
+
+        Args:
+            embed: Width of the residual stream.
+            config: All else of the mixture.
+            rngs: Keys of the parameters.
+            activation: A key of `nn.ACTIVATIONS`.
+            gated: Experts of three matrices or of two.
+            std: Standard deviation of random parameters.
+            out_std: Of `down`.
+            vocab: Token ids, for the gate `hash`.
+        """
+        self.config, self.activation, self.gated = config, activation, gated
+        self.gating = gate_of(config, vocab)
+        count, mlp = config.experts, config.mlp
+        out_std = std if out_std is None else out_std
+
+        def drawn(shape: tuple[int, ...], deviation: float) -> Array:
+            return jax.random.normal(rngs.params(), shape, jnp.float32) * deviation
+
+        self.router = Router(embed, config, rngs=rngs, std=std)
+        into, out = ("expert_embed", "expert_mlp"), ("expert_mlp", "expert_embed")
+        self.up = param(drawn((count, embed, mlp), std), ("experts", *into))
+        self.gate = param(drawn((count, embed, mlp), std), ("experts", *into)) if gated else None
+        self.down = param(drawn((count, mlp, embed), out_std), ("experts", *out))
+        self.bias = (
+            param(jnp.zeros((count,)), (None,), dtype="float32", update=MoveBias(config.bias_rate))
+            if config.bias_rate
+            else None
+        )
+        self.shares = (
+            param(jnp.full((count,), 1 / count), (None,), dtype="float32", update=take_shares)
+            if config.balance == "global"
+            else None
+        )
+        common: dict[str, Any] = {"activation": activation, "gated": gated}
+        self.shared = (
+            MLP(embed, config.shared, rngs=rngs, std=std, out_std=out_std, **common)
+            if config.shared
+            else None
+        )
+        self.shared_gate = (
+            Linear((embed, 1), ("embed", None), rngs=rngs, std=std)
+            if config.shared and config.shared_gated
+            else None
+        )
+
+    def mix(
+        self, x: Float[Array, "b s d"], side: Any, state: LayerState
+    ) -> tuple[Float[Array, "b s d"], LayerState, dict]:
+        """See `Sublayer`; counts are those of `sharding.experts.moe`."""
+        variables = {
+            name: jax.lax.stop_gradient(held[...])
+            for name, held in (("bias", self.bias), ("shares", self.shares))
+            if held is not None
+        }
+        key = None if side.key is None else jax.random.fold_in(side.key, state.index)
+        y, sums = sharded.moe(
+            x,
+            self.router.weights,
+            self._weights(),
+            gate=self.gating,
+            valid=side.valid,
+            token_ids=side.token_ids,
+            key=key,
+            variables=variables,
+            balance=self.config.balance,
+            decoding=side.flat is not None,
+        )
+        for held in (self.bias, self.shares):
+            if held is not None:
+                y = counted(y, held[...], sums["expert_load"])
+        if self.shared is not None:
+            whole = block_input(x)
+            beside = self.shared(whole)
+            if self.shared_gate is not None:
+                beside = beside * jax.nn.sigmoid(self.shared_gate(whole))
+            y = y + beside
+        return y, state, {**sums, "dispatch_passes": Maximum(sums["dispatch_passes"])}
+
+    def _weights(self) -> sharded.ExpertWeights:
+        names = ("up", "gate", "down") if self.gated else ("up", "down")
+        into, out = ("expert_embed", "expert_mlp"), ("expert_mlp", "expert_embed")
+        return sharded.ExpertWeights(
+            arrays={name: getattr(self, name)[...] for name in names},
+            dims={name: ("experts", *(out if name == "down" else into)) for name in names},
+            compute=ExpertMLP(
+                activation=self.activation, gated=self.gated, on_input=self.config.on_input
+            ),
+        )
+
+
+class Router(nnx.Module):
+    """The router's parameters."""
+
+    def __init__(self, embed: int, config: MixtureConfig, *, rngs: nnx.Rngs, std: float):
+        linear = config.router == "linear"
+        width = config.experts if linear else config.router_dim
+        self.w = param(jax.random.normal(rngs.params(), (embed, width)) * std, ("embed", None))
+        self.b = param(jnp.zeros((width,)), (None,)) if config.router_bias and linear else None
+        self.vectors = (
+            None
+            if linear
+            else param(jax.random.normal(rngs.params(), (width, config.experts)), (None, None))
+        )
+        # Cosines begin to be divided by 0.07, as those of X-MoE.
+        self.log_temperature = None if linear else param(jnp.log(jnp.float32(0.07)), ())
+
+    @property
+    def weights(self) -> sharded.Router:
+        """As `sharding.experts` takes it."""
+        if self.vectors is None or self.log_temperature is None:
+            b = None if self.b is None else self.b[...]
+            return sharded.LinearRouter(w=self.w[...], b=b)
+        return sharded.CosineRouter(
+            w=self.w[...], vectors=self.vectors[...], log_temperature=self.log_temperature[...]
+        )
+
+
+@jax.custom_vjp
+def counted(y: Array, held: Array, counts: Array) -> Array:
+    """`y`, with `counts` as the gradient by `held`, whatever that by `y` is.
+
+    So counts are added up over microbatches and devices as gradients are, and what recomputes a
+    layer counts once.
+    """
+    return y
+
+
+counted.defvjp(
+    lambda y, held, counts: (y, (jnp.zeros((0,), held.dtype), counts)),
+    lambda saved, dy: (dy, saved[1].astype(saved[0].dtype), None),
+)
+
+
+def gate_of(config: MixtureConfig, vocab: int) -> sharded.Gate:
+    """The gate that a configuration names."""
+    k = config.choices
+    capacity = (
+        None
+        if config.capacity is None
+        else sharded.Capacity(factor=config.capacity, priority=config.priority)
+    )
+    match config.gate:
+        case "ktop1":
+            return sharded.KTop1(k=k, capacity=capacity)
+        case "hierarchical":
+            return sharded.Hierarchical(k=k, groups=config.groups, capacity=capacity)
+        case "gshard":
+            return sharded.GShard(factor=config.capacity or 1.0)
+        case "hash":
+            return sharded.Hash(vocab=vocab)
+        case "dense_to_sparse":
+            return sharded.DenseToSparse(
+                threshold=config.threshold, temperature=config.temperature, most=k
+            )
+        case "expert_choice":
+            return sharded.ExpertChoice(k=k)
+        case "base":
+            return sharded.Base()
+    return sharded.TopK(
+        k=k,
+        score=config.score,
+        renormalise=config.renormalise,
+        scale=config.scale,
+        groups=config.groups,
+        kept_groups=config.kept_groups,
+        group_score=config.group_score,
+        capacity=capacity,
+    )

@@ -1,0 +1,25 @@
+"""Mixtures of experts on the plan's devices."""
+
+from .balance import balance_loss as balance_loss
+from .balance import load as load
+from .balance import moved_bias as moved_bias
+from .gates import Base as Base
+from .gates import Capacity as Capacity
+from .gates import DenseToSparse as DenseToSparse
+from .gates import ExpertChoice as ExpertChoice
+from .gates import Gate as Gate
+from .gates import GateInput as GateInput
+from .gates import GShard as GShard
+from .gates import Hash as Hash
+from .gates import Hierarchical as Hierarchical
+from .gates import KTop1 as KTop1
+from .gates import Routing as Routing
+from .gates import TopK as TopK
+from .island import LocalExperts as LocalExperts
+from .layout import Layout as Layout
+from .layout import layout_of as layout_of
+from .moe import CosineRouter as CosineRouter
+from .moe import ExpertWeights as ExpertWeights
+from .moe import LinearRouter as LinearRouter
+from .moe import Router as Router
+from .moe import moe as moe

@@ -1,0 +1,261 @@
+"""Where tokens and experts of a mixture lie, and what each device does with which, by a plan."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+
+from colossax.config import BoundPlan
+from colossax.errors import PlanError
+from colossax.sharding.matmul.splits import Axes, Split, axes_of, check_nested, split_of
+from colossax.sharding.ops import reduction_dtype
+from colossax.sharding.rules import expert_group, resolve
+from colossax.typing import Dims
+
+_ROUNDED_TO = 8
+"""Slots are a multiple of it: rows of whole tiles of a copy."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightSplits:
+    """Of one array of all experts.
+
+    Attributes:
+        rest: As it is kept.
+        held: As it is multiplied: experts over the group, hidden features over `tensor`.
+        grad: Where its gradient is wanted.
+    """
+
+    rest: Split
+    held: Split
+    grad: Split
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """What is known of a mixture's layer before it is traced.
+
+    Attributes:
+        bound: The plan and its devices; None: one device.
+        way: A dispatch of `ExpertsConfig`, decided.
+        group: Mesh axes over which the experts are split.
+        tokens: Mesh axes that split the batch and the sequence of the input.
+        sliced: Axes along which tokens lie whole, and of which each device sends its part.
+        features: Axes that split the experts' hidden features.
+        weights: Splits of each array of the experts, by name.
+        experts: How many.
+        choices: Of a token, at most.
+        here: Tokens that a device sends, or of which it does the part of its experts.
+        slots: Of a buffer, for each device.
+        passes: Most passes that any routing takes.
+        summed: Dtype in which devices sum the gradients of the experts.
+    """
+
+    bound: BoundPlan | None
+    way: str
+    group: Axes
+    tokens: tuple[Axes, Axes]
+    sliced: Axes
+    features: Axes
+    weights: Mapping[str, WeightSplits]
+    experts: int
+    choices: int
+    here: int
+    slots: int
+    passes: int
+    summed: jnp.dtype
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        fields = (getattr(self, field.name) for field in dataclasses.fields(self))
+        return hash(
+            tuple(tuple(f.items()) if isinstance(f, Mapping) else f for f in fields)  # asked often
+        )
+
+    @property
+    def sends(self) -> bool:
+        """Whether rows go from device to device in buffers."""
+        return self.way in ("passes", "capacity")
+
+    @property
+    def destinations(self) -> int:
+        """Devices for which a buffer has slots."""
+        return self.size(self.group) if self.sends else 1
+
+    @property
+    def experts_here(self) -> int:
+        """Experts of a device."""
+        return self.experts // self.size(self.group)
+
+    @property
+    def gathered(self) -> Axes:
+        """Axes whose tokens are brought together before anything is computed."""
+        own = axes_of(self.tokens)
+        return () if self.sends else tuple(axis for axis in self._apart if axis in own)
+
+    @property
+    def partial(self) -> Axes:
+        """Axes over which what a device returns for the tokens it has is one part of a sum."""
+        if self.sends:
+            return ()
+        own = axes_of(self.tokens)
+        return tuple(axis for axis in self._apart if axis not in own)
+
+    @property
+    def gradient_axes(self) -> Axes:
+        """Axes whose devices hold the same experts and have seen different tokens."""
+        seen = tuple(dict.fromkeys((*axes_of(self.tokens), *self.sliced)))
+        return tuple(axis for axis in seen if axis not in self._apart)
+
+    @property
+    def _apart(self) -> Axes:
+        """Axes whose devices hold other parts of the experts."""
+        return (*self.group, *self.features)
+
+    def size(self, axes: Axes) -> int:
+        """Devices along these axes."""
+        return 1 if self.bound is None else self.bound.size(axes)
+
+
+@functools.lru_cache(maxsize=256)
+def layout_of(
+    bound: BoundPlan | None,
+    tokens: tuple[int, int, int],
+    choices: int,
+    expected: float,
+    shapes: tuple[tuple[str, tuple[int, ...], Dims], ...],
+    compute: jnp.dtype,
+) -> Layout:
+    """The layout of a layer.
+
+    Args:
+        bound: The plan in force.
+        tokens: `[b, s, d]` of the input.
+        choices: Of a token, at most.
+        expected: Of a token, on average.
+        shapes: Name, shape and dims of each array of the experts.
+        compute: Dtype of the input.
+
+    Raises:
+        PlanError: A tensor layout other than 1d, or sizes that its devices do not divide.
+    """
+    experts = shapes[0][1][0]
+    if bound is None or bound.single:
+        here = tokens[0] * tokens[1]
+        return Layout(
+            bound=None,
+            way="weights",
+            group=(),
+            tokens=((), ()),
+            sliced=(),
+            features=(),
+            weights={
+                name: WeightSplits(rest=empty, held=empty, grad=empty)
+                for name, shape, _ in shapes
+                for empty in (((),) * len(shape),)
+            },
+            experts=experts,
+            choices=choices,
+            here=here,
+            slots=here * min(choices, experts),
+            passes=1,
+            summed=reduction_dtype(bound, compute),
+        )
+    if bound.plan.tensor_layout != "1d":
+        raise PlanError(
+            f"plan.tensor_layout '{bound.plan.tensor_layout}': experts are not split by rows and"
+            " columns; give tensor_layout 1d, and the devices to mesh axes expert and tensor"
+        )
+    return _on_devices(bound, tokens, choices, expected, shapes, compute)
+
+
+def _on_devices(bound, tokens, choices, expected, shapes, compute) -> Layout:
+    experts = shapes[0][1][0]
+    dims: Dims = ("batch", "seq:residual", "embed")
+    spec = split_of(resolve(bound, "activations", dims, tokens, name="input of experts"))
+    own = (spec[0], spec[1])
+    group = expert_group(bound, experts)
+    weights = {name: _splits(bound, group, name, shape, dims) for name, shape, dims in shapes}
+    features = tuple(
+        dict.fromkeys(
+            axis
+            for name, _, dims in shapes
+            for dim, axes in zip(dims, weights[name].held, strict=True)
+            if dim == "expert_mlp"
+            for axis in axes
+        )
+    )
+    way = _way(bound, group, axes_of(own), choices)
+    sends = way in ("passes", "capacity")
+    apart = (*group, *features)
+    sliced = tuple(axis for axis in apart if sends and axis not in axes_of(own))
+    here = tokens[0] * tokens[1] // bound.size(axes_of(own))
+    if sends:
+        here = math.ceil(here / bound.size(sliced))
+    else:
+        here *= bound.size(tuple(axis for axis in apart if axis in axes_of(own)))
+    each = experts // bound.size(group)
+    slots, passes = _slots(bound, here, expected, bound.size(group), min(choices, each), way)
+    return Layout(
+        bound=bound,
+        way=way,
+        group=group,
+        tokens=own,
+        sliced=sliced,
+        features=features,
+        weights=weights,
+        experts=experts,
+        choices=choices,
+        here=here,
+        slots=slots,
+        passes=passes,
+        summed=reduction_dtype(bound, compute),
+    )
+
+
+def _way(bound: BoundPlan, group: Axes, own: Axes, choices: int) -> str:
+    asked = bound.plan.experts.dispatch
+    if not group:
+        return "weights"
+    if asked != "auto":
+        return asked
+    together = not any(axis in own for axis in group)
+    return "gather" if together or bound.size(group) <= choices else "passes"
+
+
+def _slots(
+    bound: BoundPlan, here: int, expected: float, devices: int, most_of_token: int, way: str
+) -> tuple[int, int]:
+    """Slots for a device, and the most passes that takes."""
+    worst = here * most_of_token
+    if way == "weights":
+        return worst, 1
+    balanced = here * expected / devices
+    slots = math.ceil(balanced * bound.plan.experts.capacity / _ROUNDED_TO) * _ROUNDED_TO
+    slots = min(max(slots, 1), worst)
+    return slots, 1 if way == "capacity" else math.ceil(worst / slots)
+
+
+def _splits(
+    bound: BoundPlan, group: Axes, name: str, shape: tuple[int, ...], dims: Dims
+) -> WeightSplits:
+    rest, grad = (
+        split_of(resolve(bound, role, dims, shape, name=f"experts {name}"))
+        for role in ("params", "gradients")
+    )
+    held = tuple(
+        group
+        if dim == "experts"
+        else tuple(axis for axis in axes if axis == "tensor")
+        if dim == "expert_mlp"
+        else ()
+        for dim, axes in zip(dims, rest, strict=True)
+    )
+    for other in (rest, grad):
+        check_nested(other, held, name=f"experts {name}")
+    return WeightSplits(rest=rest, held=held, grad=grad)

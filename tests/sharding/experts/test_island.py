@@ -1,0 +1,132 @@
+"""Tokens through experts on any mesh, in any form: what one device without either computes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from colossax.sharding import use
+from colossax.sharding.experts.island import through_experts
+from colossax.sharding.experts.layout import layout_of
+from tests.oracle import assert_trees_close
+from tests.sharding.experts.plans import (
+    DIMS,
+    MESHES,
+    SPLIT,
+    B,
+    D,
+    Gated,
+    K,
+    S,
+    arrays,
+    dense,
+    loads,
+    plan,
+)
+
+
+def value_and_gradients(function, names):
+    """By load: the output and counts, and gradients; all of one compiled program."""
+    x, weights, scale, by = arrays()
+
+    def total(x, weights, scale, expert):
+        y, *counts = function(x, weights, expert, scale)
+        return jnp.sum(y * by), (y, counts)
+
+    compiled = jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True))
+    return {name: compiled(x, weights, scale, loads()[name]) for name in names}
+
+
+def island(bound, weights):
+    shapes = tuple((name, w.shape, DIMS[name]) for name, w in weights.items())
+    return layout_of(bound, (B, S, D), K, float(K), shapes, jnp.dtype("float32"))
+
+
+@functools.cache
+def wanted():
+    return value_and_gradients(lambda *given: (dense(*given), 0), loads())
+
+
+def found(asked, names):
+    with use(asked) as bound:
+        layout = island(bound, arrays()[1])
+
+        def function(x, weights, expert, scale):
+            return through_experts(layout, Gated(), x, weights, expert, scale)
+
+        return layout, value_and_gradients(function, names)
+
+
+def check(asked, *names):
+    """The layout, and by load how many passes it took."""
+    layout, results = found(asked, names)
+    passes = {}
+    for name, ((_, (y, counts)), gradients) in results.items():
+        (_, (y_wanted, _)), gradients_wanted = wanted()[name]
+        assert_trees_close((y, *gradients), (y_wanted, *gradients_wanted))
+        assert counts[1] == 0
+        passes[name] = int(counts[0])
+    return layout, passes
+
+
+QUICK = [
+    ("expert8", "passes", "one"),
+    ("expert4-tensor2", "gather", "even"),
+    ("expert2-ring2-tensor2", "passes", "padded"),
+    ("fsdp4-tensor2", "weights", "starved"),
+]
+
+
+@pytest.mark.parametrize(("mesh", "dispatch", "load"), QUICK)
+def test_any_mesh_and_form_is_one_device(mesh, dispatch, load):
+    check(plan(MESHES[mesh], dispatch), load)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("dispatch", ["passes", "gather", "weights"])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_every_mesh_form_and_load_is_one_device(mesh, dispatch):
+    check(plan(MESHES[mesh], dispatch), *loads())
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("group", ["expert", "tensor", "expert,tensor", "ring,tensor", "none"])
+@pytest.mark.parametrize("name", [None, SPLIT])
+@pytest.mark.parametrize("dispatch", ["passes", "gather"])
+def test_every_group_is_one_device(dispatch, name, group):
+    check(plan({"expert": 2, "ring": 2, "tensor": 2}, dispatch, group, name=name), *loads())
+
+
+def test_on_one_device_nothing_is_sent():
+    layout, passes = check(plan({"data": 1}).bind(jax.devices()[:1]), "even")
+    assert (layout.way, layout.group, passes) == ("weights", (), {"even": 1})
+
+
+@pytest.mark.parametrize("capacity", [0.5, 1.25, 100.0])
+def test_what_no_buffer_takes_goes_in_further_passes(capacity):
+    asked = plan({"expert": 8}, "passes", capacity=capacity)
+    layout, passes = check(asked, "one")
+    rows = B * S // 8  # of each device, all for one other
+    assert passes["one"] == -(-rows // layout.slots)
+    assert layout.slots == {0.5: 8, 1.25: 8, 100.0: 16}[capacity]
+
+
+def test_with_a_capacity_the_last_rows_are_dropped_and_counted():
+    asked = plan({"expert": 8}, "capacity", capacity=1.0)
+    layout, results = found(asked, ["one"])
+    (_, (y, counts)), _ = results["one"]
+    assert layout.slots == 8
+    assert counts == [1, B * S - 8 * 8]
+    kept = np.asarray(wanted()["one"][0][1][0]).copy()
+    kept.reshape(8, -1, D)[:, 8:] = 0
+    np.testing.assert_allclose(y, kept, atol=1e-5)
+
+
+def test_gathering_sends_less_where_the_group_is_no_larger_than_the_choices():
+    ways = {}
+    for size in (2, 4, 8):
+        with use(plan({"expert": size, "data": -1})) as bound:
+            ways[size] = island(bound, arrays()[1]).way
+    assert ways == {2: "gather", 4: "passes", 8: "passes"}
