@@ -14,11 +14,12 @@ NAMES = {
         "use"
     ),
     "colossax.config": (
-        "AttentionConfig BatchConfig Bound BoundPlan FrozenDict GREEDY_OR_MORE HOST_KINDS "
-        "LOGICAL_DIMS LossConfig MESH_AXES MeshAxis OffloadConfig PIPELINED_OPTION PRESETS "
-        "PipelineConfig Placement Plan Precision RING_AXES Rules SAVEABLE SEQUENCE_AXES SHARES "
-        "STATE_KINDS Segment above at_least bind bound_of cache_folder check_text check_types "
-        "from_json misspelt nearest preset to_json user_path within"
+        "AttentionConfig BatchConfig Bound BoundPlan ExpertsConfig FrozenDict GREEDY_OR_MORE "
+        "GROUP_AXES HOST_KINDS LOGICAL_DIMS LossConfig MESH_AXES MeshAxis OffloadConfig "
+        "PIPELINED_OPTION PRESETS PipelineConfig Placement Plan Precision RING_AXES Rules "
+        "SAVEABLE SEQUENCE_AXES SHARES STATE_KINDS Segment above at_least bind bound_of "
+        "cache_folder check_text check_types from_json misspelt nearest preset to_json user_path "
+        "within"
     ),
     "colossax.pipeline": (
         "Costs FORMS Kind Op Report SCHEDULES Table checked movable plot_schedule schedule simulate"
@@ -36,8 +37,13 @@ NAMES = {
         "attend_cache attention balanced_order batch_axes cache_spec check_parameter "
         "compiler_options compute_dtype constrain current current_order explain explain_html "
         "gather_for_others gather_weight gathered_axes host_sharding in_order keeping kept_share "
-        "left_whole linear linears lookup param_sharding recomputing reduction_dtype replicated "
-        "resolve ruled_dims seq_axes transfer use validate with_ranges without_shards"
+        "left_whole linear linears lookup moe param_sharding recomputing reduction_dtype "
+        "replicated resolve ruled_dims seq_axes transfer use validate with_ranges without_shards"
+    ),
+    "colossax.sharding.experts": (
+        "Base Capacity CosineRouter DenseToSparse ExpertChoice ExpertWeights GShard Gate GateInput "
+        "Hash Hierarchical KTop1 Layout LinearRouter LocalExperts Router Routing TopK balance_loss "
+        "layout_of load moe moved_bias"
     ),
     "colossax.sharding.sequence": (
         "DOUBLE_RING_OPTIONS Order RingAxes RingMasks Settings balanced_from_contiguous_local "
@@ -84,11 +90,11 @@ NAMES = {
         "transfer_totals transfers unexpected_collectives"
     ),
     "colossax.nn": (
-        "ACTIVATIONS Attention AttentionShape Block CacheArray CacheSpec Decoder "
-        "DecoderConfig Embedding FamilyConfig FlatTokens LanguageModel LayerNorm LayerStack "
-        "LayerState Layers Linear Llama3Scaling MLP ModelSpec Models RMSNorm RopeConfig Side "
-        "StackOutput Sublayer Weighted Wiring alibi_slopes cross_entropy decoder_layer "
-        "describe even_head_dim initialise named param pure renamed rope_tables rotate "
+        "ACTIVATIONS Attention AttentionShape Block CacheArray CacheSpec Decoder DecoderConfig "
+        "Embedding Experts FamilyConfig FlatTokens LanguageModel LayerNorm LayerStack LayerState "
+        "Layers Linear Llama3Scaling MLP MixtureConfig ModelSpec Models RMSNorm RopeConfig Side "
+        "StackOutput Sublayer Weighted Wiring alibi_slopes cross_entropy decoder_layer describe "
+        "even_head_dim expert_layer initialise named param pure renamed rope_tables rotate "
         "run_recurrence weight_of window_slots with_gathers with_weights"
     ),
     "colossax.models": (

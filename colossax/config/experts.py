@@ -1,10 +1,10 @@
 """How experts are spread over devices, and how tokens get to them."""
 
 import dataclasses
-from typing import Annotated, Any
+from typing import Any
 
 from colossax.config.axes import GROUP_AXES
-from colossax.config.bounds import above
+from colossax.config.bounds import Positive
 from colossax.config.frozen import check_types
 from colossax.config.words import nearest
 from colossax.errors import PlanError
@@ -33,11 +33,9 @@ class ExpertsConfig:
 
     group: Any = None
     dispatch: str = dataclasses.field(default="auto", metadata={"choices": DISPATCHES})
-    capacity: Annotated[float, above(0)] = 1.25
+    capacity: Positive = 1.25
 
     def __post_init__(self):
-        if type(self.capacity) is int:
-            object.__setattr__(self, "capacity", float(self.capacity))
         check_types(self, "experts", error=PlanError)
         object.__setattr__(self, "group", _group(self.group))
         if self.dispatch not in DISPATCHES:

@@ -1,15 +1,17 @@
 """The plan in force, and the operations a model calls to be laid out by it."""
 
+from .attention import CACHE_DIMS as CACHE_DIMS
+from .attention import attend_cache as attend_cache
 from .attention import attention as attention
-from .cache import CACHE_DIMS as CACHE_DIMS
-from .cache import attend_cache as attend_cache
-from .cache import cache_spec as cache_spec
+from .attention import cache_spec as cache_spec
+from .attention import with_ranges as with_ranges
 from .compiling import compiler_options as compiler_options
 from .context import current as current
 from .context import keeping as keeping
 from .context import kept_share as kept_share
 from .context import recomputing as recomputing
 from .context import use as use
+from .experts import moe as moe
 from .host import host_sharding as host_sharding
 from .joint import without_shards as without_shards
 from .linear import Dense as Dense
@@ -26,7 +28,6 @@ from .order import RowOrder as RowOrder
 from .order import balanced_order as balanced_order
 from .order import current_order as current_order
 from .order import in_order as in_order
-from .ranges import with_ranges as with_ranges
 from .rules import activation_axes as activation_axes
 from .rules import activation_sharding as activation_sharding
 from .rules import batch_axes as batch_axes

@@ -32,7 +32,7 @@ TABLE = {
     "train llama_tiny --plan.mesh fsdp=x": ["found 'x'", "give a number"],
     "train llama_tiny --plan.mesh fsdp=0": ["axis 'fsdp' has size 0", "give 1 or more"],
     "train llama_tiny --plan.mesh fsdp=3": ["there are 8 devices", "product is 8"],
-    "train llama_tiny --plan.mesh expert=8": ["axis 'expert' has size 8", "move its devices"],
+    "train llama_tiny --plan.experts.group fsdp": ["experts cannot be split over 'fsdp'"],
     "train llama_tiny --devices 3 --plan.mesh stage=3": [
         "3 stages cannot share 4 layers evenly",
         "plan.pipeline.cuts auto",

@@ -16,6 +16,7 @@ from colossax.config import (
     PRESETS,
     AttentionConfig,
     BatchConfig,
+    ExpertsConfig,
     FrozenDict,
     LossConfig,
     OffloadConfig,
@@ -52,6 +53,7 @@ OTHER = {
     "attention": AttentionConfig(kernel="xla"),
     "batch": BatchConfig(accumulation=2),
     "pipeline": PipelineConfig(chunks=2),
+    "experts": ExpertsConfig(dispatch="gather"),
     "segments": (Segment(remat="full"),),
     "precision": Precision(compute="bfloat16"),
     "loss": LossConfig(vocab_chunks=2),
@@ -82,6 +84,9 @@ PARTS = [
     PipelineConfig(schedule="gpipe"),
     PipelineConfig(microbatches=2),
     PipelineConfig(table="own.json"),
+    ExpertsConfig(group="tensor,expert"),
+    ExpertsConfig(group="none"),
+    ExpertsConfig(capacity=2.0),
 ]
 
 
@@ -111,7 +116,11 @@ def test_json_keys_are_sorted_and_missing_fields_take_their_default():
         ('{"batch": {"accumulation": "x"}}', "plan.batch.accumulation: expected int, found 'x'"),
         ('{"mesh": {"tensr": 2}}', "no axis is called 'tensr'; did you mean 'tensor'"),
         ('{"mesh": {"tensor": 0}}', "axis 'tensor' has size 0"),
-        ('{"mesh": {"expert": 2}}', "axis 'expert' has size 2, but only"),
+        ('{"experts": {"dispatch": "passs"}}', "unknown 'passs'; did you mean 'passes'"),
+        ('{"experts": {"group": "expert,fsdp"}}', "cannot be split over 'fsdp'"),
+        ('{"experts": {"group": "tensor,tensor"}}', "name each axis once"),
+        ('{"experts": {"group": "expert", "dispatch": "weights"}}', "leave one of the two out"),
+        ('{"experts": {"capacity": 0}}', "experts.capacity"),
         ('{"pipeline": {"schedule": "1f1v"}}', "unknown '1f1v'; did you mean '1f1b'"),
         ('{"pipeline": {"microbatches": 0}}', "found 0; give 1 or more microbatches"),
         (

@@ -3,17 +3,13 @@
 from .balance import balance_loss as balance_loss
 from .balance import load as load
 from .balance import moved_bias as moved_bias
-from .gates import Base as Base
-from .gates import Capacity as Capacity
+from .balanced import Base as Base
+from .balanced import ExpertChoice as ExpertChoice
 from .gates import DenseToSparse as DenseToSparse
-from .gates import ExpertChoice as ExpertChoice
-from .gates import Gate as Gate
-from .gates import GateInput as GateInput
 from .gates import GShard as GShard
 from .gates import Hash as Hash
 from .gates import Hierarchical as Hierarchical
 from .gates import KTop1 as KTop1
-from .gates import Routing as Routing
 from .gates import TopK as TopK
 from .island import LocalExperts as LocalExperts
 from .layout import Layout as Layout
@@ -23,3 +19,7 @@ from .moe import ExpertWeights as ExpertWeights
 from .moe import LinearRouter as LinearRouter
 from .moe import Router as Router
 from .moe import moe as moe
+from .routing import Capacity as Capacity
+from .routing import Gate as Gate
+from .routing import GateInput as GateInput
+from .routing import Routing as Routing

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from colossax.sharding.experts.gates import Routing
+from colossax.sharding.experts.routing import Routing
 
 BALANCES: tuple[str, ...] = ("sequence", "global", "microbatch", "none")
 

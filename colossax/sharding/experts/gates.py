@@ -1,108 +1,31 @@
-"""Gates: which experts each token takes, and by what weight.
-
-A gate is data. It gets router logits in float32 and gives a `Routing`; tokens that are none are
-routed nowhere. All of it is done sequence by sequence, so that nothing depends on the mesh or on
-how a batch is cut into microbatches.
-"""
+"""Gates by which every token chooses for itself: data, called with a router's logits."""
 
 import dataclasses
 import math
-from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array
 
-from colossax.config import nearest
 from colossax.errors import InputError
+from colossax.sharding.experts.routing import (
+    NEVER,
+    Capacity,
+    GateInput,
+    Routing,
+    at,
+    check_choices,
+    check_count,
+    check_known,
+    grouped_by,
+    gumbel,
+    limited,
+    routed,
+    shares_of,
+)
 
 SCORES = ("softmax", "sigmoid")
 GROUP_SCORES = ("max", "top2")
-PRIORITIES = ("position", "probability", "random")
-
-_NEVER = -1e30
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GateInput:
-    """What gates decide by.
-
-    Attributes:
-        logits: `[b, s, e]` float32, of the router.
-        valid: `[b, s]`, whether a token is one; padding is not.
-        token_ids: `[b, s]`, or None.
-        token_index: `[b, s]`, place of each token in its sequence.
-        bias: `[e]`, added to scores for the choice alone, or None.
-        key: Of this layer and step, or None: without noise.
-        decoding: Whether tokens come one after another, so that none may look at later ones.
-    """
-
-    logits: Float[Array, "b s e"]
-    valid: Bool[Array, "b s"]
-    token_index: Int[Array, "b s"]
-    token_ids: Any = None
-    bias: Any = None
-    key: Any = None
-    decoding: bool = dataclasses.field(default=False, metadata={"static": True})
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Routing:
-    """What a gate decided.
-
-    Attributes:
-        expert: `[b, s, k]` int32; the number of experts where there is none.
-        weight: `[b, s, k]` float32.
-        scores: `[b, s, e]` float32, of each token summing to 1: what balance losses take.
-        dropped: Choices that the gate's own capacity dropped, a float32 scalar.
-    """
-
-    expert: Int[Array, "b s k"]
-    weight: Float[Array, "b s k"]
-    scores: Float[Array, "b s e"]
-    dropped: Any = 0.0
-
-
-@runtime_checkable
-class Gate(Protocol):
-    """A way to choose experts."""
-
-    @property
-    def choices(self) -> float:
-        """Experts of a token, on average."""
-        ...
-
-    @property
-    def looks_ahead(self) -> bool:
-        """Whether what a token gets depends on tokens behind it."""
-        ...
-
-    def __call__(self, given: GateInput) -> Routing:
-        """Decide for all tokens."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Capacity:
-    """What experts take of a sequence: gates that have it drop the rest.
-
-    Attributes:
-        factor: Of an even share: an expert takes `ceil(factor k s / e)` choices of a sequence of s.
-        priority: Whose come first: earlier tokens, those of higher probability, or any at random
-            (random token selection, Kim et al. 2021).
-    """
-
-    factor: float
-    priority: str = "position"
-
-    def __post_init__(self):
-        if not 0 < self.factor < math.inf:
-            raise InputError(
-                f"gate.capacity: found a factor of {self.factor}; give a number above 0, as 1.25"
-            )
-        _known(self.priority, PRIORITIES, "gate.capacity.priority")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,9 +64,9 @@ class TopK:
     capacity: Capacity | None = None
 
     def __post_init__(self):
-        _at_least_one(self.k, "gate.k")
-        _known(self.score, SCORES, "gate.score")
-        _known(self.group_score, GROUP_SCORES, "gate.group_score")
+        check_count(self.k, "gate.k")
+        check_known(self.score, SCORES, "gate.score")
+        check_known(self.group_score, GROUP_SCORES, "gate.group_score")
         if self.groups and not 0 < self.kept_groups <= self.groups:
             raise InputError(
                 f"gate.kept_groups: found {self.kept_groups} of {self.groups} groups; give 1 to"
@@ -163,22 +86,22 @@ class TopK:
     def __call__(self, given: GateInput) -> Routing:
         """See `Gate`."""
         experts = given.logits.shape[-1]
-        _check_choices(self.k, experts)
+        check_choices(self.k, experts)
         scores = _scores(given.logits, self.score)
         ranked = scores if given.bias is None else scores + given.bias
         if self.groups:
             ranked = self._kept(ranked, experts)
         expert = jax.lax.top_k(ranked, self.k)[1]
-        weight = _at(scores, expert)
+        weight = at(scores, expert)
         if self.renormalise:
             weight = weight / (jnp.sum(weight, axis=-1, keepdims=True) + 1e-20)
-        routing = _routed(given, expert, weight * self.scale, _shares(scores))
-        return _limited(given, routing, self.capacity)
+        routing = routed(given, expert, weight * self.scale, shares_of(scores))
+        return limited(given, routing, self.capacity)
 
     def _kept(self, ranked: Array, experts: int) -> Array:
-        grouped = _grouped(ranked, self.groups, experts)
+        grouped = grouped_by(ranked, self.groups, experts)
         if self.group_score == "max":
-            best, lowest = jnp.max(grouped, axis=-1), _NEVER
+            best, lowest = jnp.max(grouped, axis=-1), NEVER
         else:
             best, lowest = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1), 0.0
         chosen = jax.lax.top_k(best, self.kept_groups)[1]
@@ -194,7 +117,7 @@ class KTop1:
     capacity: Capacity | None = None
 
     def __post_init__(self):
-        _at_least_one(self.k, "gate.k")
+        check_count(self.k, "gate.k")
 
     @property
     def choices(self) -> float:
@@ -209,12 +132,12 @@ class KTop1:
     def __call__(self, given: GateInput) -> Routing:
         """See `Gate`."""
         experts = given.logits.shape[-1]
-        shares = jax.nn.softmax(_grouped(given.logits, self.k, experts), axis=-1)
+        shares = jax.nn.softmax(grouped_by(given.logits, self.k, experts), axis=-1)
         best = jnp.argmax(shares, axis=-1)
         weight = jnp.max(shares, axis=-1)
         expert = best + jnp.arange(self.k) * (experts // self.k)
         scores = shares.reshape(given.logits.shape) / self.k
-        return _limited(given, _routed(given, expert, weight, scores), self.capacity)
+        return limited(given, routed(given, expert, weight, scores), self.capacity)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -232,8 +155,8 @@ class Hierarchical:
     capacity: Capacity | None = None
 
     def __post_init__(self):
-        _at_least_one(self.k, "gate.k")
-        _at_least_one(self.groups, "gate.groups")
+        check_count(self.k, "gate.k")
+        check_count(self.groups, "gate.groups")
 
     @property
     def choices(self) -> float:
@@ -249,14 +172,14 @@ class Hierarchical:
         """See `Gate`."""
         experts = given.logits.shape[-1]
         scores = jax.nn.softmax(given.logits, axis=-1)
-        grouped = _grouped(scores, self.groups, experts)
-        _check_choices(self.k, experts // self.groups)
+        grouped = grouped_by(scores, self.groups, experts)
+        check_choices(self.k, experts // self.groups)
         best = jnp.argmax(jnp.sum(grouped, axis=-1), axis=-1)
         inside = jnp.take_along_axis(grouped, best[..., None, None], axis=-2)[..., 0, :]
         weight, place = jax.lax.top_k(inside, self.k)
         weight = weight / jnp.sum(weight, axis=-1, keepdims=True)
         expert = best[..., None] * (experts // self.groups) + place
-        return _limited(given, _routed(given, expert, weight, scores), self.capacity)
+        return limited(given, routed(given, expert, weight, scores), self.capacity)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -285,16 +208,16 @@ class GShard:
     def __call__(self, given: GateInput) -> Routing:
         """See `Gate`."""
         logits, experts = given.logits, given.logits.shape[-1]
-        _check_choices(2, experts)
+        check_choices(2, experts)
         scores = jax.nn.softmax(logits, axis=-1)
         first = jnp.argmax(logits, axis=-1)
-        rest = jnp.where(jnp.arange(experts) == first[..., None], _NEVER, logits + _gumbel(given))
+        rest = jnp.where(jnp.arange(experts) == first[..., None], NEVER, logits + gumbel(given))
         expert = jnp.stack([first, jnp.argmax(rest, axis=-1)], axis=-1)
-        weight = _at(scores, expert)
+        weight = at(scores, expert)
         weight = weight / jnp.sum(weight, axis=-1, keepdims=True)
-        routing = _routed(given, expert, weight, scores)
+        routing = routed(given, expert, weight, scores)
         limit = None if self.factor is None else Capacity(factor=self.factor)
-        return _limited(given, routing, limit, firsts_first=True)
+        return limited(given, routing, limit, firsts_first=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -329,8 +252,8 @@ class Hash:
         table = jax.random.permutation(jax.random.key(self.seed), self.vocab) % experts
         expert = table[jnp.clip(given.token_ids, 0, self.vocab - 1)][..., None]
         scores = jax.nn.softmax(given.logits, axis=-1)
-        weight = _at(scores, expert) if self.scored else jnp.ones(expert.shape, jnp.float32)
-        return _routed(given, expert, weight, scores)
+        weight = at(scores, expert) if self.scored else jnp.ones(expert.shape, jnp.float32)
+        return routed(given, expert, weight, scores)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -356,7 +279,7 @@ class DenseToSparse:
         if not 0 < self.temperature < math.inf:
             raise InputError(f"gate.temperature: found {self.temperature}; give a number above 0")
         if self.most is not None:
-            _at_least_one(self.most, "gate.most")
+            check_count(self.most, "gate.most")
 
     @property
     def choices(self) -> float:
@@ -372,225 +295,11 @@ class DenseToSparse:
     def __call__(self, given: GateInput) -> Routing:
         """See `Gate`."""
         experts = given.logits.shape[-1]
-        scores = jax.nn.softmax((given.logits + _gumbel(given)) / self.temperature, axis=-1)
+        scores = jax.nn.softmax((given.logits + gumbel(given)) / self.temperature, axis=-1)
         weight, expert = jax.lax.top_k(scores, min(experts, self.most or experts))
         kept = (weight > self.threshold) | (jnp.arange(weight.shape[-1]) == 0)
-        return _routed(given, jnp.where(kept, expert, experts), weight, scores)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ExpertChoice:
-    """Each expert takes the tokens of a sequence that score it highest (Zhou et al. 2022).
-
-    Attributes:
-        k: Experts of a token on average: an expert takes `ceil(k s / e)` tokens of a sequence.
-    """
-
-    k: int
-
-    def __post_init__(self):
-        _at_least_one(self.k, "gate.k")
-
-    @property
-    def choices(self) -> float:
-        """See `Gate`."""
-        return float(self.k)
-
-    @property
-    def looks_ahead(self) -> bool:
-        """See `Gate`."""
-        return True
-
-    def __call__(self, given: GateInput) -> Routing:
-        """See `Gate`."""
-        experts = given.logits.shape[-1]
-        _check_choices(self.k, experts)
-        scores = jax.nn.softmax(given.logits, axis=-1)
-        tokens = jnp.sum(given.valid, axis=-1)
-        taken = -(-self.k * tokens // experts)[:, None, None]
-        masked = jnp.where(given.valid[..., None], scores, -1.0)
-        # Ties go to earlier tokens.
-        order = jnp.lexsort((given.token_index[..., None] + jnp.zeros_like(masked), -masked), 1)
-        rank = jnp.argsort(order, axis=1)
-        expert = jnp.where(rank < taken, jnp.arange(experts), experts)
-        return _routed(given, expert, scores, scores)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Base:
-    """Each expert the same number of a sequence's tokens, of highest sum of scores.
-
-    By auction: within `tolerance` for each token of the best assignment there is. Weights are the
-    sigmoid of scores. While decoding, the best expert (Lewis et al. 2021, BASE layers).
-
-    Attributes:
-        tolerance: Least step of a bid.
-    """
-
-    tolerance: float = 1e-3
-
-    @property
-    def choices(self) -> float:
-        """See `Gate`."""
-        return 1.0
-
-    @property
-    def looks_ahead(self) -> bool:
-        """See `Gate`."""
-        return True
-
-    def __call__(self, given: GateInput) -> Routing:
-        """See `Gate`."""
-        if given.decoding:
-            expert = jnp.argmax(given.logits, axis=-1)
-        else:
-            assign = jax.vmap(lambda s, valid: auction(s, valid, self.tolerance))
-            expert = assign(jax.lax.stop_gradient(given.logits), given.valid)
-        weight = jax.nn.sigmoid(_at(given.logits, expert[..., None]))
-        return _routed(given, expert[..., None], weight, jax.nn.softmax(given.logits, axis=-1))
-
-
-def auction(
-    scores: Float[Array, "s e"], valid: Bool[Array, " s"], tolerance: float
-) -> Int[Array, " s"]:
-    """An expert for each token, at most `ceil(tokens / e)` of them to each, by auction.
-
-    Tokens without one bid for what they like best: as much over its price as leaves them no worse
-    off than with their second best, and `tolerance`. Experts keep the highest bids. The sum of
-    scores is within `tolerance` for each token of the highest (Bertsekas 1988).
-    """
-    experts = scores.shape[1]
-    scores = jnp.nan_to_num(scores)  # bids must end
-    places = -(-jnp.sum(valid) // experts)
-    token = jnp.arange(scores.shape[0])
-
-    def bidding(state: Any) -> Any:
-        owner, bid, price = state
-        (best, second), favourite = _two_best(scores - price)
-        offer = price[favourite] + best - second + tolerance
-        waiting = (owner == experts) & valid
-        owner = jnp.where(waiting, favourite, owner)
-        bid = jnp.where(waiting, offer, bid)
-        order = jnp.lexsort((token, -bid, owner))
-        starts = jnp.searchsorted(owner[order], jnp.arange(experts + 1))
-        place = jnp.zeros_like(token).at[order].set(token) - starts[owner]
-        kept = place < places
-        lowest = jnp.full((experts + 1,), jnp.inf).at[owner].min(jnp.where(kept, bid, jnp.inf))
-        full = jnp.zeros((experts + 1,), jnp.int32).at[owner].add(1) >= places
-        price = jnp.where(full, lowest, jnp.append(price, 0.0))[:experts]
-        return jnp.where(kept, owner, experts), bid, price
-
-    def unfinished(state: Any) -> Array:
-        return jnp.any((state[0] == experts) & valid)
-
-    start = (jnp.full(token.shape, experts), jnp.zeros(token.shape), jnp.zeros((experts,)))
-    return jax.lax.while_loop(unfinished, bidding, start)[0]
-
-
-def _two_best(values: Array) -> tuple[tuple[Array, Array], Array]:
-    if values.shape[1] == 1:
-        return (values[:, 0], values[:, 0]), jnp.zeros(values.shape[:1], jnp.int32)
-    two, which = jax.lax.top_k(values, 2)
-    return (two[:, 0], two[:, 1]), which[:, 0]
+        return routed(given, jnp.where(kept, expert, experts), weight, scores)
 
 
 def _scores(logits: Array, score: str) -> Array:
     return jax.nn.softmax(logits, axis=-1) if score == "softmax" else jax.nn.sigmoid(logits)
-
-
-def _shares(scores: Array) -> Array:
-    """Of each token summing to 1; softmax has them so."""
-    return scores / (jnp.sum(scores, axis=-1, keepdims=True) + 1e-20)
-
-
-def _at(scores: Array, expert: Array) -> Array:
-    return jnp.take_along_axis(scores, expert, axis=-1, mode="clip")
-
-
-def _grouped(x: Array, groups: int, experts: int) -> Array:
-    if experts % groups:
-        raise InputError(
-            f"gate: {groups} groups do not divide {experts} experts; give a number that does"
-        )
-    return x.reshape(*x.shape[:-1], groups, experts // groups)
-
-
-def _routed(given: GateInput, expert: Array, weight: Array, scores: Array) -> Routing:
-    """Padding goes nowhere."""
-    experts = given.logits.shape[-1]
-    expert = jnp.where(given.valid[..., None], expert, experts).astype(jnp.int32)
-    return Routing(expert=expert, weight=jnp.where(expert < experts, weight, 0.0), scores=scores)
-
-
-def _limited(
-    given: GateInput, routing: Routing, limit: Capacity | None, *, firsts_first: bool = False
-) -> Routing:
-    """What experts take of each sequence."""
-    if limit is None:
-        return routing
-    experts, (_, length, k) = given.logits.shape[-1], routing.expert.shape
-    tokens = jnp.sum(given.valid, axis=-1)
-    most = jnp.ceil(limit.factor * k * tokens / experts).astype(jnp.int32)
-    choice = jnp.arange(k)
-    by_token = _priority(given, routing, limit.priority)
-    keys = [by_token, jnp.broadcast_to(choice, routing.expert.shape).astype(by_token.dtype)]
-    if firsts_first:
-        keys = keys[::-1]
-    flat = [each.reshape(-1, length * k) for each in (*keys[::-1], routing.expert)]
-    order = jnp.lexsort(flat, axis=-1)
-    sorted_experts = jnp.take_along_axis(flat[-1], order, axis=-1)
-    place = jnp.arange(length * k)
-    first = jax.vmap(lambda found: jnp.searchsorted(found, found))(sorted_experts)
-    rank = jnp.zeros_like(order)
-    rank = jnp.put_along_axis(rank, order, place - first, axis=-1, inplace=False)
-    kept = (rank < most[:, None]).reshape(routing.expert.shape)
-    chosen = routing.expert < experts
-    return dataclasses.replace(
-        routing,
-        expert=jnp.where(kept, routing.expert, experts),
-        weight=jnp.where(kept, routing.weight, 0.0),
-        dropped=jnp.sum(chosen & ~kept).astype(jnp.float32),
-    )
-
-
-def _priority(given: GateInput, routing: Routing, priority: str) -> Array:
-    """Of each choice, the lower the sooner."""
-    shape = routing.expert.shape
-    if priority == "probability":
-        return jnp.broadcast_to(-jnp.max(routing.weight, axis=-1, keepdims=True), shape)
-    if priority == "random":
-        if given.key is None:
-            raise InputError("gate: priority 'random' needs a random key; give key")
-        drawn = jax.random.uniform(given.key, given.valid.shape)
-        return jnp.broadcast_to(_in_place(given, drawn)[..., None], shape)
-    return jnp.broadcast_to(given.token_index[..., None].astype(jnp.float32), shape)
-
-
-def _gumbel(given: GateInput) -> Array:
-    """Noise for logits; none without a key."""
-    if given.key is None:
-        return jnp.zeros_like(given.logits)
-    return _in_place(given, jax.random.gumbel(given.key, given.logits.shape))
-
-
-def _in_place(given: GateInput, drawn: Array) -> Array:
-    """Numbers drawn for the tokens of a sequence in their order, where the tokens lie."""
-    place = jnp.clip(given.token_index, 0, drawn.shape[1] - 1)
-    return jnp.take_along_axis(drawn, place.reshape(*place.shape, *(1,) * (drawn.ndim - 2)), axis=1)
-
-
-def _check_choices(k: int, experts: int) -> None:
-    if k > experts:
-        raise InputError(
-            f"gate.k: {k} experts of a token, and there are {experts}; give at most {experts}"
-        )
-
-
-def _known(value: str, known: tuple[str, ...], where: str) -> None:
-    if value not in known:
-        raise InputError(f"{where}: unknown '{value}'{nearest(value, known)}")
-
-
-def _at_least_one(value: int, where: str) -> None:
-    if value < 1:
-        raise InputError(f"{where}: found {value}; give 1 or more")

@@ -11,9 +11,9 @@ from jaxtyping import Array, Bool, Float, Int
 from colossax.errors import InputError
 from colossax.sharding.context import current
 from colossax.sharding.experts.balance import BALANCES, balance_loss, entropy, load, z_loss
-from colossax.sharding.experts.gates import Gate, GateInput
 from colossax.sharding.experts.island import Compute, through_experts
 from colossax.sharding.experts.layout import layout_of
+from colossax.sharding.experts.routing import Gate, GateInput
 from colossax.sharding.ops import compute_dtype, constrain, gather_weight
 from colossax.sharding.order import current_order
 from colossax.typing import Dims

@@ -11,7 +11,7 @@ from colossax.pallas.attention import Mask, attend
 from colossax.sharding.sequence import positions_local
 from tests.sharding.sequence.support import Layout, assert_close, operands, results, truth
 
-island = importlib.import_module("colossax.sharding.attention")
+island = importlib.import_module("colossax.sharding.attention.attend")
 
 
 def everything_everywhere(given, scoring, settings):

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from colossax.config import BoundPlan
 from colossax.pallas import attention as local
-from colossax.sharding.attention_layout import select_kv_heads_local
+from colossax.sharding.attention.layout import select_kv_heads_local
 from colossax.sharding.context import current
 from colossax.sharding.rules import check_heads, resolve
 from colossax.typing import Dims

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from colossax.config import BoundPlan
 from colossax.pallas import attention as local
 from colossax.pallas.attention import Mask, Operands, Scoring
-from colossax.sharding.attention_layout import (
+from colossax.sharding.attention.layout import (
     Split,
     local_kv_heads,
     names_of,

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from colossax.config import MeshAxis
 from colossax.pallas.attention import Mask, Operands, RelativeBias, Scoring, attend
-from colossax.sharding.attention_layout import (
+from colossax.sharding.attention.layout import (
     Split,
     filled_up,
     names_of,
@@ -22,8 +22,8 @@ from colossax.sharding.attention_layout import (
     split_of,
     told_by_plan,
 )
+from colossax.sharding.attention.ranges import device_ranges_local, usable_ranges
 from colossax.sharding.context import current
-from colossax.sharding.ranges import device_ranges_local, usable_ranges
 from colossax.sharding.sequence import (
     Settings,
     contiguous_from_balanced_local,

@@ -1,0 +1,7 @@
+"""Attention by a plan: over tokens that devices share, and over caches."""
+
+from .attend import attention as attention
+from .cache import CACHE_DIMS as CACHE_DIMS
+from .cache import attend_cache as attend_cache
+from .cache import cache_spec as cache_spec
+from .ranges import with_ranges as with_ranges
