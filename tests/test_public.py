@@ -98,9 +98,9 @@ NAMES = {
         "run_recurrence weight_of window_slots with_gathers with_weights"
     ),
     "colossax.models": (
-        "BloomConfig FAMILIES Family GPT2Config LlamaConfig MistralConfig OPTConfig Qwen2Config "
-        "Qwen3Config config_from_json "
-        "config_to_json family_of maker"
+        "BloomConfig FAMILIES Family GPT2Config LlamaConfig MistralConfig MixtralConfig OPTConfig "
+        "Qwen2Config Qwen2MoEConfig Qwen3Config Qwen3MoEConfig config_from_json config_to_json "
+        "family_of maker"
     ),
     "colossax.planner": (
         "Edge Facts Fitted HIDING_FORMULA HostTraffic Inspection LayoutCost ProgramsCost Settled "

@@ -9,9 +9,12 @@ if TYPE_CHECKING:
     from .gpt2 import GPT2Config as GPT2Config
     from .llama import LlamaConfig as LlamaConfig
     from .mistral import MistralConfig as MistralConfig
+    from .mixtral import MixtralConfig as MixtralConfig
     from .opt import OPTConfig as OPTConfig
     from .qwen2 import Qwen2Config as Qwen2Config
+    from .qwen2_moe import Qwen2MoEConfig as Qwen2MoEConfig
     from .qwen3 import Qwen3Config as Qwen3Config
+    from .qwen3_moe import Qwen3MoEConfig as Qwen3MoEConfig
     from .registry import FAMILIES as FAMILIES
     from .registry import Family as Family
     from .registry import config_from_json as config_from_json

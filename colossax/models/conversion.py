@@ -21,7 +21,8 @@ from colossax.typing import ParamInfo
 PART = "part"
 BLOCK_BYTES = 64_000_000
 REQUIRED = object()
-_LAYER = "{layer}"
+_LAYER, _EXPERT, _EXPERTS = "{layer}", "{expert}", "experts"
+_STACK = "layers/"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +72,9 @@ class Layout:
 class Link:
     """One foreign tensor and the parameters it holds; `{layer}` in its name counts layers.
 
-    A link whose parameters a model does not have (biases switched off, a tied head) is idle.
+    `{expert}` counts experts: then it holds one expert's part of each parameter, and its layout has
+    no dim `experts`. In a stack of several kinds of layers a parameter is one of each kind that has
+    it. A link whose parameters a model does not have (biases switched off, a tied head) is idle.
     """
 
     foreign: str
@@ -91,9 +94,10 @@ class Tensor:
     Attributes:
         name: Foreign name, layer number filled in.
         shape: Foreign shape.
-        layer: Global layer number; None outside the stack.
+        layer: Number of the layer among those of its kind; None outside the stack.
         infos: The parameters it holds, as the model declares them.
         layout: How they lie in it.
+        expert: Whose part of them it is; None: all of a layer.
     """
 
     name: str
@@ -101,16 +105,22 @@ class Tensor:
     layer: int | None
     infos: tuple[ParamInfo, ...]
     layout: Layout
+    expert: int | None = None
 
     @property
     def dims(self) -> tuple[str, ...]:
-        """Our dim names of each parameter, `layers` aside."""
-        return _own_dims(self.infos[0])
+        """Our dim names of each parameter, `layers` aside, and `experts` where it is one's."""
+        return _own_dims(self.infos[0], alone=self.expert is not None)
 
     @property
     def sizes(self) -> dict[str, int]:
         """Size of each dim of the layout."""
-        return _sizes(self.infos)
+        return _sizes(self.infos, alone=self.expert is not None)
+
+    @property
+    def last_expert(self) -> bool:
+        """Whether with it all experts of its layer are there."""
+        return self.expert == _experts(self.infos[0]) - 1
 
     def blocks(self, itemsize: int) -> Iterator["Block"]:
         """The tensor cut along its outermost dim, in order, into blocks of about 64 MB."""
@@ -160,13 +170,18 @@ class Block:
         return self.tensor.layout.foreign([a[self.index] for a in ours], self.tensor.dims)
 
 
-def _own_dims(info: ParamInfo) -> tuple[str, ...]:
-    return tuple(str(dim) for dim in info.dims[1 if info.stacked else 0 :])
+def _own_dims(info: ParamInfo, *, alone: bool = False) -> tuple[str, ...]:
+    dims = tuple(str(dim) for dim in info.dims[1 if info.stacked else 0 :])
+    return tuple(dim for dim in dims if not (alone and dim == _EXPERTS))
 
 
-def _sizes(infos: Sequence[ParamInfo]) -> dict[str, int]:
-    shape = infos[0].shape[1 if infos[0].stacked else 0 :]
-    return {**dict(zip(_own_dims(infos[0]), shape, strict=True)), PART: len(infos)}
+def _sizes(infos: Sequence[ParamInfo], *, alone: bool) -> dict[str, int]:
+    sizes = dict(zip(_own_dims(infos[0]), infos[0].shape[infos[0].stacked :], strict=True))
+    return {dim: sizes[dim] for dim in _own_dims(infos[0], alone=alone)} | {PART: len(infos)}
+
+
+def _experts(info: ParamInfo) -> int:
+    return info.shape[info.dims.index(_EXPERTS)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,35 +260,77 @@ class Conversion:
         head = {"architectures": [self.architecture], "model_type": self.model_type}
         return {**head, **fixed, **mapped, **self.write(config)}
 
-    def tensors(self, infos: Mapping[str, ParamInfo]) -> list[Tensor]:
+    def tensors(self, infos: Mapping[str, ParamInfo], kinds: Sequence[str] = ()) -> list[Tensor]:
         """All foreign tensors of a model, in the table's order, layer after layer.
 
         Args:
             infos: Parameters by path; the stack as one segment.
+            kinds: Of each layer; none where all are of one.
         """
-        active = [entry for entry in self.links if entry.ours[0] in infos]
-        covered = [path for entry in active for path in entry.ours]
+        active = [entry for entry in self.links if _held(entry, infos, kinds)]
+        covered = [path for entry in active for path in _held(entry, infos, kinds)]
         assert sorted(covered) == sorted(infos), set(covered) ^ set(infos)
         stacked = [entry for entry in active if _LAYER in entry.foreign]
-        layers = infos[stacked[0].ours[0]].total_layers or 0
+        layers = len(kinds) or infos[stacked[0].ours[0]].total_layers or 0
         first = active.index(stacked[0])
         after = [entry for entry in active[first:] if entry not in stacked]
         return [
-            *(_tensor(entry, infos, None) for entry in active[:first]),
-            *(_tensor(entry, infos, i) for i in range(layers) for entry in stacked),
-            *(_tensor(entry, infos, None) for entry in after),
+            *(_tensor(entry, infos) for entry in active[:first]),
+            *(
+                tensor
+                for number in range(layers)
+                for entry in stacked
+                for tensor in _layer_tensors(entry, infos, kinds, number)
+            ),
+            *(_tensor(entry, infos) for entry in after),
         ]
 
 
-def _tensor(entry: Link, infos: Mapping[str, ParamInfo], layer: int | None) -> Tensor:
+def _of_kind(entry: Link, kind: str) -> Link:
+    """The link with its parameters as layers of a kind have them."""
+    ours = tuple(
+        f"{_STACK}{kind}/{path.removeprefix(_STACK)}" if path.startswith(_STACK) else path
+        for path in entry.ours
+    )
+    return dataclasses.replace(entry, ours=ours)
+
+
+def _held(entry: Link, infos: Mapping[str, ParamInfo], kinds: Sequence[str]) -> list[str]:
+    """Paths of the parameters of a link that the model has."""
+    forms = dict.fromkeys([_of_kind(entry, kind) for kind in kinds] or [entry])
+    return [path for form in forms if form.ours[0] in infos for path in form.ours]
+
+
+def _layer_tensors(
+    entry: Link, infos: Mapping[str, ParamInfo], kinds: Sequence[str], number: int
+) -> Iterator[Tensor]:
+    """The tensors of a link that a layer has."""
+    row = number
+    if kinds:
+        entry, row = _of_kind(entry, kinds[number]), list(kinds[:number]).count(kinds[number])
+    if entry.ours[0] not in infos:
+        return
+    alone = _EXPERT in entry.foreign
+    for expert in range(_experts(infos[entry.ours[0]])) if alone else (None,):
+        yield _tensor(entry, infos, number, row, expert)
+
+
+def _tensor(
+    entry: Link,
+    infos: Mapping[str, ParamInfo],
+    number: int | None = None,
+    row: int | None = None,
+    expert: int | None = None,
+) -> Tensor:
     entry_infos = tuple(infos[path] for path in entry.ours)
     layout = Layout(entry.layout)
     return Tensor(
-        name=entry.foreign.replace(_LAYER, str(layer)),
-        shape=layout.shape(_sizes(entry_infos)),
-        layer=layer,
+        name=entry.foreign.replace(_LAYER, str(number)).replace(_EXPERT, str(expert)),
+        shape=layout.shape(_sizes(entry_infos, alone=expert is not None)),
+        layer=row,
         infos=entry_infos,
         layout=layout,
+        expert=expert,
     )
 
 

@@ -47,7 +47,8 @@ def import_checkpoint(folder: str | Path, out: str | Path, plan: Plan | None = N
             be read or has more tokens than the model, or `out` is taken.
         WeightsError: Its tensors do not fit, see `open_folder`.
 
-    Cost: host memory of the largest tensor and three blocks of 64 MB.
+    Cost: host memory of the largest tensor, or of a layer's experts where each is a tensor, and of
+    three blocks of 64 MB.
     """
     out, folder = user_path(out, "OUT"), user_path(folder, "HF_DIR", utf8=False)
     source = open_folder(folder)
@@ -61,8 +62,9 @@ def import_checkpoint(folder: str | Path, out: str | Path, plan: Plan | None = N
         for path, info in source.infos.items():
             slot = slot_of(info, PARAMS)
             writer.declare(slot.name, slot.shape, source.dtypes[path], layered=slot.layered)
+        experts: dict[str, np.ndarray] = {}
         for tensor in source.tensors:
-            _copy_in(source, tensor, writer)
+            _copy_in(source, tensor, writer, experts)
         writer.finish(documents)
 
 
@@ -78,8 +80,25 @@ def _left_as_it_was(out: Path) -> Iterator[None]:
                 out.rmdir()
 
 
-def _copy_in(source: Source, tensor: Tensor, writer: RecordWriter) -> None:
+def _copy_in(
+    source: Source, tensor: Tensor, writer: RecordWriter, experts: dict[str, np.ndarray]
+) -> None:
+    """Write a tensor; that of one expert when all of its layer are there.
+
+    Args:
+        source: To read from.
+        tensor: Of it.
+        writer: Of the checkpoint.
+        experts: By parameter, those of a layer that are there.
+    """
     for info, array in zip(tensor.infos, source.ours(tensor), strict=True):
+        if tensor.expert is not None:
+            shape = info.shape[info.stacked :]
+            layer = experts.setdefault(info.path, np.empty(shape, array.dtype))
+            layer[tensor.expert] = array
+            if not tensor.last_expert:
+                continue
+            array = experts.pop(info.path)
         writer.write(f"{PARAMS}/{info.path}", array, tensor.layer)
 
 
@@ -144,7 +163,8 @@ def export_checkpoint(
     conversion = CONVERSIONS[family_of(config).name]
     infos = by_path(describe(maker(config)))
     _check_records(reader, infos)
-    tensors = [_out_tensor(reader, tensor) for tensor in conversion.tensors(infos)]
+    found = conversion.tensors(infos, config.decoder().layer_kinds)
+    tensors = [_out_tensor(reader, tensor) for tensor in found]
     part = folder.with_name(f"{folder.name}.part")
     try:
         shutil.rmtree(part, ignore_errors=True)
@@ -205,21 +225,27 @@ def _out_tensor(reader: RecordReader, tensor: Tensor) -> OutTensor:
 
 
 def _foreign_blocks(reader: RecordReader, tensor: Tensor) -> Iterator[np.ndarray]:
-    arrays = [_read_record(reader, f"{PARAMS}/{i.path}", tensor.layer) for i in tensor.infos]
+    place = tuple(at for at in (tensor.layer, tensor.expert) if at is not None)
+    arrays = [_read_record(reader, f"{PARAMS}/{info.path}", place) for info in tensor.infos]
     for block in tensor.blocks(arrays[0].dtype.itemsize):
         yield block.foreign(arrays)
 
 
-def _read_record(reader: RecordReader, name: str, layer: int | None) -> np.ndarray:
-    """A record, or one layer of it, read in blocks: all at once would need twice its bytes."""
+def _read_record(reader: RecordReader, name: str, place: tuple[int, ...]) -> np.ndarray:
+    """A record, or one layer or expert of it, in blocks: all at once would need twice its bytes.
+
+    Args:
+        reader: The checkpoint.
+        name: Of the record.
+        place: Number of the layer and of the expert, where it is one's.
+    """
     shape, dtype = reader.records()[name]
-    layers = () if layer is None else (slice(layer, layer + 1),)
-    array = np.empty(shape[len(layers) :], dtype)
+    one = tuple(slice(at, at + 1) for at in place)
+    array = np.empty(shape[len(place) :], dtype)
     rows = max(1, array.shape[0] * BLOCK_BYTES // max(1, array.nbytes))
     for first in range(0, array.shape[0], rows):
         part = (slice(first, first + rows), *(slice(None) for _ in array.shape[1:]))
-        block = reader.read_region(name, (*layers, *part))
-        array[part] = block if layer is None else block[0]
+        array[part] = reader.read_region(name, (*one, *part)).reshape(array[part].shape)
     return array
 
 

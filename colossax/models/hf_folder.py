@@ -17,9 +17,12 @@ from colossax.models.conversion import Conversion, Tensor
 from colossax.models.gpt2.convert import CONVERSION as GPT2
 from colossax.models.llama.convert import CONVERSION as LLAMA
 from colossax.models.mistral.convert import CONVERSION as MISTRAL
+from colossax.models.mixtral.convert import CONVERSION as MIXTRAL
 from colossax.models.opt.convert import CONVERSION as OPT
 from colossax.models.qwen2.convert import CONVERSION as QWEN2
+from colossax.models.qwen2_moe.convert import CONVERSION as QWEN2_MOE
 from colossax.models.qwen3.convert import CONVERSION as QWEN3
+from colossax.models.qwen3_moe.convert import CONVERSION as QWEN3_MOE
 from colossax.models.registry import maker
 from colossax.models.safetensors import DTYPES, Reader
 from colossax.nn import ModelSpec, describe
@@ -27,7 +30,18 @@ from colossax.typing import ParamInfo
 
 CONVERSIONS: dict[str, Conversion] = {
     conversion.model_type: conversion
-    for conversion in (LLAMA, MISTRAL, QWEN2, QWEN3, GPT2, OPT, BLOOM)
+    for conversion in (
+        LLAMA,
+        MISTRAL,
+        MIXTRAL,
+        QWEN2,
+        QWEN2_MOE,
+        QWEN3,
+        QWEN3_MOE,
+        GPT2,
+        OPT,
+        BLOOM,
+    )
 }
 
 
@@ -98,7 +112,7 @@ def open_folder(folder: str | Path) -> Source:
     reader = Reader(folder)
     _check_layers(config, reader)
     spec = describe(maker(config))
-    tensors = conversion.tensors(by_path(spec))
+    tensors = conversion.tensors(by_path(spec), config.decoder().layer_kinds)
     names = _match(conversion, tensors, reader)
     source = Source(config=config, spec=spec, tensors=tensors, names=names, reader=reader)
     _check_tied(source)
@@ -248,6 +262,8 @@ def read_params(folder: str | Path) -> tuple[Any, dict[str, Any]]:
     }
     for tensor in source.tensors:
         for info, value in zip(tensor.infos, source.ours(tensor), strict=True):
-            arrays[info.path][tensor.layer if info.stacked else ...] = value
+            place = (tensor.layer,) if info.stacked else ()
+            place += () if tensor.expert is None else (tensor.expert,)
+            arrays[info.path][place or ...] = value
     params = jax.tree.map(lambda info: arrays[info.path], source.spec.infos)
     return source.config, params

@@ -10,9 +10,12 @@ from colossax.models.bloom import BloomConfig
 from colossax.models.gpt2 import GPT2Config
 from colossax.models.llama import LlamaConfig
 from colossax.models.mistral import MistralConfig
+from colossax.models.mixtral import MixtralConfig
 from colossax.models.opt import OPTConfig
 from colossax.models.qwen2 import Qwen2Config
+from colossax.models.qwen2_moe import Qwen2MoEConfig
 from colossax.models.qwen3 import Qwen3Config
+from colossax.models.qwen3_moe import Qwen3MoEConfig
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -48,8 +51,11 @@ FAMILIES: dict[str, Family] = {
     for family in (
         Family(name="llama", config=LlamaConfig),
         Family(name="mistral", config=MistralConfig),
+        Family(name="mixtral", config=MixtralConfig),
         Family(name="qwen2", config=Qwen2Config),
+        Family(name="qwen2_moe", config=Qwen2MoEConfig),
         Family(name="qwen3", config=Qwen3Config),
+        Family(name="qwen3_moe", config=Qwen3MoEConfig),
         Family(name="gpt2", config=GPT2Config),
         Family(name="opt", config=OPTConfig),
         Family(name="bloom", config=BloomConfig),

@@ -142,6 +142,12 @@ class DecoderConfig:
         return None if self.window is None else (self.window - 1, 0)
 
     @property
+    def layer_kinds(self) -> tuple[str, ...]:
+        """The kind of each layer; none where all are of one."""
+        kinds = () if self.mixture is None else self.mixture.kinds(self.layers)
+        return kinds if "dense" in kinds else ()
+
+    @property
     def flops_per_token(self) -> int:
         """Matmul FLOPs of forward and backward per token, attention scores aside: 6 per weight.
 

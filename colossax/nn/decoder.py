@@ -66,12 +66,12 @@ def decoder_layers(config: DecoderConfig) -> "Layers":
     """The layers that a configuration describes: alike, or `dense` and `sparse` ones."""
     if config.mixture is None:
         return Layers(make=lambda rngs: decoder_layer(config, rngs=rngs), order=config.layers)
-    kinds = config.mixture.kinds(config.layers)
+    kinds = config.layer_kinds
     made: dict[str, MakeLayer] = {
         "dense": lambda rngs: decoder_layer(config, rngs=rngs),
         "sparse": lambda rngs: expert_layer(config, rngs=rngs),
     }
-    if "dense" not in kinds:
+    if not kinds:
         return Layers(make=made["sparse"], order=config.layers)
     return Layers(make={kind: made[kind] for kind in dict.fromkeys(kinds)}, order=kinds)
 

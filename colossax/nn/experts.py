@@ -110,12 +110,14 @@ class Experts(nnx.Module):
         self.gate = param(drawn((count, embed, mlp), std), ("experts", *into)) if gated else None
         self.down = param(drawn((count, mlp, embed), out_std), ("experts", *out))
         self.bias = (
-            param(jnp.zeros((count,)), (None,), dtype="float32", update=MoveBias(config.bias_rate))
+            param(
+                jnp.zeros((count,)), ("scores",), dtype="float32", update=MoveBias(config.bias_rate)
+            )
             if config.bias_rate
             else None
         )
         self.shares = (
-            param(jnp.full((count,), 1 / count), (None,), dtype="float32", update=take_shares)
+            param(jnp.full((count,), 1 / count), ("scores",), dtype="float32", update=take_shares)
             if config.balance == "global"
             else None
         )
@@ -126,7 +128,7 @@ class Experts(nnx.Module):
             else None
         )
         self.shared_gate = (
-            Linear((embed, 1), ("embed", None), rngs=rngs, std=std)
+            Linear((embed, 1), ("embed", "gated"), rngs=rngs, std=std)
             if config.shared and config.shared_gated
             else None
         )
@@ -182,12 +184,13 @@ class Router(nnx.Module):
     def __init__(self, embed: int, config: MixtureConfig, *, rngs: nnx.Rngs, std: float):
         linear = config.router == "linear"
         width = config.experts if linear else config.router_dim
-        self.w = param(jax.random.normal(rngs.params(), (embed, width)) * std, ("embed", None))
-        self.b = param(jnp.zeros((width,)), (None,)) if config.router_bias and linear else None
+        into = "scores" if linear else None
+        self.w = param(jax.random.normal(rngs.params(), (embed, width)) * std, ("embed", into))
+        self.b = param(jnp.zeros((width,)), ("scores",)) if config.router_bias and linear else None
         self.vectors = (
             None
             if linear
-            else param(jax.random.normal(rngs.params(), (width, config.experts)), (None, None))
+            else param(jax.random.normal(rngs.params(), (width, config.experts)), (None, "scores"))
         )
         # Cosines begin to be divided by 0.07, as those of X-MoE.
         self.log_temperature = None if linear else param(jnp.log(jnp.float32(0.07)), ())

@@ -11,7 +11,14 @@ are made in chunks of the vocabulary.
 import dataclasses
 
 from colossax.config import BatchConfig, LossConfig, Plan, Precision, Segment, preset
-from colossax.models import GPT2Config, LlamaConfig, MistralConfig, Qwen3Config
+from colossax.models import (
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen3Config,
+    Qwen3MoEConfig,
+)
 from colossax.tasks import DataConfig, OptimizerConfig, SampleConfig, TrainConfig
 
 _SAMPLE = SampleConfig(prompt="The ")
@@ -153,4 +160,60 @@ def llama3_70b() -> TrainConfig:
         ),
         optimizer=OptimizerConfig(peak_lr=1.5e-4, warmup=2000),
         target="h100:8x8",
+    )
+
+
+def mixtral_8x7b() -> TrainConfig:
+    """Mixtral 8x7B: 47 billion parameters, of which a token meets 13; experts over 8 GPUs of each.
+
+    With AdamW in float32 its state is 696 GB: 16 GPUs or more.
+    """
+    return TrainConfig(
+        recipe="mixtral_8x7b",
+        model=MixtralConfig(
+            vocab=32_000,
+            embed=4096,
+            layers=32,
+            heads=32,
+            kv_heads=8,
+            mlp=14_336,
+            experts=8,
+            choices=2,
+            eos=2,
+        ),
+        plan=_gpu_plan("zero3", vocab_chunks=8, microbatch=1, mesh={"fsdp": -1, "expert": 8}),
+        data=DataConfig(seq_len=4096, global_batch=256),
+        optimizer=OptimizerConfig(peak_lr=1e-4, warmup=2000),
+        steps=100_000,
+        checkpoint_every=1000,
+        validate_every=500,
+        sample=_SAMPLE,
+        target="h100:2x8",
+    )
+
+
+def qwen3_30b_a3b() -> TrainConfig:
+    """Qwen3 30B-A3B: 128 experts, of which a token takes 8; experts over 8 GPUs."""
+    return TrainConfig(
+        recipe="qwen3_30b_a3b",
+        model=Qwen3MoEConfig(
+            vocab=151_936,
+            embed=2048,
+            layers=48,
+            heads=32,
+            kv_heads=4,
+            mlp=6144,
+            expert_mlp=768,
+            experts=128,
+            choices=8,
+            eos=151_645,
+        ),
+        plan=_gpu_plan("zero3", vocab_chunks=16, microbatch=1, mesh={"fsdp": -1, "expert": 8}),
+        data=DataConfig(seq_len=4096, global_batch=256),
+        optimizer=OptimizerConfig(peak_lr=3e-4, warmup=2000),
+        steps=100_000,
+        checkpoint_every=1000,
+        validate_every=500,
+        sample=_SAMPLE,
+        target="h100:1x8",
     )

@@ -10,9 +10,11 @@ from colossax.recipes.large import (
     llama3_8b_1m,
     llama3_70b,
     mistral_7b,
+    mixtral_8x7b,
     qwen3_0p6b,
+    qwen3_30b_a3b,
 )
-from colossax.recipes.small import finetune, llama_stdlib, llama_tiny
+from colossax.recipes.small import finetune, llama_stdlib, llama_tiny, moe_tiny
 from colossax.tasks import TrainConfig
 
 RECIPES: dict[str, Callable[[], TrainConfig]] = {
@@ -20,6 +22,7 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {
     for make in (
         llama_stdlib,
         llama_tiny,
+        moe_tiny,
         finetune,
         gpt2_124m,
         qwen3_0p6b,
@@ -27,6 +30,8 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {
         llama3_8b,
         llama3_8b_1m,
         llama3_70b,
+        mixtral_8x7b,
+        qwen3_30b_a3b,
     )
 }
 

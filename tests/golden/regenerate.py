@@ -138,6 +138,15 @@ def no_alibi(model: Model) -> Model:
     return model
 
 
+def same_experts(model: Model) -> Model:
+    """All experts of a layer as its first."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if re.search(r"mlp\.experts\.", name):
+                parameter.copy_(parameter[:1].clone().expand_as(parameter))
+    return model
+
+
 def norm_last(model: Model) -> Model:
     """An OPT whose layers norm their sums, not their inputs."""
     for layer in model.model.decoder.layers:
@@ -274,6 +283,59 @@ CASES: dict[str, Case] = {
             "rope": NO_ROPE,
         },
     ),
+    "mixtral": Case(
+        config=transformers.MixtralConfig,
+        sizes={**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2},
+        seed=1,
+        off={
+            "router": zeroed(r"mlp\.gate\.weight"),
+            "two choices": reconfigured(num_experts_per_tok=1),
+            "experts of their own": same_experts,
+            "grouped queries": rolled(r"[kv]_proj\.weight", 8),
+            "rope": NO_ROPE,
+        },
+    ),
+    "qwen2_moe": Case(
+        config=transformers.Qwen2MoeConfig,
+        sizes={
+            **LLAMA,
+            "num_hidden_layers": 4,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+            "decoder_sparse_step": 2,
+        },
+        seed=1,
+        off={
+            "router": zeroed(r"mlp\.gate\.weight"),
+            "weights as they are": reconfigured(norm_topk_prob=True),
+            "shared expert": zeroed(r"shared_expert\.down_proj"),
+            "gate of the shared expert": zeroed(r"shared_expert_gate"),
+            "experts of their own": same_experts,
+            "qkv bias": zeroed(r"[qkv]_proj\.bias"),
+            "rope": NO_ROPE,
+        },
+    ),
+    "qwen3_moe": Case(
+        config=transformers.Qwen3MoeConfig,
+        sizes={
+            **LLAMA,
+            "head_dim": 16,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+        },
+        seed=1,
+        off={
+            "router": zeroed(r"mlp\.gate\.weight"),
+            "weights that sum to 1": reconfigured(norm_topk_prob=False),
+            "experts of their own": same_experts,
+            "qk norm": without(r"self_attn\.[qk]_norm$"),
+            "rope": NO_ROPE,
+        },
+    ),
     "gpt2": Case(
         config=transformers.GPT2Config,
         sizes={**GPT, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
@@ -329,8 +391,9 @@ CASES: dict[str, Case] = {
 
 
 def build(config_class: type, config: Any) -> Model:
-    """A model of the configuration, in float32, with attention written out."""
+    """A model of the configuration, in float32, with attention and experts written out."""
     config._attn_implementation = "eager"
+    config._experts_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
@@ -362,7 +425,7 @@ def scaled(owner: nn.Module, name: str, noise: np.ndarray, *, tied: bool) -> np.
         return (1 + 0.3 * noise) * (0.4 if "embeddings_layernorm" in name else 1.0)
     if noise.ndim == 1:
         return 0.2 * noise
-    fan_in = noise.shape[0] if isinstance(owner, Conv1D) else noise.shape[1]
+    fan_in = noise.shape[0] if isinstance(owner, Conv1D) else noise.shape[-1]
     # Sharper attention and larger logits than these would only enlarge rounding.
     gain = 1.2 if re.search(r"[qk]_proj|c_attn|query_key_value|lm_head", name) else 1.8
     return noise * gain / np.sqrt(fan_in)

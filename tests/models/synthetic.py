@@ -14,7 +14,8 @@ def sparse_folder(folder, **settings):
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(settings))
     table = conversion_of(settings)
-    tensors = table.tensors(by_path(describe(maker(table.config_from(settings)))))
+    config = table.config_from(settings)
+    tensors = table.tensors(by_path(describe(maker(config))), config.decoder().layer_kinds)
     header, position = {}, 0
     for tensor in tensors:
         end = position + 2 * math.prod(tensor.shape)

@@ -166,7 +166,7 @@ def test_settings_refused(case, changes, message):
 
 
 def test_unknown_model_type_lists_the_known_ones():
-    with pytest.raises(InputError, match="'falcon' is not among .* known: llama, mistral, qwen2"):
+    with pytest.raises(InputError, match="'falcon' is not among .* known: llama, mistral, mixtral"):
         conversion_of({"model_type": "falcon"})
 
 

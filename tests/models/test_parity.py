@@ -39,6 +39,22 @@ OFF = {
     "mistral": {"window": {"window": None}, "window of one more": {"window": 10}},
     "qwen2": {"qkv bias": {"qkv_bias": False}, "rope theta": {"rope": RopeConfig()}},
     "qwen3": {"qk norm": {"qk_norm": False}},
+    "mixtral": {
+        "two choices": {"mixture.choices": 1},
+        "weights that sum to 1": {"mixture.renormalise": False},
+        "rope": {"rope": None},
+    },
+    "qwen2_moe": {
+        "weights as they are": {"mixture.renormalise": True},
+        "gate of the shared expert": {"mixture.shared_gated": False},
+        "shared expert": {"mixture.shared": 0},
+        "qkv bias": {"qkv_bias": False},
+    },
+    "qwen3_moe": {
+        "two choices": {"mixture.choices": 3},
+        "weights that sum to 1": {"mixture.renormalise": False},
+        "qk norm": {"qk_norm": False},
+    },
     "gpt2": {
         "positions": {"learned_positions": 0},
         "attention bias": {"qkv_bias": False, "out_bias": False},
@@ -116,7 +132,8 @@ def decoded(spec, params, text):
 
     def run(params, text):
         model = spec.merge(params)
-        cache = model.cache_spec(seats=1, slots=len(text)).zeros(jnp.float32)
+        specs = model.cache_spec(seats=1, slots=len(text))  # several, where layers are
+        cache = jax.tree.map(lambda spec: spec.zeros(jnp.float32), specs)
 
         def feed(cache, at):
             place = at[None].astype(jnp.int32)
@@ -129,10 +146,19 @@ def decoded(spec, params, text):
     return np.asarray(jax.jit(run)(params, text))
 
 
+def switched_off(decoder, fields):
+    """With these fields; those of its mixture begin with its name."""
+    inner = {name.removeprefix("mixture."): v for name, v in fields.items() if "." in name}
+    outer = {name: v for name, v in fields.items() if "." not in name}
+    if inner:
+        outer["mixture"] = dataclasses.replace(decoder.mixture, **inner)
+    return dataclasses.replace(decoder, **outer)
+
+
 @pytest.mark.parametrize(("case", "off"), [(case, off) for case in OFF for off in OFF[case]])
 def test_each_feature_counts(case, off):
     config, params = read_params(GOLDEN / case)
-    decoder = dataclasses.replace(config.decoder(), **OFF[case][off])
+    decoder = switched_off(config.decoder(), OFF[case][off])
     want = expected(case)
     got = logits(lambda rngs: Decoder(decoder, rngs=rngs), params, want["input_ids"])
     assert np.abs(got - want["logits"]).max() > LEAST_MOVED

@@ -16,6 +16,8 @@ PUBLISHED = {
     "gpt2_124m": 124_439_808,
     "qwen3_0p6b": 596_049_920,
     "mistral_7b": 7_241_732_096,
+    "mixtral_8x7b": 46_702_792_704,
+    "qwen3_30b_a3b": 30_532_122_624,
 }
 """Parameter counts of the published checkpoints."""
 

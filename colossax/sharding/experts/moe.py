@@ -56,7 +56,7 @@ class LinearRouter:
     """`x @ w + b` in float32.
 
     Attributes:
-        w: `[d, e]` at rest, of dims `embed` and none.
+        w: `[d, e]` at rest, of dims `embed` and `scores`.
         b: `[e]`, or None.
     """
 
@@ -66,8 +66,8 @@ class LinearRouter:
     def __call__(self, x: Float[Array, "b s d"]) -> Float[Array, "b s e"]:
         """See `Router`."""
         wide = jnp.dtype("float32")
-        logits = x.astype(wide) @ gather_weight(self.w, ("embed", None), dtype=wide)
-        return logits if self.b is None else logits + gather_weight(self.b, (None,), dtype=wide)
+        logits = x.astype(wide) @ gather_weight(self.w, ("embed", "scores"), dtype=wide)
+        return logits if self.b is None else logits + gather_weight(self.b, ("scores",), dtype=wide)
 
 
 @jax.tree_util.register_dataclass
@@ -89,7 +89,7 @@ class CosineRouter:
         """See `Router`."""
         wide = jnp.dtype("float32")
         low = x.astype(wide) @ gather_weight(self.w, ("embed", None), dtype=wide)
-        vectors = gather_weight(self.vectors, (None, None), dtype=wide)
+        vectors = gather_weight(self.vectors, (None, "scores"), dtype=wide)
         cosine = _unit(low, -1) @ _unit(vectors, 0)
         return cosine / jnp.exp(gather_weight(self.log_temperature, (), dtype=wide))
 

@@ -1,0 +1,44 @@
+"""Mixtral's names and layouts in Hugging Face files."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from colossax.models.conversion import Conversion, setting
+from colossax.models.expert_links import expert_links
+from colossax.models.llama.convert import IGNORED, LINKS, SETTINGS
+from colossax.models.mixtral.config import MixtralConfig
+from colossax.models.settings import first_eos, plain_rope, rope_to_settings
+
+_NAMES = {"gate": "w1", "up": "w3", "down": "w2"}
+
+
+def _read(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {**plain_rope(settings), **first_eos(settings)}
+
+
+def _write(config: MixtralConfig) -> dict[str, Any]:
+    return {**rope_to_settings(config.rope_theta), "eos_token_id": config.eos}
+
+
+CONVERSION = Conversion(
+    model_type="mixtral",
+    architecture="MixtralForCausalLM",
+    config=MixtralConfig,
+    settings=(
+        *SETTINGS,
+        setting("head_dim", "head_dim", default=None),
+        setting("max_seq", "max_position_embeddings", default=131_072),
+        setting("window", "sliding_window", default=None),
+        setting("experts", "num_local_experts", default=8),
+        setting("choices", "num_experts_per_tok", default=2),
+        setting("balance_loss", "router_aux_loss_coef", default=0.001),
+    ),
+    fixed={"hidden_act": ("silu",), "router_jitter_noise": (0.0,)},
+    links=(
+        *LINKS,
+        *expert_links("model.layers.{layer}.block_sparse_moe", _NAMES, "gate"),
+    ),
+    ignored=IGNORED,
+    read=_read,
+    write=_write,
+)

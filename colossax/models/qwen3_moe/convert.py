@@ -1,0 +1,43 @@
+"""Qwen 3 with experts: names and layouts in Hugging Face files."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from colossax.models.conversion import Conversion, setting
+from colossax.models.expert_links import QWEN_LINKS, QWEN_SETTINGS, check_mlp_only
+from colossax.models.llama.convert import IGNORED, LINKS, SETTINGS
+from colossax.models.qwen3_moe.config import Qwen3MoEConfig
+from colossax.models.settings import first_eos, plain_rope, rope_to_settings, unsupported_window
+
+
+def _read(settings: Mapping[str, Any]) -> dict[str, Any]:
+    unsupported_window(settings)
+    check_mlp_only(settings)
+    return {**plain_rope(settings), **first_eos(settings)}
+
+
+def _write(config: Qwen3MoEConfig) -> dict[str, Any]:
+    return {
+        **rope_to_settings(config.rope_theta),
+        "eos_token_id": config.eos,
+        "mlp_only_layers": [],
+    }
+
+
+CONVERSION = Conversion(
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    config=Qwen3MoEConfig,
+    settings=(
+        *SETTINGS,
+        *QWEN_SETTINGS,
+        setting("experts", "num_experts", "num_local_experts"),
+        setting("head_dim", "head_dim", default=128),
+        setting("max_seq", "max_position_embeddings", default=32_768),
+    ),
+    fixed={"hidden_act": ("silu",), "attention_bias": (False,), "use_sliding_window": (False,)},
+    links=(*LINKS, *QWEN_LINKS),
+    ignored=IGNORED,
+    read=_read,
+    write=_write,
+)

@@ -1,0 +1,190 @@
+"""Decoders with experts train on any mesh as on one device."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from colossax.config import (
+    BatchConfig,
+    ExpertsConfig,
+    OffloadConfig,
+    PipelineConfig,
+    Plan,
+    Segment,
+    preset,
+)
+from colossax.nn import Decoder, DecoderConfig, MixtureConfig, RopeConfig
+from colossax.optim import adamw
+from colossax.planner import boost
+from colossax.tasks import next_token_loss
+from tests.cases import quick_first
+from tests.oracle import assert_losses_close
+
+ROWS, LENGTH, VOCAB = 8, 32, 64
+MIXTURE = {"experts": 8, "choices": 2, "mlp": 32, "balance_loss": 0.01, "z_loss": 1e-3}
+
+MODELS = {
+    "sparse": {},
+    "dense first": {"first_dense": 1, "shared": 16, "shared_gated": True},
+    "every second": {"every": 2, "score": "sigmoid", "bias_rate": 0.01, "groups": 4}
+    | {"kept_groups": 2, "group_score": "top2", "scale": 2.5},
+    "global": {"balance": "global", "router": "cosine", "router_dim": 8},
+    "dropping": {"gate": "gshard", "capacity": 0.6},
+}
+
+
+def config(model):
+    return DecoderConfig(
+        vocab=VOCAB,
+        embed=32,
+        layers=4,
+        heads=4,
+        kv_heads=2,
+        head_dim=8,
+        mlp=64,
+        max_seq=64,
+        rope=RopeConfig(),
+        init_std=0.2,
+        mixture=MixtureConfig(**{**MIXTURE, **MODELS[model]}),
+    )
+
+
+def batch():
+    """Rows whose ends are padding."""
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (ROWS, LENGTH + 1)).astype(np.int32)
+    real = np.arange(LENGTH) < LENGTH - np.arange(ROWS)[:, None] % 3
+    return {
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "weights": real.astype(np.float32),
+        "segments": np.where(real, 0, -1).astype(np.int32),
+        "positions": np.broadcast_to(np.arange(LENGTH, dtype=np.int32), (ROWS, LENGTH)).copy(),
+    }
+
+
+def run(plan, model, devices=None):
+    """What three steps report, and what no optimizer moves."""
+    made = config(model)
+    state, step = boost(
+        lambda rngs: Decoder(made, rngs=rngs),
+        adamw(1e-2),
+        next_token_loss(),
+        plan,
+        devices=jax.devices()[:devices],
+    )
+    found = []
+    for _ in range(3):
+        state, metrics = step(state, batch())
+        found.append({name: np.asarray(value) for name, value in metrics.items()})
+    moved = {
+        "/".join(map(str, (key.key for key in path))): np.asarray(leaf)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(state["params"])[0]
+        if path[-1].key in ("bias", "shares")
+    }
+    return found, moved
+
+
+@functools.cache
+def truth(model):
+    return run(Plan(mesh={"data": 1}), model, 1)
+
+
+FORM = {"dispatch_passes"}
+"""What differs with the mesh."""
+
+
+def assert_trains_as_one_device(plan, model="sparse", *, ignore=frozenset()):
+    found, moved = run(plan, model)
+    wanted, wanted_moved = truth(model)
+    for one, other in zip(found, wanted, strict=True):
+        assert one.keys() == other.keys()
+        for name in one.keys() - FORM - ignore:
+            assert_losses_close(one[name], other[name], tolerance=2e-5)
+    for one, other in zip(moved.values(), wanted_moved.values(), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+def mesh(**sizes):
+    return Plan(mesh=sizes)
+
+
+FULL = (Segment(remat="full"),)
+PLANS = {
+    "expert 8": mesh(expert=8),
+    "expert 2, tensor 2, fsdp 2": mesh(expert=2, tensor=2, fsdp=2),
+    "sequence over tensor": preset("zero3+megatron_sp", mesh={"expert": 2, "tensor": 4}),
+    "ring": mesh(expert=2, ring=2, tensor=2),
+    "ulysses": mesh(expert=4, ulysses=2),
+    "folded ring, ulysses, tensor": mesh(ring=2, ulysses=2, tensor=2),
+    "fsdp, tensor": mesh(fsdp=4, tensor=2),
+    "data": mesh(data=8),
+    "ddp": preset("ddp", mesh={"data": 2, "expert": 4}),
+    "zero2": preset("zero2", mesh={"fsdp": 2, "expert": 4}),
+    "accumulation": mesh(expert=4, tensor=2).replace(batch=BatchConfig(accumulation=2)),
+    "remat": mesh(expert=4, fsdp=2).replace(segments=FULL),
+    "gather": mesh(expert=8).replace(experts=ExpertsConfig(dispatch="gather")),
+    "weights": mesh(expert=4, tensor=2).replace(experts=ExpertsConfig(dispatch="weights")),
+    "one axis of two": mesh(expert=4, tensor=2).replace(experts=ExpertsConfig(group="expert")),
+    "host memory": mesh(expert=4, fsdp=2).replace(
+        offload=OffloadConfig(parameters=1.0, optimizer=1.0)
+    ),
+    "stages": mesh(stage=2, expert=4),
+    "stages, tensor": mesh(stage=2, expert=2, tensor=2),
+    "stages, remat, fsdp": mesh(stage=2, expert=2, fsdp=2).replace(segments=FULL),
+    "zero bubble": mesh(stage=2, expert=4).replace(pipeline=PipelineConfig(schedule="zb_h1")),
+    "chunks": mesh(stage=2, expert=2, fsdp=2).replace(pipeline=PipelineConfig(chunks=2)),
+    "cut stages": mesh(stage=2, expert=4).replace(pipeline=PipelineConfig(cuts=(1, 3))),
+}
+
+CASES = [
+    *((name, "sparse") for name in PLANS),
+    *((name, model) for model in MODELS for name in ("expert 2, tensor 2, fsdp 2", "ring")),
+    ("accumulation", "every second"),
+    ("remat", "every second"),
+    ("host memory", "every second"),
+    ("cut stages", "dense first"),
+    ("cut stages", "every second"),
+    ("stages", "global"),
+]
+QUICK = [
+    ("expert 2, tensor 2, fsdp 2", "sparse"),
+    ("accumulation", "every second"),
+]
+
+
+@pytest.mark.catches("experts-counted-twice")
+@pytest.mark.parametrize(("name", "model"), quick_first(dict.fromkeys(CASES), QUICK))
+def test_every_plan_trains_as_one_device(name, model):
+    # Shares of the step before are those of the last microbatch's gradient alone: of all of them.
+    assert_trains_as_one_device(PLANS[name], model)
+
+
+def test_a_bias_moves_by_its_rate_against_the_load():
+    found, moved = truth("every second")
+    loads = np.stack([one["expert_load"][1::2] for one in found])
+    signs = np.sign(loads.mean(axis=-1, keepdims=True) - loads)
+    (bias,) = moved.values()
+    np.testing.assert_allclose(bias, 0.01 * signs.sum(axis=0), atol=1e-6)
+
+
+def test_padding_is_no_load():
+    found, _ = truth("sparse")
+    real = batch()["weights"].sum()
+    np.testing.assert_allclose(found[0]["expert_load"].sum(axis=-1), MIXTURE["choices"], rtol=1e-6)
+    assert found[0]["tokens"] == real
+
+
+def test_evenly_spread_experts_are_balanced_at_one():
+    even = dataclasses.replace(config("sparse"), init_std=1e-6)
+    state, step = boost(
+        lambda rngs: Decoder(even, rngs=rngs),
+        adamw(1e-2),
+        next_token_loss(),
+        mesh(data=1),
+        devices=jax.devices()[:1],
+    )
+    _, metrics = step(state, batch())
+    assert metrics["balance_loss"] == pytest.approx(4.0, rel=1e-3)  # of four layers
