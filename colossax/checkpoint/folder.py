@@ -250,8 +250,9 @@ def _choose_step(directory: Path, step: int | None) -> int:
             "the directory that a training run or an import wrote"
         )
     if step is not None and step not in steps:
+        older = ", as a run that goes on deletes all but its latest (--keep)"
         raise CheckpointError(
             f"checkpoint directory '{directory}' holds no step {step}; choose one of "
-            f"{', '.join(map(str, steps))}"
+            f"{', '.join(map(str, steps))}{older if step < steps[0] else ''}"
         )
     return steps[-1] if step is None else step

@@ -72,9 +72,9 @@ def _whole(bound: BoundPlan, infos: list[ParamInfo]) -> list[str]:
 
 
 def _meant_to_split(bound: BoundPlan) -> bool:
-    """Whether the plan's rules split parameters over any axis that there is."""
+    """Whether the plan's rules split parameters, other than experts, over any axis there is."""
     bound = bound.stage(0) if bound.stage_programs else bound
-    rules = bound.rules.params.values()
+    rules = (rule for dim, rule in bound.rules.params.items() if not dim.startswith("expert"))
     axes = {axis for rule in rules for choice in rule for axis in choice}
     return any(bound.mesh.shape[axis] > 1 for axis in axes)
 

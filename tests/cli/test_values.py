@@ -6,7 +6,7 @@ from colossax.cli import main
 from colossax.cli.overrides import override_names
 from colossax.cli.values import described_values, shown
 from colossax.config import PRESETS
-from colossax.config.axes import USABLE_AXES
+from colossax.config.axes import MESH_AXES
 from colossax.recipes import RECIPES, recipe
 
 
@@ -35,7 +35,7 @@ def test_help_has_the_recipe_s_own_values(shown_help):
 
 def test_help_has_choices(shown_help):
     text = shown_help("llama_tiny")
-    for choices in (PRESETS, USABLE_AXES, ("cosine", "linear", "wsd", "constant")):
+    for choices in (PRESETS, MESH_AXES, ("cosine", "linear", "wsd", "constant")):
         assert ", ".join(choices) in text
     assert "How split matmuls communicate. (auto, compiler, gather, cannon, overlap)" in text
 

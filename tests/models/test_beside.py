@@ -63,7 +63,7 @@ def test_a_step_is_read_whole_or_not_at_all(tmp_path, verb):
                 assert len(found) == 1, "numbers of several steps"
     assert read
     for sentence in refused:
-        assert "was deleted while it was read, as a run that goes on deletes" in sentence
+        assert "as a run that goes on deletes all but its latest" in sentence
 
 
 def exported(folder, number):

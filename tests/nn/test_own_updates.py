@@ -154,7 +154,32 @@ def test_it_is_refused_where_each_device_has_gradients_of_its_own():
 
 
 @pytest.mark.catches("own-update-streamed")
-def test_it_is_refused_where_layers_are_updated_one_by_one():
-    plan = Plan(mesh={"fsdp": 1}, offload=OffloadConfig(parameters=1.0, optimizer=1.0))
-    with pytest.raises(PlanError, match="'first/w/peak' has an update of its own; leave it out"):
+@pytest.mark.catches("own-update-in-a-layers-norm")
+@pytest.mark.parametrize(
+    "offload",
+    [
+        OffloadConfig(parameters=1.0, optimizer=1.0),
+        OffloadConfig(parameters=1.0, optimizer=1.0, clipping="two_pass"),
+        OffloadConfig(optimizer=1.0, clipping="stack"),
+    ],
+    ids=["stack by default", "two passes", "kept"],
+)
+def test_layers_that_are_updated_one_by_one_do_as_all_at_once(offload):
+    plan = Plan(mesh={"fsdp": 2})
+    whole = step_of(plan, clip_norm=0.1)
+    streamed = step_of(plan.replace(offload=offload), clip_norm=0.1)
+    state, other = whole.init(), streamed.init()
+    for batch in batches(3):
+        state, metrics = whole(state, batch)
+        other, found = streamed(other, batch)
+        np.testing.assert_allclose(found["loss"], metrics["loss"], rtol=1e-6)
+        np.testing.assert_allclose(found["grad_norm"], metrics["grad_norm"], rtol=1e-6)
+        np.testing.assert_allclose(peaks(other), peaks(state), rtol=1e-6)
+
+
+@pytest.mark.catches("own-update-by-the-cpu")
+def test_it_is_refused_where_the_cpu_updates():
+    offload = OffloadConfig(parameters=1.0, optimizer=1.0, cpu_update=1.0, clipping="stack")
+    plan = Plan(mesh={"fsdp": 1}, offload=offload)
+    with pytest.raises(PlanError, match="'layers/map/w/peak' has an update of its own, and"):
         step_of(plan)

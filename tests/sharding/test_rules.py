@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from colossax.config import Plan, preset
+from colossax.config import ExpertsConfig, Plan, preset
 from colossax.errors import PlanError
 from colossax.sharding import explain, explain_html, left_whole, resolve, validate
+from colossax.sharding.rules import expert_group
 from colossax.typing import ParamInfo
 
 
@@ -168,3 +169,27 @@ def test_the_table_of_a_notebook_has_the_same_cells_and_a_colour_for_each_layout
     styles = {cell.text: cell.get("style") for cell in page.iter("td")}
     assert styles["whole"] is None and styles["8 16"] is None
     assert "background" in styles["fsdp tensor"] and styles["- tensor"] != styles["fsdp tensor"]
+
+
+@pytest.mark.catches("group-of-fewest-devices")
+@pytest.mark.parametrize(
+    ("experts", "asked", "group"),
+    [
+        (8, None, ("expert", "ring", "tensor")),
+        (12, None, ("expert", "ring")),
+        (6, None, ("expert",)),
+        (7, None, ("expert",)),
+        (7, "tensor", ("tensor",)),
+        (8, "tensor,expert", ("expert", "tensor")),
+        (8, "none", ()),
+    ],
+)
+def test_experts_are_on_the_most_devices_that_divide_them(devices, experts, asked, group):
+    plan = Plan(mesh={"expert": 2, "ring": 2, "tensor": 2}, experts=ExpertsConfig(group=asked))
+    assert expert_group(plan.bind(devices), experts) == group
+
+
+def test_experts_that_their_devices_do_not_divide_are_refused(devices):
+    bound = Plan(mesh={"expert": 8}).bind(devices)
+    with pytest.raises(PlanError, match="dim 'experts' has size 6, which mesh axis 'expert' of 8"):
+        resolve(bound, "params", ("experts", "expert_embed", "expert_mlp"), (6, 16, 16), name="up")

@@ -17,7 +17,7 @@ from colossax.offload import fetch, store
 from colossax.step.gradients.accumulate import objective
 from colossax.step.gradients.method import Gradients
 from colossax.step.microbatches import Microbatches
-from colossax.step.offloaded.parameter_groups import Part, Update, squares
+from colossax.step.offloaded.parameter_groups import Part, Update
 from colossax.typing import Batch
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class Job:
     ) -> tuple[dict[Key, Stacks], Gradients]:
         """A pass over the last microbatch, after what `before_last` found."""
         stacks, gradients = _Pass(self, moving, fixed, *self.micro.last).backward(visit, scalars)
-        return stacks, _total(before, gradients)
+        return stacks, _total(self, before, gradients)
 
     def scale(self, gradients: Gradients) -> tuple[Any, Array]:
         """What gradients of this norm are multiplied by, if at all, and whether all is finite."""
@@ -193,10 +193,12 @@ def _added(before: Gradients, last: Gradients) -> Gradients:
     return dataclasses.replace(both, square_norm=last.square_norm)
 
 
-def _total(before: Gradients | None, last: Gradients) -> Gradients:
+def _total(job: Job, before: Gradients | None, last: Gradients) -> Gradients:
     """Of all microbatches, the last one's after the others', with the norm of all gradients."""
     total = last if before is None else _added(before, last)
-    return dataclasses.replace(total, square_norm=total.square_norm + squares(total.grads))
+    return dataclasses.replace(
+        total, square_norm=total.square_norm + job.streaming.rest.squares(total.grads)
+    )
 
 
 def _scale(norm: Float[Array, ""], max_norm: float) -> Float[Array, ""]:
@@ -222,14 +224,15 @@ def _summing(
         grads = [jnp.where(more, s, 0) + g for s, g in zip(sums, grads, strict=True)]
     rows = [g.astype(stack.dtype) for g, stack in zip(grads, stacks.grads, strict=True)]
     stored = store(stacks.grads, rows, i, stacked=part.stacked)
-    return dataclasses.replace(stacks, grads=stored), squares(grads)
+    return dataclasses.replace(stacks, grads=stored), part.squares(grads)
 
 
 def _measuring(
     parts: Parts, key: Key, i: Any, stacks: Stacks, row: Any, drow: Any, _: Any
 ) -> tuple[Stacks, Array]:
     """Only the norm."""
-    return stacks, squares(_total_gradient(parts[key], i, stacks, drow))
+    part = parts[key]
+    return stacks, part.squares(_total_gradient(part, i, stacks, drow))
 
 
 def _updating(
@@ -245,7 +248,7 @@ def _updating(
     """Update a layer where all of its gradient is finite."""
     part = parts[key]
     grads = _total_gradient(part, i, stacks, drow)
-    square = squares(grads)
+    square = part.squares(grads)
     if clip_layer is not None:
         update = dataclasses.replace(update, scale=_scale(jnp.sqrt(square), clip_layer))
     update = dataclasses.replace(update, ok=update.ok & jnp.isfinite(square))
@@ -271,7 +274,7 @@ def _total_gradient(part: Part, i: Any, stacks: Stacks, drow: Any) -> list[Array
 def gathered(job: Job, stacks: dict[Key, Stacks]) -> tuple[dict[Key, Stacks], Gradients]:
     """The stacks with all gradients of their layers, and the others."""
     stacks, gradients = job.gathered(stacks)
-    return stacks, _total(None, gradients)
+    return stacks, _total(job, None, gradients)
 
 
 def known_norm(job: Job, stacks: dict[Key, Stacks], shared: list[Array]) -> Any:
@@ -320,7 +323,11 @@ def _at_once(job: Job, stacks: dict[Key, Stacks], shared: list[Array]) -> Any:
     update = Update(shared=shared, scale=None, ok=sound)
     moving, fixed = _divided(stacks, "params", "state")
     stacks, gradients = job.on_last(visit, moving, fixed, update, before)
-    scale = None if max_norm is None else _scale(jnp.sqrt(squares(gradients.grads)), max_norm)
+    scale = (
+        None
+        if max_norm is None
+        else _scale(jnp.sqrt(job.streaming.rest.squares(gradients.grads)), max_norm)
+    )
     return stacks, gradients, scale, gradients.finite
 
 
@@ -330,11 +337,11 @@ def _two_passes(job: Job, stacks: dict[Key, Stacks], shared: list[Array]) -> Any
     both = _Pass(job, *_divided(stacks, "params", "state"), *job.micro.last)
     measure = functools.partial(_measuring, job.streaming.parts)
     _, gradients = both.backward(measure, None, changing=())
-    scale, ok = job.scale(_total(before, gradients))
+    scale, ok = job.scale(_total(job, before, gradients))
     visit = functools.partial(_updating, job.streaming.parts, None)
     update = Update(shared=shared, scale=scale, ok=ok)
     stacks, gradients = both.backward(visit, update)
-    return stacks, _total(before, gradients), scale, ok
+    return stacks, _total(job, before, gradients), scale, ok
 
 
 def _speculating(job: Job, stacks: dict[Key, Stacks], shared: list[Array]) -> Any:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -90,6 +90,7 @@ class Part:
         self.slots = [j for j, owner in enumerate(owners) if owner in self.trained]
         self._owners = owners
         self._order = [j for j, owner in enumerate(owners) if owner in (SHARED, *self.trained)]
+        self._own = [info.update for info in self.infos]
         self._optimizer = optimizer(self._named([info.dims for info in self.infos]))
 
     def _of_layer(self, info: ParamInfo) -> ParamInfo:
@@ -156,13 +157,17 @@ class Part:
         """
         # Else norms may be of parameters as gathered for the layer, unsharded.
         params = self._constrained(params, "params")
+        scaled = grads
         if update.scale is not None:
-            grads = [(g * update.scale).astype(g.dtype) for g in grads]
+            scaled = [(g * update.scale).astype(g.dtype) for g in grads]
         opt_state = self._joined(state, update.shared)
         named = self._named(params)
-        steps, new = self._optimizer.update(self._named(grads), opt_state, named)
-        applied: Any = optax.apply_updates(named, steps)
-        moved = list(applied.values())
+        steps, new = self._optimizer.update(self._named(scaled), opt_state, named)
+        applied: Any = iter(optax.apply_updates(named, steps).values())
+        moved = [
+            next(applied) if own is None else self._by_own_rule(own, value, grad)
+            for own, value, grad in zip(self._own, params, grads, strict=True)
+        ]
         new_state, shared = self._split(new)
         params, new_state, shared = jax.tree.map(
             lambda a, b: jnp.where(update.ok, a, b),
@@ -170,6 +175,17 @@ class Part:
             (params, state, update.shared),
         )
         return self._constrained(params, "params"), self._state_constrained(new_state), shared
+
+    def _by_own_rule(self, own: Callable, value: Array, grad: Array) -> Array:
+        """What its type makes of a parameter, or of that of a layer of each stage."""
+        rule = jax.vmap(own) if self._stages > 1 else own
+        return rule(value, grad).astype(value.dtype)
+
+    def squares(self, grads: Sequence[Array]) -> Float[Array, ""]:
+        """Sum of the squares of all that the optimizer takes, in float32."""
+        pairs = zip(grads, self._own, strict=True)
+        plain = [g.astype(jnp.float32) for g, own in pairs if own is None]
+        return functools.reduce(jnp.add, [jnp.sum(jnp.square(g)) for g in plain], jnp.float32(0))
 
     def state_shardings(self) -> list[NamedSharding | None]:
         """Of each leaf of a layer's optimizer state; None on a single device."""
@@ -204,8 +220,10 @@ class Part:
         return NamedSharding(self.bound.mesh, PartitionSpec(*spec))
 
     def _named(self, leaves: Sequence[Any]) -> dict[str, Any]:
+        """Those that the optimizer takes: what has a rule of its own is left out."""
         # Numbered so that the tree's order, which sorts keys, is that of the lists.
-        return {f"{i:06}": leaf for i, leaf in zip(self.trained, leaves, strict=True)}
+        found = zip(self.trained, leaves, self._own, strict=True)
+        return {f"{i:06}": leaf for i, leaf, own in found if own is None}
 
     @functools.cached_property
     def _structure(self) -> Any:
@@ -331,9 +349,3 @@ class Part:
 def _constrained(leaves: list[Array], shardings: Sequence[NamedSharding | None]) -> list[Array]:
     pairs = zip(leaves, shardings, strict=True)
     return [x if s is None else jax.lax.with_sharding_constraint(x, s) for x, s in pairs]
-
-
-def squares(grads: Sequence[Array]) -> Float[Array, ""]:
-    """Sum of the squares of all, in float32."""
-    sums = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in grads]
-    return functools.reduce(jnp.add, sums, jnp.float32(0))

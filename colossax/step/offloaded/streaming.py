@@ -83,10 +83,12 @@ def check_streamable(bound: BoundPlan, infos: Any, learning: Any, optimizer: Any
             f" '{segment[0]}' learns; let the filter accept some, or drop the offload"
         )
     for info in jax.tree.leaves(learning):
-        if info.update is not None:
+        away = info.placement.optimizer_on_disk or info.placement.updated_by_cpu
+        if away and info.update is not None:
             raise PlanError(
-                f"plan.offload: layers are updated one by one by the optimizer, and '{info.path}'"
-                " has an update of its own; leave it out of what learns, or drop the offload"
+                f"plan.offload: '{info.path}' has an update of its own, and neither the CPU nor a"
+                " layer whose state is on disk is updated by it; drop plan.offload.disk and"
+                " plan.offload.cpu_update"
             )
     if isinstance(optimizer, Mapping):
         raise PlanError(
