@@ -38,6 +38,14 @@ TABLE = {
         "plan.pipeline.cuts auto",
         "a size of mesh axis 'stage' that divides 4",
     ],
+    "train llama_tiny --devices 8 --plan.mesh stage=8": [
+        "4 layers are fewer than 8 stages ask for",
+        "a size that leaves each a layer",
+    ],
+    "train llama_tiny --devices 8 --plan.mesh stage=4,fsdp=2 --plan.pipeline.schedule zb_v": [
+        "4 layers are fewer than 4 stages of 2 chunks each ask for",
+        "or a schedule of one chunk, as 1f1b",
+    ],
     "train llama_tiny --devices 2 --plan.mesh stage=2 --plan.pipeline.schedule 1f1v": ["'1f1b'"],
     "train llama_tiny --devices 2 --plan.mesh fsdp=2 --plan.pipeline.cuts auto": [
         "'stage' has size 1",
