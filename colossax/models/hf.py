@@ -26,6 +26,7 @@ from colossax.models.parameters import (
     ModelParams,
     left_as_it_was,
     params_of_checkpoint,
+    write_checkpoint,
 )
 from colossax.models.registry import config_to_json, family_of
 from colossax.models.safetensors import OutTensor, write_folder
@@ -167,6 +168,38 @@ def export_checkpoint(
         ) from problem
     finally:
         shutil.rmtree(part, ignore_errors=True)
+    return reader
+
+
+def copy_checkpoint(
+    checkpoint: str | Path,
+    out: str | Path,
+    *,
+    step: int | None = None,
+    alter: Callable[[ModelParams], ModelParams] = lambda params: params,
+) -> RecordReader:
+    """Write the parameters of a checkpoint as step 0 of another, with its tokenizer and plan.
+
+    Args:
+        checkpoint: Folder of a run, of checkpoints, or of one step.
+        out: Directory of the new checkpoint.
+        step: Which checkpoint; None is the latest.
+        alter: What is written in place of the checkpoint's model; see `colossax.models.altered`.
+
+    Returns:
+        The checkpoint that was read: its step.
+
+    Raises:
+        CheckpointError: The checkpoint is missing, damaged, or not of one of our models; or `out`
+            holds one, or cannot be written.
+
+    Cost: host memory of the largest parameter of a layer.
+    """
+    checkpoint, out = user_path(checkpoint, "CHECKPOINT"), user_path(out, "OUT")
+    reader = find_checkpoint(checkpoint, step)
+    params, documents = alter(params_of_checkpoint(reader)), reader.documents()
+    kept = (PLAN_DOCUMENT, TOKENIZER_DOCUMENT)
+    write_checkpoint(params, out, {name: documents[name] for name in kept if name in documents})
     return reader
 
 

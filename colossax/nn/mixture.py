@@ -1,7 +1,7 @@
 """A mixture of experts as data: nothing here imports JAX."""
 
 import dataclasses
-from typing import Annotated
+from typing import Annotated, Any
 
 from colossax.config import (
     Count,
@@ -86,7 +86,7 @@ class MixtureConfig:
     shared: Natural = 0
     shared_gated: bool = False
     shared_mix: str = dataclasses.field(default="sum", metadata={"choices": ("sum", "softmax")})
-    pyramid: tuple[tuple[int, int], ...] = ()
+    pyramid: Any = ()
     gate: str = dataclasses.field(default="topk", metadata={"choices": GATES})
     score: str = dataclasses.field(default="softmax", metadata={"choices": ("softmax", "sigmoid")})
     renormalise: bool = True
@@ -121,7 +121,7 @@ class MixtureConfig:
                 raise InputError(
                     f"model.mixture.{field.name}: unknown '{value}'{nearest(value, known)}"
                 )
-        object.__setattr__(self, "pyramid", tuple(map(tuple, self.pyramid)))
+        object.__setattr__(self, "pyramid", tuple(tuple(step) for step in self.pyramid))
         self._check_pyramid()
         if self.choices > min(self.counts):
             raise InputError(

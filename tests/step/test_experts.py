@@ -159,7 +159,7 @@ CASES = [
         for model in ("drawn", "dropping", "noisy")
         for name in ("accumulation", "remat", "host memory", "stages")
     ),
-    *((name, "pyramid") for name in ("host memory", "stages", "cut stages", "chunks")),
+    *((name, "pyramid") for name in ("accumulation", "host memory", "cut stages")),
 ]
 QUICK = [
     ("expert 2, tensor 2, fsdp 2", "sparse"),
