@@ -32,10 +32,9 @@ from colossax.sharding.experts.slots import (
 from colossax.sharding.matmul.splits import move_local, spec_of
 from colossax.sharding.row_major import row_major_local
 
-
 PASSES = "experts_passes"
-"""The scope in which loops over passes are traced. How often they run depends on the routing, so who
-counts a program must say what is taken for it."""
+"""The scope in which loops over passes are traced: how often they run depends on the routing, so
+that who counts a program must say what is taken for it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
