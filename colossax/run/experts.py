@@ -170,12 +170,11 @@ def _draw_course(axes: Any, steps: list[int], loads: np.ndarray) -> None:
     axes.axhline(1.0, color=_INK, linestyle="--", linewidth=1)
     axes.set_xlabel("step", color=_INK)
     axes.set_ylabel("fullest and emptiest expert,\nover the mean", color=_INK)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.25 * loads.max())  # room for the legend
     axes.grid(color=_GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     _undress(axes)
-    # Beside the lines, which may be anywhere.
-    axes.legend(frameon=False, labelcolor=_INK, loc="upper left", bbox_to_anchor=(1, 1))
+    axes.legend(frameon=False, labelcolor=_INK, ncols=6, loc="upper right")
 
 
 def _undress(axes: Any) -> None:
