@@ -50,10 +50,21 @@ class LocalExperts:
     sizes: Int[Array, " l"]
     share: int
 
-    def times(self, rows: Float[Array, "r d"], name: str) -> Float[Array, "r f"]:
-        """Each row times the matrix of its expert."""
+    def times(
+        self, rows: Float[Array, "r d"], name: str, *, last: bool = False
+    ) -> Float[Array, "r f"]:
+        """Each row times the matrix of its expert.
+
+        Args:
+            rows: One expert's after another's.
+            name: Of the matrices.
+            last: Backward begins here: with the gradient of the matrices, after which the rows,
+                the widest there are, need not be kept.
+        """
         into = self.gradients.get(name)
-        return grouped_matmul(rows, self.arrays[name], self.sizes, gradient_into=into)
+        return grouped_matmul(
+            rows, self.arrays[name], self.sizes, gradient_into=into, weight_first=last
+        )
 
     def of_rows(self, name: str, rows: int) -> Float[Array, "r f"]:
         """The vector of each row's expert; of none behind the last expert's rows, zeros."""
@@ -139,7 +150,7 @@ def _bwd(layout: Layout, compute: Compute, residuals: Any, cotangents: Any) -> A
     def backward_local(x: Array, weights: Any, expert: Array, scale: Array, dy: Array) -> Any:
         held = _held_local(layout, weights, x.dtype)
         tokens, chosen, scales = _tokens_local(layout, x, expert, scale)
-        dtokens = _gathered_local(layout, _slice_local(layout, _flat(dy))).astype(jnp.float32)
+        dtokens = _gathered_local(layout, _slice_local(layout, _flat(dy)))
         found = sort_choices(chosen, _sorted_experts(layout))
 
         def one(number: Array | int, totals: Any) -> Any:
@@ -150,7 +161,7 @@ def _bwd(layout: Layout, compute: Compute, residuals: Any, cotangents: Any) -> A
                 return _pass_local(layout, compute, held, into, tokens, scales, taken)
 
             _, pull = jax.vjp(differentiated, into, tokens, scales)
-            dheld, dx, dscale = pull(dtokens)
+            dheld, dx, dscale = pull(dtokens.astype(jnp.float32))  # fused; kept as they came
             return jax.tree.map(jnp.add, totals, (dheld, dx.astype(jnp.float32), dscale))
 
         zeros = (
