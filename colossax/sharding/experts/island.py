@@ -33,6 +33,11 @@ from colossax.sharding.matmul.splits import move_local, spec_of
 from colossax.sharding.row_major import row_major_local
 
 
+PASSES = "experts_passes"
+"""The scope in which loops over passes are traced. How often they run depends on the routing, so who
+counts a program must say what is taken for it."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalExperts:
     """A device's experts, while they compute on rows.
@@ -245,7 +250,8 @@ def _repeated(layout: Layout, count: Array, one: Callable, start: Any) -> Any:
         number, totals = carry
         return number + 1, one(number, totals)
 
-    return jax.lax.while_loop(lambda carry: carry[0] < count, body, (jnp.int32(0), start))[1]
+    with jax.named_scope(PASSES):
+        return jax.lax.while_loop(lambda carry: carry[0] < count, body, (jnp.int32(0), start))[1]
 
 
 def _passes_local(layout: Layout, found: Sorted) -> Array:
