@@ -5,6 +5,10 @@ from colossax.config.experts import ExpertRates
 MOST_CHUNKS = 16
 """Further ones cost more to begin than they hide."""
 
+CHUNK_OPTIONS = {"xla_gpu_experimental_parallel_collective_overlap_limit": 4}
+"""What the compiler must be told: rows, weights and gradients of a chunk are on their way at once,
+and those of another come back, while one is computed."""
+
 
 def chunked_seconds(chunks: int, exchange_s: float, compute_s: float) -> float:
     """What chunks take, each sent, computed and sent back; a chunk's exchange is one way.
