@@ -130,6 +130,26 @@ class Module:
         body = tuple(counted(one) for one in self.computations[self.entry])
         return dataclasses.replace(self, computations={**self.computations, self.entry: body})
 
+    def assuming(self, scope: str, trips: int) -> tuple["Module", int]:
+        """The program, with this many turns of each loop of an unknown number, and how many.
+
+        Args:
+            scope: Innermost scope in which such loops were traced; others stay.
+            trips: Turns.
+        """
+        known = f', backend_config={{"known_trip_count":{{"n":"{trips}"}}}}'
+        named, found = f'/{scope}/while"', 0
+
+        def counted(one: Instruction) -> Instruction:
+            nonlocal found
+            if one.opcode != "while" or one.trip_count is not None or named not in one.attributes:
+                return one
+            found += 1
+            return dataclasses.replace(one, attributes=one.attributes + known)
+
+        computations = {name: tuple(map(counted, body)) for name, body in self.computations.items()}
+        return dataclasses.replace(self, computations=computations), found
+
     def source(self, instruction: Instruction) -> str:
         """`file.py:line` of the operation, or empty."""
         written = re.search(r'source_file="([^"]*)"(?: source_line=(\d+))?', instruction.attributes)

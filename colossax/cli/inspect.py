@@ -156,6 +156,7 @@ def describe(one: Inspection) -> str:
         *([_PROOF_ASSUMED] if one.proof_assumed else []),
         *([one.pipeline.line] if one.pipeline else []),
         *stage_lines(one.pipeline, _columns),
+        *(one.experts.lines if one.experts else []),
         "",
         f"device memory: {memory.total_bytes / _GIB:.2f} GiB of {room}: {verdict}",
         *_columns(

@@ -13,6 +13,7 @@ from colossax.aot import (
     collectives,
     compile_program,
     memory_report,
+    parse_module,
     totals,
 )
 from colossax.aot.terms import OPTIMIZER, PARAMETERS
@@ -36,6 +37,7 @@ from colossax.planner.traced_flops import TracedFlops, traced_flops
 from colossax.planner.traffic import ASSUMED_EFFICIENCY, Link, link_of
 from colossax.planner.trial import choosing_for
 from colossax.sharding import compiler_options
+from colossax.sharding.experts.island import PASSES
 from colossax.step.programs import Ran, Rehearsed, RehearsedStage, rehearsed
 from colossax.step.step import Step
 from colossax.tasks import Task
@@ -141,6 +143,7 @@ def programs_cost(step: Step, task: Task, found: Rehearsed, target: Target) -> P
         programs=tuple({id(ran.program): ran.program for ran in found.ran}.values()),
         flops=counting.all_flops,
         crossings=_crossings(step, found, target) if target.mixed else None,
+        assumed_loops=counting.assumed_loops,
     )
 
 
@@ -169,6 +172,7 @@ class _Counting:
         self._rates = [ASSUMED_EFFICIENCY * devices * (peak or 1.0) for peak in peaks]
         self._scale = self._unseen(task)
         self._collectives: dict[int, tuple[Collective, ...]] = {}
+        self.assumed_loops = 0
 
     @property
     def all_flops(self) -> TracedFlops:
@@ -228,7 +232,9 @@ class _Counting:
         """Collectives of all runs of a program."""
         if id(ran.program) not in self._collectives:
             mesh = self._step.bound.stage(ran.stage).mesh
-            self._collectives[id(ran.program)] = collectives(ran.program.hlo, mesh)
+            module, found = parse_module(ran.program.hlo).assuming(PASSES, 1)
+            self.assumed_loops += found
+            self._collectives[id(ran.program)] = collectives(module, mesh)
         for one in self._collectives[id(ran.program)]:
             yield dataclasses.replace(
                 one,

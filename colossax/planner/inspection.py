@@ -29,6 +29,7 @@ from colossax.planner.compiled import (
     usable_bytes,
 )
 from colossax.planner.counted_stages import counted_stages
+from colossax.planner.experts_cost import ExpertsCost, experts_cost
 from colossax.planner.flops import peak_flops
 from colossax.planner.islands import check_programs_apart
 from colossax.planner.stage_cost import StageCost, stage_cost
@@ -36,6 +37,7 @@ from colossax.planner.stage_programs import ProgramsCost
 from colossax.planner.traced_flops import TracedFlops, traced_flops
 from colossax.planner.traffic import HostTraffic, Link, host_traffic, link_of
 from colossax.sharding import batch_axes
+from colossax.sharding.experts.island import PASSES
 from colossax.step.microbatches import batch_dims, num_microbatches
 from colossax.step.offloaded.disk import DiskCost, DiskTier
 from colossax.step.step import Step
@@ -73,6 +75,7 @@ class Inspection:
         cpu_layers: Layers that the CPU updates.
         pipeline: What the stages do; None where there is one. Where each has programs of its own,
             `memory` is that of the fullest, `links` are those of the stage that sends most.
+        experts: What a mixture of experts has, holds and sends; None where there is none.
         one_pass_counted: Whether what is moved is that of one pass, of which a step may take two.
         searched: Whether the largest microbatch was.
         largest_microbatch: The most rows that fit; None where not searched, or not one does.
@@ -98,6 +101,7 @@ class Inspection:
     disk: DiskCost | None = None
     cpu_layers: int = 0
     pipeline: StageCost | ProgramsCost | None = None
+    experts: ExpertsCost | None = None
     one_pass_counted: bool = False
     searched: bool = False
     largest_microbatch: int | None = None
@@ -153,6 +157,7 @@ class Inspection:
             **({"disk": dataclasses.asdict(self.disk)} if self.disk else {}),
             **({"cpu_layers": self.cpu_layers} if self.cpu_layers else {}),
             **(self.pipeline.to_json(memory.total_bytes) if self.pipeline else {}),
+            **(self.experts.to_json() if self.experts else {}),
             "largest": [
                 {
                     "bytes": b.bytes,
@@ -232,6 +237,7 @@ def inspect_task(task: Task, plan: Plan, target: Target) -> Inspection:
         compute_s=None if peak is None else work / peak,
         microbatch=microbatch,
         microbatches=microbatches,
+        experts=_experts(step, task, flops_per_token, counted.pop("assumed_loops")),
         **counted,
     )
 
@@ -239,7 +245,7 @@ def inspect_task(task: Task, plan: Plan, target: Target) -> Inspection:
 def _of_one_program(task: Task, plan: Plan, target: Target) -> tuple[Step, dict[str, Any]]:
     """A step that is one program, and what is counted of that."""
     step, program, jaxpr = compiled_task(task, plan, target)
-    module = parse_module(program.hlo)
+    module, assumed_loops = parse_module(program.hlo).assuming(PASSES, 1)
     once = step.streaming is not None and step.streaming.clipping == "speculate"
     if once:
         module = module.with_trip_count(1)
@@ -258,6 +264,7 @@ def _of_one_program(task: Task, plan: Plan, target: Target) -> tuple[Step, dict[
         "cpu_layers": _cpu_layers(step),
         "pipeline": stage_cost(step, _microbatch(step, task)[1]),
         "one_pass_counted": once,
+        "assumed_loops": assumed_loops,
     }
 
 
@@ -273,7 +280,26 @@ def _of_stages(task: Task, plan: Plan, target: Target) -> tuple[Step, dict[str, 
         "fits": cost.fits,
         "traced": None if task.flops else cost.flops,
         "pipeline": cost,
+        "assumed_loops": cost.assumed_loops,
     }
+
+
+def _experts(
+    step: Step, task: Task, flops_per_token: int | None, assumed_loops: int
+) -> ExpertsCost | None:
+    """Of a model whose batch has a dim of tokens."""
+    dims = batch_dims(dict(task.shapes), task.options.batch_dims)
+    lengths = [
+        shape.shape[dims[name].index("seq")]
+        for name, shape in task.shapes.items()
+        if "seq" in dims[name]
+    ]
+    if not lengths:
+        return None
+    rows, count = _microbatch(step, task)
+    rows *= step.bound.size(sorted(batch_axes(step.bound)))
+    found = experts_cost(step, (rows, lengths[0]), count, flops_per_token)
+    return None if found is None else dataclasses.replace(found, assumed_loops=assumed_loops)
 
 
 def all_peak_flops(target: Target, compute_dtype: str) -> float | None:

@@ -124,6 +124,7 @@ class ProgramsCost:
         programs: As compiled, those that stages share once.
         flops: Of all stages, as traced.
         crossings: Which mesh axis crosses what; None where all devices are of one island.
+        assumed_loops: Loops over passes of experts, each of which is taken to be one.
     """
 
     schedule: str
@@ -136,6 +137,7 @@ class ProgramsCost:
     programs: tuple[Program, ...]
     flops: TracedFlops
     crossings: Crossings | None = None
+    assumed_loops: int = 0
     form: ClassVar[str] = "free"
 
     @property

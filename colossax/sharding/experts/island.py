@@ -38,6 +38,11 @@ from colossax.sharding.matmul.splits import move_local, spec_of
 from colossax.sharding.row_major import row_major_local
 
 
+PASSES = "experts_passes"
+"""The scope in which loops over passes are traced. How often they run depends on the routing, so who
+counts a program must say what is taken for it."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalExperts:
     """A device's experts, while they compute on rows.
@@ -55,10 +60,21 @@ class LocalExperts:
     sizes: Int[Array, " l"]
     share: int
 
-    def times(self, rows: Float[Array, "r d"], name: str) -> Float[Array, "r f"]:
-        """Each row times the matrix of its expert."""
+    def times(
+        self, rows: Float[Array, "r d"], name: str, *, last: bool = False
+    ) -> Float[Array, "r f"]:
+        """Each row times the matrix of its expert.
+
+        Args:
+            rows: One expert's after another's.
+            name: Of the matrices.
+            last: Backward begins here: with the gradient of the matrices, after which the rows,
+                the widest there are, need not be kept.
+        """
         into = self.gradients.get(name)
-        return grouped_matmul(rows, self.arrays[name], self.sizes, gradient_into=into)
+        return grouped_matmul(
+            rows, self.arrays[name], self.sizes, gradient_into=into, weight_first=last
+        )
 
     def of_rows(self, name: str, rows: int) -> Float[Array, "r f"]:
         """The vector of each row's expert; of none behind the last expert's rows, zeros."""
