@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import common
-from stage_plans import GB, GIB, arguments, sent
+from stage_plans import GIB, arguments, sent
 
 sys.path.insert(0, str(common.REPOSITORY))
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
@@ -84,19 +85,16 @@ def cases() -> list[Case]:
     mixtral = {"temp": 25.0, "sent": 20.0}
     qwen = "qwen3_30b_a3b"
     dropless = "78.8 GiB, interpreted 24.3 at 41 GB; with drops 18.0 at 48.6"
-    found = [
+    fused = {"model": "mixtral_8x7b", "clipping": "two_pass"}
+    peers = "27.6 GiB at 19.8 GB; with drops 25.4 at 22.7"
+    return [
         Case(model=qwen, limits=one, peer=dropless),
-        Case(model=qwen, dispatch="gather", limits=one, peer=dropless),
+        Case(model="mixtral_8x7b", limits=mixtral, peer=peers),
+        Case(**fused, limits={"total": 76.5}, peer="does not fit"),
         Case(model=qwen, rows=2, limits={"temp": 19.5}, peer="129.6 GiB"),
+        Case(model=qwen, dispatch="gather", limits=one, peer=dropless),
         Case(model=qwen, rows=2, dispatch="gather", limits={"temp": 19.5}, peer="129.6 GiB"),
-        Case(
-            model="mixtral_8x7b", limits=mixtral, peer="27.6 GiB at 19.8 GB; with drops 25.4 at 22.7"
-        ),
-        Case(
-            model="mixtral_8x7b", clipping="two_pass", limits={"total": 76.5}, peer="does not fit"
-        ),
     ]
-    return found
 
 
 def counted(case: Case) -> dict[str, Any]:
@@ -159,7 +157,9 @@ def run(out: Path, only: str, again: bool) -> list[dict[str, Any]]:
         if case.name in rows and "refused" not in rows[case.name] and not again:
             continue
         rows[case.name] = counted(case)
-        common.write_json(out, {"benchmark": "experts", "versions": common.versions(), "rows": rows})
+        common.write_json(
+            out, {"benchmark": "experts", "versions": common.versions(), "rows": rows}
+        )
         print(case.name, rows[case.name].get("refused", ""), flush=True)
     return [rows[case.name] for case in wanted]
 

@@ -16,6 +16,10 @@ from colossax.sharding.experts.slots import (
     slots_of,
 )
 
+PASSES = "experts_passes"
+"""The scope in which loops over passes are traced. How often they run depends on the routing, so
+who counts a program must say what is taken for it."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Route:
@@ -125,7 +129,13 @@ def in_passes(
         number, totals = carry
         return number + 1, one(number, totals)
 
-    return jax.lax.while_loop(lambda carry: carry[0] < count, body, (jnp.int32(0), start))[1]
+    return _repeated(count, body, (jnp.int32(0), start))[1]
+
+
+def _repeated(end: Array | int, body: Callable, carry: Any) -> Any:
+    """`body` of what is carried, a number first, until that is `end`."""
+    with jax.named_scope(PASSES):
+        return jax.lax.while_loop(lambda carry: carry[0] < end, body, carry)
 
 
 def _pipelined(
@@ -148,7 +158,7 @@ def _pipelined(
         return number + 1, ahead, made, totals
 
     carry = (jnp.int32(1), ahead, made, totals)
-    _, given, made, totals = jax.lax.while_loop(lambda c: c[0] < count - 1, body, carry)
+    _, given, made, totals = _repeated(count - 1, body, carry)
     totals = receive(count - 2, made, totals)
     made, totals = compute(count - 1, given, totals)
     return receive(count - 1, made, totals)

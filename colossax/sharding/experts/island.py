@@ -38,11 +38,6 @@ from colossax.sharding.matmul.splits import move_local, spec_of
 from colossax.sharding.row_major import row_major_local
 
 
-PASSES = "experts_passes"
-"""The scope in which loops over passes are traced. How often they run depends on the routing, so who
-counts a program must say what is taken for it."""
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalExperts:
     """A device's experts, while they compute on rows.
@@ -53,12 +48,14 @@ class LocalExperts:
             place; none where nothing is.
         sizes: `[l]`, rows of each expert; they come one expert after another.
         share: Devices that split the hidden features, each of which has all outputs.
+        spared: Multiprocessors that are left to what runs beside.
     """
 
     arrays: Mapping[str, Array]
     gradients: Mapping[str, Array]
     sizes: Int[Array, " l"]
     share: int
+    spared: int = 0
 
     def times(
         self, rows: Float[Array, "r d"], name: str, *, last: bool = False
@@ -73,7 +70,12 @@ class LocalExperts:
         """
         into = self.gradients.get(name)
         return grouped_matmul(
-            rows, self.arrays[name], self.sizes, gradient_into=into, weight_first=last
+            rows,
+            self.arrays[name],
+            self.sizes,
+            gradient_into=into,
+            weight_first=last,
+            spare_multiprocessors=self.spared,
         )
 
     def of_rows(self, name: str, rows: int) -> Float[Array, "r f"]:
@@ -240,7 +242,9 @@ def _computed_local(
     if len(counts) > 1:
         rows, weight = (permuted(each, order.source, order.place) for each in (rows, weight))
     share = layout.size(layout.features)
-    local = LocalExperts(arrays=held, gradients=into, sizes=order.sizes, share=share)
+    local = LocalExperts(
+        arrays=held, gradients=into, sizes=order.sizes, share=share, spared=layout.spared
+    )
     rows = compute(local, rows, weight)
     return permuted(rows, order.place, order.source) if len(counts) > 1 else rows
 

@@ -15,6 +15,9 @@ from colossax.sharding.ops import reduction_dtype
 from colossax.sharding.rules import expert_group, resolve
 from colossax.typing import Dims
 
+_SPARED = 16
+"""As many as blocks of an exchange within a node commonly take; not measured."""
+
 _ROUNDED_TO = 8
 """Slots are a multiple of it: rows of whole tiles of a copy."""
 
@@ -86,6 +89,14 @@ class Layout:
     def sends(self) -> bool:
         """Whether rows go from device to device in buffers."""
         return self.way in ("passes", "capacity")
+
+    @property
+    def spared(self) -> int:
+        """Multiprocessors that matmuls leave to exchanges, where these run beside them.
+
+        The kernels' blocks stay until all is done: a pass could not be sent before.
+        """
+        return _SPARED if self.pipelined else 0
 
     @property
     def destinations(self) -> int:
@@ -237,9 +248,7 @@ def _way(bound: BoundPlan, group: Axes, own: Axes, choices: int) -> str:
     return "gather" if together or bound.size(group) <= choices else "passes"
 
 
-def _slots(
-    bound: BoundPlan, way: str, worst: int, balanced: float, chunks: int
-) -> tuple[int, int]:
+def _slots(bound: BoundPlan, way: str, worst: int, balanced: float, chunks: int) -> tuple[int, int]:
     """Slots for a device, and the most passes that takes."""
     if way == "weights":
         return worst, 1

@@ -9,6 +9,7 @@ import pytest
 
 from colossax.config import ExpertRates
 from colossax.errors import PlanError
+from colossax.pallas.grouped_matmul import grouped_matmul
 from colossax.sharding import use
 from colossax.sharding.experts.island import through_experts
 from colossax.sharding.experts.layout import layout_of
@@ -181,6 +182,30 @@ def test_chunks_of_auto_are_what_rates_make_best():
     with use(plan({"expert": 8}, "passes", chunks="auto")) as bound:
         with pytest.raises(PlanError, match="experts.rates, which are not known"):
             island(bound, arrays()[1])
+
+
+@pytest.mark.catches("experts-spare-nothing")
+def test_products_leave_room_for_the_exchanges_beside_them(monkeypatch):
+    spared = set()
+
+    def counted(rows, w, sizes, *, spare_multiprocessors, **_):
+        spared.add(spare_multiprocessors)
+        return grouped_matmul(rows, w, sizes)
+
+    monkeypatch.setattr("colossax.sharding.experts.island.grouped_matmul", counted)
+    x, weights, scale, _ = arrays()
+    for chunks, beside in ((1, False), (2, True)):
+        with use(plan(MESHES["expert8"], "passes", chunks=chunks)) as bound:
+            layout = island(bound, weights)
+            jax.eval_shape(
+                functools.partial(through_experts, layout, Gated()),
+                x,
+                weights,
+                loads()["one"],
+                scale,
+            )
+        assert {count > 0 for count in spared} == {beside}
+        spared.clear()
 
 
 def test_gathering_sends_less_where_the_group_is_no_larger_than_the_choices():
