@@ -4,12 +4,32 @@ import dataclasses
 from typing import Any
 
 from colossax.config.axes import GROUP_AXES
-from colossax.config.bounds import Positive
+from colossax.config.bounds import NotNegative, Positive, at_least
 from colossax.config.frozen import check_types
 from colossax.config.words import nearest
 from colossax.errors import PlanError
 
 DISPATCHES: tuple[str, ...] = ("auto", "passes", "capacity", "gather", "weights")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertRates:
+    """How fast rows travel and are computed, of one device.
+
+    Attributes:
+        exchange_s: Seconds to begin an exchange.
+        bytes_per_s: That a device sends of it, one way.
+        compute_s: Seconds to begin the experts' computation.
+        flops_per_s: Of it.
+    """
+
+    exchange_s: NotNegative = 0.0
+    bytes_per_s: Positive = 1.0
+    compute_s: NotNegative = 0.0
+    flops_per_s: Positive = 1.0
+
+    def __post_init__(self):
+        check_types(self, "experts.rates", error=PlanError)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,11 +49,20 @@ class ExpertsConfig:
             experts and moves no token. `auto`: `gather` by that rule, else `passes`; where the
             group is one device, `weights`.
         capacity: Rows of a buffer for one device, over those of a balanced load.
+        chunks: Parts of such a buffer, which travel one after another: while experts compute one,
+            the next is sent and the one before comes back. Of forms that send rows. `auto`: of each
+            layer the number that takes least time by `rates`.
+        rates: For `chunks` of `auto`; None: by the data sheet of the devices.
+        hierarchical: Rows travel along the inner axes of the group first, then along its outermost:
+            fewer and larger messages over slow links, the same bytes over each of them.
     """
 
     group: Any = None
     dispatch: str = dataclasses.field(default="auto", metadata={"choices": DISPATCHES})
     capacity: Positive = 1.25
+    chunks: int | str = 1
+    rates: ExpertRates | None = None
+    hierarchical: bool = False
 
     def __post_init__(self):
         check_types(self, "experts", error=PlanError)
@@ -42,11 +71,24 @@ class ExpertsConfig:
             raise PlanError(
                 f"experts.dispatch: unknown '{self.dispatch}'{nearest(self.dispatch, DISPATCHES)}"
             )
+        object.__setattr__(self, "chunks", _chunks(self.chunks))
         if self.dispatch == "weights" and self.group:
             raise PlanError(
                 f"experts: dispatch 'weights' has all experts on every device, and group is"
                 f" {','.join(self.group)}; leave one of the two out"
             )
+
+
+def _chunks(given: Any) -> int | str:
+    """A number, from its text too, or `auto`."""
+    if given == "auto":
+        return given
+    if isinstance(given, str) and given.isdecimal():
+        given = int(given)
+    if not isinstance(given, int) or isinstance(given, bool):
+        raise PlanError(f"experts.chunks: found {given!r}; give a whole number, or 'auto'")
+    at_least(1).check(given, "experts.chunks", error=PlanError)
+    return given
 
 
 def _group(given: Any) -> tuple[str, ...] | None:

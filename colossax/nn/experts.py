@@ -41,7 +41,7 @@ class ExpertMLP:
         hidden = act(local.times(rows, "gate")) * up if self.gated else act(up)
         if not self.on_input:
             hidden = (hidden * by).astype(rows.dtype)
-        return local.times(hidden, "down")
+        return local.times(hidden, "down", last=True)
 
 
 @dataclasses.dataclass(frozen=True)

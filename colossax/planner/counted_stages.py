@@ -37,7 +37,7 @@ from colossax.planner.traced_flops import TracedFlops, traced_flops
 from colossax.planner.traffic import ASSUMED_EFFICIENCY, Link, link_of
 from colossax.planner.trial import choosing_for
 from colossax.sharding import compiler_options
-from colossax.sharding.experts.island import PASSES
+from colossax.sharding.experts.exchange import PASSES
 from colossax.step.programs import Ran, Rehearsed, RehearsedStage, rehearsed
 from colossax.step.step import Step
 from colossax.tasks import Task

@@ -37,7 +37,7 @@ from colossax.planner.stage_programs import ProgramsCost
 from colossax.planner.traced_flops import TracedFlops, traced_flops
 from colossax.planner.traffic import HostTraffic, Link, host_traffic, link_of
 from colossax.sharding import batch_axes
-from colossax.sharding.experts.island import PASSES
+from colossax.sharding.experts.exchange import PASSES
 from colossax.step.microbatches import batch_dims, num_microbatches
 from colossax.step.offloaded.disk import DiskCost, DiskTier
 from colossax.step.step import Step

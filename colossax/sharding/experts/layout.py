@@ -9,10 +9,14 @@ import jax.numpy as jnp
 
 from colossax.config import BoundPlan
 from colossax.errors import PlanError
+from colossax.sharding.experts.overlap import best_chunks
 from colossax.sharding.matmul.splits import Axes, Split, axes_of, check_nested, split_of
 from colossax.sharding.ops import reduction_dtype
 from colossax.sharding.rules import expert_group, resolve
 from colossax.typing import Dims
+
+_SPARED = 16
+"""As many as blocks of an exchange within a node commonly take; not measured."""
 
 _ROUNDED_TO = 8
 """Slots are a multiple of it: rows of whole tiles of a copy."""
@@ -51,6 +55,8 @@ class Layout:
         slots: Of a buffer, for each device.
         passes: Most passes that any routing takes.
         summed: Dtype in which devices sum the gradients of the experts.
+        pipelined: Whether a pass is sent while another is computed.
+        hierarchical: Whether rows travel along the inner axes of the group first.
     """
 
     bound: BoundPlan | None
@@ -66,6 +72,8 @@ class Layout:
     slots: int
     passes: int
     summed: jnp.dtype
+    pipelined: bool = False
+    hierarchical: bool = False
 
     def __hash__(self) -> int:
         return self._hash
@@ -81,6 +89,14 @@ class Layout:
     def sends(self) -> bool:
         """Whether rows go from device to device in buffers."""
         return self.way in ("passes", "capacity")
+
+    @property
+    def spared(self) -> int:
+        """Multiprocessors that matmuls leave to exchanges, where these run beside them.
+
+        The kernels' blocks stay until all is done: a pass could not be sent before.
+        """
+        return _SPARED if self.pipelined else 0
 
     @property
     def destinations(self) -> int:
@@ -200,7 +216,9 @@ def _on_devices(bound, tokens, choices, expected, shapes, compute) -> Layout:
     else:
         here *= bound.size(tuple(axis for axis in apart if axis in axes_of(own)))
     each = experts // bound.size(group)
-    slots, passes = _slots(bound, here, expected, bound.size(group), min(choices, each), way)
+    worst, balanced = here * min(choices, each), here * expected / bound.size(group)
+    chunks = _chunks(bound, way, group, here * expected, shapes, compute)
+    slots, passes = _slots(bound, way, worst, balanced, chunks)
     return Layout(
         bound=bound,
         way=way,
@@ -215,6 +233,8 @@ def _on_devices(bound, tokens, choices, expected, shapes, compute) -> Layout:
         slots=slots,
         passes=passes,
         summed=reduction_dtype(bound, compute),
+        pipelined=chunks > 1 and passes > 1,
+        hierarchical=sends and _hierarchical(bound, group),
     )
 
 
@@ -228,17 +248,60 @@ def _way(bound: BoundPlan, group: Axes, own: Axes, choices: int) -> str:
     return "gather" if together or bound.size(group) <= choices else "passes"
 
 
-def _slots(
-    bound: BoundPlan, here: int, expected: float, devices: int, most_of_token: int, way: str
-) -> tuple[int, int]:
+def _slots(bound: BoundPlan, way: str, worst: int, balanced: float, chunks: int) -> tuple[int, int]:
     """Slots for a device, and the most passes that takes."""
-    worst = here * most_of_token
     if way == "weights":
         return worst, 1
-    balanced = here * expected / devices
-    slots = math.ceil(balanced * bound.plan.experts.capacity / _ROUNDED_TO) * _ROUNDED_TO
-    slots = min(max(slots, 1), worst)
-    return slots, 1 if way == "capacity" else math.ceil(worst / slots)
+    asked = balanced * bound.plan.experts.capacity
+    whole, slots = (
+        min(max(math.ceil(rows / _ROUNDED_TO) * _ROUNDED_TO, 1), worst)
+        for rows in (asked, asked / chunks)
+    )
+    return slots, math.ceil((whole if way == "capacity" else worst) / slots)
+
+
+def _chunks(
+    bound: BoundPlan, way: str, group: Axes, rows: float, shapes: tuple, compute: jnp.dtype
+) -> int:
+    """In how many parts a buffer is sent.
+
+    Args:
+        bound: The plan in force.
+        way: A dispatch, decided.
+        group: Axes of the experts.
+        rows: That a device sends and gets where loads are balanced.
+        shapes: Name, shape and dims of each array of the experts.
+        compute: Dtype of the rows.
+    """
+    asked = bound.plan.experts
+    if way not in ("passes", "capacity"):
+        return 1
+    if asked.chunks != "auto":
+        return int(asked.chunks)
+    if asked.rates is None:
+        raise PlanError(
+            "plan.experts.chunks 'auto': is decided by experts.rates, which are not known; give"
+            " them, settle the plan with colossax.planner.settle, or give a number of chunks"
+        )
+    matrices = [(shape, dims) for _, shape, dims in shapes if len(shape) == 3]
+    shape, dims = matrices[0]
+    devices = bound.size(group)
+    sent = rows * shape[dims.index("expert_embed")] * compute.itemsize * (devices - 1) / devices
+    flops = 2 * rows * sum(math.prod(shape[1:]) for shape, _ in matrices)
+    return best_chunks(asked.rates, sent, flops)
+
+
+def _hierarchical(bound: BoundPlan, group: Axes) -> bool:
+    """Whether rows travel axis by axis, which takes several."""
+    if not bound.plan.experts.hierarchical:
+        return False
+    if len(group) < 2:
+        raise PlanError(
+            f"plan.experts.hierarchical: experts are split over {','.join(group)} alone, and rows"
+            " travel along inner axes and an outer one; give experts.group two axes or more, or"
+            " leave hierarchical out"
+        )
+    return True
 
 
 def _splits(
