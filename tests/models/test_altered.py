@@ -18,9 +18,15 @@ from colossax.models import (
     Qwen3Config,
     config_from_json,
     maker,
+    merged,
+    most_used,
+    params_of_checkpoint,
+    params_of_tree,
+    pruned,
+    upcycled,
+    with_layers,
+    write_checkpoint,
 )
-from colossax.models.altered import merged, most_used, pruned, upcycled, with_layers
-from colossax.models.parameters import params_of_checkpoint, params_of_tree, write_checkpoint
 from colossax.nn import describe
 from colossax.nn.config import Llama3Scaling
 from colossax.sharding.experts import LinearRouter
