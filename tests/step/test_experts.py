@@ -99,13 +99,17 @@ FORM = {"dispatch_passes"}
 """What differs with the mesh."""
 
 
-def assert_trains_as_one_device(plan, model="sparse", *, ignore=frozenset()):
+AGAIN = ("loss", "cross_entropy", "expert_load", "dropped_choices", "tokens")
+"""What is compared of later steps, whose norms and entropies have the rounding of Adam's first."""
+
+
+def assert_trains_as_one_device(plan, model="sparse"):
     found, moved = run(plan, model)
     wanted, wanted_moved = truth(model)
-    for one, other in zip(found, wanted, strict=True):
+    for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
         assert one.keys() == other.keys()
-        for name in one.keys() - FORM - ignore:
-            assert_losses_close(one[name], other[name], tolerance=2e-5)
+        for name in AGAIN if number else one.keys() - FORM:
+            assert_losses_close(one[name], other[name])
     np.testing.assert_allclose(moved, wanted_moved, atol=1e-6)
 
 
@@ -163,12 +167,12 @@ QUICK = [
 ]
 
 
-@pytest.mark.catches("experts-counted-twice")
 @pytest.mark.parametrize(("name", "model"), quick_first(dict.fromkeys(CASES), QUICK))
 def test_every_plan_trains_as_one_device(name, model):
     assert_trains_as_one_device(PLANS[name], model)
 
 
+@pytest.mark.catches("experts-counted-twice")
 def test_a_bias_moves_by_its_rate_against_the_load():
     found, moved = truth("every second")
     loads = np.stack([one["expert_load"][1::2] for one in found])
