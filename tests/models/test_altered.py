@@ -123,7 +123,7 @@ def test_merged_models_have_the_experts_of_both():
     jax.tree.map(np.testing.assert_array_equal, again.tree(), first)
 
 
-@pytest.mark.catches("upcycled-other-widths")
+@pytest.mark.catches("upcycled-of-the-first-layer")
 @pytest.mark.parametrize("dense", [DENSE, Qwen3Config(**SIZES, head_dim=8)], ids=["llama", "qwen3"])
 def test_an_upcycled_model_says_what_the_dense_one_said(dense):
     params = fresh(dense)
