@@ -148,7 +148,7 @@ class Scanned:
 
     def _scan(self, layers, params, carry, side, scanned, carried):
         hosted = hosted_of(layers.key)
-        whole = hosted is None and layers.policy.placement.params_on_host
+        whole = hosted is None and layers.policy.placement.any_params_on_host
 
         def body(loop, xs):
             carry, carried = loop

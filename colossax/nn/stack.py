@@ -253,5 +253,7 @@ def _by_kind(stretch: Stretch, build: Callable[[Stretch, str], Any]) -> Any:
 
 def _shown(stretch: Stretch) -> str:
     """Layers of a stretch and where their parameters live, which cannot change once it is built."""
-    count, hosted = stretch.place
+    count, hosted, experts = stretch.place
+    if experts:
+        return f"{count} with experts in host memory"
     return f"{count} in host memory" if hosted else str(count)

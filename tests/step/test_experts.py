@@ -137,6 +137,10 @@ PLANS = {
     "host memory": mesh(expert=4, fsdp=2).replace(
         offload=OffloadConfig(parameters=1.0, optimizer=1.0)
     ),
+    "experts in host memory": mesh(expert=4, fsdp=2).replace(offload=OffloadConfig(experts=1.0)),
+    "some experts in host memory": mesh(expert=2, tensor=2, fsdp=2).replace(
+        offload=OffloadConfig(experts=0.5, optimizer=0.25)
+    ),
     "stages": mesh(stage=2, expert=4),
     "stages, tensor": mesh(stage=2, expert=2, tensor=2),
     "stages, remat, fsdp": mesh(stage=2, expert=2, fsdp=2).replace(segments=FULL),
