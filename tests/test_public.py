@@ -98,10 +98,10 @@ NAMES = {
         "rotate run_recurrence weight_of window_slots with_gathers with_weights"
     ),
     "colossax.models": (
-        "BloomConfig FAMILIES Family GPT2Config LlamaConfig MistralConfig MixtralConfig ModelParams "
-        "OPTConfig Qwen2Config Qwen2MoEConfig Qwen3Config Qwen3MoEConfig config_from_json "
-        "config_to_json family_of maker merged most_used params_of_checkpoint params_of_tree pruned "
-        "upcycled with_layers write_checkpoint"
+        "BloomConfig FAMILIES Family GPT2Config LlamaConfig MistralConfig MixtralConfig "
+        "ModelParams OPTConfig Qwen2Config Qwen2MoEConfig Qwen3Config Qwen3MoEConfig "
+        "config_from_json config_to_json family_of maker merged most_used params_of_checkpoint "
+        "params_of_tree pruned upcycled with_layers write_checkpoint"
     ),
     "colossax.planner": (
         "Edge Facts Fitted HIDING_FORMULA HostTraffic Inspection LayoutCost ProgramsCost Settled "

@@ -224,8 +224,11 @@ def _given_local(
 ) -> tuple[Array, Array]:
     """What this device's experts get in a pass: rows and their weights."""
     taken = route.taken(number)
-    given = spread(tokens, taken), spread_choices(scales, taken)
-    return tuple(sent_local(layout, route, each, number) for each in given)
+    rows, weight = spread(tokens, taken), spread_choices(scales, taken)
+    return (
+        sent_local(layout, route, rows, number),
+        sent_local(layout, route, weight, number),
+    )
 
 
 def _computed_local(
