@@ -135,8 +135,9 @@ def _forward(
             return _given_local(layout, route, tokens, scales, number)
 
         def computed(number: Array | int, given: Any, total: Array) -> Any:
+            rows, weight = given
             counts = route.arriving(number)
-            return _computed_local(layout, compute, held, {}, *given, counts), total
+            return _computed_local(layout, compute, held, {}, rows, weight, counts), total
 
         def receive(number: Array | int, made: Array, total: Array) -> Array:
             return total + collect(returned_local(layout, route, made, number), route.taken(number))
