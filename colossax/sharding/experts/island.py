@@ -25,6 +25,7 @@ from colossax.sharding.experts.exchange import (
     sent_local,
 )
 from colossax.sharding.experts.layout import Layout
+from colossax.sharding.experts.placement import placed_local
 from colossax.sharding.experts.slots import (
     by_expert,
     collect,
@@ -36,11 +37,6 @@ from colossax.sharding.experts.slots import (
 )
 from colossax.sharding.matmul.splits import move_local, spec_of
 from colossax.sharding.row_major import row_major_local
-
-
-PASSES = "experts_passes"
-"""The scope in which loops over passes are traced. How often they run depends on the routing, so who
-counts a program must say what is taken for it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,8 +129,9 @@ def _forward(
             return _given_local(layout, route, tokens, scales, number)
 
         def computed(number: Array | int, given: Any, total: Array) -> Any:
+            rows, weight = given
             counts = route.arriving(number)
-            return _computed_local(layout, compute, held, {}, *given, counts), total
+            return _computed_local(layout, compute, held, {}, rows, weight, counts), total
 
         def receive(number: Array | int, made: Array, total: Array) -> Array:
             return total + collect(returned_local(layout, route, made, number), route.taken(number))
@@ -151,7 +148,12 @@ def _forward(
         (_token_spec(layout), _rest_specs(layout), _token_spec(layout), _token_spec(layout)),
         (_token_spec(layout), whole, whole),
     )
-    return mapped(x, weights, expert, scale)
+    return mapped(x, weights, _slots_of(layout, expert), scale)
+
+
+def _slots_of(layout: Layout, expert: Array) -> Array:
+    """Numbers of what computes the chosen."""
+    return expert if layout.placement is None else layout.placement.slot_of(expert)
 
 
 def _fwd(
@@ -210,7 +212,7 @@ def _bwd(layout: Layout, compute: Compute, residuals: Any, cotangents: Any) -> A
         (tokens, _rest_specs(layout), tokens, tokens, tokens),
         (tokens, grads, tokens),
     )
-    dx, dweights, dscale = mapped(x, weights, expert, scale, cotangents[0])
+    dx, dweights, dscale = mapped(x, weights, _slots_of(layout, expert), scale, cotangents[0])
     return dx, dweights, None, dscale
 
 
@@ -222,8 +224,8 @@ def _given_local(
 ) -> tuple[Array, Array]:
     """What this device's experts get in a pass: rows and their weights."""
     taken = route.taken(number)
-    given = spread(tokens, taken), spread_choices(scales, taken)
-    return tuple(sent_local(layout, route, each, number) for each in given)
+    rows, weight = spread(tokens, taken), spread_choices(scales, taken)
+    return sent_local(layout, route, rows, number), sent_local(layout, route, weight, number)
 
 
 def _computed_local(
@@ -303,13 +305,20 @@ def _held_local(layout: Layout, weights: Mapping[str, Array], dtype: Any) -> dic
         splits = layout.weights[name]
         if splits.rest[1:] != splits.held[1:]:
             w = row_major_local(w)
-        held[name] = move_local(w.astype(dtype), splits.rest, splits.held)
+        w = move_local(w.astype(dtype), splits.rest, splits.held)
+        if layout.placement is not None:
+            w = placed_local(layout.placement, layout.group, w)
+        held[name] = w
     return held
 
 
 def _summed_local(layout: Layout, name: str, dw: Array) -> Array:
     """The gradient of the device's experts over all tokens, where it is wanted."""
     splits = layout.weights[name]
+    if layout.placement is not None:
+        at_rest = (layout.placement.experts // layout.size(layout.group), *dw.shape[1:])
+        placed = functools.partial(placed_local, layout.placement, layout.group)
+        (dw,) = jax.linear_transpose(placed, jax.ShapeDtypeStruct(at_rest, dw.dtype))(dw)
     dw = move_local(dw, splits.held, splits.grad, partial=layout.gradient_axes)
     return row_major_local(dw) if splits.grad[1:] != splits.held[1:] else dw
 
