@@ -14,7 +14,8 @@ NAMES = {
         "use"
     ),
     "colossax.config": (
-        "AttentionConfig BatchConfig Bound BoundPlan ExpertsConfig FrozenDict GREEDY_OR_MORE "
+        "AttentionConfig BatchConfig Bound BoundPlan ExpertRates ExpertsConfig FrozenDict "
+        "GREEDY_OR_MORE "
         "GROUP_AXES HOST_KINDS LOGICAL_DIMS LossConfig MESH_AXES MeshAxis OffloadConfig "
         "PIPELINED_OPTION PRESETS PipelineConfig Placement Plan Precision RING_AXES Rules "
         "SAVEABLE SEQUENCE_AXES SHARES STATE_KINDS Segment above at_least bind bound_of "
@@ -43,7 +44,7 @@ NAMES = {
     "colossax.sharding.experts": (
         "Base Capacity CosineRouter DenseToSparse ExpertChoice ExpertWeights GShard Gate GateInput "
         "Hash Hierarchical KTop1 Layout LinearRouter LocalExperts Router Routing TopK balance_loss "
-        "layout_of load moe moved_bias row_keys"
+        "balanced_placement layout_of load moe moved_bias row_keys"
     ),
     "colossax.sharding.sequence": (
         "DOUBLE_RING_OPTIONS Order RingAxes RingMasks Settings balanced_from_contiguous_local "

@@ -25,6 +25,7 @@ from colossax.sharding.experts.exchange import (
     sent_local,
 )
 from colossax.sharding.experts.layout import Layout
+from colossax.sharding.experts.placement import placed_local
 from colossax.sharding.experts.slots import (
     by_expert,
     collect,
@@ -154,7 +155,12 @@ def _forward(
         (_token_spec(layout), _rest_specs(layout), _token_spec(layout), _token_spec(layout)),
         (_token_spec(layout), whole, whole),
     )
-    return mapped(x, weights, expert, scale)
+    return mapped(x, weights, _slots_of(layout, expert), scale)
+
+
+def _slots_of(layout: Layout, expert: Array) -> Array:
+    """Numbers of what computes the chosen."""
+    return expert if layout.placement is None else layout.placement.slot_of(expert)
 
 
 def _fwd(
@@ -213,7 +219,7 @@ def _bwd(layout: Layout, compute: Compute, residuals: Any, cotangents: Any) -> A
         (tokens, _rest_specs(layout), tokens, tokens, tokens),
         (tokens, grads, tokens),
     )
-    dx, dweights, dscale = mapped(x, weights, expert, scale, cotangents[0])
+    dx, dweights, dscale = mapped(x, weights, _slots_of(layout, expert), scale, cotangents[0])
     return dx, dweights, None, dscale
 
 
@@ -226,10 +232,7 @@ def _given_local(
     """What this device's experts get in a pass: rows and their weights."""
     taken = route.taken(number)
     rows, weight = spread(tokens, taken), spread_choices(scales, taken)
-    return (
-        sent_local(layout, route, rows, number),
-        sent_local(layout, route, weight, number),
-    )
+    return sent_local(layout, route, rows, number), sent_local(layout, route, weight, number)
 
 
 def _computed_local(
@@ -311,13 +314,20 @@ def _held_local(layout: Layout, weights: Mapping[str, Array], dtype: Any) -> dic
         splits = layout.weights[name]
         if splits.rest[1:] != splits.held[1:]:
             w = row_major_local(w)
-        held[name] = move_local(w.astype(dtype), splits.rest, splits.held)
+        w = move_local(w.astype(dtype), splits.rest, splits.held)
+        if layout.placement is not None:
+            w = placed_local(layout.placement, layout.group, w)
+        held[name] = w
     return held
 
 
 def _summed_local(layout: Layout, name: str, dw: Array) -> Array:
     """The gradient of the device's experts over all tokens, where it is wanted."""
     splits = layout.weights[name]
+    if layout.placement is not None:
+        at_rest = (layout.placement.experts // layout.size(layout.group), *dw.shape[1:])
+        placed = functools.partial(placed_local, layout.placement, layout.group)
+        (dw,) = jax.linear_transpose(placed, jax.ShapeDtypeStruct(at_rest, dw.dtype))(dw)
     dw = move_local(dw, splits.held, splits.grad, partial=layout.gradient_axes)
     return row_major_local(dw) if splits.grad[1:] != splits.held[1:] else dw
 
