@@ -157,12 +157,13 @@ def dense_arrays(hlo: str, case: Case) -> list[str]:
     here, width = model.experts // case.mesh["expert"], getattr(model, "expert_mlp", model.mlp)
     tokens = case.rows * config.data.seq_len
     largest = tokens * model.choices * here * width
+    # Matrices of all layers, however they are reshaped.
+    stacks = {model.layers * here * model.embed * width}
     found = set()
     for name, dims in re.findall(r"\b([a-z]+\d+)\[([\d,]+)\]", hlo) if here > 1 else ():
         sizes = [int(size) for size in dims.split(",")]
-        stacked = len(sizes) == 4 and sizes[1] == here
-        known = stacked or model.vocab in sizes
-        if math.prod(sizes) >= largest and not known:
+        stacked = sizes[0] == model.layers or math.prod(sizes) in stacks
+        if math.prod(sizes) >= largest and not stacked and model.vocab not in sizes:
             found.add(f"{name}[{dims}]")
     return sorted(found)
 
