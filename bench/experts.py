@@ -38,7 +38,8 @@ class Case:
         dispatch: Of `plan.experts`.
         clipping: Of layers updated during backward; None: after it.
         microbatches: Of a step.
-        limits: GiB of `temp`, of `total` (arguments and temp), GB `sent`, seconds to `compile`.
+        limits: GiB of `temp`, of `total` (arguments and temp), its `share` of the memory, GB
+            `sent`, seconds to `compile`.
         peer: What MaxText takes.
     """
 
@@ -86,12 +87,28 @@ def cases() -> list[Case]:
     qwen = "qwen3_30b_a3b"
     dropless = "78.8 GiB, interpreted 24.3 at 41 GB; with drops 18.0 at 48.6"
     fused = {"model": "mixtral_8x7b", "clipping": "two_pass"}
+    deepseek = {"model": "deepseek_v3"}
+    wide = {"stage": 2, "fsdp": 16, "expert": 8}
     peers = "27.6 GiB at 19.8 GB; with drops 25.4 at 22.7"
     return [
         Case(model=qwen, limits=one, peer=dropless),
         Case(model="mixtral_8x7b", limits=mixtral, peer=peers),
         Case(**fused, limits={"total": 76.5}, peer="does not fit"),
         Case(model=qwen, rows=2, limits={"temp": 19.5}, peer="129.6 GiB"),
+        Case(
+            **deepseek,
+            target="h100:32x8",
+            mesh={"fsdp": 32, "expert": 8},
+            limits={"total": 76.5},
+            peer="96 GiB with drops, 321 dropless, at 911 GB",
+        ),
+        Case(
+            **deepseek,
+            target="h200:32x8",
+            mesh=wide,
+            microbatches=4,
+            limits={"share": 0.9, "compile": 300},
+        ),
         Case(model=qwen, dispatch="gather", limits=one, peer=dropless),
         Case(model=qwen, rows=2, dispatch="gather", limits={"temp": 19.5}, peer="129.6 GiB"),
     ]
@@ -113,6 +130,7 @@ def counted(case: Case) -> dict[str, Any]:
         "temp": one.memory.temp_bytes / GIB,
         "total": one.memory.total_bytes / GIB,
         "sent": sum(by_axis.values()),
+        "share": one.memory.total_bytes / one.limit_bytes,
         "compile": one.program.compile_s,
     }
     return {
@@ -122,7 +140,6 @@ def counted(case: Case) -> dict[str, Any]:
         "fits": one.fits,
         "arguments": one.memory.argument_bytes / GIB,
         "host": one.memory.host_bytes / GIB,
-        "share_of_memory": one.memory.total_bytes / one.limit_bytes,
         "terms": {name: size / GIB for name, size in one.memory.terms.items()},
         "sent_by_axis": by_axis,
         "kernels": one.program.hlo.count('custom_call_target="mosaic_gpu'),
@@ -136,15 +153,17 @@ def dense_arrays(hlo: str, case: Case) -> list[str]:
     Stacks of layers and logits are none. Where a device has one expert there is nothing to tell.
     """
     config = case.config()
-    mixture = config.model.mixture
-    here = mixture.experts // case.mesh["expert"]
+    model = config.model
+    here, width = model.experts // case.mesh["expert"], getattr(model, "expert_mlp", model.mlp)
     tokens = case.rows * config.data.seq_len
-    largest = tokens * mixture.choices * here * mixture.mlp
+    largest = tokens * model.choices * here * width
+    # Matrices of all layers, however they are reshaped.
+    stacks = {model.layers * here * model.embed * width}
     found = set()
     for name, dims in re.findall(r"\b([a-z]+\d+)\[([\d,]+)\]", hlo) if here > 1 else ():
         sizes = [int(size) for size in dims.split(",")]
-        known = sizes[:2] == [config.model.layers, here] or config.model.vocab in sizes
-        if math.prod(sizes) >= largest and not known:
+        stacked = sizes[0] == model.layers or math.prod(sizes) in stacks
+        if math.prod(sizes) >= largest and not stacked and model.vocab not in sizes:
             found.add(f"{name}[{dims}]")
     return sorted(found)
 
