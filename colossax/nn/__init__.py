@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .decoder import Layers as Layers
     from .decoder import decoder_layer as decoder_layer
     from .decoder import expert_layer as expert_layer
+    from .divergence import kl_divergence as kl_divergence
     from .experts import Experts as Experts
     from .foreign import with_gathers as with_gathers
     from .initialising import initialise as initialise

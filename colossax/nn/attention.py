@@ -51,7 +51,7 @@ class Side:
         flat: Addresses in the cache, where there is one.
         valid: `[b, s]`, which tokens are some, where layers ask; None: all.
         token_ids: `[b, s]`, where layers ask.
-        key: Of this step, for layers that draw; None: they do not.
+        key: Data of a random key for each row, `[b, 2]`, for layers that draw; None: they do not.
     """
 
     masks: Any = (Mask(causal=True),)

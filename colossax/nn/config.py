@@ -145,7 +145,7 @@ class DecoderConfig:
     def layer_kinds(self) -> tuple[str, ...]:
         """The kind of each layer; none where all are of one."""
         kinds = () if self.mixture is None else self.mixture.kinds(self.layers)
-        return kinds if "dense" in kinds else ()
+        return kinds if len(set(kinds)) > 1 else ()
 
     @property
     def flops_per_token(self) -> int:
@@ -156,13 +156,13 @@ class DecoderConfig:
         attention = self.embed * self.head_dim * 2 * (self.heads + self.kv_heads)
         matrices = 3 if self.gated else 2
         mlp = self.embed * self.mlp * matrices
-        sparse, mixed = 0, self.mixture
+        mlps, mixed = self.layers * mlp, self.mixture
         if mixed is not None:
-            sparse = mixed.kinds(self.layers).count("sparse")
-            width = mixed.choices * mixed.mlp + mixed.shared
-            mixture = self.embed * (width * matrices + mixed.experts + mixed.shared_gated)
-            mlp = (sparse * mixture + (self.layers - sparse) * mlp) // self.layers
-        return 6 * (self.layers * (attention + mlp) + self.embed * self.vocab)
+            counts = mixed.experts_of(self.layers)
+            beside = mixed.shared_gated + 2 * (mixed.shared_mix == "softmax")
+            width = (mixed.choices * mixed.mlp + mixed.shared) * matrices + beside
+            mlps = sum(self.embed * (width + count) if count else mlp for count in counts)
+        return 6 * (self.layers * attention + mlps + self.embed * self.vocab)
 
     def train_flops_per_token(self, seq_len: int) -> int:
         """`flops_per_token` plus causal attention: 6 head_dim heads per visible key and layer.

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -20,6 +21,7 @@ from colossax.nn.stack import LayerStack, StackOutput
 from colossax.nn.stacked import MakeLayer
 from colossax.pallas.attention import Mask
 from colossax.sharding import compute_dtype, constrain, current_order, with_ranges
+from colossax.sharding.experts import row_keys
 
 
 def decoder_layer(config: DecoderConfig, *, rngs: nnx.Rngs) -> Block:
@@ -39,12 +41,18 @@ def decoder_layer(config: DecoderConfig, *, rngs: nnx.Rngs) -> Block:
     return Block({"attn": attention, "mlp": mlp}, lambda: make_norm(config))
 
 
-def expert_layer(config: DecoderConfig, *, rngs: nnx.Rngs) -> Block:
-    """`decoder_layer` with the configuration's experts in place of the MLP."""
+def expert_layer(config: DecoderConfig, *, rngs: nnx.Rngs, experts: int | None = None) -> Block:
+    """`decoder_layer` with the configuration's experts in place of the MLP.
+
+    Args:
+        config: Has a mixture.
+        rngs: Keys of the parameters.
+        experts: How many, where layers differ.
+    """
     assert config.mixture is not None
     std, out_std = _deviations(config)
     attention = Attention(config.attention_shape(), rngs=rngs, std=std, out_std=out_std)
-    experts = Experts(
+    mixed = Experts(
         config.embed,
         config.mixture,
         rngs=rngs,
@@ -53,8 +61,9 @@ def expert_layer(config: DecoderConfig, *, rngs: nnx.Rngs) -> Block:
         std=std,
         out_std=out_std,
         vocab=config.vocab,
+        experts=experts,
     )
-    return Block({"attn": attention, "mlp": experts}, lambda: make_norm(config))
+    return Block({"attn": attention, "mlp": mixed}, lambda: make_norm(config))
 
 
 def _deviations(config: DecoderConfig) -> tuple[float, float]:
@@ -63,17 +72,21 @@ def _deviations(config: DecoderConfig) -> tuple[float, float]:
 
 
 def decoder_layers(config: DecoderConfig) -> "Layers":
-    """The layers that a configuration describes: alike, or `dense` and `sparse` ones."""
-    if config.mixture is None:
+    """The layers that a configuration describes: alike, or of several kinds."""
+    mixture = config.mixture
+    if mixture is None:
         return Layers(make=lambda rngs: decoder_layer(config, rngs=rngs), order=config.layers)
-    kinds = config.layer_kinds
-    made: dict[str, MakeLayer] = {
-        "dense": lambda rngs: decoder_layer(config, rngs=rngs),
-        "sparse": lambda rngs: expert_layer(config, rngs=rngs),
-    }
-    if not kinds:
-        return Layers(make=made["sparse"], order=config.layers)
-    return Layers(make={kind: made[kind] for kind in dict.fromkeys(kinds)}, order=kinds)
+    kinds, counts = mixture.kinds(config.layers), mixture.experts_of(config.layers)
+    made = {kind: _maker(config, count) for kind, count in zip(kinds, counts, strict=True)}
+    if not config.layer_kinds:
+        return Layers(make=made[kinds[0]], order=config.layers)
+    return Layers(make=made, order=kinds)
+
+
+def _maker(config: DecoderConfig, experts: int) -> MakeLayer:
+    if not experts:
+        return lambda rngs: decoder_layer(config, rngs=rngs)
+    return lambda rngs: expert_layer(config, rngs=rngs, experts=experts)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,6 +156,11 @@ class Decoder(nnx.Module):
         return {name: coefficient for name, coefficient in terms.items() if coefficient}
 
     @property
+    def draws(self) -> bool:
+        """Whether layers ask for random keys in training: `hidden(..., key=...)`."""
+        return self.config.mixture is not None and self.config.mixture.draws
+
+    @property
     def stacks(self) -> dict[str, LayerStack]:
         """Its layer stacks by name, in the order in which they run."""
         return {"layers": self.layers}
@@ -168,7 +186,7 @@ class Decoder(nnx.Module):
                 own. Negative is padding.
             mask: Who sees whom; default causal, within the configuration's window. Of a mask
                 without segments those given are taken.
-            key: For gates that draw; None: without noise.
+            key: For gates that draw: one, or one for each row, `[b]`; None: without noise.
 
         Returns:
             Hidden states `[b, s, d]`, and by name what the layers counted, `[layers, ...]`.
@@ -255,7 +273,7 @@ class Decoder(nnx.Module):
         return {
             "valid": valid,
             "token_ids": tokens if mixture.gate == "hash" else None,
-            "key": key,
+            "key": _row_keys(key, x.shape[0]) if mixture.draws else None,
         }
 
     def _windows(self) -> list[Window]:
@@ -283,6 +301,13 @@ class Decoder(nnx.Module):
                 f"sequence length {length} is above the model's {self.config.max_seq};"
                 f" shorten the sequence or raise max_seq"
             )
+
+
+def _row_keys(key: Any, rows: int) -> Any:
+    """Data of a random key for each row, from one or as many."""
+    if key is None:
+        return None
+    return jax.random.key_data(row_keys(key, rows))
 
 
 def make_norm(config: DecoderConfig) -> RMSNorm | LayerNorm:
