@@ -107,9 +107,7 @@ def plan_record(members: Sequence[tuple[int, ArraySlot, Shards]]) -> RecordPlan:
     check_coverage(slots)
     first = slots[0]
     segments = [shards for _, _, shards in members]
-    layout = choose_layout(
-        first.shape, first.dtype, first.layered, segments, experts=first.experts
-    )
+    layout = choose_layout(first.shape, first.dtype, first.layered, segments, experts=first.experts)
     tiles = tuple(
         tile
         for position, slot, shards in members
