@@ -157,6 +157,8 @@ def layout_of(
     expected: float,
     shapes: tuple[tuple[str, tuple[int, ...], Dims], ...],
     compute: jnp.dtype,
+    *,
+    sends: bool = True,
 ) -> Layout:
     """The layout of a layer.
 
@@ -167,6 +169,7 @@ def layout_of(
         expected: Of a token, on average.
         shapes: Name, shape and dims of each array of the experts.
         compute: Dtype of the input.
+        sends: Whether rows may go from device to device in buffers, as the plan asks.
 
     Raises:
         PlanError: A tensor layout other than 1d, or sizes that its devices do not divide.
@@ -198,10 +201,10 @@ def layout_of(
             f"plan.tensor_layout '{bound.plan.tensor_layout}': experts are not split by rows and"
             " columns; give tensor_layout 1d, and the devices to mesh axes expert and tensor"
         )
-    return _on_devices(bound, tokens, choices, expected, shapes, compute)
+    return _on_devices(bound, tokens, choices, expected, shapes, compute, sends)
 
 
-def _on_devices(bound, tokens, choices, expected, shapes, compute) -> Layout:
+def _on_devices(bound, tokens, choices, expected, shapes, compute, sends) -> Layout:
     experts = shapes[0][1][0]
     dims: Dims = ("batch", "seq:residual", "embed")
     spec = split_of(resolve(bound, "activations", dims, tokens, name="input of experts"))
@@ -218,6 +221,8 @@ def _on_devices(bound, tokens, choices, expected, shapes, compute) -> Layout:
         )
     )
     way = _way(bound, group, axes_of(own), choices)
+    if not sends:
+        way = "gather" if group else "weights"
     if way == "ragged":
         _check_ragged(bound, features)
     sends = way in SENDING
