@@ -55,6 +55,23 @@ OFF = {
         "weights that sum to 1": {"mixture.renormalise": False},
         "qk norm": {"qk_norm": False},
     },
+    "deepseek_v2_lite": {
+        "shared experts": {"mixture.shared": 0},
+        "two choices": {"mixture.choices": 2},
+        "neighbours turn": {"rope": RopeConfig(theta=10_000.0)},
+    },
+    "deepseek_v2": {
+        "groups": {"mixture.groups": 0},
+        "scale of experts": {"mixture.scale": 1.0},
+        "magnitude of logits": {"latent.scale": 1.0},
+        "rope scaling": {"rope": RopeConfig(theta=50.0, interleaved=True)},
+    },
+    "deepseek_v3": {
+        "bias of the choice": {"mixture.bias_rate": 0.0},
+        "groups": {"mixture.groups": 0},
+        "weights that sum to 1": {"mixture.renormalise": False},
+        "best two of a group": {"mixture.group_score": "max"},
+    },
     "gpt2": {
         "positions": {"learned_positions": 0},
         "attention bias": {"qkv_bias": False, "out_bias": False},
@@ -147,11 +164,16 @@ def decoded(spec, params, text):
 
 
 def switched_off(decoder, fields):
-    """With these fields; those of its mixture begin with its name."""
-    inner = {name.removeprefix("mixture."): v for name, v in fields.items() if "." in name}
+    """With these fields; those of its mixture or latents begin with its name."""
     outer = {name: v for name, v in fields.items() if "." not in name}
-    if inner:
-        outer["mixture"] = dataclasses.replace(decoder.mixture, **inner)
+    for part in ("mixture", "latent"):
+        inner = {
+            name.removeprefix(f"{part}."): v
+            for name, v in fields.items()
+            if name.startswith(f"{part}.")
+        }
+        if inner:
+            outer[part] = dataclasses.replace(getattr(decoder, part), **inner)
     return dataclasses.replace(decoder, **outer)
 
 
