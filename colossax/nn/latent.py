@@ -18,7 +18,7 @@ from colossax.nn.rope import rotate
 from colossax.pallas.attention import Mask, Operands, Scoring
 from colossax.sharding import attend_cache, attention, constrain, linears
 
-LATENT_DIMS = ("layers", None, None, None)
+LATENT_DIMS = ("layers", None, None, "kv_latent")
 """Of a cache of latents: `[layers, seats, slots, kv_rank + rope_dim]`."""
 
 
@@ -95,7 +95,10 @@ class LatentAttention(nnx.Module):
     def cache_spec(
         self, *, layers: int, seats: int, slots: int, chunk: int | None = None
     ) -> CacheSpec:
-        """Latents and shared keys of these many layers, whole on every device that has heads."""
+        """Latents and shared keys of these many layers, side by side.
+
+        By the rules they lie whole on every device; `cache={"kv_latent": "tensor"}` splits them.
+        """
         width = self.shape.sizes.kv_rank + self.shape.sizes.rope_dim
         one = CacheArray(shape=(layers, seats, slots, width), dims=LATENT_DIMS)
         return CacheSpec(arrays={"latent": one})

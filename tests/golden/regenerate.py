@@ -415,6 +415,7 @@ CASES: dict[str, Case] = {
             "n_shared_experts": 1,
             "n_group": 4,
             "topk_group": 2,
+            "num_mtp_layers": 0,
             "routed_scaling_factor": 1.5,
             "rope_parameters": YARN,
         },
@@ -526,7 +527,11 @@ def scaled(owner: nn.Module, name: str, noise: np.ndarray, *, tied: bool) -> np.
         return 0.2 * noise
     fan_in = noise.shape[0] if isinstance(owner, Conv1D) else noise.shape[-1]
     # Sharper attention and larger logits than these would only enlarge rounding.
-    gain = 1.2 if re.search(r"[qk]_proj|(q|kv)_[ab]_proj|c_attn|query_key_value|lm_head", name) else 1.8
+    gain = (
+        1.2
+        if re.search(r"[qk]_proj|(q|kv)_[ab]_proj|c_attn|query_key_value|lm_head", name)
+        else 1.8
+    )
     return noise * gain / np.sqrt(fan_in)
 
 

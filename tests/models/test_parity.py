@@ -14,6 +14,7 @@ from colossax.models.hf_folder import read_params
 from colossax.models.registry import maker
 from colossax.nn import Decoder, FlatTokens, describe
 from colossax.nn.rope import RopeConfig
+from tests.cases import quick_first
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 FACTS = json.loads((GOLDEN / "golden.json").read_text())["cases"]
@@ -89,6 +90,9 @@ OFF = {
     },
 }
 
+DEAR = ("deepseek_v2",)
+"""Cases of which the core has another one's features."""
+
 
 def expected(case):
     """Tokens and logits as `transformers` gave them."""
@@ -112,9 +116,10 @@ def test_every_case_is_here():
     assert set(FACTS) == set(OFF) == {path.parent.name for path in GOLDEN.glob("*/config.json")}
 
 
+@pytest.mark.catches("latent-softmax-scale")
 @pytest.mark.catches("bloom-heads-side-by-side")
 @pytest.mark.catches("llama-heads-inside-out")
-@pytest.mark.parametrize("case", FACTS)
+@pytest.mark.parametrize("case", quick_first(FACTS, [name for name in FACTS if name not in DEAR]))
 def test_logits_and_greedy_tokens(case):
     config, params = read_params(GOLDEN / case)
     want = expected(case)
@@ -132,7 +137,8 @@ def test_logits_and_greedy_tokens(case):
     assert len(greedy) == 32
 
 
-@pytest.mark.parametrize("case", FACTS)
+@pytest.mark.catches("latent-values")
+@pytest.mark.parametrize("case", quick_first(FACTS, [name for name in FACTS if name not in DEAR]))
 def test_greedy_tokens_with_a_cache(case):
     """One token at a time, keys and values kept: the same logits and tokens again."""
     config, params = read_params(GOLDEN / case)
@@ -177,7 +183,13 @@ def switched_off(decoder, fields):
     return dataclasses.replace(decoder, **outer)
 
 
-@pytest.mark.parametrize(("case", "off"), [(case, off) for case in OFF for off in OFF[case]])
+FEATURES = [(case, off) for case in OFF for off in OFF[case]]
+
+
+@pytest.mark.parametrize(
+    ("case", "off"),
+    quick_first(FEATURES, [one for one in FEATURES if not one[0].startswith("deepseek")]),
+)
 def test_each_feature_counts(case, off):
     config, params = read_params(GOLDEN / case)
     decoder = switched_off(config.decoder(), OFF[case][off])
