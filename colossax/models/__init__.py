@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from .altered import upcycled as upcycled
     from .altered import with_layers as with_layers
     from .bloom import BloomConfig as BloomConfig
+    from .deepseek_v2 import DeepSeekV2Config as DeepSeekV2Config
+    from .deepseek_v3 import DeepSeekV3Config as DeepSeekV3Config
     from .gpt2 import GPT2Config as GPT2Config
     from .llama import LlamaConfig as LlamaConfig
     from .mistral import MistralConfig as MistralConfig
