@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,16 +12,18 @@ from jax.sharding import NamedSharding
 from colossax.aot import (
     collectives,
     compile_program,
+    exchanging,
     parse_module,
     parse_target,
     target_devices,
 )
 from colossax.pallas import target
 from colossax.sharding import compiler_options, use
+from colossax.sharding.experts.exchange import PASSES, assumed_turns
 from colossax.sharding.experts.island import through_experts
 from colossax.sharding.experts.layout import layout_of
 from colossax.sharding.matmul.splits import spec_of
-from tests.sharding.experts.plans import DIMS, Gated, plan
+from tests.sharding.experts.plans import DIMS, SPLIT, Gated, plan
 
 pytestmark = [pytest.mark.aot, pytest.mark.timeout(900)]
 
@@ -38,12 +41,19 @@ class Compiled:
 
     @property
     def sent(self):
-        """Collectives by kind and axes: bytes of payload, loops of unknown length once."""
-        module = parse_module(self.program.hlo).with_trip_count(1)
+        """Bytes of each collective by kind and axes, balanced loads in one pass or in chunks."""
+        turns = assumed_turns(self.bound.plan.experts.chunks)
+        module, _ = parse_module(self.program.hlo).assuming(PASSES, turns)
         found = {}
         for one in collectives(module, self.bound.mesh):
-            found.setdefault((one.kind, one.axes), []).append(one.bytes * 1)
-        return {key: sorted(each) for key, each in found.items()}
+            found.setdefault((one.kind, one.axes), []).append(one.bytes)
+        return found
+
+    def rows(self, axes):
+        """Bytes of the buffers of rows among them, sent one way."""
+        slots = self.layout.destinations * self.layout.slots * D * 2
+        exchanged = self.sent[("all-to-all", axes)]
+        return [each for each in exchanged if each >= slots]
 
 
 @functools.cache
@@ -87,24 +97,34 @@ EXPERT8 = (("expert", 8),)
 
 
 def beside_products(program):
-    """Of each all-to-all of rows: whether a loop or kernel of products stands within it."""
+    """Of each exchange how often it runs, and whether products stand within it."""
     module = parse_module(program.hlo)
+    turns = {
+        name: one.trip_count
+        for body in module.computations.values()
+        for one in body
+        for role, name in one.called
+        if role == "body"
+    }
     found = []
-    for body in module.computations.values():
+    for name, body in module.computations.items():
         for place, start in enumerate(body):
             if not starts_exchange(module, start):
                 continue
             end = next(n for n in range(place + 1, len(body)) if ends(body[n], start))
-            found.append(any(multiplies(module, one) for one in body[place:end]))
+            hidden = any(multiplies(module, one) for one in body[place:end])
+            found.append((turns.get(name, 1), hidden))
     return found
 
 
 def starts_exchange(module, one):
-    if one.opcode == "all-to-all-start":
-        return True
-    called = [name for role, name in one.called]
-    return one.opcode == "async-start" and any(
-        inner.opcode == "all-to-all" for name in called for inner in module.computations[name]
+    return one.opcode == "all-to-all-start" or (
+        one.opcode == "async-start"
+        and any(
+            inner.opcode in ("all-to-all", "ragged-all-to-all")
+            for _, name in one.called
+            for inner in module.computations[name]
+        )
     )
 
 
@@ -113,18 +133,12 @@ def ends(one, start):
 
 
 def multiplies(module, one):
-    """Whether it is, or has within, a matmul."""
-    if one.opcode == "dot" or (
-        one.opcode == "custom-call" and ("gemm" in one.attributes or "mosaic" in one.attributes)
-    ):
+    """Whether it is a matmul, or has one within."""
+    kernel = one.opcode in ("custom-call", "fusion")
+    if one.opcode == "dot" or (kernel and re.search("gemm|mosaic", one.attributes)):
         return True
-    if "gemm" in one.attributes and one.opcode == "fusion":
-        return True
-    return any(
-        multiplies(module, inner)
-        for _, name in one.called
-        for inner in module.computations.get(name, ())
-    )
+    called = (module.computations.get(name, ()) for _, name in one.called)
+    return any(multiplies(module, inner) for body in called for inner in body)
 
 
 @pytest.mark.catches("chunks-one-after-another")
@@ -132,5 +146,84 @@ def multiplies(module, one):
 def test_most_exchanges_of_chunks_stand_beside_products(backward):
     one = compiled(mesh=EXPERT8, dispatch="capacity", capacity=1.0, chunks=8, backward=backward)
     found = beside_products(one.program)
-    print(backward, found)
-    assert sum(found) >= 0.8 * len(found)
+    hidden, all_of_them = (
+        sum(turns for turns, under in found if under or every) for every in (False, True)
+    )
+    # Of eight chunks the first is sent and the last comes back beside nothing, and once the counts.
+    sent, back = (3, 2) if backward else (2, 1)
+    assert (all_of_them, all_of_them - hidden) == (8 * (sent + back) + 1, sent + back + 1)
+    assert hidden >= 0.8 * all_of_them
+
+
+def test_without_chunks_no_exchange_has_products_beside_it():
+    one = compiled(mesh=EXPERT8, dispatch="capacity", capacity=1.0, backward=False)
+    assert not any(hidden for _, hidden in beside_products(one.program))
+
+
+@pytest.mark.catches("rows-stay-on-their-node")
+def test_along_the_outer_axis_messages_are_larger_and_fewer():
+    mesh = (("expert", 2), ("tensor", 4))
+    asked = {"mesh": mesh, "dispatch": "capacity", "group": "expert,tensor", "backward": False}
+    at_once, by_axis = (compiled(hierarchical=each, **asked) for each in (False, True))
+    payload = B * S * K // 64 * 8 * D * 2 * 5 // 4  # of eight devices, with 1.25 times the load
+    assert at_once.rows(("expert", "tensor")) == [payload] * 2
+    for axis, others in (("expert", 1), ("tensor", 3)):
+        assert by_axis.rows((axis,)) == [payload] * 2
+        # So many messages a device sends, each of so much; at once they are 7 of an eighth.
+        assert payload // (others + 1) in (payload // 2, payload // 4)
+    groups = sorted(replica_groups(by_axis.program, by_axis.bound.mesh))
+    assert groups == sorted(
+        [
+            ((0, 1, 2, 3), (4, 5, 6, 7)),
+            ((0, 4), (1, 5), (2, 6), (3, 7)),
+        ]
+    )
+
+
+def replica_groups(program, mesh):
+    """Groups of devices of all-to-alls, each once."""
+    module = parse_module(program.hlo)
+    found = {
+        tuple(sorted(tuple(group) for group in groups))
+        for kind, _, groups in exchanging(module, mesh)
+        if kind == "all-to-all"
+    }
+    return found
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_rows_that_all_of_tensor_have_are_sent_once(backward):
+    """Experts on 4 x features on 2: half of what goes where each device sends all it has."""
+    asked = {"mesh": (("expert", 4), ("tensor", 2)), "name": SPLIT, "dispatch": "capacity"}
+    sliced = compiled(group="expert", backward=backward, **asked)
+    rows = B * S * K // 4 * 5 // 4  # of a device of `expert`, duplicates kept
+    sums = 3 if backward else 2
+    assert sum(sliced.rows(("expert",))) == sums * rows * D * 2 // 2
+    assert ("all-gather", ("tensor",)) in sliced.sent
+    folded = compiled(group="expert,tensor", backward=backward, **asked)
+    assert sum(folded.rows(("expert", "tensor"))) == sums * rows * D * 2 // 2
+    along = {axes for _, axes in folded.sent if "tensor" in axes}
+    assert along <= {("expert", "tensor"), tuple(folded.bound.mesh.axis_names)}
+    assert {kind for kind, axes in folded.sent if axes == ("expert", "tensor")} == {"all-to-all"}
+
+
+def test_unequal_parts_are_sent_without_sums_of_what_they_are_put_into():
+    """Compiled only: no GPU has run it. The buffer's bytes are the most that may travel."""
+    one = compiled(mesh=EXPERT8, dispatch="ragged", backward=True)
+    exchanged = one.sent[("ragged-all-to-all", ("expert",))]
+    assert exchanged == [one.layout.destinations * one.layout.slots * D * 2] * 3
+    assert not [
+        kind for kind, _ in one.sent if kind == "all-reduce" and sum(one.sent[kind, _]) > 64
+    ]
+
+
+@pytest.mark.catches("passes-keep-all")
+def test_no_routing_takes_more_memory_than_another():
+    """All tokens to one device are eight passes, and a buffer of one."""
+    of = {
+        way: compiled(mesh=EXPERT8, dispatch=way, backward=True).program.stats.temp_size_in_bytes
+        for way in ("capacity", "passes")
+    }
+    worst = compiled(mesh=EXPERT8, dispatch="capacity", capacity=8.0, backward=True)
+    assert of["passes"] <= 1.35 * of["capacity"]
+    assert worst.program.stats.temp_size_in_bytes > 2 * of["passes"]

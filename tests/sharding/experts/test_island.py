@@ -129,6 +129,7 @@ def test_with_a_capacity_the_last_rows_are_dropped_and_counted():
     np.testing.assert_allclose(y, kept, atol=1e-5)
 
 
+@pytest.mark.sweep
 @pytest.mark.catches("chunk-sent-in-vain")
 @pytest.mark.catches("rows-stay-on-their-node")
 def test_in_chunks_one_is_sent_while_another_is_computed():
