@@ -286,11 +286,12 @@ def _slots(bound: BoundPlan, way: str, worst: int, balanced: float, chunks: int)
     """Slots for a device, and the most passes that takes."""
     if way == "weights":
         return worst, 1
-    asked = balanced * bound.plan.experts.capacity
-    whole, slots = (
-        min(max(math.ceil(rows / _ROUNDED_TO) * _ROUNDED_TO, 1), worst)
-        for rows in (asked, asked / chunks)
-    )
+
+    def rounded(rows: float) -> int:
+        return min(max(math.ceil(rows / _ROUNDED_TO) * _ROUNDED_TO, 1), worst)
+
+    whole = rounded(balanced * bound.plan.experts.capacity)
+    slots = rounded(whole / chunks)
     return slots, math.ceil((whole if way == "capacity" else worst) / slots)
 
 

@@ -27,7 +27,7 @@ def chunked_seconds(chunks: int, exchange_s: float, compute_s: float) -> float:
     return ends + (chunks - 2) * max(2 * exchange_s, compute_s)
 
 
-def best_chunks(rates: ExpertRates, sent_bytes: float, flops: float) -> int:
+def best_chunks(rates: ExpertRates, sent_bytes: float, flops: float | int) -> int:
     """The number of chunks that takes least time; of equal ones the smallest.
 
     Args:

@@ -20,7 +20,8 @@ class Sent:
     Attributes:
         tokens: Tokens, rows and what belongs to them, forward and backward, in one pass, or in as
             many as there are chunks.
-        weights: The experts' matrices, gathered in both directions, and their gradients, summed.
+        weights: The experts' matrices, gathered in both directions and, with a placement, sent to
+            where they are computed; and their gradients, summed.
     """
 
     tokens: float
@@ -78,7 +79,16 @@ def _of_weights(layout: Layout, name: str, shape: tuple[int, ...], size: int) ->
     splits, wide = layout.weights[name], layout.summed.itemsize
     gathered = moved(layout, shape, splits.rest, splits.held) * size
     summed = moved(layout, shape, splits.held, splits.grad, partial=layout.gradient_axes) * wide
-    return 2 * gathered + summed
+    return 2 * gathered + summed + _placed(layout, shape) * (2 * size + wide)
+
+
+def _placed(layout: Layout, shape: tuple[int, ...]) -> float:
+    """Numbers that `placed_local` sends of an array of this shape."""
+    if layout.placement is None:
+        return 0.0
+    experts = layout.placement.moves[0].shape[1]
+    devices = layout.size(layout.group)
+    return _share(devices) * experts * math.prod(shape[1:]) / layout.size(layout.features)
 
 
 def moved(

@@ -2,6 +2,7 @@
 
 import itertools
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -17,7 +18,7 @@ from colossax.sharding.experts.placement import (
     replicas_of,
 )
 from tests.sharding.experts.plans import E, plan
-from tests.sharding.experts.test_island import MESHES, arrays, check, found, island, loads, wanted
+from tests.sharding.experts.test_island import MESHES, arrays, check, found, island, loads
 
 LOADS = st.lists(st.integers(0, 1000), min_size=1, max_size=5)
 
@@ -95,6 +96,7 @@ TABLE = ((3, 0), (3, 1), (2, 3), (4, 7), (3, 5), (6, 3), (0, 3), (1, 3))
 """Expert 3, which takes everything in the load `one`, seven times of sixteen."""
 
 
+@pytest.mark.sweep
 @pytest.mark.catches("replica-first-alone")
 def test_replicas_share_rows_and_learn_as_one_expert():
     _, passes = check(plan({"expert": 8}, "passes", placement=TABLE), "one", "even")
@@ -126,12 +128,9 @@ def test_any_placement_is_one_device(mesh, group, name, dispatch):
 
 
 def test_on_one_device_there_is_nothing_to_place():
-    import jax
-
     asked = plan({"data": 1}, placement=((0, 1, 2, 3, 4, 5, 6, 7),)).bind(jax.devices()[:1])
     with use(asked) as bound:
         assert island(bound, arrays()[1]).placement is None
-    assert wanted()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from colossax.aot import collectives, parse_module, totals
 from colossax.sharding import use
-from colossax.sharding.experts.exchange import PASSES
+from colossax.sharding.experts.exchange import PASSES, assumed_turns
 from colossax.sharding.experts.island import through_experts
 from colossax.sharding.experts.layout import layout_of
 from colossax.sharding.experts.traffic import buffer_rows, sent
@@ -41,12 +41,12 @@ def compiled(bound, layout):
     given = (tokens[0], rest, tokens[1], tokens[2])
     out = tokens[0].sharding
     grads = (out, {name: w.sharding for name, w in grad.items()}, tokens[1].sharding)
-    loops, ring = 0, 0
+    loops, ring, turns = 0, 0, assumed_turns(bound.plan.experts.chunks)
     for lowered in (
         jax.jit(forward, out_shardings=out).lower(*given),
         jax.jit(backward, out_shardings=grads).lower(tokens[0], *given),
     ):
-        module, found = parse_module(lowered.compile().as_text()).assuming(PASSES, 1)
+        module, found = parse_module(lowered.compile().as_text()).assuming(PASSES, turns)
         loops += found
         ring += sum(one.ring_bytes for one in totals(collectives(module, bound.mesh)))
     return loops, ring
@@ -70,7 +70,11 @@ CASES = [
     *(("expert4-tensor2", dispatch, SPLIT) for dispatch in ("passes", "gather", "weights")),
     ("expert4-tensor2", "passes", "expert"),
     ("expert4-tensor2", "gather", "expert"),
+    ("expert8", "passes", "chunks 2"),
+    ("expert4-tensor2", "passes", "chunks 3"),
+    ("expert8", "passes", "placed"),
 ]
+PLACED = ((3, 0), (3, 1), (2, 3), (4, 7), (3, 5), (6, 3), (0, 3), (1, 3))
 
 
 @pytest.mark.catches("sent-back-uncounted")
@@ -80,7 +84,9 @@ CASES = [
 def test_formulas_are_what_the_program_sends(mesh, dispatch, how):
     group = "expert" if how == "expert" else None
     name = SPLIT if how == SPLIT else None
-    with use(plan(MESHES[mesh], dispatch, group, name=name)) as bound:
+    chunks = int(how.split()[1]) if "chunks" in str(how) else 1
+    more = {"chunks": chunks, "placement": PLACED if how == "placed" else None}
+    with use(plan(MESHES[mesh], dispatch, group, name=name, **more)) as bound:
         layout = layout_under(bound)
         loops, ring = compiled(bound, layout)
     shapes = {name: w.shape for name, w in arrays()[1].items()}
