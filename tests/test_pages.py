@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import grain
+import jax
 import numpy as np
 import pytest
 
@@ -63,6 +64,12 @@ def test_the_script_around_fit_and_the_callback_run(tmp_path, monkeypatch, capsy
     xs = np.random.default_rng(0).normal(size=(128, 16)).astype(np.float32)
     records = [{"id": str(x), "features": x, "class": int(x[:4].argmax())} for x in xs]
     exec(own_data, {**scope, "grain": grain, "records": records})
+
+
+def test_the_step_of_a_student_is_built():
+    scope = {}
+    exec(snippets("own_loop.md")[-1], scope)
+    assert {info.model for info in jax.tree.leaves(scope["step"].infos)} == {"student"}
 
 
 @pytest.mark.catches("idle-unsaid")

@@ -111,6 +111,9 @@ class Experts(nnx.Module):
         self.up = param(drawn((count, embed, mlp), std), ("experts", *into))
         self.gate = param(drawn((count, embed, mlp), std), ("experts", *into)) if gated else None
         self.down = param(drawn((count, mlp, embed), out_std), ("experts", *out))
+        for each in (self.up, self.gate, self.down):
+            if each is not None:
+                each.set_metadata(own_fetch=True)
         self.bias = (
             param(
                 jnp.zeros((count,)), ("scores",), dtype="float32", update=MoveBias(config.bias_rate)
@@ -156,7 +159,7 @@ class Experts(nnx.Module):
         y, sums = sharded.moe(
             x,
             self.router.weights,
-            self._weights(),
+            self._weights(state),
             gate=self.gating,
             valid=side.valid,
             token_ids=side.token_ids,
@@ -185,7 +188,7 @@ class Experts(nnx.Module):
             beside = beside * jax.nn.sigmoid(self.shared_gate(x))
         return y + beside
 
-    def _weights(self) -> sharded.ExpertWeights:
+    def _weights(self, state: LayerState) -> sharded.ExpertWeights:
         names = ("up", "gate", "down") if self.gated else ("up", "down")
         into, out = ("expert_embed", "expert_mlp"), ("expert_mlp", "expert_embed")
         return sharded.ExpertWeights(
@@ -194,6 +197,7 @@ class Experts(nnx.Module):
             compute=ExpertMLP(
                 activation=self.activation, gated=self.gated, on_input=self.config.on_input
             ),
+            layer=state.at,
         )
 
 

@@ -17,7 +17,10 @@ from colossax.typing import TrainState
 
 _HERE = RunFolder(path=Path())
 _TAKEN = {
-    *(path.name for path in (_HERE.checkpoints, _HERE.metrics, _HERE.picture)),
+    *(
+        path.name
+        for path in (_HERE.checkpoints, _HERE.metrics, _HERE.picture, _HERE.experts_picture)
+    ),
     *(RUN_FILE, LOCK_FILE, LOG_FILE, EVENTS_FOLDER, "wandb", OFFLOADED),
 }
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from colossax.planner.flops import Yardstick, peak_flops
+from colossax.run.experts import experts_record
 from colossax.run.hyperparameters import hyperparameters
 from colossax.run.prepared import Prepared
 from colossax.run.records import Record
@@ -85,6 +86,7 @@ class Meter:
         record: Record = {"step": step, "loss": values["loss"], "grad_norm": values["grad_norm"]}
         record |= {"tokens": int(values["tokens"]), "tokens_per_s": round(speed, 1)}
         record |= {"step_seconds": round(seconds, 6), **self._around(step, metrics, values)}
+        record |= experts_record(step, metrics)
         mfu = self.yardstick.mfu(speed)
         return record if mfu is None else {**record, "mfu": round(mfu, 4)}
 

@@ -14,6 +14,7 @@ from typing import Any
 from colossax.documents import as_kind, member, parse_json
 from colossax.errors import InputError
 from colossax.files import write_whole
+from colossax.run.experts import scalars
 from colossax.run.run_dir import RunFolder
 from colossax.run.trackers import DEFAULT_TRACKERS, About, open_trackers
 
@@ -136,17 +137,30 @@ def _checksum(record: Record) -> int:
 
 
 def _record(line: bytes, *, sealed: bool) -> Record | None:
-    """A step's numbers by name; None where the line is something else."""
+    """A step's numbers, or lists of them, by name; None where the line is something else."""
     try:
         record = parse_json(line)
         member(record, "step", int)
         for value in record.values():
-            as_kind(value, (int, float, bool, type(None)), "it")
+            _check_value(value)
     except ValueError:
         return None
     if sealed and record.pop(_CHECKSUM, None) != _checksum(record):
         return None
     return record
+
+
+def _check_value(value: Any) -> None:
+    """Numbers, none, or lists of them.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    if isinstance(value, list):
+        for each in value:
+            _check_value(each)
+    else:
+        as_kind(value, (int, float, bool, type(None)), "it")
 
 
 def _beside(path: Path) -> Path:
@@ -211,7 +225,7 @@ class Records:
             self._broken = True
             self._report(f"metrics are no longer written ({problem.strerror}); training goes on")
             return
-        numbers = {name: value for name, value in clean.items() if name != "step"}
+        numbers = scalars({name: value for name, value in clean.items() if name != "step"})
         for name, tracker in list(self._trackers.items()):
             try:
                 tracker.write(record["step"], numbers)

@@ -42,6 +42,11 @@ class RunFolder:
         return self.path / "loss.png"
 
     @property
+    def experts_picture(self) -> Path:
+        """How evenly a mixture's experts were used."""
+        return self.path / "experts.png"
+
+    @property
     def log(self) -> Path:
         """What the run had to say when nobody could be shown it; mostly there is none."""
         return self.path / LOG_FILE

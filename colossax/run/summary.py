@@ -2,6 +2,7 @@
 
 import jax
 
+from colossax.run.experts import experts_line, plot_experts
 from colossax.run.plot import plot_losses
 from colossax.run.prepared import Prepared
 from colossax.run.progress import Screen
@@ -50,7 +51,7 @@ def _counted(step: Step) -> str:
 
 def conclude(run: Prepared, final: Record, screen: Screen, *, writable: bool = True) -> None:
     """Draw the picture where the folder is writable, tell the outcome and what is there."""
-    drawn = writable and _drawn(run, final, screen)
+    drawn = _drawn(run, final, screen) if writable else {}
     if "failure" in final:
         screen.note(final["failure"])
     elif final["stopped_by"] is not None:
@@ -64,6 +65,8 @@ def conclude(run: Prepared, final: Record, screen: Screen, *, writable: bool = T
             )
         for line in run.task.conclusion(final):
             screen.note(line)
+    if (line := experts_line(read_records(run.folder.metrics))) is not None:
+        screen.note(line)
     if final["mfu"] is not None:
         formula = f" ({run.task.flops_formula})" if run.task.flops_formula else ""
         screen.note(f"MFU {final['mfu']:.1%}{formula}")
@@ -72,28 +75,33 @@ def conclude(run: Prepared, final: Record, screen: Screen, *, writable: bool = T
     screen.note(_left(run, final, drawn=drawn))
 
 
-def _drawn(run: Prepared, final: Record, screen: Screen) -> bool:
-    """Draw the picture; False where it cannot be written, which is told."""
+def _drawn(run: Prepared, final: Record, screen: Screen) -> dict[str, bool]:
+    """Draw the pictures: which of them there are; what cannot be written is told."""
+    title = f"{run.task.name}: {final['parameters'] / 1e6:.2f} M parameters"
+    path = run.folder.picture
+    drawn = {}
     try:
         plot_losses(
             read_records(run.folder.metrics),
-            run.folder.picture,
-            title=f"{run.task.name}: {final['parameters'] / 1e6:.2f} M parameters",
+            path,
+            title=title,
             unit=run.task.unit,
             baselines=run.task.baselines(),
         )
+        drawn[path.name] = True
+        path = run.folder.experts_picture
+        drawn[path.name] = plot_experts(read_records(run.folder.metrics), path, title=title)
     except OSError as problem:
-        screen.note(f"loss.png was not drawn ({problem.strerror})")
-        return False
-    return True
+        screen.note(f"{path.name} was not drawn ({problem.strerror})")
+    return drawn
 
 
-def _left(run: Prepared, final: Record, *, drawn: bool) -> str:
+def _left(run: Prepared, final: Record, *, drawn: dict[str, bool]) -> str:
     """What of a run is in its folder."""
     there = {
         "checkpoints": final["checkpoint"] is not None,
         "metrics": run.folder.metrics.exists(),
-        "loss.png": drawn,
+        **drawn,
     }
     names = [name for name, is_there in there.items() if is_there]
     if not names:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -131,9 +130,7 @@ def multiplies(module, one):
 @pytest.mark.catches("chunks-one-after-another")
 @pytest.mark.parametrize("backward", [False, True])
 def test_most_exchanges_of_chunks_stand_beside_products(backward):
-    one = compiled(
-        mesh=EXPERT8, dispatch="capacity", capacity=1.0, chunks=8, backward=backward
-    )
+    one = compiled(mesh=EXPERT8, dispatch="capacity", capacity=1.0, chunks=8, backward=backward)
     found = beside_products(one.program)
     print(backward, found)
     assert sum(found) >= 0.8 * len(found)

@@ -17,8 +17,17 @@ from colossax.sharding.experts.slots import (
 )
 
 PASSES = "experts_passes"
-"""The scope in which loops over passes are traced. How often they run depends on the routing, so
-who counts a program must say what is taken for it."""
+"""The scope in which loops over passes are traced: how often they run depends on the routing, so
+that who counts a program must say what is taken for it."""
+
+
+def assumed_turns(chunks: int | str) -> int:
+    """Turns of a loop over passes where a balanced load takes as many as there are chunks.
+
+    Of two or more the first and the last stand outside of the loop; of `auto` the number is that of
+    a layer, and one turn is taken.
+    """
+    return max(chunks - 2, 0) if isinstance(chunks, int) and chunks > 1 else 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,12 +38,14 @@ class Route:
         layout: Of the layer.
         found: The choices here.
         ends: `[sources, l]`: of each device that sends here, where the rows of each expert end.
+        rows: `[g]`, that come from each device of the group.
         count: Passes, the same on all devices.
     """
 
     layout: Layout
     found: Sorted
     ends: Int[Array, "sources l"]
+    rows: Int[Array, " g"]
     count: Array | int
 
     def taken(self, number: Array | int) -> Slots:
@@ -47,17 +58,28 @@ class Route:
         ends = jnp.clip(self.ends - number * slots, 0, slots)
         return jnp.diff(ends, axis=1, prepend=0)
 
+    def filled(self, number: Array | int) -> tuple[Int[Array, " g"], Int[Array, " g"]]:
+        """Rows that a pass sends to each device of the group, and gets from it."""
+        slots = self.layout.slots
+        to = rows_per_device(self.found, self.layout.destinations)
+        sent, got = (jnp.clip(each - number * slots, 0, slots) for each in (to, self.rows))
+        return sent.astype(jnp.int32), got.astype(jnp.int32)
+
 
 def route_local(layout: Layout, found: Sorted) -> Route:
     """The route of a device's choices.
 
     Cost: the number of rows for each expert by all-to-all, once for all passes.
     """
-    counts = jnp.diff(found.ends)
+    counts = own = jnp.diff(found.ends)
     if layout.sends:
-        counts = _whole_sent_local(layout, counts)
-    ends = jnp.cumsum(counts.reshape(-1, layout.experts_here), axis=1)
-    return Route(layout=layout, found=found, ends=ends, count=_passes_local(layout, found))
+        own = _exchanged_local(layout, counts, inner_first=True)
+        counts = _gathered_local(layout, own)
+    ends, own_ends = (
+        jnp.cumsum(each.reshape(-1, layout.experts_here), axis=1) for each in (counts, own)
+    )
+    count = _passes_local(layout, found)
+    return Route(layout=layout, found=found, ends=ends, rows=own_ends[:, -1], count=count)
 
 
 def sent_local(layout: Layout, route: Route, x: Array, number: Array | int) -> Array:
@@ -65,20 +87,38 @@ def sent_local(layout: Layout, route: Route, x: Array, number: Array | int) -> A
 
     Its transpose is `returned_local`.
     """
-    return _whole_sent_local(layout, x) if layout.sends else x
+    if not layout.sends:
+        return x
+    if layout.way == "ragged" and x.ndim > 1:
+        return _ragged_local(layout, x, *route.filled(number))
+    return _gathered_local(layout, _exchanged_local(layout, x, inner_first=True))
 
 
 def returned_local(layout: Layout, route: Route, x: Array, number: Array | int) -> Array:
     """What a pass sent, back; parts of a sum over features are summed."""
     if not layout.sends:
         return x
+    if layout.way == "ragged" and x.ndim > 1:
+        return _ragged_local(layout, x, *route.filled(number)[::-1])
     if layout.features:
         x = jax.lax.psum_scatter(x, layout.features, tiled=True)
     return _exchanged_local(layout, x, inner_first=False)
 
 
-def _whole_sent_local(layout: Layout, x: Array) -> Array:
-    x = _exchanged_local(layout, x, inner_first=True)
+def _ragged_local(layout: Layout, x: Array, sent: Array, got: Array) -> Array:
+    """`_exchanged_local` of the slots that are filled alone; others come back as zeros.
+
+    Nothing here is differentiated, so that no gradient of the zeros is summed over devices.
+    """
+    first = jnp.arange(layout.destinations, dtype=jnp.int32) * layout.slots
+    mine = jax.lax.axis_index(layout.group) * layout.slots
+    there = jnp.full_like(first, mine)
+    into = jax.lax.stop_gradient(jnp.zeros_like(x))
+    return jax.lax.ragged_all_to_all(x, into, first, sent, there, got, axis_name=layout.group)
+
+
+def _gathered_local(layout: Layout, x: Array) -> Array:
+    """Of all devices that have a part of the same experts."""
     return jax.lax.all_gather(x, layout.features, tiled=True) if layout.features else x
 
 

@@ -25,6 +25,7 @@ from colossax.sharding.experts.exchange import (
     sent_local,
 )
 from colossax.sharding.experts.layout import Layout
+from colossax.sharding.experts.placement import placed_local
 from colossax.sharding.experts.slots import (
     by_expert,
     collect,
@@ -127,7 +128,7 @@ def _forward(
 ) -> tuple[Array, Array, Array]:
     def forward_local(x: Array, weights: Any, expert: Array, scale: Array) -> Any:
         held = _held_local(layout, weights, x.dtype)
-        tokens, chosen, scales = _tokens_local(layout, x, expert, scale)
+        tokens, chosen, scales = tokens_local(layout, x, expert, scale)
         found = sort_choices(chosen, _sorted_experts(layout))
         route = route_local(layout, found)
 
@@ -135,8 +136,9 @@ def _forward(
             return _given_local(layout, route, tokens, scales, number)
 
         def computed(number: Array | int, given: Any, total: Array) -> Any:
+            rows, weight = given
             counts = route.arriving(number)
-            return _computed_local(layout, compute, held, {}, *given, counts), total
+            return _computed_local(layout, compute, held, {}, rows, weight, counts), total
 
         def receive(number: Array | int, made: Array, total: Array) -> Array:
             return total + collect(returned_local(layout, route, made, number), route.taken(number))
@@ -144,16 +146,21 @@ def _forward(
         start = jnp.zeros(tokens.shape, jnp.float32)
         total = in_passes(layout, route.count, send, computed, receive, start)
         count = jnp.asarray(route.count, jnp.float32)
-        return _home_local(layout, total, x), count, dropped_local(layout, found)
+        return home_local(layout, total, x), count, dropped_local(layout, found)
 
     whole = spec_of(())
-    mapped = _mapped(
+    run = mapped(
         layout,
         forward_local,
-        (_token_spec(layout), _rest_specs(layout), _token_spec(layout), _token_spec(layout)),
-        (_token_spec(layout), whole, whole),
+        (token_spec(layout), rest_specs(layout), token_spec(layout), token_spec(layout)),
+        (token_spec(layout), whole, whole),
     )
-    return mapped(x, weights, expert, scale)
+    return run(x, weights, _slots_of(layout, expert), scale)
+
+
+def _slots_of(layout: Layout, expert: Array) -> Array:
+    """Numbers of what computes the chosen."""
+    return expert if layout.placement is None else layout.placement.slot_of(expert)
 
 
 def _fwd(
@@ -167,7 +174,7 @@ def _bwd(layout: Layout, compute: Compute, residuals: Any, cotangents: Any) -> A
 
     def backward_local(x: Array, weights: Any, expert: Array, scale: Array, dy: Array) -> Any:
         held = _held_local(layout, weights, x.dtype)
-        tokens, chosen, scales = _tokens_local(layout, x, expert, scale)
+        tokens, chosen, scales = tokens_local(layout, x, expert, scale)
         dtokens = _gathered_local(layout, _slice_local(layout, _flat(dy)))
         route = route_local(layout, sort_choices(chosen, _sorted_experts(layout)))
         into = {name: jnp.zeros(w.shape, layout.summed) for name, w in held.items()}
@@ -202,17 +209,17 @@ def _bwd(layout: Layout, compute: Compute, residuals: Any, cotangents: Any) -> A
             name: _summed_local(layout, name, dw).astype(weights[name].dtype)
             for name, dw in dheld.items()
         }
-        return _home_local(layout, dx, x), dweights, _home_local(layout, dscale, scale)
+        return home_local(layout, dx, x), dweights, home_local(layout, dscale, scale)
 
-    tokens = _token_spec(layout)
+    tokens = token_spec(layout)
     grads = {name: spec_of(splits.grad) for name, splits in layout.weights.items()}
-    mapped = _mapped(
+    run = mapped(
         layout,
         backward_local,
-        (tokens, _rest_specs(layout), tokens, tokens, tokens),
+        (tokens, rest_specs(layout), tokens, tokens, tokens),
         (tokens, grads, tokens),
     )
-    dx, dweights, dscale = mapped(x, weights, expert, scale, cotangents[0])
+    dx, dweights, dscale = run(x, weights, _slots_of(layout, expert), scale, cotangents[0])
     return dx, dweights, None, dscale
 
 
@@ -224,8 +231,8 @@ def _given_local(
 ) -> tuple[Array, Array]:
     """What this device's experts get in a pass: rows and their weights."""
     taken = route.taken(number)
-    given = spread(tokens, taken), spread_choices(scales, taken)
-    return tuple(sent_local(layout, route, each, number) for each in given)
+    rows, weight = spread(tokens, taken), spread_choices(scales, taken)
+    return sent_local(layout, route, rows, number), sent_local(layout, route, weight, number)
 
 
 def _computed_local(
@@ -254,7 +261,7 @@ def _sorted_experts(layout: Layout) -> int:
     return layout.experts if layout.sends else layout.experts_here
 
 
-def _tokens_local(
+def tokens_local(
     layout: Layout, x: Array, expert: Array, scale: Array
 ) -> tuple[Array, Array, Array]:
     """The tokens that this device sends or computes, their experts and weights."""
@@ -287,7 +294,7 @@ def _gathered_local(layout: Layout, x: Array) -> Array:
     return jax.lax.all_gather(x, layout.gathered, tiled=True) if layout.gathered else x
 
 
-def _home_local(layout: Layout, x: Array, like: Array) -> Array:
+def home_local(layout: Layout, x: Array, like: Array) -> Array:
     """What was computed for tokens, summed up, where they are at rest."""
     x = x.astype(like.dtype)
     if layout.gathered:
@@ -307,26 +314,36 @@ def _held_local(layout: Layout, weights: Mapping[str, Array], dtype: Any) -> dic
         splits = layout.weights[name]
         if splits.rest[1:] != splits.held[1:]:
             w = row_major_local(w)
-        held[name] = move_local(w.astype(dtype), splits.rest, splits.held)
+        w = move_local(w.astype(dtype), splits.rest, splits.held)
+        if layout.placement is not None:
+            w = placed_local(layout.placement, layout.group, w)
+        held[name] = w
     return held
 
 
 def _summed_local(layout: Layout, name: str, dw: Array) -> Array:
     """The gradient of the device's experts over all tokens, where it is wanted."""
     splits = layout.weights[name]
+    if layout.placement is not None:
+        at_rest = (layout.placement.experts // layout.size(layout.group), *dw.shape[1:])
+        placed = functools.partial(placed_local, layout.placement, layout.group)
+        (dw,) = jax.linear_transpose(placed, jax.ShapeDtypeStruct(at_rest, dw.dtype))(dw)
     dw = move_local(dw, splits.held, splits.grad, partial=layout.gradient_axes)
     return row_major_local(dw) if splits.grad[1:] != splits.held[1:] else dw
 
 
-def _token_spec(layout: Layout) -> Any:
+def token_spec(layout: Layout) -> Any:
+    """Of tokens, at rest."""
     return spec_of((*layout.tokens, ()))
 
 
-def _rest_specs(layout: Layout) -> dict[str, Any]:
+def rest_specs(layout: Layout) -> dict[str, Any]:
+    """Of the experts' arrays, at rest."""
     return {name: spec_of(splits.rest) for name, splits in layout.weights.items()}
 
 
-def _mapped(layout: Layout, local: Callable, specs: tuple, out: Any) -> Callable:
+def mapped(layout: Layout, local: Callable, specs: tuple, out: Any) -> Callable:
+    """`local` on every device of the plan."""
     if layout.bound is None:
         return local
     return jax.shard_map(

@@ -131,6 +131,7 @@ def test_with_a_capacity_the_last_rows_are_dropped_and_counted():
 
 
 @pytest.mark.catches("chunk-sent-in-vain")
+@pytest.mark.catches("rows-stay-on-their-node")
 def test_in_chunks_one_is_sent_while_another_is_computed():
     asked = plan({"expert": 4, "tensor": 2}, "passes", "expert,tensor", chunks=2, hierarchical=True)
     layout, passes = check(asked, "one", "none")
