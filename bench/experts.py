@@ -88,7 +88,7 @@ def cases() -> list[Case]:
     dropless = "78.8 GiB, interpreted 24.3 at 41 GB; with drops 18.0 at 48.6"
     fused = {"model": "mixtral_8x7b", "clipping": "two_pass"}
     deepseek = {"model": "deepseek_v3"}
-    wide = {"stage": 2, "fsdp": 16, "expert": 8}
+    staged = {"stage": 2, "fsdp": 2, "expert": 64}
     peers = "27.6 GiB at 19.8 GB; with drops 25.4 at 22.7"
     return [
         Case(model=qwen, limits=one, peer=dropless),
@@ -98,14 +98,14 @@ def cases() -> list[Case]:
         Case(
             **deepseek,
             target="h100:32x8",
-            mesh={"fsdp": 32, "expert": 8},
+            mesh={"fsdp": 4, "expert": 64},
             limits={"total": 76.5},
             peer="96 GiB with drops, 321 dropless, at 911 GB",
         ),
         Case(
             **deepseek,
             target="h200:32x8",
-            mesh=wide,
+            mesh=staged,
             microbatches=4,
             limits={"share": 0.9, "compile": 300},
         ),
@@ -158,11 +158,12 @@ def dense_arrays(hlo: str, case: Case) -> list[str]:
     tokens = case.rows * config.data.seq_len
     largest = tokens * model.choices * here * width
     # Matrices of all layers, however they are reshaped.
-    stacks = {model.layers * here * model.embed * width}
+    layers = (model.layers, model.layers - getattr(model, "first_dense", 0))
+    stacks = {count * here * model.embed * width for count in layers}
     found = set()
     for name, dims in re.findall(r"\b([a-z]+\d+)\[([\d,]+)\]", hlo) if here > 1 else ():
         sizes = [int(size) for size in dims.split(",")]
-        stacked = sizes[0] == model.layers or math.prod(sizes) in stacks
+        stacked = sizes[0] in layers or math.prod(sizes) in stacks
         if math.prod(sizes) >= largest and not stacked and model.vocab not in sizes:
             found.add(f"{name}[{dims}]")
     return sorted(found)
