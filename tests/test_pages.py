@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import grain
+import jax
 import numpy as np
 import pytest
 
@@ -63,6 +64,14 @@ def test_the_script_around_fit_and_the_callback_run(tmp_path, monkeypatch, capsy
     xs = np.random.default_rng(0).normal(size=(128, 16)).astype(np.float32)
     records = [{"id": str(x), "features": x, "class": int(x[:4].argmax())} for x in xs]
     exec(own_data, {**scope, "grain": grain, "records": records})
+
+
+def test_a_decoder_with_experts_is_made_as_the_page_says():
+    (script,) = snippets("experts.md")
+    scope = {}
+    exec(script, scope)
+    paths = {info.path for info in jax.tree.leaves(scope["step"].spec.infos)}
+    assert {"layers/mlp/up", "layers/mlp/router/w"} <= paths
 
 
 @pytest.mark.catches("idle-unsaid")
