@@ -170,12 +170,12 @@ def test_validation_weighs_tokens_not_batches():
 @pytest.mark.catches("validation-of-all-counts")
 def test_validation_leaves_arrays_and_maxima_that_layers_count_alone():
     def evaluate(state, batch):
-        loads = (jnp.ones((2, 4)), jnp.float32(batch))
-        passes = Maximum(jnp.ones(2))
-        pair = (jnp.float32(3 * batch), jnp.float32(batch))
+        weight = jnp.float32(batch["weight"])
+        loads, passes = (jnp.ones((2, 4)), weight), Maximum(jnp.ones(2))
+        pair = (3 * weight, weight)
         return {"cross_entropy": pair, "expert_load": loads, "dispatch_passes": passes}
 
-    assert mean_loss(evaluate, {}, [1, 2]) == pytest.approx(3)
+    assert mean_loss(evaluate, {}, [{"weight": 1.0}, {"weight": 2.0}]) == pytest.approx(3)
 
 
 def test_python_costs_less_than_a_millisecond_a_step(tmp_path):
