@@ -87,12 +87,18 @@ class ParamInfo:
     @property
     def on_host(self) -> bool:
         """Whether the parameter is in host memory."""
-        return self.placement.params_on_host and not self.resident
+        there = self.placement.params_on_host or self._with_experts
+        return there and not self.resident
 
     @property
     def optimizer_on_host(self) -> bool:
         """Whether its optimizer state is in host memory, or would be where it is not in a file."""
-        return self.placement.optimizer_off_device and not self.resident
+        there = self.placement.optimizer_off_device or self._with_experts
+        return there and not self.resident
+
+    @property
+    def _with_experts(self) -> bool:
+        return self.placement.experts_on_host and "experts" in self.dims
 
     def on_device(self) -> "ParamInfo":
         """The same, all of it on the device."""

@@ -74,6 +74,12 @@ def test_a_decoder_with_experts_is_made_as_the_page_says():
     assert {"layers/mlp/up", "layers/mlp/router/w"} <= paths
 
 
+def test_the_step_of_a_student_is_built():
+    scope = {}
+    exec(snippets("own_loop.md")[-1], scope)
+    assert {info.model for info in jax.tree.leaves(scope["step"].infos)} == {"student"}
+
+
 @pytest.mark.catches("idle-unsaid")
 def test_a_plain_model_is_warned_of_and_named(capsys):
     found, given = snippets("plain_models.md")

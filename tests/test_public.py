@@ -14,7 +14,8 @@ NAMES = {
         "use"
     ),
     "colossax.config": (
-        "AttentionConfig BatchConfig Bound BoundPlan ExpertsConfig FrozenDict GREEDY_OR_MORE "
+        "AttentionConfig BatchConfig Bound BoundPlan ExpertRates ExpertsConfig FrozenDict "
+        "GREEDY_OR_MORE "
         "GROUP_AXES HOST_KINDS LOGICAL_DIMS LossConfig MESH_AXES MeshAxis OffloadConfig "
         "PIPELINED_OPTION PRESETS PipelineConfig Placement Plan Precision RING_AXES Rules "
         "SAVEABLE SEQUENCE_AXES SHARES STATE_KINDS Segment above at_least bind bound_of "
@@ -43,7 +44,7 @@ NAMES = {
     "colossax.sharding.experts": (
         "Base Capacity CosineRouter DenseToSparse ExpertChoice ExpertWeights GShard Gate GateInput "
         "Hash Hierarchical KTop1 Layout LinearRouter LocalExperts Router Routing TopK balance_loss "
-        "layout_of load moe moved_bias row_keys"
+        "balanced_placement layout_of load moe moved_bias row_keys"
     ),
     "colossax.sharding.sequence": (
         "DOUBLE_RING_OPTIONS Order RingAxes RingMasks Settings balanced_from_contiguous_local "
@@ -92,15 +93,17 @@ NAMES = {
     "colossax.nn": (
         "ACTIVATIONS Attention AttentionShape Block CacheArray CacheSpec Decoder DecoderConfig "
         "Embedding Experts FamilyConfig FlatTokens LanguageModel LayerNorm LayerStack LayerState "
-        "Layers Linear Llama3Scaling MLP MixtureConfig ModelSpec Models RMSNorm RopeConfig Side "
-        "StackOutput Sublayer Weighted Wiring alibi_slopes cross_entropy decoder_layer describe "
-        "even_head_dim expert_layer initialise kl_divergence named param pure renamed rope_tables "
-        "rotate run_recurrence weight_of window_slots with_gathers with_weights"
+        "LatentAttention LatentConfig LatentShape Layers Linear Llama3Scaling MLP MixtureConfig "
+        "ModelSpec Models RMSNorm RopeConfig Side StackOutput Sublayer Weighted Wiring YarnScaling "
+        "alibi_slopes cross_entropy decoder_layer describe even_head_dim expert_layer initialise "
+        "kl_divergence named param pure renamed rope_tables rotate run_recurrence weight_of "
+        "window_slots with_gathers with_weights"
     ),
     "colossax.models": (
-        "BloomConfig FAMILIES Family GPT2Config LlamaConfig MistralConfig MixtralConfig OPTConfig "
-        "Qwen2Config Qwen2MoEConfig Qwen3Config Qwen3MoEConfig config_from_json config_to_json "
-        "family_of maker"
+        "BloomConfig DeepSeekV2Config DeepSeekV3Config FAMILIES Family GPT2Config LlamaConfig "
+        "MistralConfig MixtralConfig ModelParams OPTConfig Qwen2Config Qwen2MoEConfig Qwen3Config "
+        "Qwen3MoEConfig config_from_json config_to_json family_of maker merged most_used "
+        "params_of_checkpoint params_of_tree pruned upcycled with_layers write_checkpoint"
     ),
     "colossax.planner": (
         "Edge Facts Fitted HIDING_FORMULA HostTraffic Inspection LayoutCost ProgramsCost Settled "

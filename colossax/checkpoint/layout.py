@@ -6,7 +6,8 @@ Three sizes, each a multiple of the next or a divisor of it in every dim:
 - a *file* is one chunk on disk, written by exactly one process. Files of a layer stack hold one
   layer each, so that a layer is readable alone and segments do not show;
 - a *block* is the part of a file that can be read and verified by itself, so that another mesh
-  reads little more than it needs.
+  reads little more than it needs. It is of one expert, where a dim counts experts: so each is
+  readable alone, however small, and there are no more files for it.
 
 A file is a shard, unless shards are small: then those of one process are merged; or large: then
 they are cut, outermost dim first, so that what is written lies in one run of memory.
@@ -17,6 +18,7 @@ import itertools
 import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -69,6 +71,7 @@ class RecordPlan:
     shape: tuple[int, ...]
     dtype: np.dtype
     layered: bool
+    experts: int | None
     layout: Layout
     tiles: tuple[Tile, ...]
 
@@ -104,7 +107,7 @@ def plan_record(members: Sequence[tuple[int, ArraySlot, Shards]]) -> RecordPlan:
     check_coverage(slots)
     first = slots[0]
     segments = [shards for _, _, shards in members]
-    layout = choose_layout(first.shape, first.dtype, first.layered, segments)
+    layout = choose_layout(first.shape, first.dtype, first.layered, segments, experts=first.experts)
     tiles = tuple(
         tile
         for position, slot, shards in members
@@ -115,6 +118,7 @@ def plan_record(members: Sequence[tuple[int, ArraySlot, Shards]]) -> RecordPlan:
         shape=first.shape,
         dtype=first.dtype,
         layered=first.layered,
+        experts=first.experts,
         layout=layout,
         tiles=tiles,
     )
@@ -138,7 +142,7 @@ def check_coverage(slots: Sequence[ArraySlot]) -> None:
     """
     first = slots[0]
     for slot in slots:
-        if (slot.shape, slot.dtype, slot.layered) != (first.shape, first.dtype, first.layered):
+        if _kind(slot) != _kind(first):
             raise ValueError(
                 f"{first.name}: its arrays disagree, {first.dtype}{list(first.shape)} and "
                 f"{slot.dtype}{list(slot.shape)}"
@@ -155,8 +159,17 @@ def check_coverage(slots: Sequence[ArraySlot]) -> None:
         )
 
 
+def _kind(slot: ArraySlot) -> tuple[Any, ...]:
+    return slot.shape, slot.dtype, slot.layered, slot.experts
+
+
 def choose_layout(
-    shape: tuple[int, ...], dtype: np.dtype, layered: bool, segments: Sequence[Shards]
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    layered: bool,
+    segments: Sequence[Shards],
+    *,
+    experts: int | None = None,
 ) -> Layout:
     """Shape of files and blocks such that no file needs more than one process.
 
@@ -165,13 +178,14 @@ def choose_layout(
         dtype: Of the record.
         layered: Whether dim 0 counts layers; files then hold one layer.
         segments: Shards of each array of the record.
+        experts: Dim that counts experts; blocks then hold one expert or a part of it.
     """
     item = max(1, dtype.itemsize)
     cuts = [_cut_segment(shape, item, layered, shards) for shards in segments]
     file = tuple(
         _common(size, [(shard[d], cut[d]) for shard, cut in cuts]) for d, size in enumerate(shape)
     )
-    return Layout(file=file, block=_block_shape(file, item))
+    return Layout(file=file, block=_block_shape(file, item, experts))
 
 
 def _common(size: int, cuts: Sequence[tuple[int, int]]) -> int:
@@ -257,9 +271,11 @@ def _fit(size: int, want: int, unsharded: bool) -> int:
     return best if 8 * best >= want else size
 
 
-def _block_shape(file: tuple[int, ...], item: int) -> tuple[int, ...]:
+def _block_shape(file: tuple[int, ...], item: int, experts: int | None) -> tuple[int, ...]:
     """Cut a file's largest dims in turn, by small primes, to about `BLOCK_BYTES`."""
     sizes = list(file)
+    if experts is not None:
+        sizes[experts] = 1
     while math.prod(sizes) * item > BLOCK_BYTES:
         d = max(range(len(sizes)), key=lambda d: (_small_prime(sizes[d]) > 1, sizes[d]))
         if (prime := _small_prime(sizes[d])) == 1:

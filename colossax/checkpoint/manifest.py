@@ -33,6 +33,8 @@ class RecordSpec:
         shape: Of the whole record.
         dtype: On disk.
         layered: Whether dim 0 counts the layers of a stack.
+        experts: Dim that counts experts, each of which lies in blocks of its own; None where there
+            is none, or the step was written before they did.
         format: How the record's arrays make up the parameter; `plain` is one array.
         layout: Shapes of its files and blocks; None where the manifest does not say.
     """
@@ -40,6 +42,7 @@ class RecordSpec:
     shape: tuple[int, ...]
     dtype: np.dtype
     layered: bool = False
+    experts: int | None = None
     format: str = "plain"
     layout: Layout | None = None
 
@@ -74,6 +77,7 @@ class Manifest:
                 "shape": list(spec.shape),
                 "dtype": spec.dtype.name,
                 "layered": spec.layered,
+                **({} if spec.experts is None else {"experts": spec.experts}),
                 "format": spec.format,
                 "byte_order": BYTE_ORDER,
                 "file": list(spec.layout.file),
@@ -160,9 +164,22 @@ def _record(name: str, value: Any, version: int) -> RecordSpec:
         shape=shape,
         dtype=dtype,
         layered=layered,
+        experts=_experts(value, shape, layout, of),
         format=_plain(member(value, "format", str, of=of), of),
         layout=layout,
     )
+
+
+def _experts(
+    value: dict[str, Any], shape: tuple[int, ...], layout: Layout | None, of: str
+) -> int | None:
+    """The dim that counts experts, where the manifest says one."""
+    if layout is None or "experts" not in value:
+        return None
+    dim = member(value, "experts", int, of=of)
+    if not 0 <= dim < len(shape) or layout.block[dim] != 1:
+        raise ValueError(f"{of} {list(shape)} is said to hold an expert at a time in dim {dim}")
+    return dim
 
 
 def _plain(name: str, of: str) -> str:

@@ -91,19 +91,43 @@ class RecordReader:
                 " restore it from a copy"
             ) from error
 
-    def read(self, name: str, layer: int | None = None) -> np.ndarray:
-        """A record, or one layer of it, without the layer dim.
+    def experts(self, name: str) -> int | None:
+        """How many experts a record holds, each readable alone; None where it holds none.
+
+        Also where the step was written before experts lay in blocks of their own.
+        """
+        spec = self._spec(name)
+        return None if spec.experts is None else spec.shape[spec.experts]
+
+    def read(self, name: str, layer: int | None = None, expert: int | None = None) -> np.ndarray:
+        """A record, or one layer of it, or one expert of that, without the dims of these.
+
+        Args:
+            name: Of the record.
+            layer: Counted from the stack's first; None: all.
+            expert: Likewise.
 
         Raises:
             CheckpointError: There is no such record, or it is damaged.
+            ValueError: It has no such layer or expert.
+
+        Cost: of the files that it lies in, its own blocks; beside them of each file's blocks the
+        checksum and the place, 20 bytes.
         """
-        shape = self._spec(name).shape
-        full = tuple((0, size) for size in shape)
-        if layer is None:
-            return self._read_box(name, full)
-        if not self.layered(name) or not 0 <= layer < shape[0]:
-            raise ValueError(f"record '{name}' {list(shape)} has no layer {layer}")
-        return self._read_box(name, ((layer, layer + 1), *full[1:]))[0]
+        spec = self._spec(name)
+        box = [(0, size) for size in spec.shape]
+        without: list[int] = []
+        for what, number, dim in (
+            ("layer", layer, 0 if spec.layered else None),
+            ("expert", expert, spec.experts),
+        ):
+            if number is None:
+                continue
+            if dim is None or not 0 <= number < spec.shape[dim]:
+                raise ValueError(f"record '{name}' {list(spec.shape)} has no {what} {number}")
+            box[dim] = (number, number + 1)
+            without.append(dim)
+        return self._read_box(name, tuple(box)).squeeze(tuple(without))
 
     def read_region(self, name: str, region: tuple[slice, ...]) -> np.ndarray:
         """A region of a record, one slice with step 1 per dim.
@@ -182,7 +206,13 @@ class RecordWriter:
             raise self._failed(error) from error
 
     def declare(
-        self, name: str, shape: tuple[int, ...], dtype: np.dtype, *, layered: bool = False
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: np.dtype,
+        *,
+        layered: bool = False,
+        experts: int | None = None,
     ) -> None:
         """Announce a record.
 
@@ -191,12 +221,15 @@ class RecordWriter:
             shape: Of the whole record, its layers included.
             dtype: On disk.
             layered: Whether dim 0 counts layers, which are then written one by one.
+            experts: Dim that counts experts.
         """
         if name in self._records:
             raise ValueError(f"record '{name}' is declared twice")
         unsharded = {tuple((0, size) for size in shape): frozenset((0,))}
-        layout = choose_layout(shape, dtype, layered, [unsharded])
-        self._records[name] = RecordSpec(shape=shape, dtype=dtype, layered=layered, layout=layout)
+        layout = choose_layout(shape, dtype, layered, [unsharded], experts=experts)
+        self._records[name] = RecordSpec(
+            shape=shape, dtype=dtype, layered=layered, experts=experts, layout=layout
+        )
         self._missing[name] = set(range(shape[0])) if layered else {None}
         self._open(name, create=True)
 

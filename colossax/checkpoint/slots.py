@@ -30,6 +30,8 @@ class ArraySlot:
         first: First layer the array holds; None outside a stack.
         layers: How many layers the array holds, dim 0 counting them; None when it is one layer
             without that dim, or outside a stack.
+        experts: Dim of the record that counts experts, each of which is readable alone; None where
+            there are none.
     """
 
     name: str
@@ -37,6 +39,7 @@ class ArraySlot:
     dtype: np.dtype
     first: int | None = None
     layers: int | None = None
+    experts: int | None = None
 
     def __post_init__(self) -> None:
         record_folder(self.name)
@@ -127,16 +130,28 @@ def slot_of(
     """
     shape = info.shape if shape is None else shape
     name, dtype = f"{prefix}/{info.own_path}", info.dtype if dtype is None else dtype
+    experts = _experts_dim(info, shape)
     if info.first_layer is None or info.total_layers is None:
-        return ArraySlot(name=name, shape=shape, dtype=dtype)
+        return ArraySlot(name=name, shape=shape, dtype=dtype, experts=experts)
     each = shape[1:] if info.stacked else shape
+    if experts is not None and not info.stacked:
+        experts += 1
     return ArraySlot(
         name=name,
         shape=(info.total_layers, *each),
         dtype=dtype,
         first=info.first_layer,
         layers=shape[0] if info.stacked else None,
+        experts=experts,
     )
+
+
+def _experts_dim(info: ParamInfo, shape: tuple[int, ...]) -> int | None:
+    """Which dim of an array of this shape counts experts, as the parameter's does."""
+    if "experts" not in info.dims:
+        return None
+    at = info.dims.index("experts")
+    return at if shape[: at + 1] == info.shape[: at + 1] else None
 
 
 def record_folder(name: str) -> str:

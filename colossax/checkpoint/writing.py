@@ -83,7 +83,11 @@ class ArraysJob:
         self.plans = plan_records([(slot, array.sharding) for slot, array in arrays])
         self.records = {
             plan.name: RecordSpec(
-                shape=plan.shape, dtype=plan.dtype, layered=plan.layered, layout=plan.layout
+                shape=plan.shape,
+                dtype=plan.dtype,
+                layered=plan.layered,
+                experts=plan.experts,
+                layout=plan.layout,
             )
             for plan in self.plans
         }

@@ -10,7 +10,7 @@ from colossax.documents import parse_json, read_json
 from colossax.errors import InputError
 
 if TYPE_CHECKING:
-    from colossax.models.parameters import ModelParams
+    from colossax.models import ModelParams
 
 FORMS: dict[str, tuple[str, ...]] = {
     "prune": ("by", "loads", "seed"),
@@ -51,21 +51,20 @@ class AskedExperts:
             InputError: The model cannot be made so; see `colossax.models.altered`.
         """
         from colossax.checkpoint import find_checkpoint
-        from colossax.models import altered
-        from colossax.models.parameters import params_of_checkpoint
+        from colossax.models import merged, most_used, params_of_checkpoint, pruned, upcycled
 
         if self.form == "merge":
             other = find_checkpoint(user_path(self.value, "--experts merge"))
-            return altered.merged(params, params_of_checkpoint(other))
+            return merged(params, params_of_checkpoint(other))
         count = _whole(self.form, self.value)
         if self.form == "upcycle":
-            return altered.upcycled(params, count, **self.options)
+            return upcycled(params, count, **self.options)
         seed = {name: self.options[name] for name in ("seed",) if name in self.options}
         by, file = self.options.get("by", "load"), self.options.get("loads")
         loads = None
         if by == "load" and params.config.decoder().mixture is not None:
             loads = read_loads(run_file(checkpoint) if file is None else user_path(file, "loads"))
-        return altered.pruned(params, altered.most_used(params, count, loads=loads, **seed))
+        return pruned(params, most_used(params, count, loads=loads, **seed))
 
 
 def asked_experts(text: str) -> AskedExperts:
@@ -106,7 +105,7 @@ def asked_layers(text: str) -> Callable[["ModelParams"], "ModelParams"]:
     numbers = [_whole("layers", part, "--layers") for part in text.split(",")]
 
     def altered(params: "ModelParams") -> "ModelParams":
-        from colossax.models.altered import with_layers
+        from colossax.models import with_layers
 
         return with_layers(params, numbers)
 

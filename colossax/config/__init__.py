@@ -26,6 +26,7 @@ from .bounds import at_least as at_least
 from .bounds import bound_of as bound_of
 from .bounds import within as within
 from .cache import cache_folder as cache_folder
+from .experts import ExpertRates as ExpertRates
 from .experts import ExpertsConfig as ExpertsConfig
 from .frozen import FrozenDict as FrozenDict
 from .frozen import check_types as check_types

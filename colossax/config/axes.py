@@ -37,6 +37,6 @@ GROUP_AXES: tuple[str, ...] = (MeshAxis.EXPERT, *SEQUENCE_AXES, MeshAxis.TENSOR)
 
 LOGICAL_DIMS: frozenset[str] = frozenset(
     "batch seq embed heads kv_heads head_dim mlp vocab layers stages experts expert_embed"
-    " expert_mlp scores".split()
+    " expert_mlp scores q_latent kv_latent".split()
 )
 """Dims that every plan may speak of; a model may add its own."""

@@ -15,7 +15,7 @@ STATE_KINDS: tuple[str, ...] = ("parameters", "optimizer")
 HOST_KINDS: tuple[str, ...] = (*STATE_KINDS, "activations")
 """What of a layer may live in host memory; `activations` is all that backward keeps of it."""
 
-SHARES: tuple[str, ...] = (*HOST_KINDS, "disk")
+SHARES: tuple[str, ...] = (*HOST_KINDS, "experts", "disk")
 """Fields that count layers."""
 
 CPU_UPDATE: tuple[str, ...] = ("off", "auto")
@@ -45,6 +45,9 @@ class OffloadConfig:
         parameters: Share of the layers whose parameters live in host memory.
         optimizer: Share of the layers whose optimizer state does.
         activations: Share of the layers of which what backward keeps does.
+        experts: Share of the layers of which the experts alone live in host memory, parameters and
+            optimizer state. They are fetched two layers ahead; one that generates fetches those
+            that its tokens choose.
         disk: Share of the layers whose optimizer state lies in a file instead: of those in host
             memory, the first ones.
         fused: Update each layer during backward, so that gradients are never whole, though nothing
@@ -75,6 +78,7 @@ class OffloadConfig:
     parameters: LayerShare = 0.0
     optimizer: LayerShare = 0.0
     activations: LayerShare = 0.0
+    experts: LayerShare = 0.0
     disk: LayerShare = 0.0
     fused: bool = False
     device_gb: Gigabytes | None = None

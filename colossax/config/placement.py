@@ -15,7 +15,7 @@ NAMED_ACTIVATIONS: tuple[str, ...] = ("input", *SAVEABLE)
 """Those that may be kept in host memory by name."""
 
 NAMES: tuple[str, ...] = (
-    *("parameters", "optimizer", "disk", "cpu", "activations"),
+    *("parameters", "optimizer", "experts", "disk", "cpu", "activations"),
     *NAMED_ACTIVATIONS,
 )
 """What a placement's text may name, in the order in which it is written."""
@@ -31,6 +31,8 @@ class Placement:
     Attributes:
         params: `device` or `host`.
         optimizer: The optimizer's state: `device`, `host`, or `disk`, a file.
+        experts: Parameters and optimizer state of a mixture's experts, where the layer's others
+            may be elsewhere: `device` or `host`.
         activations: All that backward keeps of the layer: `device` or `host`.
         named_activations: What is kept in host memory by name, beside what remat keeps: `input`
             (what the layer gets from the one before), `qkv`, `attention`, `mlp`.
@@ -42,6 +44,7 @@ class Placement:
 
     params: str = "device"
     optimizer: str = "device"
+    experts: str = "device"
     activations: str = "device"
     named_activations: frozenset[str] = frozenset()
     updated_by_cpu: bool = False
@@ -50,6 +53,7 @@ class Placement:
         check_types(self, "placement", error=PlanError)
         _check_memory("params", self.params, ("device", "host"))
         _check_memory("optimizer", self.optimizer, ("device", "host", "disk"))
+        _check_memory("experts", self.experts, ("device", "host"))
         _check_memory("activations", self.activations, ("device", "host"))
         _check_named(self.named_activations)
         if self.updated_by_cpu and not self.cpu_can_update:
@@ -84,6 +88,7 @@ class Placement:
         return cls(
             params=memory("parameters"),
             optimizer="disk" if "disk" in names else memory("optimizer"),
+            experts=memory("experts"),
             activations=memory("activations"),
             named_activations=frozenset(NAMED_ACTIVATIONS).intersection(names),
             updated_by_cpu="cpu" in names,
@@ -95,6 +100,7 @@ class Placement:
         there = {
             "parameters": self.params_on_host,
             "optimizer": self.optimizer_off_device,
+            "experts": self.experts_on_host,
             "disk": self.optimizer_on_disk,
             "cpu": self.updated_by_cpu,
             "activations": self.activations_on_host,
@@ -136,6 +142,21 @@ class Placement:
     def optimizer_on_disk(self) -> bool:
         """Whether the optimizer's state is in a file."""
         return self.optimizer == "disk"
+
+    @property
+    def experts_on_host(self) -> bool:
+        """Whether experts are in host memory, by a name of their own."""
+        return self.experts == "host"
+
+    @property
+    def any_params_on_host(self) -> bool:
+        """Whether any parameters are in host memory."""
+        return self.params_on_host or self.experts_on_host
+
+    @property
+    def experts_alone(self) -> bool:
+        """Whether of the parameters those of experts alone are in host memory."""
+        return self.experts_on_host and not self.params_on_host
 
     @property
     def cpu_can_update(self) -> bool:

@@ -12,7 +12,8 @@ from colossax.config.words import nearest
 from colossax.errors import PlanError
 
 _STATE_AXES = (("data", "fsdp", "expert", *SEQUENCE_AXES),)
-_SHARDED_STATE = {**STORAGE_RULES, "embed": _STATE_AXES, "expert_embed": _STATE_AXES}
+_SPLIT = ("embed", "expert_embed", "q_latent", "kv_latent")
+_SHARDED_STATE = {**STORAGE_RULES, **dict.fromkeys(_SPLIT, _STATE_AXES)}
 
 _DATA_PARTS: dict[str, tuple[dict[str, int], Rules]] = {
     "ddp": (

@@ -34,6 +34,9 @@ FSDP_RULES: dict[str, tuple[Choice, ...]] = {
     # Devices that share a sequence hold other tokens than their neighbours, as those along fsdp do.
     "embed": (("fsdp", "expert", *SEQUENCE_AXES),),
     "expert_embed": (("fsdp", "expert", *SEQUENCE_AXES),),
+    # What attention's heads are made from; beside `embed`, which comes first, they lie whole.
+    "q_latent": (("fsdp", "expert", *SEQUENCE_AXES),),
+    "kv_latent": (("fsdp", "expert", *SEQUENCE_AXES),),
 }
 
 

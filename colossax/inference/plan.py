@@ -62,7 +62,9 @@ def _forward_only(segment: Segment, *, optimizer: bool) -> Segment:
     """Nothing recomputed, and in host memory parameters, with the optimizer's state or without."""
     there = segment.placement
     away = optimizer and there.optimizer_off_device
-    placement = Placement(params=there.params, optimizer="host" if away else "device")
+    placement = Placement(
+        params=there.params, optimizer="host" if away else "device", experts=there.experts
+    )
     return dataclasses.replace(segment, remat="none", offload=str(placement), mlp_share=1.0)
 
 

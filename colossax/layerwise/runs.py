@@ -31,12 +31,15 @@ class LayerState:
             row of the kind's caches.
         scanned: State sliced per layer (dim 0 of the stack's is layers), or None.
         carried: State that travels whole from layer to layer (caches: a slice would be a copy).
+        at: Its number in the run, where it gets some parameters as stacks in host memory, of which
+            it fetches what it wants; else None. See `LayerRun.left`.
     """
 
     index: Any
     row: Any
     scanned: Any = None
     carried: Any = None
+    at: Any = None
 
 
 Apply = Callable[[Any, Any, Any, LayerState], tuple[Any, LayerState, dict[str, Any]]]
@@ -61,6 +64,8 @@ class LayerRun:
         stacked: Whether arrays have a dim of layers in front; else there is one layer.
         policy: What the segment recomputes, and what of it lives in host memory.
         before: Layers of the stacks that the model made before this one.
+        left: Of each leaf of the parameters, whether the layer gets its stack, in host memory, in
+            place of its part of it; None: of none. Runners that differentiate do not ask.
     """
 
     key: Key
@@ -72,6 +77,7 @@ class LayerRun:
     stacked: bool
     policy: Segment
     before: int = 0
+    left: Any = None
 
     def checkpoint(self, fn: Callable) -> Callable:
         """What a loop does for a layer, under the segment's rematerialisation policy."""
@@ -122,7 +128,7 @@ class Scanned:
     """All layers one after another: one scan, or no loop for a single layer.
 
     Cost: program and compile time of one layer. Of parameters in host memory the device holds one
-    layer's; backward fetches them again.
+    layer's, but for what is left to the layer to fetch; backward fetches them again.
     """
 
     def run(
@@ -138,7 +144,7 @@ class Scanned:
             return layers.apply(row, carry, side, state)
 
         hosted = hosted_of(layers.key)
-        row = fetch(params, 0, stacked=False)
+        row = _fetched(layers, params, 0)
         if hosted is not None:
             row = fetched(row, hosted, 0, stacked=False)
         scanned_row = jax.tree.map(lambda x: x[0], scanned)
@@ -148,16 +154,18 @@ class Scanned:
 
     def _scan(self, layers, params, carry, side, scanned, carried):
         hosted = hosted_of(layers.key)
-        whole = hosted is None and layers.policy.placement.params_on_host
+        whole = hosted is None and layers.policy.placement.any_params_on_host
 
         def body(loop, xs):
             carry, carried = loop
             number, row, scanned_row = xs
             if whole:
-                row = fetch(params, number - layers.origin)
+                row = _fetched(layers, params, number - layers.origin)
             if hosted is not None:
                 row = fetched(row, hosted, number - layers.origin)
             state = layers.state(number, scanned_row, carried)
+            if layers.left is not None:
+                state = dataclasses.replace(state, at=number - layers.origin)
             carry, state, sums = layers.apply(row, carry, side, state)
             return (carry, state.carried), (state.scanned, sums)
 
@@ -168,6 +176,17 @@ class Scanned:
             (numbers, None if whole else params, scanned),
         )
         return carry, scanned, carried, sums
+
+
+def _fetched(layers: LayerRun, params: Any, at: Any) -> Any:
+    """Parameters of a layer on the device, but for those that are left to it."""
+    if layers.left is None:
+        return fetch(params, at, stacked=layers.stacked)
+    return jax.tree.map(
+        lambda stack, left: stack if left else fetch(stack, at, stacked=layers.stacked),
+        params,
+        layers.left,
+    )
 
 
 class _Held:

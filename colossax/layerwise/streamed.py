@@ -19,6 +19,7 @@ from jaxtyping import Array, Float
 
 from colossax.compat import trace_state
 from colossax.errors import PlanError
+from colossax.layerwise.ahead import Ahead
 from colossax.layerwise.layer import Layer, Residual, picked
 from colossax.layerwise.runs import Key, LayerRun, Scanned, kept_sharding
 from colossax.offload import fetch, new_stack, on_host, store
@@ -227,16 +228,31 @@ def _forward(layers: LayerRun, layer: Layer, params: Any, carry: Any, side: Any)
         for leaf, host, sharding in zip(layer.kept, hosts, where, strict=True)
     ]
     totals = jax.tree.map(lambda s: new_stack(layers.count, s, host=False), layer.out[1])
+    ahead = Ahead(params, layers.count - 1) if _fetches_ahead(layers) else None
 
     def step(i: Any, loop: Any) -> Any:
-        carry, totals, stacks = loop
-        row = fetch(params, i, stacked=layers.stacked)
+        carry, totals, stacks, slots = loop
+        if ahead is None:
+            row = fetch(params, i, stacked=layers.stacked)
+        else:
+            row, slots = ahead.turn(slots, i, 1)
         (carry, sums), kept = layer.forward(row, carry, side, layers.origin + jnp.int32(i))
         kept = [_constrained(*pair) for pair in zip(kept, where, strict=True)]
-        return carry, store(totals, sums, i), store(stacks, kept, i, stacked=layers.stacked)
+        stacks = store(stacks, kept, i, stacked=layers.stacked)
+        return carry, store(totals, sums, i), stacks, slots
 
-    carry, totals, stacks = _loop(layers, step, (carry, totals, stacks))
+    slots = None if ahead is None else ahead.first(0)
+    carry, totals, stacks, _ = _loop(layers, step, (carry, totals, stacks, slots))
     return (carry, totals), stacks
+
+
+def _fetches_ahead(layers: LayerRun) -> bool:
+    """Whether a layer's rows are fetched during the one before.
+
+    Of experts alone, which are most of a layer and wanted in its middle. Whole layers are not: they
+    would be twice on the device, for copies that their own matmuls hide as well.
+    """
+    return layers.stacked and layers.policy.placement.experts_alone
 
 
 def _to_host(layers: LayerRun, residual: Residual) -> bool:
@@ -264,23 +280,29 @@ def _backward(
     stacks, scalars, kept, side = residuals
     dcarry, dsums = jax.tree.map(_zero, cotangents, is_leaf=_is_zero)
     dside = [jnp.zeros_like(x) for x in picked(side, layer.moving)]
+    unchanged = "params" not in stream.changing and _fetches_ahead(layers)
+    ahead = Ahead(stacks.params, 0) if unchanged else None
 
     def step(k: Any, loop: Any) -> Any:
-        changed, dcarry, dside, norm = loop
+        changed, dcarry, dside, norm, slots = loop
         now = dataclasses.replace(stacks, **changed)
         i = layers.count - 1 - jnp.int32(k)
-        row = fetch(now.params, i, stacked=layers.stacked)
+        if ahead is None:
+            row = fetch(now.params, i, stacked=layers.stacked)
+        else:
+            row, slots = ahead.turn(slots, i, -1)
         saved = fetch(kept, i, stacked=layers.stacked)
         grads = layer.transpose(row, side, layers.origin + i, saved, (dcarry, fetch(dsums, i)))
         dside = jax.tree.map(jnp.add, dside, grads.side)
         now, square = stream.visit(layers.key, i, now, row, grads.params, scalars)
-        return fields(now), grads.carry, dside, norm + square
+        return fields(now), grads.carry, dside, norm + square, slots
 
     def fields(stacks: Stacks) -> dict[str, Any]:
         return {name: getattr(stacks, name) for name in stream.changing}
 
-    start = (fields(stacks), dcarry, dside, jnp.float32(0))
-    changed, dcarry, dside, norm = _loop(layers, step, start)
+    slots = None if ahead is None else ahead.first(layers.count - 1)
+    start = (fields(stacks), dcarry, dside, jnp.float32(0), slots)
+    changed, dcarry, dside, norm, _ = _loop(layers, step, start)
     tap = jnp.stack([norm, jnp.float32(1)])
     updated = dataclasses.replace(stacks, **changed)
     return updated, tap, None, dcarry, _spread(side, layer.moving, dside)

@@ -5,12 +5,23 @@ from typing import TYPE_CHECKING
 from colossax.lazy import lazily
 
 if TYPE_CHECKING:
+    from .altered import merged as merged
+    from .altered import most_used as most_used
+    from .altered import pruned as pruned
+    from .altered import upcycled as upcycled
+    from .altered import with_layers as with_layers
     from .bloom import BloomConfig as BloomConfig
+    from .deepseek_v2 import DeepSeekV2Config as DeepSeekV2Config
+    from .deepseek_v3 import DeepSeekV3Config as DeepSeekV3Config
     from .gpt2 import GPT2Config as GPT2Config
     from .llama import LlamaConfig as LlamaConfig
     from .mistral import MistralConfig as MistralConfig
     from .mixtral import MixtralConfig as MixtralConfig
     from .opt import OPTConfig as OPTConfig
+    from .parameters import ModelParams as ModelParams
+    from .parameters import params_of_checkpoint as params_of_checkpoint
+    from .parameters import params_of_tree as params_of_tree
+    from .parameters import write_checkpoint as write_checkpoint
     from .qwen2 import Qwen2Config as Qwen2Config
     from .qwen2_moe import Qwen2MoEConfig as Qwen2MoEConfig
     from .qwen3 import Qwen3Config as Qwen3Config

@@ -65,7 +65,13 @@ def import_checkpoint(folder: str | Path, out: str | Path, plan: Plan | None = N
     with left_as_it_was(out), RecordWriter(out) as writer:
         for path, info in source.infos.items():
             slot = slot_of(info, PARAMS)
-            writer.declare(slot.name, slot.shape, source.dtypes[path], layered=slot.layered)
+            writer.declare(
+                slot.name,
+                slot.shape,
+                source.dtypes[path],
+                layered=slot.layered,
+                experts=slot.experts,
+            )
         experts: dict[str, np.ndarray] = {}
         for tensor in source.tensors:
             _copy_in(source, tensor, writer, experts)

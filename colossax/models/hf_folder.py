@@ -14,6 +14,8 @@ from colossax.documents import read_json
 from colossax.errors import InputError, WeightsError
 from colossax.models.bloom.convert import CONVERSION as BLOOM
 from colossax.models.conversion import Conversion, Tensor
+from colossax.models.deepseek_v2.convert import CONVERSION as DEEPSEEK_V2
+from colossax.models.deepseek_v3.convert import CONVERSION as DEEPSEEK_V3
 from colossax.models.gpt2.convert import CONVERSION as GPT2
 from colossax.models.llama.convert import CONVERSION as LLAMA
 from colossax.models.mistral.convert import CONVERSION as MISTRAL
@@ -38,6 +40,8 @@ CONVERSIONS: dict[str, Conversion] = {
         QWEN2_MOE,
         QWEN3,
         QWEN3_MOE,
+        DEEPSEEK_V2,
+        DEEPSEEK_V3,
         GPT2,
         OPT,
         BLOOM,

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from colossax.config import from_json, nearest, to_json
 from colossax.errors import InputError
 from colossax.models.bloom import BloomConfig
+from colossax.models.deepseek_v2 import DeepSeekV2Config
+from colossax.models.deepseek_v3 import DeepSeekV3Config
 from colossax.models.gpt2 import GPT2Config
 from colossax.models.llama import LlamaConfig
 from colossax.models.mistral import MistralConfig
@@ -56,6 +58,8 @@ FAMILIES: dict[str, Family] = {
         Family(name="qwen2_moe", config=Qwen2MoEConfig),
         Family(name="qwen3", config=Qwen3Config),
         Family(name="qwen3_moe", config=Qwen3MoEConfig),
+        Family(name="deepseek_v2", config=DeepSeekV2Config),
+        Family(name="deepseek_v3", config=DeepSeekV3Config),
         Family(name="gpt2", config=GPT2Config),
         Family(name="opt", config=OPTConfig),
         Family(name="bloom", config=BloomConfig),

@@ -5,13 +5,15 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from colossax.config import Count, Natural, Positive
+from colossax.config import Count, Natural, NotNegative, Positive
 from colossax.config.bounds import split_hint
 from colossax.errors import InputError
-from colossax.nn import Llama3Scaling
+from colossax.nn import Llama3Scaling, YarnScaling
 
 FILE = "config.json: "
 """Refusals begin with it."""
+
+_ORIGINAL = "original_max_position_embeddings"
 
 
 def checked(name: str, value: Any, hint: Any) -> Any:
@@ -92,16 +94,61 @@ def llama_rope(settings: Mapping[str, Any]) -> dict[str, Any]:
     if rope["rope_type"] == "default":
         return {"rope_theta": rope["rope_theta"], "rope_scaling": None}
     longest = settings.get("max_position_embeddings")
-    original = rope.get("original_max_position_embeddings", longest)
+    original = rope.get(_ORIGINAL, longest)
     names = ("factor", "low_freq_factor", "high_freq_factor")
     missing = [name for name in names if name not in rope]
     if missing:
         raise InputError(f"config.json: rope scaling llama3 lacks '{missing[0]}'; add it")
     scaling = Llama3Scaling(
         **{name: checked(name, rope[name], Positive) for name in names},
-        original_max_positions=checked("original_max_position_embeddings", original, Count),
+        original_max_positions=checked(_ORIGINAL, original, Count),
     )
     return {"rope_theta": rope["rope_theta"], "rope_scaling": scaling}
+
+
+_YARN = {
+    "beta_fast": Positive,
+    "beta_slow": Positive,
+    "truncate": bool,
+    "mscale": NotNegative,
+    "mscale_all_dim": NotNegative,
+    "attention_factor": Positive,
+}
+
+
+def yarn_rope(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Our `rope_theta` and `rope_scaling` of a family that may have YaRN's.
+
+    Raises:
+        InputError: Another scaling.
+    """
+    rope = rope_settings(settings)
+    _allow_rope(rope, ("default", "yarn"))
+    if rope["rope_type"] == "default":
+        return {"rope_theta": rope["rope_theta"], "rope_scaling": None}
+    if rope.get("factor") is None:
+        raise InputError("config.json: rope scaling yarn lacks 'factor'; add it")
+    original = rope.get(_ORIGINAL, settings.get("max_position_embeddings"))
+    scaling = YarnScaling(
+        factor=checked("factor", rope["factor"], Positive),
+        original_max_positions=checked(_ORIGINAL, original, Count),
+        **{
+            name: checked(name, rope[name], hint)
+            for name, hint in _YARN.items()
+            if rope.get(name) is not None
+        },
+    )
+    return {"rope_theta": rope["rope_theta"], "rope_scaling": scaling}
+
+
+def _yarn_settings(scaling: YarnScaling) -> dict[str, Any]:
+    said = {name: getattr(scaling, name) for name in _YARN}
+    return {
+        "rope_type": "yarn",
+        "factor": scaling.factor,
+        _ORIGINAL: scaling.original_max_positions,
+        **{name: value for name, value in said.items() if value is False or value},
+    }
 
 
 def _allow_rope(rope: Mapping[str, Any], allowed: tuple[str, ...]) -> None:
@@ -117,17 +164,21 @@ def _allow_rope(rope: Mapping[str, Any], allowed: tuple[str, ...]) -> None:
         )
 
 
-def rope_to_settings(theta: float, scaling: Llama3Scaling | None = None) -> dict[str, Any]:
+def rope_to_settings(
+    theta: float, scaling: Llama3Scaling | YarnScaling | None = None
+) -> dict[str, Any]:
     """Rope settings in both forms, for readers of any age."""
     if scaling is None:
         rope: dict[str, Any] = {"rope_type": "default"}
+    elif isinstance(scaling, YarnScaling):
+        rope = _yarn_settings(scaling)
     else:
         rope = {
             "rope_type": "llama3",
             "factor": scaling.factor,
             "low_freq_factor": scaling.low_freq_factor,
             "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_positions,
+            _ORIGINAL: scaling.original_max_positions,
         }
     return {
         "rope_theta": theta,

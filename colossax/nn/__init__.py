@@ -22,9 +22,11 @@ if TYPE_CHECKING:
     from .cache import window_slots as window_slots
     from .config import DecoderConfig as DecoderConfig
     from .config import FamilyConfig as FamilyConfig
+    from .config import LatentConfig as LatentConfig
     from .config import LayerCount as LayerCount
     from .config import Llama3Scaling as Llama3Scaling
     from .config import RopeConfig as RopeConfig
+    from .config import YarnScaling as YarnScaling
     from .config import even_head_dim as even_head_dim
     from .decoder import Decoder as Decoder
     from .decoder import Layers as Layers
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
     from .foreign import with_gathers as with_gathers
     from .initialising import initialise as initialise
     from .language_model import LanguageModel as LanguageModel
+    from .latent import LatentAttention as LatentAttention
+    from .latent import LatentShape as LatentShape
     from .layers import Embedding as Embedding
     from .layers import LayerNorm as LayerNorm
     from .layers import Linear as Linear

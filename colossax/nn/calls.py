@@ -36,6 +36,10 @@ class CallsByKind:
         """The kind of a stretch that does not alternate."""
         return self._stretch.group[0][0]
 
+    def left(self, side: Any) -> Any:
+        """None: parameters in host memory are fetched for the layers."""
+        return None
+
     def run(self, key: Key) -> LayerRun:
         """What a runner is told of them."""
         stretch = self._stretch

@@ -1,6 +1,7 @@
 """Sizes and parts of a decoder, as data: nothing here imports JAX."""
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING, Annotated
 
 from colossax.config import Count, Natural, NotNegative, Positive, check_types, nearest, within
@@ -9,6 +10,7 @@ from colossax.nn.mixture import MixtureConfig
 
 if TYPE_CHECKING:
     from colossax.nn.attention import AttentionShape
+    from colossax.nn.latent import LatentShape
 
 ACTIVATION_NAMES = ("silu", "relu", "gelu", "gelu_tanh")
 """Keys of `nn.ACTIVATIONS`."""
@@ -40,15 +42,123 @@ class Llama3Scaling:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class YarnScaling:
+    """Keeps frequencies that turn often, divides the others by `factor`, blends between.
+
+    Attributes:
+        factor: Of the length, over `original_max_positions`.
+        original_max_positions: Of the model before it was stretched.
+        beta_fast: Turns within those from which on a frequency is kept.
+        beta_slow: Turns below which it is divided.
+        truncate: Whether the blend begins and ends at whole dims.
+        mscale, mscale_all_dim: Cosines and sines are multiplied by the quotient of both magnitudes,
+            `0.1 m ln(factor) + 1`; 0: by the magnitude of m = 1. See `softmax_scale` too.
+        attention_factor: In place of that multiplier, where given.
+
+    Source: Peng et al. 2023, YaRN; both magnitudes are DeepSeek-V2's.
+    """
+
+    factor: Positive
+    original_max_positions: Count
+    beta_fast: Positive = 32.0
+    beta_slow: Positive = 1.0
+    truncate: bool = True
+    mscale: NotNegative = 0.0
+    mscale_all_dim: NotNegative = 0.0
+    attention_factor: Positive | None = None
+
+    def __post_init__(self):
+        check_types(self, "model.rope_scaling")
+        if self.beta_fast <= self.beta_slow:
+            raise InputError(
+                f"model.rope_scaling.beta_fast: found {self.beta_fast}; give more than beta_slow,"
+                f" {self.beta_slow}"
+            )
+
+    @property
+    def magnitude(self) -> float:
+        """What cosines and sines are multiplied by."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._magnitude(self.mscale) / self._magnitude(self.mscale_all_dim)
+        return self._magnitude(1.0)
+
+    @property
+    def softmax_scale(self) -> float:
+        """What DeepSeek's attention multiplies its logits by: a magnitude squared, or 1."""
+        return self._magnitude(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
+
+    def _magnitude(self, scale: float) -> float:
+        return 0.1 * scale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Base and scaling. `linear_factor` divides every frequency (position interpolation)."""
+    """Base and scaling.
+
+    Attributes:
+        theta: Base of the frequencies.
+        linear_factor: Divides every frequency (position interpolation).
+        llama3: Llama 3's scaling.
+        yarn: Or YaRN's.
+        interleaved: Pairs that turn together are neighbours; else a half of the head is apart.
+    """
 
     theta: Positive = 10_000.0
     linear_factor: Positive = 1.0
     llama3: Llama3Scaling | None = None
+    yarn: YarnScaling | None = None
+    interleaved: bool = False
 
     def __post_init__(self):
         check_types(self, "model.rope")
+        if self.llama3 is not None and self.yarn is not None:
+            raise InputError("model.rope: found llama3 and yarn, two scalings; give one of them")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentConfig:
+    """Multi-head latent attention: keys and values of all heads are made from one vector a token.
+
+    Attributes:
+        kv_rank: Width of what keys and values are made from.
+        q_rank: Likewise of queries; None: they are made from the residual stream.
+        nope_dim: Of a head's queries and keys, what is made for the head and has no position.
+        rope_dim: Of those, what is turned by position; that of keys is one for all heads.
+        v_dim: Width of a head's values.
+        scale: Times which logits are taken, beside 1 / sqrt(nope_dim + rope_dim).
+
+    Source: DeepSeek-AI 2024, DeepSeek-V2.
+    """
+
+    kv_rank: Count
+    q_rank: Count | None = None
+    nope_dim: Count
+    rope_dim: Count
+    v_dim: Count
+    scale: Positive = 1.0
+
+    def __post_init__(self):
+        check_types(self, "model.latent")
+        if self.rope_dim % 2:
+            raise InputError(
+                f"model.latent.rope_dim: rope turns pairs of dims, found {self.rope_dim}; choose an"
+                " even one"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Of queries and keys."""
+        return self.nope_dim + self.rope_dim
+
+    def weights(self, embed: int, heads: int) -> int:
+        """Numbers in the matrices of an attention block."""
+        into = self.q_rank or embed
+        queries = into * heads * self.head_dim + (embed * self.q_rank if self.q_rank else 0)
+        keys = embed * (self.kv_rank + self.rope_dim)
+        keys += self.kv_rank * heads * (self.nope_dim + self.v_dim)
+        return queries + keys + heads * self.v_dim * embed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,6 +190,8 @@ class DecoderConfig:
         max_seq: Longest sequence the model was made for.
         eos: Token that ends a document, where known.
         mixture: Experts in place of the MLPs of all layers or of some; None: there are none.
+        latent: Attention whose keys and values are made from one vector a token; `head_dim` is then
+            that of its queries and keys. None: each head has its own.
     """
 
     vocab: Count
@@ -108,9 +220,11 @@ class DecoderConfig:
     init_std: NotNegative = 0.02
     eos: Natural | None = None
     mixture: MixtureConfig | None = None
+    latent: LatentConfig | None = None
 
     def __post_init__(self):
         check_types(self, "model")
+        self._check_latent()
         if self.mixture is not None:
             self.mixture.kinds(self.layers)
         if self.eos is not None and self.eos >= self.vocab:
@@ -136,6 +250,30 @@ class DecoderConfig:
                 " choose an even one"
             )
 
+    def _check_latent(self) -> None:
+        if self.latent is None:
+            return
+        if self.head_dim != self.latent.head_dim:
+            raise InputError(
+                f"model.head_dim: found {self.head_dim}, and latent attention has nope_dim +"
+                f" rope_dim = {self.latent.head_dim}; give that"
+            )
+        names = ("qkv_bias", "out_bias", "qk_norm", "alibi", "window")
+        found = [name for name in names if getattr(self, name)]
+        if self.kv_heads != self.heads:
+            found.append("kv_heads")
+        if found or self.rope is None:
+            raise InputError(
+                f"model.latent: latent attention goes with {', '.join(found) or 'no rope'} in no"
+                " model here; leave biases, qk_norm, alibi and window out, and give rope and as"
+                " many kv_heads as heads"
+            )
+
+    @property
+    def rope_dim(self) -> int:
+        """Of a head, what is turned by position."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
     @property
     def sides(self) -> tuple[int, int] | None:
         """The window as all below has it: keys strictly before a query, and strictly after it."""
@@ -154,6 +292,8 @@ class DecoderConfig:
         Of experts those that a token takes are counted, and the router.
         """
         attention = self.embed * self.head_dim * 2 * (self.heads + self.kv_heads)
+        if self.latent is not None:
+            attention = self.latent.weights(self.embed, self.heads)
         matrices = 3 if self.gated else 2
         mlp = self.embed * self.mlp * matrices
         mlps, mixed = self.layers * mlp, self.mixture
@@ -173,10 +313,21 @@ class DecoderConfig:
         """
         seen = seq_len if self.window is None else min(self.window, seq_len)
         keys = seen - seen * (seen - 1) / (2 * seq_len)
-        return int(self.flops_per_token + 12 * self.layers * self.heads * self.head_dim * keys)
+        values = self.head_dim if self.latent is None else self.latent.v_dim
+        width = self.heads * (self.head_dim + values)
+        return int(self.flops_per_token + 6 * self.layers * width * keys)
 
-    def attention_shape(self) -> "AttentionShape":
+    def attention_shape(self) -> "AttentionShape | LatentShape":
         """The part of this configuration that an attention block needs."""
+        if self.latent is not None:
+            from colossax.nn.latent import LatentShape
+
+            return LatentShape(
+                embed=self.embed,
+                heads=self.heads,
+                sizes=self.latent,
+                interleaved=self.rope is not None and self.rope.interleaved,
+            )
         from colossax.nn.attention import AttentionShape  # JAX, which sizes do without
 
         names = {f.name for f in dataclasses.fields(AttentionShape)} - {"window"}

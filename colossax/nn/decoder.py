@@ -15,6 +15,7 @@ from colossax.nn.block import MLP, Block, residual
 from colossax.nn.cache import CacheSpec
 from colossax.nn.config import DecoderConfig
 from colossax.nn.experts import Experts
+from colossax.nn.latent import LatentAttention, LatentShape
 from colossax.nn.layers import Embedding, LayerNorm, Linear, RMSNorm, depth_scaled
 from colossax.nn.rope import rope_tables
 from colossax.nn.stack import LayerStack, StackOutput
@@ -27,7 +28,7 @@ from colossax.sharding.experts import row_keys
 def decoder_layer(config: DecoderConfig, *, rngs: nnx.Rngs) -> Block:
     """`x + attention(norm(x))`, then `x + mlp(norm(x))`, as a configuration describes them."""
     std, out_std = _deviations(config)
-    attention = Attention(config.attention_shape(), rngs=rngs, std=std, out_std=out_std)
+    attention = _attention(config, rngs, std, out_std)
     mlp = MLP(
         config.embed,
         config.mlp,
@@ -51,7 +52,7 @@ def expert_layer(config: DecoderConfig, *, rngs: nnx.Rngs, experts: int | None =
     """
     assert config.mixture is not None
     std, out_std = _deviations(config)
-    attention = Attention(config.attention_shape(), rngs=rngs, std=std, out_std=out_std)
+    attention = _attention(config, rngs, std, out_std)
     mixed = Experts(
         config.embed,
         config.mixture,
@@ -64,6 +65,16 @@ def expert_layer(config: DecoderConfig, *, rngs: nnx.Rngs, experts: int | None =
         experts=experts,
     )
     return Block({"attn": attention, "mlp": mixed}, lambda: make_norm(config))
+
+
+def _attention(
+    config: DecoderConfig, rngs: nnx.Rngs, std: float, out_std: float
+) -> Attention | LatentAttention:
+    """The attention block that the configuration's sizes are of."""
+    shape = config.attention_shape()
+    if isinstance(shape, LatentShape):
+        return LatentAttention(shape, rngs=rngs, std=std, out_std=out_std)
+    return Attention(shape, rngs=rngs, std=std, out_std=out_std)
 
 
 def _deviations(config: DecoderConfig) -> tuple[float, float]:
@@ -293,7 +304,7 @@ class Decoder(nnx.Module):
     def _rope(self, positions: Int[Array, "b s"]) -> Any:
         if self.config.rope is None:
             return None
-        return rope_tables(positions, self.config.rope, self.config.head_dim)
+        return rope_tables(positions, self.config.rope, self.config.rope_dim)
 
     def _check_length(self, length: int) -> None:
         if length > self.config.max_seq:

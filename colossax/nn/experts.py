@@ -41,7 +41,7 @@ class ExpertMLP:
         hidden = act(local.times(rows, "gate")) * up if self.gated else act(up)
         if not self.on_input:
             hidden = (hidden * by).astype(rows.dtype)
-        return local.times(hidden, "down")
+        return local.times(hidden, "down", last=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +111,9 @@ class Experts(nnx.Module):
         self.up = param(drawn((count, embed, mlp), std), ("experts", *into))
         self.gate = param(drawn((count, embed, mlp), std), ("experts", *into)) if gated else None
         self.down = param(drawn((count, mlp, embed), out_std), ("experts", *out))
+        for each in (self.up, self.gate, self.down):
+            if each is not None:
+                each.set_metadata(own_fetch=True)
         self.bias = (
             param(
                 jnp.zeros((count,)), ("scores",), dtype="float32", update=MoveBias(config.bias_rate)
@@ -157,7 +160,7 @@ class Experts(nnx.Module):
         y, sums = sharded.moe(
             x,
             self.router.weights,
-            self._weights(),
+            self._weights(state),
             gate=self.gating,
             valid=side.valid,
             token_ids=side.token_ids,
@@ -187,7 +190,7 @@ class Experts(nnx.Module):
             beside = beside * jax.nn.sigmoid(self.shared_gate(x))
         return y + beside
 
-    def _weights(self) -> sharded.ExpertWeights:
+    def _weights(self, state: LayerState) -> sharded.ExpertWeights:
         names = ("up", "gate", "down") if self.gated else ("up", "down")
         into, out = ("expert_embed", "expert_mlp"), ("expert_mlp", "expert_embed")
         return sharded.ExpertWeights(
@@ -196,6 +199,7 @@ class Experts(nnx.Module):
             compute=ExpertMLP(
                 activation=self.activation, gated=self.gated, on_input=self.config.on_input
             ),
+            layer=state.at,
         )
 
 

@@ -72,9 +72,10 @@ class Stretch:
         return [self.first + i for i, name in enumerate(order) if name == kind]
 
     @property
-    def place(self) -> tuple[int, bool]:
-        """What cannot change once it is built: how many layers, and whether the host has them."""
-        return self.count, self.policy.placement.params_on_host
+    def place(self) -> tuple[int, bool, bool]:
+        """What cannot change once it is built: how many layers, what of them the host has."""
+        placement = self.policy.placement
+        return self.count, placement.params_on_host, placement.experts_alone
 
 
 def stretches(order: Sequence[str], segments: tuple[Segment, ...]) -> tuple[Stretch, ...]:

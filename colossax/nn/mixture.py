@@ -61,8 +61,9 @@ class MixtureConfig:
             two highest (`top2`).
         on_input: Weights multiply what goes into experts, not what comes out.
         capacity: What an expert takes of a sequence over an even share; the rest is dropped and
-            counted. None: everything; `gshard` then has 1.
-        priority: Whose choices come first there: `position`, `probability` or `random`.
+            counted. None: everything; `gshard` then has 1. Generation drops nothing.
+        priority: Whose choices come first there: `position`, `probability` or `random` (anew in
+            each training step and layer; where a model is evaluated, by position).
         threshold: Of `dense_to_sparse`: the share below which an expert is left out.
         temperature: Of `dense_to_sparse`.
         router: `linear`, or `cosine`: of tokens, in `router_dim` dims, with vectors of experts.

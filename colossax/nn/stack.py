@@ -16,7 +16,7 @@ from colossax.nn.kinds import Stretch, layers_before, stretches
 from colossax.nn.module import Located
 from colossax.nn.stacked import MakeLayer, stacked_layers
 from colossax.nn.weights import layer_with_weights
-from colossax.offload import resolved_segments
+from colossax.offload import on_host, resolved_segments
 from colossax.sharding import current
 
 ONLY = ""
@@ -54,7 +54,8 @@ class LayerStack(Located):
     and on disk are numbered among themselves; so are the rows of its caches and its scanned state,
     both of which are then mappings by kind.
 
-    Layers whose parameters live in host memory are fetched one by one. Who runs the layers is
+    Layers whose parameters live in host memory are fetched one by one; of experts, where tokens
+    come with a cache, those that are chosen, but where kinds take turns. Who runs the layers is
     `colossax.layerwise.current_runner`; a training step that offloads updates each during backward.
 
     Cost: HLO size and compile time of one layer per segment (of one group, where kinds alternate);
@@ -121,7 +122,9 @@ class LayerStack(Located):
             made = CallsByKind if isinstance(segment, nnx.Dict) else CallsOfOne
             calls = made(segment, stretch)
             carry, rows, carried, sums = runner.run(
-                dataclasses.replace(calls.run((self.path, number)), before=self.before),
+                dataclasses.replace(
+                    calls.run((self.path, number)), before=self.before, left=calls.left(side)
+                ),
                 calls.params,
                 carry,
                 side,
@@ -199,7 +202,15 @@ class CallsOfOne:
     def __init__(self, segment: Any, stretch: Stretch):
         self._graphdef, params = nnx.split(segment)
         self._stretch = stretch
+        self._own_fetch = nnx.to_pure_dict(params, _own_fetch)
         self.params = nnx.to_pure_dict(params, lambda variable: variable.get_raw_value())
+
+    def left(self, side: Any) -> Any:
+        """Parameters in host memory that layers fetch themselves, where tokens are few."""
+        if getattr(side, "flat", None) is None:
+            return None
+        left = jax.tree.map(lambda own, x: own and on_host(x), self._own_fetch, self.params)
+        return left if any(jax.tree.leaves(left)) else None
 
     def run(self, key: Key) -> LayerRun:
         """What a runner is told of them."""
@@ -231,6 +242,11 @@ class CallsOfOne:
         return nnx.merge(self._graphdef, row)(carry, side, state)
 
 
+def _own_fetch(variable: Any) -> bool:
+    """Whether the layer can take a parameter as it is in host memory."""
+    return bool(variable.get_metadata().get("own_fetch"))
+
+
 def _kinds(make_layer: Any, layers: Any) -> tuple[dict[str, MakeLayer], tuple[str, ...]]:
     """Factories by kind, and the kind of each layer."""
     if not isinstance(make_layer, Mapping):
@@ -253,5 +269,7 @@ def _by_kind(stretch: Stretch, build: Callable[[Stretch, str], Any]) -> Any:
 
 def _shown(stretch: Stretch) -> str:
     """Layers of a stretch and where their parameters live, which cannot change once it is built."""
-    count, hosted = stretch.place
+    count, hosted, experts = stretch.place
+    if experts:
+        return f"{count} with experts in host memory"
     return f"{count} in host memory" if hosted else str(count)

@@ -60,13 +60,13 @@ def stacked_layers(
     graphdef, leaves = nnx.split(template)
     if size == 1:
         values = init_layer(jnp.int32(numbers[0]))
-    elif placement.params_on_host:
+    elif placement.any_params_on_host:
         # In the dtype at rest from the start: a stack in host memory cannot be cast.
         kept = nnx.to_pure_dict(leaves, lambda leaf: own_dtype(leaf) or dtype or leaf.dtype)
         values = build_stack(
             lambda i: jax.tree.map(lambda x, to: x.astype(to), init_layer(number(i)), kept),
             size,
-            nnx.to_pure_dict(leaves, lambda leaf: decays(_dims(leaf))),  # vectors stay, as below
+            nnx.to_pure_dict(leaves, lambda leaf: _on_host(placement, _dims(leaf))),
             _row_shardings(leaves),
         )
     else:
@@ -84,6 +84,11 @@ def stacked_layers(
             resident=not decays(dims),
         )
     return segment
+
+
+def _on_host(placement: Placement, dims: Dims) -> bool:
+    """Whether a parameter of these dims is in host memory, as `ParamInfo.on_host` says it."""
+    return (placement.params_on_host or "experts" in dims) and decays(dims)
 
 
 def _row_shardings(leaves: Any) -> Any:

@@ -37,7 +37,7 @@ from colossax.planner.traced_flops import TracedFlops, traced_flops
 from colossax.planner.traffic import ASSUMED_EFFICIENCY, Link, link_of
 from colossax.planner.trial import choosing_for
 from colossax.sharding import compiler_options
-from colossax.sharding.experts.island import PASSES
+from colossax.sharding.experts.exchange import PASSES, assumed_turns
 from colossax.step.programs import Ran, Rehearsed, RehearsedStage, rehearsed
 from colossax.step.step import Step
 from colossax.tasks import Task
@@ -232,7 +232,8 @@ class _Counting:
         """Collectives of all runs of a program."""
         if id(ran.program) not in self._collectives:
             mesh = self._step.bound.stage(ran.stage).mesh
-            module, found = parse_module(ran.program.hlo).assuming(PASSES, 1)
+            turns = assumed_turns(self._step.bound.plan.experts.chunks)
+            module, found = parse_module(ran.program.hlo).assuming(PASSES, turns)
             self.assumed_loops += found
             self._collectives[id(ran.program)] = collectives(module, mesh)
         for one in self._collectives[id(ran.program)]:

@@ -89,7 +89,7 @@ class ExpertsCost:
         if self.assumed_loops:
             rows.append(
                 f"  passes are a loop of unknown length ({self.assumed_loops} in the program):"
-                " bytes and times below are those of one pass"
+                " bytes and times below are those of one pass, or of as many as there are chunks"
             )
         return rows
 

@@ -37,7 +37,7 @@ from colossax.planner.stage_programs import ProgramsCost
 from colossax.planner.traced_flops import TracedFlops, traced_flops
 from colossax.planner.traffic import HostTraffic, Link, host_traffic, link_of
 from colossax.sharding import batch_axes
-from colossax.sharding.experts.island import PASSES
+from colossax.sharding.experts.exchange import PASSES, assumed_turns
 from colossax.step.microbatches import batch_dims, num_microbatches
 from colossax.step.offloaded.disk import DiskCost, DiskTier
 from colossax.step.step import Step
@@ -245,7 +245,8 @@ def inspect_task(task: Task, plan: Plan, target: Target) -> Inspection:
 def _of_one_program(task: Task, plan: Plan, target: Target) -> tuple[Step, dict[str, Any]]:
     """A step that is one program, and what is counted of that."""
     step, program, jaxpr = compiled_task(task, plan, target)
-    module, assumed_loops = parse_module(program.hlo).assuming(PASSES, 1)
+    turns = assumed_turns(step.bound.plan.experts.chunks)
+    module, assumed_loops = parse_module(program.hlo).assuming(PASSES, turns)
     once = step.streaming is not None and step.streaming.clipping == "speculate"
     if once:
         module = module.with_trip_count(1)

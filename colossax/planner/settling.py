@@ -12,6 +12,7 @@ from colossax.errors import PlanError
 from colossax.nn import GivenDims, MakeModels, describe, named
 from colossax.offload import Agree, Rates, load_rates, resolved_segments
 from colossax.optim import Optimizer
+from colossax.planner.chunk_rates import with_chunk_rates
 from colossax.planner.cpu_share import with_cpu_share
 from colossax.planner.fitting import Fitted, fit_offload
 from colossax.planner.mlp_share import with_mlp_share
@@ -138,6 +139,7 @@ def check_settled(plan: Plan) -> None:
         "pipeline.cuts": plan.pipeline.cuts == "auto",
         "offload.cpu_update": offload.cpu_update == "auto",
         "offload.pipelined": offload.pipelined == "auto",
+        "experts.chunks": plan.experts.chunks == "auto" and plan.experts.rates is None,
         "segments.mlp_share": any(segment.mlp_share == "auto" for segment in plan.segments),
     }
     for setting in ORDER:
@@ -205,6 +207,11 @@ def _pipelined(plan: Plan, facts: Facts) -> tuple[Plan, str | None]:
     return with_pipelined(plan, device.platform, device.device_kind, rates=facts.rates)
 
 
+def _chunks(plan: Plan, facts: Facts) -> tuple[Plan, str | None]:
+    devices = jax.devices() if facts.devices is None else facts.devices
+    return with_chunk_rates(plan, facts.target, list(devices))
+
+
 def _mlp_share(plan: Plan, facts: Facts) -> tuple[Plan, str | None]:
     if all(segment.mlp_share != "auto" for segment in plan.segments):
         return plan, None
@@ -217,6 +224,7 @@ _RULES: dict[str, Callable[[Plan, Facts], tuple[Plan, str | None]]] = {
     "pipeline.cuts": _stage_cuts,
     "offload.cpu_update": _cpu_update,
     "offload.pipelined": _pipelined,
+    "experts.chunks": _chunks,
     "segments.mlp_share": _mlp_share,
 }
 """What is decided once `offload.auto` is: to a plan, and a line where there was a choice."""

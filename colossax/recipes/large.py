@@ -12,6 +12,7 @@ import dataclasses
 
 from colossax.config import BatchConfig, LossConfig, Plan, Precision, Segment, preset
 from colossax.models import (
+    DeepSeekV3Config,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
@@ -19,6 +20,7 @@ from colossax.models import (
     Qwen3Config,
     Qwen3MoEConfig,
 )
+from colossax.nn import YarnScaling
 from colossax.tasks import DataConfig, OptimizerConfig, SampleConfig, TrainConfig
 
 _SAMPLE = SampleConfig(prompt="The ")
@@ -166,7 +168,9 @@ def llama3_70b() -> TrainConfig:
 def mixtral_8x7b() -> TrainConfig:
     """Mixtral 8x7B: 47 billion parameters, of which a token meets 13; experts over 8 GPUs of each.
 
-    With AdamW in float32 its state is 696 GB: 16 GPUs or more.
+    With AdamW in float32 its state is 560 GB of parameters and moments, and gradients are 187 more:
+    16 GPUs, or 8 with layers updated during backward (`--plan.offload.fused true
+    --plan.offload.clipping two_pass`).
     """
     return TrainConfig(
         recipe="mixtral_8x7b",
@@ -216,4 +220,38 @@ def qwen3_30b_a3b() -> TrainConfig:
         validate_every=500,
         sample=_SAMPLE,
         target="h100:1x8",
+    )
+
+
+def deepseek_v3() -> TrainConfig:
+    """DeepSeek V3: 671 billion parameters, of which a token meets 37; 4 experts on each GPU of 64.
+
+    With AdamW in float32 its state is 8 TB, 31 GB on each of 256 GPUs.
+    """
+    scaling = YarnScaling(factor=40.0, original_max_positions=4096, mscale=1.0, mscale_all_dim=1.0)
+    return TrainConfig(
+        recipe="deepseek_v3",
+        model=DeepSeekV3Config(
+            vocab=129_280,
+            embed=7168,
+            layers=61,
+            heads=128,
+            mlp=18_432,
+            expert_mlp=2048,
+            experts=256,
+            choices=8,
+            shared=1,
+            first_dense=3,
+            scale=2.5,
+            rope_scaling=scaling,
+            eos=1,
+        ),
+        plan=_gpu_plan("zero3", vocab_chunks=16, microbatch=1, mesh={"fsdp": -1, "expert": 64}),
+        data=DataConfig(seq_len=4096, global_batch=1024),
+        optimizer=OptimizerConfig(peak_lr=2.2e-4, warmup=2000),
+        steps=100_000,
+        checkpoint_every=1000,
+        validate_every=500,
+        sample=_SAMPLE,
+        target="h100:32x8",
     )

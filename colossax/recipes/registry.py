@@ -5,6 +5,7 @@ from collections.abc import Callable
 from colossax.config import nearest
 from colossax.errors import InputError
 from colossax.recipes.large import (
+    deepseek_v3,
     gpt2_124m,
     llama3_8b,
     llama3_8b_1m,
@@ -32,6 +33,7 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {
         llama3_70b,
         mixtral_8x7b,
         qwen3_30b_a3b,
+        deepseek_v3,
     )
 }
 

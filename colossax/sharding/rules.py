@@ -290,6 +290,18 @@ def validate(bound: BoundPlan, infos) -> None:
         for dim in info.dims:
             _check_spelling(dim, known, name=info.path)
         check_parameter(bound, info)
+    _check_experts(leaves)
+
+
+def _check_experts(infos: Sequence[ParamInfo]) -> None:
+    """Refuse experts in host memory where there are none."""
+    if any("experts" in info.dims for info in infos):
+        return
+    if any(info.placement.experts_on_host for info in infos):
+        raise PlanError(
+            "plan.offload.experts: no layer of the model has experts that could be in host memory;"
+            " give parameters and optimizer, which are of any layer"
+        )
 
 
 def check_parameter(bound: BoundPlan, info: ParamInfo) -> None:

@@ -95,8 +95,10 @@ def distillation_options(
         def told() -> Array:
             return hidden_states(models[teacher], batch)[0]
 
+        def nothing() -> Array:
+            return jnp.zeros(shape.shape, shape.dtype)
+
         shape = jax.eval_shape(told)
-        nothing = lambda: jnp.zeros(shape.shape, shape.dtype)  # noqa: E731
         return {**batch, _STATES: jax.lax.cond(variables[_ALPHA] > 0, told, nothing)}
 
     def after_step(variables: Any, sums: Any) -> Any:

@@ -80,9 +80,14 @@ def replaced(pattern: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Ed
     return edit
 
 
-def zeroed(pattern: str) -> Edit:
-    """The model with each parameter or buffer whose name matches set to zero."""
-    return replaced(pattern, torch.zeros_like)
+def zeroed(pattern: str, rows: slice = slice(None)) -> Edit:
+    """The model with these rows of each parameter or buffer whose name matches set to zero."""
+
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        tensor[rows] = 0
+        return tensor
+
+    return replaced(pattern, change)
 
 
 def rolled(pattern: str, rows: int, dim: int = 0) -> Edit:
@@ -184,6 +189,26 @@ SCALED = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 48,
+}
+# One frequency kept, two blended, one divided; magnitudes of the rotary part and of logits differ.
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 50.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 48,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.0,
+}
+DEEPSEEK = {
+    **LLAMA,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
 }
 NO_ROPE = zeroed(r"rotary_emb\.inv_freq")
 OTHER_THETA = reconfigured(rope_parameters={"rope_type": "default", "rope_theta": 300.0})
@@ -336,6 +361,77 @@ CASES: dict[str, Case] = {
             "rope": NO_ROPE,
         },
     ),
+    "deepseek_v2_lite": Case(
+        config=transformers.DeepseekV2Config,
+        sizes={
+            **DEEPSEEK,
+            "q_lora_rank": None,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 2,
+        },
+        seed=1,
+        off={
+            "router": zeroed(r"mlp\.gate\.weight"),
+            "experts of their own": same_experts,
+            "shared experts": zeroed(r"shared_experts\.down_proj"),
+            "layer without experts": zeroed(r"layers\.0\.mlp\.down_proj"),
+            "norm of latents": without(r"kv_a_layernorm$"),
+            "shared part of keys": zeroed(r"kv_a_proj_with_mqa", slice(16, None)),
+            "rope": NO_ROPE,
+        },
+    ),
+    "deepseek_v2": Case(
+        config=transformers.DeepseekV2Config,
+        sizes={
+            **DEEPSEEK,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 1,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": YARN,
+        },
+        seed=2,
+        off={
+            "groups": reconfigured(topk_method="greedy"),
+            "scale of experts": reconfigured(routed_scaling_factor=1.0),
+            "norm of queries": without(r"q_a_layernorm$"),
+            "rope scaling": reconfigured(
+                rope_parameters={"rope_type": "default", "rope_theta": 50.0}
+            ),
+            "magnitude of logits": reconfigured(rope_parameters={**YARN, "mscale_all_dim": 0.3}),
+            "rope": NO_ROPE,
+        },
+    ),
+    "deepseek_v3": Case(
+        config=transformers.DeepseekV3Config,
+        sizes={
+            **DEEPSEEK,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "num_mtp_layers": 0,
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": YARN,
+        },
+        seed=6,
+        off={
+            "bias of the choice": zeroed(r"e_score_correction_bias"),
+            "groups": reconfigured(n_group=1, topk_group=1),
+            "weights that sum to 1": reconfigured(norm_topk_prob=False),
+            "neighbours turn": reconfigured(rope_interleave=False),
+            "rope scaling": reconfigured(
+                rope_parameters={"rope_type": "default", "rope_theta": 50.0}
+            ),
+            "shared experts": zeroed(r"shared_experts\.down_proj"),
+            "rope": NO_ROPE,
+        },
+    ),
     "gpt2": Case(
         config=transformers.GPT2Config,
         sizes={**GPT, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
@@ -411,6 +507,10 @@ def draw_weights(model: Model, seed: int) -> None:
         values = scaled(owner, name, noise, tied=tied)
         with torch.no_grad():
             parameter.copy_(torch.from_numpy(values.astype(np.float32)))
+    for name, buffer in sorted(model.named_buffers()):
+        if name.endswith("e_score_correction_bias"):
+            noise = 0.2 * random.standard_normal(tuple(buffer.shape))
+            buffer.copy_(torch.from_numpy(noise.astype(np.float32)))
 
 
 def scaled(owner: nn.Module, name: str, noise: np.ndarray, *, tied: bool) -> np.ndarray:
@@ -427,7 +527,11 @@ def scaled(owner: nn.Module, name: str, noise: np.ndarray, *, tied: bool) -> np.
         return 0.2 * noise
     fan_in = noise.shape[0] if isinstance(owner, Conv1D) else noise.shape[-1]
     # Sharper attention and larger logits than these would only enlarge rounding.
-    gain = 1.2 if re.search(r"[qk]_proj|c_attn|query_key_value|lm_head", name) else 1.8
+    gain = (
+        1.2
+        if re.search(r"[qk]_proj|(q|kv)_[ab]_proj|c_attn|query_key_value|lm_head", name)
+        else 1.8
+    )
     return noise * gain / np.sqrt(fan_in)
 
 

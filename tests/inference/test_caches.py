@@ -18,22 +18,32 @@ from colossax.nn import (
     Decoder,
     DecoderConfig,
     FlatTokens,
+    LatentConfig,
     Layers,
     RMSNorm,
     RopeConfig,
+    YarnScaling,
     decoder_layer,
     describe,
     initialise,
 )
 from colossax.sharding import use
 from tests.cases import quick_first
-from tests.inference.mixers import GatedRecurrence, LatentAttention
+from tests.inference.mixers import GatedRecurrence
 
 WINDOW, CHUNK, SLOTS = 5, 4, 64
 KEPT = WINDOW + CHUNK - 1
 SIZES = {"vocab": 64, "embed": 32, "heads": 4, "kv_heads": 2, "mlp": 48, "max_seq": SLOTS}
 MISTRAL = MistralConfig(**SIZES, layers=3, window=WINDOW, init_std=0.3).decoder()
 CONFIG = DecoderConfig(**SIZES, layers=3, head_dim=8, rope=RopeConfig(), init_std=0.3)
+LATENT = DecoderConfig(
+    **{**SIZES, "kv_heads": SIZES["heads"]},
+    layers=3,
+    head_dim=14,
+    rope=RopeConfig(yarn=YarnScaling(factor=4.0, original_max_positions=16), interleaved=True),
+    latent=LatentConfig(kv_rank=12, q_rank=16, nope_dim=6, rope_dim=8, v_dim=10),
+    init_std=0.3,
+)
 PROMPT = tuple(np.random.default_rng(0).integers(0, 64, 30).tolist())
 ADDED = 24
 TOLERANCE = 2e-5
@@ -49,16 +59,10 @@ def recurrent(rngs):
     return block(GatedRecurrence(CONFIG.embed, 24, rngs=rngs), rngs)
 
 
-def latent(rngs):
-    sizes = {"latent": 12, "rope": CONFIG.head_dim, "plain": 6, "value": 10}
-    return block(LatentAttention(CONFIG.embed, CONFIG.heads, **sizes, rngs=rngs), rngs)
-
-
 KINDS = {
     "local": lambda rngs: decoder_layer(MISTRAL, rngs=rngs),
     "global": lambda rngs: decoder_layer(CONFIG, rngs=rngs),
     "recurrent": recurrent,
-    "latent": latent,
 }
 
 
@@ -71,13 +75,13 @@ MODELS = {
     "local and global": (CONFIG, alternating("local", "local", "global", "local", "local")),
     "recurrent": (CONFIG, Layers(make=recurrent, order=3)),
     "recurrent and local": (CONFIG, alternating("recurrent", "local", "recurrent", "local")),
-    "latent": (CONFIG, Layers(make=latent, order=3)),
+    "latent": (LATENT, None),
 }
 PLANS = {
     "tensor4": Plan(mesh={"tensor": 4}),
     "fsdp2 tensor2": Plan(mesh={"fsdp": 2, "tensor": 2}),
     "2d": Plan(mesh={"row": 2, "col": 2}, tensor_layout="2d"),
-    "latent split": Plan(mesh={"tensor": 4}, rules=Rules().updated(cache={"latent": "tensor"})),
+    "latent split": Plan(mesh={"tensor": 4}, rules=Rules().updated(cache={"kv_latent": "tensor"})),
 }
 
 
@@ -268,14 +272,11 @@ def test_a_state_is_one_per_seat_in_its_own_precision():
     assert {x.data.shape for x in cache["state"].addressable_shards} == {(3, 1, 12)}
 
 
-@pytest.mark.parametrize(("plan", "each"), [("tensor4", 12), ("latent split", 3)])
+@pytest.mark.parametrize(("plan", "each"), [("tensor4", 20), ("latent split", 5)])
 def test_a_latent_is_a_contiguous_cache_of_other_arrays_laid_out_as_its_dims_say(plan, each):
     _, spec, params = build("latent", plan)
     asked = spec.merge(params).cache_spec(seats=1, slots=SLOTS, chunk=CHUNK)
     assert asked.kind == "contiguous"
     cache = cache_of("latent", plan).empty()
-    assert {name: x.shape for name, x in cache.items()} == {
-        "latent": (3, 1, SLOTS, 12),
-        "rope": (3, 1, SLOTS, 8),
-    }
+    assert {name: x.shape for name, x in cache.items()} == {"latent": (3, 1, SLOTS, 12 + 8)}
     assert {x.data.shape[-1] for x in cache["latent"].addressable_shards} == {each}

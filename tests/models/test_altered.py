@@ -18,9 +18,15 @@ from colossax.models import (
     Qwen3Config,
     config_from_json,
     maker,
+    merged,
+    most_used,
+    params_of_checkpoint,
+    params_of_tree,
+    pruned,
+    upcycled,
+    with_layers,
+    write_checkpoint,
 )
-from colossax.models.altered import merged, most_used, pruned, upcycled, with_layers
-from colossax.models.parameters import params_of_checkpoint, params_of_tree, write_checkpoint
 from colossax.nn import describe
 from colossax.nn.config import Llama3Scaling
 from colossax.sharding.experts import LinearRouter
@@ -117,7 +123,7 @@ def test_merged_models_have_the_experts_of_both():
     jax.tree.map(np.testing.assert_array_equal, again.tree(), first)
 
 
-@pytest.mark.catches("upcycled-other-widths")
+@pytest.mark.catches("upcycled-of-the-first-layer")
 @pytest.mark.parametrize("dense", [DENSE, Qwen3Config(**SIZES, head_dim=8)], ids=["llama", "qwen3"])
 def test_an_upcycled_model_says_what_the_dense_one_said(dense):
     params = fresh(dense)

@@ -107,6 +107,18 @@ def test_both_ages_of_rope_settings():
     assert llama(rope_parameters=...).rope_theta == 10_000.0
 
 
+def test_older_files_of_deepseek_say_the_same():
+    """Rope as the published config.json has it, integers for floats among them."""
+    settings = settings_of("deepseek_v2")
+    rope = dict(settings.pop("rope_parameters"))
+    theta, rope["type"] = rope.pop("rope_theta"), rope.pop("rope_type")
+    rope |= {"factor": 4, "beta_fast": 32, "beta_slow": 1}
+    older = settings | {"rope_scaling": rope, "rope_theta": theta, "ep_size": 1, "seq_aux": True}
+    older |= {"scoring_func": "softmax", "moe_layer_freq": 1, "aux_loss_alpha": 0.001}
+    table = CONVERSIONS["deepseek_v2"]
+    assert table.config_from(older) == table.config_from(settings_of("deepseek_v2"))
+
+
 def test_missing_settings_take_the_defaults_of_transformers():
     config = llama(
         num_key_value_heads=..., head_dim=None, rms_norm_eps=..., tie_word_embeddings=...
@@ -149,6 +161,16 @@ REFUSED = [
     ("qwen3", {"layer_types": ["sliding_attention"] * 2}, "sliding window in some layers"),
     ("qwen3", {"attention_bias": True}, "attention_bias = True is not supported"),
     ("mistral", {"layer_types": ["full_attention"] * 2}, "'full_attention' among others"),
+    ("deepseek_v2", {"topk_method": "noaux_tc"}, "'noaux_tc' is not supported; only 'greedy' or"),
+    ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob = True is not supported"),
+    ("deepseek_v2", {"num_key_value_heads": 2}, "num_key_value_heads = 2 is not supported; only"),
+    ("deepseek_v2", {"rope_parameters": {"rope_type": "yarn"}}, "yarn lacks 'factor'"),
+    ("deepseek_v2", {"rope_parameters": {"rope_type": "linear"}}, "only 'default' or 'yarn' is"),
+    ("deepseek_v3", {"attention_bias": True}, "attention_bias = True is not supported"),
+    ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq = 2 is not supported; only 1 is"),
+    ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "convert them to bfloat16"),
+    ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported"),
+    ("deepseek_v3", {"n_group": 8}, "8 groups of 8 experts have one each; give at most 4"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
     ("opt", {"word_embed_proj_dim": 16}, "word_embed_proj_dim = 16 apart from hidden_size = 32"),
     ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before = False is not supported"),

@@ -1,5 +1,6 @@
 """Families: published sizes, JSON, packed rows, lengths, names of parameters."""
 
+import dataclasses
 import functools
 
 import jax
@@ -12,6 +13,8 @@ from colossax.errors import InputError
 from colossax.models import (
     FAMILIES,
     BloomConfig,
+    DeepSeekV2Config,
+    DeepSeekV3Config,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
@@ -26,9 +29,28 @@ from colossax.models import (
     family_of,
     maker,
 )
-from colossax.nn import Llama3Scaling, describe, pure
+from colossax.nn import Llama3Scaling, YarnScaling, describe, pure
+from colossax.recipes import recipe
+from tests.cases import quick_first
 from tests.oracle import assert_trees_close
 
+DEEPSEEK = {
+    "vocab": 64,
+    "embed": 32,
+    "layers": 2,
+    "heads": 4,
+    "mlp": 48,
+    "expert_mlp": 16,
+    "experts": 4,
+    "choices": 2,
+    "shared": 1,
+    "first_dense": 1,
+    "kv_rank": 16,
+    "nope_dim": 8,
+    "rope_dim": 4,
+    "v_dim": 12,
+    "max_seq": 24,
+}
 TINY = {
     "llama": LlamaConfig(vocab=64, embed=32, layers=2, heads=4, kv_heads=2, mlp=48, max_seq=24),
     "llama3": LlamaConfig(
@@ -80,10 +102,20 @@ TINY = {
         choices=2,
         max_seq=24,
     ),
+    "deepseek_v2": DeepSeekV2Config(**DEEPSEEK, q_rank=None),
+    "deepseek_v3": DeepSeekV3Config(
+        **DEEPSEEK,
+        q_rank=24,
+        groups=2,
+        kept_groups=1,
+        rope_scaling=YarnScaling(factor=4.0, original_max_positions=8, mscale_all_dim=1.0),
+    ),
     "gpt2": GPT2Config(vocab=64, embed=32, layers=2, heads=4, mlp=64, max_seq=24),
     "opt": OPTConfig(vocab=64, embed=32, layers=2, heads=4, mlp=64, max_seq=24),
     "bloom": BloomConfig(vocab=64, embed=32, layers=2, heads=4, max_seq=24),
 }
+
+DEAR = ("deepseek_v2", "deepseek_v3")
 
 
 @pytest.mark.parametrize(
@@ -130,6 +162,24 @@ TINY = {
             ),
             14_315_784_192,
         ),
+        (
+            DeepSeekV2Config(
+                vocab=102400,
+                embed=2048,
+                layers=27,
+                heads=16,
+                mlp=10944,
+                expert_mlp=1408,
+                experts=64,
+                choices=6,
+                shared=2,
+                first_dense=1,
+                q_rank=None,
+            ),
+            15_706_484_224,
+        ),
+        # Of it 58 biases of 256 experts each.
+        (recipe("deepseek_v3").model, 671_026_404_352 + 58 * 256),
         (GPT2Config(vocab=50257, embed=768, layers=12, heads=12, mlp=3072), 124_439_808),
         (OPTConfig(vocab=50272, embed=768, layers=12, heads=12, mlp=3072), 125_239_296),
         (BloomConfig(vocab=250880, embed=1024, layers=24, heads=16), 559_214_592),
@@ -181,7 +231,7 @@ def as_rows(tokens, cut, length=11):
     return jnp.stack([jnp.pad(row, (0, length - len(row))) for row in rows])
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", quick_first(TINY, [name for name in TINY if name not in DEAR]))
 def test_packed_documents_do_not_see_each_other(name):
     """A row of two documents gives each the logits it has alone."""
     params, run = built(name)
@@ -197,7 +247,7 @@ def test_packed_documents_do_not_see_each_other(name):
     assert np.abs(joined[:, 9:] - packed[:, 9:]).max() > 1e-3
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", quick_first(TINY, [name for name in TINY if name not in DEAR]))
 def test_flat_tokens_with_positions_and_segments_equal_rows(name):
     params, run = built(name)
     tokens = jax.random.randint(jax.random.key(1), (1, 20), 0, 64)
@@ -240,3 +290,26 @@ def test_names_of_parameters():
     assert names["layers/mlp/down/w"] == ("layers", "mlp", "embed")
     assert names["embed/table"] == ("vocab", "embed")
     assert names["head/w"] == ("embed", "vocab")
+
+
+def test_names_of_latent_parameters():
+    infos = jax.tree.leaves(describe(maker(TINY["deepseek_v3"])).infos)
+    names = {info.path.removeprefix("layers/sparse/"): info.dims[1:] for info in infos}
+    assert names["attn/q_down/w"] == ("embed", "q_latent")
+    assert names["attn/q_up/w"] == ("q_latent", "heads", "head_dim")
+    assert names["attn/kv_down/w"] == ("embed", "kv_latent")
+    assert names["attn/kv_up/w"] == ("kv_latent", "heads", "head_dim")
+    assert names["attn/kv_norm/scale"] == ("kv_latent",)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_dim": 5}, "rope turns pairs of dims, found 5"),
+        ({"groups": 4}, "4 groups of 4 experts have one each; give at most 2"),
+        ({"groups": 3}, "3 groups do not divide 4 experts"),
+    ],
+)
+def test_sizes_of_deepseek_that_do_not_fit_are_refused(changes, message):
+    with pytest.raises(InputError, match=message):
+        dataclasses.replace(TINY["deepseek_v3"], **changes)

@@ -125,6 +125,20 @@ def test_missing_and_extra_tensors_are_named(folder):
         open_folder(folder("llama", edit))
 
 
+def test_layers_that_predict_further_tokens_are_left_out(folder):
+    """The published DeepSeek-V3 has one behind its 61 layers; `transformers` ignores it too."""
+    norm = "model.layers.1.input_layernorm.weight"
+
+    def edit(tensors):
+        return {**tensors, norm.replace("1", "61"): tensors[norm]}
+
+    assert_same_params(
+        read_params(folder("deepseek_v3", edit))[1], read_params(GOLDEN / "deepseek_v3")[1]
+    )
+    with pytest.raises(WeightsError, match=r"has besides model\.layers\.61\.input_layernorm"):
+        open_folder(folder("deepseek_v2", edit))
+
+
 def test_many_missing_tensors_are_counted(folder):
     with pytest.raises(WeightsError, match=r"lacks model\.layers\.2\.\S+, .* and 4 more; correct"):
         open_folder(folder("llama", num_hidden_layers=3))

@@ -14,6 +14,7 @@ from colossax.models.hf_folder import read_params
 from colossax.models.registry import maker
 from colossax.nn import Decoder, FlatTokens, describe
 from colossax.nn.rope import RopeConfig
+from tests.cases import quick_first
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 FACTS = json.loads((GOLDEN / "golden.json").read_text())["cases"]
@@ -55,6 +56,23 @@ OFF = {
         "weights that sum to 1": {"mixture.renormalise": False},
         "qk norm": {"qk_norm": False},
     },
+    "deepseek_v2_lite": {
+        "shared experts": {"mixture.shared": 0},
+        "two choices": {"mixture.choices": 2},
+        "neighbours turn": {"rope": RopeConfig(theta=10_000.0)},
+    },
+    "deepseek_v2": {
+        "groups": {"mixture.groups": 0},
+        "scale of experts": {"mixture.scale": 1.0},
+        "magnitude of logits": {"latent.scale": 1.0},
+        "rope scaling": {"rope": RopeConfig(theta=50.0, interleaved=True)},
+    },
+    "deepseek_v3": {
+        "bias of the choice": {"mixture.bias_rate": 0.0},
+        "groups": {"mixture.groups": 0},
+        "weights that sum to 1": {"mixture.renormalise": False},
+        "best two of a group": {"mixture.group_score": "max"},
+    },
     "gpt2": {
         "positions": {"learned_positions": 0},
         "attention bias": {"qkv_bias": False, "out_bias": False},
@@ -71,6 +89,9 @@ OFF = {
         "mlp bias": {"mlp_bias": False},
     },
 }
+
+DEAR = ("deepseek_v2",)
+"""Cases of which the core has another one's features."""
 
 
 def expected(case):
@@ -95,9 +116,10 @@ def test_every_case_is_here():
     assert set(FACTS) == set(OFF) == {path.parent.name for path in GOLDEN.glob("*/config.json")}
 
 
+@pytest.mark.catches("latent-softmax-scale")
 @pytest.mark.catches("bloom-heads-side-by-side")
 @pytest.mark.catches("llama-heads-inside-out")
-@pytest.mark.parametrize("case", FACTS)
+@pytest.mark.parametrize("case", quick_first(FACTS, [name for name in FACTS if name not in DEAR]))
 def test_logits_and_greedy_tokens(case):
     config, params = read_params(GOLDEN / case)
     want = expected(case)
@@ -115,7 +137,8 @@ def test_logits_and_greedy_tokens(case):
     assert len(greedy) == 32
 
 
-@pytest.mark.parametrize("case", FACTS)
+@pytest.mark.catches("latent-values")
+@pytest.mark.parametrize("case", quick_first(FACTS, [name for name in FACTS if name not in DEAR]))
 def test_greedy_tokens_with_a_cache(case):
     """One token at a time, keys and values kept: the same logits and tokens again."""
     config, params = read_params(GOLDEN / case)
@@ -147,15 +170,26 @@ def decoded(spec, params, text):
 
 
 def switched_off(decoder, fields):
-    """With these fields; those of its mixture begin with its name."""
-    inner = {name.removeprefix("mixture."): v for name, v in fields.items() if "." in name}
+    """With these fields; those of its mixture or latents begin with its name."""
     outer = {name: v for name, v in fields.items() if "." not in name}
-    if inner:
-        outer["mixture"] = dataclasses.replace(decoder.mixture, **inner)
+    for part in ("mixture", "latent"):
+        inner = {
+            name.removeprefix(f"{part}."): v
+            for name, v in fields.items()
+            if name.startswith(f"{part}.")
+        }
+        if inner:
+            outer[part] = dataclasses.replace(getattr(decoder, part), **inner)
     return dataclasses.replace(decoder, **outer)
 
 
-@pytest.mark.parametrize(("case", "off"), [(case, off) for case in OFF for off in OFF[case]])
+FEATURES = [(case, off) for case in OFF for off in OFF[case]]
+
+
+@pytest.mark.parametrize(
+    ("case", "off"),
+    quick_first(FEATURES, [one for one in FEATURES if not one[0].startswith("deepseek")]),
+)
 def test_each_feature_counts(case, off):
     config, params = read_params(GOLDEN / case)
     decoder = switched_off(config.decoder(), OFF[case][off])

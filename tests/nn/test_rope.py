@@ -1,11 +1,14 @@
 """Rotary embedding: frequencies and their scalings, and that only distances count."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from colossax.nn import Llama3Scaling, RopeConfig
+from colossax.errors import InputError
+from colossax.nn import Llama3Scaling, RopeConfig, YarnScaling
 from colossax.nn.rope import frequencies, rope_tables, rotate
 
 HEAD_DIM = 16
@@ -41,6 +44,64 @@ def test_llama3_keeps_short_waves_and_stretches_long_ones():
     wanted = plain[between] * (share + (1 - share) / 8)
     np.testing.assert_allclose(found[between], wanted, rtol=1e-6)
     assert [np.sum(turns >= 4), np.sum(between), np.sum(turns <= 1)] == [1, 2, 5]
+
+
+@pytest.mark.catches("rope-yarn-factor")
+@pytest.mark.parametrize(("truncate", "ends"), [(True, (1, 6)), (False, (1.2, 5.2))])
+def test_yarn_keeps_what_turns_often_and_stretches_what_turns_seldom(truncate, ends):
+    """By dims: of 16 with base 100 the one of t turns in 128 is 8 log_100(128 / (2 pi t))."""
+    yarn = YarnScaling(
+        factor=4.0, original_max_positions=128, beta_fast=10.2, beta_slow=1.0, truncate=truncate
+    )
+    plain = frequencies(RopeConfig(theta=100.0), HEAD_DIM)
+    found = frequencies(RopeConfig(theta=100.0, yarn=yarn), HEAD_DIM)
+    dims = [8 * np.log(128 / (2 * np.pi * turns)) / np.log(100) for turns in (10.2, 1.0)]
+    low, high = (np.floor(dims[0]), np.ceil(dims[1])) if truncate else dims
+    assert (low, high) == pytest.approx(ends, abs=0.1)
+    kept = np.clip((high - np.arange(HEAD_DIM // 2)) / (high - low), 0, 1)
+    np.testing.assert_allclose(found, plain * kept + plain / 4 * (1 - kept), rtol=1e-5)
+
+
+def test_magnitudes_of_yarn():
+    """0.1 m ln(40) + 1: of DeepSeek-V2 both are of 0.707 and cancel; logits have their square."""
+    yarn = functools.partial(YarnScaling, factor=40.0, original_max_positions=4096)
+    one = 0.1 * np.log(40) + 1
+    assert yarn().magnitude == pytest.approx(one) and yarn().softmax_scale == 1.0
+    both = yarn(mscale=0.707, mscale_all_dim=0.707)
+    assert both.magnitude == 1.0
+    assert both.softmax_scale == pytest.approx((0.0707 * np.log(40) + 1) ** 2)
+    assert yarn(attention_factor=0.5).magnitude == 0.5
+    tables = rope_tables(jnp.array([[0]]), RopeConfig(yarn=yarn()), HEAD_DIM)
+    np.testing.assert_allclose(tables[0], one, rtol=1e-6)
+
+
+@pytest.mark.catches("rope-neighbours")
+def test_neighbours_turn_as_dims_half_a_head_apart_do():
+    """What comes out has them apart: so a head sorted beforehand gives the same."""
+    x = jax.random.normal(jax.random.key(0), (1, 3, 2, HEAD_DIM))
+    tables = rope_tables(jnp.arange(3)[None], RopeConfig(theta=100.0), HEAD_DIM)
+    by_hand = jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
+    np.testing.assert_array_equal(rotate(x, tables, interleaved=True), rotate(by_hand, tables))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: YarnScaling(factor=2.0, original_max_positions=8, beta_fast=1.0),
+            "give more than",
+        ),
+        (
+            lambda: RopeConfig(
+                llama3=Llama3Scaling(), yarn=YarnScaling(factor=2.0, original_max_positions=8)
+            ),
+            "found llama3 and yarn, two scalings",
+        ),
+    ],
+)
+def test_wrong_scalings_are_refused(make, message):
+    with pytest.raises(InputError, match=message):
+        make()
 
 
 @pytest.mark.catches("rope-sign")

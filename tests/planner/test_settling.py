@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from colossax.aot import parse_target
-from colossax.config import OffloadConfig, PipelineConfig, Plan, Segment
+from colossax.config import ExpertsConfig, OffloadConfig, PipelineConfig, Plan, Segment
 from colossax.errors import PlanError
 from colossax.models import maker
 from colossax.offload import device_budget
@@ -23,6 +23,7 @@ MEASURED = dataclasses.replace(RATES, matmul_flops_per_s=2.5e12)
 OPEN = Plan(
     segments=(Segment(remat="full", offload="mlp", mlp_share="auto"),),
     offload=OffloadConfig(auto=True, cpu_update="auto", pipelined="auto"),
+    experts=ExpertsConfig(chunks="auto"),
 )
 """Everything is to be decided."""
 
@@ -64,6 +65,7 @@ def test_everything_is_decided_in_one_order_and_what_is_tried_is_what_runs(searc
         "plan.offload auto",
         "plan.offload.cpu_update auto",
         "plan.offload.pipelined auto",
+        "plan.experts.chunks auto",
         "segments.mlp_share auto",
     ]
     plan, resident = settled.plan, search[0]
@@ -105,11 +107,27 @@ def test_a_share_that_nothing_is_there_for_is_off():
     build_step(*PARTS, settled, devices=jax.devices()[:1])
 
 
+@pytest.mark.catches("chunks-by-the-fast-link")
+def test_chunks_go_by_the_slowest_link_of_the_group():
+    plan = Plan(mesh={"expert": 2, "tensor": 4}, experts=ExpertsConfig(chunks="auto"))
+    asked = {"devices": jax.devices(), "options": StepOptions()}
+    one, two = (
+        settle(plan, facts(target=parse_target(target), **asked)).plan.experts.rates
+        for target in ("h100:1x8", "h100:2x4@ib")
+    )
+    assert (one.bytes_per_s, two.bytes_per_s) == (360e9, 42e9)
+    assert one.flops_per_s == two.flops_per_s == 0.4 * 989e12
+    here = settle(plan, facts(**asked))
+    assert here.plan.experts.chunks == 1
+    assert here.reasons["experts.chunks"].startswith("plan.experts.chunks auto: 1, how fast rows")
+
+
 @pytest.mark.parametrize("setting", ORDER)
 def test_a_step_decides_nothing(setting):
     room, name = setting.split(".")
     plan = {
-        "segments": lambda: OPEN.replace(offload=OffloadConfig()),
+        "segments": lambda: OPEN.replace(offload=OffloadConfig(), experts=ExpertsConfig()),
+        "experts": lambda: Plan(experts=ExpertsConfig(chunks="auto")),
         "pipeline": lambda: Plan(pipeline=PipelineConfig(cuts="auto")),
         "offload": lambda: Plan(offload=OffloadConfig(**{name: name == "auto" or "auto"})),
     }[room]()

@@ -16,7 +16,7 @@ from colossax.config import (
     Segment,
     preset,
 )
-from colossax.nn import Decoder, DecoderConfig, MixtureConfig, RopeConfig
+from colossax.nn import Decoder, DecoderConfig, LatentConfig, MixtureConfig, RopeConfig
 from colossax.optim import adamw, sgd
 from colossax.planner import boost
 from colossax.tasks import next_token_loss
@@ -36,22 +36,38 @@ MODELS = {
     "drawn": {"capacity": 0.6, "priority": "random"},
     "noisy": {"gate": "dense_to_sparse", "choices": 3},
     "pyramid": {"pyramid": ((2, 16),), "shared": 16, "shared_mix": "softmax"},
+    "latent": {"first_dense": 1, "shared": 16, "score": "sigmoid", "bias_rate": 0.01},
+    "latent, whole queries": {"first_dense": 1, "shared": 16, "renormalise": False},
 }
 
 
+LATENT = {"kv_heads": 4, "head_dim": 12}
+LATENTS = {
+    "latent": {
+        **LATENT,
+        "latent": LatentConfig(kv_rank=16, q_rank=16, nope_dim=8, rope_dim=4, v_dim=10),
+    },
+    "latent, whole queries": {
+        **LATENT,
+        "latent": LatentConfig(kv_rank=16, nope_dim=8, rope_dim=4, v_dim=10),
+    },
+}
+"""Models that have latent attention, with its sizes."""
+
+
 def config(model):
+    sizes = {"kv_heads": 2, "head_dim": 8} | LATENTS.get(model, {})
     return DecoderConfig(
         vocab=VOCAB,
         embed=32,
         layers=4,
         heads=4,
-        kv_heads=2,
-        head_dim=8,
         mlp=64,
         max_seq=64,
         rope=RopeConfig(),
         init_std=0.2,
         mixture=MixtureConfig(**{**MIXTURE, **MODELS[model]}),
+        **sizes,
     )
 
 
@@ -137,6 +153,10 @@ PLANS = {
     "host memory": mesh(expert=4, fsdp=2).replace(
         offload=OffloadConfig(parameters=1.0, optimizer=1.0)
     ),
+    "experts in host memory": mesh(expert=4, fsdp=2).replace(offload=OffloadConfig(experts=1.0)),
+    "some experts in host memory": mesh(expert=2, tensor=2, fsdp=2).replace(
+        offload=OffloadConfig(experts=0.5, optimizer=0.25)
+    ),
     "stages": mesh(stage=2, expert=4),
     "stages, tensor": mesh(stage=2, expert=2, tensor=2),
     "stages, remat, fsdp": mesh(stage=2, expert=2, fsdp=2).replace(segments=FULL),
@@ -159,6 +179,7 @@ CASES = [
         for model in ("drawn", "dropping", "noisy")
         for name in ("accumulation", "remat", "host memory", "stages")
     ),
+    *((name, "latent") for name in PLANS),
     *((name, "pyramid") for name in ("accumulation", "host memory", "cut stages")),
 ]
 QUICK = [

@@ -127,6 +127,7 @@ DECODERS = {
 PLANS = {
     "cut": CUT,
     "ring": Plan(mesh={"fsdp": 2, "ring": 2, "tensor": 2}),
+    "stages": Plan(mesh={"stage": 2, "fsdp": 2}),
     "ulysses, remat": Plan(mesh={"data": 2, "ulysses": 2}, segments=(Segment(remat="full"),)),
 }
 

@@ -35,6 +35,7 @@ def grouped_matmul(
     group_sizes: Int[Array, " e"],
     *,
     gradient_into: Float[Array, "e d f"] | None = None,
+    weight_first: bool = False,
     implementation: str = "auto",
     spare_multiprocessors: int = 0,
 ) -> Float[Array, "t f"]:
@@ -50,6 +51,8 @@ def grouped_matmul(
         group_sizes: Not negative; they sum to t or less.
         gradient_into: Of w's shape; it then has the gradient by w, in its own dtype, and w has
             none: for sums in more digits than x has. Its values are not read.
+        weight_first: Backward computes the gradient by w before that by x, so that an x made anew
+            for it need not stay while what follows from its gradient is computed.
         implementation: `auto` takes the first that accepts, `mosaic` only once proved on the
             device that is there; or `mosaic`, `xla`, `interpret`,
             `reference`.
@@ -84,31 +87,48 @@ def grouped_matmul(
     chosen = choose(*given, unproven=UNPROVEN)
     # The hand-written gradients vary over a mesh as all operands together do.
     options = {"spared": spare_multiprocessors} if chosen in _PERSISTENT else {}
-    fixed = (chosen, tuple(options.items()))
+    fixed = (chosen, tuple(options.items()), weight_first)
     return _multiply(*fixed, *vary_alike((x, w, gradient_into, group_sizes)))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _multiply(
-    chosen: str, options: Any, x: Array, w: Array, into: Array | None, group_sizes: Array
+    chosen: str,
+    options: Any,
+    _weight_first: bool,
+    x: Array,
+    w: Array,
+    into: Array | None,
+    group_sizes: Array,
 ) -> Array:
     out = IMPLEMENTATIONS[chosen].multiply(x, w, group_sizes, **dict(options))
     return vary_alike((out, x))[0]
 
 
 def _forward(
-    chosen: str, options: Any, x: Array, w: Array, into: Array | None, group_sizes: Array
+    chosen: str,
+    options: Any,
+    weight_first: bool,
+    x: Array,
+    w: Array,
+    into: Array | None,
+    group_sizes: Array,
 ) -> tuple[Array, Any]:
     like = None if into is None else jnp.zeros((0,), into.dtype)
-    return _multiply(chosen, options, x, w, into, group_sizes), (x, w, like, group_sizes)
+    out = _multiply(chosen, options, weight_first, x, w, into, group_sizes)
+    return out, (x, w, like, group_sizes)
 
 
-def _backward(chosen: str, options: Any, saved: Any, dy: Array) -> tuple[Array | None, ...]:
+def _backward(
+    chosen: str, options: Any, weight_first: bool, saved: Any, dy: Array
+) -> tuple[Array | None, ...]:
     x, w, like, group_sizes = saved
     implementation = IMPLEMENTATIONS[chosen]
-    dx = implementation.multiply(dy, w, group_sizes, transposed=True, **dict(options))
     dtype = x.dtype if like is None else like.dtype
     dw = implementation.weight_gradient(x, dy, group_sizes, dtype=dtype)
+    if weight_first:
+        dw, dy = jax.lax.optimization_barrier((dw, dy))
+    dx = implementation.multiply(dy, w, group_sizes, transposed=True, **dict(options))
     dx, dw, _ = vary_alike((dx, dw, x))
     return (dx, dw, None, None) if like is None else (dx, None, dw, None)
 

@@ -72,3 +72,8 @@ def row_visits(group_sizes: Int[Array, " e"], rows: int, tile: int, *, align: in
     low = jnp.clip(jnp.maximum(start, starts[group]) - first, 0, tile)
     high = jnp.clip(jnp.minimum(start + tile, ends[group]) - first, low, tile)
     return Visits(group, first, low, high, tile_ends[-1:])
+
+
+def visits_of_groups(visits: Visits, groups: int) -> Int[Array, ""]:
+    """How many come before those of the rows behind the last group, of which nothing is made."""
+    return jnp.minimum(visits.count[0], jnp.searchsorted(visits.group, groups))

@@ -13,10 +13,10 @@ from jaxtyping import Array, Float, Int
 from colossax.pallas.target import Target
 from colossax.pallas.varying import vary_alike
 
-from .schedule import row_visits
+from .schedule import row_visits, visits_of_groups
 from .spec import GroupedSpec
 
-LARGEST_TILE = 512
+LARGEST_TILE = 256
 SMALLEST_TILE = 16
 
 
@@ -60,7 +60,7 @@ def multiply(
 
     out = jnp.zeros((rows, w.shape[1 if transposed else 2]), x.dtype)
     out, *_ = vary_alike((out, x, w, group_sizes))
-    return jax.lax.fori_loop(0, visits.count[0], visit, out)
+    return jax.lax.fori_loop(0, visits_of_groups(visits, groups), visit, out)
 
 
 def weight_gradient(
@@ -93,7 +93,7 @@ def weight_gradient(
 
     total = jnp.zeros((groups, x.shape[1], dy.shape[1]), jnp.float32)
     total, *_ = vary_alike((total, x, dy, group_sizes))
-    return jax.lax.fori_loop(0, visits.count[0], visit, total).astype(
+    return jax.lax.fori_loop(0, visits_of_groups(visits, groups), visit, total).astype(
         x.dtype if dtype is None else dtype
     )
 

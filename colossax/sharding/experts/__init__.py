@@ -19,6 +19,7 @@ from .moe import ExpertWeights as ExpertWeights
 from .moe import LinearRouter as LinearRouter
 from .moe import Router as Router
 from .moe import moe as moe
+from .placement import balanced_placement as balanced_placement
 from .routing import Capacity as Capacity
 from .routing import Gate as Gate
 from .routing import GateInput as GateInput

@@ -49,8 +49,7 @@ class TopK:
         scale: Times which weights are taken.
         groups: Experts stand in so many groups; 0: in none.
         kept_groups: Groups of which experts are chosen.
-        group_score: Of a group: its highest score, or the sum of its two highest. With `top2` what
-            is not kept scores 0 and not below everything, as DeepSeek-V3's own code has it.
+        group_score: Of a group: its highest score, or the sum of its two highest.
         capacity: What experts take of a sequence; None: everything.
     """
 
@@ -101,12 +100,12 @@ class TopK:
     def _kept(self, ranked: Array, experts: int) -> Array:
         grouped = grouped_by(ranked, self.groups, experts)
         if self.group_score == "max":
-            best, lowest = jnp.max(grouped, axis=-1), NEVER
+            best = jnp.max(grouped, axis=-1)
         else:
-            best, lowest = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1), 0.0
+            best = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)
         chosen = jax.lax.top_k(best, self.kept_groups)[1]
         kept = jnp.any(chosen[..., None] == jnp.arange(self.groups), axis=-2)
-        return jnp.where(kept[..., None], grouped, lowest).reshape(ranked.shape)
+        return jnp.where(kept[..., None], grouped, NEVER).reshape(ranked.shape)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,25 +16,27 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from colossax.pallas.grouped_matmul import grouped_matmul
+from colossax.sharding.experts.exchange import (
+    Route,
+    dropped_local,
+    in_passes,
+    returned_local,
+    route_local,
+    sent_local,
+)
 from colossax.sharding.experts.layout import Layout
+from colossax.sharding.experts.placement import placed_local
 from colossax.sharding.experts.slots import (
-    Slots,
-    Sorted,
     by_expert,
     collect,
+    collect_choices,
     permuted,
-    rows_per_device,
-    slots_of,
     sort_choices,
     spread,
     spread_choices,
 )
 from colossax.sharding.matmul.splits import move_local, spec_of
 from colossax.sharding.row_major import row_major_local
-
-PASSES = "experts_passes"
-"""The scope in which loops over passes are traced: how often they run depends on the routing, so
-that who counts a program must say what is taken for it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,17 +49,35 @@ class LocalExperts:
             place; none where nothing is.
         sizes: `[l]`, rows of each expert; they come one expert after another.
         share: Devices that split the hidden features, each of which has all outputs.
+        spared: Multiprocessors that are left to what runs beside.
     """
 
     arrays: Mapping[str, Array]
     gradients: Mapping[str, Array]
     sizes: Int[Array, " l"]
     share: int
+    spared: int = 0
 
-    def times(self, rows: Float[Array, "r d"], name: str) -> Float[Array, "r f"]:
-        """Each row times the matrix of its expert."""
+    def times(
+        self, rows: Float[Array, "r d"], name: str, *, last: bool = False
+    ) -> Float[Array, "r f"]:
+        """Each row times the matrix of its expert.
+
+        Args:
+            rows: One expert's after another's.
+            name: Of the matrices.
+            last: Backward begins here: with the gradient of the matrices, after which the rows,
+                the widest there are, need not be kept.
+        """
         into = self.gradients.get(name)
-        return grouped_matmul(rows, self.arrays[name], self.sizes, gradient_into=into)
+        return grouped_matmul(
+            rows,
+            self.arrays[name],
+            self.sizes,
+            gradient_into=into,
+            weight_first=last,
+            spare_multiprocessors=self.spared,
+        )
 
     def of_rows(self, name: str, rows: int) -> Float[Array, "r f"]:
         """The vector of each row's expert; of none behind the last expert's rows, zeros."""
@@ -108,27 +128,39 @@ def _forward(
 ) -> tuple[Array, Array, Array]:
     def forward_local(x: Array, weights: Any, expert: Array, scale: Array) -> Any:
         held = _held_local(layout, weights, x.dtype)
-        tokens, chosen, scales = _tokens_local(layout, x, expert, scale)
+        tokens, chosen, scales = tokens_local(layout, x, expert, scale)
         found = sort_choices(chosen, _sorted_experts(layout))
-        count = _passes_local(layout, found)
+        route = route_local(layout, found)
 
-        def one(number: Array | int, total: Array) -> Array:
-            taken = slots_of(found, layout.destinations, layout.slots, number)
-            return total + _pass_local(layout, compute, held, {}, tokens, scales, taken)
+        def send(number: Array | int) -> Any:
+            return _given_local(layout, route, tokens, scales, number)
 
-        total = jnp.zeros(tokens.shape, jnp.float32)
-        total = _repeated(layout, count, one, total)
-        count = count.astype(jnp.float32)
-        return _home_local(layout, total, x), count, _dropped_local(layout, found)
+        def computed(number: Array | int, given: Any, total: Array) -> Any:
+            rows, weight = given
+            counts = route.arriving(number)
+            return _computed_local(layout, compute, held, {}, rows, weight, counts), total
+
+        def receive(number: Array | int, made: Array, total: Array) -> Array:
+            return total + collect(returned_local(layout, route, made, number), route.taken(number))
+
+        start = jnp.zeros(tokens.shape, jnp.float32)
+        total = in_passes(layout, route.count, send, computed, receive, start)
+        count = jnp.asarray(route.count, jnp.float32)
+        return home_local(layout, total, x), count, dropped_local(layout, found)
 
     whole = spec_of(())
-    mapped = _mapped(
+    run = mapped(
         layout,
         forward_local,
-        (_token_spec(layout), _rest_specs(layout), _token_spec(layout), _token_spec(layout)),
-        (_token_spec(layout), whole, whole),
+        (token_spec(layout), rest_specs(layout), token_spec(layout), token_spec(layout)),
+        (token_spec(layout), whole, whole),
     )
-    return mapped(x, weights, expert, scale)
+    return run(x, weights, _slots_of(layout, expert), scale)
+
+
+def _slots_of(layout: Layout, expert: Array) -> Array:
+    """Numbers of what computes the chosen."""
+    return expert if layout.placement is None else layout.placement.slot_of(expert)
 
 
 def _fwd(
@@ -142,123 +174,86 @@ def _bwd(layout: Layout, compute: Compute, residuals: Any, cotangents: Any) -> A
 
     def backward_local(x: Array, weights: Any, expert: Array, scale: Array, dy: Array) -> Any:
         held = _held_local(layout, weights, x.dtype)
-        tokens, chosen, scales = _tokens_local(layout, x, expert, scale)
-        dtokens = _gathered_local(layout, _slice_local(layout, _flat(dy))).astype(jnp.float32)
-        found = sort_choices(chosen, _sorted_experts(layout))
+        tokens, chosen, scales = tokens_local(layout, x, expert, scale)
+        dtokens = _gathered_local(layout, _slice_local(layout, _flat(dy)))
+        route = route_local(layout, sort_choices(chosen, _sorted_experts(layout)))
+        into = {name: jnp.zeros(w.shape, layout.summed) for name, w in held.items()}
 
-        def one(number: Array | int, totals: Any) -> Any:
-            taken = slots_of(found, layout.destinations, layout.slots, number)
-            into = {name: jnp.zeros(w.shape, layout.summed) for name, w in held.items()}
+        # What is sent is linear, and its transpose is what comes back: that of experts' outputs.
+        def send(number: Array | int) -> Any:
+            given = _given_local(layout, route, tokens, scales, number)
+            drows = spread(dtokens, route.taken(number)).astype(x.dtype)
+            return given, sent_local(layout, route, drows, number)
 
-            def differentiated(into: Any, tokens: Array, scales: Array) -> Array:
-                return _pass_local(layout, compute, held, into, tokens, scales, taken)
+        def computed(number: Array | int, sent: Any, totals: Any) -> Any:
+            given, drows = sent
+            counts = route.arriving(number)
 
-            _, pull = jax.vjp(differentiated, into, tokens, scales)
-            dheld, dx, dscale = pull(dtokens)
-            return jax.tree.map(jnp.add, totals, (dheld, dx.astype(jnp.float32), dscale))
+            def differentiated(into: Any, rows: Array, weight: Array) -> Array:
+                return _computed_local(layout, compute, held, into, rows, weight, counts)
 
-        zeros = (
-            {name: jnp.zeros(w.shape, layout.summed) for name, w in held.items()},
-            jnp.zeros(tokens.shape, jnp.float32),
-            jnp.zeros(scales.shape, jnp.float32),
-        )
-        count = _passes_local(layout, found)
-        dheld, dx, dscale = _repeated(layout, count, one, zeros)
+            _, pull = jax.vjp(differentiated, into, *given)
+            dheld, *dgiven = pull(drows)
+            return tuple(dgiven), (jax.tree.map(jnp.add, totals[0], dheld), *totals[1:])
+
+        def receive(number: Array | int, made: Any, totals: Any) -> Any:
+            dheld, dx, dscale = totals
+            taken = route.taken(number)
+            drows, dweight = (returned_local(layout, route, each, number) for each in made)
+            return dheld, dx + collect(drows, taken), dscale + collect_choices(dweight, taken)
+
+        dx, dscale = (jnp.zeros(each.shape, jnp.float32) for each in (tokens, scales))
+        start = (into, dx, dscale)
+        dheld, dx, dscale = in_passes(layout, route.count, send, computed, receive, start)
         dweights = {
             name: _summed_local(layout, name, dw).astype(weights[name].dtype)
             for name, dw in dheld.items()
         }
-        return _home_local(layout, dx, x), dweights, _home_local(layout, dscale, scale)
+        return home_local(layout, dx, x), dweights, home_local(layout, dscale, scale)
 
-    tokens = _token_spec(layout)
+    tokens = token_spec(layout)
     grads = {name: spec_of(splits.grad) for name, splits in layout.weights.items()}
-    mapped = _mapped(
+    run = mapped(
         layout,
         backward_local,
-        (tokens, _rest_specs(layout), tokens, tokens, tokens),
+        (tokens, rest_specs(layout), tokens, tokens, tokens),
         (tokens, grads, tokens),
     )
-    dx, dweights, dscale = mapped(x, weights, expert, scale, cotangents[0])
+    dx, dweights, dscale = run(x, weights, _slots_of(layout, expert), scale, cotangents[0])
     return dx, dweights, None, dscale
 
 
 through_experts.defvjp(_fwd, _bwd)
 
 
-def _pass_local(
+def _given_local(
+    layout: Layout, route: Route, tokens: Array, scales: Array, number: Array | int
+) -> tuple[Array, Array]:
+    """What this device's experts get in a pass: rows and their weights."""
+    taken = route.taken(number)
+    rows, weight = spread(tokens, taken), spread_choices(scales, taken)
+    return sent_local(layout, route, rows, number), sent_local(layout, route, weight, number)
+
+
+def _computed_local(
     layout: Layout,
     compute: Compute,
     held: Mapping[str, Array],
     into: Mapping[str, Array],
-    tokens: Array,
-    scales: Array,
-    taken: Slots,
+    rows: Array,
+    weight: Array,
+    counts: Array,
 ) -> Array:
-    """What this pass's choices return to the tokens here, `[t, d]` float32."""
-    rows, weight = spread(tokens, taken), spread_choices(scales, taken)
-    counts = taken.counts
-    if layout.sends:
-        rows, weight, counts = (
-            _exchanged_local(layout, each) for each in (rows, weight, taken.counts.ravel())
-        )
-        if layout.features:
-            rows, weight, counts = (
-                jax.lax.all_gather(each, layout.features, tiled=True)
-                for each in (rows, weight, counts)
-            )
-        counts = counts.reshape(-1, layout.experts_here)
+    """What this device's experts make of rows, which come source after source."""
     order = by_expert(counts, layout.slots)
     if len(counts) > 1:
         rows, weight = (permuted(each, order.source, order.place) for each in (rows, weight))
     share = layout.size(layout.features)
-    local = LocalExperts(arrays=held, gradients=into, sizes=order.sizes, share=share)
+    local = LocalExperts(
+        arrays=held, gradients=into, sizes=order.sizes, share=share, spared=layout.spared
+    )
     rows = compute(local, rows, weight)
-    if len(counts) > 1:
-        rows = permuted(rows, order.place, order.source)
-    if layout.sends:
-        if layout.features:
-            rows = jax.lax.psum_scatter(rows, layout.features, tiled=True)
-        rows = _exchanged_local(layout, rows)
-    return collect(rows, taken)
-
-
-def _exchanged_local(layout: Layout, x: Array) -> Array:
-    """Of each device of the group its part of dim 0, in their order."""
-    if layout.destinations == 1:
-        return x
-    return jax.lax.all_to_all(x, layout.group, split_axis=0, concat_axis=0, tiled=True)
-
-
-def _repeated(layout: Layout, count: Array, one: Callable, start: Any) -> Any:
-    """`one` for each pass, one after another."""
-    if layout.passes == 1:
-        return one(0, start)
-
-    def body(carry: Any) -> Any:
-        number, totals = carry
-        return number + 1, one(number, totals)
-
-    with jax.named_scope(PASSES):
-        return jax.lax.while_loop(lambda carry: carry[0] < count, body, (jnp.int32(0), start))[1]
-
-
-def _passes_local(layout: Layout, found: Sorted) -> Array:
-    """How many all devices take: as many as the fullest, on any of them."""
-    if layout.passes == 1:
-        return jnp.int32(1)
-    rows = jnp.max(rows_per_device(found, layout.destinations))
-    needed = -(-rows // layout.slots)
-    assert layout.bound is not None
-    return jax.lax.pmax(needed, layout.bound.mesh.axis_names)
-
-
-def _dropped_local(layout: Layout, found: Sorted) -> Array:
-    """Choices that no pass takes, on all devices."""
-    if layout.way != "capacity" or layout.bound is None:
-        return jnp.float32(0)
-    over = rows_per_device(found, layout.destinations) - layout.slots
-    sent = (*layout.tokens[0], *layout.tokens[1], *layout.sliced)
-    return jax.lax.psum(jnp.sum(jnp.maximum(over, 0)).astype(jnp.float32), sent)
+    return permuted(rows, order.place, order.source) if len(counts) > 1 else rows
 
 
 def _sorted_experts(layout: Layout) -> int:
@@ -266,7 +261,7 @@ def _sorted_experts(layout: Layout) -> int:
     return layout.experts if layout.sends else layout.experts_here
 
 
-def _tokens_local(
+def tokens_local(
     layout: Layout, x: Array, expert: Array, scale: Array
 ) -> tuple[Array, Array, Array]:
     """The tokens that this device sends or computes, their experts and weights."""
@@ -299,7 +294,7 @@ def _gathered_local(layout: Layout, x: Array) -> Array:
     return jax.lax.all_gather(x, layout.gathered, tiled=True) if layout.gathered else x
 
 
-def _home_local(layout: Layout, x: Array, like: Array) -> Array:
+def home_local(layout: Layout, x: Array, like: Array) -> Array:
     """What was computed for tokens, summed up, where they are at rest."""
     x = x.astype(like.dtype)
     if layout.gathered:
@@ -319,26 +314,36 @@ def _held_local(layout: Layout, weights: Mapping[str, Array], dtype: Any) -> dic
         splits = layout.weights[name]
         if splits.rest[1:] != splits.held[1:]:
             w = row_major_local(w)
-        held[name] = move_local(w.astype(dtype), splits.rest, splits.held)
+        w = move_local(w.astype(dtype), splits.rest, splits.held)
+        if layout.placement is not None:
+            w = placed_local(layout.placement, layout.group, w)
+        held[name] = w
     return held
 
 
 def _summed_local(layout: Layout, name: str, dw: Array) -> Array:
     """The gradient of the device's experts over all tokens, where it is wanted."""
     splits = layout.weights[name]
+    if layout.placement is not None:
+        at_rest = (layout.placement.experts // layout.size(layout.group), *dw.shape[1:])
+        placed = functools.partial(placed_local, layout.placement, layout.group)
+        (dw,) = jax.linear_transpose(placed, jax.ShapeDtypeStruct(at_rest, dw.dtype))(dw)
     dw = move_local(dw, splits.held, splits.grad, partial=layout.gradient_axes)
     return row_major_local(dw) if splits.grad[1:] != splits.held[1:] else dw
 
 
-def _token_spec(layout: Layout) -> Any:
+def token_spec(layout: Layout) -> Any:
+    """Of tokens, at rest."""
     return spec_of((*layout.tokens, ()))
 
 
-def _rest_specs(layout: Layout) -> dict[str, Any]:
+def rest_specs(layout: Layout) -> dict[str, Any]:
+    """Of the experts' arrays, at rest."""
     return {name: spec_of(splits.rest) for name, splits in layout.weights.items()}
 
 
-def _mapped(layout: Layout, local: Callable, specs: tuple, out: Any) -> Callable:
+def mapped(layout: Layout, local: Callable, specs: tuple, out: Any) -> Callable:
+    """`local` on every device of the plan."""
     if layout.bound is None:
         return local
     return jax.shard_map(

@@ -9,10 +9,18 @@ import jax.numpy as jnp
 
 from colossax.config import BoundPlan
 from colossax.errors import PlanError
+from colossax.sharding.experts.overlap import best_chunks
+from colossax.sharding.experts.placement import Placement, placement_of
 from colossax.sharding.matmul.splits import Axes, Split, axes_of, check_nested, split_of
 from colossax.sharding.ops import reduction_dtype
 from colossax.sharding.rules import expert_group, resolve
 from colossax.typing import Dims
+
+_SPARED = 16
+"""As many as blocks of an exchange within a node commonly take; not measured."""
+
+SENDING = ("passes", "capacity", "ragged")
+"""Dispatches that send rows in buffers."""
 
 _ROUNDED_TO = 8
 """Slots are a multiple of it: rows of whole tiles of a copy."""
@@ -45,12 +53,15 @@ class Layout:
         sliced: Axes along which tokens lie whole, and of which each device sends its part.
         features: Axes that split the experts' hidden features.
         weights: Splits of each array of the experts, by name.
-        experts: How many.
+        experts: How many are computed: with a placement, replicas too.
         choices: Of a token, at most.
         here: Tokens that a device sends, or of which it does the part of its experts.
         slots: Of a buffer, for each device.
         passes: Most passes that any routing takes.
         summed: Dtype in which devices sum the gradients of the experts.
+        chunks: In how many passes a balanced load is sent, at most.
+        hierarchical: Whether rows travel along the inner axes of the group first.
+        placement: Which device computes which experts, where not those that rest there.
     """
 
     bound: BoundPlan | None
@@ -66,6 +77,9 @@ class Layout:
     slots: int
     passes: int
     summed: jnp.dtype
+    chunks: int = 1
+    hierarchical: bool = False
+    placement: Placement | None = None
 
     def __hash__(self) -> int:
         return self._hash
@@ -80,7 +94,20 @@ class Layout:
     @property
     def sends(self) -> bool:
         """Whether rows go from device to device in buffers."""
-        return self.way in ("passes", "capacity")
+        return self.way in SENDING
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether a pass is sent while another is computed."""
+        return self.chunks > 1 and self.passes > 1
+
+    @property
+    def spared(self) -> int:
+        """Multiprocessors that matmuls leave to exchanges, where these run beside them.
+
+        The kernels' blocks stay until all is done: a pass could not be sent before.
+        """
+        return _SPARED if self.pipelined else 0
 
     @property
     def destinations(self) -> int:
@@ -130,6 +157,8 @@ def layout_of(
     expected: float,
     shapes: tuple[tuple[str, tuple[int, ...], Dims], ...],
     compute: jnp.dtype,
+    *,
+    sends: bool = True,
 ) -> Layout:
     """The layout of a layer.
 
@@ -140,6 +169,7 @@ def layout_of(
         expected: Of a token, on average.
         shapes: Name, shape and dims of each array of the experts.
         compute: Dtype of the input.
+        sends: Whether rows may go from device to device in buffers, as the plan asks.
 
     Raises:
         PlanError: A tensor layout other than 1d, or sizes that its devices do not divide.
@@ -171,10 +201,10 @@ def layout_of(
             f"plan.tensor_layout '{bound.plan.tensor_layout}': experts are not split by rows and"
             " columns; give tensor_layout 1d, and the devices to mesh axes expert and tensor"
         )
-    return _on_devices(bound, tokens, choices, expected, shapes, compute)
+    return _on_devices(bound, tokens, choices, expected, shapes, compute, sends)
 
 
-def _on_devices(bound, tokens, choices, expected, shapes, compute) -> Layout:
+def _on_devices(bound, tokens, choices, expected, shapes, compute, sends) -> Layout:
     experts = shapes[0][1][0]
     dims: Dims = ("batch", "seq:residual", "embed")
     spec = split_of(resolve(bound, "activations", dims, tokens, name="input of experts"))
@@ -191,7 +221,11 @@ def _on_devices(bound, tokens, choices, expected, shapes, compute) -> Layout:
         )
     )
     way = _way(bound, group, axes_of(own), choices)
-    sends = way in ("passes", "capacity")
+    if not sends:
+        way = "gather" if group else "weights"
+    if way == "ragged":
+        _check_ragged(bound, features)
+    sends = way in SENDING
     apart = (*group, *features)
     sliced = tuple(axis for axis in apart if sends and axis not in axes_of(own))
     here = tokens[0] * tokens[1] // bound.size(axes_of(own))
@@ -199,8 +233,12 @@ def _on_devices(bound, tokens, choices, expected, shapes, compute) -> Layout:
         here = math.ceil(here / bound.size(sliced))
     else:
         here *= bound.size(tuple(axis for axis in apart if axis in axes_of(own)))
-    each = experts // bound.size(group)
-    slots, passes = _slots(bound, here, expected, bound.size(group), min(choices, each), way)
+    placement = placement_of(bound.plan.experts.placement, experts, group, bound.size(group))
+    computed = experts if placement is None else placement.slots
+    each = computed // bound.size(group)
+    worst, balanced = here * min(choices, each), here * expected / bound.size(group)
+    chunks = _chunks(bound, way, group, here * expected, shapes, compute)
+    slots, passes = _slots(bound, way, worst, balanced, chunks)
     return Layout(
         bound=bound,
         way=way,
@@ -209,12 +247,15 @@ def _on_devices(bound, tokens, choices, expected, shapes, compute) -> Layout:
         sliced=sliced,
         features=features,
         weights=weights,
-        experts=experts,
+        experts=computed,
         choices=choices,
         here=here,
         slots=slots,
         passes=passes,
         summed=reduction_dtype(bound, compute),
+        chunks=chunks,
+        hierarchical=sends and _hierarchical(bound, group),
+        placement=placement,
     )
 
 
@@ -228,17 +269,73 @@ def _way(bound: BoundPlan, group: Axes, own: Axes, choices: int) -> str:
     return "gather" if together or bound.size(group) <= choices else "passes"
 
 
-def _slots(
-    bound: BoundPlan, here: int, expected: float, devices: int, most_of_token: int, way: str
-) -> tuple[int, int]:
+def _check_ragged(bound: BoundPlan, features: Axes) -> None:
+    if bound.mesh.devices.flat[0].platform == "cpu":
+        raise PlanError(
+            "plan.experts.dispatch 'ragged': CPUs have no exchange of unequal parts; give 'passes',"
+            " which sends the same rows in buffers"
+        )
+    if features:
+        raise PlanError(
+            f"plan.experts.dispatch 'ragged': hidden features of experts are split over"
+            f" {','.join(features)}; give experts.group that axis too, or dispatch 'passes'"
+        )
+
+
+def _slots(bound: BoundPlan, way: str, worst: int, balanced: float, chunks: int) -> tuple[int, int]:
     """Slots for a device, and the most passes that takes."""
-    worst = here * most_of_token
     if way == "weights":
         return worst, 1
-    balanced = here * expected / devices
-    slots = math.ceil(balanced * bound.plan.experts.capacity / _ROUNDED_TO) * _ROUNDED_TO
-    slots = min(max(slots, 1), worst)
-    return slots, 1 if way == "capacity" else math.ceil(worst / slots)
+    asked = balanced * bound.plan.experts.capacity
+    whole, slots = (
+        min(max(math.ceil(rows / _ROUNDED_TO) * _ROUNDED_TO, 1), worst)
+        for rows in (asked, asked / chunks)
+    )
+    return slots, math.ceil((whole if way == "capacity" else worst) / slots)
+
+
+def _chunks(
+    bound: BoundPlan, way: str, group: Axes, rows: float, shapes: tuple, compute: jnp.dtype
+) -> int:
+    """In how many parts a buffer is sent.
+
+    Args:
+        bound: The plan in force.
+        way: A dispatch, decided.
+        group: Axes of the experts.
+        rows: That a device sends and gets where loads are balanced.
+        shapes: Name, shape and dims of each array of the experts.
+        compute: Dtype of the rows.
+    """
+    asked = bound.plan.experts
+    if way not in SENDING:
+        return 1
+    if asked.chunks != "auto":
+        return int(asked.chunks)
+    if asked.rates is None:
+        raise PlanError(
+            "plan.experts.chunks 'auto': is decided by experts.rates, which are not known; give"
+            " them, settle the plan with colossax.planner.settle, or give a number of chunks"
+        )
+    matrices = [(shape, dims) for _, shape, dims in shapes if len(shape) == 3]
+    shape, dims = matrices[0]
+    devices = bound.size(group)
+    sent = rows * shape[dims.index("expert_embed")] * compute.itemsize * (devices - 1) / devices
+    flops = 2 * rows * sum(math.prod(shape[1:]) for shape, _ in matrices)
+    return best_chunks(asked.rates, sent, flops)
+
+
+def _hierarchical(bound: BoundPlan, group: Axes) -> bool:
+    """Whether rows travel axis by axis, which takes several."""
+    if not bound.plan.experts.hierarchical:
+        return False
+    if len(group) < 2:
+        raise PlanError(
+            f"plan.experts.hierarchical: experts are split over {','.join(group)} alone, and rows"
+            " travel along inner axes and an outer one; give experts.group two axes or more, or"
+            " leave hierarchical out"
+        )
+    return True
 
 
 def _splits(

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from colossax.errors import InputError
 from colossax.sharding.context import current
 from colossax.sharding.experts.balance import BALANCES, balance_loss, entropy, load, z_loss
+from colossax.sharding.experts.by_id import in_host_memory, through_chosen
 from colossax.sharding.experts.island import Compute, through_experts
 from colossax.sharding.experts.layout import layout_of
 from colossax.sharding.experts.routing import Gate, GateInput, row_keys
@@ -29,16 +30,29 @@ class ExpertWeights:
         dims: Their logical dims, `experts` first; those of features are `expert_embed` and
             `expert_mlp`, mapped apart from the `embed` and `mlp` of what is no expert.
         compute: What an expert does with its rows.
+        layer: Where the arrays are those of several layers in host memory, with that dim in front,
+            the number of the layer among them, int32; else None.
     """
 
     arrays: Mapping[str, Array]
     dims: Mapping[str, Dims] = dataclasses.field(metadata={"static": True})
     compute: Compute = dataclasses.field(metadata={"static": True})
+    layer: Any = None
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of a layer's arrays, by name."""
+        return {name: w.shape[self.layer is not None :] for name, w in self.arrays.items()}
 
     @property
     def count(self) -> int:
         """How many experts."""
-        return next(iter(self.arrays.values())).shape[0]
+        return next(iter(self.shapes.values()))[0]
+
+    @property
+    def in_host_memory(self) -> bool:
+        """Whether they stay there, and those that are chosen are fetched."""
+        return any(in_host_memory(w) for w in self.arrays.values())
 
 
 @runtime_checkable
@@ -117,7 +131,8 @@ def moe(
     Args:
         x: Laid out as the residual stream, or as a block's input.
         router: Scores experts, in float32.
-        experts: Of which it chooses.
+        experts: Of which it chooses. Of those in host memory each device fetches the chosen, and
+            there are no gradients.
         gate: How.
         valid: Which tokens are some; padding is routed nowhere and not counted. Default all.
         token_ids: For gates that go by them.
@@ -137,7 +152,7 @@ def moe(
         InputError: The router scores other experts than there are; an unknown balance.
         PlanError: The plan's devices do not divide experts or tokens.
 
-    Cost: see `through_experts`.
+    Cost: see `through_experts`, or of experts in host memory `through_chosen`.
     """
     if balance not in BALANCES:
         raise InputError(f"moe: balance '{balance}' is unknown; give one of {', '.join(BALANCES)}")
@@ -176,10 +191,19 @@ def moe(
         x.shape,
         expert.shape[-1],
         gate.choices,
-        tuple((name, w.shape, tuple(experts.dims[name])) for name, w in experts.arrays.items()),
+        tuple((name, shape, tuple(experts.dims[name])) for name, shape in experts.shapes.items()),
         x.dtype,
+        sends=not experts.in_host_memory,
     )
-    y, passes, dropped = through_experts(layout, experts.compute, x, experts.arrays, expert, weight)
+    if experts.in_host_memory:
+        y = through_chosen(
+            layout, experts.compute, x, experts.arrays, experts.layer, expert, weight
+        )
+        passes, dropped = jnp.float32(1), jnp.float32(0)
+    else:
+        y, passes, dropped = through_experts(
+            layout, experts.compute, x, experts.arrays, expert, weight
+        )
     sums: dict[str, Any] = {
         "expert_load": jnp.sum(load(routing, valid, experts.count), axis=0),
         "dropped_choices": jax.lax.stop_gradient(dropped + routing.dropped),

@@ -39,12 +39,10 @@ class Slots:
     Attributes:
         choice: `[g slots]`, number of the choice that a slot holds; t k for none.
         of_choice: `[t, k]`, the slot that holds a choice; g slots for none.
-        counts: `[g, l]`, rows of each of a device's experts.
     """
 
     choice: Any
     of_choice: Any
-    counts: Any
 
 
 def sort_choices(expert: Int[Array, "t k"], experts: int) -> Sorted:
@@ -85,68 +83,39 @@ def slots_of(found: Sorted, devices: int, slots: int, number: Array | int) -> Sl
     device = jnp.minimum(found.expert // each, devices - 1)
     offset = found.rank - first[device]
     here = (offset >= 0) & (offset < slots) & (found.expert < experts)
-    limits = jnp.clip(found.ends[_bounds(devices, each)] - first[:, None], 0, slots)
     return Slots(
         choice=jnp.where(held.ravel(), picked, total),
         of_choice=jnp.where(here, device * slots + offset, devices * slots),
-        counts=jnp.diff(limits, axis=1),
     )
 
 
-def _bounds(devices: int, each: int) -> Int[Array, "g l_and_one"]:
-    """Numbers of the bounds of each device's experts."""
-    return jnp.arange(devices)[:, None] * each + jnp.arange(each + 1)
-
-
-@jax.custom_vjp
 def spread(x: Float[Array, "t d"], taken: Slots) -> Float[Array, "slots d"]:
     """The token of each slot; zeros where there is none.
 
     Its transpose is `collect`: neither adds rows up one by one.
     """
-    return _spread(x, taken)
-
-
-def _spread(x: Array, taken: Slots) -> Array:
     token = taken.choice // taken.of_choice.shape[1]
     return x.at[token].get(mode="fill", fill_value=0)
 
 
-def _collect(rows: Array, taken: Slots, dtype: Any) -> Array:
+def collect(rows: Float[Array, "slots d"], taken: Slots) -> Float[Array, "t d"]:
+    """Of each token the sum of the rows of its choices that this pass has, in float32."""
     # One choice after another: the sum over k of a gather of [t, k] rows may be made whole.
     total = jnp.zeros((taken.of_choice.shape[0], rows.shape[1]), jnp.float32)
     for choice in range(taken.of_choice.shape[1]):
         found = rows.at[taken.of_choice[:, choice]].get(mode="fill", fill_value=0)
         total = total + found.astype(jnp.float32)
-    return total.astype(dtype)
+    return total
 
 
-@jax.custom_vjp
-def collect(rows: Float[Array, "slots d"], taken: Slots) -> Float[Array, "t d"]:
-    """Of each token the sum of the rows of its choices that this pass has, in float32."""
-    return _collect(rows, taken, jnp.float32)
-
-
-spread.defvjp(
-    lambda x, taken: (_spread(x, taken), (taken, jnp.zeros((0,), x.dtype))),
-    lambda saved, drows: (_collect(drows, saved[0], saved[1].dtype), None),
-)
-collect.defvjp(
-    lambda rows, taken: (_collect(rows, taken, jnp.float32), (taken, jnp.zeros((0,), rows.dtype))),
-    lambda saved, dy: (_spread(dy, saved[0]).astype(saved[1].dtype), None),
-)
-
-
-@jax.custom_vjp
 def spread_choices(weight: Float[Array, "t k"], taken: Slots) -> Float[Array, " slots"]:
     """The weight of each slot's choice; zero where there is none."""
     return weight.ravel().at[taken.choice].get(mode="fill", fill_value=0)
 
 
-spread_choices.defvjp(
-    lambda weight, taken: (spread_choices(weight, taken), taken),
-    lambda taken, dslots: (dslots.at[taken.of_choice].get(mode="fill", fill_value=0), None),
-)
+def collect_choices(slots: Float[Array, " slots"], taken: Slots) -> Float[Array, "t k"]:
+    """Of each choice what its slot has; zero where this pass has none. Transposes the former."""
+    return slots.at[taken.of_choice].get(mode="fill", fill_value=0)
 
 
 @jax.tree_util.register_dataclass

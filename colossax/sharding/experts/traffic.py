@@ -18,7 +18,8 @@ class Sent:
     """Bytes that a device sends in rings, for one layer and microbatch.
 
     Attributes:
-        tokens: Tokens, rows and what belongs to them, forward and backward, in one pass.
+        tokens: Tokens, rows and what belongs to them, forward and backward, in one pass, or in as
+            many as there are chunks.
         weights: The experts' matrices, gathered in both directions, and their gradients, summed.
     """
 
@@ -34,7 +35,7 @@ class Sent:
 def sent(
     layout: Layout, width: int, dtype: jnp.dtype, shapes: Mapping[str, tuple[int, ...]]
 ) -> Sent:
-    """Of a layer, forward and backward, where all rows go in one pass.
+    """Of a layer, forward and backward, where all rows go in one pass, or once in chunks.
 
     With n devices in the group, f that split hidden features, and r bytes of a buffer of n `slots`
     rows: by all-to-all `5 (n - 1) / n r`, as backward sends the rows once more; over features
@@ -50,7 +51,7 @@ def sent(
     size = jnp.dtype(dtype).itemsize
     of_row = 5 * width * size + 3 * _NUMBER  # weights of choices go twice, their gradient once
     if layout.sends:
-        rows = layout.destinations * layout.slots
+        rows = layout.destinations * layout.slots * (layout.chunks if layout.pipelined else 1)
         counts = 2 * _NUMBER * layout.destinations * layout.experts_here
         group, features = layout.destinations, layout.size(layout.features)
         tokens = _share(group) * (rows * of_row + counts)

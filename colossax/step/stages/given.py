@@ -105,6 +105,11 @@ def _check_offload(bound: BoundPlan) -> None:
             f"{known}, so '{offload.clipping}' would do nothing; give clipping stack",
         ),
         (
+            "experts",
+            offload.experts > 0 or any(each.experts_on_host for each in placements),
+            "experts go to host memory with their layers; give parameters and optimizer",
+        ),
+        (
             "disk",
             offload.disk > 0 or any(each.optimizer_on_disk for each in placements),
             "layers that they share have no state in a file; give disk 0",

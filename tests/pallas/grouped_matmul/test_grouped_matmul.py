@@ -72,7 +72,7 @@ def test_what_rows_behind_the_groups_hold_does_not_matter():
 
 
 def test_tiles_follow_the_rows_of_an_even_group():
-    assert xla.tile_rows(16384, 8) == 512
+    assert xla.tile_rows(16384, 8) == 256
     assert xla.tile_rows(16384, 128) == 128
     assert xla.tile_rows(300, 7) == 32
     assert xla.tile_rows(40, 20) == 16

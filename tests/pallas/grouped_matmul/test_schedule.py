@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colossax.pallas.grouped_matmul.schedule import most_visits, row_visits
+from colossax.pallas.grouped_matmul import mosaic_gpu, xla
+from colossax.pallas.grouped_matmul.schedule import most_visits, row_visits, visits_of_groups
 from tests.pallas.grouped_matmul.cases import GROUPS, ROWS
 
 TILE = 32
@@ -65,3 +66,18 @@ def test_sizes_beyond_the_rows_are_cut_off():
     visits = row_visits(jnp.asarray([150, 150, 150, 150], jnp.int32), ROWS, TILE)
     count = int(visits.count[0])
     assert int(np.sum((visits.high - visits.low)[:count])) == ROWS
+
+
+@pytest.mark.catches("grouped-rows-behind-multiplied")
+@pytest.mark.parametrize(
+    ("tile", "align"), [(mosaic_gpu.ROWS, mosaic_gpu.ALIGN), (xla.LARGEST_TILE, 1)]
+)
+@pytest.mark.parametrize("groups", [8, 128])
+def test_tiles_of_an_even_load_have_a_tenth_more_rows_than_it(tile, align, groups):
+    """Of 2048 rows a group, and a quarter more behind them, as a buffer with some to spare has."""
+    rows = 2048 * groups
+    even = np.full(groups, 2048)
+    drawn = np.random.default_rng(0).multinomial(rows, np.full(groups, 1 / groups))
+    for sizes, most in ((even, 1.0), (drawn, 1.10)):
+        visits = row_visits(jnp.asarray(sizes, jnp.int32), rows * 5 // 4, tile, align=align)
+        assert int(visits_of_groups(visits, groups)) * tile <= most * rows

@@ -37,12 +37,12 @@ def topk(
     if groups:
         parts = ranked.reshape(groups, -1)
         if group_score == "max":
-            values, lowest = [max(part) for part in parts], -np.inf
+            values = [max(part) for part in parts]
         else:
-            values, lowest = [sum(sorted(part)[-2:]) for part in parts], 0.0
+            values = [sum(sorted(part)[-2:]) for part in parts]
         kept = best(values, kept_groups)
         size = parts.shape[1]
-        ranked = np.array([v if i // size in kept else lowest for i, v in enumerate(ranked)])
+        ranked = np.array([v if i // size in kept else -np.inf for i, v in enumerate(ranked)])
     chosen = best(ranked, k)
     total = sum(scores[i] for i in chosen) if renormalise else 1.0
     return {i: scores[i] / total * scale for i in chosen}

@@ -15,8 +15,8 @@ DIMS = {
 }
 
 
-def plan(mesh, dispatch="auto", group=None, *, capacity=1.25, name=None):
-    experts = ExpertsConfig(dispatch=dispatch, group=group, capacity=capacity)
+def plan(mesh, dispatch="auto", group=None, *, name=None, **more):
+    experts = ExpertsConfig(dispatch=dispatch, group=group, **more)
     if name is not None:
         return preset(name, mesh=mesh, experts=experts)
     return Plan(mesh=mesh, experts=experts)

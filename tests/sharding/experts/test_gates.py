@@ -164,6 +164,18 @@ def test_a_capacity_is_of_a_sequence_and_takes_by_priority(priority):
     assert_same(as_dicts(found), wanted)
 
 
+@pytest.mark.catches("dropped-while-decoding")
+def test_a_capacity_drops_nothing_while_decoding_and_needs_no_key():
+    gates = [
+        TopK(k=2, capacity=Capacity(factor=0.6, priority=priority))
+        for priority in ("position", "random")
+    ]
+    by_place, without_key = (gate(given(logits())) for gate in gates)
+    assert by_place.dropped > 0 and as_dicts(by_place) == as_dicts(without_key)
+    one_by_one = dataclasses.replace(given(logits()), decoding=True)
+    assert as_dicts(gates[0](one_by_one)) == as_dicts(TopK(k=2)(one_by_one))
+
+
 def test_hash_is_even_and_fixed():
     vocab = 4 * E
     ids = np.random.default_rng(0).permutation(vocab)[None, : 4 * E]

@@ -7,6 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from colossax.config import ExpertRates
+from colossax.errors import PlanError
+from colossax.pallas.grouped_matmul import grouped_matmul
 from colossax.sharding import use
 from colossax.sharding.experts.island import through_experts
 from colossax.sharding.experts.layout import layout_of
@@ -125,6 +128,85 @@ def test_with_a_capacity_the_last_rows_are_dropped_and_counted():
     kept = np.asarray(wanted()["one"][0][1][0]).copy()
     kept.reshape(8, -1, D)[:, 8:] = 0
     np.testing.assert_allclose(y, kept, atol=1e-5)
+
+
+@pytest.mark.catches("chunk-sent-in-vain")
+@pytest.mark.catches("rows-stay-on-their-node")
+def test_in_chunks_one_is_sent_while_another_is_computed():
+    asked = plan({"expert": 4, "tensor": 2}, "passes", "expert,tensor", chunks=2, hierarchical=True)
+    layout, passes = check(asked, "one", "none")
+    assert layout.pipelined and layout.hierarchical
+    # Of one destination the rows of a device, and two at least where there are none.
+    assert passes == {"one": -(-B * S // 8 // layout.slots), "none": 2}
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("chunks", [2, 3, 16])
+@pytest.mark.parametrize("mesh", ["expert8", "expert4-tensor2", "expert2-ring2-tensor2"])
+@pytest.mark.parametrize("capacity", [0.5, 4.0])
+def test_any_number_of_chunks_is_one_device(mesh, chunks, capacity):
+    check(plan(MESHES[mesh], "passes", chunks=chunks, capacity=capacity), *loads())
+    check(
+        plan(MESHES[mesh], "passes", "expert", chunks=chunks, capacity=capacity, name=SPLIT),
+        *loads(),
+    )
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("group", ["expert,tensor", "ring,tensor", "expert,ring,tensor"])
+def test_rows_that_travel_axis_by_axis_get_to_the_same_experts(group, chunks):
+    mesh = MESHES["expert2-ring2-tensor2"]
+    check(plan(mesh, "passes", group, chunks=chunks, hierarchical=True), *loads())
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("chunks", [2, 4])
+def test_with_a_capacity_all_chunks_together_have_it(chunks):
+    asked = plan({"expert": 8}, "capacity", capacity=8.0, chunks=chunks)
+    layout, _ = check(asked, *loads())
+    assert layout.slots * layout.passes == 32 and layout.pipelined
+    layout, results = found(plan({"expert": 8}, "capacity", capacity=0.5, chunks=chunks), ["one"])
+    assert results["one"][0][1][1][1] == B * S - 8 * layout.slots * layout.passes
+
+
+def test_rows_of_a_group_of_one_axis_travel_at_once():
+    asked = plan({"expert": 8}, "passes", hierarchical=True)
+    with use(asked) as bound, pytest.raises(PlanError, match="are split over expert alone"):
+        island(bound, arrays()[1])
+
+
+def test_chunks_of_auto_are_what_rates_make_best():
+    rates = ExpertRates(exchange_s=1e-9, bytes_per_s=1e9, compute_s=1e-9, flops_per_s=1e12)
+    with use(plan({"expert": 8}, "passes", chunks="auto", rates=rates)) as bound:
+        assert island(bound, arrays()[1]).pipelined
+    with use(plan({"expert": 8}, "passes", chunks="auto")) as bound:
+        with pytest.raises(PlanError, match="experts.rates, which are not known"):
+            island(bound, arrays()[1])
+
+
+@pytest.mark.catches("experts-spare-nothing")
+def test_products_leave_room_for_the_exchanges_beside_them(monkeypatch):
+    spared = set()
+
+    def counted(rows, w, sizes, *, spare_multiprocessors, **_):
+        spared.add(spare_multiprocessors)
+        return grouped_matmul(rows, w, sizes)
+
+    monkeypatch.setattr("colossax.sharding.experts.island.grouped_matmul", counted)
+    x, weights, scale, _ = arrays()
+    for chunks, beside in ((1, False), (2, True)):
+        with use(plan(MESHES["expert8"], "passes", chunks=chunks)) as bound:
+            layout = island(bound, weights)
+            jax.eval_shape(
+                functools.partial(through_experts, layout, Gated()),
+                x,
+                weights,
+                loads()["one"],
+                scale,
+            )
+        assert {count > 0 for count in spared} == {beside}
+        spared.clear()
 
 
 def test_gathering_sends_less_where_the_group_is_no_larger_than_the_choices():

@@ -8,7 +8,8 @@ import pytest
 
 from colossax.aot import collectives, parse_module, totals
 from colossax.sharding import use
-from colossax.sharding.experts.island import PASSES, through_experts
+from colossax.sharding.experts.exchange import PASSES
+from colossax.sharding.experts.island import through_experts
 from colossax.sharding.experts.layout import layout_of
 from colossax.sharding.experts.traffic import buffer_rows, sent
 from tests.cases import quick_first

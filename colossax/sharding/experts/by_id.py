@@ -1,0 +1,116 @@
+"""Experts that stay in host memory, of which the device fetches those that tokens choose."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from colossax.errors import PlanError
+from colossax.sharding.experts.island import (
+    Compute,
+    LocalExperts,
+    home_local,
+    mapped,
+    rest_specs,
+    token_spec,
+    tokens_local,
+)
+from colossax.sharding.experts.layout import Layout
+from colossax.sharding.matmul.splits import move_local, spec_of
+
+_HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+
+
+def in_host_memory(x: Any) -> bool:
+    """Whether an array, or what is traced in its place, lives there."""
+    return jax.typeof(x).memory_space == _HOST
+
+
+def through_chosen(
+    layout: Layout,
+    compute: Compute,
+    x: Float[Array, "b s d"],
+    weights: Mapping[str, Array],
+    layer: Any,
+    expert: Int[Array, "b s k"],
+    scale: Float[Array, "b s k"],
+) -> Float[Array, "b s d"]:
+    """What the experts chosen for each token return, summed by their weights, without gradients.
+
+    Args:
+        layout: Where everything lies; nothing is sent.
+        compute: What experts do with rows.
+        x: In the compute dtype.
+        weights: Of all experts, in host memory: of a layer, or of several with that dim in front.
+        layer: Number among those, int32; None where there is one without the dim.
+        expert: Numbers of the chosen; one that is none's is no choice.
+        scale: Weights of the chosen, float32.
+
+    Raises:
+        PlanError: A device computes with experts that other devices have in host memory.
+
+    Cost: per device, of its experts those that any token chooses, fetched once and one after
+    another; two of them on the device. Every token is multiplied by each. One sum of the results
+    over the group, and over other axes that split the experts' features a gather of each expert.
+    """
+    for name, splits in layout.weights.items():
+        if splits.rest[0] != splits.held[0]:
+            raise PlanError(
+                f"experts {name}: their group is {','.join(splits.held[0]) or 'none'}, and in host"
+                f" memory they are split over {','.join(splits.rest[0]) or 'none'}; let"
+                " plan.rules.params give dim 'experts' the axes of the group, or keep experts on"
+                " the devices"
+            )
+
+    def local(x: Array, weights: Any, layer: Any, expert: Array, scale: Array) -> Array:
+        tokens, chosen, scales = tokens_local(layout, x, expert, scale)
+        ids, count = _chosen_local(chosen, layout.experts_here)
+
+        def one(number: Any, total: Array) -> Array:
+            each = ids[number]
+            held = _expert_local(layout, weights, layer, each, x.dtype)
+            mine = chosen == each
+            weight = jnp.sum(jnp.where(mine, scales, 0), axis=-1)
+            local = LocalExperts(
+                arrays=held,
+                gradients={},
+                sizes=jnp.full((1,), len(tokens), jnp.int32),
+                share=layout.size(layout.features),
+            )
+            rows = compute(local, tokens, weight).astype(jnp.float32)
+            return total + jnp.where(jnp.any(mine, axis=-1)[:, None], rows, 0)
+
+        total = jax.lax.fori_loop(0, count, one, jnp.zeros(tokens.shape, jnp.float32))
+        return home_local(layout, total, x)
+
+    rest = rest_specs(layout)
+    if layer is not None:
+        rest = {name: jax.sharding.PartitionSpec(None, *spec) for name, spec in rest.items()}
+    tokens = token_spec(layout)
+    run = mapped(layout, local, (tokens, rest, spec_of(()), tokens, tokens), tokens)
+    return run(x, dict(weights), layer, expert, scale)
+
+
+def _chosen_local(chosen: Int[Array, "t k"], here: int) -> tuple[Array, Array]:
+    """Numbers of the experts here that any token chooses, ascending, and how many they are."""
+    mine = (chosen >= 0) & (chosen < here)
+    used = jnp.zeros((here,), bool).at[jnp.where(mine, chosen, here)].set(True, mode="drop")
+    return jnp.nonzero(used, size=here, fill_value=0)[0], jnp.sum(used.astype(jnp.int32))
+
+
+def _expert_local(
+    layout: Layout, weights: Mapping[str, Array], layer: Any, expert: Array, dtype: Any
+) -> dict[str, Array]:
+    """One expert on the device, `[1, ...]`, as it is multiplied."""
+    held = {}
+    for name, stack in weights.items():
+        at = (expert,) if layer is None else (layer, expert)
+        rest = stack.shape[len(at) :]
+        start = (*at, *[jnp.int32(0)] * len(rest))
+        row = jax.lax.dynamic_slice(stack, start, (*[1] * len(at), *rest))
+        row = jax.device_put(row.reshape(1, *rest), _DEVICE).astype(dtype)
+        splits = layout.weights[name]
+        held[name] = move_local(row, ((), *splits.rest[1:]), ((), *splits.held[1:]))
+    return held
