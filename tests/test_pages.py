@@ -66,6 +66,14 @@ def test_the_script_around_fit_and_the_callback_run(tmp_path, monkeypatch, capsy
     exec(own_data, {**scope, "grain": grain, "records": records})
 
 
+def test_a_decoder_with_experts_is_made_as_the_page_says():
+    (script,) = snippets("experts.md")
+    scope = {}
+    exec(script, scope)
+    paths = {info.path for info in jax.tree.leaves(scope["step"].spec.infos)}
+    assert {"layers/mlp/up", "layers/mlp/router/w"} <= paths
+
+
 def test_the_step_of_a_student_is_built():
     scope = {}
     exec(snippets("own_loop.md")[-1], scope)

@@ -148,7 +148,8 @@ class Experts(nnx.Module):
     ) -> tuple[Float[Array, "b s d"], LayerState, dict]:
         """See `Sublayer`; counts are those of `sharding.experts.moe`.
 
-        Of a pyramid the load is as long as its largest layer has it, 0 for experts that are none.
+        Of a pyramid the load is as long as its largest layer has it, below 0 for experts that are
+        none.
         """
         variables = {
             name: jax.lax.stop_gradient(held[...])
@@ -174,7 +175,8 @@ class Experts(nnx.Module):
         if self.shared is not None:
             y = self._with_shared(y, block_input(x))
         if lacking := max(self.config.counts) - sums["expert_load"].shape[0]:
-            sums["expert_load"] = jnp.pad(sums["expert_load"], (0, lacking))
+            given = sums["expert_load"]
+            sums["expert_load"] = jnp.pad(given, (0, lacking), constant_values=-1.0)
         return y, state, {**sums, "dispatch_passes": Maximum(sums["dispatch_passes"])}
 
     def _with_shared(self, y: Float[Array, "b s d"], x: Any) -> Float[Array, "b s d"]:

@@ -33,6 +33,12 @@ TABLE = {
     "train llama_tiny --plan.mesh fsdp=0": ["axis 'fsdp' has size 0", "give 1 or more"],
     "train llama_tiny --plan.mesh fsdp=3": ["there are 8 devices", "product is 8"],
     "train llama_tiny --plan.experts.group fsdp": ["experts cannot be split over 'fsdp'"],
+    "train moe_tiny --plan.experts.capacity 0": ["capacity: found 0.0", "give a number above 0"],
+    "train moe_tiny --model.choices 9": ["choices: 9 experts", "give at most 8"],
+    "train moe_tiny --devices 4 --plan.mesh expert=4 --model.experts 6": [
+        "'experts' has size 6",
+        "'expert' of 4 devices does not divide",
+    ],
     "train llama_tiny --devices 3 --plan.mesh stage=3": [
         "3 stages cannot share 4 layers evenly",
         "plan.pipeline.cuts auto",

@@ -38,6 +38,23 @@ def test_without_experts_nothing_is_recorded():
     assert experts_record(1, given) == {}
 
 
+@pytest.mark.catches("none-counted-as-idle")
+def test_layers_without_experts_and_experts_that_are_none_count_for_nothing(tmp_path, monkeypatch):
+    """As of a dense layer, and of a pyramid with two experts there and four here."""
+    rows = [[0.0] * 4, [0.5, 1.5, -1.0, -1.0], [0.0, 1.0, 1.0, 2.0]]
+    found = experts_record(1, metrics(rows))
+    assert found["expert_load"] == [[], [50, 150], [0, 100, 100, 200]]
+    assert found["expert_load_max"] == 2.0
+    assert "expert_load_max/000" not in scalars(found)
+    line = experts_line([{"step": 1, **found}])
+    assert line is not None and "number 3 of layer 2, had 2.00" in line and "emptiest 0.00" in line
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: figures.append(figure))
+    assert plot_experts([{"step": 1, **found}], tmp_path / "experts.png", title="")
+    above, below, _ = figures[0].axes
+    assert len(above.texts) == 6 and len(below.lines) == 2 * 2 + 1
+
+
 def test_loads_of_many_experts_are_recorded_of_some_steps():
     many = metrics(np.ones((32, 64)))  # 2048 numbers
     assert [step for step in range(1, 13) if "expert_load" in experts_record(step, many)] == [

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
+from colossax.layerwise import Maximum
 from colossax.planner.flops import Yardstick, peak_flops
 from colossax.processes import Gate
 from colossax.run.meter import Meter
@@ -164,6 +165,17 @@ def test_validation_weighs_tokens_not_batches():
 
     held_out = [{"total": t, "weight": w} for t, w in [(30.0, 10.0), (1.0, 1.0), (0.0, 0.0)]]
     assert mean_loss(evaluate, {}, held_out) == pytest.approx(31 / 11)
+
+
+@pytest.mark.catches("validation-of-all-counts")
+def test_validation_leaves_arrays_and_maxima_that_layers_count_alone():
+    def evaluate(state, batch):
+        weight = jnp.float32(batch["weight"])
+        loads, passes = (jnp.ones((2, 4)), weight), Maximum(jnp.ones(2))
+        pair = (3 * weight, weight)
+        return {"cross_entropy": pair, "expert_load": loads, "dispatch_passes": passes}
+
+    assert mean_loss(evaluate, {}, [{"weight": 1.0}, {"weight": 2.0}]) == pytest.approx(3)
 
 
 def test_python_costs_less_than_a_millisecond_a_step(tmp_path):
