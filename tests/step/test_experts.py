@@ -36,7 +36,7 @@ MODELS = {
     "drawn": {"capacity": 0.6, "priority": "random"},
     "noisy": {"gate": "dense_to_sparse", "choices": 3},
     "pyramid": {"pyramid": ((2, 16),), "shared": 16, "shared_mix": "softmax"},
-    "latent": {"first_dense": 1, "shared": 16, "score": "sigmoid", "bias_rate": 0.01},
+    "latent": {"shared": 16, "score": "sigmoid", "bias_rate": 0.01},
     "latent, whole queries": {"first_dense": 1, "shared": 16, "renormalise": False},
 }
 
