@@ -33,9 +33,10 @@ REFUSED = ["+".join(names) for names in subsets(NAMES) if not go_together(names)
 
 
 def every_placement():
-    for params, optimizer, activations, named, cpu in itertools.product(
+    for params, optimizer, experts, activations, named, cpu in itertools.product(
         ("device", "host"),
         ("device", "host", "disk"),
+        ("device", "host"),
         ("device", "host"),
         map(frozenset, subsets(NAMED_ACTIVATIONS)),
         (False, True),
@@ -44,6 +45,7 @@ def every_placement():
             yield Placement(
                 params=params,
                 optimizer=optimizer,
+                experts=experts,
                 activations=activations,
                 named_activations=named,
                 updated_by_cpu=cpu,

@@ -15,6 +15,7 @@ from colossax.config import OffloadConfig, Plan, Segment
 from colossax.inference import Generator
 from colossax.models import MixtralConfig, config_to_json, maker
 from colossax.nn import describe
+from colossax.sharding import param_sharding
 from tests.fresh import fresh_params
 
 LAYERS, EXPERTS, EMBED, MLP = 3, 8, 32, 48
@@ -78,7 +79,16 @@ def test_tokens_are_those_of_experts_on_the_device(name, devices):
 
 @pytest.mark.catches("experts-not-left")
 def test_a_token_fetches_experts_one_by_one():
-    made = generator("one")
+    bound = PLANS["one"].bind(jax.devices()[:1])
+    with colossax.use(bound):
+        spec = describe(maker(CONFIG))
+    params = jax.tree.map(
+        lambda info: jax.ShapeDtypeStruct(
+            info.shape, np.float32, sharding=param_sharding(bound, "params", info)
+        ),
+        spec.infos,
+    )
+    made = Generator(spec, bound, params, slots=48)
     jaxpr = made.program.jitted.trace(*made.arguments).jaxpr
     assert host_arithmetic(jaxpr) == []
     moved = [

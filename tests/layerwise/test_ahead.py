@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from colossax.layerwise.ahead import Ahead
-from colossax.offload import HOST
+from colossax.offload.memory import HOST
 
 COUNT = 4
 STACKS = {
