@@ -1,6 +1,7 @@
 """Sizes and parts of a decoder, as data: nothing here imports JAX."""
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING, Annotated
 
 from colossax.config import Count, Natural, NotNegative, Positive, check_types, nearest, within
@@ -12,6 +13,9 @@ if TYPE_CHECKING:
 
 ACTIVATION_NAMES = ("silu", "relu", "gelu", "gelu_tanh")
 """Keys of `nn.ACTIVATIONS`."""
+
+GATED_ACTIVATIONS = ("clamped_swiglu",)
+"""Those that are no function of the gate times the other input."""
 
 
 LayerCount = Annotated[int, within(1, 16_384)]
@@ -40,15 +44,93 @@ class Llama3Scaling:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class YarnScaling:
+    """Keeps frequencies that turn often, divides the others by `factor`, blends between.
+
+    Attributes:
+        factor: Of the length, over `original_max_positions`.
+        original_max_positions: Of the model before it was stretched.
+        beta_fast: Turns within those from which on a frequency is kept.
+        beta_slow: Turns below which it is divided.
+        truncate: Whether the blend begins and ends at whole dims.
+        mscale, mscale_all_dim: Cosines and sines are multiplied by the quotient of both magnitudes,
+            `0.1 m ln(factor) + 1`; 0: by the magnitude of m = 1. See `softmax_scale` too.
+        attention_factor: In place of that multiplier, where given.
+
+    Source: Peng et al. 2023, YaRN; both magnitudes are DeepSeek-V2's.
+    """
+
+    factor: Positive
+    original_max_positions: Count
+    beta_fast: Positive = 32.0
+    beta_slow: Positive = 1.0
+    truncate: bool = True
+    mscale: NotNegative = 0.0
+    mscale_all_dim: NotNegative = 0.0
+    attention_factor: Positive | None = None
+
+    def __post_init__(self):
+        check_types(self, "model.rope_scaling")
+        if self.beta_fast <= self.beta_slow:
+            raise InputError(
+                f"model.rope_scaling.beta_fast: found {self.beta_fast}; give more than beta_slow,"
+                f" {self.beta_slow}"
+            )
+
+    @property
+    def magnitude(self) -> float:
+        """What cosines and sines are multiplied by."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._magnitude(self.mscale) / self._magnitude(self.mscale_all_dim)
+        return self._magnitude(1.0)
+
+    @property
+    def softmax_scale(self) -> float:
+        """What DeepSeek's attention multiplies its logits by: a magnitude squared, or 1."""
+        return self._magnitude(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
+
+    def _magnitude(self, scale: float) -> float:
+        return 0.1 * scale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Base and scaling. `linear_factor` divides every frequency (position interpolation)."""
+    """Base and scaling.
+
+    Attributes:
+        theta: Base of the frequencies.
+        linear_factor: Divides every frequency (position interpolation).
+        llama3: Llama 3's scaling.
+        yarn: Or YaRN's.
+        interleaved: Pairs that turn together are neighbours; else a half of the head is apart.
+    """
 
     theta: Positive = 10_000.0
     linear_factor: Positive = 1.0
     llama3: Llama3Scaling | None = None
+    yarn: YarnScaling | None = None
+    interleaved: bool = False
 
     def __post_init__(self):
         check_types(self, "model.rope")
+        if self.llama3 is not None and self.yarn is not None:
+            raise InputError("model.rope: found llama3 and yarn, two scalings; give one of them")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QueryGrowth:
+    """Queries times `1 + scale ln(1 + floor((position + 1) / step))`, for layers without rope.
+
+    Source: Nakanishi 2025, Scalable-Softmax; in this form the configuration of Llama 4.
+    """
+
+    scale: Positive = 0.1
+    step: Count = 8192
+
+    def __post_init__(self):
+        check_types(self, "model.query_growth")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,15 +149,25 @@ class DecoderConfig:
         init_std: Standard deviation of random parameters.
         mlp_bias: Biases in the MLP.
         norm: `rms` or `layer`.
-        activation: A key of `nn.ACTIVATIONS`.
+        activation: A key of `nn.ACTIVATIONS`, or one of `GATED_ACTIVATIONS`.
         gated: Gated MLP (three matrices) or plain (two).
         rope: Rotary embedding, or None.
         alibi: Distance penalty per head in place of position embeddings.
         learned_positions: Rows of a learned position table (0: none), of which the first
             `position_offset` are never reached.
         embed_norm: LayerNorm after the token embedding.
+        qk_norm: Queries and keys are normed, each head alone, with a scale.
+        qk_norm_whole: All heads of a token together.
+        qk_unit: Queries and keys are divided by their root mean square after rope, in layers that
+            have it.
+        sinks: One more logit per head, learned, in the denominator of attention only.
+        query_growth: In layers without rope.
         window: Keys a query sees, itself included, as the families' files count them; None: all
             before it. Nothing below this type counts so: see `sides`.
+        chunk: Keys a query sees are those of its own chunk of so many positions; None: of all.
+        full_every: Each so many-th layer sees all keys before it, whatever window and chunk say;
+            0: none.
+        full_rope: Those layers have rope as the others.
         tied: The output head is the embedding table.
         max_seq: Longest sequence the model was made for.
         eos: Token that ends a document, where known.
@@ -98,12 +190,19 @@ class DecoderConfig:
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    qk_norm_whole: bool = False
+    qk_unit: bool = False
+    sinks: bool = False
+    query_growth: QueryGrowth | None = None
     rope: RopeConfig | None = None
     alibi: bool = False
     learned_positions: Natural = 0
     position_offset: Natural = 0
     embed_norm: bool = False
     window: Count | None = None
+    chunk: Count | None = None
+    full_every: Natural = 0
+    full_rope: bool = True
     tied: bool = False
     init_std: NotNegative = 0.02
     eos: Natural | None = None
@@ -123,10 +222,10 @@ class DecoderConfig:
                 f"model: {self.heads} heads cannot share {self.kv_heads} kv heads evenly;"
                 f" choose kv_heads that divide heads"
             )
-        if self.activation not in ACTIVATION_NAMES:
+        known = ACTIVATION_NAMES + (GATED_ACTIVATIONS if self.gated else ())
+        if self.activation not in known:
             raise InputError(
-                f"model: activation '{self.activation}' is unknown"
-                f"{nearest(self.activation, ACTIVATION_NAMES)}"
+                f"model: activation '{self.activation}' is unknown{nearest(self.activation, known)}"
             )
         if self.norm not in ("rms", "layer"):
             raise InputError(f"model: norm '{self.norm}' is unknown; use 'rms' or 'layer'")
@@ -143,9 +242,34 @@ class DecoderConfig:
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
-        """The kind of each layer; none where all are of one."""
-        kinds = () if self.mixture is None else self.mixture.kinds(self.layers)
-        return kinds if "dense" in kinds else ()
+        """The kind of each layer; none where all are of one.
+
+        `local` or `full` where they see other keys, `dense` or `sparse` where only some have
+        experts, or both: `full_dense`.
+        """
+        kinds = list(zip(self._seen, self._mixed, strict=True))
+        told = [at for at in range(2) if len({kind[at] for kind in kinds}) > 1]
+        return tuple("_".join(kind[at] for at in told) for kind in kinds) if told else ()
+
+    def has_experts(self, kind: str) -> bool:
+        """Whether layers of a kind of `layer_kinds` do; of none, all."""
+        named = [word for word in kind.split("_") if word in ("dense", "sparse")]
+        return (named or self._mixed)[0] == "sparse"
+
+    def is_full(self, kind: str) -> bool:
+        """Whether layers of a kind of `layer_kinds` see all keys, as `full_every` has it."""
+        named = [word for word in kind.split("_") if word in ("local", "full")]
+        return (named or self._seen)[0] == "full"
+
+    @property
+    def _seen(self) -> list[str]:
+        every = self.full_every
+        return ["full" if every and (at + 1) % every == 0 else "local" for at in range(self.layers)]
+
+    @property
+    def _mixed(self) -> tuple[str, ...]:
+        dense = ("dense",) * self.layers
+        return dense if self.mixture is None else self.mixture.kinds(self.layers)
 
     @property
     def flops_per_token(self) -> int:
@@ -168,19 +292,30 @@ class DecoderConfig:
         """`flops_per_token` plus causal attention: 6 head_dim heads per visible key and layer.
 
         A query sees (seq_len + 1) / 2 keys on average, or w - w (w - 1) / (2 seq_len) of a window
-        of w; 2 matmuls of 2 FLOPs, three times for forward and backward. Recomputation is never
-        counted.
+        of w; of a chunk of c, (c + 1) / 2. 2 matmuls of 2 FLOPs, three times for forward and
+        backward. Recomputation is never counted.
         """
+        full = self._seen.count("full")
         seen = seq_len if self.window is None else min(self.window, seq_len)
-        keys = seen - seen * (seen - 1) / (2 * seq_len)
-        return int(self.flops_per_token + 12 * self.layers * self.heads * self.head_dim * keys)
+        chunk = seq_len if self.chunk is None else min(self.chunk, seq_len)
+        seen = min(seen, chunk)
+        local = seen - seen * (seen - 1) / (2 * chunk)
+        keys = full * (seq_len + 1) / 2 + (self.layers - full) * local
+        return int(self.flops_per_token + 12 * self.heads * self.head_dim * keys)
 
-    def attention_shape(self) -> "AttentionShape":
-        """The part of this configuration that an attention block needs."""
+    def attention_shape(self, kind: str = "") -> "AttentionShape":
+        """The part of this configuration that an attention block needs, of a layer's kind."""
         from colossax.nn.attention import AttentionShape  # JAX, which sizes do without
 
-        names = {f.name for f in dataclasses.fields(AttentionShape)} - {"window"}
-        return AttentionShape(**{n: getattr(self, n) for n in names}, window=self.sides)
+        full = self.is_full(kind)
+        own = {
+            "window": None if full else self.sides,
+            "chunk": None if full else self.chunk,
+            "turned": self.rope is not None and (self.full_rope or not full),
+            "interleaved": self.rope is not None and self.rope.interleaved,
+        }
+        names = {f.name for f in dataclasses.fields(AttentionShape)} - own.keys()
+        return AttentionShape(**{n: getattr(self, n) for n in names}, **own)
 
 
 class FamilyConfig:

@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from colossax.errors import InputError
-from colossax.nn.attention import Attention, FlatTokens, Side, Window
+from colossax.nn.attention import Attention, FlatTokens, Side, Sight
 from colossax.nn.block import MLP, Block, residual
 from colossax.nn.cache import CacheSpec
 from colossax.nn.config import DecoderConfig
@@ -22,10 +22,10 @@ from colossax.pallas.attention import Mask
 from colossax.sharding import compute_dtype, constrain, current_order, with_ranges
 
 
-def decoder_layer(config: DecoderConfig, *, rngs: nnx.Rngs) -> Block:
+def decoder_layer(config: DecoderConfig, *, rngs: nnx.Rngs, kind: str = "") -> Block:
     """`x + attention(norm(x))`, then `x + mlp(norm(x))`, as a configuration describes them."""
     std, out_std = _deviations(config)
-    attention = Attention(config.attention_shape(), rngs=rngs, std=std, out_std=out_std)
+    attention = Attention(config.attention_shape(kind), rngs=rngs, std=std, out_std=out_std)
     mlp = MLP(
         config.embed,
         config.mlp,
@@ -39,11 +39,11 @@ def decoder_layer(config: DecoderConfig, *, rngs: nnx.Rngs) -> Block:
     return Block({"attn": attention, "mlp": mlp}, lambda: make_norm(config))
 
 
-def expert_layer(config: DecoderConfig, *, rngs: nnx.Rngs) -> Block:
+def expert_layer(config: DecoderConfig, *, rngs: nnx.Rngs, kind: str = "") -> Block:
     """`decoder_layer` with the configuration's experts in place of the MLP."""
     assert config.mixture is not None
     std, out_std = _deviations(config)
-    attention = Attention(config.attention_shape(), rngs=rngs, std=std, out_std=out_std)
+    attention = Attention(config.attention_shape(kind), rngs=rngs, std=std, out_std=out_std)
     experts = Experts(
         config.embed,
         config.mixture,
@@ -63,17 +63,16 @@ def _deviations(config: DecoderConfig) -> tuple[float, float]:
 
 
 def decoder_layers(config: DecoderConfig) -> "Layers":
-    """The layers that a configuration describes: alike, or `dense` and `sparse` ones."""
-    if config.mixture is None:
-        return Layers(make=lambda rngs: decoder_layer(config, rngs=rngs), order=config.layers)
+    """The layers that a configuration describes: alike, or of its `layer_kinds`."""
+
+    def maker(kind: str) -> MakeLayer:
+        layer = expert_layer if config.has_experts(kind) else decoder_layer
+        return lambda rngs: layer(config, rngs=rngs, kind=kind)
+
     kinds = config.layer_kinds
-    made: dict[str, MakeLayer] = {
-        "dense": lambda rngs: decoder_layer(config, rngs=rngs),
-        "sparse": lambda rngs: expert_layer(config, rngs=rngs),
-    }
     if not kinds:
-        return Layers(make=made["sparse"], order=config.layers)
-    return Layers(make={kind: made[kind] for kind in dict.fromkeys(kinds)}, order=kinds)
+        return Layers(make=maker(""), order=config.layers)
+    return Layers(make={kind: maker(kind) for kind in dict.fromkeys(kinds)}, order=kinds)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -183,11 +182,12 @@ class Decoder(nnx.Module):
         self._check_length(x.shape[1] - current_order().padding)
         if positions is None:
             positions = jnp.broadcast_to(current_order().indices(x.shape[1]), x.shape[:2])
-        masks = self._masks(mask, segments, x)
+        sights = [] if mask is not None else self._sights()
         side = Side(
-            masks=masks,
-            given=mask is not None,
+            masks=self._masks(mask, sights, segments, positions, x),
+            sights=tuple(sights),
             rope=self._rope(positions),
+            positions=self._asked(positions),
             **self._routed(x, segments, tokens, key),
         )
         hidden, out = self._run(x, positions, side, None)
@@ -201,7 +201,7 @@ class Decoder(nnx.Module):
         Prompt chunks and single next tokens look alike: each token says where it belongs.
         """
         positions = flat.position[None]
-        side = Side(flat=flat, rope=self._rope(positions))
+        side = Side(flat=flat, rope=self._rope(positions), positions=self._asked(positions))
         if self.config.mixture is not None:
             side = dataclasses.replace(side, valid=flat.seat[None] >= 0, token_ids=tokens[None])
         hidden, out = self._run(self.embed(tokens[None]), positions, side, cache)
@@ -231,18 +231,36 @@ class Decoder(nnx.Module):
         """
         return self.layers.cache_spec(seats=seats, slots=slots, chunk=chunk)
 
-    def _masks(self, mask: Mask | None, segments: Any, x: Array) -> tuple[Mask, ...]:
-        """For each window of the layers, with what kernels need of it: once, not in every layer."""
+    def _masks(
+        self, mask: Mask | None, sights: list[Sight], segments: Any, positions: Array, x: Array
+    ) -> tuple[Mask, ...]:
+        """For each sight of the layers, with what kernels need of it: once, not in every layer."""
         if mask is None:
-            one = Mask(causal=True, ascending=True)
-            masks = [one.changed(window=window) for window in self._windows()]
+            masks = [
+                Mask(causal=True, ascending=True, window=window, **_packed(segments))
+                if chunk is None
+                else Mask(
+                    causal=True,
+                    ascending=True,
+                    window=window,
+                    **_packed(self._chunks(chunk, segments, positions)),
+                )
+                for window, chunk in sights
+            ]
+        elif segments is not None and mask.q_segments is None:
+            masks = [mask.changed(**_packed(segments), ascending=True)]
         else:
             masks = [mask]
-        if segments is not None and masks[0].q_segments is None:
-            packed = {"q_segments": segments, "kv_segments": segments, "ascending": True}
-            masks = [one.changed(**packed) for one in masks]
         shape = self.config.attention_shape()
         return tuple(with_ranges(*shape.call(one, x)) for one in masks)
+
+    def _chunks(self, chunk: int, segments: Any, positions: Array) -> Int[Array, "b s"]:
+        """Chunks of documents, numbered as segments are: a token sees its own."""
+        number = positions // chunk
+        if segments is None:
+            return number
+        most = -(-self.config.max_seq // chunk)
+        return jnp.where(segments < 0, segments, segments * most + number)
 
     def _routed(self, x: Array, segments: Any, tokens: Any, key: Any) -> dict[str, Any]:
         """What of the side inputs experts ask for: which tokens are some, their ids, a key."""
@@ -258,11 +276,11 @@ class Decoder(nnx.Module):
             "key": key,
         }
 
-    def _windows(self) -> list[Window]:
+    def _sights(self) -> list[Sight]:
         """Those that the attention of its layers has."""
         modules = (module for _, module in nnx.iter_graph(self.layers))
-        windows = [one.shape.window for one in modules if isinstance(one, Attention)]
-        return list(dict.fromkeys(windows)) or [self.config.sides]
+        sights = [one.shape.sight for one in modules if isinstance(one, Attention)]
+        return list(dict.fromkeys(sights)) or [self.config.attention_shape().sight]
 
     def _run(self, x: Any, positions: Any, side: Side, cache: Any) -> tuple[Any, StackOutput]:
         if self.positions is not None:
@@ -271,6 +289,10 @@ class Decoder(nnx.Module):
             x = self.embed_norm(x)
         out = self.layers(residual(x), side, carried=cache)
         return _head_input(self.norm(out.carry)), out
+
+    def _asked(self, positions: Int[Array, "b s"]) -> Any:
+        """The positions, where layers ask for them."""
+        return None if self.config.query_growth is None else positions
 
     def _rope(self, positions: Int[Array, "b s"]) -> Any:
         if self.config.rope is None:
@@ -289,6 +311,11 @@ def make_norm(config: DecoderConfig) -> RMSNorm | LayerNorm:
     """The norm this configuration names."""
     make = RMSNorm if config.norm == "rms" else LayerNorm
     return make(config.embed, eps=config.norm_eps)
+
+
+def _packed(segments: Any) -> dict[str, Any]:
+    """Fields of a mask of these segments, if any."""
+    return {} if segments is None else {"q_segments": segments, "kv_segments": segments}
 
 
 def _head_input(x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:

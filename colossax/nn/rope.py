@@ -1,4 +1,4 @@
-"""Rotary position embedding, with Llama 3's frequency scaling."""
+"""Rotary position embedding, with Llama 3's and YaRN's scaling of frequencies."""
 
 import math
 
@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from colossax.nn.config import RopeConfig
+from colossax.nn.config import RopeConfig, YarnScaling
 
 
 def frequencies(config: RopeConfig, head_dim: int) -> np.ndarray:
@@ -14,6 +14,8 @@ def frequencies(config: RopeConfig, head_dim: int) -> np.ndarray:
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / head_dim
     freqs = (1.0 / (config.theta**exponents)).astype(np.float32) / config.linear_factor
     scaling = config.llama3
+    if config.yarn is not None:
+        return _stretched(freqs, config.yarn, config.theta)
     if scaling is None:
         return freqs.astype(np.float32)
     wavelength = 2 * math.pi / freqs
@@ -23,23 +25,57 @@ def frequencies(config: RopeConfig, head_dim: int) -> np.ndarray:
     return (freqs * keep + freqs / scaling.factor * (1 - keep)).astype(np.float32)
 
 
+def _stretched(freqs: np.ndarray, yarn: YarnScaling, theta: float) -> np.ndarray:
+    """YaRN: dims are kept up to the one of `beta_fast` turns, divided from that of `beta_slow`."""
+    head_dim = 2 * len(freqs)
+
+    def dim_of(turns: float) -> float:
+        wavelength = yarn.original_max_positions / (turns * 2 * math.pi)
+        return head_dim * math.log(wavelength) / (2 * math.log(theta))
+
+    low, high = dim_of(yarn.beta_fast), dim_of(yarn.beta_slow)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    high = high + 0.001 if low == high else high
+    divided = np.clip((np.arange(len(freqs), dtype=np.float32) - low) / (high - low), 0.0, 1.0)
+    return (freqs / yarn.factor * divided + freqs * (1 - divided)).astype(np.float32)
+
+
 def rope_tables(
     positions: Int[Array, "b s"], config: RopeConfig, head_dim: int
 ) -> tuple[Float[Array, "b s 1 h2"], Float[Array, "b s 1 h2"]]:
     """Cosines and sines of every position, float32, broadcastable over heads."""
     angles = positions[..., None, None].astype(jnp.float32) * frequencies(config, head_dim)
-    return jnp.cos(angles), jnp.sin(angles)
+    magnitude = 1.0 if config.yarn is None else config.yarn.magnitude
+    if magnitude == 1.0:
+        return jnp.cos(angles), jnp.sin(angles)
+    return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
 
 
 def rotate(
-    x: Float[Array, "b s n h"], tables: tuple[Float[Array, "b s 1 h2"], Float[Array, "b s 1 h2"]]
+    x: Float[Array, "b s n h"],
+    tables: tuple[Float[Array, "b s 1 h2"], Float[Array, "b s 1 h2"]],
+    *,
+    interleaved: bool = False,
 ) -> Float[Array, "b s n h"]:
     """Rotate pairs (i, i + h/2) by their angle, in float32.
 
-    Source: Su et al. 2021, RoFormer; the pairing is the one Hugging Face checkpoints use.
+    Args:
+        x: Queries or keys.
+        tables: Of `rope_tables`.
+        interleaved: Pairs are (2i, 2i + 1). What comes out has them half a head apart, of queries
+            and keys alike: products of both are the same.
+
+    Source: Su et al. 2021, RoFormer; pairs half a head apart are those of most Hugging Face
+    checkpoints, neighbours those of the paper and of DeepSeek.
     """
     cos, sin = tables
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    x32 = x.astype(jnp.float32)
+    if interleaved:
+        first, second = x32[..., 0::2], x32[..., 1::2]
+    else:
+        first, second = jnp.split(x32, 2, axis=-1)
     return jnp.concatenate(
         [first * cos - second * sin, second * cos + first * sin], axis=-1
     ).astype(x.dtype)
