@@ -25,11 +25,20 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+try:
+    from ci.forks import Forks
+except ImportError:  # run as a script
+    from forks import Forks
+
 ROOT = Path(__file__).resolve().parents[1]
 NEEDS = {"aot": "jax_plugins.xla_cuda12"}
 """Modules that an entry's `needs` stands for."""
 LONGEST_S = 300
 """A break that takes its tests longer has no verdict."""
+PRELOADED = ("pytest", "numpy", "jax", "flax.nnx", "optax", "orbax.checkpoint", "chex")
+"""What every run of tests imports; of a break's processor time it would be the half."""
+FORKED_FROM = 8
+"""Where so many breaks are tried, their runs are forked from a process that has these."""
 _LEFT_BEHIND = shutil.ignore_patterns(".*", "runs", "build", "dist", "*.egg-info")
 
 _COUNT = itertools.count(1)
@@ -98,11 +107,9 @@ def pytest_in(
     tree: Path, env: dict[str, str], marks: Sequence[str], files: Sequence[str], *more: str
 ) -> tuple[int | None, str]:
     """Run the tests of these marks; (exit status or None if it took too long, output)."""
-    names = ("--catches", ",".join(marks), *files)
-    command = (sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *more, *names)
     try:
         done = subprocess.run(
-            command,
+            (sys.executable, "-m", "pytest", *_arguments(marks, files), *more),
             cwd=tree,
             env=env,
             stdout=subprocess.PIPE,
@@ -114,6 +121,30 @@ def pytest_in(
     except subprocess.TimeoutExpired:
         return None, ""
     return done.returncode, done.stdout
+
+
+def _arguments(marks: Sequence[str], files: Sequence[str]) -> tuple[str, ...]:
+    return ("-x", "-q", "-p", "no:cacheprovider", "--catches", ",".join(marks), *files)
+
+
+class Tree:
+    """A copy of the tree, and what runs tests in it."""
+
+    def __init__(self, path: Path, env: dict[str, str], *, forks: bool):
+        self.path, self._env = path, env
+        # Read when it is imported: what the tests' own settings would say too late.
+        self._forks = Forks({"JAX_PLATFORMS": "cpu", **env}, PRELOADED) if forks else None
+
+    def tested(self, mark: str, files: Sequence[str]) -> tuple[int | None, str]:
+        """Run the tests of a mark; as `pytest_in`."""
+        if self._forks is None:
+            return pytest_in(self.path, self._env, [mark], files)
+        return self._forks.pytest(self.path, _arguments([mark], files), LONGEST_S)
+
+    def close(self) -> None:
+        """End what runs tests."""
+        if self._forks is not None:
+            self._forks.close()
 
 
 def verdict(status: int | None, output: str) -> str:
@@ -139,12 +170,12 @@ def tail(output: str) -> str:
     return "\n".join("    " + line for line in output.rstrip().splitlines()[-25:])
 
 
-def tried(tree: Path, env: dict[str, str], one: Break, files: Sequence[str]) -> str:
+def tried(tree: Tree, one: Break, files: Sequence[str]) -> str:
     """The verdict on one break; the tree is as before afterwards."""
     if not files:
         return "nobody catches it: no test carries its mark"
     try:
-        file, broken = one.applied(tree)
+        file, broken = one.applied(tree.path)
     except UnusableError as problem:
         return str(problem)
     whole, stat = file.read_text(), file.stat()
@@ -153,24 +184,24 @@ def tried(tree: Path, env: dict[str, str], one: Break, files: Sequence[str]) -> 
     file.write_text(broken)
     os.utime(file, ns=(stat.st_atime_ns, own_second))
     try:
-        return verdict(*pytest_in(tree, env, [one.mark], files))
+        return verdict(*tree.tested(one.mark, files))
     finally:
         file.write_text(whole)
         os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
 
 def all_tried(
-    trees: Sequence[Path], env: dict[str, str], some: Sequence[Break], held: dict[str, list[str]]
+    trees: Sequence[Tree], some: Sequence[Break], held: dict[str, list[str]]
 ) -> Iterator[tuple[Break, str, float]]:
     """Each break with its verdict and seconds, as many at a time as there are trees."""
-    free: queue.Queue[Path] = queue.Queue()
+    free: queue.Queue[Tree] = queue.Queue()
     for tree in trees:
         free.put(tree)
 
     def one_tried(one: Break) -> tuple[Break, str, float]:
         tree, start = free.get(), time.monotonic()
         try:
-            return one, tried(tree, env, one, held.get(one.mark, [])), time.monotonic() - start
+            return one, tried(tree, one, held.get(one.mark, [])), time.monotonic() - start
         finally:
             free.put(tree)
 
@@ -232,10 +263,13 @@ def run(root: Path, some: Sequence[Break], held: dict[str, list[str]], jobs: int
             return 1
         for tree in trees[1:]:  # with the bytecode made so far
             shutil.copytree(trees[0], tree)
-        failed = 0
-        for one, found, seconds in all_tried(trees, env, some, held):
+        failed, forks = 0, len(some) >= FORKED_FROM
+        running = [Tree(tree, env, forks=forks) for tree in trees]
+        for one, found, seconds in all_tried(running, some, held):
             failed += found != "caught"
             print(f"{seconds:6.1f} s  {one.room}: {one.mark}: {found}", flush=True)
+        for tree in running:
+            tree.close()
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     print(
         f"{len(some) - failed} of {len(some)} breaks caught in {time.monotonic() - start:.0f} s,"

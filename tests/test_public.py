@@ -43,7 +43,7 @@ NAMES = {
     "colossax.sharding.experts": (
         "Base Capacity CosineRouter DenseToSparse ExpertChoice ExpertWeights GShard Gate GateInput "
         "Hash Hierarchical KTop1 Layout LinearRouter LocalExperts Router Routing TopK balance_loss "
-        "layout_of load moe moved_bias"
+        "layout_of load moe moved_bias row_keys"
     ),
     "colossax.sharding.sequence": (
         "DOUBLE_RING_OPTIONS Order RingAxes RingMasks Settings balanced_from_contiguous_local "
@@ -94,8 +94,8 @@ NAMES = {
         "Embedding Experts FamilyConfig FlatTokens LanguageModel LayerNorm LayerStack LayerState "
         "Layers Linear Llama3Scaling MLP MixtureConfig ModelSpec Models RMSNorm RopeConfig Side "
         "StackOutput Sublayer Weighted Wiring alibi_slopes cross_entropy decoder_layer describe "
-        "even_head_dim expert_layer initialise named param pure renamed rope_tables rotate "
-        "run_recurrence weight_of window_slots with_gathers with_weights"
+        "even_head_dim expert_layer initialise kl_divergence named param pure renamed rope_tables "
+        "rotate run_recurrence weight_of window_slots with_gathers with_weights"
     ),
     "colossax.models": (
         "BloomConfig FAMILIES Family GPT2Config LlamaConfig MistralConfig MixtralConfig OPTConfig "
@@ -111,7 +111,8 @@ NAMES = {
     "colossax.step": "Step StepOptions any_order",
     "colossax.tasks": (
         "Callback DataConfig OptimizerConfig RunLength SampleConfig TAKEN Task TrainConfig "
-        "next_token_loss task_of train_config_from_json with_initial_model"
+        "distillation_loss distillation_options next_token_loss task_of train_config_from_json "
+        "with_initial_model"
     ),
     "colossax.run": (
         "AverageEvaluation BestCheckpoint Callback EarlyStopping Outcome ResumableBatches "

@@ -3,9 +3,12 @@
 import argparse
 import dataclasses
 import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from colossax.cli.arguments import number
+from colossax.cli.experts import asked_experts, asked_layers
 from colossax.cli.output import put, tell
 from colossax.cli.overrides import Override, apply_overrides
 from colossax.config import Plan
@@ -17,7 +20,8 @@ DESCRIPTION = {
         "indexed shards, tokenizer.json) as a checkpoint, one tensor at a time."
     ),
     "export": (
-        "Write the parameters of a checkpoint as a Hugging Face folder, one tensor at a time.\n"
+        "Write the parameters of a checkpoint as a Hugging Face folder, one tensor at a time;\n"
+        "as they are, or as another model: with other experts, or with some of the layers.\n"
         "CHECKPOINT is the folder of a run, of its checkpoints, or of one of them."
     ),
 }
@@ -38,6 +42,20 @@ def add_arguments(parser: argparse.ArgumentParser, verb: str) -> None:
     else:
         parser.add_argument("checkpoint", metavar="CHECKPOINT", help="what to export")
         parser.add_argument("folder", metavar="HF_DIR", help="new folder to write")
+        parser.add_argument(
+            "--experts",
+            metavar="HOW",
+            help="prune=K keeps the K most used of each layer, by the run's metrics.jsonl or"
+            " loads=FILE, or any with by=random; upcycle=E makes E copies of each MLP of a dense"
+            " model, of which a token takes choices=2, with noise=0.1 or redrawn=0.5;"
+            " merge=CHECKPOINT adds those of another model",
+        )
+        parser.add_argument("--layers", metavar="N,N", help="with these alone, as a student")
+        parser.add_argument(
+            "--as-checkpoint",
+            action="store_true",
+            help="write a checkpoint in place of a Hugging Face folder",
+        )
         parser.add_argument("--step", metavar="N", type=number(0), help="default: the latest")
         parser.add_argument(
             "--max-shard-gb",
@@ -64,17 +82,34 @@ def _import(args: argparse.Namespace, overrides: list[Override]) -> None:
 
 
 def _export(args: argparse.Namespace, overrides: list[Override]) -> None:
-    from colossax.models.hf import export_checkpoint
+    from colossax.models.hf import copy_checkpoint, export_checkpoint
 
     if overrides:
         raise InputError(
             f"--{overrides[0][0].lstrip('-')}: an export has no plan; leave the option out"
         )
-    reader = export_checkpoint(
-        args.checkpoint, args.folder, step=args.step, max_shard_bytes=args.max_shard_gb * _GB
-    )
+    options: dict[str, Any] = {"step": args.step, "alter": _alteration(args)}
+    if args.as_checkpoint:
+        reader = copy_checkpoint(args.checkpoint, args.folder, **options)
+    else:
+        max_shard_bytes = args.max_shard_gb * _GB
+        reader = export_checkpoint(
+            args.checkpoint, args.folder, max_shard_bytes=max_shard_bytes, **options
+        )
     tell(f"{reader.chosen}\n")
     _tell(args, {"exported": args.checkpoint, "folder": args.folder, "step": reader.step})
+
+
+def _alteration(args: argparse.Namespace) -> Callable[[Any], Any]:
+    """What is made of the checkpoint's model: first layers are left out, then experts altered."""
+    layers = None if args.layers is None else asked_layers(args.layers)
+    experts = None if args.experts is None else asked_experts(args.experts)
+
+    def altered(params: Any) -> Any:
+        params = params if layers is None else layers(params)
+        return params if experts is None else experts(params, Path(args.checkpoint))
+
+    return altered
 
 
 def _tell(args: argparse.Namespace, facts: dict[str, Any]) -> None:

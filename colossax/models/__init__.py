@@ -7,9 +7,12 @@ from colossax.lazy import lazily
 if TYPE_CHECKING:
     from .bloom import BloomConfig as BloomConfig
     from .gpt2 import GPT2Config as GPT2Config
+    from .gpt_oss import GPTOSSConfig as GPTOSSConfig
     from .llama import LlamaConfig as LlamaConfig
+    from .llama4 import Llama4Config as Llama4Config
     from .mistral import MistralConfig as MistralConfig
     from .mixtral import MixtralConfig as MixtralConfig
+    from .olmoe import OLMoEConfig as OLMoEConfig
     from .opt import OPTConfig as OPTConfig
     from .qwen2 import Qwen2Config as Qwen2Config
     from .qwen2_moe import Qwen2MoEConfig as Qwen2MoEConfig

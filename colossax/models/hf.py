@@ -1,11 +1,10 @@
 """Hugging Face folders into checkpoints and back, one tensor at a time."""
 
-import contextlib
 import functools
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +14,25 @@ from colossax.checkpoint import RecordReader, RecordWriter, find_checkpoint, slo
 from colossax.config import Plan, to_json, user_path
 from colossax.data import Tokenizer
 from colossax.documents import read_json
-from colossax.errors import CheckpointError, InputError
-from colossax.models.conversion import BLOCK_BYTES, Conversion, Tensor
-from colossax.models.hf_folder import CONVERSIONS, Source, by_path, open_folder
+from colossax.errors import InputError
+from colossax.models.conversion import Conversion, Tensor
+from colossax.models.hf_folder import CONVERSIONS, Source, open_folder
 from colossax.models.hf_folder import read_params as read_params
-from colossax.models.registry import config_from_json, config_to_json, family_of, maker
+from colossax.models.parameters import (
+    MODEL_DOCUMENT,
+    PARAMS,
+    PLAN_DOCUMENT,
+    TOKENIZER_DOCUMENT,
+    ModelParams,
+    left_as_it_was,
+    params_of_checkpoint,
+    write_checkpoint,
+)
+from colossax.models.registry import config_to_json, family_of
 from colossax.models.safetensors import OutTensor, write_folder
-from colossax.nn import describe
-from colossax.typing import ParamInfo
 
-PARAMS = "model/params"
-MODEL_DOCUMENT, PLAN_DOCUMENT, TOKENIZER_DOCUMENT = "model", "plan", "tokenizer"
 MAX_SHARD_BYTES = 5_000_000_000
 _TOKENIZER_FILE = "tokenizer.json"
-_DTYPE_NAMES = {"float32": "float32", "float16": "float16", "bfloat16": "bfloat16"}
 
 
 def import_checkpoint(folder: str | Path, out: str | Path, plan: Plan | None = None) -> None:
@@ -58,7 +62,7 @@ def import_checkpoint(folder: str | Path, out: str | Path, plan: Plan | None = N
     tokenizer = _read_tokenizer(folder, source.config)
     if tokenizer is not None:
         documents[TOKENIZER_DOCUMENT] = tokenizer.to_json()
-    with _left_as_it_was(out), RecordWriter(out) as writer:
+    with left_as_it_was(out), RecordWriter(out) as writer:
         for path, info in source.infos.items():
             slot = slot_of(info, PARAMS)
             writer.declare(slot.name, slot.shape, source.dtypes[path], layered=slot.layered)
@@ -66,18 +70,6 @@ def import_checkpoint(folder: str | Path, out: str | Path, plan: Plan | None = N
         for tensor in source.tensors:
             _copy_in(source, tensor, writer, experts)
         writer.finish(documents)
-
-
-@contextlib.contextmanager
-def _left_as_it_was(out: Path) -> Iterator[None]:
-    """Takes a folder away again that nothing came to be in."""
-    new = not out.exists()
-    try:
-        yield
-    finally:
-        if new:
-            with contextlib.suppress(OSError):
-                out.rmdir()
 
 
 def _copy_in(
@@ -132,6 +124,7 @@ def export_checkpoint(
     *,
     step: int | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    alter: Callable[[ModelParams], ModelParams] = lambda params: params,
 ) -> RecordReader:
     """Write the parameters of a checkpoint as a Hugging Face folder.
 
@@ -142,6 +135,7 @@ def export_checkpoint(
         folder: To be made.
         step: Which checkpoint; None is the latest.
         max_shard_bytes: Size above which weights are split over several files with an index.
+        alter: What is written in place of the checkpoint's model; see `colossax.models.altered`.
 
     Returns:
         The checkpoint that was read: its step.
@@ -156,15 +150,11 @@ def export_checkpoint(
     checkpoint, folder = user_path(checkpoint, "CHECKPOINT"), user_path(folder, "HF_DIR")
     _require_free(folder)
     reader = find_checkpoint(checkpoint, step)
-    documents = reader.documents()
-    for name, kind in ((MODEL_DOCUMENT, dict), (TOKENIZER_DOCUMENT, str)):
-        reader.document(name, kind)
-    config = _model_config(reader, documents)
+    params = alter(params_of_checkpoint(reader))
+    config, documents = params.config, reader.documents()
     conversion = CONVERSIONS[family_of(config).name]
-    infos = by_path(describe(maker(config)))
-    _check_records(reader, infos)
-    found = conversion.tensors(infos, config.decoder().layer_kinds)
-    tensors = [_out_tensor(reader, tensor) for tensor in found]
+    found = conversion.tensors(params.infos, config.decoder().layer_kinds)
+    tensors = [_out_tensor(params, tensor) for tensor in found]
     part = folder.with_name(f"{folder.name}.part")
     try:
         shutil.rmtree(part, ignore_errors=True)
@@ -181,72 +171,57 @@ def export_checkpoint(
     return reader
 
 
+def copy_checkpoint(
+    checkpoint: str | Path,
+    out: str | Path,
+    *,
+    step: int | None = None,
+    alter: Callable[[ModelParams], ModelParams] = lambda params: params,
+) -> RecordReader:
+    """Write the parameters of a checkpoint as step 0 of another, with its tokenizer and plan.
+
+    Args:
+        checkpoint: Folder of a run, of checkpoints, or of one step.
+        out: Directory of the new checkpoint.
+        step: Which checkpoint; None is the latest.
+        alter: What is written in place of the checkpoint's model; see `colossax.models.altered`.
+
+    Returns:
+        The checkpoint that was read: its step.
+
+    Raises:
+        CheckpointError: The checkpoint is missing, damaged, or not of one of our models; or `out`
+            holds one, or cannot be written.
+
+    Cost: host memory of the largest parameter of a layer.
+    """
+    checkpoint, out = user_path(checkpoint, "CHECKPOINT"), user_path(out, "OUT")
+    reader = find_checkpoint(checkpoint, step)
+    params, documents = alter(params_of_checkpoint(reader)), reader.documents()
+    kept = (PLAN_DOCUMENT, TOKENIZER_DOCUMENT)
+    write_checkpoint(params, out, {name: documents[name] for name in kept if name in documents})
+    return reader
+
+
 def _require_free(folder: Path) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"{folder}: is there already; name a new folder")
 
 
-def _model_config(reader: RecordReader, documents: Mapping[str, Any]) -> Any:
-    if MODEL_DOCUMENT not in documents:
-        raise CheckpointError(
-            f"checkpoint step {reader.step} does not say which model it is of; only checkpoints of"
-            f" the library's model families can be exported"
-        )
-    return config_from_json(documents[MODEL_DOCUMENT])
-
-
-def _check_records(reader: RecordReader, infos: Mapping[str, ParamInfo]) -> None:
-    """Refuse a checkpoint whose parameters are not those of its model."""
-    slots = {slot.name: slot for slot in (slot_of(info, PARAMS) for info in infos.values())}
-    names = {name for name in reader.records() if name.startswith(f"{PARAMS}/")}
-    for name in sorted(slots.keys() ^ names):
-        where = "has besides" if name in names else "lacks"
-        raise CheckpointError(
-            f"checkpoint step {reader.step} {where} '{name}' for the model it names; export one"
-            f" that was saved whole"
-        )
-    for name, slot in slots.items():
-        shape, dtype = reader.records()[name]
-        if shape != slot.shape or dtype.name not in _DTYPE_NAMES:
-            raise CheckpointError(
-                f"checkpoint step {reader.step}: '{name}' is {dtype.name}{list(shape)} where its"
-                f" model has {list(slot.shape)} of a floating type; export one that was saved whole"
-            )
-
-
-def _out_tensor(reader: RecordReader, tensor: Tensor) -> OutTensor:
-    dtypes = [reader.records()[f"{PARAMS}/{info.path}"][1] for info in tensor.infos]
+def _out_tensor(params: ModelParams, tensor: Tensor) -> OutTensor:
+    dtypes = [params.dtypes[info.path] for info in tensor.infos]
     return OutTensor(
         name=tensor.name,
         shape=tensor.shape,
         dtype=functools.reduce(np.promote_types, dtypes),
-        blocks=functools.partial(_foreign_blocks, reader, tensor),
+        blocks=functools.partial(_foreign_blocks, params, tensor),
     )
 
 
-def _foreign_blocks(reader: RecordReader, tensor: Tensor) -> Iterator[np.ndarray]:
-    place = tuple(at for at in (tensor.layer, tensor.expert) if at is not None)
-    arrays = [_read_record(reader, f"{PARAMS}/{info.path}", place) for info in tensor.infos]
+def _foreign_blocks(params: ModelParams, tensor: Tensor) -> Iterator[np.ndarray]:
+    arrays = [params.read(info.path, tensor.layer, tensor.expert) for info in tensor.infos]
     for block in tensor.blocks(arrays[0].dtype.itemsize):
         yield block.foreign(arrays)
-
-
-def _read_record(reader: RecordReader, name: str, place: tuple[int, ...]) -> np.ndarray:
-    """A record, or one layer or expert of it, in blocks: all at once would need twice its bytes.
-
-    Args:
-        reader: The checkpoint.
-        name: Of the record.
-        place: Number of the layer and of the expert, where it is one's.
-    """
-    shape, dtype = reader.records()[name]
-    one = tuple(slice(at, at + 1) for at in place)
-    array = np.empty(shape[len(place) :], dtype)
-    rows = max(1, array.shape[0] * BLOCK_BYTES // max(1, array.nbytes))
-    for first in range(0, array.shape[0], rows):
-        part = (slice(first, first + rows), *(slice(None) for _ in array.shape[1:]))
-        array[part] = reader.read_region(name, (*one, *part)).reshape(array[part].shape)
-    return array
 
 
 def _write_texts(

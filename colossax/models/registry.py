@@ -8,9 +8,12 @@ from colossax.config import from_json, nearest, to_json
 from colossax.errors import InputError
 from colossax.models.bloom import BloomConfig
 from colossax.models.gpt2 import GPT2Config
+from colossax.models.gpt_oss import GPTOSSConfig
 from colossax.models.llama import LlamaConfig
+from colossax.models.llama4 import Llama4Config
 from colossax.models.mistral import MistralConfig
 from colossax.models.mixtral import MixtralConfig
+from colossax.models.olmoe import OLMoEConfig
 from colossax.models.opt import OPTConfig
 from colossax.models.qwen2 import Qwen2Config
 from colossax.models.qwen2_moe import Qwen2MoEConfig
@@ -56,6 +59,9 @@ FAMILIES: dict[str, Family] = {
         Family(name="qwen2_moe", config=Qwen2MoEConfig),
         Family(name="qwen3", config=Qwen3Config),
         Family(name="qwen3_moe", config=Qwen3MoEConfig),
+        Family(name="olmoe", config=OLMoEConfig),
+        Family(name="gpt_oss", config=GPTOSSConfig),
+        Family(name="llama4_text", config=Llama4Config),
         Family(name="gpt2", config=GPT2Config),
         Family(name="opt", config=OPTConfig),
         Family(name="bloom", config=BloomConfig),

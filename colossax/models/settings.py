@@ -8,7 +8,7 @@ from typing import Any
 from colossax.config import Count, Natural, Positive
 from colossax.config.bounds import split_hint
 from colossax.errors import InputError
-from colossax.nn import Llama3Scaling
+from colossax.nn import Llama3Scaling, YarnScaling
 
 FILE = "config.json: "
 """Refusals begin with it."""
@@ -104,6 +104,87 @@ def llama_rope(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_theta": rope["rope_theta"], "rope_scaling": scaling}
 
 
+def yarn_rope(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Our `rope_theta` and `rope_scaling` of a family that has yarn's.
+
+    Raises:
+        InputError: Another scaling, or magnitudes as DeepSeek's have.
+    """
+    rope = rope_settings(settings)
+    _allow_rope(rope, ("default", "yarn"))
+    if rope["rope_type"] == "default":
+        return {"rope_theta": rope["rope_theta"], "rope_scaling": None}
+    for name in ("factor", "original_max_position_embeddings"):
+        if rope.get(name) is None:
+            raise InputError(f"config.json: rope scaling yarn lacks '{name}'; add it")
+    for name in ("mscale", "mscale_all_dim"):
+        if rope.get(name) is not None:
+            raise InputError(
+                f"config.json: rope scaling yarn with {name} = {rope[name]!r} is not supported;"
+                " only yarn without it is"
+            )
+    optional = {
+        "beta_fast": Positive,
+        "beta_slow": Positive,
+        "attention_factor": Positive,
+        "truncate": bool,
+    }
+    given = {name: hint for name, hint in optional.items() if rope.get(name) is not None}
+    length = rope["original_max_position_embeddings"]
+    scaling = YarnScaling(
+        factor=checked("factor", rope["factor"], Positive),
+        original_max_positions=checked("original_max_position_embeddings", length, Count),
+        **{name: checked(name, rope[name], hint) for name, hint in given.items()},
+    )
+    return {"rope_theta": rope["rope_theta"], "rope_scaling": scaling}
+
+
+def every_full(name: str, full: list[bool], remedy: str) -> int:
+    """Our `full_every`: of which so many-th layers those are that see all keys; 0: none does.
+
+    Args:
+        name: Of the setting that says so.
+        full: Of each layer.
+        remedy: What is supported.
+
+    Raises:
+        InputError: They are no each so many-th.
+    """
+    if not any(full):
+        return 0
+    every = full.index(True) + 1
+    if full != [(at + 1) % every == 0 for at in range(len(full))]:
+        first = [at for at, one in enumerate(full) if one][:5]
+        raise InputError(
+            f"config.json: {name} with layers {', '.join(map(str, first))} that see all keys are"
+            f" not supported; only {remedy} is"
+        )
+    return every
+
+
+def per_layer(settings: Mapping[str, Any], name: str, known: tuple[Any, ...]) -> list | None:
+    """A setting that has a value for each layer, or None where it is missing.
+
+    Raises:
+        InputError: It is no list of as many as layers, or holds another value than those known.
+    """
+    found = checked(name, settings.get(name), list | None)
+    if not found:
+        return None
+    layers = settings.get("num_hidden_layers")
+    if len(found) != layers:
+        raise InputError(
+            f"config.json: {name} has {len(found)} entries for {layers} layers; give one for each"
+        )
+    for value in found:
+        if value not in known:
+            raise InputError(
+                f"config.json: {name} with {value!r} is not supported; only"
+                f" {' or '.join(map(repr, known))} is"
+            )
+    return found
+
+
 def _allow_rope(rope: Mapping[str, Any], allowed: tuple[str, ...]) -> None:
     if rope["rope_type"] not in allowed:
         raise InputError(
@@ -117,10 +198,23 @@ def _allow_rope(rope: Mapping[str, Any], allowed: tuple[str, ...]) -> None:
         )
 
 
-def rope_to_settings(theta: float, scaling: Llama3Scaling | None = None) -> dict[str, Any]:
+def rope_to_settings(
+    theta: float, scaling: Llama3Scaling | YarnScaling | None = None
+) -> dict[str, Any]:
     """Rope settings in both forms, for readers of any age."""
     if scaling is None:
         rope: dict[str, Any] = {"rope_type": "default"}
+    elif isinstance(scaling, YarnScaling):
+        rope = {
+            "rope_type": "yarn",
+            "factor": scaling.factor,
+            "beta_fast": scaling.beta_fast,
+            "beta_slow": scaling.beta_slow,
+            "truncate": scaling.truncate,
+            "original_max_position_embeddings": scaling.original_max_positions,
+        }
+        if scaling.attention_factor is not None:
+            rope["attention_factor"] = scaling.attention_factor
     else:
         rope = {
             "rope_type": "llama3",

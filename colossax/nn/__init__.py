@@ -24,12 +24,15 @@ if TYPE_CHECKING:
     from .config import FamilyConfig as FamilyConfig
     from .config import LayerCount as LayerCount
     from .config import Llama3Scaling as Llama3Scaling
+    from .config import QueryGrowth as QueryGrowth
     from .config import RopeConfig as RopeConfig
+    from .config import YarnScaling as YarnScaling
     from .config import even_head_dim as even_head_dim
     from .decoder import Decoder as Decoder
     from .decoder import Layers as Layers
     from .decoder import decoder_layer as decoder_layer
     from .decoder import expert_layer as expert_layer
+    from .divergence import kl_divergence as kl_divergence
     from .experts import Experts as Experts
     from .foreign import with_gathers as with_gathers
     from .initialising import initialise as initialise

@@ -65,7 +65,7 @@ class Side:
         flat: Addresses in the cache, where there is one.
         valid: `[b, s]`, which tokens are some, where layers ask; None: all.
         token_ids: `[b, s]`, where layers ask.
-        key: Of this step, for layers that draw; None: they do not.
+        key: Data of a random key for each row, `[b, 2]`, for layers that draw; None: they do not.
     """
 
     masks: Any = (Mask(causal=True),)
@@ -143,9 +143,9 @@ class AttentionShape:
 
 
 class Attention(nnx.Module):
-    """Multi-, grouped- or single-kv-head attention; rope, alibi, q/k norms, windows as its shape has.
+    """Multi-, grouped- or single-kv-head attention with optional rope, alibi, q/k norms, window.
 
-    Where it has sinks they are a parameter `sinks` `[heads]`.
+    Where its shape has sinks they are a parameter `sinks` `[heads]`.
     """
 
     def __init__(self, shape: AttentionShape, *, rngs: nnx.Rngs, std: float, out_std: float):

@@ -244,32 +244,21 @@ class DecoderConfig:
     def layer_kinds(self) -> tuple[str, ...]:
         """The kind of each layer; none where all are of one.
 
-        `local` or `full` where they see other keys, `dense` or `sparse` where only some have
+        `local` or `full` where they see other keys, `MixtureConfig.kinds` where they have other
         experts, or both: `full_dense`.
         """
-        kinds = list(zip(self._seen, self._mixed, strict=True))
-        told = [at for at in range(2) if len({kind[at] for kind in kinds}) > 1]
-        return tuple("_".join(kind[at] for at in told) for kind in kinds) if told else ()
-
-    def has_experts(self, kind: str) -> bool:
-        """Whether layers of a kind of `layer_kinds` do; of none, all."""
-        named = [word for word in kind.split("_") if word in ("dense", "sparse")]
-        return (named or self._mixed)[0] == "sparse"
-
-    def is_full(self, kind: str) -> bool:
-        """Whether layers of a kind of `layer_kinds` see all keys, as `full_every` has it."""
-        named = [word for word in kind.split("_") if word in ("local", "full")]
-        return (named or self._seen)[0] == "full"
+        mixed = ("dense",) * self.layers
+        if self.mixture is not None:
+            mixed = self.mixture.kinds(self.layers)
+        seen = tuple("full" if full else "local" for full in self.sees_all)
+        told = [names for names in (seen, mixed) if len(set(names)) > 1]
+        return tuple("_".join(names) for names in zip(*told, strict=True))
 
     @property
-    def _seen(self) -> list[str]:
+    def sees_all(self) -> tuple[bool, ...]:
+        """Of each layer, whether it is one of `full_every`."""
         every = self.full_every
-        return ["full" if every and (at + 1) % every == 0 else "local" for at in range(self.layers)]
-
-    @property
-    def _mixed(self) -> tuple[str, ...]:
-        dense = ("dense",) * self.layers
-        return dense if self.mixture is None else self.mixture.kinds(self.layers)
+        return tuple(every > 0 and (at + 1) % every == 0 for at in range(self.layers))
 
     @property
     def flops_per_token(self) -> int:
@@ -280,13 +269,13 @@ class DecoderConfig:
         attention = self.embed * self.head_dim * 2 * (self.heads + self.kv_heads)
         matrices = 3 if self.gated else 2
         mlp = self.embed * self.mlp * matrices
-        sparse, mixed = 0, self.mixture
+        mlps, mixed = self.layers * mlp, self.mixture
         if mixed is not None:
-            sparse = mixed.kinds(self.layers).count("sparse")
-            width = mixed.choices * mixed.mlp + mixed.shared
-            mixture = self.embed * (width * matrices + mixed.experts + mixed.shared_gated)
-            mlp = (sparse * mixture + (self.layers - sparse) * mlp) // self.layers
-        return 6 * (self.layers * (attention + mlp) + self.embed * self.vocab)
+            counts = mixed.experts_of(self.layers)
+            beside = mixed.shared_gated + 2 * (mixed.shared_mix == "softmax")
+            width = (mixed.choices * mixed.mlp + mixed.shared) * matrices + beside
+            mlps = sum(self.embed * (width + count) if count else mlp for count in counts)
+        return 6 * (self.layers * attention + mlps + self.embed * self.vocab)
 
     def train_flops_per_token(self, seq_len: int) -> int:
         """`flops_per_token` plus causal attention: 6 head_dim heads per visible key and layer.
@@ -295,7 +284,7 @@ class DecoderConfig:
         of w; of a chunk of c, (c + 1) / 2. 2 matmuls of 2 FLOPs, three times for forward and
         backward. Recomputation is never counted.
         """
-        full = self._seen.count("full")
+        full = self.sees_all.count(True)
         seen = seq_len if self.window is None else min(self.window, seq_len)
         chunk = seq_len if self.chunk is None else min(self.chunk, seq_len)
         seen = min(seen, chunk)
@@ -303,11 +292,14 @@ class DecoderConfig:
         keys = full * (seq_len + 1) / 2 + (self.layers - full) * local
         return int(self.flops_per_token + 12 * self.heads * self.head_dim * keys)
 
-    def attention_shape(self, kind: str = "") -> "AttentionShape":
-        """The part of this configuration that an attention block needs, of a layer's kind."""
+    def attention_shape(self, full: bool = False) -> "AttentionShape":
+        """The part of this configuration that an attention block needs.
+
+        Args:
+            full: Of a layer that sees all keys, as `full_every` has it.
+        """
         from colossax.nn.attention import AttentionShape  # JAX, which sizes do without
 
-        full = self.is_full(kind)
         own = {
             "window": None if full else self.sides,
             "chunk": None if full else self.chunk,

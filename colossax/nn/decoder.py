@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -20,12 +21,16 @@ from colossax.nn.stack import LayerStack, StackOutput
 from colossax.nn.stacked import MakeLayer
 from colossax.pallas.attention import Mask
 from colossax.sharding import compute_dtype, constrain, current_order, with_ranges
+from colossax.sharding.experts import row_keys
 
 
-def decoder_layer(config: DecoderConfig, *, rngs: nnx.Rngs, kind: str = "") -> Block:
-    """`x + attention(norm(x))`, then `x + mlp(norm(x))`, as a configuration describes them."""
+def decoder_layer(config: DecoderConfig, *, rngs: nnx.Rngs, full: bool = False) -> Block:
+    """`x + attention(norm(x))`, then `x + mlp(norm(x))`, as a configuration describes them.
+
+    Where some layers see all keys, `full` is whether it is one of them.
+    """
     std, out_std = _deviations(config)
-    attention = Attention(config.attention_shape(kind), rngs=rngs, std=std, out_std=out_std)
+    attention = Attention(config.attention_shape(full), rngs=rngs, std=std, out_std=out_std)
     mlp = MLP(
         config.embed,
         config.mlp,
@@ -39,12 +44,21 @@ def decoder_layer(config: DecoderConfig, *, rngs: nnx.Rngs, kind: str = "") -> B
     return Block({"attn": attention, "mlp": mlp}, lambda: make_norm(config))
 
 
-def expert_layer(config: DecoderConfig, *, rngs: nnx.Rngs, kind: str = "") -> Block:
-    """`decoder_layer` with the configuration's experts in place of the MLP."""
+def expert_layer(
+    config: DecoderConfig, *, rngs: nnx.Rngs, experts: int | None = None, full: bool = False
+) -> Block:
+    """`decoder_layer` with the configuration's experts in place of the MLP.
+
+    Args:
+        config: Has a mixture.
+        rngs: Keys of the parameters.
+        experts: How many, where layers differ.
+        full: Whether it is one that sees all keys.
+    """
     assert config.mixture is not None
     std, out_std = _deviations(config)
-    attention = Attention(config.attention_shape(kind), rngs=rngs, std=std, out_std=out_std)
-    experts = Experts(
+    attention = Attention(config.attention_shape(full), rngs=rngs, std=std, out_std=out_std)
+    mixed = Experts(
         config.embed,
         config.mixture,
         rngs=rngs,
@@ -53,8 +67,9 @@ def expert_layer(config: DecoderConfig, *, rngs: nnx.Rngs, kind: str = "") -> Bl
         std=std,
         out_std=out_std,
         vocab=config.vocab,
+        experts=experts,
     )
-    return Block({"attn": attention, "mlp": experts}, lambda: make_norm(config))
+    return Block({"attn": attention, "mlp": mixed}, lambda: make_norm(config))
 
 
 def _deviations(config: DecoderConfig) -> tuple[float, float]:
@@ -63,16 +78,21 @@ def _deviations(config: DecoderConfig) -> tuple[float, float]:
 
 
 def decoder_layers(config: DecoderConfig) -> "Layers":
-    """The layers that a configuration describes: alike, or of its `layer_kinds`."""
-
-    def maker(kind: str) -> MakeLayer:
-        layer = expert_layer if config.has_experts(kind) else decoder_layer
-        return lambda rngs: layer(config, rngs=rngs, kind=kind)
-
+    """The layers that a configuration describes: alike, or of several kinds."""
+    mixture = config.mixture
+    counts = (0,) * config.layers if mixture is None else mixture.experts_of(config.layers)
+    layers = list(zip(counts, config.sees_all, strict=True))
     kinds = config.layer_kinds
     if not kinds:
-        return Layers(make=maker(""), order=config.layers)
-    return Layers(make={kind: maker(kind) for kind in dict.fromkeys(kinds)}, order=kinds)
+        return Layers(make=_maker(config, *layers[0]), order=config.layers)
+    made = {kind: _maker(config, *layer) for kind, layer in zip(kinds, layers, strict=True)}
+    return Layers(make=made, order=kinds)
+
+
+def _maker(config: DecoderConfig, experts: int, full: bool) -> MakeLayer:
+    if not experts:
+        return lambda rngs: decoder_layer(config, rngs=rngs, full=full)
+    return lambda rngs: expert_layer(config, rngs=rngs, experts=experts, full=full)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,6 +162,11 @@ class Decoder(nnx.Module):
         return {name: coefficient for name, coefficient in terms.items() if coefficient}
 
     @property
+    def draws(self) -> bool:
+        """Whether layers ask for random keys in training: `hidden(..., key=...)`."""
+        return self.config.mixture is not None and self.config.mixture.draws
+
+    @property
     def stacks(self) -> dict[str, LayerStack]:
         """Its layer stacks by name, in the order in which they run."""
         return {"layers": self.layers}
@@ -167,7 +192,7 @@ class Decoder(nnx.Module):
                 own. Negative is padding.
             mask: Who sees whom; default causal, within the configuration's window. Of a mask
                 without segments those given are taken.
-            key: For gates that draw; None: without noise.
+            key: For gates that draw: one, or one for each row, `[b]`; None: without noise.
 
         Returns:
             Hidden states `[b, s, d]`, and by name what the layers counted, `[layers, ...]`.
@@ -273,7 +298,7 @@ class Decoder(nnx.Module):
         return {
             "valid": valid,
             "token_ids": tokens if mixture.gate == "hash" else None,
-            "key": key,
+            "key": _row_keys(key, x.shape[0]) if mixture.draws else None,
         }
 
     def _sights(self) -> list[Sight]:
@@ -305,6 +330,13 @@ class Decoder(nnx.Module):
                 f"sequence length {length} is above the model's {self.config.max_seq};"
                 f" shorten the sequence or raise max_seq"
             )
+
+
+def _row_keys(key: Any, rows: int) -> Any:
+    """Data of a random key for each row, from one or as many."""
+    if key is None:
+        return None
+    return jax.random.key_data(row_keys(key, rows))
 
 
 def make_norm(config: DecoderConfig) -> RMSNorm | LayerNorm:

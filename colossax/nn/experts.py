@@ -99,6 +99,7 @@ class Experts(nnx.Module):
         std: float = 0.02,
         out_std: float | None = None,
         vocab: int = 0,
+        experts: int | None = None,
     ):
         """Build it.
 
@@ -111,17 +112,18 @@ class Experts(nnx.Module):
             std: Standard deviation of random parameters.
             out_std: Of `down`.
             vocab: Token ids, for the gate `hash`.
+            experts: How many; default the configuration's.
         """
         check_activation(activation, gated, "Experts")
         self.config, self.activation, self.gated = config, activation, gated
         self.gating = gate_of(config, vocab)
-        count, mlp = config.experts, config.mlp
+        count, mlp = experts or config.experts, config.mlp
         out_std = std if out_std is None else out_std
 
         def drawn(shape: tuple[int, ...], deviation: float) -> Array:
             return jax.random.normal(rngs.params(), shape, jnp.float32) * deviation
 
-        self.router = Router(embed, config, rngs=rngs, std=std)
+        self.router = Router(embed, config, count, rngs=rngs, std=std)
         into, out = ("expert_embed", "expert_mlp"), ("expert_mlp", "expert_embed")
         self.up = param(drawn((count, embed, mlp), std), ("experts", *into))
         self.gate = param(drawn((count, embed, mlp), std), ("experts", *into)) if gated else None
@@ -157,17 +159,25 @@ class Experts(nnx.Module):
             if config.shared and config.shared_gated
             else None
         )
+        self.shared_mix = (
+            Linear((embed, 2), ("embed", "gated"), rngs=rngs, std=std)
+            if config.shared_mix == "softmax"
+            else None
+        )
 
     def mix(
         self, x: Float[Array, "b s d"], side: Any, state: LayerState
     ) -> tuple[Float[Array, "b s d"], LayerState, dict]:
-        """See `Sublayer`; counts are those of `sharding.experts.moe`."""
+        """See `Sublayer`; counts are those of `sharding.experts.moe`.
+
+        Of a pyramid the load is as long as its largest layer has it, 0 for experts that are none.
+        """
         variables = {
             name: jax.lax.stop_gradient(held[...])
             for name, held in (("bias", self.bias), ("shares", self.shares))
             if held is not None
         }
-        key = None if side.key is None else jax.random.fold_in(side.key, state.index)
+        keys = None if side.key is None else layer_keys(side.key, state.index)
         y, sums = sharded.moe(
             x,
             self.router.weights,
@@ -175,7 +185,7 @@ class Experts(nnx.Module):
             gate=self.gating,
             valid=side.valid,
             token_ids=side.token_ids,
-            key=key,
+            key=keys,
             variables=variables,
             balance=self.config.balance,
             decoding=side.flat is not None,
@@ -184,12 +194,21 @@ class Experts(nnx.Module):
             if held is not None:
                 y = counted(y, held[...], sums["expert_load"])
         if self.shared is not None:
-            whole = block_input(x)
-            beside = self.shared(whole)
-            if self.shared_gate is not None:
-                beside = beside * jax.nn.sigmoid(self.shared_gate(whole))
-            y = y + beside
+            y = self._with_shared(y, block_input(x))
+        if lacking := max(self.config.counts) - sums["expert_load"].shape[0]:
+            sums["expert_load"] = jnp.pad(sums["expert_load"], (0, lacking))
         return y, state, {**sums, "dispatch_passes": Maximum(sums["dispatch_passes"])}
+
+    def _with_shared(self, y: Float[Array, "b s d"], x: Any) -> Float[Array, "b s d"]:
+        """What the experts gave together with what the MLP beside them does."""
+        assert self.shared is not None
+        beside = self.shared(x)
+        if self.shared_mix is not None:
+            share = jax.nn.softmax(self.shared_mix(x).astype(jnp.float32)).astype(beside.dtype)
+            return share[..., :1] * beside + share[..., 1:] * y
+        if self.shared_gate is not None:
+            beside = beside * jax.nn.sigmoid(self.shared_gate(x))
+        return y + beside
 
     def _weights(self) -> sharded.ExpertWeights:
         names = ("up", "gate", "down") if self.gated else ("up", "down")
@@ -212,16 +231,18 @@ class Experts(nnx.Module):
 class Router(nnx.Module):
     """The router's parameters."""
 
-    def __init__(self, embed: int, config: MixtureConfig, *, rngs: nnx.Rngs, std: float):
+    def __init__(
+        self, embed: int, config: MixtureConfig, experts: int, *, rngs: nnx.Rngs, std: float
+    ):
         linear = config.router == "linear"
-        width = config.experts if linear else config.router_dim
+        width = experts if linear else config.router_dim
         into = "scores" if linear else None
         self.w = param(jax.random.normal(rngs.params(), (embed, width)) * std, ("embed", into))
         self.b = param(jnp.zeros((width,)), ("scores",)) if config.router_bias and linear else None
         self.vectors = (
             None
             if linear
-            else param(jax.random.normal(rngs.params(), (width, config.experts)), (None, "scores"))
+            else param(jax.random.normal(rngs.params(), (width, experts)), (None, "scores"))
         )
         # Cosines begin to be divided by 0.07, as those of X-MoE.
         self.log_temperature = None if linear else param(jnp.log(jnp.float32(0.07)), ())
@@ -235,6 +256,12 @@ class Router(nnx.Module):
         return sharded.CosineRouter(
             w=self.w[...], vectors=self.vectors[...], log_temperature=self.log_temperature[...]
         )
+
+
+def layer_keys(rows: Array, layer: Any) -> Array:
+    """Random keys of a layer, from the data of one for each row, `[b, 2]`."""
+    keys = jax.random.wrap_key_data(rows)
+    return jax.vmap(lambda key: jax.random.fold_in(key, layer))(keys)
 
 
 @jax.custom_vjp

@@ -15,14 +15,16 @@ from colossax.pallas.varying import vary_alike, zeros_like_varying
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Static:
+class Settings:
+    """How a sum over the vocabulary is made; see `cross_entropy`."""
+
     chunks: int
-    z_loss: bool
-    soft_cap: float | None
-    vocab_sharded: bool
     batch_shards: int
     seq_shards: int
     reduction: Any
+    z_loss: bool = False
+    soft_cap: float | None = None
+    vocab_sharded: bool = False
 
 
 def cross_entropy(
@@ -77,14 +79,8 @@ def cross_entropy(
     CPU time of value and gradients, 2048 tokens, d 256, v 4096, float32: 164 ms in one chunk, 139
     ms in 4, 157 ms by keeping the logits, 174 ms by differentiating `logsumexp`.
     """
-    b, s, _ = hidden.shape
-    if not 1 <= chunks <= s:
-        raise ValueError(f"cross_entropy: {chunks} chunks of {s} tokens; choose 1 to {s}")
-    if b % batch_shards:
-        raise ValueError(f"cross_entropy: batch {b} is no multiple of batch_shards {batch_shards}")
-    if s % seq_shards:
-        raise ValueError(f"cross_entropy: {s} tokens are no multiple of seq_shards {seq_shards}")
-    static = _Static(
+    check_cuts(hidden, chunks, batch_shards, seq_shards, "cross_entropy")
+    static = Settings(
         chunks=chunks,
         z_loss=z_loss,
         soft_cap=soft_cap,
@@ -99,13 +95,23 @@ def cross_entropy(
     return ce, z, jnp.sum(weights), jax.lax.stop_gradient(correct)
 
 
+def check_cuts(hidden: Array, chunks: int, batch_shards: int, seq_shards: int, name: str) -> None:
+    b, s, _ = hidden.shape
+    if not 1 <= chunks <= s:
+        raise ValueError(f"{name}: {chunks} chunks of {s} tokens; choose 1 to {s}")
+    if b % batch_shards:
+        raise ValueError(f"{name}: batch {b} is no multiple of batch_shards {batch_shards}")
+    if s % seq_shards:
+        raise ValueError(f"{name}: {s} tokens are no multiple of seq_shards {seq_shards}")
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _totals(static: _Static, hidden: Any, head: Any, bias: Any, targets: Any, weights: Any) -> Any:
+def _totals(static: Settings, hidden: Any, head: Any, bias: Any, targets: Any, weights: Any) -> Any:
     return _first_pass(static, (hidden, head, bias), targets, weights, gradients=False)[0]
 
 
 def _totals_fwd(
-    static: _Static, hidden: Any, head: Any, bias: Any, targets: Any, weights: Any
+    static: Settings, hidden: Any, head: Any, bias: Any, targets: Any, weights: Any
 ) -> Any:
     operands = (hidden, head, bias)
     operands, targets, weights = jax.tree.map(lambda x: x.value, (operands, targets, weights))
@@ -113,7 +119,7 @@ def _totals_fwd(
     return sums, (operands, targets, weights, lse, grads)
 
 
-def _totals_bwd(static: _Static, saved: Any, cotangents: Any) -> Any:
+def _totals_bwd(static: Settings, saved: Any, cotangents: Any) -> Any:
     operands, targets, weights, lse, grads = saved
     unused = isinstance(cotangents[1], SymbolicZero)
     dce, dz, _ = (0.0 if isinstance(c, SymbolicZero) else c for c in cotangents)
@@ -137,7 +143,7 @@ _totals.defvjp(_totals_fwd, _totals_bwd, symbolic_zeros=True)
 
 
 def _first_pass(
-    static: _Static, operands: Any, targets: Array, weights: Array, *, gradients: bool
+    static: Settings, operands: Any, targets: Array, weights: Array, *, gradients: bool
 ) -> tuple[Any, Array, Any]:
     """Sums, log-partition `[b, s]`, and the first sum's gradients by the operands if asked for."""
     hidden, head, bias = operands
@@ -153,15 +159,15 @@ def _first_pass(
         if not gradients:
             return (sums, None), (lse, None)
         dlogits = _dlogits(logits, slope, lse, label, w, w)
-        dx, dhead, dbias = _gradients(x, head, bias, dlogits)
+        dx, dhead, dbias = gradients_of(x, head, bias, dlogits)
         return (sums, (dhead, dbias)), (lse, dx)
 
-    (sums, shared), (lse, dx) = _over_chunks(static, chunk, hidden, targets, weights)
-    return sums, lse, None if shared is None else (dx, *_sum_shards(static, shared))
+    (sums, shared), (lse, dx) = over_chunks(static, chunk, hidden, targets, weights)
+    return sums, lse, None if shared is None else (dx, *sum_shards(static, shared))
 
 
 def _second_pass(
-    static: _Static, operands: Any, targets: Array, lse: Array, of_p: Array, of_label: Array
+    static: Settings, operands: Any, targets: Array, lse: Array, of_p: Array, of_label: Array
 ) -> Any:
     """Gradients by the operands, `of_p * softmax - of_label * onehot` being those by the logits."""
     hidden, head, bias = operands
@@ -169,14 +175,14 @@ def _second_pass(
     def chunk(x: Array, label: Array, lse: Array, of_p: Array, of_label: Array) -> tuple[Any, Any]:
         logits, slope = _logits(static, x, head, bias)
         dlogits = _dlogits(logits, slope, lse, label, of_p, of_label)
-        dx, dhead, dbias = _gradients(x, head, bias, dlogits)
+        dx, dhead, dbias = gradients_of(x, head, bias, dlogits)
         return (dhead, dbias), dx
 
-    shared, dx = _over_chunks(static, chunk, hidden, targets, lse, of_p, of_label)
-    return dx, *_sum_shards(static, shared)
+    shared, dx = over_chunks(static, chunk, hidden, targets, lse, of_p, of_label)
+    return dx, *sum_shards(static, shared)
 
 
-def _sum_shards(static: _Static, shared: Any) -> Any:
+def sum_shards(static: Settings, shared: Any) -> Any:
     """Sums over dim 0, which is split over devices; `jnp.sum` would send bfloat16 as float32."""
     zero = jnp.zeros((), static.reduction)
     return jax.tree.map(
@@ -184,7 +190,7 @@ def _sum_shards(static: _Static, shared: Any) -> Any:
     )
 
 
-def _logits(static: _Static, x: Array, head: Array, bias: Any) -> tuple[Array, Any]:
+def _logits(static: Settings, x: Array, head: Array, bias: Any) -> tuple[Array, Any]:
     """Float32 logits `[g, t, v]` and the slope of their cap."""
     logits = jnp.einsum("gtd,dv->gtv", x, head, preferred_element_type=jnp.float32)
     if bias is not None:
@@ -200,7 +206,7 @@ def _is_label(logits: Array, label: Array) -> Array:
     return ids == label[..., None]
 
 
-def _pick(static: _Static, logits: Array, label: Array) -> Array:
+def _pick(static: Settings, logits: Array, label: Array) -> Array:
     if static.vocab_sharded:
         return jnp.sum(jnp.where(_is_label(logits, label), logits, 0.0), axis=-1)
     inside = jnp.clip(label, 0, logits.shape[-1] - 1)
@@ -216,7 +222,7 @@ def _dlogits(
     return dlogits if slope is None else dlogits * slope
 
 
-def _gradients(x: Array, head: Array, bias: Any, dlogits: Array) -> tuple[Array, Array, Any]:
+def gradients_of(x: Array, head: Array, bias: Any, dlogits: Array) -> tuple[Array, Array, Any]:
     """dx `[g, t, d]`, and float32 sums per batch shard: dhead `[g, d, v]`, dbias `[g, v]`."""
     dbias = None if bias is None else jnp.sum(dlogits, axis=1)
     dlogits = dlogits.astype(x.dtype)
@@ -225,8 +231,8 @@ def _gradients(x: Array, head: Array, bias: Any, dlogits: Array) -> tuple[Array,
     return dx.astype(x.dtype), dhead, dbias
 
 
-def _over_chunks(
-    static: _Static, chunk: Callable[..., tuple[Any, Any]], hidden: Array, *tokens: Array
+def over_chunks(
+    static: Settings, chunk: Callable[..., tuple[Any, Any]], hidden: Array, *tokens: Array
 ) -> tuple[Any, Any]:
     """`chunk(x [g, t, d], *tokens [g, t]) -> (added over chunks, per token)` for every chunk.
 

@@ -1,7 +1,7 @@
 """A mixture of experts as data: nothing here imports JAX."""
 
 import dataclasses
-from typing import Annotated
+from typing import Annotated, Any
 
 from colossax.config import (
     Count,
@@ -44,6 +44,12 @@ class MixtureConfig:
         every: From there on, each so many-th layer has experts; the others are dense.
         shared: Width of an MLP beside the experts that every token takes; 0: none.
         shared_gated: What it gives is multiplied by the sigmoid of a map of the token.
+        shared_mix: What it gives is added to that of the experts (`sum`), or both are weighed by
+            the softmax of a map of the token to two numbers (`softmax`): a residual expert of
+            PR-MoE (Rajbhandari et al. 2022, DeepSpeed-MoE).
+        pyramid: Layers that have other numbers of experts than `experts`: pairs of a layer's number
+            and how many it and those behind it have, as `((8, 64), (16, 128))`, in order. The
+            pyramid of PR-MoE: fewer in the first layers, more in the last.
         gate: `topk`, `ktop1`, `hierarchical`, `gshard`, `hash`, `dense_to_sparse`,
             `expert_choice` or `base`.
         score: Of `topk`: `softmax` over all experts, or `sigmoid` of each.
@@ -80,6 +86,8 @@ class MixtureConfig:
     every: Count = 1
     shared: Natural = 0
     shared_gated: bool = False
+    shared_mix: str = dataclasses.field(default="sum", metadata={"choices": ("sum", "softmax")})
+    pyramid: Any = ()
     gate: str = dataclasses.field(default="topk", metadata={"choices": GATES})
     score: str = dataclasses.field(default="softmax", metadata={"choices": ("softmax", "sigmoid")})
     renormalise: bool = True
@@ -115,11 +123,14 @@ class MixtureConfig:
                 raise InputError(
                     f"model.mixture.{field.name}: unknown '{value}'{nearest(value, known)}"
                 )
-        if self.choices > self.experts:
+        object.__setattr__(self, "pyramid", tuple(tuple(step) for step in self.pyramid))
+        self._check_pyramid()
+        if self.choices > min(self.counts):
             raise InputError(
                 f"model.mixture.choices: {self.choices} experts of a token, and there are"
-                f" {self.experts}; give at most {self.experts}"
+                f" {min(self.counts)}; give at most {min(self.counts)}"
             )
+        self._check_shared()
         if self.gate in AHEAD and not self.look_ahead:
             raise InputError(
                 f"model.mixture.gate: '{self.gate}' gives a token experts by the tokens behind it,"
@@ -134,16 +145,23 @@ class MixtureConfig:
             )
 
     @property
+    def draws(self) -> bool:
+        """Whether its gate is given random keys in training."""
+        limited = self.capacity is not None and self.priority == "random"
+        return limited or self.gate in ("gshard", "dense_to_sparse")
+
+    @property
     def _learns(self) -> bool:
         """Whether anything but the weights moves the router."""
         return self.balance_loss > 0 and self.balance != "none" or self.score != "softmax"
 
     def _check_groups(self) -> None:
-        if self.groups and self.experts % self.groups:
-            raise InputError(
-                f"model.mixture.groups: {self.groups} groups do not divide {self.experts} experts;"
-                " give a number that does"
-            )
+        for experts in self.counts if self.groups else ():
+            if experts % self.groups:
+                raise InputError(
+                    f"model.mixture.groups: {self.groups} groups do not divide {experts} experts;"
+                    " give a number that does"
+                )
         if self.gate == "topk" and self.groups and not 0 < self.kept_groups <= self.groups:
             raise InputError(
                 f"model.mixture.kept_groups: found {self.kept_groups} of {self.groups} groups; give"
@@ -152,19 +170,51 @@ class MixtureConfig:
         if self.gate == "hierarchical" and not self.groups:
             raise InputError("model.mixture.groups: gate 'hierarchical' has groups; give them")
 
+    def _check_pyramid(self) -> None:
+        before = 0
+        for step in self.pyramid:
+            numbers = len(step) == 2 and all(type(one) is int for one in step)
+            if not numbers or step[0] <= before or step[1] < 1:
+                raise InputError(
+                    f"model.mixture.pyramid: found {self.pyramid}; give pairs of a layer's number"
+                    " and its experts, layers from 1 on and ascending, as ((8, 64), (16, 128))"
+                )
+            before = step[0]
+
+    def _check_shared(self) -> None:
+        if self.shared_mix == "softmax" and (self.shared_gated or not self.shared):
+            other = "shared_gated weighs it already" if self.shared else "there is none"
+            raise InputError(
+                f"model.mixture.shared_mix: 'softmax' weighs the shared MLP, and {other}; give"
+                " shared, without shared_gated"
+            )
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The numbers of experts that layers may have, in order."""
+        return (self.experts, *(experts for _, experts in self.pyramid))
+
+    def experts_of(self, layers: int) -> tuple[int, ...]:
+        """Experts of each of so many layers; 0: it is dense."""
+        return tuple(
+            0
+            if at < self.first_dense or (at - self.first_dense + 1) % self.every
+            else self.counts[sum(first <= at for first, _ in self.pyramid)]
+            for at in range(layers)
+        )
+
     def kinds(self, layers: int) -> tuple[str, ...]:
-        """`sparse` or `dense`, for each of so many layers.
+        """`sparse` or `dense`, for each of so many layers; with a pyramid `sparse_64`, by experts.
 
         Raises:
             InputError: None has experts.
         """
+        counts = self.experts_of(layers)
         kinds = tuple(
-            "dense"
-            if at < self.first_dense or (at - self.first_dense + 1) % self.every
-            else "sparse"
-            for at in range(layers)
+            (f"sparse_{count}" if self.pyramid else "sparse") if count else "dense"
+            for count in counts
         )
-        if "sparse" not in kinds:
+        if not any(counts):
             raise InputError(
                 f"model.mixture: none of {layers} layers has experts with first_dense"
                 f" {self.first_dense} and every {self.every}; give fewer, or more layers"

@@ -13,6 +13,7 @@ from flax import nnx
 
 from colossax.config import Plan, nearest, preset
 from colossax.errors import InputError
+from colossax.step.microbatches import ROW_KEYS
 from colossax.step.options import StepOptions
 
 
@@ -60,7 +61,7 @@ def check_arguments(make_model: Any, optimizer: Any, loss: Any) -> None:
             f"boost: loss is {_shown(loss)}; give a function of model and batch, as"
             " boost(make_model, optimizer, lambda model, batch: ..., plan)"
         )
-    if (taken := _not_taken(loss, 2, "variables", "key")) is not None:
+    if (taken := _not_taken(loss, 2, "variables", "key", ROW_KEYS)) is not None:
         raise InputError(
             f"boost: the loss is called with model and batch, and {_named(loss)} takes {taken};"
             " give boost(make_model, optimizer, lambda model, batch: ..., plan), or call it first"

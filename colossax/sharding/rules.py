@@ -313,8 +313,15 @@ def _check_layers(bound: BoundPlan, info: ParamInfo) -> None:
     chunks = stages * bound.plan.pipeline.chunks_of_stage
     first = info.dims[:1] == ("layers",)
     axes = _chosen(bound, "params", info.dims, info.shape)[0] if first else ()
-    if MeshAxis.STAGE not in axes or not info.shape[0] % stages or layers < chunks:
+    if MeshAxis.STAGE not in axes or not info.shape[0] % stages:
         return
+    if layers < chunks:
+        held = f" of {chunks // stages} chunks each" if chunks > stages else ""
+        raise PlanError(
+            f"{info.path}: {layers} layers are fewer than {stages} stages{held} ask for; give mesh"
+            f" axis 'stage' a size that leaves each{' chunk' if held else ''} a layer"
+            + (", or a schedule of one chunk, as 1f1b" if held and layers >= stages else "")
+        )
     each, over = divmod(layers, chunks)
     about = f" (about {each + 1} or {each} layers each)" if over else ""
     raise PlanError(

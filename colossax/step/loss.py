@@ -26,7 +26,10 @@ Totals and maxima may be arrays, such as one number for each layer; weights are 
 
 
 Loss = Callable[..., tuple[Terms, Sums] | Array]
-"""`loss(model, batch)`, also given `variables=` and `key=` where its signature names them.
+"""`loss(model, batch)`, also given `variables=`, `key=`, `row_keys=` if its signature has them.
+
+`key` is of the microbatch; `row_keys` `[rows]` are of its rows, the same however a batch is cut.
+Where a loss is evaluated both are None.
 
 One number, such as a mean over the batch, is taken where a step has one microbatch: of several it
 is not known what each counts.

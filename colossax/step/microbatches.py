@@ -12,6 +12,9 @@ from colossax.errors import InputError, PlanError
 from colossax.sharding import batch_axes, constrain
 from colossax.typing import TEXT_BATCH_DIMS, Batch, Dims
 
+ROW_KEYS = "row_keys"
+"""Array of a microbatch with the data of a random key for each row, where the loss draws."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Microbatches:
@@ -149,13 +152,33 @@ def _filled(bound: BoundPlan, batch: Batch, dims: Mapping[str, Dims]) -> Batch:
     return {name: longer(name, x) for name, x in batch.items()}
 
 
-def cut_up(bound: BoundPlan, batch: Batch, dims: Mapping[str, Dims], key: Array) -> Microbatches:
+def cut_up(
+    bound: BoundPlan,
+    batch: Batch,
+    dims: Mapping[str, Dims],
+    key: Array,
+    *,
+    by_row: bool = False,
+) -> Microbatches:
     """A global batch as microbatches with a key for each; weights of terms are still to be found.
+
+    Args:
+        bound: Plan and devices.
+        batch: All of it.
+        dims: Of its arrays.
+        key: Of the step.
+        by_row: Whether rows get keys too, which do not depend on the microbatch they come to.
 
     Raises:
         PlanError: The plan's microbatches and the devices do not divide it.
     """
     batch = _filled(bound, batch, dims)
+    if by_row:
+        name, x = next(iter(batch.items()))
+        rows = jnp.arange(x.shape[dims[name].index("batch")])
+        of_rows = jax.vmap(lambda row: jax.random.fold_in(key, row))(rows)
+        batch = {**batch, ROW_KEYS: jax.random.key_data(of_rows)}
+        dims = {**dims, ROW_KEYS: ("batch", None)}
     count = num_microbatches(bound, batch, dims)
     keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(count))
     return Microbatches(arrays=strided(batch, dims, count), keys=keys, count=count, dims=dims)

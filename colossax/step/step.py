@@ -336,6 +336,6 @@ class Step:
         batch = self.prepared(state["params"], state["variables"], batch)
         dims = batch_dims(batch, self.options.batch_dims)
         key = jax.random.fold_in(jax.random.wrap_key_data(state["rng"]), state["step"])
-        micro = cut_up(self.bound, batch, dims, key)
+        micro = cut_up(self.bound, batch, dims, key, by_row=self.loss_call.by_row)
         parts = split(state["params"], self.trainable)
         return with_term_weights(self.loss_call, *parts, state["variables"], micro)

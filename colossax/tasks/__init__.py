@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from .config import SampleConfig as SampleConfig
     from .config import TrainConfig as TrainConfig
     from .config import train_config_from_json as train_config_from_json
+    from .distillation import distillation_loss as distillation_loss
+    from .distillation import distillation_options as distillation_options
     from .initial import with_initial_model as with_initial_model
     from .next_token import next_token_loss as next_token_loss
     from .task import TAKEN as TAKEN

@@ -37,44 +37,70 @@ def next_token_loss(*, z_loss: float = 0.0) -> Loss:
     at_least(0).check(z_loss, "z_loss")
 
     @any_order
-    def loss(model: Any, batch: Batch) -> tuple[Terms, Sums]:
-        bound = current()
-        _check_text(batch)
-        hidden, sums = model.hidden(
-            batch["tokens"], positions=batch.get("positions"), segments=batch.get("segments")
-        )
-        weights = batch["weights"].astype(jnp.float32)
-        # The head is gathered here, once, not in the loop over chunks, where it would be again
-        # for every chunk and in both directions.
-        head = model.head_weight()
-        shared = _stages_of_tokens(bound, head.shape, hidden.shape[1])
-        hidden, targets, weights = _at_the_head(shared, hidden, batch["targets"], weights)
-        ce, z, _, correct = cross_entropy(
-            hidden,
-            head,
-            targets,
-            weights,
-            chunks=_chunks(bound, hidden.shape[1]),
-            z_loss=bool(z_loss),
-            vocab_sharded=_devices(bound, "vocab") > 1,
-            batch_shards=_devices(bound, "batch:inner"),
-            seq_shards=_devices(bound, "seq") * shared,
-            reduction=None if bound is None else bound.plan.precision.reduction,
-        )
-        # Counted apart from the loss, so that it visibly depends on the batch alone.
-        count = jnp.sum(weights)
-        terms: Terms = {"cross_entropy": (ce, count, 1.0)}
-        if z_loss:
-            terms["z_loss"] = (z, count, z_loss)
-        metrics: Sums = {"accuracy": (correct, count)}
-        tokens = _tokens(batch)
-        for name, coefficient in getattr(model, "auxiliary", {}).items():
-            terms[name] = (jnp.sum(sums.pop(name)), tokens, coefficient)
-        for name, value in sums.items():
-            metrics[name] = value if isinstance(value, Maximum) else (value, count)
-        return terms, metrics
+    def loss(model: Any, batch: Batch, row_keys: Array | None = None) -> tuple[Terms, Sums]:
+        return next_token_terms(model, *hidden_states(model, batch, row_keys), batch, z_loss=z_loss)
 
     return loss
+
+
+def next_token_terms(
+    model: Any, hidden: Array, sums: dict[str, Any], batch: Batch, *, z_loss: float = 0.0
+) -> tuple[Terms, Sums]:
+    """What `next_token_loss` gives of hidden states that are there.
+
+    Args:
+        model: Whose they are.
+        hidden: See `hidden_states`.
+        sums: What its layers counted.
+        batch: Text.
+        z_loss: See `next_token_loss`.
+    """
+    weights = batch["weights"].astype(jnp.float32)
+    # The head is gathered here, once, not in the loop over chunks, where it would be again
+    # for every chunk and in both directions.
+    head = model.head_weight()
+    shared, cuts = at_the_head(head.shape, hidden.shape[1])
+    hidden, targets, weights = moved(shared, hidden, batch["targets"], weights)
+    ce, z, _, correct = cross_entropy(
+        hidden,
+        head,
+        targets,
+        weights,
+        z_loss=bool(z_loss),
+        vocab_sharded=_devices(current(), "vocab") > 1,
+        **cuts,
+    )
+    # Counted apart from the loss, so that it visibly depends on the batch alone.
+    count = jnp.sum(weights)
+    terms: Terms = {"cross_entropy": (ce, count, 1.0)}
+    if z_loss:
+        terms["z_loss"] = (z, count, z_loss)
+    metrics: Sums = {"accuracy": (correct, count)}
+    tokens, sums = _tokens(batch), dict(sums)
+    for name, coefficient in getattr(model, "auxiliary", {}).items():
+        terms[name] = (jnp.sum(sums.pop(name)), tokens, coefficient)
+    for name, value in sums.items():
+        metrics[name] = value if isinstance(value, Maximum) else (value, count)
+    return terms, metrics
+
+
+def hidden_states(
+    model: Any, batch: Batch, row_keys: Array | None = None
+) -> tuple[Array, dict[str, Any]]:
+    """What a model makes of the tokens of a batch, and what its layers counted.
+
+    Args:
+        model: For text, as `nn.Decoder`.
+        batch: With `tokens`, and what goes with them.
+        row_keys: A random key for each row, for models that draw; None: without noise.
+
+    Raises:
+        InputError: They are no tokens.
+    """
+    _check_text(batch)
+    drawn = {"key": row_keys} if getattr(model, "draws", False) else {}
+    rows = {name: batch.get(name) for name in ("positions", "segments")}
+    return model.hidden(batch["tokens"], **rows, **drawn)
 
 
 def _tokens(batch: Batch) -> Array:
@@ -101,12 +127,10 @@ def _check_text(batch: Batch) -> None:
 
 
 def mean_loss(evaluate: Evaluate, state: TrainState, batches: Iterable[Batch]) -> float:
-    """Loss over all real target tokens of the batches together, each term by its weight."""
-    sums: dict[str, np.ndarray] = {}
-    for batch in batches:
-        for name, pair in jax.device_get(evaluate(state, batch)).items():
-            sums[name] = sums.get(name, 0.0) + np.asarray(pair, np.float64)
-    total, weight = sums["cross_entropy"]
+    """Cross entropy over all real target tokens of the batches together."""
+    # What else a model counts may be arrays, or maxima.
+    pairs = (jax.device_get(evaluate(state, batch)["cross_entropy"]) for batch in batches)
+    total, weight = sum((np.asarray(pair, np.float64) for pair in pairs), start=np.zeros(2))
     return float(total / weight) if weight else float("nan")
 
 
@@ -125,17 +149,40 @@ def _stages_of_tokens(bound: BoundPlan | None, head: tuple[int, ...], tokens: in
     return 1 if by_vocab and not head[1] % _devices(bound, "vocab") else stages
 
 
-def _at_the_head(
-    stages: int, hidden: Array, targets: Array, weights: Array
-) -> tuple[Array, Array, Array]:
-    """As the head multiplies: hidden states whole, rows where they leave the vocabulary split."""
+def at_the_head(head: tuple[int, ...], tokens: int) -> tuple[int, dict[str, Any]]:
+    """How the plan in force has losses of logits made.
+
+    Args:
+        head: Shape of the output matrix, `[d, v]`.
+        tokens: Of a row.
+
+    Returns:
+        For `moved`, and what `cross_entropy` and `kl_divergence` are to be told.
+    """
+    bound = current()
+    shared = _stages_of_tokens(bound, head, tokens)
+    cuts = {
+        "chunks": _chunks(bound, tokens),
+        "batch_shards": _devices(bound, "batch:inner"),
+        "seq_shards": _devices(bound, "seq") * shared,
+        "reduction": None if bound is None else bound.plan.precision.reduction,
+    }
+    return shared, cuts
+
+
+def moved(stages: int, *arrays: Array) -> tuple[Array, ...]:
+    """As the head multiplies: hidden states whole, rows where they leave the vocabulary split.
+
+    Args:
+        stages: That share the tokens of a row.
+        *arrays: `[b, s]`, or `[b, s, d]`.
+    """
     rows, bound = ("batch:inner", "seq"), current()
     if bound is None or stages == 1:
-        hidden = constrain(hidden, *rows, None)
-        return hidden, constrain(targets, *rows), constrain(weights, *rows)
+        return tuple(constrain(x, *rows, *(None,) * (x.ndim - 2)) for x in arrays)
     batch, seq = (activation_axes(bound, dim) for dim in rows)
     shared = NamedSharding(bound.mesh, PartitionSpec(batch, (*seq, MeshAxis.STAGE.value)))
-    return jax.lax.with_sharding_constraint((hidden, targets, weights), shared)
+    return jax.lax.with_sharding_constraint(arrays, shared)
 
 
 def _devices(bound: BoundPlan | None, dim: str) -> int:

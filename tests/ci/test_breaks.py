@@ -145,6 +145,23 @@ def test_what_is_caught_passes_and_the_tree_stays_whole(small, capsys):
     assert (root / "colossax/room.py").read_text() == FILES["colossax/room.py"]
 
 
+def test_runs_that_are_forked_say_the_same(small, capsys, monkeypatch):
+    """Of a process that has pytest already; a run that takes too long has no verdict."""
+    monkeypatch.setattr(breaks, "FORKED_FROM", 1)
+    monkeypatch.setattr(breaks, "PRELOADED", ("pytest",))
+    monkeypatch.setattr(breaks, "LONGEST_S", 10)
+    hangs = "x / 2 if x else __import__('time').sleep(60)"
+    some = {"seen": ("2 * x", "3 * x"), "unseen": ("x / 2", "x / 3"), "gone": ("x / 2", hangs)}
+    root = small(*(entry(mark, old, new) for mark, (old, new) in some.items()))
+    code, out = run(root, capsys)
+    assert code == 1
+    assert re.findall(r"s  room: (\w+): (.*)", out) == [
+        ("seen", "caught"),
+        ("unseen", "not caught: its tests pass"),
+        ("gone", "no verdict after 10 s"),
+    ]
+
+
 def test_tests_that_fail_unbroken_prove_nothing(small, capsys):
     root = small(entry("seen", "2 * x", "3 * x"))
     (root / "colossax/room.py").write_text(FILES["colossax/room.py"].replace("2 *", "4 //"))

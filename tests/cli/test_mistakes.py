@@ -38,6 +38,10 @@ TABLE = {
         "plan.pipeline.cuts auto",
         "a size of mesh axis 'stage' that divides 4",
     ],
+    "train llama_tiny --plan.mesh stage=4,fsdp=2 --plan.pipeline.schedule zb_v": [
+        "4 layers are fewer than 4 stages of 2 chunks each ask for",
+        "or a schedule of one chunk, as 1f1b",
+    ],
     "train llama_tiny --devices 2 --plan.mesh stage=2 --plan.pipeline.schedule 1f1v": ["'1f1b'"],
     "train llama_tiny --devices 2 --plan.mesh fsdp=2 --plan.pipeline.cuts auto": [
         "'stage' has size 1",
@@ -138,7 +142,7 @@ CATCHES = {
 @pytest.mark.parametrize(
     "command", [pytest.param(command, marks=CATCHES.get(command, ())) for command in TABLE]
 )
-def test_one_sentence_names_culprit_and_remedy(folder, monkeypatch, capsys, command):
+def test_one_sentence_names_culprit_and_remedy(devices, folder, monkeypatch, capsys, command):
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)
     assert main(command.split()) == 2

@@ -14,7 +14,7 @@ import pytest
 
 FILE = Path(__file__).parents[1] / "costs.json"
 BUDGETS = FILE.with_name("budgets.toml")
-DEAR_S = 2.0
+DEAR_S = 1.5
 """Tests above this are not in the core (`lanes.py`)."""
 
 SLOW_S = 10.0

@@ -1,5 +1,6 @@
 """Names to PartitionSpecs, second choices, refusals by parameter name."""
 
+import dataclasses
 import re
 from xml.etree import ElementTree
 
@@ -95,6 +96,15 @@ def test_refusal_names_parameter_dim_size_axis_and_remedy(devices):
         " not divide; map 'heads' to None or choose a size of 'tensor' that divides 6",
     ):
         validate(bound, infos)
+
+
+def test_more_stages_than_layers_are_refused(devices):
+    bound = Plan(mesh={"stage": 8}).bind(devices)
+    few = dataclasses.replace(
+        info("layers/q", ("layers", "embed", "heads"), (4, 8, 8)), first_layer=0, total_layers=4
+    )
+    with pytest.raises(PlanError, match="layers/q: 4 layers are fewer than 8 stages ask for; give"):
+        validate(bound, {"q": few})
 
 
 def test_dims_and_shape_must_agree(devices):

@@ -17,7 +17,7 @@ from colossax.config import (
     preset,
 )
 from colossax.nn import Decoder, DecoderConfig, MixtureConfig, RopeConfig
-from colossax.optim import adamw
+from colossax.optim import adamw, sgd
 from colossax.planner import boost
 from colossax.tasks import next_token_loss
 from tests.cases import quick_first
@@ -33,6 +33,9 @@ MODELS = {
     | {"kept_groups": 2, "group_score": "top2", "scale": 2.5},
     "global": {"balance": "global", "router": "cosine", "router_dim": 8},
     "dropping": {"gate": "gshard", "capacity": 0.6},
+    "drawn": {"capacity": 0.6, "priority": "random"},
+    "noisy": {"gate": "dense_to_sparse", "choices": 3},
+    "pyramid": {"pyramid": ((2, 16),), "shared": 16, "shared_mix": "softmax"},
 }
 
 
@@ -96,13 +99,17 @@ FORM = {"dispatch_passes"}
 """What differs with the mesh."""
 
 
-def assert_trains_as_one_device(plan, model="sparse", *, ignore=frozenset()):
+AGAIN = ("loss", "cross_entropy", "expert_load", "dropped_choices", "tokens")
+"""What is compared of later steps, whose norms and entropies have the rounding of Adam's first."""
+
+
+def assert_trains_as_one_device(plan, model="sparse"):
     found, moved = run(plan, model)
     wanted, wanted_moved = truth(model)
-    for one, other in zip(found, wanted, strict=True):
+    for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
         assert one.keys() == other.keys()
-        for name in one.keys() - FORM - ignore:
-            assert_losses_close(one[name], other[name], tolerance=2e-5)
+        for name in AGAIN if number else one.keys() - FORM:
+            assert_losses_close(one[name], other[name])
     np.testing.assert_allclose(moved, wanted_moved, atol=1e-6)
 
 
@@ -147,6 +154,12 @@ CASES = [
     ("cut stages", "dense first"),
     ("cut stages", "every second"),
     ("stages", "global"),
+    *(
+        (name, model)
+        for model in ("drawn", "dropping", "noisy")
+        for name in ("accumulation", "remat", "host memory", "stages")
+    ),
+    *((name, "pyramid") for name in ("accumulation", "host memory", "cut stages")),
 ]
 QUICK = [
     ("expert 2, tensor 2, fsdp 2", "sparse"),
@@ -154,17 +167,37 @@ QUICK = [
 ]
 
 
-@pytest.mark.catches("experts-counted-twice")
 @pytest.mark.parametrize(("name", "model"), quick_first(dict.fromkeys(CASES), QUICK))
 def test_every_plan_trains_as_one_device(name, model):
     assert_trains_as_one_device(PLANS[name], model)
 
 
+@pytest.mark.catches("experts-counted-twice")
 def test_a_bias_moves_by_its_rate_against_the_load():
     found, moved = truth("every second")
     loads = np.stack([one["expert_load"][1::2] for one in found])
     signs = np.sign(loads.mean(axis=-1, keepdims=True) - loads)
     np.testing.assert_allclose(moved, 0.01 * signs.sum(axis=0), atol=1e-6)
+
+
+@pytest.mark.sweep
+@pytest.mark.catches("gates-without-keys")
+def test_a_random_capacity_is_drawn_anew_in_each_step():
+    """Tokens are dropped that would not be by their places, and others in the next step."""
+    made = dataclasses.replace(config("drawn"), layers=1)
+    state, step = boost(
+        lambda rngs: Decoder(made, rngs=rngs),
+        sgd(0.0),
+        next_token_loss(),
+        mesh(data=1),
+        devices=jax.devices()[:1],
+    )
+    losses = []
+    for _ in range(3):
+        state, metrics = step(state, batch())
+        losses.append(float(metrics["loss"]))
+        assert metrics["dropped_choices"].sum() > 0
+    assert len(set(losses)) == 3
 
 
 def test_padding_is_no_load():

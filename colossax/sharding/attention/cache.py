@@ -57,7 +57,7 @@ def attend_cache(
         local.attend_cache, window=window, chunk=chunk, scale=scale, soft_cap=soft_cap
     )
     given = {"alibi_slopes": alibi_slopes, "sinks": sinks}
-    of_heads = {name: x for name, x in given.items() if x is not None}
+    of_heads: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
     where = {"seat": seat, "position": position, "slot": slot}
     dims = dict.fromkeys(cache, CACHE_DIMS) if dims is None else dims
     specs = None if bound is None or bound.single else _specs(bound, cache, dims)

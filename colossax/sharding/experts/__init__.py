@@ -23,3 +23,4 @@ from .routing import Capacity as Capacity
 from .routing import Gate as Gate
 from .routing import GateInput as GateInput
 from .routing import Routing as Routing
+from .routing import row_keys as row_keys

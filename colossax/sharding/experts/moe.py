@@ -13,7 +13,7 @@ from colossax.sharding.context import current
 from colossax.sharding.experts.balance import BALANCES, balance_loss, entropy, load, z_loss
 from colossax.sharding.experts.island import Compute, through_experts
 from colossax.sharding.experts.layout import layout_of
-from colossax.sharding.experts.routing import Gate, GateInput
+from colossax.sharding.experts.routing import Gate, GateInput, row_keys
 from colossax.sharding.ops import compute_dtype, constrain, gather_weight
 from colossax.sharding.order import current_order
 from colossax.typing import Dims
@@ -122,7 +122,8 @@ def moe(
         valid: Which tokens are some; padding is routed nowhere and not counted. Default all.
         token_ids: For gates that go by them.
         token_index: Place of each token in its row; default as the plan in force lays rows out.
-        key: Of this layer and step, for gates that draw; None: without noise.
+        key: Of this layer and step, for gates that draw: one, or one for each row, `[b]`; None:
+            without noise.
         variables: `bias` `[e]`, added to scores for the choice; `shares` `[e]`, for `global`.
         balance: What the balance loss compares; see `balance_loss`. `none`: there is none.
         decoding: Whether tokens come one after another, as gates with assignments ask.
@@ -162,7 +163,7 @@ def moe(
             token_index=token_index,
             token_ids=token_ids,
             bias=given.get("bias"),
-            key=key,
+            key=None if key is None else row_keys(key, x.shape[0]),
             decoding=decoding,
         )
     )

@@ -32,7 +32,8 @@ class GateInput:
         token_ids: `[b, s]`, or None.
         token_index: `[b, s]`, place of each token in its sequence.
         bias: `[e]`, added to scores for the choice alone, or None.
-        key: Of this layer and step, or None: without noise.
+        key: `[b]`, one for each row, of this layer and step, or None: without noise, and by
+            position where places are drawn.
         decoding: Whether tokens come one after another, so that none may look at later ones.
     """
 
@@ -89,7 +90,7 @@ class Capacity:
     Attributes:
         factor: Of an even share: an expert takes `ceil(factor k s / e)` choices of a sequence of s.
         priority: Whose come first: earlier tokens, those of higher probability, or any at random
-            (random token selection, Kim et al. 2021).
+            (random token selection, Kim et al. 2021); without a key, earlier ones.
     """
 
     factor: float
@@ -130,8 +131,8 @@ def routed(given: GateInput, expert: Array, weight: Array, scores: Array) -> Rou
 def limited(
     given: GateInput, routing: Routing, limit: Capacity | None, *, firsts_first: bool = False
 ) -> Routing:
-    """What experts take of each sequence."""
-    if limit is None:
+    """What experts take of each sequence; while tokens come one after another, everything."""
+    if limit is None or given.decoding:
         return routing
     experts, (_, length, k) = given.logits.shape[-1], routing.expert.shape
     tokens = jnp.sum(given.valid, axis=-1)
@@ -163,10 +164,8 @@ def _priority(given: GateInput, routing: Routing, priority: str) -> Array:
     shape = routing.expert.shape
     if priority == "probability":
         return jnp.broadcast_to(-jnp.max(routing.weight, axis=-1, keepdims=True), shape)
-    if priority == "random":
-        if given.key is None:
-            raise InputError("gate: priority 'random' needs a random key; give key")
-        drawn = jax.random.uniform(given.key, given.valid.shape)
+    if priority == "random" and given.key is not None:
+        drawn = _drawn(jax.random.uniform, given, given.valid.shape[1:])
         return jnp.broadcast_to(_in_place(given, drawn)[..., None], shape)
     return jnp.broadcast_to(given.token_index[..., None].astype(jnp.float32), shape)
 
@@ -175,7 +174,19 @@ def gumbel(given: GateInput) -> Array:
     """Noise for logits; none without a key."""
     if given.key is None:
         return jnp.zeros_like(given.logits)
-    return _in_place(given, jax.random.gumbel(given.key, given.logits.shape))
+    return _in_place(given, _drawn(jax.random.gumbel, given, given.logits.shape[1:]))
+
+
+def row_keys(key: Array, rows: int) -> Array:
+    """A random key for each row, from one or as many."""
+    if key.ndim:
+        return key
+    return jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(rows))
+
+
+def _drawn(draw: Any, given: GateInput, shape: tuple[int, ...]) -> Array:
+    """Of each row by its own key, so that it does not matter which rows come together."""
+    return jax.vmap(lambda key: draw(key, shape))(given.key)
 
 
 def _in_place(given: GateInput, drawn: Array) -> Array:

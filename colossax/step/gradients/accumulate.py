@@ -2,7 +2,7 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from colossax.step.checks.explained import explained
 from colossax.step.gradients.method import GradientMethod, Gradients
 from colossax.step.gradients.sums import accumulable, constrained, square_norm, summed_up
 from colossax.step.loss import SCALAR, Loss, Sums, Terms, Totals, checked
-from colossax.step.microbatches import Microbatches
+from colossax.step.microbatches import ROW_KEYS, Microbatches
 from colossax.step.trainable import joined, split
 from colossax.typing import Batch, Params
 
@@ -34,6 +34,15 @@ class LossCall:
     merge: Callable[[Params], Any]
     loss: Loss
 
+    @property
+    def by_row(self) -> bool:
+        """Whether the loss takes a random key for each row."""
+        return ROW_KEYS in self._names
+
+    @property
+    def _names(self) -> Mapping[str, Any]:
+        return inspect.signature(self.loss).parameters
+
     def __call__(
         self, params: Params, batch: Batch, variables: Any, key: Array | None
     ) -> tuple[Terms, Sums]:
@@ -43,9 +52,11 @@ class LossCall:
             InputError: The loss returns something else, changes the model's parameters, asks for
                 an array that the batch has not, or for the value of one that is traced.
         """
-        names = inspect.signature(self.loss).parameters
-        given = {"variables": variables, "key": key}
-        wanted = {name: value for name, value in given.items() if name in names}
+        given = {"variables": variables, "key": key, ROW_KEYS: None}
+        if ROW_KEYS in batch:
+            batch = dict(batch)
+            given[ROW_KEYS] = jax.random.wrap_key_data(batch.pop(ROW_KEYS))
+        wanted = {name: value for name, value in given.items() if name in self._names}
         with explained(batch):
             return checked(self.loss(held(self.merge(params)), batch, **wanted))
 

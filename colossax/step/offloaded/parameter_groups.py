@@ -163,9 +163,10 @@ class Part:
         opt_state = self._joined(state, update.shared)
         named = self._named(params)
         steps, new = self._optimizer.update(self._named(scaled), opt_state, named)
-        applied: Any = iter(optax.apply_updates(named, steps).values())
+        applied: Any = optax.apply_updates(named, steps)
+        by_optimizer = iter(applied.values())
         moved = [
-            next(applied) if own is None else self._by_own_rule(own, value, grad)
+            next(by_optimizer) if own is None else self._by_own_rule(own, value, grad)
             for own, value, grad in zip(self._own, params, grads, strict=True)
         ]
         new_state, shared = self._split(new)

@@ -263,7 +263,7 @@ class Form:
                     key = jax.random.fold_in(
                         jax.random.wrap_key_data(shared["rng"]), shared["step"]
                     )
-                    micro = cut_up(step.bound, batch, dims, key)
+                    micro = cut_up(step.bound, batch, dims, key, by_row=step.loss_call.by_row)
                     nothing = [jnp.zeros(x.shape, x.dtype) for x in numbered.shapes]
                     params = numbered.tree(dict(enumerate(nothing)))
                     parts = split(params, step.trainable)

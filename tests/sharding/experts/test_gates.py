@@ -40,6 +40,11 @@ def given(scores, **fields):
     return GateInput(logits=jnp.asarray(scores), **fields)
 
 
+def drawn_by(draw, keys, shape):
+    """Each row by its own key."""
+    return np.stack([np.asarray(draw(key, shape)) for key in keys])
+
+
 def as_dicts(routing, experts=E):
     """`{expert: weight}` of each token, without those that are none."""
     expert, weight = np.asarray(routing.expert), np.asarray(routing.weight)
@@ -124,8 +129,8 @@ def test_prototypes_and_groups():
 @pytest.mark.parametrize("key", [None, 3])
 def test_gshard_takes_seconds_behind_all_firsts(key):
     scores = logits()
-    key = None if key is None else jax.random.key(key)
-    noise = np.zeros(scores.shape) if key is None else jax.random.gumbel(key, scores.shape)
+    key = None if key is None else jax.random.split(jax.random.key(key), B)
+    noise = np.zeros(scores.shape) if key is None else drawn_by(jax.random.gumbel, key, (S, E))
     wanted, dropped = [], 0
     for row, drawn in zip(scores, np.asarray(noise), strict=True):
         most = int(np.ceil(0.5 * 2 * S / E))
@@ -141,12 +146,12 @@ def test_gshard_takes_seconds_behind_all_firsts(key):
 @pytest.mark.catches("later-tokens-first")
 @pytest.mark.parametrize("priority", ["position", "probability", "random"])
 def test_a_capacity_is_of_a_sequence_and_takes_by_priority(priority):
-    scores, key = logits(), jax.random.key(1)
+    scores, key = logits(), jax.random.split(jax.random.key(1), B)
     turned = np.arange(S)[::-1].copy()
     index = np.broadcast_to(turned, (B, S))
     gate = TopK(k=2, renormalise=True, capacity=Capacity(factor=0.6, priority=priority))
     found = gate(given(scores, key=key, token_index=jnp.asarray(index)))
-    drawn = np.asarray(jax.random.uniform(key, (B, S)))[:, turned]
+    drawn = drawn_by(jax.random.uniform, key, (S,))[:, turned]
     wanted = []
     for row, numbers in zip(scores, drawn, strict=True):
         choices = [truth.topk(token, k=2, renormalise=True) for token in row]
@@ -173,8 +178,8 @@ def test_hash_is_even_and_fixed():
 
 
 def test_dense_to_sparse_keeps_what_is_above_its_threshold():
-    scores, key = logits(), jax.random.key(2)
-    noise = np.asarray(jax.random.gumbel(key, scores.shape))
+    scores, key = logits(), jax.random.split(jax.random.key(2), B)
+    noise = drawn_by(jax.random.gumbel, key, (S, E))
     for drawn, source in ((noise, key), (0 * noise, None)):
         gate = DenseToSparse(threshold=0.15, temperature=1.5)
         found = gate(given(scores, key=source))
@@ -254,10 +259,6 @@ def test_refusals():
         (lambda: KTop1(k=3), "3 groups do not divide 8 experts"),
         (lambda: Hierarchical(k=5, groups=2), "5 experts of a token, and there are 4"),
         (lambda: Hash(vocab=4), "goes by token ids; give token_ids"),
-        (
-            lambda: TopK(k=1, capacity=Capacity(factor=1.0, priority="random")),
-            "needs a random key",
-        ),
         (lambda: TopK(k=0), "gate.k: found 0"),
         (lambda: TopK(k=1, score="softmx"), "did you mean 'softmax'"),
         (lambda: TopK(k=1, groups=4), "found 0 of 4 groups"),
