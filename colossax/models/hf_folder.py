@@ -186,8 +186,27 @@ def conversion_of(settings: Mapping[str, Any]) -> Conversion:
 
 
 def by_path(spec: ModelSpec) -> dict[str, ParamInfo]:
-    """The parameters of a model of one segment, by path."""
-    return {info.path: info for info in jax.tree.leaves(spec.infos)}
+    """The parameters of a model of one segment, by path, of all layers of a kind together."""
+    return {info.path: _of_all_layers(info) for info in jax.tree.leaves(spec.infos)}
+
+
+def _of_all_layers(info: ParamInfo) -> ParamInfo:
+    """The parameter as if the layers of its kind, which others may part, were one stack."""
+    total = info.total_layers
+    if total is None or total == 1 or (info.stacked and info.shape[0] == total):
+        return info
+    shape, dims = info.shape[info.stacked :], info.dims[info.stacked :]
+    return dataclasses.replace(
+        info, shape=(total, *shape), dims=("layers", *dims), first_layer=0
+    )
+
+
+def _own_layers(info: ParamInfo, whole: np.ndarray) -> np.ndarray:
+    """Of all layers of a kind those that a leaf holds."""
+    if whole.shape == info.shape:
+        return whole
+    first = info.first_layer or 0
+    return whole[first : first + info.shape[0]] if info.stacked else whole[first]
 
 
 def _match(
@@ -297,5 +316,5 @@ def read_params(folder: str | Path) -> tuple[Any, dict[str, Any]]:
             place = (tensor.layer,) if info.stacked else ()
             place += () if tensor.expert is None else (tensor.expert,)
             arrays[info.path][place or ...] = value
-    params = jax.tree.map(lambda info: arrays[info.path], source.spec.infos)
+    params = jax.tree.map(lambda info: _own_layers(info, arrays[info.path]), source.spec.infos)
     return source.config, params
