@@ -92,15 +92,16 @@ NAMES = {
     "colossax.nn": (
         "ACTIVATIONS Attention AttentionShape Block CacheArray CacheSpec Decoder DecoderConfig "
         "Embedding Experts FamilyConfig FlatTokens LanguageModel LayerNorm LayerStack LayerState "
-        "Layers Linear Llama3Scaling MLP MixtureConfig ModelSpec Models RMSNorm RopeConfig Side "
-        "StackOutput Sublayer Weighted Wiring alibi_slopes cross_entropy decoder_layer describe "
+        "Layers Linear Llama3Scaling MLP MixtureConfig ModelSpec Models QueryGrowth RMSNorm "
+        "RopeConfig Side StackOutput Sublayer Weighted Wiring YarnScaling alibi_slopes "
+        "cross_entropy decoder_layer describe "
         "even_head_dim expert_layer initialise kl_divergence named param pure renamed rope_tables "
         "rotate run_recurrence weight_of window_slots with_gathers with_weights"
     ),
     "colossax.models": (
-        "BloomConfig FAMILIES Family GPT2Config LlamaConfig MistralConfig MixtralConfig OPTConfig "
-        "Qwen2Config Qwen2MoEConfig Qwen3Config Qwen3MoEConfig config_from_json config_to_json "
-        "family_of maker"
+        "BloomConfig FAMILIES Family GPT2Config GPTOSSConfig Llama4Config LlamaConfig "
+        "MistralConfig MixtralConfig OLMoEConfig OPTConfig Qwen2Config Qwen2MoEConfig Qwen3Config "
+        "Qwen3MoEConfig config_from_json config_to_json family_of maker"
     ),
     "colossax.planner": (
         "Edge Facts Fitted HIDING_FORMULA HostTraffic Inspection LayoutCost ProgramsCost Settled "

@@ -196,9 +196,7 @@ def _of_all_layers(info: ParamInfo) -> ParamInfo:
     if total is None or total == 1 or (info.stacked and info.shape[0] == total):
         return info
     shape, dims = info.shape[info.stacked :], info.dims[info.stacked :]
-    return dataclasses.replace(
-        info, shape=(total, *shape), dims=("layers", *dims), first_layer=0
-    )
+    return dataclasses.replace(info, shape=(total, *shape), dims=("layers", *dims), first_layer=0)
 
 
 def _own_layers(info: ParamInfo, whole: np.ndarray) -> np.ndarray:

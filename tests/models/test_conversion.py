@@ -149,6 +149,50 @@ REFUSED = [
     ("qwen3", {"layer_types": ["sliding_attention"] * 2}, "sliding window in some layers"),
     ("qwen3", {"attention_bias": True}, "attention_bias = True is not supported"),
     ("mistral", {"layer_types": ["full_attention"] * 2}, "'full_attention' among others"),
+    ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0 is not supported; only None is"),
+    ("olmoe", {"num_experts_per_tok": 9}, "9 experts of a token, and there are 8; give at most 8"),
+    ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit = 5.0 is not supported; only 7.0 is"),
+    (
+        "gpt_oss",
+        {"layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"]},
+        "layer_types with layers 0, 3 that see all keys are not supported; only full_attention in",
+    ),
+    ("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 4 layers"),
+    (
+        "gpt_oss",
+        {"layer_types": ["linear_attention"] * 4},
+        "layer_types with 'linear_attention' is not supported; only 'sliding_attention' or",
+    ),
+    (
+        "gpt_oss",
+        {"quantization_config": {"quant_method": "fp8"}},
+        "quantization_config with quant_method = 'fp8' is not supported; only 'mxfp4' is",
+    ),
+    (
+        "gpt_oss",
+        {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
+        "yarn lacks 'original_max_position_embeddings'",
+    ),
+    (
+        "gpt_oss",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 2.0,
+                "original_max_position_embeddings": 32,
+                "mscale": 0.7,
+            }
+        },
+        "yarn with mscale = 0.7 is not supported",
+    ),
+    ("llama4_text", {"moe_layers": [0, 3]}, r"moe_layers = \[0, 3\] and more, apart from"),
+    ("llama4_text", {"no_rope_layers": [0, 1, 1, 0]}, "no_rope_layers with layers 0, 3 that see"),
+    (
+        "llama4_text",
+        {"layer_types": ["full_attention"] * 4},
+        "layer_types apart from no_rope_layers are not supported",
+    ),
+    ("llama4_text", {"vision_config": {"depth": 2}}, "llama4_text with vision_config is not"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
     ("opt", {"word_embed_proj_dim": 16}, "word_embed_proj_dim = 16 apart from hidden_size = 32"),
     ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before = False is not supported"),

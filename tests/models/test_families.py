@@ -13,9 +13,12 @@ from colossax.models import (
     FAMILIES,
     BloomConfig,
     GPT2Config,
+    GPTOSSConfig,
+    Llama4Config,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    OLMoEConfig,
     OPTConfig,
     Qwen2Config,
     Qwen2MoEConfig,
@@ -26,7 +29,7 @@ from colossax.models import (
     family_of,
     maker,
 )
-from colossax.nn import Llama3Scaling, describe, pure
+from colossax.nn import Llama3Scaling, QueryGrowth, YarnScaling, describe, pure
 from tests.oracle import assert_trees_close
 
 TINY = {
@@ -80,6 +83,47 @@ TINY = {
         choices=2,
         max_seq=24,
     ),
+    "olmoe": OLMoEConfig(
+        vocab=64,
+        embed=32,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        mlp=16,
+        experts=4,
+        choices=2,
+        max_seq=24,
+    ),
+    "gpt_oss": GPTOSSConfig(
+        vocab=64,
+        embed=32,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        head_dim=12,
+        mlp=16,
+        experts=4,
+        choices=2,
+        rope_scaling=YarnScaling(factor=4.0, original_max_positions=16),
+        window=5,
+        max_seq=24,
+    ),
+    "llama4_text": Llama4Config(
+        vocab=64,
+        embed=32,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        head_dim=12,
+        mlp=16,
+        dense_mlp=24,
+        experts=4,
+        every=2,
+        full_every=2,
+        chunk=4,
+        query_growth=QueryGrowth(step=3),
+        max_seq=24,
+    ),
     "gpt2": GPT2Config(vocab=64, embed=32, layers=2, heads=4, mlp=64, max_seq=24),
     "opt": OPTConfig(vocab=64, embed=32, layers=2, heads=4, mlp=64, max_seq=24),
     "bloom": BloomConfig(vocab=64, embed=32, layers=2, heads=4, max_seq=24),
@@ -129,6 +173,28 @@ TINY = {
                 choices=4,
             ),
             14_315_784_192,
+        ),
+        (
+            OLMoEConfig(vocab=50304, embed=2048, layers=16, heads=16, kv_heads=16, mlp=1024),
+            6_919_161_856,
+        ),
+        (
+            GPTOSSConfig(
+                vocab=201088, embed=2880, layers=24, heads=64, kv_heads=8, mlp=2880, experts=32
+            ),
+            20_914_757_184,
+        ),
+        (
+            Llama4Config(
+                vocab=202048,
+                embed=5120,
+                layers=48,
+                heads=40,
+                kv_heads=8,
+                mlp=8192,
+                dense_mlp=16384,
+            ),
+            107_769_861_120,
         ),
         (GPT2Config(vocab=50257, embed=768, layers=12, heads=12, mlp=3072), 124_439_808),
         (OPTConfig(vocab=50272, embed=768, layers=12, heads=12, mlp=3072), 125_239_296),

@@ -14,6 +14,7 @@ from colossax.models.hf_folder import read_params
 from colossax.models.registry import maker
 from colossax.nn import Decoder, FlatTokens, describe
 from colossax.nn.rope import RopeConfig
+from tests.cases import quick_first
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 FACTS = json.loads((GOLDEN / "golden.json").read_text())["cases"]
@@ -118,6 +119,10 @@ def test_every_case_is_here():
     assert set(FACTS) == set(OFF) == {path.parent.name for path in GOLDEN.glob("*/config.json")}
 
 
+@pytest.mark.catches("chunks-forgotten")
+@pytest.mark.catches("expert-bias-unweighed")
+@pytest.mark.catches("interleaved-rope")
+@pytest.mark.catches("stretches-alike")
 @pytest.mark.catches("bloom-heads-side-by-side")
 @pytest.mark.catches("llama-heads-inside-out")
 @pytest.mark.parametrize("case", FACTS)
@@ -178,7 +183,13 @@ def switched_off(decoder, fields):
     return dataclasses.replace(decoder, **outer)
 
 
-@pytest.mark.parametrize(("case", "off"), [(case, off) for case in OFF for off in OFF[case]])
+OFFS = [(case, off) for case in OFF for off in OFF[case]]
+SLOW = ("olmoe", "gpt_oss", "llama4_text")
+
+
+@pytest.mark.parametrize(
+    ("case", "off"), quick_first(OFFS, [one for one in OFFS if one[0] not in SLOW])
+)
 def test_each_feature_counts(case, off):
     config, params = read_params(GOLDEN / case)
     decoder = switched_off(config.decoder(), OFF[case][off])
