@@ -1,7 +1,6 @@
 """Weights of four bits: numbers as a loop reads them, and models that are stored so."""
 
 import json
-import math
 import shutil
 from pathlib import Path
 
@@ -90,7 +89,6 @@ def test_a_packed_model_is_that_of_its_numbers(tmp_path):
         like = wanted["layers"]["segments"][0]["full"]["mlp"][name]
         np.testing.assert_array_equal(of_experts[name], like)
     import_checkpoint(tmp_path / "packed", tmp_path / "checkpoint")
-    assert math.prod(of_experts["down"].shape) > 0
 
 
 @pytest.mark.parametrize(
