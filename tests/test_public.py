@@ -94,16 +94,17 @@ NAMES = {
         "ACTIVATIONS Attention AttentionShape Block CacheArray CacheSpec Decoder DecoderConfig "
         "Embedding Experts FamilyConfig FlatTokens LanguageModel LayerNorm LayerStack LayerState "
         "LatentAttention LatentConfig LatentShape Layers Linear Llama3Scaling MLP MixtureConfig "
-        "ModelSpec Models RMSNorm RopeConfig Side StackOutput Sublayer Weighted Wiring YarnScaling "
-        "alibi_slopes cross_entropy decoder_layer describe even_head_dim expert_layer initialise "
-        "kl_divergence named param pure renamed rope_tables rotate run_recurrence weight_of "
-        "window_slots with_gathers with_weights"
+        "ModelSpec Models QueryGrowth RMSNorm RopeConfig Side StackOutput Sublayer Weighted Wiring "
+        "YarnScaling alibi_slopes cross_entropy decoder_layer describe even_head_dim expert_layer "
+        "initialise kl_divergence named param pure renamed rope_tables rotate run_recurrence "
+        "weight_of window_slots with_gathers with_weights"
     ),
     "colossax.models": (
-        "BloomConfig DeepSeekV2Config DeepSeekV3Config FAMILIES Family GPT2Config LlamaConfig "
-        "MistralConfig MixtralConfig ModelParams OPTConfig Qwen2Config Qwen2MoEConfig Qwen3Config "
-        "Qwen3MoEConfig config_from_json config_to_json family_of maker merged most_used "
-        "params_of_checkpoint params_of_tree pruned upcycled with_layers write_checkpoint"
+        "BloomConfig DeepSeekV2Config DeepSeekV3Config FAMILIES Family GPT2Config GPTOSSConfig "
+        "Llama4Config LlamaConfig MistralConfig MixtralConfig ModelParams OLMoEConfig OPTConfig "
+        "Qwen2Config Qwen2MoEConfig Qwen3Config Qwen3MoEConfig config_from_json config_to_json "
+        "family_of maker merged most_used params_of_checkpoint params_of_tree pruned upcycled "
+        "with_layers write_checkpoint"
     ),
     "colossax.planner": (
         "Edge Facts Fitted HIDING_FORMULA HostTraffic Inspection LayoutCost ProgramsCost Settled "

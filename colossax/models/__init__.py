@@ -14,9 +14,12 @@ if TYPE_CHECKING:
     from .deepseek_v2 import DeepSeekV2Config as DeepSeekV2Config
     from .deepseek_v3 import DeepSeekV3Config as DeepSeekV3Config
     from .gpt2 import GPT2Config as GPT2Config
+    from .gpt_oss import GPTOSSConfig as GPTOSSConfig
     from .llama import LlamaConfig as LlamaConfig
+    from .llama4 import Llama4Config as Llama4Config
     from .mistral import MistralConfig as MistralConfig
     from .mixtral import MixtralConfig as MixtralConfig
+    from .olmoe import OLMoEConfig as OLMoEConfig
     from .opt import OPTConfig as OPTConfig
     from .parameters import ModelParams as ModelParams
     from .parameters import params_of_checkpoint as params_of_checkpoint

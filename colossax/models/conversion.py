@@ -217,6 +217,7 @@ class Conversion:
         links: Tensors.
         prefix: Beginning of tensor names that some files leave out.
         ignored: Patterns of tensors that hold no parameters, such as saved masks.
+        packed: Whether experts' matrices may be stored as MXFP4; they are read as bfloat16.
         read, write: Settings that are no plain field: `read(settings) -> our fields`,
             `write(config) -> settings`.
     """
@@ -229,6 +230,7 @@ class Conversion:
     fixed: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     prefix: str = ""
     ignored: tuple[str, ...] = ()
+    packed: bool = False
     read: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda settings: {}
     write: Callable[[Any], dict[str, Any]] = lambda config: {}
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,14 @@ from colossax.models.conversion import Conversion, Tensor
 from colossax.models.deepseek_v2.convert import CONVERSION as DEEPSEEK_V2
 from colossax.models.deepseek_v3.convert import CONVERSION as DEEPSEEK_V3
 from colossax.models.gpt2.convert import CONVERSION as GPT2
+from colossax.models.gpt_oss.convert import CONVERSION as GPT_OSS
 from colossax.models.llama.convert import CONVERSION as LLAMA
+from colossax.models.llama4.convert import CONVERSION as LLAMA4
 from colossax.models.mistral.convert import CONVERSION as MISTRAL
 from colossax.models.mixtral.convert import CONVERSION as MIXTRAL
+from colossax.models.mxfp4 import DTYPE as PACKED_DTYPE
+from colossax.models.mxfp4 import check_packed, packed_among, parts_of, read_packed
+from colossax.models.olmoe.convert import CONVERSION as OLMOE
 from colossax.models.opt.convert import CONVERSION as OPT
 from colossax.models.qwen2.convert import CONVERSION as QWEN2
 from colossax.models.qwen2_moe.convert import CONVERSION as QWEN2_MOE
@@ -42,6 +47,9 @@ CONVERSIONS: dict[str, Conversion] = {
         QWEN3_MOE,
         DEEPSEEK_V2,
         DEEPSEEK_V3,
+        OLMOE,
+        GPT_OSS,
+        LLAMA4,
         GPT2,
         OPT,
         BLOOM,
@@ -59,6 +67,7 @@ class Source:
         tensors: What to read, in the family's order.
         names: Name in the files, per tensor name.
         reader: The files.
+        packed: Names in the files of what is stored as MXFP4.
     """
 
     config: Any
@@ -66,6 +75,7 @@ class Source:
     tensors: list[Tensor]
     names: Mapping[str, str]
     reader: Reader
+    packed: Set[str] = frozenset()
 
     @property
     def infos(self) -> dict[str, ParamInfo]:
@@ -77,7 +87,7 @@ class Source:
         """Type per path: that of its tensors, the wider where layers differ."""
         dtypes: dict[str, np.dtype] = {}
         for tensor in self.tensors:
-            dtype = DTYPES[self.reader.tensors[self.names[tensor.name]].dtype]
+            dtype = self._stored_dtype(self.names[tensor.name])
             for info in tensor.infos:
                 dtypes[info.path] = np.promote_types(dtypes.get(info.path, dtype), dtype)
         return dtypes
@@ -91,15 +101,19 @@ class Source:
         Cost: the bytes of the tensor and of two blocks.
         """
         name = self.names[tensor.name]
-        dtype = DTYPES[self.reader.tensors[name].dtype]
+        dtype = self._stored_dtype(name)
         shape = tuple(tensor.sizes[dim] for dim in tensor.dims)
         arrays = [np.empty(shape, self.dtypes[info.path]) for info in tensor.infos]
         for block in tensor.blocks(dtype.itemsize):
-            rows = self.reader.read(name, block.first_row, block.rows)
+            read = read_packed if name in self.packed else Reader.read
+            rows = read(self.reader, name, block.first_row, block.rows)
             _check_finite(rows, name)
             for array, part in zip(arrays, block.ours(rows), strict=True):
                 array[block.index] = part
         return arrays
+
+    def _stored_dtype(self, name: str) -> np.dtype:
+        return PACKED_DTYPE if name in self.packed else DTYPES[self.reader.tensors[name].dtype]
 
 
 def open_folder(folder: str | Path) -> Source:
@@ -117,8 +131,10 @@ def open_folder(folder: str | Path) -> Source:
     _check_layers(config, reader)
     spec = describe(maker(config))
     tensors = conversion.tensors(by_path(spec), config.decoder().layer_kinds)
-    names = _match(conversion, tensors, reader)
-    source = Source(config=config, spec=spec, tensors=tensors, names=names, reader=reader)
+    names, packed = _match(conversion, tensors, reader)
+    source = Source(
+        config=config, spec=spec, tensors=tensors, names=names, reader=reader, packed=packed
+    )
     _check_tied(source)
     return source
 
@@ -160,6 +176,11 @@ def conversion_of(settings: Mapping[str, Any]) -> Conversion:
         InputError: No such family here.
     """
     name = settings.get("model_type")
+    if settings.get("vision_config") is not None:
+        raise InputError(
+            f"config.json: {name} with vision_config is not supported; only text models are: give"
+            " what text_config holds as config.json, with its own weights"
+        )
     if not isinstance(name, str) or name not in CONVERSIONS:
         known = ", ".join(CONVERSIONS)
         raise InputError(
@@ -169,14 +190,39 @@ def conversion_of(settings: Mapping[str, Any]) -> Conversion:
 
 
 def by_path(spec: ModelSpec) -> dict[str, ParamInfo]:
-    """The parameters of a model of one segment, by path."""
-    return {info.path: info for info in jax.tree.leaves(spec.infos)}
+    """The parameters of a model of one segment, by path, of all layers of a kind together."""
+    return {info.path: _of_all_layers(info) for info in jax.tree.leaves(spec.infos)}
 
 
-def _match(conversion: Conversion, tensors: list[Tensor], reader: Reader) -> dict[str, str]:
-    """Name in the files per tensor; every wrong, missing or extra one is refused by name."""
+def _of_all_layers(info: ParamInfo) -> ParamInfo:
+    """The parameter as if the layers of its kind, which others may part, were one stack."""
+    total = info.total_layers
+    if total is None or total == 1 or (info.stacked and info.shape[0] == total):
+        return info
+    shape, dims = info.shape[info.stacked :], info.dims[info.stacked :]
+    return dataclasses.replace(info, shape=(total, *shape), dims=("layers", *dims), first_layer=0)
+
+
+def _own_layers(info: ParamInfo, whole: np.ndarray) -> np.ndarray:
+    """Of all layers of a kind those that a leaf holds."""
+    if whole.shape == info.shape:
+        return whole
+    first = info.first_layer or 0
+    return whole[first : first + info.shape[0]] if info.stacked else whole[first]
+
+
+def _match(
+    conversion: Conversion, tensors: list[Tensor], reader: Reader
+) -> tuple[dict[str, str], set[str]]:
+    """Name in the files per tensor, and of those which are packed.
+
+    Every wrong, missing or extra one is refused by name.
+    """
     names = _names_in_files(conversion, reader)
     wanted = {tensor.name for tensor in tensors}
+    packed = packed_among(wanted, set(names)) if conversion.packed else set()
+    names = {name: file for name, file in names.items() if name not in parts_of(packed)}
+    names |= {name: name for name in packed}
     missing = sorted(wanted - names.keys(), key=_natural)
     extra = sorted(names.keys() - wanted - {"lm_head.weight"}, key=_natural)
     extra = [name for name in extra if not any(re.fullmatch(p, name) for p in conversion.ignored)]
@@ -187,8 +233,11 @@ def _match(conversion: Conversion, tensors: list[Tensor], reader: Reader) -> dic
             f" {' and '.join(filter(None, parts))}; correct config.json or the weights"
         )
     for tensor in tensors:
-        _check_tensor(tensor, names[tensor.name], reader)
-    return {name: names[name] for name in wanted}
+        if tensor.name in packed:
+            check_packed(tensor.name, tensor.shape, reader)
+        else:
+            _check_tensor(tensor, names[tensor.name], reader)
+    return {name: names[name] for name in wanted}, packed
 
 
 def _names_in_files(conversion: Conversion, reader: Reader) -> dict[str, str]:
@@ -269,5 +318,5 @@ def read_params(folder: str | Path) -> tuple[Any, dict[str, Any]]:
             place = (tensor.layer,) if info.stacked else ()
             place += () if tensor.expert is None else (tensor.expert,)
             arrays[info.path][place or ...] = value
-    params = jax.tree.map(lambda info: arrays[info.path], source.spec.infos)
+    params = jax.tree.map(lambda info: _own_layers(info, arrays[info.path]), source.spec.infos)
     return source.config, params

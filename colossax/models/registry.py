@@ -10,9 +10,12 @@ from colossax.models.bloom import BloomConfig
 from colossax.models.deepseek_v2 import DeepSeekV2Config
 from colossax.models.deepseek_v3 import DeepSeekV3Config
 from colossax.models.gpt2 import GPT2Config
+from colossax.models.gpt_oss import GPTOSSConfig
 from colossax.models.llama import LlamaConfig
+from colossax.models.llama4 import Llama4Config
 from colossax.models.mistral import MistralConfig
 from colossax.models.mixtral import MixtralConfig
+from colossax.models.olmoe import OLMoEConfig
 from colossax.models.opt import OPTConfig
 from colossax.models.qwen2 import Qwen2Config
 from colossax.models.qwen2_moe import Qwen2MoEConfig
@@ -60,6 +63,9 @@ FAMILIES: dict[str, Family] = {
         Family(name="qwen3_moe", config=Qwen3MoEConfig),
         Family(name="deepseek_v2", config=DeepSeekV2Config),
         Family(name="deepseek_v3", config=DeepSeekV3Config),
+        Family(name="olmoe", config=OLMoEConfig),
+        Family(name="gpt_oss", config=GPTOSSConfig),
+        Family(name="llama4_text", config=Llama4Config),
         Family(name="gpt2", config=GPT2Config),
         Family(name="opt", config=OPTConfig),
         Family(name="bloom", config=BloomConfig),

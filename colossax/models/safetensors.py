@@ -26,6 +26,7 @@ DTYPES: dict[str, np.dtype] = {
     "F16": np.dtype("float16"),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
+_READ = {**DTYPES, "U8": np.dtype("uint8")}
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _MAX_HEADER_BYTES = 100_000_000
 
@@ -41,8 +42,8 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the numbers, for a type in `DTYPES`."""
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+        """Bytes of the numbers, for a type that can be read."""
+        return math.prod(self.shape) * _READ[self.dtype].itemsize
 
 
 class Reader:
@@ -61,7 +62,7 @@ class Reader:
     def read(self, name: str, first: int = 0, rows: int | None = None) -> np.ndarray:
         """A tensor, or `rows` of its rows from `first` on. Cost: the bytes of the result."""
         stored = self.tensors[name]
-        dtype = DTYPES[stored.dtype]
+        dtype = _READ[stored.dtype]
         shape = stored.shape if rows is None else (rows, *stored.shape[1:])
         row_bytes = math.prod(stored.shape[1:]) * dtype.itemsize
         out = np.empty(shape, dtype)
@@ -135,7 +136,7 @@ def _stored(file: Path, entry: Mapping[str, Any], base: int) -> StoredTensor:
     first, last = entry["data_offsets"]
     shape = tuple(_whole(entry["shape"]))
     stored = StoredTensor(file=file, dtype=entry["dtype"], shape=shape, start=base + first)
-    if stored.dtype in DTYPES and stored.nbytes != last - first:
+    if stored.dtype in _READ and stored.nbytes != last - first:
         raise ValueError(f"{stored} does not fill {last - first} bytes")
     return stored
 

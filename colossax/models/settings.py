@@ -151,6 +151,52 @@ def _yarn_settings(scaling: YarnScaling) -> dict[str, Any]:
     }
 
 
+def every_full(name: str, full: list[bool], remedy: str) -> int:
+    """Our `full_every`: of which so many-th layers those are that see all keys; 0: none does.
+
+    Args:
+        name: Of the setting that says so.
+        full: Of each layer.
+        remedy: What is supported.
+
+    Raises:
+        InputError: They are no each so many-th.
+    """
+    if not any(full):
+        return 0
+    every = full.index(True) + 1
+    if full != [(at + 1) % every == 0 for at in range(len(full))]:
+        first = [at for at, one in enumerate(full) if one][:5]
+        raise InputError(
+            f"config.json: {name} with layers {', '.join(map(str, first))} that see all keys are"
+            f" not supported; only {remedy} is"
+        )
+    return every
+
+
+def per_layer(settings: Mapping[str, Any], name: str, known: tuple[Any, ...]) -> list | None:
+    """A setting that has a value for each layer, or None where it is missing.
+
+    Raises:
+        InputError: It is no list of as many as layers, or holds another value than those known.
+    """
+    found = checked(name, settings.get(name), list | None)
+    if not found:
+        return None
+    layers = settings.get("num_hidden_layers")
+    if len(found) != layers:
+        raise InputError(
+            f"config.json: {name} has {len(found)} entries for {layers} layers; give one for each"
+        )
+    for value in found:
+        if value not in known:
+            raise InputError(
+                f"config.json: {name} with {value!r} is not supported; only"
+                f" {' or '.join(map(repr, known))} is"
+            )
+    return found
+
+
 def _allow_rope(rope: Mapping[str, Any], allowed: tuple[str, ...]) -> None:
     if rope["rope_type"] not in allowed:
         raise InputError(

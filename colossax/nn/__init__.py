@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .config import LatentConfig as LatentConfig
     from .config import LayerCount as LayerCount
     from .config import Llama3Scaling as Llama3Scaling
+    from .config import QueryGrowth as QueryGrowth
     from .config import RopeConfig as RopeConfig
     from .config import YarnScaling as YarnScaling
     from .config import even_head_dim as even_head_dim

@@ -11,15 +11,28 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from colossax.errors import InputError
 from colossax.layerwise import LayerState
 from colossax.nn.cache import CacheArray, CacheSpec, window_slots
-from colossax.nn.layers import Linear, RMSNorm
+from colossax.nn.config import QueryGrowth
+from colossax.nn.layers import HeadsRMSNorm, Linear, RMSNorm
+from colossax.nn.module import param
 from colossax.nn.rope import rotate
 from colossax.pallas.attention import Mask, Operands, Scoring
-from colossax.sharding import CACHE_DIMS, attend_cache, attention, constrain, linears
+from colossax.sharding import (
+    CACHE_DIMS,
+    attend_cache,
+    attention,
+    constrain,
+    gather_weight,
+    linears,
+)
 
 Window = tuple[int | None, int | None] | None
 """Keys seen strictly before and after a query, None for all: as of `Mask`."""
+
+Sight = tuple[Window, int | None]
+"""What layers see: a window, and positions of a chunk."""
 
 
 @jax.tree_util.register_dataclass
@@ -45,9 +58,10 @@ class Side:
     """What every layer of a decoder shares.
 
     Attributes:
-        masks: Who sees whom: one for each window that layers have, or one that was given.
-        given: Whether that is so: then it holds for all layers, whatever their windows.
+        masks: Who sees whom: one for each sight that layers have, or one that was given.
+        sights: Of each mask; none where one was given, which holds for all layers.
         rope: Tables of the rotary embedding, or None.
+        positions: `[b, s]`, where layers without rope ask.
         flat: Addresses in the cache, where there is one.
         valid: `[b, s]`, which tokens are some, where layers ask; None: all.
         token_ids: `[b, s]`, where layers ask.
@@ -55,26 +69,39 @@ class Side:
     """
 
     masks: Any = (Mask(causal=True),)
-    given: bool = dataclasses.field(default=False, metadata={"static": True})
+    sights: tuple[Sight, ...] = dataclasses.field(default=(), metadata={"static": True})
     rope: Any = None
+    positions: Any = None
     flat: Any = None
     valid: Any = None
     token_ids: Any = None
     key: Any = None
 
-    def mask(self, window: Window) -> Mask:
-        """That of layers with this window."""
-        if self.given:
+    def mask(self, window: Window, chunk: int | None = None) -> Mask:
+        """That of layers with this window, and chunks of so many positions.
+
+        Raises:
+            InputError: No layer's attention has such chunks.
+        """
+        if not self.sights:
             return self.masks[0]
-        made = (mask for mask in self.masks if mask.window == window)
-        return next(made, None) or self.masks[0].changed(window=window)
+        if (window, chunk) in self.sights:
+            return self.masks[self.sights.index((window, chunk))]
+        for mask, (_, made) in zip(self.masks, self.sights, strict=True):
+            if made == chunk:
+                return mask.changed(window=window)
+        raise InputError(
+            f"attention: there is no mask for chunks of {chunk} positions; give the chunk in the"
+            " configuration, or in the shape of the layer's Attention"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionShape:
     """Sizes and switches of an attention block; `head_dim` need not be embed / heads.
 
-    `window` is `(left, right)`, as of `Mask`: keys strictly before and after a query.
+    `window` is `(left, right)`, as of `Mask`: keys strictly before and after a query. The others
+    are fields of `DecoderConfig`, of the layer's kind; `turned` is whether it has rope.
     """
 
     embed: int
@@ -84,9 +111,21 @@ class AttentionShape:
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: bool = False
+    qk_norm_whole: bool = False
+    qk_unit: bool = False
+    sinks: bool = False
+    query_growth: QueryGrowth | None = None
     norm_eps: float = 1e-6
     alibi: bool = False
     window: Window = None
+    chunk: int | None = None
+    turned: bool = True
+    interleaved: bool = False
+
+    @property
+    def sight(self) -> Sight:
+        """What it sees."""
+        return self.window, self.chunk
 
     def call(self, mask: Mask, x: Float[Array, "b s d"]) -> tuple[Operands, Scoring]:
         """What `sharding.attention` will be given for this input, in shapes, but for the mask."""
@@ -94,12 +133,20 @@ class AttentionShape:
             jax.ShapeDtypeStruct((*x.shape[:2], heads, self.head_dim), x.dtype)
             for heads in (self.heads, self.kv_heads)
         )
-        slopes = jax.ShapeDtypeStruct((self.heads,), jnp.float32) if self.alibi else None
-        return Operands(q=q, k=kv, v=kv, mask=mask), Scoring.of(q, alibi_slopes=slopes)
+        of_heads = jax.ShapeDtypeStruct((self.heads,), jnp.float32)
+        scoring = Scoring.of(
+            q,
+            alibi_slopes=of_heads if self.alibi else None,
+            sinks=of_heads if self.sinks else None,
+        )
+        return Operands(q=q, k=kv, v=kv, mask=mask), scoring
 
 
 class Attention(nnx.Module):
-    """Multi-, grouped- or single-kv-head attention with optional rope, alibi, q/k norms, window."""
+    """Multi-, grouped- or single-kv-head attention with optional rope, alibi, q/k norms, window.
+
+    Where its shape has sinks they are a parameter `sinks` `[heads]`.
+    """
 
     def __init__(self, shape: AttentionShape, *, rngs: nnx.Rngs, std: float, out_std: float):
         self.shape = shape
@@ -118,21 +165,21 @@ class Attention(nnx.Module):
             bias=shape.out_bias,
             std=out_std,
         )
-        norm = (
-            (lambda: RMSNorm(shape.head_dim, eps=shape.norm_eps, dim="head_dim"))
-            if shape.qk_norm
-            else (lambda: None)
-        )
-        self.q_norm, self.k_norm = norm(), norm()
+        self.q_norm = _norm_of(shape, shape.heads, "heads")
+        self.k_norm = _norm_of(shape, shape.kv_heads, "kv_heads")
+        self.sinks = param(jnp.zeros((shape.heads,)), ("heads",)) if shape.sinks else None
 
     def cache_spec(
         self, *, layers: int, seats: int, slots: int, chunk: int | None = None
     ) -> CacheSpec:
         """Keys and values of these many layers, `[layers, seats, slots, kv_heads, head_dim]`.
 
-        With a window, and chunks of at most `chunk` tokens, of as many slots as `window_slots`.
+        With a window or chunks of positions, and calls of at most `chunk` tokens, of as many slots
+        as `window_slots`.
         """
         left = Mask(causal=True, window=self.shape.window).left
+        if self.shape.chunk is not None:
+            left = self.shape.chunk - 1 if left is None else min(left, self.shape.chunk - 1)
         kept = window_slots(left, slots=slots, chunk=chunk)
         shape = (layers, seats, kept, self.shape.kv_heads, self.shape.head_dim)
         one = CacheArray(shape=shape, dims=CACHE_DIMS)
@@ -149,17 +196,33 @@ class Attention(nnx.Module):
         v = constrain(v, "batch:inner", "seq", "kv_heads", "head_dim")
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        if side.rope is not None:
-            q, k = rotate(q, side.rope), rotate(k, side.rope)
+        q, k = self._placed(q, k, side)
         q, k, v = (checkpoint_name(a, "qkv") for a in (q, k, v))
         slopes = jnp.asarray(alibi_slopes(self.shape.heads)) if self.shape.alibi else None
+        sinks = None
+        if self.sinks is not None:
+            sinks = gather_weight(self.sinks[...], ("heads",), dtype=jnp.dtype("float32"))
+        of_heads = {"alibi_slopes": slopes, "sinks": sinks}
         if side.flat is None:
-            out = attention(q, k, v, mask=side.mask(self.shape.window), alibi_slopes=slopes)
+            out = attention(q, k, v, mask=side.mask(*self.shape.sight), **of_heads)
         else:
-            out, state = self._attend_cache(q, k, v, side.flat, state, slopes)
+            out, state = self._attend_cache(q, k, v, side.flat, state, of_heads)
         return self.o(constrain(out, "batch:inner", "seq", "heads", "head_dim")), state, {}
 
-    def _attend_cache(self, q, k, v, flat, state, slopes):
+    def _placed(self, q: Array, k: Array, side: Side) -> tuple[Array, Array]:
+        """Queries and keys as their positions make them."""
+        shape = self.shape
+        if shape.turned and side.rope is not None:
+            q, k = (rotate(x, side.rope, interleaved=shape.interleaved) for x in (q, k))
+            return (_unit(q, shape.norm_eps), _unit(k, shape.norm_eps)) if shape.qk_unit else (q, k)
+        growth = shape.query_growth
+        if growth is not None and side.positions is not None:
+            steps = jnp.floor((side.positions.astype(jnp.float32) + 1) / growth.step)
+            by = 1 + growth.scale * jnp.log1p(steps)
+            q = (q.astype(jnp.float32) * by[..., None, None]).astype(q.dtype)
+        return q, k
+
+    def _attend_cache(self, q, k, v, flat, state, of_heads):
         out, cache = attend_cache(
             q[0],
             {"k": k[0], "v": v[0]},
@@ -169,9 +232,26 @@ class Attention(nnx.Module):
             position=flat.position,
             slot=flat.slot,
             window=self.shape.window,
-            alibi_slopes=slopes,
+            chunk=self.shape.chunk,
+            **of_heads,
         )
         return out[None], dataclasses.replace(state, carried=cache)
+
+
+def _norm_of(shape: AttentionShape, heads: int, dim: str) -> RMSNorm | HeadsRMSNorm | None:
+    if shape.qk_norm_whole:
+        dims = (dim, "head_dim")
+        return HeadsRMSNorm((heads, shape.head_dim), dims, eps=shape.norm_eps)
+    if shape.qk_norm:
+        return RMSNorm(shape.head_dim, eps=shape.norm_eps, dim="head_dim")
+    return None
+
+
+def _unit(x: Float[Array, "b s n h"], eps: float) -> Float[Array, "b s n h"]:
+    """Over the root mean square of its last dim, in float32."""
+    wide = x.astype(jnp.float32)
+    square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    return (wide * jax.lax.rsqrt(square + eps)).astype(x.dtype)
 
 
 def alibi_slopes(heads: int) -> np.ndarray:

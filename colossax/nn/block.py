@@ -14,6 +14,7 @@ from colossax.config import nearest
 from colossax.errors import InputError, PlanError
 from colossax.layerwise import LayerState
 from colossax.nn.cache import CacheSpec
+from colossax.nn.config import GATED_ACTIVATIONS
 from colossax.nn.layers import Linear
 from colossax.sharding import activation_axes, constrain, current, kept_share, linears, seq_axes
 from colossax.typing import Dims
@@ -24,6 +25,40 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
 }
+
+
+def gated(activation: str, gate: Array, up: Array) -> Array:
+    """`act(gate) * up`, or what the activation makes of both."""
+    if activation == "clamped_swiglu":
+        return clamped_swiglu(gate, up)
+    return ACTIVATIONS[activation](gate) * up
+
+
+def clamped_swiglu(gate: Array, up: Array) -> Array:
+    """`gate sigmoid(1.702 gate) (up + 1)`, gate clipped at 7 from above, up on both sides.
+
+    Source: OpenAI 2025, gpt-oss.
+    """
+    gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
+    return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
+
+
+def check_activation(activation: str, is_gated: bool, where: str) -> None:
+    """Refuse one that there is not.
+
+    Raises:
+        InputError: That, or one of two inputs where there is no gate.
+    """
+    known = (*ACTIVATIONS, *GATED_ACTIVATIONS)
+    if activation not in known:
+        raise InputError(
+            f"{where}: activation '{activation}' is unknown{nearest(activation, known)}"
+        )
+    if activation in GATED_ACTIVATIONS and not is_gated:
+        raise InputError(
+            f"{where}: activation '{activation}' takes a gate; give gated, or one of"
+            f" {', '.join(ACTIVATIONS)}"
+        )
 
 
 Hidden = Float[Array, "b s d"]
@@ -164,10 +199,7 @@ class MLP(nnx.Module):
         std: float = 0.02,
         out_std: float | None = None,
     ):
-        if activation not in ACTIVATIONS:
-            raise InputError(
-                f"MLP: activation '{activation}' is unknown{nearest(activation, ACTIVATIONS)}"
-            )
+        check_activation(activation, gated, "MLP")
         self.activation = activation
 
         def make(shape: tuple[int, int], dims: Dims, std: float) -> Linear:
@@ -188,12 +220,12 @@ class MLP(nnx.Module):
         return self(x), state, {}
 
     def _tokens(self, x: Float[Array, "b s d"], name: str) -> Float[Array, "b s d"]:
-        act = ACTIVATIONS[self.activation]
         if self.gate is None:
+            act = ACTIVATIONS[self.activation]
             return self.down(act(_hidden(self.up(x), name)))
         maps = (self.up.map, self.gate.map)
         up, gate = (_hidden(h, name) for h in linears(x, maps))
-        return self.down(act(gate) * up)
+        return self.down(gated(self.activation, gate, up))
 
 
 def _split_tokens(x: Float[Array, "b s d"]) -> dict[str, Float[Array, "b _ d"]]:

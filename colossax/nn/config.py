@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 ACTIVATION_NAMES = ("silu", "relu", "gelu", "gelu_tanh")
 """Keys of `nn.ACTIVATIONS`."""
 
+GATED_ACTIVATIONS = ("clamped_swiglu",)
+"""Those that are no function of the gate times the other input."""
+
 
 LayerCount = Annotated[int, within(1, 16_384)]
 """Layers of a stack. Describing one takes 0.2 ms, so that more are refused before they are."""
@@ -162,6 +165,20 @@ class LatentConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class QueryGrowth:
+    """Queries times `1 + scale ln(1 + floor((position + 1) / step))`, for layers without rope.
+
+    Source: Nakanishi 2025, Scalable-Softmax; in this form the configuration of Llama 4.
+    """
+
+    scale: Positive = 0.1
+    step: Count = 8192
+
+    def __post_init__(self):
+        check_types(self, "model.query_growth")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
     """Sizes and parts of a decoder.
 
@@ -177,15 +194,25 @@ class DecoderConfig:
         init_std: Standard deviation of random parameters.
         mlp_bias: Biases in the MLP.
         norm: `rms` or `layer`.
-        activation: A key of `nn.ACTIVATIONS`.
+        activation: A key of `nn.ACTIVATIONS`, or one of `GATED_ACTIVATIONS`.
         gated: Gated MLP (three matrices) or plain (two).
         rope: Rotary embedding, or None.
         alibi: Distance penalty per head in place of position embeddings.
         learned_positions: Rows of a learned position table (0: none), of which the first
             `position_offset` are never reached.
         embed_norm: LayerNorm after the token embedding.
+        qk_norm: Queries and keys are normed, each head alone, with a scale.
+        qk_norm_whole: All heads of a token together.
+        qk_unit: Queries and keys are divided by their root mean square after rope, in layers that
+            have it.
+        sinks: One more logit per head, learned, in the denominator of attention only.
+        query_growth: In layers without rope.
         window: Keys a query sees, itself included, as the families' files count them; None: all
             before it. Nothing below this type counts so: see `sides`.
+        chunk: Keys a query sees are those of its own chunk of so many positions; None: of all.
+        full_every: Each so many-th layer sees all keys before it, whatever window and chunk say;
+            0: none.
+        full_rope: Those layers have rope as the others.
         tied: The output head is the embedding table.
         max_seq: Longest sequence the model was made for.
         eos: Token that ends a document, where known.
@@ -210,12 +237,19 @@ class DecoderConfig:
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    qk_norm_whole: bool = False
+    qk_unit: bool = False
+    sinks: bool = False
+    query_growth: QueryGrowth | None = None
     rope: RopeConfig | None = None
     alibi: bool = False
     learned_positions: Natural = 0
     position_offset: Natural = 0
     embed_norm: bool = False
     window: Count | None = None
+    chunk: Count | None = None
+    full_every: Natural = 0
+    full_rope: bool = True
     tied: bool = False
     init_std: NotNegative = 0.02
     eos: Natural | None = None
@@ -237,10 +271,10 @@ class DecoderConfig:
                 f"model: {self.heads} heads cannot share {self.kv_heads} kv heads evenly;"
                 f" choose kv_heads that divide heads"
             )
-        if self.activation not in ACTIVATION_NAMES:
+        known = ACTIVATION_NAMES + (GATED_ACTIVATIONS if self.gated else ())
+        if self.activation not in known:
             raise InputError(
-                f"model: activation '{self.activation}' is unknown"
-                f"{nearest(self.activation, ACTIVATION_NAMES)}"
+                f"model: activation '{self.activation}' is unknown{nearest(self.activation, known)}"
             )
         if self.norm not in ("rms", "layer"):
             raise InputError(f"model: norm '{self.norm}' is unknown; use 'rms' or 'layer'")
@@ -281,9 +315,23 @@ class DecoderConfig:
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
-        """The kind of each layer; none where all are of one."""
-        kinds = () if self.mixture is None else self.mixture.kinds(self.layers)
-        return kinds if len(set(kinds)) > 1 else ()
+        """The kind of each layer; none where all are of one.
+
+        `local` or `full` where they see other keys, `MixtureConfig.kinds` where they have other
+        experts, or both: `full_dense`.
+        """
+        mixed = ("dense",) * self.layers
+        if self.mixture is not None:
+            mixed = self.mixture.kinds(self.layers)
+        seen = tuple("full" if full else "local" for full in self.sees_all)
+        told = [names for names in (seen, mixed) if len(set(names)) > 1]
+        return tuple("_".join(names) for names in zip(*told, strict=True))
+
+    @property
+    def sees_all(self) -> tuple[bool, ...]:
+        """Of each layer, whether it is one of `full_every`."""
+        every = self.full_every
+        return tuple(every > 0 and (at + 1) % every == 0 for at in range(self.layers))
 
     @property
     def flops_per_token(self) -> int:
@@ -308,17 +356,24 @@ class DecoderConfig:
         """`flops_per_token` plus causal attention: 6 head_dim heads per visible key and layer.
 
         A query sees (seq_len + 1) / 2 keys on average, or w - w (w - 1) / (2 seq_len) of a window
-        of w; 2 matmuls of 2 FLOPs, three times for forward and backward. Recomputation is never
-        counted.
+        of w; of a chunk of c, (c + 1) / 2. 2 matmuls of 2 FLOPs, three times for forward and
+        backward. Recomputation is never counted.
         """
+        full = self.sees_all.count(True)
         seen = seq_len if self.window is None else min(self.window, seq_len)
-        keys = seen - seen * (seen - 1) / (2 * seq_len)
+        chunk = seq_len if self.chunk is None else min(self.chunk, seq_len)
+        seen = min(seen, chunk)
+        local = seen - seen * (seen - 1) / (2 * chunk)
+        keys = full * (seq_len + 1) / 2 + (self.layers - full) * local
         values = self.head_dim if self.latent is None else self.latent.v_dim
-        width = self.heads * (self.head_dim + values)
-        return int(self.flops_per_token + 6 * self.layers * width * keys)
+        return int(self.flops_per_token + 6 * self.heads * (self.head_dim + values) * keys)
 
-    def attention_shape(self) -> "AttentionShape | LatentShape":
-        """The part of this configuration that an attention block needs."""
+    def attention_shape(self, full: bool = False) -> "AttentionShape | LatentShape":
+        """The part of this configuration that an attention block needs.
+
+        Args:
+            full: Of a layer that sees all keys, as `full_every` has it.
+        """
         if self.latent is not None:
             from colossax.nn.latent import LatentShape
 
@@ -330,8 +385,14 @@ class DecoderConfig:
             )
         from colossax.nn.attention import AttentionShape  # JAX, which sizes do without
 
-        names = {f.name for f in dataclasses.fields(AttentionShape)} - {"window"}
-        return AttentionShape(**{n: getattr(self, n) for n in names}, window=self.sides)
+        own = {
+            "window": None if full else self.sides,
+            "chunk": None if full else self.chunk,
+            "turned": self.rope is not None and (self.full_rope or not full),
+            "interleaved": self.rope is not None and self.rope.interleaved,
+        }
+        names = {f.name for f in dataclasses.fields(AttentionShape)} - own.keys()
+        return AttentionShape(**{n: getattr(self, n) for n in names}, **own)
 
 
 class FamilyConfig:

@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from colossax.errors import InputError
-from colossax.nn.attention import Attention, FlatTokens, Side, Window
+from colossax.nn.attention import Attention, FlatTokens, Side, Sight
 from colossax.nn.block import MLP, Block, residual
 from colossax.nn.cache import CacheSpec
 from colossax.nn.config import DecoderConfig
@@ -25,10 +25,13 @@ from colossax.sharding import compute_dtype, constrain, current_order, with_rang
 from colossax.sharding.experts import row_keys
 
 
-def decoder_layer(config: DecoderConfig, *, rngs: nnx.Rngs) -> Block:
-    """`x + attention(norm(x))`, then `x + mlp(norm(x))`, as a configuration describes them."""
+def decoder_layer(config: DecoderConfig, *, rngs: nnx.Rngs, full: bool = False) -> Block:
+    """`x + attention(norm(x))`, then `x + mlp(norm(x))`, as a configuration describes them.
+
+    Where some layers see all keys, `full` is whether it is one of them.
+    """
     std, out_std = _deviations(config)
-    attention = _attention(config, rngs, std, out_std)
+    attention = _attention(config, rngs, std, out_std, full)
     mlp = MLP(
         config.embed,
         config.mlp,
@@ -42,17 +45,20 @@ def decoder_layer(config: DecoderConfig, *, rngs: nnx.Rngs) -> Block:
     return Block({"attn": attention, "mlp": mlp}, lambda: make_norm(config))
 
 
-def expert_layer(config: DecoderConfig, *, rngs: nnx.Rngs, experts: int | None = None) -> Block:
+def expert_layer(
+    config: DecoderConfig, *, rngs: nnx.Rngs, experts: int | None = None, full: bool = False
+) -> Block:
     """`decoder_layer` with the configuration's experts in place of the MLP.
 
     Args:
         config: Has a mixture.
         rngs: Keys of the parameters.
         experts: How many, where layers differ.
+        full: Whether it is one that sees all keys.
     """
     assert config.mixture is not None
     std, out_std = _deviations(config)
-    attention = _attention(config, rngs, std, out_std)
+    attention = _attention(config, rngs, std, out_std, full)
     mixed = Experts(
         config.embed,
         config.mixture,
@@ -68,10 +74,10 @@ def expert_layer(config: DecoderConfig, *, rngs: nnx.Rngs, experts: int | None =
 
 
 def _attention(
-    config: DecoderConfig, rngs: nnx.Rngs, std: float, out_std: float
+    config: DecoderConfig, rngs: nnx.Rngs, std: float, out_std: float, full: bool
 ) -> Attention | LatentAttention:
     """The attention block that the configuration's sizes are of."""
-    shape = config.attention_shape()
+    shape = config.attention_shape(full)
     if isinstance(shape, LatentShape):
         return LatentAttention(shape, rngs=rngs, std=std, out_std=out_std)
     return Attention(shape, rngs=rngs, std=std, out_std=out_std)
@@ -85,19 +91,19 @@ def _deviations(config: DecoderConfig) -> tuple[float, float]:
 def decoder_layers(config: DecoderConfig) -> "Layers":
     """The layers that a configuration describes: alike, or of several kinds."""
     mixture = config.mixture
-    if mixture is None:
-        return Layers(make=lambda rngs: decoder_layer(config, rngs=rngs), order=config.layers)
-    kinds, counts = mixture.kinds(config.layers), mixture.experts_of(config.layers)
-    made = {kind: _maker(config, count) for kind, count in zip(kinds, counts, strict=True)}
-    if not config.layer_kinds:
-        return Layers(make=made[kinds[0]], order=config.layers)
+    counts = (0,) * config.layers if mixture is None else mixture.experts_of(config.layers)
+    layers = list(zip(counts, config.sees_all, strict=True))
+    kinds = config.layer_kinds
+    if not kinds:
+        return Layers(make=_maker(config, *layers[0]), order=config.layers)
+    made = {kind: _maker(config, *layer) for kind, layer in zip(kinds, layers, strict=True)}
     return Layers(make=made, order=kinds)
 
 
-def _maker(config: DecoderConfig, experts: int) -> MakeLayer:
+def _maker(config: DecoderConfig, experts: int, full: bool) -> MakeLayer:
     if not experts:
-        return lambda rngs: decoder_layer(config, rngs=rngs)
-    return lambda rngs: expert_layer(config, rngs=rngs, experts=experts)
+        return lambda rngs: decoder_layer(config, rngs=rngs, full=full)
+    return lambda rngs: expert_layer(config, rngs=rngs, experts=experts, full=full)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -212,11 +218,12 @@ class Decoder(nnx.Module):
         self._check_length(x.shape[1] - current_order().padding)
         if positions is None:
             positions = jnp.broadcast_to(current_order().indices(x.shape[1]), x.shape[:2])
-        masks = self._masks(mask, segments, x)
+        sights = [] if mask is not None else self._sights()
         side = Side(
-            masks=masks,
-            given=mask is not None,
+            masks=self._masks(mask, sights, segments, positions, x),
+            sights=tuple(sights),
             rope=self._rope(positions),
+            positions=self._asked(positions),
             **self._routed(x, segments, tokens, key),
         )
         hidden, out = self._run(x, positions, side, None)
@@ -230,7 +237,7 @@ class Decoder(nnx.Module):
         Prompt chunks and single next tokens look alike: each token says where it belongs.
         """
         positions = flat.position[None]
-        side = Side(flat=flat, rope=self._rope(positions))
+        side = Side(flat=flat, rope=self._rope(positions), positions=self._asked(positions))
         if self.config.mixture is not None:
             side = dataclasses.replace(side, valid=flat.seat[None] >= 0, token_ids=tokens[None])
         hidden, out = self._run(self.embed(tokens[None]), positions, side, cache)
@@ -260,18 +267,36 @@ class Decoder(nnx.Module):
         """
         return self.layers.cache_spec(seats=seats, slots=slots, chunk=chunk)
 
-    def _masks(self, mask: Mask | None, segments: Any, x: Array) -> tuple[Mask, ...]:
-        """For each window of the layers, with what kernels need of it: once, not in every layer."""
+    def _masks(
+        self, mask: Mask | None, sights: list[Sight], segments: Any, positions: Array, x: Array
+    ) -> tuple[Mask, ...]:
+        """For each sight of the layers, with what kernels need of it: once, not in every layer."""
         if mask is None:
-            one = Mask(causal=True, ascending=True)
-            masks = [one.changed(window=window) for window in self._windows()]
+            masks = [
+                Mask(causal=True, ascending=True, window=window, **_packed(segments))
+                if chunk is None
+                else Mask(
+                    causal=True,
+                    ascending=True,
+                    window=window,
+                    **_packed(self._chunks(chunk, segments, positions)),
+                )
+                for window, chunk in sights
+            ]
+        elif segments is not None and mask.q_segments is None:
+            masks = [mask.changed(**_packed(segments), ascending=True)]
         else:
             masks = [mask]
-        if segments is not None and masks[0].q_segments is None:
-            packed = {"q_segments": segments, "kv_segments": segments, "ascending": True}
-            masks = [one.changed(**packed) for one in masks]
         shape = self.config.attention_shape()
         return tuple(with_ranges(*shape.call(one, x)) for one in masks)
+
+    def _chunks(self, chunk: int, segments: Any, positions: Array) -> Int[Array, "b s"]:
+        """Chunks of documents, numbered as segments are: a token sees its own."""
+        number = positions // chunk
+        if segments is None:
+            return number
+        most = -(-self.config.max_seq // chunk)
+        return jnp.where(segments < 0, segments, segments * most + number)
 
     def _routed(self, x: Array, segments: Any, tokens: Any, key: Any) -> dict[str, Any]:
         """What of the side inputs experts ask for: which tokens are some, their ids, a key."""
@@ -287,11 +312,11 @@ class Decoder(nnx.Module):
             "key": _row_keys(key, x.shape[0]) if mixture.draws else None,
         }
 
-    def _windows(self) -> list[Window]:
+    def _sights(self) -> list[Sight]:
         """Those that the attention of its layers has."""
         modules = (module for _, module in nnx.iter_graph(self.layers))
-        windows = [one.shape.window for one in modules if isinstance(one, Attention)]
-        return list(dict.fromkeys(windows)) or [self.config.sides]
+        sights = [one.shape.sight for one in modules if isinstance(one, Attention)]
+        return list(dict.fromkeys(sights)) or [(self.config.sides, self.config.chunk)]
 
     def _run(self, x: Any, positions: Any, side: Side, cache: Any) -> tuple[Any, StackOutput]:
         if self.positions is not None:
@@ -300,6 +325,10 @@ class Decoder(nnx.Module):
             x = self.embed_norm(x)
         out = self.layers(residual(x), side, carried=cache)
         return _head_input(self.norm(out.carry)), out
+
+    def _asked(self, positions: Int[Array, "b s"]) -> Any:
+        """The positions, where layers ask for them."""
+        return None if self.config.query_growth is None else positions
 
     def _rope(self, positions: Int[Array, "b s"]) -> Any:
         if self.config.rope is None:
@@ -325,6 +354,11 @@ def make_norm(config: DecoderConfig) -> RMSNorm | LayerNorm:
     """The norm this configuration names."""
     make = RMSNorm if config.norm == "rms" else LayerNorm
     return make(config.embed, eps=config.norm_eps)
+
+
+def _packed(segments: Any) -> dict[str, Any]:
+    """Fields of a mask of these segments, if any."""
+    return {} if segments is None else {"q_segments": segments, "kv_segments": segments}
 
 
 def _head_input(x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:

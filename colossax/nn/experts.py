@@ -9,7 +9,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from colossax.layerwise import LayerState, Maximum
-from colossax.nn.block import ACTIVATIONS, MLP, block_input
+from colossax.nn.block import ACTIVATIONS, MLP, block_input, check_activation
+from colossax.nn.block import gated as act_gated
 from colossax.nn.layers import Linear
 from colossax.nn.mixture import MixtureConfig
 from colossax.nn.module import param
@@ -21,27 +22,41 @@ class ExpertMLP:
     """What an expert does with its rows: as `MLP`.
 
     Attributes:
-        activation: A key of `nn.ACTIVATIONS`.
+        activation: A key of `nn.ACTIVATIONS`, or of `GATED_ACTIVATIONS`.
         gated: Three matrices or two.
         on_input: Weights multiply the rows, not the hidden layer, from where they go out.
+        bias: Each matrix has a bias, `up_bias` and so on.
     """
 
     activation: str = "silu"
     gated: bool = True
     on_input: bool = False
+    bias: bool = False
 
     def __call__(
         self, local: sharded.LocalExperts, rows: Float[Array, "r d"], weight: Float[Array, " r"]
     ) -> Float[Array, "r d"]:
         """See `colossax.sharding.experts`."""
-        act, by = ACTIVATIONS[self.activation], weight[:, None]
+        by = weight[:, None]
         if self.on_input:
             rows = (rows * by).astype(rows.dtype)
-        up = local.times(rows, "up")
-        hidden = act(local.times(rows, "gate")) * up if self.gated else act(up)
+        up = self._mapped(local, rows, "up")
+        if self.gated:
+            hidden = act_gated(self.activation, self._mapped(local, rows, "gate"), up)
+        else:
+            hidden = ACTIVATIONS[self.activation](up)
         if not self.on_input:
             hidden = (hidden * by).astype(rows.dtype)
-        return local.times(hidden, "down", last=True)
+        out = local.times(hidden, "down", last=True)
+        if not self.bias:
+            return out
+        # Devices that split the hidden features are summed up: of the bias each brings a part.
+        bias = local.of_rows("down_bias", len(rows)) / local.share
+        return out + (bias if self.on_input else bias * by).astype(out.dtype)
+
+    def _mapped(self, local: sharded.LocalExperts, rows: Array, name: str) -> Array:
+        out = local.times(rows, name)
+        return out + local.of_rows(f"{name}_bias", len(rows)) if self.bias else out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +80,9 @@ class Experts(nnx.Module):
     """A router, a gate and experts: a `Sublayer`.
 
     Parameters are `router/w` `[d, e]` (of the cosine router also `router/vectors` and
-    `router/log_temperature`), `up`, `gate` `[e, d, f]` and `down` `[e, f, d]`, an MLP `shared`; and
-    what no optimizer moves: `bias` and `shares` `[e]`, see `MixtureConfig`.
+    `router/log_temperature`), `up`, `gate` `[e, d, f]` and `down` `[e, f, d]`, where experts have
+    biases `up_bias`, `gate_bias` `[e, f]` and `down_bias` `[e, d]`, an MLP `shared`; and what no
+    optimizer moves: `bias` and `shares` `[e]`, see `MixtureConfig`.
     """
 
     takes_parts = True
@@ -98,6 +114,7 @@ class Experts(nnx.Module):
             vocab: Token ids, for the gate `hash`.
             experts: How many; default the configuration's.
         """
+        check_activation(activation, gated, "Experts")
         self.config, self.activation, self.gated = config, activation, gated
         self.gating = gate_of(config, vocab)
         count, mlp = experts or config.experts, config.mlp
@@ -114,6 +131,14 @@ class Experts(nnx.Module):
         for each in (self.up, self.gate, self.down):
             if each is not None:
                 each.set_metadata(own_fetch=True)
+        for name, width, dim in (
+            ("up_bias", mlp, "expert_mlp"),
+            ("gate_bias", mlp, "expert_mlp"),
+            ("down_bias", embed, "expert_embed"),
+        ):
+            wanted = config.expert_bias and (gated or name != "gate_bias")
+            bias = param(jnp.zeros((count, width)), ("experts", dim)) if wanted else None
+            setattr(self, name, bias)
         self.bias = (
             param(
                 jnp.zeros((count,)), ("scores",), dtype="float32", update=MoveBias(config.bias_rate)
@@ -193,11 +218,17 @@ class Experts(nnx.Module):
     def _weights(self, state: LayerState) -> sharded.ExpertWeights:
         names = ("up", "gate", "down") if self.gated else ("up", "down")
         into, out = ("expert_embed", "expert_mlp"), ("expert_mlp", "expert_embed")
+        dims = {name: ("experts", *(out if name == "down" else into)) for name in names}
+        if self.config.expert_bias:
+            dims |= {f"{name}_bias": ("experts", dims[name][-1]) for name in names}
         return sharded.ExpertWeights(
-            arrays={name: getattr(self, name)[...] for name in names},
-            dims={name: ("experts", *(out if name == "down" else into)) for name in names},
+            arrays={name: getattr(self, name)[...] for name in dims},
+            dims=dims,
             compute=ExpertMLP(
-                activation=self.activation, gated=self.gated, on_input=self.config.on_input
+                activation=self.activation,
+                gated=self.gated,
+                on_input=self.config.on_input,
+                bias=self.config.expert_bias,
             ),
             layer=state.at,
         )

@@ -65,6 +65,24 @@ class RMSNorm(nnx.Module):
         return rms_norm(x, scale, eps=self.eps)
 
 
+class HeadsRMSNorm(nnx.Module):
+    """`x / rms(x) * scale` over the last two dims together, in float32.
+
+    Where devices split the heads, they sum up one number of each token.
+    """
+
+    def __init__(self, shape: tuple[int, int], dims: Dims, *, eps: float = 1e-6):
+        self.eps = eps
+        self.dims = tuple(dims)
+        self.scale = param(jnp.ones(shape, jnp.float32), self.dims)
+
+    def __call__(self, x: Float[Array, "b s n h"]) -> Float[Array, "b s n h"]:
+        scale = gather_weight(self.scale[...], self.dims, dtype=jnp.dtype("float32"))
+        wide = x.astype(jnp.float32)
+        square = jnp.mean(wide * wide, axis=(-2, -1), keepdims=True)
+        return (wide * jax.lax.rsqrt(square + self.eps) * scale[None, None]).astype(x.dtype)
+
+
 class LayerNorm(nnx.Module):
     """`(x - mean) / std * scale + bias` over the last dim, in float32."""
 

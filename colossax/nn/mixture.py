@@ -69,6 +69,7 @@ class MixtureConfig:
         router: `linear`, or `cosine`: of tokens, in `router_dim` dims, with vectors of experts.
         router_dim: Of the cosine router.
         router_bias: A bias in the linear router.
+        expert_bias: Biases in experts.
         balance: What the balance loss compares: a `sequence`, the `microbatch`, the mean scores
             with the choices of the step before (`global`), or `none`.
         balance_loss: Coefficient of that loss, summed over layers.
@@ -105,6 +106,7 @@ class MixtureConfig:
     router: str = dataclasses.field(default="linear", metadata={"choices": ROUTERS})
     router_dim: Count = 256
     router_bias: bool = False
+    expert_bias: bool = False
     balance: str = dataclasses.field(
         default="sequence", metadata={"choices": ("sequence", "global", "microbatch", "none")}
     )

@@ -147,7 +147,7 @@ def same_experts(model: Model) -> Model:
     """All experts of a layer as its first."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if re.search(r"mlp\.experts\.", name):
+            if re.search(r"\.experts\.", name):
                 parameter.copy_(parameter[:1].clone().expand_as(parameter))
     return model
 
@@ -429,6 +429,97 @@ CASES: dict[str, Case] = {
                 rope_parameters={"rope_type": "default", "rope_theta": 50.0}
             ),
             "shared experts": zeroed(r"shared_experts\.down_proj"),
+            "rope": NO_ROPE,
+        },
+    ),
+    "olmoe": Case(
+        config=transformers.OlmoeConfig,
+        sizes={
+            **LLAMA,
+            "intermediate_size": 24,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "pad_token_id": None,
+        },
+        seed=2,
+        off={
+            "router": zeroed(r"mlp\.gate\.weight"),
+            "weights as they are": reconfigured(norm_topk_prob=True),
+            "experts of their own": same_experts,
+            "qk norm": without(r"self_attn\.[qk]_norm$"),
+            "scales of each head": rolled(r"[qk]_norm\.weight", 8),
+            "rope": NO_ROPE,
+        },
+    ),
+    "gpt_oss": Case(
+        config=transformers.GptOssConfig,
+        sizes={
+            **LLAMA,
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "intermediate_size": 32,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 9,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1000.0,
+                "factor": 4.0,
+                "beta_fast": 8.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 32,
+            },
+        },
+        seed=3,
+        off={
+            "router": zeroed(r"mlp\.router\.weight"),
+            "router bias": zeroed(r"mlp\.router\.bias"),
+            "two choices": reconfigured(num_experts_per_tok=1),
+            "experts of their own": same_experts,
+            "gate bias and up bias": zeroed(r"gate_up_proj_bias"),
+            "gates between": rolled(r"gate_up_proj$", 1, -1),
+            "down bias": zeroed(r"down_proj_bias"),
+            "sinks": replaced(r"sinks", lambda tensor: tensor - 1e4),
+            "window": reconfigured(sliding_window=40),
+            "window of one more": reconfigured(sliding_window=10),
+            "attention bias": zeroed(r"self_attn\.[qkvo]_proj\.bias"),
+            "rope": NO_ROPE,
+        },
+    ),
+    "llama4_text": Case(
+        config=transformers.Llama4TextConfig,
+        sizes={
+            **LLAMA,
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "intermediate_size": 24,
+            "intermediate_size_mlp": 40,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layer_interval": 4,
+            "attention_chunk_size": 10,
+            "floor_scale": 6,
+            "attn_scale": 0.3,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 1000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+        },
+        seed=2,
+        off={
+            "router": zeroed(r"feed_forward\.router\.weight"),
+            "shared expert": zeroed(r"shared_expert\.down_proj"),
+            "experts of their own": same_experts,
+            "chunk": reconfigured(attention_chunk_size=40),
+            "chunk of one more": reconfigured(attention_chunk_size=11),
+            "qk norm": without(r"self_attn\.qk_norm$"),
+            "query growth": reconfigured(attn_temperature_tuning=False),
             "rope": NO_ROPE,
         },
     ),

@@ -16,9 +16,12 @@ from colossax.models import (
     DeepSeekV2Config,
     DeepSeekV3Config,
     GPT2Config,
+    GPTOSSConfig,
+    Llama4Config,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    OLMoEConfig,
     OPTConfig,
     Qwen2Config,
     Qwen2MoEConfig,
@@ -29,7 +32,7 @@ from colossax.models import (
     family_of,
     maker,
 )
-from colossax.nn import Llama3Scaling, YarnScaling, describe, pure
+from colossax.nn import Llama3Scaling, QueryGrowth, YarnScaling, describe, pure
 from colossax.recipes import recipe
 from tests.cases import quick_first
 from tests.oracle import assert_trees_close
@@ -110,6 +113,47 @@ TINY = {
         kept_groups=1,
         rope_scaling=YarnScaling(factor=4.0, original_max_positions=8, mscale_all_dim=1.0),
     ),
+    "olmoe": OLMoEConfig(
+        vocab=64,
+        embed=32,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        mlp=16,
+        experts=4,
+        choices=2,
+        max_seq=24,
+    ),
+    "gpt_oss": GPTOSSConfig(
+        vocab=64,
+        embed=32,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        head_dim=12,
+        mlp=16,
+        experts=4,
+        choices=2,
+        rope_scaling=YarnScaling(factor=4.0, original_max_positions=16),
+        window=5,
+        max_seq=24,
+    ),
+    "llama4_text": Llama4Config(
+        vocab=64,
+        embed=32,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        head_dim=12,
+        mlp=16,
+        dense_mlp=24,
+        experts=4,
+        every=2,
+        full_every=2,
+        chunk=4,
+        query_growth=QueryGrowth(step=3),
+        max_seq=24,
+    ),
     "gpt2": GPT2Config(vocab=64, embed=32, layers=2, heads=4, mlp=64, max_seq=24),
     "opt": OPTConfig(vocab=64, embed=32, layers=2, heads=4, mlp=64, max_seq=24),
     "bloom": BloomConfig(vocab=64, embed=32, layers=2, heads=4, max_seq=24),
@@ -180,6 +224,28 @@ DEAR = ("deepseek_v2", "deepseek_v3")
         ),
         # Of it 58 biases of 256 experts each.
         (recipe("deepseek_v3").model, 671_026_404_352 + 58 * 256),
+        (
+            OLMoEConfig(vocab=50304, embed=2048, layers=16, heads=16, kv_heads=16, mlp=1024),
+            6_919_161_856,
+        ),
+        (
+            GPTOSSConfig(
+                vocab=201088, embed=2880, layers=24, heads=64, kv_heads=8, mlp=2880, experts=32
+            ),
+            20_914_757_184,
+        ),
+        (
+            Llama4Config(
+                vocab=202048,
+                embed=5120,
+                layers=48,
+                heads=40,
+                kv_heads=8,
+                mlp=8192,
+                dense_mlp=16384,
+            ),
+            107_769_861_120,
+        ),
         (GPT2Config(vocab=50257, embed=768, layers=12, heads=12, mlp=3072), 124_439_808),
         (OPTConfig(vocab=50272, embed=768, layers=12, heads=12, mlp=3072), 125_239_296),
         (BloomConfig(vocab=250880, embed=1024, layers=24, heads=16), 559_214_592),

@@ -16,7 +16,14 @@ from colossax.config import (
     Segment,
     preset,
 )
-from colossax.nn import Decoder, DecoderConfig, LatentConfig, MixtureConfig, RopeConfig
+from colossax.nn import (
+    Decoder,
+    DecoderConfig,
+    LatentConfig,
+    MixtureConfig,
+    QueryGrowth,
+    RopeConfig,
+)
 from colossax.optim import adamw, sgd
 from colossax.planner import boost
 from colossax.tasks import next_token_loss
@@ -35,9 +42,22 @@ MODELS = {
     "dropping": {"gate": "gshard", "capacity": 0.6},
     "drawn": {"capacity": 0.6, "priority": "random"},
     "noisy": {"gate": "dense_to_sparse", "choices": 3},
+    "sinks": {"router_bias": True, "expert_bias": True},
+    "chunks": {"choices": 1, "score": "sigmoid", "renormalise": False, "on_input": True}
+    | {"shared": 16, "every": 2},
+    "normed": {"renormalise": False},
     "pyramid": {"pyramid": ((2, 16),), "shared": 16, "shared_mix": "softmax"},
     "latent": {"shared": 16, "score": "sigmoid", "bias_rate": 0.01},
     "latent, whole queries": {"first_dense": 1, "shared": 16, "renormalise": False},
+}
+
+# Fields of the decoder about them.
+AROUND = {
+    "sinks": {"sinks": True, "qkv_bias": True, "out_bias": True, "window": 6, "full_every": 2}
+    | {"activation": "clamped_swiglu"},
+    "chunks": {"chunk": 6, "full_every": 4, "full_rope": False, "qk_unit": True}
+    | {"query_growth": QueryGrowth(step=4), "rope": RopeConfig(interleaved=True)},
+    "normed": {"qk_norm_whole": True},
 }
 
 
@@ -64,10 +84,9 @@ def config(model):
         heads=4,
         mlp=64,
         max_seq=64,
-        rope=RopeConfig(),
         init_std=0.2,
         mixture=MixtureConfig(**{**MIXTURE, **MODELS[model]}),
-        **sizes,
+        **{"rope": RopeConfig(), **sizes, **AROUND.get(model, {})},
     )
 
 
@@ -168,6 +187,11 @@ PLANS = {
 CASES = [
     *((name, "sparse") for name in PLANS),
     *((name, model) for model in MODELS for name in ("expert 2, tensor 2, fsdp 2", "ring")),
+    *(
+        (name, model)
+        for model in AROUND
+        for name in ("data", "ulysses", "folded ring, ulysses, tensor", "fsdp, tensor", "stages")
+    ),
     ("accumulation", "every second"),
     ("remat", "every second"),
     ("host memory", "every second"),
@@ -183,6 +207,7 @@ CASES = [
     *((name, "pyramid") for name in ("accumulation", "host memory", "cut stages")),
 ]
 QUICK = [
+    ("expert 2, tensor 2, fsdp 2", "sinks"),
     ("expert 2, tensor 2, fsdp 2", "sparse"),
     ("accumulation", "every second"),
 ]

@@ -32,7 +32,9 @@ def attend_cache(
     position: Int[Array, " t"],
     slot: Int[Array, " t"],
     window: tuple[int | None, int | None] | None = None,
+    chunk: int | None = None,
     alibi_slopes: Float[Array, " n"] | None = None,
+    sinks: Float[Array, " n"] | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
     read: ReadSlots = keys_and_values,
@@ -43,8 +45,8 @@ def attend_cache(
     included; `slot` equals `position`, and positions below a token's must have been written.
     Without a window position p is in slot p, and a token outside of the cache is not written. With
     one, slots are taken in turn: position p is in slot p mod slots, and `left + c` of them do for
-    calls with at most c tokens of a seat. Tokens of a seat's last call may be taken back: the next
-    begins where the first of them was.
+    calls with at most c tokens of a seat; with chunks likewise, `chunk - 1 + c` of them. Tokens of
+    a seat's last call may be taken back: the next begins where the first of them was.
 
     Args:
         q: Queries of tokens of any sequences, in any order.
@@ -59,7 +61,9 @@ def attend_cache(
         slot: Where in the seat it goes; negative: nothing is written.
         window: `(left, right)` as of `Mask`: a token sees `left` keys strictly before it, None for
             all; none after it, whatever `right` is.
+        chunk: A token sees keys of its own chunk of so many positions; None: of all.
         alibi_slopes: Penalty per head and unit of distance.
+        sinks: One more logit per head, in the denominator only.
         scale: Default `1 / sqrt(h)`.
         soft_cap: Bound of the logits.
         read: Keys and values from what a seat's slots hold.
@@ -79,6 +83,8 @@ def attend_cache(
             f" {', '.join(sorted(new))}; give each array of the one for the other"
         )
     left = Mask(causal=True, window=window).left
+    if chunk is not None:
+        left = chunk - 1 if left is None else min(left, chunk - 1)
     seats, slots = next(iter(cache.values())).shape[1:3]
     # A negative index would count from the end: move it out of range, where it is dropped.
     row = jnp.where(seat < 0, seats, seat)
@@ -92,6 +98,7 @@ def attend_cache(
     keys, values = jax.eval_shape(read, one)
     grouped = q.reshape(t, keys.shape[1], -1, h)
     slopes = None if alibi_slopes is None else alibi_slopes.reshape(keys.shape[1], -1)
+    extra = None if sinks is None else sinks.astype(jnp.float32).reshape(1, keys.shape[1], -1, 1)
     scale = h**-0.5 if scale is None else scale
 
     def weigh(logits: Array, seat: Array, position: Array) -> Array:
@@ -107,10 +114,15 @@ def attend_cache(
         seen = (distance >= 0) & (seat >= 0)[:, None]
         if left is not None:
             seen &= distance <= jnp.minimum(position, left)[:, None]
+        if chunk is not None:
+            seen &= distance <= (position % chunk)[:, None]
         seen = seen[:, None, None]
         top = jnp.max(logits, axis=-1, keepdims=True, where=seen, initial=-jnp.inf)
-        weights = jnp.where(seen, jnp.exp(logits - jnp.where(jnp.isneginf(top), 0.0, top)), 0.0)
+        top = top if extra is None else jnp.maximum(top, extra)
+        top = jnp.where(jnp.isneginf(top), 0.0, top)
+        weights = jnp.where(seen, jnp.exp(logits - top), 0.0)
         total = jnp.sum(weights, axis=-1, keepdims=True)
+        total = total if extra is None else total + jnp.exp(extra - top)
         return weights / jnp.where(total == 0, 1.0, total)
 
     def within(at: int | Array, q: Array, *where: Array) -> Array:

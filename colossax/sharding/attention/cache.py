@@ -31,7 +31,9 @@ def attend_cache(
     position: Int[Array, " t"],
     slot: Int[Array, " t"],
     window: tuple[int | None, int | None] | None = None,
+    chunk: int | None = None,
     alibi_slopes: Float[Array, " n"] | None = None,
+    sinks: Float[Array, " n"] | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
     read: local.ReadSlots = local.keys_and_values,
@@ -51,21 +53,25 @@ def attend_cache(
         PlanError: Heads are not a multiple of their axes.
     """
     bound = current()
-    run = functools.partial(local.attend_cache, window=window, scale=scale, soft_cap=soft_cap)
+    run = functools.partial(
+        local.attend_cache, window=window, chunk=chunk, scale=scale, soft_cap=soft_cap
+    )
+    given = {"alibi_slopes": alibi_slopes, "sinks": sinks}
+    of_heads: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
     where = {"seat": seat, "position": position, "slot": slot}
     dims = dict.fromkeys(cache, CACHE_DIMS) if dims is None else dims
     specs = None if bound is None or bound.single else _specs(bound, cache, dims)
     if bound is None or specs is None:
-        return run(q, new, cache, layer, **where, alibi_slopes=alibi_slopes, read=read)
+        return run(q, new, cache, layer, **where, **of_heads, read=read)
     kv_heads = next(iter(_kv_head_axes(specs, dims)), None)
     heads = _query_axes(bound, q) if kv_heads is None else kv_heads
     of_q, replicated = PartitionSpec(None, heads, None), PartitionSpec()
     of_new = {name: PartitionSpec(None, *spec[3:]) for name, spec in specs.items()}
     n, select = q.shape[1], heads is not None and kv_heads is None
 
-    def island_local(q: Any, new: Any, cache: Any, layer: Any, where: Any, slopes: Any) -> Any:
+    def island_local(q: Any, new: Any, cache: Any, layer: Any, where: Any, of_heads: Any) -> Any:
         here = _of_query_heads_local(bound, heads, n, read) if select else read
-        return run(q, new, cache, layer, **where, alibi_slopes=slopes, read=here)
+        return run(q, new, cache, layer, **where, **of_heads, read=here)
 
     mapped = jax.shard_map(
         island_local,
@@ -74,7 +80,7 @@ def attend_cache(
         out_specs=(of_q, specs),
         check_vma=False,
     )
-    return mapped(q, new, cache, jnp.asarray(layer), where, alibi_slopes)
+    return mapped(q, new, cache, jnp.asarray(layer), where, of_heads)
 
 
 def cache_spec(bound: BoundPlan, shape: tuple[int, ...], dims: tuple[Any, ...]) -> PartitionSpec:

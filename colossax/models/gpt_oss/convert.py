@@ -1,0 +1,93 @@
+"""gpt-oss's names and layouts in Hugging Face files."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from colossax.errors import InputError
+from colossax.models.conversion import Conversion, link, setting
+from colossax.models.gpt_oss.config import GPTOSSConfig
+from colossax.models.llama.convert import IGNORED, LINKS, SETTINGS
+from colossax.models.settings import (
+    checked,
+    every_full,
+    first_eos,
+    per_layer,
+    rope_to_settings,
+    yarn_rope,
+)
+
+_MLP = "model.layers.{layer}.mlp"
+_OURS = "layers/mlp"
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+_LINKS = (
+    link("model.layers.{layer}.self_attn.sinks", "heads", "layers/attn/sinks"),
+    link(f"{_MLP}.router.weight", "scores embed", f"{_OURS}/router/w"),
+    link(f"{_MLP}.router.bias", "scores", f"{_OURS}/router/b"),
+    link(
+        f"{_MLP}.experts.gate_up_proj",
+        "experts expert_embed (expert_mlp part)",
+        f"{_OURS}/gate",
+        f"{_OURS}/up",
+    ),
+    link(
+        f"{_MLP}.experts.gate_up_proj_bias",
+        "experts (expert_mlp part)",
+        f"{_OURS}/gate_bias",
+        f"{_OURS}/up_bias",
+    ),
+    link(f"{_MLP}.experts.down_proj", "experts expert_mlp expert_embed", f"{_OURS}/down"),
+    link(f"{_MLP}.experts.down_proj_bias", "experts expert_embed", f"{_OURS}/down_bias"),
+)
+
+
+def _read(settings: Mapping[str, Any]) -> dict[str, Any]:
+    _check_packing(settings)
+    kinds = per_layer(settings, "layer_types", (_SLIDING, _FULL))
+    full_every = 2
+    if kinds is not None:
+        remedy = f"{_FULL} in each so many-th layer and {_SLIDING} in the others"
+        full_every = every_full("layer_types", [kind == _FULL for kind in kinds], remedy)
+    return {"full_every": full_every, **yarn_rope(settings), **first_eos(settings)}
+
+
+def _check_packing(settings: Mapping[str, Any]) -> None:
+    packing = checked("quantization_config", settings.get("quantization_config"), dict | None) or {}
+    method = packing.get("quant_method", "mxfp4")
+    if method != "mxfp4":
+        raise InputError(
+            f"config.json: quantization_config with quant_method = {method!r} is not supported;"
+            " only 'mxfp4' is"
+        )
+
+
+def _write(config: GPTOSSConfig) -> dict[str, Any]:
+    return {
+        **rope_to_settings(config.rope_theta, config.rope_scaling),
+        "layer_types": [_FULL if full else _SLIDING for full in config.decoder().sees_all],
+        "eos_token_id": config.eos,
+    }
+
+
+CONVERSION = Conversion(
+    model_type="gpt_oss",
+    architecture="GptOssForCausalLM",
+    config=GPTOSSConfig,
+    settings=(
+        *(entry for entry in SETTINGS if entry.ours != "norm_eps"),
+        setting("norm_eps", "rms_norm_eps", default=1e-5),
+        setting("head_dim", "head_dim", default=64),
+        setting("max_seq", "max_position_embeddings", default=131_072),
+        setting("window", "sliding_window", default=128),
+        setting("experts", "num_local_experts", "num_experts", default=128),
+        setting("choices", "num_experts_per_tok", default=4),
+        setting("balance_loss", "router_aux_loss_coef", default=0.001),
+        setting("attention_bias", "attention_bias", default=True),
+    ),
+    fixed={"hidden_act": ("silu",), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
+    links=(*LINKS, *_LINKS),
+    ignored=IGNORED,
+    read=_read,
+    write=_write,
+    packed=True,
+)

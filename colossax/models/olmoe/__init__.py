@@ -1,0 +1,3 @@
+"""OLMoE: Llama's parts, norms over all heads of queries and keys, experts in place of MLPs."""
+
+from .config import OLMoEConfig as OLMoEConfig

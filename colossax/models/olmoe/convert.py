@@ -1,0 +1,51 @@
+"""OLMoE's names and layouts in Hugging Face files."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from colossax.models.conversion import Conversion, setting
+from colossax.models.expert_links import QWEN_LINKS
+from colossax.models.llama.convert import IGNORED, LINKS, SETTINGS
+from colossax.models.olmoe.config import OLMoEConfig
+from colossax.models.settings import first_eos, plain_rope, rope_to_settings
+
+_NORMS = {
+    "layers/attn/q_norm/scale": "(heads head_dim)",
+    "layers/attn/k_norm/scale": "(kv_heads head_dim)",
+}
+
+
+def _read(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {**plain_rope(settings), **first_eos(settings)}
+
+
+def _write(config: OLMoEConfig) -> dict[str, Any]:
+    return {**rope_to_settings(config.rope_theta), "eos_token_id": config.eos}
+
+
+CONVERSION = Conversion(
+    model_type="olmoe",
+    architecture="OlmoeForCausalLM",
+    config=OLMoEConfig,
+    settings=(
+        *(entry for entry in SETTINGS if entry.ours != "norm_eps"),
+        setting("norm_eps", "rms_norm_eps", default=1e-5),
+        setting("experts", "num_experts", "num_local_experts", default=64),
+        setting("choices", "num_experts_per_tok", default=8),
+        setting("renormalise", "norm_topk_prob", default=False),
+        setting("max_seq", "max_position_embeddings", default=4096),
+        setting("balance_loss", "router_aux_loss_coef", default=0.01),
+    ),
+    fixed={"hidden_act": ("silu",), "attention_bias": (False,), "clip_qkv": (None,)},
+    links=(
+        *(
+            dataclasses.replace(entry, layout=_NORMS.get(entry.ours[0], entry.layout))
+            for entry in LINKS
+        ),
+        *QWEN_LINKS,
+    ),
+    ignored=IGNORED,
+    read=_read,
+    write=_write,
+)
