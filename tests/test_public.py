@@ -93,8 +93,8 @@ NAMES = {
         "ACTIVATIONS Attention AttentionShape Block CacheArray CacheSpec Decoder DecoderConfig "
         "Embedding Experts FamilyConfig FlatTokens LanguageModel LayerNorm LayerStack LayerState "
         "Layers Linear Llama3Scaling MLP MixtureConfig ModelSpec Models RMSNorm RopeConfig Side "
-        "StackOutput Sublayer Weighted Wiring alibi_slopes cross_entropy decoder_layer describe "
-        "even_head_dim expert_layer initialise named param pure renamed rope_tables rotate "
+        "StackOutput Sublayer VocabParts Weighted Wiring alibi_slopes cross_entropy decoder_layer "
+        "describe even_head_dim expert_layer initialise named param pure renamed rope_tables rotate "
         "run_recurrence weight_of window_slots with_gathers with_weights"
     ),
     "colossax.models": (

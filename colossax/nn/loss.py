@@ -15,6 +15,19 @@ from colossax.pallas.varying import vary_alike, zeros_like_varying
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class VocabParts:
+    """Parts of the vocabulary, each with a gradient of the hidden states of its own.
+
+    Attributes:
+        count: How many; they divide the vocabulary.
+        total: `[b, s, count, d] -> [b, s, d]`, their sum in float32.
+    """
+
+    count: int
+    total: Callable[[Array], Array]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Static:
     chunks: int
     z_loss: bool
@@ -23,6 +36,7 @@ class _Static:
     batch_shards: int
     seq_shards: int
     reduction: Any
+    parts: "VocabParts | None"
 
 
 def cross_entropy(
@@ -39,6 +53,7 @@ def cross_entropy(
     batch_shards: int = 1,
     seq_shards: int = 1,
     reduction: Any = None,
+    parts: VocabParts | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
     """Sums over tokens of `w (lse - logit[target])`, `w lse^2`, `w`, and `w` of right guesses.
 
@@ -64,6 +79,9 @@ def cross_entropy(
             over them once, not once for each chunk.
         seq_shards: Devices that the sequence is split over; likewise.
         reduction: Dtype of that sum; None: the head's.
+        parts: Of a vocabulary that is split over devices: the gradient of the hidden states is then
+            not summed over them by the compiler, in float32, but by this; the summands are of
+            dtype `reduction`.
 
     Returns:
         Four float32 scalars: sums, never means.
@@ -92,6 +110,7 @@ def cross_entropy(
         batch_shards=batch_shards,
         seq_shards=seq_shards,
         reduction=jnp.dtype(head.dtype if reduction is None else reduction),
+        parts=parts,
     )
     weights = jax.lax.stop_gradient(weights.astype(jnp.float32))
     operands = vary_alike((hidden, head, bias, targets, weights))
@@ -153,11 +172,13 @@ def _first_pass(
         if not gradients:
             return (sums, None), (lse, None)
         dlogits = _dlogits(logits, slope, lse, label, w, w)
-        dx, dhead, dbias = _gradients(x, head, bias, dlogits)
+        dx, dhead, dbias = _gradients(static, x, head, bias, dlogits)
         return (sums, (dhead, dbias)), (lse, dx)
 
     (sums, shared), (lse, dx) = _over_chunks(static, chunk, hidden, targets, weights)
-    return sums, lse, None if shared is None else (dx, *_sum_shards(static, shared))
+    if shared is None:
+        return sums, lse, None
+    return sums, lse, (_sum_parts(static, dx), *_sum_shards(static, shared))
 
 
 def _second_pass(
@@ -169,11 +190,15 @@ def _second_pass(
     def chunk(x: Array, label: Array, lse: Array, of_p: Array, of_label: Array) -> tuple[Any, Any]:
         logits, slope = _logits(static, x, head, bias)
         dlogits = _dlogits(logits, slope, lse, label, of_p, of_label)
-        dx, dhead, dbias = _gradients(x, head, bias, dlogits)
+        dx, dhead, dbias = _gradients(static, x, head, bias, dlogits)
         return (dhead, dbias), dx
 
     shared, dx = _over_chunks(static, chunk, hidden, targets, lse, of_p, of_label)
-    return dx, *_sum_shards(static, shared)
+    return _sum_parts(static, dx), *_sum_shards(static, shared)
+
+
+def _sum_parts(static: _Static, dx: Array) -> Array:
+    return dx if static.parts is None else static.parts.total(dx)
 
 
 def _sum_shards(static: _Static, shared: Any) -> Any:
@@ -216,13 +241,22 @@ def _dlogits(
     return dlogits if slope is None else dlogits * slope
 
 
-def _gradients(x: Array, head: Array, bias: Any, dlogits: Array) -> tuple[Array, Array, Any]:
-    """dx `[g, t, d]`, and float32 sums per batch shard: dhead `[g, d, v]`, dbias `[g, v]`."""
+def _gradients(
+    static: _Static, x: Array, head: Array, bias: Any, dlogits: Array
+) -> tuple[Array, Array, Any]:
+    """dx `[g, t, d]`, and float32 sums per batch shard: dhead `[g, d, v]`, dbias `[g, v]`.
+
+    With parts of the vocabulary dx is that of each, `[g, t, parts, d]`.
+    """
     dbias = None if bias is None else jnp.sum(dlogits, axis=1)
     dlogits = dlogits.astype(x.dtype)
-    dx = jnp.einsum("gtv,dv->gtd", dlogits, head, preferred_element_type=jnp.float32)
     dhead = jnp.einsum("gtd,gtv->gdv", x, dlogits, preferred_element_type=jnp.float32)
-    return dx.astype(x.dtype), dhead, dbias
+    if static.parts is None:
+        dx = jnp.einsum("gtv,dv->gtd", dlogits, head, preferred_element_type=jnp.float32)
+        return dx.astype(x.dtype), dhead, dbias
+    of_part = (a.reshape(*a.shape[:-1], static.parts.count, -1) for a in (dlogits, head))
+    dx = jnp.einsum("gtpv,dpv->gtpd", *of_part, preferred_element_type=jnp.float32)
+    return dx.astype(static.reduction), dhead, dbias
 
 
 def _over_chunks(
