@@ -94,8 +94,8 @@ NAMES = {
         "Embedding Experts FamilyConfig FlatTokens LanguageModel LayerNorm LayerStack LayerState "
         "Layers Linear Llama3Scaling MLP MixtureConfig ModelSpec Models RMSNorm RopeConfig Side "
         "StackOutput Sublayer VocabParts Weighted Wiring alibi_slopes cross_entropy decoder_layer "
-        "describe even_head_dim expert_layer initialise named param pure renamed rope_tables rotate "
-        "run_recurrence weight_of window_slots with_gathers with_weights"
+        "describe even_head_dim expert_layer initialise named param pure renamed rope_tables "
+        "rotate run_recurrence weight_of window_slots with_gathers with_weights"
     ),
     "colossax.models": (
         "BloomConfig FAMILIES Family GPT2Config LlamaConfig MistralConfig MixtralConfig OPTConfig "
