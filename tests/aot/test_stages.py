@@ -77,7 +77,7 @@ def test_weights_gathered_once_a_step():
 def test_gradients_reduced_once_a_step():
     one = inspected(8, gather="step", once=True)
     assert one.memory.temp_bytes <= 16.8 * GIB
-    assert sum(link.totals.ring_bytes for link in one.links) <= 11.6 * GB
+    assert sum(link.totals.ring_bytes for link in one.links) <= 9.9 * GB
     # A stage's weights in bfloat16, and gradients in float32: of each device the other half.
     stage = 8.03e9 / STAGES
     assert sent(one, "fsdp", "all-gather") == pytest.approx(2 * stage / 2, rel=1e-3)
