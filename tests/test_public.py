@@ -94,10 +94,10 @@ NAMES = {
         "ACTIVATIONS Attention AttentionShape Block CacheArray CacheSpec Decoder DecoderConfig "
         "Embedding Experts FamilyConfig FlatTokens LanguageModel LayerNorm LayerStack LayerState "
         "LatentAttention LatentConfig LatentShape Layers Linear Llama3Scaling MLP MixtureConfig "
-        "ModelSpec Models QueryGrowth RMSNorm RopeConfig Side StackOutput Sublayer Weighted Wiring "
-        "YarnScaling alibi_slopes cross_entropy decoder_layer describe even_head_dim expert_layer "
-        "initialise kl_divergence named param pure renamed rope_tables rotate run_recurrence "
-        "weight_of window_slots with_gathers with_weights"
+        "ModelSpec Models QueryGrowth RMSNorm RopeConfig Side StackOutput Sublayer VocabParts "
+        "Weighted Wiring YarnScaling alibi_slopes cross_entropy decoder_layer describe "
+        "even_head_dim expert_layer initialise kl_divergence named param pure renamed rope_tables rotate "
+        "run_recurrence weight_of window_slots with_gathers with_weights"
     ),
     "colossax.models": (
         "BloomConfig DeepSeekV2Config DeepSeekV3Config FAMILIES Family GPT2Config GPTOSSConfig "

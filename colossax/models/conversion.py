@@ -171,7 +171,7 @@ class Block:
 
 
 def _own_dims(info: ParamInfo, *, alone: bool = False) -> tuple[str, ...]:
-    dims = tuple(str(dim) for dim in info.dims[1 if info.stacked else 0 :])
+    dims = tuple(str(dim).split(":")[0] for dim in info.dims[1 if info.stacked else 0 :])
     return tuple(dim for dim in dims if not (alone and dim == _EXPERTS))
 
 

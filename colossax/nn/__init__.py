@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from .layers import LayerNorm as LayerNorm
     from .layers import Linear as Linear
     from .layers import RMSNorm as RMSNorm
+    from .loss import VocabParts as VocabParts
     from .loss import cross_entropy as cross_entropy
     from .mixture import MixtureConfig as MixtureConfig
     from .module import MakeModel as MakeModel

@@ -133,7 +133,9 @@ class Decoder(nnx.Module):
         """
         self.config = config
         std = config.init_std
-        self.embed = Embedding(config.vocab, config.embed, rngs=rngs, dim="vocab", std=std)
+        self.embed = Embedding(
+            config.vocab, config.embed, rngs=rngs, dim="vocab", std=std, tied=config.tied
+        )
         self.positions = (
             Embedding(config.learned_positions, config.embed, rngs=rngs, dim="positions", std=std)
             if config.learned_positions

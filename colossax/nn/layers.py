@@ -106,8 +106,26 @@ class Embedding(Weighted):
 
     held_as = "table"
 
-    def __init__(self, rows: int, size: int, *, rngs: nnx.Rngs, dim: str, std: float = 0.02):
-        self.dims = (dim, "embed")
+    def __init__(
+        self,
+        rows: int,
+        size: int,
+        *,
+        rngs: nnx.Rngs,
+        dim: str,
+        std: float = 0.02,
+        tied: bool = True,
+    ):
+        """Make the table.
+
+        Args:
+            rows, size: Of the table.
+            rngs: Keys of the parameters.
+            dim: Of the rows.
+            std: Deviation.
+            tied: Whether it may be read otherwise than by looking up.
+        """
+        self.dims = (dim, "embed" if tied else "embed:table")
         self.table = param(
             jax.random.normal(rngs.params(), (rows, size), jnp.float32) * std, self.dims
         )

@@ -15,6 +15,19 @@ from colossax.pallas.varying import vary_alike, zeros_like_varying
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class VocabParts:
+    """Parts of the vocabulary, each with a gradient of the hidden states of its own.
+
+    Attributes:
+        count: How many; they divide the vocabulary.
+        total: `[b, s, count, d] -> [b, s, d]`, their sum in float32.
+    """
+
+    count: int
+    total: Callable[[Array], Array]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
     """How a sum over the vocabulary is made; see `cross_entropy`."""
 
@@ -25,6 +38,7 @@ class Settings:
     z_loss: bool = False
     soft_cap: float | None = None
     vocab_sharded: bool = False
+    parts: VocabParts | None = None
 
 
 def cross_entropy(
@@ -41,6 +55,7 @@ def cross_entropy(
     batch_shards: int = 1,
     seq_shards: int = 1,
     reduction: Any = None,
+    parts: VocabParts | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
     """Sums over tokens of `w (lse - logit[target])`, `w lse^2`, `w`, and `w` of right guesses.
 
@@ -66,6 +81,9 @@ def cross_entropy(
             over them once, not once for each chunk.
         seq_shards: Devices that the sequence is split over; likewise.
         reduction: Dtype of that sum; None: the head's.
+        parts: Of a vocabulary that is split over devices: the gradient of the hidden states is then
+            not summed over them by the compiler, in float32, but by this; the summands are of
+            dtype `reduction`.
 
     Returns:
         Four float32 scalars: sums, never means.
@@ -88,6 +106,7 @@ def cross_entropy(
         batch_shards=batch_shards,
         seq_shards=seq_shards,
         reduction=jnp.dtype(head.dtype if reduction is None else reduction),
+        parts=parts,
     )
     weights = jax.lax.stop_gradient(weights.astype(jnp.float32))
     operands = vary_alike((hidden, head, bias, targets, weights))
@@ -159,11 +178,13 @@ def _first_pass(
         if not gradients:
             return (sums, None), (lse, None)
         dlogits = _dlogits(logits, slope, lse, label, w, w)
-        dx, dhead, dbias = gradients_of(x, head, bias, dlogits)
+        dx, dhead, dbias = _gradients(static, x, head, bias, dlogits)
         return (sums, (dhead, dbias)), (lse, dx)
 
     (sums, shared), (lse, dx) = over_chunks(static, chunk, hidden, targets, weights)
-    return sums, lse, None if shared is None else (dx, *sum_shards(static, shared))
+    if shared is None:
+        return sums, lse, None
+    return sums, lse, (_sum_parts(static, dx), *sum_shards(static, shared))
 
 
 def _second_pass(
@@ -175,11 +196,15 @@ def _second_pass(
     def chunk(x: Array, label: Array, lse: Array, of_p: Array, of_label: Array) -> tuple[Any, Any]:
         logits, slope = _logits(static, x, head, bias)
         dlogits = _dlogits(logits, slope, lse, label, of_p, of_label)
-        dx, dhead, dbias = gradients_of(x, head, bias, dlogits)
+        dx, dhead, dbias = _gradients(static, x, head, bias, dlogits)
         return (dhead, dbias), dx
 
     shared, dx = over_chunks(static, chunk, hidden, targets, lse, of_p, of_label)
-    return dx, *sum_shards(static, shared)
+    return _sum_parts(static, dx), *sum_shards(static, shared)
+
+
+def _sum_parts(static: Settings, dx: Array) -> Array:
+    return dx if static.parts is None else static.parts.total(dx)
 
 
 def sum_shards(static: Settings, shared: Any) -> Any:
@@ -220,6 +245,20 @@ def _dlogits(
     onehot = jnp.where(_is_label(logits, label), of_label[..., None], 0.0)
     dlogits = p * of_p[..., None] - onehot
     return dlogits if slope is None else dlogits * slope
+
+
+def _gradients(
+    static: Settings, x: Array, head: Array, bias: Any, dlogits: Array
+) -> tuple[Array, Array, Any]:
+    """`gradients_of`; with parts of the vocabulary dx is that of each, `[g, t, parts, d]`."""
+    dx, dhead, dbias = gradients_of(x, head, bias, dlogits)
+    if static.parts is None:
+        return dx, dhead, dbias
+    cut = (
+        a.reshape(*a.shape[:-1], static.parts.count, -1) for a in (dlogits.astype(x.dtype), head)
+    )
+    dx = jnp.einsum("gtpv,dpv->gtpd", *cut, preferred_element_type=jnp.float32)
+    return dx.astype(static.reduction), dhead, dbias
 
 
 def gradients_of(x: Array, head: Array, bias: Any, dlogits: Array) -> tuple[Array, Array, Any]:

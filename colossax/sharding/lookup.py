@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from colossax.config import BoundPlan
+from colossax.config import BoundPlan, MeshAxis
 from colossax.sharding.context import current
 from colossax.sharding.matmul.splits import Axes, Split, axes_of, spec_of, split_of, turn_local
 from colossax.sharding.ops import (
@@ -33,7 +33,8 @@ def lookup(
     along those axes, and one all-to-all hands the parts over. Where the rows are split, each
     device looks up those it has, for the tokens of all devices along the axes, and the parts are
     summed up, reduce-scattered if the axes split tokens. Backward goes the same ways and needs no
-    reduction along these axes. Else the table is gathered, and its gradient, summed up in float32,
+    reduction along these axes. Stages that split the width look up their parts and gather them;
+    backward each takes its own. Else the table is gathered, and its gradient, summed up in float32,
     reduce-scattered. Left to itself the compiler replicates one or the other.
 
     Args:
@@ -75,12 +76,14 @@ class _Exchange:
             with the dim of the tokens that it splits; widths first.
         widths: How many of them are of the width.
         summed: Axes of its rows that split no tokens.
+        beside: Those of its width: each device looks up its part, and the parts are gathered.
     """
 
     held: Split
     token_axes: tuple[tuple[Axes, int], ...]
     widths: int
     summed: Axes
+    beside: Axes
 
 
 def _placed(
@@ -114,15 +117,19 @@ def _exchange(place: _Place, split: Split) -> _Exchange:
     times = 2 if len(of_rows) > len(inside) else place.bound.size(of_rows)
     if times * place.tokens >= place.rows:
         of_rows, inside = (), []
+    # Stages come first where they split the width, and then nothing else has a part of the result.
+    beside = tuple(axis for axis in of_width[:1] if axis == MeshAxis.STAGE)
+    of_width = of_width[len(beside) :]
     more = of_width[len(width) :] if of_width[: len(width)] == width else ()
     if place.tokens >= place.rows or any(axis not in axes_of(place.out[:2]) for axis in more):
         more = ()
     widths, rows = _by_dim(place, more), _by_dim(place, inside)
     return _Exchange(
-        held=(of_rows, (*width, *more)),
+        held=(of_rows, (*beside, *width, *more)),
         token_axes=(*widths, *rows),
         widths=len(widths),
         summed=tuple(axis for axis in of_rows if axis not in inside),
+        beside=beside,
     )
 
 
@@ -145,7 +152,10 @@ def _lookup(place: _Place, table: Array, ids: Array) -> Array:
                 part = jax.lax.all_to_all(part, axes, split_axis=dim, concat_axis=2, tiled=True)
             else:
                 part = jax.lax.psum_scatter(part, axes, scatter_dimension=dim, tiled=True)
-        return jax.lax.psum(part, plan.summed) if plan.summed else part
+        part = jax.lax.psum(part, plan.summed) if plan.summed else part
+        if plan.beside:
+            part = jax.lax.all_gather(part, plan.beside, axis=2, tiled=True)
+        return part
 
     return _mapped(place, rows_local, (place.rest, place.out[:2]), place.out)(table, ids)
 
@@ -163,6 +173,10 @@ def _lookup_bwd(place: _Place, residuals: Any, dx: Array):
     partial = tuple(axis for axis in axes_of(place.out[:2]) if axis not in seen)
 
     def sums_local(ids: Array, dx: Array) -> Array:
+        if plan.beside:
+            size = dx.shape[2] // place.bound.size(plan.beside)
+            start = jax.lax.axis_index(plan.beside) * size
+            dx = jax.lax.dynamic_slice_in_dim(dx, start, size, axis=2)
         for at, (axes, dim) in enumerate(plan.token_axes):
             if at < plan.widths:
                 dx = jax.lax.all_to_all(dx, axes, split_axis=2, concat_axis=dim, tiled=True)

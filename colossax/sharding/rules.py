@@ -92,7 +92,27 @@ def _chosen(bound: BoundPlan, role: str, dims: Dims, shape: Sequence[int]) -> li
             choice = tuple(axis for axis in choice if axis in group)
         taken.update(choice)
         found.append(_used(bound, choice))
-    return found
+    return found if role == "activations" else _by_width(bound, dims, shape, found)
+
+
+def _by_width(
+    bound: BoundPlan, dims: Dims, shape: Sequence[int], found: list[tuple[str, ...]]
+) -> list[tuple[str, ...]]:
+    """Stages that share the rows of a table which is nothing but looked up share its width instead.
+
+    What is looked up is then gathered over them and not summed, which sends half as much.
+    """
+    if dims[-1:] != (TABLE_WIDTH,) or MeshAxis.STAGE not in found[-2]:
+        return found
+    width = (MeshAxis.STAGE.value, *found[-1])
+    if shape[-1] % bound.size(width) or activation_axes(bound, TABLE_WIDTH):
+        return found
+    rows = tuple(axis for axis in found[-2] if axis != MeshAxis.STAGE)
+    return [*found[:-2], rows, width]
+
+
+TABLE_WIDTH = "embed:table"
+"""Dim of a table's rows, of a table that is no head too."""
 
 
 _BESIDE_EXPERTS = frozenset({"expert_embed", "expert_mlp"})

@@ -1,5 +1,6 @@
 """The next-token loss of language models."""
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,7 +13,7 @@ from jaxtyping import Array
 from colossax.config import BoundPlan, MeshAxis, at_least
 from colossax.errors import InputError, PlanError
 from colossax.layerwise import Maximum
-from colossax.nn import cross_entropy
+from colossax.nn import VocabParts, cross_entropy
 from colossax.sharding import activation_axes, constrain, current
 from colossax.step.loss import Loss, Sums, Terms, any_order
 from colossax.typing import TEXT_BATCH_DIMS, Batch, TrainState
@@ -68,6 +69,7 @@ def next_token_terms(
         weights,
         z_loss=bool(z_loss),
         vocab_sharded=_devices(current(), "vocab") > 1,
+        parts=_parts_of_stages(current(), head.shape) if shared == 1 else None,
         **cuts,
     )
     # Counted apart from the loss, so that it visibly depends on the batch alone.
@@ -147,6 +149,46 @@ def _stages_of_tokens(bound: BoundPlan | None, head: tuple[int, ...], tokens: in
         return 1
     by_vocab = MeshAxis.STAGE in activation_axes(bound, "vocab")
     return 1 if by_vocab and not head[1] % _devices(bound, "vocab") else stages
+
+
+def _parts_of_stages(bound: BoundPlan | None, head: tuple[int, ...]) -> VocabParts | None:
+    """Parts of the vocabulary that the stages have; None where they share it not, or not evenly.
+
+    Args:
+        bound: The plan in force.
+        head: Shape of the output matrix, `[d, v]`.
+    """
+    axes = () if bound is None else activation_axes(bound, "vocab")
+    if bound is None or axes[:1] != (MeshAxis.STAGE,):
+        return None
+    stages = bound.mesh.shape[MeshAxis.STAGE]
+    if head[0] % stages or head[1] % _devices(bound, "vocab"):
+        return None
+    return VocabParts(count=stages, total=_SumOfStages(bound))
+
+
+@dataclasses.dataclass(frozen=True)
+class _SumOfStages:
+    """Sum over dim 2 of `[b, s, stages, d]`, which each stage has a row of.
+
+    Cost: per device, `2 (stages - 1) / stages` times its rows' bytes, as in an all-reduce; each
+    stage sums a part of the width, in float32.
+    """
+
+    bound: BoundPlan
+
+    def __call__(self, parts: Array) -> Array:
+        stage = MeshAxis.STAGE.value
+        rows = [activation_axes(self.bound, dim) or None for dim in ("batch:inner", "seq")]
+
+        def laid(x: Array, *rest: str | None) -> Array:
+            where = NamedSharding(self.bound.mesh, PartitionSpec(*rows, *rest))
+            return jax.lax.with_sharding_constraint(x, where)
+
+        # Each its own first: else the sum, wanted by width, is made by the compiler.
+        turned = laid(laid(parts, stage, None), None, stage)
+        total = jnp.sum(turned.astype(jnp.float32), axis=2).astype(parts.dtype)
+        return laid(laid(total, stage), None)
 
 
 def at_the_head(head: tuple[int, ...], tokens: int) -> tuple[int, dict[str, Any]]:

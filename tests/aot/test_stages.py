@@ -77,7 +77,7 @@ def test_weights_gathered_once_a_step():
 def test_gradients_reduced_once_a_step():
     one = inspected(8, gather="step", once=True)
     assert one.memory.temp_bytes <= 16.8 * GIB
-    assert sum(link.totals.ring_bytes for link in one.links) <= 11.6 * GB
+    assert sum(link.totals.ring_bytes for link in one.links) <= 9.9 * GB
     # A stage's weights in bfloat16, and gradients in float32: of each device the other half.
     stage = 8.03e9 / STAGES
     assert sent(one, "fsdp", "all-gather") == pytest.approx(2 * stage / 2, rel=1e-3)
@@ -88,8 +88,8 @@ def test_gradients_reduced_once_a_step():
 @pytest.mark.catches("stage-looks-up-in-vain")
 def test_llama_3_8b_on_eight_stages():
     one = inspected(8, stages=8)
-    assert one.memory.argument_bytes + one.memory.temp_bytes <= 21.5 * GIB
-    assert sum(link.totals.ring_bytes for link in one.links) <= 6.7 * GB
+    assert one.memory.argument_bytes + one.memory.temp_bytes <= 20.6 * GIB
+    assert sum(link.totals.ring_bytes for link in one.links) <= 4.5 * GB
 
 
 @pytest.mark.catches("stage-slot-too-many")
@@ -124,7 +124,11 @@ def test_between_stages_activations_go_and_nothing_is_gathered(microbatches, sch
     # Forward and backward, a message of the microbatch in each tick that needs one.
     ticks = microbatches + STAGES - 1
     assert sent(one, "stage", "collective-permute") == 2 * ticks * ROW_BYTES
-    assert not sent(one, "stage", "all-gather", "reduce-scatter", "all-to-all")
+    # Looked up rows and the parts of the last gradient, of each microbatch; no weights.
+    rows = microbatches * ROW_BYTES * (STAGES - 1) / STAGES
+    assert sent(one, "stage", "all-gather") == 2 * rows
+    assert sent(one, "stage", "all-to-all") == rows
+    assert not sent(one, "stage", "reduce-scatter")
 
 
 @pytest.mark.catches("stage-kept-copied")
@@ -137,7 +141,9 @@ def test_in_a_v_both_ways_are_sent_and_weights_of_the_way_back_once():
     assert 0.9 * 4 * ticks * ROW_BYTES < found <= 4 * ticks * ROW_BYTES
     kept = rf"= bf16\[{4 * STAGES - 1},1,1,1,8192,4096\]\S* "
     assert re.search(kept, one.program.hlo) and not re.search(kept + r"copy\(", one.program.hlo)
-    assert not sent(one, "stage", "all-gather", "reduce-scatter", "all-to-all")
+    rows = 8 * ROW_BYTES * (STAGES - 1) / STAGES
+    assert sent(one, "stage", "all-gather", "all-to-all") == 3 * rows
+    assert not sent(one, "stage", "reduce-scatter")
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("zb_h1", 1), ("zb_v", 2)])

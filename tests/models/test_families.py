@@ -354,7 +354,7 @@ def test_names_of_parameters():
     assert names["layers/attn/q/w"] == ("layers", "embed", "heads", "head_dim")
     assert names["layers/attn/k/b"] == ("layers", "kv_heads", "head_dim")
     assert names["layers/mlp/down/w"] == ("layers", "mlp", "embed")
-    assert names["embed/table"] == ("vocab", "embed")
+    assert names["embed/table"] == ("vocab", "embed:table")
     assert names["head/w"] == ("embed", "vocab")
 
 

@@ -29,6 +29,8 @@ MESHES = {
     "2d-ring2": Plan(mesh={"ring": 2, "row": 2, "col": 2}, tensor_layout="2d"),
     "2.5d": Plan(mesh={"depth": 2, "row": 2, "col": 2}, tensor_layout="2.5d"),
     "3d": Plan(mesh={"depth": 2, "row": 2, "col": 2}, tensor_layout="3d"),
+    "stage4-fsdp2": Plan(mesh={"stage": 4, "fsdp": 2}),
+    "stage2-fsdp2-tensor2": Plan(mesh={"stage": 2, "fsdp": 2, "tensor": 2}),
     "3d-fsdp2": Plan(mesh={"fsdp": 2, "row": 2, "col": 2}, tensor_layout="3d"),
 }
 
@@ -58,12 +60,13 @@ def truth(rows):
 
 
 TABLES = {
-    f"{dim}, {what} move": (dim, rows)
-    for dim in ("vocab", "positions")
+    f"{dims[0]}, {what} move": (dims, rows)
+    for dims in (("vocab", "embed:table"), ("positions", "embed"))
     for rows, what in ((16, "tables"), (512, "rows"))
 }
 
 
+@pytest.mark.catches("lookup-width-of-another-stage")
 @pytest.mark.parametrize("mesh", MESHES)
 def test_lookup_equals_indexing_without_rematerialisation(devices, mesh, capfd):
     """Of every kind of table, in one program that is compiled once."""
@@ -72,9 +75,9 @@ def test_lookup_equals_indexing_without_rematerialisation(devices, mesh, capfd):
     @jax.jit
     def every(tables):
         found = {}
-        for name, (dim, _) in TABLES.items():
+        for name, (dims, _) in TABLES.items():
             _, ids, scale = right[name][0]
-            found[name] = program((dim, "embed"), ids, scale)(tables[name])
+            found[name] = program(dims, ids, scale)(tables[name])
         return found
 
     with use(MESHES[mesh].bind(devices)):
@@ -101,11 +104,18 @@ T = 8 * 8 // 8
 """Tokens of a device where all split them."""
 
 
+@pytest.mark.catches("table-of-stages-by-rows")
 @pytest.mark.parametrize(
     ("mesh", "rows", "expected"),
     [
         ("fsdp8", 512, {("all-to-all", "fsdp"): 2 * T * D}),
         ("fsdp8", 8, {("all-gather", "fsdp"): 8 * D, ("reduce-scatter", "fsdp"): 8 * D}),
+        # The first gathers what the stages have of the width; back each has its own.
+        (
+            "stage4-fsdp2",
+            512,
+            {("all-gather", "stage"): 4 * T * D, ("all-to-all", "fsdp"): 2 * (8 * T) * D / 8},
+        ),
         # Forward scattered along row, backward gathered; along fsdp exchanged both times.
         (
             "2d-fsdp2",
@@ -138,8 +148,9 @@ T = 8 * 8 // 8
 def test_what_a_lookup_sends(devices, mesh, rows, expected):
     table, ids, scale = operands(rows)
     bound = MESHES[mesh].bind(devices)
+    dims = "vocab", "embed:table"
     with use(bound):
-        text = program(("vocab", "embed"), ids, scale).lower(table).compile().as_text()
+        text = program(dims, ids, scale).lower(table).compile().as_text()
     sent = {}
     for one in collectives(text, bound.mesh):
         if one.bytes > 600:  # numbers of rows, the sum of the test's own total
