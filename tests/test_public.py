@@ -96,8 +96,8 @@ NAMES = {
         "LatentAttention LatentConfig LatentShape Layers Linear Llama3Scaling MLP MixtureConfig "
         "ModelSpec Models QueryGrowth RMSNorm RopeConfig Side StackOutput Sublayer VocabParts "
         "Weighted Wiring YarnScaling alibi_slopes cross_entropy decoder_layer describe "
-        "even_head_dim expert_layer initialise kl_divergence named param pure renamed rope_tables rotate "
-        "run_recurrence weight_of window_slots with_gathers with_weights"
+        "even_head_dim expert_layer initialise kl_divergence named param pure renamed rope_tables "
+        "rotate run_recurrence weight_of window_slots with_gathers with_weights"
     ),
     "colossax.models": (
         "BloomConfig DeepSeekV2Config DeepSeekV3Config FAMILIES Family GPT2Config GPTOSSConfig "
