@@ -70,7 +70,8 @@ def by_loop(params, x):
         return a / np.sqrt(np.mean(a**2, axis=-1, keepdims=True) + 1e-6) * params[name]["scale"]
 
     def turned(a):
-        return np.asarray(rotate(a[:, :, None], tables(), interleaved=True))[:, :, 0]
+        given = jnp.asarray(a[:, :, None])
+        return np.asarray(rotate(given, tables(), interleaved=True))[:, :, 0]
 
     rank, nope = SIZES.kv_rank, SIZES.nope_dim
     queries, down = normed(x @ w["q_down"], "q_norm"), x @ w["kv_down"]
