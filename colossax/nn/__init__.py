@@ -20,22 +20,21 @@ if TYPE_CHECKING:
     from .cache import CacheArray as CacheArray
     from .cache import CacheSpec as CacheSpec
     from .cache import window_slots as window_slots
-    from .config import DecoderConfig as DecoderConfig
-    from .config import FamilyConfig as FamilyConfig
-    from .config import LatentConfig as LatentConfig
-    from .config import LayerCount as LayerCount
-    from .config import Llama3Scaling as Llama3Scaling
-    from .config import QueryGrowth as QueryGrowth
-    from .config import RopeConfig as RopeConfig
-    from .config import YarnScaling as YarnScaling
-    from .config import even_head_dim as even_head_dim
+    from .config.decoder import DecoderConfig as DecoderConfig
+    from .config.decoder import FamilyConfig as FamilyConfig
+    from .config.decoder import LayerCount as LayerCount
+    from .config.decoder import even_head_dim as even_head_dim
+    from .config.mixture import MixtureConfig as MixtureConfig
+    from .config.parts import LatentConfig as LatentConfig
+    from .config.parts import Llama3Scaling as Llama3Scaling
+    from .config.parts import QueryGrowth as QueryGrowth
+    from .config.parts import RopeConfig as RopeConfig
+    from .config.parts import YarnScaling as YarnScaling
     from .decoder import Decoder as Decoder
     from .decoder import Layers as Layers
     from .decoder import decoder_layer as decoder_layer
     from .decoder import expert_layer as expert_layer
-    from .divergence import kl_divergence as kl_divergence
     from .experts import Experts as Experts
-    from .foreign import with_gathers as with_gathers
     from .initialising import initialise as initialise
     from .language_model import LanguageModel as LanguageModel
     from .latent import LatentAttention as LatentAttention
@@ -44,9 +43,9 @@ if TYPE_CHECKING:
     from .layers import LayerNorm as LayerNorm
     from .layers import Linear as Linear
     from .layers import RMSNorm as RMSNorm
-    from .loss import VocabParts as VocabParts
-    from .loss import cross_entropy as cross_entropy
-    from .mixture import MixtureConfig as MixtureConfig
+    from .loss.cross_entropy import VocabParts as VocabParts
+    from .loss.cross_entropy import cross_entropy as cross_entropy
+    from .loss.divergence import kl_divergence as kl_divergence
     from .module import MakeModel as MakeModel
     from .module import MakeModels as MakeModels
     from .module import ModelSpec as ModelSpec
@@ -54,14 +53,15 @@ if TYPE_CHECKING:
     from .module import param as param
     from .module import pure as pure
     from .named_models import Models as Models
-    from .naming import GivenDims as GivenDims
-    from .naming import named as named
-    from .naming import renamed as renamed
-    from .recurrence import run_recurrence as run_recurrence
+    from .plain.foreign import with_gathers as with_gathers
+    from .plain.naming import GivenDims as GivenDims
+    from .plain.naming import named as named
+    from .plain.naming import renamed as renamed
     from .rope import rope_tables as rope_tables
     from .rope import rotate as rotate
-    from .stack import LayerStack as LayerStack
-    from .stack import StackOutput as StackOutput
+    from .stack.recurrence import run_recurrence as run_recurrence
+    from .stack.stack import LayerStack as LayerStack
+    from .stack.stack import StackOutput as StackOutput
     from .weights import MakeWeight as MakeWeight
     from .weights import Weighted as Weighted
     from .weights import weight_of as weight_of

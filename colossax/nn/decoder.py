@@ -18,8 +18,8 @@ from colossax.nn.experts import Experts
 from colossax.nn.latent import LatentAttention, LatentShape
 from colossax.nn.layers import Embedding, LayerNorm, Linear, RMSNorm, depth_scaled
 from colossax.nn.rope import rope_tables
-from colossax.nn.stack import LayerStack, StackOutput
-from colossax.nn.stacked import MakeLayer
+from colossax.nn.stack.stack import LayerStack, StackOutput
+from colossax.nn.stack.stacked import MakeLayer
 from colossax.pallas.attention import Mask
 from colossax.sharding import compute_dtype, constrain, current_order, with_ranges
 from colossax.sharding.experts import row_keys

@@ -11,8 +11,8 @@ from jaxtyping import Array, Float
 from colossax.layerwise import LayerState, Maximum
 from colossax.nn.block import ACTIVATIONS, MLP, block_input, check_activation
 from colossax.nn.block import gated as act_gated
+from colossax.nn.config.mixture import MixtureConfig
 from colossax.nn.layers import Linear
-from colossax.nn.mixture import MixtureConfig
 from colossax.nn.module import param
 from colossax.sharding import experts as sharded
 

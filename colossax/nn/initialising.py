@@ -7,9 +7,9 @@ from flax import nnx
 from jaxtyping import Array
 
 from colossax.config import BoundPlan, MeshAxis
-from colossax.nn.kinds import counting_layers
 from colossax.nn.module import ModelSpec, pure
 from colossax.nn.rngs import fresh_rngs
+from colossax.nn.stack.kinds import counting_layers
 from colossax.sharding import param_sharding, use, validate, without_shards
 from colossax.sharding.rules import home_stage
 from colossax.typing import ParamInfo, Params

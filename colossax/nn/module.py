@@ -17,10 +17,10 @@ from jaxtyping import Array
 
 from colossax.config import Placement
 from colossax.errors import InputError
-from colossax.nn.kinds import counting_layers
-from colossax.nn.members import behind_stack, reference_to_holder
 from colossax.nn.named_models import MakeModel, MakeModels, make_models
+from colossax.nn.plain.members import behind_stack, reference_to_holder
 from colossax.nn.rngs import fresh_rngs
+from colossax.nn.stack.kinds import counting_layers
 from colossax.typing import Dims, ParamInfo, Params
 
 KEYS_BY_HAND = (

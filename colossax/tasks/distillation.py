@@ -8,7 +8,7 @@ from jaxtyping import Array
 
 from colossax.config import above, at_least
 from colossax.errors import InputError
-from colossax.nn.divergence import kl_divergence
+from colossax.nn.loss.divergence import kl_divergence
 from colossax.step.loss import Loss, Sums, Terms, any_order
 from colossax.tasks.next_token import at_the_head, hidden_states, moved, next_token_terms
 from colossax.typing import Batch

@@ -214,7 +214,7 @@ def test_the_flight_is_donated():
 
 OWN = {
     "recurrent": (caches.CONFIG, Layers(make=caches.recurrent, order=4)),
-    "latent": (caches.CONFIG, Layers(make=caches.latent, order=4)),
+    "latent": (dataclasses.replace(caches.LATENT, layers=4), None),
     "kinds in turn": (
         caches.CONFIG,
         Layers(

@@ -360,7 +360,10 @@ def test_names_of_parameters():
 
 def test_names_of_latent_parameters():
     infos = jax.tree.leaves(describe(maker(TINY["deepseek_v3"])).infos)
-    names = {info.path.removeprefix("layers/sparse/"): info.dims[1:] for info in infos}
+    names = {
+        info.path.removeprefix("layers/sparse/"): tuple(d for d in info.dims if d != "layers")
+        for info in infos
+    }
     assert names["attn/q_down/w"] == ("embed", "q_latent")
     assert names["attn/q_up/w"] == ("q_latent", "heads", "head_dim")
     assert names["attn/kv_down/w"] == ("embed", "kv_latent")

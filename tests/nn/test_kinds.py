@@ -11,7 +11,7 @@ from flax import nnx
 from colossax.config import Plan, Segment
 from colossax.errors import InputError, PlanError
 from colossax.nn import LayerStack, StackOutput, describe, initialise, param, pure
-from colossax.nn.kinds import stretches
+from colossax.nn.stack.kinds import stretches
 from colossax.sharding import use
 from tests.oracle import assert_trees_close
 

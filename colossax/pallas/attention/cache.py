@@ -142,6 +142,6 @@ def attend_cache(
         out = within(0, *tokens)
     else:
         bytes_each = keys.size * keys.dtype.itemsize + values.size * values.dtype.itemsize
-        chunk = max(1, min(t, GATHERED_BYTES // bytes_each))
-        out = jax.lax.map(each, tokens, batch_size=chunk)
+        at_once = max(1, min(t, GATHERED_BYTES // bytes_each))
+        out = jax.lax.map(each, tokens, batch_size=at_once)
     return out.reshape(t, n, -1).astype(q.dtype), cache

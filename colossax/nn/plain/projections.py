@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from colossax.nn.members import BIASES, children, equation_roles, held_params, stacked_dims
 from colossax.nn.named_models import MakeModel
+from colossax.nn.plain.members import BIASES, children, equation_roles, held_params, stacked_dims
 from colossax.nn.rngs import fresh_rngs
 from colossax.typing import Dims
 

@@ -7,7 +7,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from colossax.nn.loss import Settings, check_cuts, gradients_of, over_chunks, sum_shards
+from colossax.nn.loss.cross_entropy import (
+    Settings,
+    check_cuts,
+    gradients_of,
+    over_chunks,
+    sum_shards,
+)
 from colossax.pallas.varying import vary_alike
 
 

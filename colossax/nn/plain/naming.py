@@ -12,7 +12,7 @@ from flax import nnx
 from colossax.config import BoundPlan
 from colossax.errors import InputError, PlanError
 from colossax.nn.module import ModelSpec
-from colossax.nn.projections import found_names
+from colossax.nn.plain.projections import found_names
 from colossax.sharding import check_parameter, resolve, use
 from colossax.typing import Dims, ParamInfo
 

@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from colossax.layerwise import Apply, Key, LayerRun, LayerState, checkpointed
-from colossax.nn.kinds import Stretch
+from colossax.nn.stack.kinds import Stretch
 
 
 class CallsByKind:

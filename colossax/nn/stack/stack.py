@@ -11,10 +11,10 @@ from jaxtyping import Array
 from colossax.config import Plan, Segment
 from colossax.errors import InputError, PlanError
 from colossax.layerwise import Key, LayerRun, LayerState, current_runner
-from colossax.nn.calls import CallsByKind, joined, joined_sums
-from colossax.nn.kinds import Stretch, layers_before, stretches
 from colossax.nn.module import Located
-from colossax.nn.stacked import MakeLayer, stacked_layers
+from colossax.nn.stack.calls import CallsByKind, joined, joined_sums
+from colossax.nn.stack.kinds import Stretch, layers_before, stretches
+from colossax.nn.stack.stacked import MakeLayer, stacked_layers
 from colossax.nn.weights import layer_with_weights
 from colossax.offload import on_host, resolved_segments
 from colossax.sharding import current
@@ -207,8 +207,8 @@ class CallsOfOne:
 
     def left(self, side: Any) -> Any:
         """Parameters in host memory that layers fetch themselves, where tokens are few."""
-        if getattr(side, "flat", None) is None:
-            return None
+        if not dataclasses.is_dataclass(side) or getattr(side, "flat", None) is None:
+            return None  # not of tokens with addresses in a cache
         left = jax.tree.map(lambda own, x: own and on_host(x), self._own_fetch, self.params)
         return left if any(jax.tree.leaves(left)) else None
 

@@ -1,12 +1,16 @@
 """Sizes and parts of a decoder, as data: nothing here imports JAX."""
 
 import dataclasses
-import math
 from typing import TYPE_CHECKING, Annotated
 
-from colossax.config import Count, Natural, NotNegative, Positive, check_types, nearest, within
+from colossax.config import Count, Natural, NotNegative, check_types, nearest, within
 from colossax.errors import InputError
-from colossax.nn.mixture import MixtureConfig
+from colossax.nn.config.mixture import MixtureConfig
+from colossax.nn.config.parts import (
+    LatentConfig,
+    QueryGrowth,
+    RopeConfig,
+)
 
 if TYPE_CHECKING:
     from colossax.nn.attention import AttentionShape
@@ -21,161 +25,6 @@ GATED_ACTIVATIONS = ("clamped_swiglu",)
 
 LayerCount = Annotated[int, within(1, 16_384)]
 """Layers of a stack. Describing one takes 0.2 ms, so that more are refused before they are."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Llama3Scaling:
-    """Stretches long wavelengths by `factor`, keeps short ones, blends between.
-
-    Source: the Llama 3.1 model card's configuration (`rope_type: llama3`).
-    """
-
-    factor: Positive = 8.0
-    low_freq_factor: Positive = 1.0
-    high_freq_factor: Positive = 4.0
-    original_max_positions: Count = 8192
-
-    def __post_init__(self):
-        check_types(self, "model.rope_scaling")
-        if self.high_freq_factor <= self.low_freq_factor:
-            raise InputError(
-                f"model.rope_scaling.high_freq_factor: found {self.high_freq_factor}; give more"
-                f" than low_freq_factor, {self.low_freq_factor}"
-            )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class YarnScaling:
-    """Keeps frequencies that turn often, divides the others by `factor`, blends between.
-
-    Attributes:
-        factor: Of the length, over `original_max_positions`.
-        original_max_positions: Of the model before it was stretched.
-        beta_fast: Turns within those from which on a frequency is kept.
-        beta_slow: Turns below which it is divided.
-        truncate: Whether the blend begins and ends at whole dims.
-        mscale, mscale_all_dim: Cosines and sines are multiplied by the quotient of both magnitudes,
-            `0.1 m ln(factor) + 1`; 0: by the magnitude of m = 1. See `softmax_scale` too.
-        attention_factor: In place of that multiplier, where given.
-
-    Source: Peng et al. 2023, YaRN; both magnitudes are DeepSeek-V2's.
-    """
-
-    factor: Positive
-    original_max_positions: Count
-    beta_fast: Positive = 32.0
-    beta_slow: Positive = 1.0
-    truncate: bool = True
-    mscale: NotNegative = 0.0
-    mscale_all_dim: NotNegative = 0.0
-    attention_factor: Positive | None = None
-
-    def __post_init__(self):
-        check_types(self, "model.rope_scaling")
-        if self.beta_fast <= self.beta_slow:
-            raise InputError(
-                f"model.rope_scaling.beta_fast: found {self.beta_fast}; give more than beta_slow,"
-                f" {self.beta_slow}"
-            )
-
-    @property
-    def magnitude(self) -> float:
-        """What cosines and sines are multiplied by."""
-        if self.attention_factor is not None:
-            return self.attention_factor
-        if self.mscale and self.mscale_all_dim:
-            return self._magnitude(self.mscale) / self._magnitude(self.mscale_all_dim)
-        return self._magnitude(1.0)
-
-    @property
-    def softmax_scale(self) -> float:
-        """What DeepSeek's attention multiplies its logits by: a magnitude squared, or 1."""
-        return self._magnitude(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
-
-    def _magnitude(self, scale: float) -> float:
-        return 0.1 * scale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RopeConfig:
-    """Base and scaling.
-
-    Attributes:
-        theta: Base of the frequencies.
-        linear_factor: Divides every frequency (position interpolation).
-        llama3: Llama 3's scaling.
-        yarn: Or YaRN's.
-        interleaved: Pairs that turn together are neighbours; else a half of the head is apart.
-    """
-
-    theta: Positive = 10_000.0
-    linear_factor: Positive = 1.0
-    llama3: Llama3Scaling | None = None
-    yarn: YarnScaling | None = None
-    interleaved: bool = False
-
-    def __post_init__(self):
-        check_types(self, "model.rope")
-        if self.llama3 is not None and self.yarn is not None:
-            raise InputError("model.rope: found llama3 and yarn, two scalings; give one of them")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LatentConfig:
-    """Multi-head latent attention: keys and values of all heads are made from one vector a token.
-
-    Attributes:
-        kv_rank: Width of what keys and values are made from.
-        q_rank: Likewise of queries; None: they are made from the residual stream.
-        nope_dim: Of a head's queries and keys, what is made for the head and has no position.
-        rope_dim: Of those, what is turned by position; that of keys is one for all heads.
-        v_dim: Width of a head's values.
-        scale: Times which logits are taken, beside 1 / sqrt(nope_dim + rope_dim).
-
-    Source: DeepSeek-AI 2024, DeepSeek-V2.
-    """
-
-    kv_rank: Count
-    q_rank: Count | None = None
-    nope_dim: Count
-    rope_dim: Count
-    v_dim: Count
-    scale: Positive = 1.0
-
-    def __post_init__(self):
-        check_types(self, "model.latent")
-        if self.rope_dim % 2:
-            raise InputError(
-                f"model.latent.rope_dim: rope turns pairs of dims, found {self.rope_dim}; choose an"
-                " even one"
-            )
-
-    @property
-    def head_dim(self) -> int:
-        """Of queries and keys."""
-        return self.nope_dim + self.rope_dim
-
-    def weights(self, embed: int, heads: int) -> int:
-        """Numbers in the matrices of an attention block."""
-        into = self.q_rank or embed
-        queries = into * heads * self.head_dim + (embed * self.q_rank if self.q_rank else 0)
-        keys = embed * (self.kv_rank + self.rope_dim)
-        keys += self.kv_rank * heads * (self.nope_dim + self.v_dim)
-        return queries + keys + heads * self.v_dim * embed
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class QueryGrowth:
-    """Queries times `1 + scale ln(1 + floor((position + 1) / step))`, for layers without rope.
-
-    Source: Nakanishi 2025, Scalable-Softmax; in this form the configuration of Llama 4.
-    """
-
-    scale: Positive = 0.1
-    step: Count = 8192
-
-    def __post_init__(self):
-        check_types(self, "model.query_growth")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,11 @@
+"""A decoder's sizes and parts, as data: nothing in here imports JAX."""
+
+from .decoder import GATED_ACTIVATIONS as GATED_ACTIVATIONS
+from .decoder import DecoderConfig as DecoderConfig
+from .decoder import FamilyConfig as FamilyConfig
+from .mixture import MixtureConfig as MixtureConfig
+from .parts import LatentConfig as LatentConfig
+from .parts import Llama3Scaling as Llama3Scaling
+from .parts import QueryGrowth as QueryGrowth
+from .parts import RopeConfig as RopeConfig
+from .parts import YarnScaling as YarnScaling

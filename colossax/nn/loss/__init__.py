@@ -1,0 +1,1 @@
+"""Losses of logits that are never whole."""

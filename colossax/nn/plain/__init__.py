@@ -1,0 +1,1 @@
+"""Modules of plain Flax: names for their dims, gathers of their weights."""

@@ -1,0 +1,1 @@
+"""Layers one after another: what they are stacked as, and how they are called."""
