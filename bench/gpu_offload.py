@@ -409,7 +409,7 @@ def _steps(case: Case, step: Any, state: Any, count: int, tiny: bool) -> tuple[d
 
 
 def _mfu(flops_per_s: float, device_kind: str) -> float | None:
-    from colossax.planner.flops import peak_flops
+    from colossax.planner.counting.flops import peak_flops
 
     peak = peak_flops(device_kind, "bfloat16")
     return None if peak is None else flops_per_s / peak

@@ -30,7 +30,7 @@ import optax
 import colossax
 from colossax.data import BatchLoader, SyntheticRows, global_arrays, wanted_rows
 from colossax.models import LlamaConfig, maker
-from colossax.planner.flops import Yardstick
+from colossax.planner.counting.flops import Yardstick
 from colossax.processes import Gate
 from colossax.run.meter import Meter
 from colossax.run.progress import Silent

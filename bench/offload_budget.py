@@ -76,7 +76,7 @@ def working_set(embed: int, layers: int = 8) -> dict[str, int]:
     from colossax.aot import parse_target
     from colossax.config import OffloadConfig
     from colossax.offload import working_set_bytes
-    from colossax.planner.compiled import compiled_step
+    from colossax.planner.counting.compiled import compiled_step
 
     everything = OffloadConfig(parameters=1, optimizer=1, activations=1)
     _, program, _ = compiled_step(config_of(embed, layers, everything), parse_target(TARGET))

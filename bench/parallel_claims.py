@@ -93,7 +93,7 @@ def target_of(plan: Any) -> Any:
 
 
 def device_bytes(case: dict[str, Any], plan: Any, size: int, remat: str) -> int:
-    from colossax.planner.compiled import compiled_step
+    from colossax.planner.counting.compiled import compiled_step
 
     target = target_of(plan)
     return compiled_step(config_of(case, plan, size, remat), target)[1].device_bytes
@@ -101,7 +101,7 @@ def device_bytes(case: dict[str, Any], plan: Any, size: int, remat: str) -> int:
 
 def largest(case: dict[str, Any], plan: Any, remat: str) -> dict[str, Any]:
     """The largest size that fits, and what it and the next one take."""
-    from colossax.planner.compiled import usable_bytes
+    from colossax.planner.counting.compiled import usable_bytes
 
     step = case["granule"]
     room = usable_bytes(target_of(plan))

@@ -162,7 +162,7 @@ def _executed(one: Any) -> float:
 
 
 def _compute_s(one: Any) -> float:
-    from colossax.planner.traffic import ASSUMED_EFFICIENCY, RECOMPUTED
+    from colossax.planner.counting.traffic import ASSUMED_EFFICIENCY, RECOMPUTED
 
     return RECOMPUTED * one.compute_s / ASSUMED_EFFICIENCY
 

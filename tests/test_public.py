@@ -170,8 +170,8 @@ FILES_FOR_THE_COMMAND_LINE = {
     "colossax.models.hf",
     "colossax.pallas.bench",
     "colossax.pipeline.measured",
-    "colossax.planner.inspection_plot",
-    "colossax.planner.measuring",
+    "colossax.planner.counting.inspection_plot",
+    "colossax.planner.deciding.measuring",
 }
 """Loaded where they are needed: what reads other libraries' files, measures, or draws."""
 

@@ -26,7 +26,7 @@ from colossax.pipeline.measured import (
     save_layer_times,
     save_link_times,
 )
-from colossax.planner.measuring import activation, measure_layer, measure_links
+from colossax.planner.deciding.measuring import activation, measure_layer, measure_links
 from colossax.recipes import any_recipe
 from colossax.tasks import Task, TrainConfig, task_of
 

@@ -377,7 +377,7 @@ def _write(args: argparse.Namespace, inspected: dict[str, Inspection]) -> None:
         if args.hlo:
             Path(args.hlo).write_text("\n".join(i.program.hlo for i in inspected.values()), "utf-8")
         if args.plot:
-            from colossax.planner.inspection_plot import plot_inspections
+            from colossax.planner.counting.inspection_plot import plot_inspections
 
             plot_inspections(inspected, Path(args.plot))
     except OSError as problem:

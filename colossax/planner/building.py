@@ -15,8 +15,8 @@ from colossax.planner.arguments import (
     check_placing,
     step_options,
 )
+from colossax.planner.deciding.settling import Facts, Settled, check_settled, settle
 from colossax.planner.idle import warn_of_idle
-from colossax.planner.settling import Facts, Settled, check_settled, settle
 from colossax.step.checks.whole import cost_of_whole
 from colossax.step.loss import Loss
 from colossax.step.step import Step

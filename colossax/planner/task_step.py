@@ -10,7 +10,7 @@ from colossax.aot import Target
 from colossax.config import Plan
 from colossax.offload import Agree
 from colossax.planner.building import built
-from colossax.planner.settling import Facts, Settled, settle
+from colossax.planner.deciding.settling import Facts, Settled, settle
 from colossax.step.step import Step
 from colossax.tasks import Task
 

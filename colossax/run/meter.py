@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from colossax.planner.flops import Yardstick, peak_flops
+from colossax.planner.counting.flops import Yardstick, peak_flops
 from colossax.run.experts import experts_record
 from colossax.run.hyperparameters import hyperparameters
 from colossax.run.prepared import Prepared

@@ -9,7 +9,6 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from colossax.config import (
-    GROUP_AXES,
     LOGICAL_DIMS,
     SEQUENCE_AXES,
     BoundPlan,
@@ -19,6 +18,7 @@ from colossax.config import (
 )
 from colossax.errors import PlanError
 from colossax.pipeline import Table, schedule
+from colossax.sharding.expert_group import expert_group
 from colossax.sharding.host import host_sharding
 from colossax.typing import Dims, ParamInfo
 
@@ -121,33 +121,6 @@ _BESIDE_EXPERTS = frozenset({"expert_embed", "expert_mlp"})
 
 def _left(choice: Sequence[str], taken: set[str]) -> tuple[str, ...]:
     return tuple(axis for axis in choice if axis not in taken)
-
-
-def expert_group(bound: BoundPlan, experts: int) -> tuple[str, ...]:
-    """Mesh axes of size above 1 over which so many experts are split, outer first.
-
-    Those of `plan.experts.group`; where it leaves them out, of the axes that may, with `expert`,
-    those that have most devices among the numbers that divide the experts.
-
-    Raises:
-        PlanError: The devices of the group do not divide the experts.
-    """
-    asked = bound.plan.experts
-    if asked.dispatch == "weights":
-        return ()
-    usable = _used(bound, GROUP_AXES)
-    if asked.group is not None:
-        return tuple(axis for axis in usable if axis in asked.group)
-    held = tuple(axis for axis in usable if axis == MeshAxis.EXPERT)
-    others = tuple(axis for axis in usable if axis != MeshAxis.EXPERT)
-    groups = [
-        (*held, *more)
-        for count in range(len(others) + 1)
-        for more in itertools.combinations(others, count)
-    ]
-    fitting = [group for group in groups if experts % bound.size(group) == 0]
-    # Where not even `expert` divides them, what names the array says so.
-    return max(fitting, key=bound.size, default=held)
 
 
 def _optional(role: str, dim: str | None) -> frozenset[str]:

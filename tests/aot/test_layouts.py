@@ -7,9 +7,9 @@ import pytest
 
 from colossax.aot import parse_target
 from colossax.config import OffloadConfig, Segment
-from colossax.planner import candidates as layouts
 from colossax.planner import inspect_run
-from colossax.planner.candidates import compare_layouts, legal_layouts
+from colossax.planner.deciding import candidates as layouts
+from colossax.planner.deciding.candidates import compare_layouts, legal_layouts
 from colossax.recipes import recipe
 from tests.aot.test_inspection import GIB, colossax
 
@@ -40,7 +40,7 @@ def small():
 def test_a_layer_sends_what_its_formula_says(label, monkeypatch):
     """Within 2 %; the bar is 5 %."""
     monkeypatch.setattr(
-        "colossax.planner.candidates.legal_layouts",
+        "colossax.planner.deciding.candidates.legal_layouts",
         lambda *a: (one for one in legal_layouts(*a) if one.label == label),
     )
     (found,) = compare_layouts(small(), TARGET)

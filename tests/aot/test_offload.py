@@ -30,7 +30,7 @@ from colossax.config import (
 )
 from colossax.models import LlamaConfig
 from colossax.pallas.target import target as pallas_target
-from colossax.planner.compiled import compiled_step
+from colossax.planner.counting.compiled import compiled_step
 from colossax.planner.task_step import task_step
 from colossax.tasks import DataConfig, OptimizerConfig, TrainConfig, task_of
 

@@ -12,8 +12,8 @@ from colossax.config import LossConfig, OffloadConfig, Plan, Precision, Segment
 from colossax.errors import PlanError
 from colossax.models import LlamaConfig
 from colossax.offload import GB, working_set_bytes
-from colossax.planner import fitting
-from colossax.planner.compiled import compiled_step, settle_for_target
+from colossax.planner.counting.compiled import compiled_step, settle_for_target
+from colossax.planner.deciding import fitting
 from colossax.planner.task_step import task_step
 from colossax.tasks import DataConfig, TrainConfig, task_of
 

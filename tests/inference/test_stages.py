@@ -181,11 +181,14 @@ def between_stages(generator):
 
 
 def activations(program, devices, itemsize=4):
-    """What crosses in a tick: tokens to the next stage, from the table, and to the head."""
+    """What crosses in a tick: tokens to the next stage, from the table, and to the head.
+
+    Stages have the table by its width, of which each gives its part.
+    """
     hidden = program.width * program.config.embed * itemsize
     # Of each row, of the likeliest and of the drawn token, number and weight from each device.
     chosen = program.rows * 2 * (4 + 4) * devices
-    return {"collective-permute": hidden, "all-reduce": 2 * hidden, "all-gather": chosen}
+    return {"collective-permute": hidden, "all-reduce": hidden, "all-gather": hidden + chosen}
 
 
 @pytest.mark.catches("stage-side-not-pinned")

@@ -11,7 +11,7 @@ from colossax.layerwise import Layer, Scanned, cut_loss, running
 from colossax.models import LlamaConfig, maker
 from colossax.nn import describe, initialise
 from colossax.offload import fetch
-from colossax.planner.traced_flops import traced_flops
+from colossax.planner.counting.traced_flops import traced_flops
 from colossax.sharding import use
 from colossax.tasks import next_token_loss
 from tests.oracle import assert_trees_close

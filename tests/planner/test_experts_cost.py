@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from colossax.config import ExpertsConfig, Plan
-from colossax.planner.experts_cost import experts_cost
+from colossax.planner.counting.experts_cost import experts_cost
 from colossax.planner.task_step import task_step
 from colossax.recipes import recipe
 from colossax.tasks import task_of

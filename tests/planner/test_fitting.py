@@ -12,7 +12,8 @@ from colossax.checkpoint import Checkpointer
 from colossax.config import OffloadConfig, Segment, to_json
 from colossax.errors import PlanError
 from colossax.offload import GB, limits
-from colossax.planner import fit_offload, fitting
+from colossax.planner import fit_offload
+from colossax.planner.deciding import fitting
 from colossax.planner.task_step import task_step
 from colossax.recipes import recipe
 from colossax.run import RunFolder

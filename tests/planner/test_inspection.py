@@ -8,8 +8,13 @@ import pytest
 from colossax.aot import MemoryReport, Program, parse_target
 from colossax.cli.inspect import describe, describe_many
 from colossax.planner import Inspection
-from colossax.planner.traced_flops import TracedFlops
-from colossax.planner.traffic import ASSUMED_EFFICIENCY, HIDING_FORMULA, HostTraffic, host_traffic
+from colossax.planner.counting.traced_flops import TracedFlops
+from colossax.planner.counting.traffic import (
+    ASSUMED_EFFICIENCY,
+    HIDING_FORMULA,
+    HostTraffic,
+    host_traffic,
+)
 from colossax.recipes import recipe
 from colossax.step.offloaded.disk import DiskCost
 from tests.aot.test_transfers import ADD, DOT, FETCH, FETCHED, ON_HOST, program

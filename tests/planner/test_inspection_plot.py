@@ -7,8 +7,8 @@ from matplotlib.image import imread
 
 from colossax.pipeline import Kind, Op, schedule, simulate
 from colossax.pipeline.picture import color
-from colossax.planner.inspection_plot import plot_inspections
-from colossax.planner.stage_cost import StageCost
+from colossax.planner.counting.inspection_plot import plot_inspections
+from colossax.planner.counting.stage_cost import StageCost
 from tests.pipeline.test_picture import share
 from tests.planner.test_inspection import inspection
 

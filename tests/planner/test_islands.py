@@ -10,7 +10,7 @@ from colossax.aot import exchanging, parse_target
 from colossax.config import PipelineConfig, Plan
 from colossax.errors import PlanError
 from colossax.pallas.target import target_of
-from colossax.planner.islands import (
+from colossax.planner.counting.islands import (
     check_one_island,
     check_programs_apart,
     device_numbers,
@@ -18,7 +18,7 @@ from colossax.planner.islands import (
     proved,
     stage_target,
 )
-from colossax.planner.trial import choosing_for
+from colossax.planner.deciding.trial import choosing_for
 
 TARGET = parse_target("h100:2x2@ib+a100:1x4@roce")
 PLAN = Plan(mesh={"stage": 2, "fsdp": 2, "tensor": 2})

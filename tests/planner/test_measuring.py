@@ -14,8 +14,8 @@ from colossax.errors import InputError, PlanError
 from colossax.models import LlamaConfig
 from colossax.nn import LayerStack
 from colossax.pallas.bench import Effort
-from colossax.planner import measuring
-from colossax.planner.measuring import activation, measure_layer, measure_links
+from colossax.planner.deciding import measuring
+from colossax.planner.deciding.measuring import activation, measure_layer, measure_links
 from colossax.recipes import recipe
 from colossax.tasks import task_of
 from tests.nn.test_kinds import KINDS, ORDERS

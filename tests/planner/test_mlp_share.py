@@ -14,7 +14,7 @@ from colossax.layerwise import recording_kept
 from colossax.nn import Decoder, describe
 from colossax.offload import GB, kept_token_share, save_rates
 from colossax.optim import adamw, sgd
-from colossax.planner import mlp_share
+from colossax.planner.deciding import mlp_share
 from tests.cases import quick_first
 from tests.step.offloaded.streamed import CONFIG, batch, started, stepped
 from tests.step.offloaded.test_cpu_update import RATES

@@ -9,7 +9,8 @@ import pytest
 from colossax.config import PIPELINED_OPTION, OffloadConfig, Plan
 from colossax.offload import PipelinedTest, save_rates
 from colossax.optim import sgd
-from colossax.planner import loss_equality, pipelined
+from colossax.planner import loss_equality
+from colossax.planner.deciding import pipelined
 from colossax.planner.loss_equality import check_pipelined, compared
 from colossax.sharding import compiler_options
 from tests.step.offloaded.streamed import CONFIG, FULL, HOST, host, started, stepped

@@ -11,9 +11,10 @@ from colossax.errors import PlanError
 from colossax.models import maker
 from colossax.offload import device_budget
 from colossax.optim import adamw
-from colossax.planner import Facts, Fitted, boost, build_step, settle, settling
-from colossax.planner.compiled import usable_bytes
-from colossax.planner.settling import ORDER
+from colossax.planner import Facts, Fitted, boost, build_step, settle
+from colossax.planner.counting.compiled import usable_bytes
+from colossax.planner.deciding import settling
+from colossax.planner.deciding.settling import ORDER
 from colossax.step import StepOptions
 from colossax.tasks import next_token_loss
 from tests.step.offloaded.streamed import CONFIG, batch

@@ -14,10 +14,10 @@ from colossax.pipeline import schedule, simulate
 from colossax.pipeline.cuts import LayerCost, StageDevice
 from colossax.pipeline.measured import save_layer_times, save_link_times
 from colossax.planner import Facts, boost, settle
-from colossax.planner import stage_cuts as room
-from colossax.planner.cutting import Cutting, in_flight
-from colossax.planner.layer_costs import StackCosts
-from colossax.planner.stage_speeds import links_of, speeds_of
+from colossax.planner.counting.layer_costs import StackCosts
+from colossax.planner.deciding import stage_cuts as room
+from colossax.planner.deciding.cutting import Cutting, in_flight
+from colossax.planner.deciding.stage_speeds import links_of, speeds_of
 from colossax.sharding.rules import home_stage
 from colossax.step import StepOptions
 from colossax.tasks import next_token_loss

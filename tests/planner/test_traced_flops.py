@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from colossax.config import Plan
-from colossax.planner.traced_flops import traced_flops
+from colossax.planner.counting.traced_flops import traced_flops
 from tests.run.test_fit import boosted
 from tests.run.test_task import ROWS, WIDTH, rows
 

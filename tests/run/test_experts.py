@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from colossax.planner.flops import Yardstick
+from colossax.planner.counting.flops import Yardstick
 from colossax.run.experts import experts_line, experts_record, plot_experts, scalars
 from colossax.run.meter import Meter
 from colossax.run.records import Records, read_records

@@ -12,7 +12,7 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 
 from colossax.layerwise import Maximum
-from colossax.planner.flops import Yardstick, peak_flops
+from colossax.planner.counting.flops import Yardstick, peak_flops
 from colossax.processes import Gate
 from colossax.run.meter import Meter
 from colossax.run.plot import plot_losses, smooth

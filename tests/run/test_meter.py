@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from colossax.optim import warmup_cosine
-from colossax.planner.flops import Yardstick
+from colossax.planner.counting.flops import Yardstick
 from colossax.run.meter import Meter, memory_in_use
 
 

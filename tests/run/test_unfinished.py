@@ -14,7 +14,7 @@ import pytest
 from colossax.config import OffloadConfig, Plan, Segment
 from colossax.models import maker
 from colossax.optim import adamw
-from colossax.planner.flops import Yardstick
+from colossax.planner.counting.flops import Yardstick
 from colossax.processes import Group
 from colossax.processes.agreement import Gate
 from colossax.run import RunConfig, RunOptions, train

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from colossax.config import ExpertsConfig, Plan, preset
 from colossax.errors import PlanError
 from colossax.sharding import explain, explain_html, left_whole, resolve, validate
-from colossax.sharding.rules import expert_group
+from colossax.sharding.expert_group import expert_group
 from colossax.typing import ParamInfo
 
 

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 
 from colossax.config import BoundPlan
 from colossax.errors import PlanError
+from colossax.sharding.expert_group import expert_group
 from colossax.sharding.experts.overlap import best_chunks
 from colossax.sharding.experts.placement import Placement, placement_of
 from colossax.sharding.matmul.splits import Axes, Split, axes_of, check_nested, split_of
 from colossax.sharding.ops import reduction_dtype
-from colossax.sharding.rules import expert_group, resolve
+from colossax.sharding.rules import resolve
 from colossax.typing import Dims
 
 _SPARED = 16

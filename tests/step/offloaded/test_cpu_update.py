@@ -12,7 +12,7 @@ from colossax.config import OffloadConfig, Segment, from_json, to_json
 from colossax.errors import OffloadError, PlanError
 from colossax.offload import Rates, UpdateRate, cpu_share, resolved_segments, save_rates
 from colossax.optim import adamw, sgd
-from colossax.planner.cpu_share import bytes_per_direction
+from colossax.planner.deciding.cpu_share import bytes_per_direction
 from colossax.run.checkpointing import RunCheckpoints
 from colossax.step.offloaded.cpu_update import HostRows
 from tests.cases import quick_first

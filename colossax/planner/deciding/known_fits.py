@@ -17,7 +17,7 @@ from colossax.files import write_whole
 from colossax.offload import (
     device_memory,
 )
-from colossax.planner.trial import Budget, StepBytes, Trial, with_shares
+from colossax.planner.deciding.trial import Budget, StepBytes, Trial, with_shares
 from colossax.sharding import compiler_options
 
 FORMAT = 1

@@ -22,20 +22,20 @@ from colossax.aot import (
 from colossax.compat import cudnn_installed
 from colossax.config import Plan
 from colossax.pallas.attention.mosaic_gpu.forward import KERNEL_NAME
-from colossax.planner.compiled import (
+from colossax.planner.counting.compiled import (
     compiled_task,
     has_stage_programs,
     settle_task_for_target,
     usable_bytes,
 )
-from colossax.planner.counted_stages import counted_stages
-from colossax.planner.experts_cost import ExpertsCost, experts_cost
-from colossax.planner.flops import peak_flops
-from colossax.planner.islands import check_programs_apart
-from colossax.planner.stage_cost import StageCost, stage_cost
-from colossax.planner.stage_programs import ProgramsCost
-from colossax.planner.traced_flops import TracedFlops, traced_flops
-from colossax.planner.traffic import HostTraffic, Link, host_traffic, link_of
+from colossax.planner.counting.counted_stages import counted_stages
+from colossax.planner.counting.experts_cost import ExpertsCost, experts_cost
+from colossax.planner.counting.flops import peak_flops
+from colossax.planner.counting.islands import check_programs_apart
+from colossax.planner.counting.stage_cost import StageCost, stage_cost
+from colossax.planner.counting.stage_programs import ProgramsCost
+from colossax.planner.counting.traced_flops import TracedFlops, traced_flops
+from colossax.planner.counting.traffic import HostTraffic, Link, host_traffic, link_of
 from colossax.sharding import batch_axes
 from colossax.sharding.experts.exchange import PASSES, assumed_turns
 from colossax.step.microbatches import batch_dims, num_microbatches

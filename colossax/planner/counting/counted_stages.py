@@ -20,9 +20,9 @@ from colossax.aot.terms import OPTIMIZER, PARAMETERS
 from colossax.config import Plan
 from colossax.errors import PlanError
 from colossax.pipeline import Costs, Kind, simulate
-from colossax.planner.compiled import settle_task_for_target
-from colossax.planner.flops import peak_flops
-from colossax.planner.islands import (
+from colossax.planner.counting.compiled import settle_task_for_target
+from colossax.planner.counting.flops import peak_flops
+from colossax.planner.counting.islands import (
     Crossings,
     device_places,
     island_devices,
@@ -31,11 +31,11 @@ from colossax.planner.islands import (
     stage_link,
     stage_target,
 )
-from colossax.planner.stage_programs import Edge, ProgramsCost, StageFacts
+from colossax.planner.counting.stage_programs import Edge, ProgramsCost, StageFacts
+from colossax.planner.counting.traced_flops import TracedFlops, traced_flops
+from colossax.planner.counting.traffic import ASSUMED_EFFICIENCY, Link, link_of
+from colossax.planner.deciding.trial import choosing_for
 from colossax.planner.task_step import task_step
-from colossax.planner.traced_flops import TracedFlops, traced_flops
-from colossax.planner.traffic import ASSUMED_EFFICIENCY, Link, link_of
-from colossax.planner.trial import choosing_for
 from colossax.sharding import compiler_options
 from colossax.sharding.experts.exchange import PASSES, assumed_turns
 from colossax.step.programs import Ran, Rehearsed, RehearsedStage, rehearsed

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from colossax.layerwise import CutRun, Layer, shapes_of
-from colossax.planner.traced_flops import traced_flops
+from colossax.planner.counting.traced_flops import traced_flops
 
 
 def row_shapes(run: CutRun, args: Sequence[Any]) -> Any:

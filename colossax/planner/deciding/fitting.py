@@ -21,8 +21,15 @@ from colossax.offload import (
     host_shares,
     place,
 )
-from colossax.planner.known_fits import fit_key, keep_fit, known_fit
-from colossax.planner.trial import Budget, MakeStep, StepBytes, Trial, placed_kinds, with_shares
+from colossax.planner.deciding.known_fits import fit_key, keep_fit, known_fit
+from colossax.planner.deciding.trial import (
+    Budget,
+    MakeStep,
+    StepBytes,
+    Trial,
+    placed_kinds,
+    with_shares,
+)
 from colossax.step.step import Step
 
 MAX_COMPILES = 3

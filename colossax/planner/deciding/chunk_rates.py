@@ -6,8 +6,8 @@ import logging
 from colossax.aot import Target
 from colossax.config import ExpertRates, Plan
 from colossax.config.axes import GROUP_AXES
-from colossax.planner.flops import peak_flops
-from colossax.planner.traffic import ASSUMED_EFFICIENCY
+from colossax.planner.counting.flops import peak_flops
+from colossax.planner.counting.traffic import ASSUMED_EFFICIENCY
 
 CHUNKS = "plan.experts.chunks auto"
 """How lines of what was decided begin."""

@@ -12,12 +12,12 @@ from colossax.errors import PlanError
 from colossax.nn import GivenDims, MakeModels, describe, named
 from colossax.offload import Agree, Rates, load_rates, resolved_segments
 from colossax.optim import Optimizer
-from colossax.planner.chunk_rates import with_chunk_rates
-from colossax.planner.cpu_share import with_cpu_share
-from colossax.planner.fitting import Fitted, fit_offload
-from colossax.planner.mlp_share import with_mlp_share
-from colossax.planner.pipelined import with_pipelined
-from colossax.planner.stage_cuts import with_stage_cuts
+from colossax.planner.deciding.chunk_rates import with_chunk_rates
+from colossax.planner.deciding.cpu_share import with_cpu_share
+from colossax.planner.deciding.fitting import Fitted, fit_offload
+from colossax.planner.deciding.mlp_share import with_mlp_share
+from colossax.planner.deciding.pipelined import with_pipelined
+from colossax.planner.deciding.stage_cuts import with_stage_cuts
 from colossax.sharding import use
 from colossax.step.loss import Loss
 from colossax.step.microbatches import batch_dims, num_microbatches

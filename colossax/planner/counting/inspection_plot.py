@@ -7,9 +7,9 @@ from matplotlib.figure import Figure
 
 from colossax.pipeline import Costs, Table
 from colossax.pipeline.picture import draw_schedule, schedule_size_in
-from colossax.planner.inspection import Inspection
-from colossax.planner.stage_cost import StageCost
-from colossax.planner.stage_programs import ProgramsCost
+from colossax.planner.counting.inspection import Inspection
+from colossax.planner.counting.stage_cost import StageCost
+from colossax.planner.counting.stage_programs import ProgramsCost
 
 _GIB, _GB = 2**30, 1e9
 

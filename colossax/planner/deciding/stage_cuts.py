@@ -27,10 +27,10 @@ from colossax.errors import PlanError
 from colossax.offload import DEVICE_SHARE, Agree, device_memory
 from colossax.pipeline import Table, schedule
 from colossax.pipeline.cuts import StageDevice
-from colossax.planner.cutting import Cutting
-from colossax.planner.flops import peak_flops
-from colossax.planner.layer_costs import StackCosts, stack_costs
-from colossax.planner.stage_speeds import CUTS, links_of, speeds_of
+from colossax.planner.counting.flops import peak_flops
+from colossax.planner.counting.layer_costs import StackCosts, stack_costs
+from colossax.planner.deciding.cutting import Cutting
+from colossax.planner.deciding.stage_speeds import CUTS, links_of, speeds_of
 from colossax.sharding import batch_axes
 from colossax.sharding.rules import chunks_of
 from colossax.step.microbatches import batch_dims, num_microbatches

@@ -9,8 +9,8 @@ from colossax.errors import PlanError
 from colossax.pipeline import Kind, Table
 from colossax.pipeline.cuts import Cuts, Link, StageDevice, cut_layers
 from colossax.pipeline.order import Ordered, order_devices
-from colossax.planner.layer_costs import StackCosts
-from colossax.planner.stage_speeds import CUTS
+from colossax.planner.counting.layer_costs import StackCosts
+from colossax.planner.deciding.stage_speeds import CUTS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from colossax.config import AttentionConfig, Plan, Segment
 from colossax.errors import InputError
 from colossax.layerwise import CutRun, cut_loss
 from colossax.pallas.bench import Effort, time_calls
-from colossax.planner.one_layer import both_ways, layer_flops, row_shapes, traced_layer
+from colossax.planner.counting.one_layer import both_ways, layer_flops, row_shapes, traced_layer
 from colossax.planner.task_step import task_step
 from colossax.sharding import use
 from colossax.step.microbatches import batch_dims

@@ -11,11 +11,11 @@ from colossax.config import BatchConfig, BoundPlan, MeshAxis, Plan, Segment, pre
 from colossax.errors import InputError, PlanError
 from colossax.nn import DecoderConfig
 from colossax.pallas.target import target as pallas_target
-from colossax.planner.compiled import compiled_step, usable_bytes
-from colossax.planner.islands import check_one_island
-from colossax.planner.settling import Settled
+from colossax.planner.counting.compiled import compiled_step, usable_bytes
+from colossax.planner.counting.islands import check_one_island
+from colossax.planner.counting.traffic import link_of
+from colossax.planner.deciding.settling import Settled
 from colossax.planner.task_step import settle_task, task_step
-from colossax.planner.traffic import link_of
 from colossax.sharding import activation_axes, batch_axes
 from colossax.sharding.matmul import Widths, sent_items
 from colossax.tasks import TrainConfig, task_of

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 from colossax.aot import MemoryReport, Program, Target
 from colossax.offload import DEVICE_SHARE
 from colossax.pipeline import Costs, Kind, Report, Table
-from colossax.planner.islands import Crossings
-from colossax.planner.traced_flops import TracedFlops
-from colossax.planner.traffic import Link
+from colossax.planner.counting.islands import Crossings
+from colossax.planner.counting.traced_flops import TracedFlops
+from colossax.planner.counting.traffic import Link
 
 _GIB = 2**30
 

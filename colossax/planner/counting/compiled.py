@@ -7,10 +7,10 @@ from colossax.compat import cudnn_installed
 from colossax.config import MeshAxis, Plan
 from colossax.errors import InputError, PlanError
 from colossax.offload import DEVICE_SHARE
-from colossax.planner.islands import island_devices
-from colossax.planner.settling import Settled
+from colossax.planner.counting.islands import island_devices
+from colossax.planner.deciding.settling import Settled
+from colossax.planner.deciding.trial import choosing_for
 from colossax.planner.task_step import settle_task, task_step
-from colossax.planner.trial import choosing_for
 from colossax.sharding import compiler_options
 from colossax.step.step import Step
 from colossax.tasks import Task, TrainConfig, task_of

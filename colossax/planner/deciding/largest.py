@@ -7,9 +7,9 @@ import jax
 
 from colossax.aot import Target, target_devices
 from colossax.config import BatchConfig, Plan
-from colossax.planner.compiled import compiled_task, has_stage_programs, usable_bytes
-from colossax.planner.counted_stages import counted_stages
-from colossax.planner.islands import check_one_island
+from colossax.planner.counting.compiled import compiled_task, has_stage_programs, usable_bytes
+from colossax.planner.counting.counted_stages import counted_stages
+from colossax.planner.counting.islands import check_one_island
 from colossax.sharding import batch_axes
 from colossax.step.microbatches import batch_dims
 from colossax.tasks import Task

@@ -1,0 +1,1 @@
+"""What a step needs, counted before it runs."""
