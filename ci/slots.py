@@ -23,11 +23,12 @@ SLOTS = (
     ("rest:2/2:1440",),
     ("sweep:2/2:1440",),
     ("aot:2/2:1440",),
-    ("breaks:1440",),
+    ("breaks:1/2:1440",),
+    ("breaks:2/2:1440",),
 )
 """Lanes of `.ci/run` as `name:budget` or `name:part:budget`, budgets in seconds on two cores."""
 
-LANDINGS = 8
+LANDINGS = 9
 """All slots are seen within this many landings; one of as many does without kept programs."""
 
 SLOT_S = 1440

@@ -9,7 +9,7 @@ from ci import slots
 DAY_S = 24 * 3600
 
 
-def test_every_slot_is_seen_within_eight_landings():
+def test_every_slot_is_seen_within_nine_landings():
     seen = {slots.lanes(turn) for turn in range(100, 100 + slots.LANDINGS)}
     assert seen == set(slots.SLOTS)
 
@@ -19,9 +19,9 @@ def test_a_slot_keeps_to_its_minutes():
         assert sum(int(lane.rpartition(":")[2]) for lane in slot) <= slots.SLOT_S, slot
 
 
-def test_one_landing_in_eight_starts_without_kept_programs_in_another_slot_each_time():
-    fresh = [turn for turn in range(64) if slots.is_fresh(turn)]
-    assert [len([t for t in fresh if t // 8 == block]) for block in range(8)] == [1] * 8
+def test_one_landing_in_nine_starts_without_kept_programs_in_another_slot_each_time():
+    fresh = [turn for turn in range(81) if slots.is_fresh(turn)]
+    assert [len([t for t in fresh if t // 9 == block]) for block in range(9)] == [1] * 9
     assert {slots.lanes(turn) for turn in fresh} == set(slots.SLOTS)
 
 
@@ -65,8 +65,8 @@ def test_turns_are_read_from_history(tmp_path):
 
 
 def test_the_table_says_how_long_ago_each_slot_ran():
-    told = list(slots.table(10, [(3 * DAY_S, 10), (2 * DAY_S, 9), (DAY_S, 3)]))
+    told = list(slots.table(11, [(3 * DAY_S, 11), (2 * DAY_S, 10), (DAY_S, 3)]))
     assert told[2].startswith("-> slot 2") and told[2].endswith("now")
     assert told[1].endswith("1 landings ago, 1970-01-03")
-    assert told[3].endswith("7 landings ago, 1970-01-02")
+    assert told[3].endswith("8 landings ago, 1970-01-02")
     assert told[0].endswith("not yet")
