@@ -291,8 +291,8 @@ def gate_of(config: MixtureConfig, vocab: int) -> sharded.Gate:
     k = config.choices
     capacity = (
         None
-        if config.capacity is None
-        else sharded.Capacity(factor=config.capacity, priority=config.priority)
+        if config.capacity_factor is None
+        else sharded.Capacity(factor=config.capacity_factor, priority=config.priority)
     )
     match config.gate:
         case "ktop1":
@@ -300,7 +300,7 @@ def gate_of(config: MixtureConfig, vocab: int) -> sharded.Gate:
         case "hierarchical":
             return sharded.Hierarchical(k=k, groups=config.groups, capacity=capacity)
         case "gshard":
-            return sharded.GShard(factor=config.capacity or 1.0)
+            return sharded.GShard(factor=config.capacity_factor or 1.0)
         case "hash":
             return sharded.Hash(vocab=vocab)
         case "dense_to_sparse":

@@ -12,7 +12,7 @@ MISTAKES = [
     ({"gate": "expert_choice"}, "'expert_choice' gives a token experts by the tokens behind it"),
     ({"gate": "base"}, "'base' gives a token experts by the tokens behind it"),
     ({"choices": 9}, "choices: 9 experts of a token, and there are 8; give at most 8"),
-    ({"capacity": 0.0}, "capacity: found 0.0"),
+    ({"capacity_factor": 0.0}, "capacity_factor: found 0.0"),
     ({"gate": "topc"}, "gate: unknown 'topc'; did you mean 'topk'"),
     ({"groups": 3, "kept_groups": 1}, "3 groups do not divide 8 experts"),
     ({"groups": 4}, "kept_groups: found 0 of 4 groups; give 1 to 4"),

@@ -39,8 +39,8 @@ MODELS = {
     "every second": {"every": 2, "score": "sigmoid", "bias_rate": 0.01, "groups": 4}
     | {"kept_groups": 2, "group_score": "top2", "scale": 2.5},
     "global": {"balance": "global", "router": "cosine", "router_dim": 8},
-    "dropping": {"gate": "gshard", "capacity": 0.6},
-    "drawn": {"capacity": 0.6, "priority": "random"},
+    "dropping": {"gate": "gshard", "capacity_factor": 0.6},
+    "drawn": {"capacity_factor": 0.6, "priority": "random"},
     "noisy": {"gate": "dense_to_sparse", "choices": 3},
     "sinks": {"router_bias": True, "expert_bias": True},
     "chunks": {"choices": 1, "score": "sigmoid", "renormalise": False, "on_input": True}

@@ -60,7 +60,7 @@ class MixtureConfig:
         group_score: Of `topk`: a group counts as its highest score (`max`), or as the sum of its
             two highest (`top2`).
         on_input: Weights multiply what goes into experts, not what comes out.
-        capacity: What an expert takes of a sequence over an even share; the rest is dropped and
+        capacity_factor: What an expert takes of a sequence over an even share; the rest is dropped and
             counted. None: everything; `gshard` then has 1. Generation drops nothing.
         priority: Whose choices come first there: `position`, `probability` or `random` (anew in
             each training step and layer; where a model is evaluated, by position).
@@ -97,7 +97,7 @@ class MixtureConfig:
     kept_groups: Natural = 0
     group_score: str = dataclasses.field(default="max", metadata={"choices": ("max", "top2")})
     on_input: bool = False
-    capacity: Positive | None = None
+    capacity_factor: Positive | None = None
     priority: str = dataclasses.field(
         default="position", metadata={"choices": ("position", "probability", "random")}
     )
@@ -148,7 +148,7 @@ class MixtureConfig:
     @property
     def draws(self) -> bool:
         """Whether its gate is given random keys in training."""
-        limited = self.capacity is not None and self.priority == "random"
+        limited = self.capacity_factor is not None and self.priority == "random"
         return limited or self.gate in ("gshard", "dense_to_sparse")
 
     @property
