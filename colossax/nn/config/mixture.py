@@ -60,8 +60,8 @@ class MixtureConfig:
         group_score: Of `topk`: a group counts as its highest score (`max`), or as the sum of its
             two highest (`top2`).
         on_input: Weights multiply what goes into experts, not what comes out.
-        capacity_factor: What an expert takes of a sequence over an even share; the rest is dropped and
-            counted. None: everything; `gshard` then has 1. Generation drops nothing.
+        capacity_factor: What an expert takes of a sequence over an even share; the rest is dropped
+            and counted. None: everything; `gshard` then has 1. Generation drops nothing.
         priority: Whose choices come first there: `position`, `probability` or `random` (anew in
             each training step and layer; where a model is evaluated, by position).
         threshold: Of `dense_to_sparse`: the share below which an expert is left out.
