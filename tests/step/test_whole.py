@@ -31,7 +31,11 @@ def step_on(mesh):
 def test_a_line_says_what_it_costs(devices, caplog):
     with caplog.at_level(logging.WARNING):
         step = step_on({"data": 2, "ring": 3})
-    leaves = [math.prod(i.shape) * 4 for i in jax.tree.leaves(step.infos) if "embed" in i.dims]
+    leaves = [
+        math.prod(i.shape) * 4
+        for i in jax.tree.leaves(step.infos)
+        if {"embed", "embed:table"} & {*i.dims}
+    ]
     cost = 4 * sum(size - size // 3 for size in leaves)  # parameter, gradient and two moments
     [line] = [r.getMessage() for r in caplog.records if "plan.mesh" in r.getMessage()]
     assert "ring=3 does not divide" in line
