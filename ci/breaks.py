@@ -215,7 +215,7 @@ def whole_passes(tree: Path, env: dict[str, str], held: dict[str, list[str]], jo
         return True
     start = time.monotonic()
     files = sorted({file for files in held.values() for file in files})
-    several = ("-n", str(jobs)) if jobs > 1 and len(files) > 1 else ()
+    several = ("-n", str(jobs), "--dist", "worksteal") if jobs > 1 and len(files) > 1 else ()
     status, output = pytest_in(tree, env, sorted(held), files, *several)
     print(f"{time.monotonic() - start:6.1f} s  unbroken: {summary(output)}")
     if status:
