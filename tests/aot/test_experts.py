@@ -153,6 +153,9 @@ def test_most_exchanges_of_chunks_stand_beside_products(backward):
     assert hidden >= 0.8 * all_of_them
 
 
-def test_without_chunks_no_exchange_has_products_beside_it():
+def test_without_chunks_few_exchanges_have_products_beside_them():
+    """Weights of rows are not needed before the first product; the rows themselves are."""
     one = compiled(mesh=EXPERT8, dispatch="capacity", capacity=1.0, backward=False)
-    assert not any(hidden for _, hidden in beside_products(one.program))
+    found = beside_products(one.program)
+    assert len(found) >= 3
+    assert sum(hidden for _, hidden in found) <= 1
