@@ -45,7 +45,8 @@ class ExpertsConfig:
             divide the experts.
         dispatch: How tokens meet their experts. `passes` sends rows to the experts' devices in
             buffers of a fixed size, as often as there are rows left, so that none is dropped;
-            `ragged` does so, and sends no slot that is empty (GPUs alone, to be asked for by name);
+            `ragged` does so, and sends no slot that is empty (GPUs alone, to be asked for by name; it
+            compiles for H100, and no GPU has run it);
             `capacity` sends once, and what does not fit is dropped and counted; `gather` gives all
             tokens of the group to each of its devices and sums what they return, which sends less
             where the group is no larger than the choices of a token; `weights` gathers the
