@@ -45,13 +45,12 @@ class ExpertsConfig:
             divide the experts.
         dispatch: How tokens meet their experts. `passes` sends rows to the experts' devices in
             buffers of a fixed size, as often as there are rows left, so that none is dropped;
-            `ragged` does so, and sends no slot that is empty (GPUs alone, to be asked for by name; it
-            compiles for H100, and no GPU has run it);
-            `capacity` sends once, and what does not fit is dropped and counted; `gather` gives all
-            tokens of the group to each of its devices and sums what they return, which sends less
-            where the group is no larger than the choices of a token; `weights` gathers the
-            experts and moves no token. `auto`: `gather` by that rule, else `passes`; where the
-            group is one device, `weights`.
+            `ragged` does so, and sends no slot that is empty (GPUs alone, to be asked for by name;
+            compiled for H100, and run by no GPU yet); `capacity` sends once, and what does not fit
+            is dropped and counted; `gather` gives all tokens of the group to each of its devices
+            and sums what they return, which sends less where the group is no larger than the
+            choices of a token; `weights` gathers the experts and moves no token. `auto`: `gather`
+            by that rule, else `passes`; where the group is one device, `weights`.
         capacity: Rows of a buffer for one device, over those of a balanced load.
         chunks: Parts of such a buffer, which travel one after another: while experts compute one,
             the next is sent and the one before comes back. Of forms that send rows. `auto`: of each
