@@ -24,6 +24,12 @@ SLOTS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def nobody_deletes(monkeypatch):
+    """Nothing is waited for: what is damaged here is not about to be deleted."""
+    monkeypatch.setattr("colossax.checkpoint.folder._DELETING_S", 0.0)
+
+
 @pytest.fixture
 def checkpoint(devices, tmp_path, monkeypatch):
     """Steps 1 and 2 of a small model, in files of one block and of several; all differ."""
