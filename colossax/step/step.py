@@ -1,5 +1,6 @@
 """The training step."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -212,7 +213,7 @@ class Step:
             )
         with use(self.bound):
             spec = describe(lambda rngs: getattr(self.spec.make_model(rngs), name))
-        return renamed(spec, self.spec.infos[name])
+        return renamed(_numbered_alone(spec), self.spec.infos[name])
 
     def init(self, seed: int = 0) -> TrainState:
         """A fresh state, each array made where it lives. The mesh does not change the values."""
@@ -339,3 +340,16 @@ class Step:
         micro = cut_up(self.bound, batch, dims, key, by_row=self.loss_call.by_row)
         parts = split(state["params"], self.trainable)
         return with_term_weights(self.loss_call, *parts, state["variables"], micro)
+
+
+def _numbered_alone(spec: ModelSpec) -> ModelSpec:
+    """Its layers numbered among themselves, not behind those of models that were made before."""
+    spans = [info.span for info in jax.tree.leaves(spec.infos) if info.span is not None]
+    before = min((first for first, _ in spans), default=0)
+
+    def alone(info: ParamInfo) -> ParamInfo:
+        if info.span is None:
+            return info
+        return dataclasses.replace(info, span=(info.span[0] - before, info.span[1] - before))
+
+    return dataclasses.replace(spec, infos=jax.tree.map(alone, spec.infos))
