@@ -35,7 +35,7 @@ NEEDS = {"aot": "jax_plugins.xla_cuda12"}
 """Modules that an entry's `needs` stands for."""
 LONGEST_S = 300
 """A break that takes its tests longer has no verdict."""
-PRELOADED = ("pytest", "numpy", "jax", "flax.nnx", "optax", "orbax.checkpoint", "chex")
+PRELOADED = ("numpy", "jax", "flax.nnx", "optax", "orbax.checkpoint", "chex")
 """What every run of tests imports; of a break's processor time it would be the half."""
 FORKED_FROM = 8
 """Where so many breaks are tried, their runs are forked from a process that has these."""

@@ -16,6 +16,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import pytest
+
 _POLL_S = 0.02
 
 
@@ -63,8 +65,6 @@ def _child(tree: str, out: str, arguments: Sequence[str]) -> int:
     file = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    import pytest  # noqa: PLC0415 (nothing of it is needed where modules are no packages of tests)
-
     return int(pytest.main([*arguments]))
 
 
