@@ -146,7 +146,7 @@ def test_what_is_caught_passes_and_the_tree_stays_whole(small, capsys):
 
 
 def test_runs_that_are_forked_say_the_same(small, capsys, monkeypatch):
-    """Of a process that has imported already what they need; a run that takes too long has no verdict."""
+    """Of a process that has imported what they need; one that takes too long has no verdict."""
     monkeypatch.setattr(breaks, "FORKED_FROM", 1)
     monkeypatch.setattr(breaks, "PRELOADED", ())
     monkeypatch.setattr(breaks, "LONGEST_S", 10)
