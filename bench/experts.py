@@ -38,6 +38,7 @@ class Case:
         dispatch: Of `plan.experts`.
         clipping: Of layers updated during backward; None: after it.
         microbatches: Of a step.
+        cuts: Layers of each stage; none: stages share them evenly, in one program.
         limits: GiB of `temp`, of `total` (arguments and temp), its `share` of the memory, GB
             `sent`, seconds to `compile`.
         peer: What MaxText takes.
@@ -50,6 +51,7 @@ class Case:
     dispatch: str = "passes"
     clipping: str | None = None
     microbatches: int = 1
+    cuts: tuple[int, ...] | None = None
     limits: Mapping[str, float] = dataclasses.field(default_factory=dict)
     peer: str = ""
 
@@ -59,12 +61,13 @@ class Case:
         words += [f"{self.rows} rows"] * (self.rows > 1) + [self.dispatch]
         words += [f"updated during backward, {self.clipping}"] * bool(self.clipping)
         words += [f"{self.microbatches} microbatches"] * (self.microbatches > 1)
+        words += [f"stages of {' and '.join(map(str, self.cuts or ()))} layers"] * bool(self.cuts)
         return f"{self.model} {self.target}: {', '.join(words)}"
 
     def config(self) -> Any:
         """The run."""
         from colossax.aot import parse_target
-        from colossax.config import BatchConfig, ExpertsConfig, OffloadConfig
+        from colossax.config import BatchConfig, ExpertsConfig, OffloadConfig, PipelineConfig
         from colossax.recipes import recipe
 
         base = recipe(self.model)
@@ -72,6 +75,7 @@ class Case:
             mesh=dict(self.mesh),
             batch=BatchConfig(microbatch=self.rows),
             experts=ExpertsConfig(dispatch=self.dispatch),
+            pipeline=PipelineConfig(cuts=self.cuts),
             offload=OffloadConfig(fused=bool(self.clipping), clipping=self.clipping or "stack"),
         )
         shards = parse_target(self.target).size // self.mesh.get("stage", 1)
@@ -107,6 +111,7 @@ def cases() -> list[Case]:
             target="h200:32x8",
             mesh=staged,
             microbatches=4,
+            cuts=(31, 30),
             limits={"share": 0.9, "compile": 300},
         ),
         Case(model=qwen, dispatch="gather", limits=one, peer=dropless),
