@@ -124,7 +124,10 @@ def pytest_in(
 
 
 def _arguments(marks: Sequence[str], files: Sequence[str]) -> tuple[str, ...]:
-    return ("-x", "-q", "-p", "no:cacheprovider", "--catches", ",".join(marks), *files)
+    # That a test fails is enough: how two long lists differ, and the smallest input that shows
+    # it, can take minutes to find.
+    quick = ("-x", "-q", "--assert=plain", "--hypothesis-profile=first", "-p", "no:cacheprovider")
+    return (*quick, "--catches", ",".join(marks), *files)
 
 
 class Tree:
