@@ -24,6 +24,9 @@ SMALL = (
 )
 """`llama_tiny` with a quarter of the work, printing no completion."""
 
+EXPERTS = ("moe_tiny", *SMALL[1:], "--model.mlp=32")
+"""The same of a mixture of 8 experts."""
+
 
 def write_text(folder: Path, *, documents: int = 40) -> Path:
     """Documents of made-up words, some often and some seldom."""
@@ -58,7 +61,14 @@ class Finished:
 class Started:
     """A process under way; its standard error goes to a file, so that nothing can fill up."""
 
-    def __init__(self, *arguments: str, text: Path, log: Path, before: str = ""):
+    def __init__(
+        self,
+        *arguments: str,
+        text: Path,
+        log: Path,
+        before: str = "",
+        small: tuple[str, ...] = SMALL,
+    ):
         """Start it; `before` is Python that it runs first."""
         flags = "--xla_backend_optimization_level=1 --xla_llvm_disable_expensive_passes=true"
         environment = {
@@ -78,7 +88,7 @@ class Started:
                     sys.executable,
                     *entry,
                     "train",
-                    *SMALL,
+                    *small,
                     "--data",
                     str(text),
                     *arguments,
@@ -114,12 +124,18 @@ class Started:
         return Finished(code=code, lines=whole, errors=self._log.read_text())
 
 
-def run(*arguments: str, text: Path, log: Path) -> Finished:
+def run(*arguments: str, text: Path, log: Path, small: tuple[str, ...] = SMALL) -> Finished:
     """Run to the end."""
-    return Started(*arguments, text=text, log=log).finish()
+    return Started(*arguments, text=text, log=log, small=small).finish()
 
 
-def pair(*arguments: str, text: Path, folder: Path, before: str = "") -> list[Started]:
+def pair(
+    *arguments: str,
+    text: Path,
+    folder: Path,
+    before: str = "",
+    small: tuple[str, ...] = SMALL,
+) -> list[Started]:
     """Two processes of a run, started together; they log to `0.log` and `1.log` in a folder."""
     address = ("--processes=2", f"--coordinator=127.0.0.1:{free_port()}", "--timeout-s=60")
     return [
@@ -130,6 +146,7 @@ def pair(*arguments: str, text: Path, folder: Path, before: str = "") -> list[St
             text=text,
             log=folder / f"{number}.log",
             before=before,
+            small=small,
         )
         for number in range(2)
     ]

@@ -46,8 +46,8 @@ class OffloadConfig:
         optimizer: Share of the layers whose optimizer state does.
         activations: Share of the layers of which what backward keeps does.
         experts: Share of the layers of which the experts alone live in host memory, parameters and
-            optimizer state. They are fetched two layers ahead; one that generates fetches those
-            that its tokens choose.
+            optimizer state. Two layers' are on the device: while one computes, the next one's are
+            fetched. Where a model generates, those are fetched that its tokens choose.
         disk: Share of the layers whose optimizer state lies in a file instead: of those in host
             memory, the first ones.
         fused: Update each layer during backward, so that gradients are never whole, though nothing

@@ -35,3 +35,19 @@ def zeros_like_varying(shape: tuple[int, ...], like: Array) -> Float[Array, "...
     axes = tuple(sorted(varying_axes(like)))
     zeros = jnp.zeros(shape, jnp.float32)
     return jax.lax.pcast(zeros, axes, to="varying") if axes else zeros
+
+
+def zeros_after(x: Array, shape: tuple[int, ...]) -> Float[Array, "..."]:
+    """Float32 zeros that take no memory before `x` is there, and vary as it does.
+
+    Zeros that depend on nothing may be made far ahead of the sum that starts with them, such as in
+    front of a stage's layers, to fill the wait for a transfer. That these are zeros is not known
+    before the last step of compilation, within the kernel that writes them.
+
+    Args:
+        x: Of any floating dtype; its dims are the first of `shape`, or 1.
+        shape: Of the zeros.
+    """
+    bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"int{8 * x.dtype.itemsize}"))
+    zeros = jnp.where((bits | 1) == 0, jnp.float32(1), jnp.float32(0))
+    return jnp.broadcast_to(jnp.expand_dims(zeros, tuple(range(x.ndim, len(shape)))), shape)

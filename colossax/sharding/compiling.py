@@ -6,6 +6,10 @@ from colossax.config import BoundPlan, MeshAxis
 from colossax.sharding.experts.overlap import CHUNK_OPTIONS
 from colossax.sharding.sequence import DOUBLE_RING_OPTIONS
 
+HOST_EXPERTS_OPTIONS = {"xla_gpu_experimental_parallel_async_compute_limit": 8}
+"""The next layer's experts come, and gradients of the last one's go, beside a whole layer; with two
+at once, the default, all but two of them stop it."""
+
 
 def compiler_options(bound: BoundPlan) -> dict[str, Any]:
     """Options of XLA for programs under this plan; the plan's own come last."""
@@ -15,4 +19,6 @@ def compiler_options(bound: BoundPlan) -> dict[str, Any]:
     needed = DOUBLE_RING_OPTIONS if gpu and double else {}
     if gpu and bound.plan.experts.chunks != 1:
         needed = {**needed, **CHUNK_OPTIONS}
+    if gpu and bound.plan.offload.experts:
+        needed = {**needed, **HOST_EXPERTS_OPTIONS}
     return {**needed, **bound.plan.compiler_options}

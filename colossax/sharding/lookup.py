@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from colossax.config import BoundPlan, MeshAxis
+from colossax.pallas.varying import zeros_after
 from colossax.sharding.context import current
 from colossax.sharding.matmul.splits import Axes, Split, axes_of, spec_of, split_of, turn_local
 from colossax.sharding.ops import (
@@ -216,7 +217,7 @@ def _mapped(place: _Place, local: Any, splits: tuple[Split, ...], out: Split) ->
 
 def _added(rows: int, ids: Array, dx: Array, *, mode: Any) -> Array:
     """Sums in float32 of what belongs to each row."""
-    zeros = jnp.zeros((rows, dx.shape[-1]), jnp.float32)
+    zeros = zeros_after(dx.ravel()[0], (rows, dx.shape[-1]))
     return zeros.at[ids].add(dx.astype(jnp.float32), mode=mode)
 
 

@@ -22,7 +22,7 @@ from colossax.sharding.experts.exchange import PASSES, assumed_turns
 from colossax.sharding.experts.island import through_experts
 from colossax.sharding.experts.layout import layout_of
 from colossax.sharding.matmul.splits import spec_of
-from tests.sharding.experts.plans import DIMS, Gated, plan
+from tests.sharding.experts.plans import DIMS, SPLIT, Gated, plan
 
 pytestmark = [pytest.mark.aot, pytest.mark.timeout(900)]
 
@@ -48,11 +48,10 @@ class Compiled:
             found.setdefault((one.kind, one.axes), []).append(one.bytes)
         return found
 
-    def rows(self, axes):
-        """Bytes of the buffers of rows among them, sent one way."""
-        slots = self.layout.destinations * self.layout.slots * D * 2
-        exchanged = self.sent[("all-to-all", axes)]
-        return [each for each in exchanged if each >= slots]
+    def rows(self, *axes):
+        """Bytes of each buffer of rows that is exchanged along these axes."""
+        buffer = self.layout.destinations * self.layout.slots * D * 2
+        return [each for each in self.sent.get(("all-to-all", axes), []) if each >= buffer]
 
 
 @functools.cache
@@ -93,6 +92,9 @@ def compiled(*, backward, **asked):
 
 
 EXPERT8 = (("expert", 8),)
+FOLDED = (("expert", 4), ("tensor", 2))
+ROWS = B // 4 * S * K * D * 2
+"""Of a device's choices where `tensor` devices have the same tokens, bytes of a balanced load."""
 
 
 def beside_products(program):
@@ -159,3 +161,28 @@ def test_without_chunks_few_exchanges_have_products_beside_them():
     found = beside_products(one.program)
     assert len(found) >= 3
     assert sum(hidden for _, hidden in found) <= 1
+
+
+@pytest.mark.catches("duplicates-sent-along-tensor")
+def test_of_tokens_that_tensor_devices_share_each_sends_its_part():
+    """Where the experts' features are split over these devices, rows are gathered after that."""
+    folded, split = (
+        compiled(mesh=FOLDED, group=group, dispatch="capacity", capacity=1.0, backward=True)
+        for group in ("expert,tensor", "expert")
+    )
+    assert folded.rows("expert", "tensor") == 3 * [ROWS // 2]
+    assert split.rows("expert") == 3 * [ROWS // 2]
+
+
+def test_a_folded_group_sends_nothing_along_tensor_alone():
+    """Where each of the tensor devices has tokens of its own, as between blocks by sequence."""
+    one = compiled(mesh=FOLDED, name=SPLIT, dispatch="capacity", capacity=1.0, backward=True)
+    assert one.rows("expert", "tensor") == 3 * [ROWS // 2]
+    assert not [axes for _, axes in one.sent if axes == ("tensor",)]
+
+
+@pytest.mark.catches("axis-by-axis-at-once")
+def test_rows_travel_along_inner_axes_and_then_along_the_outermost():
+    one = compiled(mesh=FOLDED, hierarchical=True, dispatch="capacity", capacity=1.0, backward=True)
+    assert one.rows("tensor") == one.rows("expert") == 3 * [ROWS // 2]
+    assert not one.rows("expert", "tensor")

@@ -59,18 +59,18 @@ def test_llama_3_8b_on_four_stages():
     one = inspected(8)
     assert one.memory.argument_bytes <= 11.4 * GIB
     assert one.memory.temp_bytes <= 9.2 * GIB
-    assert sum(link.totals.ring_bytes for link in one.links) <= 66 * GB
+    assert sum(link.totals.ring_bytes for link in one.links) <= 63.8 * GB
     assert one.pipeline is not None
     found = one.pipeline.to_json(one.memory.total_bytes)
     assert found["stages"][1]["layers"] == [[8, 15]]
     assert found["pipeline"]["executed"] == {"forward": 8 + 3, "backward": 8 + 3}
 
 
-@pytest.mark.catches("stage-rows-scattered")
+@pytest.mark.catches("stage-rows-scattered", "zeros-made-ahead")
 def test_weights_gathered_once_a_step():
     one = inspected(8, gather="step")
     assert one.memory.temp_bytes <= 12.5 * GIB
-    assert sum(link.totals.ring_bytes for link in one.links) <= 29.3 * GB
+    assert sum(link.totals.ring_bytes for link in one.links) <= 27.1 * GB
 
 
 @pytest.mark.catches("stage-gathered-for-each-microbatch")

@@ -1,5 +1,6 @@
 """Two processes of four devices are one of eight; they start and stop together."""
 
+import json
 import re
 import shutil
 import signal
@@ -14,7 +15,7 @@ from colossax.errors import InputError
 from colossax.processes.group import Group
 from colossax.processes.launch import Launch
 from colossax.processes.wire import Wire
-from tests.launching import free_port, metrics, pair, run, write_text
+from tests.launching import EXPERTS, free_port, metrics, pair, run, write_text
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +67,27 @@ def test_sequences_matrices_and_layers_split_over_two_processes(mesh, text, tmp_
     first, second = (process.finish() for process in started)
     assert (first.code, second.code) == (0, 0), first.errors + second.errors
     alone = run("--steps=3", "--devices=8", *mesh, text=text, log=tmp_path / "log")
+    assert alone.code == 0, alone.errors
+    assert list(first.losses.values()) == pytest.approx(list(alone.losses.values()), rel=1e-5)
+
+
+@pytest.mark.sweep
+def test_two_experts_get_all_tokens_of_two_processes_and_others_none(tmp_path):
+    """The text is one letter, and tokens that are alike choose alike."""
+    text, out = tmp_path / "text", tmp_path / "run"
+    text.mkdir()
+    for number in range(40):
+        (text / f"{number}.txt").write_text("a" * 200)
+    asked = ("--steps=3", "--model.vocab=257", "--data.tokenizer_vocab=257")
+    split = ("--plan.mesh=expert=8", "--plan.experts.capacity=0.1", "--devices=4", f"--out={out}")
+    started = pair(*asked, *split, text=text, folder=tmp_path, small=EXPERTS)
+    first, second = (process.finish() for process in started)
+    assert (first.code, second.code) == (0, 0), first.errors + second.errors
+    record = json.loads((out / "metrics.jsonl").read_text().splitlines()[0])
+    assert record["dispatch_passes"] > 4 and record["dropped_choices"] == 0
+    for loads in record["expert_load"]:
+        assert loads.count(0) >= 4 and sum(load > 390 for load in loads) == 2
+    alone = run(*asked, text=text, log=tmp_path / "log", small=EXPERTS)
     assert alone.code == 0, alone.errors
     assert list(first.losses.values()) == pytest.approx(list(alone.losses.values()), rel=1e-5)
 

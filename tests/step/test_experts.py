@@ -194,7 +194,6 @@ CASES = [
     ),
     ("accumulation", "every second"),
     ("remat", "every second"),
-    ("host memory", "every second"),
     ("cut stages", "dense first"),
     ("cut stages", "every second"),
     ("stages", "global"),

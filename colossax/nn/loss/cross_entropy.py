@@ -11,7 +11,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
 from colossax.pallas.padding import pad_to_multiple
-from colossax.pallas.varying import vary_alike, zeros_like_varying
+from colossax.pallas.varying import vary_alike, zeros_after, zeros_like_varying
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -311,7 +311,12 @@ def over_chunks(
         more, per_token = one(i)
         return jax.tree.map(jnp.add, carry, more), per_token
 
+    def zeros(x: Any) -> Array:
+        if not x.ndim:
+            return zeros_like_varying(x.shape, hidden)
+        return zeros_after(parts[0][:, 0, :, 0, 0, 0].reshape(-1), x.shape)
+
     shapes, _ = jax.eval_shape(one, 0)
-    start = jax.tree.map(lambda x: zeros_like_varying(x.shape, hidden), shapes)
+    start = jax.tree.map(zeros, shapes)
     added, per_token = jax.lax.scan(step, start, jnp.arange(count))
     return added, jax.tree.map(restore, per_token)

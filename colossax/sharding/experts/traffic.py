@@ -40,7 +40,7 @@ def sent(
 
     With n devices in the group, f that split hidden features, and r bytes of a buffer of n `slots`
     rows: by all-to-all `5 (n - 1) / n r`, as backward sends the rows once more; over features
-    `5 (f - 1) r`. Tokens of r bytes that are gathered from g devices: `5 (g - 1) / g r`, as
+    `5 (f - 1) r`. Hierarchically, of n = a b devices, `5 ((a - 1) / a + (b - 1) / b) r`. Tokens of r bytes that are gathered from g devices: `5 (g - 1) / g r`, as
     gradients of outputs are gathered too, and sums of both directions are scattered.
 
     Args:
@@ -54,8 +54,9 @@ def sent(
     if layout.sends:
         rows = layout.destinations * layout.slots * (layout.chunks if layout.pipelined else 1)
         counts = 2 * _NUMBER * layout.destinations * layout.experts_here
-        group, features = layout.destinations, layout.size(layout.features)
-        tokens = _share(group) * (rows * of_row + counts)
+        features = layout.size(layout.features)
+        levels = (layout.group[:1], layout.group[1:]) if layout.hierarchical else (layout.group,)
+        tokens = sum(_share(layout.size(axes)) for axes in levels) * (rows * of_row + counts)
         tokens += (features - 1) * (rows * of_row + counts)
     else:
         gathered = layout.size(layout.gathered)

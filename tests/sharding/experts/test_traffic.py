@@ -86,6 +86,7 @@ CASES = [
     ("expert4-tensor2", "gather", "expert"),
     ("expert8", "passes", "chunks 2"),
     ("expert4-tensor2", "passes", "chunks 3"),
+    ("expert4-tensor2", "passes", "hierarchical"),
     ("expert8", "passes", "placed"),
 ]
 PLACED = ((3, 0), (3, 1), (2, 3), (4, 7), (3, 5), (6, 3), (0, 3), (1, 3))
@@ -103,6 +104,7 @@ def test_formulas_are_what_the_program_sends(mesh, dispatch, how):
     name = SPLIT if how == SPLIT else None
     chunks = int(how.split()[1]) if "chunks" in str(how) else 1
     more = {"chunks": chunks, "placement": PLACED if how == "placed" else None}
+    more["hierarchical"] = how == "hierarchical"
     with use(plan(MESHES[mesh], dispatch, group, name=name, **more)) as bound:
         layout = layout_under(bound)
         # What cheap ones sum of gathered weights, the compiler sums before it gathers.
