@@ -40,8 +40,9 @@ def sent(
 
     With n devices in the group, f that split hidden features, and r bytes of a buffer of n `slots`
     rows: by all-to-all `5 (n - 1) / n r`, as backward sends the rows once more; over features
-    `5 (f - 1) r`. Hierarchically, of n = a b devices, `5 ((a - 1) / a + (b - 1) / b) r`. Tokens of r bytes that are gathered from g devices: `5 (g - 1) / g r`, as
-    gradients of outputs are gathered too, and sums of both directions are scattered.
+    `5 (f - 1) r`. Hierarchically, of n = a b devices, `5 ((a - 1) / a + (b - 1) / b) r`. Tokens of
+    r bytes that are gathered from g devices: `5 (g - 1) / g r`, as gradients of outputs are
+    gathered too, and sums of both directions are scattered.
 
     Args:
         layout: Of the layer.
