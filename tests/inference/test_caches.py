@@ -20,6 +20,8 @@ from colossax.nn import (
     FlatTokens,
     LatentConfig,
     Layers,
+    MixtureConfig,
+    QueryGrowth,
     RMSNorm,
     RopeConfig,
     YarnScaling,
@@ -44,6 +46,32 @@ LATENT = DecoderConfig(
     latent=LatentConfig(kv_rank=12, q_rank=16, nope_dim=6, rope_dim=8, v_dim=10),
     init_std=0.3,
 )
+SINKS = dataclasses.replace(
+    CONFIG,
+    layers=4,
+    window=WINDOW,
+    full_every=2,
+    sinks=True,
+    qkv_bias=True,
+    out_bias=True,
+    activation="clamped_swiglu",
+    mixture=MixtureConfig(experts=4, choices=2, mlp=32, router_bias=True, expert_bias=True),
+)
+"""As gpt-oss is made."""
+CHUNKS = dataclasses.replace(
+    CONFIG,
+    layers=4,
+    rope=RopeConfig(interleaved=True),
+    chunk=6,
+    full_every=4,
+    full_rope=False,
+    qk_unit=True,
+    query_growth=QueryGrowth(step=4),
+    mixture=MixtureConfig(
+        experts=4, choices=1, mlp=32, score="sigmoid", renormalise=False, on_input=True, shared=16
+    ),
+)
+"""As Llama 4 is made."""
 PROMPT = tuple(np.random.default_rng(0).integers(0, 64, 30).tolist())
 ADDED = 24
 TOLERANCE = 2e-5
@@ -76,11 +104,14 @@ MODELS = {
     "recurrent": (CONFIG, Layers(make=recurrent, order=3)),
     "recurrent and local": (CONFIG, alternating("recurrent", "local", "recurrent", "local")),
     "latent": (LATENT, None),
+    "sinks": (SINKS, None),
+    "chunks": (CHUNKS, None),
 }
 PLANS = {
     "tensor4": Plan(mesh={"tensor": 4}),
     "fsdp2 tensor2": Plan(mesh={"fsdp": 2, "tensor": 2}),
     "2d": Plan(mesh={"row": 2, "col": 2}, tensor_layout="2d"),
+    "expert2 tensor2": Plan(mesh={"expert": 2, "tensor": 2}),
     "latent split": Plan(mesh={"tensor": 4}, rules=Rules().updated(cache={"kv_latent": "tensor"})),
 }
 
@@ -136,7 +167,12 @@ def test_tokens_are_those_of_repeated_forward_passes(name):
     assert found.tokens == greedy(name) and len(set(found.tokens)) > 4
 
 
-MESHES = [(name, plan) for name in MODELS for plan in PLANS if plan != "latent split"]
+MESHES = [
+    (name, plan)
+    for name, (config, _) in MODELS.items()
+    for plan in PLANS
+    if plan not in ("latent split", "2d" if config.mixture else "expert2 tensor2")
+]
 
 
 QUICK = [("window", "tensor4"), ("latent", "tensor4")]
