@@ -188,8 +188,10 @@ class _BothWays:
         def value(outer: Params, last: Any, sums: Any) -> Any:
             return stages.leave(outer, number, last, sums)
 
+        # Else the head would be gathered, and wait, while the layers go forward.
+        outer, last = jax.lax.optimization_barrier((stages.outer, last))
         differentiate = jax.value_and_grad(value, argnums=(0, 1, 2), has_aux=True)
-        found, (grads, turned, dsums) = differentiate(stages.outer, last, sums)
+        found, (grads, turned, dsums) = differentiate(outer, last, sums)
         # Else the head's gradient would wait to be added until the layers have gone back.
         added_up = self._added(state.outer, grads), turned
         outer, turned = jax.lax.optimization_barrier(added_up)
