@@ -47,19 +47,19 @@ PLANS = {
 
 @functools.cache
 def built(name=None):
-    """A generator and its parameters."""
+    """A generator, its parameters and their description."""
     plan = Plan(mesh={"data": 1}) if name is None else PLANS[name]
     size = int(np.prod(list(plan.mesh.values())))
     bound = plan.bind(jax.devices()[:size])
     with colossax.use(bound):
         spec = describe(maker(CONFIG))
     params = fresh_params(CONFIG, spec, bound, jax.random.key(1))
-    return Generator(spec, bound, params, slots=48), params
+    return Generator(spec, bound, params, slots=48), params, spec
 
 
 @functools.cache
 def wanted(temperature):
-    made, _ = built()
+    made, *_ = built()
     return made.generate(PROMPT, max_tokens=8, temperature=temperature, seed=3).tokens
 
 
@@ -71,7 +71,7 @@ def host_bytes(params):
 @pytest.mark.catches("experts-not-left")
 @pytest.mark.parametrize("name", PLANS)
 def test_tokens_are_those_of_experts_on_the_device(name, devices):
-    made, params = built(name)
+    made, params, _ = built(name)
     for temperature in (0.0, 2.0):
         found = made.generate(PROMPT, max_tokens=8, temperature=temperature, seed=3).tokens
         assert found == wanted(temperature)
@@ -107,8 +107,8 @@ def test_a_token_fetches_experts_one_by_one():
 @pytest.mark.sweep
 @pytest.mark.parametrize("words", [(), ("--plan.offload", "experts=1")])
 def test_the_command_line_generates_with_experts_in_host_memory(words, tmp_path, capsys):
-    made, params = built()
-    slots = [slot_of(info, "model/params") for info in jax.tree.leaves(made.spec.infos)]
+    _, params, spec = built()
+    slots = [slot_of(info, "model/params") for info in jax.tree.leaves(spec.infos)]
     with Checkpointer(tmp_path) as checkpointer:
         pairs = list(zip(slots, jax.tree.leaves(params), strict=True))
         checkpointer.save(1, pairs, {"model": config_to_json(CONFIG)})
