@@ -101,13 +101,16 @@ def _export(args: argparse.Namespace, overrides: list[Override]) -> None:
 
 
 def _alteration(args: argparse.Namespace) -> Callable[[Any], Any]:
-    """What is made of the checkpoint's model: first layers are left out, then experts altered."""
+    """What is made of the checkpoint's model: first experts are altered, then layers left out.
+
+    So how much each expert was used is told of all layers of the run.
+    """
     layers = None if args.layers is None else asked_layers(args.layers)
     experts = None if args.experts is None else asked_experts(args.experts)
 
     def altered(params: Any) -> Any:
-        params = params if layers is None else layers(params)
-        return params if experts is None else experts(params, Path(args.checkpoint))
+        params = params if experts is None else experts(params, Path(args.checkpoint))
+        return params if layers is None else layers(params)
 
     return altered
 

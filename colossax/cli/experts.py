@@ -140,7 +140,12 @@ def read_loads(file: Path) -> Any:
     import numpy as np
 
     if file.suffix == ".jsonl":
-        found = [record[LOAD] for record in _records(file) if record.get(LOAD)]
+        # A run writes an empty list for a layer without experts.
+        found = [
+            [layer for layer in record[LOAD] if layer]
+            for record in _records(file)
+            if isinstance(record.get(LOAD), list) and record[LOAD]
+        ]
     else:
         value = read_json(file, (dict, list), remedy="give a file of arrays of numbers")
         found = [value[LOAD] if isinstance(value, dict) and LOAD in value else value]

@@ -57,14 +57,16 @@ def pruned(params: ModelParams, keep: Sequence[Sequence[int]]) -> ModelParams:
     config = dataclasses.replace(params.config, experts=len(kept[0]))
     spec = describe(maker(config))
     dims = {path: _own_dims(info) for path, info in params.infos.items()}
+    kept_of = dict(zip(_sparse(params), kept, strict=True))
 
     def read(path: str, layer: int | None, expert: int | None) -> np.ndarray:
         if layer is None or not set(dims[path]) & set(_OF_EXPERTS):
             return params.read(path, layer, expert)
+        own = kept_of[_layer_numbers(params.config, path)[layer]]
         if expert is not None:
-            return params.read(path, layer, kept[layer][expert])
+            return params.read(path, layer, own[expert])
         at = next(at for at, dim in enumerate(dims[path]) if dim in _OF_EXPERTS)
-        return np.take(params.read(path, layer, None), kept[layer], axis=at)
+        return np.take(params.read(path, layer, None), own, axis=at)
 
     return ModelParams(config=config, spec=spec, dtypes=params.dtypes, read=read)
 
@@ -219,33 +221,36 @@ def with_layers(params: ModelParams, layers: Sequence[int]) -> ModelParams:
             " order"
         )
     config = dataclasses.replace(params.config, layers=len(keep))
-    old, new = _kinds(params.config), _kinds(config)
+    old, new = _sorts(params.config), _sorts(config)
     wanted = tuple(old[at] for at in keep)
     if new != wanted:
         raise InputError(
             f"layers: those kept are {', '.join(wanted)}, and a model of {len(keep)} layers has"
             f" {', '.join(new)}; keep layers of kinds that come in this order"
         )
-    named, named_before = (bool(one.decoder().layer_kinds) for one in (config, params.config))
+    kinds, kinds_before = (one.decoder().layer_kinds for one in (config, params.config))
 
-    def source(path: str) -> tuple[str, str]:
-        """Kind of the layers that have a parameter, and its path in the teacher."""
-        if not path.startswith(_STACK):
-            return "", path
-        kind, rest = new[0], path.removeprefix(_STACK)
-        if named:
-            kind, rest = rest.split("/", 1)
-        return kind, f"{_STACK}{kind}/{rest}" if named_before else f"{_STACK}{rest}"
+    def source(path: str, row: int) -> tuple[str, int]:
+        """Path and row in the teacher, of a row of a stack."""
+        number = keep[_layer_numbers(config, path)[row]]
+        rest = path.removeprefix(_STACK)
+        rest = rest.split("/", 1)[1] if kinds else rest
+        if not kinds_before:
+            return f"{_STACK}{rest}", number
+        kind = kinds_before[number]
+        return f"{_STACK}{kind}/{rest}", kinds_before[:number].count(kind)
 
     def read(path: str, layer: int | None, expert: int | None) -> np.ndarray:
-        kind, before = source(path)
         if layer is None:
-            return params.read(before, None, expert)
-        number = keep[[at for at, one in enumerate(new) if one == kind][layer]]
-        return params.read(before, old[:number].count(kind), expert)
+            return params.read(path, None, expert)
+        return params.read(*source(path, layer), expert)
 
     spec = describe(maker(config))
-    dtypes = {path: params.dtypes[source(path)[1]] for path in by_path(spec)}
+    stacked = {path for path in by_path(spec) if path.startswith(_STACK)}
+    dtypes = {
+        path: params.dtypes[source(path, 0)[0] if path in stacked else path]
+        for path in by_path(spec)
+    }
     return ModelParams(config=config, spec=spec, dtypes=dtypes, read=read)
 
 
@@ -388,3 +393,21 @@ def _kinds(config: Any) -> tuple[str, ...]:
     if decoder.mixture is None:
         return ("dense",) * config.layers
     return decoder.mixture.kinds(config.layers)
+
+
+def _sorts(config: Any) -> tuple[str, ...]:
+    """Likewise, and where layers see other keys, `local` or `full`; also where all are alike."""
+    decoder = config.decoder()
+    if not decoder.full_every:
+        return _kinds(config)
+    seen = ("full" if full else "local" for full in decoder.sees_all)
+    return tuple(" ".join(names) for names in zip(seen, _kinds(config), strict=True))
+
+
+def _layer_numbers(config: Any, path: str) -> Sequence[int]:
+    """Of each row of a stack, which has layers of one kind, the number among all layers."""
+    kinds = config.decoder().layer_kinds
+    if not kinds:
+        return range(config.layers)
+    kind = path.removeprefix(_STACK).split("/", 1)[0]
+    return [number for number, one in enumerate(kinds) if one == kind]

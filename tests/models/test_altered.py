@@ -12,6 +12,7 @@ from colossax.checkpoint import RecordReader
 from colossax.errors import CheckpointError, InputError
 from colossax.models import (
     GPT2Config,
+    GPTOSSConfig,
     LlamaConfig,
     MixtralConfig,
     Qwen2MoEConfig,
@@ -43,6 +44,10 @@ KINDS = Qwen2MoEConfig(
     every=2,
     init_std=0.3,
 )
+SEEN = GPTOSSConfig(
+    **{**SIZES, "layers": 4}, experts=4, choices=2, head_dim=8, window=4, init_std=0.3
+)
+"""By turns of layers that see other keys, and so of two stacks."""
 TOKENS = np.random.default_rng(0).integers(0, 32, (2, 12))
 
 
@@ -85,6 +90,16 @@ def test_a_pruned_model_is_one_whose_router_never_chooses_the_others(monkeypatch
     found = pruned(params, KEEP)
     assert found.config.experts == 2
     np.testing.assert_allclose(logits(found), wanted, atol=1e-5)
+
+
+def test_layers_of_several_stacks_keep_their_own_experts():
+    keep = ((0, 1), (1, 2), (2, 3), (0, 3))
+    found = pruned(fresh(SEEN), keep)
+    for number, row in enumerate(keep):
+        place = f"layers/{('local', 'full')[number % 2]}/mlp/up", number // 2
+        for new, old in enumerate(row):
+            wanted = fresh(SEEN).read(*place, old)
+            np.testing.assert_array_equal(found.read(*place, new), wanted)
 
 
 def at(tree, path):
@@ -163,6 +178,9 @@ def test_a_student_has_the_layers_that_were_kept():
         student.tree()["layers"],
         jax.tree.map(lambda x: x[[1, 3]], deep.tree()["layers"]),
     )
+    seen = with_layers(fresh(SEEN), [2, 3])
+    for path in ("layers/local/mlp/up", "layers/full/attn/q/w"):
+        np.testing.assert_array_equal(seen.read(path, 0, None), fresh(SEEN).read(path, 1, None))
     sparse = with_layers(fresh(KINDS), [2, 3])
     for path in ("layers/sparse/mlp/up", "layers/sparse/attn/q/w", "layers/dense/mlp/up/w"):
         np.testing.assert_array_equal(sparse.read(path, 0, None), fresh(KINDS).read(path, 1, None))
@@ -211,6 +229,9 @@ REFUSED = {
     "layers: found 1,0; give some of 0 to 1": lambda: with_layers(fresh(DENSE), [1, 0]),
     "those kept are sparse, sparse, and a model of 2 layers has dense, sparse": lambda: with_layers(
         fresh(KINDS), [1, 3]
+    ),
+    "those kept are local sparse, local sparse, and a model of 2 layers": lambda: with_layers(
+        fresh(SEEN), [0, 2]
     ),
 }
 
