@@ -21,7 +21,8 @@ def frequencies(config: RopeConfig, head_dim: int) -> np.ndarray:
     wavelength = 2 * math.pi / freqs
     turns = scaling.original_max_positions / wavelength
     span = scaling.high_freq_factor - scaling.low_freq_factor
-    keep = np.clip((turns - scaling.low_freq_factor) / span, 0.0, 1.0)
+    beyond = turns - scaling.low_freq_factor
+    keep = np.clip(beyond / span, 0.0, 1.0) if span else beyond >= 0
     return (freqs * keep + freqs / scaling.factor * (1 - keep)).astype(np.float32)
 
 

@@ -14,7 +14,7 @@ from colossax.models import conversion
 from colossax.models.conversion import PART, Layout
 from colossax.models.hf_folder import CONVERSIONS, by_path, conversion_of, open_folder
 from colossax.models.registry import FAMILIES, maker
-from colossax.nn import describe
+from colossax.nn import YarnScaling, describe
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 CASES = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))
@@ -141,6 +141,46 @@ def test_missing_settings_take_the_defaults_of_transformers():
     assert llama(eos_token_id=...).eos is None
 
 
+def without(case, *names):
+    """Settings of a golden case that say nothing of these."""
+    return {name: value for name, value in settings_of(case).items() if name not in names}
+
+
+@pytest.mark.catches("mixtral-theta-of-llama")
+@pytest.mark.catches("gpt-oss-without-yarn")
+@pytest.mark.catches("deepseek-v3-scale-of-v2")
+def test_missing_settings_of_families_with_experts_take_their_own_defaults():
+    mixtral = without("mixtral", "rms_norm_eps", "rope_parameters")
+    found = CONVERSIONS["mixtral"].config_from(mixtral)
+    assert (found.norm_eps, found.rope_theta) == (1e-5, 1e6)
+    assert CONVERSIONS["mixtral"].config_from({**mixtral, "rope_theta": 7}).rope_theta == 7.0
+    deepseek = without("deepseek_v3", "routed_scaling_factor", "first_k_dense_replace")
+    found = CONVERSIONS["deepseek_v3"].config_from({**deepseek, "num_hidden_layers": 4})
+    assert (found.scale, found.first_dense) == (2.5, 3)
+    v2 = without("deepseek_v2", "routed_scaling_factor", "first_k_dense_replace")
+    found = CONVERSIONS["deepseek_v2"].config_from(v2)
+    assert (found.scale, found.first_dense) == (1.0, 0)
+    table, nothing = CONVERSIONS["gpt_oss"], without("gpt_oss", "rope_parameters")
+    yarn = YarnScaling(factor=32.0, original_max_positions=4096, truncate=False)
+    for said in ({}, {"rope_parameters": None}):
+        found = table.config_from({**nothing, **said})
+        assert (found.rope_theta, found.rope_scaling) == (150_000.0, yarn)
+    plain = table.config_from({**nothing, "rope_parameters": {"rope_type": "default"}})
+    assert (plain.rope_theta, plain.rope_scaling) == (150_000.0, None)
+    older = table.config_from({**nothing, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}})
+    assert older.rope_scaling == YarnScaling(factor=2.0, original_max_positions=128)
+
+
+def test_the_published_scaling_of_llama_4_is_read():
+    """Of Scout: both factors are one."""
+    rope = {"rope_type": "llama3", "factor": 16.0, "original_max_position_embeddings": 8192}
+    rope |= {"low_freq_factor": 1.0, "high_freq_factor": 1.0}
+    settings = without("llama4_text", "rope_parameters") | {"rope_scaling": rope}
+    found = CONVERSIONS["llama4_text"].config_from(settings)
+    assert (found.rope_theta, found.rope_scaling.factor) == (500_000.0, 16.0)
+    assert CONVERSIONS["llama4_text"].settings_of(found)["rope_scaling"] == rope
+
+
 REFUSED = [
     (
         "llama",
@@ -178,6 +218,16 @@ REFUSED = [
         "gpt_oss",
         {"layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"]},
         "layer_types with layers 0, 3 that see all keys are not supported; only full_attention in",
+    ),
+    (
+        "gpt_oss",
+        {"rope_parameters": ..., "rope_scaling": None},
+        "rope_scaling is null, which readers take for no scaling or for YaRN's; say which",
+    ),
+    (
+        "gpt_oss",
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0, "factor": 2.0}},
+        "model.rope.theta: found 1.0, with which YaRN's scaling finds no dims to stretch; give",
     ),
     ("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 4 layers"),
     (

@@ -46,6 +46,23 @@ def test_llama3_keeps_short_waves_and_stretches_long_ones():
     assert [np.sum(turns >= 4), np.sum(between), np.sum(turns <= 1)] == [1, 2, 5]
 
 
+@pytest.mark.catches("rope-llama3-no-blend")
+def test_llama3_with_nothing_between_takes_one_step():
+    """By a loop over waves: Llama 4 has both factors 1."""
+    scaling = Llama3Scaling(
+        factor=16.0, low_freq_factor=1.0, high_freq_factor=1.0, original_max_positions=64
+    )
+    wanted = []
+    for at in range(HEAD_DIM // 2):
+        radians = 1e4 ** (-2 * at / HEAD_DIM)
+        wavelength = 2 * np.pi / radians
+        wanted.append(radians / 16 if wavelength > 64 / 1.0 else radians)
+    found = frequencies(RopeConfig(theta=1e4, llama3=scaling), HEAD_DIM)
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    plain = frequencies(RopeConfig(theta=1e4), HEAD_DIM)
+    assert (found == plain).sum() == 3 and found.dtype == np.float32
+
+
 @pytest.mark.catches("rope-yarn-factor")
 @pytest.mark.parametrize(("truncate", "ends"), [(True, (1, 6)), (False, (1.2, 5.2))])
 def test_yarn_keeps_what_turns_often_and_stretches_what_turns_seldom(truncate, ends):
@@ -84,6 +101,7 @@ def test_neighbours_turn_as_dims_half_a_head_apart_do():
     np.testing.assert_array_equal(rotate(x, tables, interleaved=True), rotate(by_hand, tables))
 
 
+@pytest.mark.catches("yarn-log-of-one")
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -96,6 +114,14 @@ def test_neighbours_turn_as_dims_half_a_head_apart_do():
                 llama3=Llama3Scaling(), yarn=YarnScaling(factor=2.0, original_max_positions=8)
             ),
             "found llama3 and yarn, two scalings",
+        ),
+        (
+            lambda: Llama3Scaling(high_freq_factor=0.5),
+            "found 0.5; give at least low_freq_factor, 1",
+        ),
+        (
+            lambda: RopeConfig(theta=1.0, yarn=YarnScaling(factor=2.0, original_max_positions=8)),
+            "rope.theta: found 1.0, with which YaRN's .* give more than 1",
         ),
     ],
 )

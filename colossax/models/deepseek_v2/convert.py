@@ -37,8 +37,6 @@ LATENT_SETTINGS = (
     setting("experts", "n_routed_experts"),
     setting("choices", "num_experts_per_tok"),
     setting("shared", "n_shared_experts"),
-    setting("first_dense", "first_k_dense_replace", default=0),
-    setting("scale", "routed_scaling_factor", default=1.0),
     setting("kv_rank", "kv_lora_rank"),
     setting("q_rank", "q_lora_rank", default=1536),
     setting("nope_dim", "qk_nope_head_dim"),
@@ -112,6 +110,8 @@ CONVERSION = Conversion(
     config=DeepSeekV2Config,
     settings=(
         *LATENT_SETTINGS,
+        setting("first_dense", "first_k_dense_replace", default=0),
+        setting("scale", "routed_scaling_factor", default=1.0),
         setting("max_seq", "max_position_embeddings", default=2048),
         setting("balance_loss", "aux_loss_alpha", default=0.001),
     ),

@@ -27,6 +27,8 @@ CONVERSION = Conversion(
     config=DeepSeekV3Config,
     settings=(
         *LATENT_SETTINGS,
+        setting("first_dense", "first_k_dense_replace", default=3),
+        setting("scale", "routed_scaling_factor", default=2.5),
         setting("groups", "n_group", default=8),
         setting("kept_groups", "topk_group", default=4),
         setting("renormalise", "norm_topk_prob", default=True),

@@ -20,6 +20,16 @@ _MLP = "model.layers.{layer}.mlp"
 _OURS = "layers/mlp"
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
+_SCALING = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 4096,
+    "truncate": False,
+}
+"""Of a file that says nothing of scaling."""
+
 _LINKS = (
     link("model.layers.{layer}.self_attn.sinks", "heads", "layers/attn/sinks"),
     link(f"{_MLP}.router.weight", "scores embed", f"{_OURS}/router/w"),
@@ -48,7 +58,20 @@ def _read(settings: Mapping[str, Any]) -> dict[str, Any]:
     if kinds is not None:
         remedy = f"{_FULL} in each so many-th layer and {_SLIDING} in the others"
         full_every = every_full("layer_types", [kind == _FULL for kind in kinds], remedy)
-    return {"full_every": full_every, **yarn_rope(settings), **first_eos(settings)}
+    return {"full_every": full_every, **_rope(settings), **first_eos(settings)}
+
+
+def _rope(settings: Mapping[str, Any]) -> dict[str, Any]:
+    said = {"rope_theta": 150_000.0, **settings}
+    if said.get("rope_parameters") is None:
+        # Older readers take null for no scaling, newer ones for the same as nothing.
+        if said.get("rope_scaling", _SCALING) is None:
+            raise InputError(
+                "config.json: rope_scaling is null, which readers take for no scaling or for"
+                " YaRN's; say which by rope_parameters, of rope_type 'default' or 'yarn'"
+            )
+        said = {"rope_scaling": _SCALING, **said}
+    return yarn_rope(said)
 
 
 def _check_packing(settings: Mapping[str, Any]) -> None:

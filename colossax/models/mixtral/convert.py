@@ -13,7 +13,7 @@ _NAMES = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
 def _read(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {**plain_rope(settings), **first_eos(settings)}
+    return {**plain_rope({"rope_theta": 1_000_000.0, **settings}), **first_eos(settings)}
 
 
 def _write(config: MixtralConfig) -> dict[str, Any]:
@@ -25,7 +25,8 @@ CONVERSION = Conversion(
     architecture="MixtralForCausalLM",
     config=MixtralConfig,
     settings=(
-        *SETTINGS,
+        *(entry for entry in SETTINGS if entry.ours != "norm_eps"),
+        setting("norm_eps", "rms_norm_eps", default=1e-5),
         setting("head_dim", "head_dim", default=None),
         setting("max_seq", "max_position_embeddings", default=131_072),
         setting("window", "sliding_window", default=None),

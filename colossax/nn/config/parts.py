@@ -11,6 +11,13 @@ from colossax.errors import InputError
 class Llama3Scaling:
     """Stretches long wavelengths by `factor`, keeps short ones, blends between.
 
+    Attributes:
+        factor: Of the wavelength.
+        low_freq_factor: Turns within the original positions below which a wave is stretched.
+        high_freq_factor: Turns from which on it is kept; where both are one number, nothing is
+            between.
+        original_max_positions: Of the model before it was stretched.
+
     Source: the Llama 3.1 model card's configuration (`rope_type: llama3`).
     """
 
@@ -21,10 +28,10 @@ class Llama3Scaling:
 
     def __post_init__(self):
         check_types(self, "model.rope_scaling")
-        if self.high_freq_factor <= self.low_freq_factor:
+        if self.high_freq_factor < self.low_freq_factor:
             raise InputError(
-                f"model.rope_scaling.high_freq_factor: found {self.high_freq_factor}; give more"
-                f" than low_freq_factor, {self.low_freq_factor}"
+                f"model.rope_scaling.high_freq_factor: found {self.high_freq_factor}; give at"
+                f" least low_freq_factor, {self.low_freq_factor}"
             )
 
 
@@ -102,6 +109,11 @@ class RopeConfig:
         check_types(self, "model.rope")
         if self.llama3 is not None and self.yarn is not None:
             raise InputError("model.rope: found llama3 and yarn, two scalings; give one of them")
+        if self.yarn is not None and self.theta <= 1:
+            raise InputError(
+                f"model.rope.theta: found {self.theta}, with which YaRN's scaling finds no dims to"
+                " stretch; give more than 1"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
