@@ -234,6 +234,11 @@ class Conversion:
     read: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda settings: {}
     write: Callable[[Any], dict[str, Any]] = lambda config: {}
 
+    @property
+    def lone_experts(self) -> bool:
+        """Whether each expert of a layer has tensors of its own."""
+        return any(_EXPERT in entry.foreign for entry in self.links)
+
     def config_from(self, settings: Mapping[str, Any]) -> Any:
         """Our configuration of the settings in config.json.
 

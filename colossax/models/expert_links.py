@@ -10,6 +10,7 @@ from colossax.models.settings import checked
 
 _OURS = "layers/mlp"
 _MLP = "model.layers.{layer}.mlp"
+_LOSS = 0.001
 
 
 def expert_links(where: str, names: Mapping[str, str], router: str) -> tuple[Link, ...]:
@@ -48,8 +49,29 @@ QWEN_SETTINGS = (
     setting("choices", "num_experts_per_tok"),
     setting("renormalise", "norm_topk_prob", default=False),
     setting("every", "decoder_sparse_step", default=1),
-    setting("balance_loss", "router_aux_loss_coef", default=0.001),
+    setting("balance_loss", "router_aux_loss_coef", default=_LOSS),
 )
+
+
+def taught(settings: Mapping[str, Any], loss: float, *, renormalised: bool) -> dict[str, Any]:
+    """Our `balance_loss` of a file whose router nothing would teach; else nothing.
+
+    Its tokens take one expert whose weight is 1, and it has no such loss. A decoder refuses that,
+    since training would leave the router as it is; what only generates is none the worse for it.
+
+    Args:
+        settings: Of config.json.
+        loss: That of a file that does not say.
+        renormalised: Whether the weights of the chosen sum to 1.
+    """
+    alone = renormalised and settings.get("num_experts_per_tok") == 1
+    return {"balance_loss": loss} if alone and settings.get("router_aux_loss_coef") == 0 else {}
+
+
+def qwen_taught(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Likewise, of both Qwen families."""
+    renormalised = settings.get("norm_topk_prob") is True
+    return taught(settings, _LOSS, renormalised=renormalised)
 
 
 def check_mlp_only(settings: Mapping[str, Any]) -> None:

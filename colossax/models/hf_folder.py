@@ -128,7 +128,7 @@ def open_folder(folder: str | Path) -> Source:
     conversion = conversion_of(settings)
     config = conversion.config_from(settings)
     reader = Reader(folder)
-    _check_layers(config, reader)
+    _check_counts(conversion, config, reader)
     spec = describe(maker(config))
     tensors = conversion.tensors(by_path(spec), config.decoder().layer_kinds)
     names, packed = _match(conversion, tensors, reader)
@@ -139,12 +139,22 @@ def open_folder(folder: str | Path) -> Source:
     return source
 
 
-def _check_layers(config: Any, reader: Reader) -> None:
-    """Refuse a count that the files cannot hold before anything is made of it."""
-    if config.layers > len(reader.tensors):
+def _check_counts(conversion: Conversion, config: Any, reader: Reader) -> None:
+    """Refuse counts that the files cannot hold before anything is made of them."""
+    stored = len(reader.tensors)
+    if config.layers > stored:
         raise WeightsError(
             f"{reader.folder}: config.json gives {config.layers} layers, and the weights are"
-            f" {len(reader.tensors)} tensors; correct config.json or the weights"
+            f" {stored} tensors; correct config.json or the weights"
+        )
+    mixture = config.decoder().mixture
+    if mixture is None or not conversion.lone_experts:
+        return
+    experts = sum(mixture.experts_of(config.layers))
+    if experts > stored:
+        raise WeightsError(
+            f"{reader.folder}: config.json gives {mixture.experts} experts of a layer, {experts} of"
+            f" all, and the weights are {stored} tensors; correct config.json or the weights"
         )
 
 

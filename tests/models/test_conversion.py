@@ -171,6 +171,19 @@ def test_missing_settings_of_families_with_experts_take_their_own_defaults():
     assert older.rope_scaling == YarnScaling(factor=2.0, original_max_positions=128)
 
 
+@pytest.mark.catches("alone-and-untaught")
+@pytest.mark.parametrize("case", ["mixtral", "gpt_oss", "qwen2_moe", "qwen3_moe", "olmoe"])
+def test_a_single_choice_without_a_loss_is_imported_with_the_family_s_own(case):
+    """Where its weight is always 1; else the file's 0 stays."""
+    table, choice = CONVERSIONS[case], {"num_experts_per_tok": 1, "router_aux_loss_coef": 0.0}
+    settings = settings_of(case) | choice
+    found = table.config_from(settings | {"norm_topk_prob": True})
+    assert found.balance_loss == (0.01 if case == "olmoe" else 0.001)
+    assert table.config_from(settings | {"num_experts_per_tok": 2}).balance_loss == 0.0
+    if "renormalise" in {entry.ours for entry in table.settings}:
+        assert table.config_from(settings | {"norm_topk_prob": False}).balance_loss == 0.0
+
+
 def test_the_published_scaling_of_llama_4_is_read():
     """Of Scout: both factors are one."""
     rope = {"rope_type": "llama3", "factor": 16.0, "original_max_position_embeddings": 8192}

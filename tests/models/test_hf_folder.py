@@ -144,6 +144,25 @@ def test_many_missing_tensors_are_counted(folder):
         open_folder(folder("llama", num_hidden_layers=3))
 
 
+EXPERTS = {
+    "mixtral": "num_local_experts",
+    "qwen2_moe": "num_experts",
+    "qwen3_moe": "num_local_experts",
+    "olmoe": "num_experts",
+    "deepseek_v2": "n_routed_experts",
+    "deepseek_v3": "n_routed_experts",
+}
+
+
+@pytest.mark.catches("experts-from-sizes")
+@pytest.mark.parametrize("case", EXPERTS)
+def test_more_experts_than_tensors_are_refused_before_they_are_listed(case, folder, monkeypatch):
+    monkeypatch.delattr(conversion.Conversion, "tensors")
+    message = "gives 100000 experts of a layer, [0-9]+ of all, and the weights are [0-9]+ tensors;"
+    with pytest.raises(WeightsError, match=message):
+        open_folder(folder(case, **{EXPERTS[case]: 100_000}))
+
+
 @pytest.mark.catches("tensors-extra")
 def test_biases_nobody_asked_for(folder):
     with pytest.raises(WeightsError, match=r"has besides model\.layers\.0\.mlp\.down_proj\.bias"):

@@ -5,6 +5,7 @@ from typing import Any
 
 from colossax.errors import InputError
 from colossax.models.conversion import Conversion, link, setting
+from colossax.models.expert_links import taught
 from colossax.models.gpt_oss.config import GPTOSSConfig
 from colossax.models.llama.convert import IGNORED, LINKS, SETTINGS
 from colossax.models.settings import (
@@ -18,6 +19,7 @@ from colossax.models.settings import (
 
 _MLP = "model.layers.{layer}.mlp"
 _OURS = "layers/mlp"
+_LOSS = 0.001
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 _SCALING = {
@@ -58,7 +60,12 @@ def _read(settings: Mapping[str, Any]) -> dict[str, Any]:
     if kinds is not None:
         remedy = f"{_FULL} in each so many-th layer and {_SLIDING} in the others"
         full_every = every_full("layer_types", [kind == _FULL for kind in kinds], remedy)
-    return {"full_every": full_every, **_rope(settings), **first_eos(settings)}
+    return {
+        "full_every": full_every,
+        **_rope(settings),
+        **first_eos(settings),
+        **taught(settings, _LOSS, renormalised=True),
+    }
 
 
 def _rope(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,7 +111,7 @@ CONVERSION = Conversion(
         setting("window", "sliding_window", default=128),
         setting("experts", "num_local_experts", "num_experts", default=128),
         setting("choices", "num_experts_per_tok", default=4),
-        setting("balance_loss", "router_aux_loss_coef", default=0.001),
+        setting("balance_loss", "router_aux_loss_coef", default=_LOSS),
         setting("attention_bias", "attention_bias", default=True),
     ),
     fixed={"hidden_act": ("silu",), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},

@@ -4,16 +4,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from colossax.models.conversion import Conversion, setting
-from colossax.models.expert_links import expert_links
+from colossax.models.expert_links import expert_links, taught
 from colossax.models.llama.convert import IGNORED, LINKS, SETTINGS
 from colossax.models.mixtral.config import MixtralConfig
 from colossax.models.settings import first_eos, plain_rope, rope_to_settings
 
 _NAMES = {"gate": "w1", "up": "w3", "down": "w2"}
+_LOSS = 0.001
 
 
 def _read(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {**plain_rope({"rope_theta": 1_000_000.0, **settings}), **first_eos(settings)}
+    return {
+        **plain_rope({"rope_theta": 1_000_000.0, **settings}),
+        **first_eos(settings),
+        **taught(settings, _LOSS, renormalised=True),
+    }
 
 
 def _write(config: MixtralConfig) -> dict[str, Any]:
@@ -32,7 +37,7 @@ CONVERSION = Conversion(
         setting("window", "sliding_window", default=None),
         setting("experts", "num_local_experts", default=8),
         setting("choices", "num_experts_per_tok", default=2),
-        setting("balance_loss", "router_aux_loss_coef", default=0.001),
+        setting("balance_loss", "router_aux_loss_coef", default=_LOSS),
     ),
     fixed={"hidden_act": ("silu",), "router_jitter_noise": (0.0,)},
     links=(

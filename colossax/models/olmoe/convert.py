@@ -5,11 +5,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from colossax.models.conversion import Conversion, setting
-from colossax.models.expert_links import QWEN_LINKS
+from colossax.models.expert_links import QWEN_LINKS, taught
 from colossax.models.llama.convert import IGNORED, LINKS, SETTINGS
 from colossax.models.olmoe.config import OLMoEConfig
 from colossax.models.settings import first_eos, plain_rope, rope_to_settings
 
+_LOSS = 0.01
 _NORMS = {
     "layers/attn/q_norm/scale": "(heads head_dim)",
     "layers/attn/k_norm/scale": "(kv_heads head_dim)",
@@ -17,7 +18,12 @@ _NORMS = {
 
 
 def _read(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {**plain_rope(settings), **first_eos(settings)}
+    renormalised = settings.get("norm_topk_prob") is True
+    return {
+        **plain_rope(settings),
+        **first_eos(settings),
+        **taught(settings, _LOSS, renormalised=renormalised),
+    }
 
 
 def _write(config: OLMoEConfig) -> dict[str, Any]:
@@ -35,7 +41,7 @@ CONVERSION = Conversion(
         setting("choices", "num_experts_per_tok", default=8),
         setting("renormalise", "norm_topk_prob", default=False),
         setting("max_seq", "max_position_embeddings", default=4096),
-        setting("balance_loss", "router_aux_loss_coef", default=0.01),
+        setting("balance_loss", "router_aux_loss_coef", default=_LOSS),
     ),
     fixed={"hidden_act": ("silu",), "attention_bias": (False,), "clip_qkv": (None,)},
     links=(

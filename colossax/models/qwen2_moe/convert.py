@@ -4,7 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from colossax.models.conversion import Conversion, setting
-from colossax.models.expert_links import QWEN_LINKS, QWEN_SETTINGS, check_mlp_only
+from colossax.models.expert_links import (
+    QWEN_LINKS,
+    QWEN_SETTINGS,
+    check_mlp_only,
+    qwen_taught,
+)
 from colossax.models.llama.convert import IGNORED, LINKS, SETTINGS
 from colossax.models.qwen2_moe.config import Qwen2MoEConfig
 from colossax.models.settings import first_eos, plain_rope, rope_to_settings, unsupported_window
@@ -13,7 +18,7 @@ from colossax.models.settings import first_eos, plain_rope, rope_to_settings, un
 def _read(settings: Mapping[str, Any]) -> dict[str, Any]:
     unsupported_window(settings)
     check_mlp_only(settings)
-    return {**plain_rope(settings), **first_eos(settings)}
+    return {**plain_rope(settings), **first_eos(settings), **qwen_taught(settings)}
 
 
 def _write(config: Qwen2MoEConfig) -> dict[str, Any]:
