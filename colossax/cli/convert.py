@@ -26,7 +26,7 @@ DESCRIPTION = {
     ),
 }
 
-_GB = 1_000_000_000
+_GB, _SHARD_GB = 1_000_000_000, 5
 
 
 def add_arguments(parser: argparse.ArgumentParser, verb: str) -> None:
@@ -61,8 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser, verb: str) -> None:
             "--max-shard-gb",
             metavar="G",
             type=number(1),
-            default=5,
-            help="largest safetensors file; default %(default)s",
+            help=f"largest safetensors file; default {_SHARD_GB}",
         )
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
 
@@ -88,11 +87,13 @@ def _export(args: argparse.Namespace, overrides: list[Override]) -> None:
         raise InputError(
             f"--{overrides[0][0].lstrip('-')}: an export has no plan; leave the option out"
         )
+    if args.as_checkpoint and args.max_shard_gb is not None:
+        raise InputError("--max-shard-gb: a checkpoint has no such files; leave the option out")
     options: dict[str, Any] = {"step": args.step, "alter": _alteration(args)}
     if args.as_checkpoint:
         reader = copy_checkpoint(args.checkpoint, args.folder, **options)
     else:
-        max_shard_bytes = args.max_shard_gb * _GB
+        max_shard_bytes = (args.max_shard_gb or _SHARD_GB) * _GB
         reader = export_checkpoint(
             args.checkpoint, args.folder, max_shard_bytes=max_shard_bytes, **options
         )

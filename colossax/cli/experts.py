@@ -93,6 +93,8 @@ def asked_experts(text: str) -> AskedExperts:
         raise InputError(f"--experts: by {options['by']!r}{nearest(options['by'], _WAYS)}")
     if options.get("by") == "random" and "loads" in options:
         raise InputError("--experts: loads are given, and by=random asks for none; leave one out")
+    if form == "prune" and "seed" in options and options.get("by") != "random":
+        raise InputError("--experts: a seed is given, and only by=random draws; leave seed out")
     return AskedExperts(form=form, value=value, options=options)
 
 

@@ -266,8 +266,9 @@ def _mixture(params: ModelParams, verb: str) -> MixtureConfig:
             f"experts.{verb}: a {family_of(params.config).name} has no experts; give a model that"
             " has, or make one of it with upcycle"
         )
-    if mixture.groups or mixture.pyramid:
-        how = f"stand in {mixture.groups} groups" if mixture.groups else "are not equally many"
+    grouped = mixture.groups > 1
+    if grouped or mixture.pyramid:
+        how = f"stand in {mixture.groups} groups" if grouped else "are not equally many"
         raise InputError(
             f"experts.{verb}: experts that {how} cannot be left out or joined one by one; give a"
             " model whose layers have equally many, each for itself"

@@ -39,12 +39,17 @@ def without_a_tensor(folder):
     (folder / "model.safetensors").unlink()
 
 
+@pytest.mark.catches("shards-of-a-checkpoint")
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["import", "nowhere", "out"], "nowhere"),
         (["export", "nowhere", "out"], "checkpoint directory 'nowhere' does not exist"),
         (["export", "nowhere", "out", "--plan.mesh", "fsdp=2"], "an export has no plan"),
+        (
+            ["export", "nowhere", "out", "--as-checkpoint", "--max-shard-gb", "5"],
+            "--max-shard-gb: a checkpoint has no such files; leave the option out",
+        ),
         (["import", "nowhere"], "OUT"),
         (["import", "nowhere", "out", "--plan.mehs", "fsdp=2"], "did you mean"),
         (["imprt", "a", "b"], "did you mean 'import'"),

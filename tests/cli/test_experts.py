@@ -113,6 +113,8 @@ REFUSED = {
     "prune=4,by=size": "by 'size'",
     "prune=4,noise=1": "--experts prune: unknown option 'noise'",
     "prune=4,by=random,loads=x": "by=random asks for none",
+    "prune=4,seed=1": "a seed is given, and only by=random draws; leave seed out",
+    "prune=4,by=load,seed=1": "only by=random draws",
     "prune=4,by": "give by once, as by=...",
     "upcycle=4,noise=much": "noise is a number, found 'much'",
     "merge=a,seed=1": "--experts merge: unknown option 'seed'; it has no options",
@@ -124,6 +126,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.catches("seed-of-no-draw")
 @pytest.mark.parametrize("words", REFUSED)
 def test_refusals_are_one_sentence_and_leave_nothing(
     words, imported, tmp_path, monkeypatch, capsys

@@ -11,6 +11,7 @@ import pytest
 from colossax.checkpoint import RecordReader
 from colossax.errors import CheckpointError, InputError
 from colossax.models import (
+    DeepSeekV3Config,
     GPT2Config,
     GPTOSSConfig,
     LlamaConfig,
@@ -48,6 +49,11 @@ SEEN = GPTOSSConfig(
     **{**SIZES, "layers": 4}, experts=4, choices=2, head_dim=8, window=4, init_std=0.3
 )
 """By turns of layers that see other keys, and so of two stacks."""
+GROUPED = DeepSeekV3Config(
+    **{name: size for name, size in SIZES.items() if name != "kv_heads"} | {"layers": 1},
+    **{"expert_mlp": 12, "experts": 4, "choices": 2, "shared": 1, "groups": 1, "kept_groups": 1},
+    **{"kv_rank": 8, "q_rank": 8, "nope_dim": 4, "rope_dim": 4, "v_dim": 8},
+)
 TOKENS = np.random.default_rng(0).integers(0, 32, (2, 12))
 
 
@@ -100,6 +106,24 @@ def test_layers_of_several_stacks_keep_their_own_experts():
         for new, old in enumerate(row):
             wanted = fresh(SEEN).read(*place, old)
             np.testing.assert_array_equal(found.read(*place, new), wanted)
+
+
+@pytest.mark.catches("one-group-is-several")
+def test_experts_of_one_group_are_each_for_itself():
+    """Their biases of the choice go with them, and a merged model is pruned again."""
+    params = fresh(GROUPED)
+    found = pruned(params, [(1, 3)])
+    assert found.config == dataclasses.replace(GROUPED, experts=2)
+    for path, axis in (("up", -3), ("down", -3), ("router/w", -1), ("bias", -1)):
+        whole, kept = (at(one.tree(), path) for one in (params, found))
+        np.testing.assert_array_equal(kept, whole.take([1, 3], axis=axis), err_msg=path)
+    both = merged(params, params)
+    assert both.config.experts == 8
+    again = pruned(both, [range(4, 8)])
+    jax.tree.map(np.testing.assert_array_equal, again.tree(), params.tree())
+    several = fresh(dataclasses.replace(GROUPED, groups=2, kept_groups=1))
+    with pytest.raises(InputError, match="stand in 2 groups cannot be left out"):
+        pruned(several, [(1, 3)])
 
 
 def at(tree, path):
