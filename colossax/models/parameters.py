@@ -130,7 +130,13 @@ def write_checkpoint(
     with left_as_it_was(out), RecordWriter(out) as writer:
         for path, info in infos.items():
             slot = slot_of(info, PARAMS)
-            writer.declare(slot.name, slot.shape, params.dtypes[path], layered=slot.layered)
+            writer.declare(
+                slot.name,
+                slot.shape,
+                params.dtypes[path],
+                layered=slot.layered,
+                experts=slot.experts,
+            )
         for path, info in infos.items():
             rows = [None] if info.first_layer is None else range(info.total_layers or 0)
             for row in rows:

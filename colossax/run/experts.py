@@ -31,9 +31,9 @@ def experts_record(step: int, metrics: Metrics) -> dict[str, Any]:
 
     `expert_load_max`: choices of the fullest expert of any layer over the mean of its layer.
     `dropped_choices`: of all layers and tokens. `dispatch_passes`: the most of any layer.
-    `router_entropy`: of a token's scores, in nats, the mean over layers. `expert_load`: a list for
-    each layer, 100 for an even share, whole numbers, empty for a layer without experts; where a
-    model has many experts not at every step.
+    `router_entropy`: of a token's scores, in nats, the mean over layers with experts.
+    `expert_load`: a list for each layer, 100 for an even share, whole numbers, empty for a layer
+    without experts; where a model has many experts not at every step.
     """
     if LOAD not in metrics:
         return {}
@@ -48,8 +48,10 @@ def experts_record(step: int, metrics: Metrics) -> dict[str, Any]:
     if "dispatch_passes" in values:
         found["dispatch_passes"] = int(np.max(values["dispatch_passes"]))
     if "router_entropy" in values:
-        found["router_entropy"] = round(float(np.mean(values["router_entropy"])), 5)
-    if step % max(1, values[LOAD].size // _NUMBERS_A_STEP) == 0:
+        entropy = np.atleast_1d(values["router_entropy"])
+        chosen = [value for value, layer in zip(entropy, loads, strict=True) if layer.size]
+        found["router_entropy"] = round(float(np.mean(chosen or [0.0])), 5)
+    if step % max(1, -(-values[LOAD].size // _NUMBERS_A_STEP)) == 0:
         found[LOAD] = [np.rint(_EVEN * layer).astype(int).tolist() for layer in loads]
     return found
 

@@ -1,6 +1,7 @@
 """The next-token loss of language models."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -24,9 +25,9 @@ Evaluate = Callable[[TrainState, Batch], dict[str, Any]]
 def next_token_loss(*, z_loss: float = 0.0) -> Loss:
     """Cross entropy of the next token over real targets, for models like `nn.Decoder`.
 
-    What the model's layers count is reported beside it, `[layers, ...]` each: sums per real target,
-    maxima as they are. What its `auxiliary` names are terms of the loss: over all layers, per token
-    that is no padding.
+    What the model's layers count is reported beside it, `[layers, ...]` each: sums per token that
+    is no padding, maxima as they are. What its `auxiliary` names are terms of the loss: over all
+    layers, likewise per token.
 
     Args:
         z_loss: Coefficient of the mean squared log-partition, which keeps logits from drifting
@@ -81,8 +82,11 @@ def next_token_terms(
     tokens, sums = _tokens(batch), dict(sums)
     for name, coefficient in getattr(model, "auxiliary", {}).items():
         terms[name] = (jnp.sum(sums.pop(name)), tokens, coefficient)
+    # What is told of a step as its tokens: so a total is a mean times those.
+    told = functools.reduce(jnp.maximum, [weight for _, weight, _ in terms.values()])
     for name, value in sums.items():
-        metrics[name] = value if isinstance(value, Maximum) else (value, count)
+        weight = told if name == "dropped_choices" else tokens
+        metrics[name] = value if isinstance(value, Maximum) else (value, weight)
     return terms, metrics
 
 

@@ -217,6 +217,7 @@ def test_they_are_written_and_read_again(tmp_path):
     assert config_from_json(reader.documents()["model"]) == found.config
     stored = params_of_checkpoint(reader)
     jax.tree.map(np.testing.assert_array_equal, stored.tree(), found.tree())
+    assert reader.experts("model/params/layers/mlp/up") == 2
     one = stored.read("layers/mlp/up", 1, 1)
     np.testing.assert_array_equal(one, fresh(SPARSE).read("layers/mlp/up", 1, 3))
     with pytest.raises(CheckpointError, match="already holds step 0"):

@@ -18,7 +18,7 @@ LOAD = [[0.5, 1.5, 1.0, 1.0], [4.0, 0.0, 0.0, 0.0]]
 def metrics(load=LOAD, **more):
     named = {"loss": 1.0, "grad_norm": 1.0, "tokens": 100.0, "skipped": 0, "expert_load": load}
     named |= {"dropped_choices": [0.25, 0.5], "dispatch_passes": [1, 3]}
-    named |= {"router_entropy": [1.0, 2.0]}
+    named |= {"router_entropy": np.arange(1, len(load) + 1)}
     return {name: jnp.asarray(value, jnp.float32) for name, value in {**named, **more}.items()}
 
 
@@ -44,7 +44,7 @@ def test_layers_without_experts_and_experts_that_are_none_count_for_nothing(tmp_
     rows = [[0.0] * 4, [0.5, 1.5, -1.0, -1.0], [0.0, 1.0, 1.0, 2.0]]
     found = experts_record(1, metrics(rows))
     assert found["expert_load"] == [[], [50, 150], [0, 100, 100, 200]]
-    assert found["expert_load_max"] == 2.0
+    assert found["expert_load_max"] == 2.0 and found["router_entropy"] == 2.5
     assert "expert_load_max/000" not in scalars(found)
     line = experts_line([{"step": 1, **found}])
     assert line is not None and "number 3 of layer 2, had 2.00" in line and "emptiest 0.00" in line

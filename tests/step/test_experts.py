@@ -263,3 +263,23 @@ def test_evenly_spread_experts_are_balanced_at_one():
     )
     _, metrics = step(state, batch())
     assert metrics["balance_loss"] == pytest.approx(4.0, rel=1e-3)  # of four layers
+
+
+@pytest.mark.catches("loads-by-target")
+def test_tokens_that_are_no_targets_count_among_those_that_experts_get():
+    mixture = MixtureConfig(**MIXTURE, capacity_factor=0.6)
+    made = dataclasses.replace(config("sparse"), layers=1, mixture=mixture)
+    state, step = boost(
+        lambda rngs: Decoder(made, rngs=rngs),
+        sgd(0.0),
+        next_token_loss(),
+        mesh(data=1),
+        devices=jax.devices()[:1],
+    )
+    given = batch()
+    state, whole = step(state, given)
+    _, masked = step(state, {**given, "weights": given["weights"] * (np.arange(LENGTH) > 24)})
+    for name in ("expert_load", "router_entropy"):
+        np.testing.assert_allclose(masked[name], whole[name], rtol=1e-5)
+    counts = [float(one["dropped_choices"].sum() * one["tokens"]) for one in (masked, whole)]
+    assert counts[0] == pytest.approx(counts[1], rel=1e-5) and counts[0] > 0

@@ -241,9 +241,14 @@ def _by_form(
     """Bytes of all layers in a step, each `times` times."""
     forms: dict[str, Sent | None] = {}
     for form in FORMS:
-        group = None if form == "weights" else bound.plan.experts.group
-        asked = dataclasses.replace(bound.plan.experts, dispatch=form, group=group)
+        now, whole = bound.plan.experts, form == "weights"
         try:
+            asked = dataclasses.replace(
+                now,
+                dispatch=form,
+                group=None if whole else now.group,
+                placement=None if whole else now.placement,
+            )
             each = [(one, one.layout(bound.replace(experts=asked), tokens)) for one in found]
         except PlanError:
             forms[form] = None

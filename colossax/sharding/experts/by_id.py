@@ -43,7 +43,7 @@ def through_chosen(
         layout: Where everything lies; nothing is sent.
         compute: What experts do with rows.
         x: In the compute dtype.
-        weights: Of all experts, in host memory: of a layer, or of several with that dim in front.
+        weights: Of all experts of a layer; those in host memory may have a dim of layers in front.
         layer: Number among those, int32; None where there is one without the dim.
         expert: Numbers of the chosen; one that is none's is no choice.
         scale: Weights of the chosen, float32.
@@ -64,13 +64,17 @@ def through_chosen(
                 " the devices"
             )
 
+    together = _gathered(layout)
+    stacked = {name for name, x in weights.items() if layer is not None and in_host_memory(x)}
+
     def local(x: Array, weights: Any, layer: Any, expert: Array, scale: Array) -> Array:
         tokens, chosen, scales = tokens_local(layout, x, expert, scale)
-        ids, count = _chosen_local(chosen, layout.experts_here)
+        ids, count = _chosen_local(chosen, layout.experts_here, together)
 
         def one(number: Any, total: Array) -> Array:
             each = ids[number]
-            held = _expert_local(layout, weights, layer, each, x.dtype)
+            at = {name: (layer, each) if name in stacked else (each,) for name in weights}
+            held = _expert_local(layout, weights, at, x.dtype)
             mine = chosen == each
             weight = jnp.sum(jnp.where(mine, scales, 0), axis=-1)
             local = LocalExperts(
@@ -85,31 +89,50 @@ def through_chosen(
         total = jax.lax.fori_loop(0, count, one, jnp.zeros(tokens.shape, jnp.float32))
         return home_local(layout, total, x)
 
-    rest = rest_specs(layout)
-    if layer is not None:
-        rest = {name: jax.sharding.PartitionSpec(None, *spec) for name, spec in rest.items()}
+    rest = {
+        name: jax.sharding.PartitionSpec(None, *spec) if name in stacked else spec
+        for name, spec in rest_specs(layout).items()
+    }
     tokens = token_spec(layout)
     run = mapped(layout, local, (tokens, rest, spec_of(()), tokens, tokens), tokens)
     return run(x, dict(weights), layer, expert, scale)
 
 
-def _chosen_local(chosen: Int[Array, "t k"], here: int) -> tuple[Array, Array]:
-    """Numbers of the experts here that any token chooses, ascending, and how many they are."""
+def _gathered(layout: Layout) -> tuple[str, ...]:
+    """Axes along which the parts of an expert are gathered."""
+    axes = [
+        axis
+        for splits in layout.weights.values()
+        for rest, held in zip(splits.rest[1:], splits.held[1:], strict=True)
+        for axis in rest[len(held) :]
+    ]
+    return tuple(dict.fromkeys(axes))
+
+
+def _chosen_local(
+    chosen: Int[Array, "t k"], here: int, together: tuple[str, ...]
+) -> tuple[Array, Array]:
+    """Numbers of the experts here that any token chooses, ascending, and how many they are.
+
+    Any token of the devices that gather an expert together: they must be in the same turn.
+    """
     mine = (chosen >= 0) & (chosen < here)
-    used = jnp.zeros((here,), bool).at[jnp.where(mine, chosen, here)].set(True, mode="drop")
-    return jnp.nonzero(used, size=here, fill_value=0)[0], jnp.sum(used.astype(jnp.int32))
+    used = jnp.zeros((here,), jnp.int32).at[jnp.where(mine, chosen, here)].set(1, mode="drop")
+    if together:
+        used = jax.lax.pmax(used, together)
+    return jnp.nonzero(used, size=here, fill_value=0)[0], jnp.sum(used)
 
 
 def _expert_local(
-    layout: Layout, weights: Mapping[str, Array], layer: Any, expert: Array, dtype: Any
+    layout: Layout, weights: Mapping[str, Array], at: Mapping[str, tuple], dtype: Any
 ) -> dict[str, Array]:
-    """One expert on the device, `[1, ...]`, as it is multiplied."""
+    """One expert on the device, `[1, ...]`, as it is multiplied; `at` has its place in each."""
     held = {}
     for name, stack in weights.items():
-        at = (expert,) if layer is None else (layer, expert)
-        rest = stack.shape[len(at) :]
-        start = (*at, *[jnp.int32(0)] * len(rest))
-        row = jax.lax.dynamic_slice(stack, start, (*[1] * len(at), *rest))
+        place = at[name]
+        rest = stack.shape[len(place) :]
+        start = (*place, *[jnp.int32(0)] * len(rest))
+        row = jax.lax.dynamic_slice(stack, start, (*[1] * len(place), *rest))
         row = jax.device_put(row.reshape(1, *rest), _DEVICE).astype(dtype)
         splits = layout.weights[name]
         held[name] = move_local(row, ((), *splits.rest[1:]), ((), *splits.held[1:]))

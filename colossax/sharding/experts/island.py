@@ -82,11 +82,13 @@ class LocalExperts:
     def of_rows(self, name: str, rows: int) -> Float[Array, "r f"]:
         """The vector of each row's expert; of none behind the last expert's rows, zeros."""
         vectors, into = self.arrays[name], self.gradients.get(name)
+        dtype = vectors.dtype
         if into is not None:
-            vectors = vectors + into.astype(vectors.dtype)  # zeros
+            # Zeros; as wide as these an expert's gradients are added up.
+            vectors = vectors.astype(into.dtype) + into
         ends = jnp.cumsum(self.sizes)
         number = jnp.searchsorted(ends, jnp.arange(rows), side="right")
-        return vectors.at[number].get(mode="fill", fill_value=0)
+        return vectors.at[number].get(mode="fill", fill_value=0).astype(dtype)
 
 
 Compute = Callable[[LocalExperts, Float[Array, "r d"], Float[Array, " r"]], Float[Array, "r d"]]

@@ -221,9 +221,9 @@ def _on_devices(bound, tokens, choices, expected, shapes, compute, sends) -> Lay
             for axis in axes
         )
     )
-    way = _way(bound, group, axes_of(own), choices)
+    way, asked = _way(bound, group, axes_of(own), choices), bound.plan.experts.placement
     if not sends:
-        way = "gather" if group else "weights"
+        way, asked = "gather" if group else "weights", None
     if way == "ragged":
         _check_ragged(bound, features)
     sends = way in SENDING
@@ -234,7 +234,7 @@ def _on_devices(bound, tokens, choices, expected, shapes, compute, sends) -> Lay
         here = math.ceil(here / bound.size(sliced))
     else:
         here *= bound.size(tuple(axis for axis in apart if axis in axes_of(own)))
-    placement = placement_of(bound.plan.experts.placement, experts, group, bound.size(group))
+    placement = placement_of(asked, experts, group, bound.size(group))
     computed = experts if placement is None else placement.slots
     each = computed // bound.size(group)
     worst, balanced = here * min(choices, each), here * expected / bound.size(group)

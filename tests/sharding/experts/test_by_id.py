@@ -22,6 +22,8 @@ from tests.cases import quick_first
 LAYERS, EXPERTS, EMBED, MLP, TOKENS, CHOICES = 3, 8, 16, 8, 5, 2
 INTO, OUT = ("expert_embed", "expert_mlp"), ("expert_mlp", "expert_embed")
 DIMS = {"up": ("experts", *INTO), "gate": ("experts", *INTO), "down": ("experts", *OUT)}
+DIMS |= {"up_bias": ("experts", INTO[1]), "gate_bias": ("experts", INTO[1])}
+DIMS |= {"down_bias": ("experts", INTO[0])}
 MESHES = {
     "one": Plan(mesh={"data": 1}),
     "expert 8": Plan(mesh={"expert": 8}),
@@ -31,6 +33,10 @@ MESHES = {
         mesh={"expert": 2, "tensor": 4}, experts=ExpertsConfig(group="expert", dispatch="passes")
     ),
     "fsdp": Plan(mesh={"fsdp": 8}, experts=ExpertsConfig(group="none")),
+    "replicas": Plan(
+        mesh={"expert": 2, "tensor": 4},
+        experts=ExpertsConfig(group="expert", placement=((0, 1, 2, 3, 4), (4, 5, 6, 7, 0))),
+    ),
 }
 
 
@@ -50,8 +56,10 @@ def drawn():
     return stacks, array(EMBED, EXPERTS), array(1, TOKENS, EMBED), valid
 
 
-def mixed(x, router, arrays, valid, layer=None):
-    weights = sharded.ExpertWeights(arrays=arrays, dims=DIMS, compute=ExpertMLP(), layer=layer)
+def mixed(x, router, arrays, valid, layer=None, bias=False):
+    dims = {name: DIMS[name] for name in arrays}
+    compute = ExpertMLP(bias=bias)
+    weights = sharded.ExpertWeights(arrays=arrays, dims=dims, compute=compute, layer=layer)
     return sharded.moe(
         x,
         sharded.LinearRouter(w=router),
@@ -94,6 +102,23 @@ def test_the_chosen_give_what_all_of_them_give(name, stacked, devices):
     expected, expected_sums = wanted()
     np.testing.assert_allclose(found[:, :-1], expected[:, :-1], rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(sums["expert_load"], expected_sums["expert_load"])
+
+
+@pytest.mark.catches("layer-of-what-is-on-the-device")
+def test_biases_are_on_the_device_beside_matrices_in_host_memory():
+    stacks, router, x, valid = drawn()
+    rng = np.random.default_rng(1)
+    biases = {
+        name: rng.normal(size=(EXPERTS, width)).astype(np.float32)
+        for name, width in (("up_bias", MLP), ("gate_bias", MLP), ("down_bias", EMBED))
+    }
+    there = jax.tree.map(lambda w: jax.device_put(w, HOST), stacks)
+    here = {name: w[1] for name, w in stacks.items()}
+    found, expected = (
+        jax.jit(functools.partial(mixed, bias=True))(x, router, {**arrays, **biases}, valid, layer)
+        for arrays, layer in ((there, jnp.int32(1)), (here, None))
+    )
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.catches("experts-fetched-whole")

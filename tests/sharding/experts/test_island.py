@@ -11,7 +11,7 @@ from colossax.config import ExpertRates
 from colossax.errors import PlanError
 from colossax.pallas.grouped_matmul import grouped_matmul
 from colossax.sharding import use
-from colossax.sharding.experts.island import through_experts
+from colossax.sharding.experts.island import LocalExperts, through_experts
 from colossax.sharding.experts.layout import layout_of
 from tests.oracle import assert_trees_close
 from tests.sharding.experts.plans import (
@@ -216,3 +216,17 @@ def test_gathering_sends_less_where_the_group_is_no_larger_than_the_choices():
         with use(plan({"expert": size, "data": -1})) as bound:
             ways[size] = island(bound, arrays()[1]).way
     assert ways == {2: "gather", 4: "passes", 8: "passes"}
+
+
+@pytest.mark.catches("biases-added-narrow")
+def test_gradients_of_biases_add_up_as_wide_as_those_of_matrices():
+    """A bfloat16 sum of ones ends at 256."""
+    sizes = jnp.array([4000, 96])
+
+    def total(into):
+        arrays = {"bias": jnp.zeros((2, 3), jnp.bfloat16)}
+        local = LocalExperts(arrays=arrays, gradients={"bias": into}, sizes=sizes, share=1)
+        return jnp.sum(local.of_rows("bias", 4096), dtype=jnp.float32)
+
+    found = jax.grad(total)(jnp.zeros((2, 3)))
+    np.testing.assert_array_equal(found, np.broadcast_to(sizes[:, None], (2, 3)))
