@@ -64,11 +64,15 @@ def _owner(config: Any, name: str) -> tuple[Any, dataclasses.Field]:
 
 
 def _meanings(owner: Any) -> Iterator[tuple[str, str]]:
-    """(Field, first sentence) of each attribute that a docstring names; a model's decoder's too."""
-    _, _, attributes = (inspect.getdoc(type(owner)) or "").partition("Attributes:\n")
-    for entry in re.split(r"\n(?=    \w)", attributes.split("\n\n")[0]):
-        name, _, text = entry.strip().partition(":")
-        sentence = re.split(r"(?<=[.])\s", " ".join(text.split()), maxsplit=1)[0]
-        yield name, sentence
+    """(Field, first sentence) of each attribute that a docstring names, then those of its bases.
+
+    A model's decoder's too.
+    """
+    for kind in type(owner).__mro__:
+        _, _, attributes = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")
+        for entry in re.split(r"\n(?=    \w)", attributes.split("\n\n")[0]):
+            name, _, text = entry.strip().partition(":")
+            sentence = re.split(r"(?<=[.])\s", " ".join(text.split()), maxsplit=1)[0]
+            yield name, sentence
     if hasattr(owner, "decoder"):
         yield from _meanings(owner.decoder())

@@ -48,7 +48,11 @@ def test_every_value_has_a_meaning(name):
     bare = [
         line
         for line, after in zip(text, [*text[1:], ""], strict=True)
-        if line.startswith("  --") and not after.startswith("      ") and "ROLE" not in line
+        if line.startswith("  --")
+        and "ROLE" not in line
+        and not after.startswith("      ")
+        or line.startswith("  --")
+        and after.startswith("      (")
     ]
     assert not bare
     listed = sum(line.startswith("  --") for line in text)
