@@ -71,8 +71,8 @@ def _meanings(owner: Any) -> Iterator[tuple[str, str]]:
     for kind in type(owner).__mro__:
         _, _, attributes = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")
         for entry in re.split(r"\n(?=    \w)", attributes.split("\n\n")[0]):
-            name, _, text = entry.strip().partition(":")
+            names, _, text = entry.strip().partition(":")
             sentence = re.split(r"(?<=[.])\s", " ".join(text.split()), maxsplit=1)[0]
-            yield name, sentence
+            yield from ((name, sentence) for name in names.split(", "))
     if hasattr(owner, "decoder"):
         yield from _meanings(owner.decoder())
