@@ -21,6 +21,8 @@ from colossax.sharding.experts.routing import (
 class ExpertChoice:
     """Each expert takes the tokens of a sequence that score it highest (Zhou et al. 2022).
 
+    While decoding, a token takes the k experts that it scores highest.
+
     Attributes:
         k: Experts of a token on average: an expert takes `ceil(k s / e)` tokens of a sequence.
     """
@@ -35,16 +37,18 @@ class ExpertChoice:
         """See `Gate`."""
         return float(self.k)
 
-    @property
-    def looks_ahead(self) -> bool:
-        """See `Gate`."""
-        return True
+    def width(self, experts: int) -> int:
+        """See `Gate`: a token may be taken by all."""
+        return experts
 
     def __call__(self, given: GateInput) -> Routing:
         """See `Gate`."""
         experts = given.logits.shape[-1]
         check_choices(self.k, experts)
         scores = jax.nn.softmax(given.logits, axis=-1)
+        if given.decoding:
+            weight, expert = jax.lax.top_k(scores, self.k)
+            return routed(given, expert, weight, scores)
         tokens = jnp.sum(given.valid, axis=-1)
         taken = -(-self.k * tokens // experts)[:, None, None]
         masked = jnp.where(given.valid[..., None], scores, -1.0)
@@ -73,10 +77,9 @@ class Base:
         """See `Gate`."""
         return 1.0
 
-    @property
-    def looks_ahead(self) -> bool:
+    def width(self, experts: int) -> int:
         """See `Gate`."""
-        return True
+        return 1
 
     def __call__(self, given: GateInput) -> Routing:
         """See `Gate`."""

@@ -73,9 +73,8 @@ class Gate(Protocol):
         """Experts of a token, on average."""
         ...
 
-    @property
-    def looks_ahead(self) -> bool:
-        """Whether what a token gets depends on tokens behind it."""
+    def width(self, experts: int) -> int:
+        """Last dim of `Routing.expert` with so many experts, where tokens are not decoded."""
         ...
 
     def __call__(self, given: GateInput) -> Routing:

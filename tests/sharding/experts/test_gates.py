@@ -213,6 +213,14 @@ def test_experts_choose_tokens():
     assert_same(as_dicts(found), [truth.expert_choice(row, k=2) for row in scores])
 
 
+@pytest.mark.catches("chosen-beside-others")
+def test_tokens_that_are_written_choose_for_themselves():
+    scores = logits()
+    found = ExpertChoice(k=2)(dataclasses.replace(given(scores), decoding=True))
+    assert found.expert.shape[-1] == 2
+    assert_same(as_dicts(found), of_tokens(scores, truth.topk, k=2))
+
+
 @pytest.mark.catches("auction-of-wide-steps")
 def test_an_auction_is_the_best_assignment():
     scores = np.random.default_rng(0).normal(size=(4, 6, 3)).astype(np.float32)
@@ -241,6 +249,8 @@ GATES = [
     GShard(),
     Hash(vocab=E),
     DenseToSparse(threshold=0.1),
+    DenseToSparse(threshold=0.0),
+    DenseToSparse(threshold=0.1, most=3),
     ExpertChoice(k=2),
     Base(),
 ]
@@ -257,6 +267,7 @@ def test_padding_goes_nowhere_and_changes_nothing(gate):
     )
     assert all(token == {} for row in as_dicts(one) for token in row[S - 4 :])
     assert as_dicts(one) == as_dicts(two)
+    assert one.expert.shape[-1] == gate.width(E) >= min(gate.choices, E)
     short = gate(given(scores[:, : S - 4], token_ids=ids[:, : S - 4]))
     assert_same([row[: S - 4] for row in as_dicts(one)], as_dicts(short))
     assert float(np.sum(load(one, jnp.asarray(valid), E))) == sum(
@@ -274,6 +285,12 @@ def test_refusals():
         (lambda: TopK(k=0), "gate.k: found 0"),
         (lambda: TopK(k=1, score="softmx"), "did you mean 'softmax'"),
         (lambda: TopK(k=1, groups=4), "found 0 of 4 groups"),
+        (
+            lambda: TopK(k=3, groups=4, kept_groups=1),
+            "3 experts of a token, and kept_groups of 1 leaves 2",
+        ),
+        (lambda: TopK(k=1, groups=8, kept_groups=1, group_score="top2"), "'top2' is of two"),
+        (lambda: Hash(vocab=0), "gate.vocab: found 0; give 1 or more"),
         (lambda: Capacity(factor=0.0), "found a factor of 0.0"),
         (lambda: DenseToSparse(threshold=1.0), "gate.threshold"),
     ):
