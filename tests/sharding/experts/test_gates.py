@@ -23,6 +23,7 @@ from colossax.sharding.experts import (
     moved_bias,
 )
 from colossax.sharding.experts.balance import entropy, load, z_loss
+from colossax.sharding.experts.balanced import auction
 from tests.sharding.experts import numpy_gates as truth
 
 B, S, E = 3, 12, 8
@@ -236,9 +237,45 @@ def test_an_auction_is_the_best_assignment():
     )
 
 
-def test_an_auction_ends_on_numbers_that_are_none():
-    scores = np.full((1, 6, 3), np.nan, np.float32)
-    assert np.bincount(np.asarray(Base()(given(scores)).expert).ravel()).tolist() == [2, 2, 2]
+AUCTION = jax.jit(auction, static_argnums=3)
+
+HARD = {
+    "no numbers": np.full((6, 3), np.nan, np.float32),
+    "infinite": np.where(np.arange(16) < 8, np.inf, -np.inf) * np.ones((64, 1), np.float32),
+    "widest": np.where(np.arange(16) < 8, 3e38, -3e38) * np.ones((64, 1), np.float32),
+    "far": np.where(np.arange(16) < 8, 5e4, 0.0) + np.sin(np.arange(64.0))[:, None],
+    "equal": np.where(np.arange(16) < 8, 10.0, 0.0) * np.ones((256, 1)),
+}
+
+
+@pytest.mark.catches("bids-without-end")
+@pytest.mark.parametrize("name", HARD)
+def test_an_auction_ends_and_is_even_on_any_numbers(name):
+    scores = jnp.asarray(HARD[name], jnp.float32)
+    tokens, experts = scores.shape
+    index = jnp.arange(tokens)
+    found, rounds = AUCTION(scores, index >= 0, index, 1e-3)
+    assert np.bincount(found, minlength=experts).tolist() == [tokens // experts] * experts
+    assert rounds < 1024  # by bids, not by what is left to the end
+
+
+def test_what_bids_left_over_takes_free_places_in_order():
+    scores = jnp.asarray(HARD["equal"][:64], jnp.float32)
+    index = jnp.arange(64)[::-1]
+    valid = index >= 16
+    found, rounds = AUCTION(scores, valid, index, 1e-30)
+    assert rounds == 1024 and np.bincount(found).tolist() == [3] * 16 + [16]
+    in_order = np.asarray(found)[::-1][16:]
+    np.testing.assert_array_equal(in_order[in_order >= 8], np.repeat(np.arange(8, 16), 3))
+
+
+def test_scores_that_spread_far_are_assigned_as_if_they_did_not():
+    near = np.random.default_rng(1).normal(size=(1, 12, 4)).astype(np.float32)
+    moved = near + np.arange(12, dtype=np.float32)[:, None] * 8
+    scores = np.concatenate([near, near * 1e6, moved])
+    found = np.asarray(Base(tolerance=1e-5)(given(scores)).expert)[..., 0]
+    value = np.sum(np.take_along_axis(near, found[..., None], axis=-1), axis=(1, 2))
+    np.testing.assert_allclose(value, value[0], atol=12 * 1e-5)
 
 
 GATES = [
@@ -290,6 +327,7 @@ def test_refusals():
             "3 experts of a token, and kept_groups of 1 leaves 2",
         ),
         (lambda: TopK(k=1, groups=8, kept_groups=1, group_score="top2"), "'top2' is of two"),
+        (lambda: Base(tolerance=0.0), "gate.tolerance: found 0.0; give a number above 0"),
         (lambda: Hash(vocab=0), "gate.vocab: found 0; give 1 or more"),
         (lambda: Capacity(factor=0.0), "found a factor of 0.0"),
         (lambda: DenseToSparse(threshold=1.0), "gate.threshold"),
