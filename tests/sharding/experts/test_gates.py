@@ -307,9 +307,8 @@ def test_padding_goes_nowhere_and_changes_nothing(gate):
     assert one.expert.shape[-1] == gate.width(E) >= min(gate.choices, E)
     short = gate(given(scores[:, : S - 4], token_ids=ids[:, : S - 4]))
     assert_same([row[: S - 4] for row in as_dicts(one)], as_dicts(short))
-    assert float(np.sum(load(one, jnp.asarray(valid), E))) == sum(
-        len(token) for row in as_dicts(one) for token in row
-    )
+    taken = sum(len(token) for row in as_dicts(one) for token in row)
+    assert float(np.sum(load(one, jnp.asarray(valid), E))) == taken + one.dropped
 
 
 def test_refusals():
@@ -369,6 +368,19 @@ def test_balance_losses():
     shares = truth.softmax(wide)
     wanted = -np.sum((shares * np.log(shares))[valid])
     assert entropy(routing, jnp.asarray(valid)) == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.catches("overfull-counted-full")
+def test_what_is_dropped_counts_as_load():
+    """Else the fullest experts would count as no more than they take."""
+    valid, scores = jnp.ones((B, S), bool), logits() + np.eye(E, dtype=np.float32)[0] * 4
+    kept, free = (
+        TopK(k=2, capacity=capacity)(given(scores)) for capacity in (Capacity(factor=0.5), None)
+    )
+    assert kept.dropped > 0 and np.sum(np.asarray(kept.expert) == 0) < B * S / 2
+    np.testing.assert_array_equal(load(kept, valid, E), load(free, valid, E))
+    one, other = (balance_loss(found, valid, over="sequence") for found in (kept, free))
+    assert one == other
 
 
 def test_the_bias_moves_against_the_load():
