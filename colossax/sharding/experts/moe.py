@@ -190,7 +190,7 @@ def moe(
         current(),
         x.shape,
         expert.shape[-1],
-        min(gate.choices, experts.count),
+        min(gate.choices, float(experts.count)),
         tuple((name, shape, tuple(experts.dims[name])) for name, shape in experts.shapes.items()),
         x.dtype,
         sends=not experts.in_host_memory,

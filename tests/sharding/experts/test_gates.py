@@ -8,23 +8,28 @@ import numpy as np
 import pytest
 
 from colossax.errors import InputError
+from colossax.sharding import use
 from colossax.sharding.experts import (
     Base,
     Capacity,
     DenseToSparse,
     ExpertChoice,
+    ExpertWeights,
     GateInput,
     GShard,
     Hash,
     Hierarchical,
     KTop1,
+    LinearRouter,
     TopK,
     balance_loss,
+    moe,
     moved_bias,
 )
 from colossax.sharding.experts.balance import entropy, load, z_loss
 from colossax.sharding.experts.balanced import auction
 from tests.sharding.experts import numpy_gates as truth
+from tests.sharding.experts.plans import DIMS, D, Gated, arrays, plan
 
 B, S, E = 3, 12, 8
 
@@ -206,6 +211,18 @@ def test_dense_to_sparse_keeps_what_is_above_its_threshold():
         assert_same(as_dicts(found), wanted)
     cold = DenseToSparse(threshold=0.4, temperature=0.01)(given(scores))
     assert {len(token) for row in as_dicts(cold) for token in row} == {1}
+
+
+@pytest.mark.catches("endless-choices")
+def test_without_a_threshold_all_experts_are_choices_on_a_mesh():
+    x, weights, _, _ = arrays()
+    router = LinearRouter(w=jnp.ones((D, E)))
+    experts = ExpertWeights(arrays=weights, dims=DIMS, compute=Gated())
+    with use(plan({"expert": 8})):
+        y, sums = jax.eval_shape(
+            lambda x: moe(x, router, experts, gate=DenseToSparse(threshold=0.0)), x
+        )
+    assert y.shape == x.shape and sums["expert_load"].shape == (E,)
 
 
 def test_experts_choose_tokens():
