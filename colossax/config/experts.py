@@ -142,6 +142,10 @@ def _group(given: Any) -> tuple[str, ...] | None:
     if given is None:
         return None
     names = given.split(",") if isinstance(given, str) else given
+    if not isinstance(names, list | tuple):
+        raise PlanError(
+            f"experts.group: found {given!r}; give names of mesh axes, as 'expert,tensor'"
+        )
     axes = tuple(str(name).strip() for name in names)
     if axes == ("none",):
         return ()

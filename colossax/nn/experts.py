@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from colossax.errors import InputError
 from colossax.layerwise import LayerState, Maximum
 from colossax.nn.block import ACTIVATIONS, MLP, block_input, check_activation
 from colossax.nn.block import gated as act_gated
@@ -112,12 +113,20 @@ class Experts(nnx.Module):
             std: Standard deviation of random parameters.
             out_std: Of `down`.
             vocab: Token ids, for the gate `hash`.
-            experts: How many; default the configuration's.
+            experts: How many, of the configuration's `counts`; default its `experts`.
+
+        Raises:
+            InputError: The configuration has no layers of so many experts.
         """
         check_activation(activation, gated, "Experts")
         self.config, self.activation, self.gated = config, activation, gated
         self.gating = gate_of(config, vocab)
-        count, mlp = experts or config.experts, config.mlp
+        count, mlp = config.experts if experts is None else experts, config.mlp
+        if count not in config.counts:
+            raise InputError(
+                f"Experts: found {count} experts, and layers of the mixture have"
+                f" {' or '.join(map(str, config.counts))}; give such a number, or a pyramid"
+            )
         out_std = std if out_std is None else out_std
 
         def drawn(shape: tuple[int, ...], deviation: float) -> Array:

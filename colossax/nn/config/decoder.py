@@ -197,7 +197,7 @@ class DecoderConfig:
         if mixed is not None:
             counts = mixed.experts_of(self.layers)
             beside = mixed.shared_gated + 2 * (mixed.shared_mix == "softmax")
-            width = (mixed.choices * mixed.mlp + mixed.shared) * matrices + beside
+            width = (mixed.taken * mixed.mlp + mixed.shared) * matrices + beside
             mlps = sum(self.embed * (width + count) if count else mlp for count in counts)
         return 6 * (self.layers * attention + mlps + self.embed * self.vocab)
 

@@ -1,16 +1,17 @@
 """A mixture of experts as data: nothing here imports JAX."""
 
 import dataclasses
+import math
 from typing import Annotated, Any
 
 from colossax.config import (
+    Bound,
     Count,
     Natural,
     NotNegative,
     Positive,
     check_types,
     nearest,
-    within,
 )
 from colossax.errors import InputError
 
@@ -31,6 +32,12 @@ ROUTERS = ("linear", "cosine")
 AHEAD = ("expert_choice", "base")
 """Gates by which what a token gets depends on those behind it."""
 
+TAKEN = {"gshard": 2, "hash": 1, "base": 1}
+"""Experts of a token, by gates that leave no choice of it."""
+
+DROPPING = ("topk", "ktop1", "hierarchical", "gshard")
+"""Gates that have a capacity."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MixtureConfig:
@@ -38,7 +45,7 @@ class MixtureConfig:
 
     Attributes:
         experts: Of a layer.
-        choices: Experts of a token.
+        choices: Experts of a token; of `dense_to_sparse` at most.
         mlp: Width of an expert's hidden layer.
         first_dense: Layers before the first with experts; they have the decoder's own MLP.
         every: From there on, each so many-th layer has experts; the others are dense.
@@ -61,10 +68,12 @@ class MixtureConfig:
             two highest (`top2`).
         on_input: Weights multiply what goes into experts, not what comes out.
         capacity_factor: What an expert takes of a sequence over an even share; the rest is dropped
-            and counted. None: everything; `gshard` then has 1. Generation drops nothing.
+            and counted. None: everything; `gshard` then has 1. Generation drops nothing. Of the
+            first four gates.
         priority: Whose choices come first there: `position`, `probability` or `random` (anew in
-            each training step and layer; where a model is evaluated, by position).
-        threshold: Of `dense_to_sparse`: the share below which an expert is left out.
+            each training step and layer; where a model is evaluated, by position). Of the first
+            three gates.
+        threshold: Of `dense_to_sparse`: experts of no larger share are left out, all but the best.
         temperature: Of `dense_to_sparse`.
         router: `linear`, or `cosine`: of tokens, in `router_dim` dims, with vectors of experts.
         router_dim: Of the cosine router.
@@ -74,8 +83,8 @@ class MixtureConfig:
             with the choices of the step before (`global`), or `none`.
         balance_loss: Coefficient of that loss, summed over layers.
         z_loss: Coefficient of the mean squared log-partition of the router, summed over layers.
-        bias_rate: By which a bias of the choice moves after each step, up for experts below the
-            mean load; 0: there is none.
+        bias_rate: Of `topk`: by which a bias of the choice moves after each step, up for experts
+            below the mean load; 0: there is none.
         look_ahead: Take a gate by which tokens depend on later ones; generation then differs from
             training.
     """
@@ -101,7 +110,7 @@ class MixtureConfig:
     priority: str = dataclasses.field(
         default="position", metadata={"choices": ("position", "probability", "random")}
     )
-    threshold: Annotated[float, within(0, 1)] = 0.1
+    threshold: Annotated[float, Bound(low=0, high=1, below=True)] = 0.1
     temperature: Positive = 1.0
     router: str = dataclasses.field(default="linear", metadata={"choices": ROUTERS})
     router_dim: Count = 256
@@ -124,13 +133,8 @@ class MixtureConfig:
                 raise InputError(
                     f"model.mixture.{field.name}: unknown '{value}'{nearest(value, known)}"
                 )
-        object.__setattr__(self, "pyramid", tuple(tuple(step) for step in self.pyramid))
         self._check_pyramid()
-        if self.choices > min(self.counts):
-            raise InputError(
-                f"model.mixture.choices: {self.choices} experts of a token, and there are"
-                f" {min(self.counts)}; give at most {min(self.counts)}"
-            )
+        self._check_choices()
         self._check_shared()
         if self.gate in AHEAD and not self.look_ahead:
             raise InputError(
@@ -138,12 +142,22 @@ class MixtureConfig:
                 " which a model that writes them one by one does not have; choose another, or say"
                 " look_ahead"
             )
+        self._check_unused()
         self._check_groups()
-        if self.renormalise and self.choices == 1 and self.gate == "topk" and not self._learns:
+        self._check_reach()
+        if self._of_weight_one and not (self.balance_loss > 0 and self.balance != "none"):
+            other = "more choices" if self.gate == "hierarchical" else "renormalise false"
             raise InputError(
-                "model.mixture.renormalise: the weight of a single choice is then 1, which teaches"
-                " the router nothing; give renormalise false, or a balance_loss"
+                "model.mixture.choices: the weight of a single choice is then 1, which teaches"
+                f" the router nothing; give {other}, or a balance_loss"
             )
+
+    @property
+    def taken(self) -> int:
+        """Experts that a token takes, by its gate; of `dense_to_sparse` at most."""
+        if self.gate != "dense_to_sparse" or not self.threshold:
+            return TAKEN.get(self.gate, self.choices)
+        return min(self.choices, max(1, math.ceil(1 / self.threshold) - 1))
 
     @property
     def draws(self) -> bool:
@@ -152,9 +166,72 @@ class MixtureConfig:
         return limited or self.gate in ("gshard", "dense_to_sparse")
 
     @property
-    def _learns(self) -> bool:
-        """Whether anything but the weights moves the router."""
-        return self.balance_loss > 0 and self.balance != "none" or self.score != "softmax"
+    def _of_weight_one(self) -> bool:
+        """Whether a token has one expert, whose weight is the same whatever its score."""
+        normed = self.gate == "topk" and self.renormalise
+        return self.choices == 1 and (normed or self.gate == "hierarchical")
+
+    def _check_choices(self) -> None:
+        """Refuse other numbers of choices than there are experts, or than the gate gives."""
+        fewest, fixed = min(self.counts), TAKEN.get(self.gate, self.choices)
+        if fixed != self.choices:
+            raise InputError(
+                f"model.mixture.choices: found {self.choices}, and gate '{self.gate}' gives a token"
+                f" {fixed} of the experts; give {fixed}"
+            )
+        if self.choices > fewest:
+            more = "give more experts" if self.gate in TAKEN else f"give at most {fewest}"
+            raise InputError(
+                f"model.mixture.choices: {self.choices} experts of a token, and there are"
+                f" {fewest}; {more}"
+            )
+
+    def _check_unused(self) -> None:
+        """Refuse what the gate takes no notice of."""
+        if self.bias_rate and self.gate != "topk":
+            raise InputError(
+                f"model.mixture.bias_rate: gate '{self.gate}' has no bias of the choice; give 0, or"
+                " gate 'topk'"
+            )
+        if self.capacity_factor is not None and self.gate not in DROPPING:
+            raise InputError(
+                f"model.mixture.capacity_factor: gate '{self.gate}' has no capacity; leave it out,"
+                f" or give one of {', '.join(DROPPING)}"
+            )
+        if self.priority == "position":
+            return
+        if self.gate == "gshard":
+            raise InputError(
+                f"model.mixture.priority: found '{self.priority}', and gate 'gshard' takes first"
+                " choices before second ones, by position; leave it out, or give another gate"
+            )
+        if self.capacity_factor is None:
+            raise InputError(
+                f"model.mixture.priority: found '{self.priority}', and without a capacity_factor"
+                " none comes first; give one, or leave priority out"
+            )
+
+    def _check_reach(self) -> None:
+        """Refuse more choices than the gate can make among the groups that it keeps."""
+        for experts in self.counts:
+            if self.gate == "ktop1" and experts % self.choices:
+                raise InputError(
+                    f"model.mixture.choices: gate 'ktop1' takes one of each of {self.choices}"
+                    f" groups, which do not divide {experts} experts; give a number that does"
+                )
+            if not self.groups or self.gate not in ("topk", "hierarchical"):
+                continue
+            size, kept = experts // self.groups, self.kept_groups if self.gate == "topk" else 1
+            if self.choices > kept * size:
+                raise InputError(
+                    f"model.mixture.choices: found {self.choices}, and a token chooses among"
+                    f" {kept * size}, of {kept} of {self.groups} groups; give at most {kept * size}"
+                )
+            if self.gate == "topk" and self.group_score == "top2" and size < 2:
+                raise InputError(
+                    "model.mixture.group_score: 'top2' is of two experts, and a group has"
+                    f" {size}; give 'max', or fewer groups"
+                )
 
     def _check_groups(self) -> None:
         for experts in self.counts if self.groups else ():
@@ -172,15 +249,19 @@ class MixtureConfig:
             raise InputError("model.mixture.groups: gate 'hierarchical' has groups; give them")
 
     def _check_pyramid(self) -> None:
+        """Refuse what is no list of pairs; of lists make tuples."""
+        steps = self.pyramid if isinstance(self.pyramid, list | tuple) else (self.pyramid,)
         before = 0
-        for step in self.pyramid:
-            numbers = len(step) == 2 and all(type(one) is int for one in step)
+        for step in steps:
+            pair = isinstance(step, list | tuple) and len(step) == 2
+            numbers = pair and all(type(one) is int for one in step)
             if not numbers or step[0] <= before or step[1] < 1:
                 raise InputError(
                     f"model.mixture.pyramid: found {self.pyramid}; give pairs of a layer's number"
                     " and its experts, layers from 1 on and ascending, as ((8, 64), (16, 128))"
                 )
             before = step[0]
+        object.__setattr__(self, "pyramid", tuple(tuple(step) for step in steps))
 
     def _check_shared(self) -> None:
         if self.shared_mix == "softmax" and (self.shared_gated or not self.shared):

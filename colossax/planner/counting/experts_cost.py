@@ -222,7 +222,7 @@ def _mixture(module: Experts) -> _Mixture:
     return _Mixture(
         layers=shapes["up"][0] if stacked else 1,
         choices=module.gating.choices,
-        most=math.ceil(module.gating.choices),
+        most=module.gating.width(shapes["up"][stacked]),
         shapes={name: shape[stacked:] for name, shape in shapes.items()},
         dims={name: _DIMS[name] for name in names},
     )

@@ -10,8 +10,9 @@ BALANCES: tuple[str, ...] = ("sequence", "global", "microbatch", "none")
 
 
 def load(routing: Routing, valid: Bool[Array, "b s"], experts: int) -> Float[Array, "b e"]:
-    """Choices of each expert, sequence by sequence."""
-    chosen = routing.expert[..., None] == jnp.arange(experts)
+    """Choices of each expert, sequence by sequence, those that a capacity drops among them."""
+    expert = routing.expert if routing.asked is None else routing.asked
+    chosen = expert[..., None] == jnp.arange(experts)
     return jnp.sum(chosen & valid[..., None, None], axis=(1, 2)).astype(jnp.float32)
 
 
@@ -24,7 +25,8 @@ def balance_loss(
 ) -> Float[Array, ""]:
     """Times the tokens: `e sum_i f_i P_i`, 1 where experts are evenly used.
 
-    f is the share of choices, not differentiated, P the mean score (Fedus et al. 2021).
+    f is the share of choices before any is dropped, not differentiated, P the mean score (Fedus et
+    al. 2021).
 
     Args:
         routing: Of all tokens.

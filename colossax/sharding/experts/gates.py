@@ -77,10 +77,9 @@ class TopK:
         """See `Gate`."""
         return float(self.k)
 
-    @property
-    def looks_ahead(self) -> bool:
+    def width(self, experts: int) -> int:
         """See `Gate`."""
-        return self.capacity is not None and self.capacity.priority != "position"
+        return self.k
 
     def __call__(self, given: GateInput) -> Routing:
         """See `Gate`."""
@@ -97,8 +96,22 @@ class TopK:
         routing = routed(given, expert, weight * self.scale, shares_of(scores))
         return limited(given, routing, self.capacity)
 
+    def _check_reach(self, size: int) -> None:
+        """Refuse more choices than the kept groups have experts, and two of a group of one."""
+        if self.k > self.kept_groups * size:
+            raise InputError(
+                f"gate.k: {self.k} experts of a token, and kept_groups of {self.kept_groups} leaves"
+                f" {self.kept_groups * size} to choose from; give at most as many, or more groups"
+            )
+        if self.group_score == "top2" and size < 2:
+            raise InputError(
+                f"gate.group_score: 'top2' is of two experts, and each of {self.groups} groups has"
+                f" {size}; give 'max', or fewer groups"
+            )
+
     def _kept(self, ranked: Array, experts: int) -> Array:
         grouped = grouped_by(ranked, self.groups, experts)
+        self._check_reach(grouped.shape[-1])
         if self.group_score == "max":
             best = jnp.max(grouped, axis=-1)
         else:
@@ -123,10 +136,9 @@ class KTop1:
         """See `Gate`."""
         return float(self.k)
 
-    @property
-    def looks_ahead(self) -> bool:
+    def width(self, experts: int) -> int:
         """See `Gate`."""
-        return self.capacity is not None and self.capacity.priority != "position"
+        return self.k
 
     def __call__(self, given: GateInput) -> Routing:
         """See `Gate`."""
@@ -162,10 +174,9 @@ class Hierarchical:
         """See `Gate`."""
         return float(self.k)
 
-    @property
-    def looks_ahead(self) -> bool:
+    def width(self, experts: int) -> int:
         """See `Gate`."""
-        return self.capacity is not None and self.capacity.priority != "position"
+        return self.k
 
     def __call__(self, given: GateInput) -> Routing:
         """See `Gate`."""
@@ -199,10 +210,9 @@ class GShard:
         """See `Gate`."""
         return 2.0
 
-    @property
-    def looks_ahead(self) -> bool:
-        """See `Gate`: a second choice waits for all first ones."""
-        return self.factor is not None
+    def width(self, experts: int) -> int:
+        """See `Gate`."""
+        return 2
 
     def __call__(self, given: GateInput) -> Routing:
         """See `Gate`."""
@@ -233,15 +243,17 @@ class Hash:
     seed: int = 0
     scored: bool = False
 
+    def __post_init__(self):
+        check_count(self.vocab, "gate.vocab")
+
     @property
     def choices(self) -> float:
         """See `Gate`."""
         return 1.0
 
-    @property
-    def looks_ahead(self) -> bool:
+    def width(self, experts: int) -> int:
         """See `Gate`."""
-        return False
+        return 1
 
     def __call__(self, given: GateInput) -> Routing:
         """See `Gate`."""
@@ -259,11 +271,11 @@ class Hash:
 class DenseToSparse:
     """Every expert whose share is above a threshold, at least the best (Nie et al. 2021).
 
-    Shares are a softmax with Gumbel noise at a temperature that falls while one trains, so that
-    fewer and fewer experts are above the threshold.
+    Shares are a softmax with Gumbel noise at a temperature. In the paper it falls while one trains,
+    so that fewer and fewer experts are above the threshold; here it stays as given.
 
     Attributes:
-        threshold: Share below which an expert is left out.
+        threshold: Experts of no larger share are left out.
         temperature: Of the softmax.
         most: Most experts of a token; None: all.
     """
@@ -283,19 +295,18 @@ class DenseToSparse:
     @property
     def choices(self) -> float:
         """See `Gate`: no more than these can be above the threshold."""
-        above = 1 / self.threshold if self.threshold else math.inf
-        return float(min(above, self.most or above)) if min(above, self.most or above) else 1.0
+        above = max(1.0, math.ceil(1 / self.threshold) - 1.0) if self.threshold else math.inf
+        return float(min(above, self.most or above))
 
-    @property
-    def looks_ahead(self) -> bool:
+    def width(self, experts: int) -> int:
         """See `Gate`."""
-        return False
+        return min(experts, self.most or experts)
 
     def __call__(self, given: GateInput) -> Routing:
         """See `Gate`."""
         experts = given.logits.shape[-1]
         scores = jax.nn.softmax((given.logits + gumbel(given)) / self.temperature, axis=-1)
-        weight, expert = jax.lax.top_k(scores, min(experts, self.most or experts))
+        weight, expert = jax.lax.top_k(scores, self.width(experts))
         kept = (weight > self.threshold) | (jnp.arange(weight.shape[-1]) == 0)
         return routed(given, jnp.where(kept, expert, experts), weight, scores)
 

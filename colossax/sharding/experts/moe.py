@@ -145,8 +145,8 @@ def moe(
 
     Returns:
         `[b, s, d]`, laid out as x, and sums over tokens: `expert_load` `[e]`, choices of each
-        expert; `dropped_choices`; `router_entropy`; `router_z_loss`; `balance_loss`; and
-        `dispatch_passes`, which is no sum: of several the largest counts.
+        expert, dropped ones among them; `dropped_choices`; `router_entropy`; `router_z_loss`;
+        `balance_loss`; and `dispatch_passes`, which is no sum: of several the largest counts.
 
     Raises:
         InputError: The router scores other experts than there are; an unknown balance.
@@ -190,7 +190,7 @@ def moe(
         current(),
         x.shape,
         expert.shape[-1],
-        gate.choices,
+        min(gate.choices, float(experts.count)),
         tuple((name, shape, tuple(experts.dims[name])) for name, shape in experts.shapes.items()),
         x.dtype,
         sends=not experts.in_host_memory,

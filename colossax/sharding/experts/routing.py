@@ -56,12 +56,14 @@ class Routing:
         weight: `[b, s, k]` float32.
         scores: `[b, s, e]` float32, of each token summing to 1: what balance losses take.
         dropped: Choices that the gate's own capacity dropped, a float32 scalar.
+        asked: `expert` before that, by which experts are balanced; None: nothing was dropped.
     """
 
     expert: Int[Array, "b s k"]
     weight: Float[Array, "b s k"]
     scores: Float[Array, "b s e"]
     dropped: Any = 0.0
+    asked: Any = None
 
 
 @runtime_checkable
@@ -73,9 +75,8 @@ class Gate(Protocol):
         """Experts of a token, on average."""
         ...
 
-    @property
-    def looks_ahead(self) -> bool:
-        """Whether what a token gets depends on tokens behind it."""
+    def width(self, experts: int) -> int:
+        """Last dim of `Routing.expert` with so many experts, where tokens are not decoded."""
         ...
 
     def __call__(self, given: GateInput) -> Routing:
@@ -156,6 +157,7 @@ def limited(
         expert=jnp.where(kept, routing.expert, experts),
         weight=jnp.where(kept, routing.weight, 0.0),
         dropped=jnp.sum(chosen & ~kept).astype(jnp.float32),
+        asked=routing.expert,
     )
 
 

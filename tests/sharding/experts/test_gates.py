@@ -8,22 +8,28 @@ import numpy as np
 import pytest
 
 from colossax.errors import InputError
+from colossax.sharding import use
 from colossax.sharding.experts import (
     Base,
     Capacity,
     DenseToSparse,
     ExpertChoice,
+    ExpertWeights,
     GateInput,
     GShard,
     Hash,
     Hierarchical,
     KTop1,
+    LinearRouter,
     TopK,
     balance_loss,
+    moe,
     moved_bias,
 )
 from colossax.sharding.experts.balance import entropy, load, z_loss
+from colossax.sharding.experts.balanced import auction
 from tests.sharding.experts import numpy_gates as truth
+from tests.sharding.experts.plans import DIMS, D, Gated, arrays, plan
 
 B, S, E = 3, 12, 8
 
@@ -207,10 +213,30 @@ def test_dense_to_sparse_keeps_what_is_above_its_threshold():
     assert {len(token) for row in as_dicts(cold) for token in row} == {1}
 
 
+@pytest.mark.catches("endless-choices")
+def test_without_a_threshold_all_experts_are_choices_on_a_mesh():
+    x, weights, _, _ = arrays()
+    router = LinearRouter(w=jnp.ones((D, E)))
+    experts = ExpertWeights(arrays=weights, dims=DIMS, compute=Gated())
+    with use(plan({"expert": 8})):
+        y, sums = jax.eval_shape(
+            lambda x: moe(x, router, experts, gate=DenseToSparse(threshold=0.0)), x
+        )
+    assert y.shape == x.shape and sums["expert_load"].shape == (E,)
+
+
 def test_experts_choose_tokens():
     scores = logits()
     found = ExpertChoice(k=2)(given(scores))
     assert_same(as_dicts(found), [truth.expert_choice(row, k=2) for row in scores])
+
+
+@pytest.mark.catches("chosen-beside-others")
+def test_tokens_that_are_written_choose_for_themselves():
+    scores = logits()
+    found = ExpertChoice(k=2)(dataclasses.replace(given(scores), decoding=True))
+    assert found.expert.shape[-1] == 2
+    assert_same(as_dicts(found), of_tokens(scores, truth.topk, k=2))
 
 
 @pytest.mark.catches("auction-of-wide-steps")
@@ -228,9 +254,45 @@ def test_an_auction_is_the_best_assignment():
     )
 
 
-def test_an_auction_ends_on_numbers_that_are_none():
-    scores = np.full((1, 6, 3), np.nan, np.float32)
-    assert np.bincount(np.asarray(Base()(given(scores)).expert).ravel()).tolist() == [2, 2, 2]
+AUCTION = jax.jit(auction, static_argnums=3)
+
+HARD = {
+    "no numbers": np.full((6, 3), np.nan, np.float32),
+    "infinite": np.where(np.arange(16) < 8, np.inf, -np.inf) * np.ones((64, 1), np.float32),
+    "widest": np.where(np.arange(16) < 8, 3e38, -3e38) * np.ones((64, 1), np.float32),
+    "far": np.where(np.arange(16) < 8, 5e4, 0.0) + np.sin(np.arange(64.0))[:, None],
+    "equal": np.where(np.arange(16) < 8, 10.0, 0.0) * np.ones((256, 1)),
+}
+
+
+@pytest.mark.catches("bids-without-end")
+@pytest.mark.parametrize("name", HARD)
+def test_an_auction_ends_and_is_even_on_any_numbers(name):
+    scores = jnp.asarray(HARD[name], jnp.float32)
+    tokens, experts = scores.shape
+    index = jnp.arange(tokens)
+    found, rounds = AUCTION(scores, index >= 0, index, 1e-3)
+    assert np.bincount(found, minlength=experts).tolist() == [tokens // experts] * experts
+    assert rounds < 1024  # by bids, not by what is left to the end
+
+
+def test_what_bids_left_over_takes_free_places_in_order():
+    scores = jnp.asarray(HARD["equal"][:64], jnp.float32)
+    index = jnp.arange(64)[::-1]
+    valid = index >= 16
+    found, rounds = AUCTION(scores, valid, index, 1e-30)
+    assert rounds == 1024 and np.bincount(found).tolist() == [3] * 16 + [16]
+    in_order = np.asarray(found)[::-1][16:]
+    np.testing.assert_array_equal(in_order[in_order >= 8], np.repeat(np.arange(8, 16), 3))
+
+
+def test_scores_that_spread_far_are_assigned_as_if_they_did_not():
+    near = np.random.default_rng(1).normal(size=(1, 12, 4)).astype(np.float32)
+    moved = near + np.arange(12, dtype=np.float32)[:, None] * 8
+    scores = np.concatenate([near, near * 1e6, moved])
+    found = np.asarray(Base(tolerance=1e-5)(given(scores)).expert)[..., 0]
+    value = np.sum(np.take_along_axis(near, found[..., None], axis=-1), axis=(1, 2))
+    np.testing.assert_allclose(value, value[0], atol=12 * 1e-5)
 
 
 GATES = [
@@ -241,6 +303,8 @@ GATES = [
     GShard(),
     Hash(vocab=E),
     DenseToSparse(threshold=0.1),
+    DenseToSparse(threshold=0.0),
+    DenseToSparse(threshold=0.1, most=3),
     ExpertChoice(k=2),
     Base(),
 ]
@@ -257,11 +321,11 @@ def test_padding_goes_nowhere_and_changes_nothing(gate):
     )
     assert all(token == {} for row in as_dicts(one) for token in row[S - 4 :])
     assert as_dicts(one) == as_dicts(two)
+    assert one.expert.shape[-1] == gate.width(E) >= min(gate.choices, E)
     short = gate(given(scores[:, : S - 4], token_ids=ids[:, : S - 4]))
     assert_same([row[: S - 4] for row in as_dicts(one)], as_dicts(short))
-    assert float(np.sum(load(one, jnp.asarray(valid), E))) == sum(
-        len(token) for row in as_dicts(one) for token in row
-    )
+    taken = sum(len(token) for row in as_dicts(one) for token in row)
+    assert float(np.sum(load(one, jnp.asarray(valid), E))) == taken + one.dropped
 
 
 def test_refusals():
@@ -274,6 +338,13 @@ def test_refusals():
         (lambda: TopK(k=0), "gate.k: found 0"),
         (lambda: TopK(k=1, score="softmx"), "did you mean 'softmax'"),
         (lambda: TopK(k=1, groups=4), "found 0 of 4 groups"),
+        (
+            lambda: TopK(k=3, groups=4, kept_groups=1),
+            "3 experts of a token, and kept_groups of 1 leaves 2",
+        ),
+        (lambda: TopK(k=1, groups=8, kept_groups=1, group_score="top2"), "'top2' is of two"),
+        (lambda: Base(tolerance=0.0), "gate.tolerance: found 0.0; give a number above 0"),
+        (lambda: Hash(vocab=0), "gate.vocab: found 0; give 1 or more"),
         (lambda: Capacity(factor=0.0), "found a factor of 0.0"),
         (lambda: DenseToSparse(threshold=1.0), "gate.threshold"),
     ):
@@ -314,6 +385,19 @@ def test_balance_losses():
     shares = truth.softmax(wide)
     wanted = -np.sum((shares * np.log(shares))[valid])
     assert entropy(routing, jnp.asarray(valid)) == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.catches("overfull-counted-full")
+def test_what_is_dropped_counts_as_load():
+    """Else the fullest experts would count as no more than they take."""
+    valid, scores = jnp.ones((B, S), bool), logits() + np.eye(E, dtype=np.float32)[0] * 4
+    kept, free = (
+        TopK(k=2, capacity=capacity)(given(scores)) for capacity in (Capacity(factor=0.5), None)
+    )
+    assert kept.dropped > 0 and np.sum(np.asarray(kept.expert) == 0) < B * S / 2
+    np.testing.assert_array_equal(load(kept, valid, E), load(free, valid, E))
+    one, other = (balance_loss(found, valid, over="sequence") for found in (kept, free))
+    assert one == other
 
 
 def test_the_bias_moves_against_the_load():
