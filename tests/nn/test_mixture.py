@@ -34,7 +34,10 @@ MISTAKES = [
     ({"priority": "probability"}, "and without a capacity_factor none comes first; give one"),
     ({"choices": 3, "groups": 4, "kept_groups": 1}, "among 2, of 1 of 4 groups; give at most 2"),
     ({"choices": 5, "gate": "hierarchical", "groups": 2}, "among 4, of 1 of 2 groups; give at"),
-    ({"groups": 8, "kept_groups": 2, "group_score": "top2"}, "a group has 1; give 'max', or fewer"),
+    (
+        {"groups": 8, "kept_groups": 2, "group_score": "top2"},
+        "8 groups of 8 experts have one each; give",
+    ),
     ({"choices": 3, "gate": "ktop1"}, "of 3 groups, which do not divide 8 experts"),
     ({"gate": "dense_to_sparse", "threshold": 1.0}, "threshold: found 1.0; give 0 or more, below"),
     ({"pyramid": (8, 64)}, "found (8, 64); give pairs of a layer's number and its experts"),

@@ -222,15 +222,16 @@ class MixtureConfig:
             if not self.groups or self.gate not in ("topk", "hierarchical"):
                 continue
             size, kept = experts // self.groups, self.kept_groups if self.gate == "topk" else 1
+            if self.gate == "topk" and self.group_score == "top2" and size < 2:
+                raise InputError(
+                    f"model.mixture.groups: group_score 'top2' is of two experts, and {self.groups}"
+                    f" groups of {experts} experts have one each; give at most {experts // 2}, or"
+                    " 'max'"
+                )
             if self.choices > kept * size:
                 raise InputError(
                     f"model.mixture.choices: found {self.choices}, and a token chooses among"
                     f" {kept * size}, of {kept} of {self.groups} groups; give at most {kept * size}"
-                )
-            if self.gate == "topk" and self.group_score == "top2" and size < 2:
-                raise InputError(
-                    "model.mixture.group_score: 'top2' is of two experts, and a group has"
-                    f" {size}; give 'max', or fewer groups"
                 )
 
     def _check_groups(self) -> None:
