@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from .altered import most_used as most_used
     from .altered import pruned as pruned
     from .altered import upcycled as upcycled
-    from .altered import with_layers as with_layers
     from .bloom import BloomConfig as BloomConfig
     from .deepseek_v2 import DeepSeekV2Config as DeepSeekV2Config
     from .deepseek_v3 import DeepSeekV3Config as DeepSeekV3Config
@@ -35,5 +34,6 @@ if TYPE_CHECKING:
     from .registry import config_to_json as config_to_json
     from .registry import family_of as family_of
     from .registry import maker as maker
+    from .student import with_layers as with_layers
 else:
     __getattr__, __dir__ = lazily(__name__)

@@ -1,4 +1,4 @@
-"""Models made of other models' parameters: experts left out, joined or copied, layers left out.
+"""Models made of other models' parameters: experts left out, joined or copied.
 
 Each takes `ModelParams` and gives others, of which nothing is computed before it is read: so a
 model larger than memory goes from one checkpoint to the next a layer at a time.
@@ -12,7 +12,6 @@ import numpy as np
 
 from colossax.config import at_least, within
 from colossax.errors import InputError
-from colossax.models.hf_folder import by_path
 from colossax.models.llama import LlamaConfig
 from colossax.models.mistral import MistralConfig
 from colossax.models.mixtral import MixtralConfig
@@ -33,7 +32,7 @@ WITH_EXPERTS: dict[type, type] = {
 _OF_EXPERTS = ("experts", "scores")
 """Dims that count experts."""
 
-_STACK, _MLP = "layers/", "layers/mlp/"
+STACK, _MLP = "layers/", "layers/mlp/"
 _MATRICES = ("up", "gate", "down")
 
 
@@ -62,7 +61,7 @@ def pruned(params: ModelParams, keep: Sequence[Sequence[int]]) -> ModelParams:
     def read(path: str, layer: int | None, expert: int | None) -> np.ndarray:
         if layer is None or not set(dims[path]) & set(_OF_EXPERTS):
             return params.read(path, layer, expert)
-        own = kept_of[_layer_numbers(params.config, path)[layer]]
+        own = kept_of[layer_numbers(params.config, path)[layer]]
         if expert is not None:
             return params.read(path, layer, own[expert])
         at = next(at for at, dim in enumerate(dims[path]) if dim in _OF_EXPERTS)
@@ -201,59 +200,6 @@ def upcycled(
     return ModelParams(config=config, spec=spec, dtypes=dtypes, read=read)
 
 
-def with_layers(params: ModelParams, layers: Sequence[int]) -> ModelParams:
-    """The model with some of its layers, in their order: where a student begins.
-
-    Args:
-        params: Of the teacher.
-        layers: Numbers of those that are kept, ascending.
-
-    Raises:
-        InputError: They are no layers of it in their order, or where experts stand does not come
-            out as the configuration has it.
-
-    Source: Sanh et al. 2019, DistilBERT; Rajbhandari et al. 2022, DeepSpeed-MoE.
-    """
-    keep, total = list(layers), params.config.layers
-    if not keep or keep != sorted(set(keep)) or not 0 <= keep[0] <= keep[-1] < total:
-        raise InputError(
-            f"layers: found {','.join(map(str, keep)) or 'none'}; give some of 0 to {total - 1}, in"
-            " order"
-        )
-    config = dataclasses.replace(params.config, layers=len(keep))
-    old, new = _sorts(params.config), _sorts(config)
-    wanted = tuple(old[at] for at in keep)
-    if new != wanted:
-        raise InputError(
-            f"layers: those kept are {', '.join(wanted)}, and a model of {len(keep)} layers has"
-            f" {', '.join(new)}; keep layers of kinds that come in this order"
-        )
-    kinds, kinds_before = (one.decoder().layer_kinds for one in (config, params.config))
-
-    def source(path: str, row: int) -> tuple[str, int]:
-        """Path and row in the teacher, of a row of a stack."""
-        number = keep[_layer_numbers(config, path)[row]]
-        rest = path.removeprefix(_STACK)
-        rest = rest.split("/", 1)[1] if kinds else rest
-        if not kinds_before:
-            return f"{_STACK}{rest}", number
-        kind = kinds_before[number]
-        return f"{_STACK}{kind}/{rest}", kinds_before[:number].count(kind)
-
-    def read(path: str, layer: int | None, expert: int | None) -> np.ndarray:
-        if layer is None:
-            return params.read(path, None, expert)
-        return params.read(*source(path, layer), expert)
-
-    spec = describe(maker(config))
-    stacked = {path for path in by_path(spec) if path.startswith(_STACK)}
-    dtypes = {
-        path: params.dtypes[source(path, 0)[0] if path in stacked else path]
-        for path in by_path(spec)
-    }
-    return ModelParams(config=config, spec=spec, dtypes=dtypes, read=read)
-
-
 def _mixture(params: ModelParams, verb: str) -> MixtureConfig:
     """The experts of a model that has some, each for itself.
 
@@ -278,7 +224,7 @@ def _mixture(params: ModelParams, verb: str) -> MixtureConfig:
 
 def _sparse(params: ModelParams) -> tuple[int, ...]:
     """Numbers of the layers that have experts."""
-    return tuple(at for at, kind in enumerate(_kinds(params.config)) if kind != "dense")
+    return tuple(at for at, kind in enumerate(mixture_kinds(params.config)) if kind != "dense")
 
 
 def _checked(
@@ -388,7 +334,7 @@ def _own_dims(info: ParamInfo) -> tuple[Any, ...]:
     return info.dims[1:] if info.stacked else info.dims
 
 
-def _kinds(config: Any) -> tuple[str, ...]:
+def mixture_kinds(config: Any) -> tuple[str, ...]:
     """Of each layer `dense` or `sparse`."""
     decoder = config.decoder()
     if decoder.mixture is None:
@@ -396,19 +342,10 @@ def _kinds(config: Any) -> tuple[str, ...]:
     return decoder.mixture.kinds(config.layers)
 
 
-def _sorts(config: Any) -> tuple[str, ...]:
-    """Likewise, and where layers see other keys, `local` or `full`; also where all are alike."""
-    decoder = config.decoder()
-    if not decoder.full_every:
-        return _kinds(config)
-    seen = ("full" if full else "local" for full in decoder.sees_all)
-    return tuple(" ".join(names) for names in zip(seen, _kinds(config), strict=True))
-
-
-def _layer_numbers(config: Any, path: str) -> Sequence[int]:
+def layer_numbers(config: Any, path: str) -> Sequence[int]:
     """Of each row of a stack, which has layers of one kind, the number among all layers."""
     kinds = config.decoder().layer_kinds
     if not kinds:
         return range(config.layers)
-    kind = path.removeprefix(_STACK).split("/", 1)[0]
+    kind = path.removeprefix(STACK).split("/", 1)[0]
     return [number for number, one in enumerate(kinds) if one == kind]
