@@ -43,16 +43,9 @@ programs.keep()
 jax.config.update("jax_default_matmul_precision", "highest")
 
 # Examples are drawn by each test's own code, the same in every run: what one commit passes it
-# passes again. `--hypothesis-profile search` draws others; `first` reports the first that fails,
-# however large.
+# passes again. `--hypothesis-profile search` draws others.
 hypothesis.settings.register_profile("search", deadline=None)
 hypothesis.settings.register_profile("same", deadline=None, derandomize=True)
-hypothesis.settings.register_profile(
-    "first",
-    deadline=None,
-    derandomize=True,
-    phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate),
-)
 hypothesis.settings.load_profile("same")
 
 pytest_plugins = [

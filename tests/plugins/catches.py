@@ -1,4 +1,16 @@
-"""`--catches NAME[,NAME]` runs the tests that catch breaks of these names; see `ci/breaks.py`."""
+"""`--catches NAME[,NAME]` runs the tests that catch breaks of these names; see `ci/breaks.py`.
+
+With `--hypothesis-profile first` the first example that fails is reported, however large.
+"""
+
+import hypothesis
+
+hypothesis.settings.register_profile(
+    "first",
+    deadline=None,
+    derandomize=True,
+    phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate),
+)
 
 
 def pytest_addoption(parser):

@@ -265,6 +265,7 @@ def test_evenly_spread_experts_are_balanced_at_one():
     assert metrics["balance_loss"] == pytest.approx(4.0, rel=1e-3)  # of four layers
 
 
+@pytest.mark.sweep
 @pytest.mark.catches("loads-by-target")
 def test_tokens_that_are_no_targets_count_among_those_that_experts_get():
     mixture = MixtureConfig(**MIXTURE, capacity_factor=0.6)
