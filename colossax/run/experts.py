@@ -187,6 +187,7 @@ def _draw_map(figure: Any, axes: Any, load: np.ndarray) -> None:
 
 def _draw_course(axes: Any, steps: list[int], loads: np.ndarray) -> None:
     from matplotlib import colormaps
+    from matplotlib.ticker import MaxNLocator
 
     numbers = [at for at in range(loads.shape[1]) if not np.isnan(loads[-1, at]).all()]
     layers = len(numbers)
@@ -199,6 +200,7 @@ def _draw_course(axes: Any, steps: list[int], loads: np.ndarray) -> None:
             label = None
     axes.axhline(1.0, color=_INK, linestyle="--", linewidth=1)
     axes.set_xlabel("step", color=_INK)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylabel("fullest and emptiest expert,\nover the mean", color=_INK)
     axes.set_ylim(0, 1.25 * np.nanmax(loads))  # room for the legend
     axes.grid(color=_GRID, linewidth=0.8)
