@@ -11,7 +11,7 @@ from colossax.run.meter import Meter
 from colossax.run.records import Records, read_records
 from colossax.run.trackers import About
 
-LOAD = [[0.5, 1.5, 1.0, 1.0], [4.0, 0.0, 0.0, 0.0]]
+LOAD = [[1.0, 3.0, 2.0, 2.0], [8.0, 0.0, 0.0, 0.0]]
 """Choices of a token, of two layers."""
 
 
