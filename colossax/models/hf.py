@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from colossax.checkpoint import RecordReader, RecordWriter, find_checkpoint, slot_of
+from colossax.checkpoint import RecordReader, RecordWriter, find_checkpoint
 from colossax.config import Plan, to_json, user_path
 from colossax.data import Tokenizer
 from colossax.documents import read_json
@@ -24,6 +24,7 @@ from colossax.models.parameters import (
     PLAN_DOCUMENT,
     TOKENIZER_DOCUMENT,
     ModelParams,
+    declare,
     left_as_it_was,
     params_of_checkpoint,
     write_checkpoint,
@@ -63,15 +64,7 @@ def import_checkpoint(folder: str | Path, out: str | Path, plan: Plan | None = N
     if tokenizer is not None:
         documents[TOKENIZER_DOCUMENT] = tokenizer.to_json()
     with left_as_it_was(out), RecordWriter(out) as writer:
-        for path, info in source.infos.items():
-            slot = slot_of(info, PARAMS)
-            writer.declare(
-                slot.name,
-                slot.shape,
-                source.dtypes[path],
-                layered=slot.layered,
-                experts=slot.experts,
-            )
+        declare(writer, source.infos, source.dtypes)
         experts: dict[str, np.ndarray] = {}
         for tensor in source.tensors:
             _copy_in(source, tensor, writer, experts)

@@ -128,21 +128,30 @@ def write_checkpoint(
     out, infos = Path(out), params.infos
     documents = {**(documents or {}), MODEL_DOCUMENT: config_to_json(params.config)}
     with left_as_it_was(out), RecordWriter(out) as writer:
-        for path, info in infos.items():
-            slot = slot_of(info, PARAMS)
-            writer.declare(
-                slot.name,
-                slot.shape,
-                params.dtypes[path],
-                layered=slot.layered,
-                experts=slot.experts,
-            )
+        declare(writer, infos, params.dtypes)
         for path, info in infos.items():
             rows = [None] if info.first_layer is None else range(info.total_layers or 0)
             for row in rows:
                 array = np.ascontiguousarray(params.read(path, row, None))
                 writer.write(f"{PARAMS}/{path}", array, row)
         writer.finish(documents)
+
+
+def declare(
+    writer: RecordWriter, infos: Mapping[str, ParamInfo], dtypes: Mapping[str, Any]
+) -> None:
+    """Say of each parameter what its record will be: layers, and experts, in blocks of their own.
+
+    Args:
+        writer: Of the checkpoint.
+        infos: By path.
+        dtypes: Likewise.
+    """
+    for path, info in infos.items():
+        slot = slot_of(info, PARAMS)
+        writer.declare(
+            slot.name, slot.shape, dtypes[path], layered=slot.layered, experts=slot.experts
+        )
 
 
 @contextlib.contextmanager

@@ -18,9 +18,9 @@ ROWS, SEQ = 32, 128
 
 
 @functools.cache
-def cost(dispatch="passes", capacity=1.25, **mesh):
+def cost(dispatch="passes", capacity=1.25, placement=None, **mesh):
     config = recipe("moe_tiny")
-    experts = ExpertsConfig(dispatch=dispatch, capacity=capacity)
+    experts = ExpertsConfig(dispatch=dispatch, capacity=capacity, placement=placement)
     task = task_of(config.replace(plan=Plan(mesh=mesh, experts=experts)))
     step = task_step(task, Plan(mesh=mesh, experts=experts), jax.devices())
     flops = config.model.decoder().train_flops_per_token(SEQ)
@@ -55,6 +55,15 @@ def test_buffers_and_bytes_by_form():
     # Gathered twice, gradients scattered once.
     weights = 3 * 7 / 8 * LAYERS * EXPERTS * OF_EXPERT * 4
     assert found.sent["weights"].weights == pytest.approx(weights)
+
+
+def test_a_placement_is_counted_beside_forms_that_have_none():
+    """The first expert twice: a device has room for three, and its matrices are sent along."""
+    twice = ((0, 1, 0), (2, 3, 4), (4, 5, 6), (6, 7, 2))
+    _, found, _ = cost(expert=4, data=2, placement=twice)
+    _, plain, _ = cost(expert=4, data=2)
+    assert found.sent["passes"].weights > plain.sent["passes"].weights
+    assert found.sent["weights"] == plain.sent["weights"]
 
 
 def test_the_worst_load_and_the_passes_that_it_takes():

@@ -217,6 +217,14 @@ def test_every_plan_trains_as_one_device(name, model):
     assert_trains_as_one_device(PLANS[name], model)
 
 
+def alone(made, optimizer):
+    """A decoder on one device: its state and step."""
+    make, one = functools.partial(Decoder, made), jax.devices()[:1]
+    return boost(
+        lambda rngs: make(rngs=rngs), optimizer, next_token_loss(), mesh(data=1), devices=one
+    )
+
+
 @pytest.mark.catches("experts-counted-twice")
 def test_a_bias_moves_by_its_rate_against_the_load():
     found, moved = truth("every second")
@@ -230,13 +238,7 @@ def test_a_bias_moves_by_its_rate_against_the_load():
 def test_a_random_capacity_is_drawn_anew_in_each_step():
     """Tokens are dropped that would not be by their places, and others in the next step."""
     made = dataclasses.replace(config("drawn"), layers=1)
-    state, step = boost(
-        lambda rngs: Decoder(made, rngs=rngs),
-        sgd(0.0),
-        next_token_loss(),
-        mesh(data=1),
-        devices=jax.devices()[:1],
-    )
+    state, step = alone(made, sgd(0.0))
     losses = []
     for _ in range(3):
         state, metrics = step(state, batch())
@@ -254,13 +256,7 @@ def test_padding_is_no_load():
 
 def test_evenly_spread_experts_are_balanced_at_one():
     even = dataclasses.replace(config("sparse"), init_std=1e-6)
-    state, step = boost(
-        lambda rngs: Decoder(even, rngs=rngs),
-        adamw(3e-3),
-        next_token_loss(),
-        mesh(data=1),
-        devices=jax.devices()[:1],
-    )
+    state, step = alone(even, adamw(3e-3))
     _, metrics = step(state, batch())
     assert metrics["balance_loss"] == pytest.approx(4.0, rel=1e-3)  # of four layers
 
@@ -270,13 +266,7 @@ def test_evenly_spread_experts_are_balanced_at_one():
 def test_tokens_that_are_no_targets_count_among_those_that_experts_get():
     mixture = MixtureConfig(**MIXTURE, capacity_factor=0.6)
     made = dataclasses.replace(config("sparse"), layers=1, mixture=mixture)
-    state, step = boost(
-        lambda rngs: Decoder(made, rngs=rngs),
-        sgd(0.0),
-        next_token_loss(),
-        mesh(data=1),
-        devices=jax.devices()[:1],
-    )
+    state, step = alone(made, sgd(0.0))
     given = batch()
     state, whole = step(state, given)
     _, masked = step(state, {**given, "weights": given["weights"] * (np.arange(LENGTH) > 24)})

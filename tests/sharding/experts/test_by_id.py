@@ -104,6 +104,21 @@ def test_the_chosen_give_what_all_of_them_give(name, stacked, devices):
     np.testing.assert_array_equal(sums["expert_load"], expected_sums["expert_load"])
 
 
+def test_devices_that_gather_an_expert_together_take_the_same_turns(devices):
+    """Their tokens choose others: with turns of their own they would wait for one another."""
+    stacks, router, _, _ = drawn()
+    arrays = {name: w[1] for name, w in stacks.items()}
+    x = np.random.default_rng(2).normal(size=(4, TOKENS, EMBED)).astype(np.float32)
+    valid = np.arange(TOKENS)[None] < np.array([[TOKENS], [1], [TOKENS], [0]])
+    expected, _ = jax.jit(mixed)(x, router, arrays, valid)
+    bound = Plan(mesh={"expert": 2, "fsdp": 2}).bind(devices[:4])
+    with colossax.use(bound):
+        found, _ = jax.jit(by_id, static_argnums=5)(stacks, router, x, valid, 1, False)
+    np.testing.assert_allclose(
+        np.asarray(found)[valid], np.asarray(expected)[valid], rtol=1e-5, atol=1e-5
+    )
+
+
 @pytest.mark.catches("layer-of-what-is-on-the-device")
 def test_biases_are_on_the_device_beside_matrices_in_host_memory():
     stacks, router, x, valid = drawn()
