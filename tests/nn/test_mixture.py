@@ -27,9 +27,16 @@ MISTAKES = [
     ({"gate": "base"}, "found 2, and gate 'base' gives a token 1 of the experts; give 1"),
     ({"gate": "gshard", "choices": 3}, "found 3, and gate 'gshard' gives a token 2"),
     ({"gate": "gshard", "experts": 1}, "2 experts of a token, and there are 1; give more experts"),
-    ({"gate": "gshard", "bias_rate": 0.1}, "bias_rate: gate 'gshard' has no bias of the choice"),
-    ({"gate": "dense_to_sparse", "capacity_factor": 1.0}, "'dense_to_sparse' has no capacity"),
-    ({"gate": "hash", "choices": 1, "capacity_factor": 1.0}, "gate 'hash' has no capacity"),
+    ({"gate": "gshard", "bias_rate": 0.1}, "bias_rate: gate 'gshard' takes no notice of it"),
+    ({"gate": "dense_to_sparse", "capacity_factor": 1.0}, "or give gate one of topk, ktop1"),
+    ({"gate": "hash", "choices": 1, "score": "sigmoid"}, "score: gate 'hash' takes no notice"),
+    ({"gate": "ktop1", "renormalise": False}, "renormalise: gate 'ktop1' takes no notice of it"),
+    ({"gate": "ktop1", "groups": 2}, "leave it out, or give gate one of topk, hierarchical"),
+    ({"temperature": 0.5}, "temperature: gate 'topk' takes no notice of it; leave it out, or give"),
+    ({"router_dim": 8}, "router_dim: router 'linear' has none; leave it out, or give router cos"),
+    ({"router": "cosine", "router_bias": True}, "router_bias: router 'cosine' has none"),
+    ({"shared_gated": True}, "shared_gated: there is no shared MLP; give shared, its width"),
+    ({"balance": "none", "balance_loss": 0.1}, "balance_loss: with balance 'none' nothing is"),
     ({"gate": "gshard", "priority": "random"}, "priority: found 'random', and gate 'gshard' takes"),
     ({"priority": "probability"}, "and without a capacity_factor none comes first; give one"),
     ({"choices": 3, "groups": 4, "kept_groups": 1}, "among 2, of 1 of 4 groups; give at most 2"),
@@ -59,6 +66,7 @@ TAKEN = [
 
 @pytest.mark.catches("choices-of-masked-groups")
 @pytest.mark.catches("looks-ahead-unrefused")
+@pytest.mark.catches("unread-by-the-gate")
 @pytest.mark.parametrize(("changes", "told"), MISTAKES)
 def test_each_mistake_is_one_sentence(changes, told):
     with pytest.raises(InputError) as refused:

@@ -38,6 +38,23 @@ TAKEN = {"gshard": 2, "hash": 1, "base": 1}
 DROPPING = ("topk", "ktop1", "hierarchical", "gshard")
 """Gates that have a capacity."""
 
+GATES_OF = {
+    "score": ("topk",),
+    "renormalise": ("topk",),
+    "scale": ("topk",),
+    "groups": ("topk", "hierarchical"),
+    "kept_groups": ("topk",),
+    "group_score": ("topk",),
+    "bias_rate": ("topk",),
+    "capacity_factor": DROPPING,
+    "threshold": ("dense_to_sparse",),
+    "temperature": ("dense_to_sparse",),
+}
+"""What some gates alone take notice of, and which."""
+
+ROUTER_OF = {"router_dim": "cosine", "router_bias": "linear"}
+"""What one router alone has."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MixtureConfig:
@@ -187,16 +204,30 @@ class MixtureConfig:
             )
 
     def _check_unused(self) -> None:
-        """Refuse what the gate takes no notice of."""
-        if self.bias_rate and self.gate != "topk":
+        """Refuse what nothing takes notice of."""
+        given = {f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default}
+        for name, gates in GATES_OF.items():
+            if name in given and self.gate not in gates:
+                one_of = "one of " if len(gates) > 1 else ""
+                raise InputError(
+                    f"model.mixture.{name}: gate '{self.gate}' takes no notice of it; leave it out,"
+                    f" or give gate {one_of}{', '.join(gates)}"
+                )
+        for name, router in ROUTER_OF.items():
+            if name in given and self.router != router:
+                raise InputError(
+                    f"model.mixture.{name}: router '{self.router}' has none; leave it out, or give"
+                    f" router {router}"
+                )
+        if self.shared_gated and not self.shared:
             raise InputError(
-                f"model.mixture.bias_rate: gate '{self.gate}' has no bias of the choice; give 0, or"
-                " gate 'topk'"
+                "model.mixture.shared_gated: there is no shared MLP; give shared, its width, or"
+                " leave it out"
             )
-        if self.capacity_factor is not None and self.gate not in DROPPING:
+        if self.balance_loss and self.balance == "none":
             raise InputError(
-                f"model.mixture.capacity_factor: gate '{self.gate}' has no capacity; leave it out,"
-                f" or give one of {', '.join(DROPPING)}"
+                "model.mixture.balance_loss: with balance 'none' nothing is compared; give another"
+                " balance, or leave it out"
             )
         if self.priority == "position":
             return
