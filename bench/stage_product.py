@@ -10,31 +10,15 @@ the tests.
 One process, on eight host devices; a call goes on where the last one stopped.
 """
 
-import argparse
-import json
-import os
+import functools
 import sys
-import time
-from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("NPROC", "64")  # fewer threads, and collectives side by side may wait forever
-os.environ.setdefault(
-    "XLA_FLAGS",
-    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-    " --xla_llvm_disable_expensive_passes=true",
-)
-
-import common  # noqa: E402 (after the settings above)
-
-sys.path.insert(0, str(common.REPOSITORY))  # the cases are a part of the tests
+import products
 
 MICROBATCHES, STEPS = 4, 3
 ROWS = (10, 12)
 """No multiple of four for each device of two; the second where ten do not divide over a mesh."""
-_CLEARED_EVERY = 8
-"""Cases after which compiled programs are forgotten: they would fill the memory."""
 
 
 def cases(schedule: str) -> dict[str, Any]:
@@ -99,68 +83,22 @@ class Truth:
         assert_losses_close(self.steps(plan, rows), self.later[rows])
 
 
-def verdict(truth: Truth, plan: Any) -> str | None:
-    """None, or what was wrong; a refusal is wrong too."""
-    try:
-        truth.against(plan)
-    except Exception as problem:  # noqa: BLE001 (any is a finding)
-        return f"{type(problem).__name__}: {problem}"[:600]
-    return None
-
-
 def main() -> int:
-    asked = _arguments()
-    import jax
-
-    jax.config.update("jax_default_matmul_precision", "highest")
-    result = _known(asked)
-    plans = {k: v for k, v in cases(asked.schedule).items() if (asked.only or "") in k}
-    left = [name for name in plans if name not in result["passed"] and name not in result["failed"]]
-    print(f"{len(plans)} cases, {len(left)} to run", flush=True)
-    truth = Truth()
-    for at, name in enumerate(left):
-        start = time.process_time()
-        wrong = verdict(truth, plans[name])
-        cpu_s = round(time.process_time() - start, 1)
-        if wrong is None:
-            result["passed"][name] = cpu_s
-        else:
-            result["failed"][name] = {"cpu_s": cpu_s, "why": wrong}
-            print(f"{name}: {wrong}", flush=True)
-        result["cpu_s"] = round(result["cpu_s"] + cpu_s, 1)
-        common.write_json(asked.out, result)
-        if at % _CLEARED_EVERY == _CLEARED_EVERY - 1:
-            jax.clear_caches()
-    passed, failed = len(result["passed"]), len(result["failed"])
-    print(f"{passed} equal one device, {failed} do not; {result['cpu_s']:.0f} CPU-seconds")
-    return int(bool(failed))
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, default=common.HERE / "results" / "stage_product.json")
-    parser.add_argument("--only", help="of names that contain this")
+    parser = products.parser(__doc__ or "", "stage_product")
     parser.add_argument("--schedule", default="1f1b")
-    return parser.parse_args()
-
-
-def _known(asked: argparse.Namespace) -> dict[str, Any]:
-    """What earlier calls found, or nothing."""
+    asked = parser.parse_args()
     about = {
         "benchmark": "stage_product",
         "schedule": asked.schedule,
         "microbatches": MICROBATCHES,
         "rows": list(ROWS),
         "steps": STEPS,
-        "versions": common.versions(),
-        "hardware": common.hardware(),
     }
-    known = json.loads(asked.out.read_text()) if asked.out.exists() else {}
-    if known and any(known.get(name) != value for name, value in about.items()):
-        raise SystemExit(f"{asked.out} is of another call; move it away")
-    return {"passed": {}, "failed": {}, "cpu_s": 0.0, **known, **about}
+    truth = Truth()
+    checks = {
+        name: functools.partial(truth.against, plan) for name, plan in cases(asked.schedule).items()
+    }
+    return products.run(asked, about, checks)
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ def loads():
     return {
         "even": even,
         "one": jnp.stack([jnp.full((B, S), 3), jnp.full((B, S), E)], axis=-1),
-        "starved": jnp.where(even > 1, even % 2, even),
+        "starved": jnp.stack([even[..., 0] % 2, 1 - even[..., 0] % 2], axis=-1),
         "padded": jnp.where(jnp.arange(S)[None, :, None] < S // 3, even, E),
         "none": jnp.full((B, S, K), E),
     }
