@@ -162,6 +162,13 @@ def test_a_gpu_executes_no_more_than_the_bubble_says(schedule, chunks):
     assert useful < found <= useful * (8 + STAGES - 1) / 8
 
 
+@pytest.mark.catches("reductions-leave-their-loop")
+def test_sums_over_data_have_no_second_copy():
+    """Taken out of the loop over layers, sums of their gradients would take 4 GiB more."""
+    one = _inspected(16, 8, mesh={"stage": 2, "data": 4}, pipeline=PipelineConfig(microbatches=4))
+    assert one.memory.temp_bytes <= 8.5 * GIB
+
+
 LAYERS = 32
 MATRIX_BYTES = 4 * (4096 * 4096 * 2 + 4096 * 1024 * 2 + 4096 * 14336 * 3) * LAYERS // 8
 """Of a device, what the layers' matrices take in float32."""
