@@ -11,8 +11,8 @@ HOST_EXPERTS_OPTIONS = {"xla_gpu_experimental_parallel_async_compute_limit": 8}
 at once, the default, all but two of them stop it."""
 
 STAGE_OPTIONS = {"xla_disable_hlo_passes": "while-loop-all-reduce-code-motion"}
-"""That pass takes the reduction of a layer's gradients out of the loop over a stage's layers, where as
-many bytes are sent, and has their sum of all layers twice for it, one of them a constant of the
+"""That pass takes the reduction of a layer's gradients out of the loop over a stage's layers, where
+as many bytes are sent, and has their sum of all layers twice for it, one of them a constant of the
 program: of MT-NLG more than 14 GB, in the host's memory while it is compiled."""
 
 
