@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from colossax.config import BoundPlan
 from colossax.errors import InputError
@@ -182,7 +182,7 @@ def _laid_out(x: jax.Array, wanted: NamedSharding) -> jax.Array:
     return x if x.sharding.is_equivalent_to(sharding, x.ndim) else jax.device_put(x, sharding)
 
 
-def _devices(mesh: Mesh, entry: Any) -> int:
+def _devices(mesh: Any, entry: Any) -> int:
     """Of a dim, along the axes that its entry of a partition spec names."""
     axes = (entry,) if isinstance(entry, str) else entry or ()
     return math.prod(mesh.shape[axis] for axis in axes)
