@@ -1,12 +1,14 @@
 """What stages with programs of their own are given: batches from elsewhere, optimizers, layers."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from colossax.config import PipelineConfig, Plan
-from colossax.optim import sgd
+from colossax.optim import layerwise, sgd
 from colossax.planner import build_step
 from tests.step.stages.test_stages import Stacked, counted_loss, devices_of
 
@@ -39,3 +41,36 @@ def test_batches_that_lie_elsewhere_give_the_same():
     assert found == found[:1] * len(found)
     placed = step.place({"x": X})
     assert step.place(placed)["x"] is placed["x"]
+
+
+def a_number_for_each_layer(dims):
+    """Gradients over the root of the sum of squares that those of their layer have had so far."""
+
+    def added(total, grad):
+        return total + jnp.sum(jnp.square(grad), axis=tuple(range(total.ndim, grad.ndim)))
+
+    def scaled(grad, total):
+        return -grad / jnp.sqrt(total).reshape(*total.shape, *[1] * (grad.ndim - total.ndim))
+
+    def init(params):
+        return optax.ScaleByRssState(jax.tree.map(lambda x: jnp.zeros(x.shape[:-2]), params))
+
+    def update(grads, state, params=None):
+        totals = jax.tree.map(added, state.sum_of_squares, grads)
+        return jax.tree.map(scaled, grads, totals), optax.ScaleByRssState(totals)
+
+    return optax.GradientTransformation(init, update)
+
+
+@pytest.mark.catches("programs-numbers-on-all-stages")
+def test_optimizers_with_a_number_for_each_layer_equal_one_device():
+    found = []
+    for plan in (Plan(), PLAN):
+        step = small_step(plan, layerwise(a_number_for_each_layer))
+        state, first = step.init(0), None
+        for _ in range(2):
+            state, metrics = step(state, {"x": X})
+            first = first or jax.tree.leaves(jax.device_get(state["opt_state"]))
+        found.append((float(metrics["loss"]), np.sort(np.hstack(first))))
+    for want, got in zip(*found, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5)
