@@ -1,8 +1,10 @@
 """A training plan made fit for one sequence."""
 
 import dataclasses
+from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
 from colossax.config import (
     BoundPlan,
@@ -81,7 +83,8 @@ def without_programs(plan: Plan, layers: int) -> Plan:
 def together(spec: ModelSpec, bound: BoundPlan, params: Params) -> tuple[BoundPlan, Params]:
     """Parameters of stages with programs of their own, laid out over all of them.
 
-    Every stage has all layers then; what other axes split stays split. Others are as they are.
+    Every stage has all layers then; what other axes split stays split. Others are as they are, and
+    shapes do.
 
     Cost: a copy of the parameters, which are in as many places as stages.
     """
@@ -91,4 +94,11 @@ def together(spec: ModelSpec, bound: BoundPlan, params: Params) -> tuple[BoundPl
     layers = next(info.total_layers for info in infos if info.total_layers is not None)
     there = BoundPlan(without_programs(bound.plan, layers), bound.mesh)
     shardings = jax.tree.map(lambda info: param_sharding(there, "params", info), spec.infos)
-    return there, jax.device_put(params, shardings)
+    return there, jax.tree.map(_moved, params, shardings)
+
+
+def _moved(x: Any, sharding: NamedSharding) -> Any:
+    """An array elsewhere; a shape that would lie there."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    return jax.device_put(x, sharding)

@@ -243,6 +243,7 @@ def own_model(plan, config, layers=None, make=Decoder):
 
 
 STAGE2 = Plan(mesh={"stage": 2})
+CUTS = STAGE2.replace(pipeline=PipelineConfig(cuts=(3, 1)))
 
 
 @pytest.mark.parametrize("name", quick_first(OWN, ["recurrent"]))
@@ -271,6 +272,7 @@ FALLS_BACK = {
         (FOUR, None),
         "not one run of one layer stack",
     ),
+    "cuts": (CUTS, Decoder, (FOUR, None), "not one run of one layer stack"),
     "host memory": (
         STAGE2.replace(offload=OffloadConfig(parameters=1.0)),
         Decoder,
@@ -292,3 +294,17 @@ def test_what_stages_cannot_share_is_gathered_and_said(plan, make, model, reason
     assert "every device gathers the layers of all 2 stages" in staged.notice
     one = own_model(Plan(mesh={"fsdp": 1}), *model, make)
     assert staged.generate((1, 2, 3), max_tokens=8) == one.generate((1, 2, 3), max_tokens=8)
+
+
+@pytest.mark.catches("generator-of-one-stage")
+def test_parameters_of_stages_with_programs_are_copied_to_all():
+    bound = CUTS.bind(jax.devices()[:2])
+    with colossax.use(bound):
+        spec = describe(lambda rngs: Decoder(FOUR, rngs=rngs))
+    params = initialise(spec, bound, jax.random.key(1))
+    staged = Generator(spec, bound, params, tokens_per_step=4)
+    assert staged.notice is not None and "every device gathers" in staged.notice
+    staged.lowered()
+    for generator in (staged, staged.with_params(params)):
+        shapes = jax.tree.leaves(generator.arguments[0])
+        assert all(x.sharding.device_set == set(bound.mesh.devices.flat) for x in shapes)
