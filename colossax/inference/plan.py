@@ -13,6 +13,7 @@ from colossax.config import (
     PipelineConfig,
     Placement,
     Plan,
+    Rules,
     Segment,
 )
 from colossax.nn import ModelSpec
@@ -76,8 +77,13 @@ def without_programs(plan: Plan, layers: int) -> Plan:
     Its stack is cut as before, and no stage has layers of its own.
     """
     segments = resolved_segments(plan, layers)
-    rules = plan.rules.updated(params={"layers": None})
-    return plan.replace(rules=rules, segments=segments, pipeline=PipelineConfig())
+    return plan.replace(rules=one_stack(plan.rules), segments=segments, pipeline=PipelineConfig())
+
+
+def one_stack(rules: Rules) -> Rules:
+    """`rules` with all layers on every stage; what other axes split stays split."""
+    whole = {"layers": None}
+    return rules.updated(params=whole, gradients=whole, optimizer=whole)
 
 
 def together(spec: ModelSpec, bound: BoundPlan, params: Params) -> tuple[BoundPlan, Params]:
