@@ -1,5 +1,7 @@
 """What stages with programs of their own are given: batches from elsewhere, optimizers, layers."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from colossax.config import PipelineConfig, Plan
 from colossax.optim import layerwise, sgd
 from colossax.planner import build_step
+from colossax.step.programs.rehearsed import rehearsed
 from tests.step.stages.test_stages import Stacked, counted_loss, devices_of
 
 PLAN = Plan(mesh={"stage": 2, "data": 2}, pipeline=PipelineConfig(microbatches=2, cuts=(3, 1)))
@@ -74,3 +77,16 @@ def test_optimizers_with_a_number_for_each_layer_equal_one_device():
         found.append((float(metrics["loss"]), np.sort(np.hstack(first))))
     for want, got in zip(*found, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+def test_a_stage_without_anything_to_learn_is_rehearsed():
+    step = small_step(trainable=lambda info: info.span is not None and info.span[0] >= 3)
+    batch = step.abstract_batch({"x": jax.ShapeDtypeStruct(X.shape, X.dtype)})
+    ran = rehearsed(step, batch, compiled_here).stages
+    assert all("conclude" in [one.name for one in stage.ran] for stage in ran)
+
+
+def compiled_here(stage, lowered):
+    program = lowered.compile()
+    stats, out = program.memory_analysis(), program.output_shardings
+    return types.SimpleNamespace(stats=stats, out_shardings=out)
