@@ -12,7 +12,8 @@ import colossax
 from colossax.aot import collectives
 from colossax.config import OffloadConfig, PipelineConfig, Plan, Segment, preset
 from colossax.errors import InputError
-from colossax.inference import Generator, Request, StagedProgram, Tick
+from colossax.inference import Generator, InOrder, Request, StagedProgram, Tick
+from colossax.inference.crossing import Seats
 from colossax.models import BloomConfig, GPT2Config, LlamaConfig, MistralConfig, maker
 from colossax.nn import Decoder, Layers, describe, initialise
 from tests.cases import quick_first
@@ -168,6 +169,20 @@ def test_a_scheduler_of_ones_own():
     assert list(found.values()) == [one.tokens for one in truth("llama", 2)]
     with pytest.raises(InputError, match=r"sequences: 3 have begun.*Generator\(sequences=3\)"):
         list(generator.follow(ByTurns(requests(3), width=WIDTH)))
+
+
+def test_a_call_that_fits_into_no_tick_is_refused():
+    seats = Seats(groups=2, rows=1, width=WIDTH)
+    one = Request(prompt=tuple(range(WIDTH + 1)), max_tokens=2)
+    with pytest.raises(InputError, match=r"9 tokens, and 8 enter at a tick; .*_per_step=9\)$"):
+        seats.add(InOrder([one], width=2 * WIDTH).next())
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_caches_for_no_sequence_are_refused(count):
+    bound, config = STAGE2.bind(jax.devices()[:2]), CONFIGS["llama"]
+    with pytest.raises(InputError, match=f"sequences: found {count}; give 1 or more"):
+        StagedProgram(describe_under(bound, config), bound, sequences=count)
 
 
 def between_stages(generator):
