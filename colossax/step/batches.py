@@ -13,7 +13,7 @@ from colossax.errors import InputError
 from colossax.sharding import NATURAL, RowOrder, activation_sharding, balanced_order
 from colossax.step.arrange import Arranged, arranged, check_segments, row_length
 from colossax.step.checks.given import check_tokens, host_array
-from colossax.step.microbatches import batch_dims, num_microbatches
+from colossax.step.microbatches import batch_dims, check_microbatches, num_microbatches
 from colossax.typing import Batch, Dims
 
 
@@ -128,7 +128,8 @@ class BatchPlacer:
         # Device arrays are arranged, and filled up, inside the step.
         inside = batch if isinstance(batch, Arranged) else jax.eval_shape(self.arrange, batch)
         dims = batch_dims(inside, self._dims)
-        num_microbatches(self._bound, inside, dims)
+        check = num_microbatches if self._any_form else check_microbatches
+        check(self._bound, inside, dims)
         self._shardings[type(batch)] = {
             name: activation_sharding(self._bound, dims[name], x.shape, name=f"batch '{name}'")
             for name, x in inside.items()

@@ -9,7 +9,8 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from colossax.config import PipelineConfig, Plan
+from colossax.config import BatchConfig, PipelineConfig, Plan
+from colossax.errors import PlanError
 from colossax.optim import layerwise, sgd
 from colossax.planner import build_step
 from colossax.step.programs.rehearsed import rehearsed
@@ -84,6 +85,18 @@ def test_a_stage_without_anything_to_learn_is_rehearsed():
     batch = step.abstract_batch({"x": jax.ShapeDtypeStruct(X.shape, X.dtype)})
     ran = rehearsed(step, batch, compiled_here).stages
     assert all("conclude" in [one.name for one in stage.ran] for stage in ran)
+
+
+def test_two_numbers_of_microbatches_are_refused_unless_they_are_one():
+    plan = PLAN.replace(batch=BatchConfig(microbatch=2))
+    small_step(plan).place({"x": X})  # 8 rows on 2 devices, 2 rows of each at a time
+    step, batch = small_step(PLAN.replace(batch=BatchConfig(microbatch=1))), {"x": X}
+    told = "both .* are given; 1 rows at a time are 4 microbatches of this batch, not 2"
+    with pytest.raises(PlanError, match=told):
+        step.place(batch)
+    with pytest.raises(PlanError, match=told):
+        small_step(step.bound.plan, shapes=batch)
+    step.evaluation._batches.place(batch)
 
 
 def compiled_here(stage, lowered):
