@@ -167,7 +167,7 @@ def settled(name: str, mesh: dict[str, int], speeds: str, rows: int) -> dict[str
     """What `plan.pipeline.cuts auto` comes to."""
     config = recipe(name)
     config = config.replace(data=dataclasses.replace(config.data, global_batch=rows))
-    pipeline = PipelineConfig(cuts="auto", speeds=speeds, microbatches=8)
+    pipeline = PipelineConfig(cuts="auto", speeds=speeds)
     plan = config.plan.replace(mesh=mesh, pipeline=pipeline)
     target = parse_target("h100:1x8")
     clock = common.Clock()

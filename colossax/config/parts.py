@@ -85,7 +85,8 @@ class PipelineConfig:
     Attributes:
         schedule: In which order stages compute; `auto`: interleaved with several chunks, else 1f1b.
         microbatches: How many each microstep of `batch.accumulation` is cut into; None: what
-            `batch.microbatch` gives, or four times as many as stages where the rows suffice.
+            `batch.microbatch` gives, or four times as many as stages where the rows suffice. Given
+            both, they must come to the same.
         chunks: Parts of the model on each stage that are not neighbours; more of them, shorter
             bubbles and more messages. `zb_v` has two.
         gather: How often the layers' weights are gathered over the axes that split tokens: for each

@@ -29,8 +29,15 @@ class Entry:
 class Seats:
     """Which sequence has which row of which group, and the calls that wait to enter."""
 
-    def __init__(self, groups: int, rows: int):
-        """All are free; those who come first are in different groups."""
+    def __init__(self, groups: int, rows: int, width: int):
+        """All are free; those who come first are in different groups.
+
+        Args:
+            groups: How many.
+            rows: Of each.
+            width: Most tokens that enter at a tick.
+        """
+        self._width = width
         self._free = deque((group, row) for row in range(rows) for group in range(groups))
         self._taken: dict[int, tuple[int, int]] = {}
         self._waiting: tuple[deque[Call], ...] = tuple(deque() for _ in range(groups))
@@ -40,8 +47,14 @@ class Seats:
         """Let a call wait.
 
         Raises:
-            InputError: It begins one sequence too many.
+            InputError: It begins one sequence too many, or fits into no tick.
         """
+        if len(call.tokens) > self._width:
+            raise InputError(
+                f"scheduler: a call has {len(call.tokens)} tokens, and {self._width} enter at a"
+                f" tick; give the scheduler that width, or Generator(tokens_per_step="
+                f"{len(call.tokens)})"
+            )
         if call.sequence not in self._taken:
             if not self._free:
                 raise InputError(
@@ -56,8 +69,8 @@ class Seats:
         """Its row is free."""
         self._free.append(self._taken.pop(sequence))
 
-    def next(self, width: int) -> Entry:
-        """What enters now: calls of the next group that waits, up to `width` tokens."""
+    def next(self) -> Entry:
+        """What enters now: calls of the next group that waits, as many as fit."""
         groups = len(self._waiting)
         turns = ((self._turn + i) % groups for i in range(groups))
         group = next((one for one in turns if self._waiting[one]), None)
@@ -65,14 +78,14 @@ class Seats:
             return Entry()
         self._turn = group + 1
         waiting, calls = self._waiting[group], {}
-        while waiting and self._fits(waiting[0], calls, width):
+        while waiting and self._fits(waiting[0], calls):
             call = waiting.popleft()
             calls[self._taken[call.sequence][1]] = call
         return Entry(group=group, calls=tuple(calls.items()))
 
-    def _fits(self, call: Call, calls: dict[int, Call], width: int) -> bool:
+    def _fits(self, call: Call, calls: dict[int, Call]) -> bool:
         tokens = sum(len(one.tokens) for one in calls.values()) + len(call.tokens)
-        return self._taken[call.sequence][1] not in calls and tokens <= width
+        return self._taken[call.sequence][1] not in calls and tokens <= self._width
 
 
 def cross(
@@ -88,13 +101,13 @@ def cross(
     Cost: a tick for each call, or several calls of a group; the caches of all groups. A token is
     known as many ticks after its call entered as there are stages.
     """
-    seats = Seats(program.groups, program.rows)
+    seats = Seats(program.groups, program.rows, program.width)
     entries = deque([Entry()] * program.stages, maxlen=program.stages)
     flight = program.start(params)
     while True:
         while (call := scheduler.next()) is not None:
             seats.add(call)
-        entries.appendleft(seats.next(program.width))
+        entries.appendleft(seats.next())
         if not any(entry.calls for entry in entries):
             return
         tokens, flight = program(params, flight, tick_of(program, entries))

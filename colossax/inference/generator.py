@@ -1,6 +1,7 @@
 """Prompts continued by a model: a program, its caches and a scheduler put together."""
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ from colossax.config import BoundPlan, MeshAxis
 from colossax.inference.cache import Cache
 from colossax.inference.crossing import cross
 from colossax.inference.decode import TOKENS_PER_STEP, Chunk, DecodeProgram, Sampling
+from colossax.inference.plan import together
 from colossax.inference.scheduler import InOrder, Request, Scheduler
 from colossax.inference.stages import StagedProgram, why_gathered
 from colossax.nn import ModelSpec
@@ -66,7 +68,8 @@ class Generator:
                 and `config`.
             bound: Where the parameters live.
             params: Laid out by `bound`; kept, not donated. Layers in host memory are fetched one
-                after another. Shapes with shardings do for `lowered`.
+                after another; those of stages with programs of their own are copied to all stages
+                (`together`). Shapes with shardings do for `lowered`.
             slots: Longest prompt and continuation together; default the model's `max_seq`.
             eos: Token that ends a continuation; default the model's, if it names one.
             tokens_per_step: Flat tokens of a step.
@@ -76,6 +79,8 @@ class Generator:
         Raises:
             InputError: The model cannot decode, or `slots` is above its `max_seq`.
         """
+        self._laid_out = functools.partial(together, spec, bound)
+        bound, params = self._laid_out(params)
         self.notice = why_gathered(spec, bound)
         sizes = {"slots": slots, "width": tokens_per_step}
         if bound.mesh.shape[MeshAxis.STAGE] > 1 and self.notice is None:
@@ -97,8 +102,8 @@ class Generator:
         It shares the compiled program.
         """
         other = object.__new__(Generator)
-        other.notice = self.notice
-        other._start(self.program, params, self.eos)
+        other.notice, other._laid_out = self.notice, self._laid_out
+        other._start(self.program, self._laid_out(params)[1], self.eos)
         return other
 
     @property

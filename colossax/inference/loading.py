@@ -15,10 +15,11 @@ from colossax.data import Tokenizer
 from colossax.errors import CheckpointError, PlanError
 from colossax.inference.fitting import Fitted, fit_layers
 from colossax.inference.generator import Generator
-from colossax.inference.plan import parameters_alone
+from colossax.inference.plan import one_stack, parameters_alone
 from colossax.models import config_from_json, maker
 from colossax.nn import DecoderConfig, ModelSpec, describe
 from colossax.sharding import param_sharding, use, validate
+from colossax.sharding.rules import uneven_layers
 from colossax.typing import Params
 
 _FLOATS = ("float16", "bfloat16", "float32")
@@ -113,7 +114,7 @@ class StoredModel:
 
         Args:
             plan: Default `self.plan`. With `offload.auto`, `fit` finds the shares.
-            devices: Default all.
+            devices: Default all. Layers that stages among them do not divide are on each stage.
             slots: For `fit`.
 
         Raises:
@@ -176,6 +177,8 @@ class StoredModel:
         bound = plan.bind(devices)
         with use(bound):
             spec = describe(maker(self.model))
+        if any(uneven_layers(bound, info) for info in jax.tree.leaves(spec.infos)):
+            bound = bound.replace(rules=one_stack(plan.rules))
         validate(bound, spec.infos)
         return bound, spec
 

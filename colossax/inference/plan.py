@@ -1,8 +1,10 @@
 """A training plan made fit for one sequence."""
 
 import dataclasses
+from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
 from colossax.config import (
     BoundPlan,
@@ -11,6 +13,7 @@ from colossax.config import (
     PipelineConfig,
     Placement,
     Plan,
+    Rules,
     Segment,
 )
 from colossax.nn import ModelSpec
@@ -74,14 +77,20 @@ def without_programs(plan: Plan, layers: int) -> Plan:
     Its stack is cut as before, and no stage has layers of its own.
     """
     segments = resolved_segments(plan, layers)
-    rules = plan.rules.updated(params={"layers": None})
-    return plan.replace(rules=rules, segments=segments, pipeline=PipelineConfig())
+    return plan.replace(rules=one_stack(plan.rules), segments=segments, pipeline=PipelineConfig())
+
+
+def one_stack(rules: Rules) -> Rules:
+    """`rules` with all layers on every stage; what other axes split stays split."""
+    whole = {"layers": None}
+    return rules.updated(params=whole, gradients=whole, optimizer=whole)
 
 
 def together(spec: ModelSpec, bound: BoundPlan, params: Params) -> tuple[BoundPlan, Params]:
     """Parameters of stages with programs of their own, laid out over all of them.
 
-    Every stage has all layers then; what other axes split stays split. Others are as they are.
+    Every stage has all layers then; what other axes split stays split. Others are as they are, and
+    shapes do.
 
     Cost: a copy of the parameters, which are in as many places as stages.
     """
@@ -91,4 +100,11 @@ def together(spec: ModelSpec, bound: BoundPlan, params: Params) -> tuple[BoundPl
     layers = next(info.total_layers for info in infos if info.total_layers is not None)
     there = BoundPlan(without_programs(bound.plan, layers), bound.mesh)
     shardings = jax.tree.map(lambda info: param_sharding(there, "params", info), spec.infos)
-    return there, jax.device_put(params, shardings)
+    return there, jax.tree.map(_moved, params, shardings)
+
+
+def _moved(x: Any, sharding: NamedSharding) -> Any:
+    """An array elsewhere; a shape that would lie there."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    return jax.device_put(x, sharding)

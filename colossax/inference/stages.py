@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import numbers
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
 from colossax.config import BoundPlan, MeshAxis
-from colossax.errors import PlanError
+from colossax.errors import InputError, PlanError
 from colossax.inference.cache import Cache, CacheLayout, Specs
 from colossax.inference.decode import (
     TOKENS_PER_STEP,
@@ -122,7 +123,7 @@ class StagedProgram:
                 for each stage. There are no more groups than stages.
 
         Raises:
-            InputError: The model cannot decode, or `slots` is above its `max_seq`.
+            InputError: The model cannot decode, or `slots` is above its `max_seq`; no sequences.
         """
         check_width(width)
         model = decoding_model(spec)
@@ -131,6 +132,7 @@ class StagedProgram:
         self.slots = resolved_slots(self.config, slots)
         self.stages = bound.mesh.shape[STAGE]
         sequences = self.stages if sequences is None else sequences
+        _check_sequences(sequences)
         self.groups = min(self.stages, sequences)
         self.rows = -(-sequences // self.groups)
         self.width = max(width, self.rows)
@@ -279,6 +281,12 @@ class _Taken:
         """See `StackRunner.run`."""
         self.carry, self.side = carry, jax.tree.leaves(side)
         return carry, scanned, carried, {}
+
+
+def _check_sequences(count: Any) -> None:
+    """Refuse what is no number of caches."""
+    if not isinstance(count, numbers.Integral) or count < 1:
+        raise InputError(f"sequences: found {count}; give 1 or more, or None for one a stage")
 
 
 def why_gathered(spec: ModelSpec, bound: BoundPlan) -> str | None:

@@ -314,12 +314,10 @@ def check_parameter(bound: BoundPlan, info: ParamInfo) -> None:
 
 def _check_layers(bound: BoundPlan, info: ParamInfo) -> None:
     """Refuse layers that stages do not share evenly, in one program for all of them."""
+    if not uneven_layers(bound, info):
+        return
     stages, layers = bound.mesh.shape[MeshAxis.STAGE], info.total_layers or 0
     chunks = stages * bound.plan.pipeline.chunks_of_stage
-    first = info.dims[:1] == ("layers",)
-    axes = _chosen(bound, "params", info.dims, info.shape)[0] if first else ()
-    if MeshAxis.STAGE not in axes or not info.shape[0] % stages:
-        return
     if layers < chunks:
         held = f" of {chunks // stages} chunks each" if chunks > stages else ""
         raise PlanError(
@@ -334,6 +332,13 @@ def _check_layers(bound: BoundPlan, info: ParamInfo) -> None:
         f" plan.pipeline.cuts auto, which cuts them unevenly{about}, or a size of mesh axis 'stage'"
         f" that divides {info.shape[0]}"
     )
+
+
+def uneven_layers(bound: BoundPlan, info: ParamInfo) -> bool:
+    """Whether a parameter is of layers that the plan's stages shall share and do not divide."""
+    first = info.dims[:1] == ("layers",)
+    axes = _chosen(bound, "params", info.dims, info.shape)[0] if first else ()
+    return MeshAxis.STAGE in axes and info.shape[0] % bound.mesh.shape[MeshAxis.STAGE] != 0
 
 
 def ruled_dims(bound: BoundPlan) -> set[str]:

@@ -1,18 +1,19 @@
 """How a step takes its batches: in its order, checked, and on its devices."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from colossax.config import BoundPlan
 from colossax.errors import InputError
 from colossax.sharding import NATURAL, RowOrder, activation_sharding, balanced_order
 from colossax.step.arrange import Arranged, arranged, check_segments, row_length
 from colossax.step.checks.given import check_tokens, host_array
-from colossax.step.microbatches import batch_dims, num_microbatches
+from colossax.step.microbatches import batch_dims, check_microbatches, num_microbatches
 from colossax.typing import Batch, Dims
 
 
@@ -48,8 +49,9 @@ class BatchPlacer:
     def place(self, batch: Batch) -> Batch:
         """A global batch on the devices: host arrays whole on every process, or global ones.
 
-        Tokens of host arrays are brought into the order of the plan here, once; those of device
-        arrays inside the step.
+        Device arrays stay where they are; for stages with programs of their own, those that lie
+        otherwise than the plan has them are copied. Tokens of host arrays are brought into the
+        order of the plan here, once; those of device arrays inside the step.
 
         Raises:
             InputError: It is no mapping of arrays by name, has no rows, shapes or dtypes are not
@@ -67,11 +69,16 @@ class BatchPlacer:
         form = {name: (x.shape, x.dtype) for name, x in batch.items()}
         if form != self._declared.get(type(batch)):
             self._declare(batch, form)
-        if placed:
+        apart = self._bound.stage_programs
+        if placed and not apart:
             return batch
         shardings = self._shardings[type(batch)]
         placed_arrays = {
-            name: x if _placed(x) else _put(x, shardings[name]) for name, x in batch.items()
+            # One program lays out what it gets; several each take their own devices' shards.
+            name: (_laid_out(x, shardings[name]) if apart else x)
+            if _placed(x)
+            else _put(x, shardings[name])
+            for name, x in batch.items()
         }
         return (
             Arranged(placed_arrays, batch.order) if isinstance(batch, Arranged) else placed_arrays
@@ -121,7 +128,8 @@ class BatchPlacer:
         # Device arrays are arranged, and filled up, inside the step.
         inside = batch if isinstance(batch, Arranged) else jax.eval_shape(self.arrange, batch)
         dims = batch_dims(inside, self._dims)
-        num_microbatches(self._bound, inside, dims)
+        check = num_microbatches if self._any_form else check_microbatches
+        check(self._bound, inside, dims)
         self._shardings[type(batch)] = {
             name: activation_sharding(self._bound, dims[name], x.shape, name=f"batch '{name}'")
             for name, x in inside.items()
@@ -162,6 +170,23 @@ def as_arrays(batch: Any) -> Batch:
 
 def _placed(x: Any) -> bool:
     return isinstance(x, jax.Array)
+
+
+def _laid_out(x: jax.Array, wanted: NamedSharding) -> jax.Array:
+    """Where it is wanted; dims that devices do not divide stay whole, as they are filled up later.
+
+    What lies so is as it was.
+    """
+    entries = zip(wanted.spec, x.shape, strict=False)
+    spec = [None if size % _devices(wanted.mesh, entry) else entry for entry, size in entries]
+    sharding = NamedSharding(wanted.mesh, PartitionSpec(*spec))
+    return x if x.sharding.is_equivalent_to(sharding, x.ndim) else jax.device_put(x, sharding)
+
+
+def _devices(mesh: Any, entry: Any) -> int:
+    """Of a dim, along the axes that its entry of a partition spec names."""
+    axes = (entry,) if isinstance(entry, str) else entry or ()
+    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def _put(x: np.ndarray, sharding: NamedSharding) -> jax.Array:

@@ -104,6 +104,27 @@ def num_microbatches(bound: BoundPlan, batch: Batch, dims: Mapping[str, Dims]) -
     return count
 
 
+def check_microbatches(bound: BoundPlan, batch: Batch, dims: Mapping[str, Dims]) -> None:
+    """Refuse a batch to train on that the plan cannot cut, or of which it says two numbers.
+
+    A batch to evaluate on may have other rows, and as many microbatches as those need.
+
+    Raises:
+        PlanError: See `num_microbatches`; or what `batch.microbatch` gives is not what
+            `pipeline.microbatches` says.
+        InputError: It has no rows.
+    """
+    count, wanted = num_microbatches(bound, batch, dims), bound.plan.batch.microbatch
+    asked = bound.plan.pipeline.microbatches
+    if wanted is None or bound.mesh.shape[MeshAxis.STAGE] == 1 or asked in (None, count):
+        return
+    raise PlanError(
+        f"plan: both batch.microbatch and pipeline.microbatches are given; {wanted} rows at a time"
+        f" are {count} microbatches of this batch, not {asked}; one follows from the other, so give"
+        " one and set the other to none"
+    )
+
+
 def _pipelined(bound: BoundPlan, batch: Batch, dims: Mapping[str, Dims]) -> int:
     """Microbatches of a pipeline for each of those that the plan adds up; 1 where none is.
 

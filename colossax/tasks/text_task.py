@@ -141,7 +141,7 @@ def _conclusion(final: Mapping[str, Any]) -> list[str]:
 
 def _completion(config: TrainConfig, text: Text, step: Step, params: Params) -> str | None:
     """The prompt of the recipe continued by the trained model."""
-    from colossax.inference import Generator, together
+    from colossax.inference import Generator
 
     sample, longest, tokenizer = config.sample, config.model.decoder().max_seq, text.tokenizer
     if not sample.prompt:
@@ -149,8 +149,7 @@ def _completion(config: TrainConfig, text: Text, step: Step, params: Params) -> 
     prompt = tokenizer.encode(sample.prompt)[: longest - 1]
     slots = min(len(prompt) + sample.max_tokens, longest)
     sizes = {"slots": slots, "sequences": 1}
-    bound, params = together(step.spec, step.bound, params)
-    generator = Generator(step.spec, bound, params, **sizes, eos=tokenizer.eos)
+    generator = Generator(step.spec, step.bound, params, **sizes, eos=tokenizer.eos)
     result = generator.generate(
         prompt,
         max_tokens=slots - len(prompt),

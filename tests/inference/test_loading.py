@@ -11,12 +11,13 @@ import pytest
 import colossax
 from colossax.checkpoint import Checkpointer, slot_of
 from colossax.cli import main
-from colossax.config import Plan, Precision, Segment, to_json
+from colossax.config import PipelineConfig, Plan, Precision, Segment, to_json
 from colossax.data import Documents, train_tokenizer
 from colossax.errors import CheckpointError
 from colossax.inference import Generator, inference_plan, load, open_checkpoint
 from colossax.models import LlamaConfig, config_to_json, maker
 from colossax.nn import describe, initialise
+from tests.cases import quick_first
 
 CONFIG = LlamaConfig(
     vocab=300, embed=64, layers=3, heads=8, kv_heads=2, mlp=96, max_seq=64, init_std=0.3
@@ -107,6 +108,14 @@ def test_another_mesh_gives_the_same_parameters_and_tokens(run, expected, plan, 
     whole = np.prod(table.shape) // np.prod(table.addressable_shards[0].data.shape)
     assert whole == model.bound.size(("fsdp", "tensor"))
     assert model.generator().generate(PROMPT, max_tokens=8).tokens == tokens
+
+
+@pytest.mark.parametrize("cuts", quick_first([None, "auto", "2,1"], ["auto"]))
+def test_layers_that_stages_do_not_divide_run_as_one_stack(run, expected, cuts):
+    plan = Plan(mesh={"stage": 2, "fsdp": 1}, pipeline=PipelineConfig(cuts=cuts))
+    generator = load(run, plan, jax.devices()[:2]).generator()
+    assert "3 layers cannot be shared evenly, so every device gathers" in generator.notice
+    assert generator.generate(PROMPT, max_tokens=8).tokens == expected[2]
 
 
 def test_parameters_keep_the_type_they_are_stored_in(bare, run):

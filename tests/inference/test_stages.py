@@ -12,7 +12,8 @@ import colossax
 from colossax.aot import collectives
 from colossax.config import OffloadConfig, PipelineConfig, Plan, Segment, preset
 from colossax.errors import InputError
-from colossax.inference import Generator, Request, StagedProgram, Tick
+from colossax.inference import Generator, InOrder, Request, StagedProgram, Tick
+from colossax.inference.crossing import Seats
 from colossax.models import BloomConfig, GPT2Config, LlamaConfig, MistralConfig, maker
 from colossax.nn import Decoder, Layers, describe, initialise
 from tests.cases import quick_first
@@ -170,6 +171,20 @@ def test_a_scheduler_of_ones_own():
         list(generator.follow(ByTurns(requests(3), width=WIDTH)))
 
 
+def test_a_call_that_fits_into_no_tick_is_refused():
+    seats = Seats(groups=2, rows=1, width=WIDTH)
+    one = Request(prompt=tuple(range(WIDTH + 1)), max_tokens=2)
+    with pytest.raises(InputError, match=r"9 tokens, and 8 enter at a tick; .*_per_step=9\)$"):
+        seats.add(InOrder([one], width=2 * WIDTH).next())
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_caches_for_no_sequence_are_refused(count):
+    bound, config = STAGE2.bind(jax.devices()[:2]), CONFIGS["llama"]
+    with pytest.raises(InputError, match=f"sequences: found {count}; give 1 or more"):
+        StagedProgram(describe_under(bound, config), bound, sequences=count)
+
+
 def between_stages(generator):
     """Payload bytes of a tick by kind of collective, of all that crosses axis `stage`."""
     text = generator.lowered().compile().as_text()
@@ -243,6 +258,7 @@ def own_model(plan, config, layers=None, make=Decoder):
 
 
 STAGE2 = Plan(mesh={"stage": 2})
+CUTS = STAGE2.replace(pipeline=PipelineConfig(cuts=(3, 1)))
 
 
 @pytest.mark.parametrize("name", quick_first(OWN, ["recurrent"]))
@@ -271,6 +287,7 @@ FALLS_BACK = {
         (FOUR, None),
         "not one run of one layer stack",
     ),
+    "cuts": (CUTS, Decoder, (FOUR, None), "not one run of one layer stack"),
     "host memory": (
         STAGE2.replace(offload=OffloadConfig(parameters=1.0)),
         Decoder,
@@ -292,3 +309,17 @@ def test_what_stages_cannot_share_is_gathered_and_said(plan, make, model, reason
     assert "every device gathers the layers of all 2 stages" in staged.notice
     one = own_model(Plan(mesh={"fsdp": 1}), *model, make)
     assert staged.generate((1, 2, 3), max_tokens=8) == one.generate((1, 2, 3), max_tokens=8)
+
+
+@pytest.mark.catches("generator-of-one-stage")
+def test_parameters_of_stages_with_programs_are_copied_to_all():
+    bound = CUTS.bind(jax.devices()[:2])
+    with colossax.use(bound):
+        spec = describe(lambda rngs: Decoder(FOUR, rngs=rngs))
+    params = initialise(spec, bound, jax.random.key(1))
+    staged = Generator(spec, bound, params, tokens_per_step=4)
+    assert staged.notice is not None and "every device gathers" in staged.notice
+    staged.lowered()
+    for generator in (staged, staged.with_params(params)):
+        shapes = jax.tree.leaves(generator.arguments[0])
+        assert all(x.sharding.device_set == set(bound.mesh.devices.flat) for x in shapes)

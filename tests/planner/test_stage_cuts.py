@@ -365,6 +365,11 @@ def test_an_order_is_found_with_cuts_alone():
             {"layers": 4},
             "8 stages need 8 layers or more, and there are 4; give fewer stages$",
         ),
+        (
+            asked({"stage": 2}, schedule="interleaved"),
+            {},
+            "schedule 'interleaved' wants several; give plan.pipeline.chunks 2 or more$",
+        ),
         (asked({"stage": 2}, table="own.json"), {}, "plan.pipeline.table: .* leave one of the two"),
         (
             asked({"stage": 2}),

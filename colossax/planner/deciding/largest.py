@@ -62,7 +62,8 @@ def _needed_bytes(task: Task, plan: Plan, target: Target) -> int:
 
 def _with_microbatch(task: Task, plan: Plan, target: Target, rows: int) -> tuple[Task, Plan]:
     batch = BatchConfig(microbatch=rows, reduce_once=plan.batch.reduce_once)
-    plan = plan.replace(batch=batch)
+    pipeline = dataclasses.replace(plan.pipeline, microbatches=None)  # two, below
+    plan = plan.replace(batch=batch, pipeline=pipeline)
     # Along the batch are at most as many devices as in all; twice the rows make two microbatches.
     bound = plan.bind(target_devices(target))
     devices = bound.size(sorted(batch_axes(bound)))

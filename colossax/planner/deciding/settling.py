@@ -20,7 +20,7 @@ from colossax.planner.deciding.pipelined import with_pipelined
 from colossax.planner.deciding.stage_cuts import with_stage_cuts
 from colossax.sharding import use
 from colossax.step.loss import Loss
-from colossax.step.microbatches import batch_dims, num_microbatches
+from colossax.step.microbatches import batch_dims, check_microbatches
 from colossax.step.options import StepOptions
 from colossax.step.stages import check_stages
 from colossax.step.step import Step
@@ -76,7 +76,7 @@ class Facts:
         step = Step(spec, bound, self.optimizer, self.loss, self.options, reasons)
         if self.options.shapes is not None:
             shapes = jax.eval_shape(lambda batch: batch, dict(self.options.shapes))
-            num_microbatches(bound, shapes, batch_dims(shapes, self.options.batch_dims))
+            check_microbatches(bound, shapes, batch_dims(shapes, self.options.batch_dims))
         return step
 
     def on(self, devices: Sequence[jax.Device]) -> "Facts":

@@ -88,6 +88,11 @@ def _check(bound: BoundPlan, options: StepOptions) -> None:
             f"{CUTS}: mesh axis 'stage' has size 1, so there is nothing to cut; give stages, as"
             " --plan.mesh stage=4,fsdp=2, or leave the cuts out (none)"
         )
+    if asked.resolved == "interleaved" and asked.chunks == 1:
+        raise PlanError(
+            f"{CUTS}: auto finds the layers of each chunk, not how many chunks a stage has, and"
+            " schedule 'interleaved' wants several; give plan.pipeline.chunks 2 or more"
+        )
     cuts = (1,) * (stages * asked.chunks_of_stage)
     ones = dataclasses.replace(asked, cuts=cuts, order=None)
     chunks_of(bound.replace(pipeline=ones))

@@ -207,9 +207,10 @@ class Rehearsal:
         self.messages[link] += 1
         return copy
 
-    def jitted(self, fn: Callable, **options: Any) -> "_Program":
-        """In place of `jax.jit`."""
-        return _Program(self, fn, options)
+    def jitted(self, here: BoundPlan, fn: Callable, **options: Any) -> "_Program":
+        """In place of `jax.jit`, for the devices of one stage."""
+        stage = self._stages[next(here.mesh.devices.flat)]
+        return _Program(self, stage, fn, options)
 
     def compiled(self, stage: int, lowered: Any) -> Any:
         """A program for a stage; one that another has alike is that one."""
@@ -239,11 +240,12 @@ class Rehearsal:
 class _Program:
     """What `jax.jit` gives, for arrays that are not there."""
 
-    def __init__(self, rehearsal: Rehearsal, fn: Callable, options: Mapping[str, Any]):
-        self._rehearsal, self._name = rehearsal, getattr(fn, "__name__", "program")
+    def __init__(self, rehearsal: Rehearsal, stage: int, fn: Callable, options: Mapping[str, Any]):
+        self._rehearsal, self._stage = rehearsal, stage
+        self._name = getattr(fn, "__name__", "program")
         given = options.get("donate_argnums", ())
         self._donated = (given,) if isinstance(given, int) else tuple(given)
-        self._jit, self._out = jax.jit(fn, **options), options.get("out_shardings")
+        self._jit = jax.jit(fn, **options)
         self._forms: dict[Any, _Form] = {}
 
     def __call__(self, *args: Any) -> Any:
@@ -257,19 +259,17 @@ class _Program:
 
     def _form(self, args: Any, key: Any) -> "_Form":
         if key not in self._forms:
-            self._forms[key] = _Form(self._rehearsal, self._name, self._jit, args, self._out)
+            self._forms[key] = _Form(self._rehearsal, self._stage, self._name, self._jit, args)
         return self._forms[key]
 
 
 class _Form:
     """A program for arguments of one form."""
 
-    def __init__(self, rehearsal: Rehearsal, name: str, jit: Any, args: Any, out: Any):
+    def __init__(self, rehearsal: Rehearsal, stage: int, name: str, jit: Any, args: Any):
         avals = jax.tree.map(lambda x: x.aval if isinstance(x, Absent) else x, args)
         traced = jit.trace(*avals)
         lowered = traced.lower()
-        placed = [x.sharding for x in jax.tree.leaves(args) if isinstance(x, Absent)]
-        stage = rehearsal.stage_of((placed or jax.tree.leaves(out))[0])
         program = rehearsal.compiled(stage, lowered)
         self.ran = Ran(
             stage=stage,
@@ -332,7 +332,7 @@ def rehearses() -> bool:
     return _REHEARSAL.get() is not None
 
 
-def jitted(fn: Callable, **options: Any) -> Callable:
-    """`jax.jit`, or the rehearsal's where one goes on."""
+def jitted(here: BoundPlan, fn: Callable, **options: Any) -> Callable:
+    """`jax.jit`, or the rehearsal's where one goes on; `here` is the plan on a stage's devices."""
     rehearsal = _REHEARSAL.get()
-    return jax.jit(fn, **options) if rehearsal is None else rehearsal.jitted(fn, **options)
+    return jax.jit(fn, **options) if rehearsal is None else rehearsal.jitted(here, fn, **options)

@@ -168,7 +168,10 @@ class BothWays(Forward):
         self._backward = [jit(part, "backward", donate_argnums=1) for part in self._parts]
         self._input = [jit(part, "input_gradient") for part in self._parts]
         self._weight = [jit(part, "weight_gradient", donate_argnums=1) for part in self._parts]
-        self._zeros = [jit(part, "zeros", out_shardings=part.shardings) for part in self._parts]
+        self._zeros = [
+            jit(part, "zeros", out_shardings=part.shardings) if part.shardings else dict
+            for part in self._parts
+        ]
 
     def start(self, table: Table, params: Sequence[Leaves], given: Sequence[Given]) -> Underway:
         """Nothing has been done."""

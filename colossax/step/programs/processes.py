@@ -59,7 +59,7 @@ def program(here: BoundPlan, fn: Callable, **options: Any) -> Callable:
         **options: Of `jax.jit`.
     """
     has_part = rehearses() or here.mesh.local_devices
-    return jitted(fn, **options) if has_part else _Shapes(fn)
+    return jitted(here, fn, **options) if has_part else _Shapes(fn)
 
 
 class _Shapes:

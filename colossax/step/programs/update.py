@@ -9,6 +9,7 @@ from colossax.config import MeshAxis
 from colossax.errors import PlanError
 from colossax.optim import DimsOptimizer
 from colossax.pipeline import Table
+from colossax.sharding import replicated
 from colossax.step.batches import BatchPlacer
 from colossax.step.gradients.method import Gradients
 from colossax.step.loss import Totals
@@ -131,7 +132,14 @@ class StagePrograms:
         self._options = {"compiler_options": compiler_options}
         self.forms: dict[Any, Form] = {}
         self._total = [
-            program(stage.here, stage.total, donate_argnums=0, **self._options)
+            program(
+                stage.here,
+                stage.total,
+                donate_argnums=0,
+                # Of a stage that learns nothing, nothing says where the norm is.
+                out_shardings=(None, replicated(stage.here)),
+                **self._options,
+            )
             for stage in update.stages
         ]
         self.conclude = [
