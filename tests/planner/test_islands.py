@@ -16,6 +16,7 @@ from colossax.planner.counting.islands import (
     device_numbers,
     mesh_crossings,
     proved,
+    stage_link,
     stage_target,
 )
 from colossax.planner.deciding.trial import choosing_for
@@ -115,6 +116,33 @@ def test_the_island_of_a_stage():
     keys = [stage_target(plan, TARGET, n).gpu.key for n in range(4)]
     assert keys == ["h100", "h100", "a100_80", "a100_80"]
     assert device_numbers(plan, TARGET) == tuple(range(8))
+
+
+def ordered(order, **mesh):
+    return Plan(mesh=mesh, pipeline=PipelineConfig(cuts=(1,) * len(order), order=order))
+
+
+@pytest.mark.catches("islands-order")
+def test_stages_that_change_places_take_their_islands_along():
+    """What `bind` does with devices is done with their numbers."""
+    kinds = parse_target("h100:1x4+a100:1x4")
+    plan = ordered((1, 0), stage=2, fsdp=4)
+    assert [stage_target(plan, kinds, n).gpu.key for n in range(2)] == ["a100_80", "h100"]
+    in_mesh = [jax.devices()[number] for number in device_numbers(plan, kinds)]
+    assert in_mesh == list(plan.bind().mesh.devices.flat)
+    alike = parse_target("h100:1x2@ib+h100:2x1@roce")
+    plan = ordered((1, 0), stage=2, fsdp=2)
+    places = [alike.places[number] for number in device_numbers(plan, alike)]
+    assert [(one.island, one.node) for one in places] == [(1, 0), (1, 1), (0, 0), (0, 0)]
+
+
+def test_stages_that_change_places_send_over_other_links():
+    nodes = parse_target("h100:2x4")
+    for order, links in (((0, 1, 2, 3), "nvlink4 ib nvlink4"), ((0, 2, 1, 3), "ib ib ib")):
+        plan = ordered(order, stage=4, fsdp=2)
+        assert [stage_link(plan, nodes, n, n + 1).name for n in range(3)] == links.split()
+    reaches = mesh_crossings(ordered((0, 2, 1, 3), stage=4, fsdp=2), nodes).axes[0].reaches
+    assert [one.link for one in reaches] == ["ib"]
 
 
 def test_a_mesh_that_would_cross_is_refused():

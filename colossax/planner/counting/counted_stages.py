@@ -28,6 +28,7 @@ from colossax.planner.counting.islands import (
     island_devices,
     mesh_crossings,
     proved,
+    stage_devices,
     stage_link,
     stage_target,
 )
@@ -225,7 +226,7 @@ class _Counting:
     def _links(self, stage: int, programs: Sequence[Ran]) -> tuple[Link, ...]:
         every = [one for ran in programs for one in self._scaled(ran)]
         mesh = self._step.bound.stage(stage).mesh
-        first = stage * mesh.size
+        first = stage_devices(self._step.bound.plan, self._target, stage)[0]
         return tuple(link_of(sums, self._target, mesh, first=first) for sums in totals(every))
 
     def _scaled(self, ran: Ran) -> Iterator[Collective]:
@@ -286,7 +287,7 @@ def _temporaries(programs: Sequence[Ran]) -> Mapping[str, int]:
 def _edge(step: Step, found: Rehearsed, origin: int, end: int, target: Target) -> Edge:
     """What goes from a stage to another, over the slowest link that it crosses."""
     sent, messages = found.sent_bytes[origin, end], found.messages[origin, end]
-    link = stage_link(target, step.bound.mesh.size // found.table.stages, origin, end)
+    link = stage_link(step.bound.plan, target, origin, end)
     return Edge(
         origin=origin,
         end=end,
