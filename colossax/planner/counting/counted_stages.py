@@ -1,7 +1,7 @@
 """A step with programs of stages, compiled for GPUs that are not there and counted."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from colossax.aot import (
@@ -19,7 +19,7 @@ from colossax.aot import (
 from colossax.aot.terms import OPTIMIZER, PARAMETERS
 from colossax.config import Plan
 from colossax.errors import PlanError
-from colossax.pipeline import Costs, Kind, simulate
+from colossax.pipeline import Costs, Kind, Table, simulate
 from colossax.planner.counting.compiled import settle_task_for_target
 from colossax.planner.counting.flops import peak_flops
 from colossax.planner.counting.islands import (
@@ -120,7 +120,6 @@ def programs_cost(step: Step, task: Task, found: Rehearsed, target: Target) -> P
     counting = _Counting(step, task, found, target)
     stages = tuple(map(counting.stage, found.stages))
     edges = tuple(_edge(step, found, *link, target) for link in sorted(found.sent_bytes))
-    sent_s = max((edge.seconds for edge in edges), default=0.0) / found.table.microbatches
     seconds = {
         kind: tuple(one.microbatch_s.get(kind, 0.0) for one in stages)
         for kind in (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT)
@@ -129,10 +128,11 @@ def programs_cost(step: Step, task: Task, found: Rehearsed, target: Target) -> P
         forward=seconds[Kind.FORWARD],
         input=seconds[Kind.INPUT],
         weight=seconds[Kind.WEIGHT],
-        transfer=sent_s if counting.timed else 0.0,
+        transfer=transfer_s(found.table, edges) if counting.timed else 0.0,
     )
     report = simulate(found.table, costs, "free")
     rest_s = max(one.rest_s for one in stages)
+    rest_s += max((edge.once_s for edge in edges), default=0.0)
     return ProgramsCost(
         schedule=step.bound.plan.pipeline.resolved,
         table=found.table,
@@ -146,6 +146,17 @@ def programs_cost(step: Step, task: Task, found: Rehearsed, target: Target) -> P
         crossings=_crossings(step, found, target) if target.mixed else None,
         assumed_loops=counting.assumed_loops,
     )
+
+
+def transfer_s(table: Table, edges: Iterable[Edge]) -> float:
+    """Seconds of what a chunk leaves for another, on the slowest edge.
+
+    An edge carries as many of those as pairs of neighbouring chunks have it, of each microbatch.
+    """
+    messages = simulate(table, Costs(boundary_bytes=1), "free").link_bytes
+    passing = [edge for edge in edges if edge.passed_s]
+    each = (edge.passed_s / messages[edge.origin, edge.end] for edge in passing)
+    return max(each, default=0.0)
 
 
 def _crossings(step: Step, found: Rehearsed, target: Target) -> Crossings:
@@ -287,6 +298,8 @@ def _temporaries(programs: Sequence[Ran]) -> Mapping[str, int]:
 def _edge(step: Step, found: Rehearsed, origin: int, end: int, target: Target) -> Edge:
     """What goes from a stage to another, over the slowest link that it crosses."""
     sent, messages = found.sent_bytes[origin, end], found.messages[origin, end]
+    passed = found.passed_bytes.get((origin, end), 0)
+    passed_messages = found.passed_messages.get((origin, end), 0)
     link = stage_link(step.bound.plan, target, origin, end)
     return Edge(
         origin=origin,
@@ -295,4 +308,5 @@ def _edge(step: Step, found: Rehearsed, origin: int, end: int, target: Target) -
         messages=messages,
         link=link.name,
         seconds=messages * link.latency_s + sent / link.bytes_per_s,
+        passed_s=passed_messages * link.latency_s + passed / link.bytes_per_s,
     )
