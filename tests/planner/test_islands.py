@@ -148,6 +148,9 @@ def test_stages_that_change_places_send_over_other_links():
 def test_a_mesh_that_would_cross_is_refused():
     with pytest.raises(PlanError, match=r"it crosses 2 islands \(h100:2x2@ib: 4 devices,"):
         mesh_crossings(Plan(mesh={"fsdp": -1}), TARGET)
+    alike = r"it crosses 2 islands \(h100:1x4: 4 devices, h100:1x4: 4 devices\), which"
+    with pytest.raises(PlanError, match=alike):
+        mesh_crossings(Plan(mesh={"fsdp": 8}), parse_target("h100:1x4+h100:1x4"))
     with pytest.raises(PlanError, match="a stage has 8 devices .fsdp=8., and the 12 of island"):
         mesh_crossings(Plan(mesh={"stage": 2, "fsdp": 8}), parse_target("h100:1x12+a100:1x4"))
 
