@@ -7,9 +7,10 @@ import jax
 import pytest
 
 from colossax.aot import exchanging, parse_target
-from colossax.config import PipelineConfig, Plan
+from colossax.config import OffloadConfig, PipelineConfig, Plan
 from colossax.errors import PlanError
 from colossax.pallas.target import target_of
+from colossax.planner.counting.counted_stages import check_counted_stages
 from colossax.planner.counting.islands import (
     check_one_island,
     check_programs_apart,
@@ -181,3 +182,16 @@ def test_one_program_for_several_islands_is_refused():
     check_programs_apart(PLAN.replace(pipeline=PipelineConfig(cuts="auto")), TARGET)
     with pytest.raises(PlanError, match=r"which no GPU of another kind runs; give --plan.pipeline"):
         check_programs_apart(PLAN, TARGET)
+
+
+def test_on_several_islands_host_memory_is_refused_with_what_islands_have():
+    plan = PLAN.replace(offload=OffloadConfig().with_text("optimizer=1"))
+    for target, remedies in (
+        (TARGET, "inspect with --plan.offload none"),
+        (TARGET.apart[0], "inspect with --plan.offload none, or leave plan.pipeline.cuts out"),
+    ):
+        with pytest.raises(
+            PlanError, match="plan.offload: what programs of stages have"
+        ) as refused:
+            check_counted_stages(plan, target)
+        assert str(refused.value).split("; ")[1] == remedies

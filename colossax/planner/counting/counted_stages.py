@@ -63,7 +63,7 @@ def counted_stages(task: Task, plan: Plan, target: Target) -> tuple[Step, Progra
         InputError: See `settle_task_for_target`.
         PlanError: The plan puts anything into host memory.
     """
-    check_counted_stages(plan)
+    check_counted_stages(plan, target)
     settled = settle_task_for_target(task, plan, target)
     with choosing_for(target):
         step = task_step(task, settled, island_devices(settled.plan, target))
@@ -71,16 +71,21 @@ def counted_stages(task: Task, plan: Plan, target: Target) -> tuple[Step, Progra
     return step, programs_cost(step, task, programs, target)
 
 
-def check_counted_stages(plan: Plan) -> None:
+def check_counted_stages(plan: Plan, target: Target) -> None:
     """Refuse a plan whose stages have programs of their own and anything in host memory.
+
+    Args:
+        plan: Which.
+        target: Of several islands stages cannot do without programs of their own.
 
     Raises:
         PlanError: It is such a plan.
     """
     if plan.offload.wanted or any(not each.placement.all_on_device for each in plan.segments):
+        instead = "" if target.mixed else ", or leave plan.pipeline.cuts out"
         raise PlanError(
             "plan.offload: what programs of stages have in host memory is not counted ahead in this"
-            " version; inspect with --plan.offload none, or leave plan.pipeline.cuts out"
+            f" version; inspect with --plan.offload none{instead}"
         )
 
 
