@@ -222,7 +222,7 @@ def parse_target(text: str, *, network: str = "ib", between: str = "ethernet") -
     Raises:
         InputError: Another form, an unknown GPU or network, more than 1024 devices.
     """
-    networks = [_known_network(one) for one in (network, between)]
+    networks = [_known_network(network, "--network"), _known_network(between, "--between")]
     parts = text.split("+")
     islands = tuple(_island(part, text, networks[0]) for part in parts)
     size = sum(island.size for island in islands)
@@ -259,7 +259,7 @@ def _empty(islands: Sequence[Island]) -> str:
     return "0 devices" if len(islands) == 1 else f"0 devices in island '{empty.name}'"
 
 
-def _known_network(name: str, where: str = "target") -> Link:
+def _known_network(name: str, where: str) -> Link:
     known = _data()["networks"]
     if name not in known:
         raise InputError(f"{where}: no network is called '{name}'{nearest(name, known)}")

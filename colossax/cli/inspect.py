@@ -211,8 +211,10 @@ def _flops(one: Inspection) -> list[str]:
 
 
 def describe_many(inspected: dict[str, Inspection]) -> str:
-    """One line for each inspection, cheapest first."""
-    head = ("", "GiB", "fits", "ring GB", "compute s", "collectives s", "exposed s")
+    """One line for each inspection, cheapest first; with a column for bubbles if any has stages."""
+    staged = any(one.bubble is not None for one in inspected.values())
+    times = ("compute s", *(["bubble"] if staged else []), "collectives s", "exposed s")
+    head = ("", "GiB", "fits", "ring GB", *times)
     rows: list[tuple[str, ...]] = [head]
     for name in compare(inspected):
         one = inspected[name]
@@ -224,6 +226,7 @@ def describe_many(inspected: dict[str, Inspection]) -> str:
                 "yes" if one.fits else "no",
                 f"{ring:.2f}",
                 "-" if one.compute_s is None else f"{one.compute_s:.3f}",
+                *([_share(one.bubble)] if staged else []),
                 f"{one.collective_s:.3f}",
                 f"{one.exposed_s:.3f}",
             )
@@ -361,6 +364,10 @@ def _sorted(terms) -> list[tuple[str, int]]:
 def _short(source: str) -> str:
     """The last two parts of a source position."""
     return "/".join(Path(source).parts[-2:])
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.0f} %"
 
 
 def _seconds(value: float | None) -> str:

@@ -52,22 +52,23 @@ def _check(
     names: Mapping[Any, str],
 ) -> None:
     """Refuse a mesh whose stages are not each within an island."""
-    counts = {names.get(key, str(key)): len(devices) for key, devices in members.items()}
-    uneven = next((name for name, count in counts.items() if count % each), None)
-    if uneven is None:
+    counts = [(names.get(key, str(key)), len(devices)) for key, devices in members.items()]
+    uneven = [(name, count) for name, count in counts if count % each]
+    if not uneven:
         return
     split = ",".join(f"{axis}={n}" for axis, n in sizes.items() if n > 1 and axis != "stage")
-    most = math.gcd(*counts.values())
+    most = math.gcd(*(count for _, count in counts))
     devices = "1 device" if most == 1 else f"{most} devices"
     remedy = f"stage={stages * each // most}, so that a stage has {devices}, or more stages"
     if stages == 1:
         raise PlanError(
             f"plan.mesh {split}: it crosses {len(counts)} islands"
-            f" ({', '.join(f'{name}: {n} devices' for name, n in counts.items())}), which"
+            f" ({', '.join(f'{name}: {n} devices' for name, n in counts)}), which"
             f" axis 'stage' alone may, and that has size 1; give {remedy}, or one of the islands"
         )
+    name, count = uneven[0]
     raise PlanError(
-        f"plan.mesh: a stage has {each} devices ({split}), and the {counts[uneven]} of island"
-        f" '{uneven}' are no multiple of them, so that another axis than 'stage' would cross"
+        f"plan.mesh: a stage has {each} devices ({split}), and the {count} of island"
+        f" '{name}' are no multiple of them, so that another axis than 'stage' would cross"
         f" islands; give {remedy}"
     )

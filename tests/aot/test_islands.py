@@ -36,13 +36,13 @@ CLUSTERS = {
 }
 
 
-def inspected(target, mesh):
+def inspected(target, mesh, order=None):
     """A tiny Llama, a layer of it on each stage."""
     config = recipe("llama_tiny")
     stages = mesh["stage"]
     sizes = {"vocab": 256, "embed": 64, "mlp": 96, "heads": 4, "kv_heads": 4, "layers": stages}
     rows = 2 * mesh.get("data", 1) * mesh.get("fsdp", 1)
-    pipeline = PipelineConfig(microbatches=2, cuts=(1,) * stages)
+    pipeline = PipelineConfig(microbatches=2, cuts=(1,) * stages, order=order)
     return inspect_run(
         config.replace(
             model=dataclasses.replace(config.model, **sizes),
@@ -64,6 +64,13 @@ def test_no_group_leaves_an_island(target, mesh):
     assert all(by_axis[axis].groups > 0 for axis in inner)
     assert all(reach.reach != "between islands" for a in inner for reach in by_axis[a].found)
     assert cost.crossings.programs >= 2 * len(kinds)
+
+
+def test_stages_that_change_places_are_counted_where_they_are():
+    cost = inspected("h100:2x1@roce+a100:1x2", {"stage": 2, "fsdp": 2}, (1, 0)).pipeline
+    assert [stage.target.gpu.key for stage in cost.stages] == ["a100_80", "h100"]
+    links = [{link.link for link in stage.links} for stage in cost.stages]
+    assert links == [{"nvlink3"}, {"roce"}]
 
 
 @pytest.mark.parametrize(

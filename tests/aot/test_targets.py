@@ -46,8 +46,9 @@ def test_what_is_no_target_is_refused(text, message):
 
 
 def test_an_unknown_network_is_refused():
-    with pytest.raises(InputError, match="no network is called 'infiniband'"):
-        parse_target("h100:1x8", network="infiniband")
+    for option in ("network", "between"):
+        with pytest.raises(InputError, match=f"^--{option}: no network is called 'infiniband'"):
+            parse_target("h100:1x8", **{option: "infiniband"})
 
 
 def mesh(**sizes):

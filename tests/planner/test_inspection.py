@@ -7,7 +7,10 @@ import pytest
 
 from colossax.aot import MemoryReport, Program, parse_target
 from colossax.cli.inspect import describe, describe_many
-from colossax.planner import Inspection
+from colossax.pipeline import Costs, schedule, simulate
+from colossax.planner import Inspection, compare
+from colossax.planner.counting.stage_cost import StageCost
+from colossax.planner.counting.stage_programs import Edge, ProgramsCost
 from colossax.planner.counting.traced_flops import TracedFlops
 from colossax.planner.counting.traffic import (
     ASSUMED_EFFICIENCY,
@@ -190,3 +193,50 @@ def test_kernels_whose_proof_is_assumed_are_named():
     assert assumed.to_json()["kernel_proof"] == "assumed"
     for text in (describe(assumed), describe_many({"a": plain, "b": assumed})):
         assert text.count("kernels: proof assumed; on the GPUs 'auto' takes them once") == 1
+
+
+def with_stages(form, *, microbatches=1, copied_s=0.0):
+    """A second of compute on four stages, in one program or in programs of their own."""
+    table = schedule("1f1b", 4, microbatches, form=form)
+    report = simulate(table, Costs(), form)
+    if form == "lockstep":
+        cost = StageCost(schedule="1f1b", table=table, report=report, layers=())
+    else:
+        sent = {"bytes": 1, "messages": 1, "link": "ib", "seconds": copied_s, "passed_s": copied_s}
+        cost = ProgramsCost(
+            schedule="1f1b",
+            table=table,
+            costs=Costs(),
+            report=report,
+            stages=(),
+            edges=(Edge(origin=0, end=1, **sent),),
+            step_s=None,
+            programs=(),
+            flops=TracedFlops(flops=0, left_out=()),
+        )
+    return dataclasses.replace(inspection(None), pipeline=cost)
+
+
+def test_plans_are_compared_with_the_bubble_of_their_pipelines():
+    plain = dataclasses.replace(inspection(None), compute_s=2.0)
+    for form in ("lockstep", "free"):
+        empty, full = with_stages(form), with_stages(form, microbatches=64)
+        assert empty.bubble == pytest.approx(0.75)
+        assert empty.roofline_s == pytest.approx(4.0)
+        assert compare({"empty": empty, "plain": plain, "full": full}) == ["full", "plain", "empty"]
+
+
+def test_plans_are_compared_with_what_their_stages_copy():
+    plain = dataclasses.replace(inspection(None), compute_s=6.0)
+    assert with_stages("free", copied_s=3.0).roofline_s == pytest.approx(4.0)
+    slow = with_stages("free", copied_s=7.0)
+    assert compare({"slow": slow, "plain": plain}) == ["plain", "slow"]
+
+
+def test_the_table_of_plans_has_their_bubbles():
+    plain, staged = inspection(None), with_stages("free")
+    assert "bubble" not in describe_many({"plain": plain})
+    head, first, second = describe_many({"staged": staged, "plain": plain}).splitlines()
+    assert "compute s  bubble  collectives s" in head
+    assert first.split()[:6] == ["plain", "1.00", "yes", "0.00", "1.000", "-"]
+    assert second.split()[:7] == ["staged", "1.00", "yes", "0.00", "1.000", "75", "%"]

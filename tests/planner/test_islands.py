@@ -7,15 +7,17 @@ import jax
 import pytest
 
 from colossax.aot import exchanging, parse_target
-from colossax.config import PipelineConfig, Plan
+from colossax.config import OffloadConfig, PipelineConfig, Plan
 from colossax.errors import PlanError
 from colossax.pallas.target import target_of
+from colossax.planner.counting.counted_stages import check_counted_stages
 from colossax.planner.counting.islands import (
     check_one_island,
     check_programs_apart,
     device_numbers,
     mesh_crossings,
     proved,
+    stage_link,
     stage_target,
 )
 from colossax.planner.deciding.trial import choosing_for
@@ -117,9 +119,39 @@ def test_the_island_of_a_stage():
     assert device_numbers(plan, TARGET) == tuple(range(8))
 
 
+def ordered(order, **mesh):
+    return Plan(mesh=mesh, pipeline=PipelineConfig(cuts=(1,) * len(order), order=order))
+
+
+@pytest.mark.catches("islands-order")
+def test_stages_that_change_places_take_their_islands_along():
+    """What `bind` does with devices is done with their numbers."""
+    kinds = parse_target("h100:1x4+a100:1x4")
+    plan = ordered((1, 0), stage=2, fsdp=4)
+    assert [stage_target(plan, kinds, n).gpu.key for n in range(2)] == ["a100_80", "h100"]
+    in_mesh = [jax.devices()[number] for number in device_numbers(plan, kinds)]
+    assert in_mesh == list(plan.bind().mesh.devices.flat)
+    alike = parse_target("h100:1x2@ib+h100:2x1@roce")
+    plan = ordered((1, 0), stage=2, fsdp=2)
+    places = [alike.places[number] for number in device_numbers(plan, alike)]
+    assert [(one.island, one.node) for one in places] == [(1, 0), (1, 1), (0, 0), (0, 0)]
+
+
+def test_stages_that_change_places_send_over_other_links():
+    nodes = parse_target("h100:2x4")
+    for order, links in (((0, 1, 2, 3), "nvlink4 ib nvlink4"), ((0, 2, 1, 3), "ib ib ib")):
+        plan = ordered(order, stage=4, fsdp=2)
+        assert [stage_link(plan, nodes, n, n + 1).name for n in range(3)] == links.split()
+    reaches = mesh_crossings(ordered((0, 2, 1, 3), stage=4, fsdp=2), nodes).axes[0].reaches
+    assert [one.link for one in reaches] == ["ib"]
+
+
 def test_a_mesh_that_would_cross_is_refused():
     with pytest.raises(PlanError, match=r"it crosses 2 islands \(h100:2x2@ib: 4 devices,"):
         mesh_crossings(Plan(mesh={"fsdp": -1}), TARGET)
+    alike = r"it crosses 2 islands \(h100:1x4: 4 devices, h100:1x4: 4 devices\), which"
+    with pytest.raises(PlanError, match=alike):
+        mesh_crossings(Plan(mesh={"fsdp": 8}), parse_target("h100:1x4+h100:1x4"))
     with pytest.raises(PlanError, match="a stage has 8 devices .fsdp=8., and the 12 of island"):
         mesh_crossings(Plan(mesh={"stage": 2, "fsdp": 8}), parse_target("h100:1x12+a100:1x4"))
 
@@ -150,3 +182,16 @@ def test_one_program_for_several_islands_is_refused():
     check_programs_apart(PLAN.replace(pipeline=PipelineConfig(cuts="auto")), TARGET)
     with pytest.raises(PlanError, match=r"which no GPU of another kind runs; give --plan.pipeline"):
         check_programs_apart(PLAN, TARGET)
+
+
+def test_on_several_islands_host_memory_is_refused_with_what_islands_have():
+    plan = PLAN.replace(offload=OffloadConfig().with_text("optimizer=1"))
+    for target, remedies in (
+        (TARGET, "inspect with --plan.offload none"),
+        (TARGET.apart[0], "inspect with --plan.offload none, or leave plan.pipeline.cuts out"),
+    ):
+        with pytest.raises(
+            PlanError, match="plan.offload: what programs of stages have"
+        ) as refused:
+            check_counted_stages(plan, target)
+        assert str(refused.value).split("; ")[1] == remedies

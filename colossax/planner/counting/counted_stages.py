@@ -1,7 +1,7 @@
 """A step with programs of stages, compiled for GPUs that are not there and counted."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from colossax.aot import (
@@ -19,7 +19,7 @@ from colossax.aot import (
 from colossax.aot.terms import OPTIMIZER, PARAMETERS
 from colossax.config import Plan
 from colossax.errors import PlanError
-from colossax.pipeline import Costs, Kind, simulate
+from colossax.pipeline import Costs, Kind, Table, simulate
 from colossax.planner.counting.compiled import settle_task_for_target
 from colossax.planner.counting.flops import peak_flops
 from colossax.planner.counting.islands import (
@@ -28,6 +28,7 @@ from colossax.planner.counting.islands import (
     island_devices,
     mesh_crossings,
     proved,
+    stage_devices,
     stage_link,
     stage_target,
 )
@@ -62,7 +63,7 @@ def counted_stages(task: Task, plan: Plan, target: Target) -> tuple[Step, Progra
         InputError: See `settle_task_for_target`.
         PlanError: The plan puts anything into host memory.
     """
-    check_counted_stages(plan)
+    check_counted_stages(plan, target)
     settled = settle_task_for_target(task, plan, target)
     with choosing_for(target):
         step = task_step(task, settled, island_devices(settled.plan, target))
@@ -70,16 +71,21 @@ def counted_stages(task: Task, plan: Plan, target: Target) -> tuple[Step, Progra
     return step, programs_cost(step, task, programs, target)
 
 
-def check_counted_stages(plan: Plan) -> None:
+def check_counted_stages(plan: Plan, target: Target) -> None:
     """Refuse a plan whose stages have programs of their own and anything in host memory.
+
+    Args:
+        plan: Which.
+        target: Of several islands stages cannot do without programs of their own.
 
     Raises:
         PlanError: It is such a plan.
     """
     if plan.offload.wanted or any(not each.placement.all_on_device for each in plan.segments):
+        instead = "" if target.mixed else ", or leave plan.pipeline.cuts out"
         raise PlanError(
             "plan.offload: what programs of stages have in host memory is not counted ahead in this"
-            " version; inspect with --plan.offload none, or leave plan.pipeline.cuts out"
+            f" version; inspect with --plan.offload none{instead}"
         )
 
 
@@ -119,7 +125,6 @@ def programs_cost(step: Step, task: Task, found: Rehearsed, target: Target) -> P
     counting = _Counting(step, task, found, target)
     stages = tuple(map(counting.stage, found.stages))
     edges = tuple(_edge(step, found, *link, target) for link in sorted(found.sent_bytes))
-    sent_s = max((edge.seconds for edge in edges), default=0.0) / found.table.microbatches
     seconds = {
         kind: tuple(one.microbatch_s.get(kind, 0.0) for one in stages)
         for kind in (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT)
@@ -128,10 +133,11 @@ def programs_cost(step: Step, task: Task, found: Rehearsed, target: Target) -> P
         forward=seconds[Kind.FORWARD],
         input=seconds[Kind.INPUT],
         weight=seconds[Kind.WEIGHT],
-        transfer=sent_s if counting.timed else 0.0,
+        transfer=transfer_s(found.table, edges) if counting.timed else 0.0,
     )
     report = simulate(found.table, costs, "free")
     rest_s = max(one.rest_s for one in stages)
+    rest_s += max((edge.once_s for edge in edges), default=0.0)
     return ProgramsCost(
         schedule=step.bound.plan.pipeline.resolved,
         table=found.table,
@@ -145,6 +151,17 @@ def programs_cost(step: Step, task: Task, found: Rehearsed, target: Target) -> P
         crossings=_crossings(step, found, target) if target.mixed else None,
         assumed_loops=counting.assumed_loops,
     )
+
+
+def transfer_s(table: Table, edges: Iterable[Edge]) -> float:
+    """Seconds of what a chunk leaves for another, on the slowest edge.
+
+    An edge carries as many of those as pairs of neighbouring chunks have it, of each microbatch.
+    """
+    messages = simulate(table, Costs(boundary_bytes=1), "free").link_bytes
+    passing = [edge for edge in edges if edge.passed_s]
+    each = (edge.passed_s / messages[edge.origin, edge.end] for edge in passing)
+    return max(each, default=0.0)
 
 
 def _crossings(step: Step, found: Rehearsed, target: Target) -> Crossings:
@@ -225,7 +242,7 @@ class _Counting:
     def _links(self, stage: int, programs: Sequence[Ran]) -> tuple[Link, ...]:
         every = [one for ran in programs for one in self._scaled(ran)]
         mesh = self._step.bound.stage(stage).mesh
-        first = stage * mesh.size
+        first = stage_devices(self._step.bound.plan, self._target, stage)[0]
         return tuple(link_of(sums, self._target, mesh, first=first) for sums in totals(every))
 
     def _scaled(self, ran: Ran) -> Iterator[Collective]:
@@ -286,7 +303,9 @@ def _temporaries(programs: Sequence[Ran]) -> Mapping[str, int]:
 def _edge(step: Step, found: Rehearsed, origin: int, end: int, target: Target) -> Edge:
     """What goes from a stage to another, over the slowest link that it crosses."""
     sent, messages = found.sent_bytes[origin, end], found.messages[origin, end]
-    link = stage_link(target, step.bound.mesh.size // found.table.stages, origin, end)
+    passed = found.passed_bytes.get((origin, end), 0)
+    passed_messages = found.passed_messages.get((origin, end), 0)
+    link = stage_link(step.bound.plan, target, origin, end)
     return Edge(
         origin=origin,
         end=end,
@@ -294,4 +313,5 @@ def _edge(step: Step, found: Rehearsed, origin: int, end: int, target: Target) -
         messages=messages,
         link=link.name,
         seconds=messages * link.latency_s + sent / link.bytes_per_s,
+        passed_s=passed_messages * link.latency_s + passed / link.bytes_per_s,
     )

@@ -137,6 +137,28 @@ class Inspection:
         """Of those, seconds of collectives beside which nothing is computed."""
         return sum((link.exposed_s for link in self.links), 0.0)
 
+    @property
+    def bubble(self) -> float | None:
+        """Of all stages' time, the share that their pipeline does not use; None without stages."""
+        return None if self.pipeline is None else self.pipeline.report.bubble
+
+    @property
+    def copied_s(self) -> float:
+        """Predicted seconds of what stages with programs of their own send, on the slowest edge."""
+        edges = self.pipeline.edges if isinstance(self.pipeline, ProgramsCost) else ()
+        return max((edge.seconds for edge in edges), default=0.0)
+
+    @property
+    def roofline_s(self) -> float:
+        """Seconds of a step at the GPUs' peak, to compare plans by.
+
+        Of stages, compute fills what the bubble leaves. Copies between stages are beside compute:
+        what waits for them is in the bubble.
+        """
+        used = 1 - (self.bubble or 0.0)
+        computing = (self.compute_s or 0.0) / used if used > 0 else 0.0
+        return max(computing, self.collective_s - self.exposed_s, self.copied_s) + self.exposed_s
+
     def to_json(self) -> dict[str, Any]:
         """The facts as plain JSON types."""
         memory = self.memory
@@ -355,9 +377,6 @@ def compare(inspected: Mapping[str, Inspection]) -> list[str]:
 
     def cost(name: str) -> tuple[bool, float]:
         one = inspected[name]
-        return (
-            not one.fits,
-            max(one.compute_s or 0.0, one.collective_s - one.exposed_s) + one.exposed_s,
-        )
+        return not one.fits, one.roofline_s
 
     return sorted(inspected, key=cost)

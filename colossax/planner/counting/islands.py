@@ -107,12 +107,24 @@ def island_devices(plan: Plan, target: Target) -> list[jax.Device]:
         InputError: The CUDA compiler plugin is missing.
         PlanError: The mesh does not fit the target, or there is no such order.
     """
-    numbers = device_numbers(plan, target)
     devices = target_devices(target)
-    return [devices[number] for number in numbers]
+    return [devices[number] for number in _given_numbers(plan, target)]
 
 
 def device_numbers(plan: Plan, target: Target) -> tuple[int, ...]:
+    """Numbers of the target's devices as they lie in the plan's mesh.
+
+    As `island_devices` gives them to `bind`, which exchanges stages by `pipeline.order`.
+    """
+    numbers = _given_numbers(plan, target)
+    order = plan.pipeline.order
+    if not isinstance(order, tuple):
+        return numbers
+    each = _stage_size(plan, target)
+    return tuple(number for at in order for number in numbers[at * each : (at + 1) * each])
+
+
+def _given_numbers(plan: Plan, target: Target) -> tuple[int, ...]:
     """Numbers of the target's devices in the order of `island_devices`."""
     if not target.mixed:
         return tuple(range(target.size))
@@ -121,15 +133,25 @@ def device_numbers(plan: Plan, target: Target) -> tuple[int, ...]:
     return island_order(plan.mesh_sizes(target.size), islands, names)
 
 
+def _stage_size(plan: Plan, target: Target) -> int:
+    """Devices of a stage."""
+    return target.size // plan.mesh_sizes(target.size)[MeshAxis.STAGE]
+
+
+def stage_devices(plan: Plan, target: Target, stage: int) -> tuple[int, ...]:
+    """Numbers of the target's devices that a stage has."""
+    each = _stage_size(plan, target)
+    return device_numbers(plan, target)[stage * each : (stage + 1) * each]
+
+
 def stage_target(plan: Plan, target: Target, stage: int) -> Target:
     """The island that a stage is in, as a target of its own."""
-    numbers = device_numbers(plan, target)
-    each = target.size // plan.mesh_sizes(target.size)[MeshAxis.STAGE]
-    return target.apart[target.places[numbers[stage * each]].island]
+    first = stage_devices(plan, target, stage)[0]
+    return target.apart[target.places[first].island]
 
 
 def device_places(bound: BoundPlan, target: Target) -> dict[jax.Device, Place]:
-    """Where each device of a mesh is, by `island_devices`.
+    """Where each device of a mesh is, by `device_numbers`.
 
     Raises:
         RuntimeError: A device is of another kind than its island's: a fault of this library.
@@ -146,16 +168,17 @@ def device_places(bound: BoundPlan, target: Target) -> dict[jax.Device, Place]:
     return places
 
 
-def stage_link(target: Target, each: int, origin: int, end: int) -> Link:
+def stage_link(plan: Plan, target: Target, origin: int, end: int) -> Link:
     """The slowest link over which devices of a stage send to those of another.
 
     Args:
-        target: Its devices are in the order of `island_devices`.
-        each: Devices of a stage.
+        plan: Whose stages they are.
+        target: Whose devices they have.
         origin: Stage that sends.
         end: Stage that gets it.
     """
-    pairs = [(origin * each + at, end * each + at) for at in range(each)]
+    both = (stage_devices(plan, target, stage) for stage in (origin, end))
+    pairs = zip(*both, strict=True)
     links = [target.link_among({target.places[at] for at in pair}) for pair in pairs]
     return min(links, key=lambda link: link.bytes_per_s)
 

@@ -92,6 +92,7 @@ class Edge:
         messages: Arrays.
         link: Kind of connection.
         seconds: At its rate.
+        passed_s: Of those, of what chunks leave for one another; the rest is sent once.
     """
 
     origin: int
@@ -100,6 +101,12 @@ class Edge:
     messages: int
     link: str
     seconds: float
+    passed_s: float
+
+    @property
+    def once_s(self) -> float:
+        """Seconds of what is sent once a step."""
+        return max(0.0, self.seconds - self.passed_s)
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON types."""
@@ -119,8 +126,8 @@ class ProgramsCost:
         report: What the schedule takes by them, each stage waiting for its inputs alone.
         stages: All of them.
         edges: What goes from stage to stage.
-        step_s: Predicted seconds of a step: the schedule, then the longest of what stages do once;
-            None where the GPUs' peak is not known.
+        step_s: Predicted seconds of a step: the schedule, then the longest of what stages do once
+            and of what they send once; None where the GPUs' peak is not known.
         programs: As compiled, those that stages share once.
         flops: Of all stages, as traced.
         crossings: Which mesh axis crosses what; None where all devices are of one island.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import jax
 
 from colossax.aot import Target, target_devices
-from colossax.config import BatchConfig, Plan
+from colossax.config import BatchConfig, MeshAxis, Plan
 from colossax.planner.counting.compiled import compiled_task, has_stage_programs, usable_bytes
 from colossax.planner.counting.counted_stages import counted_stages
 from colossax.planner.counting.islands import check_one_island
@@ -20,8 +20,9 @@ def largest_microbatch(
 ) -> int | None:
     """The most rows of each device at a time that fit, by compiling; None when not even one does.
 
-    Doubles until it does not fit, then halves the interval; a global batch of twice as many rows
-    per device is compiled, so that gradients are accumulated as they would be.
+    Doubles until it does not fit, then halves the interval. What is compiled is a global batch of
+    two microbatches, so that gradients are accumulated as they would be. With stages it has those
+    of `pipeline.microbatches`, or as many as fill the pipeline: of fewer, stages hold less.
 
     Args:
         task: What is trained; the rows of its global batch are replaced.
@@ -61,13 +62,27 @@ def _needed_bytes(task: Task, plan: Plan, target: Target) -> int:
 
 
 def _with_microbatch(task: Task, plan: Plan, target: Target, rows: int) -> tuple[Task, Plan]:
+    count = _microbatches(plan, target)
     batch = BatchConfig(microbatch=rows, reduce_once=plan.batch.reduce_once)
-    pipeline = dataclasses.replace(plan.pipeline, microbatches=None)  # two, below
+    pipeline = dataclasses.replace(plan.pipeline, microbatches=None)  # as many come of the rows
     plan = plan.replace(batch=batch, pipeline=pipeline)
-    # Along the batch are at most as many devices as in all; twice the rows make two microbatches.
     bound = plan.bind(target_devices(target))
     devices = bound.size(sorted(batch_axes(bound)))
-    return _with_rows(task, 2 * rows * devices), plan
+    return _with_rows(task, count * rows * devices), plan
+
+
+def _microbatches(plan: Plan, target: Target) -> int:
+    """With how many a device holds as much as with any more.
+
+    A stage holds inputs of up to `2 * stages - 1` microbatches, with chunks of those for each; in
+    `gpipe` of all that there are, so that of it those count that are given.
+    """
+    stages = plan.mesh_sizes(target.size)[MeshAxis.STAGE]
+    if stages == 1:
+        return 2
+    if plan.pipeline.microbatches is not None:
+        return plan.batch.accumulation * plan.pipeline.microbatches
+    return 2 * stages * plan.pipeline.chunks_of_stage
 
 
 def _with_rows(task: Task, rows: int) -> Task:

@@ -144,6 +144,8 @@ class Rehearsal:
         ran: Programs, in the order in which they are first called.
         sent_bytes: From one stage to another, of each of their devices.
         messages: How many arrays those are.
+        passed_bytes: Of those, of what chunks leave for one another: of each microbatch.
+        passed_messages: How many arrays those are.
         peaks: Of each stage.
         most: Of each stage, the most that it ever held by what it holds.
     """
@@ -165,6 +167,8 @@ class Rehearsal:
         self.ran: list[Ran] = []
         self.sent_bytes: collections.Counter[tuple[int, int]] = collections.Counter()
         self.messages: collections.Counter[tuple[int, int]] = collections.Counter()
+        self.passed_bytes: collections.Counter[tuple[int, int]] = collections.Counter()
+        self.passed_messages: collections.Counter[tuple[int, int]] = collections.Counter()
         self.peaks: list[Peak | None] = [None for _ in stages]
         self.most: list[dict[str, int]] = [{} for _ in stages]
 
@@ -205,6 +209,9 @@ class Rehearsal:
         link = (origin, self.stage_of(sharding))
         self.sent_bytes[link] += copy.memory[link[1]].bytes
         self.messages[link] += 1
+        if term == BETWEEN:
+            self.passed_bytes[link] += copy.memory[link[1]].bytes
+            self.passed_messages[link] += 1
         return copy
 
     def jitted(self, here: BoundPlan, fn: Callable, **options: Any) -> "_Program":

@@ -57,12 +57,16 @@ class Rehearsed:
         stages: All of them.
         sent_bytes: From one stage to another in a step, of each device.
         messages: How many arrays those are.
+        passed_bytes: Of those, of what chunks leave for one another: of each microbatch.
+        passed_messages: How many arrays those are.
     """
 
     table: Table
     stages: tuple[RehearsedStage, ...]
     sent_bytes: Mapping[tuple[int, int], int]
     messages: Mapping[tuple[int, int], int]
+    passed_bytes: Mapping[tuple[int, int], int]
+    passed_messages: Mapping[tuple[int, int], int]
 
     @property
     def ran(self) -> tuple[Ran, ...]:
@@ -111,6 +115,8 @@ def rehearsed(step: "Step", batch: Batch, compile: Callable[[int, Any], Any]) ->
         stages=tuple(stages),
         sent_bytes=dict(rehearsal.sent_bytes),
         messages=dict(rehearsal.messages),
+        passed_bytes=dict(rehearsal.passed_bytes),
+        passed_messages=dict(rehearsal.passed_messages),
     )
 
 

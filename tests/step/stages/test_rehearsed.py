@@ -81,6 +81,8 @@ def test_between_stages_go_the_boundaries_of_the_microbatches():
         beside = all_of_it.sent_bytes[link] - COUNT * boundary
         # Square norms, the loss and its weights: numbers, once a step.
         assert 0 <= beside < 100
+        assert all_of_it.passed_bytes[link] == COUNT * boundary
+        assert all_of_it.passed_messages[link] == COUNT
 
 
 @pytest.mark.catches("rehearsed-kept-for-ever")

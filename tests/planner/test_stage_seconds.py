@@ -1,0 +1,45 @@
+"""Seconds that are predicted of what stages send to one another."""
+
+import pytest
+
+from colossax.pipeline import schedule
+from colossax.planner.counting.counted_stages import transfer_s
+from colossax.planner.counting.stage_programs import Edge
+
+
+def edge(origin, end, *, messages, once=0.0):
+    """A second for each message, and of what is sent once."""
+    return Edge(
+        origin=origin,
+        end=end,
+        bytes=messages,
+        messages=messages,
+        link="ethernet",
+        seconds=messages + once,
+        passed_s=float(messages),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks", "messages"),
+    [
+        ("1f1b", 1, {(0, 1): 4, (1, 0): 4}),
+        # Positions 0, 1, 2, 3 on stages 0, 1, 0, 1: three boundaries, each there and back.
+        ("interleaved", 2, {(0, 1): 4 * 3, (1, 0): 4 * 3}),
+        # On stages 0, 1, 1, 0: two.
+        ("zb_v", 2, {(0, 1): 4 * 2, (1, 0): 4 * 2}),
+    ],
+)
+def test_a_transfer_is_that_of_one_message(name, chunks, messages):
+    table = schedule(name, stages=2, microbatches=4, chunks=chunks)
+    edges = [edge(*link, messages=count) for link, count in messages.items()]
+    assert transfer_s(table, edges) == 1.0
+
+
+def test_what_is_sent_once_is_not_spread_over_the_messages():
+    """Such as a table at home on the first stage, which the last one reads."""
+    table = schedule("1f1b", stages=3, microbatches=4, chunks=1)
+    edges = [edge(0, 1, messages=4), edge(0, 2, messages=0, once=60.0)]
+    assert transfer_s(table, edges) == 1.0
+    assert [one.once_s for one in edges] == [0.0, 60.0]
+    assert transfer_s(table, edges[1:]) == 0.0
