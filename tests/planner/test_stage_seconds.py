@@ -43,3 +43,5 @@ def test_what_is_sent_once_is_not_spread_over_the_messages():
     assert transfer_s(table, edges) == 1.0
     assert [one.once_s for one in edges] == [0.0, 60.0]
     assert transfer_s(table, edges[1:]) == 0.0
+    # What layers count for the loss goes from every stage to the last one.
+    assert transfer_s(table, [edge(0, 2, messages=4)]) == 1.0

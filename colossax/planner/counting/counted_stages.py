@@ -156,11 +156,13 @@ def programs_cost(step: Step, task: Task, found: Rehearsed, target: Target) -> P
 def transfer_s(table: Table, edges: Iterable[Edge]) -> float:
     """Seconds of what a chunk leaves for another, on the slowest edge.
 
-    An edge carries as many of those as pairs of neighbouring chunks have it, of each microbatch.
+    An edge carries as many of those as pairs of neighbouring chunks have it, of each microbatch;
+    where none do, what layers count for the loss of each.
     """
     messages = simulate(table, Costs(boundary_bytes=1), "free").link_bytes
-    passing = [edge for edge in edges if edge.passed_s]
-    each = (edge.passed_s / messages[edge.origin, edge.end] for edge in passing)
+    each = (
+        edge.passed_s / messages.get((edge.origin, edge.end), table.microbatches) for edge in edges
+    )
     return max(each, default=0.0)
 
 

@@ -79,13 +79,18 @@ class Absent:
         for one in self.memory.values():
             one.free()
 
-    def on(self, there: BoundPlan) -> "Absent":
-        """It on the devices of one stage: the same memory where it lies there, else sent."""
+    def on(self, there: BoundPlan, *, passed: bool = False) -> "Absent":
+        """It on the devices of one stage: the same memory where it lies there, else sent.
+
+        Args:
+            there: The stage.
+            passed: Whether a chunk leaves it for another, of each microbatch.
+        """
         sharding = NamedSharding(there.mesh, self.sharding.spec)
         stage = self.rehearsal.stage_of(sharding)
         if stage in self.memory:
             return dataclasses.replace(self, sharding=sharding, memory={stage: self.memory[stage]})
-        return self.rehearsal.sent(self, sharding)
+        return self.rehearsal.sent(self, sharding, passed=passed)
 
 
 def joined(bound: BoundPlan, parts: Sequence[Absent]) -> Absent:
@@ -201,15 +206,15 @@ class Rehearsal:
         """The stage on whose devices an array lies."""
         return self._stages[next(iter(sharding.device_set))]
 
-    def sent(self, x: Absent, sharding: NamedSharding) -> Absent:
-        """A copy on the devices of another stage."""
+    def sent(self, x: Absent, sharding: NamedSharding, *, passed: bool = False) -> Absent:
+        """A copy on the devices of another stage; see `Absent.on`."""
         origin = next(iter(x.memory))
         term = BETWEEN if x.memory[origin].term == BETWEEN else OTHER
         copy = self.array(x, sharding, term)
         link = (origin, self.stage_of(sharding))
         self.sent_bytes[link] += copy.memory[link[1]].bytes
         self.messages[link] += 1
-        if term == BETWEEN:
+        if passed:
             self.passed_bytes[link] += copy.memory[link[1]].bytes
             self.passed_messages[link] += 1
         return copy

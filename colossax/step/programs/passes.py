@@ -134,7 +134,8 @@ class Forward:
     def _moved(self, tree: Any, position: int, to: int, *, whole: bool = False) -> Any:
         """From chunk to chunk: what goes from layer to layer as it lies, or what is small."""
         here, there = self.chunks[position].bound, self.chunks[to].bound
-        return sent(tree, here, there, None if whole else self.chunks[position].weights.specs)
+        specs = None if whole else self.chunks[position].weights.specs
+        return sent(tree, here, there, specs, passed=True)
 
 
 class BothWays(Forward):

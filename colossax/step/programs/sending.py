@@ -51,7 +51,12 @@ def of_all(bound: BoundPlan, trees: Sequence[Any]) -> Any:
 
 
 def sent(
-    tree: Any, source: BoundPlan, there: BoundPlan, specs: Callable[[Any], Any] | None = None
+    tree: Any,
+    source: BoundPlan,
+    there: BoundPlan,
+    specs: Callable[[Any], Any] | None = None,
+    *,
+    passed: bool = False,
 ) -> Any:
     """Arrays of one stage on the devices of another, split as they are; nobody waits.
 
@@ -60,13 +65,14 @@ def sent(
         source: Where they are.
         there: Where they shall be.
         specs: How the tree is split on its way between processes, alike in all; None: whole.
+        passed: Whether a chunk leaves it for another, of each microbatch; so it is counted.
 
     Returns:
         The arrays; shapes in a process that gets no part of them.
     """
     leaves, structure = jax.tree.flatten(tree)
     if any(isinstance(x, Absent) for x in leaves):
-        return jax.tree.unflatten(structure, [x.on(there) for x in leaves])
+        return jax.tree.unflatten(structure, [x.on(there, passed=passed) for x in leaves])
     how = way(source.mesh, there.mesh)
     if how is Way.COPY:
         shardings = [NamedSharding(there.mesh, spec_of(x)) for x in leaves]

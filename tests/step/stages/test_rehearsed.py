@@ -28,9 +28,13 @@ def plan_of(once=False, **more):
 @functools.cache
 def found(once=False, **more):
     """Llama of eight layers on two stages of two devices each; the programs are of CPUs."""
-    plan = plan_of(once, **more)
+    return dispatched(plan_of(once, **more), ROWS)
+
+
+def dispatched(plan, rows):
+    """(step, what it was dispatched as, stages that compiled programs)."""
     step = step_of("llama", plan, devices_of(plan), adamw(1e-2))
-    shapes = jax.eval_shape(lambda: oracle.batch("llama", rows=ROWS))
+    shapes = jax.eval_shape(lambda: oracle.batch("llama", rows=rows))
     compiled = []
 
     def compile(stage, lowered):
@@ -83,6 +87,14 @@ def test_between_stages_go_the_boundaries_of_the_microbatches():
         assert 0 <= beside < 100
         assert all_of_it.passed_bytes[link] == COUNT * boundary
         assert all_of_it.passed_messages[link] == COUNT
+
+
+@pytest.mark.sweep
+def test_the_loss_of_a_single_microbatch_is_sent_once():
+    """Nobody adds it up, so that it leaves as the last chunk has made it."""
+    _, all_of_it, _ = dispatched(uneven({"stage": 3}, 2, 3, 3, count=1), 4)
+    assert all_of_it.messages[2, 0] > 0
+    assert all_of_it.passed_messages == dict.fromkeys([(0, 1), (1, 2), (2, 1), (1, 0)], 1)
 
 
 @pytest.mark.catches("rehearsed-kept-for-ever")
