@@ -20,8 +20,11 @@ from colossax.errors import InputError, PlanError
 Table = tuple[tuple[int, ...], ...]
 """Of each device of the group, in their order, the experts that it computes."""
 
+Loads = Sequence[float | int] | np.ndarray
+"""Of each expert."""
 
-def replicas_of(loads: Sequence[float | int], slots: int) -> np.ndarray:
+
+def replicas_of(loads: Loads, slots: int) -> np.ndarray:
     """How many replicas each expert has, of `slots` in all.
 
     Each has one; each further one goes to the expert whose replicas have the largest loads.
@@ -36,7 +39,7 @@ def replicas_of(loads: Sequence[float | int], slots: int) -> np.ndarray:
     return counts
 
 
-def packed(loads: Sequence[float | int], bins: int) -> list[list[int]]:
+def packed(loads: Loads, bins: int) -> list[list[int]]:
     """Items in bins of equally many, the heaviest first, each to the lightest bin with room."""
     room = len(loads) // bins
     found: list[list[int]] = [[] for _ in range(bins)]
@@ -49,7 +52,7 @@ def packed(loads: Sequence[float | int], bins: int) -> list[list[int]]:
 
 
 def balanced_placement(
-    loads: Sequence[float | int], devices: int, slots: int, *, nodes: int = 1, groups: int = 1
+    loads: Loads, devices: int, slots: int, *, nodes: int = 1, groups: int = 1
 ) -> Table:
     """A table for `plan.experts.placement` that spreads the loads of a run evenly.
 

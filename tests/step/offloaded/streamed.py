@@ -58,11 +58,11 @@ def started(plan, optimizer, *, model=CONFIG, loss=None, devices=None, **options
 
 
 def stepped(state, step, *, steps=STEPS, rows=8, batches=None):
-    """(state, metrics of each step as floats)."""
+    """(state, metrics of each step as floats; those of each layer as lists)."""
     found = []
     for each in batches or [batch(number, rows) for number in range(steps)]:
         state, metrics = step(state, each)
-        found.append({name: float(value) for name, value in metrics.items()})
+        found.append({name: np.asarray(value).tolist() for name, value in metrics.items()})
     return state, found
 
 
