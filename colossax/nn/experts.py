@@ -209,8 +209,10 @@ class Experts(nnx.Module):
         if self.shared is not None:
             y = self._with_shared(y, block_input(x))
         if lacking := max(self.config.counts) - sums["expert_load"].shape[0]:
-            given = sums["expert_load"]
-            sums["expert_load"] = jnp.pad(given, (0, lacking), constant_values=-1.0)
+            # Less one a token, however many microbatches are added up.
+            real = jnp.ones(x.shape[:2]) if side.valid is None else side.valid
+            fill = jnp.broadcast_to(-jnp.sum(real, dtype=jnp.float32), (lacking,))
+            sums["expert_load"] = jnp.concatenate([sums["expert_load"], fill])
         return y, state, {**sums, "dispatch_passes": Maximum(sums["dispatch_passes"])}
 
     def _with_shared(self, y: Float[Array, "b s d"], x: Any) -> Float[Array, "b s d"]:

@@ -190,10 +190,13 @@ CASES = [
     *(
         (name, model)
         for model in AROUND
-        for name in ("data", "ulysses", "folded ring, ulysses, tensor", "fsdp, tensor", "stages")
+        for name in ("data", "ulysses", "folded ring, ulysses, tensor", "fsdp, tensor")
     ),
     ("accumulation", "every second"),
     ("remat", "every second"),
+    ("stages", "normed"),
+    ("cut stages", "sinks"),
+    ("cut stages", "chunks"),
     ("cut stages", "dense first"),
     ("cut stages", "every second"),
     ("stages", "global"),
