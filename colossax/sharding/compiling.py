@@ -11,9 +11,10 @@ HOST_EXPERTS_OPTIONS = {"xla_gpu_experimental_parallel_async_compute_limit": 8}
 at once, the default, all but two of them stop it."""
 
 STAGE_OPTIONS = {"xla_disable_hlo_passes": "while-loop-all-reduce-code-motion"}
-"""That pass takes the reduction of a layer's gradients out of the loop over a stage's layers, where
-as many bytes are sent, and has their sum of all layers twice for it, one of them a constant of the
-program: of MT-NLG more than 14 GB, in the host's memory while it is compiled."""
+"""Of stages beside `data`: that pass takes the reduction of a layer's gradients out of the loop
+over a stage's layers, where as many bytes are sent, and has their sum of all layers twice for it,
+one of them a constant of the program: of MT-NLG more than 14 GB, in the host's memory while it is
+made. Where `data` has one device, a step takes 0.2 GiB more without it (Llama 3 8B)."""
 
 
 def compiler_options(bound: BoundPlan) -> dict[str, Any]:
@@ -26,6 +27,6 @@ def compiler_options(bound: BoundPlan) -> dict[str, Any]:
         needed = {**needed, **CHUNK_OPTIONS}
     if gpu and bound.plan.offload.experts:
         needed = {**needed, **HOST_EXPERTS_OPTIONS}
-    if gpu and sizes[MeshAxis.STAGE] > 1:
+    if gpu and sizes[MeshAxis.STAGE] > 1 and sizes[MeshAxis.DATA] > 1:
         needed = {**needed, **STAGE_OPTIONS}
     return {**needed, **bound.plan.compiler_options}

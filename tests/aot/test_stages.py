@@ -58,10 +58,11 @@ def sent(one, axis, *kinds):
 
 
 @pytest.mark.catches("stage-kept-in-two-layouts")
+@pytest.mark.catches("zeros-made-ahead")
 def test_llama_3_8b_on_four_stages():
     one = inspected(8)
     assert one.memory.argument_bytes <= 11.4 * GIB
-    assert one.memory.temp_bytes <= 9.2 * GIB
+    assert one.memory.temp_bytes <= 9.1 * GIB
     assert sum(link.totals.ring_bytes for link in one.links) <= 63.8 * GB
     assert one.pipeline is not None
     found = one.pipeline.to_json(one.memory.total_bytes)
@@ -70,7 +71,6 @@ def test_llama_3_8b_on_four_stages():
 
 
 @pytest.mark.catches("stage-rows-scattered")
-@pytest.mark.catches("zeros-made-ahead")
 def test_weights_gathered_once_a_step():
     one = inspected(8, gather="step")
     assert one.memory.temp_bytes <= 12.5 * GIB
