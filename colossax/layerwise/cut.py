@@ -43,7 +43,6 @@ class CutLoss:
             its last layer's carry and its sums `[layers, ...]`.
         enter: `(*args) -> carry` alone, and nothing that it does not need.
         side: Likewise.
-        crossing: Likewise.
         side_reads: Leaves of the arguments that `side` depends on.
         before_reads: Those that the first layer's input depends on.
         after_reads: Those that `after` depends on, by what crosses too.
@@ -55,7 +54,6 @@ class CutLoss:
     after: Callable[[Sequence[Any], Sequence[Any], Sequence[Array]], Any]
     enter: Callable[..., Any]
     side: Callable[..., Any]
-    crossing: Callable[..., list[Array]]
     side_reads: frozenset[int]
     before_reads: frozenset[int]
     after_reads: frozenset[int]
@@ -246,7 +244,6 @@ def cut_loss(loss: Callable[..., Any], *args: Any) -> CutLoss:
         after=after,
         enter=_alone(equations, carry),
         side=_alone(equations, side),
-        crossing=_alone(equations, crossing),
         side_reads=_reads(equations, jax.tree.leaves(side)),
         before_reads=_reads(equations, jax.tree.leaves(carry)),
         after_reads=_reads(equations, equations.outputs, gone=calls),

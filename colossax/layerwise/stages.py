@@ -82,6 +82,7 @@ class StageLayers:
             carry, _, sums = first.apply(row, carry, side, first.state(number))
             return carry, sums
 
+        _check_carry(first.key[0], carry)
         row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), rows[0])
         self.layer: Layer = _traced(lambda: Layer(first.checkpoint(apply), row, carry, side))
         out, _ = self.layer.out
@@ -346,6 +347,17 @@ def _added(grads: Chunks, more: Any, chunk: Array, i: Array, active: Array) -> C
     return tuple(jax.tree.map(add(number), each, more) for number, each in enumerate(grads))
 
 
+def _check_carry(path: str, carry: Any) -> None:
+    """Refuse what has no gradient, which stages would have to send back."""
+    for x in jax.tree.leaves(carry):
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            raise PlanError(
+                f"layer stack '{path}': its layers hand on {x.dtype}{list(x.shape)}, and stages"
+                " send gradients of all that is handed on; give it as side input, or mesh axis"
+                " 'stage' size 1"
+            )
+
+
 def _check(runs: Sequence[Any], rows: Sequence[Any], stages: int) -> None:
     path, counts = runs[0].key[0], [run.count for run in runs]
     if any(count % stages or not run.stacked for count, run in zip(counts, runs, strict=True)):
@@ -354,14 +366,10 @@ def _check(runs: Sequence[Any], rows: Sequence[Any], stages: int) -> None:
             f" choose a size of 'stage' that divides each, or layers that it divides"
         )
     forms = [jax.tree.map(_form, shapes_of(each)) for each in rows]
-    kinds = [(dataclasses.replace(run.policy, count=-1), run.group) for run in runs]
+    # Layers of another kind are counted from another row, where those before are of the first.
+    kinds = [(dataclasses.replace(run.policy, count=-1), run.first - run.first_row) for run in runs]
     if any(form != forms[0] for form in forms) or any(kind != kinds[0] for kind in kinds):
         raise PlanError(
             f"layer stack '{path}': its runs of layers differ, and every stage does the same; give"
             " all layers one policy (plan.segments) and one kind, or mesh axis 'stage' size 1"
-        )
-    if len(runs) > 1 and runs[0].group != 1:
-        raise PlanError(
-            f"layer stack '{path}': groups of layers of several kinds cannot be cut into chunks;"
-            " give plan.pipeline.chunks 1"
         )

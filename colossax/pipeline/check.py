@@ -47,7 +47,7 @@ def movable(table: Table) -> Table:
             raise PlanError(
                 f"schedule: position {position} is on stage {at} and position {position + 1} on"
                 f" stage {to}, and one program on all devices sends to the next stage or the one"
-                " before; lay the positions out on neighbours, or run a program for each stage"
+                " before; lay the positions out on neighbours"
             )
     return table
 

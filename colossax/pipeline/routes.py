@@ -166,7 +166,7 @@ def routes_of(table: Table) -> Routes:
     order, step = _order(table), _steps(movable(table))
     ways = tuple(way for way in (1, -1, 0) if way in step) or (1,)
     last = len(table.layout) - 1
-    at = _ticks(_in_parts(table))
+    at = _ticks(in_parts(table))
     ahead, late = at[Kind.FORWARD], at[Kind.WEIGHT]
     back = at[Kind.INPUT] if late else at[Kind.BACKWARD]
     sent = {(p, m): ahead.get((p - 1, m), t - 1) for (p, m), t in ahead.items()}
@@ -218,8 +218,7 @@ def _order(table: Table) -> np.ndarray:
             raise PlanError(
                 f"schedule: positions {first + order[chunk, stage]} and {position} are both on"
                 f" stage {stage}, and in one program each {table.stages} positions in a row, from"
-                f" {first} on, are on as many stages; lay them out so, or run a program for each"
-                " stage"
+                f" {first} on, are on as many stages; lay them out so"
             )
         order[chunk, stage] = part
     return order
@@ -232,7 +231,7 @@ def _steps(table: Table) -> list[int]:
     return [step if step < 2 else -1 for step in steps]
 
 
-def _in_parts(table: Table) -> Table:
+def in_parts(table: Table) -> Table:
     """Where any backward pass is in two parts, all of them: both parts in one tick."""
     if not any(op.kind is Kind.WEIGHT for _, _, op in table.operations()):
         return table

@@ -318,6 +318,12 @@ def _check_layers(bound: BoundPlan, info: ParamInfo) -> None:
         return
     stages, layers = bound.mesh.shape[MeshAxis.STAGE], info.total_layers or 0
     chunks = stages * bound.plan.pipeline.chunks_of_stage
+    if info.shape[0] != layers and not layers % chunks:
+        raise PlanError(
+            f"plan.segments: {info.path} is of a segment of {info.shape[0]} layers, which {stages}"
+            f" stages cannot share evenly; give counts that {stages} divides, or of the"
+            f" {layers // chunks} layers of each stage"
+        )
     if layers < chunks:
         held = f" of {chunks // stages} chunks each" if chunks > stages else ""
         raise PlanError(

@@ -151,26 +151,38 @@ def row_unit(bound: BoundPlan) -> int:
 
 
 def _fillable(bound: BoundPlan, batch: Batch) -> bool:
-    """Whether rows that do not count are added where a pipeline's microbatches do not divide it."""
+    """Whether rows of padding are added where a pipeline's microbatches do not divide it."""
     given = bound.plan.pipeline.microbatches is not None
     return given and bound.mesh.shape[MeshAxis.STAGE] > 1 and "weights" in batch
 
 
-def _filled(bound: BoundPlan, batch: Batch, dims: Mapping[str, Dims]) -> Batch:
-    """The batch, with rows of weight 0 where the microbatches of a pipeline do not divide it."""
+def _filled(
+    bound: BoundPlan, batch: Batch, dims: Mapping[str, Dims]
+) -> tuple[Batch, Mapping[str, Dims]]:
+    """The batch, with rows of padding where the microbatches of a pipeline do not divide it.
+
+    They have weight 0, and are told from tokens that no loss counts by `segments`.
+    """
     rows = max(x.shape[dims[name].index("batch")] for name, x in batch.items())
     lacking = -rows % row_unit(bound)
     if not lacking or not _fillable(bound, batch):
-        return batch
+        return batch, dims
+    if "tokens" in batch and "segments" not in batch:
+        batch = {**batch, "segments": jnp.zeros(batch["tokens"].shape, jnp.int32)}
+        dims = {**dims, "segments": dims["tokens"]}
 
     def longer(name: str, x: Array) -> Array:
         at = dims[name].index("batch")
         last = jax.lax.slice_in_dim(x, x.shape[at] - 1, x.shape[at], axis=at)
         more = jnp.repeat(last, lacking, axis=at)
-        more = jnp.zeros_like(more) if name == "weights" else more
+        more = jnp.full_like(more, _OF_PADDING[name]) if name in _OF_PADDING else more
         return constrain(jnp.concatenate([x, more], axis=at), *dims[name])
 
-    return {name: longer(name, x) for name, x in batch.items()}
+    return {name: longer(name, x) for name, x in batch.items()}, dims
+
+
+_OF_PADDING = {"weights": 0, "segments": -1}
+"""What arrays have in rows that do not count."""
 
 
 def cut_up(
@@ -193,7 +205,7 @@ def cut_up(
     Raises:
         PlanError: The plan's microbatches and the devices do not divide it.
     """
-    batch = _filled(bound, batch, dims)
+    batch, dims = _filled(bound, batch, dims)
     if by_row:
         name, x = next(iter(batch.items()))
         rows = jnp.arange(x.shape[dims[name].index("batch")])

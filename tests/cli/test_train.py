@@ -286,7 +286,10 @@ def test_a_run_goes_on_with_the_cuts_that_were_found_and_finds_them_again_if_ask
     plan = ["--plan.mesh=stage=2", *found, f"--optimizer.schedule_steps={STEPS}"]
     code, first, errors = train("--steps=2", *plan, out, data=text, devices=2)
     assert code == 0, errors
-    assert "plan.pipeline.cuts auto: layers 1,1, cut evenly; speeds 1,3 as given" in errors
+    assert (
+        "plan.pipeline.cuts auto: layers 1,1, cut evenly; speeds 1,3 of the stages, as given"
+        in errors
+    )
     code, rest, errors = train("--resume", "--json", f"--steps={STEPS}", out, devices=2, recipe=[])
     assert code == 0 and "cuts auto" not in errors, errors
     assert losses([*first, *rest]) == pytest.approx(losses(whole[1]), rel=1e-5)

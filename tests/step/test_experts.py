@@ -179,6 +179,7 @@ PLANS = {
     "stages": mesh(stage=2, expert=4),
     "stages, tensor": mesh(stage=2, expert=2, tensor=2),
     "stages, remat, fsdp": mesh(stage=2, expert=2, fsdp=2).replace(segments=FULL),
+    "filled up": mesh(stage=2, expert=2, fsdp=2).replace(pipeline=PipelineConfig(microbatches=3)),
     "zero bubble": mesh(stage=2, expert=4).replace(pipeline=PipelineConfig(schedule="zb_h1")),
     "chunks": mesh(stage=2, expert=2, fsdp=2).replace(pipeline=PipelineConfig(chunks=2)),
     "cut stages": mesh(stage=2, expert=4).replace(pipeline=PipelineConfig(cuts=(1, 3))),
@@ -218,6 +219,30 @@ QUICK = [
 @pytest.mark.parametrize(("name", "model"), quick_first(dict.fromkeys(CASES), QUICK))
 def test_every_plan_trains_as_one_device(name, model):
     assert_trains_as_one_device(PLANS[name], model)
+
+
+def plainly_filled(plan, devices=None):
+    """Balance loss and tokens of ten rows that say nothing of padding."""
+    made = dataclasses.replace(config("sparse"), layers=2)
+    made = dataclasses.replace(made, mixture=dataclasses.replace(made.mixture, balance_loss=1.0))
+    state, step = boost(
+        lambda rngs: Decoder(made, rngs=rngs),
+        sgd(0.0),
+        next_token_loss(),
+        plan,
+        devices=jax.devices()[:devices],
+    )
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (10, LENGTH + 1)).astype(np.int32)
+    given = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    metrics = step(state, {**given, "weights": np.ones((10, LENGTH), np.float32)})[1]
+    return [float(metrics[name]) for name in ("loss", "balance_loss", "tokens")]
+
+
+@pytest.mark.sweep
+@pytest.mark.catches("fillers-are-no-padding")
+def test_rows_that_fill_up_a_microbatch_reach_no_expert():
+    plan = mesh(stage=2).replace(pipeline=PipelineConfig(microbatches=3))
+    assert_losses_close(plainly_filled(plan, 2), plainly_filled(mesh(data=1), 1))
 
 
 def alone(made, optimizer):

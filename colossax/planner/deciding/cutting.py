@@ -22,12 +22,14 @@ class Cutting:
         stages: Devices of each stage, as they come.
         table: The schedule.
         links: Between any two of the stages; None: what is sent takes no time.
+        order: Numbers of the devices that the stages have, as `pipeline.order`; None: as they come.
     """
 
     costs: StackCosts
     stages: Sequence[StageDevice]
     table: Table
     links: Sequence[Sequence[Link]] | None = None
+    order: Sequence[int] | None = None
 
     def decided(self, *, search: bool) -> tuple[Cuts, list[int] | None, list[str]]:
         """The cuts; the order of devices, None as they come; and what to tell of that.
@@ -42,16 +44,17 @@ class Cutting:
         self._check(search)
         better = self._ordered(search)
         if search and better is not None:
-            return better.cuts, list(better.devices), [f"devices in the order {_order(better)}"]
+            order = self._named(better)
+            return better.cuts, order, [f"devices in the order {_shown(order)}"]
         try:
             cuts = self.cut()
         except PlanError as problem:
-            hint = "" if better is None else f"; {_hint(better)} they fit"
+            hint = "" if better is None else f"; {self._hint(better)} they fit"
             raise PlanError(f"{CUTS}: {problem}{hint}") from problem
         if better is None or better.cuts.slowest_s >= 0.99 * cuts.slowest_s:
             return cuts, None, []
         gain = cuts.slowest_s / better.cuts.slowest_s
-        return cuts, None, [f"{_hint(better)} a modelled {gain:.2f} times as fast"]
+        return cuts, None, [f"{self._hint(better)} a modelled {gain:.2f} times as fast"]
 
     def cut(self) -> Cuts:
         """The layers of each chunk, for devices as they come, such that the slowest is fastest.
@@ -60,7 +63,7 @@ class Cutting:
         if memory had no bound, and where a stage's chunks then exceed it, each with its share.
 
         Raises:
-            PlanError: No such cuts fit.
+            PlanError: No such cuts fit; of several chunks, none with equal shares.
         """
         chunks, layout = self.table.chunks, self.table.layout
         given: dict[str, Any] = {**self._given, "links": self._between()}
@@ -71,7 +74,16 @@ class Cutting:
             if _fit(cuts, self.stages, self.table):
                 return cuts
             whole = [_share(device, chunks) for device in whole]
-        return cut_layers(self.costs.layers, whole, **given)
+        try:
+            return cut_layers(self.costs.layers, whole, **given)
+        except PlanError as problem:
+            if chunks == 1:
+                raise
+            raise PlanError(
+                f"none are found that give each of a stage's {chunks} chunks an equal share of its"
+                f" memory: by chunks in the order of the model, each a stage of its own, {problem};"
+                f" or the cuts themselves"
+            ) from problem
 
     @property
     def _given(self) -> dict[str, Any]:
@@ -99,6 +111,14 @@ class Cutting:
             return None
         return None if found.devices == tuple(range(len(self.stages))) else found
 
+    def _named(self, found: Ordered) -> list[int]:
+        """Its order, of the devices as they come."""
+        return [at if self.order is None else self.order[at] for at in found.devices]
+
+    def _hint(self, found: Ordered) -> str:
+        order = self._named(found)
+        return f"with devices in the order {_shown(order)} (--plan.pipeline.order auto)"
+
     def _check(self, search: bool) -> None:
         table, layers = self.table, len(self.costs.layers)
         if len(table.layout) > layers:
@@ -114,12 +134,8 @@ class Cutting:
             )
 
 
-def _order(found: Ordered) -> str:
-    return ",".join(map(str, found.devices))
-
-
-def _hint(found: Ordered) -> str:
-    return f"with devices in the order {_order(found)} (--plan.pipeline.order auto)"
+def _shown(order: Sequence[int]) -> str:
+    return ",".join(map(str, order))
 
 
 def _share(device: StageDevice, chunks: int) -> StageDevice:

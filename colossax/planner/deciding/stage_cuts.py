@@ -128,11 +128,14 @@ def _decided(
         StageDevice(speed=speed, memory_bytes=room, kind=stage[0])
         for speed, room, stage in zip(speeds.relative, memory, kinds, strict=True)
     ]
-    cutting = Cutting(costs=costs, stages=stages, table=table, links=links)
+    given = asked.order if isinstance(asked.order, tuple) else None
+    cutting = Cutting(costs=costs, stages=stages, table=table, links=links, order=given)
     cuts, order, told = cutting.decided(search=asked.order == "auto")
     line = [cuts.compared if rate is None else cuts.line, *told, speeds.known_by]
     if links is not None:
         line.append("links as colossax bench links measured")
+    if asked.gather == "step" or bound.plan.batch.reduce_once:
+        line.append("weights and gradients that are whole for a step are not in the memory counted")
     order = order if asked.order == "auto" else asked.order
     return {"cuts": list(cuts.layers), "order": order, "line": "; ".join(line)}
 

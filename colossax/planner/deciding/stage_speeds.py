@@ -56,7 +56,7 @@ def speeds_of(
                 " each"
             )
         relative = tuple(speed / max(given) for speed in given)
-        return Speeds(relative=relative, known_by=f"speeds {_shown(given)} as given")
+        return Speeds(relative=relative, known_by=f"speeds {_shown(given)} of the stages, as given")
     names = sorted({kind for stage in kinds for kind in stage})
     rate = _rate(names, recipe)
     if len(names) == 1:

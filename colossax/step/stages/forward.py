@@ -85,6 +85,7 @@ class Stages:
         self.cut: CutLoss = cut_loss(loss, *first)
         _check(self.cut, *(len(jax.tree.leaves(tree)) for tree in params))
         self.count = bound.mesh.shape[MeshAxis.STAGE]
+        _check_runs(self.cut, bound, len(routes.order))
         carry, side, _ = jax.eval_shape(self.cut.before, *first)
         rows = [run.params(*first) for run in self.cut.runs]
         self.rows = tuple(jax.tree.map(self._shared, each) for each in rows)
@@ -295,6 +296,27 @@ def by_stack(tree: Any, infos: Any) -> tuple[Any, Any]:
     return only(False), only(True)
 
 
+def _check_runs(cut: CutLoss, bound: BoundPlan, chunks: int) -> None:
+    """Refuse runs of layers that are not the chunks of the stages."""
+    path, counts = cut.runs[0].layers.key[0], tuple(run.layers.count for run in cut.runs)
+    if len(counts) != chunks:
+        raise PlanError(
+            f"plan.segments: layer stack '{path}' has runs of {counts} layers, and stages that"
+            f" share one program want one for each of plan.pipeline.chunks {chunks}; give all"
+            " layers one segment, or each stage programs of its own with plan.pipeline.cuts"
+        )
+    segments = stage_segments(bound.plan, sum(counts))
+    each = sum(segment.count for segment in segments)
+    if segments and each * bound.mesh.shape[MeshAxis.STAGE] * chunks != sum(counts):
+        raise PlanError(
+            f"plan.segments: counts {tuple(s.count for s in segments)} are {each} layers, and each"
+            f" of {bound.mesh.shape[MeshAxis.STAGE]} stages has"
+            f" {sum(counts) // bound.mesh.shape[MeshAxis.STAGE]}"
+            + (f" in {chunks} chunks" if chunks > 1 else "")
+            + "; give counts that sum to those of a chunk"
+        )
+
+
 def _check(cut: CutLoss, outer: int, inner: int) -> None:
     """Refuse a loss that the stages cannot share.
 
@@ -306,7 +328,9 @@ def _check(cut: CutLoss, outer: int, inner: int) -> None:
     path = cut.runs[0].layers.key[0]
     stack, own = set(range(outer, outer + inner)), set(range(outer + inner))
     problem = None
-    if any(at not in stack for run in cut.runs for at in run.leaves):
+    if any(run.layers.group != 1 for run in cut.runs):
+        problem = f"layers of stack '{path}' are of kinds that take turns"
+    elif any(at not in stack for run in cut.runs for at in run.leaves):
         problem = f"parameters of layer stack '{path}' are computed, or do not learn"
     elif (cut.before_reads | cut.after_reads) & stack:
         problem = f"the loss reads parameters of layer stack '{path}' outside of it"

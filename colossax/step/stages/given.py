@@ -4,7 +4,7 @@ from colossax.config import HOST_KINDS, BoundPlan, MeshAxis, Plan, user_path
 from colossax.documents import read_small, why
 from colossax.errors import PlanError
 from colossax.pipeline import Kind, Table, checked, schedule
-from colossax.pipeline.routes import forward_alone, routes_of
+from colossax.pipeline.routes import forward_alone, in_parts, routes_of
 from colossax.sharding import batch_axes
 
 _LARGEST_BYTES = 64 << 20
@@ -20,7 +20,7 @@ def table_of(bound: BoundPlan, microbatches: int) -> Table:
     """
     if bound.plan.pipeline.table is not None:
         table = _own_table(bound)
-        _check_size(bound, table, "microbatches", microbatches)
+        _check_microbatches(bound, table, microbatches)
         return table
     return _named(bound, bound.plan.pipeline.resolved, microbatches)
 
@@ -43,7 +43,7 @@ def _own_table(bound: BoundPlan) -> Table:
     assert given is not None
     path = user_path(given, "plan.pipeline.table")
     try:
-        table = checked(Table.from_json(read_small(path, _LARGEST_BYTES)))
+        table = in_parts(checked(Table.from_json(read_small(path, _LARGEST_BYTES))))
         routes_of(table)
     except PlanError as problem:
         raise PlanError(f"plan.pipeline.table {given}: {problem}") from problem
@@ -64,6 +64,23 @@ def _check_size(bound: BoundPlan, table: Table, name: str, size: int) -> None:
         raise PlanError(
             f"plan.pipeline.table {bound.plan.pipeline.table}: it is of {found} {name}, and the"
             f" plan has {size}; give {setting} {found}, or a table of {size}"
+        )
+
+
+def _check_microbatches(bound: BoundPlan, table: Table, count: int) -> None:
+    batch = bound.plan.batch
+    if batch.accumulation == 1 and batch.microbatch is None:
+        _check_size(bound, table, "microbatches", count)
+    elif table.microbatches != count:
+        given = (
+            f"plan.batch.microbatch {batch.microbatch}"
+            if batch.microbatch is not None
+            else f"plan.batch.accumulation {batch.accumulation} x plan.pipeline.microbatches"
+            f" {count // batch.accumulation}"
+        )
+        raise PlanError(
+            f"plan.pipeline.table {bound.plan.pipeline.table}: it is of {table.microbatches}"
+            f" microbatches, and by {given} the batch has {count}; give a table of {count}"
         )
 
 

@@ -129,7 +129,7 @@ class _BothWays:
             turned=rings.empty(carry, routes.turning),
             dsums=rings.empty(sums, routes.kept),
             returned=stages.travel.rings(routes.returning, stages.count),
-            pending=self._laid_pending(rings.empty(self._pending, routes.pending, lead=lead)),
+            pending=rings.empty(self._pending, routes.pending, lead=lead),
             grads=self._laid_out(wide[0]),
             outer=constrained(self._bound, self._outer_infos, wide[1]),
             sums=nothing(found),
@@ -256,13 +256,13 @@ class _BothWays:
             return self._alike.input_gradients(rows, by, stages.side(number), kept, *cell)
 
         before, found = over_stages(one)(stages.rows, after, kept, *self._cell(cells))
-        pending = self._laid_pending(rings.put(state.pending, tick, found))
+        pending = rings.put(state.pending, tick, found)
         return before, dataclasses.replace(state, pending=pending)
 
     def _weights(self, state: _State, cells: Any) -> _State:
         """Gradients of the stages' weights added to what there is."""
         stages, kept = self._stages, None
-        pending = rings.slots(self._laid_pending(state.pending), cells["source"])
+        pending = rings.slots(state.pending, cells["source"])
         if self._alike.apart.reads_kept:
             kept = self._kept.of(self._kept.laid_out(state.kept), cells["forward"])
 
@@ -292,9 +292,6 @@ class _BothWays:
     @property
     def _pending(self) -> list[jax.ShapeDtypeStruct]:
         return self._alike.pending if self._routes.pending else []
-
-    def _laid_pending(self, pending: list[Array]) -> list[Array]:
-        return pending
 
     def _entered(self, before: Any, number: Array) -> Params:
         """Gradients of what stands before the layers, by the microbatch that is back there."""

@@ -47,7 +47,7 @@ def to_their_stages(
         )(x)
 
     def of_chunk(chunk: int) -> Any:
-        if in_order(order[chunk : chunk + 1]):  # of runs beyond the chunks too, refused later
+        if in_order(order[chunk : chunk + 1]):
             return rows[chunk]
         return jax.tree.map(lambda x, info: sent(chunk, x, info), rows[chunk], infos[chunk])
 

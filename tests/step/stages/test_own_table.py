@@ -6,10 +6,11 @@ import json
 import jax
 import pytest
 
-from colossax.config import Plan
+from colossax.config import BatchConfig, Plan
 from colossax.errors import PlanError
-from colossax.pipeline import Kind, Op, checked, schedule
+from colossax.pipeline import Kind, Op, checked, schedule, simulate
 from colossax.pipeline.placing import packed
+from colossax.step.stages.given import table_of
 from tests.step import test_parallel_oracle as oracle
 from tests.step.stages import test_stages as stages
 from tests.step.stages.test_stages import devices_of, piped
@@ -77,14 +78,32 @@ def test_a_table_of_ones_own_equals_one_device(tmp_path, table, mesh):
     stages.assert_equals_one_device("llama", Plan(mesh=mesh, segments=stages.FULL, **own), rows=12)
 
 
-def refused(tmp_path, text, **pipeline):
+def refused(tmp_path, text, plan=None, **pipeline):
     path = tmp_path / "own.json"
     path.write_text(text)
-    plan = Plan(mesh={"stage": 2}, **piped(3, **{"table": str(path), **pipeline}))
+    own = piped(3, **{"table": str(path), **pipeline})
+    plan = Plan(mesh={"stage": 2}, **own, **(plan or {}))
     with pytest.raises(PlanError) as found:
         step = stages.step_of("llama", plan, devices_of(plan))
         jax.eval_shape(step.gradients, step.abstract, oracle.batch("llama", rows=6))
     return str(found.value).replace(str(path), "own.json")
+
+
+def test_a_table_some_of_which_is_in_parts_is_priced_as_it_runs(tmp_path):
+    path = tmp_path / "own.json"
+    path.write_text(in_parts_on_first(schedule("1f1b", 2, 8)).to_json())
+    plan = Plan(mesh={"stage": 2}, **piped(8, table=str(path)))
+    executed = simulate(table_of(plan.bind(jax.devices()[:2]), 8)).executed
+    assert executed == {Kind.FORWARD: 9, Kind.BACKWARD: 0, Kind.INPUT: 9, Kind.WEIGHT: 9}
+
+
+def test_a_table_is_of_the_microbatches_of_all_microsteps(tmp_path):
+    table = schedule("1f1b", 2, 3).to_json()
+    plan = {"batch": BatchConfig(accumulation=2)}
+    assert refused(tmp_path, table, plan).endswith(
+        "it is of 3 microbatches, and by plan.batch.accumulation 2 x plan.pipeline.microbatches 3"
+        " the batch has 6; give a table of 6"
+    )
 
 
 @pytest.mark.catches("stage-own-table-unchecked")

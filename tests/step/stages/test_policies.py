@@ -10,6 +10,7 @@ from colossax.optim import sgd
 from tests.oracle import assert_losses_close, assert_trees_close
 from tests.step import test_parallel_oracle as oracle
 from tests.step.stages.test_stages import (
+    FULL,
     assert_equals_one_device,
     devices_of,
     once,
@@ -98,6 +99,27 @@ def test_counts_are_of_the_model_or_of_each_stage(counts, message):
     plan = Plan(mesh={"stage": 2}, segments=segments, **piped(2))
     with pytest.raises(PlanError, match=message):
         step_of("llama", plan, devices_of(plan))
+
+
+UNSHARED = {
+    "two alike": (
+        2,
+        (Segment(count=4),) * 2,
+        "has runs of \\(4, 4\\) layers, .* of plan.pipeline.chunks 1;",
+    ),
+    "of another number of stages": (-1, THIRDS, "counts \\(1, 1\\) are 2 layers, .* stages has 4;"),
+    "uneven": (2, (Segment(count=3), *FULL), "segments: .* of 3 layers, which 2 stages cannot"),
+}
+
+
+@pytest.mark.catches("stage-runs-beyond-chunks")
+@pytest.mark.catches("stage-counts-of-other-stages")
+@pytest.mark.parametrize(("stages", "segments", "message"), UNSHARED.values(), ids=UNSHARED)
+def test_segments_of_which_stages_would_leave_layers_out_are_refused(stages, segments, message):
+    plan = Plan(mesh={"stage": stages}, segments=segments, **piped(2))
+    with pytest.raises(PlanError, match=message):
+        step = step_of("llama", plan, jax.devices()[:2])
+        jax.eval_shape(step.gradients, step.abstract, oracle.batch("llama", rows=4))
 
 
 @pytest.mark.catches("stage-layers-in-two-memories")
