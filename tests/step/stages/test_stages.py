@@ -449,7 +449,7 @@ REFUSED = {
     "chunks of 1f1b": (Plan(mesh={"stage": 2}, **piped(2, schedule="1f1b", chunks=2)), "chunks"),
     "policies": (
         Plan(mesh={"stage": 2}, segments=(Segment(count=4), *FULL), **piped(2)),
-        "its runs of layers differ",
+        "has runs of \\(4, 4\\) layers, and stages that share one program want one for each",
     ),
     "reduced once": (
         Plan(mesh={"stage": 2, "fsdp": 2}, batch=BatchConfig(reduce_once=True), **piped(2)),
