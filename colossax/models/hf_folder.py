@@ -102,8 +102,10 @@ class Source:
         """
         name = self.names[tensor.name]
         dtype = self._stored_dtype(name)
-        shape = tuple(tensor.sizes[dim] for dim in tensor.dims)
-        arrays = [np.empty(shape, self.dtypes[info.path]) for info in tensor.infos]
+        arrays = [
+            np.empty(shape, self.dtypes[info.path])
+            for shape, info in zip(tensor.shapes, tensor.infos, strict=True)
+        ]
         for block in tensor.blocks(dtype.itemsize):
             read = read_packed if name in self.packed else Reader.read
             rows = read(self.reader, name, block.first_row, block.rows)

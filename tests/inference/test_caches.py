@@ -27,6 +27,7 @@ from colossax.nn import (
     YarnScaling,
     decoder_layer,
     describe,
+    every,
     initialise,
 )
 from colossax.sharding import use
@@ -50,7 +51,7 @@ SINKS = dataclasses.replace(
     CONFIG,
     layers=4,
     window=WINDOW,
-    full_every=2,
+    full_layers=every(2, 4),
     sinks=True,
     qkv_bias=True,
     out_bias=True,
@@ -63,7 +64,7 @@ CHUNKS = dataclasses.replace(
     layers=4,
     rope=RopeConfig(interleaved=True),
     chunk=6,
-    full_every=4,
+    full_layers=every(4, 4),
     full_rope=False,
     qk_unit=True,
     query_growth=QueryGrowth(step=4),

@@ -48,7 +48,7 @@ OFF = {
     "qwen2_moe": {
         "weights as they are": {"mixture.renormalise": True},
         "gate of the shared expert": {"mixture.shared_gated": False},
-        "shared expert": {"mixture.shared": 0},
+        "shared expert": {"mixture.shared": 0, "mixture.shared_gated": False},
         "qkv bias": {"qkv_bias": False},
     },
     "qwen3_moe": {
