@@ -80,7 +80,7 @@ class Layout:
         return spread.reshape(self.shape(sizes))
 
     def _parts(self) -> list[tuple[str, tuple[str, ...]]]:
-        """Of each part of unlike sizes what it is called at their place, and its own dims' names."""
+        """Of each part of unlike sizes its name at their place, and those of its own dims."""
         assert self.unlike is not None
         at = self.names.index(self.unlike)
         found = []
@@ -292,6 +292,7 @@ class Conversion:
         settings: Settings that are our fields.
         fixed: Settings with the one value our models have (the first); others are refused.
         links: Tensors.
+        links_of: Those of one configuration, where they differ.
         prefix: Beginning of tensor names that some files leave out.
         ignored: Patterns of tensors that hold no parameters, such as saved masks.
         packed: Whether experts' matrices may be stored as MXFP4; they are read as bfloat16.
@@ -307,6 +308,7 @@ class Conversion:
     fixed: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     prefix: str = ""
     ignored: tuple[str, ...] = ()
+    links_of: Callable[[Any], tuple[Link, ...]] | None = None
     packed: bool = False
     read: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda settings: {}
     write: Callable[[Any], dict[str, Any]] = lambda config: {}
@@ -315,6 +317,12 @@ class Conversion:
     def lone_experts(self) -> bool:
         """Whether each expert of a layer has tensors of its own."""
         return any(_EXPERT in entry.foreign for entry in self.links)
+
+    def of(self, config: Any) -> "Conversion":
+        """With the tensors of this configuration."""
+        if self.links_of is None:
+            return self
+        return dataclasses.replace(self, links=self.links_of(config), links_of=None)
 
     def config_from(self, settings: Mapping[str, Any]) -> Any:
         """Our configuration of the settings in config.json.

@@ -21,10 +21,11 @@ if TYPE_CHECKING:
     from .cache import CacheSpec as CacheSpec
     from .cache import window_slots as window_slots
     from .config.decoder import DecoderConfig as DecoderConfig
-    from .config.decoder import FamilyConfig as FamilyConfig
     from .config.decoder import LayerCount as LayerCount
-    from .config.decoder import even_head_dim as even_head_dim
-    from .config.decoder import every as every
+    from .config.family import DecoderSizes as DecoderSizes
+    from .config.family import FamilyConfig as FamilyConfig
+    from .config.family import even_head_dim as even_head_dim
+    from .config.family import every as every
     from .config.mixture import MixtureConfig as MixtureConfig
     from .config.parts import DynamicScaling as DynamicScaling
     from .config.parts import LatentConfig as LatentConfig

@@ -124,6 +124,7 @@ class AttentionShape:
     norm_eps: float = 1e-6
     norm_from_one: bool = False
     alibi: bool = False
+    alibi_scale: float = 1.0
     window: Window = None
     chunk: int | None = None
     turned: bool = True
@@ -212,7 +213,9 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = self._placed(q, k, side)
         q, k, v = (checkpoint_name(a, "qkv") for a in (q, k, v))
-        slopes = jnp.asarray(alibi_slopes(self.shape.heads)) if self.shape.alibi else None
+        slopes = None
+        if self.shape.alibi:
+            slopes = jnp.asarray(alibi_slopes(self.shape.heads) * self.shape.alibi_scale)
         sinks = None
         if self.sinks is not None:
             sinks = gather_weight(self.sinks[...], ("heads",), dtype=jnp.dtype("float32"))

@@ -416,7 +416,7 @@ def _projections(config: DecoderConfig, rngs: nnx.Rngs) -> tuple[Linear | None, 
     width = config.token_width
     if width is None:
         return None, None
-    dims = (None, "embed"), ("embed", None)
+    dims = ("width", "embed"), ("embed", "width")
     shapes = (width, config.embed), (config.embed, width)
     into, out_of = (
         Linear(shape, dim, rngs=rngs, std=config.init_std)

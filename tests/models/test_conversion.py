@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from colossax.errors import InputError
 from colossax.models import conversion
 from colossax.models.conversion import PART, Layout
-from colossax.models.hf_folder import CONVERSIONS, by_path, conversion_of, open_folder
+from colossax.models.conversions import CONVERSIONS
+from colossax.models.hf_folder import by_path, conversion_of, open_folder
 from colossax.models.registry import FAMILIES, maker
 from colossax.nn import YarnScaling, describe
 

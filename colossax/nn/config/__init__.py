@@ -2,7 +2,7 @@
 
 from .decoder import GATED_ACTIVATIONS as GATED_ACTIVATIONS
 from .decoder import DecoderConfig as DecoderConfig
-from .decoder import FamilyConfig as FamilyConfig
+from .family import FamilyConfig as FamilyConfig
 from .mixture import MixtureConfig as MixtureConfig
 from .parts import DynamicScaling as DynamicScaling
 from .parts import LatentConfig as LatentConfig

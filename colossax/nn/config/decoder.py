@@ -1,7 +1,7 @@
 """Sizes and parts of a decoder, as data: nothing here imports JAX."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from colossax.config import Count, Natural, NotNegative, Positive, check_types, nearest, within
 from colossax.errors import InputError
@@ -61,6 +61,7 @@ class DecoderConfig:
         gated: Gated MLP (three matrices) or plain (two).
         rope: Rotary embedding, or None.
         alibi: Distance penalty per head in place of position embeddings.
+        alibi_scale: Times which that is taken.
         learned_positions: Rows of a learned position table (0: none), of which the first
             `position_offset` are never reached.
         embed_norm: LayerNorm after the token embedding.
@@ -124,6 +125,7 @@ class DecoderConfig:
     score_cap: Positive | None = None
     rope: RopeConfig | None = None
     alibi: bool = False
+    alibi_scale: Positive = 1.0
     learned_positions: Natural = 0
     position_offset: Natural = 0
     embed_norm: bool = False
@@ -310,40 +312,3 @@ class DecoderConfig:
         }
         names = {f.name for f in dataclasses.fields(AttentionShape)} - own.keys()
         return AttentionShape(**{n: getattr(self, n) for n in names}, **own)
-
-
-class FamilyConfig:
-    """A family's configuration, checked when it is made: its fields, and the decoder they make."""
-
-    def __post_init__(self):
-        check_types(self, "model")
-        self.decoder()
-
-    def decoder(self) -> DecoderConfig:
-        """The decoder these sizes describe."""
-        raise NotImplementedError
-
-    def described(self, **parts: Any) -> DecoderConfig:
-        """A decoder of the fields that both have, and of these parts."""
-        names = {field.name for field in dataclasses.fields(DecoderConfig)} - parts.keys()
-        shared = {name: getattr(self, name) for name in names if hasattr(self, name)}
-        return DecoderConfig(**shared, **parts)
-
-
-def every(count: int, layers: int) -> tuple[int, ...]:
-    """Numbers of each so many-th of the layers; none for 0."""
-    return tuple(at for at in range(layers) if count and (at + 1) % count == 0)
-
-
-def even_head_dim(embed: int, heads: int) -> int:
-    """`embed / heads`.
-
-    Raises:
-        InputError: The heads do not divide it.
-    """
-    if embed % heads:
-        raise InputError(
-            f"model: {heads} heads do not divide embed {embed};"
-            f" choose heads that do, or give head_dim where the family has it"
-        )
-    return embed // heads
