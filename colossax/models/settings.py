@@ -130,6 +130,8 @@ def read_activation(settings: Mapping[str, Any], name: str, default: str) -> str
     return _ACTIVATIONS[found]
 
 
-def write_activation(ours: str) -> str:
-    """Theirs of our name."""
+def write_activation(ours: str, usual: str = "") -> str:
+    """Theirs of our name, the usual one where that is it."""
+    if _ACTIVATIONS.get(usual) == ours:
+        return usual
     return next(theirs for theirs, name in _ACTIVATIONS.items() if name == ours)

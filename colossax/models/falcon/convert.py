@@ -77,8 +77,8 @@ def _write(config: FalconConfig) -> dict[str, Any]:
         )
     return {
         **write_rope(config.rope_theta, config.rope_scaling),
-        "num_kv_heads": config.kv_heads,
-        "multi_query": config.kv_heads == 1,
+        "num_kv_heads": config.kv_heads if config.grouped else config.heads,
+        "multi_query": config.grouped or config.kv_heads == 1,
         "parallel_attn": config.parallel,
         "new_decoder_architecture": config.grouped,
         "num_ln_in_parallel_attn": (1 if config.shared_norm else 2) if config.grouped else None,

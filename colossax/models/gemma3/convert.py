@@ -22,7 +22,8 @@ def _ropes(settings: Mapping[str, Any]) -> dict[str, Any]:
         local = settings.get("rope_local_base_freq", _LOCAL_THETA)
         found = read_rope(settings, theta=_THETA)
         return {**found, "local_theta": checked("rope_local_base_freq", local, Positive)}
-    of_kind = [{**settings, "rope_parameters": rope.get(kind)} for kind in (_FULL, _LOCAL)]
+    plain = {**settings, "rope_scaling": None}
+    of_kind = [{**plain, "rope_parameters": rope.get(kind)} for kind in (_FULL, _LOCAL)]
     local = read_rope(of_kind[1], theta=_LOCAL_THETA, allowed=("default",))
     return {**read_rope(of_kind[0], theta=_THETA), "local_theta": local["rope_theta"]}
 

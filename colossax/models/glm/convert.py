@@ -41,6 +41,7 @@ def write_glm(config: GLMConfig) -> dict[str, Any]:
     return {
         **write_rope(config.rope_theta, config.rope_scaling, share=share),
         "eos_token_id": config.eos,
+        "pad_token_id": None,
     }
 
 

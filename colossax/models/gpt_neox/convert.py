@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
+from colossax.config import Positive
 from colossax.models.conversion import Conversion, link, setting
 from colossax.models.gpt_neox.config import GPTNeoXConfig
 from colossax.models.rope_settings import read_rope, read_rope_dims, rope_share, write_rope
-from colossax.models.settings import first_eos, read_activation, write_activation
+from colossax.models.settings import checked, first_eos, read_activation, write_activation
 from colossax.nn import even_head_dim
 
 _LAYER = "gpt_neox.layers.{layer}"
@@ -21,7 +22,8 @@ _RATE, _SHARE = "rotary_emb_base", "rotary_pct"
 
 
 def _read(settings: Mapping[str, Any]) -> dict[str, Any]:
-    theta, share = settings.get(_RATE, 10_000.0), settings.get(_SHARE, 0.25)
+    theta = checked(_RATE, settings.get(_RATE, 10_000.0), Positive)
+    share = settings.get(_SHARE, 0.25)
     head_dim = settings["hidden_size"] // settings["num_attention_heads"]
     return {
         **read_rope(settings, theta=theta, partial=True),

@@ -18,7 +18,7 @@ def _read(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _write(config: GPTJConfig) -> dict[str, Any]:
     return {
-        "activation_function": write_activation(config.activation),
+        "activation_function": write_activation(config.activation, "gelu_new"),
         "eos_token_id": config.eos,
     }
 

@@ -38,6 +38,7 @@ def _write(config: Phi3Config) -> dict[str, Any]:
     return {
         **write_rope(config.rope_theta, config.rope_scaling, share=share),
         "eos_token_id": config.eos,
+        "pad_token_id": None,
     }
 
 

@@ -33,6 +33,7 @@ def _write(config: SmolLM3Config) -> dict[str, Any]:
         "no_rope_layer_interval": config.nope_every,
         "layer_types": ["full_attention"] * config.layers,
         "eos_token_id": config.eos,
+        "pad_token_id": None,
     }
 
 

@@ -136,7 +136,7 @@ class DecoderConfig:
     head_bias: bool = False
     window: Count | None = None
     chunk: Count | None = None
-    full_layers: tuple[int, ...] = ()
+    full_layers: tuple[Natural, ...] = ()
     full_rope: bool = True
     local_rope: RopeConfig | None = None
     tied: bool = False

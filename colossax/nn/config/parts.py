@@ -228,8 +228,8 @@ class RopeConfig:
         dims = self.dims or head_dim
         if dims > head_dim or dims % 2:
             raise InputError(
-                f"model.rope: rope turns pairs of a head's dims, and {dims} of {head_dim} are to"
-                " turn; choose an even number of them"
+                f"model.rope: rope turns pairs of a head's dims, and {dims} of head_dim {head_dim}"
+                " are to turn; choose an even number of them"
             )
         if self.long is not None and len(self.long.short) != dims // 2:
             raise InputError(
