@@ -144,6 +144,8 @@ def _parts(hint: Any, value: Any, where: str) -> Iterator[tuple[Any, Any, str]]:
         inner = [a for a in args if a is not type(None)]
         if value is not None and len(inner) == 1:
             yield from _parts(inner[0], value, where)
+        elif value is not None and all(map(dataclasses.is_dataclass, inner)):
+            yield next((a for a in inner if isinstance(value, a)), inner[0]), value, where
     elif origin is tuple and args and dataclasses.is_dataclass(args[0]):
         if not isinstance(value, tuple):
             yield tuple, value, where
@@ -163,7 +165,9 @@ def _decode(hint: Any, value: Any, where: str, error: type[InputError]) -> Any:
         if value is None and type(None) in args:
             return None
         inner = [a for a in args if a is not type(None)]
-        # Of several the class itself says which it takes.
+        if isinstance(value, Mapping) and all(map(dataclasses.is_dataclass, inner)):
+            return _decode(_with_fields(inner, value, where, error), value, where, error)
+        # Of several others the class itself says which it takes.
         return _decode(inner[0], value, where, error) if len(inner) == 1 else value
     if dataclasses.is_dataclass(hint):
         return from_json(typing.cast(type, hint), value, where=where, error=error)
@@ -173,9 +177,23 @@ def _decode(hint: Any, value: Any, where: str, error: type[InputError]) -> Any:
         if not isinstance(value, list | tuple):
             raise error(f"{where}: expected a list, found {value!r}; write it as [...]")
         return tuple(_decode(args[0], v, f"{where}[{i}]", error) for i, v in enumerate(value))
+    if origin is tuple and args[:1] == (float,) and isinstance(value, list):
+        return tuple(_scalar(float, v, f"{where}[{i}]", error) for i, v in enumerate(value))
     if hint in (int, float, bool, str):
         return _scalar(hint, value, where, error)
     return value
+
+
+def _with_fields(
+    classes: list[Any], value: Mapping[str, Any], where: str, error: type[InputError]
+) -> Any:
+    """The class that has these fields and no others, else the first that has them."""
+    fields = {cls: {field.name for field in dataclasses.fields(cls)} for cls in classes}
+    holding = [cls for cls in classes if fields[cls] >= value.keys()]
+    if not holding:
+        known = "; ".join(", ".join(sorted(names)) for names in fields.values())
+        raise error(f"{where}: nothing has the fields {', '.join(value)}; give those of: {known}")
+    return next((cls for cls in holding if fields[cls] == value.keys()), holding[0])
 
 
 def _scalar(hint: type, value: Any, where: str, error: type[InputError]) -> Any:

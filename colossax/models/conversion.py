@@ -21,6 +21,7 @@ from colossax.typing import ParamInfo
 PART = "part"
 BLOCK_BYTES = 64_000_000
 REQUIRED = object()
+_OR, _OVER, _ONE, _INPUT = "|", "/", "1", "embed"
 _LAYER, _EXPERT, _EXPERTS = "{layer}", "{expert}", "experts"
 _STACK = "layers/"
 
@@ -31,7 +32,9 @@ class Layout:
 
     Names in parentheses are merged into one dim. `part` counts parameters that one tensor holds
     together: `embed (part heads head_dim)` is q, k and v side by side, `(heads part head_dim)
-    embed` has them head by head.
+    embed` has them head by head. Parts of unlike sizes lie one after another where a name has `|`:
+    `(heads|kv_heads|kv_heads head_dim) embed`, or `(kv_heads heads/kv_heads|1|1 head_dim) embed`,
+    where each kv head has its queries, its key and its value.
     """
 
     text: str
@@ -47,13 +50,20 @@ class Layout:
         """All dim names in the order in which the foreign tensor stores them."""
         return tuple(name for group in self.groups for name in group)
 
+    @property
+    def unlike(self) -> str | None:
+        """The name at which parts of unlike sizes lie one after another, if any."""
+        return next((name for name in self.names if _OR in name), None)
+
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Shape of the foreign tensor."""
-        return tuple(math.prod(sizes[name] for name in group) for group in self.groups)
+        return tuple(math.prod(_size(name, sizes) for name in group) for group in self.groups)
 
     def ours(self, foreign: np.ndarray, dims: Sequence[str], sizes: Mapping[str, int]) -> list:
         """Our arrays, dims in the order `dims`, as views of a foreign tensor."""
-        spread = foreign.reshape([sizes[name] for name in self.names])
+        spread = foreign.reshape([_size(name, sizes) for name in self.names])
+        if self.unlike is not None:
+            return self._taken_apart(spread, sizes)
         if PART not in self.names:
             return [spread.transpose([self.names.index(dim) for dim in dims])]
         order = [self.names.index(name) for name in (PART, *dims)]
@@ -61,11 +71,67 @@ class Layout:
 
     def foreign(self, ours: Sequence[np.ndarray], dims: Sequence[str]) -> np.ndarray:
         """The foreign tensor; copies only when dims must move."""
+        if self.unlike is not None:
+            return self._put_together(ours, dims)
         merged = np.stack(ours) if PART in self.names else ours[0]
         names = (PART, *dims) if PART in self.names else tuple(dims)
         spread = merged.transpose([names.index(name) for name in self.names])
         sizes = dict(zip(names, merged.shape, strict=True))
         return spread.reshape(self.shape(sizes))
+
+    def _parts(self) -> list[tuple[str, tuple[str, ...]]]:
+        """Of each part of unlike sizes its name at their place, and those of its own dims."""
+        assert self.unlike is not None
+        at = self.names.index(self.unlike)
+        found = []
+        for which in self.unlike.split(_OR):
+            whole, _, shared = which.partition(_OVER)
+            before, after = list(self.names[:at]), self.names[at + 1 :]
+            if shared:  # one dim of ours is two of theirs
+                before.remove(shared)
+            own = () if which == _ONE else (whole,)
+            found.append((which, (*before, *own, *after)))
+        return found
+
+    def _taken_apart(self, spread: np.ndarray, sizes: Mapping[str, int]) -> list[np.ndarray]:
+        assert self.unlike is not None
+        at, arrays, start = self.names.index(self.unlike), [], 0
+        for which, names in self._parts():
+            size = _size(which, sizes)
+            taken = spread[(slice(None),) * at + (slice(start, start + size),)]
+            start += size
+            whole = taken.reshape([sizes[name] for name in names])
+            arrays.append(np.moveaxis(whole, names.index(_INPUT), 0) if _INPUT in names else whole)
+        return arrays
+
+    def _put_together(self, ours: Sequence[np.ndarray], dims: Sequence[str]) -> np.ndarray:
+        sizes: dict[str, int] = {}
+        for array, (_, names) in zip(ours, self._parts(), strict=True):
+            order = _ours_first(names)
+            sizes |= dict(zip(order, array.shape, strict=True))
+        parts = []
+        for array, (which, names) in zip(ours, self._parts(), strict=True):
+            order = _ours_first(names)
+            turned = array.transpose([order.index(name) for name in names])
+            theirs = [which if name == self.unlike else name for name in self.names]
+            parts.append(turned.reshape([_size(name, sizes) for name in theirs]))
+        joined = np.concatenate(parts, axis=self.names.index(self.unlike or ""))
+        return joined.reshape(self.shape(sizes))
+
+
+def _ours_first(names: Sequence[str]) -> list[str]:
+    """Names of a part's dims in our order: what a map reads comes first."""
+    return sorted(names, key=lambda name: name != _INPUT)
+
+
+def _size(name: str, sizes: Mapping[str, int]) -> int:
+    """Of a name of a layout, `a|b` and `a/b` included."""
+    if _OR in name:
+        return sum(_size(one, sizes) for one in name.split(_OR))
+    whole, _, shared = name.partition(_OVER)
+    if whole == _ONE:
+        return 1
+    return sizes[whole] // (sizes[shared] if shared else 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +184,14 @@ class Tensor:
         return _sizes(self.infos, alone=self.expert is not None)
 
     @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of each parameter, `layers` aside, and `experts` where it is one's."""
+        alone = self.expert is not None
+        return tuple(
+            tuple(self.sizes[dim] for dim in _own_dims(info, alone=alone)) for info in self.infos
+        )
+
+    @property
     def last_expert(self) -> bool:
         """Whether with it all experts of its layer are there."""
         return self.expert == _experts(self.infos[0]) - 1
@@ -125,7 +199,7 @@ class Tensor:
     def blocks(self, itemsize: int) -> Iterator["Block"]:
         """The tensor cut along its outermost dim, in order, into blocks of about 64 MB."""
         outer, sizes = self.layout.names[0], self.sizes
-        if outer == PART:
+        if outer == PART or self.layout.unlike is not None:
             yield Block(tensor=self, rows=self.shape[0], sizes=sizes)
             return
         entry_bytes = itemsize * math.prod(self.shape) // sizes[outer]
@@ -176,8 +250,11 @@ def _own_dims(info: ParamInfo, *, alone: bool = False) -> tuple[str, ...]:
 
 
 def _sizes(infos: Sequence[ParamInfo], *, alone: bool) -> dict[str, int]:
-    sizes = dict(zip(_own_dims(infos[0]), infos[0].shape[infos[0].stacked :], strict=True))
-    return {dim: sizes[dim] for dim in _own_dims(infos[0], alone=alone)} | {PART: len(infos)}
+    sizes: dict[str, int] = {PART: len(infos)}
+    for info in infos:
+        of_dims = zip(_own_dims(info), info.shape[info.stacked :], strict=True)
+        sizes |= {dim: size for dim, size in of_dims if not (alone and dim == _EXPERTS)}
+    return sizes
 
 
 def _experts(info: ParamInfo) -> int:
@@ -215,6 +292,7 @@ class Conversion:
         settings: Settings that are our fields.
         fixed: Settings with the one value our models have (the first); others are refused.
         links: Tensors.
+        links_of: Those of one configuration, where they differ.
         prefix: Beginning of tensor names that some files leave out.
         ignored: Patterns of tensors that hold no parameters, such as saved masks.
         packed: Whether experts' matrices may be stored as MXFP4; they are read as bfloat16.
@@ -230,6 +308,7 @@ class Conversion:
     fixed: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     prefix: str = ""
     ignored: tuple[str, ...] = ()
+    links_of: Callable[[Any], tuple[Link, ...]] | None = None
     packed: bool = False
     read: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda settings: {}
     write: Callable[[Any], dict[str, Any]] = lambda config: {}
@@ -238,6 +317,12 @@ class Conversion:
     def lone_experts(self) -> bool:
         """Whether each expert of a layer has tensors of its own."""
         return any(_EXPERT in entry.foreign for entry in self.links)
+
+    def of(self, config: Any) -> "Conversion":
+        """With the tensors of this configuration."""
+        if self.links_of is None:
+            return self
+        return dataclasses.replace(self, links=self.links_of(config), links_of=None)
 
     def config_from(self, settings: Mapping[str, Any]) -> Any:
         """Our configuration of the settings in config.json.

@@ -16,7 +16,8 @@ from colossax.data import Tokenizer
 from colossax.documents import read_json
 from colossax.errors import InputError
 from colossax.models.conversion import Conversion, Tensor
-from colossax.models.hf_folder import CONVERSIONS, Source, open_folder
+from colossax.models.conversions import CONVERSIONS
+from colossax.models.hf_folder import Source, open_folder
 from colossax.models.hf_folder import read_params as read_params
 from colossax.models.parameters import (
     MODEL_DOCUMENT,
@@ -151,7 +152,7 @@ def export_checkpoint(
     reader = find_checkpoint(checkpoint, step)
     params = alter(params_of_checkpoint(reader))
     config, documents = params.config, reader.documents()
-    conversion = CONVERSIONS[family_of(config).name]
+    conversion = CONVERSIONS[family_of(config).name].of(config)
     found = conversion.tensors(params.infos, config.decoder().layer_kinds)
     tensors = [_out_tensor(params, tensor) for tensor in found]
     part = folder.with_name(f"{folder.name}.part")

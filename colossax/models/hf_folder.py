@@ -12,49 +12,14 @@ import numpy as np
 
 from colossax.documents import read_json
 from colossax.errors import InputError, WeightsError
-from colossax.models.bloom.convert import CONVERSION as BLOOM
 from colossax.models.conversion import Conversion, Tensor
-from colossax.models.deepseek_v2.convert import CONVERSION as DEEPSEEK_V2
-from colossax.models.deepseek_v3.convert import CONVERSION as DEEPSEEK_V3
-from colossax.models.gpt2.convert import CONVERSION as GPT2
-from colossax.models.gpt_oss.convert import CONVERSION as GPT_OSS
-from colossax.models.llama.convert import CONVERSION as LLAMA
-from colossax.models.llama4.convert import CONVERSION as LLAMA4
-from colossax.models.mistral.convert import CONVERSION as MISTRAL
-from colossax.models.mixtral.convert import CONVERSION as MIXTRAL
+from colossax.models.conversions import CONVERSIONS
 from colossax.models.mxfp4 import DTYPE as PACKED_DTYPE
 from colossax.models.mxfp4 import check_packed, packed_among, parts_of, read_packed
-from colossax.models.olmoe.convert import CONVERSION as OLMOE
-from colossax.models.opt.convert import CONVERSION as OPT
-from colossax.models.qwen2.convert import CONVERSION as QWEN2
-from colossax.models.qwen2_moe.convert import CONVERSION as QWEN2_MOE
-from colossax.models.qwen3.convert import CONVERSION as QWEN3
-from colossax.models.qwen3_moe.convert import CONVERSION as QWEN3_MOE
 from colossax.models.registry import maker
 from colossax.models.safetensors import DTYPES, Reader
 from colossax.nn import ModelSpec, describe
 from colossax.typing import ParamInfo
-
-CONVERSIONS: dict[str, Conversion] = {
-    conversion.model_type: conversion
-    for conversion in (
-        LLAMA,
-        MISTRAL,
-        MIXTRAL,
-        QWEN2,
-        QWEN2_MOE,
-        QWEN3,
-        QWEN3_MOE,
-        DEEPSEEK_V2,
-        DEEPSEEK_V3,
-        OLMOE,
-        GPT_OSS,
-        LLAMA4,
-        GPT2,
-        OPT,
-        BLOOM,
-    )
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,8 +67,10 @@ class Source:
         """
         name = self.names[tensor.name]
         dtype = self._stored_dtype(name)
-        shape = tuple(tensor.sizes[dim] for dim in tensor.dims)
-        arrays = [np.empty(shape, self.dtypes[info.path]) for info in tensor.infos]
+        arrays = [
+            np.empty(shape, self.dtypes[info.path])
+            for shape, info in zip(tensor.shapes, tensor.infos, strict=True)
+        ]
         for block in tensor.blocks(dtype.itemsize):
             read = read_packed if name in self.packed else Reader.read
             rows = read(self.reader, name, block.first_row, block.rows)
@@ -127,6 +94,7 @@ def open_folder(folder: str | Path) -> Source:
     settings = read_settings(folder)
     conversion = conversion_of(settings)
     config = conversion.config_from(settings)
+    conversion = conversion.of(config)
     reader = Reader(folder)
     _check_counts(conversion, config, reader)
     spec = describe(maker(config))

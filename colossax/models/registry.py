@@ -7,24 +7,37 @@ from typing import TYPE_CHECKING, Any
 from colossax.config import from_json, nearest, to_json
 from colossax.errors import InputError
 from colossax.models.bloom import BloomConfig
+from colossax.models.cohere import CohereConfig
 from colossax.models.deepseek_v2 import DeepSeekV2Config
 from colossax.models.deepseek_v3 import DeepSeekV3Config
+from colossax.models.falcon import FalconConfig
+from colossax.models.gemma2 import Gemma2Config
+from colossax.models.gemma3 import Gemma3Config
+from colossax.models.glm import GLMConfig
+from colossax.models.glm4 import GLM4Config
 from colossax.models.gpt2 import GPT2Config
+from colossax.models.gpt_neox import GPTNeoXConfig
 from colossax.models.gpt_oss import GPTOSSConfig
+from colossax.models.gptj import GPTJConfig
 from colossax.models.llama import LlamaConfig
 from colossax.models.llama4 import Llama4Config
 from colossax.models.mistral import MistralConfig
 from colossax.models.mixtral import MixtralConfig
+from colossax.models.olmo2 import OLMo2Config
 from colossax.models.olmoe import OLMoEConfig
 from colossax.models.opt import OPTConfig
+from colossax.models.phi3 import Phi3Config
 from colossax.models.qwen2 import Qwen2Config
 from colossax.models.qwen2_moe import Qwen2MoEConfig
 from colossax.models.qwen3 import Qwen3Config
 from colossax.models.qwen3_moe import Qwen3MoEConfig
+from colossax.models.smollm3 import SmolLM3Config
+from colossax.models.starcoder2 import StarCoder2Config
 
 if TYPE_CHECKING:
     from flax import nnx
 
+    from colossax.models.conversion import Conversion
     from colossax.nn import LanguageModel, MakeModel
 
 
@@ -44,11 +57,14 @@ class Family:
         config: Type of its configuration; has `decoder()`, the sizes that planning counts with.
         make: `(configuration, rngs) -> model`; default the decoder that it describes. A family with
             layers of its own builds one from parts, `Decoder(config, rngs=rngs, layers=...)`.
+        conversion: How its files are read and written; None: by `CONVERSION` of the module
+            `convert` beside that of `config`.
     """
 
     name: str
     config: type
     make: "Callable[[Any, nnx.Rngs], LanguageModel]" = decoder_of
+    conversion: "Conversion | None" = None
 
 
 FAMILIES: dict[str, Family] = {
@@ -66,11 +82,38 @@ FAMILIES: dict[str, Family] = {
         Family(name="olmoe", config=OLMoEConfig),
         Family(name="gpt_oss", config=GPTOSSConfig),
         Family(name="llama4_text", config=Llama4Config),
+        Family(name="gemma2", config=Gemma2Config),
+        Family(name="gemma3_text", config=Gemma3Config),
+        Family(name="olmo2", config=OLMo2Config),
+        Family(name="smollm3", config=SmolLM3Config),
+        Family(name="starcoder2", config=StarCoder2Config),
+        Family(name="phi3", config=Phi3Config),
+        Family(name="gpt_neox", config=GPTNeoXConfig),
+        Family(name="gptj", config=GPTJConfig),
+        Family(name="falcon", config=FalconConfig),
+        Family(name="cohere", config=CohereConfig),
+        Family(name="glm", config=GLMConfig),
+        Family(name="glm4", config=GLM4Config),
         Family(name="gpt2", config=GPT2Config),
         Family(name="opt", config=OPTConfig),
         Family(name="bloom", config=BloomConfig),
     )
 }
+
+
+def add_family(family: Family) -> None:
+    """Make a family of one's own known: to imports and exports, checkpoints and the command line.
+
+    Raises:
+        InputError: There is one of that name, or with that configuration.
+    """
+    for known in FAMILIES.values():
+        if family.name == known.name or family.config is known.config:
+            raise InputError(
+                f"add_family: '{family.name}' has the name or the configuration of '{known.name}';"
+                " give both of its own"
+            )
+    FAMILIES[family.name] = family
 
 
 def family_of(config: Any) -> Family:

@@ -70,7 +70,7 @@ def with_layers(params: ModelParams, layers: Sequence[int]) -> ModelParams:
 def _sorts(config: Any) -> tuple[str, ...]:
     """Of each layer `dense` or `sparse`, and where layers see other keys `local` or `full`."""
     decoder = config.decoder()
-    if not decoder.full_every:
+    if not decoder.full_layers:
         return mixture_kinds(config)
     seen = ("full" if full else "local" for full in decoder.sees_all)
     return tuple(" ".join(names) for names in zip(seen, mixture_kinds(config), strict=True))

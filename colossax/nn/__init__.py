@@ -21,14 +21,20 @@ if TYPE_CHECKING:
     from .cache import CacheSpec as CacheSpec
     from .cache import window_slots as window_slots
     from .config.decoder import DecoderConfig as DecoderConfig
-    from .config.decoder import FamilyConfig as FamilyConfig
     from .config.decoder import LayerCount as LayerCount
-    from .config.decoder import even_head_dim as even_head_dim
+    from .config.family import DecoderSizes as DecoderSizes
+    from .config.family import FamilyConfig as FamilyConfig
+    from .config.family import even_head_dim as even_head_dim
+    from .config.family import every as every
     from .config.mixture import MixtureConfig as MixtureConfig
+    from .config.parts import DynamicScaling as DynamicScaling
     from .config.parts import LatentConfig as LatentConfig
+    from .config.parts import LinearScaling as LinearScaling
     from .config.parts import Llama3Scaling as Llama3Scaling
+    from .config.parts import LongScaling as LongScaling
     from .config.parts import QueryGrowth as QueryGrowth
     from .config.parts import RopeConfig as RopeConfig
+    from .config.parts import RopeScaling as RopeScaling
     from .config.parts import YarnScaling as YarnScaling
     from .decoder import Decoder as Decoder
     from .decoder import Layers as Layers

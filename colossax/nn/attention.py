@@ -15,7 +15,7 @@ from colossax.errors import InputError
 from colossax.layerwise import LayerState
 from colossax.nn.cache import CacheArray, CacheSpec, window_slots
 from colossax.nn.config import QueryGrowth
-from colossax.nn.layers import HeadsRMSNorm, Linear, RMSNorm
+from colossax.nn.layers import HeadsLayerNorm, HeadsRMSNorm, Linear, RMSNorm
 from colossax.nn.module import param
 from colossax.nn.rope import rotate
 from colossax.pallas.attention import Mask, Operands, Scoring
@@ -61,6 +61,7 @@ class Side:
         masks: Who sees whom: one for each sight that layers have, or one that was given.
         sights: Of each mask; none where one was given, which holds for all layers.
         rope: Tables of the rotary embedding, or None.
+        local_rope: Those of layers that do not see all keys, where they have others.
         positions: `[b, s]`, where layers without rope ask.
         flat: Addresses in the cache, where there is one.
         valid: `[b, s]`, which tokens are some, where layers ask; None: all.
@@ -71,6 +72,7 @@ class Side:
     masks: Any = (Mask(causal=True),)
     sights: tuple[Sight, ...] = dataclasses.field(default=(), metadata={"static": True})
     rope: Any = None
+    local_rope: Any = None
     positions: Any = None
     flat: Any = None
     valid: Any = None
@@ -101,7 +103,8 @@ class AttentionShape:
     """Sizes and switches of an attention block; `head_dim` need not be embed / heads.
 
     `window` is `(left, right)`, as of `Mask`: keys strictly before and after a query. The others
-    are fields of `DecoderConfig`, of the layer's kind; `turned` is whether it has rope.
+    are fields of `DecoderConfig`, of the layer's kind; `turned` is whether it has rope,
+    `local_rope` whether that is `Side.local_rope`.
     """
 
     embed: int
@@ -112,20 +115,31 @@ class AttentionShape:
     out_bias: bool = False
     qk_norm: bool = False
     qk_norm_whole: bool = False
+    qk_norm_layer: bool = False
     qk_unit: bool = False
     sinks: bool = False
     query_growth: QueryGrowth | None = None
+    score_scale: float | None = None
+    score_cap: float | None = None
     norm_eps: float = 1e-6
+    norm_from_one: bool = False
     alibi: bool = False
+    alibi_scale: float = 1.0
     window: Window = None
     chunk: int | None = None
     turned: bool = True
+    local_rope: bool = False
     interleaved: bool = False
 
     @property
     def sight(self) -> Sight:
         """What it sees."""
         return self.window, self.chunk
+
+    @property
+    def scores(self) -> dict[str, Any]:
+        """How products of queries and keys become scores, as attention takes it."""
+        return {"scale": self.score_scale, "soft_cap": self.score_cap}
 
     def call(self, mask: Mask, x: Float[Array, "b s d"]) -> tuple[Operands, Scoring]:
         """What `sharding.attention` will be given for this input, in shapes, but for the mask."""
@@ -138,6 +152,7 @@ class AttentionShape:
             q,
             alibi_slopes=of_heads if self.alibi else None,
             sinks=of_heads if self.sinks else None,
+            **self.scores,
         )
         return Operands(q=q, k=kv, v=kv, mask=mask), scoring
 
@@ -198,13 +213,16 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = self._placed(q, k, side)
         q, k, v = (checkpoint_name(a, "qkv") for a in (q, k, v))
-        slopes = jnp.asarray(alibi_slopes(self.shape.heads)) if self.shape.alibi else None
+        slopes = None
+        if self.shape.alibi:
+            slopes = jnp.asarray(alibi_slopes(self.shape.heads) * self.shape.alibi_scale)
         sinks = None
         if self.sinks is not None:
             sinks = gather_weight(self.sinks[...], ("heads",), dtype=jnp.dtype("float32"))
         of_heads = {"alibi_slopes": slopes, "sinks": sinks}
         if side.flat is None:
-            out = attention(q, k, v, mask=side.mask(*self.shape.sight), **of_heads)
+            mask = side.mask(*self.shape.sight)
+            out = attention(q, k, v, mask=mask, **of_heads, **self.shape.scores)
         else:
             out, state = self._attend_cache(q, k, v, side.flat, state, of_heads)
         return self.o(constrain(out, "batch:inner", "seq", "heads", "head_dim")), state, {}
@@ -212,8 +230,9 @@ class Attention(nnx.Module):
     def _placed(self, q: Array, k: Array, side: Side) -> tuple[Array, Array]:
         """Queries and keys as their positions make them."""
         shape = self.shape
-        if shape.turned and side.rope is not None:
-            q, k = (rotate(x, side.rope, interleaved=shape.interleaved) for x in (q, k))
+        rope = side.local_rope if shape.local_rope else side.rope
+        if shape.turned and rope is not None:
+            q, k = (rotate(x, rope, interleaved=shape.interleaved) for x in (q, k))
             return (_unit(q, shape.norm_eps), _unit(k, shape.norm_eps)) if shape.qk_unit else (q, k)
         growth = shape.query_growth
         if growth is not None and side.positions is not None:
@@ -234,16 +253,22 @@ class Attention(nnx.Module):
             window=self.shape.window,
             chunk=self.shape.chunk,
             **of_heads,
+            **self.shape.scores,
         )
         return out[None], dataclasses.replace(state, carried=cache)
 
 
-def _norm_of(shape: AttentionShape, heads: int, dim: str) -> RMSNorm | HeadsRMSNorm | None:
+def _norm_of(
+    shape: AttentionShape, heads: int, dim: str
+) -> RMSNorm | HeadsRMSNorm | HeadsLayerNorm | None:
+    sizes, dims = (heads, shape.head_dim), (dim, "head_dim")
     if shape.qk_norm_whole:
-        dims = (dim, "head_dim")
-        return HeadsRMSNorm((heads, shape.head_dim), dims, eps=shape.norm_eps)
+        return HeadsRMSNorm(sizes, dims, eps=shape.norm_eps)
+    if shape.qk_norm_layer:
+        return HeadsLayerNorm(sizes, dims, eps=shape.norm_eps)
     if shape.qk_norm:
-        return RMSNorm(shape.head_dim, eps=shape.norm_eps, dim="head_dim")
+        from_one = shape.norm_from_one
+        return RMSNorm(shape.head_dim, eps=shape.norm_eps, dim="head_dim", from_one=from_one)
     return None
 
 

@@ -92,6 +92,7 @@ class Wiring:
             the form of OLMo 2.
         norm_sum: `norm(x + f(x))`: post-norm, as in Vaswani et al. 2017.
         parallel: Every sublayer reads the block's input (GPT-NeoX); else the sum so far.
+        shared_norm: That input is normed once for all of them (GPT-J).
         scale: What a sublayer gives is multiplied by.
     """
 
@@ -99,6 +100,7 @@ class Wiring:
     norm_output: bool = False
     norm_sum: bool = False
     parallel: bool = False
+    shared_norm: bool = False
     scale: float = 1.0
 
     def __post_init__(self):
@@ -107,13 +109,19 @@ class Wiring:
                 "Wiring: parallel sublayers share one sum, which norm_sum would norm once for each;"
                 " give norm_input or norm_output"
             )
+        if self.shared_norm and not (self.parallel and self.norm_input):
+            raise InputError(
+                "Wiring: shared_norm norms the input that parallel sublayers read; give parallel"
+                " and norm_input too"
+            )
 
 
 class Block(nnx.Module):
     """A layer from named sublayers, in order, each added to the residual stream.
 
     Sublayer `attn` stands in the block under its name, norms beside it as `attn_norm` (of its
-    input), `attn_output_norm` and `attn_sum_norm`: so they are named in checkpoints.
+    input), `attn_output_norm` and `attn_sum_norm`: so they are named in checkpoints. One norm
+    for all is `shared_norm`.
     """
 
     def __init__(
@@ -131,10 +139,11 @@ class Block(nnx.Module):
         """
         self.wiring = Wiring() if wiring is None else wiring
         self.names = tuple(sublayers)
+        self.shared_norm = make_norm() if self.wiring.shared_norm else None
         for name, sublayer in sublayers.items():
             setattr(self, name, sublayer)
             for which, wanted in (
-                ("norm", self.wiring.norm_input),
+                ("norm", self.wiring.norm_input and not self.wiring.shared_norm),
                 ("output_norm", self.wiring.norm_output),
                 ("sum_norm", self.wiring.norm_sum),
             ):
@@ -144,7 +153,7 @@ class Block(nnx.Module):
     def __call__(self, x: Hidden, side: Any, state: LayerState) -> tuple[Hidden, LayerState, dict]:
         """See `LayerStack`. Sums of several sublayers under one name are refused."""
         x = residual(x)
-        start, sums = x, {}
+        start, sums = x if self.shared_norm is None else self.shared_norm(x), {}
         for name in self.names:
             read = start if self.wiring.parallel else x
             sublayer, read = getattr(self, name), self._normed(name, "norm", read)

@@ -11,17 +11,24 @@ from jaxtyping import Array, Float, Int
 
 from colossax.errors import InputError
 from colossax.nn.attention import Attention, FlatTokens, Side, Sight
-from colossax.nn.block import MLP, Block, residual
+from colossax.nn.block import MLP, Block, Wiring, residual
 from colossax.nn.cache import CacheSpec
 from colossax.nn.config import DecoderConfig
 from colossax.nn.experts import Experts
 from colossax.nn.latent import LatentAttention, LatentShape
 from colossax.nn.layers import Embedding, LayerNorm, Linear, RMSNorm, depth_scaled
+from colossax.nn.module import param
 from colossax.nn.rope import rope_tables
 from colossax.nn.stack.stack import LayerStack, StackOutput
 from colossax.nn.stack.stacked import MakeLayer
 from colossax.pallas.attention import Mask
-from colossax.sharding import compute_dtype, constrain, current_order, with_ranges
+from colossax.sharding import (
+    compute_dtype,
+    constrain,
+    current_order,
+    gather_weight,
+    with_ranges,
+)
 from colossax.sharding.experts import row_keys
 
 
@@ -42,7 +49,7 @@ def decoder_layer(config: DecoderConfig, *, rngs: nnx.Rngs, full: bool = False) 
         std=std,
         out_std=out_std,
     )
-    return Block({"attn": attention, "mlp": mlp}, lambda: make_norm(config))
+    return Block({"attn": attention, "mlp": mlp}, lambda: make_norm(config), wiring_of(config))
 
 
 def expert_layer(
@@ -70,7 +77,7 @@ def expert_layer(
         vocab=config.vocab,
         experts=experts,
     )
-    return Block({"attn": attention, "mlp": mixed}, lambda: make_norm(config))
+    return Block({"attn": attention, "mlp": mixed}, lambda: make_norm(config), wiring_of(config))
 
 
 def _attention(
@@ -132,9 +139,9 @@ class Decoder(nnx.Module):
                 of several kinds.
         """
         self.config = config
-        std = config.init_std
+        std, width = config.init_std, config.logit_width
         self.embed = Embedding(
-            config.vocab, config.embed, rngs=rngs, dim="vocab", std=std, tied=config.tied
+            config.vocab, width, rngs=rngs, dim="vocab", std=std, tied=config.tied
         )
         self.positions = (
             Embedding(config.learned_positions, config.embed, rngs=rngs, dim="positions", std=std)
@@ -146,12 +153,16 @@ class Decoder(nnx.Module):
         )
         layers = decoder_layers(config) if layers is None else layers
         self.layers = LayerStack(layers.make, layers.order, rngs=rngs)
-        self.norm = make_norm(config)
+        self.norm = make_norm(config) if config.final_norm else None
         self.head = (
             None
             if config.tied
-            else Linear((config.embed, config.vocab), ("embed", "vocab"), rngs=rngs, std=std)
+            else Linear((width, config.vocab), ("embed", "vocab"), rngs=rngs, std=std)
         )
+        self.head_bias = (
+            param(jnp.zeros((config.vocab,), jnp.float32), ("vocab",)) if config.head_bias else None
+        )
+        self.into, self.out_of = _projections(config, rngs)
 
     def __call__(
         self,
@@ -215,7 +226,7 @@ class Decoder(nnx.Module):
         """
         if (tokens is None) == (embeddings is None):
             raise InputError("hidden: give either tokens or embeddings, one of them")
-        x: Any = self.embed(tokens) if tokens is not None else embeddings
+        x: Any = self._embedded(tokens) if tokens is not None else embeddings
         x = x.astype(compute_dtype(x.dtype))
         self._check_length(x.shape[1] - current_order().padding)
         if positions is None:
@@ -224,7 +235,7 @@ class Decoder(nnx.Module):
         side = Side(
             masks=self._masks(mask, sights, segments, positions, x),
             sights=tuple(sights),
-            rope=self._rope(positions),
+            **self._ropes(positions),
             positions=self._asked(positions),
             **self._routed(x, segments, tokens, key),
         )
@@ -239,25 +250,44 @@ class Decoder(nnx.Module):
         Prompt chunks and single next tokens look alike: each token says where it belongs.
         """
         positions = flat.position[None]
-        side = Side(flat=flat, rope=self._rope(positions), positions=self._asked(positions))
+        ropes = self._ropes(positions, _lengths(flat))
+        side = Side(flat=flat, positions=self._asked(positions), **ropes)
         if self.config.mixture is not None:
             side = dataclasses.replace(side, valid=flat.seat[None] >= 0, token_ids=tokens[None])
-        hidden, out = self._run(self.embed(tokens[None]), positions, side, cache)
+        hidden, out = self._run(self._embedded(tokens[None]), positions, side, cache)
         return hidden[0], out.carried
 
     def head_weight(self) -> Float[Array, "d v"]:
         """The output matrix in the compute dtype, its vocabulary split as that of logits.
 
         Its width is unsharded: logits are far larger than hidden states, so those are
-        gathered, not these summed up.
+        gathered, not these summed up. What the configuration multiplies logits by is in it.
         """
         if self.head is None:
-            return self.embed.weight.gathered(to=("vocab", None)).T
-        return self.head.weight.gathered(to=(None, "vocab"))
+            weight = self.embed.weight.gathered(to=("vocab", None)).T
+        else:
+            weight = self.head.weight.gathered(to=(None, "vocab"))
+        scale = self.config.logit_scale
+        return weight if scale == 1 else weight * scale
+
+    @property
+    def readout(self) -> dict[str, Any]:
+        """What makes logits of the product with `head_weight`, as `cross_entropy` takes it."""
+        told: dict[str, Any] = {}
+        if self.config.logit_cap is not None:
+            told["soft_cap"] = self.config.logit_cap
+        if self.head_bias is not None:
+            bias = gather_weight(self.head_bias[...], ("vocab",), dtype=jnp.dtype("float32"))
+            told["bias"] = bias * self.config.logit_scale
+        return told
 
     def logits(self, hidden: Float[Array, "*lead d"]) -> Float[Array, "*lead v"]:
         """Logits of the hidden states given; pass chosen tokens only where not all are needed."""
-        return hidden @ self.head_weight()
+        logits, readout = hidden @ self.head_weight(), self.readout
+        if "bias" in readout:
+            logits = logits + readout["bias"].astype(logits.dtype)
+        cap = readout.get("soft_cap")
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def cache_spec(
         self, *, seats: int, slots: int, chunk: int | None = None
@@ -320,22 +350,33 @@ class Decoder(nnx.Module):
         sights = [one.shape.sight for one in modules if isinstance(one, Attention)]
         return list(dict.fromkeys(sights)) or [(self.config.sides, self.config.chunk)]
 
+    def _embedded(self, tokens: Any) -> Any:
+        x, scale = self.embed(tokens), self.config.embed_scale
+        return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
+
     def _run(self, x: Any, positions: Any, side: Side, cache: Any) -> tuple[Any, StackOutput]:
+        if self.into is not None:
+            x = self.into(x)
         if self.positions is not None:
             x = x + self.positions(positions + self.config.position_offset)
         if self.embed_norm is not None:
             x = self.embed_norm(x)
         out = self.layers(residual(x), side, carried=cache)
-        return _head_input(self.norm(out.carry)), out
+        last = out.carry if self.norm is None else self.norm(out.carry)
+        return _head_input(last if self.out_of is None else self.out_of(last)), out
 
     def _asked(self, positions: Int[Array, "b s"]) -> Any:
         """The positions, where layers ask for them."""
         return None if self.config.query_growth is None else positions
 
-    def _rope(self, positions: Int[Array, "b s"]) -> Any:
-        if self.config.rope is None:
-            return None
-        return rope_tables(positions, self.config.rope, self.config.rope_dim)
+    def _ropes(self, positions: Int[Array, "b s"], lengths: Any = None) -> dict[str, Any]:
+        """Tables of the rotary embeddings that layers have, by their names in `Side`."""
+        ropes = {"rope": self.config.rope, "local_rope": self.config.local_rope}
+        return {
+            name: rope_tables(positions, rope, self.config.rope_dim, lengths)
+            for name, rope in ropes.items()
+            if rope is not None
+        }
 
     def _check_length(self, length: int) -> None:
         if length > self.config.max_seq:
@@ -354,8 +395,40 @@ def _row_keys(key: Any, rows: int) -> Any:
 
 def make_norm(config: DecoderConfig) -> RMSNorm | LayerNorm:
     """The norm this configuration names."""
-    make = RMSNorm if config.norm == "rms" else LayerNorm
-    return make(config.embed, eps=config.norm_eps)
+    if config.norm == "rms":
+        return RMSNorm(config.embed, eps=config.norm_eps, from_one=config.norm_from_one)
+    return LayerNorm(config.embed, eps=config.norm_eps, bias=config.norm_bias)
+
+
+def wiring_of(config: DecoderConfig) -> Wiring:
+    """Where this configuration has the norms of a layer."""
+    return Wiring(
+        norm_input=config.norms in ("input", "both"),
+        norm_output=config.norms in ("output", "both"),
+        norm_sum=config.norms == "sum",
+        parallel=config.parallel,
+        shared_norm=config.shared_norm,
+    )
+
+
+def _projections(config: DecoderConfig, rngs: nnx.Rngs) -> tuple[Linear | None, Linear | None]:
+    """Maps from the tokens' width to that of the layers and back, where they differ."""
+    width = config.token_width
+    if width is None:
+        return None, None
+    dims = ("width", "embed"), ("embed", "width")
+    shapes = (width, config.embed), (config.embed, width)
+    into, out_of = (
+        Linear(shape, dim, rngs=rngs, std=config.init_std)
+        for shape, dim in zip(shapes, dims, strict=True)
+    )
+    return into, out_of
+
+
+def _lengths(flat: FlatTokens) -> Int[Array, "1 t"]:
+    """Of each token, how long its sequence is with the last of those given."""
+    same = flat.seat[:, None] == flat.seat[None]
+    return jnp.max(jnp.where(same, flat.position[None], -1), axis=1)[None] + 1
 
 
 def _packed(segments: Any) -> dict[str, Any]:

@@ -52,17 +52,20 @@ class Linear(Weighted):
 class RMSNorm(nnx.Module):
     """`x / rms(x) * scale` over the last dim, in float32.
 
-    `dim` names the dim that is normalised, `embed` or `head_dim`.
+    `dim` names the dim that is normalised, `embed` or `head_dim`. With `from_one` the factor is
+    `1 + scale`, which begins at 0, so that decay draws it to 1 (Gemma).
     """
 
-    def __init__(self, size: int, *, eps: float = 1e-6, dim: str = "embed"):
+    def __init__(self, size: int, *, eps: float = 1e-6, dim: str = "embed", from_one: bool = False):
         self.eps = eps
         self.dims = (dim,)
-        self.scale = param(jnp.ones((size,), jnp.float32), self.dims)
+        self.from_one = from_one
+        first = jnp.zeros if from_one else jnp.ones
+        self.scale = param(first((size,), jnp.float32), self.dims)
 
     def __call__(self, x: Float[Array, "*lead d"]) -> Float[Array, "*lead d"]:
         scale = gather_weight(self.scale[...], self.dims, dtype=jnp.dtype("float32"))
-        return rms_norm(x, scale, eps=self.eps)
+        return rms_norm(x, 1 + scale if self.from_one else scale, eps=self.eps)
 
 
 class HeadsRMSNorm(nnx.Module):
@@ -83,17 +86,37 @@ class HeadsRMSNorm(nnx.Module):
         return (wide * jax.lax.rsqrt(square + self.eps) * scale[None, None]).astype(x.dtype)
 
 
-class LayerNorm(nnx.Module):
-    """`(x - mean) / std * scale + bias` over the last dim, in float32."""
+class HeadsLayerNorm(nnx.Module):
+    """`(x - mean) / std * scale` over the last dim, in float32, scales of each head.
 
-    def __init__(self, size: int, *, eps: float = 1e-5):
+    Source: the normed queries and keys of Command R+.
+    """
+
+    def __init__(self, shape: tuple[int, int], dims: Dims, *, eps: float = 1e-5):
+        self.eps = eps
+        self.dims = tuple(dims)
+        self.scale = param(jnp.ones(shape, jnp.float32), self.dims)
+
+    def __call__(self, x: Float[Array, "b s n h"]) -> Float[Array, "b s n h"]:
+        scale = gather_weight(self.scale[...], self.dims, dtype=jnp.dtype("float32"))
+        ones = jnp.ones(x.shape[-1:], jnp.float32)
+        normed = layer_norm(x.astype(jnp.float32), ones, jnp.zeros_like(ones), eps=self.eps)
+        return (normed * scale[None, None]).astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """`(x - mean) / std * scale + bias` over the last dim, in float32; the bias may be left out."""
+
+    def __init__(self, size: int, *, eps: float = 1e-5, bias: bool = True):
         self.eps = eps
         self.scale = param(jnp.ones((size,), jnp.float32), ("embed",))
-        self.bias = param(jnp.zeros((size,), jnp.float32), ("embed",))
+        self.bias = param(jnp.zeros((size,), jnp.float32), ("embed",)) if bias else None
 
     def __call__(self, x: Float[Array, "*lead d"]) -> Float[Array, "*lead d"]:
         f32 = jnp.dtype("float32")
         scale = gather_weight(self.scale[...], ("embed",), dtype=f32)
+        if self.bias is None:
+            return layer_norm(x, scale, jnp.zeros_like(scale), eps=self.eps)
         bias = gather_weight(self.bias[...], ("embed",), dtype=f32)
         return layer_norm(x, scale, bias, eps=self.eps)
 

@@ -1,6 +1,7 @@
-"""Rotary position embedding, with Llama 3's and YaRN's scaling of frequencies."""
+"""Rotary position embedding, with the scalings of frequencies that models were stretched by."""
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -44,14 +45,54 @@ def _stretched(freqs: np.ndarray, yarn: YarnScaling, theta: float) -> np.ndarray
 
 
 def rope_tables(
-    positions: Int[Array, "b s"], config: RopeConfig, head_dim: int
+    positions: Int[Array, "b s"],
+    config: RopeConfig,
+    head_dim: int,
+    lengths: Int[Array, "b s"] | None = None,
 ) -> tuple[Float[Array, "b s 1 h2"], Float[Array, "b s 1 h2"]]:
-    """Cosines and sines of every position, float32, broadcastable over heads."""
-    angles = positions[..., None, None].astype(jnp.float32) * frequencies(config, head_dim)
-    magnitude = 1.0 if config.yarn is None else config.yarn.magnitude
+    """Cosines and sines of every position, float32, broadcastable over heads.
+
+    Args:
+        positions: Of tokens.
+        config: Base and scaling.
+        head_dim: Dims of a head; those that turn are `config.turned(head_dim)`, of which `h2` is
+            half.
+        lengths: Of each token's row, where the scaling depends on it; None: its highest position
+            plus 1.
+    """
+    dims = config.turned(head_dim)
+    freqs: Any = frequencies(config, dims)
+    if config.dynamic is not None or config.long is not None:
+        if lengths is None:
+            lengths = jnp.broadcast_to(positions.max(axis=-1, keepdims=True) + 1, positions.shape)
+        freqs = _by_length(freqs, config, dims, lengths[..., None, None])
+    angles = positions[..., None, None].astype(jnp.float32) * freqs
+    magnitude = _magnitude(config)
     if magnitude == 1.0:
         return jnp.cos(angles), jnp.sin(angles)
     return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
+
+
+def _magnitude(config: RopeConfig) -> float:
+    if config.yarn is not None:
+        return config.yarn.magnitude
+    return 1.0 if config.long is None else config.long.magnitude
+
+
+def _by_length(
+    freqs: np.ndarray, config: RopeConfig, dims: int, lengths: Int[Array, "b s 1 1"]
+) -> Float[Array, "b s 1 h2"]:
+    """Frequencies of rows of these lengths, from those of short rows without scaling."""
+    if config.long is not None:
+        short, long = (np.asarray(x, np.float32) for x in (config.long.short, config.long.long))
+        is_long = lengths > config.long.original_max_positions
+        return jnp.where(is_long, freqs / long, freqs / short)
+    assert config.dynamic is not None
+    factor, most = config.dynamic.factor, config.dynamic.original_max_positions
+    # As a multiple of theta: its own powers are the frequencies that are there.
+    grown = factor * jnp.maximum(lengths, most).astype(jnp.float32) / most - (factor - 1)
+    exponents = np.arange(0, dims, 2, dtype=np.float32) / (dims - 2)
+    return jnp.asarray(freqs) * grown**-exponents
 
 
 def rotate(
@@ -60,18 +101,22 @@ def rotate(
     *,
     interleaved: bool = False,
 ) -> Float[Array, "b s n h"]:
-    """Rotate pairs (i, i + h/2) by their angle, in float32.
+    """Rotate pairs (i, i + h2) of the first `2 h2` dims by their angle, in float32.
 
     Args:
         x: Queries or keys.
         tables: Of `rope_tables`.
-        interleaved: Pairs are (2i, 2i + 1). What comes out has them half a head apart, of queries
-            and keys alike: products of both are the same.
+        interleaved: Pairs are (2i, 2i + 1). What comes out has them `h2` apart, of queries and keys
+            alike: products of both are the same.
 
     Source: Su et al. 2021, RoFormer; pairs half a head apart are those of most Hugging Face
     checkpoints, neighbours those of the paper and of DeepSeek.
     """
     cos, sin = tables
+    dims = 2 * cos.shape[-1]
+    if dims < x.shape[-1]:
+        turned = rotate(x[..., :dims], tables, interleaved=interleaved)
+        return jnp.concatenate([turned, x[..., dims:]], axis=-1)
     x32 = x.astype(jnp.float32)
     if interleaved:
         first, second = x32[..., 0::2], x32[..., 1::2]

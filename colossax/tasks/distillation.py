@@ -58,6 +58,7 @@ def distillation_loss(
         terms, metrics = next_token_terms(model, hidden, sums, batch, z_loss=z_loss)
         heads = model.head_weight(), jax.lax.stop_gradient(guide.head_weight())
         _check_vocabularies(*heads)
+        _check_readouts(model, guide)
         weights = batch["weights"].astype(jnp.float32)
         shared, cuts = at_the_head(heads[0].shape, hidden.shape[1])
         own, told, rows = moved(shared, hidden, batch[_STATES], weights)
@@ -116,6 +117,14 @@ def distillation_options(
         },
         "batch_dims": {_STATES: ("batch", "seq", None)},
     }
+
+
+def _check_readouts(*models: Any) -> None:
+    if any(getattr(model, "readout", {}) for model in models):
+        raise InputError(
+            "distillation: it compares logits that are products with the head alone; models whose"
+            " logits are capped or have a bias cannot take part"
+        )
 
 
 def _check_vocabularies(head: Array, other: Array) -> None:

@@ -72,6 +72,7 @@ def next_token_terms(
         vocab_sharded=_devices(current(), "vocab") > 1,
         parts=_parts_of_stages(current(), head.shape) if shared == 1 else None,
         **cuts,
+        **getattr(model, "readout", {}),
     )
     # Counted apart from the loss, so that it visibly depends on the batch alone.
     count = jnp.sum(weights)

@@ -13,7 +13,7 @@ from colossax.config import Plan, bound_of, check_types
 from colossax.config.bounds import field_hints, split_hint
 from colossax.errors import InputError
 from colossax.models import FAMILIES
-from colossax.models.hf_folder import CONVERSIONS
+from colossax.models.conversions import CONVERSIONS
 from colossax.nn import DecoderConfig, Llama3Scaling, RopeConfig
 from colossax.recipes import recipe, recipe_from_file
 from colossax.run import RunConfig

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from colossax.config import Plan, Precision, Rules
 from colossax.errors import InputError
@@ -17,6 +18,7 @@ from colossax.nn import (
     Block,
     Decoder,
     DecoderConfig,
+    DynamicScaling,
     FlatTokens,
     LatentConfig,
     Layers,
@@ -27,6 +29,7 @@ from colossax.nn import (
     YarnScaling,
     decoder_layer,
     describe,
+    every,
     initialise,
 )
 from colossax.sharding import use
@@ -50,7 +53,7 @@ SINKS = dataclasses.replace(
     CONFIG,
     layers=4,
     window=WINDOW,
-    full_every=2,
+    full_layers=every(2, 4),
     sinks=True,
     qkv_bias=True,
     out_bias=True,
@@ -63,7 +66,7 @@ CHUNKS = dataclasses.replace(
     layers=4,
     rope=RopeConfig(interleaved=True),
     chunk=6,
-    full_every=4,
+    full_layers=every(4, 4),
     full_rope=False,
     qk_unit=True,
     query_growth=QueryGrowth(step=4),
@@ -318,3 +321,28 @@ def test_a_latent_is_a_contiguous_cache_of_other_arrays_laid_out_as_its_dims_say
     cache = cache_of("latent", plan).empty()
     assert {name: x.shape for name, x in cache.items()} == {"latent": (3, 1, SLOTS, 12 + 8)}
     assert {x.data.shape[-1] for x in cache["latent"].addressable_shards} == {each}
+
+
+LENGTHS = dataclasses.replace(
+    CONFIG, rope=RopeConfig(dynamic=DynamicScaling(factor=4.0, original_max_positions=4))
+)
+
+
+@pytest.mark.catches("length-of-all-sequences")
+def test_each_sequence_has_a_length_of_its_own():
+    """A rotary embedding that depends on the length: alone and beside a longer one alike."""
+    graphdef, state = nnx.split(Decoder(LENGTHS, rngs=nnx.Rngs(0)))
+
+    def hidden(lengths):
+        model = nnx.merge(graphdef, state)
+        cache = jax.tree.map(
+            lambda one: one.zeros(jnp.float32), model.cache_spec(seats=len(lengths), slots=SLOTS)
+        )
+        place = jnp.concatenate([jnp.arange(length) for length in lengths])
+        seat = jnp.repeat(jnp.arange(len(lengths)), np.asarray(lengths))
+        flat = FlatTokens(seat=seat, position=place, slot=place)
+        return model.decode(place, cache, flat)[0]
+
+    beside = hidden((8, 20))
+    np.testing.assert_allclose(beside[:8], hidden((8,)), atol=1e-5)
+    assert np.abs(beside[:8] - beside[8:16]).max() > 1e-2

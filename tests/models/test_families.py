@@ -13,26 +13,46 @@ from colossax.errors import InputError
 from colossax.models import (
     FAMILIES,
     BloomConfig,
+    CohereConfig,
     DeepSeekV2Config,
     DeepSeekV3Config,
+    FalconConfig,
+    Gemma2Config,
+    Gemma3Config,
+    GLM4Config,
+    GLMConfig,
     GPT2Config,
+    GPTJConfig,
+    GPTNeoXConfig,
     GPTOSSConfig,
     Llama4Config,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    OLMo2Config,
     OLMoEConfig,
     OPTConfig,
+    Phi3Config,
     Qwen2Config,
     Qwen2MoEConfig,
     Qwen3Config,
     Qwen3MoEConfig,
+    SmolLM3Config,
+    StarCoder2Config,
     config_from_json,
     config_to_json,
     family_of,
     maker,
 )
-from colossax.nn import Llama3Scaling, QueryGrowth, YarnScaling, describe, pure
+from colossax.nn import (
+    LinearScaling,
+    Llama3Scaling,
+    LongScaling,
+    QueryGrowth,
+    YarnScaling,
+    describe,
+    pure,
+)
 from colossax.recipes import recipe
 from tests.cases import quick_first
 from tests.oracle import assert_trees_close
@@ -154,6 +174,118 @@ TINY = {
         query_growth=QueryGrowth(step=3),
         max_seq=24,
     ),
+    "gemma2": Gemma2Config(
+        vocab=64,
+        embed=32,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        mlp=48,
+        max_seq=24,
+        head_dim=12,
+        score_dim=8,
+        window=5,
+    ),
+    "gemma3_text": Gemma3Config(
+        vocab=64,
+        embed=32,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        mlp=48,
+        max_seq=24,
+        head_dim=12,
+        score_dim=8,
+        window=5,
+        full_every=2,
+    ),
+    "olmo2": OLMo2Config(vocab=64, embed=32, layers=2, heads=4, kv_heads=2, mlp=48, max_seq=24),
+    "smollm3": SmolLM3Config(
+        vocab=64, embed=32, layers=2, heads=4, kv_heads=2, mlp=48, max_seq=24, nope_every=2
+    ),
+    "starcoder2": StarCoder2Config(
+        vocab=64, embed=32, layers=2, heads=4, kv_heads=2, mlp=48, max_seq=24, window=5
+    ),
+    "phi3": Phi3Config(
+        vocab=64,
+        embed=32,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        mlp=48,
+        max_seq=24,
+        window=5,
+        rope_dims=6,
+        rope_scaling=LongScaling(
+            short=(1.0, 1.1, 1.2), long=(2.0, 2.5, 3.0), original_max_positions=32
+        ),
+    ),
+    "gpt_neox": GPTNeoXConfig(
+        vocab=64, embed=32, layers=2, heads=4, mlp=48, max_seq=24, rope_dims=4
+    ),
+    "gptj": GPTJConfig(vocab=64, embed=32, layers=2, heads=4, max_seq=24, rope_dims=4),
+    "falcon": FalconConfig(vocab=64, embed=32, layers=2, heads=4, max_seq=24),
+    "falcon_alibi": FalconConfig(
+        vocab=64,
+        embed=32,
+        layers=2,
+        heads=4,
+        kv_heads=4,
+        max_seq=24,
+        alibi=True,
+        parallel=False,
+        shared_norm=False,
+        bias=True,
+    ),
+    "cohere": CohereConfig(
+        vocab=64, embed=32, layers=2, heads=4, kv_heads=2, mlp=48, max_seq=24, qk_norm=True
+    ),
+    "glm": GLMConfig(
+        vocab=64,
+        embed=32,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        mlp=48,
+        max_seq=24,
+        head_dim=12,
+        rope_dims=6,
+    ),
+    "glm4": GLM4Config(
+        vocab=64,
+        embed=32,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        mlp=48,
+        max_seq=24,
+        head_dim=12,
+        rope_dims=6,
+    ),
+    "opt_350m": OPTConfig(
+        vocab=64, embed=32, layers=2, heads=4, mlp=64, max_seq=24, token_width=20, norm_first=False
+    ),
+    "qwen2_window": Qwen2Config(
+        vocab=64,
+        embed=32,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        mlp=48,
+        max_seq=24,
+        window=5,
+        full_first=1,
+    ),
+    "llama_linear": LlamaConfig(
+        vocab=64,
+        embed=32,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        mlp=48,
+        max_seq=24,
+        rope_scaling=LinearScaling(factor=4.0),
+    ),
     "gpt2": GPT2Config(vocab=64, embed=32, layers=2, heads=4, mlp=64, max_seq=24),
     "opt": OPTConfig(vocab=64, embed=32, layers=2, heads=4, mlp=64, max_seq=24),
     "bloom": BloomConfig(vocab=64, embed=32, layers=2, heads=4, max_seq=24),
@@ -245,6 +377,56 @@ DEAR = ("deepseek_v2", "deepseek_v3")
                 dense_mlp=16384,
             ),
             107_769_861_120,
+        ),
+        (
+            Gemma2Config(vocab=256000, embed=2304, layers=26, heads=8, kv_heads=4, mlp=9216),
+            2_614_341_888,
+        ),
+        (
+            Gemma3Config(vocab=262144, embed=1152, layers=26, heads=4, kv_heads=1, mlp=6912),
+            999_885_952,
+        ),
+        (
+            OLMo2Config(vocab=100352, embed=4096, layers=32, heads=32, kv_heads=32, mlp=11008),
+            7_298_617_344,
+        ),
+        (
+            SmolLM3Config(vocab=128256, embed=2048, layers=36, heads=16, kv_heads=4, mlp=11008),
+            3_075_098_624,
+        ),
+        (
+            StarCoder2Config(vocab=49152, embed=3072, layers=30, heads=24, kv_heads=2, mlp=12288),
+            3_030_371_328,
+        ),
+        (
+            Phi3Config(vocab=32064, embed=3072, layers=32, heads=32, kv_heads=32, mlp=8192),
+            3_821_079_552,
+        ),
+        (
+            GPTNeoXConfig(vocab=50432, embed=6144, layers=44, heads=64, mlp=24576),
+            20_554_567_680,
+        ),
+        (GPTJConfig(vocab=50400, embed=4096, layers=28, heads=16), 6_050_882_784),
+        (FalconConfig(vocab=65024, embed=4544, layers=32, heads=71), 6_921_720_704),
+        (
+            CohereConfig(vocab=256000, embed=8192, layers=40, heads=64, kv_heads=64, mlp=22528),
+            34_980_831_232,
+        ),
+        (
+            GLMConfig(vocab=151552, embed=4096, layers=40, heads=32, kv_heads=2, mlp=13696),
+            9_399_951_360,
+        ),
+        (
+            OPTConfig(
+                vocab=50272,
+                embed=1024,
+                layers=24,
+                heads=16,
+                mlp=4096,
+                token_width=512,
+                norm_first=False,
+            ),
+            331_196_416,
         ),
         (GPT2Config(vocab=50257, embed=768, layers=12, heads=12, mlp=3072), 124_439_808),
         (OPTConfig(vocab=50272, embed=768, layers=12, heads=12, mlp=3072), 125_239_296),
@@ -344,7 +526,7 @@ def test_heads_that_kv_heads_do_not_divide_are_refused():
 
 
 def test_an_odd_head_dim_under_rope_is_refused():
-    with pytest.raises(InputError, match="pairs of a head's dims, and head_dim 3 is odd"):
+    with pytest.raises(InputError, match="pairs of a head's dims, and 3 of head_dim 3 are to turn"):
         maker(LlamaConfig(vocab=8, embed=12, layers=1, heads=4, kv_heads=4, mlp=8))(nnx.Rngs(0))
 
 

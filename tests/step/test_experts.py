@@ -23,6 +23,7 @@ from colossax.nn import (
     MixtureConfig,
     QueryGrowth,
     RopeConfig,
+    every,
 )
 from colossax.optim import adamw, sgd
 from colossax.planner import boost
@@ -53,9 +54,15 @@ MODELS = {
 
 # Fields of the decoder about them.
 AROUND = {
-    "sinks": {"sinks": True, "qkv_bias": True, "out_bias": True, "window": 6, "full_every": 2}
+    "sinks": {
+        "sinks": True,
+        "qkv_bias": True,
+        "out_bias": True,
+        "window": 6,
+        "full_layers": every(2, 4),
+    }
     | {"activation": "clamped_swiglu"},
-    "chunks": {"chunk": 6, "full_every": 4, "full_rope": False, "qk_unit": True}
+    "chunks": {"chunk": 6, "full_layers": every(4, 4), "full_rope": False, "qk_unit": True}
     | {"query_growth": QueryGrowth(step=4), "rope": RopeConfig(interleaved=True)},
     "normed": {"qk_norm_whole": True},
 }

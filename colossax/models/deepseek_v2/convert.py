@@ -8,7 +8,8 @@ from colossax.models.conversion import Conversion, link, setting
 from colossax.models.deepseek_v2.config import DeepSeekConfig, DeepSeekV2Config
 from colossax.models.expert_links import expert_links
 from colossax.models.llama.convert import IGNORED, LINKS, SETTINGS
-from colossax.models.settings import checked, first_eos, rope_to_settings, yarn_rope
+from colossax.models.rope_settings import read_rope, write_rope
+from colossax.models.settings import checked, first_eos
 
 _ATTENTION = "model.layers.{layer}.self_attn"
 _MLP = "model.layers.{layer}.mlp"
@@ -70,13 +71,13 @@ def read_latent(settings: Mapping[str, Any]) -> dict[str, Any]:
             f"config.json: num_key_value_heads = {kv_heads!r} is not supported; only as many as"
             f" num_attention_heads, {heads!r}, are"
         )
-    return {**yarn_rope(settings), **first_eos(settings)}
+    return {**read_rope(settings, allowed=("default", "yarn")), **first_eos(settings)}
 
 
 def write_latent(config: DeepSeekConfig) -> dict[str, Any]:
     """What both families write."""
     return {
-        **rope_to_settings(config.rope_theta, config.rope_scaling),
+        **write_rope(config.rope_theta, config.rope_scaling),
         "num_key_value_heads": config.heads,
         "eos_token_id": config.eos,
     }

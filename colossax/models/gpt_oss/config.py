@@ -10,6 +10,7 @@ from colossax.nn import (
     MixtureConfig,
     RopeConfig,
     YarnScaling,
+    every,
 )
 
 
@@ -70,7 +71,7 @@ class GPTOSSConfig(FamilyConfig):
             out_bias=self.attention_bias,
             sinks=True,
             window=self.window,
-            full_every=self.full_every,
+            full_layers=every(self.full_every, self.layers),
             tied=self.tied,
             init_std=self.init_std,
             eos=self.eos,

@@ -8,14 +8,8 @@ from colossax.models.conversion import Conversion, link, setting
 from colossax.models.expert_links import taught
 from colossax.models.gpt_oss.config import GPTOSSConfig
 from colossax.models.llama.convert import IGNORED, LINKS, SETTINGS
-from colossax.models.settings import (
-    checked,
-    every_full,
-    first_eos,
-    per_layer,
-    rope_to_settings,
-    yarn_rope,
-)
+from colossax.models.rope_settings import read_rope, write_rope
+from colossax.models.settings import checked, every_full, first_eos, per_layer
 
 _MLP = "model.layers.{layer}.mlp"
 _OURS = "layers/mlp"
@@ -78,7 +72,7 @@ def _rope(settings: Mapping[str, Any]) -> dict[str, Any]:
                 " YaRN's; say which by rope_parameters, of rope_type 'default' or 'yarn'"
             )
         said = {"rope_scaling": _SCALING, **said}
-    return yarn_rope(said)
+    return read_rope(said, allowed=("default", "yarn"))
 
 
 def _check_packing(settings: Mapping[str, Any]) -> None:
@@ -93,7 +87,7 @@ def _check_packing(settings: Mapping[str, Any]) -> None:
 
 def _write(config: GPTOSSConfig) -> dict[str, Any]:
     return {
-        **rope_to_settings(config.rope_theta, config.rope_scaling),
+        **write_rope(config.rope_theta, config.rope_scaling),
         "layer_types": [_FULL if full else _SLIDING for full in config.decoder().sees_all],
         "eos_token_id": config.eos,
     }

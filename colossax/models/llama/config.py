@@ -7,8 +7,8 @@ from colossax.nn import (
     DecoderConfig,
     FamilyConfig,
     LayerCount,
-    Llama3Scaling,
     RopeConfig,
+    RopeScaling,
     even_head_dim,
 )
 
@@ -21,7 +21,7 @@ class LlamaConfig(FamilyConfig):
 
     Attributes:
         rope_theta: Base of the rotary embedding.
-        rope_scaling: That of Llama 3.1 and later.
+        rope_scaling: How it was stretched; Llama 3.1 and later are by `Llama3Scaling`.
         attention_bias: Biases in attention.
 
     Source: Touvron et al. 2023; Dubey et al. 2024.
@@ -37,7 +37,7 @@ class LlamaConfig(FamilyConfig):
     max_seq: Count = 4096
     norm_eps: NotNegative = 1e-5
     rope_theta: Positive = 10_000.0
-    rope_scaling: Llama3Scaling | None = None
+    rope_scaling: RopeScaling | None = None
     attention_bias: bool = False
     mlp_bias: bool = False
     tied: bool = False
@@ -56,7 +56,7 @@ class LlamaConfig(FamilyConfig):
             mlp=self.mlp,
             max_seq=self.max_seq,
             norm_eps=self.norm_eps,
-            rope=RopeConfig(theta=self.rope_theta, llama3=self.rope_scaling),
+            rope=RopeConfig.scaled(self.rope_theta, self.rope_scaling),
             qkv_bias=self.attention_bias,
             out_bias=self.attention_bias,
             mlp_bias=self.mlp_bias,

@@ -5,7 +5,8 @@ from typing import Any
 
 from colossax.models.conversion import Conversion, link, setting
 from colossax.models.llama.config import LlamaConfig
-from colossax.models.settings import first_eos, llama_rope, rope_to_settings
+from colossax.models.rope_settings import read_rope, write_rope
+from colossax.models.settings import first_eos
 
 _ATTENTION = "model.layers.{layer}.self_attn"
 _MLP = "model.layers.{layer}.mlp"
@@ -52,12 +53,12 @@ IGNORED = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
 
 
 def _read(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {**llama_rope(settings), **first_eos(settings)}
+    return {**read_rope(settings), **first_eos(settings)}
 
 
 def _write(config: LlamaConfig) -> dict[str, Any]:
     return {
-        **rope_to_settings(config.rope_theta, config.rope_scaling),
+        **write_rope(config.rope_theta, config.rope_scaling),
         "eos_token_id": config.eos,
     }
 

@@ -11,6 +11,7 @@ from colossax.nn import (
     MixtureConfig,
     QueryGrowth,
     RopeConfig,
+    every,
 )
 
 
@@ -79,7 +80,7 @@ class Llama4Config(FamilyConfig):
             qk_unit=self.qk_unit,
             query_growth=self.query_growth,
             chunk=self.chunk,
-            full_every=self.full_every,
+            full_layers=every(self.full_every, self.layers),
             full_rope=False,
             tied=self.tied,
             init_std=self.init_std,

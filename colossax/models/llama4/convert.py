@@ -9,14 +9,8 @@ from colossax.errors import InputError
 from colossax.models.conversion import Conversion, link, setting
 from colossax.models.llama.convert import IGNORED, LINKS, SETTINGS
 from colossax.models.llama4.config import Llama4Config
-from colossax.models.settings import (
-    checked,
-    every_full,
-    first_eos,
-    llama_rope,
-    per_layer,
-    rope_to_settings,
-)
+from colossax.models.rope_settings import read_rope, write_rope
+from colossax.models.settings import checked, every_full, first_eos, per_layer
 from colossax.nn import QueryGrowth
 
 _MLP = "model.layers.{layer}.feed_forward"
@@ -44,7 +38,7 @@ def _read(settings: Mapping[str, Any]) -> dict[str, Any]:
         "full_every": _full_every(settings),
         "query_growth": _growth(settings),
         **_mixed(settings),
-        **llama_rope({"rope_theta": 500_000.0, **settings}),
+        **read_rope({"rope_theta": 500_000.0, **settings}, allowed=("default", "llama3")),
         **first_eos(settings),
     }
 
@@ -96,7 +90,7 @@ def _mixed(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _write(config: Llama4Config) -> dict[str, Any]:
     full, growth = config.decoder().sees_all, config.query_growth
     settings = {
-        **rope_to_settings(config.rope_theta, config.rope_scaling),
+        **write_rope(config.rope_theta, config.rope_scaling),
         "layer_types": [_FULL if one else _CHUNKED for one in full],
         "no_rope_layers": [0 if one else 1 for one in full],
         "interleave_moe_layer_step": config.every,

@@ -3,7 +3,14 @@
 import dataclasses
 
 from colossax.config import Count, Natural, NotNegative, Positive
-from colossax.nn import DecoderConfig, FamilyConfig, LayerCount, RopeConfig, even_head_dim
+from colossax.nn import (
+    DecoderConfig,
+    FamilyConfig,
+    LayerCount,
+    RopeConfig,
+    RopeScaling,
+    even_head_dim,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -14,6 +21,7 @@ class MistralConfig(FamilyConfig):
 
     Attributes:
         rope_theta: Base of the rotary embedding.
+        rope_scaling: How it was stretched.
 
     Source: Jiang et al. 2023.
     """
@@ -28,6 +36,7 @@ class MistralConfig(FamilyConfig):
     max_seq: Count = 32_768
     norm_eps: NotNegative = 1e-5
     rope_theta: Positive = 10_000.0
+    rope_scaling: RopeScaling | None = None
     window: Count | None = 4096
     tied: bool = False
     init_std: NotNegative = 0.02
@@ -45,7 +54,7 @@ class MistralConfig(FamilyConfig):
             mlp=self.mlp,
             max_seq=self.max_seq,
             norm_eps=self.norm_eps,
-            rope=RopeConfig(theta=self.rope_theta),
+            rope=RopeConfig.scaled(self.rope_theta, self.rope_scaling),
             window=self.window,
             tied=self.tied,
             init_std=self.init_std,

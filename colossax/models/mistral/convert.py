@@ -7,7 +7,8 @@ from colossax.errors import InputError
 from colossax.models.conversion import Conversion, setting
 from colossax.models.llama.convert import IGNORED, LINKS, SETTINGS
 from colossax.models.mistral.config import MistralConfig
-from colossax.models.settings import checked, first_eos, plain_rope, rope_to_settings
+from colossax.models.rope_settings import read_rope, write_rope
+from colossax.models.settings import checked, first_eos
 
 
 def _read(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -18,12 +19,12 @@ def _read(settings: Mapping[str, Any]) -> dict[str, Any]:
                 f"config.json: a layer of type {layer_type!r} among others is not supported;"
                 f" only {kind!r} in all layers is"
             )
-    return {**plain_rope(settings), **first_eos(settings)}
+    return {**read_rope(settings), **first_eos(settings)}
 
 
 def _write(config: MistralConfig) -> dict[str, Any]:
     return {
-        **rope_to_settings(config.rope_theta),
+        **write_rope(config.rope_theta, config.rope_scaling),
         "eos_token_id": config.eos,
     }
 

@@ -7,7 +7,8 @@ from colossax.models.conversion import Conversion, setting
 from colossax.models.expert_links import expert_links, taught
 from colossax.models.llama.convert import IGNORED, LINKS, SETTINGS
 from colossax.models.mixtral.config import MixtralConfig
-from colossax.models.settings import first_eos, plain_rope, rope_to_settings
+from colossax.models.rope_settings import plain_rope, write_rope
+from colossax.models.settings import first_eos
 
 _NAMES = {"gate": "w1", "up": "w3", "down": "w2"}
 _LOSS = 0.001
@@ -22,7 +23,7 @@ def _read(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write(config: MixtralConfig) -> dict[str, Any]:
-    return {**rope_to_settings(config.rope_theta), "eos_token_id": config.eos}
+    return {**write_rope(config.rope_theta), "eos_token_id": config.eos}
 
 
 CONVERSION = Conversion(

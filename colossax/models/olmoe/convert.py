@@ -8,7 +8,8 @@ from colossax.models.conversion import Conversion, setting
 from colossax.models.expert_links import QWEN_LINKS, taught
 from colossax.models.llama.convert import IGNORED, LINKS, SETTINGS
 from colossax.models.olmoe.config import OLMoEConfig
-from colossax.models.settings import first_eos, plain_rope, rope_to_settings
+from colossax.models.rope_settings import plain_rope, write_rope
+from colossax.models.settings import first_eos
 
 _LOSS = 0.01
 _NORMS = {
@@ -27,7 +28,7 @@ def _read(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write(config: OLMoEConfig) -> dict[str, Any]:
-    return {**rope_to_settings(config.rope_theta), "eos_token_id": config.eos}
+    return {**write_rope(config.rope_theta), "eos_token_id": config.eos}
 
 
 CONVERSION = Conversion(

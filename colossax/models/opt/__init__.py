@@ -1,3 +1,3 @@
-"""OPT (the pre-norm sizes)."""
+"""OPT."""
 
 from .config import OPTConfig as OPTConfig

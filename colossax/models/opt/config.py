@@ -1,4 +1,4 @@
-"""OPT (the pre-norm sizes)."""
+"""OPT."""
 
 import dataclasses
 
@@ -14,6 +14,10 @@ class OPTConfig(FamilyConfig):
 
     The position table has two rows more than `max_seq`, which are never reached.
 
+    Attributes:
+        token_width: Of embeddings and head, which are mapped to `embed` and back; None: as wide.
+        norm_first: Norms stand before sublayers, and one at the end; else after the sums (350M).
+
     Source: Zhang et al. 2022.
     """
 
@@ -24,6 +28,8 @@ class OPTConfig(FamilyConfig):
     mlp: Count
     max_seq: Count = 2048
     norm_eps: NotNegative = 1e-5
+    token_width: Count | None = None
+    norm_first: bool = True
     tied: bool = True
     init_std: NotNegative = 0.02
     eos: Natural | None = None
@@ -41,6 +47,9 @@ class OPTConfig(FamilyConfig):
             max_seq=self.max_seq,
             norm="layer",
             norm_eps=self.norm_eps,
+            norms="input" if self.norm_first else "sum",
+            final_norm=self.norm_first,
+            token_width=self.token_width,
             activation="relu",
             gated=False,
             qkv_bias=True,

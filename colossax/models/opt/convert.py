@@ -14,6 +14,7 @@ _NORM_EPS = 1e-5
 
 LINKS = (
     link("model.decoder.embed_tokens.weight", "vocab embed", "embed/table"),
+    link("model.decoder.project_in.weight", "embed width", "into/w"),
     link("model.decoder.embed_positions.weight", "positions embed", "positions/table"),
     link(f"{_LAYER}.self_attn_layer_norm.weight", "embed", "layers/attn_norm/scale"),
     link(f"{_LAYER}.self_attn_layer_norm.bias", "embed", "layers/attn_norm/bias"),
@@ -31,21 +32,24 @@ LINKS = (
     link(f"{_LAYER}.fc1.bias", "mlp", "layers/mlp/up/b"),
     link(f"{_LAYER}.fc2.weight", "embed mlp", "layers/mlp/down/w"),
     link(f"{_LAYER}.fc2.bias", "embed", "layers/mlp/down/b"),
+    link(f"{_LAYER}.self_attn_layer_norm.weight", "embed", "layers/attn_sum_norm/scale"),
+    link(f"{_LAYER}.self_attn_layer_norm.bias", "embed", "layers/attn_sum_norm/bias"),
+    link(f"{_LAYER}.final_layer_norm.weight", "embed", "layers/mlp_sum_norm/scale"),
+    link(f"{_LAYER}.final_layer_norm.bias", "embed", "layers/mlp_sum_norm/bias"),
     link("model.decoder.final_layer_norm.weight", "embed", "norm/scale"),
     link("model.decoder.final_layer_norm.bias", "embed", "norm/bias"),
+    link("model.decoder.project_out.weight", "width embed", "out_of/w"),
     link("lm_head.weight", "vocab embed", "head/w"),
 )
 
 
 def _read(settings: Mapping[str, Any]) -> dict[str, Any]:
-    embed = settings["hidden_size"]
-    projected = settings.get("word_embed_proj_dim")
-    if projected not in (None, embed):
-        raise InputError(
-            f"config.json: word_embed_proj_dim = {projected} apart from hidden_size = {embed} is"
-            f" not supported; only models whose embeddings have the hidden size are"
-        )
-    return {"norm_eps": _NORM_EPS, **first_eos(settings)}
+    width = settings.get("word_embed_proj_dim")
+    return {
+        "norm_eps": _NORM_EPS,
+        "token_width": None if width == settings["hidden_size"] else width,
+        **first_eos(settings),
+    }
 
 
 def _write(config: OPTConfig) -> dict[str, Any]:
@@ -54,7 +58,8 @@ def _write(config: OPTConfig) -> dict[str, Any]:
             f"opt config: norm_eps = {config.norm_eps} cannot be exported, the format has no place"
             f" for it; only {_NORM_EPS} can"
         )
-    return {"word_embed_proj_dim": config.embed, "eos_token_id": config.eos}
+    width = config.token_width or config.embed
+    return {"word_embed_proj_dim": width, "eos_token_id": config.eos}
 
 
 CONVERSION = Conversion(
@@ -68,12 +73,12 @@ CONVERSION = Conversion(
         setting("heads", "num_attention_heads"),
         setting("mlp", "ffn_dim"),
         setting("max_seq", "max_position_embeddings", default=2048),
+        setting("norm_first", "do_layer_norm_before", default=True),
         setting("tied", "tie_word_embeddings", default=True),
         setting("init_std", "init_std", default=0.02),
     ),
     fixed={
         "activation_function": ("relu",),
-        "do_layer_norm_before": (True,),
         "_remove_final_layer_norm": (False,),
         "enable_bias": (True,),
         "layer_norm_elementwise_affine": (True,),

@@ -3,7 +3,14 @@
 import dataclasses
 
 from colossax.config import Count, Natural, NotNegative, Positive
-from colossax.nn import DecoderConfig, FamilyConfig, LayerCount, RopeConfig, even_head_dim
+from colossax.nn import (
+    DecoderConfig,
+    FamilyConfig,
+    LayerCount,
+    RopeConfig,
+    RopeScaling,
+    even_head_dim,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -12,6 +19,9 @@ class Qwen2Config(FamilyConfig):
 
     Attributes:
         rope_theta: Base of the rotary embedding.
+        rope_scaling: How it was stretched.
+        window: Keys a query sees, itself included, after the first layers; None: all before it.
+        full_first: So many first layers see all keys before them.
 
     Source: Yang et al. 2024, Qwen2 technical report.
     """
@@ -26,6 +36,9 @@ class Qwen2Config(FamilyConfig):
     max_seq: Count = 32_768
     norm_eps: NotNegative = 1e-6
     rope_theta: Positive = 1_000_000.0
+    rope_scaling: RopeScaling | None = None
+    window: Count | None = None
+    full_first: Natural = 0
     tied: bool = False
     init_std: NotNegative = 0.02
     eos: Natural | None = None
@@ -42,7 +55,9 @@ class Qwen2Config(FamilyConfig):
             mlp=self.mlp,
             max_seq=self.max_seq,
             norm_eps=self.norm_eps,
-            rope=RopeConfig(theta=self.rope_theta),
+            rope=RopeConfig.scaled(self.rope_theta, self.rope_scaling),
+            window=self.window,
+            full_layers=tuple(range(min(self.full_first, self.layers))),
             qkv_bias=True,
             tied=self.tied,
             init_std=self.init_std,

@@ -3,20 +3,59 @@
 from collections.abc import Mapping
 from typing import Any
 
+from colossax.config import Count, Natural
+from colossax.errors import InputError
 from colossax.models.conversion import Conversion, setting
 from colossax.models.llama.convert import IGNORED, LINKS, SETTINGS
 from colossax.models.qwen2.config import Qwen2Config
-from colossax.models.settings import first_eos, plain_rope, rope_to_settings, unsupported_window
+from colossax.models.rope_settings import read_rope, write_rope
+from colossax.models.settings import checked, first_eos, per_layer
+
+_FULL, _LOCAL = "full_attention", "sliding_attention"
+
+
+def read_window(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Our `window` and `full_first`; Qwen 3's too.
+
+    Raises:
+        InputError: Layers that see all keys come after others.
+    """
+    kinds = per_layer(settings, "layer_types", (_FULL, _LOCAL))
+    if not settings.get("use_sliding_window") and _LOCAL not in (kinds or ()):
+        return {"window": None, "full_first": 0}
+    first = checked("max_window_layers", settings.get("max_window_layers", 28), Natural)
+    if kinds is not None:
+        first = kinds.index(_LOCAL) if _LOCAL in kinds else len(kinds)
+        if _FULL in kinds[first:]:
+            raise InputError(
+                f"config.json: layer_types with {_FULL!r} after {_LOCAL!r} are not supported; only"
+                " first layers that see all keys are"
+            )
+    window = checked("sliding_window", settings.get("sliding_window", 4096), Count | None)
+    return {"window": window, "full_first": first}
+
+
+def write_window(config: Any) -> dict[str, Any]:
+    """What the files say of it."""
+    if config.window is None:
+        return {"use_sliding_window": False, "layer_types": [_FULL] * config.layers}
+    first = min(config.full_first, config.layers)
+    return {
+        "use_sliding_window": True,
+        "sliding_window": config.window,
+        "max_window_layers": config.full_first,
+        "layer_types": [_FULL] * first + [_LOCAL] * (config.layers - first),
+    }
 
 
 def _read(settings: Mapping[str, Any]) -> dict[str, Any]:
-    unsupported_window(settings)
-    return {**plain_rope(settings), **first_eos(settings)}
+    return {**read_rope(settings), **read_window(settings), **first_eos(settings)}
 
 
 def _write(config: Qwen2Config) -> dict[str, Any]:
     return {
-        **rope_to_settings(config.rope_theta),
+        **write_rope(config.rope_theta, config.rope_scaling),
+        **write_window(config),
         "eos_token_id": config.eos,
     }
 
@@ -30,7 +69,7 @@ CONVERSION = Conversion(
         setting("head_dim", "head_dim", default=None),
         setting("max_seq", "max_position_embeddings", default=32_768),
     ),
-    fixed={"hidden_act": ("silu",), "use_sliding_window": (False,)},
+    fixed={"hidden_act": ("silu",)},
     links=LINKS,
     ignored=IGNORED,
     read=_read,

@@ -12,7 +12,8 @@ from colossax.models.expert_links import (
 )
 from colossax.models.llama.convert import IGNORED, LINKS, SETTINGS
 from colossax.models.qwen2_moe.config import Qwen2MoEConfig
-from colossax.models.settings import first_eos, plain_rope, rope_to_settings, unsupported_window
+from colossax.models.rope_settings import plain_rope, write_rope
+from colossax.models.settings import first_eos, unsupported_window
 
 
 def _read(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -23,7 +24,7 @@ def _read(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _write(config: Qwen2MoEConfig) -> dict[str, Any]:
     return {
-        **rope_to_settings(config.rope_theta),
+        **write_rope(config.rope_theta),
         "eos_token_id": config.eos,
         "mlp_only_layers": [],
     }

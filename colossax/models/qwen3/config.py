@@ -3,7 +3,7 @@
 import dataclasses
 
 from colossax.config import Count, Natural, NotNegative, Positive
-from colossax.nn import DecoderConfig, FamilyConfig, LayerCount, RopeConfig
+from colossax.nn import DecoderConfig, FamilyConfig, LayerCount, RopeConfig, RopeScaling
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -14,6 +14,9 @@ class Qwen3Config(FamilyConfig):
 
     Attributes:
         rope_theta: Base of the rotary embedding.
+        rope_scaling: How it was stretched.
+        window: Keys a query sees, itself included, after the first layers; None: all before it.
+        full_first: So many first layers see all keys before them.
 
     Source: Yang et al. 2025, Qwen3.
     """
@@ -28,6 +31,9 @@ class Qwen3Config(FamilyConfig):
     max_seq: Count = 40_960
     norm_eps: NotNegative = 1e-6
     rope_theta: Positive = 1_000_000.0
+    rope_scaling: RopeScaling | None = None
+    window: Count | None = None
+    full_first: Natural = 0
     tied: bool = True
     init_std: NotNegative = 0.02
     eos: Natural | None = None
@@ -44,7 +50,9 @@ class Qwen3Config(FamilyConfig):
             mlp=self.mlp,
             max_seq=self.max_seq,
             norm_eps=self.norm_eps,
-            rope=RopeConfig(theta=self.rope_theta),
+            rope=RopeConfig.scaled(self.rope_theta, self.rope_scaling),
+            window=self.window,
+            full_layers=tuple(range(min(self.full_first, self.layers))),
             qk_norm=True,
             tied=self.tied,
             init_std=self.init_std,

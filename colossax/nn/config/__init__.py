@@ -2,10 +2,14 @@
 
 from .decoder import GATED_ACTIVATIONS as GATED_ACTIVATIONS
 from .decoder import DecoderConfig as DecoderConfig
-from .decoder import FamilyConfig as FamilyConfig
+from .family import FamilyConfig as FamilyConfig
 from .mixture import MixtureConfig as MixtureConfig
+from .parts import DynamicScaling as DynamicScaling
 from .parts import LatentConfig as LatentConfig
+from .parts import LinearScaling as LinearScaling
 from .parts import Llama3Scaling as Llama3Scaling
+from .parts import LongScaling as LongScaling
 from .parts import QueryGrowth as QueryGrowth
 from .parts import RopeConfig as RopeConfig
+from .parts import RopeScaling as RopeScaling
 from .parts import YarnScaling as YarnScaling

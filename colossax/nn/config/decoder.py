@@ -3,7 +3,7 @@
 import dataclasses
 from typing import TYPE_CHECKING, Annotated
 
-from colossax.config import Count, Natural, NotNegative, check_types, nearest, within
+from colossax.config import Count, Natural, NotNegative, Positive, check_types, nearest, within
 from colossax.errors import InputError
 from colossax.nn.config.mixture import MixtureConfig
 from colossax.nn.config.parts import (
@@ -22,6 +22,14 @@ ACTIVATION_NAMES = ("silu", "relu", "gelu", "gelu_tanh")
 GATED_ACTIVATIONS = ("clamped_swiglu",)
 """Those that are no function of the gate times the other input."""
 
+
+NORMS = {
+    "input": "of what a sublayer reads (pre-norm)",
+    "output": "of what it gives, before that is added",
+    "both": "of both (a sandwich)",
+    "sum": "of the sum (post-norm)",
+}
+"""Where a block's norms stand."""
 
 LayerCount = Annotated[int, within(1, 16_384)]
 """Layers of a stack. Describing one takes 0.2 ms, so that more are refused before they are."""
@@ -43,25 +51,41 @@ class DecoderConfig:
         init_std: Standard deviation of random parameters.
         mlp_bias: Biases in the MLP.
         norm: `rms` or `layer`.
+        norm_bias: Whether norms by mean and deviation have one.
+        norm_from_one: Norms multiply by 1 + their parameter, which begins at 0.
+        norms: Where they stand, see `NORMS`.
+        final_norm: Whether there is one before the head.
+        parallel: Attention and MLP read the same input; else the MLP what attention added to.
+        shared_norm: What both read is normed once; else each has a norm.
         activation: A key of `nn.ACTIVATIONS`, or one of `GATED_ACTIVATIONS`.
         gated: Gated MLP (three matrices) or plain (two).
         rope: Rotary embedding, or None.
         alibi: Distance penalty per head in place of position embeddings.
+        alibi_scale: Times which that is taken.
         learned_positions: Rows of a learned position table (0: none), of which the first
             `position_offset` are never reached.
         embed_norm: LayerNorm after the token embedding.
+        embed_scale: Times which tokens' embeddings are taken.
+        token_width: Of embeddings and head, which are mapped to `embed` and back; None: as wide.
+        logit_scale: Times which logits are taken.
+        logit_cap: Their bound, `cap tanh(logit / cap)`; None: they have none.
+        head_bias: A number added to each token's logit.
         qk_norm: Queries and keys are normed, each head alone, with a scale.
         qk_norm_whole: All heads of a token together.
+        qk_norm_layer: They are normed by mean and deviation, each head with scales of its own.
         qk_unit: Queries and keys are divided by their root mean square after rope, in layers that
             have it.
         sinks: One more logit per head, learned, in the denominator of attention only.
         query_growth: In layers without rope.
+        score_scale: Times which products of queries and keys are taken; None: 1 / sqrt(head_dim).
+        score_cap: Bound of those, `cap tanh(score / cap)`; None: they have none.
         window: Keys a query sees, itself included, as the families' files count them; None: all
             before it. Nothing below this type counts so: see `sides`.
         chunk: Keys a query sees are those of its own chunk of so many positions; None: of all.
-        full_every: Each so many-th layer sees all keys before it, whatever window and chunk say;
-            0: none.
+        full_layers: Numbers of the layers that see all keys before them, whatever window and chunk
+            say.
         full_rope: Those layers have rope as the others.
+        local_rope: Of the others, where it is another; None: `rope`.
         tied: The output head is the embedding table.
         max_seq: Longest sequence the model was made for.
         eos: Token that ends a document, where known.
@@ -80,6 +104,12 @@ class DecoderConfig:
     max_seq: Count
     norm: str = "rms"
     norm_eps: NotNegative = 1e-6
+    norm_bias: bool = True
+    norm_from_one: bool = False
+    norms: str = "input"
+    final_norm: bool = True
+    parallel: bool = False
+    shared_norm: bool = False
     activation: str = "silu"
     gated: bool = True
     qkv_bias: bool = False
@@ -87,18 +117,28 @@ class DecoderConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     qk_norm_whole: bool = False
+    qk_norm_layer: bool = False
     qk_unit: bool = False
     sinks: bool = False
     query_growth: QueryGrowth | None = None
+    score_scale: Positive | None = None
+    score_cap: Positive | None = None
     rope: RopeConfig | None = None
     alibi: bool = False
+    alibi_scale: Positive = 1.0
     learned_positions: Natural = 0
     position_offset: Natural = 0
     embed_norm: bool = False
+    embed_scale: Positive = 1.0
+    token_width: Count | None = None
+    logit_scale: Positive = 1.0
+    logit_cap: Positive | None = None
+    head_bias: bool = False
     window: Count | None = None
     chunk: Count | None = None
-    full_every: Natural = 0
+    full_layers: tuple[Natural, ...] = ()
     full_rope: bool = True
+    local_rope: RopeConfig | None = None
     tied: bool = False
     init_std: NotNegative = 0.02
     eos: Natural | None = None
@@ -127,10 +167,28 @@ class DecoderConfig:
             )
         if self.norm not in ("rms", "layer"):
             raise InputError(f"model: norm '{self.norm}' is unknown; use 'rms' or 'layer'")
-        if self.rope is not None and self.head_dim % 2:
+        if self.norms not in NORMS:
+            raise InputError(f"model: norms '{self.norms}' is unknown{nearest(self.norms, NORMS)}")
+        self._check_wiring()
+        for rope in filter(None, (self.rope, self.local_rope)):
+            rope.turned(self.rope_dim)
+
+    def _check_wiring(self) -> None:
+        if self.shared_norm and not (self.parallel and self.norms == "input"):
             raise InputError(
-                f"model: rope turns pairs of a head's dims, and head_dim {self.head_dim} is odd;"
-                " choose an even one"
+                "model.shared_norm: attention and MLP have one norm where both read it; give"
+                " parallel, and norms 'input'"
+            )
+        if self.parallel and self.norms == "sum":
+            raise InputError(
+                "model.norms: 'sum' norms what attention added to, which parallel sublayers do not"
+                " read; give 'input' or 'output'"
+            )
+        beyond = [layer for layer in self.full_layers if not 0 <= layer < self.layers]
+        if beyond:
+            raise InputError(
+                f"model.full_layers: found {beyond[0]} of {self.layers} layers; give 0 to"
+                f" {self.layers - 1}"
             )
 
     def _check_latent(self) -> None:
@@ -158,6 +216,11 @@ class DecoderConfig:
         return self.head_dim if self.latent is None else self.latent.rope_dim
 
     @property
+    def logit_width(self) -> int:
+        """Of what the head multiplies."""
+        return self.token_width or self.embed
+
+    @property
     def sides(self) -> tuple[int, int] | None:
         """The window as all below has it: keys strictly before a query, and strictly after it."""
         return None if self.window is None else (self.window - 1, 0)
@@ -166,21 +229,24 @@ class DecoderConfig:
     def layer_kinds(self) -> tuple[str, ...]:
         """The kind of each layer; none where all are of one.
 
-        `local` or `full` where they see other keys, `MixtureConfig.kinds` where they have other
-        experts, or both: `full_dense`.
+        `local` or `full` where they see other keys, `rope` or `nope` where they differ in that
+        alone, `MixtureConfig.kinds` where they have other experts, or both: `full_dense`.
         """
         mixed = ("dense",) * self.layers
         if self.mixture is not None:
             mixed = self.mixture.kinds(self.layers)
-        seen = tuple("full" if full else "local" for full in self.sees_all)
+        near = self.window is not None or self.chunk is not None
+        names = ("local", "full") if near else ("rope", "nope")
+        if not near and self.full_rope and self.local_rope is None:
+            names = ("full", "full")
+        seen = tuple(names[full] for full in self.sees_all)
         told = [names for names in (seen, mixed) if len(set(names)) > 1]
         return tuple("_".join(names) for names in zip(*told, strict=True))
 
     @property
     def sees_all(self) -> tuple[bool, ...]:
-        """Of each layer, whether it is one of `full_every`."""
-        every = self.full_every
-        return tuple(every > 0 and (at + 1) % every == 0 for at in range(self.layers))
+        """Of each layer, whether it is one of `full_layers`."""
+        return tuple(at in self.full_layers for at in range(self.layers))
 
     @property
     def flops_per_token(self) -> int:
@@ -199,7 +265,10 @@ class DecoderConfig:
             beside = mixed.shared_gated + 2 * (mixed.shared_mix == "softmax")
             width = (mixed.taken * mixed.mlp + mixed.shared) * matrices + beside
             mlps = sum(self.embed * (width + count) if count else mlp for count in counts)
-        return 6 * (self.layers * attention + mlps + self.embed * self.vocab)
+        head = self.logit_width * self.vocab
+        if self.token_width is not None:
+            head += 2 * self.token_width * self.embed
+        return 6 * (self.layers * attention + mlps + head)
 
     def train_flops_per_token(self, seq_len: int) -> int:
         """`flops_per_token` plus causal attention: 6 head_dim heads per visible key and layer.
@@ -221,7 +290,7 @@ class DecoderConfig:
         """The part of this configuration that an attention block needs.
 
         Args:
-            full: Of a layer that sees all keys, as `full_every` has it.
+            full: Of one of `full_layers`.
         """
         if self.latent is not None:
             from colossax.nn.latent import LatentShape
@@ -238,33 +307,8 @@ class DecoderConfig:
             "window": None if full else self.sides,
             "chunk": None if full else self.chunk,
             "turned": self.rope is not None and (self.full_rope or not full),
+            "local_rope": self.local_rope is not None and not full,
             "interleaved": self.rope is not None and self.rope.interleaved,
         }
         names = {f.name for f in dataclasses.fields(AttentionShape)} - own.keys()
         return AttentionShape(**{n: getattr(self, n) for n in names}, **own)
-
-
-class FamilyConfig:
-    """A family's configuration, checked when it is made: its fields, and the decoder they make."""
-
-    def __post_init__(self):
-        check_types(self, "model")
-        self.decoder()
-
-    def decoder(self) -> DecoderConfig:
-        """The decoder these sizes describe."""
-        raise NotImplementedError
-
-
-def even_head_dim(embed: int, heads: int) -> int:
-    """`embed / heads`.
-
-    Raises:
-        InputError: The heads do not divide it.
-    """
-    if embed % heads:
-        raise InputError(
-            f"model: {heads} heads do not divide embed {embed};"
-            f" choose heads that do, or give head_dim where the family has it"
-        )
-    return embed // heads

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 from colossax.config import Count, NotNegative, Positive, check_types
 from colossax.errors import InputError
@@ -88,6 +89,84 @@ class YarnScaling:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DynamicScaling:
+    """A base that grows with the sequence beyond `original_max_positions` (dynamic NTK).
+
+    The base is `theta (factor n / m - factor + 1)^(d / (d - 2))` for rows of n > m tokens, d the
+    dims that turn. n is the highest position of a row plus 1; while tokens are generated, that so
+    far.
+
+    Attributes:
+        factor: How fast it grows.
+        original_max_positions: m.
+
+    Source: `rope_type: dynamic` of Hugging Face's configurations.
+    """
+
+    factor: Positive
+    original_max_positions: Count
+
+    def __post_init__(self):
+        check_types(self, "model.rope_scaling")
+        if self.factor < 1:
+            raise InputError(
+                f"model.rope_scaling.factor: found {self.factor}, with which the base would become"
+                " negative; give 1 or more"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LongScaling:
+    """A divisor for each frequency, of two lists: for short rows and for long ones (LongRoPE).
+
+    Attributes:
+        short: `[dims / 2]`, for rows of up to `original_max_positions` tokens.
+        long: For longer ones; where tokens are generated, from the one on that makes it longer.
+        original_max_positions: Of the model before it was stretched.
+        magnitude: Cosines and sines are multiplied by it.
+
+    Source: Ding et al. 2024, LongRoPE; `rope_type: longrope` of Hugging Face's configurations.
+    """
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    original_max_positions: Count
+    magnitude: Positive = 1.0
+
+    def __post_init__(self):
+        check_types(self, "model.rope_scaling")
+        for name in ("short", "long"):
+            found = tuple(float(value) for value in getattr(self, name))
+            object.__setattr__(self, name, found)
+            if not all(0 < value < math.inf for value in found):
+                raise InputError(
+                    f"model.rope_scaling.{name}: found {min(found)}; give divisors above 0"
+                )
+        if len(self.short) != len(self.long):
+            raise InputError(
+                f"model.rope_scaling: {len(self.short)} divisors for short rows and"
+                f" {len(self.long)} for long ones; give as many of each"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearScaling:
+    """Every frequency divided by `factor` (position interpolation).
+
+    Source: Chen et al. 2023, Extending Context Window of Large Language Models.
+    """
+
+    factor: Positive
+
+    def __post_init__(self):
+        check_types(self, "model.rope_scaling")
+
+
+RopeScaling = Llama3Scaling | YarnScaling | DynamicScaling | LongScaling | LinearScaling
+"""How the frequencies of a rotary embedding were stretched; see `RopeConfig.scaled`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeConfig:
     """Base and scaling.
 
@@ -96,24 +175,76 @@ class RopeConfig:
         linear_factor: Divides every frequency (position interpolation).
         llama3: Llama 3's scaling.
         yarn: Or YaRN's.
-        interleaved: Pairs that turn together are neighbours; else a half of the head is apart.
+        dynamic: Or one that depends on the length.
+        long: Or LongRoPE's, which does too.
+        dims: Of a head, how many turn, the first; the others have no position. None: all.
+        interleaved: Pairs that turn together are neighbours; else a half of those dims is apart.
     """
 
     theta: Positive = 10_000.0
     linear_factor: Positive = 1.0
     llama3: Llama3Scaling | None = None
     yarn: YarnScaling | None = None
+    dynamic: DynamicScaling | None = None
+    long: LongScaling | None = None
+    dims: Count | None = None
     interleaved: bool = False
 
     def __post_init__(self):
         check_types(self, "model.rope")
-        if self.llama3 is not None and self.yarn is not None:
-            raise InputError("model.rope: found llama3 and yarn, two scalings; give one of them")
+        found = [name for name in _SCALINGS.values() if getattr(self, name) is not None]
+        if len(found) > 1:
+            raise InputError(
+                f"model.rope: found {' and '.join(found)}, two scalings; give one of them"
+            )
         if self.yarn is not None and self.theta <= 1:
             raise InputError(
                 f"model.rope.theta: found {self.theta}, with which YaRN's scaling finds no dims to"
                 " stretch; give more than 1"
             )
+
+    @classmethod
+    def scaled(cls, theta: float, scaling: RopeScaling | None, **fields: Any) -> "RopeConfig":
+        """With a scaling of any form.
+
+        Args:
+            theta: Base of the frequencies.
+            scaling: Or none.
+            **fields: The others.
+        """
+        if isinstance(scaling, LinearScaling):
+            return cls(theta=theta, linear_factor=scaling.factor, **fields)
+        if scaling is not None:
+            fields[_SCALINGS[type(scaling)]] = scaling
+        return cls(theta=theta, **fields)
+
+    def turned(self, head_dim: int) -> int:
+        """How many of so many dims turn.
+
+        Raises:
+            InputError: Not all that `dims` says are there, they are odd, or a list of divisors has
+                another length.
+        """
+        dims = self.dims or head_dim
+        if dims > head_dim or dims % 2:
+            raise InputError(
+                f"model.rope: rope turns pairs of a head's dims, and {dims} of head_dim {head_dim}"
+                " are to turn; choose an even number of them"
+            )
+        if self.long is not None and len(self.long.short) != dims // 2:
+            raise InputError(
+                f"model.rope_scaling: {len(self.long.short)} divisors for {dims // 2} frequencies;"
+                " give one for each"
+            )
+        return dims
+
+
+_SCALINGS: dict[type, str] = {
+    Llama3Scaling: "llama3",
+    YarnScaling: "yarn",
+    DynamicScaling: "dynamic",
+    LongScaling: "long",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,3 @@
+"""Command R."""
+
+from .config import CohereConfig as CohereConfig

@@ -1,0 +1,3 @@
+"""Falcon."""
+
+from .config import FalconConfig as FalconConfig

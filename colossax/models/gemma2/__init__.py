@@ -1,0 +1,3 @@
+"""Gemma 2."""
+
+from .config import Gemma2Config as Gemma2Config

@@ -1,0 +1,3 @@
+"""GLM-4-9B."""
+
+from .config import GLMConfig as GLMConfig

@@ -1,0 +1,3 @@
+"""GLM-4-0414."""
+
+from .config import GLM4Config as GLM4Config

@@ -1,0 +1,3 @@
+"""GPT-NeoX and Pythia."""
+
+from .config import GPTNeoXConfig as GPTNeoXConfig

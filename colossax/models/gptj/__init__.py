@@ -1,0 +1,3 @@
+"""GPT-J."""
+
+from .config import GPTJConfig as GPTJConfig

@@ -1,0 +1,59 @@
+"""What the configurations of model families have in common."""
+
+import dataclasses
+from typing import Any
+
+from colossax.config import Count, Natural, NotNegative, check_types
+from colossax.errors import InputError
+from colossax.nn.config.decoder import DecoderConfig, LayerCount
+
+
+class FamilyConfig:
+    """A family's configuration, checked when it is made: its fields, and the decoder they make."""
+
+    def __post_init__(self):
+        check_types(self, "model")
+        self.decoder()
+
+    def decoder(self) -> DecoderConfig:
+        """The decoder these sizes describe."""
+        raise NotImplementedError
+
+    def described(self, **parts: Any) -> DecoderConfig:
+        """A decoder of the fields that both have, and of these parts."""
+        names = {field.name for field in dataclasses.fields(DecoderConfig)} - parts.keys()
+        shared = {name: getattr(self, name) for name in names if hasattr(self, name)}
+        return DecoderConfig(**shared, **parts)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderSizes(FamilyConfig):
+    """Sizes that nearly all decoders have; see `DecoderConfig`."""
+
+    vocab: Count
+    embed: Count
+    layers: LayerCount
+    heads: Count
+    kv_heads: Count
+    mlp: Count
+    init_std: NotNegative = 0.02
+    eos: Natural | None = None
+
+
+def every(count: int, layers: int) -> tuple[int, ...]:
+    """Numbers of each so many-th of the layers; none for 0."""
+    return tuple(at for at in range(layers) if count and (at + 1) % count == 0)
+
+
+def even_head_dim(embed: int, heads: int) -> int:
+    """`embed / heads`.
+
+    Raises:
+        InputError: The heads do not divide it.
+    """
+    if embed % heads:
+        raise InputError(
+            f"model: {heads} heads do not divide embed {embed};"
+            f" choose heads that do, or give head_dim where the family has it"
+        )
+    return embed // heads
