@@ -210,7 +210,8 @@ def parse(hint: Any, text: str, where: str) -> Any:
         if type(None) in args and text.lower() == "none":
             return None
         inner = [a for a in args if a is not type(None)]
-        return parse(inner[0], text, where) if len(inner) == 1 else parse_plain(text)
+        one = len(inner) == 1 or all(map(dataclasses.is_dataclass, inner))
+        return parse(inner[0], text, where) if one else parse_plain(text)
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return _parse_mapping(args[1] if len(args) == 2 else Any, text, where)
     if dataclasses.is_dataclass(hint):

@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from .config.parts import RopeConfig as RopeConfig
     from .config.parts import RopeScaling as RopeScaling
     from .config.parts import YarnScaling as YarnScaling
-    from .decoder import Decoder as Decoder
-    from .decoder import Layers as Layers
-    from .decoder import decoder_layer as decoder_layer
-    from .decoder import expert_layer as expert_layer
+    from .decoder.decoder import Decoder as Decoder
+    from .decoder.layers import Layers as Layers
+    from .decoder.layers import decoder_layer as decoder_layer
+    from .decoder.layers import expert_layer as expert_layer
     from .experts import Experts as Experts
     from .initialising import initialise as initialise
     from .language_model import LanguageModel as LanguageModel

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from colossax.errors import InputError
 from colossax.models import conversion
-from colossax.models.conversion import PART, Layout
 from colossax.models.conversions import CONVERSIONS
 from colossax.models.hf_folder import by_path, conversion_of, open_folder
+from colossax.models.layouts import PART, Layout
 from colossax.models.registry import FAMILIES, maker
 from colossax.models.rope_settings import read_rope_dims, rope_share
 from colossax.nn import YarnScaling, describe

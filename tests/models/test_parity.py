@@ -180,7 +180,18 @@ OFF = {
     },
 }
 
-DEAR = ("deepseek_v2",)
+DEAR = (
+    "deepseek_v2",
+    "olmo2",
+    "phi3",
+    "gpt_neox_in_sequence",
+    "falcon",
+    "falcon_alibi",
+    "glm4",
+    "qwen2_window",
+    "llama_linear",
+    "mistral_nemo",
+)
 """Cases of which the core has another one's features."""
 
 
@@ -288,7 +299,11 @@ def switched_off(decoder, fields):
 
 
 OFFS = [(case, off) for case in OFF for off in OFF[case]]
-SLOW = ("olmoe", "gpt_oss", "llama4_text", "deepseek_v2_lite", "deepseek_v2", "deepseek_v3")
+SLOW = (
+    *("olmoe", "gpt_oss", "llama4_text", "deepseek_v2_lite", "deepseek_v2", "deepseek_v3"),
+    *("gemma2", "gemma3", "phi3_long", "gptj", "cohere", "starcoder2", "gpt_neox", "glm"),
+    *DEAR,
+)
 
 
 @pytest.mark.parametrize(

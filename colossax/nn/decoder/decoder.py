@@ -1,7 +1,6 @@
 """A decoder-only transformer from parts; the model families choose the parts."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,16 +10,14 @@ from jaxtyping import Array, Float, Int
 
 from colossax.errors import InputError
 from colossax.nn.attention import Attention, FlatTokens, Side, Sight
-from colossax.nn.block import MLP, Block, Wiring, residual
+from colossax.nn.block import residual
 from colossax.nn.cache import CacheSpec
 from colossax.nn.config import DecoderConfig
-from colossax.nn.experts import Experts
-from colossax.nn.latent import LatentAttention, LatentShape
-from colossax.nn.layers import Embedding, LayerNorm, Linear, RMSNorm, depth_scaled
+from colossax.nn.decoder.layers import Layers, decoder_layers, make_norm
+from colossax.nn.layers import Embedding, LayerNorm, Linear
 from colossax.nn.module import param
 from colossax.nn.rope import rope_tables
 from colossax.nn.stack.stack import LayerStack, StackOutput
-from colossax.nn.stack.stacked import MakeLayer
 from colossax.pallas.attention import Mask
 from colossax.sharding import (
     compute_dtype,
@@ -30,100 +27,6 @@ from colossax.sharding import (
     with_ranges,
 )
 from colossax.sharding.experts import row_keys
-
-
-def decoder_layer(config: DecoderConfig, *, rngs: nnx.Rngs, full: bool = False) -> Block:
-    """`x + attention(norm(x))`, then `x + mlp(norm(x))`, as a configuration describes them.
-
-    Where some layers see all keys, `full` is whether it is one of them.
-    """
-    std, out_std = _deviations(config)
-    attention = _attention(config, rngs, std, out_std, full)
-    mlp = MLP(
-        config.embed,
-        config.mlp,
-        rngs=rngs,
-        activation=config.activation,
-        gated=config.gated,
-        bias=config.mlp_bias,
-        std=std,
-        out_std=out_std,
-    )
-    return Block({"attn": attention, "mlp": mlp}, lambda: make_norm(config), wiring_of(config))
-
-
-def expert_layer(
-    config: DecoderConfig, *, rngs: nnx.Rngs, experts: int | None = None, full: bool = False
-) -> Block:
-    """`decoder_layer` with the configuration's experts in place of the MLP.
-
-    Args:
-        config: Has a mixture.
-        rngs: Keys of the parameters.
-        experts: How many, where layers differ.
-        full: Whether it is one that sees all keys.
-    """
-    assert config.mixture is not None
-    std, out_std = _deviations(config)
-    attention = _attention(config, rngs, std, out_std, full)
-    mixed = Experts(
-        config.embed,
-        config.mixture,
-        rngs=rngs,
-        activation=config.activation,
-        gated=config.gated,
-        std=std,
-        out_std=out_std,
-        vocab=config.vocab,
-        experts=experts,
-    )
-    return Block({"attn": attention, "mlp": mixed}, lambda: make_norm(config), wiring_of(config))
-
-
-def _attention(
-    config: DecoderConfig, rngs: nnx.Rngs, std: float, out_std: float, full: bool
-) -> Attention | LatentAttention:
-    """The attention block that the configuration's sizes are of."""
-    shape = config.attention_shape(full)
-    if isinstance(shape, LatentShape):
-        return LatentAttention(shape, rngs=rngs, std=std, out_std=out_std)
-    return Attention(shape, rngs=rngs, std=std, out_std=out_std)
-
-
-def _deviations(config: DecoderConfig) -> tuple[float, float]:
-    """Of random parameters, and of those of maps that add to the residual stream."""
-    return config.init_std, depth_scaled(config.init_std, config.layers)
-
-
-def decoder_layers(config: DecoderConfig) -> "Layers":
-    """The layers that a configuration describes: alike, or of several kinds."""
-    mixture = config.mixture
-    counts = (0,) * config.layers if mixture is None else mixture.experts_of(config.layers)
-    layers = list(zip(counts, config.sees_all, strict=True))
-    kinds = config.layer_kinds
-    if not kinds:
-        return Layers(make=_maker(config, *layers[0]), order=config.layers)
-    made = {kind: _maker(config, *layer) for kind, layer in zip(kinds, layers, strict=True)}
-    return Layers(make=made, order=kinds)
-
-
-def _maker(config: DecoderConfig, experts: int, full: bool) -> MakeLayer:
-    if not experts:
-        return lambda rngs: decoder_layer(config, rngs=rngs, full=full)
-    return lambda rngs: expert_layer(config, rngs=rngs, experts=experts, full=full)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Layers:
-    """The layers of a model that brings its own.
-
-    Attributes:
-        make: `rngs -> layer`, or one of each kind by name; see `LayerStack`.
-        order: How many, or the kind of each.
-    """
-
-    make: MakeLayer | Mapping[str, MakeLayer]
-    order: int | Sequence[str]
 
 
 class Decoder(nnx.Module):
@@ -391,24 +294,6 @@ def _row_keys(key: Any, rows: int) -> Any:
     if key is None:
         return None
     return jax.random.key_data(row_keys(key, rows))
-
-
-def make_norm(config: DecoderConfig) -> RMSNorm | LayerNorm:
-    """The norm this configuration names."""
-    if config.norm == "rms":
-        return RMSNorm(config.embed, eps=config.norm_eps, from_one=config.norm_from_one)
-    return LayerNorm(config.embed, eps=config.norm_eps, bias=config.norm_bias)
-
-
-def wiring_of(config: DecoderConfig) -> Wiring:
-    """Where this configuration has the norms of a layer."""
-    return Wiring(
-        norm_input=config.norms in ("input", "both"),
-        norm_output=config.norms in ("output", "both"),
-        norm_sum=config.norms == "sum",
-        parallel=config.parallel,
-        shared_norm=config.shared_norm,
-    )
 
 
 def _projections(config: DecoderConfig, rngs: nnx.Rngs) -> tuple[Linear | None, Linear | None]:
