@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from colossax.config import BoundPlan, MeshAxis
+from colossax.errors import InputError
 from colossax.inference.cache import Cache
 from colossax.inference.crossing import cross
 from colossax.inference.decode import TOKENS_PER_STEP, Chunk, DecodeProgram, Sampling
@@ -172,6 +173,7 @@ class Generator:
         program = self.program
         for request in requests:
             request.check(vocab=program.config.vocab, slots=program.slots)
+            _check_at_once(program.config, len(request.prompt), program.width)
         at_once = program.sequences if isinstance(program, StagedProgram) else 1
         return self.follow(InOrder(requests, width=program.width, eos=self.eos, at_once=at_once))
 
@@ -213,3 +215,15 @@ class Generator:
     def lowered(self) -> Any:
         """The step as `generate` runs it, traced and not compiled."""
         return self.program.lowered(self._params)
+
+
+def _check_at_once(config: Any, prompt: int, width: int) -> None:
+    """Refuse a prompt in several calls whose rotary embedding must know its whole length."""
+    rope = getattr(config, "rope", None)
+    stretched_from = None if rope is None else rope.stretched_from
+    if stretched_from is not None and prompt > max(stretched_from, width):
+        raise InputError(
+            f"prompt: it has {prompt} tokens, of which a call takes {width}, and the model's"
+            f" rope_scaling depends on the length above {stretched_from}; give tokens_per_step"
+            f" {prompt}"
+        )

@@ -171,6 +171,12 @@ def setting(ours: str, *foreign: str, default: Any = REQUIRED) -> Setting:
     return Setting(ours, foreign, default)
 
 
+def settings_with(base: Sequence[Setting], *own: Setting) -> tuple[Setting, ...]:
+    """Those of a base and a family's own, which stand in place of those of the same field."""
+    fields = {one.ours for one in own}
+    return (*(one for one in base if one.ours not in fields), *own)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Conversion:
     """A model family's names elsewhere.

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 PART = "part"
-_OR, _OVER, _ONE, _INPUT = "|", "/", "1", "embed"
+_OR, _OVER, _ONE = "|", "/", "1"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Layout:
         """Our arrays, dims in the order `dims`, as views of a foreign tensor."""
         spread = foreign.reshape([_size(name, sizes) for name in self.names])
         if self.unlike is not None:
-            return self._taken_apart(spread, sizes)
+            return self._taken_apart(spread, dims, sizes)
         if PART not in self.names:
             return [spread.transpose([self.names.index(dim) for dim in dims])]
         order = [self.names.index(name) for name in (PART, *dims)]
@@ -64,49 +64,50 @@ class Layout:
         sizes = dict(zip(names, merged.shape, strict=True))
         return spread.reshape(self.shape(sizes))
 
-    def _parts(self) -> list[tuple[str, tuple[str, ...]]]:
-        """Of each part of unlike sizes its name at their place, and those of its own dims."""
+    def _parts(self, dims: Sequence[str]) -> list[tuple[str, list[str], list[str]]]:
+        """Of each part of unlike sizes: its name at their place, its dims as here, and as ours.
+
+        Args:
+            dims: Of the first part, in our order; those of the others have their own name of heads.
+        """
         assert self.unlike is not None
         at = self.names.index(self.unlike)
         found = []
         for which in self.unlike.split(_OR):
             whole, _, shared = which.partition(_OVER)
-            before, after = list(self.names[:at]), self.names[at + 1 :]
+            heads = [*self.names[:at], *([] if which == _ONE else [whole])]
             if shared:  # one dim of ours is two of theirs
-                before.remove(shared)
-            own = () if which == _ONE else (whole,)
-            found.append((which, (*before, *own, *after)))
+                heads.remove(shared)
+            here = [*heads, *self.names[at + 1 :]]
+            ours = [dim if dim in here else heads[-1] for dim in dims]
+            found.append((which, here, ours))
         return found
 
-    def _taken_apart(self, spread: np.ndarray, sizes: Mapping[str, int]) -> list[np.ndarray]:
+    def _taken_apart(
+        self, spread: np.ndarray, dims: Sequence[str], sizes: Mapping[str, int]
+    ) -> list[np.ndarray]:
         assert self.unlike is not None
         at, arrays, start = self.names.index(self.unlike), [], 0
-        for which, names in self._parts():
+        for which, here, ours in self._parts(dims):
             size = _size(which, sizes)
             taken = spread[(slice(None),) * at + (slice(start, start + size),)]
             start += size
-            whole = taken.reshape([sizes[name] for name in names])
-            arrays.append(np.moveaxis(whole, names.index(_INPUT), 0) if _INPUT in names else whole)
+            whole = taken.reshape([sizes[name] for name in here])
+            arrays.append(whole.transpose([here.index(dim) for dim in ours]))
         return arrays
 
     def _put_together(self, ours: Sequence[np.ndarray], dims: Sequence[str]) -> np.ndarray:
-        sizes: dict[str, int] = {}
-        for array, (_, names) in zip(ours, self._parts(), strict=True):
-            order = _ours_first(names)
-            sizes |= dict(zip(order, array.shape, strict=True))
-        parts = []
-        for array, (which, names) in zip(ours, self._parts(), strict=True):
-            order = _ours_first(names)
-            turned = array.transpose([order.index(name) for name in names])
+        assert self.unlike is not None
+        parts, sizes = self._parts(dims), dict[str, int]()
+        for array, (_, _, own) in zip(ours, parts, strict=True):
+            sizes |= dict(zip(own, array.shape, strict=True))
+        spread = []
+        for array, (which, here, own) in zip(ours, parts, strict=True):
+            turned = array.transpose([own.index(name) for name in here])
             theirs = [which if name == self.unlike else name for name in self.names]
-            parts.append(turned.reshape([_size(name, sizes) for name in theirs]))
-        joined = np.concatenate(parts, axis=self.names.index(self.unlike or ""))
+            spread.append(turned.reshape([_size(name, sizes) for name in theirs]))
+        joined = np.concatenate(spread, axis=self.names.index(self.unlike))
         return joined.reshape(self.shape(sizes))
-
-
-def _ours_first(names: Sequence[str]) -> list[str]:
-    """Names of a part's dims in our order: what a map reads comes first."""
-    return sorted(names, key=lambda name: name != _INPUT)
 
 
 def _size(name: str, sizes: Mapping[str, int]) -> int:

@@ -2,7 +2,7 @@
 
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from colossax.config import Natural
@@ -11,6 +11,9 @@ from colossax.errors import InputError
 
 FILE = "config.json: "
 """Refusals begin with it."""
+
+FULL, LOCAL = "full_attention", "sliding_attention"
+"""Values of `layer_types`."""
 
 
 def checked(name: str, value: Any, hint: Any) -> Any:
@@ -88,6 +91,11 @@ def per_layer(settings: Mapping[str, Any], name: str, known: tuple[Any, ...]) ->
     return found
 
 
+def write_kinds(full: Sequence[bool], other: str = LOCAL) -> list[str]:
+    """The setting `layer_types` of layers of which some see all keys."""
+    return [FULL if one else other for one in full]
+
+
 def unsupported_window(settings: Mapping[str, Any]) -> None:
     """Refuse Qwen models that slide a window in some of their layers.
 
@@ -95,7 +103,7 @@ def unsupported_window(settings: Mapping[str, Any]) -> None:
         InputError: They do.
     """
     kinds = checked("layer_types", settings.get("layer_types"), list | None)
-    sliding = "sliding_attention" in (kinds or ())
+    sliding = LOCAL in (kinds or ())
     if settings.get("use_sliding_window") or sliding:
         raise InputError(
             "config.json: a sliding window in some layers is not supported; only"
@@ -121,7 +129,7 @@ def read_activation(settings: Mapping[str, Any], name: str, default: str) -> str
     Raises:
         InputError: It is another.
     """
-    found = settings.get(name, default)
+    found = checked(name, settings.get(name, default), str)
     if found not in _ACTIVATIONS:
         raise InputError(
             f"config.json: {name} = {found!r} is not supported; only"

@@ -57,12 +57,12 @@ def rope_tables(
         config: Base and scaling.
         head_dim: Dims of a head; those that turn are `config.turned(head_dim)`, of which `h2` is
             half.
-        lengths: Of each token's row, where the scaling depends on it; None: its highest position
-            plus 1.
+        lengths: Of each token's document, see `document_lengths`, where the scaling depends on it;
+            None: of its row.
     """
     dims = config.turned(head_dim)
     freqs: Any = frequencies(config, dims)
-    if config.dynamic is not None or config.long is not None:
+    if config.stretched_from is not None:
         if lengths is None:
             lengths = jnp.broadcast_to(positions.max(axis=-1, keepdims=True) + 1, positions.shape)
         freqs = _by_length(freqs, config, dims, lengths[..., None, None])
@@ -71,6 +71,21 @@ def rope_tables(
     if magnitude == 1.0:
         return jnp.cos(angles), jnp.sin(angles)
     return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
+
+
+def document_lengths(
+    documents: Int[Array, "b s"], positions: Int[Array, "b s"]
+) -> Int[Array, "b s"]:
+    """Of each token, the highest position of its document that is among a row's, plus 1.
+
+    Args:
+        documents: Their numbers.
+        positions: Of tokens.
+
+    Cost: `b s^2` comparisons, of which none is kept.
+    """
+    same = documents[:, :, None] == documents[:, None, :]
+    return jnp.max(jnp.where(same, positions[:, None, :], -1), axis=2) + 1
 
 
 def _magnitude(config: RopeConfig) -> float:

@@ -346,3 +346,17 @@ def test_each_sequence_has_a_length_of_its_own():
     beside = hidden((8, 20))
     np.testing.assert_allclose(beside[:8], hidden((8,)), atol=1e-5)
     assert np.abs(beside[:8] - beside[8:16]).max() > 1e-2
+
+
+@pytest.mark.catches("prompt-turned-in-parts")
+def test_a_prompt_whose_length_matters_goes_in_one_call():
+    spec, bound = describe(lambda rngs: Decoder(LENGTHS, rngs=rngs)), Plan().bind(jax.devices()[:1])
+    params = initialise(spec, bound, jax.random.key(0))
+    prompt = list(range(10))
+    whole, cut = (Generator(spec, bound, params, tokens_per_step=n) for n in (10, 4))
+    tokens = whole.generate(prompt, max_tokens=3).tokens
+    wider = Generator(spec, bound, params, tokens_per_step=16)
+    assert wider.generate(prompt, max_tokens=3).tokens == tokens
+    assert len(cut.generate(prompt[:4], max_tokens=3).tokens) == 3
+    with pytest.raises(InputError, match="it has 10 tokens, of which a call takes 4, and the"):
+        cut.generate(prompt, max_tokens=3)

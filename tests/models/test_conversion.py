@@ -254,7 +254,7 @@ REFUSED = [
     (
         "phi3_long",
         {"rope_parameters": {"rope_type": "longrope", "short_factor": [1], "long_factor": [2, 2]}},
-        "1 divisors for short rows and 2 for long ones",
+        "1 divisors for short documents and 2 for long ones",
     ),
     (
         "phi3",
@@ -278,6 +278,7 @@ REFUSED = [
         "layer_types with layers 0 that see all keys are not supported; only each so many-th",
     ),
     ("gpt_neox", {"hidden_act": "tanh"}, "hidden_act = 'tanh' is not supported; only 'gelu' or"),
+    ("gpt_neox", {"hidden_act": ["gelu"]}, r"'hidden_act' is \['gelu'\]; it must be str"),
     ("gptj", {"rotary_dim": 10}, "and 10 of head_dim 8 are to turn; choose an even number of them"),
     (
         "falcon",

@@ -74,13 +74,12 @@ DEEPSEEK = {
     "v_dim": 12,
     "max_seq": 24,
 }
+SIZES = {"vocab": 64, "embed": 32, "layers": 2, "heads": 4}
+GROUPED = {**SIZES, "kv_heads": 2, "mlp": 48, "max_seq": 24}
 TINY = {
-    "llama": LlamaConfig(vocab=64, embed=32, layers=2, heads=4, kv_heads=2, mlp=48, max_seq=24),
+    "llama": LlamaConfig(**GROUPED),
     "llama3": LlamaConfig(
-        vocab=64,
-        embed=32,
-        layers=2,
-        heads=4,
+        **SIZES,
         kv_heads=1,
         head_dim=12,
         mlp=48,
@@ -88,21 +87,12 @@ TINY = {
         tied=True,
         rope_scaling=Llama3Scaling(original_max_positions=8),
     ),
-    "mistral": MistralConfig(
-        vocab=64, embed=32, layers=2, heads=4, kv_heads=2, mlp=48, max_seq=24, window=5
-    ),
-    "qwen2": Qwen2Config(vocab=64, embed=32, layers=2, heads=4, kv_heads=2, mlp=48, max_seq=24),
-    "qwen3": Qwen3Config(
-        vocab=64, embed=32, layers=2, heads=4, kv_heads=2, head_dim=12, mlp=48, max_seq=24
-    ),
-    "mixtral": MixtralConfig(
-        vocab=64, embed=32, layers=2, heads=4, kv_heads=2, mlp=16, experts=4, max_seq=24
-    ),
+    "mistral": MistralConfig(**GROUPED, window=5),
+    "qwen2": Qwen2Config(**GROUPED),
+    "qwen3": Qwen3Config(**SIZES, kv_heads=2, head_dim=12, mlp=48, max_seq=24),
+    "mixtral": MixtralConfig(**SIZES, kv_heads=2, mlp=16, experts=4, max_seq=24),
     "qwen2_moe": Qwen2MoEConfig(
-        vocab=64,
-        embed=32,
-        layers=2,
-        heads=4,
+        **SIZES,
         kv_heads=2,
         mlp=48,
         expert_mlp=16,
@@ -113,10 +103,7 @@ TINY = {
         max_seq=24,
     ),
     "qwen3_moe": Qwen3MoEConfig(
-        vocab=64,
-        embed=32,
-        layers=2,
-        heads=4,
+        **SIZES,
         kv_heads=2,
         head_dim=12,
         mlp=48,
@@ -134,10 +121,7 @@ TINY = {
         rope_scaling=YarnScaling(factor=4.0, original_max_positions=8, mscale_all_dim=1.0),
     ),
     "olmoe": OLMoEConfig(
-        vocab=64,
-        embed=32,
-        layers=2,
-        heads=4,
+        **SIZES,
         kv_heads=2,
         mlp=16,
         experts=4,
@@ -145,10 +129,7 @@ TINY = {
         max_seq=24,
     ),
     "gpt_oss": GPTOSSConfig(
-        vocab=64,
-        embed=32,
-        layers=2,
-        heads=4,
+        **SIZES,
         kv_heads=2,
         head_dim=12,
         mlp=16,
@@ -159,10 +140,7 @@ TINY = {
         max_seq=24,
     ),
     "llama4_text": Llama4Config(
-        vocab=64,
-        embed=32,
-        layers=2,
-        heads=4,
+        **SIZES,
         kv_heads=2,
         head_dim=12,
         mlp=16,
@@ -175,61 +153,34 @@ TINY = {
         max_seq=24,
     ),
     "gemma2": Gemma2Config(
-        vocab=64,
-        embed=32,
-        layers=2,
-        heads=4,
-        kv_heads=2,
-        mlp=48,
-        max_seq=24,
+        **GROUPED,
         head_dim=12,
         score_dim=8,
         window=5,
     ),
     "gemma3_text": Gemma3Config(
-        vocab=64,
-        embed=32,
-        layers=2,
-        heads=4,
-        kv_heads=2,
-        mlp=48,
-        max_seq=24,
+        **GROUPED,
         head_dim=12,
         score_dim=8,
         window=5,
         full_every=2,
     ),
-    "olmo2": OLMo2Config(vocab=64, embed=32, layers=2, heads=4, kv_heads=2, mlp=48, max_seq=24),
-    "smollm3": SmolLM3Config(
-        vocab=64, embed=32, layers=2, heads=4, kv_heads=2, mlp=48, max_seq=24, nope_every=2
-    ),
-    "starcoder2": StarCoder2Config(
-        vocab=64, embed=32, layers=2, heads=4, kv_heads=2, mlp=48, max_seq=24, window=5
-    ),
+    "olmo2": OLMo2Config(**GROUPED),
+    "smollm3": SmolLM3Config(**GROUPED, nope_every=2),
+    "starcoder2": StarCoder2Config(**GROUPED, window=5),
     "phi3": Phi3Config(
-        vocab=64,
-        embed=32,
-        layers=2,
-        heads=4,
-        kv_heads=2,
-        mlp=48,
-        max_seq=24,
+        **GROUPED,
         window=5,
         rope_dims=6,
         rope_scaling=LongScaling(
             short=(1.0, 1.1, 1.2), long=(2.0, 2.5, 3.0), original_max_positions=32
         ),
     ),
-    "gpt_neox": GPTNeoXConfig(
-        vocab=64, embed=32, layers=2, heads=4, mlp=48, max_seq=24, rope_dims=4
-    ),
-    "gptj": GPTJConfig(vocab=64, embed=32, layers=2, heads=4, max_seq=24, rope_dims=4),
-    "falcon": FalconConfig(vocab=64, embed=32, layers=2, heads=4, max_seq=24),
+    "gpt_neox": GPTNeoXConfig(**SIZES, mlp=48, max_seq=24, rope_dims=4),
+    "gptj": GPTJConfig(**SIZES, max_seq=24, rope_dims=4),
+    "falcon": FalconConfig(**SIZES, max_seq=24),
     "falcon_alibi": FalconConfig(
-        vocab=64,
-        embed=32,
-        layers=2,
-        heads=4,
+        **SIZES,
         kv_heads=4,
         max_seq=24,
         alibi=True,
@@ -237,58 +188,30 @@ TINY = {
         shared_norm=False,
         bias=True,
     ),
-    "cohere": CohereConfig(
-        vocab=64, embed=32, layers=2, heads=4, kv_heads=2, mlp=48, max_seq=24, qk_norm=True
-    ),
+    "cohere": CohereConfig(**GROUPED, qk_norm=True),
     "glm": GLMConfig(
-        vocab=64,
-        embed=32,
-        layers=2,
-        heads=4,
-        kv_heads=2,
-        mlp=48,
-        max_seq=24,
+        **GROUPED,
         head_dim=12,
         rope_dims=6,
     ),
     "glm4": GLM4Config(
-        vocab=64,
-        embed=32,
-        layers=2,
-        heads=4,
-        kv_heads=2,
-        mlp=48,
-        max_seq=24,
+        **GROUPED,
         head_dim=12,
         rope_dims=6,
     ),
-    "opt_350m": OPTConfig(
-        vocab=64, embed=32, layers=2, heads=4, mlp=64, max_seq=24, token_width=20, norm_first=False
-    ),
+    "opt_350m": OPTConfig(**SIZES, mlp=64, max_seq=24, token_width=20, norm_first=False),
     "qwen2_window": Qwen2Config(
-        vocab=64,
-        embed=32,
-        layers=2,
-        heads=4,
-        kv_heads=2,
-        mlp=48,
-        max_seq=24,
+        **GROUPED,
         window=5,
         full_first=1,
     ),
     "llama_linear": LlamaConfig(
-        vocab=64,
-        embed=32,
-        layers=2,
-        heads=4,
-        kv_heads=2,
-        mlp=48,
-        max_seq=24,
+        **GROUPED,
         rope_scaling=LinearScaling(factor=4.0),
     ),
-    "gpt2": GPT2Config(vocab=64, embed=32, layers=2, heads=4, mlp=64, max_seq=24),
-    "opt": OPTConfig(vocab=64, embed=32, layers=2, heads=4, mlp=64, max_seq=24),
-    "bloom": BloomConfig(vocab=64, embed=32, layers=2, heads=4, max_seq=24),
+    "gpt2": GPT2Config(**SIZES, mlp=64, max_seq=24),
+    "opt": OPTConfig(**SIZES, mlp=64, max_seq=24),
+    "bloom": BloomConfig(**SIZES, max_seq=24),
 }
 
 DEAR = ("deepseek_v2", "deepseek_v3")

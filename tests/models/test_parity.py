@@ -219,7 +219,6 @@ def test_every_case_is_here():
 
 @pytest.mark.catches("one-rope-for-all")
 @pytest.mark.catches("logits-without-bound")
-@pytest.mark.catches("norms-of-their-own")
 @pytest.mark.catches("latent-softmax-scale")
 @pytest.mark.catches("chunks-forgotten")
 @pytest.mark.catches("expert-bias-unweighed")

@@ -60,6 +60,7 @@ def wired(wiring, names=("a", "b")):
     return block(X, None, LayerState(index=0, row=0))
 
 
+@pytest.mark.catches("norms-of-their-own")
 @pytest.mark.catches("block-sandwich")
 @pytest.mark.parametrize(
     ("wiring", "truth"),
@@ -69,9 +70,10 @@ def wired(wiring, names=("a", "b")):
         (Wiring(norm_input=False, norm_output=True), lambda x: 3 * (3 * x + 2) + 4),
         (Wiring(norm_input=False, norm_sum=True), lambda x: 2 * (2 * (2 * (2 * x + 1)) + 2)),
         (Wiring(parallel=True), lambda x: x + 2 * x + 1 + 2 * x + 2),
+        (Wiring(parallel=True, shared_norm=True), lambda x: x + 2 * x + 1 + 2 * x + 2),
         (Wiring(scale=0.5), lambda x: 2 * (2 * x + 0.5) + 1),
     ],
-    ids=["pre", "sandwich", "output", "post", "parallel", "scaled"],
+    ids=["pre", "sandwich", "output", "post", "parallel", "one norm", "scaled"],
 )
 def test_norms_stand_where_the_wiring_says(wiring, truth):
     x, _, sums = wired(wiring)
@@ -82,6 +84,8 @@ def test_norms_stand_where_the_wiring_says(wiring, truth):
 def test_refusals_of_a_block():
     with pytest.raises(InputError, match="norm once for each"):
         Wiring(parallel=True, norm_sum=True)
+    with pytest.raises(InputError, match="shared_norm norms the input that parallel sublayers"):
+        Wiring(shared_norm=True)
     block = Block({"a": Adding(1.0, "n"), "b": Adding(1.0, "n")}, Doubling)
     with pytest.raises(InputError, match=r"sublayer 'b' counts \['n'\]"):
         block(X, None, LayerState(index=0, row=0))

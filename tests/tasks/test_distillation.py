@@ -101,6 +101,7 @@ def test_after_its_steps_the_student_learns_from_text_alone():
     assert step.evaluate(state, batch())["divergence"][0] > 0
 
 
+@pytest.mark.catches("divergence-of-bare-products")
 def test_refusals():
     for call, message in (
         (lambda: distillation_loss(temperature=0.0), "temperature"),
@@ -116,6 +117,13 @@ def test_refusals():
 
     step = made(makers={"student": Table, "teacher": Longer})
     with pytest.raises(InputError, match="64 tokens in its vocabulary and the teacher 65"):
+        step(step.init(), batch())
+
+    class Bounded(Table):
+        readout = {"soft_cap": 30.0}
+
+    step = made(makers={"student": Table, "teacher": Bounded})
+    with pytest.raises(InputError, match="models whose logits are capped or have a bias cannot"):
         step(step.init(), batch())
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from colossax.models.cohere.config import CohereConfig
-from colossax.models.conversion import Conversion, Link, setting
+from colossax.models.conversion import Conversion, Link, setting, settings_with
 from colossax.models.llama.convert import IGNORED, LINKS, SETTINGS
 from colossax.models.rope_settings import read_rope, write_rope
 from colossax.models.settings import first_eos
@@ -32,8 +32,8 @@ CONVERSION = Conversion(
     model_type="cohere",
     architecture="CohereForCausalLM",
     config=CohereConfig,
-    settings=(
-        *(one for one in SETTINGS if one.ours not in ("tied", "norm_eps")),
+    settings=settings_with(
+        SETTINGS,
         setting("tied", "tie_word_embeddings", default=True),
         setting("norm_eps", "layer_norm_eps", default=1e-5),
         setting("max_seq", "max_position_embeddings", default=8192),

@@ -3,13 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from colossax.models.conversion import Conversion, link, setting
+from colossax.models.conversion import Conversion, link, setting, settings_with
 from colossax.models.gemma2.config import Gemma2Config
 from colossax.models.llama.convert import IGNORED, LINKS, SETTINGS
 from colossax.models.rope_settings import plain_rope, write_rope
-from colossax.models.settings import every_full, first_eos, per_layer
+from colossax.models.settings import FULL, LOCAL, every_full, first_eos, per_layer, write_kinds
 
-_FULL, _LOCAL = "full_attention", "sliding_attention"
 _MLP_NORM = "post_attention_layernorm"
 
 SANDWICH = (
@@ -25,27 +24,25 @@ SANDWICH = (
 )
 """Those of Gemma 3 too; OLMo 2's, which norms outputs alone."""
 
-GEMMA_SETTINGS = (
-    *SETTINGS,
+GEMMA_SETTINGS = settings_with(
+    SETTINGS,
+    setting("tied", "tie_word_embeddings", default=True),
     setting("head_dim", "head_dim", default=256),
     setting("window", "sliding_window", default=4096),
     setting("score_dim", "query_pre_attn_scalar", default=256),
+    setting("score_cap", "attn_logit_softcapping", default=None),
+    setting("logit_cap", "final_logit_softcapping", default=None),
 )
+"""Those of Gemma 3 too."""
 
 
 def read_full(settings: Mapping[str, Any], usual: int) -> dict[str, int]:
     """Our `full_every`, from a list of layers' types, or a number of older files."""
-    kinds = per_layer(settings, "layer_types", (_LOCAL, _FULL))
+    kinds = per_layer(settings, "layer_types", (LOCAL, FULL))
     if kinds is None:
         return {"full_every": settings.get("sliding_window_pattern", usual)}
-    full = [kind == _FULL for kind in kinds]
-    return {"full_every": every_full("layer_types", full, f"each so many-th as {_FULL!r}")}
-
-
-def write_full(every: int, layers: int) -> dict[str, Any]:
-    """The list of layers' types."""
-    full = [every > 0 and (at + 1) % every == 0 for at in range(layers)]
-    return {"layer_types": [_FULL if one else _LOCAL for one in full]}
+    full = [kind == FULL for kind in kinds]
+    return {"full_every": every_full("layer_types", full, f"each so many-th as {FULL!r}")}
 
 
 def _read(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,7 +52,7 @@ def _read(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _write(config: Gemma2Config) -> dict[str, Any]:
     return {
         **write_rope(config.rope_theta),
-        **write_full(config.full_every, config.layers),
+        "layer_types": write_kinds(config.decoder().sees_all),
         "eos_token_id": config.eos,
     }
 
@@ -64,13 +61,7 @@ CONVERSION = Conversion(
     model_type="gemma2",
     architecture="Gemma2ForCausalLM",
     config=Gemma2Config,
-    settings=(
-        *(one for one in GEMMA_SETTINGS if one.ours != "tied"),
-        setting("tied", "tie_word_embeddings", default=True),
-        setting("max_seq", "max_position_embeddings", default=8192),
-        setting("score_cap", "attn_logit_softcapping", default=None),
-        setting("logit_cap", "final_logit_softcapping", default=None),
-    ),
+    settings=(*GEMMA_SETTINGS, setting("max_seq", "max_position_embeddings", default=8192)),
     fixed={
         "hidden_activation": ("gelu_pytorch_tanh", None),
         "attention_bias": (False,),

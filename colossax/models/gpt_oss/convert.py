@@ -4,17 +4,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from colossax.errors import InputError
-from colossax.models.conversion import Conversion, link, setting
+from colossax.models.conversion import Conversion, link, setting, settings_with
 from colossax.models.expert_links import taught
 from colossax.models.gpt_oss.config import GPTOSSConfig
 from colossax.models.llama.convert import IGNORED, LINKS, SETTINGS
 from colossax.models.rope_settings import read_rope, write_rope
-from colossax.models.settings import checked, every_full, first_eos, per_layer
+from colossax.models.settings import (
+    FULL,
+    LOCAL,
+    checked,
+    every_full,
+    first_eos,
+    per_layer,
+    write_kinds,
+)
 
 _MLP = "model.layers.{layer}.mlp"
 _OURS = "layers/mlp"
 _LOSS = 0.001
-_SLIDING, _FULL = "sliding_attention", "full_attention"
 
 _SCALING = {
     "rope_type": "yarn",
@@ -49,11 +56,11 @@ _LINKS = (
 
 def _read(settings: Mapping[str, Any]) -> dict[str, Any]:
     _check_packing(settings)
-    kinds = per_layer(settings, "layer_types", (_SLIDING, _FULL))
+    kinds = per_layer(settings, "layer_types", (LOCAL, FULL))
     full_every = 2
     if kinds is not None:
-        remedy = f"{_FULL} in each so many-th layer and {_SLIDING} in the others"
-        full_every = every_full("layer_types", [kind == _FULL for kind in kinds], remedy)
+        remedy = f"{FULL} in each so many-th layer and {LOCAL} in the others"
+        full_every = every_full("layer_types", [kind == FULL for kind in kinds], remedy)
     return {
         "full_every": full_every,
         **_rope(settings),
@@ -88,7 +95,7 @@ def _check_packing(settings: Mapping[str, Any]) -> None:
 def _write(config: GPTOSSConfig) -> dict[str, Any]:
     return {
         **write_rope(config.rope_theta, config.rope_scaling),
-        "layer_types": [_FULL if full else _SLIDING for full in config.decoder().sees_all],
+        "layer_types": write_kinds(config.decoder().sees_all),
         "eos_token_id": config.eos,
     }
 
@@ -97,8 +104,8 @@ CONVERSION = Conversion(
     model_type="gpt_oss",
     architecture="GptOssForCausalLM",
     config=GPTOSSConfig,
-    settings=(
-        *(entry for entry in SETTINGS if entry.ours != "norm_eps"),
+    settings=settings_with(
+        SETTINGS,
         setting("norm_eps", "rms_norm_eps", default=1e-5),
         setting("head_dim", "head_dim", default=64),
         setting("max_seq", "max_position_embeddings", default=131_072),

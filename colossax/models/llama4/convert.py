@@ -6,17 +6,17 @@ from typing import Any
 
 from colossax.config import Count, Positive
 from colossax.errors import InputError
-from colossax.models.conversion import Conversion, link, setting
+from colossax.models.conversion import Conversion, link, setting, settings_with
 from colossax.models.llama.convert import IGNORED, LINKS, SETTINGS
 from colossax.models.llama4.config import Llama4Config
 from colossax.models.rope_settings import read_rope, write_rope
-from colossax.models.settings import checked, every_full, first_eos, per_layer
+from colossax.models.settings import FULL, checked, every_full, first_eos, per_layer, write_kinds
 from colossax.nn import QueryGrowth
 
 _MLP = "model.layers.{layer}.feed_forward"
 _OURS = "layers/mlp"
-_CHUNKED, _FULL = "chunked_attention", "full_attention"
-_KINDS = f"a layer without rope and with {_FULL} in each so many-th place"
+_CHUNKED = "chunked_attention"
+_KINDS = f"a layer without rope and with {FULL} in each so many-th place"
 
 _LINKS = (
     link(f"{_MLP}.router.weight", "scores embed", f"{_OURS}/router/w"),
@@ -51,10 +51,10 @@ def _full_every(settings: Mapping[str, Any]) -> int:
         every = checked("no_rope_layer_interval", interval, Count)
     else:
         every = every_full("no_rope_layers", [not one for one in turned], _KINDS)
-    kinds = per_layer(settings, "layer_types", (_CHUNKED, _FULL))
+    kinds = per_layer(settings, "layer_types", (_CHUNKED, FULL))
     if kinds is not None:
         found = [every > 0 and (at + 1) % every == 0 for at in range(len(kinds))]
-        if [kind == _FULL for kind in kinds] != found:
+        if [kind == FULL for kind in kinds] != found:
             raise InputError(
                 "config.json: layer_types apart from no_rope_layers are not supported; only"
                 f" {_KINDS} is"
@@ -91,7 +91,7 @@ def _write(config: Llama4Config) -> dict[str, Any]:
     full, growth = config.decoder().sees_all, config.query_growth
     settings = {
         **write_rope(config.rope_theta, config.rope_scaling),
-        "layer_types": [_FULL if one else _CHUNKED for one in full],
+        "layer_types": write_kinds(full, _CHUNKED),
         "no_rope_layers": [0 if one else 1 for one in full],
         "interleave_moe_layer_step": config.every,
         "moe_layers": list(range(config.every - 1, config.layers, config.every)),
@@ -107,8 +107,8 @@ CONVERSION = Conversion(
     model_type="llama4_text",
     architecture="Llama4ForCausalLM",
     config=Llama4Config,
-    settings=(
-        *(entry for entry in SETTINGS if entry.ours != "norm_eps"),
+    settings=settings_with(
+        SETTINGS,
         setting("norm_eps", "rms_norm_eps", default=1e-5),
         setting("dense_mlp", "intermediate_size_mlp", default=16_384),
         setting("head_dim", "head_dim", default=128),

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from colossax.models.conversion import Conversion, setting
+from colossax.models.conversion import Conversion, setting, settings_with
 from colossax.models.expert_links import expert_links, taught
 from colossax.models.llama.convert import IGNORED, LINKS, SETTINGS
 from colossax.models.mixtral.config import MixtralConfig
@@ -30,8 +30,8 @@ CONVERSION = Conversion(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
     config=MixtralConfig,
-    settings=(
-        *(entry for entry in SETTINGS if entry.ours != "norm_eps"),
+    settings=settings_with(
+        SETTINGS,
         setting("norm_eps", "rms_norm_eps", default=1e-5),
         setting("head_dim", "head_dim", default=None),
         setting("max_seq", "max_position_embeddings", default=131_072),

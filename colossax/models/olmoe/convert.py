@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from colossax.models.conversion import Conversion, setting
+from colossax.models.conversion import Conversion, setting, settings_with
 from colossax.models.expert_links import QWEN_LINKS, taught
 from colossax.models.llama.convert import IGNORED, LINKS, SETTINGS
 from colossax.models.olmoe.config import OLMoEConfig
@@ -35,8 +35,8 @@ CONVERSION = Conversion(
     model_type="olmoe",
     architecture="OlmoeForCausalLM",
     config=OLMoEConfig,
-    settings=(
-        *(entry for entry in SETTINGS if entry.ours != "norm_eps"),
+    settings=settings_with(
+        SETTINGS,
         setting("norm_eps", "rms_norm_eps", default=1e-5),
         setting("experts", "num_experts", "num_local_experts", default=64),
         setting("choices", "num_experts_per_tok", default=8),

@@ -9,9 +9,7 @@ from colossax.models.conversion import Conversion, setting
 from colossax.models.llama.convert import IGNORED, LINKS, SETTINGS
 from colossax.models.qwen2.config import Qwen2Config
 from colossax.models.rope_settings import read_rope, write_rope
-from colossax.models.settings import checked, first_eos, per_layer
-
-_FULL, _LOCAL = "full_attention", "sliding_attention"
+from colossax.models.settings import FULL, LOCAL, checked, first_eos, per_layer, write_kinds
 
 
 def read_window(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -20,15 +18,15 @@ def read_window(settings: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         InputError: Layers that see all keys come after others.
     """
-    kinds = per_layer(settings, "layer_types", (_FULL, _LOCAL))
-    if not settings.get("use_sliding_window") and _LOCAL not in (kinds or ()):
+    kinds = per_layer(settings, "layer_types", (FULL, LOCAL))
+    if not settings.get("use_sliding_window") and LOCAL not in (kinds or ()):
         return {"window": None, "full_first": 0}
     first = checked("max_window_layers", settings.get("max_window_layers", 28), Natural)
     if kinds is not None:
-        first = kinds.index(_LOCAL) if _LOCAL in kinds else len(kinds)
-        if _FULL in kinds[first:]:
+        first = kinds.index(LOCAL) if LOCAL in kinds else len(kinds)
+        if FULL in kinds[first:]:
             raise InputError(
-                f"config.json: layer_types with {_FULL!r} after {_LOCAL!r} are not supported; only"
+                f"config.json: layer_types with {FULL!r} after {LOCAL!r} are not supported; only"
                 " first layers that see all keys are"
             )
     window = checked("sliding_window", settings.get("sliding_window", 4096), Count | None)
@@ -38,13 +36,12 @@ def read_window(settings: Mapping[str, Any]) -> dict[str, Any]:
 def write_window(config: Any) -> dict[str, Any]:
     """What the files say of it."""
     if config.window is None:
-        return {"use_sliding_window": False, "layer_types": [_FULL] * config.layers}
-    first = min(config.full_first, config.layers)
+        return {"use_sliding_window": False, "layer_types": [FULL] * config.layers}
     return {
         "use_sliding_window": True,
         "sliding_window": config.window,
         "max_window_layers": config.full_first,
-        "layer_types": [_FULL] * first + [_LOCAL] * (config.layers - first),
+        "layer_types": write_kinds(config.decoder().sees_all),
     }
 
 

@@ -3,12 +3,17 @@
 from collections.abc import Mapping
 from typing import Any
 
-from colossax.models.conversion import Conversion, setting
+from colossax.models.conversion import Conversion, setting, settings_with
 from colossax.models.llama.convert import IGNORED, LINKS, SETTINGS
 from colossax.models.rope_settings import read_rope, write_rope
-from colossax.models.settings import every_full, first_eos, per_layer, unsupported_window
+from colossax.models.settings import (
+    every_full,
+    first_eos,
+    per_layer,
+    unsupported_window,
+    write_kinds,
+)
 from colossax.models.smollm3.config import SmolLM3Config
-from colossax.nn import every
 
 
 def _read(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -26,12 +31,12 @@ def _read(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write(config: SmolLM3Config) -> dict[str, Any]:
-    nope = every(config.nope_every, config.layers)
+    nope = config.decoder().sees_all
     return {
         **write_rope(config.rope_theta, config.rope_scaling),
-        "no_rope_layers": [int(at not in nope) for at in range(config.layers)],
+        "no_rope_layers": [int(not without) for without in nope],
         "no_rope_layer_interval": config.nope_every,
-        "layer_types": ["full_attention"] * config.layers,
+        "layer_types": write_kinds([True] * config.layers),
         "eos_token_id": config.eos,
         "pad_token_id": None,
     }
@@ -41,8 +46,8 @@ CONVERSION = Conversion(
     model_type="smollm3",
     architecture="SmolLM3ForCausalLM",
     config=SmolLM3Config,
-    settings=(
-        *(one for one in SETTINGS if one.ours != "tied"),
+    settings=settings_with(
+        SETTINGS,
         setting("tied", "tie_word_embeddings", default=True),
         setting("max_seq", "max_position_embeddings", default=32_768),
         setting("attention_bias", "attention_bias", default=False),

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from colossax.models.conversion import Conversion, link, setting
+from colossax.models.conversion import Conversion, link, setting, settings_with
 from colossax.models.llama.convert import IGNORED, LINKS, SETTINGS
 from colossax.models.rope_settings import read_rope, write_rope
 from colossax.models.settings import first_eos
@@ -29,8 +29,8 @@ CONVERSION = Conversion(
     model_type="starcoder2",
     architecture="Starcoder2ForCausalLM",
     config=StarCoder2Config,
-    settings=(
-        *(one for one in SETTINGS if one.ours not in ("tied", "norm_eps")),
+    settings=settings_with(
+        SETTINGS,
         setting("tied", "tie_word_embeddings", default=True),
         setting("norm_eps", "norm_epsilon", default=1e-5),
         setting("max_seq", "max_position_embeddings", default=4096),

@@ -23,6 +23,8 @@ GATED_ACTIVATIONS = ("clamped_swiglu",)
 """Those that are no function of the gate times the other input."""
 
 
+_QK_NORMS = ("qk_norm", "qk_norm_whole", "qk_norm_layer")
+
 NORMS = {
     "input": "of what a sublayer reads (pre-norm)",
     "output": "of what it gives, before that is added",
@@ -170,10 +172,26 @@ class DecoderConfig:
         if self.norms not in NORMS:
             raise InputError(f"model: norms '{self.norms}' is unknown{nearest(self.norms, NORMS)}")
         self._check_wiring()
+        self._check_ropes()
+
+    def _check_ropes(self) -> None:
         for rope in filter(None, (self.rope, self.local_rope)):
             rope.turned(self.rope_dim)
+        if self.local_rope is not None and self.rope is None:
+            raise InputError(
+                "model.local_rope: it is in place of rope in some layers, and there is none; give"
+                " rope, or leave it out"
+            )
 
     def _check_wiring(self) -> None:
+        if self.norm_from_one and self.norm != "rms":
+            raise InputError(
+                f"model.norm_from_one: norm is '{self.norm}', whose scale is its parameter; give"
+                " norm 'rms', or leave it out"
+            )
+        several = [name for name in _QK_NORMS if getattr(self, name)]
+        if len(several) > 1:
+            raise InputError(f"model: {' and '.join(several)} norm the same; give one of them")
         if self.shared_norm and not (self.parallel and self.norms == "input"):
             raise InputError(
                 "model.shared_norm: attention and MLP have one norm where both read it; give"
@@ -199,15 +217,16 @@ class DecoderConfig:
                 f"model.head_dim: found {self.head_dim}, and latent attention has nope_dim +"
                 f" rope_dim = {self.latent.head_dim}; give that"
             )
-        names = ("qkv_bias", "out_bias", "qk_norm", "alibi", "window")
+        names = ("qkv_bias", "out_bias", *_QK_NORMS, "alibi", "window")
+        names += ("score_scale", "score_cap", "local_rope")
         found = [name for name in names if getattr(self, name)]
         if self.kv_heads != self.heads:
             found.append("kv_heads")
         if found or self.rope is None:
             raise InputError(
                 f"model.latent: latent attention goes with {', '.join(found) or 'no rope'} in no"
-                " model here; leave biases, qk_norm, alibi and window out, and give rope and as"
-                " many kv_heads as heads"
+                " model here; leave biases, norms of queries and keys, alibi, window, scores and"
+                " local_rope out, and give rope and as many kv_heads as heads"
             )
 
     @property
@@ -229,15 +248,15 @@ class DecoderConfig:
     def layer_kinds(self) -> tuple[str, ...]:
         """The kind of each layer; none where all are of one.
 
-        `local` or `full` where they see other keys, `rope` or `nope` where they differ in that
-        alone, `MixtureConfig.kinds` where they have other experts, or both: `full_dense`.
+        `local` or `full` where they see other keys or have another rope, `rope` or `nope` where
+        some have none, `MixtureConfig.kinds` where they have other experts, or both: `full_dense`.
         """
         mixed = ("dense",) * self.layers
         if self.mixture is not None:
             mixed = self.mixture.kinds(self.layers)
-        near = self.window is not None or self.chunk is not None
+        near = (self.window, self.chunk, self.local_rope) != (None, None, None)
         names = ("local", "full") if near else ("rope", "nope")
-        if not near and self.full_rope and self.local_rope is None:
+        if not near and self.full_rope:
             names = ("full", "full")
         seen = tuple(names[full] for full in self.sees_all)
         told = [names for names in (seen, mixed) if len(set(names)) > 1]
@@ -303,12 +322,13 @@ class DecoderConfig:
             )
         from colossax.nn.attention import AttentionShape  # JAX, which sizes do without
 
+        turned = self.rope if full or self.local_rope is None else self.local_rope
         own = {
             "window": None if full else self.sides,
             "chunk": None if full else self.chunk,
             "turned": self.rope is not None and (self.full_rope or not full),
             "local_rope": self.local_rope is not None and not full,
-            "interleaved": self.rope is not None and self.rope.interleaved,
+            "interleaved": turned is not None and turned.interleaved,
         }
         names = {f.name for f in dataclasses.fields(AttentionShape)} - own.keys()
         return AttentionShape(**{n: getattr(self, n) for n in names}, **own)

@@ -92,9 +92,9 @@ class YarnScaling:
 class DynamicScaling:
     """A base that grows with the sequence beyond `original_max_positions` (dynamic NTK).
 
-    The base is `theta (factor n / m - factor + 1)^(d / (d - 2))` for rows of n > m tokens, d the
-    dims that turn. n is the highest position of a row plus 1; while tokens are generated, that so
-    far.
+    The base is `theta (factor n / m - factor + 1)^(d / (d - 2))` for documents of n > m tokens, d
+    the dims that turn. n is the highest position of a document plus 1; while tokens are generated,
+    that so far.
 
     Attributes:
         factor: How fast it grows.
@@ -117,10 +117,10 @@ class DynamicScaling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LongScaling:
-    """A divisor for each frequency, of two lists: for short rows and for long ones (LongRoPE).
+    """A divisor for each frequency, of two lists: for short documents and for long (LongRoPE).
 
     Attributes:
-        short: `[dims / 2]`, for rows of up to `original_max_positions` tokens.
+        short: `[dims / 2]`, for documents of up to `original_max_positions` tokens.
         long: For longer ones; where tokens are generated, from the one on that makes it longer.
         original_max_positions: Of the model before it was stretched.
         magnitude: Cosines and sines are multiplied by it.
@@ -144,7 +144,7 @@ class LongScaling:
                 )
         if len(self.short) != len(self.long):
             raise InputError(
-                f"model.rope_scaling: {len(self.short)} divisors for short rows and"
+                f"model.rope_scaling: {len(self.short)} divisors for short documents and"
                 f" {len(self.long)} for long ones; give as many of each"
             )
 
@@ -218,18 +218,29 @@ class RopeConfig:
             fields[_SCALINGS[type(scaling)]] = scaling
         return cls(theta=theta, **fields)
 
+    @property
+    def stretched_from(self) -> int | None:
+        """Tokens of a document above which frequencies depend on its length; None: they do not."""
+        scaling = self.dynamic or self.long
+        return None if scaling is None else scaling.original_max_positions
+
     def turned(self, head_dim: int) -> int:
         """How many of so many dims turn.
 
         Raises:
-            InputError: Not all that `dims` says are there, they are odd, or a list of divisors has
-                another length.
+            InputError: Not all that `dims` says are there, they are odd or too few, or a list of
+                divisors has another length.
         """
         dims = self.dims or head_dim
         if dims > head_dim or dims % 2:
             raise InputError(
                 f"model.rope: rope turns pairs of a head's dims, and {dims} of head_dim {head_dim}"
                 " are to turn; choose an even number of them"
+            )
+        if self.dynamic is not None and dims < 4:
+            raise InputError(
+                "model.rope_scaling: a base that grows with the length needs two frequencies or"
+                f" more, and {dims} dims turn; let 4 or more"
             )
         if self.long is not None and len(self.long.short) != dims // 2:
             raise InputError(

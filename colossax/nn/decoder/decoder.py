@@ -16,7 +16,7 @@ from colossax.nn.config import DecoderConfig
 from colossax.nn.decoder.layers import Layers, decoder_layers, make_norm
 from colossax.nn.layers import Embedding, LayerNorm, Linear
 from colossax.nn.module import param
-from colossax.nn.rope import rope_tables
+from colossax.nn.rope import document_lengths, rope_tables
 from colossax.nn.stack.stack import LayerStack, StackOutput
 from colossax.pallas.attention import Mask
 from colossax.sharding import (
@@ -138,7 +138,7 @@ class Decoder(nnx.Module):
         side = Side(
             masks=self._masks(mask, sights, segments, positions, x),
             sights=tuple(sights),
-            **self._ropes(positions),
+            **self._ropes(positions, segments),
             positions=self._asked(positions),
             **self._routed(x, segments, tokens, key),
         )
@@ -153,7 +153,7 @@ class Decoder(nnx.Module):
         Prompt chunks and single next tokens look alike: each token says where it belongs.
         """
         positions = flat.position[None]
-        ropes = self._ropes(positions, _lengths(flat))
+        ropes = self._ropes(positions, flat.seat[None])
         side = Side(flat=flat, positions=self._asked(positions), **ropes)
         if self.config.mixture is not None:
             side = dataclasses.replace(side, valid=flat.seat[None] >= 0, token_ids=tokens[None])
@@ -272,13 +272,17 @@ class Decoder(nnx.Module):
         """The positions, where layers ask for them."""
         return None if self.config.query_growth is None else positions
 
-    def _ropes(self, positions: Int[Array, "b s"], lengths: Any = None) -> dict[str, Any]:
+    def _ropes(self, positions: Int[Array, "b s"], documents: Any) -> dict[str, Any]:
         """Tables of the rotary embeddings that layers have, by their names in `Side`."""
-        ropes = {"rope": self.config.rope, "local_rope": self.config.local_rope}
+        given = {"rope": self.config.rope, "local_rope": self.config.local_rope}
+        ropes = {name: rope for name, rope in given.items() if rope is not None}
+        lengths = None
+        if any(rope.stretched_from is not None for rope in ropes.values()):
+            documents = _whole_rows(positions) if documents is None else documents
+            lengths = document_lengths(documents, positions)
         return {
             name: rope_tables(positions, rope, self.config.rope_dim, lengths)
             for name, rope in ropes.items()
-            if rope is not None
         }
 
     def _check_length(self, length: int) -> None:
@@ -310,10 +314,11 @@ def _projections(config: DecoderConfig, rngs: nnx.Rngs) -> tuple[Linear | None, 
     return into, out_of
 
 
-def _lengths(flat: FlatTokens) -> Int[Array, "1 t"]:
-    """Of each token, how long its sequence is with the last of those given."""
-    same = flat.seat[:, None] == flat.seat[None]
-    return jnp.max(jnp.where(same, flat.position[None], -1), axis=1)[None] + 1
+def _whole_rows(positions: Int[Array, "b s"]) -> Int[Array, "b s"]:
+    """Documents of rows that are one each; what rows are filled up with is none."""
+    order, length = current_order(), positions.shape[1]
+    filled = order.indices(length) >= length - order.padding
+    return jnp.broadcast_to(jnp.asarray(filled, jnp.int32), positions.shape)
 
 
 def _packed(segments: Any) -> dict[str, Any]:
