@@ -21,6 +21,7 @@ from colossax.errors import CheckpointError, InputError, WeightsError
 from colossax.models import config_from_json, maker
 from colossax.models.hf import export_checkpoint, import_checkpoint, read_params
 from colossax.nn import describe
+from tests.cases import quick_first
 from tests.models.synthetic import sparse_folder
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -56,7 +57,7 @@ def round_trip(source, tmp_path, **options):
     return tmp_path / "export"
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", quick_first(CASES, 3))
 def test_there_and_back(case, tmp_path):
     out = round_trip(GOLDEN / case, tmp_path)
     assert_same_weights(weights(out), weights(GOLDEN / case))

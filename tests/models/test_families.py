@@ -214,7 +214,11 @@ TINY = {
     "bloom": BloomConfig(**SIZES, max_seq=24),
 }
 
-DEAR = ("deepseek_v2", "deepseek_v3")
+DEAR = (
+    *("deepseek_v2", "deepseek_v3", "gemma2", "olmo2", "smollm3", "starcoder2", "phi3", "gpt_neox"),
+    *("falcon", "falcon_alibi", "glm", "glm4", "qwen2_window", "llama_linear"),
+)
+"""Whose parts are in the core by other families."""
 
 
 @pytest.mark.parametrize(
