@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from colossax.config import LossScale
 from colossax.optim import steps_of
 from colossax.step.gathering import accepted
+from colossax.step.gradients.loss_scale import LOSS_SCALE, next_scale, scale_in
 from colossax.step.gradients.method import GradientMethod, Gradients
 from colossax.step.microbatches import Microbatches
 from colossax.step.trainable import by_own_rules, chosen, joined, split
@@ -109,10 +111,9 @@ class WholeRule:
 
     def updated(self, state: TrainState, gradients: Gradients) -> Updated:
         """The state after these gradients of the whole batch."""
-        grads, norm, finite = gradients.grads, gradients.norm, gradients.finite
-        if self._clip_norm is not None:
-            scale = jnp.minimum(1.0, self._clip_norm / jnp.maximum(norm, 1e-12))
-            grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
+        grads, finite = gradients.grads, gradients.finite
+        if (factor := gradients.factor(self._clip_norm)) is not None:
+            grads = jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads)
         params, others = split(state["params"], self._optimised)
         grads = jax.tree.map(lambda keep, g: g if keep else None, self._optimised, grads)
         steps, opt_state = steps_of(
@@ -132,7 +133,10 @@ class WholeRule:
 
 
 def concluded(
-    after_step: Callable | None, state: TrainState, updated: Updated
+    after_step: Callable | None,
+    state: TrainState,
+    updated: Updated,
+    loss_scale: LossScale,
 ) -> tuple[TrainState, Metrics]:
     """The whole state after a step, and its metrics.
 
@@ -140,6 +144,7 @@ def concluded(
         after_step: See `StepOptions`.
         state: Before it.
         updated: What the updater gave.
+        loss_scale: How that of the state changes, where it has one.
     """
     gradients, finite = updated.gradients, updated.finite
     variables = state["variables"]
@@ -163,4 +168,7 @@ def concluded(
         "rng": state["rng"],
         "skipped": skipped,
     }
+    if LOSS_SCALE in state:
+        metrics[LOSS_SCALE] = scale_in(state)
+        new[LOSS_SCALE] = next_scale(loss_scale, state[LOSS_SCALE], gradients.loss, finite)
     return new, metrics

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from colossax.layerwise import Key, Stacks, Stream, added, nothing, running
 from colossax.offload import fetch, store
 from colossax.step.gradients.accumulate import objective
-from colossax.step.gradients.method import Gradients
+from colossax.step.gradients.method import Gradients, clipped
 from colossax.step.microbatches import Microbatches
 from colossax.step.offloaded.parameter_groups import Part, Update
 from colossax.typing import Batch
@@ -169,7 +169,7 @@ class _Pass:
                 params = job.streaming.params(job.leaves, stacks, rest)
                 result = job.streaming.call(params, self._microbatch, job.variables, self._key)
             stream.check()
-            loss, sums = objective(*result, job.micro.term_weights)
+            loss, sums = objective(*result, job.micro.weighing)
             # Layers are updated before anything else can tell that they should not be.
             sound = jnp.isfinite(jax.lax.stop_gradient(loss))
             return loss * jnp.where(sound, 1.0, jnp.nan), sums
@@ -197,12 +197,10 @@ def _total(job: Job, before: Gradients | None, last: Gradients) -> Gradients:
     """Of all microbatches, the last one's after the others', with the norm of all gradients."""
     total = last if before is None else _added(before, last)
     return dataclasses.replace(
-        total, square_norm=total.square_norm + job.streaming.rest.squares(total.grads)
+        total,
+        square_norm=total.square_norm + job.streaming.rest.squares(total.grads),
+        loss_scale=job.micro.weighing.loss_scale,
     )
-
-
-def _scale(norm: Float[Array, ""], max_norm: float) -> Float[Array, ""]:
-    return jnp.minimum(1.0, max_norm / jnp.maximum(norm, 1e-12))
 
 
 def _merged(one: Stacks, other: Stacks) -> Stacks:
@@ -250,7 +248,7 @@ def _updating(
     grads = _total_gradient(part, i, stacks, drow)
     square = part.squares(grads)
     if clip_layer is not None:
-        update = dataclasses.replace(update, scale=_scale(jnp.sqrt(square), clip_layer))
+        update = dataclasses.replace(update, scale=clipped(jnp.sqrt(square), clip_layer))
     update = dataclasses.replace(update, ok=update.ok & jnp.isfinite(square))
     state = fetch(stacks.state, i, stacked=part.stacked)
     moved, new_state, _ = part.update(part.pick(row), state, grads, update)
@@ -308,8 +306,7 @@ def given_gradients(streaming: "Streaming", stacks: dict[Key, Stacks], gradients
 
 
 def _scaling(streaming: "Streaming", gradients: Gradients) -> tuple[Any, Array]:
-    max_norm = streaming.clip_norm
-    return None if max_norm is None else _scale(gradients.norm, max_norm), gradients.finite
+    return gradients.factor(streaming.clip_norm), gradients.finite
 
 
 def _at_once(job: Job, stacks: dict[Key, Stacks], shared: list[Array]) -> Any:
@@ -323,11 +320,7 @@ def _at_once(job: Job, stacks: dict[Key, Stacks], shared: list[Array]) -> Any:
     update = Update(shared=shared, scale=None, ok=sound)
     moving, fixed = _divided(stacks, "params", "state")
     stacks, gradients = job.on_last(visit, moving, fixed, update, before)
-    scale = (
-        None
-        if max_norm is None
-        else _scale(jnp.sqrt(job.streaming.rest.squares(gradients.grads)), max_norm)
-    )
+    scale = clipped(jnp.sqrt(job.streaming.rest.squares(gradients.grads)), max_norm)
     return stacks, gradients, scale, gradients.finite
 
 
@@ -363,11 +356,14 @@ def _speculating(job: Job, stacks: dict[Key, Stacks], shared: list[Array]) -> An
         new, gradients = once(new, scale, ok)
         return turn + 1, new, gradients, *job.scale(gradients)
 
+    loss_scale = job.micro.weighing.loss_scale
+    unclipped = jnp.float32(1) if loss_scale is None else 1.0 / loss_scale
+
     def again(loop: Any) -> Array:
         turn, _, _, scale, ok = loop
-        return (turn == 0) | ((turn == 1) & ((scale < 1) | ~ok))
+        return (turn == 0) | ((turn == 1) & ((scale < unclipped) | ~ok))
 
-    first = (jnp.int32(0), start, zeros, jnp.float32(1), jnp.bool(True))
+    first = (jnp.int32(0), start, zeros, unclipped, jnp.bool(True))
     _, new, gradients, scale, ok = jax.lax.while_loop(again, body, first)
     changed = {key: Stacks(params=each.new[0], state=each.new[1]) for key, each in new.items()}
     return changed, gradients, scale, ok

@@ -159,7 +159,15 @@ class Streaming:
         self._shared = [j for j, owner in enumerate(owners) if owner == SHARED]
         away = {j for each in self.parts.values() if each.on_disk for j in each.slots}
         self._present = [j for j in range(len(owners)) if j not in away]
-        self.clipping = "none" if clip_norm is None else bound.plan.offload.clipping
+        self._scaled = bound.plan.precision.scales_loss
+        self.clipping = bound.plan.offload.clipping
+        if self._scaled and self.clipping == "layer":
+            raise PlanError(
+                "plan.offload.clipping 'layer': that a gradient overflows float16 would be known"
+                " when the layers above it have moved; give stack, or compute in bfloat16"
+            )
+        if clip_norm is None and not self._scaled:
+            self.clipping = "none"
         if method is not None:
             self.clipping = "known"
         if self.later:
@@ -248,7 +256,7 @@ class Streaming:
         if not self.later:
             return None
         shared = [replicated for _ in self._shared]
-        scale = None if self.clip_norm is None else replicated
+        scale = replicated if self._scaled or self.clip_norm is not None else None
         return Pending(
             grads={key: part.gradient_shardings() for key, part in self.later.items()},
             update=Update(shared=shared, scale=scale, ok=replicated),
