@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from colossax.config import LossScale
-from colossax.optim import steps_of
+from colossax.config import BoundPlan, LossScale
+from colossax.optim import applied, rounding_key, steps_of
+from colossax.sharding import current
 from colossax.step.gathering import accepted
 from colossax.step.gradients.loss_scale import LOSS_SCALE, next_scale, scale_in
 from colossax.step.gradients.method import GradientMethod, Gradients
@@ -120,7 +121,8 @@ class WholeRule:
             self._optimizer, grads, state["opt_state"], params, loss=gradients.loss
         )
         others = by_own_rules(self._infos, others, gradients.grads)
-        new = joined(optax.apply_updates(params, steps), others)
+        moving = chosen(self._infos, self._optimised)
+        new = joined(applied(moving, params, steps, rounding_of(current(), state)), others)
         new = accepted(self._infos, finite, new, state["params"])
         keep = functools.partial(jnp.where, finite)
         opt_state = jax.tree.map(keep, opt_state, state["opt_state"])
@@ -130,6 +132,13 @@ class WholeRule:
         """See `Updater`."""
         init = jax.jit(self._optimizer.init, out_shardings=shardings)
         return init(chosen(params, self._optimised))
+
+
+def rounding_of(bound: BoundPlan | None, state: TrainState) -> Any:
+    """What new parameters are rounded by at random; None where the plan wants the nearest."""
+    if bound is None or bound.plan.precision.rounding == "nearest":
+        return None
+    return rounding_key(state["step"], state["rng"])
 
 
 def concluded(

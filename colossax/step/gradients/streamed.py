@@ -251,7 +251,7 @@ def _updating(
         update = dataclasses.replace(update, scale=clipped(jnp.sqrt(square), clip_layer))
     update = dataclasses.replace(update, ok=update.ok & jnp.isfinite(square))
     state = fetch(stacks.state, i, stacked=part.stacked)
-    moved, new_state, _ = part.update(part.pick(row), state, grads, update)
+    moved, new_state, _ = part.update(part.pick(row), state, grads, update, i)
     if stacks.new is None:
         params = part.stored(stacks.params, moved, i)
         state = store(stacks.state, new_state, i, stacked=part.stacked)
@@ -275,13 +275,13 @@ def gathered(job: Job, stacks: dict[Key, Stacks]) -> tuple[dict[Key, Stacks], Gr
     return stacks, _total(job, None, gradients)
 
 
-def known_norm(job: Job, stacks: dict[Key, Stacks], shared: list[Array]) -> Any:
+def known_norm(job: Job, stacks: dict[Key, Stacks], plain: Update) -> Any:
     """All gradients are kept until their norm is known."""
     stacks, gradients = gathered(job, stacks)
     return stacks, gradients, *job.scale(gradients)
 
 
-def known_gradients(job: Job, stacks: dict[Key, Stacks], shared: list[Array]) -> Any:
+def known_gradients(job: Job, stacks: dict[Key, Stacks], plain: Update) -> Any:
     """All gradients are there, made by a method of their own."""
     assert job.streaming.method is not None
     gradients = job.streaming.method(job.params, job.variables, job.micro)
@@ -309,7 +309,7 @@ def _scaling(streaming: "Streaming", gradients: Gradients) -> tuple[Any, Array]:
     return gradients.factor(streaming.clip_norm), gradients.finite
 
 
-def _at_once(job: Job, stacks: dict[Key, Stacks], shared: list[Array]) -> Any:
+def _at_once(job: Job, stacks: dict[Key, Stacks], plain: Update) -> Any:
     """One pass, each layer updated with its gradient as it is, or scaled by its own norm."""
     stacks, before = job.before_last(stacks)
     max_norm = job.streaming.clip_norm
@@ -317,14 +317,14 @@ def _at_once(job: Job, stacks: dict[Key, Stacks], shared: list[Array]) -> Any:
     sound = jnp.bool(True)
     if before is not None:
         sound = jnp.isfinite(before.loss) & jnp.isfinite(before.square_norm)
-    update = Update(shared=shared, scale=None, ok=sound)
+    update = dataclasses.replace(plain, ok=sound)
     moving, fixed = _divided(stacks, "params", "state")
     stacks, gradients = job.on_last(visit, moving, fixed, update, before)
     scale = clipped(jnp.sqrt(job.streaming.rest.squares(gradients.grads)), max_norm)
     return stacks, gradients, scale, gradients.finite
 
 
-def _two_passes(job: Job, stacks: dict[Key, Stacks], shared: list[Array]) -> Any:
+def _two_passes(job: Job, stacks: dict[Key, Stacks], plain: Update) -> Any:
     """One backward pass for the norm, and one that updates."""
     stacks, before = job.before_last(stacks)
     both = _Pass(job, *_divided(stacks, "params", "state"), *job.micro.last)
@@ -332,19 +332,19 @@ def _two_passes(job: Job, stacks: dict[Key, Stacks], shared: list[Array]) -> Any
     _, gradients = both.backward(measure, None, changing=())
     scale, ok = job.scale(_total(job, before, gradients))
     visit = functools.partial(_updating, job.streaming.parts, None)
-    update = Update(shared=shared, scale=scale, ok=ok)
+    update = dataclasses.replace(plain, scale=scale, ok=ok)
     stacks, gradients = both.backward(visit, update)
     return stacks, _total(job, before, gradients), scale, ok
 
 
-def _speculating(job: Job, stacks: dict[Key, Stacks], shared: list[Array]) -> Any:
+def _speculating(job: Job, stacks: dict[Key, Stacks], plain: Update) -> Any:
     """One pass into a second copy; a second one from the first copy if gradients must be scaled."""
     stacks, before = job.before_last(stacks)
     visit = functools.partial(_updating, job.streaming.parts, None)
     parts = job.streaming.parts
 
     def once(new: dict[Key, Stacks], scale: Array, ok: Array) -> Any:
-        update = Update(shared=shared, scale=scale, ok=ok)
+        update = dataclasses.replace(plain, scale=scale, ok=ok)
         return job.on_last(visit, new, stacks, update, before)
 
     start = {key: Stacks(new=part.copies(stacks[key])) for key, part in parts.items()}
