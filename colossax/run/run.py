@@ -273,7 +273,7 @@ class Loop:
             self.last = self.meter.recalled(step, numbers)
             self._hooks.record(self.last)
         self.meter.skipped_in_a_row = left.skipped_in_a_row
-        self.meter.not_finite_in_a_row = left.not_finite_in_a_row
+        self.meter.not_finite_in_a_row = left.skipped_in_a_row - left.overflows_in_a_row
         due = self._due(self._schedule.validate_every, start)
         if due and not self.evaluated and not self.hopeless:
             self._validate(state, start)

@@ -24,15 +24,15 @@ class Unfinished:
         last: The record of the last step that has one.
         evaluated: What is recorded of its evaluation; empty where nothing is.
         skipped_in_a_row: Steps that were skipped up to it.
-        not_finite_in_a_row: Likewise, but for those of which a lower scale of the loss is the cure;
-            the file does not know the scale of steps that are in no record, which count.
+        overflows_in_a_row: Of these, those of which a lower scale of the loss is the cure; the file
+            does not know the scale of steps that are in no record, which are none of them.
     """
 
     metrics: Mapping[int, Mapping[str, float]]
     last: Record | None = None
     evaluated: Mapping[str, float] = dataclasses.field(default_factory=dict)
     skipped_in_a_row: int = 0
-    not_finite_in_a_row: int = 0
+    overflows_in_a_row: int = 0
 
 
 def unfinished(
@@ -61,5 +61,5 @@ def unfinished(
             name: value for row in evaluations for name, value in row.items() if name != "step"
         },
         skipped_in_a_row=len(skipped),
-        not_finite_in_a_row=sum(not overflowed(row, least_scale) for _, row in skipped),
+        overflows_in_a_row=sum(overflowed(row, least_scale) for _, row in skipped),
     )

@@ -15,13 +15,15 @@ from tests.step.test_loss_scale import by_path
 from tests.step.test_step import CONFIG, text_batch
 
 AT_RANDOM = Precision(params="bfloat16", rounding="stochastic")
+RATE = 1e-3
+
 HOSTED = (Segment(offload="parameters+optimizer", remat="full"),)
 
 
 def made(mesh, precision=AT_RANDOM, **plan):
     step = build_step(
         maker(CONFIG),
-        adamw(1e-3),
+        adamw(RATE),
         next_token_loss(),
         Plan(mesh=mesh, precision=precision, **plan),
         devices=jax.devices()[: int(np.prod(list(mesh.values())))],
@@ -31,10 +33,10 @@ def made(mesh, precision=AT_RANDOM, **plan):
 
 
 def moved(step):
-    """Bits of the parameters after a step, by path."""
+    """Parameters after a step, by path."""
     state, _ = step(fresh_state(CONFIG, step), text_batch())
     found = by_path(step.spec.infos, state["params"])
-    return {path: leaf.view(np.uint16).astype(np.int32) for path, leaf in found.items()}
+    return {path: leaf.astype(np.float32) for path, leaf in found.items()}
 
 
 PLANS = {
@@ -53,13 +55,17 @@ PLANS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLANS)
 def test_any_plan_rounds_as_one_device(name):
-    """Sums of gradients may differ in their last bit, which one of 2^16 roundings sees."""
+    """Sums of gradients may differ in their last bit: of 2^16 roundings about one sees it.
+
+    A gradient that is nothing but rounding may turn around, and with it a first step of Adam.
+    """
     mesh, plan = PLANS[name]
     want, found = moved(made({"fsdp": 1})), moved(made(mesh, **plan))
     count = sum(leaf.size for leaf in want.values())
-    differ = {path: np.abs(found[path] - want[path]) for path in want}
-    assert all(np.all(each <= 1) for each in differ.values())
-    assert sum(np.sum(each) for each in differ.values()) < 0.005 * count
+    for path, leaf in want.items():
+        within = 2 * RATE + 2.0**-7 * np.abs(leaf)
+        assert np.all(np.abs(found[path] - leaf) <= within), path
+    assert sum(np.sum(found[path] != want[path]) for path in want) < 0.005 * count
 
 
 @pytest.mark.sweep
