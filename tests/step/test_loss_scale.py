@@ -165,7 +165,6 @@ def decisions(found):
 
 
 @pytest.mark.catches("overflow-is-applied")
-@pytest.mark.catches("gradients-stay-scaled-in-the-update")
 def test_a_step_that_overflows_changes_the_scale_alone():
     found, state, _ = overflowing({"fsdp": 1})
     assert decisions(found) == DECISIONS
@@ -280,6 +279,7 @@ def test_a_parameter_with_a_rule_of_its_own_gets_what_its_type_gives():
     np.testing.assert_allclose(peaks(state), want, rtol=1e-2)
 
 
+@pytest.mark.catches("gradients-stay-scaled-in-the-update")
 def test_optimizers_of_optax_get_gradients_without_a_scale():
     given = []
 
