@@ -19,7 +19,8 @@ Batch = dict[str, Any]
 """Named arrays of one global batch; for text see `TEXT_BATCH_DIMS`."""
 
 TrainState = dict[str, Any]
-"""`step params opt_state variables rng skipped`, plain dicts of arrays."""
+"""`step params opt_state variables rng skipped`, plain dicts of arrays; `loss_scale` too where the
+plan scales the loss."""
 
 Metrics = dict[str, jax.Array]
 """Float32 scalars of one step, still on the device."""

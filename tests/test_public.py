@@ -16,7 +16,7 @@ NAMES = {
     "colossax.config": (
         "AttentionConfig BatchConfig Bound BoundPlan ExpertRates ExpertsConfig FrozenDict "
         "GREEDY_OR_MORE "
-        "GROUP_AXES HOST_KINDS LOGICAL_DIMS LossConfig MESH_AXES MeshAxis OffloadConfig "
+        "GROUP_AXES HOST_KINDS LOGICAL_DIMS LossConfig LossScale MESH_AXES MeshAxis OffloadConfig "
         "PIPELINED_OPTION PRESETS PipelineConfig Placement Plan Precision RING_AXES Rules "
         "SAVEABLE SEQUENCE_AXES SHARES STATE_KINDS Segment above at_least bind bound_of "
         "cache_folder check_text check_types from_json misspelt nearest preset to_json user_path "
@@ -77,8 +77,8 @@ NAMES = {
     ),
     "colossax.offload.disk": "RING RecordLayout RecordStore disk_bytes",
     "colossax.optim": (
-        "ByModel adamw constant decay_mask decays inverse_sqrt is_layerwise lamb lars "
-        "layerwise linear map_moments sgd steps_of stochastic_round transformation "
+        "ByModel adamw applied constant decay_mask decays inverse_sqrt is_layerwise lamb lars "
+        "layerwise linear map_moments rounding_key sgd steps_of stochastic_round transformation "
         "warmup_cosine wsd"
     ),
     "colossax.aot": (

@@ -137,6 +137,14 @@ class Checkpointer:
         reading.check_same_model(folder, slots, exact=exact, convert=convert, whole=whole)
         return reading.read_arrays(folder, wants)
 
+    def holds_record(self, step: int | None, name: str) -> bool:
+        """Whether a step has an array of this name; the latest, if `step` is None.
+
+        Raises:
+            CheckpointError: There is no such step.
+        """
+        return name in StepFolder(self.directory, step).manifest.records
+
     def last_error(self) -> CheckpointError | None:
         """The failure of a save that has not been handed out yet; does not wait for a save."""
         if self._committer is not None and self._committer.failed:

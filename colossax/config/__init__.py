@@ -41,13 +41,14 @@ from .parts import AttentionConfig as AttentionConfig
 from .parts import BatchConfig as BatchConfig
 from .parts import LossConfig as LossConfig
 from .parts import PipelineConfig as PipelineConfig
-from .parts import Precision as Precision
 from .parts import Segment as Segment
 from .paths import check_text as check_text
 from .paths import user_path as user_path
 from .placement import SAVEABLE as SAVEABLE
 from .placement import Placement as Placement
 from .plan import Plan as Plan
+from .precision import LossScale as LossScale
+from .precision import Precision as Precision
 from .presets import PRESETS as PRESETS
 from .presets import preset as preset
 from .rules import Rules as Rules

@@ -13,8 +13,6 @@ from colossax.errors import PlanError
 KERNELS: tuple[str, ...] = ("auto", "mosaic", "cudnn", "xla", "reference")
 """Not `interpret`: it runs on one device, and not inside `jax.checkpoint`, as layers do."""
 
-DTYPES: tuple[str, ...] = ("float32", "bfloat16")
-
 SCHEMES: tuple[str, ...] = ("auto", "zigzag", "ring", "all_gather", "self_attention")
 
 
@@ -274,45 +272,6 @@ class Segment:
     def placement(self) -> Placement:
         """What `offload` says."""
         return Placement.from_text(self.offload)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Precision:
-    """Dtype per role, by NumPy name or as a dtype: float32 or bfloat16.
-
-    Attributes:
-        params: Parameters at rest.
-        compute: Matmuls and activations.
-        reduction: Parameters' gradients as devices sum them; None: as `compute`, half the bytes
-            of float32.
-        accumulation: Gradients summed over microbatches, and as the optimizer gets them.
-        cache: Keys and values of inference.
-    """
-
-    params: Any = dataclasses.field(default="float32", metadata={"choices": DTYPES})
-    compute: Any = dataclasses.field(default="float32", metadata={"choices": DTYPES})
-    reduction: Any = dataclasses.field(default=None, metadata={"choices": DTYPES})
-    accumulation: Any = dataclasses.field(default="float32", metadata={"choices": DTYPES})
-    cache: Any = dataclasses.field(default="float32", metadata={"choices": DTYPES})
-
-    def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value is None and field.default is None:
-                continue
-            name = value if isinstance(value, str) else _dtype_name(value)
-            if name not in DTYPES:
-                raise PlanError(f"precision.{field.name}: unknown '{name}'{nearest(name, DTYPES)}")
-            object.__setattr__(self, field.name, name)
-
-
-def _dtype_name(value: Any) -> str:
-    import numpy as np  # takes longer to import than all of this room
-
-    try:
-        return np.dtype(value).name
-    except TypeError:
-        return repr(value)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

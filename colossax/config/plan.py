@@ -26,9 +26,9 @@ from colossax.config.parts import (
     BatchConfig,
     LossConfig,
     PipelineConfig,
-    Precision,
     Segment,
 )
+from colossax.config.precision import Precision
 from colossax.config.rules import Rules
 from colossax.documents import parse_json
 from colossax.errors import PlanError

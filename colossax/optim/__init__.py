@@ -19,6 +19,8 @@ from .optimizers import lamb as lamb
 from .optimizers import lars as lars
 from .optimizers import layerwise as layerwise
 from .optimizers import sgd as sgd
+from .rounding import applied as applied
+from .rounding import rounding_key as rounding_key
 from .rounding import stochastic_round as stochastic_round
 from .schedules import constant as constant
 from .schedules import inverse_sqrt as inverse_sqrt

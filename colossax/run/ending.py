@@ -1,13 +1,16 @@
 """Why a run ended without what it promises, in one sentence each."""
 
 import contextlib
+import math
 from typing import TYPE_CHECKING
 
 from colossax.errors import InputError
 from colossax.run.lock import RunLock
 from colossax.run.not_finite import first_not_finite
 from colossax.run.prepared import Prepared
+from colossax.run.records import Record
 from colossax.run.run_dir import RunFolder
+from colossax.step.gradients.loss_scale import LOSS_SCALE
 from colossax.typing import TrainState
 
 if TYPE_CHECKING:
@@ -33,6 +36,12 @@ def not_finite(
     count = loop.meter.skipped_in_a_row
     if not loop.hopeless and (stopped_by is not None or not 0 < steps <= count):
         return None
+    if not loop.meter.not_finite_in_a_row:
+        return (
+            f"all {steps} steps were skipped, as gradients overflow float16 down to a loss scale of"
+            f" {(loop.last or {})[LOSS_SCALE]:g}; {_kept(run, checkpoint)}; give more steps, or a"
+            " lower plan.precision.loss_scale.initial"
+        )
     first = first_not_finite(run.step, state, loop.last_batch)
     if loop.hopeless:
         step = (loop.last or {}).get("step")
@@ -44,6 +53,14 @@ def not_finite(
         f"{what}, as loss or gradient norm was not finite, first {first};"
         f" {_kept(run, checkpoint, good)}; lower the learning rate, or look at the data"
     )
+
+
+def why_skipped(record: Record) -> str:
+    """What is not finite of a step, by its record."""
+    loss, scale = record["loss"], record.get(LOSS_SCALE)
+    if scale is None or not math.isfinite(loss):
+        return "its loss or gradient norm is not finite"
+    return f"its gradients overflow float16 at a loss scale of {scale:g}"
 
 
 def lost(lock: RunLock, done: int, stopped_by: str | None) -> str | None:

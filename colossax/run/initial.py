@@ -150,7 +150,8 @@ def _kept_on_disk(
         screen.note(f"{problem}; resuming from the last checkpoint")
         return None
     screen.note(f"resumed from step {kept}, which {disk.path} holds")
-    return kept, state, unfinished(run.folder.metrics, disk.metrics(), kept)
+    least = run.plan.precision.loss_scale.minimum
+    return kept, state, unfinished(run.folder.metrics, disk.metrics(), kept, least)
 
 
 def check_owner(disk: DiskTier, asked: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from colossax.run.experts import experts_record
 from colossax.run.hyperparameters import hyperparameters
 from colossax.run.prepared import Prepared
 from colossax.run.records import Record
+from colossax.step.gradients.loss_scale import LOSS_SCALE
 from colossax.step.step import Step
 from colossax.step.updaters import RECORDED
 from colossax.typing import Batch, Metrics, TrainState
@@ -36,6 +37,7 @@ class Meter:
         rate: Callable[[int], Any] | None = None,
         devices: Sequence[jax.Device] = (),
         skipped: int = 0,
+        least_scale: float = 0.0,
     ):
         """Count from where a state stands.
 
@@ -44,12 +46,17 @@ class Meter:
             rate: The learning rate after so many updates, where it is known.
             devices: Those of this process, whose memory is told.
             skipped: Steps that were skipped before.
+            least_scale: Of the loss; gradients that overflow above it are no sign of a run that
+                is not finite.
         """
         self.yardstick = yardstick
         self.tokens = 0.0
         self.seconds = 0.0
         self.skipped = skipped
         self.skipped_in_a_row = 0
+        self.not_finite_in_a_row = 0
+        """Likewise, but for those of which a lower scale of the loss is the cure."""
+        self._least_scale = least_scale
         self._since: float | None = None
         self._rate = None if rate is None else _Rates(rate)
         self._devices = devices
@@ -79,14 +86,19 @@ class Meter:
         self._since = now
         self.tokens += values["tokens"]
         self.seconds += seconds
+        scale = {LOSS_SCALE: metrics[LOSS_SCALE].item()} if LOSS_SCALE in metrics else {}
         fine = int(values["skipped"]) == self.skipped
         self.skipped_in_a_row = 0 if fine else self.skipped_in_a_row + 1
+        if fine:
+            self.not_finite_in_a_row = 0
+        elif not overflowed({**values, **scale}, self._least_scale):
+            self.not_finite_in_a_row += 1
         self.skipped = int(values["skipped"])
         speed = values["tokens"] / seconds if seconds else 0.0
         record: Record = {"step": step, "loss": values["loss"], "grad_norm": values["grad_norm"]}
         record |= {"tokens": int(values["tokens"]), "tokens_per_s": round(speed, 1)}
         record |= {"step_seconds": round(seconds, 6), **self._around(step, metrics, values)}
-        record |= experts_record(step, metrics)
+        record |= {**scale, **experts_record(step, metrics)}
         mfu = self.yardstick.mfu(speed)
         return record if mfu is None else {**record, "mfu": round(mfu, 4)}
 
@@ -148,6 +160,17 @@ def was_skipped(numbers: Mapping[str, Any]) -> bool:
     """Whether a step was, by its metrics or its record, where None is what is not finite."""
     judged = (numbers.get("loss"), numbers.get("grad_norm"))
     return not all(number is not None and math.isfinite(number) for number in judged)
+
+
+def overflowed(numbers: Mapping[str, Any], least_scale: float) -> bool:
+    """Whether a skipped step's gradients overflowed at a scale of the loss that can be lower.
+
+    Args:
+        numbers: Its metrics or its record.
+        least_scale: What the scale never falls below.
+    """
+    loss, scale = numbers.get("loss"), numbers.get(LOSS_SCALE)
+    return scale is not None and scale > least_scale and loss is not None and math.isfinite(loss)
 
 
 def memory_in_use(devices: Sequence[Any]) -> Record:

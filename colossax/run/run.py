@@ -13,7 +13,7 @@ from colossax.processes.agreement import Gate, StopAgreement
 from colossax.processes.group import Group
 from colossax.processes.signals import StopSignals
 from colossax.run.around import Around, emitter, recorder, records_of
-from colossax.run.ending import LOST, clear_old_place, lost, not_finite, unsaved
+from colossax.run.ending import LOST, clear_old_place, lost, not_finite, unsaved, why_skipped
 from colossax.run.holding import held
 from colossax.run.initial import first_state
 from colossax.run.lock import RunLock
@@ -196,7 +196,7 @@ class Loop:
 
     @property
     def _skips_left(self) -> int | float:
-        return (self._schedule.stop_after_skipped or math.inf) - self.meter.skipped_in_a_row
+        return (self._schedule.stop_after_skipped or math.inf) - self.meter.not_finite_in_a_row
 
     def run(
         self,
@@ -256,7 +256,7 @@ class Loop:
                 self._report(pending)
                 pending = None
                 # Among skipped steps a checkpoint would push the last good one out.
-                if not self.meter.skipped_in_a_row:
+                if not self.meter.not_finite_in_a_row:
                     self._save(state, done)
                     saved = done
         self._report(pending)
@@ -273,6 +273,7 @@ class Loop:
             self.last = self.meter.recalled(step, numbers)
             self._hooks.record(self.last)
         self.meter.skipped_in_a_row = left.skipped_in_a_row
+        self.meter.not_finite_in_a_row = left.skipped_in_a_row - left.overflows_in_a_row
         due = self._due(self._schedule.validate_every, start)
         if due and not self.evaluated and not self.hopeless:
             self._validate(state, start)
@@ -302,10 +303,8 @@ class Loop:
         show = self._hooks.progress
         show.step(step, record["loss"], record["tokens_per_s"], record.get("mfu"))
         if self.meter.skipped > skipped:
-            show.note(
-                f"step {step} was skipped: its loss or gradient norm is not finite"
-                f" ({self.meter.skipped} so far)"
-            )
+            why, count = why_skipped(record), self.meter.skipped
+            show.note(f"step {step} was skipped: {why} ({count} so far)")
 
     def _called(
         self, state: TrainState, done: int, metrics: Metrics, evaluated: Mapping[str, float]
@@ -349,6 +348,7 @@ def _loop(run: Prepared, around: Around, gate: Gate, screen: Screen, *, skipped:
         rate=task.learning_rate,
         devices=local_devices(run.step),
         skipped=skipped,
+        least_scale=run.plan.precision.loss_scale.minimum,
     )
     return Loop(with_injected_rate(run.step), schedule, hooks, gate, meter)
 

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Mapping
 from pathlib import Path
 
-from colossax.run.meter import was_skipped
+from colossax.run.meter import overflowed, was_skipped
 from colossax.run.records import Record, read_records
 
 
@@ -24,21 +24,27 @@ class Unfinished:
         last: The record of the last step that has one.
         evaluated: What is recorded of its evaluation; empty where nothing is.
         skipped_in_a_row: Steps that were skipped up to it.
+        overflows_in_a_row: Of these, those of which a lower scale of the loss is the cure; the file
+            does not know the scale of steps that are in no record, which are none of them.
     """
 
     metrics: Mapping[int, Mapping[str, float]]
     last: Record | None = None
     evaluated: Mapping[str, float] = dataclasses.field(default_factory=dict)
     skipped_in_a_row: int = 0
+    overflows_in_a_row: int = 0
 
 
-def unfinished(path: Path, metrics: Mapping[int, Mapping[str, float]], done: int) -> Unfinished:
+def unfinished(
+    path: Path, metrics: Mapping[int, Mapping[str, float]], done: int, least_scale: float = 0.0
+) -> Unfinished:
     """What was left undone of a step.
 
     Args:
         path: Of `metrics.jsonl`; one that cannot be read is told of when it is opened for writing.
         metrics: That the file holds, by step.
         done: The step.
+        least_scale: See `Meter`.
     """
     rows: list[Record] = []
     with contextlib.suppress(OSError):
@@ -47,12 +53,13 @@ def unfinished(path: Path, metrics: Mapping[int, Mapping[str, float]], done: int
     evaluations = [row for row in rows if "loss" not in row and row["step"] == done]
     lacking = {step: numbers for step, numbers in metrics.items() if step not in recorded}
     newest_first = sorted({**recorded, **lacking}.items(), reverse=True)
-    skipped = itertools.takewhile(lambda item: was_skipped(item[1]), newest_first)
+    skipped = list(itertools.takewhile(lambda item: was_skipped(item[1]), newest_first))
     return Unfinished(
         metrics=lacking,
         last=recorded[max(recorded)] if recorded else None,
         evaluated={
             name: value for row in evaluations for name, value in row.items() if name != "step"
         },
-        skipped_in_a_row=len(list(skipped)),
+        skipped_in_a_row=len(skipped),
+        overflows_in_a_row=sum(overflowed(row, least_scale) for _, row in skipped),
     )

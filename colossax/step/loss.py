@@ -52,7 +52,7 @@ SCALAR = "scalar"
 """The term of a loss that is one number: weight 1, coefficient 1."""
 
 
-RESERVED = frozenset({"loss", "grad_norm", "tokens", "skipped", SCALAR})
+RESERVED = frozenset({"loss", "grad_norm", "tokens", "skipped", "loss_scale", SCALAR})
 """Names of the step's own metrics and terms."""
 
 

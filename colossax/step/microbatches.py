@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,22 @@ ROW_KEYS = "row_keys"
 """Array of a microbatch with the data of a random key for each row, where the loss draws."""
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Weighing:
+    """How the loss of a microbatch counts in that of the batch.
+
+    Attributes:
+        terms: Weight of each term of the loss in the whole global batch; None where there is one
+            microbatch, whose own they are.
+        loss_scale: By which gradients are multiplied; None: they are not.
+    """
+
+    # While JAX takes it apart, its leaves are other things than arrays.
+    terms: Any = None
+    loss_scale: Any = None
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Microbatches:
     """A global batch cut up.
@@ -25,15 +42,14 @@ class Microbatches:
         keys: A random key for each, `[count]`.
         count: How many there are.
         dims: Logical dims of each array, that of the count left out.
-        term_weights: Weight of each term of the loss in the whole global batch; None where there
-            is one microbatch, whose own they are.
+        weighing: Of each in all of them.
     """
 
     arrays: Batch
     keys: Array
     count: int
     dims: Mapping[str, Dims]
-    term_weights: dict[str, Array] | None = None
+    weighing: Weighing = Weighing()
 
     @property
     def first(self) -> tuple[Batch, Array]:
@@ -192,6 +208,7 @@ def cut_up(
     key: Array,
     *,
     by_row: bool = False,
+    loss_scale: Any = None,
 ) -> Microbatches:
     """A global batch as microbatches with a key for each; weights of terms are still to be found.
 
@@ -201,6 +218,7 @@ def cut_up(
         dims: Of its arrays.
         key: Of the step.
         by_row: Whether rows get keys too, which do not depend on the microbatch they come to.
+        loss_scale: See `Weighing`.
 
     Raises:
         PlanError: The plan's microbatches and the devices do not divide it.
@@ -214,7 +232,13 @@ def cut_up(
         dims = {**dims, ROW_KEYS: ("batch", None)}
     count = num_microbatches(bound, batch, dims)
     keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(count))
-    return Microbatches(arrays=strided(batch, dims, count), keys=keys, count=count, dims=dims)
+    return Microbatches(
+        arrays=strided(batch, dims, count),
+        keys=keys,
+        count=count,
+        dims=dims,
+        weighing=Weighing(loss_scale=loss_scale),
+    )
 
 
 def strided(batch: Batch, dims: Mapping[str, Dims], count: int) -> Batch:

@@ -13,6 +13,7 @@ from colossax.config import BoundPlan
 from colossax.optim import map_moments
 from colossax.sharding import param_sharding, replicated
 from colossax.sharding.rules import home
+from colossax.step.gradients.loss_scale import LOSS_SCALE, first_scale
 from colossax.typing import ParamInfo, TrainState
 
 
@@ -65,6 +66,7 @@ class StateLayout:
             "variables": jax.eval_shape(lambda: self._variables),
             "rng": jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))),
             "skipped": scalar,
+            **jax.eval_shape(self.first_scale),
         }
 
     @functools.cached_property
@@ -87,7 +89,19 @@ class StateLayout:
             "variables": jax.tree.map(lambda _: everywhere, self._shapes["variables"]),
             "rng": everywhere,
             "skipped": everywhere,
+            **self.first_scale(lambda _: everywhere),
         }
+
+    def first_scale(self, put: Callable[[Any], Any] = lambda x: x) -> dict[str, Any]:
+        """Entries of a fresh state for the scale of the loss: none where it is not scaled.
+
+        Args:
+            put: Places each array.
+        """
+        precision = self._bound.plan.precision
+        if not precision.scales_loss:
+            return {}
+        return {LOSS_SCALE: jax.tree.map(put, first_scale(precision.loss_scale))}
 
     def map_moments(self, of_moment: Callable, of_other: Callable, *, on_disk: bool = False) -> Any:
         """The optimizer state with `of_moment(leaf, info)` for what mirrors a parameter.

@@ -21,6 +21,7 @@ from colossax.step.checks.given import check_state, vocabulary
 from colossax.step.choosing import followers_of, gradient_method_of, updater_of
 from colossax.step.evaluation import Evaluation
 from colossax.step.gradients.accumulate import LossCall, with_term_weights
+from colossax.step.gradients.loss_scale import scale_in
 from colossax.step.gradients.method import GradientMethod, Gradients
 from colossax.step.loss import Loss
 from colossax.step.microbatches import Microbatches, batch_dims, cut_up
@@ -245,6 +246,7 @@ class Step:
             "variables": jax.tree.map(lambda x: put(jnp.array(x)), self.options.variables),
             "rng": put(rng),
             "skipped": put(jnp.int32(0)),
+            **self.layout.first_scale(put),
         }
         if disk is not None:
             disk.fill(state)
@@ -308,11 +310,12 @@ class Step:
         return self.batches.abstract(shapes)
 
     def gradients(self, state: TrainState, batch: Batch) -> Gradients:
-        """What the update would get for this batch, before clipping; pure."""
+        """What the update would get for this batch, before clipping, without a scale; pure."""
         batch, order = self.batches.in_order(batch)
         with use(self.bound), in_order(order):
             micro = self.microbatches(state, batch)
-            return self.updater.gradients(state["params"], state["variables"], micro)
+            found = self.updater.gradients(state["params"], state["variables"], micro)
+        return found.unscaled(self.infos)
 
     def pure(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """The step as a pure function, to be called inside a jit of your own."""
@@ -329,7 +332,9 @@ class Step:
         batch, order = self.batches.in_order(batch)
         with use(self.bound), in_order(order):
             updated = self.updater.update(state, self.microbatches(state, batch))
-        new, metrics = concluded(self.options.after_step, state, updated)
+        new, metrics = concluded(
+            self.options.after_step, state, updated, self.bound.plan.precision.loss_scale
+        )
         return self.layout.constrain(new), metrics, updated.pending
 
     def microbatches(self, state: TrainState, batch: Batch) -> Microbatches:
@@ -337,7 +342,14 @@ class Step:
         batch = self.prepared(state["params"], state["variables"], batch)
         dims = batch_dims(batch, self.options.batch_dims)
         key = jax.random.fold_in(jax.random.wrap_key_data(state["rng"]), state["step"])
-        micro = cut_up(self.bound, batch, dims, key, by_row=self.loss_call.by_row)
+        micro = cut_up(
+            self.bound,
+            batch,
+            dims,
+            key,
+            by_row=self.loss_call.by_row,
+            loss_scale=scale_in(state),
+        )
         parts = split(state["params"], self.trainable)
         return with_term_weights(self.loss_call, *parts, state["variables"], micro)
 

@@ -9,8 +9,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from colossax.optim import steps_of
+from colossax.config import BoundPlan, LossScale
+from colossax.optim import applied, rounding_key, steps_of
+from colossax.sharding import current
 from colossax.step.gathering import accepted
+from colossax.step.gradients.loss_scale import LOSS_SCALE, next_scale, scale_in
 from colossax.step.gradients.method import GradientMethod, Gradients
 from colossax.step.microbatches import Microbatches
 from colossax.step.trainable import by_own_rules, chosen, joined, split
@@ -109,17 +112,17 @@ class WholeRule:
 
     def updated(self, state: TrainState, gradients: Gradients) -> Updated:
         """The state after these gradients of the whole batch."""
-        grads, norm, finite = gradients.grads, gradients.norm, gradients.finite
-        if self._clip_norm is not None:
-            scale = jnp.minimum(1.0, self._clip_norm / jnp.maximum(norm, 1e-12))
-            grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
+        grads, finite = gradients.grads, gradients.finite
+        if (factor := gradients.factor(self._clip_norm)) is not None:
+            grads = jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads)
         params, others = split(state["params"], self._optimised)
         grads = jax.tree.map(lambda keep, g: g if keep else None, self._optimised, grads)
         steps, opt_state = steps_of(
             self._optimizer, grads, state["opt_state"], params, loss=gradients.loss
         )
         others = by_own_rules(self._infos, others, gradients.grads)
-        new = joined(optax.apply_updates(params, steps), others)
+        moving = chosen(self._infos, self._optimised)
+        new = joined(applied(moving, params, steps, rounding_of(current(), state)), others)
         new = accepted(self._infos, finite, new, state["params"])
         keep = functools.partial(jnp.where, finite)
         opt_state = jax.tree.map(keep, opt_state, state["opt_state"])
@@ -131,8 +134,18 @@ class WholeRule:
         return init(chosen(params, self._optimised))
 
 
+def rounding_of(bound: BoundPlan | None, state: TrainState) -> Any:
+    """What new parameters are rounded by at random; None where the plan wants the nearest."""
+    if bound is None or bound.plan.precision.rounding == "nearest":
+        return None
+    return rounding_key(state["step"], state["rng"])
+
+
 def concluded(
-    after_step: Callable | None, state: TrainState, updated: Updated
+    after_step: Callable | None,
+    state: TrainState,
+    updated: Updated,
+    loss_scale: LossScale,
 ) -> tuple[TrainState, Metrics]:
     """The whole state after a step, and its metrics.
 
@@ -140,6 +153,7 @@ def concluded(
         after_step: See `StepOptions`.
         state: Before it.
         updated: What the updater gave.
+        loss_scale: How that of the state changes, where it has one.
     """
     gradients, finite = updated.gradients, updated.finite
     variables = state["variables"]
@@ -163,4 +177,7 @@ def concluded(
         "rng": state["rng"],
         "skipped": skipped,
     }
+    if LOSS_SCALE in state:
+        metrics[LOSS_SCALE] = scale_in(state)
+        new[LOSS_SCALE] = next_scale(loss_scale, state[LOSS_SCALE], gradients.loss, finite)
     return new, metrics

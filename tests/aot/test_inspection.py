@@ -22,7 +22,7 @@ from colossax.aot import (
     target_devices,
 )
 from colossax.cli.inspect import describe
-from colossax.config import AttentionConfig, BatchConfig, OffloadConfig, preset
+from colossax.config import AttentionConfig, BatchConfig, OffloadConfig, Precision, preset
 from colossax.planner import inspect_run, largest_microbatch
 from colossax.recipes import RECIPES, recipe
 from colossax.sharding import host_sharding
@@ -375,3 +375,16 @@ def test_the_plugin_is_silent_in_programs_that_do_not_compile_for_gpus():
     program = "import colossax, jax; print(jax.devices()[0].platform)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("cpu\n", "")
+
+
+def test_float16_sends_as_many_bytes_as_bfloat16():
+    """Its scale is known to all devices as the norm is: nothing is sent for it."""
+    sent = {}
+    for dtype in ("bfloat16", "float16"):
+        config = recipe("llama_tiny")
+        precision = Precision(compute=dtype)
+        config = config.replace(plan=config.plan.replace(mesh={"fsdp": 8}, precision=precision))
+        one = inspected(config)
+        sent[dtype] = sum(link.totals.ring_bytes for link in one.links)
+        assert one.fits
+    assert sent["float16"] == sent["bfloat16"] > 0

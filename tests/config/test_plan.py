@@ -218,7 +218,7 @@ def test_segments_need_a_count():
         (lambda: BatchConfig(accumulation=2.5), "batch.accumulation: expected int, found 2.5"),
         (lambda: Segment(remat=None), "segments.remat: expected str, found None"),
         (lambda: Precision(compute=5), "precision.compute: unknown '5'"),
-        (lambda: Precision(compute="float16"), "unknown 'float16'"),
+        (lambda: Precision(compute="float64"), "unknown 'float64'"),
         (lambda: Precision(compute=np.int32), "unknown 'int32'"),
     ],
 )

@@ -6,8 +6,9 @@ import numpy as np
 import optax
 import pytest
 
-from colossax.optim import adamw, stochastic_round, transforms
-from colossax.optim.rounding import update_entropy
+from colossax.optim import adamw, applied, rounding_key, stochastic_round, transforms
+from colossax.optim.rounding import element_entropy, update_entropy
+from colossax.typing import ParamInfo
 
 STANDARD_ERRORS = 5.0
 
@@ -210,3 +211,82 @@ def test_training_tracks_a_float32_second_moment(b2, monkeypatch):
     ratios = found_nu / nu
     assert abs(ratios.mean() - 1) < STANDARD_ERRORS * ratios.std() / np.sqrt(ratios.size)
     assert (nearest_nu / nu).mean() > 1.1
+
+
+def info(path="layers/w", layers=3, first=0, shape=(16, 24)):
+    """Of a stack's parameter; of one layer where there are no layers."""
+    lead = () if layers is None else ("layers",)
+    shape = shape if layers is None else (layers, *shape)
+    return ParamInfo(
+        path=path,
+        dims=(*lead, "embed", "mlp"),
+        shape=shape,
+        dtype=np.dtype("float32"),
+        first_layer=first,
+        total_layers=8,
+    )
+
+
+def key_of(step=0, seed=0):
+    return rounding_key(step, jax.random.key_data(jax.random.key(seed)))
+
+
+def entropy(of, key=None, **rows):
+    shape = of.shape
+    return np.asarray(element_entropy(of, shape, key_of() if key is None else key, **rows))
+
+
+@pytest.mark.catches("rounding-alike-in-all-layers")
+@pytest.mark.catches("rounding-by-row-alone")
+def test_random_bits_are_of_an_element_whatever_it_is_updated_with():
+    whole = entropy(info(layers=6))
+    np.testing.assert_array_equal(entropy(info(layers=2, first=3)), whole[3:5])
+    one = info(layers=None, first=4)
+    np.testing.assert_array_equal(entropy(one), whole[4])
+    np.testing.assert_array_equal(entropy(info(layers=None, first=1), row=jnp.int32(3)), whole[4])
+    # A layer of each of two stages, of which each has three.
+    np.testing.assert_array_equal(entropy(info(layers=2), row=1, stride=3), whole[[1, 4]])
+    others = [info(path="layers/v", layers=6), info(layers=6, first=1)]
+    drawn = [whole, *map(entropy, others), entropy(info(layers=6), key_of(step=1))]
+    drawn += [entropy(info(layers=6), key_of(seed=1)), np.roll(whole, 1, 0)]
+    for at, one in enumerate(drawn):
+        for other in drawn[:at]:
+            assert np.mean((one & 0xFFFF) == (other & 0xFFFF)) < 0.01
+
+
+@pytest.mark.parametrize("spec", [(None, "a", "b"), ("a", None, "b"), ("b", "a", None)])
+def test_random_bits_are_alike_on_every_mesh(spec):
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    of = info(layers=4)
+    where = jax.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+    make = jax.jit(lambda key: element_entropy(of, of.shape, key), out_shardings=where)
+    compiled = make.lower(key_of()).compile()
+    np.testing.assert_array_equal(np.asarray(compiled(key_of())), entropy(of))
+    assert not any(word in compiled.as_text() for word in ("all-gather", "all-to-all", "permute"))
+
+
+@pytest.mark.catches("rounding-alike-in-all-steps")
+def test_updates_below_the_last_bit_add_up_on_average():
+    """A hundred steps of 1/20 of the last bit: five bits, where the nearest stays where it was."""
+    of = {"w": info(layers=None, shape=(64, 64))}
+    start = {"w": jnp.ones((64, 64), jnp.bfloat16)}
+    steps = {"w": jnp.full((64, 64), 2.0**-7 / 20, jnp.float32)}
+
+    def after(rounding):
+        def body(at, params):
+            return applied(of, params, steps, key_of(at) if rounding else None)
+
+        return np.asarray(jax.lax.fori_loop(0, 100, body, start)["w"], np.float64)
+
+    assert np.all(after(False) == 1.0)
+    moved = (after(True) - 1) * 2.0**7
+    error = np.sqrt(100 * (1 / 20) * (19 / 20) / moved.size)
+    assert abs(moved.mean() - 5) < STANDARD_ERRORS * error
+    np.testing.assert_allclose(moved.std(), np.sqrt(100 / 20 * 19 / 20), rtol=0.1)
+
+
+def test_what_is_not_bfloat16_is_not_rounded_at_random():
+    of = {"w": info(layers=None)}
+    params, steps = {"w": jnp.ones((16, 24))}, {"w": jnp.full((16, 24), 1e-3)}
+    found = applied(of, params, steps, key_of())
+    np.testing.assert_array_equal(found["w"], optax.apply_updates(params, steps)["w"])

@@ -11,10 +11,12 @@ import pytest
 
 from colossax.cli.arguments import Parser
 from colossax.cli.train import UNFINISHED, add_arguments, run
+from colossax.config import LossScale, Precision
 from colossax.planner import boost
 from colossax.processes import Group
 from colossax.run import Outcome, RunConfig, RunOptions, train
 from colossax.run.not_finite import first_not_finite
+from colossax.run.records import read_records
 from tests.run.test_task import PLAN, rows, squares, toy
 
 DIMS = {"x": ("batch", None), "y": ("batch",)}
@@ -71,6 +73,49 @@ def test_a_run_that_is_not_finite_stops_says_why_and_keeps_its_last_good_checkpo
     )
     kept = [path.name for path in (tmp_path / "checkpoints").iterdir() if path.is_dir()]
     assert kept == ["4"] and outcome.final["checkpoint"] == 4
+
+
+def scaled_run(tmp_path, *, steps=14, **scale):
+    """A toy whose gradients, in float32, overflow above a scale of about 2^62."""
+    precision = Precision(compute="float16", loss_scale=LossScale(**scale))
+    plan = PLAN.replace(precision=precision)
+    config = RunConfig(plan=plan, steps=steps, checkpoint_every=2, stop_after_skipped=4)
+    options = RunOptions(out=str(tmp_path), devices=lambda: jax.devices()[:2])
+    outcome = train(toy(), config, options, Group(None, {}))
+    rows = [row for row in read_records(tmp_path / "metrics.jsonl") if "loss" in row]
+    return outcome, [row["loss_scale"] for row in rows]
+
+
+@pytest.mark.catches("overflow-ends-the-run")
+def test_overflow_above_the_least_scale_does_not_end_a_run(tmp_path, capsys):
+    outcome, scales = scaled_run(tmp_path, initial=2.0**70)
+    assert outcome.failure is None and outcome.final["step"] == 14
+    skipped = outcome.final["skipped"]
+    assert skipped > 4
+    assert scales == [2.0 ** (70 - min(n, skipped)) for n in range(14)]
+    told = capsys.readouterr().err
+    why = "its gradients overflow float16 at a loss scale of 1.18059e+21 (1 so far)"
+    assert f"step 1 was skipped: {why}" in told
+    assert outcome.final["checkpoint"] == 14
+
+
+@pytest.mark.catches("overflow-never-ends-the-run")
+def test_overflow_at_the_least_scale_counts_as_not_finite(tmp_path):
+    outcome, scales = scaled_run(tmp_path, initial=2.0**70, minimum=2.0**69)
+    assert outcome.failure is not None and scales == [2.0**70, *[2.0**69] * 4]
+    assert outcome.failure.startswith(
+        "stopped at step 5: the last 5 steps were skipped, as loss or gradient norm was not finite,"
+        " first the gradient norm"
+    )
+
+
+def test_a_run_of_nothing_but_overflow_says_so(tmp_path):
+    outcome, _ = scaled_run(tmp_path, steps=3, initial=2.0**70)
+    assert outcome.failure is not None and outcome.failure.startswith(
+        "all 3 steps were skipped, as gradients overflow float16 down to a loss scale of"
+        " 2.95148e+20;"
+    )
+    assert "lower plan.precision.loss_scale.initial" in outcome.failure
 
 
 @pytest.mark.catches("not-finite-exit")

@@ -14,6 +14,7 @@ from colossax.pipeline.cuts import LayerCost
 from colossax.planner.counting.one_layer import layer_flops, row_shapes, traced_layer
 from colossax.sharding import in_order, param_sharding, use
 from colossax.step.gradients.accumulate import objective
+from colossax.step.microbatches import Weighing
 from colossax.step.step import Step
 
 
@@ -147,7 +148,7 @@ class _Traced:
             yield
 
     def _loss(self, params: Any, variables: Any, batch: Any, key: Any) -> Any:
-        return objective(*self._step.loss_call(params, batch, variables, key), None)[0]
+        return objective(*self._step.loss_call(params, batch, variables, key), Weighing())[0]
 
     def costs(
         self, at: int, state: Sequence[_StateBytes], kept: float, flops: "_Traced"

@@ -177,7 +177,7 @@ def predicted_bytes(config: TrainConfig, bound: BoundPlan) -> float:
     keys, values and output each way. A layer that is recomputed sends its forward part once more.
     """
     decoder: DecoderConfig = config.model.decoder()
-    compute = 2 if bound.plan.precision.compute == "bfloat16" else 4
+    compute = 4 if bound.plan.precision.compute == "float32" else 2
     again = config.plan.segments[0].remat == "full"
     tokens = config.data.global_batch * config.data.seq_len
     items = sent_items(bound, tokens, _widths(decoder)) + again * _sent_again(

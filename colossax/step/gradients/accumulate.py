@@ -14,10 +14,11 @@ from colossax.config import BoundPlan
 from colossax.errors import InputError
 from colossax.nn.module import held
 from colossax.step.checks.explained import explained
+from colossax.step.gradients.loss_scale import scaled
 from colossax.step.gradients.method import GradientMethod, Gradients
 from colossax.step.gradients.sums import accumulable, constrained, square_norm, summed_up
 from colossax.step.loss import SCALAR, Loss, Sums, Terms, Totals, checked
-from colossax.step.microbatches import ROW_KEYS, Microbatches
+from colossax.step.microbatches import ROW_KEYS, Microbatches, Weighing
 from colossax.step.trainable import joined, split
 from colossax.typing import Batch, Params
 
@@ -76,22 +77,23 @@ def accumulate(call: LossCall, bound: BoundPlan, infos: Any, trainable: Any) -> 
         differentiate = differentiated(call, frozen, variables)
 
         def one(microbatch: Batch, key: Array) -> tuple[Params, Any]:
-            sums, grads = differentiate(params, microbatch, key, micro.term_weights)
+            sums, grads = differentiate(params, microbatch, key, micro.weighing)
             return accumulable(bound, infos, grads), sums
 
         if micro.count == 1:
-            return summarised(infos, *one(*micro.first))
+            return summarised(infos, *one(*micro.first), micro)
         xs = (micro.arrays, micro.keys)
-        return summarised(infos, *summed_up(one, lambda g: constrained(bound, infos, g), xs))
+        found = summed_up(one, lambda g: constrained(bound, infos, g), xs)
+        return summarised(infos, *found, micro)
 
     return gradients
 
 
 def differentiated(call: LossCall, frozen: Params, variables: Any) -> Callable:
-    """`(params, microbatch, key, term weights) -> ((loss, (totals, sums)), gradients)`."""
+    """`(params, microbatch, key, weighing) -> ((loss, (totals, sums)), gradients)`."""
 
-    def value(params: Params, microbatch: Batch, key: Array, batch_weights: Any) -> Any:
-        return objective(*call(joined(params, frozen), microbatch, variables, key), batch_weights)
+    def value(params: Params, microbatch: Batch, key: Array, weighing: Weighing) -> Any:
+        return objective(*call(joined(params, frozen), microbatch, variables, key), weighing)
 
     return jax.value_and_grad(value, has_aux=True)
 
@@ -110,31 +112,39 @@ def check_counted(terms: Terms, count: int) -> None:
         )
 
 
-def summarised(infos: Any, grads: Params, sums: Any) -> Gradients:
+def summarised(infos: Any, grads: Params, sums: Any, micro: Microbatches) -> Gradients:
     """The gradients of all microbatches with what was added up beside them."""
     loss, (totals, metrics) = sums
     plain = jax.tree.map(lambda info, g: g if info.update is None else None, infos, grads)
     return Gradients(
-        grads=grads, loss=loss, totals=totals, sums=metrics, square_norm=square_norm(plain)
+        grads=grads,
+        loss=loss,
+        totals=totals,
+        sums=metrics,
+        square_norm=square_norm(plain),
+        loss_scale=micro.weighing.loss_scale,
     )
 
 
-def objective(terms: Terms, metrics: Sums, batch_weights: Any) -> tuple[Any, tuple[Totals, Totals]]:
+def objective(terms: Terms, metrics: Sums, weighing: Weighing) -> tuple[Any, tuple[Totals, Totals]]:
     """The loss of a microbatch, and its terms and metrics as (total, weight).
 
     Args:
         terms: What the loss gave.
         metrics: Likewise.
-        batch_weights: Weights of the terms in the whole global batch; None: this is all of it.
+        weighing: In the whole global batch.
     """
     weights = {name: jax.lax.stop_gradient(weight) for name, (_, weight, _) in terms.items()}
-    batch_weights = weights if batch_weights is None else batch_weights
+    batch_weights = weights if weighing.terms is None else weighing.terms
     parts = [
         coefficient * total / jnp.where(batch_weights[name] > 0, batch_weights[name], 1.0)
         for name, (total, _, coefficient) in terms.items()
     ]
     totals = {name: (total, weights[name]) for name, (total, _, _) in terms.items()}
-    return sum(parts), (totals, dict(metrics))
+    loss: Any = sum(parts)
+    if weighing.loss_scale is not None:
+        loss = scaled(loss, weighing.loss_scale)
+    return loss, (totals, dict(metrics))
 
 
 def with_term_weights(
@@ -170,4 +180,5 @@ def with_term_weights(
     if micro.count == 1:
         return micro
     each = jax.lax.map(lambda xs: weigh(params, *xs), (micro.arrays, micro.keys))
-    return dataclasses.replace(micro, term_weights=jax.tree.map(jnp.sum, each))
+    weighing = dataclasses.replace(micro.weighing, terms=jax.tree.map(jnp.sum, each))
+    return dataclasses.replace(micro, weighing=weighing)

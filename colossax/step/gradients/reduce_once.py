@@ -72,7 +72,7 @@ def reduce_once(call: LossCall, bound: BoundPlan, infos: Any, trainable: Any) ->
         differentiate = differentiated(call, frozen, variables)
 
         def of_device(rows: Batch, key: Array) -> tuple[Params, Any]:
-            sums, grads = differentiate(params, rows, key, micro.term_weights)
+            sums, grads = differentiate(params, rows, key, micro.weighing)
             return accumulable(inside, infos, grads, constrain=False), sums
 
         def of_all(microbatch: Batch, key: Array) -> tuple[Params, Any]:
@@ -80,7 +80,7 @@ def reduce_once(call: LossCall, bound: BoundPlan, infos: Any, trainable: Any) ->
 
         xs = (shards.cut(micro), micro.keys)
         grads, sums = summed_up(of_all, lambda grads: shards.unreduced(grads, infos), xs)
-        return summarised(infos, shards.reduced(grads, infos), sums)
+        return summarised(infos, shards.reduced(grads, infos), sums, micro)
 
     return gradients
 

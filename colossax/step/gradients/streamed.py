@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from colossax.layerwise import Key, Stacks, Stream, added, nothing, running
 from colossax.offload import fetch, store
 from colossax.step.gradients.accumulate import objective
-from colossax.step.gradients.method import Gradients
+from colossax.step.gradients.method import Gradients, clipped
 from colossax.step.microbatches import Microbatches
 from colossax.step.offloaded.parameter_groups import Part, Update
 from colossax.typing import Batch
@@ -169,7 +169,7 @@ class _Pass:
                 params = job.streaming.params(job.leaves, stacks, rest)
                 result = job.streaming.call(params, self._microbatch, job.variables, self._key)
             stream.check()
-            loss, sums = objective(*result, job.micro.term_weights)
+            loss, sums = objective(*result, job.micro.weighing)
             # Layers are updated before anything else can tell that they should not be.
             sound = jnp.isfinite(jax.lax.stop_gradient(loss))
             return loss * jnp.where(sound, 1.0, jnp.nan), sums
@@ -197,12 +197,10 @@ def _total(job: Job, before: Gradients | None, last: Gradients) -> Gradients:
     """Of all microbatches, the last one's after the others', with the norm of all gradients."""
     total = last if before is None else _added(before, last)
     return dataclasses.replace(
-        total, square_norm=total.square_norm + job.streaming.rest.squares(total.grads)
+        total,
+        square_norm=total.square_norm + job.streaming.rest.squares(total.grads),
+        loss_scale=job.micro.weighing.loss_scale,
     )
-
-
-def _scale(norm: Float[Array, ""], max_norm: float) -> Float[Array, ""]:
-    return jnp.minimum(1.0, max_norm / jnp.maximum(norm, 1e-12))
 
 
 def _merged(one: Stacks, other: Stacks) -> Stacks:
@@ -250,10 +248,10 @@ def _updating(
     grads = _total_gradient(part, i, stacks, drow)
     square = part.squares(grads)
     if clip_layer is not None:
-        update = dataclasses.replace(update, scale=_scale(jnp.sqrt(square), clip_layer))
+        update = dataclasses.replace(update, scale=clipped(jnp.sqrt(square), clip_layer))
     update = dataclasses.replace(update, ok=update.ok & jnp.isfinite(square))
     state = fetch(stacks.state, i, stacked=part.stacked)
-    moved, new_state, _ = part.update(part.pick(row), state, grads, update)
+    moved, new_state, _ = part.update(part.pick(row), state, grads, update, i)
     if stacks.new is None:
         params = part.stored(stacks.params, moved, i)
         state = store(stacks.state, new_state, i, stacked=part.stacked)
@@ -277,13 +275,13 @@ def gathered(job: Job, stacks: dict[Key, Stacks]) -> tuple[dict[Key, Stacks], Gr
     return stacks, _total(job, None, gradients)
 
 
-def known_norm(job: Job, stacks: dict[Key, Stacks], shared: list[Array]) -> Any:
+def known_norm(job: Job, stacks: dict[Key, Stacks], plain: Update) -> Any:
     """All gradients are kept until their norm is known."""
     stacks, gradients = gathered(job, stacks)
     return stacks, gradients, *job.scale(gradients)
 
 
-def known_gradients(job: Job, stacks: dict[Key, Stacks], shared: list[Array]) -> Any:
+def known_gradients(job: Job, stacks: dict[Key, Stacks], plain: Update) -> Any:
     """All gradients are there, made by a method of their own."""
     assert job.streaming.method is not None
     gradients = job.streaming.method(job.params, job.variables, job.micro)
@@ -308,11 +306,10 @@ def given_gradients(streaming: "Streaming", stacks: dict[Key, Stacks], gradients
 
 
 def _scaling(streaming: "Streaming", gradients: Gradients) -> tuple[Any, Array]:
-    max_norm = streaming.clip_norm
-    return None if max_norm is None else _scale(gradients.norm, max_norm), gradients.finite
+    return gradients.factor(streaming.clip_norm), gradients.finite
 
 
-def _at_once(job: Job, stacks: dict[Key, Stacks], shared: list[Array]) -> Any:
+def _at_once(job: Job, stacks: dict[Key, Stacks], plain: Update) -> Any:
     """One pass, each layer updated with its gradient as it is, or scaled by its own norm."""
     stacks, before = job.before_last(stacks)
     max_norm = job.streaming.clip_norm
@@ -320,18 +317,14 @@ def _at_once(job: Job, stacks: dict[Key, Stacks], shared: list[Array]) -> Any:
     sound = jnp.bool(True)
     if before is not None:
         sound = jnp.isfinite(before.loss) & jnp.isfinite(before.square_norm)
-    update = Update(shared=shared, scale=None, ok=sound)
+    update = dataclasses.replace(plain, ok=sound)
     moving, fixed = _divided(stacks, "params", "state")
     stacks, gradients = job.on_last(visit, moving, fixed, update, before)
-    scale = (
-        None
-        if max_norm is None
-        else _scale(jnp.sqrt(job.streaming.rest.squares(gradients.grads)), max_norm)
-    )
+    scale = clipped(jnp.sqrt(job.streaming.rest.squares(gradients.grads)), max_norm)
     return stacks, gradients, scale, gradients.finite
 
 
-def _two_passes(job: Job, stacks: dict[Key, Stacks], shared: list[Array]) -> Any:
+def _two_passes(job: Job, stacks: dict[Key, Stacks], plain: Update) -> Any:
     """One backward pass for the norm, and one that updates."""
     stacks, before = job.before_last(stacks)
     both = _Pass(job, *_divided(stacks, "params", "state"), *job.micro.last)
@@ -339,19 +332,19 @@ def _two_passes(job: Job, stacks: dict[Key, Stacks], shared: list[Array]) -> Any
     _, gradients = both.backward(measure, None, changing=())
     scale, ok = job.scale(_total(job, before, gradients))
     visit = functools.partial(_updating, job.streaming.parts, None)
-    update = Update(shared=shared, scale=scale, ok=ok)
+    update = dataclasses.replace(plain, scale=scale, ok=ok)
     stacks, gradients = both.backward(visit, update)
     return stacks, _total(job, before, gradients), scale, ok
 
 
-def _speculating(job: Job, stacks: dict[Key, Stacks], shared: list[Array]) -> Any:
+def _speculating(job: Job, stacks: dict[Key, Stacks], plain: Update) -> Any:
     """One pass into a second copy; a second one from the first copy if gradients must be scaled."""
     stacks, before = job.before_last(stacks)
     visit = functools.partial(_updating, job.streaming.parts, None)
     parts = job.streaming.parts
 
     def once(new: dict[Key, Stacks], scale: Array, ok: Array) -> Any:
-        update = Update(shared=shared, scale=scale, ok=ok)
+        update = dataclasses.replace(plain, scale=scale, ok=ok)
         return job.on_last(visit, new, stacks, update, before)
 
     start = {key: Stacks(new=part.copies(stacks[key])) for key, part in parts.items()}
@@ -363,11 +356,14 @@ def _speculating(job: Job, stacks: dict[Key, Stacks], shared: list[Array]) -> An
         new, gradients = once(new, scale, ok)
         return turn + 1, new, gradients, *job.scale(gradients)
 
+    loss_scale = job.micro.weighing.loss_scale
+    unclipped = jnp.float32(1) if loss_scale is None else 1.0 / loss_scale
+
     def again(loop: Any) -> Array:
         turn, _, _, scale, ok = loop
-        return (turn == 0) | ((turn == 1) & ((scale < 1) | ~ok))
+        return (turn == 0) | ((turn == 1) & ((scale < unclipped) | ~ok))
 
-    first = (jnp.int32(0), start, zeros, jnp.float32(1), jnp.bool(True))
+    first = (jnp.int32(0), start, zeros, unclipped, jnp.bool(True))
     _, new, gradients, scale, ok = jax.lax.while_loop(again, body, first)
     changed = {key: Stacks(params=each.new[0], state=each.new[1]) for key, each in new.items()}
     return changed, gradients, scale, ok

@@ -134,7 +134,7 @@ class CpuUpdate:
         )
         free = self._room[key]
         room = free.pop() if free else self._like((params, state))
-        return self._updates[key](room, params, state, grads, update)
+        return self._updates[key](room, params, state, grads, update, np.int32(i))
 
     def _like(self, row: Row) -> Row:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=self._cpu), row)
@@ -155,10 +155,16 @@ def _on_one(bound: BoundPlan, device: jax.Device) -> BoundPlan:
 
 
 def _update_row(
-    part: Part, room: Row, params: list[Any], state: list[Any], grads: list[Any], update: Update
+    part: Part,
+    room: Row,
+    params: list[Any],
+    state: list[Any],
+    grads: list[Any],
+    update: Update,
+    row: Any,
 ) -> Row:
     """A layer's new parameters and state, written into `room`, which is donated for it."""
-    moved, new_state, _ = part.update(params, state, part.gradients(grads), update)
+    moved, new_state, _ = part.update(params, state, part.gradients(grads), update, row)
     return moved, new_state
 
 

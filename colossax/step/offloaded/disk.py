@@ -279,7 +279,7 @@ class DiskTier:
         stacked = self.part.stacked
         params = fetch(stacks, i, stacked=stacked)
         layer_grads = self.part.gradients(fetch(grads, i, stacked=stacked))
-        moved, state, _ = self.part.update(params, state, layer_grads, update)
+        moved, state, _ = self.part.update(params, state, layer_grads, update, i)
         return store(stacks, moved, i, stacked=stacked), moved, state
 
     def latest(self) -> int | None:

@@ -8,14 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from colossax.config import BoundPlan, MeshAxis
 from colossax.layerwise import Key, Stacks
 from colossax.offload import build_stack, fetch, new_stack, on_host, store
-from colossax.optim import DimsOptimizer, decays
+from colossax.optim import DimsOptimizer, applied, decays
 from colossax.sharding import host_sharding, param_sharding, reduction_dtype
 from colossax.typing import ParamInfo
 
@@ -31,15 +30,17 @@ class Update:
         shared: Optimizer state that belongs to no parameter.
         scale: Gradients are multiplied by it, a float32 scalar; None: as they are.
         ok: Whether to update at all, a boolean scalar.
+        rounding: See `colossax.optim.applied`; None: to the nearest.
     """
 
     # While JAX takes it apart, its leaves are other things than arrays.
     shared: list[Any]
     scale: Any
     ok: Any
+    rounding: Any = None
 
 
-jax.tree_util.register_dataclass(Update, ["shared", "scale", "ok"], [])
+jax.tree_util.register_dataclass(Update, ["shared", "scale", "ok", "rounding"], [])
 
 
 class Part:
@@ -145,7 +146,12 @@ class Part:
         return self._constrained([g.astype(dtype) for g in grads], "gradients")
 
     def update(
-        self, params: list[Array], state: list[Array], grads: list[Array], update: Update
+        self,
+        params: list[Array],
+        state: list[Array],
+        grads: list[Array],
+        update: Update,
+        row: Any = 0,
     ) -> tuple[list[Array], list[Array], list[Array]]:
         """New parameters, state and shared state; the old ones where it may not update.
 
@@ -154,6 +160,7 @@ class Part:
             state: Without the shared.
             grads: Like the parameters.
             update: Scale and shared state.
+            row: Number of the layer among those that are updated one after another.
         """
         # Else norms may be of parameters as gathered for the layer, unsharded.
         params = self._constrained(params, "params")
@@ -163,8 +170,9 @@ class Part:
         opt_state = self._joined(state, update.shared)
         named = self._named(params)
         steps, new = self._optimizer.update(self._named(scaled), opt_state, named)
-        applied: Any = optax.apply_updates(named, steps)
-        by_optimizer = iter(applied.values())
+        rows: Any = {"row": row, "stride": self.count}
+        new_params = applied(self._named(self.infos), named, steps, update.rounding, **rows)
+        by_optimizer = iter(new_params.values())
         moved = [
             next(by_optimizer) if own is None else self._by_own_rule(own, value, grad)
             for own, value, grad in zip(self._own, params, grads, strict=True)
@@ -307,7 +315,7 @@ class Part:
             params, state = loop
             grads = fetch(kept, i, **how)
             moved, new_state, _ = self.update(
-                fetch(params, i, **how), fetch(state, i, **how), self.gradients(grads), update
+                fetch(params, i, **how), fetch(state, i, **how), self.gradients(grads), update, i
             )
             return store(params, moved, i, **how), store(state, new_state, i, **how)
 

@@ -32,7 +32,7 @@ from colossax.step.gradients.streamed import (
 )
 from colossax.step.microbatches import Microbatches
 from colossax.step.offloaded.parameter_groups import SHARED, Part, Update
-from colossax.step.updaters import Updated
+from colossax.step.updaters import Updated, rounding_of
 from colossax.typing import ParamInfo, TrainState
 
 
@@ -159,7 +159,15 @@ class Streaming:
         self._shared = [j for j, owner in enumerate(owners) if owner == SHARED]
         away = {j for each in self.parts.values() if each.on_disk for j in each.slots}
         self._present = [j for j in range(len(owners)) if j not in away]
-        self.clipping = "none" if clip_norm is None else bound.plan.offload.clipping
+        self._scaled = bound.plan.precision.scales_loss
+        self.clipping = bound.plan.offload.clipping
+        if self._scaled and self.clipping == "layer":
+            raise PlanError(
+                "plan.offload.clipping 'layer': that a gradient overflows float16 would be known"
+                " when the layers above it have moved; give stack, or compute in bfloat16"
+            )
+        if clip_norm is None and not self._scaled:
+            self.clipping = "none"
         if method is not None:
             self.clipping = "known"
         if self.later:
@@ -248,10 +256,11 @@ class Streaming:
         if not self.later:
             return None
         shared = [replicated for _ in self._shared]
-        scale = None if self.clip_norm is None else replicated
+        scale = replicated if self._scaled or self.clip_norm is not None else None
+        rounding = replicated if self.bound.plan.precision.rounding == "stochastic" else None
         return Pending(
             grads={key: part.gradient_shardings() for key, part in self.later.items()},
-            update=Update(shared=shared, scale=scale, ok=replicated),
+            update=Update(shared=shared, scale=scale, ok=replicated, rounding=rounding),
         )
 
     def moments(self, opt_state: Any) -> dict[int, Any]:
@@ -316,25 +325,27 @@ class Streaming:
         """New parameters and optimizer state, and what is left to do for `later`."""
         job = Job(self, state["params"], state["variables"], micro)
         stacks = self.stacks(state["params"], state["opt_state"])
-        how, shared = HOW[self.clipping], self._shared_of(state)
+        how = HOW[self.clipping]
         known = how in (known_norm, known_gradients)
-        return self._applied(state, how(job, stacks, shared), known=known)
+        return self._applied(state, how(job, stacks, self._update(state)), known=known)
 
     def updated(self, state: TrainState, gradients: Gradients) -> Updated:
         """Likewise, of gradients that are there; see `given_gradients`."""
         stacks = self.stacks(state["params"], state["opt_state"])
         return self._applied(state, given_gradients(self, stacks, gradients), known=True)
 
-    def _shared_of(self, state: TrainState) -> list[Any]:
+    def _update(self, state: TrainState, scale: Any = None, ok: Any = True) -> Update:
         moments = self.moments(state["opt_state"])
-        return [moments[j] for j in self._shared]
+        shared = [moments[j] for j in self._shared]
+        rounding = rounding_of(self.bound, state)
+        return Update(shared=shared, scale=scale, ok=ok, rounding=rounding)
 
     def _applied(self, state: TrainState, found: Any, *, known: bool) -> Updated:
         """What gradients make of the state; of layers too, if theirs are known."""
         params, opt_state = state["params"], state["opt_state"]
         stacks, gradients, scale, ok = found
         moments, leaves = self.moments(opt_state), jax.tree.leaves(params)
-        update = Update(shared=self._shared_of(state), scale=scale, ok=ok)
+        update = self._update(state, scale, ok)
         moved, rest_state, new_shared = self.rest.update(
             [leaves[i] for i in self.rest.trained],
             [moments[j] for j in self.rest.slots],

@@ -31,7 +31,7 @@ class Given:
         fixed: Parameters that do not learn, by number.
         arrays: Of the batch, `[microbatches, rows, ...]`.
         keys: `[microbatches]`; None: none.
-        weights: See `Microbatches.term_weights`.
+        weights: See `Weighing`.
         variables: See `TrainState`.
         hosted: Parameters in host memory; see `Numbered.of_runs`.
     """

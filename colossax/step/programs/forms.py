@@ -13,6 +13,7 @@ from colossax.sharding import RowOrder, in_order, use
 from colossax.sharding.rules import chunks_of
 from colossax.step.batches import BatchPlacer
 from colossax.step.gradients.accumulate import check_counted, objective, with_term_weights
+from colossax.step.gradients.loss_scale import scale_in
 from colossax.step.loss import Totals
 from colossax.step.microbatches import batch_dims, cut_up
 from colossax.step.programs.chunks import Given, cut_chunks
@@ -20,7 +21,7 @@ from colossax.step.programs.numbered import Leaves, Numbered
 from colossax.step.programs.passes import BothWays, Forward, Underway
 from colossax.step.programs.processes import connect, from_each, in_several, program
 from colossax.step.programs.sending import of_stage, sent, spec_of
-from colossax.step.programs.stage import Stage
+from colossax.step.programs.stage import Stage, shared_of
 from colossax.step.programs.weights import Weights
 from colossax.step.trainable import split
 from colossax.typing import Batch, Params
@@ -70,7 +71,7 @@ class Form:
         self._weights = [Weights(stage.here, differentiates=not evaluates) for stage in stages]
         self._numbered = numbered = self._weights[0].shapes(numbered)
         self._cut = [program(stage.here, self._cut_up(stage), **options) for stage in stages]
-        shared = {name: step.abstract[name] for name in ("step", "rng", "variables")}
+        shared = shared_of(step.abstract)
         arrays, keys, weights = jax.eval_shape(self._cut_up(stages[0]), batch, shared)
         variables = shapes_of(shared["variables"])
         given = Given(fixed={}, arrays=arrays, keys=keys, weights=weights, variables=variables)
@@ -248,7 +249,7 @@ class Form:
         ]
 
     def _cut_up(self, stage: Stage) -> Callable[..., tuple[Any, Any, Any]]:
-        """`(batch, shared) -> (arrays, keys, weights of terms)` on a stage's devices."""
+        """`(batch, shared) -> (arrays, keys, weighing)` on a stage's devices."""
         step, numbered = self._step, self._numbered
         weights = self._weights[stage.number]
 
@@ -263,22 +264,29 @@ class Form:
                     key = jax.random.fold_in(
                         jax.random.wrap_key_data(shared["rng"]), shared["step"]
                     )
-                    micro = cut_up(step.bound, batch, dims, key, by_row=step.loss_call.by_row)
+                    micro = cut_up(
+                        step.bound,
+                        batch,
+                        dims,
+                        key,
+                        by_row=step.loss_call.by_row,
+                        loss_scale=scale_in(shared),
+                    )
                     nothing = [jnp.zeros(x.shape, x.dtype) for x in numbered.shapes]
                     params = numbered.tree(dict(enumerate(nothing)))
                     parts = split(params, step.trainable)
                     micro = with_term_weights(step.loss_call, *parts, shared["variables"], micro)
-                    return *weights.cut(micro), micro.term_weights
+                    return *weights.cut(micro), micro.weighing
 
         return cut
 
     def _value(
-        self, params: Params, microbatch: Batch, key: Any, weights: Any, variables: Any
+        self, params: Params, microbatch: Batch, key: Any, weighing: Any, variables: Any
     ) -> Any:
-        return objective(*self._step.loss_call(params, microbatch, variables, key), weights)
+        return objective(*self._step.loss_call(params, microbatch, variables, key), weighing)
 
     def _totals(
-        self, params: Params, microbatch: Batch, key: Any, weights: Any, variables: Any
+        self, params: Params, microbatch: Batch, key: Any, weighing: Any, variables: Any
     ) -> tuple[Any, Totals]:
         terms, metrics = self._step.loss_call(params, microbatch, variables, None)
         check_counted(terms, self.count)

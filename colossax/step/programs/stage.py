@@ -11,6 +11,7 @@ from jaxtyping import Array
 from colossax.config import BoundPlan
 from colossax.optim import DimsOptimizer, transformation
 from colossax.sharding import replicated, use
+from colossax.step.gradients.loss_scale import scale_in
 from colossax.step.gradients.method import Gradients
 from colossax.step.gradients.sums import square_norm
 from colossax.step.programs.by_layer import rule_of
@@ -23,8 +24,12 @@ from colossax.typing import Metrics, TrainState
 if TYPE_CHECKING:
     from colossax.step.step import Step
 
-SHARED = ("step", "rng", "skipped", "variables")
-"""Parts of a state that all stages have."""
+_OWN = ("params", "opt_state")
+
+
+def shared_of(state: TrainState) -> dict[str, Any]:
+    """Parts of a state, or of a stage's part of it, that all stages have."""
+    return {name: part for name, part in state.items() if name not in _OWN}
 
 
 class Stage:
@@ -124,7 +129,7 @@ class Stage:
 
         Args:
             own: `params` by number, and `opt_state`.
-            shared: See `SHARED`.
+            shared: See `shared_of`.
             grads: By number.
             found: Loss, terms and metrics of the batch.
             norms: Square norms of the gradients of each stage.
@@ -136,12 +141,15 @@ class Stage:
             totals=totals,
             sums=metrics,
             square_norm=jnp.sum(jnp.stack(norms)),
+            loss_scale=scale_in(shared),
         )
         params = self._all.tree(own["params"])
         state = {**shared, "params": params, "opt_state": own["opt_state"]}
         with use(self.here):
             updated = self.rule.updated(state, gradients)
-            new, shown = concluded(self._options.after_step, state, updated)
+            new, shown = concluded(
+                self._options.after_step, state, updated, self.here.plan.precision.loss_scale
+            )
         leaves = jax.tree.leaves(new["params"])
         return {**new, "params": dict(zip(self.own, leaves, strict=True))}, shown
 
@@ -149,7 +157,7 @@ class Stage:
         """Of what `conclude` gives."""
         everywhere = replicated(self.here)
         leaves = jax.tree.leaves(self._shardings["params"])
-        shared = jax.tree.map(lambda _: everywhere, {n: self._shardings[n] for n in SHARED})
+        shared = jax.tree.map(lambda _: everywhere, shared_of(self._shardings))
         own = {at: leaves[at] for at in self.own}
         return {**shared, "params": own, "opt_state": self.opt_shardings()}, everywhere
 

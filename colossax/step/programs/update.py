@@ -18,7 +18,7 @@ from colossax.step.programs.forms import Form, form_of
 from colossax.step.programs.numbered import Numbered
 from colossax.step.programs.processes import program, there
 from colossax.step.programs.sending import of_all, of_stage
-from colossax.step.programs.stage import SHARED, Stage, by_key
+from colossax.step.programs.stage import Stage, by_key, shared_of
 from colossax.step.updaters import Updated
 from colossax.typing import Batch, Params, TrainState
 
@@ -93,7 +93,7 @@ class StageUpdate:
         params = {at: leaf for part in parts for at, leaf in part["params"].items()}
         where = jax.tree.leaves(self._step.shardings["params"])
         params = {at: there(leaf, where[at]) for at, leaf in params.items()}
-        shared = [{name: part[name] for name in SHARED} for part in parts]
+        shared = [shared_of(part) for part in parts]
         return {
             **of_all(self._step.bound, shared),
             "params": self.numbered.tree(params),
@@ -156,7 +156,7 @@ class StagePrograms:
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Any]:
         """See `Step.__call__`."""
         form, stages = self._form(batch), self._update.stages
-        shared = {name: state[name] for name in SHARED}
+        shared = shared_of(state)
         underway = form.run(state["params"], shared, batch)
         grads = form.gradients(underway, jax.tree.leaves(state["params"]))
         totals = [total(*found) for total, found in zip(self._total, grads, strict=True)]

@@ -1,6 +1,7 @@
 """A training state as records of a checkpoint, and back onto any mesh."""
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -8,6 +9,8 @@ import numpy as np
 
 from colossax.checkpoint import ArraySlot, Checkpointer, slot_of
 from colossax.optim import ByModel
+from colossax.sharding import replicated
+from colossax.step.gradients.loss_scale import LOSS_SCALE
 from colossax.typing import ParamInfo, TrainState
 
 if TYPE_CHECKING:
@@ -50,16 +53,28 @@ class StateRecords:
         Raises:
             CheckpointError: It is not there, damaged, or of another model or optimizer.
         """
-        slots, structure = jax.tree.flatten(self._slots)
-        wants = list(zip(slots, jax.tree.leaves(self._step.shardings), strict=True))
+        fresh = self._fresh(checkpointer, done)
+        named = {name: part for name, part in self._slots.items() if name not in fresh}
+        slots, structure = jax.tree.flatten(named)
+        where = {name: self._step.shardings[name] for name in named}
+        wants = list(zip(slots, jax.tree.leaves(where), strict=True))
         disk = self._step.disk
         models = {MODEL, *self._step.spec.model_names}
         whole = [f"{model}/optimizer" for model in sorted(models)]
         arrays = checkpointer.restore(done, wants, exact=disk is None, whole=whole)
-        state = jax.tree.unflatten(structure, arrays)
+        state = {**jax.tree.unflatten(structure, arrays), **fresh}
         if disk is not None:
             disk.fill(state, lambda layer: self._restored_row(checkpointer, done, layer))
         return state
+
+    def _fresh(self, checkpointer: Checkpointer, done: int | None) -> dict[str, Any]:
+        """The first scale of the loss, where a step was saved without any: by one in bfloat16."""
+        slots = jax.tree.leaves(self._slots.get(LOSS_SCALE, {}))
+        if not slots or checkpointer.holds_record(done, slots[0].name):
+            return {}
+        return self._step.layout.first_scale(
+            functools.partial(jax.device_put, device=replicated(self._step.bound))
+        )
 
     def _restored_row(self, checkpointer: Checkpointer, done: Any, layer: int) -> list[jax.Array]:
         """Optimizer state of one layer on disk."""
@@ -92,6 +107,12 @@ def state_slots(step: "Step") -> TrainState:
         **{
             name: _plain_slots(abstract[name], f"{MODEL}/state/{name}")
             for name in ("step", "rng", "skipped")
+        },
+        # A kind of its own: what has no scale goes on from what has one.
+        **{
+            name: _plain_slots(abstract[name], f"{MODEL}/{name}")
+            for name in (LOSS_SCALE,)
+            if name in abstract
         },
     }
 

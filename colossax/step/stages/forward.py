@@ -81,7 +81,7 @@ class Stages:
         """
         self.outer, self._inner = params
         self._micro, self.routes = micro, routes
-        first = (*params, *micro.first, micro.term_weights)
+        first = (*params, *micro.first, micro.weighing)
         self.cut: CutLoss = cut_loss(loss, *first)
         _check(self.cut, *(len(jax.tree.leaves(tree)) for tree in params))
         self.count = bound.mesh.shape[MeshAxis.STAGE]
@@ -124,7 +124,7 @@ class Stages:
             (micro.arrays, micro.keys),
         )
         outer = self.outer if outer is None else outer
-        return outer, self._inner, arrays, key, micro.term_weights
+        return outer, self._inner, arrays, key, micro.weighing
 
     def side(self, number: Array) -> Any:
         """What all layers get of a microbatch."""

@@ -51,9 +51,11 @@ def pipelined(
         learning, frozen = split(params, trainable)
 
         def found(bound: BoundPlan, learning: Params, micro: Microbatches) -> tuple[Params, Any]:
-            def value(outer: Params, inner: Params, microbatch: Any, key: Any, weights: Any) -> Any:
+            def value(
+                outer: Params, inner: Params, microbatch: Any, key: Any, weighing: Any
+            ) -> Any:
                 whole = joined(joined(outer, inner), frozen)
-                return objective(*call(whole, microbatch, variables, key), weights)
+                return objective(*call(whole, microbatch, variables, key), weighing)
 
             outer, inner = by_stack(learning, infos)
             both = by_stack(infos, infos)
@@ -67,7 +69,7 @@ def pipelined(
             grads, sums = reduced_once(bound, infos, learning, micro, found)
         else:
             grads, sums = found(bound, learning, micro)
-        return summarised(infos, constrained(bound, infos, grads), sums)
+        return summarised(infos, constrained(bound, infos, grads), sums, micro)
 
     return gradients
 

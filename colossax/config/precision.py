@@ -1,0 +1,115 @@
+"""Dtypes of a plan, and how a loss in float16 is scaled."""
+
+import dataclasses
+from typing import Annotated, Any
+
+from colossax.config.bounds import Bound, Count, Positive, at_least
+from colossax.config.frozen import check_types
+from colossax.config.words import nearest
+from colossax.errors import PlanError
+
+DTYPES: tuple[str, ...] = ("float32", "bfloat16")
+
+NARROW: tuple[str, ...] = (*DTYPES, "float16")
+"""Of what is made anew in each step, and not added up over many."""
+
+ROUNDINGS: tuple[str, ...] = ("nearest", "stochastic")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossScale:
+    """By what a loss computed in float16 is multiplied before it is differentiated.
+
+    float16 knows no number below 6e-8: the scale keeps gradients above that. They are divided by
+    it in the dtype of accumulation, before they are clipped. A step whose gradients overflow is
+    skipped and backs the scale off; after `growth_interval` steps in a row without, it grows.
+
+    Attributes:
+        initial: Of a new run; powers of two scale exactly.
+        growth_factor: What it is multiplied by after that many steps.
+        growth_interval: Steps in a row without overflow after which it grows.
+        backoff_factor: What it is multiplied by when gradients overflow.
+        minimum: It never falls below. Steps that overflow there count as not finite.
+    """
+
+    initial: Positive = 2.0**16
+    growth_factor: Annotated[float, at_least(1)] = 2.0
+    growth_interval: Count = 2000
+    backoff_factor: Annotated[
+        float, Bound(low=0, high=1, above=True, below=True, told="a number between 0 and 1")
+    ] = 0.5
+    minimum: Positive = 1.0
+
+    def __post_init__(self):
+        check_types(self, "precision.loss_scale", error=PlanError)
+        if self.initial < self.minimum:
+            raise PlanError(
+                f"precision.loss_scale.initial: found {self.initial:g}, which is below the minimum"
+                f" {self.minimum:g}; give as much or more"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Dtype per role, by NumPy name or as a dtype: float32, bfloat16, of some float16.
+
+    Attributes:
+        params: Parameters at rest.
+        compute: Matmuls and activations. In float16 the loss is scaled (`loss_scale`).
+        reduction: Parameters' gradients as devices sum them; None: as `compute`, half the bytes
+            of float32. float16 only where `compute` is.
+        accumulation: Gradients summed over microbatches, and as the optimizer gets them.
+        cache: Keys and values of inference.
+        rounding: Of parameters in bfloat16 when they are updated: to the `nearest`, which loses
+            updates below 1/512 of a parameter, or `stochastic`, which keeps them on average.
+        loss_scale: How the loss is scaled in float16; else it is not.
+    """
+
+    params: Any = dataclasses.field(default="float32", metadata={"choices": DTYPES})
+    compute: Any = dataclasses.field(default="float32", metadata={"choices": NARROW})
+    reduction: Any = dataclasses.field(default=None, metadata={"choices": NARROW})
+    accumulation: Any = dataclasses.field(default="float32", metadata={"choices": DTYPES})
+    cache: Any = dataclasses.field(default="float32", metadata={"choices": NARROW})
+    rounding: str = dataclasses.field(default="nearest", metadata={"choices": ROUNDINGS})
+    loss_scale: LossScale = LossScale()
+
+    def __post_init__(self):
+        check_types(self, "precision", error=PlanError)
+        for field in dataclasses.fields(self):
+            known = field.metadata.get("choices")
+            value = getattr(self, field.name)
+            if known is None or (value is None and field.default is None):
+                continue
+            name = value if isinstance(value, str) else _dtype_name(value)
+            if name in NARROW and name not in known:
+                raise PlanError(
+                    f"precision.{field.name}: found '{name}', in which what is added up over many"
+                    f" steps or microbatches is lost; give {' or '.join(known)}"
+                )
+            if name not in known:
+                raise PlanError(f"precision.{field.name}: unknown '{name}'{nearest(name, known)}")
+            object.__setattr__(self, field.name, name)
+        if self.reduction == "float16" and not self.scales_loss:
+            raise PlanError(
+                f"precision.reduction: found 'float16' beside compute '{self.compute}', whose loss"
+                " is not scaled; give compute 'float16' too, or another reduction"
+            )
+        if self.rounding == "stochastic" and self.params != "bfloat16":
+            raise PlanError(
+                f"precision.rounding: found 'stochastic', and parameters are kept in {self.params},"
+                " which is not rounded; give precision.params 'bfloat16', or rounding 'nearest'"
+            )
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether the loss is multiplied by a scale before it is differentiated."""
+        return self.compute == "float16"
+
+
+def _dtype_name(value: Any) -> str:
+    import numpy as np  # takes longer to import than all of this room
+
+    try:
+        return np.dtype(value).name
+    except TypeError:
+        return repr(value)
