@@ -78,8 +78,8 @@ NAMES = {
     "colossax.offload.disk": "RING RecordLayout RecordStore disk_bytes",
     "colossax.optim": (
         "ByModel adamw constant decay_mask decays inverse_sqrt is_layerwise lamb lars "
-        "layerwise linear map_moments sgd steps_of stochastic_round transformation "
-        "warmup_cosine wsd"
+        "layerwise linear map_moments multistep one_cycle polynomial sgd steps_of "
+        "stochastic_round transformation warmup_cosine wsd"
     ),
     "colossax.aot": (
         "Buffer Collective Gpu Island KernelReport Link MemoryReport Module Place Program Target "

@@ -23,5 +23,8 @@ from .rounding import stochastic_round as stochastic_round
 from .schedules import constant as constant
 from .schedules import inverse_sqrt as inverse_sqrt
 from .schedules import linear as linear
+from .schedules import multistep as multistep
+from .schedules import one_cycle as one_cycle
+from .schedules import polynomial as polynomial
 from .schedules import warmup_cosine as warmup_cosine
 from .schedules import wsd as wsd

@@ -11,9 +11,13 @@ from colossax.optim import (
     DimsOptimizer,
     adamw,
     constant,
+    inverse_sqrt,
     lamb,
     lars,
     linear,
+    multistep,
+    one_cycle,
+    polynomial,
     sgd,
     warmup_cosine,
     wsd,
@@ -37,17 +41,26 @@ def make_optimizer(config: OptimizerConfig, schedule_steps: int) -> DimsOptimize
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Learning rate by step, counted from 0."""
+    """Learning rate by step, counted from 0.
+
+    Raises:
+        InputError: Numbers that the schedule cannot take.
+    """
     peak, warmup = config.peak_lr, config.warmup
-    end = peak * config.final_lr_share
-    if config.schedule == "constant":
-        return constant(peak, warmup=warmup)
-    if config.schedule == "linear":
-        return linear(peak, steps=steps, warmup=warmup, end=end)
-    if config.schedule == "wsd":
-        decay = max(1, round(_WSD_DECAY_SHARE * max(steps - warmup, 1)))
-        return wsd(peak, steps=steps, warmup=warmup, decay=decay, end=end)
-    return warmup_cosine(peak, steps=steps, warmup=warmup, end=end)
+    ends = {"steps": steps, "end": peak * config.final_lr_share}
+    decay = max(1, round(_WSD_DECAY_SHARE * max(steps - warmup, 1)))
+    milestones = {int(step): share for step, share in config.milestones.items()}
+    schedules: dict[str, Callable[[], optax.Schedule]] = {
+        "constant": lambda: constant(peak, warmup=warmup),
+        "cosine": lambda: warmup_cosine(peak, warmup=warmup, **ends),
+        "inverse_sqrt": lambda: inverse_sqrt(peak, warmup=warmup),
+        "linear": lambda: linear(peak, warmup=warmup, **ends),
+        "multistep": lambda: multistep(peak, milestones=milestones, warmup=warmup),
+        "one_cycle": lambda: one_cycle(peak, warmup=warmup or None, **ends),
+        "polynomial": lambda: polynomial(peak, warmup=warmup, power=config.power, **ends),
+        "wsd": lambda: wsd(peak, warmup=warmup, decay=decay, **ends),
+    }
+    return schedules[config.schedule]()
 
 
 def _adamw(config: OptimizerConfig, rate: optax.Schedule) -> DimsOptimizer:

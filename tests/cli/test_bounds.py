@@ -35,6 +35,7 @@ TABLE = {
     "optimizer.eps": POSITIVE,
     "optimizer.schedule_steps": SIZE,
     "optimizer.final_lr_share": FRACTION,
+    "optimizer.power": POSITIVE,
     "clip_norm": POSITIVE,
     "z_loss": NOT_NEGATIVE,
     "steps": SIZE,

@@ -8,8 +8,8 @@ import pytest
 
 from colossax.errors import InputError
 from colossax.optim import is_layerwise
-from colossax.tasks.config import OPTIMIZER_STATES, OptimizerConfig
-from colossax.tasks.optimizer import OPTIMIZERS, make_optimizer
+from colossax.tasks.config import OPTIMIZER_STATES, SCHEDULES, OptimizerConfig
+from colossax.tasks.optimizer import OPTIMIZERS, make_optimizer, make_schedule
 
 PARAMS = {"w": jnp.ones((16, 64)), "b": jnp.ones(64)}
 DIMS = {"w": ("embed", "mlp"), "b": ("mlp",)}
@@ -70,3 +70,55 @@ def test_one_moment_cannot_be_mixed(name, state):
 def test_unknown_states_are_refused(state, message):
     with pytest.raises(InputError, match=re.escape(message)):
         OptimizerConfig(state=state)
+
+
+CURVES = {
+    "constant": {0: 0, 10: 1, 60: 1},
+    "cosine": {0: 0, 10: 1, 35: 0.6, 60: 0.2},
+    "inverse_sqrt": {0: 0, 10: 1, 40: 0.5},
+    "linear": {0: 0, 10: 1, 35: 0.6, 60: 0.2},
+    "multistep": {0: 0, 10: 1, 29: 1, 30: 0.5, 40: 0.1, 60: 0.1},
+    "one_cycle": {0: 0.04, 5: 0.52, 10: 1, 35: 0.6, 60: 0.2},
+    "polynomial": {0: 0, 10: 1, 35: 0.3, 60: 0.2},
+    "wsd": {0: 0, 10: 1, 50: 1, 55: 0.6, 60: 0.2},
+}
+"""Shares of the peak by step, of a warmup of 10 and 60 steps in all, down to 0.2."""
+
+
+def configured(schedule):
+    more = {"milestones": {"30": 0.5, "40": 0.1}} if schedule == "multistep" else {}
+    return OptimizerConfig(
+        schedule=schedule, peak_lr=3.0, warmup=10, final_lr_share=0.2, power=3.0, **more
+    )
+
+
+def test_every_schedule_has_a_curve():
+    assert set(CURVES) == set(SCHEDULES)
+
+
+@pytest.mark.parametrize("schedule", CURVES)
+def test_a_schedule_by_its_name(schedule):
+    rate = make_schedule(configured(schedule), 60)
+    for step, share in CURVES[schedule].items():
+        assert float(rate(step)) == pytest.approx(3.0 * share, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"milestones": {"30": 0.1}}, "optimizer.milestones: schedule cosine has 1 of them; sch"),
+        ({"schedule": "multistep"}, "schedule multistep has 0 of them; schedule multistep needs"),
+        (
+            {"schedule": "multistep", "milestones": {"soon": 0.1}},
+            "optimizer.milestones: 'soon' is no step; give numbers of steps with shares",
+        ),
+    ],
+)
+def test_milestones_that_say_nothing_are_refused(given, message):
+    with pytest.raises(InputError, match=re.escape(message)):
+        OptimizerConfig(**given)
+
+
+def test_a_schedule_without_an_end_needs_its_warmup():
+    with pytest.raises(InputError, match="inverse_sqrt: warmup is 0; choose 1 step or more"):
+        make_schedule(OptimizerConfig(schedule="inverse_sqrt"), 10)
