@@ -11,8 +11,7 @@ from jax.sharding import NamedSharding
 
 from colossax.config import BoundPlan
 from colossax.optim import map_moments
-from colossax.sharding import param_sharding, replicated
-from colossax.sharding.rules import home
+from colossax.sharding import param_sharding, replicated, state_sharding
 from colossax.typing import ParamInfo, TrainState
 
 
@@ -73,10 +72,7 @@ class StateLayout:
         everywhere = replicated(self._bound)
 
         def of_moment(leaf: Any, info: ParamInfo) -> NamedSharding:
-            if leaf.shape == info.shape:
-                return param_sharding(self._bound, "optimizer", info)
-            # A number for each unit belongs to a parameter too, and lies where that one does.
-            return replicated(home(self._bound, info))
+            return state_sharding(self._bound, info, leaf.shape)
 
         return {
             "step": everywhere,

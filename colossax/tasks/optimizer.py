@@ -9,13 +9,19 @@ from colossax.config import nearest
 from colossax.errors import InputError
 from colossax.optim import (
     DimsOptimizer,
+    Groups,
+    adafactor,
     adamw,
+    adamw_8bit,
+    came,
     constant,
     inverse_sqrt,
     lamb,
     lars,
     linear,
+    lion,
     multistep,
+    muon,
     one_cycle,
     polynomial,
     sgd,
@@ -63,8 +69,21 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     return schedules[config.schedule]()
 
 
+def _adafactor(config: OptimizerConfig, rate: optax.Schedule) -> DimsOptimizer:
+    given = {**_common(config), "moment_dtype": _one_moment(config)}
+    return adafactor(rate, momentum=config.momentum, **given)
+
+
 def _adamw(config: OptimizerConfig, rate: optax.Schedule) -> DimsOptimizer:
+    if config.state == "8bit":
+        numbers = {"b1": config.b1, "b2": config.b2, "eps": config.eps}
+        return adamw_8bit(rate, **numbers, **_common(config))
     return adamw(rate, **_adam_options(config))
+
+
+def _came(config: OptimizerConfig, rate: optax.Schedule) -> DimsOptimizer:
+    given = {"b1": config.b1, "b2": config.b2, "b3": config.b3, **_common(config)}
+    return came(rate, **given, moment_dtype=_one_moment(config))
 
 
 def _lamb(config: OptimizerConfig, rate: optax.Schedule) -> DimsOptimizer:
@@ -75,38 +94,71 @@ def _lars(config: OptimizerConfig, rate: optax.Schedule) -> DimsOptimizer:
     return lars(rate, **_momentum_options(config))
 
 
+def _lion(config: OptimizerConfig, rate: optax.Schedule) -> DimsOptimizer:
+    given = {"b1": config.b1, "b2": config.b2, **_common(config)}
+    return lion(rate, **given, moment_dtype=_one_moment(config))
+
+
+def _muon(config: OptimizerConfig, rate: optax.Schedule) -> DimsOptimizer:
+    momentum = {} if config.momentum is None else {"momentum": config.momentum}
+    adam = {"b1": config.b1, "b2": config.b2, "eps": config.eps}
+    given = {**momentum, **adam, **_common(config)}
+    return muon(rate, **given, moment_dtype=_one_moment(config))
+
+
 def _sgd(config: OptimizerConfig, rate: optax.Schedule) -> DimsOptimizer:
     return sgd(rate, **_momentum_options(config))
 
 
+def _common(config: OptimizerConfig) -> dict[str, Any]:
+    groups = Groups(multiples=config.multiples, decays=config.decays)
+    return {"weight_decay": config.weight_decay, "groups": groups}
+
+
 def _adam_options(config: OptimizerConfig) -> dict[str, Any]:
+    if config.state == "8bit":
+        raise InputError(_no_bytes(config))
     return {
         "b1": config.b1,
         "b2": config.b2,
         "eps": config.eps,
-        "weight_decay": config.weight_decay,
         "moment_dtype": "float32" if config.state == "float32" else "bfloat16",
         "second_moment_dtype": "bfloat16" if config.state == "bfloat16" else "float32",
+        **_common(config),
     }
 
 
 def _momentum_options(config: OptimizerConfig) -> dict[str, Any]:
+    return {"momentum": config.b1, "moment_dtype": _one_moment(config), **_common(config)}
+
+
+def _one_moment(config: OptimizerConfig) -> str:
+    """Dtype of the one moment that an optimizer keeps for each parameter."""
+    if config.state == "8bit":
+        raise InputError(_no_bytes(config))
     if config.state == "mixed":
         raise InputError(
             f"optimizer.state: 'mixed' tells two moments apart, {config.name} has only one;"
             f" choose float32 or bfloat16"
         )
-    return {
-        "momentum": config.b1,
-        "weight_decay": config.weight_decay,
-        "moment_dtype": config.state,
-    }
+    return config.state
+
+
+def _no_bytes(config: OptimizerConfig) -> str:
+    return (
+        f"optimizer.state: '8bit' is known to adamw, not to {config.name}; choose bfloat16, or"
+        " optimizer.name adamw"
+    )
 
 
 OPTIMIZERS: dict[str, Callable[[OptimizerConfig, optax.Schedule], DimsOptimizer]] = {
+    "adafactor": _adafactor,
     "adamw": _adamw,
+    "came": _came,
     "lamb": _lamb,
     "lars": _lars,
+    "lion": _lion,
+    "muon": _muon,
     "sgd": _sgd,
 }
 """By name. LARS and SGD take `b1` as their momentum."""

@@ -32,6 +32,8 @@ TABLE = {
     "optimizer.weight_decay": NOT_NEGATIVE,
     "optimizer.b1": (*FRACTION, "1"),
     "optimizer.b2": (*FRACTION, "1"),
+    "optimizer.b3": (*FRACTION, "1"),
+    "optimizer.momentum": (*FRACTION, "1"),
     "optimizer.eps": POSITIVE,
     "optimizer.schedule_steps": SIZE,
     "optimizer.final_lr_share": FRACTION,

@@ -15,6 +15,15 @@ PARAMS = {"w": jnp.ones((16, 64)), "b": jnp.ones(64)}
 DIMS = {"w": ("embed", "mlp"), "b": ("mlp",)}
 
 BYTES = {
+    ("adafactor", "float32"): 4,
+    ("adafactor", "bfloat16"): 4,
+    ("adamw", "8bit"): 6,
+    ("came", "float32"): 8,
+    ("came", "bfloat16"): 6,
+    ("lion", "float32"): 8,
+    ("lion", "bfloat16"): 6,
+    ("muon", "float32"): 8,
+    ("muon", "bfloat16"): 6,
     ("adamw", "float32"): 12,
     ("adamw", "mixed"): 10,
     ("adamw", "bfloat16"): 8,
@@ -26,12 +35,21 @@ BYTES = {
     ("sgd", "float32"): 8,
     ("sgd", "bfloat16"): 6,
 }
-ONE_MOMENT = {(name, "mixed") for name in ("lars", "sgd")}
+BESIDE = {
+    "adafactor": 4 * (16 + 64 + 64),  # rows and columns of the matrix; all squares of the vector
+    "came": 2 * 4 * (16 + 64) + 4 * 64,
+    "muon": 4 * 64,  # the vector's second moment
+    "8bit": 2 * 4 * 16 + 6 * 64,  # a scale for each row; the vector's moments are in float32
+}
+"""Bytes that are not of each parameter alike."""
+
+ONE_MOMENT = {(name, "mixed") for name in ("adafactor", "came", "lars", "lion", "muon", "sgd")}
+NO_BYTES = {(name, "8bit") for name, _ in ONE_MOMENT} | {("lamb", "8bit")}
 
 
 def test_every_optimizer_and_state_is_in_the_table():
     known = {(name, state) for name in OPTIMIZERS for state in OPTIMIZER_STATES}
-    assert known == set(BYTES) | ONE_MOMENT
+    assert known == set(BYTES) | ONE_MOMENT | NO_BYTES
 
 
 @pytest.mark.catches("second-moment-wide")
@@ -42,7 +60,8 @@ def test_bytes_per_parameter_with_the_parameter(name, state):
     kept = [PARAMS, make(DIMS).init(PARAMS)]
     arrays = [x for x in jax.tree.leaves(kept) if x.ndim]
     count = sum(x.size for x in PARAMS.values())
-    assert sum(x.nbytes for x in arrays) == BYTES[name, state] * count
+    wanted = BYTES[name, state] * count + BESIDE.get(name if state != "8bit" else state, 0)
+    assert sum(x.nbytes for x in arrays) == wanted
 
 
 def test_mixed_keeps_the_second_moment_wide():
@@ -60,11 +79,18 @@ def test_one_moment_cannot_be_mixed(name, state):
         make_optimizer(OptimizerConfig(name=name, state=state), 10)
 
 
+@pytest.mark.parametrize(("name", "state"), sorted(NO_BYTES))
+def test_bytes_are_of_adamw_alone(name, state):
+    message = f"optimizer.state: '8bit' is known to adamw, not to {name}; choose bfloat16, or"
+    with pytest.raises(InputError, match=re.escape(message)):
+        make_optimizer(OptimizerConfig(name=name, state=state), 10)
+
+
 @pytest.mark.parametrize(
     ("state", "message"),
     [
         ("bfloat61", "optimizer.state: unknown 'bfloat61'; did you mean 'bfloat16'?"),
-        ("8", "optimizer.state: unknown '8'; known: bfloat16, float32, mixed"),
+        ("8", "optimizer.state: unknown '8'; known: 8bit, bfloat16, float32, mixed"),
     ],
 )
 def test_unknown_states_are_refused(state, message):

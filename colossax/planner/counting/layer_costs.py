@@ -12,7 +12,7 @@ from colossax.config import OffloadConfig
 from colossax.layerwise import CutRun, Layer, Scanned, cut_loss, kept_sharding, shapes_of
 from colossax.pipeline.cuts import LayerCost
 from colossax.planner.counting.one_layer import layer_flops, row_shapes, traced_layer
-from colossax.sharding import in_order, param_sharding, use
+from colossax.sharding import in_order, param_sharding, state_sharding, use
 from colossax.step.gradients.accumulate import objective
 from colossax.step.step import Step
 
@@ -95,8 +95,8 @@ def _state_bytes(step: Step, offload: OffloadConfig, gradients: int) -> list[_St
 
     def of_moment(leaf: Any, info: Any) -> Any:
         if hasattr(leaf, "shape"):
-            part = _part(step, "optimizer", info) if leaf.shape == info.shape else 1.0
-            size = part * math.prod(leaf.shape) * leaf.dtype.itemsize
+            sharding = state_sharding(step.bound, info, leaf.shape)
+            size = math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
             name = (info.path, info.segment)
             moments[name] = moments.get(name, 0.0) + size
         return leaf
