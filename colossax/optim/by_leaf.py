@@ -17,13 +17,12 @@ NOTHING = optax.MaskedNode()
 
 @runtime_checkable
 class Rule(Protocol):
-    """What an optimizer does to one parameter, of all its layers and experts at once.
+    """What an optimizer does to one parameter, of all its layers and experts at once."""
 
-    Attributes:
-        fields: Names of the state that it keeps beside a parameter.
-    """
-
-    fields: Sequence[str]
+    @property
+    def fields(self) -> Sequence[str]:
+        """Names of the state that it keeps beside a parameter."""
+        ...
 
     def start(self, dims: Dims, p: Any) -> tuple[Any, ...]:
         """State of a fresh parameter, by field: an array, or `NOTHING`.
@@ -59,7 +58,7 @@ def by_leaf(rule: Rule, dims: Any) -> optax.GradientTransformation:
         return {"count": count, **_columns(rule.fields, rows)}
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, dict[str, Any]]:
-        count = optax.safe_increment(state["count"])
+        count = jnp.asarray(optax.safe_increment(state["count"]))
 
         def move(leaf_dims: Dims, g: Array, p: Array, *old: Any) -> _Row:
             step, new = rule.move(leaf_dims, count, g.astype(jnp.float32), p, old)

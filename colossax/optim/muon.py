@@ -96,7 +96,7 @@ def muon(
         eps: Of AdamW.
         weight_decay: Times the parameter; matrices and tables only, see `decays`.
         groups: Other rates and decays, by pattern.
-        moment_dtype: Of matrices' only and of others' first moments.
+        moment_dtype: Of all moments but AdamW's second, which is float32.
 
     Raises:
         InputError: An argument is out of range.

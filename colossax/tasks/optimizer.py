@@ -31,6 +31,7 @@ from colossax.optim import (
 from colossax.tasks.config import OptimizerConfig
 
 _WSD_DECAY_SHARE = 0.2
+_WITH_MOMENTUM = ("adafactor", "muon")
 
 
 def make_optimizer(config: OptimizerConfig, schedule_steps: int) -> DimsOptimizer:
@@ -42,6 +43,10 @@ def make_optimizer(config: OptimizerConfig, schedule_steps: int) -> DimsOptimize
     if config.name not in OPTIMIZERS:
         raise InputError(
             f"optimizer.name: unknown '{config.name}'{nearest(config.name, OPTIMIZERS)}"
+        )
+    if config.momentum is not None and config.name not in _WITH_MOMENTUM:
+        raise InputError(
+            f"optimizer.momentum: {config.name} takes none by that name; give optimizer.b1, or none"
         )
     return OPTIMIZERS[config.name](config, make_schedule(config, schedule_steps))
 
@@ -70,7 +75,7 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def _adafactor(config: OptimizerConfig, rate: optax.Schedule) -> DimsOptimizer:
-    given = {**_common(config), "moment_dtype": _one_moment(config)}
+    given: dict[str, Any] = {**_common(config), "moment_dtype": _one_moment(config)}
     return adafactor(rate, momentum=config.momentum, **given)
 
 
@@ -82,7 +87,7 @@ def _adamw(config: OptimizerConfig, rate: optax.Schedule) -> DimsOptimizer:
 
 
 def _came(config: OptimizerConfig, rate: optax.Schedule) -> DimsOptimizer:
-    given = {"b1": config.b1, "b2": config.b2, "b3": config.b3, **_common(config)}
+    given: dict[str, Any] = {"b1": config.b1, "b2": config.b2, "b3": config.b3, **_common(config)}
     return came(rate, **given, moment_dtype=_one_moment(config))
 
 
@@ -95,14 +100,14 @@ def _lars(config: OptimizerConfig, rate: optax.Schedule) -> DimsOptimizer:
 
 
 def _lion(config: OptimizerConfig, rate: optax.Schedule) -> DimsOptimizer:
-    given = {"b1": config.b1, "b2": config.b2, **_common(config)}
+    given: dict[str, Any] = {"b1": config.b1, "b2": config.b2, **_common(config)}
     return lion(rate, **given, moment_dtype=_one_moment(config))
 
 
 def _muon(config: OptimizerConfig, rate: optax.Schedule) -> DimsOptimizer:
     momentum = {} if config.momentum is None else {"momentum": config.momentum}
     adam = {"b1": config.b1, "b2": config.b2, "eps": config.eps}
-    given = {**momentum, **adam, **_common(config)}
+    given: dict[str, Any] = {**momentum, **adam, **_common(config)}
     return muon(rate, **given, moment_dtype=_one_moment(config))
 
 

@@ -79,6 +79,11 @@ def test_one_moment_cannot_be_mixed(name, state):
         make_optimizer(OptimizerConfig(name=name, state=state), 10)
 
 
+def test_momentum_of_others_is_refused():
+    with pytest.raises(InputError, match="optimizer.momentum: adamw takes none by that name; give"):
+        make_optimizer(OptimizerConfig(momentum=0.9), 10)
+
+
 @pytest.mark.parametrize(("name", "state"), sorted(NO_BYTES))
 def test_bytes_are_of_adamw_alone(name, state):
     message = f"optimizer.state: '8bit' is known to adamw, not to {name}; choose bfloat16, or"
