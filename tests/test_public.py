@@ -39,7 +39,7 @@ NAMES = {
         "compiler_options compute_dtype constrain current current_order explain explain_html "
         "gather_for_others gather_weight gathered_axes host_sharding in_order keeping kept_share "
         "left_whole linear linears lookup moe param_sharding recomputing reduction_dtype "
-        "replicated resolve ruled_dims seq_axes state_sharding transfer use validate with_ranges "
+        "replicated resolve ruled_dims seq_axes transfer use validate with_ranges "
         "without_shards"
     ),
     "colossax.sharding.experts": (

@@ -40,7 +40,6 @@ from .rules import resolve as resolve
 from .rules import ruled_dims as ruled_dims
 from .rules import seq_axes as seq_axes
 from .rules import validate as validate
-from .state import state_sharding as state_sharding
 from .table import explain as explain
 from .table import explain_html as explain_html
 from .transfer import Layout as Layout

@@ -12,8 +12,9 @@ from colossax.config import OffloadConfig
 from colossax.layerwise import CutRun, Layer, Scanned, cut_loss, kept_sharding, shapes_of
 from colossax.pipeline.cuts import LayerCost
 from colossax.planner.counting.one_layer import layer_flops, row_shapes, traced_layer
-from colossax.sharding import in_order, param_sharding, state_sharding, use
+from colossax.sharding import in_order, param_sharding, use
 from colossax.step.gradients.accumulate import objective
+from colossax.step.state import state_sharding
 from colossax.step.step import Step
 
 

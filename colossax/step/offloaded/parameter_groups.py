@@ -16,7 +16,8 @@ from colossax.config import BoundPlan, MeshAxis
 from colossax.layerwise import Key, Stacks
 from colossax.offload import build_stack, fetch, new_stack, on_host, store
 from colossax.optim import DimsOptimizer, decays
-from colossax.sharding import host_sharding, param_sharding, reduction_dtype, state_sharding
+from colossax.sharding import host_sharding, param_sharding, reduction_dtype
+from colossax.step.state import state_sharding
 from colossax.typing import ParamInfo
 
 SHARED = -1
