@@ -78,9 +78,10 @@ NAMES = {
     ),
     "colossax.offload.disk": "RING RecordLayout RecordStore disk_bytes",
     "colossax.optim": (
-        "ByModel Groups adafactor adamw adamw_8bit came check_groups constant decay_mask decays "
-        "inverse_sqrt is_layerwise lamb lars layerwise linear lion map_moments multistep muon "
-        "one_cycle polynomial sgd steps_of stochastic_round transformation warmup_cosine wsd"
+        "ByModel Groups adafactor adamw adamw_8bit averaged came check_groups constant "
+        "decay_mask decays ema inverse_sqrt is_layerwise lamb lars layerwise linear lion "
+        "map_moments multistep muon one_cycle polynomial schedule_free sgd steps_of "
+        "stochastic_round transformation warmup_cosine wsd"
     ),
     "colossax.aot": (
         "Buffer Collective Gpu Island KernelReport Link MemoryReport Module Place Program Target "

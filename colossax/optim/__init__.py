@@ -5,6 +5,9 @@ parameters and tuples of dim names as leaves: what must be done per layer of a s
 to matrices alone is decided by names, so that a stacked and an unrolled model train alike.
 """
 
+from .averaged import averaged as averaged
+from .averaged import ema as ema
+from .averaged import schedule_free as schedule_free
 from .by_model import ByModel as ByModel
 from .by_model import Optimizer as Optimizer
 from .by_model import map_moments as map_moments

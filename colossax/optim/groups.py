@@ -49,13 +49,17 @@ class Groups:
         """The rates of an optimizer whose own is `rate`: 0 for norms and biases."""
         return lambda dims: _of(self.decays, dims, rate) if decays(dims) else 0.0
 
+    def multiple_of(self, dims: Dims) -> float:
+        """What multiplies the learning rate of a parameter with these dims."""
+        return _of(self.multiples, dims, 1.0)
+
     def scaled(self, dims: Any) -> list[optax.GradientTransformation]:
         """What multiplies steps, if anything does."""
         if not self.multiples:
             return []
 
         def scale(leaf_dims: Dims, step: Array) -> Array:
-            multiple = _of(self.multiples, leaf_dims, 1.0)
+            multiple = self.multiple_of(leaf_dims)
             return step if multiple == 1 else step * multiple
 
         def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from colossax.optim.dims import decays, map_with_dims, unit_norms
-from colossax.optim.groups import DecayOf
+from colossax.optim.groups import DecayOf, Groups
 from colossax.optim.rounding import stochastic_round, update_entropy
 from colossax.typing import Dims
 
@@ -65,6 +65,15 @@ def add_decay(rate: DecayOf, dims: Any) -> optax.GradientTransformation:
         return _decayed(step, p, rate(leaf_dims))
 
     return _stateless(decay, dims)
+
+
+def scaled_decay(rate: DecayOf, groups: Groups, dims: Any, steps: Any, params: Any) -> Any:
+    """`multiple (step + rate * parameter)` of each parameter, in float32."""
+
+    def one(leaf_dims: Dims, step: Array, p: Array) -> Array:
+        return groups.multiple_of(leaf_dims) * _decayed(step, p, rate(leaf_dims))
+
+    return map_with_dims(one, dims, steps, params)
 
 
 def scale_by_lamb_ratio(

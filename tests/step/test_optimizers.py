@@ -12,10 +12,21 @@ import pytest
 from colossax.config import OffloadConfig, PipelineConfig, Plan, Segment, preset
 from colossax.errors import InputError
 from colossax.models import LlamaConfig, MixtralConfig
-from colossax.optim import Groups, adafactor, adamw, adamw_8bit, came, lion, muon
+from colossax.optim import (
+    Groups,
+    adafactor,
+    adamw,
+    adamw_8bit,
+    averaged,
+    came,
+    ema,
+    lion,
+    muon,
+    schedule_free,
+)
 from tests.cases import quick_first
 from tests.oracle import assert_losses_close
-from tests.step.offloaded.streamed import FULL, by_path, host, offloaded, started, stepped
+from tests.step.offloaded.streamed import FULL, batch, by_path, host, offloaded, started, stepped
 
 MODEL = LlamaConfig(vocab=64, embed=32, layers=4, heads=4, kv_heads=2, mlp=64, max_seq=32)
 EXPERTS = MixtralConfig(
@@ -27,6 +38,8 @@ OPTIMIZERS = {
     "lion": lion(1e-3),
     "muon": muon(1e-2),
     "adamw 8 bits": adamw_8bit(1e-2),
+    "ema": ema(adamw(1e-2), 0.5),
+    "schedule free": schedule_free(1e-2),
     "groups": adamw(1e-2, groups=Groups(multiples={"attn/": 0.3}, decays={"mlp/": 1.0})),
 }
 LOOSE = {"lion": 2e-3, "adamw 8 bits": 2e-4, "came": 1e-4}
@@ -218,3 +231,31 @@ def test_a_pattern_that_fits_nothing_is_refused_by_the_step():
     groups = Groups(multiples={"atn/": 2.0})
     with pytest.raises(InputError, match="'atn/' is found in the path of no parameter that learns"):
         started(FULL, adamw(1e-2, groups=groups), model=MODEL)
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    quick_first(
+        [(name, plan) for name in ("ema", "schedule free") for plan in (FULL, *PLANS.values())],
+        {("ema", FULL)},
+    ),
+)
+def test_averages_are_evaluated_and_saved_as_a_model_of_their_own(name, plan, devices, tmp_path):
+    count = 1 if plan == FULL else 8
+    if plan == PLANS["accumulated"]:
+        count = 4
+    state, step, _ = ran(name, plan, count)
+    mean = averaged(state)
+    params = by_path(step, mean["params"])
+    one, alone_step, _ = ran(name, FULL, 1)
+    wanted = by_path(alone_step, averaged(one)["params"])
+    for path, leaf in params.items():
+        np.testing.assert_allclose(leaf, wanted[path], rtol=1e-3, atol=1e-4, err_msg=path)
+    total, weight = step.evaluate(mean, batch())["cross_entropy"]
+    other, plain = step.evaluate(state, batch())["cross_entropy"]
+    assert weight == plain and total != other
+    step.save(tmp_path, mean)
+    _, reading = started(FULL, OPTIMIZERS[name], model=MODEL, clip_norm=0.5)
+    found = by_path(reading, reading.restore(tmp_path)["params"])
+    for path, leaf in found.items():
+        np.testing.assert_array_equal(leaf, params[path], err_msg=path)
