@@ -218,12 +218,14 @@ def averaged(state: TrainState) -> TrainState:
 def _averages(state: Any, params: Any) -> Any:
     """Parameters with averages in their place; None where there are none."""
     if isinstance(state, AverageState):
-        return _like(state.average, params, lambda a, p: jnp.where(state.count > 0, a, p))
+        begun = bool(state.count > 0)
+        return _like(state.average, params, lambda a, p: a if begun else p)
     if isinstance(state, ScheduleFreeState):
-        share = state.share
+        # On the host: where stages have programs, each has its parameters on devices of its own.
+        begun, share = bool(state.count > 0), float(state.share)
 
         def x(z: Any, y: Any) -> Any:
-            return jnp.where(state.count > 0, (y - (1 - share) * z) / share, y)
+            return (y - (1 - share) * z) / share if begun else y
 
         return _like(state.z, params, x)
     if isinstance(state, dict) and set(state) <= set(params):  # of several models
