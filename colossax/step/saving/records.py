@@ -1,14 +1,17 @@
 """A training state as records of a checkpoint, and back onto any mesh."""
 
 import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from colossax.checkpoint import ArraySlot, Checkpointer, slot_of
+from colossax.errors import InputError
 from colossax.optim import ByModel
-from colossax.typing import ParamInfo, TrainState
+from colossax.typing import ParamInfo, Params, TrainState
 
 if TYPE_CHECKING:
     from colossax.step.step import Step
@@ -24,6 +27,9 @@ class StateRecords:
         """Name the records; nothing is read or written."""
         self._step = step
         self._slots = state_slots(step)
+        held = jax.tree.map(lambda _: True, self._slots)
+        held["params"] = jax.tree.map(lambda info: not info.of_base, step.spec.infos)
+        self._held: list[bool] = jax.tree.leaves(held)
         self._on_disk = _disk_slots(step)
 
     @property
@@ -33,33 +39,61 @@ class StateRecords:
         return "pinned_host" in kinds or self._step.disk is not None
 
     def pairs(self, state: TrainState) -> list[Any]:
-        """What `Checkpointer.save` takes: slots with their arrays.
+        """What `Checkpointer.save` takes: slots with their arrays, but those of a base.
 
         Raises:
             OffloadError: The optimizer's state cannot be read from disk.
         """
-        slots = jax.tree.leaves(self._slots)
-        pairs: list[Any] = list(zip(slots, jax.tree.leaves(state), strict=True))
+        slots, arrays = jax.tree.leaves(self._slots), jax.tree.leaves(state)
+        pairs: list[Any] = list(self._of_own(zip(slots, arrays, strict=True)))
         if self._step.disk is not None:
             pairs += zip(self._on_disk, self._step.disk.sources(), strict=True)
         return pairs
 
-    def restored(self, checkpointer: Checkpointer, done: int | None) -> TrainState:
+    def restored(
+        self, checkpointer: Checkpointer, done: int | None, base: Params | None = None
+    ) -> TrainState:
         """The state after `done` steps, laid out by the step's plan; None finds none.
+
+        Args:
+            checkpointer: Of the folder.
+            done: Which.
+            base: Parameters of the model that an adapter is of, laid out likewise; what else is
+                among them is not looked at.
 
         Raises:
             CheckpointError: It is not there, damaged, or of another model or optimizer.
+            InputError: There is an adapter, and no base.
         """
         slots, structure = jax.tree.flatten(self._slots)
-        wants = list(zip(slots, jax.tree.leaves(self._step.shardings), strict=True))
+        pairs = zip(slots, jax.tree.leaves(self._step.shardings), strict=True)
+        wants = list(self._of_own(pairs))
         disk = self._step.disk
         models = {MODEL, *self._step.spec.model_names}
         whole = [f"{model}/optimizer" for model in sorted(models)]
         arrays = checkpointer.restore(done, wants, exact=disk is None, whole=whole)
-        state = jax.tree.unflatten(structure, arrays)
+        state = jax.tree.unflatten(structure, self._with_base(arrays, base))
         if disk is not None:
             disk.fill(state, lambda layer: self._restored_row(checkpointer, done, layer))
         return state
+
+    def _of_own(self, leaves: Iterable[Any]) -> Iterator[Any]:
+        """Of something for each array of the state, those that a checkpoint holds."""
+        return itertools.compress(leaves, self._held)
+
+    def _with_base(self, arrays: list[Any], base: Params | None) -> list[Any]:
+        """All arrays of the state in order."""
+        if all(self._held):
+            return arrays
+        if base is None:
+            raise InputError(
+                "step.restore: the model has an adapter, whose checkpoints leave out what is"
+                " frozen; give its parameters as base=state['params']"
+            )
+        of_base = [info.of_base for info in jax.tree.leaves(self._step.spec.infos)]
+        leaves = jax.tree.leaves(base, is_leaf=lambda x: x is None)
+        own, frozen = iter(arrays), itertools.compress(leaves, of_base)
+        return [next(own) if held else next(frozen) for held in self._held]
 
     def _restored_row(self, checkpointer: Checkpointer, done: Any, layer: int) -> list[jax.Array]:
         """Optimizer state of one layer on disk."""
