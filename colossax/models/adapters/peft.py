@@ -55,6 +55,14 @@ _LEFT_OUT = {
     "megatron_config": (None,),
     "trainable_token_indices": (None,),
     "target_parameters": (None, []),
+    "layer_replication": (None,),
+    "alora_invocation_tokens": (None,),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "monteclora_config": (None,),
+    "velora_config": (None,),
+    "use_qalora": (None, False),
+    "use_bdlora": (None, False),
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
 }
 """Settings with the values that leave a matrix and a narrow pair of one rank and scale."""
