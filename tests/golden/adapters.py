@@ -26,7 +26,10 @@ TOLERANCE, LEAST_MOVED = 1e-5, 0.1
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "lora": ("llama", {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"]}),
     "rslora": ("gptj", {"target_modules": ["q_proj", "fc_in"], "use_rslora": True}),
-    "dora": ("llama_head_dim", {"target_modules": ["v_proj", "o_proj", "up_proj"], "use_dora": True}),
+    "dora": (
+        "llama_head_dim",
+        {"target_modules": ["v_proj", "o_proj", "up_proj"], "use_dora": True},
+    ),
 }
 """By name: the golden case that is the base, and the form of the adapter."""
 
