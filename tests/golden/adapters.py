@@ -72,7 +72,7 @@ def make(case: str, folder: Path) -> None:
 
 
 def check(case: str, scratch: Path) -> float:
-    """Largest difference of a logit that peft finds: of the folder, and of what colossax exports."""
+    """Largest difference of a logit that peft finds: of the folder, and of its export."""
     from colossax.models.adapters.peft import export_peft, import_peft
     from colossax.models.hf import import_checkpoint
 

@@ -19,6 +19,9 @@ from colossax.sharding import use
 GOLDEN = Path(__file__).parent.parent / "golden"
 BASES = {"lora": "llama", "rslora": "gptj", "dora": "llama_head_dim"}
 TOLERANCE = 1e-5
+# A merged matrix is rounded once more: two right answers in float32 are each as far from float64 as
+# golden cases may be (MAX_ROUNDING of tests/golden/regenerate.py, 7e-6).
+MERGED = 2 * 7e-6
 
 
 def logits(checkpoint, case):
@@ -47,7 +50,7 @@ def test_logits_are_those_of_peft_beside_the_base_and_merged(imported, tmp_path,
     adapter = imported(case)
     np.testing.assert_allclose(logits(adapter, case), wanted, rtol=0, atol=TOLERANCE)
     copy_checkpoint(adapter, tmp_path / "merged")
-    np.testing.assert_allclose(logits(tmp_path / "merged", case), wanted, rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(logits(tmp_path / "merged", case), wanted, rtol=0, atol=MERGED)
 
 
 @pytest.mark.parametrize("case", BASES)

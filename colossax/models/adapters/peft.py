@@ -1,6 +1,5 @@
 """Folders of `peft`: adapter_config.json and adapter_model.safetensors."""
 
-import dataclasses
 import functools
 import json
 import os
@@ -16,6 +15,7 @@ from colossax.checkpoint.base import BASE, base_document
 from colossax.config import to_json, user_path
 from colossax.documents import read_json
 from colossax.errors import CheckpointError, InputError, WeightsError
+from colossax.models.adapters.maps import AdapterMap, map_of
 from colossax.models.adapters.stored import (
     ADAPTER_DOCUMENT,
     DOWN,
@@ -26,9 +26,7 @@ from colossax.models.adapters.stored import (
     adapter_of_checkpoint,
     lengths,
 )
-from colossax.models.conversion import Tensor
 from colossax.models.conversions import CONVERSIONS
-from colossax.models.layouts import PART
 from colossax.models.parameters import (
     MODEL_DOCUMENT,
     PARAMS,
@@ -44,7 +42,7 @@ from colossax.models.safetensors import OutTensor, Reader, write_file
 from colossax.nn import AdapterConfig
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-_PREFIX, _WEIGHT = "base_model.model.", ".weight"
+_PREFIX = "base_model.model."
 _A, _B, _MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
 _LEFT_OUT = {
     "bias": ("none",),
@@ -66,63 +64,6 @@ _LEFT_OUT = {
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
 }
 """Settings with the values that leave a matrix and a narrow pair of one rank and scale."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Map:
-    """A matrix of the base that `peft` may put a pair beside.
-
-    Attributes:
-        name: Of its module there.
-        path: Ours.
-        layer: Number of the layer among those of its kind.
-        ins, outs: Our dims of its input and output, in the order of the foreign matrix.
-        dims: Our order.
-        sizes: Of the dims.
-    """
-
-    name: str
-    path: str
-    layer: int | None
-    ins: tuple[str, ...]
-    outs: tuple[str, ...]
-    dims: tuple[str, ...]
-    sizes: Mapping[str, int]
-
-    def pair(self, down: np.ndarray, up: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """`lora_A` `[rank, in]` and `lora_B` `[out, rank]`."""
-        ours = self.dims[: len(self.ins)], self.dims[len(self.ins) :]
-        a = down.transpose([*(ours[0].index(dim) for dim in self.ins), down.ndim - 1])
-        b = up.transpose([0, *(1 + ours[1].index(dim) for dim in self.outs)])
-        return a.reshape(-1, down.shape[-1]).T, b.reshape(up.shape[0], -1).T
-
-    def ours(self, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """`down` and `up` from those."""
-        rank = len(a)
-        down = self._spread(a.T.reshape(*(self.sizes[dim] for dim in self.ins), rank), self.ins)
-        up = b.T.reshape(rank, *(self.sizes[dim] for dim in self.outs))
-        return down, np.moveaxis(self._spread(np.moveaxis(up, 0, -1), self.outs), -1, 0)
-
-    def vector(self, x: np.ndarray) -> np.ndarray:
-        """A vector over our columns `[*out]` as one over theirs."""
-        ours = self.dims[len(self.ins) :]
-        return x.transpose([ours.index(dim) for dim in self.outs]).ravel()
-
-    def our_vector(self, x: np.ndarray) -> np.ndarray:
-        """And back."""
-        spread = x.reshape([self.sizes[dim] for dim in self.outs])
-        return self._spread(spread[..., None], self.outs)[..., 0]
-
-    def _spread(self, x: np.ndarray, theirs: tuple[str, ...]) -> np.ndarray:
-        """From their order of dims to ours; the last one stays."""
-        ours = [dim for dim in self.dims if dim in theirs]
-        return x.transpose([*(theirs.index(dim) for dim in ours), x.ndim - 1])
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Input and output."""
-        ins, outs = (np.prod([self.sizes[dim] for dim in part]) for part in (self.ins, self.outs))
-        return int(ins), int(outs)
 
 
 def export_peft(
@@ -226,34 +167,15 @@ def import_peft(folder: str | Path, out: str | Path, base: str | Path) -> None:
         writer.finish(documents)
 
 
-def _maps(params: ModelParams) -> Iterator[_Map]:
+def _maps(params: ModelParams) -> Iterator[AdapterMap]:
     """Matrices of a model that are tensors of their own there."""
     conversion = CONVERSIONS[family_of(params.config).name].of(params.config)
     for tensor in conversion.tensors(params.infos, params.config.decoder().layer_kinds):
-        if (found := _map_of(tensor)) is not None:
+        if (found := map_of(tensor)) is not None:
             yield found
 
 
-def _map_of(tensor: Tensor) -> _Map | None:
-    groups, names = tensor.layout.groups, tensor.layout.names
-    alone = len(tensor.infos) == 1 and PART not in names and tensor.layout.unlike is None
-    if not alone or len(groups) != 2 or not tensor.name.endswith(_WEIGHT):
-        return None
-    for ins, outs in (groups, groups[::-1]):
-        if set(tensor.dims[: len(ins)]) == set(ins):
-            return _Map(
-                name=tensor.name.removesuffix(_WEIGHT),
-                path=tensor.infos[0].path,
-                layer=tensor.layer,
-                ins=ins,
-                outs=outs,
-                dims=tensor.dims,
-                sizes=tensor.sizes,
-            )
-    return None
-
-
-def _maps_with(stored: StoredAdapter) -> list[_Map]:
+def _maps_with(stored: StoredAdapter) -> list[AdapterMap]:
     """Those that have a pair; refuses pairs for which there is no place."""
     adapted = {path.rpartition("/")[0] for path in stored.infos}
     maps = [one for one in _maps(stored.base) if one.path in adapted]
@@ -269,7 +191,7 @@ def _family(stored: StoredAdapter) -> str:
     return family_of(stored.base.config).name
 
 
-def _tensors(stored: StoredAdapter, one: _Map) -> Iterator[OutTensor]:
+def _tensors(stored: StoredAdapter, one: AdapterMap) -> Iterator[OutTensor]:
     (ins, outs), rank = one.shape, stored.adapter.rank
     shapes: dict[str, tuple[int, ...]] = {_A: (rank, ins), _B: (outs, rank)}
     if stored.adapter.dora:
@@ -283,7 +205,7 @@ def _tensors(stored: StoredAdapter, one: _Map) -> Iterator[OutTensor]:
         )
 
 
-def _blocks(stored: StoredAdapter, one: _Map, suffix: str) -> Iterator[np.ndarray]:
+def _blocks(stored: StoredAdapter, one: AdapterMap, suffix: str) -> Iterator[np.ndarray]:
     parts = stored.parts(one.path, one.layer)
     if suffix == _MAGNITUDE:
         w = stored.base.read(one.path, one.layer, None).astype(np.float32)
@@ -292,7 +214,7 @@ def _blocks(stored: StoredAdapter, one: _Map, suffix: str) -> Iterator[np.ndarra
         yield np.ascontiguousarray(one.pair(parts[DOWN], parts[UP])[suffix == _B])
 
 
-def _settings(stored: StoredAdapter, maps: list[_Map]) -> dict[str, Any]:
+def _settings(stored: StoredAdapter, maps: list[AdapterMap]) -> dict[str, Any]:
     """What adapter_config.json says."""
     ours, names = {one.name for one in maps}, {one.name for one in _maps(stored.base)}
     short = {name.rpartition(".")[2] for name in ours}
@@ -334,7 +256,9 @@ def _read_settings(file: Path) -> dict[str, Any]:
     return settings
 
 
-def _held(folder: Path, reader: Reader, maps: Iterator[_Map], *, dora: bool) -> list[_Map]:
+def _held(
+    folder: Path, reader: Reader, maps: Iterator[AdapterMap], *, dora: bool
+) -> list[AdapterMap]:
     """Matrices of the base that the folder has a pair for; refuses tensors of others."""
     rest, held = dict(reader.tensors), []
     suffixes = (_A, _B, _MAGNITUDE) if dora else (_A, _B)
@@ -354,7 +278,7 @@ def _held(folder: Path, reader: Reader, maps: Iterator[_Map], *, dora: bool) -> 
     return held
 
 
-def _check_shapes(folder: Path, one: _Map, found: Mapping[str, Any]) -> None:
+def _check_shapes(folder: Path, one: AdapterMap, found: Mapping[str, Any]) -> None:
     ins, outs = one.shape
     for (name, tensor), size in zip(found.items(), (ins, outs, outs), strict=False):
         at = 1 if name.endswith(_A) else 0
@@ -374,7 +298,7 @@ def _target(path: str, config: Any) -> str:
     return "/".join(parts[2 if config.decoder().layer_kinds else 1 :])
 
 
-def _check_whole(folder: Path, infos: Mapping[str, Any], held: list[_Map]) -> None:
+def _check_whole(folder: Path, infos: Mapping[str, Any], held: list[AdapterMap]) -> None:
     """Every layer has what one of them has."""
     layers: dict[str, int] = {}
     for one in held:
@@ -389,7 +313,7 @@ def _check_whole(folder: Path, infos: Mapping[str, Any], held: list[_Map]) -> No
 
 
 def _read(
-    reader: Reader, one: _Map, params: ModelParams, adapter: AdapterConfig
+    reader: Reader, one: AdapterMap, params: ModelParams, adapter: AdapterConfig
 ) -> dict[str, np.ndarray]:
     """Our parts of a pair, in float32."""
 
