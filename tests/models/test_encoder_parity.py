@@ -140,7 +140,7 @@ def settings(case, **changes):
             "bert",
             {"architectures": ["BertForQuestionAnswering"]},
             r"bert with architectures = \['BertForQuestionAnswering'\] is not supported; only"
-            " classes that end in ForMaskedLM or ForSequenceClassification or ForTokenClassification",
+            " classes that end in ForMaskedLM or ForSequenceClassification or",
         ),
         ("bert", {"is_decoder": True}, "bert with is_decoder = True is not supported"),
         (

@@ -140,7 +140,7 @@ def truth(model):
     return run(Plan(mesh={"data": 1}), model, 1)
 
 
-ALIKE = ("stages", "stages, ring", "host memory", "cut stages")
+ALIKE = ("stages", "stages, ring", "host memory")
 """Plans under which layers of several kinds do not take turns."""
 
 CASES = [

@@ -118,7 +118,9 @@ def _read(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _write(config: ModernBERTConfig) -> dict[str, Any]:
     thetas = {FULL: config.rope_theta, LOCAL: config.local_theta}
     head = config.head
-    transform = (head and head.transform) or config.transformed
+    transform = config.transformed
+    if head is not None and head.transform is not None:
+        transform = head.transform
     pools = {ours: theirs for theirs, ours in _POOLS.items()}
     return {
         "rope_parameters": {
