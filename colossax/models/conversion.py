@@ -14,9 +14,18 @@ import numpy as np
 
 from colossax.config.bounds import field_hints
 from colossax.errors import InputError
-from colossax.models.forms import ROWS, TOKENS, Form, form_of, head_of, labels_of
 from colossax.models.layouts import PART, Layout
-from colossax.models.settings import FILE, checked
+from colossax.models.settings import (
+    FILE,
+    ROWS,
+    TOKENS,
+    Form,
+    checked,
+    form_of,
+    head_of,
+    labels_of,
+    pad_of,
+)
 from colossax.nn.config import HeadConfig
 from colossax.typing import ParamInfo
 
@@ -275,6 +284,7 @@ class Conversion:
         hints = field_hints(self.config)
         fields = {s.ours: _value(s, settings, hints[s.ours]) for s in self.settings}
         fields["head"] = head_of(self.forms, self.architecture, settings)
+        fields["pad"] = pad_of(settings)
         try:
             return self.config(**{**fields, **self.read(settings)})
         except InputError as problem:
@@ -297,7 +307,8 @@ class Conversion:
         mapped = {name: v for name, v in mapped.items() if not (v is None and name in optional)}
         fixed = {name: allowed[0] for name, allowed in self.fixed.items()}
         head = {"architectures": [self.architecture], "model_type": self.model_type}
-        return {**head, **fixed, **mapped, **self.write(config)}
+        pad = {} if config.pad is None else {"pad_token_id": config.pad}
+        return {**head, **fixed, **mapped, **self.write(config), **pad}
 
     def tensors(self, infos: Mapping[str, ParamInfo], kinds: Sequence[str] = ()) -> list[Tensor]:
         """All foreign tensors of a model, in the table's order, layer after layer.

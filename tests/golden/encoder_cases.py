@@ -89,7 +89,7 @@ ENCODERS: dict[str, Case] = {
     ),
     "bert_tokens": Case(
         config=transformers.BertConfig,
-        sizes={**BERT, **LABELS, "hidden_act": "gelu_new"},
+        sizes={**BERT, **LABELS, "hidden_act": "gelu_pytorch_tanh"},
         auto=TOKENS,
         seed=1,
         off={"bias of classes": zeroed(r"classifier\.bias")},

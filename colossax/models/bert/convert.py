@@ -5,8 +5,14 @@ from typing import Any
 
 from colossax.models.bert.config import BERTConfig
 from colossax.models.conversion import Conversion, link, setting
-from colossax.models.forms import ROWS, TOKENS, Form
-from colossax.models.settings import first_eos, read_activation, write_activation
+from colossax.models.settings import (
+    ROWS,
+    TOKENS,
+    Form,
+    first_eos,
+    read_activation,
+    write_activation,
+)
 from colossax.nn.config import HeadConfig, TransformConfig
 
 

@@ -6,12 +6,14 @@ from typing import Any
 from colossax.errors import InputError
 from colossax.models.bert.convert import transform_links
 from colossax.models.conversion import Conversion, link, setting
-from colossax.models.forms import ROWS, TOKENS, Form
 from colossax.models.modernbert.config import ModernBERTConfig
 from colossax.models.rope_settings import read_rope, write_rope
 from colossax.models.settings import (
     FULL,
     LOCAL,
+    ROWS,
+    TOKENS,
+    Form,
     checked,
     every_full,
     first_eos,
@@ -135,6 +137,7 @@ def _write(config: ModernBERTConfig) -> dict[str, Any]:
         "classifier_bias": transform.bias,
         "classifier_pooling": pools.get(head.pool or "first", "cls") if head else "cls",
         "eos_token_id": config.eos,
+        "pad_token_id": config.pad,
     }
 
 

@@ -15,9 +15,11 @@ class FamilyConfig:
 
     Attributes:
         head: What the model tells in place of logits of its vocabulary; None: those.
+        pad: Token that fills rows up, where known; here segments say so, and files name it.
     """
 
     head: HeadConfig | None = None
+    pad: Natural | None = None
 
     def __post_init__(self):
         check_types(self, "model")
