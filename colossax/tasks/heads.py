@@ -16,7 +16,7 @@ from colossax.typing import Batch
 def masked_token_loss(*, z_loss: float = 0.0) -> Loss:
     """Cross entropy of `targets` where `weights` are: of tokens that were masked.
 
-    As `next_token_loss`, for models whose attention is not causal; see `data.MaskedRows`.
+    As `next_token_loss`, for models whose attention is not causal. The batch is masked already.
 
     Args:
         z_loss: See `next_token_loss`.

@@ -43,7 +43,7 @@ def next_token_loss(*, z_loss: float = 0.0) -> Loss:
         if not getattr(getattr(model, "config", None), "causal", True):
             raise InputError(
                 "next_token_loss: the model's attention is not causal, so it sees the token that it"
-                " is to tell; use masked_token_loss with masked rows"
+                " is to tell; use masked_token_loss, with rows that are masked"
             )
         return next_token_terms(model, *hidden_states(model, batch, row_keys), batch, z_loss=z_loss)
 
