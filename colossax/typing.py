@@ -12,6 +12,23 @@ from colossax.config import Placement
 Dims = tuple[str | None, ...]
 """Logical names of an array's dims, outermost first; None is a dim nobody shards."""
 
+
+class NamedDims(tuple):
+    """Dims that know whose they are, for what is chosen by path.
+
+    Attributes:
+        path: Of the parameter.
+    """
+
+    path: str
+
+    def __new__(cls, path: str, dims: Dims) -> "NamedDims":
+        """The same names, with a path."""
+        self = super().__new__(cls, dims)
+        self.path = path
+        return self
+
+
 Params = dict[str, Any]
 """Nested dict of arrays; leaves are `jax.Array`."""
 
@@ -79,6 +96,11 @@ class ParamInfo:
     def at_rest(self, params: Any) -> np.dtype:
         """Dtype at rest under a plan whose `precision.params` this is."""
         return np.dtype(params) if self.own_dtype is None else self.own_dtype
+
+    @property
+    def named_dims(self) -> NamedDims:
+        """Its dims, with its path."""
+        return NamedDims(self.path, self.dims)
 
     @property
     def own_path(self) -> str:

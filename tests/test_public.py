@@ -39,7 +39,8 @@ NAMES = {
         "compiler_options compute_dtype constrain current current_order explain explain_html "
         "gather_for_others gather_weight gathered_axes host_sharding in_order keeping kept_share "
         "left_whole linear linears lookup moe param_sharding recomputing reduction_dtype "
-        "replicated resolve ruled_dims seq_axes transfer use validate with_ranges without_shards"
+        "replicated resolve ruled_dims seq_axes transfer use validate with_ranges "
+        "without_shards"
     ),
     "colossax.sharding.experts": (
         "Base Capacity CosineRouter DenseToSparse ExpertChoice ExpertWeights GShard Gate GateInput "
@@ -77,9 +78,10 @@ NAMES = {
     ),
     "colossax.offload.disk": "RING RecordLayout RecordStore disk_bytes",
     "colossax.optim": (
-        "ByModel adamw applied constant decay_mask decays inverse_sqrt is_layerwise lamb lars "
-        "layerwise linear map_moments rounding_key sgd steps_of stochastic_round transformation "
-        "warmup_cosine wsd"
+        "ByModel Groups adafactor adamw adamw_8bit applied averaged came check_groups "
+        "constant decay_mask decays ema inverse_sqrt is_layerwise lamb lars layerwise "
+        "linear lion map_moments multistep muon one_cycle polynomial rounding_key "
+        "schedule_free sgd steps_of stochastic_round transformation warmup_cosine wsd"
     ),
     "colossax.aot": (
         "Buffer Collective Gpu Island KernelReport Link MemoryReport Module Place Program Target "

@@ -10,7 +10,7 @@ import optax
 from jaxtyping import Array
 
 from colossax.errors import InputError
-from colossax.optim.optimizers import DimsOptimizer
+from colossax.optim.contract import DimsOptimizer
 
 Optimizer = optax.GradientTransformation | optax.MultiSteps | DimsOptimizer | Mapping[str, Any]
 """An Optax transformation, `dims -> transformation`, or one of the two for each model by name."""

@@ -29,9 +29,31 @@ def decays(dims: Dims) -> bool:
     return len([dim for dim in weight_dims if dim is None or dim.split(":")[0] != "head_dim"]) >= 2
 
 
+def sides(dims: Dims) -> list[tuple[int, ...]]:
+    """Which dims stand for one side of a parameter: numbers of dims, side by side, in order.
+
+    Unit dims are of none. A `head_dim` is of one side with what stands before it, so `embed heads
+    head_dim` has the sides `embed` and `heads head_dim`: two sides make a matrix, one a vector.
+    """
+    found: list[tuple[int, ...]] = []
+    for at, dim in enumerate(dims):
+        if is_unit_dim(dim):
+            continue
+        if dim is not None and dim.split(":")[0] == "head_dim" and found:
+            found[-1] = (*found[-1], at)
+        else:
+            found.append((at,))
+    return found
+
+
+def unit_axes(dims: Dims) -> tuple[int, ...]:
+    """Numbers of the dims that count parameters."""
+    return tuple(at for at, dim in enumerate(dims) if is_unit_dim(dim))
+
+
 def decay_mask(dims: Any) -> Any:
     """`decays` of every leaf of a tree of dims."""
-    return jax.tree.map(decays, dims, is_leaf=_is_dims)
+    return jax.tree.map(decays, dims, is_leaf=is_dims)
 
 
 def unit_norms(x: Array, dims: Dims) -> Float[Array, "..."]:
@@ -71,10 +93,11 @@ def map_with_dims(fn: Callable[..., Any], dims: Any, tree: Any, *rest: Any) -> A
     return structure.unflatten([fn(by_name[name], leaf, *more) for name, (_, leaf), *more in rows])
 
 
-def _is_dims(leaf: Any) -> bool:
+def is_dims(leaf: Any) -> bool:
+    """Whether an entry of a tree of dims is the dims of a parameter."""
     return isinstance(leaf, tuple)
 
 
 def _flat_dims(dims: Any) -> list[tuple[str, Dims]]:
-    leaves, _ = jax.tree_util.tree_flatten_with_path(dims, is_leaf=_is_dims)
+    leaves, _ = jax.tree_util.tree_flatten_with_path(dims, is_leaf=is_dims)
     return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves]

@@ -1,45 +1,21 @@
 """The optimizers, each `dims -> optax.GradientTransformation`."""
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from colossax.config import above, at_least
-from colossax.config.bounds import DECAYS
+from colossax.config import above
 from colossax.errors import InputError
+from colossax.optim.contract import DimsOptimizer, LearningRate, check_rates, layerwise
+from colossax.optim.decayed import decayed
+from colossax.optim.groups import ALIKE, Groups
 from colossax.optim.transforms import (
-    add_decay,
     scale_by_adam,
     scale_by_lamb_ratio,
     scale_by_lars_ratio,
 )
-
-LearningRate = float | optax.Schedule
-DimsOptimizer = Callable[[Any], optax.GradientTransformation]
-"""Takes the dims of the parameters (their tree, leaves tuples of names), gives the optimizer."""
-
-
-def layerwise(optimizer: DimsOptimizer) -> DimsOptimizer:
-    """Mark an optimizer that treats every layer and expert on its own.
-
-    A step may then update one layer of a stack at a time, each with its slice of the state, and
-    get what updating the whole stack gives. The contract: state that mirrors a parameter has its
-    shape, or one number for each unit, and nothing in it depends on other layers or parameters;
-    all other state is scalar counters, which move alike whichever parameters an update is given.
-    An optimizer with a norm over all parameters or a factored moment across layers must not be
-    marked.
-    """
-    optimizer.layerwise = True  # type: ignore[attr-defined]
-    return optimizer
-
-
-def is_layerwise(optimizer: Any) -> bool:
-    """Whether an optimizer is marked as treating every layer and expert on its own."""
-    return bool(getattr(optimizer, "layerwise", False))
 
 
 def adamw(
@@ -49,6 +25,7 @@ def adamw(
     b2: float = 0.95,
     eps: float = 1e-8,
     weight_decay: float = 0.1,
+    groups: Groups = ALIKE,
     moment_dtype: DTypeLike = jnp.float32,
     second_moment_dtype: DTypeLike = jnp.float32,
 ) -> DimsOptimizer:
@@ -60,6 +37,7 @@ def adamw(
         b2: Decay of the second moment.
         eps: Added to the denominator.
         weight_decay: Times the parameter; matrices and tables only, see `decays`.
+        groups: Other rates and decays, by pattern.
         moment_dtype: Of the first moment.
         second_moment_dtype: Of the second: float32, or bfloat16, which is rounded at random.
 
@@ -71,15 +49,10 @@ def adamw(
     """
     above(0).check(eps, "adamw: eps")
     sizes = {"weight_decay": weight_decay}
-    _check("adamw", learning_rate, shares={"b1": b1, "b2": b2}, sizes=sizes)
+    check_rates("adamw", learning_rate, shares={"b1": b1, "b2": b2}, sizes=sizes)
     _check_second_moment("adamw", second_moment_dtype)
-    return layerwise(
-        lambda dims: optax.chain(
-            scale_by_adam(b1, b2, eps, moment_dtype, second_moment_dtype),
-            add_decay(weight_decay, dims),
-            optax.scale_by_learning_rate(learning_rate),
-        )
-    )
+    adam = scale_by_adam(b1, b2, eps, moment_dtype, second_moment_dtype)
+    return decayed(lambda dims: adam, learning_rate, weight_decay, groups)
 
 
 def sgd(
@@ -88,6 +61,7 @@ def sgd(
     momentum: float = 0.0,
     nesterov: bool = False,
     weight_decay: float = 0.0,
+    groups: Groups = ALIKE,
     moment_dtype: DTypeLike = jnp.float32,
 ) -> DimsOptimizer:
     """Stochastic gradient descent: `m = momentum m + g; p -= lr (m + weight_decay p)`.
@@ -97,6 +71,7 @@ def sgd(
         momentum: 0 keeps no moment.
         nesterov: Steps along `g + momentum m` instead of m.
         weight_decay: Times the parameter, outside the momentum; see `decays`.
+        groups: Other rates and decays, by pattern.
         moment_dtype: Of the moment.
 
     Raises:
@@ -105,14 +80,43 @@ def sgd(
     Cost: no state without momentum, else one `moment_dtype` a parameter.
     """
     sizes = {"weight_decay": weight_decay}
-    _check("sgd", learning_rate, shares={"momentum": momentum}, sizes=sizes)
-    return layerwise(
-        lambda dims: optax.chain(
-            *([optax.trace(momentum, nesterov, moment_dtype)] if momentum else []),
-            add_decay(weight_decay, dims),
-            optax.scale_by_learning_rate(learning_rate),
-        )
-    )
+    check_rates("sgd", learning_rate, shares={"momentum": momentum}, sizes=sizes)
+    trace = optax.trace(momentum, nesterov, moment_dtype) if momentum else optax.identity()
+    return decayed(lambda dims: trace, learning_rate, weight_decay, groups)
+
+
+def lion(
+    learning_rate: LearningRate,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.99,
+    weight_decay: float = 0.1,
+    groups: Groups = ALIKE,
+    moment_dtype: DTypeLike = jnp.float32,
+) -> DimsOptimizer:
+    """Lion: `p -= lr (sign(b1 m + (1 - b1) g) + weight_decay p); m = b2 m + (1 - b2) g`.
+
+    Each element moves by the whole rate: take a third to a tenth of AdamW's, and a decay as many
+    times greater.
+
+    Args:
+        learning_rate: A number, or a schedule of the step count from 0.
+        b1: Share of the moment in a step.
+        b2: Decay of the moment.
+        weight_decay: Times the parameter; matrices and tables only, see `decays`.
+        groups: Other rates and decays, by pattern.
+        moment_dtype: Of the moment.
+
+    Raises:
+        InputError: An argument is out of range.
+
+    Cost: one `moment_dtype` a parameter.
+    Reference: Chen et al. 2023, Symbolic Discovery of Optimization Algorithms.
+    """
+    sizes = {"weight_decay": weight_decay}
+    check_rates("lion", learning_rate, shares={"b1": b1, "b2": b2}, sizes=sizes)
+    sign = optax.chain(_wide(), optax.scale_by_lion(b1, b2, moment_dtype))
+    return decayed(lambda dims: sign, learning_rate, weight_decay, groups)
 
 
 def lamb(
@@ -122,6 +126,7 @@ def lamb(
     b2: float = 0.999,
     eps: float = 1e-6,
     weight_decay: float = 0.01,
+    groups: Groups = ALIKE,
     bounds: tuple[float, float] = (0.0, math.inf),
     adapt_all: bool = False,
     moment_dtype: DTypeLike = jnp.float32,
@@ -137,6 +142,7 @@ def lamb(
         b2: Decay of the second moment.
         eps: Added to Adam's denominator.
         weight_decay: Times the parameter, inside u; matrices and tables only, see `decays`.
+        groups: Other rates and decays, by pattern.
         bounds: phi clamps the parameter's norm to this range; the default leaves it.
         adapt_all: Scale norms and biases too; else they take Adam's step, as in the authors' code.
         moment_dtype: Of the first moment.
@@ -151,17 +157,20 @@ def lamb(
     """
     above(0).check(eps, "lamb: eps")
     sizes = {"weight_decay": weight_decay}
-    _check("lamb", learning_rate, shares={"b1": b1, "b2": b2}, sizes=sizes)
+    check_rates("lamb", learning_rate, shares={"b1": b1, "b2": b2}, sizes=sizes)
     _check_second_moment("lamb", second_moment_dtype)
     low, high = bounds
     if not 0 <= low <= high or high == 0:
         raise InputError(f"lamb: bounds {bounds} hold no norm; give 0 <= low <= high, high above 0")
+    decay = groups.decay_of(weight_decay)
     return layerwise(
         lambda dims: optax.chain(
             scale_by_adam(b1, b2, eps, moment_dtype, second_moment_dtype),
-            scale_by_lamb_ratio(weight_decay, dims, bounds=bounds, adapt_all=adapt_all),
+            scale_by_lamb_ratio(decay, dims, bounds=bounds, adapt_all=adapt_all),
             optax.scale_by_learning_rate(learning_rate),
-        )
+            *groups.scaled(dims),
+        ),
+        groups,
     )
 
 
@@ -171,6 +180,7 @@ def lars(
     momentum: float = 0.9,
     nesterov: bool = False,
     weight_decay: float = 1e-4,
+    groups: Groups = ALIKE,
     trust_coefficient: float = 0.001,
     eps: float = 0.0,
     adapt_all: bool = False,
@@ -187,6 +197,7 @@ def lars(
         momentum: Of steps, the learning rate included.
         nesterov: Steps along `step + momentum m` instead of m.
         weight_decay: Times the parameter; matrices and tables only, see `decays`.
+        groups: Other rates and decays, by pattern.
         trust_coefficient: How far a step may move a parameter, as a share of its norm.
         eps: Added to the denominator.
         adapt_all: Scale norms and biases too; else they take the step of SGD with momentum.
@@ -199,31 +210,24 @@ def lars(
     Reference: You et al. 2017, Large Batch Training of Convolutional Networks, algorithm 1.
     """
     sizes = {"eps": eps, "weight_decay": weight_decay, "trust_coefficient": trust_coefficient}
-    _check("lars", learning_rate, shares={"momentum": momentum}, sizes=sizes)
+    check_rates("lars", learning_rate, shares={"momentum": momentum}, sizes=sizes)
+    decay = groups.decay_of(weight_decay)
     return layerwise(
         lambda dims: optax.chain(
             scale_by_lars_ratio(
-                weight_decay, dims, coefficient=trust_coefficient, eps=eps, adapt_all=adapt_all
+                decay, dims, coefficient=trust_coefficient, eps=eps, adapt_all=adapt_all
             ),
             optax.scale_by_learning_rate(learning_rate),
             optax.trace(momentum, nesterov, moment_dtype),
-        )
+            *groups.scaled(dims),
+        ),
+        groups,
     )
 
 
-def _check(
-    optimizer: str,
-    learning_rate: LearningRate,
-    *,
-    shares: dict[str, float],
-    sizes: dict[str, float],
-) -> None:
-    for name, value in shares.items():
-        DECAYS.check(value, f"{optimizer}: {name}")
-    if not callable(learning_rate):
-        sizes = {"learning_rate": learning_rate, **sizes}
-    for name, value in sizes.items():
-        at_least(0).check(value, f"{optimizer}: {name}")
+def _wide() -> optax.GradientTransformation:
+    """Gradients in float32, for what computes in their dtype."""
+    return optax.stateless(lambda updates, params: optax.tree.cast(updates, jnp.float32))
 
 
 def _check_second_moment(optimizer: str, dtype: DTypeLike) -> None:

@@ -2,14 +2,19 @@
 
 The warmup goes from 0 at step 0 to the peak at step `warmup`; without one, step 0 has the peak. A
 schedule reaches `end` at step `steps` and stays there. A run shorter than its warmup ends in it.
+`one_cycle` alone rises in another way.
 """
+
+from collections.abc import Mapping
 
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from colossax.config import at_least
+from colossax.config import above, at_least, within
 from colossax.errors import InputError
+
+_RISE_SHARE = 0.3
 
 
 def constant(peak: float, *, warmup: int = 0) -> optax.Schedule:
@@ -63,6 +68,73 @@ def wsd(
         )
     line = optax.linear_schedule(peak, end, decay, transition_begin=rest - decay)
     return _after_warmup(peak, warmup, line)
+
+
+def polynomial(
+    peak: float, *, steps: int, warmup: int = 0, end: float = 0.0, power: float = 2.0
+) -> optax.Schedule:
+    """`end + (peak - end) (1 - t)^power`, t the share of the way; power 1 is `linear`.
+
+    Raises:
+        InputError: The power is not above 0.
+    """
+    above(0).check(power, "polynomial: power")
+    rest = _rest("polynomial", steps, warmup)
+    return _after_warmup(peak, warmup, optax.polynomial_schedule(peak, end, power, rest))
+
+
+def one_cycle(
+    peak: float, *, steps: int, warmup: int | None = None, start: float = 0.04, end: float = 0.0
+) -> optax.Schedule:
+    """Half a cosine up from `start * peak` to the peak at step `warmup`, another down to `end`.
+
+    Moments keep their decay, which the paper lets fall and rise against the rate.
+
+    Args:
+        peak: Largest rate.
+        steps: Until `end` is reached.
+        warmup: Steps of the rise; None: 0.3 of all.
+        start: Rate of step 0, as a share of the peak.
+        end: Last rate.
+
+    Raises:
+        InputError: `start` is no share.
+
+    Reference: Smith and Topin 2018, Super-Convergence; the shape is that of PyTorch's OneCycleLR.
+    """
+    within(0, 1).check(start, "one_cycle: start")
+    rise = round(_RISE_SHARE * steps) if warmup is None else warmup
+    rest = _rest("one_cycle", steps, rise)
+    fall = warmup_cosine(peak, steps=rest, end=end)
+    at_least(0).check(rise, "schedule: warmup")
+    if rise == 0:
+        return fall
+    up = optax.cosine_decay_schedule(1.0, rise)
+    return optax.join_schedules([lambda count: peak * (1 - (1 - start) * up(count)), fall], [rise])
+
+
+def multistep(peak: float, *, milestones: Mapping[int, float], warmup: int = 0) -> optax.Schedule:
+    """The peak, then from each milestone on that share of the peak: `{3000: 0.1, 4000: 0.01}`.
+
+    Raises:
+        InputError: There is no milestone; one is within the warmup, or its share is not 0 to 1.
+    """
+    if not milestones:
+        raise InputError("multistep: there is no milestone; give steps with shares, as 3000=0.1")
+    for step, share in milestones.items():
+        within(0, 1).check(share, f"multistep: milestone {step}")
+        if step <= warmup:
+            raise InputError(
+                f"multistep: milestone {step} is not after the warmup of {warmup} steps; give"
+                f" {warmup + 1} or more"
+            )
+    joints = jnp.asarray(sorted(milestones)) - warmup
+    shares = jnp.asarray([1.0, *(milestones[step] for step in sorted(milestones))])
+
+    def after(count: ArrayLike) -> ArrayLike:
+        return peak * shares[jnp.searchsorted(joints, count, side="right")]
+
+    return _after_warmup(peak, warmup, after)
 
 
 def _rest(schedule: str, steps: int, warmup: int) -> int:

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from colossax.optim.dims import decays, map_with_dims, unit_norms
+from colossax.optim.groups import DecayOf, Groups
 from colossax.optim.rounding import stochastic_round, update_entropy
 from colossax.typing import Dims
 
@@ -57,17 +58,26 @@ def scale_by_adam(
     return optax.GradientTransformation(init, update)
 
 
-def add_decay(rate: float, dims: Any) -> optax.GradientTransformation:
-    """Adds `rate * parameter` to the updates of parameters that decay, all in float32."""
+def add_decay(rate: DecayOf, dims: Any) -> optax.GradientTransformation:
+    """Adds `rate * parameter` to updates, in float32."""
 
     def decay(leaf_dims: Dims, step: Array, p: Array) -> Array:
-        return _decayed(step, p, rate if decays(leaf_dims) else 0.0)
+        return _decayed(step, p, rate(leaf_dims))
 
     return _stateless(decay, dims)
 
 
+def scaled_decay(rate: DecayOf, groups: Groups, dims: Any, steps: Any, params: Any) -> Any:
+    """`multiple (step + rate * parameter)` of each parameter, in float32."""
+
+    def one(leaf_dims: Dims, step: Array, p: Array) -> Array:
+        return groups.multiple_of(leaf_dims) * _decayed(step, p, rate(leaf_dims))
+
+    return map_with_dims(one, dims, steps, params)
+
+
 def scale_by_lamb_ratio(
-    rate: float, dims: Any, *, bounds: tuple[float, float], adapt_all: bool
+    rate: DecayOf, dims: Any, *, bounds: tuple[float, float], adapt_all: bool
 ) -> optax.GradientTransformation:
     """Per unit, `phi(|p|) / |u| * u` with `u = step + rate * p` and phi clamping to `bounds`.
 
@@ -75,9 +85,8 @@ def scale_by_lamb_ratio(
     """
 
     def scale(leaf_dims: Dims, step: Array, p: Array) -> Array:
-        matrix = decays(leaf_dims)
-        step = _decayed(step, p, rate if matrix else 0.0)
-        if not (matrix or adapt_all):
+        step = _decayed(step, p, rate(leaf_dims))
+        if not (decays(leaf_dims) or adapt_all):
             return step
         weight = jnp.clip(unit_norms(p, leaf_dims), *bounds)
         return step * _ratio(weight, unit_norms(step, leaf_dims))
@@ -86,7 +95,7 @@ def scale_by_lamb_ratio(
 
 
 def scale_by_lars_ratio(
-    rate: float, dims: Any, *, coefficient: float, eps: float, adapt_all: bool
+    rate: DecayOf, dims: Any, *, coefficient: float, eps: float, adapt_all: bool
 ) -> optax.GradientTransformation:
     """Per unit, `coefficient |p| / (|g| + rate |p| + eps) * (g + rate * p)`.
 
@@ -95,10 +104,9 @@ def scale_by_lars_ratio(
     """
 
     def scale(leaf_dims: Dims, grad: Array, p: Array) -> Array:
-        matrix = decays(leaf_dims)
-        decay = rate if matrix else 0.0
+        decay = rate(leaf_dims)
         step = _decayed(grad, p, decay)
-        if not (matrix or adapt_all):
+        if not (decays(leaf_dims) or adapt_all):
             return step
         weight = unit_norms(p, leaf_dims)
         below = unit_norms(grad, leaf_dims) + decay * weight + eps

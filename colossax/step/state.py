@@ -1,17 +1,18 @@
 """The arrays of a training state: their shapes and where they live."""
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from colossax.config import BoundPlan
 from colossax.optim import map_moments
-from colossax.sharding import param_sharding, replicated
+from colossax.sharding import host_sharding, param_sharding, replicated
 from colossax.sharding.rules import home
 from colossax.step.gradients.loss_scale import LOSS_SCALE, first_scale
 from colossax.typing import ParamInfo, TrainState
@@ -75,10 +76,7 @@ class StateLayout:
         everywhere = replicated(self._bound)
 
         def of_moment(leaf: Any, info: ParamInfo) -> NamedSharding:
-            if leaf.shape == info.shape:
-                return param_sharding(self._bound, "optimizer", info)
-            # A number for each unit belongs to a parameter too, and lies where that one does.
-            return replicated(home(self._bound, info))
+            return state_sharding(self._bound, info, leaf.shape)
 
         return {
             "step": everywhere,
@@ -136,3 +134,33 @@ class StateLayout:
             return x if host else jax.lax.with_sharding_constraint(x, sharding)
 
         return jax.tree.map(lay, state, self.shardings)
+
+
+_STAYS = 1024
+
+
+def state_sharding(bound: BoundPlan, info: ParamInfo, shape: Sequence[int]) -> NamedSharding:
+    """Sharding of an array that an optimizer keeps beside a parameter.
+
+    One of the parameter's shape lies as the `optimizer` rules say. Of one with as many dims of
+    other sizes (1, or a number for each block) each dim is split as the parameter's where that
+    divides it; of any other nothing is. Less than a 1,024th of the parameter stays on the device.
+    """
+    like = param_sharding(bound, "optimizer", info)
+    if tuple(shape) == info.shape:
+        return like
+    mesh = home(bound, info).mesh
+    if len(shape) != len(info.shape):
+        return NamedSharding(mesh, PartitionSpec())
+    entries = [
+        entry if size % math.prod(mesh.shape[axis] for axis in _names(entry)) == 0 else None
+        for entry, size in zip(like.spec, shape, strict=True)
+    ]
+    spec = PartitionSpec(*entries)
+    if like.memory_kind == "pinned_host" and math.prod(shape) * _STAYS >= math.prod(info.shape):
+        return host_sharding(mesh, spec)
+    return NamedSharding(mesh, spec)
+
+
+def _names(entry: str | Sequence[str] | None) -> tuple[str, ...]:
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())

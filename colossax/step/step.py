@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from colossax.config import BoundPlan, to_json
 from colossax.errors import InputError, PlanError
 from colossax.nn import ModelSpec, describe, initialise, renamed, with_gathers
-from colossax.optim import Optimizer, transformation
+from colossax.optim import Optimizer, check_groups, transformation
 from colossax.sharding import RowOrder, compiler_options, in_order, replicated, use, validate
 from colossax.sharding.table import explain, explain_html
 from colossax.step.batches import BatchPlacer
@@ -104,7 +104,8 @@ class Step:
         self.trainable = trainable_tree(spec.infos, options.trainable)
         self.infos = chosen(spec.infos, self.trainable)
         learning = optimised(self.infos)
-        dims = jax.tree.map(lambda info: info.dims, learning)
+        dims = jax.tree.map(lambda info: info.named_dims, learning)
+        check_groups(optimizer, dims)
         self.optimizer = transformation(optimizer, dims)
         gathering = with_gathers(spec)
         self.loss_call = LossCall(merge=gathering.merge, loss=loss)

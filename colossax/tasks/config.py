@@ -27,8 +27,17 @@ from colossax.errors import InputError
 from colossax.models import config_from_json, config_to_json
 
 PACKINGS = ("packed", "whole")
-SCHEDULES = ("cosine", "linear", "wsd", "constant")
-OPTIMIZER_STATES = ("float32", "mixed", "bfloat16")
+SCHEDULES = (
+    "cosine",
+    "linear",
+    "wsd",
+    "constant",
+    "polynomial",
+    "one_cycle",
+    "multistep",
+    "inverse_sqrt",
+)
+OPTIMIZER_STATES = ("float32", "mixed", "bfloat16", "8bit")
 
 
 _HELD_OUT = Bound(low=0, above=True, high=1, below=True, told="a share above 0, below 1, as 0.02")
@@ -104,21 +113,33 @@ class OptimizerConfig:
     schedule down to `final_lr_share * peak_lr` at step `schedule_steps`, where it stays.
 
     Attributes:
-        name: An optimizer of `colossax.optim`: adamw, lamb, lars or sgd.
+        name: An optimizer of `colossax.optim`: adafactor, adamw, came, lamb, lars, lion, muon, sgd.
         peak_lr: Largest learning rate.
         warmup: Steps until it is reached.
         weight_decay: Share of matrices, times the rate, that a step takes off.
         b1: Of the mean of gradients, or momentum.
         b2: Of the mean of their squares.
+        b3: CAME's, of the mean of its steps' distances.
+        momentum: Of Muon's matrices (none: 0.95) and of Adafactor's steps (none: not kept).
         eps: Added to the root of that.
-        schedule: `cosine`, `linear`, `wsd` (constant, then linear over the last fifth), `constant`.
+        schedule: `cosine`, `linear`, `wsd` (constant, then linear over the last fifth), `constant`,
+            `polynomial`, `one_cycle` (up by a cosine from a 25th of the peak over `warmup`, or 0.3
+            of all steps where that is 0, and down by another), `multistep` (the peak times what
+            `milestones` say), `inverse_sqrt` (the peak times the root of `warmup / step`).
         schedule_steps: Length of the schedule. None: the run's steps when it first starts. A run
             resumed with more steps keeps its schedule and takes the rest at the final rate, so
             that it equals an uninterrupted run of the same schedule.
-        final_lr_share: Of the peak, at the schedule's end.
+        final_lr_share: Of the peak, at the schedule's end; of schedules that have one.
+        power: Of the way that is left, in `polynomial`; 1 is `linear`.
+        milestones: Of `multistep`, shares of the peak by the step from which on they count, as
+            `3000=0.1,4000=0.01`.
         state: Moments as kept: `float32`, `mixed` (the first in bfloat16), `bfloat16` (both, the
             second rounded at random). AdamW and LAMB with float32 parameters then take 12, 10
-            and 8 bytes a parameter. SGD and LARS have one moment and know no `mixed`.
+            and 8 bytes a parameter. `8bit` is AdamW's, blocks of bytes: 6. Of what has one moment,
+            or a second one in factors, the first is kept so, and there is no `mixed`.
+        multiples: Of the learning rate, by pattern found in a parameter's path, as
+            `embed=2,attn/=0.5`.
+        decays: Weight decay by pattern, in place of `weight_decay`.
     """
 
     name: str = "adamw"
@@ -127,11 +148,17 @@ class OptimizerConfig:
     weight_decay: NotNegative = 0.1
     b1: Decay = 0.9
     b2: Decay = 0.95
+    b3: Decay = 0.9999
+    momentum: Decay | None = None
     eps: Positive = 1e-8
     schedule: str = dataclasses.field(default="cosine", metadata={"choices": SCHEDULES})
     schedule_steps: Count | None = None
     final_lr_share: Share = 0.1
+    power: Positive = 2.0
+    milestones: Mapping[str, Share] = FrozenDict()
     state: str = dataclasses.field(default="float32", metadata={"choices": OPTIMIZER_STATES})
+    multiples: Mapping[str, NotNegative] = FrozenDict()
+    decays: Mapping[str, NotNegative] = FrozenDict()
 
     def __post_init__(self):
         check_types(self, "optimizer")
@@ -142,6 +169,22 @@ class OptimizerConfig:
         if self.schedule not in SCHEDULES:
             raise InputError(
                 f"optimizer.schedule: unknown '{self.schedule}'{nearest(self.schedule, SCHEDULES)}"
+            )
+        for name in ("milestones", "multiples", "decays"):
+            object.__setattr__(self, name, FrozenDict(getattr(self, name)))
+        self._check_milestones()
+
+    def _check_milestones(self) -> None:
+        for step in self.milestones:
+            if not (step.isascii() and step.isdigit()):
+                raise InputError(
+                    f"optimizer.milestones: '{step}' is no step; give numbers of steps with shares"
+                    " of the peak, as 3000=0.1,4000=0.01"
+                )
+        if bool(self.milestones) != (self.schedule == "multistep"):
+            raise InputError(
+                f"optimizer.milestones: schedule {self.schedule} has {len(self.milestones)} of"
+                " them; schedule multistep needs one or more, and no other has any"
             )
 
 

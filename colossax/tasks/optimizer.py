@@ -9,11 +9,21 @@ from colossax.config import nearest
 from colossax.errors import InputError
 from colossax.optim import (
     DimsOptimizer,
+    Groups,
+    adafactor,
     adamw,
+    adamw_8bit,
+    came,
     constant,
+    inverse_sqrt,
     lamb,
     lars,
     linear,
+    lion,
+    multistep,
+    muon,
+    one_cycle,
+    polynomial,
     sgd,
     warmup_cosine,
     wsd,
@@ -21,6 +31,7 @@ from colossax.optim import (
 from colossax.tasks.config import OptimizerConfig
 
 _WSD_DECAY_SHARE = 0.2
+_WITH_MOMENTUM = ("adafactor", "muon")
 
 
 def make_optimizer(config: OptimizerConfig, schedule_steps: int) -> DimsOptimizer:
@@ -33,25 +44,51 @@ def make_optimizer(config: OptimizerConfig, schedule_steps: int) -> DimsOptimize
         raise InputError(
             f"optimizer.name: unknown '{config.name}'{nearest(config.name, OPTIMIZERS)}"
         )
+    if config.momentum is not None and config.name not in _WITH_MOMENTUM:
+        raise InputError(
+            f"optimizer.momentum: {config.name} takes none by that name; give optimizer.b1, or none"
+        )
     return OPTIMIZERS[config.name](config, make_schedule(config, schedule_steps))
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Learning rate by step, counted from 0."""
+    """Learning rate by step, counted from 0.
+
+    Raises:
+        InputError: Numbers that the schedule cannot take.
+    """
     peak, warmup = config.peak_lr, config.warmup
-    end = peak * config.final_lr_share
-    if config.schedule == "constant":
-        return constant(peak, warmup=warmup)
-    if config.schedule == "linear":
-        return linear(peak, steps=steps, warmup=warmup, end=end)
-    if config.schedule == "wsd":
-        decay = max(1, round(_WSD_DECAY_SHARE * max(steps - warmup, 1)))
-        return wsd(peak, steps=steps, warmup=warmup, decay=decay, end=end)
-    return warmup_cosine(peak, steps=steps, warmup=warmup, end=end)
+    ends = {"steps": steps, "end": peak * config.final_lr_share}
+    decay = max(1, round(_WSD_DECAY_SHARE * max(steps - warmup, 1)))
+    milestones = {int(step): share for step, share in config.milestones.items()}
+    schedules: dict[str, Callable[[], optax.Schedule]] = {
+        "constant": lambda: constant(peak, warmup=warmup),
+        "cosine": lambda: warmup_cosine(peak, warmup=warmup, **ends),
+        "inverse_sqrt": lambda: inverse_sqrt(peak, warmup=warmup),
+        "linear": lambda: linear(peak, warmup=warmup, **ends),
+        "multistep": lambda: multistep(peak, milestones=milestones, warmup=warmup),
+        "one_cycle": lambda: one_cycle(peak, warmup=warmup or None, **ends),
+        "polynomial": lambda: polynomial(peak, warmup=warmup, power=config.power, **ends),
+        "wsd": lambda: wsd(peak, warmup=warmup, decay=decay, **ends),
+    }
+    return schedules[config.schedule]()
+
+
+def _adafactor(config: OptimizerConfig, rate: optax.Schedule) -> DimsOptimizer:
+    given: dict[str, Any] = {**_common(config), "moment_dtype": _one_moment(config)}
+    return adafactor(rate, momentum=config.momentum, **given)
 
 
 def _adamw(config: OptimizerConfig, rate: optax.Schedule) -> DimsOptimizer:
+    if config.state == "8bit":
+        numbers = {"b1": config.b1, "b2": config.b2, "eps": config.eps}
+        return adamw_8bit(rate, **numbers, **_common(config))
     return adamw(rate, **_adam_options(config))
+
+
+def _came(config: OptimizerConfig, rate: optax.Schedule) -> DimsOptimizer:
+    given: dict[str, Any] = {"b1": config.b1, "b2": config.b2, "b3": config.b3, **_common(config)}
+    return came(rate, **given, moment_dtype=_one_moment(config))
 
 
 def _lamb(config: OptimizerConfig, rate: optax.Schedule) -> DimsOptimizer:
@@ -62,38 +99,71 @@ def _lars(config: OptimizerConfig, rate: optax.Schedule) -> DimsOptimizer:
     return lars(rate, **_momentum_options(config))
 
 
+def _lion(config: OptimizerConfig, rate: optax.Schedule) -> DimsOptimizer:
+    given: dict[str, Any] = {"b1": config.b1, "b2": config.b2, **_common(config)}
+    return lion(rate, **given, moment_dtype=_one_moment(config))
+
+
+def _muon(config: OptimizerConfig, rate: optax.Schedule) -> DimsOptimizer:
+    momentum = {} if config.momentum is None else {"momentum": config.momentum}
+    adam = {"b1": config.b1, "b2": config.b2, "eps": config.eps}
+    given: dict[str, Any] = {**momentum, **adam, **_common(config)}
+    return muon(rate, **given, moment_dtype=_one_moment(config))
+
+
 def _sgd(config: OptimizerConfig, rate: optax.Schedule) -> DimsOptimizer:
     return sgd(rate, **_momentum_options(config))
 
 
+def _common(config: OptimizerConfig) -> dict[str, Any]:
+    groups = Groups(multiples=config.multiples, decays=config.decays)
+    return {"weight_decay": config.weight_decay, "groups": groups}
+
+
 def _adam_options(config: OptimizerConfig) -> dict[str, Any]:
+    if config.state == "8bit":
+        raise InputError(_no_bytes(config))
     return {
         "b1": config.b1,
         "b2": config.b2,
         "eps": config.eps,
-        "weight_decay": config.weight_decay,
         "moment_dtype": "float32" if config.state == "float32" else "bfloat16",
         "second_moment_dtype": "bfloat16" if config.state == "bfloat16" else "float32",
+        **_common(config),
     }
 
 
 def _momentum_options(config: OptimizerConfig) -> dict[str, Any]:
+    return {"momentum": config.b1, "moment_dtype": _one_moment(config), **_common(config)}
+
+
+def _one_moment(config: OptimizerConfig) -> str:
+    """Dtype of the one moment that an optimizer keeps for each parameter."""
+    if config.state == "8bit":
+        raise InputError(_no_bytes(config))
     if config.state == "mixed":
         raise InputError(
             f"optimizer.state: 'mixed' tells two moments apart, {config.name} has only one;"
             f" choose float32 or bfloat16"
         )
-    return {
-        "momentum": config.b1,
-        "weight_decay": config.weight_decay,
-        "moment_dtype": config.state,
-    }
+    return config.state
+
+
+def _no_bytes(config: OptimizerConfig) -> str:
+    return (
+        f"optimizer.state: '8bit' is known to adamw, not to {config.name}; choose bfloat16, or"
+        " optimizer.name adamw"
+    )
 
 
 OPTIMIZERS: dict[str, Callable[[OptimizerConfig, optax.Schedule], DimsOptimizer]] = {
+    "adafactor": _adafactor,
     "adamw": _adamw,
+    "came": _came,
     "lamb": _lamb,
     "lars": _lars,
+    "lion": _lion,
+    "muon": _muon,
     "sgd": _sgd,
 }
 """By name. LARS and SGD take `b1` as their momentum."""

@@ -51,6 +51,7 @@ def tiny():
         ("plan.segments.0.offload", "input", lambda c: c.plan.segments[0].offload, "input"),
         ("optimizer.peak_lr", "1e-2", lambda c: c.optimizer.peak_lr, 0.01),
         ("optimizer.schedule_steps", "none", lambda c: c.optimizer.schedule_steps, None),
+        ("optimizer.schedule", "one_cycle", lambda c: c.optimizer.schedule, "one_cycle"),
         ("model.layers", "2", lambda c: c.model.layers, 2),
         ("data.skip_undecodable", "true", lambda c: c.data.skip_undecodable, True),
         ("data.path", "here.txt", lambda c: c.data.path, "here.txt"),

@@ -14,71 +14,31 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from colossax.errors import InputError
-from colossax.optim import adamw, constant, is_layerwise, lamb, lars, layerwise, sgd
-
-LAYERS, EXPERTS, STEPS = 2, 2, 4
-SHAPES = {"w": (8, 16), "b": (16,), "norm": (8,)}
-DIMS = {"w": ("embed", "mlp"), "b": ("mlp",), "norm": ("embed",)}
-
-OPTIMIZERS = {
-    "adamw": adamw(0.1),
-    "adamw bf16 moment": adamw(0.1, moment_dtype=jnp.bfloat16),
-    "adamw bf16 moments": adamw(0.1, moment_dtype=jnp.bfloat16, second_moment_dtype=jnp.bfloat16),
-    "sgd": sgd(0.1, weight_decay=0.2),
-    "sgd momentum": sgd(0.1, momentum=0.9),
-    "lamb": lamb(0.1),
-    "lamb all": lamb(0.1, adapt_all=True),
-    "lamb bf16 moments": lamb(0.1, second_moment_dtype=jnp.bfloat16),
-    "lamb clamped": lamb(0.1, bounds=(0.5, 2.0)),
-    "lars": lars(5.0, weight_decay=0.1),
-    "lars all": lars(5.0, adapt_all=True, nesterov=True, eps=1e-3),
-}
-
-
-def draw(seed, shape, scale=1.0):
-    return (np.random.default_rng(seed).normal(size=shape) * scale).astype(np.float32)
-
-
-@functools.cache
-def unit(layer, expert, seed):
-    """Parameters or gradients of one expert of one layer; each of another size."""
-    scale = 1.0 + 3 * layer + 7 * expert
-    return {name: draw([seed, layer, expert], SHAPES[name], scale) for name in SHAPES}
-
-
-def unrolled(seed):
-    return {f"{i}/{j}": unit(i, j, seed) for i in range(LAYERS) for j in range(EXPERTS)}
-
-
-def stacked(tree):
-    """`[layers, experts, ...]` leaves from an unrolled tree."""
-    rows = [
-        jax.tree.map(lambda *x: np.stack(x), *(tree[f"{i}/{j}"] for j in range(EXPERTS)))
-        for i in range(LAYERS)
-    ]
-    return jax.tree.map(lambda *x: np.stack(x), *rows)
-
-
-def run(optimizer, params, gradients):
-    """Parameters and state after a step for each gradient."""
-
-    @jax.jit
-    def step(params, state, grads):
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    state = jax.jit(optimizer.init)(params)
-    for grads in gradients:
-        params, state = step(params, state, grads)
-    return params, state
-
-
-def assert_close(found, wanted, rtol=1e-6):
-    for (path, a), b in zip(
-        jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True
-    ):
-        message = jax.tree_util.keystr(path)
-        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol, err_msg=message)
+from colossax.optim import (
+    adamw,
+    constant,
+    is_layerwise,
+    lamb,
+    lars,
+    layerwise,
+    lion,
+    map_moments,
+    sgd,
+)
+from tests.optim.table import (
+    DIMS,
+    EXACT,
+    EXPERTS,
+    LAYERS,
+    OPTIMIZERS,
+    SHAPES,
+    STEPS,
+    assert_close,
+    run,
+    stacked,
+    unit,
+    unrolled,
+)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -126,6 +86,10 @@ PEERS = {
     "lars masked, nesterov": (
         lars(5.0, weight_decay=0.0, nesterov=True),
         optax.lars(5.0, weight_decay=0.0, trust_ratio_mask=decay_w, nesterov=True),
+    ),
+    "lion": (
+        lion(0.1, weight_decay=0.2),
+        optax.lion(0.1, weight_decay=0.2, mask=decay_w),
     ),
     "sgd": (sgd(0.1, momentum=0.9, nesterov=True), optax.sgd(0.1, momentum=0.9, nesterov=True)),
     "sgd, no momentum": (sgd(0.1), optax.sgd(0.1)),
@@ -191,7 +155,7 @@ def test_parameters_that_are_zero_leave_zero(make):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_vectors_do_not_decay(name):
     """Without gradients, a matrix of a decaying optimizer shrinks, norms and biases stay."""
-    decaying = name not in {"sgd momentum"}
+    decaying = name != "sgd momentum"
     params = unit(0, 0, 0)
     zeros = jax.tree.map(jnp.zeros_like, params)
     found, _ = run(OPTIMIZERS[name](DIMS), params, [zeros])
@@ -211,24 +175,32 @@ class Mark:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_state_mirrors_the_parameters(name):
-    """Every array of the state but counters is found by `tree_map_params`, in the stated dtype."""
+    """Every array of the state but counters is found by `map_moments`, in the stated dtype."""
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), unit(0, 0, 0))
     optimizer = OPTIMIZERS[name](DIMS)
     state = optimizer.init(params)
-    marked = optax.tree_map_params(
+    marked = map_moments(
         optimizer,
-        lambda leaf, dims: Mark(leaf.shape, len(dims), str(leaf.dtype)),
+        lambda leaf, dims: (
+            None
+            if isinstance(leaf, optax.MaskedNode)
+            else Mark(leaf.shape, len(dims), str(leaf.dtype))
+        ),
+        lambda leaf: None,
         state,
         DIMS,
-        transform_non_params=lambda leaf: None,
     )
     entries = jax.tree.leaves(marked, is_leaf=lambda x: isinstance(x, Mark))
-    moments = {"adamw": 2, "lamb": 2, "sgd": 0, "sgd momentum": 1, "lars": 1}
-    kind = name if name in moments else name.split()[0]
-    assert len(entries) == moments[kind] * len(params)
+    moments = {"adamw": 2, "lamb": 2, "sgd": 0, "sgd momentum": 1, "lars": 1, "lion": 1}
+    # Of one matrix and two vectors: a matrix in factors has two arrays for one, one of Muon has one
+    # moment, one in eight bits has scales.
+    several = {"adafactor": 4, "adafactor momentum": 7, "came": 9, "muon": 5, "adamw 8 bits": 8}
+    kind = name if name in {**moments, **several} else name.split()[0]
+    assert len(entries) == several.get(kind, moments.get(kind, 0) * len(params))
     assert all(len(mark.shape) == mark.rank for mark in entries)
     dtypes = {mark.dtype for mark in entries}
-    assert dtypes <= ({"float32", "bfloat16"} if "bf16" in name else {"float32"})
+    narrow = {"bf16": {"bfloat16"}, "8": {"uint8"}}
+    assert dtypes <= {"float32"}.union(*(narrow.get(word, set()) for word in name.split()))
     _, new = jax.eval_shape(optimizer.update, params, state, params)
     kinds = [jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (state, new)]
     assert kinds[0] == kinds[1]
@@ -278,10 +250,10 @@ def test_a_layer_at_a_time_equals_the_stack(name):
     for layer in range(LAYERS):
         apart = run(one, unit(layer, 0, 0), [sliced(g, layer) for g in gradients])
         wanted = sliced(together, layer)
-        if name.startswith(("lamb", "lars")):
-            assert_close(apart, wanted)
-        else:
+        if name.startswith(EXACT):
             jax.tree.map(np.testing.assert_array_equal, apart, wanted)
+        else:
+            assert_close(apart, wanted)
 
 
 def test_only_what_is_marked_is_layerwise():

@@ -8,13 +8,22 @@ import pytest
 
 from colossax.errors import InputError
 from colossax.optim import is_layerwise
-from colossax.tasks.config import OPTIMIZER_STATES, OptimizerConfig
-from colossax.tasks.optimizer import OPTIMIZERS, make_optimizer
+from colossax.tasks.config import OPTIMIZER_STATES, SCHEDULES, OptimizerConfig
+from colossax.tasks.optimizer import OPTIMIZERS, make_optimizer, make_schedule
 
 PARAMS = {"w": jnp.ones((16, 64)), "b": jnp.ones(64)}
 DIMS = {"w": ("embed", "mlp"), "b": ("mlp",)}
 
 BYTES = {
+    ("adafactor", "float32"): 4,
+    ("adafactor", "bfloat16"): 4,
+    ("adamw", "8bit"): 6,
+    ("came", "float32"): 8,
+    ("came", "bfloat16"): 6,
+    ("lion", "float32"): 8,
+    ("lion", "bfloat16"): 6,
+    ("muon", "float32"): 8,
+    ("muon", "bfloat16"): 6,
     ("adamw", "float32"): 12,
     ("adamw", "mixed"): 10,
     ("adamw", "bfloat16"): 8,
@@ -26,12 +35,21 @@ BYTES = {
     ("sgd", "float32"): 8,
     ("sgd", "bfloat16"): 6,
 }
-ONE_MOMENT = {(name, "mixed") for name in ("lars", "sgd")}
+BESIDE = {
+    "adafactor": 4 * (16 + 64 + 64),  # rows and columns of the matrix; all squares of the vector
+    "came": 2 * 4 * (16 + 64) + 4 * 64,
+    "muon": 4 * 64,  # the vector's second moment
+    "8bit": 2 * 4 * 16 + 6 * 64,  # a scale for each row; the vector's moments are in float32
+}
+"""Bytes that are not of each parameter alike."""
+
+ONE_MOMENT = {(name, "mixed") for name in ("adafactor", "came", "lars", "lion", "muon", "sgd")}
+NO_BYTES = {(name, "8bit") for name, _ in ONE_MOMENT} | {("lamb", "8bit")}
 
 
 def test_every_optimizer_and_state_is_in_the_table():
     known = {(name, state) for name in OPTIMIZERS for state in OPTIMIZER_STATES}
-    assert known == set(BYTES) | ONE_MOMENT
+    assert known == set(BYTES) | ONE_MOMENT | NO_BYTES
 
 
 @pytest.mark.catches("second-moment-wide")
@@ -42,7 +60,8 @@ def test_bytes_per_parameter_with_the_parameter(name, state):
     kept = [PARAMS, make(DIMS).init(PARAMS)]
     arrays = [x for x in jax.tree.leaves(kept) if x.ndim]
     count = sum(x.size for x in PARAMS.values())
-    assert sum(x.nbytes for x in arrays) == BYTES[name, state] * count
+    wanted = BYTES[name, state] * count + BESIDE.get(name if state != "8bit" else state, 0)
+    assert sum(x.nbytes for x in arrays) == wanted
 
 
 def test_mixed_keeps_the_second_moment_wide():
@@ -60,13 +79,77 @@ def test_one_moment_cannot_be_mixed(name, state):
         make_optimizer(OptimizerConfig(name=name, state=state), 10)
 
 
+def test_momentum_of_others_is_refused():
+    with pytest.raises(InputError, match="optimizer.momentum: adamw takes none by that name; give"):
+        make_optimizer(OptimizerConfig(momentum=0.9), 10)
+
+
+@pytest.mark.parametrize(("name", "state"), sorted(NO_BYTES))
+def test_bytes_are_of_adamw_alone(name, state):
+    message = f"optimizer.state: '8bit' is known to adamw, not to {name}; choose bfloat16, or"
+    with pytest.raises(InputError, match=re.escape(message)):
+        make_optimizer(OptimizerConfig(name=name, state=state), 10)
+
+
 @pytest.mark.parametrize(
     ("state", "message"),
     [
         ("bfloat61", "optimizer.state: unknown 'bfloat61'; did you mean 'bfloat16'?"),
-        ("8", "optimizer.state: unknown '8'; known: bfloat16, float32, mixed"),
+        ("8", "optimizer.state: unknown '8'; known: 8bit, bfloat16, float32, mixed"),
     ],
 )
 def test_unknown_states_are_refused(state, message):
     with pytest.raises(InputError, match=re.escape(message)):
         OptimizerConfig(state=state)
+
+
+CURVES = {
+    "constant": {0: 0, 10: 1, 60: 1},
+    "cosine": {0: 0, 10: 1, 35: 0.6, 60: 0.2},
+    "inverse_sqrt": {0: 0, 10: 1, 40: 0.5},
+    "linear": {0: 0, 10: 1, 35: 0.6, 60: 0.2},
+    "multistep": {0: 0, 10: 1, 29: 1, 30: 0.5, 40: 0.1, 60: 0.1},
+    "one_cycle": {0: 0.04, 5: 0.52, 10: 1, 35: 0.6, 60: 0.2},
+    "polynomial": {0: 0, 10: 1, 35: 0.3, 60: 0.2},
+    "wsd": {0: 0, 10: 1, 50: 1, 55: 0.6, 60: 0.2},
+}
+"""Shares of the peak by step, of a warmup of 10 and 60 steps in all, down to 0.2."""
+
+
+def configured(schedule):
+    more = {"milestones": {"30": 0.5, "40": 0.1}} if schedule == "multistep" else {}
+    return OptimizerConfig(
+        schedule=schedule, peak_lr=3.0, warmup=10, final_lr_share=0.2, power=3.0, **more
+    )
+
+
+def test_every_schedule_has_a_curve():
+    assert set(CURVES) == set(SCHEDULES)
+
+
+@pytest.mark.parametrize("schedule", CURVES)
+def test_a_schedule_by_its_name(schedule):
+    rate = make_schedule(configured(schedule), 60)
+    for step, share in CURVES[schedule].items():
+        assert float(rate(step)) == pytest.approx(3.0 * share, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"milestones": {"30": 0.1}}, "optimizer.milestones: schedule cosine has 1 of them; sch"),
+        ({"schedule": "multistep"}, "schedule multistep has 0 of them; schedule multistep needs"),
+        (
+            {"schedule": "multistep", "milestones": {"soon": 0.1}},
+            "optimizer.milestones: 'soon' is no step; give numbers of steps with shares",
+        ),
+    ],
+)
+def test_milestones_that_say_nothing_are_refused(given, message):
+    with pytest.raises(InputError, match=re.escape(message)):
+        OptimizerConfig(**given)
+
+
+def test_a_schedule_without_an_end_needs_its_warmup():
+    with pytest.raises(InputError, match="inverse_sqrt: warmup is 0; choose 1 step or more"):
+        make_schedule(OptimizerConfig(schedule="inverse_sqrt"), 10)

@@ -15,6 +15,7 @@ from colossax.planner.counting.one_layer import layer_flops, row_shapes, traced_
 from colossax.sharding import in_order, param_sharding, use
 from colossax.step.gradients.accumulate import objective
 from colossax.step.microbatches import Weighing
+from colossax.step.state import state_sharding
 from colossax.step.step import Step
 
 
@@ -96,8 +97,8 @@ def _state_bytes(step: Step, offload: OffloadConfig, gradients: int) -> list[_St
 
     def of_moment(leaf: Any, info: Any) -> Any:
         if hasattr(leaf, "shape"):
-            part = _part(step, "optimizer", info) if leaf.shape == info.shape else 1.0
-            size = part * math.prod(leaf.shape) * leaf.dtype.itemsize
+            sharding = state_sharding(step.bound, info, leaf.shape)
+            size = math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
             name = (info.path, info.segment)
             moments[name] = moments.get(name, 0.0) + size
         return leaf

@@ -10,6 +10,7 @@ import jax
 from colossax.config import Plan
 from colossax.offload import Rates, cpu_share, load_rates
 from colossax.optim import DimsOptimizer, is_layerwise
+from colossax.typing import NamedDims
 
 CPU_UPDATE = "plan.offload.cpu_update auto"
 """How lines of what was decided begin."""
@@ -68,6 +69,7 @@ def _measured_share(
 def bytes_per_direction(optimizer: DimsOptimizer, dtype: Any) -> float:
     """What a device fetches, and brings back, to update a parameter of a matrix."""
     matrix = jax.ShapeDtypeStruct((64, 64), dtype)
-    state = jax.eval_shape(optimizer({"matrix": (None, None)}).init, {"matrix": matrix})
-    moved = [matrix, *(leaf for leaf in jax.tree.leaves(state) if leaf.shape == matrix.shape)]
-    return float(sum(leaf.dtype.itemsize for leaf in moved))
+    dims = {"matrix": NamedDims("matrix", (None, None))}
+    state = jax.eval_shape(optimizer(dims).init, {"matrix": matrix})
+    moved = [matrix, *(leaf for leaf in jax.tree.leaves(state) if leaf.ndim)]
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in moved) / matrix.size

@@ -16,6 +16,7 @@ from colossax.layerwise import Key, Stacks
 from colossax.offload import build_stack, fetch, new_stack, on_host, store
 from colossax.optim import DimsOptimizer, applied, decays
 from colossax.sharding import host_sharding, param_sharding, reduction_dtype
+from colossax.step.state import state_sharding
 from colossax.typing import ParamInfo
 
 SHARED = -1
@@ -92,7 +93,7 @@ class Part:
         self._owners = owners
         self._order = [j for j, owner in enumerate(owners) if owner in (SHARED, *self.trained)]
         self._own = [info.update for info in self.infos]
-        self._optimizer = optimizer(self._named([info.dims for info in self.infos]))
+        self._optimizer = optimizer(self._named([info.named_dims for info in self.infos]))
 
     def _of_layer(self, info: ParamInfo) -> ParamInfo:
         """One layer's part of a stacked parameter, as the device gets it."""
@@ -199,21 +200,13 @@ class Part:
     def state_shardings(self) -> list[NamedSharding | None]:
         """Of each leaf of a layer's optimizer state; None on a single device."""
         shapes = jax.eval_shape(self.init)
-        of = dict(
-            zip(
-                self.trained,
-                zip(self.infos, self._row_shardings("optimizer"), strict=True),
-                strict=True,
-            )
-        )
-
-        def sharding(slot: int, leaf: Any) -> NamedSharding | None:
-            info, like = of[self._owners[slot]]
-            if like is None or leaf.shape == info.shape:
-                return like
-            return NamedSharding(self.bound.mesh, PartitionSpec())
-
-        return [sharding(*pair) for pair in zip(self.slots, shapes, strict=True)]
+        if self.bound.single:
+            return [None] * len(shapes)
+        infos = dict(zip(self.trained, self.infos, strict=True))
+        return [
+            state_sharding(self.bound, infos[self._owners[slot]].on_device(), leaf.shape)
+            for slot, leaf in zip(self.slots, shapes, strict=True)
+        ]
 
     def _row_shardings(self, role: str) -> list[NamedSharding | None]:
         """On the device, of a layer's parameters or what mirrors them; None on a single device."""

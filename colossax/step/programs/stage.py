@@ -57,7 +57,7 @@ class Stage:
         infos = all_.tree({at: all_.infos[at] for at in self.own})
         trainable = all_.tree({at: all_.learns[at] for at in self.own})
         learning = optimised(all_.tree({at: all_.infos[at] for at in self.own if all_.learns[at]}))
-        rule = transformation(optimizer, jax.tree.map(lambda info: info.dims, learning))
+        rule = transformation(optimizer, jax.tree.map(lambda info: info.named_dims, learning))
         how = (optimizer, rule, step.options.clip_norm)
         self.rule = rule_of(self.here, step.loss_call, infos, trainable, *how)
         dtype = step.bound.plan.precision.params
