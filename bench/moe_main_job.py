@@ -15,19 +15,15 @@ import dataclasses
 import json
 import statistics
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import common
+import jobs
 
-from colossax.cli.train import run_config
 from colossax.models import LlamaConfig
-from colossax.processes import Group
 from colossax.recipes import recipe
-from colossax.run import RunFolder, RunOptions, train
-from colossax.run.records import read_records
-from colossax.tasks import TrainConfig, task_of
+from colossax.tasks import TrainConfig
 
 MODELS = ("experts", "dense")
 
@@ -87,34 +83,14 @@ def _run(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _work(arguments: argparse.Namespace) -> None:
-    steps = arguments.steps
-    config = made(arguments.worker).replace(
-        steps=steps,
-        seed=arguments.seed,
-        validate_every=max(steps // VALIDATIONS, 1),
-        checkpoint_every=steps,
-    )
-    name, curve = "validation_loss", []
-    clock = common.Clock()
-    with tempfile.TemporaryDirectory() as folder:
-        options = RunOptions(out=f"{folder}/run", trackers=("json",))
-        group = Group(None, {})
-        outcome = train(task_of(config, group), run_config(config), options, group)
-        for record in read_records(RunFolder(path=Path(folder) / "run").metrics):
-            curve += [[record["step"], record[name]]] if name in record else []
-    print(
-        json.dumps(
-            {
-                "seed": arguments.seed,
-                "curve": curve,
-                "final": curve[-1][1],
-                "parameters": outcome.final["parameters"],
-                "flops_per_token": flops(config),
-                "tokens": steps * config.data.global_batch * config.data.seq_len,
-                "cpu_s": clock.read()["cpu_s"],
-            }
-        )
-    )
+    config = made(arguments.worker).replace(steps=arguments.steps, seed=arguments.seed)
+    ended, told = jobs.validated(config, points=VALIDATIONS)
+    more = {
+        "parameters": ended["parameters"],
+        "flops_per_token": flops(config),
+        "tokens": config.steps * config.data.global_batch * config.data.seq_len,
+    }
+    print(json.dumps({**told, **more}))
 
 
 def _result(runs: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace) -> dict[str, Any]:

@@ -12,18 +12,13 @@ import argparse
 import dataclasses
 import json
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import common
+import jobs
 
-from colossax.cli.train import run_config
-from colossax.processes import Group
 from colossax.recipes import recipe
-from colossax.run import RunFolder, RunOptions, train
-from colossax.run.records import read_records
-from colossax.tasks import task_of
 
 VALIDATIONS = 5
 """Points of a curve."""
@@ -65,24 +60,13 @@ def _run(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _work(arguments: argparse.Namespace) -> None:
-    steps, config = arguments.steps, recipe(arguments.recipe)
+    config = recipe(arguments.recipe)
     config = config.replace(
         optimizer=dataclasses.replace(config.optimizer, name=arguments.worker),
-        steps=steps,
+        steps=arguments.steps,
         seed=arguments.seed,
-        validate_every=max(steps // VALIDATIONS, 1),
-        checkpoint_every=steps,
     )
-    name, curve = "validation_loss", []
-    clock = common.Clock()
-    with tempfile.TemporaryDirectory() as folder:
-        options = RunOptions(out=f"{folder}/run", trackers=("json",))
-        group = Group(None, {})
-        train(task_of(config, group), run_config(config), options, group)
-        for record in read_records(RunFolder(path=Path(folder) / "run").metrics):
-            curve += [[record["step"], record[name]]] if name in record else []
-    found = {"seed": arguments.seed, "curve": curve, "final": curve[-1][1]}
-    print(json.dumps({**found, "cpu_s": clock.read()["cpu_s"]}))
+    print(json.dumps(jobs.validated(config, points=VALIDATIONS)[1]))
 
 
 def _result(runs: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace) -> dict[str, Any]:

@@ -14,19 +14,14 @@ import argparse
 import json
 import statistics
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import common
+import jobs
 
-from colossax.cli.train import run_config
 from colossax.config import Precision
-from colossax.processes import Group
 from colossax.recipes import recipe
-from colossax.run import RunFolder, RunOptions, train
-from colossax.run.records import read_records
-from colossax.tasks import task_of
 
 BASE = "bfloat16"
 
@@ -89,21 +84,16 @@ def _work(arguments: argparse.Namespace) -> None:
         validate_every=0,
         checkpoint_every=0,
     )
-    clock = common.Clock()
-    with tempfile.TemporaryDirectory() as folder:
-        options = RunOptions(out=f"{folder}/run", trackers=("json",))
-        group = Group(None, {})
-        outcome = train(task_of(config, group), run_config(config), options, group)
-        path = RunFolder(path=Path(folder) / "run").metrics
-        rows = [row for row in read_records(path) if "loss" in row]
+    ended, records, spent = jobs.trained(config)
+    rows = [row for row in records if "loss" in row]
     print(
         json.dumps(
             {
                 "losses": [row["loss"] for row in rows],
                 "loss_scale": [row["loss_scale"] for row in rows if "loss_scale" in row],
-                "skipped": outcome.final["skipped"],
-                "validation_loss": outcome.final["validation_loss"],
-                **clock.read(),
+                "skipped": ended["skipped"],
+                "validation_loss": ended["validation_loss"],
+                **spent,
             }
         )
     )

@@ -1,5 +1,6 @@
 """Averages of parameters over steps, kept in the optimizer's state, to evaluate and to save."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -10,13 +11,14 @@ from jax.typing import DTypeLike
 from colossax.config import above
 from colossax.config.bounds import DECAYS
 from colossax.errors import InputError
-from colossax.optim.by_model import Optimizer
+from colossax.optim.by_model import Optimizer, transformation
 from colossax.optim.contract import (
     DimsOptimizer,
     LearningRate,
     check_rates,
     is_layerwise,
     layerwise,
+    with_groups,
 )
 from colossax.optim.groups import ALIKE, Groups
 from colossax.optim.transforms import scaled_decay
@@ -75,22 +77,17 @@ def ema(optimizer: Optimizer, decay: float = 0.999) -> DimsOptimizer:
     Cost: 4 bytes of state a parameter; nothing is sent.
     """
     DECAYS.check(decay, "ema: decay")
-    if not (callable(optimizer) or isinstance(optimizer, optax.GradientTransformation)):
+    if isinstance(optimizer, Mapping):
         raise InputError(
             "ema: it goes around one optimizer; give one that is a transformation or a function of"
             " dims, for each of several models its own"
         )
 
     def make(dims: Any) -> optax.GradientTransformation:
-        if isinstance(optimizer, optax.GradientTransformation):
-            return _with_average(optimizer, decay)
-        return _with_average(optimizer(dims), decay)  # type: ignore[operator]
+        return _with_average(transformation(optimizer, dims), decay)
 
-    groups = getattr(optimizer, "groups", ALIKE)
-    if is_layerwise(optimizer):
-        return layerwise(make, groups)
-    make.groups = groups  # type: ignore[attr-defined]
-    return make
+    mark = layerwise if is_layerwise(optimizer) else with_groups
+    return mark(make, getattr(optimizer, "groups", ALIKE))
 
 
 def _with_average(

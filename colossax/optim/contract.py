@@ -29,6 +29,11 @@ def layerwise(optimizer: DimsOptimizer, groups: Groups = ALIKE) -> DimsOptimizer
         groups: Its groups, which a step checks against the parameters.
     """
     optimizer.layerwise = True  # type: ignore[attr-defined]
+    return with_groups(optimizer, groups)
+
+
+def with_groups(optimizer: DimsOptimizer, groups: Groups) -> DimsOptimizer:
+    """The same, with the groups that a step checks against the parameters."""
     optimizer.groups = groups  # type: ignore[attr-defined]
     return optimizer
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, UInt8
 
 from colossax.config import above
 from colossax.optim.by_leaf import NOTHING, by_leaf
@@ -23,6 +23,9 @@ _SMALLEST_BLOCK = 16
 """Below it scales would cost more than a quarter of a byte a number."""
 
 
+_DECADES = 7
+
+
 @functools.cache
 def dynamic_codes(*, signed: bool) -> np.ndarray:
     """The 256 numbers that codes stand for, from -1 or 0 to 1, in order.
@@ -33,11 +36,16 @@ def dynamic_codes(*, signed: bool) -> np.ndarray:
     Reference: Dettmers et al. 2022, 8-bit Optimizers via Block-wise Quantization, section 2.
     """
     found = [0.0, 1.0]
-    for decade in range(7):
-        parts = np.linspace(0.1, 1.0, (2**decade if signed else 2 ** (decade + 1)) + 1)
-        mids = (parts[:-1] + parts[1:]) / 2 * 10.0 ** (decade - 6)
+    for decade in range(_DECADES):
+        parts = np.linspace(0.1, 1.0, _count(decade, signed=signed) + 1)
+        mids = (parts[:-1] + parts[1:]) / 2 * 10.0 ** (decade - _DECADES + 1)
         found += [*mids, *(-mids if signed else ())]
     return np.sort(np.asarray(found, np.float64)).astype(np.float32)
+
+
+def _count(decade: int, *, signed: bool) -> int:
+    """Numbers above 0 in a decade, counted from the smallest."""
+    return 2 ** (decade + (not signed))
 
 
 def block_of(dims: Dims, shape: tuple[int, ...]) -> tuple[int, int] | None:
@@ -62,20 +70,47 @@ def quantised(x: Array, at: int, block: int, *, signed: bool) -> tuple[Array, Ar
 
     A code stands for the number nearest to `x / scale`; the scale is the largest magnitude.
     """
-    split = x.reshape(*x.shape[:at], x.shape[at] // block, block, *x.shape[at + 1 :])
+    split = _in_blocks(x, at, block)
     scale = jnp.max(jnp.abs(split), axis=at + 1, keepdims=True)
-    share = split / jnp.where(scale > 0, scale, 1.0)
-    table = dynamic_codes(signed=signed)
-    joints = jnp.asarray((table[1:] + table[:-1]) / 2)
-    codes = jnp.searchsorted(joints, share, method="scan_unrolled").astype(jnp.uint8)
+    codes = _nearest(split / jnp.where(scale > 0, scale, 1.0), signed=signed)
     return codes.reshape(x.shape), jnp.squeeze(scale, at + 1)
 
 
 def dequantised(codes: Array, scale: Array, at: int, *, signed: bool) -> Array:
     """The numbers, in float32."""
-    block = codes.shape[at] // scale.shape[at]
     table = jnp.asarray(dynamic_codes(signed=signed))
-    return table[codes] * jnp.repeat(scale, block, axis=at, total_repeat_length=codes.shape[at])
+    numbers = _in_blocks(table[codes], at, codes.shape[at] // scale.shape[at])
+    return (numbers * jnp.expand_dims(scale, at + 1)).reshape(codes.shape)
+
+
+def _in_blocks(x: Array, at: int, block: int) -> Array:
+    """Dim `at` as two, blocks and what is in them."""
+    return x.reshape(*x.shape[:at], x.shape[at] // block, block, *x.shape[at + 1 :])
+
+
+def _nearest(share: Array, *, signed: bool) -> UInt8[Array, "..."]:
+    """Codes of the numbers nearest to these, of -1 to 1.
+
+    Worked out where they stand: a search in the table would keep its bounds for each number, and a
+    GPU then holds several arrays of 4 bytes a parameter. One product is rounded, all else is exact,
+    so that it is the same in every program.
+    """
+    table = dynamic_codes(signed=signed)
+    zero = int(np.searchsorted(table, 0.0))
+    joints = (table[1:] + table[:-1])[zero:] / 2
+    size = jnp.abs(share)
+    rank = jnp.zeros(share.shape, jnp.int32)
+    first = 1
+    for decade in range(_DECADES):
+        count = _count(decade, signed=signed)
+        # Part i of a decade ends where this is count + 9 (i + 1).
+        ninths = jnp.floor(size * np.float32(10 * count * 10.0 ** (_DECADES - 1 - decade)))
+        part = (ninths.astype(jnp.int32) - count) // 9
+        within = first + jnp.clip(part, 0, count - 1)
+        rank = jnp.where(size > joints[first - 1], within, rank)
+        first += count
+    rank = jnp.where(share > joints[first - 1], first, rank)
+    return jnp.where(share < 0, zero - rank, zero + rank).astype(jnp.uint8)
 
 
 @dataclasses.dataclass(frozen=True)
