@@ -141,9 +141,10 @@ def orthogonal(
             part, and computes them all; `shared`, each gets some of them whole, as many as layers
             and experts can be divided among those devices; `auto`, `shared` where any can.
 
-    Cost, per matrix of r rows, c >= r columns: `rounds (4 r^2 c + 2 r^3)` FLOPs. Of k devices that
-    hold parts of n bytes (all their layers, compute dtype), `whole` sends `(k - 1) / k n` each, and
-    `shared` `(k - 1) / k^2 n` there and as much back, for a k-th of the work.
+    Cost, per matrix of r rows, c >= r columns: `rounds (4 r^2 c + 2 r^3)` FLOPs. Of K devices that
+    hold parts of n bytes (all their layers, compute dtype), `whole` sends `(K - 1) / K n` each.
+    `shared` sends `(k - 1) / k n / K` for each of their axes, of k devices, there and as much back,
+    for a K-th of the work.
     """
     rows, cols = sides(dims)
     scale = _LIKE_ADAM * math.sqrt(max(_size(x, rows), _size(x, cols)))
@@ -152,40 +153,49 @@ def orthogonal(
     if bound is None or bound.single:
         return scale * _iterated(narrow, rows, cols, rounds).astype(jnp.float32)
     home = resolve(bound, "optimizer", dims, x.shape)
-    # Only then whole: else the compiler may gather before it narrows, which sends twice as much.
-    narrow = _laid(bound, narrow, home)
-    narrow = _laid(bound, narrow, gathered_spec(bound, home, dims, x.shape, gather))
+    way = gathering(bound, home, dims, x.shape, gather)
+    # First where it lies: else the compiler may gather before it narrows, and send twice as much.
+    for spec in way:
+        narrow = _laid(bound, narrow, spec)
     found = _iterated(narrow, rows, cols, rounds)
-    found = _laid(bound, found, gathered_spec(bound, home, dims, x.shape, gather))
-    return scale * _laid(bound, found, home).astype(jnp.float32)
+    for spec in reversed(way):
+        found = _laid(bound, found, spec)
+    return scale * found.astype(jnp.float32)
 
 
-def gathered_spec(
+def gathering(
     bound: BoundPlan, home: PartitionSpec, dims: Dims, shape: tuple[int, ...], gather: str
-) -> PartitionSpec:
-    """Where whole matrices lie, of arrays that lie at `home`: no side of them is split."""
-    entries = [_axes(entry) for entry in (*home, *[None] * (len(dims) - len(home)))]
-    free = [
-        axis
-        for dim, axes in zip(dims, entries, strict=True)
-        for axis in axes
-        if not is_unit_dim(dim)
-    ]
-    kept = [list(axes) if is_unit_dim(dim) else [] for dim, axes in zip(dims, entries, strict=True)]
+) -> list[PartitionSpec]:
+    """Where matrices lie on the way from `home` to where no side of them is split.
+
+    One axis after another is exchanged: where several move at once, the compiler gathers all.
+    """
+    lie = [list(_axes(entry)) for entry in (*home, *[None] * (len(dims) - len(home)))]
+    way, split = [home], [at for at, dim in enumerate(dims) if not is_unit_dim(dim)]
     if gather != "whole":
-        for axis in free:
-            _give(bound, axis, kept, dims, shape)
-    return PartitionSpec(*(tuple(axes) or None for axes in kept))
+        for at in split:
+            for axis in reversed(lie[at][:]):
+                if _taken(bound, axis, lie, dims, shape):
+                    lie[at].remove(axis)
+                    way.append(_spec(lie))
+    if any(lie[at] for at in split):
+        way.append(_spec([[] if at in split else axes for at, axes in enumerate(lie)]))
+    return way
 
 
-def _give(
-    bound: BoundPlan, axis: str, kept: list[list[str]], dims: Dims, shape: tuple[int, ...]
-) -> None:
-    """Split the first unit dim over one more axis that divides it."""
+def _taken(
+    bound: BoundPlan, axis: str, lie: list[list[str]], dims: Dims, shape: tuple[int, ...]
+) -> bool:
+    """Split the first unit dim over one more axis that divides it, if there is one."""
     for at, dim in enumerate(dims):
-        if is_unit_dim(dim) and shape[at] % bound.size((*kept[at], axis)) == 0:
-            kept[at].append(axis)
-            return
+        if is_unit_dim(dim) and shape[at] % bound.size((*lie[at], axis)) == 0:
+            lie[at].append(axis)
+            return True
+    return False
+
+
+def _spec(lie: list[list[str]]) -> PartitionSpec:
+    return PartitionSpec(*(tuple(axes) or None for axes in lie))
 
 
 def _axes(entry: Any) -> tuple[str, ...]:

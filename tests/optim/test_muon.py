@@ -179,6 +179,15 @@ def test_shared_matrices_are_exchanged_there_and_back(devices):
     assert program.cost_analysis()["flops"] < whole.cost_analysis()["flops"] / 6
 
 
+@pytest.mark.catches("muon-axes-at-once")
+def test_parts_along_two_axes_are_exchanged_one_axis_after_the_other(devices):
+    """Along each, a device's part there and back: no more than with one axis twice."""
+    program, _ = compiled({"fsdp": 4, "tensor": 2}, "shared")
+    found = sent(program)
+    assert {operation for operation, _ in found} == {"all-to-all"}
+    assert sum(size for _, size in found) == 4 * 4 * LAYERS * ROWS * COLS // 8
+
+
 def test_layers_that_devices_do_not_divide_are_shared_as_far_as_they_can_be(devices):
     x = draw(0, (6, ROWS, COLS))
     program, where = compiled({"fsdp": 4, "tensor": 2}, "auto", layers=6)
