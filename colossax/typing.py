@@ -48,6 +48,12 @@ TEXT_BATCH_DIMS: dict[str, Dims] = dict.fromkeys(
 """Segments number the documents of a row from its start, so they never fall along it; -1, padding,
 may stand anywhere."""
 
+TOKEN_TYPES = "token_types"
+"""Array of a batch of text that few models ask for: the kind of each token, `[b, s]`."""
+
+TOKEN_DIMS = TEXT_BATCH_DIMS | {TOKEN_TYPES: ("batch", "seq")}
+"""Dims of all arrays that have a number for each token."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParamInfo:

@@ -94,6 +94,7 @@ NAMES = {
     ),
     "colossax.nn": (
         "DecoderSizes DynamicScaling LinearScaling LongScaling every ACTIVATIONS "
+        "HeadConfig TransformConfig "
         "Attention AttentionShape Block CacheArray CacheSpec Decoder DecoderConfig Embedding "
         "Experts FamilyConfig FlatTokens LanguageModel LayerNorm LayerStack LayerState "
         "LatentAttention LatentConfig LatentShape Layers Linear Llama3Scaling MLP MixtureConfig "
@@ -105,6 +106,7 @@ NAMES = {
     "colossax.models": (
         "CohereConfig FalconConfig GLM4Config GLMConfig GPTJConfig GPTNeoXConfig Gemma2Config "
         "Gemma3Config OLMo2Config Phi3Config SmolLM3Config StarCoder2Config add_family "
+        "BERTConfig ModernBERTConfig RoBERTaConfig "
         "BloomConfig DeepSeekV2Config DeepSeekV3Config FAMILIES Family GPT2Config GPTOSSConfig "
         "Llama4Config LlamaConfig MistralConfig MixtralConfig ModelParams OLMoEConfig OPTConfig "
         "Qwen2Config Qwen2MoEConfig Qwen3Config Qwen3MoEConfig config_from_json config_to_json "
@@ -120,6 +122,7 @@ NAMES = {
     "colossax.step": "Step StepOptions any_order",
     "colossax.tasks": (
         "Callback DataConfig OptimizerConfig RunLength SampleConfig TAKEN Task TrainConfig "
+        "classification_loss contrastive_loss masked_token_loss preference_loss value_loss "
         "distillation_loss distillation_options next_token_loss task_of train_config_from_json "
         "with_initial_model"
     ),

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from .altered import most_used as most_used
     from .altered import pruned as pruned
     from .altered import upcycled as upcycled
+    from .bert import BERTConfig as BERTConfig
     from .bloom import BloomConfig as BloomConfig
     from .cohere import CohereConfig as CohereConfig
     from .deepseek_v2 import DeepSeekV2Config as DeepSeekV2Config
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from .llama4 import Llama4Config as Llama4Config
     from .mistral import MistralConfig as MistralConfig
     from .mixtral import MixtralConfig as MixtralConfig
+    from .modernbert import ModernBERTConfig as ModernBERTConfig
     from .olmo2 import OLMo2Config as OLMo2Config
     from .olmoe import OLMoEConfig as OLMoEConfig
     from .opt import OPTConfig as OPTConfig
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from .registry import config_to_json as config_to_json
     from .registry import family_of as family_of
     from .registry import maker as maker
+    from .roberta import RoBERTaConfig as RoBERTaConfig
     from .smollm3 import SmolLM3Config as SmolLM3Config
     from .starcoder2 import StarCoder2Config as StarCoder2Config
     from .student import with_layers as with_layers

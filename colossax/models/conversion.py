@@ -15,7 +15,18 @@ import numpy as np
 from colossax.config.bounds import field_hints
 from colossax.errors import InputError
 from colossax.models.layouts import PART, Layout
-from colossax.models.settings import FILE, checked
+from colossax.models.settings import (
+    FILE,
+    ROWS,
+    TOKENS,
+    Form,
+    checked,
+    form_of,
+    head_of,
+    labels_of,
+    pad_of,
+)
+from colossax.nn.config import HeadConfig
 from colossax.typing import ParamInfo
 
 BLOCK_BYTES = 64_000_000
@@ -177,6 +188,32 @@ def settings_with(base: Sequence[Setting], *own: Setting) -> tuple[Setting, ...]
     return (*(one for one in base if one.ours not in fields), *own)
 
 
+_SCORE = (
+    link("score.weight", "outputs embed", "answers/map/w"),
+    link("score.bias", "outputs", "answers/map/b"),
+)
+
+DECODER_FORMS = {
+    ROWS: Form(
+        head=lambda _, outputs: HeadConfig(outputs=outputs, pool="last", bias=False), links=_SCORE
+    ),
+    TOKENS: Form(head=lambda _, outputs: HeadConfig(outputs=outputs), links=_SCORE),
+}
+"""Those of `transformers` for most decoders: a map of the last token of a row, or of each."""
+
+CLASSIFIER_FORMS = {
+    **DECODER_FORMS,
+    TOKENS: Form(
+        head=DECODER_FORMS[TOKENS].head,
+        links=tuple(
+            dataclasses.replace(one, foreign=one.foreign.replace("score", "classifier"))
+            for one in _SCORE
+        ),
+    ),
+}
+"""Of GPT-2 and BLOOM, which call that of each token otherwise."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Conversion:
     """A model family's names elsewhere.
@@ -184,12 +221,15 @@ class Conversion:
     Attributes:
         model_type: The family's `model_type` in config.json.
         architecture: Class that reads the export.
+        forms: Other heads, by the end of the class's name that has them.
         config: Our configuration class.
         settings: Settings that are our fields.
         fixed: Settings with the one value our models have (the first); others are refused.
         links: Tensors.
         links_of: Those of one configuration, where they differ.
         prefix: Beginning of tensor names that some files leave out.
+        head: Name of the output matrix, which some files hold though it is the embedding table.
+        spelt: Ends of older names, and what they are now.
         ignored: Patterns of tensors that hold no parameters, such as saved masks.
         packed: Whether experts' matrices may be stored as MXFP4; they are read as bfloat16.
         read, write: Settings that are no plain field: `read(settings) -> our fields`,
@@ -202,7 +242,10 @@ class Conversion:
     settings: tuple[Setting, ...]
     links: tuple[Link, ...]
     fixed: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    forms: Mapping[str, Form] = dataclasses.field(default_factory=lambda: DECODER_FORMS)
     prefix: str = ""
+    head: str = "lm_head.weight"
+    spelt: Mapping[str, str] = dataclasses.field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     links_of: Callable[[Any], tuple[Link, ...]] | None = None
     packed: bool = False
@@ -216,9 +259,15 @@ class Conversion:
 
     def of(self, config: Any) -> "Conversion":
         """With the tensors of this configuration."""
-        if self.links_of is None:
-            return self
-        return dataclasses.replace(self, links=self.links_of(config), links_of=None)
+        links = self.links if self.links_of is None else self.links_of(config)
+        if config.head is not None:
+            links = (*links, *self._form(config)[1].links)
+        return dataclasses.replace(self, links=links, links_of=None)
+
+    def _form(self, config: Any) -> tuple[str, Form]:
+        """The class that has the head of this configuration, and its form."""
+        settings = {**self._plain_settings(config), **labels_of(config.head)}
+        return form_of(self.forms, self.architecture, settings, config.head)
 
     def config_from(self, settings: Mapping[str, Any]) -> Any:
         """Our configuration of the settings in config.json.
@@ -234,19 +283,32 @@ class Conversion:
                 )
         hints = field_hints(self.config)
         fields = {s.ours: _value(s, settings, hints[s.ours]) for s in self.settings}
+        fields["head"] = head_of(self.forms, self.architecture, settings)
+        fields["pad"] = pad_of(settings)
         try:
             return self.config(**{**fields, **self.read(settings)})
         except InputError as problem:
             raise InputError(f"config.json: {str(problem).removeprefix(FILE)}") from None
 
     def settings_of(self, config: Any) -> dict[str, Any]:
-        """What config.json holds for our configuration, its weights' type aside."""
+        """What config.json holds for our configuration, its weights' type aside.
+
+        Raises:
+            InputError: The format has no place for the configuration's head.
+        """
+        plain = self._plain_settings(config)
+        if config.head is None:
+            return plain
+        return {**plain, **labels_of(config.head), "architectures": [self._form(config)[0]]}
+
+    def _plain_settings(self, config: Any) -> dict[str, Any]:
         mapped = {s.foreign[0]: getattr(config, s.ours) for s in self.settings}
         optional = {s.foreign[0] for s in self.settings if s.default is None}
         mapped = {name: v for name, v in mapped.items() if not (v is None and name in optional)}
         fixed = {name: allowed[0] for name, allowed in self.fixed.items()}
         head = {"architectures": [self.architecture], "model_type": self.model_type}
-        return {**head, **fixed, **mapped, **self.write(config)}
+        pad = {} if config.pad is None else {"pad_token_id": config.pad}
+        return {**head, **fixed, **mapped, **self.write(config), **pad}
 
     def tensors(self, infos: Mapping[str, ParamInfo], kinds: Sequence[str] = ()) -> list[Tensor]:
         """All foreign tensors of a model, in the table's order, layer after layer.

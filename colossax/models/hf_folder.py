@@ -103,7 +103,7 @@ def open_folder(folder: str | Path) -> Source:
     source = Source(
         config=config, spec=spec, tensors=tensors, names=names, reader=reader, packed=packed
     )
-    _check_tied(source)
+    _check_tied(source, conversion.head)
     return source
 
 
@@ -202,7 +202,7 @@ def _match(
     names = {name: file for name, file in names.items() if name not in parts_of(packed)}
     names |= {name: name for name in packed}
     missing = sorted(wanted - names.keys(), key=_natural)
-    extra = sorted(names.keys() - wanted - {"lm_head.weight"}, key=_natural)
+    extra = sorted(names.keys() - wanted - {conversion.head}, key=_natural)
     extra = [name for name in extra if not any(re.fullmatch(p, name) for p in conversion.ignored)]
     if missing or extra:
         parts = [_listed("lacks", missing), _listed("has besides", extra)]
@@ -223,7 +223,16 @@ def _names_in_files(conversion: Conversion, reader: Reader) -> dict[str, str]:
     prefix = conversion.prefix
     prefixed = any(name.startswith(prefix) for name in reader.tensors)
     skip = "" if prefixed else prefix
-    return {name if name == "lm_head.weight" else skip + name: name for name in reader.tensors}
+    names = {name if name == conversion.head else skip + name: name for name in reader.tensors}
+    return {_respelt(name, conversion.spelt): file for name, file in names.items()}
+
+
+def _respelt(name: str, spelt: Mapping[str, str]) -> str:
+    """A name as it is written now."""
+    for old, new in spelt.items():
+        if name.endswith(old):
+            return name.removesuffix(old) + new
+    return name
 
 
 def _natural(name: str) -> list[Any]:
@@ -251,9 +260,9 @@ def _check_tensor(tensor: Tensor, name: str, reader: Reader) -> None:
         )
 
 
-def _check_tied(source: Source) -> None:
+def _check_tied(source: Source, head: str) -> None:
     """Some files store a tied head too; then it must be the embedding."""
-    head, reader = "lm_head.weight", source.reader
+    reader = source.reader
     if not source.config.tied or head not in reader.tensors:
         return
     table = source.tensors[0]

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from colossax.config import from_json, nearest, to_json
 from colossax.errors import InputError
+from colossax.models.bert import BERTConfig
 from colossax.models.bloom import BloomConfig
 from colossax.models.cohere import CohereConfig
 from colossax.models.deepseek_v2 import DeepSeekV2Config
@@ -23,6 +24,7 @@ from colossax.models.llama import LlamaConfig
 from colossax.models.llama4 import Llama4Config
 from colossax.models.mistral import MistralConfig
 from colossax.models.mixtral import MixtralConfig
+from colossax.models.modernbert import ModernBERTConfig
 from colossax.models.olmo2 import OLMo2Config
 from colossax.models.olmoe import OLMoEConfig
 from colossax.models.opt import OPTConfig
@@ -31,6 +33,7 @@ from colossax.models.qwen2 import Qwen2Config
 from colossax.models.qwen2_moe import Qwen2MoEConfig
 from colossax.models.qwen3 import Qwen3Config
 from colossax.models.qwen3_moe import Qwen3MoEConfig
+from colossax.models.roberta import RoBERTaConfig
 from colossax.models.smollm3 import SmolLM3Config
 from colossax.models.starcoder2 import StarCoder2Config
 
@@ -97,6 +100,9 @@ FAMILIES: dict[str, Family] = {
         Family(name="gpt2", config=GPT2Config),
         Family(name="opt", config=OPTConfig),
         Family(name="bloom", config=BloomConfig),
+        Family(name="bert", config=BERTConfig),
+        Family(name="roberta", config=RoBERTaConfig),
+        Family(name="modernbert", config=ModernBERTConfig),
     )
 }
 

@@ -1,7 +1,7 @@
 """One layer of a model: sublayers around a residual stream, where the norms stand, and the MLP."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -24,6 +24,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "relu": jax.nn.relu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "tanh": jnp.tanh,
 }
 
 
@@ -129,6 +130,8 @@ class Block(nnx.Module):
         sublayers: Mapping[str, Sublayer],
         make_norm: Callable[[], nnx.Module],
         wiring: Wiring | None = None,
+        *,
+        bare: Collection[str] = (),
     ):
         """Put it together.
 
@@ -136,14 +139,16 @@ class Block(nnx.Module):
             sublayers: By name, in the order in which they run.
             make_norm: A norm of the residual stream.
             wiring: Default pre-norm.
+            bare: Sublayers that read their input as it is, whatever the wiring norms.
         """
         self.wiring = Wiring() if wiring is None else wiring
         self.names = tuple(sublayers)
         self.shared_norm = make_norm() if self.wiring.shared_norm else None
+        norm_input = self.wiring.norm_input and not self.wiring.shared_norm
         for name, sublayer in sublayers.items():
             setattr(self, name, sublayer)
             for which, wanted in (
-                ("norm", self.wiring.norm_input and not self.wiring.shared_norm),
+                ("norm", norm_input and name not in bare),
                 ("output_norm", self.wiring.norm_output),
                 ("sum_norm", self.wiring.norm_sum),
             ):

@@ -11,7 +11,7 @@ from jaxtyping import Array
 from colossax.config import BoundPlan, MeshAxis
 from colossax.errors import InputError, PlanError
 from colossax.sharding import batch_axes, constrain
-from colossax.typing import TEXT_BATCH_DIMS, Batch, Dims
+from colossax.typing import TOKEN_DIMS, Batch, Dims
 
 ROW_KEYS = "row_keys"
 """Array of a microbatch with the data of a random key for each row, where the loss draws."""
@@ -70,7 +70,7 @@ def batch_dims(batch: Batch, declared: Mapping[str, Dims] | None) -> dict[str, D
     """
     all_dims = {}
     for name, x in batch.items():
-        dims = (declared or {}).get(name, TEXT_BATCH_DIMS.get(name, ()))
+        dims = (declared or {}).get(name, TOKEN_DIMS.get(name, ()))
         if name not in (declared or {}) and len(dims) != x.ndim:
             dims = ("batch",) + (None,) * (x.ndim - 1)
         if len(dims) != x.ndim or "batch" not in dims:

@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from .config import train_config_from_json as train_config_from_json
     from .distillation import distillation_loss as distillation_loss
     from .distillation import distillation_options as distillation_options
+    from .heads import classification_loss as classification_loss
+    from .heads import contrastive_loss as contrastive_loss
+    from .heads import masked_token_loss as masked_token_loss
+    from .heads import preference_loss as preference_loss
+    from .heads import value_loss as value_loss
     from .initial import with_initial_model as with_initial_model
     from .next_token import next_token_loss as next_token_loss
     from .task import TAKEN as TAKEN

@@ -17,7 +17,7 @@ from colossax.layerwise import Maximum
 from colossax.nn import VocabParts, cross_entropy
 from colossax.sharding import activation_axes, constrain, current
 from colossax.step.loss import Loss, Sums, Terms, any_order
-from colossax.typing import TEXT_BATCH_DIMS, Batch, TrainState
+from colossax.typing import TEXT_BATCH_DIMS, TOKEN_TYPES, Batch, TrainState
 
 Evaluate = Callable[[TrainState, Batch], dict[str, Any]]
 
@@ -40,6 +40,11 @@ def next_token_loss(*, z_loss: float = 0.0) -> Loss:
 
     @any_order
     def loss(model: Any, batch: Batch, row_keys: Array | None = None) -> tuple[Terms, Sums]:
+        if not getattr(getattr(model, "config", None), "causal", True):
+            raise InputError(
+                "next_token_loss: the model's attention is not causal, so it sees the token that it"
+                " is to tell; use masked_token_loss, with rows that are masked"
+            )
         return next_token_terms(model, *hidden_states(model, batch, row_keys), batch, z_loss=z_loss)
 
     return loss
@@ -107,6 +112,8 @@ def hidden_states(
     _check_text(batch)
     drawn = {"key": row_keys} if getattr(model, "draws", False) else {}
     rows = {name: batch.get(name) for name in ("positions", "segments")}
+    if TOKEN_TYPES in batch:
+        rows[TOKEN_TYPES] = batch[TOKEN_TYPES]
     return model.hidden(batch["tokens"], **rows, **drawn)
 
 

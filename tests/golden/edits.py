@@ -30,6 +30,8 @@ class Case:
         plain: Whether one forward pass over a text gives what token after token gives: not where a
             rotary embedding depends on the length so far.
         attention: How it is computed: written out where that is right.
+        auto: Of `transformers`, what makes models of the configuration. One that generates no text
+            gets a row that ends in padding, and kinds of tokens where it has some.
     """
 
     config: type
@@ -39,6 +41,12 @@ class Case:
     max_shard_size: str = "1GB"
     plain: bool = True
     attention: str = "eager"
+    auto: Any = transformers.AutoModelForCausalLM
+
+    @property
+    def generates(self) -> bool:
+        """Whether it continues texts."""
+        return self.auto is transformers.AutoModelForCausalLM
 
 
 def replaced(pattern: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Edit:
@@ -94,7 +102,7 @@ def reconfigured(**changes: Any) -> Edit:
         config = copy.deepcopy(model.config)
         for name, value in changes.items():
             setattr(config, name, value)
-        other = build(type(config), config)
+        other = build(type(config), config, like=type(model))
         other.load_state_dict(model.state_dict())
         return other
 
@@ -146,17 +154,28 @@ def split_in_thirds(heads: int) -> Edit:
     return replaced(r"query_key_value\.", change)
 
 
-def build(config_class: type, config: Any, attention: str | None = None) -> Model:
+def build(
+    config_class: type,
+    config: Any,
+    attention: str | None = None,
+    *,
+    auto: Any = transformers.AutoModelForCausalLM,
+    like: type | None = None,
+) -> Model:
     """A model of the configuration, in float32, with experts written out.
 
     Args:
         config_class: Of the configuration.
         config: Of a model.
         attention: How it is computed; None: as the configuration says.
+        auto: What makes it.
+        like: Or its class.
     """
     config._attn_implementation = attention or config._attn_implementation
     config._experts_implementation = "eager"
-    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
+    made = auto.from_config(config) if like is None else like(config)
+    model = made.float().eval()
+    if model.can_generate():
+        model.generation_config.eos_token_id = None
+        model.generation_config.pad_token_id = 0
     return model

@@ -28,17 +28,18 @@ import transformers
 from cases import CASES as FIRST_CASES
 from dense_cases import DENSE
 from edits import Case, Edit, Mismatch, Model, build
+from encoder_cases import ENCODERS
 from safetensors.numpy import load_file, save_file
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 HERE = Path(__file__).resolve().parent
-SEQ, PROMPT, NEW_TOKENS = 40, 12, 32
+SEQ, PROMPT, NEW_TOKENS, PADDING = 40, 12, 32, 4
 MIN_MOVED, MIN_STD, MIN_MARGIN, MIN_DISTINCT, MAX_ROUNDING = 1e-2, 1.0, 1e-3, 10, 7e-6
 # Two forms of GELU differ by 5e-4 at most, so no weights of this size can move a logit by more.
 FAINT, MIN_MOVED_FAINT = ("gelu by tanh",), 1e-3
 LOGITS_TOLERANCE, EXPORT_TOLERANCE = 1e-5, 1e-4
-CASES: dict[str, Case] = {**FIRST_CASES, **DENSE}
+CASES: dict[str, Case] = {**FIRST_CASES, **DENSE, **ENCODERS}
 
 
 def draw_weights(model: Model, seed: int) -> None:
@@ -80,17 +81,42 @@ def scaled(owner: nn.Module, name: str, noise: np.ndarray, *, tied: bool) -> np.
     # Sharper attention and larger logits than these would only enlarge rounding.
     gain = (
         1.2
-        if re.search(r"[qk]_proj|(q|kv)_[ab]_proj|c_attn|query_key_value|lm_head", name)
+        if re.search(
+            r"[qk]_proj|(q|kv)_[ab]_proj|c_attn|query_key_value|self\.(query|key)\.|Wqkv|lm_head",
+            name,
+        )
         else 1.8
     )
     return noise * gain / np.sqrt(fan_in)
 
 
-def logits_of(model: Model, ids: np.ndarray) -> np.ndarray:
-    """Logits `[b, s, vocab]`."""
-    tokens = torch.from_numpy(ids).long()
+INPUTS = ("input_ids", "attention_mask", "token_type_ids")
+Inputs = dict[str, np.ndarray]
+"""`input_ids`, and `attention_mask` and `token_type_ids` where rows end in padding."""
+
+
+def logits_of(model: Model, inputs: Inputs) -> np.ndarray:
+    """Logits `[b, s, vocab]`, or `[b, classes]`; 0 for padding."""
+    tokens = {name: torch.from_numpy(array).long() for name, array in inputs.items()}
+    mask = tokens.setdefault("attention_mask", torch.ones_like(tokens["input_ids"]))
     with torch.no_grad():
-        return model(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits.numpy()
+        logits = model(**tokens).logits
+    return (logits * mask[..., None] if logits.ndim == 3 else logits).numpy()
+
+
+def inputs_of(case: Case, model: Model, random: np.random.RandomState) -> Inputs:
+    """What a case is given: two rows, the second of which ends in padding where none generates."""
+    ids = random.randint(0, case.sizes["vocab_size"], (2, SEQ)).astype(np.int32)
+    if case.generates:
+        return {"input_ids": ids}
+    pad, mask = model.config.pad_token_id, np.ones_like(ids)
+    ids[ids == pad] = pad + 1
+    ids[1, -PADDING:], mask[1, -PADDING:] = pad, 0
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    kinds = getattr(model.config, "type_vocab_size", 0)
+    if kinds:
+        inputs["token_type_ids"] = random.randint(0, kinds, ids.shape).astype(np.int32)
+    return inputs
 
 
 def greedy_tokens(
@@ -112,7 +138,7 @@ def greedy_tokens(
         max_new_tokens=NEW_TOKENS,
     )[0].numpy()
     new = out[len(prompt) :].astype(np.int32)
-    steps = logits_of(model, out[None, :-1])[0, len(prompt) - 1 :]
+    steps = logits_of(model, {"input_ids": out[None, :-1]})[0, len(prompt) - 1 :]
     if plain and not np.array_equal(steps.argmax(-1), new):
         raise Mismatch("generate with its cache and the plain forward pass choose other tokens")
     best = np.sort(steps, axis=-1)
@@ -126,48 +152,55 @@ def make(case: Case, folder: Path) -> dict[str, Any]:
         Mismatch: Logits are too small or too indifferent to a feature.
     """
     torch.manual_seed(case.seed)
-    model = build(case.config, case.config(**case.sizes), case.attention)
+    model = build(case.config, case.config(**case.sizes), case.attention, auto=case.auto)
     draw_weights(model, case.seed)
     random = np.random.RandomState(100 + case.seed)
-    ids = random.randint(0, case.sizes["vocab_size"], (2, SEQ)).astype(np.int32)
+    inputs = inputs_of(case, model, random)
     # Copies: some models remember the longest text that they have seen.
-    logits = logits_of(copy.deepcopy(model), ids)
-    greedy, margin = greedy_tokens(copy.deepcopy(model), ids[0, :PROMPT], plain=case.plain)
+    logits = logits_of(copy.deepcopy(model), inputs)
     facts = {
         "seed": case.seed,
         "model_type": model.config.model_type,
         **({} if case.plain else {"plain": False}),
+        **({} if case.generates else {"generates": False}),
         "logits_std": round(float(logits.std()), 4),
-        "greedy_margin": round(margin, 5),
-        "greedy_distinct": len(set(greedy.tolist())),
-        "rounding": float(f"{rounding_of(model, ids, logits):.2g}"),
-        "moved": {name: moved_by(edit, model, ids, logits) for name, edit in case.off.items()},
+    }
+    tensors = {**inputs, "logits": logits}
+    if case.generates:
+        prompt = inputs["input_ids"][0, :PROMPT]
+        greedy, margin = greedy_tokens(copy.deepcopy(model), prompt, plain=case.plain)
+        facts["greedy_margin"] = round(margin, 5)
+        facts["greedy_distinct"] = len(set(greedy.tolist()))
+        tensors |= {"prompt": prompt, "greedy": greedy}
+    facts["rounding"] = float(f"{rounding_of(model, inputs, logits):.2g}")
+    facts["moved"] = {
+        name: moved_by(edit, model, inputs, logits) for name, edit in case.off.items()
     }
     require(facts)
     save(model, case, folder)
-    tensors = {"input_ids": ids, "logits": logits, "prompt": ids[0, :PROMPT], "greedy": greedy}
     save_file(
         {k: np.ascontiguousarray(v) for k, v in tensors.items()}, folder / "expected.safetensors"
     )
     return facts
 
 
-def moved_by(edit: Edit, model: Model, ids: np.ndarray, logits: np.ndarray) -> float:
+def moved_by(edit: Edit, model: Model, inputs: Inputs, logits: np.ndarray) -> float:
     """Largest change of a logit when a feature is switched off."""
-    return round(float(np.abs(logits_of(edit(copy.deepcopy(model)), ids) - logits).max()), 4)
+    return round(float(np.abs(logits_of(edit(copy.deepcopy(model)), inputs) - logits).max()), 4)
 
 
-def rounding_of(model: Model, ids: np.ndarray, logits: np.ndarray) -> float:
+def rounding_of(model: Model, inputs: Inputs, logits: np.ndarray) -> float:
     """Largest change of a logit in float64: how far two right answers may be apart."""
-    return float(np.abs(logits_of(copy.deepcopy(model).double(), ids) - logits).max())
+    return float(np.abs(logits_of(copy.deepcopy(model).double(), inputs) - logits).max())
 
 
 def require(facts: dict[str, Any]) -> None:
     """Refuse a case that could not tell right from wrong."""
     least = {name: MIN_MOVED_FAINT if name in FAINT else MIN_MOVED for name in facts["moved"]}
     weak = [name for name, by in facts["moved"].items() if by <= least[name]]
-    dull = facts["greedy_margin"] < MIN_MARGIN or facts["greedy_distinct"] < MIN_DISTINCT
-    if weak or dull or facts["logits_std"] < MIN_STD or facts["rounding"] > MAX_ROUNDING:
+    dull = facts.get("greedy_margin", MIN_MARGIN) < MIN_MARGIN
+    dull |= facts.get("greedy_distinct", MIN_DISTINCT) < MIN_DISTINCT
+    if weak or dull or facts["logits_std"] < MIN_STD or not facts["rounding"] <= MAX_ROUNDING:
         raise Mismatch(f"too weak to be a test: {facts}")
 
 
@@ -195,7 +228,7 @@ def compare(old: Path, new: Path) -> None:
         if not np.array_equal(value, theirs[name]):
             raise Mismatch(f"{old.name}: weight {name} differs")
     mine, theirs = (load_file(folder / "expected.safetensors") for folder in (old, new))
-    for name in ("input_ids", "prompt", "greedy"):
+    for name in mine.keys() - {"logits"}:
         if not np.array_equal(mine[name], theirs[name]):
             raise Mismatch(f"{old.name}: {name} differ: {mine[name]} and {theirs[name]}")
     difference = float(np.abs(mine["logits"] - theirs["logits"]).max())
@@ -203,28 +236,28 @@ def compare(old: Path, new: Path) -> None:
         raise Mismatch(f"{old.name}: logits differ by {difference}")
 
 
-def check_export(folder: Path, scratch: Path, *, shards: bool, attention: str) -> float:
+def check_export(folder: Path, scratch: Path, case: Case) -> float:
     """Import with colossax, export, read back with `transformers`: largest change of a logit."""
     from colossax.models.hf import export_checkpoint, import_checkpoint
 
     import_checkpoint(folder, scratch / "checkpoint")
+    shards = case.max_shard_size != Case.max_shard_size
     max_bytes = 50_000 if shards else 5_000_000_000
     export_checkpoint(scratch / "checkpoint", scratch / "export", max_shard_bytes=max_bytes)
     if shards != (len(list((scratch / "export").glob("*.safetensors"))) > 1):
         raise Mismatch(f"{folder.name}: the export has another number of files than was asked for")
-    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+    model, report = case.auto.from_pretrained(
         scratch / "export",
         dtype=torch.float32,
-        attn_implementation=attention,
+        attn_implementation=case.attention,
         output_loading_info=True,
     )
     wrong = {key: value for key, value in report.items() if value}
     if wrong:
         raise Mismatch(f"{folder.name}: transformers loads the export with {wrong}")
     expected = load_file(folder / "expected.safetensors")
-    difference = float(
-        np.abs(logits_of(model.eval(), expected["input_ids"]) - expected["logits"]).max()
-    )
+    inputs = {name: expected[name] for name in INPUTS if name in expected}
+    difference = float(np.abs(logits_of(model.eval(), inputs) - expected["logits"]).max())
     if not difference <= EXPORT_TOLERANCE:
         raise Mismatch(f"{folder.name}: logits of the export differ by {difference}")
     return difference
@@ -253,10 +286,7 @@ def check() -> None:
             say(f"{name}: the committed files are what transformers gives")
     for name, case in CASES.items():
         with tempfile.TemporaryDirectory() as scratch:
-            shards = case.max_shard_size != Case.max_shard_size
-            difference = check_export(
-                HERE / name, Path(scratch), shards=shards, attention=case.attention
-            )
+            difference = check_export(HERE / name, Path(scratch), case)
         say(f"{name}: transformers reads the export, logits within {difference:.1e}")
 
 

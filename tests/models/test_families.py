@@ -12,6 +12,7 @@ from flax import nnx
 from colossax.errors import InputError
 from colossax.models import (
     FAMILIES,
+    BERTConfig,
     BloomConfig,
     CohereConfig,
     DeepSeekV2Config,
@@ -29,6 +30,7 @@ from colossax.models import (
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    ModernBERTConfig,
     OLMo2Config,
     OLMoEConfig,
     OPTConfig,
@@ -37,6 +39,7 @@ from colossax.models import (
     Qwen2MoEConfig,
     Qwen3Config,
     Qwen3MoEConfig,
+    RoBERTaConfig,
     SmolLM3Config,
     StarCoder2Config,
     config_from_json,
@@ -177,6 +180,9 @@ TINY = {
         ),
     ),
     "gpt_neox": GPTNeoXConfig(**SIZES, mlp=48, max_seq=24, rope_dims=4),
+    "bert": BERTConfig(**SIZES, mlp=48, max_seq=24),
+    "roberta": RoBERTaConfig(**SIZES, mlp=48, max_seq=24),
+    "modernbert": ModernBERTConfig(**SIZES, mlp=48, max_seq=24, window=8, full_every=2),
     "gptj": GPTJConfig(**SIZES, max_seq=24, rope_dims=4),
     "falcon": FalconConfig(**SIZES, max_seq=24),
     "falcon_alibi": FalconConfig(
@@ -356,6 +362,9 @@ DEAR = (
             331_196_416,
         ),
         (GPT2Config(vocab=50257, embed=768, layers=12, heads=12, mlp=3072), 124_439_808),
+        (BERTConfig(vocab=30522, embed=768, layers=12, heads=12, mlp=3072), 109_514_298),
+        (RoBERTaConfig(vocab=50265, embed=768, layers=12, heads=12, mlp=3072), 124_697_433),
+        (ModernBERTConfig(vocab=50368, embed=768, layers=22, heads=12, mlp=1152), 149_655_232),
         (OPTConfig(vocab=50272, embed=768, layers=12, heads=12, mlp=3072), 125_239_296),
         (BloomConfig(vocab=250880, embed=1024, layers=24, heads=16), 559_214_592),
     ],
@@ -401,9 +410,11 @@ def built(name):
 
 
 def as_rows(tokens, cut, length=11):
-    """Two documents as rows of one length: what fills them up comes after all that counts."""
+    """Two documents as rows of one length, and which of their tokens fill them up."""
     rows = [tokens[0, :cut], tokens[0, cut:]]
-    return jnp.stack([jnp.pad(row, (0, length - len(row))) for row in rows])
+    filled = jnp.stack([jnp.arange(length) >= len(row) for row in rows])
+    rows = jnp.stack([jnp.pad(row, (0, length - len(row))) for row in rows])
+    return {"tokens": rows, "segments": -filled.astype(jnp.int32)}
 
 
 @pytest.mark.parametrize("name", quick_first(TINY, [name for name in TINY if name not in DEAR]))
@@ -416,10 +427,20 @@ def test_packed_documents_do_not_see_each_other(name):
     # Twenty times the initial deviation, so that attention is far from uniform.
     params = jax.tree.map(lambda leaf: leaf * (1 if leaf.ndim < 3 else 20), params)
     packed = run(params, tokens, positions=positions, segments=segments)
-    apart = run(params, as_rows(tokens, 9))
+    apart = run(params, **as_rows(tokens, 9))
     assert_trees_close(packed[0], jnp.concatenate([apart[0, :9], apart[1]]), tolerance=2e-5)
     joined = run(params, tokens)
     assert np.abs(joined[:, 9:] - packed[:, 9:]).max() > 1e-3
+
+
+def test_an_encoder_sees_what_comes_behind():
+    """And a decoder does not."""
+    tokens = jax.random.randint(jax.random.key(1), (1, 20), 0, 64)
+    for name, sees in (("bert", True), ("modernbert", True), ("gpt2", False)):
+        params, run = built(name)
+        moved = np.abs(run(params, tokens.at[0, 10].add(1)) - run(params, tokens)).max(-1)[0]
+        assert (moved[9] > 0) == sees
+        assert moved[10] > 0
 
 
 @pytest.mark.parametrize("name", quick_first(TINY, [name for name in TINY if name not in DEAR]))
@@ -428,7 +449,7 @@ def test_flat_tokens_with_positions_and_segments_equal_rows(name):
     tokens = jax.random.randint(jax.random.key(1), (1, 20), 0, 64)
     positions = jnp.tile(jnp.arange(10), 2)[None]
     flat = run(params, tokens, positions=positions, segments=jnp.repeat(jnp.arange(2), 10)[None])
-    rows = run(params, as_rows(tokens, 10))[:, :10]
+    rows = run(params, **as_rows(tokens, 10))[:, :10]
     assert_trees_close(flat.reshape(2, 10, -1), rows, tolerance=2e-5)
 
 

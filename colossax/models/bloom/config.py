@@ -27,17 +27,11 @@ class BloomConfig(FamilyConfig):
 
     def decoder(self) -> DecoderConfig:
         """The decoder these sizes describe."""
-        return DecoderConfig(
-            vocab=self.vocab,
-            embed=self.embed,
-            layers=self.layers,
-            heads=self.heads,
+        return self.described(
             kv_heads=self.heads,
             head_dim=even_head_dim(self.embed, self.heads),
             mlp=4 * self.embed,
-            max_seq=self.max_seq,
             norm="layer",
-            norm_eps=self.norm_eps,
             activation="gelu_tanh",
             gated=False,
             qkv_bias=True,
@@ -45,7 +39,4 @@ class BloomConfig(FamilyConfig):
             mlp_bias=True,
             alibi=True,
             embed_norm=True,
-            tied=self.tied,
-            init_std=self.init_std,
-            eos=self.eos,
         )

@@ -1,7 +1,7 @@
 """BLOOM's names and layouts in Hugging Face files, which hold q, k and v head by head in one."""
 
 from colossax.models.bloom.config import BloomConfig
-from colossax.models.conversion import Conversion, link, setting
+from colossax.models.conversion import CLASSIFIER_FORMS, Conversion, link, setting
 from colossax.models.settings import first_eos
 
 _H = "transformer.h.{layer}"
@@ -44,6 +44,7 @@ CONVERSION = Conversion(
         setting("init_std", "initializer_range", default=0.02),
     ),
     fixed={"apply_residual_connection_post_layernorm": (False,)},
+    forms=CLASSIFIER_FORMS,
     links=LINKS,
     prefix="transformer.",
     read=first_eos,

@@ -67,20 +67,10 @@ class DeepSeekConfig(FamilyConfig):
     def decoder(self) -> DecoderConfig:
         """The decoder these sizes describe."""
         scaling = self.rope_scaling
-        return DecoderConfig(
-            vocab=self.vocab,
-            embed=self.embed,
-            layers=self.layers,
-            heads=self.heads,
+        return self.described(
             kv_heads=self.heads,
             head_dim=self.nope_dim + self.rope_dim,
-            mlp=self.mlp,
-            max_seq=self.max_seq,
-            norm_eps=self.norm_eps,
             rope=RopeConfig(theta=self.rope_theta, yarn=scaling, interleaved=self._interleaved),
-            tied=self.tied,
-            init_std=self.init_std,
-            eos=self.eos,
             mixture=MixtureConfig(
                 experts=self.experts,
                 choices=self.choices,

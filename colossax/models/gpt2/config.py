@@ -28,24 +28,14 @@ class GPT2Config(FamilyConfig):
 
     def decoder(self) -> DecoderConfig:
         """The decoder these sizes describe."""
-        return DecoderConfig(
-            vocab=self.vocab,
-            embed=self.embed,
-            layers=self.layers,
-            heads=self.heads,
+        return self.described(
             kv_heads=self.heads,
             head_dim=even_head_dim(self.embed, self.heads),
-            mlp=self.mlp,
-            max_seq=self.max_seq,
             norm="layer",
-            norm_eps=self.norm_eps,
             activation="gelu_tanh",
             gated=False,
             qkv_bias=True,
             out_bias=True,
             mlp_bias=True,
             learned_positions=self.max_seq,
-            tied=self.tied,
-            init_std=self.init_std,
-            eos=self.eos,
         )

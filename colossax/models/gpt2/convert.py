@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from colossax.models.conversion import Conversion, link, setting
+from colossax.models.conversion import CLASSIFIER_FORMS, Conversion, link, setting
 from colossax.models.gpt2.config import GPT2Config
 from colossax.models.settings import first_eos
 
@@ -56,6 +56,7 @@ CONVERSION = Conversion(
         "scale_attn_by_inverse_layer_idx": (False,),
         "add_cross_attention": (False,),
     },
+    forms=CLASSIFIER_FORMS,
     links=LINKS,
     prefix="transformer.",
     ignored=(r"transformer\.h\.\d+\.attn\.(masked_)?bias",),

@@ -55,26 +55,13 @@ class GPTOSSConfig(FamilyConfig):
 
     def decoder(self) -> DecoderConfig:
         """The decoder these sizes describe."""
-        return DecoderConfig(
-            vocab=self.vocab,
-            embed=self.embed,
-            layers=self.layers,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            mlp=self.mlp,
-            max_seq=self.max_seq,
-            norm_eps=self.norm_eps,
+        return self.described(
             activation="clamped_swiglu",
             rope=RopeConfig(theta=self.rope_theta, yarn=self.rope_scaling),
             qkv_bias=self.attention_bias,
             out_bias=self.attention_bias,
             sinks=True,
-            window=self.window,
             full_layers=every(self.full_every, self.layers),
-            tied=self.tied,
-            init_std=self.init_std,
-            eos=self.eos,
             mixture=MixtureConfig(
                 experts=self.experts,
                 choices=self.choices,

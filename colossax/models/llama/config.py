@@ -46,21 +46,9 @@ class LlamaConfig(FamilyConfig):
 
     def decoder(self) -> DecoderConfig:
         """The decoder these sizes describe."""
-        return DecoderConfig(
-            vocab=self.vocab,
-            embed=self.embed,
-            layers=self.layers,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
+        return self.described(
             head_dim=self.head_dim or even_head_dim(self.embed, self.heads),
-            mlp=self.mlp,
-            max_seq=self.max_seq,
-            norm_eps=self.norm_eps,
             rope=RopeConfig.scaled(self.rope_theta, self.rope_scaling),
             qkv_bias=self.attention_bias,
             out_bias=self.attention_bias,
-            mlp_bias=self.mlp_bias,
-            tied=self.tied,
-            init_std=self.init_std,
-            eos=self.eos,
         )

@@ -64,27 +64,13 @@ class Llama4Config(FamilyConfig):
 
     def decoder(self) -> DecoderConfig:
         """The decoder these sizes describe."""
-        return DecoderConfig(
-            vocab=self.vocab,
-            embed=self.embed,
-            layers=self.layers,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
+        return self.described(
             mlp=self.dense_mlp,
-            max_seq=self.max_seq,
-            norm_eps=self.norm_eps,
             rope=RopeConfig(theta=self.rope_theta, llama3=self.rope_scaling, interleaved=True),
             qkv_bias=self.attention_bias,
             out_bias=self.attention_bias,
-            qk_unit=self.qk_unit,
-            query_growth=self.query_growth,
-            chunk=self.chunk,
             full_layers=every(self.full_every, self.layers),
             full_rope=False,
-            tied=self.tied,
-            init_std=self.init_std,
-            eos=self.eos,
             mixture=MixtureConfig(
                 experts=self.experts,
                 choices=self.choices,

@@ -47,21 +47,10 @@ class OLMoEConfig(FamilyConfig):
 
     def decoder(self) -> DecoderConfig:
         """The decoder these sizes describe."""
-        return DecoderConfig(
-            vocab=self.vocab,
-            embed=self.embed,
-            layers=self.layers,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
+        return self.described(
             head_dim=even_head_dim(self.embed, self.heads),
-            mlp=self.mlp,
-            max_seq=self.max_seq,
-            norm_eps=self.norm_eps,
             rope=RopeConfig(theta=self.rope_theta),
             qk_norm_whole=True,
-            tied=self.tied,
-            init_std=self.init_std,
-            eos=self.eos,
             mixture=MixtureConfig(
                 experts=self.experts,
                 choices=self.choices,

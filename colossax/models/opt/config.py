@@ -36,20 +36,12 @@ class OPTConfig(FamilyConfig):
 
     def decoder(self) -> DecoderConfig:
         """The decoder these sizes describe."""
-        return DecoderConfig(
-            vocab=self.vocab,
-            embed=self.embed,
-            layers=self.layers,
-            heads=self.heads,
+        return self.described(
             kv_heads=self.heads,
             head_dim=even_head_dim(self.embed, self.heads),
-            mlp=self.mlp,
-            max_seq=self.max_seq,
             norm="layer",
-            norm_eps=self.norm_eps,
             norms="input" if self.norm_first else "sum",
             final_norm=self.norm_first,
-            token_width=self.token_width,
             activation="relu",
             gated=False,
             qkv_bias=True,
@@ -57,7 +49,4 @@ class OPTConfig(FamilyConfig):
             mlp_bias=True,
             learned_positions=self.max_seq + POSITION_OFFSET,
             position_offset=POSITION_OFFSET,
-            tied=self.tied,
-            init_std=self.init_std,
-            eos=self.eos,
         )

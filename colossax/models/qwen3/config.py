@@ -40,21 +40,8 @@ class Qwen3Config(FamilyConfig):
 
     def decoder(self) -> DecoderConfig:
         """The decoder these sizes describe."""
-        return DecoderConfig(
-            vocab=self.vocab,
-            embed=self.embed,
-            layers=self.layers,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            mlp=self.mlp,
-            max_seq=self.max_seq,
-            norm_eps=self.norm_eps,
+        return self.described(
             rope=RopeConfig.scaled(self.rope_theta, self.rope_scaling),
-            window=self.window,
             full_layers=tuple(range(min(self.full_first, self.layers))),
             qk_norm=True,
-            tied=self.tied,
-            init_std=self.init_std,
-            eos=self.eos,
         )

@@ -51,21 +51,9 @@ class Qwen3MoEConfig(FamilyConfig):
 
     def decoder(self) -> DecoderConfig:
         """The decoder these sizes describe."""
-        return DecoderConfig(
-            vocab=self.vocab,
-            embed=self.embed,
-            layers=self.layers,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            mlp=self.mlp,
-            max_seq=self.max_seq,
-            norm_eps=self.norm_eps,
+        return self.described(
             rope=RopeConfig(theta=self.rope_theta),
             qk_norm=True,
-            tied=self.tied,
-            init_std=self.init_std,
-            eos=self.eos,
             mixture=MixtureConfig(
                 experts=self.experts,
                 choices=self.choices,

@@ -3,6 +3,8 @@
 from .decoder import GATED_ACTIVATIONS as GATED_ACTIVATIONS
 from .decoder import DecoderConfig as DecoderConfig
 from .family import FamilyConfig as FamilyConfig
+from .head import HeadConfig as HeadConfig
+from .head import TransformConfig as TransformConfig
 from .mixture import MixtureConfig as MixtureConfig
 from .parts import DynamicScaling as DynamicScaling
 from .parts import LatentConfig as LatentConfig

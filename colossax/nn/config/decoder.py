@@ -5,19 +5,13 @@ from typing import TYPE_CHECKING, Annotated
 
 from colossax.config import Count, Natural, NotNegative, Positive, check_types, nearest, within
 from colossax.errors import InputError
+from colossax.nn.config.head import ACTIVATION_NAMES, HeadConfig, TransformConfig
 from colossax.nn.config.mixture import MixtureConfig
-from colossax.nn.config.parts import (
-    LatentConfig,
-    QueryGrowth,
-    RopeConfig,
-)
+from colossax.nn.config.parts import LatentConfig, QueryGrowth, RopeConfig
 
 if TYPE_CHECKING:
     from colossax.nn.attention import AttentionShape
     from colossax.nn.latent import LatentShape
-
-ACTIVATION_NAMES = ("silu", "relu", "gelu", "gelu_tanh")
-"""Keys of `nn.ACTIVATIONS`."""
 
 GATED_ACTIVATIONS = ("clamped_swiglu",)
 """Those that are no function of the gate times the other input."""
@@ -39,9 +33,10 @@ LayerCount = Annotated[int, within(1, 16_384)]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """Sizes and parts of a decoder.
+    """Sizes and parts of a decoder, or of an encoder: the same, its attention not causal.
 
     Attributes:
+        causal: Tokens see those before them; else those behind them too, and no text is generated.
         vocab: Tokens of the vocabulary.
         embed: Width of the residual stream.
         layers: How many layers.
@@ -56,6 +51,7 @@ class DecoderConfig:
         norm_bias: Whether norms by mean and deviation have one.
         norm_from_one: Norms multiply by 1 + their parameter, which begins at 0.
         norms: Where they stand, see `NORMS`.
+        first_norm: Whether the first layer's attention norms what it reads, as the others do.
         final_norm: Whether there is one before the head.
         parallel: Attention and MLP read the same input; else the MLP what attention added to.
         shared_norm: What both read is normed once; else each has a norm.
@@ -66,12 +62,15 @@ class DecoderConfig:
         alibi_scale: Times which that is taken.
         learned_positions: Rows of a learned position table (0: none), of which the first
             `position_offset` are never reached.
+        token_types: Rows of a table of kinds of tokens, added to their embeddings (0: none).
         embed_norm: LayerNorm after the token embedding.
         embed_scale: Times which tokens' embeddings are taken.
         token_width: Of embeddings and head, which are mapped to `embed` and back; None: as wide.
         logit_scale: Times which logits are taken.
         logit_cap: Their bound, `cap tanh(logit / cap)`; None: they have none.
         head_bias: A number added to each token's logit.
+        transform: Of hidden states before logits of the vocabulary; None: there is none.
+        head: What is told in place of those logits; None: they are.
         qk_norm: Queries and keys are normed, each head alone, with a scale.
         qk_norm_whole: All heads of a token together.
         qk_norm_layer: They are normed by mean and deviation, each head with scales of its own.
@@ -82,7 +81,8 @@ class DecoderConfig:
         score_scale: Times which products of queries and keys are taken; None: 1 / sqrt(head_dim).
         score_cap: Bound of those, `cap tanh(score / cap)`; None: they have none.
         window: Keys a query sees, itself included, as the families' files count them; None: all
-            before it. Nothing below this type counts so: see `sides`.
+            before it. Where attention is not causal, half of it lies on each side. Nothing below
+            this type counts so: see `sides`.
         chunk: Keys a query sees are those of its own chunk of so many positions; None: of all.
         full_layers: Numbers of the layers that see all keys before them, whatever window and chunk
             say.
@@ -104,11 +104,13 @@ class DecoderConfig:
     head_dim: Count
     mlp: Count
     max_seq: Count
+    causal: bool = True
     norm: str = "rms"
     norm_eps: NotNegative = 1e-6
     norm_bias: bool = True
     norm_from_one: bool = False
     norms: str = "input"
+    first_norm: bool = True
     final_norm: bool = True
     parallel: bool = False
     shared_norm: bool = False
@@ -130,12 +132,15 @@ class DecoderConfig:
     alibi_scale: Positive = 1.0
     learned_positions: Natural = 0
     position_offset: Natural = 0
+    token_types: Natural = 0
     embed_norm: bool = False
     embed_scale: Positive = 1.0
     token_width: Count | None = None
     logit_scale: Positive = 1.0
     logit_cap: Positive | None = None
     head_bias: bool = False
+    transform: TransformConfig | None = None
+    head: HeadConfig | None = None
     window: Count | None = None
     chunk: Count | None = None
     full_layers: tuple[Natural, ...] = ()
@@ -173,6 +178,7 @@ class DecoderConfig:
             raise InputError(f"model: norms '{self.norms}' is unknown{nearest(self.norms, NORMS)}")
         self._check_wiring()
         self._check_ropes()
+        self._check_ends()
 
     def _check_ropes(self) -> None:
         for rope in filter(None, (self.rope, self.local_rope)):
@@ -183,7 +189,29 @@ class DecoderConfig:
                 " rope, or leave it out"
             )
 
+    def _check_ends(self) -> None:
+        if self.alibi and not self.causal:
+            raise InputError(
+                "model.alibi: its penalties are of tokens before one's own, and attention here is"
+                " not causal; leave alibi out, or give causal"
+            )
+        if self.token_types and self.token_width is not None:
+            raise InputError(
+                f"model.token_types: their table is as wide as the layers, {self.embed}, and tokens"
+                f" have token_width {self.token_width}; leave one of them out"
+            )
+        if self.head is not None and self.transform is not None:
+            raise InputError(
+                "model.transform: it stands before logits of the vocabulary, and model.head tells"
+                " something else; give head.transform, or leave head out"
+            )
+
     def _check_wiring(self) -> None:
+        if not self.first_norm and self.norms != "input":
+            raise InputError(
+                f"model.first_norm: norms '{self.norms}' are not of what attention reads alone;"
+                " give norms 'input', or leave it out"
+            )
         if self.norm_from_one and self.norm != "rms":
             raise InputError(
                 f"model.norm_from_one: norm is '{self.norm}', whose scale is its parameter; give"
@@ -242,14 +270,17 @@ class DecoderConfig:
     @property
     def sides(self) -> tuple[int, int] | None:
         """The window as all below has it: keys strictly before a query, and strictly after it."""
-        return None if self.window is None else (self.window - 1, 0)
+        if self.window is None:
+            return None
+        return (self.window - 1, 0) if self.causal else (self.window // 2, self.window // 2)
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
         """The kind of each layer; none where all are of one.
 
         `local` or `full` where they see other keys or have another rope, `rope` or `nope` where
-        some have none, `MixtureConfig.kinds` where they have other experts, or both: `full_dense`.
+        some have none, `MixtureConfig.kinds` where they have other experts, `bare` or `normed`
+        where the first lacks a norm, or several: `full_dense`.
         """
         mixed = ("dense",) * self.layers
         if self.mixture is not None:
@@ -259,7 +290,8 @@ class DecoderConfig:
         if not near and self.full_rope:
             names = ("full", "full")
         seen = tuple(names[full] for full in self.sees_all)
-        told = [names for names in (seen, mixed) if len(set(names)) > 1]
+        normed = ("normed" if self.first_norm else "bare", *("normed",) * (self.layers - 1))
+        told = [names for names in (seen, mixed, normed) if len(set(names)) > 1]
         return tuple("_".join(names) for names in zip(*told, strict=True))
 
     @property
@@ -284,26 +316,45 @@ class DecoderConfig:
             beside = mixed.shared_gated + 2 * (mixed.shared_mix == "softmax")
             width = (mixed.taken * mixed.mlp + mixed.shared) * matrices + beside
             mlps = sum(self.embed * (width + count) if count else mlp for count in counts)
-        head = self.logit_width * self.vocab
+        head = self._head_weights
         if self.token_width is not None:
             head += 2 * self.token_width * self.embed
         return 6 * (self.layers * attention + mlps + head)
 
+    @property
+    def _head_weights(self) -> int:
+        """Numbers in the matrices that each token is multiplied by behind the layers."""
+        if self.head is None:
+            return self.logit_width * self.vocab + (self.transform is not None) * self.embed**2
+        if self.head.pool is not None:
+            return 0
+        transformed = (self.head.transform is not None) * self.embed**2
+        return transformed + self.embed * (self.head.outputs or 0)
+
     def train_flops_per_token(self, seq_len: int) -> int:
-        """`flops_per_token` plus causal attention: 6 head_dim heads per visible key and layer.
+        """`flops_per_token` plus attention: 6 head_dim heads per visible key and layer.
 
         A query sees (seq_len + 1) / 2 keys on average, or w - w (w - 1) / (2 seq_len) of a window
-        of w; of a chunk of c, (c + 1) / 2. 2 matmuls of 2 FLOPs, three times for forward and
-        backward. Recomputation is never counted.
+        of w; of a chunk of c, (c + 1) / 2. Not causal, it sees seq_len, or 2 h + 1 - h (h + 1) /
+        seq_len with h on each side. 2 matmuls of 2 FLOPs, three times for forward and backward.
+        Recomputation is never counted.
         """
-        full = self.sees_all.count(True)
+        full, values = self.sees_all.count(True), self.head_dim
+        if self.latent is not None:
+            values = self.latent.v_dim
+        every, local = self._visible(seq_len)
+        keys = full * every + (self.layers - full) * local
+        return int(self.flops_per_token + 6 * self.heads * (self.head_dim + values) * keys)
+
+    def _visible(self, seq_len: int) -> tuple[float, float]:
+        """Keys that a query sees on average, in layers that see all and in others."""
         seen = seq_len if self.window is None else min(self.window, seq_len)
         chunk = seq_len if self.chunk is None else min(self.chunk, seq_len)
         seen = min(seen, chunk)
-        local = seen - seen * (seen - 1) / (2 * chunk)
-        keys = full * (seq_len + 1) / 2 + (self.layers - full) * local
-        values = self.head_dim if self.latent is None else self.latent.v_dim
-        return int(self.flops_per_token + 6 * self.heads * (self.head_dim + values) * keys)
+        if self.causal:
+            return (seq_len + 1) / 2, seen - seen * (seen - 1) / (2 * chunk)
+        side = chunk - 1 if self.sides is None else min(self.sides[1], chunk - 1)
+        return seq_len, min(chunk, 2 * side + 1 - side * (side + 1) / chunk)
 
     def attention_shape(self, full: bool = False) -> "AttentionShape | LatentShape":
         """The part of this configuration that an attention block needs.

@@ -6,10 +6,20 @@ from typing import Any
 from colossax.config import Count, Natural, NotNegative, check_types
 from colossax.errors import InputError
 from colossax.nn.config.decoder import DecoderConfig, LayerCount
+from colossax.nn.config.head import HeadConfig
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class FamilyConfig:
-    """A family's configuration, checked when it is made: its fields, and the decoder they make."""
+    """A family's configuration, checked when it is made: its fields, and the decoder they make.
+
+    Attributes:
+        head: What the model tells in place of logits of its vocabulary; None: those.
+        pad: Token that fills rows up, where known; here segments say so, and files name it.
+    """
+
+    head: HeadConfig | None = None
+    pad: Natural | None = None
 
     def __post_init__(self):
         check_types(self, "model")

@@ -1,4 +1,4 @@
-"""A decoder-only transformer from parts; the model families choose the parts."""
+"""A transformer of one stack, decoder or encoder, from parts; the model families choose those."""
 
 import dataclasses
 from typing import Any
@@ -13,7 +13,9 @@ from colossax.nn.attention import Attention, FlatTokens, Side, Sight
 from colossax.nn.block import residual
 from colossax.nn.cache import CacheSpec
 from colossax.nn.config import DecoderConfig
+from colossax.nn.decoder.head import Head, Transform, check_vocabulary
 from colossax.nn.decoder.layers import Layers, decoder_layers, make_norm
+from colossax.nn.decoder.masks import masks_of, whole_rows
 from colossax.nn.layers import Embedding, LayerNorm, Linear
 from colossax.nn.module import param
 from colossax.nn.rope import document_lengths, rope_tables
@@ -24,13 +26,16 @@ from colossax.sharding import (
     constrain,
     current_order,
     gather_weight,
-    with_ranges,
 )
 from colossax.sharding.experts import row_keys
 
 
 class Decoder(nnx.Module):
-    """Token embedding, a stack of layers, a norm and a head: a `LanguageModel`."""
+    """Token embedding, a stack of layers, a norm and a head: a `LanguageModel`.
+
+    With `config.causal` off it is an encoder, which generates no text; with `config.head` it tells
+    something else than logits of its vocabulary, see `told`.
+    """
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, layers: Layers | None = None):
         """Build it.
@@ -51,20 +56,33 @@ class Decoder(nnx.Module):
             if config.learned_positions
             else None
         )
+        self.token_types = (
+            Embedding(config.token_types, config.embed, rngs=rngs, dim="token_types", std=std)
+            if config.token_types
+            else None
+        )
         self.embed_norm = (
-            LayerNorm(config.embed, eps=config.norm_eps) if config.embed_norm else None
+            LayerNorm(config.embed, eps=config.norm_eps, bias=config.norm_bias)
+            if config.embed_norm
+            else None
         )
         layers = decoder_layers(config) if layers is None else layers
         self.layers = LayerStack(layers.make, layers.order, rngs=rngs)
         self.norm = make_norm(config) if config.final_norm else None
         self.head = (
             None
-            if config.tied
+            if config.tied or config.head is not None
             else Linear((width, config.vocab), ("embed", "vocab"), rngs=rngs, std=std)
         )
         self.head_bias = (
-            param(jnp.zeros((config.vocab,), jnp.float32), ("vocab",)) if config.head_bias else None
+            param(jnp.zeros((config.vocab,), jnp.float32), ("vocab",))
+            if config.head_bias and config.head is None
+            else None
         )
+        self.transform = (
+            None if config.transform is None else Transform(config, config.transform, rngs=rngs)
+        )
+        self.answers = None if config.head is None else Head(config, config.head, rngs=rngs)
         self.into, self.out_of = _projections(config, rngs)
 
     def __call__(
@@ -73,9 +91,13 @@ class Decoder(nnx.Module):
         *,
         positions: Int[Array, "b s"] | None = None,
         segments: Int[Array, "b s"] | None = None,
-    ) -> Float[Array, "b s v"]:
-        """Logits of every token."""
-        return self.logits(self.hidden(tokens, positions=positions, segments=segments)[0])
+        token_types: Int[Array, "b s"] | None = None,
+    ) -> Float[Array, "b n v"]:
+        """Logits of every token; or what the model tells in their place, of one document a row."""
+        hidden, _ = self.hidden(
+            tokens, positions=positions, segments=segments, token_types=token_types
+        )
+        return self.logits(hidden) if self.answers is None else self.told(hidden, segments=segments)
 
     @property
     def auxiliary(self) -> dict[str, float]:
@@ -105,6 +127,7 @@ class Decoder(nnx.Module):
         embeddings: Float[Array, "b s d"] | None = None,
         positions: Int[Array, "b s"] | None = None,
         segments: Int[Array, "b s"] | None = None,
+        token_types: Int[Array, "b s"] | None = None,
         mask: Mask | None = None,
         key: Array | None = None,
     ) -> tuple[Float[Array, "b s d"], dict[str, Any]]:
@@ -117,7 +140,8 @@ class Decoder(nnx.Module):
                 sees whom goes by the order in the row, so they ascend by one within a segment.
             segments: Documents packed into a row, numbered in their order there; a token sees its
                 own. Negative is padding.
-            mask: Who sees whom; default causal, within the configuration's window. Of a mask
+            token_types: Kind of each token, for models that have a table of them; default 0.
+            mask: Who sees whom; default as the configuration says. Of a mask
                 without segments those given are taken.
             key: For gates that draw: one, or one for each row, `[b]`; None: without noise.
 
@@ -136,14 +160,37 @@ class Decoder(nnx.Module):
             positions = jnp.broadcast_to(current_order().indices(x.shape[1]), x.shape[:2])
         sights = [] if mask is not None else self._sights()
         side = Side(
-            masks=self._masks(mask, sights, segments, positions, x),
+            masks=masks_of(self.config, mask, sights, segments, positions, x),
             sights=tuple(sights),
             **self._ropes(positions, segments),
             positions=self._asked(positions),
             **self._routed(x, segments, tokens, key),
         )
+        if self.token_types is not None:
+            kinds = jnp.zeros(x.shape[:2], jnp.int32) if token_types is None else token_types
+            x = x + self.token_types(kinds)
         hidden, out = self._run(x, positions, side, None)
         return hidden, out.sums
+
+    def told(
+        self, hidden: Float[Array, "b s d"], *, segments: Any = None, documents: int = 1
+    ) -> Float[Array, "b n o"]:
+        """What the configuration's head tells, in float32, of every token or document.
+
+        Args:
+            hidden: Final hidden states of whole rows.
+            segments: Documents of the rows; None: each is one.
+            documents: How many of a row are asked for, where the head pools.
+
+        Raises:
+            InputError: The model tells logits of its vocabulary.
+        """
+        if self.answers is None:
+            raise InputError(
+                "model.head: the model has none but that of its vocabulary; give head, as"
+                " HeadConfig(outputs=2, pool='first')"
+            )
+        return self.answers(hidden, segments, documents)
 
     def decode(
         self, tokens: Int[Array, " t"], cache: dict[str, Any], flat: FlatTokens
@@ -152,6 +199,7 @@ class Decoder(nnx.Module):
 
         Prompt chunks and single next tokens look alike: each token says where it belongs.
         """
+        self._check_generates()
         positions = flat.position[None]
         ropes = self._ropes(positions, flat.seat[None])
         side = Side(flat=flat, positions=self._asked(positions), **ropes)
@@ -165,7 +213,11 @@ class Decoder(nnx.Module):
 
         Its width is unsharded: logits are far larger than hidden states, so those are
         gathered, not these summed up. What the configuration multiplies logits by is in it.
+
+        Raises:
+            InputError: The model tells something else.
         """
+        check_vocabulary(self.config)
         if self.head is None:
             weight = self.embed.weight.gathered(to=("vocab", None)).T
         else:
@@ -199,39 +251,12 @@ class Decoder(nnx.Module):
 
         With `chunk`, the most tokens of a sequence that a call of `decode` will have, layers with
         a window keep as many slots as that takes.
+
+        Raises:
+            InputError: Attention is not causal.
         """
+        self._check_generates()
         return self.layers.cache_spec(seats=seats, slots=slots, chunk=chunk)
-
-    def _masks(
-        self, mask: Mask | None, sights: list[Sight], segments: Any, positions: Array, x: Array
-    ) -> tuple[Mask, ...]:
-        """For each sight of the layers, with what kernels need of it: once, not in every layer."""
-        if mask is None:
-            masks = [
-                Mask(causal=True, ascending=True, window=window, **_packed(segments))
-                if chunk is None
-                else Mask(
-                    causal=True,
-                    ascending=True,
-                    window=window,
-                    **_packed(self._chunks(chunk, segments, positions)),
-                )
-                for window, chunk in sights
-            ]
-        elif segments is not None and mask.q_segments is None:
-            masks = [mask.changed(**_packed(segments), ascending=True)]
-        else:
-            masks = [mask]
-        shape = self.config.attention_shape()
-        return tuple(with_ranges(*shape.call(one, x)) for one in masks)
-
-    def _chunks(self, chunk: int, segments: Any, positions: Array) -> Int[Array, "b s"]:
-        """Chunks of documents, numbered as segments are: a token sees its own."""
-        number = positions // chunk
-        if segments is None:
-            return number
-        most = -(-self.config.max_seq // chunk)
-        return jnp.where(segments < 0, segments, segments * most + number)
 
     def _routed(self, x: Array, segments: Any, tokens: Any, key: Any) -> dict[str, Any]:
         """What of the side inputs experts ask for: which tokens are some, their ids, a key."""
@@ -266,7 +291,16 @@ class Decoder(nnx.Module):
             x = self.embed_norm(x)
         out = self.layers(residual(x), side, carried=cache)
         last = out.carry if self.norm is None else self.norm(out.carry)
+        if self.transform is not None:
+            last = self.transform(last)
         return _head_input(last if self.out_of is None else self.out_of(last)), out
+
+    def _check_generates(self) -> None:
+        check_vocabulary(self.config)
+        if not self.config.causal:
+            raise InputError(
+                "model: its attention is not causal, so it generates no text; give a decoder"
+            )
 
     def _asked(self, positions: Int[Array, "b s"]) -> Any:
         """The positions, where layers ask for them."""
@@ -278,7 +312,7 @@ class Decoder(nnx.Module):
         ropes = {name: rope for name, rope in given.items() if rope is not None}
         lengths = None
         if any(rope.stretched_from is not None for rope in ropes.values()):
-            documents = _whole_rows(positions) if documents is None else documents
+            documents = whole_rows(positions) if documents is None else documents
             lengths = document_lengths(documents, positions)
         return {
             name: rope_tables(positions, rope, self.config.rope_dim, lengths)
@@ -312,18 +346,6 @@ def _projections(config: DecoderConfig, rngs: nnx.Rngs) -> tuple[Linear | None, 
         for shape, dim in zip(shapes, dims, strict=True)
     )
     return into, out_of
-
-
-def _whole_rows(positions: Int[Array, "b s"]) -> Int[Array, "b s"]:
-    """Documents of rows that are one each; what rows are filled up with is none."""
-    order, length = current_order(), positions.shape[1]
-    filled = order.indices(length) >= length - order.padding
-    return jnp.broadcast_to(jnp.asarray(filled, jnp.int32), positions.shape)
-
-
-def _packed(segments: Any) -> dict[str, Any]:
-    """Fields of a mask of these segments, if any."""
-    return {} if segments is None else {"q_segments": segments, "kv_segments": segments}
 
 
 def _head_input(x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:

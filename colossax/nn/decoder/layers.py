@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from flax import nnx
 
@@ -14,10 +15,13 @@ from colossax.nn.layers import LayerNorm, RMSNorm, depth_scaled
 from colossax.nn.stack.stacked import MakeLayer
 
 
-def decoder_layer(config: DecoderConfig, *, rngs: nnx.Rngs, full: bool = False) -> Block:
+def decoder_layer(
+    config: DecoderConfig, *, rngs: nnx.Rngs, full: bool = False, bare: bool = False
+) -> Block:
     """`x + attention(norm(x))`, then `x + mlp(norm(x))`, as a configuration describes them.
 
-    Where some layers see all keys, `full` is whether it is one of them.
+    Where some layers see all keys, `full` is whether it is one of them; with `bare` attention
+    reads its input as it is.
     """
     std, out_std = _deviations(config)
     attention = _attention(config, rngs, std, out_std, full)
@@ -31,11 +35,16 @@ def decoder_layer(config: DecoderConfig, *, rngs: nnx.Rngs, full: bool = False) 
         std=std,
         out_std=out_std,
     )
-    return Block({"attn": attention, "mlp": mlp}, lambda: make_norm(config), wiring_of(config))
+    return _block(config, {"attn": attention, "mlp": mlp}, bare)
 
 
 def expert_layer(
-    config: DecoderConfig, *, rngs: nnx.Rngs, experts: int | None = None, full: bool = False
+    config: DecoderConfig,
+    *,
+    rngs: nnx.Rngs,
+    experts: int | None = None,
+    full: bool = False,
+    bare: bool = False,
 ) -> Block:
     """`decoder_layer` with the configuration's experts in place of the MLP.
 
@@ -44,6 +53,7 @@ def expert_layer(
         rngs: Keys of the parameters.
         experts: How many, where layers differ.
         full: Whether it is one that sees all keys.
+        bare: Attention reads its input as it is.
     """
     assert config.mixture is not None
     std, out_std = _deviations(config)
@@ -59,7 +69,16 @@ def expert_layer(
         vocab=config.vocab,
         experts=experts,
     )
-    return Block({"attn": attention, "mlp": mixed}, lambda: make_norm(config), wiring_of(config))
+    return _block(config, {"attn": attention, "mlp": mixed}, bare)
+
+
+def _block(config: DecoderConfig, sublayers: dict[str, Any], bare: bool) -> Block:
+    return Block(
+        sublayers,
+        lambda: make_norm(config),
+        wiring_of(config),
+        bare=("attn",) if bare else (),
+    )
 
 
 def _attention(
@@ -81,7 +100,8 @@ def decoder_layers(config: DecoderConfig) -> "Layers":
     """The layers that a configuration describes: alike, or of several kinds."""
     mixture = config.mixture
     counts = (0,) * config.layers if mixture is None else mixture.experts_of(config.layers)
-    layers = list(zip(counts, config.sees_all, strict=True))
+    bare = (not config.first_norm, *(False,) * (config.layers - 1))
+    layers = list(zip(counts, config.sees_all, bare, strict=True))
     kinds = config.layer_kinds
     if not kinds:
         return Layers(make=_maker(config, *layers[0]), order=config.layers)
@@ -89,10 +109,10 @@ def decoder_layers(config: DecoderConfig) -> "Layers":
     return Layers(make=made, order=kinds)
 
 
-def _maker(config: DecoderConfig, experts: int, full: bool) -> MakeLayer:
+def _maker(config: DecoderConfig, experts: int, full: bool, bare: bool) -> MakeLayer:
     if not experts:
-        return lambda rngs: decoder_layer(config, rngs=rngs, full=full)
-    return lambda rngs: expert_layer(config, rngs=rngs, experts=experts, full=full)
+        return lambda rngs: decoder_layer(config, rngs=rngs, full=full, bare=bare)
+    return lambda rngs: expert_layer(config, rngs=rngs, experts=experts, full=full, bare=bare)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

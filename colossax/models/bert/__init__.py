@@ -1,0 +1,3 @@
+"""BERT."""
+
+from .config import BERTConfig as BERTConfig

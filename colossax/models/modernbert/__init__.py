@@ -1,0 +1,3 @@
+"""ModernBERT."""
+
+from .config import ModernBERTConfig as ModernBERTConfig

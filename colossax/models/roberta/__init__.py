@@ -1,0 +1,3 @@
+"""RoBERTa."""
+
+from .config import RoBERTaConfig as RoBERTaConfig

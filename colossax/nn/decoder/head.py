@@ -1,0 +1,117 @@
+"""What stands behind the layers: a transform of hidden states, and answers of tokens or rows."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from colossax.errors import InputError
+from colossax.nn.block import ACTIVATIONS
+from colossax.nn.config import DecoderConfig, HeadConfig, TransformConfig
+from colossax.nn.decoder.layers import make_norm
+from colossax.nn.layers import Linear
+from colossax.sharding import constrain, current_order
+
+
+class Transform(nnx.Module):
+    """`norm(act(x @ w + b))`, as wide as x."""
+
+    def __init__(self, config: DecoderConfig, transform: TransformConfig, *, rngs: nnx.Rngs):
+        self.activation = transform.activation
+        self.map = Linear(
+            (config.embed, config.embed),
+            ("embed", "width"),
+            rngs=rngs,
+            bias=transform.bias,
+            std=config.init_std,
+        )
+        self.norm = make_norm(config) if transform.norm else None
+
+    def __call__(self, x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
+        y = ACTIVATIONS[self.activation](self.map(x))
+        return y if self.norm is None else self.norm(y)
+
+
+class Head(nnx.Module):
+    """Answers in place of logits of a vocabulary, see `HeadConfig`."""
+
+    def __init__(self, config: DecoderConfig, head: HeadConfig, *, rngs: nnx.Rngs):
+        self.head = head
+        self.transform = (
+            None if head.transform is None else Transform(config, head.transform, rngs=rngs)
+        )
+        self.map = (
+            None
+            if head.outputs is None
+            else Linear(
+                (config.embed, head.outputs),
+                ("embed", "outputs"),
+                rngs=rngs,
+                bias=head.bias,
+                std=config.init_std,
+            )
+        )
+
+    def __call__(
+        self, hidden: Float[Array, "b s d"], segments: Any, documents: int
+    ) -> Float[Array, "b n o"]:
+        """Of each token, or of the documents of each row; float32."""
+        if self.head.pool is not None:
+            hidden = pooled(hidden, self.head.pool, segments, documents)
+        if self.transform is not None:
+            hidden = self.transform(hidden)
+        told = (hidden if self.map is None else self.map(hidden)).astype(jnp.float32)
+        if self.head.normalise:
+            told = told / jnp.sqrt(jnp.sum(told * told, axis=-1, keepdims=True) + 1e-12)
+        return told
+
+
+def pooled(
+    hidden: Float[Array, "b s d"],
+    pool: str,
+    segments: Int[Array, "b s"] | None = None,
+    documents: int = 1,
+) -> Float[Array, "b k d"]:
+    """One hidden state of each document of a row: of its first token, its last, or their mean.
+
+    Each is a sum over the row with weights of its tokens, so that devices which share the row add
+    up their parts. Documents that are not there have zeros.
+
+    Args:
+        hidden: Of tokens, in the order in which rows lie.
+        pool: A key of `POOLS`.
+        segments: Number of each token's document, negative is padding; None: a row is one.
+        documents: How many of a row are asked for, k: those numbered below it.
+
+    Cost: 2 b k s d FLOPs; where a row is split, a sum of b k d numbers.
+    """
+    where = current_order().indices(hidden.shape[1])
+    if segments is None:
+        segments = jnp.zeros(hidden.shape[:2], jnp.int32)
+    own = segments[:, None, :] == jnp.arange(documents)[:, None]
+    if pool == "mean":
+        count = jnp.sum(own, axis=-1, keepdims=True)
+        weights = own / jnp.maximum(count, 1)
+    elif pool == "first":
+        first = jnp.min(jnp.where(own, where, len(where)), axis=-1, keepdims=True)
+        weights = own & (where == first)
+    else:
+        last = jnp.max(jnp.where(own, where, -1), axis=-1, keepdims=True)
+        weights = own & (where == last)
+    weights = constrain(weights.astype(hidden.dtype), "batch", None, "seq")
+    found = jnp.einsum("bks,bsd->bkd", weights, hidden, preferred_element_type=jnp.float32)
+    return constrain(found.astype(hidden.dtype), "batch", None, "embed")
+
+
+def check_vocabulary(config: DecoderConfig) -> None:
+    """Refuse logits of a model that tells something else.
+
+    Raises:
+        InputError: It has a head of its own.
+    """
+    if config.head is not None:
+        raise InputError(
+            f"model.head: {config.head} stands where logits of the vocabulary are asked for; leave"
+            " head out, or use the loss of such a head"
+        )
