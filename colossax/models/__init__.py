@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from .altered import most_used as most_used
     from .altered import pruned as pruned
     from .altered import upcycled as upcycled
+    from .bart import BARTConfig as BARTConfig
     from .bert import BERTConfig as BERTConfig
     from .bloom import BloomConfig as BloomConfig
     from .cohere import CohereConfig as CohereConfig
@@ -51,5 +52,6 @@ if TYPE_CHECKING:
     from .smollm3 import SmolLM3Config as SmolLM3Config
     from .starcoder2 import StarCoder2Config as StarCoder2Config
     from .student import with_layers as with_layers
+    from .t5 import T5Config as T5Config
 else:
     __getattr__, __dir__ = lazily(__name__)

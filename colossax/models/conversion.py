@@ -100,7 +100,8 @@ class Tensor:
     def blocks(self, itemsize: int) -> Iterator["Block"]:
         """The tensor cut along its outermost dim, in order, into blocks of about 64 MB."""
         outer, sizes = self.layout.names[0], self.sizes
-        if outer == PART or self.layout.unlike is not None:
+        apart = outer == PART or self.layout.unlike is not None
+        if apart or outer not in self.layout.groups[0]:
             yield Block(tensor=self, rows=self.shape[0], sizes=sizes)
             return
         entry_bytes = itemsize * math.prod(self.shape) // sizes[outer]
@@ -320,20 +321,28 @@ class Conversion:
         active = [entry for entry in self.links if _held(entry, infos, kinds)]
         covered = [path for entry in active for path in _held(entry, infos, kinds)]
         assert sorted(covered) == sorted(infos), set(covered) ^ set(infos)
-        stacked = [entry for entry in active if _LAYER in entry.foreign]
-        layers = len(kinds) or infos[stacked[0].ours[0]].total_layers or 0
-        first = active.index(stacked[0])
-        after = [entry for entry in active[first:] if entry not in stacked]
-        return [
-            *(_tensor(entry, infos) for entry in active[:first]),
-            *(
-                tensor
-                for number in range(layers)
-                for entry in stacked
-                for tensor in _layer_tensors(entry, infos, kinds, number)
-            ),
-            *(_tensor(entry, infos) for entry in after),
-        ]
+        found: list[Tensor] = []
+        stacks = dict.fromkeys(stack for stack in map(_stack_of, active) if stack is not None)
+        for entry in active:
+            stack = _stack_of(entry)
+            if stack is None:
+                found.append(_tensor(entry, infos))
+            elif stack in stacks:
+                del stacks[stack]
+                own = [one for one in active if _stack_of(one) == stack]
+                layers = len(kinds) or infos[entry.ours[0]].total_layers or 0
+                found += [
+                    tensor
+                    for number in range(layers)
+                    for one in own
+                    for tensor in _layer_tensors(one, infos, kinds, number)
+                ]
+        return found
+
+
+def _stack_of(entry: Link) -> str | None:
+    """What stands before `layers` in the path of a layer's parameters; None: they are of none."""
+    return entry.ours[0].partition(_STACK)[0] if _LAYER in entry.foreign else None
 
 
 def _of_kind(entry: Link, kind: str) -> Link:

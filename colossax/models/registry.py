@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from colossax.config import from_json, nearest, to_json
 from colossax.errors import InputError
+from colossax.models.bart import BARTConfig
 from colossax.models.bert import BERTConfig
 from colossax.models.bloom import BloomConfig
 from colossax.models.cohere import CohereConfig
@@ -36,6 +37,7 @@ from colossax.models.qwen3_moe import Qwen3MoEConfig
 from colossax.models.roberta import RoBERTaConfig
 from colossax.models.smollm3 import SmolLM3Config
 from colossax.models.starcoder2 import StarCoder2Config
+from colossax.models.t5 import T5Config
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -49,6 +51,13 @@ def decoder_of(config: Any, rngs: "nnx.Rngs") -> "LanguageModel":
     from colossax.nn import Decoder  # JAX, which configurations do without
 
     return Decoder(config.decoder(), rngs=rngs)
+
+
+def encoder_decoder_of(config: Any, rngs: "nnx.Rngs") -> "LanguageModel":
+    """The encoder and decoder that a family's configuration describes."""
+    from colossax.nn import EncoderDecoder
+
+    return EncoderDecoder(config.encoder(), config.decoder(), rngs=rngs)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,6 +112,8 @@ FAMILIES: dict[str, Family] = {
         Family(name="bert", config=BERTConfig),
         Family(name="roberta", config=RoBERTaConfig),
         Family(name="modernbert", config=ModernBERTConfig),
+        Family(name="t5", config=T5Config, make=encoder_decoder_of),
+        Family(name="bart", config=BARTConfig, make=encoder_decoder_of),
     )
 }
 

@@ -29,16 +29,19 @@ if TYPE_CHECKING:
     from .config.head import HeadConfig as HeadConfig
     from .config.head import TransformConfig as TransformConfig
     from .config.mixture import MixtureConfig as MixtureConfig
+    from .config.pair import EncoderDecoderConfig as EncoderDecoderConfig
     from .config.parts import DynamicScaling as DynamicScaling
     from .config.parts import LatentConfig as LatentConfig
     from .config.parts import LinearScaling as LinearScaling
     from .config.parts import Llama3Scaling as Llama3Scaling
     from .config.parts import LongScaling as LongScaling
     from .config.parts import QueryGrowth as QueryGrowth
+    from .config.parts import RelativeConfig as RelativeConfig
     from .config.parts import RopeConfig as RopeConfig
     from .config.parts import RopeScaling as RopeScaling
     from .config.parts import YarnScaling as YarnScaling
     from .decoder.decoder import Decoder as Decoder
+    from .decoder.encoder_decoder import EncoderDecoder as EncoderDecoder
     from .decoder.layers import Layers as Layers
     from .decoder.layers import decoder_layer as decoder_layer
     from .decoder.layers import expert_layer as expert_layer

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -45,11 +46,13 @@ class FlatTokens:
         position: Position in the sequence, counted from 0.
         slot: Place in the seat where what is kept of it goes, counted as positions are: a cache
             with fewer takes them in turn.
+        source: How many tokens its seat's source has, where there is one.
     """
 
     seat: Int[Array, " t"]
     position: Int[Array, " t"]
     slot: Int[Array, " t"]
+    source: Int[Array, " t"] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -63,6 +66,8 @@ class Side:
         rope: Tables of the rotary embedding, or None.
         local_rope: Those of layers that do not see all keys, where they have others.
         positions: `[b, s]`, where layers without rope ask.
+        biases: Of self-attention, shared by all layers.
+        source: What cross-attention reads, or None.
         flat: Addresses in the cache, where there is one.
         valid: `[b, s]`, which tokens are some, where layers ask; None: all.
         token_ids: `[b, s]`, where layers ask.
@@ -74,6 +79,8 @@ class Side:
     rope: Any = None
     local_rope: Any = None
     positions: Any = None
+    biases: tuple[Any, ...] = ()
+    source: Any = None
     flat: Any = None
     valid: Any = None
     token_ids: Any = None
@@ -130,6 +137,7 @@ class AttentionShape:
     turned: bool = True
     local_rope: bool = False
     interleaved: bool = False
+    longest_source: int | None = None
 
     @property
     def sight(self) -> Sight:
@@ -141,17 +149,32 @@ class AttentionShape:
         """How products of queries and keys become scores, as attention takes it."""
         return {"scale": self.score_scale, "soft_cap": self.score_cap}
 
-    def call(self, mask: Mask, x: Float[Array, "b s d"]) -> tuple[Operands, Scoring]:
-        """What `sharding.attention` will be given for this input, in shapes, but for the mask."""
+    def call(
+        self,
+        mask: Mask,
+        x: Float[Array, "b s d"],
+        *,
+        source: Float[Array, "b t d"] | None = None,
+        biases: Sequence[Any] = (),
+    ) -> tuple[Operands, Scoring]:
+        """What `sharding.attention` will be given for this input, in shapes, but for the mask.
+
+        Args:
+            mask: Who sees whom.
+            x: Of queries.
+            source: Of keys and values; None: x.
+            biases: Of scores.
+        """
         q, kv = (
-            jax.ShapeDtypeStruct((*x.shape[:2], heads, self.head_dim), x.dtype)
-            for heads in (self.heads, self.kv_heads)
+            jax.ShapeDtypeStruct((*of.shape[:2], heads, self.head_dim), x.dtype)
+            for heads, of in ((self.heads, x), (self.kv_heads, x if source is None else source))
         )
         of_heads = jax.ShapeDtypeStruct((self.heads,), jnp.float32)
         scoring = Scoring.of(
             q,
             alibi_slopes=of_heads if self.alibi else None,
             sinks=of_heads if self.sinks else None,
+            biases=jax.tree.map(lambda b: jax.ShapeDtypeStruct(b.shape, b.dtype), tuple(biases)),
             **self.scores,
         )
         return Operands(q=q, k=kv, v=kv, mask=mask), scoring
@@ -219,7 +242,7 @@ class Attention(nnx.Module):
         sinks = None
         if self.sinks is not None:
             sinks = gather_weight(self.sinks[...], ("heads",), dtype=jnp.dtype("float32"))
-        of_heads = {"alibi_slopes": slopes, "sinks": sinks}
+        of_heads = {"alibi_slopes": slopes, "sinks": sinks, "biases": side.biases}
         if side.flat is None:
             mask = side.mask(*self.shape.sight)
             out = attention(q, k, v, mask=mask, **of_heads, **self.shape.scores)
@@ -245,7 +268,7 @@ class Attention(nnx.Module):
         out, cache = attend_cache(
             q[0],
             {"k": k[0], "v": v[0]},
-            state.carried,
+            {name: state.carried[name] for name in ("k", "v")},
             state.row,
             seat=flat.seat,
             position=flat.position,
@@ -255,7 +278,7 @@ class Attention(nnx.Module):
             **of_heads,
             **self.shape.scores,
         )
-        return out[None], dataclasses.replace(state, carried=cache)
+        return out[None], dataclasses.replace(state, carried={**state.carried, **cache})
 
 
 def _norm_of(

@@ -182,16 +182,21 @@ class Block(nnx.Module):
         """What its sublayers keep of tokens, for these many layers; see `Decoder.cache_spec`.
 
         Raises:
-            InputError: None of them says, or several do.
+            InputError: None of them says, or two say the same names.
         """
         sublayers = [getattr(self, name) for name in self.names]
         keeping = [one for one in sublayers if hasattr(one, "cache_spec")]
-        if len(keeping) != 1:
+        specs = [
+            one.cache_spec(layers=layers, seats=seats, slots=slots, chunk=chunk) for one in keeping
+        ]
+        arrays = {name: array for spec in specs for name, array in spec.arrays.items()}
+        if not specs or len(arrays) < sum(len(spec.arrays) for spec in specs):
             raise InputError(
                 f"Block: {len(keeping)} of the sublayers {', '.join(self.names)} have a cache_spec,"
-                " and generation needs one; give it to the one that mixes tokens"
+                " and generation needs one or more, each with names of arrays of its own; give it"
+                " to those that mix tokens"
             )
-        return keeping[0].cache_spec(layers=layers, seats=seats, slots=slots, chunk=chunk)
+        return CacheSpec(arrays=arrays, kind=specs[0].kind)
 
     def _normed(self, name: str, which: str, x: Array) -> Array:
         norm = getattr(self, f"{name}_{which}", None)

@@ -30,8 +30,9 @@ class Case:
         plain: Whether one forward pass over a text gives what token after token gives: not where a
             rotary embedding depends on the length so far.
         attention: How it is computed: written out where that is right.
-        auto: Of `transformers`, what makes models of the configuration. One that generates no text
+        auto: Of `transformers`, what makes models of the configuration. One that continues no text
             gets a row that ends in padding, and kinds of tokens where it has some.
+        made: What is done to the model that it makes.
     """
 
     config: type
@@ -42,11 +43,17 @@ class Case:
     plain: bool = True
     attention: str = "eager"
     auto: Any = transformers.AutoModelForCausalLM
+    made: Edit = lambda model: model
 
     @property
     def generates(self) -> bool:
         """Whether it continues texts."""
         return self.auto is transformers.AutoModelForCausalLM
+
+    @property
+    def pair(self) -> bool:
+        """Whether it writes texts for others that it reads."""
+        return self.auto is transformers.AutoModelForSeq2SeqLM
 
 
 def replaced(pattern: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Edit:

@@ -29,37 +29,53 @@ from cases import CASES as FIRST_CASES
 from dense_cases import DENSE
 from edits import Case, Edit, Mismatch, Model, build
 from encoder_cases import ENCODERS
+from pair_cases import ENCODER_DECODERS
 from safetensors.numpy import load_file, save_file
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 HERE = Path(__file__).resolve().parent
-SEQ, PROMPT, NEW_TOKENS, PADDING = 40, 12, 32, 4
+SEQ, PROMPT, NEW_TOKENS, PADDING, WRITTEN = 40, 12, 32, 4, 30
 MIN_MOVED, MIN_STD, MIN_MARGIN, MIN_DISTINCT, MAX_ROUNDING = 1e-2, 1.0, 1e-3, 10, 7e-6
 # Two forms of GELU differ by 5e-4 at most, so no weights of this size can move a logit by more.
 FAINT, MIN_MOVED_FAINT = ("gelu by tanh",), 1e-3
 LOGITS_TOLERANCE, EXPORT_TOLERANCE = 1e-5, 1e-4
-CASES: dict[str, Case] = {**FIRST_CASES, **DENSE, **ENCODERS}
+CASES: dict[str, Case] = {**FIRST_CASES, **DENSE, **ENCODERS, **ENCODER_DECODERS}
 
 
 def draw_weights(model: Model, seed: int) -> None:
     """Weights that make every part of the model count; the same on every machine."""
     # RandomState's streams are frozen, unlike those of torch and of np.random.Generator.
     random = np.random.RandomState(seed)
-    tied = model.config.tie_word_embeddings
+    # T5's configuration says that weights are tied even where they are not.
+    tied = getattr(model.config, "scale_decoder_outputs", model.config.tie_word_embeddings)
     for name, parameter in sorted(model.named_parameters()):
         owner = model.get_submodule(name.rpartition(".")[0])
         noise = random.standard_normal(tuple(parameter.shape))
-        values = scaled(owner, name, noise, tied=tied)
+        values = scaled(owner, name, noise, tied=tied, family=model.config.model_type)
         with torch.no_grad():
             parameter.copy_(torch.from_numpy(values.astype(np.float32)))
     for name, buffer in sorted(model.named_buffers()):
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "final_logits_bias")):
             noise = 0.2 * random.standard_normal(tuple(buffer.shape))
             buffer.copy_(torch.from_numpy(noise.astype(np.float32)))
 
 
-def scaled(owner: nn.Module, name: str, noise: np.ndarray, *, tied: bool) -> np.ndarray:
+BART_GAINS = {
+    "self_attn.out": 8.0,
+    "encoder_attn.out": 0.3,
+    "fc1": 4.0,
+    "fc2": 1.2,
+    "q_proj": 4.0,
+    "k_proj": 4.0,
+}
+"""Of its decoder, whose greedy text would else repeat one token: norms stand after sums, and a
+source is the same at each step."""
+
+
+def scaled(
+    owner: nn.Module, name: str, noise: np.ndarray, *, tied: bool, family: str
+) -> np.ndarray:
     """Unit noise turned into a parameter of `owner`.
 
     Matrices enlarge what they get and embeddings are small, so that layers outweigh the residual;
@@ -71,18 +87,27 @@ def scaled(owner: nn.Module, name: str, noise: np.ndarray, *, tied: bool) -> np.
         return 0.3 * noise + (2.0 if "post_" in name else 0.5 if name == "model.norm.weight" else 0)
     if kind.endswith("ScaledWordEmbedding"):
         return noise * 0.15
+    if kind == "BartLearnedPositionalEmbedding":
+        return noise
     if isinstance(owner, nn.Embedding):
         return noise * (0.25 if tied else 0.8)
+    if name == "decoder.final_layer_norm.weight" and kind.startswith("T5") and tied:
+        return 6 * (1 + 0.3 * noise)  # logits are divided by the root of the width
     if noise.ndim == 1 and name.endswith("weight"):
         return (1 + 0.3 * noise) * (0.4 if "embeddings_layernorm" in name else 1.0)
     if noise.ndim == 1:
         return 0.2 * noise
     fan_in = noise.shape[0] if isinstance(owner, Conv1D) else noise.shape[-1]
+    if name.startswith("model.decoder.layers.") and family == "bart":
+        hits = (gain for part, gain in BART_GAINS.items() if part in name)
+        return noise * next(hits, 1.8) / np.sqrt(fan_in)
+    if "Attention.q." in name:  # T5 does not divide scores by the root of a head's size
+        return noise * 0.4 / np.sqrt(fan_in)
     # Sharper attention and larger logits than these would only enlarge rounding.
     gain = (
         1.2
         if re.search(
-            r"[qk]_proj|(q|kv)_[ab]_proj|c_attn|query_key_value|self\.(query|key)\.|Wqkv|lm_head",
+            r"[qk]_proj|Attention\.k\.|(q|kv)_[ab]_proj|c_attn|query_key_value|self\.(query|key)\.|Wqkv|lm_head",
             name,
         )
         else 1.8
@@ -90,9 +115,10 @@ def scaled(owner: nn.Module, name: str, noise: np.ndarray, *, tied: bool) -> np.
     return noise * gain / np.sqrt(fan_in)
 
 
-INPUTS = ("input_ids", "attention_mask", "token_type_ids")
+INPUTS = ("input_ids", "attention_mask", "token_type_ids", "decoder_input_ids")
 Inputs = dict[str, np.ndarray]
-"""`input_ids`, and `attention_mask` and `token_type_ids` where rows end in padding."""
+"""`input_ids`; `attention_mask` and `token_type_ids` where rows end in padding; of pairs of texts
+what is written, too."""
 
 
 def logits_of(model: Model, inputs: Inputs) -> np.ndarray:
@@ -101,7 +127,8 @@ def logits_of(model: Model, inputs: Inputs) -> np.ndarray:
     mask = tokens.setdefault("attention_mask", torch.ones_like(tokens["input_ids"]))
     with torch.no_grad():
         logits = model(**tokens).logits
-    return (logits * mask[..., None] if logits.ndim == 3 else logits).numpy()
+    as_given = logits.ndim < 3 or "decoder_input_ids" in inputs
+    return (logits if as_given else logits * mask[..., None]).numpy()
 
 
 def inputs_of(case: Case, model: Model, random: np.random.RandomState) -> Inputs:
@@ -113,6 +140,9 @@ def inputs_of(case: Case, model: Model, random: np.random.RandomState) -> Inputs
     ids[ids == pad] = pad + 1
     ids[1, -PADDING:], mask[1, -PADDING:] = pad, 0
     inputs = {"input_ids": ids, "attention_mask": mask}
+    if case.pair:
+        written = random.randint(0, case.sizes["vocab_size"], (2, WRITTEN))
+        return {**inputs, "decoder_input_ids": written.astype(np.int32)}
     kinds = getattr(model.config, "type_vocab_size", 0)
     if kinds:
         inputs["token_type_ids"] = random.randint(0, kinds, ids.shape).astype(np.int32)
@@ -145,6 +175,24 @@ def greedy_tokens(
     return new, float((best[:, -1] - best[:, -2]).min())
 
 
+def greedy_text(model: Model, source: np.ndarray) -> tuple[np.ndarray, float]:
+    """Tokens that `generate` writes for a source, and by how much each was the best at least."""
+    tokens = torch.from_numpy(source).long()[None]
+    out = model.generate(
+        tokens,
+        attention_mask=torch.ones_like(tokens),
+        do_sample=False,
+        min_new_tokens=NEW_TOKENS,
+        max_new_tokens=NEW_TOKENS,
+    )[0].numpy()
+    inputs = {"input_ids": source[None], "decoder_input_ids": out[None, :-1]}
+    steps, new = logits_of(model, inputs)[0], out[1:].astype(np.int32)
+    if not np.array_equal(steps.argmax(-1), new):
+        raise Mismatch("generate with its cache and the plain forward pass choose other tokens")
+    best = np.sort(steps, axis=-1)
+    return new, float((best[:, -1] - best[:, -2]).min())
+
+
 def make(case: Case, folder: Path) -> dict[str, Any]:
     """Write one case into `folder`; returns its entry of golden.json.
 
@@ -153,6 +201,7 @@ def make(case: Case, folder: Path) -> dict[str, Any]:
     """
     torch.manual_seed(case.seed)
     model = build(case.config, case.config(**case.sizes), case.attention, auto=case.auto)
+    model = case.made(model)
     draw_weights(model, case.seed)
     random = np.random.RandomState(100 + case.seed)
     inputs = inputs_of(case, model, random)
@@ -163,12 +212,18 @@ def make(case: Case, folder: Path) -> dict[str, Any]:
         "model_type": model.config.model_type,
         **({} if case.plain else {"plain": False}),
         **({} if case.generates else {"generates": False}),
+        **({"pair": True} if case.pair else {}),
         "logits_std": round(float(logits.std()), 4),
     }
     tensors = {**inputs, "logits": logits}
-    if case.generates:
-        prompt = inputs["input_ids"][0, :PROMPT]
-        greedy, margin = greedy_tokens(copy.deepcopy(model), prompt, plain=case.plain)
+    if case.generates or case.pair:
+        prompt = inputs["input_ids"][0, : None if case.pair else PROMPT]
+        again = copy.deepcopy(model)
+        greedy, margin = (
+            greedy_text(again, prompt)
+            if case.pair
+            else greedy_tokens(again, prompt, plain=case.plain)
+        )
         facts["greedy_margin"] = round(margin, 5)
         facts["greedy_distinct"] = len(set(greedy.tolist()))
         tensors |= {"prompt": prompt, "greedy": greedy}

@@ -17,6 +17,7 @@ from colossax.nn import (
     LongScaling,
     RopeConfig,
 )
+from colossax.nn.decoder.shapes import attention_shape
 from colossax.sharding import RowOrder, in_order
 
 CONFIG = DecoderConfig(
@@ -142,4 +143,4 @@ def test_each_rope_says_itself_which_dims_turn_together():
     config = dataclasses.replace(
         CONFIG, rope=RopeConfig(), local_rope=RopeConfig(interleaved=True), full_layers=()
     )
-    assert config.attention_shape().interleaved and not config.attention_shape(True).interleaved
+    assert attention_shape(config).interleaved and not attention_shape(config, True).interleaved

@@ -6,12 +6,14 @@ from .family import FamilyConfig as FamilyConfig
 from .head import HeadConfig as HeadConfig
 from .head import TransformConfig as TransformConfig
 from .mixture import MixtureConfig as MixtureConfig
+from .pair import EncoderDecoderConfig as EncoderDecoderConfig
 from .parts import DynamicScaling as DynamicScaling
 from .parts import LatentConfig as LatentConfig
 from .parts import LinearScaling as LinearScaling
 from .parts import Llama3Scaling as Llama3Scaling
 from .parts import LongScaling as LongScaling
 from .parts import QueryGrowth as QueryGrowth
+from .parts import RelativeConfig as RelativeConfig
 from .parts import RopeConfig as RopeConfig
 from .parts import RopeScaling as RopeScaling
 from .parts import YarnScaling as YarnScaling

@@ -1,17 +1,13 @@
 """Sizes and parts of a decoder, as data: nothing here imports JAX."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from colossax.config import Count, Natural, NotNegative, Positive, check_types, nearest, within
 from colossax.errors import InputError
 from colossax.nn.config.head import ACTIVATION_NAMES, HeadConfig, TransformConfig
 from colossax.nn.config.mixture import MixtureConfig
-from colossax.nn.config.parts import LatentConfig, QueryGrowth, RopeConfig
-
-if TYPE_CHECKING:
-    from colossax.nn.attention import AttentionShape
-    from colossax.nn.latent import LatentShape
+from colossax.nn.config.parts import LatentConfig, QueryGrowth, RelativeConfig, RopeConfig
 
 GATED_ACTIVATIONS = ("clamped_swiglu",)
 """Those that are no function of the gate times the other input."""
@@ -62,6 +58,7 @@ class DecoderConfig:
         alibi_scale: Times which that is taken.
         learned_positions: Rows of a learned position table (0: none), of which the first
             `position_offset` are never reached.
+        relative: Biases of scores by distance, which all layers share, or None.
         token_types: Rows of a table of kinds of tokens, added to their embeddings (0: none).
         embed_norm: LayerNorm after the token embedding.
         embed_scale: Times which tokens' embeddings are taken.
@@ -88,8 +85,11 @@ class DecoderConfig:
             say.
         full_rope: Those layers have rope as the others.
         local_rope: Of the others, where it is another; None: `rope`.
+        longest_source: Layers attend, between attention and MLP, to what an encoder made of a source
+            of at most so many tokens; None: there is no source.
         tied: The output head is the embedding table.
         max_seq: Longest sequence the model was made for.
+        start: Token that texts begin with where they are written, where known.
         eos: Token that ends a document, where known.
         mixture: Experts in place of the MLPs of all layers or of some; None: there are none.
         latent: Attention whose keys and values are made from one vector a token; `head_dim` is then
@@ -132,6 +132,7 @@ class DecoderConfig:
     alibi_scale: Positive = 1.0
     learned_positions: Natural = 0
     position_offset: Natural = 0
+    relative: RelativeConfig | None = None
     token_types: Natural = 0
     embed_norm: bool = False
     embed_scale: Positive = 1.0
@@ -146,8 +147,10 @@ class DecoderConfig:
     full_layers: tuple[Natural, ...] = ()
     full_rope: bool = True
     local_rope: RopeConfig | None = None
+    longest_source: Count | None = None
     tied: bool = False
     init_std: NotNegative = 0.02
+    start: Natural | None = None
     eos: Natural | None = None
     mixture: MixtureConfig | None = None
     latent: LatentConfig | None = None
@@ -157,11 +160,12 @@ class DecoderConfig:
         self._check_latent()
         if self.mixture is not None:
             self.mixture.kinds(self.layers)
-        if self.eos is not None and self.eos >= self.vocab:
-            raise InputError(
-                f"model.eos: found {self.eos}, which is none of the vocabulary's {self.vocab}"
-                f" tokens; give 0 to {self.vocab - 1}, or none"
-            )
+        for name, token in (("eos", self.eos), ("start", self.start)):
+            if token is not None and token >= self.vocab:
+                raise InputError(
+                    f"model.{name}: found {token}, which is none of the vocabulary's {self.vocab}"
+                    f" tokens; give 0 to {self.vocab - 1}, or none"
+                )
         if self.heads % self.kv_heads:
             raise InputError(
                 f"model: {self.heads} heads cannot share {self.kv_heads} kv heads evenly;"
@@ -355,31 +359,3 @@ class DecoderConfig:
             return (seq_len + 1) / 2, seen - seen * (seen - 1) / (2 * chunk)
         side = chunk - 1 if self.sides is None else min(self.sides[1], chunk - 1)
         return seq_len, min(chunk, 2 * side + 1 - side * (side + 1) / chunk)
-
-    def attention_shape(self, full: bool = False) -> "AttentionShape | LatentShape":
-        """The part of this configuration that an attention block needs.
-
-        Args:
-            full: Of one of `full_layers`.
-        """
-        if self.latent is not None:
-            from colossax.nn.latent import LatentShape
-
-            return LatentShape(
-                embed=self.embed,
-                heads=self.heads,
-                sizes=self.latent,
-                interleaved=self.rope is not None and self.rope.interleaved,
-            )
-        from colossax.nn.attention import AttentionShape  # JAX, which sizes do without
-
-        turned = self.rope if full or self.local_rope is None else self.local_rope
-        own = {
-            "window": None if full else self.sides,
-            "chunk": None if full else self.chunk,
-            "turned": self.rope is not None and (self.full_rope or not full),
-            "local_rope": self.local_rope is not None and not full,
-            "interleaved": turned is not None and turned.interleaved,
-        }
-        names = {f.name for f in dataclasses.fields(AttentionShape)} - own.keys()
-        return AttentionShape(**{n: getattr(self, n) for n in names}, **own)

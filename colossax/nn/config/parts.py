@@ -314,3 +314,40 @@ class QueryGrowth:
 
     def __post_init__(self):
         check_types(self, "model.query_growth")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RelativeConfig:
+    """A learned number for each head and bucket of distances, added to scores of all layers.
+
+    Where tokens see both sides, half of the buckets are for keys behind a query. Of those of a
+    side the first half hold one distance each, the others grow as its logarithm.
+
+    Attributes:
+        buckets: How many: an even number, of four or more for each side.
+        farthest: Distance from which on all are in a side's last bucket.
+
+    Source: Raffel et al. 2020, T5.
+    """
+
+    buckets: Count = 32
+    farthest: Count = 128
+
+    def __post_init__(self):
+        check_types(self, "model.relative")
+
+    def of_side(self, causal: bool) -> int:
+        """Buckets of one side.
+
+        Raises:
+            InputError: They cannot be halved, or all distances have one of their own.
+        """
+        sides = 1 if causal else 2
+        each = self.buckets // sides
+        if self.buckets % (2 * sides) or self.farthest <= each // 2:
+            raise InputError(
+                f"model.relative: {self.buckets} buckets for {sides} sides and distances up to"
+                f" {self.farthest} found; give a multiple of {2 * sides}, and farthest above"
+                f" {each // 2}"
+            )
+        return each

@@ -1,36 +1,25 @@
 """A transformer of one stack, decoder or encoder, from parts; the model families choose those."""
 
-import dataclasses
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from colossax.errors import InputError
-from colossax.nn.attention import Attention, FlatTokens, Side, Sight
-from colossax.nn.block import residual
+from colossax.nn.attention import FlatTokens
 from colossax.nn.cache import CacheSpec
 from colossax.nn.config import DecoderConfig
 from colossax.nn.decoder.head import Head, Transform, check_vocabulary
-from colossax.nn.decoder.layers import Layers, decoder_layers, make_norm
-from colossax.nn.decoder.masks import masks_of, whole_rows
-from colossax.nn.layers import Embedding, LayerNorm, Linear
-from colossax.nn.module import param
-from colossax.nn.rope import document_lengths, rope_tables
-from colossax.nn.stack.stack import LayerStack, StackOutput
+from colossax.nn.decoder.layers import Layers
+from colossax.nn.decoder.trunk import Rows, Trunk
+from colossax.nn.decoder.vocabulary import Vocabulary, head_input, make_embedding, make_head
+from colossax.nn.layers import Linear
+from colossax.nn.stack.stack import LayerStack
 from colossax.pallas.attention import Mask
-from colossax.sharding import (
-    compute_dtype,
-    constrain,
-    current_order,
-    gather_weight,
-)
-from colossax.sharding.experts import row_keys
+from colossax.sharding import compute_dtype
 
 
-class Decoder(nnx.Module):
+class Decoder(Trunk, Vocabulary):
     """Token embedding, a stack of layers, a norm and a head: a `LanguageModel`.
 
     With `config.causal` off it is an encoder, which generates no text; with `config.head` it tells
@@ -46,39 +35,9 @@ class Decoder(nnx.Module):
             layers: In place of `decoder_layers(config)`: `Block`s of other sublayers or wiring, or
                 of several kinds.
         """
-        self.config = config
-        std, width = config.init_std, config.logit_width
-        self.embed = Embedding(
-            config.vocab, width, rngs=rngs, dim="vocab", std=std, tied=config.tied
-        )
-        self.positions = (
-            Embedding(config.learned_positions, config.embed, rngs=rngs, dim="positions", std=std)
-            if config.learned_positions
-            else None
-        )
-        self.token_types = (
-            Embedding(config.token_types, config.embed, rngs=rngs, dim="token_types", std=std)
-            if config.token_types
-            else None
-        )
-        self.embed_norm = (
-            LayerNorm(config.embed, eps=config.norm_eps, bias=config.norm_bias)
-            if config.embed_norm
-            else None
-        )
-        layers = decoder_layers(config) if layers is None else layers
-        self.layers = LayerStack(layers.make, layers.order, rngs=rngs)
-        self.norm = make_norm(config) if config.final_norm else None
-        self.head = (
-            None
-            if config.tied or config.head is not None
-            else Linear((width, config.vocab), ("embed", "vocab"), rngs=rngs, std=std)
-        )
-        self.head_bias = (
-            param(jnp.zeros((config.vocab,), jnp.float32), ("vocab",))
-            if config.head_bias and config.head is None
-            else None
-        )
+        self.embed = make_embedding(config, rngs)
+        super().__init__(config, rngs=rngs, layers=layers)
+        self.head, self.head_bias = make_head(config, rngs)
         self.transform = (
             None if config.transform is None else Transform(config, config.transform, rngs=rngs)
         )
@@ -153,24 +112,17 @@ class Decoder(nnx.Module):
         """
         if (tokens is None) == (embeddings is None):
             raise InputError("hidden: give either tokens or embeddings, one of them")
-        x: Any = self._embedded(tokens) if tokens is not None else embeddings
-        x = x.astype(compute_dtype(x.dtype))
-        self._check_length(x.shape[1] - current_order().padding)
-        if positions is None:
-            positions = jnp.broadcast_to(current_order().indices(x.shape[1]), x.shape[:2])
-        sights = [] if mask is not None else self._sights()
-        side = Side(
-            masks=masks_of(self.config, mask, sights, segments, positions, x),
-            sights=tuple(sights),
-            **self._ropes(positions, segments),
-            positions=self._asked(positions),
-            **self._routed(x, segments, tokens, key),
+        x: Any = self.embedded(tokens) if tokens is not None else embeddings
+        rows = Rows(
+            tokens=tokens,
+            positions=positions,
+            segments=segments,
+            token_types=token_types,
+            mask=mask,
+            key=key,
         )
-        if self.token_types is not None:
-            kinds = jnp.zeros(x.shape[:2], jnp.int32) if token_types is None else token_types
-            x = x + self.token_types(kinds)
-        hidden, out = self._run(x, positions, side, None)
-        return hidden, out.sums
+        hidden, out = self.through(self._as_wide(x), rows)
+        return self._last(hidden), out.sums
 
     def told(
         self, hidden: Float[Array, "b s d"], *, segments: Any = None, documents: int = 1
@@ -200,49 +152,9 @@ class Decoder(nnx.Module):
         Prompt chunks and single next tokens look alike: each token says where it belongs.
         """
         self._check_generates()
-        positions = flat.position[None]
-        ropes = self._ropes(positions, flat.seat[None])
-        side = Side(flat=flat, positions=self._asked(positions), **ropes)
-        if self.config.mixture is not None:
-            side = dataclasses.replace(side, valid=flat.seat[None] >= 0, token_ids=tokens[None])
-        hidden, out = self._run(self._embedded(tokens[None]), positions, side, cache)
-        return hidden[0], out.carried
-
-    def head_weight(self) -> Float[Array, "d v"]:
-        """The output matrix in the compute dtype, its vocabulary split as that of logits.
-
-        Its width is unsharded: logits are far larger than hidden states, so those are
-        gathered, not these summed up. What the configuration multiplies logits by is in it.
-
-        Raises:
-            InputError: The model tells something else.
-        """
-        check_vocabulary(self.config)
-        if self.head is None:
-            weight = self.embed.weight.gathered(to=("vocab", None)).T
-        else:
-            weight = self.head.weight.gathered(to=(None, "vocab"))
-        scale = self.config.logit_scale
-        return weight if scale == 1 else weight * scale
-
-    @property
-    def readout(self) -> dict[str, Any]:
-        """What makes logits of the product with `head_weight`, as `cross_entropy` takes it."""
-        told: dict[str, Any] = {}
-        if self.config.logit_cap is not None:
-            told["soft_cap"] = self.config.logit_cap
-        if self.head_bias is not None:
-            bias = gather_weight(self.head_bias[...], ("vocab",), dtype=jnp.dtype("float32"))
-            told["bias"] = bias * self.config.logit_scale
-        return told
-
-    def logits(self, hidden: Float[Array, "*lead d"]) -> Float[Array, "*lead v"]:
-        """Logits of the hidden states given; pass chosen tokens only where not all are needed."""
-        logits, readout = hidden @ self.head_weight(), self.readout
-        if "bias" in readout:
-            logits = logits + readout["bias"].astype(logits.dtype)
-        cap = readout.get("soft_cap")
-        return logits if cap is None else cap * jnp.tanh(logits / cap)
+        x = self._as_wide(self.embedded(tokens[None]))
+        hidden, out = self.through_cache(x, tokens, cache, flat)
+        return self._last(hidden)[0], out.carried
 
     def cache_spec(
         self, *, seats: int, slots: int, chunk: int | None = None
@@ -258,42 +170,16 @@ class Decoder(nnx.Module):
         self._check_generates()
         return self.layers.cache_spec(seats=seats, slots=slots, chunk=chunk)
 
-    def _routed(self, x: Array, segments: Any, tokens: Any, key: Any) -> dict[str, Any]:
-        """What of the side inputs experts ask for: which tokens are some, their ids, a key."""
-        mixture = self.config.mixture
-        if mixture is None:
-            return {}
-        valid = jnp.ones(x.shape[:2], bool) if segments is None else segments >= 0
-        if tokens is None and mixture.gate == "hash":
-            raise InputError("hidden: gate 'hash' goes by token ids; give tokens, not embeddings")
-        return {
-            "valid": valid,
-            "token_ids": tokens if mixture.gate == "hash" else None,
-            "key": _row_keys(key, x.shape[0]) if mixture.draws else None,
-        }
+    def _as_wide(self, x: Any) -> Any:
+        """Embeddings in the compute dtype, as wide as the layers."""
+        x = x.astype(compute_dtype(x.dtype))
+        return x if self.into is None else self.into(x)
 
-    def _sights(self) -> list[Sight]:
-        """Those that the attention of its layers has."""
-        modules = (module for _, module in nnx.iter_graph(self.layers))
-        sights = [one.shape.sight for one in modules if isinstance(one, Attention)]
-        return list(dict.fromkeys(sights)) or [(self.config.sides, self.config.chunk)]
-
-    def _embedded(self, tokens: Any) -> Any:
-        x, scale = self.embed(tokens), self.config.embed_scale
-        return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
-
-    def _run(self, x: Any, positions: Any, side: Side, cache: Any) -> tuple[Any, StackOutput]:
-        if self.into is not None:
-            x = self.into(x)
-        if self.positions is not None:
-            x = x + self.positions(positions + self.config.position_offset)
-        if self.embed_norm is not None:
-            x = self.embed_norm(x)
-        out = self.layers(residual(x), side, carried=cache)
-        last = out.carry if self.norm is None else self.norm(out.carry)
+    def _last(self, hidden: Any) -> Any:
+        """Hidden states as the head reads them."""
         if self.transform is not None:
-            last = self.transform(last)
-        return _head_input(last if self.out_of is None else self.out_of(last)), out
+            hidden = self.transform(hidden)
+        return head_input(hidden if self.out_of is None else self.out_of(hidden))
 
     def _check_generates(self) -> None:
         check_vocabulary(self.config)
@@ -301,37 +187,6 @@ class Decoder(nnx.Module):
             raise InputError(
                 "model: its attention is not causal, so it generates no text; give a decoder"
             )
-
-    def _asked(self, positions: Int[Array, "b s"]) -> Any:
-        """The positions, where layers ask for them."""
-        return None if self.config.query_growth is None else positions
-
-    def _ropes(self, positions: Int[Array, "b s"], documents: Any) -> dict[str, Any]:
-        """Tables of the rotary embeddings that layers have, by their names in `Side`."""
-        given = {"rope": self.config.rope, "local_rope": self.config.local_rope}
-        ropes = {name: rope for name, rope in given.items() if rope is not None}
-        lengths = None
-        if any(rope.stretched_from is not None for rope in ropes.values()):
-            documents = whole_rows(positions) if documents is None else documents
-            lengths = document_lengths(documents, positions)
-        return {
-            name: rope_tables(positions, rope, self.config.rope_dim, lengths)
-            for name, rope in ropes.items()
-        }
-
-    def _check_length(self, length: int) -> None:
-        if length > self.config.max_seq:
-            raise InputError(
-                f"sequence length {length} is above the model's {self.config.max_seq};"
-                f" shorten the sequence or raise max_seq"
-            )
-
-
-def _row_keys(key: Any, rows: int) -> Any:
-    """Data of a random key for each row, from one or as many."""
-    if key is None:
-        return None
-    return jax.random.key_data(row_keys(key, rows))
 
 
 def _projections(config: DecoderConfig, rngs: nnx.Rngs) -> tuple[Linear | None, Linear | None]:
@@ -346,8 +201,3 @@ def _projections(config: DecoderConfig, rngs: nnx.Rngs) -> tuple[Linear | None, 
         for shape, dim in zip(shapes, dims, strict=True)
     )
     return into, out_of
-
-
-def _head_input(x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
-    """Input of the head: the sequence as the batch has it."""
-    return constrain(x, "batch", "seq", "embed")

@@ -9,6 +9,8 @@ from flax import nnx
 from colossax.nn.attention import Attention
 from colossax.nn.block import MLP, Block, Wiring
 from colossax.nn.config import DecoderConfig
+from colossax.nn.cross import CrossAttention
+from colossax.nn.decoder.shapes import attention_shape, cross_shape
 from colossax.nn.experts import Experts
 from colossax.nn.latent import LatentAttention, LatentShape
 from colossax.nn.layers import LayerNorm, RMSNorm, depth_scaled
@@ -20,7 +22,7 @@ def decoder_layer(
 ) -> Block:
     """`x + attention(norm(x))`, then `x + mlp(norm(x))`, as a configuration describes them.
 
-    Where some layers see all keys, `full` is whether it is one of them; with `bare` attention
+    Where there is a source, `x + cross(norm(x), source)` stands between them. Where some layers see all keys, `full` is whether it is one of them; with `bare` attention
     reads its input as it is.
     """
     std, out_std = _deviations(config)
@@ -35,7 +37,7 @@ def decoder_layer(
         std=std,
         out_std=out_std,
     )
-    return _block(config, {"attn": attention, "mlp": mlp}, bare)
+    return _block(config, attention, mlp, rngs, bare)
 
 
 def expert_layer(
@@ -69,12 +71,19 @@ def expert_layer(
         vocab=config.vocab,
         experts=experts,
     )
-    return _block(config, {"attn": attention, "mlp": mixed}, bare)
+    return _block(config, attention, mixed, rngs, bare)
 
 
-def _block(config: DecoderConfig, sublayers: dict[str, Any], bare: bool) -> Block:
+def _block(config: DecoderConfig, attention: Any, mlp: Any, rngs: nnx.Rngs, bare: bool) -> Block:
+    """With cross-attention between both, where there is a source."""
+    sublayers = {"attn": attention}
+    if config.longest_source is not None:
+        std, out_std = _deviations(config)
+        sublayers["cross"] = CrossAttention(
+            cross_shape(config), rngs=rngs, std=std, out_std=out_std
+        )
     return Block(
-        sublayers,
+        {**sublayers, "mlp": mlp},
         lambda: make_norm(config),
         wiring_of(config),
         bare=("attn",) if bare else (),
@@ -85,7 +94,7 @@ def _attention(
     config: DecoderConfig, rngs: nnx.Rngs, std: float, out_std: float, full: bool
 ) -> Attention | LatentAttention:
     """The attention block that the configuration's sizes are of."""
-    shape = config.attention_shape(full)
+    shape = attention_shape(config, full)
     if isinstance(shape, LatentShape):
         return LatentAttention(shape, rngs=rngs, std=std, out_std=out_std)
     return Attention(shape, rngs=rngs, std=std, out_std=out_std)

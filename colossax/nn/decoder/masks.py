@@ -8,6 +8,7 @@ from jaxtyping import Array, Int
 
 from colossax.nn.attention import Sight
 from colossax.nn.config import DecoderConfig
+from colossax.nn.decoder.shapes import attention_shape, cross_shape
 from colossax.pallas.attention import Mask
 from colossax.sharding import current_order, with_ranges
 
@@ -19,6 +20,7 @@ def masks_of(
     segments: Any,
     positions: Int[Array, "b s"],
     x: Array,
+    biases: Sequence[Any] = (),
 ) -> tuple[Mask, ...]:
     """For each sight of the layers, with what kernels need of it: once, not in every layer.
 
@@ -29,6 +31,7 @@ def masks_of(
         segments: Documents of the rows, or None.
         positions: Of their tokens.
         x: What the layers get.
+        biases: Of their scores.
     """
     if mask is None:
         masks = [
@@ -46,8 +49,35 @@ def masks_of(
         masks = [mask.changed(**_packed(segments), ascending=True)]
     else:
         masks = [mask]
-    shape = config.attention_shape()
-    return tuple(with_ranges(*shape.call(one, x)) for one in masks)
+    shape = attention_shape(config)
+    beside = {"biases": biases} if biases else {}
+    return tuple(with_ranges(*shape.call(one, x, **beside)) for one in masks)
+
+
+def cross_mask(
+    config: DecoderConfig, x: Array, source: Array, segments: Any, source_segments: Any
+) -> Mask:
+    """Which tokens of a source each token sees: those of the document of its number.
+
+    Args:
+        config: Of the decoder.
+        x: What its layers get, `[b, s, d]`.
+        source: What they read, `[b, t, d]`.
+        segments, source_segments: Documents of each, `[b, s]` and `[b, t]`; None: a row is one.
+    """
+    if segments is None and source_segments is None:
+        mask = Mask(causal=False)
+    else:
+        both = (
+            jnp.zeros(of.shape[:2], jnp.int32) if given is None else given
+            for of, given in ((x, segments), (source, source_segments))
+        )
+        mask = Mask(
+            causal=False,
+            ascending=True,
+            **dict(zip(("q_segments", "kv_segments"), both, strict=True)),
+        )
+    return with_ranges(*cross_shape(config).call(mask, x, source=source))
 
 
 def _chunks(

@@ -1,6 +1,6 @@
 """Attention of flat tokens to a cache, in its plain form."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 from colossax.errors import InputError
 
 from .mask import Mask
+from .relative import RelativeBias
 
 GATHERED_BYTES = 2**26
 """Keys gathered at once for tokens of many seats; more tokens go chunk by chunk."""
@@ -24,7 +25,7 @@ def keys_and_values(held: dict[str, Array]) -> tuple[Array, Array]:
 
 def attend_cache(
     q: Float[Array, "t n h"],
-    new: dict[str, Array],
+    new: dict[str, Array] | None,
     cache: dict[str, Array],
     layer: int | Int[Array, ""],
     *,
@@ -35,6 +36,7 @@ def attend_cache(
     chunk: int | None = None,
     alibi_slopes: Float[Array, " n"] | None = None,
     sinks: Float[Array, " n"] | None = None,
+    biases: Sequence[RelativeBias] = (),
     scale: float | None = None,
     soft_cap: float | None = None,
     read: ReadSlots = keys_and_values,
@@ -51,7 +53,8 @@ def attend_cache(
     Args:
         q: Queries of tokens of any sequences, in any order.
         new: What is kept of them, by name, `[t, ...]`: keys `k` and values `v`, or what `read`
-            makes keys and values from.
+            makes keys and values from. None: nothing is written, and a token sees the slots up to
+            its position of what is there (a source that was read before).
         cache: Arrays of the same names, `[layers, seats, slots, ...]`, whole: a slice of a layer
             would be copied. Donated, or carried by a loop, it is written in place.
         layer: Which layer this is; may be traced.
@@ -64,6 +67,7 @@ def attend_cache(
         chunk: A token sees keys of its own chunk of so many positions; None: of all.
         alibi_slopes: Penalty per head and unit of distance.
         sinks: One more logit per head, in the denominator only.
+        biases: Of the distance of a token to those it sees.
         scale: Default `1 / sqrt(h)`.
         soft_cap: Bound of the logits.
         read: Keys and values from what a seat's slots hold.
@@ -72,12 +76,13 @@ def attend_cache(
         Output in q's dtype and the cache with the tokens in it.
 
     Raises:
-        InputError: `new` and `cache` have other names.
+        InputError: `new` and `cache` have other names, or biases meet a cache whose slots are taken
+            in turn.
 
     Cost: 4 t slots n h FLOPs; with several seats, keys and values of a token's seat are gathered
     for each token, at most `GATHERED_BYTES` or one token's at a time.
     """
-    if new.keys() != cache.keys():
+    if new is not None and new.keys() != cache.keys():
         raise InputError(
             f"attend_cache: the cache holds {', '.join(sorted(cache))}, and the tokens bring"
             f" {', '.join(sorted(new))}; give each array of the one for the other"
@@ -86,13 +91,19 @@ def attend_cache(
     if chunk is not None:
         left = chunk - 1 if left is None else min(left, chunk - 1)
     seats, slots = next(iter(cache.values())).shape[1:3]
+    if biases and left is not None:
+        raise InputError(
+            "attend_cache: biases by distance are not computed where a window or chunks take slots"
+            " in turn; give neither window nor chunk"
+        )
     # A negative index would count from the end: move it out of range, where it is dropped.
     row = jnp.where(seat < 0, seats, seat)
     column = jnp.where(slot < 0, slots, slot if left is None else slot % slots)
-    cache = {
-        name: x.at[layer, row, column].set(new[name].astype(x.dtype), mode="drop")
-        for name, x in cache.items()
-    }
+    if new is not None:
+        cache = {
+            name: x.at[layer, row, column].set(new[name].astype(x.dtype), mode="drop")
+            for name, x in cache.items()
+        }
     t, n, h = q.shape
     one = {name: jax.ShapeDtypeStruct(x.shape[2:], x.dtype) for name, x in cache.items()}
     keys, values = jax.eval_shape(read, one)
@@ -111,6 +122,9 @@ def attend_cache(
             distance %= slots  # what a later token has written here is out of the window
         if slopes is not None:
             logits = logits - slopes[None, :, :, None] * distance[:, None, None].astype(jnp.float32)
+        for bias in biases:
+            by_head = bias.of(position, jnp.arange(slots, dtype=position.dtype))
+            logits = logits + jnp.moveaxis(by_head, 0, 1).reshape(logits.shape)
         seen = (distance >= 0) & (seat >= 0)[:, None]
         if left is not None:
             seen &= distance <= jnp.minimum(position, left)[:, None]

@@ -1,7 +1,7 @@
 """Attention to a cache under a plan: a region manual over the whole mesh, split over heads."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ CACHE_DIMS = ("layers", None, None, "kv_heads", "head_dim")
 
 def attend_cache(
     q: Float[Array, "t n h"],
-    new: dict[str, Array],
+    new: dict[str, Array] | None,
     cache: dict[str, Array],
     layer: int | Int[Array, ""],
     *,
@@ -34,6 +34,7 @@ def attend_cache(
     chunk: int | None = None,
     alibi_slopes: Float[Array, " n"] | None = None,
     sinks: Float[Array, " n"] | None = None,
+    biases: Sequence[local.RelativeBias] = (),
     scale: float | None = None,
     soft_cap: float | None = None,
     read: local.ReadSlots = local.keys_and_values,
@@ -56,7 +57,7 @@ def attend_cache(
     run = functools.partial(
         local.attend_cache, window=window, chunk=chunk, scale=scale, soft_cap=soft_cap
     )
-    given = {"alibi_slopes": alibi_slopes, "sinks": sinks}
+    given = {"alibi_slopes": alibi_slopes, "sinks": sinks, "biases": tuple(biases) or None}
     of_heads: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
     where = {"seat": seat, "position": position, "slot": slot}
     dims = dict.fromkeys(cache, CACHE_DIMS) if dims is None else dims
@@ -66,7 +67,7 @@ def attend_cache(
     kv_heads = next(iter(_kv_head_axes(specs, dims)), None)
     heads = _query_axes(bound, q) if kv_heads is None else kv_heads
     of_q, replicated = PartitionSpec(None, heads, None), PartitionSpec()
-    of_new = {name: PartitionSpec(None, *spec[3:]) for name, spec in specs.items()}
+    of_new = {name: PartitionSpec(None, *spec[3:]) for name, spec in specs.items() if new}
     n, select = q.shape[1], heads is not None and kv_heads is None
 
     def island_local(q: Any, new: Any, cache: Any, layer: Any, where: Any, of_heads: Any) -> Any:
@@ -76,7 +77,7 @@ def attend_cache(
     mapped = jax.shard_map(
         island_local,
         mesh=bound.mesh,
-        in_specs=(of_q, of_new, specs, replicated, replicated, PartitionSpec(heads)),
+        in_specs=(of_q, of_new or None, specs, replicated, replicated, PartitionSpec(heads)),
         out_specs=(of_q, specs),
         check_vma=False,
     )

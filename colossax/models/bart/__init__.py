@@ -1,0 +1,3 @@
+"""BART."""
+
+from .config import BARTConfig as BARTConfig

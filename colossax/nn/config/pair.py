@@ -1,0 +1,47 @@
+"""What the configurations of families with an encoder and a decoder have in common."""
+
+import dataclasses
+
+from colossax.errors import InputError
+from colossax.nn.config.decoder import DecoderConfig
+from colossax.nn.config.family import FamilyConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncoderDecoderConfig(FamilyConfig):
+    """A family's configuration of two stacks, checked when it is made."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_pair(self.encoder(), self.decoder())
+
+    def encoder(self) -> DecoderConfig:
+        """The encoder these sizes describe."""
+        raise NotImplementedError
+
+
+def check_pair(encoder: DecoderConfig, decoder: DecoderConfig) -> None:
+    """Refuse an encoder and a decoder that are none, or do not fit together.
+
+    Raises:
+        InputError: That.
+    """
+    if encoder.causal or encoder.longest_source is not None:
+        raise InputError(
+            "model: the encoder's attention is causal, or it reads a source; give causal False"
+            " and no longest_source"
+        )
+    if not decoder.causal or decoder.longest_source is None:
+        raise InputError(
+            "model: the decoder is not causal, or reads no source; give causal and longest_source"
+        )
+    for name in ("vocab", "embed"):
+        ours, other = getattr(encoder, name), getattr(decoder, name)
+        if ours != other:
+            raise InputError(
+                f"model.{name}: {ours} in the encoder and {other} in the decoder, which share a"
+                " table of tokens; give one number"
+            )
+    for name in ("mixture", "head", "transform", "token_width"):
+        if any(getattr(one, name) is not None for one in (encoder, decoder)):
+            raise InputError(f"model.{name}: encoder-decoders have none; leave it out")

@@ -1,0 +1,167 @@
+"""A transformer of two stacks: an encoder of a source, and a decoder that reads what it made."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from colossax.errors import InputError
+from colossax.nn.attention import FlatTokens
+from colossax.nn.block import block_input
+from colossax.nn.cache import CacheSpec
+from colossax.nn.config import DecoderConfig
+from colossax.nn.config.pair import check_pair
+from colossax.nn.cross import Source
+from colossax.nn.decoder.trunk import Rows, Trunk
+from colossax.nn.decoder.vocabulary import Vocabulary, head_input, make_embedding, make_head
+from colossax.nn.stack.stack import LayerStack
+from colossax.pallas.attention import Mask
+from colossax.sharding import compute_dtype
+
+
+class EncoderDecoder(Vocabulary):
+    """One table of tokens for both stacks, and a head: a `LanguageModel` of pairs of texts.
+
+    Layers of the encoder are numbered before those of the decoder, in plans and cuts.
+    """
+
+    def __init__(self, encoder: DecoderConfig, decoder: DecoderConfig, *, rngs: nnx.Rngs):
+        """Build it.
+
+        Args:
+            encoder: Not causal; of its ends only `embed_scale` counts.
+            decoder: With `longest_source`; its ends are the model's.
+            rngs: Keys of the parameters.
+
+        Raises:
+            InputError: They do not fit together.
+        """
+        check_pair(encoder, decoder)
+        self.config, self.source_config = decoder, encoder
+        self.embed = make_embedding(decoder, rngs)
+        self.encoder = Trunk(encoder, rngs=rngs)
+        self.decoder = Trunk(decoder, rngs=rngs)
+        self.head, self.head_bias = make_head(decoder, rngs)
+
+    def __call__(
+        self,
+        tokens: Int[Array, "b s"],
+        *,
+        source: Int[Array, "b t"],
+        segments: Int[Array, "b s"] | None = None,
+        source_segments: Int[Array, "b t"] | None = None,
+    ) -> Float[Array, "b s v"]:
+        """Logits of every token of the decoder."""
+        given = {"source": source, "source_segments": source_segments}
+        return self.logits(self.hidden(tokens, segments=segments, **given)[0])
+
+    @property
+    def stacks(self) -> dict[str, LayerStack]:
+        """Its layer stacks by name, in the order in which they run."""
+        return {"encoder/layers": self.encoder.layers, "decoder/layers": self.decoder.layers}
+
+    def hidden(
+        self,
+        tokens: Int[Array, "b s"] | None = None,
+        *,
+        source: Int[Array, "b t"] | None = None,
+        source_segments: Int[Array, "b t"] | None = None,
+        embeddings: Float[Array, "b s d"] | None = None,
+        positions: Int[Array, "b s"] | None = None,
+        segments: Int[Array, "b s"] | None = None,
+        mask: Mask | None = None,
+    ) -> tuple[Float[Array, "b s d"], dict[str, Any]]:
+        """Final hidden states of the decoder, normed, in the compute dtype; and its layers' sums.
+
+        Args:
+            tokens: Of the decoder, or give `embeddings`.
+            source: Tokens that the encoder reads.
+            source_segments: Documents of the source; negative is padding. Tokens of a document see
+                those of its number alone, in both rows.
+            embeddings: In place of tokens.
+            positions: Of the decoder's tokens.
+            segments: Documents of those, numbered as their sources are.
+            mask: Who sees whom among them; default causal.
+
+        Raises:
+            InputError: A row is longer than the model's, the source is missing, or both inputs are
+                given.
+        """
+        if (tokens is None) == (embeddings is None):
+            raise InputError("hidden: give either tokens or embeddings, one of them")
+        if source is None:
+            raise InputError(
+                "hidden: an encoder reads a source, and none is given; give source, in a batch as"
+                " an array of that name"
+            )
+        x: Any = self.embedded(tokens) if tokens is not None else embeddings
+        rows = Rows(
+            tokens=tokens,
+            positions=positions,
+            segments=segments,
+            mask=mask,
+            source=self.encoded(source, source_segments),
+            source_segments=source_segments,
+        )
+        hidden, out = self.decoder.through(x.astype(compute_dtype(x.dtype)), rows)
+        return head_input(hidden), out.sums
+
+    def encoded(
+        self, source: Int[Array, "b t"], segments: Int[Array, "b t"] | None = None
+    ) -> Float[Array, "b t d"]:
+        """What the encoder makes of a source, as layers of the decoder read it.
+
+        Args:
+            source: Tokens.
+            segments: Documents of the rows; negative is padding.
+        """
+        scale = self.source_config.embed_scale
+        x: Any = self.embed(source)
+        x = x if scale == 1 else x * jnp.asarray(scale, x.dtype)
+        rows = Rows(tokens=source, segments=segments)
+        return block_input(self.encoder.through(x, rows)[0])
+
+    def read(
+        self,
+        source: Int[Array, "b t"],
+        count: Int[Array, " b"],
+        cache: dict[str, Any],
+        seat: Int[Array, " b"],
+    ) -> dict[str, Any]:
+        """The cache with what decoders of these sources attend to, before their first token.
+
+        Args:
+            source: Tokens, filled up behind `count` of each row.
+            count: Of real ones.
+            cache: Made as `cache_spec` says.
+            seat: Row of the cache for each source.
+
+        Cost: the encoder, keys and values of the source in each layer of the decoder, and those
+        layers for one token that is none.
+        """
+        segments = jnp.where(jnp.arange(source.shape[1]) < count[:, None], 0, -1)
+        none, zero = jnp.full((1,), -1, jnp.int32), jnp.zeros((1,), jnp.int32)
+        flat = FlatTokens(seat=none, position=zero, slot=none, source=zero)
+        given = Source(hidden=self.encoded(source, segments), seat=seat)
+        x = self.embedded(zero[None])
+        _, out = self.decoder.through_cache(
+            x.astype(compute_dtype(x.dtype)), zero, cache, flat, given
+        )
+        return out.carried
+
+    def decode(
+        self, tokens: Int[Array, " t"], cache: dict[str, Any], flat: FlatTokens
+    ) -> tuple[Float[Array, "t d"], dict[str, Any]]:
+        """See `Decoder.decode`; sources were read before."""
+        x = self.embedded(tokens[None])
+        hidden, out = self.decoder.through_cache(
+            x.astype(compute_dtype(x.dtype)), tokens, cache, flat
+        )
+        return head_input(hidden)[0], out.carried
+
+    def cache_spec(
+        self, *, seats: int, slots: int, chunk: int | None = None
+    ) -> CacheSpec | dict[str, CacheSpec]:
+        """See `Decoder.cache_spec`; beside it keys and values of a source of each seat."""
+        return self.decoder.layers.cache_spec(seats=seats, slots=slots, chunk=chunk)
