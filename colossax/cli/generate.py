@@ -31,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
         "--prompt",
         metavar="TEXT",
         action="append",
-        help="text to continue; several times: several, each as if alone",
+        help="text to continue, or to read where the model has an encoder; several times: several,"
+        " each as if alone",
     )
     parser.add_argument(
         "--prompt-tokens",
@@ -87,19 +88,20 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
 
 
 def _generate(args: argparse.Namespace, overrides: list[Override]) -> int:
-    from colossax.inference import Request, check_length, check_tokens, open_checkpoint
+    from colossax.inference import Request, open_checkpoint
 
     stored = open_checkpoint(user_path(args.checkpoint, "CHECKPOINT"), step=args.step)
     plan = apply_overrides(_Options(plan=stored.plan), overrides).plan
     # All that can be refused is, before parameters are read.
     prompts = prompt_tokens(args, stored.tokenizer)
     limit, draws = stored.config.max_seq, {"temperature": args.temperature, "seed": args.seed}
-    requests = []
-    for prompt in prompts:
-        check_tokens(prompt, stored.config.vocab)
+    requests, longest_source = [], stored.config.longest_source
+    for text in prompts:
+        prompt, source = asked(stored.config, text)
         max_tokens = args.max_tokens or max(1, min(_MAX_TOKENS, limit - len(prompt)))
-        check_length(len(prompt), max_tokens, limit)
-        requests.append(Request(prompt=tuple(prompt), max_tokens=max_tokens, **draws))
+        request = Request(prompt=prompt, source=source, max_tokens=max_tokens, **draws)
+        request.check(vocab=stored.config.vocab, slots=limit, longest_source=longest_source)
+        requests.append(request)
     longest = max(len(one.prompt) + one.max_tokens for one in requests)
     sizes = {"slots": _slots(longest, limit), "sequences": len(requests)}
     devices = choose_devices(args.devices)
@@ -112,11 +114,19 @@ def _generate(args: argparse.Namespace, overrides: list[Override]) -> int:
     if generator.notice is not None:
         tell(f"{generator.notice}\n")
     results = generator.generate_all(requests)
-    for prompt, result in zip(args.prompt or [None] * len(results), results, strict=True):
+    texts = [None] * len(results) if longest_source is not None else args.prompt
+    for prompt, result in zip(texts or [None] * len(results), results, strict=True):
         added = result.tokens[:-1] if result.ended else result.tokens
         text = None if stored.tokenizer is None else stored.tokenizer.decode(added)
         _show(args.json, prompt, result, text)
     return 0
+
+
+def asked(config: Any, text: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Prompt and source of what a user gave: an encoder reads it, and text is begun anew."""
+    if config.longest_source is None:
+        return tuple(text), ()
+    return (0 if config.start is None else config.start,), tuple(text)
 
 
 def prompt_tokens(args: argparse.Namespace, tokenizer: Any) -> list[list[int]]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -32,18 +33,26 @@ class Chunk:
         ids: `[t]` int32; those behind `count` are padding.
         start: Position of the first, int32.
         count: How many are real, int32.
+        source: How many tokens of a source were read before, int32; None: there is none.
     """
 
     ids: Any
     start: Any
     count: Any
+    source: Any = None
 
     @classmethod
     def of(cls, call: Call, width: int) -> "Chunk":
         """A scheduler's call, filled up to `width` tokens."""
         ids = np.zeros(width, np.int32)
         ids[: len(call.tokens)] = call.tokens
-        return cls(ids=ids, start=np.int32(call.start), count=np.int32(len(call.tokens)))
+        read = len(call.request.source)
+        return cls(
+            ids=ids,
+            start=np.int32(call.start),
+            count=np.int32(len(call.tokens)),
+            source=np.int32(read) if read else None,
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -109,6 +118,30 @@ class DecodeProgram:
         step = functools.partial(decode, spec, self.bound)
         out = (replicated(self.bound), self.cache.shardings)
         self.jitted = jax.jit(step, donate_argnums=1, out_shardings=out)
+        self.longest_source: int | None = getattr(self.config, "longest_source", None)
+        self.reading = jax.jit(
+            functools.partial(read, spec, self.bound),
+            donate_argnums=1,
+            out_shardings=self.cache.shardings,
+        )
+
+    def begin(self, params: Params, source: Sequence[int] = ()) -> Cache:
+        """The cache of a sequence before its first token, its source read.
+
+        Args:
+            params: Laid out by `bound`.
+            source: What the model's encoder reads; nothing where it has none.
+
+        Cost: with a source the encoder, compiled once for each power of two of its length.
+        """
+        cache = self.cache.empty()
+        if not source:
+            return cache
+        assert self.longest_source is not None
+        width = min(self.longest_source, 1 << (len(source) - 1).bit_length())
+        ids = np.zeros((1, width), np.int32)
+        ids[0, : len(source)] = source
+        return self.reading(params, cache, ids, np.int32(len(source)))
 
     def __call__(
         self, params: Params, cache: Cache, tokens: Chunk, sampling: Sampling
@@ -149,6 +182,7 @@ class DecodeProgram:
                 ids=number((self.width,), np.int32),
                 start=number((), np.int32),
                 count=number((), np.int32),
+                source=None if self.longest_source is None else number((), np.int32),
             ),
             Sampling(temperature=number((), np.float32), seed=number((), np.uint32)),
         )
@@ -177,13 +211,29 @@ def decode(
     offset = jnp.arange(tokens.ids.shape[0], dtype=jnp.int32)
     valid = offset < count
     position = jnp.where(valid, start + offset, 0)
-    flat = FlatTokens(seat=jnp.where(valid, 0, -1), position=position, slot=position)
+    read = None if tokens.source is None else jnp.broadcast_to(tokens.source, position.shape)
+    seat = jnp.where(valid, 0, -1)
+    flat = FlatTokens(seat=seat, position=position, slot=position, source=read)
     with use(bound):
         model = spec.merge(params)
         hidden, cache = model.decode(tokens.ids, cache, flat)
         logits = model.logits(hidden[count - 1][None])[0].astype(jnp.float32)
     key = jax.random.fold_in(jax.random.key(sampling.seed), start + count)
     return sample(logits, sampling.temperature, key), cache
+
+
+def read(
+    spec: ModelSpec,
+    bound: BoundPlan,
+    params: Params,
+    cache: Cache,
+    source: Int[Array, "1 t"],
+    count: Int[Array, ""],
+) -> Cache:
+    """The cache with what the decoder attends to of a source, padding behind `count`; pure."""
+    with use(bound):
+        seat = jnp.zeros((1,), jnp.int32)
+        return spec.merge(params).read(source, jnp.reshape(count, (1,)), cache, seat)
 
 
 def sample(logits: Float[Array, " v"], temperature: Float[Array, ""], key: Array) -> Int[Array, ""]:

@@ -116,6 +116,7 @@ class Generator:
         self,
         prompt: Sequence[int],
         *,
+        source: Sequence[int] = (),
         max_tokens: int = 64,
         temperature: float = 0.0,
         seed: int = 0,
@@ -123,7 +124,8 @@ class Generator:
         """Continue `prompt` until the end-of-sequence token or `max_tokens`.
 
         Args:
-            prompt: Token ids, at least one.
+            prompt: Token ids, at least one; of an encoder-decoder what its text begins with.
+            source: What its encoder reads.
             max_tokens: Most tokens to add.
             temperature: Logits are divided by it before sampling; 0 takes the likeliest token.
             seed: The token at position p is drawn with `fold_in(key(seed), p)`, so it depends on
@@ -133,8 +135,14 @@ class Generator:
             InputError: The prompt is empty, holds ids outside the vocabulary, or does not fit
                 into `slots` together with `max_tokens`; a temperature or seed below 0.
         """
-        options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
-        return self.generate_all([Request(prompt=tuple(map(int, prompt)), **options)])[0]
+        request = Request(
+            prompt=tuple(map(int, prompt)),
+            source=tuple(map(int, source)),
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=seed,
+        )
+        return self.generate_all([request])[0]
 
     def generate_all(self, requests: Sequence[Request]) -> list[Generation]:
         """Continue several prompts, each to its end; what comes of one depends on no other.
@@ -156,6 +164,7 @@ class Generator:
         self,
         prompt: Sequence[int],
         *,
+        source: Sequence[int] = (),
         max_tokens: int = 64,
         temperature: float = 0.0,
         seed: int = 0,
@@ -163,6 +172,7 @@ class Generator:
         """The tokens of `generate` as they come."""
         request = Request(
             prompt=tuple(map(int, prompt)),
+            source=tuple(map(int, source)),
             max_tokens=max_tokens,
             temperature=temperature,
             seed=seed,
@@ -172,7 +182,11 @@ class Generator:
     def _streamed(self, requests: Sequence[Request]) -> Iterator[tuple[int, int]]:
         program = self.program
         for request in requests:
-            request.check(vocab=program.config.vocab, slots=program.slots)
+            request.check(
+                vocab=program.config.vocab,
+                slots=program.slots,
+                longest_source=getattr(program.config, "longest_source", None),
+            )
             _check_at_once(program.config, len(request.prompt), program.width)
         at_once = program.sequences if isinstance(program, StagedProgram) else 1
         return self.follow(InOrder(requests, width=program.width, eos=self.eos, at_once=at_once))
@@ -198,7 +212,8 @@ class Generator:
         caches: dict[int, Cache] = {}
         while (call := scheduler.next()) is not None:
             begun = call.sequence in caches
-            cache = caches.pop(call.sequence) if begun else program.cache.empty()
+            source = call.request.source
+            cache = caches.pop(call.sequence) if begun else program.begin(self._params, source)
             tokens = Chunk.of(call, program.width)
             token, caches[call.sequence] = program(self._params, cache, tokens, Sampling.of(call))
             if call.emits:

@@ -18,18 +18,25 @@ class Request:
 
     Attributes:
         prompt: Token ids, at least one.
+        source: What an encoder reads first, as token ids; models of one stack read none.
         max_tokens: Most tokens to add.
         temperature: Logits are divided by it before sampling; 0 takes the likeliest token.
         seed: The token at position p is drawn with `fold_in(key(seed), p)`.
     """
 
     prompt: tuple[int, ...]
+    source: tuple[int, ...] = ()
     max_tokens: Count = 64
     temperature: Temperature = 0.0
     seed: DrawSeed = 0
 
-    def check(self, *, vocab: int, slots: int) -> None:
+    def check(self, *, vocab: int, slots: int, longest_source: int | None = None) -> None:
         """Refuse what no model of this vocabulary can continue in a sequence of `slots` tokens.
+
+        Args:
+            vocab: Tokens that there are.
+            slots: Of the sequence.
+            longest_source: Tokens that its encoder reads; None: it has none.
 
         Raises:
             InputError: Naming what is wrong and what would do.
@@ -37,6 +44,7 @@ class Request:
         check_tokens(self.prompt, vocab)
         check_types(self, "")
         check_length(len(self.prompt), self.max_tokens, slots)
+        check_source(self.source, vocab, longest_source)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -159,20 +167,42 @@ class InOrder:
         return ended
 
 
-def check_tokens(prompt: Sequence[int], vocab: int) -> None:
+def check_tokens(prompt: Sequence[int], vocab: int, *, name: str = "prompt") -> None:
     """Refuse an empty prompt, or ids outside the vocabulary.
 
     Raises:
         InputError: Naming the id.
     """
     if not prompt:
-        raise InputError("prompt: it is empty; give at least one token to continue")
+        raise InputError(f"{name}: it is empty; give at least one token to continue")
     outside = next((t for t in prompt if not 0 <= t < vocab), None)
     if outside is not None:
         raise InputError(
-            f"prompt: token {outside} is outside the vocabulary of {vocab};"
+            f"{name}: token {outside} is outside the vocabulary of {vocab};"
             f" use ids from 0 to {vocab - 1}"
         )
+
+
+def check_source(source: Sequence[int], vocab: int, longest: int | None) -> None:
+    """Refuse a source where none is read, none where one is, and what an encoder cannot read.
+
+    Raises:
+        InputError: That.
+    """
+    if longest is None:
+        if source:
+            raise InputError(
+                "source: the model has no encoder that reads one; give a prompt alone, or an"
+                " encoder-decoder"
+            )
+        return
+    if not source:
+        raise InputError("source: it is empty, and the model's encoder reads one; give it")
+    if len(source) > longest:
+        raise InputError(
+            f"source: it has {len(source)} tokens, above the {longest} of the model; shorten it"
+        )
+    check_tokens(source, vocab, name="source")
 
 
 def check_length(prompt: int, max_tokens: int, limit: int) -> None:

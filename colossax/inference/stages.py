@@ -299,6 +299,8 @@ def why_gathered(spec: ModelSpec, bound: BoundPlan) -> str | None:
     if stages == 1:
         return None
     model, staged = decoding_model(spec), _staged(bound)
+    if getattr(model.config, "longest_source", None) is not None:
+        return _line("the model's encoder reads a source first", stages)
     asked = model.cache_spec(seats=1, slots=resolved_slots(model.config, None), chunk=1)
     shapes, (ids, flat) = model_shapes(spec), _padding(1)
     cache = jax.eval_shape(CacheLayout(staged, asked).zeros)
@@ -309,7 +311,11 @@ def why_gathered(spec: ModelSpec, bound: BoundPlan) -> str | None:
     with use(staged):
         call = stack_call(decode, shapes, ids, cache, flat)
     problem = _problem(call, asked, len(jax.tree.leaves(shapes)), stages)
-    return problem and (
+    return problem and _line(problem, stages)
+
+
+def _line(problem: str, stages: int) -> str:
+    return (
         f"mesh axis 'stage': {problem}, so every device gathers the layers of all {stages} stages"
         " for every token"
     )

@@ -263,7 +263,7 @@ def _check_tensor(tensor: Tensor, name: str, reader: Reader) -> None:
 def _check_tied(source: Source, head: str) -> None:
     """Some files store a tied head too; then it must be the embedding."""
     reader = source.reader
-    if not source.config.tied or head not in reader.tensors:
+    if not source.config.decoder().tied or head not in reader.tensors:
         return
     table = source.tensors[0]
     name = source.names[table.name]

@@ -62,12 +62,12 @@ def draw_weights(model: Model, seed: int) -> None:
 
 
 BART_GAINS = {
-    "self_attn.out": 8.0,
+    "self_attn.out": 3.0,
     "encoder_attn.out": 0.3,
-    "fc1": 4.0,
-    "fc2": 1.2,
-    "q_proj": 4.0,
-    "k_proj": 4.0,
+    "fc1": 1.2,
+    "fc2": 0.6,
+    "q_proj": 2.0,
+    "k_proj": 2.0,
 }
 """Of its decoder, whose greedy text would else repeat one token: norms stand after sums, and a
 source is the same at each step."""
@@ -85,10 +85,10 @@ def scaled(
     if kind.startswith("Gemma") and noise.ndim == 1:
         # These multiply by 1 + it; what sublayers give is normed too, and has to outweigh.
         return 0.3 * noise + (2.0 if "post_" in name else 0.5 if name == "model.norm.weight" else 0)
+    if kind.startswith("Bart"):
+        return noise * (3.0 if "positions" in name else 0.25)
     if kind.endswith("ScaledWordEmbedding"):
         return noise * 0.15
-    if kind == "BartLearnedPositionalEmbedding":
-        return noise
     if isinstance(owner, nn.Embedding):
         return noise * (0.25 if tied else 0.8)
     if name == "decoder.final_layer_norm.weight" and kind.startswith("T5") and tied:

@@ -194,6 +194,8 @@ class DecoderConfig:
             )
 
     def _check_ends(self) -> None:
+        if self.relative is not None:
+            self.relative.of_side(self.causal)
         if self.alibi and not self.causal:
             raise InputError(
                 "model.alibi: its penalties are of tokens before one's own, and attention here is"

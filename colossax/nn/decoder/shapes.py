@@ -34,7 +34,15 @@ def attention_shape(config: DecoderConfig, full: bool = False) -> AttentionShape
 
 def cross_shape(config: DecoderConfig) -> AttentionShape:
     """Likewise of cross-attention: a source has neither positions nor windows for its readers."""
-    return _shape(config, window=None, chunk=None, turned=False, alibi=False, query_growth=None)
+    return _shape(
+        config,
+        window=None,
+        chunk=None,
+        turned=False,
+        local_rope=False,
+        alibi=False,
+        query_growth=None,
+    )
 
 
 def _shape(config: DecoderConfig, **own: object) -> AttentionShape:
