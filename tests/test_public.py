@@ -93,7 +93,7 @@ NAMES = {
         "transfer_totals transfers unexpected_collectives"
     ),
     "colossax.nn": (
-        "DecoderSizes DynamicScaling LinearScaling LongScaling every ACTIVATIONS "
+        "DecoderSizes DynamicScaling EncoderSizes LinearScaling LongScaling every ACTIVATIONS "
         "HeadConfig TransformConfig "
         "Attention AttentionShape Block CacheArray CacheSpec Decoder DecoderConfig Embedding "
         "Experts FamilyConfig FlatTokens LanguageModel LayerNorm LayerStack LayerState "

@@ -93,7 +93,7 @@ class Decoder(nnx.Module):
         segments: Int[Array, "b s"] | None = None,
         token_types: Int[Array, "b s"] | None = None,
     ) -> Float[Array, "b n v"]:
-        """Logits of every token; or what the model tells in their place, of one document a row."""
+        """Logits of every token; or what its head tells in their place, of a row's document 0."""
         hidden, _ = self.hidden(
             tokens, positions=positions, segments=segments, token_types=token_types
         )
@@ -141,15 +141,16 @@ class Decoder(nnx.Module):
             segments: Documents packed into a row, numbered in their order there; a token sees its
                 own. Negative is padding.
             token_types: Kind of each token, for models that have a table of them; default 0.
-            mask: Who sees whom; default as the configuration says. Of a mask
-                without segments those given are taken.
+            mask: Who sees whom; default as the configuration says. Of a mask without segments
+                those given are taken.
             key: For gates that draw: one, or one for each row, `[b]`; None: without noise.
 
         Returns:
             Hidden states `[b, s, d]`, and by name what the layers counted, `[layers, ...]`.
 
         Raises:
-            InputError: The sequence is longer than the model's, or both inputs are given.
+            InputError: The sequence is longer than the model's, both inputs are given, or kinds of
+                tokens to a model that knows none.
         """
         if (tokens is None) == (embeddings is None):
             raise InputError("hidden: give either tokens or embeddings, one of them")
@@ -166,10 +167,7 @@ class Decoder(nnx.Module):
             positions=self._asked(positions),
             **self._routed(x, segments, tokens, key),
         )
-        if self.token_types is not None:
-            kinds = jnp.zeros(x.shape[:2], jnp.int32) if token_types is None else token_types
-            x = x + self.token_types(kinds)
-        hidden, out = self._run(x, positions, side, None)
+        hidden, out = self._run(self._typed(x, token_types), positions, side, None)
         return hidden, out.sums
 
     def told(
@@ -205,7 +203,8 @@ class Decoder(nnx.Module):
         side = Side(flat=flat, positions=self._asked(positions), **ropes)
         if self.config.mixture is not None:
             side = dataclasses.replace(side, valid=flat.seat[None] >= 0, token_ids=tokens[None])
-        hidden, out = self._run(self._embedded(tokens[None]), positions, side, cache)
+        x = self._typed(self._embedded(tokens[None]), None)
+        hidden, out = self._run(x, positions, side, cache)
         return hidden[0], out.carried
 
     def head_weight(self) -> Float[Array, "d v"]:
@@ -281,6 +280,17 @@ class Decoder(nnx.Module):
     def _embedded(self, tokens: Any) -> Any:
         x, scale = self.embed(tokens), self.config.embed_scale
         return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
+
+    def _typed(self, x: Any, kinds: Any) -> Any:
+        """With what the kinds of tokens add, by default that of kind 0."""
+        if self.token_types is None:
+            if kinds is not None:
+                raise InputError(
+                    "token_types: the model has no table of kinds of tokens; leave them out, or"
+                    " give its configuration token_types"
+                )
+            return x
+        return x + self.token_types(jnp.zeros(x.shape[:2], jnp.int32) if kinds is None else kinds)
 
     def _run(self, x: Any, positions: Any, side: Side, cache: Any) -> tuple[Any, StackOutput]:
         if self.into is not None:
