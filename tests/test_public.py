@@ -68,9 +68,9 @@ NAMES = {
         "shapes_of stack_call stage_layers standing_in summed"
     ),
     "colossax.data": (
-        "BatchLoader Corpus Documents Mixture RowSource Rows Split SyntheticRows Tokenizer "
-        "ValidationBatches WholeDocuments cache_folder encode_corpus global_arrays joined "
-        "path_documents stack_rows stdlib_documents train_tokenizer unigram_entropy_nats "
+        "BatchLoader Corpus Documents MaskedRows Mixture RowSource Rows Split SyntheticRows "
+        "Tokenizer ValidationBatches WholeDocuments cache_folder encode_corpus global_arrays "
+        "joined path_documents stack_rows stdlib_documents train_tokenizer unigram_entropy_nats "
         "wanted_rows"
     ),
     "colossax.checkpoint": (
@@ -121,10 +121,10 @@ NAMES = {
     ),
     "colossax.step": "Step StepOptions any_order",
     "colossax.tasks": (
-        "Callback DataConfig OptimizerConfig RunLength SampleConfig TAKEN Task TrainConfig "
-        "classification_loss contrastive_loss masked_token_loss preference_loss value_loss "
-        "distillation_loss distillation_options next_token_loss task_of train_config_from_json "
-        "with_initial_model"
+        "Callback DataConfig MaskConfig OptimizerConfig RunLength SampleConfig TAKEN Task "
+        "TrainConfig classification_loss contrastive_loss masked_token_loss preference_loss "
+        "value_loss distillation_loss distillation_options next_token_loss task_of "
+        "train_config_from_json with_initial_model"
     ),
     "colossax.run": (
         "AverageEvaluation BestCheckpoint Callback EarlyStopping Outcome ResumableBatches "

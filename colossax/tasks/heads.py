@@ -10,7 +10,7 @@ from colossax.config import above, at_least
 from colossax.errors import InputError
 from colossax.nn.config.head import POOLS
 from colossax.step.loss import Loss, Sums, Terms, any_order
-from colossax.tasks.next_token import hidden_states, next_token_terms
+from colossax.tasks.next_token import hidden_states, next_token_terms, real_tokens
 from colossax.typing import TOKEN_VALUES, Batch
 
 
@@ -18,7 +18,8 @@ def masked_token_loss(*, z_loss: float = 0.0) -> Loss:
     """Cross entropy of `targets` where `weights` are: of tokens that were masked.
 
     As `next_token_loss`, for models whose attention is not causal. The batch is masked already, as
-    `data.MaskedRows` does.
+    `data.MaskedRows` does. A term `masked`, which adds nothing, says which share of the tokens it
+    is, so that a step's `tokens` are those of its text.
 
     Args:
         z_loss: See `next_token_loss`.
@@ -37,7 +38,10 @@ def masked_token_loss(*, z_loss: float = 0.0) -> Loss:
                 "masked_token_loss: the model's attention is causal, so a masked token is told by"
                 " those before it alone; use next_token_loss, with rows that are not masked"
             )
-        return next_token_terms(model, *hidden_states(model, batch, row_keys), batch, z_loss=z_loss)
+        hidden = hidden_states(model, batch, row_keys)
+        masked = jnp.sum(batch["weights"].astype(jnp.float32))
+        beside: Terms = {"masked": (masked, real_tokens(batch), 0.0)}
+        return next_token_terms(model, *hidden, batch, z_loss=z_loss, beside=beside)
 
     return loss
 
