@@ -51,7 +51,10 @@ may stand anywhere."""
 TOKEN_TYPES = "token_types"
 """Array of a batch of text that few models ask for: the kind of each token, `[b, s]`."""
 
-TOKEN_DIMS = TEXT_BATCH_DIMS | {TOKEN_TYPES: ("batch", "seq")}
+TOKEN_VALUES = "token_values"
+"""Array of what a head is to tell of each token, `[b, s]`, as of values."""
+
+TOKEN_DIMS = TEXT_BATCH_DIMS | dict.fromkeys((TOKEN_TYPES, TOKEN_VALUES), ("batch", "seq"))
 """Dims of all arrays that have a number for each token."""
 
 

@@ -68,9 +68,9 @@ NAMES = {
         "shapes_of stack_call stage_layers standing_in summed"
     ),
     "colossax.data": (
-        "BatchLoader Corpus Documents Mixture RowSource Rows Split SyntheticRows Tokenizer "
-        "ValidationBatches WholeDocuments cache_folder encode_corpus global_arrays joined "
-        "path_documents stack_rows stdlib_documents train_tokenizer unigram_entropy_nats "
+        "BatchLoader Corpus Documents MaskedRows Mixture RowSource Rows Split SyntheticRows "
+        "Tokenizer ValidationBatches WholeDocuments cache_folder encode_corpus global_arrays "
+        "joined path_documents stack_rows stdlib_documents train_tokenizer unigram_entropy_nats "
         "wanted_rows"
     ),
     "colossax.checkpoint": (
@@ -93,7 +93,8 @@ NAMES = {
         "transfer_totals transfers unexpected_collectives"
     ),
     "colossax.nn": (
-        "DecoderSizes DynamicScaling LinearScaling LongScaling every ACTIVATIONS "
+        "EncoderDecoder EncoderDecoderConfig RelativeConfig "
+        "DecoderSizes DynamicScaling EncoderSizes LinearScaling LongScaling every ACTIVATIONS "
         "HeadConfig TransformConfig "
         "Attention AttentionShape Block CacheArray CacheSpec Decoder DecoderConfig Embedding "
         "Experts FamilyConfig FlatTokens LanguageModel LayerNorm LayerStack LayerState "
@@ -106,7 +107,7 @@ NAMES = {
     "colossax.models": (
         "CohereConfig FalconConfig GLM4Config GLMConfig GPTJConfig GPTNeoXConfig Gemma2Config "
         "Gemma3Config OLMo2Config Phi3Config SmolLM3Config StarCoder2Config add_family "
-        "BERTConfig ModernBERTConfig RoBERTaConfig "
+        "BARTConfig BERTConfig ModernBERTConfig RoBERTaConfig T5Config "
         "BloomConfig DeepSeekV2Config DeepSeekV3Config FAMILIES Family GPT2Config GPTOSSConfig "
         "Llama4Config LlamaConfig MistralConfig MixtralConfig ModelParams OLMoEConfig OPTConfig "
         "Qwen2Config Qwen2MoEConfig Qwen3Config Qwen3MoEConfig config_from_json config_to_json "
@@ -121,10 +122,10 @@ NAMES = {
     ),
     "colossax.step": "Step StepOptions any_order",
     "colossax.tasks": (
-        "Callback DataConfig OptimizerConfig RunLength SampleConfig TAKEN Task TrainConfig "
-        "classification_loss contrastive_loss masked_token_loss preference_loss value_loss "
-        "distillation_loss distillation_options next_token_loss task_of train_config_from_json "
-        "with_initial_model"
+        "Callback DataConfig MaskConfig OptimizerConfig RunLength SampleConfig TAKEN Task "
+        "TrainConfig classification_loss contrastive_loss masked_token_loss preference_loss "
+        "value_loss distillation_loss distillation_options next_token_loss task_of "
+        "train_config_from_json with_initial_model"
     ),
     "colossax.run": (
         "AverageEvaluation BestCheckpoint Callback EarlyStopping Outcome ResumableBatches "

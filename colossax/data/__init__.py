@@ -15,6 +15,7 @@ from .loader import BatchLoader as BatchLoader
 from .loader import ValidationBatches as ValidationBatches
 from .loader import global_arrays as global_arrays
 from .loader import wanted_rows as wanted_rows
+from .masking import MaskedRows as MaskedRows
 from .mixture import Mixture as Mixture
 from .rows import Rows as Rows
 from .rows import RowSource as RowSource

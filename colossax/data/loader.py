@@ -2,7 +2,7 @@
 
 import functools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 
 import jax
@@ -129,6 +129,7 @@ class ValidationBatches:
         wanted: Rows this process needs, as numbers within the batch.
         batches: Batches at most.
         whole: Whether a row is one document; see `WholeDocuments`.
+        view: What is made of the rows, for a seed, as `MaskedRows` does; None: they stay.
     """
 
     def __init__(
@@ -140,9 +141,11 @@ class ValidationBatches:
         wanted: Sequence[int],
         batches: int,
         whole: bool = False,
+        view: Callable[[RowSource, int], RowSource] | None = None,
     ):
         make = WholeDocuments if whole else Rows
-        rows = make(split, seq_len=seq_len, seed=_VALIDATION_SEED, epochs=1)
+        rows: RowSource = make(split, seq_len=seq_len, seed=_VALIDATION_SEED, epochs=1)
+        rows = rows if view is None else view(rows, _VALIDATION_SEED)
         self._batches = _Batches(rows, global_batch, wanted, first=0)
         there_are = split.document_count if whole else -(-split.token_count // seq_len)
         self._count = min(batches, -(-there_are // global_batch))

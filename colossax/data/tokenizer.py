@@ -24,7 +24,8 @@ _CHUNK_CHARS = 16_384
 # Raise it when the same text and size would give another tokenizer, or file of it, than before.
 _TRAINING_VERSION = 2
 
-_USUAL_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
+_USUAL_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+_USUAL_MASKS = ("[MASK]", "<mask>", "<|mask|>")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,6 +74,12 @@ class Tokenizer:
     def eos(self) -> int:
         """Id of the token that ends a document."""
         return self._backend.token_to_id(self.end)
+
+    @functools.cached_property
+    def mask(self) -> int | None:
+        """Id of the special token that stands where one is masked; None where there is none."""
+        added = {token.content: i for i, token in self._backend.get_added_tokens_decoder().items()}
+        return next((added[name] for name in _USUAL_MASKS if name in added), None)
 
     @functools.cached_property
     def fingerprint(self) -> str:

@@ -261,7 +261,7 @@ class Conversion:
     def of(self, config: Any) -> "Conversion":
         """With the tensors of this configuration."""
         links = self.links if self.links_of is None else self.links_of(config)
-        if config.head is not None:
+        if getattr(config, "head", None) is not None:
             links = (*links, *self._form(config)[1].links)
         return dataclasses.replace(self, links=links, links_of=None)
 
@@ -284,8 +284,11 @@ class Conversion:
                 )
         hints = field_hints(self.config)
         fields = {s.ours: _value(s, settings, hints[s.ours]) for s in self.settings}
-        fields["head"] = head_of(self.forms, self.architecture, settings)
-        fields["pad"] = pad_of(settings)
+        later = {
+            "head": head_of(self.forms, self.architecture, settings),
+            "pad": pad_of(settings),
+        }
+        fields |= {name: value for name, value in later.items() if name in hints}
         try:
             return self.config(**{**fields, **self.read(settings)})
         except InputError as problem:
@@ -298,7 +301,7 @@ class Conversion:
             InputError: The format has no place for the configuration's head.
         """
         plain = self._plain_settings(config)
-        if config.head is None:
+        if getattr(config, "head", None) is None:
             return plain
         return {**plain, **labels_of(config.head), "architectures": [self._form(config)[0]]}
 
@@ -308,7 +311,8 @@ class Conversion:
         mapped = {name: v for name, v in mapped.items() if not (v is None and name in optional)}
         fixed = {name: allowed[0] for name, allowed in self.fixed.items()}
         head = {"architectures": [self.architecture], "model_type": self.model_type}
-        pad = {} if config.pad is None else {"pad_token_id": config.pad}
+        filled = getattr(config, "pad", None)
+        pad = {} if filled is None else {"pad_token_id": filled}
         return {**head, **fixed, **mapped, **self.write(config), **pad}
 
     def tensors(self, infos: Mapping[str, ParamInfo], kinds: Sequence[str] = ()) -> list[Tensor]:

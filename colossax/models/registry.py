@@ -38,6 +38,7 @@ from colossax.models.roberta import RoBERTaConfig
 from colossax.models.smollm3 import SmolLM3Config
 from colossax.models.starcoder2 import StarCoder2Config
 from colossax.models.t5 import T5Config
+from colossax.nn.config.family import FamilyConfig
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -157,8 +158,14 @@ def maker(config: Any) -> "MakeModel":
 
 
 def config_to_json(config: Any) -> dict[str, Any]:
-    """A configuration as JSON, its family's name included."""
-    return {"family": family_of(config).name, **to_json(config)}
+    """A configuration as JSON, its family's name included.
+
+    What families got later, a head and a token that fills rows up, stands there where it is given,
+    so that runs and checkpoints from before are what they were.
+    """
+    said = {"family": family_of(config).name, **to_json(config)}
+    later = {field.name for field in dataclasses.fields(FamilyConfig)}
+    return {name: value for name, value in said.items() if value is not None or name not in later}
 
 
 def config_from_json(data: Any) -> Any:

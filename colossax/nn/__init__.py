@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .config.decoder import DecoderConfig as DecoderConfig
     from .config.decoder import LayerCount as LayerCount
     from .config.family import DecoderSizes as DecoderSizes
+    from .config.family import EncoderSizes as EncoderSizes
     from .config.family import FamilyConfig as FamilyConfig
     from .config.family import even_head_dim as even_head_dim
     from .config.family import every as every

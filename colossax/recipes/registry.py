@@ -15,7 +15,7 @@ from colossax.recipes.large import (
     qwen3_0p6b,
     qwen3_30b_a3b,
 )
-from colossax.recipes.small import finetune, llama_stdlib, llama_tiny, moe_tiny
+from colossax.recipes.small import bert_stdlib, finetune, llama_stdlib, llama_tiny, moe_tiny
 from colossax.tasks import TrainConfig
 
 RECIPES: dict[str, Callable[[], TrainConfig]] = {
@@ -24,6 +24,7 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {
         llama_stdlib,
         llama_tiny,
         moe_tiny,
+        bert_stdlib,
         finetune,
         gpt2_124m,
         qwen3_0p6b,

@@ -27,7 +27,7 @@ class BatchPlacer:
         *,
         any_order: bool,
         any_form: bool = False,
-        vocab: int | None = None,
+        known: Mapping[str, int] = {},
     ):
         """Place nothing yet.
 
@@ -36,13 +36,13 @@ class BatchPlacer:
             dims: Logical dims of arrays that are not text.
             any_order: Whether the loss may see tokens in any order.
             any_form: Whether batches may differ in form.
-            vocab: Tokens that the model knows; None: nobody says.
+            known: Numbers that the model knows, see `known_numbers`.
         """
         self._bound = bound
         self._dims = dims
         self.any_order = any_order
         self._any_form = any_form
-        self.vocab = vocab
+        self.known = known
         self._declared: dict[type, dict[str, tuple]] = {}
         self._shardings: dict[type, dict[str, NamedSharding]] = {}
 
@@ -63,7 +63,7 @@ class BatchPlacer:
         if not placed:
             batch = as_arrays(batch)
             if not isinstance(batch, Arranged):
-                check_tokens(batch, self.vocab)
+                check_tokens(batch, self.known)
                 check_segments(batch)
                 batch = self.arrange(batch)
         form = {name: (x.shape, x.dtype) for name, x in batch.items()}

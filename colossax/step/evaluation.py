@@ -37,7 +37,7 @@ class Evaluation:
         self._step = step
         dims, of_steps = step.options.batch_dims, step.batches
         self._batches = BatchPlacer(
-            step.bound, dims, any_order=of_steps.any_order, any_form=True, vocab=of_steps.vocab
+            step.bound, dims, any_order=of_steps.any_order, any_form=True, known=of_steps.known
         )
         self._jitted: Any = jax.jit(self._totals, compiler_options=compiler_options)
         self.trace = self._jitted.trace

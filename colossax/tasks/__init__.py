@@ -6,6 +6,7 @@ from colossax.lazy import lazily
 
 if TYPE_CHECKING:
     from .config import DataConfig as DataConfig
+    from .config import MaskConfig as MaskConfig
     from .config import OptimizerConfig as OptimizerConfig
     from .config import RunLength as RunLength
     from .config import SampleConfig as SampleConfig

@@ -41,6 +41,30 @@ OPTIMIZER_STATES = ("float32", "mixed", "bfloat16", "8bit")
 
 
 _HELD_OUT = Bound(low=0, above=True, high=1, below=True, told="a share above 0, below 1, as 0.02")
+_MASKED = Bound(low=0, above=True, high=1, below=True, told="a share above 0, below 1, as 0.15")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MaskConfig:
+    """Which tokens of a row are masked, for an encoder to tell; see `data.MaskedRows`.
+
+    Attributes:
+        rate: Share of the tokens: 0.15 in BERT, 0.3 in ModernBERT.
+        random: Share of those that become any token, not the mask.
+        kept: Share of those that stay as they are.
+    """
+
+    rate: Annotated[float, _MASKED] = 0.15
+    random: Share = 0.1
+    kept: Share = 0.1
+
+    def __post_init__(self):
+        check_types(self, "data.masking")
+        if self.random + self.kept > 1:
+            raise InputError(
+                f"data.masking: random {self.random:g} and kept {self.kept:g} are shares of the"
+                " tokens that are to be told, and more than all; give shares whose sum is at most 1"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,6 +86,7 @@ class DataConfig:
         skip_undecodable: Leave out files that are not UTF-8 instead of refusing them.
         validation_fraction: Share of the documents held out.
         validation_batches: Held-out batches per validation.
+        masking: Masked tokens are told, by an encoder; None: the next token is, by a decoder.
     """
 
     path: str | None = None
@@ -75,6 +100,7 @@ class DataConfig:
     skip_undecodable: bool = False
     validation_fraction: Annotated[float, _HELD_OUT] = 0.02
     validation_batches: Count = 8
+    masking: MaskConfig | None = None
 
     def __post_init__(self):
         check_types(self, "data")
@@ -269,6 +295,32 @@ class TrainConfig(RunLength):
             raise InputError(
                 f"data.seq_len: {self.data.seq_len} is above the model's {longest};"
                 f" shorten the sequence or raise model.max_seq"
+            )
+        self._check_told()
+
+    def _check_told(self) -> None:
+        """Refuse a model that cannot tell what the data ask of it."""
+        decoder, masked = self.model.decoder(), self.data.masking is not None
+        causal = getattr(decoder, "causal", True)
+        if getattr(decoder, "head", None) is not None:
+            raise InputError(
+                "model.head: a run on text trains logits of the vocabulary, and the model has"
+                " another head; leave it out, or give boost the loss of such a head"
+            )
+        if causal and masked:
+            raise InputError(
+                "data.masking: the model's attention is causal, so a masked token would be told by"
+                " those before it alone; leave masking out, or take an encoder, as bert_stdlib has"
+            )
+        if not causal and not masked:
+            raise InputError(
+                "data.masking: the model sees the next token, which it would be asked for; start"
+                " from a recipe that masks tokens, as bert_stdlib"
+            )
+        if not causal and self.sample.prompt:
+            raise InputError(
+                "sample.prompt: the model's attention is not causal, so it continues no text; leave"
+                " the prompt empty"
             )
 
     @property

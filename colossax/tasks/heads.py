@@ -4,27 +4,44 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Bool
 
-from colossax.config import above
+from colossax.config import above, at_least
 from colossax.errors import InputError
+from colossax.nn.config.head import POOLS
 from colossax.step.loss import Loss, Sums, Terms, any_order
-from colossax.tasks.next_token import hidden_states, next_token_terms
-from colossax.typing import Batch
+from colossax.tasks.next_token import hidden_states, next_token_terms, real_tokens
+from colossax.typing import TOKEN_VALUES, Batch
 
 
 def masked_token_loss(*, z_loss: float = 0.0) -> Loss:
     """Cross entropy of `targets` where `weights` are: of tokens that were masked.
 
-    As `next_token_loss`, for models whose attention is not causal. The batch is masked already.
+    As `next_token_loss`, for models whose attention is not causal. The batch is masked already, as
+    `data.MaskedRows` does. A term `masked`, which adds nothing, says which share of the tokens it
+    is, so that a step's `tokens` are those of its text.
 
     Args:
         z_loss: See `next_token_loss`.
+
+    Raises:
+        InputError: It is below 0 or not finite.
+
+    Cost: as if every token were masked: their logits are made too, and weigh nothing.
     """
+    at_least(0).check(z_loss, "z_loss")
 
     @any_order
     def loss(model: Any, batch: Batch, row_keys: Array | None = None) -> tuple[Terms, Sums]:
-        return next_token_terms(model, *hidden_states(model, batch, row_keys), batch, z_loss=z_loss)
+        if getattr(getattr(model, "config", None), "causal", False):
+            raise InputError(
+                "masked_token_loss: the model's attention is causal, so a masked token is told by"
+                " those before it alone; use next_token_loss, with rows that are not masked"
+            )
+        hidden = hidden_states(model, batch, row_keys)
+        masked = jnp.sum(batch["weights"].astype(jnp.float32))
+        beside: Terms = {"masked": (masked, real_tokens(batch), 0.0)}
+        return next_token_terms(model, *hidden, batch, z_loss=z_loss, beside=beside)
 
     return loss
 
@@ -33,15 +50,15 @@ def classification_loss() -> Loss:
     """Cross entropy of classes, of documents or of tokens as the model's head tells them.
 
     Where the head pools, a batch has `labels`, `[b]`, or `[b, k]` for the first k documents of each
-    row; a negative label is none. Else `targets` and `weights` of its tokens, `[b, s]`.
+    row; a negative label is none, and so is that of a document which is not there. Else `targets`
+    and `weights` of its tokens, `[b, s]`. Each document, or token, counts alike.
 
     Cost: classes are few, and their logits are kept whole.
     """
 
     @any_order
     def loss(model: Any, batch: Batch, row_keys: Array | None = None) -> tuple[Terms, Sums]:
-        told, wanted = _told(model, batch, row_keys)
-        labels, weights = wanted
+        told, labels, weights = _classes(model, batch, row_keys)
         log_probabilities = jax.nn.log_softmax(told)
         chosen = jnp.take_along_axis(log_probabilities, labels[..., None], axis=-1)[..., 0]
         count, right = jnp.sum(weights), jnp.argmax(told, axis=-1) == labels
@@ -52,20 +69,28 @@ def classification_loss() -> Loss:
 
 
 def value_loss() -> Loss:
-    """Squared distance of a head's one number from `values`, of documents or of tokens.
+    """Squared distance of a head's one number from what is given, of documents or of tokens.
 
-    A batch has `values` `[b]`, `[b, k]` or, where the head does not pool, `[b, s]` with `weights`;
-    what is not finite is none.
+    Where the head pools, a batch has `values`, `[b]`, or `[b, k]` for the first k documents of each
+    row; else `token_values`, `[b, s]`, and, where not all count, `weights`. What is not finite is
+    none, and neither is what is given of padding or of a document that is not there.
     """
 
     @any_order
     def loss(model: Any, batch: Batch, row_keys: Array | None = None) -> tuple[Terms, Sums]:
-        told = _scalars(model, _answers(model, batch, _documents(batch["values"]), row_keys))
-        values = batch["values"].reshape(told.shape).astype(jnp.float32)
-        weights = jnp.isfinite(values).astype(jnp.float32)
-        if model.config.head.pool is None and "weights" in batch:
-            weights *= batch["weights"]
-        squares = jnp.square(told - jnp.where(jnp.isfinite(values), values, 0.0))
+        if _head(model).pool is None:
+            values, there = batch[TOKEN_VALUES], jnp.ones((), bool)
+            told = _scalars(model, _answers(model, batch, 1, row_keys))
+            if "segments" in batch:
+                there = batch["segments"] >= 0
+            weights = jnp.where(there, batch.get("weights", 1.0), 0.0)
+        else:
+            documents = _documents(batch["values"])
+            told = _scalars(model, _answers(model, batch, documents, row_keys))
+            values, weights = batch["values"].reshape(told.shape), _there(batch, documents)
+        finite = jnp.isfinite(values)
+        weights = jnp.broadcast_to(weights, told.shape).astype(jnp.float32) * finite
+        squares = jnp.square(told - jnp.where(finite, values, 0.0).astype(jnp.float32))
         return {"squared_error": (jnp.sum(squares * weights), jnp.sum(weights), 1.0)}, {}
 
     return loss
@@ -74,14 +99,17 @@ def value_loss() -> Loss:
 def preference_loss() -> Loss:
     """`-log sigmoid(r_0 - r_1)` of rewards: a row's document 0 is preferred to its document 1.
 
+    Rows in which one of the two is not there count for nothing.
+
     Source: Bradley and Terry 1952; Ouyang et al. 2022.
     """
 
     @any_order
     def loss(model: Any, batch: Batch, row_keys: Array | None = None) -> tuple[Terms, Sums]:
+        _check_pools(model)
         rewards = _scalars(model, _answers(model, batch, 2, row_keys))
-        there = jnp.any(batch["segments"] == 1, axis=-1) & jnp.any(batch["segments"] == 0, axis=-1)
-        margin, weights = rewards[:, 0] - rewards[:, 1], there.astype(jnp.float32)
+        margin = rewards[:, 0] - rewards[:, 1]
+        weights = jnp.all(_there(batch, 2), axis=-1).astype(jnp.float32)
         count = jnp.sum(weights)
         terms: Terms = {"preference": (-jnp.sum(jax.nn.log_sigmoid(margin) * weights), count, 1.0)}
         return terms, {"accuracy": (jnp.sum((margin > 0) * weights), count)}
@@ -111,43 +139,53 @@ def contrastive_loss(*, documents: int, temperature: float = 0.05) -> Loss:
 
     @any_order
     def loss(model: Any, batch: Batch, row_keys: Array | None = None) -> tuple[Terms, Sums]:
-        told = _answers(model, batch, documents, row_keys)
-        there = jnp.any(batch["segments"][:, None] == jnp.arange(documents)[:, None], axis=-1)
+        _check_pools(model)
+        told, there = _answers(model, batch, documents, row_keys), _there(batch, documents)
         scores = jnp.einsum("bid,bjd->bij", told, told) / temperature
         seen = there[:, None, :] & ~jnp.eye(documents, dtype=bool)
+        scores = jnp.where(seen, scores, -1e30)
         partner = jnp.arange(documents) ^ 1
-        log_probabilities = jax.nn.log_softmax(jnp.where(seen, scores, -1e30))
-        chosen = jnp.take_along_axis(log_probabilities, partner[None, :, None], axis=-1)[..., 0]
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(scores), partner[None, :, None], axis=-1)[
+            ..., 0
+        ]
         both = there & there[:, partner]
         count = jnp.sum(both).astype(jnp.float32)
-        total = -jnp.sum(jnp.where(both, chosen, 0.0))
-        right = both & (jnp.argmax(jnp.where(seen, scores, -1e30), axis=-1) == partner)
-        return {"contrastive": (total, count, 1.0)}, {"accuracy": (jnp.sum(right), count)}
+        right = both & (jnp.argmax(scores, axis=-1) == partner)
+        terms: Terms = {"contrastive": (-jnp.sum(jnp.where(both, chosen, 0.0)), count, 1.0)}
+        return terms, {"accuracy": (jnp.sum(right), count)}
 
     return loss
 
 
-def _told(model: Any, batch: Batch, row_keys: Array | None) -> tuple[Array, tuple[Array, Array]]:
-    """Logits of classes, and labels with weights of the same leading dims."""
+def _classes(model: Any, batch: Batch, row_keys: Array | None) -> tuple[Array, Array, Array]:
+    """Logits of classes; labels and weights of the same leading dims."""
     head = _head(model)
     if head.outputs is None:
         raise InputError("model.head.outputs: there are none to tell classes by; give their number")
     if head.pool is None:
-        told = _answers(model, batch, 1, row_keys)
-        return told, (batch["targets"], batch["weights"].astype(jnp.float32))
+        labels, weights = batch["targets"], batch["weights"].astype(jnp.float32)
+        return _answers(model, batch, 1, row_keys), jnp.maximum(labels, 0), weights * (labels >= 0)
     if "labels" not in batch:
         raise InputError(
             "batch: it has no 'labels' for a head that pools; give a class for each row, [b], or"
             " for each document, [b, k], negative where there is none"
         )
-    labels = batch["labels"]
-    told = _answers(model, batch, _documents(labels), row_keys)
-    labels = labels.reshape(told.shape[:2])
-    return told, (jnp.maximum(labels, 0), (labels >= 0).astype(jnp.float32))
+    documents = _documents(batch["labels"])
+    told, there = _answers(model, batch, documents, row_keys), _there(batch, documents)
+    labels = batch["labels"].reshape(there.shape)
+    return told, jnp.maximum(labels, 0), ((labels >= 0) & there).astype(jnp.float32)
 
 
 def _documents(labels: Array) -> int:
     return 1 if labels.ndim == 1 else labels.shape[1]
+
+
+def _there(batch: Batch, documents: int) -> Bool[Array, "b k"]:
+    """Which of the first documents a row has; without segments it is one."""
+    numbers, segments = jnp.arange(documents), batch.get("segments")
+    if segments is None:
+        return jnp.broadcast_to(numbers == 0, (batch["tokens"].shape[0], documents))
+    return jnp.any(segments[:, None] == numbers[:, None], axis=-1)
 
 
 def _head(model: Any) -> Any:
@@ -160,8 +198,15 @@ def _head(model: Any) -> Any:
     return head
 
 
+def _check_pools(model: Any) -> None:
+    if _head(model).pool is None:
+        raise InputError(
+            "model.head.pool: the head tells something of each token, and documents are compared;"
+            f" give pool, one of {', '.join(POOLS)}"
+        )
+
+
 def _answers(model: Any, batch: Batch, documents: int, row_keys: Array | None) -> Array:
-    _head(model)
     hidden, _ = hidden_states(model, batch, row_keys)
     return model.told(hidden, segments=batch.get("segments"), documents=documents)
 

@@ -51,7 +51,13 @@ def next_token_loss(*, z_loss: float = 0.0) -> Loss:
 
 
 def next_token_terms(
-    model: Any, hidden: Array, sums: dict[str, Any], batch: Batch, *, z_loss: float = 0.0
+    model: Any,
+    hidden: Array,
+    sums: dict[str, Any],
+    batch: Batch,
+    *,
+    z_loss: float = 0.0,
+    beside: Terms | None = None,
 ) -> tuple[Terms, Sums]:
     """What `next_token_loss` gives of hidden states that are there.
 
@@ -61,6 +67,7 @@ def next_token_terms(
         sums: What its layers counted.
         batch: Text.
         z_loss: See `next_token_loss`.
+        beside: Further terms.
     """
     weights = batch["weights"].astype(jnp.float32)
     # The head is gathered here, once, not in the loop over chunks, where it would be again
@@ -81,11 +88,11 @@ def next_token_terms(
     )
     # Counted apart from the loss, so that it visibly depends on the batch alone.
     count = jnp.sum(weights)
-    terms: Terms = {"cross_entropy": (ce, count, 1.0)}
+    terms: Terms = {"cross_entropy": (ce, count, 1.0), **(beside or {})}
     if z_loss:
         terms["z_loss"] = (z, count, z_loss)
     metrics: Sums = {"accuracy": (correct, count)}
-    tokens, sums = _tokens(batch), dict(sums)
+    tokens, sums = real_tokens(batch), dict(sums)
     for name, coefficient in getattr(model, "auxiliary", {}).items():
         terms[name] = (jnp.sum(sums.pop(name)), tokens, coefficient)
     # What is told of a step as its tokens: so a total is a mean times those.
@@ -117,7 +124,7 @@ def hidden_states(
     return model.hidden(batch["tokens"], **rows, **drawn)
 
 
-def _tokens(batch: Batch) -> Array:
+def real_tokens(batch: Batch) -> Array:
     """How many are no padding, whether targets or not."""
     segments = batch.get("segments")
     if segments is None:

@@ -14,6 +14,7 @@ from colossax.data import (
     BatchLoader,
     Corpus,
     Documents,
+    MaskedRows,
     Mixture,
     Rows,
     RowSource,
@@ -94,6 +95,7 @@ class Text:
         fingerprint: Hash of the documents, whatever they are called.
         tokenizer: Text to tokens and back.
         sources: One, or those of a mixture.
+        mask: Token that stands where one is masked; None: none is.
     """
 
     config: DataConfig
@@ -101,6 +103,7 @@ class Text:
     fingerprint: str
     tokenizer: Tokenizer
     sources: tuple[Source, ...]
+    mask: int | None = None
 
     @property
     def unigram_entropy(self) -> float:
@@ -114,6 +117,8 @@ class Text:
     def description(self) -> tuple[str, ...]:
         """For people, a line for each source."""
         vocabulary = f", vocabulary of {self.tokenizer.vocab_size:,}"
+        if self.config.masking is not None:
+            vocabulary += f", {self.config.masking.rate:.0%} masked"
         if len(self.sources) == 1:
             return (f"{self.sources[0].description(self.config)}{vocabulary}",)
         return tuple(
@@ -130,9 +135,24 @@ class Text:
 
     def _rows(self) -> RowSource:
         each = [source.rows(self.config, self.seed) for source in self.sources]
-        if len(each) == 1:
-            return each[0]
-        return Mixture(each, [source.weight for source in self.sources], seed=self.seed)
+        weights = [source.weight for source in self.sources]
+        one = each[0] if len(each) == 1 else Mixture(each, weights, seed=self.seed)
+        return self._viewed(one, self.seed)
+
+    def _viewed(self, rows: RowSource, seed: int) -> RowSource:
+        """The rows as they are trained on: masked, where that is asked for."""
+        masking = self.config.masking
+        if masking is None or self.mask is None:
+            return rows
+        return MaskedRows(
+            rows,
+            mask=self.mask,
+            vocab=self.tokenizer.vocab_size,
+            seed=seed,
+            rate=masking.rate,
+            random=masking.random,
+            kept=masking.kept,
+        )
 
     def held_out(self, step: Step, source: Source) -> Iterator[Batch]:
         """The held-out batches of a source, the same for every seed."""
@@ -145,6 +165,7 @@ class Text:
             wanted=place.wanted,
             batches=max(1, round(share)),
             whole=self.config.packing == "whole",
+            view=self._viewed,
         )
         return map(place, batches)
 
@@ -222,6 +243,7 @@ def open_text(
     )
     fingerprint, tokenizer_json = first
     reader = Tokenizer.from_json(tokenizer_json)
+    mask = None if config.masking is None else mask_token(reader, model.vocab)
     group.together(lambda: _check_same(documents, fingerprint, group.process_id))
 
     def encode() -> tuple[Source, ...]:
@@ -235,7 +257,29 @@ def open_text(
         fingerprint=fingerprint,
         tokenizer=reader,
         sources=group.together(encode),
+        mask=mask,
     )
+
+
+def mask_token(tokenizer: Tokenizer, vocab: int) -> int:
+    """The tokenizer's own token for what is masked, else the first number behind its tokens.
+
+    Args:
+        tokenizer: Of the text.
+        vocab: Tokens that the model knows.
+
+    Raises:
+        InputError: The tokenizer has none, and the model no number left.
+    """
+    if tokenizer.mask is not None:
+        return tokenizer.mask
+    if tokenizer.vocab_size >= vocab:
+        raise InputError(
+            f"data.masking: the tokenizer has {tokenizer.vocab_size} tokens, none of them for what"
+            f" is masked, and the model's vocabulary of {vocab} has no number left for one; raise"
+            " model.vocab by 1, or give a tokenizer that has [MASK] or <mask>"
+        )
+    return tokenizer.vocab_size
 
 
 def _source(

@@ -11,7 +11,8 @@ from colossax.models import config_to_json, maker
 from colossax.processes.group import Group
 from colossax.step.options import StepOptions
 from colossax.step.step import Step
-from colossax.tasks.config import DataConfig, TrainConfig, train_config_to_json
+from colossax.tasks.config import DataConfig, MaskConfig, TrainConfig, train_config_to_json
+from colossax.tasks.heads import masked_token_loss
 from colossax.tasks.initial import initial_tokenizer
 from colossax.tasks.next_token import mean_loss, next_token_loss
 from colossax.tasks.optimizer import make_optimizer, make_schedule
@@ -40,12 +41,14 @@ def task_of(config: TrainConfig, group: Group | None = None) -> Task:
     """
     text = functools.cache(lambda: _opened(config, group or Group(None, {})))
     tokens = config.data.global_batch * config.data.seq_len
+    masked = config.data.masking is not None
+    loss = masked_token_loss if masked else next_token_loss
 
     return Task(
         name=config.recipe,
         make_model=maker(config.model),
         optimizer=make_optimizer(config.optimizer, config.schedule_steps),
-        loss=next_token_loss(z_loss=config.z_loss),
+        loss=loss(z_loss=config.z_loss),
         shapes=batch_shapes(config),
         options=StepOptions(clip_norm=config.clip_norm),
         batches=lambda step, start: text().batches(step, start),
@@ -54,7 +57,7 @@ def task_of(config: TrainConfig, group: Group | None = None) -> Task:
         tokens=tokens,
         flops=config.model.decoder().train_flops_per_token(config.data.seq_len) * tokens,
         flops_formula=FLOPS_FORMULA,
-        unit="nats per token",
+        unit="nats per masked token" if masked else "nats per token",
         baselines=lambda: {UNIGRAM_ENTROPY: text().unigram_entropy},
         identity=lambda: identity(
             config, text=text().fingerprint, tokenizer=text().tokenizer.fingerprint
@@ -97,8 +100,16 @@ def identity(config: TrainConfig, *, text: str, tokenizer: str) -> dict[str, Any
         "data": [_shown(data), text],
         "data.mixture": " ".join(f"{weight:.6g}" for weight in data.sources.values()),
         "data.packing": data.packing,
+        "data.masking": _as_text(data.masking),
         "tokenizer": [data.tokenizer or f"one of {data.tokenizer_vocab} tokens", tokenizer],
     }
+
+
+def _as_text(masking: MaskConfig | None) -> str:
+    """Of what is masked, for people: `0.15, 0.1 any, 0.1 kept`."""
+    if masking is None:
+        return "none"
+    return f"{masking.rate:g}, {masking.random:g} any, {masking.kept:g} kept"
 
 
 def _shown(data: DataConfig) -> str:

@@ -141,7 +141,7 @@ def test_loss_and_gradients_are_the_same_bits(place, monkeypatch):
     state, step = step_of(SMALL, plan)
     found = jax.jit(step.gradients)(state, batch())
     monkeypatch.setattr(
-        "colossax.nn.decoder.decoder.with_ranges", lambda operands, _: operands.mask
+        "colossax.nn.decoder.masks.with_ranges", lambda operands, _: operands.mask
     )
     state, step = step_of(SMALL, plan)
     expected = jax.jit(step.gradients)(state, batch())

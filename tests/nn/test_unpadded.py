@@ -1,6 +1,7 @@
 """Rows packed with documents give what padded rows do, for the work of their real tokens."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -9,6 +10,7 @@ from colossax.models import BERTConfig, ModernBERTConfig, maker
 from colossax.nn import HeadConfig, describe, pure
 from colossax.pallas.attention import Mask, dense
 from colossax.planner.counting.traced_flops import traced_flops
+from tests.cases import quick_first
 from tests.oracle import assert_trees_close
 
 LENGTHS = (32, 9, 23, 16, 8, 8, 20, 12)
@@ -66,7 +68,7 @@ def ran(model):
 
 
 @pytest.mark.catches("packed-documents-meet")
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", quick_first(MODELS, ["classes"]))
 def test_packed_rows_give_what_padded_rows_do(model):
     params, run = ran(model)
     whole, alone = run(params, **packed()), run(params, **padded())
@@ -91,6 +93,30 @@ def test_work_follows_real_tokens(model):
     real = sum(LENGTHS) / (len(LENGTHS) * WIDTH)
     assert real == 0.5
     assert count["packed"] == count["padded"] * real
+
+
+@pytest.mark.catches("encoder-flops-halved")
+@pytest.mark.parametrize("model", ["bert", "classes of tokens"])
+def test_flops_that_are_told_are_those_of_the_matmuls(model):
+    """Forward a third of a step's; every token sees all of its row."""
+    config = BERTConfig(**SIZES, head=None if model == "bert" else HeadConfig(outputs=5))
+    spec = describe(maker(config))
+    tokens = jnp.zeros((2, WIDTH), jnp.int32)
+    params = pure(maker(config)(nnx.Rngs(0)))
+    found = traced_flops(jax.jit(lambda p: spec.merge(p)(tokens)).trace(params).jaxpr).flops
+    assert 3 * found == config.decoder().train_flops_per_token(WIDTH) * tokens.size
+
+
+@pytest.mark.parametrize("window", [1, 8, 31, 40, 200])
+def test_keys_that_are_counted_are_those_a_window_shows(window):
+    """Of layers with a window, half of it on each side, and of those without."""
+    config = ModernBERTConfig(**SIZES, window=window, full_every=2).decoder()
+    shown = [
+        np.asarray(dense(Mask(causal=False, window=sides), WIDTH, WIDTH)).sum()
+        for sides in (None, config.sides, None)
+    ]
+    keys = 6 * config.heads * 2 * config.head_dim * sum(shown) / WIDTH
+    assert config.train_flops_per_token(WIDTH) == int(config.flops_per_token + keys)
 
 
 def test_attention_has_no_pairs_of_padding_or_of_two_documents():

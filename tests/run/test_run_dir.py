@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import shutil
+from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
@@ -186,6 +187,19 @@ def test_a_run_without_a_named_state_has_float32(started):
     stored = {k: v for k, v in who().items() if k != "optimizer.state"}
     RunFolder(path=started.path).write(train_config_to_json(CONFIG), stored)
     check_identity(started, who())
+
+
+@pytest.mark.catches("heads-are-another-run")
+def test_a_run_from_before_heads_and_masks_is_the_same_run(tmp_path):
+    """The file of one whose families had neither `head` nor `pad`, and whose text no masks."""
+    folder = RunFolder(path=tmp_path)
+    shutil.copy(Path(__file__).with_name("before_heads.json"), folder.file)
+    stored = folder.read()["identity"]
+    config = train_config_from_json(folder.config())
+    asked = identity(config, text=stored["data"][1], tokenizer=stored["tokenizer"][1])
+    check_identity(folder, asked)
+    assert asked == {**stored, "data.masking": "none"}
+    assert train_config_to_json(config)["model"] == folder.config()["model"]
 
 
 def test_other_text_or_another_tokenizer_is_named(started):

@@ -1,16 +1,28 @@
 """Encoders and heads train on every mesh as on one device."""
 
+import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from colossax import Plan, boost
 from colossax.errors import InputError
-from colossax.nn import Decoder, DecoderConfig, HeadConfig, RopeConfig, TransformConfig
+from colossax.inference import Generator
+from colossax.nn import (
+    Decoder,
+    DecoderConfig,
+    HeadConfig,
+    RopeConfig,
+    TransformConfig,
+    describe,
+    pure,
+)
 from colossax.optim import adamw
+from colossax.step.checks.given import check_tokens, known_numbers
 from colossax.tasks import (
     classification_loss,
     contrastive_loss,
@@ -56,8 +68,9 @@ MODELS = {
             "norm_bias": False,
             "embed_norm": True,
             "first_norm": False,
+            "layers": 2,
             "window": 8,
-            "full_layers": (0, 2),
+            "full_layers": (0,),
             "rope": RopeConfig(),
             "local_rope": RopeConfig(theta=30.0),
             "transform": TransformConfig(bias=False),
@@ -86,18 +99,9 @@ MODELS = {
 
 
 def made(model):
-    return DecoderConfig(
-        vocab=64,
-        embed=32,
-        layers=4,
-        heads=4,
-        kv_heads=4,
-        head_dim=8,
-        mlp=64,
-        max_seq=64,
-        init_std=0.2,
-        **MODELS[model][1],
-    )
+    sizes = {"vocab": 64, "embed": 32, "layers": 4, "heads": 4, "kv_heads": 4, "head_dim": 8}
+    parts = {"mlp": 64, "max_seq": 64, "init_std": 0.2, **MODELS[model][1]}
+    return DecoderConfig(**{**sizes, **parts})
 
 
 def given(model):
@@ -109,7 +113,7 @@ def given(model):
     if model == "classes":
         rows["labels"] = draw.integers(-1, 3, (len(rows["tokens"]), 2)).astype(np.int32)
     if model == "values":
-        rows["values"] = draw.standard_normal(rows["tokens"].shape).astype(np.float32)
+        rows["token_values"] = draw.standard_normal(rows["tokens"].shape).astype(np.float32)
     if model == "embedding":
         places = np.arange(rows["tokens"].shape[1])
         rows["segments"] = np.broadcast_to(places // 8, rows["tokens"].shape).astype(np.int32)
@@ -126,7 +130,6 @@ def run(plan, model, devices=None):
         MODELS[model][0],
         plan,
         devices=jax.devices()[:devices],
-        batch_dims={"values": ("batch", "seq")} if model == "values" else None,
     )
     found = []
     for _ in range(3):
@@ -149,11 +152,8 @@ CASES = [
     for name in PLANS
     if not (name in ALIKE and model == "windows")
 ]
-QUICK = [
-    ("data, ring, tensor", "sums"),
-    ("fsdp, tensor", "windows"),
-    ("ulysses", "classes"),
-]
+QUICK = [("ulysses", "classes")]
+"""Layers of several kinds are no scan: each is compiled, for a second or more. A sweep has them."""
 
 
 @pytest.mark.parametrize(("name", "model"), quick_first(CASES, QUICK))
@@ -161,10 +161,14 @@ def test_every_plan_trains_as_one_device(name, model):
     assert_losses_close(run(PLANS[name], model), truth(model))
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", quick_first(MODELS, ["classes"]))
 def test_each_learns(model):
     losses = truth(model)[:, 0]
     assert losses[2] < losses[0]
+
+
+def traced(loss, config, rows):
+    jax.eval_shape(lambda rows: loss(Decoder(config, rngs=nnx.Rngs(0)), rows)[0], rows)
 
 
 @pytest.mark.catches("encoder-tells-what-it-sees")
@@ -177,13 +181,62 @@ def test_each_learns(model):
         ("embedding", classification_loss(), "model.head.outputs: there are none to tell classes"),
         ("reward", classification_loss(), "batch: it has no 'labels' for a head that pools"),
         ("classes", preference_loss(), "outputs: found 3, and a reward or value is one number"),
+        ("values", preference_loss(), "model.head.pool: the head tells something of each token"),
+        ("classes of tokens", contrastive_loss(documents=4), "give pool, one of first, last, mean"),
     ],
 )
 def test_losses_that_a_head_does_not_serve_are_refused(model, loss, message):
-    config = made(model)
-    rows = {name: np.asarray(x) for name, x in batch().items()}
     with pytest.raises(InputError, match=message):
-        jax.eval_shape(lambda rows: loss(Decoder(config, rngs=nnx.Rngs(0)), rows)[0], rows)
+        traced(loss, made(model), batch())
+
+
+def test_a_causal_model_is_given_no_masked_rows():
+    config = dataclasses.replace(made("reward"), head=None)
+    with pytest.raises(InputError, match="attention is causal, so a masked token is told by"):
+        traced(masked_token_loss(), config, batch())
+
+
+def test_kinds_of_tokens_go_to_models_that_know_some():
+    rows = {**batch(), "token_types": np.zeros((8, 32), np.int32)}
+    with pytest.raises(InputError, match="token_types: the model has no table of kinds of tokens"):
+        traced(masked_token_loss(), made("windows"), rows)
+
+
+@pytest.mark.catches("kinds-unchecked")
+@pytest.mark.parametrize(
+    ("model", "name", "message"),
+    [
+        ("sums", "token_types", r"batch 'token_types': 2 at \[3, 5\], and the model knows 0 to 1"),
+        ("classes", "labels", r"batch 'labels': 3 at \[3, 1\], and the model knows 0 to 2"),
+    ],
+)
+def test_numbers_that_the_model_has_no_part_for_are_refused(model, name, message):
+    rows = given(model)
+    rows[name][3, 5 % rows[name].shape[1]] = 2 if name == "token_types" else 3
+    infos = describe(lambda rngs: Decoder(made(model), rngs=rngs)).infos
+    known = known_numbers(infos)
+    check_tokens(given(model), known)
+    with pytest.raises(InputError, match=message):
+        check_tokens(rows, known)
+
+
+@pytest.mark.sweep
+@pytest.mark.catches("kind-0-left-out")
+def test_a_decoder_with_kinds_of_tokens_decodes_what_it_says():
+    """Kind 0 is added with a cache as without one."""
+    config = dataclasses.replace(made("reward"), head=None, layers=1, token_types=2)
+    spec = describe(lambda rngs: Decoder(config, rngs=rngs))
+    params = pure(Decoder(config, rngs=nnx.Rngs(0)))
+    prompt = jnp.arange(1, 7)
+    generator = Generator(spec, Plan().bind(jax.devices()[:1]), params, slots=8, sequences=1)
+    found = generator.generate(prompt.tolist(), max_tokens=1, temperature=0.0).tokens
+    logits = spec.merge(params)(prompt[None])
+    assert found == (int(np.argmax(logits[0, -1])),)
+    assert not np.allclose(logits, spec.merge(zero_kinds(params))(prompt[None]))
+
+
+def zero_kinds(params):
+    return {**params, "token_types": jax.tree.map(np.zeros_like, params["token_types"])}
 
 
 def test_an_encoder_generates_nothing():

@@ -105,14 +105,12 @@ def _full_every(settings: Mapping[str, Any]) -> int:
 
 def _read(settings: Mapping[str, Any]) -> dict[str, Any]:
     full, local = _thetas(settings)
-    transform = _transform(settings)
     return {
         "rope_theta": full,
         "local_theta": local,
         "full_every": _full_every(settings),
         "activation": read_activation(settings, "hidden_activation", "gelu"),
-        "head_activation": transform.activation,
-        "head_transform_bias": transform.bias,
+        "transformed": _transform(settings),
         **first_eos(settings),
     }
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from colossax.config import Count, Natural
+from colossax.config import Natural
 from colossax.models.bert.config import BERTConfig
 from colossax.nn import TransformConfig
 
@@ -17,7 +17,6 @@ class RoBERTaConfig(BERTConfig):
     Source: Liu et al. 2019.
     """
 
-    max_seq: Count = 512
     token_types: Natural = 1
     pad: Natural = 1
 
@@ -28,5 +27,5 @@ class RoBERTaConfig(BERTConfig):
 
     @property
     def transformed(self) -> TransformConfig:
-        """What stands before logits of the vocabulary."""
-        return TransformConfig(activation="gelu")
+        """What stands before logits of the vocabulary, always with GELU."""
+        return TransformConfig()

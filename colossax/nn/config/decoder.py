@@ -360,4 +360,4 @@ class DecoderConfig:
         if self.causal:
             return (seq_len + 1) / 2, seen - seen * (seen - 1) / (2 * chunk)
         side = chunk - 1 if self.sides is None else min(self.sides[1], chunk - 1)
-        return seq_len, min(chunk, 2 * side + 1 - side * (side + 1) / chunk)
+        return float(seq_len), min(float(chunk), 2 * side + 1 - side * (side + 1) / chunk)

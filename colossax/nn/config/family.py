@@ -6,7 +6,7 @@ from typing import Any
 from colossax.config import Count, Natural, NotNegative, check_types
 from colossax.errors import InputError
 from colossax.nn.config.decoder import DecoderConfig, LayerCount
-from colossax.nn.config.head import HeadConfig
+from colossax.nn.config.head import HeadConfig, TransformConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,6 +48,38 @@ class DecoderSizes(FamilyConfig):
     mlp: Count
     init_std: NotNegative = 0.02
     eos: Natural | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncoderSizes(FamilyConfig):
+    """Sizes that encoders have: LayerNorm, also of embeddings, and a transform before the head."""
+
+    vocab: Count
+    embed: Count
+    layers: LayerCount
+    heads: Count
+    mlp: Count
+    activation: str = "gelu"
+    tied: bool = True
+    init_std: NotNegative = 0.02
+    eos: Natural | None = None
+
+    @property
+    def transformed(self) -> TransformConfig:
+        """What stands before logits of the vocabulary."""
+        return TransformConfig(activation=self.activation)
+
+    def described(self, **parts: Any) -> DecoderConfig:
+        """An encoder of the fields that both have, and of these parts."""
+        return super().described(
+            causal=False,
+            kv_heads=self.heads,
+            head_dim=even_head_dim(self.embed, self.heads),
+            norm="layer",
+            embed_norm=True,
+            transform=self.transformed if self.head is None else None,
+            **parts,
+        )
 
 
 def every(count: int, layers: int) -> tuple[int, ...]:

@@ -52,7 +52,7 @@ class Decoder(Trunk, Vocabulary):
         segments: Int[Array, "b s"] | None = None,
         token_types: Int[Array, "b s"] | None = None,
     ) -> Float[Array, "b n v"]:
-        """Logits of every token; or what the model tells in their place, of one document a row."""
+        """Logits of every token; or what its head tells in their place, of a row's document 0."""
         hidden, _ = self.hidden(
             tokens, positions=positions, segments=segments, token_types=token_types
         )
@@ -100,15 +100,16 @@ class Decoder(Trunk, Vocabulary):
             segments: Documents packed into a row, numbered in their order there; a token sees its
                 own. Negative is padding.
             token_types: Kind of each token, for models that have a table of them; default 0.
-            mask: Who sees whom; default as the configuration says. Of a mask
-                without segments those given are taken.
+            mask: Who sees whom; default as the configuration says. Of a mask without segments
+                those given are taken.
             key: For gates that draw: one, or one for each row, `[b]`; None: without noise.
 
         Returns:
             Hidden states `[b, s, d]`, and by name what the layers counted, `[layers, ...]`.
 
         Raises:
-            InputError: The sequence is longer than the model's, or both inputs are given.
+            InputError: The sequence is longer than the model's, both inputs are given, or kinds of
+                tokens to a model that knows none.
         """
         if (tokens is None) == (embeddings is None):
             raise InputError("hidden: give either tokens or embeddings, one of them")

@@ -11,7 +11,7 @@ from colossax.nn.block import ACTIVATIONS
 from colossax.nn.config import DecoderConfig, HeadConfig, TransformConfig
 from colossax.nn.decoder.layers import make_norm
 from colossax.nn.layers import Linear
-from colossax.sharding import constrain, current_order
+from colossax.sharding import constrain, current_order, gather_weight
 
 
 class Transform(nnx.Module):
@@ -61,10 +61,19 @@ class Head(nnx.Module):
             hidden = pooled(hidden, self.head.pool, segments, documents)
         if self.transform is not None:
             hidden = self.transform(hidden)
-        told = (hidden if self.map is None else self.map(hidden)).astype(jnp.float32)
+        told = hidden.astype(jnp.float32) if self.map is None else self._mapped(hidden)
         if self.head.normalise:
             told = told / jnp.sqrt(jnp.sum(told * told, axis=-1, keepdims=True) + 1e-12)
         return told
+
+    def _mapped(self, hidden: Float[Array, "b n d"]) -> Float[Array, "b n o"]:
+        """Outputs are few: each device has them all, and sums are not rounded to 16 bits."""
+        assert self.map is not None
+        weight = self.map.weight.gathered(to=(None, None))
+        told = jnp.dot(hidden, weight, preferred_element_type=jnp.float32)
+        if self.map.b is None:
+            return told
+        return told + gather_weight(self.map.b[...], ("outputs",), dtype=jnp.dtype("float32"))
 
 
 def pooled(
@@ -90,17 +99,17 @@ def pooled(
     if segments is None:
         segments = jnp.zeros(hidden.shape[:2], jnp.int32)
     own = segments[:, None, :] == jnp.arange(documents)[:, None]
-    if pool == "mean":
-        count = jnp.sum(own, axis=-1, keepdims=True)
-        weights = own / jnp.maximum(count, 1)
-    elif pool == "first":
+    weights = own
+    if pool == "first":
         first = jnp.min(jnp.where(own, where, len(where)), axis=-1, keepdims=True)
         weights = own & (where == first)
-    else:
+    elif pool == "last":
         last = jnp.max(jnp.where(own, where, -1), axis=-1, keepdims=True)
         weights = own & (where == last)
     weights = constrain(weights.astype(hidden.dtype), "batch", None, "seq")
     found = jnp.einsum("bks,bsd->bkd", weights, hidden, preferred_element_type=jnp.float32)
+    if pool == "mean":
+        found = found / jnp.maximum(jnp.sum(own, axis=-1, keepdims=True), 1)
     return constrain(found.astype(hidden.dtype), "batch", None, "embed")
 
 

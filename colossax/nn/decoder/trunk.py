@@ -116,11 +116,7 @@ class Trunk(nnx.Module):
             source=self._source(x, rows),
             **self._routed(x, rows),
         )
-        if self.token_types is not None:
-            kinds = rows.token_types
-            kinds = jnp.zeros(x.shape[:2], jnp.int32) if kinds is None else kinds
-            x = x + self.token_types(kinds)
-        return self._run(x, positions, side, None)
+        return self._run(self._typed(x, rows.token_types), positions, side, None)
 
     def through_cache(
         self,
@@ -149,7 +145,18 @@ class Trunk(nnx.Module):
         )
         if self.config.mixture is not None:
             side = dataclasses.replace(side, valid=flat.seat[None] >= 0, token_ids=tokens[None])
-        return self._run(x, positions, side, cache)
+        return self._run(self._typed(x, None), positions, side, cache)
+
+    def _typed(self, x: Any, kinds: Any) -> Any:
+        """With what the kinds of tokens add, by default that of kind 0."""
+        if self.token_types is None:
+            if kinds is not None:
+                raise InputError(
+                    "token_types: the model has no table of kinds of tokens; leave them out, or"
+                    " give its configuration token_types"
+                )
+            return x
+        return x + self.token_types(jnp.zeros(x.shape[:2], jnp.int32) if kinds is None else kinds)
 
     def _run(self, x: Any, positions: Any, side: Side, cache: Any) -> tuple[Any, StackOutput]:
         if self.positions is not None:

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from colossax.errors import InputError
-from colossax.typing import Batch, TrainState
+from colossax.typing import TOKEN_TYPES, Batch, TrainState
 
 _AS_IN = "as in `state, metrics = step(state, batch)`"
 
@@ -117,45 +117,63 @@ def host_array(name: str, x: Any) -> np.ndarray:
     return x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False)
 
 
-def check_tokens(batch: Batch, vocab: int | None) -> None:
-    """Refuse tokens and targets on the host that no vocabulary has, or not the model's.
+def check_tokens(batch: Batch, known: Mapping[str, int]) -> None:
+    """Refuse numbers on the host that no table or head of the model has: tokens above all.
 
     Targets of weight 0 may be anything.
 
     Args:
         batch: Host arrays are looked at.
-        vocab: Tokens that the model knows; None: nobody says.
+        known: See `known_numbers`.
 
     Raises:
         InputError: With the first of them.
 
     Cost: two passes over each array.
     """
-    for name in ("tokens", "targets"):
-        ids = batch.get(name)
+    for name in sorted({"tokens", "targets", *known}):
+        ids, vocab = batch.get(name), known.get(name)
         if not isinstance(ids, np.ndarray) or ids.size == 0 or ids.dtype.kind not in "iu":
             continue
-        if ids.min() >= 0 and (vocab is None or ids.max() < vocab):
+        least = np.iinfo(ids.dtype).min if name == "labels" else 0  # below 0 there is none
+        if ids.min() >= least and (vocab is None or ids.max() < vocab):
             continue
-        wrong = (ids < 0) if vocab is None else (ids < 0) | (ids >= vocab)
+        wrong = (ids < least) if vocab is None else (ids < least) | (ids >= vocab)
         weights = batch.get("weights")
         if name == "targets" and isinstance(weights, np.ndarray) and weights.shape == ids.shape:
             wrong &= weights != 0
         if wrong.any():
             place = tuple(np.argwhere(wrong)[0].tolist())
-            known = "tokens count from 0" if vocab is None else f"the model knows 0 to {vocab - 1}"
+            range_ = "tokens count from 0" if vocab is None else f"the model knows 0 to {vocab - 1}"
             raise InputError(
-                f"batch '{name}': {ids[place]} at {list(place)}, and {known}; give tokens of the"
-                " model's vocabulary, and 'weights' 0 where a target does not count"
+                f"batch '{name}': {ids[place]} at {list(place)}, and {range_}; give {_wanted(name)}"
             )
 
 
-def vocabulary(infos: Any) -> int | None:
-    """Tokens that a model's largest table or head knows; None where it has no table of them."""
-    named = [info for info in jax.tree.leaves(infos) if "vocab" in info.dims]
-    if not any(info.dims[0] == "vocab" for info in named):
-        return None
-    return max(info.shape[info.dims.index("vocab")] for info in named)
+def _wanted(name: str) -> str:
+    if name in ("tokens", "targets"):
+        return "tokens of the model's vocabulary, and 'weights' 0 where a target does not count"
+    return "one of those, or raise the model's number of them"
+
+
+def known_numbers(infos: Any) -> dict[str, int]:
+    """How many numbers, from 0, a model knows in each array of a batch; those it has a part for."""
+    known = {}
+    if vocab := _most(infos, "vocab", table=True):
+        known |= {"tokens": vocab, "targets": vocab}
+    if kinds := _most(infos, TOKEN_TYPES, table=True):
+        known[TOKEN_TYPES] = kinds
+    if classes := _most(infos, "outputs"):
+        known["labels"] = classes
+    return known
+
+
+def _most(infos: Any, dim: str, *, table: bool = False) -> int:
+    """Largest size of a dim of that name; with `table`, 0 unless a parameter begins with it."""
+    named = [info for info in jax.tree.leaves(infos) if dim in info.dims]
+    if table and not any(info.dims[0] == dim for info in named):
+        return 0
+    return max((info.shape[info.dims.index(dim)] for info in named), default=0)
 
 
 def _listed(names: Mapping[str, Any]) -> str:
