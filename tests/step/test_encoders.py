@@ -68,9 +68,8 @@ MODELS = {
             "norm_bias": False,
             "embed_norm": True,
             "first_norm": False,
-            "layers": 2,
             "window": 8,
-            "full_layers": (0,),
+            "full_layers": (0, 2),
             "rope": RopeConfig(),
             "local_rope": RopeConfig(theta=30.0),
             "transform": TransformConfig(bias=False),
@@ -100,8 +99,7 @@ MODELS = {
 
 def made(model):
     sizes = {"vocab": 64, "embed": 32, "layers": 4, "heads": 4, "kv_heads": 4, "head_dim": 8}
-    parts = {"mlp": 64, "max_seq": 64, "init_std": 0.2, **MODELS[model][1]}
-    return DecoderConfig(**{**sizes, **parts})
+    return DecoderConfig(**sizes, mlp=64, max_seq=64, init_std=0.2, **MODELS[model][1])
 
 
 def given(model):
@@ -236,7 +234,7 @@ def test_a_decoder_with_kinds_of_tokens_decodes_what_it_says():
 
 
 def zero_kinds(params):
-    return {**params, "token_types": jax.tree.map(np.zeros_like, params["token_types"])}
+    return {**params, "token_types": jax.tree.map(jnp.zeros_like, params["token_types"])}
 
 
 def test_an_encoder_generates_nothing():

@@ -162,7 +162,7 @@ def test_a_run_on_real_text_reaches_its_bar_on_a_mixed_mesh(tmp_path):
     assert final["validation_loss"] > final["unigram_entropy"] / 2
 
 
-MESHES = [MESH, {"fsdp": 2, "ring": 2, "tensor": 2}, {"stage": 2, "fsdp": 2}]
+MESHES = [MESH, {"fsdp": 2, "ring": 2, "tensor": 2}, {"stage": 2, "fsdp": 4}]
 
 
 @pytest.mark.sweep
