@@ -54,7 +54,12 @@ TOKEN_TYPES = "token_types"
 TOKEN_VALUES = "token_values"
 """Array of what a head is to tell of each token, `[b, s]`, as of values."""
 
-TOKEN_DIMS = TEXT_BATCH_DIMS | dict.fromkeys((TOKEN_TYPES, TOKEN_VALUES), ("batch", "seq"))
+SOURCE, SOURCE_SEGMENTS = "source", "source_segments"
+"""Arrays of what an encoder reads before a decoder writes: tokens and their documents, `[b, t]`."""
+
+TOKEN_DIMS = TEXT_BATCH_DIMS | dict.fromkeys(
+    (TOKEN_TYPES, TOKEN_VALUES, SOURCE, SOURCE_SEGMENTS), ("batch", "seq")
+)
 """Dims of all arrays that have a number for each token."""
 
 

@@ -15,7 +15,14 @@ from colossax.recipes.large import (
     qwen3_0p6b,
     qwen3_30b_a3b,
 )
-from colossax.recipes.small import bert_stdlib, finetune, llama_stdlib, llama_tiny, moe_tiny
+from colossax.recipes.small import (
+    bert_stdlib,
+    finetune,
+    llama_stdlib,
+    llama_tiny,
+    moe_tiny,
+    t5_stdlib,
+)
 from colossax.tasks import TrainConfig
 
 RECIPES: dict[str, Callable[[], TrainConfig]] = {
@@ -25,6 +32,7 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {
         llama_tiny,
         moe_tiny,
         bert_stdlib,
+        t5_stdlib,
         finetune,
         gpt2_124m,
         qwen3_0p6b,

@@ -1,6 +1,6 @@
 """A global batch with its tokens in the order that a plan wants them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -9,9 +9,9 @@ import numpy as np
 
 from colossax.errors import InputError
 from colossax.sharding import RowOrder
-from colossax.typing import Batch, Dims
+from colossax.typing import SOURCE, SOURCE_SEGMENTS, Batch, Dims
 
-_FILL = {"segments": -1}
+_FILL = {"segments": -1, SOURCE_SEGMENTS: -1}
 """What padding holds; 0 in other arrays."""
 
 
@@ -66,6 +66,9 @@ def check_segments(batch: Batch) -> None:
         )
 
 
+OrderOf = Callable[[int], RowOrder]
+
+
 def row_length(batch: Batch, dims: Mapping[str, Dims]) -> int | None:
     """Tokens of a row; None where no array has a dim `seq`, or they differ in its size."""
     lengths = {batch[name].shape[at] for name in batch if (at := _seq_dim(dims[name])) is not None}
@@ -96,7 +99,39 @@ def arranged(batch: Batch, dims: Mapping[str, Dims], order: RowOrder) -> Arrange
         zeros = jnp.zeros if isinstance(batch["tokens"], jax.Array) else np.zeros
         batch["segments"] = zeros(batch["tokens"].shape, np.int32)
         dims["segments"] = dims["tokens"]
+        if SOURCE in batch and SOURCE_SEGMENTS not in batch:
+            batch[SOURCE_SEGMENTS], dims[SOURCE_SEGMENTS] = batch["segments"], dims["tokens"]
     return Arranged({n: _arranged(n, x, dims[n], order) for n, x in batch.items()}, order)
+
+
+def filled_up(batch: Batch, dims: Mapping[str, Dims], order_of: OrderOf) -> Batch:
+    """Rows of texts of several lengths, each filled up at its end, in their own order.
+
+    Args:
+        batch: Host or device arrays: what is read is `source`, what is written `tokens`.
+        dims: Logical dims of each.
+        order_of: Order that the plan wants of rows of a length; its padding counts.
+
+    Raises:
+        InputError: Rows must be filled up and the batch has no way to say where.
+    """
+    sizes = {n: x.shape[at] for n, x in batch.items() if (at := _seq_dim(dims[n])) is not None}
+    padding = {name: order_of(size).padding for name, size in sizes.items()}
+    batch, dims = dict(batch), dict(dims)
+    for text, segments in (("tokens", "segments"), (SOURCE, SOURCE_SEGMENTS)):
+        if padding.get(text) and segments not in batch:
+            library = jnp if isinstance(batch[text], jax.Array) else np
+            batch[segments] = library.zeros(batch[text].shape, np.int32)
+            dims[segments], padding[segments] = dims[text], padding[text]
+    if any(padding.values()) and "tokens" not in batch:
+        raise InputError(
+            "batch: rows of several lengths need more tokens for this plan's mesh, and there are no"
+            " 'tokens' and 'source' to mark them in; pad the rows"
+        )
+    return {
+        name: _arranged(name, x, dims[name], RowOrder(padding=padding.get(name, 0)))
+        for name, x in batch.items()
+    }
 
 
 def _arranged(name: str, x: Any, dims: Dims, order: RowOrder) -> Any:

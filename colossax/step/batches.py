@@ -11,10 +11,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from colossax.config import BoundPlan
 from colossax.errors import InputError
 from colossax.sharding import NATURAL, RowOrder, activation_sharding, balanced_order
-from colossax.step.arrange import Arranged, arranged, check_segments, row_length
+from colossax.step.arrange import Arranged, arranged, check_segments, filled_up, row_length
 from colossax.step.checks.given import check_tokens, host_array
 from colossax.step.microbatches import batch_dims, check_microbatches, num_microbatches
-from colossax.typing import Batch, Dims
+from colossax.typing import SOURCE, Batch, Dims
 
 
 class BatchPlacer:
@@ -99,7 +99,9 @@ class BatchPlacer:
         """Arrays in natural order brought into the step's, on the host or in a trace."""
         dims = batch_dims(batch, self._dims)
         length = row_length(batch, dims)
-        order = NATURAL if length is None else self.order(length)
+        if length is None:
+            return filled_up(batch, dims, self.order) if SOURCE in batch else batch
+        order = self.order(length)
         return batch if order == NATURAL else arranged(batch, dims, order)
 
     def abstract(self, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> Batch:

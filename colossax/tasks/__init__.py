@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .heads import value_loss as value_loss
     from .initial import with_initial_model as with_initial_model
     from .next_token import next_token_loss as next_token_loss
+    from .spans import SpanConfig as SpanConfig
     from .task import TAKEN as TAKEN
     from .task import Callback as Callback
     from .task import Evaluator as Evaluator

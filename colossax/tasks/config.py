@@ -25,6 +25,7 @@ from colossax.config import (
 )
 from colossax.errors import InputError
 from colossax.models import config_from_json, config_to_json
+from colossax.tasks.spans import SpanConfig
 
 PACKINGS = ("packed", "whole")
 SCHEDULES = (
@@ -87,6 +88,7 @@ class DataConfig:
         validation_fraction: Share of the documents held out.
         validation_batches: Held-out batches per validation.
         masking: Masked tokens are told, by an encoder; None: the next token is, by a decoder.
+        spans: Spans are written by an encoder-decoder that reads the rest; None: none are.
     """
 
     path: str | None = None
@@ -101,6 +103,7 @@ class DataConfig:
     validation_fraction: Annotated[float, _HELD_OUT] = 0.02
     validation_batches: Count = 8
     masking: MaskConfig | None = None
+    spans: SpanConfig | None = None
 
     def __post_init__(self):
         check_types(self, "data")
@@ -291,7 +294,7 @@ class TrainConfig(RunLength):
     def __post_init__(self):
         super().__post_init__()
         longest = self.model.decoder().max_seq
-        if self.data.seq_len > longest:
+        if self.data.seq_len > longest and self.data.spans is None:
             raise InputError(
                 f"data.seq_len: {self.data.seq_len} is above the model's {longest};"
                 f" shorten the sequence or raise model.max_seq"
@@ -302,6 +305,7 @@ class TrainConfig(RunLength):
         """Refuse a model that cannot tell what the data ask of it."""
         decoder, masked = self.model.decoder(), self.data.masking is not None
         causal = getattr(decoder, "causal", True)
+        self._check_pair(getattr(decoder, "longest_source", None), decoder.max_seq)
         if getattr(decoder, "head", None) is not None:
             raise InputError(
                 "model.head: a run on text trains logits of the vocabulary, and the model has"
@@ -321,6 +325,30 @@ class TrainConfig(RunLength):
             raise InputError(
                 "sample.prompt: the model's attention is not causal, so it continues no text; leave"
                 " the prompt empty"
+            )
+
+    def _check_pair(self, longest_source: int | None, longest: int) -> None:
+        """Refuse spans where no encoder reads the rest, and an encoder that has nothing to read."""
+        spans = self.data.spans
+        if (spans is None) != (longest_source is None):
+            found = "reads no source" if spans else "is an encoder-decoder, and reads one"
+            raise InputError(
+                f"data.spans: the model {found}; start from a recipe of an encoder-decoder with"
+                " spans, as t5_stdlib, or of neither"
+            )
+        if spans is None or longest_source is None:
+            return
+        if self.data.masking is not None or self.data.packing != "packed" or self.sample.prompt:
+            raise InputError(
+                "data.spans: they are of rows that are filled up with text, and nothing is masked"
+                " or continued beside them; leave data.masking, data.packing and sample.prompt out"
+            )
+        source, written = spans.lengths(self.data.seq_len)
+        if source > longest_source or written > longest:
+            raise InputError(
+                f"data.seq_len: of {self.data.seq_len} tokens {source} are read and {written}"
+                f" written, and the model has {longest_source} and {longest}; shorten the"
+                " rows or raise model.max_seq"
             )
 
     @property

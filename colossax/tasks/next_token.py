@@ -17,7 +17,14 @@ from colossax.layerwise import Maximum
 from colossax.nn import VocabParts, cross_entropy
 from colossax.sharding import activation_axes, constrain, current
 from colossax.step.loss import Loss, Sums, Terms, any_order
-from colossax.typing import TEXT_BATCH_DIMS, TOKEN_TYPES, Batch, TrainState
+from colossax.typing import (
+    Batch,
+    SOURCE,
+    SOURCE_SEGMENTS,
+    TEXT_BATCH_DIMS,
+    TOKEN_TYPES,
+    TrainState,
+)
 
 Evaluate = Callable[[TrainState, Batch], dict[str, Any]]
 
@@ -119,8 +126,7 @@ def hidden_states(
     _check_text(batch)
     drawn = {"key": row_keys} if getattr(model, "draws", False) else {}
     rows = {name: batch.get(name) for name in ("positions", "segments")}
-    if TOKEN_TYPES in batch:
-        rows[TOKEN_TYPES] = batch[TOKEN_TYPES]
+    rows |= {name: batch[name] for name in (TOKEN_TYPES, SOURCE, SOURCE_SEGMENTS) if name in batch}
     return model.hidden(batch["tokens"], **rows, **drawn)
 
 

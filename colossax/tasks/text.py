@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from colossax.data import (
     Mixture,
     Rows,
     RowSource,
+    SpanRows,
     Split,
     Tokenizer,
     ValidationBatches,
@@ -36,11 +37,11 @@ from colossax.data.loader import LocalBatch
 from colossax.data.rows import Row
 from colossax.errors import DataError, InputError
 from colossax.processes.group import Group
-from colossax.sharding import activation_sharding
-from colossax.step.arrange import Arranged, arranged
+from colossax.sharding import NATURAL, activation_sharding
+from colossax.step.arrange import Arranged
 from colossax.step.step import Step
 from colossax.tasks.config import DataConfig
-from colossax.typing import TEXT_BATCH_DIMS, Batch
+from colossax.typing import TOKEN_DIMS, Batch
 
 WINDOW_ROWS = 2**16
 """Rows that are shuffled together at most."""
@@ -96,6 +97,7 @@ class Text:
         tokenizer: Text to tokens and back.
         sources: One, or those of a mixture.
         mask: Token that stands where one is masked; None: none is.
+        writing: Where spans are left out: `start`, `end` and the first sentinel, `last`.
     """
 
     config: DataConfig
@@ -104,6 +106,7 @@ class Text:
     tokenizer: Tokenizer
     sources: tuple[Source, ...]
     mask: int | None = None
+    writing: Mapping[str, int] | None = None
 
     @property
     def unigram_entropy(self) -> float:
@@ -119,6 +122,9 @@ class Text:
         vocabulary = f", vocabulary of {self.tokenizer.vocab_size:,}"
         if self.config.masking is not None:
             vocabulary += f", {self.config.masking.rate:.0%} masked"
+        if self.config.spans is not None:
+            read, written = self.config.spans.lengths(self.config.seq_len)
+            vocabulary += f", {read} tokens of a row read and {written} written"
         if len(self.sources) == 1:
             return (f"{self.sources[0].description(self.config)}{vocabulary}",)
         return tuple(
@@ -140,8 +146,11 @@ class Text:
         return self._viewed(one, self.seed)
 
     def _viewed(self, rows: RowSource, seed: int) -> RowSource:
-        """The rows as they are trained on: masked, where that is asked for."""
-        masking = self.config.masking
+        """The rows as they are trained on: masked or with spans left out, where that is asked."""
+        masking, spans = self.config.masking, self.config.spans
+        if spans is not None and self.writing is not None:
+            told, count = spans.counts(rows.seq_len)
+            return SpanRows(rows, told=told, spans=count, seed=seed, **self.writing)
         if masking is None or self.mask is None:
             return rows
         return MaskedRows(
@@ -202,19 +211,21 @@ class _Placement:
     """Puts the rows made in this process on its devices, as parts of a global batch."""
 
     def __init__(self, step: Step, config: DataConfig):
-        self._order = step.order(config.seq_len)
-        shape = (config.global_batch, config.seq_len + self._order.padding)
-        self._shardings = {
-            name: activation_sharding(step.bound, dims, shape, name=f"batch '{name}'")
-            for name, dims in TEXT_BATCH_DIMS.items()
-        }
+        self._arrange, self._bound = step.batches.arrange, step.bound
         self.global_batch = config.global_batch
-        self.wanted = wanted_rows(self._shardings["tokens"], shape)
+        shape = (config.global_batch, 1)
+        self.wanted = wanted_rows(activation_sharding(self._bound, ("batch", None), shape), shape)
 
     def __call__(self, local: LocalBatch) -> Batch:
-        local = arranged(local, TEXT_BATCH_DIMS, self._order)
-        placed = global_arrays(local, self.wanted, self._shardings, self.global_batch)
-        return Arranged(placed, self._order)
+        local = self._arrange(local)
+        shardings = {
+            name: activation_sharding(
+                self._bound, TOKEN_DIMS[name], (self.global_batch, x.shape[1]), name=f"batch '{name}'"
+            )
+            for name, x in local.items()
+        }
+        placed = global_arrays(local, self.wanted, shardings, self.global_batch)
+        return Arranged(placed, local.order if isinstance(local, Arranged) else NATURAL)
 
 
 def open_text(
@@ -244,6 +255,7 @@ def open_text(
     fingerprint, tokenizer_json = first
     reader = Tokenizer.from_json(tokenizer_json)
     mask = None if config.masking is None else mask_token(reader, model.vocab)
+    writing = None if config.spans is None else sentinels(reader, model, config)
     group.together(lambda: _check_same(documents, fingerprint, group.process_id))
 
     def encode() -> tuple[Source, ...]:
@@ -258,7 +270,32 @@ def open_text(
         tokenizer=reader,
         sources=group.together(encode),
         mask=mask,
+        writing=writing,
     )
+
+
+def sentinels(tokenizer: Tokenizer, model: Any, config: DataConfig) -> dict[str, int]:
+    """What stands around and in place of spans: the model's first token, the tokenizer's last.
+
+    Sentinels are the last numbers of the model's vocabulary, which the tokenizer has to leave.
+
+    Raises:
+        InputError: It does not.
+    """
+    assert config.spans is not None
+    _, spans = config.spans.counts(config.seq_len)
+    if tokenizer.vocab_size + spans > model.vocab:
+        raise InputError(
+            f"data.spans: each of the {spans} spans of a row needs a number of its own, and of the"
+            f" model's {model.vocab} the tokenizer has {tokenizer.vocab_size}; raise model.vocab to"
+            f" {tokenizer.vocab_size + spans} or more, or give longer spans"
+        )
+    start = model.decoder().start
+    return {
+        "start": tokenizer.eos if start is None else start,
+        "end": tokenizer.eos,
+        "last": model.vocab - 1,
+    }
 
 
 def mask_token(tokenizer: Tokenizer, vocab: int) -> int:

@@ -55,7 +55,7 @@ def task_of(config: TrainConfig, group: Group | None = None) -> Task:
         evaluators={VALIDATION_LOSS: lambda step, state: _validated(text(), step, state)},
         learning_rate=make_schedule(config.optimizer, config.schedule_steps),
         tokens=tokens,
-        flops=config.model.decoder().train_flops_per_token(config.data.seq_len) * tokens,
+        flops=_flops(config),
         flops_formula=FLOPS_FORMULA,
         unit="nats per masked token" if masked else "nats per token",
         baselines=lambda: {UNIGRAM_ENTROPY: text().unigram_entropy},
@@ -73,11 +73,30 @@ def task_of(config: TrainConfig, group: Group | None = None) -> Task:
     )
 
 
+def _flops(config: TrainConfig) -> int:
+    """Of a step, recomputation aside."""
+    data, model = config.data, config.model
+    if data.spans is None:
+        rows = model.decoder().train_flops_per_token(data.seq_len) * data.seq_len
+    else:
+        rows = model.train_flops(*data.spans.lengths(data.seq_len))
+    return rows * data.global_batch
+
+
 def batch_shapes(config: TrainConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes and dtypes of a run's global batch."""
-    shape = (config.data.global_batch, config.data.seq_len)
-    dtypes = {name: np.float32 if name == "weights" else np.int32 for name in TEXT_BATCH_DIMS}
-    return {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
+    data = config.data
+    if data.spans is not None:
+        read, written = data.spans.lengths(data.seq_len)
+        sizes = {"source": read, "tokens": written, "targets": written, "weights": written}
+    else:
+        sizes = dict.fromkeys(TEXT_BATCH_DIMS, data.seq_len)
+    return {
+        name: jax.ShapeDtypeStruct(
+            (data.global_batch, size), np.float32 if name == "weights" else np.int32
+        )
+        for name, size in sizes.items()
+    }
 
 
 def identity(config: TrainConfig, *, text: str, tokenizer: str) -> dict[str, Any]:
@@ -101,6 +120,7 @@ def identity(config: TrainConfig, *, text: str, tokenizer: str) -> dict[str, Any
         "data.mixture": " ".join(f"{weight:.6g}" for weight in data.sources.values()),
         "data.packing": data.packing,
         "data.masking": _as_text(data.masking),
+        "data.spans": "none" if data.spans is None else f"{data.spans.rate:g}, {data.spans.length:g}",
         "tokenizer": [data.tokenizer or f"one of {data.tokenizer_vocab} tokens", tokenizer],
     }
 

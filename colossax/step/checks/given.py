@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from colossax.errors import InputError
-from colossax.typing import TOKEN_TYPES, Batch, TrainState
+from colossax.typing import SOURCE, TOKEN_TYPES, Batch, TrainState
 
 _AS_IN = "as in `state, metrics = step(state, batch)`"
 
@@ -151,7 +151,7 @@ def check_tokens(batch: Batch, known: Mapping[str, int]) -> None:
 
 
 def _wanted(name: str) -> str:
-    if name in ("tokens", "targets"):
+    if name in ("tokens", "targets", SOURCE):
         return "tokens of the model's vocabulary, and 'weights' 0 where a target does not count"
     return "one of those, or raise the model's number of them"
 
@@ -160,7 +160,7 @@ def known_numbers(infos: Any) -> dict[str, int]:
     """How many numbers, from 0, a model knows in each array of a batch; those it has a part for."""
     known = {}
     if vocab := _most(infos, "vocab", table=True):
-        known |= {"tokens": vocab, "targets": vocab}
+        known |= {"tokens": vocab, "targets": vocab, SOURCE: vocab}
     if kinds := _most(infos, TOKEN_TYPES, table=True):
         known[TOKEN_TYPES] = kinds
     if classes := _most(infos, "outputs"):
