@@ -24,6 +24,11 @@ class SpanConfig:
     def __post_init__(self):
         check_types(self, "data.spans")
 
+    @property
+    def told(self) -> str:
+        """For people, and of which run it is: `0.15, 3`."""
+        return f"{self.rate:g}, {self.length:g}"
+
     def counts(self, seq_len: int) -> tuple[int, int]:
         """How many tokens of a row are left out, and in how many spans.
 

@@ -120,7 +120,7 @@ def identity(config: TrainConfig, *, text: str, tokenizer: str) -> dict[str, Any
         "data.mixture": " ".join(f"{weight:.6g}" for weight in data.sources.values()),
         "data.packing": data.packing,
         "data.masking": _as_text(data.masking),
-        "data.spans": "none" if data.spans is None else f"{data.spans.rate:g}, {data.spans.length:g}",
+        "data.spans": "none" if data.spans is None else data.spans.told,
         "tokenizer": [data.tokenizer or f"one of {data.tokenizer_vocab} tokens", tokenizer],
     }
 
