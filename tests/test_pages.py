@@ -130,3 +130,11 @@ def test_the_tests_that_show_what_is_promised_are_there():
     assert len(named) > 15
     missing = [name for name in named if not (DOCS.parent / "tests" / name).is_file()]
     assert not missing
+
+
+@pytest.mark.sweep
+def test_the_head_of_the_page_on_encoders_is_trained():
+    scope = {}
+    (script,) = snippets("encoders.md")
+    exec(script, scope)
+    assert scope["metrics"]["tokens"] == 16 and np.isfinite(scope["metrics"]["loss"])
