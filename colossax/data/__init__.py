@@ -21,11 +21,11 @@ from .rows import Rows as Rows
 from .rows import RowSource as RowSource
 from .rows import WholeDocuments as WholeDocuments
 from .rows import stack_rows as stack_rows
-from .spans import SpanRows as SpanRows
 from .sources import Documents as Documents
 from .sources import joined as joined
 from .sources import path_documents as path_documents
 from .sources import stdlib_documents as stdlib_documents
+from .spans import SpanRows as SpanRows
 from .synthetic import SyntheticRows as SyntheticRows
 from .tokenizer import Tokenizer as Tokenizer
 from .tokenizer import train_tokenizer as train_tokenizer

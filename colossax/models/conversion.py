@@ -17,20 +17,23 @@ from colossax.errors import InputError
 from colossax.models.layouts import PART, Layout
 from colossax.models.settings import (
     FILE,
+    REQUIRED,
     ROWS,
     TOKENS,
     Form,
+    Setting,
     checked,
     form_of,
     head_of,
     labels_of,
     pad_of,
 )
+from colossax.models.settings import setting as setting
+from colossax.models.settings import settings_with as settings_with
 from colossax.nn.config import HeadConfig
 from colossax.typing import ParamInfo
 
 BLOCK_BYTES = 64_000_000
-REQUIRED = object()
 _LAYER, _EXPERT, _EXPERTS = "{layer}", "{expert}", "experts"
 _STACK = "layers/"
 
@@ -161,32 +164,6 @@ def _sizes(infos: Sequence[ParamInfo], *, alone: bool) -> dict[str, int]:
 
 def _experts(info: ParamInfo) -> int:
     return info.shape[info.dims.index(_EXPERTS)]
-
-
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """A foreign setting that is one of our fields.
-
-    Attributes:
-        ours: Field of our configuration.
-        foreign: Its name elsewhere, then older names that are read too.
-        default: Value where it is missing; a function of the settings when it depends on others.
-    """
-
-    ours: str
-    foreign: tuple[str, ...]
-    default: Any = REQUIRED
-
-
-def setting(ours: str, *foreign: str, default: Any = REQUIRED) -> Setting:
-    """A `Setting` from its parts."""
-    return Setting(ours, foreign, default)
-
-
-def settings_with(base: Sequence[Setting], *own: Setting) -> tuple[Setting, ...]:
-    """Those of a base and a family's own, which stand in place of those of the same field."""
-    fields = {one.ours for one in own}
-    return (*(one for one in base if one.ours not in fields), *own)
 
 
 _SCORE = (

@@ -17,9 +17,10 @@ class Layout:
 
     Names in parentheses are merged into one dim. `part` counts parameters that one tensor holds
     together: `embed (part heads head_dim)` is q, k and v side by side, `(heads part head_dim)
-    embed` has them head by head. `1` is a dim of theirs alone. Parts of unlike sizes lie one after another where a name has `|`:
-    `(heads|kv_heads|kv_heads head_dim) embed`, or `(kv_heads heads/kv_heads|1|1 head_dim) embed`,
-    where each kv head has its queries, its key and its value.
+    embed` has them head by head. `1` is a dim of theirs alone. Parts of unlike sizes lie one after
+    another where a name has `|`: `(heads|kv_heads|kv_heads head_dim) embed`, or
+    `(kv_heads heads/kv_heads|1|1 head_dim) embed`, where each kv head has its queries, its key and
+    its value.
     """
 
     text: str

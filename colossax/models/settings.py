@@ -15,11 +15,39 @@ from colossax.nn.config import HeadConfig
 if TYPE_CHECKING:
     from colossax.models.conversion import Link
 
+REQUIRED = object()
+
 FILE = "config.json: "
 """Refusals begin with it."""
 
 FULL, LOCAL = "full_attention", "sliding_attention"
 """Values of `layer_types`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A foreign setting that is one of our fields.
+
+    Attributes:
+        ours: Field of our configuration.
+        foreign: Its name elsewhere, then older names that are read too.
+        default: Value where it is missing; a function of the settings when it depends on others.
+    """
+
+    ours: str
+    foreign: tuple[str, ...]
+    default: Any = REQUIRED
+
+
+def setting(ours: str, *foreign: str, default: Any = REQUIRED) -> Setting:
+    """A `Setting` from its parts."""
+    return Setting(ours, foreign, default)
+
+
+def settings_with(base: Sequence[Setting], *own: Setting) -> tuple[Setting, ...]:
+    """Those of a base and a family's own, which stand in place of those of the same field."""
+    fields = {one.ours for one in own}
+    return (*(one for one in base if one.ours not in fields), *own)
 
 
 def checked(name: str, value: Any, hint: Any) -> Any:

@@ -42,10 +42,10 @@ class CrossAttention(Attention):
         self, *, layers: int, seats: int, slots: int, chunk: int | None = None
     ) -> CacheSpec:
         """Keys and values of the longest source of each seat, whatever `slots` and `chunk` are."""
-        heads, size = self.shape.kv_heads, self.shape.head_dim
-        one = CacheArray(
-            shape=(layers, seats, self.shape.longest_source, heads, size), dims=CACHE_DIMS
-        )
+        longest, shape = self.shape.longest_source, self.shape
+        assert longest is not None
+        sizes = (layers, seats, longest, shape.kv_heads, shape.head_dim)
+        one = CacheArray(shape=sizes, dims=CACHE_DIMS)
         return CacheSpec(arrays={"source_k": one, "source_v": one}, kind="sequence")
 
     def mix(

@@ -73,7 +73,9 @@ class Buckets:
             np.log(most / exact)
         )
         large = exact + (share * np.float32(each - exact)).astype(np.int32)
-        before = np.where(distances < exact, distances.astype(np.int32), np.minimum(large, each - 1))
+        before = np.where(
+            distances < exact, distances.astype(np.int32), np.minimum(large, each - 1)
+        )
         if self.causal:
             return before
         return np.concatenate([before[:0:-1] + each, before])

@@ -124,7 +124,7 @@ def bert_stdlib() -> TrainConfig:
 
 
 def t5_stdlib() -> TrainConfig:
-    """A small T5 1.1 that writes spans left out of the text of `llama_stdlib`; minutes on two cores.
+    """A small T5 1.1 that writes spans left out of the text of `llama_stdlib`, in minutes.
 
     The tokenizer leaves the vocabulary's last numbers to what stands for spans.
     """

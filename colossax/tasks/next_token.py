@@ -18,11 +18,11 @@ from colossax.nn import VocabParts, cross_entropy
 from colossax.sharding import activation_axes, constrain, current
 from colossax.step.loss import Loss, Sums, Terms, any_order
 from colossax.typing import (
-    Batch,
     SOURCE,
     SOURCE_SEGMENTS,
     TEXT_BATCH_DIMS,
     TOKEN_TYPES,
+    Batch,
     TrainState,
 )
 

@@ -220,7 +220,10 @@ class _Placement:
         local = self._arrange(local)
         shardings = {
             name: activation_sharding(
-                self._bound, TOKEN_DIMS[name], (self.global_batch, x.shape[1]), name=f"batch '{name}'"
+                self._bound,
+                TOKEN_DIMS[name],
+                (self.global_batch, x.shape[1]),
+                name=f"batch '{name}'",
             )
             for name, x in local.items()
         }

@@ -140,9 +140,7 @@ def test_loss_and_gradients_are_the_same_bits(place, monkeypatch):
     plan = PLACES[place].plan
     state, step = step_of(SMALL, plan)
     found = jax.jit(step.gradients)(state, batch())
-    monkeypatch.setattr(
-        "colossax.nn.decoder.masks.with_ranges", lambda operands, _: operands.mask
-    )
+    monkeypatch.setattr("colossax.nn.decoder.masks.with_ranges", lambda operands, _: operands.mask)
     state, step = step_of(SMALL, plan)
     expected = jax.jit(step.gradients)(state, batch())
     jax.tree.map(np.testing.assert_array_equal, found, expected)

@@ -93,8 +93,6 @@ def test_rows_that_devices_do_not_divide_are_filled_up():
     assert_losses_close(found[:, 0], one[:, 0])
 
 
-
-
 def hidden_of(model, rows):
     given = {name: jnp.asarray(x) for name, x in rows.items() if name not in ("targets", "weights")}
     return model.hidden(given.pop("tokens"), **given)[0]

@@ -1,6 +1,7 @@
 """BART: an encoder and a decoder of norms after sums, with learned positions."""
 
 import dataclasses
+from typing import Any
 
 from colossax.config import Count, Natural, NotNegative
 from colossax.nn import DecoderConfig, EncoderDecoderConfig, LayerCount, even_head_dim
@@ -48,7 +49,7 @@ class BARTConfig(EncoderDecoderConfig):
             longest_source=self.max_seq,
         )
 
-    def _stack(self, heads: int, **own: object) -> DecoderConfig:
+    def _stack(self, heads: int, **own: Any) -> DecoderConfig:
         return self.described(
             heads=heads,
             kv_heads=heads,

@@ -71,9 +71,7 @@ LINKS = (
         one
         for name in ("encoder", "decoder")
         for one in (
-            *map_links(
-                f"model.{name}.layernorm_embedding", f"{name}/embed_norm", "embed", "embed"
-            ),
+            *map_links(f"model.{name}.layernorm_embedding", f"{name}/embed_norm", "embed", "embed"),
             *stack_links(name, norm="sum_norm", cross=name == "decoder"),
         )
     ),

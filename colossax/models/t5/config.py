@@ -1,6 +1,7 @@
 """T5, T5 1.1 and Flan-T5: an encoder and a decoder with biases by distance, unscaled scores."""
 
 import dataclasses
+from typing import Any
 
 from colossax.config import Count, Natural, NotNegative
 from colossax.nn import DecoderConfig, EncoderDecoderConfig, LayerCount, RelativeConfig
@@ -45,7 +46,7 @@ class T5Config(EncoderDecoderConfig):
         """The decoder."""
         return self._stack(layers=self.decoder_layers, longest_source=self.max_seq)
 
-    def _stack(self, **own: object) -> DecoderConfig:
+    def _stack(self, **own: Any) -> DecoderConfig:
         return self.described(
             kv_heads=self.heads,
             relative=RelativeConfig(buckets=self.buckets, farthest=self.farthest),

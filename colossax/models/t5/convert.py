@@ -75,7 +75,9 @@ def _read(settings: Mapping[str, Any]) -> dict[str, Any]:
         "gated": gated,
         "activation": read_activation({name: kind}, name, "relu"),
         "start": checked("decoder_start_token_id", start, Natural),
-        "tied": settings.get("tie_word_embeddings", True) is not False if scaled is None else scaled,
+        "tied": settings.get("tie_word_embeddings", True) is not False
+        if scaled is None
+        else scaled,
         **first_eos(settings),
     }
 

@@ -85,8 +85,8 @@ class DecoderConfig:
             say.
         full_rope: Those layers have rope as the others.
         local_rope: Of the others, where it is another; None: `rope`.
-        longest_source: Layers attend, between attention and MLP, to what an encoder made of a source
-            of at most so many tokens; None: there is no source.
+        longest_source: Layers attend, between attention and MLP, to what an encoder made of at most
+            so many tokens of a source; None: there is no source.
         tied: The output head is the embedding table.
         max_seq: Longest sequence the model was made for.
         start: Token that texts begin with where they are written, where known.

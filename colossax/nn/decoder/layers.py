@@ -22,7 +22,8 @@ def decoder_layer(
 ) -> Block:
     """`x + attention(norm(x))`, then `x + mlp(norm(x))`, as a configuration describes them.
 
-    Where there is a source, `x + cross(norm(x), source)` stands between them. Where some layers see all keys, `full` is whether it is one of them; with `bare` attention
+    Where there is a source, `x + cross(norm(x), source)` stands between them. Where some layers see
+    all keys, `full` is whether it is one of them; with `bare` attention
     reads its input as it is.
     """
     std, out_std = _deviations(config)

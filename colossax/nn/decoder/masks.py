@@ -50,7 +50,7 @@ def masks_of(
     else:
         masks = [mask]
     shape = attention_shape(config)
-    beside = {"biases": biases} if biases else {}
+    beside: dict[str, Any] = {"biases": biases} if biases else {}
     return tuple(with_ranges(*shape.call(one, x, **beside)) for one in masks)
 
 
@@ -68,15 +68,11 @@ def cross_mask(
     if segments is None and source_segments is None:
         mask = Mask(causal=False)
     else:
-        both = (
+        q_segments, kv_segments = (
             jnp.zeros(of.shape[:2], jnp.int32) if given is None else given
             for of, given in ((x, segments), (source, source_segments))
         )
-        mask = Mask(
-            causal=False,
-            ascending=True,
-            **dict(zip(("q_segments", "kv_segments"), both, strict=True)),
-        )
+        mask = Mask(causal=False, ascending=True, q_segments=q_segments, kv_segments=kv_segments)
     return with_ranges(*cross_shape(config).call(mask, x, source=source))
 
 

@@ -1,6 +1,7 @@
 """Shapes of the attention blocks that a decoder's configuration describes."""
 
 import dataclasses
+from typing import Any
 
 from colossax.nn.attention import AttentionShape
 from colossax.nn.config import DecoderConfig
@@ -45,6 +46,6 @@ def cross_shape(config: DecoderConfig) -> AttentionShape:
     )
 
 
-def _shape(config: DecoderConfig, **own: object) -> AttentionShape:
+def _shape(config: DecoderConfig, **own: Any) -> AttentionShape:
     names = {field.name for field in dataclasses.fields(AttentionShape)} - own.keys()
     return AttentionShape(**{n: getattr(config, n) for n in names if hasattr(config, n)}, **own)
