@@ -290,17 +290,11 @@ def _check_sequences(count: Any) -> None:
 
 
 def why_gathered(spec: ModelSpec, bound: BoundPlan) -> str | None:
-    """Why stages cannot each run their own layers, so that each device runs all of them.
-
-    Returns:
-        A line for people; None where they can, or there is one stage.
-    """
+    """Why stages cannot each run their own layers, for people; None where they can, or are one."""
     stages = bound.mesh.shape[STAGE]
     if stages == 1:
         return None
     model, staged = decoding_model(spec), _staged(bound)
-    if getattr(model.config, "longest_source", None) is not None:
-        return _line("the model's encoder reads a source first", stages)
     asked = model.cache_spec(seats=1, slots=resolved_slots(model.config, None), chunk=1)
     shapes, (ids, flat) = model_shapes(spec), _padding(1)
     cache = jax.eval_shape(CacheLayout(staged, asked).zeros)
@@ -311,11 +305,9 @@ def why_gathered(spec: ModelSpec, bound: BoundPlan) -> str | None:
     with use(staged):
         call = stack_call(decode, shapes, ids, cache, flat)
     problem = _problem(call, asked, len(jax.tree.leaves(shapes)), stages)
-    return problem and _line(problem, stages)
-
-
-def _line(problem: str, stages: int) -> str:
-    return (
+    if getattr(model.config, "longest_source", None) is not None:
+        problem = "the model's encoder reads a source first"
+    return problem and (
         f"mesh axis 'stage': {problem}, so every device gathers the layers of all {stages} stages"
         " for every token"
     )
@@ -395,7 +387,7 @@ def _of_last(x: Array) -> Array:
 
 def _padding(width: int) -> tuple[Any, FlatTokens]:
     ids = jnp.zeros(width, jnp.int32)
-    return ids, FlatTokens(seat=jnp.full_like(ids, -1), position=ids, slot=ids)
+    return ids, FlatTokens(seat=jnp.full_like(ids, -1), position=ids, slot=ids, source=ids)
 
 
 def _shape(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:

@@ -12,6 +12,7 @@ from flax import nnx
 from colossax.errors import InputError
 from colossax.models import (
     FAMILIES,
+    BARTConfig,
     BERTConfig,
     BloomConfig,
     CohereConfig,
@@ -42,12 +43,14 @@ from colossax.models import (
     RoBERTaConfig,
     SmolLM3Config,
     StarCoder2Config,
+    T5Config,
     config_from_json,
     config_to_json,
     family_of,
     maker,
 )
 from colossax.nn import (
+    EncoderDecoderConfig,
     LinearScaling,
     Llama3Scaling,
     LongScaling,
@@ -79,6 +82,7 @@ DEEPSEEK = {
 }
 SIZES = {"vocab": 64, "embed": 32, "layers": 2, "heads": 4}
 GROUPED = {**SIZES, "kv_heads": 2, "mlp": 48, "max_seq": 24}
+PAIR = {**SIZES, "mlp": 48, "decoder_layers": 1, "max_seq": 24}
 TINY = {
     "llama": LlamaConfig(**GROUPED),
     "llama3": LlamaConfig(
@@ -183,6 +187,8 @@ TINY = {
     "bert": BERTConfig(**SIZES, mlp=48, max_seq=24),
     "roberta": RoBERTaConfig(**SIZES, mlp=48, max_seq=24),
     "modernbert": ModernBERTConfig(**SIZES, mlp=48, max_seq=24, window=8, full_every=2),
+    "t5": T5Config(**PAIR, head_dim=12, buckets=8, farthest=12),
+    "bart": BARTConfig(**PAIR, decoder_heads=2, decoder_mlp=40),
     "gptj": GPTJConfig(**SIZES, max_seq=24, rope_dims=4),
     "falcon": FalconConfig(**SIZES, max_seq=24),
     "falcon_alibi": FalconConfig(
@@ -364,6 +370,31 @@ DEAR = (
         (GPT2Config(vocab=50257, embed=768, layers=12, heads=12, mlp=3072), 124_439_808),
         (BERTConfig(vocab=30522, embed=768, layers=12, heads=12, mlp=3072), 109_514_298),
         (RoBERTaConfig(vocab=50265, embed=768, layers=12, heads=12, mlp=3072), 124_697_433),
+        (
+            T5Config(
+                vocab=32128,
+                embed=512,
+                layers=6,
+                decoder_layers=6,
+                heads=8,
+                head_dim=64,
+                mlp=2048,
+            ),
+            60_506_624,
+        ),
+        (
+            BARTConfig(
+                vocab=50265,
+                embed=1024,
+                layers=12,
+                decoder_layers=12,
+                heads=16,
+                decoder_heads=16,
+                mlp=4096,
+                decoder_mlp=4096,
+            ),
+            406_291_456 + 50265,
+        ),
         (ModernBERTConfig(vocab=50368, embed=768, layers=22, heads=12, mlp=1152), 149_655_232),
         (OPTConfig(vocab=50272, embed=768, layers=12, heads=12, mlp=3072), 125_239_296),
         (BloomConfig(vocab=250880, embed=1024, layers=24, heads=16), 559_214_592),
@@ -400,6 +431,10 @@ def test_bad_configurations_are_refused(data, message):
         config_from_json(data)
 
 
+TEXTS = [name for name in TINY if not isinstance(TINY[name], EncoderDecoderConfig)]
+"""Those that read no source; of the others see tests/step/test_encoder_decoders.py."""
+
+
 @functools.cache
 def built(name):
     """Parameters and forward pass of a family; both tests below give it the same shapes."""
@@ -417,7 +452,7 @@ def as_rows(tokens, cut, length=11):
     return {"tokens": rows, "segments": -filled.astype(jnp.int32)}
 
 
-@pytest.mark.parametrize("name", quick_first(TINY, [name for name in TINY if name not in DEAR]))
+@pytest.mark.parametrize("name", quick_first(TEXTS, [name for name in TEXTS if name not in DEAR]))
 def test_packed_documents_do_not_see_each_other(name):
     """A row of two documents gives each the logits it has alone."""
     params, run = built(name)
@@ -443,7 +478,7 @@ def test_an_encoder_sees_what_comes_behind():
         assert moved[10] > 0
 
 
-@pytest.mark.parametrize("name", quick_first(TINY, [name for name in TINY if name not in DEAR]))
+@pytest.mark.parametrize("name", quick_first(TEXTS, [name for name in TEXTS if name not in DEAR]))
 def test_flat_tokens_with_positions_and_segments_equal_rows(name):
     params, run = built(name)
     tokens = jax.random.randint(jax.random.key(1), (1, 20), 0, 64)

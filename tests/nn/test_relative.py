@@ -9,7 +9,7 @@ from flax import nnx
 
 from colossax.errors import InputError
 from colossax.nn import RelativeConfig
-from colossax.nn.relative import Buckets, RelativePositions
+from colossax.nn.decoder.relative import Buckets, RelativePositions
 
 
 def bucket(distance, buckets, farthest, causal):

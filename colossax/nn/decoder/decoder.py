@@ -122,8 +122,8 @@ class Decoder(Trunk, Vocabulary):
             mask=mask,
             key=key,
         )
-        hidden, out = self.through(self._as_wide(x), rows)
-        return self._last(hidden), out.sums
+        out = self.layers(*self.enter(self._as_wide(x), rows))
+        return self._last(out.carry), out.sums
 
     def told(
         self, hidden: Float[Array, "b s d"], *, segments: Any = None, documents: int = 1
@@ -154,8 +154,8 @@ class Decoder(Trunk, Vocabulary):
         """
         self._check_generates()
         x = self._as_wide(self.embedded(tokens[None]))
-        hidden, out = self.through_cache(x, tokens, cache, flat)
-        return self._last(hidden)[0], out.carried
+        out = self.layers(*self.enter_flat(x, tokens, flat), carried=cache)
+        return self._last(out.carry)[0], out.carried
 
     def cache_spec(
         self, *, seats: int, slots: int, chunk: int | None = None
@@ -176,8 +176,9 @@ class Decoder(Trunk, Vocabulary):
         x = x.astype(compute_dtype(x.dtype))
         return x if self.into is None else self.into(x)
 
-    def _last(self, hidden: Any) -> Any:
+    def _last(self, carry: Any) -> Any:
         """Hidden states as the head reads them."""
+        hidden = self.leave(carry)
         if self.transform is not None:
             hidden = self.transform(hidden)
         return head_input(hidden if self.out_of is None else self.out_of(hidden))

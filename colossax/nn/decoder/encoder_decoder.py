@@ -12,7 +12,7 @@ from colossax.nn.block import block_input
 from colossax.nn.cache import CacheSpec
 from colossax.nn.config import DecoderConfig
 from colossax.nn.config.pair import check_pair
-from colossax.nn.cross import Source
+from colossax.nn.decoder.cross import Source
 from colossax.nn.decoder.trunk import Rows, Trunk
 from colossax.nn.decoder.vocabulary import Vocabulary, head_input, make_embedding, make_head
 from colossax.nn.stack.stack import LayerStack
@@ -104,8 +104,9 @@ class EncoderDecoder(Vocabulary):
             source=self.encoded(source, source_segments),
             source_segments=source_segments,
         )
-        hidden, out = self.decoder.through(x.astype(compute_dtype(x.dtype)), rows)
-        return head_input(hidden), out.sums
+        stack = self.decoder
+        out = stack.layers(*stack.enter(x.astype(compute_dtype(x.dtype)), rows))
+        return head_input(stack.leave(out.carry)), out.sums
 
     def encoded(
         self, source: Int[Array, "b t"], segments: Int[Array, "b t"] | None = None
@@ -119,8 +120,8 @@ class EncoderDecoder(Vocabulary):
         scale = self.source_config.embed_scale
         x: Any = self.embed(source)
         x = x if scale == 1 else x * jnp.asarray(scale, x.dtype)
-        rows = Rows(tokens=source, segments=segments)
-        return block_input(self.encoder.through(x, rows)[0])
+        rows, stack = Rows(tokens=source, segments=segments), self.encoder
+        return block_input(stack.leave(stack.layers(*stack.enter(x, rows)).carry))
 
     def read(
         self,
@@ -145,20 +146,17 @@ class EncoderDecoder(Vocabulary):
         flat = FlatTokens(seat=none, position=zero, slot=none, source=zero)
         given = Source(hidden=self.encoded(source, segments), seat=seat)
         x = self.embedded(zero[None])
-        _, out = self.decoder.through_cache(
-            x.astype(compute_dtype(x.dtype)), zero, cache, flat, given
-        )
-        return out.carried
+        entering = self.decoder.enter_flat(x.astype(compute_dtype(x.dtype)), zero, flat, given)
+        return self.decoder.layers(*entering, carried=cache).carried
 
     def decode(
         self, tokens: Int[Array, " t"], cache: dict[str, Any], flat: FlatTokens
     ) -> tuple[Float[Array, "t d"], dict[str, Any]]:
         """See `Decoder.decode`; sources were read before."""
-        x = self.embedded(tokens[None])
-        hidden, out = self.decoder.through_cache(
-            x.astype(compute_dtype(x.dtype)), tokens, cache, flat
-        )
-        return head_input(hidden)[0], out.carried
+        x, stack = self.embedded(tokens[None]), self.decoder
+        entering = stack.enter_flat(x.astype(compute_dtype(x.dtype)), tokens, flat)
+        out = stack.layers(*entering, carried=cache)
+        return head_input(stack.leave(out.carry))[0], out.carried
 
     def cache_spec(
         self, *, seats: int, slots: int, chunk: int | None = None

@@ -9,7 +9,7 @@ from flax import nnx
 from colossax.nn.attention import Attention
 from colossax.nn.block import MLP, Block, Wiring
 from colossax.nn.config import DecoderConfig
-from colossax.nn.cross import CrossAttention
+from colossax.nn.decoder.cross import CrossAttention
 from colossax.nn.decoder.shapes import attention_shape, cross_shape
 from colossax.nn.experts import Experts
 from colossax.nn.latent import LatentAttention, LatentShape

@@ -1,4 +1,4 @@
-"""A stack of layers between embeddings and a head: positions, masks, norms, caches."""
+"""A stack of layers between embeddings and a head: what enters it, and what leaves."""
 
 import dataclasses
 from typing import Any
@@ -12,13 +12,13 @@ from colossax.errors import InputError
 from colossax.nn.attention import Attention, FlatTokens, Side, Sight
 from colossax.nn.block import residual
 from colossax.nn.config import DecoderConfig
-from colossax.nn.cross import CrossAttention, Source
+from colossax.nn.decoder.cross import CrossAttention, Source
 from colossax.nn.decoder.layers import Layers, decoder_layers, make_norm
 from colossax.nn.decoder.masks import cross_mask, masks_of, whole_rows
+from colossax.nn.decoder.relative import RelativePositions
 from colossax.nn.layers import Embedding, LayerNorm
-from colossax.nn.relative import RelativePositions
 from colossax.nn.rope import document_lengths, rope_tables
-from colossax.nn.stack.stack import LayerStack, StackOutput
+from colossax.nn.stack.stack import LayerStack
 from colossax.pallas.attention import Mask
 from colossax.sharding import compute_dtype, current_order
 from colossax.sharding.experts import row_keys
@@ -89,8 +89,8 @@ class Trunk(nnx.Module):
         self.layers = LayerStack(layers.make, layers.order, rngs=rngs)
         self.norm = make_norm(config) if config.final_norm else None
 
-    def through(self, x: Float[Array, "b s d"], rows: Rows) -> tuple[Array, StackOutput]:
-        """Final hidden states of whole rows, and what the stack gave.
+    def enter(self, x: Float[Array, "b s d"], rows: Rows) -> tuple[Array, Side]:
+        """Input of the first layer, of whole rows, and what all layers share.
 
         Args:
             x: Embeddings.
@@ -116,22 +116,20 @@ class Trunk(nnx.Module):
             source=self._source(x, rows),
             **self._routed(x, rows),
         )
-        return self._run(self._typed(x, rows.token_types), positions, side, None)
+        return self._placed(self._typed(x, rows.token_types), positions), side
 
-    def through_cache(
+    def enter_flat(
         self,
         x: Float[Array, "1 t d"],
         tokens: Int[Array, " t"],
-        cache: dict[str, Any],
         flat: FlatTokens,
         source: Source | None = None,
-    ) -> tuple[Array, StackOutput]:
+    ) -> tuple[Array, Side]:
         """Likewise of flat tokens, whose keys and values go into a cache; see `Decoder.decode`.
 
         Args:
             x: Embeddings.
             tokens: Ids.
-            cache: Of the layers.
             flat: Where each token belongs.
             source: What goes into the cache of a source first.
         """
@@ -145,7 +143,11 @@ class Trunk(nnx.Module):
         )
         if self.config.mixture is not None:
             side = dataclasses.replace(side, valid=flat.seat[None] >= 0, token_ids=tokens[None])
-        return self._run(self._typed(x, None), positions, side, cache)
+        return self._placed(self._typed(x, None), positions), side
+
+    def leave(self, carry: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
+        """Final hidden states, of what the last layer gave."""
+        return carry if self.norm is None else self.norm(carry)
 
     def _typed(self, x: Any, kinds: Any) -> Any:
         """With what the kinds of tokens add, by default that of kind 0."""
@@ -158,13 +160,13 @@ class Trunk(nnx.Module):
             return x
         return x + self.token_types(jnp.zeros(x.shape[:2], jnp.int32) if kinds is None else kinds)
 
-    def _run(self, x: Any, positions: Any, side: Side, cache: Any) -> tuple[Any, StackOutput]:
+    def _placed(self, x: Any, positions: Any) -> Any:
+        """As positions make it, on the residual stream."""
         if self.positions is not None:
             x = x + self.positions(positions + self.config.position_offset)
         if self.embed_norm is not None:
             x = self.embed_norm(x)
-        out = self.layers(residual(x), side, carried=cache)
-        return out.carry if self.norm is None else self.norm(out.carry), out
+        return residual(x)
 
     def _source(self, x: Array, rows: Rows) -> Source | None:
         """What cross-attention reads, with a mask for all layers."""
