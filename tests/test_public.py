@@ -69,7 +69,8 @@ NAMES = {
     ),
     "colossax.data": (
         "BatchLoader Corpus Documents MaskedRows Mixture RowSource Rows Split SyntheticRows "
-        "SpanRows Tokenizer ValidationBatches WholeDocuments cache_folder encode_corpus global_arrays "
+        "SpanRows Tokenizer ValidationBatches WholeDocuments "
+        "cache_folder encode_corpus global_arrays "
         "joined path_documents stack_rows stdlib_documents train_tokenizer unigram_entropy_nats "
         "wanted_rows"
     ),
@@ -123,7 +124,8 @@ NAMES = {
     "colossax.step": "Step StepOptions any_order",
     "colossax.tasks": (
         "Callback DataConfig MaskConfig OptimizerConfig RunLength SampleConfig TAKEN Task "
-        "SpanConfig TrainConfig classification_loss contrastive_loss masked_token_loss preference_loss "
+        "SpanConfig TrainConfig "
+        "classification_loss contrastive_loss masked_token_loss preference_loss "
         "value_loss distillation_loss distillation_options next_token_loss task_of "
         "train_config_from_json with_initial_model"
     ),
