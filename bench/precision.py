@@ -7,7 +7,8 @@ its last 20 steps is within its bar of that in bfloat16, relative to it.
     python bench/precision.py [--steps 200] [--only NAME ...] [--out FILE]
 
 Matmuls in float8 are emulated. Some minutes of CPU time for each of the runs, which go one after
-another. Runs that `--only` leaves out are taken from FILE, where they are of as many steps. Exits 1 where a bar is missed.
+another. Runs that `--only` leaves out are taken from FILE, where they are of as many steps. Exits 1
+where a bar is missed.
 """
 
 import argparse
