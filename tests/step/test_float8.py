@@ -129,6 +129,7 @@ def test_every_mesh_trains_as_one_device(name, scaling):
     np.testing.assert_allclose(got, want, rtol=1e-4)
 
 
+@pytest.mark.sweep
 @pytest.mark.catches("float8-multiplies-as-before")
 def test_it_is_near_the_compute_dtype_and_not_the_same():
     wide = alone(Precision())
@@ -147,6 +148,7 @@ def test_matrices_that_are_to_keep_the_compute_dtype_do():
     assert paths == {f"layers/attn/{name}/history" for name in "qkvo"}
 
 
+@pytest.mark.sweep
 @pytest.mark.catches("float8-notes-are-added")
 def test_over_microbatches_the_largest_is_noted():
     """As of the whole batch at once, whose largest number is the largest of its parts."""
