@@ -6,8 +6,9 @@ its last 20 steps is within its bar of that in bfloat16, relative to it.
 
     python bench/precision.py [--steps 200] [--only NAME ...] [--out FILE]
 
-Some minutes of CPU time for each of the runs, which go one after another. Runs that `--only` leaves
-out are taken from FILE, where they are of as many steps. Exits 1 where a bar is missed.
+Matmuls in float8 are emulated. Some minutes of CPU time for each of the runs, which go one after
+another. Runs that `--only` leaves out are taken from FILE, where they are of as many steps. Exits 1
+where a bar is missed.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from typing import Any
 import common
 import jobs
 
-from colossax.config import Precision
+from colossax.config import Float8, Precision
 from colossax.recipes import recipe
 
 BASE = "bfloat16"
@@ -28,9 +29,13 @@ BASE = "bfloat16"
 RUNS: dict[str, Precision] = {
     BASE: Precision(compute="bfloat16"),
     "float16": Precision(compute="float16"),
+    "float8": Precision(compute="bfloat16", matmul="float8"),
+    "float8_delayed": Precision(
+        compute="bfloat16", matmul="float8", float8=Float8(scaling="delayed")
+    ),
 }
 
-BARS = {"float16": 0.002}
+BARS = {"float16": 0.002, "float8": 0.005, "float8_delayed": 0.005}
 """By how much of the loss in bfloat16 that of a run may differ."""
 
 LAST = 20

@@ -87,6 +87,8 @@ class ParamInfo:
         stood_at: Its path before `with_weights` put it where it is, as a part of another weight;
             empty for a part that is new, None for any other parameter.
         update: Its own rule in place of the optimizer, `(value, gradient) -> value`, of one layer.
+        noted: Whether it is no parameter of the model but what is noted of a step: of gradients of
+            microbatches the largest counts, and checkpoints hold it apart.
         behind: Outside a layer stack, whether it was made after the one that its model has.
     """
 
@@ -105,6 +107,7 @@ class ParamInfo:
     own_dtype: np.dtype | None = None
     stood_at: str | None = None
     update: Callable[[Any, Any], Any] | None = None
+    noted: bool = False
     behind: bool = False
 
     def at_rest(self, params: Any) -> np.dtype:

@@ -14,7 +14,7 @@ NAMES = {
         "use"
     ),
     "colossax.config": (
-        "AttentionConfig BatchConfig Bound BoundPlan ExpertRates ExpertsConfig FrozenDict "
+        "AttentionConfig BatchConfig Bound BoundPlan ExpertRates ExpertsConfig Float8 FrozenDict "
         "GREEDY_OR_MORE "
         "GROUP_AXES HOST_KINDS LOGICAL_DIMS LossConfig LossScale MESH_AXES MeshAxis OffloadConfig "
         "PIPELINED_OPTION PRESETS PipelineConfig Placement Plan Precision RING_AXES Rules "
@@ -35,11 +35,11 @@ NAMES = {
     "colossax.pallas.grouped_matmul": "GroupedSpec declined_by grouped_matmul variants",
     "colossax.sharding": (
         "CACHE_DIMS Dense Layout NATURAL RowOrder Weight activation_axes activation_sharding "
-        "attend_cache attention balanced_order batch_axes cache_spec check_parameter "
+        "apart attend_cache attention balanced_order batch_axes cache_spec check_parameter "
         "compiler_options compute_dtype constrain current current_order explain explain_html "
         "gather_for_others gather_weight gathered_axes host_sharding in_order keeping kept_share "
         "left_whole linear linears lookup moe param_sharding recomputing reduction_dtype "
-        "replicated resolve ruled_dims seq_axes transfer use validate with_ranges "
+        "remembered replicated resolve ruled_dims seq_axes transfer use validate with_ranges "
         "without_shards"
     ),
     "colossax.sharding.experts": (

@@ -47,6 +47,7 @@ from .paths import user_path as user_path
 from .placement import SAVEABLE as SAVEABLE
 from .placement import Placement as Placement
 from .plan import Plan as Plan
+from .precision import Float8 as Float8
 from .precision import LossScale as LossScale
 from .precision import Precision as Precision
 from .presets import PRESETS as PRESETS

@@ -1,6 +1,7 @@
-"""Dtypes of a plan, and how a loss in float16 is scaled."""
+"""Dtypes of a plan, how a loss in float16 is scaled, and which matmuls are in float8."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from colossax.config.bounds import Bound, Count, Positive, at_least
@@ -14,6 +15,10 @@ NARROW: tuple[str, ...] = (*DTYPES, "float16")
 """Of what is made anew in each step, and not added up over many."""
 
 ROUNDINGS: tuple[str, ...] = ("nearest", "stochastic")
+
+MATMULS: tuple[str, ...] = ("compute", "float8")
+
+SCALINGS: tuple[str, ...] = ("current", "delayed")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,6 +55,33 @@ class LossScale:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Float8:
+    """How matmuls in float8 are scaled, and which stay in the compute dtype.
+
+    Attributes:
+        scaling: By the largest of what is multiplied (`current`), or of what was in the steps
+            before (`delayed`), which has to wait for nothing.
+        history: Of `delayed`, how many steps back.
+        margin: Of `delayed`, powers of two that are left for what is larger than before; what is
+            still larger is cut to the largest number.
+        keep: Matrices with a dim of these names stay in the compute dtype.
+    """
+
+    scaling: str = dataclasses.field(default="current", metadata={"choices": SCALINGS})
+    history: Count = 16
+    margin: Annotated[int, at_least(0)] = 0
+    keep: tuple[str, ...] = ("vocab",)
+
+    def __post_init__(self):
+        check_types(self, "precision.float8", error=PlanError)
+        if self.scaling not in SCALINGS:
+            raise PlanError(
+                f"precision.float8.scaling: unknown '{self.scaling}'"
+                f"{nearest(self.scaling, SCALINGS)}"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Precision:
     """Dtype per role, by NumPy name or as a dtype: float32, bfloat16, of some float16.
 
@@ -63,6 +95,9 @@ class Precision:
         rounding: Of parameters in bfloat16 when they are updated: to the `nearest`, which loses
             updates below 1/512 of a parameter, or `stochastic`, which keeps them on average.
         loss_scale: How the loss is scaled in float16; else it is not.
+        matmul: Of weights, in training: in the `compute` dtype, or in `float8`: inputs and weights
+            in e4m3, gradients of results in e5m2, added up in float32.
+        float8: How they are scaled then, and which.
     """
 
     params: Any = dataclasses.field(default="float32", metadata={"choices": DTYPES})
@@ -72,6 +107,8 @@ class Precision:
     cache: Any = dataclasses.field(default="float32", metadata={"choices": NARROW})
     rounding: str = dataclasses.field(default="nearest", metadata={"choices": ROUNDINGS})
     loss_scale: LossScale = LossScale()
+    matmul: str = dataclasses.field(default="compute", metadata={"choices": MATMULS})
+    float8: Float8 = Float8()
 
     def __post_init__(self):
         check_types(self, "precision", error=PlanError)
@@ -99,6 +136,20 @@ class Precision:
                 f"precision.rounding: found 'stochastic', and parameters are kept in {self.params},"
                 " which is not rounded; give precision.params 'bfloat16', or rounding 'nearest'"
             )
+
+        if self.matmul == "float8" and self.scales_loss:
+            raise PlanError(
+                "precision.matmul: found 'float8' beside compute 'float16', in which products of"
+                " numbers as large as 448 overflow; give compute 'bfloat16'"
+            )
+
+    def in_float8(self, dims: Sequence[str | None]) -> bool:
+        """Whether a matrix with these dims is multiplied in float8."""
+        return self.matmul == "float8" and not set(self.float8.keep).intersection(dims)
+
+    def remembers(self, dims: Sequence[str | None]) -> bool:
+        """Whether it has a history of scales."""
+        return self.in_float8(dims) and self.float8.scaling == "delayed"
 
     @property
     def scales_loss(self) -> bool:

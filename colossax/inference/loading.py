@@ -286,4 +286,4 @@ def _precision(reader: RecordReader, documents: dict[str, Any], name: str) -> Pr
     # Others are of parameters that keep a dtype of their own.
     params = plan.precision.params if plan.precision.params in stored else params
     compute = plan.precision.compute
-    return dataclasses.replace(plan.precision, params=params, cache=compute)
+    return dataclasses.replace(plan.precision, params=params, cache=compute, matmul="compute")

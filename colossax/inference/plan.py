@@ -29,10 +29,12 @@ def inference_plan(plan: Plan) -> Plan:
     device sees them all. Weights stay where they are at rest, hidden states move to them: over
     `fsdp` a matmul sums partial products of `tokens x width` instead of gathering its weight.
     For the same reason the compiler does the communication of matmuls: the library's own regions
-    divide tokens among devices. Nothing is recomputed, because nothing is differentiated, and of
-    what may live in host memory there are parameters alone. That the optimizer's state lives there
-    moves nothing; it stays, as do all shares of `plan.offload`, because a model built under `plan`
-    has its layer stacks cut where they end. `parameters_alone` drops them.
+    divide tokens among devices. Matmuls are in the compute dtype: in float8 a scale is of all
+    tokens at once, so what is said to one sequence would depend on the others. Nothing is
+    recomputed, because nothing is differentiated, and of what may live in host memory there are
+    parameters alone. That the optimizer's state lives there moves nothing; it stays, as do all
+    shares of `plan.offload`, because a model built under `plan` has its layer stacks cut where
+    they end. `parameters_alone` drops them.
     """
     activations = {
         dim: rule
@@ -41,7 +43,10 @@ def inference_plan(plan: Plan) -> Plan:
     }
     rules = dataclasses.replace(plan.rules, activations=FrozenDict(activations))
     segments = tuple(_forward_only(segment, optimizer=True) for segment in plan.segments)
-    return plan.replace(rules=rules, segments=segments, tensor_matmul="compiler")
+    precision = dataclasses.replace(plan.precision, matmul="compute")
+    return plan.replace(
+        rules=rules, segments=segments, tensor_matmul="compiler", precision=precision
+    )
 
 
 def parameters_alone(plan: Plan) -> Plan:

@@ -1,5 +1,6 @@
 """Linear maps, norms and embeddings."""
 
+import dataclasses
 import math
 
 import jax
@@ -10,11 +11,7 @@ from jaxtyping import Array, Float, Int
 from colossax.nn.module import param
 from colossax.nn.weights import Weighted
 from colossax.pallas.norms import layer_norm, rms_norm
-from colossax.sharding import (
-    Weight,
-    gather_weight,
-    linears,
-)
+from colossax.sharding import Dense, Weight, current, gather_weight, linears, remembered
 from colossax.typing import Dims
 
 
@@ -22,7 +19,8 @@ class Linear(Weighted):
     """`x @ w + b` over the last `contract` dims of x; `w` is `[*in, *out]`.
 
     `w` is a parameter, or a module that has a `weight` (see `with_weights`). Initial weights are
-    normal with standard deviation `std`, biases zero.
+    normal with standard deviation `std`, biases zero. Where the plan in force multiplies it in
+    float8 by delayed scales, `history` has the largest numbers of the steps before.
     """
 
     def __init__(
@@ -39,14 +37,34 @@ class Linear(Weighted):
         self.dims = tuple(dims)
         self.w = param(jax.random.normal(rngs.params(), shape, jnp.float32) * std, dims)
         self.b = param(jnp.zeros(shape[contract:], jnp.float32), dims[contract:]) if bias else None
+        self.history = _history(self.dims)
 
     def __call__(self, x: Float[Array, "*lead_and_in"]) -> Float[Array, "*lead_and_out"]:
         return linears(x, (self.map,), contract=self.contract)[0]
 
     @property
+    def weight(self) -> Weight:
+        """See `Weighted`."""
+        found = super().weight
+        if self.history is None:
+            return found
+        assert isinstance(found, Dense)
+        return dataclasses.replace(found, history=self.history[...])
+
+    @property
     def map(self) -> tuple[Weight, Array | None]:
         """Weight and bias, as `colossax.sharding.linears` takes them."""
         return self.weight, None if self.b is None else self.b[...]
+
+
+def _history(dims: Dims) -> nnx.Param | None:
+    """Of a matrix that the plan in force multiplies in float8 by delayed scales; else None."""
+    bound = current()
+    if bound is None or not bound.plan.precision.remembers(dims):
+        return None
+    steps = bound.plan.precision.float8.history
+    first = jnp.zeros((3, steps), jnp.float32)
+    return param(first, (None, None), dtype="float32", update=remembered, noted=True)
 
 
 class RMSNorm(nnx.Module):

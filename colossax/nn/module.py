@@ -46,6 +46,7 @@ def param(
     learns: bool = True,
     dtype: Any = None,
     update: Callable[[Array, Array], Array] | None = None,
+    noted: bool = False,
 ) -> nnx.Param:
     """A parameter with one logical name (or None) per dim.
 
@@ -62,6 +63,9 @@ def param(
             whose loss and norm are finite, with the gradient summed over microbatches, neither
             clipped nor part of the norm. It has no optimizer state. Give a function that has a
             name of its own in a module: one made anew for each model is compiled anew.
+        noted: With `update`: of the microbatches' gradients the largest counts, number by number,
+            not the sum; and the value is kept beside the model, not as a part of it: a run goes on
+            from a checkpoint without it, from the first value, and one without it from one with.
 
     Raises:
         InputError: There are more names than dims, or fewer.
@@ -73,6 +77,8 @@ def param(
     own: dict[str, Any] = {"own_gather": True} | ({} if learns else {"learns": False})
     if update is not None:
         own["own_update"] = update
+    if noted:
+        own |= {"noted": True, "inside": 0}
     if dtype is not None:
         own["own_dtype"] = np.dtype(dtype)
         value = value.astype(dtype)
@@ -114,7 +120,7 @@ class ModelSpec:
 
     def parameter_count(self, model: str | None = None) -> int:
         """Numbers in all parameters, those that do not learn included, or in one model's."""
-        infos = jax.tree.leaves(self.infos)
+        infos = [info for info in jax.tree.leaves(self.infos) if not info.noted]
         return sum(
             int(np.prod(info.shape)) for info in infos if model is None or info.model == model
         )
@@ -284,6 +290,7 @@ def _info(path: tuple, variable: Any, model: str | None, behind: Sequence[tuple]
         own_dtype=own_dtype(variable),
         stood_at="/".join(map(str, path[:-inside])) if inside else None if inside is None else "",
         update=metadata.get("own_update"),
+        noted=metadata.get("noted", False),
         behind=any(path[: len(prefix)] == prefix for prefix in behind),
     )
 

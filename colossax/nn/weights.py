@@ -98,6 +98,12 @@ def _put(model: nnx.Module, make: MakeWeight, rngs: nnx.Rngs) -> nnx.Module:
         holder = make(name, module, rngs)
         if holder is not None:
             _check(name, module, holder)
+            if getattr(module, "history", None) is not None:
+                raise InputError(
+                    f"with_weights: '{name}' has a history of float8 scales, which a"
+                    f" {type(holder).__name__} in place of its matrix would not read; give"
+                    " plan.precision.float8.scaling current, or matmul compute"
+                )
             _note_parts(module.held, holder)
             setattr(module, module.held_as, holder)
     return model

@@ -6,12 +6,14 @@ from .attention import attention as attention
 from .attention import cache_spec as cache_spec
 from .attention import with_ranges as with_ranges
 from .compiling import compiler_options as compiler_options
+from .context import apart as apart
 from .context import current as current
 from .context import keeping as keeping
 from .context import kept_share as kept_share
 from .context import recomputing as recomputing
 from .context import use as use
 from .experts import moe as moe
+from .float8 import remembered as remembered
 from .host import host_sharding as host_sharding
 from .joint import without_shards as without_shards
 from .linear import Dense as Dense

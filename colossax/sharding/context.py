@@ -69,3 +69,18 @@ def keeping(share: float) -> Iterator[None]:
 def kept_share() -> float:
     """Share of the tokens whose hidden states are kept for backward; see `Segment.mlp_share`."""
     return _KEPT_SHARE.value
+
+
+_APART = jax.make_user_context(default_value=())
+
+
+@contextlib.contextmanager
+def apart(axis: str) -> Iterator[None]:
+    """Mark what is traced inside as of one of several devices, mapped by a name of an axis."""
+    with _APART((*_APART.value, axis)):
+        yield
+
+
+def shards_apart() -> tuple[str, ...]:
+    """Names of axes over which devices are mapped that do not know of one another."""
+    return _APART.value

@@ -13,16 +13,17 @@ from jaxtyping import Array, Float, Int
 from colossax.config import BoundPlan
 from colossax.errors import InputError
 from colossax.sharding.context import current, recomputed
+from colossax.sharding.float8 import Factors, float8_matmul
 from colossax.sharding.lookup import lookup
 from colossax.sharding.matmul import Island, layout_of, matmuls
 from colossax.sharding.ops import (
+    as_in_block,
     compute_dtype,
     gather_weight,
     gathered,
     reduction_dtype,
     summed_gradient,
 )
-from colossax.sharding.rules import activation_sharding
 from colossax.sharding.weights import Weight
 from colossax.typing import Dims
 
@@ -113,10 +114,18 @@ def _check_meets(x: Array, weight: Weight, contract: int) -> None:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Dense:
-    """A weight kept as what it is: one array at rest, with its logical dims."""
+    """A weight kept as what it is: one array at rest, with its logical dims.
+
+    Attributes:
+        w: The array.
+        dims: Its dims.
+        history: Of the largest numbers that its matmuls met, see `colossax.sharding.float8`; None:
+            there is none.
+    """
 
     w: Any
     dims: Dims = dataclasses.field(metadata={"static": True})
+    history: Any = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -128,9 +137,7 @@ class Dense:
         x: Array, maps: Sequence[tuple[Any, Array | None]], *, contract: int
     ) -> tuple[Array, ...]:
         """See `Weight`."""
-        return _products(
-            x, [(dense.w, dense.dims, bias) for dense, bias in maps], contract=contract
-        )
+        return _products(x, maps, contract=contract)
 
     def rows(self, ids: Int[Array, "b s"]) -> Float[Array, "b s d"]:
         """See `Weight`."""
@@ -141,23 +148,21 @@ class Dense:
         return gather_weight(self.w, self.dims, to=to)
 
 
-_DenseMap = tuple[Array, Dims, Array | None]
-"""Matrix at rest, its dims, and bias of a linear map."""
-
-
-def _products(x: Array, maps: Sequence[_DenseMap], *, contract: int) -> tuple[Array, ...]:
+def _products(
+    x: Array, maps: Sequence[tuple[Dense, Array | None]], *, contract: int
+) -> tuple[Array, ...]:
     """`x @ w + bias` of each map, all of dense weights."""
     bound = current()
     if bound is None or bound.single or not _is_manual(bound) or x.ndim - contract != 2:
         return tuple(_by_compiler(x, *one, contract) for one in maps)
-    shapes = tuple((w.shape, tuple(dims)) for w, dims, _ in maps)
+    shapes = tuple((weight.shape, tuple(weight.dims)) for weight, _ in maps)
     island = Island(
         layout=layout_of(bound, x.shape, shapes, contract),
         way=bound.plan.tensor_matmul,
         summed=reduction_dtype(bound, x.dtype),
         keep=recomputed(),
     )
-    return matmuls(island, x, tuple(w for w, _, _ in maps), tuple(bias for _, _, bias in maps))
+    return matmuls(island, x, tuple(weight.w for weight, _ in maps), tuple(b for _, b in maps))
 
 
 def _is_manual(bound: BoundPlan) -> bool:
@@ -166,53 +171,50 @@ def _is_manual(bound: BoundPlan) -> bool:
     return chosen != "compiler" and (chosen != "auto" or bound.plan.tensor_layout != "1d")
 
 
-def _by_compiler(x: Array, w: Array, dims: Dims, bias: Array | None, contract: int) -> Array:
+def _by_compiler(x: Array, weight: Dense, bias: Array | None, contract: int) -> Array:
+    w, dims = weight.w, weight.dims
     lead, inner, out = x.shape[: x.ndim - contract], w.shape[:contract], w.shape[contract:]
     # One dim of tokens: with [b, s] apart, the weight gradient contracts two dims, for which
     # XLA's CPU backend transposes instead of calling its matmul (90 against 129 GFLOP per second).
     flat = (math.prod(lead),) if _tokens_merge(lead) else lead
-    static = _Linear(bound=current(), dims=tuple(dims), contract=contract, recomputed=recomputed())
-    y = _matmul(static, x.reshape(*flat, math.prod(inner)), w, bias)
+    bound, x = current(), x.reshape(*flat, math.prod(inner))
+    static = Factors(bound=bound, dims=tuple(dims), contract=contract, recomputed=recomputed())
+    if bound is not None and bound.plan.precision.in_float8(static.dims):
+        y = float8_matmul(static, x, w, bias, weight.history)
+    else:
+        y = _matmul(static, x, w, bias)
     return y.reshape(*lead, *out)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Linear:
-    bound: BoundPlan | None
-    dims: Dims
-    contract: int
-    recomputed: bool
 
 
 # One rule for gather and matmul together, so that backward can keep the weight at rest and gather
 # it again: with a rule for the gather alone the matmul would keep every layer's full weight. In
 # a layer that is recomputed the second gather is part of that, and a third would cost its bytes.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(static: _Linear, x: Array, w: Array, bias: Array | None) -> Array:
+def _matmul(static: Factors, x: Array, w: Array, bias: Array | None) -> Array:
     return _forward(static, x, _matrix(static, w, x), bias)
 
 
-def _forward(static: _Linear, x: Array, matrix: Array, bias: Array | None) -> Array:
+def _forward(static: Factors, x: Array, matrix: Array, bias: Array | None) -> Array:
     y = jnp.dot(x, matrix)
     if bias is None:
         return y
     return y + gathered(static.bound, static.dims[static.contract :], x.dtype, bias).ravel()
 
 
-def _matrix(static: _Linear, w: Array, x: Array) -> Array:
+def _matrix(static: Factors, w: Array, x: Array) -> Array:
     return gathered(static.bound, static.dims, x.dtype, w).reshape(x.shape[-1], -1)
 
 
-def _matmul_fwd(static: _Linear, x: Array, w: Array, bias: Array | None):
+def _matmul_fwd(static: Factors, x: Array, w: Array, bias: Array | None):
     matrix = _matrix(static, w, x)
     return _forward(static, x, matrix, bias), (x, matrix if static.recomputed else None, w, bias)
 
 
-def _matmul_bwd(static: _Linear, residuals: Any, dy: Array):
+def _matmul_bwd(static: Factors, residuals: Any, dy: Array):
     x, matrix, w, bias = residuals
     bound, dims = static.bound, static.dims
     summed = reduction_dtype(bound, x.dtype)
-    dy = _as_in_block(bound, dims[static.contract :], dy)
+    dy = as_in_block(bound, dims[static.contract :], dy)
     dx = jnp.dot(dy, (_matrix(static, w, x) if matrix is None else matrix).T)
     tokens = tuple(range(x.ndim - 1))
     dw = jax.lax.dot_general(x, dy, ((tokens, tokens), ((), ())), preferred_element_type=summed)
@@ -224,18 +226,6 @@ def _matmul_bwd(static: _Linear, residuals: Any, dy: Array):
 
 
 _matmul.defvjp(_matmul_fwd, _matmul_bwd)
-
-
-def _as_in_block(bound: BoundPlan | None, out: Dims, dy: Array) -> Array:
-    """The gradient of a block's output with the sequence as inside the block.
-
-    Both matmuls of backward need it so. Left to choose, the compiler may instead split it along
-    the features, as the weight's gradient will be, by replicating it first.
-    """
-    if bound is None or bound.single or out != ("embed",) or dy.ndim != 3:
-        return dy
-    sharding = activation_sharding(bound, ("batch", "seq", "embed"), dy.shape)
-    return jax.lax.with_sharding_constraint(dy, sharding)
 
 
 def _tokens_merge(lead: tuple[int, ...]) -> bool:

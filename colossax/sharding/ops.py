@@ -4,6 +4,7 @@ Without a plan, or on a mesh of one device, each function is its plain mathemati
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +89,12 @@ def _gather(bound: BoundPlan, dims: Dims, dtype: jnp.dtype, to: Dims | None, w: 
 
 def _shard(bound: BoundPlan, dims: Dims, dtype: jnp.dtype, w: Array) -> Array:
     """What is gathered: cast where the shards are, half the bytes in bf16."""
-    return constrained(bound, "params", dims, as_in_stack(bound, "params", dims, w).astype(dtype))
+    return cast_at_rest(bound, dims, lambda w: w.astype(dtype), w)
+
+
+def cast_at_rest(bound: BoundPlan, dims: Dims, cast: Callable[[Array], Array], w: Array) -> Array:
+    """`cast(w)`, of each element, where the shards are."""
+    return constrained(bound, "params", dims, cast(as_in_stack(bound, "params", dims, w)))
 
 
 def _gather_fwd(bound: BoundPlan, dims: Dims, dtype: jnp.dtype, to: Dims | None, w: Array):
@@ -119,6 +125,18 @@ _gather.defvjp(_gather_fwd, _gather_bwd)
 def constrained(bound: BoundPlan, role: str, dims: Dims, x: Array) -> Array:
     spec = resolve(bound, role, dims, x.shape, name=f"weight {dims}")
     return jax.lax.with_sharding_constraint(x, NamedSharding(bound.mesh, spec))
+
+
+def as_in_block(bound: BoundPlan | None, out: Dims, dy: Array) -> Array:
+    """The gradient of a block's output with the sequence as inside the block.
+
+    Both matmuls of backward need it so. Left to choose, the compiler may instead split it along
+    the features, as the weight's gradient will be, by replicating it first.
+    """
+    if bound is None or bound.single or out != ("embed",) or dy.ndim != 3:
+        return dy
+    sharding = activation_sharding(bound, ("batch", "seq", "embed"), dy.shape)
+    return jax.lax.with_sharding_constraint(dy, sharding)
 
 
 def reduction_dtype(bound: BoundPlan | None, compute: jnp.dtype) -> jnp.dtype:

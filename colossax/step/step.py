@@ -17,6 +17,7 @@ from colossax.optim import Optimizer, check_groups, transformation
 from colossax.sharding import RowOrder, compiler_options, in_order, replicated, use, validate
 from colossax.sharding.table import explain, explain_html
 from colossax.step.batches import BatchPlacer
+from colossax.step.checks.float8 import check_float8
 from colossax.step.checks.given import check_state, known_numbers
 from colossax.step.choosing import followers_of, gradient_method_of, updater_of
 from colossax.step.evaluation import Evaluation
@@ -96,6 +97,7 @@ class Step:
         """
         check_stages(bound)
         validate(bound, spec.infos)
+        check_float8(bound, spec)
         self.spec = spec
         self.bound = bound
         self.options = options

@@ -83,7 +83,7 @@ def accumulate(call: LossCall, bound: BoundPlan, infos: Any, trainable: Any) -> 
         if micro.count == 1:
             return summarised(infos, *one(*micro.first), micro)
         xs = (micro.arrays, micro.keys)
-        found = summed_up(one, lambda g: constrained(bound, infos, g), xs)
+        found = summed_up(one, lambda g: constrained(bound, infos, g), xs, infos)
         return summarised(infos, *found, micro)
 
     return gradients

@@ -79,7 +79,7 @@ def reduce_once(call: LossCall, bound: BoundPlan, infos: Any, trainable: Any) ->
             return shards.over(of_device, inside)(microbatch, shards.keys(key))
 
         xs = (shards.cut(micro), micro.keys)
-        grads, sums = summed_up(of_all, lambda grads: shards.unreduced(grads, infos), xs)
+        grads, sums = summed_up(of_all, lambda grads: shards.unreduced(grads, infos), xs, infos)
         return summarised(infos, shards.reduced(grads, infos), sums, micro)
 
     return gradients

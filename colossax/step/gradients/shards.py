@@ -11,10 +11,13 @@ from jaxtyping import Array
 
 from colossax.config import BoundPlan, Rules
 from colossax.layerwise import summed
-from colossax.sharding import batch_axes, param_sharding, use
+from colossax.sharding import apart, batch_axes, param_sharding, use
 from colossax.step.gradients.sums import accumulable
 from colossax.step.microbatches import Microbatches
 from colossax.typing import Batch, Params
+
+_SHARDS = "shards"
+"""The devices along the batch, to one of them."""
 
 
 class Shards:
@@ -58,10 +61,10 @@ class Shards:
         """
 
         def of_device(arrays: Any, keys: Array) -> tuple[Params, Any]:
-            with use(inside):
+            with use(inside), apart(_SHARDS):
                 return one(arrays, keys)
 
-        mapped = jax.vmap(of_device, in_axes=dim, spmd_axis_name=self.axes)
+        mapped = jax.vmap(of_device, in_axes=dim, axis_name=_SHARDS, spmd_axis_name=self.axes)
 
         def of_all(arrays: Any, keys: Array) -> tuple[Params, Any]:
             grads, sums = mapped(arrays, keys)

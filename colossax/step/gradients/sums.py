@@ -9,22 +9,39 @@ import optax
 from jaxtyping import Array
 
 from colossax.config import BoundPlan
-from colossax.layerwise import added, nothing
+from colossax.layerwise import Maximum, added, nothing
 from colossax.sharding import param_sharding
 from colossax.typing import Params
 
 
-def summed_up(grad: Callable, constrain: Callable, xs: Any) -> tuple[Params, Any]:
-    """`grad(*x) -> (gradients, sums)` added over the microbatches."""
+def summed_up(grad: Callable, constrain: Callable, xs: Any, infos: Any) -> tuple[Params, Any]:
+    """`grad(*x) -> (gradients, sums)` added over the microbatches; of what is noted the largest.
+
+    Args:
+        grad: Of a microbatch.
+        constrain: Gradients to where the plan wants them.
+        xs: Of all microbatches.
+        infos: Of the gradients.
+    """
+
+    def one(*x: Any) -> tuple[Any, Any]:
+        grads, sums = grad(*x)
+        return jax.tree.map(lambda i, g: Maximum(g) if i.noted else g, infos, grads), sums
+
+    def constrained(grads: Any) -> Any:
+        flat, structure = jax.tree.flatten(grads)
+        kept = jax.tree.leaves(constrain(jax.tree.unflatten(jax.tree.structure(infos), flat)))
+        return jax.tree.unflatten(structure, kept)
 
     def body(acc: Any, x: Any):
-        acc = added(acc, grad(*x))
+        acc = added(acc, one(*x))
         # Without this the accumulator may be replicated, and reduced every time.
-        return (constrain(acc[0]), acc[1]), None
+        return (constrained(acc[0]), acc[1]), None
 
-    shapes = jax.eval_shape(grad, *jax.tree.map(lambda x: x[0], xs))
+    shapes = jax.eval_shape(one, *jax.tree.map(lambda x: x[0], xs))
     zeros = nothing(shapes)
-    return jax.lax.scan(body, (constrain(zeros[0]), zeros[1]), xs)[0]
+    grads, sums = jax.lax.scan(body, (constrained(zeros[0]), zeros[1]), xs)[0]
+    return jax.tree.unflatten(jax.tree.structure(infos), jax.tree.leaves(grads)), sums
 
 
 def accumulable(bound: BoundPlan, infos: Any, grads: Any, *, constrain: bool = True) -> Any:

@@ -5,6 +5,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from colossax.checkpoint import ArraySlot, Checkpointer, slot_of
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 
 MODEL = "model"
 """Name of a model that is alone, and of what belongs to no one model."""
+
+NOTED = "noted"
+"""Kind of records of what is noted of steps beside parameters."""
 
 
 class StateRecords:
@@ -56,12 +60,14 @@ class StateRecords:
         fresh = self._fresh(checkpointer, done)
         named = {name: part for name, part in self._slots.items() if name not in fresh}
         slots, structure = jax.tree.flatten(named)
-        where = {name: self._step.shardings[name] for name in named}
-        wants = list(zip(slots, jax.tree.leaves(where), strict=True))
+        where = jax.tree.leaves({name: self._step.shardings[name] for name in named})
+        empty = self._nothing_noted(checkpointer, done, slots, where)
+        wants = [each for at, each in enumerate(zip(slots, where, strict=True)) if at not in empty]
         disk = self._step.disk
         models = {MODEL, *self._step.spec.model_names}
         whole = [f"{model}/optimizer" for model in sorted(models)]
-        arrays = checkpointer.restore(done, wants, exact=disk is None, whole=whole)
+        found = iter(checkpointer.restore(done, wants, exact=disk is None, whole=whole))
+        arrays = [empty[at] if at in empty else next(found) for at in range(len(slots))]
         state = {**jax.tree.unflatten(structure, arrays), **fresh}
         if disk is not None:
             disk.fill(state, lambda layer: self._restored_row(checkpointer, done, layer))
@@ -75,6 +81,16 @@ class StateRecords:
         return self._step.layout.first_scale(
             functools.partial(jax.device_put, device=replicated(self._step.bound))
         )
+
+    def _nothing_noted(
+        self, checkpointer: Checkpointer, done: int | None, slots: list[ArraySlot], where: list[Any]
+    ) -> dict[int, jax.Array]:
+        """By number of the slot, zeros for what was not saved: by a step that notes none."""
+        return {
+            at: jax.device_put(jnp.zeros(slot.shape, slot.dtype), sharding)
+            for at, (slot, sharding) in enumerate(zip(slots, where, strict=True))
+            if f"/{NOTED}/" in slot.name and not checkpointer.holds_record(done, slot.name)
+        }
 
     def _restored_row(self, checkpointer: Checkpointer, done: Any, layer: int) -> list[jax.Array]:
         """Optimizer state of one layer on disk."""
@@ -97,7 +113,9 @@ def state_slots(step: "Step") -> TrainState:
     return {
         "params": jax.tree.map(
             lambda info, leaf: slot_of(
-                info, f"{info.model or MODEL}/params", dtype=np.dtype(leaf.dtype)
+                info,
+                f"{info.model or MODEL}/{NOTED if info.noted else 'params'}",
+                dtype=np.dtype(leaf.dtype),
             ),
             step.spec.infos,
             abstract["params"],
