@@ -64,21 +64,33 @@ class Float8:
         history: Of `delayed`, how many steps back.
         margin: Of `delayed`, powers of two that are left for what is larger than before; what is
             still larger is cut to the largest number.
-        keep: Matrices with a dim of these names stay in the compute dtype.
+        keep: Matrices with a dim of these names stay in the compute dtype; one text, divided by
+            commas, or several.
     """
 
     scaling: str = dataclasses.field(default="current", metadata={"choices": SCALINGS})
     history: Count = 16
     margin: Annotated[int, at_least(0)] = 0
-    keep: tuple[str, ...] = ("vocab",)
+    keep: Any = ("vocab",)
 
     def __post_init__(self):
         check_types(self, "precision.float8", error=PlanError)
+        object.__setattr__(self, "keep", _names(self.keep))
         if self.scaling not in SCALINGS:
             raise PlanError(
                 f"precision.float8.scaling: unknown '{self.scaling}'"
                 f"{nearest(self.scaling, SCALINGS)}"
             )
+
+
+def _names(given: Any) -> tuple[str, ...]:
+    """Names of dims, from a text or several."""
+    names = given.split(",") if isinstance(given, str) else given
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise PlanError(
+            f"precision.float8.keep: found {given!r}; give names of dims, as in 'vocab,experts'"
+        )
+    return tuple(name.strip() for name in names if name.strip())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

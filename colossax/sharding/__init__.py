@@ -13,13 +13,13 @@ from .context import kept_share as kept_share
 from .context import recomputing as recomputing
 from .context import use as use
 from .experts import moe as moe
-from .float8 import remembered as remembered
 from .host import host_sharding as host_sharding
 from .joint import without_shards as without_shards
 from .linear import Dense as Dense
 from .linear import linear as linear
 from .linear import linears as linears
 from .lookup import lookup as lookup
+from .matmul.float8 import remembered as remembered
 from .ops import compute_dtype as compute_dtype
 from .ops import constrain as constrain
 from .ops import gather_for_others as gather_for_others

@@ -13,9 +13,9 @@ from jaxtyping import Array, Float, Int
 from colossax.config import BoundPlan
 from colossax.errors import InputError
 from colossax.sharding.context import current, recomputed
-from colossax.sharding.float8 import Factors, float8_matmul
 from colossax.sharding.lookup import lookup
 from colossax.sharding.matmul import Island, layout_of, matmuls
+from colossax.sharding.matmul.float8 import Factors, float8_matmul
 from colossax.sharding.ops import (
     as_in_block,
     compute_dtype,
@@ -119,7 +119,7 @@ class Dense:
     Attributes:
         w: The array.
         dims: Its dims.
-        history: Of the largest numbers that its matmuls met, see `colossax.sharding.float8`; None:
+        history: Of the largest numbers that its matmuls met, see `sharding/matmul/float8.py`; None:
             there is none.
     """
 

@@ -306,3 +306,12 @@ def test_settings_are_held_to_what_there_is():
         with pytest.raises(PlanError, match=message):
             nested = {"float8": Float8(**fields["float8"])} if "float8" in fields else {}
             Precision(**{**fields, **nested})
+
+
+def test_names_that_keep_the_compute_dtype_may_be_one_text():
+    """As on the command line; and a plan comes back from JSON, as a resumed run's does."""
+    plan = Plan(precision=Precision(matmul="float8", float8=Float8(keep="vocab, mlp")))
+    assert plan.precision.float8.keep == ("vocab", "mlp")
+    assert Plan.from_json(plan.to_json()) == plan
+    with pytest.raises(PlanError, match="precision.float8.keep: found 3; give names of dims, as"):
+        Float8(keep=3)

@@ -10,7 +10,7 @@ import pytest
 
 from colossax.config import Float8, Plan, Precision
 from colossax.sharding import Dense, linear, remembered, use
-from colossax.sharding.float8 import FIRST, GRADIENT, INPUT, quantised, scale_of
+from colossax.sharding.matmul.float8 import FIRST, GRADIENT, INPUT, quantised, scale_of
 from tests.cases import quick_first
 
 FORMATS = {"e4m3": (INPUT, ml_dtypes.float8_e4m3fn), "e5m2": (GRADIENT, ml_dtypes.float8_e5m2)}
