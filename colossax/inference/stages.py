@@ -302,11 +302,12 @@ def why_gathered(spec: ModelSpec, bound: BoundPlan) -> str | None:
     def decode(params: Params, *tokens: Any) -> Any:
         return spec.merge(params).decode(*tokens)
 
-    with use(staged):
-        call = stack_call(decode, shapes, ids, cache, flat)
-    problem = _problem(call, asked, len(jax.tree.leaves(shapes)), stages)
     if getattr(model.config, "longest_source", None) is not None:
         problem = "the model's encoder reads a source first"
+    else:
+        with use(staged):
+            call = stack_call(decode, shapes, ids, cache, flat)
+        problem = _problem(call, asked, len(jax.tree.leaves(shapes)), stages)
     return problem and (
         f"mesh axis 'stage': {problem}, so every device gathers the layers of all {stages} stages"
         " for every token"
@@ -387,7 +388,7 @@ def _of_last(x: Array) -> Array:
 
 def _padding(width: int) -> tuple[Any, FlatTokens]:
     ids = jnp.zeros(width, jnp.int32)
-    return ids, FlatTokens(seat=jnp.full_like(ids, -1), position=ids, slot=ids, source=ids)
+    return ids, FlatTokens(seat=jnp.full_like(ids, -1), position=ids, slot=ids)
 
 
 def _shape(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:

@@ -115,7 +115,10 @@ def test_settings_there_and_back(case):
     config = table.config_from(settings)
     written = json.loads(json.dumps(table.settings_of(config)))
     assert table.config_from(written) == config
-    for name in set(written) & set(settings) - {"rope_parameters", "n_inner", "pad_token_id"}:
+    apart = {"rope_parameters", "n_inner", "pad_token_id"}
+    # `transformers` 5 says that T5 1.1 is tied and its outputs not scaled; before, that it is not.
+    apart |= {"tie_word_embeddings"} if settings.get("scale_decoder_outputs") is False else set()
+    for name in set(written) & set(settings) - apart:
         same = (written[name], settings[name]) in ALIKE or written[name] == settings[name]
         assert same, name
 

@@ -9,6 +9,7 @@ from safetensors.numpy import load_file
 from colossax.config import Plan
 from colossax.errors import InputError
 from colossax.inference import Generator
+from colossax.inference.stages import why_gathered
 from colossax.models import registry
 from colossax.models.conversions import CONVERSIONS
 from colossax.models.hf import export_checkpoint, import_checkpoint
@@ -128,6 +129,13 @@ def test_generator_reads_a_source_first():
         generator.generate([0], max_tokens=4)
     with pytest.raises(InputError, match="source: it has 97 tokens, above the 96 of the model"):
         generator.generate([0], source=[2] * 97, max_tokens=4)
+
+
+def test_stages_gather_its_layers():
+    bound = Plan(mesh={"stage": 2}).bind(jax.devices()[:2])
+    with use(bound):
+        spec = describe(registry.maker(read_params(GOLDEN / "t5")[0]))
+    assert "the model's encoder reads a source first, so every device" in why_gathered(spec, bound)
 
 
 OFFS = [(case, off) for case in OFF for off in OFF[case]]

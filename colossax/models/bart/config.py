@@ -16,6 +16,7 @@ class BARTConfig(EncoderDecoderConfig):
 
     Attributes:
         layers, heads, mlp: Of the encoder.
+        decoder_layers, decoder_heads, decoder_mlp: Of the decoder.
         scaled: Embeddings are taken `sqrt(embed)` times.
 
     Source: Lewis et al. 2019.

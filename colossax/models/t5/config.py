@@ -13,6 +13,7 @@ class T5Config(EncoderDecoderConfig):
 
     Attributes:
         layers: Of the encoder.
+        decoder_layers: Of the decoder.
         max_seq: Longest row of either stack; the model itself has no bound.
         buckets, farthest: See `RelativeConfig`.
         tied: The head is the table, and logits are divided by `sqrt(embed)`: T5, not T5 1.1.
