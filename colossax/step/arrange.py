@@ -1,6 +1,6 @@
 """A global batch with its tokens in the order that a plan wants them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -13,6 +13,9 @@ from colossax.typing import SOURCE, SOURCE_SEGMENTS, Batch, Dims
 
 _FILL = {"segments": -1, SOURCE_SEGMENTS: -1}
 """What padding holds; 0 in other arrays."""
+
+_SEGMENTS = {"tokens": "segments", SOURCE: SOURCE_SEGMENTS}
+"""Of each text the array that marks its padding."""
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -88,19 +91,13 @@ def arranged(batch: Batch, dims: Mapping[str, Dims], order: RowOrder) -> Arrange
     Raises:
         InputError: Rows must be filled up and the batch has no way to say where.
     """
-    batch = dict(batch)
-    dims = dict(dims)
-    if order.padding and "segments" not in batch:
-        if "tokens" not in batch:
-            raise InputError(
-                f"batch: rows need {order.padding} more tokens for this plan's mesh, and there are"
-                f" no 'segments' to mark them by; pad the rows, or add segments (-1 is padding)"
-            )
-        zeros = jnp.zeros if isinstance(batch["tokens"], jax.Array) else np.zeros
-        batch["segments"] = zeros(batch["tokens"].shape, np.int32)
-        dims["segments"] = dims["tokens"]
-        if SOURCE in batch and SOURCE_SEGMENTS not in batch:
-            batch[SOURCE_SEGMENTS], dims[SOURCE_SEGMENTS] = batch["segments"], dims["tokens"]
+    if order.padding and not {"segments", "tokens"} & batch.keys():
+        raise InputError(
+            f"batch: rows need {order.padding} more tokens for this plan's mesh, and there are"
+            f" no 'segments' to mark them by; pad the rows, or add segments (-1 is padding)"
+        )
+    if order.padding:
+        batch, dims = _marked(batch, dims, _SEGMENTS)
     return Arranged({n: _arranged(n, x, dims[n], order) for n, x in batch.items()}, order)
 
 
@@ -115,23 +112,36 @@ def filled_up(batch: Batch, dims: Mapping[str, Dims], order_of: OrderOf) -> Batc
     Raises:
         InputError: Rows must be filled up and the batch has no way to say where.
     """
-    sizes = {n: x.shape[at] for n, x in batch.items() if (at := _seq_dim(dims[n])) is not None}
-    padding = {name: order_of(size).padding for name, size in sizes.items()}
-    batch, dims = dict(batch), dict(dims)
-    for text, segments in (("tokens", "segments"), (SOURCE, SOURCE_SEGMENTS)):
-        if padding.get(text) and segments not in batch:
-            library = jnp if isinstance(batch[text], jax.Array) else np
-            batch[segments] = library.zeros(batch[text].shape, np.int32)
-            dims[segments], padding[segments] = dims[text], padding[text]
-    if any(padding.values()) and "tokens" not in batch:
+
+    def padding(name: str) -> int:
+        at = _seq_dim(dims[name])
+        return 0 if at is None else order_of(batch[name].shape[at]).padding
+
+    padded = [name for name in batch if padding(name)]
+    if padded and "tokens" not in batch:
         raise InputError(
-            "batch: rows of several lengths need more tokens for this plan's mesh, and there are no"
-            " 'tokens' and 'source' to mark them in; pad the rows"
+            f"batch '{padded[0]}': rows of several lengths need more tokens for this plan's mesh,"
+            " and there are no 'tokens' beside 'source' to mark them in; pad the rows"
         )
+    batch, dims = _marked(batch, dims, [text for text in _SEGMENTS if text in padded])
     return {
-        name: _arranged(name, x, dims[name], RowOrder(padding=padding.get(name, 0)))
+        name: _arranged(name, x, dims[name], RowOrder(padding=padding(name)))
         for name, x in batch.items()
     }
+
+
+def _marked(
+    batch: Batch, dims: Mapping[str, Dims], texts: Iterable[str]
+) -> tuple[dict[str, Any], dict[str, Dims]]:
+    """With segments, all 0, of those texts that are there and have none."""
+    batch, dims = dict(batch), dict(dims)
+    for text in texts:
+        segments = _SEGMENTS[text]
+        if text in batch and segments not in batch:
+            library = jnp if isinstance(batch[text], jax.Array) else np
+            batch[segments] = library.zeros(batch[text].shape, np.int32)
+            dims[segments] = dims[text]
+    return batch, dims
 
 
 def _arranged(name: str, x: Any, dims: Dims, order: RowOrder) -> Any:

@@ -85,9 +85,13 @@ def test_training_equals_one_device(plan, model):
 
 
 @pytest.mark.sweep
-def test_rows_that_devices_do_not_divide_are_filled_up():
-    """Both texts, each by itself, marked as padding."""
-    given = batch(read=23, written=15)
+@pytest.mark.parametrize(("read", "written", "left_out"), [(23, 15, False), (15, 15, True)])
+def test_rows_that_devices_do_not_divide_are_filled_up(read, written, left_out):
+    """Both texts, each by itself, marked as padding, where nobody said their documents too."""
+    given = batch(read=read, written=written)
+    if left_out:
+        del given["source_segments"]
+        given["segments"] = np.zeros_like(given["segments"])
     one = run(Plan(mesh={"data": 1}), "t5", 1, given)
     found = run(mesh(data=2, ring=2, ulysses=2), "t5", given=given)
     assert_losses_close(found[:, 0], one[:, 0])

@@ -5,6 +5,7 @@ import functools
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -22,7 +23,7 @@ from colossax.config import (
 from colossax.errors import InputError, PlanError
 from colossax.inference.plan import inference_plan
 from colossax.models import MixtralConfig, maker
-from colossax.nn import with_weights
+from colossax.nn import Linear, with_weights
 from colossax.optim import adamw, sgd
 from colossax.pallas.target import target
 from colossax.planner import build_step
@@ -116,7 +117,42 @@ CASES = [
 ]
 
 
+class OneMap(nnx.Module):
+    """Nothing norms what it multiplies."""
+
+    def __init__(self, rngs):
+        self.map = Linear((4, 4), ("embed", "mlp"), rngs=rngs)
+
+
 @pytest.mark.catches("float8-scale-of-a-device")
+@pytest.mark.parametrize("devices", [1, 2])
+def test_devices_that_reduce_once_scale_by_the_rows_of_all(devices):
+    """Beside the rows of the other device, those of one are so small that float8 has 0 for them."""
+
+    def loss(model, batch):
+        y = model.map(batch["x"])
+        small = jnp.sum(jnp.abs(y) * (jnp.abs(batch["x"]) < 1))
+        rows = jnp.float32(len(y))
+        return {"squares": (jnp.sum(y * y), rows, 1.0)}, {"small": (small, rows)}
+
+    step = build_step(
+        OneMap,
+        sgd(1e-2),
+        loss,
+        Plan(
+            mesh={"data": devices},
+            rules=preset("zero1").rules,
+            batch=BatchConfig(accumulation=2, reduce_once=True),
+            precision=CURRENT,
+        ),
+        devices=jax.devices()[:devices],
+        batch_dims={"x": ("batch", "embed")},
+    )
+    x = np.repeat(np.float32([1.0, 1e-6]), 4)[:, None] * np.ones((8, 4), np.float32)
+    _, told = step(step.init(), {"x": x})
+    assert float(told["squares"]) > 0 and float(told["small"]) == 0
+
+
 @pytest.mark.parametrize(("name", "scaling"), quick_first(CASES, [("tensor", "current")]))
 def test_every_mesh_trains_as_one_device(name, scaling):
     """Roundings are the same. Sums over devices differ in the last bit of float32, and where one
