@@ -73,6 +73,7 @@ class ParamInfo:
         stood_at: Its path before `with_weights` put it where it is, as a part of another weight;
             empty for a part that is new, None for any other parameter.
         update: Its own rule in place of the optimizer, `(value, gradient) -> value`, of one layer.
+        of_base: Whether it is of a model that an adapter learns beside: checkpoints leave it out.
         behind: Outside a layer stack, whether it was made after the one that its model has.
     """
 
@@ -91,6 +92,7 @@ class ParamInfo:
     own_dtype: np.dtype | None = None
     stood_at: str | None = None
     update: Callable[[Any, Any], Any] | None = None
+    of_base: bool = False
     behind: bool = False
 
     def at_rest(self, params: Any) -> np.dtype:

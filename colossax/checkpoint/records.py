@@ -66,6 +66,15 @@ class RecordReader:
         specs = self._folder.manifest.records
         return {name: (spec.shape, spec.dtype) for name, spec in specs.items()}
 
+    def seals(self, prefix: str) -> list[str]:
+        """Of each record whose name begins so, a line that says what it holds; nothing is read."""
+        manifest = self._folder.manifest
+        return [
+            f"{name} {spec.shape} {spec.dtype.name} {list(manifest.seals.get(name, ()))}"
+            for name, spec in manifest.records.items()
+            if name.startswith(prefix)
+        ]
+
     def layered(self, name: str) -> bool:
         """Whether dim 0 of a record counts the layers of a stack."""
         return self._spec(name).layered

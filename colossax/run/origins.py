@@ -2,8 +2,10 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from colossax.checkpoint import RecordReader, find_checkpoint
+from colossax.checkpoint.base import BASE, base_document, base_of
 from colossax.errors import InputError
 from colossax.run.options import Init, Source
 from colossax.step.saving.records import MODEL
@@ -21,12 +23,14 @@ class Origin:
         checkpoint: What is there.
         records: Names of its records.
         model: Name among them; `MODEL` where it is alone.
+        base: Where the frozen parameters are, if the model is an adapter.
     """
 
     path: str
     checkpoint: RecordReader
     records: frozenset[str]
     model: str
+    base: "Origin | None" = None
 
     def __str__(self) -> str:
         return self.path if self.model == MODEL else f"'{self.model}' of {self.path}"
@@ -39,6 +43,18 @@ class Origin:
     def lacks(self, info: ParamInfo) -> bool:
         """Whether a parameter is a new part of a weight, which the checkpoint has none of."""
         return info.stood_at == "" and not self._holds(info)
+
+    def holding(self, info: ParamInfo) -> "Origin":
+        """Itself, or its base, where that has a parameter."""
+        if self.base is None or self._holds(info) or self.base.lacks(info):
+            return self
+        return self.base
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """What checkpoints of an adapter say of it as their base."""
+        origin = self.base or self
+        return base_document(origin.checkpoint, origin.model)
 
     def stored(self, info: ParamInfo) -> ParamInfo:
         """The parameter with the path under which the checkpoint has it."""
@@ -102,7 +118,12 @@ def _origin(source: Source, name: str) -> Origin:
             f"init: '{path}' holds {_listed(held)} and not {_listed((wanted,))}; give one of its"
             f" models, as in ('{path}', '{held[0] if held else MODEL}')"
         )
-    return Origin(path=str(path), checkpoint=checkpoint, records=records, model=wanted)
+    base = None
+    if checkpoint.document(BASE, dict) is not None:
+        there, model = base_of(checkpoint)
+        names = frozenset(there.records())
+        base = Origin(path=str(there.directory), checkpoint=there, records=names, model=model)
+    return Origin(path=str(path), checkpoint=checkpoint, records=records, model=wanted, base=base)
 
 
 def _models_of(records: Iterable[str]) -> tuple[str, ...]:

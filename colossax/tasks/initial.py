@@ -3,13 +3,15 @@
 from typing import Any
 
 from colossax.checkpoint import find_checkpoint
+from colossax.config import from_json
 from colossax.errors import CheckpointError
 from colossax.models import config_from_json
+from colossax.nn.config import AdapterConfig
 from colossax.tasks.config import TrainConfig
 
 
 def with_initial_model(config: TrainConfig, path: str) -> TrainConfig:
-    """`config` with a checkpoint's model, to start from its parameters.
+    """`config` with a checkpoint's model, and its adapter, to start from its parameters.
 
     Args:
         config: Whatever its model is.
@@ -19,7 +21,11 @@ def with_initial_model(config: TrainConfig, path: str) -> TrainConfig:
         CheckpointError: There is no checkpoint, or it names no model.
     """
     model = config_from_json(_document(path, "model"))
-    return config.replace(init=path, model=model)
+    adapter = find_checkpoint(path).document("adapter", dict)
+    changes: dict[str, Any] = {"init": path, "model": model}
+    if adapter is not None:
+        changes["adapter"] = from_json(AdapterConfig, adapter, where="adapter of the checkpoint")
+    return config.replace(**changes)
 
 
 def initial_tokenizer(config: TrainConfig) -> str | None:

@@ -7,7 +7,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from colossax.config import to_json
 from colossax.models import config_to_json, maker
+from colossax.nn import with_adapter
 from colossax.processes.group import Group
 from colossax.step.options import StepOptions
 from colossax.step.step import Step
@@ -43,7 +45,7 @@ def task_of(config: TrainConfig, group: Group | None = None) -> Task:
 
     return Task(
         name=config.recipe,
-        make_model=maker(config.model),
+        make_model=with_adapter(maker(config.model), config.adapter),
         optimizer=make_optimizer(config.optimizer, config.schedule_steps),
         loss=next_token_loss(z_loss=config.z_loss),
         shapes=batch_shapes(config),
@@ -62,6 +64,7 @@ def task_of(config: TrainConfig, group: Group | None = None) -> Task:
         documents=lambda: {
             "model": config_to_json(config.model),
             "tokenizer": text().tokenizer.to_json(),
+            **({"adapter": to_json(config.adapter)} if config.adapter else {}),
         },
         asked=lambda plan: train_config_to_json(config.replace(plan=plan)),
         introduction=lambda: [f"text: {line}" for line in text().description],
@@ -92,6 +95,7 @@ def identity(config: TrainConfig, *, text: str, tokenizer: str) -> dict[str, Any
         "data.seq_len": data.seq_len,
         "data.validation_fraction": data.validation_fraction,
         "model": train_config_to_json(config)["model"],
+        **({"adapter": to_json(config.adapter)} if config.adapter else {}),
         "optimizer.name": config.optimizer.name,
         "optimizer.state": config.optimizer.state,
         "data": [_shown(data), text],
