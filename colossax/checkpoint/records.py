@@ -66,9 +66,14 @@ class RecordReader:
         specs = self._folder.manifest.records
         return {name: (spec.shape, spec.dtype) for name, spec in specs.items()}
 
-    def seals(self, prefix: str) -> list[str]:
-        """Of each record whose name begins so, a line that says what it holds; nothing is read."""
+    def seals(self, prefix: str) -> list[str] | None:
+        """Of each record whose name begins so, a line that says what it holds; nothing is read.
+
+        None: the step is of a version that has no seals.
+        """
         manifest = self._folder.manifest
+        if not manifest.seals:
+            return None
         return [
             f"{name} {spec.shape} {spec.dtype.name} {list(manifest.seals.get(name, ()))}"
             for name, spec in manifest.records.items()

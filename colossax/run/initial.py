@@ -236,6 +236,7 @@ def initial_params(
             for i, info in enumerate(infos)
             if (info.model or MODEL) == name and only(info) and not is_drawn(info)
         }
+        origin.check_all_read(info for info in infos if (info.model or MODEL) == name)
         arrays.update(zip(stored, _read(origin, step, list(stored.values())), strict=True))
     if any(map(is_drawn, infos)):
         drawn = jax.tree.leaves(step.fresh_params(seed, only=is_drawn))

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from colossax.checkpoint import RecordReader, find_checkpoint
@@ -50,11 +51,27 @@ class Origin:
             return self
         return self.base
 
-    @property
-    def document(self) -> dict[str, Any]:
-        """What checkpoints of an adapter say of it as their base."""
+    def document(self, folder: Path) -> dict[str, Any]:
+        """What checkpoints of an adapter, in a folder, say of it as their base."""
         origin = self.base or self
-        return base_document(origin.checkpoint, origin.model)
+        return base_document(origin.checkpoint, origin.model, folder)
+
+    def check_all_read(self, infos: Iterable[ParamInfo]) -> None:
+        """Refuse an adapter of which a model leaves out a part, or all.
+
+        Raises:
+            InputError: Names a record.
+        """
+        if self.base is None:
+            return
+        read = {f"{self.prefix}/{info.own_path}" for info in infos}
+        mine = {name for name in self.records if name.startswith(f"{self.prefix}/")}
+        for name in sorted(mine - read):
+            raise InputError(
+                f"init: {self} is an adapter with '{name}', which the run's model has not; leave"
+                " adapter.* as it was trained, or start from what colossax export --merge"
+                " --as-checkpoint writes"
+            )
 
     def stored(self, info: ParamInfo) -> ParamInfo:
         """The parameter with the path under which the checkpoint has it."""

@@ -68,13 +68,22 @@ class Prepared:
 
     @functools.cached_property
     def _base(self) -> dict[str, Any]:
-        """Of an adapter: which checkpoint it was trained beside."""
+        """Of an adapter: which checkpoint it was trained beside.
+
+        Raises:
+            InputError: One of several models has an adapter.
+        """
         if self.config.init is None or not has_adapter(self.step):
             return {}
+        if self.step.spec.model_names:
+            raise InputError(
+                "adapter: a run trains one of a model that is alone, and this one has"
+                f" {', '.join(self.step.spec.model_names)}; save their states by step.save"
+            )
         origins = self.group.together(
             lambda: origins_of(self.config.init, self.step.spec.model_names)
         )
-        return {BASE: origins[MODEL].document} if MODEL in origins else {}
+        return {BASE: origins[MODEL].document(self.folder.checkpoints)}
 
     @property
     def asked(self) -> dict[str, Any]:

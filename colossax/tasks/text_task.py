@@ -26,6 +26,12 @@ FLOPS_FORMULA = (
     " + 12 layers heads head_dim keys for attention; recomputation is not counted"
 )
 
+_FROZEN_FORMULA = (
+    "MFU = tokens/s x FLOPs/token / (devices x peak), FLOPs/token = 4 per frozen matmul weight, the"
+    " adapter's own left out, + 12 layers heads head_dim keys for attention; recomputation is not"
+    " counted"
+)
+
 VALIDATION_LOSS, UNIGRAM_ENTROPY = "validation_loss", "unigram_entropy"
 """Mean loss of held-out text, and what it is held against, in nats per token."""
 
@@ -54,8 +60,8 @@ def task_of(config: TrainConfig, group: Group | None = None) -> Task:
         evaluators={VALIDATION_LOSS: lambda step, state: _validated(text(), step, state)},
         learning_rate=make_schedule(config.optimizer, config.schedule_steps),
         tokens=tokens,
-        flops=config.model.decoder().train_flops_per_token(config.data.seq_len) * tokens,
-        flops_formula=FLOPS_FORMULA,
+        flops=_flops_per_token(config) * tokens,
+        flops_formula=_FROZEN_FORMULA if config.adapter else FLOPS_FORMULA,
         unit="nats per token",
         baselines=lambda: {UNIGRAM_ENTROPY: text().unigram_entropy},
         identity=lambda: identity(
@@ -108,6 +114,13 @@ def identity(config: TrainConfig, *, text: str, tokenizer: str) -> dict[str, Any
 def _shown(data: DataConfig) -> str:
     """What the text is, for people: a run's identity."""
     return ", ".join(filter(None, data.sources)) or "the standard library"
+
+
+def _flops_per_token(config: TrainConfig) -> int:
+    """Of the model, forward and backward; what is frozen has no gradient of its weights."""
+    sizes = config.model.decoder()
+    frozen = sizes.flops_per_token // 3 if config.adapter else 0
+    return sizes.train_flops_per_token(config.data.seq_len) - frozen
 
 
 def _opened(config: TrainConfig, group: Group) -> Text:

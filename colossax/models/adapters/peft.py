@@ -59,6 +59,7 @@ _LEFT_OUT = {
     "kasa_config": (None,),
     "monteclora_config": (None,),
     "velora_config": (None,),
+    "lora_ga_config": (None,),
     "use_qalora": (None, False),
     "use_bdlora": (None, False),
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
@@ -155,7 +156,7 @@ def import_peft(folder: str | Path, out: str | Path, base: str | Path) -> None:
     documents = {
         MODEL_DOCUMENT: config_to_json(params.config),
         ADAPTER_DOCUMENT: to_json(adapter),
-        BASE: base_document(there, PARAMS.split("/")[0]),
+        BASE: base_document(there, PARAMS.split("/")[0], out),
     }
     known = there.documents()
     documents |= {n: known[n] for n in (PLAN_DOCUMENT, TOKENIZER_DOCUMENT) if n in known}

@@ -74,7 +74,9 @@ def with_parts(w: np.ndarray, parts: Mapping[str, np.ndarray], scale: float) -> 
     if STRETCH not in parts:
         return whole
     axes = tuple(range(parts[DOWN].ndim - 1))
-    return whole * ((lengths(w, axes) + parts[STRETCH]) / lengths(whole, axes))
+    own, found = lengths(w, axes), lengths(whole, axes)
+    wanted = np.where(found > 0, own + parts[STRETCH], 1)  # a column of zeros stays
+    return whole * (wanted / np.where(found > 0, found, 1))
 
 
 def lengths(w: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:

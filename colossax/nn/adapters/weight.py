@@ -89,7 +89,9 @@ class Adapted:
         )
         out = self.stretch.dims
         added = gather_weight(self.stretch.w, out, dtype=f32)
-        return (_everywhere(own, out) + added) / _everywhere(whole, out)
+        own, whole = _everywhere(own, out), _everywhere(whole, out)
+        # A column of zeros has no direction: whatever it is multiplied by, it stays.
+        return jnp.where(whole > 0, (own + added) / jnp.where(whole > 0, whole, 1), 1)
 
     def rows(self, ids: Array) -> Array:
         """See `Weight`.
@@ -102,7 +104,8 @@ class Adapted:
     def gathered(self, *, to: Dims | None = None) -> Array:
         """See `Weight`; the product is added to the matrix."""
         base = self.base.gathered(to=to)
-        down, up = self.down.gathered().astype(jnp.float32), self.up.gathered()
+        f32 = jnp.dtype("float32")
+        down, up = (gather_weight(one.w, one.dims, dtype=f32) for one in (self.down, self.up))
         whole = base + (jnp.tensordot(down, up, axes=1) * self.scale).astype(base.dtype)
         return whole if self.stretch is None else (whole * self._ratio()).astype(base.dtype)
 
@@ -127,7 +130,7 @@ def column_lengths(
     gram = jnp.einsum(f"{ins}y,{ins}z->yz", down, down, precision=high)
     own = jnp.einsum(f"yz,z{outs}->y{outs}", gram, up, precision=high)
     added = jnp.sum((2 * scale * cross + scale**2 * own) * up, axis=0)
-    return jnp.sqrt(jnp.stack([square, square + added]))
+    return jnp.sqrt(jnp.stack([square, jnp.maximum(square + added, 0)]))
 
 
 def _everywhere(lengths: Array, out: Dims) -> Array:
