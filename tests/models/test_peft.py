@@ -84,3 +84,17 @@ def test_settings_that_are_not_ours_are_refused(tmp_path):
     file.write_text(json.dumps({**settings, "bias": "all"}))
     with pytest.raises(InputError, match="bias = 'all' is not supported; only 'none' is"):
         import_peft(folder, tmp_path / "out", tmp_path / "base")
+
+
+def test_a_base_is_found_where_both_moved_or_where_it_is_said_to_be(tmp_path):
+    old, new, apart = (tmp_path / name for name in ("old", "new", "apart"))
+    import_checkpoint(GOLDEN / "llama", old / "base")
+    import_peft(GOLDEN / "adapters" / "lora", old / "adapter", old / "base")
+    old.rename(new)
+    found, _ = open_checkpoint(new / "adapter").base
+    assert found.directory == new / "base"
+    (new / "base").rename(apart)
+    with pytest.raises(CheckpointError, match="name the place of its base with --base"):
+        open_checkpoint(new / "adapter")
+    found, _ = open_checkpoint(new / "adapter", base=apart).base
+    assert found.directory == apart
