@@ -63,6 +63,8 @@ def make(case: str, folder: Path) -> None:
             noise = random.standard_normal(tuple(parameter.shape)).astype(np.float32)
             with torch.no_grad():
                 parameter.add_(torch.from_numpy(0.2 * noise))
+    # The name of the case, not a path of this machine.
+    model.peft_config["default"].base_model_name_or_path = CASES[case][0]
     model.save_pretrained(folder)
     (folder / "README.md").unlink(missing_ok=True)
     logits = logits_of(model.eval(), case)
