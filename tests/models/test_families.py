@@ -229,6 +229,7 @@ TINY = {
 DEAR = (
     *("deepseek_v2", "deepseek_v3", "gemma2", "olmo2", "smollm3", "starcoder2", "phi3", "gpt_neox"),
     *("falcon", "falcon_alibi", "glm", "glm4", "qwen2_window", "llama_linear"),
+    *("olmoe", "qwen3_moe", "roberta", "opt_350m", "qwen3", "llama3"),
 )
 """Whose parts are in the core by other families."""
 

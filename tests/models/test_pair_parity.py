@@ -155,7 +155,7 @@ def test_each_feature_counts(case, off):
     assert np.abs(told(make, params, want) - want["logits"]).max() > LEAST_MOVED
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", quick_first(CASES, CASES[2:]))
 def test_files_are_written_as_they_were_read(case, tmp_path):
     import_checkpoint(GOLDEN / case, tmp_path / "checkpoint")
     export_checkpoint(tmp_path / "checkpoint", tmp_path / "export")
