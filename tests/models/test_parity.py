@@ -193,6 +193,7 @@ DEAR = (
     "qwen2_window",
     "llama_linear",
     "mistral_nemo",
+    *("olmoe", "qwen3_moe", "qwen2_moe", "smollm3", "starcoder2"),
 )
 """Cases of which the core has another one's features."""
 
