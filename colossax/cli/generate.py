@@ -126,7 +126,7 @@ def asked(config: Any, text: list[int]) -> tuple[tuple[int, ...], tuple[int, ...
     """Prompt and source of what a user gave: an encoder reads it, and text is begun anew."""
     if config.longest_source is None:
         return tuple(text), ()
-    return (0 if config.start is None else config.start,), tuple(text)
+    return (config.start,), tuple(text)
 
 
 def prompt_tokens(args: argparse.Namespace, tokenizer: Any) -> list[list[int]]:

@@ -1,5 +1,7 @@
 """Rows some of whose tokens are masked: those an encoder learns to tell."""
 
+import dataclasses
+
 import numpy as np
 
 from colossax.data.hashing import keyed_uint64
@@ -9,6 +11,7 @@ _MASK_KEY = 3
 """Sets masks apart from the orders of documents, rows (1) and sources (2), of the same seed."""
 
 
+@dataclasses.dataclass(frozen=True)
 class MaskedRows:
     """Row r of a source with a share of its tokens masked, a function of that row, the seed and r.
 
@@ -22,7 +25,7 @@ class MaskedRows:
     Whole tokens are masked, not words. The last token of a document, which ends it, and what fills
     a row up behind one are never: those whose weight is 0 in the source.
 
-    Args:
+    Attributes:
         rows: Rows by number, of which `weights` says which tokens have another behind them.
         mask: Token that stands where one was masked.
         vocab: Any token is one of `[0, vocab)`.
@@ -36,36 +39,30 @@ class MaskedRows:
     epoch.
     """
 
-    def __init__(
-        self,
-        rows: RowSource,
-        *,
-        mask: int,
-        vocab: int,
-        seed: int,
-        rate: float = 0.15,
-        random: float = 0.1,
-        kept: float = 0.1,
-    ):
-        self.seq_len = rows.seq_len
-        self._rows = rows
-        self._mask = mask
-        self._vocab = vocab
-        self._seed = seed
-        self._rate = rate
-        self._random = random
-        self._kept = kept
+    rows: RowSource
+    _: dataclasses.KW_ONLY
+    mask: int
+    vocab: int
+    seed: int
+    rate: float = 0.15
+    random: float = 0.1
+    kept: float = 0.1
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of a row."""
+        return self.rows.seq_len
 
     def __getitem__(self, row: int) -> Row:
-        plain = self._rows[row]
-        drawn = keyed_uint64(self._seed, _MASK_KEY, row, count=2 * self.seq_len)
+        plain = self.rows[row]
+        drawn = keyed_uint64(self.seed, _MASK_KEY, row, count=2 * self.seq_len)
         chance, other = drawn[: self.seq_len], drawn[self.seq_len :]
         # The 53 bits of a float64: equal on every machine.
-        share = (chance >> np.uint64(11)) * 2.0**-53 / self._rate
+        share = (chance >> np.uint64(11)) * 2.0**-53 / self.rate
         told = (share < 1) & (plain["weights"] > 0)
-        tokens = np.where(share < 1 - self._random - self._kept, self._mask, plain["tokens"])
-        anything = (share >= 1 - self._random - self._kept) & (share < 1 - self._kept)
-        tokens = np.where(anything, other % np.uint64(self._vocab), tokens)
+        tokens = np.where(share < 1 - self.random - self.kept, self.mask, plain["tokens"])
+        anything = (share >= 1 - self.random - self.kept) & (share < 1 - self.kept)
+        tokens = np.where(anything, other % np.uint64(self.vocab), tokens)
         return plain | {
             "tokens": np.where(told, tokens, plain["tokens"]).astype(np.int32),
             "targets": plain["tokens"],

@@ -26,7 +26,8 @@ Row = dict[str, np.ndarray]
 class RowSource(Protocol):
     """Rows by number; equal numbers give equal rows."""
 
-    seq_len: int
+    @property
+    def seq_len(self) -> int: ...
 
     def __getitem__(self, row: int) -> Row: ...
 

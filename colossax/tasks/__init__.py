@@ -6,7 +6,6 @@ from colossax.lazy import lazily
 
 if TYPE_CHECKING:
     from .config import DataConfig as DataConfig
-    from .config import MaskConfig as MaskConfig
     from .config import OptimizerConfig as OptimizerConfig
     from .config import RunLength as RunLength
     from .config import SampleConfig as SampleConfig
@@ -21,11 +20,12 @@ if TYPE_CHECKING:
     from .heads import value_loss as value_loss
     from .initial import with_initial_model as with_initial_model
     from .next_token import next_token_loss as next_token_loss
-    from .spans import SpanConfig as SpanConfig
     from .task import TAKEN as TAKEN
     from .task import Callback as Callback
     from .task import Evaluator as Evaluator
     from .task import Task as Task
     from .text_task import task_of as task_of
+    from .told import MaskConfig as MaskConfig
+    from .told import SpanConfig as SpanConfig
 else:
     __getattr__, __dir__ = lazily(__name__)

@@ -25,7 +25,7 @@ from colossax.config import (
 )
 from colossax.errors import InputError
 from colossax.models import config_from_json, config_to_json
-from colossax.tasks.spans import SpanConfig
+from colossax.tasks.told import MaskConfig, SpanConfig
 
 PACKINGS = ("packed", "whole")
 SCHEDULES = (
@@ -42,30 +42,6 @@ OPTIMIZER_STATES = ("float32", "mixed", "bfloat16", "8bit")
 
 
 _HELD_OUT = Bound(low=0, above=True, high=1, below=True, told="a share above 0, below 1, as 0.02")
-_MASKED = Bound(low=0, above=True, high=1, below=True, told="a share above 0, below 1, as 0.15")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MaskConfig:
-    """Which tokens of a row are masked, for an encoder to tell; see `data.MaskedRows`.
-
-    Attributes:
-        rate: Share of the tokens: 0.15 in BERT, 0.3 in ModernBERT.
-        random: Share of those that become any token, not the mask.
-        kept: Share of those that stay as they are.
-    """
-
-    rate: Annotated[float, _MASKED] = 0.15
-    random: Share = 0.1
-    kept: Share = 0.1
-
-    def __post_init__(self):
-        check_types(self, "data.masking")
-        if self.random + self.kept > 1:
-            raise InputError(
-                f"data.masking: random {self.random:g} and kept {self.kept:g} are shares of the"
-                " tokens that are to be told, and more than all; give shares whose sum is at most 1"
-            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

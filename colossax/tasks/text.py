@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,9 @@ from colossax.data import (
     BatchLoader,
     Corpus,
     Documents,
-    MaskedRows,
     Mixture,
     Rows,
     RowSource,
-    SpanRows,
     Split,
     Tokenizer,
     ValidationBatches,
@@ -41,6 +39,7 @@ from colossax.sharding import NATURAL, activation_sharding
 from colossax.step.arrange import Arranged
 from colossax.step.step import Step
 from colossax.tasks.config import DataConfig
+from colossax.tasks.views import View, view_of
 from colossax.typing import TOKEN_DIMS, Batch
 
 WINDOW_ROWS = 2**16
@@ -96,8 +95,7 @@ class Text:
         fingerprint: Hash of the documents, whatever they are called.
         tokenizer: Text to tokens and back.
         sources: One, or those of a mixture.
-        mask: Token that stands where one is masked; None: none is.
-        writing: Where spans are left out: `start`, `end` and the first sentinel, `last`.
+        view: What is made of its rows before a model sees them.
     """
 
     config: DataConfig
@@ -105,8 +103,7 @@ class Text:
     fingerprint: str
     tokenizer: Tokenizer
     sources: tuple[Source, ...]
-    mask: int | None = None
-    writing: Mapping[str, int] | None = None
+    view: View
 
     @property
     def unigram_entropy(self) -> float:
@@ -143,25 +140,7 @@ class Text:
         each = [source.rows(self.config, self.seed) for source in self.sources]
         weights = [source.weight for source in self.sources]
         one = each[0] if len(each) == 1 else Mixture(each, weights, seed=self.seed)
-        return self._viewed(one, self.seed)
-
-    def _viewed(self, rows: RowSource, seed: int) -> RowSource:
-        """The rows as they are trained on: masked or with spans left out, where that is asked."""
-        masking, spans = self.config.masking, self.config.spans
-        if spans is not None and self.writing is not None:
-            told, count = spans.counts(rows.seq_len)
-            return SpanRows(rows, told=told, spans=count, seed=seed, **self.writing)
-        if masking is None or self.mask is None:
-            return rows
-        return MaskedRows(
-            rows,
-            mask=self.mask,
-            vocab=self.tokenizer.vocab_size,
-            seed=seed,
-            rate=masking.rate,
-            random=masking.random,
-            kept=masking.kept,
-        )
+        return self.view(one, self.seed)
 
     def held_out(self, step: Step, source: Source) -> Iterator[Batch]:
         """The held-out batches of a source, the same for every seed."""
@@ -174,7 +153,7 @@ class Text:
             wanted=place.wanted,
             batches=max(1, round(share)),
             whole=self.config.packing == "whole",
-            view=self._viewed,
+            view=self.view,
         )
         return map(place, batches)
 
@@ -257,8 +236,7 @@ def open_text(
     )
     fingerprint, tokenizer_json = first
     reader = Tokenizer.from_json(tokenizer_json)
-    mask = None if config.masking is None else mask_token(reader, model.vocab)
-    writing = None if config.spans is None else sentinels(reader, model, config)
+    view = view_of(config, model, reader)
     group.together(lambda: _check_same(documents, fingerprint, group.process_id))
 
     def encode() -> tuple[Source, ...]:
@@ -272,54 +250,8 @@ def open_text(
         fingerprint=fingerprint,
         tokenizer=reader,
         sources=group.together(encode),
-        mask=mask,
-        writing=writing,
+        view=view,
     )
-
-
-def sentinels(tokenizer: Tokenizer, model: Any, config: DataConfig) -> dict[str, int]:
-    """What stands around and in place of spans: the model's first token, the tokenizer's last.
-
-    Sentinels are the last numbers of the model's vocabulary, which the tokenizer has to leave.
-
-    Raises:
-        InputError: It does not.
-    """
-    assert config.spans is not None
-    _, spans = config.spans.counts(config.seq_len)
-    if tokenizer.vocab_size + spans > model.vocab:
-        raise InputError(
-            f"data.spans: each of the {spans} spans of a row needs a number of its own, and of the"
-            f" model's {model.vocab} the tokenizer has {tokenizer.vocab_size}; raise model.vocab to"
-            f" {tokenizer.vocab_size + spans} or more, or give longer spans"
-        )
-    start = model.decoder().start
-    return {
-        "start": tokenizer.eos if start is None else start,
-        "end": tokenizer.eos,
-        "last": model.vocab - 1,
-    }
-
-
-def mask_token(tokenizer: Tokenizer, vocab: int) -> int:
-    """The tokenizer's own token for what is masked, else the first number behind its tokens.
-
-    Args:
-        tokenizer: Of the text.
-        vocab: Tokens that the model knows.
-
-    Raises:
-        InputError: The tokenizer has none, and the model no number left.
-    """
-    if tokenizer.mask is not None:
-        return tokenizer.mask
-    if tokenizer.vocab_size >= vocab:
-        raise InputError(
-            f"data.masking: the tokenizer has {tokenizer.vocab_size} tokens, none of them for what"
-            f" is masked, and the model's vocabulary of {vocab} has no number left for one; raise"
-            " model.vocab by 1, or give a tokenizer that has [MASK] or <mask>"
-        )
-    return tokenizer.vocab_size
 
 
 def _source(

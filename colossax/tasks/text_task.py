@@ -11,7 +11,7 @@ from colossax.models import config_to_json, maker
 from colossax.processes.group import Group
 from colossax.step.options import StepOptions
 from colossax.step.step import Step
-from colossax.tasks.config import DataConfig, MaskConfig, TrainConfig, train_config_to_json
+from colossax.tasks.config import DataConfig, TrainConfig, train_config_to_json
 from colossax.tasks.heads import masked_token_loss
 from colossax.tasks.initial import initial_tokenizer
 from colossax.tasks.next_token import mean_loss, next_token_loss
@@ -119,17 +119,10 @@ def identity(config: TrainConfig, *, text: str, tokenizer: str) -> dict[str, Any
         "data": [_shown(data), text],
         "data.mixture": " ".join(f"{weight:.6g}" for weight in data.sources.values()),
         "data.packing": data.packing,
-        "data.masking": _as_text(data.masking),
-        "data.spans": "none" if data.spans is None else data.spans.told,
+        "data.masking": "none" if data.masking is None else str(data.masking),
+        "data.spans": "none" if data.spans is None else str(data.spans),
         "tokenizer": [data.tokenizer or f"one of {data.tokenizer_vocab} tokens", tokenizer],
     }
-
-
-def _as_text(masking: MaskConfig | None) -> str:
-    """Of what is masked, for people: `0.15, 0.1 any, 0.1 kept`."""
-    if masking is None:
-        return "none"
-    return f"{masking.rate:g}, {masking.random:g} any, {masking.kept:g} kept"
 
 
 def _shown(data: DataConfig) -> str:

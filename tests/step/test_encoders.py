@@ -79,7 +79,7 @@ MODELS = {
     "classes": (classification_loss(), {**BERT, "causal": False, "head": CLASSES}),
     "classes of tokens": (
         classification_loss(),
-        {"causal": False, "rope": RopeConfig(), "head": HeadConfig(outputs=64)},
+        {"causal": False, "rope": RopeConfig(), "head": HeadConfig(outputs=3)},
     ),
     "reward": (
         preference_loss(),
@@ -110,6 +110,8 @@ def given(model):
         rows["token_types"] = draw.integers(0, 2, rows["tokens"].shape).astype(np.int32)
     if model == "classes":
         rows["labels"] = draw.integers(-1, 3, (len(rows["tokens"]), 2)).astype(np.int32)
+    if model == "classes of tokens":
+        rows["targets"] = draw.integers(-1, 3, rows["tokens"].shape).astype(np.int32)
     if model == "values":
         rows["token_values"] = draw.standard_normal(rows["tokens"].shape).astype(np.float32)
     if model == "embedding":
@@ -206,6 +208,7 @@ def test_kinds_of_tokens_go_to_models_that_know_some():
     [
         ("sums", "token_types", r"batch 'token_types': 2 at \[3, 5\], and the model knows 0 to 1"),
         ("classes", "labels", r"batch 'labels': 3 at \[3, 1\], and the model knows 0 to 2"),
+        ("classes of tokens", "targets", r"'targets': 3 at \[3, 5\], and the model knows 0 to 2"),
     ],
 )
 def test_numbers_that_the_model_has_no_part_for_are_refused(model, name, message):

@@ -16,7 +16,7 @@ from colossax.recipes import recipe
 from colossax.run import RunConfig, RunOptions, train
 from colossax.tasks import MaskConfig, masked_token_loss, task_of
 from colossax.tasks.config import train_config_from_json, train_config_to_json
-from colossax.tasks.text import mask_token
+from colossax.tasks.views import mask_token
 from tests.launching import metrics, write_text
 
 CONFIG = recipe("bert_stdlib")

@@ -50,6 +50,11 @@ def check_pair(encoder: DecoderConfig, decoder: DecoderConfig) -> None:
         raise InputError(
             "model: the decoder is not causal, or reads no source; give causal and longest_source"
         )
+    if decoder.start is None:
+        raise InputError(
+            "model.start: the decoder has none, and what it writes begins with a token; give its"
+            " number"
+        )
     for name in ("vocab", "embed"):
         ours, other = getattr(encoder, name), getattr(decoder, name)
         if ours != other:

@@ -17,7 +17,6 @@ from colossax.nn.decoder.trunk import Rows, Trunk
 from colossax.nn.decoder.vocabulary import Vocabulary, head_input, make_embedding, make_head
 from colossax.nn.stack.stack import LayerStack
 from colossax.pallas.attention import Mask
-from colossax.sharding import compute_dtype
 
 
 class EncoderDecoder(Vocabulary):
@@ -105,7 +104,7 @@ class EncoderDecoder(Vocabulary):
             source_segments=source_segments,
         )
         stack = self.decoder
-        out = stack.layers(*stack.enter(x.astype(compute_dtype(x.dtype)), rows))
+        out = stack.layers(*stack.enter(x, rows))
         return head_input(stack.leave(out.carry)), out.sums
 
     def encoded(
@@ -117,9 +116,7 @@ class EncoderDecoder(Vocabulary):
             source: Tokens.
             segments: Documents of the rows; negative is padding.
         """
-        scale = self.source_config.embed_scale
-        x: Any = self.embed(source)
-        x = x if scale == 1 else x * jnp.asarray(scale, x.dtype)
+        x = self.embedded(source, self.source_config)
         rows, stack = Rows(tokens=source, segments=segments), self.encoder
         return block_input(stack.leave(stack.layers(*stack.enter(x, rows)).carry))
 
@@ -145,16 +142,15 @@ class EncoderDecoder(Vocabulary):
         none, zero = jnp.full((1,), -1, jnp.int32), jnp.zeros((1,), jnp.int32)
         flat = FlatTokens(seat=none, position=zero, slot=none, source=zero)
         given = Source(hidden=self.encoded(source, segments), seat=seat)
-        x = self.embedded(zero[None])
-        entering = self.decoder.enter_flat(x.astype(compute_dtype(x.dtype)), zero, flat, given)
+        entering = self.decoder.enter_flat(self.embedded(zero[None]), zero, flat, given)
         return self.decoder.layers(*entering, carried=cache).carried
 
     def decode(
         self, tokens: Int[Array, " t"], cache: dict[str, Any], flat: FlatTokens
     ) -> tuple[Float[Array, "t d"], dict[str, Any]]:
         """See `Decoder.decode`; sources were read before."""
-        x, stack = self.embedded(tokens[None]), self.decoder
-        entering = stack.enter_flat(x.astype(compute_dtype(x.dtype)), tokens, flat)
+        stack = self.decoder
+        entering = stack.enter_flat(self.embedded(tokens[None]), tokens, flat)
         out = stack.layers(*entering, carried=cache)
         return head_input(stack.leave(out.carry))[0], out.carried
 

@@ -27,9 +27,14 @@ class Vocabulary(nnx.Module):
     head: Linear | None
     head_bias: Any
 
-    def embedded(self, tokens: Any) -> Any:
-        """Embeddings of token ids `[b, s]`."""
-        x, scale = self.embed(tokens), self.config.embed_scale
+    def embedded(self, tokens: Any, config: DecoderConfig | None = None) -> Any:
+        """Embeddings of token ids `[b, s]`, in the compute dtype.
+
+        Args:
+            tokens: Ids.
+            config: Of the stack that they are for; None: the model's.
+        """
+        x, scale = self.embed(tokens), (self.config if config is None else config).embed_scale
         return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
 
     def head_weight(self) -> Float[Array, "d v"]:

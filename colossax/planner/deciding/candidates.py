@@ -82,8 +82,8 @@ def compare_layouts(
     check_one_island(target, "--compare-layouts")
     if config.data.spans is not None:
         raise InputError(
-            f"--compare-layouts: {config.recipe} has an encoder and a decoder, and what layouts send"
-            " is predicted of one stack; count single plans, with --plan.mesh"
+            f"--compare-layouts: {config.recipe} has an encoder and a decoder, and what layouts"
+            " send is predicted of one stack; count single plans, with --plan.mesh"
         )
     config = _one_pass(config, target)
     layouts = sorted(legal_layouts(config, target), key=lambda one: one.predicted_bytes)

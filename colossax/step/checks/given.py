@@ -135,7 +135,9 @@ def check_tokens(batch: Batch, known: Mapping[str, int]) -> None:
         ids, vocab = batch.get(name), known.get(name)
         if not isinstance(ids, np.ndarray) or ids.size == 0 or ids.dtype.kind not in "iu":
             continue
-        least = np.iinfo(ids.dtype).min if name == "labels" else 0  # below 0 there is none
+        # Of classes a negative one is none.
+        none = name == "labels" or (name == "targets" and "labels" in known)
+        least = np.iinfo(ids.dtype).min if none else 0
         if ids.min() >= least and (vocab is None or ids.max() < vocab):
             continue
         wrong = (ids < least) if vocab is None else (ids < least) | (ids >= vocab)
@@ -163,8 +165,8 @@ def known_numbers(infos: Any) -> dict[str, int]:
         known |= {"tokens": vocab, "targets": vocab, SOURCE: vocab}
     if kinds := _most(infos, TOKEN_TYPES, table=True):
         known[TOKEN_TYPES] = kinds
-    if classes := _most(infos, "outputs"):
-        known["labels"] = classes
+    if classes := _most(infos, "outputs"):  # of documents, or of tokens
+        known |= {"labels": classes, "targets": classes}
     return known
 
 

@@ -1,12 +1,39 @@
-"""Which spans of a row an encoder-decoder is to write, as data."""
+"""Which tokens of a row a model is to tell, as data."""
 
 import dataclasses
 from typing import Annotated
 
-from colossax.config import Bound, Positive, check_types
+from colossax.config import Bound, Positive, Share, check_types
 from colossax.errors import InputError
 
-_SHARE = Bound(low=0, above=True, high=1, below=True, told="a share above 0, below 1, as 0.15")
+_SOME = Bound(low=0, above=True, high=1, below=True, told="a share above 0, below 1, as 0.15")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MaskConfig:
+    """Which tokens of a row are masked, for an encoder to tell; see `data.MaskedRows`.
+
+    Attributes:
+        rate: Share of the tokens: 0.15 in BERT, 0.3 in ModernBERT.
+        random: Share of those that become any token, not the mask.
+        kept: Share of those that stay as they are.
+    """
+
+    rate: Annotated[float, _SOME] = 0.15
+    random: Share = 0.1
+    kept: Share = 0.1
+
+    def __post_init__(self):
+        check_types(self, "data.masking")
+        if self.random + self.kept > 1:
+            raise InputError(
+                f"data.masking: random {self.random:g} and kept {self.kept:g} are shares of the"
+                " tokens that are to be told, and more than all; give shares whose sum is at most 1"
+            )
+
+    def __str__(self) -> str:
+        """For people, and of which run it is: `0.15, 0.1 any, 0.1 kept`."""
+        return f"{self.rate:g}, {self.random:g} any, {self.kept:g} kept"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,14 +45,13 @@ class SpanConfig:
         length: Of a span, on average.
     """
 
-    rate: Annotated[float, _SHARE] = 0.15
+    rate: Annotated[float, _SOME] = 0.15
     length: Positive = 3.0
 
     def __post_init__(self):
         check_types(self, "data.spans")
 
-    @property
-    def told(self) -> str:
+    def __str__(self) -> str:
         """For people, and of which run it is: `0.15, 3`."""
         return f"{self.rate:g}, {self.length:g}"
 
