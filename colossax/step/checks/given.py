@@ -131,7 +131,8 @@ def check_tokens(batch: Batch, known: Mapping[str, int]) -> None:
 
     Cost: two passes over each array.
     """
-    for name in sorted({"tokens", "targets", *known}):
+    unread = {"targets"} if "labels" in batch else set()
+    for name in sorted({"tokens", "targets", *known} - unread):
         ids, vocab = batch.get(name), known.get(name)
         if not isinstance(ids, np.ndarray) or ids.size == 0 or ids.dtype.kind not in "iu":
             continue
@@ -165,7 +166,7 @@ def known_numbers(infos: Any) -> dict[str, int]:
         known |= {"tokens": vocab, "targets": vocab, SOURCE: vocab}
     if kinds := _most(infos, TOKEN_TYPES, table=True):
         known[TOKEN_TYPES] = kinds
-    if classes := _most(infos, "outputs"):  # of documents, or of tokens
+    if classes := _most(infos, "outputs"):  # of documents or, without labels, of tokens
         known |= {"labels": classes, "targets": classes}
     return known
 
