@@ -5,7 +5,7 @@ that hangs or fails leaves the others; kept in results/gpu_kernels.json after ea
 while one runs, row by row beside it. A part that is measured anew replaces itself. On a CPU shapes
 are smaller, and nothing is written unless `--out` says so.
 
-    python bench/gpu_kernels.py [--kinds KIND ...] [--out FILE]
+    python bench/gpu_kernels.py [--kinds KIND ... | --few] [--out FILE]
 """
 
 import argparse
@@ -14,12 +14,24 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import common
 
 KINDS = ("grouped", "attention forward", "attention backward", "ring step")
+CHOSEN = (
+    "grouped forward 16384 x 4096 x 2048, 8 Zipf groups",
+    "grouped dx 16384 x 4096 x 2048, 8 Zipf groups",
+    "grouped dw 16384 x 4096 x 2048, 8 Zipf groups",
+    "1 x 16384, 16 of 128, causal",
+    "1 x 8192, 32/8 of 128, causal",
+    "4 x 4096, 32 of 64, causal",
+    "1 x 32768, 16 of 128, causal 16 documents",
+    "ring step 1 x 8192",
+)
+"""What `--few` measures, in one process: where minutes of a GPU are few."""
 
 
 def main() -> int:
@@ -27,6 +39,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), help=", ".join(KINDS))
+    parser.add_argument("--few", action="store_true", help="a few cases, in one process")
     parser.add_argument("--out", type=Path, help="default on a GPU: results/gpu_kernels.json")
     arguments = parser.parse_args()
     hardware = common.hardware()
@@ -39,9 +52,10 @@ def main() -> int:
     result |= {"hardware": hardware, "versions": common.versions()}
     failed = 0
     with tempfile.TemporaryDirectory() as folder:
-        for kind in arguments.kinds:
+        kinds = {"few": CHOSEN} if arguments.few else {kind: (kind,) for kind in arguments.kinds}
+        for kind, texts in kinds.items():
             part = (out.parent if out else Path(folder)) / f"{kind.replace(' ', '_')}.part.json"
-            code = _measure(kind, part, folder)
+            code = _measure(texts, part, folder)
             failed += code != 0
             found = json.loads(part.read_text()) if part.exists() else {}
             result["kinds"][kind] = {"exit_code": code, **found}
@@ -51,8 +65,9 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def _measure(kind: str, part: Path, cache: str) -> int:
-    words = ["-m", "colossax", "bench", "kernels", "--only", kind, "--out", str(part)]
+def _measure(texts: Sequence[str], part: Path, cache: str) -> int:
+    words = ["-m", "colossax", "bench", "kernels", "--out", str(part)]
+    words += [word for text in texts for word in ("--only", text)]
     paths = [str(common.REPOSITORY), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     environment["JAX_COMPILATION_CACHE_DIR"] = cache

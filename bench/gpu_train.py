@@ -20,6 +20,7 @@ Imports neither grain nor tyro. `--smoke` runs every path in seconds at toy size
 import argparse
 import importlib
 import json
+import logging
 import os
 import statistics
 import sys
@@ -52,7 +53,10 @@ CASES: dict[str, dict[str, int]] = {
         "max_seq": 8192,
     },
 }
-SETTINGS = {"G1": ["full:4", "full:8", "qkv+attention:2"], "G2": ["none:2", "qkv+attention+mlp:2"]}
+SETTINGS = {
+    "G1": ["none:1", "qkv+attention+mlp:2"],
+    "G2": ["none:2", "qkv+attention+mlp:2", "none:2:float8"],
+}
 SMOKE = {
     "embed": 64,
     "layers": 2,
@@ -103,7 +107,9 @@ def _arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=list(CASES))
-    parser.add_argument("--settings", nargs="+", help="REMAT:ROWS, each measured; default per case")
+    parser.add_argument(
+        "--settings", nargs="+", help="REMAT:ROWS[:MATMUL], each measured; default per case"
+    )
     parser.add_argument("--rounds", type=int, default=2, help="turns of ours and the peer in G2")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--torch-python", default=sys.executable, help="interpreter of the peer")
@@ -228,12 +234,13 @@ def _train(arguments: argparse.Namespace) -> dict[str, Any]:
     from colossax.tasks import next_token_loss
 
     sizes = sizes_of(arguments.case, arguments.smoke)
-    remat, rows = arguments.setting.rsplit(":", 1)
+    remat, rows, *matmul = arguments.setting.split(":")
     plan = colossax.Plan(
         segments=(Segment(remat=remat),),
-        precision=Precision(compute="bfloat16"),
+        precision=Precision(compute="bfloat16", **({"matmul": matmul[0]} if matmul else {})),
         loss=LossConfig(vocab_chunks=1 if arguments.smoke else VOCAB_CHUNKS),
     )
+    told = _Told()
     random = np.random.default_rng(0)
     seq = sizes["max_seq"]
     tokens = random.integers(0, sizes["vocab"], (int(rows), seq + 1), np.int32)
@@ -261,9 +268,24 @@ def _train(arguments: argparse.Namespace) -> dict[str, Any]:
         **rates(sizes, int(rows), seconds[WARM_UP:]),
         "setting": arguments.setting,
         "first_step_s": first_s,
+        "kernels": told.lines,
         "losses": [losses[0], losses[-1]],
         "peak_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
     }
+
+
+class _Told(logging.Handler):
+    """Which implementations were taken from here on, and why not others."""
+
+    def __init__(self):
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+        log = logging.getLogger("colossax.pallas")
+        log.setLevel(logging.INFO)
+        log.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
 
 
 def rates(sizes: dict[str, int], rows: int, seconds: list[float]) -> dict[str, Any]:

@@ -67,9 +67,11 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
         return bench_offload.run(args)
     with standard_output(protected=False) as out:
         setting = _CPU if current_target().platform == "cpu" else _GPU
-        cases = [case for case in _cases(setting) if (args.only or "") in _name(case)]
-        if not cases:
-            raise InputError(f"--only '{args.only}': no case of that name; leave it out to see all")
+        cases = list(_cases(setting))
+        for text in args.only or ():
+            if not any(text in _name(case) for case in cases):
+                raise InputError(f"--only '{text}': no case of that name; leave it out to see all")
+        cases = [c for c in cases if any(text in _name(c) for text in args.only or ("",))]
         limits = measure_limits(
             setting.effort,
             dtype=setting.dtype,

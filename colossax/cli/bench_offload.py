@@ -47,7 +47,7 @@ class _Row:
 def run(args: argparse.Namespace) -> int:
     """Measure, write the rates, print what they mean, and return the exit code, 0."""
     if args.only is not None:
-        raise InputError(f"--only '{args.only}': it chooses among kernels; leave it out")
+        raise InputError(f"--only '{args.only[0]}': it chooses among kernels; leave it out")
     with standard_output(protected=False) as out:
         rates = measure_rates(updates())
         if rates.platform == "gpu":

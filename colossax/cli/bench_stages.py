@@ -64,7 +64,7 @@ class _Link:
 def run(args: argparse.Namespace, overrides: list[Override]) -> int:
     """Measure, write what was measured, print it, and return the exit code, 0."""
     if args.only is not None:
-        raise InputError(f"--only '{args.only}': it chooses among kernels; leave it out")
+        raise InputError(f"--only '{args.only[0]}': it chooses among kernels; leave it out")
     name, task, plan = _asked(args.recipe, args.what, overrides)
     request_host_devices(args.devices)
     with standard_output(protected=False) as out:

@@ -125,7 +125,10 @@ def _bench(parser: argparse.ArgumentParser) -> None:
         "recipe", metavar="RECIPE", nargs="?", help="stages, links: a recipe of `colossax train`"
     )
     parser.add_argument(
-        "--only", metavar="TEXT", help="cases whose kernel and shape contain it, such as 'backward'"
+        "--only",
+        metavar="TEXT",
+        action="append",
+        help="cases whose kernel and shape contain it, such as 'backward'; again for more",
     )
     parser.add_argument(
         "--devices",
