@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-SLOWER = 1.1
+SLOWER = 1.03
 """A kernel that takes more than this times as long as its peer is not worth taking."""
 
 
