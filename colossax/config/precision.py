@@ -164,6 +164,11 @@ class Precision:
         return self.in_float8(dims) and self.float8.scaling == "delayed"
 
     @property
+    def multiplies_in(self) -> str:
+        """`float8`, or the compute dtype: what a share of the devices' peak is measured by."""
+        return "float8" if self.matmul == "float8" else self.compute
+
+    @property
     def scales_loss(self) -> bool:
         """Whether the loss is multiplied by a scale before it is differentiated."""
         return self.compute == "float16"

@@ -135,12 +135,8 @@ class Generator:
             InputError: The prompt is empty, holds ids outside the vocabulary, or does not fit
                 into `slots` together with `max_tokens`; a temperature or seed below 0.
         """
-        request = Request(
-            prompt=tuple(map(int, prompt)),
-            source=tuple(map(int, source)),
-            max_tokens=max_tokens,
-            temperature=temperature,
-            seed=seed,
+        request = _request(
+            prompt, source, max_tokens=max_tokens, temperature=temperature, seed=seed
         )
         return self.generate_all([request])[0]
 
@@ -170,12 +166,8 @@ class Generator:
         seed: int = 0,
     ) -> Iterator[int]:
         """The tokens of `generate` as they come."""
-        request = Request(
-            prompt=tuple(map(int, prompt)),
-            source=tuple(map(int, source)),
-            max_tokens=max_tokens,
-            temperature=temperature,
-            seed=seed,
+        request = _request(
+            prompt, source, max_tokens=max_tokens, temperature=temperature, seed=seed
         )
         return (token for _, token in self._streamed([request]))
 
@@ -230,6 +222,11 @@ class Generator:
     def lowered(self) -> Any:
         """The step as `generate` runs it, traced and not compiled."""
         return self.program.lowered(self._params)
+
+
+def _request(prompt: Sequence[int], source: Sequence[int], **how: Any) -> Request:
+    """A request of token ids of any type of integer."""
+    return Request(prompt=tuple(map(int, prompt)), source=tuple(map(int, source)), **how)
 
 
 def _check_at_once(config: Any, prompt: int, width: int) -> None:

@@ -194,7 +194,7 @@ def yardstick_of(run: Prepared) -> Yardstick:
     task, mesh = run.task, run.step.bound.mesh
     if not task.flops or not task.tokens:
         return Yardstick(flops_per_token=0, peak=None)
-    peak = peak_flops(mesh.devices.flat[0].device_kind, run.plan.precision.compute)
+    peak = peak_flops(mesh.devices.flat[0].device_kind, run.plan.precision.multiplies_in)
     return Yardstick(
         flops_per_token=task.flops // task.tokens,
         peak=None if peak is None else peak * mesh.size,

@@ -10,7 +10,7 @@ from colossax.config import Plan, Precision
 from colossax.errors import PlanError
 from colossax.models import LlamaConfig
 from colossax.planner import inspect_run
-from tests.aot.test_step_bytes import CONFIG, DEVICES, LAYERS, MATRICES, PIECES, D, V
+from tests.aot.test_step_bytes import CONFIG, DEVICES, LAYERS, MATRICES, PIECES, SEQ, D, V
 
 pytestmark = pytest.mark.aot
 
@@ -35,6 +35,9 @@ def test_weights_are_gathered_in_float8_both_ways():
     mesh = config.plan.bind(target_devices(one.target)).mesh
     # Of fewer bytes are the sums of losses and norms, and the largest numbers.
     assert_collectives(one.program.hlo, expected, mesh=mesh, within=0.0, ignore_below=1024)
+    tokens = PIECES * DEVICES * SEQ
+    work, narrow = one.flops_per_token * tokens, 6 * LAYERS * MATRICES * tokens
+    assert one.compute_s == pytest.approx((work - narrow / 2) / (DEVICES * 989e12))
 
 
 WIDE = LlamaConfig(vocab=V, embed=D, layers=2, heads=4, kv_heads=4, mlp=512, max_seq=256)

@@ -7,8 +7,10 @@ import pytest
 
 from colossax.aot import MemoryReport, Program, parse_target
 from colossax.cli.inspect import describe, describe_many
+from colossax.config import Precision
 from colossax.pipeline import Costs, schedule, simulate
 from colossax.planner import Inspection, compare
+from colossax.planner.counting.inspection import _compute_s
 from colossax.planner.counting.stage_cost import StageCost
 from colossax.planner.counting.stage_programs import Edge, ProgramsCost
 from colossax.planner.counting.traced_flops import TracedFlops
@@ -181,7 +183,8 @@ def test_what_is_not_known_of_a_model_is_said():
     assert "  not in it: Pallas kernels" in text
     assert "attention by" not in text
     assert "hidden by an unknown number of tokens per step" in text
-    assert one.to_json()["traced_flops"] == {"flops": 3 * 10**12, "left_out": ("Pallas kernels",)}
+    found = one.to_json()["traced_flops"]
+    assert found == {"flops": 3 * 10**12, "left_out": ("Pallas kernels",), "float8_flops": 0}
     assert one.to_json()["flops_per_token"] is None
 
 
@@ -240,3 +243,21 @@ def test_the_table_of_plans_has_their_bubbles():
     assert "compute s  bubble  collectives s" in head
     assert first.split()[:6] == ["plain", "1.00", "yes", "0.00", "1.000", "-"]
     assert second.split()[:7] == ["staged", "1.00", "yes", "0.00", "1.000", "75", "%"]
+
+
+@pytest.mark.catches("float8-predicted-for-all")
+def test_of_float8_only_what_was_traced_in_it_is_predicted_at_its_peak():
+    """Of 12 Mflop 4 are said to be recomputed; the rest, less a bubble, takes half of the time."""
+    target = parse_target("h100:1x2")
+    traced = TracedFlops(flops=20 * 10**6, left_out=(), float8_flops=12 * 10**6)
+    peak = 2 * 989e12
+
+    def found(matmul, flops=15 * 10**6, pipeline=None):
+        precision = Precision(compute="bfloat16", matmul=matmul)
+        counted = traced if matmul == "float8" else dataclasses.replace(traced, float8_flops=0)
+        return _compute_s(flops, precision, target, counted, pipeline) * peak / 1e6
+
+    assert found("compute") == pytest.approx(15)
+    assert found("float8") == pytest.approx(15 - 9 / 2)
+    assert found("float8", flops=None) == pytest.approx(20 - 12 / 2)
+    assert found("float8", pipeline=with_stages("free").pipeline) == pytest.approx(15 - 9 / 4 / 2)

@@ -8,7 +8,7 @@ import pytest
 
 from colossax.aot import exchanging, parse_target
 from colossax.config import OffloadConfig, PipelineConfig, Plan
-from colossax.errors import PlanError
+from colossax.errors import InputError, PlanError
 from colossax.pallas.target import target_of
 from colossax.planner.counting.counted_stages import check_counted_stages
 from colossax.planner.counting.islands import (
@@ -20,7 +20,9 @@ from colossax.planner.counting.islands import (
     stage_link,
     stage_target,
 )
+from colossax.planner.deciding.candidates import compare_layouts
 from colossax.planner.deciding.trial import choosing_for
+from colossax.recipes import recipe
 
 TARGET = parse_target("h100:2x2@ib+a100:1x4@roce")
 PLAN = Plan(mesh={"stage": 2, "fsdp": 2, "tensor": 2})
@@ -160,6 +162,13 @@ def test_what_is_done_for_one_island_is_refused_for_several():
     check_one_island(parse_target("h100:2x8"), "--largest-microbatch")
     with pytest.raises(PlanError, match="--largest-microbatch: it is for GPUs of one kind and"):
         check_one_island(TARGET, "--largest-microbatch")
+
+
+def test_layouts_are_compared_on_one_island_and_of_one_stack():
+    with pytest.raises(PlanError, match="--compare-layouts: it is for GPUs of one kind and"):
+        compare_layouts(recipe("llama_tiny"), TARGET)
+    with pytest.raises(InputError, match="t5_stdlib has an encoder and a decoder, and what layout"):
+        compare_layouts(recipe("t5_stdlib"), parse_target("h100:1x2"))
 
 
 def there(gpu):

@@ -1,10 +1,14 @@
-"""Seconds that are predicted of what stages send to one another."""
+"""Seconds that are predicted of what stages compute and send to one another."""
+
+from unittest.mock import Mock
 
 import pytest
 
 from colossax.pipeline import schedule
-from colossax.planner.counting.counted_stages import transfer_s
+from colossax.planner.counting.counted_stages import _Counting, transfer_s
 from colossax.planner.counting.stage_programs import Edge
+from colossax.planner.counting.traced_flops import TracedFlops
+from colossax.step.programs import Ran
 
 
 def edge(origin, end, *, messages, once=0.0):
@@ -45,3 +49,12 @@ def test_what_is_sent_once_is_not_spread_over_the_messages():
     assert transfer_s(table, edges[1:]) == 0.0
     # What layers count for the loss goes from every stage to the last one.
     assert transfer_s(table, [edge(0, 2, messages=4)]) == 1.0
+
+
+@pytest.mark.catches("stage-seconds-all-wide")
+def test_what_a_stage_multiplies_in_float8_takes_half_and_what_is_not_seen_does_not():
+    """Of 20 FLOPs 12 are in float8, and 10 more are not seen; 4 a second, or 8."""
+    counting, ran = object.__new__(_Counting), Mock(spec=Ran, stage=0)
+    counting._flops = {id(ran): TracedFlops(flops=20, left_out=(), float8_flops=12)}
+    counting._rates, counting._scale, counting.timed = [[4.0, 8.0]], 1.5, False
+    assert counting._seconds(ran) == 12 / 8 + (20 - 12 + 10) / 4

@@ -53,6 +53,22 @@ def test_matmuls_count_as_often_as_they_run(case):
     assert (found.flops, found.left_out) == (times * PRODUCT, ())
 
 
+@pytest.mark.catches("traced-float8-wide")
+def test_what_is_multiplied_in_float8_is_told_apart():
+    """Both factors must be: another matmul takes them in the dtype of the wider."""
+    x, w = X.astype(jnp.float8_e5m2), W.astype(jnp.float8_e4m3fn)
+    dims = (((1,), (0,)), ((), ()))
+
+    def f(x, w):
+        narrow = jax.lax.scan(
+            lambda carry, _: (carry, jax.lax.dot_general(x, w, dims)), 0, length=3
+        )
+        return narrow, jax.lax.dot_general(x, W, dims, preferred_element_type=jnp.float32)
+
+    found = counted(f, x, w)
+    assert (found.flops, found.float8_flops) == (4 * PRODUCT, 3 * PRODUCT)
+
+
 def test_a_loop_that_a_condition_ends_is_counted_once_and_said():
     found = counted(under_condition, X, W)
     assert found.flops == PRODUCT

@@ -312,6 +312,8 @@ def test_a_hidden_screen_shows_nothing():
         ("NVIDIA A100-SXM4-80GB", "float16", 312),
         ("NVIDIA L40S", "bfloat16", 362),
         ("NVIDIA L4", "bfloat16", 121),
+        ("NVIDIA H100 80GB HBM3", "float8", 1978),
+        ("NVIDIA L4", "float8", 242),
     ],
 )
 def test_peaks_are_found_by_the_longest_name(kind, dtype, tflops):
@@ -320,5 +322,7 @@ def test_peaks_are_found_by_the_longest_name(kind, dtype, tflops):
 
 def test_mfu_is_unknown_where_the_peak_is():
     assert peak_flops("cpu", "float32") is None
+    assert peak_flops("NVIDIA A100-SXM4-80GB", "float8") is None
+    assert peak_flops("NVIDIA A10G", "float8") is None
     assert Yardstick(flops_per_token=6, peak=None).mfu(100.0) is None
     assert Yardstick(flops_per_token=10, peak=4000.0).mfu(100.0) == pytest.approx(0.25)

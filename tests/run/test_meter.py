@@ -1,13 +1,18 @@
 """What is measured of each step: learning rate, seconds, memory, utilisation."""
 
 import math
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from colossax.config import Plan, Precision
 from colossax.optim import warmup_cosine
 from colossax.planner.counting.flops import Yardstick
-from colossax.run.meter import Meter, memory_in_use
+from colossax.run.meter import Meter, memory_in_use, yardstick_of
+from colossax.run.prepared import Prepared
 
 
 def metrics(step, *, loss=1.0, skipped=0, **more):
@@ -116,3 +121,14 @@ def test_utilisation_is_told_where_the_peak_is_known(clock):
     reads.start()
     clock.now += 0.5
     assert reads.read(1, metrics(1))["mfu"] == pytest.approx(100 * 6 / 0.5 / 1e4, abs=1e-4)
+
+
+@pytest.mark.catches("mfu-of-float8-by-16-bit")
+@pytest.mark.parametrize(("matmul", "tflops"), [("compute", 989.0), ("float8", 1978.0)])
+def test_the_peak_is_that_of_what_the_plan_multiplies_in(matmul, tflops):
+    plan = Plan(mesh={"data": 1}, precision=Precision(compute="bfloat16", matmul=matmul))
+    mesh = SimpleNamespace(devices=np.array([SimpleNamespace(device_kind="NVIDIA H200")]), size=4)
+    step = SimpleNamespace(bound=SimpleNamespace(mesh=mesh))
+    task = SimpleNamespace(flops=600, tokens=100)
+    found = yardstick_of(Mock(spec=Prepared, task=task, step=step, plan=plan))
+    assert found == Yardstick(flops_per_token=6, peak=4 * tflops * 1e12)

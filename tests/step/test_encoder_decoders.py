@@ -147,6 +147,10 @@ def test_what_does_not_fit_together_is_refused():
         EncoderDecoder(
             config.encoder(), dataclasses.replace(config.decoder(), embed=64), rngs=nnx.Rngs(0)
         )
+    with pytest.raises(InputError, match="model.start: the decoder has none, and what it writes"):
+        EncoderDecoder(
+            config.encoder(), dataclasses.replace(config.decoder(), start=None), rngs=nnx.Rngs(0)
+        )
     with pytest.raises(InputError, match="the encoder's attention is causal, or it reads a source"):
         EncoderDecoder(config.decoder(), config.decoder(), rngs=nnx.Rngs(0))
     with pytest.raises(InputError, match="the decoder is not causal, or reads no source"):

@@ -11,24 +11,19 @@ from colossax.errors import InputError
 from colossax.models import BERTConfig, maker
 from colossax.nn import HeadConfig
 from colossax.optim import adamw
-from colossax.processes.group import Group
 from colossax.recipes import recipe
-from colossax.run import RunConfig, RunOptions, train
 from colossax.tasks import MaskConfig, masked_token_loss, task_of
 from colossax.tasks.config import train_config_from_json, train_config_to_json
 from colossax.tasks.views import mask_token
-from tests.launching import metrics, write_text
+from tests.launching import write_text
+from tests.tasks.small_text import changed, check_resumed, ran, smaller
 
 CONFIG = recipe("bert_stdlib")
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 
 
-def changed(part, **changes):
-    return CONFIG.replace(**{part: dataclasses.replace(getattr(CONFIG, part), **changes)})
-
-
 def test_it_goes_through_json_and_back():
-    config = changed("data", masking=MaskConfig(rate=0.3, random=0.0))
+    config = changed(CONFIG, "data", masking=MaskConfig(rate=0.3, random=0.0))
     assert train_config_from_json(train_config_to_json(config)) == config
 
 
@@ -36,8 +31,8 @@ def test_it_goes_through_json_and_back():
 def test_what_is_masked_is_part_of_which_run_it_is(tmp_path, monkeypatch):
     monkeypatch.setenv("COLOSSAX_CACHE", str(tmp_path / "cache"))
     path = str(write_text(tmp_path / "text", documents=4))
-    small = changed("data", path=path, tokenizer_vocab=300)
-    other = changed("data", path=path, tokenizer_vocab=300, masking=MaskConfig(rate=0.3))
+    small = changed(CONFIG, "data", path=path, tokenizer_vocab=300)
+    other = changed(CONFIG, "data", path=path, tokenizer_vocab=300, masking=MaskConfig(rate=0.3))
     assert task_of(small).identity()["data.masking"] == "0.15, 0.1 any, 0.1 kept"
     assert task_of(other).identity()["data.masking"] == "0.3, 0.1 any, 0.1 kept"
     assert ", 30% masked" in task_of(other).introduction()[0]
@@ -56,14 +51,20 @@ def test_what_is_masked_is_part_of_which_run_it_is(tmp_path, monkeypatch):
             r"data.masking.rate: found 1.0; give a share above 0, below",
         ),
         (lambda: MaskConfig(random=0.6, kept=0.5), "random 0.6 and kept 0.5 are shares of the tok"),
-        (lambda: changed("data", masking=None), "data.masking: the model sees the next token, whi"),
+        (
+            lambda: changed(CONFIG, "data", masking=None),
+            "data.masking: the model sees the next token, whi",
+        ),
         (
             lambda: CONFIG.replace(model=dataclasses.replace(recipe("llama_tiny").model)),
             "data.masking: the model's attention is causal, so a masked token would be told by",
         ),
-        (lambda: changed("sample", prompt="def "), "sample.prompt: the model's attention is not"),
         (
-            lambda: changed("model", head=HeadConfig(outputs=2, pool="first")),
+            lambda: changed(CONFIG, "sample", prompt="def "),
+            "sample.prompt: the model's attention is not",
+        ),
+        (
+            lambda: changed(CONFIG, "model", head=HeadConfig(outputs=2, pool="first")),
             "model.head: a run on text trains logits of the vocabulary, and the model has another",
         ),
     ],
@@ -132,38 +133,25 @@ def test_an_encoder_learns_from_what_stands_around():
     assert (np.abs(found[:, 1] - 0.3) < 0.1).all() and (found[:, 2] == 512).all()
 
 
-TINY = {
-    "model": {"vocab": 384, "embed": 96, "layers": 2, "heads": 4, "mlp": 256},
-    "data": {"tokenizer_vocab": 383, "seq_len": 64, "global_batch": 32},
-    "optimizer": {"peak_lr": 3e-3, "warmup": 20},
-}
+TINY = smaller(
+    CONFIG,
+    {
+        "model": {"vocab": 384, "embed": 96, "layers": 2, "heads": 4, "mlp": 256},
+        "data": {"tokenizer_vocab": 383, "seq_len": 64, "global_batch": 32},
+        "optimizer": {"peak_lr": 3e-3, "warmup": 20},
+    },
+)
 """`bert_stdlib` with a tenth of the work."""
-
-
-def tiny(**changes):
-    config = CONFIG
-    for part, fields in TINY.items():
-        config = config.replace(**{part: dataclasses.replace(getattr(config, part), **fields)})
-    return config.replace(**changes)
-
 
 BAR_NATS = 0.3
 """Below the entropy of single tokens, of the validation loss after 200 steps of 2,048 tokens."""
-
-
-def ran(config, out, *, resume=False):
-    """What a run's final record says; as the command line does it, but in this process."""
-    names = [field.name for field in dataclasses.fields(RunConfig) if hasattr(config, field.name)]
-    how = RunConfig(**{name: getattr(config, name) for name in names})
-    options = RunOptions(out=str(out), resume=resume, trackers=("json",))
-    return train(task_of(config), how, options, Group(None, {})).final
 
 
 @pytest.mark.sweep
 @pytest.mark.slow
 def test_a_run_on_real_text_reaches_its_bar_on_a_mixed_mesh(tmp_path):
     """And no more than text allows: a model that saw what it is to tell would reach 0."""
-    config = tiny(steps=200, validate_every=100, checkpoint_every=0, plan=Plan(mesh=MESH))
+    config = TINY.replace(steps=200, validate_every=100, checkpoint_every=0, plan=Plan(mesh=MESH))
     final = ran(config, tmp_path / "run")
     assert final["validation_loss"] < final["unigram_entropy"] - BAR_NATS
     assert final["validation_loss"] > final["unigram_entropy"] / 2
@@ -177,18 +165,4 @@ MESHES = [MESH, {"fsdp": 2, "ring": 2, "tensor": 2}, {"stage": 2, "fsdp": 4}]
 def test_resumed_on_other_meshes_it_sees_the_same_masks(tmp_path, monkeypatch):
     """Two steps on each mesh after another are six of a run that nobody touched."""
     monkeypatch.setenv("COLOSSAX_CACHE", str(tmp_path / "cache"))
-    path = str(write_text(tmp_path / "text"))
-    whole = tiny(steps=6, validate_every=2, checkpoint_every=2)
-    whole = whole.replace(
-        data=dataclasses.replace(whole.data, path=path),
-        optimizer=dataclasses.replace(whole.optimizer, schedule_steps=6),
-    )
-    ran(whole, tmp_path / "whole")
-    for number, mesh in enumerate(MESHES):
-        plan = Plan(mesh=mesh)
-        ran(whole.replace(steps=2 * number + 2, plan=plan), tmp_path / "parts", resume="auto")
-    losses, parts = (
-        np.array([[loss or 0, held_out or 0] for _, loss, held_out in metrics(tmp_path / name)])
-        for name in ("whole", "parts")
-    )
-    np.testing.assert_allclose(parts, losses, rtol=2e-5)
+    check_resumed(TINY, MESHES, tmp_path)

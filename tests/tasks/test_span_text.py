@@ -15,19 +15,15 @@ from colossax.optim import adamw
 from colossax.recipes import recipe
 from colossax.tasks import MaskConfig, SpanConfig, next_token_loss, task_of
 from colossax.tasks.config import train_config_from_json, train_config_to_json
-from tests.launching import metrics, write_text
-from tests.tasks.test_masked_text import ran
+from tests.launching import write_text
+from tests.tasks.small_text import changed, check_resumed, ran, smaller
 
 CONFIG = recipe("t5_stdlib")
 MESH = {"fsdp": 2, "tensor": 2, "ring": 2}
 
 
-def changed(part, **changes):
-    return CONFIG.replace(**{part: dataclasses.replace(getattr(CONFIG, part), **changes)})
-
-
 def test_it_goes_through_json_and_back():
-    config = changed("data", spans=SpanConfig(rate=0.5, length=10.0))
+    config = changed(CONFIG, "data", spans=SpanConfig(rate=0.5, length=10.0))
     assert train_config_from_json(train_config_to_json(config)) == config
 
 
@@ -35,8 +31,8 @@ def test_it_goes_through_json_and_back():
 def test_spans_are_part_of_which_run_it_is(tmp_path, monkeypatch):
     monkeypatch.setenv("COLOSSAX_CACHE", str(tmp_path / "cache"))
     path = str(write_text(tmp_path / "text", documents=4))
-    one = task_of(changed("data", path=path, tokenizer_vocab=300))
-    other = changed("data", path=path, tokenizer_vocab=300, spans=SpanConfig(rate=0.5))
+    one = task_of(changed(CONFIG, "data", path=path, tokenizer_vocab=300))
+    other = changed(CONFIG, "data", path=path, tokenizer_vocab=300, spans=SpanConfig(rate=0.5))
     assert one.identity()["data.spans"] == "0.15, 3"
     assert task_of(other).identity()["data.spans"] == "0.5, 3"
     assert ", 116 tokens of a row read and 26 written" in one.introduction()[0]
@@ -49,25 +45,28 @@ def test_spans_are_part_of_which_run_it_is(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda: changed("data", spans=None), "data.spans: the model is an encoder-decoder, and"),
+        (
+            lambda: changed(CONFIG, "data", spans=None),
+            "data.spans: the model is an encoder-decoder, and",
+        ),
         (
             lambda: CONFIG.replace(model=recipe("llama_tiny").model),
             "data.spans: the model reads no source; start from a recipe of an encoder-decoder",
         ),
         (
-            lambda: changed("data", masking=MaskConfig()),
+            lambda: changed(CONFIG, "data", masking=MaskConfig()),
             "data.spans: they are of rows that are filled up with text, and nothing is masked",
         ),
         (
-            lambda: changed("sample", prompt="def "),
+            lambda: changed(CONFIG, "sample", prompt="def "),
             "data.spans: they are of rows that are filled up with text, and nothing is masked",
         ),
         (
-            lambda: changed("data", seq_len=300),
+            lambda: changed(CONFIG, "data", seq_len=300),
             "of 300 tokens 271 are read and 61 written, and the model has 256 and 256; shorten",
         ),
         (
-            lambda: changed("data", spans=SpanConfig(rate=0.9)),
+            lambda: changed(CONFIG, "data", spans=SpanConfig(rate=0.9)),
             "data.spans: 115 of the 128 tokens of a row, in 38 spans, leave no token between them",
         ),
     ],
@@ -80,7 +79,7 @@ def test_what_makes_no_sense_is_refused(change, message):
 def test_a_vocabulary_without_numbers_for_spans_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("COLOSSAX_CACHE", str(tmp_path / "cache"))
     path = str(write_text(tmp_path / "text", documents=4))
-    config = changed("data", path=path, tokenizer_vocab=300).replace(
+    config = changed(CONFIG, "data", path=path, tokenizer_vocab=300).replace(
         model=dataclasses.replace(CONFIG.model, vocab=301)
     )
     with pytest.raises(InputError, match="each of the 6 spans of a row needs a number of its own"):
@@ -134,20 +133,22 @@ def test_a_decoder_learns_from_what_its_encoder_read(mesh, devices):
     assert noise > 0.5 * np.log(8), "else it sees what it is to write"
 
 
-TINY = {
-    "model": {"vocab": 400, "embed": 96, "layers": 2, "decoder_layers": 2, "heads": 4, "mlp": 192},
-    "data": {"tokenizer_vocab": 380, "seq_len": 64, "global_batch": 32},
-    "optimizer": {"peak_lr": 3e-3, "warmup": 20},
-}
+TINY = smaller(
+    CONFIG,
+    {
+        "model": {
+            "vocab": 400,
+            "embed": 96,
+            "layers": 2,
+            "decoder_layers": 2,
+            "heads": 4,
+            "mlp": 192,
+        },
+        "data": {"tokenizer_vocab": 380, "seq_len": 64, "global_batch": 32},
+        "optimizer": {"peak_lr": 3e-3, "warmup": 20},
+    },
+)
 """`t5_stdlib` with a tenth of the work."""
-
-
-def tiny(**changes):
-    config = CONFIG
-    for part, fields in TINY.items():
-        config = config.replace(**{part: dataclasses.replace(getattr(config, part), **fields)})
-    return config.replace(**changes)
-
 
 BAR_NATS = 0.8
 """Below the entropy of single tokens, of the validation loss after 200 steps of 2,048 tokens."""
@@ -156,7 +157,7 @@ BAR_NATS = 0.8
 @pytest.mark.sweep
 @pytest.mark.slow
 def test_a_run_on_real_text_reaches_its_bar_on_a_mixed_mesh(tmp_path):
-    config = tiny(steps=200, validate_every=100, checkpoint_every=0, plan=Plan(mesh=MESH))
+    config = TINY.replace(steps=200, validate_every=100, checkpoint_every=0, plan=Plan(mesh=MESH))
     final = ran(config, tmp_path / "run")
     assert final["validation_loss"] < final["unigram_entropy"] - BAR_NATS
     assert final["validation_loss"] > final["unigram_entropy"] / 3
@@ -170,20 +171,6 @@ MESHES = [MESH, {"fsdp": 4, "ulysses": 2}, {"data": 2, "tensor": 4}]
 def test_resumed_on_other_meshes_it_sees_the_same_spans(tmp_path, monkeypatch):
     """Two steps on each mesh after another are six of a run that nobody touched; then it writes."""
     monkeypatch.setenv("COLOSSAX_CACHE", str(tmp_path / "cache"))
-    path = str(write_text(tmp_path / "text"))
-    whole = tiny(steps=6, validate_every=2, checkpoint_every=2)
-    whole = whole.replace(
-        data=dataclasses.replace(whole.data, path=path, tokenizer_vocab=300),
-        optimizer=dataclasses.replace(whole.optimizer, schedule_steps=6),
-    )
-    ran(whole, tmp_path / "whole")
-    for number, mesh in enumerate(MESHES):
-        plan = Plan(mesh=mesh)
-        ran(whole.replace(steps=2 * number + 2, plan=plan), tmp_path / "parts", resume="auto")
-    losses, parts = (
-        np.array([[loss or 0, held_out or 0] for _, loss, held_out in metrics(tmp_path / name)])
-        for name in ("whole", "parts")
-    )
-    np.testing.assert_allclose(parts, losses, rtol=2e-5)
+    check_resumed(TINY, MESHES, tmp_path, tokenizer_vocab=300)
     told = open_checkpoint(tmp_path / "parts").load().generator(slots=20)
     assert len(told.generate([0], source=[5, 6, 7, 399], max_tokens=5).tokens) <= 5

@@ -21,7 +21,7 @@ from colossax.config import Plan
 from colossax.errors import PlanError
 from colossax.pipeline import Costs, Kind, Table, simulate
 from colossax.planner.counting.compiled import settle_task_for_target
-from colossax.planner.counting.flops import peak_flops
+from colossax.planner.counting.flops import matmul_seconds, peak_flops
 from colossax.planner.counting.islands import (
     Crossings,
     device_places,
@@ -111,10 +111,10 @@ def compiled_programs(step: Step, task: Task) -> Rehearsed:
 def programs_cost(step: Step, task: Task, found: Rehearsed, target: Target) -> ProgramsCost:
     """Count what the programs of all stages need, do and send.
 
-    An operation takes its FLOPs at `ASSUMED_EFFICIENCY` of its GPUs' peak, and the seconds of
-    collectives beside which nothing is computed. FLOPs that tracing does not see (kernels of
-    attention) are added in proportion to those that it sees, where the task says how many there
-    are.
+    An operation takes its FLOPs at `ASSUMED_EFFICIENCY` of its GPUs' peak (of what is multiplied in
+    float8, of that; else of the compute dtype), and the seconds of collectives beside which nothing
+    is computed. FLOPs that tracing does not see (kernels of attention) are added in proportion to
+    those that it sees, where the task says how many there are.
 
     Args:
         step: Its plan.
@@ -184,11 +184,12 @@ class _Counting:
         targets = [stage_target(step.bound.plan, target, stage) for stage in range(count)]
         self._step, self._target, self._targets, self._found = step, target, targets, found
         self._flops = {id(ran): traced_flops(ran.jaxpr) for ran in found.ran}
-        compute = str(step.bound.plan.precision.compute)
-        peaks = [peak_flops(one.gpu.name, compute) for one in targets]
-        self.timed = None not in peaks
-        devices = step.bound.mesh.size // len(targets)
-        self._rates = [ASSUMED_EFFICIENCY * devices * (peak or 1.0) for peak in peaks]
+        precision = step.bound.plan.precision
+        dtypes = (precision.compute, precision.multiplies_in)
+        peaks = [[peak_flops(one.gpu.name, dtype) for dtype in dtypes] for one in targets]
+        self.timed = not any(None in pair for pair in peaks)
+        share = ASSUMED_EFFICIENCY * (step.bound.mesh.size // len(targets))
+        self._rates = [[share * (peak or 1.0) for peak in pair] for pair in peaks]
         self._scale = self._unseen(task)
         self._collectives: dict[int, tuple[Collective, ...]] = {}
         self.assumed_loops = 0
@@ -198,7 +199,8 @@ class _Counting:
         """Of a step on all stages."""
         left_out = {name for one in self._flops.values() for name in one.left_out}
         flops = sum(map(self._flops_of, self._found.ran))
-        return TracedFlops(flops=flops, left_out=tuple(sorted(left_out)))
+        float8 = sum(ran.times * self._flops[id(ran)].float8_flops for ran in self._found.ran)
+        return TracedFlops(flops=flops, left_out=tuple(sorted(left_out)), float8_flops=float8)
 
     def stage(self, one: RehearsedStage) -> StageFacts:
         """All of a stage."""
@@ -235,7 +237,9 @@ class _Counting:
 
     def _seconds(self, ran: Ran) -> float:
         """Of one run; FLOPs over nothing's peak are FLOPs."""
-        computing = self._scale * self._flops[id(ran)].flops / self._rates[ran.stage]
+        seen = self._flops[id(ran)]
+        rates = self._rates[ran.stage]
+        computing = matmul_seconds(self._scale * seen.flops, seen.float8_flops, rates)
         if not self.timed:
             return computing
         links = self._links(ran.stage, [dataclasses.replace(ran, times=1)])

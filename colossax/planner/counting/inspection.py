@@ -20,7 +20,7 @@ from colossax.aot import (
     totals,
 )
 from colossax.compat import cudnn_installed
-from colossax.config import Plan
+from colossax.config import Plan, Precision
 from colossax.pallas.attention.mosaic_gpu.forward import KERNEL_NAME
 from colossax.planner.counting.compiled import (
     compiled_task,
@@ -30,12 +30,12 @@ from colossax.planner.counting.compiled import (
 )
 from colossax.planner.counting.counted_stages import counted_stages
 from colossax.planner.counting.experts_cost import ExpertsCost, experts_cost
-from colossax.planner.counting.flops import peak_flops
+from colossax.planner.counting.flops import all_peak_flops, matmul_seconds, peak_flops
 from colossax.planner.counting.islands import check_programs_apart
 from colossax.planner.counting.stage_cost import StageCost, stage_cost
 from colossax.planner.counting.stage_programs import ProgramsCost
 from colossax.planner.counting.traced_flops import TracedFlops, traced_flops
-from colossax.planner.counting.traffic import HostTraffic, Link, host_traffic, link_of
+from colossax.planner.counting.traffic import RECOMPUTED, HostTraffic, Link, host_traffic, link_of
 from colossax.sharding import batch_axes
 from colossax.sharding.experts.exchange import PASSES, assumed_turns
 from colossax.step.microbatches import batch_dims, num_microbatches
@@ -67,7 +67,8 @@ class Inspection:
             where a task does not say.
         traced: FLOPs of the step as it was traced, where those of the model are not known.
         compute_s: Model FLOPs of a step at the GPUs' peak, or those traced where they are not
-            known.
+            known. In a plan with float8 only what the traced step multiplies in it counts at its
+            peak, less what may be recomputed (`RECOMPUTED`) or fill a bubble.
         microbatch: Rows of each device at a time.
         microbatches: Per step.
         host_traffic: Copies between GPU and host; None where there are none.
@@ -242,11 +243,9 @@ def inspect_task(task: Task, plan: Plan, target: Target) -> Inspection:
     check_programs_apart(plan, target)
     of = _of_stages if has_stage_programs(plan, target) else _of_one_program
     step, counted = of(task, plan, target)
-    traced = counted["traced"]
+    traced = counted.pop("traced")
     flops_per_token = task.flops // task.tokens if task.flops and task.tokens else None
-    peak = all_peak_flops(target, str(plan.precision.compute))
     microbatch, microbatches = _microbatch(step, task)
-    work = task.flops if traced is None else traced.flops
     hlo = counted["program"].hlo
     return Inspection(
         name=task.name,
@@ -256,7 +255,8 @@ def inspect_task(task: Task, plan: Plan, target: Target) -> Inspection:
         attention=_attention_in(hlo),
         proof_assumed=plan.attention.kernel == "auto" and _KERNEL_CALL in hlo,
         flops_per_token=flops_per_token,
-        compute_s=None if peak is None else work / peak,
+        compute_s=_compute_s(task.flops, plan.precision, target, traced, counted["pipeline"]),
+        traced=None if task.flops else traced,
         microbatch=microbatch,
         microbatches=microbatches,
         experts=_experts(step, task, flops_per_token, counted.pop("assumed_loops")),
@@ -273,7 +273,7 @@ def _of_one_program(task: Task, plan: Plan, target: Target) -> tuple[Step, dict[
     if once:
         module = module.with_trip_count(1)
     flops_per_token = task.flops // task.tokens if task.flops and task.tokens else None
-    peak = peak_flops(target.gpu.name, str(plan.precision.compute))
+    peak = peak_flops(target.gpu.name, plan.precision.multiplies_in)
     sums = totals(collectives(module, step.bound.mesh))
     return step, {
         "program": program,
@@ -281,7 +281,7 @@ def _of_one_program(task: Task, plan: Plan, target: Target) -> tuple[Step, dict[
         "limit_bytes": target.gpu.memory_bytes,
         "links": tuple(link_of(t, target, step.bound.mesh) for t in sums),
         "fits": program.device_bytes <= usable_bytes(target),
-        "traced": None if task.flops else traced_flops(jaxpr),
+        "traced": traced_flops(jaxpr),
         "host_traffic": host_traffic(module, target, flops_per_token=flops_per_token, peak=peak),
         "disk": _disk_cost(step),
         "cpu_layers": _cpu_layers(step),
@@ -301,7 +301,7 @@ def _of_stages(task: Task, plan: Plan, target: Target) -> tuple[Step, dict[str, 
         "limit_bytes": cost.fullest.target.gpu.memory_bytes,
         "links": max((one.links for one in cost.stages), key=_ring_bytes),
         "fits": cost.fits,
-        "traced": None if task.flops else cost.flops,
+        "traced": cost.flops,
         "pipeline": cost,
         "assumed_loops": cost.assumed_loops,
     }
@@ -325,11 +325,23 @@ def _experts(
     return None if found is None else dataclasses.replace(found, assumed_loops=assumed_loops)
 
 
-def all_peak_flops(target: Target, compute_dtype: str) -> float | None:
-    """FLOP/s of all of a target's devices at their best; None where it is not known of some."""
-    peaks = [peak_flops(island.gpu.name, compute_dtype) for island in target.islands]
-    pairs = zip(peaks, target.islands, strict=True)
-    return None if None in peaks else sum((peak or 0.0) * one.size for peak, one in pairs)
+def _compute_s(
+    flops: int | None,
+    precision: Precision,
+    target: Target,
+    traced: TracedFlops,
+    pipeline: StageCost | ProgramsCost | None,
+) -> float | None:
+    """See `Inspection.compute_s`; None where the GPUs' peak is not known."""
+    dtypes = (precision.compute, precision.multiplies_in)
+    peaks = [peak for dtype in dtypes if (peak := all_peak_flops(target, dtype)) is not None]
+    if len(peaks) < len(dtypes):
+        return None
+    if not flops:
+        return matmul_seconds(traced.flops, traced.float8_flops, peaks)
+    used = 1 - (0.0 if pipeline is None else pipeline.report.bubble)
+    float8 = min(used * traced.float8_flops / RECOMPUTED, flops)
+    return matmul_seconds(flops, float8, peaks)
 
 
 def _ring_bytes(links: tuple[Link, ...]) -> int:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from colossax.aot.saved import inner_jaxprs
@@ -24,10 +25,12 @@ class TracedFlops:
     Attributes:
         flops: Two for each product that a matmul or convolution adds up, recomputation counted.
         left_out: What multiplies too and is not counted, for people.
+        float8_flops: Of `flops`, those of matmuls whose two factors are in float8.
     """
 
     flops: int
     left_out: tuple[str, ...]
+    float8_flops: int = 0
 
 
 def traced_flops(jaxpr: Any) -> TracedFlops:
@@ -40,25 +43,26 @@ def traced_flops(jaxpr: Any) -> TracedFlops:
         jaxpr: Of the whole program, `jax.jit(f).trace(...).jaxpr`.
     """
     left_out: set[str] = set()
-    flops = _flops(getattr(jaxpr, "jaxpr", jaxpr), left_out)
-    return TracedFlops(flops=flops, left_out=tuple(sorted(left_out)))
+    plain = getattr(jaxpr, "jaxpr", jaxpr)
+    flops = _flops(plain, _ALL, left_out)
+    float8 = _flops(plain, {"dot_general": _of_float8}, set())
+    return TracedFlops(flops=flops, left_out=tuple(sorted(left_out)), float8_flops=float8)
 
 
-def _flops(jaxpr: Any, left_out: set[str]) -> int:
-    return sum(_of(eqn, left_out) for eqn in jaxpr.eqns)
+def _flops(jaxpr: Any, counted: Mapping[str, Callable[[Any], int]], left_out: set[str]) -> int:
+    """Of a program those that primitives of these names are said to take."""
+    return sum(_of(eqn, counted, left_out) for eqn in jaxpr.eqns)
 
 
-def _of(eqn: Any, left_out: set[str]) -> int:
+def _of(eqn: Any, counted: Mapping[str, Callable[[Any], int]], left_out: set[str]) -> int:
     name = eqn.primitive.name
     unseen = [said for part, said in _NOT_SEEN.items() if name.startswith(part)]
     left_out.update(unseen)
     if unseen:
         return 0
-    if name == "dot_general":
-        return _of_matmul(eqn)
-    if name == "conv_general_dilated":
-        return _of_convolution(eqn)
-    inside = [_flops(inner, left_out) for inner in inner_jaxprs(eqn)]
+    if name in counted:
+        return counted[name](eqn)
+    inside = [_flops(inner, counted, left_out) for inner in inner_jaxprs(eqn)]
     if name == "while" and any(inside):
         left_out.add(_LOOPS)
     if name == "cond":
@@ -80,9 +84,17 @@ def _of_matmul(eqn: Any) -> int:
     return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[i] for i in contracted)
 
 
+def _of_float8(eqn: Any) -> int:
+    narrow = all(str(factor.aval.dtype).startswith("float8") for factor in eqn.invars)
+    return _of_matmul(eqn) if narrow else 0
+
+
 def _of_convolution(eqn: Any) -> int:
     """Zeros between the elements of a dilated input are not counted."""
     kernel = eqn.invars[1].aval.shape
     of_one = math.prod(kernel) // kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
     products = math.prod(eqn.outvars[0].aval.shape) * of_one
     return 2 * products // math.prod(eqn.params["lhs_dilation"])
+
+
+_ALL = {"dot_general": _of_matmul, "conv_general_dilated": _of_convolution}

@@ -46,9 +46,10 @@ def with_chunk_rates(plan: Plan, target: Target | None, devices: list) -> tuple[
 
 
 def _rates(plan: Plan, target: Target, devices: list) -> ExpertRates | None:
+    """By peaks of the compute dtype, in which experts multiply whatever `precision.matmul` says."""
     mesh = plan.bind(devices).mesh
     axes = [axis for axis in GROUP_AXES if mesh.shape.get(axis, 1) > 1]
-    peaks = [peak_flops(island.gpu.name, str(plan.precision.compute)) for island in target.islands]
+    peaks = [peak_flops(island.gpu.name, plan.precision.compute) for island in target.islands]
     known = [peak for peak in peaks if peak is not None]
     if not axes or len(known) < len(peaks):
         return None

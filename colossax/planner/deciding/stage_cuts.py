@@ -111,11 +111,15 @@ def _decided(
     recipe: str | None,
     target: Target | None,
 ) -> dict[str, Any]:
-    """Layers of each chunk, order of the devices, and the line; as JSON, for other processes."""
+    """Layers of each chunk, order of the devices, and the line; as JSON, for other processes.
+
+    Kinds of devices are compared by their peaks in the compute dtype: those of float8 are all twice
+    as high.
+    """
     grid, asked = bound.mesh.devices, bound.plan.pipeline
     rows = [list(stage.flat) for stage in np.moveaxis(grid, MESH_AXES.index(MeshAxis.STAGE), 0)]
     kinds = [[device.device_kind for device in stage] for stage in rows]
-    peak = functools.partial(peak_flops, compute_dtype=str(bound.plan.precision.compute))
+    peak = functools.partial(peak_flops, dtype=bound.plan.precision.compute)
     speeds = speeds_of(kinds, _ordered(asked), recipe, peak=None if target is None else peak)
     table, shapes = _microbatch(bound, options)
     alone = dataclasses.replace(options, shapes=shapes, disk=None)
