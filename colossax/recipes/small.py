@@ -146,7 +146,7 @@ def t5_stdlib() -> TrainConfig:
             eos=None,
         ),
         data=DataConfig(
-            seq_len=128,
+            seq_len=154,
             global_batch=32,
             tokenizer_vocab=1000,
             validation_fraction=0.05,

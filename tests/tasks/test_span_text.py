@@ -35,10 +35,10 @@ def test_spans_are_part_of_which_run_it_is(tmp_path, monkeypatch):
     other = changed(CONFIG, "data", path=path, tokenizer_vocab=300, spans=SpanConfig(rate=0.5))
     assert one.identity()["data.spans"] == "0.15, 3"
     assert task_of(other).identity()["data.spans"] == "0.5, 3"
-    assert ", 116 tokens of a row read and 26 written" in one.introduction()[0]
+    assert ", 140 tokens of a row read and 32 written" in one.introduction()[0]
     assert {name: x.shape for name, x in one.shapes.items()} == {
-        "source": (32, 116),
-        **dict.fromkeys(("tokens", "targets", "weights"), (32, 26)),
+        "source": (32, 140),
+        **dict.fromkeys(("tokens", "targets", "weights"), (32, 32)),
     }
 
 
@@ -67,7 +67,7 @@ def test_spans_are_part_of_which_run_it_is(tmp_path, monkeypatch):
         ),
         (
             lambda: changed(CONFIG, "data", spans=SpanConfig(rate=0.9)),
-            "data.spans: 115 of the 128 tokens of a row, in 38 spans, leave no token between them",
+            "data.spans: 139 of the 154 tokens of a row, in 46 spans, leave no token between them",
         ),
     ],
 )
@@ -82,7 +82,7 @@ def test_a_vocabulary_without_numbers_for_spans_is_refused(tmp_path, monkeypatch
     config = changed(CONFIG, "data", path=path, tokenizer_vocab=300).replace(
         model=dataclasses.replace(CONFIG.model, vocab=301)
     )
-    with pytest.raises(InputError, match="each of the 6 spans of a row needs a number of its own"):
+    with pytest.raises(InputError, match="each of the 8 spans of a row needs a number of its own"):
         task_of(config).introduction()
 
 
