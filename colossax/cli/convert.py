@@ -58,6 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser, verb: str) -> None:
         )
         parser.add_argument("--step", metavar="N", type=number(0), help="default: the latest")
         parser.add_argument(
+            "--averaged",
+            action="store_true",
+            help="the averages that the run's optimizer kept (--optimizer.ema, schedule_free)",
+        )
+        parser.add_argument(
             "--max-shard-gb",
             metavar="G",
             type=number(1),
@@ -89,7 +94,11 @@ def _export(args: argparse.Namespace, overrides: list[Override]) -> None:
         )
     if args.as_checkpoint and args.max_shard_gb is not None:
         raise InputError("--max-shard-gb: a checkpoint has no such files; leave the option out")
-    options: dict[str, Any] = {"step": args.step, "alter": _alteration(args)}
+    options: dict[str, Any] = {
+        "step": args.step,
+        "averaged": args.averaged,
+        "alter": _alteration(args),
+    }
     if args.as_checkpoint:
         reader = copy_checkpoint(args.checkpoint, args.folder, **options)
     else:

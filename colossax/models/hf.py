@@ -27,6 +27,7 @@ from colossax.models.parameters import (
     ModelParams,
     declare,
     left_as_it_was,
+    params_of_averages,
     params_of_checkpoint,
     write_checkpoint,
 )
@@ -123,6 +124,7 @@ def export_checkpoint(
     folder: str | Path,
     *,
     step: int | None = None,
+    averaged: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     alter: Callable[[ModelParams], ModelParams] = lambda params: params,
 ) -> RecordReader:
@@ -134,6 +136,7 @@ def export_checkpoint(
         checkpoint: Folder of a run, of checkpoints, or of one step.
         folder: To be made.
         step: Which checkpoint; None is the latest.
+        averaged: Whether to take the averages that the run's optimizer kept of the parameters.
         max_shard_bytes: Size above which weights are split over several files with an index.
         alter: What is written in place of the checkpoint's model; see `colossax.models.altered`.
 
@@ -143,14 +146,14 @@ def export_checkpoint(
     Raises:
         CheckpointError: The checkpoint is missing, damaged, or not of one of our models.
         InputError: The folder holds something, cannot be written, or the format has no place for
-            a setting of the model.
+            a setting of the model; or no averages were kept.
 
     Cost: host memory of the largest tensor and two blocks of 64 MB.
     """
     checkpoint, folder = user_path(checkpoint, "CHECKPOINT"), user_path(folder, "HF_DIR")
     _require_free(folder)
     reader = find_checkpoint(checkpoint, step)
-    params = alter(params_of_checkpoint(reader))
+    params = alter(_params_of(reader, averaged))
     config, documents = params.config, reader.documents()
     conversion = CONVERSIONS[family_of(config).name].of(config)
     found = conversion.tensors(params.infos, config.decoder().layer_kinds)
@@ -176,6 +179,7 @@ def copy_checkpoint(
     out: str | Path,
     *,
     step: int | None = None,
+    averaged: bool = False,
     alter: Callable[[ModelParams], ModelParams] = lambda params: params,
 ) -> RecordReader:
     """Write the parameters of a checkpoint as step 0 of another, with its tokenizer and plan.
@@ -184,6 +188,7 @@ def copy_checkpoint(
         checkpoint: Folder of a run, of checkpoints, or of one step.
         out: Directory of the new checkpoint.
         step: Which checkpoint; None is the latest.
+        averaged: Whether to take the averages that the run's optimizer kept of the parameters.
         alter: What is written in place of the checkpoint's model; see `colossax.models.altered`.
 
     Returns:
@@ -192,15 +197,20 @@ def copy_checkpoint(
     Raises:
         CheckpointError: The checkpoint is missing, damaged, or not of one of our models; or `out`
             holds one, or cannot be written.
+        InputError: No averages were kept.
 
     Cost: host memory of the largest parameter of a layer.
     """
     checkpoint, out = user_path(checkpoint, "CHECKPOINT"), user_path(out, "OUT")
     reader = find_checkpoint(checkpoint, step)
-    params, documents = alter(params_of_checkpoint(reader)), reader.documents()
+    params, documents = alter(_params_of(reader, averaged)), reader.documents()
     kept = (PLAN_DOCUMENT, TOKENIZER_DOCUMENT)
     write_checkpoint(params, out, {name: documents[name] for name in kept if name in documents})
     return reader
+
+
+def _params_of(reader: RecordReader, averaged: bool) -> ModelParams:
+    return (params_of_averages if averaged else params_of_checkpoint)(reader)
 
 
 def _require_free(folder: Path) -> None:

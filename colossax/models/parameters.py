@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from colossax.checkpoint import RecordReader, RecordWriter, slot_of
-from colossax.errors import CheckpointError
+from colossax.errors import CheckpointError, InputError
 from colossax.models.conversion import BLOCK_BYTES
 from colossax.models.hf_folder import by_path
 from colossax.models.registry import config_from_json, config_to_json, maker
@@ -18,6 +18,8 @@ from colossax.nn import ModelSpec, describe
 from colossax.typing import ParamInfo
 
 PARAMS = "model/params"
+_STATE = "model/optimizer"
+_EMA, _SCHEDULE_FREE = f"{_STATE}/average", f"{_STATE}/z"
 MODEL_DOCUMENT, PLAN_DOCUMENT, TOKENIZER_DOCUMENT = "model", "plan", "tokenizer"
 _DTYPE_NAMES = {"float32": "float32", "float16": "float16", "bfloat16": "bfloat16"}
 
@@ -108,6 +110,38 @@ def params_of_checkpoint(reader: RecordReader) -> ModelParams:
 
     dtypes = {path: reader.records()[f"{PARAMS}/{path}"][1] for path in infos}
     return ModelParams(config=config, spec=spec, dtypes=dtypes, read=read)
+
+
+def params_of_averages(reader: RecordReader) -> ModelParams:
+    """What `optim.averaged` makes of the state that a checkpoint holds; numbers keep their type.
+
+    Raises:
+        CheckpointError: It is damaged, or not of one of our models.
+        InputError: The optimizer kept no averages.
+
+    Cost: of a schedule-free one two records are read for each parameter.
+    """
+    params, records = params_of_checkpoint(reader), reader.records()
+    known = (_EMA, _SCHEDULE_FREE)
+    kept = next((k for k in known if all(f"{k}/{path}" in records for path in params.infos)), None)
+    if kept is None:
+        raise InputError(
+            f"--averaged: the optimizer of {reader.directory} step {reader.step} keeps no averages;"
+            " leave it out, or train with --optimizer.ema 0.999"
+        )
+    if int(reader.read(f"{_STATE}/count")) == 0:
+        return params
+    share = 0.0 if kept == _EMA else float(reader.read(f"{_STATE}/share"))
+
+    def read(path: str, layer: int | None, expert: int | None) -> np.ndarray:
+        place = tuple(at for at in (layer, expert) if at is not None)
+        found = _read_record(reader, f"{kept}/{path}", place)
+        if kept == _SCHEDULE_FREE:
+            y = params.read(path, layer, expert).astype(np.float32)
+            found = (y - np.float32(1 - share) * found) / np.float32(share)
+        return found.astype(params.dtypes[path])
+
+    return dataclasses.replace(params, read=read)
 
 
 def write_checkpoint(

@@ -110,7 +110,7 @@ def _train(run: Prepared, signals: StopSignals, lock: RunLock) -> tuple[TrainSta
         final = _final(run, around, loop, done=done, checkpoint=latest, stopped_by=stopped_by)
         failure = not_finite(run, loop, state, latest, steps=done - start, stopped_by=stopped_by)
         if failure is None and stopped_by is None and run.task.complete is not None:
-            final["completion"] = run.task.complete(run.step, state["params"])
+            final["completion"] = run.task.complete(run.step, run.task.judged(state)["params"])
         failure = lost(lock, done, stopped_by) or failure
         if (done > start or left is not None) and not checkpoints.holds(done):
             failure = failure or unsaved(run, done, latest, stopped_by)
@@ -331,7 +331,7 @@ def _loop(run: Prepared, around: Around, gate: Gate, screen: Screen, *, skipped:
     config, task = run.config, run.task
     hooks = Hooks(
         record=around.record,
-        validate=around.evaluate,
+        validate=lambda state: around.evaluate(run.task.judged(state)),
         save=around.checkpoints.save,
         progress=screen,
         call=around.callbacks,

@@ -118,7 +118,8 @@ class OptimizerConfig:
     schedule down to `final_lr_share * peak_lr` at step `schedule_steps`, where it stays.
 
     Attributes:
-        name: An optimizer of `colossax.optim`: adafactor, adamw, came, lamb, lars, lion, muon, sgd.
+        name: An optimizer of `colossax.optim`: adafactor, adamw, came, lamb, lars, lion, muon,
+            schedule_free, sgd.
         peak_lr: Largest learning rate.
         warmup: Steps until it is reached.
         weight_decay: Share of matrices, times the rate, that a step takes off.
@@ -145,6 +146,8 @@ class OptimizerConfig:
         multiples: Of the learning rate, by pattern found in a parameter's path, as
             `embed=2,attn/=0.5`.
         decays: Weight decay by pattern, in place of `weight_decay`.
+        ema: Share of an average of the parameters that each step keeps, as 0.999; none: there is
+            no average. It is what is evaluated, and exported with `--averaged`.
     """
 
     name: str = "adamw"
@@ -164,6 +167,7 @@ class OptimizerConfig:
     state: str = dataclasses.field(default="float32", metadata={"choices": OPTIMIZER_STATES})
     multiples: Mapping[str, NotNegative] = FrozenDict()
     decays: Mapping[str, NotNegative] = FrozenDict()
+    ema: Decay | None = None
 
     def __post_init__(self):
         check_types(self, "optimizer")
@@ -178,6 +182,11 @@ class OptimizerConfig:
         for name in ("milestones", "multiples", "decays"):
             object.__setattr__(self, name, FrozenDict(getattr(self, name)))
         self._check_milestones()
+
+    @property
+    def averages(self) -> bool:
+        """Whether its state has an average of the parameters, which is what is meant."""
+        return self.ema is not None or self.name == "schedule_free"
 
     def _check_milestones(self) -> None:
         for step in self.milestones:
@@ -276,6 +285,11 @@ class TrainConfig(RunLength):
                 f" shorten the sequence or raise model.max_seq"
             )
         self._check_told()
+        if self.optimizer.averages and self.plan.offload.disk:
+            raise InputError(
+                "plan.offload.disk: the optimizer's averages of parameters, which are evaluated,"
+                " would lie there in part; give disk 0, which keeps them in host memory"
+            )
 
     def _check_told(self) -> None:
         """Refuse a model that cannot tell what the data ask of it."""

@@ -15,6 +15,7 @@ from colossax.optim import (
     adamw_8bit,
     came,
     constant,
+    ema,
     inverse_sqrt,
     lamb,
     lars,
@@ -24,6 +25,7 @@ from colossax.optim import (
     muon,
     one_cycle,
     polynomial,
+    schedule_free,
     sgd,
     warmup_cosine,
     wsd,
@@ -48,7 +50,8 @@ def make_optimizer(config: OptimizerConfig, schedule_steps: int) -> DimsOptimize
         raise InputError(
             f"optimizer.momentum: {config.name} takes none by that name; give optimizer.b1, or none"
         )
-    return OPTIMIZERS[config.name](config, make_schedule(config, schedule_steps))
+    made = OPTIMIZERS[config.name](config, make_schedule(config, schedule_steps))
+    return made if config.ema is None else ema(made, config.ema)
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -111,6 +114,21 @@ def _muon(config: OptimizerConfig, rate: optax.Schedule) -> DimsOptimizer:
     return muon(rate, **given, moment_dtype=_one_moment(config))
 
 
+def _schedule_free(config: OptimizerConfig, rate: optax.Schedule) -> DimsOptimizer:
+    for name, found, only in (
+        ("schedule", config.schedule, "constant"),
+        ("state", config.state, "float32"),
+        ("ema", config.ema, None),
+    ):
+        if found != only:
+            raise InputError(
+                f"optimizer.{name}: found {found}, and schedule_free averages the steps of a"
+                f" constant rate, in float32; give {'none' if only is None else only}"
+            )
+    numbers = {"b1": config.b1, "b2": config.b2, "eps": config.eps}
+    return schedule_free(rate, **numbers, **_common(config))
+
+
 def _sgd(config: OptimizerConfig, rate: optax.Schedule) -> DimsOptimizer:
     return sgd(rate, **_momentum_options(config))
 
@@ -164,6 +182,7 @@ OPTIMIZERS: dict[str, Callable[[OptimizerConfig, optax.Schedule], DimsOptimizer]
     "lars": _lars,
     "lion": _lion,
     "muon": _muon,
+    "schedule_free": _schedule_free,
     "sgd": _sgd,
 }
 """By name. LARS and SGD take `b1` as their momentum."""

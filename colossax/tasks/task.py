@@ -99,6 +99,8 @@ class Task:
             function, as a Grain data set or an object with `batches(start_step)`, is taken as `fit`
             takes it.
         evaluators: Of a state, by name; their metrics are recorded, shown and drawn.
+        judged: From the run's state, the one that is evaluated, and whose parameters complete:
+            `optim.averaged`, where an optimizer's averages are meant.
         callbacks: Called between steps, in this order; each a `Callback` or a function.
         learning_rate: Of the optimizer after so many updates, to be recorded.
         tokens: What a full global batch weighs: the step's metric of that name. 0: not known.
@@ -123,6 +125,7 @@ class Task:
     shapes: Mapping[str, jax.ShapeDtypeStruct]
     batches: Batches | ResumableBatches | Iterable[Batch]
     evaluators: Mapping[str, Evaluator] = dataclasses.field(default_factory=dict)
+    judged: Callable[[TrainState], TrainState] = lambda state: state
     callbacks: Sequence[Callable[[Any], None]] = ()
     learning_rate: Callable[[int], Any] | None = None
     tokens: int

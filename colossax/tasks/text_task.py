@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from colossax.models import config_to_json, maker
+from colossax.optim import averaged
 from colossax.processes.group import Group
 from colossax.step.options import StepOptions
 from colossax.step.step import Step
@@ -52,6 +53,7 @@ def task_of(config: TrainConfig, group: Group | None = None) -> Task:
         shapes=batch_shapes(config),
         options=StepOptions(clip_norm=config.clip_norm),
         batches=lambda step, start: text().batches(step, start),
+        judged=averaged if config.optimizer.averages else lambda state: state,
         evaluators={VALIDATION_LOSS: lambda step, state: _validated(text(), step, state)},
         learning_rate=make_schedule(config.optimizer, config.schedule_steps),
         tokens=tokens,
@@ -67,7 +69,7 @@ def task_of(config: TrainConfig, group: Group | None = None) -> Task:
             "tokenizer": text().tokenizer.to_json(),
         },
         asked=lambda plan: train_config_to_json(config.replace(plan=plan)),
-        introduction=lambda: [f"text: {line}" for line in text().description],
+        introduction=lambda: [*(f"text: {line}" for line in text().description), *_judged(config)],
         conclusion=_conclusion,
         complete=lambda step, params: _completion(config, text(), step, params),
     )
@@ -116,6 +118,7 @@ def identity(config: TrainConfig, *, text: str, tokenizer: str) -> dict[str, Any
         "model": train_config_to_json(config)["model"],
         "optimizer.name": config.optimizer.name,
         "optimizer.state": config.optimizer.state,
+        "optimizer.ema": "none" if config.optimizer.ema is None else config.optimizer.ema,
         "data": [_shown(data), text],
         "data.mixture": " ".join(f"{weight:.6g}" for weight in data.sources.values()),
         "data.packing": data.packing,
@@ -123,6 +126,10 @@ def identity(config: TrainConfig, *, text: str, tokenizer: str) -> dict[str, Any
         "data.spans": "none" if data.spans is None else str(data.spans),
         "tokenizer": [data.tokenizer or f"one of {data.tokenizer_vocab} tokens", tokenizer],
     }
+
+
+def _judged(config: TrainConfig) -> list[str]:
+    return ["validation is of averages of the parameters"] if config.optimizer.averages else []
 
 
 def _shown(data: DataConfig) -> str:

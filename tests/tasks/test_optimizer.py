@@ -32,6 +32,7 @@ BYTES = {
     ("lamb", "bfloat16"): 8,
     ("lars", "float32"): 8,
     ("lars", "bfloat16"): 6,
+    ("schedule_free", "float32"): 12,
     ("sgd", "float32"): 8,
     ("sgd", "bfloat16"): 6,
 }
@@ -45,23 +46,48 @@ BESIDE = {
 
 ONE_MOMENT = {(name, "mixed") for name in ("adafactor", "came", "lars", "lion", "muon", "sgd")}
 NO_BYTES = {(name, "8bit") for name, _ in ONE_MOMENT} | {("lamb", "8bit")}
+FREE = {("schedule_free", state) for state in ("mixed", "bfloat16", "8bit")}
 
 
 def test_every_optimizer_and_state_is_in_the_table():
     known = {(name, state) for name in OPTIMIZERS for state in OPTIMIZER_STATES}
-    assert known == set(BYTES) | ONE_MOMENT | NO_BYTES
+    assert known == set(BYTES) | ONE_MOMENT | NO_BYTES | FREE
 
 
 @pytest.mark.catches("second-moment-wide")
 @pytest.mark.parametrize(("name", "state"), BYTES)
 def test_bytes_per_parameter_with_the_parameter(name, state):
-    make = make_optimizer(OptimizerConfig(name=name, state=state), 10)
+    schedule = "constant" if name == "schedule_free" else "cosine"
+    make = make_optimizer(OptimizerConfig(name=name, state=state, schedule=schedule), 10)
     assert is_layerwise(make)
     kept = [PARAMS, make(DIMS).init(PARAMS)]
     arrays = [x for x in jax.tree.leaves(kept) if x.ndim]
     count = sum(x.size for x in PARAMS.values())
     wanted = BYTES[name, state] * count + BESIDE.get(name if state != "8bit" else state, 0)
     assert sum(x.nbytes for x in arrays) == wanted
+
+
+def test_an_average_takes_four_bytes():
+    params, made = jax.tree.leaves(PARAMS), make_optimizer(OptimizerConfig(ema=0.9), 10)
+    arrays = [x for x in jax.tree.leaves(made(DIMS).init(PARAMS)) if x.ndim]
+    assert sum(x.nbytes for x in arrays) == 12 * sum(x.size for x in params)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "only"),
+    [
+        ("schedule", "cosine", "constant"),
+        ("ema", 0.9, "none"),
+        *(("state", state, "float32") for _, state in sorted(FREE)),
+    ],
+)
+def test_what_schedule_free_does_without_is_refused(field, value, only):
+    given = {"name": "schedule_free", "schedule": "constant", field: value}
+    message = (
+        f"optimizer.{field}: found {value}, and schedule_free averages the steps of a constant"
+    )
+    with pytest.raises(InputError, match=f"{re.escape(message)} rate.*give {only}$"):
+        make_optimizer(OptimizerConfig(**given), 10)
 
 
 def test_mixed_keeps_the_second_moment_wide():
