@@ -24,14 +24,18 @@ _FALSE = ("false", "no", "off", "0")
 def apply_overrides(config: Any, overrides: Sequence[Override]) -> Any:
     """`config` with every override put over it, `init` and `plan.preset` before all others.
 
+    A checkpoint's model and what is said beside it need only fit together, not the recipe.
+
     Raises:
         InputError: An unknown name (with the nearest), or a value that does not fit.
     """
+    fields: dict[str, Any] = {}
     for name, text in overrides:
         if name == "init" and isinstance(config, TrainConfig) and text.lower() != "none":
-            from colossax.tasks import with_initial_model  # reads checkpoints, with JAX
+            from colossax.tasks import initial_model  # reads checkpoints, with JAX
 
-            config = with_initial_model(config, str(user_path(text, "--init")))
+            path = str(user_path(text, "--init"))
+            fields = {"init": path, "model": initial_model(path)}
         if name == "plan.preset":
             config = dataclasses.replace(config, plan=with_preset(config.plan, text))
     return _apply(
@@ -41,6 +45,7 @@ def apply_overrides(config: Any, overrides: Sequence[Override]) -> Any:
             for name, text in overrides
             if name not in ("init", "plan.preset")
         ],
+        fields,
     )
 
 

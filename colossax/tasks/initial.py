@@ -18,8 +18,19 @@ def with_initial_model(config: TrainConfig, path: str) -> TrainConfig:
     Raises:
         CheckpointError: There is no checkpoint, or it names no model.
     """
-    model = config_from_json(_document(path, "model"))
-    return config.replace(init=path, model=model)
+    return config.replace(init=path, model=initial_model(path))
+
+
+def initial_model(path: str) -> Any:
+    """Configuration of a checkpoint's model.
+
+    Args:
+        path: Folder of a run, of checkpoints, or of one step.
+
+    Raises:
+        CheckpointError: There is no checkpoint, or it names no model.
+    """
+    return config_from_json(_document(path, "model"))
 
 
 def initial_tokenizer(config: TrainConfig) -> str | None:

@@ -1,5 +1,6 @@
 """Overrides: every kind of value, every kind of mistake."""
 
+import dataclasses
 import re
 
 import pytest
@@ -171,3 +172,17 @@ def test_settings_beside_a_text_are_judged_with_it(turned):
     assert (found.disk, found.clipping) == (1.0, "stack")
     with pytest.raises(PlanError, match="'auto' finds the shares, and some are given"):
         apply_overrides(config, [("plan.offload", "auto"), ("plan.offload.parameters", "1")])
+
+
+@pytest.mark.catches("init-judged-with-the-recipe")
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_checkpoint_is_judged_with_what_is_said_beside_it(monkeypatch, tiny, turned):
+    """Its model reads less than the recipe's rows have."""
+    short = dataclasses.replace(tiny.model, max_seq=tiny.data.seq_len // 2)
+    monkeypatch.setattr("colossax.tasks.initial_model", lambda path: short)
+    pair = [("init", "there"), ("data.seq_len", "32"), ("model.rope_theta", "500")]
+    found = apply_overrides(tiny, pair[::-1] if turned else pair)
+    assert (found.init, found.data.seq_len) == ("there", 32)
+    assert found.model == dataclasses.replace(short, rope_theta=500.0)
+    with pytest.raises(InputError, match="data.seq_len: 96 is above the model's 48; shorten"):
+        apply_overrides(tiny, [("init", "there")])
