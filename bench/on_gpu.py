@@ -5,6 +5,7 @@
 tests     the kernels against dense float64, as the tests do it interpreted, several at once.
 proofs    what `auto` asks for before it takes a kernel: the variants named, or all.
 kernels   `gpu_kernels.py`.
+float8    `gpu_float8.py`.
 train     `gpu_train.py`.
 offload   `gpu_offload.py`.
 
@@ -25,7 +26,14 @@ from typing import Any
 
 import common
 
-LIMITS_S = {"tests": 150.0, "proofs": 100.0, "kernels": 200.0, "train": 240.0, "offload": 240.0}
+LIMITS_S = {
+    "tests": 150.0,
+    "proofs": 100.0,
+    "kernels": 200.0,
+    "float8": 90.0,
+    "train": 240.0,
+    "offload": 240.0,
+}
 AT_ONCE = 8
 """Processes of the tests; they share the GPU's memory."""
 
@@ -63,6 +71,7 @@ def _run(name: str, more: list[str], out: Path, limit_s: float) -> dict[str, Any
         "tests": ["-m", "pytest", "-q", "-m", "gpu", f"-n{AT_ONCE}", "-Wignore", "tests/pallas"],
         "proofs": [__file__, "--out", str(out), "--worker", f"{limit_s - 5:.0f}"],
         "kernels": [f"{here}/gpu_kernels.py", "--out", str(out / "gpu_kernels.json")],
+        "float8": [f"{here}/gpu_float8.py", "--out", str(out / "gpu_float8.json")],
         "train": [f"{here}/gpu_train.py", "--out", str(out / "gpu_train.json")],
         "offload": [f"{here}/gpu_offload.py", "--out", str(out / "gpu_offload")],
     }[name]
