@@ -96,7 +96,7 @@ def run_worker(
     Raises:
         RuntimeError: It failed; the message ends with what it wrote to standard error.
     """
-    paths = [str(REPOSITORY), str(HERE)]
+    paths = filter(None, [str(REPOSITORY), str(HERE), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [python, str(script), *arguments],
         capture_output=True,
