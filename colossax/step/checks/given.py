@@ -166,8 +166,10 @@ def known_numbers(infos: Any) -> dict[str, int]:
         known |= {"tokens": vocab, "targets": vocab, SOURCE: vocab}
     if kinds := _most(infos, TOKEN_TYPES, table=True):
         known[TOKEN_TYPES] = kinds
-    if classes := _most(infos, "outputs"):  # of documents or, without labels, of tokens
-        known |= {"labels": classes, "targets": classes}
+    if classes := _most(infos, "outputs"):
+        known["labels"] = classes
+        if classes > 1:  # without labels they are of tokens; a single number is no class
+            known["targets"] = classes
     return known
 
 
