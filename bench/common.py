@@ -96,7 +96,8 @@ def run_worker(
     Raises:
         RuntimeError: It failed; the message ends with what it wrote to standard error.
     """
-    paths = filter(None, [str(REPOSITORY), str(HERE), os.environ.get("PYTHONPATH", "")])
+    own = os.environ.get("PYTHONPATH", "") if python == sys.executable else ""
+    paths = filter(None, [str(REPOSITORY), str(HERE), own])
     done = subprocess.run(
         [python, str(script), *arguments],
         capture_output=True,

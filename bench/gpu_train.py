@@ -55,7 +55,7 @@ CASES: dict[str, dict[str, int]] = {
 }
 SETTINGS = {
     "G1": ["none:1", "qkv+attention+mlp:2"],
-    "G2": ["none:2", "qkv+attention+mlp:2", "none:2:float8"],
+    "G2": ["none:2", "qkv+attention+mlp:2"],
 }
 SMOKE = {
     "embed": 64,

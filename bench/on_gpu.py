@@ -60,7 +60,9 @@ def main() -> int:
         limit_s = min(LIMITS_S[name], deadline - time.monotonic())
         if limit_s > 0:
             steps[asked] = _run(name, more, out, limit_s)
-            print(f"{asked}: {steps[asked]}", flush=True)
+        else:
+            steps[asked] = {"exit_code": 124, "wall_s": 0.0}
+        print(f"{asked}: {steps[asked]}", flush=True)
         common.write_json(out / "on_gpu.json", {"hardware": common.hardware(), "steps": steps})
     return 1 if any(one["exit_code"] for one in steps.values()) else 0
 

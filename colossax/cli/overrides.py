@@ -31,7 +31,9 @@ def apply_overrides(config: Any, overrides: Sequence[Override]) -> Any:
     """
     fields: dict[str, Any] = {}
     for name, text in overrides:
-        if name == "init" and isinstance(config, TrainConfig) and text.lower() != "none":
+        if name == "init" and isinstance(config, TrainConfig) and text.lower() == "none":
+            fields = {"init": None}
+        elif name == "init" and isinstance(config, TrainConfig):
             from colossax.tasks import initial_model  # reads checkpoints, with JAX
 
             path = str(user_path(text, "--init"))

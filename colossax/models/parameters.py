@@ -115,6 +115,8 @@ def params_of_checkpoint(reader: RecordReader) -> ModelParams:
 def params_of_averages(reader: RecordReader) -> ModelParams:
     """What `optim.averaged` makes of the state that a checkpoint holds; numbers keep their type.
 
+    Of what does not learn there is no average: it is as it is.
+
     Raises:
         CheckpointError: It is damaged, or not of one of our models.
         InputError: The optimizer kept no averages.
@@ -123,17 +125,19 @@ def params_of_averages(reader: RecordReader) -> ModelParams:
     """
     params, records = params_of_checkpoint(reader), reader.records()
     known = (_EMA, _SCHEDULE_FREE)
-    kept = next((k for k in known if all(f"{k}/{path}" in records for path in params.infos)), None)
+    kept = next((k for k in known if any(f"{k}/{path}" in records for path in params.infos)), None)
     if kept is None:
         raise InputError(
-            f"--averaged: the optimizer of {reader.directory} step {reader.step} keeps no averages;"
-            " leave it out, or train with --optimizer.ema 0.999"
+            f"averages: the optimizer of {reader.directory} step {reader.step} keeps none; leave"
+            " --averaged out, or train with --optimizer.ema 0.999"
         )
     if int(reader.read(f"{_STATE}/count")) == 0:
         return params
     share = 0.0 if kept == _EMA else float(reader.read(f"{_STATE}/share"))
 
     def read(path: str, layer: int | None, expert: int | None) -> np.ndarray:
+        if f"{kept}/{path}" not in records:
+            return params.read(path, layer, expert)
         place = tuple(at for at in (layer, expert) if at is not None)
         found = _read_record(reader, f"{kept}/{path}", place)
         if kept == _SCHEDULE_FREE:

@@ -206,12 +206,8 @@ def first_difference(stored: dict[str, Any], asked: dict[str, Any]) -> tuple[str
     """The first field in which two identities differ, with both values; None where none does."""
     # A run that was begun before there was a choice has what was then the only one.
     only = {"optimizer.state": "float32", "data.mixture": "1", "data.packing": "packed"}
-    stored = {
-        **only,
-        "data.masking": "none",
-        "data.spans": "none",
-        "optimizer.ema": "none",
-    } | stored
+    only |= dict.fromkeys(("data.masking", "data.spans", "optimizer.ema"), "none")
+    stored = only | stored
     for field, here in asked.items():
         there = stored.get(field)
         if isinstance(here, list):  # a name and a fingerprint, which alone decides

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from .heads import preference_loss as preference_loss
     from .heads import value_loss as value_loss
     from .initial import initial_model as initial_model
-    from .initial import with_initial_model as with_initial_model
     from .next_token import next_token_loss as next_token_loss
     from .task import TAKEN as TAKEN
     from .task import Callback as Callback

@@ -8,19 +8,6 @@ from colossax.models import config_from_json
 from colossax.tasks.config import TrainConfig
 
 
-def with_initial_model(config: TrainConfig, path: str) -> TrainConfig:
-    """`config` with a checkpoint's model, to start from its parameters.
-
-    Args:
-        config: Whatever its model is.
-        path: Folder of a run, of checkpoints, or of one step.
-
-    Raises:
-        CheckpointError: There is no checkpoint, or it names no model.
-    """
-    return config.replace(init=path, model=initial_model(path))
-
-
 def initial_model(path: str) -> Any:
     """Configuration of a checkpoint's model.
 

@@ -6,7 +6,7 @@ from typing import Annotated
 from colossax.config import Bound, Positive, Share, check_types
 from colossax.errors import InputError
 
-_SOME = Bound(low=0, above=True, high=1, below=True, told="a share above 0, below 1, as 0.15")
+_PART = Bound(low=0, above=True, high=1, below=True, told="a share above 0, below 1, as 0.15")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,7 @@ class MaskConfig:
         kept: Share of those that stay as they are.
     """
 
-    rate: Annotated[float, _SOME] = 0.15
+    rate: Annotated[float, _PART] = 0.15
     random: Share = 0.1
     kept: Share = 0.1
 
@@ -45,7 +45,7 @@ class SpanConfig:
         length: Of a span, on average.
     """
 
-    rate: Annotated[float, _SOME] = 0.15
+    rate: Annotated[float, _PART] = 0.15
     length: Positive = 3.0
 
     def __post_init__(self):

@@ -45,7 +45,7 @@ def last_sentinel(tokenizer: Tokenizer, vocab: int, spans: int) -> int:
         spans: Of a row.
 
     Raises:
-        InputError: The tokenizer has them.
+        InputError: The tokenizer has some of those numbers itself.
     """
     if tokenizer.vocab_size + spans > vocab:
         raise InputError(

@@ -208,7 +208,6 @@ def test_kinds_of_tokens_go_to_models_that_know_some():
     [
         ("sums", "token_types", r"batch 'token_types': 2 at \[3, 5\], and the model knows 0 to 1"),
         ("classes", "labels", r"batch 'labels': 3 at \[3, 1\], and the model knows 0 to 2"),
-        ("classes of tokens", "targets", r"'targets': 3 at \[3, 5\], and the model knows 0 to 2"),
     ],
 )
 def test_numbers_that_the_model_has_no_part_for_are_refused(model, name, message):

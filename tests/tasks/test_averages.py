@@ -96,7 +96,7 @@ def test_a_run_without_averages_has_none_to_export(tmp_path, capsys):
     words = ["export", str(tmp_path / "run"), str(tmp_path / "out"), "--averaged"]
     assert main(words) == 2
     assert (
-        "keeps no averages; leave it out, or train with --optimizer.ema" in capsys.readouterr().err
+        "keeps none; leave --averaged out, or train with --optimizer.ema" in capsys.readouterr().err
     )
     assert not (tmp_path / "out").exists()
 

@@ -339,7 +339,8 @@ def _compute_s(
         return None
     if not flops:
         return matmul_seconds(traced.flops, traced.float8_flops, peaks)
-    used = 1 - (0.0 if pipeline is None else pipeline.report.bubble)
+    # One program of all stages computes in its bubbles too; programs of stages do not.
+    used = 1 - (pipeline.report.bubble if isinstance(pipeline, StageCost) else 0.0)
     float8 = min(used * traced.float8_flops / RECOMPUTED, flops)
     return matmul_seconds(flops, float8, peaks)
 

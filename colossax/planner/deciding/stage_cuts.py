@@ -113,8 +113,8 @@ def _decided(
 ) -> dict[str, Any]:
     """Layers of each chunk, order of the devices, and the line; as JSON, for other processes.
 
-    Kinds of devices are compared by their peaks in the compute dtype: those of float8 are all twice
-    as high.
+    Kinds of devices are compared by their peaks in the compute dtype: those of float8 are in
+    the same proportion.
     """
     grid, asked = bound.mesh.devices, bound.plan.pipeline
     rows = [list(stage.flat) for stage in np.moveaxis(grid, MESH_AXES.index(MeshAxis.STAGE), 0)]

@@ -131,14 +131,13 @@ def check_tokens(batch: Batch, known: Mapping[str, int]) -> None:
 
     Cost: two passes over each array.
     """
-    unread = {"targets"} if "labels" in batch else set()
+    # Of a model that tells classes a loss may take them for others, or for nothing.
+    unread = {"targets"} if "labels" in known else set()
     for name in sorted({"tokens", "targets", *known} - unread):
         ids, vocab = batch.get(name), known.get(name)
         if not isinstance(ids, np.ndarray) or ids.size == 0 or ids.dtype.kind not in "iu":
             continue
-        # Of classes a negative one is none.
-        none = name == "labels" or (name == "targets" and "labels" in known)
-        least = np.iinfo(ids.dtype).min if none else 0
+        least = np.iinfo(ids.dtype).min if name == "labels" else 0  # below 0 there is none
         if ids.min() >= least and (vocab is None or ids.max() < vocab):
             continue
         wrong = (ids < least) if vocab is None else (ids < least) | (ids >= vocab)
@@ -166,10 +165,8 @@ def known_numbers(infos: Any) -> dict[str, int]:
         known |= {"tokens": vocab, "targets": vocab, SOURCE: vocab}
     if kinds := _most(infos, TOKEN_TYPES, table=True):
         known[TOKEN_TYPES] = kinds
-    if classes := _most(infos, "outputs"):
+    if (classes := _most(infos, "outputs")) > 1:  # a single number is no class
         known["labels"] = classes
-        if classes > 1:  # without labels they are of tokens; a single number is no class
-            known["targets"] = classes
     return known
 
 
