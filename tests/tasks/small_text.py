@@ -23,12 +23,12 @@ def smaller(config, sizes):
     return config
 
 
-def ran(config, out, *, resume=False):
+def ran(config, out, *, resume=False, task=None):
     """What a run's final record says; as the command line does it, but in this process."""
     names = [field.name for field in dataclasses.fields(RunConfig) if hasattr(config, field.name)]
     how = RunConfig(**{name: getattr(config, name) for name in names})
     options = RunOptions(out=str(out), resume=resume, trackers=("json",))
-    return train(task_of(config), how, options, Group(None, {})).final
+    return train(task or task_of(config), how, options, Group(None, {})).final
 
 
 def check_resumed(config, meshes, folder, **data):

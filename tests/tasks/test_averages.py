@@ -1,5 +1,7 @@
 """Averages that a run's optimizer keeps: they are what is validated, and exported if asked."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -10,6 +12,7 @@ from colossax.config import OffloadConfig
 from colossax.errors import InputError
 from colossax.models.parameters import params_of_checkpoint
 from colossax.recipes import recipe
+from colossax.tasks import task_of
 from tests.cases import quick_first
 from tests.launching import write_text
 from tests.tasks.small_text import changed, ran, smaller
@@ -89,6 +92,20 @@ def test_an_exported_average_is_the_sum_of_its_steps(tmp_path):
     for path, average in now.items():
         wanted = 0.6 * before[path].astype(np.float64) + 0.4 * moved[path]
         np.testing.assert_allclose(average, wanted, atol=1e-6)
+
+
+@pytest.mark.catches("averages-of-all-or-none")
+def test_what_does_not_learn_is_exported_as_it_is(tmp_path):
+    config = small(tmp_path, **KINDS["ema"]).replace(steps=2)
+    task = task_of(config)
+    options = dataclasses.replace(task.options, trainable=lambda info: "mlp/" in info.path)
+    ran(config, tmp_path / "run", task=dataclasses.replace(task, options=options))
+    averages, plain = (
+        numbers(exported(tmp_path / "run", tmp_path / name, *more))
+        for name, more in {"averages": ["--averaged"], "plain": []}.items()
+    )
+    for path, average in averages.items():
+        assert (np.abs(average - plain[path]).max() > 0) == ("mlp/" in path), path
 
 
 def test_a_run_without_averages_has_none_to_export(tmp_path, capsys):
