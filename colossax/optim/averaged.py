@@ -236,8 +236,8 @@ def _like(averages: Any, params: Any, of: Any) -> Any:
     """`of(average, parameter in float32)` in each parameter's dtype and place."""
 
     def one(average: Any, p: Any) -> Any:
-        if average is None or not getattr(p.sharding, "addressable_devices", None):
-            return p  # of a stage that other processes have, nothing is here
+        if average is None:
+            return p
         if isinstance(average, optax.MaskedNode):
             raise InputError(
                 "averaged: a part of the averages lies on disk; give plan.offload.disk 0, which"

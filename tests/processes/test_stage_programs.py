@@ -41,3 +41,25 @@ def test_stages_of_two_processes_stop_and_go_on_elsewhere_and_back(tmp_path):
         for name in ("alone", "run")
     )
     assert got == pytest.approx(want, rel=1e-5)
+
+
+AVERAGES = {
+    "ema": ("--optimizer.ema=0.6",),
+    "schedule free": ("--optimizer.name=schedule_free", "--optimizer.schedule=constant"),
+}
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("kind", AVERAGES)
+def test_averages_are_judged_where_stages_have_processes(tmp_path, kind):
+    """Each process has those of its own stage alone; the loss is that of any other mesh."""
+    text = write_text(tmp_path / "text")
+    same = ("--steps=3", "--validate-every=3", "--optimizer.peak_lr=0.02", *ALIKE, *AVERAGES[kind])
+    words = ("--devices=2", *STAGES, f"--out={tmp_path / 'run'}")
+    first, second = (one.finish() for one in pair(*same, *words, text=text, folder=tmp_path))
+    assert (first.code, second.code) == (0, 0), first.errors + second.errors
+    words = ("--devices=4", "--plan.mesh=fsdp=4", f"--out={tmp_path / 'flat'}")
+    flat = run(*same, *words, text=text, log=tmp_path / "log")
+    assert flat.code == 0, flat.errors
+    found, wanted = (one.final["validation_loss"] for one in (first, flat))
+    assert found == pytest.approx(wanted, rel=2e-5)
