@@ -15,9 +15,11 @@ of a step stand behind its name: `--steps "train --cases G2" "offload --parts co
 """
 
 import argparse
+import contextlib
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -96,10 +98,18 @@ def _run(name: str, more: list[str], out: Path, limit_s: float) -> dict[str, Any
         try:
             code = child.wait(limit_s)
         except subprocess.TimeoutExpired:
-            os.killpg(child.pid, 9)
             code = 124
-            child.wait()
+            _end(child)
     return {"exit_code": code, "wall_s": round(time.monotonic() - began, 1)}
+
+
+def _end(child: subprocess.Popen) -> None:
+    """Interrupted, it ends what it has started; else it is killed."""
+    for sign in (signal.SIGINT, signal.SIGKILL):
+        os.killpg(child.pid, sign)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(10.0)
+            return
 
 
 def _prove(out: Path, limit_s: str, *wanted: str) -> int:

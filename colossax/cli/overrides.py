@@ -31,13 +31,8 @@ def apply_overrides(config: Any, overrides: Sequence[Override]) -> Any:
     """
     fields: dict[str, Any] = {}
     for name, text in overrides:
-        if name == "init" and isinstance(config, TrainConfig) and text.lower() == "none":
-            fields = {"init": None}
-        elif name == "init" and isinstance(config, TrainConfig):
-            from colossax.tasks import initial_model  # reads checkpoints, with JAX
-
-            path = str(user_path(text, "--init"))
-            fields = {"init": path, "model": initial_model(path)}
+        if name == "init" and isinstance(config, TrainConfig):
+            fields = _initial(text)
         if name == "plan.preset":
             config = dataclasses.replace(config, plan=with_preset(config.plan, text))
     return _apply(
@@ -49,6 +44,16 @@ def apply_overrides(config: Any, overrides: Sequence[Override]) -> Any:
         ],
         fields,
     )
+
+
+def _initial(text: str) -> dict[str, Any]:
+    """What `--init` says of a run on text: where it starts, and so its model."""
+    if text.lower() == "none":
+        return {"init": None}
+    from colossax.tasks import initial_model  # reads checkpoints, with JAX
+
+    path = str(user_path(text, "--init"))
+    return {"init": path, "model": initial_model(path)}
 
 
 def with_preset(plan: Plan, name: str) -> Plan:

@@ -118,14 +118,18 @@ def identity(config: TrainConfig, *, text: str, tokenizer: str) -> dict[str, Any
         "model": train_config_to_json(config)["model"],
         "optimizer.name": config.optimizer.name,
         "optimizer.state": config.optimizer.state,
-        "optimizer.ema": "none" if config.optimizer.ema is None else config.optimizer.ema,
+        "optimizer.ema": _said(config.optimizer.ema),
         "data": [_shown(data), text],
         "data.mixture": " ".join(f"{weight:.6g}" for weight in data.sources.values()),
         "data.packing": data.packing,
-        "data.masking": "none" if data.masking is None else str(data.masking),
-        "data.spans": "none" if data.spans is None else str(data.spans),
+        "data.masking": _said(data.masking),
+        "data.spans": _said(data.spans),
         "tokenizer": [data.tokenizer or f"one of {data.tokenizer_vocab} tokens", tokenizer],
     }
+
+
+def _said(choice: Any) -> str:
+    return "none" if choice is None else str(choice)
 
 
 def _judged(config: TrainConfig) -> list[str]:

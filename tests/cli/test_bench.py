@@ -24,8 +24,9 @@ from colossax.planner.loss_equality import compared
 
 def test_kernels_are_measured_and_written(tmp_path, capsys):
     path = tmp_path / "kernels.json"
-    words = ["bench", "kernels", "--only", "8 x 64, 2 of 64, causal", "--out", str(path)]
-    assert main(words) == 0
+    shape, kinds = "8 x 64, 2 of 64, causal", ("attention backward", "attention forward")
+    chosen = [word for kind in kinds for word in ("--only", f"{kind} {shape}")]
+    assert main(["bench", "kernels", *chosen, "--out", str(path)]) == 0
     printed = capsys.readouterr().out
     assert "limits of this run: matmul" in printed
     found = json.loads(path.read_text())
@@ -172,7 +173,7 @@ def test_what_is_measured_moves_the_bytes_it_says(update):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["kernels", "--only", "no such"], "--only 'no such': no case of that name"),
+        (["kernels", "--only", "a", "--only", "no such"], "--only 'no such': no case of that"),
         (["kernels", "--out", "/nowhere/x.json"], "there is no folder /nowhere"),
         (["kernels", "--plan.mesh", "fsdp=2"], "has no recipe and no plan"),
         (["offload", "--only", "adamw"], "--only 'adamw': it chooses among kernels; leave it out"),
