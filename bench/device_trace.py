@@ -57,7 +57,11 @@ class Event:
         return int(found[1]) if found else None
 
 
-def summary(folder: Path) -> dict[str, Any]:
+LONGEST = 5
+"""Kernels that a summary names."""
+
+
+def summary(folder: Path, longest: int = LONGEST) -> dict[str, Any]:
     """Counts, bytes and seconds by kind of what a trace's folder holds.
 
     `failed` says why nothing could be read: no guess takes its place.
@@ -71,12 +75,12 @@ def summary(folder: Path) -> dict[str, Any]:
                 reasons.append(f"{path.name}: {type(problem).__name__}: {problem}")
                 continue
             if events:
-                return {"source": path.name, **totals(events)}
+                return {"source": path.name, **totals(events, longest)}
             reasons.append(f"{path.name}: no GPU's stream in it")
     return {"failed": "; ".join(reasons) or "the profiler wrote no trace"}
 
 
-def totals(events: Iterable[Event]) -> dict[str, Any]:
+def totals(events: Iterable[Event], longest: int = LONGEST) -> dict[str, Any]:
     """Per kind: how many, their seconds, and of copies the bytes; the longest kernels by name."""
     kinds: dict[str, dict[str, Any]] = {}
     kernels: collections.Counter[str] = collections.Counter()
@@ -92,8 +96,8 @@ def totals(events: Iterable[Event]) -> dict[str, Any]:
             row["without_size"] = row.get("without_size", 0) + 1
         else:
             row["bytes"] = row.get("bytes", 0) + event.bytes
-    longest = [{"name": name[:80], "seconds": s} for name, s in kernels.most_common(5)]
-    return {"kinds": kinds, "longest_kernels": longest}
+    named = [{"name": name[:80], "seconds": s} for name, s in kernels.most_common(longest)]
+    return {"kinds": kinds, "longest_kernels": named}
 
 
 def carried(found: dict[str, Any], *, to_device: int, to_host: int) -> bool | None:

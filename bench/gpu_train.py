@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import common
+import device_trace
 
 CASES: dict[str, dict[str, int]] = {
     "G1": {
@@ -70,6 +71,8 @@ OPTIMIZER = {"learning_rate": 3e-4, "b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_
 CLIP_NORM = 1.0
 VOCAB_CHUNKS = 8
 WARM_UP = 3
+TRACED = 40
+"""Kernels that a trace names."""
 
 BARS = {
     "G1_tokens_per_s": 12_000,
@@ -108,11 +111,14 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=list(CASES))
     parser.add_argument(
-        "--settings", nargs="+", help="REMAT:ROWS[:MATMUL], each measured; default per case"
+        "--settings",
+        nargs="+",
+        help="REMAT:ROWS[xPASSES][:MATMUL], each measured; gradients of PASSES are added up",
     )
     parser.add_argument("--rounds", type=int, default=2, help="turns of ours and the peer in G2")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--torch-python", default=sys.executable, help="interpreter of the peer")
+    parser.add_argument("--trace", action="store_true", help="also where a step's time goes")
     parser.add_argument("--no-torch", action="store_true")
     parser.add_argument("--smoke", action="store_true", help="toy sizes, any device")
     parser.add_argument("--out", type=Path, default=common.HERE / "results" / "gpu_train.json")
@@ -157,6 +163,7 @@ def _measure(
     if name == "torch":
         script, python = common.HERE / "peers" / "torch_llama.py", arguments.torch_python
     words = [*words, "--steps", str(arguments.steps), *(["--smoke"] if arguments.smoke else [])]
+    words += ["--trace"] if arguments.trace and name == "colossax" else []
     environment = {
         "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95",
         "JAX_COMPILATION_CACHE_DIR": cache,
@@ -229,22 +236,25 @@ def _train(arguments: argparse.Namespace) -> dict[str, Any]:
     import optax
 
     import colossax
-    from colossax.config import LossConfig, Precision, Segment
+    from colossax.config import BatchConfig, LossConfig, Precision, Segment
     from colossax.models import LlamaConfig, maker
     from colossax.tasks import next_token_loss
 
     sizes = sizes_of(arguments.case, arguments.smoke)
-    remat, rows, *matmul = arguments.setting.split(":")
+    remat, at_once, *matmul = arguments.setting.split(":")
+    rows, _, passes = at_once.partition("x")
+    rows, passes = int(rows) * int(passes or 1), int(passes or 1)
     plan = colossax.Plan(
         segments=(Segment(remat=remat),),
         precision=Precision(compute="bfloat16", **({"matmul": matmul[0]} if matmul else {})),
+        batch=BatchConfig(accumulation=passes),
         loss=LossConfig(vocab_chunks=1 if arguments.smoke else VOCAB_CHUNKS),
     )
     told = _Told()
     random = np.random.default_rng(0)
     seq = sizes["max_seq"]
-    tokens = random.integers(0, sizes["vocab"], (int(rows), seq + 1), np.int32)
-    weights = np.ones((int(rows), seq), np.float32)
+    tokens = random.integers(0, sizes["vocab"], (rows, seq + 1), np.int32)
+    weights = np.ones((rows, seq), np.float32)
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
     started = time.perf_counter()
     state, step = colossax.boost(
@@ -264,14 +274,26 @@ def _train(arguments: argparse.Namespace) -> dict[str, Any]:
         seconds.append(clock.read()["wall_s"])
         if i == 0:
             first_s = time.perf_counter() - started
+    traced = {"trace": _traced(step, state, batch)} if arguments.trace else {}
     return {
-        **rates(sizes, int(rows), seconds[WARM_UP:]),
+        **traced,
+        **rates(sizes, rows, seconds[WARM_UP:]),
         "setting": arguments.setting,
         "first_step_s": first_s,
         "kernels": told.lines,
         "losses": [losses[0], losses[-1]],
         "peak_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
     }
+
+
+def _traced(step: Any, state: Any, batch: Any) -> dict[str, Any]:
+    """Seconds by kernel of one step more."""
+    import jax
+
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(step(state, batch))
+        return device_trace.summary(Path(folder), longest=TRACED)
 
 
 class _Told(logging.Handler):
