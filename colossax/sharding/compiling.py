@@ -16,6 +16,12 @@ over a stage's layers, where as many bytes are sent, and has their sum of all la
 one of them a constant of the program: of MT-NLG more than 14 GB, in the host's memory while it is
 made. Where `data` has one device, a step takes 0.2 GiB more without it (Llama 3 8B)."""
 
+FLOAT8_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
+"""The compiler tries out tilings of its own beside cuBLAS, adds up in float8 otherwise than cuBLAS
+with most of them, and compares every number of each with the rest: a product of 4096 x 2048 x 4096
+then compiles in 9 s on an H100 in place of 0.2, a large model's step in minutes, and cuBLAS's was
+the fastest of each (bench/LOG.md)."""
+
 
 def compiler_options(bound: BoundPlan) -> dict[str, Any]:
     """Options of XLA for programs under this plan; the plan's own come last."""
@@ -29,4 +35,6 @@ def compiler_options(bound: BoundPlan) -> dict[str, Any]:
         needed = {**needed, **HOST_EXPERTS_OPTIONS}
     if gpu and sizes[MeshAxis.STAGE] > 1 and sizes[MeshAxis.DATA] > 1:
         needed = {**needed, **STAGE_OPTIONS}
+    if gpu and bound.plan.precision.matmul == "float8":
+        needed = {**needed, **FLOAT8_OPTIONS}
     return {**needed, **bound.plan.compiler_options}
