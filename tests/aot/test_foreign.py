@@ -15,6 +15,7 @@ from colossax.planner import build_step
 from colossax.sharding import compiler_options, param_sharding
 from tests import gemma, side_by_side
 from tests.nn.plain import UNet, ViT
+from tests.nn.plain_families import FAMILIES, HAND, LONGEST, next_token
 
 # Of 24 layers two programs are traced and compiled, 175 CPU-seconds.
 pytestmark = [pytest.mark.aot, pytest.mark.timeout(1500)]
@@ -32,7 +33,7 @@ def counted(mesh, *, own, layers, remat):
     return sent_by(program, step), program.device_bytes
 
 
-def compiled(make_model, loss, batch, mesh, dims):
+def compiled(make_model, loss, batch, mesh, batch_dims, dims=None):
     """The program of a step on eight GPUs, and the step."""
     with target("gpu", compute_capability=(9, 0)):
         step = build_step(
@@ -41,7 +42,8 @@ def compiled(make_model, loss, batch, mesh, dims):
             loss,
             Plan(mesh=mesh, attention=AttentionConfig(kernel="xla")),
             devices=target_devices(parse_target("h100:1x8")),
-            batch_dims=dims,
+            batch_dims=batch_dims,
+            dims=dims,
         )
         shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
         lowered = step.lower(step.abstract, step.abstract_batch(shapes))
@@ -136,3 +138,20 @@ def test_weights_and_gradients_of_untouched_models_send_on_a_mixed_mesh_what_our
     infos = jax.tree.leaves(step.spec.infos)
     ours = sum(2 * 4 * math.prod(i.shape) / parts_over_tensor(step, i) for i in infos)
     assert 0.5 * ours < sent <= SENT * ours
+
+
+@pytest.mark.parametrize("mesh", [MIXED, FSDP, {"tensor": 8}], ids=["mixed", "fsdp", "tensor"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_collectives_of_published_trees_are_those_of_a_plan_by_hand(family, mesh):
+    """Each exchange, over the same axes, of as many bytes, and every axis exchanges something."""
+    found, by_hand = (exchanges(FAMILIES[family], mesh, dims) for dims in (None, HAND[family]))
+    assert found == by_hand
+    assert {axis for one in found for axis in one[1]} == set(mesh)
+
+
+def exchanges(make_model, mesh, dims):
+    """Kind, axes and bytes of each, sorted."""
+    rows = {"tokens": np.zeros((16, LONGEST + 1), np.int32)}
+    program, step = compiled(make_model, next_token, rows, mesh, None, dims)
+    found = collectives(program.hlo, step.bound.mesh)
+    return sorted((one.kind, tuple(sorted(one.axes)), one.ring_bytes) for one in found)

@@ -26,7 +26,7 @@ def named(spec: ModelSpec, bound: BoundPlan, given: GivenDims | None = None) -> 
     Those that a pattern matches have its names, whatever the model says; the first that matches
     counts. Others that say none have those of `found_names`, but for dims whose sizes the plan's
     devices do not divide: of the two ways to split a map, the second where the first would leave
-    it whole. Parameters of layer stacks are given names, not found.
+    it whole. A bias goes the way of its map. Parameters of layer stacks are given names, not found.
 
     Names are layout alone and change no result.
 
@@ -48,9 +48,11 @@ def named(spec: ModelSpec, bound: BoundPlan, given: GivenDims | None = None) -> 
     if silent:
         with use(bound):
             found = found_names(spec.make_model)
-        for info in leaves:
-            if info.path in silent and info.path in found:
-                dims[info.path], skipped[info.path] = _chosen(bound, info, found[info.path])
+        by_path = {info.path: info for info in leaves}
+        for path in (path for path in by_path if path in silent and path in found):
+            names, matrix = found[path].names, found[path].matrix
+            way = _way(bound, by_path[matrix], found[matrix].names)
+            dims[path], skipped[path] = _fitted(bound, by_path[path], names[way])
     leaves = [dataclasses.replace(i, dims=dims.get(i.path, i.dims)) for i in leaves]
     infos = jax.tree.unflatten(structure, leaves)
     return dataclasses.replace(spec, infos=infos, skipped={p: s for p, s in skipped.items() if s})
@@ -147,10 +149,10 @@ def _silent(spec: ModelSpec) -> set[str]:
     return {i.path for i in leaves if i.shape and i.total_layers is None} - told
 
 
-def _chosen(bound: BoundPlan, info: ParamInfo, ways: tuple[Dims, ...]) -> tuple[Dims, str]:
-    """The first way that splits it at all, or the first; and what of it is skipped, as text."""
-    fitted = [_fitted(bound, info, way) for way in ways]
-    return next((one for one in fitted if _is_split(bound, info, one[0])), fitted[0])
+def _way(bound: BoundPlan, info: ParamInfo, ways: tuple[Dims, ...]) -> int:
+    """The number of the first way that splits a matrix at all, or 0."""
+    split = (_is_split(bound, info, _fitted(bound, info, way)[0]) for way in ways)
+    return next((number for number, one in enumerate(split) if one), 0)
 
 
 def _fitted(bound: BoundPlan, info: ParamInfo, way: Dims) -> tuple[Dims, str]:

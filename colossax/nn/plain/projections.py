@@ -66,7 +66,7 @@ class Projection:
 
     def row_names(self) -> Dims:
         """Names of what is looked up."""
-        rows = "vocab" if self.table and len(self.shape) == 2 else None
+        rows = "vocab" if not self.positions and len(self.shape) == 2 else None
         return (*(None,) * (self.stacked + len(self.shape) - 2), rows, "embed")
 
     def names(self, inward: bool, vocab: bool) -> dict[str, Dims]:
@@ -115,7 +115,24 @@ def _inside_names(count: int, vocab: bool) -> Dims:
     return (*(None,) * (count - 2), "heads", "head_dim")
 
 
-def found_names(make_model: MakeModel) -> dict[str, tuple[Dims, ...]]:
+QKV = 3
+"""Maps that attention has of what it reads."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ways:
+    """How a parameter may be named.
+
+    Attributes:
+        names: Of its dims, in order of preference.
+        matrix: Path of the matrix whose way it goes: its own, or that of a bias's map.
+    """
+
+    names: tuple[Dims, ...]
+    matrix: str
+
+
+def found_names(make_model: MakeModel) -> dict[str, Ways]:
     """Names for the parameters of a model by what its modules are, in order of preference.
 
     Maps of one module are taken in the order in which they were made. One whose input is what an
@@ -138,7 +155,7 @@ def found_names(make_model: MakeModel) -> dict[str, tuple[Dims, ...]]:
 
     Reference: Redco (Tan et al. 2023), which splits maps in and out of a block in these two ways.
     """
-    names: dict[str, tuple[Dims, ...]] = {}
+    names: dict[str, Ways] = {}
 
     def trace() -> jax.Array:
         model = make_model(fresh_rngs(0))
@@ -146,7 +163,9 @@ def found_names(make_model: MakeModel) -> dict[str, tuple[Dims, ...]]:
         tables = {p.shape for run, _ in runs for p in run if p.table and not p.positions}
         for run, chained in runs:
             maps = [one for one in run if not one.looked_up]
-            names.update({one.path: (one.row_names(),) for one in run if one.looked_up})
+            for one in run:
+                if one.looked_up:
+                    names[one.path] = Ways((_looked_up(one, maps),), one.path)
             heads = [_is_head(one, maps[at + 1 :], tables) for at, one in enumerate(maps)]
             for one, inward, head in zip(maps, _inward(maps, chained, heads), heads, strict=True):
                 names.update(_ways(one, inward, head))
@@ -157,10 +176,21 @@ def found_names(make_model: MakeModel) -> dict[str, tuple[Dims, ...]]:
     return names
 
 
-def _ways(one: Projection, inward: bool, vocab: bool) -> dict[str, tuple[Dims, ...]]:
-    """Names by path, of a map, in order of preference."""
+def _looked_up(one: Projection, maps: Sequence[Projection]) -> Dims:
+    """Of a table beside maps: a number for each of their heads, or what else stands in rows.
+
+    Attention's q, k and v write a multiple of it, and none of its maps reads or writes as much.
+    """
+    wider = [m for m in maps if m.writes > one.writes and m.writes % one.writes == 0]
+    apart = all(one.writes not in (m.reads, m.writes) for m in maps)
+    names = one.row_names()
+    return (*names[:-2], None, "heads") if apart and len(wider) >= QKV else names
+
+
+def _ways(one: Projection, inward: bool, vocab: bool) -> dict[str, Ways]:
+    """By path, of a map and what belongs to it."""
     ways = [one.names(inward, vocab), one.names(not inward, vocab)]
-    return {path: tuple(way[path] for way in ways) for path in ways[0]}
+    return {path: Ways(tuple(way[path] for way in ways), one.path) for path in ways[0]}
 
 
 def _is_head(one: Projection, later: Sequence[Projection], tables: set[tuple[int, ...]]) -> bool:
@@ -316,15 +346,16 @@ _MAP = re.compile(r"(^|_)(proj|projection|linear|dense|kernel|patch)(_|$)")
 
 def _projection(module: Any, path: tuple, param: nnx.Param, stacked: int) -> Projection:
     shape = tuple(param.shape)[stacked:]
-    name = str(path[-1]).lower()
     own = module is None or not type(module).__module__.startswith("flax.")
-    positions = own and bool(_POSITIONS.search(name))
+    table = isinstance(module, nnx.Embed)
+    name = str(path[-2 if table and len(path) > 1 else -1]).lower()
+    positions = (own or table) and bool(_POSITIONS.search(name))
     embeds = bool(_TABLE.search(name)) and not _MAP.search(name)
     return Projection(
         path=_label(path),
         shape=shape,
         roles=_roles(module, shape),
-        table=isinstance(module, nnx.Embed) or (own and embeds and not positions),
+        table=table or (own and embeds and not positions),
         positions=positions,
         stacked=stacked,
     )
