@@ -27,8 +27,8 @@ from colossax.typing import Dims
 GALORE_STATES = ("float32", "mixed", "8bit")
 
 _ROUNDS = 2
-"""Of a refresh: from noise they find 0.98 of what the best directions hold where singular values fall
-as `k^-1/2`, 0.86 where the gradient is noise too."""
+"""Of a refresh: from noise they find 0.98 of what the best directions hold where singular values
+fall as `k^-1/2`, 0.86 where the gradient is noise too."""
 
 _SHIFT = 1e-6
 """Share of the old directions in a round, beside the gradient's squared norm."""
@@ -204,10 +204,11 @@ class LowRank:
 
     def noise(self) -> Float[Array, "..."]:
         """Where the first refresh begins: the same normal numbers for each layer and expert."""
-        units = set(unit_axes(self.dims))
-        one = [1 if at in units else size for at, size in enumerate(self.projection_shape)]
+        units = [self.shape[at] for at in unit_axes(self.dims)]
+        rows = math.prod(self.shape[at] for at in self.short)
         key = jax.random.key(0, impl="threefry2x32")
-        return jnp.broadcast_to(jax.random.normal(key, one, jnp.float32), self.projection_shape)
+        one = jax.random.normal(key, (rows, self.rank), jnp.float32)
+        return self._as_projection(jnp.broadcast_to(one, (*units, rows, self.rank)))
 
     def projected(self, g: Array, projection: Array) -> Float[Array, "..."]:
         """`P^T g`, in float32."""
