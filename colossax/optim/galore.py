@@ -247,8 +247,8 @@ class LowRank:
         the gradient; it is sent once, and twice the old P.
         """
         bound, way = self._way()
-        for spec in way:
-            g = laid(bound, g, spec)
+        for place in way:
+            g = laid(bound, g, place)
         if way:
             projection = laid(bound, projection, way[-1])
         x, y = self._matrices(g), self._matrices(projection)

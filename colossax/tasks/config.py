@@ -145,8 +145,8 @@ class OptimizerConfig:
         state: Moments as kept: `float32`, `mixed` (the first in bfloat16), `bfloat16` (both, the
             second rounded at random). AdamW and LAMB with float32 parameters then take 12, 10
             and 8 bytes a parameter. `8bit` is AdamW's, blocks of bytes: 6; and GaLore's, which has
-            no `bfloat16`. Of what has one moment,
-            or a second one in factors, the first is kept so, and there is no `mixed`.
+            no `bfloat16`. Of what has one moment, or a second one in factors, the first is kept
+            so, and there is no `mixed`.
         multiples: Of the learning rate, by pattern found in a parameter's path, as
             `embed=2,attn/=0.5`.
         decays: Weight decay by pattern, in place of `weight_decay`.

@@ -49,4 +49,5 @@ def test_a_step_holds_the_state_and_hardly_more_than_with_adamw(name):
     found = memory(**CHANGES.get(name, {"name": name}))
     # Factors of a side that no device shares lie whole on each.
     assert found.terms["optimizer"] == pytest.approx(BYTES[name] / DEVICES, rel=0.02, abs=2**23)
-    assert found.temp_bytes <= memory(name="adamw").temp_bytes + LARGEST
+    beside = LARGEST + (name == "galore") * 4 * LAYERS * RANK * D // DEVICES  # its directions
+    assert found.temp_bytes <= memory(name="adamw").temp_bytes + beside

@@ -121,6 +121,7 @@ def directions(gradients, **options):
     ]
 
 
+@pytest.mark.catches("galore-from-noise")
 def test_directions_change_at_refreshes_alone_and_not_by_sign():
     """Gradients that are nearly alike: so are directions, and moments keep their meaning."""
     base = falling(1)
@@ -133,6 +134,7 @@ def test_directions_change_at_refreshes_alone_and_not_by_sign():
             assert 1e-6 < abs(after - before).max() < 0.05
 
 
+@pytest.mark.catches("galore-rounding-for-directions")
 def test_what_the_gradient_has_not_keeps_its_directions():
     """Experts without tokens, and gradients of a few: no direction is made of rounding."""
     g = np.stack([draw(1, (ROWS, COLS)), np.zeros((ROWS, COLS), np.float32)])
@@ -210,6 +212,7 @@ def test_eight_bits_learn_nearly_alike():
     assert 1e-6 < abs(wide - narrow).max() < 0.02
 
 
+@pytest.mark.catches("galore-always-refreshed")
 def test_a_step_without_a_refresh_does_not_compute_one():
     """The refresh lies in a branch, as all loops do."""
     rule_step = jax.jit(galore(0.1, rank=RANK)({"w": W}).update)
