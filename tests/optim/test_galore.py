@@ -74,6 +74,7 @@ def moved(w, gradients, dims=W, **options):
 
 
 @pytest.mark.catches("galore-never-refreshed")
+@pytest.mark.catches("galore-from-noise")
 @pytest.mark.catches("galore-moments-of-another-space")
 @pytest.mark.catches("galore-scale")
 @pytest.mark.parametrize("shape", [(ROWS, COLS), (COLS, ROWS), (ROWS, ROWS)])
@@ -121,7 +122,6 @@ def directions(gradients, **options):
     ]
 
 
-@pytest.mark.catches("galore-from-noise")
 def test_directions_change_at_refreshes_alone_and_not_by_sign():
     """Gradients that are nearly alike: so are directions, and moments keep their meaning."""
     base = falling(1)
