@@ -1,9 +1,10 @@
-"""Muon beside AdamW at equal steps: validation losses on the same text, seed by seed.
+"""Optimizers beside AdamW at equal steps: validation losses on the same text, seed by seed.
 
 One recipe, the same tokens in the same order, the same learning rate, decay and schedule: what
-differs is the optimizer's name.
+differs is the optimizer's name, and numbers of its own behind colons.
 
     python bench/optimizers.py [--recipe llama_tiny] [--names adamw,muon] [--seeds 2] [--steps N]
+    python bench/optimizers.py --names adamw,galore:rank=32:interval=20
 
 Runs go one after another; each is written to the JSON when it ends.
 """
@@ -61,8 +62,12 @@ def _run(name: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _work(arguments: argparse.Namespace) -> None:
     config = recipe(arguments.recipe)
+    name, *settings = arguments.worker.split(":")
+    numbers: dict[str, Any] = {
+        field: json.loads(value) for field, value in (each.split("=") for each in settings)
+    }
     config = config.replace(
-        optimizer=dataclasses.replace(config.optimizer, name=arguments.worker),
+        optimizer=dataclasses.replace(config.optimizer, name=name, **numbers),
         steps=arguments.steps,
         seed=arguments.seed,
     )

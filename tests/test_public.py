@@ -80,7 +80,7 @@ NAMES = {
     "colossax.offload.disk": "RING RecordLayout RecordStore disk_bytes",
     "colossax.optim": (
         "ByModel Groups adafactor adamw adamw_8bit applied averaged came check_groups "
-        "constant decay_mask decays ema inverse_sqrt is_layerwise lamb lars layerwise "
+        "constant decay_mask decays ema galore inverse_sqrt is_layerwise lamb lars layerwise "
         "linear lion map_moments multistep muon one_cycle polynomial rounding_key "
         "schedule_free sgd steps_of stochastic_round transformation warmup_cosine wsd"
     ),

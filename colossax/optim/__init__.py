@@ -20,6 +20,7 @@ from .dims import decay_mask as decay_mask
 from .dims import decays as decays
 from .factored import adafactor as adafactor
 from .factored import came as came
+from .galore import galore as galore
 from .groups import Groups as Groups
 from .groups import check_groups as check_groups
 from .muon import muon as muon

@@ -46,6 +46,15 @@ def sides(dims: Dims) -> list[tuple[int, ...]]:
     return found
 
 
+def is_hidden_matrix(dims: Dims) -> bool:
+    """Whether a parameter is a matrix that is neither embedding nor head."""
+    return len(sides(dims)) == 2 and not any(_is_of_tokens(dim) for dim in dims)
+
+
+def _is_of_tokens(dim: str | None) -> bool:
+    return dim is not None and (dim.split(":")[0] in ("vocab", "scores") or dim == "embed:table")
+
+
 def unit_axes(dims: Dims) -> tuple[int, ...]:
     """Numbers of the dims that count parameters."""
     return tuple(at for at, dim in enumerate(dims) if is_unit_dim(dim))

@@ -17,9 +17,9 @@ from colossax.config import above, at_least
 from colossax.config.bounds import DECAYS
 from colossax.optim.by_leaf import NOTHING, by_leaf
 from colossax.optim.contract import DimsOptimizer, LearningRate, check_rates
-from colossax.optim.decayed import decayed
 from colossax.optim.dims import sides, unit_norms
 from colossax.optim.groups import ALIKE, Groups
+from colossax.optim.transforms import decayed
 from colossax.typing import Dims
 
 _SQUARE_EPS = 1e-30

@@ -15,9 +15,9 @@ from colossax.config.bounds import DECAYS
 from colossax.errors import InputError
 from colossax.optim.by_leaf import NOTHING, by_leaf
 from colossax.optim.contract import DimsOptimizer, LearningRate, check_rates
-from colossax.optim.decayed import decayed
-from colossax.optim.dims import is_unit_dim, sides
+from colossax.optim.dims import is_hidden_matrix, is_unit_dim, sides
 from colossax.optim.groups import ALIKE, Groups
+from colossax.optim.transforms import decayed
 from colossax.sharding import compute_dtype, current, resolve
 from colossax.typing import Dims
 
@@ -47,13 +47,13 @@ class MuonRule:
 
     def start(self, dims: Dims, p: Any) -> tuple[Any, ...]:
         mu = jnp.zeros(p.shape, self.moment_dtype)
-        return mu, NOTHING if is_orthogonalised(dims) else jnp.zeros(p.shape, jnp.float32)
+        return mu, NOTHING if is_hidden_matrix(dims) else jnp.zeros(p.shape, jnp.float32)
 
     def move(
         self, dims: Dims, count: Int[Array, ""], g: Array, p: Array, state: tuple[Any, ...]
     ) -> tuple[Array, tuple[Any, ...]]:
         mu, nu = state[0].astype(jnp.float32), state[1]
-        if not is_orthogonalised(dims):
+        if not is_hidden_matrix(dims):
             mu, nu = self.b1 * mu + (1 - self.b1) * g, self.b2 * nu + (1 - self.b2) * jnp.square(g)
             first, second = 1 - self.b1**count, 1 - self.b2**count
             step = (mu / first) / (jnp.sqrt(nu / second) + self.eps)
@@ -116,15 +116,6 @@ def muon(
     return decayed(lambda dims: by_leaf(rule, dims), learning_rate, weight_decay, groups)
 
 
-def is_orthogonalised(dims: Dims) -> bool:
-    """Whether Muon takes a parameter: a matrix that is neither embedding nor head."""
-    return len(sides(dims)) == 2 and not any(_is_of_tokens(dim) for dim in dims)
-
-
-def _is_of_tokens(dim: str | None) -> bool:
-    return dim is not None and (dim.split(":")[0] in ("vocab", "scores") or dim == "embed:table")
-
-
 def orthogonal(
     x: Float[Array, "..."], dims: Dims, *, rounds: int = _ROUNDS, gather: str = "auto"
 ) -> Float[Array, "..."]:
@@ -156,10 +147,10 @@ def orthogonal(
     way = gathering(bound, home, dims, x.shape, gather)
     # First where it lies: else the compiler may gather before it narrows, and send twice as much.
     for spec in way:
-        narrow = _laid(bound, narrow, spec)
+        narrow = laid(bound, narrow, spec)
     found = _iterated(narrow, rows, cols, rounds)
     for spec in reversed(way):
-        found = _laid(bound, found, spec)
+        found = laid(bound, found, spec)
     return scale * found.astype(jnp.float32)
 
 
@@ -202,7 +193,8 @@ def _axes(entry: Any) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
-def _laid(bound: BoundPlan, x: Array, spec: PartitionSpec) -> Array:
+def laid(bound: BoundPlan, x: Array, spec: PartitionSpec) -> Array:
+    """An array that is to lie so."""
     return jax.lax.with_sharding_constraint(x, NamedSharding(bound.mesh, spec))
 
 

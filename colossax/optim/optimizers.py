@@ -9,9 +9,9 @@ from jax.typing import DTypeLike
 from colossax.config import above
 from colossax.errors import InputError
 from colossax.optim.contract import DimsOptimizer, LearningRate, check_rates, layerwise
-from colossax.optim.decayed import decayed
 from colossax.optim.groups import ALIKE, Groups
 from colossax.optim.transforms import (
+    decayed,
     scale_by_adam,
     scale_by_lamb_ratio,
     scale_by_lars_ratio,

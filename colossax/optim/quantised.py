@@ -11,9 +11,9 @@ from jaxtyping import Array, Int, UInt8
 from colossax.config import above
 from colossax.optim.by_leaf import NOTHING, by_leaf
 from colossax.optim.contract import DimsOptimizer, LearningRate, check_rates
-from colossax.optim.decayed import decayed
 from colossax.optim.dims import decays, is_unit_dim
 from colossax.optim.groups import ALIKE, Groups
+from colossax.optim.transforms import decayed
 from colossax.typing import Dims
 
 LARGEST_BLOCK = 256

@@ -4,6 +4,7 @@ State that mirrors parameters has their tree structure, so `optax.tree_map_param
 in `init` looks at the dims, which that function needs.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,10 +13,37 @@ import optax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from colossax.optim.contract import DimsOptimizer, LearningRate, layerwise
 from colossax.optim.dims import decays, map_with_dims, unit_norms
 from colossax.optim.groups import DecayOf, Groups
 from colossax.optim.rounding import stochastic_round, update_entropy
 from colossax.typing import Dims
+
+
+def decayed(
+    direction: Callable[[Any], optax.GradientTransformation],
+    learning_rate: LearningRate,
+    weight_decay: float,
+    groups: Groups,
+) -> DimsOptimizer:
+    """`p -= multiple lr (direction + weight_decay p)`, marked as layerwise.
+
+    Args:
+        direction: `dims -> transformation`, of each layer and expert on its own.
+        learning_rate: A number, or a schedule of the step count from 0.
+        weight_decay: Of matrices and tables.
+        groups: Multiples, and decays in place of that one.
+    """
+    decay = groups.decay_of(weight_decay)
+    return layerwise(
+        lambda dims: optax.chain(
+            direction(dims),
+            add_decay(decay, dims),
+            optax.scale_by_learning_rate(learning_rate),
+            *groups.scaled(dims),
+        ),
+        groups,
+    )
 
 
 def scale_by_adam(

@@ -118,8 +118,8 @@ class OptimizerConfig:
     schedule down to `final_lr_share * peak_lr` at step `schedule_steps`, where it stays.
 
     Attributes:
-        name: An optimizer of `colossax.optim`: adafactor, adamw, came, lamb, lars, lion, muon,
-            schedule_free, sgd.
+        name: An optimizer of `colossax.optim`: adafactor, adamw, came, galore, lamb, lars, lion,
+            muon, schedule_free, sgd.
         peak_lr: Largest learning rate.
         warmup: Steps until it is reached.
         weight_decay: Share of matrices, times the rate, that a step takes off.
@@ -127,6 +127,9 @@ class OptimizerConfig:
         b2: Of the mean of their squares.
         b3: CAME's, of the mean of its steps' distances.
         momentum: Of Muon's matrices (none: 0.95) and of Adafactor's steps (none: not kept).
+        rank: GaLore's, directions of a matrix (none: 128).
+        interval: GaLore's, updates from one choice of directions to the next (none: 200).
+        scale: GaLore's, times the steps of matrices (none: 0.25).
         eps: Added to the root of that.
         schedule: `cosine`, `linear`, `wsd` (constant, then linear over the last fifth), `constant`,
             `polynomial`, `one_cycle` (up by a cosine from a 25th of the peak over `warmup`, or 0.3
@@ -141,8 +144,9 @@ class OptimizerConfig:
             `3000=0.1,4000=0.01`.
         state: Moments as kept: `float32`, `mixed` (the first in bfloat16), `bfloat16` (both, the
             second rounded at random). AdamW and LAMB with float32 parameters then take 12, 10
-            and 8 bytes a parameter. `8bit` is AdamW's, blocks of bytes: 6. Of what has one moment,
-            or a second one in factors, the first is kept so, and there is no `mixed`.
+            and 8 bytes a parameter. `8bit` is AdamW's, blocks of bytes: 6; and GaLore's, which has
+            no `bfloat16`. Of what has one moment, or a second one in factors, the first is kept
+            so, and there is no `mixed`.
         multiples: Of the learning rate, by pattern found in a parameter's path, as
             `embed=2,attn/=0.5`.
         decays: Weight decay by pattern, in place of `weight_decay`.
@@ -158,6 +162,9 @@ class OptimizerConfig:
     b2: Decay = 0.95
     b3: Decay = 0.9999
     momentum: Decay | None = None
+    rank: Count | None = None
+    interval: Count | None = None
+    scale: Positive | None = None
     eps: Positive = 1e-8
     schedule: str = dataclasses.field(default="cosine", metadata={"choices": SCHEDULES})
     schedule_steps: Count | None = None

@@ -16,6 +16,7 @@ from colossax.optim import (
     came,
     constant,
     ema,
+    galore,
     inverse_sqrt,
     lamb,
     lars,
@@ -34,6 +35,7 @@ from colossax.tasks.config import OptimizerConfig
 
 _WSD_DECAY_SHARE = 0.2
 _WITH_MOMENTUM = ("adafactor", "muon")
+_OF_GALORE = ("rank", "interval", "scale")
 
 
 def make_optimizer(config: OptimizerConfig, schedule_steps: int) -> DimsOptimizer:
@@ -50,6 +52,11 @@ def make_optimizer(config: OptimizerConfig, schedule_steps: int) -> DimsOptimize
         raise InputError(
             f"optimizer.momentum: {config.name} takes none by that name; give optimizer.b1, or none"
         )
+    for field in _OF_GALORE:
+        if getattr(config, field) is not None and config.name != "galore":
+            raise InputError(
+                f"optimizer.{field}: {config.name} has none; give optimizer.name galore, or none"
+            )
     made = OPTIMIZERS[config.name](config, make_schedule(config, schedule_steps))
     return made if config.ema is None else ema(made, config.ema)
 
@@ -92,6 +99,18 @@ def _adamw(config: OptimizerConfig, rate: optax.Schedule) -> DimsOptimizer:
 def _came(config: OptimizerConfig, rate: optax.Schedule) -> DimsOptimizer:
     given: dict[str, Any] = {"b1": config.b1, "b2": config.b2, "b3": config.b3, **_common(config)}
     return came(rate, **given, moment_dtype=_one_moment(config))
+
+
+def _galore(config: OptimizerConfig, rate: optax.Schedule) -> DimsOptimizer:
+    if config.state == "bfloat16":
+        raise InputError(
+            "optimizer.state: 'bfloat16' rounds second moments by the bits of gradients, of which"
+            " galore keeps none; choose mixed or 8bit"
+        )
+    own = {name: getattr(config, name) for name in _OF_GALORE}
+    given: dict[str, Any] = {name: value for name, value in own.items() if value is not None}
+    adam: dict[str, Any] = {"b1": config.b1, "b2": config.b2, "eps": config.eps}
+    return galore(rate, **given, **adam, **_common(config), state=config.state)
 
 
 def _lamb(config: OptimizerConfig, rate: optax.Schedule) -> DimsOptimizer:
@@ -169,8 +188,8 @@ def _one_moment(config: OptimizerConfig) -> str:
 
 def _no_bytes(config: OptimizerConfig) -> str:
     return (
-        f"optimizer.state: '8bit' is known to adamw, not to {config.name}; choose bfloat16, or"
-        " optimizer.name adamw"
+        f"optimizer.state: '8bit' is known to adamw and galore, not to {config.name}; choose"
+        " bfloat16, or optimizer.name adamw"
     )
 
 
@@ -178,6 +197,7 @@ OPTIMIZERS: dict[str, Callable[[OptimizerConfig, optax.Schedule], DimsOptimizer]
     "adafactor": _adafactor,
     "adamw": _adamw,
     "came": _came,
+    "galore": _galore,
     "lamb": _lamb,
     "lars": _lars,
     "lion": _lion,

@@ -12,6 +12,7 @@ from colossax.optim import (
     adamw,
     adamw_8bit,
     came,
+    galore,
     lamb,
     lars,
     lion,
@@ -40,6 +41,8 @@ OPTIMIZERS = {
     "adafactor momentum": adafactor(0.1, momentum=0.9, least_scale=None, weight_decay=0.2),
     "came": came(0.1, weight_decay=0.2),
     "muon": muon(0.1),
+    "galore": galore(0.1, rank=3, interval=2),
+    "galore 8 bits": galore(0.1, rank=3, interval=2, state="8bit"),
     "adamw 8 bits": adamw_8bit(0.1),
     "lars all": lars(5.0, adapt_all=True, nesterov=True, eps=1e-3),
 }

@@ -11,7 +11,8 @@ import pytest
 from colossax.config import Plan, Precision
 from colossax.errors import InputError
 from colossax.optim import adamw, muon
-from colossax.optim.muon import COEFFICIENTS, is_orthogonalised, orthogonal
+from colossax.optim.dims import is_hidden_matrix
+from colossax.optim.muon import COEFFICIENTS, orthogonal
 from colossax.sharding import resolve, use
 from tests.cases import quick_first
 from tests.optim.table import DIMS, STEPS, assert_close, draw, run, unit
@@ -96,7 +97,7 @@ def test_a_matrix_without_a_gradient_stays():
     ],
 )
 def test_which_parameters_it_takes(dims, expected):
-    assert is_orthogonalised(dims) is expected
+    assert is_hidden_matrix(dims) is expected
 
 
 @pytest.mark.catches("muon-one-norm")

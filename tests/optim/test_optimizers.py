@@ -193,8 +193,9 @@ def test_state_mirrors_the_parameters(name):
     entries = jax.tree.leaves(marked, is_leaf=lambda x: isinstance(x, Mark))
     moments = {"adamw": 2, "lamb": 2, "sgd": 0, "sgd momentum": 1, "lars": 1, "lion": 1}
     # Of one matrix and two vectors: a matrix in factors has two arrays for one, one of Muon has one
-    # moment, one in eight bits has scales.
+    # moment, one of GaLore has directions, one in eight bits has scales.
     several = {"adafactor": 4, "adafactor momentum": 7, "came": 9, "muon": 5, "adamw 8 bits": 8}
+    several |= {"galore": 7, "galore 8 bits": 9}
     kind = name if name in {**moments, **several} else name.split()[0]
     assert len(entries) == several.get(kind, moments.get(kind, 0) * len(params))
     assert all(len(mark.shape) == mark.rank for mark in entries)

@@ -20,6 +20,7 @@ from colossax.optim import (
     averaged,
     came,
     ema,
+    galore,
     lion,
     muon,
     schedule_free,
@@ -37,6 +38,8 @@ OPTIMIZERS = {
     "came": came(1e-3, weight_decay=0.1),
     "lion": lion(1e-3),
     "muon": muon(1e-2),
+    "galore": galore(1e-2, rank=6, interval=2),
+    "galore 8 bits": galore(1e-2, rank=16, interval=2, state="8bit"),
     "adamw 8 bits": adamw_8bit(1e-2),
     "ema": ema(adamw(1e-2), 0.5),
     "schedule free": schedule_free(1e-2),
@@ -90,9 +93,9 @@ def alone(name, model=MODEL):
             (name, plan)
             for name in OPTIMIZERS
             for plan in PLANS
-            if name in ("adafactor", "muon", "adamw 8 bits") or plan in FEW
+            if name in ("adafactor", "muon", "galore", "adamw 8 bits") or plan in FEW
         ],
-        {("muon", "fsdp tensor"), ("adafactor", "fsdp")},
+        {("muon", "fsdp tensor"), ("galore", "fsdp tensor"), ("adafactor", "fsdp")},
     ),
 )
 def test_any_plan_equals_one_device(name, plan, devices):
@@ -112,7 +115,7 @@ def test_layers_in_host_memory_learn_alike(name, place):
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("mesh", [{"expert": 4, "fsdp": 2}, {"fsdp": 2, "expert": 2, "tensor": 2}])
-@pytest.mark.parametrize("name", ["adafactor", "muon", "adamw 8 bits"])
+@pytest.mark.parametrize("name", ["adafactor", "muon", "galore", "adamw 8 bits"])
 def test_experts_learn_each_by_itself(name, mesh, devices):
     _, _, losses = ran(name, Plan(mesh=mesh), 8, model=EXPERTS)
     assert_losses_close(losses, alone(name, EXPERTS))
@@ -167,6 +170,21 @@ def test_it_goes_on_from_where_it_was_saved(name, source, target, devices, tmp_p
     assert_losses_close(got, want)
 
 
+@pytest.mark.parametrize("plan", quick_first([FULL, ON_ONE["host"]], {FULL}))
+def test_a_skipped_step_is_no_update_by_which_galore_counts(plan):
+    """The third would have refreshed the directions: the next one does."""
+    good = [batch(number) for number in range(4)]
+    bad = {**good[0], "weights": np.full_like(good[0]["weights"], np.nan)}
+    found = []
+    for batches in (good, [*good[:2], bad, *good[2:]]):
+        state, step = started(plan, OPTIMIZERS["galore"], model=MODEL, clip_norm=0.5)
+        state, metrics = stepped(state, step, batches=batches)
+        assert metrics[-1]["skipped"] == len(batches) - len(good)
+        found.append(by_path(step, (state["params"], state["opt_state"])))
+    for path, leaf in found[0].items():
+        np.testing.assert_array_equal(leaf, found[1][path], err_msg=path)
+
+
 def held(tree):
     """(Bytes on one device, of them in host memory) of a tree of abstract arrays."""
     found = [0, 0]
@@ -183,6 +201,8 @@ MATRICES |= {"gate": (E, F), "up": (E, F), "down": (F, E)}
 """Sides of a layer's matrices; it has two norms too, and the model a norm and two tables."""
 COUNT = sum(a * b for a, b in MATRICES.values())
 SIDES = sum(a + b for a, b in MATRICES.values())
+LOW_RANK = 6 * sum(min(sides) + 2 * max(sides) for sides in MATRICES.values())
+"""Of GaLore: six directions of the shorter side, and two moments of each and the longer one."""
 TABLES, TABLE_SIDES, NORMS = 2 * V * E, 2 * (V + E), (2 * L + 1) * E
 ELEMENTS = L * COUNT + TABLES
 
@@ -192,6 +212,7 @@ ELEMENTS = L * COUNT + TABLES
     [
         ("lion", 4 * (ELEMENTS + NORMS)),
         ("muon", 4 * (ELEMENTS + NORMS) + 4 * (TABLES + NORMS)),
+        ("galore", 4 * L * LOW_RANK + 8 * (TABLES + NORMS)),
         ("came", 4 * (ELEMENTS + 2 * NORMS) + 8 * (L * SIDES + TABLE_SIDES)),
     ],
 )

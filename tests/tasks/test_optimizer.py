@@ -18,6 +18,9 @@ BYTES = {
     ("adafactor", "float32"): 4,
     ("adafactor", "bfloat16"): 4,
     ("adamw", "8bit"): 6,
+    ("galore", "float32"): 4,
+    ("galore", "mixed"): 4,
+    ("galore", "8bit"): 4,
     ("came", "float32"): 8,
     ("came", "bfloat16"): 6,
     ("lion", "float32"): 8,
@@ -44,6 +47,14 @@ BESIDE = {
 }
 """Bytes that are not of each parameter alike."""
 
+RANK = 8
+PROJECTED = 4 * 16 * RANK + 8 * 64  # directions, and the vector's moments
+BESIDE |= {
+    ("galore", "float32"): PROJECTED + 8 * RANK * 64,
+    ("galore", "mixed"): PROJECTED + 6 * RANK * 64 - 2 * 64,
+    ("galore", "8bit"): PROJECTED + 2 * RANK * 64 + 8 * RANK,
+}
+
 ONE_MOMENT = {(name, "mixed") for name in ("adafactor", "came", "lars", "lion", "muon", "sgd")}
 NO_BYTES = {(name, "8bit") for name, _ in ONE_MOMENT} | {("lamb", "8bit")}
 FREE = {("schedule_free", state) for state in ("mixed", "bfloat16", "8bit")}
@@ -51,19 +62,21 @@ FREE = {("schedule_free", state) for state in ("mixed", "bfloat16", "8bit")}
 
 def test_every_optimizer_and_state_is_in_the_table():
     known = {(name, state) for name in OPTIMIZERS for state in OPTIMIZER_STATES}
-    assert known == set(BYTES) | ONE_MOMENT | NO_BYTES | FREE
+    assert known == set(BYTES) | ONE_MOMENT | NO_BYTES | FREE | {("galore", "bfloat16")}
 
 
 @pytest.mark.catches("second-moment-wide")
 @pytest.mark.parametrize(("name", "state"), BYTES)
 def test_bytes_per_parameter_with_the_parameter(name, state):
     schedule = "constant" if name == "schedule_free" else "cosine"
-    make = make_optimizer(OptimizerConfig(name=name, state=state, schedule=schedule), 10)
+    given = {"rank": RANK} if name == "galore" else {}
+    make = make_optimizer(OptimizerConfig(name=name, state=state, schedule=schedule, **given), 10)
     assert is_layerwise(make)
     kept = [PARAMS, make(DIMS).init(PARAMS)]
     arrays = [x for x in jax.tree.leaves(kept) if x.ndim]
     count = sum(x.size for x in PARAMS.values())
-    wanted = BYTES[name, state] * count + BESIDE.get(name if state != "8bit" else state, 0)
+    beside = BESIDE.get((name, state), BESIDE.get(name if state != "8bit" else state, 0))
+    wanted = BYTES[name, state] * count + beside
     assert sum(x.nbytes for x in arrays) == wanted
 
 
@@ -111,10 +124,31 @@ def test_momentum_of_others_is_refused():
 
 
 @pytest.mark.parametrize(("name", "state"), sorted(NO_BYTES))
-def test_bytes_are_of_adamw_alone(name, state):
-    message = f"optimizer.state: '8bit' is known to adamw, not to {name}; choose bfloat16, or"
+def test_bytes_are_of_adamw_and_galore(name, state):
+    message = f"optimizer.state: '8bit' is known to adamw and galore, not to {name}; choose bfloat"
     with pytest.raises(InputError, match=re.escape(message)):
         make_optimizer(OptimizerConfig(name=name, state=state), 10)
+
+
+@pytest.mark.parametrize(("field", "value"), [("rank", 8), ("interval", 50), ("scale", 0.5)])
+def test_what_is_of_galore_alone_reaches_it_and_is_refused_by_others(field, value):
+    message = f"optimizer.{field}: adamw has none; give optimizer.name galore, or none"
+    with pytest.raises(InputError, match=re.escape(message)):
+        make_optimizer(OptimizerConfig(**{field: value}), 10)
+    grads, found = {**PARAMS, "w": jax.random.normal(jax.random.key(0), (16, 64))}, []
+    for given in ({}, {field: value}):
+        given = {"rank": 4, "interval": 2, **given}
+        make = make_optimizer(OptimizerConfig(name="galore", **given), 10)(DIMS)
+        state = make.init(PARAMS)
+        for at in range(1, 4):
+            steps, state = make.update({**grads, "w": grads["w"] ** at}, state, PARAMS)
+        found.append(steps["w"])
+    assert abs(found[0] - found[1]).max() > 1e-7
+
+
+def test_galore_has_no_second_moments_rounded_at_random():
+    with pytest.raises(InputError, match="of which galore keeps none; choose mixed or 8bit"):
+        make_optimizer(OptimizerConfig(name="galore", state="bfloat16"), 10)
 
 
 @pytest.mark.parametrize(
