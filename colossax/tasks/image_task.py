@@ -1,5 +1,6 @@
 """Images as a task: which class each is of, and how many of those held out are told right."""
 
+import contextlib
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -52,11 +53,12 @@ def image_task(config: TrainConfig, group: Group) -> Task:
         loss=classification_loss(),
         shapes=image_shapes(config),
         options=StepOptions(clip_norm=config.clip_norm),
-        batches=lambda step, start: images().batches(step, start),
+        batches=lambda step, start: contextlib.nullcontext(images().batches(start)),
         judged=averaged if averages else lambda state: state,
         evaluators={VALIDATION_LOSS: lambda step, state: _validated(images(), step, state)},
         learning_rate=make_schedule(config.optimizer, config.schedule_steps),
         tokens=data.global_batch,
+        counted="images",
         flops=flops,
         flops_formula=FLOPS_FORMULA,
         unit="nats per image",

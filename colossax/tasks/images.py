@@ -1,6 +1,5 @@
 """Images with labels: what is trained on and what is held out, and batches of either."""
 
-import contextlib
 import dataclasses
 import hashlib
 import importlib
@@ -11,7 +10,6 @@ from jaxtyping import Float32, Int32
 
 from colossax.data.hashing import keyed_permutation
 from colossax.errors import InputError
-from colossax.step.step import Step
 from colossax.tasks.config import DataConfig
 from colossax.typing import PIXELS, Batch
 
@@ -105,12 +103,8 @@ class SplitImages:
         held_out, training = (images.of(np.sort(some)) for some in np.split(order, [count]))
         return cls(config=config, seed=seed, training=training, held_out=held_out)
 
-    @contextlib.contextmanager
-    def batches(self, step: Step, start: int) -> Iterator[Iterator[Batch]]:
+    def batches(self, start: int) -> Iterator[Batch]:
         """Endless global batches from number `start` on."""
-        yield self._from(start)
-
-    def _from(self, start: int) -> Iterator[Batch]:
         rows, epoch, order = self.config.global_batch, -1, np.zeros(0, np.int64)
         number = start
         while True:

@@ -62,7 +62,8 @@ def test_every_case_is_here():
     assert set(CASES) == set(OFF)
 
 
-@pytest.mark.catches("patches-inside-out")
+@pytest.mark.catches("patches-by-column")
+@pytest.mark.catches("vit-sizes-swapped")
 @pytest.mark.catches("class-token-last")
 @pytest.mark.parametrize("case", CASES)
 def test_logits(case):

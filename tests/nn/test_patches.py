@@ -10,8 +10,9 @@ from flax import nnx
 
 from colossax.errors import InputError
 from colossax.models import BERTConfig, ViTConfig, maker
-from colossax.nn import Decoder, DecoderConfig, HeadConfig, PatchConfig, describe
+from colossax.nn import Decoder, DecoderConfig, HeadConfig, PatchConfig, describe, pure
 from colossax.nn.decoder.patches import Patches
+from colossax.planner.counting.traced_flops import traced_flops
 from colossax.step.checks.given import known_numbers
 from colossax.tasks import classification_loss
 
@@ -49,7 +50,7 @@ def made(**changes):
     return part
 
 
-@pytest.mark.catches("patches-inside-out")
+@pytest.mark.catches("patches-by-column")
 @pytest.mark.catches("class-token-last")
 @pytest.mark.catches("class-token-with-bias")
 @pytest.mark.parametrize("bias", [True, False])
@@ -110,6 +111,11 @@ def test_flops_are_those_of_its_matmuls():
     weights = 2 * layer + 2 * 4 * 2 * 12
     assert config.flops_per_token == 6 * weights
     assert config.train_flops_per_token(16) == 6 * weights + 12 * 12 * 2 * 16
+    spec, images = describe(maker(CONFIG)), pixels()
+    params = pure(maker(CONFIG)(nnx.Rngs(0)))
+    traced = jax.jit(lambda p: spec.merge(p).hidden(pixels=images)[0]).trace(params)
+    found = traced_flops(traced.jaxpr).flops
+    assert 3 * found == config.train_flops_per_token(16) * 16 * len(images)
 
 
 @pytest.mark.parametrize(
