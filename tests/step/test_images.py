@@ -78,7 +78,6 @@ CASES = [
 QUICK = [("stages, ring", "classes"), ("ulysses", "classes")]
 
 
-@pytest.mark.catches("class-token-last")
 @pytest.mark.parametrize(("name", "model"), quick_first(CASES, QUICK))
 def test_every_plan_trains_as_one_device(name, model):
     assert_losses_close(run(ALL[name], model), truth(model))
