@@ -54,6 +54,9 @@ TOKEN_TYPES = "token_types"
 TOKEN_VALUES = "token_values"
 """Array of what a head is to tell of each token, `[b, s]`, as of values."""
 
+PIXELS = "pixels"
+"""Array of a batch of images, `[b, height, width, channels]`, for models that read patches."""
+
 SOURCE, SOURCE_SEGMENTS = "source", "source_segments"
 """Arrays of what an encoder reads before a decoder writes: tokens and their documents, `[b, t]`."""
 

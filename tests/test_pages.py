@@ -138,3 +138,11 @@ def test_the_head_of_the_page_on_encoders_is_trained():
     (script,) = snippets("encoders.md")
     exec(script, scope)
     assert scope["metrics"]["tokens"] == 16 and np.isfinite(scope["metrics"]["loss"])
+
+
+@pytest.mark.sweep
+def test_the_model_of_the_page_on_images_is_trained():
+    scope = {}
+    (script,) = snippets("vision.md")
+    exec(script, scope)
+    assert scope["metrics"]["tokens"] == 8 and np.isfinite(scope["metrics"]["loss"])

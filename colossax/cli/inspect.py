@@ -197,7 +197,8 @@ def _flops(one: Inspection) -> list[str]:
     lines = []
     if one.flops_per_token is not None:
         lines = [
-            f"model FLOPs per token: {one.flops_per_token / 1e9:.2f} G (recomputation not counted)"
+            f"model FLOPs per {one.counted.removesuffix('s')}: {one.flops_per_token / 1e9:.2f} G"
+            " (recomputation not counted)"
         ]
     if one.traced is not None:
         lines = [

@@ -53,5 +53,6 @@ if TYPE_CHECKING:
     from .starcoder2 import StarCoder2Config as StarCoder2Config
     from .student import with_layers as with_layers
     from .t5 import T5Config as T5Config
+    from .vit import ViTConfig as ViTConfig
 else:
     __getattr__, __dir__ = lazily(__name__)

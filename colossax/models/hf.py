@@ -98,7 +98,7 @@ def _copy_in(
 def _read_tokenizer(folder: Path, config: Any) -> Tokenizer | None:
     """The folder's tokenizer, ending documents with the model's own token where it names one."""
     file = folder / _TOKENIZER_FILE
-    if not file.is_file():
+    if not file.is_file() or not hasattr(config, "vocab"):
         return None
     tokenizer = Tokenizer.from_file(file, end=_end_token(file, config.eos))
     if tokenizer.vocab_size > config.vocab:

@@ -180,6 +180,7 @@ def write_activation(ours: str, usual: str = "") -> str:
 
 
 ROWS, TOKENS = "ForSequenceClassification", "ForTokenClassification"
+IMAGES = "ForImageClassification"
 """Ends of the names of classes with other heads, which config.json has under `architectures`."""
 
 _OF_VOCABULARY = ("", "Model", "LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForPreTraining")

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from .config.parts import RopeConfig as RopeConfig
     from .config.parts import RopeScaling as RopeScaling
     from .config.parts import YarnScaling as YarnScaling
+    from .config.patches import PatchConfig as PatchConfig
     from .decoder.decoder import Decoder as Decoder
     from .decoder.encoder_decoder import EncoderDecoder as EncoderDecoder
     from .decoder.layers import Layers as Layers

@@ -15,8 +15,8 @@ class LanguageModel(Protocol):
     """
 
     @property
-    def embed(self) -> Callable[..., Array]:
-        """Token ids `[b, s]` to embeddings `[b, s, d]`."""
+    def embed(self) -> Callable[..., Array] | None:
+        """Token ids `[b, s]` to embeddings `[b, s, d]`; None of a model that reads images."""
         ...
 
     @property

@@ -22,6 +22,7 @@ from colossax.recipes.small import (
     llama_tiny,
     moe_tiny,
     t5_stdlib,
+    vit_digits,
 )
 from colossax.tasks import TrainConfig
 
@@ -33,6 +34,7 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {
         moe_tiny,
         bert_stdlib,
         t5_stdlib,
+        vit_digits,
         finetune,
         gpt2_124m,
         qwen3_0p6b,

@@ -96,8 +96,9 @@ class Silent:
 class Lines:
     """One line now and then, for logs."""
 
-    def __init__(self, steps: int, stream: Stream):
+    def __init__(self, steps: int, stream: Stream, counted: str = "tokens"):
         self._steps = steps
+        self._counted = counted
         self._stream = stream
         self._next = 0.0
 
@@ -106,7 +107,7 @@ class Lines:
         now = time.monotonic()
         if now >= self._next or step == self._steps:
             self._next = now + LINE_EVERY_S
-            facts = [f"loss {loss:.4f}", f"{tokens_per_s:,.0f} tokens/s"]
+            facts = [f"loss {loss:.4f}", f"{tokens_per_s:,.0f} {self._counted}/s"]
             facts += [] if mfu is None else [f"MFU {mfu:.1%}"]
             self.note(f"step {step}/{self._steps}  {'  '.join(facts)}")
 
@@ -122,7 +123,7 @@ class Lines:
 class Bar:
     """A live bar with loss, speed, MFU and time left, for terminals."""
 
-    def __init__(self, steps: int, done: int, stream: Stream):
+    def __init__(self, steps: int, done: int, stream: Stream, counted: str = "tokens"):
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as RichProgress
@@ -132,7 +133,7 @@ class Bar:
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
             TextColumn("loss [bold]{task.fields[loss]}"),
-            TextColumn("{task.fields[speed]} tokens/s"),
+            TextColumn("{task.fields[speed]} " + f"{counted}/s"),
             TextColumn("{task.fields[mfu]}"),
             TimeRemainingColumn(compact=True),
             TextColumn("left"),
@@ -174,11 +175,15 @@ class Screen:
         self._lines: Progress = Lines(0, self._stream) if visible else Silent()
         self._now: Any = self._lines
 
-    def start(self, *, steps: int, done: int) -> None:
-        """Training starts, `done` of `steps` are behind it."""
+    def start(self, *, steps: int, done: int, counted: str = "tokens") -> None:
+        """Training starts, `done` of `steps` are behind it; speed is of what is counted."""
         if self._visible and not self._is_dark:
             terminal = self._stream.isatty()
-            self._now = Bar(steps, done, self._stream) if terminal else Lines(steps, self._stream)
+            self._now = (
+                Bar(steps, done, self._stream, counted)
+                if terminal
+                else Lines(steps, self._stream, counted)
+            )
 
     def step(self, step: int, loss: float, tokens_per_s: float, mfu: float | None) -> None:
         """A step is known to be done."""

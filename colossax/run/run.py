@@ -99,7 +99,7 @@ def _train(run: Prepared, signals: StopSignals, lock: RunLock) -> tuple[TrainSta
         assert callable(run.task.batches), "a source is settled when a run is prepared"
         batches = stack.enter_context(run.task.batches(run.step, start))
         loop = _loop(run, around, gate, screen, skipped=state["skipped"].item())
-        screen.start(steps=run.config.steps, done=start)
+        screen.start(steps=run.config.steps, done=start, counted=run.task.counted)
         state, done = loop.run(state, batches, start, left)
         screen.close()
         around.finish()

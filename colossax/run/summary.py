@@ -25,7 +25,7 @@ def introduce(run: Prepared, start: int, screen: Screen) -> None:
         screen.note(line)
     for name, value in task.baselines().items():
         screen.note(f"{spelt(name)}: {value:.4f} {task.unit}".rstrip())
-    each = f" of {task.tokens:,} tokens" if task.tokens else ""
+    each = f" of {task.tokens:,} {task.counted}" if task.tokens else ""
     screen.note(f"steps {start + 1} to {run.config.steps}{each} into {run.folder.path}")
 
 

@@ -25,6 +25,7 @@ from colossax.config import (
 )
 from colossax.errors import InputError
 from colossax.models import config_from_json, config_to_json
+from colossax.tasks.image_sets import check_images, check_name
 from colossax.tasks.told import MaskConfig, SpanConfig
 
 PACKINGS = ("packed", "whole")
@@ -46,7 +47,7 @@ _HELD_OUT = Bound(low=0, above=True, high=1, below=True, told="a share above 0, 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Text in, batches out.
+    """Text or images in, batches out.
 
     Attributes:
         path: File or folder of text, JSONL, Parquet or Arrow (also one that Hugging Face's
@@ -55,7 +56,7 @@ class DataConfig:
             that come from it. Kept on every resume and any number of processes.
         packing: `packed` fills rows with documents one after another, `whole` gives each document a
             row, from its start.
-        seq_len: Tokens per row.
+        seq_len: Tokens per row; of an image its patches and its class token.
         global_batch: Rows per step, over all devices, processes and microbatches.
         tokenizer: A `tokenizer.json`; None trains a BPE of `tokenizer_vocab` tokens on the text.
         tokenizer_vocab: Tokens of the BPE that is trained when no file is given; None trains none.
@@ -65,6 +66,7 @@ class DataConfig:
         validation_batches: Held-out batches per validation.
         masking: Masked tokens are told, by an encoder; None: the next token is, by a decoder.
         spans: Spans are written by an encoder-decoder that reads the rest; None: none are.
+        images: Images whose classes are told, in place of text: a key of `IMAGE_SETS`, `digits`.
     """
 
     path: str | None = None
@@ -80,6 +82,7 @@ class DataConfig:
     validation_batches: Count = 8
     masking: MaskConfig | None = None
     spans: SpanConfig | None = None
+    images: str | None = None
 
     def __post_init__(self):
         check_types(self, "data")
@@ -92,6 +95,8 @@ class DataConfig:
             check_text(path or "", f"data.{name}")
         for path in self.mixture:
             check_text(path, "data.mixture")
+        if self.images is not None:
+            check_name(self.images)
         self._check_mixture()
 
     def _check_mixture(self) -> None:
@@ -285,6 +290,9 @@ class TrainConfig(RunLength):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.data.images is not None:
+            check_images(self)
+            return self._check_averages()
         longest = self.model.decoder().max_seq
         if self.data.seq_len > longest and self.data.spans is None:
             raise InputError(
@@ -292,6 +300,9 @@ class TrainConfig(RunLength):
                 f" shorten the sequence or raise model.max_seq"
             )
         self._check_told()
+        self._check_averages()
+
+    def _check_averages(self) -> None:
         if self.optimizer.averages and self.plan.offload.disk:
             raise InputError(
                 "plan.offload.disk: the optimizer's averages of parameters, which are evaluated,"
@@ -302,6 +313,11 @@ class TrainConfig(RunLength):
         """Refuse a model that cannot tell what the data ask of it."""
         decoder, masked = self.model.decoder(), self.data.masking is not None
         causal = getattr(decoder, "causal", True)
+        if getattr(decoder, "patches", None) is not None:
+            raise InputError(
+                "data.images: the model reads images, and the run is on text; give data.images, as"
+                " the recipe vit_digits does"
+            )
         self._check_pair(getattr(decoder, "longest_source", None), decoder.max_seq)
         if getattr(decoder, "head", None) is not None:
             raise InputError(

@@ -11,7 +11,7 @@ from colossax.errors import InputError
 from colossax.nn.config.head import POOLS
 from colossax.step.loss import Loss, Sums, Terms, any_order
 from colossax.tasks.next_token import hidden_states, next_token_terms, real_tokens
-from colossax.typing import TOKEN_VALUES, Batch
+from colossax.typing import PIXELS, TOKEN_VALUES, Batch
 
 
 def masked_token_loss(*, z_loss: float = 0.0) -> Loss:
@@ -184,7 +184,8 @@ def _there(batch: Batch, documents: int) -> Bool[Array, "b k"]:
     """Which of the first documents a row has; without segments it is one."""
     numbers, segments = jnp.arange(documents), batch.get("segments")
     if segments is None:
-        return jnp.broadcast_to(numbers == 0, (batch["tokens"].shape[0], documents))
+        rows = batch[PIXELS] if PIXELS in batch else batch["tokens"]
+        return jnp.broadcast_to(numbers == 0, (rows.shape[0], documents))
     return jnp.any(segments[:, None] == numbers[:, None], axis=-1)
 
 

@@ -18,6 +18,7 @@ from colossax.nn import VocabParts, cross_entropy
 from colossax.sharding import activation_axes, constrain, current
 from colossax.step.loss import Loss, Sums, Terms, any_order
 from colossax.typing import (
+    PIXELS,
     SOURCE,
     SOURCE_SEGMENTS,
     TEXT_BATCH_DIMS,
@@ -113,16 +114,18 @@ def next_token_terms(
 def hidden_states(
     model: Any, batch: Batch, row_keys: Array | None = None
 ) -> tuple[Array, dict[str, Any]]:
-    """What a model makes of the tokens of a batch, and what its layers counted.
+    """What a model makes of the tokens or images of a batch, and what its layers counted.
 
     Args:
-        model: For text, as `nn.Decoder`.
-        batch: With `tokens`, and what goes with them.
+        model: As `nn.Decoder`.
+        batch: With `tokens`, and what goes with them; or with `pixels`.
         row_keys: A random key for each row, for models that draw; None: without noise.
 
     Raises:
         InputError: They are no tokens.
     """
+    if PIXELS in batch:
+        return model.hidden(pixels=batch[PIXELS])
     _check_text(batch)
     drawn = {"key": row_keys} if getattr(model, "draws", False) else {}
     rows = {name: batch.get(name) for name in ("positions", "segments")}

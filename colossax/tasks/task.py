@@ -104,6 +104,7 @@ class Task:
         callbacks: Called between steps, in this order; each a `Callback` or a function.
         learning_rate: Of the optimizer after so many updates, to be recorded.
         tokens: What a full global batch weighs: the step's metric of that name. 0: not known.
+        counted: What those are, for people.
         flops: Of the model for such a batch, forward and backward; recomputation is not counted.
             0: not known, and no MFU is told.
         flops_formula: How they are counted, for people.
@@ -130,6 +131,7 @@ class Task:
     learning_rate: Callable[[int], Any] | None = None
     tokens: int
     flops: int
+    counted: str = "tokens"
     flops_formula: str = ""
     options: StepOptions = StepOptions()
     unit: str = ""

@@ -14,6 +14,7 @@ from colossax.step.options import StepOptions
 from colossax.step.step import Step
 from colossax.tasks.config import DataConfig, TrainConfig, train_config_to_json
 from colossax.tasks.heads import masked_token_loss
+from colossax.tasks.image_task import image_task
 from colossax.tasks.initial import initial_tokenizer
 from colossax.tasks.next_token import mean_loss, next_token_loss
 from colossax.tasks.optimizer import make_optimizer, make_schedule
@@ -31,7 +32,7 @@ VALIDATION_LOSS, UNIGRAM_ENTROPY = "validation_loss", "unigram_entropy"
 
 
 def task_of(config: TrainConfig, group: Group | None = None) -> Task:
-    """The task that a configuration asks for; its text is opened when it is first needed.
+    """The task that a configuration asks for; its data are opened when they are first needed.
 
     Args:
         config: The run.
@@ -40,7 +41,10 @@ def task_of(config: TrainConfig, group: Group | None = None) -> Task:
     Raises:
         InputError: No such optimizer, or numbers that it cannot take.
     """
-    text = functools.cache(lambda: _opened(config, group or Group(None, {})))
+    group = Group(None, {}) if group is None else group
+    if config.data.images is not None:
+        return image_task(config, group)
+    text = functools.cache(lambda: _opened(config, group))
     tokens = config.data.global_batch * config.data.seq_len
     masked = config.data.masking is not None
     loss = masked_token_loss if masked else next_token_loss

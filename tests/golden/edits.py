@@ -55,6 +55,11 @@ class Case:
         """Whether it writes texts for others that it reads."""
         return self.auto is transformers.AutoModelForSeq2SeqLM
 
+    @property
+    def images(self) -> bool:
+        """Whether it reads images."""
+        return "num_channels" in self.sizes
+
 
 def replaced(pattern: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Edit:
     """The model with `change` applied to each parameter or buffer whose name matches."""

@@ -29,18 +29,19 @@ from cases import CASES as FIRST_CASES
 from dense_cases import DENSE
 from edits import Case, Edit, Mismatch, Model, build
 from encoder_cases import ENCODERS
+from image_cases import IMAGES
 from pair_cases import ENCODER_DECODERS
 from safetensors.numpy import load_file, save_file
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 HERE = Path(__file__).resolve().parent
-SEQ, PROMPT, NEW_TOKENS, PADDING, WRITTEN = 40, 12, 32, 4, 30
+SEQ, PROMPT, NEW_TOKENS, PADDING, WRITTEN, IMAGE_ROWS = 40, 12, 32, 4, 30, 4
 MIN_MOVED, MIN_STD, MIN_MARGIN, MIN_DISTINCT, MAX_ROUNDING = 1e-2, 1.0, 1e-3, 10, 7e-6
 # Two forms of GELU differ by 5e-4 at most, so no weights of this size can move a logit by more.
 FAINT, MIN_MOVED_FAINT = ("gelu by tanh",), 1e-3
 LOGITS_TOLERANCE, EXPORT_TOLERANCE = 1e-5, 1e-4
-CASES: dict[str, Case] = {**FIRST_CASES, **DENSE, **ENCODERS, **ENCODER_DECODERS}
+CASES: dict[str, Case] = {**FIRST_CASES, **DENSE, **ENCODERS, **ENCODER_DECODERS, **IMAGES}
 
 
 def draw_weights(model: Model, seed: int) -> None:
@@ -48,7 +49,8 @@ def draw_weights(model: Model, seed: int) -> None:
     # RandomState's streams are frozen, unlike those of torch and of np.random.Generator.
     random = np.random.RandomState(seed)
     # T5's configuration says that weights are tied even where they are not.
-    tied = getattr(model.config, "scale_decoder_outputs", model.config.tie_word_embeddings)
+    words = getattr(model.config, "tie_word_embeddings", False)  # models of images have none
+    tied = getattr(model.config, "scale_decoder_outputs", words)
     for name, parameter in sorted(model.named_parameters()):
         owner = model.get_submodule(name.rpartition(".")[0])
         noise = random.standard_normal(tuple(parameter.shape))
@@ -97,6 +99,10 @@ def scaled(
         return (1 + 0.3 * noise) * (0.4 if "embeddings_layernorm" in name else 1.0)
     if noise.ndim == 1:
         return 0.2 * noise
+    if name.endswith(("cls_token", "position_embeddings")):
+        return noise * 0.8
+    if isinstance(owner, nn.Conv2d):
+        return noise * 1.8 / np.sqrt(noise[0].size)
     fan_in = noise.shape[0] if isinstance(owner, Conv1D) else noise.shape[-1]
     if name.startswith("model.decoder.layers.") and family == "bart":
         hits = (gain for part, gain in BART_GAINS.items() if part in name)
@@ -115,14 +121,18 @@ def scaled(
     return noise * gain / np.sqrt(fan_in)
 
 
-INPUTS = ("input_ids", "attention_mask", "token_type_ids", "decoder_input_ids")
+INPUTS = ("input_ids", "attention_mask", "token_type_ids", "decoder_input_ids", "pixel_values")
 Inputs = dict[str, np.ndarray]
 """`input_ids`; `attention_mask` and `token_type_ids` where rows end in padding; of pairs of texts
-what is written, too."""
+what is written, too. Or `pixel_values`, `[b, channels, height, width]`."""
 
 
 def logits_of(model: Model, inputs: Inputs) -> np.ndarray:
     """Logits `[b, s, vocab]`, or `[b, classes]`; 0 for padding."""
+    if "pixel_values" in inputs:
+        pixels = torch.from_numpy(inputs["pixel_values"]).to(model.dtype)
+        with torch.no_grad():
+            return model(pixel_values=pixels).logits.numpy()
     tokens = {name: torch.from_numpy(array).long() for name, array in inputs.items()}
     mask = tokens.setdefault("attention_mask", torch.ones_like(tokens["input_ids"]))
     with torch.no_grad():
@@ -133,6 +143,10 @@ def logits_of(model: Model, inputs: Inputs) -> np.ndarray:
 
 def inputs_of(case: Case, model: Model, random: np.random.RandomState) -> Inputs:
     """What a case is given: two rows, the second of which ends in padding where none generates."""
+    if case.images:
+        height, width = sizes_of(case.sizes["image_size"])
+        shape = (IMAGE_ROWS, case.sizes["num_channels"], height, width)
+        return {"pixel_values": random.standard_normal(shape).astype(np.float32)}
     ids = random.randint(0, case.sizes["vocab_size"], (2, SEQ)).astype(np.int32)
     if case.generates:
         return {"input_ids": ids}
@@ -147,6 +161,11 @@ def inputs_of(case: Case, model: Model, random: np.random.RandomState) -> Inputs
     if kinds:
         inputs["token_type_ids"] = random.randint(0, kinds, ids.shape).astype(np.int32)
     return inputs
+
+
+def sizes_of(size: int | list[int]) -> tuple[int, int]:
+    """Height and width."""
+    return (size, size) if isinstance(size, int) else (size[0], size[1])
 
 
 def greedy_tokens(
@@ -213,6 +232,7 @@ def make(case: Case, folder: Path) -> dict[str, Any]:
         **({} if case.plain else {"plain": False}),
         **({} if case.generates else {"generates": False}),
         **({"pair": True} if case.pair else {}),
+        **({"images": True} if case.images else {}),
         "logits_std": round(float(logits.std()), 4),
     }
     tensors = {**inputs, "logits": logits}

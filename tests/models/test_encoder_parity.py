@@ -25,7 +25,12 @@ from tests.models.test_parity import (
     switched_off,
 )
 
-CASES = [name for name, facts in FACTS.items() if name not in TEXTS and not facts.get("pair")]
+OTHERS = ("pair", "images")
+CASES = [
+    name
+    for name, facts in FACTS.items()
+    if name not in TEXTS and not any(facts.get(other) for other in OTHERS)
+]
 QUICK = ["bert", "modernbert_rows", "bert_rows", "roberta", "llama_rows"]
 
 # Per case: what its model must not do without, as the fields that switch it off.

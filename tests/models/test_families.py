@@ -44,6 +44,7 @@ from colossax.models import (
     SmolLM3Config,
     StarCoder2Config,
     T5Config,
+    ViTConfig,
     config_from_json,
     config_to_json,
     family_of,
@@ -51,6 +52,7 @@ from colossax.models import (
 )
 from colossax.nn import (
     EncoderDecoderConfig,
+    HeadConfig,
     LinearScaling,
     Llama3Scaling,
     LongScaling,
@@ -189,6 +191,15 @@ TINY = {
     "modernbert": ModernBERTConfig(**SIZES, mlp=48, max_seq=24, window=8, full_every=2),
     "t5": T5Config(**PAIR, head_dim=12, buckets=8, farthest=12),
     "bart": BARTConfig(**PAIR, decoder_heads=2, decoder_mlp=40),
+    "vit": ViTConfig(
+        **{name: size for name, size in SIZES.items() if name != "vocab"},
+        mlp=48,
+        height=8,
+        width=12,
+        channels=1,
+        patch_height=2,
+        patch_width=4,
+    ),
     "gptj": GPTJConfig(**SIZES, max_seq=24, rope_dims=4),
     "falcon": FalconConfig(**SIZES, max_seq=24),
     "falcon_alibi": FalconConfig(
@@ -398,6 +409,16 @@ DEAR = (
         ),
         (ModernBERTConfig(vocab=50368, embed=768, layers=22, heads=12, mlp=1152), 149_655_232),
         (OPTConfig(vocab=50272, embed=768, layers=12, heads=12, mlp=3072), 125_239_296),
+        (
+            ViTConfig(
+                embed=768,
+                layers=12,
+                heads=12,
+                mlp=3072,
+                head=HeadConfig(outputs=1000, pool="first"),
+            ),
+            86_567_656,
+        ),
         (BloomConfig(vocab=250880, embed=1024, layers=24, heads=16), 559_214_592),
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, int) else str(value),
@@ -432,8 +453,10 @@ def test_bad_configurations_are_refused(data, message):
         config_from_json(data)
 
 
-TEXTS = [name for name in TINY if not isinstance(TINY[name], EncoderDecoderConfig)]
-"""Those that read no source; of the others see tests/step/test_encoder_decoders.py."""
+OTHERS = (EncoderDecoderConfig, ViTConfig)
+TEXTS = [name for name in TINY if not isinstance(TINY[name], OTHERS)]
+"""Those that read no source and no images; of the others see tests/step/test_encoder_decoders.py
+and test_images.py."""
 
 
 @functools.cache

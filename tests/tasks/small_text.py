@@ -35,7 +35,8 @@ def check_resumed(config, meshes, folder, **data):
     """Two steps on each mesh after another, in `parts`, are those of a run that nobody touched."""
     steps = 2 * len(meshes)
     whole = config.replace(steps=steps, validate_every=2, checkpoint_every=2)
-    whole = changed(whole, "data", path=str(write_text(folder / "text")), **data)
+    read = {} if config.data.images else {"path": str(write_text(folder / "text"))}
+    whole = changed(whole, "data", **read, **data)
     whole = changed(whole, "optimizer", schedule_steps=steps)
     ran(whole, folder / "whole")
     for number, mesh in enumerate(meshes):

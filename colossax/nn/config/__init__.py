@@ -17,3 +17,4 @@ from .parts import RelativeConfig as RelativeConfig
 from .parts import RopeConfig as RopeConfig
 from .parts import RopeScaling as RopeScaling
 from .parts import YarnScaling as YarnScaling
+from .patches import PatchConfig as PatchConfig

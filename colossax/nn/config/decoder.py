@@ -8,6 +8,7 @@ from colossax.errors import InputError
 from colossax.nn.config.head import ACTIVATION_NAMES, HeadConfig, TransformConfig
 from colossax.nn.config.mixture import MixtureConfig
 from colossax.nn.config.parts import LatentConfig, QueryGrowth, RelativeConfig, RopeConfig
+from colossax.nn.config.patches import PatchConfig
 
 GATED_ACTIVATIONS = ("clamped_swiglu",)
 """Those that are no function of the gate times the other input."""
@@ -33,7 +34,8 @@ class DecoderConfig:
 
     Attributes:
         causal: Tokens see those before them; else those behind them too, and no text is generated.
-        vocab: Tokens of the vocabulary.
+        vocab: Tokens of the vocabulary; 0 of a model that reads `patches`.
+        patches: Of images that it reads in place of tokens; None: it reads tokens.
         embed: Width of the residual stream.
         layers: How many layers.
         heads: Heads of queries.
@@ -96,7 +98,7 @@ class DecoderConfig:
             that of its queries and keys. None: each head has its own.
     """
 
-    vocab: Count
+    vocab: Natural
     embed: Count
     layers: LayerCount
     heads: Count
@@ -154,9 +156,11 @@ class DecoderConfig:
     eos: Natural | None = None
     mixture: MixtureConfig | None = None
     latent: LatentConfig | None = None
+    patches: PatchConfig | None = None
 
     def __post_init__(self):
         check_types(self, "model")
+        self._check_read()
         self._check_latent()
         if self.mixture is not None:
             self.mixture.kinds(self.layers)
@@ -183,6 +187,29 @@ class DecoderConfig:
         self._check_wiring()
         self._check_ropes()
         self._check_ends()
+
+    def _check_read(self) -> None:
+        """Refuse a model that reads neither tokens nor images, or both."""
+        if (self.patches is None) != bool(self.vocab):
+            found = "no patches" if self.patches is None else "patches of images"
+            raise InputError(
+                f"model.vocab: found {self.vocab} and {found}; give the tokens of a vocabulary, or"
+                " vocab 0 and patches"
+            )
+        if self.patches is None:
+            return
+        if self.head is None:
+            raise InputError(
+                "model.head: a model of images has no vocabulary to tell; give head, as"
+                " HeadConfig(pool='first') for the class token's hidden state"
+            )
+        odd = [name for name in ("token_types", "token_width", "mixture") if getattr(self, name)]
+        if odd or self.causal or self.max_seq != self.patches.tokens:
+            raise InputError(
+                f"model.patches: {', '.join(odd) or 'causal or another max_seq'} beside patches;"
+                f" images are of no kinds or width of tokens and no experts, their attention is not"
+                f" causal, and max_seq is their {self.patches.tokens} tokens; leave the others out"
+            )
 
     def _check_ropes(self) -> None:
         for rope in filter(None, (self.rope, self.local_rope)):
@@ -325,6 +352,8 @@ class DecoderConfig:
         head = self._head_weights
         if self.token_width is not None:
             head += 2 * self.token_width * self.embed
+        if self.patches is not None:
+            head += self.patches.numbers * self.embed
         return 6 * (self.layers * attention + mlps + head)
 
     @property

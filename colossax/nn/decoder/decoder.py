@@ -3,7 +3,7 @@
 from typing import Any
 
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from colossax.errors import InputError
 from colossax.nn.attention import FlatTokens
@@ -11,6 +11,7 @@ from colossax.nn.cache import CacheSpec
 from colossax.nn.config import DecoderConfig
 from colossax.nn.decoder.head import Head, Transform, check_vocabulary
 from colossax.nn.decoder.layers import Layers
+from colossax.nn.decoder.patches import Patches
 from colossax.nn.decoder.trunk import Rows, Trunk
 from colossax.nn.decoder.vocabulary import Vocabulary, head_input, make_embedding, make_head
 from colossax.nn.layers import Linear
@@ -36,6 +37,9 @@ class Decoder(Trunk, Vocabulary):
                 of several kinds.
         """
         self.embed = make_embedding(config, rngs)
+        self.patches = (
+            None if config.patches is None else Patches(config, config.patches, rngs=rngs)
+        )
         super().__init__(config, rngs=rngs, layers=layers)
         self.head, self.head_bias = make_head(config, rngs)
         self.transform = (
@@ -46,15 +50,20 @@ class Decoder(Trunk, Vocabulary):
 
     def __call__(
         self,
-        tokens: Int[Array, "b s"],
+        tokens: Int[Array, "b s"] | None = None,
         *,
+        pixels: Num[Array, "b h w c"] | None = None,
         positions: Int[Array, "b s"] | None = None,
         segments: Int[Array, "b s"] | None = None,
         token_types: Int[Array, "b s"] | None = None,
     ) -> Float[Array, "b n v"]:
         """Logits of every token; or what its head tells in their place, of a row's document 0."""
         hidden, _ = self.hidden(
-            tokens, positions=positions, segments=segments, token_types=token_types
+            tokens,
+            pixels=pixels,
+            positions=positions,
+            segments=segments,
+            token_types=token_types,
         )
         return self.logits(hidden) if self.answers is None else self.told(hidden, segments=segments)
 
@@ -84,6 +93,7 @@ class Decoder(Trunk, Vocabulary):
         tokens: Int[Array, "b s"] | None = None,
         *,
         embeddings: Float[Array, "b s d"] | None = None,
+        pixels: Num[Array, "b h w c"] | None = None,
         positions: Int[Array, "b s"] | None = None,
         segments: Int[Array, "b s"] | None = None,
         token_types: Int[Array, "b s"] | None = None,
@@ -93,8 +103,9 @@ class Decoder(Trunk, Vocabulary):
         """Final hidden states, normed, in the compute dtype, and the sums of the layers.
 
         Args:
-            tokens: Token ids; or give `embeddings`.
+            tokens: Token ids; or give `embeddings` or `pixels`.
             embeddings: Token embeddings in place of tokens.
+            pixels: Images, to models of `patches`: a token of the class, then of each patch.
             positions: Per token, for rope and learned positions; default 0, 1, ... per row. Who
                 sees whom goes by the order in the row, so they ascend by one within a segment.
             segments: Documents packed into a row, numbered in their order there; a token sees its
@@ -108,12 +119,10 @@ class Decoder(Trunk, Vocabulary):
             Hidden states `[b, s, d]`, and by name what the layers counted, `[layers, ...]`.
 
         Raises:
-            InputError: The sequence is longer than the model's, both inputs are given, or kinds of
-                tokens to a model that knows none.
+            InputError: The sequence is longer than the model's, several inputs are given or one
+                that it does not read, or kinds of tokens to a model that knows none.
         """
-        if (tokens is None) == (embeddings is None):
-            raise InputError("hidden: give either tokens or embeddings, one of them")
-        x: Any = self.embedded(tokens) if tokens is not None else embeddings
+        x = self._entering(tokens, embeddings, pixels)
         rows = Rows(
             tokens=tokens,
             positions=positions,
@@ -170,6 +179,19 @@ class Decoder(Trunk, Vocabulary):
         """
         self._check_generates()
         return self.layers.cache_spec(seats=seats, slots=slots, chunk=chunk)
+
+    def _entering(self, tokens: Any, embeddings: Any, pixels: Any) -> Any:
+        """Embeddings of whichever is given."""
+        if sum(x is not None for x in (tokens, embeddings, pixels)) != 1:
+            raise InputError("hidden: give either tokens or embeddings or pixels, one of them")
+        if pixels is None:
+            return embeddings if tokens is None else self.embedded(tokens)
+        if self.patches is None:
+            raise InputError(
+                "hidden: the model reads tokens, and pixels are given; give tokens, or a model of"
+                " patches, as ViTConfig describes"
+            )
+        return self.patches(pixels)
 
     def _as_wide(self, x: Any) -> Any:
         """Embeddings in the compute dtype, as wide as the layers."""

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from colossax.errors import InputError
 from colossax.nn.config import DecoderConfig
 from colossax.nn.decoder.head import check_vocabulary
 from colossax.nn.layers import Embedding, Linear
@@ -23,7 +24,7 @@ class Vocabulary(nnx.Module):
     """
 
     config: DecoderConfig
-    embed: Embedding
+    embed: Embedding | None
     head: Linear | None
     head_bias: Any
 
@@ -33,7 +34,15 @@ class Vocabulary(nnx.Module):
         Args:
             tokens: Ids.
             config: Of the stack that they are for; None: the model's.
+
+        Raises:
+            InputError: The model reads images.
         """
+        if self.embed is None:
+            raise InputError(
+                "hidden: the model reads images, and tokens are given; give pixels,"
+                " [batch, height, width, channels]"
+            )
         x, scale = self.embed(tokens), (self.config if config is None else config).embed_scale
         return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
 
@@ -48,6 +57,7 @@ class Vocabulary(nnx.Module):
         """
         check_vocabulary(self.config)
         if self.head is None:
+            assert self.embed is not None
             weight = self.embed.weight.gathered(to=("vocab", None)).T
         else:
             weight = self.head.weight.gathered(to=(None, "vocab"))
@@ -74,8 +84,10 @@ class Vocabulary(nnx.Module):
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-def make_embedding(config: DecoderConfig, rngs: nnx.Rngs) -> Embedding:
-    """The table of tokens that a configuration describes."""
+def make_embedding(config: DecoderConfig, rngs: nnx.Rngs) -> Embedding | None:
+    """The table of tokens that a configuration describes; None where it reads none."""
+    if not config.vocab:
+        return None
     width = config.logit_width
     return Embedding(
         config.vocab, width, rngs=rngs, dim="vocab", std=config.init_std, tied=config.tied

@@ -63,8 +63,8 @@ class Inspection:
             it has none of the library's.
         proof_assumed: Whether the program has Mosaic kernels that `auto` took: on the GPUs it will,
             once they have proved themselves there.
-        flops_per_token: Of the model, forward and backward; recomputation is not counted. None
-            where a task does not say.
+        flops_per_token: Of the model, forward and backward, per `counted`; recomputation is not
+            counted. None where a task does not say.
         traced: FLOPs of the step as it was traced, where those of the model are not known.
         compute_s: Model FLOPs of a step at the GPUs' peak, or those traced where they are not
             known. In a plan with float8 only what the traced step multiplies in it counts at its
@@ -106,6 +106,7 @@ class Inspection:
     one_pass_counted: bool = False
     searched: bool = False
     largest_microbatch: int | None = None
+    counted: str = "tokens"
 
     def with_largest(self, rows: int | None) -> "Inspection":
         """The same with the result of `largest_microbatch`."""
@@ -255,6 +256,7 @@ def inspect_task(task: Task, plan: Plan, target: Target) -> Inspection:
         attention=_attention_in(hlo),
         proof_assumed=plan.attention.kernel == "auto" and _KERNEL_CALL in hlo,
         flops_per_token=flops_per_token,
+        counted=task.counted,
         compute_s=_compute_s(task.flops, plan.precision, target, traced, counted["pipeline"]),
         traced=None if task.flops else traced,
         microbatch=microbatch,

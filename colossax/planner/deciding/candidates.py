@@ -77,13 +77,18 @@ def compare_layouts(
 
     Raises:
         InputError: The rows do not make a pass of the whole target, or no layout is legal; the
-            target is made of islands, or the model of two stacks.
+            target is made of islands, the model of two stacks, or the run on images.
     """
     check_one_island(target, "--compare-layouts")
     if config.data.spans is not None:
         raise InputError(
             f"--compare-layouts: {config.recipe} has an encoder and a decoder, and what layouts"
             " send is predicted of one stack; count single plans, with --plan.mesh"
+        )
+    if config.data.images is not None:
+        raise InputError(
+            f"--compare-layouts: {config.recipe} reads images, and what layouts send is predicted"
+            " of rows of text; count single plans, with --plan.mesh"
         )
     config = _one_pass(config, target)
     layouts = sorted(legal_layouts(config, target), key=lambda one: one.predicted_bytes)

@@ -1,0 +1,3 @@
+"""ViT."""
+
+from .config import ViTConfig as ViTConfig
