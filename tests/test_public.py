@@ -103,7 +103,8 @@ NAMES = {
         "ModelSpec Models QueryGrowth RMSNorm RopeConfig Side StackOutput Sublayer VocabParts "
         "Weighted Wiring YarnScaling alibi_slopes cross_entropy decoder_layer describe "
         "even_head_dim expert_layer initialise kl_divergence named param pure renamed "
-        "rope_tables rotate run_recurrence weight_of window_slots with_gathers with_weights"
+        "rope_tables rotate run_recurrence weight_of window_slots with_adapter "
+        "AdapterConfig with_gathers with_weights"
     ),
     "colossax.models": (
         "CohereConfig FalconConfig GLM4Config GLMConfig GPTJConfig GPTNeoXConfig Gemma2Config "
@@ -178,6 +179,7 @@ def test_public_names(module):
 
 
 FILES_FOR_THE_COMMAND_LINE = {
+    "colossax.models.adapters.peft",
     "colossax.models.hf",
     "colossax.pallas.bench",
     "colossax.pipeline.measured",

@@ -2,8 +2,11 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from colossax.checkpoint import RecordReader, find_checkpoint
+from colossax.checkpoint.base import BASE, base_document, base_of
 from colossax.errors import InputError
 from colossax.run.options import Init, Source
 from colossax.step.saving.records import MODEL
@@ -21,12 +24,14 @@ class Origin:
         checkpoint: What is there.
         records: Names of its records.
         model: Name among them; `MODEL` where it is alone.
+        base: Where the frozen parameters are, if the model is an adapter.
     """
 
     path: str
     checkpoint: RecordReader
     records: frozenset[str]
     model: str
+    base: "Origin | None" = None
 
     def __str__(self) -> str:
         return self.path if self.model == MODEL else f"'{self.model}' of {self.path}"
@@ -39,6 +44,34 @@ class Origin:
     def lacks(self, info: ParamInfo) -> bool:
         """Whether a parameter is a new part of a weight, which the checkpoint has none of."""
         return info.stood_at == "" and not self._holds(info)
+
+    def holding(self, info: ParamInfo) -> "Origin":
+        """Itself, or its base, where that has a parameter."""
+        if self.base is None or self._holds(info) or self.base.lacks(info):
+            return self
+        return self.base
+
+    def document(self, folder: Path) -> dict[str, Any]:
+        """What checkpoints of an adapter, in a folder, say of it as their base."""
+        origin = self.base or self
+        return base_document(origin.checkpoint, origin.model, folder)
+
+    def check_all_read(self, infos: Iterable[ParamInfo]) -> None:
+        """Refuse an adapter of which a model leaves out a part, or all.
+
+        Raises:
+            InputError: Names a record.
+        """
+        if self.base is None:
+            return
+        read = {f"{self.prefix}/{info.own_path}" for info in infos}
+        mine = {name for name in self.records if name.startswith(f"{self.prefix}/")}
+        for name in sorted(mine - read):
+            raise InputError(
+                f"init: {self} is an adapter with '{name}', which the run's model has not; leave"
+                " adapter.* as it was trained, or start from what colossax export --merge"
+                " --as-checkpoint writes"
+            )
 
     def stored(self, info: ParamInfo) -> ParamInfo:
         """The parameter with the path under which the checkpoint has it."""
@@ -102,7 +135,12 @@ def _origin(source: Source, name: str) -> Origin:
             f"init: '{path}' holds {_listed(held)} and not {_listed((wanted,))}; give one of its"
             f" models, as in ('{path}', '{held[0] if held else MODEL}')"
         )
-    return Origin(path=str(path), checkpoint=checkpoint, records=records, model=wanted)
+    base = None
+    if checkpoint.document(BASE, dict) is not None:
+        there, model = base_of(checkpoint)
+        names = frozenset(there.records())
+        base = Origin(path=str(there.directory), checkpoint=there, records=names, model=model)
+    return Origin(path=str(path), checkpoint=checkpoint, records=records, model=wanted, base=base)
 
 
 def _models_of(records: Iterable[str]) -> tuple[str, ...]:

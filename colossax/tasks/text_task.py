@@ -7,7 +7,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from colossax.config import to_json
 from colossax.models import config_to_json, maker
+from colossax.nn import with_adapter
 from colossax.optim import averaged
 from colossax.processes.group import Group
 from colossax.step.options import StepOptions
@@ -24,6 +26,12 @@ from colossax.typing import TEXT_BATCH_DIMS, Params, TrainState
 FLOPS_FORMULA = (
     "MFU = tokens/s x FLOPs/token / (devices x peak), FLOPs/token = 6 per matmul weight"
     " + 12 layers heads head_dim keys for attention; recomputation is not counted"
+)
+
+_FROZEN_FORMULA = (
+    "MFU = tokens/s x FLOPs/token / (devices x peak), FLOPs/token = 4 per frozen matmul weight, the"
+    " adapter's own left out, + 12 layers heads head_dim keys for attention; recomputation is not"
+    " counted"
 )
 
 VALIDATION_LOSS, UNIGRAM_ENTROPY = "validation_loss", "unigram_entropy"
@@ -47,7 +55,7 @@ def task_of(config: TrainConfig, group: Group | None = None) -> Task:
 
     return Task(
         name=config.recipe,
-        make_model=maker(config.model),
+        make_model=with_adapter(maker(config.model), config.adapter),
         optimizer=make_optimizer(config.optimizer, config.schedule_steps),
         loss=loss(z_loss=config.z_loss),
         shapes=batch_shapes(config),
@@ -58,7 +66,7 @@ def task_of(config: TrainConfig, group: Group | None = None) -> Task:
         learning_rate=make_schedule(config.optimizer, config.schedule_steps),
         tokens=tokens,
         flops=_flops(config),
-        flops_formula=FLOPS_FORMULA,
+        flops_formula=_FROZEN_FORMULA if config.adapter else FLOPS_FORMULA,
         unit="nats per masked token" if masked else "nats per token",
         baselines=lambda: {UNIGRAM_ENTROPY: text().unigram_entropy},
         identity=lambda: identity(
@@ -67,6 +75,7 @@ def task_of(config: TrainConfig, group: Group | None = None) -> Task:
         documents=lambda: {
             "model": config_to_json(config.model),
             "tokenizer": text().tokenizer.to_json(),
+            **({"adapter": to_json(config.adapter)} if config.adapter else {}),
         },
         asked=lambda plan: train_config_to_json(config.replace(plan=plan)),
         introduction=lambda: [*(f"text: {line}" for line in text().description), *_judged(config)],
@@ -116,6 +125,7 @@ def identity(config: TrainConfig, *, text: str, tokenizer: str) -> dict[str, Any
         "data.seq_len": data.seq_len,
         "data.validation_fraction": data.validation_fraction,
         "model": train_config_to_json(config)["model"],
+        **({"adapter": to_json(config.adapter)} if config.adapter else {}),
         "optimizer.name": config.optimizer.name,
         "optimizer.state": config.optimizer.state,
         "optimizer.ema": _said(config.optimizer.ema),
@@ -139,6 +149,13 @@ def _judged(config: TrainConfig) -> list[str]:
 def _shown(data: DataConfig) -> str:
     """What the text is, for people: a run's identity."""
     return ", ".join(filter(None, data.sources)) or "the standard library"
+
+
+def _flops_per_token(config: TrainConfig) -> int:
+    """Of the model, forward and backward; what is frozen has no gradient of its weights."""
+    sizes = config.model.decoder()
+    frozen = sizes.flops_per_token // 3 if config.adapter else 0
+    return sizes.train_flops_per_token(config.data.seq_len) - frozen
 
 
 def _opened(config: TrainConfig, group: Group) -> Text:
