@@ -65,6 +65,15 @@ _LEFT_OUT = {
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
 }
 """Settings with the values that leave a matrix and a narrow pair of one rank and scale."""
+_READ = {"r": None, "lora_alpha": None, "use_rslora": False, "use_dora": False}
+"""Settings that are read, with what they are where a file leaves them out."""
+_SILENT = frozenset(
+    "peft_type task_type peft_version auto_mapping base_model_name_or_path revision inference_mode"
+    " target_modules exclude_modules layers_to_transform layers_pattern fan_in_fan_out lora_dropout"
+    " megatron_core qalora_group_size loftq_config eva_config corda_config ensure_weight_tying"
+    " runtime_config".split()
+)
+"""Settings that say nothing of the maps beyond what the tensors and the settings above say."""
 
 
 def export_peft(
@@ -250,9 +259,16 @@ def _read_settings(file: Path) -> dict[str, Any]:
                 f"{file}: {name} = {found[name]!r} is not supported; only"
                 f" {' or '.join(map(repr, allowed))} is"
             )
+    for name, value in found.items():
+        known = name in _READ or name in _LEFT_OUT or name in _SILENT
+        if not known and value not in (None, [], {}):
+            raise InputError(
+                f"{file}: {name} = {value!r} is a setting that is not known here; take it out if"
+                " the adapter is the same map without it, or export it merged from where it was"
+                " trained"
+            )
     kinds = {"r": int, "lora_alpha": (int, float), "use_rslora": bool, "use_dora": bool}
-    defaults = {"use_rslora": False, "use_dora": False}
-    settings = {name: found.get(name, defaults.get(name)) for name in kinds}
+    settings = {name: found.get(name, default) for name, default in _READ.items()}
     for name, kind in kinds.items():
         if not isinstance(settings[name], kind) or settings[name] == 0 and name == "r":
             raise InputError(f"{file}: {name} is {settings[name]!r}; copy the file again")

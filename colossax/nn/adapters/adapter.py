@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from colossax.config import nearest
 from colossax.errors import InputError
 from colossax.nn.adapters.weight import Adapted
 from colossax.nn.config.adapter import AdapterConfig
+from colossax.nn.experts import EXPERT_MATRICES, Experts
 from colossax.nn.layers import Linear
 from colossax.nn.module import MakeModel, param
 from colossax.nn.weights import Weighted, weight_of, with_weights
@@ -70,7 +70,8 @@ def with_adapter(make_model: MakeModel, config: AdapterConfig) -> MakeModel:
         config: Which maps, and the adapter's form.
 
     Raises:
-        InputError: When built: a pattern names no map, or the rank is above a side of a matrix.
+        InputError: When built: a pattern names no map, or experts, whose matrices have none; or the
+            rank is above a side of a matrix.
     """
     if not config:
         return make_model
@@ -78,13 +79,18 @@ def with_adapter(make_model: MakeModel, config: AdapterConfig) -> MakeModel:
     def built(rngs: nnx.Rngs) -> nnx.Module:
         chosen = _Chosen(config)
         model = with_weights(make_model, chosen)(rngs)
-        chosen.check()
+        chosen.check(model)
         for _, node in nnx.iter_graph(model):
-            if isinstance(node, nnx.Param) and not node.get_metadata().get("of_adapter"):
+            if isinstance(node, nnx.Param) and not _beside(node.get_metadata()):
                 node.set_metadata(learns=False, of_base=True)
         return model
 
     return built
+
+
+def _beside(metadata: dict[str, Any]) -> bool:
+    """Whether a parameter is none of the model that the adapter is of."""
+    return metadata.get("of_adapter", False) or metadata.get("noted", False)
 
 
 class _Chosen:
@@ -106,15 +112,28 @@ class _Chosen:
         _check_rank(name, module, self._config.rank)
         return Adapter(module, self._config, rngs)
 
-    def check(self) -> None:
-        """Refuse patterns that name nothing."""
+    def check(self, model: nnx.Module) -> None:
+        """Refuse patterns that name experts, or nothing."""
+        for path, node in nnx.iter_graph(model):
+            if isinstance(node, Experts):
+                self._check_leaves_out(str(path[-1]))
         for pattern in self._config.patterns:
             if pattern not in self._used:
-                close = nearest(pattern, self._names) if "*" not in pattern else ""
                 raise InputError(
-                    f"adapter.targets: no map is called '{pattern}'{close}; give patterns of"
+                    f"adapter.targets: no map is called '{pattern}'; give patterns of"
                     f" {', '.join(self._names) or 'a model that has maps of colossax.nn.Linear'}"
                 )
+
+
+    def _check_leaves_out(self, experts: str) -> None:
+        for pattern in self._config.patterns:
+            for matrix in EXPERT_MATRICES:
+                if fnmatch.fnmatchcase(f"{experts}/{matrix}", pattern):
+                    raise InputError(
+                        f"adapter.targets: '{pattern}' names the experts' matrices, such as"
+                        f" '{experts}/{matrix}', which have no adapters; name other maps, such as"
+                        f" {', '.join(self._names) or 'attn/*'}"
+                    )
 
 
 def _check_rank(name: str, module: Weighted, rank: int) -> None:
