@@ -16,7 +16,7 @@ from colossax.errors import (
 )
 from colossax.processes.group import Group
 from colossax.run.checkpointing import RunCheckpoints
-from colossax.run.origins import Origin, origins_of
+from colossax.run.origins import Origin
 from colossax.run.prepared import Prepared
 from colossax.run.progress import Screen
 from colossax.run.run_dir import first_difference
@@ -97,9 +97,7 @@ def base_params(run: Prepared) -> Params | None:
         return None
     if run.state is not None:
         return run.state["params"]
-    assert run.config.init is not None
-    origins = origins_of(run.config.init, run.step.spec.model_names)
-    return initial_params(origins, run.step, run.config.seed, only=lambda info: info.of_base)
+    return initial_params(run.origins(), run.step, run.config.seed, only=lambda info: info.of_base)
 
 
 def _restored(
@@ -146,7 +144,7 @@ def _fresh_state(run: Prepared, screen: Screen) -> tuple[int, TrainState]:
         return int(run.state["step"]), run.state
     if init is None:
         return 0, run.step.init(seed)
-    origins = run.group.together(lambda: origins_of(init, run.step.spec.model_names))
+    origins = run.group.together(run.origins)
     params = run.group.together(lambda: initial_params(origins, run.step, seed))
     for name, origin in origins.items():
         screen.note(f"{'' if name == MODEL else f'{name}: '}parameters from {origin}")

@@ -83,12 +83,15 @@ class Origin:
         return f"{self.prefix}/{info.own_path}" in self.records
 
 
-def origins_of(init: Init, names: Sequence[str]) -> dict[str, Origin]:
+def origins_of(
+    init: Init, names: Sequence[str], base: str | Path | None = None
+) -> dict[str, Origin]:
     """Which checkpoint's model each model of a run starts from; none for what begins random.
 
     Args:
         init: See `RunConfig`.
         names: Of the run's models; empty for one without a name, which is `MODEL` in the result.
+        base: See `RunOptions.base`.
 
     Raises:
         InputError: It does not fit the models of the run, or of the checkpoint.
@@ -96,9 +99,9 @@ def origins_of(init: Init, names: Sequence[str]) -> dict[str, Origin]:
     """
     if isinstance(init, Mapping):
         _check_names(init, names)
-        return {name: _origin(source, name) for name, source in init.items()}
+        return {name: _origin(source, name, base) for name, source in init.items()}
     if not names:
-        return {MODEL: _origin(init, MODEL)}
+        return {MODEL: _origin(init, MODEL, base)}
     path = init[0] if isinstance(init, tuple) else init
     held = _models_of(frozenset(find_checkpoint(path).records()))
     if isinstance(init, tuple) or not set(names) <= set(held):
@@ -106,7 +109,7 @@ def origins_of(init: Init, names: Sequence[str]) -> dict[str, Origin]:
             f"init: the run trains {_listed(names)}, and '{path}' holds {_listed(held)}; say by"
             f" name what starts from it, as in {{'{names[0]}': {init!r}}}"
         )
-    return {name: _origin(path, name) for name in names}
+    return {name: _origin(path, name, base) for name in names}
 
 
 def _check_names(init: Mapping[str, Source], names: Sequence[str]) -> None:
@@ -123,8 +126,14 @@ def _check_names(init: Mapping[str, Source], names: Sequence[str]) -> None:
         )
 
 
-def _origin(source: Source, name: str) -> Origin:
-    """The model that is named in the checkpoint; else that of this name, or the only one."""
+def _origin(source: Source, name: str, where: str | Path | None) -> Origin:
+    """The model that is named in the checkpoint; else that of this name, or the only one.
+
+    Args:
+        source: Which checkpoint, and which model.
+        name: Of the run's model.
+        where: An adapter's base is now; None: where it was.
+    """
     path, asked = source if isinstance(source, tuple) else (source, None)
     checkpoint = find_checkpoint(path)
     records = frozenset(checkpoint.records())
@@ -137,9 +146,13 @@ def _origin(source: Source, name: str) -> Origin:
         )
     base = None
     if checkpoint.document(BASE, dict) is not None:
-        there, model = base_of(checkpoint)
+        there, model = base_of(checkpoint, where)
         names = frozenset(there.records())
         base = Origin(path=str(there.directory), checkpoint=there, records=names, model=model)
+    elif where is not None:
+        raise InputError(
+            f"base: '{path}', which init names, is of a whole model and no adapter; leave base out"
+        )
     return Origin(path=str(path), checkpoint=checkpoint, records=records, model=wanted, base=base)
 
 

@@ -15,7 +15,7 @@ from colossax.planner.task_step import settle_task, task_step
 from colossax.processes.group import Group
 from colossax.run.lock import RunLock
 from colossax.run.options import RunConfig, RunOptions
-from colossax.run.origins import origins_of
+from colossax.run.origins import Origin, origins_of
 from colossax.run.run_dir import RunFolder, check_identity, find_run_folder
 from colossax.run.sources import settled_source
 from colossax.run.trackers import check_trackers
@@ -80,10 +80,13 @@ class Prepared:
                 "adapter: a run trains one of a model that is alone, and this one has"
                 f" {', '.join(self.step.spec.model_names)}; save their states by step.save"
             )
-        origins = self.group.together(
-            lambda: origins_of(self.config.init, self.step.spec.model_names)
-        )
+        origins = self.group.together(self.origins)
         return {BASE: origins[MODEL].document(self.folder.checkpoints)}
+
+    def origins(self) -> dict[str, Origin]:
+        """What its models start from, of a run that starts from checkpoints."""
+        assert self.config.init is not None
+        return origins_of(self.config.init, self.step.spec.model_names, self.options.base)
 
     @property
     def asked(self) -> dict[str, Any]:

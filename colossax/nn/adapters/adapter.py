@@ -124,7 +124,6 @@ class _Chosen:
                     f" {', '.join(self._names) or 'a model that has maps of colossax.nn.Linear'}"
                 )
 
-
     def _check_leaves_out(self, experts: str) -> None:
         for pattern in self._config.patterns:
             for matrix in EXPERT_MATRICES:
