@@ -86,11 +86,12 @@ def task_of(config: TrainConfig, group: Group | None = None) -> Task:
 
 def _flops(config: TrainConfig) -> int:
     """Of a step, recomputation aside."""
-    data, model = config.data, config.model
+    data, model, frozen = config.data, config.model, bool(config.adapter)
     if data.spans is None:
-        rows = model.decoder().train_flops_per_token(data.seq_len) * data.seq_len
+        sizes = model.decoder()
+        rows = sizes.train_flops_per_token(data.seq_len, frozen=frozen) * data.seq_len
     else:
-        rows = model.train_flops(*data.spans.lengths(data.seq_len))
+        rows = model.train_flops(*data.spans.lengths(data.seq_len), frozen=frozen)
     return rows * data.global_batch
 
 
@@ -149,13 +150,6 @@ def _judged(config: TrainConfig) -> list[str]:
 def _shown(data: DataConfig) -> str:
     """What the text is, for people: a run's identity."""
     return ", ".join(filter(None, data.sources)) or "the standard library"
-
-
-def _flops_per_token(config: TrainConfig) -> int:
-    """Of the model, forward and backward; what is frozen has no gradient of its weights."""
-    sizes = config.model.decoder()
-    frozen = sizes.flops_per_token // 3 if config.adapter else 0
-    return sizes.train_flops_per_token(config.data.seq_len) - frozen
 
 
 def _opened(config: TrainConfig, group: Group) -> Text:

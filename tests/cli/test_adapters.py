@@ -1,4 +1,4 @@
-"""Adapters from the command line: trained beside a base, resumed, written out, merged, generated."""
+"""Adapters from the command line: trained beside a base, resumed, written out, merged."""
 
 import json
 import shutil

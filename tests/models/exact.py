@@ -32,14 +32,18 @@ class ExactLlama:
         rank = self.form["r"]
         return self.form["lora_alpha"] / (math.sqrt(rank) if self.form["use_rslora"] else rank)
 
-    def matrix(self, name):
-        """`[out, in]`, with its adapter."""
+    def added(self, name):
+        """`W + s B A` `[out, in]`."""
         w = self.base[f"{name}.weight"]
         if f"{name}.lora_A.weight" not in self.pairs:
             return w
-        pair = [self.pairs[f"{name}.lora_{which}.weight"] for which in "BA"]
-        whole = w + self.scale * pair[0] @ pair[1]
-        if not self.form["use_dora"]:
+        b, a = (self.pairs[f"{name}.lora_{which}.weight"] for which in "BA")
+        return w + self.scale * b @ a
+
+    def matrix(self, name):
+        """`[out, in]`, with its adapter."""
+        whole = self.added(name)
+        if f"{name}.lora_magnitude_vector" not in self.pairs:
             return whole
         lengths = np.linalg.norm(whole, axis=1)
         return whole * (self.pairs[f"{name}.lora_magnitude_vector"] / lengths)[:, None]

@@ -1,5 +1,6 @@
 """Adapters beside frozen maps: what they compute, and that any mesh trains them alike."""
 
+import dataclasses
 import functools
 import math
 
@@ -8,9 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from colossax.config import BatchConfig, OffloadConfig, PipelineConfig, Plan, Segment
+from colossax.config import (
+    BatchConfig,
+    OffloadConfig,
+    PipelineConfig,
+    Plan,
+    Precision,
+    Segment,
+)
 from colossax.errors import InputError
-from colossax.models import LlamaConfig, maker
+from colossax.models import DeepSeekV3Config, LlamaConfig, maker
 from colossax.nn import AdapterConfig, describe, pure, with_adapter
 from colossax.nn.adapters.weight import Adapted, column_lengths
 from colossax.nn.rngs import fresh_rngs
@@ -18,6 +26,7 @@ from colossax.optim import adamw
 from colossax.planner import build_step
 from colossax.sharding import Dense
 from colossax.tasks import next_token_loss
+from tests.aot.executed import executed_flops
 from tests.cases import quick_first
 from tests.oracle import assert_losses_close
 
@@ -26,6 +35,27 @@ CONFIG = LlamaConfig(
 )
 LORA = AdapterConfig(rank=4, targets="attn/*")
 DORA = AdapterConfig(rank=4, targets="attn/*,mlp/down,head", rslora=True, dora=True)
+MIXED = DeepSeekV3Config(
+    vocab=64,
+    embed=32,
+    layers=4,
+    heads=4,
+    mlp=48,
+    expert_mlp=16,
+    experts=4,
+    choices=2,
+    shared=1,
+    groups=1,
+    kept_groups=1,
+    first_dense=0,
+    q_rank=None,
+    kv_rank=8,
+    nope_dim=4,
+    rope_dim=4,
+    v_dim=8,
+    max_seq=16,
+)
+SHARED = AdapterConfig(rank=4, targets="attn/*,mlp/shared/*")
 STAGES = {"batch": BatchConfig(accumulation=4)}
 PLANS = {
     "data": Plan(mesh={"data": 4}),
@@ -56,6 +86,14 @@ PLANS = {
     ),
 }
 
+BESIDE_EXPERTS = {
+    "experts": Plan(mesh={"expert": 2, "fsdp": 2}),
+    "experts, host memory": Plan(
+        mesh={"expert": 2}, offload=OffloadConfig(parameters=1.0, optimizer=1.0)
+    ),
+    "experts and stages": Plan(mesh={"stage": 2, "expert": 2}, **STAGES),
+}
+
 
 def batch(rows=8, seq=8):
     tokens = np.random.default_rng(0).integers(0, CONFIG.vocab, (rows, seq + 1)).astype(np.int32)
@@ -63,14 +101,18 @@ def batch(rows=8, seq=8):
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
 
 
-def step_of(plan, adapter):
+def shapes():
+    return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch().items()}
+
+
+def step_of(plan, adapter, config=CONFIG):
     devices = jax.devices()[: math.prod(plan.mesh.values())]
-    make = with_adapter(maker(CONFIG), adapter)
+    make = with_adapter(maker(config), adapter)
     return build_step(make, adamw(0.02), next_token_loss(), plan, devices=devices)
 
 
-def trained(plan, adapter, steps=3):
-    step = step_of(plan, adapter)
+def trained(plan, adapter, steps=3, config=CONFIG):
+    step = step_of(plan, adapter, config)
     state, losses = step.init(), []
     for _ in range(steps):
         state, metrics = step(state, batch())
@@ -79,25 +121,62 @@ def trained(plan, adapter, steps=3):
 
 
 @functools.cache
-def on_one_device(adapter):
-    return trained(Plan(mesh={"fsdp": 1}), adapter)[2]
+def on_one_device(adapter, config=CONFIG):
+    return trained(Plan(mesh={"fsdp": 1}), adapter, config=config)[2]
 
 
-def compare(plan, adapter):
-    losses = on_one_device(adapter)
+def compare(plan, adapter, config=CONFIG):
+    losses = on_one_device(adapter, config)
     assert losses[-1] < losses[0]
-    assert_losses_close(trained(PLANS[plan], adapter)[2], losses)
+    assert_losses_close(trained(plan, adapter, config=config)[2], losses)
 
 
 @pytest.mark.parametrize("plan", quick_first(PLANS, ["tensor"]))
 def test_any_mesh_trains_dora_as_one_device(plan):
-    compare(plan, DORA)
+    compare(PLANS[plan], DORA)
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("plan", PLANS)
 def test_any_mesh_trains_lora_as_one_device(plan):
-    compare(plan, LORA)
+    compare(PLANS[plan], LORA)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("plan", BESIDE_EXPERTS)
+def test_any_mesh_trains_beside_experts_as_one_device(plan):
+    compare(BESIDE_EXPERTS[plan], SHARED, MIXED)
+
+
+@pytest.mark.sweep
+def test_the_bias_of_a_router_stays_with_its_model():
+    """It has a rule of its own, which moves it where the model learns."""
+    step = step_of(BESIDE_EXPERTS["experts"], SHARED, MIXED)
+    before = jax.tree.map(np.asarray, step.init()["params"])
+    after = trained(BESIDE_EXPERTS["experts"], SHARED, 2, MIXED)[1]["params"]
+    infos, rules = jax.tree.leaves(step.spec.infos), 0
+    for info, old, new in zip(infos, *map(jax.tree.leaves, (before, after)), strict=True):
+        assert np.array_equal(old, new) == info.of_base, info.path
+        rules += info.update is not None
+    assert rules
+
+
+FLOAT8 = Precision(compute="bfloat16", matmul="float8")
+
+
+@pytest.mark.catches("adapter-in-float8")
+def test_a_narrow_pair_is_not_multiplied_in_float8():
+    assert FLOAT8.in_float8(("embed", "mlp"))
+    assert not FLOAT8.in_float8(("embed", "rank")) and not FLOAT8.in_float8(("rank", "mlp"))
+
+
+@pytest.mark.sweep
+def test_it_begins_as_its_base_does_in_float8():
+    plan = Plan(mesh={"fsdp": 2}, precision=FLOAT8)
+    step = step_of(plan, LORA)
+    text = step.lower(step.abstract, step.abstract_batch(shapes())).as_text()
+    assert "f8E4M3FN" in text
+    assert_losses_close(trained(plan, LORA, 1)[2], trained(plan, AdapterConfig(), 1)[2])
 
 
 @pytest.mark.catches("base-learns")
@@ -118,6 +197,29 @@ def test_what_is_frozen_has_no_gradient_no_state_and_stays():
     count = sum(math.prod(i.shape) for i in jax.tree.leaves(step.infos))
     moments = [x for x in jax.tree.leaves(state["opt_state"]) if x.ndim]
     assert sum(x.size for x in moments) == 2 * count
+
+
+@pytest.mark.catches("frozen-flops")
+def test_what_is_frozen_costs_no_gradient_and_no_memory_of_one():
+    """Counted in the compiled program: 2 FLOPs less for each frozen weight, 12 bytes less."""
+    plain = dataclasses.replace(CONFIG, attention_bias=False)
+    wide, tokens = plain.decoder(), batch()["tokens"]
+    count = {}
+    for adapter in (AdapterConfig(), LORA):
+        step = step_of(Plan(mesh={"fsdp": 1}), adapter, plain)
+        program = step.lower(step.abstract, step.abstract_batch(shapes())).compile()
+        infos = jax.tree.leaves(step.spec.infos)
+        frozen, learning = (
+            sum(math.prod(i.shape) for i in infos if i.of_base == which) for which in (True, False)
+        )
+        count[bool(adapter)] = executed_flops(program.as_text()) / tokens.size
+        held = program.memory_analysis().argument_size_in_bytes
+        assert 0 < held - 4 * (frozen + 3 * learning) < 4096  # and a batch, a key, counts
+    saved = sum(
+        wide.train_flops_per_token(8, frozen=which) * (1 - 2 * which) for which in (False, True)
+    )
+    assert saved * 3 == wide.flops_per_token
+    assert count[False] - count[True] == saved - 6 * learning
 
 
 @pytest.mark.catches("adapter-begins-random")
@@ -194,6 +296,13 @@ def test_base_parameters_are_those_of_the_model_without():
 def test_what_does_not_fit_the_model_is_refused(adapter, message):
     with pytest.raises(InputError, match=message):
         describe(with_adapter(maker(CONFIG), AdapterConfig(**{"rank": 2, **adapter})))
+
+
+@pytest.mark.catches("experts-left-out-in-silence")
+@pytest.mark.parametrize("targets", ["mlp/*", "attn/*,mlp/up", "*"])
+def test_experts_are_refused_by_name(targets):
+    with pytest.raises(InputError, match=r"names the experts' matrices, such as 'mlp/.*shared/up"):
+        describe(with_adapter(maker(MIXED), AdapterConfig(rank=2, targets=targets)))
 
 
 def test_settings_out_of_bounds_are_refused():
