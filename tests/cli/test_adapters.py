@@ -19,6 +19,7 @@ BASE = (
     " --data.global_batch=8 --data.validation_batches=1 --sample.prompt= --trackers=json --json"
 ).split()
 BESIDE = ["--adapter.rank=2", "--adapter.targets=attn/*,mlp/down", "--optimizer.peak_lr=0.02"]
+BESIDE.append("--optimizer.ema=0.6")
 ANY = "--plan.mesh=fsdp=2,tensor=4", "--devices=8"
 OTHER = "--plan.mesh=data=4", "--devices=4"
 
@@ -66,13 +67,14 @@ def said(capsys, *words, code=0):
 @pytest.fixture(scope="module")
 def resumed(folder):
     """The rest of the run, with its base elsewhere."""
-    assert main(["train", "--out=run", "--resume", "--steps=4", *ANY]) == 2
-    words = "train", "--out=run", "--resume", "--base=moved", "--steps=4", *ANY
-    assert main(list(words)) == 0
+    words = "train", "--out=run", "--resume", "--steps=4", *ANY
+    assert main(list(words)) == 2
+    assert main([*words, "--base=moved"]) == 0
     return folder / "run"
 
 
 @pytest.mark.slow
+@pytest.mark.catches("moved-base-of-a-run")
 def test_a_resumed_adapter_goes_on_as_if_nothing_had_happened(folder, resumed):
     whole, parts = losses(folder / "whole"), losses(resumed)
     np.testing.assert_allclose([one for one in parts if one[0]], [x for x in whole if x[0]], 2e-5)
@@ -108,6 +110,23 @@ def test_it_is_exported_as_peft_and_read_again(folder, resumed, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.catches("averages-of-adapters")
+def test_its_averages_are_exported_alone_and_merged(folder, resumed, capsys):
+    said(capsys, "export", "run", "averages", "--averaged", "--base=moved")
+    pairs = load_file(folder / "averages" / "adapter_model.safetensors")
+    state = find_checkpoint("run")
+    b = pairs["base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"]
+    kept = state.read("model/optimizer/average/layers/attn/q/w/up", 1)
+    assert np.abs(kept - state.read("model/params/layers/attn/q/w/up", 1)).max() > 1e-4
+    np.testing.assert_array_equal(np.sort(b.ravel()), np.sort(kept.ravel()))
+    said(capsys, "import", "averages", "of averages", "--base=moved")
+    said(capsys, "export", "of averages", "one", "--merge")
+    said(capsys, "export", "run", "two", "--merge", "--averaged", "--base=moved")
+    for name, wanted in tensors(folder / "one").items():
+        np.testing.assert_array_equal(tensors(folder / "two")[name], wanted)
+
+
+@pytest.mark.slow
 def test_merged_it_is_the_base_and_what_it_learned(folder, resumed, capsys):
     said(capsys, "export", "run", "whole model", "--merge", "--as-checkpoint", "--base=moved")
     base, merged = (
@@ -132,6 +151,7 @@ def test_it_generates_what_the_merged_model_does(folder, resumed, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.catches("initial-adapter")
 def test_it_goes_on_from_an_adapter_and_only_with_the_same(folder, resumed, capsys):
     text = f"--data={folder / 'text'}"
     trained("further", text, "--init=run", "--base=moved", "--steps=1", *OTHER)

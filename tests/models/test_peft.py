@@ -113,6 +113,7 @@ def test_what_is_read_is_written_again(imported, tmp_path, case):
         np.testing.assert_allclose(again[name], value, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.catches("another-base-taken")
 def test_another_base_is_refused(imported, tmp_path):
     adapter = imported("lora")
     shutil.rmtree(tmp_path / "base")
@@ -160,6 +161,7 @@ def test_a_base_that_nothing_tells_from_others_is_refused(tmp_path):
     import_peft(*folders, tmp_path / "anew")
 
 
+@pytest.mark.catches("moved-base-lost")
 def test_a_base_is_found_where_both_moved_or_where_it_is_said_to_be(tmp_path):
     old, new, apart = (tmp_path / name for name in ("old", "new", "apart"))
     import_checkpoint(GOLDEN / "llama", old / "base")
