@@ -157,7 +157,10 @@ def test_it_goes_on_from_an_adapter_and_only_with_the_same(folder, resumed, caps
     trained("further", text, "--init=run", "--base=moved", "--steps=1", *OTHER)
     first = losses(folder / "further")[0]
     assert first[0] != losses(folder / "whole")[0][0]
-    assert records("further") == records("run")
+    further, before = (
+        {name for name in records(run) if "/params/" in name} for run in ("further", "run")
+    )
+    assert further == before
     words = text, "--init=run", "--base=moved", "--adapter.targets=attn/q", "--steps=1"
     err = said(capsys, "train", *BASE, "--out=not", *words, code=2)
     assert "is an adapter with 'model/params/layers/attn/k/w/down', which" in err
