@@ -128,7 +128,7 @@ NAMES = {
         "SpanConfig TrainConfig "
         "classification_loss contrastive_loss masked_token_loss preference_loss "
         "value_loss distillation_loss distillation_options next_token_loss task_of "
-        "initial_model train_config_from_json"
+        "initial_adapter initial_model train_config_from_json"
     ),
     "colossax.run": (
         "AverageEvaluation BestCheckpoint Callback EarlyStopping Outcome ResumableBatches "
