@@ -92,6 +92,7 @@ class ParamInfo:
         update: Its own rule in place of the optimizer, `(value, gradient) -> value`, of one layer.
         noted: Whether it is no parameter of the model but what is noted of a step: of gradients of
             microbatches the largest counts, and checkpoints hold it apart.
+        of_base: Whether it is of a model that an adapter learns beside: checkpoints leave it out.
         behind: Outside a layer stack, whether it was made after the one that its model has.
     """
 
@@ -111,6 +112,7 @@ class ParamInfo:
     stood_at: str | None = None
     update: Callable[[Any, Any], Any] | None = None
     noted: bool = False
+    of_base: bool = False
     behind: bool = False
 
     def at_rest(self, params: Any) -> np.dtype:

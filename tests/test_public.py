@@ -102,8 +102,9 @@ NAMES = {
         "LatentAttention LatentConfig LatentShape Layers Linear Llama3Scaling MLP MixtureConfig "
         "ModelSpec Models QueryGrowth RMSNorm RopeConfig Side StackOutput Sublayer VocabParts "
         "Weighted Wiring YarnScaling alibi_slopes cross_entropy decoder_layer describe "
-        "PatchConfig even_head_dim expert_layer initialise kl_divergence named param pure renamed "
-        "rope_tables rotate run_recurrence weight_of window_slots with_gathers with_weights"
+        "AdapterConfig PatchConfig even_head_dim expert_layer initialise kl_divergence named param "
+        "pure renamed rope_tables rotate run_recurrence weight_of window_slots with_adapter "
+        "with_gathers with_weights"
     ),
     "colossax.models": (
         "CohereConfig FalconConfig GLM4Config GLMConfig GPTJConfig GPTNeoXConfig Gemma2Config "
@@ -127,7 +128,7 @@ NAMES = {
         "SpanConfig TrainConfig "
         "classification_loss contrastive_loss masked_token_loss preference_loss "
         "value_loss distillation_loss distillation_options next_token_loss task_of "
-        "initial_model train_config_from_json"
+        "initial_adapter initial_model train_config_from_json"
     ),
     "colossax.run": (
         "AverageEvaluation BestCheckpoint Callback EarlyStopping Outcome ResumableBatches "
@@ -178,6 +179,7 @@ def test_public_names(module):
 
 
 FILES_FOR_THE_COMMAND_LINE = {
+    "colossax.models.adapters.peft",
     "colossax.models.hf",
     "colossax.pallas.bench",
     "colossax.pipeline.measured",

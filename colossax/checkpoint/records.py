@@ -66,6 +66,20 @@ class RecordReader:
         specs = self._folder.manifest.records
         return {name: (spec.shape, spec.dtype) for name, spec in specs.items()}
 
+    def seals(self, prefix: str) -> list[str] | None:
+        """Of each record whose name begins so, a line that says what it holds; nothing is read.
+
+        None: the step is of a version that has no seals.
+        """
+        manifest = self._folder.manifest
+        if not manifest.seals:
+            return None
+        return [
+            f"{name} {spec.shape} {spec.dtype.name} {list(manifest.seals.get(name, ()))}"
+            for name, spec in manifest.records.items()
+            if name.startswith(prefix)
+        ]
+
     def layered(self, name: str) -> bool:
         """Whether dim 0 of a record counts the layers of a stack."""
         return self._spec(name).layered

@@ -63,6 +63,9 @@ class Parser(argparse.ArgumentParser):
         return self.parse_args([self.alone.get(word, word) for word in words])
 
 
+BASE_HELP = "of an adapter: where the checkpoint that it was trained beside is now"
+
+
 def split_overrides(words: Sequence[str]) -> tuple[list[str], list[Override]]:
     """Words without dotted options, and those as (name, value) in their order.
 

@@ -7,17 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from colossax.cli.arguments import number
+from colossax.cli.arguments import BASE_HELP, number
 from colossax.cli.experts import asked_experts, asked_layers
 from colossax.cli.output import put, tell
 from colossax.cli.overrides import Override, apply_overrides
-from colossax.config import Plan
+from colossax.config import Plan, user_path
 from colossax.errors import InputError
 
 DESCRIPTION = {
     "import": (
         "Write the model in a Hugging Face folder (config.json, safetensors in one file or in\n"
-        "indexed shards, tokenizer.json) as a checkpoint, one tensor at a time."
+        "indexed shards, tokenizer.json) as a checkpoint, one tensor at a time; with --base\n"
+        "the adapter in a folder of peft (adapter_config.json, adapter_model.safetensors)."
     ),
     "export": (
         "Write the parameters of a checkpoint as a Hugging Face folder, one tensor at a time;\n"
@@ -34,6 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser, verb: str) -> None:
     if verb == "import":
         parser.add_argument("folder", metavar="HF_DIR", help="folder with config.json and weights")
         parser.add_argument("out", metavar="OUT", help="folder of the new checkpoint")
+        parser.add_argument(
+            "--base", metavar="CHECKPOINT", help="what an adapter in a folder of peft is of"
+        )
         parser.epilog = (
             "a plan to store with it, by dotted names:\n"
             "  --plan.preset zero3+megatron   --plan.precision.compute bfloat16\n"
@@ -56,6 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser, verb: str) -> None:
             action="store_true",
             help="write a checkpoint in place of a Hugging Face folder",
         )
+        parser.add_argument(
+            "--merge",
+            action="store_true",
+            help="an adapter merged into its base, as a model; else as a folder of peft",
+        )
+        parser.add_argument("--base", metavar="CHECKPOINT", help=BASE_HELP)
         parser.add_argument("--step", metavar="N", type=number(0), help="default: the latest")
         parser.add_argument(
             "--averaged",
@@ -78,8 +88,25 @@ def run(verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
 
 
 def _import(args: argparse.Namespace, overrides: list[Override]) -> None:
+    from colossax.models.adapters.peft import CONFIG_FILE, import_peft, is_peft
     from colossax.models.hf import import_checkpoint
 
+    if is_peft(Path(args.folder)) and args.base is not None:
+        if overrides:
+            raise InputError(
+                f"--{overrides[0][0].lstrip('-')}: an adapter has the plan of its base; leave the"
+                " option out"
+            )
+        import_peft(args.folder, args.out, args.base)
+        _tell(args, {"imported": args.folder, "checkpoint": args.out})
+        return
+    if args.base is not None or is_peft(Path(args.folder)):
+        raise InputError(
+            f"--base: {args.folder} holds no {CONFIG_FILE}; give a folder of peft, or leave the"
+            " option out"
+            if args.base is not None
+            else f"{args.folder}: holds an adapter; give the checkpoint of its base with --base"
+        )
     plan = apply_overrides(_Options(), overrides).plan if overrides else None
     import_checkpoint(args.folder, args.out, plan)
     _tell(args, {"imported": args.folder, "checkpoint": args.out})
@@ -94,11 +121,15 @@ def _export(args: argparse.Namespace, overrides: list[Override]) -> None:
         )
     if args.as_checkpoint and args.max_shard_gb is not None:
         raise InputError("--max-shard-gb: a checkpoint has no such files; leave the option out")
-    options: dict[str, Any] = {
-        "step": args.step,
-        "averaged": args.averaged,
-        "alter": _alteration(args),
-    }
+    options: dict[str, Any] = {"step": args.step, "averaged": args.averaged, "base": args.base}
+    if _as_adapter(args):
+        from colossax.models.adapters.peft import export_peft
+
+        reader = export_peft(args.checkpoint, args.folder, **options)
+        tell(f"{reader.chosen}\n")
+        _tell(args, {"exported": args.checkpoint, "folder": args.folder, "step": reader.step})
+        return
+    options["alter"] = _alteration(args)
     if args.as_checkpoint:
         reader = copy_checkpoint(args.checkpoint, args.folder, **options)
     else:
@@ -108,6 +139,25 @@ def _export(args: argparse.Namespace, overrides: list[Override]) -> None:
         )
     tell(f"{reader.chosen}\n")
     _tell(args, {"exported": args.checkpoint, "folder": args.folder, "step": reader.step})
+
+
+def _as_adapter(args: argparse.Namespace) -> bool:
+    """Whether a checkpoint's adapter is to be written alone.
+
+    Raises:
+        InputError: There is none, and it is to be merged.
+    """
+    from colossax.checkpoint import find_checkpoint
+
+    checkpoint = find_checkpoint(user_path(args.checkpoint, "CHECKPOINT"), args.step)
+    if checkpoint.document("adapter", dict) is None:
+        for option, given in (("--merge", args.merge), ("--base", args.base)):
+            if given:
+                raise InputError(
+                    f"{option}: {args.checkpoint} holds no adapter; leave the option out"
+                )
+        return False
+    return not (args.merge or args.as_checkpoint or args.experts or args.layers)
 
 
 def _alteration(args: argparse.Namespace) -> Callable[[Any], Any]:

@@ -5,7 +5,7 @@ import dataclasses
 import json
 from typing import Any
 
-from colossax.cli.arguments import keeping, number, real
+from colossax.cli.arguments import BASE_HELP, keeping, number, real
 from colossax.cli.devices import choose_devices, request_host_devices
 from colossax.cli.output import put, tell
 from colossax.cli.overrides import Override, apply_overrides
@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
     """Declare the options of `colossax generate`."""
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder of a run or a checkpoint")
     parser.add_argument("--step", metavar="N", type=number(0), help="default: the latest")
+    parser.add_argument("--base", metavar="CHECKPOINT", help=BASE_HELP)
     parser.add_argument(
         "--prompt",
         metavar="TEXT",
@@ -90,7 +91,8 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
 def _generate(args: argparse.Namespace, overrides: list[Override]) -> int:
     from colossax.inference import Request, open_checkpoint
 
-    stored = open_checkpoint(user_path(args.checkpoint, "CHECKPOINT"), step=args.step)
+    base = None if args.base is None else user_path(args.base, "--base")
+    stored = open_checkpoint(user_path(args.checkpoint, "CHECKPOINT"), step=args.step, base=base)
     plan = apply_overrides(_Options(plan=stored.plan), overrides).plan
     # All that can be refused is, before parameters are read.
     prompts = prompt_tokens(args, stored.tokenizer)

@@ -47,13 +47,15 @@ def apply_overrides(config: Any, overrides: Sequence[Override]) -> Any:
 
 
 def _initial(text: str) -> dict[str, Any]:
-    """What `--init` says of a run on text: where it starts, and so its model."""
+    """What `--init` says of a run on text: where it starts, and so its model and its adapter."""
     if text.lower() == "none":
         return {"init": None}
-    from colossax.tasks import initial_model  # reads checkpoints, with JAX
+    from colossax.tasks import initial_adapter, initial_model  # they read checkpoints, with JAX
 
     path = str(user_path(text, "--init"))
-    return {"init": path, "model": initial_model(path)}
+    fields: dict[str, Any] = {"init": path, "model": initial_model(path)}
+    adapter = initial_adapter(path)
+    return fields if adapter is None else {**fields, "adapter": adapter}
 
 
 def with_preset(plan: Plan, name: str) -> Plan:

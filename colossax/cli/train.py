@@ -14,7 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
-from colossax.cli.arguments import Parser, keeping, number, recipe_of_a_file, several_processes
+from colossax.cli.arguments import (
+    BASE_HELP,
+    Parser,
+    keeping,
+    number,
+    recipe_of_a_file,
+    several_processes,
+)
 from colossax.cli.devices import choose_devices, request_host_devices
 from colossax.cli.output import standard_output, tell
 from colossax.cli.overrides import Override, apply_overrides
@@ -119,6 +126,7 @@ def add_arguments(parser: Parser, _verb: str) -> None:
         metavar="CHECKPOINT",
         help="start from the parameters, with the model and the tokenizer, of a checkpoint",
     )
+    values.add_argument("--base", metavar="CHECKPOINT", help=BASE_HELP)
     values.add_argument("--data", metavar="PATH", help="text, JSONL or Parquet, a file or a folder")
     keeping(parser)
     several_processes(parser)
@@ -171,6 +179,7 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
             options = RunOptions(
                 out=args.out,
                 resume=args.resume,
+                base=None if _starts_from_base(args) else args.base,
                 take_over=args.take_over,
                 trackers=args.trackers or RunOptions.trackers,
                 devices=lambda: choose_devices(args.devices),
@@ -201,13 +210,17 @@ def configure(args: argparse.Namespace, overrides: list[Override]) -> TrainConfi
         InputError: Unknown names, or values that do not fit.
     """
     folder = None if args.out is None else RunFolder(path=user_path(args.out, "--out"))
-    resumed = args.resume and folder is not None and folder.holds_run
+    resumed = _goes_on(args)
     written = folder.config() if folder is not None and resumed else None
     before = None
     if folder is not None and written and "model" in written:
         before = _as_it_was(folder, written)
     plain = [(name, getattr(args, f"field_{name}")) for name in ("init", *_FIELDS)]
     given = [(name, text) for name, text in plain if text is not None]
+    if _starts_from_base(args):
+        if before is not None and not before.adapter:
+            raise InputError(f"--base: the run in {args.out} has no adapter; leave the option out")
+        given.append(("init", args.base))
     if args.data is not None:
         given.append(("data.path", args.data))
     given += overrides
@@ -221,6 +234,20 @@ def configure(args: argparse.Namespace, overrides: list[Override]) -> TrainConfi
         return run_as_asked(config, given)
     config = apply_overrides(config, given)
     return config if before is None else _keep_schedule(config, before)
+
+
+def _goes_on(args: argparse.Namespace) -> bool:
+    """Whether there is a run in `--out`, and `--resume`."""
+    return (
+        args.out is not None
+        and bool(args.resume)
+        and RunFolder(path=user_path(args.out, "--out")).holds_run
+    )
+
+
+def _starts_from_base(args: argparse.Namespace) -> bool:
+    """Whether `--base` stands for what a run started from, of which it needs nothing else now."""
+    return args.base is not None and args.field_init is None and _goes_on(args)
 
 
 def _as_it_was(folder: RunFolder, written: dict[str, Any]) -> TrainConfig:

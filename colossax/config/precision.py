@@ -156,8 +156,8 @@ class Precision:
             )
 
     def in_float8(self, dims: Sequence[str | None]) -> bool:
-        """Whether a matrix with these dims is multiplied in float8."""
-        return self.matmul == "float8" and not set(self.float8.keep).intersection(dims)
+        """Whether a matrix with these dims is multiplied in float8; those of adapters are not."""
+        return self.matmul == "float8" and not {*self.float8.keep, "rank"}.intersection(dims)
 
     def remembers(self, dims: Sequence[str | None]) -> bool:
         """Whether it has a history of scales."""

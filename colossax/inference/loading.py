@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from colossax.checkpoint import Checkpointer, RecordReader, find_checkpoint, slot_of
+from colossax.checkpoint.base import base_of
 from colossax.checkpoint.broken import chosen
 from colossax.config import BoundPlan, Plan, Precision, from_json
 from colossax.data import Tokenizer
@@ -17,10 +18,10 @@ from colossax.inference.fitting import Fitted, fit_layers
 from colossax.inference.generator import Generator
 from colossax.inference.plan import one_stack, parameters_alone
 from colossax.models import config_from_json, maker
-from colossax.nn import DecoderConfig, ModelSpec, describe
+from colossax.nn import AdapterConfig, DecoderConfig, ModelSpec, describe, with_adapter
 from colossax.sharding import param_sharding, use, validate
 from colossax.sharding.rules import uneven_layers
-from colossax.typing import Params
+from colossax.typing import ParamInfo, Params
 
 _FLOATS = ("float16", "bfloat16", "float32")
 """Dtypes of a plan's parameters, the widest last."""
@@ -76,6 +77,8 @@ class StoredModel:
         precision: How to compute: as the run did; parameters in the type they are stored in.
         tokenizer: None where the checkpoint holds none.
         name: Of the model, where the checkpoint holds several.
+        adapter: What it holds of the model alone, if it has an adapter.
+        base: Then the checkpoint of the rest, and the model's name there.
     """
 
     directory: Path
@@ -84,6 +87,8 @@ class StoredModel:
     precision: Precision
     tokenizer: Tokenizer | None
     name: str = MODEL
+    adapter: AdapterConfig = AdapterConfig()
+    base: tuple[RecordReader, str] | None = None
 
     @property
     def chosen(self) -> str:
@@ -127,20 +132,32 @@ class StoredModel:
         if plan.offload.auto:
             plan = self.fit(plan, devices, slots=slots).plan
         bound, spec = self._described(plan, devices)
-        infos, structure = jax.tree.flatten(spec.infos)
-        shapes = jax.tree.leaves(_shapes(bound, spec))
-        wants = [
-            (slot_of(info, f"{self.name}/params", dtype=shape.dtype), shape.sharding)
-            for info, shape in zip(infos, shapes, strict=True)
-        ]
-        arrays = Checkpointer(self.directory).restore(self.step, wants, convert=True)
         return LoadedModel(
             spec=spec,
             bound=bound,
-            params=jax.tree.unflatten(structure, arrays),
+            params=self._read(bound, spec),
             config=self.config,
             tokenizer=self.tokenizer,
         )
+
+    def _read(self, bound: BoundPlan, spec: ModelSpec) -> Params:
+        """The parameters; of an adapter, and of its base."""
+        infos, structure = jax.tree.flatten(spec.infos)
+        shapes, found = jax.tree.leaves(_shapes(bound, spec)), dict[int, Any]()
+        places = [(self.directory, self.step, self.name, False)]
+        if self.base is not None:
+            base, name = self.base
+            places.append((base.directory, base.step, name, True))
+        for directory, step, name, frozen in places:
+            own = [i for i, info in enumerate(infos) if info.of_base == frozen]
+            wants = [
+                (slot_of(_stood(infos[i]), f"{name}/params", dtype=shapes[i].dtype), where)
+                for i in own
+                if (where := shapes[i].sharding)
+            ]
+            arrays = Checkpointer(directory).restore(step, wants, convert=True)
+            found.update(zip(own, arrays, strict=True))
+        return jax.tree.unflatten(structure, [found[i] for i in range(len(infos))])
 
     def fit(
         self,
@@ -176,11 +193,18 @@ class StoredModel:
     ) -> tuple[BoundPlan, ModelSpec]:
         bound = plan.bind(devices)
         with use(bound):
-            spec = describe(maker(self.model))
+            spec = describe(with_adapter(maker(self.model), self.adapter))
         if any(uneven_layers(bound, info) for info in jax.tree.leaves(spec.infos)):
             bound = bound.replace(rules=one_stack(plan.rules))
         validate(bound, spec.infos)
         return bound, spec
+
+
+def _stood(info: ParamInfo) -> ParamInfo:
+    """A parameter of a base with the path that it has there."""
+    if not info.of_base or not info.stood_at:
+        return info
+    return dataclasses.replace(info, path=info.stood_at)
 
 
 def _shapes(bound: BoundPlan, spec: ModelSpec) -> Params:
@@ -194,11 +218,17 @@ def _shapes(bound: BoundPlan, spec: ModelSpec) -> Params:
     )
 
 
-_KINDS = {MODEL: dict, "models": dict, "tokenizer": str, "plan": dict}
+_KINDS = {MODEL: dict, "models": dict, "tokenizer": str, "plan": dict, "adapter": dict}
 """Of the documents that are read."""
 
 
-def open_checkpoint(path: str | Path, name: str = MODEL, *, step: int | None = None) -> StoredModel:
+def open_checkpoint(
+    path: str | Path,
+    name: str = MODEL,
+    *,
+    step: int | None = None,
+    base: str | Path | None = None,
+) -> StoredModel:
     """Read a checkpoint's documents.
 
     Args:
@@ -206,6 +236,8 @@ def open_checkpoint(path: str | Path, name: str = MODEL, *, step: int | None = N
         name: Which model, where it holds several: its configuration is then in the document
             `models` under this name.
         step: Which checkpoint of a folder of several; None is the latest.
+        base: Of an adapter: where the checkpoint that it was trained beside is now; None: where it
+            was.
 
     Raises:
         CheckpointError: There is none, it is damaged, names no model of ours, or its tokenizer
@@ -218,14 +250,19 @@ def open_checkpoint(path: str | Path, name: str = MODEL, *, step: int | None = N
         reader.document(document, kind)
     where = f"checkpoint '{directory}' step {reader.step}"
     model = config_from_json(_configuration(documents, name, where))
+    adapter, beside = documents.get("adapter"), None
+    if adapter is not None:
+        beside = base_of(reader, base)
     tokenizer = _tokenizer(documents.get("tokenizer"), model.decoder().vocab, where)
     return StoredModel(
         directory=directory,
         step=reader.step,
         model=model,
-        precision=_precision(reader, documents, name),
+        precision=_precision(*(beside or (reader, name)), documents),
         tokenizer=tokenizer,
         name=name,
+        adapter=from_json(AdapterConfig, adapter or {}, where="adapter of the checkpoint"),
+        base=beside,
     )
 
 
@@ -272,7 +309,7 @@ def _tokenizer(document: str | None, vocab: int, where: str) -> Tokenizer | None
     return tokenizer
 
 
-def _precision(reader: RecordReader, documents: dict[str, Any], name: str) -> Precision:
+def _precision(reader: RecordReader, name: str, documents: dict[str, Any]) -> Precision:
     """The run's, if a plan is stored, with parameters as they are on disk."""
     prefix = f"{name}/params/"
     stored = {

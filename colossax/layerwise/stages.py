@@ -154,7 +154,8 @@ class StageLayers:
 
         Args:
             rows: As for `forward`.
-            grads: Sums of gradients so far, like rows, in the dtype of accumulation.
+            grads: Sums of gradients so far, like rows, in the dtype of accumulation; None of what
+                does not learn.
             cotangent: By `(carry, sums)` of the chunk.
             side: As for `forward`.
             kept: Number of a layer of the chunk to what forward kept of it.
@@ -333,18 +334,26 @@ def _row(rows: Chunks, chunk: Array, i: Array) -> Any:
 
 
 def _added(grads: Chunks, more: Any, chunk: Array, i: Array, active: Array) -> Chunks:
-    """Gradients of layer i of a chunk added to theirs."""
+    """Gradients of layer i of a chunk added to theirs; None of what does not learn."""
 
     def add(number: int) -> Callable[[Any, Any], Any]:
         meant = active & (chunk == number) if len(grads) > 1 else active
 
-        def one(whole: Array, g: Array) -> Array:
+        def one(whole: Array | None, g: Array) -> Array | None:
+            if whole is None:
+                return None
             more = jnp.where(meant, g, jnp.zeros_like(g)).astype(whole.dtype)
             return add_to_row(whole, more, i)
 
         return one
 
-    return tuple(jax.tree.map(add(number), each, more) for number, each in enumerate(grads))
+    def is_frozen(x: Any) -> bool:
+        return x is None
+
+    return tuple(
+        jax.tree.map(add(number), each, more, is_leaf=is_frozen)
+        for number, each in enumerate(grads)
+    )
 
 
 def _check_carry(path: str, carry: Any) -> None:

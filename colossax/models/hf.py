@@ -15,6 +15,7 @@ from colossax.config import Plan, to_json, user_path
 from colossax.data import Tokenizer
 from colossax.documents import read_json
 from colossax.errors import InputError
+from colossax.models.adapters.stored import params_of
 from colossax.models.conversion import Conversion, Tensor
 from colossax.models.conversions import CONVERSIONS
 from colossax.models.hf_folder import Source, open_folder
@@ -27,8 +28,6 @@ from colossax.models.parameters import (
     ModelParams,
     declare,
     left_as_it_was,
-    params_of_averages,
-    params_of_checkpoint,
     write_checkpoint,
 )
 from colossax.models.registry import config_to_json, family_of
@@ -127,6 +126,7 @@ def export_checkpoint(
     averaged: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     alter: Callable[[ModelParams], ModelParams] = lambda params: params,
+    base: str | Path | None = None,
 ) -> RecordReader:
     """Write the parameters of a checkpoint as a Hugging Face folder.
 
@@ -139,6 +139,7 @@ def export_checkpoint(
         averaged: Whether to take the averages that the run's optimizer kept of the parameters.
         max_shard_bytes: Size above which weights are split over several files with an index.
         alter: What is written in place of the checkpoint's model; see `colossax.models.altered`.
+        base: Of an adapter, which is merged into its base: where that is now; None: where it was.
 
     Returns:
         The checkpoint that was read: its step.
@@ -153,7 +154,7 @@ def export_checkpoint(
     checkpoint, folder = user_path(checkpoint, "CHECKPOINT"), user_path(folder, "HF_DIR")
     _require_free(folder)
     reader = find_checkpoint(checkpoint, step)
-    params = alter(_params_of(reader, averaged))
+    params = alter(params_of(reader, base, averaged=averaged))
     config, documents = params.config, reader.documents()
     conversion = CONVERSIONS[family_of(config).name].of(config)
     found = conversion.tensors(params.infos, config.decoder().layer_kinds)
@@ -181,6 +182,7 @@ def copy_checkpoint(
     step: int | None = None,
     averaged: bool = False,
     alter: Callable[[ModelParams], ModelParams] = lambda params: params,
+    base: str | Path | None = None,
 ) -> RecordReader:
     """Write the parameters of a checkpoint as step 0 of another, with its tokenizer and plan.
 
@@ -190,6 +192,7 @@ def copy_checkpoint(
         step: Which checkpoint; None is the latest.
         averaged: Whether to take the averages that the run's optimizer kept of the parameters.
         alter: What is written in place of the checkpoint's model; see `colossax.models.altered`.
+        base: Of an adapter, which is merged into its base: where that is now; None: where it was.
 
     Returns:
         The checkpoint that was read: its step.
@@ -203,14 +206,11 @@ def copy_checkpoint(
     """
     checkpoint, out = user_path(checkpoint, "CHECKPOINT"), user_path(out, "OUT")
     reader = find_checkpoint(checkpoint, step)
-    params, documents = alter(_params_of(reader, averaged)), reader.documents()
+    params = alter(params_of(reader, base, averaged=averaged))
+    documents = reader.documents()
     kept = (PLAN_DOCUMENT, TOKENIZER_DOCUMENT)
     write_checkpoint(params, out, {name: documents[name] for name in kept if name in documents})
     return reader
-
-
-def _params_of(reader: RecordReader, averaged: bool) -> ModelParams:
-    return (params_of_averages if averaged else params_of_checkpoint)(reader)
 
 
 def _require_free(folder: Path) -> None:

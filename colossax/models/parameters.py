@@ -106,7 +106,7 @@ def params_of_checkpoint(reader: RecordReader) -> ModelParams:
 
     def read(path: str, layer: int | None, expert: int | None) -> np.ndarray:
         place = tuple(at for at in (layer, expert) if at is not None)
-        return _read_record(reader, f"{PARAMS}/{path}", place)
+        return read_record(reader, f"{PARAMS}/{path}", place)
 
     dtypes = {path: reader.records()[f"{PARAMS}/{path}"][1] for path in infos}
     return ModelParams(config=config, spec=spec, dtypes=dtypes, read=read)
@@ -123,29 +123,43 @@ def params_of_averages(reader: RecordReader) -> ModelParams:
 
     Cost: of a schedule-free one two records are read for each parameter.
     """
-    params, records = params_of_checkpoint(reader), reader.records()
-    known = (_EMA, _SCHEDULE_FREE)
-    kept = next((k for k in known if any(f"{k}/{path}" in records for path in params.infos)), None)
+    params = params_of_checkpoint(reader)
+    return dataclasses.replace(params, read=read_averages(reader, params.read, params.dtypes))
+
+
+def read_averages(reader: RecordReader, plain: Read, dtypes: Mapping[str, np.dtype]) -> Read:
+    """How the averages are read that a checkpoint's state has in place of parameters.
+
+    Args:
+        reader: The checkpoint.
+        plain: How they themselves are.
+        dtypes: What they become, by path.
+
+    Raises:
+        InputError: The optimizer kept no averages.
+    """
+    records, known = reader.records(), (_EMA, _SCHEDULE_FREE)
+    kept = next((k for k in known if any(f"{k}/{path}" in records for path in dtypes)), None)
     if kept is None:
         raise InputError(
             f"averages: the optimizer of {reader.directory} step {reader.step} keeps none; leave"
             " --averaged out, or train with --optimizer.ema 0.999"
         )
     if int(reader.read(f"{_STATE}/count")) == 0:
-        return params
+        return plain
     share = 0.0 if kept == _EMA else float(reader.read(f"{_STATE}/share"))
 
     def read(path: str, layer: int | None, expert: int | None) -> np.ndarray:
         if f"{kept}/{path}" not in records:
-            return params.read(path, layer, expert)
+            return plain(path, layer, expert)
         place = tuple(at for at in (layer, expert) if at is not None)
-        found = _read_record(reader, f"{kept}/{path}", place)
+        found = read_record(reader, f"{kept}/{path}", place)
         if kept == _SCHEDULE_FREE:
-            y = params.read(path, layer, expert).astype(np.float32)
+            y = plain(path, layer, expert).astype(np.float32)
             found = (y - np.float32(1 - share) * found) / np.float32(share)
-        return found.astype(params.dtypes[path])
+        return found.astype(dtypes[path])
 
-    return dataclasses.replace(params, read=read)
+    return read
 
 
 def write_checkpoint(
@@ -223,7 +237,7 @@ def _check_records(reader: RecordReader, infos: Mapping[str, ParamInfo]) -> None
             )
 
 
-def _read_record(reader: RecordReader, name: str, place: tuple[int, ...]) -> np.ndarray:
+def read_record(reader: RecordReader, name: str, place: tuple[int, ...]) -> np.ndarray:
     """A record, or one layer or expert of it, in blocks: all at once would need twice its bytes.
 
     Args:

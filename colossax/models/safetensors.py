@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -53,10 +53,18 @@ class Reader:
         WeightsError: The folder has no weights, lacks a file of its index, or a file is damaged.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, files: Sequence[Path] | None = None):
+        """Read what files say of their tensors.
+
+        Args:
+            folder: Holds them.
+            files: Default those of a model.
+        """
         self.folder = folder
         self.tensors: dict[str, StoredTensor] = {}
-        for file in _weight_files(folder):
+        for file in _weight_files(folder) if files is None else files:
+            if not file.is_file():
+                raise WeightsError(f"{file}: is missing; copy it too")
             self.tensors.update(read_header(file))
 
     def read(self, name: str, first: int = 0, rows: int | None = None) -> np.ndarray:

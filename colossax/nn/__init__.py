@@ -7,6 +7,7 @@ from colossax.lazy import lazily
 if TYPE_CHECKING:
     from colossax.layerwise import LayerState as LayerState
 
+    from .adapters.adapter import with_adapter as with_adapter
     from .attention import Attention as Attention
     from .attention import AttentionShape as AttentionShape
     from .attention import FlatTokens as FlatTokens
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from .cache import CacheArray as CacheArray
     from .cache import CacheSpec as CacheSpec
     from .cache import window_slots as window_slots
+    from .config.adapter import AdapterConfig as AdapterConfig
     from .config.decoder import DecoderConfig as DecoderConfig
     from .config.decoder import LayerCount as LayerCount
     from .config.family import DecoderSizes as DecoderSizes

@@ -77,6 +77,9 @@ def take_shares(_shares: Array, counts: Array) -> Array:
     return counts / jnp.maximum(jnp.sum(counts, axis=-1, keepdims=True), 1.0)
 
 
+EXPERT_MATRICES = ("up", "gate", "down")
+
+
 class Experts(nnx.Module):
     """A router, a gate and experts: a `Sublayer`.
 
@@ -227,7 +230,7 @@ class Experts(nnx.Module):
         return y + beside
 
     def _weights(self, state: LayerState) -> sharded.ExpertWeights:
-        names = ("up", "gate", "down") if self.gated else ("up", "down")
+        names = [name for name in EXPERT_MATRICES if self.gated or name != "gate"]
         into, out = ("expert_embed", "expert_mlp"), ("expert_mlp", "expert_embed")
         dims = {name: ("experts", *(out if name == "down" else into)) for name in names}
         if self.config.expert_bias:

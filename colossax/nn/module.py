@@ -291,6 +291,7 @@ def _info(path: tuple, variable: Any, model: str | None, behind: Sequence[tuple]
         stood_at="/".join(map(str, path[:-inside])) if inside else None if inside is None else "",
         update=metadata.get("own_update"),
         noted=metadata.get("noted", False),
+        of_base=metadata.get("of_base", False),
         behind=any(path[: len(prefix)] == prefix for prefix in behind),
     )
 

@@ -8,12 +8,13 @@ import jax
 from jax.sharding import Sharding
 
 from colossax.checkpoint import ArraySlot, Checkpointer
+from colossax.checkpoint.base import BASE
 from colossax.checkpoint.broken import broken_steps, move_aside
 from colossax.errors import CheckpointError
 from colossax.run.run_dir import first_difference
 from colossax.step.saving.records import StateRecords
 from colossax.step.step import Step
-from colossax.typing import TrainState
+from colossax.typing import Params, TrainState
 
 
 def _position(done: int) -> dict[str, int]:
@@ -86,8 +87,12 @@ class RunCheckpoints:
         """Steps done at the latest checkpoint."""
         return self._checkpointer.latest()
 
-    def restore(self, done: int) -> TrainState:
+    def restore(self, done: int, base: Params | None = None) -> TrainState:
         """The state after `done` steps, laid out by the step's plan.
+
+        Args:
+            done: Which.
+            base: See `StateRecords.restored`.
 
         Raises:
             CheckpointError: It is damaged, of another run, model or optimizer, or holds a data
@@ -96,7 +101,8 @@ class RunCheckpoints:
         documents = self._checkpointer.documents(done)
         self._check_run(done, documents)
         self._check_position(done, documents)
-        return self._records.restored(self._checkpointer, done)
+        self._check_base(done, documents)
+        return self._records.restored(self._checkpointer, done, base)
 
     def set_broken_aside(self) -> None:
         """Move steps aside that are no longer whole, and report each; by one process alone."""
@@ -144,6 +150,18 @@ class RunCheckpoints:
                 f"checkpoint '{self._checkpointer.directory}' step {done} is of another run:"
                 f" {field} is {there} there and {here} here; resume that run in a folder of its"
                 " own, or start a new one"
+            )
+
+    def _check_base(self, done: int, documents: dict[str, Any]) -> None:
+        """Refuse to go on beside another base than the adapter was trained beside."""
+        here, there = self._documents.get(BASE), documents.get(BASE)
+        if here is None or not isinstance(there, dict):
+            return
+        if here["checksum"] != there.get("checksum"):
+            raise CheckpointError(
+                f"checkpoint '{self._checkpointer.directory}' step {done} is an adapter of another"
+                f" base than '{here['path']}', whose parameters differ; put back the one that it"
+                f" was trained beside, {there.get('path')!r}"
             )
 
     def _check_position(self, done: int, documents: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """What a run starts from: a state of its own, or the parameters of checkpoints."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from colossax.errors import (
 )
 from colossax.processes.group import Group
 from colossax.run.checkpointing import RunCheckpoints
-from colossax.run.origins import Origin, origins_of
+from colossax.run.origins import Origin
 from colossax.run.prepared import Prepared
 from colossax.run.progress import Screen
 from colossax.run.run_dir import first_difference
@@ -59,8 +59,9 @@ def _found_state(
             screen.note(f"{run.folder.path} holds no checkpoint yet; starting from the beginning")
         return *_fresh_state(run, screen), None
     if run.state is not None:  # it makes room for the one on disk
-        jax.tree.map(lambda leaf: leaf.delete(), run.state)
-    start, state = _restored(run.group, checkpoints, start)
+        _make_room(run)
+    base = run.group.together(lambda: base_params(run))
+    start, state = _restored(run.group, checkpoints, start, base)
     screen.note(f"resumed from step {start} of {run.folder.path}")
     if not run.folder.file.is_file():
         screen.note(f"{run.folder.file} was missing; checkpoints say what it said")
@@ -73,14 +74,42 @@ def _latest(checkpoints: RunCheckpoints) -> int | None:
     return checkpoints.latest()
 
 
-def _restored(group: Group, checkpoints: RunCheckpoints, start: int) -> tuple[int, TrainState]:
+def _make_room(run: Prepared) -> None:
+    """Give up the arrays of a given state, but those that checkpoints leave out."""
+    assert run.state is not None
+    kept = jax.tree.map(
+        lambda info, leaf: leaf if info.of_base else None, run.step.spec.infos, run.state["params"]
+    )
+    kept = {id(leaf) for leaf in jax.tree.leaves(kept)}
+    for leaf in jax.tree.leaves(run.state):
+        if id(leaf) not in kept:
+            leaf.delete()
+
+
+def base_params(run: Prepared) -> Params | None:
+    """Parameters of the model that an adapter is of, None in place of others; None: there is none.
+
+    Raises:
+        CheckpointError: They cannot be read.
+    """
+    infos = run.step.spec.infos
+    if not any(info.of_base for info in jax.tree.leaves(infos)):
+        return None
+    if run.state is not None:
+        return run.state["params"]
+    return initial_params(run.origins(), run.step, run.config.seed, only=lambda info: info.of_base)
+
+
+def _restored(
+    group: Group, checkpoints: RunCheckpoints, start: int, base: Params | None = None
+) -> tuple[int, TrainState]:
     """The latest state that can be read, from a step on; damaged ones after it are moved aside.
 
     Raises:
         CheckpointError: None can; the last one that is there stays.
     """
     while True:
-        found = group.together(lambda at=start: _unless_damaged(checkpoints, at))
+        found = group.together(lambda at=start: _unless_damaged(checkpoints, at, base))
         try:
             group.together(lambda one=found: _raised(one))
         except InputError as problem:
@@ -95,10 +124,10 @@ def _restored(group: Group, checkpoints: RunCheckpoints, start: int) -> tuple[in
         start = earlier
 
 
-def _unless_damaged(checkpoints: RunCheckpoints, start: int) -> Any:
+def _unless_damaged(checkpoints: RunCheckpoints, start: int, base: Params | None) -> Any:
     """The state, or why it cannot be read: another process may be able to."""
     try:
-        return checkpoints.restore(start)
+        return checkpoints.restore(start, base)
     except DamagedCheckpointError as problem:
         return problem
 
@@ -115,7 +144,7 @@ def _fresh_state(run: Prepared, screen: Screen) -> tuple[int, TrainState]:
         return int(run.state["step"]), run.state
     if init is None:
         return 0, run.step.init(seed)
-    origins = run.group.together(lambda: origins_of(init, run.step.spec.model_names))
+    origins = run.group.together(run.origins)
     params = run.group.together(lambda: initial_params(origins, run.step, seed))
     for name, origin in origins.items():
         screen.note(f"{'' if name == MODEL else f'{name}: '}parameters from {origin}")
@@ -170,7 +199,13 @@ def check_owner(disk: DiskTier, asked: dict[str, Any]) -> None:
         )
 
 
-def initial_params(origins: Mapping[str, Origin], step: Step, seed: int = 0) -> Params:
+def initial_params(
+    origins: Mapping[str, Origin],
+    step: Step,
+    seed: int = 0,
+    *,
+    only: Callable[[ParamInfo], bool] = lambda info: True,
+) -> Params:
     """Parameters of checkpoints in the dtype and layout of the step, and random ones beside them.
 
     Each device reads its own shards, and host memory what lives there. A checkpoint may be of the
@@ -181,6 +216,7 @@ def initial_params(origins: Mapping[str, Origin], step: Step, seed: int = 0) -> 
         origins: See `origins_of`.
         step: Whose parameters they become.
         seed: Of what is drawn, as for `Step.init`: new parts, and models without an origin.
+        only: Which are wanted; None stands in place of the others.
 
     Raises:
         CheckpointError: Records are missing, of another model, or damaged.
@@ -189,32 +225,39 @@ def initial_params(origins: Mapping[str, Origin], step: Step, seed: int = 0) -> 
 
     def is_drawn(info: ParamInfo) -> bool:
         origin = origins.get(info.model or MODEL)
-        return origin is None or origin.lacks(info)
+        return only(info) and (origin is None or origin.holding(info).lacks(info))
 
     arrays: dict[int, Any] = {}
     for name, origin in origins.items():
         stored = {
             i: info
             for i, info in enumerate(infos)
-            if (info.model or MODEL) == name and not is_drawn(info)
+            if (info.model or MODEL) == name and only(info) and not is_drawn(info)
         }
+        origin.check_all_read(info for info in infos if (info.model or MODEL) == name)
         arrays.update(zip(stored, _read(origin, step, list(stored.values())), strict=True))
-    drawn = iter(())
     if any(map(is_drawn, infos)):
-        drawn = iter(jax.tree.leaves(step.fresh_params(seed, only=is_drawn)))
-    leaves = [arrays[i] if i in arrays else next(drawn) for i in range(len(infos))]
-    return jax.tree.unflatten(structure, leaves)
+        drawn = jax.tree.leaves(step.fresh_params(seed, only=is_drawn))
+        arrays.update(
+            zip([i for i, info in enumerate(infos) if is_drawn(info)], drawn, strict=True)
+        )
+    return jax.tree.unflatten(structure, [arrays.get(i) for i in range(len(infos))])
 
 
 def _read(origin: Origin, step: Step, infos: Sequence[ParamInfo]) -> Sequence[Any]:
-    """These parameters of an origin's model."""
-    dtype = step.bound.plan.precision.params
-    wants = [
-        (
-            slot_of(origin.stored(info), origin.prefix, dtype=info.at_rest(dtype)),
-            param_sharding(step.bound, "params", info),
-        )
-        for info in infos
-    ]
-    checkpoint = origin.checkpoint
-    return Checkpointer(checkpoint.directory).restore(checkpoint.step, wants, convert=True)
+    """These parameters of an origin's model; those of an adapter, and of its base."""
+    dtype, found = step.bound.plan.precision.params, dict[int, Any]()
+    for holder in filter(None, (origin, origin.base)):
+        own = [i for i, info in enumerate(infos) if origin.holding(info) is holder]
+        wants = [
+            (
+                slot_of(holder.stored(info), holder.prefix, dtype=info.at_rest(dtype)),
+                param_sharding(step.bound, "params", info),
+            )
+            for info in map(infos.__getitem__, own)
+        ]
+        checkpointer = Checkpointer(holder.checkpoint.directory)
+        exact = origin.base is None
+        arrays = checkpointer.restore(holder.checkpoint.step, wants, convert=True, exact=exact)
+        found.update(zip(own, arrays, strict=True))
+    return [found[i] for i in range(len(infos))]

@@ -42,6 +42,8 @@ class RunOptions:
         resume: Go on with the run in `out`; `"auto"` starts one where there is none.
         trackers: Where metrics go beside `metrics.jsonl`, by name: `tensorboard`, `wandb` (offline,
             unless its environment says otherwise), `trackio`; `json` adds nothing.
+        base: Where `RunConfig.init` is of an adapter: where the checkpoint that it was trained
+            beside is now; None: where it was.
         take_over: Also write into a folder that another run writes into, which then stops.
         devices: Gives the devices; called when JAX may be asked.
         emit: Takes one record per step and the final one; None on all processes but the first.
@@ -50,6 +52,7 @@ class RunOptions:
     out: str | None = None
     resume: bool | Literal["auto"] = False
     trackers: Sequence[str] = DEFAULT_TRACKERS
+    base: str | Path | None = None
     take_over: bool = False
     devices: Callable[[], list[jax.Device]] = jax.devices
     emit: Callable[[Record], None] | None = None

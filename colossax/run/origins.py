@@ -2,8 +2,11 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from colossax.checkpoint import RecordReader, find_checkpoint
+from colossax.checkpoint.base import BASE, base_document, base_of
 from colossax.errors import InputError
 from colossax.run.options import Init, Source
 from colossax.step.saving.records import MODEL
@@ -21,12 +24,14 @@ class Origin:
         checkpoint: What is there.
         records: Names of its records.
         model: Name among them; `MODEL` where it is alone.
+        base: Where the frozen parameters are, if the model is an adapter.
     """
 
     path: str
     checkpoint: RecordReader
     records: frozenset[str]
     model: str
+    base: "Origin | None" = None
 
     def __str__(self) -> str:
         return self.path if self.model == MODEL else f"'{self.model}' of {self.path}"
@@ -40,6 +45,34 @@ class Origin:
         """Whether a parameter is a new part of a weight, which the checkpoint has none of."""
         return info.stood_at == "" and not self._holds(info)
 
+    def holding(self, info: ParamInfo) -> "Origin":
+        """Itself, or its base, where that has a parameter."""
+        if self.base is None or self._holds(info) or self.base.lacks(info):
+            return self
+        return self.base
+
+    def document(self, folder: Path) -> dict[str, Any]:
+        """What checkpoints of an adapter, in a folder, say of it as their base."""
+        origin = self.base or self
+        return base_document(origin.checkpoint, origin.model, folder)
+
+    def check_all_read(self, infos: Iterable[ParamInfo]) -> None:
+        """Refuse an adapter of which a model leaves out a part, or all.
+
+        Raises:
+            InputError: Names a record.
+        """
+        if self.base is None:
+            return
+        read = {f"{self.prefix}/{info.own_path}" for info in infos}
+        mine = {name for name in self.records if name.startswith(f"{self.prefix}/")}
+        for name in sorted(mine - read):
+            raise InputError(
+                f"init: {self} is an adapter with '{name}', which the run's model has not; leave"
+                " adapter.* as it was trained, or start from what colossax export --merge"
+                " --as-checkpoint writes"
+            )
+
     def stored(self, info: ParamInfo) -> ParamInfo:
         """The parameter with the path under which the checkpoint has it."""
         if not info.stood_at or self._holds(info):
@@ -50,12 +83,15 @@ class Origin:
         return f"{self.prefix}/{info.own_path}" in self.records
 
 
-def origins_of(init: Init, names: Sequence[str]) -> dict[str, Origin]:
+def origins_of(
+    init: Init, names: Sequence[str], base: str | Path | None = None
+) -> dict[str, Origin]:
     """Which checkpoint's model each model of a run starts from; none for what begins random.
 
     Args:
         init: See `RunConfig`.
         names: Of the run's models; empty for one without a name, which is `MODEL` in the result.
+        base: See `RunOptions.base`.
 
     Raises:
         InputError: It does not fit the models of the run, or of the checkpoint.
@@ -63,9 +99,9 @@ def origins_of(init: Init, names: Sequence[str]) -> dict[str, Origin]:
     """
     if isinstance(init, Mapping):
         _check_names(init, names)
-        return {name: _origin(source, name) for name, source in init.items()}
+        return {name: _origin(source, name, base) for name, source in init.items()}
     if not names:
-        return {MODEL: _origin(init, MODEL)}
+        return {MODEL: _origin(init, MODEL, base)}
     path = init[0] if isinstance(init, tuple) else init
     held = _models_of(frozenset(find_checkpoint(path).records()))
     if isinstance(init, tuple) or not set(names) <= set(held):
@@ -73,7 +109,7 @@ def origins_of(init: Init, names: Sequence[str]) -> dict[str, Origin]:
             f"init: the run trains {_listed(names)}, and '{path}' holds {_listed(held)}; say by"
             f" name what starts from it, as in {{'{names[0]}': {init!r}}}"
         )
-    return {name: _origin(path, name) for name in names}
+    return {name: _origin(path, name, base) for name in names}
 
 
 def _check_names(init: Mapping[str, Source], names: Sequence[str]) -> None:
@@ -90,8 +126,14 @@ def _check_names(init: Mapping[str, Source], names: Sequence[str]) -> None:
         )
 
 
-def _origin(source: Source, name: str) -> Origin:
-    """The model that is named in the checkpoint; else that of this name, or the only one."""
+def _origin(source: Source, name: str, where: str | Path | None) -> Origin:
+    """The model that is named in the checkpoint; else that of this name, or the only one.
+
+    Args:
+        source: Which checkpoint, and which model.
+        name: Of the run's model.
+        where: An adapter's base is now; None: where it was.
+    """
     path, asked = source if isinstance(source, tuple) else (source, None)
     checkpoint = find_checkpoint(path)
     records = frozenset(checkpoint.records())
@@ -102,7 +144,16 @@ def _origin(source: Source, name: str) -> Origin:
             f"init: '{path}' holds {_listed(held)} and not {_listed((wanted,))}; give one of its"
             f" models, as in ('{path}', '{held[0] if held else MODEL}')"
         )
-    return Origin(path=str(path), checkpoint=checkpoint, records=records, model=wanted)
+    base = None
+    if checkpoint.document(BASE, dict) is not None:
+        there, model = base_of(checkpoint, where)
+        names = frozenset(there.records())
+        base = Origin(path=str(there.directory), checkpoint=there, records=names, model=model)
+    elif where is not None:
+        raise InputError(
+            f"base: '{path}', which init names, is of a whole model and no adapter; leave base out"
+        )
+    return Origin(path=str(path), checkpoint=checkpoint, records=records, model=wanted, base=base)
 
 
 def _models_of(records: Iterable[str]) -> tuple[str, ...]:

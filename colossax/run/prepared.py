@@ -1,18 +1,25 @@
 """A run about to start."""
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Any
 
+import jax
+
+from colossax.checkpoint.base import BASE
 from colossax.config import Plan, to_json, user_path
+from colossax.errors import InputError
 from colossax.planner.task_step import settle_task, task_step
 from colossax.processes.group import Group
 from colossax.run.lock import RunLock
 from colossax.run.options import RunConfig, RunOptions
+from colossax.run.origins import Origin, origins_of
 from colossax.run.run_dir import RunFolder, check_identity, find_run_folder
 from colossax.run.sources import settled_source
 from colossax.run.trackers import check_trackers
+from colossax.step.saving.records import MODEL
 from colossax.step.step import Step
 from colossax.tasks import Task
 from colossax.typing import TrainState
@@ -56,12 +63,40 @@ class Prepared:
             "run": {"identity": self.identity, "config": self.asked},
             "plan": to_json(self.plan),
             **self.task.documents(),
+            **self._base,
         }
+
+    @functools.cached_property
+    def _base(self) -> dict[str, Any]:
+        """Of an adapter: which checkpoint it was trained beside.
+
+        Raises:
+            InputError: One of several models has an adapter.
+        """
+        if self.config.init is None or not has_adapter(self.step):
+            return {}
+        if self.step.spec.model_names:
+            raise InputError(
+                "adapter: a run trains one of a model that is alone, and this one has"
+                f" {', '.join(self.step.spec.model_names)}; save their states by step.save"
+            )
+        origins = self.group.together(self.origins)
+        return {BASE: origins[MODEL].document(self.folder.checkpoints)}
+
+    def origins(self) -> dict[str, Origin]:
+        """What its models start from, of a run that starts from checkpoints."""
+        assert self.config.init is not None
+        return origins_of(self.config.init, self.step.spec.model_names, self.options.base)
 
     @property
     def asked(self) -> dict[str, Any]:
         """How the run was asked for, with the plan that runs."""
         return self.task.asked(self.plan)
+
+
+def has_adapter(step: Step) -> bool:
+    """Whether checkpoints of a step leave frozen parameters out."""
+    return any(info.of_base for info in jax.tree.leaves(step.spec.infos))
 
 
 def settle_folder(name: str, options: RunOptions, group: Group) -> tuple[RunOptions, RunFolder]:
@@ -90,6 +125,11 @@ def prepare(task: Task, config: RunConfig, options: RunOptions, group: Group) ->
     devices = options.devices()
     settled = settle_task(task, config.plan, devices, agree=group.from_first)
     step = task_step(task, settled, devices, disk=folder.path / OFFLOADED)
+    if config.init is None and has_adapter(step):
+        raise InputError(
+            "adapter: it learns beside a model that is frozen, and this one begins random; give the"
+            " checkpoint of a model with --init, such as colossax import writes"
+        )
     who = task.identity()
     if step.disk is not None:
         step.disk.owner = json.dumps(who, sort_keys=True)

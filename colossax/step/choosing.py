@@ -31,7 +31,7 @@ def gradient_method_of(step: "Step") -> GradientMethod:
     """
     if step.bound.mesh.shape[MeshAxis.STAGE] > 1:
         table = functools.partial(table_of, step.bound)
-        return pipelined(step.loss_call, step.bound, step.infos, step.trainable, table)
+        return pipelined(step.loss_call, step.bound, step.spec.infos, step.trainable, table)
     once = step.bound.plan.batch.reduce_once and batch_axes(step.bound)
     method = reduce_once if once else accumulate
     return method(step.loss_call, step.bound, step.infos, step.trainable)

@@ -280,17 +280,22 @@ class Step:
         check_state(state, self.abstract)
         return self._saves.save(folder, state, keep=keep, wait=wait)
 
-    def restore(self, folder: Path | str, *, at: int | None = None) -> TrainState:
+    def restore(
+        self, folder: Path | str, *, at: int | None = None, base: Params | None = None
+    ) -> TrainState:
         """A saved state, laid out by this step's plan; each device reads its own shards.
 
         Args:
             folder: As given to `save`, or a run's `checkpoints`.
             at: Step count; None is the latest.
+            base: Of a model with an adapter, parameters laid out by this step's plan, of which
+                those that are frozen are taken: the checkpoint has none of them.
 
         Raises:
             CheckpointError: It is not there, damaged, or of another model or optimizer.
+            InputError: There is an adapter, and no base.
         """
-        return self._saves.restore(folder, at)
+        return self._saves.restore(folder, at, base)
 
     @functools.cached_property
     def _saves(self) -> OwnSaves:

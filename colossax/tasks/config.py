@@ -26,6 +26,7 @@ from colossax.config import (
 from colossax.errors import InputError
 from colossax.models import config_from_json, config_to_json
 from colossax.tasks.image_sets import check_images, check_name
+from colossax.nn.config import AdapterConfig
 from colossax.tasks.told import MaskConfig, SpanConfig
 
 PACKINGS = ("packed", "whole")
@@ -268,6 +269,7 @@ class TrainConfig(RunLength):
         recipe: Name of the recipe it came from.
         model: Configuration of a family of `colossax.models`.
         data: Text and batches.
+        adapter: What learns beside the model, which is frozen then; with rank 0 all of it learns.
         optimizer: Optimizer and learning rate.
         clip_norm: Global norm gradients are scaled down to; None leaves them.
         z_loss: Coefficient of the squared log-partition.
@@ -281,6 +283,7 @@ class TrainConfig(RunLength):
     recipe: str
     model: Any
     data: DataConfig
+    adapter: AdapterConfig = AdapterConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     clip_norm: ClipNorm | None = 1.0
     z_loss: NotNegative = 0.0

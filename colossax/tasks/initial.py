@@ -1,10 +1,12 @@
-"""What a new run of a text takes from a checkpoint: model and tokenizer."""
+"""What a new run of a text takes from a checkpoint: model, adapter and tokenizer."""
 
 from typing import Any
 
 from colossax.checkpoint import find_checkpoint
+from colossax.config import from_json
 from colossax.errors import CheckpointError
 from colossax.models import config_from_json
+from colossax.nn.config import AdapterConfig
 from colossax.tasks.config import TrainConfig
 
 
@@ -18,6 +20,21 @@ def initial_model(path: str) -> Any:
         CheckpointError: There is no checkpoint, or it names no model.
     """
     return config_from_json(_document(path, "model"))
+
+
+def initial_adapter(path: str) -> AdapterConfig | None:
+    """Configuration of a checkpoint's adapter; None where it is of a whole model.
+
+    Args:
+        path: Folder of a run, of checkpoints, or of one step.
+
+    Raises:
+        CheckpointError: There is no checkpoint.
+    """
+    found = find_checkpoint(path).document("adapter", dict)
+    if found is None:
+        return None
+    return from_json(AdapterConfig, found, where="adapter of the checkpoint")
 
 
 def initial_tokenizer(config: TrainConfig) -> str | None:

@@ -7,7 +7,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from colossax.config import to_json
 from colossax.models import config_to_json, maker
+from colossax.nn import with_adapter
 from colossax.optim import averaged
 from colossax.processes.group import Group
 from colossax.step.options import StepOptions
@@ -25,6 +27,12 @@ from colossax.typing import TEXT_BATCH_DIMS, Params, TrainState
 FLOPS_FORMULA = (
     "MFU = tokens/s x FLOPs/token / (devices x peak), FLOPs/token = 6 per matmul weight"
     " + 12 layers heads head_dim keys for attention; recomputation is not counted"
+)
+
+_FROZEN_FORMULA = (
+    "MFU = tokens/s x FLOPs/token / (devices x peak), FLOPs/token = 4 per frozen matmul weight, the"
+    " adapter's own left out, + 12 layers heads head_dim keys for attention; recomputation is not"
+    " counted"
 )
 
 VALIDATION_LOSS, UNIGRAM_ENTROPY = "validation_loss", "unigram_entropy"
@@ -51,7 +59,7 @@ def task_of(config: TrainConfig, group: Group | None = None) -> Task:
 
     return Task(
         name=config.recipe,
-        make_model=maker(config.model),
+        make_model=with_adapter(maker(config.model), config.adapter),
         optimizer=make_optimizer(config.optimizer, config.schedule_steps),
         loss=loss(z_loss=config.z_loss),
         shapes=batch_shapes(config),
@@ -62,7 +70,7 @@ def task_of(config: TrainConfig, group: Group | None = None) -> Task:
         learning_rate=make_schedule(config.optimizer, config.schedule_steps),
         tokens=tokens,
         flops=_flops(config),
-        flops_formula=FLOPS_FORMULA,
+        flops_formula=_FROZEN_FORMULA if config.adapter else FLOPS_FORMULA,
         unit="nats per masked token" if masked else "nats per token",
         baselines=lambda: {UNIGRAM_ENTROPY: text().unigram_entropy},
         identity=lambda: identity(
@@ -71,6 +79,7 @@ def task_of(config: TrainConfig, group: Group | None = None) -> Task:
         documents=lambda: {
             "model": config_to_json(config.model),
             "tokenizer": text().tokenizer.to_json(),
+            **({"adapter": to_json(config.adapter)} if config.adapter else {}),
         },
         asked=lambda plan: train_config_to_json(config.replace(plan=plan)),
         introduction=lambda: [*(f"text: {line}" for line in text().description), *_judged(config)],
@@ -81,11 +90,12 @@ def task_of(config: TrainConfig, group: Group | None = None) -> Task:
 
 def _flops(config: TrainConfig) -> int:
     """Of a step, recomputation aside."""
-    data, model = config.data, config.model
+    data, model, frozen = config.data, config.model, bool(config.adapter)
     if data.spans is None:
-        rows = model.decoder().train_flops_per_token(data.seq_len) * data.seq_len
+        sizes = model.decoder()
+        rows = sizes.train_flops_per_token(data.seq_len, frozen=frozen) * data.seq_len
     else:
-        rows = model.train_flops(*data.spans.lengths(data.seq_len))
+        rows = model.train_flops(*data.spans.lengths(data.seq_len), frozen=frozen)
     return rows * data.global_batch
 
 
@@ -120,6 +130,7 @@ def identity(config: TrainConfig, *, text: str, tokenizer: str) -> dict[str, Any
         "data.seq_len": data.seq_len,
         "data.validation_fraction": data.validation_fraction,
         "model": train_config_to_json(config)["model"],
+        **({"adapter": to_json(config.adapter)} if config.adapter else {}),
         "optimizer.name": config.optimizer.name,
         "optimizer.state": config.optimizer.state,
         "optimizer.ema": _said(config.optimizer.ema),

@@ -180,6 +180,7 @@ def test_a_checkpoint_is_judged_with_what_is_said_beside_it(monkeypatch, tiny, t
     """Its model reads less than the recipe's rows have."""
     short = dataclasses.replace(tiny.model, max_seq=tiny.data.seq_len // 2)
     monkeypatch.setattr("colossax.tasks.initial_model", lambda path: short)
+    monkeypatch.setattr("colossax.tasks.initial_adapter", lambda path: None)
     pair = [("init", "there"), ("data.seq_len", "32"), ("model.rope_theta", "500")]
     found = apply_overrides(tiny, pair[::-1] if turned else pair)
     assert (found.init, found.data.seq_len) == ("there", 32)

@@ -1,5 +1,6 @@
 """A decoder's sizes and parts, as data: nothing in here imports JAX."""
 
+from .adapter import AdapterConfig as AdapterConfig
 from .decoder import GATED_ACTIVATIONS as GATED_ACTIVATIONS
 from .decoder import DecoderConfig as DecoderConfig
 from .family import FamilyConfig as FamilyConfig

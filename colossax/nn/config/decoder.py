@@ -366,20 +366,22 @@ class DecoderConfig:
         transformed = (self.head.transform is not None) * self.embed**2
         return transformed + self.embed * (self.head.outputs or 0)
 
-    def train_flops_per_token(self, seq_len: int) -> int:
+    def train_flops_per_token(self, seq_len: int, *, frozen: bool = False) -> int:
         """`flops_per_token` plus attention: 6 head_dim heads per visible key and layer.
 
         A query sees (seq_len + 1) / 2 keys on average, or w - w (w - 1) / (2 seq_len) of a window
         of w; of a chunk of c, (c + 1) / 2. Not causal, it sees seq_len, or 2 h + 1 - h (h + 1) /
         seq_len with h on each side. 2 matmuls of 2 FLOPs, three times for forward and backward.
-        Recomputation is never counted.
+        Recomputation is never counted. Of weights that are frozen, for an adapter beside them, no
+        gradient is made: 4 FLOPs for each and not 6.
         """
         full, values = self.sees_all.count(True), self.head_dim
         if self.latent is not None:
             values = self.latent.v_dim
         every, local = self._visible(seq_len)
         keys = full * every + (self.layers - full) * local
-        return int(self.flops_per_token + 6 * self.heads * (self.head_dim + values) * keys)
+        weights = self.flops_per_token * (2 if frozen else 3) / 3
+        return int(weights + 6 * self.heads * (self.head_dim + values) * keys)
 
     def _visible(self, seq_len: int) -> tuple[float, float]:
         """Keys that a query sees on average, in layers that see all and in others."""

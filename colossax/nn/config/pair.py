@@ -19,20 +19,22 @@ class EncoderDecoderConfig(FamilyConfig):
         """The encoder these sizes describe."""
         raise NotImplementedError
 
-    def train_flops(self, source: int, written: int) -> int:
+    def train_flops(self, source: int, written: int, *, frozen: bool = False) -> int:
         """FLOPs of a training step on a pair of texts of so many tokens; recomputation aside.
 
         Each stack's as of a model of its own, the head once, and cross-attention: maps of queries
         and outputs of each written token, of keys and values of each token of the source, and a
-        score of each pair, three times 2 FLOPs for each number of a matrix.
+        score of each pair, three times 2 FLOPs for each number of a matrix, of a frozen one twice.
         """
         encoder, decoder = self.encoder(), self.decoder()
-        head = 6 * encoder.vocab * encoder.logit_width
-        read = source * (encoder.train_flops_per_token(source) - head)
-        wrote = written * decoder.train_flops_per_token(written)
-        of_head = 6 * decoder.layers * decoder.head_dim
+        each = 4 if frozen else 6
+        head = each * encoder.vocab * encoder.logit_width
+        read = source * (encoder.train_flops_per_token(source, frozen=frozen) - head)
+        wrote = written * decoder.train_flops_per_token(written, frozen=frozen)
+        of_head = decoder.layers * decoder.head_dim
         cross = 2 * decoder.embed * (written * decoder.heads + source * decoder.kv_heads)
-        return read + wrote + of_head * (cross + 2 * source * written * decoder.heads)
+        scores = 6 * 2 * source * written * decoder.heads
+        return read + wrote + of_head * (each * cross + scores)
 
 
 def check_pair(encoder: DecoderConfig, decoder: DecoderConfig) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from colossax.checkpoint import Checkpointer
 from colossax.errors import CheckpointError, InputError
 from colossax.step.saving.records import StateRecords
-from colossax.typing import TrainState
+from colossax.typing import Params, TrainState
 
 
 class Saving:
@@ -70,11 +70,12 @@ class OwnSaves:
             saving.wait()
         return saving
 
-    def restore(self, folder: Path | str, at: int | None) -> TrainState:
+    def restore(self, folder: Path | str, at: int | None, base: Params | None) -> TrainState:
         """See `Step.restore`."""
         self._settle()
         checkpointer = Checkpointer(folder)
-        return self._records.restored(checkpointer, checkpointer.latest() if at is None else at)
+        done = checkpointer.latest() if at is None else at
+        return self._records.restored(checkpointer, done, base)
 
     def _settle(self) -> None:
         """Wait for the save under way, and hand out its failure."""

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import itertools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -9,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from colossax.checkpoint import ArraySlot, Checkpointer, slot_of
+from colossax.errors import InputError
 from colossax.optim import ByModel
 from colossax.sharding import replicated
 from colossax.step.gradients.loss_scale import LOSS_SCALE
-from colossax.typing import ParamInfo, TrainState
+from colossax.typing import ParamInfo, Params, TrainState
 
 if TYPE_CHECKING:
     from colossax.step.step import Step
@@ -31,6 +34,8 @@ class StateRecords:
         """Name the records; nothing is read or written."""
         self._step = step
         self._slots = state_slots(step)
+        self._held: dict[str, Any] = jax.tree.map(lambda _: True, self._slots)
+        self._held["params"] = jax.tree.map(lambda info: not info.of_base, step.spec.infos)
         self._on_disk = _disk_slots(step)
 
     @property
@@ -40,34 +45,44 @@ class StateRecords:
         return "pinned_host" in kinds or self._step.disk is not None
 
     def pairs(self, state: TrainState) -> list[Any]:
-        """What `Checkpointer.save` takes: slots with their arrays.
+        """What `Checkpointer.save` takes: slots with their arrays, but those of a base.
 
         Raises:
             OffloadError: The optimizer's state cannot be read from disk.
         """
-        slots = jax.tree.leaves(self._slots)
-        pairs: list[Any] = list(zip(slots, jax.tree.leaves(state), strict=True))
+        every = zip(jax.tree.leaves(self._slots), jax.tree.leaves(state), strict=True)
+        pairs: list[Any] = list(itertools.compress(every, jax.tree.leaves(self._held)))
         if self._step.disk is not None:
             pairs += zip(self._on_disk, self._step.disk.sources(), strict=True)
         return pairs
 
-    def restored(self, checkpointer: Checkpointer, done: int | None) -> TrainState:
+    def restored(
+        self, checkpointer: Checkpointer, done: int | None, base: Params | None = None
+    ) -> TrainState:
         """The state after `done` steps, laid out by the step's plan; None finds none.
+
+        Args:
+            checkpointer: Of the folder.
+            done: Which.
+            base: Parameters of the model that an adapter is of, laid out likewise; what else is
+                among them is not looked at.
 
         Raises:
             CheckpointError: It is not there, damaged, or of another model or optimizer.
+            InputError: There is an adapter, and no base.
         """
         fresh = self._fresh(checkpointer, done)
         named = {name: part for name, part in self._slots.items() if name not in fresh}
         slots, structure = jax.tree.flatten(named)
         where = jax.tree.leaves({name: self._step.shardings[name] for name in named})
-        empty = self._nothing_noted(checkpointer, done, slots, where)
-        wants = [each for at, each in enumerate(zip(slots, where, strict=True)) if at not in empty]
+        held = jax.tree.leaves({name: self._held[name] for name in named})
+        beside = self._nothing_noted(checkpointer, done, slots, where) | self._of_base(held, base)
+        wants = [each for at, each in enumerate(zip(slots, where, strict=True)) if at not in beside]
         disk = self._step.disk
         models = {MODEL, *self._step.spec.model_names}
         whole = [f"{model}/optimizer" for model in sorted(models)]
         found = iter(checkpointer.restore(done, wants, exact=disk is None, whole=whole))
-        arrays = [empty[at] if at in empty else next(found) for at in range(len(slots))]
+        arrays = [beside[at] if at in beside else next(found) for at in range(len(slots))]
         state = {**jax.tree.unflatten(structure, arrays), **fresh}
         if disk is not None:
             disk.fill(state, lambda layer: self._restored_row(checkpointer, done, layer))
@@ -91,6 +106,20 @@ class StateRecords:
             for at, (slot, sharding) in enumerate(zip(slots, where, strict=True))
             if f"/{NOTED}/" in slot.name and not checkpointer.holds_record(done, slot.name)
         }
+
+    def _of_base(self, held: Sequence[bool], base: Params | None) -> dict[int, jax.Array]:
+        """By number of the slot, what checkpoints leave out."""
+        left_out = [at for at, here in enumerate(held) if not here]
+        if not left_out:
+            return {}
+        if base is None:
+            raise InputError(
+                "step.restore: the model has an adapter, whose checkpoints leave out what is"
+                " frozen; give its parameters as base=state['params']"
+            )
+        of_base = [info.of_base for info in jax.tree.leaves(self._step.spec.infos)]
+        leaves = jax.tree.leaves(base, is_leaf=lambda x: x is None)
+        return dict(zip(left_out, itertools.compress(leaves, of_base), strict=True))
 
     def _restored_row(self, checkpointer: Checkpointer, done: Any, layer: int) -> list[jax.Array]:
         """Optimizer state of one layer on disk."""

@@ -331,7 +331,7 @@ def _check(cut: CutLoss, outer: int, inner: int) -> None:
     if any(run.layers.group != 1 for run in cut.runs):
         problem = f"layers of stack '{path}' are of kinds that take turns"
     elif any(at not in stack for run in cut.runs for at in run.leaves):
-        problem = f"parameters of layer stack '{path}' are computed, or do not learn"
+        problem = f"parameters of layer stack '{path}' are computed"
     elif (cut.before_reads | cut.after_reads) & stack:
         problem = f"the loss reads parameters of layer stack '{path}' outside of it"
     elif cut.side_reads & own:

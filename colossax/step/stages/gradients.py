@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ from colossax.step.stages.forward import Ahead, Stages, by_stack, through, zeros
 from colossax.step.stages.kept import Kept
 from colossax.step.stages.order import to_their_stages
 from colossax.step.stages.reduced import reduced_once
-from colossax.step.trainable import joined, split
+from colossax.step.trainable import chosen, joined, split
 from colossax.typing import ParamInfo, Params
 
 _STAGE = MeshAxis.STAGE.value
@@ -39,7 +39,7 @@ def pipelined(
     Args:
         call: The loss.
         bound: Plan and devices, several of them along `stage`.
-        infos: Of the parameters that learn, None elsewhere.
+        infos: Of all parameters.
         trainable: Tree of booleans.
         table_of: Number of microbatches to a table.
 
@@ -47,29 +47,36 @@ def pipelined(
         PlanError: The loss cannot be cut at one stack, or its layers not be shared; when traced.
     """
 
+    learning_infos = chosen(infos, trainable)
+
     def gradients(params: Params, variables: Any, micro: Microbatches) -> Gradients:
         learning, frozen = split(params, trainable)
 
         def found(bound: BoundPlan, learning: Params, micro: Microbatches) -> tuple[Params, Any]:
+            # What is frozen in the stack is handed to the stages with the rest of their layers.
+            outer, beside = (by_stack(part, infos)[0] for part in (learning, frozen))
+            inner = by_stack(joined(learning, frozen), infos)[1]
+
             def value(
                 outer: Params, inner: Params, microbatch: Any, key: Any, weighing: Any
             ) -> Any:
-                whole = joined(joined(outer, inner), frozen)
+                whole = joined(joined(outer, inner), beside)
                 return objective(*call(whole, microbatch, variables, key), weighing)
 
-            outer, inner = by_stack(learning, infos)
-            both = by_stack(infos, infos)
-            stages = Stages(value, bound, both[1], (outer, inner), micro, routes)
-            way = _BothWays(stages, bound, both[0])
+            of_stack = by_stack(infos, infos)[1]
+            stages = Stages(value, bound, of_stack, (outer, inner), micro, routes)
+            learns = jax.tree.leaves(by_stack(trainable, infos)[1])
+            way = _BothWays(stages, bound, by_stack(learning_infos, infos)[0], learns)
             state = through(routes, way.tick, way.start())
             return way.grads(state, inner), state.sums
 
         routes = routes_of(table_of(micro.count))
         if bound.plan.batch.reduce_once and batch_axes(bound) and micro.count > 1:
-            grads, sums = reduced_once(bound, infos, learning, micro, found)
+            grads, sums = reduced_once(bound, learning_infos, learning, micro, found)
         else:
             grads, sums = found(bound, learning, micro)
-        return summarised(infos, constrained(bound, infos, grads), sums, micro)
+        grads = constrained(bound, learning_infos, grads)
+        return summarised(learning_infos, grads, sums, micro)
 
     return gradients
 
@@ -85,7 +92,7 @@ class _State:
         dsums: By the sums of layers, of each run `[slots, layers, ...]`.
         returned: Gradients that were sent, of each way `[slots, stages, ...]`.
         pending: What input gradients leave for weight gradients, `[slots, stages, layers, ...]`.
-        grads: Of the stages' layers, of each chunk `[stages, layers, ...]`.
+        grads: Of the stages' layers, of each chunk `[stages, layers, ...]`; None of what is frozen.
         outer: Of the other parameters.
         sums: Loss, terms and metrics.
     """
@@ -107,11 +114,13 @@ jax.tree_util.register_dataclass(_State, [f.name for f in dataclasses.fields(_St
 class _BothWays:
     """Forward and backward passes of all stages, a tick at a time."""
 
-    def __init__(self, stages: Stages, bound: BoundPlan, infos: Any):
+    def __init__(self, stages: Stages, bound: BoundPlan, infos: Any, learns: Sequence[bool]):
         self._stages, self._bound = stages, bound
+        self._learns = learns
         self._routes: Routes = stages.routes
         self._outer_infos = infos
         self._skipped = len(jax.tree.leaves(stages.outer))
+        self._infos = self._learning(stages.infos)
         self._ticks = self._routes.forward_ticks
         self._kept = Kept(stages, bound, self._kept_slots)
 
@@ -124,7 +133,8 @@ class _BothWays:
         sums = jax.eval_shape(lambda: stages.counted(ahead, self._ticks, jnp.int32(0)))
         last = (jnp.int32(0), zeros(carry), zeros(sums))
         found = jax.eval_shape(lambda: stages.leave(stages.outer, *last))
-        wide = jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), (stages.rows, stages.outer))
+        learning = self._learning(stages.rows), stages.outer
+        wide = jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), learning)
         return _State(
             ahead=ahead,
             kept=self._kept.start(),
@@ -167,14 +177,25 @@ class _BothWays:
         leaves, structure = jax.tree.flatten(inner)
         found: list[Any] = [None] * len(leaves)
         for run, grads in zip(self._stages.cut.runs, self._as_planned(state.grads), strict=True):
-            for at, grad in zip(run.leaves, jax.tree.leaves(grads), strict=True):
-                found[self._leaf(at)] = grad.reshape(-1, *grad.shape[2:])
+            learning = filter(self._learns.__getitem__, map(self._leaf, run.leaves))
+            for at, grad in zip(learning, jax.tree.leaves(grads), strict=True):
+                found[at] = grad.reshape(-1, *grad.shape[2:])
         return joined(jax.tree.unflatten(structure, found), state.outer)
 
     def _leaf(self, at: int | None) -> int:
         """Number among the leaves of the stack, of a leaf of the loss's arguments."""
         assert at is not None
         return at - self._skipped
+
+    def _learning(self, trees: Sequence[Any]) -> tuple[Any, ...]:
+        """Of trees like the runs' parameters: None in place of what does not learn."""
+        found = []
+        for run, tree in zip(self._stages.cut.runs, trees, strict=True):
+            leaves, structure = jax.tree.flatten(tree)
+            pairs = zip(map(self._leaf, run.leaves), leaves, strict=True)
+            kept = [leaf if self._learns[at] else None for at, leaf in pairs]
+            found.append(jax.tree.unflatten(structure, kept))
+        return tuple(found)
 
     def _forward(self, state: _State, tick: Array, cells: Any, enters: Array | None) -> Any:
         out, ahead, kept = self._stages.forward(state.ahead, tick, cells, enters)
@@ -322,11 +343,11 @@ class _BothWays:
     def _as_planned(self, grads: Any) -> Any:
         """Gradients of the stages' layers where the plan has the layers."""
         back = np.argsort(self._routes.order, axis=1)
-        return to_their_stages(self._bound, "gradients", grads, self._stages.infos, back)
+        return to_their_stages(self._bound, "gradients", grads, self._infos, back)
 
     def _laid_out(self, grads: Any) -> Any:
         """Gradients of the stages' layers where the plan wants them."""
-        return jax.tree.map(self._constrained, grads, self._stages.infos)
+        return jax.tree.map(self._constrained, grads, self._infos)
 
     def _constrained(self, x: Array, info: ParamInfo) -> Array:
         spec = param_sharding(self._bound, "gradients", info).spec

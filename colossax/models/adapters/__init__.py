@@ -1,0 +1,1 @@
+"""Adapters in checkpoints and in the folders of `peft`."""

@@ -1,0 +1,1 @@
+"""Narrow matrices that learn beside frozen ones."""

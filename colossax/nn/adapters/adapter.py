@@ -1,0 +1,146 @@
+"""Adapters put into a model as it is built."""
+
+import fnmatch
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from colossax.errors import InputError
+from colossax.nn.adapters.weight import Adapted
+from colossax.nn.config.adapter import AdapterConfig
+from colossax.nn.experts import EXPERT_MATRICES, Experts
+from colossax.nn.layers import Linear
+from colossax.nn.module import MakeModel, param
+from colossax.nn.weights import Weighted, weight_of, with_weights
+from colossax.sharding import Dense
+
+RANK = "rank"
+"""Dim of the columns of an adapter's first matrix."""
+
+
+class Adapter(nnx.Module):
+    """Holds a map's weight, `base`, and beside it `down`, `up` and, of DoRA, `stretch`."""
+
+    def __init__(self, module: Weighted, config: AdapterConfig, rngs: nnx.Rngs):
+        weight, inner = module.weight, module.contract
+        self.dims, self.scale = module.dims, config.scale
+        self.base = module.held
+        ins, outs = weight.shape[:inner], weight.shape[inner:]
+        bound = 1 / math.sqrt(math.prod(ins))  # as torch draws a linear map
+        draw = jax.random.uniform(
+            rngs.params(), (*ins, config.rank), jnp.float32, minval=-bound, maxval=bound
+        )
+        own: dict[str, Any] = {"dtype": "float32"}
+        self.down = param(draw, (*self.dims[:inner], RANK), **own)
+        self.up = param(jnp.zeros((config.rank, *outs)), (RANK, *self.dims[inner:]), **own)
+        self.stretch = param(jnp.zeros(outs), self.dims[inner:], **own) if config.dora else None
+        for one in (self.down, self.up, self.stretch):
+            if one is not None:
+                one.set_metadata(of_adapter=True)
+
+    @property
+    def weight(self) -> Adapted:
+        """See `Weighted`."""
+        inner = len(self.down.shape) - 1
+        stretch = None
+        if self.stretch is not None:
+            stretch = Dense(self.stretch[...], self.dims[inner:])
+        return Adapted(
+            weight_of(self.base, self.dims),
+            Dense(self.down[...], (*self.dims[:inner], RANK)),
+            Dense(self.up[...], (RANK, *self.dims[inner:])),
+            stretch,
+            self.scale,
+        )
+
+
+def with_adapter(make_model: MakeModel, config: AdapterConfig) -> MakeModel:
+    """A factory of the same model with an adapter; all of the model itself is frozen.
+
+    What is frozen has no gradient and no optimizer state, under any plan, and checkpoints leave it
+    out: it is of the checkpoint that a run starts from. An adapter is in float32, its matrices are
+    stacked as theirs are and have their names of dims and `rank`. Without a rank the factory stays
+    as it is.
+
+    Args:
+        make_model: Of a model whose maps are `colossax.nn.Linear`.
+        config: Which maps, and the adapter's form.
+
+    Raises:
+        InputError: When built: a pattern names no map, or experts, whose matrices have none; or the
+            rank is above a side of a matrix.
+    """
+    if not config:
+        return make_model
+
+    def built(rngs: nnx.Rngs) -> nnx.Module:
+        chosen = _Chosen(config)
+        model = with_weights(make_model, chosen)(rngs)
+        chosen.check(model)
+        for _, node in nnx.iter_graph(model):
+            if isinstance(node, nnx.Param) and not _beside(node.get_metadata()):
+                node.set_metadata(learns=False, of_base=True)
+        return model
+
+    return built
+
+
+def _beside(metadata: dict[str, Any]) -> bool:
+    """Whether a parameter is none of the model that the adapter is of."""
+    return metadata.get("of_adapter", False) or metadata.get("noted", False)
+
+
+class _Chosen:
+    """Makes adapters of the maps that are named, and knows which there were."""
+
+    def __init__(self, config: AdapterConfig):
+        self._config = config
+        self._names: dict[str, None] = {}
+        self._used: set[str] = set()
+
+    def __call__(self, name: str, module: Weighted, rngs: nnx.Rngs) -> Adapter | None:
+        if not isinstance(module, Linear):
+            return None
+        self._names[name] = None
+        hits = [one for one in self._config.patterns if fnmatch.fnmatchcase(name, one)]
+        self._used.update(hits)
+        if not hits:
+            return None
+        _check_rank(name, module, self._config.rank)
+        return Adapter(module, self._config, rngs)
+
+    def check(self, model: nnx.Module) -> None:
+        """Refuse patterns that name experts, or nothing."""
+        for path, node in nnx.iter_graph(model):
+            if isinstance(node, Experts):
+                self._check_leaves_out(str(path[-1]))
+        for pattern in self._config.patterns:
+            if pattern not in self._used:
+                raise InputError(
+                    f"adapter.targets: no map is called '{pattern}'; give patterns of"
+                    f" {', '.join(self._names) or 'a model that has maps of colossax.nn.Linear'}"
+                )
+
+    def _check_leaves_out(self, experts: str) -> None:
+        for pattern in self._config.patterns:
+            for matrix in EXPERT_MATRICES:
+                if fnmatch.fnmatchcase(f"{experts}/{matrix}", pattern):
+                    raise InputError(
+                        f"adapter.targets: '{pattern}' names the experts' matrices, such as"
+                        f" '{experts}/{matrix}', which have no adapters; name other maps, such as"
+                        f" {', '.join(self._names) or 'attn/*'}"
+                    )
+
+
+def _check_rank(name: str, module: Weighted, rank: int) -> None:
+    shape, inner = module.weight.shape, module.contract
+    sides = math.prod(shape[:inner]), math.prod(shape[inner:])
+    if rank > min(sides):
+        raise InputError(
+            f"adapter.rank: {rank} is above {min(sides)}, the smaller side of '{name}'"
+            f" ({sides[0]} x {sides[1]}); give at most that, or leave the map out of"
+            " adapter.targets"
+        )

@@ -1,0 +1,53 @@
+"""What learns beside a frozen model, as data."""
+
+import dataclasses
+import math
+
+from colossax.config import Natural, Positive, check_types
+from colossax.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdapterConfig:
+    """A narrow pair of matrices beside each of some frozen ones: `x W + scale (x A) B`.
+
+    `A` is `[*in, rank]` and random, `B` `[rank, *out]` and begins at 0, so that a model begins as
+    it is without. All that is no adapter is frozen.
+
+    Attributes:
+        rank: Columns of `A`; 0: there is no adapter, and all learns.
+        alpha: The scale is `alpha / rank`.
+        targets: Which maps have one: patterns of the names of maps in a layer (`attn/q`, `mlp/up`)
+            and of those outside of all (`head`), by commas; `*` stands for anything.
+        rslora: The scale is `alpha / sqrt(rank)`, which keeps updates alike whatever the rank.
+        dora: Length and direction apart: columns of `W + scale A B` are brought to the lengths of
+            those of `W` plus a vector that learns.
+
+    Source: Hu et al. 2021, LoRA; Kalajdzievski 2023, rsLoRA; Liu et al. 2024, DoRA.
+    """
+
+    rank: Natural = 0
+    alpha: Positive = 16.0
+    targets: str = "attn/*"
+    rslora: bool = False
+    dora: bool = False
+
+    def __post_init__(self):
+        check_types(self, "adapter")
+        if not self.patterns:
+            raise InputError(
+                "adapter.targets: it names no maps; give patterns by commas, as 'attn/*,mlp/down'"
+            )
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """Those of `targets`, one by one."""
+        return tuple(filter(None, (one.strip() for one in self.targets.split(","))))
+
+    @property
+    def scale(self) -> float:
+        """What `(x A) B` is multiplied by."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    def __bool__(self) -> bool:
+        return self.rank > 0
