@@ -25,8 +25,8 @@ from colossax.config import (
 )
 from colossax.errors import InputError
 from colossax.models import config_from_json, config_to_json
-from colossax.tasks.image_sets import check_images, check_name
 from colossax.nn.config import AdapterConfig
+from colossax.tasks.image_sets import check_images, check_name
 from colossax.tasks.told import MaskConfig, SpanConfig
 
 PACKINGS = ("packed", "whole")
