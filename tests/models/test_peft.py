@@ -139,7 +139,6 @@ def test_another_base_is_refused(imported, tmp_path):
 def test_settings_that_are_not_ours_are_refused(tmp_path, setting, message):
     folder = tmp_path / "peft"
     shutil.copytree(GOLDEN / "adapters" / "lora", folder)
-    import_checkpoint(GOLDEN / "llama", tmp_path / "base")
     file = folder / "adapter_config.json"
     settings = json.loads(file.read_text())
     file.write_text(json.dumps({**settings, **setting}))

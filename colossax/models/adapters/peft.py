@@ -150,9 +150,9 @@ def import_peft(folder: str | Path, out: str | Path, base: str | Path) -> None:
         CheckpointError: The base cannot be read.
     """
     out, folder = user_path(out, "OUT"), user_path(folder, "PEFT_DIR", utf8=False)
+    settings = _read_settings(folder / CONFIG_FILE)
     there = find_checkpoint(user_path(base, "--base"))
     params = params_of_checkpoint(there)
-    settings = _read_settings(folder / CONFIG_FILE)
     reader = Reader(folder, (folder / WEIGHTS_FILE,))
     held = _held(folder, reader, _maps(params), dora=settings["use_dora"])
     adapter = AdapterConfig(
