@@ -49,10 +49,11 @@ def named(spec: ModelSpec, bound: BoundPlan, given: GivenDims | None = None) -> 
         with use(bound):
             found = found_names(spec.make_model)
         by_path = {info.path: info for info in leaves}
-        for path in (path for path in by_path if path in silent and path in found):
-            names, matrix = found[path].names, found[path].matrix
-            way = _way(bound, by_path[matrix], found[matrix].names)
-            dims[path], skipped[path] = _fitted(bound, by_path[path], names[way])
+        for info in leaves:
+            if info.path in silent and info.path in found:
+                names, matrix = found[info.path].names, found[info.path].matrix
+                way = _way(bound, by_path[matrix], found[matrix].names)
+                dims[info.path], skipped[info.path] = _fitted(bound, info, names[way])
     leaves = [dataclasses.replace(i, dims=dims.get(i.path, i.dims)) for i in leaves]
     infos = jax.tree.unflatten(structure, leaves)
     return dataclasses.replace(spec, infos=infos, skipped={p: s for p, s in skipped.items() if s})
