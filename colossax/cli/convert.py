@@ -121,6 +121,7 @@ def _export(args: argparse.Namespace, overrides: list[Override]) -> None:
         )
     if args.as_checkpoint and args.max_shard_gb is not None:
         raise InputError("--max-shard-gb: a checkpoint has no such files; leave the option out")
+    user_path(args.folder, "HF_DIR")
     options: dict[str, Any] = {"step": args.step, "averaged": args.averaged, "base": args.base}
     if _as_adapter(args):
         from colossax.models.adapters.peft import export_peft

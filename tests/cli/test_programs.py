@@ -112,7 +112,7 @@ def seen(monkeypatch):
         folders.append(jax.config.values["jax_compilation_cache_dir"])
         return Outcome(final={}, stopped_by=None)
 
-    def open_checkpoint(_path, step):
+    def open_checkpoint(_path, step, base):
         folders.append(jax.config.values["jax_compilation_cache_dir"])
         raise InputError("seen")
 

@@ -132,8 +132,11 @@ def export_peft(
 
 
 def is_peft(folder: Path) -> bool:
-    """Whether a folder holds an adapter."""
-    return (folder / CONFIG_FILE).is_file()
+    """Whether a folder holds an adapter; one that cannot be looked into does not."""
+    try:
+        return (folder / CONFIG_FILE).is_file()
+    except OSError:
+        return False
 
 
 def import_peft(folder: str | Path, out: str | Path, base: str | Path) -> None:
