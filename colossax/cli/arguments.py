@@ -21,7 +21,7 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         self.prepare: Callable[[Sequence[str]], None] = lambda words: None
-        """Called with the words before they are read, to say in the help what depends on them."""
+        """Called with the words before the help is made, to say in it what depends on them."""
 
         self.alone: dict[str, str] = {}
         """What an option stands for where it has no `=`: the next word is none of its own."""
@@ -54,12 +54,15 @@ class Parser(argparse.ArgumentParser):
         Raises:
             InputError: An unknown option, or a value that does not fit.
         """
-        self.prepare(words)
-        known = set(re.findall(r"--[a-z][a-z0-9_.-]*[a-z0-9]", self.format_help()))
-        for word in words:
-            name = word.split("=")[0]
-            if name.startswith("--") and len(name) > 2 and name not in known:
-                raise InputError(f"unknown option {name}{nearest(name, known)}")
+        options = [word.split("=")[0] for word in words if word[:2] == "--" != word]
+        strange = [name for name in options if name not in self._option_string_actions]
+        if strange or "-h" in words or "--help" in words:  # the help is most of the work
+            self.prepare(words)
+        if strange:
+            known = set(re.findall(r"--[a-z][a-z0-9_.-]*[a-z0-9]", self.format_help()))
+            unknown = [name for name in strange if name not in known]
+            if unknown:
+                raise InputError(f"unknown option {unknown[0]}{nearest(unknown[0], known)}")
         return self.parse_args([self.alone.get(word, word) for word in words])
 
 

@@ -130,7 +130,6 @@ def add_arguments(parser: Parser, _verb: str) -> None:
     values.add_argument("--data", metavar="PATH", help="text, JSONL or Parquet, a file or a folder")
     keeping(parser)
     several_processes(parser)
-    parser.epilog = described_values(recipe(DEFAULT_RECIPE)) + _CODES
     parser.prepare = functools.partial(_tell_values, parser)
 
 
