@@ -17,6 +17,7 @@ from colossax.models.layouts import PART, Layout
 from colossax.models.registry import FAMILIES, maker
 from colossax.models.rope_settings import read_rope_dims, rope_share
 from colossax.nn import YarnScaling, describe
+from tests.cases import quick_first
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 CASES = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))
@@ -88,7 +89,7 @@ def test_every_family_has_a_table():
     assert {type_.config for type_ in CONVERSIONS.values()} == {f.config for f in FAMILIES.values()}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", quick_first(CASES, 5))
 def test_blocks_cover_each_tensor_once(case, monkeypatch):
     source = open_folder(GOLDEN / case)
     monkeypatch.setattr(conversion, "BLOCK_BYTES", 700)

@@ -57,7 +57,7 @@ def round_trip(source, tmp_path, **options):
     return tmp_path / "export"
 
 
-@pytest.mark.parametrize("case", quick_first(CASES, 3))
+@pytest.mark.parametrize("case", quick_first(CASES, 8))
 def test_there_and_back(case, tmp_path):
     out = round_trip(GOLDEN / case, tmp_path)
     assert_same_weights(weights(out), weights(GOLDEN / case))

@@ -14,7 +14,7 @@ import pytest
 
 FILE = Path(__file__).parents[1] / "costs.json"
 BUDGETS = FILE.with_name("budgets.toml")
-DEAR_S = 1.5
+DEAR_S = 1.0
 """Tests above this are not in the core (`lanes.py`)."""
 
 SLOW_S = 10.0
