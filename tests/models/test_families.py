@@ -245,182 +245,183 @@ DEAR = (
 """Whose parts are in the core by other families."""
 
 
+PUBLISHED = [
+    (
+        LlamaConfig(vocab=32000, embed=4096, layers=32, heads=32, kv_heads=32, mlp=11008),
+        6_738_415_616,
+    ),
+    (
+        LlamaConfig(vocab=128256, embed=4096, layers=32, heads=32, kv_heads=8, mlp=14336),
+        8_030_261_248,
+    ),
+    (
+        LlamaConfig(vocab=128256, embed=8192, layers=80, heads=64, kv_heads=8, mlp=28672),
+        70_553_706_496,
+    ),
+    (
+        MistralConfig(vocab=32000, embed=4096, layers=32, heads=32, kv_heads=8, mlp=14336),
+        7_241_732_096,
+    ),
+    (
+        Qwen2Config(vocab=151936, embed=896, layers=24, heads=14, kv_heads=2, mlp=4864, tied=True),
+        494_032_768,
+    ),
+    (
+        Qwen3Config(vocab=151936, embed=1024, layers=28, heads=16, kv_heads=8, mlp=3072),
+        596_049_920,
+    ),
+    (
+        Qwen2MoEConfig(
+            vocab=151936,
+            embed=2048,
+            layers=24,
+            heads=16,
+            kv_heads=16,
+            mlp=5632,
+            expert_mlp=1408,
+            shared_mlp=5632,
+            experts=60,
+            choices=4,
+        ),
+        14_315_784_192,
+    ),
+    (
+        DeepSeekV2Config(
+            vocab=102400,
+            embed=2048,
+            layers=27,
+            heads=16,
+            mlp=10944,
+            expert_mlp=1408,
+            experts=64,
+            choices=6,
+            shared=2,
+            first_dense=1,
+            q_rank=None,
+        ),
+        15_706_484_224,
+    ),
+    # Of it 58 biases of 256 experts each.
+    (recipe("deepseek_v3").model, 671_026_404_352 + 58 * 256),
+    (
+        OLMoEConfig(vocab=50304, embed=2048, layers=16, heads=16, kv_heads=16, mlp=1024),
+        6_919_161_856,
+    ),
+    (
+        GPTOSSConfig(
+            vocab=201088, embed=2880, layers=24, heads=64, kv_heads=8, mlp=2880, experts=32
+        ),
+        20_914_757_184,
+    ),
+    (
+        Llama4Config(
+            vocab=202048,
+            embed=5120,
+            layers=48,
+            heads=40,
+            kv_heads=8,
+            mlp=8192,
+            dense_mlp=16384,
+        ),
+        107_769_861_120,
+    ),
+    (
+        Gemma2Config(vocab=256000, embed=2304, layers=26, heads=8, kv_heads=4, mlp=9216),
+        2_614_341_888,
+    ),
+    (
+        Gemma3Config(vocab=262144, embed=1152, layers=26, heads=4, kv_heads=1, mlp=6912),
+        999_885_952,
+    ),
+    (
+        OLMo2Config(vocab=100352, embed=4096, layers=32, heads=32, kv_heads=32, mlp=11008),
+        7_298_617_344,
+    ),
+    (
+        SmolLM3Config(vocab=128256, embed=2048, layers=36, heads=16, kv_heads=4, mlp=11008),
+        3_075_098_624,
+    ),
+    (
+        StarCoder2Config(vocab=49152, embed=3072, layers=30, heads=24, kv_heads=2, mlp=12288),
+        3_030_371_328,
+    ),
+    (
+        Phi3Config(vocab=32064, embed=3072, layers=32, heads=32, kv_heads=32, mlp=8192),
+        3_821_079_552,
+    ),
+    (
+        GPTNeoXConfig(vocab=50432, embed=6144, layers=44, heads=64, mlp=24576),
+        20_554_567_680,
+    ),
+    (GPTJConfig(vocab=50400, embed=4096, layers=28, heads=16), 6_050_882_784),
+    (FalconConfig(vocab=65024, embed=4544, layers=32, heads=71), 6_921_720_704),
+    (
+        CohereConfig(vocab=256000, embed=8192, layers=40, heads=64, kv_heads=64, mlp=22528),
+        34_980_831_232,
+    ),
+    (
+        GLMConfig(vocab=151552, embed=4096, layers=40, heads=32, kv_heads=2, mlp=13696),
+        9_399_951_360,
+    ),
+    (
+        OPTConfig(
+            vocab=50272,
+            embed=1024,
+            layers=24,
+            heads=16,
+            mlp=4096,
+            token_width=512,
+            norm_first=False,
+        ),
+        331_196_416,
+    ),
+    (GPT2Config(vocab=50257, embed=768, layers=12, heads=12, mlp=3072), 124_439_808),
+    (BERTConfig(vocab=30522, embed=768, layers=12, heads=12, mlp=3072), 109_514_298),
+    (RoBERTaConfig(vocab=50265, embed=768, layers=12, heads=12, mlp=3072), 124_697_433),
+    (
+        T5Config(
+            vocab=32128,
+            embed=512,
+            layers=6,
+            decoder_layers=6,
+            heads=8,
+            head_dim=64,
+            mlp=2048,
+        ),
+        60_506_624,
+    ),
+    (
+        BARTConfig(
+            vocab=50265,
+            embed=1024,
+            layers=12,
+            decoder_layers=12,
+            heads=16,
+            decoder_heads=16,
+            mlp=4096,
+            decoder_mlp=4096,
+        ),
+        406_291_456 + 50265,
+    ),
+    (ModernBERTConfig(vocab=50368, embed=768, layers=22, heads=12, mlp=1152), 149_655_232),
+    (OPTConfig(vocab=50272, embed=768, layers=12, heads=12, mlp=3072), 125_239_296),
+    (
+        ViTConfig(
+            embed=768,
+            layers=12,
+            heads=12,
+            mlp=3072,
+            head=HeadConfig(outputs=1000, pool="first"),
+        ),
+        86_567_656,
+    ),
+    (BloomConfig(vocab=250880, embed=1024, layers=24, heads=16), 559_214_592),
+]
+
+
 @pytest.mark.parametrize(
     ("config", "parameters"),
-    [
-        (
-            LlamaConfig(vocab=32000, embed=4096, layers=32, heads=32, kv_heads=32, mlp=11008),
-            6_738_415_616,
-        ),
-        (
-            LlamaConfig(vocab=128256, embed=4096, layers=32, heads=32, kv_heads=8, mlp=14336),
-            8_030_261_248,
-        ),
-        (
-            LlamaConfig(vocab=128256, embed=8192, layers=80, heads=64, kv_heads=8, mlp=28672),
-            70_553_706_496,
-        ),
-        (
-            MistralConfig(vocab=32000, embed=4096, layers=32, heads=32, kv_heads=8, mlp=14336),
-            7_241_732_096,
-        ),
-        (
-            Qwen2Config(
-                vocab=151936, embed=896, layers=24, heads=14, kv_heads=2, mlp=4864, tied=True
-            ),
-            494_032_768,
-        ),
-        (
-            Qwen3Config(vocab=151936, embed=1024, layers=28, heads=16, kv_heads=8, mlp=3072),
-            596_049_920,
-        ),
-        (
-            Qwen2MoEConfig(
-                vocab=151936,
-                embed=2048,
-                layers=24,
-                heads=16,
-                kv_heads=16,
-                mlp=5632,
-                expert_mlp=1408,
-                shared_mlp=5632,
-                experts=60,
-                choices=4,
-            ),
-            14_315_784_192,
-        ),
-        (
-            DeepSeekV2Config(
-                vocab=102400,
-                embed=2048,
-                layers=27,
-                heads=16,
-                mlp=10944,
-                expert_mlp=1408,
-                experts=64,
-                choices=6,
-                shared=2,
-                first_dense=1,
-                q_rank=None,
-            ),
-            15_706_484_224,
-        ),
-        # Of it 58 biases of 256 experts each.
-        (recipe("deepseek_v3").model, 671_026_404_352 + 58 * 256),
-        (
-            OLMoEConfig(vocab=50304, embed=2048, layers=16, heads=16, kv_heads=16, mlp=1024),
-            6_919_161_856,
-        ),
-        (
-            GPTOSSConfig(
-                vocab=201088, embed=2880, layers=24, heads=64, kv_heads=8, mlp=2880, experts=32
-            ),
-            20_914_757_184,
-        ),
-        (
-            Llama4Config(
-                vocab=202048,
-                embed=5120,
-                layers=48,
-                heads=40,
-                kv_heads=8,
-                mlp=8192,
-                dense_mlp=16384,
-            ),
-            107_769_861_120,
-        ),
-        (
-            Gemma2Config(vocab=256000, embed=2304, layers=26, heads=8, kv_heads=4, mlp=9216),
-            2_614_341_888,
-        ),
-        (
-            Gemma3Config(vocab=262144, embed=1152, layers=26, heads=4, kv_heads=1, mlp=6912),
-            999_885_952,
-        ),
-        (
-            OLMo2Config(vocab=100352, embed=4096, layers=32, heads=32, kv_heads=32, mlp=11008),
-            7_298_617_344,
-        ),
-        (
-            SmolLM3Config(vocab=128256, embed=2048, layers=36, heads=16, kv_heads=4, mlp=11008),
-            3_075_098_624,
-        ),
-        (
-            StarCoder2Config(vocab=49152, embed=3072, layers=30, heads=24, kv_heads=2, mlp=12288),
-            3_030_371_328,
-        ),
-        (
-            Phi3Config(vocab=32064, embed=3072, layers=32, heads=32, kv_heads=32, mlp=8192),
-            3_821_079_552,
-        ),
-        (
-            GPTNeoXConfig(vocab=50432, embed=6144, layers=44, heads=64, mlp=24576),
-            20_554_567_680,
-        ),
-        (GPTJConfig(vocab=50400, embed=4096, layers=28, heads=16), 6_050_882_784),
-        (FalconConfig(vocab=65024, embed=4544, layers=32, heads=71), 6_921_720_704),
-        (
-            CohereConfig(vocab=256000, embed=8192, layers=40, heads=64, kv_heads=64, mlp=22528),
-            34_980_831_232,
-        ),
-        (
-            GLMConfig(vocab=151552, embed=4096, layers=40, heads=32, kv_heads=2, mlp=13696),
-            9_399_951_360,
-        ),
-        (
-            OPTConfig(
-                vocab=50272,
-                embed=1024,
-                layers=24,
-                heads=16,
-                mlp=4096,
-                token_width=512,
-                norm_first=False,
-            ),
-            331_196_416,
-        ),
-        (GPT2Config(vocab=50257, embed=768, layers=12, heads=12, mlp=3072), 124_439_808),
-        (BERTConfig(vocab=30522, embed=768, layers=12, heads=12, mlp=3072), 109_514_298),
-        (RoBERTaConfig(vocab=50265, embed=768, layers=12, heads=12, mlp=3072), 124_697_433),
-        (
-            T5Config(
-                vocab=32128,
-                embed=512,
-                layers=6,
-                decoder_layers=6,
-                heads=8,
-                head_dim=64,
-                mlp=2048,
-            ),
-            60_506_624,
-        ),
-        (
-            BARTConfig(
-                vocab=50265,
-                embed=1024,
-                layers=12,
-                decoder_layers=12,
-                heads=16,
-                decoder_heads=16,
-                mlp=4096,
-                decoder_mlp=4096,
-            ),
-            406_291_456 + 50265,
-        ),
-        (ModernBERTConfig(vocab=50368, embed=768, layers=22, heads=12, mlp=1152), 149_655_232),
-        (OPTConfig(vocab=50272, embed=768, layers=12, heads=12, mlp=3072), 125_239_296),
-        (
-            ViTConfig(
-                embed=768,
-                layers=12,
-                heads=12,
-                mlp=3072,
-                head=HeadConfig(outputs=1000, pool="first"),
-            ),
-            86_567_656,
-        ),
-        (BloomConfig(vocab=250880, embed=1024, layers=24, heads=16), 559_214_592),
-    ],
+    quick_first(PUBLISHED, 3),
     ids=lambda value: type(value).__name__ if not isinstance(value, int) else str(value),
 )
 def test_published_parameter_counts(config, parameters):

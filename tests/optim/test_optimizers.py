@@ -25,6 +25,7 @@ from colossax.optim import (
     map_moments,
     sgd,
 )
+from tests.cases import quick_first
 from tests.optim.table import (
     DIMS,
     EXACT,
@@ -41,7 +42,7 @@ from tests.optim.table import (
 )
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", quick_first(OPTIMIZERS, 2))
 def test_stacked_equals_unrolled(name):
     make = OPTIMIZERS[name]
     stacked_dims = {name: ("layers", "experts", *dims) for name, dims in DIMS.items()}
@@ -236,7 +237,7 @@ def sliced(tree, layer):
     return jax.tree.map(lambda x: x[layer] if jnp.ndim(x) else x, tree)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", quick_first(OPTIMIZERS, 2))
 def test_a_layer_at_a_time_equals_the_stack(name):
     """The contract of `layerwise`: to the bit, where no norm is taken."""
     assert is_layerwise(OPTIMIZERS[name])
@@ -305,7 +306,7 @@ def sharded_layout():
     return {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", quick_first(OPTIMIZERS, 2))
 def test_sharded_equals_one_device(name, devices):
     layout = sharded_layout()
     optimizer = OPTIMIZERS[name](STACKED_DIMS)

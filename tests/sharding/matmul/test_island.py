@@ -46,7 +46,7 @@ def drawn_and_truth(kind, *, bias=True):
     return arrays, outputs_and_gradients(plainly, MAPS[kind], arrays)
 
 
-@pytest.mark.parametrize(("plan", "kind"), quick_first(itertools.product(PLANS, MAPS), 3))
+@pytest.mark.parametrize(("plan", "kind"), quick_first(itertools.product(PLANS, MAPS), 7))
 def test_every_layout_equals_plain_mathematics_with_gradients(devices, plan, kind):
     arrays, want = drawn_and_truth(kind)
     with use(PLANS[plan].bind(devices)):
