@@ -370,7 +370,6 @@ def command(*words, capsys):
     return code, *capsys.readouterr()
 
 
-@pytest.mark.sentinel
 def test_the_command_line_finds_what_stays_on_the_device(checkpoint, capsys):
     ids = ",".join(map(str, PROMPT))
     words = ("generate", checkpoint, "--prompt-tokens", ids, "--max-tokens", 8, "--json")

@@ -17,7 +17,7 @@ BUDGETS = FILE.with_name("budgets.toml")
 DEAR_S = 1.0
 """Tests above this are not in the core (`lanes.py`)."""
 
-SLOW_S = 10.0
+SLOW_S = 5.0
 """What the mark `slow` stands for at least. The first test that needs a shared fixture pays for it,
 so the others of a dear one look cheap, and have to carry the mark."""
 

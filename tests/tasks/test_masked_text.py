@@ -123,7 +123,6 @@ def learnt(plan, steps=40):
     return np.array(found), float(total / weight)
 
 
-@pytest.mark.sentinel
 @pytest.mark.catches("encoder-sees-what-it-tells")
 def test_an_encoder_learns_from_what_stands_around():
     """Far below ln 23, which frequencies alone give; and far above where nothing tells a token."""

@@ -117,7 +117,6 @@ def learnt(plan, devices=None, steps=200):
     return np.array(found), float(total / weight)
 
 
-@pytest.mark.sentinel
 @pytest.mark.catches("decoder-reads-no-source")
 @pytest.mark.parametrize(
     ("mesh", "devices"), [({"data": 1}, 1), pytest.param(MESH, 8, marks=pytest.mark.sweep)]

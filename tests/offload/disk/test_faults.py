@@ -351,7 +351,6 @@ def test_no_records_are_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.sentinel
 @pytest.mark.catches("two-processes-one-store")
 def test_one_process_at_a_time(store):
     program = (
