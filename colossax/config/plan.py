@@ -207,7 +207,7 @@ class Plan:
         return dataclasses.replace(self, **changes)
 
 
-def _check_mesh(mesh: Mapping[str, int]) -> None:
+def _check_mesh(mesh: Mapping[str, Any]) -> None:
     for axis, size in mesh.items():
         if axis not in MESH_AXES:
             raise PlanError(f"plan.mesh: no axis is called '{axis}'{nearest(axis, MESH_AXES)}")
