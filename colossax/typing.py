@@ -1,6 +1,7 @@
 """Types that cross room doors."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -93,6 +94,7 @@ class ParamInfo:
         noted: Whether it is no parameter of the model but what is noted of a step: of gradients of
             microbatches the largest counts, and checkpoints hold it apart.
         of_base: Whether it is of a model that an adapter learns beside: checkpoints leave it out.
+        quantised: What it is of a matrix that is kept in codes, see `nn/quantised/codes.py`.
         behind: Outside a layer stack, whether it was made after the one that its model has.
     """
 
@@ -113,11 +115,19 @@ class ParamInfo:
     update: Callable[[Any, Any], Any] | None = None
     noted: bool = False
     of_base: bool = False
+    quantised: Any = None
     behind: bool = False
 
     def at_rest(self, params: Any) -> np.dtype:
         """Dtype at rest under a plan whose `precision.params` this is."""
         return np.dtype(params) if self.own_dtype is None else self.own_dtype
+
+    @property
+    def numbers(self) -> int:
+        """Numbers of the model that it holds: of codes those that they stand for."""
+        if self.quantised is None:
+            return math.prod(self.shape)
+        return self.quantised.numbers * max(1, self.layer_count)
 
     @property
     def named_dims(self) -> NamedDims:

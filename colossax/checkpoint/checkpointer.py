@@ -137,6 +137,21 @@ class Checkpointer:
         reading.check_same_model(folder, slots, exact=exact, convert=convert, whole=whole)
         return reading.read_arrays(folder, wants)
 
+    def check(self, step: int | None, slots: Sequence[ArraySlot], *, exact: bool) -> None:
+        """Refuse what `restore` would of these slots, floats of any dtype; nothing is read.
+
+        Args:
+            step: Which; None is the latest.
+            slots: What each array is.
+            exact: As of `restore`.
+
+        Raises:
+            CheckpointError: As `restore`.
+        """
+        reading.check_same_model(
+            StepFolder(self.directory, step), list(slots), exact=exact, convert=True
+        )
+
     def holds_record(self, step: int | None, name: str) -> bool:
         """Whether a step has an array of this name; the latest, if `step` is None.
 

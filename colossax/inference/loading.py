@@ -18,6 +18,7 @@ from colossax.inference.fitting import Fitted, fit_layers
 from colossax.inference.generator import Generator
 from colossax.inference.plan import one_stack, parameters_alone
 from colossax.models import config_from_json, maker
+from colossax.models.adapters.quantising import read_quantised
 from colossax.nn import AdapterConfig, DecoderConfig, ModelSpec, describe, with_adapter
 from colossax.sharding import param_sharding, use, validate
 from colossax.sharding.rules import uneven_layers
@@ -149,7 +150,8 @@ class StoredModel:
             base, name = self.base
             places.append((base.directory, base.step, name, True))
         for directory, step, name, frozen in places:
-            own = [i for i, info in enumerate(infos) if info.of_base == frozen]
+            mine = [i for i, info in enumerate(infos) if info.of_base == frozen]
+            own = [i for i in mine if infos[i].quantised is None]
             wants = [
                 (slot_of(_stood(infos[i]), f"{name}/params", dtype=shapes[i].dtype), where)
                 for i in own
@@ -157,6 +159,11 @@ class StoredModel:
             ]
             arrays = Checkpointer(directory).restore(step, wants, convert=True)
             found.update(zip(own, arrays, strict=True))
+        if self.base is not None:
+            packed = [i for i, info in enumerate(infos) if info.quantised is not None]
+            prefix = f"{self.base[1]}/params"
+            codes = read_quantised(self.base[0], prefix, [infos[i] for i in packed], bound)
+            found.update(zip(packed, codes, strict=True))
         return jax.tree.unflatten(structure, [found[i] for i in range(len(infos))])
 
     def fit(

@@ -121,9 +121,7 @@ class ModelSpec:
     def parameter_count(self, model: str | None = None) -> int:
         """Numbers in all parameters, those that do not learn included, or in one model's."""
         infos = [info for info in jax.tree.leaves(self.infos) if not info.noted]
-        return sum(
-            int(np.prod(info.shape)) for info in infos if model is None or info.model == model
-        )
+        return sum(info.numbers for info in infos if model is None or info.model == model)
 
 
 def describe(make_model: MakeModels) -> ModelSpec:
@@ -292,6 +290,7 @@ def _info(path: tuple, variable: Any, model: str | None, behind: Sequence[tuple]
         update=metadata.get("own_update"),
         noted=metadata.get("noted", False),
         of_base=metadata.get("of_base", False),
+        quantised=metadata.get("quantised"),
         behind=any(path[: len(prefix)] == prefix for prefix in behind),
     )
 

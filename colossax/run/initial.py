@@ -14,6 +14,7 @@ from colossax.errors import (
     InputError,
     OffloadError,
 )
+from colossax.models.adapters.quantising import matrix_slot, read_quantised
 from colossax.processes.group import Group
 from colossax.run.checkpointing import RunCheckpoints
 from colossax.run.origins import Origin
@@ -249,6 +250,8 @@ def _read(origin: Origin, step: Step, infos: Sequence[ParamInfo]) -> Sequence[An
     dtype, found = step.bound.plan.precision.params, dict[int, Any]()
     for holder in filter(None, (origin, origin.base)):
         own = [i for i, info in enumerate(infos) if origin.holding(info) is holder]
+        packed = [i for i in own if infos[i].quantised is not None]
+        own = [i for i in own if infos[i].quantised is None]
         wants = [
             (
                 slot_of(holder.stored(info), holder.prefix, dtype=info.at_rest(dtype)),
@@ -257,7 +260,14 @@ def _read(origin: Origin, step: Step, infos: Sequence[ParamInfo]) -> Sequence[An
             for info in map(infos.__getitem__, own)
         ]
         checkpointer = Checkpointer(holder.checkpoint.directory)
-        exact = origin.base is None
-        arrays = checkpointer.restore(holder.checkpoint.step, wants, convert=True, exact=exact)
+        slots = [slot for slot, _ in wants]
+        slots += [matrix_slot(holder.checkpoint, holder.prefix, infos[i]) for i in packed]
+        step_done, exact = holder.checkpoint.step, origin.base is None
+        checkpointer.check(step_done, slots, exact=exact)
+        arrays = checkpointer.restore(step_done, wants, convert=True, exact=False)
         found.update(zip(own, arrays, strict=True))
+        codes = read_quantised(
+            holder.checkpoint, holder.prefix, [infos[i] for i in packed], step.bound
+        )
+        found.update(zip(packed, codes, strict=True))
     return [found[i] for i in range(len(infos))]

@@ -208,6 +208,8 @@ def first_difference(stored: dict[str, Any], asked: dict[str, Any]) -> tuple[str
     only = {"optimizer.state": "float32", "data.mixture": "1", "data.packing": "packed"}
     only |= dict.fromkeys(("data.masking", "data.spans", "optimizer.ema"), "none")
     stored = only | stored
+    if isinstance(adapter := stored.get("adapter"), dict):
+        stored["adapter"] = {"base": "own", "double": False} | adapter
     for field, here in asked.items():
         there = stored.get(field)
         if isinstance(here, list):  # a name and a fingerprint, which alone decides

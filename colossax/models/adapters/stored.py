@@ -12,6 +12,7 @@ from colossax.checkpoint import RecordReader, slot_of
 from colossax.checkpoint.base import base_of
 from colossax.config import from_json
 from colossax.errors import CheckpointError
+from colossax.models.adapters.quantising import through_codes
 from colossax.models.hf_folder import by_path
 from colossax.models.parameters import (
     PARAMS,
@@ -24,6 +25,7 @@ from colossax.models.parameters import (
 )
 from colossax.models.registry import maker
 from colossax.nn import AdapterConfig, describe, with_adapter
+from colossax.nn.quantised.codes import Packing
 from colossax.typing import ParamInfo
 
 ADAPTER_DOCUMENT = "adapter"
@@ -63,6 +65,15 @@ class StoredAdapter:
             return plain
         return read_averages(self.reader, plain, dict.fromkeys(self.infos, np.dtype("float32")))
 
+    @functools.cached_property
+    def packings(self) -> Mapping[str, Packing]:
+        """How matrices of the base were kept while the adapter learned, by path; else nothing."""
+        return {
+            info.stood_at: info.quantised.of
+            for info in _described(self.base.config, self.adapter).values()
+            if info.quantised is not None and info.stood_at
+        }
+
     def parts(self, path: str, layer: int | None) -> dict[str, np.ndarray]:
         """Of one matrix of the base, in float32: `down`, `up`, of DoRA `stretch`; else nothing."""
         return {
@@ -72,11 +83,17 @@ class StoredAdapter:
         }
 
     def merged(self) -> ModelParams:
-        """The base with the adapter in its matrices: a model as any other, in the base's types."""
+        """The base with the adapter in its matrices: a model as any other, in the base's types.
+
+        Matrices that were kept in codes are what those stand for.
+        """
 
         def read(path: str, layer: int | None, expert: int | None) -> np.ndarray:
             own = self.base.read(path, layer, expert)
             parts = self.parts(path, layer) if expert is None else {}
+            packing = self.packings.get(path)
+            if packing is not None:
+                own = through_codes(packing, own)
             if not parts:
                 return own
             return with_parts(own.astype(np.float32), parts, self.adapter.scale).astype(own.dtype)
@@ -86,8 +103,12 @@ class StoredAdapter:
 
 def adapter_infos(config: Any, adapter: AdapterConfig) -> dict[str, ParamInfo]:
     """The parameters of an adapter of a model, by path."""
-    infos = by_path(describe(with_adapter(maker(config), adapter)))
+    infos = _described(config, adapter)
     return {path: info for path, info in infos.items() if not info.of_base}
+
+
+def _described(config: Any, adapter: AdapterConfig) -> dict[str, ParamInfo]:
+    return by_path(describe(with_adapter(maker(config), adapter)))
 
 
 def with_parts(w: np.ndarray, parts: Mapping[str, np.ndarray], scale: float) -> np.ndarray:

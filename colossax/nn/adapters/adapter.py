@@ -14,6 +14,7 @@ from colossax.nn.config.adapter import AdapterConfig
 from colossax.nn.experts import EXPERT_MATRICES, Experts
 from colossax.nn.layers import Linear
 from colossax.nn.module import MakeModel, param
+from colossax.nn.quantised.module import with_quantised
 from colossax.nn.weights import Weighted, weight_of, with_weights
 from colossax.sharding import Dense
 
@@ -70,11 +71,18 @@ def with_adapter(make_model: MakeModel, config: AdapterConfig) -> MakeModel:
         config: Which maps, and the adapter's form.
 
     Raises:
-        InputError: When built: a pattern names no map, or experts, whose matrices have none; or the
+        InputError: There is no adapter, and the base is to be in codes. When built: a pattern names no map, or experts, whose matrices have none; or the
             rank is above a side of a matrix.
     """
     if not config:
+        if config.base != "own":
+            raise InputError(
+                f"adapter.base: {config.base} is of what is frozen, and with adapter.rank 0 all"
+                " learns; give adapter.rank, or adapter.base own"
+            )
         return make_model
+    if config.base != "own":
+        make_model = with_quantised(make_model, config.base, double=config.double)
 
     def built(rngs: nnx.Rngs) -> nnx.Module:
         chosen = _Chosen(config)

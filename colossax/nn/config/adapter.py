@@ -7,6 +7,10 @@ from colossax.config import Natural, Positive, check_types
 from colossax.errors import InputError
 
 
+BASES = ("own", "nf4", "int8")
+"""How the frozen matrices of layers may be kept."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdapterConfig:
     """A narrow pair of matrices beside each of some frozen ones: `x W + scale (x A) B`.
@@ -22,8 +26,12 @@ class AdapterConfig:
         rslora: The scale is `alpha / sqrt(rank)`, which keeps updates alike whatever the rank.
         dora: Length and direction apart: columns of `W + scale A B` are brought to the lengths of
             those of `W` plus a vector that learns.
+        base: How matrices of the layers' maps are kept: `own`, in their own type; `nf4`, in four
+            bits; `int8`, in eight.
+        double: Of `nf4`: whether scales are in eight bits too.
 
-    Source: Hu et al. 2021, LoRA; Kalajdzievski 2023, rsLoRA; Liu et al. 2024, DoRA.
+    Source: Hu et al. 2021, LoRA; Kalajdzievski 2023, rsLoRA; Liu et al. 2024, DoRA;
+    Dettmers et al. 2023, QLoRA.
     """
 
     rank: Natural = 0
@@ -31,12 +39,24 @@ class AdapterConfig:
     targets: str = "attn/*"
     rslora: bool = False
     dora: bool = False
+    base: str = dataclasses.field(default="own", metadata={"choices": BASES})
+    double: bool = False
 
     def __post_init__(self):
         check_types(self, "adapter")
         if not self.patterns:
             raise InputError(
                 "adapter.targets: it names no maps; give patterns by commas, as 'attn/*,mlp/down'"
+            )
+
+        if self.base not in BASES:
+            raise InputError(
+                f"adapter.base: found '{self.base}'; give {', '.join(BASES[:-1])} or {BASES[-1]}"
+            )
+        if self.double and self.base != "nf4":
+            raise InputError(
+                f"adapter.double: it is of the scales of nf4, and adapter.base is {self.base};"
+                " give adapter.base nf4, or leave it out"
             )
 
     @property

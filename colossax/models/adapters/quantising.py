@@ -1,0 +1,114 @@
+"""Matrices of a checkpoint brought into codes, one of a layer at a time."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from colossax.checkpoint import ArraySlot, Checkpointer, RecordReader, slot_of
+from colossax.config import BoundPlan
+from colossax.errors import CheckpointError
+from colossax.nn.quantised.codes import Packing, dequantise, quantised
+from colossax.sharding import param_sharding
+from colossax.typing import ParamInfo
+
+
+def read_quantised(
+    reader: RecordReader, prefix: str, infos: Sequence[ParamInfo], bound: BoundPlan
+) -> list[jax.Array]:
+    """Codes and scales, laid out by the plan, of matrices that a checkpoint holds in floats.
+
+    Args:
+        reader: The checkpoint.
+        prefix: Of the records of its parameters.
+        infos: Of parts of matrices; of each matrix all its parts.
+        bound: The plan.
+
+    Raises:
+        CheckpointError: A matrix is not there, is another one, or is damaged.
+
+    Cost: of floats the matrix of one layer is held, in its own dtype, each device its shard.
+    """
+    found: dict[int, jax.Array] = {}
+    matrices: dict[Any, dict[str, int]] = {}
+    for at, info in enumerate(infos):
+        of = matrices.setdefault((info.stood_at, info.first_layer), {})
+        of[info.quantised.name] = at
+    checkpointer = Checkpointer(reader.directory)
+    for places in matrices.values():
+        for at in places.values():
+            found[at] = _empty(infos[at], bound)
+        first = infos[places["codes"]]
+        for row in range(max(1, first.layer_count)):
+            matrix = _matrix(first, row)
+            slot = matrix_slot(reader, prefix, first, row)
+            where = param_sharding(bound, "params", matrix)
+            (w,) = checkpointer.restore(reader.step, [(slot, where)], exact=False)
+            for name, part in quantised(first.quantised.of, w).items():
+                info, at = infos[places[name]], places[name]
+                found[at] = _filler(found[at].sharding, info.stacked)(found[at], part, row)
+    laid = {
+        at: jax.device_put(x, param_sharding(bound, "params", infos[at])) for at, x in found.items()
+    }
+    return [laid[at] for at in range(len(infos))]
+
+
+def matrix_slot(reader: RecordReader, prefix: str, info: ParamInfo, row: int = 0) -> ArraySlot:
+    """The record, and its layer, of the matrix that a parameter is a part of.
+
+    Args:
+        reader: The checkpoint.
+        prefix: Of the records of its parameters.
+        info: Of the part.
+        row: Of its layers.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    slot = slot_of(_matrix(info, row), prefix)
+    held = reader.records().get(slot.name)
+    if held is None:
+        raise CheckpointError(
+            f"checkpoint step {reader.step} of '{reader.directory}' has no '{slot.name}', which"
+            " the model's base is quantised from; give a checkpoint of that model"
+        )
+    return dataclasses.replace(slot, dtype=held[1])
+
+
+def through_codes(packing: Packing, w: np.ndarray) -> np.ndarray:
+    """What the codes of a matrix stand for, in its own dtype."""
+    parts = quantised(packing, jnp.asarray(w))
+    return np.asarray(dequantise(packing, parts, jnp.dtype("float32"))).astype(w.dtype)
+
+
+def _matrix(info: ParamInfo, row: int) -> ParamInfo:
+    """The matrix of one layer, on the device."""
+    packing: Packing = info.quantised.of
+    assert info.stood_at is not None
+    return dataclasses.replace(
+        info.on_device(),
+        path=info.stood_at,
+        dims=packing.dims,
+        shape=packing.shape,
+        first_layer=None if info.first_layer is None else info.first_layer + row,
+        quantised=None,
+    )
+
+
+def _empty(info: ParamInfo, bound: BoundPlan) -> jax.Array:
+    where = param_sharding(bound, "params", info.on_device())
+    return jax.jit(lambda: jnp.zeros(info.shape, info.dtype), out_shardings=where)()
+
+
+@functools.cache
+def _filler(where: jax.sharding.Sharding, stacked: bool) -> Any:
+    """Puts a layer's part into its stack, in place."""
+
+    def fill(stack: jax.Array, part: jax.Array, row: int) -> jax.Array:
+        return jax.lax.dynamic_update_index_in_dim(stack, part, row, 0) if stacked else part
+
+    return jax.jit(fill, donate_argnums=0, out_shardings=where)

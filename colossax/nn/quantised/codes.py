@@ -1,0 +1,191 @@
+"""Codes of four and eight bits for matrices: what is kept, made and read back."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from colossax.errors import InputError
+from colossax.typing import Dims
+
+BLOCK = 64
+"""Inputs that share a scale in NF4."""
+
+SCALES_BLOCK = 256
+"""Scales that share one of their own where they are in eight bits."""
+
+LEVELS = np.array(
+    [
+        -1.0,
+        -0.6961928009986877,
+        -0.5250730514526367,
+        -0.39491748809814453,
+        -0.28444138169288635,
+        -0.18477343022823334,
+        -0.09105003625154495,
+        0.0,
+        0.07958029955625534,
+        0.16093020141124725,
+        0.24611230194568634,
+        0.33791524171829224,
+        0.44070982933044434,
+        0.5626170039176941,
+        0.7229568362236023,
+        1.0,
+    ],
+    np.float32,
+)
+"""What the codes of NF4 stand for: quantiles of the normal distribution, 0 one of them.
+
+Source: appendix E of Dettmers et al. 2023, QLoRA.
+"""
+
+_MIDDLES = (LEVELS[1:] + LEVELS[:-1]) / 2
+
+_LARGEST = 127
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Packing:
+    """How a matrix is kept in codes.
+
+    Attributes:
+        form: `nf4`: four bits for each number, two neighbours among the inputs to a byte, the
+            earlier one in its high bits; a scale, the largest absolute value, for each `BLOCK`
+            inputs of an output. `int8`: eight bits, and a scale for each output.
+        double: Of `nf4`: scales less their mean are in eight bits too, with a scale for each
+            `SCALES_BLOCK` outputs.
+        shape: Of the matrix, `[*in, *out]`.
+        dims: Its logical names.
+        contract: How many of them are of the input.
+    """
+
+    form: str
+    double: bool
+    shape: tuple[int, ...]
+    dims: Dims
+    contract: int
+
+    @property
+    def inputs(self) -> int:
+        """Numbers of an input."""
+        return math.prod(self.shape[: self.contract])
+
+    @property
+    def outs(self) -> tuple[int, ...]:
+        """Sizes of an output."""
+        return self.shape[self.contract :]
+
+    def part_dims(self) -> dict[str, Dims]:
+        """Logical names of what is kept; several dims of the input are one, called as the first."""
+        outs = self.dims[self.contract :]
+        if self.form == "int8":
+            return {"codes": self.dims, "scales": outs}
+        blocked = (self.dims[0], *outs)
+        own: dict[str, Dims] = {"codes": blocked, "scales": blocked}
+        return own | ({"steps": (self.dims[0], outs[0]), "mean": ()} if self.double else {})
+
+    def check(self, name: str) -> None:
+        """Refuse a matrix that blocks do not divide.
+
+        Raises:
+            InputError: Names it, and what would work.
+        """
+        if self.form == "nf4" and self.inputs % BLOCK:
+            raise InputError(
+                f"adapter.base: nf4 keeps blocks of {BLOCK} inputs, and '{name}' has {self.inputs};"
+                " give adapter.base int8 or own"
+            )
+        if self.double and math.prod(self.outs) % SCALES_BLOCK:
+            raise InputError(
+                f"adapter.double: scales are kept in blocks of {SCALES_BLOCK} outputs, and '{name}'"
+                f" has {math.prod(self.outs)}; give adapter.double false"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One of the arrays that a matrix is kept in.
+
+    Attributes:
+        name: `codes`, `scales`, `steps` or `mean`.
+        of: The matrix.
+    """
+
+    name: str
+    of: Packing
+
+    @property
+    def numbers(self) -> int:
+        """Numbers of the matrix that it stands for: codes for each one, others for none."""
+        return math.prod(self.of.shape) if self.name == "codes" else 0
+
+
+def quantise(packing: Packing, w: Float[Array, "*in_and_out"]) -> dict[str, Array]:
+    """What is kept of a matrix, by name.
+
+    NF4 takes the nearest level, of two that are as near the lower one; int8 rounds to nearest even.
+
+    Args:
+        packing: How.
+        w: In any floating type; computed in float32.
+    """
+    w = w.astype(jnp.float32)
+    if packing.form == "int8":
+        codes, scales = _in_eight_bits(w, tuple(range(packing.contract)))
+        return {"codes": codes, "scales": scales}
+    blocks = w.reshape(-1, BLOCK, *packing.outs)
+    scales = jnp.max(jnp.abs(blocks), axis=1)
+    codes = _nearest(blocks / jnp.where(scales > 0, scales, 1)[:, None])
+    pairs = codes.reshape(-1, 2, *packing.outs)
+    found = {"codes": pairs[:, 0] << 4 | pairs[:, 1], "scales": scales}
+    return found | (_scales_in_codes(scales) if packing.double else {})
+
+
+def dequantise(
+    packing: Packing, parts: Mapping[str, Array], dtype: jnp.dtype
+) -> Float[Array, "*in_and_out"]:
+    """The matrix that is kept, computed in float32 and rounded once."""
+    codes = parts["codes"]
+    if packing.form == "int8":
+        return (codes.astype(jnp.float32) * parts["scales"]).astype(dtype)
+    scales = parts["scales"]
+    if packing.double:
+        blocks = scales.astype(jnp.float32).reshape(*parts["steps"].shape, SCALES_BLOCK)
+        scales = (blocks * parts["steps"][..., None]).reshape(scales.shape) + parts["mean"]
+    pairs = jnp.stack([codes >> 4, codes & 15], axis=1)
+    values = jnp.asarray(LEVELS)[pairs].reshape(-1, BLOCK, *packing.outs)
+    return (values * scales[:, None]).astype(dtype).reshape(packing.shape)
+
+
+def _nearest(x: Array) -> Array:
+    """Codes of the nearest levels; a comparison at a time keeps no array wider than `x`."""
+    return sum((jnp.uint8(x > middle) for middle in _MIDDLES), jnp.zeros(x.shape, jnp.uint8))
+
+
+def _in_eight_bits(x: Array, axes: tuple[int, ...]) -> tuple[Array, Array]:
+    """Codes, and the steps between them, which numbers along some dims share."""
+    # Multiplied, not divided: of a division by a constant compilers make either.
+    steps = jnp.max(jnp.abs(x), axis=axes) * jnp.float32(1 / _LARGEST)
+    spread = jnp.expand_dims(jnp.where(steps > 0, steps, 1), axes)
+    codes = jnp.clip(jnp.round(x / spread), -_LARGEST, _LARGEST)
+    return codes.astype(jnp.int8), steps
+
+
+def _scales_in_codes(scales: Array) -> dict[str, Array]:
+    """Scales less their mean; 8-bit integers where the paper has 8-bit floats.
+
+    The mean has eight bits, so that the order in which devices sum it up changes no code.
+    """
+    mean = jax.lax.reduce_precision(jnp.mean(scales), 8, 7)
+    blocks = (scales - mean).reshape(scales.shape[0], -1, SCALES_BLOCK)
+    codes, steps = _in_eight_bits(blocks, (2,))
+    return {"scales": codes.reshape(scales.shape), "steps": steps, "mean": mean}
+
+
+quantised = jax.jit(quantise, static_argnums=0)
+"""`quantise`, compiled once for matrices that are alike."""

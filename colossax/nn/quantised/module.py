@@ -1,0 +1,80 @@
+"""Codes put in the place of a model's matrices as it is built."""
+
+from typing import Any
+
+from flax import nnx
+
+from colossax.errors import InputError
+from colossax.nn.experts import Experts
+from colossax.nn.layers import Linear
+from colossax.nn.module import MakeModel, param
+from colossax.nn.quantised.codes import Packing, Part, quantise
+from colossax.nn.quantised.weight import QuantisedWeight
+from colossax.nn.weights import Weighted, with_weights
+
+
+class Quantised(nnx.Module):
+    """Holds what is kept of a matrix: `codes`, `scales`, and of scales in codes `steps`, `mean`."""
+
+    def __init__(self, module: Weighted, packing: Packing):
+        self.packing = packing
+        made, dims = quantise(packing, module.held[...]), packing.part_dims()
+        for name, value in made.items():
+            own: Any = param(value, dims[name], learns=False, dtype=value.dtype)
+            own.set_metadata(quantised=Part(name, packing), inside=1)
+            setattr(self, name, own)
+
+    @property
+    def weight(self) -> QuantisedWeight:
+        """See `Weighted`."""
+        parts = {name: getattr(self, name)[...] for name in self.packing.part_dims()}
+        return QuantisedWeight(parts, self.packing)
+
+
+def with_quantised(make_model: MakeModel, form: str, *, double: bool = False) -> MakeModel:
+    """A factory of the same model with the matrices of its layers' maps in codes.
+
+    Embeddings, the head, norms and biases stay as they are.
+
+    Args:
+        make_model: Of a model whose maps are `colossax.nn.Linear`.
+        form: See `Packing`.
+        double: Likewise.
+
+    Raises:
+        InputError: When built: blocks do not divide a matrix, or there are experts.
+    """
+
+    layers_made = False
+
+    def with_layers(rngs: nnx.Rngs) -> nnx.Module:
+        nonlocal layers_made
+        layers_made = False
+        model = make_model(rngs)
+        layers_made = True
+        return model
+
+    def made(name: str, module: Weighted, rngs: nnx.Rngs) -> Quantised | None:
+        if layers_made or not isinstance(module, Linear):
+            return None  # the head is no map of a layer
+        packing = Packing(
+            form=form,
+            double=double,
+            shape=tuple(module.weight.shape),
+            dims=module.dims,
+            contract=module.contract,
+        )
+        packing.check(name)
+        return Quantised(module, packing)
+
+    def built(rngs: nnx.Rngs) -> nnx.Module:
+        model = with_weights(with_layers, made)(rngs)
+        for path, node in nnx.iter_graph(model):
+            if isinstance(node, Experts):
+                raise InputError(
+                    f"adapter.base: '{'/'.join(map(str, path))}' has experts, whose matrices are"
+                    f" not kept in {form}; give adapter.base own"
+                )
+        return model
+
+    return built
