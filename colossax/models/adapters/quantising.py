@@ -40,8 +40,6 @@ def read_quantised(
         of[info.quantised.name] = at
     checkpointer = Checkpointer(reader.directory)
     for places in matrices.values():
-        for at in places.values():
-            found[at] = _empty(infos[at], bound)
         first = infos[places["codes"]]
         for row in range(max(1, first.layer_count)):
             matrix = _matrix(first, row)
@@ -49,12 +47,11 @@ def read_quantised(
             where = param_sharding(bound, "params", matrix)
             (w,) = checkpointer.restore(reader.step, [(slot, where)], exact=False)
             for name, part in quantised(first.quantised.of, w).items():
-                info, at = infos[places[name]], places[name]
-                found[at] = _filler(found[at].sharding, info.stacked)(found[at], part, row)
-    laid = {
-        at: jax.device_put(x, param_sharding(bound, "params", infos[at])) for at, x in found.items()
-    }
-    return [laid[at] for at in range(len(infos))]
+                at = places[name]
+                found[at] = _placed(found.get(at), part, row, infos[at], bound)
+        for at in places.values():
+            found[at] = jax.device_put(found[at], param_sharding(bound, "params", infos[at]))
+    return [found[at] for at in range(len(infos))]
 
 
 def matrix_slot(reader: RecordReader, prefix: str, info: ParamInfo, row: int = 0) -> ArraySlot:
@@ -99,16 +96,21 @@ def _matrix(info: ParamInfo, row: int) -> ParamInfo:
     )
 
 
-def _empty(info: ParamInfo, bound: BoundPlan) -> jax.Array:
+def _placed(
+    stack: jax.Array | None, part: jax.Array, row: int, info: ParamInfo, bound: BoundPlan
+) -> jax.Array:
+    """The stack with a layer's part in it, which takes its place; without a stack the part."""
+    if not info.stacked:
+        return part
     where = param_sharding(bound, "params", info.on_device())
-    return jax.jit(lambda: jnp.zeros(info.shape, info.dtype), out_shardings=where)()
+    if stack is None:
+        stack = jax.jit(lambda: jnp.zeros(info.shape, info.dtype), out_shardings=where)()
+    return _filler(where)(stack, part, row)
 
 
 @functools.cache
-def _filler(where: jax.sharding.Sharding, stacked: bool) -> Any:
-    """Puts a layer's part into its stack, in place."""
-
+def _filler(where: jax.sharding.Sharding) -> Any:
     def fill(stack: jax.Array, part: jax.Array, row: int) -> jax.Array:
-        return jax.lax.dynamic_update_index_in_dim(stack, part, row, 0) if stacked else part
+        return jax.lax.dynamic_update_index_in_dim(stack, part, row, 0)
 
     return jax.jit(fill, donate_argnums=0, out_shardings=where)

@@ -71,8 +71,9 @@ def with_adapter(make_model: MakeModel, config: AdapterConfig) -> MakeModel:
         config: Which maps, and the adapter's form.
 
     Raises:
-        InputError: There is no adapter, and the base is to be in codes. When built: a pattern names no map, or experts, whose matrices have none; or the
-            rank is above a side of a matrix.
+        InputError: There is no adapter, and the base is to be in codes. When built: a pattern names
+            no map, or experts, whose matrices have none; the rank is above a side of a matrix; or
+            codes do not fit one, see `colossax.nn.quantised`.
     """
     if not config:
         if config.base != "own":

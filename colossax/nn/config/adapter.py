@@ -6,7 +6,6 @@ import math
 from colossax.config import Natural, Positive, check_types
 from colossax.errors import InputError
 
-
 BASES = ("own", "nf4", "int8")
 """How the frozen matrices of layers may be kept."""
 

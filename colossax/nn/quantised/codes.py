@@ -87,7 +87,8 @@ class Packing:
             return {"codes": self.dims, "scales": outs}
         blocked = (self.dims[0], *outs)
         own: dict[str, Dims] = {"codes": blocked, "scales": blocked}
-        return own | ({"steps": (self.dims[0], outs[0]), "mean": ()} if self.double else {})
+        # Steps are few: whole along the output, they forbid none of its splits.
+        return own | ({"steps": (self.dims[0], None), "mean": ()} if self.double else {})
 
     def check(self, name: str) -> None:
         """Refuse a matrix that blocks do not divide.
