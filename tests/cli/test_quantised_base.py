@@ -1,11 +1,15 @@
 """A base in codes from the command line: trained beside, resumed elsewhere, merged."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from colossax.checkpoint import find_checkpoint
 from colossax.cli import main
+from colossax.inference.loading import open_checkpoint
 from colossax.models.parameters import params_of_checkpoint
+from colossax.nn.quantised.codes import quantised
 from tests.launching import metrics, write_text
 
 BASE = (
@@ -43,12 +47,26 @@ def losses(run):
 
 
 @pytest.mark.slow
-@pytest.mark.catches("base-read-without-its-rows")
 def test_a_run_beside_codes_goes_on_elsewhere_as_if_nothing_had_happened(folder):
     whole, parts = losses(folder / "whole"), losses(folder / "run")
     assert len(parts) == 4
     np.testing.assert_allclose(parts, whole, rtol=2e-5)
     assert whole[-1] < whole[0]
+
+
+@pytest.mark.slow
+@pytest.mark.catches("base-read-without-its-rows")
+def test_codes_are_those_of_the_matrices_in_the_base(folder):
+    loaded = open_checkpoint("run").load(devices=jax.devices()[:2])
+    base = params_of_checkpoint(find_checkpoint("base"))
+    infos, params = jax.tree.leaves(loaded.spec.infos), jax.tree.leaves(loaded.params)
+    found = [(info, x) for info, x in zip(infos, params, strict=True) if info.quantised is not None]
+    assert len(found) == 2 * 7
+    for info, x in found:
+        for row in range(2):
+            w = base.read(info.stood_at, row, None)
+            wanted = quantised(info.quantised.of, jnp.asarray(w))[info.quantised.name]
+            np.testing.assert_array_equal(x[row], wanted, err_msg=info.path)
 
 
 @pytest.mark.slow

@@ -183,6 +183,18 @@ def test_another_run_is_not_resumed(started, change, message):
         check_identity(started, who(config))
 
 
+@pytest.mark.catches("adapter-before-its-base-was-chosen")
+def test_a_run_beside_a_base_of_no_named_form_has_its_own(started):
+    config = CONFIG.replace(adapter=AdapterConfig(rank=2))
+    stored = who(config)
+    stored["adapter"] = {k: v for k, v in stored["adapter"].items() if k not in ("base", "double")}
+    RunFolder(path=started.path).write(train_config_to_json(config), stored)
+    check_identity(started, who(config))
+    other = config.replace(adapter=AdapterConfig(rank=2, base="nf4"))
+    with pytest.raises(InputError, match="adapter.base is own in .* and nf4 here"):
+        check_identity(started, who(other))
+
+
 def test_a_run_without_a_named_state_has_float32(started):
     stored = {k: v for k, v in who().items() if k != "optimizer.state"}
     RunFolder(path=started.path).write(train_config_to_json(CONFIG), stored)

@@ -165,7 +165,8 @@ def dequantise(
 
 def _nearest(x: Array) -> Array:
     """Codes of the nearest levels; a comparison at a time keeps no array wider than `x`."""
-    return sum((jnp.uint8(x > middle) for middle in _MIDDLES), jnp.zeros(x.shape, jnp.uint8))
+    above = ((x > middle).astype(jnp.uint8) for middle in _MIDDLES)
+    return sum(above, jnp.zeros(x.shape, jnp.uint8))
 
 
 def _in_eight_bits(x: Array, axes: tuple[int, ...]) -> tuple[Array, Array]:
