@@ -11,6 +11,7 @@ import pytest
 
 from colossax.checkpoint import Checkpointer
 from colossax.errors import InputError
+from colossax.nn import AdapterConfig
 from colossax.recipes import RECIPES, recipe
 from colossax.run.run_dir import RunFolder, check_identity, find_run_folder
 from colossax.tasks.config import train_config_from_json, train_config_to_json
