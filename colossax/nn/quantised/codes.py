@@ -153,7 +153,8 @@ def dequantise(
     """The matrix that is kept, computed in float32 and rounded once."""
     codes = parts["codes"]
     if packing.form == "int8":
-        return (codes.astype(jnp.float32) * parts["scales"]).astype(dtype)
+        scales = jnp.expand_dims(parts["scales"], tuple(range(packing.contract)))
+        return (codes.astype(jnp.float32) * scales).astype(dtype)
     scales = parts["scales"]
     if packing.double:
         blocks = scales.astype(jnp.float32).reshape(*parts["steps"].shape, SCALES_BLOCK)

@@ -104,6 +104,8 @@ def _product_bwd(static: _Static, parts: dict[str, Array], dy: Array):
     contract, outs = static.packing.contract, len(static.packing.outs)
     with use(static.bound):
         w = _matrix(static.packing, parts, dy.dtype)
+        if dy.ndim == 3 and static.packing.dims[contract:] == ("embed",):
+            dy = constrain(dy, "batch", "seq", "embed")  # the sequence as inside the block
     own = tuple(range(dy.ndim - outs, dy.ndim)), tuple(range(contract, w.ndim))
     return jnp.tensordot(dy, w, axes=own), None
 
