@@ -25,6 +25,7 @@ FOUR = "--plan.mesh=fsdp=2,tensor=2", "--devices=4"
 @pytest.fixture(scope="module", autouse=True)
 def folder(tmp_path_factory):
     """A base of one step, and beside its codes an adapter of four, and of two and two."""
+    assert len(jax.devices()) == 8
     folder = tmp_path_factory.mktemp("quantised")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLOSSAX_CACHE", str(folder / "cache"))

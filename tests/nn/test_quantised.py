@@ -139,7 +139,8 @@ def batch(rows=4, seq=8):
 def step_of(plan, adapter, config=CONFIG):
     devices = jax.devices()[: math.prod(plan.mesh.values())]
     make = with_adapter(maker(config), adapter)
-    return build_step(make, adamw(0.02), next_token_loss(), plan, devices=devices)
+    rate = 0.02 if config is CONFIG else 0.005  # more overshoots on the wider one
+    return build_step(make, adamw(rate), next_token_loss(), plan, devices=devices)
 
 
 def trained(plan, adapter, steps=3, config=CONFIG):
@@ -198,8 +199,9 @@ def test_gradients_are_those_of_the_matrix_that_codes_stand_for():
         jax.tree.map(lambda i, x: x + 0.01 if i.path.endswith("/up") else x, one.spec.infos, tree)
         for one, tree in ((plain, params), (step, state["params"]))
     )
-    found = step.gradients({**state, "params": mine}, batch())
-    wanted = plain.gradients({**other, "params": params}, batch())
+    rows = jax.tree.map(jnp.asarray, batch())
+    found = step.gradients({**state, "params": mine}, rows)
+    wanted = plain.gradients({**other, "params": params}, rows)
     assert float(found.loss) == pytest.approx(float(wanted.loss), rel=1e-6)
     for a, b in zip(*map(jax.tree.leaves, (found.grads, wanted.grads)), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * float(jnp.abs(b).max()))

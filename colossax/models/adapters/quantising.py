@@ -110,7 +110,7 @@ def _placed(
 
 @functools.cache
 def _filler(where: jax.sharding.Sharding) -> Any:
-    def fill(stack: jax.Array, part: jax.Array, row: int) -> jax.Array:
+    def fill(stack: jax.Array, part: jax.Array, row: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_index_in_dim(stack, part, row, 0)
 
     return jax.jit(fill, donate_argnums=0, out_shardings=where)
