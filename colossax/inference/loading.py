@@ -18,7 +18,7 @@ from colossax.inference.fitting import Fitted, fit_layers
 from colossax.inference.generator import Generator
 from colossax.inference.plan import one_stack, parameters_alone
 from colossax.models import config_from_json, maker
-from colossax.models.adapters.quantising import read_quantised
+from colossax.models.adapters.quantising import matrix_slot, read_quantised
 from colossax.nn import AdapterConfig, DecoderConfig, ModelSpec, describe, with_adapter
 from colossax.sharding import param_sharding, use, validate
 from colossax.sharding.rules import uneven_layers
@@ -145,24 +145,27 @@ class StoredModel:
         """The parameters; of an adapter, and of its base."""
         infos, structure = jax.tree.flatten(spec.infos)
         shapes, found = jax.tree.leaves(_shapes(bound, spec)), dict[int, Any]()
-        places = [(self.directory, self.step, self.name, False)]
+        reader = RecordReader(self.directory, self.step)
+        places = [(reader, self.name, False)]
         if self.base is not None:
-            base, name = self.base
-            places.append((base.directory, base.step, name, True))
-        for directory, step, name, frozen in places:
+            places.append((*self.base, True))
+        for reader, name, frozen in places:
+            prefix = f"{name}/params"
             mine = [i for i, info in enumerate(infos) if info.of_base == frozen]
+            packed = [i for i in mine if infos[i].quantised is not None]
             own = [i for i in mine if infos[i].quantised is None]
             wants = [
-                (slot_of(_stood(infos[i]), f"{name}/params", dtype=shapes[i].dtype), where)
+                (slot_of(_stood(infos[i]), prefix, dtype=shapes[i].dtype), where)
                 for i in own
                 if (where := shapes[i].sharding)
             ]
-            arrays = Checkpointer(directory).restore(step, wants, convert=True)
+            slots = [slot for slot, _ in wants]
+            slots += [matrix_slot(reader, prefix, infos[i]) for i in packed]
+            checkpointer = Checkpointer(reader.directory)
+            checkpointer.check(reader.step, slots, exact=True)
+            arrays = checkpointer.restore(reader.step, wants, convert=True, exact=False)
             found.update(zip(own, arrays, strict=True))
-        if self.base is not None:
-            packed = [i for i, info in enumerate(infos) if info.quantised is not None]
-            prefix = f"{self.base[1]}/params"
-            codes = read_quantised(self.base[0], prefix, [infos[i] for i in packed], bound)
+            codes = read_quantised(reader, prefix, [infos[i] for i in packed], bound)
             found.update(zip(packed, codes, strict=True))
         return jax.tree.unflatten(structure, [found[i] for i in range(len(infos))])
 
