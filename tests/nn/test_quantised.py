@@ -73,7 +73,8 @@ def nf4_by_hand(w):
     return codes, scales
 
 
-@pytest.mark.catches("nf4-neighbours", "nf4-ties")
+@pytest.mark.catches("nf4-neighbours")
+@pytest.mark.catches("nf4-ties")
 def test_codes_of_four_bits_are_those_made_one_by_one():
     w = matrix((128, 3, 5))
     w[:64, 0, 0] = 0
@@ -240,7 +241,8 @@ def test_devices_gather_codes():
     assert not any("f32[128,4,32]" in line or "f32[128,128]" in line for line in gathers)
 
 
-@pytest.mark.catches("quantised-experts-in-silence", "nf4-blocks-unchecked")
+@pytest.mark.catches("quantised-experts-in-silence")
+@pytest.mark.catches("nf4-blocks-unchecked")
 def test_what_cannot_be_kept_in_codes_is_refused():
     def built(config, **settings):
         describe(with_adapter(maker(config), AdapterConfig(**{"rank": 2, **settings})))
