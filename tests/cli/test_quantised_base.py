@@ -10,6 +10,7 @@ from colossax.cli import main
 from colossax.inference.loading import open_checkpoint
 from colossax.models.parameters import params_of_checkpoint
 from colossax.nn.quantised.codes import quantised
+from colossax.sharding import use
 from tests.launching import metrics, write_text
 
 BASE = (
@@ -45,6 +46,14 @@ def trained(out, *words, code=0):
 
 def losses(run):
     return [loss for _, loss, _ in metrics(run) if loss]
+
+
+def logits(run):
+    loaded = open_checkpoint(run).load(devices=jax.devices()[:1])
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 300, (2, 16)), jnp.int32)
+    with use(loaded.bound):
+        model = loaded.spec.merge(loaded.params)
+        return np.asarray(model.hidden(tokens)[0] @ model.head_weight())
 
 
 @pytest.mark.slow
@@ -87,6 +96,9 @@ def test_merged_it_is_what_the_codes_stand_for(folder, capsys):
     counts = {len(np.unique(blocks[i, :, j])) for i in range(2) for j in range(8)}
     assert max(counts) <= 16
     assert 0 < np.abs(own - found).max() < 0.16 * np.abs(own).max()
+    beside, alone = logits("run"), logits("merged")
+    assert np.abs(beside - alone).max() <= 1e-5
+    assert np.abs(alone - logits("base")).max() > 1e-2
     words = "--prompt=abc", "--max-tokens=12", "--temperature=0", "--json", "--devices=1"
     said = []
     for run in ("run", "merged"):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from colossax.config import BatchConfig, Plan, Segment
+from colossax.config import BatchConfig, OffloadConfig, Plan, Segment
 from colossax.errors import InputError
 from colossax.models import LlamaConfig, MixtralConfig, maker
 from colossax.nn import AdapterConfig, describe, with_adapter
@@ -29,6 +29,7 @@ PLANS = {
     "fsdp and tensor": Plan(mesh={"fsdp": 2, "tensor": 2}, segments=(Segment(remat="full"),)),
     "stage": Plan(mesh={"stage": 2}, batch=BatchConfig(accumulation=2)),
     "2d": Plan(mesh={"row": 2, "col": 2}, tensor_layout="2d"),
+    "host memory": Plan(mesh={"fsdp": 2}, offload=OffloadConfig(parameters=1.0, optimizer=1.0)),
 }
 
 
