@@ -56,6 +56,6 @@ def test_an_adapter_of_130b_trains_beside_nf4_on_one_h200():
     tables = 2 * config.model.vocab * D
     assert matrices + tables > 129e9
     assert found.fits
-    assert found.memory.total_bytes / GIB <= 136.5
+    assert found.memory.total_bytes / GIB <= 80
     kept = matrices // 2 + 4 * matrices // 64 + 2 * tables + 4 * pairs
     assert found.memory.terms["parameters"] == pytest.approx(kept, rel=1e-3)
