@@ -29,6 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
     parser.add_argument("--step", metavar="N", type=number(0), help="default: the latest")
     parser.add_argument("--base", metavar="CHECKPOINT", help=BASE_HELP)
     parser.add_argument(
+        "--adapter",
+        metavar="CHECKPOINT",
+        action="append",
+        help="an adapter of CHECKPOINT, which its base is then; several times: each of them"
+        " continues each prompt, beside the one base",
+    )
+    parser.add_argument(
         "--prompt",
         metavar="TEXT",
         action="append",
@@ -93,6 +100,7 @@ def _generate(args: argparse.Namespace, overrides: list[Override]) -> int:
 
     base = None if args.base is None else user_path(args.base, "--base")
     stored = open_checkpoint(user_path(args.checkpoint, "CHECKPOINT"), step=args.step, base=base)
+    models = _adapters(args, stored) or {None: stored}
     plan = apply_overrides(_Options(plan=stored.plan), overrides).plan
     # All that can be refused is, before parameters are read.
     prompts = prompt_tokens(args, stored.tokenizer)
@@ -107,21 +115,56 @@ def _generate(args: argparse.Namespace, overrides: list[Override]) -> int:
     longest = max(len(one.prompt) + one.max_tokens for one in requests)
     sizes = {"slots": _slots(longest, limit), "sequences": len(requests)}
     devices = choose_devices(args.devices)
+    first = next(iter(models.values()))
     if plan.offload.auto:
-        fitted = stored.fit(plan, devices, **sizes)
+        fitted = first.fit(plan, devices, **sizes)
         tell(f"{fitted.line}\n")
         plan = fitted.plan
-    generator = stored.load(plan, devices).generator(**sizes)
     tell(f"{stored.chosen}\n")
-    if generator.notice is not None:
-        tell(f"{generator.notice}\n")
-    results = generator.generate_all(requests)
-    texts = [None] * len(results) if longest_source is not None else args.prompt
-    for prompt, result in zip(texts or [None] * len(results), results, strict=True):
-        added = result.tokens[:-1] if result.ended else result.tokens
-        text = None if stored.tokenizer is None else stored.tokenizer.decode(added)
-        _show(args.json, prompt, result, text)
+    texts = [None] * len(requests) if longest_source is not None else args.prompt
+    loaded, generators = None, {}
+    for name, model in models.items():
+        loaded = model.load(plan, devices) if loaded is None else model.load(base=loaded)
+        if (generator := generators.get(model.adapter)) is None:
+            generator = generators[model.adapter] = loaded.generator(**sizes)
+            if generator.notice is not None:
+                tell(f"{generator.notice}\n")
+        else:
+            generator = generator.with_params(loaded.params)
+        if name is not None:
+            tell(f"beside {name}, {model.chosen}\n")
+        results = generator.generate_all(requests)
+        for prompt, result in zip(texts or [None] * len(results), results, strict=True):
+            added = result.tokens[:-1] if result.ended else result.tokens
+            text = None if stored.tokenizer is None else stored.tokenizer.decode(added)
+            _show(args.json, prompt, result, text, name)
     return 0
+
+
+def _adapters(args: argparse.Namespace, base: Any) -> dict[str, Any]:
+    """Those that were asked for beside a checkpoint, by the words that named them.
+
+    Raises:
+        InputError: The checkpoint is no base, or one of them is no adapter of it.
+    """
+    from colossax.inference import open_checkpoint
+
+    if not args.adapter:
+        return {}
+    if base.base is not None:
+        raise InputError(
+            f"--adapter: '{args.checkpoint}' is an adapter itself; give its base as CHECKPOINT and"
+            " it with --adapter too"
+        )
+    found = {}
+    for name in args.adapter:
+        place = str(base.directory / str(base.step))
+        found[name] = open_checkpoint(user_path(name, "--adapter"), base=place)
+        if found[name].base is None:
+            raise InputError(
+                f"--adapter: '{name}' holds a whole model; give it as CHECKPOINT, alone"
+            )
+    return found
 
 
 def asked(config: Any, text: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -169,14 +212,17 @@ def _slots(tokens: int, max_seq: int) -> int:
     return min(max_seq, -(-tokens // _SLOTS_MULTIPLE) * _SLOTS_MULTIPLE)
 
 
-def _show(as_json: bool, prompt: str | None, result: Any, text: str | None) -> None:
+def _show(
+    as_json: bool, prompt: str | None, result: Any, text: str | None, adapter: str | None
+) -> None:
     import jax
 
     if jax.process_index():
         return
     tokens, given = list(result.tokens), list(result.prompt_tokens)
     if as_json:
-        out = json.dumps({"text": text, "tokens": tokens, "prompt_tokens": given})
+        told = {"text": text, "tokens": tokens, "prompt_tokens": given}
+        out = json.dumps(told if adapter is None else {"adapter": adapter, **told})
     elif text is None:
         out = ",".join(map(str, tokens))
     else:

@@ -2,14 +2,14 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from colossax.checkpoint import Checkpointer, RecordReader, find_checkpoint, slot_of
-from colossax.checkpoint.base import base_of
+from colossax.checkpoint.base import base_of, check_base, checksum
 from colossax.checkpoint.broken import chosen
 from colossax.config import BoundPlan, Plan, Precision, from_json
 from colossax.data import Tokenizer
@@ -41,6 +41,8 @@ class LoadedModel:
         params: Laid out by `bound`.
         config: Sizes of the decoder.
         tokenizer: None where the checkpoint holds none.
+        adapter: What learned beside the rest, if anything did.
+        origin: The checkpoint of that rest, or of all, and the model's name there.
     """
 
     spec: ModelSpec
@@ -48,6 +50,8 @@ class LoadedModel:
     params: Params
     config: DecoderConfig
     tokenizer: Tokenizer | None
+    adapter: AdapterConfig
+    origin: tuple[RecordReader, str]
 
     @property
     def eos(self) -> int | None:
@@ -112,6 +116,7 @@ class StoredModel:
         devices: Sequence[jax.Device] | None = None,
         *,
         slots: int | None = None,
+        base: LoadedModel | None = None,
     ) -> LoadedModel:
         """Read the parameters onto devices, and into host memory as `plan.offload` says.
 
@@ -122,32 +127,71 @@ class StoredModel:
             plan: Default `self.plan`. With `offload.auto`, `fit` finds the shares.
             devices: Default all. Layers that stages among them do not divide are on each stage.
             slots: For `fit`.
+            base: Of an adapter: what has been loaded already, its base or another adapter beside
+                it, in place of `plan` and `devices`. Their arrays of the base are one and the same;
+                the adapter alone is read.
 
         Raises:
             PlanError: The plan does not fit model or devices, or has a budget for nothing.
-            CheckpointError: Records are missing, of another model, or damaged.
+            CheckpointError: Records are missing, of another model, or damaged; or `base` is of
+                another base, or keeps its matrices in another form.
         """
+        if base is not None:
+            self._check_beside(base)
+            with use(base.bound):
+                spec = describe(with_adapter(maker(self.model), self.adapter))
+            validate(base.bound, spec.infos)
+            return self._loaded(base.bound, spec, self._frozen_of(base, spec))
         plan = plan or self.plan
         plan.check_budgets()
         plan = parameters_alone(plan)
         if plan.offload.auto:
             plan = self.fit(plan, devices, slots=slots).plan
-        bound, spec = self._described(plan, devices)
+        return self._loaded(*self._described(plan, devices), {})
+
+    def _loaded(
+        self, bound: BoundPlan, spec: ModelSpec, frozen: Mapping[int, jax.Array]
+    ) -> LoadedModel:
         return LoadedModel(
             spec=spec,
             bound=bound,
-            params=self._read(bound, spec),
+            params=self._read(bound, spec, frozen),
             config=self.config,
             tokenizer=self.tokenizer,
+            adapter=self.adapter,
+            origin=self.base or (RecordReader(self.directory, self.step), self.name),
         )
 
-    def _read(self, bound: BoundPlan, spec: ModelSpec) -> Params:
-        """The parameters; of an adapter, and of its base."""
+    def _check_beside(self, base: LoadedModel) -> None:
+        """Refuse what is no adapter, or one of another base or form."""
+        where = f"checkpoint '{self.directory}' step {self.step}"
+        if self.base is None:
+            raise CheckpointError(f"{where} holds a whole model and no adapter; load it apart")
+        theirs, name = base.origin
+        check_base(theirs, name, checksum(*self.base), where)
+        form = (self.adapter.base, self.adapter.double)
+        if form != (base.adapter.base, base.adapter.double):
+            raise CheckpointError(
+                f"{where} was trained beside a base whose matrices are kept as {form[0]}"
+                f"{', double' if form[1] else ''}, and those that are loaded are kept as"
+                f" {base.adapter.base}{', double' if base.adapter.double else ''}; load it apart"
+            )
+
+    @staticmethod
+    def _frozen_of(base: LoadedModel, spec: ModelSpec) -> dict[int, jax.Array]:
+        """Arrays of a loaded base, by the place that they have in another model."""
+        held = zip(jax.tree.leaves(base.spec.infos), jax.tree.leaves(base.params), strict=True)
+        arrays = {_held_as(info): array for info, array in held}
+        infos = enumerate(jax.tree.leaves(spec.infos))
+        return {at: arrays[_held_as(info)] for at, info in infos if info.of_base}
+
+    def _read(self, bound: BoundPlan, spec: ModelSpec, found: Mapping[int, jax.Array]) -> Params:
+        """The parameters, but those that are there: of an adapter, and of its base."""
         infos, structure = jax.tree.flatten(spec.infos)
-        shapes, found = jax.tree.leaves(_shapes(bound, spec)), dict[int, Any]()
+        shapes, found = jax.tree.leaves(_shapes(bound, spec)), dict(found)
         reader = RecordReader(self.directory, self.step)
         places = [(reader, self.name, False)]
-        if self.base is not None:
+        if self.base is not None and not found:
             places.append((*self.base, True))
         for reader, name, frozen in places:
             prefix = f"{name}/params"
@@ -208,6 +252,12 @@ class StoredModel:
             bound = bound.replace(rules=one_stack(plan.rules))
         validate(bound, spec.infos)
         return bound, spec
+
+
+def _held_as(info: ParamInfo) -> tuple[str, int | None, str | None]:
+    """What tells a parameter of a base, and a part of one, from others of it."""
+    part = None if info.quantised is None else info.quantised.name
+    return info.stood_at or info.path, info.first_layer, part
 
 
 def _stood(info: ParamInfo) -> ParamInfo:
