@@ -120,11 +120,14 @@ def _generate(args: argparse.Namespace, overrides: list[Override]) -> int:
         fitted = first.fit(plan, devices, **sizes)
         tell(f"{fitted.line}\n")
         plan = fitted.plan
-    tell(f"{stored.chosen}\n")
     texts = [None] * len(requests) if longest_source is not None else args.prompt
     loaded, generators = None, {}
     for name, model in models.items():
-        loaded = model.load(plan, devices) if loaded is None else model.load(base=loaded)
+        if loaded is None:
+            loaded = model.load(plan, devices)
+            tell(f"{stored.chosen}\n")
+        else:
+            loaded = model.load(base=loaded)
         if (generator := generators.get(model.adapter)) is None:
             generator = generators[model.adapter] = loaded.generator(**sizes)
             if generator.notice is not None:
@@ -164,6 +167,7 @@ def _adapters(args: argparse.Namespace, base: Any) -> dict[str, Any]:
             raise InputError(
                 f"--adapter: '{name}' holds a whole model; give it as CHECKPOINT, alone"
             )
+        found[name].check_beside(found[args.adapter[0]])
     return found
 
 

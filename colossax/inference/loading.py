@@ -106,6 +106,11 @@ class StoredModel:
         return self.model.decoder()
 
     @property
+    def origin(self) -> tuple[RecordReader, str]:
+        """See `LoadedModel`."""
+        return self.base or (RecordReader(self.directory, self.step), self.name)
+
+    @property
     def plan(self) -> Plan:
         """The plan used where none is asked for: all devices on `fsdp`."""
         return Plan(precision=self.precision)
@@ -137,7 +142,7 @@ class StoredModel:
                 another base, or keeps its matrices in another form.
         """
         if base is not None:
-            self._check_beside(base)
+            self.check_beside(base)
             with use(base.bound):
                 spec = describe(with_adapter(maker(self.model), self.adapter))
             validate(base.bound, spec.infos)
@@ -159,11 +164,15 @@ class StoredModel:
             config=self.config,
             tokenizer=self.tokenizer,
             adapter=self.adapter,
-            origin=self.base or (RecordReader(self.directory, self.step), self.name),
+            origin=self.origin,
         )
 
-    def _check_beside(self, base: LoadedModel) -> None:
-        """Refuse what is no adapter, or one of another base or form."""
+    def check_beside(self, base: "LoadedModel | StoredModel") -> None:
+        """Refuse to be an adapter beside what `load` is given as `base`.
+
+        Raises:
+            CheckpointError: This is no adapter, or one of another base, or of one in another form.
+        """
         where = f"checkpoint '{self.directory}' step {self.step}"
         if self.base is None:
             raise CheckpointError(f"{where} holds a whole model and no adapter; load it apart")
