@@ -95,6 +95,7 @@ def _generate(args: argparse.Namespace, overrides: list[Override]) -> int:
     stored = open_checkpoint(user_path(args.checkpoint, "CHECKPOINT"), step=args.step, base=base)
     plan = apply_overrides(_Options(plan=stored.plan), overrides).plan
     # All that can be refused is, before parameters are read.
+    _check_reads_text(stored.model)
     prompts = prompt_tokens(args, stored.tokenizer)
     limit, draws = stored.config.max_seq, {"temperature": args.temperature, "seed": args.seed}
     requests, longest_source = [], stored.config.longest_source
@@ -122,6 +123,14 @@ def _generate(args: argparse.Namespace, overrides: list[Override]) -> int:
         text = None if stored.tokenizer is None else stored.tokenizer.decode(added)
         _show(args.json, prompt, result, text)
     return 0
+
+
+def _check_reads_text(model: Any) -> None:
+    if hasattr(model, "encoder") and model.encoder().frames is not None:
+        raise InputError(
+            "CHECKPOINT: the model's encoder reads sound, and prompts are text; give frames to"
+            " Generator.generate from Python"
+        )
 
 
 def asked(config: Any, text: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -23,7 +23,8 @@ from colossax.pallas.attention import Mask
 class EncoderDecoder(Vocabulary):
     """One table of tokens for both stacks, and a head: a `LanguageModel` of pairs of texts.
 
-    With `encoder.frames` a source is sound, and the table is the decoder's alone. Layers of the encoder are numbered before those of the decoder, in plans and cuts.
+    With `encoder.frames` a source is sound, and the table is the decoder's alone. Layers of the
+    encoder are numbered before those of the decoder, in plans and cuts.
     """
 
     def __init__(self, encoder: DecoderConfig, decoder: DecoderConfig, *, rngs: nnx.Rngs):
@@ -181,8 +182,6 @@ class EncoderDecoder(Vocabulary):
                 f"hidden: an encoder reads a source, and {found}; give {name}, in a batch as an"
                 " array of that name"
             )
-        return (
-            self.embedded(source, self.source_config)
-            if self.frames is None
-            else self.frames(frames)
-        )
+        if self.frames is not None:
+            return self.frames(frames)
+        return self.embedded(source, self.source_config)
