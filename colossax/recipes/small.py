@@ -216,7 +216,7 @@ def whisper_tones() -> TrainConfig:
             mlp=128,
             decoder_mlp=128,
             max_source=32,
-            max_seq=8,
+            max_seq=16,
             init_std=0.05,
             start=12,
             eos=13,
