@@ -39,9 +39,7 @@ PLANS = (
     | {name: plan for name, plan in OF_ONE_STACK.items() if "stage" not in name}
     | {
         "ring": mesh(ring=8),
-        "cut stages": mesh(stage=2, fsdp=2, tensor=2).replace(
-            pipeline=PipelineConfig(cuts=(2, 3))
-        ),
+        "cut stages": mesh(stage=2, fsdp=2, tensor=2).replace(pipeline=PipelineConfig(cuts=(2, 3))),
         "accumulation, ring": mesh(data=2, ring=2, tensor=2).replace(
             batch=BatchConfig(accumulation=2), segments=(Segment(remat="full"),)
         ),
