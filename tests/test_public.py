@@ -72,7 +72,7 @@ NAMES = {
         "SpanRows Tokenizer ValidationBatches WholeDocuments "
         "cache_folder encode_corpus global_arrays "
         "joined path_documents stack_rows stdlib_documents train_tokenizer unigram_entropy_nats "
-        "wanted_rows"
+        "Tones log_mel wanted_rows"
     ),
     "colossax.checkpoint": (
         "ArraySlot Checkpointer LayerSource RecordReader RecordWriter find_checkpoint slot_of"
@@ -102,8 +102,9 @@ NAMES = {
         "LatentAttention LatentConfig LatentShape Layers Linear Llama3Scaling MLP MixtureConfig "
         "ModelSpec Models QueryGrowth RMSNorm RopeConfig Side StackOutput Sublayer VocabParts "
         "Weighted Wiring YarnScaling alibi_slopes cross_entropy decoder_layer describe "
-        "AdapterConfig FramesConfig PatchConfig even_head_dim expert_layer initialise kl_divergence named param "
-        "pure renamed rope_tables rotate run_recurrence weight_of window_slots with_adapter "
+        "AdapterConfig FramesConfig PatchConfig even_head_dim expert_layer initialise "
+        "kl_divergence named param pure renamed rope_tables rotate run_recurrence weight_of "
+        "window_slots with_adapter "
         "with_gathers with_weights"
     ),
     "colossax.models": (

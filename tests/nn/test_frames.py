@@ -102,9 +102,7 @@ def test_positions_are_sines_and_cosines():
             angle = row / 10_000 ** (i / 3)
             np.testing.assert_allclose(found[row, i], np.sin(angle), atol=1e-6)
             np.testing.assert_allclose(found[row, 4 + i], np.cos(angle), atol=1e-6)
-    with pytest.raises(
-        InputError, match="model.sinusoids: 7 numbers of a position are not as many"
-    ):
+    with pytest.raises(InputError, match="model.sinusoids: 7 numbers of a position are"):
         sinusoids(2, 7)
 
 
@@ -160,9 +158,7 @@ def test_sound_of_another_size_is_refused(shape, message):
 def test_sound_goes_to_models_that_read_it():
     model = EncoderDecoder(CONFIG.encoder(), CONFIG.decoder(), rngs=nnx.Rngs(0))
     words = maker(T5Config(**{**SIZES, "heads": 2}, head_dim=4))(nnx.Rngs(0))
-    with pytest.raises(
-        InputError, match="an encoder reads a source, and none is given; give frames"
-    ):
+    with pytest.raises(InputError, match="reads a source, and none is given; give frames"):
         model(tokens())
     with pytest.raises(InputError, match="reads a source, and source is given; give frames"):
         model(tokens(), source=tokens())

@@ -31,9 +31,9 @@ class Tones:
     """Row r is a sound of four to seven notes and their names, a function of the seed and r.
 
     Each note of an octave from 523 Hz is a sum of three sines of drawn phases and loudness, and
-    decays; where one ends and the next begins is drawn too, within a quarter of a note. Noise lies
-    over all. `frames` are `log_mel` of that, `[64, mels]`; `tokens` begin with `start`, `targets`
-    are the notes and `end`, `[8]` each, and weights are 1 up to there.
+    decays; where one ends and the next begins is drawn too, within half a note. Noise lies over
+    all. `frames` are `log_mel` of that, `[64, mels]`; `tokens` begin with `start`, `targets` are the
+    notes and `end`, `[8]` each, and weights are 1 up to there.
 
     Attributes:
         mels: Numbers of a frame.

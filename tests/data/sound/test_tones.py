@@ -35,8 +35,8 @@ def test_a_note_sounds_as_its_name_says():
     for number in range(10):
         samples = made.samples(number)
         for at, note in enumerate(made.notes(number)):
-            middle = samples[1280 * at + 480 : 1280 * at + 960]  # whatever its ends are
-            power = np.abs(np.fft.rfft(middle * np.hanning(480), 16_000)) ** 2
+            middle = samples[1280 * at + 680 : 1280 * at + 1240]  # whatever its ends are
+            power = np.abs(np.fft.rfft(middle * np.hanning(560), 16_000)) ** 2
             loudest = int(power[400:1050].argmax()) + 400
             wanted = 523.25 * 2 ** (note / len(NOTES))
             assert abs(loudest - wanted) < wanted * 0.025

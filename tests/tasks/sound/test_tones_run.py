@@ -75,7 +75,7 @@ def model(**fields):
         (lambda: data(audio="tone"), "data.audio: unknown 'tone'; did you mean 'tones'"),
         (
             lambda: data(audio=None),
-            "data.audio: the model's encoder reads sound, and the run is on",
+            "data.audio: the model's encoder reads sound, and the run is",
         ),
         (lambda: data(path="x"), "data.path: it is of something else, and the run is on sound"),
         (lambda: data(masking=MaskConfig()), "data.masking: it is of something else"),
@@ -88,7 +88,7 @@ def model(**fields):
         (lambda: model(eos=None), "model.start: found 12, and None as model.eos"),
         (
             lambda: CONFIG.replace(model=recipe("t5_stdlib").model),
-            "data.audio: 'tones' is sound, notes played one after another, and the model reads none",
+            "data.audio: 'tones' is sound, notes played one after another, and the model reads",
         ),
         (
             lambda: CONFIG.replace(model=recipe("llama_tiny").model),
