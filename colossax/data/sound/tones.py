@@ -32,8 +32,8 @@ class Tones:
 
     Each note of an octave from 523 Hz is a sum of three sines of drawn phases and loudness, and
     decays; where one ends and the next begins is drawn too, within half a note. Noise lies over
-    all. `frames` are `log_mel` of that, `[64, mels]`; `tokens` begin with `start`, `targets` are the
-    notes and `end`, `[8]` each, and weights are 1 up to there.
+    all. `frames` are `log_mel` of that, `[64, mels]`; `tokens` begin with `start`, `targets` are
+    the notes and `end`, `[8]` each, and weights are 1 up to there.
 
     Attributes:
         mels: Numbers of a frame.
