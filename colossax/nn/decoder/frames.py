@@ -60,7 +60,7 @@ class Frames(nnx.Module):
         """
         _check_frames(frames, self.frames)
         x = frames.astype(compute_dtype(jnp.dtype("float32")))
-        x = self.first(constrain(windows(x), "batch", "seq", None, None))
+        x = self.first(constrain(windows(x), "batch:inner", "seq", None, None))
         x = constrain(gelu(x), "batch:inner", "seq", "mlp:frames")
         x = constrain(paired_windows(x), "batch:inner", "seq", "mlp:frames", None)
         return constrain(gelu(self.second(x)), "batch", "seq:residual", "embed")
