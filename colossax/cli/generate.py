@@ -95,7 +95,7 @@ def _generate(args: argparse.Namespace, overrides: list[Override]) -> int:
     stored = open_checkpoint(user_path(args.checkpoint, "CHECKPOINT"), step=args.step, base=base)
     plan = apply_overrides(_Options(plan=stored.plan), overrides).plan
     # All that can be refused is, before parameters are read.
-    _check_reads_text(stored.model)
+    check_reads_text(stored.model)
     prompts = prompt_tokens(args, stored.tokenizer)
     limit, draws = stored.config.max_seq, {"temperature": args.temperature, "seed": args.seed}
     requests, longest_source = [], stored.config.longest_source
@@ -125,7 +125,15 @@ def _generate(args: argparse.Namespace, overrides: list[Override]) -> int:
     return 0
 
 
-def _check_reads_text(model: Any) -> None:
+def check_reads_text(model: Any) -> None:
+    """Refuse a model that prompts of text are nothing for.
+
+    Args:
+        model: Configuration of its family.
+
+    Raises:
+        InputError: Its encoder reads sound.
+    """
     if hasattr(model, "encoder") and model.encoder().frames is not None:
         raise InputError(
             "CHECKPOINT: the model's encoder reads sound, and prompts are text; give frames to"

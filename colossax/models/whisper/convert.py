@@ -29,10 +29,13 @@ def _read(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write(config: WhisperConfig) -> dict[str, Any]:
+    # Without one that fills rows up, `transformers` takes a number of large vocabularies.
+    filled = {} if config.eos is None else {"pad_token_id": config.eos}
     return {
         "activation_function": write_activation(config.activation),
         "decoder_start_token_id": config.start,
         "eos_token_id": config.eos,
+        **filled,
     }
 
 

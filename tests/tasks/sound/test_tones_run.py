@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from colossax import Plan
+from colossax.cli.generate import check_reads_text
 from colossax.errors import InputError
 from colossax.inference import open_checkpoint
 from colossax.recipes import recipe
@@ -107,6 +108,15 @@ def test_layouts_are_not_compared():
 
     with pytest.raises(InputError, match="--compare-layouts: whisper_tones reads sound, and what"):
         compare_layouts(CONFIG, parse_target("h100:1x2"))
+
+
+def test_prompts_of_text_are_refused():
+    with pytest.raises(
+        InputError, match="CHECKPOINT: the model's encoder reads sound, and prompts"
+    ):
+        check_reads_text(CONFIG.model)
+    check_reads_text(recipe("t5_stdlib").model)
+    check_reads_text(recipe("llama_tiny").model)
 
 
 TINY = smaller(
