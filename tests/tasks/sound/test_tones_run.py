@@ -111,9 +111,7 @@ def test_layouts_are_not_compared():
 
 
 def test_prompts_of_text_are_refused():
-    with pytest.raises(
-        InputError, match="CHECKPOINT: the model's encoder reads sound"
-    ):
+    with pytest.raises(InputError, match="CHECKPOINT: the model's encoder reads sound"):
         check_reads_text(CONFIG.model)
     check_reads_text(recipe("t5_stdlib").model)
     check_reads_text(recipe("llama_tiny").model)
