@@ -1,4 +1,4 @@
-"""Which tokens go into the model next. No arrays, no devices: it knows numbers of tokens alone."""
+"""Which tokens go into the model next, by numbers of tokens alone: no JAX, no devices."""
 
 import dataclasses
 import itertools

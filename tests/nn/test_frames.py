@@ -112,7 +112,7 @@ def test_sines_do_not_learn_and_keys_have_no_bias():
     assert not infos["encoder"]["positions"]["table"].learns
     assert infos["decoder"]["positions"]["table"].learns
     for stack in ("encoder", "decoder"):
-        (layer,) = infos[stack]["layers"]["segments"]
+        (layer,) = infos[stack]["layers"]["segments"].values()
         for name in ("attn", "cross")[: 1 + (stack == "decoder")]:
             assert "b" in layer[name]["q"] and "b" in layer[name]["v"]
             assert "b" not in layer[name]["k"]

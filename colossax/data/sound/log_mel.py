@@ -3,7 +3,7 @@
 import functools
 
 import numpy as np
-from jaxtyping import Float, Float32
+from jaxtyping import Float32
 
 from colossax.errors import InputError
 
@@ -17,9 +17,7 @@ _LINEAR_MELS, _LINEAR_HZ, _OCTAVES = 15.0, 1000.0, 27.0 / np.log(6.4)
 _FLOOR, _RANGE = 1e-10, 8.0
 
 
-def log_mel(
-    samples: Float[np.ndarray, " n"], *, mels: int = 80
-) -> Float32[np.ndarray, "frames mels"]:
+def log_mel(samples: np.ndarray, *, mels: int = 80) -> Float32[np.ndarray, "frames mels"]:
     """A frame for each 10 ms of sound at 16 kHz, about from -1 to 1.5.
 
     Of windows around each hop, weighted by Hann's function, the squared Fourier transform is summed
@@ -27,12 +25,12 @@ def log_mel(
     below the largest of the sound, it is `(l + 4) / 4`. At both ends the sound is mirrored.
 
     Args:
-        samples: From -1 to 1, 16,000 a second; more than 200, and of frames that Whisper is to
-            read a multiple of 320.
-        mels: Bands.
+        samples: `[n]`, floating, from -1 to 1, 16,000 a second; more than 200, and of frames that
+            Whisper is to read a multiple of 320.
+        mels: Bands, 1 or more.
 
     Raises:
-        InputError: There are too few samples.
+        InputError: There are too few samples, several channels, whole numbers or no bands.
 
     Cost: a Fourier transform of 400 samples for each frame.
     Source: Radford et al. 2022, Robust Speech Recognition via Large-Scale Weak Supervision, whose
@@ -43,6 +41,13 @@ def log_mel(
             f"log_mel: found samples of shape {list(samples.shape)}; give one channel, of more than"
             f" {WINDOW // 2} samples at {RATE:,} a second"
         )
+    if not np.issubdtype(samples.dtype, np.floating):
+        raise InputError(
+            f"log_mel: found samples of {samples.dtype}; give floating ones from -1 to 1, those of"
+            " 16 bits divided by 32,768"
+        )
+    if mels < 1:
+        raise InputError(f"log_mel: found {mels} mels; give 1 or more")
     around = np.pad(samples.astype(np.float64), WINDOW // 2, mode="reflect")
     cut = np.lib.stride_tricks.sliding_window_view(around, WINDOW)[::HOP][: len(samples) // HOP]
     hann = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(WINDOW) / WINDOW)

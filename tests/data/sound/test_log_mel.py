@@ -82,7 +82,15 @@ def test_silence_is_finite():
     np.testing.assert_array_equal(log_mel(np.zeros(480, np.float32), mels=4), -1.5)
 
 
-@pytest.mark.parametrize("shape", [(200,), (2, 800)])
-def test_what_is_no_sound_is_refused(shape):
-    with pytest.raises(InputError, match="log_mel: found samples of shape .*; give one channel"):
-        log_mel(np.zeros(shape, np.float32))
+@pytest.mark.parametrize(
+    ("samples", "mels", "message"),
+    [
+        (np.zeros(200), 80, r"found samples of shape \[200\]; give one channel, of more than 200"),
+        (np.zeros((2, 800)), 80, r"found samples of shape \[2, 800\]; give one channel"),
+        (np.zeros(800, np.int16), 80, "found samples of int16; give floating ones from -1 to 1"),
+        (np.zeros(800), 0, "found 0 mels; give 1 or more"),
+    ],
+)
+def test_what_is_no_sound_is_refused(samples, mels, message):
+    with pytest.raises(InputError, match=f"log_mel: {message}"):
+        log_mel(samples, mels=mels)
