@@ -30,7 +30,7 @@ def draw_weights(model: Model, seed: int) -> None:
             buffer.copy_(torch.from_numpy(noise.astype(np.float32)))
 
 
-BART_GAINS = {
+DECODER_GAINS = {
     "self_attn.out": 3.0,
     "encoder_attn.out": 0.3,
     "fc1": 1.2,
@@ -38,8 +38,8 @@ BART_GAINS = {
     "q_proj": 2.0,
     "k_proj": 2.0,
 }
-"""Of its decoder, whose greedy text would else repeat one token: norms stand after sums, and a
-source is the same at each step."""
+"""Of the decoders of BART and Whisper, whose greedy text would else repeat one token: a source is
+the same at each step, and BART's norms stand after sums."""
 
 
 def scaled(
@@ -71,8 +71,8 @@ def scaled(
     if isinstance(owner, nn.Conv1d | nn.Conv2d):
         return noise * 1.8 / np.sqrt(noise[0].size)
     fan_in = noise.shape[0] if isinstance(owner, Conv1D) else noise.shape[-1]
-    if name.startswith("model.decoder.layers.") and family == "bart":
-        hits = (gain for part, gain in BART_GAINS.items() if part in name)
+    if name.startswith("model.decoder.layers.") and family in ("bart", "whisper"):
+        hits = (gain for part, gain in DECODER_GAINS.items() if part in name)
         return noise * next(hits, 1.8) / np.sqrt(fan_in)
     if "Attention.q." in name:  # T5 does not divide scores by the root of a head's size
         return noise * 0.4 / np.sqrt(fan_in)
