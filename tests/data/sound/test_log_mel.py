@@ -1,7 +1,10 @@
-"""Frames of sound against sums written out, and against numbers of mels and bands as defined."""
+"""Frames of sound against sums written out, bands as defined, and Whisper's feature extractor."""
+
+from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from colossax.data import log_mel
 from colossax.data.sound.log_mel import mel_filters
@@ -67,6 +70,14 @@ def test_frames_are_logarithms_of_energies(samples):
     found = log_mel(given, mels=20)
     assert found.shape == (10, 20) and found.dtype == np.float32
     np.testing.assert_allclose(found, slow(given, 20), rtol=0, atol=1e-5)
+
+
+@pytest.mark.catches("windows-not-centred")
+def test_frames_are_those_of_the_feature_extractor_of_transformers():
+    want = load_file(Path(__file__).parents[2] / "golden/whisper/expected.safetensors")
+    found = log_mel(want["samples"])
+    assert found.shape == (20, 80) and np.ptp(want["log_mel"]) > 1
+    np.testing.assert_allclose(found, want["log_mel"], rtol=0, atol=1e-5)
 
 
 def test_a_tone_is_loudest_in_the_band_that_it_is_in():
