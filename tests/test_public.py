@@ -109,7 +109,7 @@ NAMES = {
     "colossax.models": (
         "CohereConfig FalconConfig GLM4Config GLMConfig GPTJConfig GPTNeoXConfig Gemma2Config "
         "Gemma3Config OLMo2Config Phi3Config SmolLM3Config StarCoder2Config add_family "
-        "BARTConfig BERTConfig ModernBERTConfig RoBERTaConfig T5Config ViTConfig "
+        "BARTConfig BERTConfig ModernBERTConfig RoBERTaConfig T5Config ViTConfig DINOv2Config "
         "BloomConfig DeepSeekV2Config DeepSeekV3Config FAMILIES Family GPT2Config GPTOSSConfig "
         "Llama4Config LlamaConfig MistralConfig MixtralConfig ModelParams OLMoEConfig OPTConfig "
         "Qwen2Config Qwen2MoEConfig Qwen3Config Qwen3MoEConfig config_from_json config_to_json "

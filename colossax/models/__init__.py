@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .cohere import CohereConfig as CohereConfig
     from .deepseek_v2 import DeepSeekV2Config as DeepSeekV2Config
     from .deepseek_v3 import DeepSeekV3Config as DeepSeekV3Config
+    from .dinov2 import DINOv2Config as DINOv2Config
     from .falcon import FalconConfig as FalconConfig
     from .gemma2 import Gemma2Config as Gemma2Config
     from .gemma3 import Gemma3Config as Gemma3Config

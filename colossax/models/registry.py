@@ -12,6 +12,7 @@ from colossax.models.bloom import BloomConfig
 from colossax.models.cohere import CohereConfig
 from colossax.models.deepseek_v2 import DeepSeekV2Config
 from colossax.models.deepseek_v3 import DeepSeekV3Config
+from colossax.models.dinov2 import DINOv2Config
 from colossax.models.falcon import FalconConfig
 from colossax.models.gemma2 import Gemma2Config
 from colossax.models.gemma3 import Gemma3Config
@@ -115,6 +116,7 @@ FAMILIES: dict[str, Family] = {
         Family(name="roberta", config=RoBERTaConfig),
         Family(name="modernbert", config=ModernBERTConfig),
         Family(name="vit", config=ViTConfig),
+        Family(name="dinov2", config=DINOv2Config),
         Family(name="t5", config=T5Config, make=encoder_decoder_of),
         Family(name="bart", config=BARTConfig, make=encoder_decoder_of),
     )

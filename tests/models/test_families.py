@@ -18,6 +18,7 @@ from colossax.models import (
     CohereConfig,
     DeepSeekV2Config,
     DeepSeekV3Config,
+    DINOv2Config,
     FalconConfig,
     Gemma2Config,
     Gemma3Config,
@@ -199,6 +200,17 @@ TINY = {
         channels=1,
         patch_height=2,
         patch_width=4,
+    ),
+    "dinov2": DINOv2Config(
+        **{name: size for name, size in SIZES.items() if name != "vocab"},
+        mlp=48,
+        height=8,
+        width=12,
+        patch_height=4,
+        patch_width=4,
+        layer_scale=0.5,
+        gated=True,
+        activation="silu",
     ),
     "gptj": GPTJConfig(**SIZES, max_seq=24, rope_dims=4),
     "falcon": FalconConfig(**SIZES, max_seq=24),
@@ -414,6 +426,10 @@ PUBLISHED = [
             head=HeadConfig(outputs=1000, pool="first"),
         ),
         86_567_656,
+    ),
+    (
+        DINOv2Config(height=518, width=518, embed=768, layers=12, heads=12, mlp=3072),
+        86_580_480 - 768,  # without the token that stands for a masked patch
     ),
     (BloomConfig(vocab=250880, embed=1024, layers=24, heads=16), 559_214_592),
 ]

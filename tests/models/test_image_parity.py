@@ -42,6 +42,12 @@ OFF = {
         "mean of all": {"head.pool": "mean"},
         "bias of classes": {"head.bias": False},
     },
+    "dinov2": {
+        "layer scale": {"layer_scale": None},
+        "mean of the others": {"head.pool": "first"},
+        "positions": {"learned_positions": 0},
+    },
+    "dinov2_gated": {"layer scale": {"layer_scale": None}, "activation": {"activation": "gelu"}},
     "vit_rectangle": {"positions": {"learned_positions": 0}, "activation": {"activation": "relu"}},
 }
 

@@ -61,6 +61,8 @@ class DecoderConfig:
         learned_positions: Rows of a learned position table (0: none), of which the first
             `position_offset` are never reached.
         relative: Biases of scores by distance, which all layers share, or None.
+        layer_scale: What sublayers give is multiplied by a learned factor of each channel, which
+            begins at this; None: it is not.
         token_types: Rows of a table of kinds of tokens, added to their embeddings (0: none).
         embed_norm: LayerNorm after the token embedding.
         embed_scale: Times which tokens' embeddings are taken.
@@ -135,6 +137,7 @@ class DecoderConfig:
     learned_positions: Natural = 0
     position_offset: Natural = 0
     relative: RelativeConfig | None = None
+    layer_scale: Positive | None = None
     token_types: Natural = 0
     embed_norm: bool = False
     embed_scale: Positive = 1.0

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from colossax.errors import InputError
 from colossax.nn.block import ACTIVATIONS
@@ -45,7 +45,7 @@ class Head(nnx.Module):
             None
             if head.outputs is None
             else Linear(
-                (config.embed, head.outputs),
+                (head.pooled * config.embed, head.outputs),
                 ("embed", "outputs"),
                 rngs=rngs,
                 bias=head.bias,
@@ -82,7 +82,7 @@ def pooled(
     segments: Int[Array, "b s"] | None = None,
     documents: int = 1,
 ) -> Float[Array, "b k d"]:
-    """One hidden state of each document of a row: of its first token, its last, or their mean.
+    """A hidden state of each document of a row: of its first token, its last, or their mean.
 
     Each is a sum over the row with weights of its tokens, so that devices which share the row add
     up their parts. Documents that are not there have zeros.
@@ -99,18 +99,30 @@ def pooled(
     if segments is None:
         segments = jnp.zeros(hidden.shape[:2], jnp.int32)
     own = segments[:, None, :] == jnp.arange(documents)[:, None]
-    weights = own
-    if pool == "first":
-        first = jnp.min(jnp.where(own, where, len(where)), axis=-1, keepdims=True)
-        weights = own & (where == first)
-    elif pool == "last":
-        last = jnp.max(jnp.where(own, where, -1), axis=-1, keepdims=True)
-        weights = own & (where == last)
-    weights = constrain(weights.astype(hidden.dtype), "batch", None, "seq")
+    last = where == jnp.max(jnp.where(own, where, -1), axis=-1, keepdims=True)
+    first = where == jnp.min(jnp.where(own, where, len(where)), axis=-1, keepdims=True)
+    chosen = {
+        "first": (own & first,),
+        "last": (own & last,),
+        "mean": (own,),
+        "first_mean": (own & first, own & ~first),
+    }[pool]
+    means = {"mean": 0, "first_mean": 1}
+    states = [
+        _weighted(hidden, tokens, mean=means.get(pool) == at) for at, tokens in enumerate(chosen)
+    ]
+    return constrain(jnp.concatenate(states, axis=-1), "batch", None, "embed")
+
+
+def _weighted(
+    hidden: Float[Array, "b s d"], tokens: Bool[Array, "b k s"], *, mean: bool
+) -> Float[Array, "b k d"]:
+    """The sum of the states of these tokens, or their mean."""
+    weights = constrain(tokens.astype(hidden.dtype), "batch", None, "seq")
     found = jnp.einsum("bks,bsd->bkd", weights, hidden, preferred_element_type=jnp.float32)
-    if pool == "mean":
-        found = found / jnp.maximum(jnp.sum(own, axis=-1, keepdims=True), 1)
-    return constrain(found.astype(hidden.dtype), "batch", None, "embed")
+    if mean:
+        found = found / jnp.maximum(jnp.sum(tokens, axis=-1, keepdims=True), 1)
+    return found.astype(hidden.dtype)
 
 
 def check_vocabulary(config: DecoderConfig) -> None:
