@@ -92,7 +92,7 @@ IMAGES: dict[str, Case] = {
             "qkv_bias": False,
         },
         auto=CLASSES,
-        seed=4,
+        seed=6,
         off={
             "layer scale of attention": ones(r"layer_scale1\.lambda1"),
             "layer scale of the mlp": ones(r"layer_scale2\.lambda1"),
@@ -103,12 +103,12 @@ IMAGES: dict[str, Case] = {
     ),
     "dinov2_gated": Case(
         config=transformers.Dinov2Config,
-        sizes={**DINO, "image_size": [6, 10], "use_swiglu_ffn": True, "mlp_ratio": 3},
+        sizes={**DINO, "use_swiglu_ffn": True, "mlp_ratio": 3, "use_mask_token": False},
         auto=CLASSES,
         seed=5,
         off={
-            "gate": rolled(r"weights_in\.weight", 1),
-            "biases of the mlp": zeroed(r"weights_(in|out)\.bias"),
+            "gate": rolled(r"gate_proj\.weight", 1),
+            "biases of the mlp": zeroed(r"(gate|up|down)_proj\.bias"),
             "layer scale": ones(r"layer_scale\d\.lambda1"),
         },
     ),

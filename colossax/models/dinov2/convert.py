@@ -1,9 +1,10 @@
 """DINOv2's names and layouts in Hugging Face files."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from colossax.config import Positive
+from colossax.config import Count, Positive
 from colossax.errors import InputError
 from colossax.models.conversion import Conversion, Link, link, setting
 from colossax.models.dinov2.config import DINOv2Config
@@ -24,7 +25,7 @@ def _gated_width(wide: int) -> int:
 def _read(settings: Mapping[str, Any]) -> dict[str, Any]:
     gated = checked("use_swiglu_ffn", settings.get("use_swiglu_ffn", False), bool)
     ratio = checked("mlp_ratio", settings.get("mlp_ratio", 4), Positive)
-    embed = settings.get("hidden_size", 768)
+    embed = checked("hidden_size", settings.get("hidden_size", 768), Count)
     wide = int(embed * ratio)
     return {
         "mlp": _gated_width(wide) if gated else wide,
@@ -34,29 +35,42 @@ def _read(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _ratio(config: DINOv2Config) -> float:
-    """`mlp_ratio` of config.json.
+def _ratio(config: DINOv2Config) -> int | float:
+    """`mlp_ratio` of config.json, from which the width of the MLP is computed and rounded down.
 
     Raises:
-        InputError: None makes such a width.
+        InputError: None gives it.
     """
-    if not config.gated:
-        return config.mlp / config.embed
-    ratio = round(1.5 * config.mlp / config.embed)
-    if _gated_width(ratio * config.embed) != config.mlp:
+    embed, mlp = config.embed, config.mlp
+    if config.gated and mlp % 8:
         raise InputError(
-            f"dinov2 config: a gated MLP of {config.mlp} beside embed {config.embed} cannot be"
-            " exported; the format has two thirds of a multiple of embed, rounded up to eights:"
-            f" {_gated_width(4 * config.embed)} of 4 times"
+            f"dinov2 config: a gated MLP of width {mlp} cannot be exported; the format has"
+            f" multiples of 8 alone: {-(-mlp // 8) * 8}"
         )
-    return ratio
+    wide = round(1.5 * mlp / embed) * embed
+    if not config.gated or _gated_width(wide) != mlp:
+        wide = -(-3 * mlp // 2) if config.gated else mlp
+    ratio = wide / embed
+    if int(embed * ratio) < wide:
+        ratio = math.nextafter(ratio, math.inf)
+    return int(ratio) if ratio == int(ratio) else ratio
 
 
 def _write(config: DINOv2Config) -> dict[str, Any]:
-    ratio = _ratio(config)
+    if config.gated and config.activation != "silu":
+        raise InputError(
+            f"dinov2 config: a gate of {config.activation} cannot be exported; the format has silu"
+            " alone"
+        )
+    if config.height != config.width:
+        raise InputError(
+            f"dinov2 config: images of {config.height} x {config.width} pixels cannot be exported;"
+            " the format's learned positions are those of a square"
+        )
     return {
-        "mlp_ratio": int(ratio) if ratio == int(ratio) else ratio,
+        "mlp_ratio": _ratio(config),
         "use_swiglu_ffn": config.gated,
+        "use_mask_token": False,  # what stands for masked patches is left aside
         "hidden_act": "gelu" if config.gated else write_activation(config.activation),
         **write_sizes(config, _SIZES),
     }

@@ -81,8 +81,10 @@ def pooled(
     pool: str,
     segments: Int[Array, "b s"] | None = None,
     documents: int = 1,
-) -> Float[Array, "b k d"]:
+) -> Float[Array, "b k w"]:
     """A hidden state of each document of a row: of its first token, its last, or their mean.
+
+    Or two, one behind the other: see `POOLS`.
 
     Each is a sum over the row with weights of its tokens, so that devices which share the row add
     up their parts. Documents that are not there have zeros.
