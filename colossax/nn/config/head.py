@@ -5,13 +5,14 @@ import dataclasses
 from colossax.config import Count, check_types, nearest
 from colossax.errors import InputError
 
-ACTIVATION_NAMES = ("silu", "relu", "gelu", "gelu_tanh", "tanh")
+ACTIVATION_NAMES = ("silu", "relu", "gelu", "gelu_tanh", "quick_gelu", "tanh")
 """Keys of `nn.ACTIVATIONS`."""
 
 POOLS = {
     "first": "the first token of a document",
     "last": "its last one",
     "mean": "the mean of all",
+    "attention": "what a learned query reads of all, and an MLP beside it",
     "first_mean": "the first token's, and behind it the mean of the others: twice as wide",
 }
 """What a document's hidden state is."""

@@ -1,6 +1,5 @@
 """Two encoders side by side, of texts and of images, whose embeddings are compared."""
 
-import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -29,7 +28,7 @@ class DualEncoder(nnx.Module):
         image: DecoderConfig,
         *,
         rngs: nnx.Rngs,
-        scale: float,
+        log_scale: float,
         shift: float | None = None,
     ):
         """Build it.
@@ -37,7 +36,7 @@ class DualEncoder(nnx.Module):
         Args:
             text, image: Each with a head that gives an embedding of length 1.
             rngs: Keys of the parameters.
-            scale: Times which products are taken at first. Its logarithm is learned.
+            log_scale: What the logarithm of the number begins at by which products are multiplied.
             shift: What is added to them at first; None: nothing is, and none is learned.
 
         Raises:
@@ -46,8 +45,9 @@ class DualEncoder(nnx.Module):
         check_dual(text, image)
         self.config, self.image_config = text, image
         self.text, self.image = Decoder(text, rngs=rngs), Decoder(image, rngs=rngs)
-        self.log_scale = param(jnp.float32(math.log(scale)), ())
-        self.shift = None if shift is None else param(jnp.float32(shift), ())
+        # In 16 bits a number of this size would not move.
+        self.log_scale = param(jnp.float32(log_scale), (), dtype="float32")
+        self.shift = None if shift is None else param(jnp.float32(shift), (), dtype="float32")
 
     def __call__(
         self,
@@ -76,11 +76,13 @@ class DualEncoder(nnx.Module):
         Args:
             tokens: A text in each row.
             pixels: Images.
-            segments: 0 of a text's tokens, negative behind its end; None: rows are texts.
+            segments: 0 of a text's tokens, negative behind its end; None: see `segments_of`.
 
         Raises:
             InputError: A text is longer than the model's, or images are of another size.
         """
+        if segments is None and self.config.causal:
+            segments = segments_of(tokens, self.config.eos)
         return self.text(tokens, segments=segments)[:, 0], self.image(pixels=pixels)[:, 0]
 
     def scores(self, texts: Float[Array, "t w"], images: Float[Array, "i w"]) -> Any:
@@ -89,7 +91,20 @@ class DualEncoder(nnx.Module):
         Cost: 2 i t w FLOPs; a device has the rows of its images, and the embeddings of all texts.
         """
         texts, images = constrain(texts, None, None), constrain(images, "batch", None)
-        found = jnp.exp(self.log_scale[...].astype(jnp.float32)) * (images @ texts.T)
+        found = jnp.exp(self.log_scale[...]) * (images @ texts.T)
         if self.shift is not None:
-            found = found + self.shift[...].astype(jnp.float32)
+            found = found + self.shift[...]
         return constrain(found, "batch", None)
+
+
+def segments_of(tokens: Int[Array, "t s"], eos: int | None) -> Int[Array, "t s"]:
+    """0 up to the token that ends a text, and -1 behind it, of what no token before it sees.
+
+    Args:
+        tokens: A text in each row, for an encoder whose attention is causal.
+        eos: That token; the first of a row counts, and a row without one is a text to its end.
+            None: the first of the row's highest number is it.
+    """
+    ends = tokens == (jnp.max(tokens, axis=1, keepdims=True) if eos is None else eos)
+    behind = jnp.cumsum(ends, axis=1) - ends
+    return jnp.where(behind > 0, -1, 0)

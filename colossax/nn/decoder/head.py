@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 from colossax.errors import InputError
 from colossax.nn.block import ACTIVATIONS
 from colossax.nn.config import DecoderConfig, HeadConfig, TransformConfig
+from colossax.nn.decoder.attention_pool import AttentionPool
 from colossax.nn.decoder.layers import make_norm
 from colossax.nn.layers import Linear
 from colossax.sharding import constrain, current_order, gather_weight
@@ -38,6 +39,7 @@ class Head(nnx.Module):
 
     def __init__(self, config: DecoderConfig, head: HeadConfig, *, rngs: nnx.Rngs):
         self.head = head
+        self.query = AttentionPool(config, rngs=rngs) if head.pool == "attention" else None
         self.transform = (
             None if head.transform is None else Transform(config, head.transform, rngs=rngs)
         )
@@ -56,8 +58,19 @@ class Head(nnx.Module):
     def __call__(
         self, hidden: Float[Array, "b s d"], segments: Any, documents: int
     ) -> Float[Array, "b n o"]:
-        """Of each token, or of the documents of each row; float32."""
-        if self.head.pool is not None:
+        """Of each token, or of the documents of each row; float32.
+
+        Raises:
+            InputError: A learned query is to read a part of a row alone.
+        """
+        if self.query is not None:
+            if segments is not None or documents != 1:
+                raise InputError(
+                    "model.head.pool: 'attention' reads whole rows, and documents of them are"
+                    " asked for; leave segments out, or give another pool"
+                )
+            hidden = self.query(hidden)
+        elif self.head.pool is not None:
             hidden = pooled(hidden, self.head.pool, segments, documents)
         if self.transform is not None:
             hidden = self.transform(hidden)
