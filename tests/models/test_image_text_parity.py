@@ -5,6 +5,7 @@ import json
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -114,10 +115,10 @@ def test_each_feature_counts(case, off):
 
 def test_segments_say_where_a_text_ends_as_its_token_does():
     config, params = read_params(GOLDEN / "clip")
-    tokens, pixels = given(expected("clip"))
-    model = describe(registry.maker(config)).merge(params)
+    tokens, pixels = map(jnp.asarray, given(expected("clip")))
+    model = describe(registry.maker(config)).merge(jax.tree.map(jnp.asarray, params))
     ends = (tokens == config.eos).argmax(axis=1)
-    segments = np.where(np.arange(tokens.shape[1]) <= ends[:, None], 0, -1).astype(np.int32)
+    segments = jnp.where(jnp.arange(tokens.shape[1]) <= ends[:, None], 0, -1)
     assert len(set(ends.tolist())) == 3
     np.testing.assert_array_equal(
         model(tokens, pixels=pixels, segments=segments), model(tokens, pixels=pixels)
@@ -169,11 +170,9 @@ def read(said):
 @pytest.mark.catches("older-settings-beside")
 def test_older_files_say_sizes_twice():
     """Then the second object counts alone, what it leaves out by default."""
-    first = of("clip")["text_config"]
-    twice = {**of("clip"), "text_config_dict": {**first, "num_hidden_layers": 5}}
-    twice["text_config_dict"].pop("eos_token_id")
+    twice = {**of("clip"), "text_config_dict": {"num_hidden_layers": 5, "hidden_size": 64}}
     config = read({**twice, "vision_config_dict": None})
-    assert (config.text.layers, config.text.embed, config.image.layers) == (5, 32, 2)
+    assert (config.text.layers, config.text.embed, config.image.layers) == (5, 64, 2)
     assert (config.eos, read(of("clip")).eos, read(of("clip_older")).eos) == (49407, 100, None)
 
 
@@ -264,7 +263,7 @@ def test_a_head_of_another_kind_is_refused():
 
 def test_a_learned_query_reads_whole_rows():
     config, params = read_params(GOLDEN / "siglip")
-    model = describe(registry.maker(config)).merge(params)
-    hidden, _ = model.image.hidden(pixels=given(expected("siglip"))[1])
+    model = describe(registry.maker(config)).merge(jax.tree.map(jnp.asarray, params))
+    hidden, _ = model.image.hidden(pixels=jnp.asarray(given(expected("siglip"))[1]))
     with pytest.raises(InputError, match="model.head.pool: 'attention' reads whole rows, and"):
         model.image.told(hidden, documents=2)

@@ -70,7 +70,7 @@ class DualEncoder(nnx.Module):
         *,
         pixels: Num[Array, "i h w c"],
         segments: Int[Array, "t s"] | None = None,
-    ) -> tuple[Float[Array, "t w"], Float[Array, "i w"]]:
+    ) -> tuple[Float[Array, "t d"], Float[Array, "i d"]]:
         """Of each text and of each image, of length 1, in float32.
 
         Args:
@@ -85,7 +85,7 @@ class DualEncoder(nnx.Module):
             segments = segments_of(tokens, self.config.eos)
         return self.text(tokens, segments=segments)[:, 0], self.image(pixels=pixels)[:, 0]
 
-    def scores(self, texts: Float[Array, "t w"], images: Float[Array, "i w"]) -> Any:
+    def scores(self, texts: Float[Array, "t d"], images: Float[Array, "i d"]) -> Any:
         """`exp(log_scale) images @ texts + shift`, `[i, t]` in float32.
 
         Cost: 2 i t w FLOPs; a device has the rows of its images, and the embeddings of all texts.
