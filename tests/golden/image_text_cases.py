@@ -129,7 +129,9 @@ IMAGE_TEXTS: dict[str, Case] = {
         off={
             "probe": zeroed(r"head\.probe"),
             "attention of the probe": zeroed(r"head\.attention\.out_proj\.weight"),
-            "order of its heads": replaced(r"head\.attention\.in_proj_weight", lambda w: w.roll(48, 0)),
+            "order of its heads": replaced(
+                r"head\.attention\.in_proj_weight", lambda w: w.roll(48, 0)
+            ),
             "mlp of the probe": zeroed(r"head\.mlp\.fc2\.weight"),
             "norm of the probe": without(r"vision_model\.head\.layernorm$"),
             "bias of texts": zeroed(r"text_model\.head\.bias"),

@@ -195,7 +195,10 @@ def test_what_is_left_out_is_as_published():
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        (of("clip", architectures=["CLIPForImageClassification"]), "only classes that end in Model"),
+        (
+            of("clip", architectures=["CLIPForImageClassification"]),
+            "only classes that end in Model",
+        ),
         (of("clip", text_config=[]), r"'text_config' is \[\]; it must be dict or null"),
         (of("clip", "text", hidden_act="mish"), "hidden_act = 'mish' is not supported"),
         (of("clip", "text", num_attention_heads=5), "5 heads do not divide embed 32"),

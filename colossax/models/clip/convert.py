@@ -7,7 +7,7 @@ from colossax.config import Count
 from colossax.models.clip.config import CLIPConfig
 from colossax.models.conversion import Conversion, link
 from colossax.models.settings import checked, first_eos
-from colossax.models.two_encoders import (
+from colossax.models.clip.encoders import (
     IMAGE,
     IMAGE_FRONT,
     POSITIONS,

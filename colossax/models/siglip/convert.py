@@ -8,7 +8,7 @@ from colossax.errors import InputError
 from colossax.models.conversion import Conversion, link
 from colossax.models.settings import checked
 from colossax.models.siglip.config import SigLIPConfig
-from colossax.models.two_encoders import (
+from colossax.models.clip.encoders import (
     IMAGE,
     IMAGE_FRONT,
     POSITIONS,
@@ -102,9 +102,7 @@ CONVERSION = Conversion(
             "(heads|kv_heads|kv_heads head_dim)",
             *(f"{_POOL}/attn/{name}/b" for name in "qkv"),
         ),
-        link(
-            f"{_HEAD}.attention.out_proj.weight", "embed (heads head_dim)", f"{_POOL}/attn/o/w"
-        ),
+        link(f"{_HEAD}.attention.out_proj.weight", "embed (heads head_dim)", f"{_POOL}/attn/o/w"),
         link(f"{_HEAD}.attention.out_proj.bias", "embed", f"{_POOL}/attn/o/b"),
         *norm_links(f"{_HEAD}.layernorm", f"{_POOL}/norm"),
         link(f"{_HEAD}.mlp.fc1.weight", "mlp embed", f"{_POOL}/up/w"),
