@@ -124,10 +124,10 @@ def hidden_states(
     Raises:
         InputError: They are no tokens.
     """
-    if PIXELS in batch:
-        return model.hidden(pixels=batch[PIXELS])
-    _check_text(batch)
     drawn = {"key": row_keys} if getattr(model, "draws", False) else {}
+    if PIXELS in batch:
+        return model.hidden(pixels=batch[PIXELS], **drawn)
+    _check_text(batch)
     rows = {name: batch.get(name) for name in ("positions", "segments")}
     rows |= {name: batch[name] for name in (TOKEN_TYPES, SOURCE, SOURCE_SEGMENTS) if name in batch}
     return model.hidden(batch["tokens"], **rows, **drawn)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -60,6 +61,11 @@ class EncoderDecoder(Vocabulary):
         """Its layer stacks by name, in the order in which they run."""
         return {"encoder/layers": self.encoder.layers, "decoder/layers": self.decoder.layers}
 
+    @property
+    def draws(self) -> bool:
+        """See `Trunk.draws`."""
+        return self.encoder.draws or self.decoder.draws
+
     def hidden(
         self,
         tokens: Int[Array, "b s"] | None = None,
@@ -70,6 +76,7 @@ class EncoderDecoder(Vocabulary):
         positions: Int[Array, "b s"] | None = None,
         segments: Int[Array, "b s"] | None = None,
         mask: Mask | None = None,
+        key: Array | None = None,
     ) -> tuple[Float[Array, "b s d"], dict[str, Any]]:
         """Final hidden states of the decoder, normed, in the compute dtype; and its layers' sums.
 
@@ -82,6 +89,7 @@ class EncoderDecoder(Vocabulary):
             positions: Of the decoder's tokens.
             segments: Documents of those, numbered as their sources are.
             mask: Who sees whom among them; default causal.
+            key: For dropout: one, or one for each row, `[b]`; None: without.
 
         Raises:
             InputError: A row is longer than the model's, the source is missing, or both inputs are
@@ -100,7 +108,8 @@ class EncoderDecoder(Vocabulary):
             positions=positions,
             segments=segments,
             mask=mask,
-            source=self.encoded(source, source_segments),
+            key=key,
+            source=self.encoded(source, source_segments, key=_of_source(key)),
             source_segments=source_segments,
         )
         stack = self.decoder
@@ -108,16 +117,21 @@ class EncoderDecoder(Vocabulary):
         return head_input(stack.leave(out.carry)), out.sums
 
     def encoded(
-        self, source: Int[Array, "b t"], segments: Int[Array, "b t"] | None = None
+        self,
+        source: Int[Array, "b t"],
+        segments: Int[Array, "b t"] | None = None,
+        *,
+        key: Array | None = None,
     ) -> Float[Array, "b t d"]:
         """What the encoder makes of a source, as layers of the decoder read it.
 
         Args:
             source: Tokens.
             segments: Documents of the rows; negative is padding.
+            key: For dropout, as of `hidden`.
         """
         x = self.embedded(source, self.source_config)
-        rows, stack = Rows(tokens=source, segments=segments), self.encoder
+        rows, stack = Rows(tokens=source, segments=segments, key=key), self.encoder
         return block_input(stack.leave(stack.layers(*stack.enter(x, rows)).carry))
 
     def read(
@@ -159,3 +173,10 @@ class EncoderDecoder(Vocabulary):
     ) -> CacheSpec | dict[str, CacheSpec]:
         """See `Decoder.cache_spec`; beside it keys and values of a source of each seat."""
         return self.decoder.layers.cache_spec(seats=seats, slots=slots, chunk=chunk)
+
+
+def _of_source(key: Array | None) -> Array | None:
+    """Another key, or keys, than those of the decoder's layers, which have the same numbers."""
+    if key is None:
+        return None
+    return jax.random.fold_in(key, 1) if key.ndim == 0 else jax.vmap(_of_source)(key)
