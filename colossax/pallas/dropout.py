@@ -25,7 +25,7 @@ def mixed(x: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
     return x ^ (x >> 16)
 
 
-def folded(words: UInt32[Array, "*b"], number: Any) -> UInt32[Array, "*b"]:
+def folded(words: UInt32[Array, "*#b"], number: Any) -> UInt32[Array, "..."]:
     """Other words for each number.
 
     Args:
@@ -114,7 +114,7 @@ class PairDropout:
         return dataclasses.replace(self, **changes)
 
     def factors(
-        self, q_position: Int[Array, "*#b s"], kv_position: Int[Array, "*#b t"]
+        self, q_position: Int[Array, "*#c s"], kv_position: Int[Array, "*#c t"]
     ) -> Float[Array, "*b n s t"]:
         """What each probability is multiplied by."""
         of_heads = folded(self.words[..., None], self.heads)

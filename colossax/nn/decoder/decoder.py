@@ -108,7 +108,8 @@ class Decoder(Trunk, Vocabulary):
             token_types: Kind of each token, for models that have a table of them; default 0.
             mask: Who sees whom; default as the configuration says. Of a mask without segments
                 those given are taken.
-            key: For gates that draw and for dropout: one, or one for each row, `[b]`; None: without.
+            key: For gates that draw and for dropout: one, or one for each row, `[b]`; None: neither
+                has noise.
 
         Returns:
             Hidden states `[b, s, d]`, and by name what the layers counted, `[layers, ...]`.

@@ -65,8 +65,8 @@ def ring_self_attention_local(
         here = mask.changed(q_positions=q_positions, **of_keys)
         return jnp.where(dense(here, s, t), scores, -jnp.inf)
 
-    def weighted(values: tuple[Array, Any], of_step: tuple[Array, Array]) -> Array:
-        (v, kv_positions), (probabilities, offset) = values, of_step
+    def weighted(block: tuple[Array, Any], of_step: tuple[Array, Array]) -> Array:
+        (v, kv_positions), (probabilities, offset) = block, of_step
         if scoring.dropout is not None:
             places = natural(offset, t) if kv_positions is None else kv_positions
             probabilities = probabilities * scoring.dropout.factors(q_positions, places)
@@ -85,15 +85,17 @@ def ring_self_attention_local(
 
 
 def _around_local(axes: RingAxes, block: Any, visit: Any, of_step: Any) -> Array:
-    """`visit(block, what stands at i in of_step)` of the block `i` places back, stacked over all R steps."""
+    """`visit(block, of_step[i])` of the block `i` places back, stacked over all R steps.
+
+    `of_step` is a tree of arrays, of each of which a step gets its own.
+    """
 
     def step(block: Any, of_this: Array) -> tuple[Any, Array]:
         block = axes.circle.shift_local(block, 1)
         return block, visit(block, of_this)
 
-    own, following = (jax.tree.map(lambda x: x[part], of_step) for part in (0, slice(1, None)))
-    first = visit(block, own)
-    _, others = jax.lax.scan(step, block, following)
+    first = visit(block, jax.tree.map(lambda x: x[0], of_step))
+    _, others = jax.lax.scan(step, block, jax.tree.map(lambda x: x[1:], of_step))
     return jnp.concatenate([first[None], others])
 
 

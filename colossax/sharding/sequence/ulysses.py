@@ -32,8 +32,8 @@ def ulysses_local(
         inner: Called with operands and scoring of some heads, gives output and log-partition.
         operands: Of 1 / u of the tokens, all heads of this tensor shard; but the mask is that of
             all tokens along this axis.
-        scoring: Slopes, sinks, dropout and relative biases of the heads of q; other biases of those heads
-            that this device will have.
+        scoring: Slopes, sinks, relative biases and dropout of the heads of q; other biases of those
+            heads that this device will have.
         axis: Mesh axis.
         size: Devices along it.
 
