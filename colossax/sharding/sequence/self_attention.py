@@ -90,7 +90,7 @@ def _around_local(axes: RingAxes, block: Any, visit: Any, of_step: Any) -> Array
     `of_step` is a tree of arrays, of each of which a step gets its own.
     """
 
-    def step(block: Any, of_this: Array) -> tuple[Any, Array]:
+    def step(block: Any, of_this: Any) -> tuple[Any, Array]:
         block = axes.circle.shift_local(block, 1)
         return block, visit(block, of_this)
 
