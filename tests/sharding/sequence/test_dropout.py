@@ -36,7 +36,12 @@ MASKS = {
         q_positions=jnp.arange(S)[None] * 3, kv_positions=jnp.arange(S)[None] // 2
     ),
 }
-CASES = [(layout, mask) for layout in LAYOUTS for mask in MASKS]
+CASES = [
+    (layout, mask)
+    for layout in LAYOUTS
+    for mask in MASKS
+    if not (layout.scheme == "zigzag" and mask in ("both sides", "positions"))
+]
 QUICK = [(LAYOUTS[0], "documents"), (LAYOUTS[2], "both sides"), (LAYOUTS[6], "positions")]
 
 
@@ -44,8 +49,6 @@ QUICK = [(LAYOUTS[0], "documents"), (LAYOUTS[2], "both sides"), (LAYOUTS[6], "po
 @pytest.mark.parametrize(("layout", "mask"), quick_first(CASES, QUICK), ids=str)
 def test_every_scheme_drops_the_same_with_its_gradient(layout, mask):
     given = MASKS[mask]()
-    if mask in ("both sides", "positions") and layout.scheme == "zigzag":
-        pytest.skip("the zigzag scheme is of causal attention")
     dropout = PairDropout.of(0.4, jnp.array([5, 77], jnp.uint32), HEADS)
     arrays = operands(heads=HEADS, b=2, s=S, sinks=True, slopes=True)
 
