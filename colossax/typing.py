@@ -58,6 +58,9 @@ TOKEN_VALUES = "token_values"
 PIXELS = "pixels"
 """Array of a batch of images, `[b, height, width, channels]`, for models that read patches."""
 
+FRAMES = "frames"
+"""Array of sound that an encoder reads, `[b, frames, mels]`."""
+
 SOURCE, SOURCE_SEGMENTS = "source", "source_segments"
 """Arrays of what an encoder reads before a decoder writes: tokens and their documents, `[b, t]`."""
 

@@ -146,3 +146,11 @@ def test_the_model_of_the_page_on_images_is_trained():
     (script,) = snippets("vision.md")
     exec(script, scope)
     assert scope["metrics"]["tokens"] == 8 and np.isfinite(scope["metrics"]["loss"])
+
+
+@pytest.mark.sweep
+def test_the_model_of_the_page_on_sound_is_trained():
+    scope = {}
+    (script,) = snippets("audio.md")
+    exec(script, scope)
+    assert scope["metrics"]["tokens"] == 128 and np.isfinite(scope["metrics"]["loss"])

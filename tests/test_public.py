@@ -72,7 +72,7 @@ NAMES = {
         "SpanRows Tokenizer ValidationBatches WholeDocuments "
         "cache_folder encode_corpus global_arrays "
         "joined path_documents stack_rows stdlib_documents train_tokenizer unigram_entropy_nats "
-        "wanted_rows"
+        "Tones log_mel wanted_rows"
     ),
     "colossax.checkpoint": (
         "ArraySlot Checkpointer LayerSource RecordReader RecordWriter find_checkpoint slot_of"
@@ -102,14 +102,15 @@ NAMES = {
         "LatentAttention LatentConfig LatentShape Layers Linear Llama3Scaling MLP MixtureConfig "
         "ModelSpec Models QueryGrowth RMSNorm RopeConfig Side StackOutput Sublayer VocabParts "
         "Weighted Wiring YarnScaling alibi_slopes cross_entropy decoder_layer describe "
-        "AdapterConfig PatchConfig even_head_dim expert_layer initialise kl_divergence named param "
-        "pure renamed rope_tables rotate run_recurrence weight_of window_slots with_adapter "
+        "AdapterConfig FramesConfig PatchConfig even_head_dim expert_layer initialise "
+        "kl_divergence named param pure renamed rope_tables rotate run_recurrence weight_of "
+        "window_slots with_adapter "
         "with_gathers with_weights"
     ),
     "colossax.models": (
         "CohereConfig FalconConfig GLM4Config GLMConfig GPTJConfig GPTNeoXConfig Gemma2Config "
         "Gemma3Config OLMo2Config Phi3Config SmolLM3Config StarCoder2Config add_family "
-        "BARTConfig BERTConfig ModernBERTConfig RoBERTaConfig T5Config ViTConfig "
+        "BARTConfig BERTConfig ModernBERTConfig RoBERTaConfig T5Config ViTConfig WhisperConfig "
         "BloomConfig DeepSeekV2Config DeepSeekV3Config FAMILIES Family GPT2Config GPTOSSConfig "
         "Llama4Config LlamaConfig MistralConfig MixtralConfig ModelParams OLMoEConfig OPTConfig "
         "Qwen2Config Qwen2MoEConfig Qwen3Config Qwen3MoEConfig config_from_json config_to_json "

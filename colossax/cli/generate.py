@@ -103,6 +103,7 @@ def _generate(args: argparse.Namespace, overrides: list[Override]) -> int:
     models = _adapters(args, stored) or {None: stored}
     plan = apply_overrides(_Options(plan=stored.plan), overrides).plan
     # All that can be refused is, before parameters are read.
+    check_reads_text(stored.model)
     prompts = prompt_tokens(args, stored.tokenizer)
     limit, draws = stored.config.max_seq, {"temperature": args.temperature, "seed": args.seed}
     requests, longest_source = [], stored.config.longest_source
@@ -169,6 +170,22 @@ def _adapters(args: argparse.Namespace, base: Any) -> dict[str, Any]:
             )
         found[name].check_beside(found[args.adapter[0]])
     return found
+
+
+def check_reads_text(model: Any) -> None:
+    """Refuse a model that prompts of text are nothing for.
+
+    Args:
+        model: Configuration of its family.
+
+    Raises:
+        InputError: Its encoder reads sound.
+    """
+    if hasattr(model, "encoder") and model.encoder().frames is not None:
+        raise InputError(
+            "CHECKPOINT: the model's encoder reads sound, and prompts are text; give frames to"
+            " Generator.generate from Python"
+        )
 
 
 def asked(config: Any, text: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -21,6 +21,8 @@ from .rows import Rows as Rows
 from .rows import RowSource as RowSource
 from .rows import WholeDocuments as WholeDocuments
 from .rows import stack_rows as stack_rows
+from .sound.log_mel import log_mel as log_mel
+from .sound.tones import Tones as Tones
 from .sources import Documents as Documents
 from .sources import joined as joined
 from .sources import path_documents as path_documents

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from colossax.config import BoundPlan
 from colossax.errors import InputError
@@ -16,6 +16,7 @@ from colossax.inference.cache import Cache, CacheLayout
 from colossax.inference.plan import inference_plan
 from colossax.inference.scheduler import Call
 from colossax.nn import DecoderConfig, FlatTokens, ModelSpec
+from colossax.nn.config.frames import FRAMES_PER_TOKEN
 from colossax.sharding import replicated, use
 from colossax.typing import Params
 
@@ -46,7 +47,7 @@ class Chunk:
         """A scheduler's call, filled up to `width` tokens."""
         ids = np.zeros(width, np.int32)
         ids[: len(call.tokens)] = call.tokens
-        read = len(call.request.source)
+        read = call.request.read
         return cls(
             ids=ids,
             start=np.int32(call.start),
@@ -119,22 +120,28 @@ class DecodeProgram:
         out = (replicated(self.bound), self.cache.shardings)
         self.jitted = jax.jit(step, donate_argnums=1, out_shardings=out)
         self.longest_source: int | None = getattr(self.config, "longest_source", None)
+        self.mels = mels_of(model)
         self.reading = jax.jit(
             functools.partial(read, spec, self.bound),
             donate_argnums=1,
             out_shardings=self.cache.shardings,
         )
 
-    def begin(self, params: Params, source: Sequence[int] = ()) -> Cache:
+    def begin(self, params: Params, source: Sequence[int] = (), frames: Any = None) -> Cache:
         """The cache of a sequence before its first token, its source read.
 
         Args:
             params: Laid out by `bound`.
             source: What the model's encoder reads; nothing where it has none.
+            frames: Sound in its place, `[frames, mels]`.
 
-        Cost: with a source the encoder, compiled once for each power of two of its length.
+        Cost: with a source the encoder, compiled once for each power of two of its length; with
+        sound, for each length.
         """
         cache = self.cache.empty()
+        if frames is not None:
+            count = np.int32(len(frames) // FRAMES_PER_TOKEN)
+            return self.reading(params, cache, None, count, np.asarray(frames)[None])
         if not source:
             return cache
         assert self.longest_source is not None
@@ -227,13 +234,20 @@ def read(
     bound: BoundPlan,
     params: Params,
     cache: Cache,
-    source: Int[Array, "1 t"],
+    source: Int[Array, "1 t"] | None,
     count: Int[Array, ""],
+    frames: Num[Array, "1 f m"] | None = None,
 ) -> Cache:
     """The cache with what the decoder attends to of a source, padding behind `count`; pure."""
     with use(bound):
         seat = jnp.zeros((1,), jnp.int32)
-        return spec.merge(params).read(source, jnp.reshape(count, (1,)), cache, seat)
+        return spec.merge(params).read(source, jnp.reshape(count, (1,)), cache, seat, frames)
+
+
+def mels_of(model: Any) -> int | None:
+    """Numbers of a frame of the sound that a model's encoder reads; None: it reads none."""
+    frames = getattr(getattr(model, "source_config", None), "frames", None)
+    return None if frames is None else frames.mels
 
 
 def sample(logits: Float[Array, " v"], temperature: Float[Array, ""], key: Array) -> Int[Array, ""]:

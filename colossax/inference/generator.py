@@ -5,6 +5,8 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from colossax.config import BoundPlan, MeshAxis
 from colossax.errors import InputError
 from colossax.inference.cache import Cache
@@ -117,6 +119,7 @@ class Generator:
         prompt: Sequence[int],
         *,
         source: Sequence[int] = (),
+        frames: Any = None,
         max_tokens: int = 64,
         temperature: float = 0.0,
         seed: int = 0,
@@ -126,6 +129,7 @@ class Generator:
         Args:
             prompt: Token ids, at least one; of an encoder-decoder what its text begins with.
             source: What its encoder reads.
+            frames: Sound that it reads in place of that, `[frames, mels]`, an even number.
             max_tokens: Most tokens to add.
             temperature: Logits are divided by it before sampling; 0 takes the likeliest token.
             seed: The token at position p is drawn with `fold_in(key(seed), p)`, so it depends on
@@ -135,9 +139,8 @@ class Generator:
             InputError: The prompt is empty, holds ids outside the vocabulary, or does not fit
                 into `slots` together with `max_tokens`; a temperature or seed below 0.
         """
-        request = _request(
-            prompt, source, max_tokens=max_tokens, temperature=temperature, seed=seed
-        )
+        how = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+        request = _request(prompt, source, frames=frames, **how)
         return self.generate_all([request])[0]
 
     def generate_all(self, requests: Sequence[Request]) -> list[Generation]:
@@ -161,14 +164,14 @@ class Generator:
         prompt: Sequence[int],
         *,
         source: Sequence[int] = (),
+        frames: Any = None,
         max_tokens: int = 64,
         temperature: float = 0.0,
         seed: int = 0,
     ) -> Iterator[int]:
         """The tokens of `generate` as they come."""
-        request = _request(
-            prompt, source, max_tokens=max_tokens, temperature=temperature, seed=seed
-        )
+        how = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+        request = _request(prompt, source, frames=frames, **how)
         return (token for _, token in self._streamed([request]))
 
     def _streamed(self, requests: Sequence[Request]) -> Iterator[tuple[int, int]]:
@@ -178,6 +181,7 @@ class Generator:
                 vocab=program.config.vocab,
                 slots=program.slots,
                 longest_source=getattr(program.config, "longest_source", None),
+                mels=getattr(program, "mels", None),
             )
             _check_at_once(program.config, len(request.prompt), program.width)
         at_once = program.sequences if isinstance(program, StagedProgram) else 1
@@ -204,8 +208,11 @@ class Generator:
         caches: dict[int, Cache] = {}
         while (call := scheduler.next()) is not None:
             begun = call.sequence in caches
-            source = call.request.source
-            cache = caches.pop(call.sequence) if begun else program.begin(self._params, source)
+            if begun:
+                cache = caches.pop(call.sequence)
+            else:
+                asked = call.request
+                cache = program.begin(self._params, asked.source, asked.frames)
             tokens = Chunk.of(call, program.width)
             token, caches[call.sequence] = program(self._params, cache, tokens, Sampling.of(call))
             if call.emits:
@@ -224,9 +231,11 @@ class Generator:
         return self.program.lowered(self._params)
 
 
-def _request(prompt: Sequence[int], source: Sequence[int], **how: Any) -> Request:
+def _request(prompt: Sequence[int], source: Sequence[int], *, frames: Any, **how: Any) -> Request:
     """A request of token ids of any type of integer."""
-    return Request(prompt=tuple(map(int, prompt)), source=tuple(map(int, source)), **how)
+    sound = None if frames is None else np.asarray(frames)
+    ids = {"prompt": tuple(map(int, prompt)), "source": tuple(map(int, source))}
+    return Request(**ids, frames=sound, **how)
 
 
 def _check_at_once(config: Any, prompt: int, width: int) -> None:

@@ -1,12 +1,13 @@
-"""Which tokens go into the model next. No arrays, no devices: it knows numbers of tokens alone."""
+"""Which tokens go into the model next, by numbers of tokens alone: no JAX, no devices."""
 
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Annotated, Protocol, runtime_checkable
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 from colossax.config import Count, Temperature, check_types, within
 from colossax.errors import InputError
+from colossax.nn.config.frames import FRAMES_PER_TOKEN
 
 DrawSeed = Annotated[int, within(0, 2**32 - 1)]
 """Devices get it as uint32."""
@@ -19,6 +20,7 @@ class Request:
     Attributes:
         prompt: Token ids, at least one.
         source: What an encoder reads first, as token ids; models of one stack read none.
+        frames: Sound that it reads in place of those, `[frames, mels]`.
         max_tokens: Most tokens to add.
         temperature: Logits are divided by it before sampling; 0 takes the likeliest token.
         seed: The token at position p is drawn with `fold_in(key(seed), p)`.
@@ -26,17 +28,31 @@ class Request:
 
     prompt: tuple[int, ...]
     source: tuple[int, ...] = ()
+    frames: Any = dataclasses.field(default=None, compare=False)
     max_tokens: Count = 64
     temperature: Temperature = 0.0
     seed: DrawSeed = 0
 
-    def check(self, *, vocab: int, slots: int, longest_source: int | None = None) -> None:
+    @property
+    def read(self) -> int:
+        """Tokens of its source."""
+        return len(self.source) if self.frames is None else len(self.frames) // FRAMES_PER_TOKEN
+
+    def check(
+        self,
+        *,
+        vocab: int,
+        slots: int,
+        longest_source: int | None = None,
+        mels: int | None = None,
+    ) -> None:
         """Refuse what no model of this vocabulary can continue in a sequence of `slots` tokens.
 
         Args:
             vocab: Tokens that there are.
             slots: Of the sequence.
             longest_source: Tokens that its encoder reads; None: it has none.
+            mels: Numbers of a frame, where it reads sound; None: it does not.
 
         Raises:
             InputError: Naming what is wrong and what would do.
@@ -44,7 +60,10 @@ class Request:
         check_tokens(self.prompt, vocab)
         check_types(self, "")
         check_length(len(self.prompt), self.max_tokens, slots)
-        check_source(self.source, vocab, longest_source)
+        if mels is None or longest_source is None:
+            check_source(self.source, vocab, longest_source)
+        if mels is not None or self.frames is not None:
+            check_frames(self, longest_source, mels)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -203,6 +222,31 @@ def check_source(source: Sequence[int], vocab: int, longest: int | None) -> None
             f"source: it has {len(source)} tokens, above the {longest} of the model; shorten it"
         )
     check_tokens(source, vocab, name="source")
+
+
+def check_frames(request: Request, longest: int | None, mels: int | None) -> None:
+    """Refuse sound where none is read, none where it is, and what an encoder cannot read.
+
+    Args:
+        request: What is asked.
+        longest: Most tokens of a source, each of two frames.
+        mels: Numbers of a frame; None: the model reads no sound.
+
+    Raises:
+        InputError: That.
+    """
+    if mels is None or longest is None:
+        raise InputError("frames: the model has no encoder that reads sound; leave them out")
+    if request.source:
+        raise InputError("source: the model's encoder reads sound, not tokens; give frames")
+    most, shape = FRAMES_PER_TOKEN * longest, getattr(request.frames, "shape", None)
+    if shape is None:
+        raise InputError(f"frames: the model's encoder reads sound; give it, [frames, {mels}]")
+    if len(shape) != 2 or shape[1] != mels or not 0 < shape[0] <= most or shape[0] % 2:
+        raise InputError(
+            f"frames: found shape {list(shape)}, and the model reads an even number of them, {most}"
+            f" or fewer, of {mels} numbers; give [frames, {mels}]"
+        )
 
 
 def check_length(prompt: int, max_tokens: int, limit: int) -> None:

@@ -54,5 +54,6 @@ if TYPE_CHECKING:
     from .student import with_layers as with_layers
     from .t5 import T5Config as T5Config
     from .vit import ViTConfig as ViTConfig
+    from .whisper import WhisperConfig as WhisperConfig
 else:
     __getattr__, __dir__ = lazily(__name__)

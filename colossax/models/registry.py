@@ -39,6 +39,7 @@ from colossax.models.smollm3 import SmolLM3Config
 from colossax.models.starcoder2 import StarCoder2Config
 from colossax.models.t5 import T5Config
 from colossax.models.vit import ViTConfig
+from colossax.models.whisper import WhisperConfig
 from colossax.nn.config.family import FamilyConfig
 
 if TYPE_CHECKING:
@@ -117,6 +118,7 @@ FAMILIES: dict[str, Family] = {
         Family(name="vit", config=ViTConfig),
         Family(name="t5", config=T5Config, make=encoder_decoder_of),
         Family(name="bart", config=BARTConfig, make=encoder_decoder_of),
+        Family(name="whisper", config=WhisperConfig, make=encoder_decoder_of),
     )
 }
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .config.family import FamilyConfig as FamilyConfig
     from .config.family import even_head_dim as even_head_dim
     from .config.family import every as every
+    from .config.frames import FramesConfig as FramesConfig
     from .config.head import HeadConfig as HeadConfig
     from .config.head import TransformConfig as TransformConfig
     from .config.mixture import MixtureConfig as MixtureConfig

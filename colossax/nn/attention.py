@@ -119,6 +119,7 @@ class AttentionShape:
     kv_heads: int
     head_dim: int
     qkv_bias: bool = False
+    key_bias: bool = True
     out_bias: bool = False
     qk_norm: bool = False
     qk_norm_whole: bool = False
@@ -193,7 +194,7 @@ class Attention(nnx.Module):
         kv_dims = ("embed", "kv_heads", "head_dim")
         bias = shape.qkv_bias
         self.q = Linear(q, ("embed", "heads", "head_dim"), rngs=rngs, bias=bias, std=std)
-        self.k = Linear(kv, kv_dims, rngs=rngs, bias=bias, std=std)
+        self.k = Linear(kv, kv_dims, rngs=rngs, bias=bias and shape.key_bias, std=std)
         self.v = Linear(kv, kv_dims, rngs=rngs, bias=bias, std=std)
         self.o = Linear(
             (shape.heads, shape.head_dim, shape.embed),

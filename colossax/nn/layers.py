@@ -5,6 +5,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -156,6 +157,7 @@ class Embedding(Weighted):
         dim: str,
         std: float = 0.02,
         tied: bool = True,
+        fixed: np.ndarray | None = None,
     ):
         """Make the table.
 
@@ -165,11 +167,14 @@ class Embedding(Weighted):
             dim: Of the rows.
             std: Deviation.
             tied: Whether it may be read otherwise than by looking up.
+            fixed: What it holds for ever, `[rows, size]`; None: it is drawn, and learns.
         """
         self.dims = (dim, "embed" if tied else "embed:table")
-        self.table = param(
-            jax.random.normal(rngs.params(), (rows, size), jnp.float32) * std, self.dims
-        )
+        if fixed is None:
+            first = jax.random.normal(rngs.params(), (rows, size), jnp.float32) * std
+        else:
+            first = jnp.asarray(fixed)
+        self.table = param(first, self.dims, learns=fixed is None)
 
     def __call__(self, ids: Int[Array, "b s"]) -> Float[Array, "b s d"]:
         return self.weight.rows(ids)

@@ -23,6 +23,7 @@ from colossax.recipes.small import (
     moe_tiny,
     t5_stdlib,
     vit_digits,
+    whisper_tones,
 )
 from colossax.tasks import TrainConfig
 
@@ -35,6 +36,7 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {
         bert_stdlib,
         t5_stdlib,
         vit_digits,
+        whisper_tones,
         finetune,
         gpt2_124m,
         qwen3_0p6b,

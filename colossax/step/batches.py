@@ -14,7 +14,7 @@ from colossax.sharding import NATURAL, RowOrder, activation_sharding, balanced_o
 from colossax.step.arrange import Arranged, arranged, check_segments, filled_up, row_length
 from colossax.step.checks.given import check_tokens, host_array
 from colossax.step.microbatches import batch_dims, check_microbatches, num_microbatches
-from colossax.typing import SOURCE, Batch, Dims
+from colossax.typing import FRAMES, SOURCE, Batch, Dims
 
 
 class BatchPlacer:
@@ -99,8 +99,10 @@ class BatchPlacer:
         """Arrays in natural order brought into the step's, on the host or in a trace."""
         dims = batch_dims(batch, self._dims)
         length = row_length(batch, dims)
+        if FRAMES in batch or (length is None and SOURCE in batch):
+            return filled_up(batch, dims, self.order)  # a source has an order of its own
         if length is None:
-            return filled_up(batch, dims, self.order) if SOURCE in batch else batch
+            return batch
         order = self.order(length)
         return batch if order == NATURAL else arranged(batch, dims, order)
 

@@ -27,7 +27,8 @@ from colossax.errors import InputError
 from colossax.models import config_from_json, config_to_json
 from colossax.nn.config import AdapterConfig
 from colossax.tasks.image_sets import check_images, check_name
-from colossax.tasks.told import MaskConfig, SpanConfig
+from colossax.tasks.sound.sets import check_sound, check_sound_name, reads_sound
+from colossax.tasks.told import MaskConfig, SpanConfig, check_spans
 
 PACKINGS = ("packed", "whole")
 SCHEDULES = (
@@ -48,7 +49,7 @@ _HELD_OUT = Bound(low=0, above=True, high=1, below=True, told="a share above 0, 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Text or images in, batches out.
+    """Text, images or sound in, batches out.
 
     Attributes:
         path: File or folder of text, JSONL, Parquet or Arrow (also one that Hugging Face's
@@ -57,7 +58,8 @@ class DataConfig:
             that come from it. Kept on every resume and any number of processes.
         packing: `packed` fills rows with documents one after another, `whole` gives each document a
             row, from its start.
-        seq_len: Tokens per row; of an image its patches and its class token.
+        seq_len: Tokens per row; of an image its patches and its class token; of what is written of
+            a sound.
         global_batch: Rows per step, over all devices, processes and microbatches.
         tokenizer: A `tokenizer.json`; None trains a BPE of `tokenizer_vocab` tokens on the text.
         tokenizer_vocab: Tokens of the BPE that is trained when no file is given; None trains none.
@@ -68,6 +70,7 @@ class DataConfig:
         masking: Masked tokens are told, by an encoder; None: the next token is, by a decoder.
         spans: Spans are written by an encoder-decoder that reads the rest; None: none are.
         images: Images whose classes are told, in place of text: a key of `IMAGE_SETS`, `digits`.
+        audio: Sounds of which names are written: a key of `SOUND_SETS`, `tones`.
     """
 
     path: str | None = None
@@ -84,6 +87,7 @@ class DataConfig:
     masking: MaskConfig | None = None
     spans: SpanConfig | None = None
     images: str | None = None
+    audio: str | None = None
 
     def __post_init__(self):
         check_types(self, "data")
@@ -98,6 +102,8 @@ class DataConfig:
             check_text(path, "data.mixture")
         if self.images is not None:
             check_name(self.images)
+        if self.audio is not None:
+            check_sound_name(self.audio)
         self._check_mixture()
 
     def _check_mixture(self) -> None:
@@ -293,8 +299,8 @@ class TrainConfig(RunLength):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.data.images is not None:
-            check_images(self)
+        if self.data.audio is not None or self.data.images is not None:
+            (check_images if self.data.audio is None else check_sound)(self)
             return self._check_averages()
         longest = self.model.decoder().max_seq
         if self.data.seq_len > longest and self.data.spans is None:
@@ -321,7 +327,12 @@ class TrainConfig(RunLength):
                 "data.images: the model reads images, and the run is on text; give data.images, as"
                 " the recipe vit_digits does"
             )
-        self._check_pair(getattr(decoder, "longest_source", None), decoder.max_seq)
+        if reads_sound(self.model):
+            raise InputError(
+                "data.audio: the model's encoder reads sound, and the run is on text; give"
+                " data.audio, as the recipe whisper_tones does"
+            )
+        check_spans(self)
         if getattr(decoder, "head", None) is not None:
             raise InputError(
                 "model.head: a run on text trains logits of the vocabulary, and the model has"
@@ -341,30 +352,6 @@ class TrainConfig(RunLength):
             raise InputError(
                 "sample.prompt: the model's attention is not causal, so it continues no text; leave"
                 " the prompt empty"
-            )
-
-    def _check_pair(self, longest_source: int | None, longest: int) -> None:
-        """Refuse spans where no encoder reads the rest, and an encoder that has nothing to read."""
-        spans = self.data.spans
-        if (spans is None) != (longest_source is None):
-            found = "reads no source" if spans else "is an encoder-decoder, and reads one"
-            raise InputError(
-                f"data.spans: the model {found}; start from a recipe of an encoder-decoder with"
-                " spans, as t5_stdlib, or of neither"
-            )
-        if spans is None or longest_source is None:
-            return
-        if self.data.masking is not None or self.data.packing != "packed" or self.sample.prompt:
-            raise InputError(
-                "data.spans: they are of rows that are filled up with text, and nothing is masked"
-                " or continued beside them; leave data.masking, data.packing and sample.prompt out"
-            )
-        source, written = spans.lengths(self.data.seq_len)
-        if source > longest_source or written > longest:
-            raise InputError(
-                f"data.seq_len: of {self.data.seq_len} tokens {source} are read and {written}"
-                f" written, and the model has {longest_source} and {longest}; shorten the"
-                " rows or raise model.max_seq"
             )
 
     @property

@@ -18,6 +18,7 @@ from colossax.nn import VocabParts, cross_entropy
 from colossax.sharding import activation_axes, constrain, current
 from colossax.step.loss import Loss, Sums, Terms, any_order
 from colossax.typing import (
+    FRAMES,
     PIXELS,
     SOURCE,
     SOURCE_SEGMENTS,
@@ -118,7 +119,7 @@ def hidden_states(
 
     Args:
         model: As `nn.Decoder`.
-        batch: With `tokens`, and what goes with them; or with `pixels`.
+        batch: With `tokens`, and what goes with them, as a source; or with `pixels`.
         row_keys: A random key for each row, for models that draw; None: without noise.
 
     Raises:
@@ -129,7 +130,8 @@ def hidden_states(
     _check_text(batch)
     drawn = {"key": row_keys} if getattr(model, "draws", False) else {}
     rows = {name: batch.get(name) for name in ("positions", "segments")}
-    rows |= {name: batch[name] for name in (TOKEN_TYPES, SOURCE, SOURCE_SEGMENTS) if name in batch}
+    beside = (TOKEN_TYPES, SOURCE, SOURCE_SEGMENTS, FRAMES)
+    rows |= {name: batch[name] for name in beside if name in batch}
     return model.hidden(batch["tokens"], **rows, **drawn)
 
 

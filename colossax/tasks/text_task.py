@@ -20,6 +20,7 @@ from colossax.tasks.image_task import image_task
 from colossax.tasks.initial import initial_tokenizer
 from colossax.tasks.next_token import mean_loss, next_token_loss
 from colossax.tasks.optimizer import make_optimizer, make_schedule
+from colossax.tasks.sound.task import sound_task
 from colossax.tasks.task import Task
 from colossax.tasks.text import Text, open_text
 from colossax.typing import TEXT_BATCH_DIMS, Params, TrainState
@@ -52,6 +53,8 @@ def task_of(config: TrainConfig, group: Group | None = None) -> Task:
     group = Group(None, {}) if group is None else group
     if config.data.images is not None:
         return image_task(config, group)
+    if config.data.audio is not None:
+        return sound_task(config)
     text = functools.cache(lambda: _opened(config, group))
     tokens = config.data.global_batch * config.data.seq_len
     masked = config.data.masking is not None

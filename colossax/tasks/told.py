@@ -1,10 +1,13 @@
 """Which tokens of a row a model is to tell, as data."""
 
 import dataclasses
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from colossax.config import Bound, Positive, Share, check_types
 from colossax.errors import InputError
+
+if TYPE_CHECKING:
+    from colossax.tasks.config import TrainConfig
 
 _PART = Bound(low=0, above=True, high=1, below=True, told="a share above 0, below 1, as 0.15")
 
@@ -74,3 +77,33 @@ class SpanConfig:
         """Tokens that are read of a row, and that are written."""
         told, spans = self.counts(seq_len)
         return seq_len - told + spans + 1, told + spans + 1
+
+
+def check_spans(config: "TrainConfig") -> None:
+    """Refuse spans where no encoder reads the rest, and an encoder that has nothing to read.
+
+    Raises:
+        InputError: That, or rows that are too long.
+    """
+    data, decoder = config.data, config.model.decoder()
+    spans, longest_source = data.spans, getattr(decoder, "longest_source", None)
+    if (spans is None) != (longest_source is None):
+        found = "reads no source" if spans else "is an encoder-decoder, and reads one"
+        raise InputError(
+            f"data.spans: the model {found}; start from a recipe of an encoder-decoder with"
+            " spans, as t5_stdlib, or of neither"
+        )
+    if spans is None or longest_source is None:
+        return
+    if data.masking is not None or data.packing != "packed" or config.sample.prompt:
+        raise InputError(
+            "data.spans: they are of rows that are filled up with text, and nothing is masked"
+            " or continued beside them; leave data.masking, data.packing and sample.prompt out"
+        )
+    source, written = spans.lengths(data.seq_len)
+    if source > longest_source or written > decoder.max_seq:
+        raise InputError(
+            f"data.seq_len: of {data.seq_len} tokens {source} are read and {written}"
+            f" written, and the model has {longest_source} and {decoder.max_seq}; shorten the"
+            " rows or raise model.max_seq"
+        )

@@ -56,6 +56,11 @@ class Case:
         return self.auto is transformers.AutoModelForSeq2SeqLM
 
     @property
+    def sound(self) -> bool:
+        """Whether it writes texts for sound that it reads."""
+        return self.auto is transformers.AutoModelForSpeechSeq2Seq
+
+    @property
     def images(self) -> bool:
         """Whether it reads images."""
         return "num_channels" in self.sizes

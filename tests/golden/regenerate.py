@@ -16,7 +16,6 @@ golden.json. Nor may weights be so large that rounding alone moves logits: float
 import argparse
 import copy
 import json
-import re
 import sys
 import tempfile
 from pathlib import Path
@@ -32,99 +31,31 @@ from encoder_cases import ENCODERS
 from image_cases import IMAGES
 from pair_cases import ENCODER_DECODERS
 from safetensors.numpy import load_file, save_file
-from torch import nn
-from transformers.pytorch_utils import Conv1D
+from sound_cases import SOUND
+from weights import draw_weights
 
 HERE = Path(__file__).resolve().parent
 SEQ, PROMPT, NEW_TOKENS, PADDING, WRITTEN, IMAGE_ROWS = 40, 12, 32, 4, 30, 4
+SAMPLES = 3_200
 MIN_MOVED, MIN_STD, MIN_MARGIN, MIN_DISTINCT, MAX_ROUNDING = 1e-2, 1.0, 1e-3, 10, 7e-6
 # Two forms of GELU differ by 5e-4 at most, so no weights of this size can move a logit by more.
 FAINT, MIN_MOVED_FAINT = ("gelu by tanh",), 1e-3
 LOGITS_TOLERANCE, EXPORT_TOLERANCE = 1e-5, 1e-4
-CASES: dict[str, Case] = {**FIRST_CASES, **DENSE, **ENCODERS, **ENCODER_DECODERS, **IMAGES}
+CASES: dict[str, Case] = {**FIRST_CASES, **DENSE, **ENCODERS, **ENCODER_DECODERS, **IMAGES, **SOUND}
 
 
-def draw_weights(model: Model, seed: int) -> None:
-    """Weights that make every part of the model count; the same on every machine."""
-    # RandomState's streams are frozen, unlike those of torch and of np.random.Generator.
-    random = np.random.RandomState(seed)
-    # T5's configuration says that weights are tied even where they are not.
-    words = getattr(model.config, "tie_word_embeddings", False)  # models of images have none
-    tied = getattr(model.config, "scale_decoder_outputs", words)
-    for name, parameter in sorted(model.named_parameters()):
-        owner = model.get_submodule(name.rpartition(".")[0])
-        noise = random.standard_normal(tuple(parameter.shape))
-        values = scaled(owner, name, noise, tied=tied, family=model.config.model_type)
-        with torch.no_grad():
-            parameter.copy_(torch.from_numpy(values.astype(np.float32)))
-    for name, buffer in sorted(model.named_buffers()):
-        if name.endswith(("e_score_correction_bias", "final_logits_bias")):
-            noise = 0.2 * random.standard_normal(tuple(buffer.shape))
-            buffer.copy_(torch.from_numpy(noise.astype(np.float32)))
-
-
-BART_GAINS = {
-    "self_attn.out": 3.0,
-    "encoder_attn.out": 0.3,
-    "fc1": 1.2,
-    "fc2": 0.6,
-    "q_proj": 2.0,
-    "k_proj": 2.0,
-}
-"""Of its decoder, whose greedy text would else repeat one token: norms stand after sums, and a
-source is the same at each step."""
-
-
-def scaled(
-    owner: nn.Module, name: str, noise: np.ndarray, *, tied: bool, family: str
-) -> np.ndarray:
-    """Unit noise turned into a parameter of `owner`.
-
-    Matrices enlarge what they get and embeddings are small, so that layers outweigh the residual;
-    else a tied head would repeat the last token for ever.
-    """
-    kind = type(owner).__name__
-    if kind.startswith("Gemma") and noise.ndim == 1:
-        # These multiply by 1 + it; what sublayers give is normed too, and has to outweigh.
-        return 0.3 * noise + (2.0 if "post_" in name else 0.5 if name == "model.norm.weight" else 0)
-    if kind.startswith("Bart"):
-        return noise * (3.0 if "positions" in name else 0.25)
-    if kind.endswith("ScaledWordEmbedding"):
-        return noise * 0.15
-    if isinstance(owner, nn.Embedding):
-        return noise * (0.25 if tied else 0.8)
-    if name == "decoder.final_layer_norm.weight" and kind.startswith("T5") and tied:
-        return 6 * (1 + 0.3 * noise)  # logits are divided by the root of the width
-    if noise.ndim == 1 and name.endswith("weight"):
-        return (1 + 0.3 * noise) * (0.4 if "embeddings_layernorm" in name else 1.0)
-    if noise.ndim == 1:
-        return 0.2 * noise
-    if name.endswith(("cls_token", "position_embeddings")):
-        return noise * 0.8
-    if isinstance(owner, nn.Conv2d):
-        return noise * 1.8 / np.sqrt(noise[0].size)
-    fan_in = noise.shape[0] if isinstance(owner, Conv1D) else noise.shape[-1]
-    if name.startswith("model.decoder.layers.") and family == "bart":
-        hits = (gain for part, gain in BART_GAINS.items() if part in name)
-        return noise * next(hits, 1.8) / np.sqrt(fan_in)
-    if "Attention.q." in name:  # T5 does not divide scores by the root of a head's size
-        return noise * 0.4 / np.sqrt(fan_in)
-    # Sharper attention and larger logits than these would only enlarge rounding.
-    gain = (
-        1.2
-        if re.search(
-            r"[qk]_proj|Attention\.k\.|(q|kv)_[ab]_proj|c_attn|query_key_value|self\.(query|key)\.|Wqkv|lm_head",
-            name,
-        )
-        else 1.8
-    )
-    return noise * gain / np.sqrt(fan_in)
-
-
-INPUTS = ("input_ids", "attention_mask", "token_type_ids", "decoder_input_ids", "pixel_values")
+INPUTS = (
+    "input_ids",
+    "attention_mask",
+    "token_type_ids",
+    "decoder_input_ids",
+    "pixel_values",
+    "input_features",
+)
 Inputs = dict[str, np.ndarray]
 """`input_ids`; `attention_mask` and `token_type_ids` where rows end in padding; of pairs of texts
-what is written, too. Or `pixel_values`, `[b, channels, height, width]`."""
+what is written, too. Or `pixel_values`, `[b, channels, height, width]`; or `input_features`,
+`[b, mels, frames]`, and what is written."""
 
 
 def logits_of(model: Model, inputs: Inputs) -> np.ndarray:
@@ -133,6 +64,11 @@ def logits_of(model: Model, inputs: Inputs) -> np.ndarray:
         pixels = torch.from_numpy(inputs["pixel_values"]).to(model.dtype)
         with torch.no_grad():
             return model(pixel_values=pixels).logits.numpy()
+    if "input_features" in inputs:
+        frames = torch.from_numpy(inputs["input_features"]).to(model.dtype)
+        written = torch.from_numpy(inputs["decoder_input_ids"]).long()
+        with torch.no_grad():
+            return model(input_features=frames, decoder_input_ids=written).logits.numpy()
     tokens = {name: torch.from_numpy(array).long() for name, array in inputs.items()}
     mask = tokens.setdefault("attention_mask", torch.ones_like(tokens["input_ids"]))
     with torch.no_grad():
@@ -147,6 +83,11 @@ def inputs_of(case: Case, model: Model, random: np.random.RandomState) -> Inputs
         height, width = sizes_of(case.sizes["image_size"])
         shape = (IMAGE_ROWS, case.sizes["num_channels"], height, width)
         return {"pixel_values": random.standard_normal(shape).astype(np.float32)}
+    if case.sound:
+        shape = (2, case.sizes["num_mel_bins"], 2 * case.sizes["max_source_positions"])
+        frames = random.standard_normal(shape).astype(np.float32)
+        written = random.randint(0, case.sizes["vocab_size"], (2, WRITTEN))
+        return {"input_features": frames, "decoder_input_ids": written.astype(np.int32)}
     ids = random.randint(0, case.sizes["vocab_size"], (2, SEQ)).astype(np.int32)
     if case.generates:
         return {"input_ids": ids}
@@ -197,19 +138,44 @@ def greedy_tokens(
 def greedy_text(model: Model, source: np.ndarray) -> tuple[np.ndarray, float]:
     """Tokens that `generate` writes for a source, and by how much each was the best at least."""
     tokens = torch.from_numpy(source).long()[None]
-    out = model.generate(
-        tokens,
-        attention_mask=torch.ones_like(tokens),
+    given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    return written_for(model, given, {"input_ids": source[None]})
+
+
+def greedy_names(model: Model, frames: np.ndarray) -> tuple[np.ndarray, float]:
+    """Likewise of sound; without what Whisper's own `generate` adds, languages and times."""
+    sound = torch.from_numpy(frames)[None]
+    return written_for(model, {"input_features": sound}, {"input_features": frames[None]})
+
+
+def written_for(
+    model: Model, given: dict[str, torch.Tensor], source: Inputs
+) -> tuple[np.ndarray, float]:
+    """Tokens that the plain `generate` writes, and by how much each was the best at least."""
+    out = transformers.GenerationMixin.generate(
+        model,
+        **given,
         do_sample=False,
         min_new_tokens=NEW_TOKENS,
         max_new_tokens=NEW_TOKENS,
     )[0].numpy()
-    inputs = {"input_ids": source[None], "decoder_input_ids": out[None, :-1]}
+    inputs = {**source, "decoder_input_ids": out[None, :-1]}
     steps, new = logits_of(model, inputs)[0], out[1:].astype(np.int32)
     if not np.array_equal(steps.argmax(-1), new):
         raise Mismatch("generate with its cache and the plain forward pass choose other tokens")
     best = np.sort(steps, axis=-1)
     return new, float((best[:, -1] - best[:, -2]).min())
+
+
+def told_of_samples(random: np.random.RandomState) -> Inputs:
+    """A fifth of a second of a sound, and what Whisper's feature extractor makes of it."""
+    time = np.arange(SAMPLES) / 16_000
+    played = 0.3 * np.sin(2 * np.pi * 440 * time) * np.exp(-20 * time)
+    samples = (played + 0.01 * random.standard_normal(SAMPLES)).astype(np.float32)
+    told = transformers.WhisperFeatureExtractor(feature_size=80)(
+        samples, sampling_rate=16_000, padding="do_not_pad", return_tensors="np"
+    )
+    return {"samples": samples, "log_mel": told.input_features[0].T.astype(np.float32)}
 
 
 def make(case: Case, folder: Path) -> dict[str, Any]:
@@ -233,9 +199,15 @@ def make(case: Case, folder: Path) -> dict[str, Any]:
         **({} if case.generates else {"generates": False}),
         **({"pair": True} if case.pair else {}),
         **({"images": True} if case.images else {}),
+        **({"sound": True} if case.sound else {}),
         "logits_std": round(float(logits.std()), 4),
     }
     tensors = {**inputs, "logits": logits}
+    if case.sound:
+        greedy, margin = greedy_names(copy.deepcopy(model), inputs["input_features"][0])
+        facts["greedy_margin"] = round(margin, 5)
+        facts["greedy_distinct"] = len(set(greedy.tolist()))
+        tensors |= {"greedy": greedy, **told_of_samples(random)}
     if case.generates or case.pair:
         prompt = inputs["input_ids"][0, : None if case.pair else PROMPT]
         again = copy.deepcopy(model)
@@ -303,12 +275,14 @@ def compare(old: Path, new: Path) -> None:
         if not np.array_equal(value, theirs[name]):
             raise Mismatch(f"{old.name}: weight {name} differs")
     mine, theirs = (load_file(folder / "expected.safetensors") for folder in (old, new))
-    for name in mine.keys() - {"logits"}:
+    rounded = mine.keys() & {"logits", "log_mel"}
+    for name in mine.keys() - rounded:
         if not np.array_equal(mine[name], theirs[name]):
             raise Mismatch(f"{old.name}: {name} differ: {mine[name]} and {theirs[name]}")
-    difference = float(np.abs(mine["logits"] - theirs["logits"]).max())
-    if not difference <= LOGITS_TOLERANCE:
-        raise Mismatch(f"{old.name}: logits differ by {difference}")
+    for name in rounded:
+        difference = float(np.abs(mine[name] - theirs[name]).max())
+        if not difference <= LOGITS_TOLERANCE:
+            raise Mismatch(f"{old.name}: {name} differ by {difference}")
 
 
 def check_export(folder: Path, scratch: Path, case: Case) -> float:

@@ -45,6 +45,7 @@ from colossax.models import (
     StarCoder2Config,
     T5Config,
     ViTConfig,
+    WhisperConfig,
     config_from_json,
     config_to_json,
     family_of,
@@ -191,6 +192,9 @@ TINY = {
     "modernbert": ModernBERTConfig(**SIZES, mlp=48, max_seq=24, window=8, full_every=2),
     "t5": T5Config(**PAIR, head_dim=12, buckets=8, farthest=12),
     "bart": BARTConfig(**PAIR, decoder_heads=2, decoder_mlp=40),
+    "whisper": WhisperConfig(
+        **PAIR, decoder_heads=2, decoder_mlp=40, mels=6, max_source=12, start=1, eos=2
+    ),
     "vit": ViTConfig(
         **{name: size for name, size in SIZES.items() if name != "vocab"},
         mlp=48,
@@ -402,6 +406,20 @@ PUBLISHED = [
             decoder_mlp=4096,
         ),
         406_291_456 + 50265,
+    ),
+    # Its encoder's 1,500 positions are sines and cosines, stored all the same.
+    (
+        WhisperConfig(
+            vocab=51865,
+            embed=384,
+            layers=4,
+            decoder_layers=4,
+            heads=6,
+            decoder_heads=6,
+            mlp=1536,
+            decoder_mlp=1536,
+        ),
+        37_760_640,
     ),
     (ModernBERTConfig(vocab=50368, embed=768, layers=22, heads=12, mlp=1152), 149_655_232),
     (OPTConfig(vocab=50272, embed=768, layers=12, heads=12, mlp=3072), 125_239_296),

@@ -35,7 +35,8 @@ def check_resumed(config, meshes, folder, **data):
     """Two steps on each mesh after another, in `parts`, are those of a run that nobody touched."""
     steps = 2 * len(meshes)
     whole = config.replace(steps=steps, validate_every=2, checkpoint_every=2)
-    read = {} if config.data.images else {"path": str(write_text(folder / "text"))}
+    made = config.data.images or config.data.audio
+    read = {} if made else {"path": str(write_text(folder / "text"))}
     whole = changed(whole, "data", **read, **data)
     whole = changed(whole, "optimizer", schedule_steps=steps)
     ran(whole, folder / "whole")

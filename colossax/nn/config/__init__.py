@@ -4,6 +4,7 @@ from .adapter import AdapterConfig as AdapterConfig
 from .decoder import GATED_ACTIVATIONS as GATED_ACTIVATIONS
 from .decoder import DecoderConfig as DecoderConfig
 from .family import FamilyConfig as FamilyConfig
+from .frames import FramesConfig as FramesConfig
 from .head import HeadConfig as HeadConfig
 from .head import TransformConfig as TransformConfig
 from .mixture import MixtureConfig as MixtureConfig

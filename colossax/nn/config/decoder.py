@@ -5,10 +5,12 @@ from typing import Annotated
 
 from colossax.config import Count, Natural, NotNegative, Positive, check_types, nearest, within
 from colossax.errors import InputError
+from colossax.nn.config.frames import FramesConfig
 from colossax.nn.config.head import ACTIVATION_NAMES, HeadConfig, TransformConfig
 from colossax.nn.config.mixture import MixtureConfig
 from colossax.nn.config.parts import LatentConfig, QueryGrowth, RelativeConfig, RopeConfig
 from colossax.nn.config.patches import PatchConfig
+from colossax.nn.config.reading import check_reads
 
 GATED_ACTIVATIONS = ("clamped_swiglu",)
 """Those that are no function of the gate times the other input."""
@@ -34,8 +36,9 @@ class DecoderConfig:
 
     Attributes:
         causal: Tokens see those before them; else those behind them too, and no text is generated.
-        vocab: Tokens of the vocabulary; 0 of a model that reads `patches`.
+        vocab: Tokens of the vocabulary; 0 of a model that reads `patches` or `frames`.
         patches: Of images that it reads in place of tokens; None: it reads tokens.
+        frames: Of sound, likewise, of the encoder of an encoder-decoder.
         embed: Width of the residual stream.
         layers: How many layers.
         heads: Heads of queries.
@@ -45,6 +48,7 @@ class DecoderConfig:
         norm_eps: Added under the root of a norm.
         init_std: Standard deviation of random parameters.
         mlp_bias: Biases in the MLP.
+        key_bias: Where queries and values have biases, keys have them too.
         norm: `rms` or `layer`.
         norm_bias: Whether norms by mean and deviation have one.
         norm_from_one: Norms multiply by 1 + their parameter, which begins at 0.
@@ -60,6 +64,7 @@ class DecoderConfig:
         alibi_scale: Times which that is taken.
         learned_positions: Rows of a learned position table (0: none), of which the first
             `position_offset` are never reached.
+        sinusoids: That table holds sines and cosines of positions, and does not learn.
         relative: Biases of scores by distance, which all layers share, or None.
         token_types: Rows of a table of kinds of tokens, added to their embeddings (0: none).
         embed_norm: LayerNorm after the token embedding.
@@ -119,6 +124,7 @@ class DecoderConfig:
     activation: str = "silu"
     gated: bool = True
     qkv_bias: bool = False
+    key_bias: bool = True
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
@@ -134,6 +140,7 @@ class DecoderConfig:
     alibi_scale: Positive = 1.0
     learned_positions: Natural = 0
     position_offset: Natural = 0
+    sinusoids: bool = False
     relative: RelativeConfig | None = None
     token_types: Natural = 0
     embed_norm: bool = False
@@ -157,10 +164,11 @@ class DecoderConfig:
     mixture: MixtureConfig | None = None
     latent: LatentConfig | None = None
     patches: PatchConfig | None = None
+    frames: FramesConfig | None = None
 
     def __post_init__(self):
         check_types(self, "model")
-        self._check_read()
+        check_reads(self)
         self._check_latent()
         if self.mixture is not None:
             self.mixture.kinds(self.layers)
@@ -187,29 +195,6 @@ class DecoderConfig:
         self._check_wiring()
         self._check_ropes()
         self._check_ends()
-
-    def _check_read(self) -> None:
-        """Refuse a model that reads neither tokens nor images, or both."""
-        if (self.patches is None) != bool(self.vocab):
-            found = "no patches" if self.patches is None else "patches of images"
-            raise InputError(
-                f"model.vocab: found {self.vocab} and {found}; give the tokens of a vocabulary, or"
-                " vocab 0 and patches"
-            )
-        if self.patches is None:
-            return
-        if self.head is None:
-            raise InputError(
-                "model.head: a model of images has no vocabulary to tell; give head, as"
-                " HeadConfig(pool='first') for the class token's hidden state"
-            )
-        odd = [name for name in ("token_types", "token_width", "mixture") if getattr(self, name)]
-        if odd or self.causal or self.max_seq != self.patches.tokens:
-            raise InputError(
-                f"model.patches: {', '.join(odd) or 'causal or another max_seq'} beside patches;"
-                f" images are of no kinds or width of tokens and no experts, their attention is not"
-                f" causal, and max_seq is their {self.patches.tokens} tokens; leave the others out"
-            )
 
     def _check_ropes(self) -> None:
         for rope in filter(None, (self.rope, self.local_rope)):
@@ -354,6 +339,8 @@ class DecoderConfig:
             head += 2 * self.token_width * self.embed
         if self.patches is not None:
             head += self.patches.numbers * self.embed
+        if self.frames is not None:
+            head += self.frames.weights(self.embed)
         return 6 * (self.layers * attention + mlps + head)
 
     @property

@@ -57,7 +57,13 @@ def check_pair(encoder: DecoderConfig, decoder: DecoderConfig) -> None:
             "model.start: the decoder has none, and what it writes begins with a token; give its"
             " number"
         )
-    for name in ("vocab", "embed"):
+    if decoder.frames is not None:
+        raise InputError(
+            "model.frames: the decoder reads frames of sound, and it is the encoder that does; give"
+            " them there"
+        )
+    # An encoder of sound has no vocabulary.
+    for name in ("embed",) if encoder.frames else ("vocab", "embed"):
         ours, other = getattr(encoder, name), getattr(decoder, name)
         if ours != other:
             raise InputError(

@@ -35,7 +35,15 @@ class Decoder(Trunk, Vocabulary):
             rngs: Keys of the parameters.
             layers: In place of `decoder_layers(config)`: `Block`s of other sublayers or wiring, or
                 of several kinds.
+
+        Raises:
+            InputError: It reads sound.
         """
+        if config.frames is not None:
+            raise InputError(
+                "model.frames: it is the encoder of an encoder-decoder that reads frames of sound;"
+                " give nn.EncoderDecoder(encoder, decoder), or leave them out"
+            )
         self.embed = make_embedding(config, rngs)
         self.patches = (
             None if config.patches is None else Patches(config, config.patches, rngs=rngs)

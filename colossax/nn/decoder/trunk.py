@@ -13,6 +13,7 @@ from colossax.nn.attention import Attention, FlatTokens, Side, Sight
 from colossax.nn.block import residual
 from colossax.nn.config import DecoderConfig
 from colossax.nn.decoder.cross import CrossAttention, Source
+from colossax.nn.decoder.frames import sinusoids
 from colossax.nn.decoder.layers import Layers, decoder_layers, make_norm
 from colossax.nn.decoder.masks import cross_mask, masks_of, whole_rows
 from colossax.nn.decoder.relative import RelativePositions
@@ -63,9 +64,11 @@ class Trunk(nnx.Module):
         """
         self.config = config
         std = config.init_std
+        rows, size = config.learned_positions, config.embed
+        fixed = sinusoids(rows, size) if config.sinusoids else None
         self.positions = (
-            Embedding(config.learned_positions, config.embed, rngs=rngs, dim="positions", std=std)
-            if config.learned_positions
+            Embedding(rows, size, rngs=rngs, dim="positions", std=std, fixed=fixed)
+            if rows
             else None
         )
         self.token_types = (

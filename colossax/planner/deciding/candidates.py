@@ -77,7 +77,7 @@ def compare_layouts(
 
     Raises:
         InputError: The rows do not make a pass of the whole target, or no layout is legal; the
-            target is made of islands, the model of two stacks, or the run on images.
+            target is made of islands, the model of two stacks, or the run on images or sound.
     """
     check_one_island(target, "--compare-layouts")
     if config.data.spans is not None:
@@ -85,9 +85,10 @@ def compare_layouts(
             f"--compare-layouts: {config.recipe} has an encoder and a decoder, and what layouts"
             " send is predicted of one stack; count single plans, with --plan.mesh"
         )
-    if config.data.images is not None:
+    if config.data.images is not None or config.data.audio is not None:
+        read = "images" if config.data.audio is None else "sound"
         raise InputError(
-            f"--compare-layouts: {config.recipe} reads images, and what layouts send is predicted"
+            f"--compare-layouts: {config.recipe} reads {read}, and what layouts send is predicted"
             " of rows of text; count single plans, with --plan.mesh"
         )
     config = _one_pass(config, target)

@@ -1,0 +1,1 @@
+"""Sound as rows: frames of the logarithms of its energies, and tones to hear."""

@@ -1,0 +1,3 @@
+"""Whisper."""
+
+from .config import WhisperConfig as WhisperConfig

@@ -1,0 +1,1 @@
+"""Sound as a task: what is written of what is heard."""
