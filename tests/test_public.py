@@ -96,7 +96,7 @@ NAMES = {
     "colossax.nn": (
         "EncoderDecoder EncoderDecoderConfig RelativeConfig "
         "DecoderSizes DynamicScaling EncoderSizes LinearScaling LongScaling every ACTIVATIONS "
-        "HeadConfig TransformConfig "
+        "HeadConfig TransformConfig DualEncoder DualEncoderConfig EncoderPart "
         "Attention AttentionShape Block CacheArray CacheSpec Decoder DecoderConfig Embedding "
         "Experts FamilyConfig FlatTokens LanguageModel LayerNorm LayerStack LayerState "
         "LatentAttention LatentConfig LatentShape Layers Linear Llama3Scaling MLP MixtureConfig "
@@ -110,7 +110,8 @@ NAMES = {
     "colossax.models": (
         "CohereConfig FalconConfig GLM4Config GLMConfig GPTJConfig GPTNeoXConfig Gemma2Config "
         "Gemma3Config OLMo2Config Phi3Config SmolLM3Config StarCoder2Config add_family "
-        "BARTConfig BERTConfig ModernBERTConfig RoBERTaConfig T5Config ViTConfig WhisperConfig "
+        "BARTConfig BERTConfig ModernBERTConfig RoBERTaConfig T5Config ViTConfig DINOv2Config "
+        "CLIPConfig SigLIPConfig WhisperConfig "
         "BloomConfig DeepSeekV2Config DeepSeekV3Config FAMILIES Family GPT2Config GPTOSSConfig "
         "Llama4Config LlamaConfig MistralConfig MixtralConfig ModelParams OLMoEConfig OPTConfig "
         "Qwen2Config Qwen2MoEConfig Qwen3Config Qwen3MoEConfig config_from_json config_to_json "

@@ -12,9 +12,11 @@ if TYPE_CHECKING:
     from .bart import BARTConfig as BARTConfig
     from .bert import BERTConfig as BERTConfig
     from .bloom import BloomConfig as BloomConfig
+    from .clip import CLIPConfig as CLIPConfig
     from .cohere import CohereConfig as CohereConfig
     from .deepseek_v2 import DeepSeekV2Config as DeepSeekV2Config
     from .deepseek_v3 import DeepSeekV3Config as DeepSeekV3Config
+    from .dinov2 import DINOv2Config as DINOv2Config
     from .falcon import FalconConfig as FalconConfig
     from .gemma2 import Gemma2Config as Gemma2Config
     from .gemma3 import Gemma3Config as Gemma3Config
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
     from .registry import family_of as family_of
     from .registry import maker as maker
     from .roberta import RoBERTaConfig as RoBERTaConfig
+    from .siglip import SigLIPConfig as SigLIPConfig
     from .smollm3 import SmolLM3Config as SmolLM3Config
     from .starcoder2 import StarCoder2Config as StarCoder2Config
     from .student import with_layers as with_layers

@@ -102,6 +102,9 @@ class Tensor:
 
     def blocks(self, itemsize: int) -> Iterator["Block"]:
         """The tensor cut along its outermost dim, in order, into blocks of about 64 MB."""
+        if not self.layout.names:  # one number
+            yield Block(tensor=self, rows=1, sizes={})
+            return
         outer, sizes = self.layout.names[0], self.sizes
         apart = outer == PART or self.layout.unlike is not None
         if apart or outer not in self.layout.groups[0]:

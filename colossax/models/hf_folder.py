@@ -18,7 +18,7 @@ from colossax.models.mxfp4 import DTYPE as PACKED_DTYPE
 from colossax.models.mxfp4 import check_packed, packed_among, parts_of, read_packed
 from colossax.models.registry import maker
 from colossax.models.safetensors import DTYPES, Reader
-from colossax.nn import ModelSpec, describe
+from colossax.nn import DualEncoderConfig, ModelSpec, describe
 from colossax.typing import ParamInfo
 
 
@@ -154,17 +154,19 @@ def conversion_of(settings: Mapping[str, Any]) -> Conversion:
         InputError: No such family here.
     """
     name = settings.get("model_type")
-    if settings.get("vision_config") is not None:
+    known = CONVERSIONS.get(name) if isinstance(name, str) else None
+    two = known is not None and issubclass(known.config, DualEncoderConfig)
+    if settings.get("vision_config") is not None and not two:
         raise InputError(
             f"config.json: {name} with vision_config is not supported; only text models are: give"
             " what text_config holds as config.json, with its own weights"
         )
-    if not isinstance(name, str) or name not in CONVERSIONS:
-        known = ", ".join(CONVERSIONS)
+    if known is None:
         raise InputError(
-            f"config.json: model_type {name!r} is not among the families here; known: {known}"
+            f"config.json: model_type {name!r} is not among the families here; known:"
+            f" {', '.join(CONVERSIONS)}"
         )
-    return CONVERSIONS[name]
+    return known
 
 
 def by_path(spec: ModelSpec) -> dict[str, ParamInfo]:

@@ -248,6 +248,8 @@ def read_record(reader: RecordReader, name: str, place: tuple[int, ...]) -> np.n
     shape, dtype = reader.records()[name]
     one = tuple(slice(at, at + 1) for at in place)
     array = np.empty(shape[len(place) :], dtype)
+    if not array.shape and not place:
+        return np.asarray(reader.read(name))
     rows = max(1, array.shape[0] * BLOCK_BYTES // max(1, array.nbytes))
     for first in range(0, array.shape[0], rows):
         part = (slice(first, first + rows), *(slice(None) for _ in array.shape[1:]))

@@ -9,9 +9,11 @@ from colossax.errors import InputError
 from colossax.models.bart import BARTConfig
 from colossax.models.bert import BERTConfig
 from colossax.models.bloom import BloomConfig
+from colossax.models.clip import CLIPConfig
 from colossax.models.cohere import CohereConfig
 from colossax.models.deepseek_v2 import DeepSeekV2Config
 from colossax.models.deepseek_v3 import DeepSeekV3Config
+from colossax.models.dinov2 import DINOv2Config
 from colossax.models.falcon import FalconConfig
 from colossax.models.gemma2 import Gemma2Config
 from colossax.models.gemma3 import Gemma3Config
@@ -35,6 +37,7 @@ from colossax.models.qwen2_moe import Qwen2MoEConfig
 from colossax.models.qwen3 import Qwen3Config
 from colossax.models.qwen3_moe import Qwen3MoEConfig
 from colossax.models.roberta import RoBERTaConfig
+from colossax.models.siglip import SigLIPConfig
 from colossax.models.smollm3 import SmolLM3Config
 from colossax.models.starcoder2 import StarCoder2Config
 from colossax.models.t5 import T5Config
@@ -63,6 +66,15 @@ def encoder_decoder_of(config: Any, rngs: "nnx.Rngs") -> "LanguageModel":
     return EncoderDecoder(config.encoder(), config.decoder(), rngs=rngs)
 
 
+def dual_encoder_of(config: Any, rngs: "nnx.Rngs") -> "nnx.Module":
+    """The encoders of texts and of images that a family's configuration describes."""
+    from colossax.nn import DualEncoder
+
+    text, image = config.text_encoder(), config.image_encoder()
+    first = {"log_scale": config.log_scale, "shift": config.shift}
+    return DualEncoder(text, image, rngs=rngs, **first)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
     """A model family.
@@ -78,7 +90,7 @@ class Family:
 
     name: str
     config: type
-    make: "Callable[[Any, nnx.Rngs], LanguageModel]" = decoder_of
+    make: "Callable[[Any, nnx.Rngs], Any]" = decoder_of
     conversion: "Conversion | None" = None
 
 
@@ -116,6 +128,9 @@ FAMILIES: dict[str, Family] = {
         Family(name="roberta", config=RoBERTaConfig),
         Family(name="modernbert", config=ModernBERTConfig),
         Family(name="vit", config=ViTConfig),
+        Family(name="dinov2", config=DINOv2Config),
+        Family(name="clip", config=CLIPConfig, make=dual_encoder_of),
+        Family(name="siglip", config=SigLIPConfig, make=dual_encoder_of),
         Family(name="t5", config=T5Config, make=encoder_decoder_of),
         Family(name="bart", config=BARTConfig, make=encoder_decoder_of),
         Family(name="whisper", config=WhisperConfig, make=encoder_decoder_of),

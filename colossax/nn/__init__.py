@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from .config.adapter import AdapterConfig as AdapterConfig
     from .config.decoder import DecoderConfig as DecoderConfig
     from .config.decoder import LayerCount as LayerCount
+    from .config.dual import DualEncoderConfig as DualEncoderConfig
+    from .config.dual import EncoderPart as EncoderPart
     from .config.family import DecoderSizes as DecoderSizes
     from .config.family import EncoderSizes as EncoderSizes
     from .config.family import FamilyConfig as FamilyConfig
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from .config.parts import YarnScaling as YarnScaling
     from .config.patches import PatchConfig as PatchConfig
     from .decoder.decoder import Decoder as Decoder
+    from .decoder.dual_encoder import DualEncoder as DualEncoder
     from .decoder.encoder_decoder import EncoderDecoder as EncoderDecoder
     from .decoder.layers import Layers as Layers
     from .decoder.layers import decoder_layer as decoder_layer

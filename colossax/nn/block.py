@@ -24,6 +24,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "relu": jax.nn.relu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
     "tanh": jnp.tanh,
 }
 
@@ -122,7 +123,7 @@ class Block(nnx.Module):
 
     Sublayer `attn` stands in the block under its name, norms beside it as `attn_norm` (of its
     input), `attn_output_norm` and `attn_sum_norm`: so they are named in checkpoints. One norm
-    for all is `shared_norm`.
+    for all is `shared_norm`. What the channels of its output are multiplied by is `attn_scale`.
     """
 
     def __init__(
@@ -132,6 +133,7 @@ class Block(nnx.Module):
         wiring: Wiring | None = None,
         *,
         bare: Collection[str] = (),
+        make_scale: Callable[[], nnx.Module] | None = None,
     ):
         """Put it together.
 
@@ -140,6 +142,7 @@ class Block(nnx.Module):
             make_norm: A norm of the residual stream.
             wiring: Default pre-norm.
             bare: Sublayers that read their input as it is, whatever the wiring norms.
+            make_scale: A learned factor of what a sublayer gives; None: there is none.
         """
         self.wiring = Wiring() if wiring is None else wiring
         self.names = tuple(sublayers)
@@ -154,6 +157,8 @@ class Block(nnx.Module):
             ):
                 if wanted:
                     setattr(self, f"{name}_{which}", make_norm())
+            if make_scale is not None:
+                setattr(self, f"{name}_scale", make_scale())
 
     def __call__(self, x: Hidden, side: Any, state: LayerState) -> tuple[Hidden, LayerState, dict]:
         """See `LayerStack`. Sums of several sublayers under one name are refused."""
@@ -161,13 +166,13 @@ class Block(nnx.Module):
         start, sums = x if self.shared_norm is None else self.shared_norm(x), {}
         for name in self.names:
             read = start if self.wiring.parallel else x
-            sublayer, read = getattr(self, name), self._normed(name, "norm", read)
+            sublayer, read = getattr(self, name), self._beside(name, "norm", read)
             # Where tokens are routed one by one, each device brings those it has.
             given = residual(read) if getattr(sublayer, "takes_parts", False) else block_input(read)
             y, state, counts = sublayer.mix(given, side, state)
-            y = residual(self._normed(name, "output_norm", y))
+            y = residual(self._beside(name, "scale", self._beside(name, "output_norm", y)))
             x = x + (y if self.wiring.scale == 1 else y * self.wiring.scale)
-            x = self._normed(name, "sum_norm", x)
+            x = self._beside(name, "sum_norm", x)
             if clash := sorted(sums.keys() & counts):
                 raise InputError(
                     f"Block: sublayer '{name}' counts {clash}, and so does one before it; give each"
@@ -198,9 +203,9 @@ class Block(nnx.Module):
             )
         return CacheSpec(arrays=arrays, kind=specs[0].kind)
 
-    def _normed(self, name: str, which: str, x: Array) -> Array:
-        norm = getattr(self, f"{name}_{which}", None)
-        return x if norm is None else norm(x)
+    def _beside(self, name: str, which: str, x: Array) -> Array:
+        module = getattr(self, f"{name}_{which}", None)
+        return x if module is None else module(x)
 
 
 class MLP(nnx.Module):

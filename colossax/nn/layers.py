@@ -140,6 +140,19 @@ class LayerNorm(nnx.Module):
         return layer_norm(x, scale, bias, eps=self.eps)
 
 
+class Scale(nnx.Module):
+    """`x * scale` over the last dim, a number of each channel that begins at `first`.
+
+    Source: Touvron et al. 2021, Going deeper with Image Transformers (LayerScale).
+    """
+
+    def __init__(self, size: int, first: float):
+        self.scale = param(jnp.full((size,), first, jnp.float32), ("embed",))
+
+    def __call__(self, x: Float[Array, "*lead d"]) -> Float[Array, "*lead d"]:
+        return x * gather_weight(self.scale[...], ("embed",), dtype=x.dtype)
+
+
 class Embedding(Weighted):
     """A table `[rows, embed]` looked up by integers; initially normal with deviation `std`.
 

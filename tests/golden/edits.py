@@ -61,6 +61,11 @@ class Case:
         return self.auto is transformers.AutoModelForSpeechSeq2Seq
 
     @property
+    def both(self) -> bool:
+        """Whether it reads texts and images side by side."""
+        return "vision_config" in self.sizes
+
+    @property
     def images(self) -> bool:
         """Whether it reads images."""
         return "num_channels" in self.sizes

@@ -1,7 +1,8 @@
 """Golden cases of models that read images."""
 
+import torch
 import transformers
-from edits import Case, reconfigured, replaced, rolled, without, zeroed
+from edits import Case, Edit, reconfigured, replaced, rolled, without, zeroed
 
 CLASSES = transformers.AutoModelForImageClassification
 
@@ -15,6 +16,19 @@ VIT = {
     "num_channels": 3,
     "num_labels": 5,
 }
+
+DINO = {name: size for name, size in VIT.items() if name != "intermediate_size"}
+
+
+def ones(names: str) -> Edit:
+    """Factors that change nothing."""
+    return replaced(names, torch.ones_like)
+
+
+def first_half(matrix: torch.Tensor) -> torch.Tensor:
+    """The columns of the class token alone."""
+    return torch.cat([matrix[:, : matrix.shape[1] // 2], 0 * matrix[:, matrix.shape[1] // 2 :]], 1)
+
 
 IMAGES: dict[str, Case] = {
     "vit": Case(
@@ -67,6 +81,35 @@ IMAGES: dict[str, Case] = {
                 ].contiguous(),
             ),
             "gelu": reconfigured(hidden_act="relu"),
+        },
+    ),
+    "dinov2": Case(
+        config=transformers.Dinov2Config,
+        sizes={
+            **DINO,
+            "layerscale_value": 0.7,
+            "hidden_act": "gelu_pytorch_tanh",
+            "qkv_bias": False,
+        },
+        auto=CLASSES,
+        seed=6,
+        off={
+            "layer scale of attention": ones(r"layer_scale1\.lambda1"),
+            "layer scale of the mlp": ones(r"layer_scale2\.lambda1"),
+            "class token": zeroed(r"cls_token"),
+            "mean of the others": replaced(r"^classifier\.weight", first_half),
+            "gelu": reconfigured(hidden_act="relu"),
+        },
+    ),
+    "dinov2_gated": Case(
+        config=transformers.Dinov2Config,
+        sizes={**DINO, "use_swiglu_ffn": True, "mlp_ratio": 3, "use_mask_token": False},
+        auto=CLASSES,
+        seed=5,
+        off={
+            "gate": rolled(r"gate_proj\.weight", 1),
+            "biases of the mlp": zeroed(r"(gate|up|down)_proj\.bias"),
+            "layer scale": ones(r"layer_scale\d\.lambda1"),
         },
     ),
 }

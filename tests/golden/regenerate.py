@@ -15,6 +15,7 @@ golden.json. Nor may weights be so large that rounding alone moves logits: float
 
 import argparse
 import copy
+import dataclasses
 import json
 import sys
 import tempfile
@@ -29,6 +30,7 @@ from dense_cases import DENSE
 from edits import Case, Edit, Mismatch, Model, build
 from encoder_cases import ENCODERS
 from image_cases import IMAGES
+from image_text_cases import IMAGE_TEXTS
 from pair_cases import ENCODER_DECODERS
 from safetensors.numpy import load_file, save_file
 from sound_cases import SOUND
@@ -37,11 +39,20 @@ from weights import draw_weights
 HERE = Path(__file__).resolve().parent
 SEQ, PROMPT, NEW_TOKENS, PADDING, WRITTEN, IMAGE_ROWS = 40, 12, 32, 4, 30, 4
 SAMPLES = 3_200
+TEXT_ROWS, OLDER_EOS = 3, 2
 MIN_MOVED, MIN_STD, MIN_MARGIN, MIN_DISTINCT, MAX_ROUNDING = 1e-2, 1.0, 1e-3, 10, 7e-6
 # Two forms of GELU differ by 5e-4 at most, so no weights of this size can move a logit by more.
 FAINT, MIN_MOVED_FAINT = ("gelu by tanh",), 1e-3
 LOGITS_TOLERANCE, EXPORT_TOLERANCE = 1e-5, 1e-4
-CASES: dict[str, Case] = {**FIRST_CASES, **DENSE, **ENCODERS, **ENCODER_DECODERS, **IMAGES, **SOUND}
+CASES: dict[str, Case] = {
+    **FIRST_CASES,
+    **DENSE,
+    **ENCODERS,
+    **ENCODER_DECODERS,
+    **IMAGES,
+    **IMAGE_TEXTS,
+    **SOUND,
+}
 
 
 INPUTS = (
@@ -54,12 +65,17 @@ INPUTS = (
 )
 Inputs = dict[str, np.ndarray]
 """`input_ids`; `attention_mask` and `token_type_ids` where rows end in padding; of pairs of texts
-what is written, too. Or `pixel_values`, `[b, channels, height, width]`; or `input_features`,
-`[b, mels, frames]`, and what is written."""
+what is written, too. Or `pixel_values`, `[b, channels, height, width]`, or texts and those; or
+`input_features`, `[b, mels, frames]`, and what is written."""
 
 
 def logits_of(model: Model, inputs: Inputs) -> np.ndarray:
-    """Logits `[b, s, vocab]`, or `[b, classes]`; 0 for padding."""
+    """Logits `[b, s, vocab]`, or `[b, classes]`, or `[images, texts]`; 0 for padding."""
+    if {"pixel_values", "input_ids"} <= inputs.keys():
+        pixels = torch.from_numpy(inputs["pixel_values"]).to(model.dtype)
+        tokens = torch.from_numpy(inputs["input_ids"]).long()
+        with torch.no_grad():
+            return model(input_ids=tokens, pixel_values=pixels).logits_per_image.numpy()
     if "pixel_values" in inputs:
         pixels = torch.from_numpy(inputs["pixel_values"]).to(model.dtype)
         with torch.no_grad():
@@ -79,6 +95,9 @@ def logits_of(model: Model, inputs: Inputs) -> np.ndarray:
 
 def inputs_of(case: Case, model: Model, random: np.random.RandomState) -> Inputs:
     """What a case is given: two rows, the second of which ends in padding where none generates."""
+    if case.both:
+        shown = dataclasses.replace(case, sizes=case.sizes["vision_config"])
+        return {**texts_of(case.sizes["text_config"], random), **inputs_of(shown, model, random)}
     if case.images:
         height, width = sizes_of(case.sizes["image_size"])
         shape = (IMAGE_ROWS, case.sizes["num_channels"], height, width)
@@ -102,6 +121,21 @@ def inputs_of(case: Case, model: Model, random: np.random.RandomState) -> Inputs
     if kinds:
         inputs["token_type_ids"] = random.randint(0, kinds, ids.shape).astype(np.int32)
     return inputs
+
+
+def texts_of(sizes: dict[str, Any], random: np.random.RandomState) -> Inputs:
+    """Texts that end in the token that says so, then in others, of which some have higher numbers.
+
+    Those of which the highest number is the end have no higher ones.
+    """
+    eos, length = sizes.get("eos_token_id"), sizes["max_position_embeddings"]
+    highest = sizes["vocab_size"] if eos != OLDER_EOS else 100
+    ids = random.randint(3, highest, (TEXT_ROWS, length)).astype(np.int32)
+    if eos is not None:
+        ids[ids == 100] = 99
+        ids[np.arange(TEXT_ROWS), [length - 1, 7, 12]] = 100
+        ids[1, 10] = 100  # the first counts
+    return {"input_ids": ids}
 
 
 def sizes_of(size: int | list[int]) -> tuple[int, int]:
@@ -200,6 +234,7 @@ def make(case: Case, folder: Path) -> dict[str, Any]:
         **({"pair": True} if case.pair else {}),
         **({"images": True} if case.images else {}),
         **({"sound": True} if case.sound else {}),
+        **({"both": True} if case.both else {}),
         "logits_std": round(float(logits.std()), 4),
     }
     tensors = {**inputs, "logits": logits}

@@ -23,7 +23,7 @@ def draw_weights(model: Model, seed: int) -> None:
         noise = random.standard_normal(tuple(parameter.shape))
         values = scaled(owner, name, noise, tied=tied, family=model.config.model_type)
         with torch.no_grad():
-            parameter.copy_(torch.from_numpy(values.astype(np.float32)))
+            parameter.copy_(torch.from_numpy(np.asarray(values, np.float32)))
     for name, buffer in sorted(model.named_buffers()):
         if name.endswith(("e_score_correction_bias", "final_logits_bias")):
             noise = 0.2 * random.standard_normal(tuple(buffer.shape))
@@ -51,6 +51,8 @@ def scaled(
     else a tied head would repeat the last token for ever.
     """
     kind = type(owner).__name__
+    if name in ("logit_scale", "logit_bias"):
+        return 2.5 + 0.3 * noise if name == "logit_scale" else noise - 3
     if kind.startswith("Gemma") and noise.ndim == 1:
         # These multiply by 1 + it; what sublayers give is normed too, and has to outweigh.
         return 0.3 * noise + (2.0 if "post_" in name else 0.5 if name == "model.norm.weight" else 0)
@@ -62,6 +64,8 @@ def scaled(
         return noise * (0.25 if tied else 0.8)
     if name == "decoder.final_layer_norm.weight" and kind.startswith("T5") and tied:
         return 6 * (1 + 0.3 * noise)  # logits are divided by the root of the width
+    if name.endswith(("class_embedding", "head.probe")):
+        return noise * 0.8
     if noise.ndim == 1 and name.endswith("weight"):
         return (1 + 0.3 * noise) * (0.4 if "embeddings_layernorm" in name else 1.0)
     if noise.ndim == 1:

@@ -15,9 +15,11 @@ from colossax.models import (
     BARTConfig,
     BERTConfig,
     BloomConfig,
+    CLIPConfig,
     CohereConfig,
     DeepSeekV2Config,
     DeepSeekV3Config,
+    DINOv2Config,
     FalconConfig,
     Gemma2Config,
     Gemma3Config,
@@ -41,6 +43,7 @@ from colossax.models import (
     Qwen3Config,
     Qwen3MoEConfig,
     RoBERTaConfig,
+    SigLIPConfig,
     SmolLM3Config,
     StarCoder2Config,
     T5Config,
@@ -52,7 +55,9 @@ from colossax.models import (
     maker,
 )
 from colossax.nn import (
+    DualEncoderConfig,
     EncoderDecoderConfig,
+    EncoderPart,
     HeadConfig,
     LinearScaling,
     Llama3Scaling,
@@ -86,6 +91,15 @@ DEEPSEEK = {
 SIZES = {"vocab": 64, "embed": 32, "layers": 2, "heads": 4}
 GROUPED = {**SIZES, "kv_heads": 2, "mlp": 48, "max_seq": 24}
 PAIR = {**SIZES, "mlp": 48, "decoder_layers": 1, "max_seq": 24}
+PART = EncoderPart(embed=32, layers=2, heads=4, mlp=48, activation="quick_gelu", norm_eps=1e-5)
+TWO = {
+    "text": PART,
+    "image": PART,
+    **dict.fromkeys(("height", "width"), 8),
+    **dict.fromkeys(("patch_height", "patch_width"), 4),
+    "eos": 5,
+}
+
 TINY = {
     "llama": LlamaConfig(**GROUPED),
     "llama3": LlamaConfig(
@@ -204,6 +218,19 @@ TINY = {
         patch_height=2,
         patch_width=4,
     ),
+    "dinov2": DINOv2Config(
+        **{name: size for name, size in SIZES.items() if name != "vocab"},
+        mlp=48,
+        height=8,
+        width=12,
+        patch_height=4,
+        patch_width=4,
+        layer_scale=0.5,
+        gated=True,
+        activation="silu",
+    ),
+    "clip": CLIPConfig(vocab=64, max_seq=24, projection=16, **TWO),
+    "siglip": SigLIPConfig(vocab=64, max_seq=24, **TWO),
     "gptj": GPTJConfig(**SIZES, max_seq=24, rope_dims=4),
     "falcon": FalconConfig(**SIZES, max_seq=24),
     "falcon_alibi": FalconConfig(
@@ -249,6 +276,7 @@ DEAR = (
 """Whose parts are in the core by other families."""
 
 
+BASE = {"layers": 12, "activation": "quick_gelu", "norm_eps": 1e-5}
 PUBLISHED = [
     (
         LlamaConfig(vocab=32000, embed=4096, layers=32, heads=32, kv_heads=32, mlp=11008),
@@ -433,6 +461,26 @@ PUBLISHED = [
         ),
         86_567_656,
     ),
+    (
+        DINOv2Config(height=518, width=518, embed=768, layers=12, heads=12, mlp=3072),
+        86_580_480 - 768,  # without the token that stands for a masked patch
+    ),
+    (
+        CLIPConfig(
+            text=EncoderPart(embed=512, heads=8, mlp=2048, **BASE),
+            image=EncoderPart(embed=768, heads=12, mlp=3072, **BASE),
+            patch_height=32,
+            patch_width=32,
+        ),
+        151_277_313,
+    ),
+    (
+        SigLIPConfig(
+            text=EncoderPart(embed=768, heads=12, mlp=3072, **BASE),
+            image=EncoderPart(embed=768, heads=12, mlp=3072, **BASE),
+        ),
+        203_155_970,
+    ),
     (BloomConfig(vocab=250880, embed=1024, layers=24, heads=16), 559_214_592),
 ]
 
@@ -472,10 +520,10 @@ def test_bad_configurations_are_refused(data, message):
         config_from_json(data)
 
 
-OTHERS = (EncoderDecoderConfig, ViTConfig)
+OTHERS = (EncoderDecoderConfig, DualEncoderConfig, ViTConfig)
 TEXTS = [name for name in TINY if not isinstance(TINY[name], OTHERS)]
 """Those that read no source and no images; of the others see tests/step/test_encoder_decoders.py
-and test_images.py."""
+test_images.py and test_image_text.py."""
 
 QUICK = [name for name in TEXTS if name not in DEAR][::2]
 

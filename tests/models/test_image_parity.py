@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from colossax.errors import InputError
-from colossax.models import ViTConfig
+from colossax.models import DINOv2Config, ViTConfig
 from colossax.models.conversions import CONVERSIONS
 from colossax.models.hf import export_checkpoint, import_checkpoint
 from colossax.models.hf_folder import read_params
@@ -42,6 +42,11 @@ OFF = {
         "mean of all": {"head.pool": "mean"},
         "bias of classes": {"head.bias": False},
     },
+    "dinov2": {
+        "layer scale": {"layer_scale": None},
+        "positions": {"learned_positions": 0},
+    },
+    "dinov2_gated": {"layer scale": {"layer_scale": None}, "activation": {"activation": "gelu"}},
     "vit_rectangle": {"positions": {"learned_positions": 0}, "activation": {"activation": "relu"}},
 }
 
@@ -65,6 +70,9 @@ def test_every_case_is_here():
 @pytest.mark.catches("patches-by-column")
 @pytest.mark.catches("vit-sizes-swapped")
 @pytest.mark.catches("class-token-last")
+@pytest.mark.catches("scale-without-gain")
+@pytest.mark.catches("mean-with-the-first")
+@pytest.mark.catches("gate-behind-up")
 @pytest.mark.parametrize("case", CASES)
 def test_logits(case):
     config, params = read_params(GOLDEN / case)
@@ -112,7 +120,7 @@ def test_files_are_written_as_they_were_read(case, tmp_path):
     mine, theirs = (
         load_file(folder / "model.safetensors") for folder in (tmp_path / "export", GOLDEN / case)
     )
-    assert mine.keys() == theirs.keys()
+    assert mine.keys() == {name for name in theirs if not name.endswith(".mask_token")}
     assert all(np.array_equal(mine[name], theirs[name]) for name in mine)
     assert all(mine[name].shape == theirs[name].shape for name in mine)
     config = read_params(GOLDEN / case)[0]
@@ -144,6 +152,59 @@ def test_a_model_without_classes_tells_the_class_tokens_state(tmp_path):
 
 def settings(case, **changes):
     return {**json.loads((GOLDEN / case / "config.json").read_text()), **changes}
+
+
+def dino(**fields):
+    return DINOv2Config(**{"embed": 32, "layers": 1, "heads": 4, "mlp": 128, **fields})
+
+
+@pytest.mark.catches("width-rounded-down")
+@pytest.mark.parametrize("gated", [False, True])
+def test_any_width_of_dinov2_is_written_as_a_ratio(gated):
+    """Of which the format takes a product, rounded down; of a gate two thirds of that."""
+    table = CONVERSIONS["dinov2"]
+    activation = "silu" if gated else "gelu"
+    for embed in (8, 24, 56, 112, 1536):
+        for mlp in range(8, 8 * embed, 8 * embed // 8):
+            config = dino(embed=embed, mlp=mlp, gated=gated, activation=activation)
+            assert table.config_from(table.settings_of(config)) == config
+    giant = dino(embed=1536, mlp=4096, gated=True, activation="silu")
+    assert table.settings_of(giant)["mlp_ratio"] == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mlp_ratio": 0}, "'mlp_ratio': found 0.0; give a number above 0"),
+        ({"use_swiglu_ffn": "no"}, "'use_swiglu_ffn' is 'no'; it must be bool"),
+        ({"layerscale_value": None}, "'layerscale_value' is None; it must be float"),
+        ({"hidden_act": "mish"}, "hidden_act = 'mish' is not supported"),
+        (
+            {"architectures": ["Dinov2Backbone"], "patch_size": 3},
+            "patches of 3 pixels do not divide the image's height of 8",
+        ),
+    ],
+)
+def test_what_is_not_supported_of_dinov2_is_refused_by_name(changes, message):
+    with pytest.raises(InputError, match=message):
+        CONVERSIONS["dinov2"].config_from(settings("dinov2", **changes))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"mlp": 84, "gated": True, "activation": "silu"}, "width 84 cannot .* of 8 alone: 88"),
+        ({"gated": True}, "dinov2 config: a gate of gelu cannot be exported; the format has silu"),
+        ({"height": 28}, "images of 28 x 224 pixels cannot be exported; .* those of a square"),
+        (
+            {"head": HeadConfig(outputs=3, pool="first")},
+            "dinov2 config: head .* cannot be exported; the format has only",
+        ),
+    ],
+)
+def test_what_the_format_of_dinov2_has_no_place_for_is_not_exported(fields, message):
+    with pytest.raises(InputError, match=message):
+        CONVERSIONS["dinov2"].settings_of(dino(**fields))
 
 
 @pytest.mark.parametrize(

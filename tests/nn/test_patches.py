@@ -10,7 +10,16 @@ from flax import nnx
 
 from colossax.errors import InputError
 from colossax.models import BERTConfig, ViTConfig, maker
-from colossax.nn import Decoder, DecoderConfig, HeadConfig, PatchConfig, describe, pure
+from colossax.nn import (
+    Decoder,
+    DecoderConfig,
+    HeadConfig,
+    PatchConfig,
+    TransformConfig,
+    describe,
+    pure,
+)
+from colossax.nn.decoder.head import pooled
 from colossax.nn.decoder.patches import Patches
 from colossax.planner.counting.traced_flops import traced_flops
 from colossax.step.checks.given import known_numbers
@@ -201,3 +210,22 @@ def test_a_decoder_of_no_tokens_is_refused():
 def test_grid_of_patches():
     patches = PatchConfig(height=6, width=20, patch_height=2, patch_width=4)
     assert (patches.grid, patches.patches, patches.tokens, patches.numbers) == ((3, 5), 15, 16, 24)
+
+
+@pytest.mark.catches("mean-with-the-first")
+def test_the_first_token_and_the_mean_of_the_others():
+    """Of each document of a row; of one token alone the mean of no others is zeros."""
+    hidden = jax.random.normal(jax.random.key(0), (2, 6, 4))
+    segments = jnp.array([[0, 0, 0, 1, 1, -1], [0, 1, 1, 1, -1, -1]])
+    found = pooled(hidden, "first_mean", segments, 2)
+    x = np.asarray(hidden)
+    want = [
+        [[*x[0, 0], *x[0, 1:3].mean(0)], [*x[0, 3], *x[0, 4]]],
+        [[*x[1, 0], *np.zeros(4)], [*x[1, 1], *x[1, 2:4].mean(0)]],
+    ]
+    np.testing.assert_allclose(found, want, rtol=1e-6, atol=1e-7)
+
+
+def test_a_transform_is_as_wide_as_one_state():
+    with pytest.raises(InputError, match="pool 'first_mean' gives two; leave one of them out"):
+        HeadConfig(outputs=3, pool="first_mean", transform=TransformConfig())

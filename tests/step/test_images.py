@@ -9,7 +9,7 @@ import pytest
 
 from colossax import Plan, boost
 from colossax.errors import PlanError
-from colossax.models import ViTConfig, maker
+from colossax.models import DINOv2Config, ViTConfig, maker
 from colossax.nn import HeadConfig
 from colossax.optim import adamw
 from colossax.tasks import classification_loss, value_loss
@@ -38,6 +38,12 @@ MODELS = {
     "mean": (
         classification_loss(),
         dataclasses.replace(SQUARE, qkv_bias=False, head=HeadConfig(outputs=3, pool="mean")),
+    ),
+    "dinov2": (
+        classification_loss(),
+        DINOv2Config(
+            **{**vars(SQUARE), "head": HeadConfig(outputs=3, pool="first_mean")}, layer_scale=0.7
+        ),
     ),
     "values": (value_loss(), dataclasses.replace(SQUARE, head=HeadConfig(outputs=1, pool="first"))),
 }
@@ -73,9 +79,10 @@ ALL = {"data": mesh(data=8), **PLANS}
 CASES = [
     *((name, "classes") for name in ALL),
     *((name, "mean") for name in ("data, ring, tensor", "ring, ulysses", "cut stages")),
+    *((name, "dinov2") for name in ALL),
     ("stages, ring", "values"),
 ]
-QUICK = [("stages, ring", "classes"), ("ulysses", "classes")]
+QUICK = [("stages, ring", "classes"), ("ulysses", "classes"), ("data, ring, tensor", "dinov2")]
 
 
 @pytest.mark.parametrize(("name", "model"), quick_first(CASES, QUICK))

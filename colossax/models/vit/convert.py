@@ -54,27 +54,33 @@ def _write(config: ViTConfig) -> dict[str, Any]:
 _FRONT, _LAYER = "vit.embeddings", "vit.encoder.layer.{layer}"
 _ATTENTION = f"{_LAYER}.attention.attention"
 
+SETTINGS = (
+    setting("embed", "hidden_size", default=768),
+    setting("layers", "num_hidden_layers", default=12),
+    setting("heads", "num_attention_heads", default=12),
+    setting("mlp", "intermediate_size", default=3072),
+    setting("channels", "num_channels", default=3),
+    setting("qkv_bias", "qkv_bias", default=True),
+    setting("norm_eps", "layer_norm_eps", default=1e-12),
+    setting("init_std", "initializer_range", default=0.02),
+)
+"""Sizes of encoders of images; DINOv2 has nearly all of them."""
+
+CLASSES = (
+    link("classifier.weight", "outputs embed", "answers/map/w"),
+    link("classifier.bias", "outputs", "answers/map/b"),
+)
+"""Of both."""
+
 CONVERSION = Conversion(
     model_type="vit",
     architecture="ViTModel",
     config=ViTConfig,
-    settings=(
-        setting("embed", "hidden_size", default=768),
-        setting("layers", "num_hidden_layers", default=12),
-        setting("heads", "num_attention_heads", default=12),
-        setting("mlp", "intermediate_size", default=3072),
-        setting("channels", "num_channels", default=3),
-        setting("qkv_bias", "qkv_bias", default=True),
-        setting("norm_eps", "layer_norm_eps", default=1e-12),
-        setting("init_std", "initializer_range", default=0.02),
-    ),
+    settings=SETTINGS,
     forms={
         IMAGES: Form(
             head=lambda _, outputs: HeadConfig(outputs=outputs, pool="first"),
-            links=(
-                link("classifier.weight", "outputs embed", "answers/map/w"),
-                link("classifier.bias", "outputs", "answers/map/b"),
-            ),
+            links=CLASSES,
         )
     },
     links=(

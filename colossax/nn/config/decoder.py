@@ -66,6 +66,8 @@ class DecoderConfig:
             `position_offset` are never reached.
         sinusoids: That table holds sines and cosines of positions, and does not learn.
         relative: Biases of scores by distance, which all layers share, or None.
+        layer_scale: What sublayers give is multiplied by a learned factor of each channel, which
+            begins at this; None: it is not.
         token_types: Rows of a table of kinds of tokens, added to their embeddings (0: none).
         embed_norm: LayerNorm after the token embedding.
         embed_scale: Times which tokens' embeddings are taken.
@@ -142,6 +144,7 @@ class DecoderConfig:
     position_offset: Natural = 0
     sinusoids: bool = False
     relative: RelativeConfig | None = None
+    layer_scale: Positive | None = None
     token_types: Natural = 0
     embed_norm: bool = False
     embed_scale: Positive = 1.0

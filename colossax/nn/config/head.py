@@ -5,13 +5,15 @@ import dataclasses
 from colossax.config import Count, check_types, nearest
 from colossax.errors import InputError
 
-ACTIVATION_NAMES = ("silu", "relu", "gelu", "gelu_tanh", "tanh")
+ACTIVATION_NAMES = ("silu", "relu", "gelu", "gelu_tanh", "quick_gelu", "tanh")
 """Keys of `nn.ACTIVATIONS`."""
 
 POOLS = {
     "first": "the first token of a document",
     "last": "its last one",
     "mean": "the mean of all",
+    "attention": "what a learned query reads of all, and an MLP beside it",
+    "first_mean": "the first token's, and behind it the mean of the others: twice as wide",
 }
 """What a document's hidden state is."""
 
@@ -68,3 +70,13 @@ class HeadConfig:
             raise InputError(
                 f"model.head.pool: '{self.pool}' is unknown{nearest(self.pool, POOLS)}"
             )
+        if self.pool == "first_mean" and self.transform is not None:
+            raise InputError(
+                "model.head.transform: it is as wide as one hidden state, and pool 'first_mean'"
+                " gives two; leave one of them out"
+            )
+
+    @property
+    def pooled(self) -> int:
+        """How many hidden states wide a document's is."""
+        return 2 if self.pool == "first_mean" else 1

@@ -4,11 +4,12 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from colossax.errors import InputError
 from colossax.nn.block import ACTIVATIONS
 from colossax.nn.config import DecoderConfig, HeadConfig, TransformConfig
+from colossax.nn.decoder.attention_pool import AttentionPool
 from colossax.nn.decoder.layers import make_norm
 from colossax.nn.layers import Linear
 from colossax.sharding import constrain, current_order, gather_weight
@@ -38,6 +39,7 @@ class Head(nnx.Module):
 
     def __init__(self, config: DecoderConfig, head: HeadConfig, *, rngs: nnx.Rngs):
         self.head = head
+        self.query = AttentionPool(config, rngs=rngs) if head.pool == "attention" else None
         self.transform = (
             None if head.transform is None else Transform(config, head.transform, rngs=rngs)
         )
@@ -45,7 +47,7 @@ class Head(nnx.Module):
             None
             if head.outputs is None
             else Linear(
-                (config.embed, head.outputs),
+                (head.pooled * config.embed, head.outputs),
                 ("embed", "outputs"),
                 rngs=rngs,
                 bias=head.bias,
@@ -56,8 +58,19 @@ class Head(nnx.Module):
     def __call__(
         self, hidden: Float[Array, "b s d"], segments: Any, documents: int
     ) -> Float[Array, "b n o"]:
-        """Of each token, or of the documents of each row; float32."""
-        if self.head.pool is not None:
+        """Of each token, or of the documents of each row; float32.
+
+        Raises:
+            InputError: A learned query is to read a part of a row alone.
+        """
+        if self.query is not None:
+            if segments is not None or documents != 1:
+                raise InputError(
+                    "model.head.pool: 'attention' reads whole rows, and documents of them are"
+                    " asked for; leave segments out, or give another pool"
+                )
+            hidden = self.query(hidden)
+        elif self.head.pool is not None:
             hidden = pooled(hidden, self.head.pool, segments, documents)
         if self.transform is not None:
             hidden = self.transform(hidden)
@@ -81,8 +94,10 @@ def pooled(
     pool: str,
     segments: Int[Array, "b s"] | None = None,
     documents: int = 1,
-) -> Float[Array, "b k d"]:
-    """One hidden state of each document of a row: of its first token, its last, or their mean.
+) -> Float[Array, "b k w"]:
+    """A hidden state of each document of a row: of its first token, its last, or their mean.
+
+    Or two, one behind the other: see `POOLS`.
 
     Each is a sum over the row with weights of its tokens, so that devices which share the row add
     up their parts. Documents that are not there have zeros.
@@ -99,18 +114,30 @@ def pooled(
     if segments is None:
         segments = jnp.zeros(hidden.shape[:2], jnp.int32)
     own = segments[:, None, :] == jnp.arange(documents)[:, None]
-    weights = own
-    if pool == "first":
-        first = jnp.min(jnp.where(own, where, len(where)), axis=-1, keepdims=True)
-        weights = own & (where == first)
-    elif pool == "last":
-        last = jnp.max(jnp.where(own, where, -1), axis=-1, keepdims=True)
-        weights = own & (where == last)
-    weights = constrain(weights.astype(hidden.dtype), "batch", None, "seq")
+    last = where == jnp.max(jnp.where(own, where, -1), axis=-1, keepdims=True)
+    first = where == jnp.min(jnp.where(own, where, len(where)), axis=-1, keepdims=True)
+    chosen = {
+        "first": (own & first,),
+        "last": (own & last,),
+        "mean": (own,),
+        "first_mean": (own & first, own & ~first),
+    }[pool]
+    means = {"mean": 0, "first_mean": 1}
+    states = [
+        _weighted(hidden, tokens, mean=means.get(pool) == at) for at, tokens in enumerate(chosen)
+    ]
+    return constrain(jnp.concatenate(states, axis=-1), "batch", None, "embed")
+
+
+def _weighted(
+    hidden: Float[Array, "b s d"], tokens: Bool[Array, "b k s"], *, mean: bool
+) -> Float[Array, "b k d"]:
+    """The sum of the states of these tokens, or their mean."""
+    weights = constrain(tokens.astype(hidden.dtype), "batch", None, "seq")
     found = jnp.einsum("bks,bsd->bkd", weights, hidden, preferred_element_type=jnp.float32)
-    if pool == "mean":
-        found = found / jnp.maximum(jnp.sum(own, axis=-1, keepdims=True), 1)
-    return constrain(found.astype(hidden.dtype), "batch", None, "embed")
+    if mean:
+        found = found / jnp.maximum(jnp.sum(tokens, axis=-1, keepdims=True), 1)
+    return found.astype(hidden.dtype)
 
 
 def check_vocabulary(config: DecoderConfig) -> None:

@@ -13,7 +13,7 @@ from colossax.nn.decoder.cross import CrossAttention
 from colossax.nn.decoder.shapes import attention_shape, cross_shape
 from colossax.nn.experts import Experts
 from colossax.nn.latent import LatentAttention, LatentShape
-from colossax.nn.layers import LayerNorm, RMSNorm, depth_scaled
+from colossax.nn.layers import LayerNorm, RMSNorm, Scale, depth_scaled
 from colossax.nn.stack.stacked import MakeLayer
 
 
@@ -83,11 +83,13 @@ def _block(config: DecoderConfig, attention: Any, mlp: Any, rngs: nnx.Rngs, bare
         sublayers["cross"] = CrossAttention(
             cross_shape(config), rngs=rngs, std=std, out_std=out_std
         )
+    first = config.layer_scale
     return Block(
         {**sublayers, "mlp": mlp},
         lambda: make_norm(config),
         wiring_of(config),
         bare=("attn",) if bare else (),
+        make_scale=None if first is None else lambda: Scale(config.embed, first),
     )
 
 

@@ -16,7 +16,7 @@ from colossax.optim import adamw, constant, sgd
 from colossax.planner import build_step
 from colossax.tasks import next_token_loss
 from tests.cases import quick_first
-from tests.models.test_families import TINY
+from tests.models.test_families import TEXTS, TINY
 from tests.nn.test_kinds import KINDS
 from tests.oracle import assert_losses_close, assert_trees_close
 from tests.step.offloaded.streamed import (
@@ -60,7 +60,7 @@ def assert_gradients_equal(plan, other, **settings):
     return grads
 
 
-@pytest.mark.parametrize("name", quick_first(TINY, QUICK))
+@pytest.mark.parametrize("name", quick_first(TEXTS, QUICK))
 def test_families(name):
     """Packed rows of several documents, with padding and the z-loss."""
     assert_gradients_equal(host(), FULL, model=TINY[name])

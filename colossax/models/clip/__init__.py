@@ -1,0 +1,3 @@
+"""CLIP."""
+
+from .config import CLIPConfig as CLIPConfig

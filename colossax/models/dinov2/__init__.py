@@ -1,0 +1,3 @@
+"""DINOv2."""
+
+from .config import DINOv2Config as DINOv2Config

@@ -1,0 +1,3 @@
+"""SigLIP."""
+
+from .config import SigLIPConfig as SigLIPConfig
