@@ -57,6 +57,9 @@ TOKEN_VALUES = "token_values"
 PIXELS = "pixels"
 """Array of a batch of images, `[b, height, width, channels]`, for models that read patches."""
 
+MATCHES = "matches"
+"""Array of a batch of images and texts that is evaluated: of each image the row of its text."""
+
 SOURCE, SOURCE_SEGMENTS = "source", "source_segments"
 """Arrays of what an encoder reads before a decoder writes: tokens and their documents, `[b, t]`."""
 
