@@ -7,10 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from colossax import Plan, boost
-from colossax.aot import collectives, parse_module
-from colossax.config import BatchConfig, OffloadConfig, PipelineConfig
-from colossax.errors import InputError, PlanError
+from colossax import Plan
+from colossax.config import PipelineConfig
 from colossax.models import CLIPConfig, SigLIPConfig, maker
 from colossax.nn import EncoderPart
 from colossax.optim import adamw
@@ -72,9 +70,7 @@ def built(plan, model, devices=None, **options):
     form, config = MODELS[model]
     loss = image_text_loss(form=form)
     devices = jax.devices()[:devices]
-    return build_step(
-        maker(config), adamw(3e-3, eps=1e-3), loss, plan, devices=devices, **options
-    )
+    return build_step(maker(config), adamw(3e-3, eps=1e-3), loss, plan, devices=devices, **options)
 
 
 def run(plan, model, devices=None):
