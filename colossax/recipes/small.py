@@ -205,7 +205,7 @@ def clip_digits() -> TrainConfig:
     return TrainConfig(
         recipe="clip_digits",
         model=CLIPConfig(
-            vocab=257,
+            vocab=264,
             max_seq=40,
             eos=256,
             text=EncoderPart(embed=64, layers=2, mlp=128, **sizes),

@@ -72,7 +72,7 @@ def caption_task(config: TrainConfig, group: Group) -> Task:
         counted="images",
         flops=config.model.train_flops(data.seq_len) * data.global_batch,
         flops_formula=FLOPS_FORMULA,
-        unit="nats per pair",
+        unit="nats per image",
         baselines=lambda: {CLASS_ENTROPY: pairs().split.training.class_entropy},
         identity=lambda: {
             **identity(config, pairs().split),
