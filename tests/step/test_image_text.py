@@ -116,7 +116,6 @@ CASES = [
 QUICK = [("data, ring, tensor", "siglip"), ("fsdp, tensor", "clip")]
 
 
-@pytest.mark.catches("own-texts-alone")
 @pytest.mark.parametrize(("name", "model"), quick_first(CASES, QUICK))
 def test_every_plan_trains_as_one_device(name, model):
     assert_losses_close(run(ALL[name], model), truth(model))

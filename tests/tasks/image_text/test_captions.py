@@ -86,6 +86,7 @@ def test_classes_are_told_beside_what_is_held_out():
         assert one["tokens"].shape == (16, 40)
 
 
+@pytest.mark.catches("flops-of-one-encoder")
 def test_a_planner_needs_no_images():
     task = task_of(CONFIG)
     assert (task.name, task.tokens, task.counted) == ("clip_digits", 64, "images")
