@@ -58,8 +58,8 @@ class DataConfig:
             that come from it. Kept on every resume and any number of processes.
         packing: `packed` fills rows with documents one after another, `whole` gives each document a
             row, from its start.
-        seq_len: Tokens per row; of an image its patches and its class token, or its caption's; of what
-            is written of a sound.
+        seq_len: Tokens per row; of an image its patches and its class token, or its caption's; of
+            what is written of a sound.
         global_batch: Rows per step, over all devices, processes and microbatches.
         tokenizer: A `tokenizer.json`; None trains a BPE of `tokenizer_vocab` tokens on the text.
         tokenizer_vocab: Tokens of the BPE that is trained when no file is given; None trains none.
