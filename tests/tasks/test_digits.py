@@ -128,6 +128,10 @@ def text(**data):
         (lambda: changed(CONFIG, "sample", prompt="a"), "sample.prompt: it is of text"),
         (lambda: CONFIG.replace(z_loss=0.1), "z_loss: it is of text"),
         (
+            lambda: changed(CONFIG, "adapter", rank=2),
+            "adapter.rank: found 2, and a run on images trains its whole model; leave it out",
+        ),
+        (
             lambda: changed(CONFIG, "model", channels=3),
             "model.channels: found 3, and images of 'digits' have 1; give that",
         ),
