@@ -160,6 +160,10 @@ CONVERSION = Conversion(
         *_map("linear_1", "up"),
         *_map("linear_2", "down"),
     ),
+    constant={
+        f"{_FOREIGN}.post_layernorm.weight": ("image/embed_norm/scale", 1.0),
+        f"{_FOREIGN}.post_layernorm.bias": ("image/embed_norm/bias", 0.0),
+    },
     head="language_model.lm_head.weight",
     begun={
         "model.language_model.": "language_model.model.",

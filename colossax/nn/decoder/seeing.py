@@ -79,7 +79,7 @@ class SeeingDecoder(nnx.Module):
         self,
         tokens: Int[Array, "b s"],
         *,
-        pixels: Num[Array, "b n h w c"] | None = None,
+        pixels: Num[Array, "b ..."] | None = None,
         segments: Int[Array, "b s"] | None = None,
     ) -> Float[Array, "b s v"]:
         """Logits of every token."""
@@ -129,7 +129,7 @@ class SeeingDecoder(nnx.Module):
         self,
         tokens: Int[Array, "b s"] | None = None,
         *,
-        pixels: Num[Array, "b n h w c"] | None = None,
+        pixels: Num[Array, "b ..."] | None = None,
         embeddings: Float[Array, "b s d"] | None = None,
         positions: Int[Array, "b s"] | None = None,
         segments: Int[Array, "b s"] | None = None,
@@ -158,7 +158,7 @@ class SeeingDecoder(nnx.Module):
         embeddings = self._placed(tokens, self.seen(pixels))
         return self.text.hidden(embeddings=embeddings, **rows)
 
-    def seen(self, pixels: Num[Array, "b n h w c"]) -> Float[Array, "b k d"]:
+    def seen(self, pixels: Num[Array, "b ..."]) -> Float[Array, "b k d"]:
         """What the row's images give, in their order: embeddings for `k = n places` places.
 
         Cost: the encoder of images. Devices that share rows have an image each where those divide
@@ -194,7 +194,7 @@ class SeeingDecoder(nnx.Module):
         return hidden, {**self._named(kept), _IMAGES: seen}
 
     def look(
-        self, pixels: Num[Array, "b n h w c"], cache: dict[str, Any], seat: Int[Array, " b"]
+        self, pixels: Num[Array, "b ..."], cache: dict[str, Any], seat: Int[Array, " b"]
     ) -> dict[str, Any]:
         """The cache with what images give, before the first token that names them.
 
