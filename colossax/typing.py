@@ -62,6 +62,9 @@ tokens `[b, images, height, width, channels]`."""
 FRAMES = "frames"
 """Array of sound that an encoder reads, `[b, frames, mels]`."""
 
+MATCHES = "matches"
+"""Array of a batch of images and texts that is evaluated: of each image the row of its text."""
+
 SOURCE, SOURCE_SEGMENTS = "source", "source_segments"
 """Arrays of what an encoder reads before a decoder writes: tokens and their documents, `[b, t]`."""
 

@@ -154,3 +154,12 @@ def test_the_model_of_the_page_on_sound_is_trained():
     (script,) = snippets("audio.md")
     exec(script, scope)
     assert scope["metrics"]["tokens"] == 128 and np.isfinite(scope["metrics"]["loss"])
+
+
+@pytest.mark.sweep
+def test_the_model_of_the_page_on_images_and_texts_is_trained():
+    scope = {}
+    (script,) = snippets("image_text.md")
+    exec(script, scope)
+    assert np.isfinite(scope["metrics"]["loss"])
+    assert 0 <= scope["metrics"]["accuracy"] <= 1

@@ -124,12 +124,12 @@ NAMES = {
         "inspect_run inspect_task largest_microbatch settle settle_for_target "
         "settle_task_for_target"
     ),
-    "colossax.step": "Step StepOptions any_order",
+    "colossax.step": "Step StepOptions any_order whole_batch",
     "colossax.tasks": (
         "Callback DataConfig MaskConfig OptimizerConfig RunLength SampleConfig TAKEN Task "
         "SpanConfig TrainConfig "
         "classification_loss contrastive_loss masked_token_loss preference_loss "
-        "value_loss distillation_loss distillation_options next_token_loss task_of "
+        "image_text_loss value_loss distillation_loss distillation_options next_token_loss task_of "
         "initial_adapter initial_model train_config_from_json"
     ),
     "colossax.run": (

@@ -23,10 +23,11 @@ def with_layers(params: ModelParams, layers: Sequence[int]) -> ModelParams:
 
     Raises:
         InputError: They are no layers of it in their order, or where experts stand does not come
-            out as the configuration has it.
+            out as the configuration has it; or the model has two stacks of layers.
 
     Source: Sanh et al. 2019, DistilBERT; Rajbhandari et al. 2022, DeepSpeed-MoE.
     """
+    _check_one_stack(params)
     keep, total = list(layers), params.config.layers
     if not keep or keep != sorted(set(keep)) or not 0 <= keep[0] <= keep[-1] < total:
         raise InputError(
@@ -65,6 +66,17 @@ def with_layers(params: ModelParams, layers: Sequence[int]) -> ModelParams:
         for path in by_path(spec)
     }
     return ModelParams(config=config, spec=spec, dtypes=dtypes, read=read)
+
+
+def _check_one_stack(params: ModelParams) -> None:
+    """Refuse a model whose layers are not numbered alone: which are meant is not said."""
+    layered = (path for path, info in params.infos.items() if info.first_layer is not None)
+    other = next((path for path in layered if not path.startswith(STACK)), None)
+    if other is not None:
+        raise InputError(
+            f"layers: the model has several stacks of layers, as {other.partition(STACK)[0]}layers,"
+            " and numbers do not say whose are meant; leave them out, or take a model of one stack"
+        )
 
 
 def _sorts(config: Any) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from colossax.recipes.large import (
 )
 from colossax.recipes.small import (
     bert_stdlib,
+    clip_digits,
     finetune,
     llama_stdlib,
     llama_tiny,
@@ -36,6 +37,7 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {
         bert_stdlib,
         t5_stdlib,
         vit_digits,
+        clip_digits,
         whisper_tones,
         finetune,
         gpt2_124m,

@@ -52,10 +52,17 @@ class Evaluation:
         take off again: right for what is added up over rows, and for the quotient of a mean.
 
         Raises:
-            InputError: Rows are added, and the loss is one number; or it is no batch.
+            InputError: Rows are added, and the loss is one number or compares rows; or it is no
+                batch.
         """
         batch = as_arrays(batch)
         added = self._lacking(batch)
+        if added and self._step.loss_call.whole_batch:
+            raise InputError(
+                f"loss: it compares each row of a batch with all others, the {added} rows that fill"
+                f" the batch up to a multiple of {self._unit} among them; give such a multiple of"
+                " rows"
+            )
         totals = self._of(state, _lengthened(batch, self._dims(batch), added))
         if not added:
             return totals
@@ -170,7 +177,7 @@ def batch_totals(
 
     def one(microbatch: Batch) -> Totals:
         terms, metrics = call(params, microbatch, variables, None)
-        check_counted(terms, count)
+        check_counted(call, terms, count)
         return {**{name: term[:2] for name, term in terms.items()}, **metrics}
 
     count = num_microbatches(bound, batch, dims)

@@ -48,6 +48,17 @@ def any_order(loss: Loss) -> Loss:
     return loss
 
 
+def whole_batch(loss: Loss) -> Loss:
+    """Mark a loss that compares the rows of a batch with each other, as negatives of a contrast.
+
+    What it gives is of a whole global batch then: a plan that cuts one into microbatches, each of
+    which would be compared with itself alone, is refused, and so are rows that fill up a batch to
+    be evaluated. Devices share the batch as of any loss: inside of it arrays are whole.
+    """
+    loss.whole_batch = True  # type: ignore[attr-defined]
+    return loss
+
+
 SCALAR = "scalar"
 """The term of a loss that is one number: weight 1, coefficient 1."""
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .heads import masked_token_loss as masked_token_loss
     from .heads import preference_loss as preference_loss
     from .heads import value_loss as value_loss
+    from .image_text.loss import image_text_loss as image_text_loss
     from .initial import initial_adapter as initial_adapter
     from .initial import initial_model as initial_model
     from .next_token import next_token_loss as next_token_loss

@@ -58,8 +58,8 @@ class DataConfig:
             that come from it. Kept on every resume and any number of processes.
         packing: `packed` fills rows with documents one after another, `whole` gives each document a
             row, from its start.
-        seq_len: Tokens per row; of an image its patches and its class token; of what is written of
-            a sound.
+        seq_len: Tokens per row; of an image its patches and its class token, or its caption's; of
+            what is written of a sound.
         global_batch: Rows per step, over all devices, processes and microbatches.
         tokenizer: A `tokenizer.json`; None trains a BPE of `tokenizer_vocab` tokens on the text.
         tokenizer_vocab: Tokens of the BPE that is trained when no file is given; None trains none.
@@ -69,7 +69,7 @@ class DataConfig:
         validation_batches: Held-out batches per validation.
         masking: Masked tokens are told, by an encoder; None: the next token is, by a decoder.
         spans: Spans are written by an encoder-decoder that reads the rest; None: none are.
-        images: Images whose classes are told, in place of text: a key of `IMAGE_SETS`, `digits`.
+        images: Images whose classes or captions are told, in place of text: a key of `IMAGE_SETS`.
         audio: Sounds of which names are written: a key of `SOUND_SETS`, `tones`.
     """
 
@@ -322,7 +322,7 @@ class TrainConfig(RunLength):
         """Refuse a model that cannot tell what the data ask of it."""
         decoder, masked = self.model.decoder(), self.data.masking is not None
         causal = getattr(decoder, "causal", True)
-        if getattr(decoder, "patches", None) is not None:
+        if getattr(decoder, "patches", None) or hasattr(self.model, "image_encoder"):
             raise InputError(
                 "data.images: the model reads images, and the run is on text; give data.images, as"
                 " the recipe vit_digits does"

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 
 from colossax.config import nearest
 from colossax.errors import InputError
+from colossax.nn.config.dual import DualEncoderConfig
+from colossax.tasks.image_text.templates import check_captions
 
 if TYPE_CHECKING:
     from colossax.tasks.config import TrainConfig
@@ -19,6 +21,7 @@ class ImageSet:
         channels: Numbers of a pixel.
         classes: Of which each image has one.
         told: Of it, for people.
+        names: Of its classes, in the words of captions.
     """
 
     height: int
@@ -26,6 +29,7 @@ class ImageSet:
     channels: int
     classes: int
     told: str
+    names: tuple[str, ...]
 
 
 IMAGE_SETS = {
@@ -35,6 +39,7 @@ IMAGE_SETS = {
         channels=1,
         classes=10,
         told="1,797 handwritten digits, as scikit-learn ships them",
+        names=("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"),
     )
 }
 """By the name that `data.images` has."""
@@ -56,9 +61,10 @@ def check_images(config: "TrainConfig") -> None:
     Raises:
         InputError: The model reads or tells something else, or text is asked for beside images.
     """
-    data, decoder = config.data, config.model.decoder()
+    data, two = config.data, isinstance(config.model, DualEncoderConfig)
+    encoder = config.model.image_encoder() if two else config.model.decoder()
     assert data.images is not None
-    images, patches = IMAGE_SETS[data.images], getattr(decoder, "patches", None)
+    images, patches = IMAGE_SETS[data.images], getattr(encoder, "patches", None)
     if patches is None:
         raise InputError(
             f"data.images: '{data.images}' is {images.told}, and the model reads tokens; leave it"
@@ -71,6 +77,9 @@ def check_images(config: "TrainConfig") -> None:
                 f"model.{name}: found {found}, and images of '{data.images}' have {wanted}; give"
                 " that"
             )
+    if two:
+        check_captions(config, images)
+        return _check_no_text(config)
     if data.seq_len != patches.tokens:
         raise InputError(
             f"data.seq_len: found {data.seq_len}, and an image is {patches.patches} patches"

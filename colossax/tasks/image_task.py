@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from colossax.tasks.image_sets import IMAGE_SETS
 from colossax.tasks.images import SplitImages, read_images
 from colossax.tasks.optimizer import make_optimizer, make_schedule
 from colossax.tasks.task import Task
-from colossax.typing import PIXELS, TrainState
+from colossax.typing import PIXELS, Batch, TrainState
 
 FLOPS_FORMULA = (
     "MFU = images/s x FLOPs/image / (devices x peak), FLOPs/image = tokens of an image x (6 per"
@@ -27,6 +27,7 @@ FLOPS_FORMULA = (
 )
 
 VALIDATION_LOSS, VALIDATION_ACCURACY = "validation_loss", "validation_accuracy"
+_TOLD = {"cross_entropy": VALIDATION_LOSS, "accuracy": VALIDATION_ACCURACY}
 CLASS_ENTROPY = "class_entropy"
 """Of held-out images: mean loss in nats, share told right; and what the loss is held against."""
 
@@ -41,7 +42,7 @@ def image_task(config: TrainConfig, group: Group) -> Task:
     Raises:
         InputError: No such optimizer, or numbers that it cannot take.
     """
-    images = functools.cache(lambda: group.together(lambda: _opened(config)))
+    images = functools.cache(lambda: group.together(lambda: opened(config)))
     data, decoder = config.data, config.model.decoder()
     flops = decoder.train_flops_per_token(data.seq_len) * data.seq_len * data.global_batch
     averages = config.optimizer.averages
@@ -55,7 +56,9 @@ def image_task(config: TrainConfig, group: Group) -> Task:
         options=StepOptions(clip_norm=config.clip_norm),
         batches=lambda step, start: contextlib.nullcontext(images().batches(start)),
         judged=averaged if averages else lambda state: state,
-        evaluators={VALIDATION_LOSS: lambda step, state: _validated(images(), step, state)},
+        evaluators={
+            VALIDATION_LOSS: lambda step, state: validated(images().validation(), step, state)
+        },
         learning_rate=make_schedule(config.optimizer, config.schedule_steps),
         tokens=data.global_batch,
         counted="images",
@@ -63,10 +66,10 @@ def image_task(config: TrainConfig, group: Group) -> Task:
         flops_formula=FLOPS_FORMULA,
         unit="nats per image",
         baselines=lambda: {CLASS_ENTROPY: images().training.class_entropy},
-        identity=lambda: _identity(config, images()),
+        identity=lambda: identity(config, images()),
         documents=lambda: {"model": config_to_json(config.model)},
         asked=lambda plan: train_config_to_json(config.replace(plan=plan)),
-        introduction=lambda: _introduction(config, images()),
+        introduction=lambda: introduction(config, images()),
         conclusion=_conclusion,
     )
 
@@ -82,12 +85,13 @@ def image_shapes(config: TrainConfig) -> dict[str, jax.ShapeDtypeStruct]:
     }
 
 
-def _opened(config: TrainConfig) -> SplitImages:
+def opened(config: TrainConfig) -> SplitImages:
+    """The images of a run, read and split."""
     assert config.data.images is not None
     return SplitImages.of(read_images(config.data.images), config.data, config.seed)
 
 
-def _identity(config: TrainConfig, images: SplitImages) -> dict[str, Any]:
+def identity(config: TrainConfig, images: SplitImages) -> dict[str, Any]:
     """What decides a run's losses step by step, as JSON; the mesh does not."""
     data = config.data
     ema = config.optimizer.ema
@@ -103,7 +107,8 @@ def _identity(config: TrainConfig, images: SplitImages) -> dict[str, Any]:
     }
 
 
-def _introduction(config: TrainConfig, images: SplitImages) -> list[str]:
+def introduction(config: TrainConfig, images: SplitImages) -> list[str]:
+    """For people, before training."""
     training, held_out = images.training, images.held_out
     classes, size = len(np.unique(training.labels)), " x ".join(map(str, training.pixels.shape[1:]))
     lines = [
@@ -114,11 +119,19 @@ def _introduction(config: TrainConfig, images: SplitImages) -> list[str]:
     return lines
 
 
-def _validated(images: SplitImages, step: Step, state: TrainState) -> dict[str, float]:
-    """Over all held-out images together."""
-    names = {"cross_entropy": VALIDATION_LOSS, "accuracy": VALIDATION_ACCURACY}
+def validated(
+    batches: Iterable[Batch], step: Step, state: TrainState, *, names: Mapping[str, str] = _TOLD
+) -> dict[str, float]:
+    """Over all held-out images together.
+
+    Args:
+        batches: Of them.
+        step: Its loss tells.
+        state: That is judged.
+        names: What the loss calls what is told, and what that is called here.
+    """
     totals = {name: np.zeros(2) for name in names}
-    for batch in images.validation():
+    for batch in batches:
         told = jax.device_get(step.evaluate(state, batch))
         for name in names:
             totals[name] += np.asarray(told[name], np.float64)

@@ -32,6 +32,7 @@ from colossax.models import (
 from colossax.nn import describe
 from colossax.nn.config import Llama3Scaling
 from colossax.sharding.experts import LinearRouter
+from tests.models.test_families import TINY
 
 SIZES = {"vocab": 32, "embed": 16, "layers": 2, "heads": 2, "kv_heads": 1, "mlp": 24, "max_seq": 16}
 DENSE = LlamaConfig(**SIZES, init_std=0.3)
@@ -208,6 +209,13 @@ def test_a_student_has_the_layers_that_were_kept():
     sparse = with_layers(fresh(KINDS), [2, 3])
     for path in ("layers/sparse/mlp/up", "layers/sparse/attn/q/w", "layers/dense/mlp/up/w"):
         np.testing.assert_array_equal(sparse.read(path, 0, None), fresh(KINDS).read(path, 1, None))
+
+
+@pytest.mark.catches("layers-of-two-stacks")
+@pytest.mark.parametrize("family", ["t5", "bart", "clip", "siglip"])
+def test_of_two_stacks_no_layers_are_kept(family):
+    with pytest.raises(InputError, match="layers: the model has several stacks of layers, as"):
+        with_layers(fresh(TINY[family]), [0])
 
 
 def test_they_are_written_and_read_again(tmp_path):

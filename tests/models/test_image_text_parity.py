@@ -75,6 +75,7 @@ def test_every_case_is_here():
 @pytest.mark.catches("texts-end-with-the-last")
 @pytest.mark.catches("highest-token-is-any")
 @pytest.mark.catches("probe-unscaled")
+@pytest.mark.catches("probe-heads-swapped")
 @pytest.mark.catches("probe-without-mlp")
 @pytest.mark.catches("scores-without-shift")
 @pytest.mark.catches("scores-without-scale")
@@ -125,6 +126,7 @@ def test_segments_say_where_a_text_ends_as_its_token_does():
     )
 
 
+@pytest.mark.catches("one-number-unread")
 @pytest.mark.parametrize("case", CASES)
 def test_files_are_written_as_they_were_read(case, tmp_path):
     import_checkpoint(GOLDEN / case, tmp_path / "checkpoint")
@@ -223,6 +225,7 @@ def test_what_is_not_supported_is_refused_by_name(said, message):
         read(said)
 
 
+@pytest.mark.catches("rectangles-exported")
 def test_rectangles_are_not_exported():
     config = read(of("clip"))
     for changes, message in (
@@ -233,6 +236,7 @@ def test_rectangles_are_not_exported():
             CONVERSIONS["clip"].settings_of(dataclasses.replace(config, **changes))
 
 
+@pytest.mark.catches("embeddings-of-two-widths")
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -264,6 +268,7 @@ def test_a_head_of_another_kind_is_refused():
         dataclasses.replace(read(of("clip")), head=HeadConfig(outputs=3, pool="first"))
 
 
+@pytest.mark.catches("query-reads-a-part")
 def test_a_learned_query_reads_whole_rows():
     config, params = read_params(GOLDEN / "siglip")
     model = describe(registry.maker(config)).merge(jax.tree.map(jnp.asarray, params))

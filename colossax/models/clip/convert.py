@@ -5,8 +5,6 @@ from typing import Any
 
 from colossax.config import Count
 from colossax.models.clip.config import CLIPConfig
-from colossax.models.conversion import Conversion, link
-from colossax.models.settings import checked, first_eos
 from colossax.models.clip.encoders import (
     IMAGE,
     IMAGE_FRONT,
@@ -21,6 +19,8 @@ from colossax.models.clip.encoders import (
     write_images,
     write_part,
 )
+from colossax.models.conversion import Conversion, link
+from colossax.models.settings import checked, first_eos
 from colossax.nn.config.dual import EncoderPart
 
 _USUAL = {"layers": 12, "activation": "quick_gelu", "norm_eps": 1e-5}

@@ -5,9 +5,6 @@ from typing import Any
 
 from colossax.config import Count
 from colossax.errors import InputError
-from colossax.models.conversion import Conversion, link
-from colossax.models.settings import checked
-from colossax.models.siglip.config import SigLIPConfig
 from colossax.models.clip.encoders import (
     IMAGE,
     IMAGE_FRONT,
@@ -22,6 +19,9 @@ from colossax.models.clip.encoders import (
     write_images,
     write_part,
 )
+from colossax.models.conversion import Conversion, link
+from colossax.models.settings import checked
+from colossax.models.siglip.config import SigLIPConfig
 from colossax.nn.config.dual import EncoderPart
 
 _USUAL = EncoderPart(

@@ -29,13 +29,13 @@ def _read(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _write(config: WhisperConfig) -> dict[str, Any]:
-    # Without one that fills rows up, `transformers` takes a number of large vocabularies.
-    filled = {} if config.eos is None else {"pad_token_id": config.eos}
+    # Without them `transformers` takes numbers of large vocabularies; published ones are that.
+    names = () if config.eos is None else ("bos_token_id", "pad_token_id")
     return {
         "activation_function": write_activation(config.activation),
         "decoder_start_token_id": config.start,
         "eos_token_id": config.eos,
-        **filled,
+        **dict.fromkeys(names, config.eos),
     }
 
 

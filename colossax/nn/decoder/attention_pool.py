@@ -16,7 +16,7 @@ from colossax.sharding import constrain, gather_weight, linears
 
 
 class AttentionPool(nnx.Module):
-    """`y + down(act(up(norm(y))))` of `y = attention(probe, hidden)`: a learned query, of each row alone.
+    """`y + down(act(up(norm(y))))` of `y = attention(probe, hidden)`, the probe a learned query.
 
     The query is one, so scores are written out: `heads` numbers of each token. Devices that share a
     row each make the part of its tokens, and sum up.

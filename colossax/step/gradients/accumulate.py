@@ -36,6 +36,11 @@ class LossCall:
     loss: Loss
 
     @property
+    def whole_batch(self) -> bool:
+        """Whether the loss compares rows with each other, see `step.whole_batch`."""
+        return getattr(self.loss, "whole_batch", False)
+
+    @property
     def by_row(self) -> bool:
         """Whether the loss takes a random key for each row."""
         return ROW_KEYS in self._names
@@ -98,12 +103,18 @@ def differentiated(call: LossCall, frozen: Params, variables: Any) -> Callable:
     return jax.value_and_grad(value, has_aux=True)
 
 
-def check_counted(terms: Terms, count: int) -> None:
-    """Refuse a loss of one number where there are several microbatches.
+def check_counted(call: LossCall, terms: Terms, count: int) -> None:
+    """Refuse a loss of one number, or one that compares rows, where there are several microbatches.
 
     Raises:
         InputError: It is one.
     """
+    if count > 1 and call.whole_batch:
+        raise InputError(
+            f"loss: it compares each row of a batch with all others, and of {count} microbatches"
+            " each would be compared with itself alone; give plan.batch.accumulation 1 without"
+            " microbatch, and stages plan.pipeline.microbatches 1"
+        )
     if count > 1 and SCALAR in terms:
         raise InputError(
             f"loss: it is one number, and of {count} microbatches it must be known what each"
@@ -167,7 +178,7 @@ def with_term_weights(
 
     def weigh(params: Params, microbatch: Batch, key: Array) -> dict[str, Array]:
         terms, _ = call(joined(params, frozen), microbatch, variables, key)
-        check_counted(terms, micro.count)
+        check_counted(call, terms, micro.count)
         return {name: weight for name, (_, weight, _) in terms.items()}
 
     used = inputs_used(weigh, params, *micro.first)

@@ -289,7 +289,7 @@ class Form:
         self, params: Params, microbatch: Batch, key: Any, weighing: Any, variables: Any
     ) -> tuple[Any, Totals]:
         terms, metrics = self._step.loss_call(params, microbatch, variables, None)
-        check_counted(terms, self.count)
+        check_counted(self._step.loss_call, terms, self.count)
         totals = {**{name: term[:2] for name, term in terms.items()}, **metrics}
         return jnp.zeros(()), totals
 

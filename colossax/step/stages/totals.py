@@ -55,7 +55,7 @@ def pipelined_totals(
 
     def totals(outer: Params, inner: Params, microbatch: Any, key: Any, weights: Any) -> Totals:
         terms, metrics = call(joined(outer, inner), microbatch, variables, None)
-        check_counted(terms, micro.count)
+        check_counted(call, terms, micro.count)
         return {**{name: term[:2] for name, term in terms.items()}, **metrics}
 
     stack_infos = by_stack(infos, infos)[1]

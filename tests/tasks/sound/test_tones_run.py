@@ -110,6 +110,7 @@ def test_layouts_are_not_compared():
         compare_layouts(CONFIG, parse_target("h100:1x2"))
 
 
+@pytest.mark.catches("text-for-sound")
 def test_prompts_of_text_are_refused():
     with pytest.raises(InputError, match="CHECKPOINT: the model's encoder reads sound"):
         check_reads_text(CONFIG.model)
