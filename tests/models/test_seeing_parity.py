@@ -233,7 +233,10 @@ def test_what_is_left_out_is_as_published():
         ({"vision_feature_layer": 0}, "is 0, and the encoder of images has 3 layers; give 1 to 3"),
         ({"vision_feature_select_strategy": "cls"}, "select_strategy = 'cls' is not supported"),
         ({"text_config": {"model_type": "opt"}}, "text_config.model_type = 'opt' is not supported"),
-        ({"vision_config": {"model_type": "siglip_vision_model"}}, "vision_config.model_type = 'si"),
+        (
+            {"vision_config": {"model_type": "siglip_vision_model"}},
+            "vision_config.model_type = 'si",
+        ),
         ({"projector_hidden_act": "mish"}, "projector_hidden_act = 'mish' is not supported"),
         ({"image_token_index": 128}, "model.image_token: found 128, which is none of the vocab"),
         ({"multimodal_projector_bias": 1}, "'multimodal_projector_bias' is 1; it must be bool"),

@@ -22,9 +22,7 @@ CONFIG = LlavaConfig(
     text=LlamaConfig(
         vocab=64, embed=32, layers=2, heads=8, kv_heads=4, mlp=64, max_seq=64, init_std=0.1
     ),
-    image=EncoderPart(
-        embed=32, layers=2, heads=4, mlp=48, activation="quick_gelu", norm_eps=1e-5
-    ),
+    image=EncoderPart(embed=32, layers=2, heads=4, mlp=48, activation="quick_gelu", norm_eps=1e-5),
     height=6,
     width=6,
     channels=2,
@@ -105,7 +103,9 @@ def test_it_learns():
 def test_places_that_no_image_has_are_refused():
     given = batch()
     given["tokens"][3, 5] = 64 + IMAGES * PLACES
-    with pytest.raises(InputError, match=r"batch 'tokens': 82 at \[3, 5\], and the model knows 0 t"):
+    with pytest.raises(
+        InputError, match=r"batch 'tokens': 82 at \[3, 5\], and the model knows 0 t"
+    ):
         run(Plan(mesh={"data": 1}), 1, given)
     given = batch()
     del given["pixels"]

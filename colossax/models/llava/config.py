@@ -74,12 +74,17 @@ class LlavaConfig(FamilyConfig):
         names = ("height", "width", "channels", "patch_height", "patch_width")
         return PatchConfig(**{name: getattr(self, name) for name in names}, bias=False)
 
+    @property
+    def places(self) -> int:
+        """Tokens that an image takes."""
+        patches = self.patches()
+        return patches.tokens if self.projector.class_token else patches.patches
+
     def train_flops(self, images: int, written: int, *, frozen: bool = False) -> int:
         """FLOPs of a training step on a row of so many images and tokens; recomputation aside."""
         text, image = self.decoder(), self.image_encoder()
         of_image = image.max_seq * image.train_flops_per_token(image.max_seq, frozen=frozen)
-        states = self.patches().tokens if self.projector.class_token else self.patches().patches
         each: dict[bool, int] = {True: 4, False: 6}
-        projected = each[frozen] * states * text.embed * (image.embed + text.embed)
+        projected = each[frozen] * self.places * text.embed * (image.embed + text.embed)
         read = written * text.train_flops_per_token(written, frozen=frozen)
         return read + images * (of_image + projected)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from colossax.config import Count, Natural
+from colossax.config import Natural
 from colossax.errors import InputError
 from colossax.models.clip.encoders import (
     IMAGE,
@@ -116,7 +116,7 @@ def _write(config: LlavaConfig) -> dict[str, Any]:
         "projector_hidden_act": write_activation(config.projector.activation),
         "multimodal_projector_bias": config.projector.bias,
         "image_token_index": config.image_token,
-        "image_seq_length": config.patches().patches + config.projector.class_token,
+        "image_seq_length": config.places,
         "tie_word_embeddings": config.text.tied,
     }
 
