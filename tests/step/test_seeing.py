@@ -103,9 +103,7 @@ def test_it_learns():
 def test_places_that_no_image_has_are_refused():
     given = batch()
     given["tokens"][3, 5] = 64 + IMAGES * PLACES
-    with pytest.raises(
-        InputError, match=r"batch 'tokens': 82 at \[3, 5\], and the model knows 0 t"
-    ):
+    with pytest.raises(InputError, match=r"batch 'tokens': 82 at \[3, 5\], and the model knows"):
         run(Plan(mesh={"data": 1}), 1, given)
     given = batch()
     del given["pixels"]

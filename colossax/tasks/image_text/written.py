@@ -64,7 +64,8 @@ class Written:
     @property
     def mean_written(self) -> float:
         """Tokens that are written of a held-out image, on average."""
-        return float(np.mean([len(self._spelt(label)) for label in self.split.held_out.labels]))
+        labels = self.split.held_out.labels.tolist()
+        return float(np.mean([len(self._spelt(label)) for label in labels]))
 
     def _spelt(self, label: int) -> list[int]:
         return [*self.captions[label].encode(), END]
