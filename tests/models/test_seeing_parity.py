@@ -96,7 +96,7 @@ def test_each_feature_counts(case, off):
     assert np.abs(told(make, params, want, config) - want["logits"]).max() > LEAST_MOVED
 
 
-@pytest.mark.catches("seen-by-the-first-seat")
+@pytest.mark.catches("places-unseen-in-generation")
 @pytest.mark.parametrize("mesh", [{"fsdp": 1}, {"tensor": 2}, {"stage": 2}], ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_tokens_with_a_cache(case, mesh, tmp_path):
