@@ -218,7 +218,7 @@ def clip_digits() -> TrainConfig:
             channels=1,
             patch_height=2,
             patch_width=2,
-            init_std=0.05,
+            init_std=0.1,
         ),
         data=DataConfig(
             images="digits",

@@ -128,7 +128,8 @@ SIGLIP = CONFIG.replace(
         channels=1,
         patch_height=2,
         patch_width=2,
-        init_std=0.05,
+        init_std=0.2,
+        shift=-2.0,
     ),
 )
 
@@ -185,9 +186,9 @@ def test_a_run_reaches_its_bar_on_a_mixed_mesh(tmp_path, capfd):
 @pytest.mark.sweep
 @pytest.mark.slow
 def test_pairs_told_right_or_wrong_learn_too(tmp_path):
-    """As SigLIP does: most of its scores begin far below none."""
+    """As SigLIP does."""
     final = ran(SIGLIP.replace(steps=200, validate_every=0, checkpoint_every=0), tmp_path / "run")
-    assert final["validation_accuracy"] >= 0.5
+    assert final["validation_accuracy"] >= 0.75
 
 
 @pytest.mark.sweep
