@@ -242,8 +242,10 @@ def _request(
 ) -> Request:
     """A request of token ids of any type of integer."""
     given = {"frames": frames, "images": images}
-    arrays = {name: None if x is None else np.asarray(x) for name, x in given.items()}
-    ids = {"prompt": tuple(map(int, prompt)), "source": tuple(map(int, source))}
+    arrays: dict[str, Any] = {
+        name: None if x is None else np.asarray(x) for name, x in given.items()
+    }
+    ids: dict[str, Any] = {"prompt": tuple(map(int, prompt)), "source": tuple(map(int, source))}
     return Request(**ids, **arrays, **how)
 
 

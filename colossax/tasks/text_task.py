@@ -54,9 +54,10 @@ def task_of(config: TrainConfig, group: Group | None = None) -> Task:
     """
     group = Group(None, {}) if group is None else group
     if config.data.images is not None:
-        of_images = {DualEncoderConfig: caption_task, LlavaConfig: written_task}
-        kinds = (kind for kind in of_images if isinstance(config.model, kind))
-        return of_images.get(next(kinds, None), image_task)(config, group)
+        if isinstance(config.model, LlavaConfig):
+            return written_task(config, group)
+        two = isinstance(config.model, DualEncoderConfig)
+        return (caption_task if two else image_task)(config, group)
     if config.data.audio is not None:
         return sound_task(config)
     text = functools.cache(lambda: _opened(config, group))

@@ -80,10 +80,12 @@ class SeeingDecoder(nnx.Module):
         tokens: Int[Array, "b s"],
         *,
         pixels: Num[Array, "b ..."] | None = None,
+        positions: Int[Array, "b s"] | None = None,
         segments: Int[Array, "b s"] | None = None,
     ) -> Float[Array, "b s v"]:
         """Logits of every token."""
-        return self.logits(self.hidden(tokens, pixels=pixels, segments=segments)[0])
+        rows = {"pixels": pixels, "positions": positions, "segments": segments}
+        return self.logits(self.hidden(tokens, **rows)[0])
 
     @property
     def embed(self) -> Any:
