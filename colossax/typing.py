@@ -56,7 +56,8 @@ TOKEN_VALUES = "token_values"
 """Array of what a head is to tell of each token, `[b, s]`, as of values."""
 
 PIXELS = "pixels"
-"""Array of a batch of images, `[b, height, width, channels]`, for models that read patches."""
+"""Array of a batch of images, `[b, height, width, channels]`, for models that read patches; beside
+tokens `[b, images, height, width, channels]`."""
 
 FRAMES = "frames"
 """Array of sound that an encoder reads, `[b, frames, mels]`."""

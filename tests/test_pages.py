@@ -163,3 +163,12 @@ def test_the_model_of_the_page_on_images_and_texts_is_trained():
     exec(script, scope)
     assert np.isfinite(scope["metrics"]["loss"])
     assert 0 <= scope["metrics"]["accuracy"] <= 1
+
+
+@pytest.mark.sweep
+def test_the_model_of_the_page_on_decoders_that_read_images_is_trained():
+    scope = {}
+    (script,) = snippets("llava.md")
+    exec(script, scope)
+    assert scope["metrics"]["tokens"] == 8 * 32 and np.isfinite(scope["metrics"]["loss"])
+    assert int(scope["batch"]["tokens"].max()) == 64 + 15

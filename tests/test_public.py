@@ -40,7 +40,7 @@ NAMES = {
         "gather_for_others gather_weight gathered_axes host_sharding in_order keeping kept_share "
         "left_whole linear linears lookup moe param_sharding recomputing reduction_dtype "
         "remembered replicated resolve ruled_dims seq_axes transfer use validate with_ranges "
-        "without_shards"
+        "whole_rows without_shards"
     ),
     "colossax.sharding.experts": (
         "Base Capacity CosineRouter DenseToSparse ExpertChoice ExpertWeights GShard Gate GateInput "
@@ -96,7 +96,8 @@ NAMES = {
     "colossax.nn": (
         "EncoderDecoder EncoderDecoderConfig RelativeConfig "
         "DecoderSizes DynamicScaling EncoderSizes LinearScaling LongScaling every ACTIVATIONS "
-        "HeadConfig TransformConfig DualEncoder DualEncoderConfig EncoderPart "
+        "HeadConfig TransformConfig DualEncoder DualEncoderConfig EncoderPart ProjectorConfig "
+        "SeeingDecoder "
         "Attention AttentionShape Block CacheArray CacheSpec Decoder DecoderConfig Embedding "
         "Experts FamilyConfig FlatTokens LanguageModel LayerNorm LayerStack LayerState "
         "LatentAttention LatentConfig LatentShape Layers Linear Llama3Scaling MLP MixtureConfig "
@@ -111,7 +112,7 @@ NAMES = {
         "CohereConfig FalconConfig GLM4Config GLMConfig GPTJConfig GPTNeoXConfig Gemma2Config "
         "Gemma3Config OLMo2Config Phi3Config SmolLM3Config StarCoder2Config add_family "
         "BARTConfig BERTConfig ModernBERTConfig RoBERTaConfig T5Config ViTConfig DINOv2Config "
-        "CLIPConfig SigLIPConfig WhisperConfig "
+        "CLIPConfig LlavaConfig SigLIPConfig WhisperConfig "
         "BloomConfig DeepSeekV2Config DeepSeekV3Config FAMILIES Family GPT2Config GPTOSSConfig "
         "Llama4Config LlamaConfig MistralConfig MixtralConfig ModelParams OLMoEConfig OPTConfig "
         "Qwen2Config Qwen2MoEConfig Qwen3Config Qwen3MoEConfig config_from_json config_to_json "

@@ -14,7 +14,7 @@ from colossax.config import BoundPlan
 from colossax.errors import InputError
 from colossax.inference.cache import Cache, CacheLayout
 from colossax.inference.plan import inference_plan
-from colossax.inference.scheduler import Call
+from colossax.inference.scheduler import Call, Seen
 from colossax.nn import DecoderConfig, FlatTokens, ModelSpec
 from colossax.nn.config.frames import FRAMES_PER_TOKEN
 from colossax.sharding import replicated, use
@@ -120,25 +120,39 @@ class DecodeProgram:
         out = (replicated(self.bound), self.cache.shardings)
         self.jitted = jax.jit(step, donate_argnums=1, out_shardings=out)
         self.longest_source: int | None = getattr(self.config, "longest_source", None)
-        self.mels = mels_of(model)
+        self.mels, self.sight = mels_of(model), sight_of(model)
         self.reading = jax.jit(
             functools.partial(read, spec, self.bound),
             donate_argnums=1,
             out_shardings=self.cache.shardings,
         )
+        self.looking = jax.jit(
+            functools.partial(look, spec, self.bound),
+            donate_argnums=1,
+            out_shardings=self.cache.shardings,
+        )
 
-    def begin(self, params: Params, source: Sequence[int] = (), frames: Any = None) -> Cache:
+    def begin(
+        self,
+        params: Params,
+        source: Sequence[int] = (),
+        frames: Any = None,
+        images: Any = None,
+    ) -> Cache:
         """The cache of a sequence before its first token, its source read.
 
         Args:
             params: Laid out by `bound`.
             source: What the model's encoder reads; nothing where it has none.
             frames: Sound in its place, `[frames, mels]`.
+            images: What is seen among the tokens, `[images, height, width, channels]`.
 
         Cost: with a source the encoder, compiled once for each power of two of its length; with
-        sound, for each length.
+        sound, for each length; with images, for each number of them.
         """
         cache = self.cache.empty()
+        if images is not None:
+            return self.looking(params, cache, np.asarray(images)[None])
         if frames is not None:
             count = np.int32(len(frames) // FRAMES_PER_TOKEN)
             return self.reading(params, cache, None, count, np.asarray(frames)[None])
@@ -242,6 +256,22 @@ def read(
     with use(bound):
         seat = jnp.zeros((1,), jnp.int32)
         return spec.merge(params).read(source, jnp.reshape(count, (1,)), cache, seat, frames)
+
+
+def look(
+    spec: ModelSpec, bound: BoundPlan, params: Params, cache: Cache, images: Num[Array, "1 n h w c"]
+) -> Cache:
+    """The cache with what images give, which places among tokens name; pure."""
+    with use(bound):
+        return spec.merge(params).look(images, cache, jnp.zeros((1,), jnp.int32))
+
+
+def sight_of(model: Any) -> Seen | None:
+    """The images that a model reads among its tokens; None: it reads none."""
+    if not hasattr(model, "look"):
+        return None
+    patches = model.image_config.patches
+    return Seen(shape=(patches.height, patches.width, patches.channels), places=model.places)
 
 
 def mels_of(model: Any) -> int | None:

@@ -120,6 +120,7 @@ class Generator:
         *,
         source: Sequence[int] = (),
         frames: Any = None,
+        images: Any = None,
         max_tokens: int = 64,
         temperature: float = 0.0,
         seed: int = 0,
@@ -130,6 +131,8 @@ class Generator:
             prompt: Token ids, at least one; of an encoder-decoder what its text begins with.
             source: What its encoder reads.
             frames: Sound that it reads in place of that, `[frames, mels]`, an even number.
+            images: What places among the prompt's tokens name, `[images, height, width, channels]`:
+                token `vocab + k` is the k-th of them, see `nn.SeeingDecoder`.
             max_tokens: Most tokens to add.
             temperature: Logits are divided by it before sampling; 0 takes the likeliest token.
             seed: The token at position p is drawn with `fold_in(key(seed), p)`, so it depends on
@@ -140,7 +143,7 @@ class Generator:
                 into `slots` together with `max_tokens`; a temperature or seed below 0.
         """
         how = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
-        request = _request(prompt, source, frames=frames, **how)
+        request = _request(prompt, source, frames=frames, images=images, **how)
         return self.generate_all([request])[0]
 
     def generate_all(self, requests: Sequence[Request]) -> list[Generation]:
@@ -165,13 +168,14 @@ class Generator:
         *,
         source: Sequence[int] = (),
         frames: Any = None,
+        images: Any = None,
         max_tokens: int = 64,
         temperature: float = 0.0,
         seed: int = 0,
     ) -> Iterator[int]:
         """The tokens of `generate` as they come."""
         how = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
-        request = _request(prompt, source, frames=frames, **how)
+        request = _request(prompt, source, frames=frames, images=images, **how)
         return (token for _, token in self._streamed([request]))
 
     def _streamed(self, requests: Sequence[Request]) -> Iterator[tuple[int, int]]:
@@ -182,6 +186,7 @@ class Generator:
                 slots=program.slots,
                 longest_source=getattr(program.config, "longest_source", None),
                 mels=getattr(program, "mels", None),
+                sight=getattr(program, "sight", None),
             )
             _check_at_once(program.config, len(request.prompt), program.width)
         at_once = program.sequences if isinstance(program, StagedProgram) else 1
@@ -212,7 +217,8 @@ class Generator:
                 cache = caches.pop(call.sequence)
             else:
                 asked = call.request
-                cache = program.begin(self._params, asked.source, asked.frames)
+                given = asked.source, asked.frames, asked.images
+                cache = program.begin(self._params, *given)
             tokens = Chunk.of(call, program.width)
             token, caches[call.sequence] = program(self._params, cache, tokens, Sampling.of(call))
             if call.emits:
@@ -231,11 +237,16 @@ class Generator:
         return self.program.lowered(self._params)
 
 
-def _request(prompt: Sequence[int], source: Sequence[int], *, frames: Any, **how: Any) -> Request:
+def _request(
+    prompt: Sequence[int], source: Sequence[int], *, frames: Any, images: Any, **how: Any
+) -> Request:
     """A request of token ids of any type of integer."""
-    sound = None if frames is None else np.asarray(frames)
-    ids = {"prompt": tuple(map(int, prompt)), "source": tuple(map(int, source))}
-    return Request(**ids, frames=sound, **how)
+    given = {"frames": frames, "images": images}
+    arrays: dict[str, Any] = {
+        name: None if x is None else np.asarray(x) for name, x in given.items()
+    }
+    ids: dict[str, Any] = {"prompt": tuple(map(int, prompt)), "source": tuple(map(int, source))}
+    return Request(**ids, **arrays, **how)
 
 
 def _check_at_once(config: Any, prompt: int, width: int) -> None:

@@ -14,6 +14,19 @@ DrawSeed = Annotated[int, within(0, 2**32 - 1)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Seen:
+    """The images that a model reads among its tokens.
+
+    Attributes:
+        shape: Height, width and channels.
+        places: Tokens that one takes.
+    """
+
+    shape: tuple[int, int, int]
+    places: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
     """A prompt and how to continue it.
 
@@ -21,6 +34,8 @@ class Request:
         prompt: Token ids, at least one.
         source: What an encoder reads first, as token ids; models of one stack read none.
         frames: Sound that it reads in place of those, `[frames, mels]`.
+        images: What places among the prompt's tokens name, `[images, height, width, channels]`; see
+            `nn.SeeingDecoder`.
         max_tokens: Most tokens to add.
         temperature: Logits are divided by it before sampling; 0 takes the likeliest token.
         seed: The token at position p is drawn with `fold_in(key(seed), p)`.
@@ -29,6 +44,7 @@ class Request:
     prompt: tuple[int, ...]
     source: tuple[int, ...] = ()
     frames: Any = dataclasses.field(default=None, compare=False)
+    images: Any = dataclasses.field(default=None, compare=False)
     max_tokens: Count = 64
     temperature: Temperature = 0.0
     seed: DrawSeed = 0
@@ -45,6 +61,7 @@ class Request:
         slots: int,
         longest_source: int | None = None,
         mels: int | None = None,
+        sight: Seen | None = None,
     ) -> None:
         """Refuse what no model of this vocabulary can continue in a sequence of `slots` tokens.
 
@@ -53,11 +70,12 @@ class Request:
             slots: Of the sequence.
             longest_source: Tokens that its encoder reads; None: it has none.
             mels: Numbers of a frame, where it reads sound; None: it does not.
+            sight: The images that it reads among its tokens; None: it reads none.
 
         Raises:
             InputError: Naming what is wrong and what would do.
         """
-        check_tokens(self.prompt, vocab)
+        check_tokens(self.prompt, vocab + check_images(self.images, sight))
         check_types(self, "")
         check_length(len(self.prompt), self.max_tokens, slots)
         if mels is None or longest_source is None:
@@ -247,6 +265,26 @@ def check_frames(request: Request, longest: int | None, mels: int | None) -> Non
             f"frames: found shape {list(shape)}, and the model reads an even number of them, {most}"
             f" or fewer, of {mels} numbers; give [frames, {mels}]"
         )
+
+
+def check_images(images: Any, sight: Seen | None) -> int:
+    """How many places the images give; refuse those where none are read, or of another size.
+
+    Raises:
+        InputError: That.
+    """
+    if images is None:
+        return 0
+    if sight is None:
+        raise InputError("images: the model reads none among its tokens; leave them out")
+    shape = getattr(images, "shape", ())
+    if len(shape) != 4 or tuple(shape[1:]) != sight.shape:
+        height, width, channels = sight.shape
+        raise InputError(
+            f"images: found shape {list(shape)}, and the model's are {height} high and {width} wide"
+            f" with {channels} channels; give [images, {height}, {width}, {channels}]"
+        )
+    return shape[0] * sight.places
 
 
 def check_length(prompt: int, max_tokens: int, limit: int) -> None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .gptj import GPTJConfig as GPTJConfig
     from .llama import LlamaConfig as LlamaConfig
     from .llama4 import Llama4Config as Llama4Config
+    from .llava import LlavaConfig as LlavaConfig
     from .mistral import MistralConfig as MistralConfig
     from .mixtral import MixtralConfig as MixtralConfig
     from .modernbert import ModernBERTConfig as ModernBERTConfig

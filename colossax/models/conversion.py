@@ -211,6 +211,9 @@ class Conversion:
         prefix: Beginning of tensor names that some files leave out.
         head: Name of the output matrix, which some files hold though it is the embedding table.
         spelt: Ends of older names, and what they are now.
+        constant: Tensors that the class has and we have not, as nothing that we run reads them: the
+            parameter that each is like, and the number that it is filled with.
+        begun: Beginnings of other names, and what they are here; the first that fits counts.
         ignored: Patterns of tensors that hold no parameters, such as saved masks.
         packed: Whether experts' matrices may be stored as MXFP4; they are read as bfloat16.
         read, write: Settings that are no plain field: `read(settings) -> our fields`,
@@ -227,6 +230,8 @@ class Conversion:
     prefix: str = ""
     head: str = "lm_head.weight"
     spelt: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    begun: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    constant: Mapping[str, tuple[str, float]] = dataclasses.field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     links_of: Callable[[Any], tuple[Link, ...]] | None = None
     packed: bool = False

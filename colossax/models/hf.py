@@ -97,13 +97,14 @@ def _copy_in(
 def _read_tokenizer(folder: Path, config: Any) -> Tokenizer | None:
     """The folder's tokenizer, ending documents with the model's own token where it names one."""
     file = folder / _TOKENIZER_FILE
-    if not file.is_file() or not hasattr(config, "vocab"):
+    words = config.decoder()
+    if not file.is_file() or not words.vocab:
         return None
-    tokenizer = Tokenizer.from_file(file, end=_end_token(file, config.eos))
-    if tokenizer.vocab_size > config.vocab:
+    tokenizer = Tokenizer.from_file(file, end=_end_token(file, words.eos))
+    if tokenizer.vocab_size > words.vocab:
         raise InputError(
             f"{file}: has {tokenizer.vocab_size} tokens, but config.json gives the model"
-            f" {config.vocab}; put the model's own tokenizer there, or none"
+            f" {words.vocab}; put the model's own tokenizer there, or none"
         )
     return tokenizer
 
@@ -159,6 +160,7 @@ def export_checkpoint(
     conversion = CONVERSIONS[family_of(config).name].of(config)
     found = conversion.tensors(params.infos, config.decoder().layer_kinds)
     tensors = [_out_tensor(params, tensor) for tensor in found]
+    tensors += [_constant(params, name, *one) for name, one in conversion.constant.items()]
     part = folder.with_name(f"{folder.name}.part")
     try:
         shutil.rmtree(part, ignore_errors=True)
@@ -225,6 +227,14 @@ def _out_tensor(params: ModelParams, tensor: Tensor) -> OutTensor:
         shape=tensor.shape,
         dtype=functools.reduce(np.promote_types, dtypes),
         blocks=functools.partial(_foreign_blocks, params, tensor),
+    )
+
+
+def _constant(params: ModelParams, name: str, like: str, value: float) -> OutTensor:
+    """A tensor that is one number, of the shape and type of a parameter."""
+    shape, dtype = params.infos[like].shape, params.dtypes[like]
+    return OutTensor(
+        name=name, shape=shape, dtype=dtype, blocks=lambda: iter([np.full(shape, value, dtype)])
     )
 
 

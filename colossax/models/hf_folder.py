@@ -14,6 +14,7 @@ from colossax.documents import read_json
 from colossax.errors import InputError, WeightsError
 from colossax.models.conversion import Conversion, Tensor
 from colossax.models.conversions import CONVERSIONS
+from colossax.models.llava import LlavaConfig
 from colossax.models.mxfp4 import DTYPE as PACKED_DTYPE
 from colossax.models.mxfp4 import check_packed, packed_among, parts_of, read_packed
 from colossax.models.registry import maker
@@ -155,8 +156,8 @@ def conversion_of(settings: Mapping[str, Any]) -> Conversion:
     """
     name = settings.get("model_type")
     known = CONVERSIONS.get(name) if isinstance(name, str) else None
-    two = known is not None and issubclass(known.config, DualEncoderConfig)
-    if settings.get("vision_config") is not None and not two:
+    sees = known is not None and issubclass(known.config, DualEncoderConfig | LlavaConfig)
+    if settings.get("vision_config") is not None and not sees:
         raise InputError(
             f"config.json: {name} with vision_config is not supported; only text models are: give"
             " what text_config holds as config.json, with its own weights"
@@ -226,12 +227,16 @@ def _names_in_files(conversion: Conversion, reader: Reader) -> dict[str, str]:
     prefixed = any(name.startswith(prefix) for name in reader.tensors)
     skip = "" if prefixed else prefix
     names = {name if name == conversion.head else skip + name: name for name in reader.tensors}
-    return {_respelt(name, conversion.spelt): file for name, file in names.items()}
+    return {_respelt(name, conversion): file for name, file in names.items()}
 
 
-def _respelt(name: str, spelt: Mapping[str, str]) -> str:
+def _respelt(name: str, conversion: Conversion) -> str:
     """A name as it is written now."""
-    for old, new in spelt.items():
+    for old, new in conversion.begun.items():
+        if name.startswith(old):
+            name = new + name.removeprefix(old)
+            break
+    for old, new in conversion.spelt.items():
         if name.endswith(old):
             return name.removesuffix(old) + new
     return name

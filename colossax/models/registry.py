@@ -25,6 +25,7 @@ from colossax.models.gpt_oss import GPTOSSConfig
 from colossax.models.gptj import GPTJConfig
 from colossax.models.llama import LlamaConfig
 from colossax.models.llama4 import Llama4Config
+from colossax.models.llava import LlavaConfig
 from colossax.models.mistral import MistralConfig
 from colossax.models.mixtral import MixtralConfig
 from colossax.models.modernbert import ModernBERTConfig
@@ -73,6 +74,14 @@ def dual_encoder_of(config: Any, rngs: "nnx.Rngs") -> "nnx.Module":
     text, image = config.text_encoder(), config.image_encoder()
     first = {"log_scale": config.log_scale, "shift": config.shift}
     return DualEncoder(text, image, rngs=rngs, **first)
+
+
+def seeing_decoder_of(config: Any, rngs: "nnx.Rngs") -> "LanguageModel":
+    """The decoder, and the encoder of images that it reads, that a configuration describes."""
+    from colossax.nn import SeeingDecoder
+
+    parts = config.decoder(), config.image_encoder(), config.projector
+    return SeeingDecoder(*parts, rngs=rngs)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,6 +140,7 @@ FAMILIES: dict[str, Family] = {
         Family(name="dinov2", config=DINOv2Config),
         Family(name="clip", config=CLIPConfig, make=dual_encoder_of),
         Family(name="siglip", config=SigLIPConfig, make=dual_encoder_of),
+        Family(name="llava", config=LlavaConfig, make=seeing_decoder_of),
         Family(name="t5", config=T5Config, make=encoder_decoder_of),
         Family(name="bart", config=BARTConfig, make=encoder_decoder_of),
         Family(name="whisper", config=WhisperConfig, make=encoder_decoder_of),

@@ -47,12 +47,14 @@ if TYPE_CHECKING:
     from .config.parts import RopeScaling as RopeScaling
     from .config.parts import YarnScaling as YarnScaling
     from .config.patches import PatchConfig as PatchConfig
+    from .config.seeing import ProjectorConfig as ProjectorConfig
     from .decoder.decoder import Decoder as Decoder
     from .decoder.dual_encoder import DualEncoder as DualEncoder
     from .decoder.encoder_decoder import EncoderDecoder as EncoderDecoder
     from .decoder.layers import Layers as Layers
     from .decoder.layers import decoder_layer as decoder_layer
     from .decoder.layers import expert_layer as expert_layer
+    from .decoder.seeing import SeeingDecoder as SeeingDecoder
     from .experts import Experts as Experts
     from .initialising import initialise as initialise
     from .language_model import LanguageModel as LanguageModel

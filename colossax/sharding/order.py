@@ -11,6 +11,7 @@ import numpy as np
 from colossax.config import RING_AXES, BoundPlan
 from colossax.errors import PlanError
 from colossax.pallas.target import current_target
+from colossax.sharding.context import current, use
 from colossax.sharding.rules import activation_axes, seq_axes
 from colossax.sharding.sequence.order import zigzag_order
 
@@ -55,6 +56,30 @@ def in_order(order: RowOrder) -> Iterator[None]:
 def current_order() -> RowOrder:
     """The order of rows being traced."""
     return _ORDER.value
+
+
+@contextlib.contextmanager
+def whole_rows(rows: int) -> Iterator[None]:
+    """Put the plan in force for so many rows that no devices share, in their natural order.
+
+    Devices that would share a row have other rows where there are enough for all of them; else the
+    same ones.
+    """
+    bound = current()
+    if bound is None:
+        with in_order(NATURAL):
+            yield
+        return
+    seq, rules = seq_axes(bound), bound.plan.rules
+    axes = (*activation_axes(bound, "batch"), *seq)
+    beside = seq if rows % bound.size(axes) == 0 else ()
+    changed = {
+        dim: None if dim.split(":")[0] == "seq" else [(*choice, *beside) for choice in choices]
+        for dim, choices in rules.activations.items()
+        if dim.split(":")[0] in ("batch", "seq")
+    }
+    with use(bound.replace(rules=rules.updated(activations=changed))), in_order(NATURAL):
+        yield
 
 
 def balanced_order(bound: BoundPlan, length: int) -> RowOrder:

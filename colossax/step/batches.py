@@ -36,7 +36,7 @@ class BatchPlacer:
             dims: Logical dims of arrays that are not text.
             any_order: Whether the loss may see tokens in any order.
             any_form: Whether batches may differ in form.
-            known: Numbers that the model knows, see `known_numbers`.
+            known: Numbers that the model knows, see `known_to`.
         """
         self._bound = bound
         self._dims = dims

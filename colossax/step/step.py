@@ -18,7 +18,7 @@ from colossax.sharding import RowOrder, compiler_options, in_order, replicated, 
 from colossax.sharding.table import explain, explain_html
 from colossax.step.batches import BatchPlacer
 from colossax.step.checks.float8 import check_float8
-from colossax.step.checks.given import check_state, known_numbers
+from colossax.step.checks.given import check_state, known_to
 from colossax.step.choosing import followers_of, gradient_method_of, updater_of
 from colossax.step.evaluation import Evaluation
 from colossax.step.gradients.accumulate import LossCall, with_term_weights
@@ -117,7 +117,7 @@ class Step:
         self.updater: Updater = updater_of(self, optimizer) or WholeUpdate(
             gradient_method_of(self), *whole
         )
-        any_order, known = getattr(loss, "any_order", False), known_numbers(spec.infos)
+        any_order, known = getattr(loss, "any_order", False), known_to(spec)
         self.batches = BatchPlacer(bound, options.batch_dims, any_order=any_order, known=known)
         compiler = compiler_options(bound) or None
         everywhere = replicated(bound)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from colossax.config import nearest
 from colossax.errors import InputError
 from colossax.nn.config.dual import DualEncoderConfig
-from colossax.tasks.image_text.templates import check_captions
+from colossax.tasks.image_text.templates import check_captions, check_written
 
 if TYPE_CHECKING:
     from colossax.tasks.config import TrainConfig
@@ -62,7 +62,8 @@ def check_images(config: "TrainConfig") -> None:
         InputError: The model reads or tells something else, or text is asked for beside images.
     """
     data, two = config.data, isinstance(config.model, DualEncoderConfig)
-    encoder = config.model.image_encoder() if two else config.model.decoder()
+    sees = hasattr(config.model, "image_encoder")
+    encoder = config.model.image_encoder() if sees else config.model.decoder()
     assert data.images is not None
     images, patches = IMAGE_SETS[data.images], getattr(encoder, "patches", None)
     if patches is None:
@@ -77,8 +78,8 @@ def check_images(config: "TrainConfig") -> None:
                 f"model.{name}: found {found}, and images of '{data.images}' have {wanted}; give"
                 " that"
             )
-    if two:
-        check_captions(config, images)
+    if sees:
+        (check_captions if two else check_written)(config, images)
         return _check_no_text(config)
     if data.seq_len != patches.tokens:
         raise InputError(

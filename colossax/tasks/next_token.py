@@ -119,18 +119,18 @@ def hidden_states(
 
     Args:
         model: As `nn.Decoder`.
-        batch: With `tokens`, and what goes with them, as a source; or with `pixels`.
+        batch: With `tokens`, and what goes with them, as a source or `pixels`; or those alone.
         row_keys: A random key for each row, for models that draw; None: without noise.
 
     Raises:
         InputError: They are no tokens.
     """
-    if PIXELS in batch:
+    if PIXELS in batch and "tokens" not in batch:
         return model.hidden(pixels=batch[PIXELS])
     _check_text(batch)
     drawn = {"key": row_keys} if getattr(model, "draws", False) else {}
     rows = {name: batch.get(name) for name in ("positions", "segments")}
-    beside = (TOKEN_TYPES, SOURCE, SOURCE_SEGMENTS, FRAMES)
+    beside = (TOKEN_TYPES, SOURCE, SOURCE_SEGMENTS, FRAMES, PIXELS)
     rows |= {name: batch[name] for name in beside if name in batch}
     return model.hidden(batch["tokens"], **rows, **drawn)
 

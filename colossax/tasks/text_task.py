@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from colossax.config import to_json
-from colossax.models import config_to_json, maker
+from colossax.models import LlavaConfig, config_to_json, maker
 from colossax.nn import DualEncoderConfig, with_adapter
 from colossax.optim import averaged
 from colossax.processes.group import Group
@@ -18,6 +18,7 @@ from colossax.tasks.config import DataConfig, TrainConfig, train_config_to_json
 from colossax.tasks.heads import masked_token_loss
 from colossax.tasks.image_task import image_task
 from colossax.tasks.image_text.task import caption_task
+from colossax.tasks.image_text.written import written_task
 from colossax.tasks.initial import initial_tokenizer
 from colossax.tasks.next_token import mean_loss, next_token_loss
 from colossax.tasks.optimizer import make_optimizer, make_schedule
@@ -53,6 +54,8 @@ def task_of(config: TrainConfig, group: Group | None = None) -> Task:
     """
     group = Group(None, {}) if group is None else group
     if config.data.images is not None:
+        if isinstance(config.model, LlavaConfig):
+            return written_task(config, group)
         two = isinstance(config.model, DualEncoderConfig)
         return (caption_task if two else image_task)(config, group)
     if config.data.audio is not None:

@@ -63,7 +63,12 @@ class Case:
     @property
     def both(self) -> bool:
         """Whether it reads texts and images side by side."""
-        return "vision_config" in self.sizes
+        return "vision_config" in self.sizes and not self.seeing
+
+    @property
+    def seeing(self) -> bool:
+        """Whether it continues texts that images stand in."""
+        return self.auto is transformers.AutoModelForImageTextToText
 
     @property
     def images(self) -> bool:

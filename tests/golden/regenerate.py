@@ -15,7 +15,6 @@ golden.json. Nor may weights be so large that rounding alone moves logits: float
 
 import argparse
 import copy
-import dataclasses
 import json
 import sys
 import tempfile
@@ -31,15 +30,15 @@ from edits import Case, Edit, Mismatch, Model, build
 from encoder_cases import ENCODERS
 from image_cases import IMAGES
 from image_text_cases import IMAGE_TEXTS
+from inputs import FIRST, INPUTS, PROMPT, Inputs, inputs_of
 from pair_cases import ENCODER_DECODERS
 from safetensors.numpy import load_file, save_file
+from seeing_cases import SEEING
 from sound_cases import SOUND
 from weights import draw_weights
 
 HERE = Path(__file__).resolve().parent
-SEQ, PROMPT, NEW_TOKENS, PADDING, WRITTEN, IMAGE_ROWS = 40, 12, 32, 4, 30, 4
-SAMPLES = 3_200
-TEXT_ROWS, OLDER_EOS = 3, 2
+NEW_TOKENS, SAMPLES = 32, 3_200
 MIN_MOVED, MIN_STD, MIN_MARGIN, MIN_DISTINCT, MAX_ROUNDING = 1e-2, 1.0, 1e-3, 10, 7e-6
 # Two forms of GELU differ by 5e-4 at most, so no weights of this size can move a logit by more.
 FAINT, MIN_MOVED_FAINT = ("gelu by tanh",), 1e-3
@@ -51,22 +50,9 @@ CASES: dict[str, Case] = {
     **ENCODER_DECODERS,
     **IMAGES,
     **IMAGE_TEXTS,
+    **SEEING,
     **SOUND,
 }
-
-
-INPUTS = (
-    "input_ids",
-    "attention_mask",
-    "token_type_ids",
-    "decoder_input_ids",
-    "pixel_values",
-    "input_features",
-)
-Inputs = dict[str, np.ndarray]
-"""`input_ids`; `attention_mask` and `token_type_ids` where rows end in padding; of pairs of texts
-what is written, too. Or `pixel_values`, `[b, channels, height, width]`, or texts and those; or
-`input_features`, `[b, mels, frames]`, and what is written."""
 
 
 def logits_of(model: Model, inputs: Inputs) -> np.ndarray:
@@ -75,7 +61,8 @@ def logits_of(model: Model, inputs: Inputs) -> np.ndarray:
         pixels = torch.from_numpy(inputs["pixel_values"]).to(model.dtype)
         tokens = torch.from_numpy(inputs["input_ids"]).long()
         with torch.no_grad():
-            return model(input_ids=tokens, pixel_values=pixels).logits_per_image.numpy()
+            told = model(input_ids=tokens, pixel_values=pixels)
+        return (told.logits if "logits" in told else told.logits_per_image).numpy()
     if "pixel_values" in inputs:
         pixels = torch.from_numpy(inputs["pixel_values"]).to(model.dtype)
         with torch.no_grad():
@@ -93,76 +80,28 @@ def logits_of(model: Model, inputs: Inputs) -> np.ndarray:
     return (logits if as_given else logits * mask[..., None]).numpy()
 
 
-def inputs_of(case: Case, model: Model, random: np.random.RandomState) -> Inputs:
-    """What a case is given: two rows, the second of which ends in padding where none generates."""
-    if case.both:
-        shown = dataclasses.replace(case, sizes=case.sizes["vision_config"])
-        return {**texts_of(case.sizes["text_config"], random), **inputs_of(shown, model, random)}
-    if case.images:
-        height, width = sizes_of(case.sizes["image_size"])
-        shape = (IMAGE_ROWS, case.sizes["num_channels"], height, width)
-        return {"pixel_values": random.standard_normal(shape).astype(np.float32)}
-    if case.sound:
-        shape = (2, case.sizes["num_mel_bins"], 2 * case.sizes["max_source_positions"])
-        frames = random.standard_normal(shape).astype(np.float32)
-        written = random.randint(0, case.sizes["vocab_size"], (2, WRITTEN))
-        return {"input_features": frames, "decoder_input_ids": written.astype(np.int32)}
-    ids = random.randint(0, case.sizes["vocab_size"], (2, SEQ)).astype(np.int32)
-    if case.generates:
-        return {"input_ids": ids}
-    pad, mask = model.config.pad_token_id, np.ones_like(ids)
-    ids[ids == pad] = pad + 1
-    ids[1, -PADDING:], mask[1, -PADDING:] = pad, 0
-    inputs = {"input_ids": ids, "attention_mask": mask}
-    if case.pair:
-        written = random.randint(0, case.sizes["vocab_size"], (2, WRITTEN))
-        return {**inputs, "decoder_input_ids": written.astype(np.int32)}
-    kinds = getattr(model.config, "type_vocab_size", 0)
-    if kinds:
-        inputs["token_type_ids"] = random.randint(0, kinds, ids.shape).astype(np.int32)
-    return inputs
-
-
-def texts_of(sizes: dict[str, Any], random: np.random.RandomState) -> Inputs:
-    """Texts that end in the token that says so, then in others, of which some have higher numbers.
-
-    Those of which the highest number is the end have no higher ones.
-    """
-    eos, length = sizes.get("eos_token_id"), sizes["max_position_embeddings"]
-    highest = sizes["vocab_size"] if eos != OLDER_EOS else 100
-    ids = random.randint(3, highest, (TEXT_ROWS, length)).astype(np.int32)
-    if eos is not None:
-        ids[ids == 100] = 99
-        ids[np.arange(TEXT_ROWS), [length - 1, 7, 12]] = 100
-        ids[1, 10] = 100  # the first counts
-    return {"input_ids": ids}
-
-
-def sizes_of(size: int | list[int]) -> tuple[int, int]:
-    """Height and width."""
-    return (size, size) if isinstance(size, int) else (size[0], size[1])
-
-
 def greedy_tokens(
-    model: Model, prompt: np.ndarray, *, plain: bool = True
+    model: Model, prompt: np.ndarray, beside: Inputs, *, plain: bool = True
 ) -> tuple[np.ndarray, float]:
     """Tokens `generate` adds to the prompt, and by how much each was the best at least.
 
     Args:
         model: Of a case.
         prompt: Its first tokens.
+        beside: What stands in them.
         plain: Whether one forward pass over all of them must choose the same.
     """
     tokens = torch.from_numpy(prompt).long()[None]
     out = model.generate(
         tokens,
+        **{name: torch.from_numpy(array) for name, array in beside.items()},
         attention_mask=torch.ones_like(tokens),
         do_sample=False,
         min_new_tokens=NEW_TOKENS,
         max_new_tokens=NEW_TOKENS,
     )[0].numpy()
     new = out[len(prompt) :].astype(np.int32)
-    steps = logits_of(model, {"input_ids": out[None, :-1]})[0, len(prompt) - 1 :]
+    steps = logits_of(model, {"input_ids": out[None, :-1], **beside})[0, len(prompt) - 1 :]
     if plain and not np.array_equal(steps.argmax(-1), new):
         raise Mismatch("generate with its cache and the plain forward pass choose other tokens")
     best = np.sort(steps, axis=-1)
@@ -235,6 +174,7 @@ def make(case: Case, folder: Path) -> dict[str, Any]:
         **({"images": True} if case.images else {}),
         **({"sound": True} if case.sound else {}),
         **({"both": True} if case.both else {}),
+        **({"seeing": True} if case.seeing else {}),
         "logits_std": round(float(logits.std()), 4),
     }
     tensors = {**inputs, "logits": logits}
@@ -243,13 +183,14 @@ def make(case: Case, folder: Path) -> dict[str, Any]:
         facts["greedy_margin"] = round(margin, 5)
         facts["greedy_distinct"] = len(set(greedy.tolist()))
         tensors |= {"greedy": greedy, **told_of_samples(random)}
-    if case.generates or case.pair:
-        prompt = inputs["input_ids"][0, : None if case.pair else PROMPT]
+    if case.generates or case.pair or case.seeing:
+        prompt = inputs["input_ids"][0, : None if case.pair else PROMPT + FIRST * case.seeing]
+        beside = {"pixel_values": inputs["pixel_values"][:1]} if case.seeing else {}
         again = copy.deepcopy(model)
         greedy, margin = (
             greedy_text(again, prompt)
             if case.pair
-            else greedy_tokens(again, prompt, plain=case.plain)
+            else greedy_tokens(again, prompt, beside, plain=case.plain)
         )
         facts["greedy_margin"] = round(margin, 5)
         facts["greedy_distinct"] = len(set(greedy.tolist()))

@@ -31,6 +31,7 @@ from colossax.models import (
     GPTOSSConfig,
     Llama4Config,
     LlamaConfig,
+    LlavaConfig,
     MistralConfig,
     MixtralConfig,
     ModernBERTConfig,
@@ -231,6 +232,15 @@ TINY = {
     ),
     "clip": CLIPConfig(vocab=64, max_seq=24, projection=16, **TWO),
     "siglip": SigLIPConfig(vocab=64, max_seq=24, **TWO),
+    "llava": LlavaConfig(
+        text=LlamaConfig(**GROUPED),
+        image=PART,
+        image_token=63,
+        height=8,
+        width=8,
+        patch_height=4,
+        patch_width=4,
+    ),
     "gptj": GPTJConfig(**SIZES, max_seq=24, rope_dims=4),
     "falcon": FalconConfig(**SIZES, max_seq=24),
     "falcon_alibi": FalconConfig(
@@ -480,6 +490,13 @@ PUBLISHED = [
             image=EncoderPart(embed=768, heads=12, mlp=3072, **BASE),
         ),
         203_155_970,
+    ),
+    (
+        LlavaConfig(
+            text=LlamaConfig(vocab=32064, embed=4096, layers=32, heads=32, kv_heads=32, mlp=11008),
+            image=EncoderPart(embed=1024, heads=16, mlp=4096, **{**BASE, "layers": 23}),
+        ),
+        7_063_427_072 - 12_598_272,  # without the layer and the norm that nothing reads
     ),
     (BloomConfig(vocab=250880, embed=1024, layers=24, heads=16), 559_214_592),
 ]

@@ -169,9 +169,14 @@ class Decoder(Trunk, Vocabulary):
 
         Prompt chunks and single next tokens look alike: each token says where it belongs.
         """
+        return self.decode_embedded(self.embedded(tokens[None]), tokens, cache, flat)
+
+    def decode_embedded(
+        self, x: Float[Array, "1 t d"], tokens: Int[Array, " t"], cache: Any, flat: FlatTokens
+    ) -> tuple[Float[Array, "t d"], Any]:
+        """`decode` of embeddings, which tokens or something else were made."""
         self._check_generates()
-        x = self._as_wide(self.embedded(tokens[None]))
-        out = self.layers(*self.enter_flat(x, tokens, flat), carried=cache)
+        out = self.layers(*self.enter_flat(self._as_wide(x), tokens, flat), carried=cache)
         return self._last(out.carry)[0], out.carried
 
     def cache_spec(

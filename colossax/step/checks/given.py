@@ -7,7 +7,8 @@ import jax
 import numpy as np
 
 from colossax.errors import InputError
-from colossax.typing import SOURCE, TOKEN_TYPES, Batch, TrainState
+from colossax.nn import ModelSpec
+from colossax.typing import PIXELS, SOURCE, TOKEN_TYPES, Batch, TrainState
 
 _AS_IN = "as in `state, metrics = step(state, batch)`"
 
@@ -124,7 +125,7 @@ def check_tokens(batch: Batch, known: Mapping[str, int]) -> None:
 
     Args:
         batch: Host arrays are looked at.
-        known: See `known_numbers`.
+        known: See `known_to`.
 
     Raises:
         InputError: With the first of them.
@@ -135,6 +136,8 @@ def check_tokens(batch: Batch, known: Mapping[str, int]) -> None:
     unread = {"targets"} if "labels" in known else set()
     for name in sorted({"tokens", "targets", *known} - unread):
         ids, vocab = batch.get(name), known.get(name)
+        if name == "tokens" and vocab is not None:
+            vocab += _places(batch, known)
         if not isinstance(ids, np.ndarray) or ids.size == 0 or ids.dtype.kind not in "iu":
             continue
         least = np.iinfo(ids.dtype).min if name == "labels" else 0  # below 0 there is none
@@ -156,6 +159,26 @@ def _wanted(name: str) -> str:
     if name in ("tokens", "targets", SOURCE):
         return "tokens of the model's vocabulary, and 'weights' 0 where a target does not count"
     return "one of those, or raise the model's number of them"
+
+
+PLACES = "places"
+"""What `known_to` calls the tokens that an image takes."""
+
+
+def _places(batch: Batch, known: Mapping[str, int]) -> int:
+    """Tokens of each row that are places of its images."""
+    pixels = batch.get(PIXELS)
+    return pixels.shape[1] * known[PLACES] if PLACES in known and pixels is not None else 0
+
+
+def known_to(spec: ModelSpec) -> dict[str, int]:
+    """`known_numbers`, and of a model that reads images among its tokens how many one takes."""
+    infos = spec.infos
+    if not {"patch_height", "vocab"} <= {dim for i in jax.tree.leaves(infos) for dim in i.dims}:
+        return known_numbers(infos)
+    model = spec.merge(jax.tree.map(lambda i: jax.ShapeDtypeStruct(i.shape, i.dtype), infos))
+    places = getattr(model, "places", None)
+    return known_numbers(infos) | ({} if places is None else {PLACES: places})
 
 
 def known_numbers(infos: Any) -> dict[str, int]:

@@ -52,3 +52,26 @@ def check_captions(config: "TrainConfig", images: "ImageSet") -> None:
             f"data.global_batch: found {data.global_batch}, and beside images to be told stand the"
             f" captions of {images.classes} classes; give {images.classes} or more"
         )
+
+
+def check_written(config: "TrainConfig", images: "ImageSet") -> None:
+    """Refuse a run in which a decoder writes captions of these images, and that cannot be.
+
+    Raises:
+        InputError: The model has no numbers for bytes, or rows are too short.
+    """
+    data, text = config.data, config.model.decoder()
+    if text.vocab <= END or text.eos not in (None, END):
+        raise InputError(
+            f"model.text.vocab: found {text.vocab} with eos {text.eos}, and captions of"
+            f" '{data.images}' are bytes that end in {END}; give vocab {END + 1} or more, and eos"
+            f" {END}"
+        )
+    captions = (TEMPLATES[0].format(name) for name in images.names)
+    needed = config.model.places + max(len(text.encode()) for text in captions)
+    if not needed <= data.seq_len <= text.max_seq:
+        raise InputError(
+            f"data.seq_len: found {data.seq_len}, and an image of '{data.images}' and its caption"
+            f" have up to {needed} tokens, the model's rows {text.max_seq}; give a number between"
+            " the two"
+        )

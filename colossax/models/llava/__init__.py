@@ -1,0 +1,3 @@
+"""LLaVA 1.5."""
+
+from .config import LlavaConfig as LlavaConfig

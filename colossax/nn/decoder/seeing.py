@@ -1,0 +1,255 @@
+"""A decoder of text whose tokens may be what an encoder made of an image's patches."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int, Num
+
+from colossax.errors import InputError
+from colossax.nn.attention import FlatTokens
+from colossax.nn.block import ACTIVATIONS
+from colossax.nn.cache import CacheArray, CacheSpec
+from colossax.nn.config import DecoderConfig
+from colossax.nn.config.seeing import ProjectorConfig, check_seeing
+from colossax.nn.decoder.decoder import Decoder
+from colossax.nn.layers import Linear
+from colossax.nn.stack.stack import LayerStack
+from colossax.pallas.attention import Mask
+from colossax.sharding import constrain, whole_rows
+
+_TEXT, _IMAGES = "text", "images"
+"""Kinds of what is cached."""
+
+
+class Projector(nnx.Module):
+    """`act(x @ w1 + b1) @ w2 + b2`, from the width of images to that of text."""
+
+    def __init__(self, width: int, embed: int, projector: ProjectorConfig, *, rngs: nnx.Rngs):
+        self.activation = projector.activation
+        how: dict[str, Any] = {"rngs": rngs, "bias": projector.bias}
+        self.up = Linear((width, embed), ("width", "embed"), **how)
+        self.down = Linear((embed, embed), ("width", "embed"), **how)
+
+    def __call__(self, x: Float[Array, "b s w"]) -> Float[Array, "b s d"]:
+        return self.down(ACTIVATIONS[self.activation](self.up(x)))
+
+
+class SeeingDecoder(nnx.Module):
+    """A `LanguageModel` that reads images among its tokens, in front of them or between.
+
+    A token id at or above the vocabulary is no word but a place of the row's images: `vocab + k` is
+    the k-th state that they give, image after image, patch after patch. So rows may be packed, cut
+    and shared by devices like those of any tokens. No logit stands for a place, and a loss has to
+    leave out the tokens before one.
+
+    Layers of the encoder of images are numbered before those of the decoder, in plans and cuts.
+
+    Source: Liu et al. 2023, Visual Instruction Tuning (LLaVA).
+    """
+
+    def __init__(
+        self,
+        text: DecoderConfig,
+        image: DecoderConfig,
+        projector: ProjectorConfig,
+        *,
+        rngs: nnx.Rngs,
+    ):
+        """Build it.
+
+        Args:
+            text: The decoder; its vocabulary and head are the model's.
+            image: The encoder, as deep as its states are taken, without a norm behind them.
+            projector: What makes tokens of those.
+            rngs: Keys of the parameters.
+
+        Raises:
+            InputError: They do not fit together.
+        """
+        check_seeing(text, image, projector)
+        self.config, self.image_config = text, image
+        self.keeps_class = projector.class_token
+        self.image = Decoder(image, rngs=rngs)
+        self.projector = Projector(image.embed, text.embed, projector, rngs=rngs)
+        self.text = Decoder(text, rngs=rngs)
+
+    def __call__(
+        self,
+        tokens: Int[Array, "b s"],
+        *,
+        pixels: Num[Array, "b ..."] | None = None,
+        positions: Int[Array, "b s"] | None = None,
+        segments: Int[Array, "b s"] | None = None,
+    ) -> Float[Array, "b s v"]:
+        """Logits of every token."""
+        rows = {"pixels": pixels, "positions": positions, "segments": segments}
+        return self.logits(self.hidden(tokens, **rows)[0])
+
+    @property
+    def embed(self) -> Any:
+        """The table of words."""
+        return self.text.embed
+
+    @property
+    def places(self) -> int:
+        """Tokens that an image takes."""
+        patches = self.image_config.patches
+        assert patches is not None
+        return patches.tokens if self.keeps_class else patches.patches
+
+    @property
+    def stacks(self) -> dict[str, LayerStack]:
+        """Its layer stacks by name, in the order in which they run."""
+        return {"image/layers": self.image.layers, "text/layers": self.text.layers}
+
+    @property
+    def auxiliary(self) -> dict[str, float]:
+        """See `Decoder`."""
+        return self.text.auxiliary
+
+    @property
+    def draws(self) -> bool:
+        """See `Decoder`."""
+        return self.text.draws
+
+    @property
+    def readout(self) -> dict[str, Any]:
+        """See `Vocabulary`."""
+        return self.text.readout
+
+    def head_weight(self) -> Float[Array, "d v"]:
+        """See `Vocabulary`."""
+        return self.text.head_weight()
+
+    def logits(self, hidden: Float[Array, "*lead d"]) -> Float[Array, "*lead v"]:
+        """See `Vocabulary`."""
+        return self.text.logits(hidden)
+
+    def hidden(
+        self,
+        tokens: Int[Array, "b s"] | None = None,
+        *,
+        pixels: Num[Array, "b ..."] | None = None,
+        embeddings: Float[Array, "b s d"] | None = None,
+        positions: Int[Array, "b s"] | None = None,
+        segments: Int[Array, "b s"] | None = None,
+        mask: Mask | None = None,
+        key: Array | None = None,
+    ) -> tuple[Float[Array, "b s d"], dict[str, Any]]:
+        """Final hidden states, normed, in the compute dtype, and the sums of the decoder's layers.
+
+        Args:
+            tokens: Ids and places; or give `embeddings`.
+            pixels: Images of each row, as many of each, `[rows, images, height, width, channels]`;
+                those that no place names are computed for nothing. None: there are none, and a
+                place is an error that is not seen.
+            embeddings, positions, segments, mask, key: See `Decoder.hidden`.
+
+        Raises:
+            InputError: As `Decoder.hidden`; images are given beside embeddings, or of another size.
+        """
+        rows = {"positions": positions, "segments": segments, "mask": mask, "key": key}
+        if pixels is None:
+            return self.text.hidden(tokens, embeddings=embeddings, **rows)
+        if tokens is None:
+            raise InputError(
+                "hidden: images stand where tokens name them, and embeddings are given; give tokens"
+            )
+        embeddings = self._placed(tokens, self.seen(pixels))
+        return self.text.hidden(embeddings=embeddings, **rows)
+
+    def seen(self, pixels: Num[Array, "b ..."]) -> Float[Array, "b k d"]:
+        """What the row's images give, in their order: embeddings for `k = n places` places.
+
+        Cost: the encoder of images. Devices that share rows have an image each where those divide
+        them, else all compute the same ones; what images give is gathered by them.
+
+        Raises:
+            InputError: Images are of another size than the model's, or lie in no rows.
+        """
+        if pixels.ndim != 5:
+            raise InputError(
+                f"batch 'pixels': found shape {list(pixels.shape)}; give the images of each row,"
+                " [rows, images, height, width, channels]"
+            )
+        rows, count = pixels.shape[:2]
+        images = pixels.reshape(rows * count, *pixels.shape[2:])
+        with whole_rows(rows * count):
+            states = self.image.hidden(pixels=images)[0]
+            patches = self.image_config.patches
+            if patches is not None and patches.class_token and not self.keeps_class:
+                states = states[:, 1:]
+            states = self.projector(states)
+        return constrain(states.reshape(rows, -1, states.shape[-1]), "batch", None, None)
+
+    def decode(
+        self, tokens: Int[Array, " t"], cache: dict[str, Any], flat: FlatTokens
+    ) -> tuple[Float[Array, "t d"], dict[str, Any]]:
+        """See `Decoder.decode`; images were looked at before."""
+        cache = dict(cache)
+        seen = cache.pop(_IMAGES)
+        states = seen["states"][flat.seat, jnp.maximum(tokens - self.config.vocab, 0)]
+        x = self._chosen(tokens, self.text.embedded(self._words(tokens)[None]), states[None])
+        hidden, kept = self.text.decode_embedded(x, tokens, self._of_text(cache), flat)
+        return hidden, {**self._named(kept), _IMAGES: seen}
+
+    def look(
+        self, pixels: Num[Array, "b ..."], cache: dict[str, Any], seat: Int[Array, " b"]
+    ) -> dict[str, Any]:
+        """The cache with what images give, before the first token that names them.
+
+        Args:
+            pixels: Of each sequence.
+            cache: Made as `cache_spec` says.
+            seat: Row of the cache for each sequence.
+
+        Raises:
+            InputError: They give more states than a sequence has slots.
+        """
+        states, held = self.seen(pixels), cache[_IMAGES]["states"]
+        if states.shape[1] > held.shape[1]:
+            raise InputError(
+                f"images: {pixels.shape[1]} of them take {states.shape[1]} tokens, above the"
+                f" {held.shape[1]} of a sequence; give fewer, or more slots"
+            )
+        held = held.at[seat, : states.shape[1]].set(states.astype(held.dtype))
+        return {**cache, _IMAGES: {"states": held}}
+
+    def cache_spec(
+        self, *, seats: int, slots: int, chunk: int | None = None
+    ) -> dict[str, CacheSpec]:
+        """See `Decoder.cache_spec`; beside it a state for each place that a sequence can have."""
+        own = self.text.cache_spec(seats=seats, slots=slots, chunk=chunk)
+        shape = (seats, slots, self.config.embed)
+        states = CacheArray(shape=shape, dims=(None, None, None), role="compute")
+        seen = CacheSpec(arrays={"states": states}, kind="sequence")
+        return {**self._named(own), _IMAGES: seen}
+
+    def _words(self, tokens: Array) -> Array:
+        """Ids of words; a place is the first one."""
+        return jnp.where(tokens < self.config.vocab, tokens, 0)
+
+    def _chosen(self, tokens: Array, words: Array, seen: Array) -> Array:
+        """Of each token the one or the other."""
+        return jnp.where((tokens >= self.config.vocab)[..., None], seen.astype(words.dtype), words)
+
+    def _placed(self, tokens: Array, seen: Float[Array, "b k d"]) -> Float[Array, "b s d"]:
+        """Embeddings of words, and in their places of what images give."""
+        at = jnp.clip(tokens - self.config.vocab, 0, seen.shape[1] - 1)
+        states = jnp.take_along_axis(seen, at[..., None], axis=1)
+        states = constrain(states, "batch", "seq", "embed")
+        return self._chosen(tokens, self.text.embedded(self._words(tokens)), states)
+
+    @staticmethod
+    def _named(own: Any) -> dict[str, Any]:
+        """What layers of one kind keep, by a name as those of several have."""
+        several = isinstance(own, Mapping) and all(
+            isinstance(one, Mapping | CacheSpec) for one in own.values()
+        )
+        return dict(own) if several else {_TEXT: own}
+
+    @staticmethod
+    def _of_text(cache: dict[str, Any]) -> Any:
+        return cache.get(_TEXT, cache)
