@@ -26,10 +26,10 @@ NAMES = {
         "Costs FORMS Kind Op Report SCHEDULES Table checked movable plot_schedule schedule simulate"
     ),
     "colossax.pallas.attention": (
-        "AttentionSpec Mask Operands RelativeBias Scoring attend attend_block attend_cache "
-        "attention backward_block block_gradients block_implementation block_ranges declined_by "
-        "dense forward_block keys_and_values merge_blocks row_delta row_ranges variants "
-        "why_no_ranges with_ranges with_sinks"
+        "AttentionSpec Mask Operands PairDropout RelativeBias Scoring attend attend_block "
+        "attend_cache attention backward_block block_gradients block_implementation block_ranges "
+        "declined_by dense forward_block keys_and_values merge_blocks row_delta row_ranges "
+        "variants why_no_ranges with_ranges with_sinks"
     ),
     "colossax.pallas.norms": "layer_norm rms_norm",
     "colossax.pallas.grouped_matmul": "GroupedSpec declined_by grouped_matmul variants",
@@ -96,8 +96,8 @@ NAMES = {
     "colossax.nn": (
         "EncoderDecoder EncoderDecoderConfig RelativeConfig "
         "DecoderSizes DynamicScaling EncoderSizes LinearScaling LongScaling every ACTIVATIONS "
-        "HeadConfig TransformConfig DualEncoder DualEncoderConfig EncoderPart ProjectorConfig "
-        "SeeingDecoder "
+        "DropoutConfig HeadConfig TransformConfig DualEncoder DualEncoderConfig EncoderPart "
+        "ProjectorConfig SeeingDecoder "
         "Attention AttentionShape Block CacheArray CacheSpec Decoder DecoderConfig Embedding "
         "Experts FamilyConfig FlatTokens LanguageModel LayerNorm LayerStack LayerState "
         "LatentAttention LatentConfig LatentShape Layers Linear Llama3Scaling MLP MixtureConfig "

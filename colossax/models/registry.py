@@ -189,12 +189,13 @@ def maker(config: Any) -> "MakeModel":
 def config_to_json(config: Any) -> dict[str, Any]:
     """A configuration as JSON, its family's name included.
 
-    What families got later, a head and a token that fills rows up, stands there where it is given,
-    so that runs and checkpoints from before are what they were.
+    What families got later, a head, a token that fills rows up and dropout, stands there where it
+    is given, so that runs and checkpoints from before are what they were.
     """
     said = {"family": family_of(config).name, **to_json(config)}
-    later = {field.name for field in dataclasses.fields(FamilyConfig)}
-    return {name: value for name, value in said.items() if value is not None or name not in later}
+    later = {field.name: field.default for field in dataclasses.fields(FamilyConfig)}
+    lacking = {name for name, default in later.items() if getattr(config, name, None) == default}
+    return {name: value for name, value in said.items() if name not in lacking}
 
 
 def config_from_json(data: Any) -> Any:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .config.adapter import AdapterConfig as AdapterConfig
     from .config.decoder import DecoderConfig as DecoderConfig
     from .config.decoder import LayerCount as LayerCount
+    from .config.dropout import DropoutConfig as DropoutConfig
     from .config.dual import DualEncoderConfig as DualEncoderConfig
     from .config.dual import EncoderPart as EncoderPart
     from .config.family import DecoderSizes as DecoderSizes

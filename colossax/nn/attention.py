@@ -16,6 +16,7 @@ from colossax.errors import InputError
 from colossax.layerwise import LayerState
 from colossax.nn.cache import CacheArray, CacheSpec, window_slots
 from colossax.nn.config import QueryGrowth
+from colossax.nn.dropout import Noise, pair_shapes, pairs_of
 from colossax.nn.layers import HeadsLayerNorm, HeadsRMSNorm, Linear, RMSNorm
 from colossax.nn.module import param
 from colossax.nn.rope import rotate
@@ -71,7 +72,8 @@ class Side:
         flat: Addresses in the cache, where there is one.
         valid: `[b, s]`, which tokens are some, where layers ask; None: all.
         token_ids: `[b, s]`, where layers ask.
-        key: Data of a random key for each row, `[b, 2]`, for layers that draw; None: they do not.
+        key: Data of a random key for each row, `[b, 2]`, for gates that draw; None: they do not.
+        noise: What is dropped, see `Noise`; a sublayer gets its own. None: nothing is.
     """
 
     masks: Any = (Mask(causal=True),)
@@ -85,6 +87,7 @@ class Side:
     valid: Any = None
     token_ids: Any = None
     key: Any = None
+    noise: Any = None
 
     def mask(self, window: Window, chunk: int | None = None) -> Mask:
         """That of layers with this window, and chunks of so many positions.
@@ -157,6 +160,7 @@ class AttentionShape:
         *,
         source: Float[Array, "b t d"] | None = None,
         biases: Sequence[Any] = (),
+        noise: Noise | None = None,
     ) -> tuple[Operands, Scoring]:
         """What `sharding.attention` will be given for this input, in shapes, but for the mask.
 
@@ -165,6 +169,7 @@ class AttentionShape:
             x: Of queries.
             source: Of keys and values; None: x.
             biases: Of scores.
+            noise: What is dropped.
         """
         q, kv = (
             jax.ShapeDtypeStruct((*of.shape[:2], heads, self.head_dim), x.dtype)
@@ -176,6 +181,7 @@ class AttentionShape:
             alibi_slopes=of_heads if self.alibi else None,
             sinks=of_heads if self.sinks else None,
             biases=jax.tree.map(lambda b: jax.ShapeDtypeStruct(b.shape, b.dtype), tuple(biases)),
+            dropout=pair_shapes(noise, x.shape[0], self.heads),
             **self.scores,
         )
         return Operands(q=q, k=kv, v=kv, mask=mask), scoring
@@ -246,7 +252,8 @@ class Attention(nnx.Module):
         of_heads = {"alibi_slopes": slopes, "sinks": sinks, "biases": side.biases}
         if side.flat is None:
             mask = side.mask(*self.shape.sight)
-            out = attention(q, k, v, mask=mask, **of_heads, **self.shape.scores)
+            dropout = pairs_of(side.noise, self.shape.heads)
+            out = attention(q, k, v, mask=mask, dropout=dropout, **of_heads, **self.shape.scores)
         else:
             out, state = self._attend_cache(q, k, v, side.flat, state, of_heads)
         return self.o(constrain(out, "batch:inner", "seq", "heads", "head_dim")), state, {}

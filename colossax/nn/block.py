@@ -164,13 +164,17 @@ class Block(nnx.Module):
         """See `LayerStack`. Sums of several sublayers under one name are refused."""
         x = residual(x)
         start, sums = x if self.shared_norm is None else self.shared_norm(x), {}
-        for name in self.names:
+        noise = getattr(side, "noise", None)
+        for number, name in enumerate(self.names):
+            if noise is not None:
+                side = dataclasses.replace(side, noise=noise.within(state.index, number))
             read = start if self.wiring.parallel else x
             sublayer, read = getattr(self, name), self._beside(name, "norm", read)
             # Where tokens are routed one by one, each device brings those it has.
             given = residual(read) if getattr(sublayer, "takes_parts", False) else block_input(read)
             y, state, counts = sublayer.mix(given, side, state)
             y = residual(self._beside(name, "scale", self._beside(name, "output_norm", y)))
+            y = y if noise is None else residual(side.noise.added(y))
             x = x + (y if self.wiring.scale == 1 else y * self.wiring.scale)
             x = self._beside(name, "sum_norm", x)
             if clash := sorted(sums.keys() & counts):

@@ -13,6 +13,7 @@ from colossax.layerwise import LayerState
 from colossax.nn.attention import Side, Window
 from colossax.nn.cache import CacheArray, CacheSpec
 from colossax.nn.config import LatentConfig
+from colossax.nn.dropout import Noise, pair_shapes, pairs_of
 from colossax.nn.layers import Linear, RMSNorm
 from colossax.nn.rope import rotate
 from colossax.pallas.attention import Mask, Operands, Scoring
@@ -41,13 +42,17 @@ class LatentShape:
         """What logits are multiplied by."""
         return self.sizes.scale * self.sizes.head_dim**-0.5
 
-    def call(self, mask: Mask, x: Float[Array, "b s d"]) -> tuple[Operands, Scoring]:
+    def call(
+        self, mask: Mask, x: Float[Array, "b s d"], *, noise: Noise | None = None
+    ) -> tuple[Operands, Scoring]:
         """See `AttentionShape`."""
         qk, v = (
             jax.ShapeDtypeStruct((*x.shape[:2], self.heads, width), x.dtype)
             for width in (self.sizes.head_dim, self.sizes.v_dim)
         )
-        return Operands(q=qk, k=qk, v=v, mask=mask), Scoring.of(qk, scale=self.scale)
+        dropout = pair_shapes(noise, x.shape[0], self.heads)
+        scoring = Scoring.of(qk, scale=self.scale, dropout=dropout)
+        return Operands(q=qk, k=qk, v=v, mask=mask), scoring
 
 
 class LatentAttention(nnx.Module):
@@ -109,7 +114,7 @@ class LatentAttention(nnx.Module):
         """See `Sublayer`."""
         q, latent, shared = self._projected(x, side.rope)
         if side.flat is None:
-            out = self._attend(q, latent, shared, side.mask(self.shape.window))
+            out = self._attend(q, latent, shared, side)
         else:
             out, state = self._attend_cache(q, latent, shared, side.flat, state)
         return self.o(constrain(out, "batch:inner", "seq", "heads", "head_dim")), state, {}
@@ -130,14 +135,21 @@ class LatentAttention(nnx.Module):
         q = jnp.concatenate([q[..., :nope], turned], axis=-1)
         return q, latent, rotate(shared, rope, interleaved=self.shape.interleaved)
 
-    def _attend(self, q: Array, latent: Array, shared: Array, mask: Mask) -> Array:
+    def _attend(self, q: Array, latent: Array, shared: Array, side: Side) -> Array:
         """With keys and values made for every head."""
         nope = self.shape.sizes.nope_dim
         kv = constrain(self.kv_up(latent), "batch:inner", "seq", "heads", "head_dim")
         of_all = jnp.broadcast_to(shared, (*kv.shape[:-1], shared.shape[-1]))
         k = jnp.concatenate([kv[..., :nope], of_all], axis=-1)
         k = constrain(k, "batch:inner", "seq", "heads", "head_dim")
-        return attention(q, k, kv[..., nope:], mask=mask, scale=self.shape.scale)
+        return attention(
+            q,
+            k,
+            kv[..., nope:],
+            mask=side.mask(self.shape.window),
+            scale=self.shape.scale,
+            dropout=pairs_of(side.noise, self.shape.heads),
+        )
 
     def _attend_cache(
         self, q: Array, latent: Array, shared: Array, flat: Any, state: LayerState

@@ -9,6 +9,7 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, BFloat16, Float32, UInt32
 
+from colossax.pallas.dropout import mixed as _mixed
 from colossax.typing import ParamInfo
 
 _LOW_HALF = 0xFFFF
@@ -128,13 +129,3 @@ def element_entropy(
         size *= shape[dim]
     path = jnp.uint32(zlib.crc32(info.path.encode()))
     return _mixed(index ^ _mixed(layer ^ _mixed(key ^ path)))
-
-
-def _mixed(x: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
-    """A bijection of 32 bits in which each bit of x changes half of the bits.
-
-    Reference: C. Wellons 2018, Prospecting for Hash Functions: `lowbias32`.
-    """
-    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
-    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
-    return x ^ (x >> 16)

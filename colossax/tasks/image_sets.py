@@ -78,8 +78,16 @@ def check_images(config: "TrainConfig") -> None:
                 f"model.{name}: found {found}, and images of '{data.images}' have {wanted}; give"
                 " that"
             )
-    if sees:
-        (check_captions if two else check_written)(config, images)
+    if sees and not two:
+        check_written(config, images)
+        return _check_no_text(config)
+    if config.adapter:
+        raise InputError(
+            f"adapter.rank: found {config.adapter.rank}, and a run on images trains its whole"
+            " model; leave it out, or give boost a model with nn.with_adapter"
+        )
+    if two:
+        check_captions(config, images)
         return _check_no_text(config)
     if data.seq_len != patches.tokens:
         raise InputError(
@@ -97,11 +105,6 @@ def check_images(config: "TrainConfig") -> None:
 
 def _check_no_text(config: "TrainConfig") -> None:
     data = config.data
-    if config.adapter:
-        raise InputError(
-            f"adapter.rank: found {config.adapter.rank}, and a run on images trains its whole model;"
-            " leave it out, or give boost a model with nn.with_adapter"
-        )
     asked = {
         "data.path": data.path,
         "data.mixture": data.mixture,

@@ -125,10 +125,10 @@ def hidden_states(
     Raises:
         InputError: They are no tokens.
     """
-    if PIXELS in batch and "tokens" not in batch:
-        return model.hidden(pixels=batch[PIXELS])
-    _check_text(batch)
     drawn = {"key": row_keys} if getattr(model, "draws", False) else {}
+    if PIXELS in batch and "tokens" not in batch:
+        return model.hidden(pixels=batch[PIXELS], **drawn)
+    _check_text(batch)
     rows = {name: batch.get(name) for name in ("positions", "segments")}
     beside = (TOKEN_TYPES, SOURCE, SOURCE_SEGMENTS, FRAMES, PIXELS)
     rows |= {name: batch[name] for name in beside if name in batch}

@@ -56,6 +56,7 @@ from colossax.models import (
     maker,
 )
 from colossax.nn import (
+    DropoutConfig,
     DualEncoderConfig,
     EncoderDecoderConfig,
     EncoderPart,
@@ -657,3 +658,17 @@ def test_names_of_latent_parameters():
 def test_sizes_of_deepseek_that_do_not_fit_are_refused(changes, message):
     with pytest.raises(InputError, match=message):
         dataclasses.replace(TINY["deepseek_v3"], **changes)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_dropout_reaches_each_stack(name):
+    dropout = DropoutConfig(residual=0.1)
+    if isinstance(TINY[name], DualEncoderConfig | LlavaConfig):
+        with pytest.raises(InputError, match="model.dropout: "):
+            dataclasses.replace(TINY[name], dropout=dropout)
+        return
+    config = dataclasses.replace(TINY[name], dropout=dropout)
+    stacks = [config.decoder()]
+    if isinstance(config, EncoderDecoderConfig):
+        stacks.append(config.encoder())
+    assert {stack.dropout for stack in stacks} == {dropout}

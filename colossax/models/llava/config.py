@@ -43,6 +43,10 @@ class LlavaConfig(FamilyConfig):
                 "model.head: a decoder that reads images tells logits of its vocabulary; leave it"
                 " out"
             )
+        if self.dropout:
+            raise InputError(
+                "model.dropout: values of the decoder alone are dropped; give model.text.dropout"
+            )
         if self.image_token >= self.text.vocab:
             raise InputError(
                 f"model.image_token: found {self.image_token}, which is none of the vocabulary's"

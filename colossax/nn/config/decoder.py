@@ -5,6 +5,7 @@ from typing import Annotated
 
 from colossax.config import Count, Natural, NotNegative, Positive, check_types, nearest, within
 from colossax.errors import InputError
+from colossax.nn.config.dropout import DropoutConfig
 from colossax.nn.config.frames import FramesConfig
 from colossax.nn.config.head import ACTIVATION_NAMES, HeadConfig, TransformConfig
 from colossax.nn.config.mixture import MixtureConfig
@@ -103,6 +104,7 @@ class DecoderConfig:
         mixture: Experts in place of the MLPs of all layers or of some; None: there are none.
         latent: Attention whose keys and values are made from one vector a token; `head_dim` is then
             that of its queries and keys. None: each head has its own.
+        dropout: Shares of values that are dropped in training.
     """
 
     vocab: Natural
@@ -168,6 +170,7 @@ class DecoderConfig:
     latent: LatentConfig | None = None
     patches: PatchConfig | None = None
     frames: FramesConfig | None = None
+    dropout: DropoutConfig = DropoutConfig()
 
     def __post_init__(self):
         check_types(self, "model")

@@ -76,6 +76,11 @@ class DualEncoderConfig(FamilyConfig):
                 "model.head: two encoders tell scores of images and texts, and no family of theirs"
                 " has another head; leave it out"
             )
+        if self.dropout:
+            raise InputError(
+                "model.dropout: the loss of two encoders compares what nothing was dropped of; leave"
+                " it out"
+            )
         check_dual(self.text_encoder(), self.image_encoder())
 
     def text_encoder(self) -> DecoderConfig:

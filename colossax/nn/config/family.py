@@ -6,6 +6,7 @@ from typing import Any
 from colossax.config import Count, Natural, NotNegative, check_types
 from colossax.errors import InputError
 from colossax.nn.config.decoder import DecoderConfig, LayerCount
+from colossax.nn.config.dropout import DropoutConfig
 from colossax.nn.config.head import HeadConfig, TransformConfig
 
 
@@ -16,10 +17,12 @@ class FamilyConfig:
     Attributes:
         head: What the model tells in place of logits of its vocabulary; None: those.
         pad: Token that fills rows up, where known; here segments say so, and files name it.
+        dropout: Shares of values that are dropped in training; files do not say it.
     """
 
     head: HeadConfig | None = None
     pad: Natural | None = None
+    dropout: DropoutConfig = DropoutConfig()
 
     def __post_init__(self):
         check_types(self, "model")

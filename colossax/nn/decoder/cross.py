@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from colossax.layerwise import LayerState
 from colossax.nn.attention import Attention, Side
 from colossax.nn.cache import CacheArray, CacheSpec
+from colossax.nn.dropout import pairs_of
 from colossax.pallas.attention import Mask
 from colossax.sharding import CACHE_DIMS, attend_cache, attention, constrain, linears
 
@@ -57,7 +58,8 @@ class CrossAttention(Attention):
         source, flat = side.source, side.flat
         if flat is None:
             q, k, v = (checkpoint_name(a, "qkv") for a in (q, *self._keys(source.hidden)))
-            out = attention(q, k, v, mask=source.mask, **self.shape.scores)
+            dropout = pairs_of(side.noise, self.shape.heads)
+            out = attention(q, k, v, mask=source.mask, dropout=dropout, **self.shape.scores)
         else:
             if source is not None:
                 state = self._read(source, state)

@@ -87,11 +87,6 @@ class Decoder(Trunk, Vocabulary):
         return {name: coefficient for name, coefficient in terms.items() if coefficient}
 
     @property
-    def draws(self) -> bool:
-        """Whether layers ask for random keys in training: `hidden(..., key=...)`."""
-        return self.config.mixture is not None and self.config.mixture.draws
-
-    @property
     def stacks(self) -> dict[str, LayerStack]:
         """Its layer stacks by name, in the order in which they run."""
         return {"layers": self.layers}
@@ -121,7 +116,8 @@ class Decoder(Trunk, Vocabulary):
             token_types: Kind of each token, for models that have a table of them; default 0.
             mask: Who sees whom; default as the configuration says. Of a mask without segments
                 those given are taken.
-            key: For gates that draw: one, or one for each row, `[b]`; None: without noise.
+            key: For gates that draw and for dropout: one, or one for each row, `[b]`; None: neither
+                has noise.
 
         Returns:
             Hidden states `[b, s, d]`, and by name what the layers counted, `[layers, ...]`.

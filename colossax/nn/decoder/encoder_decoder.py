@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, Num
@@ -64,6 +65,11 @@ class EncoderDecoder(Vocabulary):
         """Its layer stacks by name, in the order in which they run."""
         return {"encoder/layers": self.encoder.layers, "decoder/layers": self.decoder.layers}
 
+    @property
+    def draws(self) -> bool:
+        """See `Trunk.draws`."""
+        return self.encoder.draws or self.decoder.draws
+
     def hidden(
         self,
         tokens: Int[Array, "b s"] | None = None,
@@ -75,6 +81,7 @@ class EncoderDecoder(Vocabulary):
         positions: Int[Array, "b s"] | None = None,
         segments: Int[Array, "b s"] | None = None,
         mask: Mask | None = None,
+        key: Array | None = None,
     ) -> tuple[Float[Array, "b s d"], dict[str, Any]]:
         """Final hidden states of the decoder, normed, in the compute dtype; and its layers' sums.
 
@@ -88,6 +95,7 @@ class EncoderDecoder(Vocabulary):
             positions: Of the decoder's tokens.
             segments: Documents of those, numbered as their sources are.
             mask: Who sees whom among them; default causal.
+            key: For dropout: one, or one for each row, `[b]`; None: without.
 
         Raises:
             InputError: A row is longer than the model's, the source is missing or of another kind,
@@ -101,7 +109,8 @@ class EncoderDecoder(Vocabulary):
             positions=positions,
             segments=segments,
             mask=mask,
-            source=self.encoded(source, source_segments, frames),
+            key=key,
+            source=self.encoded(source, source_segments, frames, key=_of_source(key)),
             source_segments=source_segments,
         )
         stack = self.decoder
@@ -113,6 +122,8 @@ class EncoderDecoder(Vocabulary):
         source: Int[Array, "b t"] | None = None,
         segments: Int[Array, "b t"] | None = None,
         frames: Num[Array, "b f m"] | None = None,
+        *,
+        key: Array | None = None,
     ) -> Float[Array, "b t d"]:
         """What the encoder makes of a source, as layers of the decoder read it.
 
@@ -120,12 +131,13 @@ class EncoderDecoder(Vocabulary):
             source: Tokens.
             segments: Documents of the rows; negative is padding.
             frames: Of sound, in place of tokens; each two are one.
+            key: For dropout, as of `hidden`.
 
         Raises:
             InputError: It is given none, or what it does not read.
         """
         x = self._entering(source, frames)
-        rows, stack = Rows(tokens=source, segments=segments), self.encoder
+        rows, stack = Rows(tokens=source, segments=segments, key=key), self.encoder
         return block_input(stack.leave(stack.layers(*stack.enter(x, rows)).carry))
 
     def read(
@@ -185,3 +197,10 @@ class EncoderDecoder(Vocabulary):
         if self.frames is not None:
             return self.frames(frames)
         return self.embedded(source, self.source_config)
+
+
+def _of_source(key: Array | None) -> Array | None:
+    """Another key, or keys, than those of the decoder's layers, which have the same numbers."""
+    if key is None:
+        return None
+    return jax.random.fold_in(key, 1) if key.ndim == 0 else jax.vmap(_of_source)(key)

@@ -9,6 +9,7 @@ from jaxtyping import Array, Int
 from colossax.nn.attention import Sight
 from colossax.nn.config import DecoderConfig
 from colossax.nn.decoder.shapes import attention_shape, cross_shape
+from colossax.nn.dropout import Noise
 from colossax.pallas.attention import Mask
 from colossax.sharding import current_order, with_ranges
 
@@ -21,6 +22,7 @@ def masks_of(
     positions: Int[Array, "b s"],
     x: Array,
     biases: Sequence[Any] = (),
+    noise: Noise | None = None,
 ) -> tuple[Mask, ...]:
     """For each sight of the layers, with what kernels need of it: once, not in every layer.
 
@@ -32,6 +34,7 @@ def masks_of(
         positions: Of their tokens.
         x: What the layers get.
         biases: Of their scores.
+        noise: What is dropped.
     """
     if mask is None:
         masks = [
@@ -50,12 +53,17 @@ def masks_of(
     else:
         masks = [mask]
     shape = attention_shape(config)
-    beside: dict[str, Any] = {"biases": biases} if biases else {}
+    beside: dict[str, Any] = {"noise": noise, **({"biases": biases} if biases else {})}
     return tuple(with_ranges(*shape.call(one, x, **beside)) for one in masks)
 
 
 def cross_mask(
-    config: DecoderConfig, x: Array, source: Array, segments: Any, source_segments: Any
+    config: DecoderConfig,
+    x: Array,
+    source: Array,
+    segments: Any,
+    source_segments: Any,
+    noise: Noise | None = None,
 ) -> Mask:
     """Which tokens of a source each token sees: those of the document of its number.
 
@@ -64,6 +72,7 @@ def cross_mask(
         x: What its layers get, `[b, s, d]`.
         source: What they read, `[b, t, d]`.
         segments, source_segments: Documents of each, `[b, s]` and `[b, t]`; None: a row is one.
+        noise: What is dropped.
     """
     if segments is None and source_segments is None:
         mask = Mask(causal=False)
@@ -73,7 +82,7 @@ def cross_mask(
             for of, given in ((x, segments), (source, source_segments))
         )
         mask = Mask(causal=False, ascending=True, q_segments=q_segments, kv_segments=kv_segments)
-    return with_ranges(*cross_shape(config).call(mask, x, source=source))
+    return with_ranges(*cross_shape(config).call(mask, x, source=source, noise=noise))
 
 
 def _chunks(

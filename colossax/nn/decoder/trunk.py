@@ -17,6 +17,7 @@ from colossax.nn.decoder.frames import sinusoids
 from colossax.nn.decoder.layers import Layers, decoder_layers, make_norm
 from colossax.nn.decoder.masks import cross_mask, masks_of, whole_rows
 from colossax.nn.decoder.relative import RelativePositions
+from colossax.nn.dropout import Noise
 from colossax.nn.layers import Embedding, LayerNorm
 from colossax.nn.rope import document_lengths, rope_tables
 from colossax.nn.stack.stack import LayerStack
@@ -35,7 +36,7 @@ class Rows:
         segments: Documents, `[b, s]`; negative is padding.
         token_types: Kinds of tokens, `[b, s]`; None: 0.
         mask: Who sees whom; None: as the configuration says.
-        key: For gates that draw.
+        key: For gates that draw and for dropout: one, or one for each row; None: without.
         source: What an encoder made of the source, `[b, t, d]`.
         source_segments: Documents of the source, `[b, t]`: tokens of a document see those of the
             same number.
@@ -92,6 +93,12 @@ class Trunk(nnx.Module):
         self.layers = LayerStack(layers.make, layers.order, rngs=rngs)
         self.norm = make_norm(config) if config.final_norm else None
 
+    @property
+    def draws(self) -> bool:
+        """Whether it asks for random keys in training: `hidden(..., key=...)`."""
+        mixture = self.config.mixture
+        return bool(self.config.dropout) or (mixture is not None and mixture.draws)
+
     def enter(self, x: Float[Array, "b s d"], rows: Rows) -> tuple[Array, Side]:
         """Input of the first layer, of whole rows, and what all layers share.
 
@@ -109,17 +116,20 @@ class Trunk(nnx.Module):
         if positions is None:
             positions = jnp.broadcast_to(current_order().indices(x.shape[1]), x.shape[:2])
         sights = [] if rows.mask is not None else self._sights()
-        biases = self._biases()
+        biases, keys = self._biases(), _row_keys(rows.key, x.shape[0]) if self.draws else None
+        noise = Noise.of(config.dropout, keys, x)
         side = Side(
-            masks=masks_of(config, rows.mask, sights, rows.segments, positions, x, biases),
+            masks=masks_of(config, rows.mask, sights, rows.segments, positions, x, biases, noise),
             sights=tuple(sights),
             **self._ropes(positions, rows.segments),
             positions=self._asked(positions),
             biases=biases,
-            source=self._source(x, rows),
-            **self._routed(x, rows),
+            source=self._source(x, rows, noise),
+            **self._routed(x, rows, keys),
+            noise=noise,
         )
-        return self._placed(self._typed(x, rows.token_types), positions), side
+        x = self._placed(self._typed(x, rows.token_types), positions)
+        return x if noise is None else residual(noise.entering(x)), side
 
     def enter_flat(
         self,
@@ -171,7 +181,7 @@ class Trunk(nnx.Module):
             x = self.embed_norm(x)
         return residual(x)
 
-    def _source(self, x: Array, rows: Rows) -> Source | None:
+    def _source(self, x: Array, rows: Rows, noise: Noise | None) -> Source | None:
         """What cross-attention reads, with a mask for all layers."""
         longest, given = self.config.longest_source, rows.source
         if longest is None and given is None:
@@ -188,13 +198,13 @@ class Trunk(nnx.Module):
                 f"hidden: a source of {given.shape[1]} tokens is above the model's {longest};"
                 " shorten it, or raise longest_source"
             )
-        mask = cross_mask(self.config, x, given, rows.segments, rows.source_segments)
+        mask = cross_mask(self.config, x, given, rows.segments, rows.source_segments, noise)
         return Source(hidden=given, mask=mask)
 
     def _biases(self) -> tuple[Any, ...]:
         return () if self.relative is None else (self.relative(),)
 
-    def _routed(self, x: Array, rows: Rows) -> dict[str, Any]:
+    def _routed(self, x: Array, rows: Rows, keys: Array | None) -> dict[str, Any]:
         """What of the side inputs experts ask for: which tokens are some, their ids, a key."""
         mixture = self.config.mixture
         if mixture is None:
@@ -205,7 +215,7 @@ class Trunk(nnx.Module):
         return {
             "valid": valid,
             "token_ids": rows.tokens if mixture.gate == "hash" else None,
-            "key": _row_keys(rows.key, x.shape[0]) if mixture.draws else None,
+            "key": keys if mixture.draws else None,
         }
 
     def _sights(self) -> list[Sight]:

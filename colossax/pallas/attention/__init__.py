@@ -1,5 +1,7 @@
 """Softmax attention on one device: masks, implementations, blocks, and attention to a cache."""
 
+from colossax.pallas.dropout import PairDropout as PairDropout
+
 from .api import attend as attend
 from .api import attention as attention
 from .api import declined_by as declined_by

@@ -11,6 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from colossax.pallas import choice
+from colossax.pallas.dropout import PairDropout, why_not_dropout
 from colossax.pallas.target import Target, current_target
 
 from . import cudnn, reference, xla
@@ -48,7 +49,7 @@ def attention(
     scale: float | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, " n"] | None = None,
-    dropout_key: Array | None = None,
+    dropout: PairDropout | None = None,
     return_lse: bool = False,
     implementation: str = "auto",
 ) -> Any:
@@ -72,7 +73,8 @@ def attention(
         scale: Default `1 / sqrt(h)`.
         soft_cap: Bound of the logits.
         sinks: One more logit per head, in the denominator only.
-        dropout_key: Reserved; give None.
+        dropout: Of the probabilities, once they are those of a softmax; `return_lse` knows nothing
+            of it.
         return_lse: Also return the log of the softmax's denominator, sink included.
         implementation: `auto` takes the first that accepts of `mosaic`, `cudnn`, `xla` and
             `reference`, the first only once proved on the device that is there; or one of them; or
@@ -87,10 +89,14 @@ def attention(
         NotImplementedError: The implementation named does not take this call, says why.
         ExceptionGroup: None takes it; holds the reason of each.
     """
-    if dropout_key is not None:
-        raise NotImplementedError("attention: dropout is not there yet; give dropout_key=None")
     scoring = Scoring.of(
-        q, scale=scale, soft_cap=soft_cap, alibi_slopes=alibi_slopes, sinks=sinks, biases=biases
+        q,
+        scale=scale,
+        soft_cap=soft_cap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        biases=biases,
+        dropout=dropout,
     )
     operands = Operands(q=q, k=k, v=v, mask=mask)
     return attend(operands, scoring, return_lse=return_lse, implementation=implementation)
@@ -223,6 +229,10 @@ def _check(operands: Operands, scoring: Scoring) -> None:
         per_head = getattr(scoring, name)
         if per_head is not None and per_head.shape != (n,):
             raise ValueError(f"attention: {name} {per_head.shape} is not ({n},), one per head of q")
+    if scoring.dropout is not None:
+        reason = why_not_dropout(scoring.dropout, lead, n)
+        if reason is not None:
+            raise ValueError(f"attention: dropout does not fit q {q.shape}: {reason}")
 
 
 def _fits(shape: tuple[int, ...], wanted: tuple[int, ...], exact: int) -> bool:
@@ -252,7 +262,12 @@ def _flat_operands(operands: Operands, lead: tuple[int, ...]) -> Operands:
 
 
 def _flat_scoring(scoring: Scoring, lead: tuple[int, ...]) -> Scoring:
-    return scoring.replace(biases=tuple(_flat_bias(x, lead) for x in scoring.biases))
+    dropout = scoring.dropout
+    if dropout is not None and len(lead) != 1:
+        dropout = dropout.replace(words=dropout.words.reshape(-1))
+    return scoring.replace(
+        biases=tuple(_flat_bias(x, lead) for x in scoring.biases), dropout=dropout
+    )
 
 
 def _flat_bias(bias: Any, lead: tuple[int, ...]) -> Any:

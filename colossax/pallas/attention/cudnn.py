@@ -51,6 +51,7 @@ def _features(spec: AttentionSpec) -> str | None:
         "alibi_slopes": spec.alibi,
         "soft_cap": spec.soft_cap,
         "sinks": spec.sinks,
+        "dropout by places": spec.dropout,
         # JAX rounds cuDNN's lse to the output's dtype and drops its gradient.
         "return_lse": spec.return_lse,
     }

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from colossax.pallas.dropout import PairDropout
+
 from .mask import Mask
 from .relative import RelativeBias
 
@@ -66,6 +68,7 @@ class Scoring:
         alibi_slopes: `[n]` or None: penalty per head and unit of distance.
         sinks: `[n]` or None: one more logit per head, in the denominator only.
         biases: Added to the logits, each broadcastable to `[*b, n, s, t]`, or a `RelativeBias`.
+        dropout: A `PairDropout` of the probabilities, or None; None among gradients.
     """
 
     scale: float = dataclasses.field(metadata={"static": True})
@@ -73,6 +76,7 @@ class Scoring:
     alibi_slopes: Any = None
     sinks: Any = None
     biases: tuple[Any, ...] = ()
+    dropout: Any = None
 
     @classmethod
     def of(
@@ -84,6 +88,7 @@ class Scoring:
         alibi_slopes: Any = None,
         sinks: Any = None,
         biases: Sequence[Any] = (),
+        dropout: PairDropout | None = None,
     ) -> "Scoring":
         """Of the arguments of `api.attention`, for queries `[..., h]`."""
         return cls(
@@ -92,6 +97,7 @@ class Scoring:
             alibi_slopes=alibi_slopes,
             sinks=sinks,
             biases=tuple(biases),
+            dropout=dropout,
         )
 
     @property
@@ -106,8 +112,9 @@ class Scoring:
 
     @property
     def by_distance(self) -> bool:
-        """Whether logits depend on positions."""
-        return self.alibi_slopes is not None or bool(self.relative)
+        """Whether logits, or which probabilities are dropped, depend on positions."""
+        placed = self.alibi_slopes is not None or self.dropout is not None
+        return placed or bool(self.relative)
 
     @property
     def without_sinks(self) -> "Scoring":

@@ -56,6 +56,9 @@ def attend(
     empty = total == 0
     total = jnp.where(empty, 1.0, total)
     lse = jnp.where(empty, -jnp.inf, jnp.log(total) + shift)[..., 0]
-    probabilities = (weights / total).reshape(*q.shape[:-3], kv_heads, heads // kv_heads, s, t)
+    probabilities = weights / total
+    if scoring.dropout is not None:
+        probabilities = probabilities * scoring.dropout.factors(q_places, kv_places)
+    probabilities = probabilities.reshape(*q.shape[:-3], kv_heads, heads // kv_heads, s, t)
     out = jnp.einsum("...kgst,...tkh->...skgh", probabilities, wide_v, precision=exact)
     return out.reshape(*q.shape[:-1], v.shape[-1]).astype(q.dtype), lse

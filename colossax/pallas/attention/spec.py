@@ -36,6 +36,7 @@ class AttentionSpec:
     alibi: bool = False
     soft_cap: bool = False
     sinks: bool = False
+    dropout: bool = False
     return_lse: bool = False
     checked: bool = False
     block: bool = False
@@ -61,6 +62,7 @@ class AttentionSpec:
             alibi=scoring.alibi_slopes is not None,
             soft_cap=scoring.soft_cap is not None,
             sinks=scoring.sinks is not None,
+            dropout=scoring.dropout is not None,
             return_lse=return_lse,
             checked=varies((operands, scoring.biases)),
             block=block,
@@ -83,6 +85,7 @@ class AttentionSpec:
             "alibi": self.alibi,
             "soft cap": self.soft_cap,
             "sinks": self.sinks,
+            "dropout": self.dropout,
             "block": self.block,
         }
         return ", ".join(

@@ -107,7 +107,7 @@ def block_gradients(
     dq, dk, dv, dslopes, dbiases = gradients
     if dslopes is not None:
         dslopes = dslopes.reshape(scoring.alibi_slopes.shape)
-    of_scoring = scoring.replace(alibi_slopes=dslopes, biases=tuple(dbiases))
+    of_scoring = scoring.replace(alibi_slopes=dslopes, biases=tuple(dbiases), dropout=None)
     return Operands(q=dq, k=dk, v=dv, mask=None), of_scoring
 
 
@@ -187,7 +187,7 @@ def _attend_bwd(tiles: Tiles, saved: Any, cotangents: Any) -> Any:
         None if total is None else pair_bias.cut_back(total, bias)
         for total, bias in zip(dbiases, scoring.biases, strict=True)
     )
-    of_scoring = scoring.replace(alibi_slopes=dslopes, biases=dbiases)
+    of_scoring = scoring.replace(alibi_slopes=dslopes, biases=dbiases, dropout=None)
     return operands.gradients(dq, dk, dv), of_scoring
 
 

@@ -62,6 +62,13 @@ def _seen(mask: Mask, rows: Tokens, columns: Tokens) -> Any:
     )
 
 
+def _kept(
+    scoring: Scoring, rows: Tokens, columns: Tokens, shape: tuple[int, int], *, transposed: bool
+) -> Array:
+    """What probabilities of a tile are multiplied by, as it drops some."""
+    return scoring.dropout.tile(rows.position, columns.position, shape, transposed=transposed)
+
+
 def tile_forward(
     tile: Operands, scoring: Scoring, rows: Tokens, columns: Tokens
 ) -> tuple[Array, Array, Array]:
@@ -81,6 +88,8 @@ def tile_forward(
     top = jnp.max(logits, axis=-1)
     weights = jnp.exp(logits - finite(top)[..., None])
     total = jnp.sum(weights, axis=-1)
+    if scoring.dropout is not None:
+        weights = weights * _kept(scoring, rows, columns, (b, kv_heads), transposed=False)
     flat = weights.reshape(b, kv_heads, m, T).astype(v.dtype)
     summed = jnp.einsum("bkmt,bkth->bkmh", flat, v, preferred_element_type=jnp.float32)
     return top, total, summed.reshape(b, kv_heads, m // L, L, v.shape[-1])
@@ -126,14 +135,18 @@ def tile_backward(
         exponent = jnp.where(seen, exponent, -jnp.inf)
     p = jnp.exp(exponent)
     dp = jnp.einsum("bkth,bkmh->bktm", v, dout, **f32).reshape(tall)
+    of_v = p
+    if scoring.dropout is not None:
+        kept = _kept(scoring, rows, columns, (b, kv_heads), transposed=True)
+        dp, of_v = dp * kept, p * kept
     ds = p * (dp - delta.reshape(b, kv_heads, 1, m // L, L))
     dlogits = ds
     dslopes = None if distance is None else -jnp.sum(ds * distance, axis=(0, 2, 4))
     if scoring.soft_cap is not None:
         ds = ds * (1 - jnp.square(capped / scoring.soft_cap))
     ds = (ds * scoring.scale).reshape(b, kv_heads, T, m).astype(q.dtype)
-    p = p.reshape(b, kv_heads, T, m).astype(dout.dtype)
+    of_v = of_v.reshape(b, kv_heads, T, m).astype(dout.dtype)
     dq = jnp.einsum("bkth,bktm->bkhm", k, ds, **f32)
     dk = jnp.einsum("bktm,bkmh->bkth", ds, q, **f32)
-    dv = jnp.einsum("bktm,bkmh->bkth", p, dout, **f32)
+    dv = jnp.einsum("bktm,bkmh->bkth", of_v, dout, **f32)
     return dq, dk, dv, dslopes, dlogits

@@ -11,7 +11,14 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from colossax.config import MeshAxis
-from colossax.pallas.attention import Mask, Operands, RelativeBias, Scoring, attend
+from colossax.pallas.attention import (
+    Mask,
+    Operands,
+    PairDropout,
+    RelativeBias,
+    Scoring,
+    attend,
+)
 from colossax.sharding.attention.layout import (
     Split,
     filled_up,
@@ -45,6 +52,7 @@ def attention(
     scale: float | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, " n"] | None = None,
+    dropout: PairDropout | None = None,
     return_lse: bool = False,
 ) -> Any:
     """Exact softmax attention; batch, heads and sequence split as the plan in force says.
@@ -70,7 +78,13 @@ def attention(
     call = _Call(return_lse=return_lse, kernel=kernel)
     operands = Operands(q=q, k=k, v=v, mask=mask)
     scoring = Scoring.of(
-        q, scale=scale, soft_cap=soft_cap, alibi_slopes=alibi_slopes, sinks=sinks, biases=biases
+        q,
+        scale=scale,
+        soft_cap=soft_cap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        biases=biases,
+        dropout=dropout,
     )
     if bound is None or bound.single:
         return _local(call, operands, scoring)

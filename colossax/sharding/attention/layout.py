@@ -215,6 +215,9 @@ def specs_of(
         return PartitionSpec(*[None if n == 1 else s for n, s in zip(x.shape, by_dim, strict=True)])
 
     of_heads = functools.partial(jax.tree.map, lambda _: PartitionSpec(heads))
+    of_dropout = scoring.dropout
+    if of_dropout is not None:
+        of_dropout = of_dropout.replace(words=PartitionSpec(batch), heads=PartitionSpec(heads))
     mask, ranges = operands.masked, operands.masked.ranges
     of_ranges = None if ranges is None else ranges.specs
     spec_of_mask = jax.tree.map(of_mask, mask.changed()).changed(ranges=of_ranges)
@@ -224,6 +227,7 @@ def specs_of(
             biases=tuple(map(of_bias, scoring.biases)),
             alibi_slopes=of_heads(scoring.alibi_slopes),
             sinks=of_heads(scoring.sinks),
+            dropout=of_dropout,
         ),
     )
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from colossax.config import BoundPlan
 from colossax.pallas import attention as local
-from colossax.pallas.attention import Mask, Operands, Scoring
+from colossax.pallas.attention import Mask, Operands, PairDropout, Scoring
 from colossax.sharding.attention.layout import (
     Split,
     local_kv_heads,
@@ -168,4 +168,7 @@ def _of_one_device(
         mask=None,
     )
     slopes, sinks = of_heads(scoring.alibi_slopes), of_heads(scoring.sinks)
-    return part, scoring.replace(alibi_slopes=slopes, sinks=sinks, biases=())
+    dropout = scoring.dropout
+    if dropout is not None:
+        dropout = PairDropout.shaped(dropout.rate, (rows,), heads)
+    return part, scoring.replace(alibi_slopes=slopes, sinks=sinks, biases=(), dropout=dropout)

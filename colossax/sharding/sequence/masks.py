@@ -140,7 +140,8 @@ def _picked(masks: Mask, step: Int[Array, ""]) -> Mask:
 
 
 def _made_for(settings: Settings, operands: Operands, scoring: Scoring, form: str) -> Any:
-    return form, settings, operands.lengths, scoring.by_distance
+    by_place = scoring.dropout is not None
+    return form, settings, operands.lengths, scoring.by_distance, by_place
 
 
 def _gathered(settings: Settings, mask: Mask) -> dict[str, Array]:
@@ -192,14 +193,15 @@ class _Steps:
         return block_implementation(self.operands, self.scoring, implementation=named) == "xla"
 
     def own_local(self) -> Mask:
-        """Without positions where those along the shard do as well.
+        """Without positions where those along the shard do as well: not where places are hashed.
 
         A mask that needs no data leaves its kernel more to know beforehand.
         """
         mask = self.mask
         only_order = mask.left is None and not mask.right and not self.scoring.by_distance
         plain = mask.changed(ascending=mask.ascends)
-        if self.aligned and (self.settings.order == Order.CONTIGUOUS or only_order):
+        alike = self.settings.order == Order.CONTIGUOUS or only_order
+        if self.aligned and alike and self.scoring.dropout is None:
             return plain
         return self._placed_local(plain, self.settings.axes.source_local())
 

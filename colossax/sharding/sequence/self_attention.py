@@ -65,26 +65,37 @@ def ring_self_attention_local(
         here = mask.changed(q_positions=q_positions, **of_keys)
         return jnp.where(dense(here, s, t), scores, -jnp.inf)
 
-    def weighted(v: Array, probabilities: Array) -> Array:
+    def weighted(block: tuple[Array, Any], of_step: tuple[Array, Array]) -> Array:
+        (v, kv_positions), (probabilities, offset) = block, of_step
+        if scoring.dropout is not None:
+            places = natural(offset, t) if kv_positions is None else kv_positions
+            probabilities = probabilities * scoring.dropout.factors(q_positions, places)
         grouped = probabilities.reshape(b, kv_heads, n // kv_heads, s, t)
         values = jnp.einsum("bkgst,btkh->bskgh", grouped, v.astype(jnp.float32))
         return values.reshape(b, s, n, -1)
 
-    scores = _around_local(axes, keys, logits, jnp.arange(axes.size, dtype=jnp.int32))
+    offsets = jnp.arange(axes.size, dtype=jnp.int32)
+    scores = _around_local(axes, keys, logits, offsets)
     probabilities, lse = _softmax(scores)
-    out = jnp.sum(_around_local(axes, v, weighted, probabilities), axis=0).astype(q.dtype)
+    # Positions of keys come round again only where some are dropped by them.
+    values = v, None if scoring.dropout is None else mask.kv_positions
+    out = jnp.sum(_around_local(axes, values, weighted, (probabilities, offsets)), axis=0)
+    out = out.astype(q.dtype)
     return (out, lse) if scoring.sinks is None else with_sinks(out, lse, scoring.sinks)
 
 
-def _around_local(axes: RingAxes, block: Any, visit: Any, of_step: Array) -> Array:
-    """`visit(block, of_step[i])` of the block `i` places back, stacked over all R steps."""
+def _around_local(axes: RingAxes, block: Any, visit: Any, of_step: Any) -> Array:
+    """`visit(block, of_step[i])` of the block `i` places back, stacked over all R steps.
 
-    def step(block: Any, of_this: Array) -> tuple[Any, Array]:
+    `of_step` is a tree of arrays, of each of which a step gets its own.
+    """
+
+    def step(block: Any, of_this: Any) -> tuple[Any, Array]:
         block = axes.circle.shift_local(block, 1)
         return block, visit(block, of_this)
 
-    first = visit(block, of_step[0])
-    _, others = jax.lax.scan(step, block, of_step[1:])
+    first = visit(block, jax.tree.map(lambda x: x[0], of_step))
+    _, others = jax.lax.scan(step, block, jax.tree.map(lambda x: x[1:], of_step))
     return jnp.concatenate([first[None], others])
 
 

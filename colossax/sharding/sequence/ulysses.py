@@ -32,8 +32,8 @@ def ulysses_local(
         inner: Called with operands and scoring of some heads, gives output and log-partition.
         operands: Of 1 / u of the tokens, all heads of this tensor shard; but the mask is that of
             all tokens along this axis.
-        scoring: Slopes, sinks and relative biases of the heads of q; other biases of those heads
-            that this device will have.
+        scoring: Slopes, sinks, relative biases and dropout of the heads of q; other biases of those
+            heads that this device will have.
         axis: Mesh axis.
         size: Devices along it.
 
@@ -67,12 +67,16 @@ def ulysses_local(
         return None if x is None else jax.lax.dynamic_slice_in_dim(x, first_head, heads // size)
 
     q, k, v = packing.unpack(tuple(exchanged))
+    dropout = scoring.dropout
+    if dropout is not None:
+        dropout = dropout.replace(heads=of_heads(dropout.heads))
     scoring = scoring.replace(
         alibi_slopes=of_heads(scoring.alibi_slopes),
         sinks=of_heads(scoring.sinks),
         biases=tuple(
             jax.tree.map(of_heads, x) if isinstance(x, RelativeBias) else x for x in scoring.biases
         ),
+        dropout=dropout,
     )
     out, lse = inner(operands.replace(q=q, k=k, v=v), scoring)
     return (

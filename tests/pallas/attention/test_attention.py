@@ -324,8 +324,6 @@ def test_an_implementation_named_declines_with_its_reason():
     q, k, v = operands()
     with pytest.raises(NotImplementedError, match="'cudnn': cuDNN needs an NVIDIA GPU"):
         attention(q, k, v, mask=Mask(), implementation="cudnn")
-    with pytest.raises(NotImplementedError, match="dropout is not there yet"):
-        attention(q, k, v, mask=Mask(), dropout_key=jax.random.key(0))
 
 
 def test_all_reasons_are_told_when_none_is_left(monkeypatch):

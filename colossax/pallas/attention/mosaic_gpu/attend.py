@@ -46,6 +46,8 @@ def _operands(spec: AttentionSpec) -> str | None:
         return "there are no tokens"
     if spec.alibi:
         return "alibi_slopes are not available in the kernels"
+    if spec.dropout:
+        return "dropout is not available in the kernels"
     if spec.checked:
         return "JAX's kernels know no shard_map that checks its values; give check_vma=False"
     return None
