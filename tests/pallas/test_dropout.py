@@ -143,9 +143,7 @@ def test_probabilities_are_dropped_by_row_head_and_both_places(implementation, m
     monkeypatch.setattr(xla, "TILE", {"cpu": 8})
     call = {"mask": Mask(causal=True), "dropout": drop(), "implementation": implementation}
     found, lse = attention(*qkv(), return_lse=True, **call)
-    np.testing.assert_allclose(
-        found, written_down(*qkv(), of_pairs(range(S), range(S))), atol=2e-6
-    )
+    np.testing.assert_allclose(found, written_down(*qkv(), of_pairs(range(S), range(S))), atol=2e-6)
     whole = attention(*qkv(), return_lse=True, **call | {"dropout": None})[1]
     np.testing.assert_allclose(lse, whole, rtol=1e-6, atol=1e-6)
 

@@ -5,10 +5,11 @@ import functools
 
 import jax
 import numpy as np
+import optax
 import pytest
 
-from colossax import Plan, boost
-from colossax.config import AttentionConfig, BatchConfig, PrecisionConfig, Segment
+from colossax import boost
+from colossax.config import AttentionConfig, BatchConfig, Segment
 from colossax.models import BERTConfig, T5Config, ViTConfig, maker
 from colossax.nn import (
     Decoder,
@@ -20,7 +21,8 @@ from colossax.nn import (
     RopeConfig,
 )
 from colossax.optim import adamw
-from colossax.tasks import classification_loss, masked_token_loss, mean_loss, next_token_loss
+from colossax.tasks import classification_loss, masked_token_loss, next_token_loss
+from colossax.tasks.next_token import mean_loss
 from tests.cases import quick_first
 from tests.oracle import assert_losses_close, assert_trees_close
 from tests.step.test_decoder_parts import PLANS as OF_PARTS
@@ -134,17 +136,48 @@ def test_every_plan_drops_the_same(name, model):
 
 def gradients(plan):
     """Of parameters, as one step of plain descent shows them."""
-    import optax
-
     devices = jax.devices()[: int(np.prod(list(plan.mesh.values())))]
-    state, step = boost(
-        made("decoder"), optax.sgd(1.0), next_token_loss(), plan, devices=devices
-    )
+    state, step = boost(made("decoder"), optax.sgd(1.0), next_token_loss(), plan, devices=devices)
     before = jax.device_get(state["params"])
     after = jax.device_get(step(state, batch("decoder"))[0]["params"])
     return jax.tree.map(np.subtract, before, after)
 
 
-@pytest.mark.parametrize("name", quick_first(["recomputed", "ring, ulysses", "2d"], 1))
+@pytest.mark.parametrize(
+    "name", quick_first(["recomputed", "ring, ulysses", "2d"], ["ring, ulysses"])
+)
 def test_each_gradient_is_that_of_one_device(name):
     assert_trees_close(gradients(PLANS[name]), gradients(mesh(data=1)), tolerance=1e-4)
+
+
+@pytest.mark.catches("dropout-in-evaluation")
+def test_evaluation_drops_nothing():
+    """The loss of the same parameters is that of a model without, on any mesh."""
+    state, step = built(mesh(data=2), "decoder")
+    plain, plain_step = built(mesh(data=1), "decoder", DropoutConfig())
+    given = packed()
+    found = mean_loss(step.evaluate, state, [given])
+    assert_losses_close(found, mean_loss(plain_step.evaluate, plain, [given]))
+    assert abs(float(step(state, given)[1]["loss"]) - found) > 1e-3, "and a step does"
+
+
+@pytest.mark.catches("dropout-alike-in-all-steps")
+def test_each_step_drops_anew_and_a_restored_state_goes_on(tmp_path):
+    losses, steps = {}, 3
+    state, step = boost(
+        made("decoder"), optax.sgd(0.0), next_token_loss(), mesh(data=1), devices=jax.devices()[:1]
+    )
+    for number in range(steps):
+        if number == 1:
+            step.save(tmp_path, state)
+        state, metrics = step(state, packed())
+        losses[number] = float(metrics["loss"])
+    assert len(set(losses.values())) == steps, "parameters stood still"
+    devices = jax.devices()[:4]
+    _, again = boost(
+        made("decoder"), optax.sgd(0.0), next_token_loss(), mesh(ring=2, data=2), devices=devices
+    )
+    state = again.restore(tmp_path)
+    for number in range(1, steps):
+        state, metrics = again(state, packed())
+        assert_losses_close(float(metrics["loss"]), losses[number])
