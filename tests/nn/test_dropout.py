@@ -12,7 +12,16 @@ from colossax.errors import InputError
 from colossax.layerwise import LayerState
 from colossax.models import BERTConfig, LlamaConfig, T5Config, config_from_json, config_to_json
 from colossax.models import maker as maker_of
-from colossax.nn import Block, Decoder, DecoderConfig, DropoutConfig, Side, Wiring
+from colossax.nn import (
+    Block,
+    Decoder,
+    DecoderConfig,
+    DropoutConfig,
+    LatentConfig,
+    RopeConfig,
+    Side,
+    Wiring,
+)
 from colossax.nn.dropout import Noise
 from colossax.tasks import next_token_loss
 from tests.nn.test_block import Adding, Doubling
@@ -44,7 +53,7 @@ def model(config=BARE):
 
 
 def factor(word, *places, rate):
-    """What one value is multiplied by; the last place is hashed with what is there of the others."""
+    """What one value is multiplied by: each place is hashed with what came of those before it."""
     *outer, last = places
     for place in outer:
         word = hashed(word ^ spread(place))
@@ -117,7 +126,9 @@ def words_of(keys):
 @pytest.mark.catches(
     "dropout-not-of-embeddings", "dropout-not-of-sublayers", "dropout-not-of-probabilities"
 )
-@pytest.mark.catches("dropout-alike-in-all-layers", "dropout-alike-in-sublayers")
+@pytest.mark.catches(
+    "dropout-alike-in-all-layers", "dropout-alike-in-sublayers", "dropout-alike-in-all-steps"
+)
 def test_a_decoder_drops_what_is_written_down():
     made = model()
     parameters = nnx.to_pure_dict(nnx.split(made, nnx.Param, ...)[1])
@@ -128,11 +139,12 @@ def test_a_decoder_drops_what_is_written_down():
     assert np.abs(want - model(PLAIN).hidden(TOKENS)[0]).max() > 0.1
 
 
+@pytest.mark.catches("dropout-in-evaluation")
 def test_without_keys_or_without_rates_it_is_the_same_program():
     """As of the model that knows no dropout: not an operation more."""
 
     def program(config, row_keys):
-        batch = {name: TOKENS for name in ("tokens", "targets")}
+        batch = dict.fromkeys(("tokens", "targets"), TOKENS)
         batch["weights"] = jnp.ones(TOKENS.shape)
         made = model(config)
         return str(jax.make_jaxpr(lambda batch: next_token_loss()(made, batch, row_keys))(batch))
@@ -200,6 +212,39 @@ def test_an_encoder_drops_others_than_the_decoder_behind_it():
     )
 
 
+def without(made, sublayer):
+    """The model, where what this sublayer adds is nothing."""
+    graph, parameters = nnx.split(made)
+    flat = parameters.flat_state()
+    for path, value in flat:
+        if sublayer in path and "o" in path:
+            value.set_raw_value(0 * value.get_raw_value())
+    return nnx.merge(graph, parameters)
+
+
+@pytest.mark.catches("dropout-not-of-sources")
+def test_attention_to_a_source_drops_too():
+    """Seen where no other attention adds anything."""
+    sizes = {"vocab": 16, "embed": 8, "layers": 1, "decoder_layers": 1, "heads": 2, "mlp": 12}
+    rates = DropoutConfig(attention=0.5)
+    made = maker_of(T5Config(**sizes, head_dim=4, init_std=0.5, dropout=rates))(nnx.Rngs(0))
+    made = without(made, "attn")
+    found, plain = (made.hidden(TOKENS, source=TOKENS, key=key)[0] for key in (KEYS, None))
+    assert jnp.abs(found - plain).max() > 0.01
+    made = without(made, "cross")
+    found, plain = (made.hidden(TOKENS, source=TOKENS, key=key)[0] for key in (KEYS, None))
+    np.testing.assert_array_equal(found, plain)
+
+
+@pytest.mark.catches("dropout-not-of-latents")
+def test_latent_attention_drops_too():
+    latent = LatentConfig(kv_rank=4, nope_dim=4, rope_dim=2, v_dim=4)
+    rates = DropoutConfig(attention=0.5)
+    parts = {"latent": latent, "head_dim": 6, "rope": RopeConfig(), "dropout": rates}
+    made = model(dataclasses.replace(BARE, **parts))
+    assert jnp.abs(made.hidden(TOKENS, key=KEYS)[0] - made.hidden(TOKENS)[0]).max() > 0.01
+
+
 @pytest.mark.parametrize(
     ("rates", "message"),
     [
@@ -213,6 +258,7 @@ def test_what_is_no_share_is_refused(rates, message):
         DropoutConfig(**rates)
 
 
+@pytest.mark.catches("dropout-in-old-runs")
 def test_runs_from_before_are_what_they_were():
     """A configuration without dropout says nothing of it, and one with it comes back."""
     plain = LlamaConfig(vocab=16, embed=8, layers=1, heads=2, kv_heads=1, mlp=12)

@@ -10,7 +10,7 @@ import pytest
 
 from colossax import boost
 from colossax.config import AttentionConfig, BatchConfig, Segment
-from colossax.models import BERTConfig, T5Config, ViTConfig, maker
+from colossax.models import BERTConfig, T5Config, maker
 from colossax.nn import (
     Decoder,
     DecoderConfig,
@@ -125,13 +125,19 @@ CASES = [
     for name in (PLANS if model == "decoder" else FEW)
     if (name, model) not in IMPOSSIBLE
 ]
-QUICK = [("data, ring, tensor", "decoder"), ("ulysses", "vit")]
+QUICK = [("data, ring, tensor", "decoder"), ("accumulation", "decoder"), ("ulysses", "vit")]
 
 
-@pytest.mark.catches("dropout-by-microbatch", "dropout-of-local-tokens", "dropout-by-scan")
+@pytest.mark.catches("dropout-by-microbatch", "dropout-of-local-tokens")
 @pytest.mark.parametrize(("name", "model"), quick_first(CASES, QUICK))
 def test_every_plan_drops_the_same(name, model):
     assert_losses_close(run(PLANS[name], model), truth(model))
+
+
+@pytest.mark.catches("dropout-not-of-images")
+@pytest.mark.parametrize("model", quick_first(MODELS, ["vit"]))
+def test_each_family_drops(model):
+    assert np.all(np.abs(truth(model) / run(mesh(data=1), model, DropoutConfig()) - 1) > 1e-3)
 
 
 def gradients(plan):

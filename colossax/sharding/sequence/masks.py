@@ -200,8 +200,8 @@ class _Steps:
         mask = self.mask
         only_order = mask.left is None and not mask.right and not self.scoring.by_distance
         plain = mask.changed(ascending=mask.ascends)
-        by_place = self.scoring.dropout is not None
-        if self.aligned and not by_place and (self.settings.order == Order.CONTIGUOUS or only_order):
+        alike = self.settings.order == Order.CONTIGUOUS or only_order
+        if self.aligned and alike and self.scoring.dropout is None:
             return plain
         return self._placed_local(plain, self.settings.axes.source_local())
 
