@@ -26,7 +26,7 @@ NAMES = {
         "Costs FORMS Kind Op Report SCHEDULES Table checked movable plot_schedule schedule simulate"
     ),
     "colossax.pallas.attention": (
-        "AttentionSpec Mask Operands RelativeBias Scoring attend attend_block attend_cache "
+        "AttentionSpec Mask Operands PairDropout RelativeBias Scoring attend attend_block attend_cache "
         "attention backward_block block_gradients block_implementation block_ranges declined_by "
         "dense forward_block keys_and_values merge_blocks row_delta row_ranges variants "
         "why_no_ranges with_ranges with_sinks"
@@ -95,7 +95,7 @@ NAMES = {
     ),
     "colossax.nn": (
         "EncoderDecoder EncoderDecoderConfig RelativeConfig "
-        "DecoderSizes DynamicScaling EncoderSizes LinearScaling LongScaling every ACTIVATIONS "
+        "DecoderSizes DropoutConfig DynamicScaling EncoderSizes LinearScaling LongScaling every ACTIVATIONS "
         "HeadConfig TransformConfig "
         "Attention AttentionShape Block CacheArray CacheSpec Decoder DecoderConfig Embedding "
         "Experts FamilyConfig FlatTokens LanguageModel LayerNorm LayerStack LayerState "
