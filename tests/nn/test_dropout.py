@@ -123,12 +123,12 @@ def words_of(keys):
     return [folded(0, *map(int, data)) for data in np.asarray(jax.random.key_data(keys))]
 
 
-@pytest.mark.catches(
-    "dropout-not-of-embeddings", "dropout-not-of-sublayers", "dropout-not-of-probabilities"
-)
-@pytest.mark.catches(
-    "dropout-alike-in-all-layers", "dropout-alike-in-sublayers", "dropout-alike-in-all-steps"
-)
+@pytest.mark.catches("dropout-not-of-embeddings")
+@pytest.mark.catches("dropout-not-of-sublayers")
+@pytest.mark.catches("dropout-not-of-probabilities")
+@pytest.mark.catches("dropout-alike-in-all-layers")
+@pytest.mark.catches("dropout-alike-in-sublayers")
+@pytest.mark.catches("dropout-alike-in-all-steps")
 def test_a_decoder_drops_what_is_written_down():
     made = model()
     parameters = nnx.to_pure_dict(nnx.split(made, nnx.Param, ...)[1])

@@ -60,7 +60,8 @@ def of_pairs(q_places, kv_places):
     return found
 
 
-@pytest.mark.catches("dropout-alike-in-all-rows", "dropout-by-feature-alone")
+@pytest.mark.catches("dropout-alike-in-all-rows")
+@pytest.mark.catches("dropout-by-feature-alone")
 def test_values_are_dropped_by_row_token_and_feature():
     tokens = np.stack([np.arange(9), np.arange(9)[::-1], np.arange(9) + 1000])
     x = jax.random.normal(jax.random.key(0), (B, 9, 16))
@@ -137,7 +138,8 @@ def written_down(q, k, v, kept):
     return np.einsum("bnst,btnh->bsnh", probabilities * kept, v)
 
 
-@pytest.mark.catches("dropout-of-denominators", "dropout-alike-in-all-heads")
+@pytest.mark.catches("dropout-of-denominators")
+@pytest.mark.catches("dropout-alike-in-all-heads")
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 def test_probabilities_are_dropped_by_row_head_and_both_places(implementation, monkeypatch):
     monkeypatch.setattr(xla, "TILE", {"cpu": 8})
