@@ -26,8 +26,8 @@ NAMES = {
         "Costs FORMS Kind Op Report SCHEDULES Table checked movable plot_schedule schedule simulate"
     ),
     "colossax.pallas.attention": (
-        "AttentionSpec Mask Operands PairDropout RelativeBias Scoring attend attend_block attend_cache "
-        "attention backward_block block_gradients block_implementation block_ranges declined_by "
+        "AttentionSpec Mask Operands PairDropout RelativeBias Scoring attend attend_block "
+        "attend_cache attention backward_block block_gradients block_implementation block_ranges declined_by "
         "dense forward_block keys_and_values merge_blocks row_delta row_ranges variants "
         "why_no_ranges with_ranges with_sinks"
     ),
@@ -95,8 +95,8 @@ NAMES = {
     ),
     "colossax.nn": (
         "EncoderDecoder EncoderDecoderConfig RelativeConfig "
-        "DecoderSizes DropoutConfig DynamicScaling EncoderSizes LinearScaling LongScaling every ACTIVATIONS "
-        "HeadConfig TransformConfig "
+        "DecoderSizes DynamicScaling EncoderSizes LinearScaling LongScaling every ACTIVATIONS "
+        "DropoutConfig HeadConfig TransformConfig "
         "Attention AttentionShape Block CacheArray CacheSpec Decoder DecoderConfig Embedding "
         "Experts FamilyConfig FlatTokens LanguageModel LayerNorm LayerStack LayerState "
         "LatentAttention LatentConfig LatentShape Layers Linear Llama3Scaling MLP MixtureConfig "
