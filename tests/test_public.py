@@ -27,9 +27,9 @@ NAMES = {
     ),
     "colossax.pallas.attention": (
         "AttentionSpec Mask Operands PairDropout RelativeBias Scoring attend attend_block "
-        "attend_cache attention backward_block block_gradients block_implementation block_ranges declined_by "
-        "dense forward_block keys_and_values merge_blocks row_delta row_ranges variants "
-        "why_no_ranges with_ranges with_sinks"
+        "attend_cache attention backward_block block_gradients block_implementation block_ranges "
+        "declined_by dense forward_block keys_and_values merge_blocks row_delta row_ranges "
+        "variants why_no_ranges with_ranges with_sinks"
     ),
     "colossax.pallas.norms": "layer_norm rms_norm",
     "colossax.pallas.grouped_matmul": "GroupedSpec declined_by grouped_matmul variants",

@@ -51,6 +51,7 @@ from colossax.models import (
     maker,
 )
 from colossax.nn import (
+    DropoutConfig,
     EncoderDecoderConfig,
     HeadConfig,
     LinearScaling,
@@ -574,3 +575,13 @@ def test_names_of_latent_parameters():
 def test_sizes_of_deepseek_that_do_not_fit_are_refused(changes, message):
     with pytest.raises(InputError, match=message):
         dataclasses.replace(TINY["deepseek_v3"], **changes)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_dropout_reaches_each_stack(name):
+    dropout = DropoutConfig(residual=0.1)
+    config = dataclasses.replace(TINY[name], dropout=dropout)
+    stacks = [config.decoder()]
+    if isinstance(config, EncoderDecoderConfig):
+        stacks.append(config.encoder())
+    assert {stack.dropout for stack in stacks} == {dropout}
