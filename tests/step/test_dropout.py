@@ -126,17 +126,19 @@ CASES = [
     if (name, model) not in IMPOSSIBLE
 ]
 QUICK = [("data, ring, tensor", "decoder"), ("accumulation", "decoder"), ("ulysses", "vit")]
+MARKS = {
+    QUICK[0]: pytest.mark.catches("dropout-of-local-tokens"),
+    QUICK[1]: pytest.mark.catches("dropout-by-microbatch"),
+}
+OF_IMAGES = {"vit": pytest.mark.catches("dropout-not-of-images")}
 
 
-@pytest.mark.catches("dropout-by-microbatch")
-@pytest.mark.catches("dropout-of-local-tokens")
-@pytest.mark.parametrize(("name", "model"), quick_first(CASES, QUICK))
+@pytest.mark.parametrize(("name", "model"), quick_first(CASES, QUICK, MARKS))
 def test_every_plan_drops_the_same(name, model):
     assert_losses_close(run(PLANS[name], model), truth(model))
 
 
-@pytest.mark.catches("dropout-not-of-images")
-@pytest.mark.parametrize("model", quick_first(MODELS, ["vit"]))
+@pytest.mark.parametrize("model", quick_first(MODELS, ["vit"], OF_IMAGES))
 def test_each_family_drops(model):
     assert np.all(np.abs(truth(model) / run(mesh(data=1), model, DropoutConfig()) - 1) > 1e-3)
 
