@@ -190,3 +190,19 @@ def test_each_step_drops_anew_and_a_restored_state_goes_on(tmp_path):
     for number in range(1, steps):
         state, metrics = again(state, packed())
         assert_losses_close(float(metrics["loss"]), losses[number])
+
+
+def temporaries(plan, dropout):
+    state, step = built(plan, "decoder", dropout)
+    compiled = step.lower(state, batch("decoder")).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["scanned", "recomputed", "unrolled"])
+def test_no_mask_is_kept_for_backward(name):
+    """Of four layers and eight sublayers, not even the values of one are alive for it."""
+    plan = PLANS.get(name, mesh(data=1))
+    values = 8 * 32 * 32 * 4
+    dropout = DropoutConfig(embedding=0.1, residual=0.2)
+    assert temporaries(plan, dropout) - temporaries(plan, DropoutConfig()) <= 1.1 * values
