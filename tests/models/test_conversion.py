@@ -27,6 +27,15 @@ ALIKE = [("gelu_pytorch_tanh", "gelu_fast")]
 """Values of settings that say the same: what is written, and what a case has."""
 
 
+NOT_KEPT = {
+    "dinov2": {"use_mask_token"},
+    "llava": {"vision_feature_layer", "num_hidden_layers"},
+    "whisper": {"bos_token_id"},
+}
+"""Settings of what is left aside: a token of masked patches, layers behind the one that is read, and
+a token that no text begins with; published files have there what ends a text."""
+
+
 def settings_of(case):
     return json.loads((GOLDEN / case / "config.json").read_text())
 
@@ -100,12 +109,14 @@ def test_blocks_cover_each_tensor_once(case, monkeypatch):
         foreign = np.arange(np.prod(tensor.shape)).reshape(tensor.shape)
         arrays = [np.zeros(shape) for shape in tensor.shapes]
         for block in blocks:
-            rows = foreign[block.first_row : block.first_row + block.rows]
+            rows = foreign
+            if tensor.shape:
+                rows = foreign[block.first_row : block.first_row + block.rows]
             for array, part in zip(arrays, block.ours(rows), strict=True):
                 array[block.index] += part
         assert [b.first_row for b in blocks[1:]] == list(np.cumsum([b.rows for b in blocks])[:-1])
-        found = np.concatenate([block.foreign(arrays) for block in blocks])
-        np.testing.assert_array_equal(found, foreign)
+        found = np.concatenate([np.atleast_1d(block.foreign(arrays)) for block in blocks])
+        np.testing.assert_array_equal(found, np.atleast_1d(foreign))
     assert several > 5
 
 
@@ -117,11 +128,20 @@ def test_settings_there_and_back(case):
     written = json.loads(json.dumps(table.settings_of(config)))
     assert table.config_from(written) == config
     apart = {"rope_parameters", "n_inner", "pad_token_id"}
+    apart |= NOT_KEPT.get(settings["model_type"], set())
     # `transformers` 5 says that T5 1.1 is tied and its outputs not scaled; before, that it is not.
     apart |= {"tie_word_embeddings"} if settings.get("scale_decoder_outputs") is False else set()
+    assert_alike(written, settings, apart)
+
+
+def assert_alike(written, settings, apart):
+    """What both say is the same, in objects of settings too."""
     for name in set(written) & set(settings) - apart:
-        same = (written[name], settings[name]) in ALIKE or written[name] == settings[name]
-        assert same, name
+        one, other = written[name], settings[name]
+        if isinstance(one, dict) and isinstance(other, dict):
+            assert_alike(one, other, apart)
+        else:
+            assert (one, other) in ALIKE or one == other, name
 
 
 def llama(**changes):

@@ -25,7 +25,7 @@ from tests.models.test_parity import (
     switched_off,
 )
 
-OTHERS = ("pair", "images", "both", "sound")
+OTHERS = ("pair", "images", "both", "seeing", "sound")
 CASES = [
     name
     for name, facts in FACTS.items()

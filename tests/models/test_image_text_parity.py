@@ -216,7 +216,7 @@ def test_what_is_left_out_is_as_published():
             {**of("clip", "vision")["vision_config"], "model_type": "clip_vision_model"},
             "model_type 'clip_vision_model' is not among the families here; known: ",
         ),
-        (of("clip", model_type="llava"), "llava with vision_config is not supported; only text"),
+        (of("clip", model_type="qwen2"), "qwen2 with vision_config is not supported; only text"),
         (of("clip", "text", num_hidden_layers=20_000), "'num_hidden_layers'|model.text|layers"),
     ],
 )

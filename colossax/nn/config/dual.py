@@ -78,8 +78,7 @@ class DualEncoderConfig(FamilyConfig):
             )
         if self.dropout:
             raise InputError(
-                "model.dropout: the loss of two encoders compares what nothing was dropped of; leave"
-                " it out"
+                "model.dropout: embeddings that are compared are of all their values; leave it out"
             )
         check_dual(self.text_encoder(), self.image_encoder())
 
