@@ -98,8 +98,8 @@ def _check_no_text(config: "TrainConfig") -> None:
     data = config.data
     if config.adapter:
         raise InputError(
-            f"adapter.rank: found {config.adapter.rank}, and a run on images trains its whole model;"
-            " leave it out, or give boost a model with nn.with_adapter"
+            f"adapter.rank: found {config.adapter.rank}, and a run on images trains its whole"
+            " model; leave it out, or give boost a model with nn.with_adapter"
         )
     asked = {
         "data.path": data.path,
