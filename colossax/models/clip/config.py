@@ -4,7 +4,7 @@ import dataclasses
 
 from colossax.config import Count, Natural
 from colossax.nn import DecoderConfig
-from colossax.nn.config.dual import DualEncoderConfig, embeds, reads_images
+from colossax.nn.config.dual import DualEncoderConfig, OfScores, embeds, reads_images
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class CLIPConfig(DualEncoderConfig):
     vocab: Count = 49408
     max_seq: Count = 77
     projection: Count = 512
-    log_scale: float = 2.6592
+    log_scale: OfScores = 2.6592
     eos: Natural | None = 49407
 
     def text_encoder(self) -> DecoderConfig:

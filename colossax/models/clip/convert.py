@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from colossax.config import Count
+from colossax.config import Count, NotNegative
 from colossax.models.clip.config import CLIPConfig
 from colossax.models.clip.encoders import (
     IMAGE,
@@ -21,7 +21,7 @@ from colossax.models.clip.encoders import (
 )
 from colossax.models.conversion import Conversion, link
 from colossax.models.settings import checked, first_eos
-from colossax.nn.config.dual import EncoderPart
+from colossax.nn.config.dual import EncoderPart, OfScores
 
 _USUAL = {"layers": 12, "activation": "quick_gelu", "norm_eps": 1e-5}
 _TEXT = EncoderPart(embed=512, heads=8, mlp=2048, **_USUAL)
@@ -51,8 +51,8 @@ def _read(settings: Mapping[str, Any]) -> dict[str, Any]:
         },
         **read_images(image, 32),
         "projection": checked("projection_dim", settings.get("projection_dim", 512), Count),
-        "log_scale": checked("logit_scale_init_value", first, float),
-        "init_std": checked("initializer_range", text.get("initializer_range", 0.02), float),
+        "log_scale": checked("logit_scale_init_value", first, OfScores),
+        "init_std": checked("initializer_range", text.get("initializer_range", 0.02), NotNegative),
         "eos": None if eos == _OLDER_EOS else eos,
     }
 

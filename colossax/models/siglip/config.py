@@ -4,7 +4,7 @@ import dataclasses
 
 from colossax.config import Count
 from colossax.nn import DecoderConfig
-from colossax.nn.config.dual import DualEncoderConfig, embeds, reads_images
+from colossax.nn.config.dual import DualEncoderConfig, OfScores, embeds, reads_images
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,8 +18,8 @@ class SigLIPConfig(DualEncoderConfig):
 
     vocab: Count = 32000
     max_seq: Count = 64
-    log_scale: float = 2.302585092994046
-    shift: float | None = -10.0
+    log_scale: OfScores = 2.302585092994046
+    shift: OfScores | None = -10.0
 
     def text_encoder(self) -> DecoderConfig:
         """The encoder of texts, not causal."""

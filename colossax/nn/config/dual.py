@@ -1,14 +1,17 @@
 """What the configurations of families that embed texts and images side by side have in common."""
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any
 
-from colossax.config import Count, NotNegative
+from colossax.config import Bound, Count, Natural, NotNegative
 from colossax.errors import InputError
 from colossax.nn.config.decoder import DecoderConfig, LayerCount
 from colossax.nn.config.family import FamilyConfig, even_head_dim
 from colossax.nn.config.head import HeadConfig
 from colossax.nn.config.patches import PatchConfig
+
+OfScores = Annotated[float, Bound(low=-50, high=50, told="a number from -50 to 50")]
+"""What scores are multiplied by, as its logarithm, or what is added to them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,10 +67,10 @@ class DualEncoderConfig(FamilyConfig):
     channels: Count = 3
     patch_height: Count = 16
     patch_width: Count = 16
-    log_scale: float
-    shift: float | None = None
+    log_scale: OfScores
+    shift: OfScores | None = None
     init_std: NotNegative = 0.02
-    eos: int | None = None
+    eos: Natural | None = None
 
     def __post_init__(self):
         super().__post_init__()
