@@ -32,8 +32,8 @@ NOT_KEPT = {
     "llava": {"vision_feature_layer", "num_hidden_layers"},
     "whisper": {"bos_token_id"},
 }
-"""Settings of what is left aside: a token of masked patches, layers behind the one that is read, and
-a token that no text begins with; published files have there what ends a text."""
+"""Settings of what is left aside: a token of masked patches, layers behind the one that is read,
+and a token that no text begins with; published files have there what ends a text."""
 
 
 def settings_of(case):
