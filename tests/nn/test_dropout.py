@@ -23,6 +23,7 @@ from colossax.nn import (
     Wiring,
 )
 from colossax.nn.dropout import Noise
+from colossax.planner.counting.traced_flops import traced_flops
 from colossax.tasks import next_token_loss
 from tests.nn.test_block import Adding, Doubling
 from tests.pallas.test_dropout import hashed, spread
@@ -154,6 +155,18 @@ def test_without_keys_or_without_rates_it_is_the_same_program():
     assert program(PLAIN, KEYS) == plain
     assert "uint32" not in plain and "u32" not in plain
     assert program(BARE, KEYS) != plain
+
+
+def test_it_costs_no_matmul():
+    """What an inspection counts of a step's FLOPs is what it counts without."""
+
+    def flops(config):
+        made = model(config)
+        traced = jax.jit(lambda tokens, keys: made.hidden(tokens, key=keys)[0]).trace(TOKENS, KEYS)
+        return traced_flops(traced.jaxpr)
+
+    assert flops(BARE) == flops(PLAIN)
+    assert flops(PLAIN).flops > 0
 
 
 @pytest.mark.parametrize("place", RATES)

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from colossax import boost
-from colossax.config import AttentionConfig, BatchConfig, Segment
+from colossax.config import AttentionConfig, BatchConfig, PipelineConfig, Segment
 from colossax.models import BERTConfig, T5Config, maker
 from colossax.nn import (
     Decoder,
@@ -110,11 +110,13 @@ PLANS = {
     "recomputed": mesh(data=1).replace(segments=(Segment(remat="full"),)),
     "unrolled": mesh(data=1).replace(segments=(*(Segment(count=1),) * 3, Segment())),
 }
+OF_TWO_STACKS = "stages of two stacks"
+PLANS_OF_PAIRS = {
+    OF_TWO_STACKS: mesh(stage=2, fsdp=2, tensor=2).replace(pipeline=PipelineConfig(cuts=(3, 3)))
+}
 IMPOSSIBLE = [
-    *((name, model) for name in ("stages", "stages, ring") for model in ("kinds", "t5")),
-    *((name, "kinds") for name in ("host memory",)),
-    *((name, "t5") for name in ("cut stages", "unrolled")),
-    ("2d", "experts"),
+    *((name, "kinds") for name in ("stages", "host memory")),
+    *((name, "t5") for name in ("stages", "unrolled")),
 ]
 """Refused with dropout or without, or another plan than it seems to be of two stacks."""
 
@@ -124,7 +126,7 @@ CASES = [
     for model in MODELS
     for name in (PLANS if model == "decoder" else FEW)
     if (name, model) not in IMPOSSIBLE
-]
+] + [(OF_TWO_STACKS, "t5")]
 QUICK = [("data, ring, tensor", "decoder"), ("accumulation", "decoder"), ("ulysses", "vit")]
 MARKS = {
     QUICK[0]: pytest.mark.catches("dropout-of-local-tokens"),
@@ -135,7 +137,7 @@ OF_IMAGES = {"vit": pytest.mark.catches("dropout-not-of-images")}
 
 @pytest.mark.parametrize(("name", "model"), quick_first(CASES, QUICK, MARKS))
 def test_every_plan_drops_the_same(name, model):
-    assert_losses_close(run(PLANS[name], model), truth(model))
+    assert_losses_close(run({**PLANS, **PLANS_OF_PAIRS}[name], model), truth(model))
 
 
 @pytest.mark.parametrize("model", quick_first(MODELS, ["vit"], OF_IMAGES))
