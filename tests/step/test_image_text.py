@@ -10,7 +10,7 @@ import pytest
 
 from colossax import Plan
 from colossax.aot import collectives
-from colossax.config import BatchConfig, OffloadConfig, PipelineConfig
+from colossax.config import BatchConfig, OffloadConfig, PipelineConfig, Precision
 from colossax.errors import InputError, PlanError
 from colossax.models import CLIPConfig, SigLIPConfig, maker
 from colossax.nn import DualEncoder, EncoderPart
@@ -146,9 +146,32 @@ def test_a_batch_that_is_cut_up_is_refused(plan):
         step(step.init(0), given())
 
 
+@pytest.mark.sweep
 def test_with_one_microbatch_gradients_may_be_reduced_once():
     plan = mesh(data=2).replace(batch=BatchConfig(reduce_once=True))
     assert_losses_close(run(plan, "siglip", 2), truth("siglip"))
+
+
+HALVES = [("bfloat16", "bfloat16"), ("float16", "float32")]
+
+
+@pytest.mark.catches("scale-in-16-bits")
+@pytest.mark.parametrize("compute, params", HALVES)
+def test_what_scores_are_multiplied_by_stays_in_float32(compute, params):
+    precision = Precision(compute=compute, params=params)
+    step = built(mesh(fsdp=4, tensor=2).replace(precision=precision), "siglip")
+    found = step.abstract["params"]
+    assert {found[name].dtype.name for name in ("log_scale", "shift")} == {"float32"}
+    assert found["text"]["embed"]["table"].dtype.name == params
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("compute, params", HALVES)
+def test_in_16_bits_losses_are_near(compute, params, model):
+    precision = Precision(compute=compute, params=params)
+    found = run(mesh(fsdp=4, tensor=2).replace(precision=precision), model)
+    np.testing.assert_allclose(found[:, :2], truth(model)[:, :2], rtol=0.01)
 
 
 @pytest.mark.catches("rows-compared-with-copies")
