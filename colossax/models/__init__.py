@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from .phi3 import Phi3Config as Phi3Config
     from .qwen2 import Qwen2Config as Qwen2Config
     from .qwen2_moe import Qwen2MoEConfig as Qwen2MoEConfig
+    from .qwen2_vl import Qwen2VLConfig as Qwen2VLConfig
     from .qwen3 import Qwen3Config as Qwen3Config
     from .qwen3_moe import Qwen3MoEConfig as Qwen3MoEConfig
     from .registry import FAMILIES as FAMILIES

@@ -14,12 +14,11 @@ from colossax.documents import read_json
 from colossax.errors import InputError, WeightsError
 from colossax.models.conversion import Conversion, Tensor
 from colossax.models.conversions import CONVERSIONS
-from colossax.models.llava import LlavaConfig
 from colossax.models.mxfp4 import DTYPE as PACKED_DTYPE
 from colossax.models.mxfp4 import check_packed, packed_among, parts_of, read_packed
 from colossax.models.registry import maker
 from colossax.models.safetensors import DTYPES, Reader
-from colossax.nn import DualEncoderConfig, ModelSpec, describe
+from colossax.nn import DualEncoderConfig, ModelSpec, SeeingConfig, describe
 from colossax.typing import ParamInfo
 
 
@@ -156,7 +155,7 @@ def conversion_of(settings: Mapping[str, Any]) -> Conversion:
     """
     name = settings.get("model_type")
     known = CONVERSIONS.get(name) if isinstance(name, str) else None
-    sees = known is not None and issubclass(known.config, DualEncoderConfig | LlavaConfig)
+    sees = known is not None and issubclass(known.config, DualEncoderConfig | SeeingConfig)
     if settings.get("vision_config") is not None and not sees:
         raise InputError(
             f"config.json: {name} with vision_config is not supported; only text models are: give"

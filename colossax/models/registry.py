@@ -35,6 +35,7 @@ from colossax.models.opt import OPTConfig
 from colossax.models.phi3 import Phi3Config
 from colossax.models.qwen2 import Qwen2Config
 from colossax.models.qwen2_moe import Qwen2MoEConfig
+from colossax.models.qwen2_vl import Qwen2VLConfig
 from colossax.models.qwen3 import Qwen3Config
 from colossax.models.qwen3_moe import Qwen3MoEConfig
 from colossax.models.roberta import RoBERTaConfig
@@ -141,6 +142,7 @@ FAMILIES: dict[str, Family] = {
         Family(name="clip", config=CLIPConfig, make=dual_encoder_of),
         Family(name="siglip", config=SigLIPConfig, make=dual_encoder_of),
         Family(name="llava", config=LlavaConfig, make=seeing_decoder_of),
+        Family(name="qwen2_vl", config=Qwen2VLConfig, make=seeing_decoder_of),
         Family(name="t5", config=T5Config, make=encoder_decoder_of),
         Family(name="bart", config=BARTConfig, make=encoder_decoder_of),
         Family(name="whisper", config=WhisperConfig, make=encoder_decoder_of),

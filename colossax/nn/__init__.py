@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from .config.parts import YarnScaling as YarnScaling
     from .config.patches import PatchConfig as PatchConfig
     from .config.seeing import ProjectorConfig as ProjectorConfig
+    from .config.seeing import SeeingConfig as SeeingConfig
     from .decoder.decoder import Decoder as Decoder
     from .decoder.dual_encoder import DualEncoder as DualEncoder
     from .decoder.encoder_decoder import EncoderDecoder as EncoderDecoder

@@ -45,7 +45,7 @@ def _stretched(freqs: np.ndarray, yarn: YarnScaling, theta: float) -> np.ndarray
 
 
 def rope_tables(
-    positions: Int[Array, "b s"],
+    positions: Int[Array, "b s *axes"],
     config: RopeConfig,
     head_dim: int,
     lengths: Int[Array, "b s"] | None = None,
@@ -53,7 +53,8 @@ def rope_tables(
     """Cosines and sines of every position, float32, broadcastable over heads.
 
     Args:
-        positions: Of tokens.
+        positions: Of tokens; `[b, s, axes]` where `config.sections` names several axes, or one
+            number for all of them.
         config: Base and scaling.
         head_dim: Dims of a head; those that turn are `config.turned(head_dim)`, of which `h2` is
             half.
@@ -62,6 +63,8 @@ def rope_tables(
     """
     dims = config.turned(head_dim)
     freqs: Any = frequencies(config, dims)
+    if config.sections is not None:
+        return _by_axis(positions, config, dims)
     if config.stretched_from is not None:
         if lengths is None:
             lengths = jnp.broadcast_to(positions.max(axis=-1, keepdims=True) + 1, positions.shape)
@@ -70,6 +73,22 @@ def rope_tables(
     magnitude = _magnitude(config)
     if magnitude == 1.0:
         return jnp.cos(angles), jnp.sin(angles)
+    return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
+
+
+def _by_axis(
+    positions: Int[Array, "b s *axes"], config: RopeConfig, dims: int
+) -> tuple[Float[Array, "b s 1 h2"], Float[Array, "b s 1 h2"]]:
+    """Tables of positions of several axes: of each pair of dims by the axis that it has."""
+    assert config.sections is not None
+    count = len(config.sections)
+    freqs = frequencies(config, dims // count if config.restart else dims)
+    freqs = np.tile(freqs, count) if config.restart else freqs
+    if positions.ndim == 2:
+        positions = jnp.broadcast_to(positions[..., None], (*positions.shape, count))
+    axis = np.repeat(np.arange(count), config.sections)
+    angles = positions[..., axis].astype(jnp.float32)[:, :, None] * freqs
+    magnitude = _magnitude(config)
     return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
 
 

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from colossax.config import to_json
-from colossax.models import LlavaConfig, config_to_json, maker
-from colossax.nn import DualEncoderConfig, with_adapter
+from colossax.models import config_to_json, maker
+from colossax.nn import DualEncoderConfig, SeeingConfig, with_adapter
 from colossax.optim import averaged
 from colossax.processes.group import Group
 from colossax.step.options import StepOptions
@@ -54,7 +54,7 @@ def task_of(config: TrainConfig, group: Group | None = None) -> Task:
     """
     group = Group(None, {}) if group is None else group
     if config.data.images is not None:
-        if isinstance(config.model, LlavaConfig):
+        if isinstance(config.model, SeeingConfig):
             return written_task(config, group)
         two = isinstance(config.model, DualEncoderConfig)
         return (caption_task if two else image_task)(config, group)

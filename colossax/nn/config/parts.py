@@ -179,6 +179,9 @@ class RopeConfig:
         long: Or LongRoPE's, which does too.
         dims: Of a head, how many turn, the first; the others have no position. None: all.
         interleaved: Pairs that turn together are neighbours; else a half of those dims is apart.
+        sections: Pairs that turn by each axis of a position, one axis after another, as time,
+            height and width; None: positions have one axis.
+        restart: Frequencies of each axis begin anew; else they go on from axis to axis.
     """
 
     theta: Positive = 10_000.0
@@ -189,9 +192,12 @@ class RopeConfig:
     long: LongScaling | None = None
     dims: Count | None = None
     interleaved: bool = False
+    sections: tuple[Count, ...] | None = None
+    restart: bool = False
 
     def __post_init__(self):
         check_types(self, "model.rope")
+        self._check_sections()
         found = [name for name in _SCALINGS.values() if getattr(self, name) is not None]
         if len(found) > 1:
             raise InputError(
@@ -201,6 +207,25 @@ class RopeConfig:
             raise InputError(
                 f"model.rope.theta: found {self.theta}, with which YaRN's scaling finds no dims to"
                 " stretch; give more than 1"
+            )
+
+    def _check_sections(self) -> None:
+        if self.sections is None:
+            if self.restart:
+                raise InputError(
+                    "model.rope.restart: frequencies begin anew for each of several axes, and there"
+                    " is one; give sections, or leave it out"
+                )
+            return
+        if self.stretched_from is not None:
+            raise InputError(
+                "model.rope.sections: a scaling that depends on the length goes with positions of"
+                " one axis; leave one of them out"
+            )
+        if self.restart and len(set(self.sections)) > 1:
+            raise InputError(
+                f"model.rope.sections: found {self.sections}, and frequencies that begin anew are"
+                " as many for each axis; give equal numbers"
             )
 
     @classmethod
@@ -236,6 +261,11 @@ class RopeConfig:
             raise InputError(
                 f"model.rope: rope turns pairs of a head's dims, and {dims} of head_dim {head_dim}"
                 " are to turn; choose an even number of them"
+            )
+        if self.sections is not None and 2 * sum(self.sections) != dims:
+            raise InputError(
+                f"model.rope.sections: {self.sections} are {sum(self.sections)} pairs of dims, and"
+                f" {dims // 2} turn; give as many"
             )
         if self.dynamic is not None and dims < 4:
             raise InputError(

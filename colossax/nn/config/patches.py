@@ -15,6 +15,8 @@ class PatchConfig:
         channels: Numbers of a pixel.
         patch_height, patch_width: Of a patch, in pixels; they divide those of the image.
         bias: Whether the map of patches has one.
+        frames: Times that each image is seen, each with a matrix of its own, as a film of so many
+            equal frames is.
         class_token: Whether a learned token stands before the patches.
 
     Source: Dosovitskiy et al. 2020, An Image is Worth 16x16 Words.
@@ -27,6 +29,7 @@ class PatchConfig:
     patch_width: Count
     bias: bool = True
     class_token: bool = True
+    frames: Count = 1
 
     def __post_init__(self):
         check_types(self, "model.patches")
@@ -56,5 +59,5 @@ class PatchConfig:
 
     @property
     def numbers(self) -> int:
-        """Of a patch: its pixels, each with its channels."""
-        return self.patch_height * self.patch_width * self.channels
+        """Of a patch: its pixels, each with its channels, of all frames."""
+        return self.frames * self.patch_height * self.patch_width * self.channels

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, Num
 
@@ -17,7 +18,7 @@ from colossax.nn.decoder.vocabulary import Vocabulary, head_input, make_embeddin
 from colossax.nn.layers import Linear
 from colossax.nn.stack.stack import LayerStack
 from colossax.pallas.attention import Mask
-from colossax.sharding import compute_dtype
+from colossax.sharding import compute_dtype, current_order
 
 
 class Decoder(Trunk, Vocabulary):
@@ -98,6 +99,7 @@ class Decoder(Trunk, Vocabulary):
         embeddings: Float[Array, "b s d"] | None = None,
         pixels: Num[Array, "b h w c"] | None = None,
         positions: Int[Array, "b s"] | None = None,
+        points: Int[Array, "b s axes"] | None = None,
         segments: Int[Array, "b s"] | None = None,
         token_types: Int[Array, "b s"] | None = None,
         mask: Mask | None = None,
@@ -111,6 +113,8 @@ class Decoder(Trunk, Vocabulary):
             pixels: Images, to models of `patches`: a token of the class, then of each patch.
             positions: Per token, for rope and learned positions; default 0, 1, ... per row. Who
                 sees whom goes by the order in the row, so they ascend by one within a segment.
+            points: Positions of several axes, for a rotary embedding that has as many; default
+                `positions` on all of them, of an image its grid.
             segments: Documents packed into a row, numbered in their order there; a token sees its
                 own. Negative is padding.
             token_types: Kind of each token, for models that have a table of them; default 0.
@@ -127,9 +131,12 @@ class Decoder(Trunk, Vocabulary):
                 that it does not read, or kinds of tokens to a model that knows none.
         """
         x = self._entering(tokens, embeddings, pixels)
+        if pixels is not None and self.config.rope is not None:
+            points = self._grid(x)
         rows = Rows(
             tokens=tokens,
             positions=positions,
+            points=points,
             segments=segments,
             token_types=token_types,
             mask=mask,
@@ -168,11 +175,17 @@ class Decoder(Trunk, Vocabulary):
         return self.decode_embedded(self.embedded(tokens[None]), tokens, cache, flat)
 
     def decode_embedded(
-        self, x: Float[Array, "1 t d"], tokens: Int[Array, " t"], cache: Any, flat: FlatTokens
+        self,
+        x: Float[Array, "1 t d"],
+        tokens: Int[Array, " t"],
+        cache: Any,
+        flat: FlatTokens,
+        points: Int[Array, "1 t axes"] | None = None,
     ) -> tuple[Float[Array, "t d"], Any]:
         """`decode` of embeddings, which tokens or something else were made."""
         self._check_generates()
-        out = self.layers(*self.enter_flat(self._as_wide(x), tokens, flat), carried=cache)
+        entering = self.enter_flat(self._as_wide(x), tokens, flat, points=points)
+        out = self.layers(*entering, carried=cache)
         return self._last(out.carry)[0], out.carried
 
     def cache_spec(
@@ -201,6 +214,13 @@ class Decoder(Trunk, Vocabulary):
                 " patches, as ViTConfig describes"
             )
         return self.patches(pixels)
+
+    def _grid(self, x: Array) -> Int[Array, "b s 2"]:
+        """Row and column of each patch."""
+        assert self.config.patches is not None
+        rows, columns = self.config.patches.grid
+        points = jnp.stack(jnp.divmod(current_order().indices(rows * columns), columns), axis=-1)
+        return jnp.broadcast_to(points, (x.shape[0], *points.shape))
 
     def _as_wide(self, x: Any) -> Any:
         """Embeddings in the compute dtype, as wide as the layers."""

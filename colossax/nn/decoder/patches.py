@@ -23,11 +23,15 @@ class Patches(nnx.Module):
 
     def __init__(self, config: DecoderConfig, patches: PatchConfig, *, rngs: nnx.Rngs):
         self.patches = patches
+        shape = (patches.patch_height, patches.patch_width, patches.channels, config.embed)
+        dims = ("patch_height", "patch_width", "channels", "embed")
+        if patches.frames > 1:
+            shape, dims = (patches.frames, *shape), ("frames", *dims)
         self.map = Linear(
-            (patches.patch_height, patches.patch_width, patches.channels, config.embed),
-            ("patch_height", "patch_width", "channels", "embed"),
+            shape,
+            dims,
             rngs=rngs,
-            contract=3,
+            contract=len(dims) - 1,
             bias=patches.bias,
             std=config.init_std,
         )
@@ -45,10 +49,13 @@ class Patches(nnx.Module):
         """
         _check_pixels(pixels, self.patches)
         cut = cut_up(pixels.astype(compute_dtype(jnp.dtype("float32"))), self.patches)
+        if self.patches.frames > 1:
+            cut = jnp.repeat(cut[:, :, None], self.patches.frames, axis=2)
+        inner = (None,) * (cut.ndim - 2)
         if self.class_token is None:
-            return self.map(constrain(cut, "batch", "seq", None, None, None))
-        cut = jnp.pad(cut, ((0, 0), (1, 0), (0, 0), (0, 0), (0, 0)))
-        x = self.map(constrain(cut, "batch", "seq", None, None, None))
+            return self.map(constrain(cut, "batch", "seq", *inner))
+        cut = jnp.pad(cut, ((0, 0), (1, 0), *((0, 0) for _ in inner)))
+        x = self.map(constrain(cut, "batch", "seq", *inner))
         token = gather_weight(self.class_token[...], ("embed",), dtype=x.dtype)
         return jnp.where(jnp.arange(x.shape[1])[:, None] == 0, token, x)
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, Num
 
@@ -14,26 +15,48 @@ from colossax.nn.cache import CacheArray, CacheSpec
 from colossax.nn.config import DecoderConfig
 from colossax.nn.config.seeing import ProjectorConfig, check_seeing
 from colossax.nn.decoder.decoder import Decoder
-from colossax.nn.layers import Linear
+from colossax.nn.layers import LayerNorm, Linear
 from colossax.nn.stack.stack import LayerStack
 from colossax.pallas.attention import Mask
-from colossax.sharding import constrain, whole_rows
+from colossax.sharding import constrain, current_order, whole_rows
 
 _TEXT, _IMAGES = "text", "images"
 """Kinds of what is cached."""
 
 
 class Projector(nnx.Module):
-    """`act(x @ w1 + b1) @ w2 + b2`, from the width of images to that of text."""
+    """`act(x @ w1 + b1) @ w2 + b2`, from the width of images to that of text.
 
-    def __init__(self, width: int, embed: int, projector: ProjectorConfig, *, rngs: nnx.Rngs):
-        self.activation = projector.activation
-        how: dict[str, Any] = {"rngs": rngs, "bias": projector.bias}
-        self.up = Linear((width, embed), ("width", "embed"), **how)
-        self.down = Linear((embed, embed), ("width", "embed"), **how)
+    `x` is what is given, normed where the configuration says, of squares of patches side by side.
+    """
 
-    def __call__(self, x: Float[Array, "b s w"]) -> Float[Array, "b s d"]:
-        return self.down(ACTIVATIONS[self.activation](self.up(x)))
+    def __init__(
+        self, image: DecoderConfig, embed: int, projector: ProjectorConfig, *, rngs: nnx.Rngs
+    ):
+        assert image.patches is not None
+        self.projector, self.patches = projector, image.patches
+        how: dict[str, Any] = {"rngs": rngs, "bias": projector.bias, "std": image.init_std}
+        wide, between = image.embed * projector.merge**2, projector.width or embed
+        eps = projector.norm_eps
+        self.norm = None if eps is None else LayerNorm(image.embed, eps=eps)
+        self.up = Linear((wide, between), ("width", "embed"), **how)
+        self.down = Linear((between, embed), ("width", "embed"), **how)
+
+    def __call__(self, x: Float[Array, "b s w"]) -> Float[Array, "b k d"]:
+        if self.patches.class_token and not self.projector.class_token:
+            x = x[:, 1:]
+        x = x if self.norm is None else self.norm(x)
+        x = self.down(ACTIVATIONS[self.projector.activation](self.up(self._merged(x))))
+        return x
+
+    def _merged(self, x: Float[Array, "b s w"]) -> Float[Array, "b k v"]:
+        """States of each square of patches side by side, row by row."""
+        side = self.projector.merge
+        if side == 1:
+            return x
+        rows, columns = self.projector.grid(self.patches)
+        x = x.reshape(x.shape[0], rows, side, columns, side, x.shape[-1])
+        return x.transpose(0, 1, 3, 2, 4, 5).reshape(x.shape[0], rows * columns, -1)
 
 
 class SeeingDecoder(nnx.Module):
@@ -69,10 +92,11 @@ class SeeingDecoder(nnx.Module):
             InputError: They do not fit together.
         """
         check_seeing(text, image, projector)
+        assert image.patches is not None
         self.config, self.image_config = text, image
-        self.keeps_class = projector.class_token
+        self.grid, self.places = projector.grid(image.patches), projector.tokens(image.patches)
         self.image = Decoder(image, rngs=rngs)
-        self.projector = Projector(image.embed, text.embed, projector, rngs=rngs)
+        self.projector = Projector(image, text.embed, projector, rngs=rngs)
         self.text = Decoder(text, rngs=rngs)
 
     def __call__(
@@ -91,13 +115,6 @@ class SeeingDecoder(nnx.Module):
     def embed(self) -> Any:
         """The table of words."""
         return self.text.embed
-
-    @property
-    def places(self) -> int:
-        """Tokens that an image takes."""
-        patches = self.image_config.patches
-        assert patches is not None
-        return patches.tokens if self.keeps_class else patches.patches
 
     @property
     def stacks(self) -> dict[str, LayerStack]:
@@ -158,7 +175,8 @@ class SeeingDecoder(nnx.Module):
                 "hidden: images stand where tokens name them, and embeddings are given; give tokens"
             )
         embeddings = self._placed(tokens, self.seen(pixels))
-        return self.text.hidden(embeddings=embeddings, **rows)
+        points = self._points(tokens, positions) if self._has_axes else None
+        return self.text.hidden(embeddings=embeddings, points=points, **rows)
 
     def seen(self, pixels: Num[Array, "b ..."]) -> Float[Array, "b k d"]:
         """What the row's images give, in their order: embeddings for `k = n places` places.
@@ -177,11 +195,7 @@ class SeeingDecoder(nnx.Module):
         rows, count = pixels.shape[:2]
         images = pixels.reshape(rows * count, *pixels.shape[2:])
         with whole_rows(rows * count):
-            states = self.image.hidden(pixels=images)[0]
-            patches = self.image_config.patches
-            if patches is not None and patches.class_token and not self.keeps_class:
-                states = states[:, 1:]
-            states = self.projector(states)
+            states = self.projector(self.image.hidden(pixels=images)[0])
         return constrain(states.reshape(rows, -1, states.shape[-1]), "batch", None, None)
 
     def decode(
@@ -189,10 +203,15 @@ class SeeingDecoder(nnx.Module):
     ) -> tuple[Float[Array, "t d"], dict[str, Any]]:
         """See `Decoder.decode`; images were looked at before."""
         cache = dict(cache)
-        seen = cache.pop(_IMAGES)
+        seen, points = cache.pop(_IMAGES), None
         states = seen["states"][flat.seat, jnp.maximum(tokens - self.config.vocab, 0)]
         x = self._chosen(tokens, self.text.embedded(self._words(tokens)[None]), states[None])
-        hidden, kept = self.text.decode_embedded(x, tokens, self._of_text(cache), flat)
+        if self._has_axes:
+            before, count = self._counted(tokens, seen["count"], flat)
+            seen = {**seen, "count": count}
+            points = self._points_after(tokens[None], flat.position[None], before[None])
+        kept = self._of_text(cache)
+        hidden, kept = self.text.decode_embedded(x, tokens, kept, flat, points=points)
         return hidden, {**self._named(kept), _IMAGES: seen}
 
     def look(
@@ -215,7 +234,7 @@ class SeeingDecoder(nnx.Module):
                 f" {held.shape[1]} of a sequence; give fewer, or more slots"
             )
         held = held.at[seat, : states.shape[1]].set(states.astype(held.dtype))
-        return {**cache, _IMAGES: {"states": held}}
+        return {**cache, _IMAGES: {**cache[_IMAGES], "states": held}}
 
     def cache_spec(
         self, *, seats: int, slots: int, chunk: int | None = None
@@ -223,8 +242,10 @@ class SeeingDecoder(nnx.Module):
         """See `Decoder.cache_spec`; beside it a state for each place that a sequence can have."""
         own = self.text.cache_spec(seats=seats, slots=slots, chunk=chunk)
         shape = (seats, slots, self.config.embed)
-        states = CacheArray(shape=shape, dims=(None, None, None), role="compute")
-        seen = CacheSpec(arrays={"states": states}, kind="sequence")
+        arrays = {"states": CacheArray(shape=shape, dims=(None, None, None), role="compute")}
+        if self._has_axes:  # places that have been read
+            arrays["count"] = CacheArray(shape=(seats,), dims=(None,), role="accumulation")
+        seen = CacheSpec(arrays=arrays, kind="sequence")
         return {**self._named(own), _IMAGES: seen}
 
     def _words(self, tokens: Array) -> Array:
@@ -241,6 +262,45 @@ class SeeingDecoder(nnx.Module):
         states = jnp.take_along_axis(seen, at[..., None], axis=1)
         states = constrain(states, "batch", "seq", "embed")
         return self._chosen(tokens, self.text.embedded(self._words(tokens)), states)
+
+    @property
+    def _has_axes(self) -> bool:
+        rope = self.config.rope
+        return rope is not None and rope.sections is not None
+
+    def _points(self, tokens: Array, positions: Array | None) -> Int[Array, "b s 3"]:
+        """Time, row and column of each token of whole rows, however they lie.
+
+        Cost: tokens' ids are gathered over devices that share a row.
+        """
+        order = current_order().indices(tokens.shape[1])
+        natural = jnp.broadcast_to(order, tokens.shape)
+        positions = natural if positions is None else positions
+        is_place = (tokens >= self.config.vocab).astype(jnp.int32)[:, np.argsort(order)]
+        before = jnp.cumsum(is_place, axis=1) - is_place
+        at_start = jnp.take_along_axis(before, natural - positions, axis=1)
+        return self._points_after(tokens, positions, before[:, order] - at_start)
+
+    def _points_after(self, tokens: Array, positions: Array, before: Array) -> Int[Array, "b s 3"]:
+        """Likewise, of tokens that so many places of their document stand before.
+
+        An image takes as many positions as its longer side has tokens: words go on behind it.
+        """
+        columns = self.grid[1]
+        is_place = tokens >= self.config.vocab
+        at = jnp.where(is_place, (tokens - self.config.vocab) % self.places, 0)
+        images = (before - at) // self.places
+        start = positions - at - images * (self.places - max(self.grid))
+        return jnp.stack([start, start + at // columns, start + at % columns], axis=-1)
+
+    def _counted(self, tokens: Array, count: Array, flat: FlatTokens) -> tuple[Array, Array]:
+        """Places before each flat token in its sequence, and those that each has then had."""
+        is_place = (tokens >= self.config.vocab) & (flat.seat >= 0)
+        same = flat.seat[:, None] == flat.seat[None, :]
+        earlier = flat.position[None, :] < flat.position[:, None]
+        here = jnp.sum(same & earlier & is_place[None, :], axis=1)
+        before = count[flat.seat].astype(jnp.int32) + here
+        return before, count.at[flat.seat].add(is_place.astype(count.dtype), mode="drop")
 
     @staticmethod
     def _named(own: Any) -> dict[str, Any]:

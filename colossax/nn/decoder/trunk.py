@@ -33,6 +33,8 @@ class Rows:
     Attributes:
         tokens: `[b, s]`, where layers may ask for ids.
         positions: `[b, s]`; None: 0, 1, ... per row.
+        points: `[b, s, axes]`, by which a rotary embedding of several axes turns; None: by
+            positions, on all axes.
         segments: Documents, `[b, s]`; negative is padding.
         token_types: Kinds of tokens, `[b, s]`; None: 0.
         mask: Who sees whom; None: as the configuration says.
@@ -44,6 +46,7 @@ class Rows:
 
     tokens: Any = None
     positions: Any = None
+    points: Any = None
     segments: Any = None
     token_types: Any = None
     mask: Mask | None = None
@@ -121,7 +124,7 @@ class Trunk(nnx.Module):
         side = Side(
             masks=masks_of(config, rows.mask, sights, rows.segments, positions, x, biases, noise),
             sights=tuple(sights),
-            **self._ropes(positions, rows.segments),
+            **self._ropes(positions, rows.segments, rows.points),
             positions=self._asked(positions),
             biases=biases,
             source=self._source(x, rows, noise),
@@ -137,6 +140,7 @@ class Trunk(nnx.Module):
         tokens: Int[Array, " t"],
         flat: FlatTokens,
         source: Source | None = None,
+        points: Any = None,
     ) -> tuple[Array, Side]:
         """Likewise of flat tokens, whose keys and values go into a cache; see `Decoder.decode`.
 
@@ -145,6 +149,7 @@ class Trunk(nnx.Module):
             tokens: Ids.
             flat: Where each token belongs.
             source: What goes into the cache of a source first.
+            points: `[1, t, axes]`, as of `Rows`.
         """
         positions = flat.position[None]
         side = Side(
@@ -152,7 +157,7 @@ class Trunk(nnx.Module):
             positions=self._asked(positions),
             biases=self._biases(),
             source=source,
-            **self._ropes(positions, flat.seat[None]),
+            **self._ropes(positions, flat.seat[None], points),
         )
         if self.config.mixture is not None:
             side = dataclasses.replace(side, valid=flat.seat[None] >= 0, token_ids=tokens[None])
@@ -232,7 +237,7 @@ class Trunk(nnx.Module):
         """The positions, where layers ask for them."""
         return None if self.config.query_growth is None else positions
 
-    def _ropes(self, positions: Int[Array, "b s"], documents: Any) -> dict[str, Any]:
+    def _ropes(self, positions: Int[Array, "b s"], documents: Any, points: Any) -> dict[str, Any]:
         """Tables of the rotary embeddings that layers have, by their names in `Side`."""
         given = {"rope": self.config.rope, "local_rope": self.config.local_rope}
         ropes = {name: rope for name, rope in given.items() if rope is not None}
@@ -241,7 +246,12 @@ class Trunk(nnx.Module):
             documents = whole_rows(positions) if documents is None else documents
             lengths = document_lengths(documents, positions)
         return {
-            name: rope_tables(positions, rope, self.config.rope_dim, lengths)
+            name: rope_tables(
+                positions if points is None or rope.sections is None else points,
+                rope,
+                self.config.rope_dim,
+                lengths,
+            )
             for name, rope in ropes.items()
         }
 
