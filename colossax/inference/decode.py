@@ -270,8 +270,12 @@ def sight_of(model: Any) -> Seen | None:
     """The images that a model reads among its tokens; None: it reads none."""
     if not hasattr(model, "look"):
         return None
-    patches = model.image_config.patches
-    return Seen(shape=(patches.height, patches.width, patches.channels), places=model.places)
+    patches, side = model.image_config.patches, model.projector.projector.merge
+    return Seen(
+        shape=(patches.height, patches.width, patches.channels),
+        places=model.places,
+        square=(side * patches.patch_height, side * patches.patch_width),
+    )
 
 
 def mels_of(model: Any) -> int | None:

@@ -19,11 +19,22 @@ class Seen:
 
     Attributes:
         shape: Height, width and channels.
-        places: Tokens that one takes.
+        places: Tokens that one takes; None where images are of any size.
+        square: Height and width of what becomes a token, then.
     """
 
     shape: tuple[int, int, int]
-    places: int
+    places: int | None
+    square: tuple[int, int] = (1, 1)
+
+    def places_of(self, height: int, width: int) -> int:
+        """Tokens of an image of this size; 0 where the model reads none of it."""
+        if self.places is not None:
+            return self.places if (height, width) == self.shape[:2] else 0
+        (rows, above), (columns, beside) = (
+            divmod(side, each) for side, each in zip((height, width), self.square, strict=True)
+        )
+        return 0 if above or beside else rows * columns
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -277,14 +288,21 @@ def check_images(images: Any, sight: Seen | None) -> int:
         return 0
     if sight is None:
         raise InputError("images: the model reads none among its tokens; leave them out")
-    shape = getattr(images, "shape", ())
-    if len(shape) != 4 or tuple(shape[1:]) != sight.shape:
-        height, width, channels = sight.shape
+    height, width, channels = sight.shape
+    shape: Any = getattr(images, "shape", ())
+    places = sight.places_of(*shape[1:3]) if len(shape) == 4 else 0
+    if not places or shape[3] != channels:
+        if sight.places is None:
+            raise InputError(
+                f"images: found shape {list(shape)}, and sides of the model's are multiples of"
+                f" {sight.square[0]} and {sight.square[1]}, with {channels} channels; give"
+                f" [images, height, width, {channels}]"
+            )
         raise InputError(
             f"images: found shape {list(shape)}, and the model's are {height} high and {width} wide"
             f" with {channels} channels; give [images, {height}, {width}, {channels}]"
         )
-    return shape[0] * sight.places
+    return shape[0] * places
 
 
 def check_length(prompt: int, max_tokens: int, limit: int) -> None:

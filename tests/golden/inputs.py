@@ -4,12 +4,16 @@ import dataclasses
 from typing import Any
 
 import numpy as np
+import torch
 from edits import Case, Model
 
 SEQ, PROMPT, PADDING, WRITTEN, IMAGE_ROWS = 40, 12, 4, 30, 4
 TEXT_ROWS, OLDER_EOS = 3, 2
 FIRST, BETWEEN = 16, 5
 """Tokens of an image that stands among words, and words before and behind the first."""
+
+SHOWN = {"llava": (8, 8), "qwen2_vl": (8, 12)}
+"""Height and width of the images that a family is given."""
 
 INPUTS = (
     "input_ids",
@@ -79,10 +83,35 @@ def sizes_of(size: int | list[int]) -> tuple[int, int]:
 
 def images_among_words(sizes: dict[str, Any], random: np.random.RandomState) -> Inputs:
     """Two rows of words, in each of which two images stand: in the second one in front."""
-    token, image = sizes["image_token_index"], sizes["vision_config"]
-    ids = random.randint(0, token, (2, SEQ + 2 * FIRST)).astype(np.int32)
+    newer = "image_token_id" in sizes
+    token = sizes["image_token_id" if newer else "image_token_index"]
+    height, width = SHOWN["qwen2_vl" if newer else "llava"]
+    places, words = (height * width // 16, 120) if newer else (FIRST, token)
+    ids = random.randint(0, words, (2, SEQ + 2 * FIRST)).astype(np.int32)
     for row, starts in enumerate(((BETWEEN, 3 * BETWEEN + FIRST), (0, FIRST + 1))):
         for start in starts:
-            ids[row, start : start + FIRST] = token
-    shape = (4, image["num_channels"], image["image_size"], image["image_size"])
-    return {"input_ids": ids, "pixel_values": random.standard_normal(shape).astype(np.float32)}
+            ids[row, start : start + places] = token
+    pixels = random.standard_normal((4, 3, height, width)).astype(np.float32)
+    return {"input_ids": ids, "pixel_values": pixels}
+
+
+def as_asked(model: Model, inputs: Inputs) -> dict[str, torch.Tensor]:
+    """What a model that reads images among words is given: Qwen2-VL's patches, square by square."""
+    pixels = torch.from_numpy(inputs["pixel_values"]).to(model.dtype)
+    if model.config.model_type != "qwen2_vl":
+        return {"pixel_values": pixels}
+    image, ids = model.config.vision_config, torch.from_numpy(inputs["input_ids"])
+    count, channels, height, width = pixels.shape
+    size, side = image.patch_size, image.spatial_merge_size
+    rows, columns = height // size, width // size
+    frames = pixels[:, None].repeat(1, image.temporal_patch_size, 1, 1, 1)
+    cut = frames.reshape(
+        *(count, image.temporal_patch_size, channels),
+        *(rows // side, side, size, columns // side, side, size),
+    )
+    cut = cut.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(count * rows * columns, -1)
+    return {
+        "pixel_values": cut,
+        "image_grid_thw": torch.tensor([[1, rows, columns]] * count),
+        "mm_token_type_ids": (ids == model.config.image_token_id).long(),
+    }

@@ -30,7 +30,7 @@ from edits import Case, Edit, Mismatch, Model, build
 from encoder_cases import ENCODERS
 from image_cases import IMAGES
 from image_text_cases import IMAGE_TEXTS
-from inputs import FIRST, INPUTS, PROMPT, Inputs, inputs_of
+from inputs import FIRST, INPUTS, PROMPT, Inputs, as_asked, inputs_of
 from pair_cases import ENCODER_DECODERS
 from safetensors.numpy import load_file, save_file
 from seeing_cases import SEEING
@@ -58,10 +58,9 @@ CASES: dict[str, Case] = {
 def logits_of(model: Model, inputs: Inputs) -> np.ndarray:
     """Logits `[b, s, vocab]`, or `[b, classes]`, or `[images, texts]`; 0 for padding."""
     if {"pixel_values", "input_ids"} <= inputs.keys():
-        pixels = torch.from_numpy(inputs["pixel_values"]).to(model.dtype)
         tokens = torch.from_numpy(inputs["input_ids"]).long()
         with torch.no_grad():
-            told = model(input_ids=tokens, pixel_values=pixels)
+            told = model(input_ids=tokens, **as_asked(model, inputs))
         return (told.logits if "logits" in told else told.logits_per_image).numpy()
     if "pixel_values" in inputs:
         pixels = torch.from_numpy(inputs["pixel_values"]).to(model.dtype)
@@ -94,7 +93,7 @@ def greedy_tokens(
     tokens = torch.from_numpy(prompt).long()[None]
     out = model.generate(
         tokens,
-        **{name: torch.from_numpy(array) for name, array in beside.items()},
+        **(as_asked(model, {**beside, "input_ids": prompt[None]}) if beside else {}),
         attention_mask=torch.ones_like(tokens),
         do_sample=False,
         min_new_tokens=NEW_TOKENS,

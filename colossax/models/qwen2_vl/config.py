@@ -5,14 +5,16 @@ from typing import Any
 
 from colossax.config import Count, Natural, Positive
 from colossax.models.qwen2.config import Qwen2Config
-from colossax.nn import DecoderConfig, HeadConfig, RopeConfig, SeeingConfig
+from colossax.nn import DecoderConfig, HeadConfig, PatchConfig, RopeConfig, SeeingConfig
 from colossax.nn.config.dual import reads_images
 from colossax.nn.config.family import even_head_dim
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen2VLConfig(SeeingConfig):
-    """Sizes of a Qwen2-VL; see `SeeingConfig`. Images are of one size, any that patches divide.
+    """Sizes of a Qwen2-VL; see `SeeingConfig`.
+
+    Images are of any size that squares of patches divide; `height` and `width` are counted with.
 
     Attributes:
         sections: Pairs of a head's dims that turn by time, by row and by column.
@@ -42,12 +44,12 @@ class Qwen2VLConfig(SeeingConfig):
         """The encoder of images."""
         each = even_head_dim(self.image.embed, self.image.heads) // 4
         rope = RopeConfig(theta=self.image_theta, sections=(each, each), restart=True)
-        patches = self.patches(class_token=False, frames=self.frames)
-        parts: dict[str, Any] = {**reads_images(patches), "learned_positions": 0}
+        parts: dict[str, Any] = {**reads_images(self.patches()), "learned_positions": 0}
         return self.image.described(
             **parts, rope=rope, init_std=self.init_std, final_norm=False, head=HeadConfig()
         )
 
-    def patches(self, **parts: Any) -> Any:
+    def patches(self, **parts: Any) -> PatchConfig:
         """How images are cut up."""
-        return super().patches(**{"class_token": False, "frames": self.frames, **parts})
+        own = {"class_token": False, "frames": self.frames, "any_size": True}
+        return super().patches(**own, **parts)

@@ -17,6 +17,8 @@ class PatchConfig:
         bias: Whether the map of patches has one.
         frames: Times that each image is seen, each with a matrix of its own, as a film of so many
             equal frames is.
+        any_size: Whether images of any height and width that patches divide are read; those here
+            are what the model is counted with. For models without learned positions.
         class_token: Whether a learned token stands before the patches.
 
     Source: Dosovitskiy et al. 2020, An Image is Worth 16x16 Words.
@@ -30,6 +32,7 @@ class PatchConfig:
     bias: bool = True
     class_token: bool = True
     frames: Count = 1
+    any_size: bool = False
 
     def __post_init__(self):
         check_types(self, "model.patches")
@@ -41,6 +44,21 @@ class PatchConfig:
                     f" {side} of {size}; give one that does, or resize the images to a {side} of"
                     f" {max(patch, size - size % patch)}"
                 )
+
+    def of(self, height: int, width: int) -> "PatchConfig":
+        """The patches of images of a size.
+
+        Raises:
+            InputError: The model reads others.
+        """
+        if (height, width) == (self.height, self.width):
+            return self
+        if not self.any_size:
+            raise InputError(
+                f"batch 'pixels': images are {height} high and {width} wide, and the model's"
+                f" {self.height} and {self.width}; resize them"
+            )
+        return dataclasses.replace(self, height=height, width=width)
 
     @property
     def grid(self) -> tuple[int, int]:

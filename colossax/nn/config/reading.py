@@ -34,6 +34,11 @@ def _check_images(config: "DecoderConfig") -> None:
             "model.head: a model of images has no vocabulary to tell; give head, as"
             " HeadConfig(pool='first') for the class token's hidden state"
         )
+    if config.patches.any_size and (config.learned_positions or config.rope is None):
+        raise InputError(
+            "model.patches.any_size: images of other sizes have other positions, and those here are"
+            " learned; give rope, and learned_positions 0"
+        )
     odd, tokens = _of_tokens(config), config.patches.tokens
     if odd or config.causal or config.max_seq != tokens:
         raise InputError(

@@ -46,8 +46,17 @@ class ProjectorConfig:
             )
 
     def grid(self, patches: PatchConfig) -> tuple[int, int]:
-        """Tokens of an image from top to bottom, and from left to right, the class token aside."""
+        """Tokens of an image from top to bottom, and from left to right, the class token aside.
+
+        Raises:
+            InputError: Squares of patches do not divide it.
+        """
         rows, columns = patches.grid
+        if rows % self.merge or columns % self.merge:
+            raise InputError(
+                f"model.projector.merge: squares of {self.merge} x {self.merge} patches do not"
+                f" divide an image's {rows} x {columns}; choose a height and a width that they do"
+            )
         return rows // self.merge, columns // self.merge
 
     def tokens(self, patches: PatchConfig) -> int:
@@ -160,12 +169,7 @@ def check_seeing(text: DecoderConfig, image: DecoderConfig, projector: Projector
         raise InputError(
             "model.projector.class_token: the encoder of images has no class token; leave it out"
         )
-    merge, grid = projector.merge, image.patches.grid
-    if any(side % merge for side in grid):
-        raise InputError(
-            f"model.projector.merge: squares of {merge} x {merge} patches do not divide an image's"
-            f" {grid[0]} x {grid[1]}; choose a height and a width that they do"
-        )
+    projector.grid(image.patches)
     axes = None if text.rope is None else text.rope.sections
     if axes is not None and len(axes) != 3:
         raise InputError(

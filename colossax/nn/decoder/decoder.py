@@ -132,7 +132,7 @@ class Decoder(Trunk, Vocabulary):
         """
         x = self._entering(tokens, embeddings, pixels)
         if pixels is not None and self.config.rope is not None:
-            points = self._grid(x)
+            points = self._grid(pixels)
         rows = Rows(
             tokens=tokens,
             positions=positions,
@@ -215,12 +215,12 @@ class Decoder(Trunk, Vocabulary):
             )
         return self.patches(pixels)
 
-    def _grid(self, x: Array) -> Int[Array, "b s 2"]:
+    def _grid(self, pixels: Array) -> Int[Array, "b s 2"]:
         """Row and column of each patch."""
         assert self.config.patches is not None
-        rows, columns = self.config.patches.grid
+        rows, columns = self.config.patches.of(*pixels.shape[1:3]).grid
         points = jnp.stack(jnp.divmod(current_order().indices(rows * columns), columns), axis=-1)
-        return jnp.broadcast_to(points, (x.shape[0], *points.shape))
+        return jnp.broadcast_to(points, (pixels.shape[0], *points.shape))
 
     def _as_wide(self, x: Any) -> Any:
         """Embeddings in the compute dtype, as wide as the layers."""

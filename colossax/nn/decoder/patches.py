@@ -48,7 +48,8 @@ class Patches(nnx.Module):
             InputError: The images are of another size than the model's.
         """
         _check_pixels(pixels, self.patches)
-        cut = cut_up(pixels.astype(compute_dtype(jnp.dtype("float32"))), self.patches)
+        patches = self.patches.of(*pixels.shape[1:3])
+        cut = cut_up(pixels.astype(compute_dtype(jnp.dtype("float32"))), patches)
         if self.patches.frames > 1:
             cut = jnp.repeat(cut[:, :, None], self.patches.frames, axis=2)
         inner = (None,) * (cut.ndim - 2)
@@ -73,6 +74,8 @@ def cut_up(
 
 def _check_pixels(pixels: Array, patches: PatchConfig) -> None:
     wanted = (patches.height, patches.width, patches.channels)
+    if patches.any_size and pixels.ndim == 4 and pixels.shape[3] == patches.channels:
+        return
     if pixels.ndim != 4 or pixels.shape[1:] != wanted:
         raise InputError(
             f"batch 'pixels': found shape {list(pixels.shape)}, and the model's images are"

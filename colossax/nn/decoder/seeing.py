@@ -42,19 +42,18 @@ class Projector(nnx.Module):
         self.up = Linear((wide, between), ("width", "embed"), **how)
         self.down = Linear((between, embed), ("width", "embed"), **how)
 
-    def __call__(self, x: Float[Array, "b s w"]) -> Float[Array, "b k d"]:
+    def __call__(self, x: Float[Array, "b s w"], grid: tuple[int, int]) -> Float[Array, "b k d"]:
         if self.patches.class_token and not self.projector.class_token:
             x = x[:, 1:]
         x = x if self.norm is None else self.norm(x)
-        x = self.down(ACTIVATIONS[self.projector.activation](self.up(self._merged(x))))
-        return x
+        x = self.up(self._merged(x, *grid))
+        return self.down(ACTIVATIONS[self.projector.activation](x))
 
-    def _merged(self, x: Float[Array, "b s w"]) -> Float[Array, "b k v"]:
+    def _merged(self, x: Float[Array, "b s w"], rows: int, columns: int) -> Float[Array, "b k v"]:
         """States of each square of patches side by side, row by row."""
         side = self.projector.merge
         if side == 1:
             return x
-        rows, columns = self.projector.grid(self.patches)
         x = x.reshape(x.shape[0], rows, side, columns, side, x.shape[-1])
         return x.transpose(0, 1, 3, 2, 4, 5).reshape(x.shape[0], rows * columns, -1)
 
@@ -94,7 +93,6 @@ class SeeingDecoder(nnx.Module):
         check_seeing(text, image, projector)
         assert image.patches is not None
         self.config, self.image_config = text, image
-        self.grid, self.places = projector.grid(image.patches), projector.tokens(image.patches)
         self.image = Decoder(image, rngs=rngs)
         self.projector = Projector(image, text.embed, projector, rngs=rngs)
         self.text = Decoder(text, rngs=rngs)
@@ -115,6 +113,19 @@ class SeeingDecoder(nnx.Module):
     def embed(self) -> Any:
         """The table of words."""
         return self.text.embed
+
+    @property
+    def places(self) -> int | None:
+        """Tokens that an image takes; None where that depends on its size."""
+        patches = self.projector.patches
+        return None if patches.any_size else self.projector.projector.tokens(patches)
+
+    @property
+    def pixels_per_place(self) -> int | None:
+        """Of an image, where those of any size are read."""
+        patches, side = self.projector.patches, self.projector.projector.merge
+        each = patches.patch_height * patches.patch_width * side**2
+        return each if patches.any_size else None
 
     @property
     def stacks(self) -> dict[str, LayerStack]:
@@ -175,7 +186,9 @@ class SeeingDecoder(nnx.Module):
                 "hidden: images stand where tokens name them, and embeddings are given; give tokens"
             )
         embeddings = self._placed(tokens, self.seen(pixels))
-        points = self._points(tokens, positions) if self._has_axes else None
+        points = None
+        if self._has_axes:
+            points = self._points(tokens, positions, self._grid(pixels))
         return self.text.hidden(embeddings=embeddings, points=points, **rows)
 
     def seen(self, pixels: Num[Array, "b ..."]) -> Float[Array, "b k d"]:
@@ -195,7 +208,7 @@ class SeeingDecoder(nnx.Module):
         rows, count = pixels.shape[:2]
         images = pixels.reshape(rows * count, *pixels.shape[2:])
         with whole_rows(rows * count):
-            states = self.projector(self.image.hidden(pixels=images)[0])
+            states = self.projector(self.image.hidden(pixels=images)[0], self._grid(pixels))
         return constrain(states.reshape(rows, -1, states.shape[-1]), "batch", None, None)
 
     def decode(
@@ -209,7 +222,9 @@ class SeeingDecoder(nnx.Module):
         if self._has_axes:
             before, count = self._counted(tokens, seen["count"], flat)
             seen = {**seen, "count": count}
-            points = self._points_after(tokens[None], flat.position[None], before[None])
+            rows, columns = seen["grid"][flat.seat].astype(jnp.int32).T
+            grid = jnp.maximum(rows, 1)[None], jnp.maximum(columns, 1)[None]
+            points = self._points_after(tokens[None], flat.position[None], before[None], grid)
         kept = self._of_text(cache)
         hidden, kept = self.text.decode_embedded(x, tokens, kept, flat, points=points)
         return hidden, {**self._named(kept), _IMAGES: seen}
@@ -234,7 +249,11 @@ class SeeingDecoder(nnx.Module):
                 f" {held.shape[1]} of a sequence; give fewer, or more slots"
             )
         held = held.at[seat, : states.shape[1]].set(states.astype(held.dtype))
-        return {**cache, _IMAGES: {**cache[_IMAGES], "states": held}}
+        told = {**cache[_IMAGES], "states": held}
+        if self._has_axes:
+            grid = jnp.asarray(self._grid(pixels), told["grid"].dtype)
+            told["grid"] = told["grid"].at[seat].set(grid)
+        return {**cache, _IMAGES: told}
 
     def cache_spec(
         self, *, seats: int, slots: int, chunk: int | None = None
@@ -243,8 +262,9 @@ class SeeingDecoder(nnx.Module):
         own = self.text.cache_spec(seats=seats, slots=slots, chunk=chunk)
         shape = (seats, slots, self.config.embed)
         arrays = {"states": CacheArray(shape=shape, dims=(None, None, None), role="compute")}
-        if self._has_axes:  # places that have been read
+        if self._has_axes:  # places that have been read, and tokens of an image along its sides
             arrays["count"] = CacheArray(shape=(seats,), dims=(None,), role="accumulation")
+            arrays["grid"] = CacheArray(shape=(seats, 2), dims=(None, None), role="accumulation")
         seen = CacheSpec(arrays=arrays, kind="sequence")
         return {**self._named(own), _IMAGES: seen}
 
@@ -268,7 +288,14 @@ class SeeingDecoder(nnx.Module):
         rope = self.config.rope
         return rope is not None and rope.sections is not None
 
-    def _points(self, tokens: Array, positions: Array | None) -> Int[Array, "b s 3"]:
+    def _grid(self, pixels: Array) -> tuple[int, int]:
+        """Tokens of an image from top to bottom, and from left to right."""
+        sized = self.projector.patches.of(*pixels.shape[2:4])
+        return self.projector.projector.grid(sized)
+
+    def _points(
+        self, tokens: Array, positions: Array | None, grid: tuple[int, int]
+    ) -> Int[Array, "b s 3"]:
         """Time, row and column of each token of whole rows, however they lie.
 
         Cost: tokens' ids are gathered over devices that share a row.
@@ -279,18 +306,20 @@ class SeeingDecoder(nnx.Module):
         is_place = (tokens >= self.config.vocab).astype(jnp.int32)[:, np.argsort(order)]
         before = jnp.cumsum(is_place, axis=1) - is_place
         at_start = jnp.take_along_axis(before, natural - positions, axis=1)
-        return self._points_after(tokens, positions, before[:, order] - at_start)
+        return self._points_after(tokens, positions, before[:, order] - at_start, grid)
 
-    def _points_after(self, tokens: Array, positions: Array, before: Array) -> Int[Array, "b s 3"]:
+    def _points_after(
+        self, tokens: Array, positions: Array, before: Array, grid: tuple[Any, Any]
+    ) -> Int[Array, "b s 3"]:
         """Likewise, of tokens that so many places of their document stand before.
 
         An image takes as many positions as its longer side has tokens: words go on behind it.
         """
-        columns = self.grid[1]
-        is_place = tokens >= self.config.vocab
-        at = jnp.where(is_place, (tokens - self.config.vocab) % self.places, 0)
-        images = (before - at) // self.places
-        start = positions - at - images * (self.places - max(self.grid))
+        rows, columns = grid
+        is_place, places = tokens >= self.config.vocab, rows * columns
+        at = jnp.where(is_place, (tokens - self.config.vocab) % places, 0)
+        images = (before - at) // places
+        start = positions - at - images * (places - jnp.maximum(rows, columns))
         return jnp.stack([start, start + at // columns, start + at % columns], axis=-1)
 
     def _counted(self, tokens: Array, count: Array, flat: FlatTokens) -> tuple[Array, Array]:

@@ -114,7 +114,8 @@ class Trunk(nnx.Module):
         """
         config = self.config
         x = x.astype(compute_dtype(x.dtype))
-        self._check_length(x.shape[1] - current_order().padding)
+        if config.patches is None or not config.patches.any_size:
+            self._check_length(x.shape[1] - current_order().padding)
         positions = rows.positions
         if positions is None:
             positions = jnp.broadcast_to(current_order().indices(x.shape[1]), x.shape[:2])

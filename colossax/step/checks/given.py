@@ -164,11 +164,19 @@ def _wanted(name: str) -> str:
 PLACES = "places"
 """What `known_to` calls the tokens that an image takes."""
 
+PIXELS_PER_PLACE = "pixels per place"
+"""And the pixels of each, where images are of any size."""
+
 
 def _places(batch: Batch, known: Mapping[str, int]) -> int:
     """Tokens of each row that are places of its images."""
     pixels = batch.get(PIXELS)
-    return pixels.shape[1] * known[PLACES] if PLACES in known and pixels is not None else 0
+    if pixels is None or not {PLACES, PIXELS_PER_PLACE} & known.keys():
+        return 0
+    images, height, width = pixels.shape[1:4]
+    if PLACES in known:
+        return images * known[PLACES]
+    return images * (height * width // known[PIXELS_PER_PLACE])
 
 
 def known_to(spec: ModelSpec) -> dict[str, int]:
@@ -177,8 +185,9 @@ def known_to(spec: ModelSpec) -> dict[str, int]:
     if not {"patch_height", "vocab"} <= {dim for i in jax.tree.leaves(infos) for dim in i.dims}:
         return known_numbers(infos)
     model = spec.merge(jax.tree.map(lambda i: jax.ShapeDtypeStruct(i.shape, i.dtype), infos))
-    places = getattr(model, "places", None)
-    return known_numbers(infos) | ({} if places is None else {PLACES: places})
+    told = {PLACES: "places", PIXELS_PER_PLACE: "pixels_per_place"}
+    found = {name: getattr(model, attribute, None) for name, attribute in told.items()}
+    return known_numbers(infos) | {name: n for name, n in found.items() if n is not None}
 
 
 def known_numbers(infos: Any) -> dict[str, int]:
