@@ -177,8 +177,8 @@ def _decode(hint: Any, value: Any, where: str, error: type[InputError]) -> Any:
         if not isinstance(value, list | tuple):
             raise error(f"{where}: expected a list, found {value!r}; write it as [...]")
         return tuple(_decode(args[0], v, f"{where}[{i}]", error) for i, v in enumerate(value))
-    if origin is tuple and args[:1] == (float,) and isinstance(value, list):
-        return tuple(_scalar(float, v, f"{where}[{i}]", error) for i, v in enumerate(value))
+    if origin is tuple and args[:1] in ((float,), (int,)) and isinstance(value, list):
+        return tuple(_scalar(args[0], v, f"{where}[{i}]", error) for i, v in enumerate(value))
     if hint in (int, float, bool, str):
         return _scalar(hint, value, where, error)
     return value
