@@ -41,6 +41,7 @@ from colossax.models import (
     Phi3Config,
     Qwen2Config,
     Qwen2MoEConfig,
+    Qwen2VLConfig,
     Qwen3Config,
     Qwen3MoEConfig,
     RoBERTaConfig,
@@ -64,7 +65,9 @@ from colossax.nn import (
     LinearScaling,
     Llama3Scaling,
     LongScaling,
+    ProjectorConfig,
     QueryGrowth,
+    SeeingConfig,
     YarnScaling,
     describe,
     pure,
@@ -233,6 +236,17 @@ TINY = {
     ),
     "clip": CLIPConfig(vocab=64, max_seq=24, projection=16, **TWO),
     "siglip": SigLIPConfig(vocab=64, max_seq=24, **TWO),
+    "qwen2_vl": Qwen2VLConfig(
+        text=Qwen2Config(**{**GROUPED, "embed": 64}),
+        sections=(2, 3, 3),
+        image=PART,
+        projector=ProjectorConfig(merge=2, norm_eps=1e-6, width=128),
+        image_token=63,
+        height=8,
+        width=8,
+        patch_height=2,
+        patch_width=2,
+    ),
     "llava": LlavaConfig(
         text=LlamaConfig(**GROUPED),
         image=PART,
@@ -663,7 +677,7 @@ def test_sizes_of_deepseek_that_do_not_fit_are_refused(changes, message):
 @pytest.mark.parametrize("name", TINY)
 def test_dropout_reaches_each_stack(name):
     dropout = DropoutConfig(residual=0.1)
-    if isinstance(TINY[name], DualEncoderConfig | LlavaConfig):
+    if isinstance(TINY[name], DualEncoderConfig | SeeingConfig):
         with pytest.raises(InputError, match="model.dropout: "):
             dataclasses.replace(TINY[name], dropout=dropout)
         return

@@ -72,6 +72,9 @@ def test_documents_packed_into_a_row_begin_anew():
         "segments": jnp.repeat(jnp.arange(2), 20)[None],
         "positions": jnp.tile(jnp.arange(20), 2)[None],
     }
+    found = model._points(jnp.asarray(row), where["positions"], GRID)[0]
+    alone = [points_one_by_one(one[None])[0] for one in (first, second)]
+    np.testing.assert_array_equal(found, np.concatenate(alone))
     packed = model(jnp.asarray(row), pixels=pixels[:1], **where)
     np.testing.assert_allclose(packed[0], np.concatenate([x[0] for x in apart]), atol=2e-5)
 

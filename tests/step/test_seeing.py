@@ -9,8 +9,8 @@ import pytest
 from colossax import Plan, boost
 from colossax.config import BatchConfig, OffloadConfig, PipelineConfig, Segment
 from colossax.errors import InputError
-from colossax.models import LlamaConfig, LlavaConfig, maker
-from colossax.nn import EncoderPart
+from colossax.models import LlamaConfig, LlavaConfig, Qwen2Config, Qwen2VLConfig, maker
+from colossax.nn import EncoderPart, ProjectorConfig
 from colossax.optim import adamw
 from colossax.tasks import next_token_loss
 from tests.cases import quick_first
@@ -33,6 +33,25 @@ CONFIG = LlavaConfig(
 )
 """Nine patches and the class token, ten tokens, which no devices could share."""
 
+SQUARES = Qwen2VLConfig(
+    text=Qwen2Config(
+        vocab=64, embed=64, layers=2, heads=8, kv_heads=4, mlp=64, max_seq=64, init_std=0.1
+    ),
+    sections=(1, 1, 2),
+    image=EncoderPart(embed=32, layers=2, heads=4, mlp=64, activation="quick_gelu", norm_eps=1e-6),
+    projector=ProjectorConfig(merge=2, norm_eps=1e-6, width=128),
+    height=6,
+    width=6,
+    channels=2,
+    patch_height=1,
+    patch_width=1,
+    image_token=63,
+    init_std=0.1,
+)
+"""Nine squares of four patches, and positions of three axes."""
+
+MODELS = {"llava": CONFIG, "qwen2_vl": SQUARES}
+
 ROWS, SEQ, IMAGES, PLACES = 8, 32, 2, 9
 PLANS = (
     {"data": mesh(data=8), "fsdp": mesh(fsdp=8), "tensor": mesh(data=2, tensor=4)}
@@ -46,7 +65,6 @@ PLANS = (
         "host memory": mesh(fsdp=4, tensor=2).replace(offload=OffloadConfig(parameters=1.0)),
     }
 )
-QUICK = ("data, ring, tensor", "fsdp, tensor")
 
 
 def batch(rows=ROWS):
@@ -67,10 +85,10 @@ def batch(rows=ROWS):
     }
 
 
-def run(plan, devices=None, given=None):
+def run(plan, devices=None, given=None, model="llava"):
     """Losses and gradient norms of three steps."""
     state, step = boost(
-        maker(CONFIG),
+        maker(MODELS[model]),
         adamw(3e-3, eps=1e-3),
         next_token_loss(),
         plan,
@@ -84,16 +102,22 @@ def run(plan, devices=None, given=None):
 
 
 @functools.cache
-def truth():
-    return run(Plan(mesh={"data": 1}), 1)
+def truth(model="llava"):
+    return run(Plan(mesh={"data": 1}), 1, model=model)
+
+
+CASES = [(plan, model) for plan in PLANS for model in MODELS]
+QUICK = [("data, ring, tensor", "llava"), ("data, ring, tensor", "qwen2_vl")]
+QUICK += [("fsdp, tensor", "llava")]
 
 
 @pytest.mark.catches("images-share-rows")
-@pytest.mark.parametrize("plan", quick_first(PLANS, QUICK))
-def test_training_equals_one_device(plan):
-    found = run(PLANS[plan])
-    assert_losses_close(found[:, 0], truth()[:, 0])
-    np.testing.assert_allclose(found[:, 1], truth()[:, 1], rtol=2e-5)
+@pytest.mark.catches("points-in-the-order-of-devices")
+@pytest.mark.parametrize(("plan", "model"), quick_first(CASES, QUICK))
+def test_training_equals_one_device(plan, model):
+    found, one = run(PLANS[plan], model=model), truth(model)
+    assert_losses_close(found[:, 0], one[:, 0])
+    np.testing.assert_allclose(found[:, 1], one[:, 1], rtol=2e-5)
 
 
 def test_it_learns():
