@@ -129,10 +129,10 @@ def _of_text(links: tuple[Link, ...]) -> tuple[Link, ...]:
     )
 
 
-def _map(foreign: str, ours: str) -> tuple[Link, ...]:
+def _map(foreign: str, ours: str, into: str, out: str) -> tuple[Link, ...]:
     return (
-        link(f"{_PROJECTOR}.{foreign}.weight", "embed width", f"projector/{ours}/w"),
-        link(f"{_PROJECTOR}.{foreign}.bias", "embed", f"projector/{ours}/b"),
+        link(f"{_PROJECTOR}.{foreign}.weight", f"{out} {into}", f"projector/{ours}/w"),
+        link(f"{_PROJECTOR}.{foreign}.bias", out, f"projector/{ours}/b"),
     )
 
 
@@ -157,8 +157,8 @@ CONVERSION = Conversion(
         ),
         *norm_links(f"{_FOREIGN}.pre_layrnorm", "image/embed_norm"),
         *encoder_links(_FOREIGN, "image"),
-        *_map("linear_1", "up"),
-        *_map("linear_2", "down"),
+        *_map("linear_1", "up", "embed", "mlp"),
+        *_map("linear_2", "down", "mlp", "embed"),
     ),
     constant={
         f"{_FOREIGN}.post_layernorm.weight": ("image/embed_norm/scale", 1.0),

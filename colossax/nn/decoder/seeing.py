@@ -39,8 +39,8 @@ class Projector(nnx.Module):
         wide, between = image.embed * projector.merge**2, projector.width or embed
         eps = projector.norm_eps
         self.norm = None if eps is None else LayerNorm(image.embed, eps=eps)
-        self.up = Linear((wide, between), ("width", "embed"), **how)
-        self.down = Linear((between, embed), ("width", "embed"), **how)
+        self.up = Linear((wide, between), ("embed", "mlp"), **how)
+        self.down = Linear((between, embed), ("mlp", "embed"), **how)
 
     def __call__(self, x: Float[Array, "b s w"], grid: tuple[int, int]) -> Float[Array, "b k d"]:
         if self.patches.class_token and not self.projector.class_token:
