@@ -148,6 +148,14 @@ class Equations:
         return [v for v in dict.fromkeys(read) if v not in made and v not in self.constants]
 
 
+def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
+    """Of a scan's inputs, how many all turns share, and how many are carried behind them."""
+    if "num_carry" in params:  # before JAX 0.12.0.1
+        return params["num_consts"], params["num_carry"]
+    shared, carried, _ = params["ft_in"].unpack()
+    return len(shared), len(carried)
+
+
 def _variables(atoms: Iterable[Any]) -> list[Any]:
     return [atom for atom in atoms if not isinstance(atom, extend_core.Literal)]
 

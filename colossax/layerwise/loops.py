@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from colossax.compat import Equations, inlined
+from colossax.compat import Equations, inlined, scan_counts
 
 
 def loops_apart(traced: Any, first: int) -> Any:
@@ -30,14 +30,14 @@ def loops_apart(traced: Any, first: int) -> Any:
     for eqn in needed:
         if eqn.primitive.name == "scan":
             early = [id(variable) in read for variable in eqn.outvars]
-            if not all(early[eqn.params["num_carry"] :]):
+            if not all(early[scan_counts(eqn.params)[1] :]):
                 instead[id(eqn)] = functools.partial(_in_two, eqn.params, early)
     return inlined(traced, instead) if instead else traced
 
 
 def _in_two(params: Any, early: Sequence[bool], *values: Any) -> list[Any]:
     """Outputs of a scan whose turns give some of theirs early."""
-    consts, carried = params["num_consts"], params["num_carry"]
+    consts, carried = scan_counts(params)
     rest = values[consts:]
     xs = list(rest[carried:])
     body = Equations(inlined(params["jaxpr"]))
