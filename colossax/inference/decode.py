@@ -270,12 +270,9 @@ def sight_of(model: Any) -> Seen | None:
     """The images that a model reads among its tokens; None: it reads none."""
     if not hasattr(model, "look"):
         return None
-    patches, side = model.image_config.patches, model.projector.projector.merge
-    return Seen(
-        shape=(patches.height, patches.width, patches.channels),
-        places=model.places,
-        square=(side * patches.patch_height, side * patches.patch_width),
-    )
+    patches = model.image_config.patches
+    shape = (patches.height, patches.width, patches.channels)
+    return Seen(shape=shape, places=model.places, square=model.square)
 
 
 def mels_of(model: Any) -> int | None:

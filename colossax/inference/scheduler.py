@@ -20,12 +20,12 @@ class Seen:
     Attributes:
         shape: Height, width and channels.
         places: Tokens that one takes; None where images are of any size.
-        square: Height and width of what becomes a token, then.
+        square: Height and width of what becomes a token.
     """
 
     shape: tuple[int, int, int]
     places: int | None
-    square: tuple[int, int] = (1, 1)
+    square: tuple[int, int]
 
     def places_of(self, height: int, width: int) -> int:
         """Tokens of an image of this size; 0 where the model reads none of it."""

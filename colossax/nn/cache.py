@@ -36,11 +36,13 @@ class CacheArray:
         shape: Sizes.
         dims: Logical dim of each, which the rules of the `cache` role lay out, or None.
         role: What its numbers are: a field of `plan.precision`, which names their dtype.
+        dtype: Theirs under any plan, as of counts; None: as the role says.
     """
 
     shape: tuple[int, ...]
     dims: Dims
     role: str = "cache"
+    dtype: str | None = None
 
     def __post_init__(self):
         if len(self.shape) != len(self.dims):
@@ -91,6 +93,8 @@ class CacheSpec:
 
 
 def _dtype(name: str, one: CacheArray, dtypes: Any) -> Any:
+    if one.dtype is not None:
+        return one.dtype
     if not isinstance(dtypes, Precision):
         return dtypes
     dtype = getattr(dtypes, one.role, None)

@@ -170,6 +170,17 @@ def t5_stdlib() -> TrainConfig:
     )
 
 
+def _digits(seq_len: int) -> DataConfig:
+    """Handwritten digits, a fifth of which is held out."""
+    return DataConfig(
+        images="digits",
+        seq_len=seq_len,
+        global_batch=64,
+        validation_fraction=0.2,
+        validation_batches=6,
+    )
+
+
 def vit_digits() -> TrainConfig:
     """A small ViT that tells handwritten digits of 8 x 8 pixels; a minute on two CPU cores."""
     return TrainConfig(
@@ -187,13 +198,7 @@ def vit_digits() -> TrainConfig:
             init_std=0.05,
             head=HeadConfig(outputs=10, pool="first"),
         ),
-        data=DataConfig(
-            images="digits",
-            seq_len=17,
-            global_batch=64,
-            validation_fraction=0.2,
-            validation_batches=6,
-        ),
+        data=_digits(17),
         optimizer=OptimizerConfig(peak_lr=2e-3, warmup=20, b2=0.98, final_lr_share=0.05),
         steps=400,
         checkpoint_every=200,
@@ -220,13 +225,7 @@ def clip_digits() -> TrainConfig:
             patch_width=2,
             init_std=0.1,
         ),
-        data=DataConfig(
-            images="digits",
-            seq_len=40,
-            global_batch=64,
-            validation_fraction=0.2,
-            validation_batches=6,
-        ),
+        data=_digits(40),
         optimizer=OptimizerConfig(peak_lr=2e-3, warmup=20, b2=0.98, final_lr_share=0.05),
         steps=400,
         checkpoint_every=200,
@@ -261,13 +260,7 @@ def llava_digits() -> TrainConfig:
             patch_width=2,
             init_std=0.05,
         ),
-        data=DataConfig(
-            images="digits",
-            seq_len=48,
-            global_batch=64,
-            validation_fraction=0.2,
-            validation_batches=6,
-        ),
+        data=_digits(48),
         optimizer=OptimizerConfig(peak_lr=3e-3, warmup=20, b2=0.98, final_lr_share=0.05),
         steps=400,
         checkpoint_every=200,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from colossax.config import Plan
+from colossax.config import Plan, Precision
 from colossax.errors import InputError
 from colossax.inference import Generator
 from colossax.models import registry
@@ -106,7 +106,7 @@ def test_images_of_any_size_are_read():
     """Each a model of its own compiled; tokens of an image follow from its size."""
     _, spec, params = loaded()
     model = spec.merge(params)
-    assert (model.places, model.pixels_per_place) == (None, 16)
+    assert (model.places, model.square) == (None, (4, 4))
     for height, width in ((4, 4), (12, 8)):
         states = model.seen(jnp.ones((1, 2, height, width, 3)))
         assert states.shape == (1, 2 * height * width // 16, 64)
@@ -128,6 +128,16 @@ def test_images_of_any_size_are_read():
         model.seen(jnp.ones((1, 1, 6, 8, 3)))
     with pytest.raises(InputError, match="patches of 2 pixels do not divide the image's height"):
         model.seen(jnp.ones((1, 1, 5, 8, 3)))
+
+
+@pytest.mark.catches("counts-in-sixteen-bits")
+def test_places_are_counted_in_whole_numbers_under_any_plan():
+    """In 16 bits 257 of them would be 256."""
+    _, spec, params = loaded()
+    asked = spec.merge(params).cache_spec(seats=1, slots=8)["images"]
+    kept = asked.zeros(Precision(accumulation="bfloat16", compute="bfloat16"))
+    dtypes = {name: x.dtype.name for name, x in kept.items()}
+    assert dtypes == {"states": "bfloat16", "count": "int32", "grid": "int32"}
 
 
 def test_files_are_written_as_they_were_read(tmp_path):

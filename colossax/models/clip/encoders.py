@@ -125,6 +125,14 @@ def encoder_links(foreign: str, ours: str) -> tuple[Link, ...]:
     return tuple(links)
 
 
+def inner_links(links: tuple[Link, ...], ours: str, foreign: str = "") -> tuple[Link, ...]:
+    """Tensors of a model that is a part of another one, here and in files."""
+    return tuple(
+        link(f"{foreign}{one.foreign}", one.layout, *(f"{ours}/{path}" for path in one.ours))
+        for one in links
+    )
+
+
 def norm_links(foreign: str, ours: str) -> tuple[Link, ...]:
     """Of one norm."""
     return (

@@ -9,6 +9,7 @@ from colossax.models.clip.encoders import (
     IMAGE,
     TEXT,
     encoder_links,
+    inner_links,
     norm_links,
     part_of,
     read_images,
@@ -121,14 +122,6 @@ def _write(config: LlavaConfig) -> dict[str, Any]:
     }
 
 
-def _of_text(links: tuple[Link, ...]) -> tuple[Link, ...]:
-    """A decoder's tensors as they are called inside of this model."""
-    return tuple(
-        link(f"language_model.{one.foreign}", one.layout, *(f"text/{path}" for path in one.ours))
-        for one in links
-    )
-
-
 def _map(foreign: str, ours: str, into: str, out: str) -> tuple[Link, ...]:
     return (
         link(f"{_PROJECTOR}.{foreign}.weight", f"{out} {into}", f"projector/{ours}/w"),
@@ -143,7 +136,7 @@ CONVERSION = Conversion(
     settings=(),
     forms={},
     links=(
-        *_of_text(LLAMA.links),
+        *inner_links(LLAMA.links, "text", "language_model."),
         link(f"{_FOREIGN}.embeddings.class_embedding", "embed", "image/patches/class_token"),
         link(
             f"{_FOREIGN}.embeddings.patch_embedding.weight",

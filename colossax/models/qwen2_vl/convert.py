@@ -5,7 +5,7 @@ from typing import Any
 
 from colossax.config import Count, Natural, Positive
 from colossax.errors import InputError
-from colossax.models.clip.encoders import IMAGE, TEXT, norm_links, part_of
+from colossax.models.clip.encoders import IMAGE, TEXT, inner_links, norm_links, part_of
 from colossax.models.conversion import Conversion, link
 from colossax.models.qwen2.convert import CONVERSION as QWEN2
 from colossax.models.qwen2_vl.config import Qwen2VLConfig
@@ -37,9 +37,10 @@ _COUNTS = {
 """Of the encoder's."""
 
 _NORM_EPS = 1e-6
+_TOKENS = 14
+"""On each side of the image that is counted with; files name no size."""
+
 _DEFAULT_SECTIONS = [16, 24, 24]
-_SPECIAL = {"video_token_id": 151_656, "vision_start_token_id": 151_652}
-_SPECIAL |= {"vision_end_token_id": 151_653}
 
 
 def _words(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[int]]:
@@ -48,14 +49,13 @@ def _words(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[int]]:
     text = {**_WORDS, **said, "model_type": "qwen2", "architectures": None}
     sections: Any = _DEFAULT_SECTIONS
     for name in ("rope_parameters", "rope_scaling"):
-        rope = dict(checked(name, text.get(name), dict | None) or {})
+        rope = dict(checked(name, text.pop(name, None), dict | None) or {})
         sections = rope.pop("mrope_section", sections)
-        kinds = {key: value for key, value in rope.items() if key in ("type", "rope_type")}
-        rope |= {key: "default" for key, value in kinds.items() if value == "mrope"}
-        # Older files have nothing there but how the axes share the dims.
-        text[name] = rope if set(rope) - kinds.keys() or name == "rope_parameters" else None
-        if not text[name]:
-            del text[name]
+        kind = rope.pop("type", None) or rope.pop("rope_type", None)
+        if kind not in (None, "mrope", "default"):
+            rope["rope_type"] = kind
+        if rope:  # older files say there how axes share the dims, and no more
+            text[name] = rope
     tied = settings.get("tie_word_embeddings") or text.get("tie_word_embeddings", False)
     return {**text, "tie_word_embeddings": tied}, checked("mrope_section", sections, list)
 
@@ -74,7 +74,7 @@ def _read(settings: Mapping[str, Any]) -> dict[str, Any]:
         )
     merge, embed = counts["spatial_merge_size"], counts["embed_dim"]
     rope = checked("rope_parameters", image.get("rope_parameters"), dict | None) or {}
-    side = 28 * merge * counts["patch_size"] // 2
+    side = _TOKENS * merge * counts["patch_size"]
     channels = image.get("in_channels", image.get("in_chans", 3))
     return {
         "text": words,
@@ -146,10 +146,7 @@ CONVERSION = Conversion(
     settings=(),
     forms={},
     links=(
-        *(
-            link(one.foreign, one.layout, *(f"text/{path}" for path in one.ours))
-            for one in QWEN2.links
-        ),
+        *inner_links(QWEN2.links, "text"),
         link(
             "visual.patch_embed.proj.weight",
             "embed channels frames patch_height patch_width",

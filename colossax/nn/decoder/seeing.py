@@ -34,7 +34,7 @@ class Projector(nnx.Module):
         self, image: DecoderConfig, embed: int, projector: ProjectorConfig, *, rngs: nnx.Rngs
     ):
         assert image.patches is not None
-        self.projector, self.patches = projector, image.patches
+        self.config, self.patches = projector, image.patches
         how: dict[str, Any] = {"rngs": rngs, "bias": projector.bias, "std": image.init_std}
         wide, between = image.embed * projector.merge**2, projector.width or embed
         eps = projector.norm_eps
@@ -43,15 +43,15 @@ class Projector(nnx.Module):
         self.down = Linear((between, embed), ("mlp", "embed"), **how)
 
     def __call__(self, x: Float[Array, "b s w"], grid: tuple[int, int]) -> Float[Array, "b k d"]:
-        if self.patches.class_token and not self.projector.class_token:
+        if self.patches.class_token and not self.config.class_token:
             x = x[:, 1:]
         x = x if self.norm is None else self.norm(x)
         x = self.up(self._merged(x, *grid))
-        return self.down(ACTIVATIONS[self.projector.activation](x))
+        return self.down(ACTIVATIONS[self.config.activation](x))
 
     def _merged(self, x: Float[Array, "b s w"], rows: int, columns: int) -> Float[Array, "b k v"]:
         """States of each square of patches side by side, row by row."""
-        side = self.projector.merge
+        side = self.config.merge
         if side == 1:
             return x
         x = x.reshape(x.shape[0], rows, side, columns, side, x.shape[-1])
@@ -64,7 +64,8 @@ class SeeingDecoder(nnx.Module):
     A token id at or above the vocabulary is no word but a place of the row's images: `vocab + k` is
     the k-th state that they give, image after image, patch after patch. So rows may be packed, cut
     and shared by devices like those of any tokens. No logit stands for a place, and a loss has to
-    leave out the tokens before one.
+    leave out the tokens before one. Where positions have several axes, places of an image stand
+    together, in their order.
 
     Layers of the encoder of images are numbered before those of the decoder, in plans and cuts.
 
@@ -118,14 +119,13 @@ class SeeingDecoder(nnx.Module):
     def places(self) -> int | None:
         """Tokens that an image takes; None where that depends on its size."""
         patches = self.projector.patches
-        return None if patches.any_size else self.projector.projector.tokens(patches)
+        return None if patches.any_size else self.projector.config.tokens(patches)
 
     @property
-    def pixels_per_place(self) -> int | None:
-        """Of an image, where those of any size are read."""
-        patches, side = self.projector.patches, self.projector.projector.merge
-        each = patches.patch_height * patches.patch_width * side**2
-        return each if patches.any_size else None
+    def square(self) -> tuple[int, int]:
+        """Height and width, in pixels, of what becomes a token."""
+        patches, side = self.projector.patches, self.projector.config.merge
+        return side * patches.patch_height, side * patches.patch_width
 
     @property
     def stacks(self) -> dict[str, LayerStack]:
@@ -222,7 +222,7 @@ class SeeingDecoder(nnx.Module):
         if self._has_axes:
             before, count = self._counted(tokens, seen["count"], flat)
             seen = {**seen, "count": count}
-            rows, columns = seen["grid"][flat.seat].astype(jnp.int32).T
+            rows, columns = seen["grid"][flat.seat].T
             grid = jnp.maximum(rows, 1)[None], jnp.maximum(columns, 1)[None]
             points = self._points_after(tokens[None], flat.position[None], before[None], grid)
         kept = self._of_text(cache)
@@ -251,8 +251,7 @@ class SeeingDecoder(nnx.Module):
         held = held.at[seat, : states.shape[1]].set(states.astype(held.dtype))
         told = {**cache[_IMAGES], "states": held}
         if self._has_axes:
-            grid = jnp.asarray(self._grid(pixels), told["grid"].dtype)
-            told["grid"] = told["grid"].at[seat].set(grid)
+            told["grid"] = told["grid"].at[seat].set(jnp.asarray(self._grid(pixels), jnp.int32))
         return {**cache, _IMAGES: told}
 
     def cache_spec(
@@ -263,8 +262,8 @@ class SeeingDecoder(nnx.Module):
         shape = (seats, slots, self.config.embed)
         arrays = {"states": CacheArray(shape=shape, dims=(None, None, None), role="compute")}
         if self._has_axes:  # places that have been read, and tokens of an image along its sides
-            arrays["count"] = CacheArray(shape=(seats,), dims=(None,), role="accumulation")
-            arrays["grid"] = CacheArray(shape=(seats, 2), dims=(None, None), role="accumulation")
+            arrays["count"] = CacheArray(shape=(seats,), dims=(None,), dtype="int32")
+            arrays["grid"] = CacheArray(shape=(seats, 2), dims=(None, None), dtype="int32")
         seen = CacheSpec(arrays=arrays, kind="sequence")
         return {**self._named(own), _IMAGES: seen}
 
@@ -291,7 +290,7 @@ class SeeingDecoder(nnx.Module):
     def _grid(self, pixels: Array) -> tuple[int, int]:
         """Tokens of an image from top to bottom, and from left to right."""
         sized = self.projector.patches.of(*pixels.shape[2:4])
-        return self.projector.projector.grid(sized)
+        return self.projector.config.grid(sized)
 
     def _points(
         self, tokens: Array, positions: Array | None, grid: tuple[int, int]
@@ -328,8 +327,7 @@ class SeeingDecoder(nnx.Module):
         same = flat.seat[:, None] == flat.seat[None, :]
         earlier = flat.position[None, :] < flat.position[:, None]
         here = jnp.sum(same & earlier & is_place[None, :], axis=1)
-        before = count[flat.seat].astype(jnp.int32) + here
-        return before, count.at[flat.seat].add(is_place.astype(count.dtype), mode="drop")
+        return count[flat.seat] + here, count.at[flat.seat].add(is_place.astype(jnp.int32))
 
     @staticmethod
     def _named(own: Any) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """What a step is given: a state of its own, arrays of numbers, tokens that are there."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -185,9 +186,11 @@ def known_to(spec: ModelSpec) -> dict[str, int]:
     if not {"patch_height", "vocab"} <= {dim for i in jax.tree.leaves(infos) for dim in i.dims}:
         return known_numbers(infos)
     model = spec.merge(jax.tree.map(lambda i: jax.ShapeDtypeStruct(i.shape, i.dtype), infos))
-    told = {PLACES: "places", PIXELS_PER_PLACE: "pixels_per_place"}
-    found = {name: getattr(model, attribute, None) for name, attribute in told.items()}
-    return known_numbers(infos) | {name: n for name, n in found.items() if n is not None}
+    if not hasattr(model, "places"):
+        return known_numbers(infos)
+    if model.places is not None:
+        return known_numbers(infos) | {PLACES: model.places}
+    return known_numbers(infos) | {PIXELS_PER_PLACE: math.prod(model.square)}
 
 
 def known_numbers(infos: Any) -> dict[str, int]:
