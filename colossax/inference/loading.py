@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from colossax.checkpoint import Checkpointer, RecordReader, find_checkpoint, slot_of
+from colossax.checkpoint import RecordReader, find_checkpoint, slot_of
 from colossax.checkpoint.base import base_of, check_base, checksum
 from colossax.checkpoint.broken import chosen
 from colossax.config import BoundPlan, Plan, Precision, from_json
@@ -18,7 +18,7 @@ from colossax.inference.fitting import Fitted, fit_layers
 from colossax.inference.generator import Generator
 from colossax.inference.plan import one_stack, parameters_alone
 from colossax.models import config_from_json, maker
-from colossax.models.adapters.quantising import matrix_slot, read_quantised
+from colossax.models.adapters.quantising import read_with_codes
 from colossax.nn import AdapterConfig, DecoderConfig, ModelSpec, describe, with_adapter
 from colossax.sharding import param_sharding, use, validate
 from colossax.sharding.rules import uneven_layers
@@ -204,22 +204,14 @@ class StoredModel:
             places.append((*self.base, True))
         for reader, name, frozen in places:
             prefix = f"{name}/params"
-            mine = [i for i, info in enumerate(infos) if info.of_base == frozen]
-            packed = [i for i in mine if infos[i].quantised is not None]
-            own = [i for i in mine if infos[i].quantised is None]
+            own = [i for i, info in enumerate(infos) if info.of_base == frozen]
             wants = [
-                (slot_of(_stood(infos[i]), prefix, dtype=shapes[i].dtype), where)
+                (slot_of(_stood(infos[i]), prefix, dtype=shapes[i].dtype), shapes[i].sharding)
                 for i in own
-                if (where := shapes[i].sharding)
             ]
-            slots = [slot for slot, _ in wants]
-            slots += [matrix_slot(reader, prefix, infos[i]) for i in packed]
-            checkpointer = Checkpointer(reader.directory)
-            checkpointer.check(reader.step, slots, exact=True)
-            arrays = checkpointer.restore(reader.step, wants, convert=True, exact=False)
+            of_these = [infos[i] for i in own]
+            arrays = read_with_codes(reader, prefix, of_these, wants, bound, exact=True)
             found.update(zip(own, arrays, strict=True))
-            codes = read_quantised(reader, prefix, [infos[i] for i in packed], bound)
-            found.update(zip(packed, codes, strict=True))
         return jax.tree.unflatten(structure, [found[i] for i in range(len(infos))])
 
     def fit(

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from colossax.checkpoint import Checkpointer, slot_of
+from colossax.checkpoint import slot_of
 from colossax.documents import parse_json
 from colossax.errors import (
     CheckpointError,
@@ -14,7 +14,7 @@ from colossax.errors import (
     InputError,
     OffloadError,
 )
-from colossax.models.adapters.quantising import matrix_slot, read_quantised
+from colossax.models.adapters.quantising import read_with_codes
 from colossax.processes.group import Group
 from colossax.run.checkpointing import RunCheckpoints
 from colossax.run.origins import Origin
@@ -250,8 +250,6 @@ def _read(origin: Origin, step: Step, infos: Sequence[ParamInfo]) -> Sequence[An
     dtype, found = step.bound.plan.precision.params, dict[int, Any]()
     for holder in filter(None, (origin, origin.base)):
         own = [i for i, info in enumerate(infos) if origin.holding(info) is holder]
-        packed = [i for i in own if infos[i].quantised is not None]
-        own = [i for i in own if infos[i].quantised is None]
         wants = [
             (
                 slot_of(holder.stored(info), holder.prefix, dtype=info.at_rest(dtype)),
@@ -259,15 +257,13 @@ def _read(origin: Origin, step: Step, infos: Sequence[ParamInfo]) -> Sequence[An
             )
             for info in map(infos.__getitem__, own)
         ]
-        checkpointer = Checkpointer(holder.checkpoint.directory)
-        slots = [slot for slot, _ in wants]
-        slots += [matrix_slot(holder.checkpoint, holder.prefix, infos[i]) for i in packed]
-        step_done, exact = holder.checkpoint.step, origin.base is None
-        checkpointer.check(step_done, slots, exact=exact)
-        arrays = checkpointer.restore(step_done, wants, convert=True, exact=False)
-        found.update(zip(own, arrays, strict=True))
-        codes = read_quantised(
-            holder.checkpoint, holder.prefix, [infos[i] for i in packed], step.bound
+        arrays = read_with_codes(
+            holder.checkpoint,
+            holder.prefix,
+            [infos[i] for i in own],
+            wants,
+            step.bound,
+            exact=origin.base is None,
         )
-        found.update(zip(packed, codes, strict=True))
+        found.update(zip(own, arrays, strict=True))
     return [found[i] for i in range(len(infos))]

@@ -17,6 +17,42 @@ from colossax.sharding import param_sharding
 from colossax.typing import ParamInfo
 
 
+def read_with_codes(
+    reader: RecordReader,
+    prefix: str,
+    infos: Sequence[ParamInfo],
+    wants: Sequence[tuple[ArraySlot, Any]],
+    bound: BoundPlan,
+    *,
+    exact: bool,
+) -> list[jax.Array]:
+    """Parameters of a checkpoint, codes made of the matrices that it holds in floats.
+
+    Args:
+        reader: The checkpoint.
+        prefix: Of the records of its parameters.
+        infos: What each is.
+        wants: Record and layout of each; those of codes are not looked at.
+        bound: The plan.
+        exact: Whether the checkpoint may hold no others.
+
+    Raises:
+        CheckpointError: Records are missing, of another model, or damaged; or there are others.
+    """
+    packed = [at for at, info in enumerate(infos) if info.quantised is not None]
+    plain = [at for at, info in enumerate(infos) if info.quantised is None]
+    slots = [wants[at][0] for at in plain]
+    slots += [matrix_slot(reader, prefix, infos[at]) for at in packed]
+    checkpointer = Checkpointer(reader.directory)
+    checkpointer.check(reader.step, slots, exact=exact)
+    own = [wants[at] for at in plain]
+    arrays = checkpointer.restore(reader.step, own, convert=True, exact=False)
+    found = dict(zip(plain, arrays, strict=True))
+    codes = read_quantised(reader, prefix, [infos[at] for at in packed], bound)
+    found.update(zip(packed, codes, strict=True))
+    return [found[at] for at in range(len(infos))]
+
+
 def read_quantised(
     reader: RecordReader, prefix: str, infos: Sequence[ParamInfo], bound: BoundPlan
 ) -> list[jax.Array]:
