@@ -20,7 +20,7 @@ from colossax.nn.dropout import Noise, pair_shapes, pairs_of
 from colossax.nn.layers import HeadsLayerNorm, HeadsRMSNorm, Linear, RMSNorm
 from colossax.nn.module import param
 from colossax.nn.rope import rotate
-from colossax.pallas.attention import Mask, Operands, Scoring
+from colossax.pallas.attention import Mask, Operands, Pages, Scoring
 from colossax.sharding import (
     CACHE_DIMS,
     attend_cache,
@@ -48,12 +48,14 @@ class FlatTokens:
         slot: Place in the seat where what is kept of it goes, counted as positions are: a cache
             with fewer takes them in turn.
         source: How many tokens its seat's source has, where there is one.
+        pages: Rows of the cache of each seat, where those are pages; None: a seat is a row.
     """
 
     seat: Int[Array, " t"]
     position: Int[Array, " t"]
     slot: Int[Array, " t"]
     source: Int[Array, " t"] | None = None
+    pages: Pages | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -283,6 +285,7 @@ class Attention(nnx.Module):
             slot=flat.slot,
             window=self.shape.window,
             chunk=self.shape.chunk,
+            pages=flat.pages,
             **of_heads,
             **self.shape.scores,
         )

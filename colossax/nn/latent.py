@@ -168,6 +168,7 @@ class LatentAttention(nnx.Module):
             seat=flat.seat,
             position=flat.position,
             slot=flat.slot,
+            pages=flat.pages,
             scale=self.shape.scale,
             read=lambda held: (held["latent"][:, None], held["latent"][:, None, :rank]),
         )

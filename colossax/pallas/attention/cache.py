@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 from colossax.errors import InputError
 
 from .mask import Mask
+from .pages import Pages, attend_pages, scores_of
 from .relative import RelativeBias
 
 GATHERED_BYTES = 2**26
@@ -40,6 +41,7 @@ def attend_cache(
     scale: float | None = None,
     soft_cap: float | None = None,
     read: ReadSlots = keys_and_values,
+    pages: Pages | None = None,
 ) -> tuple[Float[Array, "t n hv"], dict[str, Array]]:
     """Write what is kept of flat tokens into the cache, then attend within each one's seat.
 
@@ -71,6 +73,9 @@ def attend_cache(
         scale: Default `1 / sqrt(h)`.
         soft_cap: Bound of the logits.
         read: Keys and values from what a seat's slots hold.
+        pages: The rows of the cache are pages, which these say whose they are, in place of seats.
+            Then no layer takes slots in turn: position p is in the slot p mod slots of the page
+            p // slots of its seat, and a token outside of them is not written.
 
     Returns:
         Output in q's dtype and the cache with the tokens in it.
@@ -80,7 +85,7 @@ def attend_cache(
             in turn.
 
     Cost: 4 t slots n h FLOPs; with several seats, keys and values of a token's seat are gathered
-    for each token, at most `GATHERED_BYTES` or one token's at a time.
+    for each token, at most `GATHERED_BYTES` or one token's at a time. With pages see `attend_pages`.
     """
     if new is not None and new.keys() != cache.keys():
         raise InputError(
@@ -91,14 +96,17 @@ def attend_cache(
     if chunk is not None:
         left = chunk - 1 if left is None else min(left, chunk - 1)
     seats, slots = next(iter(cache.values())).shape[1:3]
-    if biases and left is not None:
+    if biases and left is not None and pages is None:
         raise InputError(
             "attend_cache: biases by distance are not computed where a window or chunks take slots"
             " in turn; give neither window nor chunk"
         )
     # A negative index would count from the end: move it out of range, where it is dropped.
-    row = jnp.where(seat < 0, seats, seat)
-    column = jnp.where(slot < 0, slots, slot if left is None else slot % slots)
+    if pages is None:
+        row = jnp.where(seat < 0, seats, seat)
+        column = jnp.where(slot < 0, slots, slot if left is None else slot % slots)
+    else:
+        row, column = pages.row_and_column(seat, slot, next(iter(cache.values())).shape)
     if new is not None:
         cache = {
             name: x.at[layer, row, column].set(new[name].astype(x.dtype), mode="drop")
@@ -111,6 +119,19 @@ def attend_cache(
     slopes = None if alibi_slopes is None else alibi_slopes.reshape(keys.shape[1], -1)
     extra = None if sinks is None else sinks.astype(jnp.float32).reshape(1, keys.shape[1], -1, 1)
     scale = h**-0.5 if scale is None else scale
+    if pages is not None:
+        scores = scores_of(
+            scale=scale,
+            window=window,
+            chunk=chunk,
+            soft_cap=soft_cap,
+            slopes=slopes,
+            sinks=None if extra is None else extra[0, ..., 0],
+            biases=biases,
+        )
+        where = {"seat": seat, "position": position, "scores": scores, "read": read}
+        out = attend_pages(grouped, cache, layer, pages, **where)
+        return out.reshape(t, n, -1).astype(q.dtype), cache
 
     def weigh(logits: Array, seat: Array, position: Array) -> Array:
         """Softmax of `[t, k, g, slots]` over visible slots; 0 where there are none."""

@@ -38,6 +38,7 @@ def attend_cache(
     scale: float | None = None,
     soft_cap: float | None = None,
     read: local.ReadSlots = local.keys_and_values,
+    pages: local.Pages | None = None,
 ) -> tuple[Float[Array, "t n hv"], dict[str, Array]]:
     """Write flat tokens into the cache and attend within each one's seat, heads split by the plan.
 
@@ -59,7 +60,7 @@ def attend_cache(
     )
     given = {"alibi_slopes": alibi_slopes, "sinks": sinks, "biases": tuple(biases) or None}
     of_heads: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
-    where = {"seat": seat, "position": position, "slot": slot}
+    where = {"seat": seat, "position": position, "slot": slot, "pages": pages}
     dims = dict.fromkeys(cache, CACHE_DIMS) if dims is None else dims
     specs = None if bound is None or bound.single else _specs(bound, cache, dims)
     if bound is None or specs is None:

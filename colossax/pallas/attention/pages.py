@@ -1,0 +1,225 @@
+"""Attention of flat tokens to pages that their seats hold, in its plain form."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from .mask import Mask
+from .relative import RelativeBias
+
+if TYPE_CHECKING:
+    from .cache import ReadSlots
+
+KEYS_AT_ONCE = 128
+"""Slots of a seat that a step of the loop reads; rounded up to pages."""
+
+_NONE = -1e30
+"""What stands for the largest of no logits: its difference from itself is no NaN."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pages:
+    """Where the tokens of a call find what was kept of their sequences.
+
+    A page is a row of the cache, of as many slots as the cache has, which any seat may hold.
+
+    Attributes:
+        table: `[seats, pages]` int32: rows of the cache that a seat holds, in order of position.
+            Those behind what has been written are read nowhere.
+        groups: `[g, w]` int32: tokens of the call, which read together; those of a row are of one
+            seat. Negative: none. Each token of a seat stands in one place.
+    """
+
+    table: Int[Array, "seats pages"]
+    groups: Int[Array, "g w"]
+
+    def row_and_column(
+        self, seat: Int[Array, " t"], slot: Int[Array, " t"], shape: tuple[int, ...]
+    ) -> tuple[Array, Array]:
+        """Page and place in it of each token, out of range where there is none.
+
+        Args:
+            seat: Of each; negative is padding.
+            slot: Of each, counted in its sequence; negative: it is not kept.
+            shape: Of the cache, `[layers, pages, slots, ...]`.
+        """
+        pages, each = shape[1:3]
+        seats, most = self.table.shape
+        page = slot // each
+        there = (seat >= 0) & (slot >= 0) & (page < most)
+        row = self.table[jnp.clip(seat, 0, seats - 1), jnp.clip(page, 0, most - 1)]
+        return jnp.where(there, row, pages), jnp.where(there, slot % each, 0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scores:
+    """How products of queries and keys become logits, and which are seen.
+
+    Attributes:
+        scale: Of the products.
+        left: Keys seen strictly before a token; None: all.
+        chunk: A token sees keys of its own chunk of so many positions; None: of all.
+        soft_cap: Bound of the logits.
+        slopes: Penalty per unit of distance, `[k, g]`.
+        sinks: One more logit of each head, `[k, g]` float32.
+        biases: Of the distance.
+    """
+
+    scale: float
+    left: int | None
+    chunk: int | None
+    soft_cap: float | None
+    slopes: Array | None
+    sinks: Array | None
+    biases: Sequence[RelativeBias]
+
+    @property
+    def reach(self) -> int | None:
+        """Most keys that any token sees strictly before it; None: all."""
+        return min((x for x in (self.left, self._of_chunk) if x is not None), default=None)
+
+    @property
+    def _of_chunk(self) -> int | None:
+        return None if self.chunk is None else self.chunk - 1
+
+    def __call__(
+        self, products: Float[Array, "k g w c"], query: Int[Array, " w"], key: Int[Array, " c"]
+    ) -> tuple[Array, Array]:
+        """Logits, and `[w, c]` which of them are seen, of positions."""
+        logits = products * self.scale
+        if self.soft_cap is not None:
+            logits = self.soft_cap * jnp.tanh(logits / self.soft_cap)
+        distance = query[:, None] - key
+        if self.slopes is not None:
+            logits = logits - self.slopes[..., None, None] * distance.astype(jnp.float32)
+        for bias in self.biases:
+            logits = logits + bias.of(query, key).reshape(logits.shape)
+        seen = distance >= 0
+        if self.left is not None:
+            seen &= distance <= self.left
+        if self.chunk is not None:
+            seen &= distance <= (query % self.chunk)[:, None]
+        return logits, seen
+
+
+def attend_pages(
+    q: Float[Array, "t k r h"],
+    cache: dict[str, Array],
+    layer: int | Int[Array, ""],
+    pages: Pages,
+    *,
+    seat: Int[Array, " t"],
+    position: Int[Array, " t"],
+    scores: Scores,
+    read: "ReadSlots",
+) -> Float[Array, "t k r hv"]:
+    """What tokens see of their own seats' pages, up to their positions; float32.
+
+    Softmax is summed up over parts of the keys, from the first that a group sees to the last: as
+    many parts as the group needs that needs most. A part that a group does not see changes none
+    of its numbers, so that what a token gets does not depend on who else is in the call.
+
+    Args:
+        q: Queries, by kv head.
+        cache: `[layers, pages, slots, ...]`, whole; what the tokens bring is in it.
+        layer: Which.
+        pages: See there.
+        seat: Of each token; negative is padding, and its output 0.
+        position: Of each token.
+        scores: How they are seen.
+        read: Keys and values from what slots hold.
+
+    Cost: 4 g w n h FLOPs for each slot that the longest group sees, rounded up to `KEYS_AT_ONCE`;
+    keys and values of those are gathered once for each group.
+    """
+    each = next(iter(cache.values())).shape[2]
+    seats, most = pages.table.shape
+    at_once = min(most, -(-KEYS_AT_ONCE // each))
+    width = at_once * each
+    there = (pages.groups >= 0) & (seat[pages.groups] >= 0)
+    place = jnp.where(there, position[pages.groups], -1)
+    first = jnp.min(jnp.where(there, place, most * each), axis=1)
+    last = jnp.max(place, axis=1)
+    rows = pages.table[jnp.clip(jnp.max(jnp.where(there, seat[pages.groups], 0), axis=1), 0)]
+    begin = jnp.zeros_like(first)
+    if scores.reach is not None:
+        begin = jnp.maximum(0, first - scores.reach) // width
+    parts = jnp.max(jnp.where(last < 0, 0, last // width + 1 - begin))
+    asked = q[jnp.clip(pages.groups, 0)]
+
+    def of_group(asked: Array, place: Array, keys: Array, values: Array, start: Array) -> Any:
+        """Largest logit, sum of exponentials and weighted values of one part."""
+        products = jnp.einsum(
+            "wkrh,ckh->krwc", asked.astype(keys.dtype), keys, preferred_element_type=jnp.float32
+        )
+        logits, seen = scores(products, place, start + jnp.arange(width, dtype=jnp.int32))
+        top = jnp.max(logits, axis=-1, where=seen, initial=_NONE)
+        weights = jnp.where(seen, jnp.exp(logits - top[..., None]), 0.0)
+        out = jnp.einsum(
+            "krwc,ckh->krwh",
+            weights.astype(values.dtype),
+            values,
+            preferred_element_type=jnp.float32,
+        )
+        return top, jnp.sum(weights, axis=-1), out
+
+    def part(i: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
+        number = begin + i
+        columns = number[:, None] * at_once + jnp.arange(at_once, dtype=jnp.int32)
+        chosen = jnp.take_along_axis(rows, jnp.clip(columns, 0, most - 1), axis=1)
+        held = {name: x[layer, chosen] for name, x in cache.items()}
+        held = {name: x.reshape(x.shape[0], width, *x.shape[3:]) for name, x in held.items()}
+        keys, values = jax.vmap(read)(held)
+        top, total, out = state
+        of_part = jax.vmap(of_group)(asked, place, keys, values, number * width)
+        high = jnp.maximum(top, of_part[0])
+        old, new = jnp.exp(top - high), jnp.exp(of_part[0] - high)
+        return (
+            high,
+            total * old + of_part[1] * new,
+            out * old[..., None] + of_part[2] * new[..., None],
+        )
+
+    groups, w = pages.groups.shape
+    t, k, r, h = q.shape
+    one = {name: jax.ShapeDtypeStruct((width, *x.shape[3:]), x.dtype) for name, x in cache.items()}
+    size = jax.eval_shape(read, one)[1].shape[-1]
+    shape = (groups, k, r, w)
+    nothing = (jnp.full(shape, _NONE), jnp.zeros(shape), jnp.zeros((*shape, size)))
+    top, total, out = jax.lax.fori_loop(0, parts, part, nothing)
+    if scores.sinks is not None:
+        sinks = scores.sinks[None, :, :, None]
+        high = jnp.maximum(top, sinks)
+        total = total * jnp.exp(top - high) + jnp.exp(sinks - high)
+        out = out * jnp.exp(top - high)[..., None]
+    out = out / jnp.where(total == 0, 1.0, total)[..., None]
+    flat = jnp.moveaxis(out, 3, 1).reshape(groups * w, k, r, size)
+    to = jnp.where(there, pages.groups, t).reshape(-1)
+    return jnp.zeros((t, k, r, size)).at[to].set(flat, mode="drop")
+
+
+def scores_of(
+    *,
+    scale: float,
+    window: tuple[int | None, int | None] | None,
+    chunk: int | None,
+    soft_cap: float | None,
+    slopes: Array | None,
+    sinks: Array | None,
+    biases: Sequence[RelativeBias],
+) -> Scores:
+    """Of what attention is given; the window as of `Mask`."""
+    return Scores(
+        scale=scale,
+        left=Mask(causal=True, window=window).left,
+        chunk=chunk,
+        soft_cap=soft_cap,
+        slopes=slopes,
+        sinks=sinks,
+        biases=biases,
+    )
