@@ -1,0 +1,51 @@
+"""The paged cache of an engine: what a model keeps of tokens, in rows that any seat may hold."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from colossax.inference.cache import Specs
+from colossax.nn import CacheSpec
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PagedSpec:
+    """What the cache of an engine holds.
+
+    Attributes:
+        specs: With pages in place of seats, but for what is kept of a seat as a whole.
+        whole: Whether anything is: then nothing that one seat has computed serves another.
+    """
+
+    specs: Specs
+    whole: bool
+
+
+def paged_spec(model: Any, *, seats: int, pages: int, page_tokens: int) -> PagedSpec:
+    """A model's cache with `pages` rows of `page_tokens` slots.
+
+    What of it does not grow with the length of a sequence (states of recurrences, keys and values
+    of a source) has a row for each seat, as it has where rows are sequences.
+
+    Args:
+        model: With `cache_spec`.
+        seats: Sequences at once.
+        pages: Rows.
+        page_tokens: Slots of each.
+    """
+    asked = [
+        _by_kind(model.cache_spec(seats=rows, slots=slots))
+        for rows, slots in ((pages, page_tokens), (pages, 2 * page_tokens), (seats, page_tokens))
+    ]
+    found, whole = {}, False
+    for kind, spec in asked[0].items():
+        longer, by_seat = asked[1][kind].arrays, asked[2][kind].arrays
+        fixed = {name for name, one in spec.arrays.items() if one.shape == longer[name].shape}
+        arrays = {n: by_seat[n] if n in fixed else one for n, one in spec.arrays.items()}
+        found[kind] = dataclasses.replace(spec, arrays=arrays)
+        whole |= bool(fixed)
+    return PagedSpec(specs=found.get(None) or found, whole=whole)
+
+
+def _by_kind(specs: Specs) -> Mapping[str | None, CacheSpec]:
+    return specs if isinstance(specs, Mapping) else {None: specs}

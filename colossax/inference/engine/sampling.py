@@ -1,0 +1,248 @@
+"""How tokens are chosen from logits: for each seat as its request asks, all by one program."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+TOP_LOGPROBS = 20
+"""Likeliest tokens whose log-probabilities a request may ask for."""
+
+BIASES = 300
+"""Tokens whose logits a request may change."""
+
+_BITS = 32
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Draws:
+    """What the requests of all seats ask of their draws, a row each: data, so it compiles nothing.
+
+    Attributes:
+        temperature: Logits are divided by it; 0 takes the likeliest token; float32.
+        seed: The token at position p is drawn with `fold_in(key(seed), p)`; uint32.
+        top_k: Only so many likeliest tokens, and those as likely as the last; 0: all; int32.
+        top_p: Only the likeliest tokens that make up this share; float32.
+        min_p: Only tokens at least this share as likely as the likeliest; float32.
+        presence: Taken off logits of tokens that were said; float32.
+        frequency: Likewise, once for each time; float32.
+        begin: Position of the first token that is said, not asked; int32.
+        bias_tokens: `[r, BIASES]` int32; negative: none.
+        bias_values: What is added to their logits, float32.
+        logprobs: Whether log-probabilities are asked for; bool.
+        source: How many tokens of a source the seat has read; int32.
+    """
+
+    temperature: Any
+    seed: Any
+    top_k: Any
+    top_p: Any
+    min_p: Any
+    presence: Any
+    frequency: Any
+    begin: Any
+    bias_tokens: Any
+    bias_values: Any
+    logprobs: Any
+    source: Any
+
+    @classmethod
+    def empty(cls, seats: int) -> "Draws":
+        """Of seats that nobody has, in host memory."""
+
+        def filled(value: Any, dtype: str, *more: int) -> np.ndarray:
+            return np.full((seats, *more), value, dtype)
+
+        return cls(
+            temperature=filled(0, "float32"),
+            seed=filled(0, "uint32"),
+            top_k=filled(0, "int32"),
+            top_p=filled(1, "float32"),
+            min_p=filled(0, "float32"),
+            presence=filled(0, "float32"),
+            frequency=filled(0, "float32"),
+            begin=filled(0, "int32"),
+            bias_tokens=filled(-1, "int32", BIASES),
+            bias_values=filled(0, "float32", BIASES),
+            logprobs=filled(False, "bool"),
+            source=filled(0, "int32"),
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """What a step gives for each seat.
+
+    Attributes:
+        token: `[r]` int32.
+        logprob: Of it, before penalties, biases and temperature, `[r]` float32; 0 where nobody
+            asks for log-probabilities.
+        top_tokens: The likeliest, `[r, TOP_LOGPROBS]` int32.
+        top_logprobs: Likewise of theirs.
+        sound: Whether the logits were numbers and any token was left to choose, `[r]` bool.
+    """
+
+    token: Any
+    logprob: Any
+    top_tokens: Any
+    top_logprobs: Any
+    sound: Any
+
+
+def choose(
+    logits: Float[Array, "r v"],
+    draws: Draws,
+    said: Int[Array, "r s"],
+    position: Int[Array, " r"],
+    mask: UInt32[Array, "r words"],
+    masked: Bool[Array, ""],
+) -> Chosen:
+    """The next token of each seat.
+
+    Penalties and biases are of logits; then the mask; then temperature; then `top_k`, `top_p` of
+    what that leaves, and `min_p`.
+
+    Args:
+        logits: Of each seat's last token; rows of seats that emit nothing are anything.
+        draws: What is asked.
+        said: Tokens of each seat, by position.
+        position: Of the tokens to choose.
+        mask: A bit for each token that may come, from the lowest of the first word on.
+        masked: Whether any bit is 0.
+
+    Cost: passes over `[r, v]`, of what nobody asks for none: 3 for the likeliest token, 64 more
+    where `top_k` and `top_p` are asked for (thresholds are found bit by bit, nothing is sorted).
+    """
+    logits = logits.astype(jnp.float32)
+    sound = jnp.isfinite(jnp.max(logits, axis=-1)) & ~jnp.any(jnp.isnan(logits), axis=-1)
+    changed = jax.lax.cond(
+        jnp.any((draws.presence != 0) | (draws.frequency != 0)),
+        lambda x: _penalised(x, draws, said, position),
+        lambda x: x,
+        logits,
+    )
+    changed = jax.lax.cond(
+        jnp.any(draws.bias_tokens >= 0), lambda x: _biased(x, draws), lambda x: x, changed
+    )
+    changed = jax.lax.cond(masked, lambda x: _allowed(x, mask), lambda x: x, changed)
+    sound &= jnp.any(changed > -jnp.inf, axis=-1)
+    likeliest = jnp.argmax(changed, axis=-1).astype(jnp.int32)
+    token = jax.lax.cond(
+        jnp.any(draws.temperature > 0),
+        lambda x: jnp.where(draws.temperature > 0, _drawn(x, draws, position), likeliest),
+        lambda x: likeliest,
+        changed,
+    )
+    asked = jnp.any(draws.logprobs)
+    logprob, top_tokens, top_logprobs = jax.lax.cond(asked, _told, _untold, logits, token)
+    return Chosen(
+        token=token,
+        logprob=logprob,
+        top_tokens=top_tokens,
+        top_logprobs=top_logprobs,
+        sound=sound,
+    )
+
+
+def _penalised(x: Array, draws: Draws, said: Array, position: Array) -> Array:
+    """Less what has been said already."""
+    at = jnp.arange(said.shape[1], dtype=jnp.int32)
+    own = (at >= draws.begin[:, None]) & (at < position[:, None])
+    rows = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
+    to = jnp.where(own, said, x.shape[1])
+    counts = jnp.zeros(x.shape, jnp.float32).at[rows, to].add(1.0, mode="drop")
+    return x - draws.presence[:, None] * (counts > 0) - draws.frequency[:, None] * counts
+
+
+def _biased(x: Array, draws: Draws) -> Array:
+    rows = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
+    to = jnp.where(draws.bias_tokens < 0, x.shape[1], draws.bias_tokens)
+    return x.at[rows, to].add(draws.bias_values, mode="drop")
+
+
+def _allowed(x: Array, mask: Array) -> Array:
+    bits = (mask[..., None] >> jnp.arange(_BITS, dtype=jnp.uint32)) & 1
+    return jnp.where(bits.reshape(x.shape[0], -1)[:, : x.shape[1]] == 1, x, -jnp.inf)
+
+
+def _drawn(x: Array, draws: Draws, position: Array) -> Array:
+    """Tokens drawn from what is left of `softmax(x / temperature)`."""
+    divisor = jnp.where(draws.temperature > 0, draws.temperature, 1.0)
+    scaled = x / divisor[:, None]
+    scaled = jax.lax.cond(
+        jnp.any(draws.top_k > 0), lambda x: _of_top_k(x, draws.top_k), lambda x: x, scaled
+    )
+    scaled = jax.lax.cond(
+        jnp.any(draws.top_p < 1), lambda x: _of_top_p(x, draws.top_p), lambda x: x, scaled
+    )
+    least = jnp.max(scaled, axis=-1) + jnp.log(draws.min_p)
+    scaled = jnp.where(scaled >= least[:, None], scaled, -jnp.inf)
+    keys = jax.vmap(lambda seed, at: jax.random.fold_in(jax.random.key(seed), at))
+    return jax.vmap(jax.random.categorical)(keys(draws.seed, position), scaled).astype(jnp.int32)
+
+
+def _of_top_k(x: Array, count: Array) -> Array:
+    count = jnp.where(count > 0, count, x.shape[1])
+
+    def enough(kept: Array) -> Array:
+        return jnp.sum(kept, axis=-1) >= count
+
+    return _above(x, enough)
+
+
+def _of_top_p(x: Array, share: Array) -> Array:
+    probabilities = jax.nn.softmax(x, axis=-1)
+
+    def enough(kept: Array) -> Array:
+        return jnp.sum(jnp.where(kept, probabilities, 0.0), axis=-1) >= share
+
+    return jnp.where((share < 1)[:, None], _above(x, enough), x)
+
+
+def _above(x: Float[Array, "r v"], enough: Any) -> Float[Array, "r v"]:
+    """Of each row the numbers from the highest threshold up that leaves enough; -inf elsewhere.
+
+    Floats are compared as whole numbers in the same order, whose bits are found from the highest
+    down.
+
+    Args:
+        x: Numbers.
+        enough: Of `[r, v]` bool, whether a row of what is kept is enough.
+    """
+    whole = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    ordered = jnp.where(whole >> (_BITS - 1) == 1, ~whole, whole | jnp.uint32(1 << (_BITS - 1)))
+
+    def with_bit(i: Array, threshold: Array) -> Array:
+        bit = jnp.uint32(1) << (_BITS - 1 - i).astype(jnp.uint32)
+        higher = threshold | bit
+        return jnp.where(enough(ordered >= higher[:, None]), higher, threshold)
+
+    threshold = jax.lax.fori_loop(0, _BITS, with_bit, jnp.zeros(x.shape[:1], jnp.uint32))
+    return jnp.where(ordered >= threshold[:, None], x, -jnp.inf)
+
+
+def _told(logits: Array, token: Array) -> tuple[Array, Array, Array]:
+    """Log-probability of each token, and the likeliest with theirs."""
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    count = min(TOP_LOGPROBS, logits.shape[1])
+    top, tokens = jax.lax.top_k(logprobs, count)
+    more = ((0, 0), (0, TOP_LOGPROBS - count))
+    return (
+        jnp.take_along_axis(logprobs, token[:, None], axis=1)[:, 0],
+        jnp.pad(tokens.astype(jnp.int32), more, constant_values=-1),
+        jnp.pad(top, more, constant_values=-jnp.inf),
+    )
+
+
+def _untold(logits: Array, _token: Array) -> tuple[Array, Array, Array]:
+    rows = logits.shape[0]
+    return (
+        jnp.zeros((rows,), jnp.float32),
+        jnp.full((rows, TOP_LOGPROBS), -1, jnp.int32),
+        jnp.zeros((rows, TOP_LOGPROBS), jnp.float32),
+    )
