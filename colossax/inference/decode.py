@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, Num
 from colossax.config import BoundPlan
 from colossax.errors import InputError
 from colossax.inference.cache import Cache, CacheLayout
-from colossax.inference.plan import inference_plan
+from colossax.inference.plan import inference_plan, shapes_of
 from colossax.inference.scheduler import Call, Seen
 from colossax.nn import DecoderConfig, FlatTokens, ModelSpec
 from colossax.nn.config.frames import FRAMES_PER_TOKEN
@@ -294,18 +294,13 @@ def check_width(width: int) -> None:
         raise InputError(f"tokens_per_step: found {width}; give 1 or more")
 
 
-def model_shapes(spec: ModelSpec) -> Params:
-    """Parameters as shapes."""
-    return jax.tree.map(lambda info: jax.ShapeDtypeStruct(info.shape, info.dtype), spec.infos)
-
-
 def decoding_model(spec: ModelSpec) -> Any:
     """The model without its arrays.
 
     Raises:
         InputError: It cannot decode.
     """
-    model = spec.merge(model_shapes(spec))
+    model = spec.merge(shapes_of(spec))
     missing = next((name for name in _NEEDED if not hasattr(model, name)), None)
     if missing is not None:
         raise InputError(

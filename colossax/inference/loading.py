@@ -14,9 +14,10 @@ from colossax.checkpoint.broken import chosen
 from colossax.config import BoundPlan, Plan, Precision, from_json
 from colossax.data import Tokenizer
 from colossax.errors import CheckpointError, PlanError
+from colossax.inference.engine import Engine
 from colossax.inference.fitting import Fitted, fit_layers
 from colossax.inference.generator import Generator
-from colossax.inference.plan import one_stack, parameters_alone
+from colossax.inference.plan import one_stack, parameters_alone, unrolled
 from colossax.models import config_from_json, maker
 from colossax.models.adapters.quantising import read_with_codes
 from colossax.nn import AdapterConfig, DecoderConfig, ModelSpec, describe, with_adapter
@@ -70,6 +71,10 @@ class LoadedModel:
         sizes = {"slots": slots, "sequences": sequences}
         return Generator(self.spec, self.bound, self.params, **sizes, eos=self.eos)
 
+    def engine(self, **options: Any) -> Engine:
+        """One for many requests at once, with options as of `Engine`; load it `unrolled`."""
+        return Engine(self.spec, self.bound, self.params, **{"eos": self.eos, **options})
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredModel:
@@ -122,6 +127,7 @@ class StoredModel:
         *,
         slots: int | None = None,
         base: LoadedModel | None = None,
+        unroll: bool = False,
     ) -> LoadedModel:
         """Read the parameters onto devices, and into host memory as `plan.offload` says.
 
@@ -135,6 +141,7 @@ class StoredModel:
             base: Of an adapter: what has been loaded already, its base or another adapter beside
                 it, in place of `plan` and `devices`. Their arrays of the base are one and the same;
                 the adapter alone is read.
+            unroll: Whether each layer has arrays of its own, see `unrolled`.
 
         Raises:
             PlanError: The plan does not fit model or devices, or has a budget for nothing.
@@ -152,6 +159,8 @@ class StoredModel:
         plan = parameters_alone(plan)
         if plan.offload.auto:
             plan = self.fit(plan, devices, slots=slots).plan
+        if unroll:
+            plan = unrolled(plan, self._described(plan, devices)[1])
         return self._loaded(*self._described(plan, devices), {})
 
     def _loaded(

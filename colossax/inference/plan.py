@@ -76,6 +76,33 @@ def _forward_only(segment: Segment, *, optimizer: bool) -> Segment:
     return dataclasses.replace(segment, remat="none", offload=str(placement), mlp_share=1.0)
 
 
+def unrolled(plan: Plan, spec: ModelSpec) -> Plan:
+    """`plan` with a segment for each layer, whose arrays are read where they lie.
+
+    Where layers are a stack that a loop slices, its weights are copied before they are multiplied,
+    every step anew. Left as it is where layers are fetched from host memory, which loops do best,
+    or where the plan or the model has several runs of them already.
+
+    Args:
+        plan: For inference, see `parameters_alone`.
+        spec: The model as the plan has it.
+
+    Cost: layers are compiled one by one.
+    """
+    stacks = getattr(spec.merge(shapes_of(spec)), "stacks", {})
+    (first, *more) = plan.segments
+    away = plan.offload.auto or plan.offload.parameters or not first.placement.all_on_device
+    if more or away or len(stacks) != 1:
+        return plan
+    (stack,) = stacks.values()
+    return plan.replace(segments=(dataclasses.replace(first, count=1),) * len(stack.order))
+
+
+def shapes_of(spec: ModelSpec) -> Params:
+    """Parameters as shapes."""
+    return jax.tree.map(lambda info: jax.ShapeDtypeStruct(info.shape, info.dtype), spec.infos)
+
+
 def without_programs(plan: Plan, layers: int) -> Plan:
     """`plan` without programs of stages, for a model of so many layers that was built under it.
 

@@ -19,11 +19,10 @@ from colossax.inference.decode import (
     TOKENS_PER_STEP,
     check_width,
     decoding_model,
-    model_shapes,
     resolved_slots,
     sample,
 )
-from colossax.inference.plan import inference_plan
+from colossax.inference.plan import inference_plan, shapes_of
 from colossax.layerwise import LayerRun, StackCall, over_stages, running, stack_call
 from colossax.nn import CacheArray, CacheSpec, DecoderConfig, FlatTokens, ModelSpec
 from colossax.sharding import activation_sharding, replicated, use
@@ -139,7 +138,7 @@ class StagedProgram:
         self.bound = _staged(bound)
         asked = model.cache_spec(seats=self.rows, slots=self.slots, chunk=self.width)
         self.cache = CacheLayout(self.bound, _by_stage(asked, self.stages, self.groups))
-        self._shapes = jax.eval_shape(self._begun, model_shapes(spec))
+        self._shapes = jax.eval_shape(self._begun, shapes_of(spec))
         out = (replicated(self.bound), self._shardings(self._shapes))
         one = functools.partial(tick, spec, self.bound, self.groups)
         self.jitted = jax.jit(one, donate_argnums=1, out_shardings=out)
@@ -296,7 +295,7 @@ def why_gathered(spec: ModelSpec, bound: BoundPlan) -> str | None:
         return None
     model, staged = decoding_model(spec), _staged(bound)
     asked = model.cache_spec(seats=1, slots=resolved_slots(model.config, None), chunk=1)
-    shapes, (ids, flat) = model_shapes(spec), _padding(1)
+    shapes, (ids, flat) = shapes_of(spec), _padding(1)
     cache = jax.eval_shape(CacheLayout(staged, asked).zeros)
 
     def decode(params: Params, *tokens: Any) -> Any:

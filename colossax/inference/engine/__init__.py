@@ -1,0 +1,5 @@
+"""Many requests at once by one compiled step: flat tokens, seats, a paged cache."""
+
+from .engine import Constraint as Constraint
+from .engine import Engine as Engine
+from .engine import EngineStats as EngineStats

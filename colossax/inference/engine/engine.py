@@ -1,0 +1,314 @@
+"""An engine: requests in, tokens out, all by one compiled step of flat tokens."""
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from colossax.config import BoundPlan, MeshAxis
+from colossax.errors import InputError, PlanError
+from colossax.inference.engine.packing import Packer
+from colossax.inference.engine.program import EngineProgram, Sizes
+from colossax.inference.engine.sampling import Chosen
+from colossax.inference.engine.sizing import pages_for
+from colossax.nn import ModelSpec
+from colossax.scheduling import Emitted, EngineRequest, Scheduler, SchedulerStats, StepPlan
+from colossax.typing import Params
+
+SEATS = 16
+"""Sequences at once, where nobody says."""
+
+MIXED_TOKENS = 256
+"""Tokens of a step with prompts, where nobody says."""
+
+PAGE_TOKENS = 16
+
+DEPTH = 2
+"""Steps on their way at once: the devices work on one while the host prepares the next."""
+
+NOT_SOUND = "the model gave numbers that are no logits (NaN or infinite) for this request"
+CONFINED = "no token of the vocabulary goes on what the request's grammar allows"
+
+
+class Constraint(Protocol):
+    """Which tokens may come next, such as those that a grammar allows."""
+
+    def mask(self) -> np.ndarray:
+        """A bit for each token, `[ceil(vocab / 32)]` uint32, from the lowest of the first word."""
+        ...
+
+    def took(self, token: int) -> None:
+        """Go on with this token."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """What an engine has done and holds.
+
+    Attributes:
+        steps: Run, by kind.
+        scheduler: Of its seats, pages and queue.
+        last_step: When the last one's tokens came, by the engine's clock.
+    """
+
+    steps: Mapping[str, int]
+    scheduler: SchedulerStats
+    last_step: float
+
+
+class Engine:
+    """Many requests at once, each as if it were alone.
+
+    Every step is a call on a fixed number of tokens: chunks of prompts and single next tokens of
+    all seats. Keys and values lie in pages; prompts that begin alike share them. Tokens are those
+    of `Generator`: a draw depends on seed and position, and on nobody else in the step.
+
+    It belongs to one thread. Nothing is compiled after `warm`.
+
+    Cost: weights are read once a step for all seats. Memory: `pages`, and of each seat its tokens.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        bound: BoundPlan,
+        params: Params,
+        *,
+        seats: int = SEATS,
+        slots: int | None = None,
+        pages: int | None = None,
+        page_tokens: int = PAGE_TOKENS,
+        mixed_tokens: int = MIXED_TOKENS,
+        eos: int | None = None,
+        reuse: bool = True,
+        deterministic: bool = False,
+        max_wait_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """Prepare the steps; nothing is compiled yet.
+
+        Args:
+            spec: The model, as `describe` gave it under `bound`.
+            bound: Where the parameters live. Layers that are not stacked (`unrolled`) are read
+                where they lie; a stack's are copied first.
+            params: Laid out by `bound`; kept.
+            seats: Sequences at once.
+            slots: Longest prompt and continuation together; default the model's `max_seq`.
+            pages: Of the cache; default as many as the devices have room for, at most what all
+                seats could fill.
+            page_tokens: Tokens of a page.
+            mixed_tokens: Tokens of a step with prompts; raised to one for each seat.
+            eos: Token that ends a sequence whose request names none; default the model's.
+            reuse: Whether prompts that begin alike share pages.
+            deterministic: Whether all steps are of one size, so that a request's logits are the
+                same bit by bit whoever else is there; else they differ in rounding.
+            max_wait_s: A request that has waited so long is passed by no other.
+            clock: Seconds, of deadlines and waiting.
+
+        Raises:
+            InputError: The model cannot decode, or a size is none.
+            PlanError: Layers are in stages.
+        """
+        check_served(spec, bound)
+        config = spec_config(spec)
+        slots = config.max_seq if slots is None else slots
+        given = {"seats": seats, "page_tokens": page_tokens, "mixed_tokens": mixed_tokens}
+        for name, value in given.items():
+            if value < 1:
+                raise InputError(f"{name}: found {value}; give 1 or more")
+        sizes = Sizes(
+            seats=seats,
+            pages=1 if pages is None else pages,
+            page_tokens=page_tokens,
+            slots=slots,
+            mixed=max(mixed_tokens, seats),
+            decode=seats,
+        )
+        if pages is None:
+            sizes = dataclasses.replace(sizes, pages=pages_for(spec, bound, params, sizes))
+        self.program = EngineProgram(spec, bound, sizes)
+        self.sizes, self.config = sizes, config
+        self.eos = config.eos if eos is None else eos
+        self.clock = clock
+        self._params = params
+        self._state = self.program.begin()
+        self._packer = Packer(self.program)
+        self._scheduler = Scheduler(
+            seats=seats,
+            pages=sizes.pages,
+            page_tokens=page_tokens,
+            pages_a_seat=sizes.pages_a_seat,
+            mixed=sizes.mixed,
+            decode=None if not deterministic else 0,
+            max_wait=max_wait_s,
+            reuse=reuse and self.program.shares,
+        )
+        self._constraints: dict[int, Constraint] = {}
+        self._flying: deque[tuple[StepPlan, Chosen]] = deque()
+        self._told: list[Emitted] = []
+        self._steps = {"mixed": 0, "decode": 0}
+        self._last_step = clock()
+
+    @property
+    def bound(self) -> BoundPlan:
+        """Devices, and the plan as generation has it."""
+        return self.program.bound
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request has not ended, or an answer has not been given by `step`."""
+        return bool(self._told or self._flying or self._scheduler.busy)
+
+    @property
+    def stats(self) -> EngineStats:
+        """See there."""
+        return EngineStats(
+            steps=dict(self._steps), scheduler=self._scheduler.stats, last_step=self._last_step
+        )
+
+    def add(self, request: EngineRequest, constraint: Constraint | None = None) -> int:
+        """Let a request wait for a seat; its number.
+
+        Args:
+            request: With `waits` if there is a constraint.
+            constraint: Which of its tokens may come; it has been told of `generated`.
+
+        Raises:
+            InputError: The engine could never serve it.
+        """
+        request.check(vocab=self.config.vocab, slots=self.sizes.slots)
+        check_rope(self.config, len(request.prompt) + request.max_tokens)
+        if (constraint is not None) != request.waits:
+            raise InputError(
+                "constraint: it needs each token before the next; give it with waits=True, and"
+                " waits only with it"
+            )
+        if request.ends is None:
+            ends = () if self.eos is None else (self.eos,)
+            request = dataclasses.replace(request, ends=frozenset(ends))
+        number = self._scheduler.add(request)
+        if constraint is not None:
+            self._constraints[number] = constraint
+        return number
+
+    def cancel(self, number: int) -> None:
+        """End a request; one that has ended, or is none, is left alone."""
+        self._scheduler.cancel(number)
+
+    def warm(self) -> None:
+        """Compile all there is to compile, by steps of nothing but padding."""
+        for kind in self._steps:
+            chosen, self._state = self.program(
+                kind, self._params, self._state, *self._packer.padding(kind)
+            )
+            jax.block_until_ready(chosen)
+
+    def step(self) -> list[Emitted]:
+        """Send steps on their way, and give what the oldest gave; empty where nothing is to do."""
+        while len(self._flying) < DEPTH and self._send():
+            pass
+        told, self._told = self._told, []
+        if self._flying:
+            told += self._landed(*self._flying.popleft())
+        return told
+
+    def generate_all(self, requests: Sequence[EngineRequest]) -> list[list[Emitted]]:
+        """All requests to their ends: of each what was emitted, in order."""
+        order = {self.add(request): i for i, request in enumerate(requests)}
+        found: list[list[Emitted]] = [[] for _ in requests]
+        while self.busy:
+            for one in self.step():
+                if one.request in order:
+                    found[order[one.request]].append(one)
+        return found
+
+    def _send(self) -> bool:
+        """Begin the next step; whether there was one."""
+        plan = self._scheduler.next(self.clock())
+        self._told += [_ended(one) for one in self._scheduler.ended()]
+        if plan is None:
+            return False
+        given = self._packer.packed(plan, self._constraints)
+        chosen, self._state = self.program(plan.kind, self._params, self._state, *given)
+        self._flying.append((plan, chosen))
+        return True
+
+    def _landed(self, plan: StepPlan, chosen: Chosen) -> list[Emitted]:
+        """Wait for a step, and tell its requests."""
+        found: Chosen = jax.tree.map(np.asarray, chosen)
+        self._last_step = self.clock()
+        self._steps[plan.kind] += 1
+        emitting = [piece for piece in plan.pieces if piece.emits]
+        tokens, told = {}, []
+        for piece in emitting:
+            if not self._scheduler.lives(piece.request):
+                continue
+            if not found.sound[piece.seat]:
+                why = CONFINED if piece.request in self._constraints else NOT_SOUND
+                self._scheduler.cancel(piece.request, message=why)
+                continue
+            tokens[piece.request] = int(found.token[piece.seat])
+        ended = {one.request: one for one in self._scheduler.took(plan, tokens)}
+        for piece in emitting:
+            if (token := tokens.get(piece.request)) is None:
+                continue
+            if (constraint := self._constraints.get(piece.request)) is not None:
+                constraint.took(token)
+            last = ended.pop(piece.request, None)
+            told.append(self._emitted(piece.request, token, piece.seat, found, last))
+        told += [_ended(one) for one in (*ended.values(), *self._scheduler.ended())]
+        for one in told:
+            if one.ended is not None:
+                self._constraints.pop(one.request, None)
+        return told
+
+    def _emitted(self, number: int, token: int, seat: int, found: Chosen, last: Any) -> Emitted:
+        count = self._packer.logprobs(seat)
+        logprob, top = None, ()
+        if count is not None:
+            logprob = float(found.logprob[seat])
+            pairs = zip(found.top_tokens[seat], found.top_logprobs[seat], strict=True)
+            top = tuple((int(t), float(p)) for t, p in pairs if t >= 0)[:count]
+        ended = None if last is None else last.ended
+        return Emitted(request=number, token=token, logprob=logprob, top=top, ended=ended)
+
+
+def _ended(one: Any) -> Emitted:
+    return Emitted(request=one.request, token=None, ended=one.ended, message=one.message)
+
+
+def spec_config(spec: ModelSpec) -> Any:
+    """Of the model's decoder."""
+    from colossax.inference.decode import decoding_model
+
+    return decoding_model(spec).config
+
+
+def check_served(spec: ModelSpec, bound: BoundPlan) -> None:
+    """Refuse meshes that an engine does not run on.
+
+    Raises:
+        PlanError: There are stages.
+    """
+    stages = bound.mesh.shape[MeshAxis.STAGE]
+    if stages > 1:
+        raise PlanError(
+            f"mesh axis 'stage': an engine runs all layers in one program, and the plan has"
+            f" {stages} stages; give those devices to 'tensor' or 'fsdp'"
+        )
+
+
+def check_rope(config: Any, length: int) -> None:
+    """Refuse sequences whose rotary embedding must know their whole length beforehand."""
+    rope = getattr(config, "rope", None)
+    stretched_from = None if rope is None else rope.stretched_from
+    if stretched_from is not None and length > stretched_from:
+        raise InputError(
+            f"max_tokens: prompt and continuation are {length} tokens, and the model's rope_scaling"
+            f" depends on the length above {stretched_from}; ask for {stretched_from} together"
+        )

@@ -1,0 +1,108 @@
+"""Plans of steps as arrays: which token goes where, and what each seat's request asks."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from colossax.inference.engine.program import EngineProgram, all_allowed
+from colossax.inference.engine.sampling import Draws
+from colossax.scheduling import EngineRequest, StepPlan
+
+
+class Packer:
+    """Makes the arrays of steps; what has not changed since the last one stays on the devices."""
+
+    def __init__(self, program: EngineProgram):
+        sizes = program.sizes
+        self._program, self._sizes = program, sizes
+        self._draws = Draws.empty(sizes.seats)
+        self._logprobs: list[int | None] = [None] * sizes.seats
+        self._mask = all_allowed(sizes.seats, program.config.vocab)
+        self._masked: set[int] = set()
+        self._table = np.zeros((sizes.seats, sizes.pages_a_seat), np.int32)
+        put = program.placed
+        self._there = {
+            "table": put(self._table),
+            "draws": put(self._draws),
+            "mask": put(self._mask),
+            True: put(np.ones((), bool)),
+            False: put(np.zeros((), bool)),
+        }
+
+    def padding(self, kind: str) -> tuple[Any, ...]:
+        """Of a step without tokens."""
+        return self._given(self._sizes.step(kind).empty().packed())
+
+    def packed(self, plan: StepPlan, constraints: Mapping[int, Any]) -> tuple[Any, ...]:
+        """Of a step as it was planned.
+
+        Args:
+            plan: See there.
+            constraints: By request.
+        """
+        for seat, request in plan.fresh:
+            self._sit(seat, request)
+        if plan.fresh:
+            self._there["draws"] = self._program.placed(self._draws)
+        if plan.table is not self._table:
+            self._table = plan.table
+            self._there["table"] = self._program.placed(self._table)
+        self._allow(plan, constraints)
+        return self._given(self._batch(plan))
+
+    def logprobs(self, seat: int) -> int | None:
+        """How many of the likeliest tokens a seat's request wants told; None: nothing."""
+        return self._logprobs[seat]
+
+    def _given(self, packed: np.ndarray) -> tuple[Any, ...]:
+        there = self._there
+        masked = there[bool(self._masked)]
+        return packed, there["table"], there["draws"], there["mask"], masked
+
+    def _batch(self, plan: StepPlan) -> np.ndarray:
+        shape = self._sizes.step(plan.kind)
+        batch, at, row = shape.empty(), 0, 0
+        for piece in plan.pieces:
+            count = len(piece.tokens)
+            to = at + count
+            batch.ids[at:to] = piece.tokens
+            batch.position[at:to] = np.arange(piece.start, piece.start + count, dtype=np.int32)
+            batch.seat[at:to] = piece.seat
+            for begin in range(at, to, shape.group):
+                end = min(begin + shape.group, to)
+                batch.groups[row, : end - begin] = np.arange(begin, end, dtype=np.int32)
+                row += 1
+            if piece.emits:
+                batch.emit[piece.seat] = to - 1
+            at = to
+        return batch.packed()
+
+    def _sit(self, seat: int, request: EngineRequest) -> None:
+        """Write down what a request asks that begins in this seat."""
+        asked, draws = request.sampling, self._draws
+        draws.temperature[seat] = asked.temperature
+        draws.seed[seat] = asked.seed
+        draws.top_k[seat] = asked.top_k
+        draws.top_p[seat] = asked.top_p
+        draws.min_p[seat] = asked.min_p
+        draws.presence[seat] = asked.presence_penalty
+        draws.frequency[seat] = asked.frequency_penalty
+        draws.begin[seat] = len(request.prompt)
+        draws.logprobs[seat] = asked.logprobs is not None
+        draws.bias_tokens[seat] = -1
+        for i, (token, value) in enumerate(asked.logit_bias):
+            draws.bias_tokens[seat, i], draws.bias_values[seat, i] = token, value
+        self._logprobs[seat] = asked.logprobs
+
+    def _allow(self, plan: StepPlan, constraints: Mapping[int, Any]) -> None:
+        """Which tokens may come in the seats of this step."""
+        emitting = {piece.seat: piece.request for piece in plan.pieces if piece.emits}
+        bound = {seat for seat, request in emitting.items() if request in constraints}
+        for seat in self._masked - bound:
+            self._mask[seat] = 0xFFFFFFFF
+        for seat in bound:
+            self._mask[seat] = constraints[emitting[seat]].mask()
+        if bound or self._masked:
+            self._there["mask"] = self._program.placed(self._mask)
+        self._masked = bound
