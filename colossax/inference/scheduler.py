@@ -3,15 +3,12 @@
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Annotated, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-from colossax.config import Count, Temperature, check_types, within
+from colossax.config import Count, Temperature, check_types
 from colossax.errors import InputError
 from colossax.nn.config.frames import FRAMES_PER_TOKEN
-
-DrawSeed = Annotated[int, within(0, 2**32 - 1)]
-"""Devices get it as uint32."""
-
+from colossax.scheduling.request import DrawSeed, check_length, check_tokens
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Seen:
@@ -215,22 +212,6 @@ class InOrder:
         return ended
 
 
-def check_tokens(prompt: Sequence[int], vocab: int, *, name: str = "prompt") -> None:
-    """Refuse an empty prompt, or ids outside the vocabulary.
-
-    Raises:
-        InputError: Naming the id.
-    """
-    if not prompt:
-        raise InputError(f"{name}: it is empty; give at least one token to continue")
-    outside = next((t for t in prompt if not 0 <= t < vocab), None)
-    if outside is not None:
-        raise InputError(
-            f"{name}: token {outside} is outside the vocabulary of {vocab};"
-            f" use ids from 0 to {vocab - 1}"
-        )
-
-
 def check_source(source: Sequence[int], vocab: int, longest: int | None) -> None:
     """Refuse a source where none is read, none where one is, and what an encoder cannot read.
 
@@ -303,21 +284,3 @@ def check_images(images: Any, sight: Seen | None) -> int:
             f" with {channels} channels; give [images, {height}, {width}, {channels}]"
         )
     return shape[0] * places
-
-
-def check_length(prompt: int, max_tokens: int, limit: int) -> None:
-    """Refuse a prompt, or a prompt with its continuation, above `limit` tokens.
-
-    Raises:
-        InputError: With the numbers.
-    """
-    if prompt >= limit:
-        raise InputError(
-            f"prompt: it has {prompt} tokens, and at most {limit - 1} leave room for a next one"
-            f" in a sequence of {limit}; shorten it"
-        )
-    if prompt + max_tokens > limit:
-        raise InputError(
-            f"max_tokens: a prompt of {prompt} and {max_tokens} more make {prompt + max_tokens}"
-            f" tokens, above the longest sequence of {limit}; ask for at most {limit - prompt}"
-        )

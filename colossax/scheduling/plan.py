@@ -1,0 +1,118 @@
+"""What goes between scheduler and engine: steps to run, and what came of them.
+
+Named tuples where there is one for each token: a frozen dataclass takes four times as long to make.
+"""
+
+import dataclasses
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from colossax.scheduling.request import EngineRequest
+
+StepKind = Literal["mixed", "decode"]
+
+EndReason = Literal["stop", "length", "cancelled", "deadline", "error"]
+
+
+class Piece(NamedTuple):
+    """Tokens of one request in one step: a part of its prompt, or the token said last.
+
+    Attributes:
+        request: Its number.
+        seat: Its.
+        start: Position of the first.
+        tokens: Ids; -1 is the token that the seat sampled last, which only the device knows yet.
+        emits: Whether the token that comes out continues the request.
+    """
+
+    request: int
+    seat: int
+    start: int
+    tokens: tuple[int, ...]
+    emits: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class StepPlan:
+    """One step of the engine.
+
+    Attributes:
+        kind: Which program: `decode` has one token of each piece, `mixed` any number.
+        pieces: At most one of a seat.
+        fresh: (seat, request) of those that begin in this step; what the request has said by now
+            is its `generated`.
+        table: Pages of each seat, int32 `[seats, pages_a_seat]`; what lies behind the pages of a
+            seat's tokens, or in rows without a request, has no meaning. It is this plan's own, or
+            shared with plans that have the same pages, until `took` was called for it; then it is
+            written anew.
+    """
+
+    kind: StepKind
+    pieces: tuple[Piece, ...]
+    fresh: tuple[tuple[int, EngineRequest], ...]
+    table: np.ndarray
+
+    @property
+    def tokens(self) -> int:
+        """How many it computes."""
+        return sum(len(piece.tokens) for piece in self.pieces)
+
+
+class Emitted(NamedTuple):
+    """What the engine tells of one request after a step.
+
+    Attributes:
+        request: Its number.
+        token: Its next token; None where it ended without.
+        logprob: That of the token; None where nobody asked.
+        top: The likeliest tokens with theirs, as many as were asked for.
+        ended: Why it ended; None while it goes on.
+        message: Of an error.
+    """
+
+    request: int
+    token: int | None = None
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+    ended: EndReason | None = None
+    message: str = ""
+
+
+class Ended(NamedTuple):
+    """A request that is over.
+
+    Attributes:
+        request: Its number.
+        reason: Why.
+    """
+
+    request: int
+    reason: EndReason
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stats:
+    """What a scheduler holds, and what it has done since it was made.
+
+    Attributes:
+        seats: Requests that run.
+        waiting: Requests that do not run yet, or again.
+        free: Pages that hold nothing.
+        referenced: Pages of running requests.
+        cached: Pages of none, kept as prefixes.
+        planned: Tokens of all plans.
+        reused: Tokens that were found as prefixes in place of being computed.
+        preemptions: How often a request had to leave its seat.
+        finished: Requests that are over, for whatever reason.
+    """
+
+    seats: int
+    waiting: int
+    free: int
+    referenced: int
+    cached: int
+    planned: int
+    reused: int
+    preemptions: int
+    finished: int

@@ -1,0 +1,83 @@
+"""Full pages by what they hold, so that a prompt that begins like another is not computed twice."""
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+
+_KEY_BYTES = 16
+"""Of 2^40 pages, two have the same key by chance with a probability of 2^-49."""
+
+
+def root_key(adapter: str | None) -> bytes:
+    """The key before the first page: what an adapter computes is no prefix of another's."""
+    named = b"" if adapter is None else b"=" + adapter.encode()
+    return hashlib.blake2b(named, digest_size=_KEY_BYTES).digest()
+
+
+def page_key(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """The key of a full page behind the page of key `parent`."""
+    return hashlib.blake2b(parent + array("i", tokens).tobytes(), digest_size=_KEY_BYTES).digest()
+
+
+class Prefixes:
+    """Which page has which key, and the order in which unreferenced ones go.
+
+    Whoever refers to a page refers to its parent, and lets go of the deeper page first (`Pool`
+    sees to both). So, in the order in which they were let go, a page comes after all that stand
+    behind it: the first one is always a leaf, and none has to be searched for.
+    """
+
+    def __init__(self):
+        """Know none."""
+        self._pages: dict[bytes, int] = {}
+        self._keys: dict[int, bytes] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def idle(self) -> int:
+        """Pages that nobody refers to."""
+        return len(self._idle)
+
+    def page(self, key: bytes) -> int | None:
+        """The page of this key."""
+        return self._pages.get(key)
+
+    def named(self, page: int) -> bool:
+        """Whether a page has a key."""
+        return page in self._keys
+
+    def name(self, page: int, key: bytes) -> None:
+        """Give a referenced page its key; there is no other of it."""
+        self._pages[key] = page
+        self._keys[page] = key
+
+    def longest(self, keys: Sequence[bytes], known: int = 0) -> int:
+        """How many of a prompt's pages, from the first on, are there.
+
+        Args:
+            keys: Of its full pages.
+            known: What was found before: what has changed since is all that is looked at.
+        """
+        pages = self._pages
+        while known and keys[known - 1] not in pages:
+            known -= 1
+        while known < len(keys) and keys[known] in pages:
+            known += 1
+        return known
+
+    def rest(self, page: int) -> None:
+        """Note that nobody refers to a page with a key any more."""
+        self._idle[page] = None
+
+    def wake(self, page: int) -> None:
+        """Note that somebody refers to it again."""
+        del self._idle[page]
+
+    def forget(self) -> int | None:
+        """The least recently used leaf, which is no prefix from now on; None where all are used."""
+        if not self._idle:
+            return None
+        page, _ = self._idle.popitem(last=False)
+        del self._pages[self._keys.pop(page)]
+        return page

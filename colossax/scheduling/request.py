@@ -1,0 +1,161 @@
+"""What is asked of the engine: a prompt, how to go on, and when to stop."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Annotated
+
+from colossax.config import Bound, Count, Natural, Share, Temperature, check_types, within
+from colossax.errors import InputError
+
+DrawSeed = Annotated[int, within(0, 2**32 - 1)]
+"""Devices get it as uint32."""
+
+Penalty = Annotated[float, within(-2, 2)]
+
+TopShare = Annotated[float, Bound(low=0, high=1, above=True, told="a number above 0, at most 1")]
+
+MOST_BIASED = 300
+"""Tokens of a request that have a bias: it has one shape on the device."""
+
+MOST_LOGPROBS = 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """How the next token is chosen. All of it is data: no value compiles anything.
+
+    Attributes:
+        temperature: Logits are divided by it; 0 takes the likeliest token.
+        top_k: Only so many of the likeliest tokens; 0 is all.
+        top_p: Only the likeliest tokens that make up this probability together.
+        min_p: Only tokens with this share of the likeliest one's probability.
+        seed: The token at position p is drawn with `fold_in(key(seed), p)`.
+        presence_penalty: Taken from the logit of each token that was said.
+        frequency_penalty: Likewise, once for each time that it was said.
+        logit_bias: (token, what is added to its logit), at most 300.
+        logprobs: How many of the likeliest tokens are told with each token, up to 20; None: not
+            even the token's own log-probability.
+    """
+
+    temperature: Temperature = 0.0
+    top_k: Natural = 0
+    top_p: TopShare = 1.0
+    min_p: Share = 0.0
+    seed: DrawSeed = 0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: Annotated[int, within(0, MOST_LOGPROBS)] | None = None
+
+    def check(self, vocab: int) -> None:
+        """Refuse what is out of bounds.
+
+        Raises:
+            InputError: Naming the field, what was found and what would do.
+        """
+        check_types(self, "")
+        if len(self.logit_bias) > MOST_BIASED:
+            raise InputError(
+                f"logit_bias: found {len(self.logit_bias)} tokens; give at most {MOST_BIASED}"
+            )
+        check_ids([token for token, _ in self.logit_bias], vocab, name="logit_bias")
+        for token, bias in self.logit_bias:
+            if not math.isfinite(bias):
+                raise InputError(
+                    f"logit_bias: found {bias} for token {token}, which is not finite; give a"
+                    " number"
+                )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineRequest:
+    """A prompt and how to continue it among others.
+
+    Attributes:
+        prompt: Token ids, at least one.
+        generated: What was said of it before a restart; it is fed as the prompt is, and counted as
+            said.
+        max_tokens: Most tokens to say, those of `generated` among them.
+        ends: Token ids that end it.
+        sampling: How tokens are chosen.
+        waits: Whether each token must be known before the next step, as under a grammar.
+        grammar: What its tokens have to follow, serialised; the engine's matter.
+        adapter: Name of the adapter that computes it; prefixes are shared within one alone.
+        deadline_s: Time of the engine's clock at which it ends, said or not; None: never.
+    """
+
+    prompt: tuple[int, ...]
+    generated: tuple[int, ...] = ()
+    max_tokens: Count = 64
+    ends: tuple[int, ...] = ()
+    sampling: SamplingConfig = SamplingConfig()
+    waits: bool = False
+    grammar: str | None = None
+    adapter: str | None = None
+    deadline_s: float | None = None
+
+    def check(self, *, vocab: int, slots: int) -> None:
+        """Refuse what no model of this vocabulary can continue in a sequence of `slots` tokens.
+
+        Args:
+            vocab: Tokens that there are.
+            slots: Of the sequence.
+
+        Raises:
+            InputError: Naming what is wrong and what would do.
+        """
+        check_tokens(self.prompt, vocab)
+        check_types(self, "")
+        check_length(len(self.prompt), self.max_tokens, slots)
+        check_ids(self.generated, vocab, name="generated")
+        if len(self.generated) >= self.max_tokens:
+            raise InputError(
+                f"generated: it has {len(self.generated)} tokens, and max_tokens is"
+                f" {self.max_tokens}, so none are left to say; ask for more"
+            )
+        check_ids(self.ends, vocab, name="ends")
+        self.sampling.check(vocab)
+
+
+def check_tokens(prompt: Sequence[int], vocab: int, *, name: str = "prompt") -> None:
+    """Refuse an empty prompt, or ids outside the vocabulary.
+
+    Raises:
+        InputError: Naming the id.
+    """
+    if not prompt:
+        raise InputError(f"{name}: it is empty; give at least one token to continue")
+    check_ids(prompt, vocab, name=name)
+
+
+def check_ids(tokens: Sequence[int], vocab: int, *, name: str) -> None:
+    """Refuse ids outside the vocabulary.
+
+    Raises:
+        InputError: Naming the id.
+    """
+    outside = next((t for t in tokens if not 0 <= t < vocab), None)
+    if outside is not None:
+        raise InputError(
+            f"{name}: token {outside} is outside the vocabulary of {vocab};"
+            f" use ids from 0 to {vocab - 1}"
+        )
+
+
+def check_length(prompt: int, max_tokens: int, limit: int) -> None:
+    """Refuse a prompt, or a prompt with its continuation, above `limit` tokens.
+
+    Raises:
+        InputError: With the numbers.
+    """
+    if prompt >= limit:
+        raise InputError(
+            f"prompt: it has {prompt} tokens, and at most {limit - 1} leave room for a next one"
+            f" in a sequence of {limit}; shorten it"
+        )
+    if prompt + max_tokens > limit:
+        raise InputError(
+            f"max_tokens: a prompt of {prompt} and {max_tokens} more make {prompt + max_tokens}"
+            f" tokens, above the longest sequence of {limit}; ask for at most {limit - prompt}"
+        )

@@ -1,0 +1,77 @@
+"""What a scheduler knows of one request."""
+
+import dataclasses
+
+from colossax.scheduling.prefixes import page_key, root_key
+from colossax.scheduling.request import EngineRequest
+
+NOWHERE = -1
+"""The seat of a request that has none."""
+
+
+class Run:
+    """A request on its way, in numbers of tokens.
+
+    Attributes:
+        number: Its; smaller is older.
+        request: As it was asked.
+        ids: The tokens that are known: the prompt, and what was said.
+        most: How long it may become.
+        length: `ids` and the tokens that steps on their way will say.
+        written: Tokens whose keys and values have been planned: always the first ones.
+        seat: Its, or `NOWHERE`.
+        pages: In the order of its tokens.
+        room: Tokens that they hold.
+        named: How many of them, from the first on, have keys.
+        next_name: Tokens that must be written for the next page to have one.
+        cached: Pages of its prefix that were found last.
+        since_s: When it began to wait; None while no step has seen it.
+        preempted: Whether it had a seat before.
+    """
+
+    __slots__ = (
+        "_keys", "cached", "ends", "ids", "length", "most", "named", "next_name", "number",
+        "pages", "preempted", "request", "room", "seat", "since_s", "waits", "written",
+    )  # fmt: skip
+
+    def __init__(self, number: int, request: EngineRequest, page_tokens: int):
+        """Before its first step."""
+        self.number, self.request = number, request
+        self.ids = [*request.prompt, *request.generated]
+        self.most = len(request.prompt) + request.max_tokens
+        self.length = len(self.ids)
+        self.ends, self.waits = frozenset(request.ends), request.waits
+        self.seat, self.written = NOWHERE, 0
+        self.pages: list[int] = []
+        self.room = self.named = self.cached = 0
+        self.next_name = page_tokens
+        self.since_s: float | None = None
+        self.preempted = False
+        self._keys: list[bytes] = []
+
+    @property
+    def in_flight(self) -> int:
+        """Tokens that steps on their way will say."""
+        return self.length - len(self.ids)
+
+    @property
+    def due(self) -> int:
+        """Tokens that can be planned: of its prompt, or the one that was said last."""
+        waiting = self.length == self.most or (self.waits and self.in_flight)
+        return 0 if waiting else self.length - self.written
+
+    def keys(self, count: int, page_tokens: int) -> list[bytes]:
+        """Keys of its first pages, `count` or more of them; their tokens are known."""
+        keys = self._keys
+        while len(keys) < count:
+            parent = keys[-1] if keys else root_key(self.request.adapter)
+            start = len(keys) * page_tokens
+            keys.append(page_key(parent, self.ids[start : start + page_tokens]))
+        return keys
+
+    def asked(self) -> EngineRequest:
+        """The request, with all that it has said as `generated`."""
+        said = tuple(self.ids[len(self.request.prompt) :])
+        if said == self.request.generated:
+            return self.request
+        return dataclasses.replace(self.request, generated=said)

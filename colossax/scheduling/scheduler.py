@@ -1,0 +1,389 @@
+"""Which tokens of which requests go into the next step of the engine: numbers alone, no devices."""
+
+import bisect
+import heapq
+import operator
+from collections import deque
+from collections.abc import Sequence
+from typing import Annotated
+
+from colossax.config import above, at_least
+from colossax.errors import InputError
+from colossax.scheduling.pages import Pool
+from colossax.scheduling.plan import Ended, EndReason, Piece, Stats, StepPlan
+from colossax.scheduling.prefixes import Prefixes
+from colossax.scheduling.queue import Queue
+from colossax.scheduling.request import EngineRequest, check_length
+from colossax.scheduling.running import NOWHERE, Run
+from colossax.scheduling.tables import Tables
+
+LAST = (-1,)
+"""The tokens of a piece that only the device knows yet."""
+
+IDLE = 8
+"""One of so many seats, or pages, may stand empty until prompts fill a step."""
+
+_NUMBER = operator.attrgetter("number")
+
+
+class Scheduler:
+    """Prompts in chunks beside decodes, in steps of at most `mixed` tokens (SplitFuse).
+
+    Each step takes one token of every request that decodes, the oldest first; what is left of the
+    budget goes to prompts, those that have begun first, then to new ones while there are a seat
+    and pages for a prompt and one page more. New ones begin in the order of coming, but a longer
+    cached prefix goes first as long as nobody has waited for `max_wait`. A decode that finds no
+    page takes that of the youngest request, which goes back to the front of the queue with what it
+    has said.
+
+    While more wait than can begin, prompts that would leave a `mixed` step unfilled wait for
+    others, for `max_wait` at most, as long as seven of eight seats decode or seven of eight pages
+    are in use: such a step takes as long as a full one.
+
+    `next` may be called again before `took` is called for the last plan: it counts tokens, and
+    does not have to know them.
+
+    Cost on a CPU, `next` and `took` together: bench/scheduler.py.
+    Reference: Holmes et al. 2024, DeepSpeed-FastGen; Agrawal et al. 2024, Sarathi-Serve.
+    """
+
+    def __init__(
+        self,
+        *,
+        seats: int,
+        pages: int,
+        page_tokens: int = 16,
+        pages_a_seat: int,
+        mixed: int,
+        decode: int | None = None,
+        max_wait: float = 1.0,
+        reuse: bool = True,
+    ):
+        """With nobody there.
+
+        Args:
+            seats: Requests that run at once.
+            pages: Of the cache.
+            page_tokens: Tokens of one.
+            pages_a_seat: Most of a request.
+            mixed: Most tokens of a step.
+            decode: Most tokens of a step that only decodes; None: one for each seat.
+            max_wait: Seconds.
+            reuse: Whether prefixes are kept and found again.
+
+        Raises:
+            InputError: Naming a number that is out of bounds.
+        """
+        decode = seats if decode is None else decode
+        sizes = {"seats": seats, "pages": pages, "page_tokens": page_tokens, "decode": decode}
+        for name, size in {**sizes, "pages_a_seat": pages_a_seat}.items():
+            at_least(1).check(size, name)
+        at_least(0).check(max_wait, "max_wait")
+        least = max(seats, decode)
+        if mixed < least:
+            raise InputError(
+                f"mixed: found {mixed} tokens, fewer than the {least} that a step decodes; give"
+                f" {least} or more"
+            )
+        self._page_tokens, self._mixed, self._decode = page_tokens, mixed, decode
+        self._seats, self._pages, self._max_wait = seats, pages, max_wait
+        self._reuse = reuse
+        self._longest = min(pages, pages_a_seat) * page_tokens
+        self._prefixes = Prefixes()
+        self._pool = Pool(pages, self._prefixes)
+        self._tables = Tables(seats, pages_a_seat)
+        self._queue = Queue(
+            self._prefixes, page_tokens=page_tokens, max_wait=max_wait, reuse=reuse
+        )
+        self._live: dict[int, Run] = {}
+        self._running: list[Run] = []
+        self._empty = list(range(seats))[::-1]
+        self._plans: deque[StepPlan] = deque()
+        self._deadlines: list[tuple[float, int]] = []
+        self._gone: list[Ended] = []
+        self._held_since_s: float | None = None
+        self._added = self._planned = self._reused = self._preemptions = self._finished = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is not over, or any plan on its way."""
+        return bool(self._live or self._plans)
+
+    @property
+    def stats(self) -> Stats:
+        """What it holds and has done."""
+        return Stats(
+            seats=len(self._running),
+            waiting=len(self._queue),
+            free=self._pool.free,
+            referenced=self._pool.referenced,
+            cached=self._pool.cached,
+            planned=self._planned,
+            reused=self._reused,
+            preemptions=self._preemptions,
+            finished=self._finished,
+        )
+
+    def add(self, request: EngineRequest) -> int:
+        """Let a request wait for its turn; its number.
+
+        What the vocabulary says of it is `EngineRequest.check`'s.
+
+        Raises:
+            InputError: It would not fit though it were alone.
+        """
+        check_length(len(request.prompt), request.max_tokens, self._longest)
+        number, self._added = self._added, self._added + 1
+        run = Run(number, request, self._page_tokens)
+        self._live[number] = run
+        self._queue.add(run)
+        if request.deadline_s is not None:
+            heapq.heappush(self._deadlines, (request.deadline_s, number))
+        return number
+
+    def cancel(self, number: int) -> bool:
+        """End a request now; whether it was not over yet. `gone` tells of it."""
+        return self._drop(number, "cancelled")
+
+    def gone(self) -> list[Ended]:
+        """Those who ended otherwise than by a token, since this was last asked."""
+        gone, self._gone = self._gone, []
+        return gone
+
+    def next(self, now: float) -> StepPlan | None:
+        """The next step; None where there is nothing to do before `took` or `add`.
+
+        Args:
+            now: Seconds of the clock of deadlines; never less than before.
+        """
+        self._queue.see(now)
+        while self._deadlines and self._deadlines[0][0] <= now:
+            self._drop(heapq.heappop(self._deadlines)[1], "deadline")
+        pieces: list[Piece] = []
+        prompts, preempted = self._decodes(pieces)
+        decodes = len(pieces)
+        fresh: list[Run] = []
+        if not self._holds(prompts, decodes, now):
+            self._chunks(pieces, prompts)
+            if not preempted:
+                self._begin(pieces, fresh, now)
+        if not pieces:
+            return None
+        # Not before all of the step is planned: what it writes is there for later steps alone.
+        for run in (*prompts, *fresh):
+            self._name(run)
+        return self._plan(pieces, fresh, decodes)
+
+    def took(self, plan: StepPlan, tokens: Sequence[int]) -> list[Ended]:
+        """Note what a step has said; who ended by it.
+
+        Args:
+            plan: The oldest that has not been told of.
+            tokens: One for each piece that emits, in order.
+
+        Raises:
+            ValueError: It is another plan, or there are more or fewer tokens.
+        """
+        if not self._plans or self._plans[0] is not plan:
+            raise ValueError("plan: it is not the oldest on its way; tell of plans in their order")
+        emitting = [piece.request for piece in plan.pieces if piece.emits]
+        if len(tokens) != len(emitting):
+            raise ValueError(f"tokens: found {len(tokens)}; give {len(emitting)}, as pieces emit")
+        self._plans.popleft()
+        if not self._plans or self._plans[0].table is not plan.table:
+            self._tables.give_back(plan.table)
+        ended: list[Ended] = []
+        live = self._live
+        for number, token in zip(emitting, tokens, strict=True):
+            run = live.get(number)
+            if run is None:  # it was over while this was on its way
+                continue
+            run.ids.append(token)
+            if run.written >= run.next_name:
+                self._name(run)
+            if token in run.ends:
+                ended.append(Ended(number, "stop"))
+            elif len(run.ids) == run.most:
+                ended.append(Ended(number, "length"))
+        for one in ended:
+            self._end(live[one.request])
+        return ended
+
+    def _decodes(self, pieces: list[Piece]) -> tuple[list[Run], bool]:
+        """Plan a token of each that decodes; those with more due, and whether one had to leave."""
+        prompts: list[Run] = []
+        before = self._preemptions
+        for run in tuple(self._running):
+            written = run.written
+            if run.length - written != 1:
+                prompts.append(run)
+                continue
+            known = written < len(run.ids)
+            if run.length == run.most or (run.waits and not known) or run.seat == NOWHERE:
+                continue
+            if written == run.room and not self._grow(run):
+                continue
+            tokens = (run.ids[written],) if known else LAST
+            pieces.append(Piece(run.number, run.seat, written, tokens, True))
+            run.written = written + 1
+            run.length += 1
+        return [run for run in prompts if run.seat != NOWHERE], self._preemptions > before
+
+    def _grow(self, run: Run) -> bool:
+        """Get one more page; False where the request had to leave its own seat for it."""
+        while (page := self._pool.take()) is None:
+            youngest = self._running[-1]
+            self._preempt(youngest)
+            if youngest is run:
+                return False
+        self._tables.write(run.seat, len(run.pages), (page,))
+        run.pages.append(page)
+        run.room += self._page_tokens
+        return True
+
+    def _holds(self, prompts: list[Run], decodes: int, now: float) -> bool:
+        """Whether prompts wait until they fill a step together."""
+        holds = bool(decodes and len(self._queue)) and self._unfilled(prompts, decodes)
+        if not holds:
+            self._held_since_s = None
+        elif self._held_since_s is None:
+            self._held_since_s = now
+        return holds and now - (self._held_since_s or 0.0) < self._max_wait
+
+    def _unfilled(self, prompts: list[Run], decodes: int) -> bool:
+        """Whether prompts leave some of a step, while others wait for scarce seats or pages."""
+        empty = len(self._empty)
+        scarce_seats = (empty + len(prompts)) * IDLE <= self._seats
+        scarce_pages = self._pool.available * IDLE <= self._pages
+        if len(self._queue) <= empty and not scarce_pages:
+            return False  # all can begin
+        tokens = sum(run.length - run.written for run in prompts)
+        for run in self._queue.first(empty):
+            if tokens >= self._mixed - decodes or not self._fits(run):
+                break
+            tokens += len(run.ids) - run.cached * self._page_tokens
+        return (scarce_seats or scarce_pages) and tokens < self._mixed - decodes
+
+    def _chunks(self, pieces: list[Piece], prompts: Sequence[Run]) -> None:
+        """Plan as much of these prompts as the budget has left."""
+        left = self._mixed - sum(len(piece.tokens) for piece in pieces)
+        for run in prompts:
+            start, tokens = run.written, run.ids[run.written : run.written + left]
+            if not tokens:
+                return
+            left -= len(tokens)
+            run.written += len(tokens)
+            emits = run.written == run.length
+            run.length += emits
+            pieces.append(Piece(run.number, run.seat, start, tuple(tokens), emits))
+
+    def _begin(self, pieces: list[Piece], fresh: list[Run], now: float) -> None:
+        """Give seats to those whose turn it is, while there is some budget for each."""
+        left = self._mixed - sum(len(piece.tokens) for piece in pieces)
+        if left < 1 or not self._empty or not len(self._queue):
+            return
+        for run in self._queue.in_turn(now):
+            if self._fits(run):
+                self._seat(run)
+                fresh.append(run)
+                left -= len(run.ids) - run.written
+                if left < 1 or not self._empty:
+                    break
+            elif self._queue.overdue(run, now):
+                break
+        self._chunks(pieces, fresh)
+
+    def _fits(self, run: Run) -> bool:
+        """Whether there are pages for its prompt, and one more where it may need one."""
+        if run.in_flight:  # it had to leave its seat, and what it said there is not known yet
+            return False
+        cached = self._queue.cached_pages(run)
+        keys = run.keys(cached, self._page_tokens)[:cached]
+        idle = sum(not self._pool.references(self._page(key)) for key in keys)
+        wanted = min(self._pages_of(len(run.ids)) + 1, self._pages_of(run.most))
+        return wanted - cached <= self._pool.available - idle
+
+    def _seat(self, run: Run) -> None:
+        """Let a request begin that fits."""
+        cached, seat = run.cached, self._empty.pop()
+        for key in run.keys(cached, self._page_tokens)[:cached]:
+            run.pages.append(self._page(key))
+            self._pool.refer(run.pages[-1])
+        for _ in range(self._pages_of(len(run.ids)) - cached):
+            page = self._pool.take()
+            assert page is not None
+            run.pages.append(page)
+        self._queue.remove(run)
+        run.seat, run.written = seat, cached * self._page_tokens
+        run.room = len(run.pages) * self._page_tokens
+        run.named, run.next_name = cached, (cached + 1) * self._page_tokens
+        self._reused += run.written
+        self._tables.write(seat, 0, run.pages)
+        bisect.insort(self._running, run, key=_NUMBER)
+
+    def _name(self, run: Run) -> None:
+        """Give keys to its pages that are full of known tokens, or take those that have them."""
+        full = min(run.written, len(run.ids)) // self._page_tokens if self._reuse else 0
+        if run.seat == NOWHERE or full <= run.named:
+            return
+        for i, key in enumerate(run.keys(full, self._page_tokens)[run.named : full], run.named):
+            page = self._prefixes.page(key)
+            if page is None:
+                self._prefixes.name(run.pages[i], key)
+                continue
+            # Another has computed the same. Two pages of one key would part a page from its parent.
+            self._pool.refer(page)
+            self._pool.release(run.pages[i : i + 1])
+            run.pages[i] = page
+            self._tables.write(run.seat, i, (page,))
+        run.named, run.next_name = full, (full + 1) * self._page_tokens
+
+    def _plan(self, pieces: list[Piece], fresh: list[Run], decodes: int) -> StepPlan:
+        only = len(pieces) == decodes <= self._decode
+        used = bool(self._plans)
+        plan = StepPlan(
+            kind="decode" if only else "mixed",
+            pieces=tuple(pieces),
+            fresh=tuple((run.seat, run.asked()) for run in fresh),
+            table=self._tables.current(used=used),
+        )
+        self._planned += plan.tokens
+        self._plans.append(plan)
+        return plan
+
+    def _preempt(self, run: Run) -> None:
+        self._leave(run)
+        run.written = run.cached = 0
+        self._queue.put_back(run)
+        self._preemptions += 1
+
+    def _drop(self, number: int, reason: EndReason) -> bool:
+        run = self._live.get(number)
+        if run is not None:
+            self._end(run)
+            self._gone.append(Ended(number, reason))
+        return run is not None
+
+    def _end(self, run: Run) -> None:
+        self._leave(run)
+        self._queue.remove(run)
+        del self._live[run.number]
+        self._finished += 1
+
+    def _leave(self, run: Run) -> None:
+        """Let go of seat and pages, if it has them."""
+        if run.seat == NOWHERE:
+            return
+        self._name(run)
+        del self._running[bisect.bisect_left(self._running, run.number, key=_NUMBER)]
+        self._empty.append(run.seat)
+        self._pool.release(run.pages)
+        run.seat, run.room, run.pages = NOWHERE, 0, []
+
+    def _page(self, key: bytes) -> int:
+        page = self._prefixes.page(key)
+        assert page is not None
+        return page
+
+    def _pages_of(self, tokens: int) -> int:
+        return -(-tokens // self._page_tokens)
