@@ -16,7 +16,8 @@ from colossax.inference.engine.program import EngineProgram, Sizes
 from colossax.inference.engine.sampling import Chosen
 from colossax.inference.engine.sizing import pages_for
 from colossax.nn import ModelSpec
-from colossax.scheduling import Emitted, EngineRequest, Scheduler, SchedulerStats, StepPlan
+from colossax.scheduling import Emitted, Ended, EngineRequest, Scheduler, StepPlan
+from colossax.scheduling import Stats as SchedulerStats
 from colossax.typing import Params
 
 SEATS = 16
@@ -144,13 +145,15 @@ class Engine:
             page_tokens=page_tokens,
             pages_a_seat=sizes.pages_a_seat,
             mixed=sizes.mixed,
-            decode=None if not deterministic else 0,
             max_wait=max_wait_s,
             reuse=reuse and self.program.shares,
         )
         self._constraints: dict[int, Constraint] = {}
         self._flying: deque[tuple[StepPlan, Chosen]] = deque()
         self._told: list[Emitted] = []
+        self._living: set[int] = set()
+        self._failed: dict[int, str] = {}
+        self._deterministic = deterministic
         self._steps = {"mixed": 0, "decode": 0}
         self._last_step = clock()
 
@@ -188,10 +191,8 @@ class Engine:
                 "constraint: it needs each token before the next; give it with waits=True, and"
                 " waits only with it"
             )
-        if request.ends is None:
-            ends = () if self.eos is None else (self.eos,)
-            request = dataclasses.replace(request, ends=frozenset(ends))
         number = self._scheduler.add(request)
+        self._living.add(number)
         if constraint is not None:
             self._constraints[number] = constraint
         return number
@@ -212,9 +213,8 @@ class Engine:
         """Send steps on their way, and give what the oldest gave; empty where nothing is to do."""
         while len(self._flying) < DEPTH and self._send():
             pass
-        told, self._told = self._told, []
-        if self._flying:
-            told += self._landed(*self._flying.popleft())
+        told = self._landed(*self._flying.popleft()) if self._flying else []
+        told, self._told = [*self._told, *told], []
         return told
 
     def generate_all(self, requests: Sequence[EngineRequest]) -> list[list[Emitted]]:
@@ -230,11 +230,13 @@ class Engine:
     def _send(self) -> bool:
         """Begin the next step; whether there was one."""
         plan = self._scheduler.next(self.clock())
-        self._told += [_ended(one) for one in self._scheduler.ended()]
+        self._hear()
         if plan is None:
             return False
         given = self._packer.packed(plan, self._constraints)
-        chosen, self._state = self.program(plan.kind, self._params, self._state, *given)
+        kind = "mixed" if self._deterministic else plan.kind
+        chosen, self._state = self.program(kind, self._params, self._state, *given)
+        self._steps[kind] += 1
         self._flying.append((plan, chosen))
         return True
 
@@ -242,44 +244,50 @@ class Engine:
         """Wait for a step, and tell its requests."""
         found: Chosen = jax.tree.map(np.asarray, chosen)
         self._last_step = self.clock()
-        self._steps[plan.kind] += 1
         emitting = [piece for piece in plan.pieces if piece.emits]
-        tokens, told = {}, []
         for piece in emitting:
-            if not self._scheduler.lives(piece.request):
-                continue
-            if not found.sound[piece.seat]:
-                why = CONFINED if piece.request in self._constraints else NOT_SOUND
-                self._scheduler.cancel(piece.request, message=why)
-                continue
-            tokens[piece.request] = int(found.token[piece.seat])
+            if not found.sound[piece.seat] and self._scheduler.cancel(piece.request):
+                self._failed[piece.request] = (
+                    CONFINED if piece.request in self._constraints else NOT_SOUND
+                )
+        self._hear()
+        lives = [piece for piece in emitting if piece.request in self._living]
+        tokens = [int(found.token[piece.seat]) for piece in emitting]
         ended = {one.request: one for one in self._scheduler.took(plan, tokens)}
-        for piece in emitting:
-            if (token := tokens.get(piece.request)) is None:
-                continue
+        told = []
+        for piece in lives:
+            token = int(found.token[piece.seat])
             if (constraint := self._constraints.get(piece.request)) is not None:
                 constraint.took(token)
-            last = ended.pop(piece.request, None)
+            last = ended.get(piece.request)
             told.append(self._emitted(piece.request, token, piece.seat, found, last))
-        told += [_ended(one) for one in (*ended.values(), *self._scheduler.ended())]
-        for one in told:
-            if one.ended is not None:
-                self._constraints.pop(one.request, None)
+        for number in ended:
+            self._forget(number)
         return told
 
-    def _emitted(self, number: int, token: int, seat: int, found: Chosen, last: Any) -> Emitted:
+    def _hear(self) -> None:
+        """Of requests that ended otherwise than by a token."""
+        for one in self._scheduler.gone():
+            self._forget(one.request)
+            message = self._failed.pop(one.request, None)
+            reason = one.reason if message is None else "error"
+            self._told.append(Emitted(one.request, ended=reason, message=message or ""))
+
+    def _forget(self, number: int) -> None:
+        self._living.discard(number)
+        self._constraints.pop(number, None)
+
+    def _emitted(
+        self, number: int, token: int, seat: int, found: Chosen, last: Ended | None
+    ) -> Emitted:
         count = self._packer.logprobs(seat)
         logprob, top = None, ()
         if count is not None:
             logprob = float(found.logprob[seat])
             pairs = zip(found.top_tokens[seat], found.top_logprobs[seat], strict=True)
             top = tuple((int(t), float(p)) for t, p in pairs if t >= 0)[:count]
-        ended = None if last is None else last.ended
-        return Emitted(request=number, token=token, logprob=logprob, top=top, ended=ended)
-
-
-def _ended(one: Any) -> Emitted:
-    return Emitted(request=one.request, token=None, ended=one.ended, message=one.message)
+        reason = None if last is None else last.reason
+        return Emitted(number, token=token, logprob=logprob, top=top, ended=reason)
 
 
 def spec_config(spec: ModelSpec) -> Any:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from colossax.inference.engine.program import EngineProgram, all_allowed
@@ -21,7 +22,7 @@ class Packer:
         self._mask = all_allowed(sizes.seats, program.config.vocab)
         self._masked: set[int] = set()
         self._table = np.zeros((sizes.seats, sizes.pages_a_seat), np.int32)
-        put = program.placed
+        put = self._put
         self._there = {
             "table": put(self._table),
             "draws": put(self._draws),
@@ -44,10 +45,10 @@ class Packer:
         for seat, request in plan.fresh:
             self._sit(seat, request)
         if plan.fresh:
-            self._there["draws"] = self._program.placed(self._draws)
-        if plan.table is not self._table:
-            self._table = plan.table
-            self._there["table"] = self._program.placed(self._table)
+            self._there["draws"] = self._put(self._draws)
+        if not np.array_equal(plan.table, self._table):
+            self._table = plan.table.copy()
+            self._there["table"] = self._put(self._table)
         self._allow(plan, constraints)
         return self._given(self._batch(plan))
 
@@ -59,6 +60,10 @@ class Packer:
         there = self._there
         masked = there[bool(self._masked)]
         return packed, there["table"], there["draws"], there["mask"], masked
+
+    def _put(self, tree: Any) -> Any:
+        """On the devices: of a copy, for a CPU's device may keep what it is given."""
+        return self._program.placed(jax.tree.map(np.copy, tree))
 
     def _batch(self, plan: StepPlan) -> np.ndarray:
         shape = self._sizes.step(plan.kind)
@@ -104,5 +109,5 @@ class Packer:
         for seat in bound:
             self._mask[seat] = constraints[emitting[seat]].mask()
         if bound or self._masked:
-            self._there["mask"] = self._program.placed(self._mask)
+            self._there["mask"] = self._put(self._mask)
         self._masked = bound
