@@ -4,7 +4,7 @@ import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -35,6 +35,7 @@ NOT_SOUND = "the model gave numbers that are no logits (NaN or infinite) for thi
 CONFINED = "no token of the vocabulary goes on what the request's grammar allows"
 
 
+@runtime_checkable
 class Constraint(Protocol):
     """Which tokens may come next, such as those that a grammar allows."""
 
@@ -104,7 +105,7 @@ class Engine:
                 seats could fill.
             page_tokens: Tokens of a page.
             mixed_tokens: Tokens of a step with prompts; raised to one for each seat.
-            eos: Token that ends a sequence whose request names none; default the model's.
+            eos: What `eos` says, for who makes requests; default the model's.
             reuse: Whether prompts that begin alike share pages.
             deterministic: Whether all steps are of one size, so that a request's logits are the
                 same bit by bit whoever else is there; else they differ in rounding.
@@ -233,8 +234,8 @@ class Engine:
         self._hear()
         if plan is None:
             return False
-        given = self._packer.packed(plan, self._constraints)
         kind = "mixed" if self._deterministic else plan.kind
+        given = self._packer.packed(kind, plan, self._constraints)
         chosen, self._state = self.program(kind, self._params, self._state, *given)
         self._steps[kind] += 1
         self._flying.append((plan, chosen))

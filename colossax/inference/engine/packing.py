@@ -35,10 +35,13 @@ class Packer:
         """Of a step without tokens."""
         return self._given(self._sizes.step(kind).empty().packed())
 
-    def packed(self, plan: StepPlan, constraints: Mapping[int, Any]) -> tuple[Any, ...]:
+    def packed(
+        self, kind: str, plan: StepPlan, constraints: Mapping[int, Any]
+    ) -> tuple[Any, ...]:
         """Of a step as it was planned.
 
         Args:
+            kind: Of the program that runs it.
             plan: See there.
             constraints: By request.
         """
@@ -50,7 +53,7 @@ class Packer:
             self._table = plan.table.copy()
             self._there["table"] = self._put(self._table)
         self._allow(plan, constraints)
-        return self._given(self._batch(plan))
+        return self._given(self._batch(kind, plan))
 
     def logprobs(self, seat: int) -> int | None:
         """How many of the likeliest tokens a seat's request wants told; None: nothing."""
@@ -65,8 +68,8 @@ class Packer:
         """On the devices: of a copy, for a CPU's device may keep what it is given."""
         return self._program.placed(jax.tree.map(np.copy, tree))
 
-    def _batch(self, plan: StepPlan) -> np.ndarray:
-        shape = self._sizes.step(plan.kind)
+    def _batch(self, kind: str, plan: StepPlan) -> np.ndarray:
+        shape = self._sizes.step(kind)
         batch, at, row = shape.empty(), 0, 0
         for piece in plan.pieces:
             count = len(piece.tokens)

@@ -166,6 +166,11 @@ class EngineProgram:
             lambda: jnp.zeros((sizes.seats, sizes.slots + 1), jnp.int32), out_shardings=here
         )
 
+    @property
+    def compiled(self) -> dict[str, int]:
+        """How many programs there are by now, by kind."""
+        return {kind: jitted._cache_size() for kind, jitted in self._steps.items()}
+
     def begin(self) -> EngineState:
         """With empty pages."""
         return EngineState(cache=self.cache.empty(), said=self._said())

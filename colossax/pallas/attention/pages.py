@@ -175,6 +175,9 @@ def attend_pages(
         held = {name: x[layer, chosen] for name, x in cache.items()}
         held = {name: x.reshape(x.shape[0], width, *x.shape[3:]) for name, x in held.items()}
         keys, values = jax.vmap(read)(held)
+        slots = number[:, None] * width + jnp.arange(width, dtype=jnp.int32)
+        # What another left behind may be no number, and nothing times that is none either.
+        values = jnp.where((slots <= last[:, None])[..., None, None], values, 0)
         top, total, out = state
         of_part = jax.vmap(of_group)(asked, place, keys, values, number * width)
         high = jnp.maximum(top, of_part[0])
