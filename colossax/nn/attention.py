@@ -49,6 +49,8 @@ class FlatTokens:
             with fewer takes them in turn.
         source: How many tokens its seat's source has, where there is one.
         pages: Rows of the cache of each seat, where those are pages; None: a seat is a row.
+        length: How long its sequence is, for rotary embeddings that ask; None: what comes of it in
+            this call is all.
     """
 
     seat: Int[Array, " t"]
@@ -56,6 +58,7 @@ class FlatTokens:
     slot: Int[Array, " t"]
     source: Int[Array, " t"] | None = None
     pages: Pages | None = None
+    length: Int[Array, " t"] | None = None
 
 
 @jax.tree_util.register_dataclass

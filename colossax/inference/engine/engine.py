@@ -186,7 +186,6 @@ class Engine:
             InputError: The engine could never serve it.
         """
         request.check(vocab=self.config.vocab, slots=self.sizes.slots)
-        check_rope(self.config, len(request.prompt) + request.max_tokens)
         if (constraint is not None) != request.waits:
             raise InputError(
                 "constraint: it needs each token before the next; give it with waits=True, and"
@@ -309,15 +308,4 @@ def check_served(spec: ModelSpec, bound: BoundPlan) -> None:
         raise PlanError(
             f"mesh axis 'stage': an engine runs all layers in one program, and the plan has"
             f" {stages} stages; give those devices to 'tensor' or 'fsdp'"
-        )
-
-
-def check_rope(config: Any, length: int) -> None:
-    """Refuse sequences whose rotary embedding must know their whole length beforehand."""
-    rope = getattr(config, "rope", None)
-    stretched_from = None if rope is None else rope.stretched_from
-    if stretched_from is not None and length > stretched_from:
-        raise InputError(
-            f"max_tokens: prompt and continuation are {length} tokens, and the model's rope_scaling"
-            f" depends on the length above {stretched_from}; ask for {stretched_from} together"
         )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -149,7 +150,7 @@ class EngineProgram:
         asked = paged_spec(
             model, seats=sizes.seats, pages=sizes.pages, page_tokens=sizes.page_tokens
         )
-        self.shares = not asked.whole
+        self.shares = not asked.whole and stretched_from(self.config) >= sizes.slots
         self.cache = CacheLayout(self.bound, asked.specs)
         here = replicated(self.bound)
         self.placed = functools.partial(jax.device_put, device=here)
@@ -208,6 +209,13 @@ class EngineProgram:
         return self._steps[kind].lower(params, state, *jax.tree.map(shape, given))
 
 
+def stretched_from(config: DecoderConfig) -> float:
+    """The length above which what is kept of a token depends on the length of its prompt."""
+    ropes = (config.rope, config.local_rope)
+    known = [one.stretched_from for one in ropes if one is not None]
+    return min((float(x) for x in known if x is not None), default=math.inf)
+
+
 def all_allowed(seats: int, vocab: int) -> np.ndarray:
     """A mask under which every token may come, `[seats, words]` uint32."""
     return np.full((seats, -(-vocab // 32)), 0xFFFFFFFF, np.uint32)
@@ -240,7 +248,7 @@ def step(
     reads_source = getattr(model.config, "longest_source", None) is not None
     seats, most = state.said.shape
     valid = batch.seat >= 0
-    row = jnp.where(valid, batch.seat, seats)
+    row, own = jnp.where(valid, batch.seat, seats), jnp.clip(batch.seat, 0)
     known = state.said.at[row, batch.position].get(mode="fill", fill_value=0)
     ids = jnp.where(batch.ids < 0, known, batch.ids)
     said = state.said.at[row, batch.position].set(ids, mode="drop")
@@ -248,8 +256,10 @@ def step(
         seat=batch.seat,
         position=batch.position,
         slot=batch.position,
-        source=draws.source[jnp.clip(batch.seat, 0)] if reads_source else None,
+        source=draws.source[own] if reads_source else None,
         pages=Pages(table=table, groups=batch.groups),
+        # A prompt is as long as it is, however it is cut; what is said makes it longer.
+        length=jnp.maximum(draws.begin[own], batch.position + 1),
     )
     emits = batch.emit >= 0
     last = jnp.clip(batch.emit, 0)

@@ -158,7 +158,7 @@ class Trunk(nnx.Module):
             positions=self._asked(positions),
             biases=self._biases(),
             source=source,
-            **self._ropes(positions, flat.seat[None], points),
+            **self._ropes(positions, flat.seat[None], points, flat.length),
         )
         if self.config.mixture is not None:
             side = dataclasses.replace(side, valid=flat.seat[None] >= 0, token_ids=tokens[None])
@@ -238,14 +238,16 @@ class Trunk(nnx.Module):
         """The positions, where layers ask for them."""
         return None if self.config.query_growth is None else positions
 
-    def _ropes(self, positions: Int[Array, "b s"], documents: Any, points: Any) -> dict[str, Any]:
+    def _ropes(
+        self, positions: Int[Array, "b s"], documents: Any, points: Any, length: Any = None
+    ) -> dict[str, Any]:
         """Tables of the rotary embeddings that layers have, by their names in `Side`."""
         given = {"rope": self.config.rope, "local_rope": self.config.local_rope}
         ropes = {name: rope for name, rope in given.items() if rope is not None}
         lengths = None
         if any(rope.stretched_from is not None for rope in ropes.values()):
             documents = whole_rows(positions) if documents is None else documents
-            lengths = document_lengths(documents, positions)
+            lengths = document_lengths(documents, positions) if length is None else length[None]
         return {
             name: rope_tables(
                 positions if points is None or rope.sections is None else points,
