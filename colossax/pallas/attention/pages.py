@@ -193,7 +193,10 @@ def attend_pages(
     one = {name: jax.ShapeDtypeStruct((width, *x.shape[3:]), x.dtype) for name, x in cache.items()}
     size = jax.eval_shape(read, one)[1].shape[-1]
     shape = (groups, k, r, w)
-    nothing = (jnp.full(shape, _NONE), jnp.zeros(shape), jnp.zeros((*shape, size)))
+    # Of queries, else the compiler makes those of all layers at once, before the first.
+    zero, _ = jax.lax.optimization_barrier((jnp.zeros(()), asked))
+    begun = (zero + _NONE, shape), (zero, shape), (zero, (*shape, size))
+    nothing = tuple(jnp.broadcast_to(*one) for one in begun)
     top, total, out = jax.lax.fori_loop(0, parts, part, nothing)
     if scores.sinks is not None:
         sinks = scores.sinks[None, :, :, None]
@@ -203,7 +206,9 @@ def attend_pages(
     out = out / jnp.where(total == 0, 1.0, total)[..., None]
     flat = jnp.moveaxis(out, 3, 1).reshape(groups * w, k, r, size)
     to = jnp.where(there, pages.groups, t).reshape(-1)
-    return jnp.zeros((t, k, r, size)).at[to].set(flat, mode="drop")
+    place = jnp.full((t,), groups * w, jnp.int32)
+    place = place.at[to].set(jnp.arange(groups * w, dtype=jnp.int32), mode="drop")
+    return flat.at[place].get(mode="fill", fill_value=0)
 
 
 def scores_of(

@@ -1,0 +1,111 @@
+"""Steps of an engine compiled for GPUs that are not there: what they need, and what they copy."""
+
+import functools
+import re
+
+import jax
+import numpy as np
+import pytest
+
+import colossax
+from colossax.aot import compile_program, parse_target, target_devices
+from colossax.config import Plan, Precision
+from colossax.inference.engine.program import EngineProgram, Sizes
+from colossax.inference.engine.sizing import cache_bytes
+from colossax.inference.plan import unrolled
+from colossax.models import LlamaConfig, MixtralConfig, maker
+from colossax.nn import Decoder, describe
+from colossax.pallas.target import target
+from colossax.sharding import param_sharding
+from tests.inference import test_caches as caches
+
+pytestmark = [pytest.mark.aot, pytest.mark.slow]
+
+GIB = 2**30
+LLAMA_8B = LlamaConfig(
+    vocab=128256, embed=4096, layers=32, heads=32, kv_heads=8, mlp=14336, max_seq=8192
+)
+SIZES = Sizes(seats=64, pages=20_480, page_tokens=16, slots=8192, mixed=2048, decode=64)
+"""A cache of 40 GiB for it."""
+
+
+def _program(config, plan, sizes, on="h100:1x1", *, stacked=False):
+    """The program and its parameters as shapes."""
+    make = maker(config) if hasattr(config, "decoder") else lambda rngs: Decoder(config, rngs=rngs)
+    bf16 = Precision(params="bfloat16", compute="bfloat16", cache="bfloat16")
+    plan, devices = plan.replace(precision=bf16), target_devices(parse_target(on))
+    bound = plan.bind(devices)
+    with colossax.use(bound):
+        spec = describe(make)
+    bound = bound if stacked else unrolled(plan, spec).bind(devices)
+    with colossax.use(bound):
+        spec = describe(make)
+    params = jax.tree.map(
+        lambda info: jax.ShapeDtypeStruct(
+            info.shape, np.dtype("bfloat16"), sharding=param_sharding(bound, "params", info)
+        ),
+        spec.infos,
+    )
+    return EngineProgram(spec, bound, sizes), params
+
+
+@functools.cache
+def _compiled(kind):
+    with target("gpu", compute_capability=(9, 0)):
+        program, params = _program(LLAMA_8B, Plan(), SIZES)
+        return program, compile_program(program.lowered(kind, params))
+
+
+@pytest.mark.parametrize("kind", ["mixed", "decode"])
+def test_8b_on_one_h100(kind):
+    """Weights, cache and 1.2 GiB."""
+    program, compiled = _compiled(kind)
+    weights = 2 * 8_030_261_248
+    cache = cache_bytes(program)
+    assert cache == 40 * GIB
+    spare = compiled.device_bytes - weights - cache
+    print(f"{kind}: {spare / GIB:.3f} GiB beside weights and cache")
+    assert 0 < spare < 1.2 * GIB
+
+
+@pytest.mark.parametrize("kind", ["mixed", "decode"])
+def test_no_copy_of_the_cache_or_of_weights(kind):
+    """Nothing of the cache's size is made, nor of one layer's part of it; no weight is copied."""
+    program, compiled = _compiled(kind)
+    (shape,) = {x.shape for x in program.cache.abstract.values()}
+    made = _made(compiled.hlo)
+    whole, layer = (",".join(map(str, x)) for x in (shape, shape[1:]))
+    assert not [one for one in made if re.search(rf"\[({whole}|{layer}|1,{layer})\]", one)]
+    for weight in ("14336,4096", "4096,14336", "4096,4096"):
+        assert not [one for one in made if f"bf16[{weight}]" in one]
+
+
+FAMILIES = {
+    "mixture": MixtralConfig(
+        vocab=512, embed=256, layers=2, heads=8, kv_heads=4, mlp=384, experts=8, choices=2
+    ),
+    "window": caches.MISTRAL,
+    "latent": caches.LATENT,
+    "sinks": caches.SINKS,
+    "chunks": caches.CHUNKS,
+}
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["unrolled", "stacked"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_family_copies_its_cache(name, stacked):
+    """Neither in a program of layers one by one, nor in a loop over a stack of them."""
+    config = FAMILIES[name]
+    sizes = Sizes(seats=8, pages=4097, page_tokens=16, slots=64, mixed=64, decode=8)
+    with target("gpu", compute_capability=(9, 0)):
+        program, params = _program(config, Plan(), sizes, stacked=stacked)
+        compiled = compile_program(program.lowered("mixed", params))
+    cache = cache_bytes(program)
+    assert compiled.stats.temp_size_in_bytes < cache / 4
+    assert not [one for one in _made(compiled.hlo) if "4097,16" in one]
+
+
+def _made(hlo):
+    """Instructions that write new memory: copies, and fusions that end in neither an update."""
+    found = re.findall(r"^\s*%?\S+ = (\S+) (copy|copy-start|slice|concatenate)\(", hlo, re.M)
+    return [shape for shape, _ in found]
