@@ -92,9 +92,7 @@ class Scheduler:
         self._prefixes = Prefixes()
         self._pool = Pool(pages, self._prefixes)
         self._tables = Tables(seats, pages_a_seat)
-        self._queue = Queue(
-            self._prefixes, page_tokens=page_tokens, max_wait=max_wait, reuse=reuse
-        )
+        self._queue = Queue(self._prefixes, page_tokens=page_tokens, max_wait=max_wait, reuse=reuse)
         self._live: dict[int, Run] = {}
         self._running: list[Run] = []
         self._empty = list(range(seats))[::-1]

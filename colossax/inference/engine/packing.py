@@ -35,9 +35,7 @@ class Packer:
         """Of a step without tokens."""
         return self._given(self._sizes.step(kind).empty().packed())
 
-    def packed(
-        self, kind: str, plan: StepPlan, constraints: Mapping[int, Any]
-    ) -> tuple[Any, ...]:
+    def packed(self, kind: str, plan: StepPlan, constraints: Mapping[int, Any]) -> tuple[Any, ...]:
         """Of a step as it was planned.
 
         Args:

@@ -118,7 +118,10 @@ def test_nothing_is_compiled_after_warm():
         SamplingConfig(temperature=1.0, top_p=0.5, min_p=0.1, logprobs=3),
         SamplingConfig(presence_penalty=1.0, frequency_penalty=-1.0, logit_bias=((5, 2.0),)),
     ]
-    asked = [EngineRequest(prompt=(1, 2, 3 + i), max_tokens=9, sampling=s) for i, s in enumerate(sampling)]
+    asked = [
+        EngineRequest(prompt=(1, 2, 3 + i), max_tokens=9, sampling=s)
+        for i, s in enumerate(sampling)
+    ]
     found = []
     jax.monitoring.register_event_duration_secs_listener(
         lambda name, _seconds, **_more: found.append(name)
@@ -137,7 +140,9 @@ def test_goes_on_where_it_was():
     sampling = SamplingConfig(temperature=0.8, seed=7, frequency_penalty=2.0, presence_penalty=0.5)
     whole = EngineRequest(prompt=(5, 9, 2), max_tokens=30, sampling=sampling)
     (expected,) = tokens(engine().generate_all([whole]))
-    plain = EngineRequest(prompt=(5, 9, 2), max_tokens=30, sampling=SamplingConfig(temperature=0.8, seed=7))
+    plain = EngineRequest(
+        prompt=(5, 9, 2), max_tokens=30, sampling=SamplingConfig(temperature=0.8, seed=7)
+    )
     assert tokens(engine().generate_all([plain])) != [expected]
     cut = 11
     again = EngineRequest(

@@ -44,7 +44,6 @@ def rows_of(rows, slots):
     return {"k": jnp.full((*shape, H), 7.0), "v": jnp.full((*shape, HV), 9.0)}
 
 
-
 def calls(rng):
     """Tokens in any order of their sequences, and how they are grouped."""
     left = [0] * SEATS
