@@ -73,7 +73,8 @@ class LoadedModel:
 
     def engine(self, **options: Any) -> Engine:
         """One for many requests at once, with options as of `Engine`; load it `unrolled`."""
-        return Engine(self.spec, self.bound, self.params, **{"eos": self.eos, **options})
+        given: dict[str, Any] = {"eos": self.eos, **options}
+        return Engine(self.spec, self.bound, self.params, **given)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

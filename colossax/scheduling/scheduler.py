@@ -5,9 +5,8 @@ import heapq
 import operator
 from collections import deque
 from collections.abc import Sequence
-from typing import Annotated
 
-from colossax.config import above, at_least
+from colossax.config import at_least
 from colossax.errors import InputError
 from colossax.scheduling.pages import Pool
 from colossax.scheduling.plan import Ended, EndReason, Piece, Stats, StepPlan

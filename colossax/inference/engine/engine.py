@@ -11,6 +11,7 @@ import numpy as np
 
 from colossax.config import BoundPlan, MeshAxis
 from colossax.errors import InputError, PlanError
+from colossax.inference.decode import decoding_model
 from colossax.inference.engine.packing import Packer
 from colossax.inference.engine.program import EngineProgram, Sizes
 from colossax.inference.engine.sampling import Chosen
@@ -117,7 +118,7 @@ class Engine:
             PlanError: Layers are in stages.
         """
         check_served(spec, bound)
-        config = spec_config(spec)
+        config = decoding_model(spec).config
         slots = config.max_seq if slots is None else slots
         given = {"seats": seats, "page_tokens": page_tokens, "mixed_tokens": mixed_tokens}
         for name, value in given.items():
@@ -288,13 +289,6 @@ class Engine:
             top = tuple((int(t), float(p)) for t, p in pairs if t >= 0)[:count]
         reason = None if last is None else last.reason
         return Emitted(number, token=token, logprob=logprob, top=top, ended=reason)
-
-
-def spec_config(spec: ModelSpec) -> Any:
-    """Of the model's decoder."""
-    from colossax.inference.decode import decoding_model
-
-    return decoding_model(spec).config
 
 
 def check_served(spec: ModelSpec, bound: BoundPlan) -> None:

@@ -8,6 +8,10 @@ from colossax.inference.cache import Specs
 from colossax.nn import CacheSpec
 
 
+_ONLY = ""
+"""The kind of layers that are all alike."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PagedSpec:
     """What the cache of an engine holds.
@@ -44,8 +48,8 @@ def paged_spec(model: Any, *, seats: int, pages: int, page_tokens: int) -> Paged
         arrays = {n: by_seat[n] if n in fixed else one for n, one in spec.arrays.items()}
         found[kind] = dataclasses.replace(spec, arrays=arrays)
         whole |= bool(fixed)
-    return PagedSpec(specs=found.get(None) or found, whole=whole)
+    return PagedSpec(specs=found.get(_ONLY) or found, whole=whole)
 
 
-def _by_kind(specs: Specs) -> Mapping[str | None, CacheSpec]:
-    return specs if isinstance(specs, Mapping) else {None: specs}
+def _by_kind(specs: Specs) -> dict[str, CacheSpec]:
+    return dict(specs) if isinstance(specs, Mapping) else {_ONLY: specs}

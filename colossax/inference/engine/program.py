@@ -170,7 +170,8 @@ class EngineProgram:
     @property
     def compiled(self) -> dict[str, int]:
         """How many programs there are by now, by kind."""
-        return {kind: jitted._cache_size() for kind, jitted in self._steps.items()}
+        steps: dict[str, Any] = self._steps
+        return {kind: jitted._cache_size() for kind, jitted in steps.items()}
 
     def begin(self) -> EngineState:
         """With empty pages."""

@@ -15,7 +15,6 @@ from .block import forward_block as forward_block
 from .cache import ReadSlots as ReadSlots
 from .cache import attend_cache as attend_cache
 from .cache import keys_and_values as keys_and_values
-from .pages import Pages as Pages
 from .mask import Mask as Mask
 from .mask import dense as dense
 from .mask import row_ranges as row_ranges
@@ -25,6 +24,7 @@ from .merge import row_delta as row_delta
 from .merge import with_sinks as with_sinks
 from .operands import Operands as Operands
 from .operands import Scoring as Scoring
+from .pages import Pages as Pages
 from .proof import variants as variants
 from .relative import RelativeBias as RelativeBias
 from .spec import AttentionSpec as AttentionSpec

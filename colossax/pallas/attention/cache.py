@@ -85,7 +85,7 @@ def attend_cache(
             in turn.
 
     Cost: 4 t slots n h FLOPs; with several seats, keys and values of a token's seat are gathered
-    for each token, at most `GATHERED_BYTES` or one token's at a time. With pages see `attend_pages`.
+    for each token, at most `GATHERED_BYTES` or one token's at a time. With pages: `attend_pages`.
     """
     if new is not None and new.keys() != cache.keys():
         raise InputError(
