@@ -10,6 +10,7 @@ from colossax.errors import InputError
 from colossax.nn.config.frames import FRAMES_PER_TOKEN
 from colossax.scheduling.request import DrawSeed, check_length, check_tokens
 
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Seen:
     """The images that a model reads among its tokens.

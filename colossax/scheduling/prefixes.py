@@ -52,17 +52,18 @@ class Prefixes:
         self._pages[key] = page
         self._keys[page] = key
 
-    def longest(self, keys: Sequence[bytes], known: int = 0) -> int:
+    def longest(self, keys: Sequence[bytes], most: int, known: int) -> int:
         """How many of a prompt's pages, from the first on, are there.
 
         Args:
             keys: Of its full pages.
+            most: How many of them count.
             known: What was found before: what has changed since is all that is looked at.
         """
         pages = self._pages
         while known and keys[known - 1] not in pages:
             known -= 1
-        while known < len(keys) and keys[known] in pages:
+        while known < most and keys[known] in pages:
             known += 1
         return known
 

@@ -75,5 +75,5 @@ class Queue:
             return 0
         count = (len(run.ids) - 1) // self._page_tokens
         keys = run.keys(count, self._page_tokens)
-        run.cached = self._prefixes.longest(keys[:count], run.cached)
+        run.cached = self._prefixes.longest(keys, count, run.cached)
         return run.cached

@@ -54,12 +54,6 @@ class Run:
         """Tokens that steps on their way will say."""
         return self.length - len(self.ids)
 
-    @property
-    def due(self) -> int:
-        """Tokens that can be planned: of its prompt, or the one that was said last."""
-        waiting = self.length == self.most or (self.waits and self.in_flight)
-        return 0 if waiting else self.length - self.written
-
     def keys(self, count: int, page_tokens: int) -> list[bytes]:
         """Keys of its first pages, `count` or more of them; their tokens are known."""
         keys = self._keys

@@ -5,9 +5,8 @@ import heapq
 import operator
 from collections import deque
 from collections.abc import Sequence
-from typing import Annotated
 
-from colossax.config import above, at_least
+from colossax.config import at_least
 from colossax.errors import InputError
 from colossax.scheduling.pages import Pool
 from colossax.scheduling.plan import Ended, EndReason, Piece, Stats, StepPlan
@@ -92,9 +91,7 @@ class Scheduler:
         self._prefixes = Prefixes()
         self._pool = Pool(pages, self._prefixes)
         self._tables = Tables(seats, pages_a_seat)
-        self._queue = Queue(
-            self._prefixes, page_tokens=page_tokens, max_wait=max_wait, reuse=reuse
-        )
+        self._queue = Queue(self._prefixes, page_tokens=page_tokens, max_wait=max_wait, reuse=reuse)
         self._live: dict[int, Run] = {}
         self._running: list[Run] = []
         self._empty = list(range(seats))[::-1]
@@ -169,10 +166,10 @@ class Scheduler:
                 self._begin(pieces, fresh, now)
         if not pieces:
             return None
-        # Not before all of the step is planned: what it writes is there for later steps alone.
-        for run in (*prompts, *fresh):
+        plan = self._plan(pieces, fresh, decodes)
+        for run in (*prompts, *fresh):  # not before: what a step writes is there for later ones
             self._name(run)
-        return self._plan(pieces, fresh, decodes)
+        return plan
 
     def took(self, plan: StepPlan, tokens: Sequence[int]) -> list[Ended]:
         """Note what a step has said; who ended by it.
@@ -243,26 +240,33 @@ class Scheduler:
 
     def _holds(self, prompts: list[Run], decodes: int, now: float) -> bool:
         """Whether prompts wait until they fill a step together."""
-        holds = bool(decodes and len(self._queue)) and self._unfilled(prompts, decodes)
-        if not holds:
+        if not (decodes and len(self._queue) and self._unfilled(prompts, self._mixed - decodes)):
             self._held_since_s = None
-        elif self._held_since_s is None:
+            return False
+        if self._held_since_s is None:
             self._held_since_s = now
-        return holds and now - (self._held_since_s or 0.0) < self._max_wait
+        if now - self._held_since_s < self._max_wait:
+            return True
+        self._held_since_s = None
+        return False
 
-    def _unfilled(self, prompts: list[Run], decodes: int) -> bool:
+    def _unfilled(self, prompts: list[Run], left: int) -> bool:
         """Whether prompts leave some of a step, while others wait for scarce seats or pages."""
         empty = len(self._empty)
         scarce_seats = (empty + len(prompts)) * IDLE <= self._seats
         scarce_pages = self._pool.available * IDLE <= self._pages
-        if len(self._queue) <= empty and not scarce_pages:
-            return False  # all can begin
         tokens = sum(run.length - run.written for run in prompts)
+        if not (scarce_seats or scarce_pages) or tokens >= left:
+            return False
+        can_begin = 0
         for run in self._queue.first(empty):
-            if tokens >= self._mixed - decodes or not self._fits(run):
+            if not self._fits(run):
                 break
+            can_begin += 1
             tokens += len(run.ids) - run.cached * self._page_tokens
-        return (scarce_seats or scarce_pages) and tokens < self._mixed - decodes
+            if tokens >= left:
+                return False
+        return bool(tokens) and can_begin < len(self._queue)
 
     def _chunks(self, pieces: list[Piece], prompts: Sequence[Run]) -> None:
         """Plan as much of these prompts as the budget has left."""
@@ -298,8 +302,11 @@ class Scheduler:
         if run.in_flight:  # it had to leave its seat, and what it said there is not known yet
             return False
         cached = self._queue.cached_pages(run)
-        keys = run.keys(cached, self._page_tokens)[:cached]
-        idle = sum(not self._pool.references(self._page(key)) for key in keys)
+        keys = run.keys(cached, self._page_tokens)
+        # Whoever refers to a page refers to those before it.
+        idle = cached - bisect.bisect_left(
+            range(cached), True, key=lambda i: not self._pool.references(self._page(keys[i]))
+        )
         wanted = min(self._pages_of(len(run.ids)) + 1, self._pages_of(run.most))
         return wanted - cached <= self._pool.available - idle
 
