@@ -73,7 +73,6 @@ class Queue:
         """Pages of its prefix that are there, without that of its last token."""
         if not self._reuse:
             return 0
-        count = (len(run.ids) - 1) // self._page_tokens
-        keys = run.keys(count, self._page_tokens)
-        run.cached = self._prefixes.longest(keys, count, run.cached)
+        most = (len(run.ids) - 1) // self._page_tokens
+        run.cached = self._prefixes.longest(run.key, most, run.cached)
         return run.cached

@@ -270,6 +270,8 @@ class Scheduler:
 
     def _chunks(self, pieces: list[Piece], prompts: Sequence[Run]) -> None:
         """Plan as much of these prompts as the budget has left."""
+        if not prompts:
+            return
         left = self._mixed - sum(len(piece.tokens) for piece in pieces)
         for run in prompts:
             start, tokens = run.written, run.ids[run.written : run.written + left]
@@ -283,8 +285,10 @@ class Scheduler:
 
     def _begin(self, pieces: list[Piece], fresh: list[Run], now: float) -> None:
         """Give seats to those whose turn it is, while there is some budget for each."""
+        if not self._empty or not len(self._queue):
+            return
         left = self._mixed - sum(len(piece.tokens) for piece in pieces)
-        if left < 1 or not self._empty or not len(self._queue):
+        if left < 1:
             return
         for run in self._queue.in_turn(now):
             if self._fits(run):
@@ -297,64 +301,15 @@ class Scheduler:
                 break
         self._chunks(pieces, fresh)
 
-    def _fits(self, run: Run) -> bool:
-        """Whether there are pages for its prompt, and one more where it may need one."""
-        if run.in_flight:  # it had to leave its seat, and what it said there is not known yet
-            return False
-        cached = self._queue.cached_pages(run)
-        keys = run.keys(cached, self._page_tokens)
-        # Whoever refers to a page refers to those before it.
-        idle = cached - bisect.bisect_left(
-            range(cached), True, key=lambda i: not self._pool.references(self._page(keys[i]))
-        )
-        wanted = min(self._pages_of(len(run.ids)) + 1, self._pages_of(run.most))
-        return wanted - cached <= self._pool.available - idle
-
-    def _seat(self, run: Run) -> None:
-        """Let a request begin that fits."""
-        cached, seat = run.cached, self._empty.pop()
-        for key in run.keys(cached, self._page_tokens)[:cached]:
-            run.pages.append(self._page(key))
-            self._pool.refer(run.pages[-1])
-        for _ in range(self._pages_of(len(run.ids)) - cached):
-            page = self._pool.take()
-            assert page is not None
-            run.pages.append(page)
-        self._queue.remove(run)
-        run.seat, run.written = seat, cached * self._page_tokens
-        run.room = len(run.pages) * self._page_tokens
-        run.named, run.next_name = cached, (cached + 1) * self._page_tokens
-        self._reused += run.written
-        self._tables.write(seat, 0, run.pages)
-        bisect.insort(self._running, run, key=_NUMBER)
-
-    def _name(self, run: Run) -> None:
-        """Give keys to its pages that are full of known tokens, or take those that have them."""
-        full = min(run.written, len(run.ids)) // self._page_tokens if self._reuse else 0
-        if run.seat == NOWHERE or full <= run.named:
-            return
-        for i, key in enumerate(run.keys(full, self._page_tokens)[run.named : full], run.named):
-            page = self._prefixes.page(key)
-            if page is None:
-                self._prefixes.name(run.pages[i], key)
-                continue
-            # Another has computed the same. Two pages of one key would part a page from its parent.
-            self._pool.refer(page)
-            self._pool.release(run.pages[i : i + 1])
-            run.pages[i] = page
-            self._tables.write(run.seat, i, (page,))
-        run.named, run.next_name = full, (full + 1) * self._page_tokens
-
     def _plan(self, pieces: list[Piece], fresh: list[Run], decodes: int) -> StepPlan:
         only = len(pieces) == decodes <= self._decode
-        used = bool(self._plans)
         plan = StepPlan(
             kind="decode" if only else "mixed",
             pieces=tuple(pieces),
             fresh=tuple((run.seat, run.asked()) for run in fresh),
-            table=self._tables.current(used=used),
+            table=self._tables.current(used=bool(self._plans)),
         )
-        self._planned += plan.tokens
+        self._planned += len(pieces) if only else plan.tokens
         self._plans.append(plan)
         return plan
 
@@ -386,11 +341,3 @@ class Scheduler:
         self._empty.append(run.seat)
         self._pool.release(run.pages)
         run.seat, run.room, run.pages = NOWHERE, 0, []
-
-    def _page(self, key: bytes) -> int:
-        page = self._prefixes.page(key)
-        assert page is not None
-        return page
-
-    def _pages_of(self, tokens: int) -> int:
-        return -(-tokens // self._page_tokens)

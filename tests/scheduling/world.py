@@ -104,8 +104,8 @@ def audit(scheduler):
     assert not set(pool._free) & set(prefixes._keys)
     assert set(prefixes._keys.values()) == set(prefixes._pages)
     for run in scheduler._running:
-        keys = run.keys(run.named, scheduler._page_tokens)[: run.named]
-        assert [prefixes.page(key) for key in keys] == run.pages[: run.named]
+        named = [prefixes.page(run.key(i)) for i in range(run.named)]
+        assert named == run.pages[: run.named]
     assert stats.seats + len(scheduler._empty) == scheduler._seats
 
 
@@ -239,7 +239,8 @@ def play(seed, steps=150):
         seats=seats,
         pages=pages,
         pages_a_seat=rng.randint(5, 30),
-        mixed=rng.randint(seats, 40),
+        mixed=(mixed := rng.randint(seats, 40)),
+        decode=rng.choice([None, rng.randint(1, mixed)]),
         max_wait=rng.choice([0.0, 10.0, 40.0]),
         reuse=rng.random() < 0.85,
     )
