@@ -11,9 +11,7 @@ from colossax.scheduling.tables import Tables
 class Holdings:
     """Pool, prefixes and tables, in terms of requests."""
 
-    def __init__(
-        self, *, seats: int, pages: int, page_tokens: int, pages_a_seat: int, reuse: bool
-    ):
+    def __init__(self, *, seats: int, pages: int, page_tokens: int, pages_a_seat: int, reuse: bool):
         """All pages free; see `Scheduler`."""
         self._page_tokens, self._reuse = page_tokens, reuse
         self.prefixes = Prefixes()

@@ -30,8 +30,8 @@ class Run:
     """
 
     __slots__ = (
-        "_keys", "_page_tokens", "cached", "ends", "ids", "length", "most", "named", "next_name", "number",
-        "pages", "preempted", "request", "room", "seat", "since_s", "waits", "written",
+        "_keys", "_page_tokens", "cached", "ends", "ids", "length", "most", "named", "next_name",
+        "number", "pages", "preempted", "request", "room", "seat", "since_s", "waits", "written",
     )  # fmt: skip
 
     def __init__(self, number: int, request: EngineRequest, page_tokens: int):

@@ -8,13 +8,11 @@ from collections.abc import Sequence
 
 from colossax.config import at_least
 from colossax.errors import InputError
-from colossax.scheduling.pages import Pool
+from colossax.scheduling.holdings import Holdings
 from colossax.scheduling.plan import Ended, EndReason, Piece, Stats, StepPlan
-from colossax.scheduling.prefixes import Prefixes
 from colossax.scheduling.queue import Queue
 from colossax.scheduling.request import EngineRequest, check_length
 from colossax.scheduling.running import NOWHERE, Run
-from colossax.scheduling.tables import Tables
 
 LAST = (-1,)
 """The tokens of a piece that only the device knows yet."""
@@ -86,12 +84,16 @@ class Scheduler:
             )
         self._page_tokens, self._mixed, self._decode = page_tokens, mixed, decode
         self._seats, self._pages, self._max_wait = seats, pages, max_wait
-        self._reuse = reuse
         self._longest = min(pages, pages_a_seat) * page_tokens
-        self._prefixes = Prefixes()
-        self._pool = Pool(pages, self._prefixes)
-        self._tables = Tables(seats, pages_a_seat)
-        self._queue = Queue(self._prefixes, page_tokens=page_tokens, max_wait=max_wait, reuse=reuse)
+        self._holdings = Holdings(
+            seats=seats,
+            pages=pages,
+            page_tokens=page_tokens,
+            pages_a_seat=pages_a_seat,
+            reuse=reuse,
+        )
+        self._pool = self._holdings.pool
+        self._queue = Queue(self._holdings.cached, max_wait)
         self._live: dict[int, Run] = {}
         self._running: list[Run] = []
         self._empty = list(range(seats))[::-1]
@@ -168,7 +170,7 @@ class Scheduler:
             return None
         plan = self._plan(pieces, fresh, decodes)
         for run in (*prompts, *fresh):  # not before: what a step writes is there for later ones
-            self._name(run)
+            self._holdings.name(run)
         return plan
 
     def took(self, plan: StepPlan, tokens: Sequence[int]) -> list[Ended]:
@@ -188,7 +190,7 @@ class Scheduler:
             raise ValueError(f"tokens: found {len(tokens)}; give {len(emitting)}, as pieces emit")
         self._plans.popleft()
         if not self._plans or self._plans[0].table is not plan.table:
-            self._tables.give_back(plan.table)
+            self._holdings.tables.give_back(plan.table)
         ended: list[Ended] = []
         live = self._live
         for number, token in zip(emitting, tokens, strict=True):
@@ -197,7 +199,7 @@ class Scheduler:
                 continue
             run.ids.append(token)
             if run.written >= run.next_name:
-                self._name(run)
+                self._holdings.name(run)
             if token in run.ends:
                 ended.append(Ended(number, "stop"))
             elif len(run.ids) == run.most:
@@ -228,14 +230,13 @@ class Scheduler:
 
     def _grow(self, run: Run) -> bool:
         """Get one more page; False where the request had to leave its own seat for it."""
-        while (page := self._pool.take()) is None:
+        while not self._holdings.grow(run):
             youngest = self._running[-1]
-            self._preempt(youngest)
+            self._leave(youngest)
+            self._queue.put_back(youngest)
+            self._preemptions += 1
             if youngest is run:
                 return False
-        self._tables.write(run.seat, len(run.pages), (page,))
-        run.pages.append(page)
-        run.room += self._page_tokens
         return True
 
     def _holds(self, prompts: list[Run], decodes: int, now: float) -> bool:
@@ -260,7 +261,7 @@ class Scheduler:
             return False
         can_begin = 0
         for run in self._queue.first(empty):
-            if not self._fits(run):
+            if not self._holdings.fits(run):
                 break
             can_begin += 1
             tokens += len(run.ids) - run.cached * self._page_tokens
@@ -291,8 +292,11 @@ class Scheduler:
         if left < 1:
             return
         for run in self._queue.in_turn(now):
-            if self._fits(run):
-                self._seat(run)
+            if self._holdings.fits(run):
+                self._queue.remove(run)
+                self._holdings.begin(run, self._empty.pop())
+                self._reused += run.written
+                bisect.insort(self._running, run, key=_NUMBER)
                 fresh.append(run)
                 left -= len(run.ids) - run.written
                 if left < 1 or not self._empty:
@@ -307,17 +311,11 @@ class Scheduler:
             kind="decode" if only else "mixed",
             pieces=tuple(pieces),
             fresh=tuple((run.seat, run.asked()) for run in fresh),
-            table=self._tables.current(used=bool(self._plans)),
+            table=self._holdings.tables.current(used=bool(self._plans)),
         )
         self._planned += len(pieces) if only else plan.tokens
         self._plans.append(plan)
         return plan
-
-    def _preempt(self, run: Run) -> None:
-        self._leave(run)
-        run.written = run.cached = 0
-        self._queue.put_back(run)
-        self._preemptions += 1
 
     def _drop(self, number: int, reason: EndReason) -> bool:
         run = self._live.get(number)
@@ -334,10 +332,6 @@ class Scheduler:
 
     def _leave(self, run: Run) -> None:
         """Let go of seat and pages, if it has them."""
-        if run.seat == NOWHERE:
-            return
-        self._name(run)
-        del self._running[bisect.bisect_left(self._running, run.number, key=_NUMBER)]
-        self._empty.append(run.seat)
-        self._pool.release(run.pages)
-        run.seat, run.room, run.pages = NOWHERE, 0, []
+        if run.seat != NOWHERE:
+            del self._running[bisect.bisect_left(self._running, run.number, key=_NUMBER)]
+            self._empty.append(self._holdings.leave(run))

@@ -1,4 +1,4 @@
-"""Random histories: whatever comes, each request says what it would say alone, and no page is lost."""
+"""Random histories: whatever comes, each says what it would say alone, and no page is lost."""
 
 import pytest
 

@@ -95,7 +95,7 @@ class Device:
 
 def audit(scheduler):
     """Every page is free, referenced or a prefix, and nobody's count is off."""
-    pool, prefixes, stats = scheduler._pool, scheduler._prefixes, scheduler.stats
+    pool, prefixes, stats = scheduler._pool, scheduler._holdings.prefixes, scheduler.stats
     assert stats.free + stats.referenced + stats.cached == scheduler._pages
     counts = Counter(page for run in scheduler._running for page in run.pages)
     assert pool._references == [counts[page] for page in range(scheduler._pages)]
