@@ -1,11 +1,50 @@
 """Random histories: whatever comes, each says what it would say alone, and no page is lost."""
 
+from collections import Counter
+
 import pytest
 
 from tests.scheduling.world import play
 
+EIGHTS = [range(i, i + 8) for i in range(0, 48, 8)]
 
-@pytest.mark.parametrize("seeds", [range(i, i + 10) for i in range(0, 40, 10)], ids=str)
-def test_any_history(seeds):
+
+@pytest.mark.parametrize("seeds", EIGHTS, ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}")
+@pytest.mark.catches(
+    "a-step-reads-what-it-writes",
+    "all-of-a-prompt-is-found",
+    "another-adapters-prefix",
+    "two-pages-of-one-key",
+    "a-table-is-written-under-a-step",
+    "begun-again-before-its-token-is-known",
+    "said-before-is-forgotten",
+    "decodes-beyond-their-budget",
+    "prompts-beyond-the-budget",
+    "one-token-too-many-on-its-way",
+    "a-grammar-does-not-wait",
+    "what-a-restart-has-said-is-not-counted",
+    "deadlines-pass",
+    "pages-are-lost",
+)
+def test_each_says_what_it_says_alone(seeds):
     for seed in seeds:
+        play(seed)
+
+
+def test_histories_have_all_that_can_happen():
+    happened = Counter()
+    for seed in range(8):
+        world = play(seed, steps=100)
+        happened.update(world.ended.values())
+        happened.update(kind for kind, *_ in world.plans)
+        stats = world.scheduler.stats
+        happened.update(preempted=stats.preemptions, reused=stats.reused)
+    reasons = {"stop", "length", "cancelled", "deadline"}
+    assert set(+happened) == reasons | {"mixed", "decode", "preempted", "reused"}
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("start", range(1000, 2000, 100))
+def test_many_more(start):
+    for seed in range(start, start + 100):
         play(seed)
