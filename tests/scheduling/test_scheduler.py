@@ -190,12 +190,12 @@ def test_none_waits_longer_than_that_for_a_full_step():
     scheduler = Scheduler(seats=64, pages=4000, pages_a_seat=64, mixed=512, max_wait=0.2)
     for i in range(63):
         scheduler.add(EngineRequest(prompt=(i,), max_tokens=500))
-    step = lambda now: [(p.start, len(p.tokens)) for p in took(scheduler, scheduler.next(now))]  # noqa: E731
-    assert len(step(0.0)) == 63
-    numbers = [scheduler.add(EngineRequest(prompt=(i,) * 5, max_tokens=9)) for i in (70, 80)]
-    held = [len(step(0.1 + 0.05 * i)) for i in range(5)]
-    assert held == [63] * 4 + [64]
-    assert scheduler._live[numbers[0]].written == 5
+    assert len(took(scheduler, scheduler.next(0.0))) == 63
+    for i in (70, 80):
+        scheduler.add(EngineRequest(prompt=(i,) * 5, max_tokens=9))
+    steps = [took(scheduler, scheduler.next(0.1 + 0.05 * i)) for i in range(6)]
+    assert [len(pieces) for pieces in steps] == [63] * 4 + [64, 64]
+    assert (steps[4][-1].start, len(steps[4][-1].tokens)) == (0, 5)
 
 
 def took(scheduler, plan):
