@@ -1,4 +1,4 @@
-"""Pages as prefixes: which are found, which go first, and arrays that no step reads are used again."""
+"""Pages as prefixes: which are found and which go first; arrays are used again."""
 
 import subprocess
 import sys
@@ -32,7 +32,8 @@ def found(prefixes, keys):
     return prefixes.longest(keys.__getitem__, len(keys), 0)
 
 
-@pytest.mark.catches("parents-go-first", "recently-used-goes-first")
+@pytest.mark.catches("parents-go-first")
+@pytest.mark.catches("recently-used-goes-first")
 def test_the_least_recently_used_leaf_goes_first():
     pool, prefixes, (old, new) = chains(6, 3, 3)
     assert (pool.free, pool.cached) == (0, 6)

@@ -65,7 +65,8 @@ def test_all_that_there_is_is_taken():
         ),
     ],
 )
-@pytest.mark.catches("penalties-without-bounds", "biases-without-end")
+@pytest.mark.catches("penalties-without-bounds")
+@pytest.mark.catches("biases-without-end")
 def test_what_is_out_of_bounds_is_refused(fields, sentence):
     with pytest.raises(InputError, match=sentence):
         request(**fields).check(vocab=300, slots=7)

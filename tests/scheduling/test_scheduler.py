@@ -71,7 +71,8 @@ def test_the_tables_rows_are_the_pages_of_seats():
     assert tables[0] is not tables[3] is tables[4]
 
 
-@pytest.mark.catches("the-oldest-loses-its-seat", "preempted-to-the-end")
+@pytest.mark.catches("the-oldest-loses-its-seat")
+@pytest.mark.catches("preempted-to-the-end")
 def test_the_youngest_loses_its_seat_and_gets_the_next_one():
     """Three of six pages for each of two; one that would find room waits behind them."""
     world = World.of(**{**SIZES, "pages": 6, "pages_a_seat": 6, "max_wait": 100.0})
@@ -113,7 +114,8 @@ def fill(world, *, count=4, tokens=30):
         world.step()
 
 
-@pytest.mark.catches("in-order-of-coming", "whoever-waits-is-passed")
+@pytest.mark.catches("in-order-of-coming")
+@pytest.mark.catches("whoever-waits-is-passed")
 def test_the_longest_prefix_first_but_nobody_is_passed_for_ever():
     world = World.of(**{**SIZES, "max_wait": 60.0, "seats": 1, "depth": 1})
     begin = list(range(12))
