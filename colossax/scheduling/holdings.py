@@ -20,7 +20,7 @@ class Holdings:
 
     def cached(self, run: Run) -> int:
         """Pages of a prefix that are there, without that of the last token: it is computed."""
-        most = (len(run.ids) - 1) // self._page_tokens if self._reuse else 0
+        most = (len(run.ids) - 1) // self._page_tokens
         run.cached = self.prefixes.longest(run.key, most, run.cached)
         return run.cached
 

@@ -75,7 +75,7 @@ def test_the_tables_rows_are_the_pages_of_seats():
 @pytest.mark.catches("preempted-to-the-end")
 def test_the_youngest_loses_its_seat_and_gets_the_next_one():
     """Three of six pages for each of two; one that would find room waits behind them."""
-    world = World.of(**{**SIZES, "pages": 6, "pages_a_seat": 6, "max_wait": 100.0})
+    world = World.of(**{**SIZES, "pages": 6, "pages_a_seat": 6, "reuse": False})
     old, _ = (world.ask(*range(i, i + 7), max_tokens=12) for i in (0, 20))
     begun = []
     while world.scheduler.busy:

@@ -42,7 +42,7 @@ class Device:
     def __init__(self, *, pages, page_tokens):
         self.slots = np.full(pages * page_tokens, -9)
         self.page_tokens = page_tokens
-        self.whole = {}
+        self.whole, self.computed_by = {}, {}
         self.last = {}
         self.starts = {}
 
@@ -50,6 +50,7 @@ class Device:
         """All that the request's tokens can ever be, one more than it may say among them."""
         said = after(request.prompt, request.max_tokens + 1, request.adapter)
         self.whole[number] = (*request.prompt, *said)
+        self.computed_by[number] = 0 if request.adapter is None else VOCAB
 
     def run(self, plan):
         """The tokens of the pieces that emit.
@@ -66,12 +67,13 @@ class Device:
             tokens = [self.last[piece.seat] if t == -1 else t for t in piece.tokens]
             slots = self.slots_of(plan, piece)
             assert tuple(tokens) == whole[piece.start : stop], f"{piece} feeds other tokens"
-            held = before[slots[: piece.start]]
+            adapter = self.computed_by[piece.request]
+            held = before[slots[: piece.start]] - adapter
             assert tuple(held) == whole[: piece.start], f"{piece} reads others' tokens"
             if piece.seat not in fresh:
                 assert self.starts[piece.seat] == (piece.request, piece.start)
             self.starts[piece.seat] = (piece.request, stop)
-            self.slots[slots[piece.start :]] = tokens
+            self.slots[slots[piece.start :]] = np.array(tokens) + adapter
             if piece.emits:
                 self.last[piece.seat] = whole[stop]
                 said.append(whole[stop])
@@ -142,8 +144,11 @@ class World:
     def step(self):
         """Plan one step; tell of the oldest where there are as many as the depth, or no more."""
         plan = self.scheduler.next(self.now)
-        self.now += 1
         self.hear(self.scheduler.gone())
+        for number in self.asked.keys() - self.ended.keys():
+            deadline_s = self.asked[number].deadline_s
+            assert deadline_s is None or deadline_s > self.now
+        self.now += 1
         if plan is not None:
             self.check(plan)
             self.flight.append(plan)
