@@ -1,13 +1,15 @@
 """What the scheduler of the serving engine costs, and how full it makes steps.
 
 `decode`: every seat decodes, two steps on their way: microseconds of `next` and `took` of one step,
-medians and 99th percentiles. `load`: more requests than seats, of mixed lengths: the same, and how
-full `mixed` steps are while requests wait. No device and no model: tokens are made up.
+medians and 99th percentiles. `load`: more requests than seats, of mixed lengths: the same, how full
+`mixed` steps are while requests wait, and how many of a hundred steps are `mixed`. `at once`: the
+same where prompts do not wait to fill a step. No device and no model: tokens are made up.
 
     python bench/scheduler.py [--out FILE]
 """
 
 import argparse
+import functools
 import random
 import statistics
 import sys
@@ -37,9 +39,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=common.HERE / "results" / "scheduler.json")
     arguments = parser.parse_args()
     cases = [
-        {"case": case.__name__, "seats": seats, **case(seats, arguments.steps)}
+        {"case": name, "seats": seats, **case(seats, arguments.steps)}
         for seats in arguments.seats
-        for case in (decode, load)
+        for name, case in CASES.items()
     ]
     result = {
         "benchmark": "scheduler",
@@ -52,7 +54,8 @@ def main() -> None:
         "cases": cases,
     }
     common.write_json(arguments.out, result)
-    names = ["case", "seats", "next_us", "took_us", "both_us", "both_p99_us", "mixed_full"]
+    names = ["case", "seats", "next_us", "took_us", "both_us", "both_p99_us"]
+    names += ["mixed_full", "mixed_percent", "seats_used"]
     print(common.table(names, [[row.get(name, "") for name in names] for row in cases]))
 
 
@@ -68,9 +71,15 @@ def decode(seats: int, steps: int) -> dict[str, Any]:
     return _run(scheduler, steps, more=lambda: None, warm=50)
 
 
-def load(seats: int, steps: int) -> dict[str, Any]:
+def load(seats: int, steps: int, max_wait: float = 1.0) -> dict[str, Any]:
     """Twice as many requests as seats at all times, a third of them with one long beginning."""
-    scheduler = Scheduler(seats=seats, pages=seats * 64, pages_a_seat=PAGES_A_SEAT, mixed=MIXED)
+    scheduler = Scheduler(
+        seats=seats,
+        pages=seats * 64,
+        pages_a_seat=PAGES_A_SEAT,
+        mixed=MIXED,
+        max_wait=max_wait,
+    )
     rng = random.Random(1)
     begin = tuple(rng.choices(range(1000), k=400))
 
@@ -84,9 +93,12 @@ def load(seats: int, steps: int) -> dict[str, Any]:
     return _run(scheduler, steps, more=more, warm=300)
 
 
+CASES = {"decode": decode, "load": load, "at once": functools.partial(load, max_wait=0.0)}
+
+
 def _run(scheduler: Scheduler, steps: int, *, more: Any, warm: int) -> dict[str, Any]:
     """Seconds of each step, two on their way, at 10 ms a step of the scheduler's clock."""
-    flight, planned, took, full = deque(), [], [], []
+    flight, planned, took, full, kinds, used = deque(), [], [], [], [], []
     for step in range(warm + steps):
         more()
         start = time.perf_counter()
@@ -94,6 +106,8 @@ def _run(scheduler: Scheduler, steps: int, *, more: Any, warm: int) -> dict[str,
         planned.append(time.perf_counter() - start)
         if plan is not None:
             flight.append(plan)
+            kinds.append(plan.kind)
+            used.append(len(plan.pieces))
             if plan.kind == "mixed" and scheduler.stats.waiting:
                 full.append(plan.tokens / MIXED)
         if len(flight) == 2:
@@ -110,7 +124,8 @@ def _run(scheduler: Scheduler, steps: int, *, more: Any, warm: int) -> dict[str,
         "took_us": 1e6 * statistics.median(took[warm:]),
         "both_us": 1e6 * statistics.median(both),
         "both_p99_us": 1e6 * statistics.quantiles(both, n=100)[-1],
-        "seats_used": scheduler.stats.seats,
+        "seats_used": statistics.mean(used[warm:]),
+        "mixed_percent": 100 * kinds[warm:].count("mixed") / len(kinds[warm:]),
         "mixed_steps_while_waiting": len(full),
     }
     return {**found, "mixed_full": statistics.mean(full)} if full else found

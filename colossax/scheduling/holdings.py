@@ -17,6 +17,7 @@ class Holdings:
         self.prefixes = Prefixes()
         self.pool = Pool(pages, self.prefixes)
         self.tables = Tables(seats, pages_a_seat)
+        self._coming: set[bytes] = set()
 
     def cached(self, run: Run) -> int:
         """Pages of a prefix that are there, without that of the last token: it is computed."""
@@ -25,10 +26,16 @@ class Holdings:
         return run.cached
 
     def fits(self, run: Run) -> bool:
-        """Whether there are pages for a prompt, and one more where it may need one."""
+        """Whether there are pages for a prompt, and one more where it may need one.
+
+        Nor does it begin while another computes the next page of its prefix, to compute the same
+        beside it: whoever has begun comes first anyway.
+        """
         if run.in_flight:  # it had to leave its seat, and what it said there is not known yet
             return False
         cached = self.cached(run)
+        if self._next_key(run, cached) in self._coming:
+            return False
         # Whoever refers to a page refers to those before it.
         idle = cached - bisect.bisect_left(
             range(cached), True, key=lambda i: not self.pool.references(self._found(run, i))
@@ -50,6 +57,7 @@ class Holdings:
         run.room = len(run.pages) * self._page_tokens
         run.named, run.next_name = cached, (cached + 1) * self._page_tokens
         self.tables.write(seat, 0, run.pages)
+        self._expect(run)
 
     def grow(self, run: Run) -> bool:
         """Give a request one more page; False where there is none."""
@@ -66,6 +74,7 @@ class Holdings:
         full = min(run.written, len(run.ids)) // self._page_tokens if self._reuse else 0
         if run.seat == NOWHERE or full <= run.named:
             return
+        self._coming.discard(run.key(run.named))
         for i in range(run.named, full):
             page = self.prefixes.page(run.key(i))
             if page is None:
@@ -77,14 +86,26 @@ class Holdings:
             run.pages[i] = page
             self.tables.write(run.seat, i, (page,))
         run.named, run.next_name = full, (full + 1) * self._page_tokens
+        self._expect(run)
 
     def leave(self, run: Run) -> int:
         """Take seat and pages from a request, whose tokens stay; the seat."""
         self.name(run)
+        self._coming.discard(self._next_key(run, run.named))
         self.pool.release(run.pages)
         seat, run.seat, run.pages = run.seat, NOWHERE, []
         run.room = run.written = run.named = run.cached = 0
         return seat
+
+    def _expect(self, run: Run) -> None:
+        """Note which page of a prompt will have a key next."""
+        key = self._next_key(run, run.named)
+        if key and self._reuse:
+            self._coming.add(key)
+
+    def _next_key(self, run: Run, named: int) -> bytes:
+        """The key of the page after so many; none where its tokens are not known."""
+        return run.key(named) if (named + 1) * self._page_tokens <= len(run.ids) else b""
 
     def _found(self, run: Run, i: int) -> int:
         """The page that is known to hold what this one of a request's pages has to."""

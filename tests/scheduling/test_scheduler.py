@@ -149,6 +149,21 @@ def test_prefixes_are_found_or_left():
         world.verdict()
 
 
+@pytest.mark.catches("all-compute-the-same")
+def test_what_comes_at_once_is_computed_once():
+    """One computes the prompt; the others begin when all but its last tokens can be found."""
+    world = World.of(**{**SIZES, "pages": 80})
+    for _ in range(4):
+        world.ask(*range(39), max_tokens=3)
+    plans = []
+    while world.scheduler.busy:
+        plan = world.step()
+        plans += [] if plan is None else [plan.fresh]
+    assert [len(fresh) for fresh in plans[:6]] == [1, 0, 0, 0, 0, 3]
+    assert world.scheduler.stats.reused == 3 * 36
+    world.verdict()
+
+
 def test_what_was_said_is_a_prefix_too():
     """A talk goes on: prompt, answer and all are found but for what is left of a page."""
     world = World.of(**SIZES)

@@ -105,6 +105,7 @@ def audit(scheduler):
     assert sorted(apart) == list(range(scheduler._pages))
     assert not set(pool._free) & set(prefixes._keys)
     assert set(prefixes._keys.values()) == set(prefixes._pages)
+    assert len(scheduler._holdings._coming) <= stats.seats
     for run in scheduler._running:
         named = [prefixes.page(run.key(i)) for i in range(run.named)]
         assert named == run.pages[: run.named]
