@@ -26,22 +26,23 @@ class Holdings:
         return run.cached
 
     def fits(self, run: Run) -> bool:
-        """Whether there are pages for a prompt, and one more where it may need one.
-
-        Nor does it begin while another computes the next page of its prefix, to compute the same
-        beside it: whoever has begun comes first anyway.
-        """
+        """Whether there are pages for a prompt, and one more where it may need one."""
         if run.in_flight:  # it had to leave its seat, and what it said there is not known yet
             return False
         cached = self.cached(run)
-        if self._next_key(run, cached) in self._coming:
-            return False
         # Whoever refers to a page refers to those before it.
         idle = cached - bisect.bisect_left(
             range(cached), True, key=lambda i: not self.pool.references(self._found(run, i))
         )
         wanted = min(self._pages_of(len(run.ids)) + 1, self._pages_of(run.most))
         return wanted - cached <= self.pool.available - idle
+
+    def comes(self, run: Run) -> bool:
+        """Whether another computes the next page of its prefix, which it need not do beside it.
+
+        Whoever has begun comes first anyway.
+        """
+        return self._next_key(run, self.cached(run)) in self._coming
 
     def begin(self, run: Run, seat: int) -> None:
         """Give a seat to a request that fits, and pages for its prompt."""

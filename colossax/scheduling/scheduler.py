@@ -261,6 +261,9 @@ class Scheduler:
             return False
         can_begin = 0
         for run in self._queue.first(empty):
+            if self._holdings.comes(run):
+                can_begin += 1
+                continue
             if not self._holdings.fits(run):
                 break
             can_begin += 1
@@ -292,6 +295,8 @@ class Scheduler:
         if left < 1:
             return
         for run in self._queue.in_turn(now):
+            if self._holdings.comes(run):
+                continue
             if self._holdings.fits(run):
                 self._queue.remove(run)
                 self._holdings.begin(run, self._empty.pop())

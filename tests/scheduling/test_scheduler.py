@@ -229,6 +229,20 @@ def test_prompts_do_not_wait_for_others_where_none_wait_behind_them():
     assert len(took(scheduler, scheduler.next(0.1))) == 61
 
 
+@pytest.mark.catches("the-first-waits-for-the-next")
+def test_a_prompt_does_not_wait_for_those_that_wait_for_it():
+    """Of two alike that are longer than a step one begins, and goes on."""
+    scheduler = Scheduler(seats=64, pages=4000, pages_a_seat=64, mixed=512)
+    for i in range(60):
+        scheduler.add(EngineRequest(prompt=(i,), max_tokens=500))
+    took(scheduler, scheduler.next(0.0))
+    for _ in range(2):
+        scheduler.add(EngineRequest(prompt=(70,) * 600, max_tokens=9))
+    steps = [took(scheduler, scheduler.next(0.1)) for _ in range(3)]
+    last = [[len(piece.tokens) for piece in pieces[60:]] for pieces in steps]
+    assert last == [[452], [148], [1, 8]]
+
+
 @pytest.mark.catches("the-larger-of-two-limits")
 @pytest.mark.parametrize(("pages", "pages_a_seat"), [(3, 9), (9, 3)])
 def test_what_would_never_fit_is_refused(pages, pages_a_seat):

@@ -238,22 +238,22 @@ def any_request(rng, longest):
 def play(seed, steps=150):
     """A world with a random history, over."""
     rng = random.Random(seed)
-    seats = rng.randint(1, 6)
-    pages = rng.randint(6, 50)
+    seats = rng.choice([1, 2, 3, 5, 16])
+    pages = rng.randint(6, 16 + 6 * seats)
     world = World.of(
         depth=rng.randint(1, 3),
         seats=seats,
         pages=pages,
         pages_a_seat=rng.randint(5, 30),
-        mixed=(mixed := rng.randint(seats, 40)),
+        mixed=(mixed := rng.randint(seats, seats + 36)),
         decode=rng.choice([None, rng.randint(1, mixed)]),
         max_wait=rng.choice([0.0, 10.0, 40.0]),
         reuse=rng.random() < 0.85,
     )
     longest = world.scheduler._longest
-    rate = rng.uniform(0.05, 0.6)
+    rate = rng.uniform(0.05, 0.3 + seats / 16)
     for _ in range(steps):
-        if rng.random() < rate:
+        while rng.random() < rate / (1 + rate):
             request = any_request(rng, longest)
             if rng.random() < 0.1:
                 later = world.now + rng.randint(0, 60)
