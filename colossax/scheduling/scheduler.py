@@ -11,7 +11,7 @@ from colossax.errors import InputError
 from colossax.scheduling.holdings import Holdings
 from colossax.scheduling.plan import Ended, EndReason, Piece, Stats, StepPlan
 from colossax.scheduling.queue import Queue
-from colossax.scheduling.request import EngineRequest, check_length
+from colossax.scheduling.request import EngineRequest
 from colossax.scheduling.running import NOWHERE, Run
 
 LAST = (-1,)
@@ -129,9 +129,9 @@ class Scheduler:
         What the vocabulary says of it is `EngineRequest.check`'s.
 
         Raises:
-            InputError: It would not fit though it were alone.
+            InputError: It would not fit though it were alone, or there is nothing to say.
         """
-        check_length(len(request.prompt), request.max_tokens, self._longest)
+        request.check_room(self._longest)
         number, self._added = self._added, self._added + 1
         run = Run(number, request, self._page_tokens)
         self._live[number] = run

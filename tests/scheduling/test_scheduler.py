@@ -251,6 +251,10 @@ def test_what_would_never_fit_is_refused(pages, pages_a_seat):
         scheduler.add(EngineRequest(prompt=(1,) * 5, max_tokens=8))
     with pytest.raises(InputError, match="^prompt: it has 12 tokens, and at most 11 leave room"):
         scheduler.add(EngineRequest(prompt=(1,) * 12, max_tokens=1))
+    with pytest.raises(InputError, match="^prompt: it is empty; give at least one token"):
+        scheduler.add(EngineRequest(prompt=(), max_tokens=1))
+    with pytest.raises(InputError, match="^generated: it has 3 tokens, and max_tokens is 3, so"):
+        scheduler.add(EngineRequest(prompt=(1,), max_tokens=3, generated=(1, 2, 3)))
     assert not scheduler.busy
     scheduler.add(EngineRequest(prompt=(1,) * 5, max_tokens=7))
 
