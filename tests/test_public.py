@@ -25,6 +25,10 @@ NAMES = {
     "colossax.pipeline": (
         "Costs FORMS Kind Op Report SCHEDULES Table checked movable plot_schedule schedule simulate"
     ),
+    "colossax.scheduling": (
+        "Emitted Ended EngineRequest Piece SamplingConfig Scheduler Stats StepPlan check_length "
+        "check_tokens"
+    ),
     "colossax.pallas.attention": (
         "AttentionSpec Mask Operands PairDropout RelativeBias Scoring attend attend_block "
         "attend_cache attention backward_block block_gradients block_implementation block_ranges "

@@ -1,12 +1,20 @@
 """Requests, seats, pages and prefixes of a serving engine, in numbers of tokens; no JAX."""
 
-from .plan import Emitted as Emitted
-from .plan import Ended as Ended
-from .plan import Piece as Piece
-from .plan import Stats as Stats
-from .plan import StepPlan as StepPlan
+from typing import TYPE_CHECKING
+
+from colossax.lazy import lazily
+
 from .request import EngineRequest as EngineRequest
 from .request import SamplingConfig as SamplingConfig
 from .request import check_length as check_length
 from .request import check_tokens as check_tokens
-from .scheduler import Scheduler as Scheduler
+
+if TYPE_CHECKING:
+    from .plan import Emitted as Emitted
+    from .plan import Ended as Ended
+    from .plan import Piece as Piece
+    from .plan import Stats as Stats
+    from .plan import StepPlan as StepPlan
+    from .scheduler import Scheduler as Scheduler
+else:
+    __getattr__, __dir__ = lazily(__name__)

@@ -3,7 +3,7 @@
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 _KEY_BYTES = 16
 """Of 2^40 pages, two have the same key by chance with a probability of 2^-49."""
@@ -52,17 +52,19 @@ class Prefixes:
         self._pages[key] = page
         self._keys[page] = key
 
-    def longest(self, keys: Sequence[bytes], known: int = 0) -> int:
+    def longest(self, key: Callable[[int], bytes], most: int, known: int) -> int:
         """How many of a prompt's pages, from the first on, are there.
 
         Args:
-            keys: Of its full pages.
+            key: Of a page; asked for no more pages than are there, and one, so that a prompt that
+                nobody shares is not hashed while it waits.
+            most: How many pages count.
             known: What was found before: what has changed since is all that is looked at.
         """
         pages = self._pages
-        while known and keys[known - 1] not in pages:
+        while known and key(known - 1) not in pages:
             known -= 1
-        while known < len(keys) and keys[known] in pages:
+        while known < most and key(known) in pages:
             known += 1
         return known
 

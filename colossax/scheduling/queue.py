@@ -2,9 +2,8 @@
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from colossax.scheduling.prefixes import Prefixes
 from colossax.scheduling.running import Run
 
 WINDOW = 64
@@ -14,17 +13,14 @@ WINDOW = 64
 class Queue:
     """Who waits, in the order of coming; who had a seat before stands in front."""
 
-    def __init__(self, prefixes: Prefixes, *, page_tokens: int, max_wait: float, reuse: bool):
+    def __init__(self, cached: Callable[[Run], int], max_wait: float):
         """Nobody waits.
 
         Args:
-            prefixes: What need not be computed.
-            page_tokens: Tokens of a page.
+            cached: Pages of a prompt that need not be computed.
             max_wait: Seconds after which nobody passes a request.
-            reuse: Whether prefixes are looked for.
         """
-        self._prefixes, self._page_tokens = prefixes, page_tokens
-        self._max_wait, self._reuse = max_wait, reuse
+        self._cached, self._max_wait = cached, max_wait
         self._runs: OrderedDict[int, Run] = OrderedDict()
         self._unseen: list[Run] = []
 
@@ -67,13 +63,4 @@ class Queue:
         # Whoever is overdue stands before all who are not: in order of coming.
         overdue = list(itertools.takewhile(lambda run: self.overdue(run, now), window))
         rest = window[len(overdue) :]
-        return overdue + sorted(rest, key=lambda run: -self.cached_pages(run))
-
-    def cached_pages(self, run: Run) -> int:
-        """Pages of its prefix that are there, without that of its last token."""
-        if not self._reuse:
-            return 0
-        count = (len(run.ids) - 1) // self._page_tokens
-        keys = run.keys(count, self._page_tokens)
-        run.cached = self._prefixes.longest(keys[:count], run.cached)
-        return run.cached
+        return overdue + sorted(rest, key=lambda run: -self._cached(run))

@@ -107,15 +107,24 @@ class EngineRequest:
         """
         check_tokens(self.prompt, vocab)
         check_types(self, "")
-        check_length(len(self.prompt), self.max_tokens, slots)
+        self.check_room(slots)
         check_ids(self.generated, vocab, name="generated")
+        check_ids(self.ends, vocab, name="ends")
+        self.sampling.check(vocab)
+
+    def check_room(self, slots: int) -> None:
+        """Refuse what has nothing to continue, or does not go into a sequence of `slots` tokens.
+
+        Raises:
+            InputError: With the numbers.
+        """
+        check_given(self.prompt, "prompt")
+        check_length(len(self.prompt), self.max_tokens, slots)
         if len(self.generated) >= self.max_tokens:
             raise InputError(
                 f"generated: it has {len(self.generated)} tokens, and max_tokens is"
                 f" {self.max_tokens}, so none are left to say; ask for more"
             )
-        check_ids(self.ends, vocab, name="ends")
-        self.sampling.check(vocab)
 
 
 def check_tokens(prompt: Sequence[int], vocab: int, *, name: str = "prompt") -> None:
@@ -124,9 +133,18 @@ def check_tokens(prompt: Sequence[int], vocab: int, *, name: str = "prompt") -> 
     Raises:
         InputError: Naming the id.
     """
+    check_given(prompt, name)
+    check_ids(prompt, vocab, name=name)
+
+
+def check_given(prompt: Sequence[int], name: str) -> None:
+    """Refuse an empty prompt.
+
+    Raises:
+        InputError: That.
+    """
     if not prompt:
         raise InputError(f"{name}: it is empty; give at least one token to continue")
-    check_ids(prompt, vocab, name=name)
 
 
 def check_ids(tokens: Sequence[int], vocab: int, *, name: str) -> None:

@@ -30,8 +30,8 @@ class Run:
     """
 
     __slots__ = (
-        "_keys", "cached", "ends", "ids", "length", "most", "named", "next_name", "number",
-        "pages", "preempted", "request", "room", "seat", "since_s", "waits", "written",
+        "_keys", "_page_tokens", "cached", "ends", "ids", "length", "most", "named", "next_name",
+        "number", "pages", "preempted", "request", "room", "seat", "since_s", "waits", "written",
     )  # fmt: skip
 
     def __init__(self, number: int, request: EngineRequest, page_tokens: int):
@@ -48,26 +48,21 @@ class Run:
         self.since_s: float | None = None
         self.preempted = False
         self._keys: list[bytes] = []
+        self._page_tokens = page_tokens
 
     @property
     def in_flight(self) -> int:
         """Tokens that steps on their way will say."""
         return self.length - len(self.ids)
 
-    @property
-    def due(self) -> int:
-        """Tokens that can be planned: of its prompt, or the one that was said last."""
-        waiting = self.length == self.most or (self.waits and self.in_flight)
-        return 0 if waiting else self.length - self.written
-
-    def keys(self, count: int, page_tokens: int) -> list[bytes]:
-        """Keys of its first pages, `count` or more of them; their tokens are known."""
-        keys = self._keys
-        while len(keys) < count:
+    def key(self, page: int) -> bytes:
+        """The key of one of its pages, whose tokens are known."""
+        keys, size = self._keys, self._page_tokens
+        while len(keys) <= page:
             parent = keys[-1] if keys else root_key(self.request.adapter)
-            start = len(keys) * page_tokens
-            keys.append(page_key(parent, self.ids[start : start + page_tokens]))
-        return keys
+            start = len(keys) * size
+            keys.append(page_key(parent, self.ids[start : start + size]))
+        return keys[page]
 
     def asked(self) -> EngineRequest:
         """The request, with all that it has said as `generated`."""

@@ -8,13 +8,11 @@ from collections.abc import Sequence
 
 from colossax.config import at_least
 from colossax.errors import InputError
-from colossax.scheduling.pages import Pool
+from colossax.scheduling.holdings import Holdings
 from colossax.scheduling.plan import Ended, EndReason, Piece, Stats, StepPlan
-from colossax.scheduling.prefixes import Prefixes
 from colossax.scheduling.queue import Queue
-from colossax.scheduling.request import EngineRequest, check_length
+from colossax.scheduling.request import EngineRequest
 from colossax.scheduling.running import NOWHERE, Run
-from colossax.scheduling.tables import Tables
 
 LAST = (-1,)
 """The tokens of a piece that only the device knows yet."""
@@ -86,12 +84,16 @@ class Scheduler:
             )
         self._page_tokens, self._mixed, self._decode = page_tokens, mixed, decode
         self._seats, self._pages, self._max_wait = seats, pages, max_wait
-        self._reuse = reuse
         self._longest = min(pages, pages_a_seat) * page_tokens
-        self._prefixes = Prefixes()
-        self._pool = Pool(pages, self._prefixes)
-        self._tables = Tables(seats, pages_a_seat)
-        self._queue = Queue(self._prefixes, page_tokens=page_tokens, max_wait=max_wait, reuse=reuse)
+        self._holdings = Holdings(
+            seats=seats,
+            pages=pages,
+            page_tokens=page_tokens,
+            pages_a_seat=pages_a_seat,
+            reuse=reuse,
+        )
+        self._pool = self._holdings.pool
+        self._queue = Queue(self._holdings.cached, max_wait)
         self._live: dict[int, Run] = {}
         self._running: list[Run] = []
         self._empty = list(range(seats))[::-1]
@@ -127,9 +129,9 @@ class Scheduler:
         What the vocabulary says of it is `EngineRequest.check`'s.
 
         Raises:
-            InputError: It would not fit though it were alone.
+            InputError: It would not fit though it were alone, or there is nothing to say.
         """
-        check_length(len(request.prompt), request.max_tokens, self._longest)
+        request.check_room(self._longest)
         number, self._added = self._added, self._added + 1
         run = Run(number, request, self._page_tokens)
         self._live[number] = run
@@ -166,10 +168,10 @@ class Scheduler:
                 self._begin(pieces, fresh, now)
         if not pieces:
             return None
-        # Not before all of the step is planned: what it writes is there for later steps alone.
-        for run in (*prompts, *fresh):
-            self._name(run)
-        return self._plan(pieces, fresh, decodes)
+        plan = self._plan(pieces, fresh, decodes)
+        for run in (*prompts, *fresh):  # not before: what a step writes is there for later ones
+            self._holdings.name(run)
+        return plan
 
     def took(self, plan: StepPlan, tokens: Sequence[int]) -> list[Ended]:
         """Note what a step has said; who ended by it.
@@ -188,7 +190,7 @@ class Scheduler:
             raise ValueError(f"tokens: found {len(tokens)}; give {len(emitting)}, as pieces emit")
         self._plans.popleft()
         if not self._plans or self._plans[0].table is not plan.table:
-            self._tables.give_back(plan.table)
+            self._holdings.tables.give_back(plan.table)
         ended: list[Ended] = []
         live = self._live
         for number, token in zip(emitting, tokens, strict=True):
@@ -197,7 +199,7 @@ class Scheduler:
                 continue
             run.ids.append(token)
             if run.written >= run.next_name:
-                self._name(run)
+                self._holdings.name(run)
             if token in run.ends:
                 ended.append(Ended(number, "stop"))
             elif len(run.ids) == run.most:
@@ -228,41 +230,52 @@ class Scheduler:
 
     def _grow(self, run: Run) -> bool:
         """Get one more page; False where the request had to leave its own seat for it."""
-        while (page := self._pool.take()) is None:
+        while not self._holdings.grow(run):
             youngest = self._running[-1]
-            self._preempt(youngest)
+            self._leave(youngest)
+            self._queue.put_back(youngest)
+            self._preemptions += 1
             if youngest is run:
                 return False
-        self._tables.write(run.seat, len(run.pages), (page,))
-        run.pages.append(page)
-        run.room += self._page_tokens
         return True
 
     def _holds(self, prompts: list[Run], decodes: int, now: float) -> bool:
         """Whether prompts wait until they fill a step together."""
-        holds = bool(decodes and len(self._queue)) and self._unfilled(prompts, decodes)
-        if not holds:
+        if not (decodes and len(self._queue) and self._unfilled(prompts, self._mixed - decodes)):
             self._held_since_s = None
-        elif self._held_since_s is None:
+            return False
+        if self._held_since_s is None:
             self._held_since_s = now
-        return holds and now - (self._held_since_s or 0.0) < self._max_wait
+        if now - self._held_since_s < self._max_wait:
+            return True
+        self._held_since_s = None
+        return False
 
-    def _unfilled(self, prompts: list[Run], decodes: int) -> bool:
+    def _unfilled(self, prompts: list[Run], left: int) -> bool:
         """Whether prompts leave some of a step, while others wait for scarce seats or pages."""
         empty = len(self._empty)
         scarce_seats = (empty + len(prompts)) * IDLE <= self._seats
         scarce_pages = self._pool.available * IDLE <= self._pages
-        if len(self._queue) <= empty and not scarce_pages:
-            return False  # all can begin
         tokens = sum(run.length - run.written for run in prompts)
+        if not (scarce_seats or scarce_pages) or tokens >= left:
+            return False
+        can_begin = 0
         for run in self._queue.first(empty):
-            if tokens >= self._mixed - decodes or not self._fits(run):
+            if self._holdings.comes(run):
+                can_begin += 1
+                continue
+            if not self._holdings.fits(run):
                 break
+            can_begin += 1
             tokens += len(run.ids) - run.cached * self._page_tokens
-        return (scarce_seats or scarce_pages) and tokens < self._mixed - decodes
+            if tokens >= left:
+                return False
+        return bool(tokens) and can_begin < len(self._queue)
 
     def _chunks(self, pieces: list[Piece], prompts: Sequence[Run]) -> None:
         """Plan as much of these prompts as the budget has left."""
+        if not prompts:
+            return
         left = self._mixed - sum(len(piece.tokens) for piece in pieces)
         for run in prompts:
             start, tokens = run.written, run.ids[run.written : run.written + left]
@@ -276,12 +289,19 @@ class Scheduler:
 
     def _begin(self, pieces: list[Piece], fresh: list[Run], now: float) -> None:
         """Give seats to those whose turn it is, while there is some budget for each."""
+        if not self._empty or not len(self._queue):
+            return
         left = self._mixed - sum(len(piece.tokens) for piece in pieces)
-        if left < 1 or not self._empty or not len(self._queue):
+        if left < 1:
             return
         for run in self._queue.in_turn(now):
-            if self._fits(run):
-                self._seat(run)
+            if self._holdings.comes(run):
+                continue
+            if self._holdings.fits(run):
+                self._queue.remove(run)
+                self._holdings.begin(run, self._empty.pop())
+                self._reused += run.written
+                bisect.insort(self._running, run, key=_NUMBER)
                 fresh.append(run)
                 left -= len(run.ids) - run.written
                 if left < 1 or not self._empty:
@@ -290,69 +310,17 @@ class Scheduler:
                 break
         self._chunks(pieces, fresh)
 
-    def _fits(self, run: Run) -> bool:
-        """Whether there are pages for its prompt, and one more where it may need one."""
-        if run.in_flight:  # it had to leave its seat, and what it said there is not known yet
-            return False
-        cached = self._queue.cached_pages(run)
-        keys = run.keys(cached, self._page_tokens)[:cached]
-        idle = sum(not self._pool.references(self._page(key)) for key in keys)
-        wanted = min(self._pages_of(len(run.ids)) + 1, self._pages_of(run.most))
-        return wanted - cached <= self._pool.available - idle
-
-    def _seat(self, run: Run) -> None:
-        """Let a request begin that fits."""
-        cached, seat = run.cached, self._empty.pop()
-        for key in run.keys(cached, self._page_tokens)[:cached]:
-            run.pages.append(self._page(key))
-            self._pool.refer(run.pages[-1])
-        for _ in range(self._pages_of(len(run.ids)) - cached):
-            page = self._pool.take()
-            assert page is not None
-            run.pages.append(page)
-        self._queue.remove(run)
-        run.seat, run.written = seat, cached * self._page_tokens
-        run.room = len(run.pages) * self._page_tokens
-        run.named, run.next_name = cached, (cached + 1) * self._page_tokens
-        self._reused += run.written
-        self._tables.write(seat, 0, run.pages)
-        bisect.insort(self._running, run, key=_NUMBER)
-
-    def _name(self, run: Run) -> None:
-        """Give keys to its pages that are full of known tokens, or take those that have them."""
-        full = min(run.written, len(run.ids)) // self._page_tokens if self._reuse else 0
-        if run.seat == NOWHERE or full <= run.named:
-            return
-        for i, key in enumerate(run.keys(full, self._page_tokens)[run.named : full], run.named):
-            page = self._prefixes.page(key)
-            if page is None:
-                self._prefixes.name(run.pages[i], key)
-                continue
-            # Another has computed the same. Two pages of one key would part a page from its parent.
-            self._pool.refer(page)
-            self._pool.release(run.pages[i : i + 1])
-            run.pages[i] = page
-            self._tables.write(run.seat, i, (page,))
-        run.named, run.next_name = full, (full + 1) * self._page_tokens
-
     def _plan(self, pieces: list[Piece], fresh: list[Run], decodes: int) -> StepPlan:
         only = len(pieces) == decodes <= self._decode
-        used = bool(self._plans)
         plan = StepPlan(
             kind="decode" if only else "mixed",
             pieces=tuple(pieces),
             fresh=tuple((run.seat, run.asked()) for run in fresh),
-            table=self._tables.current(used=used),
+            table=self._holdings.tables.current(used=bool(self._plans)),
         )
-        self._planned += plan.tokens
+        self._planned += len(pieces) if only else plan.tokens
         self._plans.append(plan)
         return plan
-
-    def _preempt(self, run: Run) -> None:
-        self._leave(run)
-        run.written = run.cached = 0
-        self._queue.put_back(run)
-        self._preemptions += 1
 
     def _drop(self, number: int, reason: EndReason) -> bool:
         run = self._live.get(number)
@@ -369,18 +337,6 @@ class Scheduler:
 
     def _leave(self, run: Run) -> None:
         """Let go of seat and pages, if it has them."""
-        if run.seat == NOWHERE:
-            return
-        self._name(run)
-        del self._running[bisect.bisect_left(self._running, run.number, key=_NUMBER)]
-        self._empty.append(run.seat)
-        self._pool.release(run.pages)
-        run.seat, run.room, run.pages = NOWHERE, 0, []
-
-    def _page(self, key: bytes) -> int:
-        page = self._prefixes.page(key)
-        assert page is not None
-        return page
-
-    def _pages_of(self, tokens: int) -> int:
-        return -(-tokens // self._page_tokens)
+        if run.seat != NOWHERE:
+            del self._running[bisect.bisect_left(self._running, run.number, key=_NUMBER)]
+            self._empty.append(self._holdings.leave(run))

@@ -1,6 +1,7 @@
 """The pages of all seats as one array, given out again and again without copying it whole."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,15 +17,15 @@ class Tables:
     def __init__(self, seats: int, pages_a_seat: int):
         """All zero, a page like any other."""
         self._width = pages_a_seat
-        self._latest = np.zeros((seats, pages_a_seat), np.int32)
-        self._spare: list[np.ndarray] = []
-        self._behind: dict[int, dict[int, int]] = {id(self._latest): {}}
+        self._latest = _Table(np.zeros((seats, pages_a_seat), np.int32), {})
+        self._all = [self._latest]
+        self._spare: list[_Table] = []
 
     def write(self, seat: int, column: int, pages: Sequence[int]) -> None:
         """Let a seat have these pages, from a column on."""
         first = seat * self._width + column
-        for behind in self._behind.values():
-            behind.update(enumerate(pages, first))
+        for table in self._all:
+            table.behind.update(enumerate(pages, first))
 
     def current(self, *, used: bool) -> np.ndarray:
         """An array of what was written.
@@ -32,23 +33,29 @@ class Tables:
         Args:
             used: Whether a step that is not over has the last one that was given out.
         """
-        if self._behind[id(self._latest)]:
-            if used:
-                self._latest = self._another()
-            behind = self._behind[id(self._latest)]
-            cells = np.fromiter(behind, np.int64, len(behind))
-            self._latest.reshape(-1)[cells] = np.fromiter(behind.values(), np.int32, len(behind))
-            behind.clear()
-        return self._latest
+        if not self._latest.behind:
+            return self._latest.array
+        if used:
+            self._latest = self._spare.pop() if self._spare else self._another()
+        array, behind = self._latest
+        cells = np.fromiter(behind, np.int64, len(behind))
+        array.reshape(-1)[cells] = np.fromiter(behind.values(), np.int32, len(behind))
+        behind.clear()
+        return array
 
-    def _another(self) -> np.ndarray:
-        if self._spare:
-            return self._spare.pop()
-        made = self._latest.copy()
-        self._behind[id(made)] = dict(self._behind[id(self._latest)])
-        return made
+    def _another(self) -> "_Table":
+        array, behind = self._latest
+        self._all.append(_Table(array.copy(), dict(behind)))
+        return self._all[-1]
 
-    def give_back(self, table: np.ndarray) -> None:
+    def give_back(self, array: np.ndarray) -> None:
         """Note that no step has this one any more."""
-        if table is not self._latest:
-            self._spare.append(table)
+        if array is not self._latest.array:
+            self._spare.extend(table for table in self._all if table.array is array)
+
+
+class _Table(NamedTuple):
+    """An array, and the pages of its cells that were written since it was used, by place."""
+
+    array: np.ndarray
+    behind: dict[int, int]

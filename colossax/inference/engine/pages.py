@@ -7,7 +7,6 @@ from typing import Any
 from colossax.inference.cache import Specs
 from colossax.nn import CacheSpec
 
-
 _ONLY = ""
 """The kind of layers that are all alike."""
 

@@ -1,0 +1,118 @@
+"""The pages that requests hold: taken, found again as prefixes, named, and let go."""
+
+import bisect
+
+from colossax.scheduling.pages import Pool
+from colossax.scheduling.prefixes import Prefixes
+from colossax.scheduling.running import NOWHERE, Run
+from colossax.scheduling.tables import Tables
+
+
+class Holdings:
+    """Pool, prefixes and tables, in terms of requests."""
+
+    def __init__(self, *, seats: int, pages: int, page_tokens: int, pages_a_seat: int, reuse: bool):
+        """All pages free; see `Scheduler`."""
+        self._page_tokens, self._reuse = page_tokens, reuse
+        self.prefixes = Prefixes()
+        self.pool = Pool(pages, self.prefixes)
+        self.tables = Tables(seats, pages_a_seat)
+        self._coming: set[bytes] = set()
+
+    def cached(self, run: Run) -> int:
+        """Pages of a prefix that are there, without that of the last token: it is computed."""
+        most = (len(run.ids) - 1) // self._page_tokens
+        run.cached = self.prefixes.longest(run.key, most, run.cached)
+        return run.cached
+
+    def fits(self, run: Run) -> bool:
+        """Whether there are pages for a prompt, and one more where it may need one."""
+        if run.in_flight:  # it had to leave its seat, and what it said there is not known yet
+            return False
+        cached = self.cached(run)
+        # Whoever refers to a page refers to those before it.
+        idle = cached - bisect.bisect_left(
+            range(cached), True, key=lambda i: not self.pool.references(self._found(run, i))
+        )
+        wanted = min(self._pages_of(len(run.ids)) + 1, self._pages_of(run.most))
+        return wanted - cached <= self.pool.available - idle
+
+    def comes(self, run: Run) -> bool:
+        """Whether another computes the next page of its prefix, which it need not do beside it.
+
+        Whoever has begun comes first anyway.
+        """
+        return self._next_key(run, self.cached(run)) in self._coming
+
+    def begin(self, run: Run, seat: int) -> None:
+        """Give a seat to a request that fits, and pages for its prompt."""
+        cached = run.cached
+        for i in range(cached):
+            run.pages.append(self._found(run, i))
+            self.pool.refer(run.pages[i])
+        for _ in range(self._pages_of(len(run.ids)) - cached):
+            page = self.pool.take()
+            assert page is not None
+            run.pages.append(page)
+        run.seat, run.written = seat, cached * self._page_tokens
+        run.room = len(run.pages) * self._page_tokens
+        run.named, run.next_name = cached, (cached + 1) * self._page_tokens
+        self.tables.write(seat, 0, run.pages)
+        self._expect(run)
+
+    def grow(self, run: Run) -> bool:
+        """Give a request one more page; False where there is none."""
+        page = self.pool.take()
+        if page is None:
+            return False
+        self.tables.write(run.seat, len(run.pages), (page,))
+        run.pages.append(page)
+        run.room += self._page_tokens
+        return True
+
+    def name(self, run: Run) -> None:
+        """Give keys to pages that are full of known tokens, or take the pages that have them."""
+        full = min(run.written, len(run.ids)) // self._page_tokens if self._reuse else 0
+        if run.seat == NOWHERE or full <= run.named:
+            return
+        self._coming.discard(run.key(run.named))
+        for i in range(run.named, full):
+            page = self.prefixes.page(run.key(i))
+            if page is None:
+                self.prefixes.name(run.pages[i], run.key(i))
+                continue
+            # Another has computed the same. Two pages of one key would part a page from its parent.
+            self.pool.refer(page)
+            self.pool.release(run.pages[i : i + 1])
+            run.pages[i] = page
+            self.tables.write(run.seat, i, (page,))
+        run.named, run.next_name = full, (full + 1) * self._page_tokens
+        self._expect(run)
+
+    def leave(self, run: Run) -> int:
+        """Take seat and pages from a request, whose tokens stay; the seat."""
+        self.name(run)
+        self._coming.discard(self._next_key(run, run.named))
+        self.pool.release(run.pages)
+        seat, run.seat, run.pages = run.seat, NOWHERE, []
+        run.room = run.written = run.named = run.cached = 0
+        return seat
+
+    def _expect(self, run: Run) -> None:
+        """Note which page of a prompt will have a key next."""
+        key = self._next_key(run, run.named)
+        if key and self._reuse:
+            self._coming.add(key)
+
+    def _next_key(self, run: Run, named: int) -> bytes:
+        """The key of the page after so many; none where its tokens are not known."""
+        return run.key(named) if (named + 1) * self._page_tokens <= len(run.ids) else b""
+
+    def _found(self, run: Run, i: int) -> int:
+        """The page that is known to hold what this one of a request's pages has to."""
+        page = self.prefixes.page(run.key(i))
+        assert page is not None
+        return page
+
+    def _pages_of(self, tokens: int) -> int:
+        return -(-tokens // self._page_tokens)
