@@ -52,6 +52,7 @@ class StepPlan:
     pieces: tuple[Piece, ...]
     fresh: tuple[tuple[int, EngineRequest], ...]
     table: np.ndarray
+    version: int
 
     @property
     def tokens(self) -> int:

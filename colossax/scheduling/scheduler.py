@@ -317,6 +317,7 @@ class Scheduler:
             pieces=tuple(pieces),
             fresh=tuple((run.seat, run.asked()) for run in fresh),
             table=self._holdings.tables.current(used=bool(self._plans)),
+            version=self._holdings.tables.version,
         )
         self._planned += len(pieces) if only else plan.tokens
         self._plans.append(plan)

@@ -12,17 +12,21 @@ class Tables:
     A plan's array is not written while its step may still read it. When the step is over the
     array is brought up to date, cell by cell, and goes to another plan: three arrays do for two
     steps on their way, and a step costs as many cells as pages were added in the last three.
+
+    Attributes:
+        version: Grows with all that is written.
     """
 
     def __init__(self, seats: int, pages_a_seat: int):
         """All zero, a page like any other."""
-        self._width = pages_a_seat
+        self._width, self.version = pages_a_seat, 0
         self._latest = _Table(np.zeros((seats, pages_a_seat), np.int32), {})
         self._all = [self._latest]
         self._spare: list[_Table] = []
 
     def write(self, seat: int, column: int, pages: Sequence[int]) -> None:
         """Let a seat have these pages, from a column on."""
+        self.version += 1
         first = seat * self._width + column
         for table in self._all:
             table.behind.update(enumerate(pages, first))
