@@ -46,6 +46,7 @@ class StepPlan:
             seat's tokens, or in rows without a request, has no meaning. It is this plan's own, or
             shared with plans that have the same pages, until `took` was called for it; then it is
             written anew.
+        version: Of the table: plans of one version have the same numbers there.
     """
 
     kind: StepKind
