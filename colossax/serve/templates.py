@@ -28,6 +28,10 @@ LONGEST_PRODUCT = 1 << 20
 """Characters or items that a template may make by multiplying."""
 
 
+_FAULTS = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
+"""What a template's own computations raise."""
+
+
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """Also refuses what would take all memory in one operation."""
 
@@ -157,10 +161,6 @@ class ChatTemplate:
                 raise jinja2.TemplateError(f"it writes more than {self._most} characters")
             found.append(part)
         return "".join(found)
-
-
-_FAULTS = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
-"""What a template's own computations raise."""
 
 
 def _line(problem: Exception) -> str:
