@@ -54,7 +54,7 @@ def _items(left: Any, right: Any) -> int:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}`, which marks what an assistant says: as it stands."""
+    """`{% generation %}...{% endgeneration %}` marks what an assistant says: written as it is."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -114,7 +114,7 @@ class ChatTemplate:
             extensions=[jinja2.ext.loopcontrols, _Generation],
         )
         environment.filters["tojson"] = _to_json
-        environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
+        environment.globals.update(raise_exception=_raise, strftime_now=_now)
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as problem:
@@ -205,5 +205,3 @@ class _Guard:
             at = match.end()
         found.append((written[at:], False))
         return [(text.replace(self._mark, ""), special) for text, special in found if text]
-
-

@@ -7,7 +7,7 @@ a stop text. The pieces of a continuation are its text, whoever puts them togeth
 import codecs
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from colossax.data import Tokenizer
 
@@ -15,6 +15,7 @@ HELD_TOKENS = 32
 """Tokens that may wait for a character to be whole; after so many it is taken to be broken."""
 
 
+@runtime_checkable
 class Detokenizer(Protocol):
     """Turns one token after another into text."""
 

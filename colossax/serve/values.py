@@ -32,9 +32,9 @@ class SamplingConfig:
 
     temperature: Temperature = 0.0
     top_k: Natural = 0
-    top_p: Annotated[float, Bound(low=0, high=1, above=True, told="a number above 0, at most 1")] = (
-        1.0
-    )
+    top_p: Annotated[
+        float, Bound(low=0, high=1, above=True, told="a number above 0, at most 1")
+    ] = 1.0
     min_p: Annotated[float, within(0, 1)] = 0.0
     seed: DrawSeed = 0
     presence_penalty: Penalty = 0.0

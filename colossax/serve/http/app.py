@@ -123,9 +123,9 @@ class Api:
         async def guarded(request: Request) -> Response:
             who = self._keys.check(request.headers.get("authorization"))
             address = request.client.host if request.client else ""
-            self.doors.check_open()
-            self._buckets.take(who or address)
-            return await handler(request)
+            with self.doors.handling():
+                self._buckets.take(who or address)
+                return await handler(request)
 
         return guarded
 

@@ -284,9 +284,7 @@ def _ask(found: dict[str, Any], told: int | None, *, default_tokens: int | None)
         max_tokens=default_tokens if given is None else given,
         n=found.get("n", 1),
         seed=found.get("seed"),
-        sampling=SamplingConfig(
-            temperature=found.get("temperature", 1.0), logprobs=told, **drawn
-        ),
+        sampling=SamplingConfig(temperature=found.get("temperature", 1.0), logprobs=told, **drawn),
         stop=found.get("stop", ()),
         stream=found.get("stream", False),
         usage=found.get("stream_options", False),

@@ -108,9 +108,7 @@ async def parts(
                 _check_end(emitted, telling)
                 rest, last = telling.finish()
                 finish = "length" if emitted.ended == "length" and not telling.stopped else "stop"
-                yield Part(
-                    text=text + rest, entries=(*entries, *last), tokens=count, finish=finish
-                )
+                yield Part(text=text + rest, entries=(*entries, *last), tokens=count, finish=finish)
                 return
             if text or entries:
                 yield Part(text=text, entries=entries, tokens=count)
@@ -138,4 +136,3 @@ def _check_end(emitted: Emitted, telling: Telling) -> None:
     if emitted.message:
         raise Refusal(500, emitted.message, kind="server_error", code="engine_error")
     raise internal()
-

@@ -2,8 +2,9 @@
 
 import asyncio
 import collections
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from starlette.requests import ClientDisconnect, Request
 
@@ -13,8 +14,11 @@ from colossax.serve.options import Limits
 _CALLERS = 10_000
 """Callers that are remembered; the one that asked longest ago is forgotten first."""
 
+_READ_BESIDE = 64
+"""Requests that may be read and prepared while all that may be inside are."""
+
 _READ_ON_BYTES, _READ_ON_S = 64 << 20, 2.0
-"""Of a body that is too large: read and dropped, so that a client that is still sending hears why."""
+"""Of a body that is too large: read and dropped, so that who is still sending it hears why."""
 
 
 class Doors:
@@ -32,6 +36,23 @@ class Doors:
     def __init__(self, most: int) -> None:
         self.most, self.inside, self.draining = most, 0, False
         self.over = asyncio.Event()
+        self._handled = 0
+
+    @contextlib.contextmanager
+    def handling(self) -> Iterator[None]:
+        """While a request is read, prepared and perhaps answered; nobody reads all that come.
+
+        Raises:
+            Refusal: 503, the server is about to end; 429, there are too many.
+        """
+        self.check_open()
+        if self._handled >= self.most + _READ_BESIDE:
+            raise later("too many requests are read; try again later", 1, "queue_full")
+        self._handled += 1
+        try:
+            yield
+        finally:
+            self._handled -= 1
 
     def check_open(self) -> None:
         """Refuse while the server is about to end.

@@ -250,4 +250,3 @@ def check_running(backend: Backend) -> None:
     """
     if not backend.ready():
         raise unavailable("the model is not ready yet; ask /ready when it is", "not_ready")
-

@@ -143,9 +143,7 @@ class EventStream(Response):
         full = asyncio.create_task(outbox.overflowed.wait())
         over = asyncio.create_task(self._doors.over.wait())
         try:
-            await asyncio.wait(
-                {sending, leaving, full, over}, return_when=asyncio.FIRST_COMPLETED
-            )
+            await asyncio.wait({sending, leaving, full, over}, return_when=asyncio.FIRST_COMPLETED)
             if over.done() and not (sending.done() or leaving.done() or full.done()):
                 await ended([making])
                 outbox.put(event(shut_down().body()))
