@@ -69,7 +69,7 @@ class Running:
 @contextlib.contextmanager
 def running(engine, options=None):
     """A server in a thread; it is told to end, and has to."""
-    one = Running(engine, options or ServeOptions(port=0, drain_s=5))
+    one = Running(engine, options or ServeOptions(port=0, drain_s=5.0))
     one.thread.start()
     try:
         until(lambda: one.server.started)

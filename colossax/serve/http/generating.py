@@ -76,7 +76,7 @@ def refusal_of(problem: Exception) -> Refusal:
     if isinstance(problem, InputError):
         return bad(str(problem))
     if isinstance(problem, EngineFull):
-        return later("too many requests wait; try again later", 1, "queue_full")
+        return later("too many requests wait; try again later", 1.0, "queue_full")
     return unavailable("the model does not run at this moment; try again later", "engine_down")
 
 

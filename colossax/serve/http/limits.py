@@ -47,7 +47,7 @@ class Doors:
         """
         self.check_open()
         if self._handled >= self.most + _READ_BESIDE:
-            raise later("too many requests are read; try again later", 1, "queue_full")
+            raise later("too many requests are read; try again later", 1.0, "queue_full")
         self._handled += 1
         try:
             yield
@@ -73,7 +73,7 @@ class Doors:
         if self.inside + count > self.most:
             raise later(
                 f"{self.inside} requests run or wait, and at most {self.most} may; try again later",
-                1,
+                1.0,
                 "queue_full",
             )
         self.inside += count

@@ -37,7 +37,9 @@ class Outbox:
         self.overflowed = asyncio.Event()
 
     def put(self, piece: bytes) -> None:
-        """Add a piece."""
+        """Add a piece; after the end it is lost."""
+        if self._closed:
+            return
         if self._size + len(piece) > self._limit:
             self.overflowed.set()
             return
@@ -145,7 +147,6 @@ class EventStream(Response):
         try:
             await asyncio.wait({sending, leaving, full, over}, return_when=asyncio.FIRST_COMPLETED)
             if over.done() and not (sending.done() or leaving.done() or full.done()):
-                await ended([making])
                 outbox.put(event(shut_down().body()))
                 outbox.close()
                 await asyncio.wait({sending}, timeout=_LAST_WORDS_S)
