@@ -177,6 +177,7 @@ class FakeEngine:
 def said(number, request, token, ended):
     """A token with the log-probabilities that were asked for."""
     told = request.sampling.logprobs
-    top = () if told is None else tuple(((token + i) % VOCAB, -0.5 - i) for i in range(told))
+    values = [-0.5, -1.5, *[float("-inf")] * 18]
+    top = tuple(((token + i) % VOCAB, values[i]) for i in range(told or 0))
     logprob = None if told is None else -0.5
     return Emitted(request=number, token=token, logprob=logprob, top=top, ended=ended)

@@ -162,6 +162,8 @@ def test_log_probabilities_of_a_completion():
         assert found["token_logprobs"] == [-0.5] * 6
         assert found["text_offset"] == [0, 1, 1, 1, 1, 2]
         assert found["top_logprobs"][0] == {"a": -0.5, "b": -1.5}
+        told = here.ask("/v1/completions", COMPLETION | {"logprobs": 3}).json()["choices"][0]
+        assert told["logprobs"]["top_logprobs"][0] == {"a": -0.5, "b": -1.5, "c": -9999.0}
         none = here.ask("/v1/completions", COMPLETION).json()["choices"][0]
         assert none["logprobs"] is None
         none = here.ask("/v1/completions", COMPLETION | {"logprobs": 0}).json()["choices"][0]

@@ -44,17 +44,28 @@ MESSAGE = st.fixed_dictionaries(
     {"role": st.sampled_from(["user", "system", "assistant"]), "content": TEXT},
     optional={"name": TEXT},
 )
+TOKEN = st.integers(0, VOCAB)
 LIKELY = {
     "model": st.sampled_from(["toy", "tuned"]),
-    "prompt": st.one_of(TEXT, st.lists(TEXT), st.lists(st.integers(0, VOCAB), max_size=5)),
-    "input": st.one_of(TEXT, st.lists(st.lists(st.integers(0, VOCAB), max_size=3), max_size=3)),
-    "messages": st.lists(MESSAGE, max_size=3),
-    "max_tokens": st.integers(0, 20),
-    "n": st.integers(0, 3),
+    "prompt": st.one_of(TEXT, st.lists(TEXT, max_size=3), st.lists(TOKEN, max_size=5)),
+    "input": st.one_of(TEXT, st.lists(st.lists(TOKEN, max_size=3), max_size=3)),
+    "messages": st.lists(MESSAGE, min_size=1, max_size=2),
+    "max_tokens": st.integers(1, 20),
+    "max_completion_tokens": st.integers(1, 20),
+    "n": st.integers(1, 3),
+    "echo": st.booleans(),
+    "logprobs": st.one_of(st.booleans(), st.integers(0, 5)),
+    "top_logprobs": st.integers(0, 5),
+    "user": st.just("me"),
+    "encoding_format": st.sampled_from(["float", "base64"]),
+    "min_p": st.floats(0, 1),
+    "top_k": st.integers(0, 9),
+    "presence_penalty": st.floats(-2, 2),
+    "frequency_penalty": st.floats(-2, 2),
     "stop": st.one_of(TEXT, st.lists(TEXT, max_size=5)),
     "stream": st.booleans(),
     "stream_options": st.fixed_dictionaries({"include_usage": st.booleans()}),
-    "logit_bias": st.dictionaries(st.integers(-1, VOCAB).map(str), st.floats(-101, 101)),
+    "logit_bias": st.dictionaries(TOKEN.map(str), st.floats(-100, 100), max_size=3),
     "response_format": st.one_of(
         st.sampled_from([{"type": "text"}, {"type": "json_object"}]),
         st.fixed_dictionaries(
@@ -66,20 +77,22 @@ LIKELY = {
     ),
     "seed": st.integers(0, 5),
     "temperature": st.floats(0, 2),
-    "top_p": st.floats(0, 1),
+    "top_p": st.floats(0.1, 1),
 }
+
+
+NEEDED = {"/v1/completions": "prompt", "/v1/chat/completions": "messages", "/tokenize": "prompt"}
 
 
 @st.composite
 def bodies(draw):
-    """A path, and a body of fields that may be right."""
+    """A path, and a body of fields most of which are likely."""
     path = draw(st.sampled_from(sorted(TABLES)))
-    names = draw(st.lists(st.sampled_from(sorted(TABLES[path])), unique=True, max_size=5))
-    needed = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
-    body = {"model": "toy"}
-    for name in [needed.get(path, "input"), *names]:
-        if name in TABLES[path]:
-            body[name] = draw(st.one_of(LIKELY.get(name, SCALAR), LIKELY.get(name, VALUE), VALUE))
+    names = draw(st.lists(st.sampled_from(sorted(TABLES[path])), unique=True, max_size=3))
+    body = {"model": "toy", NEEDED.get(path, "input"): "a"}
+    for name in [NEEDED.get(path, "input"), *names]:
+        rare = name not in LIKELY or draw(st.integers(0, 9)) == 0
+        body[name] = draw(st.one_of(SCALAR, VALUE) if rare else LIKELY[name])
     if draw(st.integers(0, 9)) == 0:
         body[draw(KEYS)] = draw(VALUE)
     return path, body
@@ -88,7 +101,7 @@ def bodies(draw):
 @pytest.fixture(scope="module")
 def here():
     limits = Limits(body_bytes=100_000, grammar_s=2.0)
-    with site(lambda: FakeEngine(embeds=True, slots=64), ServeOptions(limits=limits)) as found:
+    with site(lambda: FakeEngine(embeds=True, slots=200), ServeOptions(limits=limits)) as found:
         yield found
 
 
