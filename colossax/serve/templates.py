@@ -114,7 +114,8 @@ class ChatTemplate:
             extensions=[jinja2.ext.loopcontrols, _Generation],
         )
         environment.filters["tojson"] = _to_json
-        environment.globals.update(raise_exception=_raise, strftime_now=_now)
+        known: Any = environment.globals
+        known.update(raise_exception=_raise, strftime_now=_now)
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as problem:

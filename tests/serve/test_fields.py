@@ -189,6 +189,11 @@ BAD_CHATS = [
         "messages[0].content[0]: is of type 'image_url'; only parts of type 'text' are read",
     ),
     (
+        {"messages": [{"role": "user", "content": ["hi"]}]},
+        "messages[0].content[0]",
+        "messages[0].content[0] is a text, not an object; give an object",
+    ),
+    (
         {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
         "messages[0].tool_calls",
         f"messages[0].tool_calls: {TOOLS}",

@@ -40,8 +40,12 @@ VALUE = st.recursive(
     lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(KEYS, inner, max_size=4)),
     max_leaves=8,
 )
+PART = st.fixed_dictionaries({"type": st.just("text"), "text": st.one_of(TEXT, SCALAR)})
 MESSAGE = st.fixed_dictionaries(
-    {"role": st.sampled_from(["user", "system", "assistant"]), "content": TEXT},
+    {
+        "role": st.sampled_from(["user", "system", "assistant"]),
+        "content": st.one_of(TEXT, st.lists(st.one_of(VALUE, PART), max_size=2)),
+    },
     optional={"name": TEXT},
 )
 TOKEN = st.integers(0, VOCAB)

@@ -32,7 +32,7 @@ def bearer(key):
 @pytest.fixture
 def keys(tmp_path):
     file = tmp_path / "keys"
-    file.write_text("# ours\n\nfirst-key\n  second-key  \n")
+    file.write_text("# ours\n\nfirst-key\n  second-key  \nschl\u00fcssel\n", "utf-8")
     return ServeOptions(api_key_file=str(file))
 
 
@@ -58,8 +58,9 @@ def test_without_a_key_nothing_is_told(keys):
 @pytest.mark.catches("only-the-first-key")
 def test_each_key_of_the_file_is_accepted(keys):
     with site(FakeEngine, keys) as here:
-        for key in ("first-key", "second-key"):
-            for headers in (bearer(key), {"Authorization": f"bearer  {key} "}):
+        for key in ("first-key", "second-key", "schl\u00fcssel"):
+            for value in (f"Bearer {key}", f"bearer  {key} "):
+                headers = {"Authorization": value.encode()}
                 assert here.ask("/v1/completions", COMPLETION, headers=headers).status_code == 200
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Sequence
 
 from starlette.requests import Request
@@ -33,6 +34,7 @@ class Continuer:
         Raises:
             Refusal: It cannot be answered.
         """
+        since = time.monotonic()
         wanted = await self._preparer.wanted(ask)
         self._doors.enter(len(wanted))
         try:
@@ -40,7 +42,7 @@ class Continuer:
         except BaseException:
             self._doors.leave(len(wanted))
             raise
-        run = _Run(self._backend, self._metrics, self._doors, ask, wanted, started)
+        run = _Run(self._backend, self._metrics, self._doors, ask, wanted, started, since)
         if ask.stream:
             return EventStream(
                 run.stream,
@@ -67,9 +69,11 @@ class _Run:
         ask: Ask,
         wanted: Sequence[Wanted],
         started: Sequence[Started],
+        since: float,
     ) -> None:
         self._backend, self._metrics, self._doors = backend, metrics, doors
         self._ask, self._wanted, self._started = ask, wanted, started
+        self._since = since
         self._told = [Told() for _ in wanted]
         form = ChatForm if ask.messages else Form
         self._form = form(ask.model, backend.facts.tokenizer, ask.sampling.logprobs)
@@ -120,7 +124,7 @@ class _Run:
             self._backend.facts.tokenizer,
             self._ask.stop,
             before=wanted.before,
-            clock=self._metrics.clock(),
+            clock=self._metrics.clock(self._since),
         )
         async with contextlib.aclosing(said):
             async for part in said:

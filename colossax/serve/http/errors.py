@@ -29,8 +29,10 @@ class Refusal(Exception):  # noqa: N818 (an answer, no fault)
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
-        self.status, self.message, self.kind = status, message, kind
+        # What a client sent may be in it: one line, whatever that was.
+        self.message = "".join(c if c.isprintable() else " " for c in message)
+        super().__init__(self.message)
+        self.status, self.kind = status, kind
         self.param, self.code, self.headers = param, code, dict(headers or {})
 
     def body(self) -> dict[str, Any]:

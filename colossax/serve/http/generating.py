@@ -34,13 +34,16 @@ class Clock:
     """Tells when tokens of one continuation came.
 
     Args:
-        first: Is told the seconds until the first token.
+        since: When it was asked for, by `time.monotonic`.
+        first: Is told the seconds from then to the first token.
         between: Is told those between a token and the next.
     """
 
-    def __init__(self, first: Callable[[float], None], between: Callable[[float], None]) -> None:
+    def __init__(
+        self, since: float, first: Callable[[float], None], between: Callable[[float], None]
+    ) -> None:
         self._first, self._between = first, between
-        self._last, self._any = time.monotonic(), False
+        self._last, self._any = since, False
 
     def tick(self) -> None:
         """A token came."""

@@ -54,7 +54,7 @@ class Keys:
         scheme, _, given = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not given:
             raise no_key("a key is needed; send it as the header 'Authorization: Bearer KEY'")
-        asked = given.strip().encode("utf-8", "surrogateescape")[:_LONGEST]
+        asked = given.strip().encode("latin-1", "replace")[:_LONGEST]  # the bytes that were sent
         same = [hmac.compare_digest(asked, key) for key in self._keys]
         if not any(same):
             raise no_key("the key is not one of this server's; ask who runs it for one")

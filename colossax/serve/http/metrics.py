@@ -56,9 +56,9 @@ class Metrics:
         )
         self._registry.register(_OfEngine(backend, doors))
 
-    def clock(self) -> Clock:
-        """For one continuation."""
-        return Clock(self._first.observe, self._between.observe)
+    def clock(self, since: float) -> Clock:
+        """For one continuation that was asked for at this time."""
+        return Clock(since, self._first.observe, self._between.observe)
 
     def text(self) -> bytes:
         """All of it."""
