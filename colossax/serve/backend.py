@@ -110,12 +110,8 @@ class Backend(Protocol):
         """Called once, after the last request."""
         ...
 
-    async def submit(self, request: EngineRequest, *, grammar: str | None = None) -> Started:
+    async def submit(self, request: EngineRequest) -> Started:
         """Take a request.
-
-        Args:
-            request: `waits` where there is a grammar.
-            grammar: What `serve.Constraint` is made of: which tokens may come.
 
         Raises:
             InputError: It can never run here; the sentence says why.

@@ -9,8 +9,8 @@ from colossax.errors import InputError
 
 DrawSeed = Annotated[int, within(0, 2**32 - 1)]
 Penalty = Annotated[float, within(-2, 2)]
-MOST_BIASES = 300
-MOST_TOP = 20
+MOST_BIASED = 300
+MOST_LOGPROBS = 20
 """Likeliest tokens that may be told beside a chosen one."""
 
 
@@ -40,13 +40,13 @@ class SamplingConfig:
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    logprobs: Annotated[int, within(0, MOST_TOP)] | None = None
+    logprobs: Annotated[int, within(0, MOST_LOGPROBS)] | None = None
 
     def __post_init__(self):
         check_types(self, "")
-        if len(self.logit_bias) > MOST_BIASES:
+        if len(self.logit_bias) > MOST_BIASED:
             raise InputError(
-                f"logit_bias: has {len(self.logit_bias)} tokens; give at most {MOST_BIASES}"
+                f"logit_bias: has {len(self.logit_bias)} tokens; give at most {MOST_BIASED}"
             )
 
 
@@ -60,7 +60,8 @@ class EngineRequest:
         max_tokens: Most tokens to say, those of `generated` among them.
         ends: Token ids that end it.
         sampling: How its tokens are drawn.
-        waits: Whether each token must be known before the next step, as with a grammar.
+        waits: Whether each token must be known before the next step, as under a grammar.
+        grammar: What its tokens have to follow: a `serve.Constraint` is made of it.
         adapter: Name of the adapter that continues it; None: the base model.
         deadline_s: When it ends whatever it has said, on the engine's clock; None: never.
     """
@@ -71,6 +72,7 @@ class EngineRequest:
     ends: tuple[int, ...] = ()
     sampling: SamplingConfig = SamplingConfig()
     waits: bool = False
+    grammar: str | None = None
     adapter: str | None = None
     deadline_s: float | None = None
 

@@ -81,7 +81,7 @@ class FakeEngine:
         self._script, self._step_s, self._ends_with = script, step_s, ends_with
         self._numbers = itertools.count(1)
         self._tasks = {}
-        self.asked, self.grammars, self.cancelled, self.life = [], [], [], []
+        self.asked, self.cancelled, self.life = [], [], []
         self.now, self.is_ready, self.refuses = Stats(), True, None
         self.most_running = self.finished = 0
         self.go = asyncio.Event()
@@ -100,14 +100,13 @@ class FakeEngine:
         for task in self._tasks.values():
             task.cancel()
 
-    async def submit(self, request, *, grammar=None):
+    async def submit(self, request):
         if self.refuses is not None:
             raise self.refuses
-        assert request.waits == (grammar is not None)
+        assert request.waits == (request.grammar is not None)
         number, queue = next(self._numbers), asyncio.Queue()
         self.asked.append(request)
-        self.grammars.append(grammar)
-        self._tasks[number] = asyncio.create_task(self._say(number, request, grammar, queue))
+        self._tasks[number] = asyncio.create_task(self._say(number, request, queue))
         self.most_running = max(self.most_running, len(self._tasks))
         return Started(number=number, said=self._heard(queue))
 
@@ -139,9 +138,9 @@ class FakeEngine:
             if emitted.ended:
                 return
 
-    async def _say(self, number, request, grammar, queue):
+    async def _say(self, number, request, queue):
         await self.go.wait()
-        tokens, ended = self._continued(request, grammar)
+        tokens, ended = self._continued(request)
         for i, token in enumerate(tokens):
             await asyncio.sleep(self._step_s)
             last = i == len(tokens) - 1
@@ -158,10 +157,10 @@ class FakeEngine:
         self.finished += 1
         self._tasks.pop(number, None)
 
-    def _continued(self, request, grammar):
-        if grammar is None:
+    def _continued(self, request):
+        if request.grammar is None:
             return alone(request, self._script)
-        held, found = GRAMMARS.constraint(grammar), []
+        held, found = GRAMMARS.constraint(request.grammar), []
         while len(found) < request.max_tokens:
             mask = held.mask()
             allowed = [t for t in range(VOCAB) if mask[t // 32] >> (t % 32) & 1]

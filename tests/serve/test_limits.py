@@ -6,7 +6,7 @@ import time
 import pytest
 
 from colossax.errors import InputError
-from colossax.serve import ServeOptions
+from colossax.serve import Grammars, ServeOptions
 from colossax.serve.http.errors import Refusal
 from colossax.serve.http.keys import Keys
 from colossax.serve.http.limits import Buckets
@@ -194,11 +194,11 @@ def test_choices_are_taken_all_or_none():
     with site(FakeEngine) as here:
         submit, count = here.engine.submit, [0]
 
-        async def twice(request, *, grammar=None):
+        async def twice(request):
             count[0] += 1
             if count[0] == 3:
                 raise InputError("prompt: too long; give less")
-            return await submit(request, grammar=grammar)
+            return await submit(request)
 
         here.engine.submit = twice
         error_of(here.ask("/v1/completions", COMPLETION | {"n": 4}), 400)
@@ -261,9 +261,8 @@ def test_limits_are_bounded():
 
 @pytest.mark.catches("schema-compiles-for-ever")
 def test_a_schema_that_takes_too_long_is_refused_alone(monkeypatch):
-    monkeypatch.setattr(
-        "colossax.serve.grammar.Grammars.compiled", lambda *_: time.sleep(0.5) or "{}"
-    )
+    compiled = Grammars.compiled
+    monkeypatch.setattr(Grammars, "compiled", lambda *args: time.sleep(0.5) or compiled(*args))
     options = ServeOptions(limits=Limits(grammar_s=0.05))
 
     async def both(here):

@@ -17,7 +17,7 @@ from colossax.serve.http.reading import (
     text,
     texts,
 )
-from colossax.serve.values import MOST_BIASES, MOST_TOP, SamplingConfig
+from colossax.serve.values import MOST_BIASED, MOST_LOGPROBS, SamplingConfig
 
 STOPS, STOP_CHARS = 4, 256
 DEFAULT_TOKENS = 16
@@ -100,8 +100,8 @@ def _prompt(value: str | list[Any], name: str) -> str | tuple[int, ...]:
 
 def _biases(value: Any, name: str) -> tuple[tuple[int, float], ...]:
     found = kind_of(value, dict, name, "an object of token ids and numbers")
-    if len(found) > MOST_BIASES:
-        raise bad(f"{name}: has {len(found)} tokens; give at most {MOST_BIASES}", name)
+    if len(found) > MOST_BIASED:
+        raise bad(f"{name}: has {len(found)} tokens; give at most {MOST_BIASED}", name)
     read = number(within(-100, 100))
     for key in found:
         if not (key.isascii() and key.isdecimal() and len(key) < 10 and str(int(key)) == key):
@@ -212,7 +212,7 @@ _SHARED: dict[str, Reader] = {
     "tools": refused(_NO_TOOLS),
     "tool_choice": refused(_NO_TOOLS),
 }
-_TOP = number(within(0, MOST_TOP), whole=True)
+_TOP = number(within(0, MOST_LOGPROBS), whole=True)
 
 COMPLETION: dict[str, Reader] = {
     **_SHARED,

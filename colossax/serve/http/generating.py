@@ -61,7 +61,7 @@ async def submitted(backend: Backend, wanted: Sequence[Wanted]) -> list[Started]
     taken: list[Started] = []
     try:
         for one in wanted:
-            taken.append(await backend.submit(one.request, grammar=one.grammar))
+            taken.append(await backend.submit(one.request))
     except BaseException as problem:
         for one in taken:
             backend.cancel(one.number)

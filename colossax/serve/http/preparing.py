@@ -27,13 +27,11 @@ class Wanted:
     Attributes:
         index: Of the answer's choice.
         request: What the engine is asked.
-        grammar: What its tokens are held to; None: nothing.
         before: Text that stands before the continuation.
     """
 
     index: int
     request: EngineRequest
-    grammar: str | None = None
     before: str = ""
 
 
@@ -87,9 +85,9 @@ class Preparer:
                     ends=self._backend.facts.ends,
                     sampling=dataclasses.replace(ask.sampling, seed=_seed(ask.seed, j)),
                     waits=grammar is not None,
+                    grammar=grammar,
                     adapter=adapter,
                 ),
-                grammar=grammar,
                 before=before,
             )
             for i, (prompt, length, before) in enumerate(
