@@ -103,7 +103,10 @@ class Backend(Protocol):
         ...
 
     async def start(self) -> None:
-        """Called once, before any request, in the loop that all others are called in."""
+        """Called once, before any request, in the loop that all others are called in.
+
+        Nobody is answered before it returns: what takes long goes on after it, `ready` being false.
+        """
         ...
 
     async def close(self) -> None:

@@ -1,5 +1,6 @@
 """Answers, whole and in pieces, in OpenAI's forms."""
 
+import asyncio
 import base64
 import struct
 
@@ -234,6 +235,37 @@ def test_a_fault_of_ours_is_told_without_details(caplog):
         assert error["code"] == "internal_error" and "secret" not in error["message"]
         assert "secret" in caplog.text
         assert here.api.doors.inside == 0
+
+
+def test_a_hundred_requests_at_a_time_are_answered_as_each_alone():
+    """Some are given up; what the others get does not change, and nobody stays inside."""
+
+    async def asked(here, i):
+        body = COMPLETION | {"seed": i, "prompt": [i % 256 + 1], "stream": i % 3 == 0}
+        answer = asyncio.create_task(here.asked("/v1/completions", body))
+        if i % 10 == 7:
+            await asyncio.sleep(0.001 * (i % 4))
+            answer.cancel()
+        return body, await asyncio.gather(answer, return_exceptions=True)
+
+    async def all_of(here):
+        return await asyncio.gather(*(asked(here, i) for i in range(100)))
+
+    with site(lambda: FakeEngine(step_s=0.001)) as here:
+        found = here.run(all_of(here))
+        requests = {request.sampling.seed: request for request in here.engine.asked}
+        for body, (answer,) in found:
+            if isinstance(answer, asyncio.CancelledError):
+                continue
+            assert answer.status_code == 200
+            if body["stream"]:
+                told = joined(events(answer.text), 0)
+            else:
+                choice = answer.json()["choices"][0]
+                told = choice["text"], choice["finish_reason"]
+            assert told == truth(requests[body["seed"]])
+        assert here.engine.running == 0 and here.api.doors.inside == 0
+        assert here.engine.most_running > 50
 
 
 def test_models_are_listed():

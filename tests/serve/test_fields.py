@@ -247,12 +247,15 @@ BODIES = [
     (b'{"model": "\\ud800"}', "the body cannot be read: it has half a character"),
     (b'{"n": ' + b"9" * 5000 + b"}", "the body cannot be read: it has an integer of 5000 digits"),
     (b'{"a":' * 100 + b"1" + b"}" * 100, "the body cannot be read: it is nested deeper than 64"),
+    (b'{"n":1,"a":{},"n":2}', "the body cannot be read: it has 'n' twice in an object"),
+    (b'{"a":[{"b":1,"b":1}]}', "the body cannot be read: it has 'b' twice in an object"),
     (b"[" * 200_000, "the body cannot be read: it is nested deeper than 64"),
     (b'{"model":"toy","prompt":"a","temperature":NaN}', "temperature: found nan, which is not"),
     (b'{"model":"toy","prompt":"a","temperature":1e999}', "temperature: found inf, which is not"),
 ]
 
 
+@pytest.mark.catches("the-last-of-two-counts")
 @pytest.mark.parametrize(("body", "message"), BODIES, ids=range(len(BODIES)))
 def test_what_is_no_object_in_json_is_refused(here, body, message):
     error = error_of(here.ask("/v1/completions", content=body), 400)

@@ -69,7 +69,7 @@ def json_of(body: bytes) -> Any:
         Refusal: 400, it is no JSON object.
     """
     try:
-        return parse_json(body)
+        return parse_json(body, unique=True)
     except ValueError as problem:
         raise bad(f"the body cannot be read: {problem}; send one JSON object in UTF-8") from None
 
