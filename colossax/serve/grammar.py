@@ -61,6 +61,9 @@ class Grammars:
     def constraint(self, grammar: str) -> "Constraint":
         """The beginning of a continuation by this grammar.
 
+        Compiles it anew, as `compiled` did, without the interpreter's lock: an engine calls it in
+        a thread beside its steps.
+
         Raises:
             InputError: It is none.
         """

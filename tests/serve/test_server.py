@@ -258,6 +258,7 @@ def test_those_inside_finish_when_it_ends():
             one.start()
         until(lambda: engine.running == 2)
         server.server.drain()
+        time.sleep(0.3)  # three times as long as a server needs to see that it may end
         answer = httpx.post(f"{server.url}/v1/completions", json=COMPLETION)
         assert error_of(answer, 503)["code"] == "draining"
         assert httpx.get(f"{server.url}/ready").status_code == 503
