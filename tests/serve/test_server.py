@@ -231,6 +231,15 @@ def test_what_arrives_by_halves_is_given_up():
             assert raw.socket.recv(10) == b""
         with Raw(server) as raw:
             assert raw.socket.recv(10) == b""
+        with Raw(server) as raw:
+            head = b"POST /nowhere HTTP/1.1\r\nHost: a\r\nContent-Length: 999\r\n\r\n"
+            raw.socket.sendall(head)
+            assert b"404" in raw.socket.recv(4096)
+            start = time.monotonic()
+            with pytest.raises(OSError):  # noqa: PT011 (whichever says that it is closed)
+                while time.monotonic() < start + 10:
+                    raw.socket.sendall(b"a")
+                    time.sleep(0.05)
         assert httpx.get(f"{server.url}/health").status_code == 200
 
 

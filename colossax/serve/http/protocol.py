@@ -36,10 +36,17 @@ def protocol(head_s: float) -> type[H11Protocol]:
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
-            if self.conn.their_state is not h11.IDLE:
+            if not self._is_late():
                 self._stop_waiting()
             elif self._head_timer is None:
                 self._await_head()
+
+        def _is_late(self) -> bool:
+            """Whether a head is in part there, or a body that was answered without it."""
+            answered = self.cycle is not None and self.cycle.response_complete
+            return self.conn.their_state is h11.IDLE or (
+                answered and self.conn.their_state is h11.SEND_BODY
+            )
 
         def send_400_response(self, msg: str) -> None:
             """Refuse what is no HTTP, or too much of it."""
