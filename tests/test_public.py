@@ -149,6 +149,10 @@ NAMES = {
         "InOrder LoadedModel Request Sampling Scheduler StagedProgram StoredModel Tick fit_layers "
         "inference_plan load check_length check_tokens open_checkpoint together"
     ),
+    "colossax.serve": (
+        "Backend Constraint Emitted EngineDown EngineFull EngineRequest Facts Grammars Limits "
+        "SamplingConfig ServeOptions Started Stats bound serve"
+    ),
     "colossax.recipes": (
         "DEFAULT_RECIPE OwnTask RECIPES any_recipe described recipe recipe_from_file"
     ),
