@@ -101,7 +101,7 @@ def _generate(args: argparse.Namespace, overrides: list[Override]) -> int:
     base = None if args.base is None else user_path(args.base, "--base")
     stored = open_checkpoint(user_path(args.checkpoint, "CHECKPOINT"), step=args.step, base=base)
     models = _adapters(args, stored) or {None: stored}
-    plan = apply_overrides(_Options(plan=stored.plan), overrides).plan
+    plan = apply_overrides(Options(plan=stored.plan), overrides).plan
     # All that can be refused is, before parameters are read.
     check_reads_text(stored.model)
     prompts = prompt_tokens(args, stored.tokenizer)
@@ -252,10 +252,10 @@ def _show(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Options:
+class Options:
     """What dotted options reach."""
 
     plan: Plan
 
-    def replace(self, **changes: Any) -> "_Options":
+    def replace(self, **changes: Any) -> "Options":
         return dataclasses.replace(self, **changes)
