@@ -202,6 +202,7 @@ class Engine:
     def cancel(self, number: int) -> None:
         """End a request; one that has ended, or is none, is left alone."""
         self._scheduler.cancel(number)
+        self._hear()
 
     def warm(self) -> None:
         """Compile all there is to compile, by steps of nothing but padding."""

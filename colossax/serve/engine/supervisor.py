@@ -10,7 +10,8 @@ import socket
 import struct
 import subprocess
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
 from colossax.data import Tokenizer
@@ -20,8 +21,11 @@ from colossax.serve.backend import EngineDown, Facts, Started, Stats
 from colossax.serve.engine.journal import Journal
 from colossax.serve.engine.wire import emitted_from_json, packed, received, request_to_json
 
-DEATHS = 3
-"""A request that was running when so many engines died is ended: it may be what kills them."""
+QUIET_DEATHS = 2
+"""So many engines in a row that died before they said a word: requests are then tried one by one."""
+
+DEATHS_ALONE = 2
+"""So many engines that died while they tried a request alone: it is what kills them."""
 
 CLOSE_S = 5.0
 PAUSE_S, LONGEST_PAUSE_S = 0.2, 30.0
@@ -36,6 +40,51 @@ class _Live:
     said: list[int]
     told: asyncio.Queue[Emitted]
     deaths: int = 0
+
+
+class _Handing:
+    """Which requests an engine has been handed, and which it gets next.
+
+    As a rule all at once. After engines that died without a word one by one, each when the one
+    before has said something or ended: so the one that kills them is known, and no other pays.
+    """
+
+    def __init__(self) -> None:
+        self.quiet_deaths = 0
+        self.trying: int | None = None
+        self._waiting: deque[int] = deque()
+
+    def begin(self, numbers: Iterable[int]) -> list[int]:
+        """An engine is ready: what it gets now of those that have not ended."""
+        self.trying = None
+        if self.quiet_deaths < QUIET_DEATHS:
+            return list(numbers)
+        self._waiting = deque(numbers)
+        return self.next()
+
+    def add(self, number: int) -> list[int]:
+        """Likewise, when a request comes."""
+        if self.trying is None:
+            return [number]
+        self._waiting.append(number)
+        return []
+
+    def said(self, number: int) -> list[int]:
+        """Likewise, when a request has said something or ended."""
+        self.quiet_deaths = 0
+        return self.next() if number == self.trying else []
+
+    def next(self) -> list[int]:
+        """The next one, if any is left."""
+        self.trying = self._waiting.popleft() if self._waiting else None
+        return [] if self.trying is None else [self.trying]
+
+    def died(self) -> int | None:
+        """The engine is gone; whom it was trying alone."""
+        alone, self.trying = self.trying, None
+        self._waiting.clear()
+        self.quiet_deaths += 1
+        return alone
 
 
 class Supervisor:
@@ -70,21 +119,14 @@ class Supervisor:
         self._command, self._journal = list(command), journal
         self._hang_s, self._tell = hang_s, tell
         self._live: dict[int, _Live] = {}
+        self._handing = _Handing()
         self._numbers = itertools.count()
         self._stats, self._heard_s = Stats(), time.monotonic()
         self._ready = self._closing = False
         self._writer: asyncio.StreamWriter | None = None
         self._watching: asyncio.Task[None] | None = None
         self._child, self._sock = self._started()
-        try:
-            first = _first(self._sock)
-        except EOFError:
-            code = self._child.wait()
-            raise RuntimeError(f"the engine's process ended with {code} before it began") from None
-        if "refused" in first:
-            self._child.wait()
-            raise InputError(first["refused"])
-        self._facts = _facts(first["facts"])
+        self._facts = _facts(self._first())
 
     @property
     def facts(self) -> Facts:
@@ -131,7 +173,7 @@ class Supervisor:
         live = _Live(request=request, said=list(request.generated), told=asyncio.Queue())
         self._live[number] = live
         if self._ready:
-            self._send({"do": "add", "id": number, "request": document})
+            self._hand(self._handing.add(number))
         return Started(number=number, said=_said(live.told))
 
     def cancel(self, number: int) -> None:
@@ -154,6 +196,20 @@ class Supervisor:
     def ready(self) -> bool:
         """See `Backend`."""
         return self._ready
+
+    def _first(self) -> dict[str, Any]:
+        """What the first engine says first: facts."""
+        try:
+            first = _waited_for(self._sock)
+            if "facts" in first:
+                return first["facts"]
+        except EOFError:
+            first = {}
+        self._sock.close()
+        code = self._child.wait()
+        if "refused" in first:
+            raise InputError(first["refused"])
+        raise RuntimeError(f"the engine's process ended with {code} before it began")
 
     def _started(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
         ours, theirs = socket.socketpair()
@@ -194,12 +250,20 @@ class Supervisor:
             self._heard_s = time.monotonic()
             if message["say"] == "ready":
                 self._ready = True
-                for number, live in self._live.items():
-                    again = dataclasses.replace(live.request, generated=tuple(live.said))
-                    self._send({"do": "add", "id": number, "request": request_to_json(again)})
+                self._hand(self._handing.begin(self._live))
             elif message["say"] == "told":
                 self._stats = Stats(**message["stats"])
                 self._hear([emitted_from_json(one) for one in message["told"]])
+
+    def _hand(self, numbers: Sequence[int]) -> None:
+        """Give the engine these requests, with all that they have said."""
+        for number in numbers:
+            live = self._live.get(number)
+            if live is None:  # it ended while it waited
+                self._hand(self._handing.next() if self._handing.trying == number else [])
+                continue
+            again = dataclasses.replace(live.request, generated=tuple(live.said))
+            self._send({"do": "add", "id": number, "request": request_to_json(again)})
 
     def _hear(self, told: list[Emitted]) -> None:
         """Hand on what requests were told, and write it down."""
@@ -216,6 +280,8 @@ class Supervisor:
                 del self._live[one.request]
                 ended.append(one.request)
             live.told.put_nowait(one)
+            if self._ready:
+                self._hand(self._handing.said(one.request))
         if self._journal is not None and (said or ended):
             self._journal.told(said, ended)
 
@@ -224,13 +290,13 @@ class Supervisor:
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
         running = len(self._live)
         self._tell(f"the engine ended {how}; it is started again, and {running} requests go on")
-        gone = []
-        for number, live in self._live.items():
-            live.deaths += 1
-            if live.deaths >= DEATHS:
-                message = f"{DEATHS} engines ended while this request ran; it is not tried again"
-                gone.append(Emitted(number, ended="error", message=message))
-        self._hear(gone)
+        live = self._live.get(alone) if (alone := self._handing.died()) is not None else None
+        if alone is None or live is None:
+            return
+        live.deaths += 1
+        if live.deaths >= DEATHS_ALONE:
+            message = "the engine ended each time that it ran this request; it is not tried again"
+            self._hear([Emitted(alone, ended="error", message=message)])
 
     async def _end_hanging(self) -> None:
         """Kill an engine that says nothing for too long while it has something to do."""
@@ -258,7 +324,7 @@ async def _said(told: asyncio.Queue[Emitted]) -> AsyncIterator[Emitted]:
             return
 
 
-def _first(sock: socket.socket) -> dict[str, Any]:
+def _waited_for(sock: socket.socket) -> dict[str, Any]:
     """The first message, waited for."""
 
     def exactly(count: int) -> bytes:
