@@ -22,7 +22,7 @@ from colossax.serve.engine.journal import Journal
 from colossax.serve.engine.wire import emitted_from_json, packed, received, request_to_json
 
 QUIET_DEATHS = 2
-"""So many engines in a row that died before they said a word: requests are then tried one by one."""
+"""So many engines in a row that died without a word: requests are then tried one by one."""
 
 DEATHS_ALONE = 2
 """So many engines that died while they tried a request alone: it is what kills them."""
