@@ -150,7 +150,7 @@ def _supervise(args: argparse.Namespace) -> int:
             ) from problem
         if journal.left:
             tell(f"{journal.left} requests of an earlier server had not ended; they are gone\n")
-        command = [sys.executable, "-m", "colossax", *sys.argv[1:], "--engine-fd"]
+        command = [sys.executable, "-m", "colossax", *args.words, "--engine-fd"]
         try:
             supervisor = Supervisor(command, journal=journal, tell=lambda line: tell(f"{line}\n"))
         except BaseException:
@@ -158,7 +158,10 @@ def _supervise(args: argparse.Namespace) -> int:
             raise
         host = f"[{args.host}]" if ":" in args.host else args.host
         tell(f"serving '{supervisor.facts.model}' at http://{host}:{port}/v1 when it is loaded\n")
-        return serve(supervisor, options, sock)
+        try:
+            return serve(supervisor, options, sock)
+        finally:
+            supervisor.abandon()
 
 
 def _journal_path(args: argparse.Namespace, port: int) -> Path:
