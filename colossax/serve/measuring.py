@@ -6,7 +6,7 @@ import json
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -66,6 +66,7 @@ class Asked:
         pieces: How many came.
         tokens: As the server counts them; of one that was given up, pieces.
         status: Of its answer; 0: the connection broke.
+        problem: How; empty: it did not.
     """
 
     at_s: float
@@ -77,6 +78,7 @@ class Asked:
     pieces: int = 0
     tokens: int = 0
     status: int = 0
+    problem: str = ""
 
     @property
     def whole(self) -> bool:
@@ -189,10 +191,10 @@ async def _sent(client: httpx.AsyncClient, model: str, one: Asked, began: float)
     try:
         async with client.stream("POST", "/v1/completions", json=body) as answer:
             one.status = answer.status_code
-            async for line in answer.aiter_lines():
-                if not line.startswith("data: {"):
+            async for line in _lines(answer):
+                if not line.startswith(b"data: {"):
                     continue
-                piece = json.loads(line[len("data: ") :])
+                piece = json.loads(line.removeprefix(b"data: "))
                 if piece.get("usage"):
                     one.tokens = piece["usage"]["completion_tokens"]
                 if not piece.get("choices"):
@@ -203,8 +205,17 @@ async def _sent(client: httpx.AsyncClient, model: str, one: Asked, began: float)
                 if one.gives_up is not None and one.pieces >= one.gives_up:
                     one.tokens = one.pieces
                     return
-    except httpx.HTTPError:
-        one.status = 0
+    except httpx.HTTPError as problem:
+        one.status, one.problem = 0, repr(problem)
+
+
+async def _lines(answer: httpx.Response) -> AsyncIterator[bytes]:
+    """Of a stream of events: what ends a line in other texts is in the midst of one here."""
+    held = b""
+    async for came in answer.aiter_bytes():
+        *whole, held = (held + came).split(b"\n")
+        for line in whole:
+            yield line
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
