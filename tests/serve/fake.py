@@ -94,6 +94,7 @@ class FakeEngine:
 
     async def start(self):
         self.life.append("start")
+        self.loop = asyncio.get_running_loop()
 
     async def close(self):
         self.life.append("close")

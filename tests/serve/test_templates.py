@@ -90,6 +90,7 @@ def test_templates_know_what_day_it_is():
 @pytest.mark.catches("template-may-do-anything")
 @pytest.mark.catches("template-writes-without-end")
 @pytest.mark.catches("template-multiplies")
+@pytest.mark.catches("template-sets-names-of-python")
 @pytest.mark.parametrize(
     ("source", "why"),
     [
