@@ -30,7 +30,7 @@ NAMES = {
         "check_tokens"
     ),
     "colossax.pallas.attention": (
-        "AttentionSpec Mask Operands PairDropout RelativeBias Scoring attend attend_block "
+        "AttentionSpec Mask Operands Pages PairDropout RelativeBias Scoring attend attend_block "
         "attend_cache attention backward_block block_gradients block_implementation block_ranges "
         "declined_by dense forward_block keys_and_values merge_blocks row_delta row_ranges "
         "variants why_no_ranges with_ranges with_sinks"
@@ -145,13 +145,14 @@ NAMES = {
         "EXIT_CODES Gate Group Launch StopAgreement StopSignals find_launch heeded join start_jax"
     ),
     "colossax.inference": (
-        "CacheLayout Call Chunk Continuation DecodeProgram Fitted Flight Generation Generator "
-        "InOrder LoadedModel Request Sampling Scheduler StagedProgram StoredModel Tick fit_layers "
-        "inference_plan load check_length check_tokens open_checkpoint together"
+        "CacheLayout Call Chunk Constraint Continuation DecodeProgram Engine EngineStats Fitted "
+        "Flight Generation Generator InOrder LoadedModel Request Sampling Scheduler StagedProgram "
+        "StoredModel Tick fit_layers inference_plan load check_length check_tokens open_checkpoint "
+        "together unrolled"
     ),
     "colossax.serve": (
-        "Backend Constraint Emitted EngineDown EngineFull EngineRequest Facts Grammars Limits "
-        "SamplingConfig ServeOptions Started Stats bound serve"
+        "Backend Constraint EngineDown EngineFull Facts Grammars Limits ServeOptions Started Stats "
+        "bound serve"
     ),
     "colossax.recipes": (
         "DEFAULT_RECIPE OwnTask RECIPES any_recipe described recipe recipe_from_file"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from colossax.serve import SamplingConfig
+from colossax.scheduling import SamplingConfig
 from tests.serve.fake import TOKENIZER, FakeEngine
 from tests.serve.site import error_of, site
 

@@ -123,9 +123,7 @@ def said(one: Asked) -> int:
     """Tokens that the toy model says of it, the end left out."""
     from colossax.scheduling import EngineRequest
 
-    request = EngineRequest(
-        prompt=tuple(one.prompt), max_tokens=one.said, ends=(TOKENIZER.eos,)
-    )
+    request = EngineRequest(prompt=tuple(one.prompt), max_tokens=one.said, ends=(TOKENIZER.eos,))
     return len(alone(request)[0])
 
 
