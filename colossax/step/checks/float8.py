@@ -88,13 +88,9 @@ def _check_delayed(bound: BoundPlan) -> None:
     plan = bound.plan
     several = plan.batch.accumulation > 1 or plan.batch.microbatch is not None
     away = plan.offload.wanted or any(not s.placement.all_on_device for s in plan.segments)
-    refused = {
-        "stages share the layers": bound.mesh.shape[MeshAxis.STAGE] > 1,
-        "layers with several microbatches are in host memory": several and away,
-    }
-    for why, found in refused.items():
-        if found:
-            raise PlanError(
-                "plan.precision.float8.scaling: found 'delayed', whose histories want the largest"
-                f" of all microbatches, and {why}, where gradients are added; give current"
-            )
+    if several and away and bound.mesh.shape[MeshAxis.STAGE] == 1:
+        raise PlanError(
+            "plan.precision.float8.scaling: found 'delayed', whose histories want the largest of"
+            " all microbatches, and layers with several microbatches are in host memory, where"
+            " gradients are added; give current"
+        )
