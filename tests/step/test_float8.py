@@ -57,9 +57,13 @@ def run(step, state, steps, first=0):
 
 
 def histories(step, state):
-    """By path, `[layers, 3, steps]`."""
+    """By path, `[layers, 3, steps]`; of a stack in several segments, one behind the other."""
+    found = {}
     pairs = zip(jax.tree.leaves(step.spec.infos), jax.tree.leaves(state["params"]), strict=True)
-    return {info.path: np.asarray(leaf) for info, leaf in pairs if info.noted}
+    for info, leaf in pairs:
+        if info.noted:
+            found.setdefault(info.path, []).append(np.asarray(leaf).reshape(-1, *leaf.shape[-2:]))
+    return {path: np.concatenate(parts) for path, parts in found.items()}
 
 
 @functools.cache
