@@ -109,8 +109,7 @@ MESHES = {
     "host_twice": ({"fsdp": 2}, 8, {"offload": HOSTED, "segments": REMAT, "batch": TWICE}),
 }
 
-UNDELAYED = {"reduce_once", "stages", "stages_fsdp", "stages_gathered", "zero_bubble", "programs"}
-UNDELAYED |= {"host_twice"}
+UNDELAYED = {"reduce_once", "host_twice"}
 
 
 CASES = [
@@ -287,10 +286,6 @@ REFUSED = {
         "optimizer": sgd(1.0),
     },
     "is of experts, whose matmuls are not done in float8; add 'experts' to": {"config": MIXTURE},
-    "and stages share the layers, where gradients are added; give current": {
-        "precision": DELAYED,
-        "mesh": {"stage": 2},
-    },
     "and layers with several microbatches are in host memory": {
         "precision": DELAYED,
         "offload": HOSTED,

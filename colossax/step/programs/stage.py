@@ -13,7 +13,7 @@ from colossax.optim import DimsOptimizer, transformation
 from colossax.sharding import replicated, use
 from colossax.step.gradients.loss_scale import scale_in
 from colossax.step.gradients.method import Gradients
-from colossax.step.gradients.sums import square_norm, together
+from colossax.step.gradients.sums import square_norm
 from colossax.step.programs.by_layer import rule_of
 from colossax.step.programs.numbered import Leaves, Numbered
 from colossax.step.programs.sending import of_stage
@@ -117,8 +117,8 @@ class Stage:
         """
         found = dict(own)
         for each in more:
-            infos = {at: self._all.infos[at] for at in each}
-            found |= together(infos, {at: found[at] for at in each}, each)
+            for at, grad in each.items():
+                found[at] += grad
         plain = [grad for at, grad in found.items() if self._all.infos[at].update is None]
         return found, jnp.asarray(square_norm(plain), jnp.float32)
 

@@ -16,6 +16,7 @@ from colossax.layerwise import StageLayers, added, nothing, over_stages
 from colossax.pipeline.routes import Phase, Routes, routes_of
 from colossax.pipeline.table import Table
 from colossax.sharding import batch_axes, param_sharding
+from colossax.step.checks.float8 import check_met_once
 from colossax.step.gradients.accumulate import LossCall, objective, summarised
 from colossax.step.gradients.method import GradientMethod, Gradients
 from colossax.step.gradients.sums import accumulable, as_arrays, constrained, noted, together
@@ -124,6 +125,8 @@ class _BothWays:
         self._infos = self._learning(stages.infos)
         self._ticks = self._routes.forward_ticks
         self._kept = Kept(stages, bound, self._kept_slots)
+        both = stages.cut.before_reads & stages.cut.after_reads
+        check_met_once(info for at, info in enumerate(jax.tree.leaves(infos)) if at in both)
 
     def start(self) -> _State:
         """Nothing has been done."""
