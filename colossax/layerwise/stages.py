@@ -354,8 +354,7 @@ def _added(grads: Chunks, more: Any, chunk: Array, i: Array, active: Array) -> C
         return x is None or isinstance(x, Maximum)
 
     return tuple(
-        jax.tree.map(add(number), each, more, is_leaf=is_whole)
-        for number, each in enumerate(grads)
+        jax.tree.map(add(number), each, more, is_leaf=is_whole) for number, each in enumerate(grads)
     )
 
 

@@ -22,7 +22,6 @@ from colossax.errors import PlanError
 from colossax.nn import LayerStack, Linear
 from colossax.optim import adamw
 from colossax.planner import build_step
-from tests.cases import quick_first
 
 DELAYED = Precision(matmul="float8", float8=Float8(scaling="delayed", history=3))
 WIDTH, ROWS, COUNT = 8, 16, 4
@@ -119,11 +118,14 @@ def piped(schedule, chunks=1, **more):
 
 FULL = (Segment(remat="full"),)
 HOSTED = OffloadConfig(parameters=1.0, optimizer=1.0)
+QUICK = {
+    "zb_h1": ({"stage": 4, "fsdp": 2}, piped("zb_h1")),
+    "programs": ({"stage": 2, "fsdp": 2}, piped("1f1b", cuts=(3, 1))),
+}
 CASES = {
     "1f1b": ({"stage": 2}, piped("1f1b")),
     "gpipe": ({"stage": 4}, piped("gpipe")),
     "interleaved": ({"stage": 2}, piped("interleaved", 2)),
-    "zb_h1": ({"stage": 4, "fsdp": 2}, piped("zb_h1")),
     "zb_h1, recomputed": ({"stage": 2}, {**piped("zb_h1"), "segments": FULL}),
     "zb_v": ({"stage": 2, "fsdp": 2}, piped("zb_v", 2)),
     "gathered": ({"stage": 2, "fsdp": 2}, piped("1f1b", gather="step")),
@@ -132,7 +134,6 @@ CASES = {
         {"stage": 2},
         {"segments": (Segment(count=1, remat="full"), Segment(count=1, remat="none"))},
     ),
-    "programs": ({"stage": 2, "fsdp": 2}, piped("1f1b", cuts=(3, 1))),
     "programs, zb_h1": ({"stage": 2}, piped("zb_h1", cuts=(1, 3))),
     "programs, zb_v": ({"stage": 2}, piped("zb_v", 2, cuts=(1, 1, 1, 1))),
     "programs, gathered": ({"stage": 2, "fsdp": 2}, piped("1f1b", cuts=(2, 2), gather="step")),
@@ -150,10 +151,19 @@ CASES = {
 @pytest.mark.catches("float8-notes-of-empty-cells")
 @pytest.mark.catches("float8-notes-of-programs-added")
 @pytest.mark.catches("float8-notes-outside-added")
-@pytest.mark.parametrize("name", quick_first(CASES, ["zb_h1", "programs"]))
-def test_histories_are_those_of_one_device(name):
+@pytest.mark.parametrize(("mesh", "plan"), QUICK.values(), ids=QUICK)
+def test_histories_are_those_of_one_device(mesh, plan):
     """Of all matrices, in the stack and beside it: the largest numbers of all microbatches."""
-    mesh, plan = CASES[name]
+    assert_equals_one_device(mesh, plan)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("mesh", "plan"), CASES.values(), ids=CASES)
+def test_so_they_are_by_every_schedule_and_with_layers_in_host_memory(mesh, plan):
+    assert_equals_one_device(mesh, plan)
+
+
+def assert_equals_one_device(mesh, plan):
     step = step_of(mesh, **plan)
     got, state = run(step, step.init(), 3)
     want, noted = alone()
@@ -168,7 +178,7 @@ def test_histories_are_those_of_one_device(name):
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", ["1f1b", "zb_v", "programs"])
 def test_a_run_goes_on_exactly_and_on_another_mesh(name, tmp_path):
-    mesh, plan = CASES[name]
+    mesh, plan = {**QUICK, **CASES}[name]
     step = step_of(mesh, **plan)
     _, state = run(step, step.init(), 2)
     step.save(tmp_path, state)
