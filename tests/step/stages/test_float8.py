@@ -119,7 +119,7 @@ def piped(schedule, chunks=1, **more):
 FULL = (Segment(remat="full"),)
 HOSTED = OffloadConfig(parameters=1.0, optimizer=1.0)
 QUICK = {
-    "zb_h1": ({"stage": 4, "fsdp": 2}, piped("zb_h1")),
+    "zb_v": ({"stage": 2, "fsdp": 2}, piped("zb_v", 2)),
     "programs": ({"stage": 2, "fsdp": 2}, piped("1f1b", cuts=(3, 1))),
 }
 CASES = {
@@ -127,7 +127,7 @@ CASES = {
     "gpipe": ({"stage": 4}, piped("gpipe")),
     "interleaved": ({"stage": 2}, piped("interleaved", 2)),
     "zb_h1, recomputed": ({"stage": 2}, {**piped("zb_h1"), "segments": FULL}),
-    "zb_v": ({"stage": 2, "fsdp": 2}, piped("zb_v", 2)),
+    "zb_h1": ({"stage": 4, "fsdp": 2}, piped("zb_h1")),
     "gathered": ({"stage": 2, "fsdp": 2}, piped("1f1b", gather="step")),
     "tensor": ({"stage": 2, "tensor": 2}, {**piped("1f1b"), "segments": FULL}),
     "policies": (
