@@ -11,7 +11,7 @@ from colossax.nn.config.dual import check_dual
 from colossax.nn.decoder.decoder import Decoder
 from colossax.nn.module import param
 from colossax.nn.stack.stack import LayerStack
-from colossax.sharding import constrain
+from colossax.sharding import constrain, shared_rows
 
 
 class DualEncoder(nnx.Module):
@@ -83,7 +83,9 @@ class DualEncoder(nnx.Module):
         """
         if segments is None and self.config.causal:
             segments = segments_of(tokens, self.config.eos)
-        return self.text(tokens, segments=segments)[:, 0], self.image(pixels=pixels)[:, 0]
+        texts = self.text(tokens, segments=segments)[:, 0]
+        with shared_rows(len(pixels), self.image_config.patches.tokens):
+            return texts, self.image(pixels=pixels)[:, 0]
 
     def scores(self, texts: Float[Array, "t d"], images: Float[Array, "i d"]) -> Any:
         """`exp(log_scale) images @ texts + shift`, `[i, t]` in float32.
