@@ -80,6 +80,9 @@ class DualEncoder(nnx.Module):
 
         Raises:
             InputError: A text is longer than the model's, or images are of another size.
+
+        Cost: both encoders. Devices that share rows have whole images where they do not divide an
+        image's tokens, others each where those are enough, else the same ones.
         """
         if segments is None and self.config.causal:
             segments = segments_of(tokens, self.config.eos)
