@@ -88,7 +88,7 @@ class Noise:
 
     def read_by(self, name: str) -> "InputNoise":
         """What the adapter of a map of a sublayer does not read; each name has its own."""
-        words = folded(folded(self.words, _ADAPTER), zlib.crc32(name.encode()))
+        words = folded(folded(self.words, _ADAPTER), jnp.uint32(zlib.crc32(name.encode())))
         return InputNoise(words=words, tokens=self.tokens, rate=self.adapter)
 
     def _dropped(self, x: Array, rate: float, place: int) -> Array:
