@@ -118,12 +118,15 @@ REFUSED = {
         {},
     ),
     "EncoderDecoder is no decoder or encoder of one kind of rows": (
-        maker(T5Config(vocab=64, embed=16, layers=1, decoder_layers=1, heads=2, head_dim=8, mlp=16)),
+        maker(
+            T5Config(vocab=64, embed=16, layers=1, decoder_layers=1, heads=2, head_dim=8, mlp=16)
+        ),
         {},
     ),
 }
 
 
+@pytest.mark.catches("adapter-drops-outside-of-layers")
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_would_not_drop_is_refused(message):
     make, fields = REFUSED[message]
