@@ -87,7 +87,9 @@ class DualEncoder(nnx.Module):
         if segments is None and self.config.causal:
             segments = segments_of(tokens, self.config.eos)
         texts = self.text(tokens, segments=segments)[:, 0]
-        with shared_rows(len(pixels), self.image_config.patches.tokens):
+        patches = self.image_config.patches
+        assert patches is not None  # checked when built
+        with shared_rows(len(pixels), patches.tokens):
             return texts, self.image(pixels=pixels)[:, 0]
 
     def scores(self, texts: Float[Array, "t d"], images: Float[Array, "i d"]) -> Any:
