@@ -43,8 +43,8 @@ NAMES = {
         "compiler_options compute_dtype constrain current current_order explain explain_html "
         "gather_for_others gather_weight gathered_axes host_sharding in_order keeping kept_share "
         "left_whole linear linears lookup moe param_sharding recomputing reduction_dtype "
-        "remembered replicated resolve ruled_dims seq_axes transfer use validate with_ranges "
-        "whole_rows without_shards"
+        "remembered replicated resolve rows_as_here ruled_dims seq_axes shared_rows transfer "
+        "use validate with_ranges whole_rows without_shards"
     ),
     "colossax.sharding.experts": (
         "Base Capacity CosineRouter DenseToSparse ExpertChoice ExpertWeights GShard Gate GateInput "

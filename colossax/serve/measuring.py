@@ -26,9 +26,6 @@ MEDIAN_PROMPT, MEDIAN_SAID, SPREAD = 120, 180, 0.9
 
 TIMEOUT_S = 600.0
 
-KEEPALIVE_S = 1.0
-"""Less than servers keep idle connections: else one is closed just as it is used again."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Load:
@@ -154,9 +151,8 @@ async def measured(url: str, load: Load, *, key: str | None = None) -> list[Aske
         InputError: Nobody answers there, or not as such a server does.
     """
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
-    limits = httpx.Limits(
-        max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_S
-    )
+    # Each with a connection of its own: a server may close an idle one just as it is used again.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(
         base_url=url, headers=headers, limits=limits, timeout=TIMEOUT_S, trust_env=False
     ) as client:
