@@ -197,6 +197,7 @@ FILES_FOR_THE_COMMAND_LINE = {
     "colossax.pipeline.measured",
     "colossax.planner.counting.inspection_plot",
     "colossax.planner.deciding.measuring",
+    "colossax.serve.measuring",
 }
 """Loaded where they are needed: what reads other libraries' files, measures, or draws."""
 

@@ -127,8 +127,7 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
 
 def _supervise(args: argparse.Namespace) -> int:
     from colossax.serve import Limits, ServeOptions, bound, serve
-    from colossax.serve.engine.journal import Journal
-    from colossax.serve.engine.supervisor import Supervisor
+    from colossax.serve.engine import Journal, Supervisor
 
     options = ServeOptions(
         host=args.host,

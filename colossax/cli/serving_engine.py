@@ -9,8 +9,7 @@ from colossax.cli.generate import Options, check_reads_text, opened
 from colossax.cli.overrides import Override, apply_overrides
 from colossax.cli.serve import template_of
 from colossax.errors import InputError
-from colossax.serve.engine.child import alone, run
-from colossax.serve.engine.wire import Wire
+from colossax.serve.engine import Wire, alone, run
 
 
 def run_engine(args: argparse.Namespace, overrides: list[Override]) -> int:
