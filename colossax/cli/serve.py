@@ -8,7 +8,7 @@ from typing import Any
 from colossax.cli.arguments import BASE_HELP, keeping, number, real
 from colossax.cli.output import tell
 from colossax.cli.overrides import Override
-from colossax.config import above, user_path
+from colossax.config import above, cache_folder, user_path
 from colossax.errors import InputError
 
 DESCRIPTION = {
@@ -164,8 +164,6 @@ def _supervise(args: argparse.Namespace) -> int:
 
 
 def _journal_path(args: argparse.Namespace, port: int) -> Path:
-    from colossax.config.cache import cache_folder
-
     if args.journal is not None:
         return user_path(args.journal, "--journal")
     return cache_folder() / "serve" / f"{port}.journal"
