@@ -75,7 +75,6 @@ async def malformed(url, number):
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
 
-@pytest.mark.catches("pages-of-the-cancelled")
 def test_two_thousand_requests(tmp_path):
     noise = random.Random(1)
     load = Load(requests=REQUESTS, rate=150.0, longest=60, cancelled=CANCELLED, seed=3)
