@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from pathlib import Path
 
 import pytest
 
@@ -127,6 +128,17 @@ def test_refusals(words, message, capfd):
     assert main(["serve", "--port=0", *words]) == 2
     err = capfd.readouterr().err
     assert re.search(message, err) and "Traceback" not in err
+
+
+@pytest.mark.slow
+def test_what_the_page_does_from_python(capsys):
+    page = Path(__file__).parents[2].joinpath("docs", "serving.md").read_text(encoding="utf-8")
+    scripts = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (script,) = (one for one in scripts if "EngineRequest" in one)
+    capsys.readouterr()
+    exec(script.replace("runs/mine", "mine"), {})
+    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(said) == 64 and len({tuple(one) for one in said}) > 1
 
 
 def test_a_port_in_use(capsys):

@@ -52,7 +52,8 @@ def test_the_page_has_all_metrics():
 
 
 def test_what_the_page_starts_is_started(monkeypatch):
-    (script,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    scripts = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    (script,) = (one for one in scripts if "ServeOptions" in one)
     served = []
     monkeypatch.setattr(colossax.serve, "serve", lambda *given: served.append(given) or 0)
     scope = {"backend": FakeEngine()}
