@@ -72,7 +72,7 @@ NAMES = {
         "shapes_of stack_call stage_layers standing_in summed"
     ),
     "colossax.data": (
-        "BatchLoader Corpus Documents MaskedRows Mixture RowSource Rows Split SyntheticRows "
+        "BatchLoader Chat Corpus Documents MaskedRows Mixture RowSource Rows Split SyntheticRows "
         "SpanRows Tokenizer ValidationBatches WholeDocuments "
         "cache_folder encode_corpus global_arrays "
         "joined path_documents stack_rows stdlib_documents train_tokenizer unigram_entropy_nats "

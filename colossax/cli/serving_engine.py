@@ -8,6 +8,7 @@ from colossax.cli.devices import choose_devices, request_host_devices
 from colossax.cli.generate import Options, check_reads_text, opened
 from colossax.cli.overrides import Override, apply_overrides
 from colossax.cli.serve import template_of
+from colossax.data import Chat
 from colossax.errors import InputError
 from colossax.serve.engine import Wire, alone, run
 
@@ -78,15 +79,18 @@ def _facts(args: argparse.Namespace, stored: Any) -> dict[str, Any]:
             f" {config.max_seq} or fewer"
         )
     eos = tokenizer.eos if config.eos is None else config.eos
+    chat = Chat.from_json(stored.origin[0].document("chat", dict))
+    given = template_of(args)
     return {
         "model": args.name or _name(stored),
         "tokenizer": {"definition": tokenizer.definition, "end": tokenizer.end},
         "vocab": config.vocab,
         "slots": slots,
-        "ends": [eos],
+        "ends": sorted({eos, *(token for token in chat.ends if token < config.vocab)}),
         "seats": args.seats,
         "adapters": [],
-        "chat_template": template_of(args),
+        "chat_template": chat.template if given is None else given,
+        "bos": chat.bos,
         "eos": tokenizer.end,
     }
 

@@ -12,7 +12,8 @@ import numpy as np
 
 from colossax.checkpoint import RecordReader, RecordWriter, find_checkpoint
 from colossax.config import Plan, to_json, user_path
-from colossax.data import Tokenizer
+from colossax.data import Chat, Tokenizer
+from colossax.data.chat import TEMPLATE_FILE
 from colossax.documents import read_json
 from colossax.errors import InputError
 from colossax.models.adapters.stored import params_of
@@ -21,6 +22,7 @@ from colossax.models.conversions import CONVERSIONS
 from colossax.models.hf_folder import Source, open_folder
 from colossax.models.hf_folder import read_params as read_params
 from colossax.models.parameters import (
+    CHAT_DOCUMENT,
     MODEL_DOCUMENT,
     PARAMS,
     PLAN_DOCUMENT,
@@ -64,6 +66,8 @@ def import_checkpoint(folder: str | Path, out: str | Path, plan: Plan | None = N
     tokenizer = _read_tokenizer(folder, source.config)
     if tokenizer is not None:
         documents[TOKENIZER_DOCUMENT] = tokenizer.to_json()
+        if chat := Chat.from_folder(folder):
+            documents[CHAT_DOCUMENT] = chat.to_json()
     with left_as_it_was(out), RecordWriter(out) as writer:
         declare(writer, source.infos, source.dtypes)
         experts: dict[str, np.ndarray] = {}
@@ -210,7 +214,7 @@ def copy_checkpoint(
     reader = find_checkpoint(checkpoint, step)
     params = alter(params_of(reader, base, averaged=averaged))
     documents = reader.documents()
-    kept = (PLAN_DOCUMENT, TOKENIZER_DOCUMENT)
+    kept = (PLAN_DOCUMENT, TOKENIZER_DOCUMENT, CHAT_DOCUMENT)
     write_checkpoint(params, out, {name: documents[name] for name in kept if name in documents})
     return reader
 
@@ -251,7 +255,7 @@ def _write_texts(
     tensors: list[OutTensor],
     documents: Mapping[str, Any],
 ) -> None:
-    """config.json, and tokenizer.json where the checkpoint holds one.
+    """config.json, and tokenizer.json and its chat template where the checkpoint holds them.
 
     A model that names no token that ends a document has its tokenizer's.
     """
@@ -261,9 +265,15 @@ def _write_texts(
         tokenizer = Tokenizer.from_json(documents[TOKENIZER_DOCUMENT])
         if settings.get("eos_token_id") is None:
             settings["eos_token_id"] = tokenizer.eos
-        generation = {"eos_token_id": settings["eos_token_id"]}
+        chat = Chat.from_json(documents.get(CHAT_DOCUMENT))
+        ends = list(chat.ends) if len(chat.ends) > 1 else settings["eos_token_id"]
+        generation = {"eos_token_id": ends}
         (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
         about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.end}
+        if chat.bos:
+            about["bos_token"] = chat.bos
+        if chat.template is not None:
+            (folder / TEMPLATE_FILE).write_text(chat.template, encoding="utf-8")
         (folder / _TOKENIZER_FILE).write_text(tokenizer.definition, encoding="utf-8")
         (folder / "tokenizer_config.json").write_text(json.dumps(about, indent=2) + "\n")
     (folder / "config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")

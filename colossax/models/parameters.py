@@ -21,6 +21,7 @@ PARAMS = "model/params"
 _STATE = "model/optimizer"
 _EMA, _SCHEDULE_FREE = f"{_STATE}/average", f"{_STATE}/z"
 MODEL_DOCUMENT, PLAN_DOCUMENT, TOKENIZER_DOCUMENT = "model", "plan", "tokenizer"
+CHAT_DOCUMENT = "chat"
 _DTYPE_NAMES = {"float32": "float32", "float16": "float16", "bfloat16": "bfloat16"}
 
 Read = Callable[[str, int | None, int | None], np.ndarray]

@@ -28,6 +28,7 @@ from colossax.models.adapters.stored import (
 )
 from colossax.models.conversions import CONVERSIONS
 from colossax.models.parameters import (
+    CHAT_DOCUMENT,
     MODEL_DOCUMENT,
     PARAMS,
     PLAN_DOCUMENT,
@@ -182,7 +183,8 @@ def import_peft(folder: str | Path, out: str | Path, base: str | Path) -> None:
         BASE: base_document(there, PARAMS.split("/")[0], out),
     }
     known = there.documents()
-    documents |= {n: known[n] for n in (PLAN_DOCUMENT, TOKENIZER_DOCUMENT) if n in known}
+    kept = (PLAN_DOCUMENT, TOKENIZER_DOCUMENT, CHAT_DOCUMENT)
+    documents |= {n: known[n] for n in kept if n in known}
     with left_as_it_was(out), RecordWriter(out) as writer:
         declare(writer, infos, dict.fromkeys(infos, np.dtype("float32")))
         for one in held:
