@@ -3,14 +3,18 @@
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from colossax.errors import InputError
-from colossax.scheduling import Emitted
+from colossax.scheduling import Emitted, EngineRequest
 from colossax.serve.engine.wire import Wire, emitted_to_json, request_from_json
 
 TELL_S = 0.5
 """How often an engine says how it is, with nothing else to say."""
+
+COMPILERS, COMPILED_S = 2, 0.01
+"""Threads that compile grammars, and how often it is looked whether one has."""
 
 
 def alone() -> None:
@@ -28,8 +32,8 @@ def run(wire: Wire, engine: Any, constraint: Callable[[str], Any]) -> None:
         constraint: Of a request's grammar.
     """
     loop = _Loop(wire, engine, constraint)
-    wire.send({"say": "ready", "pages": engine.sizes.pages})
     try:
+        wire.send({"say": "ready"})
         while loop.turn():
             pass
     except (EOFError, OSError):
@@ -39,6 +43,8 @@ def run(wire: Wire, engine: Any, constraint: Callable[[str], Any]) -> None:
 class _Loop:
     def __init__(self, wire: Wire, engine: Any, constraint: Callable[[str], Any]):
         self._wire, self._engine, self._constraint = wire, engine, constraint
+        self._compiling: dict[int, tuple[EngineRequest, Future[Any]]] = {}
+        self._pool = ThreadPoolExecutor(COMPILERS, "grammar")
         self._names: dict[int, int] = {}
         self._numbers: dict[int, int] = {}
         self._told_s = 0.0
@@ -46,13 +52,15 @@ class _Loop:
     def turn(self) -> bool:
         """Hear what came, run a step, tell of it; whether to go on."""
         told: list[list[Any]] = []
-        for message in self._wire.pending(0.0 if self._engine.busy else TELL_S):
+        wait_s = 0.0 if self._engine.busy else TELL_S
+        for message in self._wire.pending(min(wait_s, COMPILED_S) if self._compiling else wait_s):
             if message["do"] == "close":
                 return False
             if message["do"] == "cancel":
-                self._cancel(message["id"])
+                told += self._cancel(message["id"])
             else:
                 told += self._add(message["id"], message["request"])
+        told += self._compiled()
         if self._engine.busy:
             told += [self._named(one) for one in self._engine.step()]
         now = time.monotonic()
@@ -62,24 +70,49 @@ class _Loop:
         return True
 
     def _add(self, name: int, document: dict[str, Any]) -> list[list[Any]]:
-        """Hand a request on; what is refused is told as its end."""
+        """Hand a request on, one with a grammar when that is compiled, beside the steps."""
+        request = request_from_json(document)
+        if request.grammar is None:
+            return self._handed_on(name, request, None)
+        self._compiling[name] = request, self._pool.submit(self._begun, request)
+        return []
+
+    def _begun(self, request: EngineRequest) -> Any:
+        """The constraint of a request, which has said something already where it is made again."""
+        assert request.grammar is not None
+        constraint = self._constraint(request.grammar)
+        for token in request.generated:
+            constraint.took(token)
+        return constraint
+
+    def _compiled(self) -> list[list[Any]]:
+        """Hand on those whose grammars are compiled."""
+        told: list[list[Any]] = []
+        for name, (request, future) in list(self._compiling.items()):
+            if future.done():
+                del self._compiling[name]
+                try:
+                    told += self._handed_on(name, request, future.result())
+                except InputError as problem:
+                    told.append(_refused(name, problem))
+        return told
+
+    def _handed_on(self, name: int, request: EngineRequest, constraint: Any) -> list[list[Any]]:
+        """What is refused is told as its end."""
         try:
-            request = request_from_json(document)
-            constraint = None
-            if request.grammar is not None:
-                constraint = self._constraint(request.grammar)
-                for token in request.generated:
-                    constraint.took(token)
             number = self._engine.add(request, constraint)
         except InputError as problem:
-            return [emitted_to_json(Emitted(name, ended="error", message=str(problem)))]
+            return [_refused(name, problem)]
         self._names[number], self._numbers[name] = name, number
         return []
 
-    def _cancel(self, name: int) -> None:
+    def _cancel(self, name: int) -> list[list[Any]]:
+        if self._compiling.pop(name, None) is not None:
+            return [emitted_to_json(Emitted(name, ended="cancelled"))]
         number = self._numbers.get(name)
         if number is not None:
             self._engine.cancel(number)
+        return []
 
     def _named(self, one: Emitted) -> list[Any]:
         """By the server's number."""
@@ -98,5 +131,9 @@ class _Loop:
             "pages_cached": found.cached,
             "prefix_hit_tokens": found.reused,
             "preemptions": found.preemptions,
-            "idle": not self._engine.busy,
+            "idle": not self._engine.busy and not self._compiling,
         }
+
+
+def _refused(name: int, problem: InputError) -> list[Any]:
+    return emitted_to_json(Emitted(name, ended="error", message=str(problem)))

@@ -15,7 +15,7 @@ from colossax.scheduling import EngineRequest, SamplingConfig
 from colossax.serve import EngineDown
 from colossax.serve.engine.journal import Journal, unfinished
 from colossax.serve.engine.supervisor import DEATHS_ALONE, QUIET_DEATHS, Supervisor
-from tests.serve.fake import TOKENIZER, alone
+from tests.serve.fake import GRAMMARS, TOKENIZER, alone
 
 TIMEOUT_S = 20
 
@@ -141,6 +141,27 @@ def test_cancelled(tmp_path):
     said, stats = served(supervisor(tmp_path, step_s=0.01), work)
     assert said[-1].ended == "cancelled" and len(said) < 200
     assert stats.seats_used == stats.pages_used == 0
+
+
+@pytest.mark.catches("grammar-holds-up-others")
+def test_grammars_are_compiled_beside_the_steps(tmp_path):
+    """One that takes seconds holds up nobody, is refused alone, and may be cancelled."""
+    grammar = GRAMMARS.compiled('{"type": "object"}')
+
+    async def work(backend):
+        slow = await backend.submit(request(1, waits=True, grammar="slow"))
+        gone = await backend.submit(request(2, waits=True, grammar="slow"))
+        backend.cancel(gone.number)
+        answer = asyncio.ensure_future(slow.said.__anext__())
+        others = [await heard(backend, request(i)) for i in range(3)]
+        assert not answer.done()
+        first = await answer
+        good = await heard(backend, request(3, waits=True, grammar=grammar))
+        return others, first, [x.ended async for x in gone.said], good
+
+    others, first, gone, good = served(supervisor(tmp_path), work)
+    assert others == [expected(request(i)) for i in range(3)] and good == expected(request(3))
+    assert first.message == "grammar: it is too slow; give another" and gone == ["cancelled"]
 
 
 @pytest.mark.catches("journal-is-open-to-all")

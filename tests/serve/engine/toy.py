@@ -12,7 +12,7 @@ from colossax.errors import InputError
 from colossax.scheduling import Emitted, Scheduler
 from colossax.serve.engine.child import alone, run
 from colossax.serve.engine.wire import Wire
-from tests.serve.fake import CHATML, END, TOKENIZER, VOCAB, next_token
+from tests.serve.fake import CHATML, END, GRAMMARS, TOKENIZER, VOCAB, next_token
 
 SLOTS, SEATS = 256, 4
 
@@ -35,6 +35,8 @@ class ToyEngine:
         return SimpleNamespace(scheduler=self._scheduler.stats)
 
     def add(self, request, constraint):
+        if constraint is not None:
+            constraint.mask()
         if 7 in request.prompt:
             raise InputError("prompt: seven is refused here; leave it out")
         number = self._scheduler.add(request)
@@ -76,6 +78,14 @@ class ToyEngine:
         return told
 
 
+def constraint(grammar):
+    """That of the real library; one that is compiled slowly."""
+    if grammar == "slow":
+        time.sleep(3.0)
+        raise InputError("grammar: it is too slow; give another")
+    return GRAMMARS.constraint(grammar)
+
+
 def first_time():
     """Whether no process before this one was here."""
     mark = Path(sys.argv[3])
@@ -98,7 +108,7 @@ def main():
     facts = {"model": "toy", "tokenizer": tokenizer, "vocab": VOCAB, "slots": SLOTS, "seats": SEATS}
     more = {"ends": [TOKENIZER.eos], "adapters": [], "chat_template": CHATML, "eos": END}
     wire.send({"say": "facts", "facts": facts | more})
-    run(wire, ToyEngine(fault, step_s), lambda grammar: None)
+    run(wire, ToyEngine(fault, step_s), constraint)
     return 0
 
 
