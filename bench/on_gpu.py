@@ -8,6 +8,7 @@ kernels   `gpu_kernels.py`.
 float8    `gpu_float8.py`.
 train     `gpu_train.py`.
 offload   `gpu_offload.py`.
+serve     `gpu_serve.py`.
 
 Each step is a process of its own, or more, ended after its share of the time; what it wrote stays.
 DIR has a log for each, what the scripts write, and on_gpu.json: seconds and exit codes. Arguments
@@ -35,6 +36,7 @@ LIMITS_S = {
     "float8": 90.0,
     "train": 240.0,
     "offload": 240.0,
+    "serve": 300.0,
 }
 AT_ONCE = 8
 """Processes of the tests; they share the GPU's memory."""
@@ -78,6 +80,7 @@ def _run(name: str, more: list[str], out: Path, limit_s: float) -> dict[str, Any
         "float8": [f"{here}/gpu_float8.py", "--out", str(out / "gpu_float8.json")],
         "train": [f"{here}/gpu_train.py", "--out", str(out / "gpu_train.json")],
         "offload": [f"{here}/gpu_offload.py", "--out", str(out / "gpu_offload")],
+        "serve": [f"{here}/gpu_serve.py", "--resume", "--out", str(out / "gpu_serve.json")],
     }[name]
     if name == "tests":
         words += ["--timeout=90", "--timeout-method=thread", f"--junitxml={out / 'tests.xml'}"]
