@@ -111,7 +111,8 @@ def _generate(args: argparse.Namespace, overrides: list[Override]) -> int:
         prompt, source = asked(stored.config, text)
         max_tokens = args.max_tokens or max(1, min(_MAX_TOKENS, limit - len(prompt)))
         request = Request(prompt=prompt, source=source, max_tokens=max_tokens, **draws)
-        request.check(vocab=stored.config.vocab, slots=limit, longest_source=longest_source)
+        reads = Reads(longest=longest_source)
+        request.check(vocab=stored.config.vocab, slots=limit, reads=reads)
         requests.append(request)
     longest = max(len(one.prompt) + one.max_tokens for one in requests)
     sizes = {"slots": _slots(longest, limit), "sequences": len(requests)}

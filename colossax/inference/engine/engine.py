@@ -69,9 +69,11 @@ class Engine:
 
     Every step is a call on a fixed number of tokens: chunks of prompts and single next tokens of
     all seats. Keys and values lie in pages; prompts that begin alike share them. Tokens are those
-    of `Generator`: a draw depends on seed and position, and on nobody else in the step.
+    of `Generator`: a draw depends on seed and position, and on nobody else in the step. A source,
+    sound or images are read when their request has a seat, and again if it had to leave it.
 
-    It belongs to one thread. Nothing is compiled after `warm`.
+    It belongs to one thread. Nothing is compiled after `warm`, but for sounds that are shorter than
+    the longest and images of another size than the model's own: each of those once.
 
     Cost: weights are read once a step for all seats. Memory: `pages`, and of each seat its tokens.
     """
@@ -186,7 +188,8 @@ class Engine:
         Raises:
             InputError: The engine could never serve it.
         """
-        request.check(vocab=self.config.vocab, slots=self.sizes.slots)
+        reads = self.program.reading.reads
+        request.check(vocab=self.config.vocab, slots=self.sizes.slots, reads=reads)
         if (constraint is not None) != request.waits:
             raise InputError(
                 "constraint: it needs each token before the next; give it with waits=True, and"
@@ -209,6 +212,7 @@ class Engine:
                 kind, self._params, self._state, *self._packer.padding(kind)
             )
             jax.block_until_ready(chosen)
+        self._state = self.program.read_nothing(self._params, self._state)
 
     def step(self) -> list[Emitted]:
         """Send steps on their way, and give what the oldest gave; empty where nothing is to do."""
@@ -235,6 +239,9 @@ class Engine:
         if plan is None:
             return False
         kind = "mixed" if self._deterministic else plan.kind
+        if self.program.reading.reads.anything:
+            for seat, request in plan.fresh:
+                self._state = self.program.read(self._params, self._state, seat, request)
         given = self._packer.packed(kind, plan, self._constraints)
         chosen, self._state = self.program(kind, self._params, self._state, *given)
         self._steps[kind] += 1

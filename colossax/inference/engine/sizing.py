@@ -20,7 +20,8 @@ SHARE = 0.93
 def pages_for(spec: ModelSpec, bound: BoundPlan, params: Params, sizes: Sizes) -> int:
     """As many as all seats could fill, or as the devices have room for beside the rest.
 
-    Cost: where devices say how much memory they have, a compilation of the larger step.
+    Cost: where devices say how much memory they have, a compilation of the larger step, and of what
+    reads the longest source, sound, or an image.
 
     Args:
         spec, bound, params: As of `Engine`.
@@ -38,9 +39,8 @@ def pages_for(spec: ModelSpec, bound: BoundPlan, params: Params, sizes: Sizes) -
         for n in (1, sizes.pages_a_seat)
     )
     page_bytes = max(1, (cache_bytes(few) - cache_bytes(one)) // max(1, sizes.pages_a_seat - 1))
-    stats = few.lowered("mixed", params).compile().memory_analysis()
-    results = stats.output_size_in_bytes - stats.alias_size_in_bytes
-    rest = stats.argument_size_in_bytes + results + stats.temp_size_in_bytes - cache_bytes(few)
+    programs = few.lowered("mixed", params), few.reading.lowered(params)
+    rest = max(_used(one) for one in programs if one is not None) - cache_bytes(few)
     room = int(SHARE * memory - rest) // page_bytes
     if room < sizes.pages_a_seat:
         needed = rest + page_bytes * sizes.pages_a_seat
@@ -50,6 +50,13 @@ def pages_for(spec: ModelSpec, bound: BoundPlan, params: Params, sizes: Sizes) -
             " slots, fewer seats, or more devices"
         )
     return min(most, room)
+
+
+def _used(lowered: Any) -> int:
+    """Bytes of each device while a program runs."""
+    stats = lowered.compile().memory_analysis()
+    results = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return stats.argument_size_in_bytes + results + stats.temp_size_in_bytes
 
 
 def cache_bytes(program: EngineProgram) -> int:
