@@ -26,8 +26,8 @@ NAMES = {
         "Costs FORMS Kind Op Report SCHEDULES Table checked movable plot_schedule schedule simulate"
     ),
     "colossax.scheduling": (
-        "Emitted Ended EngineRequest Heard Piece Reads SamplingConfig Scheduler Seen Stats StepPlan "
-        "check_length check_tokens"
+        "Emitted Ended EngineRequest Heard Piece Reads SamplingConfig Scheduler Seen Stats "
+        "StepPlan check_length check_tokens"
     ),
     "colossax.pallas.attention": (
         "AttentionSpec Mask Operands PairDropout RelativeBias Scoring attend attend_block "

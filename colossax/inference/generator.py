@@ -16,7 +16,7 @@ from colossax.inference.plan import together
 from colossax.inference.scheduler import InOrder, Request, Scheduler
 from colossax.inference.stages import StagedProgram, why_gathered
 from colossax.nn import ModelSpec
-from colossax.scheduling import Reads
+from colossax.scheduling.reading import NOTHING
 from colossax.typing import Params
 
 
@@ -185,7 +185,7 @@ class Generator:
             request.check(
                 vocab=program.config.vocab,
                 slots=program.slots,
-                reads=getattr(program, "reads", Reads()),
+                reads=getattr(program, "reads", NOTHING),
             )
             _check_at_once(program.config, len(request.prompt), program.width)
         at_once = program.sequences if isinstance(program, StagedProgram) else 1

@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 from colossax.config import Count, Temperature, check_types
 from colossax.nn.config.frames import FRAMES_PER_TOKEN
 from colossax.scheduling import Reads, check_length, check_tokens
+from colossax.scheduling.reading import NOTHING
 from colossax.scheduling.request import DrawSeed
 
 
@@ -39,7 +40,7 @@ class Request:
         """Tokens of its source."""
         return len(self.source) if self.frames is None else len(self.frames) // FRAMES_PER_TOKEN
 
-    def check(self, *, vocab: int, slots: int, reads: Reads = Reads()) -> None:
+    def check(self, *, vocab: int, slots: int, reads: Reads = NOTHING) -> None:
         """Refuse what no model of this vocabulary can continue in a sequence of `slots` tokens.
 
         Args:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from colossax.errors import InputError
 from colossax.scheduling.checks import check_tokens
@@ -45,6 +45,7 @@ class Heard:
     frames: int
 
 
+@runtime_checkable
 class Asked(Protocol):
     """Of a request, what is read before its first token."""
 
@@ -111,6 +112,10 @@ class Reads:
             InputError: The model reads none, or none of this size or number.
         """
         return check_images(asked.images, self.sight, slots)
+
+
+NOTHING = Reads()
+"""Of models that a prompt is all for."""
 
 
 def check_source(source: Sequence[int], vocab: int, longest: int | None) -> None:

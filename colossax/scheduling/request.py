@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from colossax.config import Bound, Count, Natural, Share, Temperature, check_types, within
 from colossax.errors import InputError
 from colossax.scheduling.checks import check_given, check_ids, check_length, check_tokens
-from colossax.scheduling.reading import Reads
+from colossax.scheduling.reading import NOTHING, Reads
 
 DrawSeed = Annotated[int, within(0, 2**32 - 1)]
 """Devices get it as uint32."""
@@ -103,7 +103,7 @@ class EngineRequest:
     adapter: str | None = None
     deadline_s: float | None = None
 
-    def check(self, *, vocab: int, slots: int, reads: Reads = Reads()) -> None:
+    def check(self, *, vocab: int, slots: int, reads: Reads = NOTHING) -> None:
         """Refuse what no model of this vocabulary can continue in a sequence of `slots` tokens.
 
         Args:
