@@ -146,8 +146,8 @@ NAMES = {
     ),
     "colossax.inference": (
         "CacheLayout Call Chunk Continuation DecodeProgram Fitted Flight Generation Generator "
-        "InOrder LoadedModel Request Sampling Scheduler StagedProgram StoredModel Tick fit_layers "
-        "inference_plan load check_length check_tokens open_checkpoint together"
+        "InOrder LoadedModel Request Sampling Scheduler Several StagedProgram StoredModel Tick "
+        "fit_layers inference_plan load check_length check_tokens open_checkpoint several together"
     ),
     "colossax.recipes": (
         "DEFAULT_RECIPE OwnTask RECIPES any_recipe described recipe recipe_from_file"

@@ -14,7 +14,9 @@ DrawSeed = Annotated[int, within(0, 2**32 - 1)]
 
 Penalty = Annotated[float, within(-2, 2)]
 
-TopShare = Annotated[float, Bound(low=0, high=1, above=True, told="a number above 0, at most 1")]
+TOP_SHARE = Bound(low=0, high=1, above=True, told="a number above 0, at most 1")
+
+TopShare = Annotated[float, TOP_SHARE]
 
 MOST_BIASED = 300
 """Tokens of a request that have a bias: it has one shape on the device."""

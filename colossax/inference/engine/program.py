@@ -209,8 +209,8 @@ class EngineProgram:
             state = dataclasses.replace(state, cache=cache)
         return state
 
-    def lowered(self, kind: str, params: Params) -> Any:
-        """A step, traced and not compiled.
+    def arguments(self, kind: str, params: Params) -> tuple[Any, ...]:
+        """Shapes and shardings of what a step gets.
 
         Args:
             kind: `mixed` or `decode`.
@@ -233,7 +233,11 @@ class EngineProgram:
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
         )
         state = EngineState(cache=self.cache.abstract, said=said)
-        return self._steps[kind].lower(params, state, *jax.tree.map(shape, given))
+        return params, state, *jax.tree.map(shape, given)
+
+    def lowered(self, kind: str, params: Params) -> Any:
+        """A step, traced and not compiled; arguments as of `arguments`."""
+        return self._steps[kind].lower(*self.arguments(kind, params))
 
 
 def stretched_from(config: DecoderConfig) -> float:

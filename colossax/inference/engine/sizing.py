@@ -1,7 +1,8 @@
-"""How many pages there is room for."""
+"""How large an engine is: as its requests need, and as there is room for."""
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,10 +12,83 @@ from colossax.errors import PlanError
 from colossax.inference.engine.program import EngineProgram, Sizes
 from colossax.nn import ModelSpec
 from colossax.offload import device_memory, gb_down, gb_up
+from colossax.scheduling import EngineRequest
 from colossax.typing import Params
+
+SEATS = 16
+"""Sequences at once, where nobody says."""
+
+MIXED_TOKENS = 256
+"""Tokens of a step with prompts, where nobody says."""
+
+PAGE_TOKENS = 16
+
+SLOTS = 128
+"""Of known requests slots are a multiple of these: a few sizes, for programs that are kept."""
+
+FEW_TOKENS = 16
+"""Tokens of a step of known requests that are few or short, where one program does for all."""
+
+FEW_STEPS = 8
+"""Of prompts: so many cost less than the compilation of a program for longer pieces of them."""
+
+ROOMY = 0.5
+"""Of a device's memory: what parameters and cache may take without a closer look."""
 
 SHARE = 0.93
 """Of a device's memory: what an engine takes of it, all together."""
+
+
+def sizes_for(requests: Sequence[EngineRequest], longest: int) -> Sizes:
+    """Of an engine for requests that are all known, on devices with any room.
+
+    Steps have one size where the prompts are short.
+
+    Args:
+        requests: One or more.
+        longest: Of the model's sequences.
+    """
+    seats = _power(min(len(requests), SEATS))
+    lengths = sorted((len(one.prompt) + one.max_tokens for one in requests), reverse=True)
+    slots = min(longest, -(-lengths[0] // SLOTS) * SLOTS)
+    of_each = -(-slots // PAGE_TOKENS)
+    pages = sum(-(-min(length, slots) // PAGE_TOKENS) for length in lengths[:seats])
+    read = sum(sorted((len(one.prompt) for one in requests), reverse=True)[:seats])
+    few = max(FEW_TOKENS, seats)
+    short = read <= FEW_STEPS * few
+    return Sizes(
+        seats=seats,
+        pages=min(seats * of_each, -(-pages // of_each) * of_each),
+        page_tokens=PAGE_TOKENS,
+        slots=slots,
+        mixed=few if short else min(MIXED_TOKENS, _power(read)),
+        decode=few if short else seats,
+    )
+
+
+def with_room(program: EngineProgram, params: Params) -> EngineProgram:
+    """A program with fewer pages where the devices have no room for all of its own.
+
+    Args:
+        program: See there.
+        params: Arrays, or shapes with shardings.
+
+    Raises:
+        PlanError: There is no room for the longest sequence.
+
+    Cost: nothing where half of a device holds parameters and cache; else as of `pages_for`.
+    """
+    bound, sizes = program.bound, program.sizes
+    memory = device_memory(list(bound.mesh.devices.flat), None)
+    held = sum(
+        _bytes(x) for x in jax.tree.leaves(params) if x.sharding.memory_kind != "pinned_host"
+    )
+    if memory is None or held + cache_bytes(program) <= ROOMY * memory:
+        return program
+    pages = pages_for(program.spec, bound, params, sizes)
+    if pages >= sizes.pages:
+        return program
+    return EngineProgram(program.spec, bound, dataclasses.replace(sizes, pages=pages))
 
 
 def pages_for(spec: ModelSpec, bound: BoundPlan, params: Params, sizes: Sizes) -> int:
@@ -61,5 +135,14 @@ def _used(lowered: Any) -> int:
 
 def cache_bytes(program: EngineProgram) -> int:
     """Of the cache on each device."""
-    leaves: list[Any] = jax.tree.leaves(program.cache.abstract)
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+    return sum(map(_bytes, jax.tree.leaves(program.cache.abstract)))
+
+
+def _bytes(x: Any) -> int:
+    """Of an array on each device."""
+    return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+
+
+def _power(count: int) -> int:
+    """The next power of two."""
+    return 1 << (count - 1).bit_length()

@@ -1,17 +1,15 @@
 """Models that read a source, sound or images say through an engine what `transformers` says."""
 
 import jax
-import numpy as np
 import pytest
 
 from colossax.config import Plan
-from colossax.errors import InputError
 from colossax.inference import Generator
 from colossax.inference.engine import Engine
 from colossax.models.hf_folder import read_params
 from colossax.models.registry import maker
 from colossax.nn import describe
-from colossax.scheduling import EngineRequest, SamplingConfig
+from colossax.scheduling import EngineRequest
 from colossax.sharding import param_sharding, use
 from tests.cases import quick_first
 from tests.models.test_pair_parity import CASES as PAIRS
@@ -68,7 +66,9 @@ def asked_of(case, config, want):
 @pytest.mark.catches("length-of-another-source")
 @pytest.mark.catches("image-over-image")
 @pytest.mark.catches("places-of-another-counted")
-@pytest.mark.parametrize(("mesh", "case"), quick_first([(m, c) for m in PLANS for c in CASES], QUICK))
+@pytest.mark.parametrize(
+    ("mesh", "case"), quick_first([(m, c) for m in PLANS for c in CASES], QUICK)
+)
 def test_greedy_tokens(mesh, case):
     """Beside one another, in chunks of seven, by turns in three seats, and put off for want of
     pages."""
