@@ -21,6 +21,7 @@ from tests.models.test_sound_parity import frames_of
 
 CASES = [*PAIRS, *SOUND, *SEEING]
 PLANS = {"one": Plan(), "tensor": Plan(mesh={"tensor": 2}), "fsdp": Plan(mesh={"fsdp": 2})}
+ALL = [(mesh, case) for mesh in PLANS for case in CASES]
 QUICK = [("one", "t5"), ("one", "whisper"), ("one", "llava"), ("one", "qwen2_vl")]
 SMALL = {"page_tokens": 4, "mixed_tokens": 7, "seats": 3}
 
@@ -70,8 +71,7 @@ def asked_of(case, config, want):
     ("mesh", "case"), quick_first([(m, c) for m in PLANS for c in CASES], QUICK)
 )
 def test_greedy_tokens(mesh, case):
-    """Beside one another, in chunks of seven, by turns in three seats, and put off for want of
-    pages."""
+    """Beside one another, in chunks, by turns in three seats, and put off for want of pages."""
     config, model, want = laid_out(case, PLANS[mesh])
     asked = asked_of(case, config, want)
     slots = max(len(one["prompt"]) + n for one, n in asked)
