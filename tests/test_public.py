@@ -27,7 +27,7 @@ NAMES = {
     ),
     "colossax.scheduling": (
         "Emitted Ended EngineRequest Heard Piece Reads SamplingConfig Scheduler Seen Stats "
-        "StepPlan check_length check_tokens"
+        "StepPlan TOP_SHARE check_length check_tokens"
     ),
     "colossax.pallas.attention": (
         "AttentionSpec Mask Operands PairDropout RelativeBias Scoring attend attend_block "

@@ -11,7 +11,7 @@ from colossax.cli.output import put, tell
 from colossax.cli.overrides import Override, apply_overrides
 from colossax.config import GREEDY_OR_MORE, Bound, Plan, check_text, user_path
 from colossax.errors import InputError
-from colossax.scheduling.request import TOP_SHARE
+from colossax.scheduling import TOP_SHARE
 
 DESCRIPTION = {
     "generate": (

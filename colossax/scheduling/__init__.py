@@ -9,6 +9,7 @@ from .checks import check_tokens as check_tokens
 from .reading import Heard as Heard
 from .reading import Reads as Reads
 from .reading import Seen as Seen
+from .request import TOP_SHARE as TOP_SHARE
 from .request import EngineRequest as EngineRequest
 from .request import SamplingConfig as SamplingConfig
 

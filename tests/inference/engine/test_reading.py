@@ -65,7 +65,8 @@ def asked_of(case, config, want):
 
 @pytest.mark.catches("source-of-another-seat")
 @pytest.mark.catches("length-of-another-source")
-@pytest.mark.catches("image-over-image")
+@pytest.mark.catches("source-read-once")
+@pytest.mark.catches("images-in-pages")
 @pytest.mark.catches("places-of-another-counted")
 @pytest.mark.parametrize(
     ("mesh", "case"), quick_first([(m, c) for m in PLANS for c in CASES], QUICK)
@@ -84,3 +85,77 @@ def test_greedy_tokens(mesh, case):
     found = engine.generate_all(requests)
     assert [[x.token for x in each] for each in found] == alone
     assert engine.stats.scheduler.preemptions and not engine.stats.scheduler.reused
+
+
+@functools.cache
+def engine_of(case, slots=48):
+    return Engine(*laid_out(case, PLANS["one"])[1], slots=slots, **SMALL)
+
+
+@pytest.mark.catches("image-over-image")
+@pytest.mark.parametrize("case", ["llava", "qwen2_vl"])
+def test_two_images_of_one_prompt(case):
+    """The next token is that of whole rows, read at once."""
+    config, _, want = laid_out(case, PLANS["one"])
+    tokens, pixels = seen_of(want, config)
+    assert pixels.shape[1] == 2
+    likeliest = want["logits"].argmax(-1)
+    behind = [
+        (row, end)
+        for row in range(len(tokens))
+        for end in range(1 + int(tokens[row].argmax()), tokens.shape[1] + 1)
+        if tokens[row, end - 1] < config.text.vocab
+    ]
+    asked = [
+        EngineRequest(prompt=tuple(tokens[row, :end].tolist()), images=pixels[row], max_tokens=1)
+        for row, end in behind
+    ]
+    found = engine_of(case).generate_all(asked)
+    assert [each[0].token for each in found] == [likeliest[row, end - 1] for row, end in behind]
+    assert len(behind) >= 4
+
+
+def test_nothing_is_compiled_after_warm():
+    """Sources of all lengths; and an image more, or in another seat."""
+    config, _, want = laid_out("t5", PLANS["one"])
+    pair, seeing = engine_of("t5"), engine_of("llava")
+    for one in (pair, seeing):
+        one.warm()
+    counts = [one.program.reading.compiled for one in (pair, seeing)]
+    assert counts == [3, 1]  # 32, 64 and 96 tokens
+    source = tuple(want["prompt"].tolist())
+    pair.generate_all(
+        [
+            EngineRequest(prompt=(config.start,), source=(source * 9)[:n], max_tokens=2)
+            for n in (1, 33, 65, 96)
+        ]
+    )
+    image = np.zeros((1, 8, 8, 3), np.float32)
+    several = [image, np.concatenate([image, image])]
+    seeing.generate_all([EngineRequest(prompt=(1, 128), images=x, max_tokens=2) for x in several])
+    assert [one.program.reading.compiled for one in (pair, seeing)] == counts
+    assert pair.program.compiled == {"mixed": 1, "decode": 1}
+
+
+def test_what_cannot_be_read_is_refused():
+    image, sound = np.zeros((1, 8, 8, 3), np.float32), np.zeros((8, 10), np.float32)
+    for case, given, message in (
+        ("t5", {}, "source: it is empty, and the model's encoder reads one"),
+        ("t5", {"source": (2,) * 97}, "source: it has 97 tokens, above the 96 of the model"),
+        ("t5", {"source": (128,)}, "source: token 128 is outside the vocabulary of 128"),
+        ("t5", {"source": (1,), "frames": sound}, "frames: the model has no encoder that reads"),
+        ("whisper", {}, "frames: the model's encoder reads sound; give it"),
+        (
+            "whisper",
+            {"frames": sound[:7]},
+            r"frames: found shape \[7, 10\], and the model reads an",
+        ),
+        ("whisper", {"frames": sound, "source": (1,)}, "source: the model's encoder reads sound"),
+        ("llava", {"prompt": (128,)}, "prompt: token 128 is outside the vocabulary of 128"),
+        ("llava", {"images": image[0]}, r"images: found shape \[8, 8, 3\], and the model's are 8"),
+        ("llava", {"images": np.zeros((4, 8, 8, 3))}, "images: 4 of them take 64 tokens, above"),
+        ("llava", {"source": (1,)}, "source: the model has no encoder that reads one"),
+    ):
+        with pytest.raises(InputError, match=message):
+            engine_of(case).add(EngineRequest(**{"prompt": (1,), "max_tokens": 4, **given}))
+        assert not engine_of(case).busy
