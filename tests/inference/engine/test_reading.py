@@ -1,5 +1,7 @@
 """Models that read a source, sound or images say through an engine what `transformers` says."""
 
+import functools
+
 import jax
 import pytest
 
