@@ -325,5 +325,6 @@ def test_draws_among_few_tokens(run, capsys):
     for name, narrow, few in (("--top-k", 1, 4), ("--top-p", 0.0001, 0.3), ("--min-p", 1, 0.5)):
         assert said(*hot, name, narrow) == greedy
         assert said(*hot, name, few) not in (greedy, free)
-    code, _, error = command(*words[:-2], *hot, "--top-p=0.5", "--plan.mesh=stage=2", capsys=capsys)
+    stages = "--top-p=0.5", "--plan.mesh=stage=3", "--devices=3"
+    code, _, error = command(*words, *hot, *stages, capsys=capsys)
     assert code == 2 and "top_p: found 0.5, and with stages" in error

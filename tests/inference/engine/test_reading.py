@@ -3,9 +3,11 @@
 import functools
 
 import jax
+import numpy as np
 import pytest
 
 from colossax.config import Plan
+from colossax.errors import InputError
 from colossax.inference import Generator
 from colossax.inference.engine import Engine
 from colossax.models.hf_folder import read_params
@@ -105,16 +107,15 @@ def test_two_images_of_one_prompt(case):
     behind = [
         (row, end)
         for row in range(len(tokens))
-        for end in range(1 + int(tokens[row].argmax()), tokens.shape[1] + 1)
-        if tokens[row, end - 1] < config.text.vocab
+        for end in range(2 + int(tokens[row].argmax()), tokens.shape[1] + 1, 6)
     ]
     asked = [
         EngineRequest(prompt=tuple(tokens[row, :end].tolist()), images=pixels[row], max_tokens=1)
         for row, end in behind
     ]
-    found = engine_of(case).generate_all(asked)
+    found = engine_of(case, slots=80).generate_all(asked)
     assert [each[0].token for each in found] == [likeliest[row, end - 1] for row, end in behind]
-    assert len(behind) >= 4
+    assert len(behind) >= 8
 
 
 def test_nothing_is_compiled_after_warm():
