@@ -88,8 +88,15 @@ def _without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
-def parse_json(content: bytes | str, kind: type | tuple[type, ...] = dict) -> Any:
+def parse_json(
+    content: bytes | str, kind: type | tuple[type, ...] = dict, *, unique: bool = False
+) -> Any:
     """The value of a JSON text.
+
+    Args:
+        content: The text.
+        kind: What the value may be, as for `as_kind`.
+        unique: Whether an object that has a name twice is refused; else the last one counts.
 
     Raises:
         ValueError: It is no JSON in UTF-8, too deep, has an integer of too many digits or half a
@@ -97,7 +104,8 @@ def parse_json(content: bytes | str, kind: type | tuple[type, ...] = dict) -> An
     """
     try:
         text = content.decode("utf-8") if isinstance(content, bytes) else content
-        value = json.loads(text, parse_int=_integer)
+        pairs = _once if unique else None
+        value = json.loads(text, parse_int=_integer, object_pairs_hook=pairs)
     except UnicodeDecodeError as problem:
         raise ValueError(f"it is not UTF-8 at byte {problem.start}") from problem
     except json.JSONDecodeError as problem:
@@ -143,6 +151,15 @@ def why(problem: OSError | ValueError) -> str:
     if isinstance(problem, OSError) and problem.strerror:
         return problem.strerror
     return str(problem)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"it has '{twice[:100]}' twice in an object")
+    return found
 
 
 def _integer(digits: str) -> int:

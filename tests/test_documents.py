@@ -76,3 +76,11 @@ def test_members_are_of_the_kind_asked():
             member(value, name, kind, of="its head")
     with pytest.raises(ValueError, match="it is a text, not a number"):
         as_kind(parse_json('"a"', str), float, "it")
+
+
+def test_a_name_given_twice_is_refused_where_asked():
+    text = '{"a": [{"b": 1, "b": 2}]}'
+    assert parse_json(text) == {"a": [{"b": 2}]}
+    with pytest.raises(ValueError, match="it has 'b' twice in an object"):
+        parse_json(text, unique=True)
+    assert parse_json('{"a": {"a": 1}}', unique=True) == {"a": {"a": 1}}

@@ -117,13 +117,12 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
 
 
 def _generate(args: argparse.Namespace, overrides: list[Override]) -> int:
-    from colossax.inference import open_checkpoint, several
+    from colossax.inference import several
     from colossax.scheduling import EngineRequest, Reads, SamplingConfig
 
-    base = None if args.base is None else user_path(args.base, "--base")
-    stored = open_checkpoint(user_path(args.checkpoint, "CHECKPOINT"), step=args.step, base=base)
+    stored = opened(args)
     models = _adapters(args, stored) or {None: stored}
-    plan = apply_overrides(_Options(plan=stored.plan), overrides).plan
+    plan = apply_overrides(Options(plan=stored.plan), overrides).plan
     # All that can be refused is, before parameters are read.
     check_reads_text(stored.model)
     prompts = prompt_tokens(args, stored.tokenizer)
@@ -173,6 +172,14 @@ def _generate(args: argparse.Namespace, overrides: list[Override]) -> int:
             text = None if stored.tokenizer is None else stored.tokenizer.decode(added)
             _show(args.json, prompt, result, text, name)
     return 0
+
+
+def opened(args: argparse.Namespace) -> Any:
+    """The checkpoint that was asked for."""
+    from colossax.inference import open_checkpoint
+
+    base = None if args.base is None else user_path(args.base, "--base")
+    return open_checkpoint(user_path(args.checkpoint, "CHECKPOINT"), step=args.step, base=base)
 
 
 def _adapters(args: argparse.Namespace, base: Any) -> dict[str, Any]:
@@ -277,10 +284,10 @@ def _show(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Options:
+class Options:
     """What dotted options reach."""
 
     plan: Plan
 
-    def replace(self, **changes: Any) -> "_Options":
+    def replace(self, **changes: Any) -> "Options":
         return dataclasses.replace(self, **changes)

@@ -15,6 +15,7 @@ VERBS = {
     "train": ("colossax.cli.train", "train a model by a recipe"),
     "inspect": ("colossax.cli.options", "count what a run would need on GPUs that are not there"),
     "generate": ("colossax.cli.generate", "continue a prompt with a trained model"),
+    "serve": ("colossax.cli.serve", "serve a trained model over HTTP"),
     "import": ("colossax.cli.convert", "turn a Hugging Face folder into a checkpoint"),
     "export": ("colossax.cli.convert", "turn a checkpoint into a Hugging Face folder"),
     "bench": (
@@ -86,4 +87,6 @@ def _run(words: list[str]) -> int:
     parser = Parser(prog=f"colossax {verb}", description=module.DESCRIPTION[verb])
     module.add_arguments(parser, verb)
     plain, overrides = split_overrides(rest)
-    return module.run(verb, parser.parse(plain), overrides)
+    args = parser.parse(plain)
+    args.words = words  # for who starts a process that is told the same
+    return module.run(verb, args, overrides)

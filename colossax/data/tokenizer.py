@@ -5,7 +5,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, SupportsIndex
 
@@ -51,6 +51,14 @@ class Tokenizer:
 
     @functools.cached_property
     def _backend(self) -> Any:
+        return self._built(specials=False)
+
+    @functools.cached_property
+    def _marking(self) -> Any:
+        return self._built(specials=True)
+
+    def _built(self, *, specials: bool) -> Any:
+        """What the library makes of the definition; told once whether text has special tokens."""
         import tokenizers
 
         try:
@@ -62,7 +70,7 @@ class Tokenizer:
             ) from problem
         backend.no_truncation()
         backend.no_padding()
-        backend.encode_special_tokens = True
+        backend.encode_special_tokens = not specials
         return backend
 
     @functools.cached_property
@@ -82,6 +90,29 @@ class Tokenizer:
         return next((added[name] for name in _USUAL_MASKS if name in added), None)
 
     @functools.cached_property
+    def specials(self) -> Mapping[str, int]:
+        """Special tokens by their characters."""
+        added = self._backend.get_added_tokens_decoder()
+        return {token.content: i for i, token in added.items() if token.special}
+
+    @functools.cached_property
+    def is_byte_level(self) -> bool:
+        """Whether any tokens' bytes, one after another, are the bytes of their text."""
+        decoder = json.loads(self._backend.to_str()).get("decoder") or {}
+        return decoder.get("type") == "ByteLevel"
+
+    def token_bytes(self, token: int) -> bytes:
+        """Bytes of a token of a byte-level tokenizer; none where no token has this id."""
+        found = self._found_bytes.get(token)
+        if found is None:
+            found = self._found_bytes[token] = _bytes_of(self._backend.id_to_token(token) or "")
+        return found
+
+    @functools.cached_property
+    def _found_bytes(self) -> dict[int, bytes]:
+        return {}
+
+    @functools.cached_property
     def fingerprint(self) -> str:
         """Hash of all that decides the ids."""
         return hashlib.blake2b(self.to_json().encode(), digest_size=16).hexdigest()
@@ -94,6 +125,17 @@ class Tokenizer:
         """
         check_text(text, "text to encode")
         return self._backend.encode(text, add_special_tokens=False).ids
+
+    def encode_marked(self, text: str) -> list[int]:
+        """Token ids of a text in which the characters of special tokens are those tokens.
+
+        For text that a template wrote; what a user wrote would end documents in it.
+
+        Raises:
+            InputError: It has half a character, a surrogate.
+        """
+        check_text(text, "text to encode")
+        return self._marking.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of several texts, made on all cores unless TOKENIZERS_PARALLELISM is false."""
@@ -154,6 +196,22 @@ class Tokenizer:
                 f" tokenizer_config.json that names its eos_token beside it"
             )
         return cls(definition=definition, end=end)
+
+
+@functools.cache
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2's writing of bytes: printable ones as themselves, the others from U+0100 on."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in set(shown)]
+    return {chr(b): b for b in shown} | {chr(0x100 + i): b for i, b in enumerate(hidden)}
+
+
+def _bytes_of(written: str) -> bytes:
+    """Bytes of a token as its vocabulary has it; a special one may be of other characters."""
+    known = _byte_of_character()
+    if any(character not in known for character in written):
+        return written.encode()
+    return bytes(known[character] for character in written)
 
 
 def _read(file: Path) -> str:

@@ -1,9 +1,10 @@
 """An engine: requests in, tokens out, all by one compiled step of flat tokens."""
 
+import contextlib
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import jax
@@ -191,7 +192,7 @@ class Engine:
         self._constraints: dict[int, Constraint] = {}
         self._flying: deque[tuple[StepPlan, Chosen]] = deque()
         self._told: list[Emitted] = []
-        self._living: set[int] = set()
+        self._logprobs: dict[int, int | None] = {}
         self._failed: dict[int, str] = {}
         self._deterministic = deterministic
         self._steps = {"mixed": 0, "decode": 0}
@@ -232,7 +233,7 @@ class Engine:
                 " waits only with it"
             )
         number = self._scheduler.add(request)
-        self._living.add(number)
+        self._logprobs[number] = request.sampling.logprobs
         if constraint is not None:
             self._constraints[number] = constraint
         return number
@@ -240,6 +241,7 @@ class Engine:
     def cancel(self, number: int) -> None:
         """End a request; one that has ended, or is none, is left alone."""
         self._scheduler.cancel(number)
+        self._hear()
 
     def warm(self) -> None:
         """Compile all there is to compile, by steps of nothing but padding."""
@@ -278,11 +280,31 @@ class Engine:
         if self.program.reading.reads.anything:
             for seat, request in plan.fresh:
                 self._state = self.program.read(self._params, self._state, seat, request)
-        given = self._packer.packed(kind, plan, self._constraints)
+        given = self._packer.packed(kind, plan, self._masks(plan))
         chosen, self._state = self.program(kind, self._params, self._state, *given)
         self._steps[kind] += 1
         self._flying.append((plan, chosen))
         return True
+
+    def _masks(self, plan: StepPlan) -> dict[int, np.ndarray]:
+        """By seat; a request whose constraint fails here ends alone."""
+        masks = {}
+        for piece in plan.pieces if self._constraints else ():
+            constraint = self._constraints.get(piece.request)
+            if constraint is not None and piece.emits:
+                with self._ending_alone(piece.request):
+                    masks[piece.seat] = constraint.mask()
+        return masks
+
+    @contextlib.contextmanager
+    def _ending_alone(self, number: int) -> Iterator[None]:
+        """What a request's constraint refuses ends that request."""
+        try:
+            yield
+        except InputError as problem:
+            if self._scheduler.cancel(number):
+                self._failed[number] = str(problem)
+            self._hear()
 
     def _landed(self, plan: StepPlan, chosen: Chosen) -> list[Emitted]:
         """Wait for a step, and tell its requests."""
@@ -295,16 +317,17 @@ class Engine:
                     CONFINED if piece.request in self._constraints else NOT_SOUND
                 )
         self._hear()
-        lives = [piece for piece in emitting if piece.request in self._living]
+        lives = [piece for piece in emitting if piece.request in self._logprobs]
         tokens = [int(found.token[piece.seat]) for piece in emitting]
         ended = {one.request: one for one in self._scheduler.took(plan, tokens)}
         told = []
         for piece in lives:
             token = int(found.token[piece.seat])
-            if (constraint := self._constraints.get(piece.request)) is not None:
-                constraint.took(token)
             last = ended.get(piece.request)
             told.append(self._emitted(piece.request, token, piece.seat, found, last))
+            if (constraint := self._constraints.get(piece.request)) is not None:
+                with self._ending_alone(piece.request):
+                    constraint.took(token)
         for number in ended:
             self._forget(number)
         return told
@@ -318,13 +341,13 @@ class Engine:
             self._told.append(Emitted(one.request, ended=reason, message=message or ""))
 
     def _forget(self, number: int) -> None:
-        self._living.discard(number)
+        self._logprobs.pop(number, None)
         self._constraints.pop(number, None)
 
     def _emitted(
         self, number: int, token: int, seat: int, found: Chosen, last: Ended | None
     ) -> Emitted:
-        count = self._packer.logprobs(seat)
+        count = self._logprobs[number]
         logprob, top = None, ()
         if count is not None:
             logprob = float(found.logprob[seat])

@@ -18,7 +18,6 @@ class Packer:
         sizes = program.sizes
         self._program, self._sizes = program, sizes
         self._draws = Draws.empty(sizes.seats)
-        self._logprobs: list[int | None] = [None] * sizes.seats
         self._mask = all_allowed(sizes.seats, program.config.vocab)
         self._masked: set[int] = set()
         self._version = 0
@@ -35,13 +34,13 @@ class Packer:
         """Of a step without tokens."""
         return self._given(self._sizes.step(kind).empty().packed())
 
-    def packed(self, kind: str, plan: StepPlan, constraints: Mapping[int, Any]) -> tuple[Any, ...]:
+    def packed(self, kind: str, plan: StepPlan, masks: Mapping[int, np.ndarray]) -> tuple[Any, ...]:
         """Of a step as it was planned.
 
         Args:
             kind: Of the program that runs it.
             plan: See there.
-            constraints: By request.
+            masks: By seat, of those that may not say everything.
         """
         for seat, request in plan.fresh:
             self._sit(seat, request)
@@ -50,12 +49,8 @@ class Packer:
         if plan.version != self._version:
             self._version = plan.version
             self._there["table"] = self._put(plan.table)
-        self._allow(plan, constraints)
+        self._allow(masks)
         return self._given(self._batch(kind, plan))
-
-    def logprobs(self, seat: int) -> int | None:
-        """How many of the likeliest tokens a seat's request wants told; None: nothing."""
-        return self._logprobs[seat]
 
     def _given(self, packed: np.ndarray) -> tuple[Any, ...]:
         there = self._there
@@ -100,16 +95,12 @@ class Packer:
         draws.bias_tokens[seat] = -1
         for i, (token, value) in enumerate(asked.logit_bias):
             draws.bias_tokens[seat, i], draws.bias_values[seat, i] = token, value
-        self._logprobs[seat] = asked.logprobs
 
-    def _allow(self, plan: StepPlan, constraints: Mapping[int, Any]) -> None:
-        """Which tokens may come in the seats of this step."""
-        emitting = {piece.seat: piece.request for piece in plan.pieces if piece.emits}
-        bound = {seat for seat, request in emitting.items() if request in constraints}
-        for seat in self._masked - bound:
+    def _allow(self, masks: Mapping[int, np.ndarray]) -> None:
+        for seat in self._masked.difference(masks):
             self._mask[seat] = 0xFFFFFFFF
-        for seat in bound:
-            self._mask[seat] = constraints[emitting[seat]].mask()
-        if bound or self._masked:
+        for seat, mask in masks.items():
+            self._mask[seat] = mask
+        if masks or self._masked:
             self._there["mask"] = self._put(self._mask)
-        self._masked = bound
+        self._masked = set(masks)

@@ -8,11 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-TOP_LOGPROBS = 20
-"""Likeliest tokens whose log-probabilities a request may ask for."""
-
-BIASES = 300
-"""Tokens whose logits a request may change."""
+from colossax.scheduling.request import MOST_BIASED, MOST_LOGPROBS
 
 _BITS = 32
 
@@ -31,7 +27,7 @@ class Draws:
         presence: Taken off logits of tokens that were said; float32.
         frequency: Likewise, once for each time; float32.
         begin: Position of the first token that is said, not asked; int32.
-        bias_tokens: `[r, BIASES]` int32; negative: none.
+        bias_tokens: `[r, MOST_BIASED]` int32; negative: none.
         bias_values: What is added to their logits, float32.
         logprobs: Whether log-probabilities are asked for; bool.
         source: How many tokens of a source the seat has read; int32.
@@ -66,8 +62,8 @@ class Draws:
             presence=filled(0, "float32"),
             frequency=filled(0, "float32"),
             begin=filled(0, "int32"),
-            bias_tokens=filled(-1, "int32", BIASES),
-            bias_values=filled(0, "float32", BIASES),
+            bias_tokens=filled(-1, "int32", MOST_BIASED),
+            bias_values=filled(0, "float32", MOST_BIASED),
             logprobs=filled(False, "bool"),
             source=filled(0, "int32"),
         )
@@ -82,7 +78,7 @@ class Chosen:
         token: `[r]` int32.
         logprob: Of it, before penalties, biases and temperature, `[r]` float32; 0 where nobody
             asks for log-probabilities.
-        top_tokens: The likeliest, `[r, TOP_LOGPROBS]` int32.
+        top_tokens: The likeliest, `[r, MOST_LOGPROBS]` int32.
         top_logprobs: Likewise of theirs.
         sound: Whether the logits were numbers and any token was left to choose, `[r]` bool.
     """
@@ -229,9 +225,9 @@ def _above(x: Float[Array, "r v"], enough: Any) -> Float[Array, "r v"]:
 def _told(logits: Array, token: Array) -> tuple[Array, Array, Array]:
     """Log-probability of each token, and the likeliest with theirs."""
     logprobs = jax.nn.log_softmax(logits, axis=-1)
-    count = min(TOP_LOGPROBS, logits.shape[1])
+    count = min(MOST_LOGPROBS, logits.shape[1])
     top, tokens = jax.lax.top_k(logprobs, count)
-    more = ((0, 0), (0, TOP_LOGPROBS - count))
+    more = ((0, 0), (0, MOST_LOGPROBS - count))
     return (
         jnp.take_along_axis(logprobs, token[:, None], axis=1)[:, 0],
         jnp.pad(tokens.astype(jnp.int32), more, constant_values=-1),
@@ -243,6 +239,6 @@ def _untold(logits: Array, _token: Array) -> tuple[Array, Array, Array]:
     rows = logits.shape[0]
     return (
         jnp.zeros((rows,), jnp.float32),
-        jnp.full((rows, TOP_LOGPROBS), -1, jnp.int32),
-        jnp.zeros((rows, TOP_LOGPROBS), jnp.float32),
+        jnp.full((rows, MOST_LOGPROBS), -1, jnp.int32),
+        jnp.zeros((rows, MOST_LOGPROBS), jnp.float32),
     )

@@ -1,0 +1,197 @@
+"""`colossax serve`."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from colossax.cli.arguments import BASE_HELP, keeping, number, real
+from colossax.cli.output import tell
+from colossax.cli.overrides import Override
+from colossax.config import above, user_path
+from colossax.errors import InputError
+
+DESCRIPTION = {
+    "serve": (
+        "Serve the model of a checkpoint over HTTP, as OpenAI's clients speak it. CHECKPOINT is\n"
+        "the folder of a run, of its checkpoints (the latest is taken), or of one of them."
+    )
+}
+
+_EXTRA = ("fastapi", "uvicorn", "jinja2", "prometheus_client", "llguidance")
+
+
+def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
+    """Declare the options of `colossax serve`."""
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder of a run or a checkpoint")
+    parser.add_argument("--step", metavar="N", type=number(0), help="default: the latest")
+    parser.add_argument("--base", metavar="CHECKPOINT", help=BASE_HELP)
+    parser.add_argument("--name", metavar="NAME", help="of the model; default its folder's")
+    listening = parser.add_argument_group("where it listens, and to whom")
+    listening.add_argument("--host", default="127.0.0.1", help="default %(default)s")
+    listening.add_argument(
+        "--port",
+        metavar="N",
+        type=number(0, 65535),
+        default=8000,
+        help="0 takes any that is free; default %(default)s",
+    )
+    listening.add_argument(
+        "--api-key-file", metavar="FILE", help="keys that are accepted, one a line; default any"
+    )
+    listening.add_argument(
+        "--cors", metavar="ORIGIN", action="append", help="whose pages may ask, or *; several times"
+    )
+    listening.add_argument(
+        "--rate",
+        metavar="R",
+        type=real(above(0)),
+        help="requests a second that a key, or an address, may make in the long run; default any",
+    )
+    listening.add_argument(
+        "--queue",
+        metavar="N",
+        type=number(0),
+        default=256,
+        help="continuations that may wait for a seat; more are told to come later; default"
+        " %(default)s",
+    )
+    listening.add_argument(
+        "--drain-s",
+        metavar="S",
+        type=real(above(0)),
+        default=30.0,
+        help="seconds that requests have to finish after SIGTERM; default %(default)s",
+    )
+    listening.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="Jinja template that makes prompts of messages; default the checkpoint's, if any",
+    )
+    listening.add_argument(
+        "--journal",
+        metavar="FILE",
+        help="where it is written what is under way; default a file of the cache folder",
+    )
+    engine = parser.add_argument_group("the engine")
+    engine.add_argument(
+        "--seats", metavar="N", type=number(1), default=16, help="requests at once; default 16"
+    )
+    engine.add_argument(
+        "--slots",
+        metavar="N",
+        type=number(2),
+        help="longest prompt and continuation together; default what the model can",
+    )
+    engine.add_argument(
+        "--pages",
+        metavar="N",
+        type=number(1),
+        help="of the cache, 16 tokens each; default as many as there is room for",
+    )
+    engine.add_argument(
+        "--mixed-tokens",
+        metavar="N",
+        type=number(1),
+        default=256,
+        help="tokens of a step with prompts; default %(default)s",
+    )
+    engine.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="steps of one size: logits do not depend on who else is there, bit by bit",
+    )
+    engine.add_argument(
+        "--no-prefix-reuse", action="store_true", help="compute prompts that begin alike each time"
+    )
+    engine.add_argument(
+        "--devices", metavar="N", type=number(1), help="devices to use; on a CPU, N are made"
+    )
+    parser.add_argument("--engine-fd", metavar="FD", type=number(0), help=argparse.SUPPRESS)
+    keeping(parser)
+    parser.epilog = (
+        "the plan, by dotted names, as `colossax generate` has it:\n"
+        "  --plan.mesh fsdp=4,tensor=2   --plan.precision.compute bfloat16\n"
+    )
+
+
+def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
+    """Serve until told to end, and return the exit code."""
+    if args.engine_fd is not None:
+        from colossax.cli.serving_engine import run_engine
+
+        return run_engine(args, overrides)
+    _check_extra()
+    return _supervise(args)
+
+
+def _supervise(args: argparse.Namespace) -> int:
+    from colossax.serve import Limits, ServeOptions, bound, serve
+    from colossax.serve.engine import Journal, Supervisor
+
+    options = ServeOptions(
+        host=args.host,
+        port=args.port,
+        api_key_file=args.api_key_file,
+        cors=tuple(args.cors or ()),
+        drain_s=args.drain_s,
+        limits=Limits(rate=args.rate, queue=args.queue),
+    )
+    sock = bound(options)  # before anything is loaded
+    with sock:
+        port = sock.getsockname()[1]
+        path = _journal_path(args, port)
+        try:
+            journal = Journal(path)
+        except OSError as problem:
+            raise InputError(
+                f"--journal: {path} cannot be written ({problem.strerror}); give another file"
+            ) from problem
+        if journal.left:
+            tell(f"{journal.left} requests of an earlier server had not ended; they are gone\n")
+        command = [sys.executable, "-m", "colossax", *args.words, "--engine-fd"]
+        try:
+            supervisor = Supervisor(command, journal=journal, tell=lambda line: tell(f"{line}\n"))
+        except BaseException:
+            journal.close()
+            raise
+        host = f"[{args.host}]" if ":" in args.host else args.host
+        tell(f"serving '{supervisor.facts.model}' at http://{host}:{port}/v1 when it is loaded\n")
+        try:
+            return serve(supervisor, options, sock)
+        finally:
+            supervisor.abandon()
+
+
+def _journal_path(args: argparse.Namespace, port: int) -> Path:
+    from colossax.config.cache import cache_folder
+
+    if args.journal is not None:
+        return user_path(args.journal, "--journal")
+    return cache_folder() / "serve" / f"{port}.journal"
+
+
+def _check_extra() -> None:
+    import importlib.util
+
+    missing = [name for name in _EXTRA if importlib.util.find_spec(name) is None]
+    if missing:
+        raise InputError(
+            f"serve: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed;"
+            " install colossax[serve]"
+        )
+
+
+def template_of(args: argparse.Namespace) -> Any:
+    """The chat template that was given; None where none was.
+
+    Raises:
+        InputError: It cannot be read.
+    """
+    if args.chat_template is None:
+        return None
+    path = user_path(args.chat_template, "--chat-template")
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise InputError(f"--chat-template: {path} cannot be read ({problem})") from problem

@@ -1,0 +1,97 @@
+"""The engine's process of `colossax serve`: the same words, and a socket to the server."""
+
+import argparse
+import socket
+from typing import Any
+
+from colossax.cli.devices import choose_devices, request_host_devices
+from colossax.cli.generate import Options, check_reads_text, opened
+from colossax.cli.overrides import Override, apply_overrides
+from colossax.cli.serve import template_of
+from colossax.errors import InputError
+from colossax.serve.engine import Wire, alone, run
+
+
+def run_engine(args: argparse.Namespace, overrides: list[Override]) -> int:
+    """Load the model, tell the server of it, and serve; the exit code."""
+    alone()
+    wire = Wire(socket.socket(fileno=args.engine_fd))
+    try:
+        request_host_devices(args.devices)
+        from colossax.cli.programs import kept_programs
+
+        with kept_programs(wanted=not args.no_cache):
+            _serve(wire, args, overrides)
+    except InputError as problem:
+        wire.send({"say": "refused", "refused": str(problem)})
+        return 2
+    return 0
+
+
+def _serve(wire: Wire, args: argparse.Namespace, overrides: list[Override]) -> None:
+    from colossax.serve import Grammars
+
+    stored = opened(args)
+    plan = apply_overrides(Options(plan=stored.plan), overrides).plan
+    facts = _facts(args, stored)
+    devices = choose_devices(args.devices)
+    if plan.offload.auto:
+        plan = stored.fit(plan, devices, slots=facts["slots"]).plan
+    loaded = stored.load(plan, devices, unroll=True)
+    engine = loaded.engine(
+        seats=args.seats,
+        slots=facts["slots"],
+        pages=args.pages,
+        mixed_tokens=args.mixed_tokens,
+        deterministic=args.deterministic,
+        reuse=not args.no_prefix_reuse,
+    )
+    wire.send({"say": "facts", "facts": facts})  # nothing can be refused any more
+    engine.warm()
+    assert stored.tokenizer is not None
+    grammars = Grammars(stored.tokenizer, facts["vocab"], tuple(facts["ends"]))
+    run(wire, engine, grammars.constraint)
+
+
+def _facts(args: argparse.Namespace, stored: Any) -> dict[str, Any]:
+    """What the server needs to know of the model, as `serve.Facts`.
+
+    Raises:
+        InputError: It is none that a server can speak for.
+    """
+    check_reads_text(stored.model)
+    config, tokenizer = stored.config, stored.tokenizer
+    if tokenizer is None:
+        raise InputError(
+            f"CHECKPOINT: '{args.checkpoint}' holds no tokenizer, and a server is asked with text;"
+            " use `colossax generate --prompt-tokens`"
+        )
+    if config.longest_source is not None:
+        raise InputError(
+            "CHECKPOINT: the model reads a source with an encoder, which no endpoint gives; use"
+            " `colossax generate`"
+        )
+    slots = config.max_seq if args.slots is None else args.slots
+    if slots > config.max_seq:
+        raise InputError(
+            f"--slots: found {slots}, but the model's longest sequence is {config.max_seq}; give"
+            f" {config.max_seq} or fewer"
+        )
+    eos = tokenizer.eos if config.eos is None else config.eos
+    return {
+        "model": args.name or _name(stored),
+        "tokenizer": {"definition": tokenizer.definition, "end": tokenizer.end},
+        "vocab": config.vocab,
+        "slots": slots,
+        "ends": [eos],
+        "seats": args.seats,
+        "adapters": [],
+        "chat_template": template_of(args),
+        "eos": tokenizer.end,
+    }
+
+
+def _name(stored: Any) -> str:
+    """Of the run's folder."""
+    folder = stored.directory.resolve()
+    return folder.parent.name if folder.name == "checkpoints" else folder.name

@@ -1,0 +1,102 @@
+"""The engine's own process: requests from a socket, steps, and what they say back."""
+
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+from colossax.errors import InputError
+from colossax.scheduling import Emitted
+from colossax.serve.engine.wire import Wire, emitted_to_json, request_from_json
+
+TELL_S = 0.5
+"""How often an engine says how it is, with nothing else to say."""
+
+
+def alone() -> None:
+    """Signals of a terminal are the server's, which lets requests finish; its end is this one's."""
+    for one in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(one, signal.SIG_IGN)
+
+
+def run(wire: Wire, engine: Any, constraint: Callable[[str], Any]) -> None:
+    """Serve until the server says `close`, or is gone.
+
+    Args:
+        wire: To the server.
+        engine: An `Engine` whose programs are compiled.
+        constraint: Of a request's grammar.
+    """
+    loop = _Loop(wire, engine, constraint)
+    wire.send({"say": "ready", "pages": engine.sizes.pages})
+    try:
+        while loop.turn():
+            pass
+    except (EOFError, OSError):
+        return
+
+
+class _Loop:
+    def __init__(self, wire: Wire, engine: Any, constraint: Callable[[str], Any]):
+        self._wire, self._engine, self._constraint = wire, engine, constraint
+        self._names: dict[int, int] = {}
+        self._numbers: dict[int, int] = {}
+        self._told_s = 0.0
+
+    def turn(self) -> bool:
+        """Hear what came, run a step, tell of it; whether to go on."""
+        told: list[list[Any]] = []
+        for message in self._wire.pending(0.0 if self._engine.busy else TELL_S):
+            if message["do"] == "close":
+                return False
+            if message["do"] == "cancel":
+                self._cancel(message["id"])
+            else:
+                told += self._add(message["id"], message["request"])
+        if self._engine.busy:
+            told += [self._named(one) for one in self._engine.step()]
+        now = time.monotonic()
+        if told or now - self._told_s >= TELL_S:
+            self._told_s = now
+            self._wire.send({"say": "told", "told": told, "stats": self._stats()})
+        return True
+
+    def _add(self, name: int, document: dict[str, Any]) -> list[list[Any]]:
+        """Hand a request on; what is refused is told as its end."""
+        try:
+            request = request_from_json(document)
+            constraint = None
+            if request.grammar is not None:
+                constraint = self._constraint(request.grammar)
+                for token in request.generated:
+                    constraint.took(token)
+            number = self._engine.add(request, constraint)
+        except InputError as problem:
+            return [emitted_to_json(Emitted(name, ended="error", message=str(problem)))]
+        self._names[number], self._numbers[name] = name, number
+        return []
+
+    def _cancel(self, name: int) -> None:
+        number = self._numbers.get(name)
+        if number is not None:
+            self._engine.cancel(number)
+
+    def _named(self, one: Emitted) -> list[Any]:
+        """By the server's number."""
+        name = self._names[one.request]
+        if one.ended is not None:
+            del self._names[one.request], self._numbers[name]
+        return emitted_to_json(one._replace(request=name))
+
+    def _stats(self) -> dict[str, Any]:
+        found = self._engine.stats.scheduler
+        return {
+            "seats_used": found.seats,
+            "waiting": found.waiting,
+            "pages_free": found.free,
+            "pages_used": found.referenced,
+            "pages_cached": found.cached,
+            "prefix_hit_tokens": found.reused,
+            "preemptions": found.preemptions,
+            "idle": not self._engine.busy,
+        }

@@ -1,0 +1,356 @@
+"""An engine in a process of its own, started again when it dies: requests go on where they were."""
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import json
+import signal
+import socket
+import struct
+import subprocess
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from typing import Any
+
+from colossax.data import Tokenizer
+from colossax.errors import InputError
+from colossax.scheduling import Emitted, EngineRequest
+from colossax.serve.backend import EngineDown, Facts, Started, Stats
+from colossax.serve.engine.journal import Journal
+from colossax.serve.engine.wire import emitted_from_json, packed, received, request_to_json
+
+QUIET_DEATHS = 2
+"""So many engines in a row that died without a word: requests are then tried one by one."""
+
+DEATHS_ALONE = 2
+"""So many engines that died while they tried a request alone: it is what kills them."""
+
+CLOSE_S = 5.0
+PAUSE_S, LONGEST_PAUSE_S = 0.2, 30.0
+"""Between starts; doubled each time that an engine died before it was ready."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Live:
+    """A request that has not ended."""
+
+    request: EngineRequest
+    said: list[int]
+    told: asyncio.Queue[Emitted]
+    deaths: int = 0
+
+
+class _Handing:
+    """Which requests an engine has been handed, and which it gets next.
+
+    As a rule all at once. After engines that died without a word one by one, each when the one
+    before has said something or ended: so the one that kills them is known, and no other pays.
+    """
+
+    def __init__(self) -> None:
+        self.quiet_deaths = 0
+        self.trying: int | None = None
+        self._waiting: deque[int] = deque()
+
+    def begin(self, numbers: Iterable[int]) -> list[int]:
+        """An engine is ready: what it gets now of those that have not ended."""
+        self.trying = None
+        if self.quiet_deaths < QUIET_DEATHS:
+            return list(numbers)
+        self._waiting = deque(numbers)
+        return self.next()
+
+    def add(self, number: int) -> list[int]:
+        """Likewise, when a request comes."""
+        if self.trying is None:
+            return [number]
+        self._waiting.append(number)
+        return []
+
+    def said(self, number: int) -> list[int]:
+        """Likewise, when a request has said something or ended."""
+        self.quiet_deaths = 0
+        return self.next() if number == self.trying else []
+
+    def next(self) -> list[int]:
+        """The next one, if any is left."""
+        self.trying = self._waiting.popleft() if self._waiting else None
+        return [] if self.trying is None else [self.trying]
+
+    def died(self) -> int | None:
+        """The engine is gone; whom it was trying alone."""
+        alone, self.trying = self.trying, None
+        self._waiting.clear()
+        self.quiet_deaths += 1
+        return alone
+
+
+class Supervisor:
+    """A `Backend` whose engine is a child process.
+
+    The child gets the number of a socket as its last argument; it says `facts` or `refused` first,
+    then `ready`, then what it tells of requests. One that dies, or says nothing for `hang_s` while
+    it has something to do, is started again, and each request goes on with what it has said as
+    `generated`: seeds and positions decide a draw, so its tokens are those it would have had.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        journal: Journal | None = None,
+        hang_s: float = 120.0,
+        tell: Callable[[str], None] = lambda _line: None,
+    ):
+        """Start the engine, and wait for what it says of its model.
+
+        Args:
+            command: Of the child.
+            journal: What is under way, on disk.
+            hang_s: Longest step, and longest silence.
+            tell: Lines for people.
+
+        Raises:
+            InputError: The child refuses what it was asked for.
+            RuntimeError: It ended without a word.
+        """
+        self._command, self._journal = list(command), journal
+        self._hang_s, self._tell = hang_s, tell
+        self._live: dict[int, _Live] = {}
+        self._handing = _Handing()
+        self._numbers = itertools.count()
+        self._stats, self._heard_s = Stats(), time.monotonic()
+        self._ready = self._closing = False
+        self._writer: asyncio.StreamWriter | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._child, self._sock = self._started()
+        self._facts = _facts(self._first())
+
+    @property
+    def facts(self) -> Facts:
+        """See `Backend`."""
+        return self._facts
+
+    @property
+    def pid(self) -> int:
+        """Of the engine's process, as it is now."""
+        return self._child.pid
+
+    async def start(self) -> None:
+        """See `Backend`."""
+        self._watching = asyncio.create_task(self._watch())
+
+    async def close(self) -> None:
+        """See `Backend`; the journal goes."""
+        self._closing = True
+        self._send({"do": "close"})
+        if self._watching is not None:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(asyncio.shield(self._watching), CLOSE_S)
+            self._kill()
+            with contextlib.suppress(asyncio.CancelledError):
+                self._watching.cancel()
+                await self._watching
+        await asyncio.to_thread(self._child.wait)
+        if self._journal is not None:
+            self._journal.close()
+
+    def abandon(self) -> None:
+        """Leave nothing behind, whether it was started and closed or not."""
+        self._kill()
+        self._child.wait()
+        self._sock.close()
+        if self._journal is not None:
+            self._journal.close()
+
+    async def submit(self, request: EngineRequest) -> Started:
+        """See `Backend`."""
+        request.check(vocab=self._facts.vocab, slots=self._facts.slots)
+        if self._closing:
+            raise EngineDown
+        number = next(self._numbers)
+        document = request_to_json(request)
+        if self._journal is not None:
+            try:
+                self._journal.begin(number, document)
+            except OSError as problem:
+                self._tell(f"the journal cannot be written: {problem}; a request was turned away")
+                raise EngineDown from problem
+        live = _Live(request=request, said=list(request.generated), told=asyncio.Queue())
+        self._live[number] = live
+        if self._ready:
+            self._hand(self._handing.add(number))
+        return Started(number=number, said=_said(live.told))
+
+    def cancel(self, number: int) -> None:
+        """See `Backend`."""
+        if number in self._live:
+            if self._ready:
+                self._send({"do": "cancel", "id": number})
+            else:
+                self._hear([Emitted(number, ended="cancelled")])
+
+    async def embed(self, prompts: Sequence[tuple[int, ...]]) -> list[list[float]]:
+        """See `Backend`; `facts.embeds` is False."""
+        raise InputError("model: it tells no embeddings; ask for a continuation")
+
+    def stats(self) -> Stats:
+        """See `Backend`."""
+        since = 0.0 if self._stats.idle and not self._live else time.monotonic() - self._heard_s
+        return dataclasses.replace(self._stats, since_step_s=since)
+
+    def ready(self) -> bool:
+        """See `Backend`."""
+        return self._ready
+
+    def _first(self) -> dict[str, Any]:
+        """What the first engine says first: facts."""
+        try:
+            first = _waited_for(self._sock)
+            if "facts" in first:
+                return first["facts"]
+        except EOFError:
+            first = {}
+        self._sock.close()
+        code = self._child.wait()
+        if "refused" in first:
+            raise InputError(first["refused"])
+        raise RuntimeError(f"the engine's process ended with {code} before it began")
+
+    def _started(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            number = theirs.fileno()
+            command = [*self._command, str(number)]
+            child = subprocess.Popen(command, pass_fds=[number], start_new_session=True)
+        return child, ours
+
+    async def _watch(self) -> None:
+        """Follow engine after engine."""
+        pause_s = PAUSE_S
+        while True:
+            reader, self._writer = await asyncio.open_connection(sock=self._sock)
+            hanging = asyncio.create_task(self._end_hanging())
+            try:
+                await self._follow(reader)
+            except (asyncio.IncompleteReadError, OSError):
+                pass
+            finally:
+                hanging.cancel()
+                self._writer.close()
+            was_ready, self._ready, self._writer = self._ready, False, None
+            self._kill()
+            code = await asyncio.to_thread(self._child.wait)
+            if self._closing:
+                return
+            pause_s = PAUSE_S if was_ready else min(2 * pause_s, LONGEST_PAUSE_S)
+            self._mourn(code)
+            await asyncio.sleep(pause_s)
+            self._heard_s = time.monotonic()
+            self._child, self._sock = self._started()
+
+    async def _follow(self, reader: asyncio.StreamReader) -> None:
+        """Until the engine is gone."""
+        while True:
+            message = await received(reader)
+            self._heard_s = time.monotonic()
+            if message["say"] == "ready":
+                self._ready = True
+                self._hand(self._handing.begin(self._live))
+            elif message["say"] == "refused":
+                self._tell(message["refused"])
+            elif message["say"] == "told":
+                self._stats = Stats(**message["stats"])
+                self._hear([emitted_from_json(one) for one in message["told"]])
+
+    def _hand(self, numbers: Sequence[int]) -> None:
+        """Give the engine these requests, with all that they have said."""
+        for number in numbers:
+            live = self._live.get(number)
+            if live is None:  # it ended while it waited
+                self._hand(self._handing.next() if self._handing.trying == number else [])
+                continue
+            again = dataclasses.replace(live.request, generated=tuple(live.said))
+            self._send({"do": "add", "id": number, "request": request_to_json(again)})
+
+    def _hear(self, told: list[Emitted]) -> None:
+        """Hand on what requests were told, and write it down."""
+        said: dict[int, list[int]] = {}
+        ended = []
+        for one in told:
+            live = self._live.get(one.request)
+            if live is None:
+                continue
+            if one.token is not None:
+                live.said.append(one.token)
+                said.setdefault(one.request, []).append(one.token)
+            if one.ended is not None:
+                del self._live[one.request]
+                ended.append(one.request)
+            live.told.put_nowait(one)
+            if self._ready:
+                self._hand(self._handing.said(one.request))
+        if self._journal is not None and (said or ended):
+            self._journal.told(said, ended)
+
+    def _mourn(self, code: int) -> None:
+        """Tell of an engine's death, and end the requests that saw too many."""
+        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        running = len(self._live)
+        self._tell(f"the engine ended {how}; it is started again, and {running} requests go on")
+        live = self._live.get(alone) if (alone := self._handing.died()) is not None else None
+        if alone is None or live is None:
+            return
+        live.deaths += 1
+        if live.deaths >= DEATHS_ALONE:
+            message = "the engine ended each time that it ran this request; it is not tried again"
+            self._hear([Emitted(alone, ended="error", message=message)])
+
+    async def _end_hanging(self) -> None:
+        """Kill an engine that says nothing for too long while it has something to do."""
+        while True:
+            await asyncio.sleep(self._hang_s / 10)
+            silent_s = time.monotonic() - self._heard_s
+            if self._ready and silent_s > self._hang_s:
+                self._tell(f"the engine has said nothing for {silent_s:.0f} s; it is ended")
+                self._kill()
+
+    def _send(self, message: dict[str, Any]) -> None:
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(packed(message))
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._child.kill()
+
+
+async def _said(told: asyncio.Queue[Emitted]) -> AsyncIterator[Emitted]:
+    while True:
+        one = await told.get()
+        yield one
+        if one.ended is not None:
+            return
+
+
+def _waited_for(sock: socket.socket) -> dict[str, Any]:
+    """The first message, waited for."""
+
+    def exactly(count: int) -> bytes:
+        found = b""
+        while len(found) < count:
+            came = sock.recv(count - len(found))
+            if not came:
+                raise EOFError
+            found += came
+        return found
+
+    (length,) = struct.unpack(">I", exactly(4))
+    return json.loads(exactly(length))
+
+
+def _facts(document: dict[str, Any]) -> Facts:
+    tokenizer = Tokenizer(**document.pop("tokenizer"))
+    ends, adapters = (tuple(document.pop(name)) for name in ("ends", "adapters"))
+    return Facts(tokenizer=tokenizer, ends=ends, adapters=adapters, **document)

@@ -1,0 +1,104 @@
+"""Messages between a server and its engine's process: JSON, each behind its length."""
+
+import asyncio
+import dataclasses
+import json
+import select
+import socket
+import struct
+from typing import Any
+
+from colossax.config import from_json
+from colossax.scheduling import Emitted, EngineRequest
+
+_LENGTH = struct.Struct(">I")
+
+
+def packed(message: dict[str, Any]) -> bytes:
+    """A message as it is sent."""
+    body = json.dumps(message, separators=(",", ":")).encode()
+    return _LENGTH.pack(len(body)) + body
+
+
+async def received(reader: asyncio.StreamReader) -> dict[str, Any]:
+    """The next message.
+
+    Raises:
+        asyncio.IncompleteReadError: The other side is gone.
+    """
+    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    return json.loads(await reader.readexactly(length))
+
+
+class Wire:
+    """The engine's end: it waits for nothing while there are steps to run."""
+
+    def __init__(self, sock: socket.socket):
+        """Over a connected socket, which blocks."""
+        self._sock = sock
+        self._held = bytearray()
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Raises `OSError` where the server is gone."""
+        self._sock.sendall(packed(message))
+
+    def pending(self, wait_s: float) -> list[dict[str, Any]]:
+        """All that has come; waits for something, at most so long.
+
+        Raises:
+            EOFError: The server is gone.
+        """
+        found = self._whole()
+        while not found and select.select([self._sock], [], [], wait_s)[0]:
+            self._read()
+            found = self._whole()
+        while select.select([self._sock], [], [], 0)[0]:
+            self._read()
+            found += self._whole()
+        return found
+
+    def _read(self) -> None:
+        came = self._sock.recv(1 << 16)
+        if not came:
+            raise EOFError
+        self._held += came
+
+    def _whole(self) -> list[dict[str, Any]]:
+        found, at = [], 0
+        while len(self._held) - at >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._held, at)
+            end = at + _LENGTH.size + length
+            if len(self._held) < end:
+                break
+            found.append(json.loads(self._held[at + _LENGTH.size : end]))
+            at = end
+        del self._held[:at]
+        return found
+
+
+def request_to_json(request: EngineRequest) -> dict[str, Any]:
+    """As a message holds it."""
+    return dataclasses.asdict(request)
+
+
+def request_from_json(document: dict[str, Any]) -> EngineRequest:
+    """What `request_to_json` made."""
+    return from_json(EngineRequest, document, where="request")
+
+
+def emitted_to_json(one: Emitted) -> list[Any]:
+    """Likewise."""
+    return list(one)
+
+
+def emitted_from_json(document: list[Any]) -> Emitted:
+    """Likewise."""
+    request, token, logprob, top, ended, message = document
+    return Emitted(
+        request=request,
+        token=token,
+        logprob=logprob,
+        top=tuple((token, p) for token, p in top),
+        ended=ended,
+        message=message,
+    )

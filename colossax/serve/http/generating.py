@@ -1,0 +1,141 @@
+"""One continuation: from tokens that an engine says to parts of an answer."""
+
+import dataclasses
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+
+from colossax.data import Tokenizer
+from colossax.errors import InputError
+from colossax.scheduling import Emitted
+from colossax.serve.backend import Backend, EngineDown, EngineFull, Started
+from colossax.serve.http.errors import Refusal, bad, internal, later, unavailable
+from colossax.serve.http.preparing import Wanted
+from colossax.serve.text import Entry, Telling
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    """A part of a continuation.
+
+    Attributes:
+        text: What it adds.
+        entries: Tokens whose text is told with it, where log-probabilities were asked for.
+        tokens: Tokens that the engine has said for this continuation so far.
+        finish: `stop` or `length` with the last part; None before.
+    """
+
+    text: str = ""
+    entries: tuple[Entry, ...] = ()
+    tokens: int = 0
+    finish: str | None = None
+
+
+class Clock:
+    """Tells when tokens of one continuation came.
+
+    Args:
+        since: When it was asked for, by `time.monotonic`.
+        first: Is told the seconds from then to the first token.
+        between: Is told those between a token and the next.
+    """
+
+    def __init__(
+        self, since: float, first: Callable[[float], None], between: Callable[[float], None]
+    ) -> None:
+        self._first, self._between = first, between
+        self._last, self._any = since, False
+
+    def tick(self) -> None:
+        """A token came."""
+        now = time.monotonic()
+        (self._between if self._any else self._first)(now - self._last)
+        self._last, self._any = now, True
+
+
+async def submitted(backend: Backend, wanted: Sequence[Wanted]) -> list[Started]:
+    """Hand all to the engine, or none.
+
+    Raises:
+        Refusal: 400, 429 or 503, as the engine says.
+    """
+    taken: list[Started] = []
+    try:
+        for one in wanted:
+            taken.append(await backend.submit(one.request))
+    except BaseException as problem:
+        for one in taken:
+            backend.cancel(one.number)
+        if isinstance(problem, _SAID):
+            raise refusal_of(problem) from None
+        raise
+    return taken
+
+
+_SAID = (InputError, EngineFull, EngineDown)
+
+
+def refusal_of(problem: Exception) -> Refusal:
+    """What a client is told of what an engine raised."""
+    if isinstance(problem, InputError):
+        return bad(str(problem))
+    if isinstance(problem, EngineFull):
+        return later("too many requests wait; try again later", 1.0, "queue_full")
+    return unavailable("the model does not run at this moment; try again later", "engine_down")
+
+
+async def parts(
+    backend: Backend,
+    started: Started,
+    tokenizer: Tokenizer,
+    stops: Sequence[str],
+    *,
+    before: str,
+    clock: Clock,
+) -> AsyncGenerator[Part, None]:
+    """The parts of one continuation as they come; the engine is told when nobody wants the rest.
+
+    Raises:
+        Refusal: The engine ended it otherwise than by its end or length.
+    """
+    telling, count, ended = Telling(tokenizer, stops), 0, False
+    try:
+        if before:
+            yield Part(text=before)
+        async for emitted in started.said:
+            ended = emitted.ended is not None
+            if emitted.token is not None:
+                clock.tick()
+                count += 1
+            text, entries = _told(telling, emitted)
+            if telling.stopped or ended:
+                _check_end(emitted, telling)
+                rest, last = telling.finish()
+                finish = "length" if emitted.ended == "length" and not telling.stopped else "stop"
+                yield Part(text=text + rest, entries=(*entries, *last), tokens=count, finish=finish)
+                return
+            if text or entries:
+                yield Part(text=text, entries=entries, tokens=count)
+        ended = True
+        raise unavailable("the model went away before the end; try again later", "engine_down")
+    finally:
+        if not ended:
+            backend.cancel(started.number)
+
+
+def _told(telling: Telling, emitted: Emitted) -> tuple[str, tuple[Entry, ...]]:
+    """What a token adds; the one that ends a continuation is no text."""
+    if emitted.token is None or emitted.ended == "stop":
+        return "", ()
+    return telling.push(emitted.token, emitted.logprob, emitted.top)
+
+
+def _check_end(emitted: Emitted, telling: Telling) -> None:
+    if telling.stopped or emitted.ended in ("stop", "length"):
+        return
+    if emitted.ended == "deadline":
+        raise Refusal(504, "the time for it is over", kind="server_error", code="deadline")
+    if emitted.ended == "cancelled":
+        raise unavailable("it was cancelled by the server; try again later", "cancelled")
+    if emitted.message:
+        raise Refusal(500, emitted.message, kind="server_error", code="engine_error")
+    raise internal()

@@ -1,0 +1,240 @@
+"""Chat templates: messages to the prompt that a model was trained on, in a sandbox.
+
+A template is of the checkpoint, its messages are of a stranger. So the template may only compute,
+and what a message says is only ever text: the characters of a special token in it are kept apart
+by a mark while the template writes, and encoded as characters.
+"""
+
+import datetime
+import itertools
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+import jinja2.utils
+
+from colossax.data import Tokenizer
+from colossax.errors import InputError
+
+MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
+"""Code points that Unicode keeps free of characters, for use inside of programs."""
+
+LONGEST_PRODUCT = 1 << 20
+"""Characters or items that a template may make by multiplying."""
+
+
+_FAULTS = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
+"""What a template's own computations raise."""
+
+
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Also refuses what would take all memory in one operation."""
+
+    intercepted_binops = frozenset(["*", "**"])
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Multiplies, and raises to powers, what stays small."""
+        numbers = all(isinstance(x, int | float) for x in (left, right))
+        if numbers and (operator == "*" or (abs(left) <= 1 << 16 and abs(right) <= 64)):
+            return super().call_binop(context, operator, left, right)
+        if operator == "*" and _items(left, right) <= LONGEST_PRODUCT:
+            return super().call_binop(context, operator, left, right)
+        raise jinja2.sandbox.SecurityError("it multiplies to something too large")
+
+
+def _items(left: Any, right: Any) -> int:
+    """Items of a sequence multiplied."""
+    sized, times = (right, left) if isinstance(left, int) else (left, right)
+    return len(sized) * max(times, 0) if isinstance(times, int) else LONGEST_PRODUCT + 1
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}...{% endgeneration %}` marks what an assistant says: written as it is."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        """The statements between."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """Holds what a template sets, but no names that mean something to Python."""
+
+    def __init__(*args: Any, **values: Any) -> None:  # `self` may be one of the values
+        self, *given = args
+        values = dict(*given, **values)
+        for name in values:
+            _check_name(name)
+        jinja2.utils.Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.sandbox.SecurityError(f"it sets '{name}', which begins with an underscore")
+
+
+class _Dict:
+    """Makes dictionaries for templates, without being Python's class of them."""
+
+    def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
+        return dict(*args, **values)
+
+    def fromkeys(self, keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:
+        """All keys with one value."""
+        return dict.fromkeys(keys, value)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """As models were trained on it: without the escapes that HTML needs."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)
+
+
+class ChatTemplate:
+    """Makes a prompt of messages, as `transformers` does of the same template.
+
+    Args:
+        source: Jinja source.
+        tokenizer: Its special tokens are those of the prompt.
+        bos: `bos_token` of the template.
+        eos: `eos_token` of the template.
+        most_chars: Longest prompt that is written.
+
+    Raises:
+        InputError: The source is no template.
+    """
+
+    def __init__(
+        self, source: str, tokenizer: Tokenizer, *, bos: str, eos: str, most_chars: int
+    ) -> None:
+        self._tokenizer, self._most = tokenizer, most_chars
+        self._names = {"bos_token": bos, "eos_token": eos, "tools": None, "documents": None}
+        environment = _Sandbox(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[jinja2.ext.loopcontrols, _Generation],
+        )
+        environment.filters["tojson"] = _to_json
+        known: Any = environment.globals
+        known.update(raise_exception=_raise, strftime_now=_now, dict=_Dict(), namespace=_Namespace)
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as problem:
+            raise InputError(
+                f"messages: the model's chat template is none ({_line(problem)}); give 'prompt' to"
+                " /v1/completions"
+            ) from problem
+
+    def tokens(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """The prompt as token ids; takes time with its length, so not in an event loop.
+
+        Raises:
+            InputError: The template refuses the messages, fails, or writes too much.
+        """
+        guard = _Guard(self._tokenizer.specials, messages)
+        written = self._written([guard.marked(message) for message in messages])
+        if not guard.used:
+            return self._tokenizer.encode_marked(written)
+        pieces = guard.pieces(written)
+        parts = (
+            self._tokenizer.encode_marked(text) if special else self._tokenizer.encode(text)
+            for text, special in pieces
+        )
+        return list(itertools.chain.from_iterable(parts))
+
+    def _written(self, messages: list[dict[str, str]]) -> str:
+        try:
+            return self._limited(
+                self._template.generate(
+                    messages=messages, add_generation_prompt=True, **self._names
+                )
+            )
+        except (jinja2.TemplateError, *_FAULTS) as problem:
+            raise InputError(
+                f"messages: the model's chat template refuses them ({_line(problem)}); send what it"
+                " was made for"
+            ) from problem
+
+    def _limited(self, parts: Iterable[str]) -> str:
+        found, count = [], 0
+        for part in parts:
+            count += len(part)
+            if count > self._most:
+                raise jinja2.TemplateError(f"it writes more than {self._most} characters")
+            found.append(part)
+        return "".join(found)
+
+
+def _line(problem: Exception) -> str:
+    return " ".join(str(problem).split())[:300]
+
+
+class _Guard:
+    """Marks special tokens in messages, and finds those that the template wrote.
+
+    Attributes:
+        used: Whether a message has any.
+    """
+
+    def __init__(self, specials: Iterable[str], messages: Sequence[Mapping[str, str]]) -> None:
+        names = sorted((one for one in specials if len(one) > 1), key=len, reverse=True)
+        said = [text for message in messages for text in message.values()]
+        self._special = re.compile("|".join(map(re.escape, names)) or r"(?!)")
+        # One may begin inside of another.
+        self._begins = re.compile(f"(?=(?:{self._special.pattern}))")
+        self.used = any(self._special.search(text) for text in said)
+        free = (mark for mark in MARKS if not any(mark in text for text in said))
+        self._mark = next(free, "") if self.used else ""
+        if self.used and not self._mark:
+            raise InputError("messages: have all 32 code points from U+FDD0 on; leave one out")
+
+    def marked(self, message: Mapping[str, str]) -> dict[str, str]:
+        """A message in which no special token can be found."""
+        return {key: self._marked(text) for key, text in message.items()}
+
+    def _marked(self, text: str) -> str:
+        if not self.used:
+            return text
+        cuts = [match.start() + 1 for match in self._begins.finditer(text)]
+        bounds = [0, *cuts, len(text)]
+        return self._mark.join(text[a:b] for a, b in itertools.pairwise(bounds))
+
+    def pieces(self, written: str) -> list[tuple[str, bool]]:
+        """Text and special tokens in turn, without marks."""
+        found, at = [], 0
+        for match in self._special.finditer(written):
+            found += [(written[at : match.start()], False), (match.group(), True)]
+            at = match.end()
+        found.append((written[at:], False))
+        return [(text.replace(self._mark, ""), special) for text, special in found if text]

@@ -1,0 +1,204 @@
+"""Engines die and are started again, and requests say what they would have said."""
+
+import asyncio
+import json
+import os
+import random
+import signal
+import stat
+import sys
+
+import pytest
+
+from colossax.errors import InputError
+from colossax.scheduling import EngineRequest, SamplingConfig
+from colossax.serve import EngineDown
+from colossax.serve.engine.journal import Journal, unfinished
+from colossax.serve.engine.supervisor import DEATHS_ALONE, QUIET_DEATHS, Supervisor
+from tests.serve.fake import TOKENIZER, alone
+
+TIMEOUT_S = 20
+
+
+def supervisor(tmp_path, fault="none", step_s=0.0, **options):
+    mark = str(tmp_path / "was here")
+    command = [sys.executable, "-m", "tests.serve.engine.toy", fault, str(step_s), mark]
+    return Supervisor(command, **options)
+
+
+def request(i, **more):
+    given = {"max_tokens": 60, "ends": (TOKENIZER.eos,), "sampling": SamplingConfig(seed=i)}
+    return EngineRequest(**{"prompt": (20 + i, 21, 22), **given, **more})
+
+
+def expected(asked):
+    tokens, how = alone(asked)
+    return tokens, how
+
+
+async def heard(backend, asked):
+    started = await backend.submit(asked)
+    found = [one async for one in started.said]
+    return [one.token for one in found if one.token is not None], found[-1].ended
+
+
+def served(backend, work):
+    """What `work(backend)` gives, between start and close."""
+
+    async def life():
+        await backend.start()
+        try:
+            return await asyncio.wait_for(work(backend), TIMEOUT_S)
+        finally:
+            await backend.close()
+
+    return asyncio.run(life())
+
+
+@pytest.mark.catches("restart-forgets-what-was-said")
+@pytest.mark.catches("killed-engine-is-not-started")
+def test_killed_at_any_moment(tmp_path):
+    """Several times while requests run: each says what it says undisturbed, and nothing twice."""
+    lines, noise = [], random.Random(0)
+    asked = [request(i) for i in range(12)]
+
+    async def work(backend):
+        async def kill():
+            for _ in range(4):
+                await asyncio.sleep(noise.uniform(0.3, 0.8))
+                if backend.ready():
+                    os.kill(backend.pid, signal.SIGKILL)
+
+        killing = asyncio.create_task(kill())
+        found = await asyncio.gather(*(heard(backend, one) for one in asked))
+        killing.cancel()
+        return found
+
+    found = served(supervisor(tmp_path, step_s=0.02, tell=lines.append), work)
+    deaths = [line for line in lines if "SIGKILL" in line]
+    assert deaths and "go on" in deaths[0]
+    for one, got in zip(asked, found, strict=True):
+        assert got == expected(one)
+
+
+@pytest.mark.catches("hanging-engine-stays")
+def test_an_engine_that_hangs_is_ended(tmp_path):
+    lines, one = [], request(3)
+    backend = supervisor(tmp_path, "hang once", hang_s=1.0, tell=lines.append)
+    assert served(backend, lambda b: heard(b, one)) == expected(one)
+    assert any("has said nothing for" in line for line in lines)
+
+
+@pytest.mark.catches("poison-is-tried-for-ever")
+def test_what_kills_every_engine_is_given_up(tmp_path):
+    """And what was beside it, before and behind it, goes on."""
+    lines = []
+
+    async def work(backend):
+        good = [asyncio.create_task(heard(backend, request(i))) for i in range(3)]
+        await asyncio.sleep(0)
+        bad = await backend.submit(request(0, prompt=(9, 9)))
+        good += [asyncio.create_task(heard(backend, request(i))) for i in range(3, 9)]
+        last = [x async for x in bad.said][-1]
+        return last, await asyncio.gather(*good)
+
+    last, good = served(supervisor(tmp_path, "poison", tell=lines.append), work)
+    assert last.ended == "error" and "each time that it ran this request" in last.message
+    assert good == [expected(request(i)) for i in range(9)]
+    deaths = [line for line in lines if "SIGKILL" in line]
+    assert DEATHS_ALONE <= len(deaths) <= (1 + QUIET_DEATHS) * DEATHS_ALONE
+
+
+def test_what_the_engine_refuses(tmp_path):
+    with pytest.raises(InputError, match="plan.mesh: there are too few devices; use fewer"):
+        supervisor(tmp_path, "refuse")
+    with pytest.raises(RuntimeError, match="ended with 1 before it began"):
+        supervisor(tmp_path, "mute")
+
+    async def work(backend):
+        started = await backend.submit(request(0, prompt=(7,)))
+        with pytest.raises(InputError, match="outside the vocabulary"):
+            await backend.submit(request(0, prompt=(9999,)))
+        return [x async for x in started.said][-1]
+
+    last = served(supervisor(tmp_path), work)
+    assert last.ended == "error" and last.message == "prompt: seven is refused here; leave it out"
+
+
+@pytest.mark.catches("cancel-is-not-sent")
+def test_cancelled(tmp_path):
+    async def work(backend):
+        long = await backend.submit(request(1, max_tokens=200, ends=()))
+        said = []
+        async for one in long.said:
+            said.append(one)
+            if len(said) == 5:
+                backend.cancel(long.number)
+        while not backend.stats().idle:
+            await asyncio.sleep(0.01)
+        return said, backend.stats()
+
+    said, stats = served(supervisor(tmp_path, step_s=0.01), work)
+    assert said[-1].ended == "cancelled" and len(said) < 200
+    assert stats.seats_used == stats.pages_used == 0
+
+
+@pytest.mark.catches("journal-is-open-to-all")
+@pytest.mark.catches("journal-stays")
+def test_the_journal(tmp_path):
+    """Only its owner reads it, it has what is under way, and is gone after the end."""
+    path = tmp_path / "journal"
+    path.write_text(
+        '{"begin": 1, "request": {}}\nbroken\n{"begin": 2}\n{"said": {}, "ended": [1]}\n'
+    )
+    journal = Journal(path)
+    assert journal.left == 1
+    one = request(4)
+
+    async def work(backend):
+        started = await backend.submit(one)
+        first = await anext(started.said)
+        mode = stat.S_IMODE(path.stat().st_mode)
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        rest = [x async for x in started.said]
+        await asyncio.sleep(0.05)
+        return first, mode, lines, rest, path.read_text()
+
+    backend = supervisor(tmp_path, step_s=0.02, journal=journal)
+    first, mode, lines, rest, after = served(backend, work)
+    assert mode == 0o600
+    assert lines[0]["request"]["prompt"] == list(one.prompt)
+    assert lines[1]["said"] == {"0": [first.token]}
+    assert after == "" and rest[-1].ended
+    assert not path.exists()
+
+
+@pytest.mark.catches("full-disk-fails-others")
+def test_a_full_disk_turns_away_one_request(tmp_path, monkeypatch):
+    """What has begun goes on, what begins is told to come later, until there is room."""
+    lines, path, full = [], tmp_path / "journal", [False]
+    write = os.write
+
+    def writes(file, data):
+        if full[0]:
+            raise OSError(28, "No space left on device")
+        return write(file, data)
+
+    async def work(backend):
+        running = await backend.submit(request(1))
+        full[0] = True
+        with pytest.raises(EngineDown):
+            await backend.submit(request(2))
+        found = [x.token async for x in running.said]
+        full[0] = False
+        return found, await heard(backend, request(2))
+
+    backend = supervisor(tmp_path, journal=Journal(path), tell=lines.append)
+    monkeypatch.setattr("colossax.serve.engine.journal.os.write", writes)
+    found, later = served(backend, work)
+    assert found == expected(request(1))[0] and later == expected(request(2))
+    assert any("cannot be written" in line for line in lines)
+
+
+def test_unfinished_requests_of_a_journal_that_is_not_there(tmp_path):
+    assert unfinished(tmp_path / "none") == 0
