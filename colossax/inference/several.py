@@ -49,6 +49,7 @@ class Several(Protocol):
 
         Raises:
             InputError: A request cannot be served, before any is; or the model gave no numbers.
+            PlanError: The devices have no room for the longest of them.
         """
         ...
 
@@ -61,7 +62,7 @@ def several(
     requests: Sequence[EngineRequest],
     eos: int | None = None,
 ) -> Several:
-    """What continues these prompts; nothing is compiled yet, but where memory may be short.
+    """What continues these prompts; nothing is compiled yet.
 
     Up to 16 at once share each step of an `Engine`. With stages it is `Generator`, whose stages
     each work on a group of the prompts.
@@ -76,20 +77,21 @@ def several(
     Raises:
         InputError: The model cannot decode, or there are stages, and tokens are drawn otherwise
             than by temperature.
-        PlanError: The devices have no room for the longest of them.
 
     Cost: a compilation where all prompts are short, else two. Holds parameters and a cache for the
     longest 16 of the requests, or as many as there is room for.
     """
-    given = [one if eos is None else _ending(one, eos) for one in requests]
-    longest = decoding_model(spec).config.max_seq
+    config = decoding_model(spec).config
+    ends = eos is not None and 0 <= eos < config.vocab
+    given = [_ending(one, eos) if ends else one for one in requests]
+    longest = config.max_seq
     if bound.mesh.shape[MeshAxis.STAGE] > 1:
         asked = [_plain(one) for one in requests]
         slots = sizes_for(given, longest).slots
         sizes = {"slots": slots, "sequences": len(asked), "eos": eos}
         return _InStages(Generator(spec, bound, params, **sizes), asked)
     program = EngineProgram(spec, bound, sizes_for(given, longest))
-    return _Together(with_room(program, params), params, given)
+    return _Together(program, params, given)
 
 
 class _Together:
@@ -97,6 +99,7 @@ class _Together:
 
     def __init__(self, program: EngineProgram, params: Params, requests: list[EngineRequest]):
         self._program, self._params, self._requests = program, params, requests
+        self._has_room = False
 
     @property
     def notice(self) -> str | None:
@@ -114,9 +117,13 @@ class _Together:
         return self._program.lowered("mixed", self._params)
 
     def with_params(self, params: Params) -> "_Together":
-        return _Together(self._program, params, self._requests)
+        other = _Together(self._program, params, self._requests)
+        other._has_room = self._has_room
+        return other
 
     def run(self) -> list[Generation]:
+        if not self._has_room:
+            self._program, self._has_room = with_room(self._program, self._params), True
         engine = Engine.of(
             self._program,
             self._params,

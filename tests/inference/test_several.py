@@ -125,16 +125,21 @@ def test_pages_are_as_many_as_there_is_room_for(monkeypatch, engines):
     one = several(spec, bound, params, requests=asked)
     whole, used = one._program.sizes, sizing._used(one.lowered())
     page = sizing.cache_bytes(one._program) // whole.pages
-    memory = (used - page * (whole.pages - 7)) / sizing.SHARE
+    memory = (used - page * (whole.pages - 7)) / sizing.DEVICE_SHARE
     monkeypatch.setattr(sizing, "device_memory", lambda *_: memory)
     monkeypatch.setattr(sizing, "ROOMY", 0.0)  # most of what so small a model needs is temporaries
     less = several(spec, bound, params, requests=asked)
+    found = less.run()
     assert whole.pages_a_seat <= less._program.sizes.pages < whole.pages
-    assert [x.tokens for x in less.run()] == [x.tokens for x in one.run()]
+    assert less.with_params(params)._program is less._program
+    monkeypatch.setattr(sizing, "ROOMY", 1e9)
+    assert [x.tokens for x in found] == [x.tokens for x in one.run()]
+    assert one._program.sizes == whole
     assert engines[0].stats.scheduler.finished == len(asked)
+    monkeypatch.setattr(sizing, "ROOMY", 0.0)
     monkeypatch.setattr(sizing, "device_memory", lambda *_: memory - 8 * page)
     with pytest.raises(PlanError, match="pages: a device has .* GB are needed for one sequence"):
-        several(spec, bound, params, requests=asked)
+        several(spec, bound, params, requests=asked).run()
 
 
 @pytest.mark.catches("stages-draw-by-temperature")

@@ -11,7 +11,7 @@ from colossax.config import BoundPlan
 from colossax.errors import PlanError
 from colossax.inference.engine.program import EngineProgram, Sizes
 from colossax.nn import ModelSpec
-from colossax.offload import device_memory, gb_down, gb_up
+from colossax.offload import DEVICE_SHARE, device_memory, gb_down, gb_up
 from colossax.scheduling import EngineRequest
 from colossax.typing import Params
 
@@ -69,6 +69,8 @@ def sizes_for(requests: Sequence[EngineRequest], longest: int) -> Sizes:
 def with_room(program: EngineProgram, params: Params) -> EngineProgram:
     """A program with fewer pages where the devices have no room for all of its own.
 
+    As much of a device may be used as where layers are fitted into it.
+
     Args:
         program: See there.
         params: Arrays, or shapes with shardings.
@@ -85,13 +87,15 @@ def with_room(program: EngineProgram, params: Params) -> EngineProgram:
     )
     if memory is None or held + cache_bytes(program) <= ROOMY * memory:
         return program
-    pages = pages_for(program.spec, bound, params, sizes)
+    pages = pages_for(program.spec, bound, params, sizes, share=DEVICE_SHARE)
     if pages >= sizes.pages:
         return program
     return EngineProgram(program.spec, bound, dataclasses.replace(sizes, pages=pages))
 
 
-def pages_for(spec: ModelSpec, bound: BoundPlan, params: Params, sizes: Sizes) -> int:
+def pages_for(
+    spec: ModelSpec, bound: BoundPlan, params: Params, sizes: Sizes, *, share: float = SHARE
+) -> int:
     """As many as all seats could fill, or as the devices have room for beside the rest.
 
     Cost: where devices say how much memory they have, a compilation of the larger step, and of what
@@ -100,6 +104,7 @@ def pages_for(spec: ModelSpec, bound: BoundPlan, params: Params, sizes: Sizes) -
     Args:
         spec, bound, params: As of `Engine`.
         sizes: Of it, without pages.
+        share: Of a device's memory that may be used.
 
     Raises:
         PlanError: There is no room for the longest sequence.
@@ -115,11 +120,11 @@ def pages_for(spec: ModelSpec, bound: BoundPlan, params: Params, sizes: Sizes) -
     page_bytes = max(1, (cache_bytes(few) - cache_bytes(one)) // max(1, sizes.pages_a_seat - 1))
     programs = few.lowered("mixed", params), few.reading.lowered(params)
     rest = max(_used(one) for one in programs if one is not None) - cache_bytes(few)
-    room = int(SHARE * memory - rest) // page_bytes
+    room = int(share * memory - rest) // page_bytes
     if room < sizes.pages_a_seat:
         needed = rest + page_bytes * sizes.pages_a_seat
         raise PlanError(
-            f"pages: a device has {gb_down(int(SHARE * memory))} GB for an engine, and"
+            f"pages: a device has {gb_down(int(share * memory))} GB for an engine, and"
             f" {gb_up(needed)} GB are needed for one sequence of {sizes.slots} tokens; give fewer"
             " slots, fewer seats, or more devices"
         )
