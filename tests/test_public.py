@@ -26,8 +26,8 @@ NAMES = {
         "Costs FORMS Kind Op Report SCHEDULES Table checked movable plot_schedule schedule simulate"
     ),
     "colossax.scheduling": (
-        "Emitted Ended EngineRequest Piece SamplingConfig Scheduler Stats StepPlan check_length "
-        "check_tokens"
+        "Emitted Ended EngineRequest Heard Piece Reads SamplingConfig Scheduler Seen Stats "
+        "StepPlan TOP_SHARE check_length check_tokens"
     ),
     "colossax.pallas.attention": (
         "AttentionSpec Mask Operands Pages PairDropout RelativeBias Scoring attend attend_block "
@@ -146,9 +146,9 @@ NAMES = {
     ),
     "colossax.inference": (
         "CacheLayout Call Chunk Constraint Continuation DecodeProgram Engine EngineStats Fitted "
-        "Flight Generation Generator InOrder LoadedModel Request Sampling Scheduler StagedProgram "
-        "StoredModel Tick fit_layers inference_plan load check_length check_tokens open_checkpoint "
-        "together unrolled"
+        "Flight Generation Generator InOrder LoadedModel Request Sampling Scheduler Several "
+        "StagedProgram StoredModel Tick fit_layers inference_plan load check_length check_tokens "
+        "open_checkpoint several together unrolled"
     ),
     "colossax.serve": (
         "Backend Constraint EngineDown EngineFull Facts Grammars Limits ServeOptions Started Stats "

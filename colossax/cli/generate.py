@@ -9,8 +9,9 @@ from colossax.cli.arguments import BASE_HELP, keeping, number, real
 from colossax.cli.devices import choose_devices, request_host_devices
 from colossax.cli.output import put, tell
 from colossax.cli.overrides import Override, apply_overrides
-from colossax.config import GREEDY_OR_MORE, Plan, check_text, user_path
+from colossax.config import GREEDY_OR_MORE, Bound, Plan, check_text, user_path
 from colossax.errors import InputError
+from colossax.scheduling import TOP_SHARE
 
 DESCRIPTION = {
     "generate": (
@@ -20,7 +21,6 @@ DESCRIPTION = {
 }
 
 _MAX_TOKENS = 64
-_SLOTS_MULTIPLE = 128
 
 
 def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
@@ -62,6 +62,27 @@ def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
         help="0 takes the likeliest token each time (default); 1 draws as the model says",
     )
     parser.add_argument(
+        "--top-k",
+        metavar="K",
+        type=number(0),
+        default=0,
+        help="draw among the K likeliest tokens; default 0, all of them",
+    )
+    parser.add_argument(
+        "--top-p",
+        metavar="P",
+        type=real(TOP_SHARE),
+        default=1.0,
+        help="among the likeliest that make up probability P together; default 1, all of them",
+    )
+    parser.add_argument(
+        "--min-p",
+        metavar="P",
+        type=real(Bound(low=0, high=1)),
+        default=0.0,
+        help="among those at least P times as likely as the likeliest; default 0, all of them",
+    )
+    parser.add_argument(
         "--seed",
         metavar="S",
         type=number(0, 2**32 - 1),
@@ -96,7 +117,8 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
 
 
 def _generate(args: argparse.Namespace, overrides: list[Override]) -> int:
-    from colossax.inference import Request
+    from colossax.inference import several
+    from colossax.scheduling import EngineRequest, Reads, SamplingConfig
 
     stored = opened(args)
     models = _adapters(args, stored) or {None: stored}
@@ -104,39 +126,47 @@ def _generate(args: argparse.Namespace, overrides: list[Override]) -> int:
     # All that can be refused is, before parameters are read.
     check_reads_text(stored.model)
     prompts = prompt_tokens(args, stored.tokenizer)
-    limit, draws = stored.config.max_seq, {"temperature": args.temperature, "seed": args.seed}
-    requests, longest_source = [], stored.config.longest_source
+    sampling = SamplingConfig(
+        temperature=args.temperature,
+        seed=args.seed,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+    )
+    limit, reads = stored.config.max_seq, Reads(longest=stored.config.longest_source)
+    requests = []
     for text in prompts:
         prompt, source = asked(stored.config, text)
         max_tokens = args.max_tokens or max(1, min(_MAX_TOKENS, limit - len(prompt)))
-        request = Request(prompt=prompt, source=source, max_tokens=max_tokens, **draws)
-        request.check(vocab=stored.config.vocab, slots=limit, longest_source=longest_source)
+        request = EngineRequest(
+            prompt=prompt, source=source, max_tokens=max_tokens, sampling=sampling
+        )
+        request.check(vocab=stored.config.vocab, slots=limit, reads=reads)
         requests.append(request)
-    longest = max(len(one.prompt) + one.max_tokens for one in requests)
-    sizes = {"slots": _slots(longest, limit), "sequences": len(requests)}
     devices = choose_devices(args.devices)
     first = next(iter(models.values()))
     if plan.offload.auto:
-        fitted = first.fit(plan, devices, **sizes)
+        fitted = first.fit(plan, devices, make=several, requests=requests)
         tell(f"{fitted.line}\n")
         plan = fitted.plan
-    texts = [None] * len(requests) if longest_source is not None else args.prompt
-    loaded, generators = None, {}
+    texts = [None] * len(requests) if reads.longest is not None else args.prompt
+    loaded, runs = None, {}
     for name, model in models.items():
         if loaded is None:
             loaded = model.load(plan, devices)
             tell(f"{stored.chosen}\n")
         else:
             loaded = model.load(base=loaded)
-        if (generator := generators.get(model.adapter)) is None:
-            generator = generators[model.adapter] = loaded.generator(**sizes)
-            if generator.notice is not None:
-                tell(f"{generator.notice}\n")
+        if (one := runs.get(model.adapter)) is None:
+            given = loaded.spec, loaded.bound, loaded.params
+            one = runs[model.adapter] = several(*given, requests=requests, eos=loaded.eos)
+            if one.notice is not None:
+                tell(f"{one.notice}\n")
         else:
-            generator = generator.with_params(loaded.params)
+            one = one.with_params(loaded.params)
         if name is not None:
             tell(f"beside {name}, {model.chosen}\n")
-        results = generator.generate_all(requests)
+        results = one.run()
         for prompt, result in zip(texts or [None] * len(results), results, strict=True):
             added = result.tokens[:-1] if result.ended else result.tokens
             text = None if stored.tokenizer is None else stored.tokenizer.decode(added)
@@ -233,11 +263,6 @@ def _ids(text: str) -> list[int]:
             f"--prompt-tokens: found '{text}'; give ids divided by commas, as in 1,2,3"
         )
     return [int(word) for word in words]
-
-
-def _slots(tokens: int, max_seq: int) -> int:
-    """Cache slots for this many tokens: a few sizes, so that a compilation cache can serve."""
-    return min(max_seq, -(-tokens // _SLOTS_MULTIPLE) * _SLOTS_MULTIPLE)
 
 
 def _show(

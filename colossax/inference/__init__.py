@@ -25,6 +25,8 @@ from .scheduler import Request as Request
 from .scheduler import Scheduler as Scheduler
 from .scheduler import check_length as check_length
 from .scheduler import check_tokens as check_tokens
+from .several import Several as Several
+from .several import several as several
 from .stages import Flight as Flight
 from .stages import StagedProgram as StagedProgram
 from .stages import Tick as Tick

@@ -8,15 +8,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Float, Int
 
 from colossax.config import BoundPlan
 from colossax.errors import InputError
 from colossax.inference.cache import Cache, CacheLayout
 from colossax.inference.plan import inference_plan, shapes_of
-from colossax.inference.scheduler import Call, Seen
+from colossax.inference.reading import Reading
+from colossax.inference.scheduler import Call
 from colossax.nn import DecoderConfig, FlatTokens, ModelSpec
-from colossax.nn.config.frames import FRAMES_PER_TOKEN
+from colossax.scheduling import Reads
 from colossax.sharding import replicated, use
 from colossax.typing import Params
 
@@ -119,18 +120,12 @@ class DecodeProgram:
         step = functools.partial(decode, spec, self.bound)
         out = (replicated(self.bound), self.cache.shardings)
         self.jitted = jax.jit(step, donate_argnums=1, out_shardings=out)
-        self.longest_source: int | None = getattr(self.config, "longest_source", None)
-        self.mels, self.sight = mels_of(model), sight_of(model)
-        self.reading = jax.jit(
-            functools.partial(read, spec, self.bound),
-            donate_argnums=1,
-            out_shardings=self.cache.shardings,
-        )
-        self.looking = jax.jit(
-            functools.partial(look, spec, self.bound),
-            donate_argnums=1,
-            out_shardings=self.cache.shardings,
-        )
+        self.reading = Reading(spec, model, self.bound, self.cache)
+
+    @property
+    def reads(self) -> Reads:
+        """What the model reads beside a prompt."""
+        return self.reading.reads
 
     def begin(
         self,
@@ -147,22 +142,10 @@ class DecodeProgram:
             frames: Sound in its place, `[frames, mels]`.
             images: What is seen among the tokens, `[images, height, width, channels]`.
 
-        Cost: with a source the encoder, compiled once for each power of two of its length; with
-        sound, for each length; with images, for each number of them.
+        Cost: with any of them the encoder; see `Reading`.
         """
-        cache = self.cache.empty()
-        if images is not None:
-            return self.looking(params, cache, np.asarray(images)[None])
-        if frames is not None:
-            count = np.int32(len(frames) // FRAMES_PER_TOKEN)
-            return self.reading(params, cache, None, count, np.asarray(frames)[None])
-        if not source:
-            return cache
-        assert self.longest_source is not None
-        width = min(self.longest_source, 1 << (len(source) - 1).bit_length())
-        ids = np.zeros((1, width), np.int32)
-        ids[0, : len(source)] = source
-        return self.reading(params, cache, ids, np.int32(len(source)))
+        given = {"source": source, "frames": frames, "images": images}
+        return self.reading(params, self.cache.empty(), **given)
 
     def __call__(
         self, params: Params, cache: Cache, tokens: Chunk, sampling: Sampling
@@ -203,7 +186,7 @@ class DecodeProgram:
                 ids=number((self.width,), np.int32),
                 start=number((), np.int32),
                 count=number((), np.int32),
-                source=None if self.longest_source is None else number((), np.int32),
+                source=None if self.reads.longest is None else number((), np.int32),
             ),
             Sampling(temperature=number((), np.float32), seed=number((), np.uint32)),
         )
@@ -241,44 +224,6 @@ def decode(
         logits = model.logits(hidden[count - 1][None])[0].astype(jnp.float32)
     key = jax.random.fold_in(jax.random.key(sampling.seed), start + count)
     return sample(logits, sampling.temperature, key), cache
-
-
-def read(
-    spec: ModelSpec,
-    bound: BoundPlan,
-    params: Params,
-    cache: Cache,
-    source: Int[Array, "1 t"] | None,
-    count: Int[Array, ""],
-    frames: Num[Array, "1 f m"] | None = None,
-) -> Cache:
-    """The cache with what the decoder attends to of a source, padding behind `count`; pure."""
-    with use(bound):
-        seat = jnp.zeros((1,), jnp.int32)
-        return spec.merge(params).read(source, jnp.reshape(count, (1,)), cache, seat, frames)
-
-
-def look(
-    spec: ModelSpec, bound: BoundPlan, params: Params, cache: Cache, images: Num[Array, "1 n h w c"]
-) -> Cache:
-    """The cache with what images give, which places among tokens name; pure."""
-    with use(bound):
-        return spec.merge(params).look(images, cache, jnp.zeros((1,), jnp.int32))
-
-
-def sight_of(model: Any) -> Seen | None:
-    """The images that a model reads among its tokens; None: it reads none."""
-    if not hasattr(model, "look"):
-        return None
-    patches = model.image_config.patches
-    shape = (patches.height, patches.width, patches.channels)
-    return Seen(shape=shape, places=model.places, square=model.square)
-
-
-def mels_of(model: Any) -> int | None:
-    """Numbers of a frame of the sound that a model's encoder reads; None: it reads none."""
-    frames = getattr(getattr(model, "source_config", None), "frames", None)
-    return None if frames is None else frames.mels
 
 
 def sample(logits: Float[Array, " v"], temperature: Float[Array, ""], key: Array) -> Int[Array, ""]:

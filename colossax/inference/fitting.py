@@ -10,6 +10,7 @@ import jax
 from colossax.config import Plan
 from colossax.errors import PlanError
 from colossax.inference.generator import Generator
+from colossax.inference.several import Several
 from colossax.offload import (
     device_budget,
     device_memory,
@@ -20,7 +21,7 @@ from colossax.offload import (
 
 MAX_COMPILES = 3
 
-MakeGenerator = Callable[[Plan], Generator]
+MakeGenerator = Callable[[Plan], Generator | Several]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from colossax.inference.plan import together
 from colossax.inference.scheduler import InOrder, Request, Scheduler
 from colossax.inference.stages import StagedProgram, why_gathered
 from colossax.nn import ModelSpec
+from colossax.scheduling.reading import NOTHING
 from colossax.typing import Params
 
 
@@ -184,9 +185,7 @@ class Generator:
             request.check(
                 vocab=program.config.vocab,
                 slots=program.slots,
-                longest_source=getattr(program.config, "longest_source", None),
-                mels=getattr(program, "mels", None),
-                sight=getattr(program, "sight", None),
+                reads=getattr(program, "reads", NOTHING),
             )
             _check_at_once(program.config, len(request.prompt), program.width)
         at_once = program.sequences if isinstance(program, StagedProgram) else 1

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from colossax.inference.engine import Engine
 from colossax.inference.fitting import Fitted, fit_layers
 from colossax.inference.generator import Generator
 from colossax.inference.plan import one_stack, parameters_alone, unrolled
+from colossax.inference.several import Several
 from colossax.models import config_from_json, maker
 from colossax.models.adapters.quantising import read_with_codes
 from colossax.nn import AdapterConfig, DecoderConfig, ModelSpec, describe, with_adapter
@@ -229,16 +230,16 @@ class StoredModel:
         plan: Plan,
         devices: Sequence[jax.Device] | None = None,
         *,
-        slots: int | None = None,
-        sequences: int | None = None,
+        make: Callable[..., Generator | Several] = Generator,
+        **sizes: Any,
     ) -> Fitted:
         """The plan with as many layers on the devices as fit, in place of `offload.auto`.
 
         Args:
             plan: With `offload.auto`, and budgets.
             devices: Default all.
-            slots: Of the cache that shall fit beside them; default the model's `max_seq`.
-            sequences: With stages, how many caches.
+            make: What shall run: `Generator`, or `several`.
+            sizes: Of that, beside model, plan and parameters.
 
         Raises:
             PlanError: A budget is too small, more than there is, or not known.
@@ -247,11 +248,11 @@ class StoredModel:
         most three. Nothing is read.
         """
 
-        def generator(plan: Plan) -> Generator:
+        def made(plan: Plan) -> Generator | Several:
             bound, spec = self._described(plan, devices)
-            return Generator(spec, bound, _shapes(bound, spec), slots=slots, sequences=sequences)
+            return make(spec, bound, _shapes(bound, spec), **sizes)
 
-        return fit_layers(generator, parameters_alone(plan), self.config.layers)
+        return fit_layers(made, parameters_alone(plan), self.config.layers)
 
     def _described(
         self, plan: Plan, devices: Sequence[jax.Device] | None

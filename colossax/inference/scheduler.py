@@ -6,33 +6,10 @@ from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from colossax.config import Count, Temperature, check_types
-from colossax.errors import InputError
 from colossax.nn.config.frames import FRAMES_PER_TOKEN
-from colossax.scheduling.request import DrawSeed, check_length, check_tokens
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Seen:
-    """The images that a model reads among its tokens.
-
-    Attributes:
-        shape: Height, width and channels.
-        places: Tokens that one takes; None where images are of any size.
-        square: Height and width of what becomes a token.
-    """
-
-    shape: tuple[int, int, int]
-    places: int | None
-    square: tuple[int, int]
-
-    def places_of(self, height: int, width: int) -> int:
-        """Tokens of an image of this size; 0 where the model reads none of it."""
-        if self.places is not None:
-            return self.places if (height, width) == self.shape[:2] else 0
-        (rows, above), (columns, beside) = (
-            divmod(side, each) for side, each in zip((height, width), self.square, strict=True)
-        )
-        return 0 if above or beside else rows * columns
+from colossax.scheduling import Reads, check_length, check_tokens
+from colossax.scheduling.reading import NOTHING
+from colossax.scheduling.request import DrawSeed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,34 +40,21 @@ class Request:
         """Tokens of its source."""
         return len(self.source) if self.frames is None else len(self.frames) // FRAMES_PER_TOKEN
 
-    def check(
-        self,
-        *,
-        vocab: int,
-        slots: int,
-        longest_source: int | None = None,
-        mels: int | None = None,
-        sight: Seen | None = None,
-    ) -> None:
+    def check(self, *, vocab: int, slots: int, reads: Reads = NOTHING) -> None:
         """Refuse what no model of this vocabulary can continue in a sequence of `slots` tokens.
 
         Args:
             vocab: Tokens that there are.
             slots: Of the sequence.
-            longest_source: Tokens that its encoder reads; None: it has none.
-            mels: Numbers of a frame, where it reads sound; None: it does not.
-            sight: The images that it reads among its tokens; None: it reads none.
+            reads: What it reads beside a prompt.
 
         Raises:
             InputError: Naming what is wrong and what would do.
         """
-        check_tokens(self.prompt, vocab + check_images(self.images, sight))
+        check_tokens(self.prompt, vocab + reads.places(self, slots=slots))
         check_types(self, "")
         check_length(len(self.prompt), self.max_tokens, slots)
-        if mels is None or longest_source is None:
-            check_source(self.source, vocab, longest_source)
-        if mels is not None or self.frames is not None:
-            check_frames(self, longest_source, mels)
+        reads.check(self, vocab=vocab)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -211,77 +175,3 @@ class InOrder:
         if ended:
             del self._left[sequence]
         return ended
-
-
-def check_source(source: Sequence[int], vocab: int, longest: int | None) -> None:
-    """Refuse a source where none is read, none where one is, and what an encoder cannot read.
-
-    Raises:
-        InputError: That.
-    """
-    if longest is None:
-        if source:
-            raise InputError(
-                "source: the model has no encoder that reads one; give a prompt alone, or an"
-                " encoder-decoder"
-            )
-        return
-    if not source:
-        raise InputError("source: it is empty, and the model's encoder reads one; give it")
-    if len(source) > longest:
-        raise InputError(
-            f"source: it has {len(source)} tokens, above the {longest} of the model; shorten it"
-        )
-    check_tokens(source, vocab, name="source")
-
-
-def check_frames(request: Request, longest: int | None, mels: int | None) -> None:
-    """Refuse sound where none is read, none where it is, and what an encoder cannot read.
-
-    Args:
-        request: What is asked.
-        longest: Most tokens of a source, each of two frames.
-        mels: Numbers of a frame; None: the model reads no sound.
-
-    Raises:
-        InputError: That.
-    """
-    if mels is None or longest is None:
-        raise InputError("frames: the model has no encoder that reads sound; leave them out")
-    if request.source:
-        raise InputError("source: the model's encoder reads sound, not tokens; give frames")
-    most, shape = FRAMES_PER_TOKEN * longest, getattr(request.frames, "shape", None)
-    if shape is None:
-        raise InputError(f"frames: the model's encoder reads sound; give it, [frames, {mels}]")
-    if len(shape) != 2 or shape[1] != mels or not 0 < shape[0] <= most or shape[0] % 2:
-        raise InputError(
-            f"frames: found shape {list(shape)}, and the model reads an even number of them, {most}"
-            f" or fewer, of {mels} numbers; give [frames, {mels}]"
-        )
-
-
-def check_images(images: Any, sight: Seen | None) -> int:
-    """How many places the images give; refuse those where none are read, or of another size.
-
-    Raises:
-        InputError: That.
-    """
-    if images is None:
-        return 0
-    if sight is None:
-        raise InputError("images: the model reads none among its tokens; leave them out")
-    height, width, channels = sight.shape
-    shape: Any = getattr(images, "shape", ())
-    places = sight.places_of(*shape[1:3]) if len(shape) == 4 else 0
-    if not places or shape[3] != channels:
-        if sight.places is None:
-            raise InputError(
-                f"images: found shape {list(shape)}, and sides of the model's are multiples of"
-                f" {sight.square[0]} and {sight.square[1]}, with {channels} channels; give"
-                f" [images, height, width, {channels}]"
-            )
-        raise InputError(
-            f"images: found shape {list(shape)}, and the model's are {height} high and {width} wide"
-            f" with {channels} channels; give [images, {height}, {width}, {channels}]"
-        )
-    return shape[0] * places

@@ -4,10 +4,14 @@ from typing import TYPE_CHECKING
 
 from colossax.lazy import lazily
 
+from .checks import check_length as check_length
+from .checks import check_tokens as check_tokens
+from .reading import Heard as Heard
+from .reading import Reads as Reads
+from .reading import Seen as Seen
+from .request import TOP_SHARE as TOP_SHARE
 from .request import EngineRequest as EngineRequest
 from .request import SamplingConfig as SamplingConfig
-from .request import check_length as check_length
-from .request import check_tokens as check_tokens
 
 if TYPE_CHECKING:
     from .plan import Emitted as Emitted

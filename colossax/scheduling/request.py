@@ -2,18 +2,21 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 from colossax.config import Bound, Count, Natural, Share, Temperature, check_types, within
 from colossax.errors import InputError
+from colossax.scheduling.checks import check_given, check_ids, check_length, check_tokens
+from colossax.scheduling.reading import NOTHING, Reads
 
 DrawSeed = Annotated[int, within(0, 2**32 - 1)]
 """Devices get it as uint32."""
 
 Penalty = Annotated[float, within(-2, 2)]
 
-TopShare = Annotated[float, Bound(low=0, high=1, above=True, told="a number above 0, at most 1")]
+TOP_SHARE = Bound(low=0, high=1, above=True, told="a number above 0, at most 1")
+
+TopShare = Annotated[float, TOP_SHARE]
 
 MOST_BIASED = 300
 """Tokens of a request that have a bias: it has one shape on the device."""
@@ -76,6 +79,10 @@ class EngineRequest:
         prompt: Token ids, at least one.
         generated: What was said of it before a restart; it is fed as the prompt is, and counted as
             said.
+        source: What an encoder reads first, as token ids; models of one stack read none.
+        frames: Sound that it reads in place of those, `[frames, mels]`.
+        images: What places among the prompt's tokens name, `[images, height, width, channels]`; see
+            `nn.SeeingDecoder`.
         max_tokens: Most tokens to say, those of `generated` among them.
         ends: Token ids that end it.
         sampling: How tokens are chosen.
@@ -87,6 +94,9 @@ class EngineRequest:
 
     prompt: tuple[int, ...]
     generated: tuple[int, ...] = ()
+    source: tuple[int, ...] = ()
+    frames: Any = dataclasses.field(default=None, compare=False)
+    images: Any = dataclasses.field(default=None, compare=False)
     max_tokens: Count = 64
     ends: tuple[int, ...] = ()
     sampling: SamplingConfig = SamplingConfig()
@@ -95,19 +105,21 @@ class EngineRequest:
     adapter: str | None = None
     deadline_s: float | None = None
 
-    def check(self, *, vocab: int, slots: int) -> None:
+    def check(self, *, vocab: int, slots: int, reads: Reads = NOTHING) -> None:
         """Refuse what no model of this vocabulary can continue in a sequence of `slots` tokens.
 
         Args:
             vocab: Tokens that there are.
             slots: Of the sequence.
+            reads: What it reads beside a prompt.
 
         Raises:
             InputError: Naming what is wrong and what would do.
         """
-        check_tokens(self.prompt, vocab)
+        check_tokens(self.prompt, vocab + reads.places(self, slots=slots))
         check_types(self, "")
         self.check_room(slots)
+        reads.check(self, vocab=vocab)
         check_ids(self.generated, vocab, name="generated")
         check_ids(self.ends, vocab, name="ends")
         self.sampling.check(vocab)
@@ -125,55 +137,3 @@ class EngineRequest:
                 f"generated: it has {len(self.generated)} tokens, and max_tokens is"
                 f" {self.max_tokens}, so none are left to say; ask for more"
             )
-
-
-def check_tokens(prompt: Sequence[int], vocab: int, *, name: str = "prompt") -> None:
-    """Refuse an empty prompt, or ids outside the vocabulary.
-
-    Raises:
-        InputError: Naming the id.
-    """
-    check_given(prompt, name)
-    check_ids(prompt, vocab, name=name)
-
-
-def check_given(prompt: Sequence[int], name: str) -> None:
-    """Refuse an empty prompt.
-
-    Raises:
-        InputError: That.
-    """
-    if not prompt:
-        raise InputError(f"{name}: it is empty; give at least one token to continue")
-
-
-def check_ids(tokens: Sequence[int], vocab: int, *, name: str) -> None:
-    """Refuse ids outside the vocabulary.
-
-    Raises:
-        InputError: Naming the id.
-    """
-    outside = next((t for t in tokens if not 0 <= t < vocab), None)
-    if outside is not None:
-        raise InputError(
-            f"{name}: token {outside} is outside the vocabulary of {vocab};"
-            f" use ids from 0 to {vocab - 1}"
-        )
-
-
-def check_length(prompt: int, max_tokens: int, limit: int) -> None:
-    """Refuse a prompt, or a prompt with its continuation, above `limit` tokens.
-
-    Raises:
-        InputError: With the numbers.
-    """
-    if prompt >= limit:
-        raise InputError(
-            f"prompt: it has {prompt} tokens, and at most {limit - 1} leave room for a next one"
-            f" in a sequence of {limit}; shorten it"
-        )
-    if prompt + max_tokens > limit:
-        raise InputError(
-            f"max_tokens: a prompt of {prompt} and {max_tokens} more make {prompt + max_tokens}"
-            f" tokens, above the longest sequence of {limit}; ask for at most {limit - prompt}"
-        )

@@ -111,7 +111,10 @@ TABLE = {
     "generate file": ["'file' is a file", "give the directory"],
     "generate empty --max-tokens 0": ["--max-tokens: found 0", "give 1 or more"],
     "generate empty --temperature -1": ["--temperature: found -1", "give 0"],
-    "generate empty --top-p 2": ["--top-p", "known: "],
+    "generate empty --top-p 2": ["--top-p: found 2", "give a number above 0, at most 1"],
+    "generate empty --top-k -1": ["--top-k: found -1", "give 0 or more"],
+    "generate empty --min-p 1.5": ["--min-p: found 1.5", "give 0 to 1"],
+    "generate empty --best-of 2": ["--best-of", "known: "],
     "import gpt2 out": ["gpt2/config.json: is missing", "name a folder"],
     "export nowhere out": ["'nowhere' does not exist", "give the directory"],
     "bench kernles": ["'kernles'", "'kernels'"],
@@ -139,7 +142,7 @@ def folder(tmp_path_factory):
 
 CATCHES = {
     "train llama_tiny steps=3": pytest.mark.catches("surplus-words"),
-    "generate empty --top-p 2": pytest.mark.catches("far-names-suggested"),
+    "generate empty --best-of 2": pytest.mark.catches("far-names-suggested"),
     "train cut_mistakes:x": pytest.mark.catches("syntax-error-elsewhere"),
     "train own_mistakes.py:number": pytest.mark.catches("recipe-by-its-file"),
 }

@@ -305,3 +305,26 @@ def test_wrong_command_lines_exit_2(run, capsys, words, message):
 def test_text_without_a_tokenizer_names_the_way_out(bare, capsys):
     code, _, error = command("generate", bare, "--prompt", "a", capsys=capsys)
     assert code == 2 and "holds no tokenizer; give token ids with --prompt-tokens 1,2,3" in error
+
+
+@pytest.mark.catches("top-p-unheard")
+@pytest.mark.catches("top-k-unheard")
+@pytest.mark.catches("min-p-unheard")
+def test_draws_among_few_tokens(run, capsys):
+    """Among one they are the likeliest; among a few likely ones others than among all."""
+    words = ("generate", run, "--prompt-tokens", "5,17,250", "--max-tokens", 12, "--devices", 1)
+
+    def said(*more):
+        code, out, _ = command(*words, *more, capsys=capsys)
+        assert code == 0
+        return out
+
+    hot, greedy = ("--temperature", 3, "--seed", 4), said()
+    free = said(*hot)
+    assert free != greedy
+    for name, narrow, few in (("--top-k", 1, 4), ("--top-p", 0.0001, 0.3), ("--min-p", 1, 0.5)):
+        assert said(*hot, name, narrow) == greedy
+        assert said(*hot, name, few) not in (greedy, free)
+    stages = "--top-p=0.5", "--plan.mesh=stage=3", "--devices=3"
+    code, _, error = command(*words, *hot, *stages, capsys=capsys)
+    assert code == 2 and "top_p: found 0.5, and with stages" in error

@@ -16,19 +16,11 @@ from colossax.inference.decode import decoding_model
 from colossax.inference.engine.packing import Packer
 from colossax.inference.engine.program import EngineProgram, Sizes
 from colossax.inference.engine.sampling import Chosen
-from colossax.inference.engine.sizing import pages_for
+from colossax.inference.engine.sizing import MIXED_TOKENS, PAGE_TOKENS, SEATS, pages_for
 from colossax.nn import ModelSpec
 from colossax.scheduling import Emitted, Ended, EngineRequest, Scheduler, StepPlan
 from colossax.scheduling import Stats as SchedulerStats
 from colossax.typing import Params
-
-SEATS = 16
-"""Sequences at once, where nobody says."""
-
-MIXED_TOKENS = 256
-"""Tokens of a step with prompts, where nobody says."""
-
-PAGE_TOKENS = 16
 
 DEPTH = 2
 """Steps on their way at once: the devices work on one while the host prepares the next."""
@@ -70,9 +62,11 @@ class Engine:
 
     Every step is a call on a fixed number of tokens: chunks of prompts and single next tokens of
     all seats. Keys and values lie in pages; prompts that begin alike share them. Tokens are those
-    of `Generator`: a draw depends on seed and position, and on nobody else in the step.
+    of `Generator`: a draw depends on seed and position, and on nobody else in the step. A source,
+    sound or images are read when their request has a seat, and again if it had to leave it.
 
-    It belongs to one thread. Nothing is compiled after `warm`.
+    It belongs to one thread. Nothing is compiled after `warm`, but for sounds that are shorter than
+    the longest and images of another size than the model's own: each of those once.
 
     Cost: weights are read once a step for all seats. Memory: `pages`, and of each seat its tokens.
     """
@@ -135,17 +129,61 @@ class Engine:
         )
         if pages is None:
             sizes = dataclasses.replace(sizes, pages=pages_for(spec, bound, params, sizes))
-        self.program = EngineProgram(spec, bound, sizes)
-        self.sizes, self.config = sizes, config
-        self.eos = config.eos if eos is None else eos
+        self._start(
+            EngineProgram(spec, bound, sizes),
+            params,
+            eos=eos,
+            reuse=reuse,
+            deterministic=deterministic,
+            max_wait_s=max_wait_s,
+            clock=clock,
+        )
+
+    @classmethod
+    def of(
+        cls,
+        program: EngineProgram,
+        params: Params,
+        *,
+        eos: int | None = None,
+        reuse: bool = True,
+        deterministic: bool = False,
+        max_wait_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> "Engine":
+        """An engine that runs programs which others may run too, on parameters of the same shapes.
+
+        Args:
+            program: With its sizes.
+            params, eos, reuse, deterministic, max_wait_s, clock: As of the class.
+        """
+        one = object.__new__(cls)
+        given = {"eos": eos, "reuse": reuse, "deterministic": deterministic, "clock": clock}
+        one._start(program, params, max_wait_s=max_wait_s, **given)
+        return one
+
+    def _start(
+        self,
+        program: EngineProgram,
+        params: Params,
+        *,
+        eos: int | None,
+        reuse: bool,
+        deterministic: bool,
+        max_wait_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        sizes = program.sizes
+        self.program, self.sizes, self.config = program, sizes, program.config
+        self.eos = program.config.eos if eos is None else eos
         self.clock = clock
         self._params = params
         self._state = self.program.begin()
         self._packer = Packer(self.program)
         self._scheduler = Scheduler(
-            seats=seats,
+            seats=sizes.seats,
             pages=sizes.pages,
-            page_tokens=page_tokens,
+            page_tokens=sizes.page_tokens,
             pages_a_seat=sizes.pages_a_seat,
             mixed=sizes.mixed,
             max_wait=max_wait_s,
@@ -187,7 +225,8 @@ class Engine:
         Raises:
             InputError: The engine could never serve it.
         """
-        request.check(vocab=self.config.vocab, slots=self.sizes.slots)
+        reads = self.program.reading.reads
+        request.check(vocab=self.config.vocab, slots=self.sizes.slots, reads=reads)
         if (constraint is not None) != request.waits:
             raise InputError(
                 "constraint: it needs each token before the next; give it with waits=True, and"
@@ -211,6 +250,7 @@ class Engine:
                 kind, self._params, self._state, *self._packer.padding(kind)
             )
             jax.block_until_ready(chosen)
+        self._state = self.program.read_nothing(self._params, self._state)
 
     def step(self) -> list[Emitted]:
         """Send steps on their way, and give what the oldest gave; empty where nothing is to do."""
@@ -237,6 +277,9 @@ class Engine:
         if plan is None:
             return False
         kind = "mixed" if self._deterministic else plan.kind
+        if self.program.reading.reads.anything:
+            for seat, request in plan.fresh:
+                self._state = self.program.read(self._params, self._state, seat, request)
         given = self._packer.packed(kind, plan, self._masks(plan))
         chosen, self._state = self.program(kind, self._params, self._state, *given)
         self._steps[kind] += 1

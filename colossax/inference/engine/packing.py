@@ -91,6 +91,7 @@ class Packer:
         draws.frequency[seat] = asked.frequency_penalty
         draws.begin[seat] = len(request.prompt)
         draws.logprobs[seat] = asked.logprobs is not None
+        draws.source[seat] = self._program.reading.reads.count(request)
         draws.bias_tokens[seat] = -1
         for i, (token, value) in enumerate(asked.logit_bias):
             draws.bias_tokens[seat, i], draws.bias_values[seat, i] = token, value

@@ -24,26 +24,32 @@ class PagedSpec:
     whole: bool
 
 
-def paged_spec(model: Any, *, seats: int, pages: int, page_tokens: int) -> PagedSpec:
+def paged_spec(model: Any, *, seats: int, pages: int, page_tokens: int, slots: int) -> PagedSpec:
     """A model's cache with `pages` rows of `page_tokens` slots.
 
     What of it does not grow with the length of a sequence (states of recurrences, keys and values
-    of a source) has a row for each seat, as it has where rows are sequences.
+    of a source), or is no token's but all of a sequence's (what images give), has a row for each
+    seat, as it has where rows are sequences.
 
     Args:
         model: With `cache_spec`.
         seats: Sequences at once.
         pages: Rows.
         page_tokens: Slots of each.
+        slots: Of a sequence.
     """
     asked = [
-        _by_kind(model.cache_spec(seats=rows, slots=slots))
-        for rows, slots in ((pages, page_tokens), (pages, 2 * page_tokens), (seats, page_tokens))
+        _by_kind(model.cache_spec(seats=rows, slots=of_each))
+        for rows, of_each in ((pages, page_tokens), (pages, 2 * page_tokens), (seats, slots))
     ]
     found, whole = {}, False
     for kind, spec in asked[0].items():
         longer, by_seat = asked[1][kind].arrays, asked[2][kind].arrays
-        fixed = {name for name, one in spec.arrays.items() if one.shape == longer[name].shape}
+        fixed = {
+            name
+            for name, one in spec.arrays.items()
+            if spec.kind == "sequence" or one.shape == longer[name].shape
+        }
         arrays = {n: by_seat[n] if n in fixed else one for n, one in spec.arrays.items()}
         found[kind] = dataclasses.replace(spec, arrays=arrays)
         whole |= bool(fixed)

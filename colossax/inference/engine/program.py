@@ -16,6 +16,7 @@ from colossax.inference.decode import decoding_model, resolved_slots
 from colossax.inference.engine.pages import paged_spec
 from colossax.inference.engine.sampling import Chosen, Draws, choose
 from colossax.inference.plan import inference_plan
+from colossax.inference.reading import Reading
 from colossax.nn import DecoderConfig, FlatTokens, ModelSpec
 from colossax.pallas.attention import Pages
 from colossax.sharding import replicated, use
@@ -128,7 +129,8 @@ class EngineState:
 class EngineProgram:
     """`step(params, state, batch, table, draws, mask) -> (Chosen, state)`, for two sizes of steps.
 
-    It keeps neither parameters nor cache. Cost: a compilation for each size, at first use.
+    It keeps neither parameters nor cache. Cost: a compilation for each size, at first use; and of
+    models that read a source, sound or images, those of `Reading`.
     """
 
     def __init__(self, spec: ModelSpec, bound: BoundPlan, sizes: Sizes):
@@ -148,10 +150,15 @@ class EngineProgram:
         resolved_slots(self.config, sizes.slots)
         self.bound = BoundPlan(inference_plan(bound.plan), bound.mesh)
         asked = paged_spec(
-            model, seats=sizes.seats, pages=sizes.pages, page_tokens=sizes.page_tokens
+            model,
+            seats=sizes.seats,
+            pages=sizes.pages,
+            page_tokens=sizes.page_tokens,
+            slots=sizes.slots,
         )
         self.shares = not asked.whole and stretched_from(self.config) >= sizes.slots
         self.cache = CacheLayout(self.bound, asked.specs)
+        self.reading = Reading(spec, model, self.bound, self.cache)
         here = replicated(self.bound)
         self.placed = functools.partial(jax.device_put, device=here)
         out = (here, EngineState(cache=self.cache.shardings, said=here))
@@ -183,8 +190,27 @@ class EngineProgram:
         """Run a step; see `step`. `state` is given up."""
         return self._steps[kind](params, state, *given)
 
-    def lowered(self, kind: str, params: Params) -> Any:
-        """A step, traced and not compiled.
+    def read(self, params: Params, state: EngineState, seat: int, asked: Any) -> EngineState:
+        """The state with what a request's tokens attend to, before its first one in this seat.
+
+        Args:
+            params: Of the model.
+            state: Given up.
+            seat: Of the request.
+            asked: With `source`, `frames` and `images`.
+        """
+        given = {"source": asked.source, "frames": asked.frames, "images": asked.images}
+        return dataclasses.replace(state, cache=self.reading(params, state.cache, seat, **given))
+
+    def read_nothing(self, params: Params, state: EngineState) -> EngineState:
+        """Run each program of `Reading.cases` for a seat that there is not."""
+        for case in self.reading.cases:
+            cache = self.reading(params, state.cache, self.sizes.seats, **case)
+            state = dataclasses.replace(state, cache=cache)
+        return state
+
+    def arguments(self, kind: str, params: Params) -> tuple[Any, ...]:
+        """Shapes and shardings of what a step gets.
 
         Args:
             kind: `mixed` or `decode`.
@@ -207,7 +233,11 @@ class EngineProgram:
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
         )
         state = EngineState(cache=self.cache.abstract, said=said)
-        return self._steps[kind].lower(params, state, *jax.tree.map(shape, given))
+        return params, state, *jax.tree.map(shape, given)
+
+    def lowered(self, kind: str, params: Params) -> Any:
+        """A step, traced and not compiled; arguments as of `arguments`."""
+        return self._steps[kind].lower(*self.arguments(kind, params))
 
 
 def stretched_from(config: DecoderConfig) -> float:

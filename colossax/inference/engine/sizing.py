@@ -1,7 +1,8 @@
-"""How many pages there is room for."""
+"""How large an engine is: as its requests need, and as there is room for."""
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,21 +11,100 @@ from colossax.config import BoundPlan
 from colossax.errors import PlanError
 from colossax.inference.engine.program import EngineProgram, Sizes
 from colossax.nn import ModelSpec
-from colossax.offload import device_memory, gb_down, gb_up
+from colossax.offload import DEVICE_SHARE, device_memory, gb_down, gb_up
+from colossax.scheduling import EngineRequest
 from colossax.typing import Params
+
+SEATS = 16
+"""Sequences at once, where nobody says."""
+
+MIXED_TOKENS = 256
+"""Tokens of a step with prompts, where nobody says."""
+
+PAGE_TOKENS = 16
+
+SLOTS = 128
+"""Of known requests slots are a multiple of these: a few sizes, for programs that are kept."""
+
+FEW_TOKENS = 16
+"""Tokens of a step of known requests that are few or short, where one program does for all."""
+
+FEW_STEPS = 8
+"""Of prompts: so many cost less than the compilation of a program for longer pieces of them."""
+
+ROOMY = 0.5
+"""Of a device's memory: what parameters and cache may take without a closer look."""
 
 SHARE = 0.93
 """Of a device's memory: what an engine takes of it, all together."""
 
 
-def pages_for(spec: ModelSpec, bound: BoundPlan, params: Params, sizes: Sizes) -> int:
+def sizes_for(requests: Sequence[EngineRequest], longest: int) -> Sizes:
+    """Of an engine for requests that are all known, on devices with any room.
+
+    Steps have one size where the prompts are short.
+
+    Args:
+        requests: One or more.
+        longest: Of the model's sequences.
+    """
+    seats = _power(min(len(requests), SEATS))
+    lengths = sorted((len(one.prompt) + one.max_tokens for one in requests), reverse=True)
+    slots = min(longest, -(-lengths[0] // SLOTS) * SLOTS)
+    of_each = -(-slots // PAGE_TOKENS)
+    pages = sum(-(-min(length, slots) // PAGE_TOKENS) for length in lengths[:seats])
+    read = sum(sorted((len(one.prompt) for one in requests), reverse=True)[:seats])
+    few = max(FEW_TOKENS, seats)
+    short = read <= FEW_STEPS * few
+    return Sizes(
+        seats=seats,
+        pages=min(seats * of_each, -(-pages // of_each) * of_each),
+        page_tokens=PAGE_TOKENS,
+        slots=slots,
+        mixed=few if short else min(MIXED_TOKENS, _power(read)),
+        decode=few if short else seats,
+    )
+
+
+def with_room(program: EngineProgram, params: Params) -> EngineProgram:
+    """A program with fewer pages where the devices have no room for all of its own.
+
+    As much of a device may be used as where layers are fitted into it.
+
+    Args:
+        program: See there.
+        params: Arrays, or shapes with shardings.
+
+    Raises:
+        PlanError: There is no room for the longest sequence.
+
+    Cost: nothing where half of a device holds parameters and cache; else as of `pages_for`.
+    """
+    bound, sizes = program.bound, program.sizes
+    memory = device_memory(list(bound.mesh.devices.flat), None)
+    held = sum(
+        _bytes(x) for x in jax.tree.leaves(params) if x.sharding.memory_kind != "pinned_host"
+    )
+    if memory is None or held + cache_bytes(program) <= ROOMY * memory:
+        return program
+    pages = pages_for(program.spec, bound, params, sizes, share=DEVICE_SHARE)
+    if pages >= sizes.pages:
+        return program
+    return EngineProgram(program.spec, bound, dataclasses.replace(sizes, pages=pages))
+
+
+def pages_for(
+    spec: ModelSpec, bound: BoundPlan, params: Params, sizes: Sizes, *, share: float = SHARE
+) -> int:
     """As many as all seats could fill, or as the devices have room for beside the rest.
 
-    Cost: where devices say how much memory they have, a compilation of the larger step.
+    Cost: where devices say how much memory they have, a compilation of the larger step, and of what
+    reads the longest source, sound, or an image.
 
     Args:
         spec, bound, params: As of `Engine`.
         sizes: Of it, without pages.
+        share: Of a device's memory that may be used.
 
     Raises:
         PlanError: There is no room for the longest sequence.
@@ -38,21 +118,36 @@ def pages_for(spec: ModelSpec, bound: BoundPlan, params: Params, sizes: Sizes) -
         for n in (1, sizes.pages_a_seat)
     )
     page_bytes = max(1, (cache_bytes(few) - cache_bytes(one)) // max(1, sizes.pages_a_seat - 1))
-    stats = few.lowered("mixed", params).compile().memory_analysis()
-    results = stats.output_size_in_bytes - stats.alias_size_in_bytes
-    rest = stats.argument_size_in_bytes + results + stats.temp_size_in_bytes - cache_bytes(few)
-    room = int(SHARE * memory - rest) // page_bytes
+    programs = few.lowered("mixed", params), few.reading.lowered(params)
+    rest = max(_used(one) for one in programs if one is not None) - cache_bytes(few)
+    room = int(share * memory - rest) // page_bytes
     if room < sizes.pages_a_seat:
         needed = rest + page_bytes * sizes.pages_a_seat
         raise PlanError(
-            f"pages: a device has {gb_down(int(SHARE * memory))} GB for an engine, and"
+            f"pages: a device has {gb_down(int(share * memory))} GB for an engine, and"
             f" {gb_up(needed)} GB are needed for one sequence of {sizes.slots} tokens; give fewer"
             " slots, fewer seats, or more devices"
         )
     return min(most, room)
 
 
+def _used(lowered: Any) -> int:
+    """Bytes of each device while a program runs."""
+    stats = lowered.compile().memory_analysis()
+    results = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return stats.argument_size_in_bytes + results + stats.temp_size_in_bytes
+
+
 def cache_bytes(program: EngineProgram) -> int:
     """Of the cache on each device."""
-    leaves: list[Any] = jax.tree.leaves(program.cache.abstract)
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+    return sum(map(_bytes, jax.tree.leaves(program.cache.abstract)))
+
+
+def _bytes(x: Any) -> int:
+    """Of an array on each device."""
+    return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+
+
+def _power(count: int) -> int:
+    """The next power of two."""
+    return 1 << (count - 1).bit_length()

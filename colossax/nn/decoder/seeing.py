@@ -230,7 +230,11 @@ class SeeingDecoder(nnx.Module):
         return hidden, {**self._named(kept), _IMAGES: seen}
 
     def look(
-        self, pixels: Num[Array, "b ..."], cache: dict[str, Any], seat: Int[Array, " b"]
+        self,
+        pixels: Num[Array, "b ..."],
+        cache: dict[str, Any],
+        seat: Int[Array, " b"],
+        first: int | Int[Array, ""] = 0,
     ) -> dict[str, Any]:
         """The cache with what images give, before the first token that names them.
 
@@ -238,6 +242,7 @@ class SeeingDecoder(nnx.Module):
             pixels: Of each sequence.
             cache: Made as `cache_spec` says.
             seat: Row of the cache for each sequence.
+            first: Their first place, behind those of images that were looked at before.
 
         Raises:
             InputError: They give more states than a sequence has slots.
@@ -248,7 +253,8 @@ class SeeingDecoder(nnx.Module):
                 f"images: {pixels.shape[1]} of them take {states.shape[1]} tokens, above the"
                 f" {held.shape[1]} of a sequence; give fewer, or more slots"
             )
-        held = held.at[seat, : states.shape[1]].set(states.astype(held.dtype))
+        at = first + jnp.arange(states.shape[1], dtype=jnp.int32)
+        held = held.at[seat[:, None], at].set(states.astype(held.dtype), mode="drop")
         told = {**cache[_IMAGES], "states": held}
         if self._has_axes:
             told["grid"] = told["grid"].at[seat].set(jnp.asarray(self._grid(pixels), jnp.int32))
@@ -327,6 +333,9 @@ class SeeingDecoder(nnx.Module):
         same = flat.seat[:, None] == flat.seat[None, :]
         earlier = flat.position[None, :] < flat.position[:, None]
         here = jnp.sum(same & earlier & is_place[None, :], axis=1)
+        begins = (flat.position == 0) & (flat.seat >= 0)
+        begun = jnp.where(begins, flat.seat, len(count))
+        count = count.at[begun].set(0, mode="drop")  # the seat may have been another's
         return count[flat.seat] + here, count.at[flat.seat].add(is_place.astype(jnp.int32))
 
     @staticmethod

@@ -1,0 +1,202 @@
+"""Prompts that are all known, continued together by an engine that is as large as they need."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from colossax.config import BoundPlan, MeshAxis
+from colossax.errors import InputError
+from colossax.inference.decode import decoding_model
+from colossax.inference.engine import Engine
+from colossax.inference.engine.program import EngineProgram
+from colossax.inference.engine.sizing import sizes_for, with_room
+from colossax.inference.generator import Generation, Generator
+from colossax.inference.scheduler import Request
+from colossax.nn import ModelSpec
+from colossax.scheduling import Emitted, EngineRequest, SamplingConfig
+from colossax.typing import Params
+
+
+@runtime_checkable
+class Several(Protocol):
+    """Prompts on their way to their ends, each as if alone."""
+
+    @property
+    def notice(self) -> str | None:
+        """For people: why the plan is not followed to the letter; None where it is."""
+        ...
+
+    @property
+    def bound(self) -> BoundPlan:
+        """Devices, and the plan as generation has it."""
+        ...
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """Shapes and shardings of what the largest program gets."""
+        ...
+
+    def lowered(self) -> Any:
+        """That program, traced and not compiled."""
+        ...
+
+    def with_params(self, params: Params) -> "Several":
+        """The same prompts to other parameters of the same shapes and layout, same programs."""
+        ...
+
+    def run(self) -> list[Generation]:
+        """The continuations, in the order of the requests.
+
+        Raises:
+            InputError: A request cannot be served, before any is; or the model gave no numbers.
+            PlanError: The devices have no room for the longest of them.
+        """
+        ...
+
+
+def several(
+    spec: ModelSpec,
+    bound: BoundPlan,
+    params: Params,
+    *,
+    requests: Sequence[EngineRequest],
+    eos: int | None = None,
+) -> Several:
+    """What continues these prompts; nothing is compiled yet.
+
+    Up to 16 at once share each step of an `Engine`. With stages it is `Generator`, whose stages
+    each work on a group of the prompts.
+
+    Args:
+        spec: The model, as `describe` gave it under `bound`.
+        bound: Where the parameters live.
+        params: Laid out by `bound`; kept. Shapes with shardings do for `lowered`.
+        requests: One or more.
+        eos: Token that ends a continuation, beside those of its request.
+
+    Raises:
+        InputError: The model cannot decode, or there are stages, and tokens are drawn otherwise
+            than by temperature.
+
+    Cost: a compilation where all prompts are short, else two. Holds parameters and a cache for the
+    longest 16 of the requests, or as many as there is room for.
+    """
+    config = decoding_model(spec).config
+    ends = eos is not None and 0 <= eos < config.vocab
+    given = [_ending(one, eos) if ends else one for one in requests]
+    longest = config.max_seq
+    if bound.mesh.shape[MeshAxis.STAGE] > 1:
+        asked = [_plain(one) for one in requests]
+        slots = sizes_for(given, longest).slots
+        sizes = {"slots": slots, "sequences": len(asked), "eos": eos}
+        return _InStages(Generator(spec, bound, params, **sizes), asked)
+    program = EngineProgram(spec, bound, sizes_for(given, longest))
+    return _Together(program, params, given)
+
+
+class _Together:
+    """By an engine."""
+
+    def __init__(self, program: EngineProgram, params: Params, requests: list[EngineRequest]):
+        self._program, self._params, self._requests = program, params, requests
+        self._has_room = False
+
+    @property
+    def notice(self) -> str | None:
+        return None
+
+    @property
+    def bound(self) -> BoundPlan:
+        return self._program.bound
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        return self._program.arguments("mixed", self._params)
+
+    def lowered(self) -> Any:
+        return self._program.lowered("mixed", self._params)
+
+    def with_params(self, params: Params) -> "_Together":
+        other = _Together(self._program, params, self._requests)
+        other._has_room = self._has_room
+        return other
+
+    def run(self) -> list[Generation]:
+        if not self._has_room:
+            self._program, self._has_room = with_room(self._program, self._params), True
+        engine = Engine.of(
+            self._program,
+            self._params,
+            deterministic=self._program.sizes.decode == self._program.sizes.mixed,
+            # All are there from the start, and processes that share the devices must agree.
+            clock=lambda: 0.0,
+        )
+        told = engine.generate_all(self._requests)
+        return [_generation(*one) for one in enumerate(zip(self._requests, told, strict=True), 1)]
+
+
+class _InStages:
+    """By a generator."""
+
+    def __init__(self, generator: Generator, requests: list[Request]):
+        self._generator, self._requests = generator, requests
+
+    @property
+    def notice(self) -> str | None:
+        return self._generator.notice
+
+    @property
+    def bound(self) -> BoundPlan:
+        return self._generator.bound
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        return self._generator.arguments
+
+    def lowered(self) -> Any:
+        return self._generator.lowered()
+
+    def with_params(self, params: Params) -> "_InStages":
+        return _InStages(self._generator.with_params(params), self._requests)
+
+    def run(self) -> list[Generation]:
+        return self._generator.generate_all(self._requests)
+
+
+def _ending(request: EngineRequest, eos: int) -> EngineRequest:
+    return dataclasses.replace(request, ends=(*request.ends, eos))
+
+
+def _generation(number: int, asked: tuple[EngineRequest, list[Emitted]]) -> Generation:
+    """What came of a request."""
+    request, told = asked
+    last = told[-1]
+    if last.ended == "error":
+        raise InputError(f"prompt {number}: {last.message}; look at the checkpoint's parameters")
+    tokens = tuple(one.token for one in told if one.token is not None)
+    return Generation(prompt_tokens=request.prompt, tokens=tokens, ended=last.ended == "stop")
+
+
+def _plain(request: EngineRequest) -> Request:
+    """As stages take it.
+
+    Raises:
+        InputError: It asks for more than they do.
+    """
+    asked = request.sampling
+    own = SamplingConfig(temperature=asked.temperature, seed=asked.seed)
+    for name, value in vars(own).items():
+        if (found := getattr(asked, name)) != value:
+            raise InputError(
+                f"{name}: found {found}, and with stages tokens are drawn by temperature alone;"
+                " leave it out, or give the devices of 'stage' to 'tensor' or 'fsdp'"
+            )
+    return Request(
+        prompt=request.prompt,
+        source=request.source,
+        frames=request.frames,
+        images=request.images,
+        max_tokens=request.max_tokens,
+        temperature=asked.temperature,
+        seed=asked.seed,
+    )
