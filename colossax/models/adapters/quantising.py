@@ -85,6 +85,7 @@ def read_quantised(
             for name, part in quantised(first.quantised.of, w).items():
                 at = places[name]
                 found[at] = _placed(found.get(at), part, row, infos[at], bound)
+            del w  # before the next one is read
         for at in places.values():
             found[at] = jax.device_put(found[at], param_sharding(bound, "params", infos[at]))
     return [found[at] for at in range(len(infos))]

@@ -3,6 +3,7 @@
 from typing import Any
 
 from flax import nnx
+from jaxtyping import Array
 
 from colossax.errors import InputError
 from colossax.nn.experts import Experts
@@ -13,7 +14,7 @@ from colossax.nn.quantised.weight import QuantisedWeight
 from colossax.nn.weights import Weighted, with_weights
 
 
-class Quantised(nnx.Module):
+class InCodes(nnx.Module):
     """Holds what is kept of a matrix: `codes`, `scales`, and of scales in codes `steps`, `mean`."""
 
     def __init__(self, held: nnx.Variable, packing: Packing):
@@ -25,10 +26,18 @@ class Quantised(nnx.Module):
             setattr(self, name, own)
 
     @property
+    def parts(self) -> dict[str, Array]:
+        """What is kept, by name."""
+        return {name: getattr(self, name)[...] for name in self.packing.part_dims()}
+
+
+class Quantised(InCodes):
+    """Of a matrix that is made again to be multiplied."""
+
+    @property
     def weight(self) -> QuantisedWeight:
         """See `Weighted`."""
-        parts = {name: getattr(self, name)[...] for name in self.packing.part_dims()}
-        return QuantisedWeight(parts, self.packing)
+        return QuantisedWeight(self.parts, self.packing)
 
 
 def with_quantised(

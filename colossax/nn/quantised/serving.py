@@ -9,7 +9,7 @@ from colossax.nn.experts import EXPERT_MATRICES, Experts
 from colossax.nn.layers import Linear
 from colossax.nn.module import MakeModel
 from colossax.nn.quantised.codes import Packing
-from colossax.nn.quantised.module import Quantised, packing_of, with_quantised
+from colossax.nn.quantised.module import InCodes, packing_of, with_quantised
 from colossax.nn.quantised.scaled import ScaledWeight
 from colossax.nn.weights import Weighted, with_weights
 
@@ -22,14 +22,13 @@ _ABSORBED = "kv_up"
 """Of latent attention: multiplied from both sides in turn, so its scales cannot come last."""
 
 
-class Scaled(Quantised):
-    """Holds codes and scales that are multiplied one after the other."""
+class Scaled(InCodes):
+    """Of a matrix that is multiplied as codes, and then by its scales."""
 
     @property
     def weight(self) -> ScaledWeight:
         """See `Weighted`."""
-        parts = {name: getattr(self, name)[...] for name in self.packing.part_dims()}
-        return ScaledWeight(parts, self.packing)
+        return ScaledWeight(self.parts, self.packing)
 
 
 def check_form(form: str) -> None:
@@ -114,5 +113,6 @@ class _Chosen:
                 apart=1,
             )
             kept = Scaled(held, packing)
-            kept.codes.set_metadata(own_fetch=True)
+            codes: nnx.Variable = getattr(kept, "codes")  # noqa: B009
+            codes.set_metadata(own_fetch=True)
             setattr(module, name, kept)
