@@ -49,8 +49,8 @@ MakeWeight = Callable[[str, Weighted, nnx.Rngs], nnx.Module | None]
 class MakesSeveral(Protocol):
     """A `MakeWeight` that knows modules of several weights too, as experts are."""
 
-    def several(self, module: nnx.Module) -> None:
-        """Put others in their places, where it is such a module."""
+    def several(self, node: Any) -> None:
+        """Put others in their places, where a node of the model is such a module."""
         ...
 
 

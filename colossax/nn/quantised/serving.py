@@ -1,6 +1,7 @@
 """Models whose matrices are kept in codes to generate with, and nothing of which learns."""
 
 from collections.abc import Callable
+from typing import Any
 
 from flax import nnx
 
@@ -95,12 +96,12 @@ class _Chosen:
             return None
         return Scaled(module.held, packing_of(module, self._form))
 
-    def several(self, module: nnx.Module) -> None:
+    def several(self, node: Any) -> None:
         """Of experts, in place."""
-        if not isinstance(module, Experts):
+        if not isinstance(node, Experts):
             return
         for name in EXPERT_MATRICES:
-            held = getattr(module, name)
+            held = getattr(node, name)
             if held is None:
                 continue
             metadata = held.get_metadata()
@@ -115,4 +116,4 @@ class _Chosen:
             kept = Scaled(held, packing)
             codes: nnx.Variable = getattr(kept, "codes")  # noqa: B009
             codes.set_metadata(own_fetch=True)
-            setattr(module, name, kept)
+            setattr(node, name, kept)

@@ -1,7 +1,6 @@
 """Checkpoints of the golden families, and of what their matrices' codes stand for."""
 
 import functools
-import json
 
 import jax
 import jax.numpy as jnp
@@ -30,10 +29,12 @@ def decoded(w, axes, form):
     return codes.astype(np.float64) * scales
 
 
-def input_axes(path):
+def input_axes(info):
     """Of a matrix that is to be in codes, by what it is called; None of anything else."""
-    *_, of, name = ("", *path.split("/"))
+    *_, of, name = ("", *info.path.split("/"))
     if of == "router" or name not in ("w", "up", "gate", "down"):
+        return None
+    if info.first_layer is None and info.path != "head/w":
         return None
     if name != "w":
         return (1,)  # of experts
@@ -44,7 +45,7 @@ def input_axes(path):
 
 def through_codes(info, w, form):
     """A parameter, layer by layer, in its own type."""
-    axes = input_axes(info.path)
+    axes = input_axes(info)
     if axes is None:
         return w
     if info.stacked:
@@ -93,7 +94,3 @@ def logits(model, tokens):
             return model.spec.merge(params)(tokens)
 
     return np.asarray(jax.jit(of)(model.params, jnp.asarray(tokens)))
-
-
-def facts(case):
-    return json.loads((GOLDEN / case / "config.json").read_text())
