@@ -29,7 +29,16 @@ TWO_LAYERS = LlamaConfig(
 CODES = 2 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 4096 * 32768
 FEW = Sizes(seats=16, pages=32, page_tokens=16, slots=512, mixed=256, decode=16)
 TYPES = {"int8": "s8", "fp8": "f8e4m3fn"}
-NOT_WRITING = ("constant", "parameter", "bitcast", "get-tuple-element", "tuple", "while", "call", "conditional")
+NOT_WRITING = (
+    "constant",
+    "parameter",
+    "bitcast",
+    "get-tuple-element",
+    "tuple",
+    "while",
+    "call",
+    "conditional",
+)
 
 
 def compiled(config, plan, sizes, on, kind, **how):
@@ -58,6 +67,7 @@ def arrays(shape):
         yield kind, math.prod(int(size) for size in dims.split(",") if size), f"{kind}[{dims}]"
 
 
+@pytest.mark.catches("head-made-a-matrix")
 @pytest.mark.catches("scales-before-the-product")
 @pytest.mark.parametrize("kind", ["decode", "mixed"])
 @pytest.mark.parametrize("form", TYPES)
@@ -78,35 +88,29 @@ def test_codes_are_read_once_and_no_matrix_is_written(form, kind):
 
 
 BLOOM = BloomConfig(vocab=250880, embed=14336, layers=70, heads=112, max_seq=2048)
-BLOOM_SIZES = Sizes(
-    seats=32, pages=32 * 128, page_tokens=16, slots=2048, mixed=1024, decode=32
-)
-"""Of 32 sequences of 2048 tokens."""
+BLOOM_SIZES = Sizes(seats=48, pages=48 * 128, page_tokens=16, slots=2048, mixed=1024, decode=48)
+"""Of 48 sequences of 2048 tokens."""
 
 
-@functools.cache
-def bloom(form, kind):
-    return compiled(BLOOM, Plan(mesh={"tensor": 8}), BLOOM_SIZES, "h100:1x8", kind, form=form)
-
-
-@pytest.mark.parametrize("kind", ["decode", "mixed"])
-def test_bloom_in_int8_is_served_by_eight_h100(kind):
-    """176 billion parameters and a cache of 245 GiB; in bfloat16 there would not be room."""
-    program, engine, params = bloom("int8", kind)
+def test_bloom_in_int8_is_served_by_eight_h100():
+    """176 billion parameters and a cache of 367 GiB; in bfloat16 there would not be room."""
+    plan = Plan(mesh={"tensor": 8})
+    program, engine, params = compiled(BLOOM, plan, BLOOM_SIZES, "h100:1x8", "mixed", form="int8")
     held = sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
         for x in jax.tree.leaves(params)
     )
     cache, limit = cache_bytes(engine), SHARE * parse_target("h100:1x8").gpu.memory_bytes
-    assert cache == 2 * 70 * 14336 * 2 * 32 * 2048 // 8
+    assert cache == 2 * 70 * 14336 * 2 * 48 * 2048 // 8
     matrices = sum(x.size for x in jax.tree.leaves(params) if x.dtype.itemsize == 1)
     assert matrices == 70 * 12 * 14336**2
     spare = program.device_bytes - held - cache
     print(
-        f"{kind}: {program.device_bytes / GIB:.2f} GiB of {limit / GIB:.2f}: weights"
-        f" {held / GIB:.2f}, cache {cache / GIB:.2f}, else {spare / GIB:.2f}"
+        f"{program.device_bytes / GIB:.2f} GiB of {limit / GIB:.2f}: weights {held / GIB:.2f},"
+        f" cache {cache / GIB:.2f}, else {spare / GIB:.2f}"
     )
-    assert 0 < program.device_bytes <= limit
+    assert 0 < spare < GIB
+    assert program.device_bytes <= limit
     assert program.device_bytes + matrices // 8 > limit  # what bfloat16 would take more
 
 

@@ -155,7 +155,6 @@ def whole_sharding(model, path):
     return next(x.sharding for info, x in pairs(model) if info.path == path)
 
 
-@pytest.mark.catches("engine-of-codes")
 def test_an_engine_serves_codes_as_a_generator_does(folder):
     model = stored(folder, "llama").load(devices=jax.devices()[:1], unroll=True, weights="int8")
     prompt = tuple(expected("llama")["prompt"].tolist())
@@ -181,6 +180,28 @@ def test_bytes_are_half_of_bfloat16s(folder, form):
     assert own[""] == whole.weight_bytes[0] - matrices
 
 
+@pytest.mark.catches("codes-through-the-device")
+@pytest.mark.parametrize("mesh", [{"fsdp": 1}, {"fsdp": 2, "tensor": 2}])
+def test_stacks_of_codes_in_host_memory_pass_through_no_device(folder, monkeypatch, mesh):
+    devices, made = jax.devices()[: math.prod(mesh.values())], quantising.quantised
+    model = stored(folder, "llama")
+    wanted = pairs(model.load(Plan(mesh=mesh), devices, weights="int8"))
+    there = {x.shape for info, x in wanted if info.quantised is not None and info.stacked}
+    before, found = {id(x) for x in jax.live_arrays()}, []
+
+    def counted(packing, w):
+        live = [x for x in jax.live_arrays() if id(x) not in before]
+        found.extend(x.sharding.memory_kind for x in live if x.ndim > 2 and x.shape in there)
+        return made(packing, w)
+
+    monkeypatch.setattr(quantising, "quantised", counted)
+    plan = Plan(mesh=mesh, offload=OffloadConfig(parameters=1.0))
+    loaded = model.load(plan, devices, weights="int8")
+    assert len(found) > 8 and set(found) == {"pinned_host"}
+    for (info, x), (_, y) in zip(wanted, pairs(loaded), strict=True):
+        np.testing.assert_array_equal(x, y, err_msg=info.path)
+
+
 @pytest.mark.catches("matrices-all-at-once")
 def test_one_matrix_is_in_floats_at_a_time(folder, monkeypatch):
     """Live arrays are counted whenever codes are made."""
@@ -202,16 +223,18 @@ def test_one_matrix_is_in_floats_at_a_time(folder, monkeypatch):
         assert floats <= own + plain
 
 
+@pytest.mark.catches("weights-not-asked-for")
 def test_from_the_command_line(folder, capsys):
-    stored(folder, "llama")
-    prompt = ",".join(map(str, expected("llama")["prompt"].tolist()))
-    words = ["generate", str(folder / "llama"), f"--prompt-tokens={prompt}", "--max-tokens=4"]
-    words += ["--devices=1", "--no-cache"]
-    assert main([*words, "--weights=int8"]) == 0
-    found = capsys.readouterr().out
-    generator = loaded(folder, "llama", "int8").generator(slots=64)
-    tokens = generator.generate(expected("llama")["prompt"].tolist(), max_tokens=4).tokens
-    assert found == ",".join(map(str, tokens)) + "\n"
+    prompt = tuple(expected("llama")["prompt"].tolist())
+    own, codes = (
+        loaded(folder, "llama", form).generator(slots=64).generate(prompt, max_tokens=24).tokens
+        for form in ("own", "fp8")
+    )
+    assert own != codes
+    words = ["generate", str(folder / "llama"), f"--prompt-tokens={','.join(map(str, prompt))}"]
+    words += ["--max-tokens=24", "--devices=1", "--no-cache", "--weights=fp8"]
+    assert main(words) == 0
+    assert capsys.readouterr().out == ",".join(map(str, codes)) + "\n"
 
 
 WIDE = {"vocab": 64, "embed": 64, "layers": 2, "heads": 2, "mlp": 128, "max_seq": 16}
