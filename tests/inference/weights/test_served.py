@@ -107,7 +107,12 @@ def test_logits_are_those_of_what_codes_stand_for(folder, case, form):
 
 @functools.cache
 def alone(folder, case, form):
-    return logits(loaded(folder, case, form), expected(case)["input_ids"][:, :8])
+    return logits(loaded(folder, case, form), four_rows(case))
+
+
+def four_rows(case):
+    """One for each device."""
+    return np.tile(expected(case)["input_ids"][:, :8], (4, 1))[:4]
 
 
 MESHES = [("llama", "fsdp 2, tensor 2"), ("mixtral", "expert 2, tensor 2")]
@@ -122,9 +127,8 @@ def test_any_mesh_says_what_one_device_says(folder, case, name):
     one = loaded(folder, case, "int8").generator(slots=32).generate(prompt, max_tokens=8)
     assert model.generator(slots=32).generate(prompt, max_tokens=8).tokens == one.tokens
     if "stage" not in name and "host" not in name:
-        tokens = expected(case)["input_ids"][:, :8]
         wanted = alone(folder, case, "int8")
-        np.testing.assert_allclose(logits(model, tokens), wanted, rtol=0, atol=1e-4)
+        np.testing.assert_allclose(logits(model, four_rows(case)), wanted, rtol=0, atol=1e-5)
 
 
 @pytest.mark.catches("scales-whole")
