@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 
 import jax
@@ -88,18 +89,26 @@ def test_products_are_those_of_float64(form, dtype):
     np.testing.assert_allclose(weight.gathered(), codes * scales, rtol=1e-6, atol=0)
 
 
-@pytest.mark.catches("head-in-floats")
 @pytest.mark.catches("expert-scales-left-out")
-@pytest.mark.parametrize(
-    ("case", "form"), quick_first([(case, form) for case in TEXTS for form in FORMS], QUICK)
-)
+@pytest.mark.parametrize(("case", "form"), QUICK)
 def test_logits_are_those_of_what_codes_stand_for(folder, case, form):
+    assert_logits_stand_for(folder, case, form)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("case", "form"), [one for one in itertools.product(TEXTS, FORMS) if one not in QUICK]
+)
+def test_logits_of_every_family(folder, case, form):
+    assert_logits_stand_for(folder, case, form)
+
+
+def assert_logits_stand_for(folder, case, form):
     """Codes made by NumPy, multiplied in a model as any other; all matrices but a few are there."""
     model, tokens = loaded(folder, case, form), expected(case)["input_ids"]
     wanted = logits(stood_for(folder, case, form).load(devices=jax.devices()[:1]), tokens)
-    np.testing.assert_allclose(
-        logits(model, tokens), wanted, rtol=0, atol=1e-5 * np.abs(wanted).max()
-    )
+    found, bound = logits(model, tokens), 1e-5 * np.abs(wanted).max()
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=bound)
     coded = {i.stood_at for i in jax.tree.leaves(model.spec.infos) if i.quantised is not None}
     whole = jax.tree.leaves(stored(folder, case).load(devices=jax.devices()[:1]).spec.infos)
     assert coded == {info.path for info in whole if input_axes(info) is not None}
@@ -170,6 +179,7 @@ def test_an_engine_serves_codes_as_a_generator_does(folder):
         assert tuple(x.token for x in found) == wanted
 
 
+@pytest.mark.catches("head-in-floats")
 @pytest.mark.parametrize("form", FORMS)
 def test_bytes_are_half_of_bfloat16s(folder, form):
     model = loaded(folder, "llama", form)
@@ -195,7 +205,9 @@ def test_stacks_of_codes_in_host_memory_pass_through_no_device(folder, monkeypat
 
     def counted(packing, w):
         live = [x for x in jax.live_arrays() if id(x) not in before]
-        found.extend(x.sharding.memory_kind for x in live if x.dtype == jnp.int8 and x.shape in there)
+        found.extend(
+            x.sharding.memory_kind for x in live if x.dtype == jnp.int8 and x.shape in there
+        )
         return made(packing, w)
 
     monkeypatch.setattr(quantising, "quantised", counted)
