@@ -146,8 +146,9 @@ def _placed(
         where = param_sharding(bound, "params", info.on_device())
     host = where.memory_kind == "pinned_host"
     if stack is None:
-        count, row_of, of = info.shape[0], jax.typeof(part), part.sharding
-        make = functools.partial(new_stack, count, row_of, host=host, sharding=of)
+        of: Any = part.sharding
+        row_of = jax.typeof(part)
+        make = functools.partial(new_stack, info.shape[0], row_of, host=host, sharding=of)
         stack = jax.jit(make, out_shardings=where)()
     return _filler(where)(stack, part, row)
 
