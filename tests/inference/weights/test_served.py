@@ -168,12 +168,21 @@ def whole_sharding(model, path):
     return next(x.sharding for info, x in pairs(model) if info.path == path)
 
 
-def test_an_engine_serves_codes_as_a_generator_does(folder):
-    model = stored(folder, "llama").load(devices=jax.devices()[:1], unroll=True, weights="int8")
-    prompt = tuple(expected("llama")["prompt"].tolist())
+@pytest.mark.parametrize(
+    ("case", "name"),
+    quick_first(
+        [("llama", "one"), ("llama", "fsdp 2, tensor 2"), ("mixtral", "expert 2, tensor 2")],
+        [("llama", "one")],
+    ),
+)
+def test_an_engine_serves_codes_as_a_generator_does(folder, case, name):
+    plan = PLANS.get(name, Plan(mesh={"fsdp": 1}))
+    devices = jax.devices()[: math.prod(plan.mesh.values())]
+    model = stored(folder, case).load(plan, devices, unroll=True, weights="int8")
+    prompt = tuple(expected(case)["prompt"].tolist())
     asked = [EngineRequest(prompt=prompt[:n], max_tokens=8) for n in (len(prompt), 3)]
     engine = model.engine(slots=32, seats=2, page_tokens=4, mixed_tokens=8)
-    generator = loaded(folder, "llama", "int8").generator(slots=32)
+    generator = loaded(folder, case, "int8").generator(slots=32)
     for found, one in zip(engine.generate_all(asked), asked, strict=True):
         wanted = generator.generate(one.prompt, max_tokens=8).tokens
         assert tuple(x.token for x in found) == wanted
