@@ -23,6 +23,7 @@ from colossax.nn.quantised.scaled import ScaledWeight
 from colossax.nn.quantised.serving import with_served
 from colossax.scheduling import EngineRequest
 from colossax.sharding import linear, use
+from colossax.sharding.experts import LocalExperts
 from tests.cases import quick_first
 from tests.fresh import fresh_params
 from tests.inference.weights.made import input_axes, logits, stood_for, stored, written
@@ -72,13 +73,14 @@ def test_codes_of_fp8_are_those_of_numpy():
     assert np.abs(codes.astype("f")).max(0).min() == 448
 
 
+@pytest.mark.catches("sums-of-codes-overflow")
 @pytest.mark.catches("scales-of-other-outputs")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("form", FORMS)
 def test_products_are_those_of_float64(form, dtype):
     """Of what the codes stand for; in 16 bits two roundings, of the sum and of its scaled self."""
     weight, _ = matrix(form)
-    x = jnp.asarray(np.random.default_rng(1).normal(size=(2, 5, 96)) * 30, dtype)
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(2, 5, 96)) * 300, dtype)
     codes, scales = (np.asarray(weight.parts[n].astype("f"), "d") for n in ("codes", "scales"))
     wanted = np.einsum("bsd,dnh->bsnh", np.asarray(x, "d"), codes) * scales
     found = np.asarray(linear(x, weight), "d")
@@ -87,6 +89,25 @@ def test_products_are_those_of_float64(form, dtype):
     rounded = (2 if dtype == "bfloat16" else 1) * eps * np.abs(wanted) + 2e-6 * size
     assert np.all(np.abs(found - wanted) <= rounded)
     np.testing.assert_allclose(weight.gathered(), codes * scales, rtol=1e-6, atol=0)
+
+
+@pytest.mark.catches("sums-of-experts-codes-overflow")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_products_of_experts_are_those_of_float64(dtype):
+    noise = np.random.default_rng(2)
+    w = noise.normal(size=(3, 96, 40)).astype(np.float32) / 8
+    dims = ("experts", "expert_embed", "expert_mlp")
+    packing = Packing(form="int8", double=False, shape=w.shape, dims=dims, contract=1, apart=1)
+    parts = quantised(packing, jnp.asarray(w))
+    rows, sizes = jnp.asarray(noise.normal(size=(9, 96)) * 300, dtype), np.array([4, 0, 5])
+    arrays = {"up": parts["codes"], "up_scales": parts["scales"]}
+    local = LocalExperts(arrays=arrays, gradients={}, sizes=jnp.asarray(sizes), share=1)
+    found = np.asarray(local.times(rows, "up"), "d")
+    codes, scales = (np.asarray(parts[name], "d") for name in ("codes", "scales"))
+    of = np.repeat(np.arange(3), sizes)
+    wanted = np.einsum("rd,rdf->rf", np.asarray(rows, "d"), codes[of]) * scales[of]
+    bound = 2 * float(jnp.finfo(dtype).eps) * np.abs(wanted).max() + 1e-3
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=bound)
 
 
 @pytest.mark.catches("expert-scales-left-out")
