@@ -49,7 +49,7 @@ NAMES = {
     "colossax.sharding.experts": (
         "Base Capacity CosineRouter DenseToSparse ExpertChoice ExpertWeights GShard Gate GateInput "
         "Hash Hierarchical KTop1 Layout LinearRouter LocalExperts Router Routing TopK balance_loss "
-        "balanced_placement layout_of load moe moved_bias row_keys"
+        "balanced_placement layout_of load moe moved_bias row_keys scales_of"
     ),
     "colossax.sharding.sequence": (
         "DOUBLE_RING_OPTIONS Order RingAxes RingMasks Settings balanced_from_contiguous_local "

@@ -93,6 +93,12 @@ def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
         "--json", action="store_true", help="one JSON object a prompt on standard output"
     )
     parser.add_argument(
+        "--weights",
+        metavar="FORM",
+        default="own",
+        help="keep matrices in codes, made while they are read: int8, fp8 or nf4; default own",
+    )
+    parser.add_argument(
         "--devices", metavar="N", type=number(1), help="devices to use; on a CPU, N are made"
     )
     keeping(parser)
@@ -121,6 +127,7 @@ def _generate(args: argparse.Namespace, overrides: list[Override]) -> int:
     from colossax.scheduling import EngineRequest, Reads, SamplingConfig
 
     stored = opened(args)
+    stored = stored.with_weights(args.weights)
     models = _adapters(args, stored) or {None: stored}
     plan = apply_overrides(Options(plan=stored.plan), overrides).plan
     # All that can be refused is, before parameters are read.
@@ -196,6 +203,11 @@ def _adapters(args: argparse.Namespace, base: Any) -> dict[str, Any]:
         raise InputError(
             f"--adapter: '{args.checkpoint}' is an adapter itself; give its base as CHECKPOINT and"
             " it with --adapter too"
+        )
+    if base.weights != "own":
+        raise InputError(
+            f"--weights: {base.weights} is of a whole model, and --adapter names one that learned"
+            " beside its base in the base's own form; leave --weights out"
         )
     found = {}
     for name in args.adapter:

@@ -13,15 +13,16 @@ from colossax.checkpoint.base import base_of, check_base, checksum
 from colossax.checkpoint.broken import chosen
 from colossax.config import BoundPlan, Plan, Precision, from_json
 from colossax.data import Tokenizer
-from colossax.errors import CheckpointError, PlanError
-from colossax.inference.engine import Engine
+from colossax.errors import CheckpointError, InputError, PlanError
 from colossax.inference.fitting import Fitted, fit_layers
 from colossax.inference.generator import Generator
+from colossax.inference.loaded import LoadedModel
 from colossax.inference.plan import one_stack, parameters_alone, unrolled
 from colossax.inference.several import Several
 from colossax.models import config_from_json, maker
 from colossax.models.adapters.quantising import read_with_codes
-from colossax.nn import AdapterConfig, DecoderConfig, ModelSpec, describe, with_adapter
+from colossax.nn import AdapterConfig, DecoderConfig, MakeModel, ModelSpec, describe, with_adapter
+from colossax.nn.quantised.serving import check_form, with_served
 from colossax.sharding import param_sharding, use, validate
 from colossax.sharding.rules import uneven_layers
 from colossax.typing import ParamInfo, Params
@@ -31,51 +32,6 @@ _FLOATS = ("float16", "bfloat16", "float32")
 
 MODEL = "model"
 """Name of a model that is alone in its checkpoint."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LoadedModel:
-    """A model with its parameters on devices, and the tokenizer it was trained with.
-
-    Attributes:
-        spec: The model without arrays, described under `bound`.
-        bound: Plan and devices.
-        params: Laid out by `bound`.
-        config: Sizes of the decoder.
-        tokenizer: None where the checkpoint holds none.
-        adapter: What learned beside the rest, if anything did.
-        origin: The checkpoint of that rest, or of all, and the model's name there.
-    """
-
-    spec: ModelSpec
-    bound: BoundPlan
-    params: Params
-    config: DecoderConfig
-    tokenizer: Tokenizer | None
-    adapter: AdapterConfig
-    origin: tuple[RecordReader, str]
-
-    @property
-    def eos(self) -> int | None:
-        """What ends a sequence: as the model says, else as the tokenizer does."""
-        if self.config.eos is not None or self.tokenizer is None:
-            return self.config.eos
-        return self.tokenizer.eos
-
-    def generator(self, *, slots: int | None = None, sequences: int | None = None) -> Generator:
-        """A generator for prompts and continuations of up to `slots` tokens together.
-
-        Args:
-            slots: See `Generator`.
-            sequences: With stages, how many are on their way at once.
-        """
-        sizes = {"slots": slots, "sequences": sequences}
-        return Generator(self.spec, self.bound, self.params, **sizes, eos=self.eos)
-
-    def engine(self, **options: Any) -> Engine:
-        """One for many requests at once, with options as of `Engine`; load it `unrolled`."""
-        given: dict[str, Any] = {"eos": self.eos, **options}
-        return Engine(self.spec, self.bound, self.params, **given)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,6 +47,7 @@ class StoredModel:
         name: Of the model, where the checkpoint holds several.
         adapter: What it holds of the model alone, if it has an adapter.
         base: Then the checkpoint of the rest, and the model's name there.
+        weights: How matrices are to be kept, see `with_weights`.
     """
 
     directory: Path
@@ -101,6 +58,23 @@ class StoredModel:
     name: str = MODEL
     adapter: AdapterConfig = AdapterConfig()
     base: tuple[RecordReader, str] | None = None
+    weights: str = "own"
+
+    def with_weights(self, form: str) -> "StoredModel":
+        """The same, its matrices to be kept in codes: `int8`, `fp8` or `nf4`; `own`: as they are.
+
+        See `colossax.nn.quantised.serving.with_served`.
+
+        Raises:
+            InputError: The form is unknown, or this is an adapter, whose base has a form already.
+        """
+        check_form(form)
+        if form != "own" and self.adapter:
+            raise InputError(
+                f"weights: {form} is asked for, and '{self.directory}' is an adapter, which learned"
+                f" beside matrices kept as {self.adapter.base}; export it merged, or give own"
+            )
+        return dataclasses.replace(self, weights=form)
 
     @property
     def chosen(self) -> str:
@@ -130,6 +104,7 @@ class StoredModel:
         slots: int | None = None,
         base: LoadedModel | None = None,
         unroll: bool = False,
+        weights: str | None = None,
     ) -> LoadedModel:
         """Read the parameters onto devices, and into host memory as `plan.offload` says.
 
@@ -144,16 +119,23 @@ class StoredModel:
                 it, in place of `plan` and `devices`. Their arrays of the base are one and the same;
                 the adapter alone is read.
             unroll: Whether each layer has arrays of its own, see `unrolled`.
+            weights: See `with_weights`; default what was said there. Codes are made of one matrix
+                after another as it is read: of floats no more is ever there.
 
         Raises:
+            InputError: As `with_weights`.
             PlanError: The plan does not fit model or devices, or has a budget for nothing.
             CheckpointError: Records are missing, of another model, or damaged; or `base` is of
                 another base, or keeps its matrices in another form.
         """
+        if weights is not None:
+            return self.with_weights(weights).load(
+                plan, devices, slots=slots, base=base, unroll=unroll
+            )
         if base is not None:
             self.check_beside(base)
             with use(base.bound):
-                spec = describe(with_adapter(maker(self.model), self.adapter))
+                spec = describe(self._make_model())
             validate(base.bound, spec.infos)
             return self._loaded(base.bound, spec, self._frozen_of(base, spec))
         plan = plan or self.plan
@@ -176,6 +158,7 @@ class StoredModel:
             tokenizer=self.tokenizer,
             adapter=self.adapter,
             origin=self.origin,
+            weights=self.weights,
         )
 
     def check_beside(self, base: "LoadedModel | StoredModel") -> None:
@@ -254,12 +237,18 @@ class StoredModel:
 
         return fit_layers(made, parameters_alone(plan), self.config.layers)
 
+    def _make_model(self) -> MakeModel:
+        return with_adapter(with_served(maker(self.model), self.weights), self.adapter)
+
     def _described(
         self, plan: Plan, devices: Sequence[jax.Device] | None
     ) -> tuple[BoundPlan, ModelSpec]:
+        if self.weights != "own":  # in codes already: no history of a step in float8 is kept
+            precision = dataclasses.replace(plan.precision, matmul="compute")
+            plan = plan.replace(precision=precision)
         bound = plan.bind(devices)
         with use(bound):
-            spec = describe(with_adapter(maker(self.model), self.adapter))
+            spec = describe(self._make_model())
         if any(uneven_layers(bound, info) for info in jax.tree.leaves(spec.infos)):
             bound = bound.replace(rules=one_stack(plan.rules))
         validate(bound, spec.infos)

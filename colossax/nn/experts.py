@@ -86,7 +86,8 @@ class Experts(nnx.Module):
     Parameters are `router/w` `[d, e]` (of the cosine router also `router/vectors` and
     `router/log_temperature`), `up`, `gate` `[e, d, f]` and `down` `[e, f, d]`, where experts have
     biases `up_bias`, `gate_bias` `[e, f]` and `down_bias` `[e, d]`, an MLP `shared`; and what no
-    optimizer moves: `bias` and `shares` `[e]`, see `MixtureConfig`.
+    optimizer moves: `bias` and `shares` `[e]`, see `MixtureConfig`. In place of a matrix there may
+    be a module with its `codes` and `scales`.
     """
 
     takes_parts = True
@@ -235,8 +236,17 @@ class Experts(nnx.Module):
         dims = {name: ("experts", *(out if name == "down" else into)) for name in names}
         if self.config.expert_bias:
             dims |= {f"{name}_bias": ("experts", dims[name][-1]) for name in names}
+        arrays = {}
+        for name in tuple(dims):
+            held = getattr(self, name)
+            if isinstance(held, nnx.Variable):
+                arrays[name] = held[...]
+            else:
+                scales = sharded.scales_of(name)
+                arrays[name], arrays[scales] = held.codes[...], held.scales[...]
+                dims[scales] = ("experts", dims[name][-1])
         return sharded.ExpertWeights(
-            arrays={name: getattr(self, name)[...] for name in dims},
+            arrays=arrays,
             dims=dims,
             compute=ExpertMLP(
                 activation=self.activation,

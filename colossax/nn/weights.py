@@ -1,7 +1,7 @@
 """Weights of another kind in a model that is built by others."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 from flax import nnx
@@ -43,6 +43,15 @@ def weight_of(held: Any, dims: Dims) -> Weight:
 
 MakeWeight = Callable[[str, Weighted, nnx.Rngs], nnx.Module | None]
 """From the path, the module and random keys: what is to hold its weight, or None for no change."""
+
+
+@runtime_checkable
+class MakesSeveral(Protocol):
+    """A `MakeWeight` that knows modules of several weights too, as experts are."""
+
+    def several(self, node: Any) -> None:
+        """Put others in their places, where a node of the model is such a module."""
+        ...
 
 
 def with_weights(make_model: MakeModel, make: MakeWeight) -> MakeModel:
@@ -92,8 +101,12 @@ def _put(model: nnx.Module, make: MakeWeight, rngs: nnx.Rngs) -> nnx.Module:
     nodes = list(nnx.iter_graph(model))
     stacks = [path for path, node in nodes if isinstance(node, Located)]
     for path, module in nodes:
-        if not isinstance(module, Weighted) or any(path[: len(s)] == s for s in stacks):
+        if any(path[: len(s)] == s for s in stacks):
             continue  # a stack's layers were given theirs as they were built
+        if isinstance(make, MakesSeveral):
+            make.several(module)
+        if not isinstance(module, Weighted):
+            continue
         name = "/".join(map(str, path))
         holder = make(name, module, rngs)
         if holder is not None:

@@ -13,6 +13,7 @@ from colossax.checkpoint import ArraySlot, Checkpointer, RecordReader, slot_of
 from colossax.config import BoundPlan
 from colossax.errors import CheckpointError
 from colossax.nn.quantised.codes import Packing, dequantise, quantised
+from colossax.offload import new_stack, store
 from colossax.sharding import param_sharding
 from colossax.typing import ParamInfo
 
@@ -67,7 +68,8 @@ def read_quantised(
     Raises:
         CheckpointError: A matrix is not there, is another one, or is damaged.
 
-    Cost: of floats the matrix of one layer is held, in its own dtype, each device its shard.
+    Cost: of floats the matrix of one layer is held, in its own dtype, each device its shard; of
+    stacks in host memory the codes of one layer are on the devices.
     """
     found: dict[int, jax.Array] = {}
     matrices: dict[Any, dict[str, int]] = {}
@@ -85,6 +87,7 @@ def read_quantised(
             for name, part in quantised(first.quantised.of, w).items():
                 at = places[name]
                 found[at] = _placed(found.get(at), part, row, infos[at], bound)
+            del w  # before the next one is read
         for at in places.values():
             found[at] = jax.device_put(found[at], param_sharding(bound, "params", infos[at]))
     return [found[at] for at in range(len(infos))]
@@ -138,15 +141,18 @@ def _placed(
     """The stack with a layer's part in it, which takes its place; without a stack the part."""
     if not info.stacked:
         return part
-    where = param_sharding(bound, "params", info.on_device())
+    where = param_sharding(bound, "params", info)
+    if not info.on_host or tuple(where.spec)[:1] not in ((), (None,)):
+        where = param_sharding(bound, "params", info.on_device())
+    host = where.memory_kind == "pinned_host"
     if stack is None:
-        stack = jax.jit(lambda: jnp.zeros(info.shape, info.dtype), out_shardings=where)()
+        of: Any = part.sharding
+        row_of = jax.typeof(part)
+        make = functools.partial(new_stack, info.shape[0], row_of, host=host, sharding=of)
+        stack = jax.jit(make, out_shardings=where)()
     return _filler(where)(stack, part, row)
 
 
 @functools.cache
 def _filler(where: jax.sharding.Sharding) -> Any:
-    def fill(stack: jax.Array, part: jax.Array, row: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_index_in_dim(stack, part, row, 0)
-
-    return jax.jit(fill, donate_argnums=0, out_shardings=where)
+    return jax.jit(store, donate_argnums=0, out_shardings=where)

@@ -11,6 +11,7 @@ from colossax.nn.config import DecoderConfig
 from colossax.nn.decoder.head import check_vocabulary
 from colossax.nn.layers import Embedding, Linear
 from colossax.nn.module import param
+from colossax.nn.quantised.scaled import ScaledWeight
 from colossax.sharding import constrain, gather_weight
 
 
@@ -77,11 +78,18 @@ class Vocabulary(nnx.Module):
 
     def logits(self, hidden: Float[Array, "*lead d"]) -> Float[Array, "*lead v"]:
         """Logits of the hidden states given; pass chosen tokens only where not all are needed."""
-        logits, readout = hidden @ self.head_weight(), self.readout
+        logits, readout = self._product(hidden), self.readout
         if "bias" in readout:
             logits = logits + readout["bias"].astype(logits.dtype)
         cap = readout.get("soft_cap")
         return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+    def _product(self, hidden: Float[Array, "*lead d"]) -> Float[Array, "*lead v"]:
+        """Hidden states times `head_weight`, which is not made of codes with scales."""
+        if self.head is None or not isinstance(self.head.weight, ScaledWeight):
+            return hidden @ self.head_weight()
+        logits, scale = self.head(hidden), self.config.logit_scale
+        return logits if scale == 1 else logits * scale
 
 
 def make_embedding(config: DecoderConfig, rngs: nnx.Rngs) -> Embedding | None:

@@ -48,6 +48,9 @@ _MIDDLES = (LEVELS[1:] + LEVELS[:-1]) / 2
 
 _LARGEST = 127
 
+_EIGHT_BITS = {"int8": (jnp.int8, _LARGEST), "fp8": (jnp.float8_e4m3fn, 448)}
+"""Forms with a scale for each output: type of the codes, and the largest of them."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Packing:
@@ -56,12 +59,14 @@ class Packing:
     Attributes:
         form: `nf4`: four bits for each number, two neighbours among the inputs to a byte, the
             earlier one in its high bits; a scale, the largest absolute value, for each `BLOCK`
-            inputs of an output. `int8`: eight bits, and a scale for each output.
+            inputs of an output. `int8`: eight bits, and a scale for each output. `fp8`: likewise,
+            codes are floats of four bits of exponent and three of mantissa (e4m3).
         double: Of `nf4`: scales less their mean are in eight bits too, with a scale for each
             `SCALES_BLOCK` outputs.
-        shape: Of the matrix, `[*in, *out]`.
+        shape: Of the matrix, `[*in, *out]`, or of several, `[*apart, *in, *out]`.
         dims: Its logical names.
         contract: How many of them are of the input.
+        apart: How many in front number matrices that are apart, as those of experts.
     """
 
     form: str
@@ -69,37 +74,47 @@ class Packing:
     shape: tuple[int, ...]
     dims: Dims
     contract: int
+    apart: int = 0
+
+    @property
+    def input_axes(self) -> tuple[int, ...]:
+        """Which dims are of the input."""
+        return tuple(range(self.apart, self.apart + self.contract))
 
     @property
     def inputs(self) -> int:
         """Numbers of an input."""
-        return math.prod(self.shape[: self.contract])
+        return math.prod(self.shape[at] for at in self.input_axes)
 
     @property
     def outs(self) -> tuple[int, ...]:
         """Sizes of an output."""
-        return self.shape[self.contract :]
+        return self.shape[self.apart + self.contract :]
 
     def part_dims(self) -> dict[str, Dims]:
         """Logical names of what is kept; several dims of the input are one, called as the first."""
-        outs = self.dims[self.contract :]
-        if self.form == "int8":
-            return {"codes": self.dims, "scales": outs}
+        outs = self.dims[self.apart + self.contract :]
+        if self.form in _EIGHT_BITS:
+            return {"codes": self.dims, "scales": (*self.dims[: self.apart], *outs)}
         blocked = (self.dims[0], *outs)
         own: dict[str, Dims] = {"codes": blocked, "scales": blocked}
         # Steps are few: whole along the output, they forbid none of its splits.
         return own | ({"steps": (self.dims[0], None), "mean": ()} if self.double else {})
 
-    def check(self, name: str) -> None:
+    def check(self, name: str, asked: str) -> None:
         """Refuse a matrix that blocks do not divide.
+
+        Args:
+            name: Of the matrix.
+            asked: The setting that asks for the form.
 
         Raises:
             InputError: Names it, and what would work.
         """
         if self.form == "nf4" and self.inputs % BLOCK:
             raise InputError(
-                f"adapter.base: nf4 keeps blocks of {BLOCK} inputs, and '{name}' has {self.inputs};"
-                " give adapter.base int8 or own"
+                f"{asked}: nf4 keeps blocks of {BLOCK} inputs, and '{name}' has {self.inputs};"
+                f" give {asked} int8 or own"
             )
         if self.double and math.prod(self.outs) % SCALES_BLOCK:
             raise InputError(
@@ -129,15 +144,15 @@ class Part:
 def quantise(packing: Packing, w: Float[Array, "*in_and_out"]) -> dict[str, Array]:
     """What is kept of a matrix, by name.
 
-    NF4 takes the nearest level, of two that are as near the lower one; int8 rounds to nearest even.
+    NF4 takes the nearest level, of two that are as near the lower one; others round to even.
 
     Args:
         packing: How.
         w: In any floating type; computed in float32.
     """
     w = w.astype(jnp.float32)
-    if packing.form == "int8":
-        codes, scales = _in_eight_bits(w, tuple(range(packing.contract)))
+    if packing.form in _EIGHT_BITS:
+        codes, scales = _in_eight_bits(w, packing.input_axes, packing.form)
         return {"codes": codes, "scales": scales}
     blocks = w.reshape(-1, BLOCK, *packing.outs)
     scales = jnp.max(jnp.abs(blocks), axis=1)
@@ -152,8 +167,8 @@ def dequantise(
 ) -> Float[Array, "*in_and_out"]:
     """The matrix that is kept, computed in float32 and rounded once."""
     codes = parts["codes"]
-    if packing.form == "int8":
-        scales = jnp.expand_dims(parts["scales"], tuple(range(packing.contract)))
+    if packing.form in _EIGHT_BITS:
+        scales = jnp.expand_dims(parts["scales"], packing.input_axes)
         return (codes.astype(jnp.float32) * scales).astype(dtype)
     scales = parts["scales"]
     if packing.double:
@@ -170,13 +185,16 @@ def _nearest(x: Array) -> Array:
     return sum(above, jnp.zeros(x.shape, jnp.uint8))
 
 
-def _in_eight_bits(x: Array, axes: tuple[int, ...]) -> tuple[Array, Array]:
-    """Codes, and the steps between them, which numbers along some dims share."""
+def _in_eight_bits(x: Array, axes: tuple[int, ...], form: str = "int8") -> tuple[Array, Array]:
+    """Codes, and what 1 of them stands for, which numbers along some dims share."""
+    dtype, largest = _EIGHT_BITS[form]
     # Multiplied, not divided: of a division by a constant compilers make either.
-    steps = jnp.max(jnp.abs(x), axis=axes) * jnp.float32(1 / _LARGEST)
+    steps = jnp.max(jnp.abs(x), axis=axes) * jnp.float32(1 / largest)
     spread = jnp.expand_dims(jnp.where(steps > 0, steps, 1), axes)
-    codes = jnp.clip(jnp.round(x / spread), -_LARGEST, _LARGEST)
-    return codes.astype(jnp.int8), steps
+    codes = x / spread
+    if form == "int8":
+        codes = jnp.round(codes)
+    return jnp.clip(codes, -largest, largest).astype(dtype), steps
 
 
 def _scales_in_codes(scales: Array) -> dict[str, Array]:

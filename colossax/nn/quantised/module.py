@@ -3,6 +3,7 @@
 from typing import Any
 
 from flax import nnx
+from jaxtyping import Array
 
 from colossax.errors import InputError
 from colossax.nn.experts import Experts
@@ -13,25 +14,35 @@ from colossax.nn.quantised.weight import QuantisedWeight
 from colossax.nn.weights import Weighted, with_weights
 
 
-class Quantised(nnx.Module):
+class InCodes(nnx.Module):
     """Holds what is kept of a matrix: `codes`, `scales`, and of scales in codes `steps`, `mean`."""
 
-    def __init__(self, module: Weighted, packing: Packing):
+    def __init__(self, held: nnx.Variable, packing: Packing):
         self.packing = packing
-        made, dims = quantise(packing, module.held[...]), packing.part_dims()
+        made, dims = quantise(packing, held[...]), packing.part_dims()
         for name, value in made.items():
             own: Any = param(value, dims[name], learns=False, dtype=value.dtype)
             own.set_metadata(quantised=Part(name, packing), inside=1)
             setattr(self, name, own)
 
     @property
+    def parts(self) -> dict[str, Array]:
+        """What is kept, by name."""
+        return {name: getattr(self, name)[...] for name in self.packing.part_dims()}
+
+
+class Quantised(InCodes):
+    """Of a matrix that is made again to be multiplied."""
+
+    @property
     def weight(self) -> QuantisedWeight:
         """See `Weighted`."""
-        parts = {name: getattr(self, name)[...] for name in self.packing.part_dims()}
-        return QuantisedWeight(parts, self.packing)
+        return QuantisedWeight(self.parts, self.packing)
 
 
-def with_quantised(make_model: MakeModel, form: str, *, double: bool = False) -> MakeModel:
+def with_quantised(
+    make_model: MakeModel, form: str, *, double: bool = False, asked: str = "adapter.base"
+) -> MakeModel:
     """A factory of the same model with the matrices of its layers' maps in codes.
 
     Embeddings, the head, norms and biases stay as they are.
@@ -40,6 +51,7 @@ def with_quantised(make_model: MakeModel, form: str, *, double: bool = False) ->
         make_model: Of a model whose maps are `colossax.nn.Linear`.
         form: See `Packing`.
         double: Likewise.
+        asked: The setting that asks for it.
 
     Raises:
         InputError: When built: blocks do not divide a matrix, or there are experts.
@@ -57,24 +69,29 @@ def with_quantised(make_model: MakeModel, form: str, *, double: bool = False) ->
     def made(name: str, module: Weighted, rngs: nnx.Rngs) -> Quantised | None:
         if layers_made or not isinstance(module, Linear):
             return None  # the head is no map of a layer
-        packing = Packing(
-            form=form,
-            double=double,
-            shape=tuple(module.weight.shape),
-            dims=module.dims,
-            contract=module.contract,
-        )
-        packing.check(name)
-        return Quantised(module, packing)
+        packing = packing_of(module, form, double=double)
+        packing.check(name, asked)
+        return Quantised(module.held, packing)
 
     def built(rngs: nnx.Rngs) -> nnx.Module:
         model = with_weights(with_layers, made)(rngs)
         for path, node in nnx.iter_graph(model):
             if isinstance(node, Experts):
                 raise InputError(
-                    f"adapter.base: '{'/'.join(map(str, path))}' has experts, whose matrices are"
-                    f" not kept in {form}; give adapter.base own"
+                    f"{asked}: '{'/'.join(map(str, path))}' has experts, whose matrices are"
+                    f" not kept in {form}; give {asked} own"
                 )
         return model
 
     return built
+
+
+def packing_of(module: Weighted, form: str, *, double: bool = False) -> Packing:
+    """How the matrix of a module is kept."""
+    return Packing(
+        form=form,
+        double=double,
+        shape=tuple(module.weight.shape),
+        dims=module.dims,
+        contract=module.contract,
+    )

@@ -12,6 +12,7 @@ from .gates import Hierarchical as Hierarchical
 from .gates import KTop1 as KTop1
 from .gates import TopK as TopK
 from .island import LocalExperts as LocalExperts
+from .island import scales_of as scales_of
 from .layout import Layout as Layout
 from .layout import layout_of as layout_of
 from .moe import CosineRouter as CosineRouter

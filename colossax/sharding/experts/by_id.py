@@ -11,6 +11,7 @@ from colossax.errors import PlanError
 from colossax.sharding.experts.island import (
     Compute,
     LocalExperts,
+    cast,
     home_local,
     mapped,
     rest_specs,
@@ -133,7 +134,7 @@ def _expert_local(
         rest = stack.shape[len(place) :]
         start = (*place, *[jnp.int32(0)] * len(rest))
         row = jax.lax.dynamic_slice(stack, start, (*[1] * len(place), *rest))
-        row = jax.device_put(row.reshape(1, *rest), _DEVICE).astype(dtype)
+        row = cast(weights, name, dtype, jax.device_put(row.reshape(1, *rest), _DEVICE))
         splits = layout.weights[name]
         held[name] = move_local(row, ((), *splits.rest[1:]), ((), *splits.held[1:]))
     return held

@@ -44,7 +44,7 @@ class LocalExperts:
     """A device's experts, while they compute on rows.
 
     Attributes:
-        arrays: By name, `[l, ...]`, in the dtype of the rows.
+        arrays: By name, `[l, ...]`, in the dtype of the rows; codes and their scales in their own.
         gradients: Zeros of their shapes in the dtype of sums, which are differentiated in their
             place; none where nothing is.
         sizes: `[l]`, rows of each expert; they come one expert after another.
@@ -69,15 +69,21 @@ class LocalExperts:
             last: Backward begins here: with the gradient of the matrices, after which the rows,
                 the widest there are, need not be kept.
         """
-        into = self.gradients.get(name)
-        return grouped_matmul(
+        into, scales = self.gradients.get(name), scales_of(name)
+        w = self.arrays[name].astype(rows.dtype)
+        narrow = scales in self.arrays and rows.dtype == jnp.float16
+        out = grouped_matmul(
             rows,
-            self.arrays[name],
+            w / _SHRUNK if narrow else w,  # sums of codes are too large for float16
             self.sizes,
             gradient_into=into,
             weight_first=last,
             spare_multiprocessors=self.spared,
         )
+        if scales not in self.arrays:
+            return out
+        by = self.of_rows(scales, len(rows)) * (_SHRUNK if narrow else 1)
+        return (out * by).astype(out.dtype)
 
     def of_rows(self, name: str, rows: int) -> Float[Array, "r f"]:
         """The vector of each row's expert; of none behind the last expert's rows, zeros."""
@@ -90,6 +96,19 @@ class LocalExperts:
         number = jnp.searchsorted(ends, jnp.arange(rows), side="right")
         return vectors.at[number].get(mode="fill", fill_value=0).astype(dtype)
 
+
+def scales_of(name: str) -> str:
+    """Name of the scales of matrices that are kept in codes, a number for each output of each."""
+    return f"{name}_scales"
+
+
+def cast(weights: Mapping[str, Array], name: str, dtype: Any, w: Array) -> Array:
+    """An array of experts, or a part of it, in the dtype of the rows; codes and scales as kept."""
+    of = name.removesuffix(scales_of(""))
+    return w if scales_of(of) in weights else w.astype(dtype)
+
+
+_SHRUNK = 128
 
 Compute = Callable[[LocalExperts, Float[Array, "r d"], Float[Array, " r"]], Float[Array, "r d"]]
 """`(experts, rows, weights of the rows) -> rows`: what experts do, weights applied. Hashable."""
@@ -316,7 +335,7 @@ def _held_local(layout: Layout, weights: Mapping[str, Array], dtype: Any) -> dic
         splits = layout.weights[name]
         if splits.rest[1:] != splits.held[1:]:
             w = row_major_local(w)
-        w = move_local(w.astype(dtype), splits.rest, splits.held)
+        w = move_local(cast(weights, name, dtype, w), splits.rest, splits.held)
         if layout.placement is not None:
             w = placed_local(layout.placement, layout.group, w)
         held[name] = w

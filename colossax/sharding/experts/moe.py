@@ -42,7 +42,10 @@ class ExpertWeights:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of a layer's arrays, by name."""
-        return {name: w.shape[self.layer is not None :] for name, w in self.arrays.items()}
+        stacked = {
+            name: self.layer is not None and in_host_memory(w) for name, w in self.arrays.items()
+        }
+        return {name: w.shape[stacked[name] :] for name, w in self.arrays.items()}
 
     @property
     def count(self) -> int:

@@ -1,0 +1,119 @@
+"""Models whose matrices are kept in codes to generate with, and nothing of which learns."""
+
+from collections.abc import Callable
+from typing import Any
+
+from flax import nnx
+
+from colossax.errors import InputError
+from colossax.nn.experts import EXPERT_MATRICES, Experts
+from colossax.nn.layers import Linear
+from colossax.nn.module import MakeModel
+from colossax.nn.quantised.codes import Packing
+from colossax.nn.quantised.module import InCodes, packing_of, with_quantised
+from colossax.nn.quantised.scaled import ScaledWeight
+from colossax.nn.weights import Weighted, with_weights
+
+SERVED = ("own", "int8", "fp8", "nf4")
+"""How matrices may be kept that a model generates with."""
+
+_HEAD = ("embed", "vocab")
+
+_ABSORBED = "kv_up"
+"""Of latent attention: multiplied from both sides in turn, so its scales cannot come last."""
+
+
+class Scaled(InCodes):
+    """Of a matrix that is multiplied as codes, and then by its scales."""
+
+    @property
+    def weight(self) -> ScaledWeight:
+        """See `Weighted`."""
+        return ScaledWeight(self.parts, self.packing)
+
+
+def check_form(form: str) -> None:
+    """Refuse a form that there is none of.
+
+    Raises:
+        InputError: It is not one of `SERVED`.
+    """
+    if form not in SERVED:
+        raise InputError(f"weights: found '{form}'; give {', '.join(SERVED[:-1])} or {SERVED[-1]}")
+
+
+def with_served(make_model: MakeModel, form: str) -> MakeModel:
+    """A factory of the same model, its matrices kept in codes.
+
+    `int8` and `fp8`: the maps of layers, the matrices of experts and the head, see `ScaledWeight`.
+    Tables of embeddings, those that are the head too, stay as they are; so do routers, gates of one
+    output, norms, biases, and the map of latent attention that is absorbed. `nf4`: the maps of
+    layers, see `with_quantised`.
+
+    Args:
+        make_model: Of a model whose maps are `colossax.nn.Linear`.
+        form: One of `SERVED`.
+
+    Raises:
+        InputError: An unknown form. When built: nf4 does not fit a matrix.
+    """
+    check_form(form)
+    if form == "own":
+        return make_model
+    if form == "nf4":
+        return with_quantised(make_model, form, asked="weights")
+    chosen = _Chosen(form)
+
+    def built(rngs: nnx.Rngs) -> nnx.Module:
+        return with_weights(chosen.of_layers(make_model), chosen)(rngs)
+
+    return built
+
+
+class _Chosen:
+    """Puts codes in the place of matrices: of layers while these are made, then of the head."""
+
+    def __init__(self, form: str):
+        self._form = form
+        self._layers_made = False
+
+    def of_layers(self, make_model: MakeModel) -> Callable[[nnx.Rngs], nnx.Module]:
+        """The factory, after which there are no more layers."""
+
+        def made(rngs: nnx.Rngs) -> nnx.Module:
+            self._layers_made = False
+            model = make_model(rngs)
+            self._layers_made = True
+            return model
+
+        return made
+
+    def __call__(self, name: str, module: Weighted, rngs: nnx.Rngs) -> Scaled | None:
+        """Of a map."""
+        if not isinstance(module, Linear) or name.rpartition("/")[2] == _ABSORBED:
+            return None
+        if "gated" in module.dims or (self._layers_made and module.dims != _HEAD):
+            return None
+        return Scaled(module.held, packing_of(module, self._form))
+
+    def several(self, node: Any) -> None:
+        """Of experts, in place."""
+        if not isinstance(node, Experts):
+            return
+        for name in EXPERT_MATRICES:
+            held = getattr(node, name)
+            if held is None:
+                continue
+            metadata = held.get_metadata()
+            packing = Packing(
+                form=self._form,
+                double=False,
+                shape=tuple(held.shape),
+                dims=tuple(metadata["out_sharding"]),
+                contract=1,
+                apart=1,
+            )
+            kept = Scaled(held, packing)
+            codes: nnx.Variable = getattr(kept, "codes")  # noqa: B009
+            codes.set_metadata(own_fetch=True)
+            setattr(node, name, kept)
