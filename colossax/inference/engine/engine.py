@@ -74,6 +74,10 @@ class Engine:
 
     It belongs to one thread. Nothing is compiled after `warm`.
 
+    Attributes:
+        began: Is told which requests got a seat, just before the step that begins them; one that
+            lost its pages is told of again.
+
     Cost: weights are read once a step for all seats. Memory: `pages`, and of each seat its tokens.
     """
 
@@ -159,6 +163,7 @@ class Engine:
         self._deterministic = deterministic
         self._steps = {"mixed": 0, "decode": 0}
         self._last_step = clock()
+        self.began: Callable[[list[int]], None] = lambda _numbers: None
 
     @property
     def bound(self) -> BoundPlan:
@@ -236,6 +241,9 @@ class Engine:
         self._hear()
         if plan is None:
             return False
+        if plan.fresh:
+            seats = {seat for seat, _ in plan.fresh}
+            self.began([piece.request for piece in plan.pieces if piece.seat in seats])
         kind = "mixed" if self._deterministic else plan.kind
         given = self._packer.packed(kind, plan, self._masks(plan))
         chosen, self._state = self.program(kind, self._params, self._state, *given)
