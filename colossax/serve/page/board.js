@@ -72,7 +72,7 @@ export class Board {
   #first(last) {
     const waits = last.filter((one) => one.first_s !== null).map((one) => one.first_s - one.asked_s);
     if (!waits.length) return tile("first", "–", "", []);
-    tile("first", seconds(quantile(waits, 0.5)), `95 % within ${seconds(quantile(waits, 0.95))}`, waits);
+    tile("first", seconds(quantile(waits, 0.5)), `95 %: ${seconds(quantile(waits, 0.95))}`, waits);
   }
 
   #load(stats) {
@@ -89,7 +89,7 @@ export class Board {
     const whole = pages.used + pages.cached + pages.free;
     bar($("tile-pages").querySelector(".bar"), ["used", "cached", "free"].map((name) => [name, pages[name]]));
     for (const name of ["used", "cached", "free"]) $(`pages-${name}`).textContent = whole ? counted(pages[name]) : "–";
-    const share = read ? `${Math.min(100, Math.round((100 * hits) / read))} % of prompt tokens` : "of prompt tokens";
+    const share = read ? `${Math.min(100, Math.round((100 * hits) / read))} % of prompts` : "tokens of prompts";
     tile("hits", counted(hits), share);
     tile("preemptions", counted(preemptions), "since it started");
   }

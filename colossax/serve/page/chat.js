@@ -5,10 +5,12 @@ import { seconds } from "./board.js";
 
 const $ = (id) => document.getElementById(id);
 const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
+const MOST_OF_TEXT = 128;
 const NEAR_PX = 48;
 
 export class Chat {
   #facts = null;
+  #most = null;
   #turns = [];
   #stopper = null;
   #wantsKey;
@@ -38,6 +40,8 @@ export class Chat {
   knows(stats) {
     if (this.#facts?.model === stats.model && this.#facts.chat === stats.chat) return;
     this.#facts = { model: stats.model, chat: stats.chat };
+    this.#most = stats.chat ? null : Math.min(MOST_OF_TEXT, Math.floor(stats.slots / 2));
+    $("max_tokens").placeholder = this.#most ?? "as many as fit";
     $("chat-title").textContent = stats.chat ? "Chat" : "Text";
     $("view-chat").textContent = stats.chat ? "Chat" : "Text";
     $("ask-label").textContent = stats.chat ? "Message" : "Text to go on with";
@@ -134,6 +138,8 @@ export class Chat {
       }
       if (field.value !== "") found[name] = field.valueAsNumber;
     }
+    // A chat may go on until it ends; a text has no end of its own, and the server stops it early.
+    if (this.#most) found.max_tokens ??= this.#most;
     return found;
   }
 
@@ -151,7 +157,7 @@ export class Chat {
     this.#turns = [];
     for (const box of $("log").querySelectorAll(".turn")) box.remove();
     $("empty").hidden = false;
-    announce("Cleared.");
+    announce("Cleared.", true);
     $("ask").focus();
   }
 }
@@ -237,9 +243,9 @@ function following(change) {
 async function copy(text) {
   try {
     await navigator.clipboard.writeText(text);
-    announce("Copied.");
+    announce("Copied.", true);
   } catch {
-    announce(byHand(text) ? "Copied." : "The browser does not let this page copy.");
+    announce(byHand(text) ? "Copied." : "The browser does not let this page copy.", true);
   }
 }
 
@@ -255,10 +261,11 @@ function byHand(text) {
   return done;
 }
 
-function announce(text) {
+/** Say something to those who listen, and perhaps to those who look. */
+function announce(text, shown = false) {
   const said = $("said");
   said.textContent = text;
-  said.classList.remove("hidden");
+  said.classList.toggle("hidden", !shown);
   clearTimeout(announce.timer);
   announce.timer = setTimeout(() => said.classList.add("hidden"), 4000);
 }
