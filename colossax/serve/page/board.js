@@ -140,12 +140,16 @@ export function told(one, now) {
   const parts = [`#${one.number}`];
   for (const [name, from, to] of stages(one, now)) {
     if (name === "waits" && one.seated_s !== null) parts.push(`waited ${seconds(to - from)}`);
-    if (name === "reads" && to > from) parts.push(`read ${whole.format(one.prompt_tokens)} tokens in ${seconds(to - from)}`);
+    if (name === "reads" && to > from) {
+      const [verb, word] = one.first_s === null && one.end === null ? ["reads", "for"] : ["read", "in"];
+      parts.push(`${verb} ${whole.format(one.prompt_tokens)} tokens ${word} ${seconds(to - from)}`);
+    }
     if (name === "says" && one.first_s !== null) {
       const speed = one.tokens > 1 && to > from ? ` (${rate((one.tokens - 1) / (to - from))} a second)` : "";
       parts.push(`said ${whole.format(one.tokens)} in ${seconds(to - from)}${speed}`);
     }
   }
+  if (one.seated_s === null && one.first_s === null) parts.push(`asked ${seconds(now - one.asked_s)} ago`);
   parts.push(one.end === null ? "goes on" : ENDS[one.end]);
   return parts.join(" · ");
 }

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import time
 from urllib.parse import urlsplit
 
 from ci.browser import found
@@ -69,20 +70,27 @@ class Visit:
         self.page.fill("#ask", text)
         self.page.press("#ask", "Enter")
 
+    def wait_for(self, expression):
+        """Wait until it is true; the driver's own waiting needs eval, which the page forbids."""
+        end = time.monotonic() + WAIT_MS / 1000
+        while not self.page.evaluate(expression):
+            assert time.monotonic() < end, f"it did not come: {expression}"
+            self.page.wait_for_timeout(10)
+
     def wait(self, check):
         """Wait until the last answer is as the function says."""
-        self.page.wait_for_function(f"({check})({_LAST})")
+        self.wait_for(f"({check})({_LAST})")
 
     def done(self, count=1):
         """Wait until so many answers are whole."""
-        self.page.wait_for_function(
+        self.wait_for(
             f"document.querySelectorAll('.turn').length >= {count} && document.querySelector"
             "('#log').getAttribute('aria-busy') === 'false'"
         )
 
     def trouble(self, count=1):
         """The sentence of the last error, once there are so many."""
-        self.page.wait_for_function(f"document.querySelectorAll('.trouble').length >= {count}")
+        self.wait_for(f"document.querySelectorAll('.trouble').length >= {count}")
         return self.page.locator(".trouble").last.text_content()
 
     def text(self, selector):

@@ -1,6 +1,7 @@
 """The page in a real browser, against a real server."""
 
 import contextlib
+import json
 import re
 
 import pytest
@@ -111,7 +112,6 @@ def test_a_connection_that_breaks_is_no_end(visit):
     one.ask("go on")
     one.wait("answer => answer.length > 5")
     for connection in one.server.server.server_state.connections.copy():
-        one.server.api  # of the server's own loop
         connection.loop.call_soon_threadsafe(connection.transport.abort)
     assert one.trouble() in (
         "The connection to the server broke.",
@@ -130,7 +130,7 @@ def test_a_key_is_asked_for_and_stays_in_the_tab(visit, tmp_path):
     one.page.keyboard.type("guess")
     one.page.keyboard.press("Enter")
     said = "The key is not one of this server's; ask who runs it for one."
-    one.page.wait_for_function("said => document.querySelector('#door-said').textContent === said", arg=said)
+    one.wait_for(f"document.querySelector('#door-said').textContent === {json.dumps(said)}")
     one.page.fill("#key", "open sesame")
     one.page.keyboard.press("Enter")
     one.ready()
@@ -202,5 +202,5 @@ def test_an_answer_is_copied(visit):
     one.ask("hello")
     one.done()
     one.page.click("text=Copy")
-    one.page.wait_for_function("document.querySelector('#said').textContent === 'Copied.'")
+    one.wait_for("document.querySelector('#said').textContent === 'Copied.'")
     assert one.page.evaluate("navigator.clipboard.readText()") == ANSWER
