@@ -143,6 +143,7 @@ def test_cancelled(tmp_path):
     assert stats.seats_used == stats.pages_used == 0
 
 
+@pytest.mark.catches("seats-are-not-told")
 @pytest.mark.catches("journal-is-open-to-all")
 @pytest.mark.catches("journal-stays")
 def test_the_journal(tmp_path):
