@@ -46,9 +46,7 @@ GUARDS = {
 }
 
 
-def mount(
-    app: Starlette, backend: Backend, doors: Doors, records: Records, keys: Keys
-) -> None:
+def mount(app: Starlette, backend: Backend, doors: Doors, records: Records, keys: Keys) -> None:
     """Add `/`, the files that it names, and `/stats`.
 
     The files hold nothing of the model or its requests, so anyone may read them; `/stats` needs a

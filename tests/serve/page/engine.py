@@ -1,4 +1,4 @@
-"""An engine that looks alive: few seats, a queue, prompts that take time, pages, tokens as it goes."""
+"""An engine that looks alive: few seats, a queue, prompts that take time, pages."""
 
 import asyncio
 import dataclasses

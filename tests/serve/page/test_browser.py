@@ -93,7 +93,9 @@ def test_a_refusal_is_shown_in_its_sentence(visit, problem, sentence):
 
 
 def test_a_server_that_goes_is_told(visit):
-    one = visit(LivelyEngine(TOKENIZER.encode(LONG), step_s=0.02), expected=("ERR_", "status of 503"))
+    one = visit(
+        LivelyEngine(TOKENIZER.encode(LONG), step_s=0.02), expected=("ERR_", "status of 503")
+    )
     one.ask("go on")
     one.wait("answer => answer.length > 5")
     one.server.server.drain()
@@ -157,14 +159,23 @@ def test_what_is_said_is_text(visit):
 def test_settings_are_sent(visit):
     one = visit()
     one.page.click("#settings summary")
-    for name, value in {"temperature": "0.5", "top_p": "0.25", "max_tokens": "7", "seed": "11"}.items():
+    for name, value in {
+        "temperature": "0.5",
+        "top_p": "0.25",
+        "max_tokens": "7",
+        "seed": "11",
+    }.items():
         one.page.fill(f"#{name}", value)
     one.page.fill("#system", "Be brief.")
     one.page.select_option("#set-model", "tuned")
     one.ask("hello")
     one.done()
     asked = one.engine.asked[-1]
-    assert (asked.sampling.temperature, asked.sampling.top_p, asked.sampling.seed) == (0.5, 0.25, 11)
+    assert (asked.sampling.temperature, asked.sampling.top_p, asked.sampling.seed) == (
+        0.5,
+        0.25,
+        11,
+    )
     assert asked.max_tokens == 7 and asked.adapter == "tuned"
     assert one.text(".numbers").startswith("at its most tokens · 7 tokens")
     assert "system\nBe brief." in TOKENIZER.decode(list(asked.prompt))

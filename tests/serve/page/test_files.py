@@ -47,7 +47,9 @@ def test_a_file_is_sent_with_what_guards_it(here, name):
     told = here.ask(path_of(name))
     assert told.status_code == 200 and told.text == FILES[name]
     assert told.headers["content-type"] == KINDS[name.rpartition(".")[2]]
-    policy = dict(rule.split(" ", 1) for rule in told.headers["content-security-policy"].split("; "))
+    policy = dict(
+        rule.split(" ", 1) for rule in told.headers["content-security-policy"].split("; ")
+    )
     assert policy.pop("default-src") == policy.pop("frame-ancestors") == "'none'"
     assert policy.pop("base-uri") == policy.pop("form-action") == "'none'"
     assert set(policy) == {"script-src", "style-src", "img-src", "connect-src"}
@@ -70,7 +72,13 @@ def test_what_a_browser_has_is_not_sent_again(here):
 
 @pytest.mark.catches("page-shows-any-file")
 def test_no_other_file_is_shown(here):
-    for path in ("/page/", "/page/routes.py", "/page/__init__.py", "/page/index.html", "/page/none"):
+    for path in (
+        "/page/",
+        "/page/routes.py",
+        "/page/__init__.py",
+        "/page/index.html",
+        "/page/none",
+    ):
         error_of(here.ask(path), 404)
     for path in ("/page/../routes.py", "/page/%2e%2e/backend.py"):
         error_of(here.ask(path), 404)
@@ -93,7 +101,14 @@ def test_nothing_is_inline_and_no_text_becomes_html():
     assert re.findall(r"<script\b[^>]*>(.*?)</script>", html, re.DOTALL) == [""]
     assert not re.search(r"<style|\sstyle=|\son\w+=|javascript:", html)
     script = "".join(FILES[name] for name in SCRIPTS)
-    for danger in ("innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval(", "Function("):
+    for danger in (
+        "innerHTML",
+        "outerHTML",
+        "insertAdjacent",
+        "document.write",
+        "eval(",
+        "Function(",
+    ):
         assert danger not in script
     assert "localStorage" not in script and "document.cookie" not in script
 
@@ -103,8 +118,11 @@ def test_ids_that_scripts_ask_for_are_there():
     assert len(ids) == len(set(ids))
     asked = {one for name in SCRIPTS for one in re.findall(r'\$\("([\w-]+)"\)', FILES[name])}
     assert asked <= set(ids)
-    used = {one for name in ("for", "aria-labelledby", "aria-describedby") for one in
-            re.findall(rf'\b{name}="([^"]+)"', FILES["index.html"])}
+    used = {
+        one
+        for name in ("for", "aria-labelledby", "aria-describedby")
+        for one in re.findall(rf'\b{name}="([^"]+)"', FILES["index.html"])
+    }
     assert used <= set(ids)
 
 

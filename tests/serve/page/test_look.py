@@ -42,7 +42,10 @@ def value(visit, name):
 def test_numbers_move_while_it_speaks(visit):
     one = visit()
     assert value(one, "rate") == "0.0" and value(one, "seats") == "0 of 4"
-    assert value(one, "first") == "–" and one.text("#line") == "10 s ago7.5 s ago5 s ago2.5 s agonowNo request yet"
+    assert (
+        value(one, "first") == "–"
+        and one.text("#line") == "10 s ago7.5 s ago5 s ago2.5 s agonowNo request yet"
+    )
     assert one.text("#pages-free") == "64" and one.text("#pages-used") == "0"
     one.ask("hello")
     one.wait_for("document.querySelector('#tile-seats .value').textContent === '1 of 4'")
@@ -97,7 +100,7 @@ def test_nothing_is_wider_than_a_phone(visit):
 def fits(visit):
     """Whether nothing is to the right of what a phone shows, in the page or in a part of it."""
     return visit.page.evaluate(
-        "[document.documentElement, ...document.querySelectorAll('main, section, #log, .tile, header')]"
+        "[...document.querySelectorAll('html, main, section, #log, .tile, header')]"
         ".every(one => one.scrollWidth <= Math.max(one.clientWidth, 0) + 1 || !one.clientWidth)"
         " && document.documentElement.scrollWidth <= 360"
     )
@@ -144,8 +147,8 @@ def test_everything_that_is_worked_has_a_name(visit):
     one.done()
     nameless = one.page.evaluate(
         "[...document.querySelectorAll('button, input, select, textarea, [tabindex]')].filter("
-        "one => !(one.labels?.length || one.getAttribute('aria-labelledby') || one.textContent.trim()))"
-        ".map(one => one.id)"
+        "one => !(one.labels?.length || one.getAttribute('aria-labelledby')"
+        " || one.textContent.trim())).map(one => one.id)"
     )
     assert nameless == []
     log = one.page.locator("#log")
@@ -193,8 +196,9 @@ def test_charts_of_known_numbers(visit):
     run = """async () => {
       const { rows, stages } = await import('/page/charts.js');
       const { quantile, rates, seconds, told } = await import('/page/board.js');
-      const request = (asked_s, seated_s, first_s, ended_s, more = {}) =>
-        ({ number: 1, prompt_tokens: 1200, tokens: 11, asked_s, seated_s, first_s, ended_s, end: 'stop', ...more });
+      const request = (asked_s, seated_s, first_s, ended_s, more = {}) => ({
+        number: 1, prompt_tokens: 1200, tokens: 11, asked_s, seated_s, first_s, ended_s,
+        end: 'stop', ...more });
       return {
         rows: rows([request(0, 0, 0, 2), request(1, 1, 1, 3), request(2.5, 3, 3, 4)], 5),
         stages: stages(request(0, 1, 2, 4), 9),
@@ -216,7 +220,8 @@ def test_charts_of_known_numbers(visit):
         "quantiles": [2, 1, "NaN"],
         "rates": [5, 0],
         "seconds": ["0 ms", "310 ms", "1.50 s", "250 s"],
-        "told": "#1 · waited 1.00 s · read 1,200 tokens in 1.00 s · said 11 in 2.00 s (5.0 a second) · ended",
+        "told": "#1 · waited 1.00 s · read 1,200 tokens in 1.00 s"
+        " · said 11 in 2.00 s (5.0 a second) · ended",
         "waiting": "#1 · asked 9.00 s ago · goes on",
         "reading": "#1 · waited 1.00 s · reads 1,200 tokens for 8.00 s · goes on",
     }
