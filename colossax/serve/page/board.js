@@ -8,7 +8,7 @@ const $ = (id) => document.getElementById(id);
 
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const short = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
-const counted = (value) => (value < 100_000 ? whole.format(value) : short.format(value));
+const counted = (value) => (value < 1_000_000 ? whole.format(value) : short.format(value));
 const rate = (value) => (value < 10 ? value.toFixed(1) : whole.format(value));
 
 /** Seconds as people read them. */

@@ -71,7 +71,7 @@ export class Chat {
 
   async #ask(text, settings) {
     const chat = this.#facts?.chat ?? true;
-    const turn = new Turn(text, chat);
+    const [turn, turns] = [new Turn(text, chat), this.#turns];
     $("empty").hidden = true;
     $("log").append(turn.box);
     $("log").scrollTop = $("log").scrollHeight;
@@ -93,7 +93,7 @@ export class Chat {
       this.#busy(false);
     }
     if (turn.said) {
-      this.#turns.push(turn);
+      turns.push(turn); // which is not of what is shown, where that was cleared meanwhile
       if (!chat) turn.offer("Go on", () => this.#goOn(turn));
     }
   }
@@ -111,7 +111,7 @@ export class Chat {
       turn.fail(problem instanceof Trouble ? problem.message : `This page failed: ${problem.message}`);
       if (problem.status === 401) this.#wantsKey(problem.message);
     }
-    if (!turn.said && !$("ask").value) {
+    if (!turn.said && !$("ask").value && turn.box.isConnected) {
       $("ask").value = text; // to be sent again: nothing came of it
       grow();
     }

@@ -11,18 +11,22 @@ const GONE_MS = 3000;
 const board = new Board();
 const chat = new Chat(wantKey);
 let timer = 0;
+let polls = 0;
 
 async function poll() {
   clearTimeout(timer);
+  const mine = ++polls;
   let next = POLL_MS;
   try {
     const found = await stats();
+    if (mine !== polls) return; // another one goes on
     $("door").hidden = true;
     chat.knows(found);
     board.show(found);
     $("model").textContent = found.model;
     state(...running(found));
   } catch (problem) {
+    if (mine !== polls) return;
     if (problem.status === 401) return wantKey(key.get() ? problem.message : "");
     state("gone", problem.status ? problem.message : "No answer");
     next = Math.max(GONE_MS, 1000 * (problem.afterS ?? 0));

@@ -207,6 +207,21 @@ def test_clearing_forgets(visit):
     assert "hello" not in TOKENIZER.decode(list(one.engine.asked[-1].prompt))
 
 
+@pytest.mark.catches("page-remembers-what-was-cleared")
+def test_clearing_while_it_speaks_forgets_that_too(visit):
+    one = visit(LivelyEngine(TOKENIZER.encode(LONG), step_s=0.02))
+    one.ask("hello")
+    one.wait("answer => answer.length > 5")
+    one.page.click("#clear")
+    until(lambda: one.engine.running == 0)
+    one.wait_for("document.querySelector('#log').getAttribute('aria-busy') === 'false'")
+    assert one.page.is_visible("#empty") and one.page.input_value("#ask") == ""
+    one.ask("once more")
+    one.wait("answer => answer.length > 5")
+    prompt = TOKENIZER.decode(list(one.engine.asked[-1].prompt))
+    assert "hello" not in prompt and "play" not in prompt
+
+
 def test_an_answer_is_copied(visit):
     one = visit()
     one.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
