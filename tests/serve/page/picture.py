@@ -1,6 +1,6 @@
 """Takes the picture in docs/serving.md: the page of a toy engine that says a written text.
 
-    python -m tests.serve.page.picture docs/serving.png
+python -m tests.serve.page.picture docs/serving.png
 """
 
 import contextlib
