@@ -30,7 +30,7 @@ NAMES = {
         "check_tokens"
     ),
     "colossax.pallas.attention": (
-        "AttentionSpec Mask Operands PairDropout RelativeBias Scoring attend attend_block "
+        "AttentionSpec Mask Operands Pages PairDropout RelativeBias Scoring attend attend_block "
         "attend_cache attention backward_block block_gradients block_implementation block_ranges "
         "declined_by dense forward_block keys_and_values merge_blocks row_delta row_ranges "
         "variants why_no_ranges with_ranges with_sinks"
@@ -43,8 +43,8 @@ NAMES = {
         "compiler_options compute_dtype constrain current current_order explain explain_html "
         "gather_for_others gather_weight gathered_axes host_sharding in_order keeping kept_share "
         "left_whole linear linears lookup moe param_sharding recomputing reduction_dtype "
-        "remembered replicated resolve ruled_dims seq_axes transfer use validate with_ranges "
-        "whole_rows without_shards"
+        "remembered replicated resolve rows_as_here ruled_dims seq_axes shared_rows transfer "
+        "use validate with_ranges whole_rows without_shards"
     ),
     "colossax.sharding.experts": (
         "Base Capacity CosineRouter DenseToSparse ExpertChoice ExpertWeights GShard Gate GateInput "
@@ -145,13 +145,14 @@ NAMES = {
         "EXIT_CODES Gate Group Launch StopAgreement StopSignals find_launch heeded join start_jax"
     ),
     "colossax.inference": (
-        "CacheLayout Call Chunk Continuation DecodeProgram Fitted Flight Generation Generator "
-        "InOrder LoadedModel Request Sampling Scheduler StagedProgram StoredModel Tick fit_layers "
-        "inference_plan load check_length check_tokens open_checkpoint together"
+        "CacheLayout Call Chunk Constraint Continuation DecodeProgram Engine EngineStats Fitted "
+        "Flight Generation Generator InOrder LoadedModel Request Sampling Scheduler StagedProgram "
+        "StoredModel Tick fit_layers inference_plan load check_length check_tokens open_checkpoint "
+        "together unrolled"
     ),
     "colossax.serve": (
-        "Backend Constraint Emitted EngineDown EngineFull EngineRequest Facts Grammars Limits "
-        "SamplingConfig ServeOptions Started Stats bound serve"
+        "Backend Constraint EngineDown EngineFull Facts Grammars Limits ServeOptions Started Stats "
+        "bound serve"
     ),
     "colossax.recipes": (
         "DEFAULT_RECIPE OwnTask RECIPES any_recipe described recipe recipe_from_file"
@@ -196,6 +197,7 @@ FILES_FOR_THE_COMMAND_LINE = {
     "colossax.pipeline.measured",
     "colossax.planner.counting.inspection_plot",
     "colossax.planner.deciding.measuring",
+    "colossax.serve.measuring",
 }
 """Loaded where they are needed: what reads other libraries' files, measures, or draws."""
 

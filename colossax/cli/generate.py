@@ -96,10 +96,9 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
 
 
 def _generate(args: argparse.Namespace, overrides: list[Override]) -> int:
-    from colossax.inference import Request, open_checkpoint
+    from colossax.inference import Request
 
-    base = None if args.base is None else user_path(args.base, "--base")
-    stored = open_checkpoint(user_path(args.checkpoint, "CHECKPOINT"), step=args.step, base=base)
+    stored = opened(args)
     models = _adapters(args, stored) or {None: stored}
     plan = apply_overrides(Options(plan=stored.plan), overrides).plan
     # All that can be refused is, before parameters are read.
@@ -143,6 +142,14 @@ def _generate(args: argparse.Namespace, overrides: list[Override]) -> int:
             text = None if stored.tokenizer is None else stored.tokenizer.decode(added)
             _show(args.json, prompt, result, text, name)
     return 0
+
+
+def opened(args: argparse.Namespace) -> Any:
+    """The checkpoint that was asked for."""
+    from colossax.inference import open_checkpoint
+
+    base = None if args.base is None else user_path(args.base, "--base")
+    return open_checkpoint(user_path(args.checkpoint, "CHECKPOINT"), step=args.step, base=base)
 
 
 def _adapters(args: argparse.Namespace, base: Any) -> dict[str, Any]:

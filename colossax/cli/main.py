@@ -87,4 +87,6 @@ def _run(words: list[str]) -> int:
     parser = Parser(prog=f"colossax {verb}", description=module.DESCRIPTION[verb])
     module.add_arguments(parser, verb)
     plain, overrides = split_overrides(rest)
-    return module.run(verb, parser.parse(plain), overrides)
+    args = parser.parse(plain)
+    args.words = words  # for who starts a process that is told the same
+    return module.run(verb, args, overrides)

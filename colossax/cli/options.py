@@ -9,9 +9,11 @@ import json
 from importlib import resources
 from pathlib import Path
 
-from colossax.cli.arguments import number, recipe_of_a_file, several_processes
+from colossax.cli.arguments import number, real, recipe_of_a_file, several_processes
 from colossax.cli.overrides import Override, apply_overrides
 from colossax.cli.recipes import list_recipes
+from colossax.config import above, within
+from colossax.errors import InputError
 from colossax.recipes import recipe
 
 DESCRIPTION = {
@@ -29,7 +31,9 @@ DESCRIPTION = {
         "for plans that put states in host memory.\n"
         "stages RECIPE: a layer's forward and backward pass on each device, and their speeds;\n"
         "links RECIPE: what a layer hands on, moved from each device to the next. Both are kept\n"
-        "in the cache folder, for pipelines whose stages are cut by speed."
+        "in the cache folder, for pipelines whose stages are cut by speed.\n"
+        "serve URL: a server of `colossax serve`, by its HTTP interface: requests at random\n"
+        "times, what they wait for, and how many are served well."
     ),
     "check": (
         "Say what this machine has and what is missing: versions, devices, links, kernels and\n"
@@ -50,6 +54,8 @@ def run(verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
     """Refuse what can be refused at once, then run the verb and return its exit code."""
     if verb == "inspect" and args.list:
         return list_recipes(as_json=args.json)
+    if verb == "bench" and args.what == "serve":
+        return _bench_serve(args, overrides)
     if verb == "bench" and args.recipe is not None and ":" not in args.recipe:
         apply_overrides(recipe(args.recipe), overrides)
     if verb == "inspect" and args.recipe is not None and ":" not in args.recipe:
@@ -119,10 +125,13 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
 
 
 def _bench(parser: argparse.ArgumentParser) -> None:
-    what = ("kernels", "offload", "stages", "links")
+    what = ("kernels", "offload", "stages", "links", "serve")
     parser.add_argument("what", metavar="WHAT", choices=what, help=", ".join(what))
     parser.add_argument(
-        "recipe", metavar="RECIPE", nargs="?", help="stages, links: a recipe of `colossax train`"
+        "recipe",
+        metavar="RECIPE",
+        nargs="?",
+        help="stages, links: a recipe of `colossax train`; serve: the server's URL",
     )
     parser.add_argument(
         "--only",
@@ -143,10 +152,65 @@ def _bench(parser: argparse.ArgumentParser) -> None:
         help="write JSON there; but for kernels, in place of the cache",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object a row on stdout")
+    serve = parser.add_argument_group("serve")
+    serve.add_argument(
+        "--requests", metavar="N", type=number(1), default=200, help="default %(default)s"
+    )
+    serve.add_argument(
+        "--rate",
+        metavar="R",
+        type=real(above(0)),
+        default=8.0,
+        help="requests a second on average, at times of a Poisson process; default %(default)s",
+    )
+    serve.add_argument(
+        "--lengths",
+        metavar="FILE",
+        type=Path,
+        help='JSONL of {"prompt": N, "said": M}, in tokens; default spread as conversations are',
+    )
+    serve.add_argument(
+        "--longest",
+        metavar="N",
+        type=number(1),
+        default=512,
+        help="most tokens of a prompt, and of what is said; default %(default)s",
+    )
+    serve.add_argument(
+        "--cancelled",
+        metavar="S",
+        type=real(within(0, 1)),
+        default=0.0,
+        help="share of the requests that are given up halfway; default %(default)s",
+    )
+    serve.add_argument("--seed", metavar="S", type=number(0, 2**32 - 1), default=0)
+    serve.add_argument("--key", metavar="KEY", help="the server's, where it wants one")
+    serve.add_argument(
+        "--first-s",
+        metavar="S",
+        type=real(above(0)),
+        default=1.0,
+        help="longest wait for a first token of a request that is served well; default %(default)s",
+    )
+    serve.add_argument(
+        "--between-s",
+        metavar="S",
+        type=real(above(0)),
+        default=0.1,
+        help="likewise for each further one, on average; default %(default)s",
+    )
     parser.epilog = (
         "stages, links: any value of the recipe, by its dotted name:\n"
         "  --plan.batch.microbatch 2   --plan.remat full   --data.seq_len 4096"
     )
+
+
+def _bench_serve(args: argparse.Namespace, overrides: list[Override]) -> int:
+    if overrides:
+        raise InputError(
+            f"--{overrides[0][0]}: bench serve has no recipe and no plan; leave it out"
+        )
+    return importlib.import_module("colossax.cli.bench_serve").run(args)
 
 
 def _check(parser: argparse.ArgumentParser) -> None:

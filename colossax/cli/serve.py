@@ -8,7 +8,7 @@ from typing import Any
 from colossax.cli.arguments import BASE_HELP, keeping, number, real
 from colossax.cli.output import tell
 from colossax.cli.overrides import Override
-from colossax.config import above, user_path
+from colossax.config import above, cache_folder, user_path
 from colossax.errors import InputError
 
 DESCRIPTION = {
@@ -127,8 +127,7 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
 
 def _supervise(args: argparse.Namespace) -> int:
     from colossax.serve import Limits, ServeOptions, bound, serve
-    from colossax.serve.engine.journal import Journal
-    from colossax.serve.engine.supervisor import Supervisor
+    from colossax.serve.engine import Journal, Supervisor
 
     options = ServeOptions(
         host=args.host,
@@ -150,7 +149,7 @@ def _supervise(args: argparse.Namespace) -> int:
             ) from problem
         if journal.left:
             tell(f"{journal.left} requests of an earlier server had not ended; they are gone\n")
-        command = [sys.executable, "-m", "colossax", *sys.argv[1:], "--engine-fd"]
+        command = [sys.executable, "-m", "colossax", *args.words, "--engine-fd"]
         try:
             supervisor = Supervisor(command, journal=journal, tell=lambda line: tell(f"{line}\n"))
         except BaseException:
@@ -158,12 +157,13 @@ def _supervise(args: argparse.Namespace) -> int:
             raise
         host = f"[{args.host}]" if ":" in args.host else args.host
         tell(f"serving '{supervisor.facts.model}' at http://{host}:{port}/v1 when it is loaded\n")
-        return serve(supervisor, options, sock)
+        try:
+            return serve(supervisor, options, sock)
+        finally:
+            supervisor.abandon()
 
 
 def _journal_path(args: argparse.Namespace, port: int) -> Path:
-    from colossax.config.cache import cache_folder
-
     if args.journal is not None:
         return user_path(args.journal, "--journal")
     return cache_folder() / "serve" / f"{port}.journal"

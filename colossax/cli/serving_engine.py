@@ -5,13 +5,11 @@ import socket
 from typing import Any
 
 from colossax.cli.devices import choose_devices, request_host_devices
-from colossax.cli.generate import Options, check_reads_text
+from colossax.cli.generate import Options, check_reads_text, opened
 from colossax.cli.overrides import Override, apply_overrides
 from colossax.cli.serve import template_of
-from colossax.config import user_path
 from colossax.errors import InputError
-from colossax.serve.engine.child import alone, run
-from colossax.serve.engine.wire import Wire
+from colossax.serve.engine import Wire, alone, run
 
 
 def run_engine(args: argparse.Namespace, overrides: list[Override]) -> int:
@@ -31,17 +29,14 @@ def run_engine(args: argparse.Namespace, overrides: list[Override]) -> int:
 
 
 def _serve(wire: Wire, args: argparse.Namespace, overrides: list[Override]) -> None:
-    from colossax.inference import open_checkpoint
     from colossax.serve import Grammars
 
-    base = None if args.base is None else user_path(args.base, "--base")
-    stored = open_checkpoint(user_path(args.checkpoint, "CHECKPOINT"), step=args.step, base=base)
+    stored = opened(args)
     plan = apply_overrides(Options(plan=stored.plan), overrides).plan
     facts = _facts(args, stored)
     devices = choose_devices(args.devices)
     if plan.offload.auto:
         plan = stored.fit(plan, devices, slots=facts["slots"]).plan
-    wire.send({"say": "facts", "facts": facts})
     loaded = stored.load(plan, devices, unroll=True)
     engine = loaded.engine(
         seats=args.seats,
@@ -51,6 +46,7 @@ def _serve(wire: Wire, args: argparse.Namespace, overrides: list[Override]) -> N
         deterministic=args.deterministic,
         reuse=not args.no_prefix_reuse,
     )
+    wire.send({"say": "facts", "facts": facts})  # nothing can be refused any more
     engine.warm()
     assert stored.tokenizer is not None
     grammars = Grammars(stored.tokenizer, facts["vocab"], tuple(facts["ends"]))

@@ -103,11 +103,14 @@ class Tokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """Bytes of a token of a byte-level tokenizer; none where no token has this id."""
-        written = self._backend.id_to_token(token) or ""
-        known = _byte_of_character()
-        if any(character not in known for character in written):
-            return written.encode()
-        return bytes(known[character] for character in written)
+        found = self._found_bytes.get(token)
+        if found is None:
+            found = self._found_bytes[token] = _bytes_of(self._backend.id_to_token(token) or "")
+        return found
+
+    @functools.cached_property
+    def _found_bytes(self) -> dict[int, bytes]:
+        return {}
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -201,6 +204,14 @@ def _byte_of_character() -> dict[str, int]:
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in set(shown)]
     return {chr(b): b for b in shown} | {chr(0x100 + i): b for i, b in enumerate(hidden)}
+
+
+def _bytes_of(written: str) -> bytes:
+    """Bytes of a token as its vocabulary has it; a special one may be of other characters."""
+    known = _byte_of_character()
+    if any(character not in known for character in written):
+        return written.encode()
+    return bytes(known[character] for character in written)
 
 
 def _read(file: Path) -> str:

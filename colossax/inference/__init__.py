@@ -4,6 +4,9 @@ from .cache import CacheLayout as CacheLayout
 from .decode import Chunk as Chunk
 from .decode import DecodeProgram as DecodeProgram
 from .decode import Sampling as Sampling
+from .engine import Constraint as Constraint
+from .engine import Engine as Engine
+from .engine import EngineStats as EngineStats
 from .fitting import Fitted as Fitted
 from .fitting import fit_layers as fit_layers
 from .generator import Generation as Generation
@@ -14,6 +17,7 @@ from .loading import load as load
 from .loading import open_checkpoint as open_checkpoint
 from .plan import inference_plan as inference_plan
 from .plan import together as together
+from .plan import unrolled as unrolled
 from .scheduler import Call as Call
 from .scheduler import Continuation as Continuation
 from .scheduler import InOrder as InOrder

@@ -43,6 +43,13 @@ def put_row(whole: Array, value: Array, at: Array, dim: int) -> Array:
 
 
 @in_place
+def raise_row(whole: Array, value: Array, at: Array, dim: int) -> Array:
+    """`whole` with one row of a dim at least `value`, number by number."""
+    new = jnp.maximum(jax.lax.dynamic_index_in_dim(whole, at, dim), jnp.expand_dims(value, dim))
+    return jax.lax.dynamic_update_index_in_dim(whole, new, at, dim)
+
+
+@in_place
 def add_to_row(whole: Array, value: Array, at: Array, dim: int) -> Array:
     """`whole` with `value` added to one row of a dim."""
     new = jax.lax.dynamic_index_in_dim(whole, at, dim) + jnp.expand_dims(value, dim)

@@ -12,8 +12,9 @@ from jaxtyping import Array
 from colossax.config import MeshAxis, Segment
 from colossax.errors import PlanError
 from colossax.layerwise.cut import CutRun
-from colossax.layerwise.in_place import add_to_row
+from colossax.layerwise.in_place import add_to_row, raise_row
 from colossax.layerwise.layer import Apart, Layer, shapes_of
+from colossax.layerwise.sums import Maximum
 from colossax.offload import fetch
 
 Chunks = tuple[Any, ...]
@@ -155,7 +156,7 @@ class StageLayers:
         Args:
             rows: As for `forward`.
             grads: Sums of gradients so far, like rows, in the dtype of accumulation; None of what
-                does not learn.
+                does not learn, and of a `Maximum` the largest so far, none below 0.
             cotangent: By `(carry, sums)` of the chunk.
             side: As for `forward`.
             kept: Number of a layer of the chunk to what forward kept of it.
@@ -339,20 +340,21 @@ def _added(grads: Chunks, more: Any, chunk: Array, i: Array, active: Array) -> C
     def add(number: int) -> Callable[[Any, Any], Any]:
         meant = active & (chunk == number) if len(grads) > 1 else active
 
-        def one(whole: Array | None, g: Array) -> Array | None:
+        def one(whole: Any, g: Array) -> Any:
             if whole is None:
                 return None
-            more = jnp.where(meant, g, jnp.zeros_like(g)).astype(whole.dtype)
-            return add_to_row(whole, more, i)
+            more = jnp.where(meant, g, jnp.zeros_like(g))
+            if isinstance(whole, Maximum):
+                return Maximum(raise_row(whole.value, more.astype(whole.value.dtype), i))
+            return add_to_row(whole, more.astype(whole.dtype), i)
 
         return one
 
-    def is_frozen(x: Any) -> bool:
-        return x is None
+    def is_whole(x: Any) -> bool:
+        return x is None or isinstance(x, Maximum)
 
     return tuple(
-        jax.tree.map(add(number), each, more, is_leaf=is_frozen)
-        for number, each in enumerate(grads)
+        jax.tree.map(add(number), each, more, is_leaf=is_whole) for number, each in enumerate(grads)
     )
 
 

@@ -15,6 +15,7 @@ from colossax.errors import InputError, PlanError
 from colossax.layerwise import LayerState
 from colossax.nn.cache import CacheSpec
 from colossax.nn.config import GATED_ACTIVATIONS
+from colossax.nn.dropout import in_sublayer
 from colossax.nn.layers import Linear
 from colossax.sharding import activation_axes, constrain, current, kept_share, linears, seq_axes
 from colossax.typing import Dims
@@ -172,7 +173,8 @@ class Block(nnx.Module):
             sublayer, read = getattr(self, name), self._beside(name, "norm", read)
             # Where tokens are routed one by one, each device brings those it has.
             given = residual(read) if getattr(sublayer, "takes_parts", False) else block_input(read)
-            y, state, counts = sublayer.mix(given, side, state)
+            with in_sublayer(None if noise is None else side.noise):
+                y, state, counts = sublayer.mix(given, side, state)
             y = residual(self._beside(name, "scale", self._beside(name, "output_norm", y)))
             y = y if noise is None else residual(side.noise.added(y))
             x = x + (y if self.wiring.scale == 1 else y * self.wiring.scale)

@@ -209,7 +209,7 @@ def first_difference(stored: dict[str, Any], asked: dict[str, Any]) -> tuple[str
     only |= dict.fromkeys(("data.masking", "data.spans", "optimizer.ema"), "none")
     stored = only | stored
     if isinstance(adapter := stored.get("adapter"), dict):
-        stored["adapter"] = {"base": "own", "double": False} | adapter
+        stored["adapter"] = {"base": "own", "double": False, "dropout": 0.0} | adapter
     for field, here in asked.items():
         there = stored.get(field)
         if isinstance(here, list):  # a name and a fingerprint, which alone decides

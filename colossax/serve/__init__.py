@@ -1,7 +1,8 @@
 """Models over HTTP, as OpenAI's clients speak it. No JAX: the engine is a `Backend`.
 
 `bound` takes the port, `serve` serves a `Backend` until it is told to end. What the engine is asked
-and says are `EngineRequest` and `Emitted`; a `Constraint` of `Grammars` says which tokens may come.
+and says are `EngineRequest` and `Emitted` of `colossax.scheduling`; a `Constraint` of `Grammars`
+says which tokens may come.
 Needs the extra `serve`.
 """
 
@@ -22,8 +23,5 @@ if TYPE_CHECKING:
     from .http.server import serve as serve
     from .options import Limits as Limits
     from .options import ServeOptions as ServeOptions
-    from .values import Emitted as Emitted
-    from .values import EngineRequest as EngineRequest
-    from .values import SamplingConfig as SamplingConfig
 else:
     __getattr__, __dir__ = lazily(__name__)

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Protocol, runtime_checkable
 
 from colossax.data import Tokenizer
-from colossax.serve.values import Emitted, EngineRequest
+from colossax.scheduling import Emitted, EngineRequest
 
 
 class EngineFull(Exception):  # noqa: N818 (a state, no fault)

@@ -17,6 +17,7 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
+import jinja2.utils
 
 from colossax.data import Tokenizer
 from colossax.errors import InputError
@@ -62,6 +63,37 @@ class _Generation(jinja2.ext.Extension):
         """The statements between."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """Holds what a template sets, but no names that mean something to Python."""
+
+    def __init__(*args: Any, **values: Any) -> None:  # `self` may be one of the values
+        self, *given = args
+        values = dict(*given, **values)
+        for name in values:
+            _check_name(name)
+        jinja2.utils.Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.sandbox.SecurityError(f"it sets '{name}', which begins with an underscore")
+
+
+class _Dict:
+    """Makes dictionaries for templates, without being Python's class of them."""
+
+    def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
+        return dict(*args, **values)
+
+    def fromkeys(self, keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:
+        """All keys with one value."""
+        return dict.fromkeys(keys, value)
 
 
 def _raise(message: str) -> None:
@@ -115,7 +147,7 @@ class ChatTemplate:
         )
         environment.filters["tojson"] = _to_json
         known: Any = environment.globals
-        known.update(raise_exception=_raise, strftime_now=_now)
+        known.update(raise_exception=_raise, strftime_now=_now, dict=_Dict(), namespace=_Namespace)
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as problem:

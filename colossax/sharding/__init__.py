@@ -30,6 +30,8 @@ from .order import RowOrder as RowOrder
 from .order import balanced_order as balanced_order
 from .order import current_order as current_order
 from .order import in_order as in_order
+from .order import rows_as_here as rows_as_here
+from .order import shared_rows as shared_rows
 from .order import whole_rows as whole_rows
 from .rules import activation_axes as activation_axes
 from .rules import activation_sharding as activation_sharding

@@ -3,7 +3,8 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -45,6 +46,9 @@ NATURAL = RowOrder()
 
 _ORDER = jax.make_user_context(default_value=NATURAL)
 
+_WHOLE = jax.make_user_context(default_value=None)
+"""Number of rows that no devices share while they are traced; None: see the plan in force."""
+
 
 @contextlib.contextmanager
 def in_order(order: RowOrder) -> Iterator[None]:
@@ -78,7 +82,36 @@ def whole_rows(rows: int) -> Iterator[None]:
         for dim, choices in rules.activations.items()
         if dim.split(":")[0] in ("batch", "seq")
     }
-    with use(bound.replace(rules=rules.updated(activations=changed))), in_order(NATURAL):
+    with (
+        use(bound.replace(rules=rules.updated(activations=changed))),
+        in_order(NATURAL),
+        _WHOLE(rows),
+    ):
+        yield
+
+
+def rows_as_here(fn: Callable) -> Callable:
+    """A function whose rows lie as they do where this is called, wherever it is traced."""
+    rows = _WHOLE.value
+    if rows is None:
+        return fn
+
+    def as_here(*args: Any) -> Any:
+        with whole_rows(rows):
+            return fn(*args)
+
+    return as_here
+
+
+@contextlib.contextmanager
+def shared_rows(rows: int, length: int) -> Iterator[None]:
+    """Leave the plan in force as it is for rows of so many tokens, if devices divide them; else see
+    `whole_rows`."""
+    bound = current()
+    if bound is None or length % _shards(bound) == 0:
+        yield
+        return
+    with whole_rows(rows):
         yield
 
 

@@ -44,6 +44,21 @@ def test_special_text_comes_back_as_text(trained, text):
     assert trained.eos not in ids and trained.decode(ids) == text
 
 
+@pytest.mark.catches("marked-text-is-text")
+def test_what_a_template_wrote_has_special_tokens(trained):
+    assert trained.specials == {"<|endoftext|>": 0}
+    text = trained.encode("a"), trained.encode("b")
+    assert trained.encode_marked("a<|endoftext|>b") == [*text[0], 0, *text[1]]
+    assert trained.encode_marked("plain") == trained.encode("plain")
+
+
+@given(st.text())
+def test_bytes_of_tokens_are_the_bytes_of_their_text(trained, text):
+    assert trained.is_byte_level
+    assert b"".join(map(trained.token_bytes, trained.encode(text))) == text.encode()
+    assert trained.token_bytes(0) == b"<|endoftext|>" and trained.token_bytes(10**6) == b""
+
+
 def test_a_batch_equals_its_texts_one_by_one(trained):
     texts = ["def f():", "", "<|endoftext|>", "x" * 1000]
     assert trained.encode_batch(texts) == [trained.encode(text) for text in texts]

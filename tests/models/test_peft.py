@@ -113,6 +113,20 @@ def test_what_is_read_is_written_again(imported, tmp_path, case):
         np.testing.assert_allclose(again[name], value, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.catches("dropout-of-peft-left-out")
+@pytest.mark.parametrize("case", ["lora", "dora"])
+def test_dropout_is_read_and_written_where_an_adapter_has_it(tmp_path, case):
+    folder = tmp_path / "peft"
+    shutil.copytree(GOLDEN / "adapters" / case, folder)
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "lora_dropout": 0.05}))
+    import_checkpoint(GOLDEN / BASES[case], tmp_path / "base")
+    import_peft(folder, tmp_path / "adapter", tmp_path / "base")
+    export_peft(tmp_path / "adapter", tmp_path / "again")
+    settings = json.loads((tmp_path / "again" / "adapter_config.json").read_text())
+    assert settings["lora_dropout"] == (0.05 if case == "lora" else 0.0)
+
+
 @pytest.mark.catches("another-base-taken")
 def test_another_base_is_refused(imported, tmp_path):
     adapter = imported("lora")

@@ -8,7 +8,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from colossax.data import Tokenizer
-from colossax.serve import Emitted, Facts, Grammars, Started, Stats
+from colossax.scheduling import Emitted
+from colossax.serve import Facts, Grammars, Started, Stats
 
 END = "<|endoftext|>"
 SPECIALS = (END, "<|im_start|>", "<|im_end|>")
@@ -94,6 +95,7 @@ class FakeEngine:
 
     async def start(self):
         self.life.append("start")
+        self.loop = asyncio.get_running_loop()
 
     async def close(self):
         self.life.append("close")

@@ -219,13 +219,13 @@ def test_heads_that_are_too_large_or_no_http_are_refused():
 
 @pytest.mark.catches("half-a-body-waits")
 def test_what_arrives_by_halves_is_given_up():
-    with running(FakeEngine(), options(body_s=0.3)) as server:
+    with running(FakeEngine(), options(body_s=0.7)) as server:
         with Raw(server) as raw:
             raw.socket.sendall(
                 b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{"
             )
             status, body = raw.answer()
-            assert status == 408 and "within 0.3 s" in body["error"]["message"]
+            assert status == 408 and "within 0.7 s" in body["error"]["message"]
         with Raw(server) as raw:
             raw.socket.sendall(b"GET /v1/models HTTP/1.1\r\nHost")
             assert raw.socket.recv(10) == b""
@@ -272,7 +272,7 @@ def test_those_inside_finish_when_it_ends():
         assert error_of(answer, 503)["code"] == "draining"
         assert httpx.get(f"{server.url}/ready").status_code == 503
         assert server.thread.is_alive()
-        engine.go._loop.call_soon_threadsafe(engine.go.set)
+        engine.loop.call_soon_threadsafe(engine.go.set)
         for one in askers:
             one.join(10)
         server.thread.join(10)

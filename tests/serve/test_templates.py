@@ -72,6 +72,8 @@ def test_a_message_with_all_marks_is_refused():
         ("{% generation %}{{ messages[0].content }}{% endgeneration %}", " a "),
         ("{{ tools is none }}{{ documents is none }}{{ add_generation_prompt }}", "TrueTrueTrue"),
         ("{% set ns = namespace(n=1) %}{% set ns.n = ns.n * 3 ** 2 %}{{ ns.n }}", "9"),
+        ("{% set ns = namespace(dict(a=1), self=2) %}{{ ns.a }}{{ ns.self }}", "12"),
+        ("{{ dict.fromkeys('ab', 1) | tojson }}", '{"a": 1, "b": 1}'),
         ("{{ 'ab' * 2 }}{{ 2 * 'ab' }}", "abababab"),
     ],
 )
@@ -88,6 +90,7 @@ def test_templates_know_what_day_it_is():
 @pytest.mark.catches("template-may-do-anything")
 @pytest.mark.catches("template-writes-without-end")
 @pytest.mark.catches("template-multiplies")
+@pytest.mark.catches("template-sets-names-of-python")
 @pytest.mark.parametrize(
     ("source", "why"),
     [
@@ -100,6 +103,9 @@ def test_templates_know_what_day_it_is():
         ("{{ 'a' * 10 ** 9 }}", "multiplies to something too large"),
         ("{{ 10 ** 10 ** 10 }}", "multiplies to something too large"),
         ("{{ [1] * 10000000 }}", "multiplies to something too large"),
+        ("{% set ns = namespace() %}{% set ns.__class__ = 1 %}", "sets '__class__', which begins"),
+        ("{{ namespace(_x=1)._x }}", "sets '_x', which begins"),
+        ("{{ dict.mro() }}", "no attribute 'mro'"),
         ("{{ nothing.of.this }}", "'nothing' is undefined"),
         ("{{ 1 / 0 }}", "division by zero"),
         ("{{ 'a' + 1 }}", "can only concatenate str"),

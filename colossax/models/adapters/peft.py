@@ -65,11 +65,17 @@ _LEFT_OUT = {
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
 }
 """Settings with the values that leave a matrix and a narrow pair of one rank and scale."""
-_READ = {"r": None, "lora_alpha": None, "use_rslora": False, "use_dora": False}
+_READ = {
+    "r": None,
+    "lora_alpha": None,
+    "use_rslora": False,
+    "use_dora": False,
+    "lora_dropout": 0.0,
+}
 """Settings that are read, with what they are where a file leaves them out."""
 _SILENT = frozenset(
     "peft_type task_type peft_version auto_mapping base_model_name_or_path revision inference_mode"
-    " target_modules exclude_modules layers_to_transform layers_pattern fan_in_fan_out lora_dropout"
+    " target_modules exclude_modules layers_to_transform layers_pattern fan_in_fan_out"
     " megatron_core qalora_group_size loftq_config eva_config corda_config ensure_weight_tying"
     " runtime_config".split()
 )
@@ -158,9 +164,12 @@ def import_peft(folder: str | Path, out: str | Path, base: str | Path) -> None:
     params = params_of_checkpoint(there)
     reader = Reader(folder, (folder / WEIGHTS_FILE,))
     held = _held(folder, reader, _maps(params), dora=settings["use_dora"])
+    in_layers = all(one.path.startswith("layers/") for one in held)
+    drops = in_layers and not settings["use_dora"]  # nothing else here drops what it reads
     adapter = AdapterConfig(
         rank=settings["r"],
         alpha=float(settings["lora_alpha"]),
+        dropout=float(settings["lora_dropout"]) if drops else 0.0,
         targets=",".join(dict.fromkeys(_target(one.path, params.config) for one in held)),
         rslora=settings["use_rslora"],
         dora=settings["use_dora"],
@@ -244,7 +253,7 @@ def _settings(stored: StoredAdapter, maps: list[AdapterMap]) -> dict[str, Any]:
         "target_modules": sorted(ours if short & others else short),
         "use_rslora": adapter.rslora,
         "use_dora": adapter.dora,
-        "lora_dropout": 0.0,
+        "lora_dropout": adapter.dropout,
         "bias": "none",
         "inference_mode": True,
     }
@@ -270,7 +279,9 @@ def _read_settings(file: Path) -> dict[str, Any]:
                 " the adapter is the same map without it, or export it merged from where it was"
                 " trained"
             )
-    kinds = {"r": int, "lora_alpha": (int, float), "use_rslora": bool, "use_dora": bool}
+    number = (int, float)
+    kinds = {"r": int, "lora_alpha": number, "use_rslora": bool, "use_dora": bool}
+    kinds["lora_dropout"] = number
     settings = {name: found.get(name, default) for name, default in _READ.items()}
     for name, kind in kinds.items():
         if not isinstance(settings[name], kind) or settings[name] == 0 and name == "r":

@@ -11,9 +11,11 @@ from flax import nnx
 from colossax.errors import InputError
 from colossax.nn.adapters.weight import Adapted
 from colossax.nn.config.adapter import AdapterConfig
+from colossax.nn.decoder.decoder import Decoder
+from colossax.nn.dropout import read_by
 from colossax.nn.experts import EXPERT_MATRICES, Experts
 from colossax.nn.layers import Linear
-from colossax.nn.module import MakeModel, param
+from colossax.nn.module import Located, MakeModel, param
 from colossax.nn.quantised.module import with_quantised
 from colossax.nn.weights import Weighted, weight_of, with_weights
 from colossax.sharding import Dense
@@ -25,7 +27,8 @@ RANK = "rank"
 class Adapter(nnx.Module):
     """Holds a map's weight, `base`, and beside it `down`, `up` and, of DoRA, `stretch`."""
 
-    def __init__(self, module: Weighted, config: AdapterConfig, rngs: nnx.Rngs):
+    def __init__(self, name: str, module: Weighted, config: AdapterConfig, rngs: nnx.Rngs):
+        self.name = name
         weight, inner = module.weight, module.contract
         self.dims, self.scale = module.dims, config.scale
         self.base = module.held
@@ -55,6 +58,7 @@ class Adapter(nnx.Module):
             Dense(self.up[...], (RANK, *self.dims[inner:])),
             stretch,
             self.scale,
+            read_by(self.name),
         )
 
 
@@ -89,6 +93,8 @@ def with_adapter(make_model: MakeModel, config: AdapterConfig) -> MakeModel:
         chosen = _Chosen(config)
         model = with_weights(make_model, chosen)(rngs)
         chosen.check(model)
+        if config.dropout:
+            _let_drop(model, config.dropout)
         for _, node in nnx.iter_graph(model):
             if isinstance(node, nnx.Param) and not _beside(node.get_metadata()):
                 node.set_metadata(learns=False, of_base=True)
@@ -100,6 +106,28 @@ def with_adapter(make_model: MakeModel, config: AdapterConfig) -> MakeModel:
 def _beside(metadata: dict[str, Any]) -> bool:
     """Whether a parameter is none of the model that the adapter is of."""
     return metadata.get("of_adapter", False) or metadata.get("noted", False)
+
+
+def _let_drop(model: nnx.Module, rate: float) -> None:
+    """Have the layers say to adapters what they do not read; refuse adapters whose layers do not.
+
+    Raises:
+        InputError: The model has layers of several kinds of rows, or a map stands outside of all.
+    """
+    if not isinstance(model, Decoder):
+        raise InputError(
+            f"adapter.dropout: found {rate:g}, and {type(model).__name__} is no decoder or encoder"
+            " of one kind of rows, by whose places values are dropped; leave it at 0"
+        )
+    nodes = list(nnx.iter_graph(model))
+    stacks = [path for path, node in nodes if isinstance(node, Located)]
+    for path, node in nodes:
+        if isinstance(node, Adapter) and not any(path[: len(s)] == s for s in stacks):
+            raise InputError(
+                f"adapter.dropout: found {rate:g}, and '{node.name}' stands outside of layers,"
+                " where nothing is dropped; leave it out of adapter.targets"
+            )
+    model.adapter_dropout = rate
 
 
 class _Chosen:
@@ -119,7 +147,7 @@ class _Chosen:
         if not hits:
             return None
         _check_rank(name, module, self._config.rank)
-        return Adapter(module, self._config, rngs)
+        return Adapter(name, module, self._config, rngs)
 
     def check(self, model: nnx.Module) -> None:
         """Refuse patterns that name experts, or nothing."""

@@ -34,6 +34,7 @@ class Adapted:
         stretch: None; or what is added to the lengths of the columns of `W`, `[*out]`, to give
             those of the whole.
         scale: Of the product.
+        noise: What `A` does not read of `x`, see `InputNoise`; None: it reads all.
 
     Cost: `2 rank (in + out)` FLOPs a token forward; with `stretch` also `2 rank in out` a call and
     the reading of `W` at rest, of whose columns devices sum `(rank + 1) out` numbers.
@@ -44,6 +45,7 @@ class Adapted:
     up: Dense
     stretch: Dense | None
     scale: float = dataclasses.field(metadata={"static": True})
+    noise: Any = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -63,10 +65,17 @@ class Adapted:
     def multiply(
         x: Array, maps: Sequence[tuple[Any, Array | None]], *, contract: int
     ) -> tuple[Array, ...]:
-        """See `Weight`; `x` is moved once for the wide maps and the narrow ones."""
+        """See `Weight`; `x` is moved once for the wide maps and the narrow ones, but for those that
+        do not read all of it."""
         wide = [(one.base, None if one.stretch else bias) for one, bias in maps]
-        ys = linears(x, [*wide, *((one.down, None) for one, _ in maps)], contract=contract)
-        pairs = zip(maps, ys[: len(maps)], ys[len(maps) :], strict=True)
+        whole = [one.down for one, _ in maps if one.noise is None]
+        ys = linears(x, [*wide, *((down, None) for down in whole)], contract=contract)
+        rest = iter(ys[len(maps) :])
+        narrow = [
+            next(rest) if one.noise is None else linear(one.noise(x), one.down, contract=contract)
+            for one, _ in maps
+        ]
+        pairs = zip(maps, ys[: len(maps)], narrow, strict=True)
         return tuple(one._finished(y, narrow, bias) for (one, bias), y, narrow in pairs)
 
     def _finished(self, y: Array, narrow: Array, bias: Array | None) -> Array:

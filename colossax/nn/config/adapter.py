@@ -5,6 +5,7 @@ import math
 
 from colossax.config import Natural, Positive, check_types
 from colossax.errors import InputError
+from colossax.nn.config.dropout import Rate
 
 BASES = ("own", "nf4", "int8")
 """How the frozen matrices of layers may be kept."""
@@ -28,6 +29,8 @@ class AdapterConfig:
         base: How matrices of the layers' maps are kept: `own`, in their own type; `nf4`, in four
             bits; `int8`, in eight.
         double: Of `nf4`: whether scales are in eight bits too.
+        dropout: Share of what `A` reads in layers that is 0 in a step of training, of each map by
+            itself; the rest is divided by `1 - share`. `W` reads all of it.
 
     Source: Hu et al. 2021, LoRA; Kalajdzievski 2023, rsLoRA; Liu et al. 2024, DoRA;
     Dettmers et al. 2023, QLoRA.
@@ -40,6 +43,7 @@ class AdapterConfig:
     dora: bool = False
     base: str = dataclasses.field(default="own", metadata={"choices": BASES})
     double: bool = False
+    dropout: Rate = 0.0
 
     def __post_init__(self):
         check_types(self, "adapter")
@@ -56,6 +60,11 @@ class AdapterConfig:
             raise InputError(
                 f"adapter.double: it is of the scales of nf4, and adapter.base is {self.base};"
                 " give adapter.base nf4, or leave it out"
+            )
+        if self.dropout and self.dora:
+            raise InputError(
+                f"adapter.dropout: found {self.dropout:g} beside adapter.dora, whose lengths are of"
+                " columns that read all of an input; leave one of them out"
             )
 
     @property

@@ -11,7 +11,7 @@ from colossax.nn.config.dual import check_dual
 from colossax.nn.decoder.decoder import Decoder
 from colossax.nn.module import param
 from colossax.nn.stack.stack import LayerStack
-from colossax.sharding import constrain
+from colossax.sharding import constrain, shared_rows
 
 
 class DualEncoder(nnx.Module):
@@ -80,10 +80,17 @@ class DualEncoder(nnx.Module):
 
         Raises:
             InputError: A text is longer than the model's, or images are of another size.
+
+        Cost: both encoders. Devices that share rows have whole images where they do not divide an
+        image's tokens, others each where those are enough, else the same ones.
         """
         if segments is None and self.config.causal:
             segments = segments_of(tokens, self.config.eos)
-        return self.text(tokens, segments=segments)[:, 0], self.image(pixels=pixels)[:, 0]
+        texts = self.text(tokens, segments=segments)[:, 0]
+        patches = self.image_config.patches
+        assert patches is not None  # checked when built
+        with shared_rows(len(pixels), patches.tokens):
+            return texts, self.image(pixels=pixels)[:, 0]
 
     def scores(self, texts: Float[Array, "t d"], images: Float[Array, "i d"]) -> Any:
         """`exp(log_scale) images @ texts + shift`, `[i, t]` in float32.

@@ -56,7 +56,13 @@ class Rows:
 
 
 class Trunk(nnx.Module):
-    """Embeddings to final hidden states, normed; encoder or decoder as its configuration says."""
+    """Embeddings to final hidden states, normed; encoder or decoder as its configuration says.
+
+    Attributes:
+        adapter_dropout: Share of what adapters of its layers read that is dropped in training.
+    """
+
+    adapter_dropout: float = 0.0
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, layers: Layers | None = None):
         """Build it.
@@ -100,7 +106,8 @@ class Trunk(nnx.Module):
     def draws(self) -> bool:
         """Whether it asks for random keys in training: `hidden(..., key=...)`."""
         mixture = self.config.mixture
-        return bool(self.config.dropout) or (mixture is not None and mixture.draws)
+        drops = bool(self.config.dropout) or bool(self.adapter_dropout)
+        return drops or (mixture is not None and mixture.draws)
 
     def enter(self, x: Float[Array, "b s d"], rows: Rows) -> tuple[Array, Side]:
         """Input of the first layer, of whole rows, and what all layers share.
@@ -121,7 +128,7 @@ class Trunk(nnx.Module):
             positions = jnp.broadcast_to(current_order().indices(x.shape[1]), x.shape[:2])
         sights = [] if rows.mask is not None else self._sights()
         biases, keys = self._biases(), _row_keys(rows.key, x.shape[0]) if self.draws else None
-        noise = Noise.of(config.dropout, keys, x)
+        noise = Noise.of(config.dropout, keys, x, self.adapter_dropout)
         side = Side(
             masks=masks_of(config, rows.mask, sights, rows.segments, positions, x, biases, noise),
             sights=tuple(sights),

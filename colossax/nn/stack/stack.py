@@ -17,7 +17,7 @@ from colossax.nn.stack.kinds import Stretch, layers_before, stretches
 from colossax.nn.stack.stacked import MakeLayer, stacked_layers
 from colossax.nn.weights import layer_with_weights
 from colossax.offload import on_host, resolved_segments
-from colossax.sharding import current
+from colossax.sharding import current, rows_as_here
 
 ONLY = ""
 """The kind of the layers of a stack that has one."""
@@ -121,9 +121,10 @@ class LayerStack(Located):
             segment = self.segments[number]
             made = CallsByKind if isinstance(segment, nnx.Dict) else CallsOfOne
             calls = made(segment, stretch)
+            run = calls.run((self.path, number))
             carry, rows, carried, sums = runner.run(
                 dataclasses.replace(
-                    calls.run((self.path, number)), before=self.before, left=calls.left(side)
+                    run, apply=rows_as_here(run.apply), before=self.before, left=calls.left(side)
                 ),
                 calls.params,
                 carry,

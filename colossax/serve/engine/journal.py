@@ -54,7 +54,9 @@ class Journal:
 
     def close(self) -> None:
         """Remove it: nothing is under way."""
-        os.close(self._file)
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
         self.path.unlink(missing_ok=True)
 
     def _write(self, line: dict[str, Any]) -> None:

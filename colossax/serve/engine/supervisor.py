@@ -157,6 +157,14 @@ class Supervisor:
         if self._journal is not None:
             self._journal.close()
 
+    def abandon(self) -> None:
+        """Leave nothing behind, whether it was started and closed or not."""
+        self._kill()
+        self._child.wait()
+        self._sock.close()
+        if self._journal is not None:
+            self._journal.close()
+
     async def submit(self, request: EngineRequest) -> Started:
         """See `Backend`."""
         request.check(vocab=self._facts.vocab, slots=self._facts.slots)
@@ -251,6 +259,8 @@ class Supervisor:
             if message["say"] == "ready":
                 self._ready = True
                 self._hand(self._handing.begin(self._live))
+            elif message["say"] == "refused":
+                self._tell(message["refused"])
             elif message["say"] == "told":
                 self._stats = Stats(**message["stats"])
                 self._hear([emitted_from_json(one) for one in message["told"]])

@@ -16,6 +16,8 @@ from colossax.serve.text import Entry
 LEAST_LOGPROB = -9999.0
 """Stands for what JSON cannot say: a token that could not come."""
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
 DONE = b"data: [DONE]\n\n"
 
 
@@ -26,7 +28,7 @@ def event(value: Any) -> bytes:
 
 def dumped(value: Any) -> bytes:
     """JSON in UTF-8, without spaces."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    return _ENCODER.encode(value).encode()
 
 
 def _finite(logprob: float) -> float:

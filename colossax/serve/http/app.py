@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
@@ -109,7 +109,7 @@ class Api:
         return app
 
     @contextlib.asynccontextmanager
-    async def _life(self, app: FastAPI) -> AsyncIterator[None]:
+    async def _life(self, app: FastAPI) -> AsyncGenerator[None, None]:
         try:
             await self._backend.start()
         except Exception as problem:

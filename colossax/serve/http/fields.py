@@ -6,6 +6,8 @@ from typing import Any
 
 from colossax.config import Bound, at_least, within
 from colossax.documents import parse_json
+from colossax.scheduling import SamplingConfig
+from colossax.scheduling.request import MOST_BIASED, MOST_LOGPROBS
 from colossax.serve.http.errors import bad
 from colossax.serve.http.reading import (
     Reader,
@@ -17,7 +19,6 @@ from colossax.serve.http.reading import (
     text,
     texts,
 )
-from colossax.serve.values import MOST_BIASED, MOST_LOGPROBS, SamplingConfig
 
 STOPS, STOP_CHARS = 4, 256
 DEFAULT_TOKENS = 16

@@ -6,12 +6,12 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 
 from colossax.data import Tokenizer
 from colossax.errors import InputError
+from colossax.scheduling import Emitted
 from colossax.serve.backend import Backend, EngineDown, EngineFull, Started
 from colossax.serve.http.errors import Refusal, bad, internal, later, unavailable
 from colossax.serve.http.preparing import Wanted
 from colossax.serve.http.records import Record
 from colossax.serve.text import Entry, Telling
-from colossax.serve.values import Emitted
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

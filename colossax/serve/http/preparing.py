@@ -8,13 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from colossax.errors import InputError
+from colossax.scheduling import EngineRequest
 from colossax.serve.backend import Backend
 from colossax.serve.grammar import Grammars
 from colossax.serve.http.errors import bad, no_model, unavailable
 from colossax.serve.http.fields import Ask
 from colossax.serve.options import Limits
 from colossax.serve.templates import ChatTemplate
-from colossax.serve.values import EngineRequest
 
 T = TypeVar("T")
 _SEEDS = 2**32

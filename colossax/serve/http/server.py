@@ -74,12 +74,13 @@ def serve(backend: Backend, options: ServeOptions, sock: socket.socket | None = 
     server = Draining(api, options)
     try:
         server.run(sockets=[sock])
-    except SystemExit:
-        if api.failure is not None:
-            raise api.failure from None
-        raise
+    except SystemExit:  # of some versions, where the engine does not start
+        if api.failure is None:
+            raise
     finally:
         sock.close()
+    if api.failure is not None:
+        raise api.failure
     return 130 if server.wish == signal.SIGINT else 0
 
 

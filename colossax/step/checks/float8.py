@@ -1,5 +1,6 @@
 """What matmuls in float8 do not go with."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ from colossax.errors import PlanError
 from colossax.nn import Linear, ModelSpec
 from colossax.pallas.target import current_target
 from colossax.sharding import use
+from colossax.typing import ParamInfo
 
 _FIRST = (8, 9)
 """Compute capability of the first NVIDIA GPUs that multiply float8."""
@@ -35,6 +37,28 @@ def check_float8(bound: BoundPlan, spec: ModelSpec) -> None:
     _check_model(bound, spec)
     if plan.precision.float8.scaling == "delayed":
         _check_delayed(bound)
+
+
+def check_met_once(infos: Iterable[ParamInfo]) -> None:
+    """Refuse histories of matrices whose results two parts of a loss read, each by itself.
+
+    Each part knows its own gradient of such a result, and the largest number of their sum is not
+    the largest of theirs.
+
+    Args:
+        infos: Of parameters that several parts of a loss read.
+
+    Raises:
+        PlanError: One of them is a history.
+    """
+    for info in infos:
+        if info.noted:
+            raise PlanError(
+                "plan.precision.float8.scaling: found 'delayed', and several parts of the pipeline"
+                f" multiply by '{info.path.rpartition('/')[0]}', of which each knows a part of the"
+                " result's gradient and none the largest number of all of it; give current, or"
+                " name a dim of the matrix in plan.precision.float8.keep"
+            )
 
 
 def _check_devices(bound: BoundPlan) -> None:
@@ -88,13 +112,9 @@ def _check_delayed(bound: BoundPlan) -> None:
     plan = bound.plan
     several = plan.batch.accumulation > 1 or plan.batch.microbatch is not None
     away = plan.offload.wanted or any(not s.placement.all_on_device for s in plan.segments)
-    refused = {
-        "stages share the layers": bound.mesh.shape[MeshAxis.STAGE] > 1,
-        "layers with several microbatches are in host memory": several and away,
-    }
-    for why, found in refused.items():
-        if found:
-            raise PlanError(
-                "plan.precision.float8.scaling: found 'delayed', whose histories want the largest"
-                f" of all microbatches, and {why}, where gradients are added; give current"
-            )
+    if several and away and bound.mesh.shape[MeshAxis.STAGE] == 1:
+        raise PlanError(
+            "plan.precision.float8.scaling: found 'delayed', whose histories want the largest of"
+            " all microbatches, and layers with several microbatches are in host memory, where"
+            " gradients are added; give current"
+        )

@@ -26,12 +26,10 @@ def summed_up(grad: Callable, constrain: Callable, xs: Any, infos: Any) -> tuple
 
     def one(*x: Any) -> tuple[Any, Any]:
         grads, sums = grad(*x)
-        return jax.tree.map(lambda i, g: Maximum(g) if i.noted else g, infos, grads), sums
+        return noted(infos, grads), sums
 
     def constrained(grads: Any) -> Any:
-        flat, structure = jax.tree.flatten(grads)
-        kept = jax.tree.leaves(constrain(jax.tree.unflatten(jax.tree.structure(infos), flat)))
-        return jax.tree.unflatten(structure, kept)
+        return noted(infos, constrain(as_arrays(infos, grads)))
 
     def body(acc: Any, x: Any):
         acc = added(acc, one(*x))
@@ -41,7 +39,22 @@ def summed_up(grad: Callable, constrain: Callable, xs: Any, infos: Any) -> tuple
     shapes = jax.eval_shape(one, *jax.tree.map(lambda x: x[0], xs))
     zeros = nothing(shapes)
     grads, sums = jax.lax.scan(body, (constrained(zeros[0]), zeros[1]), xs)[0]
-    return jax.tree.unflatten(jax.tree.structure(infos), jax.tree.leaves(grads)), sums
+    return as_arrays(infos, grads), sums
+
+
+def noted(infos: Any, grads: Any) -> Any:
+    """Gradients of which a `Maximum` each is what is noted, so that the largest counts."""
+    return jax.tree.map(lambda info, g: Maximum(g) if info.noted else g, infos, grads)
+
+
+def as_arrays(infos: Any, grads: Any) -> Any:
+    """The same as arrays."""
+    return jax.tree.unflatten(jax.tree.structure(infos), jax.tree.leaves(grads))
+
+
+def together(infos: Any, one: Any, other: Any) -> Any:
+    """Gradients of two parts of a batch as one: their sum, of what is noted the larger."""
+    return as_arrays(infos, added(noted(infos, one), noted(infos, other)))
 
 
 def accumulable(bound: BoundPlan, infos: Any, grads: Any, *, constrain: bool = True) -> Any:

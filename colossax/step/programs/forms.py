@@ -1,5 +1,6 @@
 """The programs for batches of one form, and such a batch on its way through them."""
 
+import collections
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from colossax.pipeline import Kind, Table, schedule
 from colossax.sharding import RowOrder, in_order, use
 from colossax.sharding.rules import chunks_of
 from colossax.step.batches import BatchPlacer
+from colossax.step.checks.float8 import check_met_once
 from colossax.step.gradients.accumulate import check_counted, objective, with_term_weights
 from colossax.step.gradients.loss_scale import scale_in
 from colossax.step.loss import Totals
@@ -80,6 +82,9 @@ class Form:
         order = _order(placer, batch)
         self.chunks = cut_chunks(loss, step.bound, self._weights, numbered, given, order)
         self.table = _table(step, self.count)
+        if not evaluates:
+            read = collections.Counter(at for chunk in self.chunks for at in chunk.learning)
+            check_met_once(numbered.infos[at] for at, times in read.items() if times > 1)
         apart = any(op.kind is Kind.WEIGHT for _, _, op in self.table.operations())
         if in_several(step.bound):
             connect(step.bound, [stage.here for stage in stages], self._links())

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from colossax.layerwise import added
 from colossax.pipeline import Kind, Op, Table
 from colossax.sharding import use
+from colossax.step.gradients.sums import together
 from colossax.step.programs.ahead import short
 from colossax.step.programs.chunks import Chunk, Given
 from colossax.step.programs.numbered import Leaves, Numbered
@@ -335,4 +336,4 @@ class _Part:
 
     def _added(self, grads: Leaves, more: Leaves) -> Leaves:
         more = self.weights.accumulable(self._infos, more)
-        return jax.tree.map(jnp.add, grads, more)
+        return together(self._infos, grads, more)

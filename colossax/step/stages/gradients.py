@@ -16,9 +16,10 @@ from colossax.layerwise import StageLayers, added, nothing, over_stages
 from colossax.pipeline.routes import Phase, Routes, routes_of
 from colossax.pipeline.table import Table
 from colossax.sharding import batch_axes, param_sharding
+from colossax.step.checks.float8 import check_met_once
 from colossax.step.gradients.accumulate import LossCall, objective, summarised
 from colossax.step.gradients.method import GradientMethod, Gradients
-from colossax.step.gradients.sums import accumulable, constrained
+from colossax.step.gradients.sums import accumulable, as_arrays, constrained, noted, together
 from colossax.step.microbatches import Microbatches
 from colossax.step.stages import rings
 from colossax.step.stages.forward import Ahead, Stages, by_stack, through, zeros
@@ -92,7 +93,8 @@ class _State:
         dsums: By the sums of layers, of each run `[slots, layers, ...]`.
         returned: Gradients that were sent, of each way `[slots, stages, ...]`.
         pending: What input gradients leave for weight gradients, `[slots, stages, layers, ...]`.
-        grads: Of the stages' layers, of each chunk `[stages, layers, ...]`; None of what is frozen.
+        grads: Of the stages' layers, of each chunk `[stages, layers, ...]`; None of what is frozen,
+            a `Maximum` of what is noted.
         outer: Of the other parameters.
         sums: Loss, terms and metrics.
     """
@@ -123,6 +125,8 @@ class _BothWays:
         self._infos = self._learning(stages.infos)
         self._ticks = self._routes.forward_ticks
         self._kept = Kept(stages, bound, self._kept_slots)
+        both = stages.cut.before_reads & stages.cut.after_reads
+        check_met_once(info for at, info in enumerate(jax.tree.leaves(infos)) if at in both)
 
     def start(self) -> _State:
         """Nothing has been done."""
@@ -142,7 +146,7 @@ class _BothWays:
             dsums=rings.empty(sums, routes.kept),
             returned=stages.travel.rings(routes.returning, stages.count),
             pending=rings.empty(self._pending, routes.pending, lead=lead),
-            grads=self._laid_out(wide[0]),
+            grads=self._laid_out(noted(self._infos, wide[0])),
             outer=constrained(self._bound, self._outer_infos, wide[1]),
             sums=nothing(found),
         )
@@ -338,16 +342,18 @@ class _BothWays:
     def _added(self, so_far: Params, more: Params) -> Params:
         infos = self._outer_infos
         more = accumulable(self._bound, infos, more)
-        return constrained(self._bound, infos, jax.tree.map(jnp.add, so_far, more))
+        return constrained(self._bound, infos, together(infos, so_far, more))
 
     def _as_planned(self, grads: Any) -> Any:
         """Gradients of the stages' layers where the plan has the layers."""
         back = np.argsort(self._routes.order, axis=1)
+        grads = as_arrays(self._infos, grads)
         return to_their_stages(self._bound, "gradients", grads, self._infos, back)
 
     def _laid_out(self, grads: Any) -> Any:
         """Gradients of the stages' layers where the plan wants them."""
-        return jax.tree.map(self._constrained, grads, self._infos)
+        grads = jax.tree.map(self._constrained, as_arrays(self._infos, grads), self._infos)
+        return noted(self._infos, grads)
 
     def _constrained(self, x: Array, info: ParamInfo) -> Array:
         spec = param_sharding(self._bound, "gradients", info).spec

@@ -19,8 +19,8 @@ STAGE = MeshAxis.STAGE.value
 
 def stream_spec(bound: BoundPlan, x: Any) -> PartitionSpec:
     """How a part of a stack's carry lies: as the residual stream between blocks; else the batch
-    first."""
-    for dims in (("batch", "seq:residual", "embed"), ("batch", "seq")):
+    first, of rows that devices do not share alone."""
+    for dims in (("batch", "seq:residual", "embed"), ("batch", "seq"), ("batch", None)):
         if len(dims) > x.ndim:
             continue
         named = (*dims, *[None] * (x.ndim - len(dims)))

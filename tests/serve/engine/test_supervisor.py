@@ -177,7 +177,7 @@ def test_the_journal(tmp_path):
 
 @pytest.mark.catches("full-disk-fails-others")
 def test_a_full_disk_turns_away_one_request(tmp_path, monkeypatch):
-    """What has begun goes on, what begins is told to come later, until there is room again."""
+    """What has begun goes on, what begins is told to come later, until there is room."""
     lines, path, full = [], tmp_path / "journal", [False]
     write = os.write
 

@@ -1,0 +1,138 @@
+"""`colossax serve` on a checkpoint, asked by OpenAI's own client."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+
+from colossax.cli import main
+from tests.launching import write_text
+
+BASE = (
+    "llama_tiny --model.layers=2 --model.embed=64 --model.mlp=128 --model.heads=4"
+    " --model.kv_heads=2 --model.vocab=300 --data.tokenizer_vocab=300 --data.seq_len=64"
+    " --data.global_batch=8 --data.validation_batches=1 --sample.prompt= --trackers=json --json"
+    " --steps=2 --plan.mesh=fsdp=2"
+).split()
+READY_S = 120
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("serve")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLOSSAX_CACHE", str(folder / "cache"))
+        patch.chdir(folder)
+        text = f"--data={write_text(folder / 'text')}"
+        assert main(["train", *BASE, "--out=mine", "--devices=2", text]) == 0
+        yield folder
+
+
+class Server:
+    """One of a port that is free, until the block ends."""
+
+    def __init__(self, *words):
+        self.words = words
+
+    def __enter__(self):
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+            self.port = sock.getsockname()[1]
+        command = [sys.executable, "-m", "colossax", "serve", "mine", f"--port={self.port}"]
+        self.process = subprocess.Popen([*command, *self.words], stderr=subprocess.PIPE, text=True)
+        until = time.monotonic() + READY_S
+        while self.get("ready") != 200:
+            assert self.process.poll() is None, self.process.stderr.read()
+            assert time.monotonic() < until
+            time.sleep(0.2)
+        return self
+
+    def get(self, path):
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/{path}", timeout=5) as found:
+                return found.status
+        except urllib.error.HTTPError as problem:
+            return problem.code
+        except OSError:
+            return None
+
+    def end(self):
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(60)
+
+    def __exit__(self, *_):
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        self.process.stderr.close()
+
+    @property
+    def engine(self):
+        found = subprocess.run(
+            ["pgrep", "-f", f"port={self.port}.*--engine-fd"], capture_output=True, text=True
+        )
+        return int(found.stdout.split()[0])
+
+
+@pytest.mark.slow
+def test_what_a_client_is_told(folder, capsys):
+    """The text of `generate`, whole and as a stream, also over the death of the engine; then 0."""
+    import openai
+
+    capsys.readouterr()
+    words = ["--prompt=the d", "--max-tokens=24", "--json", "--temperature=1", "--seed=5"]
+    assert main(["generate", "mine", *words, "--devices=2"]) == 0
+    expected = json.loads(capsys.readouterr().out)["text"]
+    with Server("--devices=2", "--plan.mesh=tensor=2", "--seats=4", "--slots=64") as server:
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="any")
+        assert [model.id for model in client.models.list()] == ["mine"]
+        asked = {"model": "mine", "prompt": "the d", "max_tokens": 24, "temperature": 1, "seed": 5}
+        assert client.completions.create(**asked).choices[0].text == expected
+        pieces = [one.choices[0].text for one in client.completions.create(**asked, stream=True)]
+        assert "".join(pieces) == expected
+        with pytest.raises(openai.BadRequestError, match="template"):
+            client.chat.completions.create(
+                model="mine", messages=[{"role": "user", "content": "a"}]
+            )
+        os.kill(server.engine, signal.SIGKILL)
+        assert client.completions.create(**asked).choices[0].text == expected
+        journals = list((folder / "cache" / "serve").iterdir())
+        assert [path.stat().st_mode & 0o777 for path in journals] == [0o600]
+        assert server.end() == 0
+        told = server.process.stderr.read()
+    assert "SIGKILL" in told and "Traceback" not in told
+    assert not list((folder / "cache" / "serve").iterdir())
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["nowhere"], "checkpoint directory 'nowhere' does not exist"),
+        (["mine", "--slots=9999"], "--slots: found 9999, but the model's longest sequence is"),
+        (["mine", "--plan.mesh=stage=2", "--devices=2"], "mesh axis 'stage': an engine runs all"),
+        (["mine", "--chat-template=none.jinja"], "--chat-template: .*none.jinja cannot be read"),
+        (["mine", "--api-key-file=none"], "none"),
+        (["mine", "--port=70000"], "--port"),
+    ],
+)
+@pytest.mark.slow
+def test_refusals(words, message, capfd):
+    assert main(["serve", "--port=0", *words]) == 2
+    err = capfd.readouterr().err
+    assert re.search(message, err) and "Traceback" not in err
+
+
+def test_a_port_in_use(capsys):
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen()
+        port = sock.getsockname()[1]
+        assert main(["serve", "mine", f"--port={port}"]) == 2
+    assert f"--port: 127.0.0.1:{port} is in use" in capsys.readouterr().err
