@@ -5,7 +5,8 @@ import asyncio
 import httpx
 import pytest
 
-from colossax.serve import Emitted, Started
+from colossax.scheduling import Emitted
+from colossax.serve import Started
 from colossax.serve.http.errors import Refusal
 from colossax.serve.http.generating import Clock, parts
 from colossax.serve.http.records import KEPT, Records

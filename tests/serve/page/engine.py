@@ -3,7 +3,8 @@
 import asyncio
 import dataclasses
 
-from colossax.serve import Emitted, Stats
+from colossax.scheduling import Emitted
+from colossax.serve import Stats
 from tests.serve.fake import FakeEngine
 
 PAGE = 16
