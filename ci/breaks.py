@@ -31,8 +31,10 @@ except ImportError:  # run as a script
     from forks import Forks
 
 ROOT = Path(__file__).resolve().parents[1]
-NEEDS = {"aot": "jax_plugins.xla_cuda12"}
+NEEDS = {"aot": "jax_plugins.xla_cuda12", "browser": "playwright"}
 """Modules that an entry's `needs` stands for."""
+KINDS = (".py", ".js", ".css")
+"""Files that can be broken."""
 LONGEST_S = 300
 """A break that takes its tests longer has no verdict."""
 PRELOADED = ("numpy", "jax", "flax.nnx", "optax", "orbax.checkpoint", "chex")
@@ -61,7 +63,7 @@ class Break:
 
     def holder(self, root: Path) -> Path:
         """The one file of the package that has the old text."""
-        files = (root / "colossax").rglob("*.py")
+        files = [one for one in (root / "colossax").rglob("*") if one.suffix in KINDS]
         counts = {file: file.read_text().count(self.old) for file in files}
         found = sum(counts.values())
         if found != 1:
@@ -73,7 +75,8 @@ class Break:
         file = self.holder(root)
         text = file.read_text().replace(self.old, self.new)
         try:
-            compile(text, str(file), "exec")
+            if file.suffix == ".py":
+                compile(text, str(file), "exec")
         except SyntaxError as problem:
             raise UnusableError(f"does not compile: {problem}") from problem
         return file, text

@@ -66,7 +66,7 @@ class Emitted(NamedTuple):
 
     Attributes:
         request: Its number.
-        token: Its next token; None where it ended without.
+        token: Its next token; None where it ended without, and where it got a seat.
         logprob: That of the token; None where nobody asked.
         top: The likeliest tokens with theirs, as many as were asked for.
         ended: Why it ended; None while it goes on.

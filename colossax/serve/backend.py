@@ -85,7 +85,8 @@ class Started:
 
     Attributes:
         number: Names it in `cancel`.
-        said: Its tokens as they come; the last one has `ended`. Holds what is not yet read, at most
+        said: Its tokens as they come; the last one has `ended`. One with neither says that it has
+            a seat from now on; an engine need not say so. Holds what is not yet read, at most
             the request's `max_tokens`, so that a reader who is late holds up nobody.
     """
 

@@ -358,7 +358,7 @@ def test_models_that_are_not_served_are_404(here):
         ("/v1/completions", "GET", 405),
         ("/v1/models", "POST", 405),
         ("/v1/chat/completions", "DELETE", 405),
-        ("/", "GET", 404),
+        ("/", "POST", 405),
         ("/v1/completions/", "POST", 404),
         ("/docs", "GET", 404),
         ("/openapi.json", "GET", 404),

@@ -68,6 +68,10 @@ class Engine:
     It belongs to one thread. Nothing is compiled after `warm`, but for sounds that are shorter than
     the longest and images of another size than the model's own: each of those once.
 
+    Attributes:
+        began: Is told which requests got a seat, just before the step that begins them; one that
+            lost its pages is told of again.
+
     Cost: weights are read once a step for all seats. Memory: `pages`, and of each seat its tokens.
     """
 
@@ -197,6 +201,7 @@ class Engine:
         self._deterministic = deterministic
         self._steps = {"mixed": 0, "decode": 0}
         self._last_step = clock()
+        self.began: Callable[[list[int]], None] = lambda _numbers: None
 
     @property
     def bound(self) -> BoundPlan:
@@ -276,6 +281,9 @@ class Engine:
         self._hear()
         if plan is None:
             return False
+        if plan.fresh:
+            seats = {seat for seat, _ in plan.fresh}
+            self.began([piece.request for piece in plan.pieces if piece.seat in seats])
         kind = "mixed" if self._deterministic else plan.kind
         if self.program.reading.reads.anything:
             for seat, request in plan.fresh:

@@ -48,6 +48,7 @@ class _Loop:
         self._names: dict[int, int] = {}
         self._numbers: dict[int, int] = {}
         self._told_s = 0.0
+        engine.began = self._began
 
     def turn(self) -> bool:
         """Hear what came, run a step, tell of it; whether to go on."""
@@ -113,6 +114,11 @@ class _Loop:
         if number is not None:
             self._engine.cancel(number)
         return []
+
+    def _began(self, numbers: list[int]) -> None:
+        """These have a seat from now on."""
+        names = [self._names[number] for number in numbers]
+        self._wire.send({"say": "began", "ids": names})
 
     def _named(self, one: Emitted) -> list[Any]:
         """By the server's number."""

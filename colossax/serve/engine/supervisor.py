@@ -264,6 +264,10 @@ class Supervisor:
             elif message["say"] == "told":
                 self._stats = Stats(**message["stats"])
                 self._hear([emitted_from_json(one) for one in message["told"]])
+            elif message["say"] == "began":
+                for number in message["ids"]:
+                    if number in self._live:
+                        self._live[number].told.put_nowait(Emitted(number))
 
     def _hand(self, numbers: Sequence[int]) -> None:
         """Give the engine these requests, with all that they have said."""

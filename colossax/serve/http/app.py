@@ -23,6 +23,7 @@ from colossax.serve.http.preparing import Preparer, check_running
 from colossax.serve.http.reading import members
 from colossax.serve.http.streaming import while_there
 from colossax.serve.options import ServeOptions
+from colossax.serve.page.routes import mount
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -30,6 +31,8 @@ _LOG = logging.getLogger("colossax.serve")
 
 ENDPOINTS = frozenset(
     {
+        "/",
+        "/stats",
         "/v1/completions",
         "/v1/chat/completions",
         "/v1/embeddings",
@@ -91,6 +94,7 @@ class Api:
         }
         for path, handler in asked.items():
             app.add_route(path, self._guarded(handler), ["POST"])
+        mount(app, self._backend, self.doors, self._metrics.records, self._keys)
         app.add_exception_handler(Refusal, _refused)
         app.add_exception_handler(HTTPException, _no_route)
         app.add_exception_handler(Exception, _failed)

@@ -124,7 +124,7 @@ class _Run:
             self._backend.facts.tokenizer,
             self._ask.stop,
             before=wanted.before,
-            clock=self._metrics.clock(self._since),
+            clock=self._metrics.clock(self._since, len(wanted.request.prompt)),
         )
         async with contextlib.aclosing(said):
             async for part in said:

@@ -10,6 +10,7 @@ from colossax.scheduling import Emitted
 from colossax.serve.backend import Backend, EngineDown, EngineFull, Started
 from colossax.serve.http.errors import Refusal, bad, internal, later, unavailable
 from colossax.serve.http.preparing import Wanted
+from colossax.serve.http.records import Record
 from colossax.serve.text import Entry, Telling
 
 
@@ -35,14 +36,19 @@ class Clock:
 
     Args:
         since: When it was asked for, by `time.monotonic`.
+        record: Keeps it.
         first: Is told the seconds from then to the first token.
         between: Is told those between a token and the next.
     """
 
     def __init__(
-        self, since: float, first: Callable[[float], None], between: Callable[[float], None]
+        self,
+        since: float,
+        record: Record,
+        first: Callable[[float], None],
+        between: Callable[[float], None],
     ) -> None:
-        self._first, self._between = first, between
+        self.record, self._first, self._between = record, first, between
         self._last, self._any = since, False
 
     def tick(self) -> None:
@@ -50,6 +56,7 @@ class Clock:
         now = time.monotonic()
         (self._between if self._any else self._first)(now - self._last)
         self._last, self._any = now, True
+        self.record.token()
 
 
 async def submitted(backend: Backend, wanted: Sequence[Wanted]) -> list[Started]:
@@ -97,7 +104,7 @@ async def parts(
     Raises:
         Refusal: The engine ended it otherwise than by its end or length.
     """
-    telling, count, ended = Telling(tokenizer, stops), 0, False
+    telling, count, ended, end = Telling(tokenizer, stops), 0, False, "cancelled"
     try:
         if before:
             yield Part(text=before)
@@ -106,18 +113,26 @@ async def parts(
             if emitted.token is not None:
                 clock.tick()
                 count += 1
+            elif not ended:
+                clock.record.seated()
+                continue
             text, entries = _told(telling, emitted)
             if telling.stopped or ended:
                 _check_end(emitted, telling)
                 rest, last = telling.finish()
                 finish = "length" if emitted.ended == "length" and not telling.stopped else "stop"
+                end = finish
                 yield Part(text=text + rest, entries=(*entries, *last), tokens=count, finish=finish)
                 return
             if text or entries:
                 yield Part(text=text, entries=entries, tokens=count)
         ended = True
         raise unavailable("the model went away before the end; try again later", "engine_down")
+    except Exception:
+        end = "error"
+        raise
     finally:
+        clock.record.ended(end)
         if not ended:
             backend.cancel(started.number)
 

@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 from colossax.serve.backend import Backend
 from colossax.serve.http.generating import Clock
 from colossax.serve.http.limits import Doors
+from colossax.serve.http.records import Records
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -22,9 +23,14 @@ _BETWEEN_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2,
 
 
 class Metrics:
-    """All counts of one server."""
+    """All counts of one server.
+
+    Attributes:
+        records: The last continuations one by one.
+    """
 
     def __init__(self, backend: Backend, doors: Doors) -> None:
+        self.records = Records()
         self._registry = CollectorRegistry()
         self.requests = Counter(
             "colossax_requests",
@@ -56,9 +62,10 @@ class Metrics:
         )
         self._registry.register(_OfEngine(backend, doors))
 
-    def clock(self, since: float) -> Clock:
-        """For one continuation that was asked for at this time."""
-        return Clock(since, self._first.observe, self._between.observe)
+    def clock(self, since: float, prompt_tokens: int) -> Clock:
+        """For one continuation of a prompt, that was asked for at this time."""
+        record = self.records.begin(since, prompt_tokens)
+        return Clock(since, record, self._first.observe, self._between.observe)
 
     def text(self) -> bytes:
         """All of it."""

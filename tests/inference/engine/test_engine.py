@@ -71,16 +71,20 @@ def tokens(found):
     return [tuple(one.token for one in each if one.token is not None) for each in found]
 
 
+@pytest.mark.catches("engine-tells-of-all-seats")
 @pytest.mark.catches("token-of-another-seat")
 @pytest.mark.catches("engine-draw-key")
 @pytest.mark.catches("token-not-remembered")
 @pytest.mark.parametrize("name", quick_first(CONFIGS, ["llama", "mistral", "bloom"]))
 def test_each_as_if_alone(name):
     """Chunks, pages that are shared, and requests that had to leave their seats among them."""
-    one = engine(CONFIGS[name])
+    one, seated = engine(CONFIGS[name]), []
+    one.began = seated.extend
     found = one.generate_all(requests())
     assert tokens(found) == alone(name)
     stats = one.stats.scheduler
+    assert set(seated) == set(range(len(found)))
+    assert len(seated) == len(found) + stats.preemptions
     assert stats.preemptions and stats.reused
     assert stats.referenced == 0 and stats.finished == len(found)
     for each, request in zip(found, requests(), strict=True):

@@ -25,6 +25,7 @@ class ToyEngine:
         self._scheduler = Scheduler(seats=SEATS, pages=64, pages_a_seat=16, mixed=32)
         self._said, self._told = {}, []
         self._fault, self._step_s, self._steps = fault, step_s, 0
+        self.began = lambda numbers: None
 
     @property
     def busy(self):
@@ -64,6 +65,9 @@ class ToyEngine:
         told, self._told = self._told, []
         if plan is None:
             return told
+        if plan.fresh:
+            seats = {seat for seat, _ in plan.fresh}
+            self.began([piece.request for piece in plan.pieces if piece.seat in seats])
         emitting = [piece.request for piece in plan.pieces if piece.emits]
         tokens = []
         for number in emitting:
