@@ -92,12 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
     parser.add_argument(
         "--json", action="store_true", help="one JSON object a prompt on standard output"
     )
-    parser.add_argument(
-        "--weights",
-        metavar="FORM",
-        default="own",
-        help="keep matrices in codes, made while they are read: int8, fp8 or nf4; default own",
-    )
+    weights_option(parser)
     parser.add_argument(
         "--devices", metavar="N", type=number(1), help="devices to use; on a CPU, N are made"
     )
@@ -110,6 +105,16 @@ def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
         "  --plan.offload auto   --plan.offload.device_gb 2   --plan.offload parameters=0.5\n"
         "with stages each keeps its layers, and the prompts cross them in as many groups:\n"
         "  --plan.mesh stage=4,fsdp=2\n"
+    )
+
+
+def weights_option(parser: argparse.ArgumentParser) -> None:
+    """Declare what matrices are kept in."""
+    parser.add_argument(
+        "--weights",
+        metavar="FORM",
+        default="own",
+        help="keep matrices in codes, made while they are read: int8, fp8 or nf4; default own",
     )
 
 

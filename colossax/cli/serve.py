@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from colossax.cli.arguments import BASE_HELP, keeping, number, real
+from colossax.cli.generate import weights_option
 from colossax.cli.output import tell
 from colossax.cli.overrides import Override
 from colossax.config import above, cache_folder, user_path
@@ -104,6 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
     engine.add_argument(
         "--no-prefix-reuse", action="store_true", help="compute prompts that begin alike each time"
     )
+    weights_option(parser)
     engine.add_argument(
         "--devices", metavar="N", type=number(1), help="devices to use; on a CPU, N are made"
     )
