@@ -151,8 +151,8 @@ NAMES = {
         "open_checkpoint several together unrolled"
     ),
     "colossax.serve": (
-        "Backend Constraint EngineDown EngineFull Facts Grammars Limits ServeOptions Started Stats "
-        "bound serve"
+        "Backend Constraint EngineDown EngineFull Facts Grammars Keys Limits ServeOptions Started "
+        "Stats bound serve"
     ),
     "colossax.recipes": (
         "DEFAULT_RECIPE OwnTask RECIPES any_recipe described recipe recipe_from_file"

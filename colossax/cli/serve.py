@@ -128,7 +128,7 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
 
 
 def _supervise(args: argparse.Namespace) -> int:
-    from colossax.serve import Limits, ServeOptions, bound, serve
+    from colossax.serve import Keys, Limits, ServeOptions, bound, serve
     from colossax.serve.engine import Journal, Supervisor
 
     options = ServeOptions(
@@ -139,6 +139,8 @@ def _supervise(args: argparse.Namespace) -> int:
         drain_s=args.drain_s,
         limits=Limits(rate=args.rate, queue=args.queue),
     )
+    if options.api_key_file is not None:
+        Keys.of_file(options.api_key_file)
     sock = bound(options)  # before anything is loaded
     with sock:
         port = sock.getsockname()[1]
@@ -168,7 +170,8 @@ def _supervise(args: argparse.Namespace) -> int:
 def _journal_path(args: argparse.Namespace, port: int) -> Path:
     if args.journal is not None:
         return user_path(args.journal, "--journal")
-    return cache_folder() / "serve" / f"{port}.journal"
+    host = args.host.replace(":", "_").replace("/", "_")
+    return cache_folder() / "serve" / f"{host}-{port}.journal"
 
 
 def _check_extra() -> None:

@@ -47,7 +47,11 @@ def _serve(wire: Wire, args: argparse.Namespace, overrides: list[Override]) -> N
         deterministic=args.deterministic,
         reuse=not args.no_prefix_reuse,
     )
-    wire.send({"say": "facts", "facts": facts})  # nothing can be refused any more
+    room = engine.sizes.pages * engine.sizes.page_tokens
+    facts["slots"] = min(facts["slots"], room)
+    # Nothing can be refused any more. A later engine serves what this one does.
+    again = [] if args.step is not None else ["--step", str(stored.step)]
+    wire.send({"say": "facts", "facts": facts, "again": again})
     engine.warm()
     assert stored.tokenizer is not None
     grammars = Grammars(stored.tokenizer, facts["vocab"], tuple(facts["ends"]))

@@ -55,9 +55,9 @@ class Chat:
             InputError: A file cannot be read, or holds no template where it says there is one.
         """
         about, generation = (_read(folder / name) for name in (ABOUT_FILE, _GENERATION_FILE))
-        ends = generation.get("eos_token_id") or []
-        ends = [ends] if isinstance(ends, int) else ends
-        if not all(isinstance(token, int) for token in ends):
+        found = generation.get("eos_token_id")
+        ends = [] if found is None else found if isinstance(found, list) else [found]
+        if not all(type(token) is int and token >= 0 for token in ends):
             raise InputError(
                 f"{folder / _GENERATION_FILE}: eos_token_id is {ends!r}, which are no token ids;"
                 f" {_REMEDY}"

@@ -21,8 +21,11 @@ class Holdings:
 
     def cached(self, run: Run) -> int:
         """Pages of a prefix that are there, without that of the last token: it is computed."""
-        most = (len(run.ids) - 1) // self._page_tokens
-        run.cached = self.prefixes.longest(run.key, most, run.cached)
+        asked, most = run.request.sampling, len(run.ids) - 1
+        if asked.presence_penalty or asked.frequency_penalty:
+            # What is found is not fed, and penalties count what was fed of what was said.
+            most = min(most, len(run.request.prompt))
+        run.cached = self.prefixes.longest(run.key, most // self._page_tokens, run.cached)
         return run.cached
 
     def fits(self, run: Run) -> bool:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .backend import Stats as Stats
     from .grammar import Constraint as Constraint
     from .grammar import Grammars as Grammars
+    from .http.keys import Keys as Keys
     from .http.server import bound as bound
     from .http.server import serve as serve
     from .options import Limits as Limits

@@ -46,6 +46,7 @@ def folder(tmp_path, about=None, generation=None, template=None):
         ),
         ({"about": {"chat_template": "old"}, "template": TEMPLATE}, Chat(template=TEMPLATE)),
         ({"generation": {"eos_token_id": 7}}, Chat(ends=(7,))),
+        ({"generation": {"eos_token_id": 0}}, Chat(ends=(0,))),
         ({"generation": {"eos_token_id": [7, 9]}}, Chat(ends=(7, 9))),
     ],
     ids=str,
@@ -61,6 +62,8 @@ def test_what_a_folder_says(given, expected, tmp_path):
     [
         ({"about": {"chat_template": 3}}, "chat_template is no text"),
         ({"generation": {"eos_token_id": ["a"]}}, "which are no token ids"),
+        ({"generation": {"eos_token_id": True}}, "which are no token ids"),
+        ({"generation": {"eos_token_id": -1}}, "which are no token ids"),
     ],
 )
 def test_refusals(given, message, tmp_path):

@@ -261,8 +261,11 @@ class Engine:
         """Send steps on their way, and give what the oldest gave; empty where nothing is to do."""
         while len(self._flying) < DEPTH and self._send():
             pass
-        told = self._landed(*self._flying.popleft()) if self._flying else []
-        told, self._told = [*self._told, *told], []
+        told, self._told = self._told, []
+        if self._flying:
+            told += self._landed(*self._flying.popleft())
+        told += self._told  # behind their requests' last tokens
+        self._told = []
         return told
 
     def generate_all(self, requests: Sequence[EngineRequest]) -> list[list[Emitted]]:

@@ -10,6 +10,9 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from colossax.scheduling.request import MOST_BIASED, MOST_LOGPROBS
 
+LEAST_SHARE = 1e-6
+"""Of `top_p`: below it nothing is reached by nothing."""
+
 _BITS = 32
 
 
@@ -193,9 +196,10 @@ def _of_top_k(x: Array, count: Array) -> Array:
 
 def _of_top_p(x: Array, share: Array) -> Array:
     probabilities = jax.nn.softmax(x, axis=-1)
+    least = jnp.maximum(share, LEAST_SHARE)
 
     def enough(kept: Array) -> Array:
-        return jnp.sum(jnp.where(kept, probabilities, 0.0), axis=-1) >= share
+        return jnp.sum(jnp.where(kept, probabilities, 0.0), axis=-1) >= least
 
     return jnp.where((share < 1)[:, None], _above(x, enough), x)
 

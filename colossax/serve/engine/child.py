@@ -1,7 +1,10 @@
 """The engine's own process: requests from a socket, steps, and what they say back."""
 
+import os
 import signal
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -13,14 +16,27 @@ from colossax.serve.engine.wire import Wire, emitted_to_json, request_from_json
 TELL_S = 0.5
 """How often an engine says how it is, with nothing else to say."""
 
+AT_ONCE = 8
+"""Messages between two steps: a long prompt takes milliseconds to read."""
+
 COMPILERS, COMPILED_S = 2, 0.01
 """Threads that compile grammars, and how often it is looked whether one has."""
 
 
 def alone() -> None:
-    """Signals of a terminal are the server's, which lets requests finish; its end is this one's."""
+    """Signals of a terminal are the server's, which lets requests finish; its end is this one's.
+
+    Also in the midst of what takes long, as loading.
+    """
     for one in (signal.SIGINT, signal.SIGTERM):
         signal.signal(one, signal.SIG_IGN)
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_with(server: int) -> None:
+    while os.getppid() == server:
+        time.sleep(TELL_S)
+    os._exit(1)
 
 
 def run(wire: Wire, engine: Any, constraint: Callable[[str], Any]) -> None:
@@ -38,6 +54,8 @@ def run(wire: Wire, engine: Any, constraint: Callable[[str], Any]) -> None:
             pass
     except (EOFError, OSError):
         return
+    finally:
+        loop.end()
 
 
 class _Loop:
@@ -47,14 +65,21 @@ class _Loop:
         self._pool = ThreadPoolExecutor(COMPILERS, "grammar")
         self._names: dict[int, int] = {}
         self._numbers: dict[int, int] = {}
-        self._told_s = 0.0
+        self._told_s, self._heard = 0.0, deque[dict[str, Any]]()
         engine.began = self._began
+
+    def end(self) -> None:
+        """Wait for no grammar."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def turn(self) -> bool:
         """Hear what came, run a step, tell of it; whether to go on."""
         told: list[list[Any]] = []
-        wait_s = 0.0 if self._engine.busy else TELL_S
-        for message in self._wire.pending(min(wait_s, COMPILED_S) if self._compiling else wait_s):
+        wait_s = 0.0 if self._engine.busy or self._heard else TELL_S
+        wait_s = min(wait_s, COMPILED_S) if self._compiling else wait_s
+        self._heard += self._wire.pending(wait_s)
+        for _ in range(min(AT_ONCE, len(self._heard))):
+            message = self._heard.popleft()
             if message["do"] == "close":
                 return False
             if message["do"] == "cancel":
@@ -108,7 +133,8 @@ class _Loop:
         return []
 
     def _cancel(self, name: int) -> list[list[Any]]:
-        if self._compiling.pop(name, None) is not None:
+        if (found := self._compiling.pop(name, None)) is not None:
+            found[1].cancel()
             return [emitted_to_json(Emitted(name, ended="cancelled"))]
         number = self._numbers.get(name)
         if number is not None:

@@ -10,22 +10,16 @@ import socket
 import struct
 import subprocess
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from colossax.data import Tokenizer
 from colossax.errors import InputError
 from colossax.scheduling import Emitted, EngineRequest
 from colossax.serve.backend import EngineDown, Facts, Started, Stats
+from colossax.serve.engine.handing import Handing
 from colossax.serve.engine.journal import Journal
 from colossax.serve.engine.wire import emitted_from_json, packed, received, request_to_json
-
-QUIET_DEATHS = 2
-"""So many engines in a row that died without a word: requests are then tried one by one."""
-
-DEATHS_ALONE = 2
-"""So many engines that died while they tried a request alone: it is what kills them."""
 
 CLOSE_S = 5.0
 PAUSE_S, LONGEST_PAUSE_S = 0.2, 30.0
@@ -39,52 +33,8 @@ class _Live:
     request: EngineRequest
     said: list[int]
     told: asyncio.Queue[Emitted]
-    deaths: int = 0
-
-
-class _Handing:
-    """Which requests an engine has been handed, and which it gets next.
-
-    As a rule all at once. After engines that died without a word one by one, each when the one
-    before has said something or ended: so the one that kills them is known, and no other pays.
-    """
-
-    def __init__(self) -> None:
-        self.quiet_deaths = 0
-        self.trying: int | None = None
-        self._waiting: deque[int] = deque()
-
-    def begin(self, numbers: Iterable[int]) -> list[int]:
-        """An engine is ready: what it gets now of those that have not ended."""
-        self.trying = None
-        if self.quiet_deaths < QUIET_DEATHS:
-            return list(numbers)
-        self._waiting = deque(numbers)
-        return self.next()
-
-    def add(self, number: int) -> list[int]:
-        """Likewise, when a request comes."""
-        if self.trying is None:
-            return [number]
-        self._waiting.append(number)
-        return []
-
-    def said(self, number: int) -> list[int]:
-        """Likewise, when a request has said something or ended."""
-        self.quiet_deaths = 0
-        return self.next() if number == self.trying else []
-
-    def next(self) -> list[int]:
-        """The next one, if any is left."""
-        self.trying = self._waiting.popleft() if self._waiting else None
-        return [] if self.trying is None else [self.trying]
-
-    def died(self) -> int | None:
-        """The engine is gone; whom it was trying alone."""
-        alone, self.trying = self.trying, None
-        self._waiting.clear()
-        self.quiet_deaths += 1
-        return alone
+    gone: bool = False
+    """Whether nobody wants it any more."""
 
 
 class Supervisor:
@@ -119,14 +69,22 @@ class Supervisor:
         self._command, self._journal = list(command), journal
         self._hang_s, self._tell = hang_s, tell
         self._live: dict[int, _Live] = {}
-        self._handing = _Handing()
+        self._handing = Handing()
         self._numbers = itertools.count()
         self._stats, self._heard_s = Stats(), time.monotonic()
         self._ready = self._closing = False
         self._writer: asyncio.StreamWriter | None = None
         self._watching: asyncio.Task[None] | None = None
         self._child, self._sock = self._started()
-        self._facts = _facts(self._first())
+        try:
+            first = self._first()
+        except BaseException:
+            self._kill()
+            self._sock.close()
+            raise
+        # A later engine is told what "the latest" was.
+        self._command[-1:-1] = first.get("again", ())
+        self._facts = _facts(first["facts"])
 
     @property
     def facts(self) -> Facts:
@@ -186,11 +144,14 @@ class Supervisor:
 
     def cancel(self, number: int) -> None:
         """See `Backend`."""
-        if number in self._live:
-            if self._ready:
-                self._send({"do": "cancel", "id": number})
-            else:
-                self._hear([Emitted(number, ended="cancelled")])
+        live = self._live.get(number)
+        if live is None:
+            return
+        live.gone = True
+        if self._ready and self._handing.has(number):
+            self._send({"do": "cancel", "id": number})
+        else:
+            self._hear([Emitted(number, ended="cancelled")])
 
     async def embed(self, prompts: Sequence[tuple[int, ...]]) -> list[list[float]]:
         """See `Backend`; `facts.embeds` is False."""
@@ -206,11 +167,11 @@ class Supervisor:
         return self._ready
 
     def _first(self) -> dict[str, Any]:
-        """What the first engine says first: facts."""
+        """What the first engine says first: facts, and words for those that come after it."""
         try:
             first = _waited_for(self._sock)
             if "facts" in first:
-                return first["facts"]
+                return first
         except EOFError:
             first = {}
         self._sock.close()
@@ -241,6 +202,7 @@ class Supervisor:
                 hanging.cancel()
                 self._writer.close()
             was_ready, self._ready, self._writer = self._ready, False, None
+            self._stats = Stats()
             self._kill()
             code = await asyncio.to_thread(self._child.wait)
             if self._closing:
@@ -249,7 +211,17 @@ class Supervisor:
             self._mourn(code)
             await asyncio.sleep(pause_s)
             self._heard_s = time.monotonic()
+            while not await self._start_again():
+                await asyncio.sleep(pause_s)
+
+    async def _start_again(self) -> bool:
+        """Whether an engine's process could be made."""
+        try:
             self._child, self._sock = self._started()
+        except OSError as problem:
+            self._tell(f"no engine can be started ({problem}); it is tried again")
+            return False
+        return True
 
     async def _follow(self, reader: asyncio.StreamReader) -> None:
         """Until the engine is gone."""
@@ -267,15 +239,13 @@ class Supervisor:
             elif message["say"] == "began":
                 for number in message["ids"]:
                     if number in self._live:
+                        self._handing.began(number)
                         self._live[number].told.put_nowait(Emitted(number))
 
     def _hand(self, numbers: Sequence[int]) -> None:
         """Give the engine these requests, with all that they have said."""
         for number in numbers:
-            live = self._live.get(number)
-            if live is None:  # it ended while it waited
-                self._hand(self._handing.next() if self._handing.trying == number else [])
-                continue
+            live = self._live[number]
             again = dataclasses.replace(live.request, generated=tuple(live.said))
             self._send({"do": "add", "id": number, "request": request_to_json(again)})
 
@@ -294,8 +264,10 @@ class Supervisor:
                 del self._live[one.request]
                 ended.append(one.request)
             live.told.put_nowait(one)
-            if self._ready:
-                self._hand(self._handing.said(one.request))
+            if not self._handing.has(one.request):
+                self._handing.left(one.request)
+            elif one.token is not None or one.ended is not None:
+                self._hand(self._handing.said(one.request, ended=one.ended is not None))
         if self._journal is not None and (said or ended):
             self._journal.told(said, ended)
 
@@ -304,13 +276,10 @@ class Supervisor:
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
         running = len(self._live)
         self._tell(f"the engine ended {how}; it is started again, and {running} requests go on")
-        live = self._live.get(alone) if (alone := self._handing.died()) is not None else None
-        if alone is None or live is None:
-            return
-        live.deaths += 1
-        if live.deaths >= DEATHS_ALONE:
-            message = "the engine ended each time that it ran this request; it is not tried again"
-            self._hear([Emitted(alone, ended="error", message=message)])
+        message = "the engine ended each time that it ran this request; it is not tried again"
+        given_up = [Emitted(n, ended="error", message=message) for n in self._handing.died()]
+        gone = [Emitted(n, ended="cancelled") for n, live in self._live.items() if live.gone]
+        self._hear([*given_up, *gone])
 
     async def _end_hanging(self) -> None:
         """Kill an engine that says nothing for too long while it has something to do."""

@@ -1,17 +1,17 @@
 """Messages between a server and its engine's process: JSON, each behind its length."""
 
 import asyncio
-import dataclasses
 import json
 import select
 import socket
 import struct
 from typing import Any
 
-from colossax.config import from_json
-from colossax.scheduling import Emitted, EngineRequest
+from colossax.scheduling import Emitted, EngineRequest, SamplingConfig
 
 _LENGTH = struct.Struct(">I")
+
+_TOKENS = ("prompt", "generated", "source", "ends")
 
 
 def packed(message: dict[str, Any]) -> bytes:
@@ -37,6 +37,8 @@ class Wire:
         """Over a connected socket, which blocks."""
         self._sock = sock
         self._held = bytearray()
+        self._poll = select.poll()  # the server's number of the socket may be any
+        self._poll.register(sock, select.POLLIN)
 
     def send(self, message: dict[str, Any]) -> None:
         """Raises `OSError` where the server is gone."""
@@ -49,10 +51,10 @@ class Wire:
             EOFError: The server is gone.
         """
         found = self._whole()
-        while not found and select.select([self._sock], [], [], wait_s)[0]:
+        while not found and self._poll.poll(1000 * wait_s):
             self._read()
             found = self._whole()
-        while select.select([self._sock], [], [], 0)[0]:
+        while self._poll.poll(0):
             self._read()
             found += self._whole()
         return found
@@ -78,12 +80,16 @@ class Wire:
 
 def request_to_json(request: EngineRequest) -> dict[str, Any]:
     """As a message holds it."""
-    return dataclasses.asdict(request)
+    return {**vars(request), "sampling": vars(request.sampling)}  # tuples are written as they are
 
 
 def request_from_json(document: dict[str, Any]) -> EngineRequest:
     """What `request_to_json` made."""
-    return from_json(EngineRequest, document, where="request")
+    sampling = document["sampling"]
+    biases = tuple((token, bias) for token, bias in sampling["logit_bias"])
+    of_tokens = {name: tuple(document[name]) for name in _TOKENS}
+    sampling = SamplingConfig(**{**sampling, "logit_bias": biases})
+    return EngineRequest(**{**document, **of_tokens, "sampling": sampling})
 
 
 def emitted_to_json(one: Emitted) -> list[Any]:

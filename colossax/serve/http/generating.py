@@ -69,6 +69,7 @@ async def submitted(backend: Backend, wanted: Sequence[Wanted]) -> list[Started]
     try:
         for one in wanted:
             taken.append(await backend.submit(one.request))
+            await asyncio.sleep(0)  # others have their turns between long prompts
     except BaseException as problem:
         for one in taken:
             backend.cancel(one.number)

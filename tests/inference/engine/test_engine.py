@@ -22,7 +22,7 @@ SMALL = {"seats": 4, "pages": 18, "page_tokens": 4, "mixed_tokens": 16}
 """Too few pages for four long requests, and chunks shorter than most prompts."""
 
 
-def requests(vocab=128):
+def requests(vocab=128, penalty=0.0):
     """Prompts of any length, some of which begin alike; greedy and drawn."""
     noise = np.random.default_rng(3)
     prompts = [
@@ -34,7 +34,12 @@ def requests(vocab=128):
             prompt=prompt,
             max_tokens=(24, 5, 20, 1, 24)[i % 5],
             ends=(EOS,),
-            sampling=SamplingConfig(temperature=(i % 3) * 0.7, seed=i),
+            sampling=SamplingConfig(
+                temperature=(i % 3) * 0.7,
+                seed=i,
+                frequency_penalty=penalty if i % 3 == 1 else 0.0,
+                presence_penalty=penalty / 4 if i % 3 == 1 else 0.0,
+            ),
         )
         for i, prompt in enumerate(prompts)
     ]
@@ -91,6 +96,16 @@ def test_each_as_if_alone(name):
         assert [x.ended for x in each[:-1]] == [None] * (len(each) - 1)
         assert each[-1].ended == ("stop" if each[-1].token == EOS else "length")
         assert len(each) <= request.max_tokens
+
+
+@pytest.mark.catches("penalties-of-what-was-found")
+def test_penalties_count_what_was_said_before_a_seat_was_lost():
+    """What a request has said is not there for it to find, but to be fed, as penalties ask."""
+    asked = requests(penalty=2.0)
+    one = engine()
+    plain = engine(reuse=False, pages=64).generate_all(asked)
+    assert tokens(one.generate_all(asked)) == tokens(plain)
+    assert one.stats.scheduler.preemptions and one.stats.scheduler.reused
 
 
 @pytest.mark.parametrize("options", [{"reuse": False}, {"deterministic": True}, {"pages": 64}])
@@ -252,6 +267,29 @@ def test_constraints_hold_for_their_own_request():
     assert limits[1].taken == limits[0].taken[:5]
     assert told[bound[1]][-1].ended == "error" and "grammar" in told[bound[1]][-1].message
     assert tokens(told[number] for number in others) == alone("llama")[:3]
+
+
+class Refuses(Even):
+    """Refuses the third token that it has allowed."""
+
+    def took(self, token):
+        super().took(token)
+        if len(self.taken) == 3:
+            raise InputError("grammar: it became too complex; change it")
+
+
+@pytest.mark.catches("end-before-the-last-token")
+def test_a_constraint_that_refuses_ends_its_own_request_after_its_last_token():
+    one = engine()
+    number = one.add(EngineRequest(prompt=(7, 8), max_tokens=12, waits=True), Refuses(128, 40))
+    other = one.add(requests()[0])
+    told = []
+    while one.busy:
+        told += one.step()
+    own = [x for x in told if x.request == number]
+    assert [x.ended for x in own] == [None, None, None, "error"] and own[-1].token is None
+    assert "too complex" in own[-1].message
+    assert tokens([[x for x in told if x.request == other]]) == alone("llama")[:1]
 
 
 def test_refusals():

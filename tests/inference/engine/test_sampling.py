@@ -144,6 +144,13 @@ def test_what_cannot_be_chosen_from_is_told():
     assert found.sound.tolist() == [True, False, False, False]
 
 
+@pytest.mark.catches("top-p-of-nothing")
+def test_the_least_share_leaves_the_likeliest():
+    logits = np.random.default_rng(2).normal(size=(50, VOCAB)).astype(np.float32)
+    found = chosen(logits, draws(50, {"top_p": 1e-42}), all_allowed(50, VOCAB), masked=False)
+    np.testing.assert_array_equal(found.token, logits.argmax(-1))
+
+
 def test_ties_at_a_threshold_all_stay():
     logits = np.zeros((2000, VOCAB), np.float32)
     logits[:, 4:8] = 2.0

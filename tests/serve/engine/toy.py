@@ -56,8 +56,6 @@ class ToyEngine:
     def step(self):
         time.sleep(self._step_s)
         self._steps += 1
-        if self._fault == "poison" and any(9 in r.prompt for r, _ in self._said.values()):
-            os.kill(os.getpid(), signal.SIGKILL)
         if self._fault == "hang once" and self._steps == 5 and first_time():
             time.sleep(1000)
         plan = self._scheduler.next(time.monotonic())
@@ -68,6 +66,10 @@ class ToyEngine:
         if plan.fresh:
             seats = {seat for seat, _ in plan.fresh}
             self.began([piece.request for piece in plan.pieces if piece.seat in seats])
+        if self._fault == "poison":
+            for piece in plan.pieces:
+                if 9 in self._said[piece.request][0].prompt:
+                    os.kill(os.getpid(), signal.SIGKILL)
         emitting = [piece.request for piece in plan.pieces if piece.emits]
         tokens = []
         for number in emitting:
