@@ -11,6 +11,7 @@ import time
 import urllib.request
 from pathlib import Path
 
+import jax
 import pytest
 
 from colossax.cli import main
@@ -27,6 +28,7 @@ READY_S = 120
 
 @pytest.fixture(scope="module", autouse=True)
 def folder(tmp_path_factory):
+    assert len(jax.devices()) == 8  # before --devices asks for fewer
     folder = tmp_path_factory.mktemp("serve")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLOSSAX_CACHE", str(folder / "cache"))
@@ -91,7 +93,9 @@ def test_what_a_client_is_told(folder, capsys):
     words = ["--prompt=the d", "--max-tokens=24", "--json", "--temperature=1", "--seed=5"]
     assert main(["generate", "mine", *words, "--devices=2"]) == 0
     expected = json.loads(capsys.readouterr().out)["text"]
-    with Server("--devices=2", "--plan.mesh=tensor=2", "--seats=4", "--slots=64") as server:
+    with Server(
+        "--devices=2", "--plan.mesh=tensor=2", "--seats=4", "--slots=64", "--deterministic"
+    ) as server:
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="any")
         assert [model.id for model in client.models.list()] == ["mine"]
         asked = {"model": "mine", "prompt": "the d", "max_tokens": 24, "temperature": 1, "seed": 5}
@@ -102,8 +106,15 @@ def test_what_a_client_is_told(folder, capsys):
             client.chat.completions.create(
                 model="mine", messages=[{"role": "user", "content": "a"}]
             )
+        # In the midst of three streams, each of which goes on where it was.
+        others = [{**asked, "seed": i, "max_tokens": 40} for i in range(2)]
+        alone = [client.completions.create(**one).choices[0].text for one in others]
+        streams = [client.completions.create(**one, stream=True) for one in (asked, *others)]
+        heard = [[next(stream).choices[0].text] for stream in streams]
         os.kill(server.engine, signal.SIGKILL)
-        assert client.completions.create(**asked).choices[0].text == expected
+        for found, stream in zip(heard, streams, strict=True):
+            found += [one.choices[0].text for one in stream]
+        assert ["".join(found) for found in heard] == [expected, *alone]
         journals = list((folder / "cache" / "serve").iterdir())
         assert [path.stat().st_mode & 0o777 for path in journals] == [0o600]
         assert server.end() == 0

@@ -88,8 +88,9 @@ def request_from_json(document: dict[str, Any]) -> EngineRequest:
     sampling = document["sampling"]
     biases = tuple((token, bias) for token, bias in sampling["logit_bias"])
     of_tokens = {name: tuple(document[name]) for name in _TOKENS}
-    sampling = SamplingConfig(**{**sampling, "logit_bias": biases})
-    return EngineRequest(**{**document, **of_tokens, "sampling": sampling})
+    drawn: dict[str, Any] = {**sampling, "logit_bias": biases}
+    given: dict[str, Any] = {**document, **of_tokens, "sampling": SamplingConfig(**drawn)}
+    return EngineRequest(**given)
 
 
 def emitted_to_json(one: Emitted) -> list[Any]:

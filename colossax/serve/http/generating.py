@@ -1,5 +1,6 @@
 """One continuation: from tokens that an engine says to parts of an answer."""
 
+import asyncio
 import dataclasses
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
