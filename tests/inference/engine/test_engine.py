@@ -37,8 +37,8 @@ def requests(vocab=128, penalty=0.0):
             sampling=SamplingConfig(
                 temperature=(i % 3) * 0.7,
                 seed=i,
-                frequency_penalty=penalty if i % 3 == 1 else 0.0,
-                presence_penalty=penalty / 4 if i % 3 == 1 else 0.0,
+                frequency_penalty=penalty,
+                presence_penalty=penalty / 4,
             ),
         )
         for i, prompt in enumerate(prompts)

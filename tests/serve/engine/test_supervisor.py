@@ -223,6 +223,7 @@ def test_a_full_disk_turns_away_one_request(tmp_path, monkeypatch):
     found, later = served(backend, work)
     assert found == expected(request(1))[0] and later == expected(request(2))
     assert any("cannot be written" in line for line in lines)
+    assert not any("the engine ended" in line for line in lines)
 
 
 def test_unfinished_requests_of_a_journal_that_is_not_there(tmp_path):
