@@ -77,6 +77,7 @@ def tokens(found):
 
 
 @pytest.mark.catches("engine-tells-of-all-seats")
+@pytest.mark.sentinel("llama")
 @pytest.mark.catches("token-of-another-seat")
 @pytest.mark.catches("engine-draw-key")
 @pytest.mark.catches("token-not-remembered")
