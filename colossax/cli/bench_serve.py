@@ -32,9 +32,10 @@ def run(args: argparse.Namespace) -> int:
     url = args.recipe.rstrip("/").removesuffix("/v1")
     asked = asyncio.run(measured(url, load, key=args.key))
     found = summary(asked, bounds)
+    document = {name: None if value != value else value for name, value in found.items()}
     if args.out is not None:
-        write_whole(args.out, json.dumps(found, indent=1) + "\n")
-    put(json.dumps(found) + "\n" if args.json else _table(found, load, bounds))
+        write_whole(args.out, json.dumps(document, indent=1) + "\n")
+    put(json.dumps(document) + "\n" if args.json else _table(found, load, bounds))
     return 1 if found["failed"] else 0
 
 

@@ -61,5 +61,4 @@ class LoadedModel:
 
     def engine(self, **options: Any) -> Engine:
         """One for many requests at once, with options as of `Engine`; load it `unrolled`."""
-        given: dict[str, Any] = {"eos": self.eos, **options}
-        return Engine(self.spec, self.bound, self.params, **given)
+        return Engine(self.spec, self.bound, self.params, **options)

@@ -207,7 +207,7 @@ async def _sent(client: httpx.AsyncClient, model: str, one: Asked, began: float)
                 if one.gives_up is not None and one.pieces >= one.gives_up:
                     one.tokens = one.pieces
                     return
-    except httpx.HTTPError as problem:
+    except (httpx.HTTPError, ValueError, LookupError) as problem:  # or no answer of such a server
         one.status, one.problem = 0, repr(problem)
 
 

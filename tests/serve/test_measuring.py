@@ -56,6 +56,20 @@ def test_a_server_is_measured():
     assert told["first_token_s"]["p50"] > 0
 
 
+def test_a_server_that_answers_nobody(capsys, monkeypatch):
+    """Is told as such, in JSON that others read."""
+    engine = FakeEngine(hold=True)
+    monkeypatch.setattr("colossax.serve.measuring.TIMEOUT_S", 0.5)
+    with running(engine) as server:
+        url = f"http://127.0.0.1:{server.port}"
+        words = ["bench", "serve", url, "--requests=2", "--rate=100"]
+        assert main([*words, "--json"]) == 1
+        told = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+        assert told["heard"] == 0 and told["wall_s"] is None and told["failed"] == {"0": 2}
+        assert main(words) == 1
+        assert "failed: 2 (the connection broke)" in capsys.readouterr().out
+
+
 def test_from_the_command_line(capsys, tmp_path):
     with running(FakeEngine()) as server:
         url = f"http://127.0.0.1:{server.port}"

@@ -49,12 +49,10 @@ class EngineStats:
     Attributes:
         steps: Run, by kind.
         scheduler: Of its seats, pages and queue.
-        last_step: When the last one's tokens came, by the engine's clock.
     """
 
     steps: Mapping[str, int]
     scheduler: SchedulerStats
-    last_step: float
 
 
 class Engine:
@@ -86,7 +84,6 @@ class Engine:
         pages: int | None = None,
         page_tokens: int = PAGE_TOKENS,
         mixed_tokens: int = MIXED_TOKENS,
-        eos: int | None = None,
         reuse: bool = True,
         deterministic: bool = False,
         max_wait_s: float = 1.0,
@@ -105,7 +102,6 @@ class Engine:
                 seats could fill.
             page_tokens: Tokens of a page.
             mixed_tokens: Tokens of a step with prompts; raised to one for each seat.
-            eos: What `eos` says, for who makes requests; default the model's.
             reuse: Whether prompts that begin alike share pages.
             deterministic: Whether all steps are of one size, so that a request's logits are the
                 same bit by bit whoever else is there; else they differ in rounding.
@@ -136,7 +132,6 @@ class Engine:
         self._start(
             EngineProgram(spec, bound, sizes),
             params,
-            eos=eos,
             reuse=reuse,
             deterministic=deterministic,
             max_wait_s=max_wait_s,
@@ -149,7 +144,6 @@ class Engine:
         program: EngineProgram,
         params: Params,
         *,
-        eos: int | None = None,
         reuse: bool = True,
         deterministic: bool = False,
         max_wait_s: float = 1.0,
@@ -159,10 +153,10 @@ class Engine:
 
         Args:
             program: With its sizes.
-            params, eos, reuse, deterministic, max_wait_s, clock: As of the class.
+            params, reuse, deterministic, max_wait_s, clock: As of the class.
         """
         one = object.__new__(cls)
-        given = {"eos": eos, "reuse": reuse, "deterministic": deterministic, "clock": clock}
+        given = {"reuse": reuse, "deterministic": deterministic, "clock": clock}
         one._start(program, params, max_wait_s=max_wait_s, **given)
         return one
 
@@ -171,7 +165,6 @@ class Engine:
         program: EngineProgram,
         params: Params,
         *,
-        eos: int | None,
         reuse: bool,
         deterministic: bool,
         max_wait_s: float,
@@ -179,7 +172,6 @@ class Engine:
     ) -> None:
         sizes = program.sizes
         self.program, self.sizes, self.config = program, sizes, program.config
-        self.eos = program.config.eos if eos is None else eos
         self.clock = clock
         self._params = params
         self._state = self.program.begin()
@@ -200,7 +192,6 @@ class Engine:
         self._failed: dict[int, str] = {}
         self._deterministic = deterministic
         self._steps = {"mixed": 0, "decode": 0}
-        self._last_step = clock()
         self.began: Callable[[list[int]], None] = lambda _numbers: None
 
     @property
@@ -216,9 +207,7 @@ class Engine:
     @property
     def stats(self) -> EngineStats:
         """See there."""
-        return EngineStats(
-            steps=dict(self._steps), scheduler=self._scheduler.stats, last_step=self._last_step
-        )
+        return EngineStats(steps=dict(self._steps), scheduler=self._scheduler.stats)
 
     def add(self, request: EngineRequest, constraint: Constraint | None = None) -> int:
         """Let a request wait for a seat; its number.
@@ -320,7 +309,6 @@ class Engine:
     def _landed(self, plan: StepPlan, chosen: Chosen) -> list[Emitted]:
         """Wait for a step, and tell its requests."""
         found: Chosen = jax.tree.map(np.asarray, chosen)
-        self._last_step = self.clock()
         emitting = [piece for piece in plan.pieces if piece.emits]
         for piece in emitting:
             if not found.sound[piece.seat] and self._scheduler.cancel(piece.request):

@@ -4,10 +4,8 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-import json
 import signal
 import socket
-import struct
 import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -19,7 +17,13 @@ from colossax.scheduling import Emitted, EngineRequest
 from colossax.serve.backend import EngineDown, Facts, Started, Stats
 from colossax.serve.engine.handing import Handing
 from colossax.serve.engine.journal import Journal
-from colossax.serve.engine.wire import emitted_from_json, packed, received, request_to_json
+from colossax.serve.engine.wire import (
+    emitted_from_json,
+    packed,
+    received,
+    request_to_json,
+    waited_for,
+)
 
 CLOSE_S = 5.0
 PAUSE_S, LONGEST_PAUSE_S = 0.2, 30.0
@@ -169,7 +173,7 @@ class Supervisor:
     def _first(self) -> dict[str, Any]:
         """What the first engine says first: facts, and words for those that come after it."""
         try:
-            first = _waited_for(self._sock)
+            first = waited_for(self._sock)
             if "facts" in first:
                 return first
         except EOFError:
@@ -305,22 +309,6 @@ async def _said(told: asyncio.Queue[Emitted]) -> AsyncIterator[Emitted]:
         yield one
         if one.ended is not None:
             return
-
-
-def _waited_for(sock: socket.socket) -> dict[str, Any]:
-    """The first message, waited for."""
-
-    def exactly(count: int) -> bytes:
-        found = b""
-        while len(found) < count:
-            came = sock.recv(count - len(found))
-            if not came:
-                raise EOFError
-            found += came
-        return found
-
-    (length,) = struct.unpack(">I", exactly(4))
-    return json.loads(exactly(length))
 
 
 def _facts(document: dict[str, Any]) -> Facts:

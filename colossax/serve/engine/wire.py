@@ -30,6 +30,26 @@ async def received(reader: asyncio.StreamReader) -> dict[str, Any]:
     return json.loads(await reader.readexactly(length))
 
 
+def waited_for(sock: socket.socket) -> dict[str, Any]:
+    """The next message, for which all else waits.
+
+    Raises:
+        EOFError: The other side is gone.
+    """
+    (length,) = _LENGTH.unpack(_exactly(sock, _LENGTH.size))
+    return json.loads(_exactly(sock, length))
+
+
+def _exactly(sock: socket.socket, count: int) -> bytes:
+    found = b""
+    while len(found) < count:
+        came = sock.recv(count - len(found))
+        if not came:
+            raise EOFError
+        found += came
+    return found
+
+
 class Wire:
     """The engine's end: it waits for nothing while there are steps to run."""
 

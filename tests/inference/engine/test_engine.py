@@ -69,7 +69,7 @@ def flat(config):
 
 def engine(config=LLAMA, **options):
     spec, params, bound = flat(config)
-    return Engine(spec, bound, params, **{"eos": EOS, **SMALL, **options})
+    return Engine(spec, bound, params, **{**SMALL, **options})
 
 
 def tokens(found):
@@ -123,7 +123,7 @@ def test_meshes(name):
     if len(plan.segments) == 1:
         bound = unrolled(plan, build(config, single())[0]).bind()
     spec, params = build(config, bound)
-    found = Engine(spec, bound, params, eos=EOS, **SMALL).generate_all(requests())
+    found = Engine(spec, bound, params, **SMALL).generate_all(requests())
     expected = engine(config).generate_all(requests()) if name == "experts" else None
     assert tokens(found) == (alone("llama") if expected is None else tokens(expected))
 
@@ -226,7 +226,7 @@ def test_numbers_that_are_none_are_told_to_one_client():
     spec, params, bound = flat(LLAMA)
     bad = jax.tree.map(lambda x: x, params)
     bad["embed"]["table"] = params["embed"]["table"].at[77].set(np.nan)
-    one = Engine(spec, bound, bad, eos=EOS, **SMALL)
+    one = Engine(spec, bound, bad, **SMALL)
     asked = [EngineRequest(prompt=(1, 2), max_tokens=9, ends=(EOS, 77)) for _ in range(2)]
     asked.insert(1, EngineRequest(prompt=(1, 77), max_tokens=9))
     good, wrong, also = one.generate_all(asked)
