@@ -81,7 +81,7 @@ def running(engine, options=None):
         assert not one.thread.is_alive()
 
 
-def until(what, seconds=10):
+def until(what, seconds=30):
     """Wait for something to be true."""
     end = time.monotonic() + seconds
     while not what():
