@@ -97,7 +97,7 @@ class Holdings:
         self.name(run)
         self._coming.discard(self._next_key(run, run.named))
         self.pool.release(run.pages)
-        seat, run.seat, run.pages = run.seat, NOWHERE, []
+        seat, run.seat, run.pages, run.speaks = run.seat, NOWHERE, [], False
         run.room = run.written = run.named = run.cached = 0
         return seat
 

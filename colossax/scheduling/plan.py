@@ -21,9 +21,12 @@ class Piece(NamedTuple):
     Attributes:
         request: Its number.
         seat: Its.
-        start: Position of the first.
-        tokens: Ids; -1 is the token that the seat sampled last, which only the device knows yet.
+        start: Position of the first. Where drafts are taken or not by steps on their way, the first
+            one's at least: the device knows.
+        tokens: Ids; -1 is the token that the seat sampled last, which only the device knows yet,
+            and -2, -3, ... are what was drafted after it.
         emits: Whether the token that comes out continues the request.
+        room: Tokens that the seat's pages hold.
     """
 
     request: int
@@ -31,6 +34,7 @@ class Piece(NamedTuple):
     start: int
     tokens: tuple[int, ...]
     emits: bool
+    room: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,7 +42,8 @@ class StepPlan:
     """One step of the engine.
 
     Attributes:
-        kind: Which program: `decode` has one token of each piece, `mixed` any number.
+        kind: Which program: `decode` has what each seat said last and its drafts, `mixed` any
+            tokens.
         pieces: At most one of a seat.
         fresh: (seat, request) of those that begin in this step; what the request has said by now
             is its `generated`.
@@ -87,10 +92,12 @@ class Ended(NamedTuple):
     Attributes:
         request: Its number.
         reason: Why.
+        unused: How many of the step's last tokens of it come after its end.
     """
 
     request: int
     reason: EndReason
+    unused: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,6 +114,8 @@ class Stats:
         reused: Tokens that were found as prefixes in place of being computed.
         preemptions: How often a request had to leave its seat.
         finished: Requests that are over, for whatever reason.
+        drafted: Tokens that were drafted and looked at.
+        accepted: Those of them that were said.
     """
 
     seats: int
@@ -118,3 +127,5 @@ class Stats:
     reused: int
     preemptions: int
     finished: int
+    drafted: int = 0
+    accepted: int = 0

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from colossax.scheduling.plan import Ended
 from colossax.scheduling.prefixes import page_key, root_key
 from colossax.scheduling.request import EngineRequest
 
@@ -17,7 +18,7 @@ class Run:
         request: As it was asked.
         ids: The tokens that are known: the prompt, and what was said.
         most: How long it may become.
-        length: `ids` and the tokens that steps on their way will say.
+        length: `ids` and the tokens that steps on their way will say, of each at least one.
         written: Tokens whose keys and values have been planned: always the first ones.
         seat: Its, or `NOWHERE`.
         pages: In the order of its tokens.
@@ -27,14 +28,18 @@ class Run:
         cached: Pages of its prefix that were found last.
         since_s: When it began to wait; None while no step has seen it.
         preempted: Whether it had a seat before.
+        speaks: Whether a step is planned that says a token of it in this seat.
+        drafts: How many are worth drafting after a token of it.
+        hope: Which share of them is said, lately.
     """
 
     __slots__ = (
-        "_keys", "_page_tokens", "cached", "ends", "ids", "length", "most", "named", "next_name",
-        "number", "pages", "preempted", "request", "room", "seat", "since_s", "waits", "written",
+        "_keys", "_page_tokens", "cached", "drafts", "ends", "hope", "ids", "length", "most",
+        "named", "next_name", "number", "pages", "preempted", "request", "room", "seat", "since_s",
+        "speaks", "waits", "written",
     )  # fmt: skip
 
-    def __init__(self, number: int, request: EngineRequest, page_tokens: int):
+    def __init__(self, number: int, request: EngineRequest, page_tokens: int, drafts: int = 0):
         """Before its first step."""
         self.number, self.request = number, request
         self.ids = [*request.prompt, *request.generated]
@@ -46,14 +51,23 @@ class Run:
         self.room = self.named = self.cached = 0
         self.next_name = page_tokens
         self.since_s: float | None = None
-        self.preempted = False
+        self.preempted = self.speaks = False
+        self.drafts = 0 if request.waits else drafts
+        self.hope = 1.0
         self._keys: list[bytes] = []
         self._page_tokens = page_tokens
 
     @property
     def in_flight(self) -> int:
-        """Tokens that steps on their way will say."""
+        """Steps on their way that say something of it."""
         return self.length - len(self.ids)
+
+    @property
+    def end(self) -> Ended | None:
+        """Of a request that is over with its last token."""
+        if self.ids[-1] in self.ends:
+            return Ended(self.number, "stop")
+        return Ended(self.number, "length") if len(self.ids) == self.most else None
 
     def key(self, page: int) -> bytes:
         """The key of one of its pages, whose tokens are known."""

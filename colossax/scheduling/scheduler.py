@@ -4,10 +4,11 @@ import bisect
 import heapq
 import operator
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from colossax.config import at_least
 from colossax.errors import InputError
+from colossax.scheduling.drafts import Drafts
 from colossax.scheduling.holdings import Holdings
 from colossax.scheduling.plan import Ended, EndReason, Piece, Stats, StepPlan
 from colossax.scheduling.queue import Queue
@@ -38,7 +39,9 @@ class Scheduler:
     are in use: such a step takes as long as a full one.
 
     `next` may be called again before `took` is called for the last plan: it counts tokens, and
-    does not have to know them.
+    does not have to know them. Where tokens are drafted it does not know how many there are
+    either: a request has room for the most that steps on their way may say, or takes another's
+    page for it, and for drafts behind them where pages are free.
 
     Cost on a CPU, `next` and `took` together: bench/scheduler.py.
     Reference: Holmes et al. 2024, DeepSpeed-FastGen; Agrawal et al. 2024, Sarathi-Serve.
@@ -55,6 +58,8 @@ class Scheduler:
         decode: int | None = None,
         max_wait: float = 1.0,
         reuse: bool = True,
+        draft: int = 0,
+        adapts: bool = True,
     ):
         """With nobody there.
 
@@ -64,19 +69,23 @@ class Scheduler:
             page_tokens: Tokens of one.
             pages_a_seat: Most of a request.
             mixed: Most tokens of a step.
-            decode: Most tokens of a step that only decodes; None: one for each seat.
+            decode: Most tokens of a step that only decodes; None: one for each seat, and its
+                drafts.
             max_wait: Seconds.
             reuse: Whether prefixes are kept and found again.
+            draft: Tokens drafted after each that is said.
+            adapts: See `Drafts`.
 
         Raises:
             InputError: Naming a number that is out of bounds.
         """
-        decode = seats if decode is None else decode
+        at_least(0).check(draft, "draft")
+        decode = seats * (1 + draft) if decode is None else decode
         sizes = {"seats": seats, "pages": pages, "page_tokens": page_tokens, "decode": decode}
         for name, size in {**sizes, "pages_a_seat": pages_a_seat}.items():
             at_least(1).check(size, name)
         at_least(0).check(max_wait, "max_wait")
-        least = max(seats, decode)
+        least = max(seats * (1 + draft), decode)
         if mixed < least:
             raise InputError(
                 f"mixed: found {mixed} tokens, fewer than the {least} that a step decodes; give"
@@ -93,6 +102,7 @@ class Scheduler:
             reuse=reuse,
         )
         self._pool = self._holdings.pool
+        self._drafts = Drafts(draft, adapts=adapts)
         self._queue = Queue(self._holdings.cached, max_wait)
         self._live: dict[int, Run] = {}
         self._running: list[Run] = []
@@ -121,6 +131,8 @@ class Scheduler:
             reused=self._reused,
             preemptions=self._preemptions,
             finished=self._finished,
+            drafted=self._drafts.drafted,
+            accepted=self._drafts.accepted,
         )
 
     def add(self, request: EngineRequest) -> int:
@@ -133,7 +145,7 @@ class Scheduler:
         """
         request.check_room(self._longest)
         number, self._added = self._added, self._added + 1
-        run = Run(number, request, self._page_tokens)
+        run = Run(number, request, self._page_tokens, self._drafts.most)
         self._live[number] = run
         self._queue.add(run)
         if request.deadline_s is not None:
@@ -160,7 +172,8 @@ class Scheduler:
             self._drop(heapq.heappop(self._deadlines)[1], "deadline")
         pieces: list[Piece] = []
         prompts, preempted = self._decodes(pieces)
-        decodes = len(pieces)
+        decodes = sum(len(piece.tokens) for piece in pieces) if self._drafts.most else len(pieces)
+        only = len(pieces)
         fresh: list[Run] = []
         if not self._holds(prompts, decodes, now):
             self._chunks(pieces, prompts)
@@ -168,24 +181,30 @@ class Scheduler:
                 self._begin(pieces, fresh, now)
         if not pieces:
             return None
-        plan = self._plan(pieces, fresh, decodes)
+        plan = self._plan(pieces, fresh, only=len(pieces) == only and decodes <= self._decode)
         for run in (*prompts, *fresh):  # not before: what a step writes is there for later ones
             self._holdings.name(run)
         return plan
 
-    def took(self, plan: StepPlan, tokens: Sequence[int]) -> list[Ended]:
+    def took(
+        self,
+        plan: StepPlan,
+        tokens: Sequence[int],
+        more: Mapping[int, Sequence[int]] | None = None,
+    ) -> list[Ended]:
         """Note what a step has said; who ended by it.
 
         Args:
             plan: The oldest that has not been told of.
             tokens: One for each piece that emits, in order.
+            more: By request what was said behind it, where drafts were right.
 
         Raises:
             ValueError: It is another plan, or there are more or fewer tokens.
         """
         if not self._plans or self._plans[0] is not plan:
             raise ValueError("plan: it is not the oldest on its way; tell of plans in their order")
-        emitting = [piece.request for piece in plan.pieces if piece.emits]
+        emitting = [piece for piece in plan.pieces if piece.emits]
         if len(tokens) != len(emitting):
             raise ValueError(f"tokens: found {len(tokens)}; give {len(emitting)}, as pieces emit")
         self._plans.popleft()
@@ -193,20 +212,34 @@ class Scheduler:
             self._holdings.tables.give_back(plan.table)
         ended: list[Ended] = []
         live = self._live
-        for number, token in zip(emitting, tokens, strict=True):
+        for piece, token in zip(emitting, tokens, strict=True):
+            number = piece.request
             run = live.get(number)
             if run is None:  # it was over while this was on its way
                 continue
             run.ids.append(token)
+            if run.drafts:
+                last = self._took_drafts(run, piece, more.get(number, ()) if more else ())
+            else:
+                last = run.end
             if run.written >= run.next_name:
                 self._holdings.name(run)
-            if token in run.ends:
-                ended.append(Ended(number, "stop"))
-            elif len(run.ids) == run.most:
-                ended.append(Ended(number, "length"))
+            if last is not None:
+                ended.append(last)
         for one in ended:
             self._end(live[one.request])
         return ended
+
+    def _took_drafts(self, run: Run, piece: Piece, more: Sequence[int]) -> Ended | None:
+        """Note what was said behind a token that is noted; the end, where it came."""
+        self._drafts.took(run, len(piece.tokens) - 1 if piece.tokens[0] < 0 else 0, len(more))
+        last, left = run.end, list(more)[::-1]
+        while left and last is None:
+            run.ids.append(left.pop())
+            run.length += 1
+            run.written += run.seat != NOWHERE
+            last = run.end
+        return last and last._replace(unused=len(left))
 
     def _decodes(self, pieces: list[Piece]) -> tuple[list[Run], bool]:
         """Plan a token of each that decodes; those with more due, and whether one had to leave."""
@@ -218,15 +251,33 @@ class Scheduler:
                 prompts.append(run)
                 continue
             known = written < len(run.ids)
-            if run.length == run.most or (run.waits and not known) or run.seat == NOWHERE:
+            if run.length >= run.most or (run.waits and not known) or run.seat == NOWHERE:
                 continue
-            if written == run.room and not self._grow(run):
+            if (run.drafts or run.room < run.length) and not self._reach(run):
                 continue
-            tokens = (run.ids[written],) if known else LAST
-            pieces.append(Piece(run.number, run.seat, written, tokens, True))
+            if run.drafts and run.speaks:
+                tokens = self._drafts.tokens(run)
+            else:
+                tokens = (run.ids[written],) if known else LAST
+            pieces.append(Piece(run.number, run.seat, written, tokens, True, run.room))
             run.written = written + 1
             run.length += 1
+            run.speaks = True
         return [run for run in prompts if run.seat != NOWHERE], self._preemptions > before
+
+    def _reach(self, run: Run) -> bool:
+        """Get room for the last token that steps on their way may say, and for drafts if there is.
+
+        Returns:
+            Whether it still has its seat.
+        """
+        sure = min(run.length + self._drafts.most * run.in_flight, run.most)
+        while run.room < sure:
+            if not self._grow(run):
+                return False
+        while run.room < min(sure + run.drafts, run.most) and self._holdings.grow(run):
+            pass
+        return True
 
     def _grow(self, run: Run) -> bool:
         """Get one more page; False where the request had to leave its own seat for it."""
@@ -285,7 +336,8 @@ class Scheduler:
             run.written += len(tokens)
             emits = run.written == run.length
             run.length += emits
-            pieces.append(Piece(run.number, run.seat, start, tuple(tokens), emits))
+            run.speaks = emits
+            pieces.append(Piece(run.number, run.seat, start, tuple(tokens), emits, run.room))
 
     def _begin(self, pieces: list[Piece], fresh: list[Run], now: float) -> None:
         """Give seats to those whose turn it is, while there is some budget for each."""
@@ -310,8 +362,7 @@ class Scheduler:
                 break
         self._chunks(pieces, fresh)
 
-    def _plan(self, pieces: list[Piece], fresh: list[Run], decodes: int) -> StepPlan:
-        only = len(pieces) == decodes <= self._decode
+    def _plan(self, pieces: list[Piece], fresh: list[Run], *, only: bool) -> StepPlan:
         plan = StepPlan(
             kind="decode" if only else "mixed",
             pieces=tuple(pieces),
@@ -319,7 +370,7 @@ class Scheduler:
             table=self._holdings.tables.current(used=bool(self._plans)),
             version=self._holdings.tables.version,
         )
-        self._planned += len(pieces) if only else plan.tokens
+        self._planned += plan.tokens
         self._plans.append(plan)
         return plan
 

@@ -11,6 +11,9 @@ from colossax.scheduling import EngineRequest, Scheduler
 
 VOCAB = 50
 
+BEHIND = 40
+"""Tokens that steps on their way may say of a request that is over."""
+
 
 def after(tokens, count, adapter=None):
     """What the toy model says behind these tokens, when nobody ends it: it depends on all."""
@@ -39,49 +42,87 @@ def alone(request):
 class Device:
     """Runs plans in their order; what a page holds is what was written to it last."""
 
-    def __init__(self, *, pages, page_tokens):
+    def __init__(self, *, pages, page_tokens, right=lambda _place: True):
+        """Drafts for a place of a sequence are right where `right` says so."""
+        self.right = right
         self.slots = np.full(pages * page_tokens, -9)
         self.page_tokens = page_tokens
-        self.whole, self.computed_by = {}, {}
+        self.whole, self.computed_by, self.ends = {}, {}, {}
         self.last = {}
         self.starts = {}
 
     def knows(self, number, request):
-        """All that the request's tokens can ever be, one more than it may say among them."""
-        said = after(request.prompt, request.max_tokens + 1, request.adapter)
+        """All that the request's tokens can ever be, and what steps may say behind its end."""
+        said = after(request.prompt, request.max_tokens + BEHIND, request.adapter)
         self.whole[number] = (*request.prompt, *said)
+        self.ends[number] = len(request.prompt) + len(alone(request)[0])
         self.computed_by[number] = 0 if request.adapter is None else VOCAB
 
     def run(self, plan):
-        """The tokens of the pieces that emit.
+        """What the pieces that emit say, one token or more.
 
         A seat reads what steps before have written and what it writes itself, which is less than
-        hardware would grant.
+        hardware would grant. Drafts are written too, wrong ones among them.
         """
         self.check_pages(plan)
         fresh = {seat for seat, _ in plan.fresh}
         assert fresh <= {piece.seat for piece in plan.pieces}
         before, said = self.slots.copy(), []
         for piece in plan.pieces:
-            whole, stop = self.whole[piece.request], piece.start + len(piece.tokens)
-            tokens = [self.last[piece.seat] if t == -1 else t for t in piece.tokens]
-            slots = self.slots_of(plan, piece)
-            assert tuple(tokens) == whole[piece.start : stop], f"{piece} feeds other tokens"
-            adapter = self.computed_by[piece.request]
-            held = before[slots[: piece.start]] - adapter
-            assert tuple(held) == whole[: piece.start], f"{piece} reads others' tokens"
+            whole, start = self.whole[piece.request], self.start_of(piece)
+            assert piece.start <= start
             if piece.seat not in fresh:
-                assert self.starts[piece.seat] == (piece.request, piece.start)
+                assert self.starts[piece.seat] == (piece.request, start)
+            if self.is_over(piece):
+                said.append(whole[start : start + 1])
+                continue
+            tokens = [self.fed(piece, whole, start + i, t) for i, t in enumerate(piece.tokens)]
+            slots = self.slots_of(plan, piece)
+            if drafts := piece.tokens[-1] < -1:
+                tokens = tokens[: len(slots) - start]
+            pairs = zip(tokens, whole[start:], strict=False)
+            right = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+            assert right == len(tokens) or (drafts and right), f"{piece} feeds other tokens"
+            adapter = self.computed_by[piece.request]
+            held = before[slots[:start]] - adapter
+            assert tuple(held) == whole[:start], f"{piece} reads others' tokens"
+            self.slots[slots[start:]] = np.array(tokens) + adapter
+            stop = start + right
             self.starts[piece.seat] = (piece.request, stop)
-            self.slots[slots[piece.start :]] = np.array(tokens) + adapter
             if piece.emits:
                 self.last[piece.seat] = whole[stop]
-                said.append(whole[stop])
+                said.append(whole[start + 1 if drafts else stop : stop + 1])
         return said
 
+    def start_of(self, piece):
+        """Where its first token stands: where drafts may have been right the device knows."""
+        if piece.tokens[0] == -1:
+            request, start = self.starts[piece.seat]
+            assert request == piece.request
+            return start
+        return piece.start
+
+    def is_over(self, piece):
+        """Whether it has no room because it has ended, which only the device knows yet."""
+        start = self.start_of(piece)
+        return start >= max(piece.room, self.ends[piece.request])
+
+    def fed(self, piece, whole, place, token):
+        """A token that the piece names."""
+        if token == -1:
+            return self.last[piece.seat]
+        if token < -1:  # all are right up to the first wrong one
+            return whole[place] if self.right(place) else -7
+        return token
+
     def slots_of(self, plan, piece):
-        """Of all its tokens up to the last one of the piece."""
-        places = np.arange(piece.start + len(piece.tokens))
+        """Of all its tokens up to the last one of the piece; of drafts those that have room."""
+        start = self.start_of(piece)
+        stop = start + len(piece.tokens)
+        if piece.tokens[-1] < -1:
+            stop = min(stop, piece.room)
+        assert start < stop <= piece.room, f"{piece} has no room"
+        places = np.arange(stop)
         row = plan.table[piece.seat]
         return row[places // self.page_tokens] * self.page_tokens + places % self.page_tokens
 
@@ -89,9 +130,11 @@ class Device:
         """No page is written that another seat writes or reads."""
         read, written = Counter(), []
         for piece in plan.pieces:
+            if self.is_over(piece):
+                continue
             pages = self.slots_of(plan, piece) // self.page_tokens
             read.update(set(pages))
-            written += set(pages[piece.start :])
+            written += set(pages[self.start_of(piece) :])
         assert all(read[page] == 1 for page in written), "a page that is written is shared"
 
 
@@ -127,9 +170,9 @@ class World:
     plans: list = dataclasses.field(default_factory=list)
 
     @classmethod
-    def of(cls, *, depth=2, **sizes):
+    def of(cls, *, depth=2, right=lambda _place: True, **sizes):
         sizes = {"page_tokens": 4, **sizes}
-        device = Device(pages=sizes["pages"], page_tokens=sizes["page_tokens"])
+        device = Device(pages=sizes["pages"], page_tokens=sizes["page_tokens"], right=right)
         return cls(Scheduler(**sizes), device, depth)
 
     def add(self, request):
@@ -163,10 +206,14 @@ class World:
         plan = self.flight.popleft()
         tokens = self.device.run(plan)
         emitting = [piece.request for piece in plan.pieces if piece.emits]
-        for number, token in zip(emitting, tokens, strict=True):
-            if number not in self.ended:
-                self.said[number].append(token)
-        self.hear(self.scheduler.took(plan, tokens))
+        more = {number: said[1:] for number, said in zip(emitting, tokens, strict=True)}
+        before = {number for number in emitting if number not in self.ended}
+        ended = self.scheduler.took(plan, [said[0] for said in tokens], more)
+        unused = {one.request: one.unused for one in ended}
+        for number, said in zip(emitting, tokens, strict=True):
+            if number in before:
+                self.said[number] += said[: len(said) - unused.get(number, 0)]
+        self.hear(ended)
 
     def hear(self, ended):
         for one in ended:
@@ -181,11 +228,15 @@ class World:
         assert len(set(seats)) == len(seats)
         for piece in plan.pieces:
             request = self.asked[piece.request]
-            assert piece.start + len(piece.tokens) < len(request.prompt) + request.max_tokens
+            drafts = sum(token < -1 for token in piece.tokens)
+            assert (
+                piece.start + len(piece.tokens) - drafts < len(request.prompt) + request.max_tokens
+            )
+            assert drafts <= scheduler._drafts.most
             if request.waits:
                 assert -1 not in piece.tokens
             if plan.kind == "decode":
-                assert piece.emits and len(piece.tokens) == 1
+                assert piece.emits and len(piece.tokens) == 1 + drafts
         for seat, request in plan.fresh:
             number = next(piece.request for piece in plan.pieces if piece.seat == seat)
             said = tuple(self.said[number])
@@ -239,14 +290,19 @@ def play(seed, steps=150):
     """A world with a random history, over."""
     rng = random.Random(seed)
     seats = rng.choice([1, 2, 3, 5, 16])
+    draft = rng.choice([0, 0, 1, 3, 5])
+    luck, each = random.Random(seed), rng.choice([0.0, 0.5, 0.9, 1.0])
     pages = rng.randint(6, 16 + 6 * seats)
     world = World.of(
         depth=rng.randint(1, 3),
         seats=seats,
         pages=pages,
         pages_a_seat=rng.randint(5, 30),
-        mixed=(mixed := rng.randint(seats, seats + 36)),
+        mixed=(mixed := rng.randint((1 + draft) * seats, (1 + draft) * seats + 36)),
         decode=rng.choice([None, rng.randint(1, mixed)]),
+        draft=draft,
+        adapts=rng.random() < 0.7,
+        right=lambda _place: luck.random() < each,
         max_wait=rng.choice([0.0, 10.0, 40.0]),
         reuse=rng.random() < 0.85,
     )

@@ -13,6 +13,7 @@ import numpy as np
 from colossax.config import BoundPlan, MeshAxis
 from colossax.errors import InputError, PlanError
 from colossax.inference.decode import decoding_model
+from colossax.inference.engine.drafting import Drafter
 from colossax.inference.engine.packing import Packer
 from colossax.inference.engine.program import EngineProgram, Sizes
 from colossax.inference.engine.sampling import Chosen
@@ -86,6 +87,7 @@ class Engine:
         mixed_tokens: int = MIXED_TOKENS,
         reuse: bool = True,
         deterministic: bool = False,
+        drafter: Drafter | None = None,
         max_wait_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -105,11 +107,13 @@ class Engine:
             reuse: Whether prompts that begin alike share pages.
             deterministic: Whether all steps are of one size, so that a request's logits are the
                 same bit by bit whoever else is there; else they differ in rounding.
+            drafter: Who guesses tokens ahead, of which a step looks at several. It changes no
+                token, but how many steps they take.
             max_wait_s: A request that has waited so long is passed by no other.
             clock: Seconds, of deadlines and waiting.
 
         Raises:
-            InputError: The model cannot decode, or a size is none.
+            InputError: The model cannot decode, a size is none, or nothing can be drafted.
             PlanError: Layers are in stages.
         """
         check_served(spec, bound)
@@ -119,18 +123,21 @@ class Engine:
         for name, value in given.items():
             if value < 1:
                 raise InputError(f"{name}: found {value}; give 1 or more")
+        draft = 0 if drafter is None else drafter.tokens
         sizes = Sizes(
             seats=seats,
             pages=1 if pages is None else pages,
             page_tokens=page_tokens,
             slots=slots,
-            mixed=max(mixed_tokens, seats),
-            decode=seats,
+            mixed=max(mixed_tokens, seats * (1 + draft)),
+            decode=seats * (1 + draft),
+            draft=draft,
         )
         if pages is None:
-            sizes = dataclasses.replace(sizes, pages=pages_for(spec, bound, params, sizes))
+            pages = pages_for(spec, bound, params, sizes, drafter=drafter)
+            sizes = dataclasses.replace(sizes, pages=pages)
         self._start(
-            EngineProgram(spec, bound, sizes),
+            EngineProgram(spec, bound, sizes, drafter),
             params,
             reuse=reuse,
             deterministic=deterministic,
@@ -182,8 +189,10 @@ class Engine:
             page_tokens=sizes.page_tokens,
             pages_a_seat=sizes.pages_a_seat,
             mixed=sizes.mixed,
+            decode=sizes.decode,
             max_wait=max_wait_s,
             reuse=reuse and self.program.shares,
+            draft=sizes.draft,
         )
         self._constraints: dict[int, Constraint] = {}
         self._flying: deque[tuple[StepPlan, Chosen]] = deque()
@@ -310,23 +319,38 @@ class Engine:
         """Wait for a step, and tell its requests."""
         found: Chosen = jax.tree.map(np.asarray, chosen)
         emitting = [piece for piece in plan.pieces if piece.emits]
-        for piece in emitting:
-            if not found.sound[piece.seat] and self._scheduler.cancel(piece.request):
+        counts = [1] * len(emitting)
+        if found.count is None:
+            found = jax.tree.map(lambda x: x[:, None], found)
+        else:
+            counts = [int(found.count[piece.seat]) for piece in emitting]
+        for piece, count in zip(emitting, counts, strict=True):
+            sound = found.sound[piece.seat, :count].all()
+            if not sound and self._scheduler.cancel(piece.request):
                 self._failed[piece.request] = (
                     CONFINED if piece.request in self._constraints else NOT_SOUND
                 )
         self._hear()
-        lives = [piece for piece in emitting if piece.request in self._logprobs]
-        tokens = [int(found.token[piece.seat]) for piece in emitting]
-        ended = {one.request: one for one in self._scheduler.took(plan, tokens)}
+        lives = [piece.request in self._logprobs for piece in emitting]
+        said = [
+            found.token[piece.seat, :count].tolist()
+            for piece, count in zip(emitting, counts, strict=True)
+        ]
+        tokens = [each[0] for each in said]
+        more = {p.request: each[1:] for p, each in zip(emitting, said, strict=True) if each[1:]}
+        ended = {one.request: one for one in self._scheduler.took(plan, tokens, more)}
         told = []
-        for piece in lives:
-            token = int(found.token[piece.seat])
+        for piece, each, lived in zip(emitting, said, lives, strict=True):
+            if not lived:
+                continue
             last = ended.get(piece.request)
-            told.append(self._emitted(piece.request, token, piece.seat, found, last))
+            used = len(each) - (last.unused if last else 0)
+            for i in range(used):
+                ending = last if i == used - 1 else None
+                told.append(self._emitted(piece.request, (piece.seat, i), found, ending))
             if (constraint := self._constraints.get(piece.request)) is not None:
                 with self._ending_alone(piece.request):
-                    constraint.took(token)
+                    constraint.took(each[0])
         for number in ended:
             self._forget(number)
         return told
@@ -344,15 +368,16 @@ class Engine:
         self._constraints.pop(number, None)
 
     def _emitted(
-        self, number: int, token: int, seat: int, found: Chosen, last: Ended | None
+        self, number: int, at: tuple[int, int], found: Chosen, last: Ended | None
     ) -> Emitted:
         count = self._logprobs[number]
         logprob, top = None, ()
         if count is not None:
-            logprob = float(found.logprob[seat])
-            pairs = zip(found.top_tokens[seat], found.top_logprobs[seat], strict=True)
+            logprob = float(found.logprob[at])
+            pairs = zip(found.top_tokens[at], found.top_logprobs[at], strict=True)
             top = tuple((int(t), float(p)) for t, p in pairs if t >= 0)[:count]
         reason = None if last is None else last.reason
+        token = int(found.token[at])
         return Emitted(number, token=token, logprob=logprob, top=top, ended=reason)
 
 

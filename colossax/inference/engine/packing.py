@@ -68,14 +68,20 @@ class Packer:
             count = len(piece.tokens)
             to = at + count
             batch.ids[at:to] = piece.tokens
-            batch.position[at:to] = np.arange(piece.start, piece.start + count, dtype=np.int32)
+            if shape.draft and piece.tokens[0] < 0:  # only the device knows where it stands
+                batch.position[at:to] = piece.tokens
+            else:
+                batch.position[at:to] = np.arange(piece.start, piece.start + count, dtype=np.int32)
             batch.seat[at:to] = piece.seat
             for begin in range(at, to, shape.group):
                 end = min(begin + shape.group, to)
                 batch.groups[row, : end - begin] = np.arange(begin, end, dtype=np.int32)
                 row += 1
+            if shape.draft:
+                batch.room[piece.seat] = piece.room
             if piece.emits:
-                batch.emit[piece.seat] = to - 1
+                first = at if piece.tokens[-1] < -1 else to - 1
+                batch.emit[piece.seat, : to - first] = np.arange(first, to, dtype=np.int32)
             at = to
         return batch.packed()
 

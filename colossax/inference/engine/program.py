@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -11,8 +12,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, UInt32
 
 from colossax.config import BoundPlan
-from colossax.inference.cache import Cache, CacheLayout
+from colossax.errors import InputError
+from colossax.inference.cache import CacheLayout
 from colossax.inference.decode import decoding_model, resolved_slots
+from colossax.inference.engine.batch import EngineState, StepShape, looked_at, resolved
+from colossax.inference.engine.drafting import Drafter, View
+from colossax.inference.engine.drafting.looking import accepted, said_of, with_said
 from colossax.inference.engine.pages import paged_spec
 from colossax.inference.engine.sampling import Chosen, Draws, choose
 from colossax.inference.plan import inference_plan
@@ -37,6 +42,7 @@ class Sizes:
         slots: Longest sequence.
         mixed: Tokens of a step with prompts.
         decode: Tokens of a step without.
+        draft: Tokens drafted behind each that is said.
     """
 
     seats: int
@@ -45,6 +51,7 @@ class Sizes:
     slots: int
     mixed: int
     decode: int
+    draft: int = 0
 
     @property
     def pages_a_seat(self) -> int:
@@ -53,77 +60,12 @@ class Sizes:
 
     def step(self, kind: str) -> "StepShape":
         """Of `mixed` or `decode` steps."""
-        if kind == "decode":
-            return StepShape(tokens=self.decode, groups=self.decode, group=1, seats=self.seats)
-        group = min(GROUP, self.mixed)
-        groups = min(self.mixed, self.seats + self.mixed // group)
-        return StepShape(tokens=self.mixed, groups=groups, group=group, seats=self.seats)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StepShape:
-    """Of a step: how many tokens, and in how many groups they attend; see `Pages`."""
-
-    tokens: int
-    groups: int
-    group: int
-    seats: int
-
-    def empty(self) -> "Batch":
-        """With nothing but padding, in host memory."""
-        return Batch(
-            ids=np.zeros(self.tokens, np.int32),
-            position=np.zeros(self.tokens, np.int32),
-            seat=np.full(self.tokens, -1, np.int32),
-            groups=np.full((self.groups, self.group), -1, np.int32),
-            emit=np.full(self.seats, -1, np.int32),
+        tokens = self.decode if kind == "decode" else self.mixed
+        group = min(GROUP, 1 + self.draft if kind == "decode" else tokens)
+        groups = tokens if group == 1 else min(tokens, self.seats + tokens // group)
+        return StepShape(
+            tokens=tokens, groups=groups, group=group, seats=self.seats, draft=self.draft
         )
-
-    def unpacked(self, packed: Int[Array, " n"]) -> "Batch":
-        """See `Batch.packed`."""
-        sizes = [self.tokens] * 3 + [self.groups * self.group, self.seats]
-        ids, position, seat, groups, emit = jnp.split(packed, np.cumsum(sizes)[:-1])
-        groups = groups.reshape(self.groups, self.group)
-        return Batch(ids=ids, position=position, seat=seat, groups=groups, emit=emit)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Batch:
-    """Tokens of a step, int32.
-
-    Attributes:
-        ids: `[t]`; -1: what the seat was given last.
-        position: `[t]`.
-        seat: `[t]`; negative is padding.
-        groups: See `Pages`.
-        emit: Of each seat which of the tokens is followed by one that it is given, `[r]`;
-            negative: none is.
-    """
-
-    ids: Any
-    position: Any
-    seat: Any
-    groups: Any
-    emit: Any
-
-    def packed(self) -> np.ndarray:
-        """All of it in one array, which goes to the devices at once."""
-        parts = (self.ids, self.position, self.seat, self.groups.reshape(-1), self.emit)
-        return np.concatenate(parts)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineState:
-    """What a step gives up and gives back.
-
-    Attributes:
-        cache: In pages; see `paged_spec`.
-        said: Tokens of each seat by position, `[seats, slots + 1]` int32, read or chosen.
-    """
-
-    cache: Cache
-    said: Any
 
 
 class EngineProgram:
@@ -133,16 +75,20 @@ class EngineProgram:
     models that read a source, sound or images, those of `Reading`.
     """
 
-    def __init__(self, spec: ModelSpec, bound: BoundPlan, sizes: Sizes):
+    def __init__(
+        self, spec: ModelSpec, bound: BoundPlan, sizes: Sizes, drafter: Drafter | None = None
+    ):
         """Compile nothing yet.
 
         Args:
             spec: The model, as `describe` gave it under `bound`.
             bound: Where the parameters live.
-            sizes: See there.
+            sizes: See there; with as many drafts as the drafter gives.
+            drafter: Who guesses tokens.
 
         Raises:
-            InputError: The model cannot decode, or `slots` is above its `max_seq`.
+            InputError: The model cannot decode, `slots` is above its `max_seq`, or the drafter
+                cannot draft for it.
         """
         model = decoding_model(spec)
         self.spec, self.sizes = spec, sizes
@@ -159,20 +105,36 @@ class EngineProgram:
         self.shares = not asked.whole and stretched_from(self.config) >= sizes.slots
         self.cache = CacheLayout(self.bound, asked.specs)
         self.reading = Reading(spec, model, self.bound, self.cache)
+        if drafter is not None:
+            check_drafted(self, asked.specs)
+            drafter = drafter.fitted(self)
+        self.drafter = drafter
         here = replicated(self.bound)
         self.placed = functools.partial(jax.device_put, device=here)
-        out = (here, EngineState(cache=self.cache.shardings, said=here))
+        out = (here, self._state(here, self.cache.shardings, drafter and drafter.shardings))
         self._steps = {
             kind: jax.jit(
-                functools.partial(step, spec, self.bound, sizes.step(kind)),
-                donate_argnums=1,
+                functools.partial(step, spec, self.bound, sizes.step(kind), drafter, kind),
+                donate_argnums=2,
                 out_shardings=out,
             )
             for kind in ("mixed", "decode")
         }
-        self._said = jax.jit(
-            lambda: jnp.zeros((sizes.seats, sizes.slots + 1), jnp.int32), out_shardings=here
-        )
+        self._zeros = jax.jit(self._small, out_shardings=here)
+
+    def _small(self) -> dict[str, Array]:
+        """What a state holds of seats, but for caches."""
+        seats, slots, draft = self.sizes.seats, self.sizes.slots, self.sizes.draft
+        shapes: dict[str, tuple[int, ...]] = {"said": (seats, slots + 1)}
+        if self.drafter is not None:
+            shapes |= {"length": (seats,), "drafts": (seats, draft)}
+        return {name: jnp.zeros(shape, jnp.int32) for name, shape in shapes.items()}
+
+    def _state(self, small: Any, cache: Any, drafter: Any) -> EngineState:
+        """With something for each of what `_small` gives, or all that it gave."""
+        if not isinstance(small, dict):
+            small = dict.fromkeys(jax.eval_shape(self._small), small)
+        return EngineState(cache=cache, drafter=drafter, **small)
 
     @property
     def compiled(self) -> dict[str, int]:
@@ -182,13 +144,17 @@ class EngineProgram:
 
     def begin(self) -> EngineState:
         """With empty pages."""
-        return EngineState(cache=self.cache.empty(), said=self._said())
+        held = self._of_drafter(lambda x: x.empty())
+        return self._state(dict(self._zeros()), self.cache.empty(), held)
 
     def __call__(
         self, kind: str, params: Params, state: EngineState, *given: Any
     ) -> tuple[Chosen, EngineState]:
         """Run a step; see `step`. `state` is given up."""
-        return self._steps[kind](params, state, *given)
+        return self._steps[kind](params, self._of_drafter(lambda x: x.params), state, *given)
+
+    def _of_drafter(self, make: Callable[[Drafter], Any]) -> Any:
+        return None if self.drafter is None else make(self.drafter)
 
     def read(self, params: Params, state: EngineState, seat: int, asked: Any) -> EngineState:
         """The state with what a request's tokens attend to, before its first one in this seat.
@@ -221,7 +187,6 @@ class EngineProgram:
         def shape(x: Any) -> Any:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)
 
-        said = jax.ShapeDtypeStruct((sizes.seats, sizes.slots + 1), jnp.int32, sharding=here)
         given = (
             sizes.step(kind).empty().packed(),
             np.zeros((sizes.seats, sizes.pages_a_seat), np.int32),
@@ -229,11 +194,14 @@ class EngineProgram:
             all_allowed(sizes.seats, self.config.vocab),
             np.zeros((), bool),
         )
-        params = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
+        params, own = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+            (params, self._of_drafter(lambda x: x.params)),
         )
-        state = EngineState(cache=self.cache.abstract, said=said)
-        return params, state, *jax.tree.map(shape, given)
+        small = dict(jax.tree.map(shape, jax.eval_shape(self._small)))
+        held = self._of_drafter(lambda x: x.abstract)
+        state = self._state(small, self.cache.abstract, held)
+        return params, own, state, *jax.tree.map(shape, given)
 
     def lowered(self, kind: str, params: Params) -> Any:
         """A step, traced and not compiled; arguments as of `arguments`."""
@@ -252,11 +220,28 @@ def all_allowed(seats: int, vocab: int) -> np.ndarray:
     return np.full((seats, -(-vocab // 32)), 0xFFFFFFFF, np.uint32)
 
 
+def check_drafted(program: EngineProgram, specs: Any) -> None:
+    """Refuse models for which nothing can be drafted.
+
+    Raises:
+        InputError: What is kept of a sequence cannot be taken back token by token.
+    """
+    kinds = specs.values() if isinstance(specs, Mapping) else (specs,)
+    if any(one.kind == "sequence" for one in kinds) and not program.reading.reads.anything:
+        raise InputError(
+            "draft: the model keeps a state of each sequence as a whole, from which a token that"
+            " was guessed wrong cannot be taken back; serve it without drafts"
+        )
+
+
 def step(
     spec: ModelSpec,
     bound: BoundPlan,
     shape: StepShape,
+    drafter: Drafter | None,
+    kind: str,
     params: Params,
+    own: Any,
     state: EngineState,
     packed: Int[Array, " n"],
     table: Int[Array, "r p"],
@@ -266,9 +251,13 @@ def step(
 ) -> tuple[Chosen, EngineState]:
     """Tokens into their seats' pages, and a token for each seat that emits; pure.
 
+    With a drafter: one token and as many more as were guessed right, and new guesses.
+
     Args:
-        spec, bound, shape: Of the program.
+        spec, bound, shape, drafter: Of the program.
+        kind: Of the step.
         params: Of the model.
+        own: Of the drafter.
         state: Given up.
         packed: A `Batch`.
         table: Pages of each seat.
@@ -276,28 +265,41 @@ def step(
         mask, masked: See `choose`.
     """
     batch, model = shape.unpacked(packed), spec.merge(params)
+    tokens, said = resolved(batch, state)
     reads_source = getattr(model.config, "longest_source", None) is not None
-    seats, most = state.said.shape
-    valid = batch.seat >= 0
-    row, own = jnp.where(valid, batch.seat, seats), jnp.clip(batch.seat, 0)
-    known = state.said.at[row, batch.position].get(mode="fill", fill_value=0)
-    ids = jnp.where(batch.ids < 0, known, batch.ids)
-    said = state.said.at[row, batch.position].set(ids, mode="drop")
+    owner = jnp.clip(batch.seat, 0)
     flat = FlatTokens(
         seat=batch.seat,
-        position=batch.position,
-        slot=batch.position,
-        source=draws.source[own] if reads_source else None,
+        position=tokens.position,
+        slot=tokens.slot,
+        source=draws.source[owner] if reads_source else None,
         pages=Pages(table=table, groups=batch.groups),
         # A prompt is as long as it is, however it is cut; what is said makes it longer.
-        length=jnp.maximum(draws.begin[own], batch.position + 1),
+        length=jnp.maximum(draws.begin[owner], tokens.position + 1),
     )
-    emits = batch.emit >= 0
-    last = jnp.clip(batch.emit, 0)
-    after = jnp.where(emits, batch.position[last] + 1, most)
     with use(bound):
-        hidden, cache = model.decode(ids, state.cache, flat)
-        logits = model.logits(hidden[last])
-        chosen = choose(logits, draws, said, after, mask, masked)
-    said = said.at[jnp.arange(seats, dtype=jnp.int32), after].set(chosen.token, mode="drop")
-    return chosen, EngineState(cache=cache, said=said)
+        hidden, cache = model.decode(tokens.ids, state.cache, flat)
+        logits = model.logits(hidden[jnp.clip(batch.emit, 0).reshape(-1)])
+    emits = batch.emit[:, 0] >= 0
+    asked = {"draws": draws, "mask": mask, "masked": masked}
+    if drafter is None:
+        after = jnp.where(emits, tokens.position[jnp.clip(batch.emit[:, 0], 0)] + 1, said.shape[1])
+        with use(bound):
+            chosen = choose(logits, said=said, position=after, **asked)
+        rows = jnp.arange(len(emits), dtype=jnp.int32)
+        said = said.at[rows, after].set(chosen.token, mode="drop")
+        return chosen, EngineState(cache=cache, said=said)
+    looked = looked_at(batch, tokens)
+    with use(bound):
+        position = looked.position.reshape(-1) + 1
+        chosen = choose(logits, said=said, position=position, several=looked.several(), **asked)
+    chosen = said_of(chosen, accepted(looked, chosen.token.reshape(looked.ids.shape)), emits)
+    start = looked.position[:, 0] + 1
+    said = with_said(said, chosen.token, chosen.count, start)
+    length = jnp.where(emits, start + chosen.count, state.length)
+    held = drafter.read(own, state.drafter, tokens.ids, flat) if kind == "mixed" else state.drafter
+    view = View(
+        said=said, length=length, speaks=emits, room=batch.room, table=table, cache=cache, **asked
+    )
+    drafts, held = drafter.draft(own, held, view)
+    return chosen, EngineState(cache=cache, said=said, length=length, drafts=drafts, drafter=held)

@@ -75,15 +75,16 @@ class Draws:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """What a step gives for each seat.
+    """What a step gives for each seat; with drafts for each of the tokens that it may say.
 
     Attributes:
-        token: `[r]` int32.
+        token: `[r]` int32; with drafts `[r, 1 + d]`, and all else likewise.
         logprob: Of it, before penalties, biases and temperature, `[r]` float32; 0 where nobody
             asks for log-probabilities.
         top_tokens: The likeliest, `[r, MOST_LOGPROBS]` int32.
         top_logprobs: Likewise of theirs.
         sound: Whether the logits were numbers and any token was left to choose, `[r]` bool.
+        count: With drafts, how many of a seat's tokens are said, `[r]` int32; None: one.
     """
 
     token: Any
@@ -91,44 +92,67 @@ class Chosen:
     top_tokens: Any
     top_logprobs: Any
     sound: Any
+    count: Any = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Several:
+    """Of rows of logits of which a seat has several: behind each of its drafted tokens.
+
+    Attributes:
+        seat: Of each row, `[n]` int32.
+        known: Position behind the last token that the seat has said, `[n]` int32.
+        drafted: Tokens drafted behind it, `[n, d]` int32.
+        before: Which of them come before the token to choose, `[n, d]` bool.
+    """
+
+    seat: Any
+    known: Any
+    drafted: Any
+    before: Any
 
 
 def choose(
-    logits: Float[Array, "r v"],
+    logits: Float[Array, "n v"],
     draws: Draws,
     said: Int[Array, "r s"],
-    position: Int[Array, " r"],
+    position: Int[Array, " n"],
     mask: UInt32[Array, "r words"],
     masked: Bool[Array, ""],
+    several: Several | None = None,
 ) -> Chosen:
-    """The next token of each seat.
+    """The next token of each seat, or of each of several rows of seats.
 
     Penalties and biases are of logits; then the mask; then temperature; then `top_k`, `top_p` of
     what that leaves, and `min_p`.
 
     Args:
         logits: Of each seat's last token; rows of seats that emit nothing are anything.
-        draws: What is asked.
+        draws: What is asked, by seat.
         said: Tokens of each seat, by position.
         position: Of the tokens to choose.
         mask: A bit for each token that may come, from the lowest of the first word on.
         masked: Whether any bit is 0.
+        several: Whose rows they are; None: each seat has one.
 
     Cost: passes over `[r, v]`, of what nobody asks for none: 3 for the likeliest token, 64 more
     where `top_k` and `top_p` are asked for (thresholds are found bit by bit, nothing is sorted).
     """
+    if several is not None:
+        draws = jax.tree.map(lambda x: x[several.seat], draws)
     logits = logits.astype(jnp.float32)
     sound = jnp.isfinite(jnp.max(logits, axis=-1)) & ~jnp.any(jnp.isnan(logits), axis=-1)
     changed = jax.lax.cond(
         jnp.any((draws.presence != 0) | (draws.frequency != 0)),
-        lambda x: _penalised(x, draws, said, position),
+        lambda x: _penalised(x, draws, said, position, several),
         lambda x: x,
         logits,
     )
     changed = jax.lax.cond(
         jnp.any(draws.bias_tokens >= 0), lambda x: _biased(x, draws), lambda x: x, changed
     )
-    changed = jax.lax.cond(masked, lambda x: _allowed(x, mask), lambda x: x, changed)
+    changed = jax.lax.cond(masked, lambda x: _allowed(x, mask, several), lambda x: x, changed)
     sound &= jnp.any(changed > -jnp.inf, axis=-1)
     likeliest = jnp.argmax(changed, axis=-1).astype(jnp.int32)
     token = jax.lax.cond(
@@ -148,13 +172,20 @@ def choose(
     )
 
 
-def _penalised(x: Array, draws: Draws, said: Array, position: Array) -> Array:
-    """Less what has been said already."""
+def _penalised(
+    x: Array, draws: Draws, said: Array, position: Array, several: Several | None
+) -> Array:
+    """Less what has been said already, and drafted before."""
     at = jnp.arange(said.shape[1], dtype=jnp.int32)
+    if several is not None:
+        said, position = said[several.seat], several.known
     own = (at >= draws.begin[:, None]) & (at < position[:, None])
     rows = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
     to = jnp.where(own, said, x.shape[1])
     counts = jnp.zeros(x.shape, jnp.float32).at[rows, to].add(1.0, mode="drop")
+    if several is not None:
+        drafted = jnp.where(several.before, several.drafted, x.shape[1])
+        counts = counts.at[rows, drafted].add(1.0, mode="drop")
     return x - draws.presence[:, None] * (counts > 0) - draws.frequency[:, None] * counts
 
 
@@ -164,7 +195,8 @@ def _biased(x: Array, draws: Draws) -> Array:
     return x.at[rows, to].add(draws.bias_values, mode="drop")
 
 
-def _allowed(x: Array, mask: Array) -> Array:
+def _allowed(x: Array, mask: Array, several: Several | None) -> Array:
+    mask = mask if several is None else mask[several.seat]
     bits = (mask[..., None] >> jnp.arange(_BITS, dtype=jnp.uint32)) & 1
     return jnp.where(bits.reshape(x.shape[0], -1)[:, : x.shape[1]] == 1, x, -jnp.inf)
 

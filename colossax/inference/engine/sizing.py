@@ -9,6 +9,7 @@ import jax
 
 from colossax.config import BoundPlan
 from colossax.errors import PlanError
+from colossax.inference.engine.drafting import Drafter
 from colossax.inference.engine.program import EngineProgram, Sizes
 from colossax.nn import ModelSpec
 from colossax.offload import DEVICE_SHARE, device_memory, gb_down, gb_up
@@ -87,14 +88,21 @@ def with_room(program: EngineProgram, params: Params) -> EngineProgram:
     )
     if memory is None or held + cache_bytes(program) <= ROOMY * memory:
         return program
-    pages = pages_for(program.spec, bound, params, sizes, share=DEVICE_SHARE)
+    drafter = program.drafter
+    pages = pages_for(program.spec, bound, params, sizes, share=DEVICE_SHARE, drafter=drafter)
     if pages >= sizes.pages:
         return program
-    return EngineProgram(program.spec, bound, dataclasses.replace(sizes, pages=pages))
+    return EngineProgram(program.spec, bound, dataclasses.replace(sizes, pages=pages), drafter)
 
 
 def pages_for(
-    spec: ModelSpec, bound: BoundPlan, params: Params, sizes: Sizes, *, share: float = SHARE
+    spec: ModelSpec,
+    bound: BoundPlan,
+    params: Params,
+    sizes: Sizes,
+    *,
+    share: float = SHARE,
+    drafter: Drafter | None = None,
 ) -> int:
     """As many as all seats could fill, or as the devices have room for beside the rest.
 
@@ -105,6 +113,7 @@ def pages_for(
         spec, bound, params: As of `Engine`.
         sizes: Of it, without pages.
         share: Of a device's memory that may be used.
+        drafter: Of the engine, with a cache of its own in as many pages.
 
     Raises:
         PlanError: There is no room for the longest sequence.
@@ -114,7 +123,7 @@ def pages_for(
     if memory is None:
         return most
     one, few = (
-        EngineProgram(spec, bound, dataclasses.replace(sizes, pages=n))
+        EngineProgram(spec, bound, dataclasses.replace(sizes, pages=n), drafter)
         for n in (1, sizes.pages_a_seat)
     )
     page_bytes = max(1, (cache_bytes(few) - cache_bytes(one)) // max(1, sizes.pages_a_seat - 1))
@@ -139,8 +148,10 @@ def _used(lowered: Any) -> int:
 
 
 def cache_bytes(program: EngineProgram) -> int:
-    """Of the cache on each device."""
-    return sum(map(_bytes, jax.tree.leaves(program.cache.abstract)))
+    """Of the cache on each device, the drafter's too."""
+    drafter = program.drafter
+    caches = program.cache.abstract, None if drafter is None else drafter.abstract
+    return sum(map(_bytes, jax.tree.leaves(caches)))
 
 
 def _bytes(x: Any) -> int:
