@@ -11,6 +11,11 @@ from jaxtyping import Array, Int
 
 from colossax.inference.cache import Cache
 from colossax.inference.engine.drafting.looking import Looked
+from colossax.inference.engine.drafting.trees import Tree
+from colossax.pallas.attention import Branches
+
+NOWHERE = 2**30
+"""A slot behind all that there are."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,7 +85,7 @@ class EngineState:
         cache: In pages; see `paged_spec`.
         said: Tokens of each seat by position, `[seats, slots + 1]` int32, read or chosen.
         length: How many of them there are, `[seats]` int32; None where nothing is drafted.
-        drafts: Tokens guessed behind them, `[seats, d]` int32; likewise.
+        drafts: What is guessed behind them, with as many guesses; likewise.
         drafter: What the drafter holds; likewise.
     """
 
@@ -99,11 +104,15 @@ class Tokens:
         ids: Theirs.
         position: Theirs.
         slot: Where in the seat each goes; negative: nowhere.
+        tree: Of guesses that are one; None: slots are positions.
+        node: Which of its tree each is; negative: none.
     """
 
     ids: Any
     position: Any
     slot: Any
+    tree: Tree | None = None
+    node: Any = None
 
 
 def resolved(batch: Batch, state: EngineState) -> tuple[Tokens, Array]:
@@ -114,21 +123,26 @@ def resolved(batch: Batch, state: EngineState) -> tuple[Tokens, Array]:
         state: Before the step.
     """
     seats = state.said.shape[0]
-    valid, own = batch.seat >= 0, jnp.clip(batch.seat, 0)
-    position, ids = batch.position, batch.ids
-    if state.length is not None:
-        behind = jnp.where(position < 0, -1 - position, 0)
-        position = jnp.where(position < 0, state.length[own] - 1 + behind, position)
-    row = jnp.where(valid, batch.seat, seats)
-    known = state.said.at[row, position].get(mode="fill", fill_value=0)
-    ids = jnp.where(ids < 0, known, ids)
+    row, own = jnp.where(batch.seat >= 0, batch.seat, seats), jnp.clip(batch.seat, 0)
     if state.length is None:
-        said = state.said.at[row, position].set(ids, mode="drop")
-        return Tokens(ids=ids, position=position, slot=position), said
-    ids = jnp.where(behind > 0, state.drafts[own, jnp.maximum(behind - 1, 0)], ids)
+        place = batch.position
+        known = state.said.at[row, place].get(mode="fill", fill_value=0)
+        ids = jnp.where(batch.ids < 0, known, batch.ids)
+        said = state.said.at[row, place].set(ids, mode="drop")
+        return Tokens(ids=ids, position=place, slot=place), said
+    node = -1 - batch.position
+    behind, drafts = jnp.maximum(node, 0), state.drafts
+    slot = jnp.where(node >= 0, state.length[own] - 1 + behind, batch.position)
+    position, tree = slot, None
+    if drafts.parent is not None:
+        tree = Tree.of(drafts.parent)
+        position = jnp.where(node >= 0, slot - behind + tree.depth[own, behind], slot)
+    known = state.said.at[row, position].get(mode="fill", fill_value=0)
+    guessed = drafts.tokens[own, jnp.maximum(behind - 1, 0)]
+    ids = jnp.where(batch.ids >= 0, batch.ids, jnp.where(behind > 0, guessed, known))
     said = state.said.at[jnp.where(behind > 0, seats, row), position].set(ids, mode="drop")
-    slot = jnp.where(position < batch.room[own], position, -1)
-    return Tokens(ids=ids, position=position, slot=slot), said
+    slot = jnp.where(slot < batch.room[own], slot, -1)
+    return Tokens(ids=ids, position=position, slot=slot, tree=tree, node=node), said
 
 
 def looked_at(batch: Batch, tokens: Tokens) -> Looked:
@@ -139,4 +153,16 @@ def looked_at(batch: Batch, tokens: Tokens) -> Looked:
         ids=tokens.ids[at],
         position=tokens.position[at],
         kept=tokens.slot[at] >= 0,
+        tree=tokens.tree,
     )
+
+
+def branches_of(batch: Batch, tokens: Tokens, state: EngineState) -> Branches | None:
+    """Who sees whom of guesses that are trees; None where they are not."""
+    if tokens.tree is None:
+        return None
+    first = batch.emit[:, 0]
+    # A prompt is no tree, wherever the last one of its seat began.
+    is_tree = (first >= 0) & (tokens.node[jnp.clip(first, 0)] == 0)
+    begin = jnp.where(is_tree, state.length - 1, NOWHERE)
+    return tokens.tree.branches(begin, batch.seat, tokens.node)

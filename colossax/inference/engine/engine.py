@@ -193,6 +193,7 @@ class Engine:
             max_wait=max_wait_s,
             reuse=reuse and self.program.shares,
             draft=sizes.draft,
+            adapts=self.program.drafter is not None and not self.program.drafter.tree,
         )
         self._constraints: dict[int, Constraint] = {}
         self._flying: deque[tuple[StepPlan, Chosen]] = deque()

@@ -7,6 +7,9 @@ from typing import Any
 from colossax.inference.cache import Specs
 from colossax.nn import CacheSpec
 
+Fixed = frozenset[str] | Mapping[str, frozenset[str]]
+"""Names of arrays; of a model with several kinds of layers, by kind."""
+
 _ONLY = ""
 """The kind of layers that are all alike."""
 
@@ -17,10 +20,12 @@ class PagedSpec:
 
     Attributes:
         specs: With pages in place of seats, but for what is kept of a seat as a whole.
+        fixed: Arrays of what is.
         whole: Whether anything is: then nothing that one seat has computed serves another.
     """
 
     specs: Specs
+    fixed: Fixed
     whole: bool
 
 
@@ -42,7 +47,7 @@ def paged_spec(model: Any, *, seats: int, pages: int, page_tokens: int, slots: i
         _by_kind(model.cache_spec(seats=rows, slots=of_each))
         for rows, of_each in ((pages, page_tokens), (pages, 2 * page_tokens), (seats, slots))
     ]
-    found, whole = {}, False
+    found, fixed_of = {}, {}
     for kind, spec in asked[0].items():
         longer, by_seat = asked[1][kind].arrays, asked[2][kind].arrays
         fixed = {
@@ -52,8 +57,12 @@ def paged_spec(model: Any, *, seats: int, pages: int, page_tokens: int, slots: i
         }
         arrays = {n: by_seat[n] if n in fixed else one for n, one in spec.arrays.items()}
         found[kind] = dataclasses.replace(spec, arrays=arrays)
-        whole |= bool(fixed)
-    return PagedSpec(specs=found.get(_ONLY) or found, whole=whole)
+        fixed_of[kind] = frozenset(fixed)
+    return PagedSpec(
+        specs=found.get(_ONLY) or found,
+        fixed=fixed_of[_ONLY] if _ONLY in found else fixed_of,
+        whole=any(fixed_of.values()),
+    )
 
 
 def _by_kind(specs: Specs) -> dict[str, CacheSpec]:

@@ -15,9 +15,16 @@ from colossax.config import BoundPlan
 from colossax.errors import InputError
 from colossax.inference.cache import CacheLayout
 from colossax.inference.decode import decoding_model, resolved_slots
-from colossax.inference.engine.batch import EngineState, StepShape, looked_at, resolved
-from colossax.inference.engine.drafting import Drafter, View
+from colossax.inference.engine.batch import (
+    EngineState,
+    StepShape,
+    branches_of,
+    looked_at,
+    resolved,
+)
+from colossax.inference.engine.drafting import Drafter, Guesses, View
 from colossax.inference.engine.drafting.looking import accepted, said_of, with_said
+from colossax.inference.engine.drafting.trees import MOST_NODES, moved
 from colossax.inference.engine.pages import paged_spec
 from colossax.inference.engine.sampling import Chosen, Draws, choose
 from colossax.inference.plan import inference_plan
@@ -107,14 +114,19 @@ class EngineProgram:
         self.reading = Reading(spec, model, self.bound, self.cache)
         if drafter is not None:
             check_drafted(self, asked.specs)
+            if drafter.tree and drafter.tokens >= MOST_NODES:
+                raise InputError(
+                    f"draft: found a tree of {drafter.tokens} guesses; give {MOST_NODES - 1} or"
+                    " fewer"
+                )
             drafter = drafter.fitted(self)
-        self.drafter = drafter
+        self.drafter, self.fixed = drafter, asked.fixed
         here = replicated(self.bound)
         self.placed = functools.partial(jax.device_put, device=here)
         out = (here, self._state(here, self.cache.shardings, drafter and drafter.shardings))
         self._steps = {
             kind: jax.jit(
-                functools.partial(step, spec, self.bound, sizes.step(kind), drafter, kind),
+                functools.partial(step, self, sizes.step(kind), kind),
                 donate_argnums=2,
                 out_shardings=out,
             )
@@ -122,18 +134,20 @@ class EngineProgram:
         }
         self._zeros = jax.jit(self._small, out_shardings=here)
 
-    def _small(self) -> dict[str, Array]:
+    def _small(self) -> dict[str, Any]:
         """What a state holds of seats, but for caches."""
         seats, slots, draft = self.sizes.seats, self.sizes.slots, self.sizes.draft
-        shapes: dict[str, tuple[int, ...]] = {"said": (seats, slots + 1)}
+        small: dict[str, Any] = {"said": jnp.zeros((seats, slots + 1), jnp.int32)}
         if self.drafter is not None:
-            shapes |= {"length": (seats,), "drafts": (seats, draft)}
-        return {name: jnp.zeros(shape, jnp.int32) for name, shape in shapes.items()}
+            none = jnp.zeros((seats, draft), jnp.int32)
+            guesses = Guesses(tokens=none, parent=none if self.drafter.tree else None)
+            small |= {"length": jnp.zeros((seats,), jnp.int32), "drafts": guesses}
+        return small
 
     def _state(self, small: Any, cache: Any, drafter: Any) -> EngineState:
         """With something for each of what `_small` gives, or all that it gave."""
         if not isinstance(small, dict):
-            small = dict.fromkeys(jax.eval_shape(self._small), small)
+            small = jax.tree.map(lambda _: small, jax.eval_shape(self._small))
         return EngineState(cache=cache, drafter=drafter, **small)
 
     @property
@@ -235,10 +249,8 @@ def check_drafted(program: EngineProgram, specs: Any) -> None:
 
 
 def step(
-    spec: ModelSpec,
-    bound: BoundPlan,
+    program: EngineProgram,
     shape: StepShape,
-    drafter: Drafter | None,
     kind: str,
     params: Params,
     own: Any,
@@ -254,8 +266,8 @@ def step(
     With a drafter: one token and as many more as were guessed right, and new guesses.
 
     Args:
-        spec, bound, shape, drafter: Of the program.
-        kind: Of the step.
+        program: Its model, plan and drafter.
+        shape, kind: Of the step.
         params: Of the model.
         own: Of the drafter.
         state: Given up.
@@ -264,7 +276,8 @@ def step(
         draws: What its request asks.
         mask, masked: See `choose`.
     """
-    batch, model = shape.unpacked(packed), spec.merge(params)
+    batch, model = shape.unpacked(packed), program.spec.merge(params)
+    bound, drafter = program.bound, program.drafter
     tokens, said = resolved(batch, state)
     reads_source = getattr(model.config, "longest_source", None) is not None
     owner = jnp.clip(batch.seat, 0)
@@ -273,7 +286,7 @@ def step(
         position=tokens.position,
         slot=tokens.slot,
         source=draws.source[owner] if reads_source else None,
-        pages=Pages(table=table, groups=batch.groups),
+        pages=Pages(table=table, groups=batch.groups, branches=branches_of(batch, tokens, state)),
         # A prompt is as long as it is, however it is cut; what is said makes it longer.
         length=jnp.maximum(draws.begin[owner], tokens.position + 1),
     )
@@ -293,8 +306,13 @@ def step(
     with use(bound):
         position = looked.position.reshape(-1) + 1
         chosen = choose(logits, said=said, position=position, several=looked.several(), **asked)
-    chosen = said_of(chosen, accepted(looked, chosen.token.reshape(looked.ids.shape)), emits)
+    right, path = accepted(looked, chosen.token.reshape(looked.ids.shape))
+    chosen = said_of(chosen, right, path, emits)
     start = looked.position[:, 0] + 1
+    if looked.tree is not None:
+        right = jnp.where(emits, right, 0)
+        pages = Pages(table=table, groups=batch.groups)
+        cache = moved(cache, program.fixed, pages, path, right, start - 1, batch.room)
     said = with_said(said, chosen.token, chosen.count, start)
     length = jnp.where(emits, start + chosen.count, state.length)
     held = drafter.read(own, state.drafter, tokens.ids, flat) if kind == "mixed" else state.drafter

@@ -113,7 +113,7 @@ class Several:
     before: Any
 
 
-def choose(
+def ranked(
     logits: Float[Array, "n v"],
     draws: Draws,
     said: Int[Array, "r s"],
@@ -121,8 +121,11 @@ def choose(
     mask: UInt32[Array, "r words"],
     masked: Bool[Array, ""],
     several: Several | None = None,
-) -> Chosen:
-    """The next token of each seat, or of each of several rows of seats.
+) -> tuple[Float[Array, "n v"], Bool[Array, " n"]]:
+    """Numbers whose highest is the next token of each seat, or of each of several rows of seats.
+
+    Where tokens are drawn, noise is in them: the second highest is what would be drawn if the
+    highest could not be.
 
     Penalties and biases are of logits; then the mask; then temperature; then `top_k`, `top_p` of
     what that leaves, and `min_p`.
@@ -135,6 +138,9 @@ def choose(
         mask: A bit for each token that may come, from the lowest of the first word on.
         masked: Whether any bit is 0.
         several: Whose rows they are; None: each seat has one.
+
+    Returns:
+        The numbers, and of which rows the logits were numbers and any token was left.
 
     Cost: passes over `[r, v]`, of what nobody asks for none: 3 for the likeliest token, 64 more
     where `top_k` and `top_p` are asked for (thresholds are found bit by bit, nothing is sorted).
@@ -154,15 +160,31 @@ def choose(
     )
     changed = jax.lax.cond(masked, lambda x: _allowed(x, mask, several), lambda x: x, changed)
     sound &= jnp.any(changed > -jnp.inf, axis=-1)
-    likeliest = jnp.argmax(changed, axis=-1).astype(jnp.int32)
-    token = jax.lax.cond(
+    drawn = jax.lax.cond(
         jnp.any(draws.temperature > 0),
-        lambda x: jnp.where(draws.temperature > 0, _drawn(x, draws, position), likeliest),
-        lambda x: likeliest,
+        lambda x: jnp.where(draws.temperature[:, None] > 0, _drawn(x, draws, position), x),
+        lambda x: x,
         changed,
     )
-    asked = jnp.any(draws.logprobs)
-    logprob, top_tokens, top_logprobs = jax.lax.cond(asked, _told, _untold, logits, token)
+    return drawn, sound
+
+
+def choose(
+    logits: Float[Array, "n v"],
+    draws: Draws,
+    said: Int[Array, "r s"],
+    position: Int[Array, " n"],
+    mask: UInt32[Array, "r words"],
+    masked: Bool[Array, ""],
+    several: Several | None = None,
+) -> Chosen:
+    """The next token of each row, the highest of its `ranked`; arguments likewise."""
+    drawn, sound = ranked(logits, draws, said, position, mask, masked, several)
+    token = jnp.argmax(drawn, axis=-1).astype(jnp.int32)
+    asked = draws.logprobs if several is None else draws.logprobs[several.seat]
+    logprob, top_tokens, top_logprobs = jax.lax.cond(
+        jnp.any(asked), _told, _untold, logits.astype(jnp.float32), token
+    )
     return Chosen(
         token=token,
         logprob=logprob,
@@ -202,7 +224,7 @@ def _allowed(x: Array, mask: Array, several: Several | None) -> Array:
 
 
 def _drawn(x: Array, draws: Draws, position: Array) -> Array:
-    """Tokens drawn from what is left of `softmax(x / temperature)`."""
+    """What is left of `x / temperature` with noise: its highest is drawn from its softmax."""
     divisor = jnp.where(draws.temperature > 0, draws.temperature, 1.0)
     scaled = x / divisor[:, None]
     scaled = jax.lax.cond(
@@ -214,7 +236,8 @@ def _drawn(x: Array, draws: Draws, position: Array) -> Array:
     least = jnp.max(scaled, axis=-1) + jnp.log(draws.min_p)
     scaled = jnp.where(scaled >= least[:, None], scaled, -jnp.inf)
     keys = jax.vmap(lambda seed, at: jax.random.fold_in(jax.random.key(seed), at))
-    return jax.vmap(jax.random.categorical)(keys(draws.seed, position), scaled).astype(jnp.int32)
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, x.shape[1:], x.dtype))
+    return scaled + noise(keys(draws.seed, position))
 
 
 def _of_top_k(x: Array, count: Array) -> Array:

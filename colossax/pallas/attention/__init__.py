@@ -24,6 +24,7 @@ from .merge import row_delta as row_delta
 from .merge import with_sinks as with_sinks
 from .operands import Operands as Operands
 from .operands import Scoring as Scoring
+from .pages import Branches as Branches
 from .pages import Pages as Pages
 from .proof import variants as variants
 from .relative import RelativeBias as RelativeBias

@@ -46,7 +46,8 @@ def attend_cache(
     """Write what is kept of flat tokens into the cache, then attend within each one's seat.
 
     A token sees the slots of its own seat that hold positions up to its own, tokens of this call
-    included; `slot` equals `position`, and positions below a token's must have been written.
+    included; `slot` equals `position`, but in trees (`Branches`), and positions below a token's
+    must have been written.
     Without a window position p is in slot p, and a token outside of the cache is not written. With
     one, slots are taken in turn: position p is in slot p mod slots, and `left + c` of them do for
     calls with at most c tokens of a seat; with chunks likewise, `chunk - 1 + c` of them. Tokens of
@@ -129,8 +130,8 @@ def attend_cache(
             sinks=None if extra is None else extra[0, ..., 0],
             biases=biases,
         )
-        where = {"seat": seat, "position": position, "scores": scores, "read": read}
-        out = attend_pages(grouped, cache, layer, pages, **where)
+        where = {"seat": seat, "position": position, "slot": slot}
+        out = attend_pages(grouped, cache, layer, pages, **where, scores=scores, read=read)
         return out.reshape(t, n, -1).astype(q.dtype), cache
 
     def weigh(logits: Array, seat: Array, position: Array) -> Array:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
 
 from .mask import Mask
 from .relative import RelativeBias
@@ -21,6 +21,44 @@ _NONE = -1e30
 """What stands for the largest of no logits: its difference from itself is no NaN."""
 
 
+WORD = 32
+"""Slots that a word of `Branches` speaks of."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Branches:
+    """Of tokens that are guessed, several for one position: a tree of them in each seat.
+
+    A seat's tree lies in the slots from `begin` on, parents before children; the root is the last
+    token that is said. A token sees all slots before the tree, and in it those of its own line.
+
+    Attributes:
+        begin: The first slot of each seat's tree, `[seats]` int32.
+        depth: How far below the root what lies in each slot is, `[seats, nodes]` int32.
+        line: Which slots each token of the call sees, itself among them, a bit each from the lowest
+            of the first word, `[t, words]` uint32; all of them for tokens of no tree.
+    """
+
+    begin: Int[Array, "*seats"]
+    depth: Int[Array, "*seats nodes"]
+    line: UInt32[Array, "*t words"]
+
+    def of_groups(self, tokens: Int[Array, "g w"], seats: Int[Array, " g"]) -> "Branches":
+        """For each group of tokens: `begin [g]`, `depth [g, nodes]`, `line [g, w, words]`."""
+        return Branches(begin=self.begin[seats], depth=self.depth[seats], line=self.line[tokens])
+
+    def keys(self, slot: Int[Array, " c"]) -> tuple[Array, Array]:
+        """Of one group: the position of what lies in slots `[c]`, and who sees it, `[w, c]`."""
+        node = slot - self.begin
+        nodes = self.depth.shape[0]
+        in_tree = (node >= 0) & (node < nodes)
+        held = jnp.clip(node, 0, nodes - 1)
+        position = jnp.where(in_tree, self.begin + self.depth[held], slot)
+        bit = (self.line[:, held // WORD] >> (held % WORD).astype(jnp.uint32)) & 1
+        return position, (node < 0) | (in_tree & (bit == 1))
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pages:
@@ -33,10 +71,12 @@ class Pages:
             Those behind what has been written are read nowhere.
         groups: `[g, w]` int32: tokens of the call, which read together; those of a row are of one
             seat. Negative: none. Each token of a seat stands in one place.
+        branches: Of guessed tokens, where they are trees; else slots are positions.
     """
 
     table: Int[Array, "seats pages"]
     groups: Int[Array, "g w"]
+    branches: Branches | None = None
 
     def row_and_column(
         self, seat: Int[Array, " t"], slot: Int[Array, " t"], shape: tuple[int, ...]
@@ -115,6 +155,7 @@ def attend_pages(
     *,
     seat: Int[Array, " t"],
     position: Int[Array, " t"],
+    slot: Int[Array, " t"],
     scores: Scores,
     read: "ReadSlots",
 ) -> Float[Array, "t k r hv"]:
@@ -131,6 +172,7 @@ def attend_pages(
         pages: See there.
         seat: Of each token; negative is padding, and its output 0.
         position: Of each token.
+        slot: Where it lies, which is its position but in trees.
         scores: How they are seen.
         read: Keys and values from what slots hold.
 
@@ -144,20 +186,29 @@ def attend_pages(
     there = (pages.groups >= 0) & (seat[pages.groups] >= 0)
     place = jnp.where(there, position[pages.groups], -1)
     first = jnp.min(jnp.where(there, place, most * each), axis=1)
-    last = jnp.max(place, axis=1)
-    rows = pages.table[jnp.clip(jnp.max(jnp.where(there, seat[pages.groups], 0), axis=1), 0)]
+    own = jnp.clip(jnp.max(jnp.where(there, seat[pages.groups], 0), axis=1), 0)
+    rows, trees, last = pages.table[own], None, jnp.max(place, axis=1)
+    if pages.branches is not None:
+        trees = pages.branches.of_groups(jnp.clip(pages.groups, 0), own)
+        last = jnp.max(jnp.where(there, slot[pages.groups], -1), axis=1)
     begin = jnp.zeros_like(first)
     if scores.reach is not None:
         begin = jnp.maximum(0, first - scores.reach) // width
     parts = jnp.max(jnp.where(last < 0, 0, last // width + 1 - begin))
     asked = q[jnp.clip(pages.groups, 0)]
 
-    def of_group(asked: Array, place: Array, keys: Array, values: Array, start: Array) -> Any:
+    def of_group(
+        asked: Array, place: Array, keys: Array, values: Array, start: Array, tree: Any
+    ) -> Any:
         """Largest logit, sum of exponentials and weighted values of one part."""
         products = jnp.einsum(
             "wkrh,ckh->krwc", asked.astype(keys.dtype), keys, preferred_element_type=jnp.float32
         )
-        logits, seen = scores(products, place, start + jnp.arange(width, dtype=jnp.int32))
+        key, on_line = start + jnp.arange(width, dtype=jnp.int32), True
+        if tree is not None:
+            key, on_line = tree.keys(key)
+        logits, seen = scores(products, place, key)
+        seen &= on_line
         top = jnp.max(logits, axis=-1, where=seen, initial=_NONE)
         weights = jnp.where(seen, jnp.exp(logits - top[..., None]), 0.0)
         out = jnp.einsum(
@@ -179,7 +230,7 @@ def attend_pages(
         # What another left behind may be no number, and nothing times that is none either.
         values = jnp.where((slots <= last[:, None])[..., None, None], values, 0)
         top, total, out = state
-        of_part = jax.vmap(of_group)(asked, place, keys, values, number * width)
+        of_part = jax.vmap(of_group)(asked, place, keys, values, number * width, trees)
         high = jnp.maximum(top, of_part[0])
         old, new = jnp.exp(top - high), jnp.exp(of_part[0] - high)
         return (

@@ -38,6 +38,21 @@ class View:
     cache: Any
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Guesses:
+    """What may come behind the last token of each seat.
+
+    Attributes:
+        tokens: `[r, d]` int32.
+        parent: Of a tree, which of the guesses each follows, a smaller number than its own, which
+            counts from 1; 0 is the last token itself; `[r, d]` int32. None: the one before it.
+    """
+
+    tokens: Any
+    parent: Any = None
+
+
 class Drafter(abc.ABC):
     """Guesses what seats say next; pure functions of what is on the devices.
 
@@ -46,10 +61,12 @@ class Drafter(abc.ABC):
 
     Attributes:
         tokens: How many it guesses for each seat.
+        tree: Whether several of them may be for one place; else each follows the one before it.
         params: What its functions get; kept.
     """
 
     tokens: int
+    tree: bool = False
     params: Any = None
 
     @abc.abstractmethod
@@ -79,5 +96,5 @@ class Drafter(abc.ABC):
         return held
 
     @abc.abstractmethod
-    def draft(self, params: Any, held: Any, view: View) -> tuple[Int[Array, "r d"], Any]:
+    def draft(self, params: Any, held: Any, view: View) -> tuple[Guesses, Any]:
         """Tokens behind each seat's last one, and what it holds then."""

@@ -1,6 +1,7 @@
 """Drafts of a smaller model of the same vocabulary, run as often as there are tokens to guess."""
 
 import copy
+import dataclasses
 from typing import Any
 
 import jax
@@ -11,14 +12,17 @@ from colossax.config import BoundPlan
 from colossax.errors import InputError
 from colossax.inference.cache import Cache, CacheLayout
 from colossax.inference.decode import decoding_model
-from colossax.inference.engine.drafting.drafter import Drafter, View
+from colossax.inference.engine.drafting.drafter import Drafter, Guesses, View
 from colossax.inference.engine.pages import paged_spec
-from colossax.inference.engine.sampling import Several, choose
+from colossax.inference.engine.sampling import Several, ranked
 from colossax.inference.plan import inference_plan
 from colossax.nn import FlatTokens, ModelSpec
 from colossax.pallas.attention import Pages
 from colossax.sharding import use
 from colossax.typing import Params
+
+WIDTH = 8
+"""Most guesses for one place."""
 
 
 class ModelDrafter(Drafter):
@@ -28,27 +32,48 @@ class ModelDrafter(Drafter):
     of one mind with the model both draw the same.
 
     Cost, for each step: its forward pass of the step's tokens where there are prompts among them,
-    and `tokens` passes of one token for each seat, the first of two.
+    and `tokens` passes of one token for each seat, the first of two; guesses of a tree beside its
+    line cost none.
     Reference: Leviathan et al. 2023; drawing with a common key: Daliri et al. 2025.
     """
 
-    def __init__(self, spec: ModelSpec, bound: BoundPlan, params: Params, tokens: int = 4):
+    def __init__(
+        self,
+        spec: ModelSpec,
+        bound: BoundPlan,
+        params: Params,
+        tokens: int = 4,
+        *,
+        nodes: int | None = None,
+    ):
         """Compile nothing.
 
         Args:
             spec: The smaller model, as `describe` gave it under `bound`.
             bound: Where its parameters live: the devices of the engine.
             params: Laid out by `bound`; kept.
-            tokens: How many it guesses behind each that is said.
+            tokens: How many it guesses, one behind another.
+            nodes: How many with others for the same places: a tree. Default none.
 
         Raises:
-            InputError: It cannot decode, or guesses nothing.
+            InputError: It cannot decode, guesses nothing, or there are fewer nodes than tokens.
         """
         if tokens < 1:
             raise InputError(f"tokens: found {tokens}; give 1 or more")
+        if nodes is not None and nodes < tokens:
+            raise InputError(f"nodes: found {nodes}; give {tokens} or more, one for each token")
         self._model = decoding_model(spec)
         self._bound = BoundPlan(inference_plan(bound.plan), bound.mesh)
-        self.spec, self.params, self.tokens = spec, params, tokens
+        self.spec, self.params = spec, params
+        self.depth, self.tokens = tokens, tokens if nodes is None else nodes
+        self.tree = self.tokens > self.depth
+        self.width = min(WIDTH, 1 + self.tokens - self.depth, self._model.config.vocab)
+        most = self.depth * self.width
+        if self.tokens > most:
+            raise InputError(
+                f"nodes: found {nodes}, and {tokens} places have {self.width} guesses each; give"
+                f" {most} or fewer"
+            )
         self._cache: CacheLayout | None = None
 
     def fitted(self, program: Any) -> "ModelDrafter":
@@ -100,30 +125,74 @@ class ModelDrafter(Drafter):
         with use(self._bound):
             return self.spec.merge(params).decode(ids, held, flat)[1]
 
-    def draft(self, params: Params, held: Cache, view: View) -> tuple[Int[Array, "r d"], Cache]:
+    def draft(self, params: Params, held: Cache, view: View) -> tuple[Guesses, Cache]:
         """See `Drafter`.
 
         The last token but one is read again: where all drafts were right nobody has read it.
         """
         guess = _Guess(self, params, view)
+        seats, rows = view.said.shape[0], jnp.arange(view.said.shape[0], dtype=jnp.int32)
         first, held = guess(held, view.said, jnp.int32(0), tokens=2)
-        seats = len(first)
-        drafts = jnp.zeros((seats, self.tokens), jnp.int32).at[:, 0].set(first)
+        found = jax.tree.map(
+            lambda x: jnp.zeros((seats, self.depth, *x.shape[1:]), x.dtype).at[:, 0].set(x), first
+        )
 
-        def more(i: Array, state: tuple[Array, Cache]) -> tuple[Array, Cache]:
-            drafts, held = state
-            at = jnp.where(view.speaks, view.length + i - 1, view.said.shape[1])
-            rows = jnp.arange(seats, dtype=jnp.int32)
-            said = view.said.at[rows, at].set(drafts[:, i - 1], mode="drop")
+        def more(i: Array, state: tuple[Candidates, Array, Cache]) -> Any:
+            found, said, held = state
+            at = jnp.where(view.speaks, view.length + i - 1, said.shape[1])
+            said = said.at[rows, at].set(found.tokens[:, i - 1, 0], mode="drop")
             guessed, held = guess(held, said, i, tokens=1)
-            return drafts.at[:, i].set(guessed), held
+            return jax.tree.map(lambda all, x: all.at[:, i].set(x), found, guessed), said, held
 
-        return jax.lax.fori_loop(1, self.tokens, more, (drafts, held))
+        found, _, held = jax.lax.fori_loop(1, self.depth, more, (found, view.said, held))
+        return found.guesses(self.tokens - self.depth), held
 
     @property
     def _layout(self) -> CacheLayout:
         assert self._cache is not None, "it is fitted to no program"
         return self._cache
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Candidates:
+    """What may come at each place, the first of which goes on the line that is guessed.
+
+    Attributes:
+        tokens: `[..., w]` int32, those that are drawn first.
+        logprobs: What the drafting model gives each, `[..., w]` float32.
+    """
+
+    tokens: Any
+    logprobs: Any
+
+    def guesses(self, more: int) -> Guesses:
+        """The line, and of the other candidates those that are likeliest to be reached and drawn.
+
+        Those hang on the line as leaves: where it is likely to be right there are few of them, and
+        where the drafting model does not know there are many.
+
+        Args:
+            more: How many of the others.
+
+        Reference: Du et al. 2024, GliDe with a CaPE, which widens by thresholds; these are as many
+        as there is room for.
+        """
+        line = self.tokens[:, :, 0]
+        if not more:
+            return Guesses(tokens=line)
+        seats, depth, width = self.tokens.shape
+        of_line = jnp.cumsum(self.logprobs[:, :, 0], axis=1)
+        reached = jnp.pad(of_line[:, :-1], ((0, 0), (1, 0)))
+        worth = (reached[:, :, None] + self.logprobs[:, :, 1:]).reshape(seats, -1)
+        _, best = jax.lax.top_k(worth, more)
+        others = self.tokens[:, :, 1:].reshape(seats, -1)
+        leaves = jnp.take_along_axis(others, best, axis=1)
+        chain = jnp.tile(jnp.arange(depth, dtype=jnp.int32), (seats, 1))
+        return Guesses(
+            tokens=jnp.concatenate([line, leaves], axis=1),
+            parent=jnp.concatenate([chain, best.astype(jnp.int32) // (width - 1)], axis=1),
+        )
 
 
 class _Guess:
@@ -134,8 +203,8 @@ class _Guess:
 
     def __call__(
         self, held: Cache, said: Int[Array, "r s"], behind: Array, *, tokens: int
-    ) -> tuple[Int[Array, " r"], Cache]:
-        """The token behind `length + behind`, after that many of the seat's last tokens.
+    ) -> tuple[Candidates, Cache]:
+        """What may stand at `length + behind`, from that many of the seat's last tokens.
 
         Args:
             held: Its cache.
@@ -171,5 +240,12 @@ class _Guess:
             before=jnp.zeros((seats, 0), bool),
         )
         draws = {"draws": view.draws, "said": said, "mask": view.mask, "masked": view.masked}
-        guessed = choose(logits, position=length, several=alone, **draws)
-        return guessed.token, held
+        drawn, _ = ranked(logits, position=length, several=alone, **draws)
+        width = self._drafter.width
+        if width == 1:
+            best = jnp.argmax(drawn, axis=-1, keepdims=True).astype(jnp.int32)
+            return Candidates(tokens=best, logprobs=jnp.zeros(best.shape)), held
+        _, best = jax.lax.top_k(drawn, width)
+        logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+        logprobs = jnp.take_along_axis(logprobs, best, axis=1)
+        return Candidates(tokens=best.astype(jnp.int32), logprobs=logprobs), held

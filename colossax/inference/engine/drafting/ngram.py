@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from colossax.errors import InputError
-from colossax.inference.engine.drafting.drafter import Drafter, View
+from colossax.inference.engine.drafting.drafter import Drafter, Guesses, View
 
 LONGEST = 3
 """Last tokens that are looked for; where they never came before, fewer of them."""
@@ -44,7 +44,7 @@ class NgramDrafter(Drafter):
         one._vocab = program.config.vocab
         return one
 
-    def draft(self, params: Any, held: Any, view: View) -> tuple[Int[Array, "r d"], Any]:
+    def draft(self, params: Any, held: Any, view: View) -> tuple[Guesses, Any]:
         """See `Drafter`."""
         follows = ngram_follows(view.said, view.length, self._longest)
         at = follows[:, None] + jnp.arange(self.tokens, dtype=jnp.int32)
@@ -55,7 +55,7 @@ class NgramDrafter(Drafter):
         )
         found = jnp.take_along_axis(view.said, at, axis=1)
         # Places of images are no tokens that anybody says.
-        return jnp.where(found < self._vocab, found, 0), held
+        return Guesses(tokens=jnp.where(found < self._vocab, found, 0)), held
 
 
 def ngram_follows(
