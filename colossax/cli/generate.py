@@ -7,6 +7,7 @@ from typing import Any
 
 from colossax.cli.arguments import BASE_HELP, keeping, number, real
 from colossax.cli.devices import choose_devices, request_host_devices
+from colossax.cli.drafting import check_draft, draft_options, drafter_of
 from colossax.cli.output import put, tell
 from colossax.cli.overrides import Override, apply_overrides
 from colossax.config import GREEDY_OR_MORE, Bound, Plan, check_text, user_path
@@ -93,6 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
         "--json", action="store_true", help="one JSON object a prompt on standard output"
     )
     weights_option(parser)
+    draft_options(parser)
     parser.add_argument(
         "--devices", metavar="N", type=number(1), help="devices to use; on a CPU, N are made"
     )
@@ -120,6 +122,7 @@ def weights_option(parser: argparse.ArgumentParser) -> None:
 
 def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
     """Generate as asked and return the exit code."""
+    check_draft(args)
     request_host_devices(args.devices)
     from colossax.cli.programs import kept_programs
 
@@ -171,7 +174,9 @@ def _generate(args: argparse.Namespace, overrides: list[Override]) -> int:
             loaded = model.load(base=loaded)
         if (one := runs.get(model.adapter)) is None:
             given = loaded.spec, loaded.bound, loaded.params
-            one = runs[model.adapter] = several(*given, requests=requests, eos=loaded.eos)
+            drafter = drafter_of(args, loaded, devices)
+            one = several(*given, requests=requests, eos=loaded.eos, drafter=drafter)
+            runs[model.adapter] = one
             if one.notice is not None:
                 tell(f"{one.notice}\n")
         else:

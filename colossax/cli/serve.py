@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from colossax.cli.arguments import BASE_HELP, keeping, number, real
+from colossax.cli.drafting import check_draft, draft_options
 from colossax.cli.generate import weights_option
 from colossax.cli.output import tell
 from colossax.cli.overrides import Override
@@ -106,6 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
         "--no-prefix-reuse", action="store_true", help="compute prompts that begin alike each time"
     )
     weights_option(parser)
+    draft_options(engine)
     engine.add_argument(
         "--devices", metavar="N", type=number(1), help="devices to use; on a CPU, N are made"
     )
@@ -123,6 +125,7 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
         from colossax.cli.serving_engine import run_engine
 
         return run_engine(args, overrides)
+    check_draft(args)
     _check_extra()
     return _supervise(args)
 

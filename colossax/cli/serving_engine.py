@@ -5,6 +5,7 @@ import socket
 from typing import Any
 
 from colossax.cli.devices import choose_devices, request_host_devices
+from colossax.cli.drafting import drafter_of
 from colossax.cli.generate import Options, check_reads_text, opened
 from colossax.cli.overrides import Override, apply_overrides
 from colossax.cli.serve import template_of
@@ -46,6 +47,7 @@ def _serve(wire: Wire, args: argparse.Namespace, overrides: list[Override]) -> N
         mixed_tokens=args.mixed_tokens,
         deterministic=args.deterministic,
         reuse=not args.no_prefix_reuse,
+        drafter=drafter_of(args, loaded, devices),
     )
     room = engine.sizes.pages * engine.sizes.page_tokens
     facts["slots"] = min(facts["slots"], room)

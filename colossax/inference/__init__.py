@@ -5,8 +5,11 @@ from .decode import Chunk as Chunk
 from .decode import DecodeProgram as DecodeProgram
 from .decode import Sampling as Sampling
 from .engine import Constraint as Constraint
+from .engine import Drafter as Drafter
 from .engine import Engine as Engine
 from .engine import EngineStats as EngineStats
+from .engine import ModelDrafter as ModelDrafter
+from .engine import NgramDrafter as NgramDrafter
 from .fitting import Fitted as Fitted
 from .fitting import fit_layers as fit_layers
 from .generator import Generation as Generation

@@ -6,7 +6,7 @@ from typing import Any
 from colossax.checkpoint import RecordReader
 from colossax.config import BoundPlan
 from colossax.data import Tokenizer
-from colossax.inference.engine import Engine
+from colossax.inference.engine import Engine, ModelDrafter
 from colossax.inference.fitting import argument_bytes
 from colossax.inference.generator import Generator
 from colossax.nn import AdapterConfig, DecoderConfig, ModelSpec
@@ -58,6 +58,10 @@ class LoadedModel:
         """
         sizes = {"slots": slots, "sequences": sequences}
         return Generator(self.spec, self.bound, self.params, **sizes, eos=self.eos)
+
+    def drafter(self, tokens: int = 4, *, nodes: int | None = None) -> ModelDrafter:
+        """One that guesses for a larger model of the same vocabulary; see `ModelDrafter`."""
+        return ModelDrafter(self.spec, self.bound, self.params, tokens, nodes=nodes)
 
     def engine(self, **options: Any) -> Engine:
         """One for many requests at once, with options as of `Engine`; load it `unrolled`."""

@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 from colossax.config import BoundPlan, MeshAxis
 from colossax.errors import InputError
 from colossax.inference.decode import decoding_model
-from colossax.inference.engine import Engine
+from colossax.inference.engine import Drafter, Engine
 from colossax.inference.engine.program import EngineProgram
 from colossax.inference.engine.sizing import sizes_for, with_room
 from colossax.inference.generator import Generation, Generator
@@ -61,6 +61,7 @@ def several(
     *,
     requests: Sequence[EngineRequest],
     eos: int | None = None,
+    drafter: Drafter | None = None,
 ) -> Several:
     """What continues these prompts; nothing is compiled yet.
 
@@ -73,10 +74,11 @@ def several(
         params: Laid out by `bound`; kept. Shapes with shardings do for `lowered`.
         requests: One or more.
         eos: Token that ends a continuation, beside those of its request.
+        drafter: See `Engine`.
 
     Raises:
-        InputError: The model cannot decode, or there are stages, and tokens are drawn otherwise
-            than by temperature.
+        InputError: The model cannot decode, or there are stages, and tokens are guessed or drawn
+            otherwise than by temperature.
 
     Cost: a compilation where all prompts are short, else two. Holds parameters and a cache for the
     longest 16 of the requests, or as many as there is room for.
@@ -86,11 +88,17 @@ def several(
     given = [_ending(one, eos) if ends else one for one in requests]
     longest = config.max_seq
     if bound.mesh.shape[MeshAxis.STAGE] > 1:
+        if drafter is not None:
+            raise InputError(
+                "draft: stages take one token after another, and guess none; leave it out, or give"
+                " the devices of 'stage' to 'tensor' or 'fsdp'"
+            )
         asked = [_plain(one) for one in requests]
         slots = sizes_for(given, longest).slots
         sizes = {"slots": slots, "sequences": len(asked), "eos": eos}
         return _InStages(Generator(spec, bound, params, **sizes), asked)
-    program = EngineProgram(spec, bound, sizes_for(given, longest))
+    draft = 0 if drafter is None else drafter.tokens
+    program = EngineProgram(spec, bound, sizes_for(given, longest, draft), drafter)
     return _Together(program, params, given)
 
 

@@ -64,6 +64,8 @@ class Stats:
         pages_cached: Pages that hold a prefix nobody refers to.
         prefix_hit_tokens: Tokens of prompts that were found in the cache, since the start.
         preemptions: Requests that lost their pages to others, since the start.
+        drafted: Tokens that were guessed and looked at, since the start.
+        accepted: Those of them that were said.
         idle: Whether it has nothing to do.
         since_step_s: Seconds since its last step ended.
     """
@@ -75,6 +77,8 @@ class Stats:
     pages_cached: int = 0
     prefix_hit_tokens: int = 0
     preemptions: int = 0
+    drafted: int = 0
+    accepted: int = 0
     idle: bool = True
     since_step_s: float = 0.0
 

@@ -330,7 +330,13 @@ def test_metrics_count():
         here.ask("/v1/completions", COMPLETION | {"n": 0})
         here.ask("/where/ever")
         here.engine.now = type(here.engine.now)(
-            seats_used=3, waiting=2, pages_free=5, prefix_hit_tokens=32, preemptions=1
+            seats_used=3,
+            waiting=2,
+            pages_free=5,
+            prefix_hit_tokens=32,
+            preemptions=1,
+            drafted=9,
+            accepted=7,
         )
         lines = here.ask("/metrics").text.splitlines()
         for line in (
@@ -347,6 +353,8 @@ def test_metrics_count():
             "colossax_pages_free 5.0",
             "colossax_prefix_hit_tokens_total 32.0",
             "colossax_preemptions_total 1.0",
+            "colossax_drafted_tokens_total 9.0",
+            "colossax_accepted_tokens_total 7.0",
             "colossax_inside 0.0",
         ):
             assert line in lines, line

@@ -40,7 +40,7 @@ SHARE = 0.93
 """Of a device's memory: what an engine takes of it, all together."""
 
 
-def sizes_for(requests: Sequence[EngineRequest], longest: int) -> Sizes:
+def sizes_for(requests: Sequence[EngineRequest], longest: int, draft: int = 0) -> Sizes:
     """Of an engine for requests that are all known, on devices with any room.
 
     Steps have one size where the prompts are short.
@@ -48,6 +48,7 @@ def sizes_for(requests: Sequence[EngineRequest], longest: int) -> Sizes:
     Args:
         requests: One or more.
         longest: Of the model's sequences.
+        draft: Tokens that are guessed behind each that is said.
     """
     seats = _power(min(len(requests), SEATS))
     lengths = sorted((len(one.prompt) + one.max_tokens for one in requests), reverse=True)
@@ -55,15 +56,17 @@ def sizes_for(requests: Sequence[EngineRequest], longest: int) -> Sizes:
     of_each = -(-slots // PAGE_TOKENS)
     pages = sum(-(-min(length, slots) // PAGE_TOKENS) for length in lengths[:seats])
     read = sum(sorted((len(one.prompt) for one in requests), reverse=True)[:seats])
-    few = max(FEW_TOKENS, seats)
+    decode = seats * (1 + draft)
+    few = max(FEW_TOKENS, decode)
     short = read <= FEW_STEPS * few
     return Sizes(
         seats=seats,
         pages=min(seats * of_each, -(-pages // of_each) * of_each),
         page_tokens=PAGE_TOKENS,
         slots=slots,
-        mixed=few if short else min(MIXED_TOKENS, _power(read)),
-        decode=few if short else seats,
+        mixed=few if short else max(decode, min(MIXED_TOKENS, _power(read))),
+        decode=few if short else decode,
+        draft=draft,
     )
 
 

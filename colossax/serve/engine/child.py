@@ -163,6 +163,8 @@ class _Loop:
             "pages_cached": found.cached,
             "prefix_hit_tokens": found.reused,
             "preemptions": found.preemptions,
+            "drafted": found.drafted,
+            "accepted": found.accepted,
             "idle": not self._engine.busy and not self._compiling,
         }
 

@@ -97,6 +97,8 @@ class _OfEngine(Collector):
         counts = {
             "prefix_hit_tokens": ("Tokens of prompts found in the cache.", found.prefix_hit_tokens),
             "preemptions": ("Requests that lost their pages to others.", found.preemptions),
+            "drafted_tokens": ("Tokens that were guessed and looked at.", found.drafted),
+            "accepted_tokens": ("Guessed tokens that were said.", found.accepted),
         }
         for name, (told, value) in gauges.items():
             yield GaugeMetricFamily(f"colossax_{name}", told, value=value)

@@ -85,13 +85,15 @@ export class Board {
     tile("queue", whole.format(stats.waiting), `${whole.format(stats.inside)} in the server`, waiting, 4);
   }
 
-  #pages({ pages, prefix_hit_tokens: hits, prompt_tokens: read, preemptions }) {
+  #pages({ pages, prefix_hit_tokens: hits, prompt_tokens: read, preemptions, drafted, accepted }) {
     const whole = pages.used + pages.cached + pages.free;
     bar($("tile-pages").querySelector(".bar"), ["used", "cached", "free"].map((name) => [name, pages[name]]));
     for (const name of ["used", "cached", "free"]) $(`pages-${name}`).textContent = whole ? counted(pages[name]) : "–";
     const share = read ? `${Math.min(100, Math.round((100 * hits) / read))} % of prompts` : "tokens of prompts";
     tile("hits", counted(hits), share);
     tile("preemptions", counted(preemptions), "since it started");
+    $("tile-drafts").hidden = !drafted;
+    tile("drafts", `${drafted ? Math.round((100 * accepted) / drafted) : 0} %`, `${counted(accepted)} guesses right`);
   }
 
   #line() {

@@ -109,5 +109,7 @@ def numbers(backend: Backend, doors: Doors, records: Records) -> dict[str, Any]:
         },
         "prefix_hit_tokens": found.prefix_hit_tokens,
         "preemptions": found.preemptions,
+        "drafted": found.drafted,
+        "accepted": found.accepted,
         "since_step_s": round(found.since_step_s, 3),
     } | records.told()

@@ -1,24 +1,13 @@
 """Drafts change no token: an engine with any drafter says what it says without."""
 
-import functools
-
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from colossax.errors import InputError
 from colossax.inference.engine import Engine
 from colossax.inference.engine.drafting import ModelDrafter, NgramDrafter
-from colossax.inference.engine.drafting.looking import Looked, accepted
-from colossax.inference.engine.drafting.ngram import ngram_follows
-from colossax.inference.engine.drafting.trees import Tree
-from colossax.inference.plan import unrolled
-from colossax.models import LlamaConfig
-from colossax.scheduling import EngineRequest, SamplingConfig
 from tests.cases import quick_first
-from tests.inference.engine.test_engine import SMALL, Even, alone, flat, requests, tokens
-from tests.inference.test_generator import CONFIGS, GROUPED, LLAMA, PLANS, build, single
+from tests.inference.engine.test_engine import SMALL, alone, flat, requests, tokens
+from tests.inference.test_generator import CONFIGS, LLAMA
 
 
 def itself(config, tokens, noise=0.0, **options):
@@ -62,3 +51,213 @@ def test_each_as_if_alone(drafter, name):
     assert 0 < stats.accepted < stats.drafted
     if drafter == "model":
         assert stats.accepted > 0.6 * stats.drafted  # some have no page
+
+
+SERVED = {
+    "penalties": ({"frequency_penalty": 1.5, "presence_penalty": 0.5}, {}),
+    "logprobs": ({"logprobs": 3, "temperature": 0.0}, {}),
+    "top": ({"top_k": 9, "top_p": 0.8, "min_p": 0.05, "logit_bias": ((5, 2.0),)}, {}),
+    "deterministic": ({}, {"deterministic": True}),
+}
+
+
+@functools.cache
+def served(drafter):
+    """Programs that all tests of this drafter share."""
+    return engine(DRAFTERS[drafter](LLAMA)).program
+
+
+@pytest.mark.parametrize(
+    ("drafter", "asks"),
+    quick_first(
+        [(d, a) for d in DRAFTERS for a in SERVED], [("tree", "penalties"), ("tree", "top")]
+    ),
+)
+def test_whatever_is_asked(drafter, asks):
+    """All that a request may ask of its draws holds behind guesses as it does without."""
+    fields, options = SERVED[asks]
+    asked = [
+        EngineRequest(
+            prompt=one.prompt,
+            max_tokens=one.max_tokens,
+            sampling=SamplingConfig(**{"temperature": 0.7, "seed": 5, **fields}),
+        )
+        for one in requests()
+    ]
+    params = flat(LLAMA)[1]
+    found = Engine.of(served(drafter), params, **options).generate_all(asked)
+    plain = engine(None, **options).generate_all(asked)
+    assert tokens(found) == tokens(plain)
+    for ours, theirs in zip(found, plain, strict=True):
+        assert [x.ended for x in ours] == [x.ended for x in theirs]
+        if asks == "logprobs":
+            assert [[t for t, _ in x.top] for x in ours] == [[t for t, _ in x.top] for x in theirs]
+            np.testing.assert_allclose(
+                [x.logprob for x in ours], [x.logprob for x in theirs], atol=1e-4
+            )
+
+
+def test_who_waits_and_who_is_cancelled():
+    """A grammar knows each token before the next, and others are guessed for beside it."""
+    one = Engine.of(served("tree"), flat(LLAMA)[1])
+    sampling = SamplingConfig(temperature=1.0, seed=3)
+    limit = Even(128, 40)
+    waits = one.add(
+        EngineRequest(prompt=(7, 8), max_tokens=12, waits=True, sampling=sampling), limit
+    )
+    goes = one.add(EngineRequest(prompt=(3, 4), max_tokens=50))
+    others = [one.add(request) for request in requests()[:3]]
+    told = {number: [] for number in (waits, goes, *others)}
+    while one.busy:
+        for x in one.step():
+            told[x.request].append(x)
+        if len(told[goes]) > 4:
+            one.cancel(goes)
+    assert len(limit.taken) == 12 and not any(x % 2 for x in limit.taken)
+    assert told[goes][-1].ended == "cancelled"
+    assert tokens(told[number] for number in others) == alone("llama")[:3]
+    assert one.stats.scheduler.referenced == 0
+
+
+def test_nothing_is_compiled_after_warm():
+    one = Engine.of(served("tree"), flat(LLAMA)[1])
+    one.warm()
+    found = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, _seconds, **_more: found.append(name)
+    )
+    try:
+        one.generate_all(requests())
+    finally:
+        jax.monitoring.clear_event_listeners()
+    assert not [name for name in found if "compile" in name]
+    assert one.program.compiled == {"mixed": 1, "decode": 1}
+
+
+def test_numbers_that_are_none_are_told_to_one_client():
+    """The model's, behind a token that nobody could have guessed; and the drafting model's."""
+    spec, params, bound = flat(LLAMA)
+    bad = jax.tree.map(lambda x: x, params)
+    bad["embed"]["table"] = params["embed"]["table"].at[77].set(np.nan)
+    asked = [EngineRequest(prompt=(1, 2), max_tokens=9) for _ in range(2)]
+    asked.insert(1, EngineRequest(prompt=(1, 77), max_tokens=9))
+    expected = tokens(engine(None).generate_all(asked))
+    found = Engine.of(served("tree"), bad).generate_all(asked)
+    assert found[1][-1].ended == "error" and "NaN" in found[1][-1].message
+    assert 77 in expected[0] or tokens(found[::2]) == expected[::2]
+    lost = ModelDrafter(spec, bound, jax.tree.map(lambda x: x * np.nan, params), 2, nodes=4)
+    assert tokens(engine(lost).generate_all(asked)) == expected
+
+
+@pytest.mark.parametrize("name", quick_first(PLANS, []))
+def test_meshes(name):
+    plan = PLANS[name]
+    bound = plan.bind()
+    if len(plan.segments) == 1:
+        bound = unrolled(plan, build(LLAMA, single())[0]).bind()
+    spec, params = build(LLAMA, bound)
+    drafter = ModelDrafter(spec, bound, near(params, 0.1), 2, nodes=6)
+    found = Engine(spec, bound, params, drafter=drafter, **SMALL).generate_all(requests())
+    assert tokens(found) == alone("llama")
+
+
+def by_hand(said, longest):
+    """Position behind the last place where the longest run of last tokens stood before."""
+    for count in range(longest, 0, -1):
+        for end in range(len(said) - 1, count - 1, -1):
+            if said[end - count : end] == said[-count:]:
+                return end
+    return 0
+
+
+def test_ngrams_are_found():
+    noise = np.random.default_rng(0)
+    texts = [noise.integers(0, 4, int(noise.integers(1, 30))).tolist() for _ in range(200)]
+    said = np.full((200, 33), 1, np.int32)
+    for row, text in zip(said, texts, strict=True):
+        row[: len(text)] = text
+    lengths = np.array([len(text) for text in texts], np.int32)
+    for longest in (1, 2, 3):
+        found = ngram_follows(jnp.asarray(said), jnp.asarray(lengths), longest)
+        assert found.tolist() == [by_hand(text, longest) for text in texts]
+
+
+def random_trees(noise, seats, drafts):
+    parent = np.array([[noise.integers(0, i + 1) for i in range(drafts)] for _ in range(seats)])
+    return jnp.asarray(parent, jnp.int32)
+
+
+def lines_by_hand(parent):
+    lines = [[0]]
+    for i, up in enumerate(parent, 1):
+        lines.append([*lines[up], i])
+    return lines
+
+
+@pytest.mark.parametrize("drafts", [1, 6, 40])
+def test_trees_by_hand(drafts):
+    noise = np.random.default_rng(drafts)
+    parent = random_trees(noise, 20, drafts)
+    tree = Tree.of(parent)
+    words = np.asarray(tree.words())
+    for seat, parents in enumerate(parent.tolist()):
+        for node, line in enumerate(lines_by_hand(parents)):
+            assert int(tree.depth[seat, node]) == len(line) - 1
+            bits = [i for i in range(drafts + 1) if words[seat, node, i // 32] >> (i % 32) & 1]
+            assert bits == line == np.flatnonzero(tree.line[seat, node]).tolist()
+
+
+@pytest.mark.parametrize("drafts", [1, 6])
+def test_the_line_that_is_right(drafts):
+    """From the root on, each time the guess that the model draws, if there is one with room."""
+    noise = np.random.default_rng(drafts)
+    seats = 300
+    parent = random_trees(noise, seats, drafts)
+    ids = noise.integers(0, 3, (seats, drafts + 1))
+    drawn = noise.integers(0, 3, (seats, drafts + 1))
+    kept = noise.random((seats, drafts + 1)) < 0.9
+    there = np.arange(drafts + 1) < noise.integers(1, drafts + 2, (seats, 1))
+    for tree in (Tree.of(parent), None):
+        looked = Looked(
+            there=jnp.asarray(there),
+            ids=jnp.asarray(ids, jnp.int32),
+            position=jnp.zeros((seats, drafts + 1), jnp.int32),
+            kept=jnp.asarray(kept),
+            tree=tree,
+        )
+        count, path = accepted(looked, jnp.asarray(drawn, jnp.int32))
+        for seat in range(seats):
+            follows = parent[seat].tolist() if tree is not None else list(range(drafts))
+            line = [0]
+            while True:
+                good = [
+                    i
+                    for i in range(1, drafts + 1)
+                    if follows[i - 1] == line[-1]
+                    and there[seat, i]
+                    and kept[seat, i]
+                    and ids[seat, i] == drawn[seat, line[-1]]
+                ]
+                if not good:
+                    break
+                line.append(good[0])
+            assert int(count[seat]) == len(line) - 1
+            assert path[seat, : len(line)].tolist() == line
+
+
+def test_refusals():
+    spec, params, bound = flat(LLAMA)
+    with pytest.raises(InputError, match="tokens: found 0; give 1 or more"):
+        NgramDrafter(0)
+    with pytest.raises(InputError, match="nodes: found 2; give 3 or more, one for each token"):
+        ModelDrafter(spec, bound, params, 3, nodes=2)
+    with pytest.raises(InputError, match="nodes: found 60, and 3 places have 8 guesses each"):
+        ModelDrafter(spec, bound, params, 3, nodes=60)
+    with pytest.raises(InputError, match="draft: found a tree of 64 guesses; give 63 or fewer"):
+        engine(ModelDrafter(spec, bound, params, 10, nodes=64))
+    other = LlamaConfig(**{**GROUPED, "vocab": 64})
+    with pytest.raises(InputError, match="the drafting model has 64 tokens and .* for 128"):
+        engine(itself(other, 2))
+    short = LlamaConfig(**{**GROUPED, "max_seq": 32})
+    with pytest.raises(InputError, match="longest sequence is 32 tokens and the engine's 64"):
+        engine(itself(short, 2))

@@ -139,8 +139,8 @@ def test_scripts_parse(tmp_path):
 
 STATS = {
     "model", "models", "chat", "slots", "ready", "draining", "inside", "seats", "seats_used",
-    "waiting", "pages", "prefix_hit_tokens", "preemptions", "since_step_s", "up_s", "requests",
-    "prompt_tokens", "tokens", "last",
+    "waiting", "pages", "prefix_hit_tokens", "preemptions", "drafted", "accepted", "since_step_s",
+    "up_s", "requests", "prompt_tokens", "tokens", "last",
 }  # fmt: skip
 REQUEST = {
     "number", "prompt_tokens", "tokens", "asked_s", "seated_s", "first_s", "ended_s", "end",
