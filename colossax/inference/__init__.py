@@ -7,6 +7,8 @@ from .decode import Sampling as Sampling
 from .engine import Constraint as Constraint
 from .engine import Engine as Engine
 from .engine import EngineStats as EngineStats
+from .engine import Replicas as Replicas
+from .engine import make_engine as make_engine
 from .fitting import Fitted as Fitted
 from .fitting import fit_layers as fit_layers
 from .generator import Generation as Generation

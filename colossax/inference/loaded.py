@@ -6,7 +6,7 @@ from typing import Any
 from colossax.checkpoint import RecordReader
 from colossax.config import BoundPlan
 from colossax.data import Tokenizer
-from colossax.inference.engine import Engine
+from colossax.inference.engine import Engine, Replicas, make_engine
 from colossax.inference.fitting import argument_bytes
 from colossax.inference.generator import Generator
 from colossax.nn import AdapterConfig, DecoderConfig, ModelSpec
@@ -59,6 +59,9 @@ class LoadedModel:
         sizes = {"slots": slots, "sequences": sequences}
         return Generator(self.spec, self.bound, self.params, **sizes, eos=self.eos)
 
-    def engine(self, **options: Any) -> Engine:
-        """One for many requests at once, with options as of `Engine`; load it `unrolled`."""
-        return Engine(self.spec, self.bound, self.params, **options)
+    def engine(self, **options: Any) -> Engine | Replicas:
+        """One for many requests at once, with options as of `Engine`; load it `unrolled`.
+
+        On a mesh with `data` one for each place there, see `make_engine`.
+        """
+        return make_engine(self.spec, self.bound, self.params, **options)

@@ -118,3 +118,7 @@ class Stats:
     reused: int
     preemptions: int
     finished: int
+
+    def __add__(self, other: "Stats") -> "Stats":
+        """Of both together."""
+        return Stats(**{name: value + getattr(other, name) for name, value in vars(self).items()})

@@ -1,7 +1,7 @@
 """What the server needs of an engine, wherever that runs."""
 
 import dataclasses
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from colossax.data import Tokenizer
@@ -66,6 +66,7 @@ class Stats:
         preemptions: Requests that lost their pages to others, since the start.
         idle: Whether it has nothing to do.
         since_step_s: Seconds since its last step ended.
+        replicas: Where several share its requests, of each the counts above by their names.
     """
 
     seats_used: int = 0
@@ -77,6 +78,7 @@ class Stats:
     preemptions: int = 0
     idle: bool = True
     since_step_s: float = 0.0
+    replicas: Sequence[Mapping[str, int]] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

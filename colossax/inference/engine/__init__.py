@@ -3,3 +3,5 @@
 from .engine import Constraint as Constraint
 from .engine import Engine as Engine
 from .engine import EngineStats as EngineStats
+from .making import make_engine as make_engine
+from .replicas import Replicas as Replicas

@@ -12,11 +12,17 @@ import numpy as np
 
 from colossax.config import BoundPlan, MeshAxis
 from colossax.errors import InputError, PlanError
-from colossax.inference.decode import decoding_model
+from colossax.inference.engine.driving import to_their_ends
 from colossax.inference.engine.packing import Packer
-from colossax.inference.engine.program import EngineProgram, Sizes
+from colossax.inference.engine.program import EngineProgram
 from colossax.inference.engine.sampling import Chosen
-from colossax.inference.engine.sizing import MIXED_TOKENS, PAGE_TOKENS, SEATS, pages_for
+from colossax.inference.engine.sizing import (
+    MIXED_TOKENS,
+    PAGE_TOKENS,
+    SEATS,
+    asked_sizes,
+    pages_for,
+)
 from colossax.nn import ModelSpec
 from colossax.scheduling import Emitted, Ended, EngineRequest, Scheduler, StepPlan
 from colossax.scheduling import Stats as SchedulerStats
@@ -49,10 +55,12 @@ class EngineStats:
     Attributes:
         steps: Run, by kind.
         scheduler: Of its seats, pages and queue.
+        each: Where several engines share requests, of each of them; else empty.
     """
 
     steps: Mapping[str, int]
     scheduler: SchedulerStats
+    each: tuple["EngineStats", ...] = ()
 
 
 class Engine:
@@ -113,19 +121,13 @@ class Engine:
             PlanError: Layers are in stages.
         """
         check_served(spec, bound)
-        config = decoding_model(spec).config
-        slots = config.max_seq if slots is None else slots
-        given = {"seats": seats, "page_tokens": page_tokens, "mixed_tokens": mixed_tokens}
-        for name, value in given.items():
-            if value < 1:
-                raise InputError(f"{name}: found {value}; give 1 or more")
-        sizes = Sizes(
+        sizes = asked_sizes(
+            spec,
             seats=seats,
-            pages=1 if pages is None else pages,
-            page_tokens=page_tokens,
             slots=slots,
-            mixed=max(mixed_tokens, seats),
-            decode=seats,
+            pages=pages,
+            page_tokens=page_tokens,
+            mixed_tokens=mixed_tokens,
         )
         if pages is None:
             sizes = dataclasses.replace(sizes, pages=pages_for(spec, bound, params, sizes))
@@ -200,6 +202,11 @@ class Engine:
         return self.program.bound
 
     @property
+    def seats(self) -> int:
+        """Requests that run at once."""
+        return self.sizes.seats
+
+    @property
     def busy(self) -> bool:
         """Whether any request has not ended, or an answer has not been given by `step`."""
         return bool(self._told or self._flying or self._scheduler.busy)
@@ -219,6 +226,15 @@ class Engine:
         Raises:
             InputError: The engine could never serve it.
         """
+        self.check(request, constraint)
+        number = self._scheduler.add(request)
+        self._logprobs[number] = request.sampling.logprobs
+        if constraint is not None:
+            self._constraints[number] = constraint
+        return number
+
+    def check(self, request: EngineRequest, constraint: Constraint | None = None) -> None:
+        """Refuse what the engine could never serve; see `add`."""
         reads = self.program.reading.reads
         request.check(vocab=self.config.vocab, slots=self.sizes.slots, reads=reads)
         if (constraint is not None) != request.waits:
@@ -226,11 +242,10 @@ class Engine:
                 "constraint: it needs each token before the next; give it with waits=True, and"
                 " waits only with it"
             )
-        number = self._scheduler.add(request)
-        self._logprobs[number] = request.sampling.logprobs
-        if constraint is not None:
-            self._constraints[number] = constraint
-        return number
+
+    def ahead(self, request: EngineRequest) -> tuple[int, int]:
+        """What a request that `check` lets pass would find before it; see `Scheduler.ahead`."""
+        return self._scheduler.ahead(request)
 
     def cancel(self, number: int) -> None:
         """End a request; one that has ended, or is none, is left alone."""
@@ -248,8 +263,21 @@ class Engine:
 
     def step(self) -> list[Emitted]:
         """Send steps on their way, and give what the oldest gave; empty where nothing is to do."""
+        self.send()
+        return self.land()
+
+    def send(self) -> None:
+        """Begin as many steps as may be on their way at once."""
         while len(self._flying) < DEPTH and self._send():
             pass
+
+    @property
+    def waits(self) -> bool:
+        """Whether `land` would wait for a device."""
+        return bool(self._flying) and not self._flying[0][1].token.is_ready()
+
+    def land(self) -> list[Emitted]:
+        """Wait for the oldest step on its way, and give what it gave."""
         told, self._told = self._told, []
         if self._flying:
             told += self._landed(*self._flying.popleft())
@@ -259,13 +287,7 @@ class Engine:
 
     def generate_all(self, requests: Sequence[EngineRequest]) -> list[list[Emitted]]:
         """All requests to their ends: of each what was emitted, in order."""
-        order = {self.add(request): i for i, request in enumerate(requests)}
-        found: list[list[Emitted]] = [[] for _ in requests]
-        while self.busy:
-            for one in self.step():
-                if one.request in order:
-                    found[order[one.request]].append(one)
-        return found
+        return to_their_ends(self, requests)
 
     def _send(self) -> bool:
         """Begin the next step; whether there was one."""
@@ -366,5 +388,5 @@ def check_served(spec: ModelSpec, bound: BoundPlan) -> None:
     if stages > 1:
         raise PlanError(
             f"mesh axis 'stage': an engine runs all layers in one program, and the plan has"
-            f" {stages} stages; give those devices to 'tensor' or 'fsdp'"
+            f" {stages} stages; use make_engine (LoadedModel.engine), which gives each its own"
         )
