@@ -146,9 +146,9 @@ NAMES = {
     ),
     "colossax.inference": (
         "CacheLayout Call Chunk Constraint Continuation DecodeProgram Engine EngineStats Fitted "
-        "Flight Generation Generator InOrder LoadedModel Request Sampling Scheduler Several "
-        "StagedProgram StoredModel Tick fit_layers inference_plan load check_length check_tokens "
-        "open_checkpoint several together unrolled"
+        "Flight Generation Generator InOrder LoadedModel Replicas Request Sampling Scheduler "
+        "Several StagedProgram StoredModel Tick fit_layers inference_plan load check_length "
+        "check_tokens make_engine open_checkpoint several together unrolled"
     ),
     "colossax.serve": (
         "Backend Constraint EngineDown EngineFull Facts Grammars Keys Limits ServeOptions Started "

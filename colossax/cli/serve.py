@@ -77,7 +77,11 @@ def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
     )
     engine = parser.add_argument_group("the engine")
     engine.add_argument(
-        "--seats", metavar="N", type=number(1), default=16, help="requests at once; default 16"
+        "--seats",
+        metavar="N",
+        type=number(1),
+        default=16,
+        help="requests at once, of each data replica; default 16",
     )
     engine.add_argument(
         "--slots",
@@ -89,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
         "--pages",
         metavar="N",
         type=number(1),
-        help="of the cache, 16 tokens each; default as many as there is room for",
+        help="of each data replica's cache, 16 tokens each; default as many as there is room for",
     )
     engine.add_argument(
         "--mixed-tokens",

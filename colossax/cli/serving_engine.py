@@ -51,6 +51,7 @@ def _serve(wire: Wire, args: argparse.Namespace, overrides: list[Override]) -> N
     )
     room = engine.sizes.pages * engine.sizes.page_tokens
     facts["slots"] = min(facts["slots"], room)
+    facts["seats"] = engine.seats
     # Nothing can be refused any more. A later engine serves what this one does.
     again = [] if args.step is not None else ["--step", str(stored.step)]
     wire.send({"say": "facts", "facts": facts, "again": again})

@@ -54,7 +54,11 @@ class BoundPlan:
 
     def stage(self, number: int) -> "BoundPlan":
         """The devices of one stage, under the same plan."""
-        return _stage(self, number)
+        return self.part(MeshAxis.STAGE, number)
+
+    def part(self, axis: str, number: int) -> "BoundPlan":
+        """The devices at one place of a mesh axis, under the same plan."""
+        return _part(self, str(axis), number)
 
     def replace(self, **changes) -> "BoundPlan":
         """The same devices under a plan with these fields replaced."""
@@ -62,9 +66,9 @@ class BoundPlan:
 
 
 @functools.lru_cache(maxsize=256)
-def _stage(bound: BoundPlan, number: int) -> BoundPlan:
-    grid = np.take(bound.mesh.devices, [number], axis=MESH_AXES.index(MeshAxis.STAGE))
-    sizes = {**bound.mesh.shape, MeshAxis.STAGE.value: 1}
+def _part(bound: BoundPlan, axis: str, number: int) -> BoundPlan:
+    grid = np.take(bound.mesh.devices, [number], axis=MESH_AXES.index(axis))
+    sizes = {**bound.mesh.shape, axis: 1}
     return BoundPlan(
         bound.plan.replace(mesh={axis: n for axis, n in sizes.items() if n > 1}),
         Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES)),

@@ -10,6 +10,8 @@ from .engine import Engine as Engine
 from .engine import EngineStats as EngineStats
 from .engine import ModelDrafter as ModelDrafter
 from .engine import NgramDrafter as NgramDrafter
+from .engine import Replicas as Replicas
+from .engine import make_engine as make_engine
 from .fitting import Fitted as Fitted
 from .fitting import fit_layers as fit_layers
 from .generator import Generation as Generation

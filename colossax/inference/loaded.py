@@ -6,7 +6,7 @@ from typing import Any
 from colossax.checkpoint import RecordReader
 from colossax.config import BoundPlan
 from colossax.data import Tokenizer
-from colossax.inference.engine import Engine, ModelDrafter
+from colossax.inference.engine import Engine, ModelDrafter, Replicas, make_engine
 from colossax.inference.fitting import argument_bytes
 from colossax.inference.generator import Generator
 from colossax.nn import AdapterConfig, DecoderConfig, ModelSpec
@@ -63,6 +63,9 @@ class LoadedModel:
         """One that guesses for a larger model of the same vocabulary; see `ModelDrafter`."""
         return ModelDrafter(self.spec, self.bound, self.params, tokens, nodes=nodes)
 
-    def engine(self, **options: Any) -> Engine:
-        """One for many requests at once, with options as of `Engine`; load it `unrolled`."""
-        return Engine(self.spec, self.bound, self.params, **options)
+    def engine(self, **options: Any) -> Engine | Replicas:
+        """One for many requests at once, with options as of `Engine`; load it `unrolled`.
+
+        On a mesh with `data` one for each place there, see `make_engine`.
+        """
+        return make_engine(self.spec, self.bound, self.params, **options)

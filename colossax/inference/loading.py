@@ -14,10 +14,11 @@ from colossax.checkpoint.broken import chosen
 from colossax.config import BoundPlan, Plan, Precision, from_json
 from colossax.data import Tokenizer
 from colossax.errors import CheckpointError, InputError, PlanError
+from colossax.inference.engine.stage_parts import check_staged
 from colossax.inference.fitting import Fitted, fit_layers
 from colossax.inference.generator import Generator
 from colossax.inference.loaded import LoadedModel
-from colossax.inference.plan import one_stack, parameters_alone, unrolled
+from colossax.inference.plan import one_stack, parameters_alone, unrolled, with_stage_programs
 from colossax.inference.several import Several
 from colossax.models import config_from_json, maker
 from colossax.models.adapters.quantising import read_with_codes
@@ -118,7 +119,8 @@ class StoredModel:
             base: Of an adapter: what has been loaded already, its base or another adapter beside
                 it, in place of `plan` and `devices`. Their arrays of the base are one and the same;
                 the adapter alone is read.
-            unroll: Whether each layer has arrays of its own, see `unrolled`.
+            unroll: Whether each layer has arrays of its own, see `unrolled`, and each stage has its
+                own programs, see `make_engine`: as many layers each, or as `plan.pipeline.cuts`.
             weights: See `with_weights`; default what was said there. Codes are made of one matrix
                 after another as it is read: of floats no more is ever there.
 
@@ -140,12 +142,15 @@ class StoredModel:
             return self._loaded(base.bound, spec, self._frozen_of(base, spec))
         plan = plan or self.plan
         plan.check_budgets()
-        plan = parameters_alone(plan)
+        cuts, plan = plan.pipeline.cuts, parameters_alone(plan)
         if plan.offload.auto:
             plan = self.fit(plan, devices, slots=slots).plan
+        bound, spec = self._described(plan, devices)
         if unroll:
-            plan = unrolled(plan, self._described(plan, devices)[1])
-        return self._loaded(*self._described(plan, devices), {})
+            plan = with_stage_programs(unrolled(plan, spec), bound, self.config.layers, cuts)
+            bound, spec = self._described(plan, devices)
+            check_staged(spec, bound)
+        return self._loaded(bound, spec, {})
 
     def _loaded(
         self, bound: BoundPlan, spec: ModelSpec, frozen: Mapping[int, jax.Array]

@@ -16,6 +16,7 @@ from colossax.config import (
     Rules,
     Segment,
 )
+from colossax.errors import PlanError
 from colossax.nn import ModelSpec
 from colossax.offload import resolved_segments
 from colossax.sharding import param_sharding
@@ -96,6 +97,37 @@ def unrolled(plan: Plan, spec: ModelSpec) -> Plan:
         return plan
     (stack,) = stacks.values()
     return plan.replace(segments=(dataclasses.replace(first, count=1),) * len(stack.order))
+
+
+def with_stage_programs(plan: Plan, bound: BoundPlan, layers: int, cuts: Any = None) -> Plan:
+    """`plan` with a program for each stage, of layers of its own; as it is where there is one.
+
+    Args:
+        plan: For inference, see `parameters_alone`.
+        bound: It or one like it, on its devices.
+        layers: Of the model.
+        cuts: Layers of each stage; None: as many for each, the first ones one more where they are
+            not divided.
+
+    Raises:
+        PlanError: There are fewer layers than stages, or `cuts` are yet to be found.
+    """
+    stages = bound.mesh.shape[MeshAxis.STAGE]
+    if stages == 1:
+        return plan
+    if cuts == "auto":
+        raise PlanError(
+            "plan.pipeline.cuts: 'auto' is found for training alone; give the layers of each stage,"
+            " as 10,8,8,6, or leave it out for equal ones (none)"
+        )
+    if layers < stages:
+        raise PlanError(
+            f"mesh axis 'stage': {layers} layers cannot be shared by {stages} stages; give {layers}"
+            " or fewer"
+        )
+    if cuts is None:
+        cuts = tuple(layers // stages + (at < layers % stages) for at in range(stages))
+    return plan.replace(pipeline=PipelineConfig(cuts=cuts))
 
 
 def shapes_of(spec: ModelSpec) -> Params:

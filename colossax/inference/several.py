@@ -7,7 +7,9 @@ from typing import Any, Protocol, runtime_checkable
 from colossax.config import BoundPlan, MeshAxis
 from colossax.errors import InputError
 from colossax.inference.decode import decoding_model
-from colossax.inference.engine import Drafter, Engine
+from colossax.inference.engine import Drafter, Engine, Replicas
+from colossax.inference.engine.making import whole
+from colossax.inference.engine.parts import params_on, replicas_of
 from colossax.inference.engine.program import EngineProgram
 from colossax.inference.engine.sizing import sizes_for, with_room
 from colossax.inference.generator import Generation, Generator
@@ -65,8 +67,8 @@ def several(
 ) -> Several:
     """What continues these prompts; nothing is compiled yet.
 
-    Up to 16 at once share each step of an `Engine`. With stages it is `Generator`, whose stages
-    each work on a group of the prompts.
+    Up to 16 at once share each step of an `Engine`, of which each place along mesh axis `data` has
+    one. With stages it is `Generator`, whose stages each work on a group of the prompts.
 
     Args:
         spec: The model, as `describe` gave it under `bound`.
@@ -97,16 +99,31 @@ def several(
         slots = sizes_for(given, longest).slots
         sizes = {"slots": slots, "sequences": len(asked), "eos": eos}
         return _InStages(Generator(spec, bound, params, **sizes), asked)
+    parts = replicas_of(bound)
     draft = 0 if drafter is None else drafter.tokens
-    program = EngineProgram(spec, bound, sizes_for(given, longest, draft), drafter)
-    return _Together(program, params, given)
+    sizes = sizes_for(given, longest, draft, engines=len(parts))
+    programs = [
+        EngineProgram(spec, one, sizes, None if drafter is None else drafter.on(one))
+        for one in parts
+    ]
+    return _Together(spec, bound, programs, params, given)
 
 
 class _Together:
-    """By an engine."""
+    """By an engine, or one for each place along `data`."""
 
-    def __init__(self, program: EngineProgram, params: Params, requests: list[EngineRequest]):
-        self._program, self._params, self._requests = program, params, requests
+    def __init__(
+        self,
+        spec: ModelSpec,
+        bound: BoundPlan,
+        programs: list[EngineProgram],
+        params: Params,
+        requests: list[EngineRequest],
+    ):
+        self._spec, self._bound, self._programs = spec, bound, programs
+        self._requests, self._params = requests, [params]
+        if len(programs) > 1:
+            self._params = [params_on(spec, one.bound, params) for one in programs]
         self._has_room = False
 
     @property
@@ -115,32 +132,45 @@ class _Together:
 
     @property
     def bound(self) -> BoundPlan:
-        return self._program.bound
+        return whole(self._bound)
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        return self._program.arguments("mixed", self._params)
+        return self._programs[0].arguments("mixed", self._params[0])
 
     def lowered(self) -> Any:
-        return self._program.lowered("mixed", self._params)
+        return self._programs[0].lowered("mixed", self._params[0])
 
     def with_params(self, params: Params) -> "_Together":
-        other = _Together(self._program, params, self._requests)
+        other = _Together(self._spec, self._bound, self._programs, params, self._requests)
         other._has_room = self._has_room
         return other
 
     def run(self) -> list[Generation]:
         if not self._has_room:
-            self._program, self._has_room = with_room(self._program, self._params), True
-        engine = Engine.of(
-            self._program,
-            self._params,
-            deterministic=self._program.sizes.decode == self._program.sizes.mixed,
-            # All are there from the start, and processes that share the devices must agree.
-            clock=lambda: 0.0,
-        )
-        told = engine.generate_all(self._requests)
+            self._programs, self._has_room = self._with_room(), True
+        engines = [
+            Engine.of(
+                program,
+                params,
+                deterministic=program.sizes.decode == program.sizes.mixed,
+                # All are there from the start, and processes that share the devices must agree.
+                clock=lambda: 0.0,
+            )
+            for program, params in zip(self._programs, self._params, strict=True)
+        ]
+        one = engines[0] if len(engines) == 1 else Replicas(self.bound, engines)
+        told = one.generate_all(self._requests)
         return [_generation(*one) for one in enumerate(zip(self._requests, told, strict=True), 1)]
+
+    def _with_room(self) -> list[EngineProgram]:
+        """Programs of which the devices hold the pages: as many in each."""
+        first = with_room(self._programs[0], self._params[0])
+        others = [
+            EngineProgram(self._spec, one.bound, first.sizes, one.drafter)
+            for one in self._programs[1:]
+        ]
+        return [first, *others] if first is not self._programs[0] else self._programs
 
 
 class _InStages:

@@ -129,3 +129,7 @@ class Stats:
     finished: int
     drafted: int = 0
     accepted: int = 0
+
+    def __add__(self, other: "Stats") -> "Stats":
+        """Of both together."""
+        return Stats(**{name: value + getattr(other, name) for name, value in vars(self).items()})

@@ -152,6 +152,25 @@ class Scheduler:
             heapq.heappush(self._deadlines, (request.deadline_s, number))
         return number
 
+    def ahead(self, request: EngineRequest) -> tuple[int, int]:
+        """What a request that came now would find before it, and how many have not ended.
+
+        Tokens of prompts that are still to be computed, its own without the prefix that is there;
+        and for each request more than there are seats, itself among them, those of a step.
+
+        Cost: a look at each request; its own prompt is hashed as far as it is found.
+        """
+        own = Run(-1, request, self._page_tokens)
+        waiting = [run for run in (*self._live.values(), own) if run.seat == NOWHERE]
+        begun = sum(run.length - run.written for run in self._running)
+        unread = sum(len(run.ids) - self._found(run) for run in waiting)
+        beyond = max(0, len(self._live) + 1 - self._seats)
+        return begun + unread + beyond * self._mixed, len(self._live)
+
+    def _found(self, run: Run) -> int:
+        """Tokens of one that waits that are there."""
+        return self._holdings.cached(run) * self._page_tokens
+
     def cancel(self, number: int) -> bool:
         """End a request now; whether it was not over yet. `gone` tells of it."""
         return self._drop(number, "cancelled")

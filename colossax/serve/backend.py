@@ -1,7 +1,7 @@
 """What the server needs of an engine, wherever that runs."""
 
 import dataclasses
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from colossax.data import Tokenizer
@@ -68,6 +68,7 @@ class Stats:
         accepted: Those of them that were said.
         idle: Whether it has nothing to do.
         since_step_s: Seconds since its last step ended.
+        replicas: Where several share its requests, of each the counts above by their names.
     """
 
     seats_used: int = 0
@@ -81,6 +82,7 @@ class Stats:
     accepted: int = 0
     idle: bool = True
     since_step_s: float = 0.0
+    replicas: Sequence[Mapping[str, int]] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -123,12 +123,37 @@ def test_what_a_client_is_told(folder, capsys):
     assert not list((folder / "cache" / "serve").iterdir())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["data=2,tensor=2", "stage=2,tensor=2"])
+def test_engines_that_share_requests(mesh, folder, capsys):
+    """Two of two devices each: the text of `generate`, and counts of both."""
+    import openai
+
+    capsys.readouterr()
+    words = ["--prompt=the d", "--max-tokens=24", "--json", "--temperature=1", "--seed=5"]
+    assert main(["generate", "mine", *words, "--devices=2"]) == 0
+    expected = json.loads(capsys.readouterr().out)["text"]
+    seats = 2 if mesh.startswith("data") else 4
+    plan = ["--devices=4", f"--plan.mesh={mesh}"]
+    with Server(*plan, f"--seats={seats}", "--slots=64", "--deterministic") as server:
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="any")
+        asked = {"model": "mine", "prompt": "the d", "max_tokens": 24, "temperature": 1, "seed": 5}
+        streams = [client.completions.create(**asked, stream=True) for _ in range(4)]
+        for stream in streams:
+            assert "".join(one.choices[0].text for one in stream) == expected
+        told = urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics").read().decode()
+        assert "colossax_seats 4.0" in told
+        for replica in range(2):
+            assert f'colossax_replica_pages_cached{{replica="{replica}"}} 1.0' in told
+        assert server.end() == 0
+
+
 @pytest.mark.parametrize(
     "words, message",
     [
         (["nowhere"], "checkpoint directory 'nowhere' does not exist"),
         (["mine", "--slots=9999"], "--slots: found 9999, but the model's longest sequence is"),
-        (["mine", "--plan.mesh=stage=2", "--devices=2"], "mesh axis 'stage': an engine runs all"),
+        (["mine", "--plan.mesh=stage=4", "--devices=4"], "'stage': 2 layers cannot be shared by 4"),
         (["mine", "--chat-template=none.jinja"], "--chat-template: .*none.jinja cannot be read"),
         (["mine", "--api-key-file=none"], "none"),
         (["mine", "--port=70000"], "--port"),

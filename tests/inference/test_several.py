@@ -26,6 +26,9 @@ PLANS = {
     "in host memory": Plan(offload=OffloadConfig(parameters=0.5)),
     "mesh": Plan(mesh={"fsdp": 2, "tensor": 2}),
     "host memory of a mesh": Plan(mesh={"fsdp": 4}, offload=OffloadConfig(parameters=1.0)),
+    "replicas": Plan(mesh={"data": 3}),
+    "replicas of a mesh": Plan(mesh={"data": 2, "fsdp": 2, "tensor": 2}),
+    "replicas in host memory": Plan(mesh={"data": 2}, offload=OffloadConfig(parameters=0.5)),
     "stages": Plan(mesh={"stage": 3}),
 }
 
@@ -80,7 +83,9 @@ def engines(monkeypatch):
 
 @pytest.mark.catches("prompts-one-by-one")
 @pytest.mark.catches("few-pages-for-many")
-@pytest.mark.parametrize("name", quick_first(PLANS, ["one", "in host memory", "stages"]))
+@pytest.mark.parametrize(
+    "name", quick_first(PLANS, ["one", "in host memory", "replicas", "stages"])
+)
 def test_each_as_if_alone(name, engines):
     found = several(*model(PLANS[name]), requests=requests(), eos=EOS).run()
     assert found == alone()
@@ -88,10 +93,12 @@ def test_each_as_if_alone(name, engines):
     if name == "stages":
         assert not engines
         return
-    (engine,) = engines
-    stats, steps = engine.stats.scheduler, sum(engine.stats.steps.values())
-    assert stats.preemptions == 0 and stats.finished == len(found)
+    assert len(engines) == PLANS[name].mesh.get("data", 1)
+    each = [engine.stats.scheduler for engine in engines]
+    assert all(stats.preemptions == 0 and stats.finished for stats in each)
+    assert sum(stats.finished for stats in each) == len(found)
     # Steps one by one would be as many as tokens are said.
+    steps = max(sum(engine.stats.steps.values()) for engine in engines)
     assert steps <= sum(len(one.tokens) for one in found) / 4
 
 
@@ -102,11 +109,11 @@ def test_few_short_prompts_take_one_program_and_long_ones_two():
         (requests(20), {"seats": 16, "mixed": 256, "decode": 16, "slots": 64}),
     ):
         one = several(spec, bound, params, requests=asked)
-        found = vars(one._program.sizes)
+        found = vars(one._programs[0].sizes)
         assert {name: found[name] for name in sizes} == sizes
         one.run()
         kinds = {"mixed": 1, "decode": 0} if len(asked) == 1 else {"mixed": 1, "decode": 1}
-        assert one._program.compiled == kinds
+        assert one._programs[0].compiled == kinds
 
 
 def test_other_parameters_share_the_programs():
@@ -115,7 +122,7 @@ def test_other_parameters_share_the_programs():
     one = several(spec, bound, params, requests=asked)
     other = one.with_params(jax.tree.map(lambda x: x * 1.5, params))
     assert one.run() != other.run() and one.run() == one.run()
-    assert one._program is other._program and one._program.compiled["mixed"] == 1
+    assert one._programs[0] is other._programs[0] and one._programs[0].compiled["mixed"] == 1
 
 
 @pytest.mark.catches("no-look-at-memory")
@@ -123,18 +130,18 @@ def test_pages_are_as_many_as_there_is_room_for(monkeypatch, engines):
     spec, bound, params = model(Plan())
     asked = requests(8)
     one = several(spec, bound, params, requests=asked)
-    whole, used = one._program.sizes, sizing._used(one.lowered())
-    page = sizing.cache_bytes(one._program) // whole.pages
+    whole, used = one._programs[0].sizes, sizing.used_bytes(one.lowered())
+    page = sizing.cache_bytes(one._programs[0]) // whole.pages
     memory = (used - page * (whole.pages - 7)) / sizing.DEVICE_SHARE
     monkeypatch.setattr(sizing, "device_memory", lambda *_: memory)
     monkeypatch.setattr(sizing, "ROOMY", 0.0)  # most of what so small a model needs is temporaries
     less = several(spec, bound, params, requests=asked)
     found = less.run()
-    assert whole.pages_a_seat <= less._program.sizes.pages < whole.pages
-    assert less.with_params(params)._program is less._program
+    assert whole.pages_a_seat <= less._programs[0].sizes.pages < whole.pages
+    assert less.with_params(params)._programs[0] is less._programs[0]
     monkeypatch.setattr(sizing, "ROOMY", 1e9)
     assert [x.tokens for x in found] == [x.tokens for x in one.run()]
-    assert one._program.sizes == whole
+    assert one._programs[0].sizes == whole
     assert engines[0].stats.scheduler.finished == len(asked)
     monkeypatch.setattr(sizing, "ROOMY", 0.0)
     monkeypatch.setattr(sizing, "device_memory", lambda *_: memory - 8 * page)

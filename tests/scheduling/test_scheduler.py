@@ -307,3 +307,22 @@ def test_who_is_cancelled_is_gone_at_once_with_its_pages():
     assert (stats.seats, stats.waiting, stats.referenced, stats.finished) == (0, 0, 0, 2)
     assert world.scheduler.busy  # a plan is on its way
     world.drain()
+
+
+@pytest.mark.catches("ahead-without-what-is-cached")
+@pytest.mark.catches("ahead-without-those-who-wait")
+def test_what_a_request_would_find_before_it():
+    """Tokens that nobody has read yet, its own among them, and a step for each without a seat."""
+    world = World.of(**SIZES)
+    asked = EngineRequest(prompt=tuple(range(9)), max_tokens=4)
+    assert world.scheduler.ahead(asked) == (9, 0)
+    world.ask(*range(10), max_tokens=5)
+    assert world.scheduler.ahead(asked) == (10 + 9, 1)
+    world.step()
+    assert world.scheduler.ahead(asked) == (2 + 1, 1)  # two pages of it are there
+    for first in range(20, 50, 10):
+        world.ask(first, max_tokens=5)
+    assert world.scheduler.ahead(asked) == (2 + 3 + 1 + 8, 4)  # and the fifth has no seat
+    world.drain()
+    assert world.scheduler.ahead(asked) == (1, 0)
+    world.verdict()

@@ -323,6 +323,11 @@ def test_ready_and_health():
         assert error_of(here.ask("/health"), 503)["code"] == "unhealthy"
 
 
+COUNTED = "seats_used waiting pages_free pages_used pages_cached prefix_hit_tokens preemptions"
+REPLICA = dict.fromkeys(COUNTED.split(), 0)
+
+
+@pytest.mark.catches("replicas-are-not-told")
 def test_metrics_count():
     with site(lambda: FakeEngine(TOKENIZER.encode("abc"))) as here:
         here.ask("/v1/completions", COMPLETION)
@@ -337,6 +342,7 @@ def test_metrics_count():
             preemptions=1,
             drafted=9,
             accepted=7,
+            replicas=[REPLICA | {"pages_free": 4}, REPLICA | {"preemptions": 7}],
         )
         lines = here.ask("/metrics").text.splitlines()
         for line in (
@@ -351,6 +357,9 @@ def test_metrics_count():
             "colossax_seats 4.0",
             "colossax_waiting 2.0",
             "colossax_pages_free 5.0",
+            'colossax_replica_pages_free{replica="0"} 4.0',
+            'colossax_replica_pages_free{replica="1"} 0.0',
+            'colossax_replica_preemptions_total{replica="1"} 7.0',
             "colossax_prefix_hit_tokens_total 32.0",
             "colossax_preemptions_total 1.0",
             "colossax_drafted_tokens_total 9.0",

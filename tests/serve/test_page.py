@@ -1,11 +1,12 @@
 """What the page for users says."""
 
+import collections
 import dataclasses
 import re
 from pathlib import Path
 
 import colossax.serve
-from colossax.serve import ServeOptions
+from colossax.serve import ServeOptions, Stats
 from colossax.serve.http.app import ENDPOINTS
 from colossax.serve.http.errors import Refusal
 from colossax.serve.http.fields import CHAT, COMPLETION, EMBEDDINGS
@@ -46,6 +47,7 @@ def test_the_page_has_all_limits():
 def test_the_page_has_all_metrics():
     told = set(re.findall(r"`(colossax_\w+)", section("Metrics")))
     with site(FakeEngine) as here:
+        here.engine.now = Stats(replicas=[collections.defaultdict(int)])
         shown = here.ask("/metrics").text
     names = set(re.findall(r"^# HELP (\w+)", shown, re.MULTILINE))
     assert {name for name in names if not name.endswith("_created")} == told

@@ -3,6 +3,8 @@
 from .drafting import Drafter as Drafter
 from .drafting import ModelDrafter as ModelDrafter
 from .drafting import NgramDrafter as NgramDrafter
-from .engine import Constraint as Constraint
 from .engine import Engine as Engine
-from .engine import EngineStats as EngineStats
+from .making import make_engine as make_engine
+from .replicas import Replicas as Replicas
+from .values import Constraint as Constraint
+from .values import EngineStats as EngineStats

@@ -4,56 +4,32 @@ import contextlib
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
 
 from colossax.config import BoundPlan, MeshAxis
 from colossax.errors import InputError, PlanError
-from colossax.inference.decode import decoding_model
 from colossax.inference.engine.drafting import Drafter
+from colossax.inference.engine.driving import to_their_ends
 from colossax.inference.engine.packing import Packer
-from colossax.inference.engine.program import EngineProgram, Sizes
+from colossax.inference.engine.program import EngineProgram
 from colossax.inference.engine.sampling import Chosen
-from colossax.inference.engine.sizing import MIXED_TOKENS, PAGE_TOKENS, SEATS, pages_for
+from colossax.inference.engine.sizing import (
+    MIXED_TOKENS,
+    PAGE_TOKENS,
+    SEATS,
+    asked_sizes,
+    pages_for,
+)
+from colossax.inference.engine.values import CONFINED, NOT_SOUND, Constraint, EngineStats
 from colossax.nn import ModelSpec
 from colossax.scheduling import Emitted, Ended, EngineRequest, Scheduler, StepPlan
-from colossax.scheduling import Stats as SchedulerStats
 from colossax.typing import Params
 
 DEPTH = 2
 """Steps on their way at once: the devices work on one while the host prepares the next."""
-
-NOT_SOUND = "the model gave numbers that are no logits (NaN or infinite) for this request"
-CONFINED = "no token of the vocabulary goes on what the request's grammar allows"
-
-
-@runtime_checkable
-class Constraint(Protocol):
-    """Which tokens may come next, such as those that a grammar allows."""
-
-    def mask(self) -> np.ndarray:
-        """A bit for each token, `[ceil(vocab / 32)]` uint32, from the lowest of the first word."""
-        ...
-
-    def took(self, token: int) -> None:
-        """Go on with this token."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineStats:
-    """What an engine has done and holds.
-
-    Attributes:
-        steps: Run, by kind.
-        scheduler: Of its seats, pages and queue.
-    """
-
-    steps: Mapping[str, int]
-    scheduler: SchedulerStats
 
 
 class Engine:
@@ -117,21 +93,14 @@ class Engine:
             PlanError: Layers are in stages.
         """
         check_served(spec, bound)
-        config = decoding_model(spec).config
-        slots = config.max_seq if slots is None else slots
-        given = {"seats": seats, "page_tokens": page_tokens, "mixed_tokens": mixed_tokens}
-        for name, value in given.items():
-            if value < 1:
-                raise InputError(f"{name}: found {value}; give 1 or more")
-        draft = 0 if drafter is None else drafter.tokens
-        sizes = Sizes(
+        sizes = asked_sizes(
+            spec,
             seats=seats,
-            pages=1 if pages is None else pages,
-            page_tokens=page_tokens,
             slots=slots,
-            mixed=max(mixed_tokens, seats * (1 + draft)),
-            decode=seats * (1 + draft),
-            draft=draft,
+            pages=pages,
+            page_tokens=page_tokens,
+            mixed_tokens=mixed_tokens,
+            draft=0 if drafter is None else drafter.tokens,
         )
         if pages is None:
             pages = pages_for(spec, bound, params, sizes, drafter=drafter)
@@ -210,6 +179,11 @@ class Engine:
         return self.program.bound
 
     @property
+    def seats(self) -> int:
+        """Requests that run at once."""
+        return self.sizes.seats
+
+    @property
     def busy(self) -> bool:
         """Whether any request has not ended, or an answer has not been given by `step`."""
         return bool(self._told or self._flying or self._scheduler.busy)
@@ -229,6 +203,15 @@ class Engine:
         Raises:
             InputError: The engine could never serve it.
         """
+        self.check(request, constraint)
+        number = self._scheduler.add(request)
+        self._logprobs[number] = request.sampling.logprobs
+        if constraint is not None:
+            self._constraints[number] = constraint
+        return number
+
+    def check(self, request: EngineRequest, constraint: Constraint | None = None) -> None:
+        """Refuse what the engine could never serve; see `add`."""
         reads = self.program.reading.reads
         request.check(vocab=self.config.vocab, slots=self.sizes.slots, reads=reads)
         if (constraint is not None) != request.waits:
@@ -236,11 +219,10 @@ class Engine:
                 "constraint: it needs each token before the next; give it with waits=True, and"
                 " waits only with it"
             )
-        number = self._scheduler.add(request)
-        self._logprobs[number] = request.sampling.logprobs
-        if constraint is not None:
-            self._constraints[number] = constraint
-        return number
+
+    def ahead(self, request: EngineRequest) -> tuple[int, int]:
+        """What a request that `check` lets pass would find before it; see `Scheduler.ahead`."""
+        return self._scheduler.ahead(request)
 
     def cancel(self, number: int) -> None:
         """End a request; one that has ended, or is none, is left alone."""
@@ -258,8 +240,21 @@ class Engine:
 
     def step(self) -> list[Emitted]:
         """Send steps on their way, and give what the oldest gave; empty where nothing is to do."""
+        self.send()
+        return self.land()
+
+    def send(self) -> None:
+        """Begin as many steps as may be on their way at once."""
         while len(self._flying) < DEPTH and self._send():
             pass
+
+    @property
+    def waits(self) -> bool:
+        """Whether `land` would wait for a device."""
+        return bool(self._flying) and not self._flying[0][1].token.is_ready()
+
+    def land(self) -> list[Emitted]:
+        """Wait for the oldest step on its way, and give what it gave."""
         told, self._told = self._told, []
         if self._flying:
             told += self._landed(*self._flying.popleft())
@@ -269,13 +264,7 @@ class Engine:
 
     def generate_all(self, requests: Sequence[EngineRequest]) -> list[list[Emitted]]:
         """All requests to their ends: of each what was emitted, in order."""
-        order = {self.add(request): i for i, request in enumerate(requests)}
-        found: list[list[Emitted]] = [[] for _ in requests]
-        while self.busy:
-            for one in self.step():
-                if one.request in order:
-                    found[order[one.request]].append(one)
-        return found
+        return to_their_ends(self, requests)
 
     def _send(self) -> bool:
         """Begin the next step; whether there was one."""
@@ -392,5 +381,5 @@ def check_served(spec: ModelSpec, bound: BoundPlan) -> None:
     if stages > 1:
         raise PlanError(
             f"mesh axis 'stage': an engine runs all layers in one program, and the plan has"
-            f" {stages} stages; give those devices to 'tensor' or 'fsdp'"
+            f" {stages} stages; use make_engine (LoadedModel.engine), which gives each its own"
         )

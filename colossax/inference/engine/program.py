@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, UInt32
 
 from colossax.config import BoundPlan
 from colossax.errors import InputError
@@ -18,20 +17,16 @@ from colossax.inference.decode import decoding_model, resolved_slots
 from colossax.inference.engine.batch import (
     EngineState,
     StepShape,
-    branches_of,
-    looked_at,
-    resolved,
 )
-from colossax.inference.engine.drafting import Drafter, Guesses, View
-from colossax.inference.engine.drafting.looking import accepted, said_of, with_said
-from colossax.inference.engine.drafting.trees import MOST_NODES, moved
+from colossax.inference.engine.drafting import Drafter, Guesses
+from colossax.inference.engine.drafting.trees import MOST_NODES
 from colossax.inference.engine.pages import paged_spec
-from colossax.inference.engine.sampling import Chosen, Draws, choose
+from colossax.inference.engine.sampling import Chosen, Draws
+from colossax.inference.engine.step import looking_step, step
 from colossax.inference.plan import inference_plan
 from colossax.inference.reading import Reading
-from colossax.nn import DecoderConfig, FlatTokens, ModelSpec
-from colossax.pallas.attention import Pages
-from colossax.sharding import replicated, use
+from colossax.nn import DecoderConfig, ModelSpec
+from colossax.sharding import replicated
 from colossax.typing import Params
 
 GROUP = 16
@@ -126,13 +121,23 @@ class EngineProgram:
         out = (here, self._state(here, self.cache.shardings, drafter and drafter.shardings))
         self._steps = {
             kind: jax.jit(
-                functools.partial(step, self, sizes.step(kind), kind),
+                self._step(kind),
                 donate_argnums=2,
                 out_shardings=out,
             )
             for kind in ("mixed", "decode")
         }
         self._zeros = jax.jit(self._small, out_shardings=here)
+
+    def _step(self, kind: str) -> Any:
+        shape = self.sizes.step(kind)
+        if self.drafter is not None:
+            return functools.partial(looking_step, self, shape, kind)
+
+        def plain(params: Params, _drafter: None, *given: Any) -> Any:
+            return step(self.spec, self.bound, shape, params, *given)
+
+        return plain
 
     def _small(self) -> dict[str, Any]:
         """What a state holds of seats, but for caches."""
@@ -246,78 +251,3 @@ def check_drafted(program: EngineProgram, specs: Any) -> None:
             "draft: the model keeps a state of each sequence as a whole, from which a token that"
             " was guessed wrong cannot be taken back; serve it without drafts"
         )
-
-
-def step(
-    program: EngineProgram,
-    shape: StepShape,
-    kind: str,
-    params: Params,
-    own: Any,
-    state: EngineState,
-    packed: Int[Array, " n"],
-    table: Int[Array, "r p"],
-    draws: Draws,
-    mask: UInt32[Array, "r words"],
-    masked: Bool[Array, ""],
-) -> tuple[Chosen, EngineState]:
-    """Tokens into their seats' pages, and a token for each seat that emits; pure.
-
-    With a drafter: one token and as many more as were guessed right, and new guesses.
-
-    Args:
-        program: Its model, plan and drafter.
-        shape, kind: Of the step.
-        params: Of the model.
-        own: Of the drafter.
-        state: Given up.
-        packed: A `Batch`.
-        table: Pages of each seat.
-        draws: What its request asks.
-        mask, masked: See `choose`.
-    """
-    batch, model = shape.unpacked(packed), program.spec.merge(params)
-    bound, drafter = program.bound, program.drafter
-    tokens, said = resolved(batch, state)
-    reads_source = getattr(model.config, "longest_source", None) is not None
-    owner = jnp.clip(batch.seat, 0)
-    flat = FlatTokens(
-        seat=batch.seat,
-        position=tokens.position,
-        slot=tokens.slot,
-        source=draws.source[owner] if reads_source else None,
-        pages=Pages(table=table, groups=batch.groups, branches=branches_of(batch, tokens, state)),
-        # A prompt is as long as it is, however it is cut; what is said makes it longer.
-        length=jnp.maximum(draws.begin[owner], tokens.position + 1),
-    )
-    with use(bound):
-        hidden, cache = model.decode(tokens.ids, state.cache, flat)
-        logits = model.logits(hidden[jnp.clip(batch.emit, 0).reshape(-1)])
-    emits = batch.emit[:, 0] >= 0
-    asked = {"draws": draws, "mask": mask, "masked": masked}
-    if drafter is None:
-        after = jnp.where(emits, tokens.position[jnp.clip(batch.emit[:, 0], 0)] + 1, said.shape[1])
-        with use(bound):
-            chosen = choose(logits, said=said, position=after, **asked)
-        rows = jnp.arange(len(emits), dtype=jnp.int32)
-        said = said.at[rows, after].set(chosen.token, mode="drop")
-        return chosen, EngineState(cache=cache, said=said)
-    looked = looked_at(batch, tokens)
-    with use(bound):
-        position = looked.position.reshape(-1) + 1
-        chosen = choose(logits, said=said, position=position, several=looked.several(), **asked)
-    right, path = accepted(looked, chosen.token.reshape(looked.ids.shape))
-    chosen = said_of(chosen, right, path, emits)
-    start = looked.position[:, 0] + 1
-    if looked.tree is not None:
-        right = jnp.where(emits, right, 0)
-        pages = Pages(table=table, groups=batch.groups)
-        cache = moved(cache, program.fixed, pages, path, right, start - 1, batch.room)
-    said = with_said(said, chosen.token, chosen.count, start)
-    length = jnp.where(emits, start + chosen.count, state.length)
-    held = drafter.read(own, state.drafter, tokens.ids, flat) if kind == "mixed" else state.drafter
-    view = View(
-        said=said, length=length, speaks=emits, room=batch.room, table=table, cache=cache, **asked
-    )
-    drafts, held = drafter.draft(own, held, view)
-    return chosen, EngineState(cache=cache, said=said, length=length, drafts=drafts, drafter=held)

@@ -8,7 +8,9 @@ from typing import Any
 import jax
 
 from colossax.config import BoundPlan
-from colossax.errors import PlanError
+from colossax.errors import InputError, PlanError
+from colossax.inference.cache import CacheLayout
+from colossax.inference.decode import decoding_model
 from colossax.inference.engine.drafting import Drafter
 from colossax.inference.engine.program import EngineProgram, Sizes
 from colossax.nn import ModelSpec
@@ -40,7 +42,40 @@ SHARE = 0.93
 """Of a device's memory: what an engine takes of it, all together."""
 
 
-def sizes_for(requests: Sequence[EngineRequest], longest: int, draft: int = 0) -> Sizes:
+def asked_sizes(
+    spec: ModelSpec,
+    *,
+    seats: int = SEATS,
+    slots: int | None = None,
+    pages: int | None = None,
+    page_tokens: int = PAGE_TOKENS,
+    mixed_tokens: int = MIXED_TOKENS,
+    draft: int = 0,
+) -> Sizes:
+    """Of an engine, as of its arguments; with one page where those are to be found.
+
+    Raises:
+        InputError: The model cannot decode, or a size is none.
+    """
+    config = decoding_model(spec).config
+    given = {"seats": seats, "page_tokens": page_tokens, "mixed_tokens": mixed_tokens}
+    for name, value in given.items():
+        if value < 1:
+            raise InputError(f"{name}: found {value}; give 1 or more")
+    return Sizes(
+        seats=seats,
+        pages=1 if pages is None else pages,
+        page_tokens=page_tokens,
+        slots=config.max_seq if slots is None else slots,
+        mixed=max(mixed_tokens, seats * (1 + draft)),
+        decode=seats * (1 + draft),
+        draft=draft,
+    )
+
+
+def sizes_for(
+    requests: Sequence[EngineRequest], longest: int, draft: int = 0, *, engines: int = 1
+) -> Sizes:
     """Of an engine for requests that are all known, on devices with any room.
 
     Steps have one size where the prompts are short.
@@ -49,8 +84,9 @@ def sizes_for(requests: Sequence[EngineRequest], longest: int, draft: int = 0) -
         requests: One or more.
         longest: Of the model's sequences.
         draft: Tokens that are guessed behind each that is said.
+        engines: That share them.
     """
-    seats = _power(min(len(requests), SEATS))
+    seats = _power(min(-(-len(requests) // engines), SEATS))
     lengths = sorted((len(one.prompt) + one.max_tokens for one in requests), reverse=True)
     slots = min(longest, -(-lengths[0] // SLOTS) * SLOTS)
     of_each = -(-slots // PAGE_TOKENS)
@@ -131,7 +167,23 @@ def pages_for(
     )
     page_bytes = max(1, (cache_bytes(few) - cache_bytes(one)) // max(1, sizes.pages_a_seat - 1))
     programs = few.lowered("mixed", params), few.reading.lowered(params)
-    rest = max(_used(one) for one in programs if one is not None) - cache_bytes(few)
+    rest = max(used_bytes(one) for one in programs if one is not None) - cache_bytes(few)
+    return min(most, room_for(memory, rest, page_bytes, sizes, share=share))
+
+
+def room_for(memory: float, rest: int, page_bytes: int, sizes: Sizes, *, share: float) -> int:
+    """Pages that a device has room for.
+
+    Args:
+        memory: Bytes of it.
+        rest: Bytes of all but the cache.
+        page_bytes: Of one.
+        sizes: Of the engine.
+        share: Of the memory that may be used.
+
+    Raises:
+        PlanError: There is no room for the longest sequence.
+    """
     room = int(share * memory - rest) // page_bytes
     if room < sizes.pages_a_seat:
         needed = rest + page_bytes * sizes.pages_a_seat
@@ -140,10 +192,10 @@ def pages_for(
             f" {gb_up(needed)} GB are needed for one sequence of {sizes.slots} tokens; give fewer"
             " slots, fewer seats, or more devices"
         )
-    return min(most, room)
+    return room
 
 
-def _used(lowered: Any) -> int:
+def used_bytes(lowered: Any) -> int:
     """Bytes of each device while a program runs."""
     stats = lowered.compile().memory_analysis()
     results = stats.output_size_in_bytes - stats.alias_size_in_bytes
@@ -153,8 +205,13 @@ def _used(lowered: Any) -> int:
 def cache_bytes(program: EngineProgram) -> int:
     """Of the cache on each device, the drafter's too."""
     drafter = program.drafter
-    caches = program.cache.abstract, None if drafter is None else drafter.abstract
-    return sum(map(_bytes, jax.tree.leaves(caches)))
+    own = 0 if drafter is None else sum(map(_bytes, jax.tree.leaves(drafter.abstract)))
+    return own + layout_bytes(program.cache)
+
+
+def layout_bytes(cache: CacheLayout) -> int:
+    """Likewise, of a cache."""
+    return sum(map(_bytes, jax.tree.leaves(cache.abstract)))
 
 
 def _bytes(x: Any) -> int:

@@ -154,19 +154,27 @@ class _Loop:
         return emitted_to_json(one._replace(request=name))
 
     def _stats(self) -> dict[str, Any]:
-        found = self._engine.stats.scheduler
+        found = self._engine.stats
         return {
-            "seats_used": found.seats,
-            "waiting": found.waiting,
-            "pages_free": found.free,
-            "pages_used": found.referenced,
-            "pages_cached": found.cached,
-            "prefix_hit_tokens": found.reused,
-            "preemptions": found.preemptions,
-            "drafted": found.drafted,
-            "accepted": found.accepted,
+            **_counts(found.scheduler),
             "idle": not self._engine.busy and not self._compiling,
+            "replicas": [_counts(one.scheduler) for one in found.each],
         }
+
+
+def _counts(found: Any) -> dict[str, int]:
+    """Of a scheduler, as `serve.Stats` names them."""
+    return {
+        "seats_used": found.seats,
+        "waiting": found.waiting,
+        "pages_free": found.free,
+        "pages_used": found.referenced,
+        "pages_cached": found.cached,
+        "prefix_hit_tokens": found.reused,
+        "preemptions": found.preemptions,
+        "drafted": found.drafted,
+        "accepted": found.accepted,
+    }
 
 
 def _refused(name: int, problem: InputError) -> list[Any]:

@@ -1,6 +1,6 @@
 """What is counted, in Prometheus' text form."""
 
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -18,6 +18,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_OF_REPLICAS = ("waiting", "seats_used", "pages_free", "pages_used", "pages_cached")
 _FIRST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _BETWEEN_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 5)
 
@@ -102,8 +103,22 @@ class _OfEngine(Collector):
         }
         for name, (told, value) in gauges.items():
             yield GaugeMetricFamily(f"colossax_{name}", told, value=value)
+            if name in _OF_REPLICAS and found.replicas:
+                yield _by_replica(GaugeMetricFamily, name, told, found.replicas)
         for name, (told, value) in counts.items():
             yield CounterMetricFamily(f"colossax_{name}", told, value=value)
+            if found.replicas:
+                yield _by_replica(CounterMetricFamily, name, told, found.replicas)
+
+
+def _by_replica(
+    family: Callable[..., Any], name: str, told: str, replicas: Sequence[Mapping[str, int]]
+) -> Metric:
+    """One of the numbers, of each replica."""
+    found = family(f"colossax_replica_{name}", told, labels=("replica",))
+    for number, counts in enumerate(replicas):
+        found.add_metric((str(number),), counts[name])
+    return found
 
 
 class Counted:

@@ -1,5 +1,7 @@
 """Drafts change no token: an engine with any drafter says what it says without."""
 
+import functools
+
 import jax
 import pytest
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Int
 
+from colossax.config import BoundPlan
 from colossax.inference.engine.sampling import Draws
 from colossax.nn import FlatTokens
 
@@ -76,6 +77,10 @@ class Drafter(abc.ABC):
         Raises:
             InputError: It cannot draft for the model.
         """
+
+    def on(self, bound: BoundPlan) -> "Drafter":
+        """One that drafts on some of the devices, for an engine of those."""
+        return self
 
     @property
     def shardings(self) -> Any:

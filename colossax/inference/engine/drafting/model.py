@@ -14,6 +14,7 @@ from colossax.inference.cache import Cache, CacheLayout
 from colossax.inference.decode import decoding_model
 from colossax.inference.engine.drafting.drafter import Drafter, Guesses, View
 from colossax.inference.engine.pages import paged_spec
+from colossax.inference.engine.parts import params_on
 from colossax.inference.engine.sampling import Several, ranked
 from colossax.inference.plan import inference_plan
 from colossax.nn import FlatTokens, ModelSpec
@@ -104,6 +105,13 @@ class ModelDrafter(Drafter):
             )
         one = copy.copy(self)
         one._cache = CacheLayout(self._bound, asked.specs)
+        return one
+
+    def on(self, bound: BoundPlan) -> "ModelDrafter":
+        """See `Drafter`."""
+        one = copy.copy(self)
+        one._bound = BoundPlan(self._bound.plan, bound.mesh)
+        one.params = params_on(self.spec, one._bound, self.params)
         return one
 
     @property

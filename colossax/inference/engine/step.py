@@ -1,0 +1,147 @@
+"""What a step computes: tokens into pages, and the next ones of each seat; pure functions."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, UInt32
+
+from colossax.config import BoundPlan
+from colossax.inference.engine.batch import (
+    Batch,
+    EngineState,
+    StepShape,
+    Tokens,
+    branches_of,
+    looked_at,
+    resolved,
+)
+from colossax.inference.engine.drafting import View
+from colossax.inference.engine.drafting.looking import accepted, said_of, with_said
+from colossax.inference.engine.drafting.trees import moved
+from colossax.inference.engine.sampling import Chosen, Draws, choose
+from colossax.nn import FlatTokens, ModelSpec
+from colossax.pallas.attention import Branches, Pages
+from colossax.sharding import use
+from colossax.typing import Params
+
+
+def step(
+    spec: ModelSpec,
+    bound: BoundPlan,
+    shape: StepShape,
+    params: Params,
+    state: EngineState,
+    packed: Int[Array, " n"],
+    table: Int[Array, "r p"],
+    draws: Draws,
+    mask: UInt32[Array, "r words"],
+    masked: Bool[Array, ""],
+) -> tuple[Chosen, EngineState]:
+    """Tokens into their seats' pages, and a token for each seat that emits; pure.
+
+    Args:
+        spec, bound, shape: Of the program.
+        params: Of the model.
+        state: Given up.
+        packed: A `Batch`.
+        table: Pages of each seat.
+        draws: What its request asks.
+        mask, masked: See `choose`.
+    """
+    batch = shape.unpacked(packed)
+    tokens, said = resolved(batch, state)
+    given = batch, tokens, table, draws, None
+    logits, cache, _ = _forward(spec, bound, params, state, given)
+    last = batch.emit[:, 0]
+    emits = last >= 0
+    after = jnp.where(emits, tokens.position[jnp.clip(last, 0)] + 1, said.shape[1])
+    with use(bound):
+        chosen = choose(logits, draws, said, after, mask, masked)
+    rows = jnp.arange(len(emits), dtype=jnp.int32)
+    said = said.at[rows, after].set(chosen.token, mode="drop")
+    return chosen, EngineState(cache=cache, said=said)
+
+
+def looking_step(
+    program: Any,
+    shape: StepShape,
+    kind: str,
+    params: Params,
+    own: Any,
+    state: EngineState,
+    packed: Int[Array, " n"],
+    table: Int[Array, "r p"],
+    draws: Draws,
+    mask: UInt32[Array, "r words"],
+    masked: Bool[Array, ""],
+) -> tuple[Chosen, EngineState]:
+    """`step` with guesses: a token for each seat and as many as were right, and new guesses.
+
+    Args:
+        program: An `EngineProgram` with a drafter.
+        shape, kind: Of the step.
+        params: Of the model.
+        own: Of the drafter.
+        state, packed, table, draws, mask, masked: As of `step`.
+    """
+    batch, bound, drafter = shape.unpacked(packed), program.bound, program.drafter
+    tokens, said = resolved(batch, state)
+    given = batch, tokens, table, draws, branches_of(batch, tokens, state)
+    logits, cache, flat = _forward(program.spec, bound, params, state, given)
+    looked, emits = looked_at(batch, tokens), batch.emit[:, 0] >= 0
+    position = looked.position.reshape(-1) + 1
+    with use(bound):
+        chosen = choose(logits, draws, said, position, mask, masked, looked.several())
+    right, path = accepted(looked, chosen.token.reshape(looked.ids.shape))
+    chosen = said_of(chosen, right, path, emits)
+    start = looked.position[:, 0] + 1
+    if looked.tree is not None:
+        right = jnp.where(emits, right, 0)
+        pages = Pages(table=table, groups=batch.groups)
+        cache = moved(cache, program.fixed, pages, path, right, start - 1, batch.room)
+    said = with_said(said, chosen.token, chosen.count, start)
+    length = jnp.where(emits, start + chosen.count, state.length)
+    held = drafter.read(own, state.drafter, tokens.ids, flat) if kind == "mixed" else state.drafter
+    view = View(
+        said=said,
+        length=length,
+        speaks=emits,
+        room=batch.room,
+        table=table,
+        draws=draws,
+        mask=mask,
+        masked=masked,
+        cache=cache,
+    )
+    drafts, held = drafter.draft(own, held, view)
+    return chosen, EngineState(cache=cache, said=said, length=length, drafts=drafts, drafter=held)
+
+
+def _forward(
+    spec: ModelSpec,
+    bound: BoundPlan,
+    params: Params,
+    state: EngineState,
+    given: tuple[Batch, Tokens, Any, Draws, Branches | None],
+) -> tuple[Array, Any, FlatTokens]:
+    """Logits behind the tokens that are followed by others, the cache, and where tokens stand.
+
+    Returns:
+        `[r * (1 + d), v]`, and what `decode` was called with and gave.
+    """
+    batch, tokens, table, draws, branches = given
+    model: Any = spec.merge(params)
+    reads_source = getattr(model.config, "longest_source", None) is not None
+    owner = jnp.clip(batch.seat, 0)
+    flat = FlatTokens(
+        seat=batch.seat,
+        position=tokens.position,
+        slot=tokens.slot,
+        source=draws.source[owner] if reads_source else None,
+        pages=Pages(table=table, groups=batch.groups, branches=branches),
+        # A prompt is as long as it is, however it is cut; what is said makes it longer.
+        length=jnp.maximum(draws.begin[owner], tokens.position + 1),
+    )
+    with use(bound):
+        hidden, cache = model.decode(tokens.ids, state.cache, flat)
+        return model.logits(hidden[jnp.clip(batch.emit, 0).reshape(-1)]), cache, flat
