@@ -127,6 +127,7 @@ def test_what_a_client_is_told(folder, capsys):
     "words, message",
     [
         (["nowhere"], "checkpoint directory 'nowhere' does not exist"),
+        (["mine", "--cache=int4"], "--cache: found 'int4'; give own, int8 or fp8"),
         (["mine", "--slots=9999"], "--slots: found 9999, but the model's longest sequence is"),
         (["mine", "--plan.mesh=stage=2", "--devices=2"], "mesh axis 'stage': an engine runs all"),
         (["mine", "--chat-template=none.jinja"], "--chat-template: .*none.jinja cannot be read"),

@@ -84,6 +84,7 @@ class Engine:
         pages: int | None = None,
         page_tokens: int = PAGE_TOKENS,
         mixed_tokens: int = MIXED_TOKENS,
+        cache_format: str = "own",
         reuse: bool = True,
         deterministic: bool = False,
         max_wait_s: float = 1.0,
@@ -102,6 +103,8 @@ class Engine:
                 seats could fill.
             page_tokens: Tokens of a page.
             mixed_tokens: Tokens of a step with prompts; raised to one for each seat.
+            cache_format: What pages are kept in: `own`, as `precision.cache` says, or codes of
+                eight bits, `int8` or `fp8`, with a scale for each token and kv head.
             reuse: Whether prompts that begin alike share pages.
             deterministic: Whether all steps are of one size, so that a request's logits are the
                 same bit by bit whoever else is there; else they differ in rounding.
@@ -109,7 +112,7 @@ class Engine:
             clock: Seconds, of deadlines and waiting.
 
         Raises:
-            InputError: The model cannot decode, or a size is none.
+            InputError: The model cannot decode, a size is none, or pages cannot be kept so.
             PlanError: Layers are in stages.
         """
         check_served(spec, bound)
@@ -126,6 +129,7 @@ class Engine:
             slots=slots,
             mixed=max(mixed_tokens, seats),
             decode=seats,
+            cache=cache_format,
         )
         if pages is None:
             sizes = dataclasses.replace(sizes, pages=pages_for(spec, bound, params, sizes))

@@ -37,6 +37,7 @@ class Sizes:
         slots: Longest sequence.
         mixed: Tokens of a step with prompts.
         decode: Tokens of a step without.
+        cache: What pages are kept in, one of `FORMATS`.
     """
 
     seats: int
@@ -45,6 +46,7 @@ class Sizes:
     slots: int
     mixed: int
     decode: int
+    cache: str = "own"
 
     @property
     def pages_a_seat(self) -> int:
@@ -155,6 +157,7 @@ class EngineProgram:
             pages=sizes.pages,
             page_tokens=sizes.page_tokens,
             slots=sizes.slots,
+            form=sizes.cache,
         )
         self.shares = not asked.whole and stretched_from(self.config) >= sizes.slots
         self.cache = CacheLayout(self.bound, asked.specs)
