@@ -103,6 +103,13 @@ def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
         help="tokens of a step with prompts; default %(default)s",
     )
     engine.add_argument(
+        "--cache",
+        metavar="FORMAT",
+        default="own",
+        help="keep keys and values in codes of eight bits: int8 or fp8; default own, as"
+        " --plan.precision.cache",
+    )
+    engine.add_argument(
         "--deterministic",
         action="store_true",
         help="steps of one size: logits do not depend on who else is there, bit by bit",

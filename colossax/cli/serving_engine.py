@@ -31,8 +31,10 @@ def run_engine(args: argparse.Namespace, overrides: list[Override]) -> int:
 
 
 def _serve(wire: Wire, args: argparse.Namespace, overrides: list[Override]) -> None:
+    from colossax.inference.engine.formats import check_format
     from colossax.serve import Grammars
 
+    check_format(args.cache, "--cache")
     stored = opened(args).with_weights(args.weights)
     plan = apply_overrides(Options(plan=stored.plan), overrides).plan
     facts = _facts(args, stored)
@@ -45,6 +47,7 @@ def _serve(wire: Wire, args: argparse.Namespace, overrides: list[Override]) -> N
         slots=facts["slots"],
         pages=args.pages,
         mixed_tokens=args.mixed_tokens,
+        cache_format=args.cache,
         deterministic=args.deterministic,
         reuse=not args.no_prefix_reuse,
         drafter=drafter_of(args, loaded, devices),

@@ -21,6 +21,7 @@ from colossax.nn.layers import HeadsLayerNorm, HeadsRMSNorm, Linear, RMSNorm
 from colossax.nn.module import param
 from colossax.nn.rope import rotate
 from colossax.pallas.attention import Mask, Operands, Pages, Scoring
+from colossax.pallas.attention.codes import SCALE
 from colossax.sharding import (
     CACHE_DIMS,
     attend_cache,
@@ -29,6 +30,9 @@ from colossax.sharding import (
     gather_weight,
     linears,
 )
+
+OWN = ("k", "v")
+"""What self-attention keeps of a token; others of a block may keep something too."""
 
 Window = tuple[int | None, int | None] | None
 """Keys seen strictly before and after a query, None for all: as of `Mask`."""
@@ -232,7 +236,7 @@ class Attention(nnx.Module):
             left = self.shape.chunk - 1 if left is None else min(left, self.shape.chunk - 1)
         kept = window_slots(left, slots=slots, chunk=chunk)
         shape = (layers, seats, kept, self.shape.kv_heads, self.shape.head_dim)
-        one = CacheArray(shape=shape, dims=CACHE_DIMS)
+        one = CacheArray(shape=shape, dims=CACHE_DIMS, coded=True)
         kind = "contiguous" if kept == slots else "windowed"
         return CacheSpec(arrays={"k": one, "v": one}, kind=kind)
 
@@ -281,7 +285,7 @@ class Attention(nnx.Module):
         out, cache = attend_cache(
             q[0],
             {"k": k[0], "v": v[0]},
-            {name: state.carried[name] for name in ("k", "v")},
+            {name: x for name, x in state.carried.items() if name.removesuffix(SCALE) in OWN},
             state.row,
             seat=flat.seat,
             position=flat.position,

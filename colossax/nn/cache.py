@@ -37,12 +37,15 @@ class CacheArray:
         dims: Logical dim of each, which the rules of the `cache` role lay out, or None.
         role: What its numbers are: a field of `plan.precision`, which names their dtype.
         dtype: Theirs under any plan, as of counts; None: as the role says.
+        coded: Whether it may be in codes of eight bits with a scale for each vector of its last
+            dim beside it: so it may where `attend_cache` alone writes and reads it.
     """
 
     shape: tuple[int, ...]
     dims: Dims
     role: str = "cache"
     dtype: str | None = None
+    coded: bool = False
 
     def __post_init__(self):
         if len(self.shape) != len(self.dims):

@@ -105,7 +105,7 @@ class LatentAttention(nnx.Module):
         By the rules they lie whole on every device; `cache={"kv_latent": "tensor"}` splits them.
         """
         width = self.shape.sizes.kv_rank + self.shape.sizes.rope_dim
-        one = CacheArray(shape=(layers, seats, slots, width), dims=LATENT_DIMS)
+        one = CacheArray(shape=(layers, seats, slots, width), dims=LATENT_DIMS, coded=True)
         return CacheSpec(arrays={"latent": one})
 
     def mix(

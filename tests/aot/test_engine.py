@@ -105,6 +105,22 @@ def test_no_family_copies_its_cache(name, stacked):
     assert not [one for one in _made(compiled.hlo) if "4097,16" in one]
 
 
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+@pytest.mark.parametrize("name", ["mixture", "latent"])
+def test_codes_are_decoded_where_they_are_gathered(name, form):
+    """No array of the cache's size is made, of codes or of what they stand for."""
+    sizes = Sizes(seats=8, pages=4097, page_tokens=16, slots=64, mixed=64, decode=8, cache=form)
+    with target("gpu", compute_capability=(9, 0)):
+        program, params = _program(FAMILIES[name], Plan(), sizes)
+        compiled = compile_program(program.lowered("mixed", params))
+    cache = program.cache.abstract
+    assert {x.dtype.itemsize for x in jax.tree.leaves(cache)} == {1, 2}
+    assert compiled.stats.temp_size_in_bytes < cache_bytes(program) / 4
+    for codes in (x for x in jax.tree.leaves(cache) if x.dtype.itemsize == 1):
+        whole, layer = (",".join(map(str, dims)) for dims in (codes.shape, codes.shape[1:]))
+        assert not re.search(rf"(bf16|f16|f32)\[({whole}|{layer})\]", compiled.hlo)
+
+
 def _made(hlo):
     """Instructions that write new memory: copies, and fusions that end in neither an update."""
     found = re.findall(r"^\s*%?\S+ = (\S+) (copy|copy-start|slice|concatenate)\(", hlo, re.M)

@@ -152,6 +152,7 @@ def test_engines_that_share_requests(mesh, folder, capsys):
     "words, message",
     [
         (["nowhere"], "checkpoint directory 'nowhere' does not exist"),
+        (["mine", "--cache=int4"], "--cache: found 'int4'; give own, int8 or fp8"),
         (["mine", "--slots=9999"], "--slots: found 9999, but the model's longest sequence is"),
         (["mine", "--plan.mesh=stage=4", "--devices=4"], "'stage': 2 layers cannot be shared by 4"),
         (["mine", "--chat-template=none.jinja"], "--chat-template: .*none.jinja cannot be read"),

@@ -61,6 +61,7 @@ class Engine:
         pages: int | None = None,
         page_tokens: int = PAGE_TOKENS,
         mixed_tokens: int = MIXED_TOKENS,
+        cache_format: str = "own",
         reuse: bool = True,
         deterministic: bool = False,
         drafter: Drafter | None = None,
@@ -80,6 +81,8 @@ class Engine:
                 seats could fill.
             page_tokens: Tokens of a page.
             mixed_tokens: Tokens of a step with prompts; raised to one for each seat.
+            cache_format: What pages are kept in: `own`, as `precision.cache` says, or codes of
+                eight bits, `int8` or `fp8`, with a scale for each token and kv head.
             reuse: Whether prompts that begin alike share pages.
             deterministic: Whether all steps are of one size, so that a request's logits are the
                 same bit by bit whoever else is there; else they differ in rounding.
@@ -89,7 +92,8 @@ class Engine:
             clock: Seconds, of deadlines and waiting.
 
         Raises:
-            InputError: The model cannot decode, a size is none, or nothing can be drafted.
+            InputError: The model cannot decode, a size is none, pages cannot be kept so, or nothing
+                can be drafted.
             PlanError: Layers are in stages.
         """
         check_served(spec, bound)
@@ -101,6 +105,7 @@ class Engine:
             page_tokens=page_tokens,
             mixed_tokens=mixed_tokens,
             draft=0 if drafter is None else drafter.tokens,
+            cache_format=cache_format,
         )
         if pages is None:
             pages = pages_for(spec, bound, params, sizes, drafter=drafter)

@@ -24,7 +24,7 @@ from colossax.nn import ModelSpec
 from colossax.offload import device_memory
 from colossax.typing import Params
 
-_SIZES = ("seats", "slots", "pages", "page_tokens", "mixed_tokens")
+_SIZES = ("seats", "slots", "pages", "page_tokens", "mixed_tokens", "cache_format")
 """Options that say how large an engine is."""
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from colossax.inference.cache import Specs
+from colossax.inference.engine.formats import check_any, check_format, in_codes
 from colossax.nn import CacheSpec
 
 Fixed = frozenset[str] | Mapping[str, frozenset[str]]
@@ -29,7 +30,9 @@ class PagedSpec:
     whole: bool
 
 
-def paged_spec(model: Any, *, seats: int, pages: int, page_tokens: int, slots: int) -> PagedSpec:
+def paged_spec(
+    model: Any, *, seats: int, pages: int, page_tokens: int, slots: int, form: str = "own"
+) -> PagedSpec:
     """A model's cache with `pages` rows of `page_tokens` slots.
 
     What of it does not grow with the length of a sequence (states of recurrences, keys and values
@@ -42,7 +45,12 @@ def paged_spec(model: Any, *, seats: int, pages: int, page_tokens: int, slots: i
         pages: Rows.
         page_tokens: Slots of each.
         slots: Of a sequence.
+        form: What pages are kept in, see `in_codes`; what has a row for each seat is kept as it is.
+
+    Raises:
+        InputError: Pages cannot be kept so.
     """
+    check_format(form)
     asked = [
         _by_kind(model.cache_spec(seats=rows, slots=of_each))
         for rows, of_each in ((pages, page_tokens), (pages, 2 * page_tokens), (seats, slots))
@@ -55,9 +63,11 @@ def paged_spec(model: Any, *, seats: int, pages: int, page_tokens: int, slots: i
             for name, one in spec.arrays.items()
             if spec.kind == "sequence" or one.shape == longer[name].shape
         }
-        arrays = {n: by_seat[n] if n in fixed else one for n, one in spec.arrays.items()}
+        arrays = {n: by_seat[n] for n in spec.arrays if n in fixed}
+        arrays |= in_codes({n: one for n, one in spec.arrays.items() if n not in fixed}, form)
         found[kind] = dataclasses.replace(spec, arrays=arrays)
         fixed_of[kind] = frozenset(fixed)
+    check_any(found, form)
     return PagedSpec(
         specs=found.get(_ONLY) or found,
         fixed=fixed_of[_ONLY] if _ONLY in found else fixed_of,

@@ -45,6 +45,7 @@ class Sizes:
         mixed: Tokens of a step with prompts.
         decode: Tokens of a step without.
         draft: Tokens drafted behind each that is said.
+        cache: What pages are kept in, one of `FORMATS`.
     """
 
     seats: int
@@ -54,6 +55,7 @@ class Sizes:
     mixed: int
     decode: int
     draft: int = 0
+    cache: str = "own"
 
     @property
     def pages_a_seat(self) -> int:
@@ -103,6 +105,7 @@ class EngineProgram:
             pages=sizes.pages,
             page_tokens=sizes.page_tokens,
             slots=sizes.slots,
+            form=sizes.cache,
         )
         self.shares = not asked.whole and stretched_from(self.config) >= sizes.slots
         self.cache = CacheLayout(self.bound, asked.specs)

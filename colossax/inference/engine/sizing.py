@@ -50,6 +50,7 @@ def asked_sizes(
     pages: int | None = None,
     page_tokens: int = PAGE_TOKENS,
     mixed_tokens: int = MIXED_TOKENS,
+    cache_format: str = "own",
     draft: int = 0,
 ) -> Sizes:
     """Of an engine, as of its arguments; with one page where those are to be found.
@@ -70,6 +71,7 @@ def asked_sizes(
         mixed=max(mixed_tokens, seats * (1 + draft)),
         decode=seats * (1 + draft),
         draft=draft,
+        cache=cache_format,
     )
 
 

@@ -225,6 +225,7 @@ class StagedSteps(EngineProgram):
             pages=sizes.pages,
             page_tokens=sizes.page_tokens,
             slots=sizes.slots,
+            form=sizes.cache,
         )
         self.shares = not asked.whole and stretched_from(self.config) >= sizes.slots
         self.drafter = None

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from colossax.errors import InputError
 
+from .codes import as_kept, read_kept, without_scales
 from .mask import Mask
 from .pages import Pages, attend_pages, scores_of
 from .relative import RelativeBias
@@ -16,7 +17,10 @@ GATHERED_BYTES = 2**26
 """Keys gathered at once for tokens of many seats; more tokens go chunk by chunk."""
 
 ReadSlots = Callable[[dict[str, Array]], tuple[Array, Array]]
-"""Keys `[slots, k, h]` and values `[slots, k, hv]` from what a seat's slots hold, by name."""
+"""Keys `[slots, k, h]` and values `[slots, k, hv]` from what a seat's slots hold, by name.
+
+It picks and reshapes, and computes nothing: of codes it is given the scales too, `[slots, ..., 1]`.
+"""
 
 
 def keys_and_values(held: dict[str, Array]) -> tuple[Array, Array]:
@@ -59,7 +63,9 @@ def attend_cache(
             makes keys and values from. None: nothing is written, and a token sees the slots up to
             its position of what is there (a source that was read before).
         cache: Arrays of the same names, `[layers, seats, slots, ...]`, whole: a slice of a layer
-            would be copied. Donated, or carried by a loop, it is written in place.
+            would be copied. Donated, or carried by a loop, it is written in place. In eight bits,
+            int8 or float8_e4m3fn, each has beside it `<name>_scale`, without the last dim: codes
+            and scales are made when tokens are written, and decoded where they are read.
         layer: Which layer this is; may be traced.
         seat: Row of the cache of each token; a negative one is padding: nothing is written, the
             output is 0.
@@ -88,15 +94,16 @@ def attend_cache(
     Cost: 4 t slots n h FLOPs; with several seats, keys and values of a token's seat are gathered
     for each token, at most `GATHERED_BYTES` or one token's at a time. With pages: `attend_pages`.
     """
-    if new is not None and new.keys() != cache.keys():
+    plain = without_scales(cache)
+    if new is not None and new.keys() != plain.keys():
         raise InputError(
-            f"attend_cache: the cache holds {', '.join(sorted(cache))}, and the tokens bring"
+            f"attend_cache: the cache holds {', '.join(sorted(plain))}, and the tokens bring"
             f" {', '.join(sorted(new))}; give each array of the one for the other"
         )
     left = Mask(causal=True, window=window).left
     if chunk is not None:
         left = chunk - 1 if left is None else min(left, chunk - 1)
-    seats, slots = next(iter(cache.values())).shape[1:3]
+    seats, slots = next(iter(plain.values())).shape[1:3]
     if biases and left is not None and pages is None:
         raise InputError(
             "attend_cache: biases by distance are not computed where a window or chunks take slots"
@@ -107,14 +114,14 @@ def attend_cache(
         row = jnp.where(seat < 0, seats, seat)
         column = jnp.where(slot < 0, slots, slot if left is None else slot % slots)
     else:
-        row, column = pages.row_and_column(seat, slot, next(iter(cache.values())).shape)
+        row, column = pages.row_and_column(seat, slot, next(iter(plain.values())).shape)
     if new is not None:
+        kept = as_kept(new, cache)
         cache = {
-            name: x.at[layer, row, column].set(new[name].astype(x.dtype), mode="drop")
-            for name, x in cache.items()
+            name: x.at[layer, row, column].set(kept[name], mode="drop") for name, x in cache.items()
         }
     t, n, h = q.shape
-    one = {name: jax.ShapeDtypeStruct(x.shape[2:], x.dtype) for name, x in cache.items()}
+    one = {name: jax.ShapeDtypeStruct(x.shape[2:], x.dtype) for name, x in plain.items()}
     keys, values = jax.eval_shape(read, one)
     grouped = q.reshape(t, keys.shape[1], -1, h)
     slopes = None if alibi_slopes is None else alibi_slopes.reshape(keys.shape[1], -1)
@@ -163,11 +170,14 @@ def attend_cache(
 
     def within(at: int | Array, q: Array, *where: Array) -> Array:
         """Of tokens of one seat."""
-        keys, values = read({name: x[layer, at] for name, x in cache.items()})
+        held = {name: x[layer, at] for name, x in cache.items()}
+        keys, values, key_scales, value_scales = read_kept(read, held, q.dtype)
         f32 = {"preferred_element_type": jnp.float32}
         logits = jnp.einsum("tkgh,ckh->tkgc", q.astype(keys.dtype), keys, **f32)
-        weights = weigh(logits, *where).astype(values.dtype)
-        return jnp.einsum("tkgc,ckh->tkgh", weights, values, **f32)
+        logits = logits if key_scales is None else logits * key_scales.T[:, None]
+        weights = weigh(logits, *where)
+        weights = weights if value_scales is None else weights * value_scales.T[:, None]
+        return jnp.einsum("tkgc,ckh->tkgh", weights.astype(values.dtype), values, **f32)
 
     def each(token: tuple[Array, ...]) -> Array:
         q, seat, position = (x[None] for x in token)

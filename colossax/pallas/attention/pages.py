@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
+from .codes import read_kept, without_scales
 from .mask import Mask
 from .relative import RelativeBias
 
@@ -197,13 +198,13 @@ def attend_pages(
     parts = jnp.max(jnp.where(last < 0, 0, last // width + 1 - begin))
     asked = q[jnp.clip(pages.groups, 0)]
 
-    def of_group(
-        asked: Array, place: Array, keys: Array, values: Array, start: Array, tree: Any
-    ) -> Any:
+    def of_group(asked: Array, place: Array, kept: Any, start: Array, tree: Any) -> Any:
         """Largest logit, sum of exponentials and weighted values of one part."""
+        keys, values, key_scales, value_scales = kept
         products = jnp.einsum(
             "wkrh,ckh->krwc", asked.astype(keys.dtype), keys, preferred_element_type=jnp.float32
         )
+        products = products if key_scales is None else products * key_scales.T[:, None, None]
         key, on_line = start + jnp.arange(width, dtype=jnp.int32), True
         if tree is not None:
             key, on_line = tree.keys(key)
@@ -211,11 +212,9 @@ def attend_pages(
         seen &= on_line
         top = jnp.max(logits, axis=-1, where=seen, initial=_NONE)
         weights = jnp.where(seen, jnp.exp(logits - top[..., None]), 0.0)
+        by = weights if value_scales is None else weights * value_scales.T[:, None, None]
         out = jnp.einsum(
-            "krwc,ckh->krwh",
-            weights.astype(values.dtype),
-            values,
-            preferred_element_type=jnp.float32,
+            "krwc,ckh->krwh", by.astype(values.dtype), values, preferred_element_type=jnp.float32
         )
         return top, jnp.sum(weights, axis=-1), out
 
@@ -225,12 +224,16 @@ def attend_pages(
         chosen = jnp.take_along_axis(rows, jnp.clip(columns, 0, most - 1), axis=1)
         held = {name: x[layer, chosen] for name, x in cache.items()}
         held = {name: x.reshape(x.shape[0], width, *x.shape[3:]) for name, x in held.items()}
-        keys, values = jax.vmap(read)(held)
+        kept = jax.vmap(lambda held: read_kept(read, held, q.dtype))(held)
         slots = number[:, None] * width + jnp.arange(width, dtype=jnp.int32)
         # What another left behind may be no number, and nothing times that is none either.
+        keys, values, *scales = kept
         values = jnp.where((slots <= last[:, None])[..., None, None], values, 0)
+        if scales[1] is not None:
+            scales[1] = jnp.where((slots <= last[:, None])[..., None], scales[1], 0)
         top, total, out = state
-        of_part = jax.vmap(of_group)(asked, place, keys, values, number * width, trees)
+        kept = keys, values, *scales
+        of_part = jax.vmap(of_group)(asked, place, kept, number * width, trees)
         high = jnp.maximum(top, of_part[0])
         old, new = jnp.exp(top - high), jnp.exp(of_part[0] - high)
         return (
@@ -241,7 +244,10 @@ def attend_pages(
 
     groups, w = pages.groups.shape
     t, k, r, h = q.shape
-    one = {name: jax.ShapeDtypeStruct((width, *x.shape[3:]), x.dtype) for name, x in cache.items()}
+    one = {
+        name: jax.ShapeDtypeStruct((width, *x.shape[3:]), x.dtype)
+        for name, x in without_scales(cache).items()
+    }
     size = jax.eval_shape(read, one)[1].shape[-1]
     shape = (groups, k, r, w)
     # Of queries, else the compiler makes those of all layers at once, before the first.

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from colossax.config import BoundPlan
 from colossax.pallas import attention as local
+from colossax.pallas.attention.codes import SCALE, without_scales
 from colossax.sharding.attention.layout import select_kv_heads_local
 from colossax.sharding.context import current
 from colossax.sharding.rules import check_heads, resolve
@@ -43,10 +44,11 @@ def attend_cache(
     """Write flat tokens into the cache and attend within each one's seat, heads split by the plan.
 
     Arguments and results are those of `colossax.pallas.attention.attend_cache`, but for `dims`: the
-    logical dims of the cache's arrays by name, default `CACHE_DIMS` of all. The cache lies as the
-    rules of its role say; every device writes and reads the kv heads it holds, for the query heads
-    of those. Where all devices hold all of them, or what is kept has no such dim, each reads those
-    of its query heads. `read` gets what a device holds; arrays that it closes over come whole.
+    logical dims of the cache's arrays by name, default `CACHE_DIMS` of all; scales of codes have
+    those of their array but for the last. The cache lies as the rules of its role say; every device
+    writes and reads the kv heads it holds, for the query heads of those. Where all devices hold all
+    of them, or what is kept has no such dim, each reads those of its query heads. `read` gets what
+    a device holds; arrays that it closes over come whole.
 
     Cost: no communication where q and what is kept come as the rules lay out heads; tokens are
     replicated on every device.
@@ -61,14 +63,15 @@ def attend_cache(
     given = {"alibi_slopes": alibi_slopes, "sinks": sinks, "biases": tuple(biases) or None}
     of_heads: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
     where = {"seat": seat, "position": position, "slot": slot, "pages": pages}
-    dims = dict.fromkeys(cache, CACHE_DIMS) if dims is None else dims
+    dims = dict.fromkeys(without_scales(cache), CACHE_DIMS) if dims is None else dims
+    dims = {**dims, **{n + SCALE: d[:-1] for n, d in dims.items() if n + SCALE in cache}}
     specs = None if bound is None or bound.single else _specs(bound, cache, dims)
     if bound is None or specs is None:
         return run(q, new, cache, layer, **where, **of_heads, read=read)
     kv_heads = next(iter(_kv_head_axes(specs, dims)), None)
     heads = _query_axes(bound, q) if kv_heads is None else kv_heads
     of_q, replicated = PartitionSpec(None, heads, None), PartitionSpec()
-    of_new = {name: PartitionSpec(None, *spec[3:]) for name, spec in specs.items() if new}
+    of_new = {name: PartitionSpec(None, *specs[name][3:]) for name in new or ()}
     n, select = q.shape[1], heads is not None and kv_heads is None
 
     def island_local(q: Any, new: Any, cache: Any, layer: Any, where: Any, of_heads: Any) -> Any:
