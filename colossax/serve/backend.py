@@ -66,6 +66,7 @@ class Stats:
         preemptions: Requests that lost their pages to others, since the start.
         idle: Whether it has nothing to do.
         since_step_s: Seconds since its last step ended.
+        failed: Why it runs no more, and will not again; empty: it does, or will.
     """
 
     seats_used: int = 0
@@ -77,6 +78,7 @@ class Stats:
     preemptions: int = 0
     idle: bool = True
     since_step_s: float = 0.0
+    failed: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
