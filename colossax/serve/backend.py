@@ -69,6 +69,7 @@ class Stats:
         idle: Whether it has nothing to do.
         since_step_s: Seconds since its last step ended.
         replicas: Where several share its requests, of each the counts above by their names.
+        failed: Why it runs no more, and will not again; empty: it does, or will.
     """
 
     seats_used: int = 0
@@ -83,6 +84,7 @@ class Stats:
     idle: bool = True
     since_step_s: float = 0.0
     replicas: Sequence[Mapping[str, int]] = ()
+    failed: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

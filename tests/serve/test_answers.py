@@ -321,6 +321,8 @@ def test_ready_and_health():
             here.engine.now = type(here.engine.now)(idle=idle, since_step_s=float(since_s))
             assert here.ask("/health").status_code == status
         assert error_of(here.ask("/health"), 503)["code"] == "unhealthy"
+        here.engine.now = type(here.engine.now)(failed="the engine ended 5 times")
+        assert error_of(here.ask("/health"), 503)["message"] == "the engine ended 5 times"
 
 
 COUNTED = "seats_used waiting pages_free pages_used pages_cached prefix_hit_tokens preemptions"
@@ -328,9 +330,11 @@ REPLICA = dict.fromkeys(COUNTED.split(), 0)
 
 
 @pytest.mark.catches("replicas-are-not-told")
+@pytest.mark.catches("tokens-of-one-name")
 def test_metrics_count():
     with site(lambda: FakeEngine(TOKENIZER.encode("abc"))) as here:
         here.ask("/v1/completions", COMPLETION)
+        here.ask("/v1/completions", COMPLETION | {"model": "tuned"})
         here.ask("/v1/completions", COMPLETION | {"stream": True})
         here.ask("/v1/completions", COMPLETION | {"n": 0})
         here.ask("/where/ever")
@@ -346,13 +350,15 @@ def test_metrics_count():
         )
         lines = here.ask("/metrics").text.splitlines()
         for line in (
-            'colossax_requests_total{endpoint="/v1/completions",status="200"} 2.0',
+            'colossax_requests_total{endpoint="/v1/completions",status="200"} 3.0',
             'colossax_requests_total{endpoint="/v1/completions",status="400"} 1.0',
             'colossax_requests_total{endpoint="other",status="404"} 1.0',
-            "colossax_prompt_tokens_total 10.0",
-            "colossax_tokens_total 8.0",
-            "colossax_first_token_seconds_count 2.0",
-            "colossax_between_tokens_seconds_count 6.0",
+            "colossax_prompt_tokens_total 15.0",
+            "colossax_tokens_total 12.0",
+            'colossax_model_tokens_total{model="toy"} 8.0',
+            'colossax_model_tokens_total{model="tuned"} 4.0',
+            "colossax_first_token_seconds_count 3.0",
+            "colossax_between_tokens_seconds_count 9.0",
             "colossax_seats_used 3.0",
             "colossax_seats 4.0",
             "colossax_waiting 2.0",

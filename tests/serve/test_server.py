@@ -17,6 +17,7 @@ import pytest
 
 from colossax.errors import InputError
 from colossax.serve import ServeOptions, bound, serve
+from colossax.serve.backend import Stats
 from colossax.serve.options import Limits
 from tests.serve.fake import TOKENIZER, FakeEngine
 from tests.serve.site import error_of, events, running, until
@@ -175,7 +176,7 @@ def test_a_client_that_does_not_read_is_dropped_and_holds_up_nobody(limits):
         with Raw(server, receive_bytes=4096) as raw:
             body = COMPLETION | {"max_tokens": 3000, "n": 2, "stream": True}
             raw.post("/v1/completions", body)
-            until(lambda: engine.running or engine.finished)
+            until(lambda: engine.asked)  # it may be dropped before anybody has looked
             answer = httpx.post(f"{server.url}/v1/completions", json=COMPLETION, timeout=10)
             assert answer.json()["choices"][0]["text"] == "x" * 20
             until(lambda: server.api.doors.inside == 0)
@@ -378,3 +379,12 @@ def test_what_an_engine_fails_with_when_it_is_started_is_raised():
     engine.start = failing
     with pytest.raises(InputError, match="model: is not there"):
         serve(engine, options())
+
+
+@pytest.mark.catches("server-without-an-engine-stays")
+def test_a_server_whose_engine_failed_for_good_ends():
+    """By itself, when those inside have heard of it."""
+    engine = FakeEngine()
+    engine.now = Stats(failed="the engine ended 5 times in a row")
+    assert serve(engine, options()) == 1
+    assert engine.life == ["start", "close"]

@@ -66,6 +66,7 @@ class _Loop:
         self._names: dict[int, int] = {}
         self._numbers: dict[int, int] = {}
         self._told_s, self._heard = 0.0, deque[dict[str, Any]]()
+        self._opened: list[int] = []
         engine.began = self._began
 
     def end(self) -> None:
@@ -78,8 +79,9 @@ class _Loop:
         wait_s = 0.0 if self._engine.busy or self._heard else TELL_S
         wait_s = min(wait_s, COMPILED_S) if self._compiling else wait_s
         self._heard += self._wire.pending(wait_s)
-        for _ in range(min(AT_ONCE, len(self._heard))):
-            message = self._heard.popleft()
+        now_heard = [self._heard.popleft() for _ in range(min(AT_ONCE, len(self._heard)))]
+        self._tell_of("opens", [one["id"] for one in now_heard if one["do"] == "add"])
+        for message in now_heard:
             if message["do"] == "close":
                 return False
             if message["do"] == "cancel":
@@ -87,6 +89,8 @@ class _Loop:
             else:
                 told += self._add(message["id"], message["request"])
         told += self._compiled()
+        self._tell_of("opened", self._opened)
+        self._opened = []
         if self._engine.busy:
             told += [self._named(one) for one in self._engine.step()]
         now = time.monotonic()
@@ -130,6 +134,7 @@ class _Loop:
         except InputError as problem:
             return [_refused(name, problem)]
         self._names[number], self._numbers[name] = name, number
+        self._opened.append(name)
         return []
 
     def _cancel(self, name: int) -> list[list[Any]]:
@@ -143,8 +148,11 @@ class _Loop:
 
     def _began(self, numbers: list[int]) -> None:
         """These have a seat from now on."""
-        names = [self._names[number] for number in numbers]
-        self._wire.send({"say": "began", "ids": names})
+        self._tell_of("began", [self._names[number] for number in numbers])
+
+    def _tell_of(self, what: str, names: list[int]) -> None:
+        if names:
+            self._wire.send({"say": what, "ids": names})
 
     def _named(self, one: Emitted) -> list[Any]:
         """By the server's number."""

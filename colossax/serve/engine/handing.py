@@ -13,10 +13,10 @@ DEATHS_ALONE = 2
 class Handing:
     """As a rule an engine gets all at once; those that may be what kills it, one by one.
 
-    Whoever had a seat when an engine died, and had said nothing there, may be why: that counts
-    against it, and a word wipes it out. Who waited for a seat was not run. Suspects are handed over
-    last, each when the one before has said something or ended: so the one that kills engines is
-    found, and no other pays.
+    Whoever was being taken up or had a seat when an engine died, and had said nothing there, may be
+    why: that counts against it, and a word wipes it out. Who waited for a seat was not run.
+    Suspects are handed over last, each when the one before has said something or ended: so the one
+    that kills engines is found, and no other pays.
     """
 
     def __init__(self) -> None:
@@ -29,6 +29,19 @@ class Handing:
     def has(self, number: int) -> bool:
         """Whether the engine of now was handed this one."""
         return number in self._has
+
+    @property
+    def blames(self) -> bool:
+        """Whether an engine that died now would count against anybody."""
+        return bool(self._silent)
+
+    def opens(self, number: int) -> None:
+        """The engine takes a request up: its words, and its grammar, may be what kills it."""
+        self._silent.add(number)
+
+    def opened(self, number: int) -> None:
+        """It has, and the request waits for a seat."""
+        self._silent.discard(number)
 
     def begin(self, numbers: Iterable[int]) -> list[int]:
         """An engine is ready: what it gets now of those that have not ended."""

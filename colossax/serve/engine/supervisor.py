@@ -17,15 +17,12 @@ from colossax.scheduling import Emitted, EngineRequest
 from colossax.serve.backend import EngineDown, Facts, Started, Stats
 from colossax.serve.engine.handing import Handing
 from colossax.serve.engine.journal import Journal
-from colossax.serve.engine.wire import (
-    emitted_from_json,
-    packed,
-    received,
-    request_to_json,
-    waited_for,
-)
+from colossax.serve.engine.line import Line
+from colossax.serve.engine.patience import Patience
+from colossax.serve.engine.wire import emitted_from_json, request_to_json, waited_for
+from colossax.serve.engine.writing import Writer
 
-CLOSE_S = 5.0
+CLOSE_S, ENDS_S = 5.0, 1.0
 PAUSE_S, LONGEST_PAUSE_S = 0.2, 30.0
 """Between starts; doubled each time that an engine died before it was ready."""
 
@@ -70,14 +67,17 @@ class Supervisor:
             InputError: The child refuses what it was asked for.
             RuntimeError: It ended without a word.
         """
-        self._command, self._journal = list(command), journal
+        self._command = list(command)
+        self._journal = None if journal is None else Writer(journal)
         self._hang_s, self._tell = hang_s, tell
         self._live: dict[int, _Live] = {}
         self._handing = Handing()
         self._numbers = itertools.count()
         self._stats, self._heard_s = Stats(), time.monotonic()
         self._ready = self._closing = False
-        self._writer: asyncio.StreamWriter | None = None
+        self._line: Line | None = None
+        self._patience, self._last_words, self._failed = Patience(), "", ""
+        self._ready_s = time.monotonic()
         self._watching: asyncio.Task[None] | None = None
         self._child, self._sock = self._started()
         try:
@@ -117,7 +117,7 @@ class Supervisor:
                 await self._watching
         await asyncio.to_thread(self._child.wait)
         if self._journal is not None:
-            self._journal.close()
+            await asyncio.to_thread(self._journal.close)
 
     def abandon(self) -> None:
         """Leave nothing behind, whether it was started and closed or not."""
@@ -130,16 +130,15 @@ class Supervisor:
     async def submit(self, request: EngineRequest) -> Started:
         """See `Backend`."""
         request.check(vocab=self._facts.vocab, slots=self._facts.slots)
-        if self._closing:
-            raise EngineDown
         number = next(self._numbers)
-        document = request_to_json(request)
-        if self._journal is not None:
+        if self._journal is not None and not self._ended:
             try:
-                self._journal.begin(number, document)
+                await self._journal.begin(number, request_to_json(request))
             except OSError as problem:
                 self._tell(f"the journal cannot be written: {problem}; a request was turned away")
                 raise EngineDown from problem
+        if self._ended:
+            raise EngineDown
         live = _Live(request=request, said=list(request.generated), told=asyncio.Queue())
         self._live[number] = live
         if self._ready:
@@ -164,11 +163,16 @@ class Supervisor:
     def stats(self) -> Stats:
         """See `Backend`."""
         since = 0.0 if self._stats.idle and not self._live else time.monotonic() - self._heard_s
-        return dataclasses.replace(self._stats, since_step_s=since)
+        return dataclasses.replace(self._stats, since_step_s=since, failed=self._failed)
 
     def ready(self) -> bool:
         """See `Backend`."""
         return self._ready
+
+    @property
+    def _ended(self) -> bool:
+        """Whether nobody is taken any more."""
+        return self._closing or bool(self._failed)
 
     def _first(self) -> dict[str, Any]:
         """What the first engine says first: facts, and words for those that come after it."""
@@ -182,7 +186,8 @@ class Supervisor:
         code = self._child.wait()
         if "refused" in first:
             raise InputError(first["refused"])
-        raise RuntimeError(f"the engine's process ended with {code} before it began")
+        words = f": {first['words']}" if "words" in first else ""
+        raise RuntimeError(f"the engine's process ended with {code} before it began{words}")
 
     def _started(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
         ours, theirs = socket.socketpair()
@@ -196,23 +201,19 @@ class Supervisor:
         """Follow engine after engine."""
         pause_s = PAUSE_S
         while True:
-            reader, self._writer = await asyncio.open_connection(sock=self._sock)
-            hanging = asyncio.create_task(self._end_hanging())
+            line = self._line = Line(self._sock)
             try:
-                await self._follow(reader)
-            except (asyncio.IncompleteReadError, OSError):
-                pass
+                await line.open()
+                code = await self._follow(line)
             finally:
-                hanging.cancel()
-                self._writer.close()
-            was_ready, self._ready, self._writer = self._ready, False, None
+                line.close()
+            was_ready, self._ready, self._line = self._ready, False, None
             self._stats = Stats()
-            self._kill()
-            code = await asyncio.to_thread(self._child.wait)
             if self._closing:
                 return
             pause_s = PAUSE_S if was_ready else min(2 * pause_s, LONGEST_PAUSE_S)
-            self._mourn(code)
+            if self._mourn(code, time.monotonic() - self._ready_s if was_ready else 0.0):
+                return
             await asyncio.sleep(pause_s)
             self._heard_s = time.monotonic()
             while not await self._start_again():
@@ -227,24 +228,48 @@ class Supervisor:
             return False
         return True
 
-    async def _follow(self, reader: asyncio.StreamReader) -> None:
-        """Until the engine is gone."""
-        while True:
-            message = await received(reader)
-            self._heard_s = time.monotonic()
-            if message["say"] == "ready":
-                self._ready = True
+    async def _follow(self, line: Line) -> int:
+        """Hear an engine until it is gone, and its last words; the exit code."""
+        hanging = asyncio.create_task(self._end_hanging())
+        try:
+            while True:
+                self._take(await line.received())
+        except EOFError:
+            code = await asyncio.to_thread(self._exit_code)
+        finally:
+            hanging.cancel()
+        for message in line.rest():
+            self._take(message)
+        return code
+
+    def _take(self, message: dict[str, Any]) -> None:
+        """What an engine says."""
+        self._heard_s = time.monotonic()
+        match message["say"]:
+            case "ready":
+                self._ready, self._ready_s, self._last_words = True, self._heard_s, ""
                 self._hand(self._handing.begin(self._live))
-            elif message["say"] == "refused":
-                self._tell(message["refused"])
-            elif message["say"] == "told":
+            case "refused":
+                self._last_words = message["refused"]
+                self._tell(self._last_words)
+            case "dying":
+                self._last_words = message["words"]
+            case "told":
                 self._stats = Stats(**message["stats"])
                 self._hear([emitted_from_json(one) for one in message["told"]])
-            elif message["say"] == "began":
-                for number in message["ids"]:
-                    if number in self._live:
-                        self._handing.began(number)
+            case "opens" | "opened" | "began" as what:
+                known = [number for number in message["ids"] if number in self._live]
+                for number in known:
+                    getattr(self._handing, what)(number)
+                    if what == "began":
                         self._live[number].told.put_nowait(Emitted(number))
+
+    def _exit_code(self) -> int:
+        """Of an engine that is gone, as it ends by itself if it does so soon."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._child.wait(ENDS_S)
+        self._kill()
+        return self._child.wait()
 
     def _hand(self, numbers: Sequence[int]) -> None:
         """Give the engine these requests, with all that they have said."""
@@ -262,6 +287,7 @@ class Supervisor:
             if live is None:
                 continue
             if one.token is not None:
+                self._patience.served()
                 live.said.append(one.token)
                 said.setdefault(one.request, []).append(one.token)
             if one.ended is not None:
@@ -275,15 +301,31 @@ class Supervisor:
         if self._journal is not None and (said or ended):
             self._journal.told(said, ended)
 
-    def _mourn(self, code: int) -> None:
-        """Tell of an engine's death, and end the requests that saw too many."""
+    def _mourn(self, code: int, ready_s: float) -> bool:
+        """Tell of an engine's death, and end the requests that saw too many; whether it was the
+        last."""
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-        running = len(self._live)
-        self._tell(f"the engine ended {how}; it is started again, and {running} requests go on")
+        blames = self._handing.blames
         message = "the engine ended each time that it ran this request; it is not tried again"
         given_up = [Emitted(n, ended="error", message=message) for n in self._handing.died()]
         gone = [Emitted(n, ended="cancelled") for n, live in self._live.items() if live.gone]
         self._hear([*given_up, *gone])
+        if self._patience.died(blamed=blames, ready_s=ready_s):
+            self._give_up(how)
+            return True
+        running = len(self._live)
+        self._tell(f"the engine ended {how}; it is started again, and {running} requests go on")
+        return False
+
+    def _give_up(self, how: str) -> None:
+        """End all requests: no engine will serve them."""
+        words = f"; its last words: {self._last_words}" if self._last_words else ""
+        self._failed = (
+            f"the engine ended {self._patience.deaths} times in a row before it said a token, at"
+            f" last {how}{words}"
+        )
+        self._tell(self._failed)
+        self._hear([Emitted(n, ended="error", message=self._failed) for n in self._live])
 
     async def _end_hanging(self) -> None:
         """Kill an engine that says nothing for too long while it has something to do."""
@@ -295,8 +337,8 @@ class Supervisor:
                 self._kill()
 
     def _send(self, message: dict[str, Any]) -> None:
-        if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(packed(message))
+        if self._line is not None:
+            self._line.send(message)
 
     def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):

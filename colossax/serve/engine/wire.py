@@ -1,6 +1,5 @@
 """Messages between a server and its engine's process: JSON, each behind its length."""
 
-import asyncio
 import json
 import select
 import socket
@@ -20,14 +19,18 @@ def packed(message: dict[str, Any]) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-async def received(reader: asyncio.StreamReader) -> dict[str, Any]:
-    """The next message.
-
-    Raises:
-        asyncio.IncompleteReadError: The other side is gone.
-    """
-    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-    return json.loads(await reader.readexactly(length))
+def whole(held: bytearray) -> list[dict[str, Any]]:
+    """The messages that have come, which are taken off; what is left is the next one's part."""
+    found, at = [], 0
+    while len(held) - at >= _LENGTH.size:
+        (length,) = _LENGTH.unpack_from(held, at)
+        end = at + _LENGTH.size + length
+        if len(held) < end:
+            break
+        found.append(json.loads(held[at + _LENGTH.size : end]))
+        at = end
+    del held[:at]
+    return found
 
 
 def waited_for(sock: socket.socket) -> dict[str, Any]:
@@ -70,13 +73,13 @@ class Wire:
         Raises:
             EOFError: The server is gone.
         """
-        found = self._whole()
+        found = whole(self._held)
         while not found and self._poll.poll(1000 * wait_s):
             self._read()
-            found = self._whole()
+            found = whole(self._held)
         while self._poll.poll(0):
             self._read()
-            found += self._whole()
+            found += whole(self._held)
         return found
 
     def _read(self) -> None:
@@ -84,18 +87,6 @@ class Wire:
         if not came:
             raise EOFError
         self._held += came
-
-    def _whole(self) -> list[dict[str, Any]]:
-        found, at = [], 0
-        while len(self._held) - at >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._held, at)
-            end = at + _LENGTH.size + length
-            if len(self._held) < end:
-                break
-            found.append(json.loads(self._held[at + _LENGTH.size : end]))
-            at = end
-        del self._held[:at]
-        return found
 
 
 def request_to_json(request: EngineRequest) -> dict[str, Any]:

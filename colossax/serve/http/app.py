@@ -56,10 +56,12 @@ class Api:
         app: The application, for an ASGI server.
         doors: Who is inside; closed to end.
         failure: What the backend raised when it was started; None: nothing.
+        stats: Tells how the engine is.
     """
 
     def __init__(self, backend: Backend, options: ServeOptions) -> None:
         self._backend, self._options = backend, options
+        self.stats = backend.stats
         limits, facts = options.limits, backend.facts
         self.doors = Doors(facts.seats + limits.queue)
         self.failure: Exception | None = None
@@ -204,6 +206,8 @@ class Api:
 
     async def _health(self, request: Request) -> Response:
         found, most = self._backend.stats(), self._options.health_s
+        if found.failed:
+            raise unavailable(found.failed, "unhealthy")
         if not found.idle and found.since_step_s > most:
             raise unavailable(
                 f"the engine has ended no step for {found.since_step_s:.0f} s", "unhealthy"

@@ -102,7 +102,9 @@ class _Run:
         for one in self._started:
             self._backend.cancel(one.number)
         self._doors.leave(len(self._wanted))
-        self._metrics.tokens.inc(sum(one.tokens for one in self._told))
+        tokens = sum(one.tokens for one in self._told)
+        self._metrics.tokens.inc(tokens)
+        self._metrics.of_model.labels(self._ask.model).inc(tokens)
 
     async def _all(self, outbox: Outbox | None) -> None:
         """Follow all continuations to their ends; the first that fails ends the others."""

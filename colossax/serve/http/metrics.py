@@ -43,6 +43,12 @@ class Metrics:
             "colossax_prompt_tokens", "Tokens of prompts.", registry=self._registry
         )
         self.tokens = Counter("colossax_tokens", "Tokens said.", registry=self._registry)
+        self.of_model = Counter(
+            "colossax_model_tokens",
+            "Tokens said, by the name that was asked for: the model's or an adapter's.",
+            ("model",),
+            registry=self._registry,
+        )
         self._first = Histogram(
             "colossax_first_token_seconds",
             "Time from a request to its first token.",

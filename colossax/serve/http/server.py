@@ -53,7 +53,7 @@ def bound(options: ServeOptions) -> socket.socket:
 
 
 def serve(backend: Backend, options: ServeOptions, sock: socket.socket | None = None) -> int:
-    """Serve until SIGTERM or Ctrl-C, then let those inside finish.
+    """Serve until SIGTERM or Ctrl-C, or no engine runs any more, then let those inside finish.
 
     After the signal new requests are told 503; those that run have `drain_s` to finish, and are
     ended after that, as they are by a second signal.
@@ -64,7 +64,7 @@ def serve(backend: Backend, options: ServeOptions, sock: socket.socket | None = 
         sock: What `bound` took; None: takes it.
 
     Returns:
-        The exit code: 0 after SIGTERM, 130 after Ctrl-C.
+        The exit code: 0 after SIGTERM, 130 after Ctrl-C, 1 where the engine failed for good.
 
     Raises:
         InputError: The port cannot be taken, or keys cannot be read.
@@ -81,6 +81,8 @@ def serve(backend: Backend, options: ServeOptions, sock: socket.socket | None = 
         sock.close()
     if api.failure is not None:
         raise api.failure
+    if backend.stats().failed:
+        return 1
     return 130 if server.wish == signal.SIGINT else 0
 
 
@@ -113,6 +115,7 @@ class Draining(uvicorn.Server):
             )
         )
         self._doors: Doors = api.doors
+        self._stats = api.stats
         self._drain_s, self._until = options.drain_s, 0.0
         self.wish: int | None = None
 
@@ -131,6 +134,8 @@ class Draining(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second: whether to end."""
+        if self._stats().failed and not self._doors.draining:
+            self.drain()
         if self._doors.draining:
             if self._doors.inside and time.monotonic() >= self._until:
                 self._doors.over.set()

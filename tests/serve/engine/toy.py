@@ -86,6 +86,8 @@ class ToyEngine:
 
 def constraint(grammar):
     """That of the real library; one that is compiled slowly."""
+    if grammar == "poison":
+        os.kill(os.getpid(), signal.SIGKILL)
     if grammar == "slow":
         time.sleep(3.0)
         raise InputError("grammar: it is too slow; give another")
@@ -114,6 +116,9 @@ def main():
     facts = {"model": "toy", "tokenizer": tokenizer, "vocab": VOCAB, "slots": SLOTS, "seats": SEATS}
     more = {"ends": [TOKENIZER.eos], "adapters": [], "chat_template": CHATML, "eos": END}
     wire.send({"say": "facts", "facts": facts | more})
+    if fault == "dying":
+        wire.send({"say": "dying", "words": "MemoryError: no room"})
+        return 1
     run(wire, ToyEngine(fault, step_s), constraint)
     return 0
 
