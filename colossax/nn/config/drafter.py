@@ -57,8 +57,8 @@ class DrafterConfig:
         heads = target.heads if self.heads is None else self.heads
         if heads % target.kv_heads:
             raise InputError(
-                f"drafter.heads: found {heads}, and the target's {target.kv_heads} heads of keys and"
-                f" values do not divide them; give a multiple of {target.kv_heads}"
+                f"drafter.heads: found {heads}, and the target's {target.kv_heads} heads of keys"
+                f" and values do not divide them; give a multiple of {target.kv_heads}"
             )
         names = ("vocab", "kv_heads", "head_dim", "max_seq", "norm", "norm_eps", "norm_bias")
         names += ("norm_from_one", "activation", "gated", "rope", "alibi", "alibi_scale")

@@ -25,6 +25,9 @@ from colossax.sharding import compute_dtype, with_ranges
 DRAFTER, TARGET = "drafter", "target"
 """Names of the models, where both are trained as one."""
 
+_FROZEN = {"learns": False, "of_base": True}
+"""What is said of the target's parameters."""
+
 
 class Drafter(Trunk):
     """Embeddings of the target to hidden states that the target's head reads.
@@ -121,7 +124,7 @@ def as_target(make_model: MakeModel) -> MakeModel:
         model = make_model(rngs)
         for _, node in nnx.iter_graph(model):
             if isinstance(node, nnx.Param):
-                node.set_metadata(learns=False, of_base=True)
+                node.set_metadata(**_FROZEN)
         return model
 
     return made
