@@ -107,7 +107,8 @@ NAMES = {
         "LatentAttention LatentConfig LatentShape Layers Linear Llama3Scaling MLP MixtureConfig "
         "ModelSpec Models QueryGrowth RMSNorm RopeConfig Side StackOutput Sublayer VocabParts "
         "Weighted Wiring YarnScaling alibi_slopes cross_entropy decoder_layer describe "
-        "AdapterConfig FramesConfig PatchConfig even_head_dim expert_layer initialise "
+        "AdapterConfig Drafter DrafterConfig TargetPages as_target block_mask drafter_maker "
+        "target_pages FramesConfig PatchConfig even_head_dim expert_layer initialise "
         "kl_divergence named param pure renamed rope_tables rotate run_recurrence weight_of "
         "window_slots with_adapter "
         "with_gathers with_weights"
@@ -145,6 +146,7 @@ NAMES = {
         "EXIT_CODES Gate Group Launch StopAgreement StopSignals find_launch heeded join start_jax"
     ),
     "colossax.inference": (
+        "LoadedDrafter StoredDrafter open_drafter "
         "CacheLayout Call Chunk Constraint Continuation DecodeProgram Engine EngineStats Fitted "
         "Flight Generation Generator InOrder LoadedModel Replicas Request Sampling Scheduler "
         "Several StagedProgram StoredModel Tick fit_layers inference_plan load check_length "

@@ -217,7 +217,7 @@ def configure(args: argparse.Namespace, overrides: list[Override]) -> TrainConfi
     plain = [(name, getattr(args, f"field_{name}")) for name in ("init", *_FIELDS)]
     given = [(name, text) for name, text in plain if text is not None]
     if _starts_from_base(args):
-        if before is not None and not before.adapter:
+        if before is not None and not (before.adapter or before.drafter):
             raise InputError(f"--base: the run in {args.out} has no adapter; leave the option out")
         given.append(("init", args.base))
     if args.data is not None:

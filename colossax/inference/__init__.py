@@ -4,6 +4,9 @@ from .cache import CacheLayout as CacheLayout
 from .decode import Chunk as Chunk
 from .decode import DecodeProgram as DecodeProgram
 from .decode import Sampling as Sampling
+from .drafters import LoadedDrafter as LoadedDrafter
+from .drafters import StoredDrafter as StoredDrafter
+from .drafters import open_drafter as open_drafter
 from .engine import Constraint as Constraint
 from .engine import Drafter as Drafter
 from .engine import Engine as Engine

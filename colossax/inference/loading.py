@@ -356,6 +356,11 @@ def _configuration(documents: dict[str, Any], name: str, where: str) -> Any:
             f"{where} names no model '{name}'; it has"
             f" {', '.join(repr(one) for one in sorted(several)) or 'one without a name'}"
         )
+    if "drafter" in documents:
+        raise CheckpointError(
+            f"{where} holds a drafter, which continues no text by itself; give the checkpoint of"
+            " the model that it drafts for"
+        )
     if MODEL not in documents:
         raise CheckpointError(
             f"{where} names no model; give one that colossax train or colossax import wrote"

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .config.adapter import AdapterConfig as AdapterConfig
     from .config.decoder import DecoderConfig as DecoderConfig
     from .config.decoder import LayerCount as LayerCount
+    from .config.drafter import DrafterConfig as DrafterConfig
     from .config.dropout import DropoutConfig as DropoutConfig
     from .config.dual import DualEncoderConfig as DualEncoderConfig
     from .config.dual import EncoderPart as EncoderPart
@@ -57,6 +58,12 @@ if TYPE_CHECKING:
     from .decoder.layers import decoder_layer as decoder_layer
     from .decoder.layers import expert_layer as expert_layer
     from .decoder.seeing import SeeingDecoder as SeeingDecoder
+    from .drafting.drafter import Drafter as Drafter
+    from .drafting.drafter import as_target as as_target
+    from .drafting.drafter import drafter_maker as drafter_maker
+    from .drafting.reading import TargetPages as TargetPages
+    from .drafting.reading import block_mask as block_mask
+    from .drafting.reading import target_pages as target_pages
     from .experts import Experts as Experts
     from .initialising import initialise as initialise
     from .language_model import LanguageModel as LanguageModel

@@ -20,6 +20,7 @@ from colossax.nn.dropout import Noise, pair_shapes, pairs_of
 from colossax.nn.layers import HeadsLayerNorm, HeadsRMSNorm, Linear, RMSNorm
 from colossax.nn.module import param
 from colossax.nn.rope import rotate
+from colossax.nn.stack.taps import tapped
 from colossax.pallas.attention import Mask, Operands, Pages, Scoring
 from colossax.pallas.attention.codes import SCALE
 from colossax.sharding import (
@@ -252,6 +253,7 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = self._placed(q, k, side)
         q, k, v = (checkpoint_name(a, "qkv") for a in (q, k, v))
+        state = tapped(state, k=k, v=v)
         slopes = None
         if self.shape.alibi:
             slopes = jnp.asarray(alibi_slopes(self.shape.heads) * self.shape.alibi_scale)

@@ -19,6 +19,7 @@ from colossax.recipes.small import (
     bert_stdlib,
     clip_digits,
     finetune,
+    glide_tiny,
     llama_stdlib,
     llama_tiny,
     llava_digits,
@@ -34,6 +35,7 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {
     for make in (
         llama_stdlib,
         llama_tiny,
+        glide_tiny,
         moe_tiny,
         bert_stdlib,
         t5_stdlib,

@@ -11,7 +11,7 @@ from colossax.models import (
     ViTConfig,
     WhisperConfig,
 )
-from colossax.nn import EncoderPart, HeadConfig
+from colossax.nn import DrafterConfig, EncoderPart, HeadConfig
 from colossax.tasks import (
     DataConfig,
     MaskConfig,
@@ -66,6 +66,22 @@ def llama_tiny() -> TrainConfig:
         optimizer=OptimizerConfig(peak_lr=3e-3, warmup=10),
         steps=100,
         sample=SampleConfig(prompt="def ", max_tokens=60),
+    )
+
+
+def glide_tiny() -> TrainConfig:
+    """A drafter for the model of `llama_stdlib` (`--init` its run); minutes on two CPU cores.
+
+    One layer, which learns to say what that model will say next, up to 4 tokens ahead.
+    """
+    return llama_stdlib().replace(
+        recipe="glide_tiny",
+        drafter=DrafterConfig(layers=1, block=4),
+        optimizer=OptimizerConfig(peak_lr=2e-3, warmup=15, b2=0.98, final_lr_share=0.02),
+        steps=300,
+        checkpoint_every=100,
+        validate_every=100,
+        sample=SampleConfig(),
     )
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +72,18 @@ class Prepared:
         """Of an adapter: which checkpoint it was trained beside.
 
         Raises:
-            InputError: One of several models has an adapter.
+            InputError: One of several models has an adapter, or the target of a drafter has one.
         """
         if self.config.init is None or not has_adapter(self.step):
             return {}
+        if (target := whole_base(self.step)) is not None:
+            origin = self.group.together(self.origins)[target]
+            if origin.base is not None:
+                raise InputError(
+                    f"init: {origin} is an adapter, and what is kept of a drafter's target is one"
+                    " checkpoint; start from what colossax export --merge --as-checkpoint writes"
+                )
+            return {BASE: origin.document(self.folder.checkpoints)}
         if self.step.spec.model_names:
             raise InputError(
                 "adapter: a run trains one of a model that is alone, and this one has"
@@ -85,8 +94,12 @@ class Prepared:
 
     def origins(self) -> dict[str, Origin]:
         """What its models start from, of a run that starts from checkpoints."""
-        assert self.config.init is not None
-        return origins_of(self.config.init, self.step.spec.model_names, self.options.base)
+        init, names = self.config.init, self.step.spec.model_names
+        assert init is not None
+        target = whole_base(self.step)
+        if target is not None and not isinstance(init, Mapping):
+            init = {target: init}
+        return origins_of(init, names, self.options.base)
 
     @property
     def asked(self) -> dict[str, Any]:
@@ -97,6 +110,15 @@ class Prepared:
 def has_adapter(step: Step) -> bool:
     """Whether checkpoints of a step leave frozen parameters out."""
     return any(info.of_base for info in jax.tree.leaves(step.spec.infos))
+
+
+def whole_base(step: Step) -> str | None:
+    """Name of the model, of several, that is frozen and left out of checkpoints as a whole."""
+    infos = jax.tree.leaves(step.spec.infos)
+    for name in step.spec.model_names:
+        if all(info.of_base for info in infos if info.model == name):
+            return name
+    return None
 
 
 def settle_folder(name: str, options: RunOptions, group: Group) -> tuple[RunOptions, RunFolder]:
@@ -126,9 +148,10 @@ def prepare(task: Task, config: RunConfig, options: RunOptions, group: Group) ->
     settled = settle_task(task, config.plan, devices, agree=group.from_first)
     step = task_step(task, settled, devices, disk=folder.path / OFFLOADED)
     if config.init is None and has_adapter(step):
+        which = "adapter" if whole_base(step) is None else "drafter"
         raise InputError(
-            "adapter: it learns beside a model that is frozen, and this one begins random; give the"
-            " checkpoint of a model with --init, such as colossax import writes"
+            f"{which}: it learns beside a model that is frozen, and this one begins random; give"
+            " the checkpoint of a model with --init, such as colossax import writes"
         )
     who = task.identity()
     if step.disk is not None:

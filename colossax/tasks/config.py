@@ -25,7 +25,8 @@ from colossax.config import (
 )
 from colossax.errors import InputError
 from colossax.models import config_from_json, config_to_json
-from colossax.nn.config import AdapterConfig
+from colossax.nn.config import AdapterConfig, DrafterConfig
+from colossax.tasks.drafting.checks import check_drafter
 from colossax.tasks.image_sets import check_images, check_name
 from colossax.tasks.sound.sets import check_sound, check_sound_name, reads_sound
 from colossax.tasks.told import MaskConfig, SpanConfig, check_spans
@@ -276,6 +277,8 @@ class TrainConfig(RunLength):
         model: Configuration of a family of `colossax.models`.
         data: Text and batches.
         adapter: What learns beside the model, which is frozen then; with rank 0 all of it learns.
+        drafter: What learns to draft for the model, which is frozen then; with 0 layers there is
+            none.
         optimizer: Optimizer and learning rate.
         clip_norm: Global norm gradients are scaled down to; None leaves them.
         z_loss: Coefficient of the squared log-partition.
@@ -290,6 +293,7 @@ class TrainConfig(RunLength):
     model: Any
     data: DataConfig
     adapter: AdapterConfig = AdapterConfig()
+    drafter: DrafterConfig = DrafterConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     clip_norm: ClipNorm | None = 1.0
     z_loss: NotNegative = 0.0
@@ -299,6 +303,7 @@ class TrainConfig(RunLength):
 
     def __post_init__(self):
         super().__post_init__()
+        check_drafter(self)
         if self.data.audio is not None or self.data.images is not None:
             (check_images if self.data.audio is None else check_sound)(self)
             return self._check_averages()

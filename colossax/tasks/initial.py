@@ -45,7 +45,13 @@ def initial_tokenizer(config: TrainConfig) -> str | None:
 
 
 def _document(path: str, name: str) -> Any:
-    document = find_checkpoint(path).document(name, dict)
+    found = find_checkpoint(path)
+    document = found.document(name, dict)
+    if document is None and found.document("drafter", dict) is not None:
+        raise CheckpointError(
+            f"checkpoint '{path}' holds a drafter, which drafts for another model; give that one's"
+            " checkpoint"
+        )
     if document is None:
         raise CheckpointError(
             f"checkpoint '{path}' names no {name}; give one that colossax train or colossax import"

@@ -15,6 +15,7 @@ from colossax.processes.group import Group
 from colossax.step.options import StepOptions
 from colossax.step.step import Step
 from colossax.tasks.config import DataConfig, TrainConfig, train_config_to_json
+from colossax.tasks.drafting.task import with_drafter
 from colossax.tasks.heads import masked_token_loss
 from colossax.tasks.image_task import image_task
 from colossax.tasks.image_text.task import caption_task
@@ -65,7 +66,7 @@ def task_of(config: TrainConfig, group: Group | None = None) -> Task:
     masked = config.data.masking is not None
     loss = masked_token_loss if masked else next_token_loss
 
-    return Task(
+    task = Task(
         name=config.recipe,
         make_model=with_adapter(maker(config.model), config.adapter),
         optimizer=make_optimizer(config.optimizer, config.schedule_steps),
@@ -94,6 +95,7 @@ def task_of(config: TrainConfig, group: Group | None = None) -> Task:
         conclusion=_conclusion,
         complete=lambda step, params: _completion(config, text(), step, params),
     )
+    return with_drafter(task, config, text) if config.drafter else task
 
 
 def _flops(config: TrainConfig) -> int:

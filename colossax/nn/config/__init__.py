@@ -3,6 +3,7 @@
 from .adapter import AdapterConfig as AdapterConfig
 from .decoder import GATED_ACTIVATIONS as GATED_ACTIVATIONS
 from .decoder import DecoderConfig as DecoderConfig
+from .drafter import DrafterConfig as DrafterConfig
 from .dropout import DropoutConfig as DropoutConfig
 from .family import FamilyConfig as FamilyConfig
 from .frames import FramesConfig as FramesConfig

@@ -10,6 +10,7 @@ from colossax.errors import InputError
 from colossax.nn.attention import FlatTokens
 from colossax.nn.cache import CacheSpec
 from colossax.nn.config import DecoderConfig
+from colossax.nn.config.drafter import check_target
 from colossax.nn.decoder.head import Head, Transform, check_vocabulary
 from colossax.nn.decoder.layers import Layers
 from colossax.nn.decoder.patches import Patches
@@ -17,8 +18,9 @@ from colossax.nn.decoder.trunk import Rows, Trunk
 from colossax.nn.decoder.vocabulary import Vocabulary, head_input, make_embedding, make_head
 from colossax.nn.layers import Linear
 from colossax.nn.stack.stack import LayerStack
+from colossax.nn.stack.taps import taps_of, with_taps
 from colossax.pallas.attention import Mask
-from colossax.sharding import compute_dtype, current_order
+from colossax.sharding import compute_dtype, constrain, current_order
 
 
 class Decoder(Trunk, Vocabulary):
@@ -144,6 +146,32 @@ class Decoder(Trunk, Vocabulary):
         )
         out = self.layers(*self.enter(self._as_wide(x), rows))
         return self._last(out.carry), out.sums
+
+    def hidden_and_keys(
+        self,
+        tokens: Int[Array, "b s"],
+        *,
+        positions: Int[Array, "b s"] | None = None,
+        segments: Int[Array, "b s"] | None = None,
+    ) -> tuple[Float[Array, "b s d"], dict[str, Float[Array, "b s k h"]]]:
+        """Final hidden states, and keys `k` and values `v` of the last layer, as a cache has them.
+
+        Args:
+            tokens, positions, segments: As of `hidden`.
+
+        Raises:
+            InputError: The last layer keeps no keys and values of all tokens.
+
+        Cost: as `hidden`, and a layer's keys and values that travel through all layers.
+        """
+        check_target(self.config)
+        config, rows = self.config, Rows(tokens=tokens, positions=positions, segments=segments)
+        x, side = self.enter(self._as_wide(self.embedded(tokens)), rows)
+        zeros = jnp.zeros((*x.shape[:2], config.kv_heads, config.head_dim), x.dtype)
+        zeros = constrain(zeros, "batch:inner", "seq", "kv_heads", "head_dim")
+        order = self.layers.order
+        out = self.layers(x, side, carried=with_taps(order, {"k": zeros, "v": zeros}))
+        return self._last(out.carry), taps_of(order, out.carried)
 
     def told(
         self, hidden: Float[Array, "b s d"], *, segments: Any = None, documents: int = 1

@@ -1,0 +1,1 @@
+"""A drafter as a task: it learns to say what a frozen model will say."""
