@@ -18,8 +18,9 @@ def draft_options(parser: Any) -> None:
         "--draft",
         metavar="WHO",
         help=f"who guesses tokens ahead, of which a step looks at several: {NGRAMS}, which copies"
-        " what followed the same words before, or the CHECKPOINT of a smaller model of the same"
-        " vocabulary; no guess changes a token",
+        " what followed the same words before, or a CHECKPOINT: of a smaller model of the same"
+        " vocabulary, or of a drafter that learned beside this model (`colossax train"
+        " glide_tiny`); no guess changes a token",
     )
     parser.add_argument(
         "--draft-tokens",
@@ -59,12 +60,15 @@ def drafter_of(args: argparse.Namespace, loaded: Any, devices: Any) -> Any:
     """
     if args.draft is None:
         return None
-    from colossax.inference import NgramDrafter, open_checkpoint
+    from colossax.inference import NgramDrafter, holds_drafter, open_checkpoint, open_drafter
 
     tokens = args.draft_tokens or TOKENS
     if args.draft == NGRAMS:
         return NgramDrafter(tokens)
-    stored = open_checkpoint(user_path(args.draft, "--draft"))
+    path = user_path(args.draft, "--draft")
+    if holds_drafter(path):
+        return open_drafter(path).beside(loaded).drafter(args.draft_tokens, nodes=args.draft_nodes)
+    stored = open_checkpoint(path)
     ours, theirs = loaded.tokenizer, stored.tokenizer
     if ours is not None and theirs is not None and ours.definition != theirs.definition:
         raise InputError(

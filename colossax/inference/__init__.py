@@ -6,11 +6,13 @@ from .decode import DecodeProgram as DecodeProgram
 from .decode import Sampling as Sampling
 from .drafters import LoadedDrafter as LoadedDrafter
 from .drafters import StoredDrafter as StoredDrafter
+from .drafters import holds_drafter as holds_drafter
 from .drafters import open_drafter as open_drafter
 from .engine import Constraint as Constraint
 from .engine import Drafter as Drafter
 from .engine import Engine as Engine
 from .engine import EngineStats as EngineStats
+from .engine import GlideDrafter as GlideDrafter
 from .engine import ModelDrafter as ModelDrafter
 from .engine import NgramDrafter as NgramDrafter
 from .engine import Replicas as Replicas

@@ -11,6 +11,7 @@ from colossax.checkpoint.base import BASE, checksum
 from colossax.config import BoundPlan, OffloadConfig, Segment, from_json
 from colossax.documents import member
 from colossax.errors import CheckpointError
+from colossax.inference.engine import GlideDrafter
 from colossax.inference.loaded import LoadedModel
 from colossax.models.adapters.quantising import read_with_codes
 from colossax.nn import DrafterConfig, ModelSpec, describe, drafter_maker
@@ -34,6 +35,16 @@ class LoadedDrafter:
     bound: BoundPlan
     params: Params
     config: DrafterConfig
+
+    def drafter(self, tokens: int | None = None, *, nodes: int | None = None) -> GlideDrafter:
+        """One for an engine of the target; see `GlideDrafter`.
+
+        Args:
+            tokens: How many it guesses, one behind another; default as many as it learned to.
+            nodes: See `GlideDrafter`.
+        """
+        given = self.spec, self.bound, self.params
+        return GlideDrafter(*given, self.config.block if tokens is None else tokens, nodes=nodes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,6 +103,12 @@ class StoredDrafter:
         ]
         arrays = read_with_codes(self.reader, prefix, infos, wants, bound, exact=False)
         return jax.tree.unflatten(structure, arrays)
+
+
+def holds_drafter(path: str | Path) -> bool:
+    """Whether a run or checkpoint is a drafter's; arguments as of `open_drafter`."""
+    reader = find_checkpoint(path, None)
+    return reader.document(DRAFTER, dict) is not None
 
 
 def open_drafter(path: str | Path, *, step: int | None = None) -> StoredDrafter:

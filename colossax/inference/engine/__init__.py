@@ -1,6 +1,7 @@
 """Many requests at once by one compiled step: flat tokens, seats, a paged cache."""
 
 from .drafting import Drafter as Drafter
+from .drafting import GlideDrafter as GlideDrafter
 from .drafting import ModelDrafter as ModelDrafter
 from .drafting import NgramDrafter as NgramDrafter
 from .engine import Engine as Engine

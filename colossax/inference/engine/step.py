@@ -15,7 +15,7 @@ from colossax.inference.engine.batch import (
     looked_at,
     resolved,
 )
-from colossax.inference.engine.drafting import View
+from colossax.inference.engine.drafting import Target, View
 from colossax.inference.engine.drafting.looking import accepted, said_of, with_said
 from colossax.inference.engine.drafting.trees import moved
 from colossax.inference.engine.sampling import Chosen, Draws, choose
@@ -101,7 +101,9 @@ def looking_step(
         cache = moved(cache, program.fixed, pages, path, right, start - 1, batch.room)
     said = with_said(said, chosen.token, chosen.count, start)
     length = jnp.where(emits, start + chosen.count, state.length)
-    held = drafter.read(own, state.drafter, tokens.ids, flat) if kind == "mixed" else state.drafter
+    target, held = Target(params=params, cache=cache), state.drafter
+    if kind == "mixed":
+        held = drafter.read(own, held, target, tokens.ids, flat)
     view = View(
         said=said,
         length=length,
@@ -111,7 +113,7 @@ def looking_step(
         draws=draws,
         mask=mask,
         masked=masked,
-        cache=cache,
+        target=target,
     )
     drafts, held = drafter.draft(own, held, view)
     return chosen, EngineState(cache=cache, said=said, length=length, drafts=drafts, drafter=held)

@@ -48,8 +48,8 @@ class Drafter(Trunk):
         """
         self.drafter = config
         sizes = config.decoder(target)
-        own = attention_shape(sizes)
-        read = dataclasses.replace(own, **_read_as(target), alibi=False)
+        own: Any = attention_shape(sizes)
+        read: Any = dataclasses.replace(own, **_read_as(target), alibi=False)
         self.reads = read
         layers = Layers(make=lambda rngs: _layer(sizes, own, read, rngs), order=sizes.layers)
         super().__init__(sizes, rngs=rngs, layers=layers)

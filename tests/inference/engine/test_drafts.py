@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from colossax.inference.engine import Engine
-from colossax.inference.engine.drafting import ModelDrafter, NgramDrafter
+from colossax.inference.engine.drafting import GlideDrafter, ModelDrafter, NgramDrafter
 from tests.cases import quick_first
 from tests.inference.engine.test_engine import SMALL, alone, flat, requests, tokens
 from tests.inference.test_generator import CONFIGS, LLAMA
@@ -34,13 +34,29 @@ def engine(drafter, config=LLAMA, **options):
     return Engine(spec, bound, params, drafter=drafter, **{**SMALL, **options})
 
 
+def glide(config, tokens, **options):
+    """A drafter that has learned nothing reads what the model keeps."""
+    _, _, bound = flat(config)
+    own = bound.replace(segments=(Segment(count=1),))
+    with use(own):
+        spec = describe(drafter_maker(DrafterConfig(layers=1), config.decoder()))
+    return GlideDrafter(spec, own, initialise(spec, own, jax.random.key(5)), tokens, **options)
+
+
 DRAFTERS = {
     "ngrams": lambda config: NgramDrafter(3),
     "model": lambda config: itself(config, 3),
+    "glide": lambda config: glide(config, 2, nodes=10),
     "tree": lambda config: itself(config, 2, noise=0.1, nodes=6),
 }
 ALL = [(drafter, name) for drafter in DRAFTERS for name in CONFIGS]
-QUICK = [("ngrams", "llama"), ("model", "mistral"), ("tree", "llama"), ("tree", "bloom")]
+QUICK = [
+    ("ngrams", "llama"),
+    ("model", "mistral"),
+    ("glide", "qwen3"),
+    ("tree", "llama"),
+    ("tree", "bloom"),
+]
 
 
 @pytest.mark.parametrize(("drafter", "name"), quick_first(ALL, QUICK))

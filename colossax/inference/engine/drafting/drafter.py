@@ -14,6 +14,20 @@ from colossax.nn import FlatTokens
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Target:
+    """The model that is drafted for, behind a step.
+
+    Attributes:
+        params: Its parameters.
+        cache: Its pages, with all tokens of the step.
+    """
+
+    params: Any
+    cache: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class View:
     """All seats behind a step, as whoever drafts the next tokens sees them.
 
@@ -25,7 +39,7 @@ class View:
         table: Pages of each seat.
         draws: What its request asks.
         mask, masked: See `choose`.
-        cache: Of the model that is drafted for, with all tokens of the step.
+        target: The model.
     """
 
     said: Any
@@ -36,7 +50,7 @@ class View:
     draws: Draws
     mask: Any
     masked: Any
-    cache: Any
+    target: Target
 
 
 @jax.tree_util.register_dataclass
@@ -96,7 +110,9 @@ class Drafter(abc.ABC):
         """What it holds before the first step."""
         return None
 
-    def read(self, params: Any, held: Any, ids: Int[Array, " t"], flat: FlatTokens) -> Any:
+    def read(
+        self, params: Any, held: Any, target: Target, ids: Int[Array, " t"], flat: FlatTokens
+    ) -> Any:
         """What it holds after a step's tokens, where prompts are among them."""
         return held
 
