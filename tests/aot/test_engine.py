@@ -10,6 +10,7 @@ import pytest
 import colossax
 from colossax.aot import compile_program, parse_target, target_devices
 from colossax.config import Plan, Precision
+from colossax.inference.engine.drafting import ModelDrafter
 from colossax.inference.engine.program import EngineProgram, Sizes
 from colossax.inference.engine.sizing import cache_bytes
 from colossax.inference.plan import unrolled
@@ -29,8 +30,8 @@ SIZES = Sizes(seats=64, pages=20_480, page_tokens=16, slots=8192, mixed=2048, de
 """A cache of 40 GiB for it."""
 
 
-def _program(config, plan, sizes, on="h100:1x1", *, stacked=False):
-    """The program and its parameters as shapes."""
+def _program(config, plan, sizes, on="h100:1x1", *, stacked=False, drafts=None):
+    """The program and its parameters as shapes; with drafts, of a model that drafts for itself."""
     make = maker(config) if hasattr(config, "decoder") else lambda rngs: Decoder(config, rngs=rngs)
     bf16 = Precision(params="bfloat16", compute="bfloat16", cache="bfloat16")
     plan, devices = plan.replace(precision=bf16), target_devices(parse_target(on))
@@ -46,7 +47,8 @@ def _program(config, plan, sizes, on="h100:1x1", *, stacked=False):
         ),
         spec.infos,
     )
-    return EngineProgram(spec, bound, sizes), params
+    drafter = None if drafts is None else ModelDrafter(spec, bound, params, 2, nodes=drafts)
+    return EngineProgram(spec, bound, sizes, drafter), params
 
 
 @functools.cache
@@ -102,6 +104,18 @@ def test_no_family_copies_its_cache(name, stacked):
         compiled = compile_program(program.lowered("mixed", params))
     cache = cache_bytes(program)
     assert compiled.stats.temp_size_in_bytes < cache / 4
+    assert not [one for one in _made(compiled.hlo) if "4097,16" in one]
+
+
+@pytest.mark.parametrize("kind", ["mixed", "decode"])
+@pytest.mark.parametrize("name", ["mixture", "latent"])
+def test_trees_of_drafts_move_tokens_and_no_cache(name, kind):
+    """What is kept of a guess goes to its place by itself, in the model's cache and the drafter's."""
+    sizes = Sizes(seats=8, pages=4097, page_tokens=16, slots=64, mixed=64, decode=56, draft=6)
+    with target("gpu", compute_capability=(9, 0)):
+        program, params = _program(FAMILIES[name], Plan(), sizes, drafts=6)
+        compiled = compile_program(program.lowered(kind, params))
+    assert compiled.stats.temp_size_in_bytes < cache_bytes(program) / 4
     assert not [one for one in _made(compiled.hlo) if "4097,16" in one]
 
 
