@@ -110,7 +110,7 @@ def test_no_family_copies_its_cache(name, stacked):
 @pytest.mark.parametrize("kind", ["mixed", "decode"])
 @pytest.mark.parametrize("name", ["mixture", "latent"])
 def test_trees_of_drafts_move_tokens_and_no_cache(name, kind):
-    """What is kept of a guess goes to its place by itself, in the model's cache and the drafter's."""
+    """What is kept of a guess goes to its place by itself."""
     sizes = Sizes(seats=8, pages=4097, page_tokens=16, slots=64, mixed=64, decode=56, draft=6)
     with target("gpu", compute_capability=(9, 0)):
         program, params = _program(FAMILIES[name], Plan(), sizes, drafts=6)
