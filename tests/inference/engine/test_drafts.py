@@ -3,13 +3,25 @@
 import functools
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from colossax.config import Segment
+from colossax.errors import InputError
 from colossax.inference.engine import Engine
 from colossax.inference.engine.drafting import GlideDrafter, ModelDrafter, NgramDrafter
+from colossax.inference.engine.drafting.looking import Looked, accepted
+from colossax.inference.engine.drafting.ngram import ngram_follows
+from colossax.inference.engine.drafting.trees import Tree
+from colossax.inference.plan import unrolled
+from colossax.models import LlamaConfig
+from colossax.nn import DrafterConfig, describe, drafter_maker, initialise
+from colossax.scheduling import EngineRequest, SamplingConfig
+from colossax.sharding import use
 from tests.cases import quick_first
-from tests.inference.engine.test_engine import SMALL, alone, flat, requests, tokens
-from tests.inference.test_generator import CONFIGS, LLAMA
+from tests.inference.engine.test_engine import SMALL, Even, alone, flat, requests, tokens
+from tests.inference.test_generator import CONFIGS, GROUPED, LLAMA, PLANS, build, single
 
 
 def itself(config, tokens, noise=0.0, **options):
