@@ -148,7 +148,7 @@ NAMES = {
         "CacheLayout Call Chunk Constraint Continuation DecodeProgram Engine EngineStats Fitted "
         "Flight Generation Generator InOrder LoadedModel Request Sampling Scheduler Several "
         "StagedProgram StoredModel Tick fit_layers inference_plan load check_length check_tokens "
-        "open_checkpoint several together unrolled"
+        "open_checkpoint several together unrolled Outliers find_outliers"
     ),
     "colossax.serve": (
         "Backend Constraint EngineDown EngineFull Facts Grammars Keys Limits ServeOptions Started "

@@ -32,7 +32,7 @@ def run_engine(args: argparse.Namespace, overrides: list[Override]) -> int:
 def _serve(wire: Wire, args: argparse.Namespace, overrides: list[Override]) -> None:
     from colossax.serve import Grammars
 
-    stored = opened(args).with_weights(args.weights)
+    stored = opened(args).with_weights(args.weights, outliers=args.outliers)
     plan = apply_overrides(Options(plan=stored.plan), overrides).plan
     facts = _facts(args, stored)
     devices = choose_devices(args.devices)
