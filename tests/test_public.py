@@ -150,7 +150,8 @@ NAMES = {
         "CacheLayout Call Chunk Constraint Continuation DecodeProgram Engine EngineStats Fitted "
         "Flight Generation Generator InOrder LoadedModel Replicas Request Sampling Scheduler "
         "Several StagedProgram StoredModel Tick fit_layers inference_plan load check_length "
-        "check_tokens make_engine open_checkpoint several together unrolled"
+        "check_tokens make_engine open_checkpoint several together unrolled Outliers find_outliers "
+        "Drafter NgramDrafter ModelDrafter GlideDrafter holds_drafter"
     ),
     "colossax.serve": (
         "Backend Constraint EngineDown EngineFull Facts Grammars Keys Limits ServeOptions Started "

@@ -116,7 +116,15 @@ def weights_option(parser: argparse.ArgumentParser) -> None:
         "--weights",
         metavar="FORM",
         default="own",
-        help="keep matrices in codes, made while they are read: int8, fp8 or nf4; default own",
+        help="keep matrices in codes, made while they are read: int8, fp8, nf4, int4 (int4:64 in"
+        " groups of 64 inputs, int4-sym without zeros), or 2:4 or 1:4, one or two of four inputs;"
+        " default own",
+    )
+    parser.add_argument(
+        "--outliers",
+        metavar="FILE",
+        help="inputs of maps that are kept as they are beside int8 or fp8, as find_outliers of the"
+        " library wrote them",
     )
 
 
@@ -135,7 +143,7 @@ def _generate(args: argparse.Namespace, overrides: list[Override]) -> int:
     from colossax.scheduling import EngineRequest, Reads, SamplingConfig
 
     stored = opened(args)
-    stored = stored.with_weights(args.weights)
+    stored = stored.with_weights(args.weights, outliers=args.outliers)
     models = _adapters(args, stored) or {None: stored}
     plan = apply_overrides(Options(plan=stored.plan), overrides).plan
     # All that can be refused is, before parameters are read.

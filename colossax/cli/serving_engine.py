@@ -35,7 +35,7 @@ def _serve(wire: Wire, args: argparse.Namespace, overrides: list[Override]) -> N
     from colossax.serve import Grammars
 
     check_format(args.cache, "--cache")
-    stored = opened(args).with_weights(args.weights)
+    stored = opened(args).with_weights(args.weights, outliers=args.outliers)
     plan = apply_overrides(Options(plan=stored.plan), overrides).plan
     facts = _facts(args, stored)
     devices = choose_devices(args.devices)

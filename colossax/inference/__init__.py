@@ -25,6 +25,8 @@ from .loading import LoadedModel as LoadedModel
 from .loading import StoredModel as StoredModel
 from .loading import load as load
 from .loading import open_checkpoint as open_checkpoint
+from .outliers import Outliers as Outliers
+from .outliers import find_outliers as find_outliers
 from .plan import inference_plan as inference_plan
 from .plan import together as together
 from .plan import unrolled as unrolled

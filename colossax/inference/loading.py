@@ -18,12 +18,14 @@ from colossax.inference.engine.stage_parts import check_staged
 from colossax.inference.fitting import Fitted, fit_layers
 from colossax.inference.generator import Generator
 from colossax.inference.loaded import LoadedModel
+from colossax.inference.outliers import Outliers
 from colossax.inference.plan import one_stack, parameters_alone, unrolled, with_stage_programs
 from colossax.inference.several import Several
 from colossax.models import config_from_json, maker
 from colossax.models.adapters.quantising import read_with_codes
 from colossax.nn import AdapterConfig, DecoderConfig, MakeModel, ModelSpec, describe, with_adapter
-from colossax.nn.quantised.serving import check_form, with_served
+from colossax.nn.quantised.forms import check_form
+from colossax.nn.quantised.serving import with_served
 from colossax.sharding import param_sharding, use, validate
 from colossax.sharding.rules import uneven_layers
 from colossax.typing import ParamInfo, Params
@@ -49,6 +51,7 @@ class StoredModel:
         adapter: What it holds of the model alone, if it has an adapter.
         base: Then the checkpoint of the rest, and the model's name there.
         weights: How matrices are to be kept, see `with_weights`.
+        outliers: Inputs that are kept as they are beside codes, see `find_outliers`.
     """
 
     directory: Path
@@ -60,22 +63,27 @@ class StoredModel:
     adapter: AdapterConfig = AdapterConfig()
     base: tuple[RecordReader, str] | None = None
     weights: str = "own"
+    outliers: Outliers | None = None
 
-    def with_weights(self, form: str) -> "StoredModel":
-        """The same, its matrices to be kept in codes: `int8`, `fp8` or `nf4`; `own`: as they are.
+    def with_weights(
+        self, form: str, *, outliers: Outliers | str | Path | None = None
+    ) -> "StoredModel":
+        """The same, its matrices to be kept in a form of `nn.quantised.forms.SERVED`; see there.
 
-        See `colossax.nn.quantised.serving.with_served`.
+        With `int8` and `fp8` inputs may be kept as they are: `outliers`, or the file of some.
 
         Raises:
-            InputError: The form is unknown, or this is an adapter, whose base has a form already.
+            InputError: The form is unknown or has no outliers, their file is none, or this is an
+                adapter, whose base has a form already.
         """
-        check_form(form)
+        check_form(form, outliers=outliers is not None)
         if form != "own" and self.adapter:
             raise InputError(
                 f"weights: {form} is asked for, and '{self.directory}' is an adapter, which learned"
                 f" beside matrices kept as {self.adapter.base}; export it merged, or give own"
             )
-        return dataclasses.replace(self, weights=form)
+        found = Outliers.read(outliers) if isinstance(outliers, str | Path) else outliers
+        return dataclasses.replace(self, weights=form, outliers=found)
 
     @property
     def chosen(self) -> str:
@@ -131,7 +139,7 @@ class StoredModel:
                 another base, or keeps its matrices in another form.
         """
         if weights is not None:
-            return self.with_weights(weights).load(
+            return self.with_weights(weights, outliers=self.outliers).load(
                 plan, devices, slots=slots, base=base, unroll=unroll
             )
         if base is not None:
@@ -209,7 +217,8 @@ class StoredModel:
                 for i in own
             ]
             of_these = [infos[i] for i in own]
-            arrays = read_with_codes(reader, prefix, of_these, wants, bound, exact=True)
+            columns = self.outliers and self.outliers.columns
+            arrays = read_with_codes(reader, prefix, of_these, wants, bound, columns, exact=True)
             found.update(zip(own, arrays, strict=True))
         return jax.tree.unflatten(structure, [found[i] for i in range(len(infos))])
 
@@ -243,7 +252,9 @@ class StoredModel:
         return fit_layers(made, parameters_alone(plan), self.config.layers)
 
     def _make_model(self) -> MakeModel:
-        return with_adapter(with_served(maker(self.model), self.weights), self.adapter)
+        count = self.outliers.count if self.outliers else 0
+        served = with_served(maker(self.model), self.weights, outliers=count)
+        return with_adapter(served, self.adapter)
 
     def _described(
         self, plan: Plan, devices: Sequence[jax.Device] | None
@@ -254,6 +265,8 @@ class StoredModel:
         bound = plan.bind(devices)
         with use(bound):
             spec = describe(self._make_model())
+        if self.outliers is not None:
+            self.outliers.check(jax.tree.leaves(spec.infos))
         if any(uneven_layers(bound, info) for info in jax.tree.leaves(spec.infos)):
             bound = bound.replace(rules=one_stack(plan.rules))
         validate(bound, spec.infos)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,7 @@ from colossax.documents import read_json
 from colossax.errors import InputError, WeightsError
 from colossax.models.conversion import Conversion, Tensor
 from colossax.models.conversions import CONVERSIONS
-from colossax.models.mxfp4 import DTYPE as PACKED_DTYPE
-from colossax.models.mxfp4 import check_packed, packed_among, parts_of, read_packed
+from colossax.models.packed import Format, Packed, format_of, packed_among
 from colossax.models.registry import maker
 from colossax.models.safetensors import DTYPES, Reader
 from colossax.nn import DualEncoderConfig, ModelSpec, SeeingConfig, describe
@@ -32,7 +31,7 @@ class Source:
         tensors: What to read, in the family's order.
         names: Name in the files, per tensor name.
         reader: The files.
-        packed: Names in the files of what is stored as MXFP4.
+        packed: By name, the tensors that are stored in codes.
     """
 
     config: Any
@@ -40,7 +39,7 @@ class Source:
     tensors: list[Tensor]
     names: Mapping[str, str]
     reader: Reader
-    packed: Set[str] = frozenset()
+    packed: Mapping[str, Packed] = dataclasses.field(default_factory=dict)
 
     @property
     def infos(self) -> dict[str, ParamInfo]:
@@ -52,7 +51,7 @@ class Source:
         """Type per path: that of its tensors, the wider where layers differ."""
         dtypes: dict[str, np.dtype] = {}
         for tensor in self.tensors:
-            dtype = self._stored_dtype(self.names[tensor.name])
+            dtype = self._stored_dtype(tensor)
             for info in tensor.infos:
                 dtypes[info.path] = np.promote_types(dtypes.get(info.path, dtype), dtype)
         return dtypes
@@ -63,43 +62,48 @@ class Source:
         Raises:
             WeightsError: A number in it is not finite.
 
-        Cost: the bytes of the tensor and of two blocks.
+        Cost: the bytes of the tensor and of two blocks; of a matrix in codes see `packed`.
         """
-        name = self.names[tensor.name]
-        dtype = self._stored_dtype(name)
+        name, packed = self.names[tensor.name], self.packed.get(tensor.name)
+        dtype = self._stored_dtype(tensor)
         arrays = [
             np.empty(shape, self.dtypes[info.path])
             for shape, info in zip(tensor.shapes, tensor.infos, strict=True)
         ]
         for block in tensor.blocks(dtype.itemsize):
-            read = read_packed if name in self.packed else Reader.read
-            rows = read(self.reader, name, block.first_row, block.rows)
+            if packed is None:
+                rows = self.reader.read(name, block.first_row, block.rows)
+            else:
+                rows = packed.rows(block.first_row, block.rows)
             _check_finite(rows, name)
             for array, part in zip(arrays, block.ours(rows), strict=True):
                 array[block.index] = part
         return arrays
 
-    def _stored_dtype(self, name: str) -> np.dtype:
-        return PACKED_DTYPE if name in self.packed else DTYPES[self.reader.tensors[name].dtype]
+    def _stored_dtype(self, tensor: Tensor) -> np.dtype:
+        if tensor.name in self.packed:
+            return self.packed[tensor.name].dtype
+        return DTYPES[self.reader.tensors[self.names[tensor.name]].dtype]
 
 
 def open_folder(folder: str | Path) -> Source:
     """Check a folder against the model it says it holds; reads no numbers but those of a tied head.
 
     Raises:
-        InputError: config.json is missing, unreadable, or of a model or setting not supported.
+        InputError: config.json is missing, unreadable, or of a model or setting not supported, or
+            says that weights are stored in codes that are not read.
         WeightsError: Tensors are missing, extra, wrongly shaped or typed, or files damaged.
     """
     folder = Path(folder)
     settings = read_settings(folder)
     conversion = conversion_of(settings)
     config = conversion.config_from(settings)
-    conversion = conversion.of(config)
+    conversion, form = conversion.of(config), format_of(settings, conversion)
     reader = Reader(folder)
     _check_counts(conversion, config, reader)
     spec = describe(maker(config))
     tensors = conversion.tensors(by_path(spec), config.decoder().layer_kinds)
-    names, packed = _match(conversion, tensors, reader)
+    names, packed = _match(conversion, tensors, reader, form)
     source = Source(
         config=config, spec=spec, tensors=tensors, names=names, reader=reader, packed=packed
     )
@@ -192,16 +196,16 @@ def _own_layers(info: ParamInfo, whole: np.ndarray) -> np.ndarray:
 
 
 def _match(
-    conversion: Conversion, tensors: list[Tensor], reader: Reader
-) -> tuple[dict[str, str], set[str]]:
-    """Name in the files per tensor, and of those which are packed.
+    conversion: Conversion, tensors: list[Tensor], reader: Reader, form: Format
+) -> tuple[dict[str, str], dict[str, Packed]]:
+    """Name in the files per tensor, and those that are stored in codes.
 
     Every wrong, missing or extra one is refused by name.
     """
     names = _names_in_files(conversion, reader)
     wanted = {tensor.name for tensor in tensors}
-    packed = packed_among(wanted, set(names)) if conversion.packed else set()
-    names = {name: file for name, file in names.items() if name not in parts_of(packed)}
+    packed, parts = packed_among(form, conversion, tensors, names, reader)
+    names = {name: file for name, file in names.items() if name not in parts}
     names |= {name: name for name in packed}
     missing = sorted(wanted - names.keys(), key=_natural)
     extra = sorted(names.keys() - wanted - {conversion.head}, key=_natural)
@@ -213,9 +217,7 @@ def _match(
             f" {' and '.join(filter(None, parts))}; correct config.json or the weights"
         )
     for tensor in tensors:
-        if tensor.name in packed:
-            check_packed(tensor.name, tensor.shape, reader)
-        else:
+        if tensor.name not in packed:
             _check_tensor(tensor, names[tensor.name], reader)
     return {name: names[name] for name in wanted}, packed
 

@@ -4,10 +4,14 @@ A matrix of each expert `[experts, in, out]` is stored as `NAME_blocks` `[expert
 16]`, two numbers in a byte, the lower bits first, and `NAME_scales` `[experts, out, in / 32]`.
 """
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 
 from colossax.errors import WeightsError
+from colossax.models.conversion import Tensor
 from colossax.models.safetensors import Reader
 
 DTYPE = np.dtype(ml_dtypes.bfloat16)
@@ -39,41 +43,53 @@ def unpack(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     return values.astype(DTYPE).reshape(*scales.shape[:-1], -1)
 
 
-def packed_among(wanted: set[str], found: set[str]) -> set[str]:
-    """Names of tensors that are stored so."""
-    return {
-        name for name in wanted - found if f"{name}{BLOCKS}" in found and f"{name}{SCALES}" in found
-    }
+class MXFP4:
+    """Matrices of experts `[experts, in, out]`, in `DTYPE`; see `packed.Packed`."""
 
+    dtype = DTYPE
 
-def parts_of(names: set[str]) -> set[str]:
-    """Names of what is stored for tensors."""
-    return {f"{name}{suffix}" for name in names for suffix in (BLOCKS, SCALES)}
+    def __init__(self, tensor: Tensor, files: Mapping[str, str], reader: Reader):
+        """Check what is stored.
 
+        Args:
+            tensor: The tensor that it stands for.
+            files: Name in the files, by the end of the name.
+            reader: The files.
 
-def check_packed(name: str, shape: tuple[int, ...], reader: Reader) -> None:
-    """Refuse what does not hold a tensor of this shape.
-
-    Raises:
-        WeightsError: It is of another shape or type.
-    """
-    experts, reads, writes = shape
-    if reads % _GROUP:
-        raise WeightsError(
-            f"{name}{BLOCKS}: {_GROUP} numbers have a scale, which do not divide the {reads} that"
-            " config.json gives; correct config.json or the weights"
-        )
-    groups = (experts, writes, reads // _GROUP)
-    for suffix, wanted in ((BLOCKS, (*groups, _BYTES)), (SCALES, groups)):
-        stored = reader.tensors[name + suffix]
-        if stored.shape != wanted or stored.dtype != "U8":
+        Raises:
+            WeightsError: It is of another shape or type.
+        """
+        self._files, self._reader = files, reader
+        experts, reads, writes = tensor.shape
+        if reads % _GROUP:
             raise WeightsError(
-                f"{name}{suffix}: is {stored.dtype}{list(stored.shape)} where config.json gives"
-                f" U8{list(wanted)}; correct config.json or the weights"
+                f"{files[BLOCKS]}: {_GROUP} numbers have a scale, which do not divide the {reads}"
+                " that config.json gives; correct config.json or the weights"
             )
+        groups = (experts, writes, reads // _GROUP)
+        for suffix, wanted in ((BLOCKS, (*groups, _BYTES)), (SCALES, groups)):
+            stored = reader.tensors[files[suffix]]
+            if stored.shape != wanted or stored.dtype != "U8":
+                raise WeightsError(
+                    f"{files[suffix]}: is {stored.dtype}{list(stored.shape)} where config.json"
+                    f" gives U8{list(wanted)}; correct config.json or the weights"
+                )
 
+    def rows(self, first: int, count: int) -> np.ndarray:
+        """Matrices of so many experts from `first` on."""
+        blocks, scales = (
+            self._reader.read(self._files[suffix], first, count) for suffix in (BLOCKS, SCALES)
+        )
+        return unpack(blocks, scales).transpose(0, 2, 1)
 
-def read_packed(reader: Reader, name: str, first: int, rows: int) -> np.ndarray:
-    """Matrices `[rows, in, out]` of experts from `first` on, in `DTYPE`."""
-    blocks, scales = (reader.read(name + suffix, first, rows) for suffix in (BLOCKS, SCALES))
-    return unpack(blocks, scales).transpose(0, 2, 1)
+    @classmethod
+    def among(
+        cls, tensors: Sequence[Tensor], names: Mapping[str, str], reader: Reader
+    ) -> tuple[dict[str, Any], set[str]]:
+        """Tensors that are stored so, and the full names of what they are stored as."""
+        found: dict[str, Any] = {}
+        for tensor in tensors:
+            files = {end: names.get(tensor.name + end, "") for end in (BLOCKS, SCALES)}
+            if tensor.name not in names and all(files.values()):
+                found[tensor.name] = cls(tensor, files, reader)
+        return found, {f"{name}{end}" for name in found for end in (BLOCKS, SCALES)}

@@ -26,7 +26,13 @@ DTYPES: dict[str, np.dtype] = {
     "F16": np.dtype("float16"),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-_READ = {**DTYPES, "U8": np.dtype("uint8")}
+_READ = {
+    **DTYPES,
+    "U8": np.dtype("uint8"),
+    "I8": np.dtype("int8"),
+    "I32": np.dtype("int32"),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+}
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _MAX_HEADER_BYTES = 100_000_000
 

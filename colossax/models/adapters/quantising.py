@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,9 @@ from colossax.offload import new_stack, store
 from colossax.sharding import param_sharding
 from colossax.typing import ParamInfo
 
+Columns = Mapping[str, np.ndarray]
+"""By path of a matrix, numbers of inputs of each of its layers, `[layers, count]`."""
+
 
 def read_with_codes(
     reader: RecordReader,
@@ -24,6 +27,7 @@ def read_with_codes(
     infos: Sequence[ParamInfo],
     wants: Sequence[tuple[ArraySlot, Any]],
     bound: BoundPlan,
+    columns: Columns | None = None,
     *,
     exact: bool,
 ) -> list[jax.Array]:
@@ -35,6 +39,7 @@ def read_with_codes(
         infos: What each is.
         wants: Record and layout of each; those of codes are not looked at.
         bound: The plan.
+        columns: Which inputs are kept as they are, where some are.
         exact: Whether the checkpoint may hold no others.
 
     Raises:
@@ -49,13 +54,17 @@ def read_with_codes(
     own = [wants[at] for at in plain]
     arrays = checkpointer.restore(reader.step, own, convert=True, exact=False)
     found = dict(zip(plain, arrays, strict=True))
-    codes = read_quantised(reader, prefix, [infos[at] for at in packed], bound)
+    codes = read_quantised(reader, prefix, [infos[at] for at in packed], bound, columns)
     found.update(zip(packed, codes, strict=True))
     return [found[at] for at in range(len(infos))]
 
 
 def read_quantised(
-    reader: RecordReader, prefix: str, infos: Sequence[ParamInfo], bound: BoundPlan
+    reader: RecordReader,
+    prefix: str,
+    infos: Sequence[ParamInfo],
+    bound: BoundPlan,
+    columns: Columns | None = None,
 ) -> list[jax.Array]:
     """Codes and scales, laid out by the plan, of matrices that a checkpoint holds in floats.
 
@@ -64,6 +73,7 @@ def read_quantised(
         prefix: Of the records of its parameters.
         infos: Of parts of matrices; of each matrix all its parts.
         bound: The plan.
+        columns: Which inputs are kept as they are, where some are.
 
     Raises:
         CheckpointError: A matrix is not there, is another one, or is damaged.
@@ -78,19 +88,30 @@ def read_quantised(
         of[info.quantised.name] = at
     checkpointer = Checkpointer(reader.directory)
     for places in matrices.values():
-        first = infos[places["codes"]]
+        first = infos[next(iter(places.values()))]
         for row in range(max(1, first.layer_count)):
             matrix = _matrix(first, row)
             slot = matrix_slot(reader, prefix, first, row)
             where = param_sharding(bound, "params", matrix)
             (w,) = checkpointer.restore(reader.step, [(slot, where)], exact=False)
-            for name, part in quantised(first.quantised.of, w).items():
+            kept = _columns_of(first, row, columns)
+            for name, part in quantised(first.quantised.of, w, kept).items():
                 at = places[name]
+                if infos[at].quantised.as_the_matrix:
+                    part = part.astype(bound.plan.precision.params)
                 found[at] = _placed(found.get(at), part, row, infos[at], bound)
             del w  # before the next one is read
         for at in places.values():
             found[at] = jax.device_put(found[at], param_sharding(bound, "params", infos[at]))
     return [found[at] for at in range(len(infos))]
+
+
+def _columns_of(info: ParamInfo, row: int, columns: Columns | None) -> jax.Array | None:
+    """Of the matrix of one layer."""
+    if not info.quantised.of.outliers:
+        return None
+    assert columns is not None and info.stood_at is not None
+    return jnp.asarray(columns[info.stood_at][(info.first_layer or 0) + row])
 
 
 def matrix_slot(reader: RecordReader, prefix: str, info: ParamInfo, row: int = 0) -> ArraySlot:

@@ -1,4 +1,4 @@
-"""Codes of four and eight bits for matrices: what is kept, made and read back."""
+"""Codes of matrices: what is kept of one, made and read back."""
 
 import dataclasses
 import math
@@ -7,9 +7,12 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from colossax.errors import InputError
+from colossax.nn.quantised.forms import IN_GROUPS, SPARSE, Form
+from colossax.nn.quantised.groups import in_groups, of_groups
+from colossax.nn.quantised.sparse import FOUR, expanded, pruned
 from colossax.typing import Dims
 
 BLOCK = 64
@@ -60,13 +63,16 @@ class Packing:
         form: `nf4`: four bits for each number, two neighbours among the inputs to a byte, the
             earlier one in its high bits; a scale, the largest absolute value, for each `BLOCK`
             inputs of an output. `int8`: eight bits, and a scale for each output. `fp8`: likewise,
-            codes are floats of four bits of exponent and three of mantissa (e4m3).
+            codes are floats of four bits of exponent and three of mantissa (e4m3). `int4`,
+            `int4-sym`: see `in_groups`. `2:4`, `1:4`: no codes, see `pruned`.
         double: Of `nf4`: scales less their mean are in eight bits too, with a scale for each
             `SCALES_BLOCK` outputs.
         shape: Of the matrix, `[*in, *out]`, or of several, `[*apart, *in, *out]`.
         dims: Its logical names.
         contract: How many of them are of the input.
         apart: How many in front number matrices that are apart, as those of experts.
+        group: Of `int4` and `int4-sym`, inputs that share a scale.
+        outliers: Of `int8` and `fp8`, how many inputs are kept as they are, beside the codes.
     """
 
     form: str
@@ -75,6 +81,8 @@ class Packing:
     dims: Dims
     contract: int
     apart: int = 0
+    group: int = 0
+    outliers: int = 0
 
     @property
     def input_axes(self) -> tuple[int, ...]:
@@ -95,8 +103,14 @@ class Packing:
         """Logical names of what is kept; several dims of the input are one, called as the first."""
         outs = self.dims[self.apart + self.contract :]
         if self.form in _EIGHT_BITS:
-            return {"codes": self.dims, "scales": (*self.dims[: self.apart], *outs)}
+            beside = {"columns": (None,), "kept": (None, *outs)} if self.outliers else {}
+            return {"codes": self.dims, "scales": (*self.dims[: self.apart], *outs)} | beside
+        if self.form in SPARSE:
+            return dict.fromkeys(("values", "index"), (None, *outs, self.dims[0]))
         blocked = (self.dims[0], *outs)
+        if self.form in IN_GROUPS:
+            names = ("codes", "scales", *(() if self.form == "int4-sym" else ("zeros",)))
+            return dict.fromkeys(names, blocked)
         own: dict[str, Dims] = {"codes": blocked, "scales": blocked}
         # Steps are few: whole along the output, they forbid none of its splits.
         return own | ({"steps": (self.dims[0], None), "mean": ()} if self.double else {})
@@ -116,6 +130,21 @@ class Packing:
                 f"{asked}: nf4 keeps blocks of {BLOCK} inputs, and '{name}' has {self.inputs};"
                 f" give {asked} int8 or own"
             )
+        if self.outliers > self.inputs:
+            raise InputError(
+                f"outliers: {self.outliers} inputs of each map are to be kept as they are, and"
+                f" '{name}' has {self.inputs}; find fewer"
+            )
+        if self.form in IN_GROUPS and self.inputs % self.group:
+            raise InputError(
+                f"{asked}: int4 keeps groups of {self.group} inputs, and '{name}' has"
+                f" {self.inputs}; give {self.form}:G with a G that divides them, int8 or own"
+            )
+        if self.form in SPARSE and self.shape[self.contract - 1] % FOUR:
+            raise InputError(
+                f"{asked}: {self.form} keeps some of each {FOUR} inputs, and '{name}' has"
+                f" {self.shape[self.contract - 1]} side by side; give int8 or own"
+            )
         if self.double and math.prod(self.outs) % SCALES_BLOCK:
             raise InputError(
                 f"adapter.double: scales are kept in blocks of {SCALES_BLOCK} outputs, and '{name}'"
@@ -128,7 +157,8 @@ class Part:
     """One of the arrays that a matrix is kept in.
 
     Attributes:
-        name: `codes`, `scales`, `steps` or `mean`.
+        name: `codes`, `scales`, `zeros`, `steps` or `mean`; of sparse ones `values` or `index`; of
+            inputs that are kept as they are `columns`, their numbers, and `kept`.
         of: The matrix.
     """
 
@@ -138,10 +168,17 @@ class Part:
     @property
     def numbers(self) -> int:
         """Numbers of the matrix that it stands for: codes for each one, others for none."""
-        return math.prod(self.of.shape) if self.name == "codes" else 0
+        return math.prod(self.of.shape) if self.name in ("codes", "values") else 0
+
+    @property
+    def as_the_matrix(self) -> bool:
+        """Whether it is of the type that the matrix would have at rest."""
+        return self.name in ("values", "kept")
 
 
-def quantise(packing: Packing, w: Float[Array, "*in_and_out"]) -> dict[str, Array]:
+def quantise(
+    packing: Packing, w: Float[Array, "*in_and_out"], columns: Int[Array, " c"] | None = None
+) -> dict[str, Array]:
     """What is kept of a matrix, by name.
 
     NF4 takes the nearest level, of two that are as near the lower one; others round to even.
@@ -149,11 +186,19 @@ def quantise(packing: Packing, w: Float[Array, "*in_and_out"]) -> dict[str, Arra
     Args:
         packing: How.
         w: In any floating type; computed in float32.
+        columns: Which inputs are kept as they are, where some are; default the first ones.
     """
+    if packing.form in SPARSE:
+        kept = Form(packing.form).kept
+        return pruned(w.reshape(packing.inputs, -1), packing.outs, kept=kept)
     w = w.astype(jnp.float32)
+    if packing.form in IN_GROUPS:
+        rows, zeros = w.reshape(packing.inputs, -1), packing.form != "int4-sym"
+        return in_groups(rows, packing.outs, group=packing.group, zeros=zeros)
     if packing.form in _EIGHT_BITS:
+        w, beside = _without_outliers(packing, w, columns)
         codes, scales = _in_eight_bits(w, packing.input_axes, packing.form)
-        return {"codes": codes, "scales": scales}
+        return {"codes": codes, "scales": scales, **beside}
     blocks = w.reshape(-1, BLOCK, *packing.outs)
     scales = jnp.max(jnp.abs(blocks), axis=1)
     codes = _nearest(blocks / jnp.where(scales > 0, scales, 1)[:, None])
@@ -166,10 +211,19 @@ def dequantise(
     packing: Packing, parts: Mapping[str, Array], dtype: jnp.dtype
 ) -> Float[Array, "*in_and_out"]:
     """The matrix that is kept, computed in float32 and rounded once."""
+    if packing.form in SPARSE:
+        return jnp.moveaxis(expanded(parts, dtype), -1, 0).reshape(packing.shape)
+    if packing.form in IN_GROUPS:
+        made = of_groups(parts, packing.outs, group=packing.group, dtype=dtype)
+        return made.reshape(packing.shape)
     codes = parts["codes"]
     if packing.form in _EIGHT_BITS:
         scales = jnp.expand_dims(parts["scales"], packing.input_axes)
-        return (codes.astype(jnp.float32) * scales).astype(dtype)
+        w = (codes.astype(jnp.float32) * scales).astype(dtype)
+        if not packing.outliers:
+            return w
+        rows = w.reshape(packing.inputs, *packing.outs).at[parts["columns"]]
+        return rows.set(parts["kept"].astype(dtype)).reshape(packing.shape)
     scales = parts["scales"]
     if packing.double:
         blocks = scales.astype(jnp.float32).reshape(*parts["steps"].shape, SCALES_BLOCK)
@@ -177,6 +231,21 @@ def dequantise(
     pairs = jnp.stack([codes >> 4, codes & 15], axis=1)
     values = jnp.asarray(LEVELS)[pairs].reshape(-1, BLOCK, *packing.outs)
     return (values * scales[:, None]).astype(dtype).reshape(packing.shape)
+
+
+def _without_outliers(
+    packing: Packing, w: Array, columns: Array | None
+) -> tuple[Array, dict[str, Array]]:
+    """The matrix with zeros where inputs are kept, so that scales do not reach for these; and they.
+
+    Without any the matrix as it is.
+    """
+    if not packing.outliers:
+        return w, {}
+    columns = jnp.arange(packing.outliers) if columns is None else columns
+    rows = w.reshape(packing.inputs, *packing.outs)
+    beside = {"columns": columns.astype(jnp.int32), "kept": rows[columns]}
+    return rows.at[columns].set(0).reshape(w.shape), beside
 
 
 def _nearest(x: Array) -> Array:

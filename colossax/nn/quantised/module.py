@@ -9,20 +9,25 @@ from colossax.errors import InputError
 from colossax.nn.experts import Experts
 from colossax.nn.layers import Linear
 from colossax.nn.module import MakeModel, param
+from colossax.nn.quantised.coded import CodedWeight
 from colossax.nn.quantised.codes import Packing, Part, quantise
+from colossax.nn.quantised.forms import IN_GROUPS, SPARSE
+from colossax.nn.quantised.made import GroupedWeight, SparseWeight
 from colossax.nn.quantised.weight import QuantisedWeight
 from colossax.nn.weights import Weighted, with_weights
 
 
 class InCodes(nnx.Module):
-    """Holds what is kept of a matrix: `codes`, `scales`, and of scales in codes `steps`, `mean`."""
+    """Holds what is kept of a matrix, by the names of `Packing.part_dims`."""
 
     def __init__(self, held: nnx.Variable, packing: Packing):
         self.packing = packing
         made, dims = quantise(packing, held[...]), packing.part_dims()
         for name, value in made.items():
-            own: Any = param(value, dims[name], learns=False, dtype=value.dtype)
-            own.set_metadata(quantised=Part(name, packing), inside=1)
+            part = Part(name, packing)
+            dtype = None if part.as_the_matrix else value.dtype
+            own: Any = param(value, dims[name], learns=False, dtype=dtype)
+            own.set_metadata(quantised=part, inside=1)
             setattr(self, name, own)
 
     @property
@@ -35,13 +40,22 @@ class Quantised(InCodes):
     """Of a matrix that is made again to be multiplied."""
 
     @property
-    def weight(self) -> QuantisedWeight:
+    def weight(self) -> CodedWeight:
         """See `Weighted`."""
-        return QuantisedWeight(self.parts, self.packing)
+        return _TYPES.get(self.packing.form, QuantisedWeight)(self.parts, self.packing)
+
+
+_TYPES = {**dict.fromkeys(IN_GROUPS, GroupedWeight), **dict.fromkeys(SPARSE, SparseWeight)}
+"""Of forms that nothing learns beside."""
 
 
 def with_quantised(
-    make_model: MakeModel, form: str, *, double: bool = False, asked: str = "adapter.base"
+    make_model: MakeModel,
+    form: str,
+    *,
+    double: bool = False,
+    group: int = 0,
+    asked: str = "adapter.base",
 ) -> MakeModel:
     """A factory of the same model with the matrices of its layers' maps in codes.
 
@@ -51,6 +65,7 @@ def with_quantised(
         make_model: Of a model whose maps are `colossax.nn.Linear`.
         form: See `Packing`.
         double: Likewise.
+        group: Likewise.
         asked: The setting that asks for it.
 
     Raises:
@@ -58,6 +73,7 @@ def with_quantised(
     """
 
     layers_made = False
+    others = "own" if form not in (*IN_GROUPS, *SPARSE) else "int8, fp8 or own"
 
     def with_layers(rngs: nnx.Rngs) -> nnx.Module:
         nonlocal layers_made
@@ -69,7 +85,7 @@ def with_quantised(
     def made(name: str, module: Weighted, rngs: nnx.Rngs) -> Quantised | None:
         if layers_made or not isinstance(module, Linear):
             return None  # the head is no map of a layer
-        packing = packing_of(module, form, double=double)
+        packing = packing_of(module, form, double=double, group=group)
         packing.check(name, asked)
         return Quantised(module.held, packing)
 
@@ -79,14 +95,16 @@ def with_quantised(
             if isinstance(node, Experts):
                 raise InputError(
                     f"{asked}: '{'/'.join(map(str, path))}' has experts, whose matrices are"
-                    f" not kept in {form}; give {asked} own"
+                    f" not kept in {form}; give {asked} {others}"
                 )
         return model
 
     return built
 
 
-def packing_of(module: Weighted, form: str, *, double: bool = False) -> Packing:
+def packing_of(
+    module: Weighted, form: str, *, double: bool = False, group: int = 0, outliers: int = 0
+) -> Packing:
     """How the matrix of a module is kept."""
     return Packing(
         form=form,
@@ -94,4 +112,6 @@ def packing_of(module: Weighted, form: str, *, double: bool = False) -> Packing:
         shape=tuple(module.weight.shape),
         dims=module.dims,
         contract=module.contract,
+        group=group,
+        outliers=outliers,
     )

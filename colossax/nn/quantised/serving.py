@@ -5,21 +5,18 @@ from typing import Any
 
 from flax import nnx
 
-from colossax.errors import InputError
 from colossax.nn.experts import EXPERT_MATRICES, Experts
 from colossax.nn.layers import Linear
 from colossax.nn.module import MakeModel
 from colossax.nn.quantised.codes import Packing
+from colossax.nn.quantised.forms import EIGHT_BITS, check_form, form_of
 from colossax.nn.quantised.module import InCodes, packing_of, with_quantised
 from colossax.nn.quantised.scaled import ScaledWeight
 from colossax.nn.weights import Weighted, with_weights
 
-SERVED = ("own", "int8", "fp8", "nf4")
-"""How matrices may be kept that a model generates with."""
-
 _HEAD = ("embed", "vocab")
 
-_ABSORBED = "kv_up"
+ABSORBED = "kv_up"
 """Of latent attention: multiplied from both sides in turn, so its scales cannot come last."""
 
 
@@ -32,37 +29,29 @@ class Scaled(InCodes):
         return ScaledWeight(self.parts, self.packing)
 
 
-def check_form(form: str) -> None:
-    """Refuse a form that there is none of.
-
-    Raises:
-        InputError: It is not one of `SERVED`.
-    """
-    if form not in SERVED:
-        raise InputError(f"weights: found '{form}'; give {', '.join(SERVED[:-1])} or {SERVED[-1]}")
-
-
-def with_served(make_model: MakeModel, form: str) -> MakeModel:
+def with_served(make_model: MakeModel, form: str, *, outliers: int = 0) -> MakeModel:
     """A factory of the same model, its matrices kept in codes.
 
     `int8` and `fp8`: the maps of layers, the matrices of experts and the head, see `ScaledWeight`.
     Tables of embeddings, those that are the head too, stay as they are; so do routers, gates of one
-    output, norms, biases, and the map of latent attention that is absorbed. `nf4`: the maps of
+    output, norms, biases, and the map of latent attention that is absorbed. Others: the maps of
     layers, see `with_quantised`.
 
     Args:
         make_model: Of a model whose maps are `colossax.nn.Linear`.
-        form: One of `SERVED`.
+        form: See `form_of`.
+        outliers: Of `int8` and `fp8`, how many inputs of each map of a layer are kept as they are.
 
     Raises:
-        InputError: An unknown form. When built: nf4 does not fit a matrix.
+        InputError: As `check_form`. When built: the form does not fit a matrix.
     """
-    check_form(form)
-    if form == "own":
+    asked = form_of(form)
+    check_form(form, outliers=bool(outliers))
+    if asked.name == "own":
         return make_model
-    if form == "nf4":
-        return with_quantised(make_model, form, asked="weights")
-    chosen = _Chosen(form)
+    if asked.name not in EIGHT_BITS:
+        return with_quantised(make_model, asked.name, group=asked.group, asked="weights")
+    chosen = _Chosen(form, outliers)
 
     def built(rngs: nnx.Rngs) -> nnx.Module:
         return with_weights(chosen.of_layers(make_model), chosen)(rngs)
@@ -73,8 +62,8 @@ def with_served(make_model: MakeModel, form: str) -> MakeModel:
 class _Chosen:
     """Puts codes in the place of matrices: of layers while these are made, then of the head."""
 
-    def __init__(self, form: str):
-        self._form = form
+    def __init__(self, form: str, outliers: int):
+        self._form, self._outliers = form, outliers
         self._layers_made = False
 
     def of_layers(self, make_model: MakeModel) -> Callable[[nnx.Rngs], nnx.Module]:
@@ -90,11 +79,14 @@ class _Chosen:
 
     def __call__(self, name: str, module: Weighted, rngs: nnx.Rngs) -> Scaled | None:
         """Of a map."""
-        if not isinstance(module, Linear) or name.rpartition("/")[2] == _ABSORBED:
+        if not isinstance(module, Linear) or name.rpartition("/")[2] == ABSORBED:
             return None
         if "gated" in module.dims or (self._layers_made and module.dims != _HEAD):
             return None
-        return Scaled(module.held, packing_of(module, self._form))
+        outliers = 0 if self._layers_made else self._outliers
+        packing = packing_of(module, self._form, outliers=outliers)
+        packing.check(name, "weights")
+        return Scaled(module.held, packing)
 
     def several(self, node: Any) -> None:
         """Of experts, in place."""

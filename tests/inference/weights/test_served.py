@@ -233,12 +233,12 @@ def test_stacks_of_codes_in_host_memory_pass_through_no_device(folder, monkeypat
     there = {x.shape for info, x in wanted if info.quantised is not None and info.stacked}
     before, found = {id(x) for x in jax.live_arrays()}, []
 
-    def counted(packing, w):
+    def counted(packing, w, columns):
         live = [x for x in jax.live_arrays() if id(x) not in before]
         found.extend(
             x.sharding.memory_kind for x in live if x.dtype == jnp.int8 and x.shape in there
         )
-        return made(packing, w)
+        return made(packing, w, columns)
 
     monkeypatch.setattr(quantising, "quantised", counted)
     plan = Plan(mesh=mesh, offload=OffloadConfig(parameters=1.0))
@@ -255,11 +255,11 @@ def test_one_matrix_is_in_floats_at_a_time(folder, monkeypatch):
     most, made = [], quantising.quantised
     before = {id(x) for x in jax.live_arrays()}
 
-    def counted(packing, w):
+    def counted(packing, w, columns):
         live = [x for x in jax.live_arrays() if id(x) not in before]
         floats = [x.size for x in live if x.dtype == w.dtype and x.ndim > 1]
         most.append((sum(floats), w.size))
-        return made(packing, w)
+        return made(packing, w, columns)
 
     monkeypatch.setattr(quantising, "quantised", counted)
     loaded = model.load(devices=jax.devices()[:1], weights="int8")

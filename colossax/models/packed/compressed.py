@@ -1,0 +1,151 @@
+"""Matrices as compressed-tensors stores them: in words of 32 bits, or a byte for each number."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from colossax.errors import InputError
+from colossax.models.packed.matrix import FLOATS, PackedMatrix, unpacked
+from colossax.models.packed.settings import CONFIG, one_of
+
+_FORMATS = {
+    "pack-quantized": ("int", (4, 8), ("group", "channel", "tensor")),
+    "int-quantized": ("int", (8,), ("channel", "tensor")),
+    "float-quantized": ("float", (8,), ("channel", "tensor")),
+}
+"""Type of the codes, their bits, and which numbers share a scale."""
+
+_OF_INPUTS = ("input_scale", "input_zero_point", "input_global_scale")
+"""How inputs would be quantised, which they are not here."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Compressed:
+    """What `quantization_config` says.
+
+    Attributes:
+        form: One of `_FORMATS`.
+        bits: Of a code.
+        group: Inputs that share a scale; -1: all.
+        each: Whether each output has scales of its own.
+    """
+
+    form: str
+    bits: int
+    group: int
+    each: bool
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Ends of the names of tensors that hold a matrix."""
+        own = ("weight_packed", "weight_shape") if self.packed else ("weight",)
+        return (*own, "weight_scale", "weight_zero_point", "weight_g_idx", *_OF_INPUTS)
+
+    @property
+    def needed(self) -> str:
+        """The one that tells that there is a matrix in codes."""
+        return "weight_packed" if self.packed else "weight_scale"
+
+    @property
+    def packed(self) -> bool:
+        """Whether several codes share a word."""
+        return self.form == "pack-quantized"
+
+    @classmethod
+    def of(cls, said: Mapping[str, Any]) -> "Compressed":
+        """Of the settings.
+
+        Raises:
+            InputError: They ask for what is not read.
+        """
+        form = one_of(said, "format", tuple(_FORMATS), needed=True)
+        for name in ("sparsity_config", "transform_config"):
+            asked = said.get(name) or {}
+            if asked and asked.get("format") != "dense":
+                raise InputError(
+                    f"config.json: {CONFIG} with {name} = {asked!r} is not supported; give the"
+                    " model without it"
+                )
+        found = {_scheme(group, form) for group in (said.get("config_groups") or {}).values()}
+        if len(found) != 1:
+            raise InputError(
+                f"config.json: {CONFIG} has {len(found)} kinds of config_groups; only folders whose"
+                " matrices are all quantised alike are read: give the model in floats"
+            )
+        return found.pop()
+
+    def matrix(self, *where: Any) -> PackedMatrix:
+        """One of the folder."""
+        return _CompressedMatrix(self, *where)
+
+
+def _scheme(group: Any, form: str) -> Compressed:
+    said = (group.get("weights") if isinstance(group, dict) else None) or {}
+    kind, bits, strategies = _FORMATS[form]
+    one_of(said, "type", (kind,))
+    strategy = one_of(said, "strategy", strategies, needed=True)
+    return Compressed(
+        form=form,
+        bits=one_of(said, "num_bits", bits, needed=True),
+        group=one_of(said, "group_size", int) if strategy == "group" else -1,
+        each=strategy != "tensor",
+    )
+
+
+class _CompressedMatrix(PackedMatrix):
+    scales_name = "weight_scale"
+
+    def __init__(self, how: Compressed, *where: Any):
+        self._how = how
+        super().__init__(*where)
+
+    def check(self) -> None:
+        (out, inputs), how = self.shape, self._how
+        self.groups = self.whole_groups(how.group, inputs, "groups")
+        if how.packed:
+            self.expect("weight_packed", ("I32",), (out, -(-inputs * how.bits // 32)))
+        else:
+            kind = "I8" if how.form == "int-quantized" else "F8_E4M3"
+            self.expect("weight", (kind,), (out, inputs))
+        scales = ((out, self.groups),) if how.each else ((1,), (1, 1), ())
+        self.expect("weight_scale", FLOATS, *scales)
+        if self.has("weight_zero_point"):
+            self._check_zeros(scales)
+        if self.has("weight_g_idx"):
+            self.expect("weight_g_idx", ("I32",), (inputs,))
+
+    def _check_zeros(self, scales: tuple[tuple[int, ...], ...]) -> None:
+        words = (-(-self.shape[0] * self._how.bits // 32), self.groups)
+        if self._how.packed and self._how.each:
+            self.expect("weight_zero_point", ("I32",), words)
+        else:
+            self.expect("weight_zero_point", ("I8",), *scales)
+
+    def unpacked(self) -> np.ndarray:
+        out, inputs = self.shape
+        of = self.groups_of_inputs("weight_g_idx", self.groups)
+        codes = (
+            self._signed("weight_packed", 1, inputs) if self._how.packed else self.read("weight")
+        )
+        values = codes.astype(np.float32)
+        if self.has("weight_zero_point"):
+            values -= self._spread(self._zeros())[:, of]
+        return values * self._spread(self.read("weight_scale").astype(np.float32))[:, of]
+
+    def _zeros(self) -> np.ndarray:
+        if self._how.packed and self._how.each:
+            return self._signed("weight_zero_point", 0, self.shape[0])
+        return self.read("weight_zero_point").astype(np.float32)
+
+    def _spread(self, found: np.ndarray) -> np.ndarray:
+        """Numbers of each output and group."""
+        return np.broadcast_to(
+            found.reshape(found.shape if self._how.each else (1, 1)), (self.shape[0], self.groups)
+        )
+
+    def _signed(self, part: str, axis: int, count: int) -> np.ndarray:
+        """Whole numbers, which words hold from the least one on."""
+        codes = unpacked(self.read(part), self._how.bits, axis, count)
+        return codes.astype(np.float32) - 2 ** (self._how.bits - 1)

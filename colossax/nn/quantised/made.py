@@ -1,0 +1,41 @@
+"""Weights in groups of four bits, and sparse ones: to generate with, made matrices to multiply.
+
+In XLA alone no form of these products reads less than one that writes the matrix: compilers do not
+take bytes apart, or choose by an index, where they multiply. So that is what is done, in few lines;
+what it costs is counted in tests/aot/test_packed_weights.py.
+"""
+
+import dataclasses
+
+import jax
+from jaxtyping import Array
+
+from colossax.nn.quantised.coded import CodedWeight
+from colossax.nn.quantised.sparse import expanded
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GroupedWeight(CodedWeight):
+    """Codes of four bits with a scale, and perhaps a zero, for each group of inputs.
+
+    Cost: at rest 4 bits for each number, 16 for each group, and 8 for its zero. The matrix in the
+    compute dtype is there while it is multiplied.
+    """
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SparseWeight(CodedWeight):
+    """One or two of each four inputs of an output, with their places.
+
+    Cost: at rest a quarter or half of the numbers, and a byte for each of these. The matrix in the
+    compute dtype is there while it is multiplied.
+    """
+
+    def product(self, x: Array) -> Array:
+        """See `CodedWeight`; the matrix has its inputs last, as what is kept of it has."""
+        lead = x.shape[: x.ndim - self.packing.contract]
+        w = expanded({name: self.whole(name) for name in self.parts}, x.dtype)
+        rows = x.reshape(*lead, self.packing.inputs)
+        return jax.lax.dot_general(rows, w, (((rows.ndim - 1,), (w.ndim - 1,)), ((), ())))
