@@ -4,8 +4,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from colossax.config import RING_AXES, BoundPlan, Plan
 from colossax.inference.cache import Specs
-from colossax.nn import CacheSpec
+from colossax.inference.plan import inference_plan
+from colossax.nn import CacheArray, CacheSpec
+from colossax.sharding.attention.cache import PAGES, in_pages
 
 _ONLY = ""
 """The kind of layers that are all alike."""
@@ -50,7 +53,7 @@ def paged_spec(model: Any, *, seats: int, pages: int, page_tokens: int, slots: i
             for name, one in spec.arrays.items()
             if spec.kind == "sequence" or one.shape == longer[name].shape
         }
-        arrays = {n: by_seat[n] if n in fixed else one for n, one in spec.arrays.items()}
+        arrays = {n: by_seat[n] if n in fixed else _paged(one) for n, one in spec.arrays.items()}
         found[kind] = dataclasses.replace(spec, arrays=arrays)
         whole |= bool(fixed)
     return PagedSpec(specs=found.get(_ONLY) or found, whole=whole)
@@ -58,3 +61,19 @@ def paged_spec(model: Any, *, seats: int, pages: int, page_tokens: int, slots: i
 
 def _by_kind(specs: Specs) -> dict[str, CacheSpec]:
     return dict(specs) if isinstance(specs, Mapping) else {_ONLY: specs}
+
+
+def _paged(one: CacheArray) -> CacheArray:
+    return dataclasses.replace(one, dims=in_pages(one.dims))
+
+
+def engine_plan(plan: Plan) -> Plan:
+    """`plan` as generation has it, pages shared by the devices of a ring."""
+    plan = inference_plan(plan)
+    return plan.replace(rules=plan.rules.updated(cache={PAGES: RING_AXES}))
+
+
+def in_equal_parts(pages: int, bound: BoundPlan) -> int:
+    """As many pages, or a few more that nobody gets, so that a ring's devices have as many each."""
+    size = bound.size(RING_AXES)
+    return -(-pages // size) * size

@@ -13,9 +13,8 @@ from jaxtyping import Array, Bool, Int, UInt32
 from colossax.config import BoundPlan
 from colossax.inference.cache import Cache, CacheLayout
 from colossax.inference.decode import decoding_model, resolved_slots
-from colossax.inference.engine.pages import paged_spec
+from colossax.inference.engine.pages import engine_plan, in_equal_parts, paged_spec
 from colossax.inference.engine.sampling import Chosen, Draws, choose
-from colossax.inference.plan import inference_plan
 from colossax.inference.reading import Reading
 from colossax.nn import DecoderConfig, FlatTokens, ModelSpec
 from colossax.pallas.attention import Pages
@@ -148,11 +147,11 @@ class EngineProgram:
         self.spec, self.sizes = spec, sizes
         self.config: DecoderConfig = model.config
         resolved_slots(self.config, sizes.slots)
-        self.bound = BoundPlan(inference_plan(bound.plan), bound.mesh)
+        self.bound = BoundPlan(engine_plan(bound.plan), bound.mesh)
         asked = paged_spec(
             model,
             seats=sizes.seats,
-            pages=sizes.pages,
+            pages=in_equal_parts(sizes.pages, bound),
             page_tokens=sizes.page_tokens,
             slots=sizes.slots,
         )

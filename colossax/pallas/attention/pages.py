@@ -33,10 +33,13 @@ class Pages:
             Those behind what has been written are read nowhere.
         groups: `[g, w]` int32: tokens of the call, which read together; those of a row are of one
             seat. Negative: none. Each token of a seat stands in one place.
+        ring: Mesh axes, of size r together, that share the pages: page p is in row p // r of the
+            device p mod r. Within a region that is manual over them; none: all are here.
     """
 
     table: Int[Array, "seats pages"]
     groups: Int[Array, "g w"]
+    ring: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
 
     def row_and_column(
         self, seat: Int[Array, " t"], slot: Int[Array, " t"], shape: tuple[int, ...]
@@ -53,7 +56,28 @@ class Pages:
         page = slot // each
         there = (seat >= 0) & (slot >= 0) & (page < most)
         row = self.table[jnp.clip(seat, 0, seats - 1), jnp.clip(page, 0, most - 1)]
+        if self.ring:
+            there &= row % jax.lax.axis_size(self.ring) == jax.lax.axis_index(self.ring)
+            row = row // jax.lax.axis_size(self.ring)
         return jnp.where(there, row, pages), jnp.where(there, slot % each, 0)
+
+    def held(self) -> tuple[Array, Array]:
+        """The pages of each seat that are here: their rows, and which of the seat's pages they are.
+
+        `[seats, pages]` both; those that are elsewhere come last, as pages that no token sees.
+        """
+        seats, most = self.table.shape
+        number = jnp.broadcast_to(jnp.arange(most, dtype=jnp.int32), (seats, most))
+        if not self.ring:
+            return self.table, number
+        size = jax.lax.axis_size(self.ring)
+        away = self.table % size != jax.lax.axis_index(self.ring)
+        order = jnp.argsort(away, axis=1, stable=True)
+        number = jnp.where(away, most, number)
+        return (
+            jnp.take_along_axis(self.table // size, order, axis=1),
+            jnp.take_along_axis(number, order, axis=1),
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,7 +159,8 @@ def attend_pages(
         read: Keys and values from what slots hold.
 
     Cost: 4 g w n h FLOPs for each slot that the longest group sees, rounded up to `KEYS_AT_ONCE`;
-    keys and values of those are gathered once for each group.
+    keys and values of those are gathered once for each group. Over a ring of r devices each reads
+    the pages that it holds, about 1 / r of them, and sums `g w n (h + 1)` numbers over the ring.
     """
     each = next(iter(cache.values())).shape[2]
     seats, most = pages.table.shape
@@ -145,19 +170,22 @@ def attend_pages(
     place = jnp.where(there, position[pages.groups], -1)
     first = jnp.min(jnp.where(there, place, most * each), axis=1)
     last = jnp.max(place, axis=1)
-    rows = pages.table[jnp.clip(jnp.max(jnp.where(there, seat[pages.groups], 0), axis=1), 0)]
+    own = jnp.clip(jnp.max(jnp.where(there, seat[pages.groups], 0), axis=1), 0)
+    rows, numbers = (x[own] for x in pages.held())
     begin = jnp.zeros_like(first)
     if scores.reach is not None:
-        begin = jnp.maximum(0, first - scores.reach) // width
-    parts = jnp.max(jnp.where(last < 0, 0, last // width + 1 - begin))
+        least = jnp.maximum(0, first - scores.reach) // each
+        begin = jnp.sum(numbers < least[:, None], axis=1, dtype=jnp.int32) // at_once
+    seen_pages = jnp.sum(numbers * each <= last[:, None], axis=1, dtype=jnp.int32)
+    parts = jnp.max(jnp.where(last < 0, 0, -(-seen_pages // at_once) - begin))
     asked = q[jnp.clip(pages.groups, 0)]
 
-    def of_group(asked: Array, place: Array, keys: Array, values: Array, start: Array) -> Any:
+    def of_group(asked: Array, place: Array, keys: Array, values: Array, slots: Array) -> Any:
         """Largest logit, sum of exponentials and weighted values of one part."""
         products = jnp.einsum(
             "wkrh,ckh->krwc", asked.astype(keys.dtype), keys, preferred_element_type=jnp.float32
         )
-        logits, seen = scores(products, place, start + jnp.arange(width, dtype=jnp.int32))
+        logits, seen = scores(products, place, slots)
         top = jnp.max(logits, axis=-1, where=seen, initial=_NONE)
         weights = jnp.where(seen, jnp.exp(logits - top[..., None]), 0.0)
         out = jnp.einsum(
@@ -171,15 +199,18 @@ def attend_pages(
     def part(i: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
         number = begin + i
         columns = number[:, None] * at_once + jnp.arange(at_once, dtype=jnp.int32)
-        chosen = jnp.take_along_axis(rows, jnp.clip(columns, 0, most - 1), axis=1)
+        places = jnp.clip(columns, 0, most - 1)
+        chosen = jnp.take_along_axis(rows, places, axis=1)
+        which = jnp.where(columns < most, jnp.take_along_axis(numbers, places, axis=1), most)
         held = {name: x[layer, chosen] for name, x in cache.items()}
         held = {name: x.reshape(x.shape[0], width, *x.shape[3:]) for name, x in held.items()}
         keys, values = jax.vmap(read)(held)
-        slots = number[:, None] * width + jnp.arange(width, dtype=jnp.int32)
+        slots = which[..., None] * each + jnp.arange(each, dtype=jnp.int32)
+        slots = slots.reshape(-1, width)
         # What another left behind may be no number, and nothing times that is none either.
         values = jnp.where((slots <= last[:, None])[..., None, None], values, 0)
         top, total, out = state
-        of_part = jax.vmap(of_group)(asked, place, keys, values, number * width)
+        of_part = jax.vmap(of_group)(asked, place, keys, values, slots)
         high = jnp.maximum(top, of_part[0])
         old, new = jnp.exp(top - high), jnp.exp(of_part[0] - high)
         return (
@@ -198,6 +229,11 @@ def attend_pages(
     begun = (zero + _NONE, shape), (zero, shape), (zero, (*shape, size))
     nothing = tuple(jnp.broadcast_to(*one) for one in begun)
     top, total, out = jax.lax.fori_loop(0, parts, part, nothing)
+    if pages.ring:
+        high = jax.lax.pmax(top, pages.ring)
+        by = jnp.exp(top - high)
+        total = jax.lax.psum(total * by, pages.ring)
+        top, out = high, jax.lax.psum(out * by[..., None], pages.ring)
     if scores.sinks is not None:
         sinks = scores.sinks[None, :, :, None]
         high = jnp.maximum(top, sinks)
