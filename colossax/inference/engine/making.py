@@ -91,7 +91,7 @@ def _through_stages(
     if given.get("pages") is None:
         sizes = dataclasses.replace(sizes, pages=_pages(spec, bound, params, sizes, count))
     program = StagedSteps(spec, bound, sizes)
-    own: Any = program.params(params)
+    own = program.params(params)
     for _ in range(count):
         yield Engine.of(program, own, **options)
 

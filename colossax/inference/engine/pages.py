@@ -4,9 +4,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from colossax.config import RING_AXES, BoundPlan, Plan
 from colossax.inference.cache import Specs
 from colossax.inference.engine.formats import check_any, check_format, in_codes
-from colossax.nn import CacheSpec
+from colossax.inference.plan import inference_plan
+from colossax.nn import CacheArray, CacheSpec
+from colossax.sharding.attention.cache import PAGES, in_pages
 
 Fixed = frozenset[str] | Mapping[str, frozenset[str]]
 """Names of arrays; of a model with several kinds of layers, by kind."""
@@ -64,7 +67,8 @@ def paged_spec(
             if spec.kind == "sequence" or one.shape == longer[name].shape
         }
         arrays = {n: by_seat[n] for n in spec.arrays if n in fixed}
-        arrays |= in_codes({n: one for n, one in spec.arrays.items() if n not in fixed}, form)
+        paged = {n: _paged(one) for n, one in spec.arrays.items() if n not in fixed}
+        arrays |= in_codes(paged, form)
         found[kind] = dataclasses.replace(spec, arrays=arrays)
         fixed_of[kind] = frozenset(fixed)
     check_any(found, form)
@@ -77,3 +81,19 @@ def paged_spec(
 
 def _by_kind(specs: Specs) -> dict[str, CacheSpec]:
     return dict(specs) if isinstance(specs, Mapping) else {_ONLY: specs}
+
+
+def _paged(one: CacheArray) -> CacheArray:
+    return dataclasses.replace(one, dims=in_pages(one.dims))
+
+
+def engine_plan(plan: Plan) -> Plan:
+    """`plan` as generation has it, pages shared by the devices of a ring."""
+    plan = inference_plan(plan)
+    return plan.replace(rules=plan.rules.updated(cache={PAGES: RING_AXES}))
+
+
+def in_equal_parts(pages: int, bound: BoundPlan) -> int:
+    """As many pages, or a few more that nobody gets, so that a ring's devices have as many each."""
+    size = bound.size(RING_AXES)
+    return -(-pages // size) * size

@@ -14,16 +14,12 @@ from colossax.config import BoundPlan
 from colossax.errors import InputError
 from colossax.inference.cache import CacheLayout
 from colossax.inference.decode import decoding_model, resolved_slots
-from colossax.inference.engine.batch import (
-    EngineState,
-    StepShape,
-)
+from colossax.inference.engine.batch import EngineState, StepShape
 from colossax.inference.engine.drafting import Drafter, Guesses
 from colossax.inference.engine.drafting.trees import MOST_NODES
-from colossax.inference.engine.pages import paged_spec
+from colossax.inference.engine.pages import engine_plan, in_equal_parts, paged_spec
 from colossax.inference.engine.sampling import Chosen, Draws
 from colossax.inference.engine.step import looking_step, step
-from colossax.inference.plan import inference_plan
 from colossax.inference.reading import Reading
 from colossax.nn import DecoderConfig, ModelSpec
 from colossax.sharding import replicated
@@ -98,11 +94,11 @@ class EngineProgram:
         self.spec, self.sizes = spec, sizes
         self.config: DecoderConfig = model.config
         resolved_slots(self.config, sizes.slots)
-        self.bound = BoundPlan(inference_plan(bound.plan), bound.mesh)
+        self.bound = BoundPlan(engine_plan(bound.plan), bound.mesh)
         asked = paged_spec(
             model,
             seats=sizes.seats,
-            pages=sizes.pages,
+            pages=in_equal_parts(sizes.pages, bound),
             page_tokens=sizes.page_tokens,
             slots=sizes.slots,
             form=sizes.cache,

@@ -14,7 +14,7 @@ from colossax.config import BoundPlan
 from colossax.errors import PlanError
 from colossax.inference.cache import CacheLayout, Specs
 from colossax.inference.decode import decoding_model, resolved_slots
-from colossax.inference.engine.pages import paged_spec
+from colossax.inference.engine.pages import engine_plan, in_equal_parts, paged_spec
 from colossax.inference.engine.parts import array_on
 from colossax.inference.engine.program import EngineProgram, Sizes, all_allowed, stretched_from
 from colossax.inference.engine.sampling import Chosen, Draws
@@ -25,13 +25,15 @@ from colossax.inference.engine.stage_parts import (
     layouts_of,
     part,
 )
-from colossax.inference.plan import inference_plan
 from colossax.nn import ModelSpec
 from colossax.scheduling.reading import NOTHING, Reads
 from colossax.sharding import activation_sharding, param_sharding, replicated
 from colossax.typing import Params
 
 KINDS = ("mixed", "decode")
+
+STAGES = "stages"
+"""Under which name parameters are, in the order of the stages."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -218,11 +220,11 @@ class StagedSteps(EngineProgram):
         model = decoding_model(spec)
         self.spec, self.sizes, self.config = spec, sizes, model.config
         resolved_slots(self.config, sizes.slots)
-        self.bound = BoundPlan(inference_plan(bound.plan), bound.mesh)
+        self.bound = BoundPlan(engine_plan(bound.plan), bound.mesh)
         asked = paged_spec(
             model,
             seats=sizes.seats,
-            pages=sizes.pages,
+            pages=in_equal_parts(sizes.pages, bound),
             page_tokens=sizes.page_tokens,
             slots=sizes.slots,
             form=sizes.cache,
@@ -252,9 +254,9 @@ class StagedSteps(EngineProgram):
         """Arrays of the host on all stages."""
         return tuple(jax.device_put(tree, replicated(one.bound)) for one in self.stages)
 
-    def params(self, params: Params) -> list[Any]:
+    def params(self, params: Params) -> Params:
         """A model's as steps get them, by stage; see `Stage.params`."""
-        return [one.params(params) for one in self.stages]
+        return {STAGES: [one.params(params) for one in self.stages]}
 
     def begin(self) -> Any:
         """With empty pages."""
@@ -263,7 +265,7 @@ class StagedSteps(EngineProgram):
         return Flow(stages=tuple(one.begin() for one in self.stages), token=token)
 
     def __call__(
-        self, kind: str, params: Any, state: Any, packed: Any, *given: Any
+        self, kind: str, params: Params, state: Any, packed: Any, *given: Any
     ) -> tuple[Chosen, Any]:
         """Run a step; see `EngineProgram`.
 
@@ -274,7 +276,9 @@ class StagedSteps(EngineProgram):
             packed, given: See `step`; `given` as `placed` put them.
         """
         goes, states = state.token, []
-        for one, own, before, *here in zip(self.stages, params, state.stages, *given, strict=True):
+        for one, own, before, *here in zip(
+            self.stages, params[STAGES], state.stages, *given, strict=True
+        ):
             if not one.layout.is_first:
                 goes = jax.tree.map(lambda x, to=one: jax.device_put(x, _moved(x, to.bound)), goes)
             goes, after = one.jitted[kind](own, before, goes, packed, *here)
@@ -282,16 +286,16 @@ class StagedSteps(EngineProgram):
         token = jax.device_put(goes.token, replicated(self.stages[0].bound))
         return goes, Flow(stages=tuple(states), token=token)
 
-    def read_nothing(self, params: Any, state: Any) -> Any:
+    def read_nothing(self, params: Params, state: Any) -> Any:
         """The state: there is nothing to read."""
         return state
 
-    def arguments(self, kind: str, params: Any) -> tuple[Any, ...]:
+    def arguments(self, kind: str, params: Params) -> tuple[Any, ...]:
         """Shapes and shardings of what each stage gets."""
-        given = zip(self.stages, self.params(params), strict=True)
+        given = zip(self.stages, self.params(params)[STAGES], strict=True)
         return tuple(one.arguments(kind, own) for one, own in given)
 
-    def lowered(self, kind: str, params: Any) -> list[Any]:
+    def lowered(self, kind: str, params: Params) -> list[Any]:
         """A step of each stage, traced and not compiled.
 
         Args:

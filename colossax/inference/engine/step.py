@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, UInt32
 
-from colossax.config import BoundPlan
+from colossax.config import RING_AXES, BoundPlan
 from colossax.inference.engine.batch import (
     Batch,
     EngineState,
@@ -98,7 +98,8 @@ def looking_step(
     if looked.tree is not None:
         right = jnp.where(emits, right, 0)
         pages = Pages(table=table, groups=batch.groups)
-        cache = moved(cache, program.fixed, pages, path, right, start - 1, batch.room)
+        shares = bound.size(RING_AXES)
+        cache = moved(cache, program.fixed, pages, path, right, start - 1, batch.room, shares)
     said = with_said(said, chosen.token, chosen.count, start)
     length = jnp.where(emits, start + chosen.count, state.length)
     target, held = Target(params=params, cache=cache), state.drafter

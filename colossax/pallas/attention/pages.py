@@ -73,11 +73,14 @@ class Pages:
         groups: `[g, w]` int32: tokens of the call, which read together; those of a row are of one
             seat. Negative: none. Each token of a seat stands in one place.
         branches: Of guessed tokens, where they are trees; else slots are positions.
+        ring: Mesh axes, of size r together, that share the pages: page p is in row p // r of the
+            device p mod r. Within a region that is manual over them; none: all are here.
     """
 
     table: Int[Array, "seats pages"]
     groups: Int[Array, "g w"]
     branches: Branches | None = None
+    ring: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
 
     def row_and_column(
         self, seat: Int[Array, " t"], slot: Int[Array, " t"], shape: tuple[int, ...]
@@ -94,7 +97,28 @@ class Pages:
         page = slot // each
         there = (seat >= 0) & (slot >= 0) & (page < most)
         row = self.table[jnp.clip(seat, 0, seats - 1), jnp.clip(page, 0, most - 1)]
+        if self.ring:
+            there &= row % jax.lax.axis_size(self.ring) == jax.lax.axis_index(self.ring)
+            row = row // jax.lax.axis_size(self.ring)
         return jnp.where(there, row, pages), jnp.where(there, slot % each, 0)
+
+    def held(self) -> tuple[Array, Array]:
+        """The pages of each seat that are here: their rows, and which of the seat's pages they are.
+
+        `[seats, pages]` both; those that are elsewhere come last, as pages that no token sees.
+        """
+        seats, most = self.table.shape
+        number = jnp.broadcast_to(jnp.arange(most, dtype=jnp.int32), (seats, most))
+        if not self.ring:
+            return self.table, number
+        size = jax.lax.axis_size(self.ring)
+        away = self.table % size != jax.lax.axis_index(self.ring)
+        order = jnp.argsort(away, axis=1, stable=True)
+        number = jnp.where(away, most, number)
+        return (
+            jnp.take_along_axis(self.table // size, order, axis=1),
+            jnp.take_along_axis(number, order, axis=1),
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -178,7 +202,8 @@ def attend_pages(
         read: Keys and values from what slots hold.
 
     Cost: 4 g w n h FLOPs for each slot that the longest group sees, rounded up to `KEYS_AT_ONCE`;
-    keys and values of those are gathered once for each group.
+    keys and values of those are gathered once for each group. Over a ring of r devices each reads
+    the pages that it holds, about 1 / r of them, and sums `g w n (h + 1)` numbers over the ring.
     """
     each = next(iter(cache.values())).shape[2]
     seats, most = pages.table.shape
@@ -188,26 +213,27 @@ def attend_pages(
     place = jnp.where(there, position[pages.groups], -1)
     first = jnp.min(jnp.where(there, place, most * each), axis=1)
     own = jnp.clip(jnp.max(jnp.where(there, seat[pages.groups], 0), axis=1), 0)
-    rows, trees, last = pages.table[own], None, jnp.max(place, axis=1)
+    trees, last = None, jnp.max(place, axis=1)
     if pages.branches is not None:
         trees = pages.branches.of_groups(jnp.clip(pages.groups, 0), own)
         last = jnp.max(jnp.where(there, slot[pages.groups], -1), axis=1)
+    rows, numbers = (x[own] for x in pages.held())
     begin = jnp.zeros_like(first)
     if scores.reach is not None:
-        begin = jnp.maximum(0, first - scores.reach) // width
-    parts = jnp.max(jnp.where(last < 0, 0, last // width + 1 - begin))
+        least = jnp.maximum(0, first - scores.reach) // each
+        begin = jnp.sum(numbers < least[:, None], axis=1, dtype=jnp.int32) // at_once
+    seen_pages = jnp.sum(numbers * each <= last[:, None], axis=1, dtype=jnp.int32)
+    parts = jnp.max(jnp.where(last < 0, 0, -(-seen_pages // at_once) - begin))
     asked = q[jnp.clip(pages.groups, 0)]
 
-    def of_group(asked: Array, place: Array, kept: Any, start: Array, tree: Any) -> Any:
+    def of_group(asked: Array, place: Array, kept: Any, slots: Array, tree: Any) -> Any:
         """Largest logit, sum of exponentials and weighted values of one part."""
         keys, values, key_scales, value_scales = kept
         products = jnp.einsum(
             "wkrh,ckh->krwc", asked.astype(keys.dtype), keys, preferred_element_type=jnp.float32
         )
         products = products if key_scales is None else products * key_scales.T[:, None, None]
-        key, on_line = start + jnp.arange(width, dtype=jnp.int32), True
-        if tree is not None:
-            key, on_line = tree.keys(key)
+        key, on_line = (slots, True) if tree is None else tree.keys(slots)
         logits, seen = scores(products, place, key)
         seen &= on_line
         top = jnp.max(logits, axis=-1, where=seen, initial=_NONE)
@@ -221,11 +247,14 @@ def attend_pages(
     def part(i: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
         number = begin + i
         columns = number[:, None] * at_once + jnp.arange(at_once, dtype=jnp.int32)
-        chosen = jnp.take_along_axis(rows, jnp.clip(columns, 0, most - 1), axis=1)
+        places = jnp.clip(columns, 0, most - 1)
+        chosen = jnp.take_along_axis(rows, places, axis=1)
+        which = jnp.where(columns < most, jnp.take_along_axis(numbers, places, axis=1), most)
         held = {name: x[layer, chosen] for name, x in cache.items()}
         held = {name: x.reshape(x.shape[0], width, *x.shape[3:]) for name, x in held.items()}
         kept = jax.vmap(lambda held: read_kept(read, held, q.dtype))(held)
-        slots = number[:, None] * width + jnp.arange(width, dtype=jnp.int32)
+        slots = which[..., None] * each + jnp.arange(each, dtype=jnp.int32)
+        slots = slots.reshape(-1, width)
         # What another left behind may be no number, and nothing times that is none either.
         keys, values, *scales = kept
         values = jnp.where((slots <= last[:, None])[..., None, None], values, 0)
@@ -233,7 +262,7 @@ def attend_pages(
             scales[1] = jnp.where((slots <= last[:, None])[..., None], scales[1], 0)
         top, total, out = state
         kept = keys, values, *scales
-        of_part = jax.vmap(of_group)(asked, place, kept, number * width, trees)
+        of_part = jax.vmap(of_group)(asked, place, kept, slots, trees)
         high = jnp.maximum(top, of_part[0])
         old, new = jnp.exp(top - high), jnp.exp(of_part[0] - high)
         return (
@@ -255,6 +284,11 @@ def attend_pages(
     begun = (zero + _NONE, shape), (zero, shape), (zero, (*shape, size))
     nothing = tuple(jnp.broadcast_to(*one) for one in begun)
     top, total, out = jax.lax.fori_loop(0, parts, part, nothing)
+    if pages.ring:
+        high = jax.lax.pmax(top, pages.ring)
+        by = jnp.exp(top - high)
+        total = jax.lax.psum(total * by, pages.ring)
+        top, out = high, jax.lax.psum(out * by[..., None], pages.ring)
     if scores.sinks is not None:
         sinks = scores.sinks[None, :, :, None]
         high = jnp.maximum(top, sinks)

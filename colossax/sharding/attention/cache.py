@@ -1,5 +1,6 @@
 """Attention to a cache under a plan: a region manual over the whole mesh, split over heads."""
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,6 +20,9 @@ from colossax.typing import Dims
 
 CACHE_DIMS = ("layers", None, None, "kv_heads", "head_dim")
 """Of keys and values of a contiguous cache: `[layers, seats, slots, k, h]`."""
+
+PAGES = "pages"
+"""Dim of a cache's rows that are pages, which a plan may share among devices of a ring."""
 
 
 def attend_cache(
@@ -64,11 +68,15 @@ def attend_cache(
     of_heads: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
     where = {"seat": seat, "position": position, "slot": slot, "pages": pages}
     dims = dict.fromkeys(without_scales(cache), CACHE_DIMS) if dims is None else dims
+    if pages is not None:
+        dims = {name: in_pages(one) for name, one in dims.items()}
     dims = {**dims, **{n + SCALE: d[:-1] for n, d in dims.items() if n + SCALE in cache}}
     specs = None if bound is None or bound.single else _specs(bound, cache, dims)
     if bound is None or specs is None:
         return run(q, new, cache, layer, **where, **of_heads, read=read)
-    kv_heads = next(iter(_kv_head_axes(specs, dims)), None)
+    kv_heads = next(iter(_axes_of("kv_heads", specs, dims)), None)
+    if pages is not None:
+        where["pages"] = dataclasses.replace(pages, ring=_ring(specs, dims))
     heads = _query_axes(bound, q) if kv_heads is None else kv_heads
     of_q, replicated = PartitionSpec(None, heads, None), PartitionSpec()
     of_new = {name: PartitionSpec(None, *specs[name][3:]) for name in new or ()}
@@ -103,20 +111,31 @@ def _specs(
     """By name; None where rules split more than kv heads, or those of two arrays differently."""
     specs = {name: cache_spec(bound, x.shape, dims[name]) for name, x in cache.items()}
     others = any(
-        axes is not None and dim != "kv_heads"
+        axes is not None and dim not in ("kv_heads", PAGES)
         for name, spec in specs.items()
         for dim, axes in zip(dims[name], spec, strict=True)
     )
-    return None if others or len(_kv_head_axes(specs, dims)) > 1 else specs
+    return None if others or len(_axes_of("kv_heads", specs, dims)) > 1 else specs
 
 
-def _kv_head_axes(specs: dict[str, PartitionSpec], dims: Mapping[str, Dims]) -> set[Any]:
-    """How the arrays that have kv heads split them."""
+def in_pages(dims: Dims) -> Dims:
+    """Dims of an array of the cache whose rows are pages."""
+    return (dims[0], PAGES, *dims[2:])
+
+
+def _ring(specs: dict[str, PartitionSpec], dims: Mapping[str, Dims]) -> tuple[str, ...]:
+    """Axes that share the pages."""
+    (axes,) = _axes_of(PAGES, specs, dims)
+    return axes if isinstance(axes, tuple) else () if axes is None else (axes,)
+
+
+def _axes_of(wanted: str, specs: dict[str, PartitionSpec], dims: Mapping[str, Dims]) -> set[Any]:
+    """How the arrays that have a dim split it."""
     return {
         axes
         for name, spec in specs.items()
         for dim, axes in zip(dims[name], spec, strict=True)
-        if dim == "kv_heads"
+        if dim == wanted
     }
 
 

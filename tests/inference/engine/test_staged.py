@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from colossax.config import Plan
+from colossax.config import OffloadConfig, Plan
 from colossax.errors import PlanError
 from colossax.inference import Replicas, make_engine
 from colossax.inference.engine import Engine
@@ -16,12 +16,14 @@ from colossax.models import GPT2Config, MixtralConfig
 from colossax.models.hf_folder import read_params
 from colossax.models.registry import maker
 from colossax.nn import Decoder, describe, every, initialise
+from colossax.scheduling import EngineRequest
 from colossax.sharding import use
 from tests.cases import quick_first
 from tests.inference import test_caches as caches
 from tests.inference.engine.test_engine import SMALL, alone, engine, requests, tokens
 from tests.inference.test_generator import CONFIGS, GROUPED, LLAMA, SIZES, build, single
-from tests.models.test_parity import GOLDEN
+from tests.inference.weights.made import stored
+from tests.models.test_parity import GOLDEN, expected
 
 MESHES = {
     "stage2 tensor2": {"stage": 2, "tensor": 2},
@@ -133,6 +135,34 @@ def test_layers_of_several_kinds(name):
     assert tokens(found) == tokens(engine_of(name, 1, **SMALL).generate_all(asked))
 
 
+LOADED = [
+    ("gemma3", "own", {}),
+    ("llama", "own", {}),
+    ("llama", "int8", {}),
+    ("gpt_oss", "int8", {}),
+    ("llama", "own", {"offload": OffloadConfig(parameters=1.0)}),
+]
+
+
+@pytest.mark.parametrize(("case", "form", "more"), quick_first(LOADED, LOADED[:1]))
+def test_a_checkpoint_through_stages(case, form, more, tmp_path):
+    """What `transformers` says, of layers that are read by the stage that has them."""
+    want = expected(case)
+    prompt, greedy = tuple(want["prompt"].tolist()), want["greedy"].tolist()
+    plan = Plan(mesh={"stage": 2, "fsdp": 2}, **more)
+    opened = stored(tmp_path, case)
+    model = opened.load(plan, jax.devices()[:4], unroll=True, weights=form)
+    sizes = {"slots": len(prompt) + len(greedy), "mixed_tokens": 7, "seats": 2}
+    one = model.engine(**sizes)
+    assert len(one.engines) == 2
+    asked = [EngineRequest(prompt=prompt, max_tokens=n) for n in (len(greedy), 3)]
+    found = tokens(one.generate_all(asked))
+    if form != "own":
+        alone = opened.load(Plan(), jax.devices()[:1], unroll=True, weights=form)
+        greedy = tokens(alone.engine(**sizes).generate_all(asked))[0]
+    assert [list(x) for x in found] == [list(greedy), list(greedy[:3])]
+
+
 def layers_of(one):
     return {info.first_layer for info in one if info.first_layer is not None}
 
@@ -144,7 +174,7 @@ def test_a_stage_has_its_own_layers_and_their_cache(config):
     """And what stands before or behind them; a table that is head too is on both ends."""
     one = made({"stage": 3}, config)
     infos = jax.tree.leaves(one.engines[0].program.spec.infos)
-    program, own = one.engines[0].program, one.engines[0]._params
+    program, own = one.engines[0].program, one.engines[0]._params["stages"]
     for number, (stage, params) in enumerate(zip(program.stages, own, strict=True)):
         (device,) = stage.bound.mesh.devices.flat
         assert all(x.sharding.device_set == {device} for x in params)
@@ -155,7 +185,7 @@ def test_a_stage_has_its_own_layers_and_their_cache(config):
         assert ("embed/table" in ends) == (number == 0 or (tied and number == 2))
         assert any(path.startswith("norm/") for path in ends) == (number == 2)
         assert {x.shape[0] for x in jax.tree.leaves(stage.cache.abstract)} == {1}
-    assert all(engine._params is own for engine in one.engines)
+    assert all(engine._params["stages"] is own for engine in one.engines)
 
 
 def test_nothing_is_compiled_after_warm():

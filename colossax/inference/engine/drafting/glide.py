@@ -10,9 +10,9 @@ from colossax.errors import InputError
 from colossax.inference.cache import Cache, CacheLayout
 from colossax.inference.engine.drafting.drafter import Target
 from colossax.inference.engine.drafting.sequential import SequentialDrafter
-from colossax.inference.engine.pages import paged_spec
+from colossax.inference.engine.pages import engine_plan, in_equal_parts, paged_spec
 from colossax.inference.engine.parts import params_on
-from colossax.inference.plan import inference_plan, shapes_of
+from colossax.inference.plan import shapes_of
 from colossax.nn import FlatTokens, ModelSpec, target_pages
 from colossax.sharding import use
 from colossax.typing import Params
@@ -46,7 +46,7 @@ class GlideDrafter(SequentialDrafter):
         Raises:
             InputError: Likewise.
         """
-        self._bound = BoundPlan(inference_plan(bound.plan), bound.mesh)
+        self._bound = BoundPlan(engine_plan(bound.plan), bound.mesh)
         self.spec = spec
         self._model: Any = spec.merge(shapes_of(spec))
         self._program: Any = None
@@ -63,7 +63,7 @@ class GlideDrafter(SequentialDrafter):
         asked = paged_spec(
             self._model,
             seats=sizes.seats,
-            pages=sizes.pages,
+            pages=in_equal_parts(sizes.pages, program.bound),
             page_tokens=sizes.page_tokens,
             slots=sizes.slots,
         )

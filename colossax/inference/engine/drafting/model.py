@@ -11,9 +11,8 @@ from colossax.inference.cache import Cache, CacheLayout
 from colossax.inference.decode import decoding_model
 from colossax.inference.engine.drafting.drafter import Target
 from colossax.inference.engine.drafting.sequential import SequentialDrafter
-from colossax.inference.engine.pages import paged_spec
+from colossax.inference.engine.pages import engine_plan, in_equal_parts, paged_spec
 from colossax.inference.engine.parts import params_on
-from colossax.inference.plan import inference_plan
 from colossax.nn import FlatTokens, ModelSpec
 from colossax.sharding import use
 from colossax.typing import Params
@@ -45,7 +44,7 @@ class ModelDrafter(SequentialDrafter):
             InputError: Likewise; or it cannot decode.
         """
         self._model = decoding_model(spec)
-        self._bound = BoundPlan(inference_plan(bound.plan), bound.mesh)
+        self._bound = BoundPlan(engine_plan(bound.plan), bound.mesh)
         self.spec = spec
         super().__init__(params, tokens, nodes, self._model.config.vocab)
 
@@ -66,7 +65,7 @@ class ModelDrafter(SequentialDrafter):
         asked = paged_spec(
             self._model,
             seats=sizes.seats,
-            pages=sizes.pages,
+            pages=in_equal_parts(sizes.pages, program.bound),
             page_tokens=sizes.page_tokens,
             slots=sizes.slots,
         )

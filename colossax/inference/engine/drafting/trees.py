@@ -78,6 +78,7 @@ def moved(
     count: Int[Array, " r"],
     begin: Int[Array, " r"],
     room: Int[Array, " r"],
+    shares: int,
 ) -> Cache:
     """What is kept of guesses that were right, from where they lie in the tree to their positions.
 
@@ -89,6 +90,7 @@ def moved(
         count: How many were right.
         begin: The slot of each root.
         room: Tokens that each seat's pages hold.
+        shares: Devices of a ring among which pages are dealt out, see `Pages.ring`.
 
     Cost: reads and writes `d` tokens of each seat in all layers.
     """
@@ -102,11 +104,16 @@ def moved(
     def of_kind(held: dict[str, Array], fixed: frozenset[str]) -> dict[str, Array]:
         return {name: x if name in fixed else of_array(x) for name, x in held.items()}
 
+    def place(slot: Array, shape: tuple[int, ...]) -> tuple[Array, Array]:
+        page, column = pages.row_and_column(seat.reshape(-1), slot.reshape(-1), shape)
+        count = shape[1]
+        row = page % shares * (count // shares) + page // shares
+        return jnp.where(page < count, row, count), column
+
     def of_array(x: Array) -> Array:
-        row, column = pages.row_and_column(seat.reshape(-1), source.reshape(-1), x.shape)
+        row, column = place(source, x.shape)
         taken = x.at[:, row, column].get(mode="clip")
-        there = jnp.where(moves, to, -1).reshape(-1)
-        row, column = pages.row_and_column(seat.reshape(-1), there, x.shape)
+        row, column = place(jnp.where(moves, to, -1), x.shape)
         return x.at[:, row, column].set(taken, mode="drop")
 
     if isinstance(fixed, Mapping):
