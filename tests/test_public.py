@@ -147,8 +147,8 @@ NAMES = {
     "colossax.inference": (
         "CacheLayout Call Chunk Constraint Continuation DecodeProgram Engine EngineStats Fitted "
         "Flight Generation Generator InOrder LoadedModel Request Sampling Scheduler Several "
-        "StagedProgram StoredModel Tick fit_layers inference_plan load check_length check_tokens "
-        "open_checkpoint several together unrolled"
+        "StagedProgram StoredBeside StoredModel Tick beside check_length check_tokens fit_layers "
+        "inference_plan load open_checkpoint several together unrolled"
     ),
     "colossax.serve": (
         "Backend Constraint EngineDown EngineFull Facts Grammars Keys Limits ServeOptions Started "

@@ -1,5 +1,7 @@
 """Inference: continuing a prompt with a cache of keys and values."""
 
+from .beside import StoredBeside as StoredBeside
+from .beside import beside as beside
 from .cache import CacheLayout as CacheLayout
 from .decode import Chunk as Chunk
 from .decode import DecodeProgram as DecodeProgram

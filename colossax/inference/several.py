@@ -61,6 +61,7 @@ def several(
     *,
     requests: Sequence[EngineRequest],
     eos: int | None = None,
+    adapters: Sequence[str] = (),
 ) -> Several:
     """What continues these prompts; nothing is compiled yet.
 
@@ -73,10 +74,11 @@ def several(
         params: Laid out by `bound`; kept. Shapes with shardings do for `lowered`.
         requests: One or more.
         eos: Token that ends a continuation, beside those of its request.
+        adapters: Names of those that the model has side by side.
 
     Raises:
-        InputError: The model cannot decode, or there are stages, and tokens are drawn otherwise
-            than by temperature.
+        InputError: The model cannot decode, an adapter is unknown, or there are stages, and tokens
+            are drawn otherwise than by temperature, or there are several adapters.
 
     Cost: a compilation where all prompts are short, else two. Holds parameters and a cache for the
     longest 16 of the requests, or as many as there is room for.
@@ -86,19 +88,31 @@ def several(
     given = [_ending(one, eos) if ends else one for one in requests]
     longest = config.max_seq
     if bound.mesh.shape[MeshAxis.STAGE] > 1:
+        if adapters:
+            raise InputError(
+                f"adapters: {len(adapters)} are side by side, and with stages one is multiplied"
+                " after another; give the devices of 'stage' to 'tensor' or 'fsdp'"
+            )
         asked = [_plain(one) for one in requests]
         slots = sizes_for(given, longest).slots
         sizes = {"slots": slots, "sequences": len(asked), "eos": eos}
         return _InStages(Generator(spec, bound, params, **sizes), asked)
     program = EngineProgram(spec, bound, sizes_for(given, longest))
-    return _Together(program, params, given)
+    return _Together(program, params, given, tuple(adapters))
 
 
 class _Together:
     """By an engine."""
 
-    def __init__(self, program: EngineProgram, params: Params, requests: list[EngineRequest]):
+    def __init__(
+        self,
+        program: EngineProgram,
+        params: Params,
+        requests: list[EngineRequest],
+        adapters: tuple[str, ...],
+    ):
         self._program, self._params, self._requests = program, params, requests
+        self._adapters = adapters
         self._has_room = False
 
     @property
@@ -117,7 +131,7 @@ class _Together:
         return self._program.lowered("mixed", self._params)
 
     def with_params(self, params: Params) -> "_Together":
-        other = _Together(self._program, params, self._requests)
+        other = _Together(self._program, params, self._requests, self._adapters)
         other._has_room = self._has_room
         return other
 
@@ -130,6 +144,7 @@ class _Together:
             deterministic=self._program.sizes.decode == self._program.sizes.mixed,
             # All are there from the start, and processes that share the devices must agree.
             clock=lambda: 0.0,
+            adapters=self._adapters,
         )
         told = engine.generate_all(self._requests)
         return [_generation(*one) for one in enumerate(zip(self._requests, told, strict=True), 1)]

@@ -126,6 +126,7 @@ def test_what_a_client_is_told(folder, capsys):
 @pytest.mark.parametrize(
     "words, message",
     [
+        (["mine", "--adapter=mine"], "--adapter: 'mine' holds a whole model; give it as CHECK"),
         (["nowhere"], "checkpoint directory 'nowhere' does not exist"),
         (["mine", "--slots=9999"], "--slots: found 9999, but the model's longest sequence is"),
         (["mine", "--plan.mesh=stage=2", "--devices=2"], "mesh axis 'stage': an engine runs all"),

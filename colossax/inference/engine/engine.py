@@ -13,6 +13,7 @@ import numpy as np
 from colossax.config import BoundPlan, MeshAxis
 from colossax.errors import InputError, PlanError
 from colossax.inference.decode import decoding_model
+from colossax.inference.engine.naming import check_adapter, named
 from colossax.inference.engine.packing import Packer
 from colossax.inference.engine.program import EngineProgram, Sizes
 from colossax.inference.engine.sampling import Chosen
@@ -88,6 +89,7 @@ class Engine:
         deterministic: bool = False,
         max_wait_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
+        adapters: Sequence[str] = (),
     ):
         """Prepare the steps; nothing is compiled yet.
 
@@ -107,6 +109,7 @@ class Engine:
                 same bit by bit whoever else is there; else they differ in rounding.
             max_wait_s: A request that has waited so long is passed by no other.
             clock: Seconds, of deadlines and waiting.
+            adapters: Names of those that the model has side by side.
 
         Raises:
             InputError: The model cannot decode, or a size is none.
@@ -136,6 +139,7 @@ class Engine:
             deterministic=deterministic,
             max_wait_s=max_wait_s,
             clock=clock,
+            adapters=adapters,
         )
 
     @classmethod
@@ -148,16 +152,17 @@ class Engine:
         deterministic: bool = False,
         max_wait_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
+        adapters: Sequence[str] = (),
     ) -> "Engine":
         """An engine that runs programs which others may run too, on parameters of the same shapes.
 
         Args:
             program: With its sizes.
-            params, reuse, deterministic, max_wait_s, clock: As of the class.
+            params, reuse, deterministic, max_wait_s, clock, adapters: As of the class.
         """
         one = object.__new__(cls)
         given = {"reuse": reuse, "deterministic": deterministic, "clock": clock}
-        one._start(program, params, max_wait_s=max_wait_s, **given)
+        one._start(program, params, max_wait_s=max_wait_s, adapters=adapters, **given)
         return one
 
     def _start(
@@ -169,13 +174,15 @@ class Engine:
         deterministic: bool,
         max_wait_s: float,
         clock: Callable[[], float],
+        adapters: Sequence[str],
     ) -> None:
+        self.adapters = named(adapters, program)
         sizes = program.sizes
         self.program, self.sizes, self.config = program, sizes, program.config
         self.clock = clock
         self._params = params
         self._state = self.program.begin()
-        self._packer = Packer(self.program)
+        self._packer = Packer(self.program, self.adapters)
         self._scheduler = Scheduler(
             seats=sizes.seats,
             pages=sizes.pages,
@@ -221,6 +228,7 @@ class Engine:
         """
         reads = self.program.reading.reads
         request.check(vocab=self.config.vocab, slots=self.sizes.slots, reads=reads)
+        check_adapter(request.adapter, self.adapters)
         if (constraint is not None) != request.waits:
             raise InputError(
                 "constraint: it needs each token before the next; give it with waits=True, and"

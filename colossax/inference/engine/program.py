@@ -18,6 +18,8 @@ from colossax.inference.engine.sampling import Chosen, Draws, choose
 from colossax.inference.plan import inference_plan
 from colossax.inference.reading import Reading
 from colossax.nn import DecoderConfig, FlatTokens, ModelSpec
+from colossax.nn.adapters.by_token import seats_turns, turns
+from colossax.nn.adapters.several import adapters_in
 from colossax.pallas.attention import Pages
 from colossax.sharding import replicated, use
 from colossax.typing import Params
@@ -156,6 +158,7 @@ class EngineProgram:
             page_tokens=sizes.page_tokens,
             slots=sizes.slots,
         )
+        self.adapters = adapters_in(spec)
         self.shares = not asked.whole and stretched_from(self.config) >= sizes.slots
         self.cache = CacheLayout(self.bound, asked.specs)
         self.reading = Reading(spec, model, self.bound, self.cache)
@@ -295,9 +298,13 @@ def step(
     emits = batch.emit >= 0
     last = jnp.clip(batch.emit, 0)
     after = jnp.where(emits, batch.position[last] + 1, most)
+    adapters = adapters_in(spec)
+    mine = seats_turns(draws.adapter, adapters) if adapters else None
     with use(bound):
-        hidden, cache = model.decode(ids, state.cache, flat)
-        logits = model.logits(hidden[last])
+        with turns(mine and mine.of_tokens(own, valid)):
+            hidden, cache = model.decode(ids, state.cache, flat)
+        with turns(mine):
+            logits = model.logits(hidden[last])
         chosen = choose(logits, draws, said, after, mask, masked)
     said = said.at[jnp.arange(seats, dtype=jnp.int32), after].set(chosen.token, mode="drop")
     return chosen, EngineState(cache=cache, said=said)
