@@ -96,9 +96,7 @@ def tokens(found):
 
 
 @pytest.mark.catches("adapter-of-another-seat")
-@pytest.mark.catches("ranks-not-apart")
 @pytest.mark.catches("prefix-of-another-adapter")
-@pytest.mark.catches("chosen-adapters-of-others")
 @pytest.mark.parametrize("seats", [4, 2])
 def test_each_as_on_its_adapter_alone(folder, seats):
     """With prompts in chunks, prefixes and preemption; with two seats not all are multiplied."""
@@ -130,7 +128,6 @@ def logits(model, rows, numbers):
     return np.asarray(jax.jit(of)(model.params, jnp.asarray(rows)))
 
 
-@pytest.mark.catches("adapter-without-its-scale")
 @pytest.mark.parametrize("form", ["own", "int8", "fp8"])
 def test_logits_are_those_of_merged_weights(folder, form):
     """Merged by NumPy, of codes into what they stand for."""
