@@ -151,7 +151,7 @@ NAMES = {
         "Flight Generation Generator InOrder LoadedModel Replicas Request Sampling Scheduler "
         "Several StagedProgram StoredModel Tick fit_layers inference_plan load check_length "
         "check_tokens make_engine open_checkpoint several together unrolled Outliers find_outliers "
-        "Drafter NgramDrafter ModelDrafter GlideDrafter holds_drafter"
+        "StoredBeside beside Drafter NgramDrafter ModelDrafter GlideDrafter holds_drafter"
     ),
     "colossax.serve": (
         "Backend Constraint EngineDown EngineFull Facts Grammars Keys Limits ServeOptions Started "

@@ -3,9 +3,11 @@
 import argparse
 import dataclasses
 import json
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from colossax.cli.arguments import BASE_HELP, keeping, number, real
+from colossax.cli.beside import adapter_option, adapters_of
 from colossax.cli.devices import choose_devices, request_host_devices
 from colossax.cli.drafting import check_draft, draft_options, drafter_of
 from colossax.cli.output import put, tell
@@ -29,13 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder of a run or a checkpoint")
     parser.add_argument("--step", metavar="N", type=number(0), help="default: the latest")
     parser.add_argument("--base", metavar="CHECKPOINT", help=BASE_HELP)
-    parser.add_argument(
-        "--adapter",
-        metavar="CHECKPOINT",
-        action="append",
-        help="an adapter of CHECKPOINT, which its base is then; several times: each of them"
-        " continues each prompt, beside the one base",
-    )
+    adapter_option(parser, "each of them continues each prompt, beside the one base")
     parser.add_argument(
         "--prompt",
         metavar="TEXT",
@@ -139,12 +135,10 @@ def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
 
 
 def _generate(args: argparse.Namespace, overrides: list[Override]) -> int:
-    from colossax.inference import several
     from colossax.scheduling import EngineRequest, Reads, SamplingConfig
 
     stored = opened(args)
     stored = stored.with_weights(args.weights, outliers=args.outliers)
-    models = _adapters(args, stored) or {None: stored}
     plan = apply_overrides(Options(plan=stored.plan), overrides).plan
     # All that can be refused is, before parameters are read.
     check_reads_text(stored.model)
@@ -167,12 +161,70 @@ def _generate(args: argparse.Namespace, overrides: list[Override]) -> int:
         request.check(vocab=stored.config.vocab, slots=limit, reads=reads)
         requests.append(request)
     devices = choose_devices(args.devices)
-    first = next(iter(models.values()))
-    if plan.offload.auto:
-        fitted = first.fit(plan, devices, make=several, requests=requests)
-        tell(f"{fitted.line}\n")
-        plan = fitted.plan
     texts = [None] * len(requests) if reads.longest is not None else args.prompt
+    for name, results in _continued(args, stored, plan, devices, requests):
+        for prompt, result in zip(texts or [None] * len(results), results, strict=True):
+            added = result.tokens[:-1] if result.ended else result.tokens
+            text = None if stored.tokenizer is None else stored.tokenizer.decode(added)
+            _show(args.json, prompt, result, text, name)
+    return 0
+
+
+def _continued(
+    args: argparse.Namespace, stored: Any, plan: Plan, devices: Any, requests: list[Any]
+) -> Iterable[tuple[str | None, list[Any]]]:
+    """What comes of the prompts: of the model, or of each adapter that was named."""
+    from colossax.nn.adapters.several import SharesNoStepError
+
+    models = adapters_of(args, stored)
+    if not models:
+        return _in_turn(args, stored, {None: stored}, plan, devices, requests)
+    try:
+        return _together(args, stored, models, plan, devices, requests)
+    except SharesNoStepError as reason:
+        if args.weights != "own":
+            raise
+        tell(f"each adapter by itself: {reason}\n")
+        return _in_turn(args, stored, models, plan, devices, requests)
+
+
+def _together(
+    args: argparse.Namespace,
+    stored: Any,
+    models: dict[str, Any],
+    plan: Plan,
+    devices: Any,
+    requests: list[Any],
+) -> list[tuple[str, list[Any]]]:
+    """All adapters in the same steps."""
+    from colossax.inference import beside, several
+
+    model, names = beside(stored, models), tuple(models)
+    asked = [dataclasses.replace(one, adapter=name) for name in names for one in requests]
+    plan = _fitted(model, plan, devices, requests=asked, adapters=names)
+    loaded = model.load(plan, devices)
+    tell(f"{stored.chosen}\n")
+    for name, one in models.items():
+        tell(f"beside {name}, {one.chosen}\n")
+    given = loaded.spec, loaded.bound, loaded.params
+    drafter = drafter_of(args, loaded, devices)
+    run = several(*given, requests=asked, eos=loaded.eos, adapters=names, drafter=drafter)
+    found, count = run.run(), len(requests)
+    return [(name, found[i * count : (i + 1) * count]) for i, name in enumerate(names)]
+
+
+def _in_turn(
+    args: argparse.Namespace,
+    stored: Any,
+    models: dict[Any, Any],
+    plan: Plan,
+    devices: Any,
+    requests: list[Any],
+) -> Iterator[tuple[str | None, list[Any]]]:
+    """One model, or adapter, after another, beside one base."""
+    from colossax.inference import several
+
+    plan = _fitted(next(iter(models.values())), plan, devices, requests=requests)
     loaded, runs = None, {}
     for name, model in models.items():
         if loaded is None:
@@ -191,12 +243,18 @@ def _generate(args: argparse.Namespace, overrides: list[Override]) -> int:
             one = one.with_params(loaded.params)
         if name is not None:
             tell(f"beside {name}, {model.chosen}\n")
-        results = one.run()
-        for prompt, result in zip(texts or [None] * len(results), results, strict=True):
-            added = result.tokens[:-1] if result.ended else result.tokens
-            text = None if stored.tokenizer is None else stored.tokenizer.decode(added)
-            _show(args.json, prompt, result, text, name)
-    return 0
+        yield name, one.run()
+
+
+def _fitted(model: Any, plan: Plan, devices: Any, **sizes: Any) -> Plan:
+    """The plan, with layers where they fit if it asks for that."""
+    from colossax.inference import several
+
+    if not plan.offload.auto:
+        return plan
+    fitted = model.fit(plan, devices, make=several, **sizes)
+    tell(f"{fitted.line}\n")
+    return fitted.plan
 
 
 def opened(args: argparse.Namespace) -> Any:
@@ -205,38 +263,6 @@ def opened(args: argparse.Namespace) -> Any:
 
     base = None if args.base is None else user_path(args.base, "--base")
     return open_checkpoint(user_path(args.checkpoint, "CHECKPOINT"), step=args.step, base=base)
-
-
-def _adapters(args: argparse.Namespace, base: Any) -> dict[str, Any]:
-    """Those that were asked for beside a checkpoint, by the words that named them.
-
-    Raises:
-        InputError: The checkpoint is no base, or one of them is no adapter of it.
-    """
-    from colossax.inference import open_checkpoint
-
-    if not args.adapter:
-        return {}
-    if base.base is not None:
-        raise InputError(
-            f"--adapter: '{args.checkpoint}' is an adapter itself; give its base as CHECKPOINT and"
-            " it with --adapter too"
-        )
-    if base.weights != "own":
-        raise InputError(
-            f"--weights: {base.weights} is of a whole model, and --adapter names one that learned"
-            " beside its base in the base's own form; leave --weights out"
-        )
-    found = {}
-    for name in args.adapter:
-        place = str(base.directory / str(base.step))
-        found[name] = open_checkpoint(user_path(name, "--adapter"), base=place)
-        if found[name].base is None:
-            raise InputError(
-                f"--adapter: '{name}' holds a whole model; give it as CHECKPOINT, alone"
-            )
-        found[name].check_beside(found[args.adapter[0]])
-    return found
 
 
 def check_reads_text(model: Any) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from colossax.cli.arguments import BASE_HELP, keeping, number, real
+from colossax.cli.beside import adapter_option
 from colossax.cli.drafting import check_draft, draft_options
 from colossax.cli.generate import weights_option
 from colossax.cli.output import tell
@@ -29,6 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
     parser.add_argument("--step", metavar="N", type=number(0), help="default: the latest")
     parser.add_argument("--base", metavar="CHECKPOINT", help=BASE_HELP)
     parser.add_argument("--name", metavar="NAME", help="of the model; default its folder's")
+    adapter_option(parser, "each is asked for as MODEL:NAME, by default of its folder")
+    parser.add_argument("--adapter-steps", metavar="N,N", help=argparse.SUPPRESS)
     listening = parser.add_argument_group("where it listens, and to whom")
     listening.add_argument("--host", default="127.0.0.1", help="default %(default)s")
     listening.add_argument(

@@ -1,9 +1,11 @@
 """The engine's process of `colossax serve`: the same words, and a socket to the server."""
 
 import argparse
+import contextlib
 import socket
 from typing import Any
 
+from colossax.cli.beside import adapters_of
 from colossax.cli.devices import choose_devices, request_host_devices
 from colossax.cli.drafting import drafter_of
 from colossax.cli.generate import Options, check_reads_text, opened
@@ -27,18 +29,31 @@ def run_engine(args: argparse.Namespace, overrides: list[Override]) -> int:
     except InputError as problem:
         wire.send({"say": "refused", "refused": str(problem)})
         return 2
+    except Exception as problem:
+        with contextlib.suppress(OSError):
+            wire.send({"say": "dying", "words": f"{type(problem).__name__}: {problem}"})
+        raise
     return 0
 
 
 def _serve(wire: Wire, args: argparse.Namespace, overrides: list[Override]) -> None:
+    from colossax.inference import beside
     from colossax.inference.engine.formats import check_format
     from colossax.serve import Grammars
 
     check_format(args.cache, "--cache")
     stored = opened(args).with_weights(args.weights, outliers=args.outliers)
+    adapters = _named_adapters(args, stored)
     plan = apply_overrides(Options(plan=stored.plan), overrides).plan
-    facts = _facts(args, stored)
+    facts = _facts(args, stored) | {"adapters": list(adapters)}
+    if adapters:
+        stored = beside(stored, adapters)
     devices = choose_devices(args.devices)
+    if plan.offload.auto and adapters:
+        raise InputError(
+            "plan.offload: auto counts the cache of one sequence, and adapters share an engine's;"
+            " give parameters and a share, as in --plan.offload parameters=0.5"
+        )
     if plan.offload.auto:
         plan = stored.fit(plan, devices, slots=facts["slots"]).plan
     loaded = stored.load(plan, devices, unroll=True)
@@ -57,6 +72,8 @@ def _serve(wire: Wire, args: argparse.Namespace, overrides: list[Override]) -> N
     facts["seats"] = engine.seats
     # Nothing can be refused any more. A later engine serves what this one does.
     again = [] if args.step is not None else ["--step", str(stored.step)]
+    if adapters:
+        again += ["--adapter-steps", ",".join(str(one.step) for one in adapters.values())]
     wire.send({"say": "facts", "facts": facts, "again": again})
     engine.warm()
     assert stored.tokenizer is not None
@@ -98,11 +115,17 @@ def _facts(args: argparse.Namespace, stored: Any) -> dict[str, Any]:
         "slots": slots,
         "ends": sorted({eos, *(token for token in chat.ends if token < config.vocab)}),
         "seats": args.seats,
-        "adapters": [],
         "chat_template": chat.template if given is None else given,
         "bos": chat.bos,
         "eos": tokenizer.end,
     }
+
+
+def _named_adapters(args: argparse.Namespace, stored: Any) -> dict[str, Any]:
+    """Those beside the model, by the names under which they are asked for."""
+    model = args.name or _name(stored)
+    found = adapters_of(args, stored, lambda _word, one: _name(one))
+    return {f"{model}:{name}": one for name, one in found.items()}
 
 
 def _name(stored: Any) -> str:

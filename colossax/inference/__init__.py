@@ -1,13 +1,11 @@
 """Inference: continuing a prompt with a cache of keys and values."""
 
+from .beside import StoredBeside as StoredBeside
+from .beside import beside as beside
 from .cache import CacheLayout as CacheLayout
 from .decode import Chunk as Chunk
 from .decode import DecodeProgram as DecodeProgram
 from .decode import Sampling as Sampling
-from .drafters import LoadedDrafter as LoadedDrafter
-from .drafters import StoredDrafter as StoredDrafter
-from .drafters import holds_drafter as holds_drafter
-from .drafters import open_drafter as open_drafter
 from .engine import Constraint as Constraint
 from .engine import Drafter as Drafter
 from .engine import Engine as Engine
@@ -17,6 +15,10 @@ from .engine import ModelDrafter as ModelDrafter
 from .engine import NgramDrafter as NgramDrafter
 from .engine import Replicas as Replicas
 from .engine import make_engine as make_engine
+from .engine.drafting.stored import LoadedDrafter as LoadedDrafter
+from .engine.drafting.stored import StoredDrafter as StoredDrafter
+from .engine.drafting.stored import holds_drafter as holds_drafter
+from .engine.drafting.stored import open_drafter as open_drafter
 from .fitting import Fitted as Fitted
 from .fitting import fit_layers as fit_layers
 from .generator import Generation as Generation

@@ -26,6 +26,7 @@ class LoadedModel:
         adapter: What learned beside the rest, if anything did.
         origin: The checkpoint of that rest, or of all, and the model's name there.
         weights: How matrices are kept, one of `SERVED`.
+        adapters: Names of those that it has side by side, for requests to an engine.
     """
 
     spec: ModelSpec
@@ -36,6 +37,7 @@ class LoadedModel:
     adapter: AdapterConfig
     origin: tuple[RecordReader, str]
     weights: str = "own"
+    adapters: tuple[str, ...] = ()
 
     @property
     def weight_bytes(self) -> tuple[int, int]:
@@ -68,4 +70,4 @@ class LoadedModel:
 
         On a mesh with `data` one for each place there, see `make_engine`.
         """
-        return make_engine(self.spec, self.bound, self.params, **options)
+        return make_engine(self.spec, self.bound, self.params, adapters=self.adapters, **options)

@@ -101,6 +101,11 @@ class StoredModel:
         return self.base or (RecordReader(self.directory, self.step), self.name)
 
     @property
+    def frozen(self) -> bool:
+        """Whether what it holds is what others learned beside."""
+        return False
+
+    @property
     def plan(self) -> Plan:
         """The plan used where none is asked for: all devices on `fsdp`."""
         return Plan(precision=self.precision)
@@ -206,7 +211,7 @@ class StoredModel:
         infos, structure = jax.tree.flatten(spec.infos)
         shapes, found = jax.tree.leaves(_shapes(bound, spec)), dict(found)
         reader = RecordReader(self.directory, self.step)
-        places = [(reader, self.name, False)]
+        places = [(reader, self.name, self.frozen)]
         if self.base is not None and not found:
             places.append((*self.base, True))
         for reader, name, frozen in places:

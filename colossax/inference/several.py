@@ -64,6 +64,7 @@ def several(
     requests: Sequence[EngineRequest],
     eos: int | None = None,
     drafter: Drafter | None = None,
+    adapters: Sequence[str] = (),
 ) -> Several:
     """What continues these prompts; nothing is compiled yet.
 
@@ -77,10 +78,11 @@ def several(
         requests: One or more.
         eos: Token that ends a continuation, beside those of its request.
         drafter: See `Engine`.
+        adapters: Names of those that the model has side by side.
 
     Raises:
-        InputError: The model cannot decode, or there are stages, and tokens are guessed or drawn
-            otherwise than by temperature.
+        InputError: The model cannot decode, an adapter is unknown, or there are stages, and tokens
+            are guessed or drawn otherwise than by temperature, or there are several adapters.
 
     Cost: a compilation where all prompts are short, else two. Holds parameters and a cache for the
     longest 16 of the requests, or as many as there is room for.
@@ -95,6 +97,11 @@ def several(
                 "draft: stages take one token after another, and guess none; leave it out, or give"
                 " the devices of 'stage' to 'tensor' or 'fsdp'"
             )
+        if adapters:
+            raise InputError(
+                f"adapters: {len(adapters)} are side by side, and with stages one is multiplied"
+                " after another; give the devices of 'stage' to 'tensor' or 'fsdp'"
+            )
         asked = [_plain(one) for one in requests]
         slots = sizes_for(given, longest).slots
         sizes = {"slots": slots, "sequences": len(asked), "eos": eos}
@@ -106,7 +113,7 @@ def several(
         EngineProgram(spec, one, sizes, None if drafter is None else drafter.on(one))
         for one in parts
     ]
-    return _Together(spec, bound, programs, params, given)
+    return _Together(spec, bound, programs, params, given, tuple(adapters))
 
 
 class _Together:
@@ -119,9 +126,10 @@ class _Together:
         programs: list[EngineProgram],
         params: Params,
         requests: list[EngineRequest],
+        adapters: tuple[str, ...],
     ):
         self._spec, self._bound, self._programs = spec, bound, programs
-        self._requests, self._params = requests, [params]
+        self._requests, self._params, self._adapters = requests, [params], adapters
         if len(programs) > 1:
             self._params = [params_on(spec, one.bound, params) for one in programs]
         self._has_room = False
@@ -142,7 +150,8 @@ class _Together:
         return self._programs[0].lowered("mixed", self._params[0])
 
     def with_params(self, params: Params) -> "_Together":
-        other = _Together(self._spec, self._bound, self._programs, params, self._requests)
+        given = params, self._requests, self._adapters
+        other = _Together(self._spec, self._bound, self._programs, *given)
         other._has_room = self._has_room
         return other
 
@@ -156,6 +165,7 @@ class _Together:
                 deterministic=program.sizes.decode == program.sizes.mixed,
                 # All are there from the start, and processes that share the devices must agree.
                 clock=lambda: 0.0,
+                adapters=self._adapters,
             )
             for program, params in zip(self._programs, self._params, strict=True)
         ]

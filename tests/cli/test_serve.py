@@ -151,6 +151,7 @@ def test_engines_that_share_requests(mesh, folder, capsys):
 @pytest.mark.parametrize(
     "words, message",
     [
+        (["mine", "--adapter=mine"], "--adapter: 'mine' holds a whole model; give it as CHECK"),
         (["nowhere"], "checkpoint directory 'nowhere' does not exist"),
         (["mine", "--cache=int4"], "--cache: found 'int4'; give own, int8 or fp8"),
         (["mine", "--slots=9999"], "--slots: found 9999, but the model's longest sequence is"),

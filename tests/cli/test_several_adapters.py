@@ -52,8 +52,11 @@ def said(capsys, *words, code=0):
 
 @pytest.mark.slow
 @pytest.mark.catches("adapters-of-one-scale")
-@pytest.mark.parametrize("names", [("low", "high", "wide"), ("coded", "again")], ids="-".join)
+@pytest.mark.parametrize(
+    "names", [("low", "high", "wide"), ("low", "high"), ("coded", "again")], ids="-".join
+)
 def test_each_continues_prompts_as_if_it_were_alone(names, capsys):
+    """In the same steps, but where one is DoRA."""
     alone = {name: said(capsys, name, *WORDS) for name in names}
     beside = said(capsys, "base", *(f"--adapter={name}" for name in names), *WORDS)
     assert beside == [{"adapter": name, **one} for name in names for one in alone[name]]
@@ -88,6 +91,9 @@ def test_what_has_another_base_is_refused(capsys):
         (["low", "--adapter=high"], "'low' is an adapter itself; give its base as CHECKPOINT"),
         (["base", "--adapter=other"], "'other' holds a whole model; give it as CHECKPOINT"),
         (["base", "--adapter=low", "--adapter=coded"], "kept as nf4, and those that are loaded"),
+        (["base", "--adapter=wide", "--weights=int8"], "it has lengths of columns (adapter.dora)"),
+        (["base", "--adapter=coded", "--weights=int8"], "the adapters learned beside matrices"),
+        (["base", "--adapter=a=low", "--adapter=a=high"], "two are called 'a'; give one another"),
     ):
         err = said(capsys, *words, *WORDS, code=2)
         last = err.splitlines()[-1]

@@ -384,7 +384,9 @@ def test_what_an_engine_fails_with_when_it_is_started_is_raised():
 @pytest.mark.catches("server-without-an-engine-stays")
 def test_a_server_whose_engine_failed_for_good_ends():
     """By itself, when those inside have heard of it."""
-    engine = FakeEngine()
-    engine.now = Stats(failed="the engine ended 5 times in a row")
-    assert serve(engine, options()) == 1
+    engine, again = FakeEngine(), FakeEngine()
+    engine.now = again.now = Stats(failed="the engine ended 5 times in a row")
+    with running(engine, options()) as server:
+        until(lambda: not server.thread.is_alive(), 20)
     assert engine.life == ["start", "close"]
+    assert serve(again, options()) == 1

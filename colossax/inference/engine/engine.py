@@ -13,6 +13,7 @@ from colossax.config import BoundPlan, MeshAxis
 from colossax.errors import InputError, PlanError
 from colossax.inference.engine.drafting import Drafter
 from colossax.inference.engine.driving import to_their_ends
+from colossax.inference.engine.naming import check_adapter, named
 from colossax.inference.engine.packing import Packer
 from colossax.inference.engine.program import EngineProgram
 from colossax.inference.engine.sampling import Chosen
@@ -67,6 +68,7 @@ class Engine:
         drafter: Drafter | None = None,
         max_wait_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
+        adapters: Sequence[str] = (),
     ):
         """Prepare the steps; nothing is compiled yet.
 
@@ -90,6 +92,7 @@ class Engine:
                 token, but how many steps they take.
             max_wait_s: A request that has waited so long is passed by no other.
             clock: Seconds, of deadlines and waiting.
+            adapters: Names of those that the model has side by side.
 
         Raises:
             InputError: The model cannot decode, a size is none, pages cannot be kept so, or nothing
@@ -117,6 +120,7 @@ class Engine:
             deterministic=deterministic,
             max_wait_s=max_wait_s,
             clock=clock,
+            adapters=adapters,
         )
 
     @classmethod
@@ -129,16 +133,17 @@ class Engine:
         deterministic: bool = False,
         max_wait_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
+        adapters: Sequence[str] = (),
     ) -> "Engine":
         """An engine that runs programs which others may run too, on parameters of the same shapes.
 
         Args:
             program: With its sizes.
-            params, reuse, deterministic, max_wait_s, clock: As of the class.
+            params, reuse, deterministic, max_wait_s, clock, adapters: As of the class.
         """
         one = object.__new__(cls)
         given = {"reuse": reuse, "deterministic": deterministic, "clock": clock}
-        one._start(program, params, max_wait_s=max_wait_s, **given)
+        one._start(program, params, max_wait_s=max_wait_s, adapters=adapters, **given)
         return one
 
     def _start(
@@ -150,13 +155,15 @@ class Engine:
         deterministic: bool,
         max_wait_s: float,
         clock: Callable[[], float],
+        adapters: Sequence[str],
     ) -> None:
+        self.adapters = named(adapters, program)
         sizes = program.sizes
         self.program, self.sizes, self.config = program, sizes, program.config
         self.clock = clock
         self._params = params
         self._state = self.program.begin()
-        self._packer = Packer(self.program)
+        self._packer = Packer(self.program, self.adapters)
         self._scheduler = Scheduler(
             seats=sizes.seats,
             pages=sizes.pages,
@@ -219,6 +226,7 @@ class Engine:
         """Refuse what the engine could never serve; see `add`."""
         reads = self.program.reading.reads
         request.check(vocab=self.config.vocab, slots=self.sizes.slots, reads=reads)
+        check_adapter(request.adapter, self.adapters)
         if (constraint is not None) != request.waits:
             raise InputError(
                 "constraint: it needs each token before the next; give it with waits=True, and"

@@ -1,6 +1,6 @@
 """Plans of steps as arrays: which token goes where, and what each seat's request asks."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,8 +14,9 @@ from colossax.scheduling import EngineRequest, StepPlan
 class Packer:
     """Makes the arrays of steps; what has not changed since the last one stays on the devices."""
 
-    def __init__(self, program: EngineProgram):
+    def __init__(self, program: EngineProgram, adapters: Sequence[str] = ()):
         sizes = program.sizes
+        self._numbers = {name: number for number, name in enumerate((None, *adapters))}
         self._program, self._sizes = program, sizes
         self._draws = Draws.empty(sizes.seats)
         self._mask = all_allowed(sizes.seats, program.config.vocab)
@@ -98,6 +99,7 @@ class Packer:
         draws.begin[seat] = len(request.prompt)
         draws.logprobs[seat] = asked.logprobs is not None
         draws.source[seat] = self._program.reading.reads.count(request)
+        draws.adapter[seat] = self._numbers[request.adapter]
         draws.bias_tokens[seat] = -1
         for i, (token, value) in enumerate(asked.logit_bias):
             draws.bias_tokens[seat, i], draws.bias_values[seat, i] = token, value

@@ -22,6 +22,7 @@ from colossax.inference.engine.sampling import Chosen, Draws
 from colossax.inference.engine.step import looking_step, step
 from colossax.inference.reading import Reading
 from colossax.nn import DecoderConfig, ModelSpec
+from colossax.nn.adapters.several import adapters_in
 from colossax.sharding import replicated
 from colossax.typing import Params
 
@@ -103,6 +104,7 @@ class EngineProgram:
             slots=sizes.slots,
             form=sizes.cache,
         )
+        self.adapters = adapters_in(spec)
         self.shares = not asked.whole and stretched_from(self.config) >= sizes.slots
         self.cache = CacheLayout(self.bound, asked.specs)
         self.reading = Reading(spec, model, self.bound, self.cache)

@@ -14,6 +14,7 @@ from colossax.config import BoundPlan
 from colossax.errors import PlanError
 from colossax.inference.cache import CacheLayout, Specs
 from colossax.inference.decode import decoding_model, resolved_slots
+from colossax.inference.engine.drafting import Drafter
 from colossax.inference.engine.pages import engine_plan, in_equal_parts, paged_spec
 from colossax.inference.engine.parts import array_on
 from colossax.inference.engine.program import EngineProgram, Sizes, all_allowed, stretched_from
@@ -230,7 +231,8 @@ class StagedSteps(EngineProgram):
             form=sizes.cache,
         )
         self.shares = not asked.whole and stretched_from(self.config) >= sizes.slots
-        self.drafter = None
+        self.drafter: Drafter | None = None
+        self.adapters = 0
         self.reading: Any = _NoReading()
         self.stages: list[Stage] = []
         for layout in layouts_of(spec, self.bound):

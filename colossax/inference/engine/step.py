@@ -20,6 +20,8 @@ from colossax.inference.engine.drafting.looking import accepted, said_of, with_s
 from colossax.inference.engine.drafting.trees import moved
 from colossax.inference.engine.sampling import Chosen, Draws, choose
 from colossax.nn import FlatTokens, ModelSpec
+from colossax.nn.adapters.by_token import seats_turns, turns
+from colossax.nn.adapters.several import adapters_in
 from colossax.pallas.attention import Branches, Pages
 from colossax.sharding import use
 from colossax.typing import Params
@@ -145,6 +147,13 @@ def _forward(
         # A prompt is as long as it is, however it is cut; what is said makes it longer.
         length=jnp.maximum(draws.begin[owner], tokens.position + 1),
     )
+    seats, rows = batch.emit.shape
+    adapters = adapters_in(spec)
+    mine = seats_turns(draws.adapter, adapters) if adapters else None
+    of_rows = jnp.repeat(jnp.arange(seats, dtype=jnp.int32), rows)
     with use(bound):
-        hidden, cache = model.decode(tokens.ids, state.cache, flat)
-        return model.logits(hidden[jnp.clip(batch.emit, 0).reshape(-1)]), cache, flat
+        with turns(mine and mine.of_tokens(owner, batch.seat >= 0)):
+            hidden, cache = model.decode(tokens.ids, state.cache, flat)
+        with turns(mine and mine.of_tokens(of_rows, batch.emit.reshape(-1) >= 0)):
+            logits = model.logits(hidden[jnp.clip(batch.emit, 0).reshape(-1)])
+    return logits, cache, flat

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from colossax.errors import InputError
+from colossax.nn.adapters.by_token import RANK
 from colossax.nn.adapters.weight import Adapted
 from colossax.nn.config.adapter import AdapterConfig
 from colossax.nn.decoder.decoder import Decoder
@@ -19,9 +20,6 @@ from colossax.nn.module import Located, MakeModel, param
 from colossax.nn.quantised.module import with_quantised
 from colossax.nn.weights import Weighted, weight_of, with_weights
 from colossax.sharding import Dense
-
-RANK = "rank"
-"""Dim of the columns of an adapter's first matrix."""
 
 
 class Adapter(nnx.Module):

@@ -7,12 +7,16 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from colossax.errors import InputError
+from colossax.nn.adapters.by_token import AdaptedByToken
 from colossax.nn.config import DecoderConfig
 from colossax.nn.decoder.head import check_vocabulary
 from colossax.nn.layers import Embedding, Linear
 from colossax.nn.module import param
 from colossax.nn.quantised.scaled import ScaledWeight
 from colossax.sharding import constrain, gather_weight
+
+_IN_PARTS = ScaledWeight, AdaptedByToken
+"""Weights that multiply by themselves: codes and then scales, or each token's own adapter."""
 
 
 class Vocabulary(nnx.Module):
@@ -85,8 +89,8 @@ class Vocabulary(nnx.Module):
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def _product(self, hidden: Float[Array, "*lead d"]) -> Float[Array, "*lead v"]:
-        """Hidden states times `head_weight`, which is not made of codes with scales."""
-        if self.head is None or not isinstance(self.head.weight, ScaledWeight):
+        """Hidden states times `head_weight`, which is not made where it is multiplied in parts."""
+        if self.head is None or not isinstance(self.head.weight, _IN_PARTS):
             return hidden @ self.head_weight()
         logits, scale = self.head(hidden), self.config.logit_scale
         return logits if scale == 1 else logits * scale

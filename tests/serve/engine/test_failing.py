@@ -124,17 +124,24 @@ def test_a_slow_disk_holds_up_nobody_who_has_begun(tmp_path):
             await asyncio.sleep(0.01)
         gone, here = (asyncio.create_task(backend.submit(one)) for _ in range(2))
         await asyncio.sleep(0.2)
-        assert not here.done() and not backend._live
+        too_early = here.done() or backend._live
         gone.cancel()
         journal.begins.set()
+        assert not too_early
         found = [x async for x in (await here).said]
-        assert journal.lines == [] or "said" not in journal.lines[-1]
         journal.tells.set()
         while not journal.lines or 1 not in journal.lines[-1].get("ended", []):
             await asyncio.sleep(0.01)
         return found
 
-    found = served(started(tmp_path, journal=journal), work)
+    async def let_go(backend):
+        try:
+            return await work(backend)
+        finally:
+            journal.begins.set()
+            journal.tells.set()
+
+    found = served(started(tmp_path, journal=journal), let_go)
     tokens = [x.token for x in found if x.token is not None]
     assert tokens == expected(one)[0]
     assert [line["begin"] for line in journal.lines if "begin" in line] == [0, 1]

@@ -55,6 +55,11 @@ class GlideDrafter(SequentialDrafter):
     def fitted(self, program: Any) -> "GlideDrafter":
         """See `Drafter`."""
         sizes = program.sizes
+        if program.adapters:
+            raise InputError(
+                "draft: the drafter learned beside the base, whose embedding and head each adapter"
+                " may change; draft with n-grams or a smaller model"
+            )
         if sizes.cache != "own":
             raise InputError(
                 f"draft: the cache is kept in {sizes.cache}, and a drafter reads keys and values as"
