@@ -103,8 +103,14 @@ def block_mask(
     """
     places = jnp.asarray(current_order().indices(length), jnp.int32)[None]
     begun = (places + offsets[:, None]) // block * block - offsets[:, None]
-    given = {} if segments is None else {"q_segments": segments, "kv_segments": segments}
-    return Mask(causal=True, q_positions=begun - 1, kv_positions=places, ascending=True, **given)
+    return Mask(
+        causal=True,
+        q_positions=begun - 1,
+        kv_positions=places,
+        q_segments=segments,
+        kv_segments=segments,
+        ascending=True,
+    )
 
 
 class TargetAttention(nnx.Module):
