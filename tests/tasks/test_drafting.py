@@ -32,6 +32,7 @@ TARGET = LlamaConfig(
 )
 HOW = DrafterConfig(layers=1, block=3, text=0.25)
 ONE = Plan(mesh={"fsdp": 1})
+ALL, OTHER = Plan(mesh={"fsdp": 8}), Plan(mesh={"data": 4, "tensor": 2})
 MESHES = {
     "split": preset("zero3", mesh={"fsdp": 2, "tensor": 2}, batch=BatchConfig(accumulation=2)),
     "ring": Plan(mesh={"data": 2, "ring": 2}),
@@ -153,9 +154,9 @@ def small(name, folder, **changes):
     model = LlamaConfig(
         vocab=300, embed=16, layers=1, heads=2, kv_heads=2, mlp=24, max_seq=32, init_std=0.2
     )
-    sizes = {"seq_len": 24, "global_batch": 4, "tokenizer_vocab": 300, "validation_batches": 1}
+    sizes = {"seq_len": 24, "global_batch": 8, "tokenizer_vocab": 300, "validation_batches": 1}
     config = changed(recipe(name), "data", path=str(folder / "text"), **sizes)
-    config = config.replace(model=model, plan=ONE, steps=2, validate_every=0, checkpoint_every=2)
+    config = config.replace(model=model, plan=ALL, steps=2, validate_every=0, checkpoint_every=2)
     return config.replace(sample=recipe("finetune").sample, **changes)
 
 
@@ -210,7 +211,7 @@ def test_a_run_goes_on_elsewhere_as_if_nobody_had_touched_it(trained):
     task = unjudged(config)
     ran(config, folder / "whole", task=task)
     ran(config.replace(steps=2), folder / "parts", task=task)
-    ran(config.replace(plan=Plan(mesh={"tensor": 2})), folder / "parts", resume=True, task=task)
+    ran(config.replace(plan=OTHER), folder / "parts", resume=True, task=task)
 
     def losses(name):
         lines = (folder / name / "metrics.jsonl").read_text().splitlines()
