@@ -83,7 +83,8 @@ def test_the_loss_is_divergence_and_cross_entropy_by_hand(alone):
     np.testing.assert_allclose(found, jax.jit(by_hand)(models, batch, 0.25), rtol=1e-5)
 
 
-@pytest.mark.catches("target-learns", "target-stored-again")
+@pytest.mark.catches("target-learns")
+@pytest.mark.catches("target-stored-again")
 def test_the_target_stays_as_it_is_and_has_no_moments(alone):
     step, first, state, _ = alone
     assert_trees_close(state["params"]["target"], first["params"]["target"], tolerance=0)
@@ -185,7 +186,8 @@ def test_a_run_tells_what_is_accepted_of_text_held_out(trained):
     assert {f"acceptance_{at}" for at in range(1, 5)} <= final.keys()
 
 
-@pytest.mark.catches("drafter-names-no-target", "drafter-beside-any")
+@pytest.mark.catches("drafter-names-no-target")
+@pytest.mark.catches("drafter-beside-any")
 def test_a_checkpoint_holds_the_drafter_alone_and_is_read_beside_its_target(trained, devices):
     folder, config, _ = trained
     records = find_checkpoint(folder / "drafter").records()
