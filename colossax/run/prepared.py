@@ -116,7 +116,7 @@ def whole_base(step: Step) -> str | None:
     """Name of the model, of several, that is frozen and left out of checkpoints as a whole."""
     infos = jax.tree.leaves(step.spec.infos)
     for name in step.spec.model_names:
-        if all(info.of_base for info in infos if info.model == name):
+        if all(info.of_base or info.noted for info in infos if info.model == name):
             return name
     return None
 

@@ -32,6 +32,7 @@ TARGET = LlamaConfig(
 )
 HOW = DrafterConfig(layers=1, block=3, text=0.25)
 ONE = Plan(mesh={"fsdp": 1})
+ALL, OTHER = Plan(mesh={"fsdp": 8}), Plan(mesh={"data": 4, "tensor": 2})
 MESHES = {
     "split": preset("zero3", mesh={"fsdp": 2, "tensor": 2}, batch=BatchConfig(accumulation=2)),
     "ring": Plan(mesh={"data": 2, "ring": 2}),
@@ -75,17 +76,18 @@ def by_hand(models, batch, text):
 def test_the_loss_is_divergence_and_cross_entropy_by_hand(alone):
     step, first, _, _ = alone
     batch = {name: jnp.asarray(x) for name, x in text_batch().items()}
-    totals = step.evaluate({name: first[name] for name in ("params", "variables")}, batch)
+    totals = step.evaluate(step.init(), batch)
     means = {name: total / weight for name, (total, weight) in totals.items()}
     found = 0.75 * means["divergence"] + 0.25 * means["cross_entropy"]
     models = step.spec.merge(first["params"])
     np.testing.assert_allclose(found, jax.jit(by_hand)(models, batch, 0.25), rtol=1e-5)
 
 
-@pytest.mark.catches("target-learns", "target-stored-again")
+@pytest.mark.catches("target-learns")
+@pytest.mark.catches("target-stored-again")
 def test_the_target_stays_as_it_is_and_has_no_moments(alone):
     step, first, state, _ = alone
-    assert_trees_close(state["params"]["target"], first["params"]["target"], rtol=0, atol=0)
+    assert_trees_close(state["params"]["target"], first["params"]["target"], tolerance=0)
     moved = jax.tree.map(lambda x, y: np.any(x != y), state["params"], first["params"])
     assert all(jax.tree.leaves(moved["drafter"]))
     records = [slot.name for slot, _ in StateRecords(step).pairs(step.abstract)]
@@ -102,8 +104,6 @@ def test_a_step_is_the_same_on_every_mesh(mesh, alone):
     assert_trees_close(
         jax.tree.map(np.asarray, state["params"]["drafter"]),
         want["params"]["drafter"],
-        rtol=1e-3,
-        atol=1e-4,
     )
 
 
@@ -155,10 +155,16 @@ def small(name, folder, **changes):
     model = LlamaConfig(
         vocab=300, embed=16, layers=1, heads=2, kv_heads=2, mlp=24, max_seq=32, init_std=0.2
     )
-    config = recipe(name).replace(model=model, plan=ONE, steps=2, validate_every=0, **changes)
-    config = config.replace(checkpoint_every=2, sample=recipe("finetune").sample)
-    sizes = {"seq_len": 24, "global_batch": 4, "tokenizer_vocab": 300, "validation_batches": 1}
-    return changed(config, "data", path=str(folder / "text"), **sizes)
+    sizes = {"seq_len": 24, "global_batch": 8, "tokenizer_vocab": 300, "validation_batches": 1}
+    config = changed(recipe(name), "data", path=str(folder / "text"), **sizes)
+    config = config.replace(model=model, plan=ALL, steps=2, validate_every=0, checkpoint_every=2)
+    return config.replace(sample=recipe("finetune").sample, **changes)
+
+
+def unjudged(config):
+    """The task without what is measured of a state."""
+    none = {"evaluators": {}, "conclusion": lambda final: (), "complete": None}
+    return dataclasses.replace(task_of(config), **none)
 
 
 @pytest.fixture(scope="module")
@@ -167,9 +173,8 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("drafting")
     write_text(folder / "text")
     for number in range(2):
-        task = dataclasses.replace(task_of(small("llama_tiny", folder)), evaluators={})
         config = small("llama_tiny", folder, seed=number)
-        ran(config, folder / f"target-{number}", task=dataclasses.replace(task, conclusion=tuple))
+        ran(config, folder / f"target-{number}", task=unjudged(config))
     config = small("glide_tiny", folder, init=str(folder / "target-0"))
     return folder, config, ran(config, folder / "drafter")
 
@@ -181,7 +186,8 @@ def test_a_run_tells_what_is_accepted_of_text_held_out(trained):
     assert {f"acceptance_{at}" for at in range(1, 5)} <= final.keys()
 
 
-@pytest.mark.catches("drafter-names-no-target", "drafter-beside-any")
+@pytest.mark.catches("drafter-names-no-target")
+@pytest.mark.catches("drafter-beside-any")
 def test_a_checkpoint_holds_the_drafter_alone_and_is_read_beside_its_target(trained, devices):
     folder, config, _ = trained
     records = find_checkpoint(folder / "drafter").records()
@@ -204,11 +210,10 @@ def test_a_checkpoint_holds_the_drafter_alone_and_is_read_beside_its_target(trai
 def test_a_run_goes_on_elsewhere_as_if_nobody_had_touched_it(trained):
     folder, config, _ = trained
     config = changed(config.replace(steps=4), "optimizer", schedule_steps=4)
-    task = dataclasses.replace(task_of(config), evaluators={}, conclusion=lambda final: ())
+    task = unjudged(config)
     ran(config, folder / "whole", task=task)
-    begun = config.replace(steps=2)
-    ran(begun, folder / "parts", task=task)
-    ran(config.replace(plan=Plan(mesh={"tensor": 2})), folder / "parts", resume=True, task=task)
+    ran(config.replace(steps=2), folder / "parts", task=task)
+    ran(config.replace(plan=OTHER), folder / "parts", resume=True, task=task)
 
     def losses(name):
         lines = (folder / name / "metrics.jsonl").read_text().splitlines()

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from colossax.nn.attention import Attention, FlatTokens
+from colossax.nn.attention import Attention, AttentionShape, FlatTokens
 from colossax.nn.block import MLP, Block
 from colossax.nn.cache import CacheSpec
 from colossax.nn.config import DecoderConfig
@@ -48,8 +48,9 @@ class Drafter(Trunk):
         """
         self.drafter = config
         sizes = config.decoder(target)
-        own: Any = attention_shape(sizes)
-        read: Any = dataclasses.replace(own, **_read_as(target), alibi=False)
+        own = attention_shape(sizes)
+        assert isinstance(own, AttentionShape)  # nothing of it is latent
+        read = dataclasses.replace(own, **_read_as(target), alibi=False)
         self.reads = read
         layers = Layers(make=lambda rngs: _layer(sizes, own, read, rngs), order=sizes.layers)
         super().__init__(sizes, rngs=rngs, layers=layers)
@@ -123,7 +124,7 @@ def as_target(make_model: MakeModel) -> MakeModel:
     def made(rngs: nnx.Rngs) -> nnx.Module:
         model = make_model(rngs)
         for _, node in nnx.iter_graph(model):
-            if isinstance(node, nnx.Param):
+            if isinstance(node, nnx.Param) and not node.get_metadata().get("noted", False):
                 node.set_metadata(**_FROZEN)
         return model
 

@@ -103,10 +103,14 @@ def block_mask(
     """
     places = jnp.asarray(current_order().indices(length), jnp.int32)[None]
     begun = (places + offsets[:, None]) // block * block - offsets[:, None]
-    given: dict[str, Any] = (
-        {} if segments is None else {"q_segments": segments, "kv_segments": segments}
+    return Mask(
+        causal=True,
+        q_positions=begun - 1,
+        kv_positions=places,
+        q_segments=segments,
+        kv_segments=segments,
+        ascending=True,
     )
-    return Mask(causal=True, q_positions=begun - 1, kv_positions=places, ascending=True, **given)
 
 
 class TargetAttention(nnx.Module):

@@ -140,9 +140,9 @@ class Acceptances:
         """Drafts from one verified token to the next, as decoding takes them.
 
         While all drafted tokens are the target's, the drafter reads what the target said: so one
-        pass over the text, for each place where a block may begin, tells every draft's length. With
-        several layers a token's own keys are those of the block it was drafted in, here and in
-        decoding; with one they depend on nothing of the target.
+        pass over the text, for each place where a block may begin, tells every draft's length. Of
+        one layer that is exact. With several, a token's own keys in deeper layers depend on the
+        draft that it was first read in: here on blocks of full length, one after another.
         """
         rows, begin, end = self._continued(step, params)
         right = np.asarray(jax.device_get(self._program(step)(params, rows)))

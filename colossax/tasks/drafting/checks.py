@@ -43,6 +43,6 @@ def check_drafter(config: Any) -> None:
     stages = config.plan.mesh.get(MeshAxis.STAGE, 1)
     if stages != 1:
         raise PlanError(
-            f"plan.mesh: found stage={stages}, and stages  share the layers of one"
+            f"plan.mesh: found stage={stages}, and stages share the layers of one"
             " model, while a drafter is trained beside another; give data, fsdp, tensor or ring"
         )
