@@ -222,7 +222,7 @@ class StoredModel:
                 for i in own
             ]
             of_these = [infos[i] for i in own]
-            columns = None if self.outliers is None else self.outliers.columns
+            columns = self.outliers.columns if self.outliers else None
             arrays = read_with_codes(reader, prefix, of_these, wants, bound, columns, exact=True)
             found.update(zip(own, arrays, strict=True))
         return jax.tree.unflatten(structure, [found[i] for i in range(len(infos))])

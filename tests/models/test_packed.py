@@ -151,6 +151,17 @@ SETTINGS = [
         "sparsity_config = {'format': 'sparse-24-bitmask'} is not supported",
     ),
     ({**of_compressed(), "config_groups": {}}, "compressed", "has 0 kinds of config_groups"),
+    ({**of_compressed(), "config_groups": [1]}, "compressed", "has 0 kinds of config_groups"),
+    (
+        {**of_compressed(), "config_groups": {"a": {"weights": [8]}}},
+        "compressed",
+        "strategy = None is not supported",
+    ),
+    (
+        {**of_compressed(), "sparsity_config": "dense"},
+        "compressed",
+        "sparsity_config = 'dense' is not supported",
+    ),
     ([], "gptq", r"'quantization_config' is \[\]; it must be dict or null"),
 ]
 
@@ -195,6 +206,8 @@ TENSORS = [
 
 
 @pytest.mark.catches("groups-that-are-not-there")
+@pytest.mark.catches("gptq-order-not-asked-for")
+@pytest.mark.catches("compressed-zeros-not-asked-for")
 @pytest.mark.parametrize(("case", "change", "message"), TENSORS)
 def test_parts_that_do_not_fit_are_refused(tmp_path, case, change, message):
     packed, _ = folders(tmp_path, *CASES[case], change)

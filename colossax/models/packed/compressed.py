@@ -8,7 +8,7 @@ import numpy as np
 
 from colossax.errors import InputError
 from colossax.models.packed.matrix import FLOATS, PackedMatrix, unpacked
-from colossax.models.packed.settings import CONFIG, one_of
+from colossax.models.packed.settings import CONFIG, mapping, one_of
 
 _FORMATS = {
     "pack-quantized": ("int", (4, 8), ("group", "channel", "tensor")),
@@ -16,6 +16,11 @@ _FORMATS = {
     "float-quantized": ("float", (8,), ("channel", "tensor")),
 }
 """Type of the codes, their bits, and which numbers share a scale."""
+
+_APART = ("group", "dynamic")
+"""Orders in which groups have inputs that are no neighbours."""
+
+_ORDERS = (None, "weight", "static", *_APART)
 
 _OF_INPUTS = ("input_scale", "input_zero_point", "input_global_scale")
 """How inputs would be quantised, which they are not here."""
@@ -30,12 +35,16 @@ class Compressed:
         bits: Of a code.
         group: Inputs that share a scale; -1: all.
         each: Whether each output has scales of its own.
+        zeros: Whether there must be zeros.
+        ordered: Whether it must be said which inputs a group has.
     """
 
     form: str
     bits: int
     group: int
     each: bool
+    zeros: bool
+    ordered: bool
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -63,12 +72,13 @@ class Compressed:
         form = one_of(said, "format", tuple(_FORMATS), needed=True)
         for name in ("sparsity_config", "transform_config"):
             asked = said.get(name) or {}
-            if asked and asked.get("format") != "dense":
+            if asked and mapping(asked).get("format") != "dense":
                 raise InputError(
                     f"config.json: {CONFIG} with {name} = {asked!r} is not supported; give the"
                     " model without it"
                 )
-        found = {_scheme(group, form) for group in (said.get("config_groups") or {}).values()}
+        groups = mapping(said.get("config_groups")).values()
+        found = {_scheme(mapping(mapping(group).get("weights")), form) for group in groups}
         if len(found) != 1:
             raise InputError(
                 f"config.json: {CONFIG} has {len(found)} kinds of config_groups; only folders whose"
@@ -81,8 +91,7 @@ class Compressed:
         return _CompressedMatrix(self, *where)
 
 
-def _scheme(group: Any, form: str) -> Compressed:
-    said = (group.get("weights") if isinstance(group, dict) else None) or {}
+def _scheme(said: Mapping[str, Any], form: str) -> Compressed:
     kind, bits, strategies = _FORMATS[form]
     one_of(said, "type", (kind,))
     strategy = one_of(said, "strategy", strategies, needed=True)
@@ -91,6 +100,8 @@ def _scheme(group: Any, form: str) -> Compressed:
         bits=one_of(said, "num_bits", bits, needed=True),
         group=one_of(said, "group_size", int) if strategy == "group" else -1,
         each=strategy != "tensor",
+        zeros=not one_of(said, "symmetric", (True, False)),
+        ordered=one_of(said, "actorder", _ORDERS) in _APART,
     )
 
 
@@ -111,9 +122,9 @@ class _CompressedMatrix(PackedMatrix):
             self.expect("weight", (kind,), (out, inputs))
         scales = ((out, self.groups),) if how.each else ((1,), (1, 1), ())
         self.expect("weight_scale", FLOATS, *scales)
-        if self.has("weight_zero_point"):
+        if how.zeros or self.has("weight_zero_point"):
             self._check_zeros(scales)
-        if self.has("weight_g_idx"):
+        if how.ordered or self.has("weight_g_idx"):
             self.expect("weight_g_idx", ("I32",), (inputs,))
 
     def _check_zeros(self, scales: tuple[tuple[int, ...], ...]) -> None:

@@ -21,11 +21,13 @@ class GPTQ:
         bits: Of a code, 4 or 8.
         group: Inputs that share a scale; -1: all.
         less_one: Whether zeros are stored less 1, as the first form of the files has them.
+        ordered: Whether it must be said which inputs a group has.
     """
 
     bits: int
     group: int
     less_one: bool
+    ordered: bool
 
     parts = ("qweight", "qzeros", "scales", "g_idx")
     needed = "qweight"
@@ -40,8 +42,12 @@ class GPTQ:
         one_of(said, "pack_dtype", ("int32",))
         one_of(said, "dynamic", (None, {}))
         form = one_of(said, "checkpoint_format", ("gptq", "gptq_v2"))
-        bits = one_of(said, "bits", (4, 8), needed=True)
-        return cls(bits=bits, group=one_of(said, "group_size", int), less_one=form == "gptq")
+        return cls(
+            bits=one_of(said, "bits", (4, 8), needed=True),
+            group=one_of(said, "group_size", int),
+            less_one=form == "gptq",
+            ordered=one_of(said, "desc_act", (False, True)),
+        )
 
     def matrix(self, *where: Any) -> PackedMatrix:
         """One of the folder."""
@@ -61,7 +67,7 @@ class _GPTQMatrix(PackedMatrix):
         self.expect("qweight", ("I32",), (words, out))
         self.expect("qzeros", ("I32",), (self.groups, zeros))
         self.expect("scales", FLOATS, (self.groups, out))
-        if self.has("g_idx"):
+        if self._how.ordered or self.has("g_idx"):
             self.expect("g_idx", ("I32",), (inputs,))
 
     def unpacked(self) -> np.ndarray:

@@ -38,3 +38,8 @@ def one_of(
             f" {' or '.join(map(repr, allowed))} is: give the model in floats, or so quantised"
         )
     return value
+
+
+def mapping(value: Any) -> Mapping[str, Any]:
+    """What is said in an object; of anything else nothing is."""
+    return value if isinstance(value, dict) else {}

@@ -314,8 +314,8 @@ def test_four_bits_are_those_of_a_frozen_base(tmp_path):
 
 @pytest.mark.catches("weights-beside-an-adapter")
 def test_what_cannot_be_kept_in_codes_is_refused(folder):
-    with pytest.raises(InputError, match="weights: found 'int4'; give own, int8, fp8 or nf4"):
-        loaded(folder, "llama", "int4")
+    with pytest.raises(InputError, match="weights: found 'int5'; give own, int8, fp8, nf4, int4"):
+        loaded(folder, "llama", "int5")
     config = MixtralConfig(kv_heads=2, experts=4, choices=2, **WIDE)
     with pytest.raises(InputError, match="weights: '.*mlp' has experts.*give weights own"):
         describe(with_served(maker(config), "nf4"))
