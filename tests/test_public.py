@@ -145,14 +145,15 @@ NAMES = {
         "EXIT_CODES Gate Group Launch StopAgreement StopSignals find_launch heeded join start_jax"
     ),
     "colossax.inference": (
-        "CacheLayout Call Chunk Constraint Continuation DecodeProgram Engine EngineStats Fitted "
+        "CacheLayout Call Chunk Constraint Continuation DecodeProgram Embedded Embedder "
+        "EmbedderStats Engine EngineStats Fitted "
         "Flight Generation Generator InOrder LoadedModel Request Sampling Scheduler Several "
         "StagedProgram StoredModel Tick fit_layers inference_plan load check_length check_tokens "
         "open_checkpoint several together unrolled"
     ),
     "colossax.serve": (
-        "Backend Constraint EngineDown EngineFull Facts Grammars Keys Limits ServeOptions Started "
-        "Stats bound serve"
+        "Backend Constraint EngineDown EngineFailed EngineFull Facts Grammars Keys Limits "
+        "ServeOptions Started Stats bound serve"
     ),
     "colossax.recipes": (
         "DEFAULT_RECIPE OwnTask RECIPES any_recipe described recipe recipe_from_file"

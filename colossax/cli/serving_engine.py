@@ -8,6 +8,7 @@ from colossax.cli.devices import choose_devices, request_host_devices
 from colossax.cli.generate import Options, check_reads_text, opened
 from colossax.cli.overrides import Override, apply_overrides
 from colossax.cli.serve import template_of
+from colossax.cli.serving_embedder import serve_embeddings, with_pooling
 from colossax.data import Chat
 from colossax.errors import InputError
 from colossax.serve.engine import Wire, alone, run
@@ -32,9 +33,11 @@ def run_engine(args: argparse.Namespace, overrides: list[Override]) -> int:
 def _serve(wire: Wire, args: argparse.Namespace, overrides: list[Override]) -> None:
     from colossax.serve import Grammars
 
-    stored = opened(args).with_weights(args.weights)
-    plan = apply_overrides(Options(plan=stored.plan), overrides).plan
+    stored = with_pooling(args, opened(args).with_weights(args.weights))
     facts = _facts(args, stored)
+    if stored.embeds:
+        return serve_embeddings(wire, args, overrides, stored, facts)
+    plan = apply_overrides(Options(plan=stored.plan), overrides).plan
     devices = choose_devices(args.devices)
     if plan.offload.auto:
         plan = stored.fit(plan, devices, slots=facts["slots"]).plan

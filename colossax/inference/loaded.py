@@ -6,6 +6,7 @@ from typing import Any
 from colossax.checkpoint import RecordReader
 from colossax.config import BoundPlan
 from colossax.data import Tokenizer
+from colossax.inference.embedding import Embedder
 from colossax.inference.engine import Engine
 from colossax.inference.fitting import argument_bytes
 from colossax.inference.generator import Generator
@@ -62,3 +63,7 @@ class LoadedModel:
     def engine(self, **options: Any) -> Engine:
         """One for many requests at once, with options as of `Engine`; load it `unrolled`."""
         return Engine(self.spec, self.bound, self.params, **options)
+
+    def embedder(self, **options: Any) -> Embedder:
+        """One for many texts at once, with options as of `Embedder`; load it `unrolled`."""
+        return Embedder(self.spec, self.bound, self.params, **options)

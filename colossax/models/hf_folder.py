@@ -14,6 +14,7 @@ from colossax.documents import read_json
 from colossax.errors import InputError, WeightsError
 from colossax.models.conversion import Conversion, Tensor
 from colossax.models.conversions import CONVERSIONS
+from colossax.models.embedding import head_of_folder
 from colossax.models.mxfp4 import DTYPE as PACKED_DTYPE
 from colossax.models.mxfp4 import check_packed, packed_among, parts_of, read_packed
 from colossax.models.registry import maker
@@ -94,6 +95,8 @@ def open_folder(folder: str | Path) -> Source:
     settings = read_settings(folder)
     conversion = conversion_of(settings)
     config = conversion.config_from(settings)
+    if (head := head_of_folder(folder)) is not None and hasattr(config, "head"):
+        config = dataclasses.replace(config, head=head)
     conversion = conversion.of(config)
     reader = Reader(folder)
     _check_counts(conversion, config, reader)
