@@ -29,7 +29,7 @@ MODEL = {
     "intermediate_size": 1536,
     "max_position_embeddings": 512,
 }
-TEXTS, TOLERANCE = 256, 1e-4
+TEXTS, TOLERANCE = 128, 1e-4
 PEERS = ("padded", "sorted")
 
 
