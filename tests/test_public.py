@@ -146,7 +146,7 @@ NAMES = {
         "EXIT_CODES Gate Group Launch StopAgreement StopSignals find_launch heeded join start_jax"
     ),
     "colossax.inference": (
-        "LoadedDrafter StoredDrafter open_drafter "
+        "Embedded Embedder EmbedderStats LoadedDrafter StoredDrafter open_drafter "
         "CacheLayout Call Chunk Constraint Continuation DecodeProgram Engine EngineStats Fitted "
         "Flight Generation Generator InOrder LoadedModel Replicas Request Sampling Scheduler "
         "Several StagedProgram StoredModel Tick fit_layers inference_plan load check_length "
@@ -154,8 +154,8 @@ NAMES = {
         "StoredBeside beside Drafter NgramDrafter ModelDrafter GlideDrafter holds_drafter"
     ),
     "colossax.serve": (
-        "Backend Constraint EngineDown EngineFull Facts Grammars Keys Limits ServeOptions Started "
-        "Stats bound serve"
+        "Backend Constraint EngineDown EngineFailed EngineFull Facts Grammars Keys Limits "
+        "ServeOptions Started Stats bound serve"
     ),
     "colossax.recipes": (
         "DEFAULT_RECIPE OwnTask RECIPES any_recipe described recipe recipe_from_file"

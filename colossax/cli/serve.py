@@ -103,7 +103,8 @@ def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
         metavar="N",
         type=number(1),
         default=256,
-        help="tokens of a step with prompts; default %(default)s",
+        help="tokens of a step with prompts, or of texts that are read together; default"
+        " %(default)s",
     )
     engine.add_argument(
         "--cache",
@@ -119,6 +120,15 @@ def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
     )
     engine.add_argument(
         "--no-prefix-reuse", action="store_true", help="compute prompts that begin alike each time"
+    )
+    engine.add_argument(
+        "--pool",
+        metavar="NAME",
+        help="tell embeddings, which are this of a text's hidden states: mean, first, last or"
+        " first_mean; default as the model's files say, if they do",
+    )
+    engine.add_argument(
+        "--no-normalise", action="store_true", help="with --pool: vectors as long as they are"
     )
     weights_option(parser)
     draft_options(engine)

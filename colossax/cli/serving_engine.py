@@ -11,6 +11,7 @@ from colossax.cli.drafting import drafter_of
 from colossax.cli.generate import Options, check_reads_text, opened
 from colossax.cli.overrides import Override, apply_overrides
 from colossax.cli.serve import template_of
+from colossax.cli.serving_embedder import serve_embeddings, with_pooling
 from colossax.data import Chat
 from colossax.errors import InputError
 from colossax.serve.engine import Wire, alone, run
@@ -43,9 +44,12 @@ def _serve(wire: Wire, args: argparse.Namespace, overrides: list[Override]) -> N
 
     check_format(args.cache, "--cache")
     stored = opened(args).with_weights(args.weights, outliers=args.outliers)
+    stored = with_pooling(args, stored)
     adapters = _named_adapters(args, stored)
-    plan = apply_overrides(Options(plan=stored.plan), overrides).plan
     facts = _facts(args, stored) | {"adapters": list(adapters)}
+    if stored.embeds:
+        return serve_embeddings(wire, args, overrides, stored, facts)
+    plan = apply_overrides(Options(plan=stored.plan), overrides).plan
     if adapters:
         stored = beside(stored, adapters)
     devices = choose_devices(args.devices)

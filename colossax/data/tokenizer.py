@@ -33,7 +33,7 @@ class Tokenizer:
     """Text to token ids and back.
 
     Text is only ever text: the characters of a special token in it are encoded as characters, so no
-    document can end another. Nothing is added before or after.
+    document can end another. Nothing is added before or after, but by `encode_framed`.
 
     Attributes:
         definition: What a Hugging Face `tokenizer.json` holds.
@@ -136,6 +136,18 @@ class Tokenizer:
         """
         check_text(text, "text to encode")
         return self._marking.encode(text, add_special_tokens=False).ids
+
+    def encode_framed(self, text: str) -> list[int]:
+        """Token ids of a text, and around it those that the tokenizer's file puts there.
+
+        What a model reads that tells something of a whole text, as BERT `[CLS] text [SEP]`; of a
+        tokenizer whose file puts nothing there it is `encode`.
+
+        Raises:
+            InputError: It has half a character, a surrogate.
+        """
+        check_text(text, "text to encode")
+        return self._backend.encode(text, add_special_tokens=True).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of several texts, made on all cores unless TOKENIZERS_PARALLELISM is false."""

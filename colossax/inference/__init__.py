@@ -6,6 +6,9 @@ from .cache import CacheLayout as CacheLayout
 from .decode import Chunk as Chunk
 from .decode import DecodeProgram as DecodeProgram
 from .decode import Sampling as Sampling
+from .embedding import Embedded as Embedded
+from .embedding import Embedder as Embedder
+from .embedding import EmbedderStats as EmbedderStats
 from .engine import Constraint as Constraint
 from .engine import Drafter as Drafter
 from .engine import Engine as Engine

@@ -6,6 +6,7 @@ from typing import Any
 from colossax.checkpoint import RecordReader
 from colossax.config import BoundPlan
 from colossax.data import Tokenizer
+from colossax.inference.embedding import Embedder
 from colossax.inference.engine import Engine, ModelDrafter, Replicas, make_engine
 from colossax.inference.fitting import argument_bytes
 from colossax.inference.generator import Generator
@@ -71,3 +72,7 @@ class LoadedModel:
         On a mesh with `data` one for each place there, see `make_engine`.
         """
         return make_engine(self.spec, self.bound, self.params, adapters=self.adapters, **options)
+
+    def embedder(self, **options: Any) -> Embedder:
+        """One for many texts at once, with options as of `Embedder`; load it `unrolled`."""
+        return Embedder(self.spec, self.bound, self.params, **options)

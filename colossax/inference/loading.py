@@ -14,6 +14,7 @@ from colossax.checkpoint.broken import chosen
 from colossax.config import BoundPlan, Plan, Precision, from_json
 from colossax.data import Tokenizer
 from colossax.errors import CheckpointError, InputError, PlanError
+from colossax.inference.embedding import tells_embeddings, with_embedding
 from colossax.inference.engine.stage_parts import check_staged
 from colossax.inference.fitting import Fitted, fit_layers
 from colossax.inference.generator import Generator
@@ -84,6 +85,15 @@ class StoredModel:
             )
         found = Outliers.read(outliers) if isinstance(outliers, str | Path) else outliers
         return dataclasses.replace(self, weights=form, outliers=found)
+
+    def embedding(self, *, pool: str, normalise: bool = True) -> "StoredModel":
+        """The same, telling a vector of each text; see `inference.embedding.with_embedding`."""
+        return dataclasses.replace(self, model=with_embedding(self.model, pool, normalise))
+
+    @property
+    def embeds(self) -> bool:
+        """Whether it tells a vector of each text."""
+        return tells_embeddings(getattr(self.model, "head", None))
 
     @property
     def chosen(self) -> str:
@@ -223,7 +233,9 @@ class StoredModel:
             ]
             of_these = [infos[i] for i in own]
             columns = self.outliers.columns if self.outliers else None
-            arrays = read_with_codes(reader, prefix, of_these, wants, bound, columns, exact=True)
+            # What tells vectors may have been what told logits, whose head nobody needs.
+            exact = not self.embeds
+            arrays = read_with_codes(reader, prefix, of_these, wants, bound, columns, exact=exact)
             found.update(zip(own, arrays, strict=True))
         return jax.tree.unflatten(structure, [found[i] for i in range(len(infos))])
 

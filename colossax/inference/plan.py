@@ -37,10 +37,20 @@ def inference_plan(plan: Plan) -> Plan:
     shares of `plan.offload`, because a model built under `plan` has its layer stacks cut where
     they end. `parameters_alone` drops them.
     """
+    return _without_training(plan, ("batch", "seq"))
+
+
+def encoding_plan(plan: Plan) -> Plan:
+    """`inference_plan` whose activations split the batch still: its rows are texts, read whole."""
+    return _without_training(plan, ("seq",))
+
+
+def _without_training(plan: Plan, together: tuple[str, ...]) -> Plan:
+    """`plan` for one pass forward, these dims of activations on every device as a whole."""
     activations = {
         dim: rule
         for dim, rule in plan.rules.activations.items()
-        if dim.split(":")[0] not in ("batch", "seq")
+        if dim.split(":")[0] not in together
     }
     rules = dataclasses.replace(plan.rules, activations=FrozenDict(activations))
     segments = tuple(_forward_only(segment, optimizer=True) for segment in plan.segments)

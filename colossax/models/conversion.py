@@ -27,6 +27,7 @@ from colossax.models.settings import (
     head_of,
     labels_of,
     pad_of,
+    unread_with,
 )
 from colossax.models.settings import setting as setting
 from colossax.models.settings import settings_with as settings_with
@@ -246,9 +247,11 @@ class Conversion:
     def of(self, config: Any) -> "Conversion":
         """With the tensors of this configuration."""
         links = self.links if self.links_of is None else self.links_of(config)
-        if getattr(config, "head", None) is not None:
+        ignored, head = self.ignored, getattr(config, "head", None)
+        if head is not None:
+            ignored = (*ignored, *unread_with(head, links))
             links = (*links, *self._form(config)[1].links)
-        return dataclasses.replace(self, links=links, links_of=None)
+        return dataclasses.replace(self, links=links, ignored=ignored, links_of=None)
 
     def _form(self, config: Any) -> tuple[str, Form]:
         """The class that has the head of this configuration, and its form."""

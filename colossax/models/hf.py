@@ -19,6 +19,7 @@ from colossax.errors import InputError
 from colossax.models.adapters.stored import params_of
 from colossax.models.conversion import Conversion, Tensor
 from colossax.models.conversions import CONVERSIONS
+from colossax.models.embedding import write_modules
 from colossax.models.hf_folder import Source, open_folder
 from colossax.models.hf_folder import read_params as read_params
 from colossax.models.parameters import (
@@ -34,6 +35,7 @@ from colossax.models.parameters import (
 )
 from colossax.models.registry import config_to_json, family_of
 from colossax.models.safetensors import OutTensor, write_folder
+from colossax.models.settings import tells_hidden_states
 
 MAX_SHARD_BYTES = 5_000_000_000
 _TOKENIZER_FILE = "tokenizer.json"
@@ -170,6 +172,9 @@ def export_checkpoint(
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
         _write_texts(part, conversion, config, tensors, documents)
+        head = getattr(config, "head", None)
+        if head is not None and tells_hidden_states(head):
+            write_modules(part, head, config.decoder().embed)
         write_folder(part, tensors, max_shard_bytes=max_shard_bytes)
         os.replace(part, folder)
     except OSError as problem:

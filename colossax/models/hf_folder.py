@@ -14,6 +14,7 @@ from colossax.documents import read_json
 from colossax.errors import InputError, WeightsError
 from colossax.models.conversion import Conversion, Tensor
 from colossax.models.conversions import CONVERSIONS
+from colossax.models.embedding import head_of_folder
 from colossax.models.packed import Format, Packed, format_of, packed_among
 from colossax.models.registry import maker
 from colossax.models.safetensors import DTYPES, Reader
@@ -98,6 +99,8 @@ def open_folder(folder: str | Path) -> Source:
     settings = read_settings(folder)
     conversion = conversion_of(settings)
     config = conversion.config_from(settings)
+    if (head := head_of_folder(folder)) is not None and hasattr(config, "head"):
+        config = dataclasses.replace(config, head=head)
     conversion, form = conversion.of(config), format_of(settings, conversion)
     reader = Reader(folder)
     _check_counts(conversion, config, reader)

@@ -185,6 +185,7 @@ IMAGES = "ForImageClassification"
 """Ends of the names of classes with other heads, which config.json has under `architectures`."""
 
 _OF_VOCABULARY = ("", "Model", "LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForPreTraining")
+_OF_VOCABULARYS_HEAD = ("head/", "head_bias", "transform/")
 _USUAL_OUTPUTS = 2
 
 
@@ -243,6 +244,9 @@ def form_of(
     for end, form in forms.items():
         if form.head(settings, head.outputs or _USUAL_OUTPUTS) == head:
             return architecture.removesuffix(_end(architecture)) + end, form
+    if tells_hidden_states(head) and "vocab_size" in settings:
+        bare = architecture.removesuffix(_end(architecture)) + "Model"
+        return bare, Form(head=lambda _settings, _outputs: head, links=())
     had = [to_json(form.head(settings, head.outputs or _USUAL_OUTPUTS)) for form in forms.values()]
     raise InputError(
         f"{settings['model_type']} config: head {to_json(head)} cannot be exported; the format has"
@@ -250,8 +254,26 @@ def form_of(
     )
 
 
+def tells_hidden_states(head: HeadConfig) -> bool:
+    """Whether a head pools and has no parameters: such a model is a class without any head."""
+    pooled = head.pool is not None and head.pool != "attention"
+    return pooled and head.outputs is None and head.transform is None
+
+
+def unread_with(head: HeadConfig, links: "Sequence[Link]") -> list[str]:
+    """Patterns of tensors that a model with this head need not have and its files may.
+
+    Those of a vocabulary's head, which embeddings are often told in place of.
+    """
+    if not tells_hidden_states(head):
+        return []
+    return [re.escape(one.foreign) for one in links if one.ours[0].startswith(_OF_VOCABULARYS_HEAD)]
+
+
 def labels_of(head: HeadConfig) -> dict[str, Any]:
-    """How config.json says the number of outputs."""
+    """How config.json says the number of outputs, where there is one."""
+    if head.outputs is None:
+        return {}
     names = {str(at): f"LABEL_{at}" for at in range(head.outputs or 0)}
     return {"id2label": names, "label2id": {name: int(at) for at, name in names.items()}}
 

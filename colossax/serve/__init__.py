@@ -13,6 +13,7 @@ from colossax.lazy import lazily
 if TYPE_CHECKING:
     from .backend import Backend as Backend
     from .backend import EngineDown as EngineDown
+    from .backend import EngineFailed as EngineFailed
     from .backend import EngineFull as EngineFull
     from .backend import Facts as Facts
     from .backend import Started as Started

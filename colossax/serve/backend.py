@@ -16,6 +16,10 @@ class EngineDown(Exception):  # noqa: N818
     """The engine does not run; the request may be made again later."""
 
 
+class EngineFailed(Exception):  # noqa: N818
+    """The engine could not honour a request that it took; the sentence says why."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Facts:
     """What does not change while an engine runs.
@@ -32,6 +36,9 @@ class Facts:
         bos: Characters of the token that begins a document, for the template; may be empty.
         eos: Characters of the token that ends one.
         embeds: Whether it tells embeddings.
+        speaks: Whether it continues texts.
+        width: Numbers of an embedding.
+        unit: Whether embeddings are of length 1.
     """
 
     model: str
@@ -45,6 +52,9 @@ class Facts:
     bos: str = ""
     eos: str = ""
     embeds: bool = False
+    speaks: bool = True
+    width: int = 0
+    unit: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -141,6 +151,7 @@ class Backend(Protocol):
 
         Raises:
             InputError, EngineFull, EngineDown: As for `submit`.
+            EngineFailed: It gave no numbers for one of them.
         """
         ...
 

@@ -19,6 +19,7 @@ class Limits:
         header_bytes: Largest head of a request: its line and headers.
         prompt_tokens: Longest prompt; None: what the model has slots for.
         choices: Most continuations of one request: its prompts times `n`.
+        inputs: Most texts of one request for embeddings.
         queue: Continuations that may wait beside those with a seat; more are told to come later.
         rate: Requests a second that a key, or an address, may make in the long run; None: any.
         burst: Requests that it may make at once.
@@ -34,6 +35,7 @@ class Limits:
     header_bytes: Annotated[int, within(1024, 1 << 20)] = 16 << 10
     prompt_tokens: Count | None = None
     choices: Count = 128
+    inputs: Count = 2048
     queue: Natural = 256
     rate: Positive | None = None
     burst: Count = 32

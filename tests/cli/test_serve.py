@@ -41,14 +41,15 @@ def folder(tmp_path_factory):
 class Server:
     """One of a port that is free, until the block ends."""
 
-    def __init__(self, *words):
-        self.words = words
+    def __init__(self, *words, checkpoint="mine"):
+        self.words, self.checkpoint = words, checkpoint
 
     def __enter__(self):
         with socket.socket() as sock:
             sock.bind(("127.0.0.1", 0))
             self.port = sock.getsockname()[1]
-        command = [sys.executable, "-m", "colossax", "serve", "mine", f"--port={self.port}"]
+        command = [sys.executable, "-m", "colossax", "serve", self.checkpoint]
+        command += [f"--port={self.port}"]
         self.process = subprocess.Popen([*command, *self.words], stderr=subprocess.PIPE, text=True)
         until = time.monotonic() + READY_S
         while self.get("ready") != 200:

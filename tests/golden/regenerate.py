@@ -27,6 +27,8 @@ import transformers
 from cases import CASES as FIRST_CASES
 from dense_cases import DENSE
 from edits import Case, Edit, Mismatch, Model, build
+from embeddings import FILE as VECTORS
+from embeddings import vectors
 from encoder_cases import ENCODERS
 from image_cases import IMAGES
 from image_text_cases import IMAGE_TEXTS
@@ -260,6 +262,15 @@ def compare(old: Path, new: Path) -> None:
             raise Mismatch(f"{old.name}: {name} differ by {difference}")
 
 
+def compare_vectors(mine: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> None:
+    """Refuse vectors of texts that the installed `transformers` does not give again."""
+    for name in mine.keys() | theirs.keys():
+        difference = float(np.abs(mine[name] - theirs[name]).max())
+        if not difference <= LOGITS_TOLERANCE:
+            raise Mismatch(f"{VECTORS}: {name} differ by {difference}")
+    say(f"{VECTORS}: the committed vectors are what transformers gives")
+
+
 def check_export(folder: Path, scratch: Path, case: Case) -> float:
     """Import with colossax, export, read back with `transformers`: largest change of a logit."""
     from colossax.models.hf import export_checkpoint, import_checkpoint
@@ -296,6 +307,7 @@ def regenerate(target: Path) -> None:
         except Mismatch as problem:
             raise Mismatch(f"{name}: {problem}") from problem
         say(f"{name}: {cases[name]}")
+    save_file(vectors(target), target / VECTORS)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     text = json.dumps({"made_with": versions, "cases": cases}, indent=1)
     (target / "golden.json").write_text(text + "\n")
@@ -308,6 +320,7 @@ def check() -> None:
         for name in CASES:
             compare(HERE / name, Path(scratch) / name)
             say(f"{name}: the committed files are what transformers gives")
+    compare_vectors(load_file(HERE / VECTORS), vectors(HERE))
     for name, case in CASES.items():
         with tempfile.TemporaryDirectory() as scratch:
             difference = check_export(HERE / name, Path(scratch), case)

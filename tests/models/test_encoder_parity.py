@@ -188,10 +188,9 @@ def test_what_is_not_supported_is_refused_by_name(case, changes, message):
     "head",
     [
         HeadConfig(outputs=3, pool="mean"),
-        HeadConfig(pool="mean", normalise=True),
         HeadConfig(outputs=3, pool="first", transform=TransformConfig()),
     ],
-    ids=["mean", "embedding", "another transform"],
+    ids=["mean", "another transform"],
 )
 def test_heads_that_files_have_no_place_for_are_not_exported(head):
     config, _ = read_params(GOLDEN / "bert_rows")

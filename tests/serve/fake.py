@@ -70,7 +70,13 @@ class FakeEngine:
     """
 
     def __init__(self, script=None, *, step_s=0.0, hold=False, ends_with=None, **facts):
-        given = {"chat_template": CHATML, "seats": 4, "slots": 512, "adapters": ("tuned",)}
+        given = {
+            "chat_template": CHATML,
+            "seats": 4,
+            "slots": 512,
+            "adapters": ("tuned",),
+            "width": 4,
+        }
         self._facts = Facts(
             model="toy",
             tokenizer=TOKENIZER,

@@ -4,10 +4,11 @@ import asyncio
 import base64
 import struct
 
+import numpy as np
 import pytest
 
 from colossax.errors import InputError
-from colossax.serve import EngineDown, EngineFull, ServeOptions
+from colossax.serve import EngineDown, EngineFailed, EngineFull, ServeOptions
 from colossax.serve.options import Limits
 from tests.serve.fake import CHATML, TOKENIZER, FakeEngine, alone
 from tests.serve.site import error_of, events, site
@@ -289,9 +290,50 @@ def test_embeddings():
             assert list(struct.unpack("<4f", data)) == plain["embedding"]
         error = error_of(here.ask("/v1/embeddings", body | {"encoding_format": "x"}), 400)
         assert error["param"] == "encoding_format"
-        error = error_of(here.ask("/v1/embeddings", body | {"dimensions": 2}), 400)
-        assert error["param"] == "dimensions"
+        first = here.ask("/v1/embeddings", body | {"dimensions": 2}).json()["data"][0]
+        assert first["embedding"] == told["data"][0]["embedding"][:2]
+        error = error_of(here.ask("/v1/embeddings", body | {"dimensions": 5}), 400)
+        assert error["param"] == "dimensions" and "give at most 4" in error["message"]
+        ids = here.ask(
+            "/v1/embeddings", body | {"input": [TOKENIZER.encode("a"), TOKENIZER.encode("bc")]}
+        ).json()
+        assert ids["data"] == told["data"]
         error_of(here.ask("/v1/embeddings", body | {"model": "tuned"}), 400)
+
+
+@pytest.mark.catches("shortened-not-normalised")
+def test_shortened_vectors_are_of_length_one_again():
+    with site(lambda: FakeEngine(embeds=True, unit=True)) as here:
+        body = {"model": "toy", "input": "a", "dimensions": 3}
+        whole = here.ask("/v1/embeddings", {"model": "toy", "input": "a"}).json()
+        kept = np.asarray(whole["data"][0]["embedding"])[:3]
+        found = here.ask("/v1/embeddings", body).json()["data"][0]["embedding"]
+        np.testing.assert_allclose(found, kept / np.linalg.norm(kept), rtol=1e-12)
+
+
+def test_a_model_that_tells_embeddings_alone_continues_nothing():
+    with site(lambda: FakeEngine(embeds=True, speaks=False)) as here:
+        for path, body in [
+            ("completions", {"prompt": "a"}),
+            ("chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ]:
+            error = error_of(here.ask(f"/v1/{path}", {"model": "toy", **body}), 400)
+            assert "tells embeddings and continues no text; ask /v1/embeddings" in error["message"]
+        longest = {"model": "toy", "input": [[1] * 512]}
+        assert here.ask("/v1/embeddings", longest).status_code == 200
+
+
+def test_more_texts_than_may_be_inside():
+    with site(lambda: FakeEngine(embeds=True)) as here:
+        error = error_of(here.ask("/v1/embeddings", {"model": "toy", "input": ["a"] * 261}), 400)
+        assert error["param"] == "input" and "give at most 260" in error["message"]
+
+
+def test_a_text_that_gives_no_numbers():
+    with site(lambda: FakeEngine(embeds=True)) as here:
+        here.engine.refuses = EngineFailed("the model gave numbers that are none")
+        error = error_of(here.ask("/v1/embeddings", {"model": "toy", "input": "a"}), 500)
+        assert error["code"] == "engine_error"
 
 
 def test_a_model_without_embeddings_says_so():

@@ -14,7 +14,8 @@ from typing import Any
 from colossax.data import Tokenizer
 from colossax.errors import InputError
 from colossax.scheduling import Emitted, EngineRequest
-from colossax.serve.backend import EngineDown, Facts, Started, Stats
+from colossax.serve.backend import EngineDown, EngineFailed, Facts, Started, Stats
+from colossax.serve.engine.embedding import vector_from_text
 from colossax.serve.engine.handing import Handing
 from colossax.serve.engine.journal import Journal
 from colossax.serve.engine.line import Line
@@ -31,9 +32,12 @@ PAUSE_S, LONGEST_PAUSE_S = 0.2, 30.0
 class _Live:
     """A request that has not ended."""
 
-    request: EngineRequest
-    said: list[int]
-    told: asyncio.Queue[Emitted]
+    request: EngineRequest | None = None
+    """None: a vector of `text` is wanted."""
+    text: tuple[int, ...] = ()
+    said: list[int] = dataclasses.field(default_factory=list)
+    told: asyncio.Queue[Any] = dataclasses.field(default_factory=asyncio.Queue)
+    """Of `Emitted`; of a text, at last its vector."""
     gone: bool = False
     """Whether nobody wants it any more."""
 
@@ -139,11 +143,14 @@ class Supervisor:
                 raise EngineDown from problem
         if self._ended:
             raise EngineDown
-        live = _Live(request=request, said=list(request.generated), told=asyncio.Queue())
+        live = _Live(request=request, said=list(request.generated))
+        self._accept(number, live)
+        return Started(number=number, said=_said(live.told))
+
+    def _accept(self, number: int, live: _Live) -> None:
         self._live[number] = live
         if self._ready:
             self._hand(self._handing.add(number))
-        return Started(number=number, said=_said(live.told))
 
     def cancel(self, number: int) -> None:
         """See `Backend`."""
@@ -157,8 +164,20 @@ class Supervisor:
             self._hear([Emitted(number, ended="cancelled")])
 
     async def embed(self, prompts: Sequence[tuple[int, ...]]) -> list[list[float]]:
-        """See `Backend`; `facts.embeds` is False."""
-        raise InputError("model: it tells no embeddings; ask for a continuation")
+        """See `Backend`; an engine that dies is asked anew for what it has not told."""
+        if not self._facts.embeds:
+            raise InputError("model: it tells no embeddings; ask for a continuation")
+        if self._ended:
+            raise EngineDown
+        asked = {next(self._numbers): _Live(text=prompt) for prompt in prompts}
+        for number, live in asked.items():
+            self._accept(number, live)
+        try:
+            return [await _vector(live.told) for live in asked.values()]
+        except BaseException:
+            for number in asked:
+                self.cancel(number)
+            raise
 
     def stats(self) -> Stats:
         """See `Backend`."""
@@ -257,6 +276,8 @@ class Supervisor:
             case "told":
                 self._stats = Stats(**message["stats"])
                 self._hear([emitted_from_json(one) for one in message["told"]])
+                for number, vector in message.get("found", ()):
+                    self._found(number, vector_from_text(vector))
             case "opens" | "opened" | "began" as what:
                 known = [number for number in message["ids"] if number in self._live]
                 for number in known:
@@ -275,6 +296,9 @@ class Supervisor:
         """Give the engine these requests, with all that they have said."""
         for number in numbers:
             live = self._live[number]
+            if live.request is None:
+                self._send({"do": "embed", "id": number, "text": live.text})
+                continue
             again = dataclasses.replace(live.request, generated=tuple(live.said))
             self._send({"do": "add", "id": number, "request": request_to_json(again)})
 
@@ -300,6 +324,13 @@ class Supervisor:
                 self._hand(self._handing.said(one.request, ended=one.ended is not None))
         if self._journal is not None and (said or ended):
             self._journal.told(said, ended)
+
+    def _found(self, number: int, vector: list[float]) -> None:
+        """Hand on a text's vector."""
+        live = self._live.pop(number, None)
+        if live is not None:
+            live.told.put_nowait(vector)
+            self._hand(self._handing.said(number, ended=True))
 
     def _mourn(self, code: int, ready_s: float) -> bool:
         """Tell of an engine's death, and end the requests that saw too many; whether it was the
@@ -351,6 +382,18 @@ async def _said(told: asyncio.Queue[Emitted]) -> AsyncIterator[Emitted]:
         yield one
         if one.ended is not None:
             return
+
+
+async def _vector(told: asyncio.Queue[Any]) -> list[float]:
+    """Of a text.
+
+    Raises:
+        EngineFailed: The engine ended it otherwise.
+    """
+    while isinstance(one := await told.get(), Emitted):
+        if one.ended is not None:
+            raise EngineFailed(one.message or "it was cancelled by the server")
+    return one
 
 
 def _facts(document: dict[str, Any]) -> Facts:

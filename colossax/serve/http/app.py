@@ -10,18 +10,16 @@ from fastapi.middleware.cors import CORSMiddleware
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from colossax.errors import InputError
-from colossax.serve.backend import Backend, EngineDown, EngineFull
+from colossax.serve.backend import Backend
 from colossax.serve.http import answers, fields
 from colossax.serve.http.continuing import Continuer
+from colossax.serve.http.embedding import Embedding
 from colossax.serve.http.errors import Refusal, bad, internal, no_model, unavailable
-from colossax.serve.http.generating import refusal_of
 from colossax.serve.http.keys import Keys
 from colossax.serve.http.limits import Buckets, Doors, body_of
 from colossax.serve.http.metrics import CONTENT_TYPE, Counted, Metrics
 from colossax.serve.http.preparing import Preparer, check_running
 from colossax.serve.http.reading import members
-from colossax.serve.http.streaming import while_there
 from colossax.serve.options import ServeOptions
 from colossax.serve.page.routes import mount
 
@@ -72,6 +70,9 @@ class Api:
         self._metrics = Metrics(backend, self.doors)
         self._preparer = Preparer(backend, limits)
         self._continuer = Continuer(backend, self._preparer, self.doors, self._metrics, limits)
+        self._embedding = Embedding(
+            backend, self._preparer, self.doors, self._metrics.prompt_tokens.inc, limits
+        )
         self._created = int(time.time())
         self.app = self._built()
 
@@ -146,39 +147,7 @@ class Api:
         return await self._continuer.answer(request, ask)
 
     async def _embeddings(self, request: Request) -> Response:
-        body = fields.json_of(await body_of(request, self._options.limits))
-        found = members(body, "", fields.EMBEDDINGS, ("model", "input"))
-        if not self._backend.facts.embeds:
-            name = self._backend.facts.model
-            raise bad(f"model: {name} tells no embeddings; ask a server of a model that does")
-        adapter = self._preparer.adapter(found["model"])
-        if adapter is not None:
-            raise bad(f"model: the adapter '{adapter}' tells no embeddings", "model")
-        packing = found.get("encoding_format", "float")
-        if packing not in ("float", "base64"):
-            raise bad(
-                f"encoding_format: found '{packing}'; give float or base64", "encoding_format"
-            )
-        check_running(self._backend)
-        prompts = await self._preparer.prompt_tokens(found["input"], "input")
-        if len(prompts) > (most := self._preparer.most_choices):
-            raise bad(f"input: has {len(prompts)} texts; give at most {most}", "input")
-        vectors = await self._embedded(request, [tuple(prompt) for prompt in prompts])
-        count = sum(map(len, prompts))
-        self._metrics.prompt_tokens.inc(count)
-        told = answers.embeddings(found["model"], vectors, count, packed=packing == "base64")
-        return Response(answers.dumped(told), media_type="application/json")
-
-    async def _embedded(
-        self, request: Request, prompts: list[tuple[int, ...]]
-    ) -> list[list[float]]:
-        self.doors.enter(len(prompts))
-        try:
-            return await while_there(self._backend.embed(prompts), request.receive, self.doors)
-        except (InputError, EngineFull, EngineDown) as problem:
-            raise refusal_of(problem) from None
-        finally:
-            self.doors.leave(len(prompts))
+        return await self._embedding.answer(request)
 
     async def _tokenize(self, request: Request) -> Response:
         body = fields.json_of(await body_of(request, self._options.limits))

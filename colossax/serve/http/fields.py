@@ -234,6 +234,7 @@ CHAT: dict[str, Reader] = {
 EMBEDDINGS: dict[str, Reader] = {
     "model": text(1024),
     "input": prompts,
+    "dimensions": number(at_least(1), whole=True),
     "encoding_format": text(16),
     "user": text(512),
 }

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from colossax.data import Tokenizer
 from colossax.errors import InputError
 from colossax.scheduling import Emitted
-from colossax.serve.backend import Backend, EngineDown, EngineFull, Started
+from colossax.serve.backend import Backend, EngineDown, EngineFailed, EngineFull, Started
 from colossax.serve.http.errors import Refusal, bad, internal, later, unavailable
 from colossax.serve.http.preparing import Wanted
 from colossax.serve.http.records import Record
@@ -89,6 +89,8 @@ def refusal_of(problem: Exception) -> Refusal:
         return bad(str(problem))
     if isinstance(problem, EngineFull):
         return later("too many requests wait; try again later", 1.0, "queue_full")
+    if isinstance(problem, EngineFailed):
+        return _engine_error(str(problem))
     return unavailable("the model does not run at this moment; try again later", "engine_down")
 
 
@@ -154,5 +156,9 @@ def _check_end(emitted: Emitted, telling: Telling) -> None:
     if emitted.ended == "cancelled":
         raise unavailable("it was cancelled by the server; try again later", "cancelled")
     if emitted.message:
-        raise Refusal(500, emitted.message, kind="server_error", code="engine_error")
+        raise _engine_error(emitted.message)
     raise internal()
+
+
+def _engine_error(message: str) -> Refusal:
+    return Refusal(500, message, kind="server_error", code="engine_error")

@@ -63,6 +63,11 @@ class Preparer:
             Refusal: The model is not served, or a value cannot be honoured with this model.
         """
         adapter = self.adapter(ask.model)
+        if not self._backend.facts.speaks:
+            raise bad(
+                f"model: {ask.model} tells embeddings and continues no text; ask /v1/embeddings",
+                "model",
+            )
         count = ask.n * max(1, len(ask.prompts))
         if count > (most := self.most_choices):
             raise bad(
@@ -124,12 +129,17 @@ class Preparer:
         for i, prompt in enumerate(prompts):
             where = name if len(prompts) == 1 else f"{name}[{i}]"
             if isinstance(prompt, str):
-                tokens = await self._in_thread(self._backend.facts.tokenizer.encode, prompt)
+                tokens = await self._in_thread(self._encode, prompt)
             else:
                 self._check_ids(prompt, where)
                 tokens = list(prompt)
             found.append(self._checked(tokens, where))
         return found
+
+    def _encode(self, text: str) -> list[int]:
+        """Of a text that is continued nothing stands around; of one that is read whole it does."""
+        facts = self._backend.facts
+        return (facts.tokenizer.encode if facts.speaks else facts.tokenizer.encode_framed)(text)
 
     async def chat_tokens(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a chat.
@@ -168,7 +178,7 @@ class Preparer:
 
     def _checked(self, tokens: list[int], name: str) -> list[int]:
         slots, most = self._backend.facts.slots, self._limits.prompt_tokens
-        longest = min(slots - 1, most or slots)
+        longest = min(slots - self._backend.facts.speaks, most or slots)
         if not tokens:
             raise bad(f"{name}: has no tokens; give at least one", name)
         if len(tokens) > longest:
