@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 from colossax.errors import InputError
 
 from .mask import Mask
+from .paged import attend_by_kernel
 from .pages import Pages, attend_pages, scores_of
 from .relative import RelativeBias
 
@@ -130,7 +131,10 @@ def attend_cache(
             biases=biases,
         )
         where = {"seat": seat, "position": position, "scores": scores, "read": read}
-        out = attend_pages(grouped, cache, layer, pages, **where)
+        plain = read is keys_and_values
+        out = attend_by_kernel(grouped, cache, layer, pages, **where, plain=plain)
+        if out is None:
+            out = attend_pages(grouped, cache, layer, pages, **where)
         return out.reshape(t, n, -1).astype(q.dtype), cache
 
     def weigh(logits: Array, seat: Array, position: Array) -> Array:
