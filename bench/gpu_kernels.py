@@ -20,7 +20,14 @@ from typing import Any
 
 import common
 
-KINDS = ("grouped", "attention forward", "attention backward", "ring step")
+KINDS = (
+    "grouped",
+    "attention forward",
+    "attention backward",
+    "ring step",
+    "paged decode",
+    "int4 matmul",
+)
 CHOSEN = (
     "grouped forward 16384 x 4096 x 2048, 8 Zipf groups",
     "grouped dx 16384 x 4096 x 2048, 8 Zipf groups",
@@ -30,6 +37,8 @@ CHOSEN = (
     "4 x 4096, 32 of 64, causal",
     "1 x 32768, 16 of 128, causal 16 documents",
     "ring step 1 x 8192",
+    "paged decode 64 x 2048",
+    "int4 matmul 32 x 4096",
 )
 """What `--few` measures, in one process: where minutes of a GPU are few."""
 

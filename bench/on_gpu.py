@@ -119,10 +119,11 @@ def _prove(out: Path, limit_s: str, *wanted: str) -> int:
     """Verdicts on the variants named, or on all; written one by one."""
     import jax
 
-    from colossax.pallas import attention, grouped_matmul
+    from colossax.pallas import attention, grouped_matmul, int4_matmul, paged_attention
     from colossax.pallas.proof import PROVER
 
-    every = [*attention.variants(), *grouped_matmul.variants()]
+    rooms = (attention, grouped_matmul, paged_attention, int4_matmul)
+    every = [one for room in rooms for one in room.variants()]
     some = [one for one in every if not wanted or str(one) in wanted]
     found: dict[str, Any] = {}
     kind = jax.devices()[0].device_kind

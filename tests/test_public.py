@@ -37,6 +37,10 @@ NAMES = {
     ),
     "colossax.pallas.norms": "layer_norm rms_norm",
     "colossax.pallas.grouped_matmul": "GroupedSpec declined_by grouped_matmul variants",
+    "colossax.pallas.int4_matmul": "Int4Spec choose declined_by int4_matmul variants",
+    "colossax.pallas.paged_attention": (
+        "Attended PagedSpec Seen choose declined_by paged_attention spec_of variants"
+    ),
     "colossax.sharding": (
         "CACHE_DIMS Dense Layout NATURAL RowOrder Weight activation_axes activation_sharding "
         "apart attend_cache attention balanced_order batch_axes cache_spec check_parameter "

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import jax.numpy as jnp
 
-from colossax.pallas import Target, attention, grouped_matmul
+from colossax.pallas import Target, attention, grouped_matmul, int4_matmul, paged_attention
 from colossax.pallas.mosaic import why_not_hardware
 from colossax.pallas.proof import PROVER, Outcome, Prover, Variant, Verdict
 
@@ -60,7 +60,8 @@ def prove_kernels(
     kind = target.device_kind
     if kind is None or why_nothing_to_prove(target) is not None:
         return {}
-    every = [*attention.variants(), *grouped_matmul.variants()]
+    rooms = (attention, grouped_matmul, paged_attention, int4_matmul)
+    every = [one for room in rooms for one in room.variants()]
     kept = {one: prover.kept(one, kind) for one in every}
     known = {one: verdict for one, verdict in kept.items() if verdict is not None}
     if alone:
@@ -103,6 +104,19 @@ def kernel_choices(target: Target, verdicts: Verdicts | None = None) -> dict[str
     experts = grouped_matmul.GroupedSpec(
         rows=8192, groups=8, features_in=4096, features_out=2048, dtype=bf16
     )
+    pages = paged_attention.PagedSpec(
+        groups=64,
+        width=1,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        v_head_dim=128,
+        page_slots=16,
+        pages=512,
+        q_dtype=bf16,
+        dtype=bf16,
+    )
+    narrow = int4_matmul.Int4Spec(rows=32, inputs=4096, outputs=14_336, dtype=bf16, zeros=True)
 
     def told(variant: Variant, _kind: str) -> Verdict:
         return (verdicts or {}).get(variant) or Verdict.undecided("not tried here")
@@ -110,6 +124,8 @@ def kernel_choices(target: Target, verdicts: Verdicts | None = None) -> dict[str
     return {
         "attention": _choice(attention.declined_by(usual, target, verdicts=told)),
         "grouped matmul": _choice(grouped_matmul.declined_by(experts, target, verdicts=told)),
+        "int4 matmul": _choice(int4_matmul.declined_by(narrow, target, verdicts=told)),
+        "paged attention": _choice(paged_attention.declined_by(pages, target, verdicts=told)),
     }
 
 

@@ -52,6 +52,7 @@ class Case:
         error: Of an implementation's output: norm of the difference from the truth over the norm
             of that.
         tolerance: Greatest error that is right, whatever the anchor's.
+        moved_bytes: Where memory is the limit, what must be read and written; 0: arithmetic is.
     """
 
     kernel: str
@@ -63,6 +64,7 @@ class Case:
     truth: Callable[[tuple[Any, ...]], Any]
     error: Callable[[str, Any, Any], float]
     tolerance: float
+    moved_bytes: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,7 +78,7 @@ class Row:
         us: Microseconds of one call, median; None where it failed.
         spread: Of the repeats, highest less lowest over the median.
         tflops: 10^12 floating-point operations a second.
-        of_limit: Share of the matmul limit of this run.
+        of_limit: Share of the limit of this run: the matmul's or, where memory is it, the copy's.
         of_anchor: Rate over the anchor's in this case, None for the anchor itself.
         error: See `Case`.
         right: Whether the error is within the tolerance and at most 1.5 of the anchor's.
@@ -173,11 +175,17 @@ def measure(case: Case, limits: Limits, effort: Effort) -> Iterator[Row]:
             us=seconds * 1e6,
             spread=(max(times[name]) - min(times[name])) / seconds,
             tflops=case.flops / seconds / 1e12,
-            of_limit=case.flops / seconds / limits.matmul_flops,
+            of_limit=_least_seconds(case, limits) / seconds,
             of_anchor=of_anchor,
             error=errors[name],
             right=bool(errors[name] <= allowed),
         )
+
+
+def _least_seconds(case: Case, limits: Limits) -> float:
+    if case.moved_bytes:
+        return case.moved_bytes / limits.copy_bytes
+    return case.flops / limits.matmul_flops
 
 
 def _input_sets(case: Case) -> list[tuple[Any, ...]]:

@@ -20,6 +20,8 @@ from colossax.pallas.bench import (
     time_calls,
 )
 from colossax.pallas.grouped_matmul import bench as grouped
+from colossax.pallas.int4_matmul import bench as int4
+from colossax.pallas.paged_attention import bench as paged
 
 BRIEF = Effort(seconds=0.001, repeats=2)
 LIMITS = Limits(matmul_flops=1e12, copy_bytes=1e12)
@@ -169,3 +171,34 @@ def test_grouped_matmuls_are_right_on_every_shape_that_is_measured():
         x, w, *others = given
         turned = case.functions["xla"](x[::-1], w[::-1], *others)
         assert case.error("xla", truth, turned) > 1e-2
+
+
+@pytest.mark.catches("bench-limit-of-memory")
+def test_attention_to_pages_is_held_to_the_bytes_that_it_must_read():
+    chosen = list(paged.cases(Target(platform="cpu"), scale=128, dtype=jnp.float32))
+    assert len(chosen) == 3
+    for case in chosen:
+        given = case.inputs(0)
+        truth = case.truth(given)
+        assert case.error("xla", truth, case.functions["xla"](*given)) < 1e-5
+        q, k, v, rows, hi = given
+        turned = case.functions["xla"](q, k[:, :, ::-1], v, rows, hi)
+        assert case.error("xla", truth, turned) > 1e-2
+        assert case.moved_bytes == 2 * np.sum(hi) * k.shape[3] * k.shape[4] * 4
+    (row,) = measure(chosen[0], LIMITS, BRIEF)
+    seconds = row.us / 1e6
+    assert row.of_limit == pytest.approx(chosen[0].moved_bytes / seconds / LIMITS.copy_bytes)
+
+
+def test_matmuls_of_four_bits_are_right_on_every_shape_that_is_measured():
+    """And their truth would notice outputs in another order."""
+    chosen = list(int4.cases(Target(platform="cpu"), scale=32, dtype=jnp.float32))
+    assert len(chosen) == 4
+    for case in chosen:
+        given = case.inputs(0)
+        truth = case.truth(given)
+        for name, function in case.functions.items():
+            assert case.error(name, truth, function(*given)) < 1e-5
+        x, codes, *others = given
+        assert case.error("xla", truth, case.functions["xla"](x, codes[::-1], *others)) > 1e-2
+        assert case.moved_bytes == codes.nbytes + 1.5 * sum(z.nbytes for z in others[:1])

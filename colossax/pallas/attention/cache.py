@@ -10,6 +10,7 @@ from colossax.errors import InputError
 
 from .codes import as_kept, read_kept, without_scales
 from .mask import Mask
+from .paged import attend_by_kernel
 from .pages import Pages, attend_pages, scores_of
 from .relative import RelativeBias
 
@@ -137,8 +138,11 @@ def attend_cache(
             sinks=None if extra is None else extra[0, ..., 0],
             biases=biases,
         )
-        where = {"seat": seat, "position": position, "slot": slot}
-        out = attend_pages(grouped, cache, layer, pages, **where, scores=scores, read=read)
+        where = {"seat": seat, "position": position, "scores": scores, "read": read}
+        plain = read is keys_and_values
+        out = attend_by_kernel(grouped, cache, layer, pages, **where, plain=plain)
+        if out is None:
+            out = attend_pages(grouped, cache, layer, pages, **where, slot=slot)
         return out.reshape(t, n, -1).astype(q.dtype), cache
 
     def weigh(logits: Array, seat: Array, position: Array) -> Array:

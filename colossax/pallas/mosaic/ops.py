@@ -121,6 +121,20 @@ class Ops:
         shapes = ((a.shape[0], b.shape[0 if transpose_b else 1]) for a, b in pairs)
         return pl.run_scoped(multiply, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
 
+    def sum_of_transposed(self, *pairs: tuple[Any, Any]) -> jax.Array:
+        """Sum of `a.T @ b.T` over pairs of matrices in shared memory; float32, in registers."""
+        if self.interpret:
+            products = [self._dot(a, b, True, True) for a, b in pairs]
+            return functools.reduce(jnp.add, products)
+
+        def multiply(acc: Any) -> jax.Array:
+            for a, b in pairs:
+                plgpu.wgmma(acc, transposed_ref(a), transposed_ref(b))
+            return acc[...]
+
+        shape = (pairs[0][0].shape[1], pairs[0][1].shape[0])
+        return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+
     def accumulates(self, *triples: tuple[jax.Array, Any, Any]) -> tuple[jax.Array, ...]:
         """`accumulate` of each `(acc, a, b)`, all started before the first is waited for."""
         if self.interpret:

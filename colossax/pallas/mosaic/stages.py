@@ -27,6 +27,8 @@ class Stages:
         opened: Whether readers say at the start that all stages are free, so that every step that
             is filled waits for them. Else the first `count` do not wait, and the compiler may take
             these out of the loop.
+        first: The first of them, where several rings lie behind one another in `arrays` and
+            `barriers`.
     """
 
     ops: Ops
@@ -34,18 +36,20 @@ class Stages:
     barriers: Any
     count: int
     opened: bool = False
+    first: Any = 0
 
     def open(self) -> None:
         """Every reader of `opened` stages says so first: all are free."""
         for slot in range(self.count):
-            plgpu.barrier_arrive(self._barrier("left", slot))
+            plgpu.barrier_arrive(self._barrier("left", self.first + slot))
 
     def fill(self, step: Any, sources: Mapping[str, Any]) -> None:
         """Start copies from global to shared memory when all readers have left the stage.
 
         Args:
             step: Which.
-            sources: By the names of `arrays`; where their second dim is one of parts, each part's.
+            sources: By the names of `arrays`; several for one are each part's where its second dim
+                is one of parts, else each for some of its rows, one behind the other.
         """
         slot = self._free(step)
         filled = self._barrier("filled", slot)
@@ -53,7 +57,10 @@ class Stages:
             array = self.arrays[name]
             if isinstance(source, Sequence):
                 for part, one in enumerate(source):
-                    self.ops.copy_in(one, array.at[slot, part], filled)
+                    rows = one.shape[0]
+                    apart = len(array.shape) > len(one.shape) + 1
+                    place = part if apart else pl.ds(part * rows, rows)
+                    self.ops.copy_in(one, array.at[slot, place], filled)
             else:
                 self.ops.copy_in(source, array.at[slot], filled)
 
@@ -90,12 +97,13 @@ class Stages:
 
     def _slot(self, step: Any) -> Any:
         """Which stage a step uses."""
-        return jax.lax.rem(step, jnp.int32(self.count))
+        return self.first + jax.lax.rem(step, jnp.int32(self.count))
 
     def _barrier(self, name: str, slot: Any) -> Any:
         """One of several barriers, or the only one, which has no index."""
         barrier = self.barriers[name]
-        return barrier if self.count == 1 else barrier.at[slot]
+        alone = self.count == 1 and isinstance(self.first, int)
+        return barrier if alone else barrier.at[slot]
 
 
 def stage_barriers(count: int, *, copies: int, readers: int) -> dict[str, Any]:

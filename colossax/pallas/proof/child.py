@@ -16,6 +16,8 @@ from .trial import of_memory, prove
 _MODULES = {
     "attention": ("colossax.pallas.attention.proof", "AttentionVariant"),
     "grouped_matmul": ("colossax.pallas.grouped_matmul.proof", "GroupedVariant"),
+    "int4_matmul": ("colossax.pallas.int4_matmul.proof", "Int4Variant"),
+    "paged_attention": ("colossax.pallas.paged_attention.proof", "PagedVariant"),
 }
 """By operation: the module of its cases, which knows its kind of variant."""
 

@@ -1,0 +1,1 @@
+"""Attention to pages as a kernel for Hopper GPUs."""

@@ -1,0 +1,150 @@
+"""What the Mosaic kernel of attention to pages is tried on before `auto` takes it."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from colossax.pallas.attention.pages import Pages, attend_pages, scores_of
+from colossax.pallas.bench import tolerance
+from colossax.pallas.proof.trial import Trial
+
+from .api import paged_attention
+from .seen import WORD_BITS, WORDS, Seen
+from .spec import PagedVariant
+
+PAGE = 16
+SOFT_CAP = 20.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Of the cases: lengths of sequences, tokens of each, and heads of queries and keys."""
+
+    small: tuple[int, ...] = (1, 700, 65, 1300, 512)
+    small_width: int = 5
+    small_heads: tuple[int, int] = (6, 2)
+    large: tuple[int, ...] = (2048,) * 24 + (4096,) * 8
+    large_heads: tuple[int, int] = (32, 8)
+
+
+def trials(
+    variant: PagedVariant, *, kernel: str = "mosaic", sizes: Sizes = Sizes()
+) -> Iterator[Trial]:
+    """A small case of uneven sequences under a window, and a larger one that is timed."""
+    small = (sizes.small, sizes.small_width, sizes.small_heads, 300)
+    yield _trial(variant, kernel, "uneven sequences", *small)
+    larger = _trial(variant, kernel, "many sequences", sizes.large, 1, sizes.large_heads, None)
+    if not (variant.words or variant.mass):
+        larger = dataclasses.replace(larger, peers={"xla": functools.partial(_parted, variant)})
+    yield larger
+
+
+def paged(
+    lengths: tuple[int, ...],
+    heads: tuple[int, int],
+    h: int,
+    width: int,
+    dtype: Any,
+    seed: int = 0,
+) -> tuple[Any, ...]:
+    """Queries, keys and values of one layer, and pages of each sequence, in any order."""
+    counts = [-(-length // PAGE) for length in lengths]
+    rows = np.zeros((len(lengths), max(counts)), np.int32)
+    order, at = np.random.default_rng(0).permutation(sum(counts)), 0
+    for row, count in zip(rows, counts, strict=True):
+        row[:count] = order[at : at + count]
+        at += count
+    keys = jax.random.split(jax.random.key(seed), 3)
+    of_pages = (1, at, PAGE, heads[1], h)
+    shapes = ((len(lengths), width, heads[1], heads[0] // heads[1], h), of_pages, of_pages)
+    arrays = (jax.random.normal(r, x, dtype) for r, x in zip(keys, shapes, strict=True))
+    return *arrays, jnp.asarray(rows)
+
+
+def _trial(
+    variant: PagedVariant,
+    kernel: str,
+    name: str,
+    lengths: tuple[int, ...],
+    width: int,
+    heads: tuple[int, int],
+    window: int | None,
+) -> Trial:
+    last = np.asarray(lengths)[:, None]
+    hi = np.maximum(last - width + 1 + np.arange(width), 0)
+    base, words = None, None
+    if variant.words:
+        # The last tokens see of what is behind `base` each its own bits.
+        base = np.maximum(np.asarray(lengths) - WORD_BITS * WORDS, 0)
+        hi = np.minimum(hi, base[:, None])
+        words = np.random.default_rng(1).integers(0, 2**32, (*hi.shape, WORDS), np.uint32)
+        words = np.where((last - base[:, None] == WORD_BITS * WORDS)[..., None], words, 0)
+    lo = np.zeros_like(hi) if window is None else np.maximum(hi - window, 0)
+    run = functools.partial(_call, variant)
+    return Trial(
+        name=name,
+        inputs=(
+            *paged(lengths, heads, variant.head_dim, width, variant.dtype),
+            *(jnp.asarray(x, jnp.int32) for x in (lo, hi)),
+            *(() if words is None else (jnp.asarray(base, jnp.int32), jnp.asarray(words))),
+        ),
+        kernel=functools.partial(run, kernel),
+        truth=functools.partial(run, "xla"),
+        tolerance=tolerance(variant.dtype),
+    )
+
+
+def _call(
+    variant: PagedVariant, name: str, q: Any, k: Any, v: Any, rows: Any, *seen: Any
+) -> dict[str, Any]:
+    found = paged_attention(
+        q,
+        k,
+        v,
+        0,
+        rows=rows,
+        seen=Seen(**dict(zip(("lo", "hi", "base", "words"), seen, strict=False))),
+        scale=variant.head_dim**-0.5,
+        soft_cap=SOFT_CAP if variant.soft_cap else None,
+        mass=variant.mass,
+        implementation=name,
+    )
+    there = ~jnp.isneginf(found.lse)
+    lse = {"lse": jnp.where(there, found.lse, 0.0), "seen": there.astype(jnp.float32)}
+    return {"out": found.out, **lse, **({"mass": found.mass} if variant.mass else {})}
+
+
+def _parted(
+    variant: PagedVariant, q: Any, k: Any, v: Any, rows: Any, lo: Any, hi: Any
+) -> dict[str, Any]:
+    """What is computed where the kernel is not taken."""
+    return {"out": parted(q, k, v, rows, hi, SOFT_CAP if variant.soft_cap else None)}
+
+
+def parted(q: Any, k: Any, v: Any, rows: Any, hi: Any, soft_cap: float | None = None) -> Any:
+    """`attend_pages` of sequences of one token each, `[g, k, r, hv]`."""
+    groups = jnp.arange(q.shape[0], dtype=jnp.int32)
+    scores = scores_of(
+        scale=q.shape[-1] ** -0.5,
+        window=None,
+        chunk=None,
+        soft_cap=soft_cap,
+        slopes=None,
+        sinks=None,
+        biases=(),
+    )
+    return attend_pages(
+        q[:, 0],
+        {"k": k, "v": v},
+        0,
+        Pages(table=rows, groups=groups[:, None]),
+        seat=groups,
+        position=hi[:, 0] - 1,
+        scores=scores,
+        read=lambda held: (held["k"], held["v"]),
+    )
