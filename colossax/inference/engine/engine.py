@@ -85,6 +85,7 @@ class Engine:
         page_tokens: int = PAGE_TOKENS,
         mixed_tokens: int = MIXED_TOKENS,
         cache_format: str = "own",
+        window_rings: bool = False,
         reuse: bool = True,
         deterministic: bool = False,
         max_wait_s: float = 1.0,
@@ -105,6 +106,8 @@ class Engine:
             mixed_tokens: Tokens of a step with prompts; raised to one for each seat.
             cache_format: What pages are kept in: `own`, as `precision.cache` says, or codes of
                 eight bits, `int8` or `fp8`, with a scale for each token and kv head.
+            window_rings: Whether layers with a window or chunks keep no more than a window and a
+                step of each seat; then no prompts share pages.
             reuse: Whether prompts that begin alike share pages.
             deterministic: Whether all steps are of one size, so that a request's logits are the
                 same bit by bit whoever else is there; else they differ in rounding.
@@ -112,7 +115,8 @@ class Engine:
             clock: Seconds, of deadlines and waiting.
 
         Raises:
-            InputError: The model cannot decode, a size is none, or pages cannot be kept so.
+            InputError: The model cannot decode, a size is none, or pages cannot be kept so;
+                rings, and no layer has use for one.
             PlanError: Layers are in stages.
         """
         check_served(spec, bound)
@@ -130,6 +134,7 @@ class Engine:
             mixed=max(mixed_tokens, seats),
             decode=seats,
             cache=cache_format,
+            rings=window_rings,
         )
         if pages is None:
             sizes = dataclasses.replace(sizes, pages=pages_for(spec, bound, params, sizes))

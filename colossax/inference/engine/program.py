@@ -38,6 +38,7 @@ class Sizes:
         mixed: Tokens of a step with prompts.
         decode: Tokens of a step without.
         cache: What pages are kept in, one of `FORMATS`.
+        rings: Whether layers with a window or chunks keep those alone; see `paged_spec`.
     """
 
     seats: int
@@ -47,6 +48,7 @@ class Sizes:
     mixed: int
     decode: int
     cache: str = "own"
+    rings: bool = False
 
     @property
     def pages_a_seat(self) -> int:
@@ -158,6 +160,7 @@ class EngineProgram:
             page_tokens=sizes.page_tokens,
             slots=sizes.slots,
             form=sizes.cache,
+            ring_tokens=sizes.mixed if sizes.rings else None,
         )
         self.shares = not asked.whole and stretched_from(self.config) >= sizes.slots
         self.cache = CacheLayout(self.bound, asked.specs)
@@ -167,7 +170,7 @@ class EngineProgram:
         out = (here, EngineState(cache=self.cache.shardings, said=here))
         self._steps = {
             kind: jax.jit(
-                functools.partial(step, spec, self.bound, sizes.step(kind)),
+                functools.partial(step, spec, self.bound, sizes.step(kind), asked.rings),
                 donate_argnums=1,
                 out_shardings=out,
             )
@@ -259,6 +262,7 @@ def step(
     spec: ModelSpec,
     bound: BoundPlan,
     shape: StepShape,
+    rings: tuple[tuple[int, int], ...],
     params: Params,
     state: EngineState,
     packed: Int[Array, " n"],
@@ -271,6 +275,7 @@ def step(
 
     Args:
         spec, bound, shape: Of the program.
+        rings: See `Pages`.
         params: Of the model.
         state: Given up.
         packed: A `Batch`.
@@ -291,7 +296,7 @@ def step(
         position=batch.position,
         slot=batch.position,
         source=draws.source[own] if reads_source else None,
-        pages=Pages(table=table, groups=batch.groups),
+        pages=Pages(table=table, groups=batch.groups, rings=rings),
         # A prompt is as long as it is, however it is cut; what is said makes it longer.
         length=jnp.maximum(draws.begin[own], batch.position + 1),
     )

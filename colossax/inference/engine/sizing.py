@@ -119,7 +119,8 @@ def pages_for(
     )
     page_bytes = max(1, (cache_bytes(few) - cache_bytes(one)) // max(1, sizes.pages_a_seat - 1))
     programs = few.lowered("mixed", params), few.reading.lowered(params)
-    rest = max(_used(one) for one in programs if one is not None) - cache_bytes(few)
+    rest = max(_used(one) for one in programs if one is not None)
+    rest -= page_bytes * sizes.pages_a_seat  # what seats have for themselves stays
     room = int(share * memory - rest) // page_bytes
     if room < sizes.pages_a_seat:
         needed = rest + page_bytes * sizes.pages_a_seat

@@ -34,13 +34,31 @@ class Pages:
             Those behind what has been written are read nowhere.
         groups: `[g, w]` int32: tokens of the call, which read together; those of a row are of one
             seat. Negative: none. Each token of a seat stands in one place.
+        rings: Of layers whose tokens see so many keys strictly before them and no more, how many
+            rows each seat has for itself, `(keys, rows)`, in place of the table: page p of seat s
+            is in the row `s * rows + p % rows`. Keys, and tokens of a seat in one call, fit in.
     """
 
     table: Int[Array, "seats pages"]
     groups: Int[Array, "g w"]
+    rings: tuple[tuple[int, int], ...] = dataclasses.field(default=(), metadata={"static": True})
+
+    def rows(self, seat: Array, page: Array, reach: int | None) -> Array:
+        """Rows that hold these pages of seats.
+
+        Args:
+            seat, page: Of each, within the table.
+            reach: Keys that tokens of the layer see strictly before them; None: all.
+        """
+        ring = None if reach is None else dict(self.rings).get(reach)
+        return self.table[seat, page] if ring is None else seat * ring + page % ring
 
     def row_and_column(
-        self, seat: Int[Array, " t"], slot: Int[Array, " t"], shape: tuple[int, ...]
+        self,
+        seat: Int[Array, " t"],
+        slot: Int[Array, " t"],
+        shape: tuple[int, ...],
+        reach: int | None,
     ) -> tuple[Array, Array]:
         """Page and place in it of each token, out of range where there is none.
 
@@ -48,12 +66,13 @@ class Pages:
             seat: Of each; negative is padding.
             slot: Of each, counted in its sequence; negative: it is not kept.
             shape: Of the cache, `[layers, pages, slots, ...]`.
+            reach: See `rows`.
         """
         pages, each = shape[1:3]
         seats, most = self.table.shape
         page = slot // each
         there = (seat >= 0) & (slot >= 0) & (page < most)
-        row = self.table[jnp.clip(seat, 0, seats - 1), jnp.clip(page, 0, most - 1)]
+        row = self.rows(jnp.clip(seat, 0, seats - 1), jnp.clip(page, 0, most - 1), reach)
         return jnp.where(there, row, pages), jnp.where(there, slot % each, 0)
 
 
@@ -146,14 +165,14 @@ def attend_pages(
     place = jnp.where(there, position[pages.groups], -1)
     first = jnp.min(jnp.where(there, place, most * each), axis=1)
     last = jnp.max(place, axis=1)
-    rows = pages.table[jnp.clip(jnp.max(jnp.where(there, seat[pages.groups], 0), axis=1), 0)]
+    of_group = jnp.max(jnp.where(there, seat[pages.groups], 0), axis=1)[:, None]
     begin = jnp.zeros_like(first)
     if scores.reach is not None:
         begin = jnp.maximum(0, first - scores.reach) // width
     parts = jnp.max(jnp.where(last < 0, 0, last // width + 1 - begin))
     asked = q[jnp.clip(pages.groups, 0)]
 
-    def of_group(asked: Array, place: Array, kept: Any, start: Array) -> Any:
+    def attended(asked: Array, place: Array, kept: Any, start: Array) -> Any:
         """Largest logit, sum of exponentials and weighted values of one part."""
         keys, values, key_scales, value_scales = kept
         products = jnp.einsum(
@@ -172,7 +191,7 @@ def attend_pages(
     def part(i: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
         number = begin + i
         columns = number[:, None] * at_once + jnp.arange(at_once, dtype=jnp.int32)
-        chosen = jnp.take_along_axis(rows, jnp.clip(columns, 0, most - 1), axis=1)
+        chosen = pages.rows(of_group, jnp.clip(columns, 0, most - 1), scores.reach)
         held = {name: x[layer, chosen] for name, x in cache.items()}
         held = {name: x.reshape(x.shape[0], width, *x.shape[3:]) for name, x in held.items()}
         kept = jax.vmap(lambda held: read_kept(read, held, q.dtype))(held)
@@ -183,7 +202,7 @@ def attend_pages(
         if scales[1] is not None:
             scales[1] = jnp.where((slots <= last[:, None])[..., None], scales[1], 0)
         top, total, out = state
-        of_part = jax.vmap(of_group)(asked, place, (keys, values, *scales), number * width)
+        of_part = jax.vmap(attended)(asked, place, (keys, values, *scales), number * width)
         high = jnp.maximum(top, of_part[0])
         old, new = jnp.exp(top - high), jnp.exp(of_part[0] - high)
         return (
