@@ -114,6 +114,12 @@ def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
         " --plan.precision.cache",
     )
     engine.add_argument(
+        "--window-rings",
+        action="store_true",
+        help="layers with a window keep no more than that of each request; prompts that begin alike"
+        " are computed each time then",
+    )
+    engine.add_argument(
         "--deterministic",
         action="store_true",
         help="steps of one size: logits do not depend on who else is there, bit by bit",

@@ -67,6 +67,7 @@ def _serve(wire: Wire, args: argparse.Namespace, overrides: list[Override]) -> N
         pages=args.pages,
         mixed_tokens=args.mixed_tokens,
         cache_format=args.cache,
+        window_rings=args.window_rings,
         deterministic=args.deterministic,
         reuse=not args.no_prefix_reuse,
         drafter=drafter_of(args, loaded, devices),

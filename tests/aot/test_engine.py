@@ -1,5 +1,6 @@
 """Steps of an engine compiled for GPUs that are not there: what they need, and what they copy."""
 
+import dataclasses
 import functools
 import re
 
@@ -117,6 +118,21 @@ def test_trees_of_drafts_move_tokens_and_no_cache(name, kind):
         compiled = compile_program(program.lowered(kind, params))
     assert compiled.stats.temp_size_in_bytes < cache_bytes(program) / 4
     assert not [one for one in _made(compiled.hlo) if "4097,16" in one]
+
+
+@pytest.mark.parametrize("name", ["window", "chunks"])
+def test_rings_of_pages_are_written_in_place(name):
+    """Of a sequence many times longer than what a layer with a window keeps of it."""
+    sizes = Sizes(
+        seats=409, pages=4097, page_tokens=16, slots=1024, mixed=409, decode=409, rings=True
+    )
+    config = dataclasses.replace(FAMILIES[name], max_seq=sizes.slots)
+    with target("gpu", compute_capability=(9, 0)):
+        program, params = _program(config, Plan(), sizes)
+        compiled = compile_program(program.lowered("decode", params))
+    rows = {x.shape[1] for x in jax.tree.leaves(program.cache.abstract)}
+    assert min(rows) == 409 * -(-(5 - 1 + 409) // 16)
+    assert not [one for one in _made(compiled.hlo) if re.search(rf"({min(rows)}|4097),16", one)]
 
 
 @pytest.mark.parametrize("form", ["int8", "fp8"])

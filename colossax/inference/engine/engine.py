@@ -63,6 +63,7 @@ class Engine:
         page_tokens: int = PAGE_TOKENS,
         mixed_tokens: int = MIXED_TOKENS,
         cache_format: str = "own",
+        window_rings: bool = False,
         reuse: bool = True,
         deterministic: bool = False,
         drafter: Drafter | None = None,
@@ -85,6 +86,8 @@ class Engine:
             mixed_tokens: Tokens of a step with prompts; raised to one for each seat.
             cache_format: What pages are kept in: `own`, as `precision.cache` says, or codes of
                 eight bits, `int8` or `fp8`, with a scale for each token and kv head.
+            window_rings: Whether layers with a window or chunks keep no more than a window and a
+                step of each seat; then no prompts share pages.
             reuse: Whether prompts that begin alike share pages.
             deterministic: Whether all steps are of one size, so that a request's logits are the
                 same bit by bit whoever else is there; else they differ in rounding.
@@ -95,8 +98,8 @@ class Engine:
             adapters: Names of those that the model has side by side.
 
         Raises:
-            InputError: The model cannot decode, a size is none, pages cannot be kept so, or nothing
-                can be drafted.
+            InputError: The model cannot decode, a size is none, pages cannot be kept so, rings are
+                asked for and no layer has use for one, or nothing can be drafted.
             PlanError: Layers are in stages.
         """
         check_served(spec, bound)
@@ -109,6 +112,7 @@ class Engine:
             mixed_tokens=mixed_tokens,
             draft=0 if drafter is None else drafter.tokens,
             cache_format=cache_format,
+            window_rings=window_rings,
         )
         if pages is None:
             pages = pages_for(spec, bound, params, sizes, drafter=drafter)

@@ -24,7 +24,7 @@ from colossax.nn import ModelSpec
 from colossax.offload import device_memory
 from colossax.typing import Params
 
-_SIZES = ("seats", "slots", "pages", "page_tokens", "mixed_tokens", "cache_format")
+_SIZES = ("seats", "slots", "pages", "page_tokens", "mixed_tokens", "cache_format", "window_rings")
 """Options that say how large an engine is."""
 
 
@@ -56,6 +56,11 @@ def make_engine(
         raise InputError(
             "draft: stages take one token after another, and guess none; leave it out, or give the"
             " devices of 'stage' to 'tensor' or 'fsdp'"
+        )
+    if staged and options.get("window_rings"):
+        raise InputError(
+            "window_rings: stages keep all pages; leave the rings out, or give the devices of"
+            " 'stage' to 'tensor' or 'fsdp'"
         )
     parts = replicas_of(bound)
     if len(parts) == 1 and not staged:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from colossax.config import RING_AXES, BoundPlan, Plan
+from colossax.errors import InputError
 from colossax.inference.cache import Specs
 from colossax.inference.engine.formats import check_any, check_format, in_codes
 from colossax.inference.plan import inference_plan
@@ -26,15 +27,24 @@ class PagedSpec:
         specs: With pages in place of seats, but for what is kept of a seat as a whole.
         fixed: Arrays of what is.
         whole: Whether anything is: then nothing that one seat has computed serves another.
+        rings: See `Pages`.
     """
 
     specs: Specs
     fixed: Fixed
     whole: bool
+    rings: tuple[tuple[int, int], ...] = ()
 
 
 def paged_spec(
-    model: Any, *, seats: int, pages: int, page_tokens: int, slots: int, form: str = "own"
+    model: Any,
+    *,
+    seats: int,
+    pages: int,
+    page_tokens: int,
+    slots: int,
+    form: str = "own",
+    ring_tokens: int | None = None,
 ) -> PagedSpec:
     """A model's cache with `pages` rows of `page_tokens` slots.
 
@@ -49,15 +59,18 @@ def paged_spec(
         page_tokens: Slots of each.
         slots: Of a sequence.
         form: What pages are kept in, see `in_codes`; what has a row for each seat is kept as it is.
+        ring_tokens: Most tokens of a seat in one step, where layers that see no further than a
+            window keep that alone, in a ring of pages for each seat; None: they keep all pages.
 
     Raises:
-        InputError: Pages cannot be kept so.
+        InputError: Pages cannot be kept so, or rings are asked for and no layer has use for one.
     """
     check_format(form)
     asked = [
         _by_kind(model.cache_spec(seats=rows, slots=of_each))
         for rows, of_each in ((pages, page_tokens), (pages, 2 * page_tokens), (seats, slots))
     ]
+    rings = _rings(model, seats, slots, page_tokens, ring_tokens)
     found, fixed_of = {}, {}
     for kind, spec in asked[0].items():
         longer, by_seat = asked[1][kind].arrays, asked[2][kind].arrays
@@ -68,6 +81,8 @@ def paged_spec(
         }
         arrays = {n: by_seat[n] for n in spec.arrays if n in fixed}
         paged = {n: _paged(one) for n, one in spec.arrays.items() if n not in fixed}
+        if kind in rings:
+            paged = {n: _with_rows(one, seats * rings[kind][1]) for n, one in paged.items()}
         arrays |= in_codes(paged, form)
         found[kind] = dataclasses.replace(spec, arrays=arrays)
         fixed_of[kind] = frozenset(fixed)
@@ -75,8 +90,38 @@ def paged_spec(
     return PagedSpec(
         specs=found.get(_ONLY) or found,
         fixed=fixed_of[_ONLY] if _ONLY in found else fixed_of,
-        whole=any(fixed_of.values()),
+        whole=any(fixed_of.values()) or bool(rings),
+        rings=tuple(dict.fromkeys(rings.values())),
     )
+
+
+def _rings(
+    model: Any, seats: int, slots: int, page_tokens: int, most: int | None
+) -> dict[str, tuple[int, int]]:
+    """By kind of layers: keys that a token sees before it, and the pages of a ring for each seat.
+
+    Raises:
+        InputError: There are to be rings, and there are none.
+    """
+    if most is None:
+        return {}
+    asked = _by_kind(model.cache_spec(seats=seats, slots=slots, chunk=most))
+    found = {}
+    for kind, spec in asked.items():
+        kept = {one.shape[2] for one in spec.arrays.values() if one.coded}
+        pages = -(-max(kept, default=0) // page_tokens)
+        if spec.kind == "windowed" and len(kept) == 1 and pages < -(-slots // page_tokens):
+            found[kind] = max(kept) - most, pages
+    if not found:
+        raise InputError(
+            f"window_rings: no layer of the model needs less than a sequence of {slots} tokens"
+            f" with steps of {most}; leave them out, or give steps of fewer tokens"
+        )
+    return found
+
+
+def _with_rows(one: CacheArray, rows: int) -> CacheArray:
+    return dataclasses.replace(one, shape=(one.shape[0], rows, *one.shape[2:]))
 
 
 def _by_kind(specs: Specs) -> dict[str, CacheSpec]:

@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from colossax.config import BoundPlan
-from colossax.errors import InputError
+from colossax.config import RING_AXES, BoundPlan
+from colossax.errors import InputError, PlanError
 from colossax.inference.cache import CacheLayout
 from colossax.inference.decode import decoding_model, resolved_slots
 from colossax.inference.engine.batch import EngineState, StepShape
 from colossax.inference.engine.drafting import Drafter, Guesses
 from colossax.inference.engine.drafting.trees import MOST_NODES
-from colossax.inference.engine.pages import engine_plan, in_equal_parts, paged_spec
+from colossax.inference.engine.pages import PagedSpec, engine_plan, in_equal_parts, paged_spec
 from colossax.inference.engine.sampling import Chosen, Draws
 from colossax.inference.engine.step import looking_step, step
 from colossax.inference.reading import Reading
@@ -43,6 +43,7 @@ class Sizes:
         decode: Tokens of a step without.
         draft: Tokens drafted behind each that is said.
         cache: What pages are kept in, one of `FORMATS`.
+        rings: Whether layers with a window or chunks keep those alone; see `paged_spec`.
     """
 
     seats: int
@@ -53,6 +54,7 @@ class Sizes:
     decode: int
     draft: int = 0
     cache: str = "own"
+    rings: bool = False
 
     @property
     def pages_a_seat(self) -> int:
@@ -103,20 +105,21 @@ class EngineProgram:
             page_tokens=sizes.page_tokens,
             slots=sizes.slots,
             form=sizes.cache,
+            ring_tokens=sizes.mixed if sizes.rings else None,
         )
+        if asked.rings and self.bound.size(RING_AXES) > 1:
+            raise PlanError(
+                "window_rings: the devices of 'ring' share a sequence's pages, and a window's ring is"
+                " a seat's own; leave the rings out, or give those devices to 'tensor' or 'fsdp'"
+            )
         self.adapters = adapters_in(spec)
         self.shares = not asked.whole and stretched_from(self.config) >= sizes.slots
         self.cache = CacheLayout(self.bound, asked.specs)
         self.reading = Reading(spec, model, self.bound, self.cache)
         if drafter is not None:
-            check_drafted(self, asked.specs)
-            if drafter.tree and drafter.tokens >= MOST_NODES:
-                raise InputError(
-                    f"draft: found a tree of {drafter.tokens} guesses; give {MOST_NODES - 1} or"
-                    " fewer"
-                )
+            check_drafted(self, asked, drafter)
             drafter = drafter.fitted(self)
-        self.drafter, self.fixed = drafter, asked.fixed
+        self.drafter, self.fixed, self.rings = drafter, asked.fixed, asked.rings
         here = replicated(self.bound)
         self.placed = functools.partial(jax.device_put, device=here)
         out = (here, self._state(here, self.cache.shardings, drafter and drafter.shardings))
@@ -136,7 +139,7 @@ class EngineProgram:
             return functools.partial(looking_step, self, shape, kind)
 
         def plain(params: Params, _drafter: None, *given: Any) -> Any:
-            return step(self.spec, self.bound, shape, params, *given)
+            return step(self.spec, self.bound, shape, self.rings, params, *given)
 
         return plain
 
@@ -240,12 +243,22 @@ def all_allowed(seats: int, vocab: int) -> np.ndarray:
     return np.full((seats, -(-vocab // 32)), 0xFFFFFFFF, np.uint32)
 
 
-def check_drafted(program: EngineProgram, specs: Any) -> None:
-    """Refuse models for which nothing can be drafted.
+def check_drafted(program: EngineProgram, asked: PagedSpec, drafter: Drafter) -> None:
+    """Refuse models for which nothing can be drafted, and trees that nobody can look at.
 
     Raises:
-        InputError: What is kept of a sequence cannot be taken back token by token.
+        InputError: What is kept of a sequence cannot be taken back token by token, or moved.
     """
+    if drafter.tree and drafter.tokens >= MOST_NODES:
+        raise InputError(
+            f"draft: found a tree of {drafter.tokens} guesses; give {MOST_NODES - 1} or fewer"
+        )
+    if drafter.tree and asked.rings:
+        raise InputError(
+            "draft: guesses for the same place are several, and a ring of pages keeps one for each;"
+            " give as many nodes as tokens, or leave out the window's rings"
+        )
+    specs = asked.specs
     kinds = specs.values() if isinstance(specs, Mapping) else (specs,)
     if any(one.kind == "sequence" for one in kinds) and not program.reading.reads.anything:
         raise InputError(

@@ -51,6 +51,7 @@ def asked_sizes(
     page_tokens: int = PAGE_TOKENS,
     mixed_tokens: int = MIXED_TOKENS,
     cache_format: str = "own",
+    window_rings: bool = False,
     draft: int = 0,
 ) -> Sizes:
     """Of an engine, as of its arguments; with one page where those are to be found.
@@ -72,6 +73,7 @@ def asked_sizes(
         decode=seats * (1 + draft),
         draft=draft,
         cache=cache_format,
+        rings=window_rings,
     )
 
 
@@ -169,7 +171,8 @@ def pages_for(
     )
     page_bytes = max(1, (cache_bytes(few) - cache_bytes(one)) // max(1, sizes.pages_a_seat - 1))
     programs = few.lowered("mixed", params), few.reading.lowered(params)
-    rest = max(used_bytes(one) for one in programs if one is not None) - cache_bytes(few)
+    rest = max(used_bytes(one) for one in programs if one is not None)
+    rest -= page_bytes * sizes.pages_a_seat  # what seats have for themselves stays
     return min(most, room_for(memory, rest, page_bytes, sizes, share=share))
 
 

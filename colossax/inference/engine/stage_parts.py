@@ -207,7 +207,7 @@ def part(
     full = _filled(spec, places, params)
     with running(running_here):
         whole = EngineState(cache=state.cache, said=said)
-        chosen, ended = step(spec, bound, shape, full, whole, packed, *given)
+        chosen, ended = step(spec, bound, shape, (), full, whole, packed, *given)
     kept = StageState(cache=ended.cache)
     if layout.is_first:
         kept = dataclasses.replace(kept, said=said, after=after)

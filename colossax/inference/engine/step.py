@@ -1,5 +1,6 @@
 """What a step computes: tokens into pages, and the next ones of each seat; pure functions."""
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,15 +23,18 @@ from colossax.inference.engine.sampling import Chosen, Draws, choose
 from colossax.nn import FlatTokens, ModelSpec
 from colossax.nn.adapters.by_token import seats_turns, turns
 from colossax.nn.adapters.several import adapters_in
-from colossax.pallas.attention import Branches, Pages
+from colossax.pallas.attention import Pages
 from colossax.sharding import use
 from colossax.typing import Params
+
+Rings = tuple[tuple[int, int], ...]
 
 
 def step(
     spec: ModelSpec,
     bound: BoundPlan,
     shape: StepShape,
+    rings: Rings,
     params: Params,
     state: EngineState,
     packed: Int[Array, " n"],
@@ -43,6 +47,7 @@ def step(
 
     Args:
         spec, bound, shape: Of the program.
+        rings: See `Pages`.
         params: Of the model.
         state: Given up.
         packed: A `Batch`.
@@ -52,7 +57,7 @@ def step(
     """
     batch = shape.unpacked(packed)
     tokens, said = resolved(batch, state)
-    given = batch, tokens, table, draws, None
+    given = batch, tokens, Pages(table=table, groups=batch.groups, rings=rings), draws
     logits, cache, _ = _forward(spec, bound, params, state, given)
     last = batch.emit[:, 0]
     emits = last >= 0
@@ -88,7 +93,9 @@ def looking_step(
     """
     batch, bound, drafter = shape.unpacked(packed), program.bound, program.drafter
     tokens, said = resolved(batch, state)
-    given = batch, tokens, table, draws, branches_of(batch, tokens, state)
+    pages = Pages(table=table, groups=batch.groups, rings=program.rings)
+    seen = dataclasses.replace(pages, branches=branches_of(batch, tokens, state))
+    given = batch, tokens, seen, draws
     logits, cache, flat = _forward(program.spec, bound, params, state, given)
     looked, emits = looked_at(batch, tokens), batch.emit[:, 0] >= 0
     position = looked.position.reshape(-1) + 1
@@ -99,13 +106,14 @@ def looking_step(
     start = looked.position[:, 0] + 1
     if looked.tree is not None:
         right = jnp.where(emits, right, 0)
-        pages = Pages(table=table, groups=batch.groups)
         shares = bound.size(RING_AXES)
         cache = moved(cache, program.fixed, pages, path, right, start - 1, batch.room, shares)
     said = with_said(said, chosen.token, chosen.count, start)
     length = jnp.where(emits, start + chosen.count, state.length)
     target, held = Target(params=params, cache=cache), state.drafter
     if kind == "mixed":
+        # A drafter has pages of its own, and no rings.
+        flat = dataclasses.replace(flat, pages=dataclasses.replace(seen, rings=()))
         held = drafter.read(own, held, target, tokens.ids, flat)
     view = View(
         said=said,
@@ -127,14 +135,14 @@ def _forward(
     bound: BoundPlan,
     params: Params,
     state: EngineState,
-    given: tuple[Batch, Tokens, Any, Draws, Branches | None],
+    given: tuple[Batch, Tokens, Pages, Draws],
 ) -> tuple[Array, Any, FlatTokens]:
     """Logits behind the tokens that are followed by others, the cache, and where tokens stand.
 
     Returns:
         `[r * (1 + d), v]`, and what `decode` was called with and gave.
     """
-    batch, tokens, table, draws, branches = given
+    batch, tokens, pages, draws = given
     model: Any = spec.merge(params)
     reads_source = getattr(model.config, "longest_source", None) is not None
     owner = jnp.clip(batch.seat, 0)
@@ -143,7 +151,7 @@ def _forward(
         position=tokens.position,
         slot=tokens.slot,
         source=draws.source[owner] if reads_source else None,
-        pages=Pages(table=table, groups=batch.groups, branches=branches),
+        pages=pages,
         # A prompt is as long as it is, however it is cut; what is said makes it longer.
         length=jnp.maximum(draws.begin[owner], tokens.position + 1),
     )

@@ -82,8 +82,8 @@ def attend_cache(
         soft_cap: Bound of the logits.
         read: Keys and values from what a seat's slots hold.
         pages: The rows of the cache are pages, which these say whose they are, in place of seats.
-            Then no layer takes slots in turn: position p is in the slot p mod slots of the page
-            p // slots of its seat, and a token outside of them is not written.
+            Then position p is in the slot p mod slots of the page p // slots of its seat, and a
+            token outside of them is not written; only `Pages.rings` are taken in turn.
 
     Returns:
         Output in q's dtype and the cache with the tokens in it.
@@ -115,7 +115,7 @@ def attend_cache(
         row = jnp.where(seat < 0, seats, seat)
         column = jnp.where(slot < 0, slots, slot if left is None else slot % slots)
     else:
-        row, column = pages.row_and_column(seat, slot, next(iter(plain.values())).shape)
+        row, column = pages.row_and_column(seat, slot, next(iter(plain.values())).shape, left)
     if new is not None:
         kept = as_kept(new, cache)
         cache = {

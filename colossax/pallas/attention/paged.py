@@ -46,8 +46,9 @@ def attend_by_kernel(
 
     Cost: that of `paged_attention`.
     """
-    # Trees, the pages of a ring and codes are attended to in the plain form.
-    if not plain or pages.branches is not None or pages.ring or cache.keys() != {"k", "v"}:
+    # Trees, pages of rings and codes are attended to in the plain form.
+    other = pages.branches is not None or pages.ring or pages.rings
+    if not plain or other or cache.keys() != {"k", "v"}:
         return None
     there = (pages.groups >= 0) & (seat[pages.groups] >= 0)
     asked = q[jnp.clip(pages.groups, 0)]

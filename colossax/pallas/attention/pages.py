@@ -75,15 +75,33 @@ class Pages:
         branches: Of guessed tokens, where they are trees; else slots are positions.
         ring: Mesh axes, of size r together, that share the pages: page p is in row p // r of the
             device p mod r. Within a region that is manual over them; none: all are here.
+        rings: Of layers whose tokens see so many keys strictly before them and no more, how many
+            rows each seat has for itself, `(keys, rows)`, in place of the table: page p of seat s
+            is in the row `s * rows + p % rows`. Keys, and tokens of a seat in one call, fit in.
     """
 
     table: Int[Array, "seats pages"]
     groups: Int[Array, "g w"]
     branches: Branches | None = None
     ring: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
+    rings: tuple[tuple[int, int], ...] = dataclasses.field(default=(), metadata={"static": True})
+
+    def rows(self, seat: Array, page: Array, reach: int | None) -> Array:
+        """Rows that hold these pages of seats.
+
+        Args:
+            seat, page: Of each, within the table.
+            reach: Keys that tokens of the layer see strictly before them; None: all.
+        """
+        ring = None if reach is None else dict(self.rings).get(reach)
+        return self.table[seat, page] if ring is None else seat * ring + page % ring
 
     def row_and_column(
-        self, seat: Int[Array, " t"], slot: Int[Array, " t"], shape: tuple[int, ...]
+        self,
+        seat: Int[Array, " t"],
+        slot: Int[Array, " t"],
+        shape: tuple[int, ...],
+        reach: int | None,
     ) -> tuple[Array, Array]:
         """Page and place in it of each token, out of range where there is none.
 
@@ -91,26 +109,30 @@ class Pages:
             seat: Of each; negative is padding.
             slot: Of each, counted in its sequence; negative: it is not kept.
             shape: Of the cache, `[layers, pages, slots, ...]`.
+            reach: See `rows`.
         """
         pages, each = shape[1:3]
         seats, most = self.table.shape
         page = slot // each
         there = (seat >= 0) & (slot >= 0) & (page < most)
-        row = self.table[jnp.clip(seat, 0, seats - 1), jnp.clip(page, 0, most - 1)]
+        row = self.rows(jnp.clip(seat, 0, seats - 1), jnp.clip(page, 0, most - 1), reach)
         if self.ring:
             there &= row % jax.lax.axis_size(self.ring) == jax.lax.axis_index(self.ring)
             row = row // jax.lax.axis_size(self.ring)
         return jnp.where(there, row, pages), jnp.where(there, slot % each, 0)
 
-    def held(self) -> tuple[Array, Array]:
+    def held(self, reach: int | None) -> tuple[Array, Array]:
         """The pages of each seat that are here: their rows, and which of the seat's pages they are.
 
         `[seats, pages]` both; those that are elsewhere come last, as pages that no token sees.
+
+        Args:
+            reach: See `rows`.
         """
         seats, most = self.table.shape
         number = jnp.broadcast_to(jnp.arange(most, dtype=jnp.int32), (seats, most))
         if not self.ring:
-            return self.table, number
+            return self.rows(jnp.arange(seats, dtype=jnp.int32)[:, None], number, reach), number
         size = jax.lax.axis_size(self.ring)
         away = self.table % size != jax.lax.axis_index(self.ring)
         order = jnp.argsort(away, axis=1, stable=True)
@@ -217,7 +239,7 @@ def attend_pages(
     if pages.branches is not None:
         trees = pages.branches.of_groups(jnp.clip(pages.groups, 0), own)
         last = jnp.max(jnp.where(there, slot[pages.groups], -1), axis=1)
-    rows, numbers = (x[own] for x in pages.held())
+    rows, numbers = (x[own] for x in pages.held(scores.reach))
     begin = jnp.zeros_like(first)
     if scores.reach is not None:
         least = jnp.maximum(0, first - scores.reach) // each

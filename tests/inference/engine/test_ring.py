@@ -75,9 +75,9 @@ def test_each_page_is_in_one_place():
 
     def held_local(table):
         pages = Pages(table=table, groups=jnp.zeros((1, 1), jnp.int32), ring=("ring",))
-        rows, numbers = pages.held()
+        rows, numbers = pages.held(None)
         seat = jnp.asarray([0, 1, 0], jnp.int32)
-        row, _ = pages.row_and_column(seat, jnp.asarray([0, 5, 9], jnp.int32), (1, 2, 4))
+        row, _ = pages.row_and_column(seat, jnp.asarray([0, 5, 9], jnp.int32), (1, 2, 4), None)
         return rows[None], numbers[None], row[None]
 
     mapped = jax.shard_map(

@@ -105,7 +105,7 @@ def moved(
         return {name: x if name in fixed else of_array(x) for name, x in held.items()}
 
     def place(slot: Array, shape: tuple[int, ...]) -> tuple[Array, Array]:
-        page, column = pages.row_and_column(seat.reshape(-1), slot.reshape(-1), shape)
+        page, column = pages.row_and_column(seat.reshape(-1), slot.reshape(-1), shape, None)
         count = shape[1]
         row = page % shares * (count // shares) + page // shares
         return jnp.where(page < count, row, count), column
