@@ -109,8 +109,8 @@ class EngineProgram:
         )
         if asked.rings and self.bound.size(RING_AXES) > 1:
             raise PlanError(
-                "window_rings: the devices of 'ring' share a sequence's pages, and a window's ring is"
-                " a seat's own; leave the rings out, or give those devices to 'tensor' or 'fsdp'"
+                "window_rings: the devices of 'ring' share a sequence's pages, and a window's ring"
+                " is a seat's own; leave rings out, or give those devices to 'tensor' or 'fsdp'"
             )
         self.adapters = adapters_in(spec)
         self.shares = not asked.whole and stretched_from(self.config) >= sizes.slots

@@ -202,9 +202,9 @@ def attend_pages(
     *,
     seat: Int[Array, " t"],
     position: Int[Array, " t"],
-    slot: Int[Array, " t"],
     scores: Scores,
     read: "ReadSlots",
+    slot: Int[Array, " t"] | None = None,
 ) -> Float[Array, "t k r hv"]:
     """What tokens see of their own seats' pages, up to their positions; float32.
 
@@ -219,9 +219,9 @@ def attend_pages(
         pages: See there.
         seat: Of each token; negative is padding, and its output 0.
         position: Of each token.
-        slot: Where it lies, which is its position but in trees.
         scores: How they are seen.
         read: Keys and values from what slots hold.
+        slot: Where each token lies, where those of trees are among them; else its position.
 
     Cost: 4 g w n h FLOPs for each slot that the longest group sees, rounded up to `KEYS_AT_ONCE`;
     keys and values of those are gathered once for each group. Over a ring of r devices each reads
@@ -236,7 +236,7 @@ def attend_pages(
     first = jnp.min(jnp.where(there, place, most * each), axis=1)
     own = jnp.clip(jnp.max(jnp.where(there, seat[pages.groups], 0), axis=1), 0)
     trees, last = None, jnp.max(place, axis=1)
-    if pages.branches is not None:
+    if pages.branches is not None and slot is not None:
         trees = pages.branches.of_groups(jnp.clip(pages.groups, 0), own)
         last = jnp.max(jnp.where(there, slot[pages.groups], -1), axis=1)
     rows, numbers = (x[own] for x in pages.held(scores.reach))

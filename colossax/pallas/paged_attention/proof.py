@@ -144,7 +144,7 @@ def parted(q: Any, k: Any, v: Any, rows: Any, hi: Any, soft_cap: float | None = 
         0,
         Pages(table=rows, groups=groups[:, None]),
         seat=groups,
-        position=hi[:, slot=hi[:, 0] - 1,
+        position=hi[:, 0] - 1,
         scores=scores,
         read=lambda held: (held["k"], held["v"]),
     )
