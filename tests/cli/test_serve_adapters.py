@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import signal
+import time
 
 import jax
 import pytest
@@ -68,16 +69,16 @@ def says(server, names):
     """What the server says under each name, which are all that it has."""
     import openai
 
-    client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="any")
-    assert [model.id for model in client.models.list()] == list(names)
-    with pytest.raises(openai.NotFoundError, match="mine:none"):
-        client.completions.create(model="mine:none", prompt="a")
-    asked = {"prompt": "the d", "max_tokens": 16, "temperature": 0}
     found = {}
-    for name in names:
-        while name not in found:  # 503 while an engine starts
-            try:
-                found[name] = client.completions.create(model=name, **asked).choices[0].text
-            except openai.InternalServerError:
-                continue
+    asked = {"prompt": "the d", "max_tokens": 16, "temperature": 0}
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="any") as client:
+        assert [model.id for model in client.models.list()] == list(names)
+        for name in names:
+            while name not in found:
+                try:
+                    found[name] = client.completions.create(model=name, **asked).choices[0].text
+                except openai.InternalServerError:  # 503 while an engine starts
+                    time.sleep(0.2)
+        with pytest.raises(openai.NotFoundError, match="mine:none"):
+            client.completions.create(model="mine:none", prompt="a")
     return found
