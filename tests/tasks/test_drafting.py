@@ -207,6 +207,7 @@ def test_a_checkpoint_holds_the_drafter_alone_and_is_read_beside_its_target(trai
         open_checkpoint(folder / "drafter")
 
 
+@pytest.mark.sweep
 def test_a_run_goes_on_elsewhere_as_if_nobody_had_touched_it(trained):
     folder, config, _ = trained
     config = changed(config.replace(steps=4), "optimizer", schedule_steps=4)
