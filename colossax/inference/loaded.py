@@ -11,7 +11,7 @@ from colossax.inference.engine import Engine, ModelDrafter, Replicas, make_engin
 from colossax.inference.fitting import argument_bytes
 from colossax.inference.generator import Generator
 from colossax.nn import AdapterConfig, DecoderConfig, ModelSpec
-from colossax.typing import Params
+from colossax.typing import ParamInfo, Params
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,3 +76,16 @@ class LoadedModel:
     def embedder(self, **options: Any) -> Embedder:
         """One for many texts at once, with options as of `Embedder`; load it `unrolled`."""
         return Embedder(self.spec, self.bound, self.params, **options)
+
+
+def held_as(info: ParamInfo) -> tuple[str, int | None, str | None]:
+    """What tells a parameter of a base, and a part of one, from others of it."""
+    part = None if info.quantised is None else info.quantised.name
+    return info.stood_at or info.path, info.first_layer, part
+
+
+def stood(info: ParamInfo) -> ParamInfo:
+    """A parameter of a base with the path that it has there."""
+    if not info.of_base or not info.stood_at:
+        return info
+    return dataclasses.replace(info, path=info.stood_at)

@@ -18,18 +18,24 @@ from colossax.inference.embedding import tells_embeddings, with_embedding
 from colossax.inference.engine.stage_parts import check_staged
 from colossax.inference.fitting import Fitted, fit_layers
 from colossax.inference.generator import Generator
-from colossax.inference.loaded import LoadedModel
+from colossax.inference.loaded import LoadedModel, held_as, stood
 from colossax.inference.outliers import Outliers
-from colossax.inference.plan import one_stack, parameters_alone, unrolled, with_stage_programs
+from colossax.inference.plan import (
+    one_stack,
+    param_shapes,
+    parameters_alone,
+    unrolled,
+    with_stage_programs,
+)
 from colossax.inference.several import Several
 from colossax.models import config_from_json, maker
 from colossax.models.adapters.quantising import read_with_codes
 from colossax.nn import AdapterConfig, DecoderConfig, MakeModel, ModelSpec, describe, with_adapter
 from colossax.nn.quantised.forms import check_form
 from colossax.nn.quantised.serving import with_served
-from colossax.sharding import param_sharding, use, validate
+from colossax.sharding import use, validate
 from colossax.sharding.rules import uneven_layers
-from colossax.typing import ParamInfo, Params
+from colossax.typing import Params
 
 _FLOATS = ("float16", "bfloat16", "float32")
 """Dtypes of a plan's parameters, the widest last."""
@@ -212,14 +218,14 @@ class StoredModel:
     def _frozen_of(base: LoadedModel, spec: ModelSpec) -> dict[int, jax.Array]:
         """Arrays of a loaded base, by the place that they have in another model."""
         held = zip(jax.tree.leaves(base.spec.infos), jax.tree.leaves(base.params), strict=True)
-        arrays = {_held_as(info): array for info, array in held}
+        arrays = {held_as(info): array for info, array in held}
         infos = enumerate(jax.tree.leaves(spec.infos))
-        return {at: arrays[_held_as(info)] for at, info in infos if info.of_base}
+        return {at: arrays[held_as(info)] for at, info in infos if info.of_base}
 
     def _read(self, bound: BoundPlan, spec: ModelSpec, found: Mapping[int, jax.Array]) -> Params:
         """The parameters, but those that are there: of an adapter, and of its base."""
         infos, structure = jax.tree.flatten(spec.infos)
-        shapes, found = jax.tree.leaves(_shapes(bound, spec)), dict(found)
+        shapes, found = jax.tree.leaves(param_shapes(bound, spec)), dict(found)
         reader = RecordReader(self.directory, self.step)
         places = [(reader, self.name, self.frozen)]
         if self.base is not None and not found:
@@ -228,7 +234,7 @@ class StoredModel:
             prefix = f"{name}/params"
             own = [i for i, info in enumerate(infos) if info.of_base == frozen]
             wants = [
-                (slot_of(_stood(infos[i]), prefix, dtype=shapes[i].dtype), shapes[i].sharding)
+                (slot_of(stood(infos[i]), prefix, dtype=shapes[i].dtype), shapes[i].sharding)
                 for i in own
             ]
             of_these = [infos[i] for i in own]
@@ -264,7 +270,7 @@ class StoredModel:
 
         def made(plan: Plan) -> Generator | Several:
             bound, spec = self._described(plan, devices)
-            return make(spec, bound, _shapes(bound, spec), **sizes)
+            return make(spec, bound, param_shapes(bound, spec), **sizes)
 
         return fit_layers(made, parameters_alone(plan), self.config.layers)
 
@@ -288,30 +294,6 @@ class StoredModel:
             bound = bound.replace(rules=one_stack(plan.rules))
         validate(bound, spec.infos)
         return bound, spec
-
-
-def _held_as(info: ParamInfo) -> tuple[str, int | None, str | None]:
-    """What tells a parameter of a base, and a part of one, from others of it."""
-    part = None if info.quantised is None else info.quantised.name
-    return info.stood_at or info.path, info.first_layer, part
-
-
-def _stood(info: ParamInfo) -> ParamInfo:
-    """A parameter of a base with the path that it has there."""
-    if not info.of_base or not info.stood_at:
-        return info
-    return dataclasses.replace(info, path=info.stood_at)
-
-
-def _shapes(bound: BoundPlan, spec: ModelSpec) -> Params:
-    """Parameters as shapes, each with where it will lie."""
-    dtype = bound.plan.precision.params
-    return jax.tree.map(
-        lambda info: jax.ShapeDtypeStruct(
-            info.shape, info.at_rest(dtype), sharding=param_sharding(bound, "params", info)
-        ),
-        spec.infos,
-    )
 
 
 _KINDS = {MODEL: dict, "models": dict, "tokenizer": str, "plan": dict, "adapter": dict}

@@ -182,3 +182,14 @@ def _moved(x: Any, sharding: NamedSharding) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     return jax.device_put(x, sharding)
+
+
+def param_shapes(bound: BoundPlan, spec: ModelSpec) -> Params:
+    """Parameters as shapes, each with where it will lie."""
+    dtype = bound.plan.precision.params
+    return jax.tree.map(
+        lambda info: jax.ShapeDtypeStruct(
+            info.shape, info.at_rest(dtype), sharding=param_sharding(bound, "params", info)
+        ),
+        spec.infos,
+    )
