@@ -125,7 +125,6 @@ def decoded(target, drafter, tokens, pages):
 
 
 @pytest.mark.catches("drafter-sees-its-block")
-@pytest.mark.catches("drafter-query-unturned")
 @pytest.mark.parametrize(("name", "pages"), QUICK)
 def test_training_is_decoding_from_states_of_whole_blocks(name, pages):
     check_decoded(name, pages)
