@@ -187,6 +187,20 @@ def test_what_the_target_has_not_seen_changes_nothing():
     assert jnp.all(jnp.any(found[:, 9:] != want[:, 9:], axis=-1))
 
 
+@pytest.mark.catches("drafter-query-unturned")
+def test_rotary_positions_matter_by_distance_alone():
+    target, drafter, tokens = made("grouped", layers=1)
+
+    @jax.jit
+    def run(first):
+        positions = first + jnp.arange(LENGTH, dtype=jnp.int32)[None]
+        _, keys = target.hidden_and_keys(tokens, positions=positions)
+        embedded, offsets = target.embedded(tokens), jnp.asarray([0])
+        return drafter.hidden(embedded, keys, offsets, positions=positions)
+
+    np.testing.assert_allclose(run(9), run(0), atol=1e-4)
+
+
 REFUSED = {
     "latent": {
         "latent": LatentConfig(kv_rank=8, nope_dim=4, rope_dim=4, v_dim=8),
