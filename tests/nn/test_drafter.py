@@ -125,7 +125,6 @@ def decoded(target, drafter, tokens, pages):
 
 
 @pytest.mark.catches("drafter-sees-its-block")
-@pytest.mark.catches("drafter-query-unturned")
 @pytest.mark.parametrize(("name", "pages"), QUICK)
 def test_training_is_decoding_from_states_of_whole_blocks(name, pages):
     check_decoded(name, pages)
@@ -186,6 +185,20 @@ def test_what_the_target_has_not_seen_changes_nothing():
     found = run({name: x.at[:, 8].set(1.0) for name, x in keys.items()})
     np.testing.assert_array_equal(found[:, :9], want[:, :9])
     assert jnp.all(jnp.any(found[:, 9:] != want[:, 9:], axis=-1))
+
+
+@pytest.mark.catches("drafter-query-unturned")
+def test_rotary_positions_matter_by_distance_alone():
+    target, drafter, tokens = made("grouped", layers=1)
+
+    @jax.jit
+    def run(first):
+        positions = first + jnp.arange(LENGTH, dtype=jnp.int32)[None]
+        _, keys = target.hidden_and_keys(tokens, positions=positions)
+        embedded, offsets = target.embedded(tokens), jnp.asarray([0])
+        return drafter.hidden(embedded, keys, offsets, positions=positions)
+
+    np.testing.assert_allclose(run(9), run(0), atol=1e-4)
 
 
 REFUSED = {
