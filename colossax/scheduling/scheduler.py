@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from colossax.config import at_least
-from colossax.errors import InputError
+from colossax.scheduling.checks import check_budget
 from colossax.scheduling.drafts import Drafts
 from colossax.scheduling.holdings import Holdings
 from colossax.scheduling.plan import Ended, EndReason, Piece, Stats, StepPlan
@@ -79,28 +79,18 @@ class Scheduler:
         Raises:
             InputError: Naming a number that is out of bounds.
         """
-        at_least(0).check(draft, "draft")
+        for name, number in {"draft": draft, "max_wait": max_wait}.items():
+            at_least(0).check(number, name)
         decode = seats * (1 + draft) if decode is None else decode
-        sizes = {"seats": seats, "pages": pages, "page_tokens": page_tokens, "decode": decode}
-        for name, size in {**sizes, "pages_a_seat": pages_a_seat}.items():
+        sizes: dict[str, int] = {"seats": seats, "pages": pages, "page_tokens": page_tokens}
+        sizes["pages_a_seat"] = pages_a_seat
+        for name, size in {**sizes, "decode": decode}.items():
             at_least(1).check(size, name)
-        at_least(0).check(max_wait, "max_wait")
-        least = max(seats * (1 + draft), decode)
-        if mixed < least:
-            raise InputError(
-                f"mixed: found {mixed} tokens, fewer than the {least} that a step decodes; give"
-                f" {least} or more"
-            )
+        check_budget(mixed, max(seats * (1 + draft), decode))
         self._page_tokens, self._mixed, self._decode = page_tokens, mixed, decode
         self._seats, self._pages, self._max_wait = seats, pages, max_wait
         self._longest = min(pages, pages_a_seat) * page_tokens
-        self._holdings = Holdings(
-            seats=seats,
-            pages=pages,
-            page_tokens=page_tokens,
-            pages_a_seat=pages_a_seat,
-            reuse=reuse,
-        )
+        self._holdings = Holdings(**sizes, reuse=reuse)
         self._pool = self._holdings.pool
         self._drafts = Drafts(draft, adapts=adapts)
         self._queue = Queue(self._holdings.cached, max_wait)
@@ -163,13 +153,10 @@ class Scheduler:
         own = Run(-1, request, self._page_tokens)
         waiting = [run for run in (*self._live.values(), own) if run.seat == NOWHERE]
         begun = sum(run.length - run.written for run in self._running)
-        unread = sum(len(run.ids) - self._found(run) for run in waiting)
+        there = sum(self._holdings.cached(run) * self._page_tokens for run in waiting)
+        unread = sum(len(run.ids) for run in waiting) - there
         beyond = max(0, len(self._live) + 1 - self._seats)
         return begun + unread + beyond * self._mixed, len(self._live)
-
-    def _found(self, run: Run) -> int:
-        """Tokens of one that waits that are there."""
-        return self._holdings.cached(run) * self._page_tokens
 
     def cancel(self, number: int) -> bool:
         """End a request now; whether it was not over yet. `gone` tells of it."""
