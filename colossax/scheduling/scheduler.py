@@ -84,6 +84,7 @@ class Scheduler:
             )
         self._page_tokens, self._mixed, self._decode = page_tokens, mixed, decode
         self._seats, self._pages, self._max_wait = seats, pages, max_wait
+        self._slots = pages_a_seat * page_tokens
         self._longest = min(pages, pages_a_seat) * page_tokens
         self._holdings = Holdings(
             seats=seats,
@@ -131,9 +132,13 @@ class Scheduler:
         Raises:
             InputError: It would not fit though it were alone, or there is nothing to say.
         """
-        request.check_room(self._longest)
+        cap = None
+        if request.keep is not None:
+            cap = request.keep.pages(self._page_tokens, self._mixed).held
+        few = cap is not None and cap <= self._pages
+        request.check_room(self._slots if few else self._longest)
         number, self._added = self._added, self._added + 1
-        run = Run(number, request, self._page_tokens)
+        run = Run(number, request, self._page_tokens, cap)
         self._live[number] = run
         self._queue.add(run)
         if request.deadline_s is not None:

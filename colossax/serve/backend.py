@@ -32,6 +32,7 @@ class Facts:
         bos: Characters of the token that begins a document, for the template; may be empty.
         eos: Characters of the token that ends one.
         embeds: Whether it tells embeddings.
+        keeps: Whether requests may keep the first and last of their tokens alone.
     """
 
     model: str
@@ -45,6 +46,7 @@ class Facts:
     bos: str = ""
     eos: str = ""
     embeds: bool = False
+    keeps: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -86,6 +86,7 @@ class Engine:
         mixed_tokens: int = MIXED_TOKENS,
         cache_format: str = "own",
         window_rings: bool = False,
+        keeps: bool = False,
         reuse: bool = True,
         deterministic: bool = False,
         max_wait_s: float = 1.0,
@@ -108,6 +109,7 @@ class Engine:
                 eight bits, `int8` or `fp8`, with a scale for each token and kv head.
             window_rings: Whether layers with a window or chunks keep no more than a window and a
                 step of each seat; then no prompts share pages.
+            keeps: Whether requests may keep the first and last of their tokens alone (`Keep`).
             reuse: Whether prompts that begin alike share pages.
             deterministic: Whether all steps are of one size, so that a request's logits are the
                 same bit by bit whoever else is there; else they differ in rounding.
@@ -116,7 +118,7 @@ class Engine:
 
         Raises:
             InputError: The model cannot decode, a size is none, or pages cannot be kept so;
-                rings, and no layer has use for one.
+                rings, and no layer has use for one; `keeps`, and the model cannot.
             PlanError: Layers are in stages.
         """
         check_served(spec, bound)
@@ -135,6 +137,7 @@ class Engine:
             decode=seats,
             cache=cache_format,
             rings=window_rings,
+            keeps=keeps,
         )
         if pages is None:
             sizes = dataclasses.replace(sizes, pages=pages_for(spec, bound, params, sizes))
@@ -234,6 +237,11 @@ class Engine:
             raise InputError(
                 "constraint: it needs each token before the next; give it with waits=True, and"
                 " waits only with it"
+            )
+        if request.keep is not None and not self.sizes.keeps:
+            raise InputError(
+                "keep: this engine keeps all tokens of each request; leave it out, or make the"
+                " engine with keeps=True"
             )
         number = self._scheduler.add(request)
         self._logprobs[number] = request.sampling.logprobs

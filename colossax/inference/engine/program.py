@@ -13,12 +13,13 @@ from jaxtyping import Array, Bool, Int, UInt32
 from colossax.config import BoundPlan
 from colossax.inference.cache import Cache, CacheLayout
 from colossax.inference.decode import decoding_model, resolved_slots
+from colossax.inference.engine.keeping import check_keeps
 from colossax.inference.engine.pages import paged_spec
 from colossax.inference.engine.sampling import Chosen, Draws, choose
 from colossax.inference.plan import inference_plan
 from colossax.inference.reading import Reading
 from colossax.nn import DecoderConfig, FlatTokens, ModelSpec
-from colossax.pallas.attention import Pages
+from colossax.pallas.attention import Kept, Pages
 from colossax.sharding import replicated, use
 from colossax.typing import Params
 
@@ -39,6 +40,7 @@ class Sizes:
         decode: Tokens of a step without.
         cache: What pages are kept in, one of `FORMATS`.
         rings: Whether layers with a window or chunks keep those alone; see `paged_spec`.
+        keeps: Whether requests may keep the first and the last of their tokens alone.
     """
 
     seats: int
@@ -49,6 +51,7 @@ class Sizes:
     decode: int
     cache: str = "own"
     rings: bool = False
+    keeps: bool = False
 
     @property
     def pages_a_seat(self) -> int:
@@ -162,15 +165,18 @@ class EngineProgram:
             form=sizes.cache,
             ring_tokens=sizes.mixed if sizes.rings else None,
         )
+        if sizes.keeps:
+            check_keeps(self.config)
         self.shares = not asked.whole and stretched_from(self.config) >= sizes.slots
         self.cache = CacheLayout(self.bound, asked.specs)
         self.reading = Reading(spec, model, self.bound, self.cache)
         here = replicated(self.bound)
         self.placed = functools.partial(jax.device_put, device=here)
         out = (here, EngineState(cache=self.cache.shardings, said=here))
+        kept = sizes.page_tokens if sizes.keeps else None
         self._steps = {
             kind: jax.jit(
-                functools.partial(step, spec, self.bound, sizes.step(kind), asked.rings),
+                functools.partial(step, spec, self.bound, sizes.step(kind), asked.rings, kept),
                 donate_argnums=1,
                 out_shardings=out,
             )
@@ -263,6 +269,7 @@ def step(
     bound: BoundPlan,
     shape: StepShape,
     rings: tuple[tuple[int, int], ...],
+    kept: int | None,
     params: Params,
     state: EngineState,
     packed: Int[Array, " n"],
@@ -276,6 +283,7 @@ def step(
     Args:
         spec, bound, shape: Of the program.
         rings: See `Pages`.
+        kept: Tokens of a page, where requests may keep some of theirs alone.
         params: Of the model.
         state: Given up.
         packed: A `Batch`.
@@ -291,12 +299,18 @@ def step(
     known = state.said.at[row, batch.position].get(mode="fill", fill_value=0)
     ids = jnp.where(batch.ids < 0, known, batch.ids)
     said = state.said.at[row, batch.position].set(ids, mode="drop")
+    pages = Pages(table=table, groups=batch.groups, rings=rings)
+    if kept is not None:
+        sinks, window, ring = draws.kept.T
+        kept_pages = Kept(sinks=sinks, window=window, ring=ring, page_tokens=kept)
+        pages = dataclasses.replace(pages, kept=kept_pages)
     flat = FlatTokens(
         seat=batch.seat,
         position=batch.position,
         slot=batch.position,
         source=draws.source[own] if reads_source else None,
-        pages=Pages(table=table, groups=batch.groups, rings=rings),
+        pages=pages,
+        closer=None if pages.kept is None else pages.kept.closer(batch.seat, batch.position),
         # A prompt is as long as it is, however it is cut; what is said makes it longer.
         length=jnp.maximum(draws.begin[own], batch.position + 1),
     )

@@ -34,6 +34,7 @@ class Draws:
         bias_values: What is added to their logits, float32.
         logprobs: Whether log-probabilities are asked for; bool.
         source: How many tokens of a source the seat has read; int32.
+        kept: First pages, pages of a window and places of a ring, `[r, 3]` int32; 0: all is kept.
     """
 
     temperature: Any
@@ -48,6 +49,7 @@ class Draws:
     bias_values: Any
     logprobs: Any
     source: Any
+    kept: Any
 
     @classmethod
     def empty(cls, seats: int) -> "Draws":
@@ -69,6 +71,7 @@ class Draws:
             bias_values=filled(0, "float32", MOST_BIASED),
             logprobs=filled(False, "bool"),
             source=filled(0, "int32"),
+            kept=filled(0, "int32", 3),
         )
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from .codes import read_kept, without_scales
+from .kept import Kept
 from .mask import Mask
 from .relative import RelativeBias
 
@@ -37,10 +38,13 @@ class Pages:
         rings: Of layers whose tokens see so many keys strictly before them and no more, how many
             rows each seat has for itself, `(keys, rows)`, in place of the table: page p of seat s
             is in the row `s * rows + p % rows`. Keys, and tokens of a seat in one call, fit in.
+        kept: Of seats that let go of pages between their first ones and a window; None: no seat of
+            the cache does. Layers of rings, or of a window or chunks, have none.
     """
 
     table: Int[Array, "seats pages"]
     groups: Int[Array, "g w"]
+    kept: Kept | None = None
     rings: tuple[tuple[int, int], ...] = dataclasses.field(default=(), metadata={"static": True})
 
     def rows(self, seat: Array, page: Array, reach: int | None) -> Array:
@@ -51,7 +55,9 @@ class Pages:
             reach: Keys that tokens of the layer see strictly before them; None: all.
         """
         ring = None if reach is None else dict(self.rings).get(reach)
-        return self.table[seat, page] if ring is None else seat * ring + page % ring
+        if ring is not None:
+            return seat * ring + page % ring
+        return self.table[seat, page if self.kept is None else self.kept.place(seat, page)]
 
     def row_and_column(
         self,
@@ -137,6 +143,7 @@ def attend_pages(
     position: Int[Array, " t"],
     scores: Scores,
     read: "ReadSlots",
+    sink_q: Float[Array, "t k r h"] | None = None,
 ) -> Float[Array, "t k r hv"]:
     """What tokens see of their own seats' pages, up to their positions; float32.
 
@@ -153,6 +160,8 @@ def attend_pages(
         position: Of each token.
         scores: How they are seen.
         read: Keys and values from what slots hold.
+        sink_q: Queries as they meet the first pages of seats that keep a window beside them,
+            turned by as much as those are closer; None: as they meet others.
 
     Cost: 4 g w n h FLOPs for each slot that the longest group sees, rounded up to `KEYS_AT_ONCE`;
     keys and values of those are gathered once for each group.
@@ -169,17 +178,30 @@ def attend_pages(
     begin = jnp.zeros_like(first)
     if scores.reach is not None:
         begin = jnp.maximum(0, first - scores.reach) // width
-    parts = jnp.max(jnp.where(last < 0, 0, last // width + 1 - begin))
+    passed = PassedOver.of(pages.kept, of_group[:, 0], first, last)
+    ends = last if passed is None else last - passed.least * each
+    parts = jnp.max(jnp.where(last < 0, 0, ends // width + 1 - begin))
     asked = q[jnp.clip(pages.groups, 0)]
+    sinking = None if sink_q is None else sink_q[jnp.clip(pages.groups, 0)]
 
-    def attended(asked: Array, place: Array, kept: Any, start: Array) -> Any:
-        """Largest logit, sum of exponentials and weighted values of one part."""
-        keys, values, key_scales, value_scales = kept
-        products = jnp.einsum(
+    def multiplied(asked: Array, keys: Array) -> Array:
+        return jnp.einsum(
             "wkrh,ckh->krwc", asked.astype(keys.dtype), keys, preferred_element_type=jnp.float32
         )
+
+    def attended(
+        asked: Array, sinking: Array | None, seat: Array, place: Array, kept: Any, key: Array
+    ) -> Any:
+        """Largest logit, sum of exponentials and weighted values of one part."""
+        keys, values, key_scales, value_scales = kept
+        products = multiplied(asked, keys)
+        if sinking is not None and pages.kept is not None:
+            to_sinks = key < pages.kept.sinks[seat] * each
+            products = jnp.where(to_sinks, multiplied(sinking, keys), products)
         products = products if key_scales is None else products * key_scales.T[:, None, None]
-        logits, seen = scores(products, place, start + jnp.arange(width, dtype=jnp.int32))
+        logits, seen = scores(products, place, key)
+        if pages.kept is not None:
+            seen &= pages.kept.seen(seat, place, key)
         top = jnp.max(logits, axis=-1, where=seen, initial=_NONE)
         weights = jnp.where(seen, jnp.exp(logits - top[..., None]), 0.0)
         by = weights if value_scales is None else weights * value_scales.T[:, None, None]
@@ -191,18 +213,29 @@ def attend_pages(
     def part(i: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
         number = begin + i
         columns = number[:, None] * at_once + jnp.arange(at_once, dtype=jnp.int32)
+        if passed is not None:
+            columns = passed.pages(columns)
         chosen = pages.rows(of_group, jnp.clip(columns, 0, most - 1), scores.reach)
         held = {name: x[layer, chosen] for name, x in cache.items()}
         held = {name: x.reshape(x.shape[0], width, *x.shape[3:]) for name, x in held.items()}
         kept = jax.vmap(lambda held: read_kept(read, held, q.dtype))(held)
-        slots = number[:, None] * width + jnp.arange(width, dtype=jnp.int32)
+        slots = columns[..., None] * each + jnp.arange(each, dtype=jnp.int32)
+        slots = slots.reshape(-1, width)
         # What another left behind may be no number, and nothing times that is none either.
         keys, values, *scales = kept
         values = jnp.where((slots <= last[:, None])[..., None, None], values, 0)
         if scales[1] is not None:
             scales[1] = jnp.where((slots <= last[:, None])[..., None], scales[1], 0)
         top, total, out = state
-        of_part = jax.vmap(attended)(asked, place, (keys, values, *scales), number * width)
+        given = of_group[:, 0], place, (keys, values, *scales), slots
+        if passed is None or sinking is None:
+            of_part = jax.vmap(attended, (0, None, 0, 0, 0, 0))(asked, None, *given)
+        else:
+            of_part = jax.lax.cond(
+                jnp.any(passed.sinks_in(number * at_once)),
+                lambda: jax.vmap(attended)(asked, sinking, *given),
+                lambda: jax.vmap(attended, (0, None, 0, 0, 0, 0))(asked, None, *given),
+            )
         high = jnp.maximum(top, of_part[0])
         old, new = jnp.exp(top - high), jnp.exp(of_part[0] - high)
         return (
@@ -235,6 +268,38 @@ def attend_pages(
     place = jnp.full((t,), groups * w, jnp.int32)
     place = place.at[to].set(jnp.arange(groups * w, dtype=jnp.int32), mode="drop")
     return flat.at[place].get(mode="fill", fill_value=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PassedOver:
+    """Of groups of tokens: the pages between the first ones and their windows, which none sees.
+
+    Attributes:
+        sinks: `[g]`, first pages of each.
+        least: `[g]`, pages that all of its tokens pass over.
+        most: `[g]`, those that one does.
+    """
+
+    sinks: Array
+    least: Array
+    most: Array
+
+    @classmethod
+    def of(cls, kept: Kept | None, seat: Array, first: Array, last: Array) -> "PassedOver | None":
+        """Of seats of groups, and positions of their first and last tokens."""
+        if kept is None:
+            return None
+        least, most = (kept.passed(seat, x) for x in (first, last))
+        return cls(sinks=kept.sinks[seat], least=jnp.minimum(least, most), most=most)
+
+    def pages(self, column: Int[Array, "g c"]) -> Array:
+        """The page that comes at this place of those that a group reads."""
+        behind = column >= self.sinks[:, None]
+        return column + jnp.where(behind, self.least[:, None], 0)
+
+    def sinks_in(self, column: Array) -> Array:
+        """Whether what begins at this place has first pages that are closer than they stand."""
+        return (self.most > 0) & (column < self.sinks)
 
 
 def scores_of(
