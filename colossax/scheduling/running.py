@@ -23,6 +23,7 @@ class Run:
         seat: Its, or `NOWHERE`.
         pages: In the order of its tokens.
         room: Tokens that they hold.
+        cap: Most pages that it holds; None: as many as its tokens fill.
         named: How many of them, from the first on, have keys.
         next_name: Tokens that must be written for the next page to have one.
         cached: Pages of its prefix that were found last.
@@ -34,13 +35,21 @@ class Run:
     """
 
     __slots__ = (
-        "_keys", "_page_tokens", "cached", "drafts", "ends", "hope", "ids", "length", "most",
+        "_keys", "_page_tokens", "cached", "cap", "drafts", "ends", "hope", "ids", "length", "most",
         "named", "next_name", "number", "pages", "preempted", "request", "room", "seat", "since_s",
         "speaks", "waits", "written",
     )  # fmt: skip
 
-    def __init__(self, number: int, request: EngineRequest, page_tokens: int, drafts: int = 0):
+    def __init__(
+        self,
+        number: int,
+        request: EngineRequest,
+        page_tokens: int,
+        drafts: int = 0,
+        cap: int | None = None,
+    ):
         """Before its first step."""
+        self.cap = cap
         self.number, self.request = number, request
         self.ids = [*request.prompt, *request.generated]
         self.most = len(request.prompt) + request.max_tokens

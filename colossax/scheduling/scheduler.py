@@ -93,6 +93,7 @@ class Scheduler:
             )
         self._page_tokens, self._mixed, self._decode = page_tokens, mixed, decode
         self._seats, self._pages, self._max_wait = seats, pages, max_wait
+        self._slots = pages_a_seat * page_tokens
         self._longest = min(pages, pages_a_seat) * page_tokens
         self._holdings = Holdings(
             seats=seats,
@@ -143,9 +144,10 @@ class Scheduler:
         Raises:
             InputError: It would not fit though it were alone, or there is nothing to say.
         """
-        request.check_room(self._longest)
+        run = self._run(self._added, request)
+        few = run.cap is not None and run.cap <= self._pages
+        request.check_room(self._slots if few else self._longest)
         number, self._added = self._added, self._added + 1
-        run = Run(number, request, self._page_tokens, self._drafts.most)
         self._live[number] = run
         self._queue.add(run)
         if request.deadline_s is not None:
@@ -160,12 +162,17 @@ class Scheduler:
 
         Cost: a look at each request; its own prompt is hashed as far as it is found.
         """
-        own = Run(-1, request, self._page_tokens)
+        own = self._run(-1, request)
         waiting = [run for run in (*self._live.values(), own) if run.seat == NOWHERE]
         begun = sum(run.length - run.written for run in self._running)
         unread = sum(len(run.ids) - self._found(run) for run in waiting)
         beyond = max(0, len(self._live) + 1 - self._seats)
         return begun + unread + beyond * self._mixed, len(self._live)
+
+    def _run(self, number: int, request: EngineRequest) -> Run:
+        keep, size = request.keep, self._page_tokens
+        cap = None if keep is None else keep.pages(size, self._mixed).held
+        return Run(number, request, size, self._drafts.most, cap)
 
     def _found(self, run: Run) -> int:
         """Tokens of one that waits that are there."""
