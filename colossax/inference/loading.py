@@ -13,7 +13,7 @@ from colossax.checkpoint.base import base_of, check_base, checksum
 from colossax.checkpoint.broken import chosen
 from colossax.config import BoundPlan, Plan, Precision, from_json
 from colossax.data import Tokenizer
-from colossax.errors import CheckpointError, InputError, PlanError
+from colossax.errors import CheckpointError, InputError
 from colossax.inference.embedding import tells_embeddings, with_embedding
 from colossax.inference.engine.stage_parts import check_staged
 from colossax.inference.fitting import Fitted, fit_layers
@@ -28,6 +28,12 @@ from colossax.inference.plan import (
     with_stage_programs,
 )
 from colossax.inference.several import Several
+from colossax.inference.stored.documents import (
+    MODEL,
+    configuration_of,
+    precision_of,
+    tokenizer_of,
+)
 from colossax.models import config_from_json, maker
 from colossax.models.adapters.quantising import read_with_codes
 from colossax.nn import AdapterConfig, DecoderConfig, MakeModel, ModelSpec, describe, with_adapter
@@ -36,12 +42,6 @@ from colossax.nn.quantised.serving import with_served
 from colossax.sharding import use, validate
 from colossax.sharding.rules import uneven_layers
 from colossax.typing import Params
-
-_FLOATS = ("float16", "bfloat16", "float32")
-"""Dtypes of a plan's parameters, the widest last."""
-
-MODEL = "model"
-"""Name of a model that is alone in its checkpoint."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -327,16 +327,16 @@ def open_checkpoint(
     for document, kind in _KINDS.items():
         reader.document(document, kind)
     where = f"checkpoint '{directory}' step {reader.step}"
-    model = config_from_json(_configuration(documents, name, where))
+    model = config_from_json(configuration_of(documents, name, where))
     adapter, beside = documents.get("adapter"), None
     if adapter is not None:
         beside = base_of(reader, base)
-    tokenizer = _tokenizer(documents.get("tokenizer"), model.decoder().vocab, where)
+    tokenizer = tokenizer_of(documents.get("tokenizer"), model.decoder().vocab, where)
     return StoredModel(
         directory=directory,
         step=reader.step,
         model=model,
-        precision=_precision(*(beside or (reader, name)), documents),
+        precision=precision_of(*(beside or (reader, name)), documents),
         tokenizer=tokenizer,
         name=name,
         adapter=from_json(AdapterConfig, adapter or {}, where="adapter of the checkpoint"),
@@ -357,53 +357,3 @@ def load(
         InputError: As `open_checkpoint` and `StoredModel.load`.
     """
     return open_checkpoint(path).load(plan, devices)
-
-
-def _configuration(documents: dict[str, Any], name: str, where: str) -> Any:
-    several = documents.get("models", {})
-    if name in several:
-        return several[name]
-    if name != MODEL or (several and MODEL not in documents):
-        raise CheckpointError(
-            f"{where} names no model '{name}'; it has"
-            f" {', '.join(repr(one) for one in sorted(several)) or 'one without a name'}"
-        )
-    if "drafter" in documents:
-        raise CheckpointError(
-            f"{where} holds a drafter, which continues no text by itself; give the checkpoint of"
-            " the model that it drafts for"
-        )
-    if MODEL not in documents:
-        raise CheckpointError(
-            f"{where} names no model; give one that colossax train or colossax import wrote"
-        )
-    return documents[MODEL]
-
-
-def _tokenizer(document: str | None, vocab: int, where: str) -> Tokenizer | None:
-    if document is None:
-        return None
-    tokenizer = Tokenizer.from_json(document)
-    if tokenizer.vocab_size > vocab:
-        raise CheckpointError(
-            f"{where}: its tokenizer has {tokenizer.vocab_size} tokens and its model {vocab};"
-            f" restore it from a copy"
-        )
-    return tokenizer
-
-
-def _precision(reader: RecordReader, name: str, documents: dict[str, Any]) -> Precision:
-    """The run's, if a plan is stored, with parameters as they are on disk."""
-    prefix = f"{name}/params/"
-    stored = {
-        dtype.name for record, (_, dtype) in reader.records().items() if record.startswith(prefix)
-    }
-    params = max(stored.intersection(_FLOATS), key=_FLOATS.index, default="float32")
-    trained = documents.get("plan")
-    if trained is None:
-        return Precision(params=params, compute=params, cache=params)
-    plan = from_json(Plan, trained, where="plan of the checkpoint", error=PlanError)
-    # Others are of parameters that keep a dtype of their own.
-    params = plan.precision.params if plan.precision.params in stored else params
-    compute = plan.precision.compute
-    return dataclasses.replace(plan.precision, params=params, cache=compute, matmul="compute")

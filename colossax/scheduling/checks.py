@@ -55,3 +55,16 @@ def check_length(prompt: int, max_tokens: int, limit: int) -> None:
             f"max_tokens: a prompt of {prompt} and {max_tokens} more make {prompt + max_tokens}"
             f" tokens, above the longest sequence of {limit}; ask for at most {limit - prompt}"
         )
+
+
+def check_budget(mixed: int, least: int) -> None:
+    """Refuse steps of `mixed` tokens that are too short for what they decode.
+
+    Raises:
+        InputError: With the tokens that are needed.
+    """
+    if mixed < least:
+        raise InputError(
+            f"mixed: found {mixed} tokens, fewer than the {least} that a step decodes; give"
+            f" {least} or more"
+        )

@@ -46,11 +46,12 @@ class Run:
         request: EngineRequest,
         page_tokens: int,
         drafts: int = 0,
-        cap: int | None = None,
+        step: int = 1,
     ):
-        """Before its first step."""
-        self.cap = cap
+        """Before its first step; `step`: most tokens of one."""
         self.number, self.request = number, request
+        keep = request.keep
+        self.cap = None if keep is None else keep.pages(page_tokens, step).held
         self.ids = [*request.prompt, *request.generated]
         self.most = len(request.prompt) + request.max_tokens
         self.length = len(self.ids)
@@ -65,6 +66,10 @@ class Run:
         self.hope = 1.0
         self._keys: list[bytes] = []
         self._page_tokens = page_tokens
+
+    def fits(self, pages: int) -> bool:
+        """Whether so many hold all that it keeps, however long it is."""
+        return self.cap is not None and self.cap <= pages
 
     @property
     def in_flight(self) -> int:

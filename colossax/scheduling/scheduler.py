@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from colossax.config import at_least
-from colossax.errors import InputError
+from colossax.scheduling.checks import check_budget
 from colossax.scheduling.drafts import Drafts
 from colossax.scheduling.holdings import Holdings
 from colossax.scheduling.plan import Ended, EndReason, Piece, Stats, StepPlan
@@ -79,29 +79,19 @@ class Scheduler:
         Raises:
             InputError: Naming a number that is out of bounds.
         """
-        at_least(0).check(draft, "draft")
+        for name, number in {"draft": draft, "max_wait": max_wait}.items():
+            at_least(0).check(number, name)
         decode = seats * (1 + draft) if decode is None else decode
-        sizes = {"seats": seats, "pages": pages, "page_tokens": page_tokens, "decode": decode}
-        for name, size in {**sizes, "pages_a_seat": pages_a_seat}.items():
+        sizes: dict[str, int] = {"seats": seats, "pages": pages, "page_tokens": page_tokens}
+        sizes["pages_a_seat"] = pages_a_seat
+        for name, size in {**sizes, "decode": decode}.items():
             at_least(1).check(size, name)
-        at_least(0).check(max_wait, "max_wait")
-        least = max(seats * (1 + draft), decode)
-        if mixed < least:
-            raise InputError(
-                f"mixed: found {mixed} tokens, fewer than the {least} that a step decodes; give"
-                f" {least} or more"
-            )
+        check_budget(mixed, max(seats * (1 + draft), decode))
         self._page_tokens, self._mixed, self._decode = page_tokens, mixed, decode
         self._seats, self._pages, self._max_wait = seats, pages, max_wait
         self._slots = pages_a_seat * page_tokens
         self._longest = min(pages, pages_a_seat) * page_tokens
-        self._holdings = Holdings(
-            seats=seats,
-            pages=pages,
-            page_tokens=page_tokens,
-            pages_a_seat=pages_a_seat,
-            reuse=reuse,
-        )
+        self._holdings = Holdings(**sizes, reuse=reuse)
         self._pool = self._holdings.pool
         self._drafts = Drafts(draft, adapts=adapts)
         self._queue = Queue(self._holdings.cached, max_wait)
@@ -144,15 +134,13 @@ class Scheduler:
         Raises:
             InputError: It would not fit though it were alone, or there is nothing to say.
         """
-        run = self._run(self._added, request)
-        few = run.cap is not None and run.cap <= self._pages
-        request.check_room(self._slots if few else self._longest)
-        number, self._added = self._added, self._added + 1
-        self._live[number] = run
+        run = Run(self._added, request, self._page_tokens, self._drafts.most, self._mixed)
+        request.check_room(self._slots if run.fits(self._pages) else self._longest)
+        self._live[run.number], self._added = run, self._added + 1
         self._queue.add(run)
         if request.deadline_s is not None:
-            heapq.heappush(self._deadlines, (request.deadline_s, number))
-        return number
+            heapq.heappush(self._deadlines, (request.deadline_s, run.number))
+        return run.number
 
     def ahead(self, request: EngineRequest) -> tuple[int, int]:
         """What a request that came now would find before it, and how many have not ended.
@@ -162,21 +150,13 @@ class Scheduler:
 
         Cost: a look at each request; its own prompt is hashed as far as it is found.
         """
-        own = self._run(-1, request)
+        own = Run(-1, request, self._page_tokens, step=self._mixed)
         waiting = [run for run in (*self._live.values(), own) if run.seat == NOWHERE]
         begun = sum(run.length - run.written for run in self._running)
-        unread = sum(len(run.ids) - self._found(run) for run in waiting)
+        there = sum(self._holdings.cached(run) * self._page_tokens for run in waiting)
+        unread = sum(len(run.ids) for run in waiting) - there
         beyond = max(0, len(self._live) + 1 - self._seats)
         return begun + unread + beyond * self._mixed, len(self._live)
-
-    def _run(self, number: int, request: EngineRequest) -> Run:
-        keep, size = request.keep, self._page_tokens
-        cap = None if keep is None else keep.pages(size, self._mixed).held
-        return Run(number, request, size, self._drafts.most, cap)
-
-    def _found(self, run: Run) -> int:
-        """Tokens of one that waits that are there."""
-        return self._holdings.cached(run) * self._page_tokens
 
     def cancel(self, number: int) -> bool:
         """End a request now; whether it was not over yet. `gone` tells of it."""

@@ -25,9 +25,15 @@ from colossax.inference.engine.sizing import (
     asked_sizes,
     pages_for,
 )
-from colossax.inference.engine.values import CONFINED, NOT_SOUND, Constraint, EngineStats
+from colossax.inference.engine.values import (
+    CONFINED,
+    NOT_SOUND,
+    Constraint,
+    EngineStats,
+    check_waits,
+)
 from colossax.nn import ModelSpec
-from colossax.scheduling import Emitted, Ended, EngineRequest, Scheduler, StepPlan
+from colossax.scheduling import Emitted, EngineRequest, Scheduler, StepPlan
 from colossax.typing import Params
 
 DEPTH = 2
@@ -237,11 +243,7 @@ class Engine:
         request.check(vocab=self.config.vocab, slots=self.sizes.slots, reads=reads)
         check_adapter(request.adapter, self.adapters)
         check_keep(request, self.sizes.keeps)
-        if (constraint is not None) != request.waits:
-            raise InputError(
-                "constraint: it needs each token before the next; give it with waits=True, and"
-                " waits only with it"
-            )
+        check_waits(request, constraint)
 
     def ahead(self, request: EngineRequest) -> tuple[int, int]:
         """What a request that `check` lets pass would find before it; see `Scheduler.ahead`."""
@@ -358,9 +360,10 @@ class Engine:
                 continue
             last = ended.get(piece.request)
             used = len(each) - (last.unused if last else 0)
+            logprobs = self._logprobs[piece.request]
             for i in range(used):
                 ending = last if i == used - 1 else None
-                told.append(self._emitted(piece.request, (piece.seat, i), found, ending))
+                told.append(emitted_of(piece.request, (piece.seat, i), found, logprobs, ending))
             if (constraint := self._constraints.get(piece.request)) is not None:
                 with self._ending_alone(piece.request):
                     constraint.took(each[0])
@@ -379,19 +382,6 @@ class Engine:
     def _forget(self, number: int) -> None:
         self._logprobs.pop(number, None)
         self._constraints.pop(number, None)
-
-    def _emitted(
-        self, number: int, at: tuple[int, int], found: Chosen, last: Ended | None
-    ) -> Emitted:
-        count = self._logprobs[number]
-        logprob, top = None, ()
-        if count is not None:
-            logprob = float(found.logprob[at])
-            pairs = zip(found.top_tokens[at], found.top_logprobs[at], strict=True)
-            top = tuple((int(t), float(p)) for t, p in pairs if t >= 0)[:count]
-        reason = None if last is None else last.reason
-        token = int(found.token[at])
-        return Emitted(number, token=token, logprob=logprob, top=top, ended=reason)
 
 
 def check_served(spec: ModelSpec, bound: BoundPlan) -> None:

@@ -6,6 +6,9 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from colossax.errors import InputError
+from colossax.inference.engine.sampling import Chosen
+from colossax.scheduling import Emitted, Ended, EngineRequest
 from colossax.scheduling import Stats as SchedulerStats
 
 NOT_SOUND = "the model gave numbers that are no logits (NaN or infinite) for this request"
@@ -38,3 +41,37 @@ class EngineStats:
     steps: Mapping[str, int]
     scheduler: SchedulerStats
     each: tuple["EngineStats", ...] = ()
+
+
+def check_waits(request: EngineRequest, constraint: Constraint | None) -> None:
+    """Refuse a constraint whose request does not wait for its tokens, and the other way round.
+
+    Raises:
+        InputError: With what to give.
+    """
+    if (constraint is not None) != request.waits:
+        raise InputError(
+            "constraint: it needs each token before the next; give it with waits=True, and waits"
+            " only with it"
+        )
+
+
+def emitted_of(
+    number: int, at: tuple[int, int], found: Chosen, logprobs: int | None, last: Ended | None
+) -> Emitted:
+    """What is told of a token.
+
+    Args:
+        number: Of the request.
+        at: Its seat, and which of the tokens that were said at once.
+        found: Of the step.
+        logprobs: How many of the likeliest are asked for; None: not even the token's own.
+        last: Its end, where this is the last token.
+    """
+    logprob, top = None, ()
+    if logprobs is not None:
+        logprob = float(found.logprob[at])
+        pairs = zip(found.top_tokens[at], found.top_logprobs[at], strict=True)
+        top = tuple((int(t), float(p)) for t, p in pairs if t >= 0)[:logprobs]
+    reason = None if last is None else last.reason
+    return Emitted(number, token=int(found.token[at]), logprob=logprob, top=top, ended=reason)

@@ -145,8 +145,8 @@ def attend_cache(
         plain = read is keys_and_values
         out = attend_by_kernel(grouped, cache, layer, pages, **where, plain=plain)
         if out is None:
-            where |= {"slot": slot, "sink_q": sinking}
-            out = attend_pages(grouped, cache, layer, pages, **where)
+            rest = {"slot": slot, "sink_q": sinking}
+            out = attend_pages(grouped, cache, layer, pages, **where, **rest)
         return out.reshape(t, n, -1).astype(q.dtype), cache
 
     def weigh(logits: Array, seat: Array, position: Array) -> Array:

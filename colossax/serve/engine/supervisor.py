@@ -8,18 +8,18 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from colossax.data import Tokenizer
 from colossax.errors import InputError
 from colossax.scheduling import Emitted, EngineRequest
-from colossax.serve.backend import EngineDown, EngineFailed, Facts, Started, Stats
+from colossax.serve.backend import EngineDown, Facts, Started, Stats
 from colossax.serve.engine.embedding import vector_from_text
 from colossax.serve.engine.handing import Handing
 from colossax.serve.engine.journal import Journal
 from colossax.serve.engine.line import Line
 from colossax.serve.engine.patience import Patience
+from colossax.serve.engine.told import facts_of, said_by, vector_by
 from colossax.serve.engine.wire import emitted_from_json, request_to_json, waited_for
 from colossax.serve.engine.writing import Writer
 
@@ -92,7 +92,7 @@ class Supervisor:
             raise
         # A later engine is told what "the latest" was.
         self._command[-1:-1] = first.get("again", ())
-        self._facts = _facts(first["facts"])
+        self._facts = facts_of(first["facts"])
 
     @property
     def facts(self) -> Facts:
@@ -145,7 +145,7 @@ class Supervisor:
             raise EngineDown
         live = _Live(request=request, said=list(request.generated))
         self._accept(number, live)
-        return Started(number=number, said=_said(live.told))
+        return Started(number=number, said=said_by(live.told))
 
     def _accept(self, number: int, live: _Live) -> None:
         self._live[number] = live
@@ -173,7 +173,7 @@ class Supervisor:
         for number, live in asked.items():
             self._accept(number, live)
         try:
-            return [await _vector(live.told) for live in asked.values()]
+            return [await vector_by(live.told) for live in asked.values()]
         except BaseException:
             for number in asked:
                 self.cancel(number)
@@ -374,29 +374,3 @@ class Supervisor:
     def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             self._child.kill()
-
-
-async def _said(told: asyncio.Queue[Emitted]) -> AsyncIterator[Emitted]:
-    while True:
-        one = await told.get()
-        yield one
-        if one.ended is not None:
-            return
-
-
-async def _vector(told: asyncio.Queue[Any]) -> list[float]:
-    """Of a text.
-
-    Raises:
-        EngineFailed: The engine ended it otherwise.
-    """
-    while isinstance(one := await told.get(), Emitted):
-        if one.ended is not None:
-            raise EngineFailed(one.message or "it was cancelled by the server")
-    return one
-
-
-def _facts(document: dict[str, Any]) -> Facts:
-    tokenizer = Tokenizer(**document.pop("tokenizer"))
-    ends, adapters = (tuple(document.pop(name)) for name in ("ends", "adapters"))
-    return Facts(tokenizer=tokenizer, ends=ends, adapters=adapters, **document)

@@ -8,16 +8,18 @@ import numpy as np
 import pytest
 
 from colossax.config import Plan
-from colossax.errors import InputError
-from colossax.inference import Generator
+from colossax.errors import InputError, PlanError
+from colossax.inference import Generator, make_engine
 from colossax.inference.engine import Engine
+from colossax.inference.engine.drafting import NgramDrafter
 from colossax.nn import Decoder, RopeConfig, YarnScaling, describe
 from colossax.nn.rope import rope_tables, rotate, turn_tables
 from colossax.scheduling import EngineRequest, Keep
 from colossax.sharding import use
 from tests.inference import test_caches as caches
 from tests.inference.engine.test_engine import SMALL, alone, engine, requests, tokens
-from tests.inference.test_generator import CONFIGS
+from tests.inference.engine.test_staged import bound_of as staged_bound
+from tests.inference.test_generator import CONFIGS, LLAMA, build
 
 PAGE = SMALL["page_tokens"]
 
@@ -112,3 +114,33 @@ def test_refusals():
     }.items():
         with pytest.raises(InputError, match=f"keeps: the model {why}, so that requests cannot"):
             engine(CONFIGS[name], keeps=True)
+    with pytest.raises(InputError, match="keeps: a drafter sees all tokens of a request"):
+        engine(keeps=True, drafter=NgramDrafter(3))
+    ring = Plan(mesh={"ring": 2}).bind(jax.devices()[:2])
+    spec, params = build(LLAMA, ring)
+    with pytest.raises(PlanError, match="keeps: the devices of 'ring' share a sequence's pages"):
+        make_engine(spec, ring, params, **SMALL, keeps=True)
+    staged = staged_bound({"stage": 2})
+    spec, params = build(LLAMA, staged)
+    with pytest.raises(InputError, match="keeps: stages keep all tokens of each request"):
+        make_engine(spec, staged, params, **SMALL, keeps=True)
+
+
+def test_it_waits_for_its_turn_as_one_without_a_prefix():
+    """What is cached of its prompt is none of its own."""
+    one = engine(keeps=True)
+    prompt = tuple(range(20))
+    one.generate_all([EngineRequest(prompt=prompt, max_tokens=1)])
+    asked = EngineRequest(prompt=prompt, max_tokens=1)
+    assert one.ahead(asked) == (20 - 4 * PAGE, 0)
+    keep = Keep(sinks=0, window=PAGE)
+    assert one.ahead(dataclasses.replace(asked, keep=keep)) == (20, 0)
+
+
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+def test_codes_are_kept_likewise(form):
+    """Whoever else is there, and in chunks of any length."""
+    asked = keeping(requests()[:4], 2, sinks=3, window=2 * PAGE)
+    one = engine(keeps=True, cache_format=form)
+    again = engine(keeps=True, cache_format=form, seats=1, mixed_tokens=7, reuse=False)
+    assert tokens(one.generate_all(asked)) == tokens(again.generate_all(asked))
