@@ -30,7 +30,7 @@ NAMES = {
         "StepPlan TOP_SHARE check_length check_tokens"
     ),
     "colossax.pallas.attention": (
-        "AttentionSpec Kept Mask Operands Pages PairDropout RelativeBias Scoring attend "
+        "AttentionSpec Branches Kept Mask Operands Pages PairDropout RelativeBias Scoring attend "
         "attend_block attend_cache attention backward_block block_gradients block_implementation "
         "block_ranges declined_by dense forward_block keys_and_values merge_blocks row_delta "
         "row_ranges variants why_no_ranges with_ranges with_sinks"

@@ -24,6 +24,10 @@ FOURS = [range(i, i + 4) for i in range(0, 48, 4)]
 @pytest.mark.catches("what-a-restart-has-said-is-not-counted")
 @pytest.mark.catches("deadlines-pass")
 @pytest.mark.catches("pages-are-lost")
+@pytest.mark.catches("guesses-take-what-is-not-theirs")
+@pytest.mark.catches("told-after-the-end")
+@pytest.mark.catches("a-step-says-one-token")
+@pytest.mark.catches("guesses-beyond-the-budget")
 def test_each_says_what_it_says_alone(seeds):
     for seed in seeds:
         play(seed)

@@ -31,6 +31,7 @@ from colossax.inference.engine.values import (
     Constraint,
     EngineStats,
     check_waits,
+    emitted_of,
 )
 from colossax.nn import ModelSpec
 from colossax.scheduling import Emitted, EngineRequest, Scheduler, StepPlan

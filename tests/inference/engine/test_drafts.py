@@ -1,6 +1,8 @@
 """Drafts change no token: an engine with any drafter says what it says without."""
 
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,7 @@ from colossax.models import LlamaConfig
 from colossax.nn import DrafterConfig, describe, drafter_maker, initialise
 from colossax.scheduling import EngineRequest, SamplingConfig
 from colossax.sharding import use
+from colossax.tasks.drafting.acceptance import draft_lengths, told_right, walk
 from tests.cases import quick_first
 from tests.inference.engine.test_engine import SMALL, Even, alone, flat, requests, tokens
 from tests.inference.test_generator import CONFIGS, GROUPED, LLAMA, PLANS, build, single
@@ -51,7 +54,7 @@ def glide(config, tokens, **options):
     _, _, bound = flat(config)
     own = bound.replace(segments=(Segment(count=1),))
     with use(own):
-        spec = describe(drafter_maker(DrafterConfig(layers=1), config.decoder()))
+        spec = describe(drafter_maker(DrafterConfig(layers=1, block=3), config.decoder()))
     return GlideDrafter(spec, own, initialise(spec, own, jax.random.key(5)), tokens, **options)
 
 
@@ -179,7 +182,8 @@ def test_numbers_that_are_none_are_told_to_one_client():
     assert tokens(engine(lost).generate_all(asked)) == expected
 
 
-@pytest.mark.parametrize("name", quick_first(PLANS, ["fsdp2 tensor4"]))
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", PLANS)
 def test_meshes(name):
     plan = PLANS[name]
     bound = plan.bind()
@@ -200,6 +204,7 @@ def by_hand(said, longest):
     return 0
 
 
+@pytest.mark.catches("n-grams-find-themselves")
 def test_ngrams_are_found():
     noise = np.random.default_rng(0)
     texts = [noise.integers(0, 4, int(noise.integers(1, 30))).tolist() for _ in range(200)]
@@ -224,6 +229,7 @@ def lines_by_hand(parent):
     return lines
 
 
+@pytest.mark.catches("siblings-see-each-other")
 @pytest.mark.parametrize("drafts", [1, 6, 40])
 def test_trees_by_hand(drafts):
     noise = np.random.default_rng(drafts)
@@ -237,6 +243,8 @@ def test_trees_by_hand(drafts):
             assert bits == line == np.flatnonzero(tree.line[seat, node]).tolist()
 
 
+@pytest.mark.catches("guesses-compared-with-themselves")
+@pytest.mark.catches("right-without-a-page")
 @pytest.mark.parametrize("drafts", [1, 6])
 def test_the_line_that_is_right(drafts):
     """From the root on, each time the guess that the model draws, if there is one with room."""
@@ -291,3 +299,60 @@ def test_refusals():
     short = LlamaConfig(**{**GROUPED, "max_seq": 32})
     with pytest.raises(InputError, match="longest sequence is 32 tokens and the engine's 64"):
         engine(itself(short, 2))
+
+
+@functools.cache
+def few_tokens():
+    """A target whose few tokens an untrained drafter guesses right now and then."""
+    return LlamaConfig(**{**GROUPED, "vocab": 3, "layers": 2})
+
+
+@dataclasses.dataclass
+class Under:
+    """A drafter under the plan of its own layers."""
+
+    drafter: Any
+    bound: Any
+
+    def hidden(self, *given):
+        with use(self.bound):
+            return self.drafter.hidden(*given)
+
+
+@pytest.mark.catches("drafter-sees-ahead-of-its-model")
+def test_what_learned_beside_a_model_guesses_as_its_training_says():
+    """Each guess is that of the training pass whose blocks begin where the guess does."""
+    config, block, longest = few_tokens(), 3, 40
+    _, params, bound = flat(config)
+    drafter = glide(config, block)
+    prompts = [(0, 1, 2, 2, 1), (2, 2, 0), (1,) * 9, (0, 2, 1, 0, 2, 1, 0)]
+    said, found = [], []
+    one = engine(drafter, config, pages=64, reuse=False)
+    one._scheduler._drafts._adapts = False
+    for prompt in prompts:
+        one.add(EngineRequest(prompt=prompt, max_tokens=longest - len(prompt)))
+        steps = []
+        while one.busy:
+            steps.append([x.token for x in one.step()])
+        steps = [each for each in steps if each]
+        said.append([*prompt, *(token for each in steps for token in each)])
+        found.append([len(each) - 1 for each in steps[1:]])  # a prompt's own step looks at none
+    rows = jnp.asarray(said, jnp.int32)
+    assert rows.shape == (4, longest)
+    with use(bound):
+        target = flat(config)[0].merge(params)
+    with use(drafter._bound):
+        own = drafter.spec.merge(drafter.params)
+
+    @jax.jit
+    def right(rows):
+        with use(bound):
+            beside = Under(own, drafter._bound)
+            return told_right({"target": target, "drafter": beside}, rows, block, 1)
+
+    lengths = draft_lengths(np.asarray(right(rows)), block)
+    begin = np.asarray([len(prompt) for prompt in prompts])
+    for row, start, steps in zip(lengths, begin, found, strict=True):
+        told = walk(row[None], np.asarray([start]), np.asarray([longest]), block).tolist()
+        assert len(told) > 5 and steps[: len(told)] == told
+    assert {0, 1, 2, 3} == {count for steps in found for count in steps}
