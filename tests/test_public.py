@@ -26,14 +26,14 @@ NAMES = {
         "Costs FORMS Kind Op Report SCHEDULES Table checked movable plot_schedule schedule simulate"
     ),
     "colossax.scheduling": (
-        "Emitted Ended EngineRequest Heard Piece Reads SamplingConfig Scheduler Seen Stats "
+        "Emitted Ended EngineRequest Heard Keep Piece Reads SamplingConfig Scheduler Seen Stats "
         "StepPlan TOP_SHARE check_length check_tokens"
     ),
     "colossax.pallas.attention": (
-        "AttentionSpec Mask Operands Pages PairDropout RelativeBias Scoring attend attend_block "
-        "attend_cache attention backward_block block_gradients block_implementation block_ranges "
-        "declined_by dense forward_block keys_and_values merge_blocks row_delta row_ranges "
-        "variants why_no_ranges with_ranges with_sinks"
+        "AttentionSpec Branches Kept Mask Operands Pages PairDropout RelativeBias Scoring attend "
+        "attend_block attend_cache attention backward_block block_gradients block_implementation "
+        "block_ranges declined_by dense forward_block keys_and_values merge_blocks row_delta "
+        "row_ranges variants why_no_ranges with_ranges with_sinks"
     ),
     "colossax.pallas.norms": "layer_norm rms_norm",
     "colossax.pallas.grouped_matmul": "GroupedSpec declined_by grouped_matmul variants",

@@ -120,6 +120,11 @@ def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
         " are computed each time then",
     )
     engine.add_argument(
+        "--keeps",
+        action="store_true",
+        help="requests may keep the first and last of their tokens alone, by the field keep",
+    )
+    engine.add_argument(
         "--deterministic",
         action="store_true",
         help="steps of one size: logits do not depend on who else is there, bit by bit",

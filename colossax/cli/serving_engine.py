@@ -68,6 +68,7 @@ def _serve(wire: Wire, args: argparse.Namespace, overrides: list[Override]) -> N
         mixed_tokens=args.mixed_tokens,
         cache_format=args.cache,
         window_rings=args.window_rings,
+        keeps=args.keeps,
         deterministic=args.deterministic,
         reuse=not args.no_prefix_reuse,
         drafter=drafter_of(args, loaded, devices),
@@ -123,6 +124,7 @@ def _facts(args: argparse.Namespace, stored: Any) -> dict[str, Any]:
         "chat_template": chat.template if given is None else given,
         "bos": chat.bos,
         "eos": tokenizer.end,
+        "keeps": args.keeps,
     }
 
 

@@ -54,6 +54,8 @@ class FlatTokens:
             with fewer takes them in turn.
         source: How many tokens its seat's source has, where there is one.
         pages: Rows of the cache of each seat, where those are pages; None: a seat is a row.
+        closer: How much closer than positions say it sees the first pages of its seat, where seats
+            keep those and a window (`Pages.kept`); None: none does.
         length: How long its sequence is, for rotary embeddings that ask; None: what comes of it in
             this call is all.
     """
@@ -63,6 +65,7 @@ class FlatTokens:
     slot: Int[Array, " t"]
     source: Int[Array, " t"] | None = None
     pages: Pages | None = None
+    closer: Int[Array, " t"] | None = None
     length: Int[Array, " t"] | None = None
 
 
@@ -76,6 +79,8 @@ class Side:
         sights: Of each mask; none where one was given, which holds for all layers.
         rope: Tables of the rotary embedding, or None.
         local_rope: Those of layers that do not see all keys, where they have others.
+        turns: What turns queries that meet first pages which are closer: `rope`'s and
+            `local_rope`'s tables by those names.
         positions: `[b, s]`, where layers without rope ask.
         biases: Of self-attention, shared by all layers.
         source: What cross-attention reads, or None.
@@ -90,6 +95,7 @@ class Side:
     sights: tuple[Sight, ...] = dataclasses.field(default=(), metadata={"static": True})
     rope: Any = None
     local_rope: Any = None
+    turns: Any = None
     positions: Any = None
     biases: tuple[Any, ...] = ()
     source: Any = None
@@ -266,7 +272,8 @@ class Attention(nnx.Module):
             dropout = pairs_of(side.noise, self.shape.heads)
             out = attention(q, k, v, mask=mask, dropout=dropout, **of_heads, **self.shape.scores)
         else:
-            out, state = self._attend_cache(q, k, v, side.flat, state, of_heads)
+            sink_q = self._closer(q, side)
+            out, state = self._attend_cache(q, k, v, side.flat, state, of_heads, sink_q)
         return self.o(constrain(out, "batch:inner", "seq", "heads", "head_dim")), state, {}
 
     def _placed(self, q: Array, k: Array, side: Side) -> tuple[Array, Array]:
@@ -283,7 +290,14 @@ class Attention(nnx.Module):
             q = (q.astype(jnp.float32) * by[..., None, None]).astype(q.dtype)
         return q, k
 
-    def _attend_cache(self, q, k, v, flat, state, of_heads):
+    def _closer(self, q: Array, side: Side) -> Array | None:
+        """Queries as they meet first pages that are closer than positions say."""
+        name = "local_rope" if self.shape.local_rope else "rope"
+        if side.turns is None or not self.shape.turned or name not in side.turns:
+            return None
+        return rotate(q, side.turns[name])[0]
+
+    def _attend_cache(self, q, k, v, flat, state, of_heads, sink_q):
         out, cache = attend_cache(
             q[0],
             {"k": k[0], "v": v[0]},
@@ -295,6 +309,7 @@ class Attention(nnx.Module):
             window=self.shape.window,
             chunk=self.shape.chunk,
             pages=flat.pages,
+            sink_q=sink_q,
             **of_heads,
             **self.shape.scores,
         )

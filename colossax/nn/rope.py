@@ -76,6 +76,20 @@ def rope_tables(
     return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
 
 
+def turn_tables(
+    by: Int[Array, "b s"], config: RopeConfig, head_dim: int
+) -> tuple[Float[Array, "b s 1 h2"], Float[Array, "b s 1 h2"]]:
+    """Tables that turn by so many positions what has been turned, and lengthen nothing.
+
+    Args:
+        by: May be negative.
+        config: Without frequencies that depend on lengths, and of one axis.
+        head_dim: See `rope_tables`.
+    """
+    angles = by[..., None, None].astype(jnp.float32) * frequencies(config, config.turned(head_dim))
+    return jnp.cos(angles), jnp.sin(angles)
+
+
 def _by_axis(
     positions: Int[Array, "b s *axes"], config: RopeConfig, dims: int
 ) -> tuple[Float[Array, "b s 1 h2"], Float[Array, "b s 1 h2"]]:

@@ -21,6 +21,8 @@ class Holdings:
 
     def cached(self, run: Run) -> int:
         """Pages of a prefix that are there, without that of the last token: it is computed."""
+        if run.cap is not None:  # its pages hold what others would not have computed
+            return 0
         asked, most = run.request.sampling, len(run.ids) - 1
         if asked.presence_penalty or asked.frequency_penalty:
             # What is found is not fed, and penalties count what was fed of what was said.
@@ -37,7 +39,7 @@ class Holdings:
         idle = cached - bisect.bisect_left(
             range(cached), True, key=lambda i: not self.pool.references(self._found(run, i))
         )
-        wanted = min(self._pages_of(len(run.ids)) + 1, self._pages_of(run.most))
+        wanted = min(self._pages_of(run, len(run.ids)) + 1, self._pages_of(run, run.most))
         return wanted - cached <= self.pool.available - idle
 
     def comes(self, run: Run) -> bool:
@@ -53,12 +55,12 @@ class Holdings:
         for i in range(cached):
             run.pages.append(self._found(run, i))
             self.pool.refer(run.pages[i])
-        for _ in range(self._pages_of(len(run.ids)) - cached):
+        for _ in range(self._pages_of(run, len(run.ids)) - cached):
             page = self.pool.take()
             assert page is not None
             run.pages.append(page)
         run.seat, run.written = seat, cached * self._page_tokens
-        run.room = len(run.pages) * self._page_tokens
+        run.room = self._room(run)
         run.named, run.next_name = cached, (cached + 1) * self._page_tokens
         self.tables.write(seat, 0, run.pages)
         self._expect(run)
@@ -70,12 +72,13 @@ class Holdings:
             return False
         self.tables.write(run.seat, len(run.pages), (page,))
         run.pages.append(page)
-        run.room += self._page_tokens
+        run.room = self._room(run)
         return True
 
     def name(self, run: Run) -> None:
         """Give keys to pages that are full of known tokens, or take the pages that have them."""
-        full = min(run.written, len(run.ids)) // self._page_tokens if self._reuse else 0
+        named = self._reuse and run.cap is None
+        full = min(run.written, len(run.ids)) // self._page_tokens if named else 0
         if run.seat == NOWHERE or full <= run.named:
             return
         self._coming.discard(run.key(run.named))
@@ -109,7 +112,8 @@ class Holdings:
 
     def _next_key(self, run: Run, named: int) -> bytes:
         """The key of the page after so many; none where its tokens are not known."""
-        return run.key(named) if (named + 1) * self._page_tokens <= len(run.ids) else b""
+        known = run.cap is None and (named + 1) * self._page_tokens <= len(run.ids)
+        return run.key(named) if known else b""
 
     def _found(self, run: Run, i: int) -> int:
         """The page that is known to hold what this one of a request's pages has to."""
@@ -117,5 +121,11 @@ class Holdings:
         assert page is not None
         return page
 
-    def _pages_of(self, tokens: int) -> int:
-        return -(-tokens // self._page_tokens)
+    def _pages_of(self, run: Run, tokens: int) -> int:
+        """Those that a request of so many tokens holds."""
+        pages = -(-tokens // self._page_tokens)
+        return pages if run.cap is None else min(pages, run.cap)
+
+    def _room(self, run: Run) -> int:
+        """Tokens that its pages hold; all of its own where they are taken in turn."""
+        return run.most if len(run.pages) == run.cap else len(run.pages) * self._page_tokens

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from colossax.config import Bound, Count, Natural, Share, Temperature, check_types, within
 from colossax.errors import InputError
 from colossax.scheduling.checks import check_given, check_ids, check_length, check_tokens
+from colossax.scheduling.keep import Keep
 from colossax.scheduling.reading import NOTHING, Reads
 
 DrawSeed = Annotated[int, within(0, 2**32 - 1)]
@@ -89,6 +90,7 @@ class EngineRequest:
         waits: Whether each token must be known before the next step, as under a grammar.
         grammar: What its tokens have to follow, serialised; the engine's matter.
         adapter: Name of the adapter that computes it; prefixes are shared within one alone.
+        keep: What it keeps of its own tokens, see `Keep`; None: all.
         deadline_s: Time of the engine's clock at which it ends, said or not; None: never.
     """
 
@@ -103,6 +105,7 @@ class EngineRequest:
     waits: bool = False
     grammar: str | None = None
     adapter: str | None = None
+    keep: Keep | None = None
     deadline_s: float | None = None
 
     def check(self, *, vocab: int, slots: int, reads: Reads = NOTHING) -> None:
@@ -118,6 +121,8 @@ class EngineRequest:
         """
         check_tokens(self.prompt, vocab + reads.places(self, slots=slots))
         check_types(self, "")
+        if self.keep is not None:
+            self.keep.check()
         self.check_room(slots)
         reads.check(self, vocab=vocab)
         check_ids(self.generated, vocab, name="generated")

@@ -23,6 +23,7 @@ class Run:
         seat: Its, or `NOWHERE`.
         pages: In the order of its tokens.
         room: Tokens that they hold.
+        cap: Most pages that it holds; None: as many as its tokens fill.
         named: How many of them, from the first on, have keys.
         next_name: Tokens that must be written for the next page to have one.
         cached: Pages of its prefix that were found last.
@@ -34,14 +35,23 @@ class Run:
     """
 
     __slots__ = (
-        "_keys", "_page_tokens", "cached", "drafts", "ends", "hope", "ids", "length", "most",
+        "_keys", "_page_tokens", "cached", "cap", "drafts", "ends", "hope", "ids", "length", "most",
         "named", "next_name", "number", "pages", "preempted", "request", "room", "seat", "since_s",
         "speaks", "waits", "written",
     )  # fmt: skip
 
-    def __init__(self, number: int, request: EngineRequest, page_tokens: int, drafts: int = 0):
-        """Before its first step."""
+    def __init__(
+        self,
+        number: int,
+        request: EngineRequest,
+        page_tokens: int,
+        drafts: int = 0,
+        step: int = 1,
+    ):
+        """Before its first step; `step`: most tokens of one."""
         self.number, self.request = number, request
+        keep = request.keep
+        self.cap = None if keep is None else keep.pages(page_tokens, step).held
         self.ids = [*request.prompt, *request.generated]
         self.most = len(request.prompt) + request.max_tokens
         self.length = len(self.ids)
@@ -56,6 +66,10 @@ class Run:
         self.hope = 1.0
         self._keys: list[bytes] = []
         self._page_tokens = page_tokens
+
+    def fits(self, pages: int) -> bool:
+        """Whether so many hold all that it keeps, however long it is."""
+        return self.cap is not None and self.cap <= pages
 
     @property
     def in_flight(self) -> int:

@@ -89,6 +89,7 @@ class Scheduler:
         check_budget(mixed, max(seats * (1 + draft), decode))
         self._page_tokens, self._mixed, self._decode = page_tokens, mixed, decode
         self._seats, self._pages, self._max_wait = seats, pages, max_wait
+        self._slots = pages_a_seat * page_tokens
         self._longest = min(pages, pages_a_seat) * page_tokens
         self._holdings = Holdings(**sizes, reuse=reuse)
         self._pool = self._holdings.pool
@@ -133,14 +134,13 @@ class Scheduler:
         Raises:
             InputError: It would not fit though it were alone, or there is nothing to say.
         """
-        request.check_room(self._longest)
-        number, self._added = self._added, self._added + 1
-        run = Run(number, request, self._page_tokens, self._drafts.most)
-        self._live[number] = run
+        run = Run(self._added, request, self._page_tokens, self._drafts.most, self._mixed)
+        request.check_room(self._slots if run.fits(self._pages) else self._longest)
+        self._live[run.number], self._added = run, self._added + 1
         self._queue.add(run)
         if request.deadline_s is not None:
-            heapq.heappush(self._deadlines, (request.deadline_s, number))
-        return number
+            heapq.heappush(self._deadlines, (request.deadline_s, run.number))
+        return run.number
 
     def ahead(self, request: EngineRequest) -> tuple[int, int]:
         """What a request that came now would find before it, and how many have not ended.
@@ -150,7 +150,7 @@ class Scheduler:
 
         Cost: a look at each request; its own prompt is hashed as far as it is found.
         """
-        own = Run(-1, request, self._page_tokens)
+        own = Run(-1, request, self._page_tokens, step=self._mixed)
         waiting = [run for run in (*self._live.values(), own) if run.seat == NOWHERE]
         begun = sum(run.length - run.written for run in self._running)
         there = sum(self._holdings.cached(run) * self._page_tokens for run in waiting)

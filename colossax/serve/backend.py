@@ -39,6 +39,7 @@ class Facts:
         speaks: Whether it continues texts.
         width: Numbers of an embedding.
         unit: Whether embeddings are of length 1.
+        keeps: Whether requests may keep the first and last of their tokens alone.
     """
 
     model: str
@@ -55,6 +56,7 @@ class Facts:
     speaks: bool = True
     width: int = 0
     unit: bool = False
+    keeps: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -2,13 +2,16 @@
 
 import asyncio
 import base64
+import json
 import struct
 
 import numpy as np
 import pytest
 
 from colossax.errors import InputError
+from colossax.scheduling import Keep
 from colossax.serve import EngineDown, EngineFailed, EngineFull, ServeOptions
+from colossax.serve.engine.wire import request_from_json, request_to_json
 from colossax.serve.options import Limits
 from tests.serve.fake import CHATML, TOKENIZER, FakeEngine, alone
 from tests.serve.site import error_of, events, site
@@ -64,6 +67,21 @@ def test_a_completion_is_what_the_engine_says():
         assert {told["object"], told["model"]} == {"text_completion", "toy"}
         assert here.engine.running == 0 and not here.engine.cancelled
         assert here.api.doors.inside == 0
+
+
+@pytest.mark.catches("keep-is-not-named")
+def test_what_is_kept_is_named():
+    """In the answer and in each piece of a stream, and the engine is asked for it."""
+    keep = {"sinks": 4, "window": 32}
+    with site(lambda: FakeEngine(keeps=True)) as here:
+        told = here.ask("/v1/completions", COMPLETION | {"keep": {"window": 32}}).json()
+        assert told["keep"] == keep and here.engine.asked[-1].keep == Keep(**keep)
+        assert here.engine.asked[-1] == request_from_json(
+            json.loads(json.dumps(request_to_json(here.engine.asked[-1])))
+        )
+        streamed = here.ask("/v1/chat/completions", CHAT | {"keep": keep, "stream": True})
+        assert all(piece["keep"] == keep for piece in events(streamed.text))
+        assert "keep" not in here.ask("/v1/completions", COMPLETION).json()
 
 
 @pytest.mark.catches("stream-is-another-text")

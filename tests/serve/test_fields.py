@@ -31,6 +31,14 @@ BAD_OF_BOTH = [
     ({"n": 0}, "n", "n: found 0; give 1 or more"),
     ({"n": 129}, "n", "n: asks for 129 continuations in all; ask for at most 128 at a time"),
     ({"seed": -1}, "seed", "seed: found -1; give 0 to 4294967295"),
+    ({"keep": {"sinks": 1}}, "keep.window", "keep.window: is missing; give it"),
+    ({"keep": {"window": 0}}, "keep.window", "keep.window: found 0; give 1 or more"),
+    (
+        {"keep": {"window": 8}},
+        "keep",
+        "keep: this server keeps all tokens of each request; leave it out, or ask one that was"
+        " started with --keeps",
+    ),
     ({"max_tokens": 0}, "max_tokens", "max_tokens: found 0; give 1 or more"),
     ({"max_tokens": 1e3}, "max_tokens", "max_tokens is a number, not an integer; give 1 or more"),
     (

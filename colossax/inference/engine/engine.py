@@ -13,6 +13,7 @@ from colossax.config import BoundPlan, MeshAxis
 from colossax.errors import InputError, PlanError
 from colossax.inference.engine.drafting import Drafter
 from colossax.inference.engine.driving import to_their_ends
+from colossax.inference.engine.keeping import check_keep
 from colossax.inference.engine.naming import check_adapter, named
 from colossax.inference.engine.packing import Packer
 from colossax.inference.engine.program import EngineProgram
@@ -71,6 +72,7 @@ class Engine:
         mixed_tokens: int = MIXED_TOKENS,
         cache_format: str = "own",
         window_rings: bool = False,
+        keeps: bool = False,
         reuse: bool = True,
         deterministic: bool = False,
         drafter: Drafter | None = None,
@@ -95,6 +97,7 @@ class Engine:
                 eight bits, `int8` or `fp8`, with a scale for each token and kv head.
             window_rings: Whether layers with a window or chunks keep no more than a window and a
                 step of each seat; then no prompts share pages.
+            keeps: Whether requests may keep the first and last of their tokens alone (`Keep`).
             reuse: Whether prompts that begin alike share pages.
             deterministic: Whether all steps are of one size, so that a request's logits are the
                 same bit by bit whoever else is there; else they differ in rounding.
@@ -106,7 +109,8 @@ class Engine:
 
         Raises:
             InputError: The model cannot decode, a size is none, pages cannot be kept so, rings are
-                asked for and no layer has use for one, or nothing can be drafted.
+                asked for and no layer has use for one, nothing can be drafted, or `keeps`, and the
+                model cannot.
             PlanError: Layers are in stages.
         """
         check_served(spec, bound)
@@ -120,6 +124,7 @@ class Engine:
             draft=0 if drafter is None else drafter.tokens,
             cache_format=cache_format,
             window_rings=window_rings,
+            keeps=keeps,
         )
         if pages is None:
             pages = pages_for(spec, bound, params, sizes, drafter=drafter)
@@ -238,6 +243,7 @@ class Engine:
         reads = self.program.reading.reads
         request.check(vocab=self.config.vocab, slots=self.sizes.slots, reads=reads)
         check_adapter(request.adapter, self.adapters)
+        check_keep(request, self.sizes.keeps)
         check_waits(request, constraint)
 
     def ahead(self, request: EngineRequest) -> tuple[int, int]:

@@ -24,7 +24,10 @@ from colossax.nn import ModelSpec
 from colossax.offload import device_memory
 from colossax.typing import Params
 
-_SIZES = ("seats", "slots", "pages", "page_tokens", "mixed_tokens", "cache_format", "window_rings")
+_SIZES = (
+    "seats", "slots", "pages", "page_tokens", "mixed_tokens", "cache_format", "window_rings",
+    "keeps",
+)  # fmt: skip
 """Options that say how large an engine is."""
 
 
@@ -60,6 +63,11 @@ def make_engine(
     if staged and options.get("window_rings"):
         raise InputError(
             "window_rings: stages keep all pages; leave the rings out, or give the devices of"
+            " 'stage' to 'tensor' or 'fsdp'"
+        )
+    if staged and options.get("keeps"):
+        raise InputError(
+            "keeps: stages keep all tokens of each request; leave it out, or give the devices of"
             " 'stage' to 'tensor' or 'fsdp'"
         )
     parts = replicas_of(bound)

@@ -100,6 +100,9 @@ class Packer:
         draws.logprobs[seat] = asked.logprobs is not None
         draws.source[seat] = self._program.reading.reads.count(request)
         draws.adapter[seat] = self._numbers[request.adapter]
+        draws.kept[seat] = 0
+        if request.keep is not None:
+            draws.kept[seat] = request.keep.pages(self._sizes.page_tokens, self._sizes.mixed)
         draws.bias_tokens[seat] = -1
         for i, (token, value) in enumerate(asked.logit_bias):
             draws.bias_tokens[seat, i], draws.bias_values[seat, i] = token, value

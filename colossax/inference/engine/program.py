@@ -17,6 +17,7 @@ from colossax.inference.decode import decoding_model, resolved_slots
 from colossax.inference.engine.batch import EngineState, StepShape
 from colossax.inference.engine.drafting import Drafter, Guesses
 from colossax.inference.engine.drafting.trees import MOST_NODES
+from colossax.inference.engine.keeping import check_keeps
 from colossax.inference.engine.pages import PagedSpec, engine_plan, in_equal_parts, paged_spec
 from colossax.inference.engine.sampling import Chosen, Draws
 from colossax.inference.engine.step import looking_step, step
@@ -44,6 +45,7 @@ class Sizes:
         draft: Tokens drafted behind each that is said.
         cache: What pages are kept in, one of `FORMATS`.
         rings: Whether layers with a window or chunks keep those alone; see `paged_spec`.
+        keeps: Whether requests may keep the first and the last of their tokens alone.
     """
 
     seats: int
@@ -55,6 +57,7 @@ class Sizes:
     draft: int = 0
     cache: str = "own"
     rings: bool = False
+    keeps: bool = False
 
     @property
     def pages_a_seat(self) -> int:
@@ -112,6 +115,8 @@ class EngineProgram:
                 "window_rings: the devices of 'ring' share a sequence's pages, and a window's ring"
                 " is a seat's own; leave rings out, or give those devices to 'tensor' or 'fsdp'"
             )
+        if sizes.keeps:
+            check_keeps(self.config, self.bound, drafts=drafter is not None)
         self.adapters = adapters_in(spec)
         self.shares = not asked.whole and stretched_from(self.config) >= sizes.slots
         self.cache = CacheLayout(self.bound, asked.specs)
@@ -138,8 +143,10 @@ class EngineProgram:
         if self.drafter is not None:
             return functools.partial(looking_step, self, shape, kind)
 
+        kept = self.sizes.page_tokens if self.sizes.keeps else None
+
         def plain(params: Params, _drafter: None, *given: Any) -> Any:
-            return step(self.spec, self.bound, shape, self.rings, params, *given)
+            return step(self.spec, self.bound, shape, self.rings, params, *given, kept=kept)
 
         return plain
 

@@ -35,6 +35,7 @@ class Draws:
         logprobs: Whether log-probabilities are asked for; bool.
         source: How many tokens of a source the seat has read; int32.
         adapter: Number of its adapter, from 1; 0: none; int32.
+        kept: First pages, pages of a window and places of a ring, `[r, 3]` int32; 0: all is kept.
     """
 
     temperature: Any
@@ -50,6 +51,7 @@ class Draws:
     logprobs: Any
     source: Any
     adapter: Any
+    kept: Any
 
     @classmethod
     def empty(cls, seats: int) -> "Draws":
@@ -72,6 +74,7 @@ class Draws:
             logprobs=filled(False, "bool"),
             source=filled(0, "int32"),
             adapter=filled(0, "int32"),
+            kept=filled(0, "int32", 3),
         )
 
 

@@ -52,6 +52,7 @@ def asked_sizes(
     mixed_tokens: int = MIXED_TOKENS,
     cache_format: str = "own",
     window_rings: bool = False,
+    keeps: bool = False,
     draft: int = 0,
 ) -> Sizes:
     """Of an engine, as of its arguments; with one page where those are to be found.
@@ -74,6 +75,7 @@ def asked_sizes(
         draft=draft,
         cache=cache_format,
         rings=window_rings,
+        keeps=keeps,
     )
 
 

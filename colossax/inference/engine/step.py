@@ -23,7 +23,7 @@ from colossax.inference.engine.sampling import Chosen, Draws, choose
 from colossax.nn import FlatTokens, ModelSpec
 from colossax.nn.adapters.by_token import seats_turns, turns
 from colossax.nn.adapters.several import adapters_in
-from colossax.pallas.attention import Pages
+from colossax.pallas.attention import Kept, Pages
 from colossax.sharding import use
 from colossax.typing import Params
 
@@ -42,6 +42,8 @@ def step(
     draws: Draws,
     mask: UInt32[Array, "r words"],
     masked: Bool[Array, ""],
+    *,
+    kept: int | None = None,
 ) -> tuple[Chosen, EngineState]:
     """Tokens into their seats' pages, and a token for each seat that emits; pure.
 
@@ -54,10 +56,12 @@ def step(
         table: Pages of each seat.
         draws: What its request asks.
         mask, masked: See `choose`.
+        kept: Tokens of a page, where requests may keep some of theirs alone.
     """
     batch = shape.unpacked(packed)
     tokens, said = resolved(batch, state)
-    given = batch, tokens, Pages(table=table, groups=batch.groups, rings=rings), draws
+    pages = Pages(table=table, groups=batch.groups, rings=rings, kept=_kept(draws, kept))
+    given = batch, tokens, pages, draws
     logits, cache, _ = _forward(spec, bound, params, state, given)
     last = batch.emit[:, 0]
     emits = last >= 0
@@ -130,6 +134,13 @@ def looking_step(
     return chosen, EngineState(cache=cache, said=said, length=length, drafts=drafts, drafter=held)
 
 
+def _kept(draws: Draws, page_tokens: int | None) -> Kept | None:
+    if page_tokens is None:
+        return None
+    sinks, window, ring = draws.kept.T
+    return Kept(sinks=sinks, window=window, ring=ring, page_tokens=page_tokens)
+
+
 def _forward(
     spec: ModelSpec,
     bound: BoundPlan,
@@ -152,6 +163,7 @@ def _forward(
         slot=tokens.slot,
         source=draws.source[owner] if reads_source else None,
         pages=pages,
+        closer=None if pages.kept is None else pages.kept.closer(batch.seat, tokens.position),
         # A prompt is as long as it is, however it is cut; what is said makes it longer.
         length=jnp.maximum(draws.begin[owner], tokens.position + 1),
     )

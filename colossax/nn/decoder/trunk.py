@@ -19,7 +19,7 @@ from colossax.nn.decoder.masks import cross_mask, masks_of, whole_rows
 from colossax.nn.decoder.relative import RelativePositions
 from colossax.nn.dropout import Noise
 from colossax.nn.layers import Embedding, LayerNorm
-from colossax.nn.rope import document_lengths, rope_tables
+from colossax.nn.rope import document_lengths, rope_tables, turn_tables
 from colossax.nn.stack.stack import LayerStack
 from colossax.pallas.attention import Mask
 from colossax.sharding import compute_dtype, current_order
@@ -166,6 +166,7 @@ class Trunk(nnx.Module):
             biases=self._biases(),
             source=source,
             **self._ropes(positions, flat.seat[None], points, flat.length),
+            turns=self._turns(flat.closer),
         )
         if self.config.mixture is not None:
             side = dataclasses.replace(side, valid=flat.seat[None] >= 0, token_ids=tokens[None])
@@ -263,6 +264,17 @@ class Trunk(nnx.Module):
                 lengths,
             )
             for name, rope in ropes.items()
+        }
+
+    def _turns(self, closer: Any) -> Any:
+        """Of ropes, tables that turn queries back by so much; None where there is nothing to."""
+        if closer is None:
+            return None
+        given = {"rope": self.config.rope, "local_rope": self.config.local_rope}
+        return {
+            name: turn_tables(-closer[None], rope, self.config.rope_dim)
+            for name, rope in given.items()
+            if rope is not None
         }
 
     def _check_length(self, length: int) -> None:

@@ -47,6 +47,7 @@ def attend_cache(
     soft_cap: float | None = None,
     read: ReadSlots = keys_and_values,
     pages: Pages | None = None,
+    sink_q: Float[Array, "t n h"] | None = None,
 ) -> tuple[Float[Array, "t n hv"], dict[str, Array]]:
     """Write what is kept of flat tokens into the cache, then attend within each one's seat.
 
@@ -84,6 +85,7 @@ def attend_cache(
         pages: The rows of the cache are pages, which these say whose they are, in place of seats.
             Then position p is in the slot p mod slots of the page p // slots of its seat, and a
             token outside of them is not written; only `Pages.rings` are taken in turn.
+        sink_q: With `Pages.kept`, see `attend_pages`.
 
     Returns:
         Output in q's dtype and the cache with the tokens in it.
@@ -138,11 +140,13 @@ def attend_cache(
             sinks=None if extra is None else extra[0, ..., 0],
             biases=biases,
         )
+        sinking = None if sink_q is None else sink_q.reshape(grouped.shape)
         where = {"seat": seat, "position": position, "scores": scores, "read": read}
         plain = read is keys_and_values
         out = attend_by_kernel(grouped, cache, layer, pages, **where, plain=plain)
         if out is None:
-            out = attend_pages(grouped, cache, layer, pages, **where, slot=slot)
+            rest = {"slot": slot, "sink_q": sinking}
+            out = attend_pages(grouped, cache, layer, pages, **where, **rest)
         return out.reshape(t, n, -1).astype(q.dtype), cache
 
     def weigh(logits: Array, seat: Array, position: Array) -> Array:

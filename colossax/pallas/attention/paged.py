@@ -46,8 +46,8 @@ def attend_by_kernel(
 
     Cost: that of `paged_attention`.
     """
-    # Trees, pages of rings and codes are attended to in the plain form.
-    other = pages.branches is not None or pages.ring or pages.rings
+    # Trees, pages of rings, codes and seats that keep a window are attended to in the plain form.
+    other = pages.branches is not None or pages.ring or pages.rings or pages.kept is not None
     if not plain or other or cache.keys() != {"k", "v"}:
         return None
     there = (pages.groups >= 0) & (seat[pages.groups] >= 0)

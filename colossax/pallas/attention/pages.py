@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
 from .codes import read_kept, without_scales
+from .kept import Kept, PassedOver
 from .mask import Mask
 from .relative import RelativeBias
 
@@ -78,11 +79,14 @@ class Pages:
         rings: Of layers whose tokens see so many keys strictly before them and no more, how many
             rows each seat has for itself, `(keys, rows)`, in place of the table: page p of seat s
             is in the row `s * rows + p % rows`. Keys, and tokens of a seat in one call, fit in.
+        kept: Of seats that let go of pages between their first ones and a window; None: no seat of
+            the cache does. Layers of rings, or of a window or chunks, have none.
     """
 
     table: Int[Array, "seats pages"]
     groups: Int[Array, "g w"]
     branches: Branches | None = None
+    kept: Kept | None = None
     ring: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
     rings: tuple[tuple[int, int], ...] = dataclasses.field(default=(), metadata={"static": True})
 
@@ -94,7 +98,9 @@ class Pages:
             reach: Keys that tokens of the layer see strictly before them; None: all.
         """
         ring = None if reach is None else dict(self.rings).get(reach)
-        return self.table[seat, page] if ring is None else seat * ring + page % ring
+        if ring is not None:
+            return seat * ring + page % ring
+        return self.table[seat, page if self.kept is None else self.kept.place(seat, page)]
 
     def row_and_column(
         self,
@@ -205,6 +211,7 @@ def attend_pages(
     scores: Scores,
     read: "ReadSlots",
     slot: Int[Array, " t"] | None = None,
+    sink_q: Float[Array, "t k r h"] | None = None,
 ) -> Float[Array, "t k r hv"]:
     """What tokens see of their own seats' pages, up to their positions; float32.
 
@@ -222,6 +229,8 @@ def attend_pages(
         scores: How they are seen.
         read: Keys and values from what slots hold.
         slot: Where each token lies, where those of trees are among them; else its position.
+        sink_q: Queries as they meet the first pages of seats that keep a window beside them,
+            turned by as much as those are closer; None: as they meet others.
 
     Cost: 4 g w n h FLOPs for each slot that the longest group sees, rounded up to `KEYS_AT_ONCE`;
     keys and values of those are gathered once for each group. Over a ring of r devices each reads
@@ -239,7 +248,12 @@ def attend_pages(
     if pages.branches is not None and slot is not None:
         trees = pages.branches.of_groups(jnp.clip(pages.groups, 0), own)
         last = jnp.max(jnp.where(there, slot[pages.groups], -1), axis=1)
-    rows, numbers = (x[own] for x in pages.held(scores.reach))
+    passed = PassedOver.of(pages.kept, own, first, last)
+    if passed is None:
+        rows, numbers = (x[own] for x in pages.held(scores.reach))
+    else:
+        numbers = passed.pages(most)
+        rows = pages.rows(own[:, None], jnp.clip(numbers, 0, most - 1), None)
     begin = jnp.zeros_like(first)
     if scores.reach is not None:
         least = jnp.maximum(0, first - scores.reach) // each
@@ -247,17 +261,34 @@ def attend_pages(
     seen_pages = jnp.sum(numbers * each <= last[:, None], axis=1, dtype=jnp.int32)
     parts = jnp.max(jnp.where(last < 0, 0, -(-seen_pages // at_once) - begin))
     asked = q[jnp.clip(pages.groups, 0)]
+    sinking = None if sink_q is None else sink_q[jnp.clip(pages.groups, 0)]
 
-    def of_group(asked: Array, place: Array, kept: Any, slots: Array, tree: Any) -> Any:
-        """Largest logit, sum of exponentials and weighted values of one part."""
-        keys, values, key_scales, value_scales = kept
-        products = jnp.einsum(
+    def multiplied(asked: Array, keys: Array) -> Array:
+        return jnp.einsum(
             "wkrh,ckh->krwc", asked.astype(keys.dtype), keys, preferred_element_type=jnp.float32
         )
+
+    def attended(
+        asked: Array,
+        sinking: Array | None,
+        seat: Array,
+        place: Array,
+        kept: Any,
+        slots: Array,
+        tree: Any,
+    ) -> Any:
+        """Largest logit, sum of exponentials and weighted values of one part."""
+        keys, values, key_scales, value_scales = kept
+        products = multiplied(asked, keys)
+        if sinking is not None and pages.kept is not None:
+            to_sinks = slots < pages.kept.sinks[seat] * each
+            products = jnp.where(to_sinks, multiplied(sinking, keys), products)
         products = products if key_scales is None else products * key_scales.T[:, None, None]
         key, on_line = (slots, True) if tree is None else tree.keys(slots)
         logits, seen = scores(products, place, key)
         seen &= on_line
+        if pages.kept is not None:
+            seen &= pages.kept.seen(seat, place, key)
         top = jnp.max(logits, axis=-1, where=seen, initial=_NONE)
         weights = jnp.where(seen, jnp.exp(logits - top[..., None]), 0.0)
         by = weights if value_scales is None else weights * value_scales.T[:, None, None]
@@ -283,8 +314,15 @@ def attend_pages(
         if scales[1] is not None:
             scales[1] = jnp.where((slots <= last[:, None])[..., None], scales[1], 0)
         top, total, out = state
-        kept = keys, values, *scales
-        of_part = jax.vmap(of_group)(asked, place, kept, slots, trees)
+        given = own, place, (keys, values, *scales), slots, trees
+        if passed is None or sinking is None:
+            of_part = jax.vmap(attended)(asked, None, *given)
+        else:
+            of_part = jax.lax.cond(
+                jnp.any(passed.sinks_in(number * at_once)),
+                lambda: jax.vmap(attended)(asked, sinking, *given),
+                lambda: jax.vmap(attended)(asked, None, *given),
+            )
         high = jnp.maximum(top, of_part[0])
         old, new = jnp.exp(top - high), jnp.exp(of_part[0] - high)
         return (

@@ -6,7 +6,7 @@ import socket
 import struct
 from typing import Any
 
-from colossax.scheduling import Emitted, EngineRequest, SamplingConfig
+from colossax.scheduling import Emitted, EngineRequest, Keep, SamplingConfig
 
 _LENGTH = struct.Struct(">I")
 
@@ -91,7 +91,9 @@ class Wire:
 
 def request_to_json(request: EngineRequest) -> dict[str, Any]:
     """As a message holds it."""
-    return {**vars(request), "sampling": vars(request.sampling)}  # tuples are written as they are
+    keep = None if request.keep is None else vars(request.keep)
+    # Tuples are written as they are.
+    return {**vars(request), "sampling": vars(request.sampling), "keep": keep}
 
 
 def request_from_json(document: dict[str, Any]) -> EngineRequest:
@@ -101,6 +103,7 @@ def request_from_json(document: dict[str, Any]) -> EngineRequest:
     of_tokens = {name: tuple(document[name]) for name in _TOKENS}
     drawn: dict[str, Any] = {**sampling, "logit_bias": biases}
     given: dict[str, Any] = {**document, **of_tokens, "sampling": SamplingConfig(**drawn)}
+    given["keep"] = None if document["keep"] is None else Keep(**document["keep"])
     return EngineRequest(**given)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from colossax.data import Tokenizer
+from colossax.scheduling import Keep
 from colossax.serve.http.generating import Part
 from colossax.serve.text import Entry
 
@@ -63,12 +64,20 @@ class Form:
         model: As it was asked for.
         tokenizer: Tells the text of tokens.
         logprobs: How many of the likeliest are told beside each token; None: nothing is.
+        keep: What of the tokens was kept, which the answer names; None: all, and it does not.
     """
 
     kind, chunk_kind, mark = "text_completion", "text_completion", "cmpl"
 
-    def __init__(self, model: str, tokenizer: Tokenizer, logprobs: int | None) -> None:
+    def __init__(
+        self,
+        model: str,
+        tokenizer: Tokenizer,
+        logprobs: int | None,
+        keep: Keep | None = None,
+    ) -> None:
         self.model, self._tokenizer, self._logprobs = model, tokenizer, logprobs
+        self._kept = {} if keep is None else {"keep": dataclasses.asdict(keep)}
         self.name, self.created = f"{self.mark}-{secrets.token_hex(12)}", int(time.time())
 
     def whole(self, told: Sequence[Told], prompt_tokens: int) -> dict[str, Any]:
@@ -93,7 +102,8 @@ class Form:
         return []
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.name, "object": kind, "created": self.created, "model": self.model}
+        head = {"id": self.name, "object": kind, "created": self.created, "model": self.model}
+        return head | self._kept
 
     def _choice(self, index: int, told: Told) -> dict[str, Any]:
         return {

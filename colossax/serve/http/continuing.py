@@ -76,7 +76,7 @@ class _Run:
         self._since = since
         self._told = [Told() for _ in wanted]
         form = ChatForm if ask.messages else Form
-        self._form = form(ask.model, backend.facts.tokenizer, ask.sampling.logprobs)
+        self._form = form(ask.model, backend.facts.tokenizer, ask.sampling.logprobs, ask.keep)
         # Each prompt once, however often it is continued.
         self._prompt_tokens = sum(len(one.request.prompt) for one in wanted[:: ask.n])
         metrics.prompt_tokens.inc(self._prompt_tokens)

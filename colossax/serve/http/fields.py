@@ -6,7 +6,7 @@ from typing import Any
 
 from colossax.config import Bound, at_least, within
 from colossax.documents import parse_json
-from colossax.scheduling import SamplingConfig
+from colossax.scheduling import Keep, SamplingConfig
 from colossax.scheduling.request import MOST_BIASED, MOST_LOGPROBS
 from colossax.serve.http.errors import bad
 from colossax.serve.http.reading import (
@@ -47,6 +47,7 @@ class Ask:
         usage: Whether a stream ends with counts of tokens.
         echo: Whether the prompt stands before its continuation.
         schema: JSON schema, as text, of what is to be said; None: anything.
+        keep: What each continuation keeps of its tokens; None: all.
     """
 
     model: str
@@ -61,6 +62,7 @@ class Ask:
     usage: bool = False
     echo: bool = False
     schema: str | None = None
+    keep: Keep | None = None
 
 
 def json_of(body: bytes) -> Any:
@@ -179,6 +181,14 @@ def _schema(value: Any, name: str) -> str:
         raise bad(f"{name}.schema: has a number that is not finite; repair it", name) from None
 
 
+def _keep(value: Any, name: str) -> Keep:
+    readers: dict[str, Reader] = {
+        "sinks": number(at_least(0), whole=True),
+        "window": number(at_least(1), whole=True),
+    }
+    return Keep(**members(value, name, readers, ("window",)))
+
+
 def _stream_options(value: Any, name: str) -> bool:
     return members(value, name, {"include_usage": flag}).get("include_usage", False)
 
@@ -209,6 +219,7 @@ _SHARED: dict[str, Reader] = {
     "presence_penalty": _PENALTY,
     "frequency_penalty": _PENALTY,
     "response_format": _format,
+    "keep": _keep,
     "user": text(512),
     "tools": refused(_NO_TOOLS),
     "tool_choice": refused(_NO_TOOLS),
@@ -292,4 +303,5 @@ def _ask(found: dict[str, Any], told: int | None, *, default_tokens: int | None)
         usage=found.get("stream_options", False),
         echo=found.get("echo", False),
         schema=found.get("response_format"),
+        keep=found.get("keep"),
     )

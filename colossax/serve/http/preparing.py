@@ -74,6 +74,12 @@ class Preparer:
                 f"n: asks for {count} continuations in all; ask for at most {most} at a time", "n"
             )
         self._check_ids([token for token, _ in ask.sampling.logit_bias], "logit_bias")
+        if ask.keep is not None and not self._backend.facts.keeps:
+            raise bad(
+                "keep: this server keeps all tokens of each request; leave it out, or ask one that"
+                " was started with --keeps",
+                "keep",
+            )
         if ask.messages:
             prompts = [await self.chat_tokens(ask.messages)]
         else:
@@ -92,6 +98,7 @@ class Preparer:
                     waits=grammar is not None,
                     grammar=grammar,
                     adapter=adapter,
+                    keep=ask.keep,
                 ),
                 before=before,
             )

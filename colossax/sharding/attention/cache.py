@@ -44,6 +44,7 @@ def attend_cache(
     soft_cap: float | None = None,
     read: local.ReadSlots = local.keys_and_values,
     pages: local.Pages | None = None,
+    sink_q: Float[Array, "t n h"] | None = None,
 ) -> tuple[Float[Array, "t n hv"], dict[str, Array]]:
     """Write flat tokens into the cache and attend within each one's seat, heads split by the plan.
 
@@ -73,7 +74,7 @@ def attend_cache(
     dims = {**dims, **{n + SCALE: d[:-1] for n, d in dims.items() if n + SCALE in cache}}
     specs = None if bound is None or bound.single else _specs(bound, cache, dims)
     if bound is None or specs is None:
-        return run(q, new, cache, layer, **where, **of_heads, read=read)
+        return run(q, new, cache, layer, **where, **of_heads, read=read, sink_q=sink_q)
     kv_heads = next(iter(_axes_of("kv_heads", specs, dims)), None)
     if pages is not None:
         where["pages"] = dataclasses.replace(pages, ring=_ring(specs, dims))
@@ -82,9 +83,10 @@ def attend_cache(
     of_new = {name: PartitionSpec(None, *specs[name][3:]) for name in new or ()}
     n, select = q.shape[1], heads is not None and kv_heads is None
 
-    def island_local(q: Any, new: Any, cache: Any, layer: Any, where: Any, of_heads: Any) -> Any:
+    def island_local(qs: Any, new: Any, cache: Any, layer: Any, where: Any, of_heads: Any) -> Any:
         here = _of_query_heads_local(bound, heads, n, read) if select else read
-        return run(q, new, cache, layer, **where, **of_heads, read=here)
+        q, sink_q = qs
+        return run(q, new, cache, layer, **where, **of_heads, read=here, sink_q=sink_q)
 
     mapped = jax.shard_map(
         island_local,
@@ -93,7 +95,7 @@ def attend_cache(
         out_specs=(of_q, specs),
         check_vma=False,
     )
-    return mapped(q, new, cache, jnp.asarray(layer), where, of_heads)
+    return mapped((q, sink_q), new, cache, jnp.asarray(layer), where, of_heads)
 
 
 def cache_spec(bound: BoundPlan, shape: tuple[int, ...], dims: tuple[Any, ...]) -> PartitionSpec:
