@@ -8,6 +8,8 @@ import pytest
 from colossax.cli import main
 from tests.launching import write_text
 
+pytestmark = pytest.mark.slow
+
 BASE = (
     "llama_tiny --model.layers=2 --model.embed=32 --model.mlp=48 --model.heads=4"
     " --model.kv_heads=2 --model.vocab=300 --data.tokenizer_vocab=300 --data.seq_len=32"

@@ -15,6 +15,8 @@ from tests.cli.test_serve import Server
 from tests.inference.beside import made
 from tests.serve.fake import TOKENIZER, VOCAB
 
+pytestmark = pytest.mark.slow
+
 CONFIG = dataclasses.replace(made.CONFIG, vocab=VOCAB, layers=2)
 ADAPTERS = {
     "low": AdapterConfig(rank=2, targets="attn/*"),

@@ -18,6 +18,8 @@ from tests.cli.test_serve import Server
 from tests.models.test_embedding_files import FLAGS, KINDS, modules, write
 from tests.models.test_parity import GOLDEN
 
+pytestmark = pytest.mark.slow
+
 VECTORS = load_file(GOLDEN / "embeddings.safetensors")
 FIRST, LAST = 1, 2
 """What a text is framed by, as `[CLS]` and `[SEP]`."""

@@ -24,6 +24,8 @@ from colossax.nn import (
 from colossax.pallas.attention import Pages
 from colossax.pallas.attention.mask import dense
 
+pytestmark = pytest.mark.slow
+
 BASE = DecoderConfig(
     vocab=32,
     embed=16,

@@ -27,6 +27,8 @@ from tests.oracle import assert_trees_close
 from tests.step.test_step import text_batch
 from tests.tasks.small_text import changed, ran
 
+pytestmark = pytest.mark.slow
+
 TARGET = LlamaConfig(
     vocab=64, embed=16, layers=2, heads=4, kv_heads=2, mlp=24, max_seq=32, init_std=0.4
 )

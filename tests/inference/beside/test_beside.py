@@ -23,6 +23,8 @@ from tests.cases import quick_first
 from tests.inference.beside import made
 from tests.nn.test_adapters import MIXED
 
+pytestmark = pytest.mark.slow
+
 NAMES = (None, *made.ADAPTERS)
 SMALL = {"pages": 24, "page_tokens": 4, "mixed_tokens": 16}
 """Too few pages for four long requests."""

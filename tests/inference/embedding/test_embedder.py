@@ -21,6 +21,8 @@ from colossax.scheduling.texts import TextQueue
 from tests.cases import quick_first
 from tests.inference.test_generator import build, single
 
+pytestmark = pytest.mark.slow
+
 LONGEST, VOCAB = 24, 64
 SIZES = {"vocab": VOCAB, "embed": 32, "layers": 2, "heads": 4, "mlp": 64, "max_seq": LONGEST}
 SIZES |= {"init_std": 0.3}

@@ -18,6 +18,8 @@ from tests.cases import quick_first
 from tests.inference.test_generator import single
 from tests.models.test_parity import GOLDEN, kept
 
+pytestmark = pytest.mark.slow
+
 VECTORS = load_file(GOLDEN / "embeddings.safetensors")
 CASES = [tuple(name.split("/")) for name in VECTORS if "/" in name and not name.endswith("/ids")]
 

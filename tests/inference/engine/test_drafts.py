@@ -26,6 +26,8 @@ from tests.cases import quick_first
 from tests.inference.engine.test_engine import SMALL, Even, alone, flat, requests, tokens
 from tests.inference.test_generator import CONFIGS, GROUPED, LLAMA, PLANS, build, single
 
+pytestmark = pytest.mark.slow
+
 
 def itself(config, tokens, noise=0.0, **options):
     """The model drafts for itself, or one that is like it does."""
@@ -74,6 +76,7 @@ QUICK = [
 ]
 
 
+@pytest.mark.sentinel("tree-llama")
 @pytest.mark.parametrize(("drafter", "name"), quick_first(ALL, QUICK))
 def test_each_as_if_alone(drafter, name):
     """Chunks, shared pages, preemptions, drawn tokens, and too few pages for all guesses."""

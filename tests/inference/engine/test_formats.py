@@ -20,6 +20,8 @@ from tests.inference.engine.test_engine import SMALL, engine, requests, tokens
 from tests.inference.test_generator import CONFIGS, LLAMA, PLANS, build
 from tests.pallas.attention.test_codes import stands_for
 
+pytestmark = pytest.mark.slow
+
 FORMS = ("int8", "fp8")
 
 

@@ -21,6 +21,8 @@ from tests.inference.engine.test_engine import SMALL, alone, engine, requests, t
 from tests.inference.engine.test_staged import bound_of as staged_bound
 from tests.inference.test_generator import CONFIGS, LLAMA, build
 
+pytestmark = pytest.mark.slow
+
 PAGE = SMALL["page_tokens"]
 
 

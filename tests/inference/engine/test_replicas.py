@@ -17,6 +17,8 @@ from tests.cases import quick_first
 from tests.inference.engine.test_engine import SMALL, alone, engine, requests, tokens
 from tests.inference.test_generator import GROUPED, LLAMA, build, single
 
+pytestmark = pytest.mark.slow
+
 MESHES = {
     "data2": {"data": 2},
     "data2 tensor2": {"data": 2, "tensor": 2},

@@ -16,6 +16,8 @@ from tests.inference.engine.test_engine import SMALL, alone, requests, tokens
 from tests.inference.engine.test_staged import bound_of as staged_bound
 from tests.inference.test_generator import CONFIGS, LLAMA, build, single
 
+pytestmark = pytest.mark.slow
+
 MESHES = {
     "ring2 tensor2": {"ring": 2, "tensor": 2},
     "ring3": {"ring": 3},

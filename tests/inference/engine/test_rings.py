@@ -14,6 +14,8 @@ from tests.inference import test_caches as caches
 from tests.inference.engine.test_engine import SMALL, alone, engine, requests, tokens
 from tests.inference.test_generator import CONFIGS, LLAMA
 
+pytestmark = pytest.mark.slow
+
 WINDOWED = ["local and global", "sinks", "chunks"]
 
 

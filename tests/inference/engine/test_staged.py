@@ -25,6 +25,8 @@ from tests.inference.test_generator import CONFIGS, GROUPED, LLAMA, SIZES, build
 from tests.inference.weights.made import stored
 from tests.models.test_parity import GOLDEN, expected
 
+pytestmark = pytest.mark.slow
+
 MESHES = {
     "stage2 tensor2": {"stage": 2, "tensor": 2},
     "stage2": {"stage": 2},

@@ -20,6 +20,8 @@ from colossax.sharding import linear, use
 from tests.fresh import fresh_params
 from tests.inference.weights.made import logits, written
 
+pytestmark = pytest.mark.slow
+
 CONFIG = LlamaConfig(vocab=64, embed=64, layers=2, heads=4, kv_heads=2, mlp=128, max_seq=32)
 FEATURES = [3, 17, 40]
 """Of what norms give, so many times as large as others; matrices make up for it."""

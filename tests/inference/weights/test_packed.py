@@ -31,6 +31,8 @@ from tests.inference.weights.packed import (
 )
 from tests.models.test_parity import TEXTS, expected
 
+pytestmark = pytest.mark.slow
+
 SPARSE = ("2:4", "1:4")
 FORMS = ("int4:8", "int4-sym:8", *SPARSE)
 QUICK = [("llama", "int4:8"), ("bloom", "1:4")]

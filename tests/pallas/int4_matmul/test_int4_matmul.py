@@ -25,6 +25,8 @@ from colossax.pallas.int4_matmul.spec import Int4Variant
 from colossax.pallas.proof.trial import prove
 from tests.pallas.places import everywhere, no_races
 
+pytestmark = pytest.mark.slow
+
 HOPPER = Target(platform="gpu", compute_capability=(9, 0))
 USUAL = Int4Spec(rows=3, inputs=256, outputs=128, dtype=jnp.dtype("bfloat16"), zeros=True)
 

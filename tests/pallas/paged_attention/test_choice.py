@@ -18,6 +18,8 @@ from colossax.pallas.paged_attention.proof import Sizes, trials
 from colossax.pallas.paged_attention.spec import PagedVariant
 from colossax.pallas.proof.trial import prove
 
+pytestmark = pytest.mark.slow
+
 HOPPER = Target(platform="gpu", compute_capability=(9, 0))
 USUAL = PagedSpec(
     groups=8,

@@ -12,6 +12,8 @@ from colossax.pallas.paged_attention.mosaic_gpu.attend import attend
 from tests.pallas.paged_attention.cases import drawn, truth
 from tests.pallas.places import everywhere, no_races
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = (9, 150, 64)
 LAYER = 1
 ANCESTORS = [(0,), (0, 1), (0, 2), (0, 1, 3), (40,)]

@@ -14,6 +14,8 @@ from colossax.serve.engine.supervisor import Supervisor
 from tests.serve.engine.test_supervisor import served, supervisor
 from tests.serve.engine.toy_embedder import vector
 
+pytestmark = pytest.mark.slow
+
 
 def embedding(fault="none", step_s=0.0, **options):
     command = [sys.executable, "-m", "tests.serve.engine.toy_embedder", fault, str(step_s)]

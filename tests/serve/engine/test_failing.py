@@ -17,6 +17,8 @@ from colossax.serve.engine.wire import packed
 from tests.serve.engine.test_supervisor import expected, heard, request, served
 from tests.serve.engine.test_supervisor import supervisor as started
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.catches("engine-is-tried-for-ever")
 @pytest.mark.catches("last-words-are-kept")
