@@ -39,7 +39,7 @@ def run_engine(args: argparse.Namespace, overrides: list[Override]) -> int:
 
 def _serve(wire: Wire, args: argparse.Namespace, overrides: list[Override]) -> None:
     from colossax.inference import beside
-    from colossax.inference.engine.formats import check_format
+    from colossax.inference.engine import check_format
     from colossax.serve import Grammars
 
     check_format(args.cache, "--cache")

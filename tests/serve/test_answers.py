@@ -386,6 +386,7 @@ def test_ready_and_health():
 
 
 COUNTED = "seats_used waiting pages_free pages_used pages_cached prefix_hit_tokens preemptions"
+COUNTED += " drafted accepted"
 REPLICA = dict.fromkeys(COUNTED.split(), 0)
 
 
@@ -406,7 +407,7 @@ def test_metrics_count():
             preemptions=1,
             drafted=9,
             accepted=7,
-            replicas=[REPLICA | {"pages_free": 4}, REPLICA | {"preemptions": 7}],
+            replicas=[REPLICA | {"pages_free": 4}, REPLICA | {"preemptions": 7, "drafted": 5}],
         )
         lines = here.ask("/metrics").text.splitlines()
         for line in (
@@ -426,6 +427,7 @@ def test_metrics_count():
             'colossax_replica_pages_free{replica="0"} 4.0',
             'colossax_replica_pages_free{replica="1"} 0.0',
             'colossax_replica_preemptions_total{replica="1"} 7.0',
+            'colossax_replica_drafted_tokens_total{replica="1"} 5.0',
             "colossax_prefix_hit_tokens_total 32.0",
             "colossax_preemptions_total 1.0",
             "colossax_drafted_tokens_total 9.0",

@@ -445,7 +445,7 @@ def test_a_plan_that_does_not_fit_the_model_is_refused_before_anything_is_alloca
             preset("megatron", mesh={"tensor": 8}),
             devices=devices,
         )
-    assert len(jax.live_arrays()) == before
+    assert len(jax.live_arrays()) <= before  # others' may go meanwhile
 
 
 def test_a_model_with_random_state_is_refused():

@@ -5,6 +5,7 @@ from .drafting import GlideDrafter as GlideDrafter
 from .drafting import ModelDrafter as ModelDrafter
 from .drafting import NgramDrafter as NgramDrafter
 from .engine import Engine as Engine
+from .formats import check_format as check_format
 from .making import make_engine as make_engine
 from .replicas import Replicas as Replicas
 from .values import Constraint as Constraint

@@ -117,13 +117,18 @@ class _OfEngine(Collector):
                 yield _by_replica(CounterMetricFamily, name, told, found.replicas)
 
 
+_GUESSES = ("drafted_tokens", "accepted_tokens")
+
+
 def _by_replica(
     family: Callable[..., Any], name: str, told: str, replicas: Sequence[Mapping[str, int]]
 ) -> Metric:
     """One of the numbers, of each replica."""
     found = family(f"colossax_replica_{name}", told, labels=("replica",))
     for number, counts in enumerate(replicas):
-        found.add_metric((str(number),), counts[name])
+        found.add_metric(
+            (str(number),), counts[name.removesuffix("_tokens") if name in _GUESSES else name]
+        )
     return found
 
 

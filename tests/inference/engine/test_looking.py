@@ -23,7 +23,7 @@ def state(parent=None):
     tokens = jnp.asarray([[11, 12, 13], [14, 15, 10]], jnp.int32)
     drafts = Guesses(tokens=tokens, parent=parent and jnp.asarray(parent, jnp.int32))
     length = jnp.asarray([5, 9], jnp.int32)
-    return EngineState(cache=None, said=jnp.asarray(said), length=length, drafts=drafts)
+    return EngineState(cache={}, said=jnp.asarray(said), length=length, drafts=drafts)
 
 
 def batch(room):
@@ -121,7 +121,7 @@ def test_what_was_right_lies_at_its_position():
         want[:, page, at] = held[:, from_page, from_at]
     given = {"k": jnp.asarray(held), "whole": jnp.asarray(held)}
     pages = Pages(table=table, groups=jnp.zeros((1, 1), jnp.int32))
-    found = moved(given, frozenset({"whole"}), pages, path, count, begin, room)
+    found = moved(given, frozenset({"whole"}), pages, path, count, begin, room, 1)
     np.testing.assert_array_equal(found["k"], want)
     np.testing.assert_array_equal(found["whole"], held)
 
