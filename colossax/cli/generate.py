@@ -174,7 +174,7 @@ def _continued(
     args: argparse.Namespace, stored: Any, plan: Plan, devices: Any, requests: list[Any]
 ) -> Iterable[tuple[str | None, list[Any]]]:
     """What comes of the prompts: of the model, or of each adapter that was named."""
-    from colossax.nn.adapters.several import SharesNoStepError
+    from colossax.inference import SharesNoStepError
 
     models = adapters_of(args, stored)
     if not models:

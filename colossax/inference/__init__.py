@@ -1,5 +1,6 @@
 """Inference: continuing a prompt with a cache of keys and values."""
 
+from .beside import SharesNoStepError as SharesNoStepError
 from .beside import StoredBeside as StoredBeside
 from .beside import beside as beside
 from .cache import CacheLayout as CacheLayout
