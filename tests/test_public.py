@@ -155,7 +155,8 @@ NAMES = {
         "Flight Generation Generator InOrder LoadedModel Replicas Request Sampling Scheduler "
         "Several StagedProgram StoredModel Tick fit_layers inference_plan load check_length "
         "check_tokens make_engine open_checkpoint several together unrolled Outliers find_outliers "
-        "SharesNoStepError StoredBeside beside Drafter NgramDrafter ModelDrafter GlideDrafter holds_drafter"
+        "SharesNoStepError StoredBeside beside Drafter NgramDrafter ModelDrafter GlideDrafter "
+        "holds_drafter"
     ),
     "colossax.serve": (
         "Backend Constraint EngineDown EngineFailed EngineFull Facts Grammars Keys Limits "
