@@ -76,7 +76,6 @@ QUICK = [
 ]
 
 
-@pytest.mark.sentinel("tree-llama")
 @pytest.mark.parametrize(("drafter", "name"), quick_first(ALL, QUICK))
 def test_each_as_if_alone(drafter, name):
     """Chunks, shared pages, preemptions, drawn tokens, and too few pages for all guesses."""
