@@ -22,7 +22,7 @@ def in_groups(
     With zeros the codes of a group reach from its least number to its largest, and 0 has a code of
     its own. Without, `MIDDLE` is 0 and the scale 2/15 of the largest absolute number, as GPTQ has
     its symmetric grids: the largest numbers above 0 are cut by a fifteenth. Codes are those nearest
-    under the scale as it is kept, halves to even.
+    to `number * (1 / scale)` in float32, with the scale as it is kept, halves to even.
 
     Args:
         w: The matrix, inputs by outputs; of float32.
@@ -41,9 +41,10 @@ def in_groups(
     else:
         least, reach = None, 2 * jnp.max(jnp.abs(blocks), axis=1)
     scales = (reach * jnp.float32(1 / _LARGEST)).astype(jnp.bfloat16)
-    by = jnp.where(scales > 0, scales, 1).astype(jnp.float32)
-    zero = MIDDLE if least is None else jnp.clip(jnp.round(-least / by), 0, _LARGEST)[:, None]
-    codes = jnp.clip(jnp.round(blocks / by[:, None]) + zero, 0, _LARGEST).astype(jnp.uint8)
+    # Compilers make products of quotients by one number, in their own ways: then halves differ.
+    by = 1 / jnp.where(scales > 0, scales, 1).astype(jnp.float32)
+    zero = MIDDLE if least is None else jnp.clip(jnp.round(-least * by), 0, _LARGEST)[:, None]
+    codes = jnp.clip(jnp.round(blocks * by[:, None]) + zero, 0, _LARGEST).astype(jnp.uint8)
     pairs = codes.reshape(-1, 2, *outs)
     found = {"codes": pairs[:, 0] | pairs[:, 1] << 4, "scales": scales}
     return found if isinstance(zero, int) else found | {"zeros": zero[:, 0].astype(jnp.uint8)}

@@ -24,12 +24,12 @@ def grouped(w, group, *, zeros):
                 scale = BF16((most - least) * F32(1 / 15))
             else:
                 least, scale = F32(0), BF16(2 * max(abs(x) for x in own) * F32(1 / 15))
-            by = F32(scale) if scale > 0 else F32(1)
+            by = F32(1) / (F32(scale) if scale > 0 else F32(1))
             if zeros:
-                zero[g, column] = min(15, max(0, np.round(-least / by)))
+                zero[g, column] = min(15, max(0, np.round(-least * by)))
             scales[g, column] = scale
             for i, x in enumerate(own):
-                code = np.round(x / by) + zero[g, column]
+                code = np.round(x * by) + zero[g, column]
                 codes[g * group + i, column] = min(15, max(0, code))
                 whole = int(codes[g * group + i, column]) - int(zero[g, column])
                 values[g * group + i, column] = whole * float(scale)
