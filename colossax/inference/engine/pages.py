@@ -142,3 +142,28 @@ def in_equal_parts(pages: int, bound: BoundPlan) -> int:
     """As many pages, or a few more that nobody gets, so that a ring's devices have as many each."""
     size = bound.size(RING_AXES)
     return -(-pages // size) * size
+
+
+def pages_of(
+    model: Any, sizes: Any, bound: BoundPlan, *, form: str = "own", ring_tokens: int | None = None
+) -> PagedSpec:
+    """`paged_spec` of a model in an engine of these sizes, on these devices.
+
+    Args:
+        model: With `cache_spec`.
+        sizes: `Sizes` of the engine.
+        bound: Its devices, which may share the pages.
+        form, ring_tokens: As of `paged_spec`.
+
+    Raises:
+        InputError: As `paged_spec`.
+    """
+    return paged_spec(
+        model,
+        seats=sizes.seats,
+        pages=in_equal_parts(sizes.pages, bound),
+        page_tokens=sizes.page_tokens,
+        slots=sizes.slots,
+        form=form,
+        ring_tokens=ring_tokens,
+    )

@@ -18,7 +18,7 @@ from colossax.inference.engine.batch import EngineState, StepShape
 from colossax.inference.engine.drafting import Drafter, Guesses
 from colossax.inference.engine.drafting.trees import MOST_NODES
 from colossax.inference.engine.keeping import check_keeps
-from colossax.inference.engine.pages import PagedSpec, engine_plan, in_equal_parts, paged_spec
+from colossax.inference.engine.pages import PagedSpec, engine_plan, pages_of
 from colossax.inference.engine.sampling import Chosen, Draws
 from colossax.inference.engine.step import looking_step, step
 from colossax.inference.reading import Reading
@@ -101,15 +101,8 @@ class EngineProgram:
         self.config: DecoderConfig = model.config
         resolved_slots(self.config, sizes.slots)
         self.bound = BoundPlan(engine_plan(bound.plan), bound.mesh)
-        asked = paged_spec(
-            model,
-            seats=sizes.seats,
-            pages=in_equal_parts(sizes.pages, bound),
-            page_tokens=sizes.page_tokens,
-            slots=sizes.slots,
-            form=sizes.cache,
-            ring_tokens=sizes.mixed if sizes.rings else None,
-        )
+        ring_tokens = sizes.mixed if sizes.rings else None
+        asked = pages_of(model, sizes, bound, form=sizes.cache, ring_tokens=ring_tokens)
         if asked.rings and self.bound.size(RING_AXES) > 1:
             raise PlanError(
                 "window_rings: the devices of 'ring' share a sequence's pages, and a window's ring"

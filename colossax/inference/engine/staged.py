@@ -15,7 +15,7 @@ from colossax.errors import PlanError
 from colossax.inference.cache import CacheLayout, Specs
 from colossax.inference.decode import decoding_model, resolved_slots
 from colossax.inference.engine.drafting import Drafter
-from colossax.inference.engine.pages import engine_plan, in_equal_parts, paged_spec
+from colossax.inference.engine.pages import engine_plan, pages_of
 from colossax.inference.engine.parts import array_on
 from colossax.inference.engine.program import EngineProgram, Sizes, all_allowed, stretched_from
 from colossax.inference.engine.sampling import Chosen, Draws
@@ -222,14 +222,7 @@ class StagedSteps(EngineProgram):
         self.spec, self.sizes, self.config = spec, sizes, model.config
         resolved_slots(self.config, sizes.slots)
         self.bound = BoundPlan(engine_plan(bound.plan), bound.mesh)
-        asked = paged_spec(
-            model,
-            seats=sizes.seats,
-            pages=in_equal_parts(sizes.pages, bound),
-            page_tokens=sizes.page_tokens,
-            slots=sizes.slots,
-            form=sizes.cache,
-        )
+        asked = pages_of(model, sizes, bound, form=sizes.cache)
         self.shares = not asked.whole and stretched_from(self.config) >= sizes.slots
         self.drafter: Drafter | None = None
         self.adapters = 0

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from colossax.config import Segment
+from colossax.config import Plan, Segment
 from colossax.errors import InputError
-from colossax.inference.engine import Engine
+from colossax.inference.engine import Engine, make_engine
 from colossax.inference.engine.drafting import GlideDrafter, ModelDrafter, NgramDrafter
 from colossax.inference.engine.drafting.looking import Looked, accepted
 from colossax.inference.engine.drafting.ngram import ngram_follows
@@ -195,6 +195,24 @@ def test_meshes(name):
     drafter = ModelDrafter(spec, bound, near(params, 0.1), 2, nodes=6)
     found = Engine(spec, bound, params, drafter=drafter, **SMALL).generate_all(requests())
     assert tokens(found) == alone("llama")
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("drafter", ["ngrams", "model", "tree"])
+def test_an_engine_for_each_place_along_data(drafter):
+    """Each drafts on its own devices, by parameters that are there once."""
+    plan = Plan(mesh={"data": 2, "fsdp": 2})
+    bound = unrolled(plan, build(LLAMA, single())[0]).bind(jax.devices()[:4])
+    spec, params = build(LLAMA, bound)
+    made = {
+        "ngrams": lambda: NgramDrafter(3),
+        "model": lambda: ModelDrafter(spec, bound, params, 3),
+        "tree": lambda: ModelDrafter(spec, bound, near(params, 0.1), 2, nodes=6),
+    }
+    one = make_engine(spec, bound, params, drafter=made[drafter](), **SMALL)
+    assert len(one.engines) == 2
+    assert tokens(one.generate_all(requests())) == alone("llama")
+    assert one.stats.scheduler.accepted
 
 
 def by_hand(said, longest):

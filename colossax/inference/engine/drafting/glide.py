@@ -1,17 +1,15 @@
 """Drafts of a decoder that reads what the model itself keeps of its last layer."""
 
-import copy
 from typing import Any
 
 from jaxtyping import Array, Int
 
 from colossax.config import BoundPlan
 from colossax.errors import InputError
-from colossax.inference.cache import Cache, CacheLayout
+from colossax.inference.cache import Cache
 from colossax.inference.engine.drafting.drafter import Target
 from colossax.inference.engine.drafting.sequential import SequentialDrafter
-from colossax.inference.engine.pages import engine_plan, in_equal_parts, paged_spec
-from colossax.inference.engine.parts import params_on
+from colossax.inference.engine.pages import pages_of
 from colossax.inference.plan import shapes_of
 from colossax.nn import FlatTokens, ModelSpec, target_pages
 from colossax.sharding import use
@@ -46,11 +44,9 @@ class GlideDrafter(SequentialDrafter):
         Raises:
             InputError: Likewise.
         """
-        self._bound = BoundPlan(engine_plan(bound.plan), bound.mesh)
-        self.spec = spec
         self._model: Any = spec.merge(shapes_of(spec))
         self._program: Any = None
-        super().__init__(params, tokens, nodes, self._model.config.vocab)
+        super().__init__(spec, bound, params, tokens, nodes, vocab=self._model.config.vocab)
 
     def fitted(self, program: Any) -> "GlideDrafter":
         """See `Drafter`."""
@@ -65,22 +61,8 @@ class GlideDrafter(SequentialDrafter):
                 f"draft: the cache is kept in {sizes.cache}, and a drafter reads keys and values as"
                 " they are; leave out the cache's form, or draft with a smaller model"
             )
-        asked = paged_spec(
-            self._model,
-            seats=sizes.seats,
-            pages=in_equal_parts(sizes.pages, program.bound),
-            page_tokens=sizes.page_tokens,
-            slots=sizes.slots,
-        )
-        one = copy.copy(self)
-        one._cache, one._program = CacheLayout(self._bound, asked.specs), program
-        return one
-
-    def on(self, bound: BoundPlan) -> "GlideDrafter":
-        """See `Drafter`."""
-        one = copy.copy(self)
-        one._bound = BoundPlan(self._bound.plan, bound.mesh)
-        one.params = params_on(self.spec, one._bound, self.params)
+        one = self._in(pages_of(self._model, sizes, program.bound))
+        one._program = program
         return one
 
     def forward(

@@ -1,18 +1,16 @@
 """Drafts of a smaller model of the same vocabulary."""
 
-import copy
 from typing import Any
 
 from jaxtyping import Array, Int
 
 from colossax.config import BoundPlan
 from colossax.errors import InputError
-from colossax.inference.cache import Cache, CacheLayout
+from colossax.inference.cache import Cache
 from colossax.inference.decode import decoding_model
 from colossax.inference.engine.drafting.drafter import Target
 from colossax.inference.engine.drafting.sequential import SequentialDrafter
-from colossax.inference.engine.pages import engine_plan, in_equal_parts, paged_spec
-from colossax.inference.engine.parts import params_on
+from colossax.inference.engine.pages import pages_of
 from colossax.nn import FlatTokens, ModelSpec
 from colossax.sharding import use
 from colossax.typing import Params
@@ -44,9 +42,7 @@ class ModelDrafter(SequentialDrafter):
             InputError: Likewise; or it cannot decode.
         """
         self._model = decoding_model(spec)
-        self._bound = BoundPlan(engine_plan(bound.plan), bound.mesh)
-        self.spec = spec
-        super().__init__(params, tokens, nodes, self._model.config.vocab)
+        super().__init__(spec, bound, params, tokens, nodes, vocab=self._model.config.vocab)
 
     def fitted(self, program: Any) -> "ModelDrafter":
         """See `Drafter`."""
@@ -62,28 +58,13 @@ class ModelDrafter(SequentialDrafter):
                 f"draft: the drafting model's longest sequence is {config.max_seq} tokens and the"
                 f" engine's {sizes.slots}; give fewer slots, or another model"
             )
-        asked = paged_spec(
-            self._model,
-            seats=sizes.seats,
-            pages=in_equal_parts(sizes.pages, program.bound),
-            page_tokens=sizes.page_tokens,
-            slots=sizes.slots,
-        )
+        asked = pages_of(self._model, sizes, program.bound)
         if asked.whole:
             raise InputError(
                 "draft: the drafting model keeps something of a sequence as a whole, which cannot"
                 " be taken back token by token; draft with a model that keeps keys and values"
             )
-        one = copy.copy(self)
-        one._cache = CacheLayout(self._bound, asked.specs)
-        return one
-
-    def on(self, bound: BoundPlan) -> "ModelDrafter":
-        """See `Drafter`."""
-        one = copy.copy(self)
-        one._bound = BoundPlan(self._bound.plan, bound.mesh)
-        one.params = params_on(self.spec, one._bound, self.params)
-        return one
+        return self._in(asked)
 
     def forward(
         self,

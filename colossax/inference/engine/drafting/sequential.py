@@ -1,6 +1,7 @@
 """Drafts that a model makes one token after another, with others for the same places."""
 
 import abc
+import copy
 import dataclasses
 from typing import Any
 
@@ -8,11 +9,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from colossax.config import BoundPlan
 from colossax.errors import InputError
 from colossax.inference.cache import Cache, CacheLayout
 from colossax.inference.engine.drafting.drafter import Drafter, Guesses, Target, View
+from colossax.inference.engine.pages import PagedSpec, engine_plan
+from colossax.inference.engine.parts import params_on
 from colossax.inference.engine.sampling import Several, ranked
-from colossax.nn import FlatTokens
+from colossax.nn import FlatTokens, ModelSpec
 from colossax.pallas.attention import Pages
 from colossax.typing import Params
 
@@ -38,11 +42,22 @@ class SequentialDrafter(Drafter):
     depth: int
     width: int
 
-    def __init__(self, params: Params, tokens: int, nodes: int | None, vocab: int):
+    def __init__(
+        self,
+        spec: ModelSpec,
+        bound: BoundPlan,
+        params: Params,
+        tokens: int,
+        nodes: int | None,
+        *,
+        vocab: int,
+    ):
         """Compile nothing.
 
         Args:
-            params: Laid out; kept.
+            spec: Of what guesses, as `describe` gave it under `bound`.
+            bound: Where its parameters live: the devices of the engine.
+            params: Laid out by `bound`; kept.
             tokens: How many it guesses, one behind another.
             nodes: How many with others for the same places: a tree. None: no others.
             vocab: Tokens that there are.
@@ -54,7 +69,8 @@ class SequentialDrafter(Drafter):
             raise InputError(f"tokens: found {tokens}; give 1 or more")
         if nodes is not None and nodes < tokens:
             raise InputError(f"nodes: found {nodes}; give {tokens} or more, one for each token")
-        self.params = params
+        self.spec, self.params = spec, params
+        self._bound = BoundPlan(engine_plan(bound.plan), bound.mesh)
         self.depth, self.tokens = tokens, tokens if nodes is None else nodes
         self.tree = self.tokens > self.depth
         self.width = min(WIDTH, 1 + self.tokens - self.depth, vocab)
@@ -65,6 +81,19 @@ class SequentialDrafter(Drafter):
                 f" {most} or fewer"
             )
         self._cache: CacheLayout | None = None
+
+    def on(self, bound: BoundPlan) -> "SequentialDrafter":
+        """See `Drafter`."""
+        one = copy.copy(self)
+        one._bound = BoundPlan(self._bound.plan, bound.mesh)
+        one.params = params_on(self.spec, one._bound, self.params)
+        return one
+
+    def _in(self, asked: PagedSpec) -> Any:
+        """One with a cache in these pages."""
+        one = copy.copy(self)
+        one._cache = CacheLayout(self._bound, asked.specs)
+        return one
 
     @abc.abstractmethod
     def forward(
