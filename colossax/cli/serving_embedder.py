@@ -17,6 +17,10 @@ _UNUSED = {
     "deterministic": "--deterministic",
     "no_prefix_reuse": "--no-prefix-reuse",
     "chat_template": "--chat-template",
+    "window_rings": "--window-rings",
+    "keeps": "--keeps",
+    "draft": "--draft",
+    "adapter": "--adapter",
 }
 
 
@@ -57,10 +61,9 @@ def serve_embeddings(
     """
     for name, word in _UNUSED.items():
         if getattr(args, name):
-            raise InputError(
-                f"{word}: the model tells embeddings, which have neither pages nor chats; leave it"
-                " out"
-            )
+            raise _unused(word)
+    if args.cache != "own":
+        raise _unused("--cache")
     plan = apply_overrides(Options(plan=stored.plan), overrides).plan
     if plan.offload.auto:
         raise InputError(
@@ -74,3 +77,9 @@ def serve_embeddings(
     wire.send({"say": "facts", "facts": facts, "again": again})
     embedder.warm()
     run_embedder(wire, embedder)
+
+
+def _unused(word: str) -> InputError:
+    return InputError(
+        f"{word}: the model tells embeddings, which have neither pages nor chats; leave it out"
+    )

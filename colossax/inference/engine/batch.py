@@ -1,7 +1,6 @@
 """The tokens of a step as arrays, and what they are to the seats that they belong to."""
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -42,10 +41,9 @@ class StepShape:
     def unpacked(self, packed: Int[Array, " n"]) -> "Batch":
         """See `Batch.packed`."""
         given, at = {}, 0
-        for field in dataclasses.fields(Batch):
-            shape = getattr(self.empty(), field.name).shape
-            stop = at + math.prod(shape)
-            given[field.name], at = packed[at:stop].reshape(shape), stop
+        for name, like in vars(self.empty()).items():
+            stop = at + like.size
+            given[name], at = packed[at:stop].reshape(like.shape), stop
         return Batch(**given)
 
 
@@ -72,8 +70,7 @@ class Batch:
 
     def packed(self) -> np.ndarray:
         """All of it in one array, which goes to the devices at once."""
-        parts = (getattr(self, field.name) for field in dataclasses.fields(self))
-        return np.concatenate([part.reshape(-1) for part in parts])
+        return np.concatenate([part.reshape(-1) for part in vars(self).values()])
 
 
 @jax.tree_util.register_dataclass
