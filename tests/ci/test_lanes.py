@@ -9,6 +9,7 @@ import pytest
 
 from tests.plugins.costs import Budgets, Costs, Meter
 from tests.plugins.lanes import core, is_sentinel, part
+from tests.plugins.pace import Pace
 
 ROOT = Path(__file__).parents[2]
 
@@ -105,12 +106,25 @@ def test_a_folder_without_a_budget_of_its_own_is_a_new_capability():
 
 def test_a_run_is_summed_up_by_file_and_folder():
     meter = Meter()
-    meter.seconds = {
+    meter.spent = {
         ("quick", "tests/a/test_a.py::test_x"): 1.0,
         ("aot", "tests/test_b.py::test"): 2.0,
     }
     assert meter.by_folder() == {"a": 1.0, "test_b": 2.0}
     assert meter.by_file()["quick"] == {"tests/a/test_a.py": {"test_x": 1.0}}
+
+
+def test_a_slow_core_makes_no_test_dear():
+    meter = Meter()
+    meter.spent, meter.probes = {("quick", "tests/a/test_a.py::test_x"): 3.0}, [1.0, 2.0, 3.0]
+    assert meter.by_folder() == {"a": 1.5}
+
+
+def test_the_pace_is_probed_now_and_then_and_is_of_the_work_that_is_done():
+    pace = Pace()
+    (first,) = pace.probes()
+    assert pace.probes() == []
+    assert 0.2 < first < 50
 
 
 TESTS = """
@@ -129,7 +143,7 @@ def test_a_run_beyond_its_budget_fails_and_says_so(tmp_path):
     (tests / "new").mkdir(parents=True)
     (tests / "new" / "test_busy.py").write_text(TESTS)
     (tests / "plugins").symlink_to(ROOT / "tests" / "plugins")
-    (tests / "budgets.toml").write_text("[capability]\ncore = 1\nrest = 1500\n")
+    (tests / "budgets.toml").write_text("[capability]\ncore = 0.1\nrest = 1500\n")
     plugins = ["-pxdist", "-ptests.plugins.costs", "-ptests.plugins.lanes"]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
     for given, code in ((["--core"], 1), (["--every=4"], 0)):

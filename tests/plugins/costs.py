@@ -1,7 +1,8 @@
 """What tests cost, in seconds of CPU time: told after each run, kept in `tests/costs.json`.
 
-A test's cost is the CPU time of its worker and of the children it waited for, fixtures included;
-wall time would say more of the machine than of the test. `make costs` renews the list.
+A test's cost is the CPU time of its worker and of the children it waited for, fixtures included,
+by the pace of this run (`pace.py`): wall time, and seconds of a slow core, would say more of the
+machine than of the test. `make costs` renews the list.
 """
 
 import json
@@ -11,6 +12,8 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+
+from tests.plugins.pace import Pace, pace_of
 
 FILE = Path(__file__).parents[1] / "costs.json"
 BUDGETS = FILE.with_name("budgets.toml")
@@ -103,6 +106,7 @@ def _cpu_s():
 
 
 _STARTED = pytest.StashKey[float]()
+_PACE = Pace()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -117,7 +121,7 @@ def pytest_runtest_makereport(item, call):
     """The last report of a test tells its cost to the process that prints."""
     report = yield
     if call.when == "teardown":
-        cost = lane_of(item), _cpu_s() - item.stash[_STARTED]
+        cost = lane_of(item), _cpu_s() - item.stash[_STARTED], _PACE.probes()
         report.user_properties.append((_PROPERTY, cost))
     return report
 
@@ -126,12 +130,24 @@ class Meter:
     """Costs of the tests of this run, in the process that prints."""
 
     def __init__(self):
-        self.seconds = {}
+        self.spent, self.probes = {}, []
 
     def pytest_runtest_logreport(self, report):
         """Keep what a last report tells."""
-        for _, (lane, seconds) in (p for p in report.user_properties if p[0] == _PROPERTY):
-            self.seconds[lane, report.nodeid] = seconds
+        for _, (lane, spent, probes) in (p for p in report.user_properties if p[0] == _PROPERTY):
+            self.spent[lane, report.nodeid] = spent
+            self.probes += probes
+
+    @property
+    def pace(self):
+        """How many CPU-seconds of this run are one second of cost."""
+        return pace_of(self.probes)
+
+    @property
+    def seconds(self):
+        """Cost of each test, by lane and name."""
+        pace = self.pace
+        return {test: spent / pace for test, spent in self.spent.items()}
 
     def by_file(self):
         """Seconds by lane, file and test."""
@@ -224,10 +240,11 @@ def pytest_sessionfinish(session):
 def pytest_terminal_summary(terminalreporter, config):
     """What the run cost, and which tests cost most."""
     meter = config.pluginmanager.get_plugin("meter")
-    total = sum(meter.seconds.values())
-    if total < 1:
+    spent = sum(meter.spent.values())
+    if spent < 1:
         return
-    terminalreporter.section(f"{total:.0f} CPU-seconds", "-")
+    told = f"{spent / meter.pace:.0f} CPU-seconds ({spent:.0f} at a pace of {meter.pace:.2f})"
+    terminalreporter.section(told, "-")
     for seconds, test in meter.dearest():
         terminalreporter.line(f"{seconds:7.1f} {test}")
     for sentence in _over(config, meter):
