@@ -1,10 +1,11 @@
 """What the scheduler of the serving engine costs, and how full it makes steps.
 
-`decode`: every seat decodes, two steps on their way: microseconds of the processor for `next` and
-`took` of one step, medians and 99th percentiles. `load`: more requests than seats, of mixed
-lengths: the same, how full `mixed` steps are while requests wait, and how many of a hundred steps
-are `mixed`. `at once`: the same where prompts do not wait to fill a step. No device and no model:
-tokens are made up.
+`decode`: every seat decodes, two steps on their way: microseconds for `next` and `took` of one
+step, medians and 99th percentiles. They are the clock's: to ask for a thread's own time takes as
+long as a step on some machines, and a median passes over what else ran. `load`: more requests than
+seats, of mixed lengths: the same, how full `mixed` steps are while requests wait, and how many of a
+hundred steps are `mixed`. `at once`: the same where prompts do not wait to fill a step. No device
+and no model: tokens are made up.
 
     python bench/scheduler.py [--out FILE]
 """
@@ -102,9 +103,9 @@ def _run(scheduler: Scheduler, steps: int, *, more: Any, warm: int) -> dict[str,
     flight, planned, took, full, kinds, used = deque(), [], [], [], [], []
     for step in range(warm + steps):
         more()
-        start = time.thread_time()
+        start = time.perf_counter()
         plan = scheduler.next(step * 0.01)
-        planned.append(time.thread_time() - start)
+        planned.append(time.perf_counter() - start)
         if plan is not None:
             flight.append(plan)
             kinds.append(plan.kind)
@@ -114,9 +115,9 @@ def _run(scheduler: Scheduler, steps: int, *, more: Any, warm: int) -> dict[str,
         if len(flight) == 2:
             oldest = flight.popleft()
             tokens = [1000 + step % 7] * sum(piece.emits for piece in oldest.pieces)
-            start = time.thread_time()
+            start = time.perf_counter()
             scheduler.took(oldest, tokens)
-            took.append(time.thread_time() - start)
+            took.append(time.perf_counter() - start)
         else:
             took.append(0.0)
     both = [a + b for a, b in zip(planned[warm:], took[warm:], strict=True)]

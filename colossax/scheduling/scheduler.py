@@ -179,15 +179,15 @@ class Scheduler:
         pieces: list[Piece] = []
         prompts, preempted = self._decodes(pieces)
         decodes = sum(len(piece.tokens) for piece in pieces) if self._drafts.most else len(pieces)
-        only = len(pieces)
+        left = self._mixed - decodes
         fresh: list[Run] = []
         if not self._holds(prompts, decodes, now):
-            self._chunks(pieces, prompts)
+            left = self._chunks(pieces, prompts, left)
             if not preempted:
-                self._begin(pieces, fresh, now)
+                left = self._begin(pieces, fresh, left, now)
         if not pieces:
             return None
-        plan = self._plan(pieces, fresh, only=len(pieces) == only and decodes <= self._decode)
+        plan = self._plan(pieces, fresh, decodes, self._mixed - left)
         for run in (*prompts, *fresh):  # not before: what a step writes is there for later ones
             self._holdings.name(run)
         return plan
@@ -226,8 +226,8 @@ class Scheduler:
             run.ids.append(token)
             if run.drafts:
                 last = self._took_drafts(run, piece, more.get(number, ()) if more else ())
-            else:
-                last = run.end
+            else:  # `run.end`, looked up only where it has come
+                last = run.end if token in run.ends or len(run.ids) == run.most else None
             if run.written >= run.next_name:
                 self._holdings.name(run)
             if last is not None:
@@ -329,29 +329,25 @@ class Scheduler:
                 return False
         return bool(tokens) and can_begin < len(self._queue)
 
-    def _chunks(self, pieces: list[Piece], prompts: Sequence[Run]) -> None:
-        """Plan as much of these prompts as the budget has left."""
-        if not prompts:
-            return
-        left = self._mixed - sum(len(piece.tokens) for piece in pieces)
+    def _chunks(self, pieces: list[Piece], prompts: Sequence[Run], left: int) -> int:
+        """Plan as much of these prompts as the budget has left; what is left then."""
         for run in prompts:
             start, tokens = run.written, run.ids[run.written : run.written + left]
             if not tokens:
-                return
+                break
             left -= len(tokens)
             run.written += len(tokens)
             emits = run.written == run.length
             run.length += emits
             run.speaks = emits
             pieces.append(Piece(run.number, run.seat, start, tuple(tokens), emits, run.room))
+        return left
 
-    def _begin(self, pieces: list[Piece], fresh: list[Run], now: float) -> None:
+    def _begin(self, pieces: list[Piece], fresh: list[Run], left: int, now: float) -> int:
         """Give seats to those whose turn it is, while there is some budget for each."""
-        if not self._empty or not len(self._queue):
-            return
-        left = self._mixed - sum(len(piece.tokens) for piece in pieces)
-        if left < 1:
-            return
+        if not self._empty or not len(self._queue) or left < 1:
+            return left
+        unread = left
         for run in self._queue.in_turn(now):
             if self._holdings.comes(run):
                 continue
@@ -361,22 +357,22 @@ class Scheduler:
                 self._reused += run.written
                 bisect.insort(self._running, run, key=_NUMBER)
                 fresh.append(run)
-                left -= len(run.ids) - run.written
-                if left < 1 or not self._empty:
+                unread -= len(run.ids) - run.written
+                if unread < 1 or not self._empty:
                     break
             elif self._queue.overdue(run, now):
                 break
-        self._chunks(pieces, fresh)
+        return self._chunks(pieces, fresh, left)
 
-    def _plan(self, pieces: list[Piece], fresh: list[Run], *, only: bool) -> StepPlan:
+    def _plan(self, pieces: list[Piece], fresh: list[Run], decodes: int, tokens: int) -> StepPlan:
         plan = StepPlan(
-            kind="decode" if only else "mixed",
+            kind="decode" if decodes == tokens <= self._decode else "mixed",
             pieces=tuple(pieces),
             fresh=tuple((run.seat, run.asked()) for run in fresh),
             table=self._holdings.tables.current(used=bool(self._plans)),
             version=self._holdings.tables.version,
         )
-        self._planned += plan.tokens
+        self._planned += tokens
         self._plans.append(plan)
         return plan
 
