@@ -1,8 +1,9 @@
-"""Weights in groups of four bits, and sparse ones: to generate with, made matrices to multiply.
+"""Weights in groups of four bits, and sparse ones: to generate with.
 
 In XLA alone no form of these products reads less than one that writes the matrix: compilers do not
-take bytes apart, or choose by an index, where they multiply. So that is what is done, in few lines;
-what it costs is counted in tests/aot/test_packed_weights.py.
+take bytes apart, or choose by an index, where they multiply. So that is what is done, in few lines,
+where there is no kernel (`by_kernel`); what either costs is counted in
+tests/aot/test_packed_weights.py.
 """
 
 import dataclasses
@@ -10,6 +11,7 @@ import dataclasses
 import jax
 from jaxtyping import Array
 
+from colossax.nn.quantised.by_kernel import grouped_product
 from colossax.nn.quantised.coded import CodedWeight
 from colossax.nn.quantised.sparse import expanded
 
@@ -19,9 +21,15 @@ from colossax.nn.quantised.sparse import expanded
 class GroupedWeight(CodedWeight):
     """Codes of four bits with a scale, and perhaps a zero, for each group of inputs.
 
-    Cost: at rest 4 bits for each number, 16 for each group, and 8 for its zero. The matrix in the
-    compute dtype is there while it is multiplied.
+    Cost: at rest 4 bits for each number, 16 for each group, and 8 for its zero. Where the kernel is
+    taken (`by_kernel`) these are read; else the matrix in the compute dtype is there while it is
+    multiplied.
     """
+
+    def product(self, x: Array) -> Array:
+        """See `CodedWeight`; by the kernel where it is taken."""
+        y = grouped_product(self.packing, self.parts, x)
+        return super().product(x) if y is None else y
 
 
 @jax.tree_util.register_dataclass
