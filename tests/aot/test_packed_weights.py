@@ -75,9 +75,6 @@ def test_a_product_writes_its_matrix_once_and_reads_it_once(form, tokens):
     assert held + 2 * dense <= moved <= held + 2 * dense + dense // 8 + 6 * small
 
 
-KERNELS = ("int4", "int4-sym")
-
-
 def kernels(module):
     """Calls of our own kernels of such products."""
     return [
@@ -87,7 +84,7 @@ def kernels(module):
     ]
 
 
-@pytest.mark.parametrize("form", KERNELS)
+@pytest.mark.parametrize("form", BITS)
 def test_the_kernel_reads_what_is_at_rest_and_writes_no_matrix(form):
     """Of 16 tokens."""
     module, held = compiled(form, 16, (9, 0))
@@ -101,10 +98,12 @@ def test_the_kernel_reads_what_is_at_rest_and_writes_no_matrix(form):
 MESHES = {"h100:1x1": Plan(), "h100:1x4": Plan(mesh={"tensor": 4})}
 
 
-@pytest.mark.parametrize("on", MESHES)
-def test_an_engine_decodes_by_kernels_and_writes_no_matrix(on):
+@pytest.mark.parametrize(
+    ("on", "form"), [("h100:1x1", "int4"), ("h100:1x4", "int4"), ("h100:1x4", "2:4")]
+)
+def test_an_engine_decodes_by_kernels_and_writes_no_matrix(on, form):
     """Seven maps of each of two layers, on each device; a matrix has more numbers than a `q`."""
-    program, _, _ = engine_compiled(TWO_LAYERS, MESHES[on], FEW, on, "decode", form="int4")
+    program, _, _ = engine_compiled(TWO_LAYERS, MESHES[on], FEW, on, "decode", form=form)
     module = parse_module(program.hlo)
     assert len(kernels(module)) == 2 * 7
     of_q = 4096 * 4096 // MESHES[on].mesh.get("tensor", 1)

@@ -11,7 +11,7 @@ import dataclasses
 import jax
 from jaxtyping import Array
 
-from colossax.nn.quantised.by_kernel import grouped_product
+from colossax.nn.quantised.by_kernel import grouped_product, sparse_product
 from colossax.nn.quantised.coded import CodedWeight
 from colossax.nn.quantised.sparse import expanded
 
@@ -37,12 +37,18 @@ class GroupedWeight(CodedWeight):
 class SparseWeight(CodedWeight):
     """One or two of each four inputs of an output, with their places.
 
-    Cost: at rest a quarter or half of the numbers, and a byte for each of these. The matrix in the
-    compute dtype is there while it is multiplied.
+    Cost: at rest a quarter or half of the numbers, and a byte for each of these. Where the kernel
+    is taken (`by_kernel`) these are read; else the matrix in the compute dtype is there while it is
+    multiplied.
     """
 
     def product(self, x: Array) -> Array:
-        """See `CodedWeight`; the matrix has its inputs last, as what is kept of it has."""
+        """See `CodedWeight`; by the kernel where it is taken."""
+        y = sparse_product(self.packing, self.parts, x)
+        return self._plain(x) if y is None else y
+
+    def _plain(self, x: Array) -> Array:
+        """By a matrix that has its inputs last, as what is kept of it has."""
         lead = x.shape[: x.ndim - self.packing.contract]
         w = expanded({name: self.whole(name) for name in self.parts}, x.dtype)
         rows = x.reshape(*lead, self.packing.inputs)

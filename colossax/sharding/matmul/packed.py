@@ -79,15 +79,15 @@ class PackedLayout:
 
 
 def packed_layout(
-    shapes: Mapping[str, tuple[int, ...]], dims: Dims, *, inputs_at: int, outputs_at: slice
+    shapes: Mapping[str, tuple[int, ...]], dims: Dims, *, inputs_at: int, outputs: int
 ) -> PackedLayout | None:
     """How the plan in force lays out a packed weight that is multiplied.
 
     Args:
         shapes: Of all that is kept of it, by name.
         dims: Logical dims of each.
-        inputs_at: Which of them is of the input.
-        outputs_at: Which are of the output.
+        inputs_at: Which of them is of the input, 0 or -1.
+        outputs: How many are of the output, beside it.
 
     Returns:
         None where devices split the tokens, or the parts of one weight differently.
@@ -105,5 +105,5 @@ def packed_layout(
     if len(found) > 1:
         return None
     (part,) = found
-    inputs_at %= len(dims)
-    return PackedLayout(bound=bound, part=part, inputs_at=inputs_at, outputs=part[outputs_at])
+    beside = part[1 : 1 + outputs] if inputs_at == 0 else part[-1 - outputs : -1]
+    return PackedLayout(bound=bound, part=part, inputs_at=inputs_at, outputs=beside)
