@@ -27,6 +27,8 @@ KINDS = (
     "ring step",
     "paged decode",
     "int4 matmul",
+    "2:4 matmul",
+    "1:4 matmul",
 )
 CHOSEN = (
     "grouped forward 16384 x 4096 x 2048, 8 Zipf groups",
@@ -39,6 +41,8 @@ CHOSEN = (
     "ring step 1 x 8192",
     "paged decode 64 x 2048",
     "int4 matmul 32 x 4096",
+    "2:4 matmul 32 x 4096",
+    "1:4 matmul 32 x 4096",
 )
 """What `--few` measures, in one process: where minutes of a GPU are few."""
 

@@ -119,10 +119,16 @@ def _prove(out: Path, limit_s: str, *wanted: str) -> int:
     """Verdicts on the variants named, or on all; written one by one."""
     import jax
 
-    from colossax.pallas import attention, grouped_matmul, int4_matmul, paged_attention
+    from colossax.pallas import (
+        attention,
+        grouped_matmul,
+        int4_matmul,
+        paged_attention,
+        sparse_matmul,
+    )
     from colossax.pallas.proof import PROVER
 
-    rooms = (attention, grouped_matmul, paged_attention, int4_matmul)
+    rooms = (attention, grouped_matmul, paged_attention, int4_matmul, sparse_matmul)
     every = [one for room in rooms for one in room.variants()]
     some = [one for one in every if not wanted or str(one) in wanted]
     found: dict[str, Any] = {}

@@ -37,9 +37,12 @@ NAMES = {
     ),
     "colossax.pallas.norms": "layer_norm rms_norm",
     "colossax.pallas.grouped_matmul": "GroupedSpec declined_by grouped_matmul variants",
-    "colossax.pallas.int4_matmul": "Int4Spec choose declined_by int4_matmul variants",
+    "colossax.pallas.int4_matmul": "GROUP Int4Spec choose declined_by int4_matmul variants",
     "colossax.pallas.paged_attention": (
         "Attended PagedSpec Seen choose declined_by paged_attention spec_of variants"
+    ),
+    "colossax.pallas.sparse_matmul": (
+        "FOUR SparseSpec choose declined_by expanded sparse_matmul variants"
     ),
     "colossax.sharding": (
         "CACHE_DIMS Dense Layout NATURAL RowOrder Weight activation_axes activation_sharding "

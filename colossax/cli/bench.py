@@ -26,11 +26,18 @@ from colossax.pallas.bench import Case, Effort, Limits, Row, measure, measure_li
 from colossax.pallas.grouped_matmul import bench as grouped_matmul
 from colossax.pallas.int4_matmul import bench as int4_matmul
 from colossax.pallas.paged_attention import bench as paged_attention
+from colossax.pallas.sparse_matmul import bench as sparse_matmul
 
 LIMIT_S = 180.0
 """Longest wait for one case, compilation included."""
 
-_MEASURED = (attention.cases, grouped_matmul.cases, paged_attention.cases, int4_matmul.cases)
+_MEASURED = (
+    attention.cases,
+    grouped_matmul.cases,
+    paged_attention.cases,
+    int4_matmul.cases,
+    sparse_matmul.cases,
+)
 """What is measured: cases for a target, a scale and a dtype."""
 
 

@@ -5,7 +5,14 @@ from collections.abc import Mapping
 
 import jax.numpy as jnp
 
-from colossax.pallas import Target, attention, grouped_matmul, int4_matmul, paged_attention
+from colossax.pallas import (
+    Target,
+    attention,
+    grouped_matmul,
+    int4_matmul,
+    paged_attention,
+    sparse_matmul,
+)
 from colossax.pallas.mosaic import why_not_hardware
 from colossax.pallas.proof import PROVER, Outcome, Prover, Variant, Verdict
 
@@ -60,7 +67,7 @@ def prove_kernels(
     kind = target.device_kind
     if kind is None or why_nothing_to_prove(target) is not None:
         return {}
-    rooms = (attention, grouped_matmul, paged_attention, int4_matmul)
+    rooms = (attention, grouped_matmul, paged_attention, int4_matmul, sparse_matmul)
     every = [one for room in rooms for one in room.variants()]
     kept = {one: prover.kept(one, kind) for one in every}
     known = {one: verdict for one, verdict in kept.items() if verdict is not None}
@@ -117,6 +124,7 @@ def kernel_choices(target: Target, verdicts: Verdicts | None = None) -> dict[str
         dtype=bf16,
     )
     narrow = int4_matmul.Int4Spec(rows=32, inputs=4096, outputs=14_336, dtype=bf16, zeros=True)
+    sparse = sparse_matmul.SparseSpec(rows=32, inputs=4096, outputs=14_336, dtype=bf16, kept=2)
 
     def told(variant: Variant, _kind: str) -> Verdict:
         return (verdicts or {}).get(variant) or Verdict.undecided("not tried here")
@@ -126,6 +134,7 @@ def kernel_choices(target: Target, verdicts: Verdicts | None = None) -> dict[str
         "grouped matmul": _choice(grouped_matmul.declined_by(experts, target, verdicts=told)),
         "int4 matmul": _choice(int4_matmul.declined_by(narrow, target, verdicts=told)),
         "paged attention": _choice(paged_attention.declined_by(pages, target, verdicts=told)),
+        "sparse matmul": _choice(sparse_matmul.declined_by(sparse, target, verdicts=told)),
     }
 
 

@@ -21,7 +21,7 @@ import pytest
 import colossax
 from colossax.cli import check, machine, main, trials
 from colossax.cli.kernels import kernel_choices
-from colossax.pallas import Target, int4_matmul, paged_attention
+from colossax.pallas import Target, int4_matmul, paged_attention, sparse_matmul
 from colossax.pallas.attention import proof as attention_proof
 from colossax.pallas.grouped_matmul import proof as grouped_proof
 from colossax.pallas.proof import Outcome, Verdict, prover
@@ -442,6 +442,7 @@ def test_the_kernels_of_a_machine_are_those_that_would_run(capsys, monkeypatch):
         "grouped matmul": "xla",
         "int4 matmul": "xla",
         "paged attention": "xla",
+        "sparse matmul": "xla",
     }
     assert "the target is 'cpu'" in found["attention"]["declined"]["cudnn"]
     assert "the target is 'cpu'" in found["grouped matmul"]["declined"]["mosaic"]
@@ -479,7 +480,7 @@ def hopper(monkeypatch, tmp_path):
 
 
 def test_a_check_proves_every_kernel_and_says_what_it_found(capsys, hopper):
-    rooms = (attention_proof, grouped_proof, paged_attention, int4_matmul)
+    rooms = (attention_proof, grouped_proof, paged_attention, int4_matmul, sparse_matmul)
     every = [one for room in rooms for one in room.variants()]
     _, report, _ = run(capsys, "--devices=1")
     assert hopper == every

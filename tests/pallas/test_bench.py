@@ -22,6 +22,7 @@ from colossax.pallas.bench import (
 from colossax.pallas.grouped_matmul import bench as grouped
 from colossax.pallas.int4_matmul import bench as int4
 from colossax.pallas.paged_attention import bench as paged
+from colossax.pallas.sparse_matmul import bench as sparse
 
 BRIEF = Effort(seconds=0.001, repeats=2)
 LIMITS = Limits(matmul_flops=1e12, copy_bytes=1e12)
@@ -202,3 +203,17 @@ def test_matmuls_of_four_bits_are_right_on_every_shape_that_is_measured():
         x, codes, *others = given
         assert case.error("xla", truth, case.functions["xla"](x, codes[::-1], *others)) > 1e-2
         assert case.moved_bytes == codes.nbytes + 1.5 * sum(z.nbytes for z in others[:1])
+
+
+def test_sparse_matmuls_are_right_on_every_shape_that_is_measured():
+    """And their truth would notice places in another order."""
+    chosen = list(sparse.cases(Target(platform="cpu"), scale=32, dtype=jnp.float32))
+    assert len(chosen) == 8
+    for case in chosen:
+        given = case.inputs(0)
+        truth = case.truth(given)
+        for name, function in case.functions.items():
+            assert case.error(name, truth, function(*given)) < 1e-5
+        x, values, index, w = given
+        assert case.error("xla", truth, case.functions["xla"](x, values, 3 - index, w)) > 1e-2
+        assert case.moved_bytes == values.nbytes + index.nbytes

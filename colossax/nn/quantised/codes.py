@@ -12,7 +12,8 @@ from jaxtyping import Array, Float, Int
 from colossax.errors import InputError
 from colossax.nn.quantised.forms import IN_GROUPS, SPARSE, Form
 from colossax.nn.quantised.groups import in_groups, of_groups
-from colossax.nn.quantised.sparse import FOUR, expanded, pruned
+from colossax.nn.quantised.sparse import expanded, pruned
+from colossax.pallas.sparse_matmul import FOUR
 from colossax.typing import Dims
 
 BLOCK = 64

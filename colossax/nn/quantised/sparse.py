@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-FOUR = 4
-"""Neighbouring inputs of which some are kept."""
+from colossax.pallas import sparse_matmul
+from colossax.pallas.sparse_matmul import FOUR
 
 
 def pruned(w: Float[Array, "k n"], outs: Sequence[int], *, kept: int) -> dict[str, Array]:
@@ -36,9 +36,4 @@ def pruned(w: Float[Array, "k n"], outs: Sequence[int], *, kept: int) -> dict[st
 
 def expanded(parts: Mapping[str, Array], dtype: jnp.dtype) -> Float[Array, "*outs k"]:
     """The matrix that is kept, its inputs last, 0 where nothing was."""
-    places = jnp.arange(FOUR, dtype=jnp.int8)
-    fours = jnp.where(
-        parts["index"][..., None] == places, parts["values"].astype(dtype)[..., None], 0
-    )
-    # Places of a four differ, so that sums have one number each.
-    return jnp.sum(fours, axis=0, dtype=dtype).reshape(*parts["index"].shape[1:-1], -1)
+    return sparse_matmul.expanded(parts["values"], parts["index"], dtype)

@@ -1,15 +1,11 @@
-"""The matmul with weights of four bits as a kernel for Hopper GPUs.
+"""The matmul with weights of four bits as a kernel for Hopper GPUs; see `Narrow`.
 
-A block has 128 outputs and some of the groups of inputs; one warpgroup copies codes, inputs and
-scales of a group into a ring of stages, two multiply, 64 outputs each. The halves of the bytes are
-made numbers in shared memory, apart: the low ones times the even inputs, the high ones times the
-odd ones, so that no code changes its place. Outputs are the rows of the product: it is as narrow as
-the inputs are few.
+A step is a group of inputs. The halves of the bytes are made numbers in shared memory, apart: the
+low ones times the even inputs, the high ones times the odd ones, so that no code changes its place.
 """
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -19,29 +15,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, UInt8
 
 from colossax.pallas.mosaic import (
-    SHARED_BYTES,
     WARPGROUP_ROWS,
-    Ops,
-    Stages,
-    launch,
     matrix,
-    multiprocessors,
-    shared_bytes,
     spread,
     stage_barriers,
     vector,
     why_not_hardware,
 )
 from colossax.pallas.mosaic import why_slow as why_slow
+from colossax.pallas.narrow.kernel import COMPUTING, Narrow, rows_filled
+from colossax.pallas.narrow.spec import COLUMNS, MOST_ROWS
 from colossax.pallas.target import Target
 
-from .spec import CODES_A_BYTE, GROUP, MOST_ROWS, ZERO, Int4Spec, filled
-
-COMPUTING = 2
-"""Warpgroups that multiply; one more copies."""
-
-COLUMNS = COMPUTING * WARPGROUP_ROWS
-"""Outputs of a block."""
+from .spec import CODES_A_BYTE, GROUP, ZERO, Int4Spec
 
 DEPTH = GROUP // CODES_A_BYTE
 """Bytes of a group for each output."""
@@ -59,15 +45,7 @@ def why_not(spec: Int4Spec, target: Target) -> str | None:
 
 def why_not_call(spec: Int4Spec) -> str | None:
     """The same, the hardware aside."""
-    if spec.dtype != jnp.bfloat16:
-        return f"the kernel takes bfloat16, found {spec.dtype}"
-    if spec.rows > MOST_ROWS:
-        return f"{spec.rows} rows; the kernel takes {MOST_ROWS}"
-    if spec.outputs % COLUMNS:
-        return f"{spec.outputs} outputs are no multiple of {COLUMNS}"
-    if spec.checked:
-        return "JAX's kernels know no shard_map that checks its values; give check_vma=False"
-    return None
+    return spec.why_not_narrow()
 
 
 def multiply(
@@ -91,43 +69,26 @@ def multiply(
         interpret: Whether to run it on the CPU.
 
     Cost: 2 m' k n FLOPs for m' rows, m rounded up to 8; weights are read once, x from the L2 cache
-    for each 128 outputs, `8 m' n` bytes of sums of each part are written and read.
+    for each 128 outputs; sums of parts: `Narrow.run`.
     """
-    m, k = x.shape
-    groups, n = scales.shape
-    rows = filled(m)
-    x = jnp.pad(x, ((0, rows - m), (0, 0)))
-    halves = x.reshape(rows, k // CODES_A_BYTE, CODES_A_BYTE)
-    sums = jnp.sum(x.reshape(rows, groups, GROUP).astype(jnp.float32), axis=2).T
+    (m, k), (groups, n) = x.shape, scales.shape
+    x = rows_filled(x)
+    halves = x.reshape(len(x), k // CODES_A_BYTE, CODES_A_BYTE)
+    sums = jnp.sum(x.reshape(len(x), groups, GROUP).astype(jnp.float32), axis=2).T
     # No copy is of fewer bytes than threads.
-    sums = jnp.pad(sums, ((0, 0), (0, MOST_ROWS - rows)))
-    blocks = n // COLUMNS
-    parts = min(groups, parts or max(1, math.ceil(multiprocessors() / blocks)))
-    each = math.ceil(groups / parts)
-    kernel = _Kernel(ops=Ops(interpret=interpret), rows=rows, each=each, zeros=zeros is not None)
-    scratch = kernel.scratch(scales.dtype)
-    assert shared_bytes(scratch) <= SHARED_BYTES, rows
-    run = launch(
-        kernel.body,
-        out=(jax.ShapeDtypeStruct((parts, n, rows), jnp.float32),),
-        scratch=scratch,
-        grid={"part": parts, "columns": blocks},
-        warpgroups=COMPUTING + 1,
-        interpret=interpret,
-    )
+    sums = jnp.pad(sums, ((0, 0), (0, MOST_ROWS - len(x))))
+    more = {"stages": STAGES, "zeros": zeros is not None}
+    kernel = _Kernel.of(m, groups, n, parts, interpret, **more)
     given = (halves[..., 0], halves[..., 1], sums, codes, scales)
+    given = given if zeros is None else (*given, zeros)
     with jax.named_scope("int4_matmul_kernel"):
-        (out,) = run(*given, *(() if zeros is None else (zeros,)))
-    return jnp.sum(out, axis=0).T[:m]
+        return kernel.run(kernel.body, kernel.scratch(scales.dtype), n, *given)[:m]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Kernel:
+class _Kernel(Narrow):
     """What its code depends on."""
 
-    ops: Ops
-    rows: int
-    each: int
     zeros: bool
 
     def scratch(self, dtype: Any) -> dict[str, Any]:
@@ -148,37 +109,20 @@ class _Kernel:
 
     def body(self, even, odd, sums, codes, scales, *rest):
         *zeros, out, shared = rest
-        part, column = jax.lax.axis_index("part"), jax.lax.axis_index("columns") * COLUMNS
-        first = part * self.each
-        count = jnp.clip(scales.shape[0] - first, 0, self.each)
-        stages = Stages(self.ops, shared, shared["stages"], STAGES)
-        wg = jax.lax.axis_index("wg")
 
-        @pl.when(wg == COMPUTING)
-        def _copy():
-            @pl.loop(0, count)
-            def _group(i):
-                group = first + i
-                of_group, columns = pl.ds(group * DEPTH, DEPTH), pl.ds(column, COLUMNS)
-                halves = [
-                    codes.at[of_group, pl.ds(column + w * WARPGROUP_ROWS, WARPGROUP_ROWS)]
-                    for w in range(COMPUTING)
-                ]
-                of_rows = {"even": even.at[:, of_group], "odd": odd.at[:, of_group]}
-                of_columns = {"scales": scales.at[group, columns]}
-                if self.zeros:
-                    of_columns["zeros"] = zeros[0].at[group, columns]
-                stages.fill(i, {"codes": halves, **of_rows, "sums": sums.at[group], **of_columns})
+        def sources(group, column):
+            of_group, columns = pl.ds(group * DEPTH, DEPTH), pl.ds(column, COLUMNS)
+            halves = [
+                codes.at[of_group, pl.ds(column + w * WARPGROUP_ROWS, WARPGROUP_ROWS)]
+                for w in range(COMPUTING)
+            ]
+            of_rows = {"even": even.at[:, of_group], "odd": odd.at[:, of_group]}
+            of_columns = {"scales": scales.at[group, columns]}
+            if self.zeros:
+                of_columns["zeros"] = zeros[0].at[group, columns]
+            return {"codes": halves, **of_rows, "sums": sums.at[group], **of_columns}
 
-            stages.drain(count)
-
-        @pl.when(wg < COMPUTING)
-        def _compute():
-            step = functools.partial(self.step, shared, stages, wg)
-            nothing = self.ops.full((WARPGROUP_ROWS, self.rows), 0.0)
-            total = jax.lax.fori_loop(0, count, step, nothing)
-            mine = pl.ds(column + wg * WARPGROUP_ROWS, WARPGROUP_ROWS)
-            out.at[part, mine][...] = total
+        self.block(shared, out, sources, functools.partial(self.step, shared))
 
     def step(self, shared, stages, wg, i, total):
         """One group: its product, less what the zeros add to it, times its scales."""

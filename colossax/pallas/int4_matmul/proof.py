@@ -1,6 +1,5 @@
 """What the Mosaic kernel of matmuls with weights of four bits is tried on before it is taken."""
 
-import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -8,28 +7,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from colossax.pallas.bench import tolerance
+from colossax.pallas.narrow.proof import Sizes, narrow_trials
 from colossax.pallas.proof.trial import Trial
 
 from .api import int4_matmul
 from .spec import CODES_A_BYTE, GROUP, Int4Variant
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """Inputs and outputs of the cases."""
-
-    small: tuple[int, int] = (1152, 256)
-    large: tuple[int, int] = (4096, 14_336)
+SIZES = Sizes(small=(1152, 256))
 
 
 def trials(
-    variant: Int4Variant, *, kernel: str = "mosaic", sizes: Sizes = Sizes()
+    variant: Int4Variant, *, kernel: str = "mosaic", sizes: Sizes = SIZES
 ) -> Iterator[Trial]:
-    """A small case of an odd number of groups, and a larger one that is timed."""
-    yield _trial(variant, kernel, "an odd number of groups", sizes.small)
-    larger = _trial(variant, kernel, "many outputs", sizes.large)
-    yield dataclasses.replace(larger, peers={"xla": functools.partial(_call, "xla")})
+    """See `narrow_trials`."""
+    of_sizes = functools.partial(operands, variant.rows, zeros=variant.zeros)
+    yield from narrow_trials(_call, of_sizes, kernel, sizes)
 
 
 def operands(rows: int, inputs: int, outputs: int, zeros: bool, seed: int = 0) -> tuple[Any, ...]:
@@ -41,16 +33,6 @@ def operands(rows: int, inputs: int, outputs: int, zeros: bool, seed: int = 0) -
     scales = jax.random.uniform(keys[2], (groups, outputs), jnp.bfloat16, 0.5, 2.0)
     more = (jax.random.bits(keys[3], (groups, outputs), jnp.uint8) & 15,) if zeros else ()
     return x, codes, scales, *more
-
-
-def _trial(variant: Int4Variant, kernel: str, name: str, sizes: tuple[int, int]) -> Trial:
-    return Trial(
-        name=name,
-        inputs=operands(variant.rows, *sizes, variant.zeros),
-        kernel=functools.partial(_call, kernel),
-        truth=functools.partial(_call, "xla"),
-        tolerance=tolerance(jnp.bfloat16),
-    )
 
 
 def _call(name: str, x: Any, codes: Any, scales: Any, zeros: Any = None) -> dict[str, Any]:

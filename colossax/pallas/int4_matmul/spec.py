@@ -5,8 +5,7 @@ import itertools
 from collections.abc import Iterator
 from typing import ClassVar
 
-import numpy as np
-
+from colossax.pallas.narrow.spec import NarrowSpec, all_rows, filled
 from colossax.pallas.proof import Variant
 
 GROUP = 128
@@ -17,26 +16,15 @@ CODES_A_BYTE = 2
 ZERO = 8
 """The code of 0 where no zeros are given."""
 
-MOST_ROWS = 32
-"""More rows are better served by weights made numbers first."""
-
-_ROUND = 8
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Int4Spec:
-    """Static facts of one call: m rows of k inputs to n outputs."""
+class Int4Spec(NarrowSpec):
+    """Static facts of one call: m rows of k inputs to n outputs, with zeros or without."""
 
-    rows: int
-    inputs: int
-    outputs: int
-    dtype: np.dtype
     zeros: bool
-    checked: bool = False
 
     def __str__(self) -> str:
-        kind = "zeros" if self.zeros else "symmetric"
-        return f"{self.rows} x {self.inputs} x {self.outputs}, {self.dtype}, {kind}"
+        return f"{super().__str__()}, {'zeros' if self.zeros else 'symmetric'}"
 
     @property
     def variant(self) -> "Int4Variant":
@@ -56,13 +44,7 @@ class Int4Variant(Variant):
         return f"int4 matmul, {self.rows} rows, {'zeros' if self.zeros else 'symmetric'}"
 
 
-def filled(rows: int) -> int:
-    """Rows of a kernel for so many."""
-    return -(-rows // _ROUND) * _ROUND
-
-
 def variants() -> Iterator[Int4Variant]:
     """All that `auto` asks for."""
-    rows = range(_ROUND, MOST_ROWS + 1, _ROUND)
-    for zeros, count in itertools.product((False, True), rows):
+    for zeros, count in itertools.product((False, True), all_rows()):
         yield Int4Variant(rows=count, zeros=zeros)

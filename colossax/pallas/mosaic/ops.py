@@ -99,11 +99,18 @@ class Ops:
 
     def accumulate(self, acc: jax.Array, a: Any, b: Any, *, transpose_b: bool = False) -> jax.Array:
         """`acc + a @ b` (`a @ b.T`): b in shared memory, a there or in registers."""
+        return self.accumulate_all(acc, (a, b), transpose_b=transpose_b)
+
+    def accumulate_all(
+        self, acc: jax.Array, *pairs: tuple[Any, Any], transpose_b: bool = False
+    ) -> jax.Array:
+        """`accumulate` of each pair, to one sum, which is waited for once."""
         if self.interpret:
-            return acc + self._dot(a, b, transpose_b)
+            return functools.reduce(lambda acc, ab: acc + self._dot(*ab, transpose_b), pairs, acc)
 
         def multiply(ref: Any) -> None:
-            plgpu.wgmma(ref, a, transposed_ref(b) if transpose_b else b)
+            for a, b in pairs:
+                plgpu.wgmma(ref, a, transposed_ref(b) if transpose_b else b)
 
         total: Any = pl.run_state(multiply)(plgpu.ACC.init(acc))
         return total

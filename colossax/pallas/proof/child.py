@@ -18,6 +18,7 @@ _MODULES = {
     "grouped_matmul": ("colossax.pallas.grouped_matmul.proof", "GroupedVariant"),
     "int4_matmul": ("colossax.pallas.int4_matmul.proof", "Int4Variant"),
     "paged_attention": ("colossax.pallas.paged_attention.proof", "PagedVariant"),
+    "sparse_matmul": ("colossax.pallas.sparse_matmul.proof", "SparseVariant"),
 }
 """By operation: the module of its cases, which knows its kind of variant."""
 

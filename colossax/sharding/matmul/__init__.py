@@ -5,3 +5,5 @@ from .cost import sent_items as sent_items
 from .island import Island as Island
 from .island import matmuls as matmuls
 from .layout import layout_of as layout_of
+from .packed import PackedLayout as PackedLayout
+from .packed import packed_layout as packed_layout

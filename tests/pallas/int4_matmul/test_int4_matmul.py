@@ -20,8 +20,9 @@ from colossax.pallas.int4_matmul import (
     variants,
     xla,
 )
-from colossax.pallas.int4_matmul.proof import Sizes, trials
+from colossax.pallas.int4_matmul.proof import trials
 from colossax.pallas.int4_matmul.spec import Int4Variant
+from colossax.pallas.narrow.proof import Sizes
 from colossax.pallas.proof.trial import prove
 from tests.pallas.places import everywhere, no_races
 

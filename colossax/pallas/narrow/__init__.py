@@ -1,0 +1,1 @@
+"""What matmuls of few rows with packed weights have in common."""
