@@ -21,7 +21,7 @@ from colossax.nn.layers import HeadsLayerNorm, HeadsRMSNorm, Linear, RMSNorm
 from colossax.nn.module import param
 from colossax.nn.rope import rotate
 from colossax.nn.stack.taps import tapped
-from colossax.pallas.attention import Mask, Operands, Pages, Scoring
+from colossax.pallas.attention import HEAVY, Mask, Operands, Pages, Scoring
 from colossax.pallas.attention.codes import SCALE
 from colossax.sharding import (
     CACHE_DIMS,
@@ -301,7 +301,7 @@ class Attention(nnx.Module):
         out, cache = attend_cache(
             q[0],
             {"k": k[0], "v": v[0]},
-            {name: x for name, x in state.carried.items() if name.removesuffix(SCALE) in OWN},
+            {n: x for n, x in state.carried.items() if n.removesuffix(SCALE) in OWN + HEAVY},
             state.row,
             seat=flat.seat,
             position=flat.position,
