@@ -21,8 +21,9 @@ from colossax.nn.layers import HeadsLayerNorm, HeadsRMSNorm, Linear, RMSNorm
 from colossax.nn.module import param
 from colossax.nn.rope import rotate
 from colossax.nn.stack.taps import tapped
-from colossax.pallas.attention import HEAVY, Mask, Operands, Pages, Scoring
+from colossax.pallas.attention import Mask, Operands, Pages, Scoring
 from colossax.pallas.attention.codes import SCALE
+from colossax.pallas.attention.kept import HEAVY
 from colossax.sharding import (
     CACHE_DIMS,
     attend_cache,

@@ -16,7 +16,6 @@ from .cache import ReadSlots as ReadSlots
 from .cache import attend_cache as attend_cache
 from .cache import keys_and_values as keys_and_values
 from .heavy import Heavy as Heavy
-from .kept import HEAVY as HEAVY
 from .kept import Kept as Kept
 from .mask import Mask as Mask
 from .mask import dense as dense

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from colossax.config import BoundPlan
 from colossax.pallas import attention as local
 from colossax.pallas.attention.codes import SCALE, without_scales
+from colossax.pallas.attention.kept import HEAVY
 from colossax.sharding.attention.layout import select_kv_heads_local
 from colossax.sharding.context import current
 from colossax.sharding.rules import check_heads, resolve
@@ -72,7 +73,7 @@ def attend_cache(
     if pages is not None:
         dims = {name: in_pages(one) for name, one in dims.items()}
     dims = {**dims, **{n + SCALE: d[:-1] for n, d in dims.items() if n + SCALE in cache}}
-    dims |= {n: dims["k"][:-1] for n in local.HEAVY if n in cache}
+    dims |= {n: dims["k"][:-1] for n in HEAVY if n in cache}
     specs = None if bound is None or bound.single else _specs(bound, cache, dims)
     if bound is None or specs is None:
         return run(q, new, cache, layer, **where, **of_heads, read=read, sink_q=sink_q)

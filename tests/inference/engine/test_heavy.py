@@ -55,6 +55,7 @@ def logits(ids, heavy, window):
     return normed(x, params["norm"]["scale"]) @ params["head"]["w"]
 
 
+@pytest.mark.catches("heavy-as-a-window")
 def test_logits_are_those_of_numpy():
     """Greedy tokens and their log-probabilities, a prompt in chunks and then one by one."""
     prompt = tuple(np.random.default_rng(5).integers(0, 128, 27).tolist())
@@ -90,6 +91,7 @@ def test_others_are_as_if_alone_and_company_changes_nothing():
     assert tokens(again.generate_all(begun)) == [said[0][9:], said[1]]
 
 
+@pytest.mark.catches("heavy-holds-a-step-more")
 def test_pages_of_a_long_request():
     """Never more than were asked for, of a pool for no whole sequence."""
     one = engine(keeps="heavy", pages=5, mixed_tokens=9, seats=2)
@@ -126,6 +128,7 @@ def test_codes_are_kept_likewise(form):
     assert said == tokens(again.generate_all(asked))
 
 
+@pytest.mark.catches("known-requests-keep-all")
 def test_requests_that_are_all_known():
     """As `colossax generate` has them: those of an engine, in no more pages than are kept."""
     spec, params, bound = flat(LLAMA)
@@ -139,6 +142,7 @@ def test_requests_that_are_all_known():
     assert run.arguments[2].cache["k"].shape[1] == 2 * len(asked)
 
 
+@pytest.mark.catches("heavy-of-some-heads")
 def test_refusals():
     asked = EngineRequest(prompt=(1,), max_tokens=4, keep=KEEP)
     with pytest.raises(InputError, match="leave it out, or make the engine with keeps='heavy'"):

@@ -123,6 +123,10 @@ def served(cuts, q, k, v, single=False):
     return out, places, masses
 
 
+@pytest.mark.catches("heavy-of-one-head")
+@pytest.mark.catches("heavy-window-let-go")
+@pytest.mark.catches("heavy-mass-of-the-last")
+@pytest.mark.catches("heavy-moved-on-top")
 @pytest.mark.parametrize("at_once", [4, 12], ids=lambda n: f"{n} keys at once")
 def test_each_head_keeps_what_it_looked_at(at_once, monkeypatch):
     """In chunks of any length, beside a seat that keeps all."""
@@ -145,6 +149,7 @@ def test_each_head_keeps_what_it_looked_at(at_once, monkeypatch):
             assert found - stale == set(positions[head])
 
 
+@pytest.mark.catches("heavy-cut-by-calls")
 def test_cuts_change_no_bit():
     """One token a call, or as many as there is room for."""
     q, k, v = drawn(max(LENGTHS))
