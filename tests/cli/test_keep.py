@@ -38,7 +38,9 @@ def test_it_says_what_an_engine_says(tmp_path, monkeypatch, capsys):
         loaded = open_checkpoint("mine").load()
         one = loaded.engine(seats=2, keeps=keep.kind)
         prompt = tuple(found["prompt_tokens"])
-        (told,) = one.generate_all([EngineRequest(prompt=prompt, max_tokens=30, keep=keep)])
+        ends = () if loaded.eos is None else (loaded.eos,)
+        asked = EngineRequest(prompt=prompt, max_tokens=30, ends=ends, keep=keep)
+        (told,) = one.generate_all([asked])
         assert [x.token for x in told] == found["tokens"]
 
 

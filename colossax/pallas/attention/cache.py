@@ -155,8 +155,7 @@ def attend_cache(
             out = attend_pages(grouped, cache, layer, pages, **where, **rest)
         if pages.heavy is not None:
             where |= {"seat": every}
-            more, cache = attend_heavy(grouped, kept, cache | beside, layer, pages, **where)
-            out = out + more
+            out, cache = attend_heavy(grouped, kept, cache | beside, layer, pages, out, **where)
         return out.reshape(t, n, -1).astype(q.dtype), cache
 
     def weigh(logits: Array, seat: Array, position: Array) -> Array:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from .codes import read_kept, without_scales
+from .codes import read_kept
 from .kept import HEAVY, MASS, PLACE
 from .pages import KEYS_AT_ONCE, Pages, Scores, attend_pages
 
@@ -117,13 +117,14 @@ def attend_heavy(
     cache: dict[str, Array],
     layer: int | Int[Array, ""],
     pages: Pages,
+    others: Float[Array, "t k r hv"],
     *,
     seat: Int[Array, " t"],
     position: Int[Array, " t"],
     scores: Scores,
     read: "ReadSlots",
 ) -> tuple[Float[Array, "t k r hv"], dict[str, Array]]:
-    """What tokens see of seats that keep heavy hitters, and the cache with them in it.
+    """What all tokens see, those of seats that keep heavy hitters too, and the cache with them.
 
     Page by page of each seat: room is made, tokens are written, attend, and what each was given of
     them is added to its mass, token by token, so that it is one number however they were cut.
@@ -134,7 +135,9 @@ def attend_heavy(
         cache: `[layers, pages, slots, k, ...]`, whole; `MASS` and `PLACE` among them.
         layer: Which.
         pages: With `heavy`.
-        seat: Of each token; those of other seats get 0.
+        others: What tokens of other seats see, and 0 for these. Made before the loop begins, for it
+            writes what those read: else all of the cache would be copied.
+        seat: Of each token.
         position: Of each token.
         scores: How keys are seen.
         read: Keys and values from what slots hold.
@@ -166,10 +169,7 @@ def attend_heavy(
         mass = _mass(q, rest, cache[MASS], layer, groups, lse, slot, scores, read)
         return out + seen, {**cache, MASS: mass}
 
-    one = {name: jax.ShapeDtypeStruct(x.shape[2:], x.dtype) for name, x in cache.items()}
-    size = jax.eval_shape(read, without_scales(one))[1].shape[-1]
-    out = jnp.zeros((*q.shape[:3], size), jnp.float32)
-    return jax.lax.fori_loop(0, heavy.rounds, page, (out, cache))
+    return jax.lax.fori_loop(0, heavy.rounds, page, (others.astype(jnp.float32), cache))
 
 
 def _written(
