@@ -1,6 +1,7 @@
 """Attention of flat tokens to a cache, in its plain form."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -147,7 +148,7 @@ def attend_cache(
             biases=biases,
         )
         sinking = None if sink_q is None else sink_q.reshape(grouped.shape)
-        where = {"seat": seat, "position": position, "scores": scores, "read": read}
+        where: dict[str, Any] = {"seat": seat, "position": position, "scores": scores, "read": read}
         plain = read is keys_and_values
         out = attend_by_kernel(grouped, cache, layer, pages, **where, plain=plain)
         if out is None:
