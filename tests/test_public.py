@@ -30,10 +30,10 @@ NAMES = {
         "StepPlan TOP_SHARE check_length check_tokens"
     ),
     "colossax.pallas.attention": (
-        "AttentionSpec Branches Kept Mask Operands Pages PairDropout RelativeBias Scoring attend "
-        "attend_block attend_cache attention backward_block block_gradients block_implementation "
-        "block_ranges declined_by dense forward_block keys_and_values merge_blocks row_delta "
-        "row_ranges variants why_no_ranges with_ranges with_sinks"
+        "AttentionSpec Branches Heavy Kept Mask Operands Pages PairDropout RelativeBias Scoring "
+        "attend attend_block attend_cache attention backward_block block_gradients "
+        "block_implementation block_ranges declined_by dense forward_block keys_and_values "
+        "merge_blocks row_delta row_ranges variants why_no_ranges with_ranges with_sinks"
     ),
     "colossax.pallas.norms": "layer_norm rms_norm",
     "colossax.pallas.grouped_matmul": "GroupedSpec declined_by grouped_matmul variants",
@@ -48,10 +48,10 @@ NAMES = {
         "CACHE_DIMS Dense Layout NATURAL RowOrder Weight activation_axes activation_sharding "
         "apart attend_cache attention balanced_order batch_axes cache_spec check_parameter "
         "compiler_options compute_dtype constrain current current_order explain explain_html "
-        "gather_for_others gather_weight gathered_axes host_sharding in_order keeping kept_share "
-        "left_whole linear linears lookup moe param_sharding recomputing reduction_dtype "
-        "remembered replicated resolve rows_as_here ruled_dims seq_axes shared_rows transfer "
-        "use validate with_ranges whole_rows without_shards"
+        "gather_for_others gather_weight gathered_axes heads_axes host_sharding in_order keeping "
+        "kept_share left_whole linear linears lookup moe param_sharding recomputing "
+        "reduction_dtype remembered replicated resolve rows_as_here ruled_dims seq_axes "
+        "shared_rows transfer use validate with_ranges whole_rows without_shards"
     ),
     "colossax.sharding.experts": (
         "Base Capacity CosineRouter DenseToSparse ExpertChoice ExpertWeights GShard Gate GateInput "

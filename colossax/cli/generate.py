@@ -10,6 +10,7 @@ from colossax.cli.arguments import BASE_HELP, keeping, number, real
 from colossax.cli.beside import adapter_option, adapters_of
 from colossax.cli.devices import choose_devices, request_host_devices
 from colossax.cli.drafting import check_draft, draft_options, drafter_of
+from colossax.cli.keep import keep_of, keep_option
 from colossax.cli.output import put, tell
 from colossax.cli.overrides import Override, apply_overrides
 from colossax.config import GREEDY_OR_MORE, Bound, Plan, check_text, user_path
@@ -91,6 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
     )
     weights_option(parser)
     draft_options(parser)
+    keep_option(parser)
     parser.add_argument(
         "--devices", metavar="N", type=number(1), help="devices to use; on a CPU, N are made"
     )
@@ -127,6 +129,7 @@ def weights_option(parser: argparse.ArgumentParser) -> None:
 def run(_verb: str, args: argparse.Namespace, overrides: list[Override]) -> int:
     """Generate as asked and return the exit code."""
     check_draft(args)
+    keep_of(args)
     request_host_devices(args.devices)
     from colossax.cli.programs import kept_programs
 
@@ -151,12 +154,12 @@ def _generate(args: argparse.Namespace, overrides: list[Override]) -> int:
         min_p=args.min_p,
     )
     limit, reads = stored.config.max_seq, Reads(longest=stored.config.longest_source)
-    requests = []
+    requests, keep = [], keep_of(args)
     for text in prompts:
         prompt, source = asked(stored.config, text)
         max_tokens = args.max_tokens or max(1, min(_MAX_TOKENS, limit - len(prompt)))
         request = EngineRequest(
-            prompt=prompt, source=source, max_tokens=max_tokens, sampling=sampling
+            prompt=prompt, source=source, max_tokens=max_tokens, sampling=sampling, keep=keep
         )
         request.check(vocab=stored.config.vocab, slots=limit, reads=reads)
         requests.append(request)
@@ -166,7 +169,7 @@ def _generate(args: argparse.Namespace, overrides: list[Override]) -> int:
         for prompt, result in zip(texts or [None] * len(results), results, strict=True):
             added = result.tokens[:-1] if result.ended else result.tokens
             text = None if stored.tokenizer is None else stored.tokenizer.decode(added)
-            _show(args.json, prompt, result, text, name)
+            _show(args.json, prompt, result, text, name, keep)
     return 0
 
 
@@ -322,7 +325,12 @@ def _ids(text: str) -> list[int]:
 
 
 def _show(
-    as_json: bool, prompt: str | None, result: Any, text: str | None, adapter: str | None
+    as_json: bool,
+    prompt: str | None,
+    result: Any,
+    text: str | None,
+    adapter: str | None,
+    keep: Any,
 ) -> None:
     import jax
 
@@ -331,6 +339,7 @@ def _show(
     tokens, given = list(result.tokens), list(result.prompt_tokens)
     if as_json:
         told = {"text": text, "tokens": tokens, "prompt_tokens": given}
+        told |= {} if keep is None else {"keep": keep.named}
         out = json.dumps(told if adapter is None else {"adapter": adapter, **told})
     elif text is None:
         out = ",".join(map(str, tokens))

@@ -13,6 +13,7 @@ from colossax.cli.output import tell
 from colossax.cli.overrides import Override
 from colossax.config import above, cache_folder, user_path
 from colossax.errors import InputError
+from colossax.scheduling.keep import KEEPS
 
 DESCRIPTION = {
     "serve": (
@@ -121,8 +122,10 @@ def add_arguments(parser: argparse.ArgumentParser, _verb: str) -> None:
     )
     engine.add_argument(
         "--keeps",
-        action="store_true",
-        help="requests may keep the first and last of their tokens alone, by the field keep",
+        metavar="WHAT",
+        choices=KEEPS,
+        help="requests may keep some of their tokens alone, by the field keep, beside a window of"
+        " the last: first, those they begin with, or heavy, those that were looked at most",
     )
     engine.add_argument(
         "--deterministic",

@@ -8,6 +8,7 @@ from colossax.config import BoundPlan, MeshAxis
 from colossax.errors import InputError
 from colossax.inference.decode import decoding_model
 from colossax.inference.engine import Drafter, Engine, Replicas
+from colossax.inference.engine.keeping import check_all_kept
 from colossax.inference.engine.making import whole
 from colossax.inference.engine.parts import params_on, replicas_of
 from colossax.inference.engine.program import EngineProgram
@@ -103,6 +104,7 @@ def several(
                 " after another; give the devices of 'stage' to 'tensor' or 'fsdp'"
             )
         asked = [_plain(one) for one in requests]
+        check_all_kept(given)
         slots = sizes_for(given, longest).slots
         sizes = {"slots": slots, "sequences": len(asked), "eos": eos}
         return _InStages(Generator(spec, bound, params, **sizes), asked)

@@ -23,6 +23,7 @@ from colossax.nn.rope import rotate
 from colossax.nn.stack.taps import tapped
 from colossax.pallas.attention import Mask, Operands, Pages, Scoring
 from colossax.pallas.attention.codes import SCALE
+from colossax.pallas.attention.kept import HEAVY
 from colossax.sharding import (
     CACHE_DIMS,
     attend_cache,
@@ -301,7 +302,7 @@ class Attention(nnx.Module):
         out, cache = attend_cache(
             q[0],
             {"k": k[0], "v": v[0]},
-            {name: x for name, x in state.carried.items() if name.removesuffix(SCALE) in OWN},
+            {n: x for n, x in state.carried.items() if n.removesuffix(SCALE) in OWN + HEAVY},
             state.row,
             seat=flat.seat,
             position=flat.position,

@@ -39,7 +39,7 @@ class Facts:
         speaks: Whether it continues texts.
         width: Numbers of an embedding.
         unit: Whether embeddings are of length 1.
-        keeps: Whether requests may keep the first and last of their tokens alone.
+        keeps: What requests may keep beside a window, one of `KEEPS`; None: they keep all.
     """
 
     model: str
@@ -56,7 +56,7 @@ class Facts:
     speaks: bool = True
     width: int = 0
     unit: bool = False
-    keeps: bool = False
+    keeps: str | None = None
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from .attention import CACHE_DIMS as CACHE_DIMS
 from .attention import attend_cache as attend_cache
 from .attention import attention as attention
 from .attention import cache_spec as cache_spec
+from .attention import heads_axes as heads_axes
 from .attention import with_ranges as with_ranges
 from .compiling import compiler_options as compiler_options
 from .context import apart as apart

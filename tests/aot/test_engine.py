@@ -135,6 +135,19 @@ def test_rings_of_pages_are_written_in_place(name):
     assert not [one for one in _made(compiled.hlo) if re.search(rf"({min(rows)}|4097),16", one)]
 
 
+@pytest.mark.parametrize("stacked", [False, True], ids=["unrolled", "stacked"])
+@pytest.mark.parametrize("kind", ["mixed", "decode"])
+def test_heavy_hitters_move_tokens_and_no_cache(kind, stacked):
+    """Where pages begin, vectors go to their places; masses lie beside keys and are not copied."""
+    sizes = Sizes(seats=8, pages=4097, page_tokens=16, slots=64, mixed=64, decode=8, keeps="heavy")
+    with target("gpu", compute_capability=(9, 0)):
+        program, params = _program(FAMILIES["mixture"], Plan(), sizes, stacked=stacked)
+        compiled = compile_program(program.lowered(kind, params))
+    assert {x.dtype.itemsize for x in jax.tree.leaves(program.cache.abstract)} == {2, 4}
+    assert compiled.stats.temp_size_in_bytes < cache_bytes(program) / 4
+    assert not [one for one in _made(compiled.hlo) if "4097,16" in one]
+
+
 @pytest.mark.parametrize("form", ["int8", "fp8"])
 @pytest.mark.parametrize("name", ["mixture", "latent"])
 def test_codes_are_decoded_where_they_are_gathered(name, form):

@@ -73,15 +73,27 @@ def test_a_completion_is_what_the_engine_says():
 def test_what_is_kept_is_named():
     """In the answer and in each piece of a stream, and the engine is asked for it."""
     keep = {"sinks": 4, "window": 32}
-    with site(lambda: FakeEngine(keeps=True)) as here:
+    with site(lambda: FakeEngine(keeps="first")) as here:
         told = here.ask("/v1/completions", COMPLETION | {"keep": {"window": 32}}).json()
-        assert told["keep"] == keep and here.engine.asked[-1].keep == Keep(**keep)
+        assert told["keep"] == keep and here.engine.asked[-1].keep == Keep(window=32)
         assert here.engine.asked[-1] == request_from_json(
             json.loads(json.dumps(request_to_json(here.engine.asked[-1])))
         )
         streamed = here.ask("/v1/chat/completions", CHAT | {"keep": keep, "stream": True})
         assert all(piece["keep"] == keep for piece in events(streamed.text))
         assert "keep" not in here.ask("/v1/completions", COMPLETION).json()
+        other = here.ask("/v1/completions", COMPLETION | {"keep": {"heavy": 32, "window": 32}})
+        assert other.json()["error"]["message"] == (
+            "keep: this server keeps the first tokens and a window of each request; leave it out,"
+            " or ask one that was started with --keeps heavy"
+        )
+    keep = {"heavy": 64, "window": 32}
+    with site(lambda: FakeEngine(keeps="heavy")) as here:
+        told = here.ask("/v1/completions", COMPLETION | {"keep": keep}).json()
+        assert told["keep"] == keep and here.engine.asked[-1].keep == Keep(**keep)
+        assert here.engine.asked[-1] == request_from_json(
+            json.loads(json.dumps(request_to_json(here.engine.asked[-1])))
+        )
 
 
 @pytest.mark.catches("stream-is-another-text")

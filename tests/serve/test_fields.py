@@ -37,7 +37,14 @@ BAD_OF_BOTH = [
         {"keep": {"window": 8}},
         "keep",
         "keep: this server keeps all tokens of each request; leave it out, or ask one that was"
-        " started with --keeps",
+        " started with --keeps first",
+    ),
+    ({"keep": {"heavy": 0, "window": 8}}, "keep.heavy", "keep.heavy: found 0; give 1 or more"),
+    (
+        {"keep": {"heavy": 8, "sinks": 4, "window": 8}},
+        "keep",
+        "keep: found sinks 4 and heavy 8; give one of them, as what is kept beside a window is the"
+        " first tokens or those looked at most",
     ),
     ({"max_tokens": 0}, "max_tokens", "max_tokens: found 0; give 1 or more"),
     ({"max_tokens": 1e3}, "max_tokens", "max_tokens is a number, not an integer; give 1 or more"),

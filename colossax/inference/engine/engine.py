@@ -72,7 +72,7 @@ class Engine:
         mixed_tokens: int = MIXED_TOKENS,
         cache_format: str = "own",
         window_rings: bool = False,
-        keeps: bool = False,
+        keeps: str | None = None,
         reuse: bool = True,
         deterministic: bool = False,
         drafter: Drafter | None = None,
@@ -97,7 +97,8 @@ class Engine:
                 eight bits, `int8` or `fp8`, with a scale for each token and kv head.
             window_rings: Whether layers with a window or chunks keep no more than a window and a
                 step of each seat; then no prompts share pages.
-            keeps: Whether requests may keep the first and last of their tokens alone (`Keep`).
+            keeps: What requests may keep of their tokens beside a window (`Keep`): `first`, or
+                `heavy`, those that were looked at most; None: they keep all.
             reuse: Whether prompts that begin alike share pages.
             deterministic: Whether all steps are of one size, so that a request's logits are the
                 same bit by bit whoever else is there; else they differ in rounding.

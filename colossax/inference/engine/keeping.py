@@ -1,30 +1,70 @@
 """Which engines may let go of the middle of a sequence."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from colossax.config import RING_AXES, BoundPlan
 from colossax.errors import InputError, PlanError
 from colossax.scheduling import EngineRequest
+from colossax.scheduling.keep import KEEPS, WORDS
+
+STAGES_KEEP_ALL = (
+    "keeps: stages keep all tokens of each request; leave it out, or give the devices of 'stage'"
+    " to 'tensor' or 'fsdp'"
+)
 
 
-def check_keep(request: EngineRequest, keeps: bool) -> None:
-    """Refuse a request that lets go of tokens, where the engine keeps all.
+def check_all_kept(requests: Sequence[EngineRequest]) -> None:
+    """Refuse requests that let go of tokens where a sequence's layers are in stages.
+
+    Raises:
+        InputError: One does.
+    """
+    if any(one.keep is not None for one in requests):
+        raise InputError(STAGES_KEEP_ALL)
+
+
+def kept_by(requests: Sequence[EngineRequest]) -> str | None:
+    """What an engine of these requests lets them keep, one of `KEEPS`; None: they keep all.
+
+    Raises:
+        InputError: They ask for several.
+    """
+    kinds = sorted({one.keep.kind for one in requests if one.keep is not None})
+    if len(kinds) > 1:
+        raise InputError(
+            "keep: some requests keep sinks and some heavy hitters, and an engine knows one of"
+            " them; continue those apart"
+        )
+    return next(iter(kinds), None)
+
+
+def check_keep(request: EngineRequest, keeps: str | None) -> None:
+    """Refuse a request that lets go of tokens, where the engine keeps all or others.
 
     Raises:
         InputError: It does.
     """
-    if request.keep is not None and not keeps:
+    keep = request.keep
+    if keep is None or keep.kind == keeps:
+        return
+    if keeps is None:
         raise InputError(
             "keep: this engine keeps all tokens of each request; leave it out, or make the"
-            " engine with keeps=True"
+            f" engine with keeps='{keep.kind}'"
         )
+    raise InputError(
+        f"keep: this engine keeps {WORDS[keeps]} and a window of requests that let go of others;"
+        f" ask for those, or make the engine with keeps='{keep.kind}'"
+    )
 
 
-def check_keeps(config: Any, bound: BoundPlan, *, drafts: bool) -> None:
-    """Refuse models whose first tokens cannot be brought closer than they stood, and company.
+def check_keeps(keeps: str, config: Any, bound: BoundPlan, *, drafts: bool) -> None:
+    """Refuse models that cannot let go of what lies between, and company.
 
     Args:
+        keeps: What requests may keep beside a window.
         config: Of the decoder.
         bound: Devices of the engine.
         drafts: Whether tokens are guessed ahead.
@@ -33,6 +73,8 @@ def check_keeps(config: Any, bound: BoundPlan, *, drafts: bool) -> None:
         InputError: Saying what stands in the way.
         PlanError: Devices share a sequence's pages.
     """
+    if keeps not in KEEPS:
+        raise InputError(f"keeps: found '{keeps}'; give {' or '.join(KEEPS)}, or leave it out")
     if drafts:
         raise InputError(
             "keeps: a drafter sees all tokens of a request, and guesses ahead of a window's ring;"
@@ -45,8 +87,8 @@ def check_keeps(config: Any, bound: BoundPlan, *, drafts: bool) -> None:
         )
     if (why := _why_not(config)) is not None:
         raise InputError(
-            f"keeps: the model {why}, so that requests cannot keep the first of their tokens and a"
-            " window alone; leave it out"
+            f"keeps: the model {why}, so that requests cannot keep {WORDS[keeps]} and a window"
+            " alone; leave it out"
         )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from colossax.config import BoundPlan, MeshAxis
 from colossax.errors import InputError
 from colossax.inference.engine.engine import Engine
+from colossax.inference.engine.keeping import STAGES_KEEP_ALL
 from colossax.inference.engine.parts import params_on, replicas_of
 from colossax.inference.engine.program import Sizes
 from colossax.inference.engine.replicas import Replicas
@@ -65,11 +66,8 @@ def make_engine(
             "window_rings: stages keep all pages; leave the rings out, or give the devices of"
             " 'stage' to 'tensor' or 'fsdp'"
         )
-    if staged and options.get("keeps"):
-        raise InputError(
-            "keeps: stages keep all tokens of each request; leave it out, or give the devices of"
-            " 'stage' to 'tensor' or 'fsdp'"
-        )
+    if staged and options.get("keeps") is not None:
+        raise InputError(STAGES_KEEP_ALL)
     parts = replicas_of(bound)
     if len(parts) == 1 and not staged:
         return Engine(spec, bound, params, drafter=drafter, **options)

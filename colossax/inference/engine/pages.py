@@ -8,6 +8,7 @@ from colossax.config import RING_AXES, BoundPlan, Plan
 from colossax.errors import InputError
 from colossax.inference.cache import Specs
 from colossax.inference.engine.formats import check_any, check_format, in_codes
+from colossax.inference.engine.masses import check_masses, masses_of
 from colossax.inference.plan import inference_plan
 from colossax.nn import CacheArray, CacheSpec
 from colossax.sharding.attention.cache import PAGES, in_pages
@@ -45,6 +46,7 @@ def paged_spec(
     slots: int,
     form: str = "own",
     ring_tokens: int | None = None,
+    heavy: bool = False,
 ) -> PagedSpec:
     """A model's cache with `pages` rows of `page_tokens` slots.
 
@@ -61,9 +63,11 @@ def paged_spec(
         form: What pages are kept in, see `in_codes`; what has a row for each seat is kept as it is.
         ring_tokens: Most tokens of a seat in one step, where layers that see no further than a
             window keep that alone, in a ring of pages for each seat; None: they keep all pages.
+        heavy: Whether what is looked at is counted, see `masses_of`.
 
     Raises:
-        InputError: Pages cannot be kept so, or rings are asked for and no layer has use for one.
+        InputError: Pages cannot be kept so, what is looked at cannot be counted, or rings are asked
+            for and no layer has use for one.
     """
     check_format(form)
     asked = [
@@ -84,9 +88,13 @@ def paged_spec(
         if kind in rings:
             paged = {n: _with_rows(one, seats * rings[kind][1]) for n, one in paged.items()}
         arrays |= in_codes(paged, form)
+        if heavy:
+            arrays |= masses_of(paged)
         found[kind] = dataclasses.replace(spec, arrays=arrays)
         fixed_of[kind] = frozenset(fixed)
     check_any(found, form)
+    if heavy:
+        check_masses(found)
     return PagedSpec(
         specs=found.get(_ONLY) or found,
         fixed=fixed_of[_ONLY] if _ONLY in found else fixed_of,
@@ -166,4 +174,5 @@ def pages_of(
         slots=sizes.slots,
         form=form,
         ring_tokens=ring_tokens,
+        heavy=sizes.keeps == "heavy",
     )

@@ -18,6 +18,7 @@ from colossax.inference.engine.batch import EngineState, StepShape
 from colossax.inference.engine.drafting import Drafter, Guesses
 from colossax.inference.engine.drafting.trees import MOST_NODES
 from colossax.inference.engine.keeping import check_keeps
+from colossax.inference.engine.masses import check_split
 from colossax.inference.engine.pages import PagedSpec, engine_plan, pages_of
 from colossax.inference.engine.sampling import Chosen, Draws
 from colossax.inference.engine.step import looking_step, step
@@ -45,7 +46,7 @@ class Sizes:
         draft: Tokens drafted behind each that is said.
         cache: What pages are kept in, one of `FORMATS`.
         rings: Whether layers with a window or chunks keep those alone; see `paged_spec`.
-        keeps: Whether requests may keep the first and the last of their tokens alone.
+        keeps: What requests may keep beside a window, one of `KEEPS`; None: they keep all.
     """
 
     seats: int
@@ -57,7 +58,7 @@ class Sizes:
     draft: int = 0
     cache: str = "own"
     rings: bool = False
-    keeps: bool = False
+    keeps: str | None = None
 
     @property
     def pages_a_seat(self) -> int:
@@ -101,6 +102,8 @@ class EngineProgram:
         self.config: DecoderConfig = model.config
         resolved_slots(self.config, sizes.slots)
         self.bound = BoundPlan(engine_plan(bound.plan), bound.mesh)
+        if sizes.keeps is not None:
+            check_keeps(sizes.keeps, self.config, self.bound, drafts=drafter is not None)
         ring_tokens = sizes.mixed if sizes.rings else None
         asked = pages_of(model, sizes, bound, form=sizes.cache, ring_tokens=ring_tokens)
         if asked.rings and self.bound.size(RING_AXES) > 1:
@@ -108,10 +111,9 @@ class EngineProgram:
                 "window_rings: the devices of 'ring' share a sequence's pages, and a window's ring"
                 " is a seat's own; leave rings out, or give those devices to 'tensor' or 'fsdp'"
             )
-        if sizes.keeps:
-            check_keeps(self.config, self.bound, drafts=drafter is not None)
         self.adapters = adapters_in(spec)
         self.shares = not asked.whole and stretched_from(self.config) >= sizes.slots
+        check_split(self.bound, asked.specs, self.config.heads)
         self.cache = CacheLayout(self.bound, asked.specs)
         self.reading = Reading(spec, model, self.bound, self.cache)
         if drafter is not None:
@@ -136,7 +138,8 @@ class EngineProgram:
         if self.drafter is not None:
             return functools.partial(looking_step, self, shape, kind)
 
-        kept = self.sizes.page_tokens if self.sizes.keeps else None
+        keeps = self.sizes.keeps
+        kept = None if keeps is None else (keeps, self.sizes.page_tokens)
 
         def plain(params: Params, _drafter: None, *given: Any) -> Any:
             return step(self.spec, self.bound, shape, self.rings, params, *given, kept=kept)

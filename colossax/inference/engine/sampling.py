@@ -35,7 +35,8 @@ class Draws:
         logprobs: Whether log-probabilities are asked for; bool.
         source: How many tokens of a source the seat has read; int32.
         adapter: Number of its adapter, from 1; 0: none; int32.
-        kept: First pages, pages of a window and places of a ring, `[r, 3]` int32; 0: all is kept.
+        kept: First pages, or those of heavy hitters, pages of a window and places of a ring,
+            `[r, 3]` int32; 0: all is kept.
     """
 
     temperature: Any

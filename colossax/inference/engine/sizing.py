@@ -12,6 +12,7 @@ from colossax.errors import InputError, PlanError
 from colossax.inference.cache import CacheLayout
 from colossax.inference.decode import decoding_model
 from colossax.inference.engine.drafting import Drafter
+from colossax.inference.engine.keeping import kept_by
 from colossax.inference.engine.program import EngineProgram, Sizes
 from colossax.nn import ModelSpec
 from colossax.offload import DEVICE_SHARE, device_memory, gb_down, gb_up
@@ -52,7 +53,7 @@ def asked_sizes(
     mixed_tokens: int = MIXED_TOKENS,
     cache_format: str = "own",
     window_rings: bool = False,
-    keeps: bool = False,
+    keeps: str | None = None,
     draft: int = 0,
 ) -> Sizes:
     """Of an engine, as of its arguments; with one page where those are to be found.
@@ -93,23 +94,35 @@ def sizes_for(
         engines: That share them.
     """
     seats = _power(min(-(-len(requests) // engines), SEATS))
-    lengths = sorted((len(one.prompt) + one.max_tokens for one in requests), reverse=True)
-    slots = min(longest, -(-lengths[0] // SLOTS) * SLOTS)
+    lengths = [len(one.prompt) + one.max_tokens for one in requests]
+    slots = min(longest, -(-max(lengths) // SLOTS) * SLOTS)
     of_each = -(-slots // PAGE_TOKENS)
-    pages = sum(-(-min(length, slots) // PAGE_TOKENS) for length in lengths[:seats])
     read = sum(sorted((len(one.prompt) for one in requests), reverse=True)[:seats])
     decode = seats * (1 + draft)
     few = max(FEW_TOKENS, decode)
     short = read <= FEW_STEPS * few
+    mixed = few if short else max(decode, min(MIXED_TOKENS, _power(read)))
+    held = sorted((_held(one, slots, mixed) for one in requests), reverse=True)
+    pages, keeps = sum(held[:seats]), kept_by(requests)
+    if keeps is None:  # a few sizes, for programs that are kept
+        pages = -(-pages // of_each) * of_each
     return Sizes(
         seats=seats,
-        pages=min(seats * of_each, -(-pages // of_each) * of_each),
+        pages=min(seats * of_each, pages),
         page_tokens=PAGE_TOKENS,
         slots=slots,
-        mixed=few if short else max(decode, min(MIXED_TOKENS, _power(read))),
+        mixed=mixed,
         decode=few if short else decode,
         draft=draft,
+        keeps=keeps,
     )
+
+
+def _held(request: EngineRequest, slots: int, mixed: int) -> int:
+    """Pages that a request holds at most."""
+    pages = -(-min(len(request.prompt) + request.max_tokens, slots) // PAGE_TOKENS)
+    keep = request.keep
+    return pages if keep is None else min(pages, keep.pages(PAGE_TOKENS, mixed).held)
 
 
 def with_room(program: EngineProgram, params: Params) -> EngineProgram:

@@ -23,7 +23,7 @@ from colossax.inference.engine.sampling import Chosen, Draws, choose
 from colossax.nn import FlatTokens, ModelSpec
 from colossax.nn.adapters.by_token import seats_turns, turns
 from colossax.nn.adapters.several import adapters_in
-from colossax.pallas.attention import Kept, Pages
+from colossax.pallas.attention import Heavy, Kept, Pages
 from colossax.sharding import use
 from colossax.typing import Params
 
@@ -43,7 +43,7 @@ def step(
     mask: UInt32[Array, "r words"],
     masked: Bool[Array, ""],
     *,
-    kept: int | None = None,
+    kept: tuple[str, int] | None = None,
 ) -> tuple[Chosen, EngineState]:
     """Tokens into their seats' pages, and a token for each seat that emits; pure.
 
@@ -56,11 +56,12 @@ def step(
         table: Pages of each seat.
         draws: What its request asks.
         mask, masked: See `choose`.
-        kept: Tokens of a page, where requests may keep some of theirs alone.
+        kept: What requests may keep beside a window, and tokens of a page; None: they keep all.
     """
     batch = shape.unpacked(packed)
     tokens, said = resolved(batch, state)
-    pages = Pages(table=table, groups=batch.groups, rings=rings, kept=_kept(draws, kept))
+    of_seats = {} if kept is None else _kept(draws, batch, tokens, *kept)
+    pages = Pages(table=table, groups=batch.groups, rings=rings, **of_seats)
     given = batch, tokens, pages, draws
     logits, cache, _ = _forward(spec, bound, params, state, given)
     last = batch.emit[:, 0]
@@ -134,11 +135,15 @@ def looking_step(
     return chosen, EngineState(cache=cache, said=said, length=length, drafts=drafts, drafter=held)
 
 
-def _kept(draws: Draws, page_tokens: int | None) -> Kept | None:
-    if page_tokens is None:
-        return None
-    sinks, window, ring = draws.kept.T
-    return Kept(sinks=sinks, window=window, ring=ring, page_tokens=page_tokens)
+def _kept(
+    draws: Draws, batch: Batch, tokens: Tokens, keeps: str, page_tokens: int
+) -> dict[str, Any]:
+    """What `Pages` is told of seats that keep some of their tokens alone."""
+    front, window, ring = draws.kept.T
+    if keeps == "heavy":
+        given = batch.seat, tokens.position, page_tokens
+        return {"heavy": Heavy.of(front, window, *given)}
+    return {"kept": Kept(sinks=front, window=window, ring=ring, page_tokens=page_tokens)}
 
 
 def _forward(

@@ -15,6 +15,7 @@ from .block import forward_block as forward_block
 from .cache import ReadSlots as ReadSlots
 from .cache import attend_cache as attend_cache
 from .cache import keys_and_values as keys_and_values
+from .heavy import Heavy as Heavy
 from .kept import Kept as Kept
 from .mask import Mask as Mask
 from .mask import dense as dense

@@ -1,6 +1,7 @@
 """Attention of flat tokens to a cache, in its plain form."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,8 @@ from jaxtyping import Array, Float, Int
 from colossax.errors import InputError
 
 from .codes import as_kept, read_kept, without_scales
+from .heavy import attend_heavy
+from .kept import HEAVY
 from .mask import Mask
 from .paged import attend_by_kernel
 from .pages import Pages, attend_pages, scores_of
@@ -107,6 +110,10 @@ def attend_cache(
     if chunk is not None:
         left = chunk - 1 if left is None else min(left, chunk - 1)
     seats, slots = next(iter(plain.values())).shape[1:3]
+    every, beside = seat, {name: cache[name] for name in HEAVY if name in cache}
+    cache = {name: x for name, x in cache.items() if name not in beside}
+    if pages is not None and pages.heavy is not None:
+        seat = jnp.where(pages.heavy.has(seat), -1, seat)
     if biases and left is not None and pages is None:
         raise InputError(
             "attend_cache: biases by distance are not computed where a window or chunks take slots"
@@ -118,8 +125,8 @@ def attend_cache(
         column = jnp.where(slot < 0, slots, slot if left is None else slot % slots)
     else:
         row, column = pages.row_and_column(seat, slot, next(iter(plain.values())).shape, left)
+    kept = {} if new is None else as_kept(new, cache)
     if new is not None:
-        kept = as_kept(new, cache)
         cache = {
             name: x.at[layer, row, column].set(kept[name], mode="drop") for name, x in cache.items()
         }
@@ -141,12 +148,15 @@ def attend_cache(
             biases=biases,
         )
         sinking = None if sink_q is None else sink_q.reshape(grouped.shape)
-        where = {"seat": seat, "position": position, "scores": scores, "read": read}
+        where: dict[str, Any] = {"seat": seat, "position": position, "scores": scores, "read": read}
         plain = read is keys_and_values
         out = attend_by_kernel(grouped, cache, layer, pages, **where, plain=plain)
         if out is None:
             rest = {"slot": slot, "sink_q": sinking}
             out = attend_pages(grouped, cache, layer, pages, **where, **rest)
+        if pages.heavy is not None:
+            where |= {"seat": every}
+            out, cache = attend_heavy(grouped, kept, cache | beside, layer, pages, out, **where)
         return out.reshape(t, n, -1).astype(q.dtype), cache
 
     def weigh(logits: Array, seat: Array, position: Array) -> Array:

@@ -6,6 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from .kept import HEAVY
+
 SCALE = "_scale"
 """What the name of an array's scales ends with."""
 
@@ -58,7 +60,7 @@ def as_kept(new: dict[str, Array], cache: dict[str, Array]) -> dict[str, Array]:
 
 def without_scales(held: dict[str, Any]) -> dict[str, Any]:
     """What `read` is given of it."""
-    return {name: x for name, x in held.items() if not name.endswith(SCALE)}
+    return {n: x for n, x in held.items() if not n.endswith(SCALE) and n not in HEAVY}
 
 
 def read_kept(

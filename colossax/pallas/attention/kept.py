@@ -6,6 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+MASS, PLACE = HEAVY = "k_mass", "k_place"
+"""Of each slot and kv head, where seats keep heavy hitters: what was given to its token of all who
+looked, float32, and the token's position, int32."""
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from .relative import RelativeBias
 
 if TYPE_CHECKING:
     from .cache import ReadSlots
+    from .heavy import Heavy
 
 KEYS_AT_ONCE = 128
 """Slots of a seat that a step of the loop reads; rounded up to pages."""
@@ -81,12 +82,14 @@ class Pages:
             is in the row `s * rows + p % rows`. Keys, and tokens of a seat in one call, fit in.
         kept: Of seats that let go of pages between their first ones and a window; None: no seat of
             the cache does. Layers of rings, or of a window or chunks, have none.
+        heavy: Of seats that keep heavy hitters, likewise; with it none lets go of pages.
     """
 
     table: Int[Array, "seats pages"]
     groups: Int[Array, "g w"]
     branches: Branches | None = None
     kept: Kept | None = None
+    heavy: "Heavy | None" = None
     ring: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
     rings: tuple[tuple[int, int], ...] = dataclasses.field(default=(), metadata={"static": True})
 
@@ -212,7 +215,8 @@ def attend_pages(
     read: "ReadSlots",
     slot: Int[Array, " t"] | None = None,
     sink_q: Float[Array, "t k r h"] | None = None,
-) -> Float[Array, "t k r hv"]:
+    with_lse: bool = False,
+) -> Any:
     """What tokens see of their own seats' pages, up to their positions; float32.
 
     Softmax is summed up over parts of the keys, from the first that a group sees to the last: as
@@ -231,6 +235,8 @@ def attend_pages(
         slot: Where each token lies, where those of trees are among them; else its position.
         sink_q: Queries as they meet the first pages of seats that keep a window beside them,
             turned by as much as those are closer; None: as they meet others.
+        with_lse: Whether the log-partitions of groups are given too, `[g, k, r, w]`; infinity for
+            what sees nothing.
 
     Cost: 4 g w n h FLOPs for each slot that the longest group sees, rounded up to `KEYS_AT_ONCE`;
     keys and values of those are gathered once for each group. Over a ring of r devices each reads
@@ -353,13 +359,14 @@ def attend_pages(
         sinks = scores.sinks[None, :, :, None]
         high = jnp.maximum(top, sinks)
         total = total * jnp.exp(top - high) + jnp.exp(sinks - high)
-        out = out * jnp.exp(top - high)[..., None]
+        top, out = high, out * jnp.exp(top - high)[..., None]
     out = out / jnp.where(total == 0, 1.0, total)[..., None]
     flat = jnp.moveaxis(out, 3, 1).reshape(groups * w, k, r, size)
     to = jnp.where(there, pages.groups, t).reshape(-1)
     place = jnp.full((t,), groups * w, jnp.int32)
     place = place.at[to].set(jnp.arange(groups * w, dtype=jnp.int32), mode="drop")
-    return flat.at[place].get(mode="fill", fill_value=0)
+    flat = flat.at[place].get(mode="fill", fill_value=0)
+    return (flat, jnp.where(total == 0, jnp.inf, top + jnp.log(total))) if with_lse else flat
 
 
 def scores_of(

@@ -77,7 +77,7 @@ class Form:
         keep: Keep | None = None,
     ) -> None:
         self.model, self._tokenizer, self._logprobs = model, tokenizer, logprobs
-        self._kept = {} if keep is None else {"keep": dataclasses.asdict(keep)}
+        self._kept = {} if keep is None else {"keep": keep.named}
         self.name, self.created = f"{self.mark}-{secrets.token_hex(12)}", int(time.time())
 
     def whole(self, told: Sequence[Told], prompt_tokens: int) -> dict[str, Any]:

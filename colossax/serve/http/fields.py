@@ -6,6 +6,7 @@ from typing import Any
 
 from colossax.config import Bound, at_least, within
 from colossax.documents import parse_json
+from colossax.errors import InputError
 from colossax.scheduling import Keep, SamplingConfig
 from colossax.scheduling.request import MOST_BIASED, MOST_LOGPROBS
 from colossax.serve.http.errors import bad
@@ -184,9 +185,15 @@ def _schema(value: Any, name: str) -> str:
 def _keep(value: Any, name: str) -> Keep:
     readers: dict[str, Reader] = {
         "sinks": number(at_least(0), whole=True),
+        "heavy": number(at_least(1), whole=True),
         "window": number(at_least(1), whole=True),
     }
-    return Keep(**members(value, name, readers, ("window",)))
+    keep = Keep(**members(value, name, readers, ("window",)))
+    try:
+        keep.check()
+    except InputError as problem:
+        raise bad(str(problem), name) from None
+    return keep
 
 
 def _stream_options(value: Any, name: str) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from colossax.errors import InputError
 from colossax.scheduling import EngineRequest
+from colossax.scheduling.keep import WORDS
 from colossax.serve.backend import Backend
 from colossax.serve.grammar import Grammars
 from colossax.serve.http.errors import bad, no_model, unavailable
@@ -74,10 +75,11 @@ class Preparer:
                 f"n: asks for {count} continuations in all; ask for at most {most} at a time", "n"
             )
         self._check_ids([token for token, _ in ask.sampling.logit_bias], "logit_bias")
-        if ask.keep is not None and not self._backend.facts.keeps:
+        if ask.keep is not None and ask.keep.kind != (keeps := self._backend.facts.keeps):
+            kept = "all tokens" if keeps is None else f"{WORDS[keeps]} and a window"
             raise bad(
-                "keep: this server keeps all tokens of each request; leave it out, or ask one that"
-                " was started with --keeps",
+                f"keep: this server keeps {kept} of each request; leave it out, or ask one that was"
+                f" started with --keeps {ask.keep.kind}",
                 "keep",
             )
         if ask.messages:

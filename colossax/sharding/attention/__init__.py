@@ -4,4 +4,5 @@ from .attend import attention as attention
 from .cache import CACHE_DIMS as CACHE_DIMS
 from .cache import attend_cache as attend_cache
 from .cache import cache_spec as cache_spec
+from .cache import heads_axes as heads_axes
 from .ranges import with_ranges as with_ranges

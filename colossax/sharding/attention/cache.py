@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from colossax.config import BoundPlan
 from colossax.pallas import attention as local
 from colossax.pallas.attention.codes import SCALE, without_scales
+from colossax.pallas.attention.kept import HEAVY
 from colossax.sharding.attention.layout import select_kv_heads_local
 from colossax.sharding.context import current
 from colossax.sharding.rules import check_heads, resolve
@@ -72,13 +73,14 @@ def attend_cache(
     if pages is not None:
         dims = {name: in_pages(one) for name, one in dims.items()}
     dims = {**dims, **{n + SCALE: d[:-1] for n, d in dims.items() if n + SCALE in cache}}
+    dims |= {n: dims["k"][:-1] for n in HEAVY if n in cache}
     specs = None if bound is None or bound.single else _specs(bound, cache, dims)
     if bound is None or specs is None:
         return run(q, new, cache, layer, **where, **of_heads, read=read, sink_q=sink_q)
     kv_heads = next(iter(_axes_of("kv_heads", specs, dims)), None)
     if pages is not None:
         where["pages"] = dataclasses.replace(pages, ring=_ring(specs, dims))
-    heads = _query_axes(bound, q) if kv_heads is None else kv_heads
+    heads = heads_axes(bound, q.shape[1]) if kv_heads is None else kv_heads
     of_q, replicated = PartitionSpec(None, heads, None), PartitionSpec()
     of_new = {name: PartitionSpec(None, *specs[name][3:]) for name in new or ()}
     n, select = q.shape[1], heads is not None and kv_heads is None
@@ -154,7 +156,12 @@ def _of_query_heads_local(
     return chosen
 
 
-def _query_axes(bound: BoundPlan, q: Array) -> Any:
-    """Axes of the query heads where every device holds all kv heads."""
-    check_heads(bound, q.shape[1], name="attention q")
-    return resolve(bound, "activations", (None, "heads", None), q.shape, name="attention q")[1]
+def heads_axes(bound: BoundPlan, heads: int) -> Any:
+    """Axes that split so many heads of queries, None where none do.
+
+    Raises:
+        PlanError: They are not a multiple of their axes.
+    """
+    check_heads(bound, heads, name="attention q")
+    dims = None, "heads", None
+    return resolve(bound, "activations", dims, (1, heads, 1), name="attention q")[1]

@@ -38,7 +38,7 @@ def keeping(asked, every, **keep):
 def test_others_are_as_if_alone_and_company_changes_nothing():
     """With too few pages for all, and with a seat alone; nothing is compiled after `warm`."""
     asked = keeping(requests(), 2, sinks=3, window=2 * PAGE)
-    one = engine(keeps=True)
+    one = engine(keeps="first")
     one.warm()
     before = one.program.compiled
     said = tokens(one.generate_all(asked))
@@ -46,13 +46,13 @@ def test_others_are_as_if_alone_and_company_changes_nothing():
     assert one.stats.scheduler.preemptions and one.stats.scheduler.reused
     assert said[1::2] == alone("llama")[1::2]
     assert said[::2] != alone("llama")[::2]
-    again = engine(keeps=True, pages=64, seats=1, mixed_tokens=7, reuse=False)
+    again = engine(keeps="first", pages=64, seats=1, mixed_tokens=7, reuse=False)
     assert said == tokens(again.generate_all(asked))
 
 
 def test_pages_of_a_long_request():
     """No more at a time than first pages, a window and a step, of a pool for no whole sequence."""
-    one = engine(keeps=True, pages=8, mixed_tokens=9, seats=2)
+    one = engine(keeps="first", pages=8, mixed_tokens=9, seats=2)
     keep = Keep(sinks=1, window=3 * PAGE)
     held = keep.pages(PAGE, 9).held
     assert held == 1 + 3 + 2
@@ -74,7 +74,7 @@ def test_a_window_of_a_page_is_a_chunk():
     params = caches.initialise(whole, bound, jax.random.key(1))
     prompt = caches.PROMPT[:21]
     want = Generator(chunked, bound, params).generate(prompt, max_tokens=12).tokens
-    one = Engine(whole, bound, params, **SMALL, keeps=True)
+    one = Engine(whole, bound, params, **SMALL, keeps="first")
     asked = EngineRequest(prompt=prompt, max_tokens=12, keep=Keep(sinks=0, window=PAGE))
     assert tokens(one.generate_all([asked])) == [want]
 
@@ -108,29 +108,29 @@ def test_refusals():
     with pytest.raises(InputError, match="keep: this engine keeps all tokens of each request"):
         engine().add(EngineRequest(prompt=(1,), max_tokens=4, keep=Keep(window=4)))
     with pytest.raises(InputError, match="keep.window: found 0; give 1 or more"):
-        engine(keeps=True).add(EngineRequest(prompt=(1,), max_tokens=4, keep=Keep(window=0)))
+        engine(keeps="first").add(EngineRequest(prompt=(1,), max_tokens=4, keep=Keep(window=0)))
     for name, why in {
         "mistral": "has layers with a window or chunks",
         "gpt2": "has a table of positions",
         "bloom": "has biases by distance",
     }.items():
         with pytest.raises(InputError, match=f"keeps: the model {why}, so that requests cannot"):
-            engine(CONFIGS[name], keeps=True)
+            engine(CONFIGS[name], keeps="first")
     with pytest.raises(InputError, match="keeps: a drafter sees all tokens of a request"):
-        engine(keeps=True, drafter=NgramDrafter(3))
+        engine(keeps="first", drafter=NgramDrafter(3))
     ring = Plan(mesh={"ring": 2}).bind(jax.devices()[:2])
     spec, params = build(LLAMA, ring)
     with pytest.raises(PlanError, match="keeps: the devices of 'ring' share a sequence's pages"):
-        make_engine(spec, ring, params, **SMALL, keeps=True)
+        make_engine(spec, ring, params, **SMALL, keeps="first")
     staged = staged_bound({"stage": 2})
     spec, params = build(LLAMA, staged)
     with pytest.raises(InputError, match="keeps: stages keep all tokens of each request"):
-        make_engine(spec, staged, params, **SMALL, keeps=True)
+        make_engine(spec, staged, params, **SMALL, keeps="first")
 
 
 def test_it_waits_for_its_turn_as_one_without_a_prefix():
     """What is cached of its prompt is none of its own."""
-    one = engine(keeps=True)
+    one = engine(keeps="first")
     prompt = tuple(range(20))
     one.generate_all([EngineRequest(prompt=prompt, max_tokens=1)])
     asked = EngineRequest(prompt=prompt, max_tokens=1)
@@ -143,6 +143,6 @@ def test_it_waits_for_its_turn_as_one_without_a_prefix():
 def test_codes_are_kept_likewise(form):
     """Whoever else is there, and in chunks of any length."""
     asked = keeping(requests()[:4], 2, sinks=3, window=2 * PAGE)
-    one = engine(keeps=True, cache_format=form)
-    again = engine(keeps=True, cache_format=form, seats=1, mixed_tokens=7, reuse=False)
+    one = engine(keeps="first", cache_format=form)
+    again = engine(keeps="first", cache_format=form, seats=1, mixed_tokens=7, reuse=False)
     assert tokens(one.generate_all(asked)) == tokens(again.generate_all(asked))
