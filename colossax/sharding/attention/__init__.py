@@ -5,3 +5,5 @@ from .cache import CACHE_DIMS as CACHE_DIMS
 from .cache import attend_cache as attend_cache
 from .cache import cache_spec as cache_spec
 from .ranges import with_ranges as with_ranges
+from .retrieved import MEAN_DIMS as MEAN_DIMS
+from .retrieved import attend_retrieved as attend_retrieved
