@@ -303,14 +303,15 @@ class Attention(nnx.Module):
 
     def _attend_cache(self, q, k, v, flat, state, of_heads, sink_q):
         if flat.retrieved is not None:
+            window, chunk = self.shape.sight
             out, cache = attend_retrieved(
                 q[0],
                 {"k": k[0], "v": v[0]},
                 state.carried,
                 state.row,
                 retrieved=flat.retrieved,
-                window=self.shape.window,
-                chunk=self.shape.chunk,
+                window=window,
+                chunk=chunk,
                 **{name: x for name, x in of_heads.items() if name != "biases"},
                 **self.shape.scores,
             )
