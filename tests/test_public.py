@@ -30,10 +30,11 @@ NAMES = {
         "StepPlan TOP_SHARE check_length check_tokens"
     ),
     "colossax.pallas.attention": (
-        "AttentionSpec Branches Heavy Kept Mask Operands Pages PairDropout RelativeBias Scoring "
-        "attend attend_block attend_cache attention backward_block block_gradients "
-        "block_implementation block_ranges declined_by dense forward_block keys_and_values "
-        "merge_blocks row_delta row_ranges variants why_no_ranges with_ranges with_sinks"
+        "AttentionSpec Branches Heavy Kept Mask Operands Pages PairDropout RelativeBias "
+        "Retrieved Scoring attend attend_block attend_cache attend_retrieved attention "
+        "backward_block block_gradients block_implementation block_ranges declined_by dense "
+        "forward_block keys_and_values mean_keys merge_blocks row_delta row_ranges variants "
+        "why_no_ranges with_ranges with_sinks"
     ),
     "colossax.pallas.norms": "layer_norm rms_norm",
     "colossax.pallas.grouped_matmul": "GroupedSpec declined_by grouped_matmul variants",
@@ -45,13 +46,14 @@ NAMES = {
         "FOUR SparseSpec choose declined_by expanded sparse_matmul variants"
     ),
     "colossax.sharding": (
-        "CACHE_DIMS Dense Layout NATURAL RowOrder Weight activation_axes activation_sharding "
-        "apart attend_cache attention balanced_order batch_axes cache_spec check_parameter "
-        "compiler_options compute_dtype constrain current current_order explain explain_html "
-        "gather_for_others gather_weight gathered_axes heads_axes host_sharding in_order keeping "
-        "kept_share left_whole linear linears lookup moe param_sharding recomputing "
-        "reduction_dtype remembered replicated resolve rows_as_here ruled_dims seq_axes "
-        "shared_rows transfer use validate with_ranges whole_rows without_shards"
+        "CACHE_DIMS Dense Layout MEAN_DIMS NATURAL RowOrder Weight activation_axes "
+        "activation_sharding apart attend_cache attend_retrieved attention balanced_order "
+        "batch_axes cache_spec check_parameter compiler_options compute_dtype constrain current "
+        "current_order explain explain_html gather_for_others gather_weight gathered_axes "
+        "heads_axes host_sharding in_order keeping kept_share left_whole linear linears lookup "
+        "moe param_sharding recomputing reduction_dtype remembered replicated resolve "
+        "rows_as_here ruled_dims seq_axes shared_rows transfer use validate whole_rows "
+        "with_ranges without_shards"
     ),
     "colossax.sharding.experts": (
         "Base Capacity CosineRouter DenseToSparse ExpertChoice ExpertWeights GShard Gate GateInput "
@@ -159,6 +161,7 @@ NAMES = {
         "Several StagedProgram StoredModel Tick fit_layers inference_plan load check_length "
         "check_tokens make_engine open_checkpoint several together unrolled Outliers find_outliers "
         "SharesNoStepError StoredBeside beside Drafter NgramDrafter ModelDrafter GlideDrafter "
+        "RetrievalDrafter "
         "holds_drafter"
     ),
     "colossax.serve": (

@@ -18,6 +18,7 @@ from .engine import GlideDrafter as GlideDrafter
 from .engine import ModelDrafter as ModelDrafter
 from .engine import NgramDrafter as NgramDrafter
 from .engine import Replicas as Replicas
+from .engine import RetrievalDrafter as RetrievalDrafter
 from .engine import make_engine as make_engine
 from .engine.drafting.stored import LoadedDrafter as LoadedDrafter
 from .engine.drafting.stored import StoredDrafter as StoredDrafter

@@ -21,12 +21,13 @@ from colossax.nn.layers import HeadsLayerNorm, HeadsRMSNorm, Linear, RMSNorm
 from colossax.nn.module import param
 from colossax.nn.rope import rotate
 from colossax.nn.stack.taps import tapped
-from colossax.pallas.attention import Mask, Operands, Pages, Scoring
+from colossax.pallas.attention import Mask, Operands, Pages, Retrieved, Scoring
 from colossax.pallas.attention.codes import SCALE
 from colossax.pallas.attention.kept import HEAVY
 from colossax.sharding import (
     CACHE_DIMS,
     attend_cache,
+    attend_retrieved,
     attention,
     constrain,
     gather_weight,
@@ -59,6 +60,8 @@ class FlatTokens:
             keep those and a window (`Pages.kept`); None: none does.
         length: How long its sequence is, for rotary embeddings that ask; None: what comes of it in
             this call is all.
+        retrieved: Of tokens that are guessed, which pages they see and where they stand; then the
+            cache is only read. None: they see all of their seat.
     """
 
     seat: Int[Array, " t"]
@@ -68,6 +71,7 @@ class FlatTokens:
     pages: Pages | None = None
     closer: Int[Array, " t"] | None = None
     length: Int[Array, " t"] | None = None
+    retrieved: Retrieved | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -299,6 +303,20 @@ class Attention(nnx.Module):
         return rotate(q, side.turns[name])[0]
 
     def _attend_cache(self, q, k, v, flat, state, of_heads, sink_q):
+        if flat.retrieved is not None:
+            window, chunk = self.shape.sight
+            out, cache = attend_retrieved(
+                q[0],
+                {"k": k[0], "v": v[0]},
+                state.carried,
+                state.row,
+                retrieved=flat.retrieved,
+                window=window,
+                chunk=chunk,
+                **{name: x for name, x in of_heads.items() if name != "biases"},
+                **self.shape.scores,
+            )
+            return out[None], dataclasses.replace(state, carried=cache)
         out, cache = attend_cache(
             q[0],
             {"k": k[0], "v": v[0]},

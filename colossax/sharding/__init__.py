@@ -1,7 +1,9 @@
 """The plan in force, and the operations a model calls to be laid out by it."""
 
 from .attention import CACHE_DIMS as CACHE_DIMS
+from .attention import MEAN_DIMS as MEAN_DIMS
 from .attention import attend_cache as attend_cache
+from .attention import attend_retrieved as attend_retrieved
 from .attention import attention as attention
 from .attention import cache_spec as cache_spec
 from .attention import heads_axes as heads_axes

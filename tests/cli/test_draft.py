@@ -52,6 +52,8 @@ def test_whoever_guesses_the_same_is_said(folder, capsys):
     assert len(expected) == 2
     for words in (["ngrams"], ["drafter"], ["small", "--draft-tokens=2", "--draft-nodes=5"]):
         assert said(capsys, "--draft", *words) == expected
+    for who in ("retrieval", "retrieval+ngrams", "retrieval+small"):
+        assert said(capsys, f"--draft={who}", "--draft-pages=3") == expected
     drawn = ["--temperature=1", "--seed=5"]
     assert said(capsys, *drawn, "--draft=small") == said(capsys, *drawn) != expected
 
@@ -73,6 +75,7 @@ def test_who_cannot_guess_for_a_model_is_refused(folder, words, sentence, capfd)
 
 
 @pytest.mark.catches("guesses-of-nobody")
+@pytest.mark.catches("pages-of-nobody")
 @pytest.mark.parametrize("verb", ["generate", "serve"])
 @pytest.mark.parametrize(
     ("words", "sentence"),
@@ -80,6 +83,10 @@ def test_who_cannot_guess_for_a_model_is_refused(folder, words, sentence, capfd)
         (["--draft-tokens=3"], "--draft-tokens: nobody guesses; give --draft ngrams or a CHECKP"),
         (["--draft-nodes=3"], "--draft-nodes: nobody guesses; give --draft ngrams or a CHECKPOI"),
         (["--draft=ngrams", "--draft-nodes=9"], "--draft-nodes: n-grams guess one line of tokens"),
+        (["--draft=retrieval", "--draft-nodes=9"], "--draft-nodes: retrieval guesses one line"),
+        (["--draft=retrieval+"], "--draft: found 'retrieval+', and nobody behind the plus; give"),
+        (["--draft=ngrams", "--draft-pages=9"], "--draft-pages: nobody finds pages; give --draft"),
+        (["--draft-pages=9"], "--draft-pages: nobody finds pages; give --draft retrieval too"),
     ],
 )
 def test_counts_of_what_nobody_guesses_are_refused(verb, words, sentence, capfd):

@@ -123,6 +123,7 @@ def looking_step(
     view = View(
         said=said,
         length=length,
+        seen=length - 1,
         speaks=emits,
         room=batch.room,
         table=table,

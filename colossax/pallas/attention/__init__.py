@@ -30,4 +30,7 @@ from .pages import Branches as Branches
 from .pages import Pages as Pages
 from .proof import variants as variants
 from .relative import RelativeBias as RelativeBias
+from .retrieved import Retrieved as Retrieved
+from .retrieved import attend_retrieved as attend_retrieved
+from .retrieved import mean_keys as mean_keys
 from .spec import AttentionSpec as AttentionSpec

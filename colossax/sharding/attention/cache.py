@@ -74,10 +74,10 @@ def attend_cache(
         dims = {name: in_pages(one) for name, one in dims.items()}
     dims = {**dims, **{n + SCALE: d[:-1] for n, d in dims.items() if n + SCALE in cache}}
     dims |= {n: dims["k"][:-1] for n in HEAVY if n in cache}
-    specs = None if bound is None or bound.single else _specs(bound, cache, dims)
+    specs = None if bound is None or bound.single else cache_specs(bound, cache, dims)
     if bound is None or specs is None:
         return run(q, new, cache, layer, **where, **of_heads, read=read, sink_q=sink_q)
-    kv_heads = next(iter(_axes_of("kv_heads", specs, dims)), None)
+    kv_heads = next(iter(axes_of("kv_heads", specs, dims)), None)
     if pages is not None:
         where["pages"] = dataclasses.replace(pages, ring=_ring(specs, dims))
     heads = heads_axes(bound, q.shape[1]) if kv_heads is None else kv_heads
@@ -109,7 +109,7 @@ def cache_spec(bound: BoundPlan, shape: tuple[int, ...], dims: tuple[Any, ...]) 
     return resolve(bound, "cache", dims, shape, name="key-value cache")
 
 
-def _specs(
+def cache_specs(
     bound: BoundPlan, cache: dict[str, Array], dims: Mapping[str, Dims]
 ) -> dict[str, PartitionSpec] | None:
     """By name; None where rules split more than kv heads, or those of two arrays differently."""
@@ -119,7 +119,7 @@ def _specs(
         for name, spec in specs.items()
         for dim, axes in zip(dims[name], spec, strict=True)
     )
-    return None if others or len(_axes_of("kv_heads", specs, dims)) > 1 else specs
+    return None if others or len(axes_of("kv_heads", specs, dims)) > 1 else specs
 
 
 def in_pages(dims: Dims) -> Dims:
@@ -129,11 +129,11 @@ def in_pages(dims: Dims) -> Dims:
 
 def _ring(specs: dict[str, PartitionSpec], dims: Mapping[str, Dims]) -> tuple[str, ...]:
     """Axes that share the pages."""
-    (axes,) = _axes_of(PAGES, specs, dims)
+    (axes,) = axes_of(PAGES, specs, dims)
     return axes if isinstance(axes, tuple) else () if axes is None else (axes,)
 
 
-def _axes_of(wanted: str, specs: dict[str, PartitionSpec], dims: Mapping[str, Dims]) -> set[Any]:
+def axes_of(wanted: str, specs: dict[str, PartitionSpec], dims: Mapping[str, Dims]) -> set[Any]:
     """How the arrays that have a dim split it."""
     return {
         axes

@@ -7,3 +7,4 @@ from .drafter import View as View
 from .glide import GlideDrafter as GlideDrafter
 from .model import ModelDrafter as ModelDrafter
 from .ngram import NgramDrafter as NgramDrafter
+from .retrieval import RetrievalDrafter as RetrievalDrafter

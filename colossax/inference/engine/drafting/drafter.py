@@ -34,6 +34,8 @@ class View:
     Attributes:
         said: Tokens of each seat by position, `[r, slots + 1]` int32.
         length: How many of them there are, `[r]` int32; those behind mean nothing.
+        seen: How many of them are in the model's cache, `[r]` int32: but for the last one all that
+            it has said itself.
         speaks: Which seats are to be drafted for, `[r]` bool.
         room: Tokens that the pages of each seat hold, `[r]` int32.
         table: Pages of each seat.
@@ -44,6 +46,7 @@ class View:
 
     said: Any
     length: Any
+    seen: Any
     speaks: Any
     room: Any
     table: Any
@@ -91,6 +94,10 @@ class Drafter(abc.ABC):
         Raises:
             InputError: It cannot draft for the model.
         """
+
+    def checked_by_another(self) -> "Drafter":
+        """One whose guesses another drafter looks at, before the model does."""
+        return self
 
     def on(self, bound: BoundPlan) -> "Drafter":
         """One that drafts on some of the devices, for an engine of those."""

@@ -41,6 +41,7 @@ class SequentialDrafter(Drafter):
 
     depth: int
     width: int
+    _again: int = 2
 
     def __init__(
         self,
@@ -87,6 +88,15 @@ class SequentialDrafter(Drafter):
         one = copy.copy(self)
         one._bound = BoundPlan(self._bound.plan, bound.mesh)
         one.params = params_on(self.spec, one._bound, self.params)
+        return one
+
+    def checked_by_another(self) -> "SequentialDrafter":
+        """See `Drafter`.
+
+        Where all its guesses are right the other adds one before the model does: two are unread.
+        """
+        one = copy.copy(self)
+        one._again = 3
         return one
 
     def _in(self, asked: PagedSpec) -> Any:
@@ -141,7 +151,7 @@ class SequentialDrafter(Drafter):
         """
         guess = _Guess(self, params, view)
         seats, rows = view.said.shape[0], jnp.arange(view.said.shape[0], dtype=jnp.int32)
-        first, held = guess(held, view.said, jnp.int32(0), tokens=2)
+        first, held = guess(held, view.said, jnp.int32(0), tokens=self._again)
         found = jax.tree.map(
             lambda x: jnp.zeros((seats, self.depth, *x.shape[1:]), x.dtype).at[:, 0].set(x), first
         )
@@ -239,7 +249,7 @@ class _Guess:
             length=jnp.maximum(view.draws.begin[:, None], position + 1).reshape(-1),
         )
         # Before it, as in prompts; a draft knows what the model has seen when it began.
-        verified = jnp.minimum(flat.position, jnp.repeat(view.length - 1, tokens))
+        verified = jnp.minimum(flat.position, jnp.repeat(view.seen, tokens))
         given = self._params, held, view.target
         ends = slice(tokens - 1, None, tokens)
         logits, held = self._drafter.forward(given, ids.reshape(-1), flat, verified, ends)
