@@ -9,6 +9,7 @@ from tests.serve.site import error_of, site
 COMPLETION = {"model": "toy", "prompt": "hello"}
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "hello"}]}
 
+TOKENS = "1 or more, or 0 with 'echo': true"
 TOOLS = "calling tools is not supported; leave it out, or ask for JSON by response_format"
 
 BAD_OF_BOTH = [
@@ -39,8 +40,11 @@ BAD_OF_BOTH = [
         "keep: this server keeps all tokens of each request; leave it out, or ask one that was"
         " started with --keeps",
     ),
-    ({"max_tokens": 0}, "max_tokens", "max_tokens: found 0; give 1 or more"),
-    ({"max_tokens": 1e3}, "max_tokens", "max_tokens is a number, not an integer; give 1 or more"),
+    (
+        {"max_completion_tokens": 0},
+        "max_completion_tokens",
+        "max_completion_tokens: found 0; give 1 or more",
+    ),
     (
         {"max_tokens": 4, "max_completion_tokens": 4},
         "max_tokens",
@@ -156,11 +160,13 @@ BAD_COMPLETIONS = [
         "logprobs",
         "logprobs is true or false, not an integer; give 0 to 20",
     ),
+    ({"max_tokens": 0}, "max_tokens", f"max_tokens: found 0; give {TOKENS}"),
     (
-        {"echo": True, "logprobs": 1},
-        "echo",
-        "echo: cannot be had together with logprobs; leave one of them out",
+        {"max_tokens": -1, "echo": True},
+        "max_tokens",
+        f"max_tokens: found -1; give {TOKENS}",
     ),
+    ({"max_tokens": 1e3}, "max_tokens", f"max_tokens is a number, not an integer; give {TOKENS}"),
     (
         {"top_logprobs": 1},
         "top_logprobs",
@@ -214,6 +220,7 @@ BAD_CHATS = [
         "top_logprobs: needs 'logprobs': true; give it too",
     ),
     ({"echo": True}, "echo", "echo: is for /v1/completions; leave it out"),
+    ({"max_tokens": 0}, "max_tokens", "max_tokens: found 0; give 1 or more"),
     ({"prompt": "x"}, "prompt", "prompt: is for /v1/completions; give 'messages'"),
     ({"parallel_tool_calls": True}, "parallel_tool_calls", None),
 ]
@@ -232,7 +239,7 @@ def here():
 @pytest.mark.catches("unknown-field-passed-over")
 @pytest.mark.catches("tools-passed-over")
 @pytest.mark.catches("bias-unbounded")
-@pytest.mark.catches("echo-with-logprobs")
+@pytest.mark.catches("nothing-to-say-is-asked-for")
 def test_what_cannot_be_honoured_is_refused_by_its_name(here):
     wrong = []
     for path, body, param, message in CASES:

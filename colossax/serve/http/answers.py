@@ -32,7 +32,9 @@ def dumped(value: Any) -> bytes:
     return _ENCODER.encode(value).encode()
 
 
-def _finite(logprob: float) -> float:
+def _finite(logprob: float | None) -> float | None:
+    if logprob is None:
+        return None
     return max(logprob, LEAST_LOGPROB) if logprob == logprob else LEAST_LOGPROB
 
 
@@ -132,8 +134,10 @@ class Form:
             "text_offset": [entry.offset for entry in entries],
         }
 
-    def _likeliest(self, entry: Entry) -> dict[str, float]:
-        found: dict[str, float] = {}
+    def _likeliest(self, entry: Entry) -> dict[str, float | None] | None:
+        if entry.logprob is None:
+            return None
+        found: dict[str, float | None] = {}
         for token, logprob in entry.top:  # of tokens with the same text the likeliest
             found.setdefault(self._text(token), _finite(logprob))
         return found
@@ -186,7 +190,7 @@ class ChatForm(Form):
             "refusal": None,
         }
 
-    def _one(self, token: int, logprob: float) -> dict[str, Any]:
+    def _one(self, token: int, logprob: float | None) -> dict[str, Any]:
         text = self._text(token)
         known = self._tokenizer.is_byte_level
         said = self._tokenizer.token_bytes(token) if known else text.encode()

@@ -125,7 +125,7 @@ class _Run:
             started,
             self._backend.facts.tokenizer,
             self._ask.stop,
-            before=wanted.before,
+            echo=wanted.echo,
             clock=self._metrics.clock(self._since, len(wanted.request.prompt)),
         )
         async with contextlib.aclosing(said):
@@ -136,4 +136,4 @@ class _Run:
         self._told[index].add(part)
         if outbox is not None:
             piece = self._form.chunk(index, part, with_usage=self._ask.usage)
-            outbox.put(event(piece))
+            outbox.put(event(piece), counted=part.tokens > 0)

@@ -38,7 +38,7 @@ class Ask:
         model: Name of the model, or of an adapter.
         prompts: Texts or token ids; of a chat none.
         messages: Of a chat.
-        max_tokens: Most tokens to say; None: as many as there is room for.
+        max_tokens: Most tokens to say; None: as many as there is room for. 0: the prompt alone.
         n: Continuations of each prompt.
         seed: None: a new one each time.
         sampling: Without the seed.
@@ -224,11 +224,13 @@ _SHARED: dict[str, Reader] = {
     "tools": refused(_NO_TOOLS),
     "tool_choice": refused(_NO_TOOLS),
 }
+_TOKENS = Bound(low=0, told="1 or more, or 0 with 'echo': true")
 _TOP = number(within(0, MOST_LOGPROBS), whole=True)
 
 COMPLETION: dict[str, Reader] = {
     **_SHARED,
     "prompt": prompts,
+    "max_tokens": number(_TOKENS, whole=True),
     "logprobs": _TOP,
     "echo": flag,
     "top_logprobs": refused("is for chats; give 'logprobs' a number"),
@@ -265,8 +267,8 @@ def completion(body: bytes) -> Ask:
         Refusal: 400, with the field at fault.
     """
     found = members(json_of(body), "", COMPLETION, ("model", "prompt"))
-    if found.get("echo") and "logprobs" in found:
-        raise bad("echo: cannot be had together with logprobs; leave one of them out", "echo")
+    if found.get("max_tokens") == 0 and not found.get("echo"):
+        raise bad(f"max_tokens: found 0; give {_TOKENS}", "max_tokens")
     return _ask(found, found.get("logprobs"), default_tokens=DEFAULT_TOKENS)
 
 

@@ -9,6 +9,7 @@ from colossax.data import Tokenizer
 from colossax.errors import InputError
 from colossax.scheduling import Emitted
 from colossax.serve.backend import Backend, EngineDown, EngineFailed, EngineFull, Started
+from colossax.serve.http.echoing import NOTHING, Echo
 from colossax.serve.http.errors import Refusal, bad, internal, later, unavailable
 from colossax.serve.http.preparing import Wanted
 from colossax.serve.http.records import Record
@@ -100,8 +101,8 @@ async def parts(
     tokenizer: Tokenizer,
     stops: Sequence[str],
     *,
-    before: str,
     clock: Clock,
+    echo: Echo = NOTHING,
 ) -> AsyncGenerator[Part, None]:
     """The parts of one continuation as they come; the engine is told when nobody wants the rest.
 
@@ -110,8 +111,8 @@ async def parts(
     """
     telling, count, ended, end = Telling(tokenizer, stops), 0, False, "cancelled"
     try:
-        if before:
-            yield Part(text=before)
+        if echo.text and not echo.scored:
+            yield Part(text=echo.text)
         async for emitted in started.said:
             ended = emitted.ended is not None
             if emitted.token is not None:
@@ -120,16 +121,21 @@ async def parts(
             elif not ended:
                 clock.record.seated()
                 continue
+            if count == 1 and (echoed := _echoed(echo, tokenizer, emitted)) is not None:
+                end = echoed.finish or end
+                yield echoed
+                if echoed.finish:
+                    return
             text, entries = _told(telling, emitted)
             if telling.stopped or ended:
                 _check_end(emitted, telling)
                 rest, last = telling.finish()
                 finish = "length" if emitted.ended == "length" and not telling.stopped else "stop"
-                end = finish
-                yield Part(text=text + rest, entries=(*entries, *last), tokens=count, finish=finish)
+                end, entries = finish, echo.behind((*entries, *last))
+                yield Part(text=text + rest, entries=entries, tokens=count, finish=finish)
                 return
             if text or entries:
-                yield Part(text=text, entries=entries, tokens=count)
+                yield Part(text=text, entries=echo.behind(entries), tokens=count)
         ended = True
         raise unavailable("the model went away before the end; try again later", "engine_down")
     except Exception:
@@ -139,6 +145,14 @@ async def parts(
         clock.record.ended(end)
         if not ended:
             backend.cancel(started.number)
+
+
+def _echoed(echo: Echo, tokenizer: Tokenizer, emitted: Emitted) -> Part | None:
+    """What the first token brings of its prompt; with an end where nothing is told behind it."""
+    if emitted.token is None or not (echo.scored or echo.alone):
+        return None
+    text, finish = echo.text if echo.scored else "", "length" if echo.alone else None
+    return Part(text=text, entries=echo.entries(tokenizer, emitted), finish=finish)
 
 
 def _told(telling: Telling, emitted: Emitted) -> tuple[str, tuple[Entry, ...]]:

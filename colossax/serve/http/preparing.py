@@ -11,6 +11,7 @@ from colossax.errors import InputError
 from colossax.scheduling import EngineRequest
 from colossax.serve.backend import Backend
 from colossax.serve.grammar import Grammars
+from colossax.serve.http.echoing import NOTHING, Echo
 from colossax.serve.http.errors import bad, no_model, unavailable
 from colossax.serve.http.fields import Ask
 from colossax.serve.options import Limits
@@ -27,12 +28,12 @@ class Wanted:
     Attributes:
         index: Of the answer's choice.
         request: What the engine is asked.
-        before: Text that stands before the continuation.
+        echo: What is told of the prompt before the continuation.
     """
 
     index: int
     request: EngineRequest
-    before: str = ""
+    echo: Echo = NOTHING
 
 
 class Preparer:
@@ -86,13 +87,14 @@ class Preparer:
             prompts = await self.prompt_tokens(ask.prompts, "prompt")
         lengths = [self._length(ask, prompt) for prompt in prompts]
         grammar = None if ask.schema is None else await self._compiled(ask.schema)
-        befores = await self._befores(ask, prompts)
+        echoes = self._echoes(ask, prompts)
         return [
             Wanted(
                 index=i * ask.n + j,
                 request=EngineRequest(
                     prompt=tuple(prompt),
-                    max_tokens=length,
+                    max_tokens=max(length, 1),
+                    score_from=1 if echo.scored else None,
                     ends=self._backend.facts.ends,
                     sampling=dataclasses.replace(ask.sampling, seed=_seed(ask.seed, j)),
                     waits=grammar is not None,
@@ -100,11 +102,9 @@ class Preparer:
                     adapter=adapter,
                     keep=ask.keep,
                 ),
-                before=before,
+                echo=echo,
             )
-            for i, (prompt, length, before) in enumerate(
-                zip(prompts, lengths, befores, strict=True)
-            )
+            for i, (prompt, length, echo) in enumerate(zip(prompts, lengths, echoes, strict=True))
             for j in range(ask.n)
         ]
 
@@ -207,12 +207,20 @@ class Preparer:
             )
         return room if ask.max_tokens is None else ask.max_tokens
 
-    async def _befores(self, ask: Ask, prompts: Sequence[Sequence[int]]) -> list[str]:
+    def _echoes(self, ask: Ask, prompts: Sequence[Sequence[int]]) -> list[Echo]:
         if not ask.echo:
-            return [""] * len(prompts)
+            return [NOTHING] * len(prompts)
         decode = self._backend.facts.tokenizer.decode
-        pairs = zip(ask.prompts, prompts, strict=True)
-        return [said if isinstance(said, str) else decode(ids) for said, ids in pairs]
+        scored, alone = ask.sampling.logprobs is not None, ask.max_tokens == 0
+        return [
+            Echo(
+                text=said if isinstance(said, str) else decode(ids),
+                prompt=tuple(ids),
+                scored=scored,
+                alone=alone,
+            )
+            for said, ids in zip(ask.prompts, prompts, strict=True)
+        ]
 
     async def _compiled(self, schema: str) -> str:
         limits, name = self._limits, "response_format"
