@@ -10,7 +10,7 @@ COMPLETION = {"model": "toy", "prompt": "hello"}
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "hello"}]}
 
 TOKENS = "1 or more, or 0 with 'echo': true"
-TOOLS = "calling tools is not supported; leave it out, or ask for JSON by response_format"
+ONLY_CHATS = "is for /v1/chat/completions; leave it out"
 
 BAD_OF_BOTH = [
     ({"temperature": 3}, "temperature", "temperature: found 3.0; give 0 to 2"),
@@ -110,9 +110,6 @@ BAD_OF_BOTH = [
         "response_format.strict",
         "response_format.strict: is not supported here; known: type",
     ),
-    ({"tools": [{"type": "function"}]}, "tools", f"tools: {TOOLS}"),
-    ({"tools": []}, "tools", f"tools: {TOOLS}"),
-    ({"tool_choice": "auto"}, "tool_choice", f"tool_choice: {TOOLS}"),
     ({"user": 3}, "user", "user is an integer, not a text; give a text"),
     (
         {"temprature": 1},
@@ -173,6 +170,9 @@ BAD_COMPLETIONS = [
         "top_logprobs: is for chats; give 'logprobs' a number",
     ),
     ({"messages": []}, "messages", "messages: is for /v1/chat/completions; give 'prompt'"),
+    ({"tools": [{"type": "function"}]}, "tools", f"tools: {ONLY_CHATS}"),
+    ({"tools": []}, "tools", f"tools: {ONLY_CHATS}"),
+    ({"tool_choice": "auto"}, "tool_choice", f"tool_choice: {ONLY_CHATS}"),
     ({"best_of": 2}, "best_of", None),
     ({"suffix": "x"}, "suffix", None),
     ({"n": 65, "prompt": ["a", "b"]}, "n", None),
@@ -192,10 +192,9 @@ BAD_CHATS = [
         "messages[0].content: is missing; give it",
     ),
     (
-        {"messages": [{"role": "tool", "content": "x"}]},
+        {"messages": [{"role": "function", "content": "x"}]},
         "messages[0].role",
-        "messages[0].role: found 'tool' (calling tools is not supported); give one of system,"
-        " developer, user, assistant",
+        "messages[0].role: found 'function'; give one of system, developer, user, assistant, tool",
     ),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
@@ -209,8 +208,8 @@ BAD_CHATS = [
     ),
     (
         {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
-        "messages[0].tool_calls",
-        f"messages[0].tool_calls: {TOOLS}",
+        "messages[0].tool_calls[0].id",
+        "messages[0].tool_calls[0].id: is missing; give it",
     ),
     ({"logprobs": 1}, "logprobs", "logprobs is an integer, not true or false; give true or false"),
     ({"top_logprobs": 2}, "top_logprobs", "top_logprobs: needs 'logprobs': true; give it too"),

@@ -9,6 +9,7 @@ from colossax.data import Tokenizer
 from colossax.errors import InputError
 from colossax.scheduling import Emitted
 from colossax.serve.backend import Backend, EngineDown, EngineFailed, EngineFull, Started
+from colossax.serve.http.calling import CallFinder, CallPart
 from colossax.serve.http.echoing import NOTHING, Echo
 from colossax.serve.http.errors import Refusal, bad, internal, later, unavailable
 from colossax.serve.http.preparing import Wanted
@@ -24,13 +25,15 @@ class Part:
         text: What it adds.
         entries: Tokens whose text is told with it, where log-probabilities were asked for.
         tokens: Tokens that the engine has said for this continuation so far.
-        finish: `stop` or `length` with the last part; None before.
+        finish: `stop`, `length` or `tool_calls` with the last part; None before.
+        calls: What it adds to calls of functions.
     """
 
     text: str = ""
     entries: tuple[Entry, ...] = ()
     tokens: int = 0
     finish: str | None = None
+    calls: tuple[CallPart, ...] = ()
 
 
 class Clock:
@@ -172,6 +175,24 @@ def _check_end(emitted: Emitted, telling: Telling) -> None:
     if emitted.message:
         raise _engine_error(emitted.message)
     raise internal()
+
+
+def with_calls(finder: CallFinder | None, part: Part) -> Part:
+    """A part whose text is told apart from calls of functions.
+
+    Args:
+        finder: Of the continuation; None: nothing can be called.
+        part: The next one.
+    """
+    if finder is None:
+        return part
+    text, calls = finder.push(part.text)
+    finish = part.finish
+    if finish is not None:
+        rest, more = finder.finish()
+        text, calls = text + rest, calls + more
+        finish = "tool_calls" if finder.any and finish == "stop" else finish
+    return dataclasses.replace(part, text=text, calls=calls, finish=finish)
 
 
 def _engine_error(message: str) -> Refusal:

@@ -82,11 +82,11 @@ class Preparer:
                 "keep",
             )
         if ask.messages:
-            prompts = [await self.chat_tokens(ask.messages)]
+            prompts = [await self.chat_tokens(ask.messages, ask.tools.given)]
         else:
             prompts = await self.prompt_tokens(ask.prompts, "prompt")
         lengths = [self._length(ask, prompt) for prompt in prompts]
-        grammar = None if ask.schema is None else await self._compiled(ask.schema)
+        grammar = await self._grammar_of(ask)
         echoes = self._echoes(ask, prompts)
         return [
             Wanted(
@@ -148,14 +148,23 @@ class Preparer:
         facts = self._backend.facts
         return (facts.tokenizer.encode if facts.speaks else facts.tokenizer.encode_framed)(text)
 
-    async def chat_tokens(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    async def chat_tokens(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
         """Token ids of a chat.
 
         Raises:
             Refusal: 400, the model has no template, or its template refuses them.
         """
         try:
-            tokens = await self._in_thread(self._chat_template().tokens, messages)
+            template = self._chat_template()
+            if tools and not template.takes_tools:
+                raise bad(
+                    f"tools: the chat template of {self._backend.facts.model} does not tell the"
+                    " model of tools; leave them out, or ask for JSON by response_format",
+                    "tools",
+                )
+            tokens = await self._in_thread(template.tokens, messages, tools)
         except InputError as problem:
             raise bad(str(problem), "messages") from None
         return self._checked(tokens, "messages")
@@ -222,15 +231,22 @@ class Preparer:
             for said, ids in zip(ask.prompts, prompts, strict=True)
         ]
 
-    async def _compiled(self, schema: str) -> str:
-        limits, name = self._limits, "response_format"
+    async def _grammar_of(self, ask: Ask) -> str | None:
+        if ask.tools.enforced is not None:
+            return await self._compiled(ask.tools.enforced, "tools")
+        return None if ask.schema is None else await self._compiled(ask.schema, "response_format")
+
+    async def _compiled(self, schema: str, name: str) -> str:
+        limits = self._limits
         if len(schema.encode()) > limits.schema_bytes:
             raise bad(
                 f"{name}: its schema has {len(schema.encode())} bytes; give at most"
                 f" {limits.schema_bytes}",
                 name,
             )
-        work = asyncio.get_running_loop().run_in_executor(self._compiling, self._grammar, schema)
+        work = asyncio.get_running_loop().run_in_executor(
+            self._compiling, self._grammar, schema, name
+        )
         try:
             async with asyncio.timeout(limits.grammar_s):
                 return await asyncio.shield(work)
@@ -244,11 +260,11 @@ class Preparer:
                 name,
             ) from None
 
-    def _grammar(self, schema: str) -> str:
+    def _grammar(self, schema: str, name: str) -> str:
         facts = self._backend.facts
         if self._grammars is None:
             self._grammars = Grammars(facts.tokenizer, facts.vocab, facts.ends)
-        return self._grammars.compiled(schema)
+        return self._grammars.compiled(schema, name)
 
     async def _in_thread(self, work: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
