@@ -156,7 +156,7 @@ NAMES = {
         "Several StagedProgram StoredModel Tick fit_layers inference_plan load check_length "
         "check_tokens make_engine open_checkpoint several together unrolled Outliers find_outliers "
         "SharesNoStepError StoredBeside beside Drafter NgramDrafter ModelDrafter GlideDrafter "
-        "holds_drafter"
+        "holds_drafter Question Rating choice_requests rated read_questions"
     ),
     "colossax.serve": (
         "Backend Constraint EngineDown EngineFailed EngineFull Facts Grammars Keys Limits "
