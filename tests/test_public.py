@@ -161,8 +161,7 @@ NAMES = {
         "Several StagedProgram StoredModel Tick fit_layers inference_plan load check_length "
         "check_tokens make_engine open_checkpoint several together unrolled Outliers find_outliers "
         "SharesNoStepError StoredBeside beside Drafter NgramDrafter ModelDrafter GlideDrafter "
-        "RetrievalDrafter "
-        "holds_drafter"
+        "Question Rating RetrievalDrafter choice_requests holds_drafter rated read_questions"
     ),
     "colossax.serve": (
         "Backend Constraint EngineDown EngineFailed EngineFull Facts Grammars Keys Limits "

@@ -204,7 +204,7 @@ def _together(
 
     model, names = beside(stored, models), tuple(models)
     asked = [dataclasses.replace(one, adapter=name) for name in names for one in requests]
-    plan = _fitted(model, plan, devices, requests=asked, adapters=names)
+    plan = fitted(model, plan, devices, requests=asked, adapters=names)
     loaded = model.load(plan, devices)
     tell(f"{stored.chosen}\n")
     for name, one in models.items():
@@ -227,7 +227,7 @@ def _in_turn(
     """One model, or adapter, after another, beside one base."""
     from colossax.inference import several
 
-    plan = _fitted(next(iter(models.values())), plan, devices, requests=requests)
+    plan = fitted(next(iter(models.values())), plan, devices, requests=requests)
     loaded, runs = None, {}
     for name, model in models.items():
         if loaded is None:
@@ -249,7 +249,7 @@ def _in_turn(
         yield name, one.run()
 
 
-def _fitted(model: Any, plan: Plan, devices: Any, **sizes: Any) -> Plan:
+def fitted(model: Any, plan: Plan, devices: Any, **sizes: Any) -> Plan:
     """The plan, with layers where they fit if it asks for that."""
     from colossax.inference import several
 

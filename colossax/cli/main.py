@@ -15,6 +15,7 @@ VERBS = {
     "train": ("colossax.cli.train", "train a model by a recipe"),
     "inspect": ("colossax.cli.options", "count what a run would need on GPUs that are not there"),
     "generate": ("colossax.cli.generate", "continue a prompt with a trained model"),
+    "eval": ("colossax.cli.eval", "say how often a model finds the right choice"),
     "serve": ("colossax.cli.serve", "serve a trained model over HTTP"),
     "import": ("colossax.cli.convert", "turn a Hugging Face folder into a checkpoint"),
     "export": ("colossax.cli.convert", "turn a checkpoint into a Hugging Face folder"),

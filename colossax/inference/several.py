@@ -224,7 +224,12 @@ def _generation(number: int, asked: tuple[EngineRequest, list[Emitted]]) -> Gene
     if last.ended == "error":
         raise InputError(f"prompt {number}: {last.message}; look at the checkpoint's parameters")
     tokens = tuple(one.token for one in told if one.token is not None)
-    return Generation(prompt_tokens=request.prompt, tokens=tokens, ended=last.ended == "stop")
+    return Generation(
+        prompt_tokens=request.prompt,
+        tokens=tokens,
+        ended=last.ended == "stop",
+        scores=told[0].scores,
+    )
 
 
 def _plain(request: EngineRequest) -> Request:
@@ -234,6 +239,11 @@ def _plain(request: EngineRequest) -> Request:
         InputError: It asks for more than they do.
     """
     asked = request.sampling
+    if request.score_from is not None:
+        raise InputError(
+            "score_from: with stages no prompt is scored; give the devices of 'stage' to 'tensor'"
+            " or 'fsdp'"
+        )
     own = SamplingConfig(temperature=asked.temperature, seed=asked.seed)
     for name, value in vars(own).items():
         if (found := getattr(asked, name)) != value:

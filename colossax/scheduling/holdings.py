@@ -24,6 +24,8 @@ class Holdings:
         if run.cap is not None:  # its pages hold what others would not have computed
             return 0
         asked, most = run.request.sampling, len(run.ids) - 1
+        if run.scores_from is not None:  # the token before it is fed, whose logits score it
+            most = min(most, run.scores_from - 1)
         if asked.presence_penalty or asked.frequency_penalty:
             # What is found is not fed, and penalties count what was fed of what was said.
             most = min(most, len(run.request.prompt))

@@ -76,6 +76,8 @@ class Emitted(NamedTuple):
         top: The likeliest tokens with theirs, as many as were asked for.
         ended: Why it ended; None while it goes on.
         message: Of an error.
+        scores: With the first token, of each token of the prompt from `score_from` on its
+            log-probability, and the likeliest tokens there with theirs.
     """
 
     request: int
@@ -84,6 +86,7 @@ class Emitted(NamedTuple):
     top: tuple[tuple[int, float], ...] = ()
     ended: EndReason | None = None
     message: str = ""
+    scores: tuple[tuple[float, tuple[tuple[int, float], ...]], ...] = ()
 
 
 class Ended(NamedTuple):

@@ -87,6 +87,9 @@ class EngineRequest:
         max_tokens: Most tokens to say, those of `generated` among them.
         ends: Token ids that end it.
         sampling: How tokens are chosen.
+        score_from: Position of the first token of the prompt whose log-probability is told, with
+            those behind it, together with the first token that is said; what `sampling.logprobs`
+            asks is told of them too. No prefix is found from there on. None: of none.
         waits: Whether each token must be known before the next step, as under a grammar.
         grammar: What its tokens have to follow, serialised; the engine's matter.
         adapter: Name of the adapter that computes it; prefixes are shared within one alone.
@@ -102,6 +105,7 @@ class EngineRequest:
     max_tokens: Count = 64
     ends: tuple[int, ...] = ()
     sampling: SamplingConfig = SamplingConfig()
+    score_from: Count | None = None
     waits: bool = False
     grammar: str | None = None
     adapter: str | None = None
@@ -124,10 +128,21 @@ class EngineRequest:
         if self.keep is not None:
             self.keep.check()
         self.check_room(slots)
+        self._check_scores()
         reads.check(self, vocab=vocab)
         check_ids(self.generated, vocab, name="generated")
         check_ids(self.ends, vocab, name="ends")
         self.sampling.check(vocab)
+
+    def _check_scores(self) -> None:
+        if self.score_from is None:
+            return
+        if self.sampling.logprobs is None:
+            raise InputError("score_from: tells log-probabilities; give sampling.logprobs too")
+        if self.images is not None:
+            raise InputError(
+                "score_from: places of images are no tokens that have a probability; leave it out"
+            )
 
     def check_room(self, slots: int) -> None:
         """Refuse what has nothing to continue, or does not go into a sequence of `slots` tokens.

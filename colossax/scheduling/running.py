@@ -77,6 +77,12 @@ class Run:
         return self.length - len(self.ids)
 
     @property
+    def scores_from(self) -> int | None:
+        """The first token of the prompt that is scored; None: none is, or all was told."""
+        said = len(self.ids) > len(self.request.prompt)
+        return None if said else self.request.score_from
+
+    @property
     def end(self) -> Ended | None:
         """Of a request that is over with its last token."""
         if self.ids[-1] in self.ends:

@@ -41,8 +41,12 @@ class Grammars:
             tokenizer.definition, n_vocab=vocab, eos_token=list(ends) or tokenizer.eos
         )
 
-    def compiled(self, schema: str) -> str:
+    def compiled(self, schema: str, name: str = "response_format") -> str:
         """A grammar for JSON of this schema; takes up to seconds, without the interpreter's lock.
+
+        Args:
+            schema: As text.
+            name: Of the field that it is of.
 
         Raises:
             InputError: It is no JSON schema, or has what is not supported; the sentence says what.
@@ -50,12 +54,12 @@ class Grammars:
         try:
             grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=_OVERRIDES)
         except ValueError as problem:
-            raise _refused(str(problem)) from problem
+            raise _refused(str(problem), name) from problem
         failed, told = llguidance.LLMatcher.validate_grammar_with_warnings(
             grammar, self._tokenizer, limits=_limits()
         )
         if failed:
-            raise _refused(told[0])
+            raise _refused(told[0], name)
         return grammar
 
     def constraint(self, grammar: str) -> "Constraint":
@@ -73,9 +77,9 @@ class Grammars:
         return Constraint(matcher, self.vocab)
 
 
-def _refused(why: str) -> InputError:
+def _refused(why: str, name: str = "response_format") -> InputError:
     first = " ".join(why.partition("<state>")[0].split())[:300]
-    return InputError(f"response_format: no grammar can be made of it ({first}); change the schema")
+    return InputError(f"{name}: no grammar can be made of it ({first}); change the schema")
 
 
 class Constraint:

@@ -9,11 +9,12 @@ import datetime
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
@@ -139,7 +140,7 @@ class ChatTemplate:
         self, source: str, tokenizer: Tokenizer, *, bos: str, eos: str, most_chars: int
     ) -> None:
         self._tokenizer, self._most = tokenizer, most_chars
-        self._names = {"bos_token": bos, "eos_token": eos, "tools": None, "documents": None}
+        self._names = {"bos_token": bos, "eos_token": eos, "documents": None}
         environment = _Sandbox(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -150,20 +151,28 @@ class ChatTemplate:
         known.update(raise_exception=_raise, strftime_now=_now, dict=_Dict(), namespace=_Namespace)
         try:
             self._template = environment.from_string(source)
+            names = jinja2.meta.find_undeclared_variables(environment.parse(source))
+            self.takes_tools = "tools" in names
         except jinja2.TemplateError as problem:
             raise InputError(
                 f"messages: the model's chat template is none ({_line(problem)}); give 'prompt' to"
                 " /v1/completions"
             ) from problem
 
-    def tokens(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def tokens(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
         """The prompt as token ids; takes time with its length, so not in an event loop.
+
+        Args:
+            messages: With texts, and calls of functions as values.
+            tools: Functions that may be called, as values; none: the template is told of none.
 
         Raises:
             InputError: The template refuses the messages, fails, or writes too much.
         """
-        guard = _Guard(self._tokenizer.specials, messages)
-        written = self._written([guard.marked(message) for message in messages])
+        guard = _Guard(self._tokenizer.specials, [*messages, *tools])
+        written = self._written(guard.marked([*messages]), guard.marked([*tools]) or None)
         if not guard.used:
             return self._tokenizer.encode_marked(written)
         pieces = guard.pieces(written)
@@ -173,11 +182,11 @@ class ChatTemplate:
         )
         return list(itertools.chain.from_iterable(parts))
 
-    def _written(self, messages: list[dict[str, str]]) -> str:
+    def _written(self, messages: list[Any], tools: list[Any] | None) -> str:
         try:
             return self._limited(
                 self._template.generate(
-                    messages=messages, add_generation_prompt=True, **self._names
+                    messages=messages, tools=tools, add_generation_prompt=True, **self._names
                 )
             )
         except (jinja2.TemplateError, *_FAULTS) as problem:
@@ -200,6 +209,16 @@ def _line(problem: Exception) -> str:
     return " ".join(str(problem).split())[:300]
 
 
+def _texts(value: Any) -> Iterator[str]:
+    """All that is text in a value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from itertools.chain(value, *map(_texts, value.values()))
+    elif isinstance(value, list):
+        yield from itertools.chain.from_iterable(map(_texts, value))
+
+
 class _Guard:
     """Marks special tokens in messages, and finds those that the template wrote.
 
@@ -207,9 +226,9 @@ class _Guard:
         used: Whether a message has any.
     """
 
-    def __init__(self, specials: Iterable[str], messages: Sequence[Mapping[str, str]]) -> None:
+    def __init__(self, specials: Iterable[str], values: Sequence[Any]) -> None:
         names = sorted((one for one in specials if len(one) > 1), key=len, reverse=True)
-        said = [text for message in messages for text in message.values()]
+        said = list(_texts(values))
         self._special = re.compile("|".join(map(re.escape, names)) or r"(?!)")
         # One may begin inside of another.
         self._begins = re.compile(f"(?=(?:{self._special.pattern}))")
@@ -219,9 +238,13 @@ class _Guard:
         if self.used and not self._mark:
             raise InputError("messages: have all 32 code points from U+FDD0 on; leave one out")
 
-    def marked(self, message: Mapping[str, str]) -> dict[str, str]:
-        """A message in which no special token can be found."""
-        return {key: self._marked(text) for key, text in message.items()}
+    def marked(self, value: Any) -> Any:
+        """A value in whose texts, names of members among them, no special token can be found."""
+        if isinstance(value, Mapping):
+            return {self._marked(key): self.marked(one) for key, one in value.items()}
+        if isinstance(value, list):
+            return [self.marked(one) for one in value]
+        return self._marked(value) if isinstance(value, str) else value
 
     def _marked(self, text: str) -> str:
         if not self.used:

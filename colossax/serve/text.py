@@ -126,13 +126,13 @@ class Entry:
 
     Attributes:
         token: Its id.
-        logprob: Its log-probability.
+        logprob: Its log-probability; None: nothing stands before it.
         top: The likeliest tokens there, with theirs.
         offset: Characters of the continuation before it.
     """
 
     token: int
-    logprob: float
+    logprob: float | None
     top: tuple[tuple[int, float], ...]
     offset: int
 

@@ -2,11 +2,12 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from colossax import inference, scheduling
 from colossax.errors import InputError
-from colossax.scheduling import EngineRequest, SamplingConfig
+from colossax.scheduling import EngineRequest, Reads, SamplingConfig, Seen
 
 FIELDS = {
     "temperature": 0.7,
@@ -56,6 +57,11 @@ def test_all_that_there_is_is_taken():
         ({"seed": 2**32}, "^seed: found 4294967296; give 0 to 4294967295$"),
         ({"presence_penalty": 2.1}, "^presence_penalty: found 2.1; give -2 to 2$"),
         ({"frequency_penalty": -2.1}, "^frequency_penalty: found -2.1; give -2 to 2$"),
+        ({"score_from": 0}, "^score_from: found 0; give 1 or more$"),
+        (
+            {"score_from": 1},
+            "^score_from: tells log-probabilities; give sampling.logprobs too$",
+        ),
         ({"logprobs": 21}, "^logprobs: found 21; give 0 to 20$"),
         ({"logit_bias": ((300, 1.0),)}, "^logit_bias: token 300 is outside the vocabulary of 300"),
         ({"logit_bias": ((1, 1.0),) * 301}, "^logit_bias: found 301 tokens; give at most 300$"),
@@ -75,3 +81,10 @@ def test_what_is_out_of_bounds_is_refused(fields, sentence):
 def test_generation_and_engine_say_the_same_sentences():
     assert inference.check_tokens is scheduling.check_tokens
     assert inference.check_length is scheduling.check_length
+
+
+def test_places_of_images_have_no_probability():
+    sight = Seen(shape=(2, 2, 1), places=1, square=(2, 2))
+    one = request(prompt=(300, 1), images=np.zeros((1, 2, 2, 1)), score_from=1, logprobs=1)
+    with pytest.raises(InputError, match="^score_from: places of images are no tokens that have"):
+        one.check(vocab=300, slots=7, reads=Reads(sight=sight))

@@ -156,7 +156,8 @@ class FakeEngine:
                 break
             if last:
                 self._done(number)
-            await queue.put(said(number, request, token, ended if last else None))
+            one = said(number, request, token, ended if last else None)
+            await queue.put(one if i else one._replace(scores=scores(request)))
         if self._ends_with:
             self._done(number)
             await queue.put(Emitted(request=number, ended=self._ends_with, message="it broke"))
@@ -179,6 +180,17 @@ class FakeEngine:
                 return found, "stop"
             held.took(token)
         return found, "length"
+
+
+def scores(request):
+    """Of its prompt, where they are asked for: by place."""
+    if request.score_from is None:
+        return ()
+    most = request.sampling.logprobs
+    return tuple(
+        (-i / 8, ((request.prompt[i], -i / 8), ((request.prompt[i] + 1) % VOCAB, -9.0))[:most])
+        for i in range(request.score_from, len(request.prompt))
+    )
 
 
 def said(number, request, token, ended):

@@ -9,7 +9,8 @@ from tests.serve.site import error_of, site
 COMPLETION = {"model": "toy", "prompt": "hello"}
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "hello"}]}
 
-TOOLS = "calling tools is not supported; leave it out, or ask for JSON by response_format"
+TOKENS = "1 or more, or 0 with 'echo': true"
+ONLY_CHATS = "is for /v1/chat/completions; leave it out"
 
 BAD_OF_BOTH = [
     ({"temperature": 3}, "temperature", "temperature: found 3.0; give 0 to 2"),
@@ -46,8 +47,11 @@ BAD_OF_BOTH = [
         "keep: found sinks 4 and heavy 8; give one of them, as what is kept beside a window is the"
         " first tokens or those looked at most",
     ),
-    ({"max_tokens": 0}, "max_tokens", "max_tokens: found 0; give 1 or more"),
-    ({"max_tokens": 1e3}, "max_tokens", "max_tokens is a number, not an integer; give 1 or more"),
+    (
+        {"max_completion_tokens": 0},
+        "max_completion_tokens",
+        "max_completion_tokens: found 0; give 1 or more",
+    ),
     (
         {"max_tokens": 4, "max_completion_tokens": 4},
         "max_tokens",
@@ -113,9 +117,6 @@ BAD_OF_BOTH = [
         "response_format.strict",
         "response_format.strict: is not supported here; known: type",
     ),
-    ({"tools": [{"type": "function"}]}, "tools", f"tools: {TOOLS}"),
-    ({"tools": []}, "tools", f"tools: {TOOLS}"),
-    ({"tool_choice": "auto"}, "tool_choice", f"tool_choice: {TOOLS}"),
     ({"user": 3}, "user", "user is an integer, not a text; give a text"),
     (
         {"temprature": 1},
@@ -163,17 +164,22 @@ BAD_COMPLETIONS = [
         "logprobs",
         "logprobs is true or false, not an integer; give 0 to 20",
     ),
+    ({"max_tokens": 0}, "max_tokens", f"max_tokens: found 0; give {TOKENS}"),
     (
-        {"echo": True, "logprobs": 1},
-        "echo",
-        "echo: cannot be had together with logprobs; leave one of them out",
+        {"max_tokens": -1, "echo": True},
+        "max_tokens",
+        f"max_tokens: found -1; give {TOKENS}",
     ),
+    ({"max_tokens": 1e3}, "max_tokens", f"max_tokens is a number, not an integer; give {TOKENS}"),
     (
         {"top_logprobs": 1},
         "top_logprobs",
         "top_logprobs: is for chats; give 'logprobs' a number",
     ),
     ({"messages": []}, "messages", "messages: is for /v1/chat/completions; give 'prompt'"),
+    ({"tools": [{"type": "function"}]}, "tools", f"tools: {ONLY_CHATS}"),
+    ({"tools": []}, "tools", f"tools: {ONLY_CHATS}"),
+    ({"tool_choice": "auto"}, "tool_choice", f"tool_choice: {ONLY_CHATS}"),
     ({"best_of": 2}, "best_of", None),
     ({"suffix": "x"}, "suffix", None),
     ({"n": 65, "prompt": ["a", "b"]}, "n", None),
@@ -193,10 +199,9 @@ BAD_CHATS = [
         "messages[0].content: is missing; give it",
     ),
     (
-        {"messages": [{"role": "tool", "content": "x"}]},
+        {"messages": [{"role": "function", "content": "x"}]},
         "messages[0].role",
-        "messages[0].role: found 'tool' (calling tools is not supported); give one of system,"
-        " developer, user, assistant",
+        "messages[0].role: found 'function'; give one of system, developer, user, assistant, tool",
     ),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
@@ -210,8 +215,8 @@ BAD_CHATS = [
     ),
     (
         {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
-        "messages[0].tool_calls",
-        f"messages[0].tool_calls: {TOOLS}",
+        "messages[0].tool_calls[0].id",
+        "messages[0].tool_calls[0].id: is missing; give it",
     ),
     ({"logprobs": 1}, "logprobs", "logprobs is an integer, not true or false; give true or false"),
     ({"top_logprobs": 2}, "top_logprobs", "top_logprobs: needs 'logprobs': true; give it too"),
@@ -221,6 +226,7 @@ BAD_CHATS = [
         "top_logprobs: needs 'logprobs': true; give it too",
     ),
     ({"echo": True}, "echo", "echo: is for /v1/completions; leave it out"),
+    ({"max_tokens": 0}, "max_tokens", "max_tokens: found 0; give 1 or more"),
     ({"prompt": "x"}, "prompt", "prompt: is for /v1/completions; give 'messages'"),
     ({"parallel_tool_calls": True}, "parallel_tool_calls", None),
 ]
@@ -239,7 +245,7 @@ def here():
 @pytest.mark.catches("unknown-field-passed-over")
 @pytest.mark.catches("tools-passed-over")
 @pytest.mark.catches("bias-unbounded")
-@pytest.mark.catches("echo-with-logprobs")
+@pytest.mark.catches("nothing-to-say-is-asked-for")
 def test_what_cannot_be_honoured_is_refused_by_its_name(here):
     wrong = []
     for path, body, param, message in CASES:

@@ -77,7 +77,7 @@ def followed(emitted, upto=None):
         record = records.begin(records.now(), 1)
         clock = Clock(records.now(), record, lambda s: None, lambda s: None)
         started = Started(number=1, said=said())
-        found = parts(FakeEngine(), started, TOKENIZER, (), before="", clock=clock)
+        found = parts(FakeEngine(), started, TOKENIZER, (), clock=clock)
         count = 0
         try:
             async for _ in found:

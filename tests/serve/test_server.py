@@ -80,7 +80,7 @@ def test_the_official_client_raises_what_it_documents(saying):
         with pytest.raises(openai.NotFoundError) as problem:
             client.completions.create(**(COMPLETION | {"model": "gpt-4"}))
         assert problem.value.code == "model_not_found"
-        with pytest.raises(openai.BadRequestError, match="calling tools is not supported"):
+        with pytest.raises(openai.BadRequestError, match="does not tell the model of tools"):
             client.chat.completions.create(
                 **CHAT, tools=[{"type": "function", "function": {"name": "f"}}]
             )

@@ -19,13 +19,17 @@ NOWHERE = 2**30
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepShape:
-    """Of a step: how many tokens, and in how many groups they attend; see `Pages`."""
+    """Of a step: how many tokens, and in how many groups they attend; see `Pages`.
+
+    `scored` is room for tokens of prompts that are scored, a multiple of the rows of `emit`.
+    """
 
     tokens: int
     groups: int
     group: int
     seats: int
     draft: int
+    scored: int = 0
 
     def empty(self) -> "Batch":
         """With nothing but padding, in host memory."""
@@ -36,6 +40,8 @@ class StepShape:
             groups=np.full((self.groups, self.group), -1, np.int32),
             emit=np.full((self.seats, 1 + self.draft), -1, np.int32),
             room=np.zeros(self.seats if self.draft else 0, np.int32),
+            scored=np.full(self.scored, -1, np.int32),
+            target=np.zeros(self.scored, np.int32),
         )
 
     def unpacked(self, packed: Int[Array, " n"]) -> "Batch":
@@ -59,6 +65,8 @@ class Batch:
         emit: Of each seat which of the tokens is followed by one that it is given, and behind it
             its drafts, `[r, 1 + d]`; negative: none is.
         room: Tokens that each seat's pages hold, `[r]`; empty where nothing is drafted.
+        scored: Which tokens' followers are scored, `[n]`; negative: none's; those stand behind.
+        target: The token that follows each, `[n]`.
     """
 
     ids: Any
@@ -67,6 +75,8 @@ class Batch:
     groups: Any
     emit: Any
     room: Any
+    scored: Any
+    target: Any
 
     def packed(self) -> np.ndarray:
         """All of it in one array, which goes to the devices at once."""

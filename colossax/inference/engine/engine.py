@@ -18,6 +18,7 @@ from colossax.inference.engine.naming import check_adapter, named
 from colossax.inference.engine.packing import Packer
 from colossax.inference.engine.program import EngineProgram
 from colossax.inference.engine.sampling import Chosen
+from colossax.inference.engine.scoring import Probabilities
 from colossax.inference.engine.sizing import (
     MIXED_TOKENS,
     PAGE_TOKENS,
@@ -31,7 +32,6 @@ from colossax.inference.engine.values import (
     Constraint,
     EngineStats,
     check_waits,
-    emitted_of,
 )
 from colossax.nn import ModelSpec
 from colossax.scheduling import Emitted, EngineRequest, Scheduler, StepPlan
@@ -196,7 +196,7 @@ class Engine:
         self._constraints: dict[int, Constraint] = {}
         self._flying: deque[tuple[StepPlan, Chosen]] = deque()
         self._told: list[Emitted] = []
-        self._logprobs: dict[int, int | None] = {}
+        self._probabilities = Probabilities()
         self._failed: dict[int, str] = {}
         self._deterministic = deterministic
         self._steps = {"mixed": 0, "decode": 0}
@@ -234,7 +234,7 @@ class Engine:
         """
         self.check(request, constraint)
         number = self._scheduler.add(request)
-        self._logprobs[number] = request.sampling.logprobs
+        self._probabilities.add(number, request)
         if constraint is not None:
             self._constraints[number] = constraint
         return number
@@ -306,7 +306,8 @@ class Engine:
         if self.program.reading.reads.anything:
             for seat, request in plan.fresh:
                 self._state = self.program.read(self._params, self._state, seat, request)
-        given = self._packer.packed(kind, plan, self._masks(plan))
+        masks, scored = self._masks(plan), self._probabilities.sends(plan)
+        given = self._packer.packed(kind, plan, masks, scored)
         chosen, self._state = self.program(kind, self._params, self._state, *given)
         self._steps[kind] += 1
         self._flying.append((plan, chosen))
@@ -334,7 +335,7 @@ class Engine:
 
     def _landed(self, plan: StepPlan, chosen: Chosen) -> list[Emitted]:
         """Wait for a step, and tell its requests."""
-        found: Chosen = jax.tree.map(np.asarray, chosen)
+        found, broken = self._probabilities.lands(chosen)
         emitting = [piece for piece in plan.pieces if piece.emits]
         counts = [1] * len(emitting)
         if found.count is None:
@@ -347,8 +348,9 @@ class Engine:
                 self._failed[piece.request] = (
                     CONFINED if piece.request in self._constraints else NOT_SOUND
                 )
+        self._failed |= {one: NOT_SOUND for one in broken if self._scheduler.cancel(one)}
         self._hear()
-        lives = [piece.request in self._logprobs for piece in emitting]
+        lives = [piece.request in self._probabilities for piece in emitting]
         said = [
             found.token[piece.seat, :count].tolist()
             for piece, count in zip(emitting, counts, strict=True)
@@ -362,10 +364,9 @@ class Engine:
                 continue
             last = ended.get(piece.request)
             used = len(each) - (last.unused if last else 0)
-            logprobs = self._logprobs[piece.request]
             for i in range(used):
                 ending = last if i == used - 1 else None
-                told.append(emitted_of(piece.request, (piece.seat, i), found, logprobs, ending))
+                told.append(self._probabilities.emitted(piece, i, found, ending))
             if (constraint := self._constraints.get(piece.request)) is not None:
                 with self._ending_alone(piece.request):
                     constraint.took(each[0])
@@ -382,7 +383,7 @@ class Engine:
             self._told.append(Emitted(one.request, ended=reason, message=message or ""))
 
     def _forget(self, number: int) -> None:
-        self._logprobs.pop(number, None)
+        self._probabilities.forget(number)
         self._constraints.pop(number, None)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from colossax.inference.engine.program import EngineProgram, all_allowed
 from colossax.inference.engine.sampling import Draws
+from colossax.inference.engine.scoring import Place
 from colossax.scheduling import EngineRequest, StepPlan
 
 
@@ -35,13 +36,20 @@ class Packer:
         """Of a step without tokens."""
         return self._given(self._sizes.step(kind).empty().packed())
 
-    def packed(self, kind: str, plan: StepPlan, masks: Mapping[int, np.ndarray]) -> tuple[Any, ...]:
+    def packed(
+        self,
+        kind: str,
+        plan: StepPlan,
+        masks: Mapping[int, np.ndarray],
+        scored: Sequence[Place] = (),
+    ) -> tuple[Any, ...]:
         """Of a step as it was planned.
 
         Args:
             kind: Of the program that runs it.
             plan: See there.
             masks: By seat, of those that may not say everything.
+            scored: Tokens of prompts that are scored; of a `mixed` step.
         """
         for seat, request in plan.fresh:
             self._sit(seat, request)
@@ -51,7 +59,7 @@ class Packer:
             self._version = plan.version
             self._there["table"] = self._put(plan.table)
         self._allow(masks)
-        return self._given(self._batch(kind, plan))
+        return self._given(self._batch(kind, plan, scored))
 
     def _given(self, packed: np.ndarray) -> tuple[Any, ...]:
         there = self._there
@@ -62,7 +70,7 @@ class Packer:
         """On the devices: of a copy, for a CPU's device may keep what it is given."""
         return self._program.placed(jax.tree.map(np.copy, tree))
 
-    def _batch(self, kind: str, plan: StepPlan) -> np.ndarray:
+    def _batch(self, kind: str, plan: StepPlan, scored: Sequence[Place]) -> np.ndarray:
         shape = self._sizes.step(kind)
         batch, at, row = shape.empty(), 0, 0
         for piece in plan.pieces:
@@ -84,6 +92,9 @@ class Packer:
                 first = at if piece.tokens[-1] < -1 else to - 1
                 batch.emit[piece.seat, : to - first] = np.arange(first, to, dtype=np.int32)
             at = to
+        if scored:
+            batch.scored[: len(scored)] = [one.at for one in scored]
+            batch.target[: len(scored)] = [one.target for one in scored]
         return batch.packed()
 
     def _sit(self, seat: int, request: EngineRequest) -> None:

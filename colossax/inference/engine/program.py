@@ -70,8 +70,14 @@ class Sizes:
         tokens = self.decode if kind == "decode" else self.mixed
         group = min(GROUP, 1 + self.draft if kind == "decode" else tokens)
         groups = tokens if group == 1 else min(tokens, self.seats + tokens // group)
+        rows = self.seats * (1 + self.draft)
         return StepShape(
-            tokens=tokens, groups=groups, group=group, seats=self.seats, draft=self.draft
+            tokens=tokens,
+            groups=groups,
+            group=group,
+            seats=self.seats,
+            draft=self.draft,
+            scored=0 if kind == "decode" else -(-tokens // rows) * rows,
         )
 
 

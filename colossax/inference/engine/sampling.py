@@ -92,6 +92,7 @@ class Chosen:
         top_logprobs: Likewise of theirs.
         sound: Whether the logits were numbers and any token was left to choose, `[r]` bool.
         count: With drafts, how many of a seat's tokens are said, `[r]` int32; None: one.
+        scored: Of tokens of prompts, see `Scored`; None: the step has room for none.
     """
 
     token: Any
@@ -100,6 +101,7 @@ class Chosen:
     top_logprobs: Any
     sound: Any
     count: Any = None
+    scored: Any = None
 
 
 @jax.tree_util.register_dataclass
@@ -190,7 +192,7 @@ def choose(
     token = jnp.argmax(drawn, axis=-1).astype(jnp.int32)
     asked = draws.logprobs if several is None else draws.logprobs[several.seat]
     logprob, top_tokens, top_logprobs = jax.lax.cond(
-        jnp.any(asked), _told, _untold, logits.astype(jnp.float32), token
+        jnp.any(asked), told, untold, logits.astype(jnp.float32), token
     )
     return Chosen(
         token=token,
@@ -288,7 +290,7 @@ def _above(x: Float[Array, "r v"], enough: Any) -> Float[Array, "r v"]:
     return jnp.where(ordered >= threshold[:, None], x, -jnp.inf)
 
 
-def _told(logits: Array, token: Array) -> tuple[Array, Array, Array]:
+def told(logits: Array, token: Array) -> tuple[Array, Array, Array]:
     """Log-probability of each token, and the likeliest with theirs."""
     logprobs = jax.nn.log_softmax(logits, axis=-1)
     count = min(MOST_LOGPROBS, logits.shape[1])
@@ -301,7 +303,8 @@ def _told(logits: Array, token: Array) -> tuple[Array, Array, Array]:
     )
 
 
-def _untold(logits: Array, _token: Array) -> tuple[Array, Array, Array]:
+def untold(logits: Array, _token: Array) -> tuple[Array, Array, Array]:
+    """In place of `told`, of nothing."""
     rows = logits.shape[0]
     return (
         jnp.zeros((rows,), jnp.float32),

@@ -20,6 +20,7 @@ from colossax.inference.engine.drafting import Target, View
 from colossax.inference.engine.drafting.looking import accepted, said_of, with_said
 from colossax.inference.engine.drafting.trees import moved
 from colossax.inference.engine.sampling import Chosen, Draws, choose
+from colossax.inference.engine.scoring import Scored, scored
 from colossax.nn import FlatTokens, ModelSpec
 from colossax.nn.adapters.by_token import seats_turns, turns
 from colossax.nn.adapters.several import adapters_in
@@ -63,7 +64,7 @@ def step(
     of_seats = {} if kept is None else _kept(draws, batch, tokens, *kept)
     pages = Pages(table=table, groups=batch.groups, rings=rings, **of_seats)
     given = batch, tokens, pages, draws
-    logits, cache, _ = _forward(spec, bound, params, state, given)
+    logits, cache, _, scores = _forward(spec, bound, params, state, given)
     last = batch.emit[:, 0]
     emits = last >= 0
     after = jnp.where(emits, tokens.position[jnp.clip(last, 0)] + 1, said.shape[1])
@@ -71,6 +72,7 @@ def step(
         chosen = choose(logits, draws, said, after, mask, masked)
     rows = jnp.arange(len(emits), dtype=jnp.int32)
     said = said.at[rows, after].set(chosen.token, mode="drop")
+    chosen = dataclasses.replace(chosen, scored=scores)
     return chosen, EngineState(cache=cache, said=said)
 
 
@@ -101,13 +103,13 @@ def looking_step(
     pages = Pages(table=table, groups=batch.groups, rings=program.rings)
     seen = dataclasses.replace(pages, branches=branches_of(batch, tokens, state))
     given = batch, tokens, seen, draws
-    logits, cache, flat = _forward(program.spec, bound, params, state, given)
+    logits, cache, flat, scores = _forward(program.spec, bound, params, state, given)
     looked, emits = looked_at(batch, tokens), batch.emit[:, 0] >= 0
     position = looked.position.reshape(-1) + 1
     with use(bound):
         chosen = choose(logits, draws, said, position, mask, masked, looked.several())
     right, path = accepted(looked, chosen.token.reshape(looked.ids.shape))
-    chosen = said_of(chosen, right, path, emits)
+    chosen = dataclasses.replace(said_of(chosen, right, path, emits), scored=scores)
     start = looked.position[:, 0] + 1
     if looked.tree is not None:
         right = jnp.where(emits, right, 0)
@@ -153,11 +155,11 @@ def _forward(
     params: Params,
     state: EngineState,
     given: tuple[Batch, Tokens, Pages, Draws],
-) -> tuple[Array, Any, FlatTokens]:
+) -> tuple[Array, Any, FlatTokens, Scored | None]:
     """Logits behind the tokens that are followed by others, the cache, and where tokens stand.
 
     Returns:
-        `[r * (1 + d), v]`, and what `decode` was called with and gave.
+        `[r * (1 + d), v]`, what `decode` gave and was called with, and what prompts scored.
     """
     batch, tokens, pages, draws = given
     model: Any = spec.merge(params)
@@ -182,4 +184,11 @@ def _forward(
             hidden, cache = model.decode(tokens.ids, state.cache, flat)
         with turns(mine and mine.of_tokens(of_rows, batch.emit.reshape(-1) >= 0)):
             logits = model.logits(hidden[jnp.clip(batch.emit, 0).reshape(-1)])
-    return logits, cache, flat
+
+        def logits_of(places: Array) -> Array:
+            at = jnp.clip(places, 0)
+            with turns(mine and mine.of_tokens(owner[at], places >= 0)):
+                return model.logits(hidden[at])
+
+        scores = scored(logits_of, batch.scored, batch.target, batch.emit.size)
+    return logits, cache, flat, scores

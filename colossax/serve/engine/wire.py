@@ -114,7 +114,7 @@ def emitted_to_json(one: Emitted) -> list[Any]:
 
 def emitted_from_json(document: list[Any]) -> Emitted:
     """Likewise."""
-    request, token, logprob, top, ended, message = document
+    request, token, logprob, top, ended, message, scores = document
     return Emitted(
         request=request,
         token=token,
@@ -122,4 +122,5 @@ def emitted_from_json(document: list[Any]) -> Emitted:
         top=tuple((token, p) for token, p in top),
         ended=ended,
         message=message,
+        scores=tuple((p, tuple((t, q) for t, q in top)) for p, top in scores),
     )

@@ -11,6 +11,7 @@ from typing import Any
 
 from colossax.data import Tokenizer
 from colossax.scheduling import Keep
+from colossax.serve.http.calling import CallPart
 from colossax.serve.http.generating import Part
 from colossax.serve.text import Entry
 
@@ -32,7 +33,9 @@ def dumped(value: Any) -> bytes:
     return _ENCODER.encode(value).encode()
 
 
-def _finite(logprob: float) -> float:
+def _finite(logprob: float | None) -> float | None:
+    if logprob is None:
+        return None
     return max(logprob, LEAST_LOGPROB) if logprob == logprob else LEAST_LOGPROB
 
 
@@ -42,19 +45,26 @@ class Told:
 
     Attributes:
         tokens: That the engine said for it.
-        finish: `stop` or `length` once it has ended.
+        finish: `stop`, `length` or `tool_calls` once it has ended.
+        calls: Of functions, in OpenAI's form.
     """
 
     text: str = ""
     entries: list[Entry] = dataclasses.field(default_factory=list)
     tokens: int = 0
     finish: str | None = None
+    calls: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     def add(self, part: Part) -> None:
         """Take a part."""
         self.text += part.text
         self.entries += part.entries
         self.tokens, self.finish = max(self.tokens, part.tokens), part.finish
+        for call in part.calls:
+            if call.id is not None:
+                function = {"name": call.name, "arguments": ""}
+                self.calls.append({"id": call.id, "type": "function", "function": function})
+            self.calls[call.index]["function"]["arguments"] += call.arguments
 
 
 class Form:
@@ -132,8 +142,10 @@ class Form:
             "text_offset": [entry.offset for entry in entries],
         }
 
-    def _likeliest(self, entry: Entry) -> dict[str, float]:
-        found: dict[str, float] = {}
+    def _likeliest(self, entry: Entry) -> dict[str, float | None] | None:
+        if entry.logprob is None:
+            return None
+        found: dict[str, float | None] = {}
         for token, logprob in entry.top:  # of tokens with the same text the likeliest
             found.setdefault(self._text(token), _finite(logprob))
         return found
@@ -157,15 +169,20 @@ class ChatForm(Form):
         ]
 
     def _choice(self, index: int, told: Told) -> dict[str, Any]:
+        message = {"role": "assistant", "content": told.text, "refusal": None}
+        if told.calls:
+            message |= {"content": told.text or None, "tool_calls": told.calls}
         return {
             "index": index,
-            "message": {"role": "assistant", "content": told.text, "refusal": None},
+            "message": message,
             "logprobs": self._probabilities(told.entries),
             "finish_reason": told.finish,
         }
 
     def _piece(self, index: int, part: Part) -> dict[str, Any]:
-        delta = {"content": part.text} if part.text else {}
+        delta: dict[str, Any] = {"content": part.text} if part.text else {}
+        if part.calls:
+            delta["tool_calls"] = [_call_delta(one) for one in part.calls]
         told = self._probabilities(part.entries) if part.entries else None
         return self._delta(index, delta, told, part.finish)
 
@@ -186,11 +203,19 @@ class ChatForm(Form):
             "refusal": None,
         }
 
-    def _one(self, token: int, logprob: float) -> dict[str, Any]:
+    def _one(self, token: int, logprob: float | None) -> dict[str, Any]:
         text = self._text(token)
         known = self._tokenizer.is_byte_level
         said = self._tokenizer.token_bytes(token) if known else text.encode()
         return {"token": text, "logprob": _finite(logprob), "bytes": list(said)}
+
+
+def _call_delta(part: CallPart) -> dict[str, Any]:
+    function: dict[str, Any] = {"arguments": part.arguments}
+    if part.id is None:
+        return {"index": part.index, "function": function}
+    function = {"name": part.name, **function}
+    return {"index": part.index, "id": part.id, "type": "function", "function": function}
 
 
 def usage(prompt_tokens: int, tokens: int) -> dict[str, int]:

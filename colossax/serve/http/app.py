@@ -155,8 +155,11 @@ class Api:
         self._preparer.adapter(found.get("model", self._backend.facts.model))
         if ("prompt" in found) == ("messages" in found):
             raise bad("prompt: give either it or messages", "prompt")
+        if "tools" in found and "messages" not in found:
+            raise bad("tools: are told beside messages; give those too", "tools")
         if "messages" in found:
-            tokens = await self._preparer.chat_tokens(found["messages"])
+            tools = found.get("tools", ())
+            tokens = await self._preparer.chat_tokens(found["messages"], tools)
         elif found["prompt"]:
             (tokens,) = await self._preparer.prompt_tokens((found["prompt"],), "prompt")
         else:

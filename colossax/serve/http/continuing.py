@@ -10,8 +10,9 @@ from starlette.responses import Response
 
 from colossax.serve.backend import Backend, Started
 from colossax.serve.http.answers import DONE, ChatForm, Form, Told, dumped, event
+from colossax.serve.http.calling import finder_of
 from colossax.serve.http.fields import Ask
-from colossax.serve.http.generating import Part, parts, submitted
+from colossax.serve.http.generating import Part, parts, submitted, with_calls
 from colossax.serve.http.limits import Doors
 from colossax.serve.http.metrics import Metrics
 from colossax.serve.http.preparing import Preparer, Wanted
@@ -75,6 +76,8 @@ class _Run:
         self._ask, self._wanted, self._started = ask, wanted, started
         self._since = since
         self._told = [Told() for _ in wanted]
+        template = backend.facts.chat_template or ""
+        self._finders = [finder_of(ask.tools, template) for _ in wanted]
         form = ChatForm if ask.messages else Form
         self._form = form(ask.model, backend.facts.tokenizer, ask.sampling.logprobs, ask.keep)
         # Each prompt once, however often it is continued.
@@ -125,7 +128,7 @@ class _Run:
             started,
             self._backend.facts.tokenizer,
             self._ask.stop,
-            before=wanted.before,
+            echo=wanted.echo,
             clock=self._metrics.clock(self._since, len(wanted.request.prompt)),
         )
         async with contextlib.aclosing(said):
@@ -133,7 +136,8 @@ class _Run:
                 self._take(wanted.index, part, outbox)
 
     def _take(self, index: int, part: Part, outbox: Outbox | None) -> None:
+        part = with_calls(self._finders[index], part)
         self._told[index].add(part)
-        if outbox is not None:
+        if outbox is not None and (part.text or part.entries or part.calls or part.finish):
             piece = self._form.chunk(index, part, with_usage=self._ask.usage)
-            outbox.put(event(piece))
+            outbox.put(event(piece), counted=part.tokens > 0)

@@ -10,6 +10,7 @@ from colossax.errors import InputError
 from colossax.scheduling import Keep, SamplingConfig
 from colossax.scheduling.request import MOST_BIASED, MOST_LOGPROBS
 from colossax.serve.http.errors import bad
+from colossax.serve.http.messages import messages, shown
 from colossax.serve.http.reading import (
     Reader,
     flag,
@@ -20,15 +21,14 @@ from colossax.serve.http.reading import (
     text,
     texts,
 )
+from colossax.serve.http.tools import NO_TOOLS, Tools, choice, chosen, tools
 
 STOPS, STOP_CHARS = 4, 256
 DEFAULT_TOKENS = 16
 """`max_tokens` of a completion that says none, as OpenAI has it; chats go on to the end."""
 
 JSON_OBJECT = '{"type":"object"}'
-ROLES = ("system", "developer", "user", "assistant")
-
-_NO_TOOLS = "calling tools is not supported; leave it out, or ask for JSON by response_format"
+_ONLY_CHATS = "is for /v1/chat/completions; leave it out"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,8 @@ class Ask:
         model: Name of the model, or of an adapter.
         prompts: Texts or token ids; of a chat none.
         messages: Of a chat.
-        max_tokens: Most tokens to say; None: as many as there is room for.
+        tools: Functions that may be called.
+        max_tokens: Most tokens to say; None: as many as there is room for. 0: the prompt alone.
         n: Continuations of each prompt.
         seed: None: a new one each time.
         sampling: Without the seed.
@@ -53,7 +54,8 @@ class Ask:
 
     model: str
     prompts: tuple[str | tuple[int, ...], ...] = ()
-    messages: tuple[dict[str, str], ...] = ()
+    messages: tuple[dict[str, Any], ...] = ()
+    tools: Tools = NO_TOOLS
     max_tokens: int | None = None
     n: int = 1
     seed: int | None = None
@@ -113,47 +115,12 @@ def _biases(value: Any, name: str) -> tuple[tuple[int, float], ...]:
     return tuple((int(key), read(item, f"{name}.{key}")) for key, item in found.items())
 
 
-def _messages(value: Any, name: str) -> tuple[dict[str, str], ...]:
-    found = kind_of(value, list, name, "a list of messages")
-    if not found:
-        raise bad(f"{name}: is empty; give at least one message", name)
-    return tuple(
-        members(item, f"{name}[{i}]", _MESSAGE, ("role", "content")) for i, item in enumerate(found)
-    )
-
-
-def _role(value: Any, name: str) -> str:
-    found = kind_of(value, str, name, f"one of {', '.join(ROLES)}")
-    if found not in ROLES:
-        why = " (calling tools is not supported)" if found in ("tool", "function") else ""
-        raise bad(f"{name}: found '{found[:50]}'{why}; give one of {', '.join(ROLES)}", name)
-    return found
-
-
-def _content(value: Any, name: str) -> str:
-    if isinstance(value, str):
-        return value
-    parts = kind_of(value, list, name, "a text or a list of parts")
-    return "".join(_part(part, f"{name}[{i}]") for i, part in enumerate(parts))
-
-
-def _part(value: Any, name: str) -> str:
-    kind = kind_of(value, dict, name, "an object").get("type")
-    if kind != "text":
-        raise bad(f"{name}: is of type {_shown(kind)}; only parts of type 'text' are read", name)
-    return members(value, name, {"type": _any, "text": _any_text}, ("text",))["text"]
-
-
 def _any(value: Any, name: str) -> Any:
     return value
 
 
 def _any_text(value: Any, name: str) -> str:
     return kind_of(value, str, name, "a text")
-
-
-def _shown(value: Any) -> str:
-    return f"'{value[:50]}'" if isinstance(value, str) else "no text"
 
 
 def _format(value: Any, name: str) -> str | None:
@@ -163,7 +130,7 @@ def _format(value: Any, name: str) -> str | None:
         return found["json_schema"]
     if kind not in ("text", "json_object"):
         known = "text, json_object or json_schema"
-        raise bad(f"{name}: is of type {_shown(kind)}; give {known}", name)
+        raise bad(f"{name}: is of type {shown(kind)}; give {known}", name)
     members(value, name, {"type": _any})
     return JSON_OBJECT if kind == "json_object" else None
 
@@ -200,12 +167,6 @@ def _stream_options(value: Any, name: str) -> bool:
     return members(value, name, {"include_usage": flag}).get("include_usage", False)
 
 
-_MESSAGE: dict[str, Reader] = {
-    "role": _role,
-    "content": _content,
-    "name": text(256),
-    **{name: refused(_NO_TOOLS) for name in ("tool_calls", "tool_call_id", "function_call")},
-}
 _TOP_P = Bound(low=0, high=1, above=True, told="a number above 0, at most 1")
 _PENALTY = number(within(-2, 2))
 
@@ -228,22 +189,26 @@ _SHARED: dict[str, Reader] = {
     "response_format": _format,
     "keep": _keep,
     "user": text(512),
-    "tools": refused(_NO_TOOLS),
-    "tool_choice": refused(_NO_TOOLS),
 }
+_TOKENS = Bound(low=0, told="1 or more, or 0 with 'echo': true")
 _TOP = number(within(0, MOST_LOGPROBS), whole=True)
 
 COMPLETION: dict[str, Reader] = {
     **_SHARED,
     "prompt": prompts,
+    "max_tokens": number(_TOKENS, whole=True),
     "logprobs": _TOP,
     "echo": flag,
     "top_logprobs": refused("is for chats; give 'logprobs' a number"),
     "messages": refused("is for /v1/chat/completions; give 'prompt'"),
+    "tools": refused(_ONLY_CHATS),
+    "tool_choice": refused(_ONLY_CHATS),
 }
 CHAT: dict[str, Reader] = {
     **_SHARED,
-    "messages": _messages,
+    "messages": messages,
+    "tools": tools,
+    "tool_choice": choice,
     "logprobs": flag,
     "top_logprobs": _TOP,
     "echo": refused("is for /v1/completions; leave it out"),
@@ -259,7 +224,8 @@ EMBEDDINGS: dict[str, Reader] = {
 TOKENIZE: dict[str, Reader] = {
     "model": text(1024),
     "prompt": lambda value, name: kind_of(value, str, name, "a text"),
-    "messages": _messages,
+    "messages": messages,
+    "tools": tools,
 }
 
 _DRAWN = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "logit_bias")
@@ -272,8 +238,8 @@ def completion(body: bytes) -> Ask:
         Refusal: 400, with the field at fault.
     """
     found = members(json_of(body), "", COMPLETION, ("model", "prompt"))
-    if found.get("echo") and "logprobs" in found:
-        raise bad("echo: cannot be had together with logprobs; leave one of them out", "echo")
+    if found.get("max_tokens") == 0 and not found.get("echo"):
+        raise bad(f"max_tokens: found 0; give {_TOKENS}", "max_tokens")
     return _ask(found, found.get("logprobs"), default_tokens=DEFAULT_TOKENS)
 
 
@@ -301,6 +267,7 @@ def _ask(found: dict[str, Any], told: int | None, *, default_tokens: int | None)
         model=found["model"],
         prompts=found.get("prompt", ()),
         messages=found.get("messages", ()),
+        tools=chosen(found),
         max_tokens=default_tokens if given is None else given,
         n=found.get("n", 1),
         seed=found.get("seed"),

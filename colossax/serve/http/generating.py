@@ -9,6 +9,8 @@ from colossax.data import Tokenizer
 from colossax.errors import InputError
 from colossax.scheduling import Emitted
 from colossax.serve.backend import Backend, EngineDown, EngineFailed, EngineFull, Started
+from colossax.serve.http.calling import CallFinder, CallPart
+from colossax.serve.http.echoing import NOTHING, Echo
 from colossax.serve.http.errors import Refusal, bad, internal, later, unavailable
 from colossax.serve.http.preparing import Wanted
 from colossax.serve.http.records import Record
@@ -23,13 +25,15 @@ class Part:
         text: What it adds.
         entries: Tokens whose text is told with it, where log-probabilities were asked for.
         tokens: Tokens that the engine has said for this continuation so far.
-        finish: `stop` or `length` with the last part; None before.
+        finish: `stop`, `length` or `tool_calls` with the last part; None before.
+        calls: What it adds to calls of functions.
     """
 
     text: str = ""
     entries: tuple[Entry, ...] = ()
     tokens: int = 0
     finish: str | None = None
+    calls: tuple[CallPart, ...] = ()
 
 
 class Clock:
@@ -100,8 +104,8 @@ async def parts(
     tokenizer: Tokenizer,
     stops: Sequence[str],
     *,
-    before: str,
     clock: Clock,
+    echo: Echo = NOTHING,
 ) -> AsyncGenerator[Part, None]:
     """The parts of one continuation as they come; the engine is told when nobody wants the rest.
 
@@ -110,8 +114,8 @@ async def parts(
     """
     telling, count, ended, end = Telling(tokenizer, stops), 0, False, "cancelled"
     try:
-        if before:
-            yield Part(text=before)
+        if echo.text and not echo.scored:
+            yield Part(text=echo.text)
         async for emitted in started.said:
             ended = emitted.ended is not None
             if emitted.token is not None:
@@ -120,16 +124,21 @@ async def parts(
             elif not ended:
                 clock.record.seated()
                 continue
+            if count == 1 and (echoed := _echoed(echo, tokenizer, emitted)) is not None:
+                end = echoed.finish or end
+                yield echoed
+                if echoed.finish:
+                    return
             text, entries = _told(telling, emitted)
             if telling.stopped or ended:
                 _check_end(emitted, telling)
                 rest, last = telling.finish()
                 finish = "length" if emitted.ended == "length" and not telling.stopped else "stop"
-                end = finish
-                yield Part(text=text + rest, entries=(*entries, *last), tokens=count, finish=finish)
+                end, entries = finish, echo.behind((*entries, *last))
+                yield Part(text=text + rest, entries=entries, tokens=count, finish=finish)
                 return
             if text or entries:
-                yield Part(text=text, entries=entries, tokens=count)
+                yield Part(text=text, entries=echo.behind(entries), tokens=count)
         ended = True
         raise unavailable("the model went away before the end; try again later", "engine_down")
     except Exception:
@@ -139,6 +148,14 @@ async def parts(
         clock.record.ended(end)
         if not ended:
             backend.cancel(started.number)
+
+
+def _echoed(echo: Echo, tokenizer: Tokenizer, emitted: Emitted) -> Part | None:
+    """What the first token brings of its prompt; with an end where nothing is told behind it."""
+    if emitted.token is None or not (echo.scored or echo.alone):
+        return None
+    text, finish = echo.text if echo.scored else "", "length" if echo.alone else None
+    return Part(text=text, entries=echo.entries(tokenizer, emitted), finish=finish)
 
 
 def _told(telling: Telling, emitted: Emitted) -> tuple[str, tuple[Entry, ...]]:
@@ -158,6 +175,24 @@ def _check_end(emitted: Emitted, telling: Telling) -> None:
     if emitted.message:
         raise _engine_error(emitted.message)
     raise internal()
+
+
+def with_calls(finder: CallFinder | None, part: Part) -> Part:
+    """A part whose text is told apart from calls of functions.
+
+    Args:
+        finder: Of the continuation; None: nothing can be called.
+        part: The next one.
+    """
+    if finder is None:
+        return part
+    text, calls = finder.push(part.text)
+    finish = part.finish
+    if finish is not None:
+        rest, more = finder.finish()
+        text, calls = text + rest, calls + more
+        finish = "tool_calls" if finder.any and finish == "stop" else finish
+    return dataclasses.replace(part, text=text, calls=calls, finish=finish)
 
 
 def _engine_error(message: str) -> Refusal:

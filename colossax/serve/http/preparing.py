@@ -12,6 +12,7 @@ from colossax.scheduling import EngineRequest
 from colossax.scheduling.keep import WORDS
 from colossax.serve.backend import Backend
 from colossax.serve.grammar import Grammars
+from colossax.serve.http.echoing import NOTHING, Echo
 from colossax.serve.http.errors import bad, no_model, unavailable
 from colossax.serve.http.fields import Ask
 from colossax.serve.options import Limits
@@ -28,12 +29,12 @@ class Wanted:
     Attributes:
         index: Of the answer's choice.
         request: What the engine is asked.
-        before: Text that stands before the continuation.
+        echo: What is told of the prompt before the continuation.
     """
 
     index: int
     request: EngineRequest
-    before: str = ""
+    echo: Echo = NOTHING
 
 
 class Preparer:
@@ -83,18 +84,19 @@ class Preparer:
                 "keep",
             )
         if ask.messages:
-            prompts = [await self.chat_tokens(ask.messages)]
+            prompts = [await self.chat_tokens(ask.messages, ask.tools.given)]
         else:
             prompts = await self.prompt_tokens(ask.prompts, "prompt")
         lengths = [self._length(ask, prompt) for prompt in prompts]
-        grammar = None if ask.schema is None else await self._compiled(ask.schema)
-        befores = await self._befores(ask, prompts)
+        grammar = await self._grammar_of(ask)
+        echoes = self._echoes(ask, prompts)
         return [
             Wanted(
                 index=i * ask.n + j,
                 request=EngineRequest(
                     prompt=tuple(prompt),
-                    max_tokens=length,
+                    max_tokens=max(length, 1),
+                    score_from=1 if echo.scored else None,
                     ends=self._backend.facts.ends,
                     sampling=dataclasses.replace(ask.sampling, seed=_seed(ask.seed, j)),
                     waits=grammar is not None,
@@ -102,11 +104,9 @@ class Preparer:
                     adapter=adapter,
                     keep=ask.keep,
                 ),
-                before=before,
+                echo=echo,
             )
-            for i, (prompt, length, before) in enumerate(
-                zip(prompts, lengths, befores, strict=True)
-            )
+            for i, (prompt, length, echo) in enumerate(zip(prompts, lengths, echoes, strict=True))
             for j in range(ask.n)
         ]
 
@@ -150,14 +150,23 @@ class Preparer:
         facts = self._backend.facts
         return (facts.tokenizer.encode if facts.speaks else facts.tokenizer.encode_framed)(text)
 
-    async def chat_tokens(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    async def chat_tokens(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
         """Token ids of a chat.
 
         Raises:
             Refusal: 400, the model has no template, or its template refuses them.
         """
         try:
-            tokens = await self._in_thread(self._chat_template().tokens, messages)
+            template = self._chat_template()
+            if tools and not template.takes_tools:
+                raise bad(
+                    f"tools: the chat template of {self._backend.facts.model} does not tell the"
+                    " model of tools; leave them out, or ask for JSON by response_format",
+                    "tools",
+                )
+            tokens = await self._in_thread(template.tokens, messages, tools)
         except InputError as problem:
             raise bad(str(problem), "messages") from None
         return self._checked(tokens, "messages")
@@ -209,22 +218,37 @@ class Preparer:
             )
         return room if ask.max_tokens is None else ask.max_tokens
 
-    async def _befores(self, ask: Ask, prompts: Sequence[Sequence[int]]) -> list[str]:
+    def _echoes(self, ask: Ask, prompts: Sequence[Sequence[int]]) -> list[Echo]:
         if not ask.echo:
-            return [""] * len(prompts)
+            return [NOTHING] * len(prompts)
         decode = self._backend.facts.tokenizer.decode
-        pairs = zip(ask.prompts, prompts, strict=True)
-        return [said if isinstance(said, str) else decode(ids) for said, ids in pairs]
+        scored, alone = ask.sampling.logprobs is not None, ask.max_tokens == 0
+        return [
+            Echo(
+                text=said if isinstance(said, str) else decode(ids),
+                prompt=tuple(ids),
+                scored=scored,
+                alone=alone,
+            )
+            for said, ids in zip(ask.prompts, prompts, strict=True)
+        ]
 
-    async def _compiled(self, schema: str) -> str:
-        limits, name = self._limits, "response_format"
+    async def _grammar_of(self, ask: Ask) -> str | None:
+        if ask.tools.enforced is not None:
+            return await self._compiled(ask.tools.enforced, "tools")
+        return None if ask.schema is None else await self._compiled(ask.schema, "response_format")
+
+    async def _compiled(self, schema: str, name: str) -> str:
+        limits = self._limits
         if len(schema.encode()) > limits.schema_bytes:
             raise bad(
                 f"{name}: its schema has {len(schema.encode())} bytes; give at most"
                 f" {limits.schema_bytes}",
                 name,
             )
-        work = asyncio.get_running_loop().run_in_executor(self._compiling, self._grammar, schema)
+        work = asyncio.get_running_loop().run_in_executor(
+            self._compiling, self._grammar, schema, name
+        )
         try:
             async with asyncio.timeout(limits.grammar_s):
                 return await asyncio.shield(work)
@@ -238,11 +262,11 @@ class Preparer:
                 name,
             ) from None
 
-    def _grammar(self, schema: str) -> str:
+    def _grammar(self, schema: str, name: str) -> str:
         facts = self._backend.facts
         if self._grammars is None:
             self._grammars = Grammars(facts.tokenizer, facts.vocab, facts.ends)
-        return self._grammars.compiled(schema)
+        return self._grammars.compiled(schema, name)
 
     async def _in_thread(self, work: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)

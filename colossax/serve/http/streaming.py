@@ -36,15 +36,21 @@ class Outbox:
         self._closed, self._something = False, asyncio.Event()
         self.overflowed = asyncio.Event()
 
-    def put(self, piece: bytes) -> None:
-        """Add a piece; after the end it is lost."""
+    def put(self, piece: bytes, *, counted: bool = True) -> None:
+        """Add a piece; after the end it is lost.
+
+        Args:
+            piece: Of the answer.
+            counted: Whether the limit is of it too; not of what a client sent itself.
+        """
         if self._closed:
             return
-        if self._size + len(piece) > self._limit:
+        size = len(piece) if counted else 0
+        if self._size + size > self._limit:
             self.overflowed.set()
             return
         self._waiting.append(piece)
-        self._size += len(piece)
+        self._size += size
         self._something.set()
 
     def close(self) -> None:
