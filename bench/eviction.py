@@ -6,8 +6,8 @@ Rows of a text, as long as the model's longest sequence, go into the pages of an
 is told the probability that the model gives it. Of each budget, in pages, half is for heavy hitters
 and half for the window beside them; of the first tokens one page is kept, and the rest is window;
 a window alone is told too, and half of it. FILE is by default `argparse.py` of the standard
-library, which recipes may have trained on: what counts is the ratio to keeping all. There is no bar:
-which tokens a model can do without depends on the model.
+library, which recipes may have trained on: what counts is the ratio to keeping all. There is no
+bar: which tokens a model can do without depends on the model.
 """
 
 import argparse

@@ -26,8 +26,8 @@ NAMES = {
         "Costs FORMS Kind Op Report SCHEDULES Table checked movable plot_schedule schedule simulate"
     ),
     "colossax.scheduling": (
-        "Emitted Ended EngineRequest Heard Keep Piece Reads SamplingConfig Scheduler Seen Stats "
-        "StepPlan TOP_SHARE check_length check_tokens"
+        "Emitted Ended EngineRequest Heard KEEPS Keep Piece Reads SamplingConfig Scheduler Seen "
+        "Stats StepPlan TOP_SHARE check_length check_tokens"
     ),
     "colossax.pallas.attention": (
         "AttentionSpec Branches Heavy Kept Mask Operands Pages PairDropout RelativeBias "

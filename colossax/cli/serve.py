@@ -13,7 +13,7 @@ from colossax.cli.output import tell
 from colossax.cli.overrides import Override
 from colossax.config import above, cache_folder, user_path
 from colossax.errors import InputError
-from colossax.scheduling.keep import KEEPS
+from colossax.scheduling import KEEPS
 
 DESCRIPTION = {
     "serve": (

@@ -6,6 +6,7 @@ from colossax.lazy import lazily
 
 from .checks import check_length as check_length
 from .checks import check_tokens as check_tokens
+from .keep import KEEPS as KEEPS
 from .keep import Keep as Keep
 from .reading import Heard as Heard
 from .reading import Reads as Reads

@@ -345,9 +345,8 @@ class Engine:
         for piece, count in zip(emitting, counts, strict=True):
             sound = found.sound[piece.seat, :count].all()
             if not sound and self._scheduler.cancel(piece.request):
-                self._failed[piece.request] = (
-                    CONFINED if piece.request in self._constraints else NOT_SOUND
-                )
+                confined = piece.request in self._constraints
+                self._failed[piece.request] = CONFINED if confined else NOT_SOUND
         self._failed |= {one: NOT_SOUND for one in broken if self._scheduler.cancel(one)}
         self._hear()
         lives = [piece.request in self._probabilities for piece in emitting]
