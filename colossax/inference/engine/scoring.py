@@ -111,6 +111,7 @@ class Probabilities:
 
     def __init__(self) -> None:
         self._asked: dict[int, _Asked] = {}
+        self._scoring = set[int]()
         self._flying: deque[list[Place]] = deque()
 
     def __contains__(self, number: int) -> bool:
@@ -119,17 +120,20 @@ class Probabilities:
 
     def add(self, number: int, request: EngineRequest) -> None:
         """Note what a request asks."""
-        self._asked[number] = _Asked(request)
+        asked = self._asked[number] = _Asked(request)
+        if asked.begin is not None:
+            self._scoring.add(number)
 
     def forget(self, number: int) -> None:
         """It has ended."""
         self._asked.pop(number, None)
+        self._scoring.discard(number)
 
     def sends(self, plan: StepPlan) -> list[Place]:
         """What a step has to score that is about to be sent; `lands` is called for it once."""
         found: list[Place] = []
         at = 0
-        for piece in plan.pieces:
+        for piece in plan.pieces if self._scoring else ():
             asked = self._asked.get(piece.request)
             if asked is not None and asked.begin is not None and piece.tokens[0] >= 0:
                 first = max(asked.begin, piece.start + 1)
