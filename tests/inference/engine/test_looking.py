@@ -31,7 +31,8 @@ def batch(room):
     places = jnp.asarray([-1, -2, -3, -4] * 2, jnp.int32)
     seat = jnp.asarray([1] * 4 + [0] * 4, jnp.int32)
     room = jnp.asarray(room, jnp.int32)
-    return Batch(ids=places, position=places, seat=seat, groups=None, emit=None, room=room)
+    given = {"ids": places, "position": places, "seat": seat, "room": room}
+    return Batch(**given, groups=None, emit=None, scored=None, target=None)
 
 
 @pytest.mark.catches("guesses-beyond-their-pages")
