@@ -15,9 +15,10 @@ from colossax.errors import InputError
 
 DESCRIPTION = {
     "eval": (
-        "Say how often a model finds the right one of several choices the likeliest. FILE has\n"
-        'object a line: {"prompt": "The capital of Norway is", "choices": [" Rome", " Oslo"],\n'
-        '"answer": 1}. Choices stand behind the prompt as they are, the blank before a word too.'
+        "Say how often a model finds the right one of several choices the likeliest. FILE holds\n"
+        'JSON, one object a line: {"prompt": "The capital of Norway is", "choices": [" Rome",\n'
+        '" Oslo"], "answer": 1}. Choices stand behind the prompt as they are, the blank before a\n'
+        "word too."
     )
 }
 
