@@ -1,5 +1,6 @@
 """Which of several implementations of an operation runs."""
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Mapping
@@ -83,6 +84,49 @@ def reasons(
         peers = (name for name, why in answers.items() if name != unproven and why is None)
         answers[unproven] = verdict.why_not(next(peers, None))
     return answers
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """`choose` and `reasons` of one operation.
+
+    Attributes:
+        operation, implementations, unproven: As of `choose`.
+    """
+
+    operation: str
+    implementations: Mapping[str, ModuleType]
+    unproven: str
+
+    def choose(self, spec: Any, target: Target, implementation: str = "auto") -> str:
+        """Name of the implementation that will run.
+
+        Args:
+            spec: Static facts of a call.
+            target: The hardware.
+            implementation: `auto` for the first that accepts, or a name.
+
+        Raises:
+            ValueError: No such name.
+            NotImplementedError: The one named declines.
+            ExceptionGroup: All decline.
+        """
+        given = self.operation, self.implementations, spec, target, implementation
+        return choose(*given, unproven=self.unproven)
+
+    def declined_by(
+        self, spec: Any, target: Target, *, verdicts: Verdicts | None = None
+    ) -> dict[str, str | None]:
+        """Of each implementation, fastest first: why `auto` would not take it, None: it would.
+
+        Args:
+            spec: Static facts of a call.
+            target: The hardware.
+            verdicts: Whether kernels have proved themselves; by default what this process knows.
+        """
+        return reasons(
+            self.implementations, spec, target, unproven=self.unproven, verdicts=verdicts
+        )
 
 
 def _why_left(one: Any, spec: Any, target: Target) -> str | None:

@@ -34,6 +34,8 @@ IMPLEMENTATIONS: dict[str, ModuleType] = {
 UNPROVEN = "mosaic"
 """What `auto` takes only once it has proved itself on the device that is there."""
 
+declined_by = choice.Choice("attention", IMPLEMENTATIONS, UNPROVEN).declined_by
+
 _NAME_THEIR_OWN = ("mosaic", "xla", "interpret")
 """They name for remat policies what their backward passes need."""
 
@@ -174,19 +176,6 @@ def choose(
         ExceptionGroup: All decline.
     """
     return choice.choose("attention", known, spec, target, implementation, unproven=UNPROVEN)
-
-
-def declined_by(
-    spec: AttentionSpec, target: Target, *, verdicts: choice.Verdicts | None = None
-) -> dict[str, str | None]:
-    """Of each implementation, fastest first: why `auto` would not take it, None where it would.
-
-    Args:
-        spec: Static facts of a call.
-        target: The hardware.
-        verdicts: Whether kernels have proved themselves; by default what this process knows.
-    """
-    return choice.reasons(IMPLEMENTATIONS, spec, target, unproven=UNPROVEN, verdicts=verdicts)
 
 
 def _check(operands: Operands, scoring: Scoring) -> None:

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from colossax.pallas.choice import Verdicts, choose, reasons
-from colossax.pallas.target import Target, current_target
+from colossax.pallas.choice import Choice, choose
+from colossax.pallas.target import current_target
 from colossax.pallas.varying import vary_alike
 
 from . import interpret, mosaic_gpu, reference, xla
@@ -25,6 +25,8 @@ IMPLEMENTATIONS: dict[str, ModuleType] = {
 
 UNPROVEN = "mosaic"
 """What `auto` takes only once it has proved itself on the device that is there."""
+
+declined_by = Choice("grouped_matmul", IMPLEMENTATIONS, UNPROVEN).declined_by
 
 _PERSISTENT = ("mosaic", "interpret")
 
@@ -134,19 +136,6 @@ def _backward(
 
 
 _multiply.defvjp(_forward, _backward)
-
-
-def declined_by(
-    spec: GroupedSpec, target: Target, *, verdicts: Verdicts | None = None
-) -> dict[str, str | None]:
-    """Of each implementation, fastest first: why `auto` would not take it, None where it would.
-
-    Args:
-        spec: Static facts of a call.
-        target: The hardware.
-        verdicts: Whether kernels have proved themselves; by default what this process knows.
-    """
-    return reasons(IMPLEMENTATIONS, spec, target, unproven=UNPROVEN, verdicts=verdicts)
 
 
 def _check(x: Array, w: Array, group_sizes: Array, spared: int) -> None:

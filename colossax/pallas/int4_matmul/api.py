@@ -5,8 +5,8 @@ from types import ModuleType
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
-from colossax.pallas import choice
-from colossax.pallas.target import Target, current_target
+from colossax.pallas.choice import Choice
+from colossax.pallas.target import current_target
 from colossax.pallas.varying import varies
 
 from . import interpret, mosaic_gpu, xla
@@ -21,6 +21,9 @@ IMPLEMENTATIONS: dict[str, ModuleType] = {
 
 UNPROVEN = "mosaic"
 """What `auto` takes only once it has proved itself on the device that is there."""
+
+_CHOICE = Choice("int4_matmul", IMPLEMENTATIONS, UNPROVEN)
+choose, declined_by = _CHOICE.choose, _CHOICE.declined_by
 
 
 def int4_matmul(
@@ -64,30 +67,6 @@ def int4_matmul(
     )
     chosen = choose(spec, current_target(), implementation)
     return IMPLEMENTATIONS[chosen].multiply(x, codes, scales, zeros).astype(x.dtype)
-
-
-def choose(spec: Int4Spec, target: Target, implementation: str = "auto") -> str:
-    """Name of the implementation that will run.
-
-    Raises:
-        ValueError: No such name.
-        NotImplementedError: The one named declines.
-    """
-    given = ("int4_matmul", IMPLEMENTATIONS, spec, target, implementation)
-    return choice.choose(*given, unproven=UNPROVEN)
-
-
-def declined_by(
-    spec: Int4Spec, target: Target, *, verdicts: choice.Verdicts | None = None
-) -> dict[str, str | None]:
-    """Of each implementation, fastest first: why `auto` would not take it, None where it would.
-
-    Args:
-        spec: Static facts of a call.
-        target: The hardware.
-        verdicts: Whether kernels have proved themselves; by default what this process knows.
-    """
-    return choice.reasons(IMPLEMENTATIONS, spec, target, unproven=UNPROVEN, verdicts=verdicts)
 
 
 def _check(x: Array, codes: Array, scales: Array, zeros: Array | None) -> None:

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from colossax.pallas import choice
-from colossax.pallas.target import Target, current_target
+from colossax.pallas.choice import Choice
+from colossax.pallas.target import current_target
 from colossax.pallas.varying import varies
 
 from . import interpret, xla
@@ -24,6 +24,9 @@ IMPLEMENTATIONS: dict[str, ModuleType] = {
 
 UNPROVEN = "mosaic"
 """What `auto` takes only once it has proved itself on the device that is there."""
+
+_CHOICE = Choice("paged_attention", IMPLEMENTATIONS, UNPROVEN)
+choose, declined_by = _CHOICE.choose, _CHOICE.declined_by
 
 
 class Attended(NamedTuple):
@@ -135,30 +138,6 @@ def spec_of(
         more=more,
         checked=varies((q, keys, values)),
     )
-
-
-def choose(spec: PagedSpec, target: Target, implementation: str = "auto") -> str:
-    """Name of the implementation that will run.
-
-    Raises:
-        ValueError: No such name.
-        NotImplementedError: The one named declines.
-    """
-    given = ("paged_attention", IMPLEMENTATIONS, spec, target, implementation)
-    return choice.choose(*given, unproven=UNPROVEN)
-
-
-def declined_by(
-    spec: PagedSpec, target: Target, *, verdicts: choice.Verdicts | None = None
-) -> dict[str, str | None]:
-    """Of each implementation, fastest first: why `auto` would not take it, None where it would.
-
-    Args:
-        spec: Static facts of a call.
-        target: The hardware.
-        verdicts: Whether kernels have proved themselves; by default what this process knows.
-    """
-    return choice.reasons(IMPLEMENTATIONS, spec, target, unproven=UNPROVEN, verdicts=verdicts)
 
 
 def _check(q: Any, keys: Any, values: Any, rows: Any, seen: Seen, sinks: Any) -> None:
